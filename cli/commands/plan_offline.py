@@ -66,9 +66,9 @@ def _foretold(known: next_event.Foreseen, took_s: float) -> list[str]:
 
 def foretold(known: next_event.Foreseen) -> Iterator[Plain]:
     """Every event of the table, and the plan that it would be answered with."""
-    names = {wish.task: wish.name for wish in known.asked.wishes}
+    names = {wish.task: wish.name for wish in known.problem.wishes}
     for event, plan in known.plans.items():
-        then = next_event.after(known.asked, event, known.gpus_per_node)
+        then = next_event.after(known.problem, event, known.gpus_per_node)
         given = [allocation(wish, x) for wish, x in zip(then.wishes, plan.slots, strict=True)]
         yield {"event": event.what, "task": names.get(event.task, ""), "gpus": then.num_slots,
                "allocation": {names[x.task]: x.slots for x in given},
@@ -87,10 +87,18 @@ def plain(asked: PlanInput, tried: Tried) -> Plain:
                "instead": {name: x for name, (_, x), ours in
                            zip(names, other.slots, slots, strict=True) if x != ours}}
               for other in plan.alternatives]
-    tasks = {wish.name: {
-        "current": wish.now, "gpus": x, "faulted": wish.hurt, "waf_before": waf_of(wish, wish.now),
-        "waf": waf_of(wish, x), "earned": waf_of(wish, x) * asked.running_s,
-        "transition": cost_flop(wish, x)} for wish, x in zip(wishes, slots, strict=True)}
+    tasks = {
+        wish.name: {
+            "current": wish.now,
+            "gpus": x,
+            "faulted": wish.faulted,
+            "waf_before": waf_of(wish, wish.now),
+            "waf": waf_of(wish, x),
+            "earned": waf_of(wish, x) * asked.running_s,
+            "transition": cost_flop(wish, x),
+        }
+        for wish, x in zip(wishes, slots, strict=True)
+    }
     return {
         "allocation": dict(zip(names, slots, strict=True)), "objective": worth, "reason": plan.why,
         "waf": plan.waf, "waf_before": math.fsum(one["waf_before"] for one in tasks.values()),

@@ -193,7 +193,7 @@ def parse(data: Any) -> Offline:
 
 def _wish(number: int, task: TaskInFile) -> Wish:
     sizes = sorted(size for size in task.flops if size)
-    return Wish(task=number, name=task.name, now=task.current, hurt=task.faulted,
+    return Wish(task=number, name=task.name, now=task.current, faulted=task.faulted,
                 transition=Transition.alike(task.transition_s or 0.0), sizes=tuple(sizes),
                 wafs=tuple(task.weight * task.flops[size] for size in sizes))
 

@@ -35,18 +35,18 @@ from .view import view
 BODY_BYTES_MAX = 1 << 20
 PAGE_RECORDS_MAX = 1_000
 FOLD_S_MAX = 30.0
-"""Folding the log to a past record is given up after so long."""
+"""Time limit for folding the log to a past record."""
 KEY = re.compile(r"^[A-Za-z0-9._:-]{1,128}$")
 OPEN_TO_ALL = ("/v1/health",)
 
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Request = Callable[[ClusterState, Any, str], Body]
-"""From the state, the body, and what the path names, to a report. Raises Refusal."""
+"""From the state, the body and the name in the path to a report. Raises Refusal."""
 
 
 class Address(Struct, frozen=True, kw_only=True):
-    """What an agent is told when it joins."""
+    """What an agent receives when it joins."""
 
     redis_url: str
     cluster: str
@@ -66,20 +66,20 @@ class _Apply(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Http:
-    """The calls of one control plane. Only what the log has acknowledged is ever answered."""
+    """The HTTP calls of one control plane. Answers show only records that the log acknowledged."""
 
     def __init__(self, coordinator: Coordinator, log: ReaderPort, *, token: str,
                  address: Address) -> None:
         self._coordinator, self._log = coordinator, log
         self._token, self._address = token.encode(), address
         self._writing = asyncio.Lock()
-        """One after the other, so that each is held against those before it."""
-        self._trying = asyncio.Lock()
-        """One after the other, so that many who ask do not get in the way of whoever leads."""
+        """Serialises writes, so that each is checked against the ones before."""
+        self._computing = asyncio.Lock()
+        """Serialises computations, so that many requests do not slow the leader."""
 
     def app(self) -> web.Application:
         """The aiohttp application."""
-        app = web.Application(middlewares=[self._border], client_max_size=BODY_BYTES_MAX)
+        app = web.Application(middlewares=[self._guard], client_max_size=BODY_BYTES_MAX)
         app.add_routes([
             web.get("/v1/health", self._health),
             web.get("/v1/state", self._state),
@@ -101,7 +101,7 @@ class Http:
         ])
         return app
 
-    # --- calls -----------------------------------------------------------------------------------
+    # --- calls ---
     async def _health(self, request: web.Request) -> web.Response:
         leading = self._coordinator.leading
         return _json({"ok": leading, "cluster": self._address.cluster,
@@ -109,7 +109,7 @@ class Http:
                       "leader": leading, "pid": os.getpid()})
 
     async def _state(self, request: web.Request) -> web.Response:
-        """With `explain=1` also what each waiting task needs, computed in a thread."""
+        """The state. With `explain=1` also what each waiting task needs, computed in a thread."""
         state = await self._coordinator.settled()
         if _number(request, "explain") and is_any_waiting(state):
             data = encode_state(state)
@@ -138,9 +138,9 @@ class Http:
 
     def _write(self, make: Request, *names: str,
                ahead: Callable[[Any], None] | None = None) -> Handler:
-        """A call that writes one report; after the append its seq is the answer, under `names`.
+        """A call that writes one report. Its answer is the report's seq, under `names`.
 
-        `ahead` does in a thread what would keep the others waiting.
+        `ahead` runs in a thread before the write, so that it does not delay other writes.
         """
         async def call(request: web.Request) -> web.StreamResponse:
             key, body = _key(request), await _body(request)
@@ -156,18 +156,18 @@ class Http:
         return call
 
     async def _plan(self, request: web.Request) -> web.Response:
-        """The plan of now, or with `seq` the one that was in force after that record."""
+        """The present plan, or with `seq` the plan in force after that record."""
         seq = _number(request, "seq")
         if not seq:
-            return _json(await self._aside(dry_run.present))
+            return _json(await self._in_thread(dry_run.present))
         last = (await self._coordinator.settled()).seq
         if seq > last:
             raise Refusal(404, f"seq: {seq} is not in the log", f"the log ends at seq {last}")
-        async with self._trying:
-            state = await self._folded(seq)
+        async with self._computing:
+            state = await self._state_after(seq)
             return _json(await aside(lambda: dry_run.present(encode_state(state))))
 
-    async def _folded(self, seq: int) -> ClusterState:
+    async def _state_after(self, seq: int) -> ClusterState:
         """The state after the record `seq`, folded from the log in a thread."""
         state, began_s = ClusterState(), time.monotonic()
         while state.seq < seq:
@@ -182,27 +182,27 @@ class Http:
     async def _dry_run(self, request: web.Request) -> web.Response:
         change = requests.convert(await _body(request), dry_run.Change)
         began_s = time.perf_counter()
-        tried = await self._aside(lambda data: dry_run.attempt(data, change))
+        tried = await self._in_thread(lambda data: dry_run.attempt(data, change))
         took_s = time.perf_counter() - began_s
         return _json({**msgspec.structs.asdict(tried), "took_s": took_s})
 
     async def _apply(self, request: web.Request) -> web.Response:
-        """A dry run carried out, if nothing that it followed from has changed since."""
-        key, asked = _key(request), requests.convert(await _body(request), _Apply)
-        reason = requests.one_line(asked.reason)
+        """Carry out a dry run, if the plan's input has not changed since."""
+        key, body = _key(request), requests.convert(await _body(request), _Apply)
+        reason = requests.one_line(body.reason)
         async with self._writing:
             await self._coordinator.settled()
             seq = self._coordinator.answer(key)
             if seq is None:
-                check = requests.unchanged(asked.check)
-                bodies = await self._aside(
-                    lambda data: dry_run.bodies(data, asked.change, reason), check)
+                check = requests.unchanged(body.check)
+                bodies = await self._in_thread(
+                    lambda data: dry_run.bodies(data, body.change, reason), check)
                 seq = await self._coordinator.write(key, *bodies, check=check)
         return _json({"seq": seq})
 
-    async def _aside(self, call: Callable[[bytes], T], check: Check | None = None) -> T:
-        """Call with a copy of the state, in a thread: the leader's loop goes on meanwhile."""
-        async with self._trying:
+    async def _in_thread(self, call: Callable[[bytes], T], check: Check | None = None) -> T:
+        """Call with a copy of the state in a thread, without blocking the leader's loop."""
+        async with self._computing:
             state = await self._coordinator.settled()
             if check is not None:
                 check(state)
@@ -225,12 +225,12 @@ class Http:
         return _json({"redis_url": self._address.redis_url, "cluster": self._address.cluster,
                       "node": body.node, "epoch": self._coordinator.epoch})
 
-    # --- the border ------------------------------------------------------------------------------
+    # --- authorisation and errors ---
     @web.middleware
-    async def _border(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """The token on the way in, one line of JSON for every refusal on the way out."""
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Check the token, and answer every error with one line of JSON."""
         try:
-            if request.path not in OPEN_TO_ALL and not self._knows(request):
+            if request.path not in OPEN_TO_ALL and not self._is_authorised(request):
                 raise Refusal(401, "the token is missing or wrong",
                               "Authorization: Bearer TOKEN, from the state folder's token file")
             return await handler(request)
@@ -246,7 +246,7 @@ class Http:
             hint = "docs/ARCHITECTURE.md, HTTP" if error.status in (404, 405) else ""
             return _error(error.status, f"{request.method} {request.path}: {error.reason}", hint)
 
-    def _knows(self, request: web.Request) -> bool:
+    def _is_authorised(self, request: web.Request) -> bool:
         given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
         return hmac.compare_digest(given, b"Bearer " + self._token)
 
@@ -279,7 +279,7 @@ def _number(request: web.Request, name: str) -> int:
 
 
 def _key(request: web.Request) -> str:
-    """The request's id; one of our own for a client that does not mean to repeat it."""
+    """The request's id; a random one if the client sends none."""
     key = request.headers.get("Idempotency-Key") or secrets.token_hex(16)
     if not KEY.match(key):
         raise Refusal(400, "Idempotency-Key is 1 to 128 of A-Z a-z 0-9 . _ : -", "send a uuid")
@@ -287,18 +287,18 @@ def _key(request: web.Request) -> str:
 
 
 async def _body(request: web.Request) -> Any:
-    """The JSON body, strictly: no duplicate keys, no NaN, no half of a surrogate pair (`"\\ud800"`
-    is JSON, and can be written neither to the log nor into an answer)."""
+    """The JSON body, strict: no duplicate keys, no NaN, no lone surrogate (`"\\ud800"` is JSON, but
+    can be written neither to the log nor to an answer)."""
     try:
         raw = await request.read()
-        found = json.loads(raw or b"{}", object_pairs_hook=_once, parse_constant=_finite)
+        found = json.loads(raw or b"{}", object_pairs_hook=_unique_keys, parse_constant=_not_finite)
         json.dumps(found, ensure_ascii=False).encode()
         return found
     except (ValueError, RecursionError) as error:
         raise Refusal(400, f"the body is not JSON: {error}", "send one JSON object") from None
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
@@ -307,5 +307,5 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _finite(text: str) -> float:
+def _not_finite(text: str) -> float:
     raise ValueError(f"{text} is not a finite number")

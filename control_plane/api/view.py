@@ -1,4 +1,4 @@
-"""The state as plain data, for people and programs: GET /v1/state, `unicron status`."""
+"""The state as plain data: GET /v1/state, `unicron status`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def view(state: ClusterState, *, explain: bool = False) -> dict[str, Any]:
     """Cluster, nodes, tasks, incidents, plan, deadlines; times in seconds since 1970.
 
     `explain`: also compute what each waiting task needs. This takes as long as a few plans, so the
-    leader does it in a thread, and only for a program that asks.
+    leader does it in a thread and only on request.
     """
     waits = explained(state) if explain else {}
     return {
@@ -97,8 +97,8 @@ def _node(state: ClusterState, node: Node) -> dict[str, Any]:
 
 
 def _health(state: ClusterState, node: Node) -> dict[str, Any]:
-    """`contact`: heard, unreachable, lost or left. `health`: the same where it is not heard, else
-    healthy, degraded or unhealthy; since when."""
+    """`contact`: heard, unreachable, lost or left. `health`: healthy, degraded or unhealthy if the
+    contact is heard, else the contact. `since_s`: since when."""
     if node.health != "healthy":
         return {"contact": node.health, "health": node.health, "since_s": node.since_s}
     word, since_s = "healthy", max(node.since_s, node.eased_s)
@@ -109,28 +109,28 @@ def _health(state: ClusterState, node: Node) -> dict[str, Any]:
         if said_s or (name == "degraded" and priced is not None):
             word = name
             since_s = min(said_s, default=priced.at_s if priced is not None else since_s)
-            if name == "degraded":  # it may have been unhealthy beside that
+            if name == "degraded":  # it may have been unhealthy before
                 since_s = max(since_s, node.eased_s)
     return {"contact": "heard", "health": word, "since_s": since_s}
 
 
 def _slow_on(state: ClusterState, node: Node) -> list[tuple[int, Slow]]:
-    """Its slots whose ranks are slow."""
+    """(slot, straggler) of the slow ranks on the node."""
     return [(task.ranks[number].slot.index, slow) for task in state.tasks.values()
             for number, slow in task.slow.items()
             if number in task.ranks and task.ranks[number].slot.node == node.name]
 
 
 def _slots_degraded(state: ClusterState, node: Node) -> set[int]:
-    """Those that a check calls degraded, all where it names none, and those of slow ranks."""
-    told = {index for check in node.checks if check.health == "degraded"
+    """Slots of degraded checks (all slots if a check names none) and of slow ranks."""
+    named = {index for check in node.checks if check.health == "degraded"
             for index in check.devices or range(node.num_slots)}
-    return told | {index for index, _ in _slow_on(state, node)}
+    return named | {index for index, _ in _slow_on(state, node)}
 
 
 def _recovers(state: ClusterState, node: Node) -> dict[str, Any] | None:
-    """Slots that a check took out, and how they come back; `from_s`: when all are back, once
-    none calls any ill."""
+    """Slots that a check disabled, and when they are used again. `from_s`: when all are back, None
+    while a check reports unhealthy."""
     if not node.slots_sick:
         return None
     due = state.deadlines.get(f"recovered/{node.name}")
@@ -141,7 +141,7 @@ def _recovers(state: ClusterState, node: Node) -> dict[str, Any] | None:
 
 
 def _degraded(state: ClusterState, name: str) -> dict[str, Any] | None:
-    """What is wrong with the node, in whose words, and what it costs, once that is priced."""
+    """The cost of a degraded node and its cause, once computed."""
     priced = state.degraded.get(name)
     if priced is None:
         return None
@@ -156,7 +156,7 @@ def _degraded(state: ClusterState, name: str) -> dict[str, Any] | None:
 
 def _task(state: ClusterState, task: Task, waits: Waits | None) -> dict[str, Any]:
     spec, waits = task.spec, waits or Waits(why=task.why, needs="")
-    living, (stands, stands_since_s) = task.living_members(), _stands(state, task)
+    living, (stands, stands_since_s) = task.living_members(), _stalled(state, task)
     return {
         "id": task.id, "name": spec.name, "tier": "train" if task.heals_in_memory else "command",
         "state": state_in_words(state, task), "phase": task.phase, "since_s": task.since_s,
@@ -193,7 +193,7 @@ def _task(state: ClusterState, task: Task, waits: Waits | None) -> dict[str, Any
 
 
 def _layout(task: Task, num_living: int) -> dict[str, Any]:
-    """Of the generation, as long as anybody is left of it. `replica_ranks`: of each replica."""
+    """The generation's layout while it has living members. `replica_ranks`: ranks of a replica."""
     axes = task.axes
     if not num_living or axes is None:
         return {"layout": f"DP{num_living}" if num_living else "", "layout_in_words": "",
@@ -203,15 +203,15 @@ def _layout(task: Task, num_living: int) -> dict[str, Any]:
 
 
 def _planned_layout(task: Task) -> str:
-    """On what the plan gives it: of training, and of a command with a model."""
+    """The layout on the planned slots, for training and for a command with a model."""
     if task.spec.training is None:
         return table.layout(task.modelled, len(task.target))
     axes = table.axes(task.spec, task.modelled, len(task.target))
     return in_words(axes) if axes is not None else ""
 
 
-def _stands(state: ClusterState, task: Task) -> tuple[str, float]:
-    """Why nothing goes on, and since when; "" where it does, as far as is known."""
+def _stalled(state: ClusterState, task: Task) -> tuple[str, float]:
+    """(why the task is stalled, since when); "" if it is not known to be stalled."""
     if not task.heals_in_memory:
         return unprinted(state, task)
     hang = located(state, task)
@@ -219,7 +219,7 @@ def _stands(state: ClusterState, task: Task) -> tuple[str, float]:
 
 
 def _slow(task: Task) -> list[dict[str, Any]]:
-    """`confirmed`: beyond measure, and another process says so too."""
+    """The slow ranks. `confirmed`: above the threshold, and another process reports it too."""
     confirmed = [rank.rank for rank in at_fault(task)]
     return [{"rank": number, "node": task.ranks[number].slot.node,
              "slot": task.ranks[number].slot.index, "confirmed": number in confirmed,
@@ -228,14 +228,14 @@ def _slow(task: Task) -> list[dict[str, Any]]:
 
 
 def _iterations_lost(task: Task) -> int | None:
-    """None: of a command that was started again and has not printed since how far it is."""
+    """None for a restarted command that has not printed its iteration since."""
     logged = task.logged
     known = task.heals_in_memory or task.rounds == (logged.round if logged is not None else 1)
     return task.iterations_lost if known or not task.rounds else None
 
 
 def _steps(task: Task) -> bool:
-    """Whether nothing that is known keeps it from stepping."""
+    """True if no known fault keeps the task from stepping."""
     living = task.living_members()
     whole = len(living) == len(task.members) and task.failed_s < 0
     going = living if task.heals_in_memory else task.ranks.values()
@@ -249,7 +249,7 @@ def _rank(task: Task, rank: Rank) -> dict[str, Any]:
 
 
 def _part(task: Task, rank: Rank) -> str:
-    """What a member has, of what not all of them have; "" where all have everything."""
+    """The part of the model that a member has; "" if every member has all of it."""
     training = task.spec.training
     if training is None or task.axes is None or task.member(rank.rank) is None:
         return ""

@@ -1,4 +1,4 @@
-"""The heart's one door: a report goes in, the records that it makes come out."""
+"""The decider's single entry: folds one report and returns the records that follow from it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from ..state.cluster import ClusterState
 from .decide import Decide, decide
 
 HEART = 16
-"""Version of what `decide` answers; a log says by which one it was written."""
+"""Version of the decisions of `decide`; each epoch of a log records its own (`heart`)."""
 
 
 def advance(state: ClusterState, report: Report, *, epoch: int, at_s: float,
             decide: Decide = decide) -> list[Record]:
-    """Fold the report, decide, fold the decisions: all of it is one batch for the log.
+    """Fold the report, decide, fold the decisions; returns all records as one batch for the log.
 
-    `at_s` is the leader's clock; the records carry it unless it runs behind the log. The caller
-    has asked `accepts` before. `decide`: by another policy than ours, in a
-    simulation.
+    `at_s` is the leader's clock; the records carry it unless it is behind the log. The caller has
+    checked `accepts` before. `decide`: another policy, in a simulation.
     """
     record = report_record(state, report, epoch=epoch, at_s=max(at_s, state.at_s))
     fold(state, record)
@@ -35,7 +34,7 @@ def advance(state: ClusterState, report: Report, *, epoch: int, at_s: float,
 
 
 def report_record(state: ClusterState, report: Report, *, epoch: int, at_s: float) -> Record:
-    """The report as the next record of the log. `incident`: its task's open one."""
+    """The report as the next record of the log. Its `incident` is the task's open one."""
     return Record(seq=state.seq + 1, epoch=epoch, at_s=at_s, occurred_s=report.occurred_s,
                   source=report.source, source_seq=report.source_seq, cause=0,
                   incident=_incident(state, report.body), body=report.body)
@@ -55,11 +54,11 @@ def _incident(state: ClusterState, body: Body) -> int:
     return task.incident if task is not None else 0
 
 
-# --- The intake: which report is the next of its source, and which was told before. ---
+# --- Intake ---
 
 
 def accepts(state: ClusterState, report: Report) -> Literal["next", "duplicate", "later"]:
-    """Whether a report is the next of its source (ARCHITECTURE, "Sources and acknowledgement")."""
+    """Classify a report by its source_seq (ARCHITECTURE, "Sources and acknowledgement")."""
     node, _, incarnation = report.source.rpartition("/")
     known, last = state.nodes.get(node), state.sources.get(report.source, 0)
     old = known is not None and incarnation.isdecimal() and int(incarnation) < known.incarnation

@@ -1,4 +1,4 @@
-"""The command tier: all processes start together, and one that fails takes all with it."""
+"""The command tier: all processes start together, and the failure of one restarts all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .processes import port, slot_free, start_rank, stop_pending, stop_rank
 
 
 def step(state: ClusterState, task: Task) -> Iterator[Body]:
-    """The next decisions for a command task; none when it is as it should be."""
+    """The next decisions for a command task; none if it is in its target state."""
     seats = task.seats_at
     if task.target and not task.ranks and all(number in task.finished for number in seats):
         yield from end_incident(state, task, "the task is finished")
@@ -21,7 +21,7 @@ def step(state: ClusterState, task: Task) -> Iterator[Body]:
         return
     if not task.ranks:
         if all(slot_free(state, seat) for seat in task.target):
-            yield from _round(state, task)
+            yield from _start_round(state, task)
         return
     whole = all(number in task.ranks or number in task.finished for number in seats)
     moved = any(seats.get(rank.rank) != rank.slot for rank in task.ranks.values())
@@ -41,7 +41,7 @@ def _any_stopping(task: Task) -> bool:
     return any(rank.stopping or rank.overdue for rank in task.ranks.values())
 
 
-def _round(state: ClusterState, task: Task) -> Iterator[Body]:
-    here = port(task)
+def _start_round(state: ClusterState, task: Task) -> Iterator[Body]:
+    port_number = port(task)
     for seat in task.target:
-        yield start_rank(state, task, seat, here)
+        yield start_rank(state, task, seat, port_number)

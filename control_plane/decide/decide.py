@@ -1,4 +1,4 @@
-"""The decision: what follows from a report that has just been folded."""
+"""The decisions that follow from a report that has just been folded."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from . import transition
 
 Decide = Callable[[ClusterState, Record], Iterator[t.Body]]
 Plan = Callable[[ClusterState], Iterator[t.Body]]
-"""How many slots each task gets, which ones, and why."""
+"""Makes the plan: slots per task, their placement, and the reasons."""
 _ANSWERS = (r.RankStarted, r.RankReady, r.Quiesced, r.Reconfigured)
-_OF_ALL = (
+_AFFECTING_ALL = (
     r.EpochStarted,
     r.NodeJoined,
     r.NodeLeft,
@@ -40,61 +40,61 @@ _OF_ALL = (
     HealthChanged,
     QuarantineLifted,
 )
-"""What may concern every task: nodes, the policy, whether we act."""
+"""Reports that may affect every task: nodes, the policy, healing on or paused."""
 _PROGRESS = (r.TaskProgressed, IterationsLogged)
 
 
 def decide(state: ClusterState, record: Record) -> Iterator[t.Body]:
-    """The decisions that follow from `record`, which is folded already.
+    """The decisions that follow from the folded report `record`.
 
-    The driver folds each body before it asks for the next. Called for reports only.
+    The caller folds each body before it takes the next one.
     """
     yield from answer(state, record, plan)
-    yield from straggler_cost.priced(state)
+    yield from straggler_cost.changed_costs(state)
 
 
 def answer(state: ClusterState, record: Record, plan: Plan) -> Iterator[t.Body]:
-    """The decisions, with this way to plan."""
+    """The decisions, with this plan function."""
     if isinstance(record.body, r.TaskSubmitted):
         yield table.table(record.seq, record.body.spec,
-                               state.slot_flops or table.SLOT_FLOPS, record.body.modelled)
+                          state.slot_flops or table.SLOT_FLOPS, record.body.modelled)
     if isinstance(record.body, _PROGRESS) and record.body.task in state.tasks:
         yield from calibration.calibrate(state, state.tasks[record.body.task])
     if isinstance(record.body, r.FaultRequested):
         fault = members.inject_fault(state, record.body)
         if fault is not None:
             yield fault
-    yield from steps(state, affected_tasks(state, record))
+    yield from task_decisions(state, affected_tasks(state, record))
     yield from node_incidents.settle(state, record)
     for _ in range(2 * len(state.tasks) + 2):
         if not state.replan or not _can_plan(state):
             return
         yield from plan(state)
-        yield from steps(state, [state.tasks[key] for key in sorted(state.tasks)])
+        yield from task_decisions(state, [state.tasks[key] for key in sorted(state.tasks)])
         yield from node_incidents.settle(state, record)
     raise AssertionError(f"seq {record.seq}: planning does not come to rest: {state.replan}")
 
 
 def _can_plan(state: ClusterState) -> bool:
-    """Whether there is a task that a plan may change. Else what made the plan out of date stands,
-    and a plan follows when there is one."""
+    """True if a plan may change any task. Otherwise `state.replan` stays set, and the plan follows
+    once there is such a task."""
     return any(not task.ending and not is_pinned(state, task) for task in live_tasks(state))
 
 
 def affected_tasks(state: ClusterState, record: Record) -> list[Task]:
-    """Tasks of which something may follow from the record, by id: all others are at rest.
+    """The tasks for which decisions may follow from the record, by id.
 
-    What concerns nodes or the policy may affect every task; all else affects the task that it
-    names, or whose deadline it is. The end of a process also affects tasks that have a seat and no
-    process there: they may wait for its slot. Progress affects a task only where something is wrong
-    with it: it heals, or shows that a slow rank holds up the others. An answer affects no task
-    while other answers are outstanding.
+    Records about nodes or the policy may affect every task; all others affect the task that they
+    name, or whose deadline it is. The exit of a process also affects tasks with a seat without a
+    process, which may wait for its slot. Progress affects a task only if it has faults or an
+    incident: it may close the incident, or show a straggler. An answer affects no task while other
+    answers are outstanding.
     """
     body = record.body
     number: int = getattr(body, "task", 0)
     if isinstance(body, r.DeadlineReached):
         number = task_of_deadline(body.deadline)
-    if isinstance(body, _OF_ALL) or (isinstance(body, r.DeadlineReached) and not number):
+    if isinstance(body, _AFFECTING_ALL) or (isinstance(body, r.DeadlineReached) and not number):
         return [state.tasks[key] for key in sorted(state.tasks)]
     if isinstance(body, r.RankExited):
         return [state.tasks[key] for key in sorted(state.tasks)
@@ -104,7 +104,7 @@ def affected_tasks(state: ClusterState, record: Record) -> list[Task]:
         return []
     if isinstance(body, _PROGRESS):
         return [task] if task.incident or task.faults else []
-    if isinstance(body, _ANSWERS) and task.num_outstanding and not _is_none(task, record):
+    if isinstance(body, _ANSWERS) and task.num_outstanding and not _is_unsolicited(task, record):
         return []
     return [task]
 
@@ -113,44 +113,45 @@ def _has_empty_seat(task: Task) -> bool:
     return any(seat.rank not in task.ranks for seat in task.target)
 
 
-def _is_none(task: Task, record: Record) -> bool:
-    """A command's process that says that it is ready to heal in memory answers nothing."""
+def _is_unsolicited(task: Task, record: Record) -> bool:
+    """True for the RankReady of a command's process, which no order waits for."""
     return isinstance(record.body, r.RankReady) and not task.heals_in_memory
 
 
-def steps(state: ClusterState, tasks: Iterable[Task]) -> Iterator[t.Body]:
-    """The next decisions for each of these."""
+def task_decisions(state: ClusterState, tasks: Iterable[Task]) -> Iterator[t.Body]:
+    """The next decisions for each of these tasks."""
     for task in tasks:
         yield from transition.step(state, task)
 
 
 def plan(state: ClusterState) -> Iterator[t.Body]:
-    """Counts for the whole cluster, then seats, then who waits and why."""
-    ground = plan_input(state)
-    open_tasks = [state.tasks[wish.task] for wish in ground.asked.wishes]
-    choice = hot_spare.choose(ground.asked)
-    yield explain.chosen(state, ground, choice)
+    """Slots per task for the whole cluster, then seats, then the reasons of waiting tasks."""
+    snapshot = plan_input(state)
+    open_tasks = [state.tasks[demand.task] for demand in snapshot.problem.wishes]
+    choice = hot_spare.choose(snapshot.problem)
+    yield explain.plan_record(state, snapshot, choice)
     if not state.held:
-        yield from place(state, open_tasks, choice.plan.slots, ground.slots)
-    short = constraints.short(ground.asked, choice.plan.slots)
-    by_quota = constraints.barred_by_quota(ground.asked, short)
+        yield from place(state, open_tasks, choice.plan.slots, snapshot.slots)
+    short = constraints.short(snapshot.problem, choice.plan.slots)
+    by_quota = constraints.blocked_by_quota(snapshot.problem, short)
     for task, count in zip(open_tasks, choice.plan.slots, strict=True):
-        if task.target:  # held, whom the plan gives nothing trains on
+        if task.target:  # healing is paused: it keeps training
             continue
         if count == 0:
-            yield from pending.wait(state, task, len(ground.slots), short.get(task.id, 0),
-                                    by_quota=task.id in by_quota)
+            yield from pending.record_waiting(
+                state, task, len(snapshot.slots), short.get(task.id, 0),
+                by_quota=task.id in by_quota)
         elif state.held:  # it has no seats yet
-            yield from pending.wait_for_healing(state, task)
+            yield from pending.record_paused(state, task)
 
 
 def place(state: ClusterState, tasks: list[Task], counts: tuple[int, ...],
-           slots: Sequence[Slot]) -> Iterator[t.Body]:
-    """The seats of all; who shrinks or stays is told first."""
-    where = {name: node.labels for name, node in state.nodes.items()}
-    seats = placement.place(tasks, counts, slots, where)
+          slots: Sequence[Slot]) -> Iterator[t.Body]:
+    """The seats of all tasks; tasks that do not grow come first."""
+    labels = {name: node.labels for name, node in state.nodes.items()}
+    seats = placement.place(tasks, counts, slots, labels)
     for task in sorted(tasks, key=lambda task: (len(seats[task.id]) > len(task.target), task.id)):
         if seats[task.id] != task.target:
-            why = (placement.why_placed(task, seats[task.id], slots, where) if seats[task.id]
+            why = (placement.why_placed(task, seats[task.id], slots, labels) if seats[task.id]
                    else "the plan gives it no slots")
             yield TaskPlaced(task=task.id, seats=seats[task.id], why=why)

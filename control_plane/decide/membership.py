@@ -1,9 +1,10 @@
-"""Seating: who of a task is in its next generation, in which layout, and at which place.
+"""Membership of the next generation: its ranks, their layout and their positions.
 
-Whoever holds and has a seat is in it. Those for whom the layout has no place are beside it: spares,
-and those who have what nobody else has. Who goes on in a replica of the same shape stays where its
-part of the model is; else all are seated node by node, so that tensor-parallel groups, then whole
-replicas, are on one node, and the parts of the model each on as many as can be.
+Every rank that holds and has a seat is a member. Members without a position in the layout are
+standby members: spares, and ranks with state that no other rank has. In a replica of the same shape
+a rank keeps its part of the model. Otherwise ranks are ordered node by node, so that
+tensor-parallel groups, then whole replicas, are on one node, and the copies of each part of the
+model on as many nodes as possible.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ from ..throughput.training_layouts import layout_within
 from .preemption import coming
 
 
-class Seating(NamedTuple):
-    """Members in their order; None: data-parallel, with all of them."""
+class Membership(NamedTuple):
+    """Members in order of position. `axes` None: all of them are data-parallel."""
 
     axes: Axes | None
     members: list[Rank]
 
 
-NOBODY = Seating(None, [])
+NO_MEMBERS = Membership(None, [])
 
 
-def next_seating(state: ClusterState, task: Task) -> Seating:
-    """Those that hold and have a seat; NOBODY: it cannot go on with so few.
+def next_membership(state: ClusterState, task: Task) -> Membership:
+    """The ranks that hold and have a seat; NO_MEMBERS if they are too few for any layout.
 
-    Those that have none stay as long as newcomers are on the way, or to hand over what nobody
-    else holds: state at all, a part of it, or a step that they alone have finished.
+    Ranks without a seat stay members while newcomers are starting, or to hand over what only they
+    have: state at all, a part of it, or a step that no other rank has finished.
     """
     train = task.spec.training
     assert train is not None
@@ -47,21 +48,21 @@ def next_seating(state: ClusterState, task: Task) -> Seating:
     if any(coming(state, task, seat) for seat in task.target):
         seated, others = seated + others, []
     if not seated:
-        return NOBODY
+        return NO_MEMBERS
     if train.parallel.is_plain:
         most = max(rank.step_version for rank in seated)
         if any(rank.step_version > most for rank in others):
             seated += others
-        # Who has state comes first, so that it tells progress.
-        return Seating(None, sorted(seated, key=lambda rank: (not rank.has_state, rank.rank)))
+        # A rank with state comes first, since the first member reports progress.
+        return Membership(None, sorted(seated, key=lambda rank: (not rank.has_state, rank.rank)))
     axes = layout_within(train, len(seated))
     if axes is None:
-        return NOBODY
+        return NO_MEMBERS
     most = max((rank.step_version for rank in holding if rank.has_state), default=-1)
     if not others or covered(task, seated, most):
         others = []
     apart = train.parallel.optimizer == "mirrored"
-    return Seating(axes, [*order(axes, seated, apart=apart), *others])
+    return Membership(axes, [*order(axes, seated, apart=apart), *others])
 
 
 def _holds(task: Task, rank: Rank) -> bool:
@@ -69,10 +70,10 @@ def _holds(task: Task, rank: Rank) -> bool:
     return rank.sound and (rank.state == "ready" or (rank.state == "member" and member))
 
 
-# --- the order of members -----------------------------------------------------------------------
+# --- the order of members ---
 def order(axes: Axes, ranks: Sequence[Rank], *, apart: bool = False) -> list[Rank]:
-    """By place; who is beside the layout comes last. There are enough of them. `apart`: replicas
-    that follow one another are on different nodes, since each mirrors the one before.
+    """The ranks by position, standby members last. There are enough ranks for the layout. `apart`:
+    consecutive replicas are on different nodes, since each mirrors the one before.
     """
     last = max((rank.held for rank in ranks if rank.held is not None),
                key=lambda held: held.generation, default=None)
@@ -80,7 +81,7 @@ def order(axes: Axes, ranks: Sequence[Rank], *, apart: bool = False) -> list[Ran
     if last is not None and shape(last.axes) == shape(axes):
         parts = {rank.slot: coordinates(last.axes, rank.held.place) for rank in ranks
                  if rank.held is not None and rank.held.generation == last.generation}
-    places = _stay(axes, parts, same=last is not None and last.axes.dp == axes.dp)
+    places = _kept_positions(axes, parts, same=last is not None and last.axes.dp == axes.dp)
     left = [rank.slot for rank in ranks if rank.slot not in places.values()]
     for dp in range(axes.dp):
         _fill_holes(axes, replica(axes, dp), places, left, parts)
@@ -89,14 +90,15 @@ def order(axes: Axes, ranks: Sequence[Rank], *, apart: bool = False) -> list[Ran
     left = ranked(left, each, axes.tp)
     groups = [left[at:at + each] for at in range(0, len(empty) * each, each)]
     left = left[len(empty) * each:]
-    for dp, slots in zip(empty, _apart(groups) if apart else groups, strict=True):
+    for dp, slots in zip(empty, _alternate_nodes(groups) if apart else groups, strict=True):
         places |= zip(replica(axes, dp), slots, strict=True)
     there = {rank.slot: rank for rank in ranks}
     return [there[slot] for slot in (*(places[place] for place in sorted(places)), *left)]
 
 
-def _stay(axes: Axes, parts: dict[Slot, Coordinates], *, same: bool) -> dict[int, Slot]:
-    """By place: who has its part already, of the fullest replicas. `same`: of as many."""
+def _kept_positions(axes: Axes, parts: dict[Slot, Coordinates], *, same: bool) -> dict[int, Slot]:
+    """By position: the slot that has its part already, in the fullest replicas. `same`: dp is
+    unchanged."""
     replicas: dict[int, dict[Slot, Coordinates]] = {}
     for slot, at in parts.items():
         replicas.setdefault(at.dp, {})[slot] = at
@@ -105,8 +107,8 @@ def _stay(axes: Axes, parts: dict[Slot, Coordinates], *, same: bool) -> dict[int
             for number, dp in enumerate(sorted(fullest)) for slot, at in replicas[dp].items()}
 
 
-def _apart(groups: Sequence[list[Slot]]) -> list[list[Slot]]:
-    """From each node one in turn."""
+def _alternate_nodes(groups: Sequence[list[Slot]]) -> list[list[Slot]]:
+    """The groups in turn, one from each node."""
     on: dict[str, list[list[Slot]]] = {}
     for group in groups:
         on.setdefault(group[0].node, []).append(group)
@@ -116,7 +118,7 @@ def _apart(groups: Sequence[list[Slot]]) -> list[list[Slot]]:
 
 def _fill_holes(axes: Axes, own: Sequence[int], places: dict[int, Slot], left: list[Slot],
                 parts: dict[Slot, Coordinates]) -> None:
-    """Of a replica of which some are there: each by the nearest of `left`."""
+    """Fill the open positions of a partly filled replica with the nearest slots of `left`."""
     for hole in own if any(place in places for place in own) else ():
         if hole in places:
             continue
@@ -124,7 +126,7 @@ def _fill_holes(axes: Axes, own: Sequence[int], places: dict[int, Slot], left: l
         peers = {places[place].node for place in own if place in places}
         near = {places[place].node for place in own
                 if place in places and coordinates(axes, place).pp == pp}
-        # A group on two nodes is slow in every iteration; its state is moved once.
+        # A group on two nodes slows every iteration; moving its state costs once.
         places[hole] = slot = min(left, key=lambda slot: (
             bool(near) and slot.node not in near, parts.get(slot, (-1, -1))[:2] != (tp, pp),
             slot.node not in peers, slot))

@@ -1,4 +1,4 @@
-"""The orders that start, end or break one process, and whether they are due."""
+"""The orders that start or stop one process, and the conditions for them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ NUM_PORTS = 10_000
 
 
 def port(task: Task) -> int:
-    """Where the processes of a command meet. It changes with each round: the last one's may still
-    be held."""
+    """The port of a command's rendezvous. It changes with each round, since the port of the last
+    round may still be in use."""
     return PORT_FIRST + (task.id * 131 + task.rounds * 17) % NUM_PORTS if task.spec.command else 0
 
 
@@ -29,7 +29,7 @@ def start_rank(state: ClusterState, task: Task, seat: Seat, port: int) -> StartR
     """The order that starts the seat's next process."""
     spec = task.spec
     host = state.nodes[task.target[0].slot.node].host if spec.command else ""
-    if task.declined:  # from now on it is a command as any other
+    if task.declined:  # from now on it is restarted as a plain command
         spec = replace(spec, heal=None)
     return StartRank(
         nodes=(seat.slot.node,), task=task.id, rank=seat.rank,
@@ -48,31 +48,32 @@ def stop_rank(task: Task, rank: Rank, grace_s: float, why: str) -> StopRank:
 
 
 def stop_pending(state: ClusterState, task: Task, rank: Rank) -> bool:
-    """Whether another StopRank would be too early, or one too many."""
+    """True if another StopRank would be too early, or exceed NUM_STOPS_MAX."""
     armed = f"stop/{task.id}/{rank.rank}/{rank.attempt}" in state.deadlines
     return armed or len(rank.stop_orders) >= NUM_STOPS_MAX
 
 
 def slot_free(state: ClusterState, seat: Seat) -> bool:
-    """Whether the seat's slot can be started on now: its last process is reaped.
+    """True if a process can be started in the seat's slot: its last process is reaped.
 
-    Nothing starts on a drained node, also not for a task whose seats are yet to move.
+    On a drained node nothing is started, even for tasks whose seats still have to move.
     """
     node = state.nodes.get(seat.slot.node)
     return (node is not None and node.takes_tasks and seat.slot.index not in node.occupants
             and not node.is_out(seat.slot.index))
 
 
-# --- Healing held: what would be ordered, in words, instead of the orders. ---
+# --- Healing paused: orders are suppressed and described ---
 
 
-def withhold(state: ClusterState, task: Task, bodies: Iterable[Body]) -> Iterator[Body]:
-    """Let decisions through; of the orders, and of what the plan would change, tell in words.
+def suppress_orders(state: ClusterState, task: Task, bodies: Iterable[Body]) -> Iterator[Body]:
+    """Yield the decisions; instead of the orders, one OrderSuppressed that describes them and the
+    changes of the plan.
 
-    `bodies` must not rely on the fold of the orders that it yields. Asked again in the same state
-    this tells nothing.
+    `bodies` must not depend on the fold of its orders. Called again in the same state this yields
+    nothing new.
     """
-    words = _planned(state, task)
+    words = _plan_changes(state, task)
     for body in bodies:
         if isinstance(body, o.ORDERS):
             words.append(_in_words(body))
@@ -83,8 +84,8 @@ def withhold(state: ClusterState, task: Task, bodies: Iterable[Body]) -> Iterato
         yield d.OrderSuppressed(task=task.id, what=what, why=state.held)
 
 
-def _planned(state: ClusterState, task: Task) -> list[str]:
-    """What the last plan would change for this task."""
+def _plan_changes(state: ClusterState, task: Task) -> list[str]:
+    """The changes of the last plan for this task."""
     given = [x.slots for x in state.plan.allocations if x.task == task.id] if state.plan else []
     num = len(task.target)
     words = [f"from {num} to {slots} slot{'s' * (slots != 1)}, by the plan"
@@ -103,9 +104,9 @@ def _in_words(order: Body) -> str:
             return f"stop rank {order.rank}: {order.why}"
         case o.Quiesce():
             one = len(order.ranks) == 1
-            who = f"rank{'s' * (not one)} {' '.join(map(str, order.ranks))} leave{'s' * one}"
+            ranks = f"rank{'s' * (not one)} {' '.join(map(str, order.ranks))} leave{'s' * one}"
             when = "at once" if order.mode == "now" else "at the iteration's end"
-            return f"{who} generation {order.generation} {when} and rebuild{'s' * one}"
+            return f"{ranks} generation {order.generation} {when} and rebuild{'s' * one}"
         case o.Reconfigure():
             ranks = " ".join(str(member.rank) for member in order.members)
             return f"generation {order.generation} of ranks {ranks}"

@@ -1,4 +1,4 @@
-"""Replay: the state from the log alone, and every decision recomputed and compared."""
+"""Replay: folds a log to its state, and recomputes and compares every decision."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .decide import decide
 
 
 class Verdict(Struct, kw_only=True):
-    """What `verify` found. `seq` is the first that differs, 0 if none does.
+    """The result of `verify`. `seq` is the first record that differs, 0 if none does.
 
-    `differ` counts decisions, by kind, of epochs of another heart's version that this heart would
-    not have made: that is no corruption. What no decision depends on (a loss, a text) can only be
-    compared as a whole: `log_hash` is over every byte of every record.
+    `differ` counts by kind the decisions of epochs of another decider version that this version
+    would not make; that is no corruption. Data on which no decision depends (a loss, a text) can
+    only be compared as a whole: `log_hash` is over every byte of every record.
     """
 
     seq: int = 0
@@ -32,7 +32,7 @@ class Verdict(Struct, kw_only=True):
     num_records: int = 0
     num_reports: int = 0
     recomputed: dict[str, int] = field(default_factory=dict[str, int])
-    """Decisions recomputed and found equal, by kind."""
+    """Recomputed decisions that are equal, by kind."""
     differ: dict[str, int] = field(default_factory=dict[str, int])
     num_epochs: int = 0
     hearts: list[int] = field(default_factory=list[int])
@@ -41,24 +41,24 @@ class Verdict(Struct, kw_only=True):
 
     @property
     def ok(self) -> bool:
-        """Whether the log is sound; decisions of another heart may still differ."""
+        """True if the log is intact; decisions of another decider version may still differ."""
         return self.seq == 0
 
     @property
     def words(self) -> str:
-        """One line for a person."""
+        """One line that summarises the result."""
         equal, other = sum(self.recomputed.values()), sum(self.differ.values())
         if not self.ok:
             return f"CORRUPT at seq {self.seq}: {self.problem}"
         if other:
-            hearts = ", ".join(str(heart) for heart in self.hearts)
-            return (f"state equal, {other} of {equal + other} decisions differ: written by heart "
-                    f"{hearts}, recomputed by heart {HEART}")
+            versions = ", ".join(map(str, self.hearts))
+            return (f"state equal, {other} of {equal + other} decisions differ: written by "
+                    f"decider version {versions}, recomputed by version {HEART}")
         return f"VERIFIED: {self.num_records} records, {equal} of {equal} decisions"
 
 
 class _Difference(Exception):
-    """The first record that is not as it must be."""
+    """The first record that differs from the expected one."""
 
     def __init__(self, seq: int, problem: str, expected: Record | None,
                  recorded: Record | None) -> None:
@@ -68,7 +68,7 @@ class _Difference(Exception):
 
 
 def replay(records: Iterable[Record]) -> ClusterState:
-    """The state that the log tells: the fold of all of it, no decision made again."""
+    """The state of the log: the fold of all its records, without recomputing decisions."""
     state = ClusterState()
     for record in records:
         fold(state, record)
@@ -77,10 +77,10 @@ def replay(records: Iterable[Record]) -> ClusterState:
 
 def verify(records: Iterable[Record], *, complete: bool = True,
            watch: Callable[[ClusterState, Record], None] | None = None) -> Verdict:
-    """Fold the log, make every decision again, compare. Raises nothing: the verdict says.
+    """Fold the log, recompute every decision and compare. All errors are in the verdict.
 
-    `complete` False allows the log to end inside a batch, as one that was cut on purpose does.
-    `watch` is shown each record, folded, before anything is decided upon it.
+    `complete` False allows the log to end inside a batch, as a cut log does. `watch` is called with
+    each record after its fold and before its decisions.
     """
     verdict, state = Verdict(), ClusterState()
     try:
@@ -90,7 +90,7 @@ def verify(records: Iterable[Record], *, complete: bool = True,
         verdict.expected = to_plain(found.expected) if found.expected is not None else None
         verdict.recorded = to_plain(found.recorded) if found.recorded is not None else None
     except AssertionError as bug:
-        verdict.seq, verdict.problem = state.seq, f"the heart cannot follow this: {bug}"
+        verdict.seq, verdict.problem = state.seq, f"the decider fails here: {bug}"
     verdict.state_hash = state_hash(state)
     return verdict
 
@@ -111,25 +111,25 @@ class _Check:
         self._ahead = next(self._rest, None)
         while self._ahead is not None:
             if _is_decision(self._ahead):
-                self._stray(self._ahead, "a decision that no report led to")
+                self._unexpected(self._ahead, "a decision without a report")
             else:
                 self._batch(self._ahead)
         self.verdict.log_hash = self._digest.hexdigest()
 
     def _batch(self, report: Record) -> None:
-        """One report, and the decisions that followed from it."""
+        """One report and its decisions."""
         self._envelope(report)
         if isinstance(report.body, r.EpochStarted):
             self.verdict.num_epochs += 1
             if report.body.heart not in self.verdict.hearts:
                 self.verdict.hearts.append(report.body.heart)
-        told = Report(source=report.source, source_seq=report.source_seq,
+        given = Report(source=report.source, source_seq=report.source_seq,
                       occurred_s=report.occurred_s, body=report.body)
-        if accepts(self.state, told) != "next":
+        if accepts(self.state, given) != "next":
             last = self.state.sources.get(report.source, 0)
             raise _Difference(report.seq, f"report {report.source_seq} of {report.source} follows "
                               f"its report {last}", None, report)
-        want = report_record(self.state, told, epoch=report.epoch, at_s=report.at_s)
+        want = report_record(self.state, given, epoch=report.epoch, at_s=report.at_s)
         if want != report:
             raise _Difference(report.seq, "the envelope differs", want, report)
         self._take(report)
@@ -144,19 +144,19 @@ class _Check:
             if got != want:
                 problem = "another decision was recorded" if got is not None else (
                     f"the log ends where {want.kind} must follow")
-                if self._same_heart() or got is None:
+                if self._is_same_version() or got is None:
                     raise _Difference(want.seq, problem, want, got)
                 break
             assert got is not None
             self._count(self.verdict.recomputed, got)
             self._take(got)
         while self._ahead is not None and _is_decision(self._ahead):
-            self._stray(self._ahead, "a decision that would not be made")
+            self._unexpected(self._ahead, "a decision that the decider does not make")
 
-    def _stray(self, record: Record, problem: str) -> None:
-        """A decision that this heart does not make here: fine only from another heart."""
+    def _unexpected(self, record: Record, problem: str) -> None:
+        """A decision that this decider does not make: valid only from another version."""
         self._envelope(record)
-        if self._same_heart():
+        if self._is_same_version():
             raise _Difference(record.seq, problem, None, record)
         self._count(self.verdict.differ, record)
         self._take(record)
@@ -172,10 +172,10 @@ class _Check:
         if record.epoch <= state.epoch if starts else record.epoch != state.epoch:
             raise _Difference(record.seq, f"epoch {record.epoch} in epoch {state.epoch}", None,
                               record)
-        if isinstance(record.body, UnknownBody) and self._same_heart():
+        if isinstance(record.body, UnknownBody) and self._is_same_version():
             raise _Difference(record.seq, f"unknown kind {record.body.kind}", None, record)
 
-    def _same_heart(self) -> bool:
+    def _is_same_version(self) -> bool:
         return self.state.heart in (0, HEART)
 
     def _take(self, record: Record) -> None:

@@ -1,9 +1,9 @@
-"""The transition of a task: one literal table, and the steps it names.
+"""The transition of a task: one literal table, its conditions and its orders.
 
-`step` compares what should be (the target seats) with what is (the processes) and yields the next
-orders. It reads levels, not events: called again in the same state it yields nothing, so a takeover
-needs nothing special. The table is ARCHITECTURE's; the fold moves the phase when the order that a
-row names is folded.
+`next_decisions` compares the target (the seats) with the present (the processes) and yields the
+next orders. It reads levels, not events: called again in the same state it yields nothing, so a
+takeover needs nothing special. The table is ARCHITECTURE's. The fold changes the phase when it
+folds the order of a row.
 """
 
 from __future__ import annotations
@@ -19,19 +19,27 @@ from ..state.cluster import ClusterState
 from ..state.members import is_pinned
 from ..state.task import Phase, Rank, Task
 from . import command_tasks, memory_checkpoints
-from .membership import next_seating
-from .preemption import all_quiesced, coming, done, leaves, num_unsaved, save_unasked, saver
-from .processes import port, slot_free, start_rank, stop_pending, stop_rank, withhold
+from .membership import next_membership
+from .preemption import (
+    all_quiesced,
+    checkpoint_writer,
+    coming,
+    is_preempted,
+    may_end,
+    num_unsaved,
+    save_not_ordered,
+)
+from .processes import port, slot_free, start_rank, stop_pending, stop_rank, suppress_orders
 
 NUM_ROWS_MAX = 8
-"""Rows of the table that one record can set off; more is a bug."""
+"""The most rows of the table that one record can trigger; more is a bug."""
 
 Condition = Callable[[ClusterState, Task], bool]
 Action = Callable[[ClusterState, Task], Iterator[Body]]
 
 
 class Row(NamedTuple):
-    """In `phase`, when `on` holds, `then` is ordered, and its fold leads to `to`."""
+    """In `phase`, if `on` is true, `then` yields an order whose fold leads to phase `to`."""
 
     phase: Phase
     on: Condition
@@ -39,16 +47,16 @@ class Row(NamedTuple):
     to: Phase
 
 
-# --- what a row waits for -----------------------------------------------------------------------
+# --- conditions ---
 def every_seat_ready(state: ClusterState, task: Task) -> bool:
-    """Every wanted rank holds: RankReady, and nothing is wrong with it; and they are enough."""
-    return bool(task.target) and not _is_planned_anew(state, task) and all(
+    """Every seat has a healthy rank that holds (RankReady), and they are enough for a layout."""
+    return bool(task.target) and not _awaits_plan(state, task) and all(
         _ready(task.ranks.get(seat.rank), seat) for seat in task.target) and (
-            bool(next_seating(state, task).members))
+            bool(next_membership(state, task).members))
 
 
 def member_gone(state: ClusterState, task: Task) -> bool:
-    """A process of the generation has ended, or is to be ended: it is too late."""
+    """A process of the generation has ended, has timed out, or has a StopRank."""
     living = task.living_members()
     return len(living) < len(task.members) or any(
         rank.overdue or rank.stop_orders for rank in living)
@@ -60,9 +68,9 @@ def no_root_cause(state: ClusterState, task: Task) -> bool:
 
 
 def seats_differ(state: ClusterState, task: Task) -> bool:
-    """Newcomers hold, or members have no seat any more; nobody else is on the way.
+    """Newcomers hold, or members have lost their seat; no other newcomer is starting.
 
-    A seat whose slot is still another's is not waited for, as long as somebody can go on.
+    A seat whose slot is still occupied by another task delays nothing if any member keeps its seat.
     """
     if not task.target or task.failed_s >= 0 or _unreachable(state, task):
         return False
@@ -75,33 +83,33 @@ def seats_differ(state: ClusterState, task: Task) -> bool:
 
 
 def no_slots(state: ClusterState, task: Task) -> bool:
-    """The plan gives it nothing to go on with; and nothing else is going on."""
-    return leaves(state, task) and task.failed_s < 0 and not _unreachable(state, task)
+    """The task is preempted, and no fault is in progress."""
+    return is_preempted(state, task) and task.failed_s < 0 and not _unreachable(state, task)
 
 
 def boundary_disturbed(state: ClusterState, task: Task) -> bool:
-    """The iteration's end will not come: a member is gone or its collective failed.
+    """The iteration's end cannot be reached: a member is gone or its collective failed.
 
-    Where all have left the generation, it has come.
+    If all members have left the generation, it was reached.
     """
     return (task.mode == "boundary" and (task.failed_s >= 0 or member_gone(state, task))
-            and not done(state, task) and not all_quiesced(task))
+            and not may_end(state, task) and not all_quiesced(task))
 
 
 def every_member_quiesced(state: ClusterState, task: Task) -> bool:
-    """Every living member has left the generation and holds; and there is one to go on with."""
-    return (all_quiesced(task) and not _is_planned_anew(state, task)
-            and bool(next_seating(state, task).members))
+    """Every living member has left the generation and holds, and they are enough for a layout."""
+    return (all_quiesced(task) and not _awaits_plan(state, task)
+            and bool(next_membership(state, task).members))
 
 
 def generation_broken(state: ClusterState, task: Task) -> bool:
-    """The generation will not come up: a member is gone or said so."""
+    """The generation cannot be built: a member is gone or has reported a failure."""
     return member_gone(state, task) or any(rank.failed == task.generation
                                            for rank in task.living_members())
 
 
 def every_member_reconfigured(state: ClusterState, task: Task) -> bool:
-    """All are in the generation, have settled and hold."""
+    """All members are in the generation, have settled and hold."""
     return all(rank.reconfigured == task.generation for rank in task.living_members())
 
 
@@ -114,13 +122,13 @@ def _unreachable(state: ClusterState, task: Task) -> bool:
                for rank in task.living_members())
 
 
-def _is_planned_anew(state: ClusterState, task: Task) -> bool:
-    """Its seats are out of date, and a plan of the same batch follows: who has none now may have
-    one then, and has the state."""
+def _awaits_plan(state: ClusterState, task: Task) -> bool:
+    """A plan follows in the same batch, so the seats are out of date: a rank with state that has no
+    seat now may get one."""
     return bool(state.replan) and not task.ending and not is_pinned(state, task)
 
 
-# --- what a row orders --------------------------------------------------------------------------
+# --- orders ---
 def quiesce_now(state: ClusterState, task: Task) -> Iterator[Body]:
     yield _quiesce(state, task, "now")
 
@@ -130,14 +138,14 @@ def quiesce_boundary(state: ClusterState, task: Task) -> Iterator[Body]:
 
 
 def quiesce_again(state: ClusterState, task: Task) -> Iterator[Body]:
-    """As before, and save."""
+    """Repeat the Quiesce, with the order to write a checkpoint."""
     wait = task.mode == "boundary" and not all_quiesced(task)
     yield _quiesce(state, task, "boundary" if wait else "now")
 
 
 def _quiesce(state: ClusterState, task: Task, mode: QuiesceMode) -> Quiesce:
-    """To all living members; who is to save comes first."""
-    first = saver(task) if leaves(state, task) else None
+    """The order to all living members; the checkpoint writer comes first."""
+    first = checkpoint_writer(task) if is_preempted(state, task) else None
     living = sorted(task.living_members(), key=lambda rank: rank is not first)
     return Quiesce(nodes=_nodes([rank.slot.node for rank in living]), task=task.id,
                    generation=task.generation, mode=mode, save=first is not None,
@@ -145,9 +153,9 @@ def _quiesce(state: ClusterState, task: Task, mode: QuiesceMode) -> Quiesce:
 
 
 def reconfigure(state: ClusterState, task: Task) -> Iterator[Body]:
-    """Be the next generation, of everybody who holds and has a seat."""
+    """Form the next generation of the ranks that hold and have a seat."""
     yield from network_incident(state, task)
-    axes, ranks = next_seating(state, task)
+    axes, ranks = next_membership(state, task)
     members = tuple(Member(rank.rank, rank.attempt, rank.slot.node, rank.endpoint)
                     for rank in ranks)
     yield Reconfigure(
@@ -160,7 +168,7 @@ def reconfigure(state: ClusterState, task: Task) -> Iterator[Body]:
 
 
 def resume(state: ClusterState, task: Task) -> Iterator[Body]:
-    """Train; what no first member lived to tell is told again."""
+    """Train. `progress_from` repeats progress that a lost first member did not report."""
     yield Resume(nodes=_nodes([member.node for member in task.members]), task=task.id,
                  generation=task.generation, progress_from=min(task.iteration, task.settled))
 
@@ -176,22 +184,22 @@ TABLE: tuple[Row, ...] = (
     Row("training", no_slots, quiesce_boundary, "quiescing"),
     Row("training", seats_differ, quiesce_boundary, "quiescing"),
     Row("quiescing", boundary_disturbed, quiesce_now, "quiescing"),
-    Row("quiescing", save_unasked, quiesce_again, "quiescing"),
+    Row("quiescing", save_not_ordered, quiesce_again, "quiescing"),
     Row("quiescing", every_member_quiesced, reconfigure, "reconfiguring"),
     Row("reconfiguring", generation_broken, quiesce_now, "quiescing"),
     Row("reconfiguring", every_member_reconfigured, resume, "training"),
 )
 
 
-# --- the steps of a task ------------------------------------------------------------------------
+# --- the next decisions of a task ---
 def step(state: ClusterState, task: Task) -> Iterator[Body]:
-    """The next decisions for this task; none when it is as it should be."""
+    """The next decisions for this task; none if it is in its target state."""
     if state.held and task.ending != "cancelled":
-        yield from _step_held(state, task)
+        yield from _next_decisions_while_paused(state, task)
         return
     yield from _stop_ghosts(state, task)
     if task.outcome:
-        yield from memory_checkpoints.drop(state, task)
+        yield from memory_checkpoints.drop_checkpoints(state, task)
         return
     yield from open_incidents(state, task)
     if task.ending:
@@ -204,15 +212,15 @@ def step(state: ClusterState, task: Task) -> Iterator[Body]:
         yield from _transition(state, task)
         yield from _stop(state, task)
         yield from _start(state, task)
-        # it keeps off the nodes of processes just started
-        yield from memory_checkpoints.keep(state, task)
-    yield from _last(state, task)
+        # last, since it avoids the nodes of processes just started
+        yield from memory_checkpoints.replace_stores(state, task)
+    yield from _publish_and_close(state, task)
 
 
-def _step_held(state: ClusterState, task: Task) -> Iterator[Body]:
-    """Healing is held: what has begun is completed, what else would be ordered is only told."""
+def _next_decisions_while_paused(state: ClusterState, task: Task) -> Iterator[Body]:
+    """While healing is paused, complete a transition in progress; suppress all other orders."""
     if task.outcome:
-        yield from memory_checkpoints.drop(state, task)
+        yield from memory_checkpoints.drop_checkpoints(state, task)
         return
     yield from open_incidents(state, task)
     if task.heals_in_memory and task.finished:
@@ -220,20 +228,20 @@ def _step_held(state: ClusterState, task: Task) -> Iterator[Body]:
     else:
         if task.heals_in_memory:
             yield from _transition(state, task)
-        yield from withhold(state, task, _next_orders(state, task))
-    yield from _last(state, task)
+        yield from suppress_orders(state, task, _next_orders(state, task))
+    yield from _publish_and_close(state, task)
 
 
-def _last(state: ClusterState, task: Task) -> Iterator[Body]:
+def _publish_and_close(state: ClusterState, task: Task) -> Iterator[Body]:
     if task.outcome:
-        yield from memory_checkpoints.drop(state, task)
+        yield from memory_checkpoints.drop_checkpoints(state, task)
     else:
         yield from _publish(state, task)
         yield from close_incident(state, task)
 
 
 def _next_orders(state: ClusterState, task: Task) -> Iterator[Body]:
-    """What would follow at once, were it ordered; nothing here waits for its fold."""
+    """The orders that would follow; none of them depends on the fold of another."""
     yield from _stop_ghosts(state, task)
     if task.ending:
         yield from _end(state, task)
@@ -255,14 +263,14 @@ def _transition(state: ClusterState, task: Task) -> Iterator[Body]:
     for _ in range(NUM_ROWS_MAX):
         row = _row(state, task)
         if row is None or (state.held and task.phase == "training"):
-            return  # held, one transition is completed and no other begun
+            return  # while paused one transition is completed and no other begun
         yield from row.then(state, task)
         assert task.phase == row.to, f"task {task.id}: {row} led to {task.phase}"
-    raise AssertionError(f"task {task.id} does not come to rest")
+    raise AssertionError(f"task {task.id}: transitions do not end")
 
 
 def _stop(state: ClusterState, task: Task) -> Iterator[Body]:
-    """End processes that are too late for something or have no place in the task any more."""
+    """Stop processes that have timed out or have no seat any more."""
     slots = task.seats_at
     for key in sorted(task.ranks):
         rank = task.ranks[key]
@@ -270,7 +278,7 @@ def _stop(state: ClusterState, task: Task) -> Iterator[Body]:
             if not stop_pending(state, task, rank):
                 yield stop_rank(task, rank, 0.0, f"it {rank.overdue}")
         elif not rank.stopping and slots.get(key) != rank.slot and (
-                task.member(key) is None or done(state, task)):
+                task.member(key) is None or may_end(state, task)):
             num = num_unsaved(task) if task.member(key) is not None else 0
             lost = f"; {num} iterations could not be saved" if num else ""
             yield stop_rank(task, rank, state.policy.stop_s_max,
@@ -285,14 +293,14 @@ def _stop_ghosts(state: ClusterState, task: Task) -> Iterator[Body]:
 
 
 def _start(state: ClusterState, task: Task) -> Iterator[Body]:
-    """Fill the empty seats whose slot is free: its last process is reaped."""
+    """Start a process in each empty seat whose slot is free."""
     for seat in task.target:
         if seat.rank not in task.ranks and slot_free(state, seat):
             yield start_rank(state, task, seat, port(task))
 
 
 def _publish(state: ClusterState, task: Task) -> Iterator[Body]:
-    """What was saved is published by the node of who saved it; if that is gone, by another."""
+    """Have the checkpoint published by the writer's node, or by another if that node is gone."""
     if task.spec.training is None:
         return
     output = task.spec.training.output
@@ -305,20 +313,20 @@ def _publish(state: ClusterState, task: Task) -> Iterator[Body]:
     for waiting in list(task.publishing.values()):
         node = state.nodes.get(waiting.node)
         gone = node is None or node.health in ("lost", "left") or node.replace
-        other = _healthy(state) if waiting.final and gone else ""
+        other = _healthy_node(state) if waiting.final and gone else ""
         if other:
             yield PublishCheckpoint(nodes=(other,), task=task.id, output=output,
                                     generation=waiting.generation, path=waiting.path)
 
 
-def _healthy(state: ClusterState) -> str:
-    """The first node that is; empty where none is."""
+def _healthy_node(state: ClusterState) -> str:
+    """The first healthy node; empty if there is none."""
     return next((name for name in sorted(state.nodes)
                  if state.nodes[name].health == "healthy"), "")
 
 
 def _finish(state: ClusterState, task: Task) -> Iterator[Body]:
-    """All iterations are done: the rest is to publish the final checkpoint and to let go."""
+    """All iterations are done: publish the final checkpoint, then stop the processes."""
     member_lost = len(task.living_members()) + len(task.finished) < len(task.members) and any(
         rank.state != "finished" for rank in task.living_members())
     for key in sorted(task.ranks):
@@ -342,7 +350,7 @@ def _final_path(task: Task) -> str:
 
 
 def _end(state: ClusterState, task: Task) -> Iterator[Body]:
-    """Cancelled or failed: stop all, and end when all are reaped."""
+    """Cancelled or failed: stop all processes; the task ends when all are reaped."""
     for key in sorted(task.ranks):
         rank = task.ranks[key]
         if not rank.stopping or (rank.overdue and not stop_pending(state, task, rank)):

@@ -1,6 +1,5 @@
-"""The plan: how many slots each task gets, so that the weighted FLOP/s are greatest.
+"""The planner: slots per task that maximise the weighted achieved FLOP/s (WAF) of the cluster.
 
-Read `problem` (what is asked), `objective` (the equation of the paper), `constraints`, `planner`
-(the solution), `explain` (the record). Pure. Imports `solver`, `throughput`, `incidents` and
-`state`.
+Read `problem` (the input), `objective` (the paper's equation), `constraints`, `planner` (the
+solution), `explain` (the record). Pure. Imports `solver`, `throughput`, `incidents` and `state`.
 """

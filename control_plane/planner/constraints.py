@@ -1,9 +1,9 @@
-"""Plans under limits: few moves, quotas of teams, priorities; the best of all that keep them.
+"""Plans under limits: the most moves, quotas of teams, priorities, floors.
 
-A dynamic programme over slots and moves: a team with a quota is one of its own, which gives one
-row of many candidates. Where priorities differ, values are compared one priority after the other,
-the highest first. It costs slots times moves for each candidate, so plans without limits are made
-by `knapsack` alone, and a plan that keeps the limits by itself is taken as it is.
+A dynamic programme over slots and moves. A team with a quota is solved by its own programme, which
+gives one row of many candidates. If priorities differ, values are compared priority by priority,
+the highest first. The cost is slots times moves for each candidate, so `knapsack` alone makes plans
+without limits, and a plan of `knapsack` that satisfies the limits is final.
 """
 
 from __future__ import annotations
@@ -23,28 +23,27 @@ from .solver.dynamic_program import IMPOSSIBLE
 
 
 def best(rows: Rows, capacity: int, limits: Limits) -> Found | None:
-    """The best that fits and keeps the limits, None if nothing fits.
+    """The best plan that fits and satisfies the limits, None if nothing fits.
 
-    Where no plan moves so few, the fewest moves with which one fits. Of equal plans always the same
-    one.
+    If every plan exceeds `moves_max`, the best plan with the fewest moves. Ties are deterministic.
     """
-    found = within(rows, capacity, limits)
+    found = within_limits(rows, capacity, limits)
     if found is None and limits.moves_max is not None:
-        few = within(_moves_as_losses(rows, limits), capacity,
+        few = within_limits(_moves_as_losses(rows, limits), capacity,
                      replace(limits, moves_max=None, priorities=()))
         if few is not None:
-            found = within(rows, capacity, replace(limits, moves_max=-few[1]))
+            found = within_limits(rows, capacity, replace(limits, moves_max=-few[1]))
     return found
 
 
-def within(rows: Rows, capacity: int, limits: Limits) -> Found | None:
-    """The same, but None where no plan moves so few."""
+def within_limits(rows: Rows, capacity: int, limits: Limits) -> Found | None:
+    """As `best`, but None if every plan exceeds `moves_max`."""
     slots = _Search(rows, capacity, limits).slots()
     return None if slots is None else (slots, rows.sums(rows.vector(slots))[0])
 
 
 def _moves_as_losses(rows: Rows, limits: Limits) -> Rows:
-    """Each move gains -1, all else nothing."""
+    """The rows with gain -1 for a move, else 0."""
     row_of = rows.row_of
     healthy, now = np.array(limits.healthy)[row_of], np.array(limits.now)[row_of]
     return Rows(sizes=rows.sizes, starts=rows.starts,
@@ -59,15 +58,15 @@ class _Option(Struct, frozen=True):
 
 
 class _Layer(Struct, frozen=True):
-    """One unit added to those after it: which of its options each state takes; moves x slots."""
+    """One unit added before the others: the option that each state takes; moves x slots."""
 
     options: list[_Option]
     choices: NDArray[np.unsignedinteger[Any]]
-    """Of the smallest type that counts the options; 0 too for states that nothing reaches."""
+    """In the smallest type that counts the options; 0 also for unreachable states."""
 
 
 class _Search:
-    """One search, with at most so many moves. Sizes are in units of their greatest divisor."""
+    """One search within the limits. Sizes are in units of their greatest common divisor."""
 
     def __init__(self, rows: Rows, capacity: int, limits: Limits) -> None:
         self._rows, self._limits = rows, limits
@@ -78,10 +77,10 @@ class _Search:
 
     def slots(self) -> tuple[int, ...] | None:
         """The sizes by row, None if nothing fits."""
-        of_team = {row: (team, quota) for team, quota in self._limits.teams for row in team}
+        team_of = {row: (team, quota) for team, quota in self._limits.teams for row in team}
         units: list[tuple[tuple[int, ...], int | None]] = []
         for row in range(self._rows.num):
-            team, quota = of_team.get(row, ((row,), None))
+            team, quota = team_of.get(row, ((row,), None))
             if row == team[0]:
                 units.append((team, quota))
         layers: list[tuple[_Layer, list[_Layer]]] = []
@@ -131,12 +130,12 @@ class _Search:
 
 
 def _most(rows: Rows) -> int:
-    """Slots that the rows can take at all."""
+    """The most slots that the rows can take."""
     return sum(rows.sizes[rows.starts[1:] - 1].tolist())
 
 
 def _add(values: Ints, options: list[_Option]) -> tuple[Ints, _Layer]:
-    """One unit before the others: for each state the best option, of equal ones the last."""
+    """Add one unit before the others: the best option by state, the last one on a tie."""
     found = np.full_like(values, IMPOSSIBLE)
     choices = np.zeros(values.shape[1:], dtype=np.min_scalar_type(max(len(options) - 1, 0)))
     _, num_moves, num_slots = values.shape
@@ -153,125 +152,124 @@ def _add(values: Ints, options: list[_Option]) -> tuple[Ints, _Layer]:
 
 
 def _at_least(new: Ints, old: Ints) -> NDArray[np.bool_]:
-    """By state: whether the values are not worse, compared from the first priority on."""
+    """By state: True if the new values are not lower, compared from the first priority on."""
     found: NDArray[np.bool_] = new[-1] >= old[-1]
     for priority in range(len(new) - 2, -1, -1):
         found = (new[priority] > old[priority]) | ((new[priority] == old[priority]) & found)
     return found
 
 
-def _useful(within: Ints) -> list[_Option]:
-    """What a team can make of its slots and moves, without what it can make with fewer slots."""
-    new = np.ones(within.shape[1:], dtype=np.bool_)
-    new[:, 1:] = (within[:, :, 1:] != within[:, :, :-1]).any(axis=0)
-    new &= within[0] > IMPOSSIBLE // 2
-    return [_Option(size, moves, tuple(within[:, moves, size].tolist()))
+def _useful(values: Ints) -> list[_Option]:
+    """The team's results by slots and moves, without those that fewer slots give too."""
+    new = np.ones(values.shape[1:], dtype=np.bool_)
+    new[:, 1:] = (values[:, :, 1:] != values[:, :, :-1]).any(axis=0)
+    new &= values[0] > IMPOSSIBLE // 2
+    return [_Option(size, moves, tuple(values[:, moves, size].tolist()))
             for size, moves in sorted((size, moves) for moves, size in np.argwhere(new).tolist())]
 
 
-# --- Floors: the fewest slots that a plan gives a task, and whose floors fit together. ---
+# --- Floors: the fewest slots that a plan gives a task ---
 #
-# Where not all do, they are given in order while they still fit: a higher priority first, then a
-# higher weight, then the earlier task. Who is not given one has none in this plan.
+# If not all floors fit, they are granted in order while they fit: a higher priority first, then a
+# higher weight, then the earlier task. A task whose floor is not granted has none in this plan.
 
 
-def are_asked(asked: PlanInput) -> bool:
-    """Whether a plan of this input has floors to think of."""
-    all_ask = asked.floor or asked.alpha >= 1
-    return any((all_ask or wish.floor) and asks(asked, wish) for wish in asked.wishes)
+def are_asked(problem: PlanInput) -> bool:
+    """True if any task of the problem requests a floor or has one by alpha."""
+    all_ask = problem.floor or problem.alpha >= 1
+    return any((all_ask or one.floor) and floors_of(problem, one) for one in problem.wishes)
 
 
-def are_set(asked: PlanInput) -> bool:
-    """Whether any of them is asked for by a job or the policy, and not by alpha alone."""
-    return are_asked(replace(asked, alpha=0.0))
+def has_requested_floors(problem: PlanInput) -> bool:
+    """True if a job or the policy requests a floor; alpha alone does not count."""
+    return are_asked(replace(problem, alpha=0.0))
 
 
-def is_plain(asked: PlanInput) -> bool:
-    """Whether the plan is of the most WAF, without floors."""
-    return not asked.alpha and not are_asked(asked)
+def maximises_waf(problem: PlanInput) -> bool:
+    """True if the plan maximises the WAF without floors."""
+    return not problem.alpha and not are_asked(problem)
 
 
-def asks(asked: PlanInput, wish: Wish) -> tuple[int, ...]:
-    """The floors that a task would have, the one that it asks for first; most have none or one.
+def floors_of(problem: PlanInput, demand: Wish) -> tuple[int, ...]:
+    """The floors that the task may be granted, its own request first; usually none or one.
 
-    Where its own does not fit, it is given the smallest size that earns anything, if the policy
-    gives each task that, or with nothing it would be worth minus infinity. A task that earns
-    nothing on any size has none.
+    If its own floor does not fit, its smallest size with a WAF above 0 is tried, if the policy
+    requests that for each task, or if with alpha 0 slots have minus infinity. A task without any
+    WAF has no floor.
     """
-    least = asked.floor or asked.alpha >= 1
-    levels = (*([wish.floor] if wish.floor else []), *([0] if least else []))
-    found = (next((size for size, waf in zip(wish.sizes, wish.wafs, strict=True)
+    least = problem.floor or problem.alpha >= 1
+    levels = (*([demand.floor] if demand.floor else []), *([0] if least else []))
+    found = (next((size for size, waf in zip(demand.sizes, demand.wafs, strict=True)
                    if waf > 0 and size >= level), 0) for level in levels)
     return tuple(dict.fromkeys(floor for floor in found if floor))
 
 
-def without(asked: PlanInput) -> PlanInput:
-    """The same with no floor asked for but by alpha."""
-    return replace(asked, floor=False, wishes=tuple(
-        replace(wish, floor=0) if wish.floor else wish for wish in asked.wishes))
+def without_floors(problem: PlanInput) -> PlanInput:
+    """The problem without requested floors; those of alpha stay."""
+    return replace(problem, floor=False, wishes=tuple(
+        replace(demand, floor=0) if demand.floor else demand for demand in problem.wishes))
 
 
-def given(asked: PlanInput) -> tuple[int, ...]:
-    """By wish: its floor in this plan, 0 where it has none. Together they fit, also into quotas."""
-    wishes, found = asked.wishes, [0] * len(asked.wishes)
-    left, of_team = asked.num_slots, dict(asked.quotas)
-    for i in sorted(range(len(wishes)), key=lambda i: _place(wishes[i])):
-        for floor in asks(asked, wishes[i]):
-            team = wishes[i].team
-            if floor <= left and floor <= of_team.get(team, floor):
+def given(problem: PlanInput) -> tuple[int, ...]:
+    """By demand: its granted floor, 0 for none. Together they fit the slots and the quotas."""
+    demands, found = problem.wishes, [0] * len(problem.wishes)
+    left, quota_left = problem.num_slots, dict(problem.quotas)
+    for i in sorted(range(len(demands)), key=lambda i: _order(demands[i])):
+        for floor in floors_of(problem, demands[i]):
+            team = demands[i].team
+            if floor <= left and floor <= quota_left.get(team, floor):
                 found[i] = floor
                 left -= floor
-                if team in of_team:
-                    of_team[team] -= floor
+                if team in quota_left:
+                    quota_left[team] -= floor
                 break
     return tuple(found)
 
 
-def _place(wish: Wish) -> tuple[int, float, int]:
-    return -wish.priority, -wish.weight, wish.task
+def _order(demand: Wish) -> tuple[int, float, int]:
+    return -demand.priority, -demand.weight, demand.task
 
 
-def kept(asked: PlanInput, rows: Rows) -> NDArray[np.bool_]:
-    """By candidate: whether the floors leave it. From alpha 1 on, who has none has no slots."""
-    least, row_of = np.array(given(asked), dtype=np.int64), rows.row_of
+def allowed(problem: PlanInput, rows: Rows) -> NDArray[np.bool_]:
+    """By candidate: True if the floors allow it. From alpha 1 on a task without a granted floor has
+    no slots."""
+    least, row_of = np.array(given(problem), dtype=np.int64), rows.row_of
     found: NDArray[np.bool_] = rows.sizes >= least[row_of]
-    if asked.alpha >= 1:
-        earns = np.array([bool(asks(asked, wish)) for wish in asked.wishes], dtype=np.bool_)
-        found &= (rows.sizes == 0) | (least > 0)[row_of] | ~earns[row_of]
+    if problem.alpha >= 1:
+        can_earn = np.array([bool(floors_of(problem, one)) for one in problem.wishes],
+                            dtype=np.bool_)
+        found &= (rows.sizes == 0) | (least > 0)[row_of] | ~can_earn[row_of]
     return found
 
 
-def starved(asked: PlanInput, slots: Sequence[int]) -> tuple[int, ...]:
-    """Tasks that could earn something, and do not."""
-    return tuple(wish.task for wish, x in zip(asked.wishes, slots, strict=True)
-                 if not waf_of(wish, x) and any(wish.wafs))
+def starved(problem: PlanInput, slots: Sequence[int]) -> tuple[int, ...]:
+    """Tasks with a WAF of 0 that could have more."""
+    return tuple(demand.task for demand, x in zip(problem.wishes, slots, strict=True)
+                 if not waf_of(demand, x) and any(demand.wafs))
 
 
-def short(asked: PlanInput, slots: Sequence[int]) -> dict[int, int]:
-    """By task that a plan gives less than the floor that it asks for: the least that would be one.
-
-    Where that is all that it has, there was no room for more.
-    """
+def short(problem: PlanInput, slots: Sequence[int]) -> dict[int, int]:
+    """By task that the plan gives less than its requested floor: its smallest floor above that."""
     found: dict[int, int] = {}
-    for wish, x in zip(asked.wishes, slots, strict=True):
-        wanted = asks(asked, wish)
-        if wanted and x < wanted[0]:
-            found[wish.task] = next(floor for floor in wanted[::-1] if floor > x)
+    for demand, x in zip(problem.wishes, slots, strict=True):
+        floors = floors_of(problem, demand)
+        if floors and x < floors[0]:
+            found[demand.task] = next(floor for floor in floors[::-1] if floor > x)
     return found
 
 
-def barred_by_quota(asked: PlanInput, tasks: Iterable[int]) -> tuple[int, ...]:
-    """Those of `tasks` that would have a floor if their own team alone had no quota."""
+def blocked_by_quota(problem: PlanInput, tasks: Iterable[int]) -> tuple[int, ...]:
+    """Those of `tasks` that would have a floor if only their own team had no quota."""
     found: list[int] = []
-    row_of = {wish.task: row for row, wish in enumerate(asked.wishes)}
-    quotas, teams = dict(asked.quotas), dict[str, tuple[int, ...]]()
+    row_of = {demand.task: row for row, demand in enumerate(problem.wishes)}
+    quotas, teams = dict(problem.quotas), dict[str, tuple[int, ...]]()
     for task in tasks:
-        team = asked.wishes[row_of[task]].team
+        team = problem.wishes[row_of[task]].team
         if team not in quotas:
             continue
         if team not in teams:
-            teams[team] = given(replace(asked, quotas=tuple(
-                x for x in asked.quotas if x[0] != team)))
+            teams[team] = given(replace(problem, quotas=tuple(
+                x for x in problem.quotas if x[0] != team)))
         if teams[team][row_of[task]]:
             found.append(task)
     return tuple(found)

@@ -1,7 +1,7 @@
-"""Hot spares: whether the slots of one node stay idle for the next fault, by what that is worth.
+"""Hot spare: decides whether the slots of one node stay idle for the next fault.
 
-One event is looked ahead, as the plan itself does: until the next fault a plan earns its G, and
-that fault takes a node of one task. More than one node cannot pay so: one event takes no second.
+The look-ahead is one event, as in the plan itself: the plan gains its G until the next fault, which
+takes one node of one task. One event takes no second node, so a second spare node never pays.
 """
 
 from __future__ import annotations
@@ -17,107 +17,112 @@ from ...events.records.decisions import Alternative, HotSpare
 from . import constraints, objective, planner
 from .alternative_names import SPARELESS
 from .next_event import Event, after
-from .objective import Exact, Floats
+from .objective import Floats, Objective
 from .planner import Choice
 from .problem import PlanInput, waf_of
 
 WORK_NUM_MAX = 1 << 18
-"""Tasks times all their sizes: below 200 ms. Above it no spare is priced."""
+"""Limit of tasks times all their sizes: below 200 ms. Above it no spare is priced."""
 LIMITED_WORK_NUM_MAX = 1 << 21
-"""Under limits, where each plan after a fault is a search over slots and moves: times both."""
+"""The same under limits, times slots and moves, since each plan searches over both."""
 
 
-def choose(asked: PlanInput) -> Choice:
-    """The plan, with a node's slots kept idle if and only if that is worth more.
+def choose(problem: PlanInput) -> Choice:
+    """The plan, with the slots of one node kept idle if and only if the expected value is larger.
 
-    A plan is worth its G, and what is expected of the one that follows on the next fault: a node
-    is lost, of task i with probability x_i / n, `planner.choose` plans anew on what is left, and
-    that plan stands until the node is repaired or the fault after it comes. A tie keeps nothing
-    idle; no task that runs stops for a spare, and none is left below a floor that it would have.
+    The expected value is G of the plan plus the expected G of the plan after the next fault: task i
+    loses a node with probability x_i / n, `choose_plan` plans on the slots that are left, and that
+    plan lasts until the node is repaired or until the fault after it. On a tie nothing is kept
+    idle. A spare stops no running task and puts no task below its floor.
     """
-    free, num = planner.choose(asked), asked.spare_slots
-    if not num or not asked.wishes:
+    free, num = planner.choose(problem), problem.spare_slots
+    if not num or not problem.wishes:
         return free
-    if asked.num_slots - sum(free.plan.slots) >= num:
+    if problem.num_slots - sum(free.plan.slots) >= num:
         return replace(free, spare=HotSpare(num_slots=num, verdict="idle anyway"))
-    if is_too_much(asked):
+    if is_too_much(problem):
         return replace(free, spare=HotSpare(num_slots=num, verdict="not priced"))
-    idle = min(num, asked.num_slots)
-    fewer = replace(asked, num_slots=asked.num_slots - idle, kept_slots=idle)
-    pays, told = _compared(asked, free.plan.slots, planner.planned(fewer).slots)
+    idle = min(num, problem.num_slots)
+    fewer = replace(problem, num_slots=problem.num_slots - idle, kept_slots=idle)
+    pays, spare = _compared(problem, free.plan.slots, planner.planned(fewer).slots)
     if not pays:
-        return replace(free, spare=told)
+        return replace(free, spare=spare)
     kept = planner.choose(fewer)
-    slots = tuple((wish.task, x) for wish, x in zip(asked.wishes, free.plan.slots, strict=True))
+    slots = tuple((one.task, x) for one, x in zip(problem.wishes, free.plan.slots, strict=True))
     beaten = Alternative(what=SPARELESS, slots=slots, waf=free.plan.waf,
                          objective=free.plan.objective)
-    return replace(kept, spare=told, alternatives=(
+    return replace(kept, spare=spare, alternatives=(
         beaten, *(other for other in kept.alternatives if other.slots != slots)))
 
 
-def is_too_much(asked: PlanInput) -> bool:
-    """Whether pricing would hold a decision up."""
-    work = len(asked.wishes) * sum(len(wish.sizes) + 1 for wish in asked.wishes)
-    if asked.limits is not None:
-        return work * (asked.num_slots + 1) * (1 + (asked.moves_max or 0)) > LIMITED_WORK_NUM_MAX
+def is_too_much(problem: PlanInput) -> bool:
+    """True if pricing a spare would delay the decision too long."""
+    work = len(problem.wishes) * sum(len(demand.sizes) + 1 for demand in problem.wishes)
+    if problem.limits is not None:
+        work *= (problem.num_slots + 1) * (1 + (problem.moves_max or 0))
+        return work > LIMITED_WORK_NUM_MAX
     return work > WORK_NUM_MAX
 
 
-class _Then(Struct, frozen=True):
-    """The next fault, once a plan is carried out: every task is healthy on what it was given."""
+class _AfterFault(Struct, frozen=True):
+    """The problem at the next fault, after a plan is carried out and every task is healthy."""
 
-    asked: PlanInput
-    """On the slots that are left; nobody is hurt yet."""
-    exact: Exact
-    """By candidate: what it is worth until the node is back, or the next fault."""
-    back: Floats
-    """By task: what it pays besides if it is hit, and goes on with as many slots."""
+    problem: PlanInput
+    """On the slots that are left; no task is faulted yet."""
+    values: Objective
+    """G until the node is back or the next fault comes."""
+    restart_flop: Floats
+    """By task: its transition cost if it loses the node and keeps its slots."""
 
     @property
     def most(self) -> list[float]:
-        """The largest of each task."""
-        return [*map(max, self.exact.most(), self.back.tolist())]
+        """By task: an upper bound of its values."""
+        return [*map(max, self.values.most(), self.restart_flop.tolist())]
 
     def total(self, num_slots: int, shift: int) -> int:
-        """What is expected, times 2^shift and `num_slots`, of which each fails as likely."""
-        wishes, rows = self.asked.wishes, self.exact.rows(shift)[0]
-        back = objective.scaled(self.back, shift).tolist()
-        num_idle = num_slots - sum(wish.now for wish in wishes)
-        total = num_idle * rows.sums(rows.vector(planner.planned(self.asked).slots))[0]
-        for i, wish in enumerate(wishes):
-            if wish.now:  # a node of it is lost; the slots of `asked` are those that are left
-                lost = after(self.asked, Event(what="node lost", task=wish.task), 0)
+        """The expected value times 2^shift and `num_slots`; each slot fails with equal probability.
+        """
+        demands, rows = self.problem.wishes, self.values.rows(shift)[0]
+        restarts = objective.to_fixed_point(self.restart_flop, shift).tolist()
+        num_idle = num_slots - sum(demand.now for demand in demands)
+        total = num_idle * rows.sums(rows.vector(planner.planned(self.problem).slots))[0]
+        for i, demand in enumerate(demands):
+            if demand.now:  # it loses a node; `problem` has only the slots that are left
+                lost = after(self.problem, Event(what="node lost", task=demand.task), 0)
                 slots = planner.planned(lost).slots
                 value = rows.sums(rows.vector(slots))[0]
-                value -= back[i] if slots[i] == wish.now else 0
-                total += wish.now * value
+                value -= restarts[i] if slots[i] == demand.now else 0
+                total += demand.now * value
         return total
 
 
-def _then(asked: PlanInput, slots: Sequence[int]) -> _Then:
-    then = replace(asked, num_slots=max(asked.num_slots - asked.spare_slots, 0), wishes=tuple(
-        replace(wish, now=x, hurt=False) for wish, x in zip(asked.wishes, slots, strict=True)))
-    stands_s = min(asked.repair_s, then.running_s)
-    return _Then(then, objective.exact(then.wishes, stands_s, then.num_slots), np.array(
-        [waf_of(wish, wish.now) * wish.transition.same_s if wish.now <= then.num_slots else 0.0
-         for wish in then.wishes]))
+def _after_fault(problem: PlanInput, slots: Sequence[int]) -> _AfterFault:
+    num_left = max(problem.num_slots - problem.spare_slots, 0)
+    then = replace(problem, num_slots=num_left, wishes=tuple(
+        replace(one, now=x, faulted=False) for one, x in zip(problem.wishes, slots, strict=True)))
+    lasts_s = min(problem.repair_s, then.running_s)
+    return _AfterFault(then, objective.objective_values(then.wishes, lasts_s, then.num_slots),
+                       np.array([waf_of(one, one.now) * one.transition.same_s
+                                 if one.now <= then.num_slots else 0.0 for one in then.wishes]))
 
 
-def _compared(asked: PlanInput, free: Sequence[int], kept: Sequence[int]) -> tuple[bool, HotSpare]:
-    """Whether it pays to have the plan `kept`, with the spare, rather than `free`; in integers."""
-    num = asked.num_slots
-    exact = objective.exact(asked.wishes, asked.running_s, num)
-    thens = [_then(asked, slots) for slots in (free, kept)]
-    most = [found for found in (exact.most(), *(one.most for one in thens)) if any(found)]
-    shift = min(map(objective.shift_of, most), default=0)
-    rows = exact.rows(shift)[0]
+def _compared(problem: PlanInput, free: Sequence[int],
+              kept: Sequence[int]) -> tuple[bool, HotSpare]:
+    """(True if the plan `kept` with the spare pays more than `free`, the record); in integers."""
+    num = problem.num_slots
+    values = objective.objective_values(problem.wishes, problem.running_s, num)
+    thens = [_after_fault(problem, slots) for slots in (free, kept)]
+    most = [bounds for bounds in (values.most(), *(one.most for one in thens)) if any(bounds)]
+    shift = min(map(objective.fixed_point_shift, most), default=0)
+    rows = values.rows(shift)[0]
     cost = rows.sums(rows.vector(free))[0] - rows.sums(rows.vector(kept))[0]
     without, with_it = (one.total(num, shift) for one in thens)
-    stops = any(wish.now and x and not y
-                for wish, x, y in zip(asked.wishes, free, kept, strict=True))
-    starves = constraints.short(asked, kept).keys() - constraints.short(asked, free).keys()
+    stops = any(demand.now and x and not y
+                for demand, x, y in zip(problem.wishes, free, kept, strict=True))
+    starves = (constraints.short(problem, kept).keys()
+               - constraints.short(problem, free).keys())
     pays = any(kept) and not stops and not starves and with_it - without > cost * num
     return pays, HotSpare(
-        num_slots=asked.spare_slots, verdict="kept" if pays else "not kept",
+        num_slots=problem.spare_slots, verdict="kept" if pays else "not kept",
         cost_flop=math.ldexp(cost, -shift),
         saves_flop=math.ldexp((with_it - without) / max(num, 1), -shift))

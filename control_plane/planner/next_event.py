@@ -1,7 +1,7 @@
-"""The plans of all single events that may come next: a loop that plans each of them.
+"""Plans for every possible next event, as in the paper's precomputed table.
 
-Made on request (`unicron plan --offline --table`); no decision reads it. It takes the time of a
-plan for each event.
+Computed on request (`unicron plan --offline --table`); no decision reads it. It takes the time of
+one plan for each event.
 """
 
 from __future__ import annotations
@@ -16,62 +16,63 @@ from msgspec.structs import replace
 from .planner import Plan, planned
 from .problem import PlanInput
 
-What = Literal["gpu lost", "node lost", "node joined", "task ended"]
+EventKind = Literal["gpu lost", "node lost", "node joined", "task ended"]
 
 
 class Event(Struct, frozen=True, kw_only=True):
-    """What may come next. `task`: whose GPU or node it was, or who ended; 0: a node joins.
+    """A possible next event. `task`: the task that loses the GPU or node, or that ends; 0: a node
+    joins.
 
-    A task that is submitted is none of them: what it asks for is not known.
+    A submission is not included, since its demand is not known.
     """
 
-    what: What
+    what: EventKind
     task: int = 0
 
 
 class Foreseen(Struct, frozen=True, kw_only=True):
-    """The plans after one input's events."""
+    """The plans after each next event of one problem."""
 
-    asked: PlanInput
+    problem: PlanInput
     gpus_per_node: int
     plans: dict[Event, Plan]
-    """Slots by task; a task that ended is not among them."""
+    """By event: slots by task, without a task that ended."""
     num_left: int = 0
-    """Events that there was no time for."""
+    """Events that were left out for lack of time."""
 
     @property
     def num_bytes(self) -> int:
-        """What the plans take."""
+        """Memory of the plans."""
         return sum(sys.getsizeof(plan.slots) for plan in self.plans.values())
 
 
-def foresee(asked: PlanInput, gpus_per_node: int,
+def foresee(problem: PlanInput, gpus_per_node: int,
             is_late: Callable[[], bool] = lambda: False) -> Foreseen:
-    """A plan for each event, until `is_late`; the time of one plan for each."""
-    every, plans = list(events(asked, gpus_per_node)), dict[Event, Plan]()
+    """Plan for each event until `is_late` returns True. Takes the time of one plan for each."""
+    every, plans = list(events(problem, gpus_per_node)), dict[Event, Plan]()
     for event in every:
         if is_late():
             break
-        plans[event] = planned(after(asked, event, gpus_per_node))
-    return Foreseen(asked=asked, gpus_per_node=gpus_per_node, plans=plans,
+        plans[event] = planned(after(problem, event, gpus_per_node))
+    return Foreseen(problem=problem, gpus_per_node=gpus_per_node, plans=plans,
                     num_left=len(every) - len(plans))
 
 
-def events(asked: PlanInput, gpus_per_node: int) -> Iterator[Event]:
-    """A lost GPU and a lost node of each task that has slots, each task's end, and a node more."""
-    losses: tuple[tuple[What, int], ...] = (("gpu lost", 1), ("node lost", gpus_per_node))
+def events(problem: PlanInput, gpus_per_node: int) -> Iterator[Event]:
+    """A lost GPU and a lost node of each task with slots, the end of each task, one more node."""
+    losses: tuple[tuple[EventKind, int], ...] = (("gpu lost", 1), ("node lost", gpus_per_node))
     for what, num in losses:
-        if num <= asked.num_slots:
-            yield from (Event(what=what, task=wish.task) for wish in asked.wishes if wish.now)
-    yield from (Event(what="task ended", task=wish.task) for wish in asked.wishes)
+        if num <= problem.num_slots:
+            yield from (Event(what=what, task=one.task) for one in problem.wishes if one.now)
+    yield from (Event(what="task ended", task=demand.task) for demand in problem.wishes)
     yield Event(what="node joined")
 
 
-def after(asked: PlanInput, event: Event, gpus_per_node: int) -> PlanInput:
-    """The input once this has happened."""
-    wishes = asked.wishes
+def after(problem: PlanInput, event: Event, gpus_per_node: int) -> PlanInput:
+    """The problem after the event."""
+    demands = problem.wishes
     if event.what == "task ended":
-        return replace(asked, wishes=tuple(one for one in wishes if one.task != event.task))
+        return replace(problem, wishes=tuple(one for one in demands if one.task != event.task))
     more = {"gpu lost": -1, "node lost": -gpus_per_node, "node joined": gpus_per_node}[event.what]
-    return replace(asked, num_slots=asked.num_slots + more, wishes=tuple(
-        replace(one, hurt=True) if one.task == event.task else one for one in wishes))
+    return replace(problem, num_slots=problem.num_slots + more, wishes=tuple(
+        replace(one, faulted=True) if one.task == event.task else one for one in demands))

@@ -1,4 +1,5 @@
-"""Why a task waits, which limit keeps it waiting, and at what price it would run."""
+"""Explains waiting tasks: the reason, the blocking constraint, and the weight that would run them.
+"""
 
 from __future__ import annotations
 
@@ -23,57 +24,57 @@ from .problem_of_state import plan_input
 from .solver.candidates import Found, Rows
 from .solver.dynamic_program import IMPOSSIBLE, Others
 
-# --- The price of a task that waits: what it would cost the others, and from which weight it runs.
-# ---
+# --- Price of a waiting task: its cost for the others, and the weight from which it runs ---
 
 WORK_NUM_MAX = 5 << 22
-"""Candidates times slots, as `prices` counts them: about a tenth of a second, and 100 MB."""
+"""Limit of candidates times slots in `prices`: about 0.1 s and 100 MB."""
 _SLOTS_NUM, _SIZES_NUM = 1 << 12, 4
-"""What a candidate takes beside its slots, in slots; what a row's memory takes, in candidates."""
+"""Fixed cost of a candidate, in slots; memory of a row, in candidates."""
 VECTORS_NUM_MAX = 1 << 13
-"""Tasks that are told a price times all tasks: half as long again."""
+"""Limit of priced tasks times all tasks: 50 % more time."""
 
 LIMITED_WORK_NUM_MAX = 1 << 24
-"""States times candidates of all searches under limits that prices may take: some 30 ms."""
+"""Limit of states times candidates of all searches of prices under limits: about 30 ms."""
 CANDIDATE_NUM = 8192
-"""States that take as long as all else that a search does with a candidate."""
+"""Fixed cost of a candidate in a search, in states."""
 
 
 class Price(Struct, frozen=True, kw_only=True):
-    """Of one task without slots, beside the plan that was chosen."""
+    """The price of running one task that the chosen plan gives no slots."""
 
     cost_waf: float
-    """What all would earn less if it ran, at least 0."""
+    """The loss of total WAF if the task ran, at least 0."""
     times: float
-    """At more than so many times its weight the next plan gives it slots; it may be below 1."""
+    """Above this multiple of its weight the next plan gives it slots; may be below 1."""
     plan: Plan
     """The best plan in which it runs."""
 
 
-def prices(asked: PlanInput, plan: Plan) -> dict[int, Price]:
-    """By task: the price of each that `plan` gives nothing, where its smallest size would fit.
+def prices(problem: PlanInput, plan: Plan) -> dict[int, Price]:
+    """By task: the price of each that `plan` gives no slots, if its smallest size would fit.
 
-    It is the price once the plan is carried out, when every task is healthy on what it was given:
-    then `choose` gives the task slots if its weight is more than `times` what it is, and none if
-    it is less, all else equal. That counts `gain_min`: it is part of what a change costs.
-    O(num_slots) for each size of each task: none where that is more than WORK_NUM_MAX; and where
-    very many wait, only the first of them, by VECTORS_NUM_MAX; under limits those for which
-    LIMITED_WORK_NUM_MAX is enough. None under floors or alpha, where priorities differ, nor where a
-    hot spare may be kept: there no single weight says it.
+    The price applies after the plan is carried out, when every task is healthy: then `choose_plan`
+    gives the task slots if its weight is more than `times` its present weight, and none if it is
+    less, all else equal. Hysteresis (`gain_min`) is included as a cost of change.
+
+    The work is O(num_slots) for each size of each task. No prices beyond WORK_NUM_MAX; of very many
+    waiting tasks only the first are priced (VECTORS_NUM_MAX), under limits as many as
+    LIMITED_WORK_NUM_MAX permits. No prices under floors, alpha, different priorities or a possible
+    hot spare: there no single weight decides.
     """
-    if not has_prices(asked) or _is_too_large(asked):
+    if not has_prices(problem) or _is_too_large(problem):
         return {}
-    after = tuple(replace(wish, now=slots, hurt=False)
-                  for wish, slots in zip(asked.wishes, plan.slots, strict=True))
-    num_slots, rows = asked.num_slots, gains(replace(asked, wishes=after))
+    after = tuple(replace(demand, now=slots, faulted=False)
+                  for demand, slots in zip(problem.wishes, plan.slots, strict=True))
+    num_slots, rows = problem.num_slots, gains(replace(problem, wishes=after))
     pairs = list(zip(rows.sizes.tolist(), rows.gains.tolist(), strict=True))
     options = {i: sizes for i, (begin, end) in enumerate(pairwise(rows.starts.tolist()))
                if plan.slots[i] == 0
                and (sizes := [x for x in pairs[begin:end] if 0 < x[0] <= num_slots and x[1] > 0])}
     if not options:
         return {}
-    if asked.limits is not None:
-        return _limited(replace(asked, wishes=after), rows, plan, options)
+    if problem.limits is not None:
+        return _limited(replace(problem, wishes=after), rows, plan, options)
     options = dict(islice(options.items(), VECTORS_NUM_MAX // rows.num))
     free = Others(rows, num_slots)
     found: dict[int, Price] = {}
@@ -84,46 +85,44 @@ def prices(asked: PlanInput, plan: Plan) -> dict[int, Price]:
             best.append((value + gain, size, at))
         value, size, at = max(best)
         runs = plan_of(after, (free.vector(i, size, num_slots - size, at), value))
-        found[asked.wishes[i].task] = Price(
+        found[problem.wishes[i].task] = Price(
             cost_waf=max(plan.waf - runs.waf, 0.0), plan=runs,
             times=_times(sizes, num_slots, free.beside(i)))
     return found
 
 
-def has_prices(asked: PlanInput) -> bool:
-    """Whether a single weight says from when on a waiting task runs."""
-    return not asked.spare_slots and constraints.is_plain(asked) and not (
-        asked.limits is not None and asked.limits.priorities)
+def has_prices(problem: PlanInput) -> bool:
+    """True if a single weight decides whether a waiting task runs."""
+    return not problem.spare_slots and constraints.maximises_waf(problem) and not (
+        problem.limits is not None and problem.limits.priorities)
 
 
-def is_too_much(asked: PlanInput) -> bool:
-    """Whether `prices` leaves out tasks because all would take too long."""
-    if not has_prices(asked):
+def exceeds_work_limit(problem: PlanInput) -> bool:
+    """True if `prices` leaves out tasks because pricing all would take too long."""
+    if not has_prices(problem):
         return False
-    num = len(asked.wishes)
-    work = 0 if asked.limits is None else limited_work(asked) * sum(
-        len(wish.sizes) + 1 for wish in asked.wishes if not wish.now)
-    return (_is_too_large(asked) or num > VECTORS_NUM_MAX // max(num, 1)
+    num = len(problem.wishes)
+    work = 0 if problem.limits is None else work_under_limits(problem) * sum(
+        len(demand.sizes) + 1 for demand in problem.wishes if not demand.now)
+    return (_is_too_large(problem) or num > VECTORS_NUM_MAX // max(num, 1)
             or work > LIMITED_WORK_NUM_MAX)
 
 
-def _is_too_large(asked: PlanInput) -> bool:
-    """Whether not even one price is computed."""
-    num_sizes = sum(len(wish.sizes) + 1 for wish in asked.wishes)
-    return (num_sizes * (asked.num_slots + _SLOTS_NUM)
-            + _SIZES_NUM * len(asked.wishes) * asked.num_slots) > WORK_NUM_MAX
+def _is_too_large(problem: PlanInput) -> bool:
+    """True if the problem is too large for a single price."""
+    num_sizes = sum(len(demand.sizes) + 1 for demand in problem.wishes)
+    return (num_sizes * (problem.num_slots + _SLOTS_NUM)
+            + _SIZES_NUM * len(problem.wishes) * problem.num_slots) > WORK_NUM_MAX
 
 
 def _limited(after: PlanInput, rows: Rows, plan: Plan,
              options: Mapping[int, Sequence[tuple[int, int]]]) -> dict[int, Price]:
-    """The same under limits: the best of all others beside each size, by a search for each.
-
-    None of a task that no weight lets run.
+    """`prices` under limits, by one search for each size. A task that no weight can run has none.
     """
     limits, left, found = after.limits, LIMITED_WORK_NUM_MAX, dict[int, Price]()
     assert limits is not None
     for i, sizes in options.items():
-        left -= (len(sizes) + 1) * limited_work(after)
+        left -= (len(sizes) + 1) * work_under_limits(after)
         if left < 0:
             break
         free = _beside(rows, i, sizes, after.num_slots, limits)
@@ -143,137 +142,140 @@ def _limited(after: PlanInput, rows: Rows, plan: Plan,
 
 def _beside(rows: Rows, row: int, sizes: Sequence[tuple[int, int]], num_slots: int,
             limits: Limits) -> dict[int, Found | None]:
-    """By size of a row, 0 too: the best plan that gives it so many."""
-    return {size: constraints.within(
+    """By size of the row, 0 included: the best plan with that size."""
+    return {size: constraints.within_limits(
         rows.only((rows.row_of != row) | (rows.sizes == size)), num_slots, limits)
         for size in (0, *(size for size, _ in sizes))}
 
 
-def limited_work(asked: PlanInput) -> int:
-    """States times candidates of one search under limits, with what a candidate costs besides."""
-    num = sum(len(wish.sizes) + 1 for wish in asked.wishes)
-    num_moves = min(asked.moves_max or 0, len(asked.wishes)) + 1
-    num_priorities = len({wish.priority for wish in asked.wishes})
-    return num * (CANDIDATE_NUM + (asked.num_slots + 1) * num_moves * num_priorities)
+def work_under_limits(problem: PlanInput) -> int:
+    """States times candidates of one search under limits, with the fixed cost of a candidate."""
+    num = sum(len(demand.sizes) + 1 for demand in problem.wishes)
+    num_moves = min(problem.moves_max or 0, len(problem.wishes)) + 1
+    num_priorities = len({demand.priority for demand in problem.wishes})
+    return num * (CANDIDATE_NUM + (problem.num_slots + 1) * num_moves * num_priorities)
 
 
 def _times(sizes: Sequence[tuple[int, int]], num_slots: int, rest: Callable[[int], int]) -> float:
-    """From which factor on the gains of `sizes` `choose` gives the task slots. `rest`: the best of
-    all others, by the slots that are left for them.
+    """The factor on the gains of `sizes` from which `choose_plan` gives the task slots. `rest`: the
+    optimum of all other tasks by their slots.
 
-    With factor f the best plan with size x is worth rest(n - x) + f g(x), without it rest(n).
+    With factor f the best plan with size x has the objective rest(n - x) + f g(x), without the task
+    rest(n).
     """
     return min(((rest(num_slots) - value) / gain for size, gain in sizes
                 if (value := rest(num_slots - size)) > IMPOSSIBLE // 2), default=float("inf"))
 
 
-# --- What bars a task that waits: the limit without which the plan would give it slots. ---
+# --- Blocking constraints: the limit without which the plan would give a waiting task slots ---
 
 NUM_SOLVES = 3
-"""That a plan takes under limits."""
+"""Solves of one plan under limits."""
 
 
 class Bar(Struct, frozen=True, kw_only=True):
-    """Of one task without slots; all empty where no limit is the cause."""
+    """The limit that blocks one task without slots; all empty if no limit does."""
 
     why: str = ""
     needs: str = ""
     within: str = ""
-    """Free slots would let it run within this alone: its team's quota."""
+    """More slots would run it only within this limit, its team's quota."""
 
 
-def barred(asked: PlanInput, slots: Sequence[int], num_idle: int = 0) -> dict[int, Bar]:
-    """By task that the plan `slots` gives nothing: what bars it. Empty without limits. `num_idle`:
-    slots that are kept idle as a hot spare.
+def barred(problem: PlanInput, slots: Sequence[int],
+           num_idle: int = 0) -> dict[int, Bar]:
+    """By task that the plan `slots` gives no slots: the limit that blocks it. Empty without limits.
+    `num_idle`: slots that are kept idle as a hot spare.
 
-    The plan without any limit is made in any case. Where that would run a task and several limits
-    bind the plan, each is lifted by itself; beyond LIMITED_WORK_NUM_MAX all of them are named.
+    The plan without any limit is always made. If that plan runs the task and several limits exist,
+    each is removed singly; beyond LIMITED_WORK_NUM_MAX all of them are named.
     """
-    lifted = _lifted(asked)
-    if not lifted:
+    kinds = _kinds_of_limits(problem)
+    if not kinds:
         return {}
     if num_idle:
-        asked = replace(asked, num_slots=asked.num_slots - num_idle, kept_slots=num_idle)
-    waits = [i for i, x in enumerate(slots) if x == 0 and asked.wishes[i].sizes]
+        problem = replace(problem, num_slots=problem.num_slots - num_idle, kept_slots=num_idle)
+    waits = [i for i, x in enumerate(slots) if x == 0 and problem.wishes[i].sizes]
     if not waits:
         return {}
-    without = planned(_without(asked, lifted)).slots
-    work = limited_work(asked) * NUM_SOLVES
+    without = planned(_without(problem, kinds)).slots
+    work = work_under_limits(problem) * NUM_SOLVES
     most = LIMITED_WORK_NUM_MAX // max(work, 1)
     plans: dict[str, Sequence[int]] = {}
     found: dict[int, Bar] = {}
     for i in waits:
-        wish = asked.wishes[i]
-        mine = [what for what in lifted if what != "quota" or wish.team in dict(asked.quotas)]
-        quota = dict(asked.quotas).get(wish.team)
-        if quota is not None and quota < wish.sizes[0]:
-            found[wish.task] = Bar(why=_quota(wish.team, quota),
-                                   needs=f"a quota of {slots_told(wish.sizes[0])} or more")
+        demand = problem.wishes[i]
+        mine = [what for what in kinds if what != "quota" or demand.team in dict(problem.quotas)]
+        quota = dict(problem.quotas).get(demand.team)
+        if quota is not None and quota < demand.sizes[0]:
+            found[demand.task] = Bar(why=_quota(demand.team, quota),
+                                   needs=f"a quota of {slots_told(demand.sizes[0])} or more")
         elif not without[i]:
-            found[wish.task] = Bar(within=_within(asked, wish, slots))
+            found[demand.task] = Bar(within=_within(problem, demand, slots))
         else:
-            one = _alone(asked, i, mine, plans, most) if len(mine) > 1 else mine
-            peers = any(x and other.priority == wish.priority
-                        for x, other in zip(slots, asked.wishes, strict=True))
-            found[wish.task] = _bar(asked, wish, one or mine or lifted, alone=bool(one),
+            one = _alone(problem, i, mine, plans, most) if len(mine) > 1 else mine
+            peers = any(x and other.priority == demand.priority
+                        for x, other in zip(slots, problem.wishes, strict=True))
+            found[demand.task] = _bar(problem, demand, one or mine or kinds, alone=bool(one),
                                     peers=peers)
     return found
 
 
-def _lifted(asked: PlanInput) -> list[str]:
-    """The kinds of limits that there are."""
-    limits = asked.limits
-    kinds = {"floor": constraints.are_set(asked)}
+def _kinds_of_limits(problem: PlanInput) -> list[str]:
+    """The kinds of limits in the problem."""
+    limits = problem.limits
+    kinds = {"floor": constraints.has_requested_floors(problem)}
     if limits is not None:
         kinds |= {"moves_max": limits.moves_max is not None, "quota": bool(limits.teams),
                   "priority": bool(limits.priorities)}
     return [kind for kind, is_there in kinds.items() if is_there]
 
 
-def _without(asked: PlanInput, kinds: Sequence[str], team: str = "") -> PlanInput:
-    """`team`: whose quota is lifted; empty: of all."""
+def _without(problem: PlanInput, kinds: Sequence[str], team: str = "") -> PlanInput:
+    """The problem without these kinds of limits. `team`: only its quota is removed; empty: all."""
     if "moves_max" in kinds:
-        asked = replace(asked, moves_max=None)
+        problem = replace(problem, moves_max=None)
     if "quota" in kinds:
-        asked = replace(asked, quotas=tuple(x for x in asked.quotas if team and x[0] != team))
+        problem = replace(problem, quotas=tuple(x for x in problem.quotas if team and x[0] != team))
     if "floor" in kinds:
-        asked = constraints.without(asked)
+        problem = constraints.without_floors(problem)
     if "priority" in kinds:
-        asked = replace(asked, wishes=tuple(replace(wish, priority=0) for wish in asked.wishes))
-    return asked
+        problem = replace(problem, wishes=tuple(
+            replace(demand, priority=0) for demand in problem.wishes))
+    return problem
 
 
-def _alone(asked: PlanInput, row: int, kinds: Sequence[str], plans: dict[str, Sequence[int]],
+def _alone(problem: PlanInput, row: int, kinds: Sequence[str], plans: dict[str, Sequence[int]],
            most: int) -> list[str]:
-    """Kinds each of which bars it by itself: without that one limit the plan runs it.
+    """The kinds of which each blocks the task alone: without that one limit the plan runs it.
 
-    `plans`: those made already, of which there are at most `most`.
+    `plans`: cache of the plans without one limit, at most `most` of them.
     """
     found: list[str] = []
     for kind in kinds:
-        team = asked.wishes[row].team if kind == "quota" else ""
+        team = problem.wishes[row].team if kind == "quota" else ""
         key = f"{kind} {team}"
         if key not in plans and len(plans) < most:
-            plans[key] = planned(_without(asked, [kind], team)).slots
+            plans[key] = planned(_without(problem, [kind], team)).slots
         if key in plans and plans[key][row]:
             found.append(kind)
     return found
 
 
-def _bar(asked: PlanInput, wish: Wish, kinds: Sequence[str], *, alone: bool,
+def _bar(problem: PlanInput, demand: Wish, kinds: Sequence[str], *, alone: bool,
          peers: bool) -> Bar:
-    """`alone`: each of these limits bars it by itself; else all of them, or one that is not known.
+    """`alone`: each of these limits blocks the task alone; else all of them do, or an unknown one.
 
-    `peers`: some of its own priority have slots, which a weight may win.
+    `peers`: tasks of its own priority have slots, which a higher weight may win.
     """
-    quota = dict(asked.quotas).get(wish.team)
-    said = {"moves_max": (f"moves_max {asked.moves_max}", "a larger moves_max"),
-            "quota": (_quota(wish.team, quota) if quota is not None else "quotas of teams",
+    quota = dict(problem.quotas).get(demand.team)
+    words = {"moves_max": (f"moves_max {problem.moves_max}", "a larger moves_max"),
+            "quota": (_quota(demand.team, quota) if quota is not None else "quotas of teams",
                       "a larger quota"),
             "floor": ("the floors of others", "smaller floors"),
-            "priority": (f"priority {wish.priority}, where others have more",
+            "priority": (f"priority {demand.priority}, where others have more",
                          "a higher priority" + " (a higher weight may do)" * peers)}
-    whys, needs = [said[kind][0] for kind in kinds], [said[kind][1] for kind in kinds]
+    whys, needs = [words[kind][0] for kind in kinds], [words[kind][1] for kind in kinds]
     if alone or len(kinds) == 1:
         return Bar(why=f"held back by {', and by '.join(whys)}", needs=", or ".join(needs))
     return Bar(why=f"held back by the limits of the plan: {', '.join(whys)}",
@@ -284,76 +286,81 @@ def _quota(team: str, quota: int) -> str:
     return f"the quota of team {team}, {slots_told(quota)}"
 
 
-def _within(asked: PlanInput, wish: Wish, slots: Sequence[int]) -> str:
-    """Its team's quota, where that has no room for it."""
-    quota = dict(asked.quotas).get(wish.team)
-    used = sum(x for x, one in zip(slots, asked.wishes, strict=True) if one.team == wish.team)
-    return _quota(wish.team, quota) if quota is not None and used + wish.sizes[0] > quota else ""
+def _within(problem: PlanInput, demand: Wish, slots: Sequence[int]) -> str:
+    """Its team's quota, if the task does not fit it; else empty."""
+    quota = dict(problem.quotas).get(demand.team)
+    used = sum(x for x, one in zip(slots, problem.wishes, strict=True) if one.team == demand.team)
+    if quota is None or used + demand.sizes[0] <= quota:
+        return ""
+    return _quota(demand.team, quota)
+
+# --- Reasons, in the log and on request ---
 
 NOT_CHOSEN = "the plan gives it no slots"
-"""What the log says of a task for which there would be slots."""
+"""The reason in the log if there would be enough slots for the task."""
 NOT_PRICED = "; the weight is not computed: too many tasks and sizes"
 _SHOWN = Context(prec=3, rounding=ROUND_CEILING)
 
 
 class Waits(Struct, frozen=True, kw_only=True):
-    """Why one task has no slots, computed from the state."""
+    """Why one task has no slots, and what it needs; computed from the state."""
 
     why: str
     needs: str
     cost_waf: float = 0.0
-    """What the other tasks would earn less if it ran, beyond what it earns itself."""
+    """The loss of total WAF if it ran."""
     weight_from: float = 0.0
-    """From this weight on the plan gives it slots; 0: slots are missing, or it is not known."""
+    """The weight from which the plan gives it slots; 0: not enough slots, or not known."""
 
 
-def wait(state: ClusterState, task: Task, num_slots: int, floor: int = 0, *,
+def record_waiting(state: ClusterState, task: Task, num_slots: int, floor: int = 0, *,
          by_quota: bool = False) -> Iterator[Body]:
-    """Record that the plan gives a task nothing; nothing if the log says so already.
+    """Record that the plan gives a task no slots, unless the log already has this reason.
 
-    `num_slots`: what the plan had to give. `floor`: of a task that asks for one, and for which
-    there was no room; `by_quota`: there would be if its team had no quota.
+    `num_slots`: slots that the plan allocates. `floor`: the requested floor if it was not granted.
+    `by_quota`: it would be granted without the quota of its team.
     """
     why = _missing(state, task, num_slots, floor, by_quota=by_quota)[0] or NOT_CHOSEN
     if task.why != why:
         yield TaskWaiting(task=task.id, why=why)
 
 
-def wait_for_healing(state: ClusterState, task: Task) -> Iterator[Body]:
-    """The plan has slots for the task, but nothing is ordered at the moment."""
+def record_paused(state: ClusterState, task: Task) -> Iterator[Body]:
+    """Record that the plan has slots for the task, but healing is paused."""
     if task.why != state.held:
         yield TaskWaiting(task=task.id, why=state.held)
 
 
 def explained(state: ClusterState) -> dict[int, Waits]:
-    """By task that waits: why, what would let it run, and what that would cost the others.
+    """By waiting task: the reason, what it needs, and what that would cost the others.
 
-    This compares the plan in force with other plans of the present input. It takes as long as a
-    few plans; `pricing` and `barring` say what is left out where there are too many tasks.
+    Compares the plan in force with other plans of the present problem. Takes as long as a few
+    plans; `prices` and `blocking_constraints` say what is left out if there are too many tasks.
     """
     if not is_any_waiting(state) or state.plan is None:
         return {}
-    ground = plan_input(state)
-    asked, given = ground.asked, {x.task: x.slots for x in state.plan.allocations}
-    slots = tuple(given.get(wish.task, wish.now) for wish in asked.wishes)
+    snapshot = plan_input(state)
+    problem, given = snapshot.problem, {x.task: x.slots for x in state.plan.allocations}
+    slots = tuple(given.get(demand.task, demand.now) for demand in problem.wishes)
     plan = Plan(slots=slots, objective=0, waf=fsum(
-        waf_of(wish, x) for wish, x in zip(asked.wishes, slots, strict=True)))
-    short = constraints.short(asked, slots)
-    by_quota = constraints.barred_by_quota(asked, short)
+        waf_of(demand, x) for demand, x in zip(problem.wishes, slots, strict=True)))
+    short = constraints.short(problem, slots)
+    by_quota = constraints.blocked_by_quota(problem, short)
     is_spare = state.plan.binding == "spare"
-    bars = barred(asked, slots, min(asked.spare_slots, asked.num_slots) * is_spare)
-    price_of = prices(asked, plan)
-    spared = planned(replace(asked, spare_slots=0)).slots if is_spare else slots
+    num_idle = min(problem.spare_slots, problem.num_slots) * is_spare
+    bars = barred(problem, slots, num_idle)
+    price_of = prices(problem, plan)
+    spared = planned(replace(problem, spare_slots=0)).slots if is_spare else slots
     found: dict[int, Waits] = {}
-    for wish, x, without in zip(asked.wishes, slots, spared, strict=True):
-        task = state.tasks[wish.task]
-        if wish.task not in given or not is_waiting(task):
+    for demand, x, without in zip(problem.wishes, slots, spared, strict=True):
+        task = state.tasks[demand.task]
+        if demand.task not in given or not is_waiting(task):
             continue
         if x:
-            if state.held:  # else its seats follow at once
+            if state.held:  # else its seats follow in the same batch
                 found[task.id] = Waits(why=state.held, needs="healing to be on")
             continue
-        why, needs = _missing(state, task, len(ground.slots), short.get(task.id, 0),
+        why, needs = _missing(state, task, len(snapshot.slots), short.get(task.id, 0),
                               by_quota=task.id in by_quota)
         if why:
             found[task.id] = Waits(why=why, needs=needs)
@@ -361,28 +368,28 @@ def explained(state: ClusterState) -> dict[int, Waits]:
             found[task.id] = Waits(why="its slots are kept idle as a hot spare",
                                    needs="more slots, or a policy without hot_spare")
         else:
-            found[task.id] = _not_chosen(state, asked, task, slots, price_of.get(task.id),
+            found[task.id] = _not_chosen(state, problem, task, slots, price_of.get(task.id),
                                          bars.get(task.id, Bar()))
     return found
 
 
 def is_any_waiting(state: ClusterState) -> bool:
-    """Whether `explained` has anything to explain."""
+    """True if `explain_waiting` has any task to explain."""
     return state.plan is not None and any(is_waiting(task) for task in live_tasks(state))
 
 
 def is_waiting(task: Task) -> bool:
-    """Whether a plan has left the task without seats."""
+    """True if the task has no seats and is not ending."""
     return not task.target and not task.ending and task.phase != "ended"
 
 
 def _missing(state: ClusterState, task: Task, num_slots: int, floor: int, *,
              by_quota: bool) -> tuple[str, str]:
-    """Why the task could not run whatever the plan prefers, and what it needs; empty if it could.
-    """
+    """(why the task cannot run under any plan, what it needs); empty if it could run."""
     low = _smallest(task)
     if low > state.num_slots_max:
-        return "too large", f"{slots_told(low)}; the cluster has had at most {state.num_slots_max}"
+        return ("too large",
+                f"{slots_told(low)}; the cluster has had at most {state.num_slots_max}")
     if task.modelled is not None and task.modelled.refused and not any(
             task.throughput.rates_flops if task.throughput is not None else ()):
         return task.modelled.refused, "a larger slots.max, or a smaller model"
@@ -403,18 +410,18 @@ def _missing(state: ClusterState, task: Task, num_slots: int, floor: int, *,
     return "not enough slots", f"{slots_told(low)}; there are {num_slots}{out}"
 
 
-def _not_chosen(state: ClusterState, asked: PlanInput, task: Task, slots: Sequence[int],
+def _not_chosen(state: ClusterState, problem: PlanInput, task: Task, slots: Sequence[int],
                 price: Price | None, bar: Bar) -> Waits:
-    """Why the plan gives its slots to others, and what would let the task run."""
+    """Why the plan prefers other tasks, and what the task needs."""
     why, needs = bar.why, bar.needs
     if not why:
         why = ("the plan has better use for the slots" if price is None
-               else _who_earns_more(state, asked, slots, price))
-        # How many is not known: of more slots, others may be given the first.
+               else _who_earns_more(state, problem, slots, price))
+        # The number is not known: other tasks may get the first additional slots.
         needs = f"more slots within {bar.within}" if bar.within else "more slots"
         needs += ", or more weight" * state.policy.hot_spare  # which has no prices
     if price is None:
-        return Waits(why=why, needs=needs + NOT_PRICED * is_too_much(asked))
+        return Waits(why=why, needs=needs + NOT_PRICED * exceeds_work_limit(problem))
     weight = _weight_from(task, price)
     if weight:
         needs += f", or weight {_SHOWN.create_decimal(Decimal(weight)).normalize():f}"
@@ -422,19 +429,19 @@ def _not_chosen(state: ClusterState, asked: PlanInput, task: Task, slots: Sequen
 
 
 def _weight_from(task: Task, price: Price) -> float:
-    """The weight above which it runs, 0 where there is none that a task may have."""
+    """The weight above which it runs; 0 if that exceeds the largest valid weight."""
     weight = task.weight * price.times
     return weight if weight <= WEIGHT_RATIO_MAX else 0.0
 
 
 def _no_room(state: ClusterState, task: Task, floor: int, *, by_quota: bool) -> tuple[str, str]:
-    """Why it is not given its floor, and what would give it that."""
+    """(why its floor is not granted, what would grant it)."""
     team = task.spec.team
     quota = state.policy.quotas.get(team, floor)
     if quota < floor:
         return (f"the quota of team {team} is {slots_told(quota)}",
                 f"a quota of {slots_told(floor)}, its floor")
-    first = "or a higher priority (a higher weight may do)"  # it goes first of its priority alone
+    first = "or a higher priority (a higher weight may do)"  # the order of floors
     if by_quota:
         return (f"its floor does not fit the quota of team {team}, {slots_told(quota)}, beside "
                 "those before it", f"a larger quota, {first}")
@@ -443,17 +450,17 @@ def _no_room(state: ClusterState, task: Task, floor: int, *, by_quota: bool) -> 
 
 
 def _smallest(task: Task) -> int:
-    """The fewest slots that it may have and earns something with."""
+    """Its smallest size with a throughput above 0."""
     table = task.throughput
     pairs = zip(table.sizes, table.rates_flops, strict=True) if table is not None else ()
     return min((size for size, rate in pairs if rate > 0), default=task.spec.slots.min)
 
 
-def _who_earns_more(state: ClusterState, asked: PlanInput, slots: Sequence[int],
+def _who_earns_more(state: ClusterState, problem: PlanInput, slots: Sequence[int],
                     price: Price) -> str:
-    """Which tasks hold the slots that it would run on."""
-    names = [wish.name for wish, x, then in
-             zip(asked.wishes, slots, price.plan.slots, strict=True) if then < x]
+    """The tasks that hold the slots on which it would run."""
+    names = [demand.name for demand, x, then in
+             zip(problem.wishes, slots, price.plan.slots, strict=True) if then < x]
     if not names:
         return "the plan has better use for the slots"
     if price.cost_waf == 0.0:

@@ -1,4 +1,4 @@
-"""What a planner is asked: of each task what it may have, earns and pays, and what binds a plan."""
+"""The planner's problem: demand, value and transition cost of each task, and limits of a plan."""
 
 from __future__ import annotations
 
@@ -12,22 +12,26 @@ from numpy.typing import NDArray
 from ...events.records.decisions import Allocation
 from ..throughput.transition_cost import Transition
 
+NUM_KINDS = 6
+SAME, SHRINK, GROW, STOP, RESHAPE, NO_CHANGE = range(NUM_KINDS)
+"""Kinds of change, as in `TaskDemand.costs_s`; SAME: a faulted task keeps its slots."""
+
 
 class Limits(Struct, frozen=True, kw_only=True):
-    """What a plan must keep, in the order of the rows."""
+    """The constraints of a plan beside the number of slots. One row is one task."""
 
     now: tuple[int, ...]
-    """By row: the slots that its task has."""
+    """By row: the task's current slots."""
     healthy: tuple[bool, ...]
-    """By row: it trains on them, undisturbed; another number is a move."""
+    """By row: the task trains without a fault; another number of slots is a move."""
     moves_max: int | None
     teams: tuple[tuple[tuple[int, ...], int], ...]
-    """Rows that have at most so many slots together; no row in two of them."""
+    """(rows, quota): the rows have at most `quota` slots together. A row is in one team at most."""
     priorities: tuple[int, ...]
-    """By row; a higher one comes first. Empty: there is one alone."""
+    """By row; a higher one comes first. Empty: all tasks have the same."""
 
     def allow(self, slots: Sequence[int]) -> bool:
-        """Whether a plan keeps the moves and the quotas."""
+        """True if a plan satisfies `moves_max` and the quotas."""
         return self.allow_moves(slots) and self.allow_quotas(slots)
 
     def allow_moves(self, slots: Sequence[int]) -> bool:
@@ -37,85 +41,85 @@ class Limits(Struct, frozen=True, kw_only=True):
         return all(sum(slots[row] for row in rows) <= quota for rows, quota in self.teams)
 
     def num_moves(self, slots: Sequence[int]) -> int:
-        """Healthy tasks that would have other slots."""
+        """The number of healthy tasks whose slots change."""
         return sum(healthy and x != now for x, now, healthy in
                    zip(slots, self.now, self.healthy, strict=True))
 
 
 class Wish(Struct, frozen=True, kw_only=True, dict=True):
-    """What the planner must know of one task: `sizes[i]` slots earn `wafs[i]`, 0 slots earn 0."""
+    """One task as the planner sees it: `wafs[i]` is F(t, sizes[i]); F(t, 0) is 0."""
 
     task: int
     name: str
     now: int
-    """Slots that it has."""
-    hurt: bool
-    """A worker of it failed: going on costs a transition whatever it gets."""
+    """The current number of slots."""
+    faulted: bool
+    """A worker of the task failed, so every number of slots costs a transition."""
     transition: Transition
     sizes: tuple[int, ...]
-    """Ascending, each once, above 0."""
+    """Ascending, distinct, above 0."""
     wafs: tuple[float, ...]
     priority: int = 0
     team: str = ""
     weight: float = 1.0
-    """It is in `wafs` already."""
+    """`wafs` include it."""
     shapes: tuple[int, ...] = ()
-    """By size: a number for how its layout there splits a replica; empty: all are alike."""
+    """By size: the number of the layout's replica shape. Empty: all sizes have one shape."""
     floor: int = 0
-    """It asks for no fewer slots; 0: for none."""
+    """The fewest slots that the job requests; 0: no floor."""
 
     @cached_property
-    def sizes_and_0(self) -> NDArray[np.int64]:
-        """0, and `sizes`."""
+    def candidate_sizes(self) -> NDArray[np.int64]:
+        """0, then `sizes`."""
         return np.array((0, *self.sizes), dtype=np.int64)
 
     @cached_property
     def place(self) -> int:
-        """Of what it has, in `sizes_and_0`; 0 also where it is none of them."""
+        """The index of `now` in `candidate_sizes`; 0 also if `now` is no candidate."""
         return self.sizes.index(self.now) + 1 if self.now in self.sizes else 0
 
     @cached_property
-    def charged_s(self) -> NDArray[np.float64]:
-        """What each kind of change costs, none last."""
+    def costs_s(self) -> NDArray[np.float64]:
+        """D_transition by kind of change (SAME, SHRINK, ...)."""
         kinds = self.transition
         return np.array((kinds.same_s, kinds.shrink_s, kinds.grow_s, kinds.stop_s,
-                         kinds.reshape_s, 0.0) if self.now else (0.0,) * 6)
+                         kinds.reshape_s, 0.0) if self.now else (0.0,) * NUM_KINDS)
 
     @cached_property
-    def as_it_is(self) -> Allocation:
-        """What it has, as a plan tells it that leaves it so."""
+    def unchanged(self) -> Allocation:
+        """The allocation of a plan that keeps the current slots."""
         return _allocation(self, self.now)
 
     @cached_property
-    def wafs_and_0(self) -> NDArray[np.float64]:
-        """What 0 slots earn, and `wafs`."""
+    def candidate_wafs(self) -> NDArray[np.float64]:
+        """F of `candidate_sizes`: 0, then `wafs`."""
         return np.array((0.0, *self.wafs), dtype=np.float64)
 
 
 class PlanInput(Struct, frozen=True, kw_only=True):
-    """All that a plan follows from."""
+    """The complete input of the planner."""
 
     wishes: tuple[Wish, ...]
-    """By task id: ties go to the first."""
+    """By task id; the planner breaks ties in favour of the first."""
     num_slots: int
     """n' of the paper."""
     mtbf_gpu_s: float
     gain_min: float = 0.0
-    """A healthy task is changed only for this share of what the cluster earns."""
+    """Hysteresis: a change of a healthy task must gain this share of its WAF."""
     moves_max: int | None = None
-    """So many healthy tasks may a plan change at most."""
+    """The most healthy tasks that a plan may change."""
     quotas: tuple[tuple[str, int], ...] = ()
-    """Team, and how many slots its tasks have at most together."""
+    """(team, the most slots of its tasks together)."""
     floor: bool = False
-    """Each task asks for no fewer slots than it earns anything with."""
+    """Each task has a floor: its smallest size with a WAF above 0."""
     alpha: float = 0.0
-    """Of alpha-fairness (fairness.py); 0: the sum of what all earn."""
+    """Of alpha-fairness (objective.py); 0: maximise the sum of all WAF."""
     spare_slots: int = 0
-    """Slots of a node: whether so many stay idle is decided beside the plan (spare.py); 0: no."""
+    """Size of a hot spare (hot_spare.py), the slots of one node; 0: never keep one."""
     repair_s: float = 0.0
-    """How long a lost node is away."""
+    """The time until a lost node is back."""
     kept_slots: int = 0
-    """Beside `num_slots`, kept idle: they fail as often as the others."""
+    """Idle slots beside `num_slots`; they fail as often as the others."""
 
     @property
     def running_s(self) -> float:
@@ -124,51 +128,52 @@ class PlanInput(Struct, frozen=True, kw_only=True):
 
     @property
     def limits(self) -> Limits | None:
-        """What the plan must keep beside `num_slots`; None: nothing."""
-        priorities = tuple(wish.priority for wish in self.wishes)
-        found = [(tuple(i for i, wish in enumerate(self.wishes) if wish.team == team), quota)
-                 for team, quota in self.quotas]
-        teams = tuple((rows, quota) for rows, quota in found if rows)
+        """The constraints of the plan beside `num_slots`; None: there are none."""
+        priorities = tuple(demand.priority for demand in self.wishes)
+        teams = tuple((rows, quota) for team, quota in self.quotas if (
+            rows := tuple(i for i, demand in enumerate(self.wishes) if demand.team == team)))
         differ = any(priority != priorities[0] for priority in priorities)
         if self.moves_max is None and not teams and not differ:
             return None
-        return Limits(now=tuple(wish.now for wish in self.wishes),
-                      healthy=tuple(wish.now > 0 and not wish.hurt for wish in self.wishes),
+        return Limits(now=tuple(demand.now for demand in self.wishes),
+                      healthy=tuple(one.now > 0 and not one.faulted for one in self.wishes),
                       moves_max=self.moves_max, teams=teams,
                       priorities=priorities if differ else ())
 
 
-def allocation(wish: Wish, slots: int) -> Allocation:
-    """So many slots for the task, as a plan tells it."""
-    return wish.as_it_is if slots == wish.now else _allocation(wish, slots)
+def allocation(demand: Wish, slots: int) -> Allocation:
+    """The record of `slots` slots for the task."""
+    return demand.unchanged if slots == demand.now else _allocation(demand, slots)
 
 
-def _allocation(wish: Wish, slots: int) -> Allocation:
-    return Allocation(task=wish.task, slots_before=wish.now, slots=slots, waf=waf_of(wish, slots),
-                      waf_before=waf_of(wish, wish.now), transition_s=charged_s(wish, slots))
+def _allocation(demand: Wish, slots: int) -> Allocation:
+    return Allocation(task=demand.task, slots_before=demand.now, slots=slots,
+                      waf=waf_of(demand, slots), waf_before=waf_of(demand, demand.now),
+                      transition_s=charged_s(demand, slots))
 
 
-def waf_of(wish: Wish, slots: int) -> float:
-    """F(t, x) for a candidate x, 0 for 0."""
-    if slots == wish.now:
-        return wish.wafs[wish.place - 1] if wish.place else 0.0
-    return wish.wafs[wish.sizes.index(slots)] if slots in wish.sizes else 0.0
+def waf_of(demand: Wish, slots: int) -> float:
+    """F(t, x) for a candidate x; 0 for 0 slots."""
+    if slots == demand.now:
+        return demand.wafs[demand.place - 1] if demand.place else 0.0
+    return demand.wafs[demand.sizes.index(slots)] if slots in demand.sizes else 0.0
 
 
-def reshapes(wish: Wish) -> tuple[bool, ...]:
-    """By size: whether all of the state moves, since its layout splits a replica in another way."""
-    has = [kind for size, kind in zip(wish.sizes, wish.shapes, strict=False) if size <= wish.now]
-    if not has:
-        return (False,) * len(wish.sizes)
-    return tuple(kind != has[-1] for kind in wish.shapes)
+def reshapes(demand: Wish) -> tuple[bool, ...]:
+    """By size: whether the replica shape differs from the current one, so that all state moves."""
+    pairs = zip(demand.sizes, demand.shapes, strict=False)
+    known = [kind for size, kind in pairs if size <= demand.now]
+    if not known:
+        return (False,) * len(demand.sizes)
+    return tuple(kind != known[-1] for kind in demand.shapes)
 
 
-def charged_s(wish: Wish, slots: int) -> float:
-    """D_transition from what the task has to so many slots; 0 where it simply goes on."""
-    kinds = wish.transition
-    if not wish.now or (slots == wish.now and not wish.hurt):
+def charged_s(demand: Wish, slots: int) -> float:
+    """D_transition from the current slots to `slots`; 0 for a healthy task that keeps its slots."""
+    kinds = demand.transition
+    if not demand.now or (slots == demand.now and not demand.faulted):
         return 0.0
-    if slots and reshapes(wish)[wish.sizes.index(slots)]:
+    if slots and reshapes(demand)[demand.sizes.index(slots)]:
         return kinds.reshape_s
-    return (kinds.same_s if slots == wish.now else kinds.grow_s if slots > wish.now
+    return (kinds.same_s if slots == demand.now else kinds.grow_s if slots > demand.now
             else kinds.shrink_s if slots else kinds.stop_s)

@@ -1,4 +1,4 @@
-"""What a degraded node costs, and what it would earn to drain it: told, never acted upon."""
+"""Cost of a degraded node, and the gain of draining it. Reported only; no decision uses it."""
 
 from __future__ import annotations
 
@@ -14,55 +14,55 @@ from .problem import Wish, waf_of
 from .problem_of_state import plan_input
 
 
-def priced(state: ClusterState) -> Iterator[StragglerCostEstimated]:
-    """A price for each node of which something has changed: one plan for each."""
+def changed_costs(state: ClusterState) -> Iterator[StragglerCostEstimated]:
+    """The cost of each node whose input has changed; takes one plan for each."""
     for name in list(state.to_price):
-        yield price(state, name)
+        yield node_cost(state, name)
 
 
-def price(state: ClusterState, name: str) -> StragglerCostEstimated:
-    """What is lost for the node now, and what the best plan without it earns more than now.
+def node_cost(state: ClusterState, name: str) -> StragglerCostEstimated:
+    """The WAF that the node costs now, and the gain of the best plan without the node.
 
-    Both by the tables that plans are made with. Slow ranks on other nodes stay where they are; what
-    is lost for several nodes together is lost for each.
+    Both use the throughput tables of the planner. Slow ranks on other nodes are kept. A loss that
+    several nodes cause together counts for each.
     """
     here = [task for task in live_tasks(state) if _slow_there(task, name)]
-    now = plan_input(state).asked
-    ground = plan_input(state, without=name)
-    then = hot_spare.choose(ground.asked).plan.slots if ground.asked.wishes else ()
-    earned_then = math.fsum(
-        waf_of(wish, slots) / slowdown(state.tasks[wish.task], without=name)
-        for wish, slots in zip(ground.asked.wishes, then, strict=True))
+    now = plan_input(state).problem
+    snapshot = plan_input(state, without=name)
+    then = hot_spare.choose(snapshot.problem).plan.slots if snapshot.problem.wishes else ()
+    waf_then = math.fsum(
+        waf_of(demand, slots) / slowdown(state.tasks[demand.task], without=name)
+        for demand, slots in zip(snapshot.problem.wishes, then, strict=True))
     cost = math.fsum(
-        waf_of(wish, wish.now) * (1 - 1 / _holds_up(state.tasks[wish.task], name))
-        for wish in now.wishes)
+        waf_of(demand, demand.now) * (1 - 1 / _holds_up(state.tasks[demand.task], name))
+        for demand in now.wishes)
     achieved = achieved_waf(state, now.wishes)
     return StragglerCostEstimated(
         node=name, tasks=tuple(task.id for task in here),
         ratios=tuple(_holds_up(task, name) for task in here),
-        cost_waf=cost, drain_waf=earned_then - achieved,
+        cost_waf=cost, drain_waf=waf_then - achieved,
         why=_why(state, here, name), now_waf=achieved)
 
 
-def achieved_waf(state: ClusterState, wishes: tuple[Wish, ...]) -> float:
-    """What tasks earn now, by their tables and their slow ranks."""
-    return math.fsum(waf_of(wish, wish.now) / slowdown(state.tasks[wish.task])
-                     for wish in wishes)
+def achieved_waf(state: ClusterState, demands: tuple[Wish, ...]) -> float:
+    """The present WAF by the throughput tables and the slow ranks."""
+    return math.fsum(waf_of(demand, demand.now) / slowdown(state.tasks[demand.task])
+                     for demand in demands)
 
 
 def _slow_there(task: Task, name: str) -> list[int]:
-    """Its slow ranks on the node."""
+    """The task's slow ranks on the node."""
     return [number for number in sorted(task.slow)
             if number in task.ranks and task.ranks[number].slot.node == name]
 
 
 def _holds_up(task: Task, name: str) -> float:
-    """So many times longer an iteration takes for its slow ranks there."""
+    """The factor by which the task's slow ranks on the node lengthen an iteration."""
     return max((task.slow[number].holds_up for number in _slow_there(task, name)), default=1.0)
 
 
 def _why(state: ClusterState, tasks: list[Task], name: str) -> str:
-    """What its checks say, then which ranks are slow there."""
+    """The results of the node's checks, then its slow ranks."""
     checks = [check.why or check.check for check in state.nodes[name].checks
               if check.health == "degraded"] if name in state.nodes else []
     return "; ".join([*checks, *(in_words(task, number) for task in tasks
@@ -70,11 +70,11 @@ def _why(state: ClusterState, tasks: list[Task], name: str) -> str:
 
 
 def in_words(task: Task, number: int) -> str:
-    """For example `rank 21 of base-39b (n3/5) holds up 511 others, 1.14 x`."""
+    """For example: `rank 21 of base-39b (n3/5) holds up 511 others, 1.14 x`."""
     slot, slow = task.ranks[number].slot, task.slow[number]
     num = len(task.members) - len(task.slow)
-    beside = [str(other) for other in sorted(task.slow) if other != number]
-    also = f" with rank{'s' * (len(beside) > 1)} {' '.join(beside)}" if beside else ""
+    others = [str(other) for other in sorted(task.slow) if other != number]
+    also = f" with rank{'s' * (len(others) > 1)} {' '.join(others)}" if others else ""
     own = (f", its own work {slow.ratio:.3g} x"
            if f"{slow.ratio:.2f}" != f"{slow.holds_up:.2f}" else "")
     return (f"rank {number} of {task.spec.name} ({slot.node}/{slot.index}) holds up {num} "

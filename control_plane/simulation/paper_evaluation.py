@@ -244,7 +244,7 @@ def planning_problem(gpus: int) -> PlanInput:
               for size in SIZES]
     each = gpus // len(tables) // 8 * 8
     wishes = tuple(Wish(
-        task=number, name=f"task-{number}", now=each, hurt=not number,
+        task=number, name=f"task-{number}", now=each, faulted=not number,
         transition=Transition.alike(1.0), weight=weight,
         sizes=tuple(range(8, gpus + 1, 8)),
         wafs=tuple(weight * slots * rate_flops for slots in range(8, gpus + 1, 8)))

@@ -21,12 +21,12 @@ def test_a_case_is_a_cluster_that_could_be(seed: int) -> None:
     asked = case(100, 4096, seed)
     assert asked == case(100, 4096, seed)
     assert sum(wish.now for wish in asked.wishes) <= asked.num_slots
-    assert any(wish.hurt for wish in asked.wishes)
+    assert any(wish.faulted for wish in asked.wishes)
     assert any(wish.now == 0 for wish in asked.wishes)
     for wish in asked.wishes:
         assert wish.now in (0, *wish.sizes)
         assert all(small < large for small, large in itertools.pairwise(wish.sizes))
-        assert not (wish.hurt and wish.now == 0)
+        assert not (wish.faulted and wish.now == 0)
 
 
 def test_a_plan_that_is_worth_more_than_ours_is_told() -> None:

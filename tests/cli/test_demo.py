@@ -32,13 +32,13 @@ NAN = float("nan")
 ALPHA, BETA, GAMMA = (demo._player(name, 150) for name in demo.NUM_SLOTS)
 
 
-def plan(num_slots: int, *now: int, hurt: bool = False) -> planner.Choice:
+def plan(num_slots: int, *now: int, faulted: bool = False) -> planner.Choice:
     """What the planner gives the first tasks of the demo, which have `now` slots each."""
     wishes: list[Wish] = []
     for number, (player, have) in enumerate(zip((ALPHA, BETA, GAMMA), now, strict=False), 1):
         found = table.candidates(table.table(number, player.spec), have)
         wishes.append(Wish(
-            task=number, name=player.name, now=have, hurt=hurt and number == 1,
+            task=number, name=player.name, now=have, faulted=faulted and number == 1,
             transition=Transition.alike(10.0),
             sizes=tuple(size for size, _ in found),
             wafs=tuple(player.spec.weight * rate for _, rate in found)))
@@ -53,7 +53,7 @@ def test_the_examples_lead_to_the_plans_that_the_demo_promises():
 
 
 def test_the_unhurt_task_gives_a_slot_and_the_plan_names_what_it_beat():
-    choice = plan(4, 4, 2, hurt=True)
+    choice = plan(4, 4, 2, faulted=True)
     assert choice.plan.slots == (3, 1)
     beaten = {tuple(slots for _, slots in other.slots): other.waf for other in choice.alternatives}
     assert (4, 0) in beaten

@@ -231,7 +231,7 @@ def test_a_plan_has_one_explanation_live_in_a_dry_run_and_offline(ask: Any) -> N
     d.tell("operator/drain", r.NodeDrained(node="n3", reason=""))
     at = d.log[next(i for i, one in enumerate(d.log) if isinstance(one.body, r.NodeDrained))]
     before = replayed([record for record in d.log if record.seq <= at.seq])
-    asked = plan_input(before).asked
+    asked = plan_input(before).problem
     live = ask(Told(d))
     choice = hot_spare.choose(asked)
     recorded = d.state.plan

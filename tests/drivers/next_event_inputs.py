@@ -19,7 +19,7 @@ def inputs(draw: st.DrawFn) -> tuple[PlanInput, int]:
         sizes = sorted(draw(st.sets(st.integers(1, 8), max_size=4)))
         found.append(Wish(
             task=10 * task, name=f"t{task}", now=draw(st.sampled_from([0, *sizes, 3])),
-            hurt=draw(st.sampled_from([False, False, True])),
+            faulted=draw(st.sampled_from([False, False, True])),
             transition=Transition(same_s=draw(spans), shrink_s=draw(spans), grow_s=draw(spans),
                                   stop_s=draw(spans)), sizes=tuple(sizes),
             wafs=tuple(float(size) if linear else draw(wafs) for size in sizes),

@@ -30,7 +30,7 @@ def case(num_tasks: int, num_gpus: int, seed: int = 0, *, gain_min: float = 0.0)
     run = [i for i in range(num_tasks) if i not in waits and now[i] > 0]
     hurt = set(random.sample(run, -(-num_tasks // 50)))
     return PlanInput(wishes=tuple(
-        replace(wish, now=0 if i in waits else now[i], hurt=i in hurt)
+        replace(wish, now=0 if i in waits else now[i], faulted=i in hurt)
         for i, wish in enumerate(wishes)),
         num_slots=num_gpus, mtbf_gpu_s=MTBF_GPU_S, gain_min=gain_min)
 
@@ -51,7 +51,7 @@ def _wish(random: Random, task: int, most: int) -> Wish:
         speed = model * micro / rounds / (1 + reduce_share * replicas)
         sizes.append(model * replicas)
         wafs.append(weight * rate * speed)
-    return Wish(task=task, name=f"t{task}", now=0, hurt=False,
+    return Wish(task=task, name=f"t{task}", now=0, faulted=False,
                 transition=Transition.alike(round(random.uniform(5.0, 90.0), 1)),
                 sizes=tuple(sizes), wafs=tuple(wafs))
 
@@ -87,7 +87,7 @@ def degenerate(family: str, num_tasks: int, num_gpus: int, seed: int = 0) -> Pla
 def _asked(num_gpus: int, tasks: list[tuple[list[int], Curve]]) -> PlanInput:
     """Nobody has anything yet."""
     return PlanInput(wishes=tuple(
-        Wish(task=task, name=f"t{task}", now=0, hurt=False, transition=Transition.alike(30.0),
+        Wish(task=task, name=f"t{task}", now=0, faulted=False, transition=Transition.alike(30.0),
              sizes=tuple(sizes), wafs=tuple(curve(size) for size in sizes))
         for task, (sizes, curve) in enumerate(tasks, 1)),
         num_slots=num_gpus, mtbf_gpu_s=MTBF_GPU_S)
@@ -145,9 +145,9 @@ def _faulty(make: Callable[[Random, int, int], PlanInput]
             fits = [size for size in wish.sizes if size <= min(num_gpus // num_tasks, left)]
             now = fits[-1] if fits else 0
             left -= now
-            wishes.append(replace(wish, now=now, hurt=False))
+            wishes.append(replace(wish, now=now, faulted=False))
         for i in random.sample(range(num_tasks), min(2, num_tasks)):
-            wishes[i] = replace(wishes[i], hurt=wishes[i].now > 0)
+            wishes[i] = replace(wishes[i], faulted=wishes[i].now > 0)
         return replace(asked, wishes=tuple(wishes), num_slots=num_gpus - NODE_NUM)
     return made
 

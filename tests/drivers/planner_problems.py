@@ -20,7 +20,7 @@ def wishes(draw: st.DrawFn) -> tuple[list[Wish], int]:
         wafs = [draw(st.sampled_from([0.0, 1.0, 1.5, 2.0, 1e12, 3e12])
                      | st.floats(0, 1e18, allow_nan=False)) for _ in sizes]
         now = draw(st.sampled_from([0, *sizes]))
-        found.append(Wish(task=task, name=f"t{task}", now=now, hurt=draw(st.booleans()),
+        found.append(Wish(task=task, name=f"t{task}", now=now, faulted=draw(st.booleans()),
                           transition=draw(st.sampled_from([ALIKE, KINDS])),
                           sizes=tuple(sizes), wafs=tuple(wafs)))
     return found, num_slots

@@ -33,7 +33,7 @@ def worth(wishes: Sequence[Wish], slots: Sequence[int], span_s: float) -> Fracti
         before = [kind for size, kind in kind_of.items() if size <= wish.now]
         wafs = {0: 0.0, **dict(zip(wish.sizes, wish.wafs, strict=True))}
         kinds = wish.transition
-        pays_s = 0.0 if not wish.now or (x == wish.now and not wish.hurt) else (
+        pays_s = 0.0 if not wish.now or (x == wish.now and not wish.faulted) else (
             kinds.stop_s if not x else
             kinds.reshape_s if before and kind_of[x] != before[-1] else
             kinds.same_s if x == wish.now else
@@ -46,13 +46,15 @@ def worth(wishes: Sequence[Wish], slots: Sequence[int], span_s: float) -> Fracti
 def then(asked: PlanInput, slots: Sequence[int]) -> Fraction:
     """What is expected after the next fault, of a plan of `slots`: each slot fails as likely."""
     left = max(asked.num_slots - asked.spare_slots, 0)
-    wishes = [replace(wish, now=x, hurt=False) for wish, x in zip(asked.wishes, slots, strict=True)]
+    wishes = [
+        replace(wish, now=x, faulted=False) for wish, x in zip(asked.wishes, slots, strict=True)
+    ]
     span_s = min(asked.repair_s, asked.mtbf_gpu_s / max(left, 1))
     hits = [*slots, asked.num_slots - sum(slots)]
     total = Fraction(0)
     for hit, num in enumerate(hits):
         if num:
-            hurt = [replace(one, hurt=i == hit) for i, one in enumerate(wishes)]
+            hurt = [replace(one, faulted=i == hit) for i, one in enumerate(wishes)]
             plan = plan_by_force(replace(asked, wishes=tuple(hurt), num_slots=left))
             total += num * worth(hurt, plan, span_s)
     return total / max(asked.num_slots, 1)

@@ -15,7 +15,7 @@ LEVELS = st.floats(0.5, 50.0, allow_nan=False) | st.just(0.0)
 
 def wish(task: int, now: int, wafs: dict[int, float], **more: Any) -> Wish:
     """`wafs`: what it earns, by slots. Healthy, and 10 s for each change, unless told otherwise."""
-    return Wish(task=task, name=f"t{task}", now=now, hurt=more.pop("hurt", False),
+    return Wish(task=task, name=f"t{task}", now=now, faulted=more.pop("faulted", False),
                 transition=Transition.alike(more.pop("transition_s", 10.0)), sizes=tuple(wafs),
                 wafs=tuple(wafs.values()), **more)
 

@@ -79,7 +79,7 @@ def wrong_plan(state: ClusterState, body: PlanChosen) -> str:
 
 def _wrong_spare(state: ClusterState, body: PlanChosen) -> str:
     """Whether a node's slots stay idle exactly where that is worth more."""
-    asked, told = plan_input(state).asked, body.hot_spare
+    asked, told = plan_input(state).problem, body.hot_spare
     if not asked.spare_slots or not body.allocations:
         return "" if told is None else "it tells of a hot spare that nobody asked for"
     if told is None or told.num_slots != asked.spare_slots:
@@ -140,12 +140,12 @@ def _num_moves(vector: tuple[Option, ...]) -> int:
 
 
 def _options(state: ClusterState, body: PlanChosen) -> list[list[Option]]:
-    wishes = {wish.task: wish for wish in plan_input(state).asked.wishes}
+    wishes = {wish.task: wish for wish in plan_input(state).problem.wishes}
     rows: list[list[Option]] = []
     for given in body.allocations:
         task = state.tasks[given.task]
         rates = _rates(state, given.task)
-        hurt = wishes[given.task].hurt
+        hurt = wishes[given.task].faulted
         now = given.slots_before
         old = task.weight * _marginal(rates.get(now, 0.0), state.policy.alpha)
         row: list[Option] = []
@@ -218,7 +218,7 @@ def wrong_price(state: ClusterState, number: int, weight_from: float) -> str:
             found = throughput.candidates(task.throughput, given.slots)
             own = weight if given.task == number else task.weight
             wishes.append(Wish(
-                task=task.id, name=task.spec.name, now=given.slots, hurt=False,
+                task=task.id, name=task.spec.name, now=given.slots, faulted=False,
                 transition=transition_cost.transition(state, task),
                 sizes=tuple(size for size, _ in found), shapes=shapes(task, found),
                 wafs=tuple(own * rate for _, rate in found), team=task.spec.team,

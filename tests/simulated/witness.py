@@ -30,7 +30,7 @@ FAULTS = ("rank killed", "node lost", "collective failed", "leader died")
 SEATED = "idle/seats_given"
 """The row of the table that the heart has as a level: StartRank for each seat."""
 ROWS = (SEATED, *(f"{row.phase}/{row.on.__name__}" for row in transition.TABLE))
-UNSCRIPTED = {(SEATED, "collective failed"), ("quiescing/save_unasked", "collective failed")}
+UNSCRIPTED = {(SEATED, "collective failed"), ("quiescing/save_not_ordered", "collective failed")}
 """Pairs that no script brings about: nobody is in a generation yet, or most have left theirs.
 
 What a link delivers late still makes them: a few of the seeds meet each.

@@ -1,4 +1,4 @@
-"""The solver: a multiple-choice knapsack, solved exactly with integers.
+"""The solver: an exact multiple-choice knapsack in integers.
 
 Read `candidates`, `knapsack` (the bound), `core` and `dynamic_program`. `core_bitset` serves inputs
 with many ties. Pure; imports numpy and nothing of ours.

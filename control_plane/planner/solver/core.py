@@ -1,4 +1,7 @@
-"""The core of a knapsack: what loses little enough against the bound."""
+"""The core of a knapsack: all vectors whose total reduced cost is within a budget.
+
+A vector is one candidate per row. A loss is a candidate's reduced cost against the bound.
+"""
 
 from __future__ import annotations
 
@@ -10,36 +13,36 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 LOSS_NUM_MAX = 1 << 61
-"""More than any loss: no vector."""
+"""Above any loss: there is no vector."""
 _LEVELS_NUM_MAX = 8
-"""Sums of losses for which states are held as bits."""
+"""The most distinct sums of losses for `BitsetCore`."""
 
 
 class Kept(Struct, frozen=True, kw_only=True):
-    """The candidates that lose at most `budget` each, of the rows that have a choice among them.
+    """The candidates with a loss of at most `budget`, in the open rows: those with two or more.
 
-    A state is how many slots more are left than the picks of the rows to come would take.
+    A state is the number of slots left, less the slots of the picks of the remaining rows.
     """
 
     picks: Ints
-    """By row, also those without a choice: the candidate that loses nothing."""
+    """The relaxed choice by row, all rows included: the candidate with loss 0."""
     rows: tuple[int, ...]
     candidates: Ints
     moves: Ints
-    """By candidate: slots more than the pick's; ascending within a row."""
+    """By candidate: its size less the size of the pick; ascending within a row."""
     losses: Ints
     starts: tuple[int, ...]
-    """By open row, and one more: where its candidates begin."""
+    """By open row: the index of its first candidate; then the end."""
     start: int
     """The state before the first row."""
     price: int
-    """What each slot costs that is left after the last row."""
+    """The loss of each slot that is left after the last row."""
     budget: int
 
     @classmethod
     def of(cls, sizes: Ints, losses: Ints, row_of: Ints, picks: Ints, *, capacity: int,
            price: int, budget: int) -> Kept:
-        """Of all candidates with their losses."""
+        """The core problem of all candidates with these losses."""
         good = losses <= budget
         counts = np.bincount(row_of[good], minlength=len(picks))
         good &= (counts > 1)[row_of]
@@ -52,15 +55,15 @@ class Kept(Struct, frozen=True, kw_only=True):
 
     @property
     def num(self) -> int:
-        """Rows that have a choice."""
+        """The number of open rows."""
         return len(self.rows)
 
     def part(self, i: int) -> slice:
-        """Of open row i."""
+        """The candidates of open row i."""
         return slice(self.starts[i], self.starts[i + 1])
 
     def reached(self) -> list[tuple[int, int]]:
-        """By open row, and after the last: between which states it can be reached."""
+        """By open row, and after the last: the lowest and the highest reachable state."""
         if not self.num:
             return [(self.start, self.start)]
         firsts = np.array(self.starts[:-1])
@@ -69,7 +72,7 @@ class Kept(Struct, frozen=True, kw_only=True):
         return [(self.start, self.start), *zip(low.tolist(), high.tolist(), strict=True)]
 
     def work(self) -> int:
-        """Candidates times the states that each row has, at most."""
+        """Upper bound of candidates times states, summed over rows."""
         if not self.num:
             return 0
         firsts, counts = np.array(self.starts[:-1]), np.diff(np.array(self.starts))
@@ -80,7 +83,7 @@ class Kept(Struct, frozen=True, kw_only=True):
         return int((counts * np.maximum(high - low + 1, 1)).sum())
 
     def levels(self) -> tuple[int, ...] | None:
-        """The sums of losses within the budget; None: they are many."""
+        """The sums of losses within the budget; None if they are more than _LEVELS_NUM_MAX."""
         some = self.losses[self.losses > 0]
         if len(set(some[:_LEVELS_NUM_MAX].tolist())) == _LEVELS_NUM_MAX:
             return None
@@ -99,31 +102,31 @@ class Kept(Struct, frozen=True, kw_only=True):
 
 
 class Core(Protocol):
-    """All vectors that lose at most the budget against the bound."""
+    """All vectors with a total loss within the budget."""
 
     @property
     def least(self) -> int:
-        """What the optimum loses; above the budget: no vector loses so little."""
+        """The loss of the optimum; above the budget if no vector is within it."""
         ...
 
     def vector(self) -> Ints:
-        """The optimum, as a candidate per row, where the budget is enough."""
+        """The optimum, as a candidate per row, if the budget is large enough."""
         ...
 
     def second(self, vector: Ints) -> Ints | None:
-        """The best vector but for `vector`, which is the optimum; None: none within the budget.
+        """The best vector except the optimum `vector`; None if none is within the budget.
 
-        It is found by the first row in which it differs: before that it is `vector`, after it the
-        best of what is left.
+        It is searched by the first row that differs: the rows before it equal `vector`, the rows
+        after it are optimal.
         """
         ...
 
 
-# --- A core in which losses have many sums: the least loss of every state, as an array. ---
+# --- Core for many distinct sums of losses: the least loss of every state, as an array ---
 
 
 class Table(Struct, frozen=True):
-    """Least loss by state, from the state `first` on; elsewhere no vector."""
+    """The least loss by state, from the state `first` on; no vector elsewhere."""
 
     first: int
     losses: Ints
@@ -142,7 +145,7 @@ class Table(Struct, frozen=True):
 
 
 class Sums:
-    """The least loss by state, of the rows to come."""
+    """By row: the least loss of the remaining rows, by state."""
 
     def __init__(self, kept: Kept) -> None:
         self._kept = kept
@@ -166,14 +169,14 @@ class Sums:
         best: tuple[int, int, int, int] | None = None
         for i, row in enumerate(kept.rows):
             found: Ints = self._after[i + 1].of(state - self._moves[i]) + self._losses[i]
-            had = int(np.searchsorted(kept.candidates[kept.part(i)], int(vector[row])))
-            found[had] = LOSS_NUM_MAX
+            current = int(np.searchsorted(kept.candidates[kept.part(i)], int(vector[row])))
+            found[current] = LOSS_NUM_MAX
             at = int(found.argmin())
             total = lost + int(found[at])
             if total <= kept.budget and (best is None or total < best[0]):
                 best = total, i, at, state
-            state -= int(self._moves[i][had])
-            lost += int(self._losses[i][had])
+            state -= int(self._moves[i][current])
+            lost += int(self._losses[i][current])
         if best is None:
             return None
         _, i, at, state = best
@@ -183,20 +186,20 @@ class Sums:
         return chosen
 
     def _follow(self, chosen: Ints, i: int, state: int) -> None:
-        """From open row `i` on: the least loss, the largest sizes first."""
+        """Choose from open row `i` on with the least loss, the largest sizes first."""
         for row in range(i, self._kept.num):
             state -= self._taken(chosen, row, self._after[row + 1], state - self._moves[row],
                                  self._after[row].at(state))
 
     def _taken(self, chosen: Ints, i: int, table: Table, states: Ints, want: int) -> int:
-        """The move of the largest candidate that makes the loss `want` with the rest, in `table`
-        by the state that each of the row's candidates leads to; it is put into `chosen`."""
+        """Put into `chosen` the largest candidate with which the row and `table` have the loss
+        `want`, and return its move. `states`: the state after each of the row's candidates."""
         option = int(np.flatnonzero(table.of(states) + self._losses[i] == want)[-1])
         chosen[self._kept.rows[i]] = self._kept.candidates[self._kept.part(i)][option]
         return int(self._moves[i][option])
 
     def _backward(self) -> list[Table]:
-        """By open row, and after the last: what the rows from it on must lose."""
+        """By open row, and after the last: the least losses of the rows from it on."""
         kept = self._kept
         idle = self._reached[-1][1]
         if kept.price:
@@ -209,8 +212,9 @@ class Sums:
             found.append(table)
         return found[::-1]
 
-    def _step(self, table: Table, moves: Ints, losses: Ints, reached: tuple[int, int]) -> Table:
-        """One row more: from states to those `moves` above them."""
+    def _step(self, table: Table, moves: Ints, losses: Ints,
+              reached: tuple[int, int]) -> Table:
+        """Prepend one row to `table`."""
         first, known = table.first, table.losses
         low = max(first + int(moves.min()), reached[0])
         high = min(first + len(known) + int(moves.max()), reached[1] + 1)

@@ -1,7 +1,7 @@
-"""A core in which few sums of losses are little enough: for each, a set of states, held as bits.
+"""Core for few distinct sums of losses: for each sum a set of states, as bits of one integer.
 
-So it is where candidates are tied: a row costs a few shifts of one long integer, however many
-candidates it has, as long as their sizes are few arithmetic progressions.
+This is the case of many ties. A row then costs a few shifts of one long integer, for any number of
+candidates, as long as their sizes form few arithmetic progressions.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .core import LOSS_NUM_MAX, Ints, Kept
 
 
 class _Run(Struct, frozen=True):
-    """Moves first, first + step, ..., `count` of them, which all lose the same."""
+    """The moves first, first + step, ..., `count` of them, all with the same loss."""
 
     first: int
     step: int
@@ -35,7 +35,7 @@ class _States(Struct, frozen=True):
 
 
 class Bits:
-    """By sum of losses, which states the rows to come can lose it from."""
+    """By row and sum of losses: the states from which the remaining rows have that loss."""
 
     def __init__(self, kept: Kept, levels: tuple[int, ...]) -> None:
         self._kept, self._levels = kept, levels
@@ -62,14 +62,15 @@ class Bits:
             state, lost = kept.start, 0
             for i, row in enumerate(kept.rows):
                 part, after = kept.part(i), self._after[i + 1]
-                had = part.start + int(kept.candidates[part].searchsorted(int(vector[row])))
-                move, loss_had = int(kept.moves[had]), int(kept.losses[had])
+                current = part.start + int(
+                    kept.candidates[part].searchsorted(int(vector[row])))
+                move, current_loss = int(kept.moves[current]), int(kept.losses[current])
                 for loss in sorted(self._losses[i]):
                     left = self._place.get(total - lost - loss)
                     if left is None:
                         continue
                     bits, place = after.bits[left], state - move - after.first
-                    if loss == loss_had and place >= 0:
+                    if loss == current_loss and place >= 0:
                         bits &= ~(1 << place)
                     at = self._largest(i, loss, state - after.first, bits)
                     if at is not None:
@@ -78,11 +79,11 @@ class Bits:
                         self._follow(chosen, i + 1, state - int(kept.moves[part][at]), left)
                         return chosen
                 state -= move
-                lost += loss_had
+                lost += current_loss
         return None
 
     def _follow(self, chosen: Ints, i: int, state: int, level: int) -> None:
-        """From open row i on: what loses as much as `level` says, the largest sizes first."""
+        """Choose from open row i on with the loss of `level`, the largest sizes first."""
         kept = self._kept
         for row in range(i, kept.num):
             part, after = kept.part(row), self._after[row + 1]
@@ -100,7 +101,7 @@ class Bits:
             state -= int(kept.moves[part][at])
 
     def _largest(self, row: int, loss: int, place: int, bits: int) -> int | None:
-        """The last option of the row with this loss that leads from `place` to one of `bits`."""
+        """The largest candidate of the row with this loss that leads from `place` into `bits`."""
         part = self._kept.part(row)
         moves = self._kept.moves[part]
         most = int(moves[-1])
@@ -132,7 +133,7 @@ class Bits:
         return states[::-1]
 
     def _step(self, known: _States, runs: Sequence[_Run], reached: tuple[int, int]) -> _States:
-        """One row more: from states to those that its moves lead to."""
+        """Prepend one row to the known states."""
         low = max(known.first + min(run.first for run in runs), reached[0])
         mask = (1 << max(reached[1] - low + 1, 0)) - 1
         new = [0] * len(self._levels)
@@ -161,7 +162,7 @@ def _repeated(bits: int, step: int, count: int) -> int:
 
 
 def _runs(kept: Kept) -> list[list[_Run]]:
-    """By open row: its moves, as few arithmetic progressions of one loss each."""
+    """By open row: its moves as arithmetic progressions, each with one loss."""
     row_of: Ints = np.repeat(np.arange(kept.num), np.diff(np.array(kept.starts)))
     order: Ints = np.lexsort((kept.moves, kept.losses, row_of))
     rows, moves, losses = row_of[order], kept.moves[order], kept.losses[order]

@@ -1,7 +1,6 @@
-"""All optima of a knapsack at once: by row and by slots left, and of all rows but one.
+"""Plain dynamic programming: the optima by first row and slots left, and without any one row.
 
-Plain dynamic programming: O(capacity) for each candidate. Where one optimum is asked for,
-`knapsack.best` is quicker and gives the same.
+O(capacity) for each candidate. For a single optimum `knapsack.best` is faster and gives the same.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from .candidates import Rows
 from .core import Ints
 
 IMPOSSIBLE = -(1 << 60)
-"""Below half of it: no vector fits."""
+"""Values below half of it: no vector fits."""
 _FEW_NUM = 8
-"""Sizes that are looked at one by one before all of them are."""
+"""Sizes that are tried singly before the vectorised search."""
 
 
 def suffixes(rows: Rows, capacity: int) -> Ints:
-    """[r, j]: the best of rows r.. with j slots; (rows + 1) x (capacity + 1)."""
+    """[r, j]: the optimum of rows r.. with j slots; (rows + 1) x (capacity + 1)."""
     found = np.zeros((rows.num + 1, capacity + 1), dtype=np.int64)
     for row in range(rows.num - 1, -1, -1):
         _add(rows, row, found[row + 1], found[row])
@@ -28,7 +27,7 @@ def suffixes(rows: Rows, capacity: int) -> Ints:
 
 
 def prefixes(rows: Rows, capacity: int) -> Ints:
-    """[r, j]: the best of the rows before r with j slots."""
+    """[r, j]: the optimum of the rows before r with j slots."""
     found = np.zeros((rows.num + 1, capacity + 1), dtype=np.int64)
     for row in range(rows.num):
         _add(rows, row, found[row], found[row + 1])
@@ -36,7 +35,7 @@ def prefixes(rows: Rows, capacity: int) -> Ints:
 
 
 def _add(rows: Rows, row: int, rest: Ints, into: Ints) -> None:
-    """into[j]: the most of gain + rest[j - size] over the row's candidates."""
+    """into[j] = the maximum of gain + rest[j - size] over the row's candidates."""
     begin, end = int(rows.starts[row]), int(rows.starts[row + 1])
     into.fill(IMPOSSIBLE)
     for size, gain in zip(rows.sizes[begin:end].tolist(), rows.gains[begin:end].tolist(),
@@ -48,7 +47,7 @@ def _add(rows: Rows, row: int, rest: Ints, into: Ints) -> None:
 
 
 def followed(rows: Rows, after: Ints, left: int, first: int = 0) -> list[int]:
-    """The optimum of rows `first`.. with `left` slots: of all optima the first row takes most."""
+    """The sizes of the optimum of rows `first`.. with `left` slots; on a tie the largest first."""
     chosen: list[int] = []
     for row in range(first, rows.num):
         chosen.append(_largest(rows, row, after[row + 1], left, int(after[row, left])))
@@ -57,7 +56,7 @@ def followed(rows: Rows, after: Ints, left: int, first: int = 0) -> list[int]:
 
 
 def _largest(rows: Rows, row: int, rest: Ints, left: int, want: int) -> int:
-    """The largest size with which the row and the rest make `want` of `left` slots."""
+    """The largest size with which the row and the rest reach `want` with `left` slots."""
     begin, end = int(rows.starts[row]), int(rows.starts[row + 1])
     sizes = rows.sizes[begin:end]
     sizes = sizes[:int(sizes.searchsorted(left, side="right"))]
@@ -74,28 +73,29 @@ def without_row(rows: Rows, i: int) -> Rows:
     starts = np.delete(rows.starts, i)
     starts[i:] -= end - begin
     out = slice(begin, end)
-    return Rows(sizes=np.delete(rows.sizes, out), gains=np.delete(rows.gains, out), starts=starts)
+    return Rows(sizes=np.delete(rows.sizes, out), gains=np.delete(rows.gains, out),
+                starts=starts)
 
 
 class Others:
-    """The best that the rows before and after one row make of j slots, exactly."""
+    """The optimum of all rows but one, by the slots left for them."""
 
     def __init__(self, rows: Rows, capacity: int) -> None:
         self.rows = rows
         self.before, self.after = prefixes(rows, capacity), suffixes(rows, capacity)
 
     def without(self, row: int, left: int) -> tuple[int, int]:
-        """(the best sum within `left` slots, how many of them go to the rows before this one)."""
+        """(the optimum within `left` slots, how many of them the rows before this one take)."""
         value = self.before[row, :left + 1] + self.after[row + 1, :left + 1][::-1]
         at = int(np.argmax(value))
         return int(value[at]), at
 
     def beside(self, row: int) -> Callable[[int], int]:
-        """The best sum of all rows but this one, by the slots that are left for them."""
+        """The optimum of all rows but this one, as a function of the slots left for them."""
         return lambda left: self.without(row, left)[0]
 
     def vector(self, row: int, size: int, left: int, at: int) -> tuple[int, ...]:
-        """The sizes behind `without`, with `size` for the row."""
+        """The sizes by row of the result of `without`, with `size` for this row."""
         rest = followed(self.rows, self.after, left - at, row + 1)
         first: list[int] = []
         for other in range(row - 1, -1, -1):

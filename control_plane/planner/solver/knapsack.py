@@ -1,8 +1,8 @@
-"""The multiple-choice knapsack: one candidate of each row, most gain within a capacity, exactly.
+"""The multiple-choice knapsack: one candidate of each row, the largest gain within a capacity.
 
-Gains are integers, so every way of adding them up gives the same sum. Lagrange's bound leaves out
-the candidates that no optimum has, and a dynamic programme over the rest finds it. Of all optima,
-the one in which the first row takes most, of those the one in which the second does, and so on.
+Exact, in integers. The bound of the Lagrangian relaxation excludes candidates that no optimum has;
+a dynamic programme over the others finds the optimum. Of tied optima the one whose first row is
+largest is chosen, then by the second row, and so on.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from .core_bitset import Bits
 from .dynamic_program import IMPOSSIBLE, followed, suffixes
 
 PLAIN_NUM_MAX = 1 << 14
-"""Candidates times slots up to which plain dynamic programming is the quickest."""
+"""Candidates times slots up to which plain dynamic programming is the fastest."""
 _BUDGET_BITS, _BUDGET_STEP_BITS = 9, 3
 _SMALL_NUM = 48
-"""Candidates beside one of each row: where there are no more, one core is made, not several."""
+"""Up to so many candidates beside one per row, one core is built instead of several."""
 _ROUNDS_NUM = 16
-"""In which a vector is filled up."""
+"""Rounds of filling up a vector."""
 _LIKELY_NUM, _SWAPS_NUM = 64, 8
-"""Candidates of each kind that are tried in pairs, and how many pairs are told."""
+"""Candidates of each kind that are tried in pairs; pairs that are returned."""
 _SHORT_NUM = 4096
-"""Candidates that are all looked at rather than chosen among first."""
+"""Up to so many candidates all are evaluated without narrowing them down."""
 _PRICE_BITS = 58
-"""Price times size fits into 64 bits beside a gain."""
-_PARTS_NUM_MAX = 32
-"""A price is a whole number of so small parts at most; gains times that many fit too."""
+"""Price times size plus a gain fits into 64 bits."""
+_DENOMINATOR_NUM_MAX = 32
+"""The largest denominator of a price; a gain times it fits into 64 bits too."""
 
 
 def best(rows: Rows, capacity: int, gain: int | None = None) -> Found | None:
-    """The optimum, None if nothing fits. `gain`: what it gains, where that is known."""
+    """The optimum, None if nothing fits. `gain`: the gain of the optimum, if known."""
     if len(rows.sizes) * capacity <= PLAIN_NUM_MAX:
         after = suffixes(rows, capacity)
         most = int(after[0, capacity])
@@ -47,43 +47,43 @@ def best(rows: Rows, capacity: int, gain: int | None = None) -> Found | None:
     return None if solved is None else (rows.slots(solved.vector), solved.gain)
 
 
-class Relaxed(Struct, frozen=True, kw_only=True):
-    """The rows at a price per slot, in `parts` of a unit of gain: no vector that fits gains more
-    than `bound` parts."""
+class Relaxation(Struct, frozen=True, kw_only=True):
+    """The Lagrangian relaxation with a price per slot. `price`, `bound` and `losses` are in parts
+    of a gain, 1 / `denominator` each. No vector that fits gains more than `bound`."""
 
-    parts: int
+    denominator: int
     price: int
     bound: int
     losses: Ints
-    """By candidate: what it gives away against its row's best at this price, at least 0;
-    LOSS_NUM_MAX where it does not fit beside the smallest of all others."""
+    """The reduced cost by candidate: its distance to its row's best at this price, at least 0;
+    LOSS_NUM_MAX if it does not fit beside the smallest candidates of the other rows."""
     picks: Ints
-    """By row: the smallest candidate that gives nothing away."""
+    """The relaxed choice by row: the smallest candidate with loss 0."""
 
 
 class Solved(Struct, frozen=True, kw_only=True):
-    """An optimum, and the bound by which it was found."""
+    """An optimum, and the relaxation that led to it."""
 
     rows: Rows
     capacity: int
     units: Rows
-    """The rows by the greatest number of slots that divides all sizes that fit; so is `relaxed`.
-    Other sizes are rounded up: they do not fit either way."""
+    """The rows in units of the greatest common divisor of all sizes that fit, as is `relaxed`.
+    Other sizes are rounded up, since they never fit."""
     units_num: int
-    """That fit."""
-    relaxed: Relaxed
+    """The capacity in units."""
+    relaxed: Relaxation
     vector: Ints
-    """By row: the candidate."""
+    """The candidate by row."""
     gain: int
 
     @classmethod
     def of(cls, rows: Rows, capacity: int, known: Found | None = None,
            gain: int | None = None) -> Solved | None:
-        """None if nothing fits. `known`: the optimum, where it need not be searched for. `gain`:
-        of the optimum, where that is known: one core is then enough to find it."""
+        """Solve; None if nothing fits. `known`: the optimum, if known. `gain`: the gain of the
+        optimum, if known; then a single core finds it."""
         if not rows.num:
             none = np.zeros(0, np.int64)
-            relaxed = Relaxed(parts=1, price=0, bound=0, losses=none, picks=none)
+            relaxed = Relaxation(denominator=1, price=0, bound=0, losses=none, picks=none)
             return cls(rows=rows, capacity=capacity, units=rows, units_num=capacity,
                        relaxed=relaxed, vector=none, gain=0)
         unit = max(int(np.gcd.reduce(rows.sizes[_fits(rows, capacity)])), 1)
@@ -95,26 +95,26 @@ class Solved(Struct, frozen=True, kw_only=True):
         if known is not None:
             vector = rows.vector(known[0])
         elif gain is not None:
-            vector = _Core(_kept(units, units_num, relaxed,
-                                 relaxed.bound - relaxed.parts * gain)).vector()
+            vector = _Core(_core_problem(units, units_num, relaxed,
+                                 relaxed.bound - relaxed.denominator * gain)).vector()
         else:
-            most = relaxed.bound - relaxed.parts * max(
+            most = relaxed.bound - relaxed.denominator * max(
                 units.sums(_filled(units, start, units_num))[0] for start in starts)
-            cores = (_Core(_kept(units, units_num, relaxed, budget))
+            cores = (_Core(_core_problem(units, units_num, relaxed, budget))
                      for budget in _budgets(relaxed, 0, most))
             vector = next(core for core in cores if core.is_enough).vector()
         return cls(rows=rows, capacity=capacity, units=units, units_num=units_num,
                    relaxed=relaxed, vector=vector, gain=rows.sums(vector)[0])
 
     def next_best(self, work_num_max: int | None = None) -> Found | None:
-        """The best vector but for the optimum; None: there is none, or it takes more work than
-        `work_num_max` to find."""
+        """The best vector except the optimum; None if there is none, or if the search would exceed
+        `work_num_max`."""
         if not self.rows.num:
             return None
         rows, relaxed = self.rows, self.relaxed
-        lost = relaxed.bound - relaxed.parts * self.gain
+        lost = relaxed.bound - relaxed.denominator * self.gain
         for budget in (*_budgets(relaxed, lost, self._budget()), LOSS_NUM_MAX - 1):
-            kept = _kept(self.units, self.units_num, relaxed, budget)
+            kept = _core_problem(self.units, self.units_num, relaxed, budget)
             if work_num_max is not None and kept.levels() is None and kept.work() > work_num_max:
                 return None
             vector = _Core(kept).second(self.vector)
@@ -123,7 +123,7 @@ class Solved(Struct, frozen=True, kw_only=True):
         return None
 
     def _budget(self) -> int:
-        """What the optimum loses at most with another change of one row that fits, or of two."""
+        """Upper bound of the loss of the next best: by the best change of one or two rows."""
         rows, vector = self.rows, self.vector
         now = vector[rows.row_of]
         extra = rows.sizes - rows.sizes[now]
@@ -133,11 +133,10 @@ class Solved(Struct, frozen=True, kw_only=True):
         least = min(int(single), -int(self._pairs(vector, slots)[2].max(initial=-LOSS_NUM_MAX)))
         if least >= LOSS_NUM_MAX:
             return LOSS_NUM_MAX - 1
-        return self.relaxed.bound - self.relaxed.parts * (gain - max(least, 0))
+        return self.relaxed.bound - self.relaxed.denominator * (gain - max(least, 0))
 
     def swaps(self, chosen: Sequence[int]) -> list[Found]:
-        """Vectors in which two rows change, of the likeliest changes, best first: one for each
-        candidate that comes in."""
+        """Vectors in which two rows of `chosen` change, among the likeliest changes, best first."""
         rows, vector = self.rows, self.rows.vector(chosen)
         row_of, (gain, slots) = rows.row_of, rows.sums(vector)
         at, with_, best = self._pairs(vector, slots)
@@ -151,8 +150,8 @@ class Solved(Struct, frozen=True, kw_only=True):
         return found
 
     def _pairs(self, vector: Ints, slots: int) -> tuple[Ints, Ints, Ints]:
-        """(likely candidates, the best of them to come in beside each, what both gain more than
-        those of `vector`; -LOSS_NUM_MAX where no pair fits)."""
+        """(likely candidates, the best partner of each, the additional gain of the pair over
+        `vector`; -LOSS_NUM_MAX if no pair fits)."""
         rows, row_of = self.rows, self.rows.row_of
         at = self._likely(vector, row_of)
         rows_at = row_of[at]
@@ -165,8 +164,8 @@ class Solved(Struct, frozen=True, kw_only=True):
         return at, with_, sums[np.arange(len(at)), with_]
 
     def _likely(self, vector: Ints, row_of: Ints) -> Ints:
-        """Candidates that are likely to come in: those beside the ones that are there, and those
-        that give least away; not those of `vector`."""
+        """Likely candidates outside `vector`: the neighbours of those in it, and those with the
+        least loss."""
         losses = self.relaxed.losses
         beside = np.zeros(len(row_of), dtype=np.bool_)
         for step in (-1, 1):
@@ -179,29 +178,29 @@ class Solved(Struct, frozen=True, kw_only=True):
 
 
 class _Core:
-    """What loses at most `budget` against the bound, solved by what is quicker for it."""
+    """The core within a budget, solved by the faster of the two implementations."""
 
     def __init__(self, kept: Kept) -> None:
-        self._kept = kept
+        self._problem = kept
         levels = kept.levels()
         self._core: Core = Sums(kept) if levels is None else Bits(kept, levels)
 
     @property
     def is_enough(self) -> bool:
-        """Whether any vector loses so little: then the optimum is among them."""
-        return self._core.least <= self._kept.budget
+        """True if a vector is within the budget; then the optimum is among them."""
+        return self._core.least <= self._problem.budget
 
     def vector(self) -> Ints:
-        """The optimum, as a candidate per row, where the budget is enough."""
+        """The optimum, as a candidate per row, if the budget is large enough."""
         return self._core.vector()
 
     def second(self, vector: Ints) -> Ints | None:
-        """The best but for the optimum `vector`, None where the budget is not enough."""
+        """The best vector except the optimum `vector`; None if the budget is too small."""
         return self._core.second(vector)
 
 
 def _least(numbers: Ints, losses: Ints) -> Ints:
-    """_LIKELY_NUM of these candidates, or all: those that lose least, of equal ones the first."""
+    """At most _LIKELY_NUM of these candidates: those with the least loss, the first on a tie."""
     if len(numbers) <= _LIKELY_NUM:
         return numbers
     most = np.partition(losses[numbers], _LIKELY_NUM)[_LIKELY_NUM]
@@ -209,13 +208,13 @@ def _least(numbers: Ints, losses: Ints) -> Ints:
     return np.concatenate((under, tied[:_LIKELY_NUM - len(under)]))
 
 
-def _kept(rows: Rows, capacity: int, relaxed: Relaxed, budget: int) -> Kept:
+def _core_problem(rows: Rows, capacity: int, relaxed: Relaxation, budget: int) -> Kept:
     return Kept.of(rows.sizes, relaxed.losses, rows.row_of, relaxed.picks,
                    capacity=capacity, price=relaxed.price, budget=budget)
 
 
-def _budgets(relaxed: Relaxed, least: int, most: int) -> Iterator[int]:
-    """From little to `most`, which is known to do: what a small core finds it finds soonest."""
+def _budgets(relaxed: Relaxation, least: int, most: int) -> Iterator[int]:
+    """Ascending budgets up to `most`, which is sufficient: small cores are tried first."""
     if np.count_nonzero(relaxed.losses <= most) <= len(relaxed.picks) + _SMALL_NUM:
         least = most
     if least < most:
@@ -227,17 +226,17 @@ def _budgets(relaxed: Relaxed, least: int, most: int) -> Iterator[int]:
 
 
 class _Part(Struct, frozen=True):
-    """Candidates among which is the best of each row, at all prices that are still asked for."""
+    """Candidates that contain each row's best at all prices still to be tried."""
 
     numbers: Ints
     sizes: Ints
     gains: Ints
     row_of: Ints
     firsts: Ints
-    """By row: its first place here."""
+    """By row: the index of its first candidate here."""
 
     def between(self, low: Ints, high: Ints) -> _Part:
-        """By row from the size of candidate `low` to that of `high`; all where they are few."""
+        """By row the candidates from `low` to `high`; all candidates if they are few."""
         if len(self.numbers) <= _SHORT_NUM:
             return self
         return self.only((self.numbers >= low[self.row_of]) & (self.numbers <= high[self.row_of]))
@@ -260,12 +259,13 @@ class _Part(Struct, frozen=True):
         return np.minimum.reduceat(numbers, self.firsts), int(most.sum()) + price * capacity
 
 
-def _relax(rows: Rows, capacity: int) -> tuple[Relaxed, Ints, Ints] | None:
-    """(at the price at which the bound is lowest, or near it; two vectors that fit, the second with
-    as many of the rows as fit at what they would have with more), None if nothing fits.
+def _relax(rows: Rows, capacity: int) -> tuple[Relaxation, Ints, Ints] | None:
+    """(the relaxation at or near the price of the lowest bound, two vectors that fit), None if
+    nothing fits. The second vector gives the first rows their choice at the next lower price.
 
-    Newton's way down a convex function of straight pieces: the price at which what is too much and
-    what fits gain alike is asked next. A row's pick lies between those of the two prices around.
+    Newton's method on a convex, piecewise linear function: the next price is the one at which the
+    vector that is too large and the one that fits have equal value. The choice of a row lies
+    between its choices at the two enclosing prices.
     """
     row_of = rows.row_of
     price_max = (1 << _PRICE_BITS) // max(capacity, 1)
@@ -282,49 +282,50 @@ def _relax(rows: Rows, capacity: int) -> tuple[Relaxed, Ints, Ints] | None:
     price = 0
     while True:
         part = part.between(vector, over_at)
-        asked = min((over[0] - fits[0]) // (over[1] - fits[1]), price_max)
-        picks, bound = part.picked(asked, capacity)
+        next_price = min((over[0] - fits[0]) // (over[1] - fits[1]), price_max)
+        picks, bound = part.picked(next_price, capacity)
         sums = rows.sums(picks)
         if bound < found:
-            found, price = bound, asked
+            found, price = bound, next_price
         if sums in (over, fits):
             break
         if sums[1] > capacity:
             over, over_at = sums, picks
         else:
             fits, vector = sums, picks
-    parts, exact = 1, price
+    denominator, exact = 1, price
     gain, slots = over[0] - fits[0], over[1] - fits[1]
     if gain // slots == price:
         common = math.gcd(gain, slots)
-        if slots // common <= _PARTS_NUM_MAX and gain // common <= price_max:
-            parts, exact = slots // common, gain // common
+        if slots // common <= _DENOMINATOR_NUM_MAX and gain // common <= price_max:
+            denominator, exact = slots // common, gain // common
     grown = np.cumsum(rows.sizes[over_at] - rows.sizes[vector])
     more = np.arange(rows.num) < np.searchsorted(grown, capacity - fits[1], side="right")
-    return (_at(rows, capacity, row_of, parts, exact), vector,
+    return (_at(rows, capacity, row_of, denominator, exact), vector,
             np.where(more, over_at, vector))
 
 
 def _fits(rows: Rows, capacity: int) -> NDArray[np.bool_]:
-    """By candidate: whether it fits beside the smallest of all other rows."""
+    """By candidate: True if it fits beside the smallest candidates of all other rows."""
     least = np.minimum(rows.sizes[rows.starts[:-1]], capacity + 1)
     found: NDArray[np.bool_] = rows.sizes <= (capacity - int(least.sum()) + least)[rows.row_of]
     return found
 
 
-def _at(rows: Rows, capacity: int, row_of: Ints, parts: int, price: int) -> Relaxed:
+def _at(rows: Rows, capacity: int, row_of: Ints, denominator: int, price: int) -> Relaxation:
     fits, firsts = _fits(rows, capacity), rows.starts[:-1]
-    left = np.where(fits, parts * rows.gains - price * np.minimum(rows.sizes, capacity),
+    left = np.where(fits, denominator * rows.gains - price * np.minimum(rows.sizes, capacity),
                     -LOSS_NUM_MAX)
     most = np.maximum.reduceat(left, firsts)
     losses = np.where(fits, most[row_of] - left, LOSS_NUM_MAX)
     numbers = np.where(losses == 0, np.arange(len(row_of)), len(row_of))
-    return Relaxed(parts=parts, price=price, bound=int(most.sum()) + price * capacity,
-                   losses=losses, picks=np.minimum.reduceat(numbers, firsts))
+    return Relaxation(denominator=denominator, price=price, losses=losses,
+                      bound=int(most.sum()) + price * capacity,
+                      picks=np.minimum.reduceat(numbers, firsts))
 
 
 def _filled(rows: Rows, vector: Ints, capacity: int) -> Ints:
-    """A vector that fits, and on top of it, in a few rounds, the largest gains that fit."""
+    """A vector that fits, improved in a few rounds by the largest gains that fit."""
     row_of, firsts, vector = rows.row_of, rows.starts[:-1], vector.copy()
     numbers = np.arange(len(row_of))
     left = capacity - rows.sums(vector)[1]

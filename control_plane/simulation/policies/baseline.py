@@ -76,7 +76,7 @@ def sharing(due: Due) -> Decide:
     def plan(state: ClusterState) -> Iterator[t.Body]:
         snapshot = plan_input(state)
         yield from _records(
-            state, _placed(state, snapshot, shared(snapshot.asked, due), snapshot.slots), {})
+            state, _placed(state, snapshot, shared(snapshot.problem, due), snapshot.slots), {})
 
     return lambda state, record: answer(state, record, plan)
 
@@ -105,13 +105,13 @@ def _initial_plan(state: ClusterState, num_spares: int) -> Seats:
     names = sorted({slot.node for slot in snapshot.slots})
     spare = set(names[len(names) - num_spares:] if num_spares else ())
     slots = [slot for slot in snapshot.slots if slot.node not in spare]
-    plan = planner.planned(replace(snapshot.asked, num_slots=len(slots)))
+    plan = planner.planned(replace(snapshot.problem, num_slots=len(slots)))
     return _placed(state, snapshot, plan.slots, slots)
 
 
 def _placed(state: ClusterState, snapshot: Ground, counts: tuple[int, ...], slots: Sequence[Slot]
             ) -> Seats:
-    tasks = [state.tasks[demand.task] for demand in snapshot.asked.wishes]
+    tasks = [state.tasks[demand.task] for demand in snapshot.problem.wishes]
     where = {name: node.labels for name, node in state.nodes.items()}
     return placement.place(tasks, counts, slots, where)
 

@@ -55,4 +55,4 @@ def test_its_decisions_differ_and_it_is_not_corrupt() -> None:
     differ, equal = sum(verdict.differ.values()), sum(verdict.recomputed.values())
     assert equal > 0
     assert verdict.words == (f"state equal, {differ} of {equal + differ} decisions differ: written "
-                             f"by heart 15, recomputed by heart {HEART}")
+                             f"by decider version 15, recomputed by version {HEART}")

@@ -35,7 +35,7 @@ def test_the_table_is_closed() -> None:
         ("training", "no_slots", "quiescing"),
         ("training", "seats_differ", "quiescing"),
         ("quiescing", "boundary_disturbed", "quiescing"),
-        ("quiescing", "save_unasked", "quiescing"),
+        ("quiescing", "save_not_ordered", "quiescing"),
         ("quiescing", "every_member_quiesced", "reconfiguring"),
         ("reconfiguring", "generation_broken", "quiescing"),
         ("reconfiguring", "every_member_reconfigured", "training"),

@@ -26,7 +26,7 @@ def limited(draw: st.DrawFn) -> PlanInput:
         sizes = sorted(draw(st.sets(st.integers(1, 6), min_size=1, max_size=3)))
         wafs = {size: float(draw(st.integers(1, 40))) for size in sizes}
         now = draw(st.sampled_from([0, *sizes]))
-        wishes.append(wish(task, now, wafs, hurt=now > 0 and draw(st.booleans()),
+        wishes.append(wish(task, now, wafs, faulted=now > 0 and draw(st.booleans()),
                            team=draw(st.sampled_from(["", "a", "b"])),
                            priority=draw(st.sampled_from([0, 0, 0, 1])),
                            floor=draw(st.sampled_from([0, 0, 0, 1]))))
@@ -43,8 +43,13 @@ def test_from_its_weight_on_a_task_runs_under_limits_too(asked: PlanInput) -> No
     asked = replace(asked, wishes=tuple(replace(one, priority=0, floor=0)
                                         for one in asked.wishes))
     plan = planner.choose(asked).plan
-    after = replace(asked, wishes=tuple(
-        replace(one, now=x, hurt=False) for one, x in zip(asked.wishes, plan.slots, strict=True)))
+    after = replace(
+        asked,
+        wishes=tuple(
+            replace(one, now=x, faulted=False)
+            for one, x in zip(asked.wishes, plan.slots, strict=True)
+        ),
+    )
 
     def runs(task: int, times: float) -> bool:
         wishes = tuple(replace(one, wafs=tuple(waf * times for waf in one.wafs))

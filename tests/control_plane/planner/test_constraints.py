@@ -141,7 +141,7 @@ def test_no_more_healthy_tasks_move_than_may() -> None:
 
 
 def test_the_hurt_and_the_new_are_no_moves() -> None:
-    wishes = [wish(1, 4, {2: 5.0, 4: 9.0}, hurt=True), wish(2, 0, {1: 3.0}),
+    wishes = [wish(1, 4, {2: 5.0, 4: 9.0}, faulted=True), wish(2, 0, {1: 3.0}),
               wish(3, 2, {2: 9.0})]
     assert choose(wishes, 5, moves_max=0).plan.slots == (2, 1, 2)
 
@@ -178,7 +178,7 @@ def test_gain_min_is_of_the_priority_that_gains() -> None:
 def test_limits_that_the_best_plans_keep_are_searched_for_by_nobody(
         monkeypatch: pytest.MonkeyPatch) -> None:
     """A search over slots and moves takes seconds where slots are 100,000."""
-    wishes = [wish(1, 2, {1: 5.0, 2: 9.0, 3: 10.0}, team="red"), wish(2, 1, {1: 4.0}, hurt=True)]
+    wishes = [wish(1, 2, {1: 5.0, 2: 9.0, 3: 10.0}, team="red"), wish(2, 1, {1: 4.0}, faulted=True)]
     free = PlanInput(wishes=tuple(wishes), num_slots=3, mtbf_gpu_s=7.2e6)
     bound = replace(free, quotas=(("red", 3),), moves_max=1)
     monkeypatch.delattr(constraints, "best")
@@ -262,9 +262,16 @@ def inputs(draw: st.DrawFn) -> PlanInput:
     for task in range(1, draw(st.integers(1, 4)) + 1):
         sizes = sorted(draw(st.sets(st.integers(1, 5), min_size=1, max_size=3)))
         wafs = {x: draw(st.floats(0.5, 50.0, allow_nan=False)) for x in sizes}
-        wishes.append(wish(task, draw(st.sampled_from([0, *sizes])), wafs, hurt=draw(st.booleans()),
-                           team=draw(st.sampled_from(["", "red", "blue"])),
-                           priority=draw(st.sampled_from([0, 0, 1]))))
+        wishes.append(
+            wish(
+                task,
+                draw(st.sampled_from([0, *sizes])),
+                wafs,
+                faulted=draw(st.booleans()),
+                team=draw(st.sampled_from(["", "red", "blue"])),
+                priority=draw(st.sampled_from([0, 0, 1])),
+            )
+        )
     return PlanInput(
         wishes=tuple(wishes), num_slots=draw(st.integers(0, 10)), mtbf_gpu_s=7.2e6,
         gain_min=draw(st.sampled_from([0.0, 0.1])), moves_max=draw(st.none() | st.integers(0, 2)),
@@ -279,7 +286,7 @@ def test_the_choice_is_the_best_within_the_limits(asked: PlanInput) -> None:
     flat = list(zip(rows.sizes.tolist(), rows.gains.tolist(), strict=True))
     by_row = [flat[begin:end] for begin, end in itertools.pairwise(rows.starts.tolist())]
     quotas, wishes = dict(asked.quotas), asked.wishes
-    healthy = [one.now > 0 and not one.hurt for one in wishes]
+    healthy = [one.now > 0 and not one.faulted for one in wishes]
     found: list[tuple[int, list[int], tuple[int, ...]]] = []
     for plan in itertools.product(*by_row):
         slots = tuple(x for x, _ in plan)

@@ -26,8 +26,8 @@ from unicron.events.records import reports as r
 from unicron.events.records.decisions import Binding, PlanChosen
 
 
-def wish(name: str, now: int, wafs: dict[int, float], *, hurt: bool = False) -> Wish:
-    return Wish(task=int(name[1:]), name=name, now=now, hurt=hurt,
+def wish(name: str, now: int, wafs: dict[int, float], *, faulted: bool = False) -> Wish:
+    return Wish(task=int(name[1:]), name=name, now=now, faulted=faulted,
                 transition=Transition.alike(TRANSITION_S),
                 sizes=tuple(wafs), wafs=tuple(wafs.values()))
 
@@ -70,7 +70,7 @@ def test_changes_of_healthy_tasks_are_paid_back_while_the_plan_holds(
     asked = asking(*case, gain_min=gain_min)
     choice = planner.choose(asked)
     found = explain.paid_back_s(asked, choice.plan.slots)
-    rows = [(0, *one.sizes) if one.hurt or one.now not in one.sizes else (one.now,)
+    rows = [(0, *one.sizes) if one.faulted or one.now not in one.sizes else (one.now,)
             for one in asked.wishes]
     steady = [slots for slots in itertools.product(*rows) if sum(slots) <= asked.num_slots]
     plan = choice.plan.slots
@@ -140,11 +140,11 @@ def test_what_binds(found: list[Wish], num_slots: int, gain_min: float, bound: B
 
 
 @pytest.mark.parametrize(("found", "num_slots", "told"), [
-    ([wish("t1", 4, {2: 3.2, 3: 4.7, 4: 6.16}, hurt=True), wish("t2", 2, {1: 1.5, 2: 2.5})], 4,
+    ([wish("t1", 4, {2: 3.2, 3: 4.7, 4: 6.16}, faulted=True), wish("t2", 2, {1: 1.5, 2: 2.5})], 4,
      "t1 4 -> 3, t2 2 -> 1: the runner-up is worth 0.65 % less"),
     ([wish("t1", 2, {1: 3.0, 2: 5.0}), wish("t2", 1, {1: 2.0, 2: 3.0})], 3,
      "no task moves: the runner-up is worth 15 % less"),
-    ([wish("t1", 2, {1: 3.0, 2: 5.0}, hurt=True)], 2,
+    ([wish("t1", 2, {1: 3.0, 2: 5.0}, faulted=True)], 2,
      "t1 goes on with as many: the runner-up is worth 40 % less"),
     ([wish("t1", 0, {2: 5.0}), wish("t2", 0, {2: 5.0})], 2,
      "t1 begins on 2: the runner-up is worth as much, and a tie goes to the first task"),
@@ -179,7 +179,7 @@ def test_a_share_is_told_alike_everywhere(share: float, words: str) -> None:
 
 def test_the_sentence_and_the_row_tell_the_same_share() -> None:
     """Of G, what the changes cost taken off: where a plan holds shortly that is another number."""
-    asked = PlanInput(wishes=(wish("t1", 4, {2: 4.0, 4: 9.0}, hurt=True),
+    asked = PlanInput(wishes=(wish("t1", 4, {2: 4.0, 4: 9.0}, faulted=True),
                               wish("t2", 2, {1: 3.0, 2: 4.0})), num_slots=6,
                       mtbf_gpu_s=6 * 1.5 * TRANSITION_S)
     choice = planner.choose(asked)
@@ -207,11 +207,11 @@ def test_every_plan_in_the_log_is_explained() -> None:
         paid = math.fsum(x.waf_before * x.transition_s for x in plan.allocations)
         assert plan.transition_flop == pytest.approx(paid)
         held = math.fsum(x.waf_before for x in plan.allocations if x.slots != x.slots_before and (
-            x.task == beta)) * d.state.policy.gain_min * plan.running_s  # alpha is hurt
+            x.task == beta)) * d.state.policy.gain_min * plan.running_s  # alpha is faulted
         assert plan.objective_flop == pytest.approx(plan.waf * plan.running_s - paid - held)
         assert all(other.behind_flop >= 0 for other in plan.alternatives)
     inputs = [plan.input for plan in plans(d)]
-    assert len(set(inputs)) == len(inputs)
+    assert len(inputs) == len(set(inputs))
     last = plans(d)[-1]
     assert [(x.task, x.transition_s > 0) for x in last.allocations] == [(alpha, True), (beta, True)]
     assert (last.binding, last.bound_tasks) == ("slots", ())

@@ -148,7 +148,7 @@ def inputs(draw: st.DrawFn) -> PlanInput:
     for task in range(1, draw(st.integers(1, 4)) + 1):
         rates = rising(draw)
         wishes.append(wish(task, draw(st.sampled_from([0, *rates, 6])), rates,
-                           hurt=draw(st.booleans()), floor=draw(st.sampled_from([0, 0, 2])),
+                           faulted=draw(st.booleans()), floor=draw(st.sampled_from([0, 0, 2])),
                            transition_s=draw(st.sampled_from([0.0, 10.0, 1e5])),
                            priority=draw(st.sampled_from([0, 0, 1])),
                            weight=draw(st.sampled_from([0.5, 1.0, 4.0]))))
@@ -161,7 +161,9 @@ def by_hand(one: Wish, x: int, asked: PlanInput) -> float:
     """D w U(T) - (d + gain_min D) w T(now)^(1 - alpha), by the libraries' own functions."""
     alpha, rate, had = asked.alpha, waf_of(one, x) / one.weight, waf_of(one, one.now) / one.weight
     made = 0.0 if not rate else math.log(rate) if alpha == 1 else rate**(1 - alpha) / (1 - alpha)
-    held_s = asked.gain_min * asked.running_s * (not one.hurt and x != one.now <= asked.num_slots)
+    held_s = (
+        asked.gain_min * asked.running_s * (not one.faulted and x != one.now <= asked.num_slots)
+    )
     lost = (charged_s(one, x) + held_s) * had**(1 - alpha) if had else 0.0
     return one.weight * (asked.running_s * made - lost)
 
@@ -179,7 +181,7 @@ def test_of_every_plan_there_is_it_is_the_fairest(asked: PlanInput) -> None:
         if asked.alpha >= 1 and any(x and not y and any(one.wafs) for (one, x), y in
                                     zip(pairs, least, strict=True)):
             continue
-        found.append((sum(w.now > 0 and not w.hurt and x != w.now for w, x in pairs),
+        found.append((sum(w.now > 0 and not w.faulted and x != w.now for w, x in pairs),
                       [math.fsum(by_hand(w, x, asked) for w, x in pairs if w.priority == one)
                        for one in priorities], plan))
     fewest = min(moves for moves, _, _ in found)

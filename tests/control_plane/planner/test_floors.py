@@ -127,11 +127,18 @@ def inputs(draw: st.DrawFn) -> PlanInput:
     wishes: list[Wish] = []
     for task in range(1, draw(st.integers(1, 4)) + 1):
         wafs = rising(draw)
-        wishes.append(wish(task, draw(st.sampled_from([0, *wafs, 6])), wafs,
-                           hurt=draw(st.booleans()), floor=draw(st.sampled_from([0, 0, 1, 2, 4])),
-                           team=draw(st.sampled_from(["", "red"])),
-                           priority=draw(st.sampled_from([0, 0, 1])),
-                           weight=draw(st.sampled_from([1.0, 2.0]))))
+        wishes.append(
+            wish(
+                task,
+                draw(st.sampled_from([0, *wafs, 6])),
+                wafs,
+                faulted=draw(st.booleans()),
+                floor=draw(st.sampled_from([0, 0, 1, 2, 4])),
+                team=draw(st.sampled_from(["", "red"])),
+                priority=draw(st.sampled_from([0, 0, 1])),
+                weight=draw(st.sampled_from([1.0, 2.0])),
+            )
+        )
     return asking(wishes, draw(st.integers(0, 10)), floor=draw(st.booleans()),
                   gain_min=draw(st.sampled_from([0.0, 0.1])),
                   moves_max=draw(st.none() | st.integers(0, 2)),
@@ -168,9 +175,9 @@ def test_of_every_plan_that_keeps_the_floors_it_is_the_best(asked: PlanInput) ->
         if sum(plan) > asked.num_slots or sum(x for w, x in pairs if w.team == "red") > quota:
             continue
         gains = [[waf_of(w, x) * asked.running_s - waf_of(w, w.now) * (
-            charged_s(w, x) + held_s * (not w.hurt and x != w.now <= asked.num_slots))
+            charged_s(w, x) + held_s * (not w.faulted and x != w.now <= asked.num_slots))
             for w, x in pairs if w.priority == one] for one in priorities]
-        moves = sum(w.now > 0 and not w.hurt and x != w.now for w, x in pairs)
+        moves = sum(w.now > 0 and not w.faulted and x != w.now for w, x in pairs)
         found.append((moves, [math.fsum(own) for own in gains], plan))
     fewest = min(moves for moves, _, _ in found)
     most = max(asked.moves_max, fewest) if asked.moves_max is not None else len(wishes)
@@ -200,7 +207,7 @@ def test_whom_it_costs_least_moves() -> None:
 def test_large_clusters_with_a_newcomer_that_must_run(num_tasks: int, num_gpus: int) -> None:
     asked = case(num_tasks, num_gpus, 3, gain_min=0.005)
     now = slots(replace(asked, gain_min=0.0))
-    settled = [replace(one, now=x, hurt=False) for one, x in zip(asked.wishes, now, strict=True)]
+    settled = [replace(one, now=x, faulted=False) for one, x in zip(asked.wishes, now, strict=True)]
     new = replace(settled[0], task=9999, name="new", now=0, floor=16, weight=1e-6,
                   wafs=tuple(1e-6 * waf for waf in settled[0].wafs))
     full = replace(asked, num_slots=sum(now), wishes=(*settled, new))

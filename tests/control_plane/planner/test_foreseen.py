@@ -35,12 +35,12 @@ def test_the_table_has_every_event_once() -> None:
 
 def test_an_event_is_what_it_says() -> None:
     asked = case(12, 256, 1)
-    task = next(wish.task for wish in asked.wishes if wish.now and not wish.hurt)
+    task = next(wish.task for wish in asked.wishes if wish.now and not wish.faulted)
     for what, num in (("gpu lost", 255), ("node lost", 248)):
         then = after(asked, Event(what=what, task=task), 8)
         assert then.num_slots == num
         assert [new.task for new, old in zip(then.wishes, asked.wishes, strict=True)
-                if new != old and new == replace(old, hurt=True)] == [task]
+                if new != old and new == replace(old, faulted=True)] == [task]
     ended = after(asked, Event(what="task ended", task=task), 8)
     assert ended == replace(asked, wishes=tuple(x for x in asked.wishes if x.task != task))
     assert after(asked, Event(what="node joined"), 8) == replace(asked, num_slots=264)

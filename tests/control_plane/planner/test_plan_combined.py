@@ -32,7 +32,7 @@ def _wish(random: Random, task: int, levels: tuple[float, ...]) -> Wish:
     weight = random.choice([1.0, 4.0])
     spans = [random.choice(SPANS_S) for _ in range(4)]
     return Wish(task=10 * task, name=f"t{task}", now=random.choice([0, 0, 3, *sizes]),
-                hurt=random.random() < 0.3, weight=weight, sizes=tuple(sizes),
+                faulted=random.random() < 0.3, weight=weight, sizes=tuple(sizes),
                 wafs=tuple(weight * random.choice(levels) for _ in sizes),
                 transition=Transition(same_s=spans[0], shrink_s=spans[1], grow_s=spans[2],
                                       stop_s=spans[3]),
@@ -55,7 +55,7 @@ def test_no_plan_that_keeps_them_all_is_worth_more(seed: int) -> None:
                 sum(x for x, one in zip(slots, wishes, strict=True) if one.team == team) > quota
                 for team, quota in quotas.items()):
             continue
-        moves = sum(one.now > 0 and not one.hurt and x != one.now
+        moves = sum(one.now > 0 and not one.faulted and x != one.now
                     for x, one in zip(slots, wishes, strict=True))
         found.append((moves, [sum(gain for (_, gain), one in zip(plan, wishes, strict=True)
                                   if one.priority == priority) for priority in priorities], slots))

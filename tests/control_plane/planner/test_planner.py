@@ -91,9 +91,9 @@ def test_the_choice_holds(case: tuple[list[Wish], int]) -> None:
                for other in choice.alternatives)
 
 
-def _wish(task: int, now: int, wafs: dict[int, float], *, hurt: bool = False,
+def _wish(task: int, now: int, wafs: dict[int, float], *, faulted: bool = False,
           transition_s: float = TRANSITION_S) -> Wish:
-    return Wish(task=task, name=f"t{task}", now=now, hurt=hurt,
+    return Wish(task=task, name=f"t{task}", now=now, faulted=faulted,
                 transition=Transition.alike(transition_s), sizes=tuple(wafs),
                 wafs=tuple(wafs.values()))
 
@@ -104,7 +104,7 @@ def _choose(found: list[Wish], num_slots: int) -> planner.Choice:
 
 def test_an_unhurt_task_gives_a_slot() -> None:
     """Four slots left of six: what one task loses by shrinking alone is told."""
-    alpha = _wish(1, 4, {2: 3.2, 3: 4.7, 4: 6.16}, hurt=True)
+    alpha = _wish(1, 4, {2: 3.2, 3: 4.7, 4: 6.16}, faulted=True)
     beta = _wish(2, 2, {1: 1.5, 2: 2.5})
     choice = _choose([alpha, beta], 4)
     assert choice.plan.slots == (3, 1)
@@ -157,7 +157,7 @@ def test_a_change_is_worth_it_by_what_the_task_itself_earns(more: float, changes
 def test_what_the_hurt_cost_anyway_does_not_lower_the_bar() -> None:
     """Faults so frequent that the sum of G is below 0: the gain is still a share of what is earned.
     """
-    found = [_wish(1, 2, {2: 1e5}, hurt=True), _wish(2, 1, {1: 1.0, 2: 1.004}, transition_s=0.0)]
+    found = [_wish(1, 2, {2: 1e5}, faulted=True), _wish(2, 1, {1: 1.0, 2: 1.004}, transition_s=0.0)]
     choice = planner.choose(asking(found, 4, mtbf_gpu_s=4.0))
     assert choice.plan.objective < 0
     assert choice.plan.slots == (2, 1)
@@ -169,10 +169,10 @@ def by_the_paper(asked: PlanInput, slots: tuple[int, ...]) -> Fraction:
     for wish, x in zip(asked.wishes, slots, strict=True):
         waf = {0: 0.0, **dict(zip(wish.sizes, wish.wafs, strict=True))}
         kinds, now = wish.transition, wish.now
-        stood_s = (0.0 if not now or (x == now and not wish.hurt) else kinds.same_s if x == now
+        stood_s = (0.0 if not now or (x == now and not wish.faulted) else kinds.same_s if x == now
                    else kinds.stop_s if not x else kinds.grow_s if x > now else kinds.shrink_s)
         held = Fraction(asked.gain_min) * running_s * (
-            not wish.hurt and now <= asked.num_slots and x != now)
+            not wish.faulted and now <= asked.num_slots and x != now)
         total += Fraction(waf[x]) * running_s - Fraction(waf[now]) * (Fraction(stood_s) + held)
     return total
 
@@ -247,7 +247,7 @@ def crowded(draw: st.DrawFn) -> tuple[list[Wish], int, float]:
         sizes = sorted(draw(st.sets(st.integers(1, 6), min_size=1, max_size=4)))
         wafs = [draw(rate) for _ in sizes]
         found.append(Wish(task=task, name=f"t{task}", now=draw(st.sampled_from([0, *sizes])),
-                          hurt=draw(st.booleans()),
+                          faulted=draw(st.booleans()),
                           transition=draw(st.sampled_from([ALIKE, KINDS])),
                           sizes=tuple(sizes), wafs=tuple(wafs)))
     return found, draw(st.integers(1, 8)), draw(st.sampled_from([0.0, 0.005, 0.2]))
@@ -260,7 +260,7 @@ def test_from_its_weight_on_a_task_runs(case: tuple[list[Wish], int, float]) -> 
     found, num_slots, gain_min = case
     asked = asking(found, num_slots, gain_min=gain_min)
     plan = planner.choose(asked).plan
-    after = [replace(wish, now=slots, hurt=False)
+    after = [replace(wish, now=slots, faulted=False)
              for wish, slots in zip(found, plan.slots, strict=True)]
     told = pending.prices(asked, plan)
     assert set(told) == {wish.task for wish, slots in zip(found, plan.slots, strict=True)
@@ -310,7 +310,7 @@ def test_a_threshold_raises_the_price() -> None:
 
 
 def test_the_ideal_needs_no_change_and_counts_every_slot() -> None:
-    found = [_wish(1, 2, {2: 20.0, 4: 30.0}, hurt=True), _wish(2, 0, {2: 8.0})]
+    found = [_wish(1, 2, {2: 20.0, 4: 30.0}, faulted=True), _wish(2, 0, {2: 8.0})]
     assert planner.ideal_waf(found, 6) == 38.0
     assert planner.ideal_waf(found, 4) == 30.0
     assert planner.ideal_waf([], 4) == 0.0

@@ -35,7 +35,7 @@ def with_spares(draw: st.DrawFn) -> PlanInput:
                     repair_s=draw(st.sampled_from([1.0, 60.0, 21_300.0])))
     if draw(st.booleans()):
         return asked
-    wishes = tuple(replace(one, hurt=False, now=draw(st.sampled_from([0, one.sizes[-1]])),
+    wishes = tuple(replace(one, faulted=False, now=draw(st.sampled_from([0, one.sizes[-1]])),
                            sizes=one.sizes[-2:], wafs=one.wafs[-2:])
                    for one in asked.wishes if one.sizes)
     return replace(asked, wishes=wishes, num_slots=sum(one.sizes[-1] for one in wishes),
@@ -113,7 +113,7 @@ def test_no_task_that_runs_stops_for_a_spare() -> None:
     cost more than it earns until then."""
     dear = Transition.alike(600.0)
     often = replace(fixed(8 * 60.0), num_slots=8, wishes=tuple(
-        replace(wish(i, 4, {4: 100.0}, hurt=i == 1), transition=dear) for i in (1, 2)))
+        replace(wish(i, 4, {4: 100.0}, faulted=i == 1), transition=dear) for i in (1, 2)))
     choice = hot_spare.choose(often)
     assert choice.spare is not None
     assert choice.spare.saves_flop > choice.spare.cost_flop > 0

@@ -282,7 +282,7 @@ def test_the_history_is_bounded(d: Driver) -> None:
 # --- what the planner does with it --------------------------------------------------------------
 def test_each_kind_of_change_is_charged_its_own_length() -> None:
     kinds = Transition(same_s=1.0, shrink_s=2.0, grow_s=4.0, stop_s=8.0)
-    wish = Wish(task=1, name="t1", now=2, hurt=True, transition=kinds, sizes=(1, 2, 3),
+    wish = Wish(task=1, name="t1", now=2, faulted=True, transition=kinds, sizes=(1, 2, 3),
                 wafs=(64.0, 128.0, 192.0))
     asked = PlanInput(wishes=(wish,), num_slots=3, mtbf_gpu_s=3 * 32.0)
     rows = planner.gains(asked)
@@ -290,14 +290,14 @@ def test_each_kind_of_change_is_charged_its_own_length() -> None:
     assert unit > 0
     assert (rows.gains // unit).tolist() == [
         -8 * 128, 64 * 32 - 2 * 128, 128 * 32 - 128, 192 * 32 - 4 * 128]
-    healthy = planner.gains(replace(asked, wishes=(replace(wish, hurt=False),)))
+    healthy = planner.gains(replace(asked, wishes=(replace(wish, faulted=False),)))
     assert healthy.gains[2] == 128 * 32 * (healthy.gains[1] // (64 * 32 - 2 * 128))
 
 
 def test_a_task_that_is_dear_to_grow_is_left_and_another_grows() -> None:
     def wish(task: int, grow_s: float) -> Wish:
         kinds = Transition(same_s=1.0, shrink_s=1.0, grow_s=grow_s, stop_s=1.0)
-        return Wish(task=task, name=f"t{task}", now=1, hurt=False, transition=kinds,
+        return Wish(task=task, name=f"t{task}", now=1, faulted=False, transition=kinds,
                     sizes=(1, 2), wafs=(10.0, 16.0))
 
     asked = PlanInput(wishes=(wish(1, 500.0), wish(2, 2.0)), num_slots=3, mtbf_gpu_s=3 * 1e3)
@@ -314,7 +314,7 @@ def test_the_record_tells_what_the_plan_took(d: Driver) -> None:
 def test_to_split_the_model_in_another_way_is_charged_as_that() -> None:
     """Of two slots as of one, each a whole replica; on three all of the state moves."""
     kinds = Transition(same_s=1.0, shrink_s=2.0, grow_s=4.0, stop_s=8.0, reshape_s=16.0)
-    wish = Wish(task=1, name="t1", now=2, hurt=True, transition=kinds, sizes=(1, 2, 3),
+    wish = Wish(task=1, name="t1", now=2, faulted=True, transition=kinds, sizes=(1, 2, 3),
                 wafs=(1.0, 2.0, 3.0), shapes=(0, 0, 1))
     assert [charged_s(wish, x) for x in (0, 1, 2, 3)] == [8.0, 2.0, 1.0, 16.0]
     assert [charged_s(replace(wish, now=3), x) for x in (0, 1, 2, 3)] == [8.0, 16.0, 16.0, 1.0]
@@ -324,7 +324,7 @@ def test_what_is_told_of_a_change_is_what_is_charged() -> None:
     kinds = Transition(same_s=1.0, shrink_s=2.0, grow_s=4.0, stop_s=8.0, reshape_s=16.0)
     for hurt, now, shapes in ((False, 2, ()), (True, 2, ()), (True, 0, ()), (False, 0, ()),
                               (False, 2, (0, 0, 1)), (True, 2, (0, 1, 1)), (True, 0, (0, 1, 1))):
-        wish = Wish(task=1, name="t1", now=now, hurt=hurt, transition=kinds, sizes=(1, 2, 3),
+        wish = Wish(task=1, name="t1", now=now, faulted=hurt, transition=kinds, sizes=(1, 2, 3),
                     wafs=(64.0, 128.0, 192.0), shapes=shapes)
         rows = planner.gains(PlanInput(wishes=(wish,), num_slots=3, mtbf_gpu_s=3 * 32.0))
         told = [waf_of(wish, x) * 32
