@@ -58,7 +58,7 @@ class IncidentRecords(Struct, kw_only=True):
         rounds = self._rounds(task)
         fold(self.state, record)
         begins = self._rounds(task) != rounds
-        if not self._is_of_copies(record):
+        if not self._is_of_checkpoints(record):
             self._take(record, task, begins=begins)
         if (begins or isinstance(record.body, TaskEnded)) and task in self.others:
             self.others[task] = "done"
