@@ -1,4 +1,4 @@
-"""The face: `unicron` and its commands, thin; each loads what it needs when it is called."""
+"""The command table of `unicron`: options and help; each command imports its code when called."""
 
 from __future__ import annotations
 
@@ -12,15 +12,8 @@ import typer
 from typer.exceptions import Abort, TyperException
 
 from ..events.errors import UnicronError, UsageError
-from .commands import (
-    classify_command,
-    locate_command,
-    operator_commands,
-    plan_command,
-    simulate_command,
-)
 from .terminal import console
-from .terminal.options import Checks, Form, State, TaskArg, Url, folder
+from .terminal.options import Checks, Form, NodeArg, Reason, State, TaskArg, Url, folder
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -32,6 +25,13 @@ app = typer.Typer(
     epilog="A first look: unicron demo. Then: unicron up, and in a second terminal "
            "unicron submit deploy/examples/demo.yaml.",
 )
+inject = typer.Typer(help="Break something on purpose (up --allow-inject).")
+file_tools = typer.Typer()
+simulation = typer.Typer(invoke_without_command=True)
+# The order in which the help lists them, after the commands of `app`.
+app.add_typer(inject, name="inject")
+app.add_typer(file_tools)
+app.add_typer(simulation, name="simulate")
 
 
 @app.command()
@@ -75,7 +75,7 @@ def up(
     """Start a cluster on this machine; Ctrl-C stops it."""
     from .commands import up as command
 
-    os.environ.pop("UNICRON_REDIS_URL", None)  # passed on to those alone who need it
+    os.environ.pop("UNICRON_REDIS_URL", None)  # passed only to the processes that need it
     if observe and act:
         raise UsageError("--observe and --act do not go together", "give one of them, or neither")
     command.up(folder(state), command.Asked(
@@ -229,13 +229,6 @@ def cancel(
     tasks.cancel(folder(state), url, task, reason, as_json=output == "json")
 
 
-app.add_typer(plan_command.app)
-app.add_typer(operator_commands.app)
-app.add_typer(classify_command.app)
-app.add_typer(locate_command.app)
-app.add_typer(simulate_command.app, name="simulate")
-
-
 @app.command()
 def logs(
     task: TaskArg,
@@ -318,6 +311,293 @@ def doctor(
     raise typer.Exit(commands_doctor.doctor(folder(state), as_json=output == "json"))
 
 
+@app.command()
+def plan(
+    without: Annotated[list[str] | None, typer.Option(
+        "--without", metavar="NODE", help="Dry run: the node is drained; may be repeated.")] = None,
+    slots: Annotated[list[int] | None, typer.Option(
+        "--with", min=1, max=100_000, metavar="N", help="Dry run: N slots (GPUs) more, in new "
+        "nodes as large as most.")] = None,
+    weight: Annotated[list[str] | None, typer.Option(
+        "--weight", metavar="TASK=W", help="Dry run: the task has weight W; may be "
+        "repeated.")] = None,
+    submit: Annotated[Path | None, typer.Option(
+        "--submit", metavar="JOB.yaml", help="Dry run: this job is submitted.")] = None,
+    apply: Annotated[bool, typer.Option(
+        "--apply", help="Do what was dry-run, if --check still holds.")] = False,
+    check: Annotated[int | None, typer.Option(
+        "--check", min=0, metavar="INPUT", help="The input that the dry run told: where it has "
+        "changed since, nothing is done.")] = None,
+    offline: Annotated[Path | None, typer.Option(
+        "--offline", metavar="FILE", help="Plan what this YAML file says, without a cluster; "
+        "-: standard input.")] = None,
+    table: Annotated[bool, typer.Option(
+        "--table", help="With --offline: the plan of every single event that may come next "
+        "too.")] = False,
+    seq: Annotated[int | None, typer.Option(
+        "--seq", min=1, metavar="N", help="The plan that was in force after record N of the "
+        "log.")] = None,
+    reason: Reason = "",
+    state: State = None,
+    url: Url = None,
+    output: Form = "text",
+) -> None:
+    """Show which task gets how many GPUs, why, and what was beaten; or what would be if."""
+    from .commands.plan import Asked
+
+    if len(slots or ()) > 1:
+        raise UsageError("--with is given more than once", "give the sum of them")
+    asked = Asked(without=tuple(without or ()), slots=slots[0] if slots else None,
+                  weights=tuple(weight or ()), submit=submit,
+                  apply=apply, check=check, seq=seq, reason=reason)
+    if offline is not None:
+        from .commands import plan_offline
+
+        if asked != Asked() or url is not None or state is not None:
+            raise UsageError("--offline goes with --table and -o alone",
+                             "unicron plan --offline FILE")
+        plan_offline.plan(offline, table=table, as_json=output == "json")
+        return
+    if table:
+        raise UsageError("--table goes with --offline FILE", "unicron plan --offline FILE --table")
+    from .commands import plan as plan_live
+
+    plan_live.plan(folder(state), url, asked, as_json=output == "json")
+
+
+RankArg = Annotated[int | None, typer.Argument(
+    min=0, metavar="RANK", help="Its rank [the highest that trains].", show_default=False)]
+
+
+@app.command("set-weight")
+def set_weight(
+    task: TaskArg,
+    weight: Annotated[float, typer.Argument(metavar="WEIGHT", help="Only the ratio to the others' "
+                                                                   "counts; 1 is usual.")],
+    reason: Reason = "", state: State = None, url: Url = None, output: Form = "text",
+) -> None:
+    """Make a task worth more or less; the plan follows at once."""
+    from .commands import operate
+
+    operate.set_weight(folder(state), url, task, weight, reason, as_json=output == "json")
+
+
+@app.command()
+def drain(node: NodeArg, reason: Reason = "", state: State = None, url: Url = None,
+          output: Form = "text") -> None:
+    """Have tasks leave a node; no iteration is lost by it."""
+    from .commands import operate
+
+    operate.drain(folder(state), url, node, reason, as_json=output == "json")
+
+
+@app.command()
+def undrain(node: NodeArg, reason: Reason = "", state: State = None, url: Url = None,
+            output: Form = "text") -> None:
+    """Let a node have tasks again."""
+    from .commands import operate
+
+    operate.undrain(folder(state), url, node, reason, as_json=output == "json")
+
+
+@app.command()
+def lift(node: NodeArg, reason: Reason = "", state: State = None, url: Url = None,
+         output: Form = "text") -> None:
+    """End the quarantine of a node that failed again and again."""
+    from .commands import operate
+
+    operate.lift(folder(state), url, node, reason, as_json=output == "json")
+
+
+@app.command()
+def freeze(reason: Reason = "", state: State = None, url: Url = None,
+           output: Form = "text") -> None:
+    """Hold healing: decide and log, order nothing."""
+    from .commands import operate
+
+    operate.freeze(folder(state), url, reason, as_json=output == "json")
+
+
+@app.command()
+def unfreeze(reason: Reason = "", state: State = None, url: Url = None,
+             output: Form = "text") -> None:
+    """Heal again, and act upon what happened meanwhile."""
+    from .commands import operate
+
+    operate.unfreeze(folder(state), url, reason, as_json=output == "json")
+
+
+@inject.command("rank")
+def inject_rank(task: TaskArg, rank: RankArg = None, reason: Reason = "", state: State = None,
+                url: Url = None, output: Form = "text") -> None:
+    """Kill one rank of a task."""
+    from .commands import operate
+
+    operate.inject_rank(folder(state), url, task, rank, reason, as_json=output == "json")
+
+
+@inject.command("stop")
+def inject_stop(
+    task: TaskArg, rank: RankArg = None,
+    for_s: Annotated[float, typer.Option(
+        "--for", min=0.0, max=86_400.0, metavar="S", show_default=False,
+        help="Let it go on after so many seconds [never].")] = 0.0,
+    reason: Reason = "", state: State = None, url: Url = None, output: Form = "text",
+) -> None:
+    """Stop one rank of a task where it is, so that it hangs."""
+    from .commands import operate
+
+    operate.inject_rank(folder(state), url, task, rank, reason, as_json=output == "json",
+                        stop_s=for_s)
+
+
+@inject.command("node")
+def inject_node(node: NodeArg, reason: Reason = "", state: State = None, url: Url = None,
+                output: Form = "text") -> None:
+    """Kill a node's agent with all its ranks."""
+    from .commands import operate
+
+    operate.inject_node(folder(state), url, node, reason, as_json=output == "json")
+
+
+@file_tools.command()
+def classify(
+    file: Annotated[Path | None, typer.Argument(
+        metavar="FILE", help="Error text: a log, or one JSON object with `text` (or a log's "
+        "`event`, `msg`, `message`, ...) a line; none, or -: standard input.")] = None,
+    output: Form = "text",
+) -> None:
+    """Say what lines of error text mean: status, severity, and the rule that matched."""
+    from .commands import classify as command
+
+    command.classify(file, as_json=output == "json")
+
+
+@file_tools.command()
+def locate(
+    dumps: Annotated[list[Path], typer.Argument(
+        metavar="DUMP...", help="Flight-recorder dumps, one per rank or all in one, or their "
+        "folder; of several nodes: each node's.")],
+    output: Form = "text",
+) -> None:
+    """Name the ranks that a hung job waits for, from PyTorch's flight-recorder dumps."""
+    from .commands import locate as command
+
+    command.locate(dumps, as_json=output == "json")
+
+
+@simulation.callback()
+def simulate(
+    context: typer.Context,
+    scenario: Annotated[Path | None, typer.Option(
+        "--scenario", metavar="FILE", help="A YAML file: cluster, tasks, policies, a trace of "
+        "faults, and how long (docs/guides/simulate.md); or trace-a or trace-b, the paper's.")]
+    = None,
+    recorded: Annotated[Path | None, typer.Option(
+        "--from-log", metavar="FILE", help="Instead: what befell a cluster by its log, as "
+        "`export` writes it, under other choices.")] = None,
+    settings: Annotated[list[str] | None, typer.Option(
+        "--set", metavar="KEY=VALUE", help="With --from-log: weight.TASK=2, or policy.FIELD=VALUE, "
+        "a field of the policy file.")] = None,
+    policies: Annotated[list[str] | None, typer.Option(
+        "--policy", metavar="NAME", help="With --from-log: another policy than Unicron's.")] = None,
+    log: Annotated[Path | None, typer.Option(
+        "--log", metavar="FILE", help="Write the log of the policy `unicron`, as `export` "
+        "does.")] = None,
+    print_trace: Annotated[bool, typer.Option(
+        "--print-trace", help="Play nothing: print what befalls the cluster, drawn or read, as "
+        "CSV.")] = False,
+    output: Form = "text",
+) -> None:
+    """What each policy would have earned: the heart under a virtual clock, no cluster needed."""
+    from .simulate import compare as command
+
+    if context.invoked_subcommand is not None:
+        if scenario is not None or recorded is not None or log is not None or print_trace:
+            raise UsageError(f"--scenario, --from-log, --log and --print-trace do not go with "
+                             f"{context.invoked_subcommand}",
+                             f"unicron simulate {context.invoked_subcommand} --help")
+        return
+    if recorded is not None:
+        if scenario is not None or log is not None or print_trace:
+            raise UsageError("--scenario, --log and --print-trace do not go with --from-log",
+                             f"unicron simulate --from-log {recorded}")
+        from .simulate import from_log
+
+        from_log.from_log(recorded, settings=settings or (), policies=policies or (),
+                          as_json=output == "json")
+        return
+    if scenario is None:
+        raise UsageError("nothing to simulate", "unicron simulate --scenario FILE, or --from-log "
+                         "FILE, or the paper's evaluation: unicron simulate paper")
+    if settings or policies:
+        raise UsageError("--set and --policy go with --from-log",
+                         "a scenario names its policies, and their constants")
+    if print_trace:
+        if log is not None or output == "json":
+            raise UsageError("--print-trace prints CSV, and plays nothing", "give it alone")
+        command.print_trace(scenario)
+        return
+    command.simulate(scenario, log=log, as_json=output == "json")
+
+
+@simulation.command()
+def paper(
+    seeds: Annotated[int, typer.Option(
+        "--seeds", min=1, max=100, metavar="N", help="Traces drawn of each kind.")] = 3,
+    report: Annotated[Path | None, typer.Option(
+        "--report", metavar="FOLDER", help="Write report.html there, with each figure as SVG and "
+        "PNG.")] = None,
+    output: Form = "text",
+) -> None:
+    """The paper's evaluation: its traces and cases under every policy, beside its figures."""
+    from .simulate import paper_tables
+
+    paper_tables.paper(seeds=seeds, report=report, as_json=output == "json")
+
+
+Drawn = Annotated[Path | None, typer.Option(
+    "--scenario", metavar="FILE", help="A scenario whose trace is drawn; without one the paper's "
+    "case 5 at trace-a's rate.")]
+Seeds = Annotated[int, typer.Option(
+    "--seeds", min=1, max=100, metavar="N", help="Traces drawn for each point.")]
+Report = Annotated[Path | None, typer.Option(
+    "--report", metavar="FOLDER", help="Write report.html there, with the curves.")]
+
+
+@simulation.command()
+def mtbf(scenario: Drawn = None, seeds: Seeds = 3, report: Report = None,
+         output: Form = "text") -> None:
+    """What a worse MTBF costs, by policy, and where two of them break even."""
+    from .simulate import capacity
+
+    capacity.mtbf(scenario, seeds=seeds, report=report, as_json=output == "json")
+
+
+@simulation.command()
+def spares(
+    scenario: Drawn = None,
+    most: Annotated[int, typer.Option(
+        "--most", min=1, max=1000, metavar="N", help="Up to so many idle nodes.")] = 4,
+    seeds: Seeds = 3, report: Report = None, output: Form = "text",
+) -> None:
+    """How many spare nodes pay."""
+    from .simulate import capacity
+
+    capacity.spares(scenario, most=most, seeds=seeds, report=report, as_json=output == "json")
+
+
+@simulation.command()
+def weights(
+    task: Annotated[str, typer.Option("--task", metavar="TASK", help="Whose weight is another.")],
+    scenario: Drawn = None, seeds: Seeds = 3, report: Report = None, output: Form = "text",
+) -> None:
+    """What a task gets for its weight, and what that costs the others."""
+    from .simulate import capacity
+
+    capacity.weights(scenario, task=task, seeds=seeds, report=report, as_json=output == "json")
+
+
 @app.callback(invoke_without_command=True)
 def _root(
     context: typer.Context,
@@ -334,7 +614,7 @@ def _root(
 
 
 def run_command(arguments: Sequence[str]) -> int:
-    """Run one command; its exit code. Errors are one line and a hint on stderr."""
+    """Run one command and return its exit code. An error is one line and a hint on stderr."""
     try:
         code: object = app(args=list(arguments), prog_name="unicron", standalone_mode=False)
     except UnicronError as error:
@@ -343,7 +623,9 @@ def run_command(arguments: Sequence[str]) -> int:
         return EXIT_USAGE if wrong_input else EXIT_FAILED
     except TyperException as error:
         if _is_negative_weight(error):
-            console.error(operator_commands.WEIGHT, operator_commands.WEIGHT_HINT)
+            from .commands.operate import WEIGHT, WEIGHT_HINT
+
+            console.error(WEIGHT, WEIGHT_HINT)
         else:
             console.error(_plain_words(error.format_message()).rstrip("."), _help_of(error))
         return EXIT_USAGE
@@ -362,7 +644,7 @@ def run_command(arguments: Sequence[str]) -> int:
 
 
 def _plain_words(message: str) -> str:
-    """What the reader of options said of a value, without its own words for kinds of values."""
+    """Typer's error message in plain words, without its names of types."""
     for theirs, ours in (("Value error, ", ""),
                          ("Input should be greater than or equal to", "must be at least"),
                          ("Input should be less than or equal to", "must be at most"),
@@ -375,7 +657,7 @@ def _plain_words(message: str) -> str:
 
 
 def _is_negative_weight(error: TyperException) -> bool:
-    """Whether a number below 0 was read as an option that there is not."""
+    """True if typer read a negative weight as an unknown option."""
     option = str(getattr(error, "option_name", ""))
     return (getattr(getattr(error, "ctx", None), "info_name", "") == "set-weight"
             and option[:1] == "-" and option[1:2] in tuple("0123456789."))

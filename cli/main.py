@@ -1,4 +1,4 @@
-"""Where `unicron` begins: Ctrl-C ends it in order while the face is still being loaded."""
+"""Entry point of `unicron`: handles Ctrl-C also while the CLI is being imported."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ EXIT_INTERRUPTED = 130
 
 
 def main() -> None:
-    """Load the face, run the command, end with its exit code."""
+    """Import the CLI, run the command, exit with its code."""
     open_streams()
-    taken = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else it is ignored
+    handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     try:
-        if taken:  # no exception: it would surface in whatever is being loaded
+        if handled:  # no KeyboardInterrupt in the middle of an import
             signal.signal(signal.SIGINT, _end)
         from .app import run_command
 
-        if taken:
+        if handled:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         code = run_command(sys.argv[1:])
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # what is done is done
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command has finished
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     sys.exit(code)

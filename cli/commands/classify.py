@@ -1,4 +1,4 @@
-"""`unicron classify`: what the lines of a log mean, and what would be done about them."""
+"""`unicron classify`: the status and severity of each line of a log, and how Unicron handles it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from ..terminal import console
 from ..terminal.format import SCREEN_COLUMNS, clipped, command, count, labelled, number_of, table
 
 READ_BYTES_MAX = 16 * 1024 * 1024
-"""A longer JSON object is not read as one."""
+"""A longer line is not parsed as JSON."""
 HALF_BYTES = 512 * 1024
-"""Of a longer line, so much of its head and of its tail is judged: a fault is told there."""
+"""Of a longer line, only the first and the last HALF_BYTES are classified."""
 LOOK_BYTES = 8192
 ROWS_NUM_MAX = 40
 INDENT_COLUMNS = 10
 KEYS = ("event", "msg", "message", "log", "error", "exception")
-"""Of a JSON object without `text`, what a log says in; where nothing is said, the line itself."""
+"""Keys that hold the message of a JSON object without `text`; if none is set, the line itself."""
 PACKED = {b"\x1f\x8b": ("gzip", "zcat"), b"\xfd7zXZ": ("xz", "xzcat"),
           b"(\xb5/\xfd": ("zstd", "zstdcat"), b"BZh": ("bzip2", "bzcat")}
 HINT = "give a log as it is, or one JSON object with text a line"
@@ -41,7 +41,7 @@ DONE: dict[str, str] = {
 
 
 class Group(Struct):
-    """Lines with one meaning by one rule."""
+    """Lines with one status, matched by one rule."""
 
     severity: str
     verdict: Verdict
@@ -49,11 +49,11 @@ class Group(Struct):
     """The number of the first line, from 1."""
     num_lines: int = 0
     devices: dict[str, None] = {}
-    """The GPUs that they name, in their order, at most DEVICES_NUM_MAX."""
+    """The GPUs that these lines name, in order, at most DEVICES_NUM_MAX."""
 
 
 def classify(file: Path | None, *, as_json: bool) -> None:
-    """Read, judge each line, show. Raises UsageError for what cannot be read as text."""
+    """Read the text, classify each line, print. Raises UsageError for input that is not text."""
     file = None if str(file) == "-" else file
     name = str(file) if file is not None else "standard input"
     with ExitStack() as stack:
@@ -68,7 +68,7 @@ def classify(file: Path | None, *, as_json: bool) -> None:
 
 
 def plain(text: str, verdict: Verdict) -> dict[str, Any]:
-    """One answer as plain data: what is not set is left out."""
+    """One verdict as plain data, without empty fields."""
     told: dict[str, Any] = {"text": text, "status": verdict.status or NONE,
                             "severity": _severity(verdict), "rule": verdict.rule}
     rest = {"line": verdict.line, "peer": verdict.peer, "second_hand": verdict.second_hand,
@@ -77,8 +77,8 @@ def plain(text: str, verdict: Verdict) -> dict[str, Any]:
 
 
 def screen(name: str, judged: Iterator[tuple[int, str, Verdict]]) -> Iterator[str]:
-    """The page: each meaning once, the gravest first; then what is done about it, and the next
-    command. Only what is shown is held, so a log may be of any length."""
+    """The page: each status and rule once, the most severe first; then the handling and the next
+    command. Memory does not grow with the length of the log."""
     groups: dict[tuple[str, str], Group] = {}
     num_lines = num_speaking = 0
     for number, _, verdict in judged:
@@ -122,7 +122,7 @@ def screen(name: str, judged: Iterator[tuple[int, str, Verdict]]) -> Iterator[st
 
 
 def _next(name: str, found: list[Group]) -> Iterator[str]:
-    """What to type, of the gravest first: a line names its GPU, but not the node that wrote it."""
+    """Commands for the most severe status. A line names its GPU, but not the node that wrote it."""
     of_gpus = [one for one in found if one.severity == "SEV1" and one.devices]
     devices = dict.fromkeys(device for one in of_gpus for device in one.devices)
     steps: list[str] = []
@@ -158,7 +158,7 @@ def _severity(verdict: Verdict) -> str:
     return severity_of(verdict.status) if verdict.status else NO_SEVERITY
 
 
-# --- reading ------------------------------------------------------------------------------------
+# --- Input. ---
 def _opened(file: Path | None, stack: ExitStack) -> BinaryIO:
     if file is None:
         if sys.stdin.isatty():
@@ -175,13 +175,13 @@ def _opened(file: Path | None, stack: ExitStack) -> BinaryIO:
 
 
 def _begins(stream: BinaryIO) -> bytes:
-    """Its first bytes, which stay to be read."""
+    """The first bytes, without consuming them."""
     peek = getattr(stream, "peek", None)
     return bytes(peek(LOOK_BYTES))[:LOOK_BYTES] if peek is not None else b""
 
 
 def _check(head: bytes, name: str, file: str) -> None:
-    """Raises UsageError for what is packed, or is not text as we read it."""
+    """Raises UsageError for compressed input or an unsupported encoding."""
     for magic, (what, command_) in PACKED.items():
         if head.startswith(magic):
             raise UsageError(f"{name} is packed by {what}", f"{command_} {file} | unicron classify")
@@ -193,8 +193,8 @@ def _check(head: bytes, name: str, file: str) -> None:
 
 
 def _judged(texts: Iterator[tuple[int, str, bool]]) -> Iterator[tuple[int, str, Verdict]]:
-    """Each text with its verdict. A line of a log is read with the one ahead: source code that a
-    traceback quotes is nobody's error."""
+    """Each text with its verdict. A line of a log is classified together with the line before it:
+    source code that a traceback quotes is not an error."""
     ahead = ""
     for number, text, whole in texts:
         yield number, text, verdict_on(text if whole or not ahead else f"{ahead}\n{text}")
@@ -202,8 +202,8 @@ def _judged(texts: Iterator[tuple[int, str, bool]]) -> Iterator[tuple[int, str, 
 
 
 def _texts(stream: BinaryIO, name: str) -> Iterator[tuple[int, str, bool]]:
-    """(line number, text, whether it is whole) of each line: the text that its JSON object names,
-    which is whole, or the line itself."""
+    """(line number, text, is_whole) of each line: the text in its JSON object (whole), or the line.
+    """
     number = 0
     while raw := stream.readline(READ_BYTES_MAX):
         number += 1
@@ -229,7 +229,7 @@ def _texts(stream: BinaryIO, name: str) -> Iterator[tuple[int, str, bool]]:
 
 
 def _text_of(words: str) -> str | None:
-    """The text of a JSON object; None: it is none, or names no text."""
+    """The text of a JSON object; None if it is not JSON or has no text."""
     try:
         told = json.loads(words)
     except (ValueError, RecursionError):

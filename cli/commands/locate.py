@@ -1,4 +1,4 @@
-"""`unicron locate`: on whom a hung job waits, out of its flight-recorder dumps."""
+"""`unicron locate`: which ranks a hung job waits for, from its flight-recorder dumps."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ..terminal import console
 from ..terminal.format import SCREEN_COLUMNS, clipped, command, labelled, number_of, table
 
 ROWS_NUM_MAX = 20
-"""Ranks that only wait and are shown; the rest are counted."""
+"""Waiting ranks that are listed; the rest are counted."""
 GROUP_COLUMNS = 44
 
 
 def locate(paths: Sequence[Path], *, as_json: bool) -> None:
-    """Read, locate, show. Raises UsageError for what is no dump."""
+    """Read the dumps, locate the hang, print. Raises UsageError for files that are not dumps."""
     dumps = read_files(paths)
     if not any(dump.entered or dump.pending or dump.status for dump in dumps):
         raise UsageError(f"nothing was recorded: no collective in the dump of "
@@ -39,7 +39,7 @@ def locate(paths: Sequence[Path], *, as_json: bool) -> None:
 
 
 def screen(found: Located) -> Iterator[str]:
-    """The page, at most 100 columns: the verdict, the suspects, who waits for whom."""
+    """The page, at most 100 columns: the verdict, the suspects, which rank waits for which."""
     yield from textwrap.wrap(_verdict(found), SCREEN_COLUMNS)
     for one in found.suspects:
         yield ""

@@ -1,4 +1,4 @@
-"""`logs`: what a task's ranks printed, from the files that their RankStarted records name."""
+"""`logs`: the output of a task's ranks, from the files that their RankStarted records name."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .tasks import resolve
 
 CHUNK_BYTES = 1 << 16
 POLL_S = 0.2
-LOOK_AGAIN_S = 1.0
-"""How often new attempts are looked for."""
+RESCAN_S = 1.0
+"""Seconds between two reads of the log for new attempts."""
 
 
 class _File(Struct):
-    """One attempt's output and how far it was shown."""
+    """The output of one attempt, and how much of it was printed."""
 
     rank: int
     attempt: int
@@ -32,7 +32,7 @@ class _File(Struct):
     rest: str = ""
 
     def lines(self, *, whole: bool) -> list[str]:
-        """What came since the last call; an unfinished line only when `whole`."""
+        """The lines since the last call; an unfinished line only if `whole`."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self.offset)
@@ -75,8 +75,8 @@ def logs(state: StateDir, url: str | None, task: str, rank: int | None, *, follo
 
 def _show(client: Client, task: int, rank: int | None, files: dict[str, _File],
           seq: int | None) -> None:
-    """Print what is there; when `seq` says how far the log is read, until the task has ended."""
-    looked_s = time.monotonic()
+    """Print the output; if `seq` (the last seq read) is given, follow until the task has ended."""
+    scanned_s = time.monotonic()
     has_ended = False
     while True:
         for file in files.values():
@@ -88,17 +88,18 @@ def _show(client: Client, task: int, rank: int | None, files: dict[str, _File],
             seq = None
             continue
         time.sleep(POLL_S)
-        if time.monotonic() - looked_s > LOOK_AGAIN_S:
-            looked_s = time.monotonic()
+        if time.monotonic() - scanned_s > RESCAN_S:
+            scanned_s = time.monotonic()
             try:
                 seq, has_ended = _find(client, task, rank, files, after=seq)
-            except (Interrupted, Unable, Unreachable):  # the files go on without it
+            except (Interrupted, Unable, Unreachable):  # keep following the files
                 pass
 
 
 def _find(client: Client, task: int, rank: int | None, files: dict[str, _File], *,
           after: int) -> tuple[int, bool]:
-    """Note the files of attempts behind `after`; the last seq read, whether the task ended."""
+    """Add the files of attempts after `after`; returns the last seq read, and whether the task
+    ended."""
     has_ended = False
     for record in client.records(after, follow=False):
         body: dict[str, Any] = record["body"]

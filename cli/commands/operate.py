@@ -1,4 +1,4 @@
-"""What operators ask of a running cluster: asked, then what followed, and what to type next."""
+"""Operator requests to a running cluster: the request, the resulting plan, and the next command."""
 
 from __future__ import annotations
 
@@ -12,78 +12,87 @@ from ..cluster.client import Client, connect
 from ..cluster.state_dir import StateDir
 from ..terminal import console
 from ..terminal.format import number_of, span, way_to_act
-from .operator_commands import WEIGHT, WEIGHT_HINT
 from .request_outcome import Followed, followed_by, plan_lines
 from .tasks import option_for, pick
 
 Plain = dict[str, Any]
+WEIGHT, WEIGHT_HINT = "a weight is above 0", "for example unicron set-weight alpha 2"
 
 
-def _ask(client: Client, path: str, body: Plain) -> Followed:
-    """Write the request; then read what followed from it."""
+def _request(client: Client, path: str, body: Plain) -> Followed:
+    """Append the request to the log; read the decisions that follow from it."""
     return followed_by(client, int(client.post(path, body)["seq"]))
 
 
-# --- the commands: each raises UsageError -------------------------------------------------------
+# --- Commands. Each raises UsageError. ---
 def set_weight(state: StateDir, url: str | None, task: str, weight: float, reason: str, *,
                as_json: bool) -> None:
-    """Make a task worth more or less."""
+    """Set the weight of a task."""
     if not (math.isfinite(weight) and weight > 0):
         raise UsageError(f"{weight:g} is not a weight: {WEIGHT}", WEIGHT_HINT)
     client = connect(state, url)
     view: Plain = client.get("/v1/state")
     found = pick(view["tasks"], task)
-    followed = _ask(client, f"/v1/tasks/{found['id']}/weight",
+    followed = _request(client, f"/v1/tasks/{found['id']}/weight",
                     {"weight": weight, "reason": reason_or_user(reason)})
     head = (f"{_who(found)}  weight {found['weight']:g} -> {weight:g}"
             if weight != found["weight"] else f"{_who(found)}  weight {weight:g}, as before")
-    _tell(state, head, followed, view, as_json=as_json)
+    _print_outcome(state, head, followed, view, as_json=as_json)
 
 
 def drain(state: StateDir, url: str | None, node: str, reason: str, *, as_json: bool) -> None:
-    """Have tasks leave a node."""
+    """Remove the tasks from a node."""
     client = connect(state, url)
     view: Plain = client.get("/v1/state")
     found = pick_node(view["nodes"], node)
-    followed = _ask(client, f"/v1/nodes/{node}/drain", {"reason": reason_or_user(reason)})
+    followed = _request(client, f"/v1/nodes/{node}/drain", {"reason": reason_or_user(reason)})
     on_it = {slot["task"] for slot in found["slots"] if slot["task"]}
     names = ", ".join(task["name"] for task in view["tasks"] if task["id"] in on_it)
-    _tell(state, f"{node}  drained; {f'{names} shall leave it' if names else 'it was empty'}",
-          followed, view, f"undo     unicron undrain {node}{option_for(state)}", as_json=as_json)
+    head = f"{node}  drained; {f'{names} shall leave it' if names else 'it was empty'}"
+    _print_outcome(
+        state,
+        head,
+        followed,
+        view,
+        f"undo     unicron undrain {node}{option_for(state)}",
+        as_json=as_json,
+    )
 
 
 def undrain(state: StateDir, url: str | None, node: str, reason: str, *, as_json: bool) -> None:
-    """Let a node have tasks again."""
+    """Allow tasks on a drained node again."""
     client = connect(state, url)
     view: Plain = client.get("/v1/state")
     pick_node(view["nodes"], node)
-    followed = _ask(client, f"/v1/nodes/{node}/undrain", {"reason": reason_or_user(reason)})
-    _tell(state, f"{node}  may have tasks again{_but(view, node)}", followed, view, as_json=as_json)
+    followed = _request(client, f"/v1/nodes/{node}/undrain", {"reason": reason_or_user(reason)})
+    head = f"{node}  may have tasks again{_unhealthy_note(view, node)}"
+    _print_outcome(state, head, followed, view, as_json=as_json)
 
 
 def lift(state: StateDir, url: str | None, node: str, reason: str, *, as_json: bool) -> None:
-    """End a node's quarantine."""
+    """End the quarantine of a node."""
     client = connect(state, url)
     view: Plain = client.get("/v1/state")
     pick_node(view["nodes"], node)
-    followed = _ask(client, f"/v1/nodes/{node}/lift", {"reason": reason_or_user(reason)})
-    _tell(state, f"{node}  quarantined no longer; its next fault is its first{_but(view, node)}",
-          followed, view, as_json=as_json)
+    followed = _request(client, f"/v1/nodes/{node}/lift", {"reason": reason_or_user(reason)})
+    head = (f"{node}  quarantined no longer; its next fault is its first"
+            f"{_unhealthy_note(view, node)}")
+    _print_outcome(state, head, followed, view, as_json=as_json)
 
 
-def _but(view: Plain, node: str) -> str:
-    """What keeps it without tasks all the same: a check does not ask whether a person is done."""
-    told = next((one["recovers"] for one in view["nodes"] if one["id"] == node), None)
-    if not told:
+def _unhealthy_note(view: Plain, node: str) -> str:
+    """Why the node stays without tasks: a failed check is independent of the operator."""
+    recovers = next((one["recovers"] for one in view["nodes"] if one["id"] == node), None)
+    if not recovers:
         return ""
-    return (f"; a check has taken slots out, they are used {told['after_s']:g} s after it says "
+    return (f"; a check has taken slots out, they are used {recovers['after_s']:g} s after it says "
             "healthy")
 
 
 def freeze(state: StateDir, url: str | None, reason: str, *, as_json: bool) -> None:
-    """Hold healing."""
+    """Pause healing."""
     why = reason_or_user(reason)
-    followed = _ask(connect(state, url), "/v1/freeze", {"reason": why})
+    followed = _request(connect(state, url), "/v1/freeze", {"reason": why})
     if as_json:
         console.out(followed.as_json())
         return
@@ -94,21 +103,21 @@ def freeze(state: StateDir, url: str | None, reason: str, *, as_json: bool) -> N
 
 
 def unfreeze(state: StateDir, url: str | None, reason: str, *, as_json: bool) -> None:
-    """Heal again."""
+    """Resume healing."""
     client = connect(state, url)
     view: Plain = client.get("/v1/state")
-    followed = _ask(client, "/v1/unfreeze", {"reason": reason_or_user(reason)})
+    followed = _request(client, "/v1/unfreeze", {"reason": reason_or_user(reason)})
     observes = client.get("/v1/state")["cluster"]["healing"]
     view["cluster"]["healing"] = observes
     head = "healing is on" if observes == "on" else f"no longer frozen, but {observes}"
     waited = [f"waited   {task['name']}: {task['withheld']}" for task in view["tasks"]
               if task["withheld"]]
-    _tell(state, head, followed, view, waited=waited, as_json=as_json)
+    _print_outcome(state, head, followed, view, waited=waited, as_json=as_json)
 
 
 def inject_rank(state: StateDir, url: str | None, task: str, rank: int | None, reason: str, *,
                 as_json: bool, stop_s: float | None = None) -> None:
-    """Kill one rank, or stop it for `stop_s` (0: for good). None: the highest that trains."""
+    """Kill one rank, or stop it for `stop_s` (0: for good). rank=None: the highest member."""
     client = connect(state, url)
     found = pick(client.get("/v1/state")["tasks"], task)
     running = {int(one["rank"]): one for one in found["ranks"] if one["pid"]}
@@ -117,34 +126,34 @@ def inject_rank(state: StateDir, url: str | None, task: str, rank: int | None, r
         raise UsageError(f"{_who(found)} runs no rank",
                          f"unicron status {found['id']}{option_for(state)}")
     number = max(members or running) if rank is None else rank
-    followed = _ask(client, "/v1/inject", {
+    followed = _request(client, "/v1/inject", {
         "what": "rank" if stop_s is None else "stop", "task": found["id"], "rank": number,
         "stop_s": stop_s or 0.0, "reason": reason_or_user(reason)})
     place = running.get(number)
     where = f" on {place['node']}/{place['slot']}, pid {place['pid']}," if place else ""
     how = "will be killed" if stop_s is None else (
         f"will be stopped for {span(stop_s)}" if stop_s else "will be stopped for good")
-    _tell_fault(state, followed, f"{_who(found)}  rank {number}{where} {how} on purpose",
+    _print_fault(state, followed, f"{_who(found)}  rank {number}{where} {how} on purpose",
                 f"unicron tail -f --task {found['name']}", as_json=as_json)
 
 
 def inject_node(state: StateDir, url: str | None, node: str, reason: str, *,
                 as_json: bool) -> None:
-    """Kill a node's agent with all its ranks."""
+    """Kill the agent of a node and all its ranks."""
     client = connect(state, url)
     found = pick_node(client.get("/v1/state")["nodes"], node)
-    followed = _ask(client, "/v1/inject", {"what": "node", "node": node,
+    followed = _request(client, "/v1/inject", {"what": "node", "node": node,
                                            "reason": reason_or_user(reason)})
     num = sum(1 for slot in found["slots"] if slot["task"])
-    _tell_fault(state, followed, f"{node}  the agent (pid {found['pid']}) and its "
+    _print_fault(state, followed, f"{node}  the agent (pid {found['pid']}) and its "
                 f"{number_of(num, 'rank')} will be killed on purpose", "unicron status nodes",
                 as_json=as_json)
 
 
-# --- answers ------------------------------------------------------------------------------------
-def _tell(state: StateDir, head: str, followed: Followed, view: Plain, undo: str = "", *,
+# --- Output. ---
+def _print_outcome(state: StateDir, head: str, followed: Followed, view: Plain, undo: str = "", *,
           waited: list[str] | None = None, as_json: bool) -> None:
-    """What was asked, the plan that followed with what it beat, and who moves where."""
+    """Print the request, the resulting plan with the alternatives, and the tasks that change."""
     if as_json:
         console.out(followed.as_json())
         return
@@ -157,13 +166,13 @@ def _tell(state: StateDir, head: str, followed: Followed, view: Plain, undo: str
 
 
 def held_lines(view: Plain, option: str) -> list[str]:
-    """That what was planned is not done, and how to have it done; nothing where it is done."""
+    """While healing is paused: that nothing was ordered, and how to resume. Else empty."""
     held = view["cluster"]["healing"]
     return [] if held == "on" else [f"held     {held}; planned, and nothing ordered. To act: "
                                     + way_to_act(held, option)]
 
 
-def _tell_fault(state: StateDir, followed: Followed, head: str, look: str, *,
+def _print_fault(state: StateDir, followed: Followed, head: str, look: str, *,
                 as_json: bool) -> None:
     if "InjectFault" not in followed.orders:
         raise UnicronError("it was gone before it could be broken; nothing was done")
@@ -185,7 +194,7 @@ def _who(task: Plain) -> str:
 
 
 def pick_node(nodes: list[Plain], wanted: str) -> Plain:
-    """The node of that name. Raises UsageError naming those there are."""
+    """The node of that name. Raises UsageError that lists the known nodes."""
     found = next((node for node in nodes if node["id"] == wanted), None)
     if found is not None:
         return found
@@ -195,10 +204,10 @@ def pick_node(nodes: list[Plain], wanted: str) -> Plain:
 
 
 def reason_or_user(given: str) -> str:
-    """The reason as given, on one line as the log has it; else who asks."""
-    if told := " ".join(given.split()):
-        return told
+    """The reason on one line, as the log stores it; without a reason, the user's name."""
+    if reason := " ".join(given.split()):
+        return reason
     try:
         return f"by {getpass.getuser()}"
-    except (KeyError, OSError):  # a user without a name
+    except (KeyError, OSError):  # the user has no name
         return f"by user {os.getuid()}"

@@ -1,4 +1,4 @@
-"""`unicron plan` of a running cluster: the present plan, dry runs, and a dry run carried out."""
+"""`unicron plan` for a running cluster: the present plan, dry runs, and applying a dry run."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ from ..cluster.state_dir import StateDir
 from ..files import job_file
 from ..screens import plan as plan_screen
 from ..terminal import console
-from .operate import held_lines, pick_node, reason_or_user
-from .operator_commands import WEIGHT
+from .operate import WEIGHT, held_lines, pick_node, reason_or_user
 from .request_outcome import followed_by, plan_lines, view_before
 from .tasks import option_for, pick
 
 Plain = dict[str, Any]
 CHANGED_CODE = 412
-"""HTTP's status where the input is not the one to check."""
+"""HTTP status if the input differs from --check."""
 
 
 class Asked(Struct, frozen=True, kw_only=True):
-    """What was typed."""
+    """The options as typed."""
 
     without: tuple[str, ...] = ()
-    """Names, some with commas between."""
+    """Names, also comma-separated."""
     slots: int | None = None
     weights: tuple[str, ...] = ()
     """TASK=W."""
@@ -40,7 +39,7 @@ class Asked(Struct, frozen=True, kw_only=True):
     apply: bool = False
     check: int | None = None
     seq: int | None = None
-    """Of a past plan."""
+    """The record whose plan is shown."""
     reason: str = ""
 
     @property
@@ -50,7 +49,7 @@ class Asked(Struct, frozen=True, kw_only=True):
 
     @property
     def typed(self) -> str:
-        """The options that say what would be, as a shell reads them."""
+        """The options of the change, quoted for a shell."""
         words = [f"--without {name}" for name in self.without]
         words += [f"--with {self.slots}"] if self.slots is not None else []
         words += [f"--weight {shlex.quote(one)}" for one in self.weights]
@@ -59,8 +58,8 @@ class Asked(Struct, frozen=True, kw_only=True):
 
 
 def plan(state: StateDir, url: str | None, asked: Asked, *, as_json: bool) -> None:
-    """Print it. Raises UsageError."""
-    _refuse(asked)
+    """Print the plan. Raises UsageError."""
+    _validate(asked)
     job = job_file.load(asked.submit) if asked.submit is not None else None
     client, option = connect(state, url), option_for(state)
     if not asked.is_change:
@@ -109,8 +108,8 @@ def _apply(state: StateDir, client: Client, asked: Asked, change: Plain, *,
     console.out(f"look     unicron status -w{option_for(state)}")
 
 
-def _refuse(asked: Asked) -> None:
-    """Raises UsageError for options that do not go together."""
+def _validate(asked: Asked) -> None:
+    """Raises UsageError for options that exclude each other."""
     if asked.apply and not asked.is_change:
         raise UsageError("--apply has nothing to apply", "unicron plan --without NODE first")
     if asked.is_change and asked.seq is not None:
@@ -132,7 +131,7 @@ def _refuse(asked: Asked) -> None:
 
 
 def _change(view: Plain, asked: Asked) -> Plain:
-    """The change as the control plane takes it. Raises UsageError for what there is not."""
+    """The change in the control plane's format. Raises UsageError for unknown nodes and tasks."""
     change: Plain = {"slots": asked.slots or 0}
     change["without"] = [name for words in asked.without for name in words.split(",")]
     for at, name in enumerate(change["without"]):

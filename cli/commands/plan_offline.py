@@ -1,4 +1,4 @@
-"""`unicron plan --offline`: the plan that follows from a file, for people and programs."""
+"""`unicron plan --offline`: the plan for a problem in a YAML file."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from ..terminal.format import SCREEN_COLUMNS, clipped, count, scaled, span, tabl
 Plain = dict[str, Any]
 NAME_COLUMNS = 24
 TABLE_S_MAX = 10.0
-"""The events that are not planned by then are left out, and counted."""
+"""Events that are not planned by then are left out and counted."""
 
 
 def plan(path: Path, *, table: bool, as_json: bool) -> None:
-    """Read, plan, show; with `table`, the plan of every single event too.
+    """Read, plan, print; with `table`, the plan after each single event too.
 
-    Raises UsageError for a file that is not as it must be.
+    Raises UsageError for an invalid file.
     """
     offline = plan_file.load(path)
     began_s = time.perf_counter()
@@ -47,25 +47,25 @@ def plan(path: Path, *, table: bool, as_json: bool) -> None:
                              lambda: time.perf_counter() - began_s > TABLE_S_MAX)
     took_table_s = time.perf_counter() - began_s
     if as_json:
-        found["table"], found["table_bytes"] = list(foretold(known)), known.num_bytes
+        found["table"], found["table_bytes"] = list(table_rows(known)), known.num_bytes
         found["table_left"] = known.num_left
         console.out(json.dumps(found))
         return
-    console.lines([*page, "", *_foretold(known, took_table_s)])
+    console.lines([*page, "", *_table_lines(known, took_table_s)])
 
 
-def _foretold(known: next_event.Foreseen, took_s: float) -> list[str]:
-    """The table's page: an event a line."""
+def _table_lines(known: next_event.Foreseen, took_s: float) -> list[str]:
+    """The table's page: one event per line."""
     rows = [[row["event"], clipped(row["task"], NAME_COLUMNS), count(row["gpus"]),
-             scaled(row["objective"], "FLOP"), row["moves"]] for row in foretold(known)]
+             scaled(row["objective"], "FLOP"), row["moves"]] for row in table_rows(known)]
     left = f", {count(known.num_left)} more left out for time" if known.num_left else ""
     return [f"{count(len(rows))} events, {scaled(known.num_bytes, 'B')}, {span(took_s)}{left}", "",
             *[clipped(line, SCREEN_COLUMNS)
               for line in table(("IF", "OF", "GPUs", "WORTH", "THEN"), rows, right=(2, 3))]]
 
 
-def foretold(known: next_event.Foreseen) -> Iterator[Plain]:
-    """Every event of the table, and the plan that it would be answered with."""
+def table_rows(known: next_event.Foreseen) -> Iterator[Plain]:
+    """Each event of the table, with the plan that follows it."""
     names = {wish.task: wish.name for wish in known.problem.wishes}
     for event, plan in known.plans.items():
         then = next_event.after(known.problem, event, known.gpus_per_node)

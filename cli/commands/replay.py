@@ -1,4 +1,4 @@
-"""`replay` and `export`: the log as a file, folded again anywhere, without server or torch."""
+"""`replay` and `export`: write the log to a file; fold a log without a server or torch."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Plain = dict[str, Any]
 
 
 class CorruptError(UnicronError):
-    """The log does not verify; exit 1."""
+    """The log does not verify; exit code 1."""
 
     hint = "every record before that seq can be trusted; keep the file, and export the log again"
 
 
 def export(state: StateDir, url: str | None, path: Path) -> None:
-    """Write the running cluster's log. Raises UsageError."""
+    """Write the running cluster's log to a file. Raises UsageError."""
     if path.exists():
         raise UsageError(f"{path} exists", "name a new file")
     client = connect(state, url)
@@ -43,7 +43,7 @@ def export(state: StateDir, url: str | None, path: Path) -> None:
 
 def replay(state: StateDir, url: str | None, path: Path | None, *, live: bool, until: int | None,
            verify: bool, step: bool, as_json: bool, incident: str | None = None) -> None:
-    """Fold a log and show where it leads, or one incident. Raises UsageError, CorruptError."""
+    """Fold a log and print the final state, or one incident. Raises UsageError, CorruptError."""
     if (path is None) == (not live):
         raise UsageError("name either an exported file or --live",
                          "unicron replay FILE, or unicron replay --live")
@@ -72,13 +72,13 @@ def replay(state: StateDir, url: str | None, path: Path | None, *, live: bool, u
                          "unicron replay FILE --verify names the first seq that differs") from None
     except CorruptLog as error:
         where = f"{path}: " if path is not None else ""
-        raise UsageError(f"{where}{error}", "what stands before that seq is sound; "
+        raise UsageError(f"{where}{error}", "the records before that seq are valid; "
                          "export the log again") from None
 
 
 def _incident(read: Callable[[], Iterator[Record]], which: str, *, log: str, option: str,
               as_json: bool) -> None:
-    """The page of one incident as the log knew it at its end."""
+    """The page of one incident as of the end of the log."""
     import msgspec
 
     from ...control_plane.api import dry_run
@@ -107,7 +107,7 @@ def _live(state: StateDir, url: str | None) -> Iterator[Record]:
 
 
 def _until(records: Iterable[Record], until: int | None) -> Iterator[Record]:
-    """Up to and including `until`. Raises UsageError when the log ends before it."""
+    """The records up to and including `until`. Raises UsageError if the log ends before it."""
     last = 0
     for record in records:
         if until is not None and record.seq > until:

@@ -1,4 +1,4 @@
-"""What the control plane decided upon one request: its records, and in words."""
+"""The decisions that follow from one operator request: their records, and as text."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ NAME_COLUMNS_MIN = 8
 EXPLAINED = ("why", "needs", "cost_waf", "weight_from")
 """Fields of a waiting task that are computed on request."""
 TIE_RATIO = 1e-4
-"""Two plans that are no further apart count as equal where they are told."""
+"""Two plans whose WAF differs by less are printed as equal."""
 
 
 class Followed(Struct, frozen=True, kw_only=True):
-    """What the control plane decided upon one request: records of the same append, as bodies."""
+    """The decisions that follow from one request: bodies of the records of one append."""
 
     seq: int
     plan: Plain | None
@@ -29,7 +29,7 @@ class Followed(Struct, frozen=True, kw_only=True):
     waiting: list[Plain]
     withheld: list[Plain]
     orders: list[str]
-    """The kinds of the orders that went out at once."""
+    """The kinds of the orders in the same append."""
 
     def as_json(self) -> str:
         """One JSON object."""
@@ -37,9 +37,9 @@ class Followed(Struct, frozen=True, kw_only=True):
 
 
 def followed_by(client: Client, seq: int) -> Followed:
-    """Read what the log has behind a request with it as the cause.
+    """Read the records that a request caused.
 
-    Requests of one write stand in one append: what followed from each of them is of it.
+    Requests of one write share one append, and so the decisions of that append.
     """
     found: list[Plain] = []
     source, causes = "", {seq}
@@ -62,7 +62,7 @@ def followed_by(client: Client, seq: int) -> Followed:
 
 
 def _explained(client: Client, waiting: list[Plain]) -> list[Plain]:
-    """What each of these tasks needs as of now: the log has only why it waits."""
+    """Add what each waiting task needs as of now: the log holds only why it waits."""
     if not waiting:
         return []
     tasks = {task["id"]: task for task in client.get("/v1/state", explain=1)["tasks"]}
@@ -71,7 +71,7 @@ def _explained(client: Client, waiting: list[Plain]) -> list[Plain]:
 
 
 def _joined(plans: list[Plain]) -> Plain | None:
-    """The last plan, told against what there was before the first."""
+    """The last plan, with the slots before the first plan."""
     if not plans:
         return None
     before = {one["task"]: one["slots_before"] for plan in reversed(plans)
@@ -81,9 +81,9 @@ def _joined(plans: list[Plain]) -> Plain | None:
 
 
 def plan_lines(followed: Followed, view: Plain) -> list[str]:
-    """The plan against the one before, then a line for each task that it changes.
+    """The plan compared with the one before, then one line for each task that changes.
 
-    `view` is the state before the request, as of GET /v1/state.
+    `view`: the state before the request, as GET /v1/state returns it.
     """
     plan, before = followed.plan, view["plan"]
     tasks = {task["id"]: task for task in view["tasks"]}
@@ -107,32 +107,32 @@ def plan_lines(followed: Followed, view: Plain) -> list[str]:
         number = one["task"]
         lines.append(f"{names[number]:<{width}} {one['slots_before']} -> "
                      + number_of(one["slots"], "slot")
-                     + _way(tasks.get(number), placed.get(number), waiting.get(number)))
-    told = _waits([body for body in followed.waiting if body["task"] not in names], tasks)
-    if told:  # else nothing changed for those who wait
+                     + _placement(tasks.get(number), placed.get(number), waiting.get(number)))
+    waits = _waits([body for body in followed.waiting if body["task"] not in names], tasks)
+    if waits:  # else nothing changed for waiting tasks
         given = {one["task"]: one["slots"] for one in plan["allocations"]}
         rest = [task["name"] for number, task in tasks.items() if number not in waiting
                 and number not in names and task["state"] == "waiting" and not given.get(number)]
-        told += labelled("waits", f"as before: {', '.join(rest)}", 9) if rest else []
-    return [*lines, *([] if changed else ["         no task moves"]), *told]
+        waits += labelled("waits", f"as before: {', '.join(rest)}", 9) if rest else []
+    return [*lines, *([] if changed else ["         no task moves"]), *waits]
 
 
 def hidden(waf: float, chosen: float) -> str:
-    """`, 0.3 % less`: how far a beaten plan's WAF is off, where it reads as the chosen one's."""
+    """`, 0.3 % less`: the difference of an alternative's WAF, if both print as the same number."""
     if scaled(waf, "") != scaled(chosen, "") or math.isclose(waf, chosen, rel_tol=TIE_RATIO):
         return ""
     return f", {100 * abs(waf / chosen - 1):.1g} % {'less' if waf < chosen else 'more'}"
 
 
 def view_before(before: Plain, after: Plain) -> Plain:
-    """The view before a request, with the tasks that came with it; these had no ranks."""
+    """The view before a request, plus the tasks that the request added, without ranks."""
     known = {task["id"] for task in before["tasks"]}
     return {**before, "tasks": [*before["tasks"], *(
         {**task, "ranks": []} for task in after["tasks"] if task["id"] not in known)]}
 
 
 def _waits(waiting: list[Plain], tasks: dict[int, Plain]) -> list[str]:
-    """Who got nothing before and gets nothing now: why, and what it needs."""
+    """Tasks without slots before and now: why they wait, and what they need."""
     return [line for body in waiting if body["task"] in tasks for line in labelled(
         "waits", f"{tasks[body['task']]['name']}: {body['why']}{_needs(body, '; needs')}", 9)]
 
@@ -141,8 +141,8 @@ def _needs(body: Plain, words: str) -> str:
     return f"{words} {body['needs']}" if body["needs"] else ""
 
 
-def _way(task: Plain | None, seats: list[Plain] | None, waits: Plain | None) -> str:
-    """Where a task goes, or how it stops; not of one that came with the request or after it."""
+def _placement(task: Plain | None, seats: list[Plain] | None, waits: Plain | None) -> str:
+    """The new placement of a task, or how it stops; empty for a new task."""
     if seats is None or task is None:
         return ""
     if not seats:

@@ -1,6 +1,6 @@
 """The long-lived processes behind `unicron control-plane` and `unicron agent`.
 
-Each writes its own pid file: whoever started it may be gone before it could.
+Each writes its own pid file: its parent may exit before it could.
 """
 
 from __future__ import annotations
@@ -29,48 +29,48 @@ from ..cluster.state_dir import StateDir
 if TYPE_CHECKING:
     from ...workers.agent.health.custom_checks import Checks
 
-ASK_S_MAX = 20.0
+PROBE_S_MAX = 20.0
 AWAY_S_MAX = 60.0
 POLL_S = 0.05
 
 
 def control_plane(state: StateDir, *, redis_url: str, host: str, port: int, cluster: str,
                   policy: Path | None, observe: bool, allow_inject: bool) -> None:
-    """Serve until told to stop. Raises UsageError."""
+    """Serve until a signal. Raises UsageError."""
     from ...control_plane import server
     from ..files import policy_file
 
     if not redis_url:
         raise UsageError("no Redis is named", "unicron up, or set UNICRON_REDIS_URL")
-    told = policy_file.load(policy) if policy is not None else Policy()
-    _note(state, CONTROL_PLANE)
+    loaded = policy_file.load(policy) if policy is not None else Policy()
+    _write_pid_file(state, CONTROL_PLANE)
     raise typer.Exit(server.run(server.Options(
         state=state.path, redis_url=redis_url, host=host, port=port, cluster=cluster,
-        policy=msgspec.structs.replace(told, observe=observe, allow_inject=allow_inject))))
+        policy=msgspec.structs.replace(loaded, observe=observe, allow_inject=allow_inject))))
 
 
 def agent(state: StateDir, *, url: str | None, node: str, num_slots: int, host: str,
           redis_url: str, label: Sequence[str], watch: bool, checks: Path | None,
           checks_every_s: float, checks_s_max: float) -> None:
-    """Be a node's agent until told to stop. Raises UsageError."""
+    """Run the agent of a node until a signal. Raises UsageError."""
     from ...workers.agent import main
 
-    told = types.parse(label)
+    labels = types.parse(label)
     own = own_checks(checks, checks_every_s, checks_s_max)
     client = _control_plane(state, url)
     name = node or node_name(platform.node())
-    _note(state, agent_name(name))
+    _write_pid_file(state, agent_name(name))
     raise typer.Exit(main.run(main.Options(
         node=name, url=client.url, token=client.token, num_slots=num_slots or num_devices(),
-        state_dir=state.path, host=host, redis_url=redis_url, labels=told,
+        state_dir=state.path, host=host, redis_url=redis_url, labels=labels,
         watch=watch, checks=own)))
 
 
 def own_checks(folder: Path | None, every_s: float = 60.0, s_max: float = 30.0
                ) -> Checks | None:
-    """A site's own checks, absolute: whoever starts the agent again may stand elsewhere.
+    """The user's own checks, with an absolute folder: the agent may restart in another directory.
 
-    Raises UsageError where the folder cannot be read.
+    Raises UsageError if the folder cannot be read.
     """
     if folder is None:
         return None
@@ -82,7 +82,7 @@ def own_checks(folder: Path | None, every_s: float = 60.0, s_max: float = 30.0
 
 
 def _control_plane(state: StateDir, url: str | None) -> Client:
-    """Its address; it may be about to start, or between two lives."""
+    """A client of the control plane; waits while it starts or restarts."""
     deadline_s = time.monotonic() + AWAY_S_MAX
     while True:
         try:
@@ -94,12 +94,12 @@ def _control_plane(state: StateDir, url: str | None) -> Client:
 
 
 def node_name(host: str) -> str:
-    """A host's name as a node's: its first label, in lower case."""
+    """The first label of a host's name, in lower case, as a node's name."""
     return re.sub(r"[^a-z0-9-]", "-", host.lower().partition(".")[0]).strip("-") or "n1"
 
 
 def num_devices() -> int:
-    """One slot for each visible GPU; without any, one."""
+    """The number of visible GPUs, at least one."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return max(len([part for part in visible.split(",") if part.strip()]), 1)
@@ -107,15 +107,16 @@ def num_devices() -> int:
     if tool is None:
         return 1
     try:
-        told = subprocess.run([tool, "-L"], capture_output=True, text=True, check=False,
-                              timeout=ASK_S_MAX).stdout
+        listing = subprocess.run([tool, "-L"], capture_output=True, text=True, check=False,
+                              timeout=PROBE_S_MAX).stdout
     except (OSError, subprocess.TimeoutExpired):
         return 1
-    return max(sum(line.startswith("GPU ") for line in told.splitlines()), 1)
+    return max(sum(line.startswith("GPU ") for line in listing.splitlines()), 1)
 
 
-def _note(state: StateDir, name: str) -> None:
-    """Write our own pid file, unless another live process has that name."""
+def _write_pid_file(state: StateDir, name: str) -> None:
+    """Write the pid file of this process. Raises UsageError if another live process has that name.
+    """
     state.create()
     found = processes.find(state, name)
     if found is not None and found.pid != os.getpid():

@@ -1,4 +1,4 @@
-"""`status`: the cluster, one task, or the nodes; once, or anew every second."""
+"""`status`: the cluster, one task, or the nodes; once, or every second."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ CLEAR = "\x1b[H\x1b[J"
 
 
 def status(state: StateDir, url: str | None, what: str, *, watch: bool, as_json: bool) -> None:
-    """Print it. Raises UsageError. Ctrl-C ends a watch in order."""
+    """Print the screen. Raises UsageError. Ctrl-C ends --watch."""
     client = connect(state, url)
     told = _history() if what not in ("", "nodes") else None
     if not watch:
         for line in _screen(state, client, what, told, as_json=as_json):
             console.out(line)
         return
-    client.get("/v1/state")  # a wrong address is told now, not waited for
+    client.get("/v1/state")  # fail now if the address is wrong
     try:
         while True:
             try:
@@ -81,7 +81,7 @@ def _screen(state: StateDir, client: Client, what: str, told: History | None, *,
 
 
 def _refuse_node(view: Plain, what: str, option: str) -> None:
-    """Raises UsageError for a node's name that is no task's: nodes have one screen."""
+    """Raises UsageError for the name of a node: the nodes share one screen."""
     if (what in [node["id"] for node in view["nodes"]]
             and what not in [task["name"] for task in view["tasks"]]):
         raise UsageError(f"{what!r} is a node, not a task", f"unicron status nodes{option}")

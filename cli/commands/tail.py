@@ -1,4 +1,4 @@
-"""`tail`: the log, one record a line, from the control plane's HTTP."""
+"""`tail`: the log over HTTP, one record per line."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .operate import pick_node
 from .tasks import pick
 
 Plain = dict[str, Any]
-AWAY_S_MAX = 120.0
-"""How long a followed control plane may be away."""
+UNREACHABLE_S_MAX = 120.0
+"""Give up after the control plane was unreachable for this long."""
 RETRY_S = 0.5
 NEWEST_NUM = 4
 
 
 class Filter(Struct, frozen=True, kw_only=True):
-    """What to show; empty and None pass everything."""
+    """The filters; an empty set or None passes all records."""
 
     kinds: frozenset[str] = frozenset()
     task: str | None = None
@@ -35,7 +35,7 @@ class Filter(Struct, frozen=True, kw_only=True):
     @staticmethod
     def make(kinds: Sequence[str], task: str | None, node: str | None,
              incident: str | None) -> Filter:
-        """From the options as typed. Raises UsageError."""
+        """Build it from the options as typed. Raises UsageError."""
         return Filter(kinds=frozenset(_kind(kind) for kind in kinds), task=task, node=node,
                       incident=None if incident is None else incident_id(incident))
 
@@ -61,9 +61,9 @@ def _kind(text: str) -> str:
 
 def tail(state: StateDir, url: str | None, wanted: Filter, *, after: int, follow: bool,
          as_json: bool) -> None:
-    """Print the records that pass. Ctrl-C ends a follow in order."""
+    """Print the records that pass the filters. Ctrl-C ends --follow."""
     client = connect(state, url)
-    client.get("/v1/health")  # a wrong address is told now, not waited for
+    client.get("/v1/health")  # fail now if the address is wrong
     view: Plain = client.get("/v1/state")
     task = None if wanted.task is None else int(pick(view["tasks"], wanted.task)["id"])
     _check(client, view, wanted, None if follow else after)
@@ -82,7 +82,7 @@ def tail(state: StateDir, url: str | None, wanted: Filter, *, after: int, follow
 
 
 def _check(client: Client, view: Plain, wanted: Filter, after: int | None) -> None:
-    """What nothing could ever pass is a mistake. Raises UsageError naming what there is."""
+    """Raises UsageError for a filter that no record can pass."""
     if wanted.node is not None:
         pick_node(view["nodes"], wanted.node)
     if (number := wanted.incident) is not None and not _is_incident(client, number):
@@ -95,19 +95,19 @@ def _check(client: Client, view: Plain, wanted: Filter, after: int | None) -> No
 
 
 def _is_incident(client: Client, number: int) -> bool:
-    """Asks the log: the state forgets the older ones."""
+    """Reads the log: the state drops old incidents."""
     opened = next(client.records(max(number - 1, 0), follow=False), None)
     return opened is not None and (opened["seq"], opened["kind"]) == (number, "IncidentOpened")
 
 
 def _records(state: StateDir, url: str | None, client: Client, after: int, *,
              follow: bool) -> Iterator[Plain]:
-    """The log; a followed one goes on where it was when the control plane comes back."""
-    gone_s: float | None = None
+    """The records of the log; --follow resumes after the last one if the control plane restarts."""
+    unreachable_s: float | None = None
     while True:
         try:
             for record in client.records(after, follow=follow):
-                gone_s, after = None, record["seq"]
+                unreachable_s, after = None, record["seq"]
                 yield record
             if not follow:
                 return
@@ -115,11 +115,12 @@ def _records(state: StateDir, url: str | None, client: Client, after: int, *,
             if not follow:
                 raise
         now_s = time.monotonic()
-        if gone_s is None:
-            gone_s = now_s
-            console.talk("the control plane is away; waiting")
-        if now_s - gone_s > AWAY_S_MAX:
-            raise Unreachable(f"the control plane was away for {AWAY_S_MAX:.0f} s", "unicron up")
+        if unreachable_s is None:
+            unreachable_s = now_s
+            console.talk("the control plane is unreachable; waiting")
+        if now_s - unreachable_s > UNREACHABLE_S_MAX:
+            raise Unreachable(f"the control plane was unreachable for {UNREACHABLE_S_MAX:.0f} s",
+                              "unicron up")
         time.sleep(RETRY_S)
         try:
             client = connect(state, url)

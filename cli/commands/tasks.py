@@ -1,4 +1,4 @@
-"""`submit` and `cancel`; and which task a person means by a name."""
+"""`submit` and `cancel`; finding a task by name or id."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Plain = dict[str, Any]
 
 
 def submit(state: StateDir, url: str | None, path: Path, *, as_json: bool) -> int:
-    """Check the job file, then hand it in; the task's id. Raises UsageError."""
+    """Validate the job file and submit it; returns the task's id. Raises UsageError."""
     spec = job_file.load(path)
     client = connect(state, url)
     before: Plain = {} if as_json else client.get("/v1/state")
@@ -49,7 +49,7 @@ def submit(state: StateDir, url: str | None, path: Path, *, as_json: bool) -> in
 
 
 def cancel(state: StateDir, url: str | None, task: str, reason: str, *, as_json: bool) -> None:
-    """Ask for a task's end. Raises UsageError."""
+    """Cancel a task. Raises UsageError."""
     client = connect(state, url)
     found = pick(client.get("/v1/state")["tasks"], task)
     answer = client.post(f"/v1/tasks/{found['id']}/cancel", {"reason": reason})
@@ -58,7 +58,7 @@ def cancel(state: StateDir, url: str | None, task: str, reason: str, *, as_json:
         return
     console.out(f"task {found['id']}  {found['name']} cancelled (seq {answer['seq']})")
     console.talk(
-        f"next: unicron status{option_for(state)}   (the others are planned anew at its end)"
+        f"next: unicron status{option_for(state)}   (the others are planned again at its end)"
     )
 
 
@@ -69,7 +69,8 @@ def resolve(client: Client, wanted: str) -> int:
 
 
 def pick(tasks: list[Plain], wanted: str) -> Plain:
-    """The task that a name or an id means. Raises UsageError naming those there are."""
+    """The task of that name or id, the newest first. Raises UsageError that lists the known tasks.
+    """
     named = [task for task in tasks if task["name"] == wanted]
     found = named or [task for task in tasks if str(task["id"]) == wanted.removeprefix("task-")]
     if found:
@@ -81,12 +82,12 @@ def pick(tasks: list[Plain], wanted: str) -> Plain:
 
 
 def option_for(state: StateDir) -> str:
-    """` --state DIR`, where it must be typed, as a shell reads it."""
+    """` --state DIR` quoted for a shell; empty for the default folder."""
     return "" if state.path == default() else f" {state.option}"
 
 
 def _slots(slots: Slots) -> str:
-    """How many it may have: `8 to 64 in steps of 8`, `8, 16 or 32`."""
+    """The allowed numbers of slots: `8 to 64 in steps of 8`, `8, 16 or 32`."""
     if slots.sizes:
         *first, last = map(str, slots.sizes)
         return f"{', '.join(first)} or {last}" if first else last

@@ -1,8 +1,9 @@
-"""`up` and `down`: a cluster on this machine, watched over until it is told to stop.
+"""`up` and `down`: start, supervise and stop a cluster on this machine.
 
-Life of `up`: lock the folder; adopt or start server, control plane, agents, in this order; wait
-until the log says that the agents have joined; then start again whatever ends, with a backoff.
-SIGINT or SIGTERM: stop agents, control plane, server, then end. SIGKILL: all but `up` go on.
+Life of `up`: lock the folder; adopt or start the server, the control plane and the agents, in this
+order; wait until the log shows that the agents have joined; then restart each process that exits,
+with a backoff. SIGINT or SIGTERM: stop the agents, the control plane and the server, then exit.
+After a SIGKILL of `up` all other processes go on.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ from .tasks import option_for
 
 WATCH_S = 0.1
 BACKOFF_S, BACKOFF_S_MAX = 0.5, 10.0
-CALM_S = 30.0
-"""A process that lived this long has its backoff forgiven."""
+STABLE_S = 30.0
+"""After this uptime the backoff of a process is reset."""
 DETACH_S_MAX = 90.0
 
 
 class Asked(Struct, frozen=True, kw_only=True):
-    """The options as given; None: as the last time on this folder, else the default."""
+    """The options as given. None: the value of the last `up` on this folder, else the default."""
 
     agents: int | None = None
     slots: int | None = None
@@ -49,15 +50,15 @@ class Asked(Struct, frozen=True, kw_only=True):
     port: int | None = None
     cluster: str | None = None
     policy: Path | None = None
-    """A file; the folder keeps a copy."""
+    """A file; the state folder stores a copy."""
     labels: tuple[str, ...] | None = None
-    """KEY=VALUE of all nodes, NODE:KEY=VALUE of one."""
+    """KEY=VALUE for all nodes, NODE:KEY=VALUE for one."""
     observe: bool | None = None
     allow_inject: bool = False
     watch: bool = True
-    """Neither of these is as the last time."""
+    """`allow_inject` and `watch` are not taken from the last `up`."""
     checks: Path | None = None
-    """A folder; `none` forgets the last one."""
+    """A folder; `none` clears it."""
     checks_every_s: float | None = None
 
     def wanted(self, before: Wanted | None, state: StateDir) -> Wanted:
@@ -77,7 +78,7 @@ class Asked(Struct, frozen=True, kw_only=True):
             checks_every_s=self.checks_every_s or last.checks_every_s)
 
     def refuse_other(self, before: Wanted, state: StateDir) -> None:
-        """Raises UsageError for what cannot be changed while the cluster of `before` runs."""
+        """Raises UsageError for options that cannot change while the cluster of `before` runs."""
         for option, asked, runs in (
                 ("--slots", self.slots, before.num_slots),
                 ("--label", self.labels, before.labels),
@@ -89,13 +90,13 @@ class Asked(Struct, frozen=True, kw_only=True):
                 ("--cluster", self.cluster, before.cluster),
                 ("--no-watch", not self.watch or None, not before.watch)):
             if asked is not None and asked != runs:
-                told = ("is another" if option in ("--redis", "--label", "--checks")
+                problem = ("differs" if option in ("--redis", "--label", "--checks")
                         else f"{asked}, but it was {runs}")
-                raise UsageError(f"{option} {told} when what runs on {shown(state.path)} began",
+                raise UsageError(f"{option} {problem} when what runs on {shown(state.path)} began",
                                  f"unicron down {state.option}, then up again")
 
     def refuse_other_policy(self, before: Wanted, state: StateDir) -> None:
-        """Raises UsageError for a policy that is not that of the control plane that runs."""
+        """Raises UsageError if the running control plane has a different policy."""
         where = shown(state.path)
         down = f"unicron down {state.option}, then up"
         if self.observe and not before.observe:
@@ -121,7 +122,7 @@ def up(state: StateDir, asked: Asked, *, detach: bool) -> None:
         raise UsageError(f"--cluster {asked.cluster!r} is not a cluster's name",
                          "lower-case letters, digits, '-' and '.', at most 63")
     if asked.policy is not None:
-        if asked.policy.is_fifo():  # it is read more than once
+        if asked.policy.is_fifo():  # it is read twice
             raise UsageError(f"--policy {asked.policy} is a pipe", "name a file")
         _policy(asked.policy)
     state.create()
@@ -150,7 +151,7 @@ def up(state: StateDir, asked: Asked, *, detach: bool) -> None:
         _say_next(state)
         _Watch(cluster).run(stop)
     except (UnicronError, KeyboardInterrupt):
-        if not before:  # nothing was here before us: leave nothing behind
+        if not before:  # no process ran before: leave none
             cluster.stop(grace=False)
         raise
     finally:
@@ -159,19 +160,20 @@ def up(state: StateDir, asked: Asked, *, detach: bool) -> None:
 
 
 def _absolute(checks: Path) -> str:
-    """Of --checks: agents that are started again may stand elsewhere; "" for the word none."""
+    """The absolute path of --checks, for agents restarted in another directory; "" for the word
+    none."""
     return "" if checks == Path("none") else str(checks.absolute())
 
 
 def _policy(path: Path | str) -> object:
-    """What a policy file says; an empty path is the defaults. Raises UsageError."""
+    """The content of a policy file; an empty path means the defaults. Raises UsageError."""
     from ..files import policy_file
 
     return policy_file.load(Path(path or os.devnull))
 
 
 def _policy_kept(path: str, state: StateDir) -> None:
-    """Raises UsageError where the copy of another time is no policy: nothing would start."""
+    """Raises UsageError if the policy kept from an earlier `up` is invalid: nothing could start."""
     try:
         _policy(path)
     except UsageError as error:
@@ -189,14 +191,14 @@ def _start(cluster: LocalCluster, policy: Path | None) -> None:
     console.out(f"cluster  {cluster.wanted.cluster} on {shown(state.path)}")
     for process in cluster.extra_agents():
         processes.stop_together(state, [process], local_cluster.AGENT_GRACE_S)
-        console.out(f"stopped  {process.name}: not asked for any more")
+        console.out(f"stopped  {process.name}: no longer requested")
     adopted = embedded_server.adopt(state.server) is not None
     server = cluster.ensure_server()
     if server is not None:
         console.out(_line("server", f"127.0.0.1:{server.port}", server.pid, adopted))
     if policy is not None:
         kept = job_file.read_text(policy, job_file.FILE_BYTES_MAX, "name a policy file", "")
-        state.policy.write_text(kept, encoding="utf-8")  # it may be our own copy
+        state.policy.write_text(kept, encoding="utf-8")  # `policy` may be this copy
     cluster.save()
     started = {name: cluster.ensure(name) for name in cluster.names()}
     client = cluster.wait_control_plane()
@@ -213,7 +215,7 @@ def _start(cluster: LocalCluster, policy: Path | None) -> None:
 
 
 def _mode(told: dict[str, Any], option: str) -> list[str]:
-    """Whether the cluster heals: what an operator must not have to guess."""
+    """Whether the cluster heals, and whether faults may be injected."""
     healing: str = told["healing"]
     if healing == "on":
         lines = ["healing  on"]
@@ -238,7 +240,7 @@ def _line(what: str, where: str, pid: int, adopted: bool) -> str:
 
 
 class _Stop:
-    """Set by SIGINT or SIGTERM; a second one means: at once."""
+    """Set by SIGINT or SIGTERM; a second signal stops without grace."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -247,7 +249,7 @@ class _Stop:
         self._starting = True
 
     def begin(self) -> None:
-        """From now on a signal is a wish, no longer an interruption."""
+        """From now on a signal requests a stop; before, it raises KeyboardInterrupt."""
         self._starting = False
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
@@ -257,7 +259,7 @@ class _Stop:
 
 
 class _Watch:
-    """Starts again whatever ends, each with a backoff of its own."""
+    """Restarts each process that exits, with one backoff per process."""
 
     def __init__(self, cluster: LocalCluster) -> None:
         self._cluster = cluster
@@ -268,7 +270,7 @@ class _Watch:
         self._server = embedded_server.adopt(cluster.state.server)
 
     def run(self, stop: _Stop) -> None:
-        """Until a signal; then stop all."""
+        """Supervise until a signal; then stop all."""
         for name in self._cluster.names():
             if found := self._cluster.find(name):
                 self._running[name] = found
@@ -291,8 +293,8 @@ class _Watch:
             return
         if running is not None:
             del self._running[name]
-            calm = now_s - self._began_s.get(name, 0.0) > CALM_S
-            wait_s = BACKOFF_S if calm else min(
+            stable = now_s - self._began_s.get(name, 0.0) > STABLE_S
+            wait_s = BACKOFF_S if stable else min(
                 self._backoff_s.get(name, BACKOFF_S / 2) * 2, BACKOFF_S_MAX)
             self._backoff_s[name], self._due_s[name] = wait_s, now_s + wait_s
             console.talk(f"{name} (pid {running.pid}) ended; again in {wait_s:.1f} s")
@@ -300,7 +302,7 @@ class _Watch:
             return
         try:
             self._running[name] = self._cluster.start(name)
-        except UsageError as error:  # its port is taken meanwhile: try again later
+        except UsageError as error:  # its port is in use now: retry later
             self._due_s[name] = now_s + BACKOFF_S_MAX
             console.talk(f"{name} cannot start: {error}")
             return
@@ -317,7 +319,7 @@ class _Watch:
 
 
 def _detach(state: StateDir, asked: Asked) -> None:
-    """Run `up` in a session of its own; return when it is ready, show what it said."""
+    """Run `up` in its own POSIX session; return when it is ready, print its output."""
     state.lock().close()
     options = {"--agents": asked.agents, "--slots": asked.slots, "--port": asked.port,
                "--cluster": asked.cluster, "--policy": asked.policy,
@@ -332,7 +334,7 @@ def _detach(state: StateDir, asked: Asked) -> None:
     argv += ["--no-watch"] * (not asked.watch)
     for label in ("none",) if asked.labels == () else asked.labels or ():
         argv += ["--label", label]
-    # a Redis URL holds a password: not in argv, which everybody may read
+    # a Redis URL holds a password; argv is readable by all users
     environment = dict(os.environ)
     if asked.redis is not None:
         environment[local_cluster.REDIS_URL] = asked.redis
@@ -345,7 +347,7 @@ def _detach(state: StateDir, asked: Asked) -> None:
         said = path.read_text(encoding="utf-8", errors="replace")
         if "\nstop " in said:
             console.out(said.replace("Ctrl-C, or ", "").rstrip())
-            child.returncode = 0  # it goes on without us
+            child.returncode = 0  # it goes on after this process
             return
         if time.monotonic() > deadline_s:
             child.terminate()
@@ -355,16 +357,16 @@ def _detach(state: StateDir, asked: Asked) -> None:
 
 
 def _raise_as(said: str, code: int) -> None:
-    """The error that `up` told, again."""
+    """Raise the error that the detached `up` printed."""
     lines = said.splitlines()
     message = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")),
-                   f"up ended with code {code}: {lines[-1] if lines else 'it said nothing'}")
+                   f"up ended with code {code}: {lines[-1] if lines else 'no output'}")
     hint = next((line.removeprefix("hint: ") for line in lines if line.startswith("hint: ")), "")
     raise UsageError(message, hint) if code == 2 else local_cluster.LateError(message, hint)
 
 
 def down(state: StateDir) -> None:
-    """Stop `up` and all that it watches over, also when `up` itself is gone."""
+    """Stop `up` and all its processes, even if `up` itself is gone."""
     watching = processes.find(state, UP)
     for line in _unfinished(state):
         console.out(line)
@@ -382,9 +384,9 @@ def down(state: StateDir) -> None:
 
 
 def _unfinished(state: StateDir) -> list[str]:
-    """What stopping now costs each live task, a line each, then how to avoid it.
+    """What stopping now costs each live task, one line each, then how to avoid it.
 
-    Empty when nobody can tell.
+    Empty if the control plane does not answer.
     """
     try:
         tasks = connect(state).get("/v1/state")["tasks"]

@@ -1,4 +1,4 @@
-"""The acts of the demo, in order: each breaks something, and shows what heals it."""
+"""The acts of the demo, in order: each injects a fault and shows the recovery."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from .stage import BrokenError, Stage, is_running
 
 Plain = dict[str, Any]
 VICTIM_NUM = 2
-STRIKE_ITERATION_NUM = 6
+KILL_ITERATION_NUM = 6
 AWAY_S = 2.0
-START_S_MAX, HEAL_S_MAX, RETURN_S_MAX, STRIKE_S_MAX = 120.0, 60.0, 120.0, 120.0
-GLANCE_S = 0.001
+START_S_MAX, HEAL_S_MAX, RETURN_S_MAX, KILL_S_MAX = 120.0, 60.0, 120.0, 120.0
+POLL_S = 0.001
 
 
 class Player(Struct):
-    """One task of the demo: what is asked for, and what the plan gives it with all nodes there."""
+    """One task of the demo: its spec, and its slots in the plan with all nodes."""
 
     spec: JobSpec
     num_slots: int
@@ -45,9 +45,9 @@ class Player(Struct):
         return self.spec.train
 
 
-# --- start --------------------------------------------------------------------------------------
+# --- Start. ---
 def submit(stage: Stage, player: Player) -> Plain:
-    """Submit it; the plan that follows."""
+    """Submit the task; returns the plan that follows."""
     spec, train = player.spec, player.train
     answer = stage.client.post("/v1/tasks", msgspec.to_builtins(spec, str_keys=True))
     player.task = int(answer["task"])
@@ -59,7 +59,7 @@ def submit(stage: Stage, player: Player) -> Plain:
 
 
 def say_plan(stage: Stage, plan: Plain) -> None:
-    """What was chosen and what it beat, with their prices."""
+    """Print the plan and its alternatives with their WAF."""
     body = plan["body"]
     slots = {one["task"]: one["slots"] for one in body["allocations"]}
     rows = [(slots, body["waf"], "chosen")]
@@ -71,7 +71,7 @@ def say_plan(stage: Stage, plan: Plain) -> None:
 
 
 def start(stage: Stage, alpha: Player, beta: Player) -> None:
-    """Both tasks are submitted, planned, started, and step."""
+    """Submit both tasks; wait until both train."""
     submit(stage, alpha)
     say_plan(stage, submit(stage, beta))
     stage.note(None, "T(x) declared in the specs: two cores cannot show scaling")
@@ -89,18 +89,18 @@ def start(stage: Stage, alpha: Player, beta: Player) -> None:
 
 
 def nodes(stage: Stage, task: int) -> str:
-    """The nodes of its seats, in words."""
+    """The nodes of its placement."""
     return " ".join(sorted(set(stage.seats(task).values())))
 
 
 def full(stage: Stage, want: dict[int, int]) -> bool:
-    """Whether each of these tasks steps with that many ranks, all on the seats it was given."""
+    """True if each of these tasks trains with that many ranks, all in their assigned slots."""
     return all(stage.is_full(task, num) for task, num in want.items())
 
 
-# --- a rank is killed ---------------------------------------------------------------------------
-class Strike(Struct):
-    """The kill of a rank, and where it struck."""
+# --- A rank is killed. ---
+class Kill(Struct):
+    """A rank that was killed, and where in the iteration."""
 
     at_s: float
     event: Plain
@@ -115,40 +115,40 @@ class Strike(Struct):
 
 
 def kill_rank(stage: Stage, player: Player) -> None:
-    """SIGKILL in the middle of an iteration; until it is stepped and the rank is back."""
+    """SIGKILL a rank in the middle of an iteration; wait for the step and the rank's return."""
     task = player.task
-    stage.wait(lambda: stage.trace.iteration(task) >= STRIKE_ITERATION_NUM, STRIKE_S_MAX,
-               f"iteration {STRIKE_ITERATION_NUM}")
+    stage.wait(lambda: stage.trace.iteration(task) >= KILL_ITERATION_NUM, KILL_S_MAX,
+               f"iteration {KILL_ITERATION_NUM}")
     pids = stage.trace.pids(task)
-    strike = _strike(stage, task)
+    kill = _kill(stage, task)
     settled = stage.all("Reconfigured", task=task, rank=VICTIM_NUM)
-    own = [one for one in stage.trace.of(task, strike.iteration, "forward")
+    own = [one for one in stage.trace.of(task, kill.iteration, "forward")
            if one["rank"] == VICTIM_NUM]
     stage.say(f"FAULT {stage.num_kills}",
-              f"kill -9 {strike.pid}: {player.name}'s rank {VICTIM_NUM}, in "
-              f"{strike.event['event']}, micro-batch {len(own)} of "
-              f"{len(settled[0]['body']['todo'])}, iteration {strike.iteration}")
+              f"kill -9 {kill.pid}: {player.name}'s rank {VICTIM_NUM}, in "
+              f"{kill.event['event']}, micro-batch {len(own)} of "
+              f"{len(settled[0]['body']['todo'])}, iteration {kill.iteration}")
     exited = stage.wait(
-        lambda: stage.find("RankExited", task=task, rank=VICTIM_NUM, pid=strike.pid),
+        lambda: stage.find("RankExited", task=task, rank=VICTIM_NUM, pid=kill.pid),
         HEAL_S_MAX, "the agent notices")
-    stage.note(exited["at_s"] - strike.at_s,
+    stage.note(exited["at_s"] - kill.at_s,
                f"{exited['source'].split('/')[0]}: rank {VICTIM_NUM} exited, signal "
                f"{exited['body']['signal']}")
     opened = stage.wait(lambda: stage.find("IncidentOpened", task=task), HEAL_S_MAX, "an incident")
-    stage.struck[opened["seq"]] = strike.at_s
-    stage.note(opened["at_s"] - strike.at_s,
+    stage.struck[opened["seq"]] = kill.at_s
+    stage.note(opened["at_s"] - kill.at_s,
                f"{opened['body']['severity']}: {opened['body']['why']}; survivors finish, "
                f"rank {VICTIM_NUM} restarts on its slot")
     told = stage.told.incidents[opened["seq"]]
     stage.wait(lambda: told.stepped_s is not None, HEAL_S_MAX, "the next step")
-    _healed(stage, player, strike, opened["seq"], pids)
-    _return(stage, player, strike)
+    _healed(stage, player, kill, opened["seq"], pids)
+    _return(stage, player, kill)
 
 
-def _strike(stage: Stage, task: int) -> Strike:
-    """SIGKILL as the victim begins the backward of an iteration's second micro-batch."""
+def _kill(stage: Stage, task: int) -> Kill:
+    """SIGKILL as the victim begins the backward pass of an iteration's second micro-batch."""
     trace = stage.trace
-    deadline_s = time.monotonic() + STRIKE_S_MAX
+    deadline_s = time.monotonic() + KILL_S_MAX
     trace.look()
     while time.monotonic() < deadline_s:
         new = [one for one in trace.look() if one["task"] == task and one["rank"] == VICTIM_NUM]
@@ -159,12 +159,12 @@ def _strike(stage: Stage, task: int) -> Strike:
                 at_s = time.time()
                 os.kill(event["pid"], signal.SIGKILL)
                 stage.count_kill()
-                return Strike(at_s=at_s, event=event)
-        time.sleep(GLANCE_S)
+                return Kill(at_s=at_s, event=event)
+        time.sleep(POLL_S)
     raise BrokenError(f"rank {VICTIM_NUM} was never in the middle of an iteration")
 
 
-def _healed(stage: Stage, player: Player, strike: Strike, incident: int,
+def _healed(stage: Stage, player: Player, kill: Kill, incident: int,
             before: dict[int, int]) -> None:
     one = stage.told.incidents[incident]
     assert one.rebuilt_s is not None
@@ -173,32 +173,32 @@ def _healed(stage: Stage, player: Player, strike: Strike, incident: int,
                      for record in stage.all("Reconfigured", after=incident, task=player.task)
                      if record["at_s"] <= (one.resumed_s or 0.0))
     members = stage.all("Reconfigured", task=player.task, generation=generation)
-    # On a loaded machine the restarted rank may be ready before they have rebuilt, and join them.
+    # On a loaded machine the restarted rank may be ready before the rebuild, and join it.
     survivors = sorted(record["body"]["rank"] for record in members
                        if record["body"]["rank"] != VICTIM_NUM)
     same = same_pids(stage, player.task, before, survivors)
-    stage.note(one.rebuilt_s - strike.at_s,
+    stage.note(one.rebuilt_s - kill.at_s,
                f"{ranks(survivors)} rebuilt communicators (generation {generation}), "
                f"same pids {' '.join(str(before[rank]) for rank in survivors)}")
-    _gradients(stage, player, strike, members)
+    _gradients(stage, player, kill, members)
     batch = player.train.num_micro_batches
-    stage.note(one.stepped_s - strike.at_s,
+    stage.note(one.stepped_s - kill.at_s,
                f"iteration {one.iteration} stepped on {batch} of {batch} micro-batches; "
                "no checkpoint read")
     stage.promise(same, "the survivors kept their processes")
-    stage.promise(one.iteration == strike.iteration, "the interrupted iteration was resumed")
+    stage.promise(one.iteration == kill.iteration, "the interrupted iteration was resumed")
     stage.promise(survivors == [rank for rank in sorted(before) if rank != VICTIM_NUM],
                   "all others survived")
 
 
 def same_pids(stage: Stage, task: int, before: dict[int, int], who: list[int]) -> bool:
-    """Whether these ranks run in the processes that they had before."""
+    """True if these ranks still run in the same processes."""
     now = stage.trace.pids(task)
     return all(now[rank] == before[rank] and is_running(now[rank]) for rank in who)
 
 
-def _gradients(stage: Stage, player: Player, strike: Strike, members: list[Plain]) -> None:
-    """What was kept, what was dealt; held against the forward passes in the trace."""
+def _gradients(stage: Stage, player: Player, kill: Kill, members: list[Plain]) -> None:
+    """The micro-batches kept and reassigned, checked against the forward passes in the trace."""
     bodies = [record["body"] for record in members]
     kept = {item for body in bodies for item in body["kept"]}
     todo = [item for body in bodies for item in body["todo"]]
@@ -206,7 +206,7 @@ def _gradients(stage: Stage, player: Player, strike: Strike, members: list[Plain
     stage.note(None, f"gradients of {len(kept)} micro-batches kept; rank {VICTIM_NUM}'s "
                      f"{len(dealt)} dealt, to {ranks(dealt)}")
     passes = [one["micro_batch"] for one in
-              stage.trace.of(player.task, strike.iteration, "forward")]
+              stage.trace.of(player.task, kill.iteration, "forward")]
     twice = sorted({item for item in passes if passes.count(item) > 1})
     batch = player.train.num_micro_batches
     stage.note(None, f"{len(passes)} forward passes for {batch} micro-batches: "
@@ -216,7 +216,7 @@ def _gradients(stage: Stage, player: Player, strike: Strike, members: list[Plain
     stage.promise(not kept & set(twice), "nothing kept was recomputed")
 
 
-def _return(stage: Stage, player: Player, strike: Strike) -> None:
+def _return(stage: Stage, player: Player, kill: Kill) -> None:
     def back() -> Plain | None:
         settled = stage.all("Reconfigured", task=player.task, rank=VICTIM_NUM)
         joined = [record for record in settled if record["body"]["attempt"] > 1]
@@ -229,28 +229,28 @@ def _return(stage: Stage, player: Player, strike: Strike) -> None:
     started = stage.find("RankStarted", task=player.task, rank=VICTIM_NUM,
                          attempt=body["attempt"])
     assert started is not None
-    stage.say("RETURN", f"rank {VICTIM_NUM} back after {span(record['at_s'] - strike.at_s)} "
+    stage.say("RETURN", f"rank {VICTIM_NUM} back after {span(record['at_s'] - kill.at_s)} "
                         f"(pid {started['body']['pid']}), {from_memory(body)}, "
                         f"joins at {body['step_version']}")
     promise_from_memory(stage, body)
 
 
 def from_memory(body: Plain) -> str:
-    """Where a newcomer's state came from, in words; `body` is its Reconfigured."""
+    """Where the state of a new member came from; `body`: its Reconfigured."""
     if body["source"] < 0:
         return "its state from no replica's memory"
     return f"{scaled(body['received_bytes'], 'B')} from rank {body['source']}'s memory"
 
 
 def promise_from_memory(stage: Stage, body: Plain) -> None:
-    """Hold a newcomer to it."""
+    """Check that the state came from the memory of another rank."""
     stage.promise(body["source"] >= 0 and body["source"] != body["rank"]
                   and body["received_bytes"] > 0, "the newcomer's state came from a replica")
 
 
-# --- the control plane is killed ----------------------------------------------------------------
+# --- The control plane is killed. ---
 def kill_control_plane(stage: Stage, players: list[Player]) -> None:
-    """SIGKILL, a while without it, and what the next one finds."""
+    """SIGKILL the control plane, wait, restart it, and check what it recovers."""
     before = {player.task: stage.trace.iteration(player.task) for player in players}
     stage.wait(lambda: all(stage.trace.iteration(task) > at for task, at in before.items()),
                HEAL_S_MAX, "a step")
@@ -316,14 +316,13 @@ def _short(state_hash: str) -> str:
     return state_hash.rpartition(":")[2][:8]
 
 
-# --- The demo's later acts: a node is lost and returns, an urgent task comes, one is cancelled. ---
 NODE = "n2"
 FINISH_S_MAX = 900.0
 
 
-# --- a node is lost -----------------------------------------------------------------------------
+# --- A node is lost. ---
 def lose_node(stage: Stage, hurt: Player, other: Player) -> None:
-    """SIGKILL to an agent, and so to its ranks; one plan for both tasks heals it."""
+    """SIGKILL an agent and so its ranks; one plan for both tasks heals it."""
     pids = {player.task: stage.trace.pids(player.task) for player in (hurt, other)}
     members = stage.members(hurt.task)
     gone = sorted(rank for rank, node in members.items() if node == NODE)
@@ -363,7 +362,7 @@ def lose_node(stage: Stage, hurt: Player, other: Player) -> None:
 
 
 def _say_earned(stage: Stage, player: Player, num: int) -> None:
-    """What the last of that many slots earns the task, weighted, by its table in the log."""
+    """The weighted throughput that the last of `num` slots adds, by the task's table in the log."""
     body = stage.all("ThroughputSet", task=player.task)[-1]["body"]
     rates = dict(zip(body["sizes"], body["rates_flops"], strict=True))
     earned = player.spec.weight * (rates[num] - rates.get(num - 1, 0.0))
@@ -394,7 +393,7 @@ def _suspect_then_lost(stage: Stage, hurt: Player, seq: int, at_s: float) -> Non
 
 
 def say_moves(stage: Stage, seq: int) -> None:
-    """Each transition since, and what it cost; a promise that it lost nothing."""
+    """Each transition since `seq`, and its cost; checks that it lost no iteration."""
     for move in stage.told.transitions:
         if move.seq <= seq or not move.num_before:
             continue
@@ -420,7 +419,7 @@ def _order(stage: Stage, body: Plain) -> Plain:
 
 
 def _prepared(stage: Stage, body: Plain) -> str:
-    """How long the newcomer took to be ready, and what its task did meanwhile."""
+    """How long the new rank took to be ready, and what its task did in that time."""
     ready = stage.find("RankReady", task=body["task"], rank=body["rank"], attempt=body["attempt"])
     assert ready is not None, "no member before it was ready"
     stage.trace.look()
@@ -428,16 +427,16 @@ def _prepared(stage: Stage, body: Plain) -> str:
     others = [one for one in stage.trace.events
               if one["task"] == body["task"] and begin_s <= one["t"] <= end_s
               and (one["rank"], one["attempt"]) != (body["rank"], body["attempt"])]
-    # Not by whole iterations: on a slow machine one may take longer than the newcomer.
+    # Any event counts: on a slow machine one iteration may take longer than the preparation.
     stage.promise(bool(others), "a newcomer prepares while the others train")
     num = len({one["iteration"] for one in others if one["event"] == "step"})
     return (f"; prepared {span(end_s - begin_s)}, "
             + (f"{num} iterations trained meanwhile" if num else "in the midst of one iteration"))
 
 
-# --- it returns ---------------------------------------------------------------------------------
+# --- The node returns. ---
 def return_node(stage: Stage, players: list[Player]) -> None:
-    """Start its agent again; every task grows back."""
+    """Restart the node's agent; every task grows back."""
     seq = stage.told.seq
     agent = stage.cluster.start(agent_name(NODE))
     stage.wait(lambda: stage.find("NodeJoined", after=seq, node=NODE), START_S_MAX, "the node")
@@ -453,9 +452,9 @@ def _grow(stage: Stage, players: list[Player], seq: int) -> None:
     say_moves(stage, seq)
 
 
-# --- an urgent task -----------------------------------------------------------------------------
+# --- An urgent task. ---
 def urgent(stage: Stage, player: Player, others: list[Player]) -> None:
-    """A third task outweighs the others: they shrink, it runs and finishes, they grow again."""
+    """Submit a third task with a higher weight: the others shrink, it finishes, they grow back."""
     stage.look()
     seq = stage.told.seq
     say_plan(stage, submit(stage, player))
@@ -471,9 +470,9 @@ def urgent(stage: Stage, player: Player, others: list[Player]) -> None:
     _grow(stage, others, ended["seq"])
 
 
-# --- ends ---------------------------------------------------------------------------------------
+# --- Ends. ---
 def cancel(stage: Stage, player: Player) -> None:
-    """An operator ends a task for good."""
+    """Cancel a task as an operator."""
     stage.live.discard(player.task)
     asked = stage.client.post(f"/v1/tasks/{player.task}/cancel",
                               {"reason": "the demo has seen enough"})
@@ -488,7 +487,7 @@ def cancel(stage: Stage, player: Player) -> None:
 
 
 def finish(stage: Stage, player: Player) -> None:
-    """Wait for a task's end, and hold it to what was asked for."""
+    """Wait for a task's end, and check the result."""
     train = player.train
     stage.live.discard(player.task)
     ended = stage.wait(lambda: stage.find("TaskEnded", task=player.task), FINISH_S_MAX, "the end")

@@ -1,6 +1,6 @@
-"""`demo`: two real tasks on three nodes, broken on purpose; the proof that nothing was lost.
+"""`demo`: two real tasks on three nodes, several faults, and the proof that nothing was lost.
 
-It does what a user does with `up`, `submit`, `kill -9`, `cancel`, `tail`, `export`, `replay`; and
+It runs what a user runs (`up`, `submit`, `kill -9`, `cancel`, `tail`, `export`, `replay`) and
 measures.
 """
 
@@ -30,16 +30,16 @@ from .twins import ReferenceRuns
 FOLDER = Path("build") / "demo"
 EXAMPLES = Path(__file__).resolve().parents[2] / "deploy" / "examples"
 NUM_SLOTS = {"alpha": 4, "beta": 2, "gamma": 2}
-"""What the plan gives each, with six slots."""
+"""The slots of each task in a plan with six slots."""
 NUM_CORES = 2
 KEPT_ITERATIONS = 100_000
 CHECKPOINT_EVERY_NUM = 8
-"""Iterations. The states saved so often are compared with the reference runs after each fault;
-the demo reads none of them to heal a task."""
+"""Iterations. These checkpoints are compared with the reference runs after each fault; no recovery
+of the demo reads them."""
 
 
 def demo(*, keep: bool, num_iterations: int) -> int:
-    """Run it; 0 when everything was as promised. Raises UsageError before anything is started."""
+    """Run it; 0 if every check passed. Raises UsageError before it starts anything."""
     _check()
     players = [_player(name, num_iterations) for name in NUM_SLOTS]
     stage = Stage(FOLDER)
@@ -72,7 +72,7 @@ def _check() -> None:
 
 
 def _player(name: str, num_iterations: int) -> Player:
-    """The example's task; its output in the demo's folder, alpha's length as asked."""
+    """The example's task, with its output in the demo's folder and alpha's length as given."""
     spec = job_file.load(EXAMPLES / f"demo-{name}.yaml")
     assert spec.train is not None
     train = msgspec.structs.replace(spec.train, output=str((FOLDER / name).absolute()),
@@ -83,7 +83,7 @@ def _player(name: str, num_iterations: int) -> Player:
 
 
 def _run(stage: Stage, alpha: Player, beta: Player, gamma: Player) -> None:
-    """The acts, in order. Raises BrokenError."""
+    """Run the acts in order. Raises BrokenError."""
     cores = _take_cores()
     stage.say("setup", f"unicron {__version__}, Python {platform.python_version()}, torch "
                        f"{metadata.version('torch')}, megatron-core "
@@ -113,7 +113,7 @@ def _run(stage: Stage, alpha: Player, beta: Player, gamma: Player) -> None:
 
 
 def _take_cores() -> str:
-    """Run on two cores wherever there are more, so that the acts meet running tasks everywhere."""
+    """Run on two cores even if there are more, so that the timing is similar everywhere."""
     if not hasattr(os, "sched_setaffinity"):
         return f"{os.cpu_count()} cores"
     usable = sorted(os.sched_getaffinity(0))
@@ -142,7 +142,7 @@ def _end(stage: Stage, alpha: Player, *, keep: bool) -> int:
 
 
 def _leave(stage: Stage, alpha: Player) -> None:
-    """A task that trains on, and `up` to watch over the cluster."""
+    """Submit a task that keeps training, and leave `up` running."""
     output = str((FOLDER / "yours").absolute())
     train = msgspec.structs.replace(alpha.train, iterations=KEPT_ITERATIONS, output=output,
                                     checkpoint_every=0)

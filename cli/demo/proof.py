@@ -1,4 +1,4 @@
-"""The demo's proof from the log: timeline, curves, and every decision made again."""
+"""The demo's proof from the log: timeline, curves, and every decision recomputed."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ WAF_COLUMNS = 50
 
 
 def unicron(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run one of our commands in a fresh process that knows of no cluster."""
+    """Run a `unicron` command in a fresh process without UNICRON_* variables."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith("UNICRON_")}
     return subprocess.run([sys.executable, "-P", "-m", "unicron.cli.main", *arguments], text=True,
                           capture_output=True, check=False, env=clean, timeout=COMPARE_S_MAX)
 
 
 def export(stage: Stage, name: str) -> Path:
-    """Write the log as it is now to a file."""
+    """Export the log so far to a file."""
     path = stage.state.path / name
     told = unicron("export", str(path), "--state", str(stage.state.path))
     if told.returncode:
@@ -40,7 +40,7 @@ def export(stage: Stage, name: str) -> Path:
 
 
 def hash_at(path: Path, seq: int) -> str:
-    """The state's hash after that record, by a fold of the file in a fresh process."""
+    """The state's hash after record `seq`, folded from the file in a fresh process."""
     told = unicron("replay", str(path), "--until", str(seq), "-o", "json")
     if told.returncode:
         raise BrokenError(f"replay: {told.stderr.strip()}")
@@ -48,7 +48,7 @@ def hash_at(path: Path, seq: int) -> str:
 
 
 def verify(stage: Stage, path: Path) -> None:
-    """`unicron replay FILE --verify` in a fresh process; the last line but the table's."""
+    """Run `unicron replay FILE --verify` in a fresh process and print the verdict."""
     told = unicron("replay", str(path), "--verify", "-o", "json")
     verdict: Plain = json.loads(told.stdout) if told.stdout else {}
     ok = told.returncode == 0 and bool(verdict.get("ok"))
@@ -67,7 +67,7 @@ def verify(stage: Stage, path: Path) -> None:
 
 
 def timeline(stage: Stage) -> None:
-    """The incidents' phases, since the fault itself; the control plane's has but its own end."""
+    """The phases of the incidents since the fault; for the control plane, its downtime."""
     stage.say("timeline", "since the kill; from the log's records")
     rows = [_phases(stage, one) for one in stage.told.incidents.values()]
     rows.append(["-", "control plane killed", "-", "-", "-", ms(stage.away_s), "-", "-"])
@@ -94,7 +94,7 @@ def _phases(stage: Stage, one: IncidentHistory) -> list[str]:
 
 
 def waf(stage: Stage) -> None:
-    """What the cluster earned, as measured, and what the plans promised of the ideal."""
+    """The measured WAF, the WAF of the plans, and the ideal."""
     told = waf_of(stage.told, WAF_COLUMNS)
     mean = math.fsum(told.achieved) / len(told.achieved)
     stage.say("WAF", f"from the first task to the last end, {told.bucket_s:.1f} s a column")

@@ -1,7 +1,7 @@
-"""The demo's stage: a cluster of its own, what its log and its trace tell, promises that are kept.
+"""The demo's cluster, log, trace and checks.
 
-Every figure that the demo prints is read here: from records, from the ranks' trace, or from a
-clock around something that it did itself.
+Every number that the demo prints is read here: from records, from the ranks' trace, or from a clock
+around the demo's own actions.
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ from ..cluster.state_dir import StateDir, shown
 from ..terminal import console
 from ..terminal.format import ms, span
 
-# --- The demo's eyes inside the ranks: the trace of every phase of every micro-batch, as it grows.
-# ---
+# --- The ranks' trace: every phase of every micro-batch. ---
 
 Plain = dict[str, Any]
 
 
 class Trace:
-    """What the ranks write down of every phase, read as it grows."""
+    """The trace files of the ranks, read as they grow."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -44,7 +43,7 @@ class Trace:
         self._read: dict[Path, int] = {}
 
     def look(self) -> list[Plain]:
-        """What is new, in order of each file."""
+        """The new events, in the order of each file."""
         new: list[Plain] = []
         for path in sorted(self.folder.glob("*.jsonl")):
             with path.open("rb") as file:
@@ -74,7 +73,7 @@ class Trace:
                    default=-1)
 
     def of(self, task: int, iteration: int, event: str) -> list[Plain]:
-        """All notes of one kind in one iteration, in order of time."""
+        """All events of one kind in one iteration, in order of time."""
         self.look()
         return sorted((one for one in self.events if one["task"] == task
                        and one["iteration"] == iteration and one["event"] == event),
@@ -82,23 +81,25 @@ class Trace:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process of that pid runs (a zombie does not)."""
+    """True if the process runs (a zombie does not)."""
     return start_time(pid) != ""
+
+
 T = TypeVar("T")
 LOOK_S = 0.05
 PROGRESS_S = 3.0
 NUM_AGENTS, NUM_SLOTS = 3, 2
 NICE_NUM = 10
 SILENCE_S_MAX, EVIDENCE_S_MAX = 1.5, 3.0
-"""A lost node is told sooner than by default; a peer's word of it waits until it can be."""
+"""A lost node is detected sooner than by default; evidence from a peer is held until then."""
 
 
 class BrokenError(UnicronError):
-    """Something did not happen that the demo promises."""
+    """A check of the demo failed."""
 
 
 class Stage:
-    """One demo. Use `open`, then `close` whatever happens."""
+    """One run of the demo. Call `open`, and `close` in any case."""
 
     def __init__(self, folder: Path) -> None:
         self.state = StateDir(folder)
@@ -108,9 +109,9 @@ class Stage:
         self.records: list[Plain] = []
         self.trace = Trace(folder / "trace")
         self.faults: list[dict[int, int]] = []
-        """By kill: by task, the iteration in which it struck."""
+        """Per kill: the iteration of each task."""
         self.struck: dict[int, float] = {}
-        """When the fault was made that an incident is about; seconds since 1970."""
+        """Per incident: the time of the kill, seconds since 1970."""
         self.away_s = 0.0
         """From the control plane's kill to the next epoch."""
         self.live: set[int] = set()
@@ -123,9 +124,9 @@ class Stage:
         self._client: Client | None = None
         self._said_s = 0.0
 
-    # --- the cluster ----------------------------------------------------------------------------
+    # --- The cluster. ---
     def open(self) -> None:
-        """A fresh folder. Raises UsageError when a demo runs on it, or it is not a demo's."""
+        """Create a fresh folder. Raises UsageError if a demo runs on it, or it is not a demo's."""
         path = self.state.path
         if path.exists():
             if any(path.iterdir()) and not (path / "up.lock").exists():
@@ -140,7 +141,7 @@ class Stage:
         self._lock = self.state.lock()
 
     def start(self) -> None:
-        """Server, control plane, agents."""
+        """Start the server, the control plane and the agents."""
         cluster = self.cluster
         self._policy.write_text(f"silence_s_max: {SILENCE_S_MAX}\n"
                                 f"evidence_s_max: {EVIDENCE_S_MAX}\n")
@@ -162,27 +163,27 @@ class Stage:
                         f"{Policy().silence_s_max:g}, is suspect; agents beat every {BEAT_S:g} s")
 
     def close(self, *, keep: bool = False) -> None:
-        """Stop all that was started, unless it is to be kept; free the folder."""
+        """Stop all processes unless `keep`; unlock the folder."""
         if not keep:
             local_cluster.stop_all(self.state)
         if self._lock is not None:
             self._lock.close()
 
     def restart_control_plane(self) -> Process:
-        """Start it again, and wait until it leads."""
+        """Restart it, and wait until it leads."""
         process = self.cluster.start(CONTROL_PLANE)
         self._client = self.cluster.wait_control_plane()
         return process
 
     def process(self, name: str) -> Process:
-        """A process of the cluster that must be there."""
+        """A process of the cluster. Raises BrokenError if it is gone."""
         found = processes.find(self.state, name)
         if found is None:
             raise BrokenError(f"{name} is gone")
         return found
 
     def count_kill(self) -> None:
-        """Note a kill just made, and the iteration of each task at that time."""
+        """Record a kill, and the iteration of each task at that time."""
         self.faults.append({task: self.trace.iteration(task) for task in self.live})
 
     @property
@@ -199,27 +200,27 @@ class Stage:
         """Since the demo began."""
         return time.monotonic() - self.began_s
 
-    # --- words ----------------------------------------------------------------------------------
+    # --- Output. ---
     def say(self, label: str, text: str) -> None:
-        """A line behind the demo's own clock."""
+        """Print a line with the demo's elapsed time."""
         elapsed = f"{self.elapsed_s:.1f} s"
         console.out(f"{elapsed:>7}  {label:<8} {text}".rstrip())
         self._said_s = time.monotonic()
 
     def note(self, since_s: float | None, text: str) -> None:
-        """A line below one: what happened how long after it."""
+        """Print a detail line: the time since the fault, and the text."""
         console.out(f"{'':9}{'' if since_s is None else ms(max(since_s, 0.0)):>8} {text}".rstrip())
         self._said_s = time.monotonic()
 
     def promise(self, holds: bool, what: str) -> None:
-        """Keep account of what was promised; a broken one is said at once."""
+        """Record a check; print a failed one immediately."""
         if not holds:
             self.broken.append(what)
             self.say("BROKEN", what)
 
-    # --- the log --------------------------------------------------------------------------------
+    # --- The log. ---
     def look(self) -> list[Plain]:
-        """Read what is new in the log; those records."""
+        """Read and return the new records of the log."""
         try:
             new = list(self.client.records(self.told.seq, follow=False))
         except (Interrupted, Unable, Unreachable):
@@ -233,7 +234,7 @@ class Stage:
         return new
 
     def wait(self, attempt: Callable[[], T | None], limit_s: float, what: str) -> T:
-        """Look until it answers what is true, saying how the training goes. Raises BrokenError."""
+        """Poll until `attempt` returns a true value, printing the progress. Raises BrokenError."""
         deadline_s = time.monotonic() + limit_s
         self.look()
         while not (answer := attempt()):
@@ -251,48 +252,48 @@ class Stage:
         return answer
 
     def find(self, kind: str, *, after: int = 0, **wanted: object) -> Plain | None:
-        """The first record of that kind behind `after` whose body says so."""
+        """The first record of that kind after `after` whose body has these values."""
         return next(iter(self.all(kind, after=after, **wanted)), None)
 
     def last(self, kind: str, **wanted: object) -> Plain | None:
-        """The last record of that kind whose body says so."""
+        """The last record of that kind whose body has these values."""
         return next(reversed(self.all(kind, after=0, **wanted)), None)
 
     def all(self, kind: str, *, after: int = 0, **wanted: object) -> list[Plain]:
-        """All records of that kind behind `after` whose bodies say so."""
+        """All records of that kind after `after` whose bodies have these values."""
         return [record for record in self.records
                 if record["kind"] == kind and record["seq"] > after
                 and all(record["body"].get(key) == value for key, value in wanted.items())]
 
-    # --- where ranks are ------------------------------------------------------------------------
+    # --- Placement. ---
     def members(self, task: int) -> dict[int, str]:
-        """Of its newest generation, by rank: the node that it is on."""
+        """The node of each rank of the newest generation."""
         order = self.last("Reconfigure", task=task)
         return {} if order is None else {one["rank"]: one["node"]
                                          for one in order["body"]["members"]}
 
     def seats(self, task: int) -> dict[int, str]:
-        """Of its newest placement, by rank: the node of its seat."""
+        """The node of each rank of the newest placement."""
         placed = self.last("TaskPlaced", task=task)
         return {} if placed is None else {one["rank"]: one["slot"]["node"]
                                           for one in placed["body"]["seats"]}
 
     def is_full(self, task: int, num: int) -> bool:
-        """Whether it steps with exactly these seats, `num` of them."""
+        """True if it trains with exactly this placement, `num` ranks."""
         members, order = self.members(task), self.last("Reconfigure", task=task)
         return (order is not None and members == self.seats(task) and len(members) == num
                 and self.find("TaskProgressed", task=task,
                               generation=order["body"]["generation"]) is not None)
 
     def _give_way(self, ready: Plain) -> None:
-        """A rank that is ready gives way to those that prepare: all share two cores here."""
+        """Lower the priority of a ready rank: ranks that prepare share the two cores with it."""
         started = self.find("RankStarted", task=ready["task"], rank=ready["rank"],
                             attempt=ready["attempt"])
         pid = int(started["body"]["pid"]) if started is not None else 0
         for thread in Path(f"/proc/{pid}/task").glob("*"):
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, int(thread.name), NICE_NUM)
-        with contextlib.suppress(OSError):  # where the kernel groups by session, the group's counts
+        with contextlib.suppress(OSError):  # with autogroups the group's priority counts
             if os.getsid(pid) == pid:
                 Path(f"/proc/{pid}/autogroup").write_text(str(NICE_NUM))
 
@@ -300,11 +301,11 @@ class Stage:
         return self.told.tasks[task].name
 
     def losses(self, task: int) -> dict[int, float]:
-        """By iteration, as told so far."""
+        """The reported losses by iteration."""
         return self.told.tasks[task].losses
 
     def _progress(self) -> None:
-        """Now and then, how the training goes."""
+        """Print the training progress every few seconds."""
         if time.monotonic() - self._said_s < PROGRESS_S:
             return
         parts = [f"{task.name} {max(task.losses) + 1}/{task.num_iterations}, loss "

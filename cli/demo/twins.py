@@ -1,9 +1,9 @@
-"""The demo's proof against reference runs: losses, parameters and optimizer state of each task.
+"""The demo's comparison with reference runs: losses, parameters and optimizer state of each task.
 
-A reference run trains a task undisturbed, in one process. Each task has one for each of several
-orders of summing its micro-batches. How far these differ is the noise: two equal trainings may
-differ by it. The demo's task is held to the first, within a few times the noise: its losses, and
-its saved states after each fault and at the end. Two processes run at a time.
+A reference run trains a task without faults, in one process. Each task has several, one per order
+of summing its micro-batches; the differences between them are the noise of equal trainings. The
+demo's task must match the first within a few times the noise: its losses, and its checkpoints after
+each fault and at the end. Two processes run at a time.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ PROGRESS_S = 6.0
 LOOK_S = 0.05
 NUM_TOGETHER = 2
 ORDERS = ("", "-reversed", "-shuffled")
-"""What a run's name ends with, by its order of summing (reference.py)."""
+"""The suffix of a run's name for each order of summing (reference.py)."""
 COMPARISON = "comparison"
 
 
 class Job(Struct, kw_only=True):
-    """One process of the reference, started when those it needs are done."""
+    """One process of the reference runs, started when the jobs in `needs` are done."""
 
     name: str
     arguments: list[str]
@@ -53,7 +53,7 @@ class Job(Struct, kw_only=True):
 
 
 class SavedState(Struct, frozen=True):
-    """A checkpoint of the demo's task that is compared, and why this one."""
+    """A checkpoint of the demo's task that is compared, and the reason."""
 
     iteration: int
     path: str
@@ -61,7 +61,7 @@ class SavedState(Struct, frozen=True):
 
 
 def saved_states(stage: Stage, player: Player) -> list[SavedState]:
-    """The first state saved after each fault, and the last one."""
+    """The first checkpoint after each fault, and the last one."""
     num_told = len(stage.losses(player.task))
     paths = {record["body"]["step_version"]: record["body"]["path"]
              for record in stage.all("CheckpointSaved", task=player.task)
@@ -81,7 +81,7 @@ def saved_states(stage: Stage, player: Player) -> list[SavedState]:
 
 
 class ReferenceRuns:
-    """Trains the reference runs of these tasks and compares. Use `run`, then always `stop`."""
+    """Runs the reference runs and compares. Call `run`, and `stop` in any case."""
 
     def __init__(self, stage: Stage, players: list[Player]) -> None:
         self._stage, self._players = stage, players
@@ -93,7 +93,7 @@ class ReferenceRuns:
         self._jobs += [self._comparison(player) for player in players]
 
     def _training(self, player: Player, order: int) -> Job:
-        """As many iterations as the task came, undisturbed."""
+        """As many iterations as the task has done, without faults."""
         name = f"{player.name}{ORDERS[order]}"
         out = self._folder / name
         out.mkdir()
@@ -105,7 +105,7 @@ class ReferenceRuns:
             "--keep", *(str(state.iteration) for state in self._states[player.task])])
 
     def _comparison(self, player: Player) -> Job:
-        """Of each saved state, and of the same state in the other orders, with the first order."""
+        """Compares each checkpoint, and its states in the other orders, with the first order."""
         runs = [f"{player.name}{end}" for end in ORDERS]
         ones: list[str] = []
         others: list[str] = []
@@ -117,12 +117,12 @@ class ReferenceRuns:
                    arguments=["--compare", *ones, "--to", *others] if ones else [])
 
     def run(self) -> None:
-        """Train all, compare, judge. Raises BrokenError."""
+        """Train, compare, judge. Raises BrokenError."""
         began_s = said_s = changed_s = time.monotonic()
         num_bytes = 0
         while True:
             done = all(job.is_done for job in self._jobs)
-            self._start_next()  # raises where one failed, so also for the last
+            self._start_next()  # raises BrokenError if a run failed, also the last
             if done:
                 break
             time.sleep(LOOK_S)
@@ -142,7 +142,7 @@ class ReferenceRuns:
         self._judge()
 
     def stop(self) -> None:
-        """End what still trains."""
+        """Kill the running processes."""
         for job in self._jobs:
             if job.process is not None:
                 if job.is_running:
@@ -154,8 +154,8 @@ class ReferenceRuns:
         for job in self._jobs:
             if job.process is not None and job.process.poll():
                 raise BrokenError(f"the reference run {job.name} failed, see {self._folder}")
-            room = sum(one.is_running for one in self._jobs) < NUM_TOGETHER
-            if job.process is None and room and all(name in done for name in job.needs):
+            is_free = sum(one.is_running for one in self._jobs) < NUM_TOGETHER
+            if job.process is None and is_free and all(name in done for name in job.needs):
                 with ((self._folder / f"{job.name}.jsonl").open("wb") as out,
                       (self._folder / f"{job.name}.log").open("wb") as log):
                     job.process = subprocess.Popen(
@@ -192,7 +192,8 @@ class ReferenceRuns:
                          f"one rounding of float32 ({ROUNDING_RATIO:.1e})")
 
     def _differences(self, player: Player) -> list[tuple[Any, ...]]:
-        """What is compared, our difference from the first order, and those of the other orders."""
+        """For each compared item: its name, our difference from the first order, and those of the
+        other orders."""
         first, *others = (self._losses(f"{player.name}{end}") for end in ORDERS)
         told = self._stage.losses(player.task)
         found: list[tuple[Any, ...]] = [(
@@ -208,7 +209,7 @@ class ReferenceRuns:
 
 
 def _gap(ours: list[float], theirs: list[float]) -> float:
-    """The largest relative difference of two losses; infinite where one is missing or NaN."""
+    """The largest relative difference of two losses; infinite if one is missing or NaN."""
     if len(ours) != len(theirs) or not ours:
         return math.inf
     gaps = [abs(mine - their) / abs(their) for mine, their in zip(ours, theirs, strict=True)]

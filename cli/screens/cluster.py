@@ -1,8 +1,8 @@
-"""The status screen of the cluster: a view of the state as text of 100 columns.
+"""The status screen of the cluster, 100 columns of text.
 
-All screens are functions of plain data: the view (control_plane/api/view.py), and for one task the
-log's history too. What needs a person comes first, what goes on before what has ended; then
-what was healed, then the table.
+All screens are functions of plain data: the view (control_plane/api/view.py), and for one task also
+the history of the log. Order: what needs an operator, open incidents, failures, healed incidents,
+the totals, the table.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ ENDED_SHOWN_NUM = 8
 FAILED_SHOWN_NUM = 3
 NAME_LENGTH_MAX = 24
 NEWS_S = 24 * 3600.0
-"""What ended longer ago is no news."""
+"""Older ends are not shown."""
 
 
 def status(view: Plain, *, cluster: str, now_s: float, option: str = "") -> list[str]:
-    """The whole cluster: what needs a person first, then what it earns, then the tasks."""
-    told = view["cluster"]
+    """The whole cluster: first what needs an operator, then the totals, then the tasks."""
+    cluster_view = view["cluster"]
     tasks: list[Plain] = view["tasks"]
-    head = f"{cluster}  {rfc3339(now_s)}  seq {told['seq']}"
+    head = f"{cluster}  {rfc3339(now_s)}  seq {cluster_view['seq']}"
     lines = [f"unicron status{head.rjust(SCREEN_COLUMNS - len('unicron status'))}",
              *_needs_you(view, now_s, option), *_incidents(view, now_s, option, are_open=True),
              *_failures(view, now_s, option), *_incidents(view, now_s, option, are_open=False), "",
@@ -66,10 +66,10 @@ def status(view: Plain, *, cluster: str, now_s: float, option: str = "") -> list
     for task in live:
         if task["why"] or task["needs"]:
             lines += labelled(clipped(task["name"], NAME_LENGTH_MAX), waits(task))
-    return [*lines, *computed(told)]
+    return [*lines, *computed(cluster_view)]
 
 
-# --- the news -----------------------------------------------------------------------------------
+# --- News. ---
 def _needs_you(view: Plain, now_s: float, option: str) -> list[str]:
     healing: str = view["cluster"]["healing"]
     words: list[str] = []
@@ -83,22 +83,22 @@ def _needs_you(view: Plain, now_s: float, option: str) -> list[str]:
         if news := node_news(node, names, now_s, option):
             short = wanted(view["tasks"]) if node["contact"] == "heard" and slots_out(node) else ""
             words.append(f"{news}{'; ' * bool(short)}{short}")
-    silent = {node["id"] for node in view["nodes"] if node["contact"] == "unreachable"}
+    unreachable = {node["id"] for node in view["nodes"] if node["contact"] == "unreachable"}
     for task in view["tasks"]:
-        words += _task_news(task, now_s, option, silent)
-    words += _drained(view, option)
+        words += _task_news(task, now_s, option, unreachable)
+    words += _blocked_by_drain(view, option)
     return [line for one in words for line in labelled("NEEDS YOU", one)]
 
 
-def _drained(view: Plain, option: str) -> list[str]:
-    """Each drained node, where a task waits that has room with these and has none without."""
+def _blocked_by_drain(view: Plain, option: str) -> list[str]:
+    """One line for each drained node, if a task waits only because of drained nodes."""
     there = {drained: sum(not slot["out"] for node in view["nodes"] for slot in node["slots"]
                           if node["contact"] == "heard" and node["drained"] == drained
                           and not node["quarantine"])
              for drained in (False, True)}
     left, every = there[False], there[False] + there[True]
     names = [task["name"] for task in view["tasks"]
-             if task["state"] == "waiting" and left < _least(task) <= every]
+             if task["state"] == "waiting" and left < _fewest_slots(task) <= every]
     if not names:
         return []
     return [f"{node['id']} is drained{_because(node['drain_reason'])}, too few slots are left for "
@@ -106,10 +106,10 @@ def _drained(view: Plain, option: str) -> list[str]:
             for node in view["nodes"] if node["drained"] and node["contact"] == "heard"]
 
 
-def _least(task: Plain) -> int:
-    """The fewest slots that it may have and earns something with."""
-    told: Plain = task["throughput"] or {"sizes": [], "rates_flops": []}
-    return min((size for size, rate in zip(told["sizes"], told["rates_flops"], strict=True)
+def _fewest_slots(task: Plain) -> int:
+    """The smallest number of slots with a throughput above 0."""
+    rates: Plain = task["throughput"] or {"sizes": [], "rates_flops": []}
+    return min((size for size, rate in zip(rates["sizes"], rates["rates_flops"], strict=True)
                 if rate > 0), default=int(task["slots"]["min"]))
 
 
@@ -117,7 +117,7 @@ def _because(reason: str) -> str:
     return f" ({reason})" if reason else ""
 
 
-def _task_news(task: Plain, now_s: float, option: str, silent: set[str]) -> list[str]:
+def _task_news(task: Plain, now_s: float, option: str, unreachable: set[str]) -> list[str]:
     words: list[str] = []
     if task["withheld"]:
         words.append(f"{task['name']}, withheld: {task['withheld']}")
@@ -125,15 +125,15 @@ def _task_news(task: Plain, now_s: float, option: str, silent: set[str]) -> list
         words.append(f"{task['name']} starts again as a whole after a fault, since "
                      f"{task['declined']}: " + command(f"unicron logs {task['name']}{option}"))
     if task["stands"]:
-        stood_s = max(now_s - task["stands_since_s"], 0.0)
+        stalled_s = max(now_s - task["stands_since_s"], 0.0)
         if task["tier"] == "command":
-            words.append(_unprinted(task, stood_s, option))
+            words.append(_unprinted(task, stalled_s, option))
             return words
-        words.append(f"{task['name']} stands for {span(stood_s)}: {task['stands']}: "
+        words.append(f"{task['name']} stands for {span(stalled_s)}: {task['stands']}: "
                      + command(f"unicron status {task['name']}{option}"))
         return words
     late_s, look = lag_s(task, now_s), command(f"unicron logs {task['name']} -f{option}")
-    away = sorted({one["node"] for one in task["ranks"]} & silent)
+    away = sorted({one["node"] for one in task["ranks"]} & unreachable)
     if late_s and away:
         words.append(f"{task['name']}: nothing told for {span(late_s)}, as who tells it may be on "
                      f"{' '.join(away)}: {look}")
@@ -145,17 +145,17 @@ def _task_news(task: Plain, now_s: float, option: str, silent: set[str]) -> list
     return words
 
 
-def _unprinted(task: Plain, stood_s: float, option: str) -> str:
-    """Of a command that stands, as far as its lines of progress tell."""
+def _unprinted(task: Plain, stalled_s: float, option: str) -> str:
+    """A stalled command, as far as its printed progress shows."""
     after_s: float | None = task["hang_after_s"]
     then = f"; it starts again after {span(after_s)}" if after_s is not None else ""
-    return (f"{task['name']} has printed no line of progress for {span(stood_s)}, an iteration "
+    return (f"{task['name']} has printed no line of progress for {span(stalled_s)}, an iteration "
             f"took {span(task['step_s'])}{then}: "
             + command(f"unicron logs {task['name']}{option}"))
 
 
 def _failures(view: Plain, now_s: float, option: str) -> list[str]:
-    """Each failed task that is news; their number and the last, where they are many."""
+    """Each recently failed task; if there are many, their number and the last one."""
     failed = _failed(view["tasks"], now_s)
     of = f"{len(failed)} tasks failed, the last: " if len(failed) > FAILED_SHOWN_NUM else ""
     return [line for task in (failed[-1:] if of else failed)
@@ -164,15 +164,14 @@ def _failures(view: Plain, now_s: float, option: str) -> list[str]:
 
 
 def _failed(tasks: list[Plain], now_s: float) -> list[Plain]:
-    """Those that are news: not old, and no later task of the name that has not failed too."""
+    """Recently failed tasks without a later, not failed task of the same name."""
     last = {task["name"]: task["id"] for task in tasks if task["state"] != "failed"}
     return [task for task in tasks if task["state"] == "failed"
             and task["id"] > last.get(task["name"], 0) and now_s - task["since_s"] < NEWS_S]
 
 
 def _incidents(view: Plain, now_s: float, option: str, *, are_open: bool) -> list[str]:
-    """Every one that is open, or the newest that were closed of late; of tasks that have ended
-    their number alone."""
+    """All open incidents, or the newest closed ones; incidents of ended tasks are only counted."""
     names = {task["id"]: task["name"] for task in view["tasks"]}
     over = {task["id"] for task in view["tasks"] if task["state"] in ENDED}
     found = sorted(view["incidents"], key=lambda one: -int(one["id"]))
@@ -183,9 +182,9 @@ def _incidents(view: Plain, now_s: float, option: str, *, are_open: bool) -> lis
             if node["contact"] == "heard" and (back := recovers(node)):
                 lines += labelled("HEALING", f"{node['id']} {back}")
         return lines
-    told = {task["id"] for task in _failed(view["tasks"], now_s)}  # above, as what needs you
+    shown = {task["id"] for task in _failed(view["tasks"], now_s)}  # listed above under NEEDS YOU
     closed = [one for one in found if one["outcome"] and now_s - one["closed_s"] < NEWS_S
-              and (one["outcome"] != "failed" or one["task"] not in told)]
+              and (one["outcome"] != "failed" or one["task"] not in shown)]
     news = [one for one in closed if one["task"] not in over]
     lines = [line for one in news[:INCIDENTS_SHOWN_NUM]
              for line in _incident(view, one, names, now_s, option)]
@@ -207,12 +206,12 @@ def _incident(view: Plain, one: Plain, names: dict[int, str], now_s: float,
                     f"{what}: {end}: " + command(f"unicron incident {one['id']}{option}"))
 
 
-# --- the totals ---------------------------------------------------------------------------------
+# --- Totals. ---
 def _totals(view: Plain, now_s: float) -> list[str]:
     told = view["cluster"]
     slots, health = _counts(view["nodes"])
-    silent = _on_silent(view["nodes"])
-    spare = min(_kept(view["plan"]), slots["idle"])
+    silent = _on_unreachable(view["nodes"])
+    spare = min(_spare_slots(view["plan"]), slots["idle"])
     notes = {"idle": f" ({f'{spare} of them ' * (spare < slots['idle'])}hot spare)" * (spare > 0),
              "train": silent}
     lost = f", {told['reports_lost']} reports lost" if told["reports_lost"] else ""
@@ -226,14 +225,14 @@ def _totals(view: Plain, now_s: float) -> list[str]:
     ]
 
 
-def _kept(plan: Plain | None) -> int:
-    """Slots that the last plan keeps idle as a hot spare."""
+def _spare_slots(plan: Plain | None) -> int:
+    """Slots that the last plan reserves as a hot spare."""
     spare: Plain | None = plan["spare"] if plan is not None else None
     return int(spare["num_slots"]) if spare is not None and spare["verdict"] == "kept" else 0
 
 
 def _counts(nodes: list[Plain]) -> tuple[dict[str, int], dict[str, int]]:
-    """Slots by what they do, nodes by health; a node that has left has none."""
+    """Slots by use, nodes by health; a node that has left has no slots."""
     slots = {"train": 0, "idle": 0, "out": 0, "drained": 0}
     health: dict[str, int] = {}
     for node in nodes:
@@ -250,8 +249,8 @@ def _counts(nodes: list[Plain]) -> tuple[dict[str, int], dict[str, int]]:
     return slots, health
 
 
-def _on_silent(nodes: list[Plain]) -> str:
-    """How many of those that train are on nodes that are only silent."""
+def _on_unreachable(nodes: list[Plain]) -> str:
+    """How many training slots are on unreachable nodes."""
     found = [sum(bool(slot["task"]) for slot in node["slots"]) for node in nodes
              if node["contact"] == "unreachable"]
     num = sum(one > 0 for one in found)
@@ -260,7 +259,7 @@ def _on_silent(nodes: list[Plain]) -> str:
 
 
 def _waf(view: Plain, now_s: float) -> list[str]:
-    """What is achieved now, measured, and the mean of each half hour of the last 24 h."""
+    """The present WAF, measured, and the mean of each half hour of the last 24 h."""
     waf = math.fsum(task["waf"] for task in view["tasks"] if not lag_s(task, now_s))
     line = f"WAF    {scaled(waf, 'FLOP/s')} achieved, weighted, measured"
     means = earned(view, now_s)
@@ -271,7 +270,7 @@ def _waf(view: Plain, now_s: float) -> list[str]:
 
 
 def earned(view: Plain, now_s: float) -> list[float]:
-    """The mean weighted FLOP/s of each span from the first that the state keeps until now.
+    """The mean weighted FLOP/s of each span that the state stores, until now.
 
     The first span counts from the first submission, the running one until now.
     """
@@ -290,7 +289,7 @@ def earned(view: Plain, now_s: float) -> list[float]:
 
 
 def _plan(view: Plain) -> list[str]:
-    """The plan against the ideal, in the units of the tables that it was made of."""
+    """The plan compared with the ideal, in the units of its throughput tables."""
     plan, tasks = view["plan"], {task["id"]: task for task in view["tasks"]}
     if plan is None or not any(task["state"] not in ENDED for task in tasks.values()):
         return []
@@ -306,9 +305,9 @@ def _plan(view: Plain) -> list[str]:
     return labelled("plan", f"{scaled(waf, 'FLOP/s')}{ideal}{by}", indent=7)
 
 
-# --- the table ----------------------------------------------------------------------------------
+# --- The table. ---
 def done(task: Plain) -> str:
-    """How far it is, and of how many iterations where that is known; a command may tell of none."""
+    """Iterations done, of all if known; `-` if a command has printed none."""
     if task["iterations"]:
         return f"{count(task['iteration'])}/{count(task['iterations'])}"
     return count(task["iteration"]) if task["iteration"] else "-"

@@ -1,4 +1,4 @@
-"""Since when a fault lasted, as far as its first evidence tells: seldom to the moment."""
+"""When a fault began, as far as the first evidence shows."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from ...events.records.reports import RankStalled, StepTimeChanged
 from ...events.records.statuses import NCCL_TIMEOUT
 from ..terminal.format import ranks, span
 
-TO_THE_MOMENT = frozenset({"RankExited", "RankErrored", "RankSuspended", "DeviceErred",
+EXACT_KINDS = frozenset({"RankExited", "RankErrored", "RankSuspended", "DeviceErred",
                            "NodeUnreachable", "NodeJoined", "NodeLeft"})
-"""Kinds that tell when what they tell of happened, or since when (NodeUnreachable)."""
+"""Kinds that carry the time of the event, or since when it lasts (NodeUnreachable)."""
 
 
 class Began(Struct, frozen=True):
-    """How long before `detected_s` the fault began: `at most`, `at least`, not known, or exactly.
-    """
+    """How long before `detected_s` the fault began: exactly (""), at most, at least, or unknown."""
 
     bound: Literal["", "at most", "at least", "unknown"] = ""
     length_s: float = 0.0
-    """Of a bound."""
+    """Set if there is a bound."""
     why: str = ""
 
 
 def began(one: IncidentHistory, evidence: list[Record]) -> Began:
-    """By what the incident was opened for."""
+    """The start of the fault, from the records that opened the incident."""
     first = [x for x in evidence if x.seq < one.id]
     kinds = {x.kind for x in first}
-    if kinds & TO_THE_MOMENT or not first:
+    if kinds & EXACT_KINDS or not first:
         return Began()
-    paced = [(x.at_s, x.body) for x in first if isinstance(x.body, StepTimeChanged)]
-    crawls = [(at_s, x) for at_s, x in paced if x.num_iterations == 1]
-    if crawls:  # an iteration that has not ended, though the rank passes marks
-        since_s = min(at_s - max(x.iteration_s, 0.0) for at_s, x in crawls)
+    step_times = [(x.at_s, x.body) for x in first if isinstance(x.body, StepTimeChanged)]
+    slow_iterations = [(at_s, x) for at_s, x in step_times if x.num_iterations == 1]
+    if slow_iterations:  # a slow iteration: it has not ended, but the rank makes progress
+        since_s = min(at_s - max(x.iteration_s, 0.0) for at_s, x in slow_iterations)
         length_s = max(one.detected_s - since_s, 0.0)
         return Began("at most", length_s, f"after that iteration began, {span(length_s)} before "
                      "it was told; the moment itself is not known")
     stalls = [(x.at_s, x.body) for x in first if isinstance(x.body, RankStalled)]
     if stalls:
-        return _after_a_mark(one, [x for x in stalls if x[1].rank in one.incident.ranks] or stalls)
-    if paced:
-        num = paced[0][1].num_iterations
-        length_s = math.ceil(num / 2) * paced[0][1].iteration_s
+        own = [x for x in stalls if x[1].rank in one.incident.ranks]
+        return _after_last_mark(one, own or stalls)
+    if step_times:
+        num = step_times[0][1].num_iterations
+        length_s = math.ceil(num / 2) * step_times[0][1].iteration_s
         return Began("at least", length_s, f"not known: of the last {num} iterations at least half "
                      "were too slow, and that tells it")
     if "HealthChanged" in kinds:
@@ -60,8 +60,8 @@ def began(one: IncidentHistory, evidence: list[Record]) -> Began:
     return Began()
 
 
-def _after_a_mark(one: IncidentHistory, stalls: list[tuple[float, RankStalled]]) -> Began:
-    """It passed that mark, and no other; what happened between nobody saw."""
+def _after_last_mark(one: IncidentHistory, stalls: list[tuple[float, RankStalled]]) -> Began:
+    """The fault began after the last progress mark of the stalled rank."""
     at_s, stall = min(stalls, key=lambda x: x[0] - max(x[1].in_s, 0.0))
     length_s = max(one.detected_s - (at_s - max(stall.in_s, 0.0)), 0.0)
     return Began("at most", length_s, f"after the last sign of {ranks([stall.rank])}, "

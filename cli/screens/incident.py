@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from ...control_plane.history.history import History, IncidentHistory
 
 
-# --- Where the flight recorders of a task that stood lie, and what to type to have them read. ---
+# --- The flight-recorder dumps of a stalled task. ---
 
 Plain = dict[str, Any]
 NODES_NUM_MAX = 4
-"""Named; the rest are counted."""
+"""Nodes that are listed; the rest are counted."""
 
 
 def folders(ranks: Iterable[tuple[str, str]], nodes: list[Plain]) -> list[Plain]:
-    """Node, its host and the folder there, for (node, log) of each rank: an agent has them written
-    beside the log."""
+    """Node, its host and the folder of the dumps there, for (node, log) of each rank: an agent
+    writes the dumps beside the log."""
     hosts = {node["id"]: str(node["host"]) for node in nodes}
     found = dict.fromkeys((node, str(PurePosixPath(log).parent)) for node, log in ranks if log)
     return [{"node": node, "host": hosts.get(node, ""), "folder": folder}
@@ -46,7 +46,7 @@ def folders(ranks: Iterable[tuple[str, str]], nodes: list[Plain]) -> list[Plain]
 
 
 def in_words(found: list[Plain]) -> str:
-    """What to type: at once where all lie in one folder, else how to bring them together."""
+    """The command for one folder of dumps, or how to collect several folders first."""
     places = {(one["host"], one["folder"]) for one in found}
     until = "the flight recorders, until it stalls again"
     if len(places) == 1:
@@ -64,17 +64,17 @@ WHO_NUM_MAX = 3
 NAME_COLUMNS = 24
 EVIDENCE_LENGTH_MAX = 140
 TYPED = re.compile(r"unicron [a-z][^,:]*")
-"""What a person may type, within a sentence."""
+"""A command line within a sentence."""
 MIRRORS = {"sharded": "; with train.parallel.optimizer: mirrored a second rank has each shard"}
 NONE = "no incidents: nothing has failed so far"
 HEAD = ("INCIDENT", "DETECTED", "SEV", "WHAT", "OUTCOME", "PAUSE", "LOST", "SLOT-S")
-NEXT_TO_EACH_OTHER = ("Quiesced", "Reconfigured", "CollectiveFailed", "RankStarted", "RankReady",
+PER_RANK = ("Quiesced", "Reconfigured", "CollectiveFailed", "RankStarted", "RankReady",
                       "StartRank", "StopRank", "RankExited")
-"""Kinds that every rank tells, or is told: one line for those of a task that stand together."""
+"""Kinds with one record per rank: consecutive records of a task share one line."""
 
 
 def page(facts: Plain, *, option: str = "") -> list[str]:
-    """Evidence, decision, plans, effects, phase by phase, cost, and what is left to do."""
+    """Evidence, decision, plans, effects, phases, cost, and what remains to be done."""
     who = " ".join(x for x in (facts["name"], ranks(facts["ranks"])) if x)
     head = (f"inc-{facts['id']}  {facts['outcome'].upper()}  {facts['severity']} "
             f"{status_in_words(facts['status'])}  {facts['node']}  {who}")
@@ -119,7 +119,7 @@ def _cost(cost: Plain, outcome: str, *, over: bool) -> str:
 
 
 def _read(cost: Plain) -> str:
-    """What was read, in short: `_state` says from where."""
+    """The source of the state in short; `_state` has the details."""
     if cost["ckpt_read"]:
         return "a checkpoint was read"
     return {"copy": "a copy was read", "seed": "begun again"}.get(cost["origin"],
@@ -127,7 +127,7 @@ def _read(cost: Plain) -> str:
 
 
 def _evidence(facts: Plain) -> list[str]:
-    """Each piece; of those that tell the same their number, and how many came after the decision.
+    """Each piece of evidence once, with the number of equal ones and of those after the decision.
     """
     lines: list[str] = []
     groups: dict[str, list[Plain]] = {}
@@ -147,9 +147,9 @@ def _evidence(facts: Plain) -> list[str]:
 
 
 def _state(facts: Plain) -> list[str]:
-    """Where the state came from that no member had kept, and why from no nearer place."""
-    told = whence(facts["cost"]) or _from_peers(facts["cost"])
-    lines = labelled("state", told) if told else []
+    """Where the state came from that no member held, and why from no nearer source."""
+    source = whence(facts["cost"]) or _from_peers(facts["cost"])
+    lines = labelled("state", source) if source else []
     if any(word in one for one in facts["layouts"] for word in ("TP ", "PP ", "beside")):
         lines += labelled("layout", " -> ".join(facts["layouts"]))
     if facts["lost"]:
@@ -162,7 +162,7 @@ def _state(facts: Plain) -> list[str]:
 
 
 def _from_peers(cost: Plain) -> str:
-    """What members took from each other, where nothing came from farther."""
+    """The bytes received from other members, if no farther source was used."""
     if not cost["peer_bytes"]:
         return ""
     near, far = cost["near_bytes"], cost["peer_bytes"] - cost["near_bytes"]
@@ -172,7 +172,7 @@ def _from_peers(cost: Plain) -> str:
 
 
 def bar(phases: list[Plain]) -> list[str]:
-    """The phases with their lengths, each followed by blocks in proportion to it."""
+    """The phases with their lengths, each with a proportional bar."""
     longest_s = max((one["length_s"] for one in phases), default=0.0)
     if not longest_s:
         return []
@@ -191,7 +191,7 @@ def _plan(one: Plain) -> list[str]:
                              f"{', '.join(moved)}: WAF {scaled(one['waf'], 'FLOP/s')}{ideal}{by} "
                              f"(seq {one['seq']})")
     if one["why"]:
-        reason = one["why"].partition(": ")[2]  # what moves is told above
+        reason = one["why"].partition(": ")[2]  # the changes are printed above
         lines += labelled("  why", f"{reason}; bound by {one['bound']}")
     for beaten in one["beaten"]:
         slots = " ".join(f"{name} {num}" for name, num in beaten["slots"].items())
@@ -215,7 +215,7 @@ def _timeline(events: list[Plain]) -> list[str]:
     last: Plain = {}
     num = 1
     for one in events:
-        together = one["alike"] == last.get("alike") or (one["kind"] in NEXT_TO_EACH_OTHER and (
+        together = one["alike"] == last.get("alike") or (one["kind"] in PER_RANK and (
             one["kind"], one["task"]) == (last.get("kind"), last.get("task")))
         if together:
             num += 1
@@ -234,8 +234,8 @@ def _timeline(events: list[Plain]) -> list[str]:
 def _what(one: Plain, num: int) -> str:
     other = f"[{one['name']}] " if one["other"] else ""
     times = f"{num} x " if num > 1 else ""
-    told = one["what"].removeprefix(f"task {one['task']} ")
-    return f"{other}{times}{one['kind']} {told}"
+    text = one["what"].removeprefix(f"task {one['task']} ")
+    return f"{other}{times}{one['kind']} {text}"
 
 
 def _after(after_s: float) -> str:
@@ -243,7 +243,7 @@ def _after(after_s: float) -> str:
 
 
 def every(told: History, *, now_s: float, option: str = "") -> list[str]:
-    """All incidents, one a line, the newest last."""
+    """All incidents, one per line, the newest last."""
     if not told.incidents:
         return [NONE]
     rows = [row(told, one, SCREEN_COLUMNS, now_s) for one in told.incidents.values()]
@@ -269,7 +269,7 @@ def row(told: History, one: IncidentHistory, what_columns: int, now_s: float) ->
 
 
 def name_of(told: History, task: int) -> str:
-    """The task's name, with its id where another has the same."""
+    """The task's name; with its id if the name is not unique."""
     if task not in told.tasks:
         return f"task {task}"
     name = told.tasks[task].name

@@ -17,74 +17,78 @@ from ..terminal.format import (
 )
 from .stragglers import degraded_news, node_degraded
 
-# --- What the screens say of quarantined nodes, with what a person may do. ---
+# --- Quarantine. ---
 
 Plain = dict[str, Any]
 
 
 def until(node: Plain) -> str:
-    """`quarantined to 2026-11-21 01:14Z`; empty where it is not."""
-    kept: Plain | None = node.get("quarantine")
-    return f"quarantined to {rfc3339(kept['until_s'])[:16].replace('T', ' ')}Z" if kept else ""
+    """`quarantined to 2026-11-21 01:14Z`; empty if the node is not quarantined."""
+    held: Plain | None = node.get("quarantine")
+    return f"quarantined to {rfc3339(held['until_s'])[:16].replace('T', ' ')}Z" if held else ""
 
 
 def why_quarantined(node: Plain, option: str = "") -> str:
-    """Why it gets no tasks, by which incidents, and how to end that; empty where it does."""
-    kept: Plain | None = node.get("quarantine")
-    if not kept or node["contact"] == "lost":  # of a lost one node_trouble tells it all
+    """Why and by which incidents it is quarantined, and how to end that; else empty."""
+    held: Plain | None = node.get("quarantine")
+    if not held or node["contact"] == "lost":  # node_trouble reports lost nodes
         return ""
     lift = command(f"unicron lift {node['id']}{option}")
     return f"{quarantine(node)}: repair it, then {lift}"
 
 
 def quarantine(node: Plain) -> str:
-    """Until when it is quarantined, why, by which incidents."""
-    kept: Plain = node["quarantine"]
-    which = " ".join(f"inc-{number}" for number in kept["incidents"])
-    return f"{until(node)}: {kept['why']} ({which})"
+    """Until when it is quarantined, why, and by which incidents."""
+    held: Plain = node["quarantine"]
+    which = " ".join(f"inc-{number}" for number in held["incidents"])
+    return f"{until(node)}: {held['why']} ({which})"
 
 
-# --- What the screens say of nodes that a check calls ill, with how they come back. ---
+# --- Failed checks. ---
 
 
 def recovers(node: Plain) -> str:
-    """Since no check calls it ill any more: from when on its slots are used; else empty."""
-    told: Plain | None = node["recovers"]
-    if told is None or told["from_s"] is None:
+    """After a check has recovered: when the slots are used again; else empty."""
+    recovery: Plain | None = node["recovers"]
+    if recovery is None or recovery["from_s"] is None:
         return ""
-    found = told["slots"]
+    found = recovery["slots"]
     which = ("its slots are" if len(found) == node["num_slots"] else
              f"its slot{'s' * (len(found) > 1)} {' '.join(map(str, found))} "
              + ("are" if len(found) > 1 else "is"))
     word = "healthy again" if node["health"] == "healthy" else "no longer unhealthy"
-    return (f"{word}, {which} used from {rfc3339(told['from_s'])[11:19]}Z "
-            f"({span(told['after_s'])} without a complaint)")
+    return (f"{word}, {which} used from {rfc3339(recovery['from_s'])[11:19]}Z "
+            f"({span(recovery['after_s'])} without a complaint)")
 
 
 def sick_why(node: Plain) -> str:
-    """What its checks call unhealthy, and how it comes back; empty where none does."""
+    """What its checks report as unhealthy, and when its slots return; else empty."""
     if not any(one["health"] == "unhealthy" for one in node["checks"]):
         return ""
-    told: Plain | None = node["recovers"]
-    back = (f": repair it; its slots are used again {span(told['after_s'])} after the check says "
-            "healthy" if told is not None else "")
+    recovery: Plain | None = node["recovers"]
+    back = (
+        f": repair it; its slots are used again {span(recovery['after_s'])} after the check says "
+        "healthy"
+        if recovery is not None
+        else ""
+    )
     return f"{node['sick_why']}{back}"
 
 
 def why_unhealthy(node: Plain) -> str:
-    """What its checks say, and what came of it; those that say degraded or unknown too."""
+    """The reports of its checks, also degraded and unknown, and their consequences."""
     words = [sick_why(node)] if sick_why(node) else []
     words += [f"{one['check']} {one['health']}: {one['why']}" for one in node["checks"]
               if one["health"] != "unhealthy"]
     return "; ".join(words)
 
 
-# --- What the screens say of slots that are out: why, who would have them, how they come back. ---
+# --- Disabled slots. ---
 WANTED_NUM_MAX = 3
 
 
 def slots_out(node: Plain) -> list[int]:
-    """Slots that are out until the agent joins again: not those that a check has taken out."""
+    """Slots that are disabled until the agent joins again; not those that a check has disabled."""
     sick: list[int] = node["recovers"]["slots"] if node["recovers"] else []
     return [slot["index"] for slot in node["slots"] if slot["out"] and slot["index"] not in sick]
 
@@ -94,7 +98,7 @@ def named(found: list[int]) -> str:
 
 
 def why_out(node: Plain) -> str:
-    """What is wrong with them, and what a person is to do; empty where none is out."""
+    """Why slots are disabled, and how to repair them; empty if none is."""
     found = slots_out(node)
     if not found:
         return ""
@@ -106,8 +110,8 @@ def why_out(node: Plain) -> str:
 
 
 def wanted(tasks: list[Plain]) -> str:
-    """Which tasks would have slots that are out: those that wait for some, else those that run on
-    fewer than they may have."""
+    """The tasks that would use the disabled slots: those that wait for slots, else those that run
+    below their maximum."""
     found = [f"{task['name']} waits for slots" for task in tasks
              if task["state"] == "waiting" and task["why"] == "not enough slots"]
     found = found or [f"{task['name']} runs on {task['slots']['target']} of "
@@ -122,7 +126,7 @@ SIGNS = {"idle": ".", "drained": "-", "out": "x", "unreachable": "?", "left": "_
 
 
 def nodes(view: Plain, *, now_s: float, option: str = "") -> list[str]:
-    """All nodes: a map of the slots, then health, scheduling and what runs there."""
+    """All nodes: a map of the slots, then health, scheduling and the tasks there."""
     tasks = {task["id"]: task["name"] for task in view["tasks"]}
     letters = _letters({slot["task"]: tasks.get(slot["task"], "?") for node in view["nodes"]
                         for slot in node["slots"] if slot["task"]})
@@ -149,7 +153,7 @@ def nodes(view: Plain, *, now_s: float, option: str = "") -> list[str]:
 
 
 def _maps(nodes: list[Plain], letters: dict[int, str]) -> list[str]:
-    """A sign for each slot, node by node, each rack on lines of its own behind its name."""
+    """One sign per slot, node by node; each rack on lines of its own with its name."""
     maps = {node["id"]: f"{node['id']} "
             + "".join(_slot_sign(node, slot, letters) for slot in node["slots"]) for node in nodes}
     racks: dict[str, list[str]] = {}
@@ -164,7 +168,7 @@ def _maps(nodes: list[Plain], letters: dict[int, str]) -> list[str]:
 
 
 def _reasons(nodes: list[Plain], names: dict[int, str], option: str) -> list[str]:
-    """Why nodes, or slots of theirs, are not given tasks or slow them, and what ends that."""
+    """Why nodes or slots get no tasks or slow them, and how to end that."""
     lines: list[str] = []
     for node in nodes:
         if node["drained"]:
@@ -175,17 +179,17 @@ def _reasons(nodes: list[Plain], names: dict[int, str], option: str) -> list[str
             lines += labelled(node["id"], trouble)
         if kept := why_quarantined(node, option):
             lines += labelled(node["id"], kept)
-        for said in filter(None, (recovers(node), why_unhealthy(node))):
-            lines += labelled(node["id"], said)
+        for text in filter(None, (recovers(node), why_unhealthy(node))):
+            lines += labelled(node["id"], text)
         if why := node_degraded(node, names, option):
             lines += labelled(node["id"], why)
     return ["", *lines] if lines else []
 
 
 def node_trouble(node: Plain, since: str = "", option: str = "") -> str:
-    """What is wrong with a node, and what a person is to do; empty where nothing is.
+    """What is wrong with a node, and how to repair it; empty if nothing is.
 
-    `since`: words for how long its health has been so.
+    `since`: text for how long its health has been so.
     """
     if node["contact"] == "unreachable":
         runs = any(slot["task"] for slot in node["slots"])
@@ -200,7 +204,7 @@ def node_trouble(node: Plain, since: str = "", option: str = "") -> str:
 
 
 def node_news(node: Plain, names: dict[int, str], now_s: float, option: str) -> str:
-    """All that a person is to know of the node, in one line; empty where that is nothing."""
+    """The trouble of a node in one line; else empty."""
     trouble = node_trouble(node, f" for {span(max(now_s - node['since_s'], 0.0))}", option)
     kept = why_quarantined(node, option)
     ill = f"is unhealthy, {said}" if (said := sick_why(node)) else ""
@@ -212,7 +216,7 @@ def node_news(node: Plain, names: dict[int, str], now_s: float, option: str) -> 
 
 
 def _letters(tasks: dict[int, str]) -> dict[int, str]:
-    """A letter for each task, its own where it is free."""
+    """A letter for each task, its initial if that is free."""
     given: dict[int, str] = {}
     for task in sorted(tasks):
         own = tasks[task][:1].upper()
@@ -223,7 +227,7 @@ def _letters(tasks: dict[int, str]) -> dict[int, str]:
 
 
 def slot_use(node: Plain, slot: Plain) -> SlotUse:
-    """What a slot does. One that still trains on a drained node trains."""
+    """The use of a slot. On a drained node a slot that still trains counts as train."""
     if node["contact"] == "unreachable":
         return "unreachable"
     if node["contact"] == "left":
@@ -237,14 +241,14 @@ def slot_use(node: Plain, slot: Plain) -> SlotUse:
 
 def _slot_sign(node: Plain, slot: Plain, letters: dict[int, str]) -> str:
     use = slot_use(node, slot)
-    if slot["degraded"] and use in ("train", "idle"):  # what is out for more says so
+    if slot["degraded"] and use in ("train", "idle"):  # other uses keep their own sign
         return DEGRADED
     return letters[slot["task"]] if use == "train" else SIGNS[use]
 
 
 def _scheduling(node: Plain) -> str:
-    """eligible, drained, or which of its slots are out; `as it was` while a node is only silent:
-    what runs there goes on, nothing is started."""
+    """eligible, drained, or the disabled slots; `as it was` while a node is unreachable: its ranks
+    go on, nothing is started."""
     out = [slot["index"] for slot in node["slots"] if slot["out"]]
     if node["contact"] != "heard":
         word = "as it was" if node["contact"] == "unreachable" else "out"
@@ -264,7 +268,7 @@ def _node_row(node: Plain, tasks: dict[int, str], now_s: float, *,
     what = ", ".join(f"{tasks.get(task, '?')} {ranks(found)}" for task, found in runs.items())
     num_busy = sum(1 for slot in node["slots"] if slot["task"])
     if node["contact"] in ("lost", "left"):
-        what, busy = "", "-"  # what ran there runs no more, as far as anybody acts on it
+        what, busy = "", "-"  # the ranks there count as stopped
     else:
         busy = str(num_busy)
     switch = [node["labels"]["switch"] or "-"] if switched else []

@@ -1,6 +1,6 @@
-"""Plans as a person reads them: the present one, a dry run against it, and what binds one.
+"""The pages of plans: the present plan, a dry run, and what constrains a plan.
 
-The pages are functions of what `GET /v1/plan` and `POST /v1/plan/dry-run` answer.
+Input: the responses of `GET /v1/plan` and `POST /v1/plan/dry-run`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .stragglers import degraded_lines
 Plain = dict[str, Any]
 NAMED_NUM_MAX = 3
 ROWS_NUM_MAX = 20
-"""Tasks that are shown; the rest are counted."""
+"""Tasks that are listed; the rest are counted."""
 PLACES_NUM_MAX = 8
 """Nodes that one line names."""
 NAME_COLUMNS, WHAT_COLUMNS = 24, 44
@@ -41,11 +41,11 @@ BREAKS = {FLOORLESS: ", and leaves a task below its floor", SPARELESS: " until t
           "without priorities": ", and a higher priority comes first",
           **{what: f", and breaks {'it' if len(some) == 1 else 'one of them'}"
              for what, some in LIMITS.items() if some != ("priorities",)}}
-"""Why a plan is not to be had that is worth more."""
+"""Why an alternative with a higher value was excluded."""
 
 
 def bound_by(plan: Plain, names: Mapping[int, str]) -> str:
-    """What keeps a plan (PlanChosen) from earning more; empty where the log does not tell."""
+    """The binding constraint of a plan (PlanChosen); empty if the log does not have it."""
     whose = [names.get(task, f"task {task}") for task in plan.get("bound_tasks", ())]
     more = f" and {len(whose) - NAMED_NUM_MAX} more" if len(whose) > NAMED_NUM_MAX else ""
     of = f"{', '.join(whose[:NAMED_NUM_MAX])}{more}"
@@ -64,14 +64,14 @@ def _limits(plan: Plain) -> str:
 
 
 def not_taken(plan: Plain, what: str, gain_min: str = ", below gain_min") -> str:
-    """Why a plan is not the one, that is worth more."""
+    """Why an alternative with a higher value is not the plan."""
     if what not in BREAKS and plan.get("bound") == "limits":
         return BREAKS["without priorities"]
     return BREAKS.get(what, gain_min)
 
 
 def present(found: Plain, *, now_s: float, option: str = "") -> list[str]:
-    """The plan in force at `now_s`, and why it was made."""
+    """The plan in force at `now_s`, and why it was chosen."""
     plan = found["plan"]
     if plan is None:
         return [_head("unicron plan", f"input {found['input']}"),
@@ -88,7 +88,7 @@ def present(found: Plain, *, now_s: float, option: str = "") -> list[str]:
                               f"{made}"),
         *labelled("after", plan["trigger"]), *labelled("why", plan["why"]), "",
         *table(("TASK", "SLOTS", "WEIGHT", "WAF", "BY", ""), rows, right=(2, 3)), "",
-        *_beaten(plan), "", *_ground(found), *_layouts(found["tasks"]), *_waiting(found),
+        *_beaten(plan), "", *_constraints(found), *_layouts(found["tasks"]), *_waiting(found),
         *_held(found, option), *_computed(found),
         *labelled("try", command(f"unicron plan --without NODE{option}") + "   "
                   + command(f"--with {found['more_slots']}") + "   "
@@ -96,7 +96,7 @@ def present(found: Plain, *, now_s: float, option: str = "") -> list[str]:
 
 
 def dry_run(found: Plain, asked: str, *, option: str = "") -> list[str]:
-    """What would be. `asked`: the options that were typed, as one would type them again."""
+    """The plan after a change. `asked`: the options of the change as typed."""
     typed = f"unicron plan {asked}"
     plan = found["plan"]
     if plan is None:
@@ -108,8 +108,8 @@ def dry_run(found: Plain, asked: str, *, option: str = "") -> list[str]:
              *degraded_lines(found)]
     if found["planned"]:
         lines += ["", *_changes(found), "", *_beaten(plan)]
-    # Of several plans only the last one's time is known; of none, the present plan's.
-    lines += ["", *_ground(found, told=found["num_plans"] == 1), *_moves(found),
+    # The payback time belongs to one plan: not shown for several plans, or none.
+    lines += ["", *_constraints(found, with_payback=found["num_plans"] == 1), *_moves(found),
               *_layouts([one for one in found["tasks"] if one["layout"] != one["layout_before"]]),
               *_waiting(found), *_assumes(found), *_held(found, option)]
     if not found["planned"]:
@@ -122,29 +122,29 @@ def dry_run(found: Plain, asked: str, *, option: str = "") -> list[str]:
 
 
 def offline(found: Plain, path: str, *, has_table: bool) -> list[str]:
-    """The plan of a file, in the words of the others; `has_table`: that of the events follows."""
+    """The plan of a file; `has_table`: the table of events follows."""
     plan = found["plan"]
     lines = [_head(f"unicron plan --offline {path}",
                    f"{number_of(plan['num_slots'], 'slot')}, exact, {span(found['took_s'])}"),
-             *_gain(found), "", *_changes(found), "", *_beaten(plan), "", *_ground(found)]
+             *_gain(found), "", *_changes(found), "", *_beaten(plan), "", *_constraints(found)]
     return lines if has_table else [*lines, *labelled("next", command(
         f"unicron plan --offline {path} --table"))]
 
 
-# --- parts --------------------------------------------------------------------------------------
-def _head(typed: str, told: str) -> str:
-    room = SCREEN_COLUMNS - len(told) - 2
-    return f"{clipped(typed, room):<{room}}  {told}"
+# --- Parts of the pages. ---
+def _head(typed: str, note: str) -> str:
+    width = SCREEN_COLUMNS - len(note) - 2
+    return f"{clipped(typed, width):<{width}}  {note}"
 
 
 def _gain(found: Plain) -> list[str]:
-    """What moves and why; what it is worth."""
+    """What changes and why, and its value."""
     if not found["planned"]:
         return ["no plan would follow from it: all stays as it is"]
     before, after = _sum(found, "waf_before"), _sum(found, "waf")
     gain, cost = after - before, found["transition_flop"]
     why = found["plan"]["why"]
-    if found["num_plans"] > 1:  # no plan compares the whole: each step has one of its own
+    if found["num_plans"] > 1:  # each step has its own plan; none covers the whole change
         why = (f"{_moved(found)}: of the last of {found['num_plans']} plans, one for each step: "
                f"{why.partition(': ')[2]}")
     lines = labelled("why", why)
@@ -156,7 +156,7 @@ def _gain(found: Plain) -> list[str]:
 
 
 def _moved(found: Plain) -> str:
-    """Who has another number of slots then than now."""
+    """The tasks whose number of slots changes."""
     told = [f"{one['name']} {one['slots_before']} -> {one['slots']}" for one in found["tasks"]
             if one["slots"] != one["slots_before"]]
     more = f" and {len(told) - NAMED_NUM_MAX} more" if len(told) > NAMED_NUM_MAX else ""
@@ -168,7 +168,7 @@ def _sum(found: Plain, name: str) -> float:
 
 
 def _changes(found: Plain) -> list[str]:
-    """Who changes or pays, those who gain or lose most first; the others counted; all."""
+    """Tasks that change or pause, by change of WAF; the others counted; the total."""
     def busy(one: Plain) -> bool:
         return bool(one["slots"] != one["slots_before"] or one["pause_s"] or not one["task"])
 
@@ -192,7 +192,8 @@ def _changes(found: Plain) -> list[str]:
 
 
 def _lost(one: Plain) -> str:
-    """Iterations that its change costs: a task moves in memory, or is saved first."""
+    """The iterations that the change costs the task: none if it moves in memory or is saved first.
+    """
     if not one["pause_s"] or not one["tier"]:
         return "-" if one["slots"] else "waits"
     if one["tier"] == "command":
@@ -201,7 +202,7 @@ def _lost(one: Plain) -> str:
 
 
 def _beaten(plan: Plain) -> list[str]:
-    """The plan and those that it beat, the nearest first."""
+    """The plan and its alternatives, the nearest first."""
     worth = plan["objective_flop"]
     rows = [["1", "this plan", _waf(plan["waf"]), "chosen"]]
     if plan.get("alpha"):
@@ -220,8 +221,8 @@ def _beaten(plan: Plain) -> list[str]:
 
 
 def _by_alpha(plan: Plain, rows: list[list[str]]) -> list[str]:
-    """The same where fairness decides: by how much slower each task would have to run to be as
-    badly off."""
+    """The same under alpha-fairness: how much slower each task would have to run for the same
+    value."""
     others = sorted(plan["alternatives"], key=lambda other: -other["objective"])
     for place, other in enumerate(others, 2):
         behind, by = other["behind_share"], f" by alpha-fairness {plan['alpha']:g}"
@@ -233,12 +234,12 @@ def _by_alpha(plan: Plain, rows: list[list[str]]) -> list[str]:
     return table(("", "PLAN", "WAF", ""), rows, right=(2,))
 
 
-def _ground(found: Plain, *, told: bool = True) -> list[str]:
-    """What binds the plan, and for how long it is expected to hold. `told`: when it is paid back
-    too."""
+def _constraints(found: Plain, *, with_payback: bool = True) -> list[str]:
+    """The binding constraint of the plan, and its horizon. `with_payback`: also the payback
+    time."""
     plan = found["plan"]
     names: dict[int, str] = {one["task"]: one["name"] for one in found["tasks"]}
-    if found["planned"] and 0 in names:  # the one that is not submitted has no number as yet
+    if found["planned"] and 0 in names:  # a task of the dry run has no id yet
         names = {**dict.fromkeys(plan["bound_tasks"], names[0]), **names}
     bound = bound_by(plan, names) or "not told"
     more = (f"{found['more_slots']} more: +{_waf(found['more_waf'])}" if found["more_waf"]
@@ -248,18 +249,18 @@ def _ground(found: Plain, *, told: bool = True) -> list[str]:
             f"{scaled(plan['objective_flop'], 'FLOP')}" if plan["running_s"] else "not told")
     return [*labelled("bound by", f"{bound} ({more})"),
             *labelled("horizon", hold),
-            *(_paid_back(plan) if told else []), *_spare(plan)]
+            *(_paid_back(plan) if with_payback else []), *_spare(plan)]
 
 
 def _paid_back(plan: Plain) -> list[str]:
-    """When what healthy tasks gave up is earned again; nothing where they were left alone."""
+    """When the loss of healthy tasks is earned back; empty if they keep their slots."""
     back_s = plan.get("paid_back_s", 0.0)
     return labelled("paid back", f"in {span(back_s)} of {span(plan['running_s'])}, against leaving "
                                  "healthy tasks as they are") if back_s else []
 
 
 def _spare(plan: Plain) -> list[str]:
-    """Whether a hot spare is kept, what it costs and saves; nothing where none is asked for."""
+    """Whether a hot spare is kept, its cost and its benefit; empty if none is configured."""
     spare = plan.get("spare")
     if spare is None:
         return []
@@ -276,7 +277,7 @@ def _spare(plan: Plain) -> list[str]:
 
 
 def _moves(found: Plain) -> list[str]:
-    """Which slots each task leaves, and which it takes."""
+    """The slots that each task leaves and takes."""
     lines: list[str] = []
     for one in found["tasks"][:ROWS_NUM_MAX]:
         old, new = ([seat["slot"] for seat in one[key]] for key in ("seats_before", "seats"))
@@ -291,7 +292,7 @@ def _moves(found: Plain) -> list[str]:
 
 
 def _layouts(tasks: Sequence[Plain]) -> list[str]:
-    """Of those that have one, before and after."""
+    """The layout of each task, before and after."""
     told = [f"{one['name']} " + _arrow(str, one["layout_before"] or one["layout"],
                                        one["layout"] or one["layout_before"])
             for one in tasks if one["layout"] or one["layout_before"]][:ROWS_NUM_MAX]
@@ -318,14 +319,14 @@ def _waiting(found: Plain) -> list[str]:
 
 
 def _computed(found: Plain) -> list[str]:
-    """By which decider what the log does not hold was computed, and for which record."""
+    """The decider version that computed what the log does not hold, and for which record."""
     left = "; without the plans that break a limit: too many tasks and sizes" * found["is_cut"]
     return labelled("computed", f"now, by decider version {found['computed_by']}, for seq "
                                 f"{found['seq']}{left}")
 
 
 def _assumes(found: Plain) -> list[str]:
-    """What the figures rest on: the tables by which the tasks earn, and that all goes well."""
+    """The origins of the throughput tables; no further faults."""
     by: dict[str, list[str]] = {}
     for one in found["tasks"]:
         by.setdefault(one["origin"] or "unknown", []).append(one["name"])
@@ -348,7 +349,7 @@ def _waf(value: float) -> str:
 
 
 def _arrow(show: Callable[[Any], str], before: Any, after: Any) -> str:
-    """`32 -> 24`, or `32` where nothing changes."""
+    """`32 -> 24`, or `32` if equal."""
     if before == after or show(before) == show(after):
         return show(after)
     return f"{show(before)} -> {show(after)}"

@@ -1,4 +1,4 @@
-"""What the screens say of slow ranks: whom they hold up, what that costs, what is to be typed."""
+"""Stragglers on the screens: whom they slow, what that costs, and the command to drain them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Plain = dict[str, Any]
 
 
 def degraded_news(node: Plain, names: dict[int, str], option: str) -> list[str]:
-    """A line for a node that is degraded and better drained, with its price; none for another."""
+    """A line for a degraded node that is worth draining, with the gain; else empty."""
     told: Plain | None = node["degraded"]
     if told is None or node["contact"] != "heard" or node["drained"] or (
             not told["worth_draining"]):
@@ -21,7 +21,7 @@ def degraded_news(node: Plain, names: dict[int, str], option: str) -> list[str]:
 
 
 def node_degraded(node: Plain, names: dict[int, str], option: str) -> str:
-    """The same for the nodes' screen, with the reason; empty for another node."""
+    """The same for the nodes' screen, with the reason."""
     told: Plain | None = node["degraded"]
     if told is None or node["contact"] != "heard" or node["drained"]:
         return ""
@@ -29,7 +29,7 @@ def node_degraded(node: Plain, names: dict[int, str], option: str) -> str:
 
 
 def degraded_why(task: Plain, healing: str) -> str:
-    """Which ranks hold up the others, the worst first, and why nothing is done about it."""
+    """The ranks that slow the others, the worst first, and why Unicron does not act."""
     slow = sorted(task["slow"], key=lambda one: -float(one["holds_up"]))
     num = sum(one["state"] == "member" for one in task["ranks"]) - len(slow)
     together = " together" if len(slow) > 1 else ""
@@ -39,7 +39,7 @@ def degraded_why(task: Plain, healing: str) -> str:
 
 
 def _undone(slow: list[Plain], healing: str) -> str:
-    """As the heart decides it: pace.at_fault."""
+    """Why Unicron does not act; the rule is in control_plane/incidents/stragglers.py."""
     beyond = [one for one in slow if float(one["holds_up"]) > FAULT_RATIO]
     if not beyond:
         return f"Told, not acted on: below {FAULT_RATIO:g} x"
@@ -52,7 +52,7 @@ def _undone(slow: list[Plain], healing: str) -> str:
 
 
 def alike_why(task: Plain) -> str:
-    """Of a task that is slower as a whole; empty for another."""
+    """For a task whose ranks are all equally slower; else empty."""
     if task["slower_alike"] <= 1:
         return ""
     return (f"all ranks alike, {task['slower_alike']:.3g} x slower than it was: the machines, the "
@@ -60,7 +60,7 @@ def alike_why(task: Plain) -> str:
 
 
 def slow_nodes(task: Plain, nodes: list[Plain]) -> list[str]:
-    """The node of the rank that costs most, where draining it is worth its while."""
+    """The node of the most expensive rank, if it is worth draining."""
     slow = sorted(task["slow"], key=lambda one: -float(one["holds_up"]))
     worth = [node["id"] for node in nodes
              if node["degraded"] and node["degraded"]["worth_draining"]]
@@ -75,7 +75,7 @@ def _what(told: Plain, names: dict[int, str]) -> str:
 
 
 def _worth(node: str, told: Plain, option: str) -> str:
-    """What draining it earns of all WAF, with what is to be typed where that is enough."""
+    """The share of all WAF that draining gains, with the command if it is enough."""
     share = float(told["drain_share"])
     if not share:
         return "draining it would earn nothing"
@@ -89,7 +89,7 @@ def _worth(node: str, told: Plain, option: str) -> str:
 
 
 def degraded_lines(found: Plain) -> list[str]:
-    """Of a dry run: what its nodes cost now, of which the plan's tables know nothing."""
+    """For a dry run: what degraded nodes cost now; the plan's tables do not contain it."""
     names = {one["task"]: one["name"] for one in found["tasks"]}
     lines: list[str] = []
     for told in found["degraded"]:

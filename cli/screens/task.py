@@ -1,4 +1,4 @@
-"""The status screen of one task: state and why, where, progress, copies, incidents."""
+"""The status screen of one task: state and reason, placement, progress, checkpoints, incidents."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ SHARDS = {"sharded": "; each has its shard of the optimizer alone: to lose any s
 LAG_TIMES = 3.0
 LAG_S_MIN = 10.0
 NORMAL_ITERATIONS_MIN = 5
-"""Of its own at one size, before their median is its normal pace."""
+"""Own iterations at one size before their median counts as its normal step time."""
 SAME_RATIO = 1.05
 RATES_SHOWN_NUM = 8
 
 
 def lag_s(task: Plain, now_s: float) -> float:
-    """For how long a task that trains has told nothing, when that is far above its own pace.
+    """How long a training task has reported no progress, if that is far above its step time.
 
     Above 3 iterations and 10 s; else 0.
     """
@@ -58,7 +58,7 @@ def lag_s(task: Plain, now_s: float) -> float:
 
 
 def waits(task: Plain) -> str:
-    """Why, what would let it run, and what that would cost the others."""
+    """Why it waits, what it needs to run, and what that would cost the others."""
     words = f"{task['why']}; needs {task['needs']}" if task["needs"] else str(task["why"])
     if task["cost_waf"]:
         words += f"; costs {scaled(task['cost_waf'], 'FLOP/s')} of WAF"
@@ -68,13 +68,13 @@ def waits(task: Plain) -> str:
 
 
 def computed(cluster: Plain) -> list[str]:
-    """By which decider what waiting tasks need was computed; nothing where it was not."""
+    """The decider version that computed the needs of waiting tasks; empty if none were."""
     return labelled("computed", f"now, by decider version {cluster['computed_by']}"
                     ) if cluster["computed_by"] else []
 
 
 def above(weight: float) -> str:
-    """In three digits, never less: what is typed is to be enough."""
+    """Rounded up to three digits, so that the printed weight is sufficient."""
     unit = 10.0 ** (math.floor(math.log10(weight)) - 2)
     return f"{math.ceil(weight / unit - 1e-9) * unit:.3g}"
 
@@ -125,13 +125,13 @@ def task_status(view: Plain, task: Plain, told: History, *, now_s: float,
 
 
 def _dumps(task: Plain, view: Plain) -> list[str]:
-    """Where the flight recorders of its ranks lie; a command has none of ours."""
+    """The folders of the flight-recorder dumps; only for train: tasks."""
     found = folders(((one["node"], one["log_path"]) for one in task["ranks"]), view["nodes"])
     return labelled("dumps", in_words(found)) if found and task["tier"] == "train" else []
 
 
 def _next(task: Plain, view: Plain, option: str) -> str:
-    name = task["id"] if task["state"] in ENDED else task["name"]  # the name may be another's
+    name = task["id"] if task["state"] in ENDED else task["name"]  # a newer task may have the name
     follow = "" if task["state"] in ENDED else " -f"
     words = [f"unicron plan --without {node}{option}" for node in slow_nodes(task, view["nodes"])]
     words += [f"unicron logs {name}{follow}{option}", f"unicron tail{follow} --task {name}{option}"]
@@ -160,7 +160,9 @@ def _where(task: Plain) -> list[str]:
         beside = f", {number_of(task['beside'], 'spare')}" if task["beside"] else ""
         built = f"{task['layout_in_words'] or task['layout']}{beside}, generation {generation}"
     else:
-        built = f"nobody is left of generation {generation}" if generation else "no generation yet"
+        built = (
+            f"no member is left of generation {generation}" if generation else "no generation yet"
+        )
     return labelled("where", f"{places}, {built}{batch}")
 
 
@@ -178,7 +180,7 @@ def _progress(task: Plain, past: TaskHistory | None, told: History, now_s: float
                                          "steps: the gradient was not finite")
     if task["step_s"] and task["state"] in ("running", "degraded"):
         left = task["iterations"] - task["iteration"]
-        # who prepares has no part in it yet
+        # ranks that still prepare are not counted
         num = len(past.task.members) if past is not None else 0
         own = past.paces_s.get(num, []) if past is not None else []
         own = own if len(own) >= NORMAL_ITERATIONS_MIN else []
@@ -194,7 +196,7 @@ def _progress(task: Plain, past: TaskHistory | None, told: History, now_s: float
 
 
 def loss_curve(past: TaskHistory, told: History, width: int = CURVE_COLUMNS) -> list[str]:
-    """The losses as blocks between first and last value, and a `!` below each incident."""
+    """The losses as blocks between the first and last value, and a `!` below each incident."""
     losses = [past.losses[key] for key in sorted(past.losses)]
     if not losses:
         return []
@@ -210,16 +212,16 @@ def loss_curve(past: TaskHistory, told: History, width: int = CURVE_COLUMNS) -> 
 
 
 def _earns(task: Plain) -> list[str]:
-    """T(t, x) and where it comes from; of many sizes those around the present one."""
-    told = task["throughput"]
-    if told is None or task["state"] in ENDED:
+    """T(t, x) and its origin; of many sizes only those near the present one."""
+    rates = task["throughput"]
+    if rates is None or task["state"] in ENDED:
         return []
-    rows = list(zip(told["sizes"], told["rates_flops"], strict=True))
+    rows = list(zip(rates["sizes"], rates["rates_flops"], strict=True))
     now = task["slots"]["target"]
     near = sorted(sorted(rows, key=lambda row: abs(row[0] - now))[:RATES_SHOWN_NUM])
     words = ", ".join(f"{size}: {scaled(rate, 'FLOP/s')}{' (now)' * (size == now)}"
                       for size, rate in near)
-    lines = labelled("earns", f"on slots {words}; {told['origin']}")
+    lines = labelled("earns", f"on slots {words}; {rates['origin']}")
     layout = task["modelled_layout"]
     if task["model_batch"] and task["logged_batch"] not in (0, task["model_batch"]):
         lines += labelled("measures", f"nothing: it prints a global batch of "
@@ -229,7 +231,7 @@ def _earns(task: Plain) -> list[str]:
 
 
 def _copies(task: Plain, nodes: list[Plain]) -> list[str]:
-    """Who holds the task's state, and what would be lost if they all went, or is as they have."""
+    """Where the task's state is held, and what would be lost if all processes exited."""
     if task["tier"] != "train" or task["state"] in ENDED:
         return labelled("published", task["checkpoint"]) if task["checkpoint"] else []
     holders = [one for one in task["ranks"]
@@ -239,7 +241,8 @@ def _copies(task: Plain, nodes: list[Plain]) -> list[str]:
     lost = task["unsaved"]
     disk = (f"published iteration {count(task['checkpoint_iteration'])} ({task['checkpoint']})"
             if task["checkpoint"] else "nothing is published yet")
-    most = "at most " if task["copies"] else ""  # a copy is told of some seconds after it is kept
+    # a stored checkpoint is reported some seconds later
+    most = "at most " if task["copies"] else ""
     disk += (f": {most}{number_of(lost, 'iteration')} would be lost if all processes went"
              if lost else "")
     if task["copies"]:
@@ -262,14 +265,13 @@ def _copies(task: Plain, nodes: list[Plain]) -> list[str]:
 
 
 def _comes_back(task: Plain, nodes: list[Plain]) -> str:
-    """From what a task without a process goes on, the newest that is told of, and what it costs."""
+    """The newest known source from which a task without processes resumes, and the loss."""
     done = task["iteration"]
     if not done:
         return ": it begins at iteration 0"
     contact = {one["id"]: one["contact"] for one in nodes}
     copies = [one for one in task["copies"] if one["step_version"] >= task["checkpoint_iteration"]]
-    # As control_plane/decide/memory_checkpoints.py tries them: a node that is unreachable after all
-    # that are heard.
+    # In the order of control_plane/decide/memory_checkpoints.py: unreachable nodes last.
     heard = [one for one in copies if contact.get(one["node"]) == "heard"]
     tried = heard or [one for one in copies if contact.get(one["node"]) == "unreachable"]
     if tried:

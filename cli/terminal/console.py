@@ -1,4 +1,4 @@
-"""Where words go: stdout is data, stderr is talk."""
+"""Output streams: data on stdout, messages on stderr."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterable
 
 
 def open_streams() -> None:
-    """Where a standard stream is closed (`>&-`, a bare cron), have it be /dev/null: what is opened
-    next would else take its number, and be read or written in its stead."""
+    """Open closed standard streams (`>&-`, cron) on /dev/null: otherwise the next file that is
+    opened gets the number of a standard stream."""
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:
             os.fstat(number)
@@ -18,17 +18,17 @@ def open_streams() -> None:
             if null != number:
                 os.dup2(null, number)
                 os.close(null)
-            os.set_inheritable(number, True)  # those that it starts are no better off
+            os.set_inheritable(number, True)  # child processes need it too
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
 class ReaderGone(Exception):
-    """Whoever read our answer has seen enough: `unicron tail | head`."""
+    """The reader of stdout has closed the pipe, as in `unicron tail | head`."""
 
 
 def out(text: str = "") -> None:
-    """One line of the answer, flushed: somebody may be following. Raises ReaderGone."""
+    """Print one line on stdout and flush it for followers. Raises ReaderGone."""
     try:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
@@ -37,19 +37,19 @@ def out(text: str = "") -> None:
 
 
 def lines(texts: Iterable[str]) -> None:
-    """The answer, a line each. Raises ReaderGone."""
+    """Print each text on a line of stdout. Raises ReaderGone."""
     for text in texts:
         out(text)
 
 
 def talk(text: str) -> None:
-    """One line beside the answer."""
+    """Print one line on stderr."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
 
 
 def error(message: str, hint: str = "") -> None:
-    """One line, then what to type."""
+    """Print an error line and a hint on stderr."""
     talk("error: " + " ".join(message.split()))
     if hint:
         talk("hint: " + " ".join(hint.split()))

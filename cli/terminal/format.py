@@ -1,4 +1,4 @@
-"""Values as text for people: times, sizes, rates, counts, layouts."""
+"""Formats values as text: times, sizes, rates, counts, layouts."""
 
 from __future__ import annotations
 
@@ -38,14 +38,15 @@ def span(length_s: float) -> str:
 
 
 def ms(length_s: float | None) -> str:
-    """Whole milliseconds below ten seconds, else seconds; `-` for what did not happen."""
+    """Whole milliseconds below ten seconds, else seconds; `-` for None."""
     if length_s is None:
         return "-"
     return f"{length_s * 1000:.0f} ms" if length_s < 9.9995 else f"{length_s:.1f} s"
 
 
 def scaled(value: float, unit: str) -> str:
-    """With a decimal prefix: `11 MB`, `8.06 GFLOP/s`; a unit of words keeps its blank: `1 M of`."""
+    """With a decimal prefix: `11 MB`, `8.06 GFLOP/s`; a unit that starts with a space keeps it: `1
+    M of`."""
     if value == 0:
         return f"0 {unit}".rstrip()
     power = min(max(math.floor(math.log10(abs(value)) / 3), 0), 8)
@@ -70,10 +71,10 @@ def ranks(numbers: Iterable[int]) -> str:
 
 def curve(values: Sequence[float], width: int, floor: float | None = None,
           top: float | None = None) -> str:
-    """The values as text blocks, at most `width` wide (means of equal shares).
+    """The values as text blocks, at most `width` wide (means of equal ranges).
 
-    The lowest value is `▁`, or `floor` where that is given; the highest `█`, or `top`, which no
-    value is above.
+    `floor` and `top` are the values of `▁` and `█`; by default the lowest and the highest value. No
+    value may be above `top`.
     """
     if not values:
         return ""
@@ -89,7 +90,7 @@ def curve(values: Sequence[float], width: int, floor: float | None = None,
 
 
 def marks(places: Iterable[tuple[int, str]], length: int, width: int) -> str:
-    """Signs under a curve of `length` values: each (index, sign) stands below its share."""
+    """Signs under a curve of `length` values: each (index, sign) is below its block."""
     width = min(width, length)
     line = [" "] * width
     for index, sign in places:
@@ -98,7 +99,7 @@ def marks(places: Iterable[tuple[int, str]], length: int, width: int) -> str:
 
 
 def labelled(label: str, text: str, indent: int = 11) -> list[str]:
-    """`label     text`, the text from column `indent` on, in as many lines as it takes."""
+    """`label     text`, wrapped, with the text from column `indent` on."""
     lines = textwrap.wrap(text, SCREEN_COLUMNS, initial_indent=f"{label:<{indent - 1}} ",
                           subsequent_indent=" " * indent, break_on_hyphens=False,
                           break_long_words=False)
@@ -106,12 +107,12 @@ def labelled(label: str, text: str, indent: int = 11) -> list[str]:
 
 
 def command(words: str) -> str:
-    """What a person may type, so that `labelled` does not break it over two lines."""
+    """A command line that `labelled` does not break."""
     return words.replace(" ", UNBROKEN)
 
 
 def way_to_act(healing: str, option: str) -> str:
-    """What to type so that a cluster that is frozen, or only observes, heals."""
+    """The command that resumes healing in a frozen or observing cluster."""
     if healing.startswith("frozen"):
         return f"unicron unfreeze{option}"
     return f"unicron down{option}; unicron up --act{option}"
@@ -123,7 +124,7 @@ def number_of(num: int, word: str) -> str:
 
 
 def lost_in_words(num: int | None, *, is_over: bool = False) -> str:
-    """`3 iterations lost`; None: a command tells when it prints how far it is, unless it is over.
+    """`3 iterations lost`. None: unknown until the command prints its iteration, unless it is over.
     """
     if num is None:
         return f"iterations lost unknown{'' if is_over else ' until it prints one'}"
@@ -131,13 +132,13 @@ def lost_in_words(num: int | None, *, is_over: bool = False) -> str:
 
 
 def lost_cell(num: int | None) -> str:
-    """The same in a table."""
+    """The same for a table cell."""
     return "-" if num is None else str(num)
 
 
 def plan_waf(plan: dict[str, Any], of: Collection[int] | None = None) -> float:
-    """What all tasks earn by a plan (PlanChosen), those that it leaves alone too; or those `of`
-    whom the next one knows: others have ended since."""
+    """The WAF of all tasks under a plan (PlanChosen), including tasks that the plan leaves
+    unchanged; with `of`, only of these tasks if others of the plan have ended since."""
     kept = plan.get("kept", ())
     if of is not None and any(one["task"] not in of for one in plan["allocations"]):
         return math.fsum(one["waf"] for one in [*plan["allocations"], *kept]
@@ -147,13 +148,14 @@ def plan_waf(plan: dict[str, Any], of: Collection[int] | None = None) -> float:
 
 
 def clipped(text: str, width: int) -> str:
-    """At most `width` wide; what was longer ends with `...`."""
+    """At most `width` wide; a longer text ends with `...`."""
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]],
           right: Iterable[int] = ()) -> list[str]:
-    """Columns as wide as their widest cell, two blanks between; `right` ones end flush."""
+    """Columns as wide as their widest cell, two blanks between; columns `right` are right-aligned.
+    """
     flush = set(right)
     widths = [max(len(line[i]) for line in [head, *rows]) for i in range(len(head))]
     return ["  ".join(cell.rjust(widths[i]) if i in flush else cell.ljust(widths[i])
@@ -161,11 +163,11 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]],
             for line in [head, *rows]]
 
 
-# --- A generation's layout, as a Reconfigure names it, in words. ---
+# --- The layout of a generation, from its Reconfigure. ---
 
 Plain = dict[str, Any]
 PARTS_NUM_MAX = 3
-"""Lost parts of the state that are named."""
+"""Lost parts of the state that are listed."""
 
 
 def layout_briefly(order: Plain) -> str:
@@ -176,17 +178,17 @@ def layout_briefly(order: Plain) -> str:
 
 
 def lost_state(order: Reconfigure, optimizer: Kept, alive: Collection[tuple[int, int]]) -> str:
-    """What of the state was lost with the others of a generation; `alive`: rank and attempt."""
+    """The parts of the state that no surviving member holds; `alive`: (rank, attempt)."""
     members = order.members
     axes = order.axes or Axes(dp=len(members))
     there = [place for place, member in enumerate(members[:num_places(axes)])
              if (member.rank, member.attempt) in alive]
-    told: list[str] = []
+    parts: list[str] = []
     for places in lacking(axes, optimizer, there):
         part = part_in_words(axes, places[0], sharded=optimizer != "whole")
         if not part:
-            return ""  # all had all of it, and all are gone
+            return ""  # every member held the whole state, and all are gone
         held = ranks(sorted({members[place].rank for place in places}))
-        told.append(f"{part} (only {held} had it)")
-    more = f" and {len(told) - PARTS_NUM_MAX} parts more" if len(told) > PARTS_NUM_MAX else ""
-    return "; ".join(told[:PARTS_NUM_MAX]) + more
+        parts.append(f"{part} (only {held} had it)")
+    more = f" and {len(parts) - PARTS_NUM_MAX} parts more" if len(parts) > PARTS_NUM_MAX else ""
+    return "; ".join(parts[:PARTS_NUM_MAX]) + more

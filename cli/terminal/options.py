@@ -1,4 +1,4 @@
-"""Options that many commands share, and the cluster's folder that they name."""
+"""Options that several commands share, and the state folder that --state names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..cluster.state_dir import StateDir
 
 
 def _named(text: str) -> Path:
-    """Raises UsageError for an empty name, which would be the folder that we stand in."""
+    """Raises UsageError for an empty name, which would mean the working directory."""
     if not text.strip():
         raise UsageError("--state names no folder", "give its name, or leave --state out")
     return Path(text)
@@ -36,5 +36,5 @@ Checks = Annotated[Path | None, typer.Option(
 
 
 def folder(given: Path | None) -> StateDir:
-    """The folder of --state, of $UNICRON_STATE, or the usual one."""
+    """The folder of --state, of $UNICRON_STATE, or the default."""
     return StateDir(given if given is not None else state_dir.default())

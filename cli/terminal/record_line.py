@@ -1,13 +1,15 @@
-"""One record of the log as one line: seq, time, kind, the essentials, cause.
+"""Formats a log record as one line: seq, time, kind, the essentials, cause.
 
-Works on the plain data of `codec.to_plain`, so that a kind of a newer Unicron is shown too.
+Works on the plain data of `codec.to_plain`, so records of unknown kinds (of a newer Unicron) are
+printed too.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Container
+import string
+from collections.abc import Callable, Container, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -28,34 +30,32 @@ from .format import (
 Plain = dict[str, Any]
 ESSENTIALS_LENGTH_MAX = 160
 _SOURCE = re.compile(r"\[[^\]\s]{1,400}\.(?:cc|cpp|cu|c|hpp|h):\d{1,6}\] ?")
-"""Where a C++ library raised it, for example `[/pytorch/third_party/gloo/tcp/pair.cc:598] `."""
+"""The source position in a C++ error, as in `[/pytorch/third_party/gloo/tcp/pair.cc:598] `."""
 
 
 def line(record: Plain) -> str:
     """For example `    42 2026-11-20T03:20:07.402Z IncidentOpened    SEV2 ...  <41`."""
-    body: Plain = record["body"]
-    told = clipped(essentials(record["kind"], body), ESSENTIALS_LENGTH_MAX)
+    text = clipped(essentials(record["kind"], record["body"]), ESSENTIALS_LENGTH_MAX)
     cause = f"  <{record['cause']}" if record["cause"] else ""
-    return f"{record['seq']:>6} {rfc3339(record['at_s'])} {record['kind']:<17} {told}{cause}"
+    return f"{record['seq']:>6} {rfc3339(record['at_s'])} {record['kind']:<17} {text}{cause}"
 
 
 def essentials(kind: str, body: Plain) -> str:
-    """What a person needs to know of this body."""
-    return ESSENTIALS.get(kind, _anything)(body)
-
-
-def _anything(body: Plain) -> str:
-    return " ".join(f"{key}={json.dumps(value)}" for key, value in body.items())
+    """The fields of a body that matter to a reader; all fields if the kind is unknown."""
+    template = TEMPLATES.get(kind)
+    if template is None:
+        return " ".join(f"{key}={json.dumps(value)}" for key, value in body.items())
+    return _FORMATTER.vformat(template, (body,), body)
 
 
 def _last_line(text: str) -> str:
-    """Of a traceback or of what a process printed: what it came to."""
+    """The last line that is not empty, for example the exception at the end of a traceback."""
     lines = [line for line in text.splitlines() if line.strip()]
     return " ".join(lines[-1].split()) if lines else ""
 
 
 def _first_line(text: str) -> str:
-    """Of an error's own words: what it is, without the advice and the frames below."""
+    """The first line that is not empty: an error without the advice and the frames below it."""
     lines = [line for line in text.splitlines() if line.strip()]
     return " ".join(lines[0].split()) if lines else ""
 
@@ -70,42 +70,32 @@ def _drained_earns(waf: float) -> str:
 
 
 def _meaning(body: Plain) -> str:
-    """The row of the paper's table that it is of; empty where none is known."""
+    """The status of the error in parentheses; empty if unknown."""
     if not body.get("status"):
         return ""
     from_ = ", second-hand" if body.get("second_hand") else ""
     return f" ({status_in_words(body['status'])}{from_})"
 
 
-def _collective_failed(body: Plain) -> str:
-    """What a library says in its own words, without the type and the source file around them."""
+def _library_error(body: Plain) -> str:
+    """A library's error message without the exception type and the source position."""
     said = _SOURCE.sub("", _first_line(body["error"])).removeprefix("RuntimeError: ")
     peer = body.get("peer", "")
     host, _, port = peer.rpartition(":")
     named = not peer or peer in said or (host.strip("[]") in said and port in said)
     from_ = "" if named else f", peer {peer}"
-    return f"{_who(body)} iteration {body['iteration']}: {said}{_meaning(body)}{from_}"
+    return f"{said}{_meaning(body)}{from_}"
 
 
 def status_in_words(status: str) -> str:
-    """A row of the paper's table, in a word that is true of any backend."""
+    """The status in words that hold for any communication backend."""
     return "collective timeout" if status == NCCL_TIMEOUT else status
 
 
-def _who(body: Plain) -> str:
-    return f"task {body['task']} rank {body['rank']}.{body['attempt']}"
-
-
-def _at(body: Plain) -> str:
-    """A node, and the slots of it that are meant."""
+def _devices(body: Plain) -> str:
+    """The node and the affected slots, for example `n1/0 1`."""
     devices = " ".join(str(device) for device in body["devices"])
     return f"{body['node']}{'/' + devices if devices else ''}"
-
-
-def _joined(body: Plain) -> str:
-    return (f"{body['node']} {body['num_slots']} {body['accelerator']} slots, "
-            f"pid {body['pid']}, at {body['host']}" + "".join(
-                f", {key} {value}" for key, value in body.get("labels", {}).items() if value))
 
 
 def _submitted(body: Plain) -> str:
@@ -116,85 +106,58 @@ def _submitted(body: Plain) -> str:
     return f"{spec['name']} weight {spec['weight']:g}, {slots['min']}-{slots['max']} slots, {what}"
 
 
-def _ready(body: Plain) -> str:
-    return (f"{_who(body)} at {body['endpoint']}, {scaled(body['num_params'], ' parameters')}, "
-            f"{scaled(body['state_bytes'], 'B')} of state")
-
-
-def _exited(body: Plain) -> str:
+def _exit(body: Plain) -> str:
     how = (f"signal {body['signal']}" if body["signal"] is not None
            else f"exit code {body['exit_code']}")
     why = body.get("cause") or (_last_line(body["tail"]) if body["exit_code"] else "")
     how = "" if why.startswith(how) else f" {how}"  # the cause may begin with it
-    return f"{_who(body)} pid {body['pid']}{how}{_meaning(body)}{_because(why)}"
+    return f"{how}{_meaning(body)}{_because(why)}"
 
 
-def _quiesced(body: Plain) -> str:
-    return (f"{_who(body)} left generation {body['generation']} at step {body['step_version']}, "
-            f"keeps {len(body['micro_batches'])} micro-batches, "
-            f"{body['buckets_reduced']} of {body['num_buckets']} buckets reduced")
-
-
-def _reconfigured(body: Plain) -> str:
+def _state_source(body: Plain) -> str:
     got = scaled(body["received_bytes"], "B")
-    from_ = {"copy": f"{got} from a copy on {body.get('origin_node')}",
-             "checkpoint": f"{got} from the checkpoint"}.get(
+    return {"copy": f"{got} from a copy on {body.get('origin_node')}",
+            "checkpoint": f"{got} from the checkpoint"}.get(
         body.get("origin", ""), {body["rank"]: "own state", -1: "no state yet"}.get(
             body["source"], f"{got} from rank {body['source']}"))
-    return (f"{_who(body)} generation {body['generation']} step {body['step_version']}, "
-            f"{from_}, kept {len(body['kept'])} todo {len(body['todo'])} "
-            f"dealt {len(body['dealt'])}, {ms(body['down_s'] + body['up_s'] + body['settle_s'])}")
 
 
-def _progressed(body: Plain) -> str:
+def _progress(body: Plain) -> str:
     first, num = body["first_iteration"], len(body["losses"])
     if not num:
-        return f"task {body['task']} iteration {first}"
+        return str(first)
     last = f"-{first + num - 1}" if num > 1 else ""
-    return (f"task {body['task']} iteration {first}{last} loss {body['losses'][-1]:.4f}, "
+    return (f"{first}{last} loss {body['losses'][-1]:.4f}, "
             f"{span(median(body['step_s']))} each, {scaled(body['rate_flops'], 'FLOP/s')}")
 
 
-def _logged(body: Plain) -> str:
-    of = f" of {count(body['iterations'])}" if body["iterations"] else ""
-    loss = "" if body.get("loss") is None else f" loss {body['loss']:.4f}"
-    each = f"{span(body['step_s'])} each"
-    num = f" (of {count(body['num_iterations'])})" if body["num_iterations"] else " (warming up)"
-    batch = f", global batch {count(body['global_batch'])}" if body.get("global_batch") else ""
-    lost = "".join(f", {count(body[key])} {key}" for key in ("skipped", "nan") if body.get(key))
-    return f"{_who(body)} iteration {count(body['iteration'])}{of}{loss}, {each}{num}{batch}{lost}"
+def _where(body: Plain) -> str:
+    return " ".join(filter(None, (
+        f"task {body['task']}" if body["task"] else "",
+        ranks(body["ranks"]) if body["ranks"] else "", body["node"])))
 
 
-def _opened(body: Plain) -> str:
-    where = [f"task {body['task']}"] if body["task"] else []
-    where += [ranks(body["ranks"])] if body["ranks"] else []
-    where += [body["node"]] if body["node"] else []
-    status = status_in_words(body["status"])
-    return f"{body['severity']} {status}, {' '.join(where)}: {body['why']}"
-
-
-def _closed(body: Plain) -> str:
+def _cost(body: Plain) -> str:
     lost = lost_in_words(body["iterations_lost"], is_over=body["outcome"] in ("failed", "ended"))
-    return (f"inc-{body['of']} {body['outcome']}, pause {ms(body['pause_s'])}, {lost}, "
-            f"kept {body['kept']} dealt {body['dealt']}"
-            f"{', ' if (whence_ := whence(body)) else ''}{whence_}{_because(body['why'])}")
+    source = whence(body)
+    return f"{lost}, kept {body['kept']} dealt {body['dealt']}{', ' if source else ''}{source}"
 
 
-def whence(told: Plain) -> str:
-    """Where the state came from that no member had kept, and how much; empty: a member had it.
+def whence(cost: Plain) -> str:
+    """Where the state came from that no member held, and its size; empty: a member held it.
 
-    `told` is an IncidentClosed, or what the page of an incident says of its cost.
+    `cost`: the body of an IncidentClosed, or the cost on the page of an incident.
     """
-    got = scaled(told.get("origin_bytes", 0), "B")
-    of = f", of iteration {count(told.get('origin_step_version', 0))}"
-    passed_on = told.get("peer_bytes", 0)
+    got = scaled(cost.get("origin_bytes", 0), "B")
+    of = f", of iteration {count(cost.get('origin_step_version', 0))}"
+    passed_on = cost.get("peer_bytes", 0)
     more = f"; {scaled(passed_on, 'B')} from peers" if passed_on else ""
-    near = told.get("near_bytes", 0)
+    near = cost.get("near_bytes", 0)
     more += f", {scaled(near, 'B')} of it on the same node" if near else ""
-    words = {"copy": f"{got} from a copy on {told.get('origin_node')}{of}{more}",
-             "checkpoint": f"{got} from the checkpoint {told.get('origin_path')}{of}{more}",
-             "seed": "begun again from the seed"}.get(told.get("origin", ""), "")
-    return words or ("a checkpoint was read" if told["ckpt_read"] else "")
+    words = {"copy": f"{got} from a copy on {cost.get('origin_node')}{of}{more}",
+             "checkpoint": f"{got} from the checkpoint {cost.get('origin_path')}{of}{more}",
+             "seed": "begun again from the seed"}.get(cost.get("origin", ""), "")
+    return words or ("a checkpoint was read" if cost["ckpt_read"] else "")
 
 
 def _plan(body: Plain) -> str:
@@ -207,139 +170,170 @@ def _plan(body: Plain) -> str:
     share = f", {100 * plan_waf(body) / ideal:.0f} % of ideal" if ideal else ""
     kept = " ".join(f"{one['task']}:{one['slots']}" for one in body.get("kept", ()))
     alone = f", left alone {kept}" if kept else ""
-    return (f"{body['trigger']}: {body['num_slots']} slots, task:slots {gives or 'none'}{alone}, "
+    return (f"task:slots {gives or 'none'}{alone}, "
             f"WAF {scaled(plan_waf(body), 'FLOP/s')}{share}{beat}")
 
 
-def _placed(body: Plain) -> str:
-    seats = " ".join(f"{seat['rank']}@{seat['slot']['node']}/{seat['slot']['index']}"
-                     for seat in body["seats"])
-    return f"task {body['task']} {seats or 'no seats'}: {body['why']}"
-
-
-def _start(body: Plain) -> str:
-    return f"{_who(body)} on {body['slot']['node']}/{body['slot']['index']}"
-
-
-def _reconfigure(body: Plain) -> str:
-    members = ranks(member["rank"] for member in body["members"])
+def _sources(body: Plain) -> str:
     copies = body.get("copies")
     last = body["checkpoint"] or "the seed"
-    tries = f", tries copies on {_nodes(copies)}, then {last}" if copies else ""
-    return (f"task {body['task']} generation {body['generation']}: {members}, "
-            f"{layout_briefly(body)}{tries}")
+    return f", tries copies on {_nodes(copies)}, then {last}" if copies else ""
 
 
 def _nodes(there: list[Plain]) -> str:
     return " ".join(dict.fromkeys(one["node"] for one in there)) or "nobody"
 
 
-def _switches(policy: Plain) -> str:
-    return ((", OBSERVING" if policy.get("observe") else "")
-            + (", faults may be injected" if policy.get("allow_inject") else ""))
-
-
 def _fault(body: Plain) -> str:
-    """What is broken on purpose: asked for, or ordered."""
+    """The fault to inject, of a request or an order."""
     if body["what"] == "node":
         return f"kill the agent of {body.get('node') or ' '.join(body['nodes'])} and its ranks"
-    who = _who(body) if "attempt" in body else f"task {body['task']} rank {body['rank']}"
+    who = f"task {body['task']} rank {body['rank']}"
+    who += f".{body['attempt']}" if "attempt" in body else ""
     if body["what"] == "rank":
         return f"kill {who}"
     return f"stop {who} for {span(body['stop_s']) if body['stop_s'] else 'good'}"
 
 
-ESSENTIALS: dict[str, Callable[[Plain], str]] = {
-    "EpochStarted": lambda b: f"heart {b['heart']}, code {b['code']}",
-    "PolicySet": lambda b: f"silence {b['policy']['silence_s_max']:g} s, "
-                           f"{b['policy']['restarts_max']} restarts{_switches(b['policy'])}",
-    "DeadlineReached": lambda b: str(b["deadline"]),
-    "NodeUnreachable": lambda b: f"{b['node']} silent for {span(b['silence_s'])}",
-    "NodeReachable": lambda b: f"{b['node']} heard again",
-    "TaskSubmitted": _submitted,
-    "TaskCancelRequested": lambda b: f"task {b['task']}{_because(b['reason'])}",
-    "TaskWeightSet": lambda b: f"task {b['task']} weight {b['weight']:g}{_because(b['reason'])}",
-    "HealingFrozen": lambda b: f"healing is held{_because(b['reason'])}",
-    "HealingResumed": lambda b: f"healing is held no longer{_because(b['reason'])}",
-    "NodeDrained": lambda b: f"{b['node']} shall be empty{_because(b['reason'])}",
-    "NodeUndrained": lambda b: f"{b['node']} may have tasks again{_because(b['reason'])}",
-    "FaultRequested": lambda b: f"{_fault(b)}{_because(b['reason'])}",
-    "NodeJoined": _joined,
-    "NodeLeft": lambda b: f"{b['node']}: {b['reason']}",
-    "MemoryCheckpointsLost": lambda b: f"{b['node']} has no copies any more"
-                                       f"{' of task ' + str(b['task']) if b['task'] else ''}"
-                                       f"{_because(b['why'])}",
-    "ReportsLost": lambda b: f"{b['node']} lost {b['num_lost']} reports",
-    "OrderRefused": lambda b: f"{b['node']} refused order {b['order']}: {b['why']}",
-    "RankStarted": lambda b: f"{_who(b)} on {b['node']}, pid {b['pid']}",
-    "RankReady": _ready,
-    "InMemoryRecoveryDeclined": lambda b: f"{_who(b)} cannot heal in memory: {b['why']}",
-    "RankErrored": lambda b: f"{_who(b)} iteration {b['iteration']}: {b['error']}{_meaning(b)}: "
-                             f"{_last_line(b['text'])}",
-    "RankExited": _exited,
-    "RankSuspended": lambda b: f"{_who(b)} pid {b['pid']} is stopped",
-    "RankContinued": lambda b: f"{_who(b)} pid {b['pid']} runs again",
-    "CollectiveFailed": _collective_failed,
-    "Quiesced": _quiesced,
-    "Reconfigured": _reconfigured,
-    "ReconfigureFailed": lambda b: f"{_who(b)} generation {b['generation']}: "
-                                   f"{_first_line(b['error'])}",
-    "TaskProgressed": _progressed, "IterationsLogged": _logged,
-    "LossNotFinite": lambda b: f"task {b['task']} iteration {b['iteration']}: loss {b['text']}",
-    "MemoryCheckpointStored": lambda b: f"{_who(b)} step {b['step_version']}, "
-                                        f"{scaled(b['copy_bytes'], 'B')} in memory on {b['node']}",
-    "CheckpointSaved": lambda b: f"task {b['task']} step {b['step_version']}, "
-                                 f"{scaled(b['ckpt_bytes'], 'B')}, {b['path']}"
-                                 f"{', final' if b['final'] else ''}",
-    "CheckpointPublished": lambda b: f"task {b['task']} {b['path']}",
-    "RankFinished": lambda b: f"{_who(b)} at step {b['step_version']}, "
-                              f"{b['forward_calls']} forward calls",
-    "HealthChanged": lambda b: f"{_at(b)} {b['check']} {b['health']}{_because(b['why'])}",
-    "DeviceErred": lambda b: f"{_at(b)} {b['status']} ({b['rule']}): {_first_line(b['text'])}",
-    "RankStalled": lambda b: f"{_who(b)} iteration {b['iteration']}: {b['what']} for "
-                             f"{span(b['in_s'])}, an iteration takes {span(b['normal_s'])}",
-    "RankUnstalled": lambda b: f"{_who(b)} iteration {b['iteration']}, "
-                               f"stalled for {span(b['stalled_s'])}",
-    "StepTimeChanged": lambda b: f"{_who(b)} works {span(b['own_s'])} of {span(b['iteration_s'])} "
-                                 f"an iteration, at first {span(b['normal_s'])}",
-    "QuarantineLifted": lambda b: f"{b['node']} is no longer quarantined{_because(b['reason'])}",
-    "NodeQuarantined": lambda b: f"{b['node']} until {rfc3339(b['until_s'])}: {b['why']}",
-    "StragglerCostEstimated": lambda b: f"{b['node']} costs {scaled(b['cost_waf'], 'FLOP/s')}, "
-                                        f"draining it {_drained_earns(b['drain_waf'])}: "
-                                        f"{b['why']}",
-    "IncidentOpened": _opened,
-    "IncidentEscalated": lambda b: f"inc-{b['of']} {b['severity']} {ranks(b['ranks'])}: {b['why']}",
-    "IncidentClosed": _closed,
-    "ThroughputSet": lambda b: f"task {b['task']} {b['origin']}: " + " ".join(
+FORMATS: dict[str, Callable[[Any], str]] = {
+    "because": _because, "cost": _cost, "devices": _devices, "drained": _drained_earns,
+    "exit": _exit, "fault": _fault, "first line": _first_line, "last line": _last_line,
+    "len": lambda value: str(len(value)), "layout": layout_briefly,
+    "library error": _library_error,
+    "labels": lambda labels: "".join(f", {key} {name}" for key, name in labels.items() if name),
+    "loss": lambda loss: "" if loss is None else f" loss {loss:.4f}",
+    "meaning": _meaning, "members": lambda members: ranks(member["rank"] for member in members),
+    "ms": ms, "nodes": _nodes, "plan": _plan, "progress": _progress, "ranks": ranks,
+    "rates": lambda body: " ".join(
         f"{size}:{scaled(rate, 'FLOP/s').replace(' ', '')}"
-        for size, rate in zip(b["sizes"], b["rates_flops"], strict=False)),
-    "PlanChosen": _plan,
-    "TaskPlaced": _placed,
-    "TaskWaiting": lambda b: f"task {b['task']} {b['why']}"
-                             + (f"; needs {b['needs']}" if b.get("needs") else ""),
-    "OrderSuppressed": lambda b: f"task {b['task']} {b['what'] or 'nothing any more'}"
-                                 f"{_because(b['why'])}",
-    "TaskEnded": lambda b: f"task {b['task']} {b['outcome']}{_because(b['why'])}",
-    "StartRank": _start,
-    "StopRank": lambda b: f"{_who(b)} grace {span(b['grace_s'])}: {b['why']}",
-    "Quiesce": lambda b: f"task {b['task']} generation {b['generation']} {b['mode']}, "
-                         f"{ranks(b['ranks'])}{', saved first' if b.get('save') else ''}",
-    "Reconfigure": _reconfigure,
-    "SetCheckpointStores": lambda b: f"task {b['task']} generation {b['generation']}: copies to "
-                                     f"{_nodes(b['keepers'])}",
-    "DropMemoryCheckpoints": lambda b: f"task {b['task']} is over, on {' '.join(b['nodes'])}",
-    "Resume": lambda b: f"task {b['task']} generation {b['generation']} "
-                        f"tells progress from iteration {b['progress_from']}",
-    "PublishCheckpoint": lambda b: f"task {b['task']} {b['path']}",
-    "InjectFault": lambda b: f"on purpose: {_fault(b)}",
+        for size, rate in zip(body["sizes"], body["rates_flops"], strict=False)),
+    "rfc3339": rfc3339, "seats": lambda seats: " ".join(
+        f"{seat['rank']}@{seat['slot']['node']}/{seat['slot']['index']}"
+        for seat in seats) or "no seats",
+    "sources": _sources, "span": span, "state source": _state_source, "status": status_in_words,
+    "submitted": _submitted,
+    "took": lambda body: ms(body["down_s"] + body["up_s"] + body["settle_s"]),
+    "where": _where, "window": lambda num: f" (of {count(num)})" if num else " (warming up)",
+    "words": " ".join,
+}
+
+
+class _Formatter(string.Formatter):
+    """Python's template syntax and these format specs:
+
+    a name of FORMATS: that function, of the field or (`{:name}`) of the whole body;
+    `~unit`: the number with a decimal prefix; `|text`: the text if the field is empty;
+    `?text`: the text, or nothing if the field is empty. An absent field is empty.
+    """
+
+    def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if field_name.isdigit():
+            return args[0], field_name  # `{:name}`, however many of them
+        try:
+            return super().get_field(field_name, args, kwargs)
+        except KeyError:
+            return "", field_name
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        sign, rest = format_spec[:1], format_spec[1:]
+        if sign == "|":
+            return str(value or rest)
+        if sign == "?":
+            return rest if value else ""
+        if value == "":
+            return ""
+        if sign == "~":
+            return scaled(value, rest)
+        function = FORMATS.get(format_spec)
+        return function(value) if function is not None else format(value, format_spec)
+
+
+_FORMATTER = _Formatter()
+_RANK = "task {task} rank {rank}.{attempt}"
+_GENERATION = "task {task} generation {generation}"
+TEMPLATES = {
+    "EpochStarted": "heart {heart}, code {code}",
+    "PolicySet": "silence {policy[silence_s_max]:g} s, {policy[restarts_max]} restarts"
+                 "{policy[observe]:?, OBSERVING}"
+                 "{policy[allow_inject]:?, faults may be injected}",
+    "DeadlineReached": "{deadline}",
+    "NodeUnreachable": "{node} silent for {silence_s:span}",
+    "NodeReachable": "{node} heard again",
+    "TaskSubmitted": "{:submitted}",
+    "TaskCancelRequested": "task {task}{reason:because}",
+    "TaskWeightSet": "task {task} weight {weight:g}{reason:because}",
+    "HealingFrozen": "healing is held{reason:because}",
+    "HealingResumed": "healing is held no longer{reason:because}",
+    "NodeDrained": "{node} shall be empty{reason:because}",
+    "NodeUndrained": "{node} may have tasks again{reason:because}",
+    "FaultRequested": "{:fault}{reason:because}",
+    "NodeJoined": "{node} {num_slots} {accelerator} slots, pid {pid}, at {host}{labels:labels}",
+    "NodeLeft": "{node}: {reason}",
+    "MemoryCheckpointsLost": "{node} has no copies any more{task:? of task {task}}{why:because}",
+    "ReportsLost": "{node} lost {num_lost} reports",
+    "OrderRefused": "{node} refused order {order}: {why}",
+    "RankStarted": _RANK + " on {node}, pid {pid}",
+    "RankReady": _RANK + " at {endpoint}, {num_params:~ parameters}, {state_bytes:~B} of state",
+    "InMemoryRecoveryDeclined": _RANK + " cannot heal in memory: {why}",
+    "RankErrored": _RANK + " iteration {iteration}: {error}{:meaning}: {text:last line}",
+    "RankExited": _RANK + " pid {pid}{:exit}",
+    "RankSuspended": _RANK + " pid {pid} is stopped",
+    "RankContinued": _RANK + " pid {pid} runs again",
+    "CollectiveFailed": _RANK + " iteration {iteration}: {:library error}",
+    "Quiesced": _RANK + " left generation {generation} at step {step_version}, "
+                "keeps {micro_batches:len} micro-batches, "
+                "{buckets_reduced} of {num_buckets} buckets reduced",
+    "Reconfigured": _RANK + " generation {generation} step {step_version}, {:state source}, "
+                    "kept {kept:len} todo {todo:len} dealt {dealt:len}, {:took}",
+    "ReconfigureFailed": _RANK + " generation {generation}: {error:first line}",
+    "TaskProgressed": "task {task} iteration {:progress}",
+    "IterationsLogged": _RANK + " iteration {iteration:,}{iterations:? of {iterations:,}}"
+                        "{loss:loss}, {step_s:span} each"
+                        "{num_iterations:window}"
+                        "{global_batch:?, global batch {global_batch:,}}"
+                        "{skipped:?, {skipped:,} skipped}{nan:?, {nan:,} nan}",
+    "LossNotFinite": "task {task} iteration {iteration}: loss {text}",
+    "MemoryCheckpointStored": _RANK + " step {step_version}, {copy_bytes:~B} in memory on {node}",
+    "CheckpointSaved": "task {task} step {step_version}, {ckpt_bytes:~B}, {path}{final:?, final}",
+    "CheckpointPublished": "task {task} {path}",
+    "RankFinished": _RANK + " at step {step_version}, {forward_calls} forward calls",
+    "HealthChanged": "{:devices} {check} {health}{why:because}",
+    "DeviceErred": "{:devices} {status} ({rule}): {text:first line}",
+    "RankStalled": _RANK + " iteration {iteration}: {what} for {in_s:span}, "
+                   "an iteration takes {normal_s:span}",
+    "RankUnstalled": _RANK + " iteration {iteration}, stalled for {stalled_s:span}",
+    "StepTimeChanged": _RANK + " works {own_s:span} of {iteration_s:span} an iteration, "
+                       "at first {normal_s:span}",
+    "QuarantineLifted": "{node} is no longer quarantined{reason:because}",
+    "NodeQuarantined": "{node} until {until_s:rfc3339}: {why}",
+    "StragglerCostEstimated": "{node} costs {cost_waf:~FLOP/s}, draining it {drain_waf:drained}: "
+                              "{why}",
+    "IncidentOpened": "{severity} {status:status}, {:where}: {why}",
+    "IncidentEscalated": "inc-{of} {severity} {ranks:ranks}: {why}",
+    "IncidentClosed": "inc-{of} {outcome}, pause {pause_s:ms}, {:cost}{why:because}",
+    "ThroughputSet": "task {task} {origin}: {:rates}",
+    "PlanChosen": "{trigger}: {num_slots} slots, {:plan}",
+    "TaskPlaced": "task {task} {seats:seats}: {why}",
+    "TaskWaiting": "task {task} {why}{needs:?; needs {needs}}",
+    "OrderSuppressed": "task {task} {what:|nothing any more}{why:because}",
+    "TaskEnded": "task {task} {outcome}{why:because}",
+    "StartRank": _RANK + " on {slot[node]}/{slot[index]}",
+    "StopRank": _RANK + " grace {grace_s:span}: {why}",
+    "Quiesce": _GENERATION + " {mode}, {ranks:ranks}{save:?, saved first}",
+    "Reconfigure": _GENERATION + ": {members:members}, {:layout}{:sources}",
+    "SetCheckpointStores": _GENERATION + ": copies to {keepers:nodes}",
+    "DropMemoryCheckpoints": "task {task} is over, on {nodes:words}",
+    "Resume": _GENERATION + " tells progress from iteration {progress_from}",
+    "PublishCheckpoint": "task {task} {path}",
+    "InjectFault": "on purpose: {:fault}",
 }
 
 
 def concerns(record: Plain, *, kinds: frozenset[str], task: int | None, node: str | None,
              incident: int | None, incidents: Container[int] = ()) -> bool:
-    """Whether the record passes the filters of `tail`; an empty or None filter passes all.
+    """True if the record passes the filters of `tail`; an empty or None filter passes all.
 
-    `incidents`: those of `task`; what becomes of one names the incident alone.
+    `incidents`: those of `task`; IncidentEscalated and IncidentClosed name only the incident.
     """
     body: Plain = record["body"]
     if kinds and record["kind"] not in kinds:

@@ -12,7 +12,7 @@ from snapshots import RECORDS, check, seen, until
 from unicron.cli.screens import cluster, nodes
 from unicron.cli.screens import task as task_screen
 from unicron.cli.terminal import format as figures
-from unicron.cli.terminal.record_line import ESSENTIALS, concerns, line
+from unicron.cli.terminal.record_line import TEMPLATES, concerns, line
 from unicron.control_plane.history.history import history
 from unicron.events.records import codec
 from unicron.events.records.envelope import KINDS
@@ -71,7 +71,7 @@ def test_the_log_as_lines():
 
 
 def test_every_kind_has_its_own_line():
-    assert set(ESSENTIALS) == set(KINDS)
+    assert set(TEMPLATES) == set(KINDS)
 
 
 def test_a_kind_of_a_newer_version_is_shown_as_it_is():

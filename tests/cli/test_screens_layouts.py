@@ -20,7 +20,7 @@ from unicron.cli.commands import tasks
 from unicron.cli.screens import cluster, plan
 from unicron.cli.screens import task as task_screen
 from unicron.cli.screens.incident import page
-from unicron.cli.terminal.record_line import ESSENTIALS
+from unicron.cli.terminal.record_line import essentials
 from unicron.control_plane.api import dry_run
 from unicron.control_plane.api.dry_run import Change
 from unicron.control_plane.api.view import view
@@ -85,7 +85,7 @@ def test_a_layout_that_lost_a_rank_and_grew_again() -> None:
     # A replica has two members, which tell of the same micro-batches: they are counted once.
     assert (cost["kept"], cost["dealt"]) == (2, 1)
     check("incident-layout", page(found))
-    orders = [ESSENTIALS["Reconfigure"](record["body"]) for record in plain(d)
+    orders = [essentials("Reconfigure", record["body"]) for record in plain(d)
               if record["kind"] == "Reconfigure"]
     assert [one.rpartition(", ")[2] for one in orders] == ["TP2xDP2", "TP2xDP1 +1", "TP2xDP2"]
 

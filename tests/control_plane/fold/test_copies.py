@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from decider import Driver, at_rest, finish, only, spec, task_of, the
 from memory_checkpoints import FIRST, came, kept, ordered_anew
-from unicron.cli.terminal.record_line import ESSENTIALS
+from unicron.cli.terminal.record_line import essentials
 from unicron.control_plane.api.view import view
 from unicron.events.records import decisions
 from unicron.events.records import orders as o
@@ -192,7 +192,7 @@ def test_the_line_of_a_reconfigure_says_what_is_tried_not_what_served() -> None:
     for node in ("n1", "n2"):
         kept(d, task, node, 1)
     (order,) = wipe(d, task)
-    told = ESSENTIALS["Reconfigure"](msgspec.to_builtins(order))
+    told = essentials("Reconfigure", msgspec.to_builtins(order))
     assert told.endswith("generation 2: ranks 0 1, DP2, tries copies on n1 n2, then the seed")
 
 
