@@ -25,7 +25,7 @@ app = typer.Typer(
     epilog="A first look: unicron demo. Then: unicron up, and in a second terminal "
            "unicron submit deploy/examples/demo.yaml.",
 )
-inject = typer.Typer(help="Break something on purpose (up --allow-inject).")
+inject = typer.Typer(help="Inject a fault (up --allow-inject).")
 file_tools = typer.Typer()
 simulation = typer.Typer(invoke_without_command=True)
 # The order in which the help lists them, after the commands of `app`.
@@ -52,18 +52,18 @@ def up(
         metavar="FILE", help="Limits and priors, as YAML; an empty file: the defaults. The folder "
         "keeps a copy [the last one given].")] = None,
     observe: Annotated[bool, typer.Option(
-        "--observe", help="Decide, price and log everything, act on nothing [as the last "
+        "--observe", help="Decide and log everything, act on nothing [as the last "
         "time].")] = False,
     act: Annotated[bool, typer.Option("--act", help="Act again [as the last time, at first "
                                                     "yes].")] = False,
     allow_inject: Annotated[bool, typer.Option(
-        "--allow-inject", help="Let unicron inject break things on purpose; never "
+        "--allow-inject", help="Let unicron inject cause faults; never "
         "remembered.")] = False,
     label: Annotated[list[str] | None, typer.Option(
         metavar="[NODE:]KEY=VALUE", help="rack or switch of all nodes here, or of one; again for "
         "more; none: forget them [the last ones given].")] = None,
     no_watch: Annotated[bool, typer.Option(
-        "--no-watch", help="Do not watch the pulse of ranks; never remembered.")] = False,
+        "--no-watch", help="Do not monitor the progress of ranks; never remembered.")] = False,
     checks: Annotated[Path | None, typer.Option(
         "--checks", metavar="DIR", help="Your own checks of the nodes, as of unicron agent; none: "
         "forget them [the last ones given].")] = None,
@@ -103,14 +103,15 @@ def agent(
     host: Annotated[str, typer.Option(
         metavar="ADDRESS", help="Where other nodes reach this one.")] = "127.0.0.1",
     label: Annotated[list[str] | None, typer.Option(
-        metavar="KEY=VALUE", help="Where this node stands: rack=NAME, switch=NAME; again for the "
+        metavar="KEY=VALUE", help="The place of this node: rack=NAME, switch=NAME; again for the "
         "other.")] = None,
     redis: Annotated[str, typer.Option(
         metavar="URL", envvar="UNICRON_REDIS_URL", show_envvar=False,
         help="The log, if the control plane's address of it is not ours "
         "[$UNICRON_REDIS_URL].")] = "",
     no_watch: Annotated[bool, typer.Option(
-        "--no-watch", help="Do not watch the pulse of ranks: no stall, no pace is told.")] = False,
+        "--no-watch", help="Do not monitor the progress of ranks: no stall, no straggler is "
+        "reported.")] = False,
     checks: Checks = None,
     checks_every: Annotated[float, typer.Option(
         min=1, metavar="S", help="Seconds between two runs of each check.")] = 60,
@@ -162,7 +163,7 @@ def status(
     what: Annotated[str, typer.Argument(
         metavar="TASK|nodes", help="A task's name or id, or the word nodes.")] = "",
     watch: Annotated[bool, typer.Option("--watch", "-w",
-                                        help="Show it anew every second.")] = False,
+                                        help="Refresh every second.")] = False,
     state: State = None,
     url: Url = None,
     output: Form = "text",
@@ -175,8 +176,9 @@ def status(
 
 @app.command()
 def tail(
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as it grows.")] = False,
-    after: Annotated[int, typer.Option(min=0, metavar="SEQ", help="Only behind this seq.")] = 0,
+    follow: Annotated[bool, typer.Option("--follow", "-f",
+                                         help="Print new records as they arrive.")] = False,
+    after: Annotated[int, typer.Option(min=0, metavar="SEQ", help="Only after this seq.")] = 0,
     kind: Annotated[list[str] | None, typer.Option(
         metavar="K", help="Only this kind; may be repeated.")] = None,
     task: Annotated[str | None, typer.Option(metavar="T", help="Only this task.")] = None,
@@ -209,7 +211,7 @@ def incident(
     url: Url = None,
     output: Form = "text",
 ) -> None:
-    """Show a fault: evidence, decision, plans, phases, cost, what is left to do."""
+    """Show a fault: evidence, decision, plans, phases, cost, remaining steps."""
     from .commands import incident as commands_incident
 
     commands_incident.incident(folder(state), url, which, every=every, as_json=output == "json")
@@ -223,7 +225,7 @@ def cancel(
     url: Url = None,
     output: Form = "text",
 ) -> None:
-    """Stop a task for good."""
+    """Cancel a task."""
     from .commands import tasks
 
     tasks.cancel(folder(state), url, task, reason, as_json=output == "json")
@@ -233,7 +235,8 @@ def cancel(
 def logs(
     task: TaskArg,
     rank: Annotated[int | None, typer.Option(min=0, metavar="R", help="Only this rank.")] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as they grow.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f",
+                                         help="Print new lines as they arrive.")] = False,
     state: State = None,
     url: Url = None,
 ) -> None:
@@ -257,7 +260,7 @@ def replay(
     url: Url = None,
     output: Form = "text",
 ) -> None:
-    """Fold a log to the state it tells; needs no server and no torch."""
+    """Fold a log to its final state; needs no server and no torch."""
     from .commands import replay as commands_replay
 
     commands_replay.replay(
@@ -291,7 +294,7 @@ def demo(
     iterations: Annotated[int, typer.Option(
         min=100, max=10_000, metavar="N", help="Iterations of the task that finishes.")] = 128,
 ) -> None:
-    """Train two real models on three nodes, break them, watch them heal; under two minutes."""
+    """Train two real models on three nodes through several faults; under two minutes."""
     from .demo import demo as demo_demo
 
     raise typer.Exit(demo_demo.demo(keep=keep, num_iterations=iterations))
@@ -301,9 +304,9 @@ def demo(
 def doctor(
     state: State = None, output: Form = "text",
     support: Annotated[bool, typer.Option(
-        "--support", help="What of Megatron heals in memory, with the reasons, alone.")] = False,
+        "--support", help="Only list what of Megatron heals in memory, with the reasons.")] = False,
 ) -> None:
-    """Check what this machine has, and what is missing; and tell what heals in memory."""
+    """Check what this machine provides and lacks; list what heals in memory."""
     from .commands import doctor as commands_doctor
 
     if support:
@@ -324,9 +327,9 @@ def plan(
     submit: Annotated[Path | None, typer.Option(
         "--submit", metavar="JOB.yaml", help="Dry run: this job is submitted.")] = None,
     apply: Annotated[bool, typer.Option(
-        "--apply", help="Do what was dry-run, if --check still holds.")] = False,
+        "--apply", help="Apply the dry run, if --check still matches.")] = False,
     check: Annotated[int | None, typer.Option(
-        "--check", min=0, metavar="INPUT", help="The input that the dry run told: where it has "
+        "--check", min=0, metavar="INPUT", help="The input that the dry run printed: if it has "
         "changed since, nothing is done.")] = None,
     offline: Annotated[Path | None, typer.Option(
         "--offline", metavar="FILE", help="Plan what this YAML file says, without a cluster; "
@@ -342,7 +345,7 @@ def plan(
     url: Url = None,
     output: Form = "text",
 ) -> None:
-    """Show which task gets how many GPUs, why, and what was beaten; or what would be if."""
+    """Show which task gets how many GPUs, why, and the alternatives; or a dry run."""
     from .commands.plan import Asked
 
     if len(slots or ()) > 1:
@@ -376,7 +379,7 @@ def set_weight(
                                                                    "counts; 1 is usual.")],
     reason: Reason = "", state: State = None, url: Url = None, output: Form = "text",
 ) -> None:
-    """Make a task worth more or less; the plan follows at once."""
+    """Set the weight of a task; a new plan follows."""
     from .commands import operate
 
     operate.set_weight(folder(state), url, task, weight, reason, as_json=output == "json")
@@ -385,7 +388,7 @@ def set_weight(
 @app.command()
 def drain(node: NodeArg, reason: Reason = "", state: State = None, url: Url = None,
           output: Form = "text") -> None:
-    """Have tasks leave a node; no iteration is lost by it."""
+    """Remove the tasks from a node; no iteration is lost."""
     from .commands import operate
 
     operate.drain(folder(state), url, node, reason, as_json=output == "json")
@@ -394,7 +397,7 @@ def drain(node: NodeArg, reason: Reason = "", state: State = None, url: Url = No
 @app.command()
 def undrain(node: NodeArg, reason: Reason = "", state: State = None, url: Url = None,
             output: Form = "text") -> None:
-    """Let a node have tasks again."""
+    """Allow tasks on a drained node again."""
     from .commands import operate
 
     operate.undrain(folder(state), url, node, reason, as_json=output == "json")
@@ -403,7 +406,7 @@ def undrain(node: NodeArg, reason: Reason = "", state: State = None, url: Url = 
 @app.command()
 def lift(node: NodeArg, reason: Reason = "", state: State = None, url: Url = None,
          output: Form = "text") -> None:
-    """End the quarantine of a node that failed again and again."""
+    """End the quarantine of a node that failed repeatedly."""
     from .commands import operate
 
     operate.lift(folder(state), url, node, reason, as_json=output == "json")
@@ -412,7 +415,7 @@ def lift(node: NodeArg, reason: Reason = "", state: State = None, url: Url = Non
 @app.command()
 def freeze(reason: Reason = "", state: State = None, url: Url = None,
            output: Form = "text") -> None:
-    """Hold healing: decide and log, order nothing."""
+    """Pause healing: decide and log, order nothing."""
     from .commands import operate
 
     operate.freeze(folder(state), url, reason, as_json=output == "json")
@@ -421,7 +424,7 @@ def freeze(reason: Reason = "", state: State = None, url: Url = None,
 @app.command()
 def unfreeze(reason: Reason = "", state: State = None, url: Url = None,
              output: Form = "text") -> None:
-    """Heal again, and act upon what happened meanwhile."""
+    """Resume healing, and act on the faults since the freeze."""
     from .commands import operate
 
     operate.unfreeze(folder(state), url, reason, as_json=output == "json")
@@ -441,7 +444,7 @@ def inject_stop(
     task: TaskArg, rank: RankArg = None,
     for_s: Annotated[float, typer.Option(
         "--for", min=0.0, max=86_400.0, metavar="S", show_default=False,
-        help="Let it go on after so many seconds [never].")] = 0.0,
+        help="Continue it after so many seconds [never].")] = 0.0,
     reason: Reason = "", state: State = None, url: Url = None, output: Form = "text",
 ) -> None:
     """Stop one rank of a task where it is, so that it hangs."""
@@ -467,7 +470,7 @@ def classify(
         "`event`, `msg`, `message`, ...) a line; none, or -: standard input.")] = None,
     output: Form = "text",
 ) -> None:
-    """Say what lines of error text mean: status, severity, and the rule that matched."""
+    """Classify lines of error text: status, severity, and the rule that matched."""
     from .commands import classify as command
 
     command.classify(file, as_json=output == "json")
@@ -494,8 +497,8 @@ def simulate(
         "faults, and how long (docs/guides/simulate.md); or trace-a or trace-b, the paper's.")]
     = None,
     recorded: Annotated[Path | None, typer.Option(
-        "--from-log", metavar="FILE", help="Instead: what befell a cluster by its log, as "
-        "`export` writes it, under other choices.")] = None,
+        "--from-log", metavar="FILE", help="Instead: the faults in a cluster's log, as "
+        "`export` writes it, under other settings.")] = None,
     settings: Annotated[list[str] | None, typer.Option(
         "--set", metavar="KEY=VALUE", help="With --from-log: weight.TASK=2, or policy.FIELD=VALUE, "
         "a field of the policy file.")] = None,
@@ -505,11 +508,11 @@ def simulate(
         "--log", metavar="FILE", help="Write the log of the policy `unicron`, as `export` "
         "does.")] = None,
     print_trace: Annotated[bool, typer.Option(
-        "--print-trace", help="Play nothing: print what befalls the cluster, drawn or read, as "
+        "--print-trace", help="Do not simulate: print the cluster's fault trace, drawn or read, as "
         "CSV.")] = False,
     output: Form = "text",
 ) -> None:
-    """What each policy would have earned: the heart under a virtual clock, no cluster needed."""
+    """Simulate the WAF of each policy: the decider on a virtual clock, no cluster."""
     from .simulate import compare as command
 
     if context.invoked_subcommand is not None:
@@ -550,14 +553,14 @@ def paper(
         "PNG.")] = None,
     output: Form = "text",
 ) -> None:
-    """The paper's evaluation: its traces and cases under every policy, beside its figures."""
+    """The paper's evaluation: its traces and cases under every policy, next to its figures."""
     from .simulate import paper_tables
 
     paper_tables.paper(seeds=seeds, report=report, as_json=output == "json")
 
 
 Drawn = Annotated[Path | None, typer.Option(
-    "--scenario", metavar="FILE", help="A scenario whose trace is drawn; without one the paper's "
+    "--scenario", metavar="FILE", help="A scenario with a drawn trace; without one the paper's "
     "case 5 at trace-a's rate.")]
 Seeds = Annotated[int, typer.Option(
     "--seeds", min=1, max=100, metavar="N", help="Traces drawn for each point.")]
@@ -568,7 +571,7 @@ Report = Annotated[Path | None, typer.Option(
 @simulation.command()
 def mtbf(scenario: Drawn = None, seeds: Seeds = 3, report: Report = None,
          output: Form = "text") -> None:
-    """What a worse MTBF costs, by policy, and where two of them break even."""
+    """The cost of a lower MTBF, by policy, and where two policies break even."""
     from .simulate import capacity
 
     capacity.mtbf(scenario, seeds=seeds, report=report, as_json=output == "json")
@@ -592,7 +595,7 @@ def weights(
     task: Annotated[str, typer.Option("--task", metavar="TASK", help="Whose weight is another.")],
     scenario: Drawn = None, seeds: Seeds = 3, report: Report = None, output: Form = "text",
 ) -> None:
-    """What a task gets for its weight, and what that costs the others."""
+    """What a task gains from its weight, and what that costs the others."""
     from .simulate import capacity
 
     capacity.weights(scenario, task=task, seeds=seeds, report=report, as_json=output == "json")

@@ -116,8 +116,8 @@ def screen(name: str, judged: Iterator[tuple[int, str, Verdict]]) -> Iterator[st
     for severity in sorted({one.severity for one in found}):
         yield from labelled(severity, DONE[severity])
     if any(one.verdict.second_hand for one in found):
-        yield from labelled("(peer)", "tells of another's end, or of a wait for it: look for the "
-                            "cause where that one ran")
+        yield from labelled("(peer)", "reports the end of another process, or a wait for it: find "
+                            "the cause there")
     yield from _next(name, found)
 
 
@@ -131,7 +131,7 @@ def _next(name: str, found: list[Group]) -> Iterator[str]:
         steps.append(f"{command(f'unicron drain NODE --reason {shlex.quote(rules)}')}: the node "
                      f"that wrote it, for {_gpus(devices)}; one slot cannot be drained alone")
     elif found[0].severity == "SEV1":
-        steps.append(f"{command('unicron status nodes')}: whether the node that it tells of is "
+        steps.append(f"{command('unicron status nodes')}: whether the node that it names is "
                      f"out; else {command('unicron drain NODE')}")
     if any(one.verdict.status in (NCCL_TIMEOUT, TASK_HANG) for one in found):
         steps.append(f"{command('unicron locate DUMP...')}: whom they wait for")

@@ -165,4 +165,4 @@ def _running(state: StateDir) -> Finding:
     names = ", ".join(f"{one.name} {one.pid}" for one in live)
     whole = {UP, CONTROL_PLANE} <= {one.name for one in live}
     return Finding(what="cluster", grade="ok" if whole else "note", told=names,
-                   hint="" if whole else "nobody watches over it: unicron up adopts it")
+                   hint="" if whole else "not supervised: unicron up adopts it")

@@ -81,7 +81,7 @@ def _verdict(found: Located) -> str:
         text = (f"network: {number_of(len(found.stuck), 'collective')} that all have entered "
                 f"{'does' if len(found.stuck) == 1 else 'do'} not end, no rank is to blame {of}")
     else:
-        text = f"none: nobody {of} waits for another"
+        text = f"none: no rank {of} waits for another"
     if found.missing:
         text += f"; no dump of {listed(found.missing)}"
     return text

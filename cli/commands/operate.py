@@ -49,14 +49,8 @@ def drain(state: StateDir, url: str | None, node: str, reason: str, *, as_json: 
     on_it = {slot["task"] for slot in found["slots"] if slot["task"]}
     names = ", ".join(task["name"] for task in view["tasks"] if task["id"] in on_it)
     head = f"{node}  drained; {f'{names} shall leave it' if names else 'it was empty'}"
-    _print_outcome(
-        state,
-        head,
-        followed,
-        view,
-        f"undo     unicron undrain {node}{option_for(state)}",
-        as_json=as_json,
-    )
+    undo = f"undo     unicron undrain {node}{option_for(state)}"
+    _print_outcome(state, head, followed, view, undo, as_json=as_json)
 
 
 def undrain(state: StateDir, url: str | None, node: str, reason: str, *, as_json: bool) -> None:
@@ -175,7 +169,7 @@ def held_lines(view: Plain, option: str) -> list[str]:
 def _print_fault(state: StateDir, followed: Followed, head: str, look: str, *,
                 as_json: bool) -> None:
     if "InjectFault" not in followed.orders:
-        raise UnicronError("it was gone before it could be broken; nothing was done")
+        raise UnicronError("the target exited before the fault; nothing was done")
     if as_json:
         console.out(followed.as_json())
         return

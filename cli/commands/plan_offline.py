@@ -87,18 +87,11 @@ def plain(asked: PlanInput, tried: Tried) -> Plain:
                "instead": {name: x for name, (_, x), ours in
                            zip(names, other.slots, slots, strict=True) if x != ours}}
               for other in plan.alternatives]
-    tasks = {
-        wish.name: {
-            "current": wish.now,
-            "gpus": x,
-            "faulted": wish.faulted,
-            "waf_before": waf_of(wish, wish.now),
-            "waf": waf_of(wish, x),
-            "earned": waf_of(wish, x) * asked.running_s,
-            "transition": cost_flop(wish, x),
-        }
-        for wish, x in zip(wishes, slots, strict=True)
-    }
+    tasks = {wish.name: {
+        "current": wish.now, "gpus": x, "faulted": wish.faulted,
+        "waf_before": waf_of(wish, wish.now),
+        "waf": waf_of(wish, x), "earned": waf_of(wish, x) * asked.running_s,
+        "transition": cost_flop(wish, x)} for wish, x in zip(wishes, slots, strict=True)}
     return {
         "allocation": dict(zip(names, slots, strict=True)), "objective": worth, "reason": plan.why,
         "waf": plan.waf, "waf_before": math.fsum(one["waf_before"] for one in tasks.values()),

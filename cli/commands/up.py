@@ -90,9 +90,10 @@ class Asked(Struct, frozen=True, kw_only=True):
                 ("--cluster", self.cluster, before.cluster),
                 ("--no-watch", not self.watch or None, not before.watch)):
             if asked is not None and asked != runs:
-                problem = ("differs" if option in ("--redis", "--label", "--checks")
-                        else f"{asked}, but it was {runs}")
-                raise UsageError(f"{option} {problem} when what runs on {shown(state.path)} began",
+                values = ("" if option in ("--redis", "--label", "--checks")
+                          else f" {asked}, but it was {runs}:")
+                raise UsageError(f"{option}{values} differs from the cluster on "
+                                 f"{shown(state.path)}",
                                  f"unicron down {state.option}, then up again")
 
     def refuse_other_policy(self, before: Wanted, state: StateDir) -> None:
@@ -100,19 +101,20 @@ class Asked(Struct, frozen=True, kw_only=True):
         where = shown(state.path)
         down = f"unicron down {state.option}, then up"
         if self.observe and not before.observe:
-            raise UsageError(f"--observe: what runs on {where} began to act",
+            raise UsageError(f"--observe: the cluster on {where} was started to act",
                              f"unicron freeze {state.option} holds its healing; or {down} "
                              "--observe")
         if self.observe is False and before.observe:
-            raise UsageError(f"--act: what runs on {where} began to observe", f"{down} --act")
+            raise UsageError(f"--act: the cluster on {where} was started to observe",
+                             f"{down} --act")
         if self.allow_inject and not before.allow_inject:
-            raise UsageError(f"--allow-inject was not given when what runs on {where} began",
+            raise UsageError(f"--allow-inject: the cluster on {where} was started without it",
                              f"{down} --allow-inject")
         if before.allow_inject and not self.allow_inject:
-            raise UsageError(f"what runs on {where} allows faults on purpose, and this is never "
-                             "taken over unsaid", f"give --allow-inject again; or {down}")
+            raise UsageError(f"the cluster on {where} allows injected faults, and this option is "
+                             "never remembered", f"give --allow-inject again; or {down}")
         if self.policy is not None and _policy(self.policy) != _policy(before.policy):
-            raise UsageError(f"--policy is another than when what runs on {where} began",
+            raise UsageError(f"--policy differs from that of the cluster on {where}",
                              f"{down} again")
 
 

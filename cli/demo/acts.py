@@ -135,7 +135,7 @@ def kill_rank(stage: Stage, player: Player) -> None:
                f"{exited['source'].split('/')[0]}: rank {VICTIM_NUM} exited, signal "
                f"{exited['body']['signal']}")
     opened = stage.wait(lambda: stage.find("IncidentOpened", task=task), HEAL_S_MAX, "an incident")
-    stage.struck[opened["seq"]] = kill.at_s
+    stage.killed_s[opened["seq"]] = kill.at_s
     stage.note(opened["at_s"] - kill.at_s,
                f"{opened['body']['severity']}: {opened['body']['why']}; survivors finish, "
                f"rank {VICTIM_NUM} restarts on its slot")
@@ -351,7 +351,7 @@ def lose_node(stage: Stage, hurt: Player, other: Player) -> None:
     stage.promise(bool(plan["body"]["alternatives"])
                   and all(one["waf"] < plan["body"]["waf"]
                           for one in plan["body"]["alternatives"]),
-                  "the plan names what it beat")
+                  "the plan names its alternatives")
     stage.wait(lambda: full(stage, want), RETURN_S_MAX, "both tasks step on four slots")
     say_moves(stage, seq)
     kept = sorted(stage.members(other.task))
@@ -378,7 +378,7 @@ def _suspect_then_lost(stage: Stage, hurt: Player, seq: int, at_s: float) -> Non
     opened = stage.wait(lambda: stage.find("IncidentOpened", after=seq, task=hurt.task),
                         HEAL_S_MAX, "an incident")
     told = stage.told.incidents[opened["seq"]]
-    stage.struck[told.id] = at_s
+    stage.killed_s[told.id] = at_s
     stage.note(failed["at_s"] - at_s, f"{hurt.name}'s rank {failed['body']['rank']}: its "
                                       "collective failed: suspect")
     stage.note(silent["at_s"] - at_s, f"{NODE} silent for {span(silent['body']['silence_s'])}: "
@@ -397,7 +397,7 @@ def say_moves(stage: Stage, seq: int) -> None:
     for move in stage.told.transitions:
         if move.seq <= seq or not move.num_before:
             continue
-        stage.note(None, f"{stage.name(move.task)} {move.num_before} -> {move.num_after}: stood "
+        stage.note(None, f"{stage.name(move.task)} {move.num_before} -> {move.num_after}: paused "
                          f"for {ms(move.still_s)} at iteration {move.iteration}; its next step was "
                          f"done {ms(move.step_s)} after it stopped")
         stage.promise(move.lost == 0, f"{stage.name(move.task)} lost no iteration")

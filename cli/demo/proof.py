@@ -75,14 +75,14 @@ def timeline(stage: Stage) -> None:
                        "SLOT-S", "LOST"), rows, right=(2, 3, 4, 5, 6, 7)):
         stage.note(None, line)
     for one in stage.told.incidents.values():
-        stage.promise(one.outcome == "healed" and one.id in stage.struck,
+        stage.promise(one.outcome == "healed" and one.id in stage.killed_s,
                       f"inc-{one.id} was made by the demo and is healed")
         stage.promise(one.incident.iterations_lost == 0 and not one.incident.ckpt_read,
                       "no iteration was lost, no checkpoint read")
 
 
 def _phases(stage: Stage, one: IncidentHistory) -> list[str]:
-    killed_s = stage.struck.get(one.id, one.fault_s)
+    killed_s = stage.killed_s.get(one.id, one.fault_s)
 
     def since(at_s: float | None) -> str:
         return "-" if at_s is None else ms(at_s - killed_s)

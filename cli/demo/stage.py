@@ -110,7 +110,7 @@ class Stage:
         self.trace = Trace(folder / "trace")
         self.faults: list[dict[int, int]] = []
         """Per kill: the iteration of each task."""
-        self.struck: dict[int, float] = {}
+        self.killed_s: dict[int, float] = {}
         """Per incident: the time of the kill, seconds since 1970."""
         self.away_s = 0.0
         """From the control plane's kill to the next epoch."""

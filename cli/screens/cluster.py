@@ -74,7 +74,7 @@ def _needs_you(view: Plain, now_s: float, option: str) -> list[str]:
     healing: str = view["cluster"]["healing"]
     words: list[str] = []
     if healing != "on":
-        what = (f"healing is {healing}: faults are told, not healed"
+        what = (f"healing is {healing}: faults are reported, not healed"
                 if healing.startswith("frozen") else
                 "observing: all is decided and logged, nothing is done; to have it done")
         words.append(f"{what}: {command(way_to_act(healing, option))}")
@@ -135,13 +135,14 @@ def _task_news(task: Plain, now_s: float, option: str, unreachable: set[str]) ->
     late_s, look = lag_s(task, now_s), command(f"unicron logs {task['name']} -f{option}")
     away = sorted({one["node"] for one in task["ranks"]} & unreachable)
     if late_s and away:
-        words.append(f"{task['name']}: nothing told for {span(late_s)}, as who tells it may be on "
+        words.append(f"{task['name']}: no report for {span(late_s)}, its reporting rank may be on "
                      f"{' '.join(away)}: {look}")
     elif late_s and task["progressed_s"]:
         words.append(f"{task['name']}: last progress {span(late_s)} ago, an iteration took "
                      f"{span(task['step_s'])}: {look}")
     elif late_s:
-        words.append(f"{task['name']}: no iteration told since it began {span(late_s)} ago: {look}")
+        words.append(f"{task['name']}: no iteration reported since it began {span(late_s)} ago: "
+                     f"{look}")
     return words
 
 
@@ -254,7 +255,7 @@ def _on_unreachable(nodes: list[Plain]) -> str:
     found = [sum(bool(slot["task"]) for slot in node["slots"]) for node in nodes
              if node["contact"] == "unreachable"]
     num = sum(one > 0 for one in found)
-    where = "a silent node" if num == 1 else "silent nodes"
+    where = "an unreachable node" if num == 1 else "unreachable nodes"
     return f" ({sum(found)} of them on {where})" if num else ""
 
 

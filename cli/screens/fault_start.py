@@ -39,7 +39,7 @@ def began(one: IncidentHistory, evidence: list[Record]) -> Began:
         since_s = min(at_s - max(x.iteration_s, 0.0) for at_s, x in slow_iterations)
         length_s = max(one.detected_s - since_s, 0.0)
         return Began("at most", length_s, f"after that iteration began, {span(length_s)} before "
-                     "it was told; the moment itself is not known")
+                     "the report; the exact time is not known")
     stalls = [(x.at_s, x.body) for x in first if isinstance(x.body, RankStalled)]
     if stalls:
         own = [x for x in stalls if x[1].rank in one.incident.ranks]
@@ -48,7 +48,7 @@ def began(one: IncidentHistory, evidence: list[Record]) -> Began:
         num = step_times[0][1].num_iterations
         length_s = math.ceil(num / 2) * step_times[0][1].iteration_s
         return Began("at least", length_s, f"not known: of the last {num} iterations at least half "
-                     "were too slow, and that tells it")
+                     "were too slow")
     if "HealthChanged" in kinds:
         return Began("unknown", 0.0, "not known: before its check ran, which it does from time to "
                      "time")
@@ -65,4 +65,4 @@ def _after_last_mark(one: IncidentHistory, stalls: list[tuple[float, RankStalled
     at_s, stall = min(stalls, key=lambda x: x[0] - max(x[1].in_s, 0.0))
     length_s = max(one.detected_s - (at_s - max(stall.in_s, 0.0)), 0.0)
     return Began("at most", length_s, f"after the last sign of {ranks([stall.rank])}, "
-                 f"{span(length_s)} before it was told; the moment itself is not known")
+                 f"{span(length_s)} before the report; the exact time is not known")

@@ -104,7 +104,7 @@ def page(facts: Plain, *, option: str = "") -> list[str]:
         lines += labelled("you", TYPED.sub(lambda typed: command(typed[0]), words))
     if not facts["left"]:
         lines += labelled("you", "nothing is left to do" if facts["outcome"] != "open"
-                          else "it is not over: wait, or look with "
+                          else "it is still open: wait, or see "
                           + command(f"unicron status{option}"))
     return [*lines, *labelled("verify", command(facts["verify"]))]
 

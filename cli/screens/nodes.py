@@ -66,12 +66,8 @@ def sick_why(node: Plain) -> str:
     if not any(one["health"] == "unhealthy" for one in node["checks"]):
         return ""
     recovery: Plain | None = node["recovers"]
-    back = (
-        f": repair it; its slots are used again {span(recovery['after_s'])} after the check says "
-        "healthy"
-        if recovery is not None
-        else ""
-    )
+    back = (f": repair it; its slots are used again {span(recovery['after_s'])} after the check "
+            "says healthy" if recovery is not None else "")
     return f"{node['sick_why']}{back}"
 
 

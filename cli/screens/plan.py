@@ -235,8 +235,7 @@ def _by_alpha(plan: Plain, rows: list[list[str]]) -> list[str]:
 
 
 def _constraints(found: Plain, *, with_payback: bool = True) -> list[str]:
-    """The binding constraint of the plan, and its horizon. `with_payback`: also the payback
-    time."""
+    """The binding constraint of the plan, and its horizon. `with_payback`: the payback too."""
     plan = found["plan"]
     names: dict[int, str] = {one["task"]: one["name"] for one in found["tasks"]}
     if found["planned"] and 0 in names:  # a task of the dry run has no id yet

@@ -42,10 +42,10 @@ def _undone(slow: list[Plain], healing: str) -> str:
     """Why Unicron does not act; the rule is in control_plane/incidents/stragglers.py."""
     beyond = [one for one in slow if float(one["holds_up"]) > FAULT_RATIO]
     if not beyond:
-        return f"Told, not acted on: below {FAULT_RATIO:g} x"
+        return f"Reported, not acted on: below {FAULT_RATIO:g} x"
     if not any(one["confirmed"] for one in beyond):
-        return (f"Above {FAULT_RATIO:g} x, not acted on: no other process has told yet that its "
-                "iterations take as long")
+        return (f"Above {FAULT_RATIO:g} x, not acted on: no other process has confirmed yet that "
+                "its iterations take as long")
     return (f"Above {FAULT_RATIO:g} x: " + (
         "it is about to start again" if healing == "on" else
         f"not acted on, healing is {healing}"))

@@ -90,8 +90,9 @@ def task_status(view: Plain, task: Plain, told: History, *, now_s: float,
              f"weight {task['weight']:g}"]
     late_s = lag_s(task, now_s)
     if late_s:
-        what = "last progress" if task["progressed_s"] else "no iteration told; it began"
-        lines += labelled("silent", f"{what} {span(late_s)} ago, it trains no more or very slowly")
+        what = "last progress" if task["progressed_s"] else "no iteration reported; it began"
+        lines += labelled("silent", f"{what} {span(late_s)} ago, it has stopped training or is "
+                                    "very slow")
     if task["stands"]:
         lines += labelled("stands", f"{task['stands']} (for "
                                     f"{span(max(now_s - task['stands_since_s'], 0.0))})")
@@ -160,9 +161,7 @@ def _where(task: Plain) -> list[str]:
         beside = f", {number_of(task['beside'], 'spare')}" if task["beside"] else ""
         built = f"{task['layout_in_words'] or task['layout']}{beside}, generation {generation}"
     else:
-        built = (
-            f"no member is left of generation {generation}" if generation else "no generation yet"
-        )
+        built = f"no member left of generation {generation}" if generation else "no generation yet"
     return labelled("where", f"{places}, {built}{batch}")
 
 
@@ -241,8 +240,7 @@ def _copies(task: Plain, nodes: list[Plain]) -> list[str]:
     lost = task["unsaved"]
     disk = (f"published iteration {count(task['checkpoint_iteration'])} ({task['checkpoint']})"
             if task["checkpoint"] else "nothing is published yet")
-    # a stored checkpoint is reported some seconds later
-    most = "at most " if task["copies"] else ""
+    most = "at most " if task["copies"] else ""  # reported seconds after it is stored
     disk += (f": {most}{number_of(lost, 'iteration')} would be lost if all processes went"
              if lost else "")
     if task["copies"]:
@@ -252,7 +250,7 @@ def _copies(task: Plain, nodes: list[Plain]) -> list[str]:
         disk = f"in memory iteration {count(newest)} or newer ({' '.join(where)}); {disk}"
     on = list(dict.fromkeys(one["node"] for one in holders))
     if len(holders) == 1:
-        live = f"one seat ({on[0]}): nobody else holds its state"
+        live = f"one seat ({on[0]}): no other process holds its state"
     else:
         there = f"all on {on[0]}" if len(on) == 1 else f"on {' '.join(on)}"
         each = task["replica_ranks"]
@@ -282,7 +280,7 @@ def _comes_back(task: Plain, nodes: list[Plain]) -> str:
         newest = task["checkpoint_iteration"]
         source = f"it comes back from {task['checkpoint']}, of iteration {count(newest)}"
     else:
-        newest, source = 0, "nobody has a copy, nothing is published: it begins again"
+        newest, source = 0, "no copy and no published checkpoint: it restarts"
     again = max(done - newest, 0)
     if not again:
         return f": {source}, nothing is lost"

@@ -181,7 +181,7 @@ def _sources(body: Plain) -> str:
 
 
 def _nodes(there: list[Plain]) -> str:
-    return " ".join(dict.fromkeys(one["node"] for one in there)) or "nobody"
+    return " ".join(dict.fromkeys(one["node"] for one in there)) or "no node"
 
 
 def _fault(body: Plain) -> str:
@@ -252,24 +252,25 @@ _FORMATTER = _Formatter()
 _RANK = "task {task} rank {rank}.{attempt}"
 _GENERATION = "task {task} generation {generation}"
 TEMPLATES = {
-    "EpochStarted": "heart {heart}, code {code}",
+    "EpochStarted": "decider {heart}, code {code}",
     "PolicySet": "silence {policy[silence_s_max]:g} s, {policy[restarts_max]} restarts"
                  "{policy[observe]:?, OBSERVING}"
                  "{policy[allow_inject]:?, faults may be injected}",
     "DeadlineReached": "{deadline}",
-    "NodeUnreachable": "{node} silent for {silence_s:span}",
-    "NodeReachable": "{node} heard again",
+    "NodeUnreachable": "{node} unreachable for {silence_s:span}",
+    "NodeReachable": "{node} reachable again",
     "TaskSubmitted": "{:submitted}",
     "TaskCancelRequested": "task {task}{reason:because}",
     "TaskWeightSet": "task {task} weight {weight:g}{reason:because}",
-    "HealingFrozen": "healing is held{reason:because}",
-    "HealingResumed": "healing is held no longer{reason:because}",
-    "NodeDrained": "{node} shall be empty{reason:because}",
+    "HealingFrozen": "healing is paused{reason:because}",
+    "HealingResumed": "healing is resumed{reason:because}",
+    "NodeDrained": "{node} is drained{reason:because}",
     "NodeUndrained": "{node} may have tasks again{reason:because}",
     "FaultRequested": "{:fault}{reason:because}",
     "NodeJoined": "{node} {num_slots} {accelerator} slots, pid {pid}, at {host}{labels:labels}",
     "NodeLeft": "{node}: {reason}",
-    "MemoryCheckpointsLost": "{node} has no copies any more{task:? of task {task}}{why:because}",
+    "MemoryCheckpointsLost": "{node} lost its in-memory checkpoints{task:? of task {task}}"
+                             "{why:because}",
     "ReportsLost": "{node} lost {num_lost} reports",
     "OrderRefused": "{node} refused order {order}: {why}",
     "RankStarted": _RANK + " on {node}, pid {pid}",
@@ -323,7 +324,7 @@ TEMPLATES = {
     "Reconfigure": _GENERATION + ": {members:members}, {:layout}{:sources}",
     "SetCheckpointStores": _GENERATION + ": copies to {keepers:nodes}",
     "DropMemoryCheckpoints": "task {task} is over, on {nodes:words}",
-    "Resume": _GENERATION + " tells progress from iteration {progress_from}",
+    "Resume": _GENERATION + " reports progress from iteration {progress_from}",
     "PublishCheckpoint": "task {task} {path}",
     "InjectFault": "on purpose: {:fault}",
 }

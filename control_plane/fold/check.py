@@ -67,7 +67,7 @@ def _task(state: ClusterState, task: Task) -> Iterator[str]:
         yield f"num_outstanding is {task.num_outstanding}, {expected} answers are awaited"
     incident = state.incidents.get(task.incident)
     if task.incident and (incident is None or incident.task != task.id):
-        yield f"its incident {task.incident} belongs to another task"
+        yield f"its incident {task.incident} is of another task"
     for number, rank in task.ranks.items():
         if number != rank.rank or task.attempts.get(number, 0) < rank.attempt:
             yield f"rank {number} is {rank.rank}, attempt {rank.attempt} of {task.attempts}"

@@ -63,8 +63,7 @@ def _publish(state: ClusterState, record: Record, body: o.PublishCheckpoint) -> 
 def _checkpoint_stored(state: ClusterState, record: Record, body: r.MemoryCheckpointStored) -> None:
     """Record an in-memory checkpoint of the current generation; older ones are not used.
 
-    The rank's agent reports it; the store's agent reports the end of the store. Either report may
-    come first.
+    The rank's agent reports it, the store's agent the store's end. Either may come first.
     """
     task, node = state.tasks.get(body.task), state.nodes.get(body.node)
     if task is None or node is None or node.health == "left" or not node.keeper:

@@ -35,8 +35,7 @@ def _late_exit(state: ClusterState, record: Record, task: Task, rest: list[int])
 
 
 def _late_stopped(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
-    """A rank is stopped for too long. On an unreachable node this is unconfirmed and waits until
-    the node is reachable."""
+    """A rank is stopped for too long. On an unreachable node, wait until the node is reachable."""
     rank = find(task, rest[0], rest[1])
     node = state.nodes.get(rank.slot.node) if rank is not None else None
     if rank is None or rank.overdue or task.ending or node is None or node.silent:

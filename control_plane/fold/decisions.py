@@ -97,8 +97,7 @@ def _incident_escalated(state: ClusterState, record: Record, body: d.IncidentEsc
 
 
 def _down_since_s(state: ClusterState, task: Task, ranks: tuple[int, ...]) -> float:
-    """When the downtime of these ranks began: on an unreachable node, when the others started
-    waiting."""
+    """When the downtime began: for an unreachable node, when the others started to wait."""
     if any(rank.rank in ranks and rank.overdue == WAITED_FOR for rank in task.ranks.values()):
         return min((stall.since_s for stall in task.stalls.values()), default=state.at_s)
     return state.at_s

@@ -154,8 +154,7 @@ def drop_rank(state: ClusterState, task: Task, rank: Rank) -> None:
 
 
 def make_ghost(state: ClusterState, task: Task, rank: Rank, why: str) -> None:
-    """Orphan a process: remove it from the task without proof of its end. Its slot stays
-    occupied."""
+    """Orphan a process: remove it without proof of its end. Its slot stays occupied."""
     forget_rank(state, task, rank)
     del task.ranks[rank.rank]
     state.num_running -= 1
@@ -286,8 +285,7 @@ def _first_sign(state: ClusterState, task: Task, node: Node) -> tuple[float, tup
 def fault(task: Task, record: Record, ranks: list[Rank], status: str, why: str, *,
           evidence: tuple[int, ...] = (), hurts: bool | None = None, ended: bool = False,
           second_hand: bool = False, since_s: float = -1.0) -> None:
-    """Record a fault for the next decision. `hurts` None: true if it ended a member, or no member
-    runs.
+    """Record a fault. `hurts` None: true if it ended a member, or no member runs.
 
     `since_s`: when it occurred; below 0: at this record.
     """
@@ -323,8 +321,7 @@ def _count_repeated(task: Task, status: str) -> None:
 
 
 def broken(task: Task, record: Record, ranks: list[Rank], status: str, why: str) -> None:
-    """Record that the generation did not come up; further reports of the same generation are
-    ignored."""
+    """Record that the generation did not come up; a repeated report is ignored."""
     if any(rank.failed == task.generation for rank in task.living_members()) or not ranks:
         return
     for rank in ranks:
@@ -357,8 +354,7 @@ def keep_on(task: Task, keepers: tuple[Keeper, ...]) -> None:
 
 
 def kept_no_more(state: ClusterState, task: Task, node: str) -> None:
-    """The node's store holds nothing of the task any more. Close the drop order after the last
-    one."""
+    """The node's store holds nothing of the task any more; the last one closes the drop order."""
     task.kept_on = [name for name in task.kept_on if name != node]
     if task.drop_order and not task.kept_on:
         close_orders(state, [task.drop_order])
@@ -403,8 +399,7 @@ def take_origin(incident: Incident, body: Reconfigured, checkpoint: str, node: s
 
 
 def earned(state: ClusterState, task: Task, iteration: int) -> None:
-    """The task reached `iteration`: add iterations finished for the first time to the achieved
-    work."""
+    """The task reached `iteration`: add the work of iterations finished for the first time."""
     work = max(iteration - task.furthest, 0) * task.iteration_flops * task.weight
     span = int(state.at_s // EARNED_S)
     state.earned[span] = state.earned.get(span, 0.0) + work

@@ -164,8 +164,7 @@ def _node_joined(state: ClusterState, record: Record, body: r.NodeJoined) -> Non
 
 
 def _forget_incarnations(state: ClusterState, name: str, oldest: int) -> None:
-    """Drop sources of incarnations older than `oldest`: only the previous one may still have
-    spooled reports."""
+    """Drop sources older than `oldest`: only the previous agent may still have spooled reports."""
     own = f"{name}/"
     for source in [source for source in state.sources if source.startswith(own)] if oldest else ():
         node, _, incarnation = source.rpartition("/")

@@ -31,8 +31,7 @@ from .edits import EARLY_S, add_evidence, arm, disarm, price_anew
 
 NUM_NAMED_MAX = 3
 RECOVERED_S = 60.0
-"""Time without an unhealthy check before a slot is used again, so that flapping moves a task
-once."""
+"""Time without an unhealthy check before a slot is used again: flapping moves a task once."""
 UNSURE = "; now it cannot say: "
 
 
@@ -118,8 +117,7 @@ def _devices(state: ClusterState, node: Node, named: tuple[int, ...], pid: int) 
 
 
 def _evidence(state: ClusterState, record: Record, node: Node, erred: Erred) -> None:
-    """Store the error. A repetition, or an error of slots already disabled for another one, belongs
-    to that incident."""
+    """Store the error. A repetition, or one of slots disabled already, joins that incident."""
     for other in reversed(node.erred):
         if other.incident and ((_is_open(state, other) and other.is_like(erred))
                                or _is_out_for(node, other, erred)):
@@ -147,8 +145,7 @@ def _is_out_for(node: Node, other: Erred, erred: Erred) -> bool:
 
 # --- slots that a check disables ---
 def _is_confirmed(check: Check) -> bool:
-    """Whether a driver reports it with a SEV1 row of the table. A site's own command may be
-    wrong."""
+    """Whether a driver reports it with a SEV1 status. A site's own command may be wrong."""
     return (check.health == "unhealthy" and not check.is_site
             and TABLE.get(check.status) == "SEV1")
 
@@ -293,8 +290,7 @@ def blame(state: ClusterState, incident: Incident, body: IncidentOpened | Incide
 
 
 def prove(state: ClusterState, task: Task, slot: Slot, rank: int) -> None:
-    """Count a fault against a slot: its rank failed repeatedly there and makes progress
-    elsewhere."""
+    """Count a fault: a rank failed repeatedly on this slot and makes progress elsewhere."""
     at = [x.id for x in state.incidents.values() if x.task == task.id and rank in x.ranks]
     why = f"rank {rank} of {task.spec.name} failed on slot {slot.index} again and again"
     if offend(state, node=slot.node, incident=max(at, default=0), status=TASK_HANG,
@@ -328,8 +324,7 @@ def _quarantine_lifted(state: ClusterState, record: Record, body: QuarantineLift
 
 
 def carry_over(state: ClusterState, old: Node, new: Node) -> None:
-    """Copy from the previous incarnation what a restart of the agent does not change: faults and
-    quarantine."""
+    """Copy what a restart of the agent does not change: node faults and quarantine."""
     new.quarantine = replace(old.quarantine) if old.quarantine is not None else None
     new.offences = old.offences
     new.incident = old.incident

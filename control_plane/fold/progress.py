@@ -21,8 +21,7 @@ ITERATIONS_MAX = 10**12
 
 
 def _iterations_logged(state: ClusterState, record: Record, body: IterationsLogged) -> None:
-    """Record progress of a command. The first rank of a round that logs progress is the only one
-    counted.
+    """Record progress of a command, from the first rank of a round that logs any.
 
     A command counts its own iterations. After a restart it continues from its own checkpoint. Work
     before its first report does not count. Restarts are forgiven after `restart_iterations` new
@@ -58,8 +57,7 @@ def _iterations_logged(state: ClusterState, record: Record, body: IterationsLogg
 def _round_begins(state: ClusterState, task: Task, iteration: int) -> None:
     """A new round logs its first line: count iterations that are repeated.
 
-    They are charged to the newest incident, unless its loss is already known: then a plan moved the
-    task.
+    The newest incident is charged, unless its loss is already known: then a plan moved the task.
     """
     lost = max(task.iteration - iteration + 1, 0) if task.logged is not None else 0
     task.iterations_lost += lost

@@ -83,8 +83,7 @@ def unproved(task: Task) -> bool:
 
 
 def declined(state: ClusterState, record: Record, task: Task, why: str) -> None:
-    """Disable in-memory recovery: the processes continue as a plain command and restart
-    together."""
+    """Disable in-memory recovery: the processes continue, and restart together from now on."""
     task.declined, task.rounds = why, 1
     count_outstanding(task)
     for rank in task.ranks.values():

@@ -30,7 +30,7 @@ def best(rows: Rows, capacity: int, limits: Limits) -> Found | None:
     found = within_limits(rows, capacity, limits)
     if found is None and limits.moves_max is not None:
         few = within_limits(_moves_as_losses(rows, limits), capacity,
-                     replace(limits, moves_max=None, priorities=()))
+                            replace(limits, moves_max=None, priorities=()))
         if few is not None:
             found = within_limits(rows, capacity, replace(limits, moves_max=-few[1]))
     return found

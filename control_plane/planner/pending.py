@@ -209,7 +209,7 @@ def barred(problem: PlanInput, slots: Sequence[int],
         quota = dict(problem.quotas).get(demand.team)
         if quota is not None and quota < demand.sizes[0]:
             found[demand.task] = Bar(why=_quota(demand.team, quota),
-                                   needs=f"a quota of {slots_told(demand.sizes[0])} or more")
+                                     needs=f"a quota of {slots_told(demand.sizes[0])} or more")
         elif not without[i]:
             found[demand.task] = Bar(within=_within(problem, demand, slots))
         else:
@@ -217,7 +217,7 @@ def barred(problem: PlanInput, slots: Sequence[int],
             peers = any(x and other.priority == demand.priority
                         for x, other in zip(slots, problem.wishes, strict=True))
             found[demand.task] = _bar(problem, demand, one or mine or kinds, alone=bool(one),
-                                    peers=peers)
+                                      peers=peers)
     return found
 
 
@@ -270,11 +270,11 @@ def _bar(problem: PlanInput, demand: Wish, kinds: Sequence[str], *, alone: bool,
     """
     quota = dict(problem.quotas).get(demand.team)
     words = {"moves_max": (f"moves_max {problem.moves_max}", "a larger moves_max"),
-            "quota": (_quota(demand.team, quota) if quota is not None else "quotas of teams",
-                      "a larger quota"),
-            "floor": ("the floors of others", "smaller floors"),
-            "priority": (f"priority {demand.priority}, where others have more",
-                         "a higher priority" + " (a higher weight may do)" * peers)}
+             "quota": (_quota(demand.team, quota) if quota is not None else "quotas of teams",
+                       "a larger quota"),
+             "floor": ("the floors of others", "smaller floors"),
+             "priority": (f"priority {demand.priority}, where others have more",
+                          "a higher priority" + " (a higher weight may do)" * peers)}
     whys, needs = [words[kind][0] for kind in kinds], [words[kind][1] for kind in kinds]
     if alone or len(kinds) == 1:
         return Bar(why=f"held back by {', and by '.join(whys)}", needs=", or ".join(needs))
@@ -293,6 +293,7 @@ def _within(problem: PlanInput, demand: Wish, slots: Sequence[int]) -> str:
     if quota is None or used + demand.sizes[0] <= quota:
         return ""
     return _quota(demand.team, quota)
+
 
 # --- Reasons, in the log and on request ---
 

@@ -38,7 +38,7 @@ SEV3      connection reset   connection-reset      2      6
 SEV1       reconfigure: the slot, or the lost node, is taken out, and the plan is made anew
 SEV3       reattempt in place: the communicators are built again, every process lives; else the
            processes are started again, as SEV2
-(peer)     tells of another's end, or of a wait for it: look for the cause where that one ran
+(peer)     reports the end of another process, or a wait for it: find the cause there
 next       unicron drain NODE --reason xid-79: the node that wrote it, for GPU 0000:4e:00; one slot
            cannot be drained alone
 """

@@ -332,9 +332,9 @@ def test_a_closed_pipe_is_no_error(log):
 # --- one record, one line ------------------------------------------------------------------------
 @pytest.mark.parametrize(("body", "told"), [
     (r.TaskWeightSet(task=3, weight=2.5, reason="deadline"), "task 3 weight 2.5: deadline"),
-    (r.HealingFrozen(reason="by ana"), "healing is held: by ana"),
-    (r.HealingResumed(), "healing is held no longer"),
-    (r.NodeDrained(node="n3", reason="thermal"), "n3 shall be empty: thermal"),
+    (r.HealingFrozen(reason="by ana"), "healing is paused: by ana"),
+    (r.HealingResumed(), "healing is resumed"),
+    (r.NodeDrained(node="n3", reason="thermal"), "n3 is drained: thermal"),
     (r.NodeUndrained(node="n3"), "n3 may have tasks again"),
     (r.FaultRequested(what="stop", task=3, rank=1), "stop task 3 rank 1 for good"),
     (r.FaultRequested(what="node", node="n2", reason="to see"),

@@ -152,7 +152,7 @@ def test_the_timeline_says_when_a_fault_was_detected_not_when_it_came(tmp_path, 
     for record in PLAIN:
         stage.told.add(codec.from_plain(record))
     (one,) = stage.told.incidents.values()
-    stage.struck[one.id] = one.fault_s - 0.5
+    stage.killed_s[one.id] = one.fault_s - 0.5
     one.detected_s = one.fault_s + 0.25
     proof.timeline(stage)
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -242,8 +242,8 @@ def test_a_move_says_from_when_its_figures_count(tmp_path, capsys, monkeypatch):
     shrunk = moves(PLAIN)[1]
     (line,) = [line for line in capsys.readouterr().out.splitlines() if " 4 -> 3: " in line]
     assert line.split(maxsplit=1)[1] == (
-        f"4 -> 3: stood for {figures.ms(shrunk.still_s)} at iteration {shrunk.iteration}; its next "
-        f"step was done {figures.ms(shrunk.step_s)} after it stopped")
+        f"4 -> 3: paused for {figures.ms(shrunk.still_s)} at iteration {shrunk.iteration}; its "
+        f"next step was done {figures.ms(shrunk.step_s)} after it stopped")
 
 
 def test_each_curve_of_the_waf_says_its_top_and_which_are_alike(tmp_path, capsys, monkeypatch):

@@ -100,8 +100,8 @@ def test_a_hang_began_after_the_last_mark() -> None:
     assert 1.5 < found["detect"][1] < 1.7
     assert found["decide"] == ("", pytest.approx(0.0, abs=1e-6))
     began, waits, own, late = evidence(told)
-    assert began == ("began after the last sign of rank 2, 1.6 s before it was told; the moment "
-                     "itself is not known")
+    assert began == ("began after the last sign of rank 2, 1.6 s before the report; the exact "
+                     "time is not known")
     assert waits.startswith("evidence n1 n2: 3 x RankStalled rank 0.1 ")
     assert " RankStalled rank 2.1 " in own
     assert " x " not in own

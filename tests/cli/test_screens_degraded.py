@@ -87,7 +87,7 @@ def test_draining_that_costs_more_needs_nobody() -> None:
     assert "holds up 3 others, 1.14 x, its own work 1.15 x; draining it would cost " in told
     assert "% of all WAF" in told
     assert "--without" not in told + the_task(d, task)
-    assert "holds up 3 others, 1.14 x. Told, not acted on: below 3 x" in the_task(d, task)
+    assert "holds up 3 others, 1.14 x. Reported, not acted on: below 3 x" in the_task(d, task)
     (line,) = [record_line.line(x) for x in plain(d) if x["kind"] == "StragglerCostEstimated"]
     assert "draining it would cost " in line
     assert "earns" not in line
@@ -115,8 +115,8 @@ def test_why_nothing_is_done_follows_from_what_is_known() -> None:
     task = d.running()
     known(d, task)
     paced(d, task, VICTIM, 4.0, iteration_s=4.1)
-    assert ("3.73 x. Above 3 x, not acted on: no other process has told yet that its iterations "
-            "take as long") in the_task(d, task)
+    assert ("3.73 x. Above 3 x, not acted on: no other process has confirmed yet that its "
+            "iterations take as long") in the_task(d, task)
     d.obey(paced(d, task, 1, 1.0, iteration_s=4.1))
     d.progress(task)
 

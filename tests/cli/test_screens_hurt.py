@@ -161,7 +161,7 @@ def test_a_silent_task_is_told() -> None:
     told = task_screen.task_status(view(d.state), one, History(), now_s=d.now_s + 9.9)
     assert told[1].startswith("next")
     told = task_screen.task_status(view(d.state), one, History(), now_s=d.now_s + 75)
-    assert told[1] == "silent     last progress 75 s ago, it trains no more or very slowly"
+    assert told[1] == "silent     last progress 75 s ago, it has stopped training or is very slow"
     (line,) = [x for x in cluster.status(seen(d), cluster="test", now_s=d.now_s + 75)
                if x.startswith("NEEDS YOU")]
     assert line == ("NEEDS YOU  alpha: last progress 75 s ago, an iteration took 200 ms: "

@@ -58,7 +58,8 @@ class Driver:
         self.now_s = 1000.0
         self.pid = 4000
         self.steps: dict[int, int] = {}
-        self.tell("leader/abc", r.EpochStarted(nonce="abc", code="1", heart=HEART), epoch=1)
+        self.tell("leader/abc", r.EpochStarted(nonce="abc", code="1", heart=HEART),
+                  epoch=1)
         self.epoch = 1
         for number in range(1, nodes + 1):
             self.join(f"n{number}", slots=slots)

@@ -87,7 +87,8 @@ def degenerate(family: str, num_tasks: int, num_gpus: int, seed: int = 0) -> Pla
 def _asked(num_gpus: int, tasks: list[tuple[list[int], Curve]]) -> PlanInput:
     """Nobody has anything yet."""
     return PlanInput(wishes=tuple(
-        Wish(task=task, name=f"t{task}", now=0, faulted=False, transition=Transition.alike(30.0),
+        Wish(task=task, name=f"t{task}", now=0, faulted=False,
+             transition=Transition.alike(30.0),
              sizes=tuple(sizes), wafs=tuple(curve(size) for size in sizes))
         for task, (sizes, curve) in enumerate(tasks, 1)),
         num_slots=num_gpus, mtbf_gpu_s=MTBF_GPU_S)

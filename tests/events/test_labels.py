@@ -55,7 +55,7 @@ def test_up_remembers_labels_and_changes_none_of_what_runs(tmp_path) -> None:
     assert Asked().wanted(before, state).labels == ("rack=r1",)
     assert Asked(labels=()).wanted(before, state).labels == ()
     Asked(labels=("rack=r1",)).refuse_other(before, state)
-    with pytest.raises(UsageError, match="--label is another when what runs"):
+    with pytest.raises(UsageError, match="--label differs from the cluster"):
         Asked(labels=("rack=r2",)).refuse_other(before, state)
 
 

@@ -265,7 +265,8 @@ async def test_the_check_is_made_at_the_moment_of_the_write(site: Site) -> None:
     assert str(refused).startswith(f"the plan's input is {input_digest(state)} now, not {known}")
     assert coordinator.answer("held") is None
     assert not state.nodes["n1"].drained
-    await coordinator.write("held", r.NodeDrained(node="n1"), check=unchanged(input_digest(state)))
+    await coordinator.write("held", r.NodeDrained(node="n1"),
+                            check=unchanged(input_digest(state)))
     assert (await coordinator.settled()).nodes["n1"].drained
 
 

@@ -120,8 +120,8 @@ def test_a_checkpoint_is_named_with_what_became_of_the_copies() -> None:
     assert ("state      12 B from the checkpoint gen-1/iter-20, of iteration 20; 10 B from peers"
             in shown)
     assert [x for x in shown if x.startswith("no copy")] == [
-        f"no copy    MemoryCheckpointsLost {node} has no copies any more: the keeper: signal 9 "
-        f"(seq {seq})"
+        f"no copy    MemoryCheckpointsLost {node} lost its in-memory checkpoints: the keeper: "
+        f"signal 9 (seq {seq})"
         for node, seq in zip(("n1", "n2"), lost, strict=True)]
     assert [x["seq"] for x in found["timeline"]][:2] == lost
 
@@ -157,7 +157,7 @@ def test_a_task_without_a_process_says_what_it_comes_back_from() -> None:
     assert told(d, task, "copies") == (
         "no process holds its state: it comes back from gen-1/iter-20, of iteration 20, "
         "8 iterations of 28 are done again")
-    assert "nobody is left of generation 1" in told(d, task, "where")
+    assert "no member left of generation 1" in told(d, task, "where")
     assert "no generation yet" not in told(d, task, "where")
 
 
@@ -196,7 +196,7 @@ def test_a_task_that_nobody_has_anything_of_begins_again() -> None:
     d, task = without_copies(28)
     killed(d, task)
     assert told(d, task, "copies") == (
-        "no process holds its state: nobody has a copy, nothing is published: it begins again, "
+        "no process holds its state: no copy and no published checkpoint: it restarts, "
         "28 iterations of 28 are done again")
 
 

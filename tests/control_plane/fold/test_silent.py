@@ -100,7 +100,7 @@ def test_a_plan_of_others_tells_what_the_task_on_a_silent_node_holds() -> None:
     assert f"1 slots, task:slots {other}:1, left alone {task}:3, WAF 4 TFLOP/s, 100 % of" in line
     told = " ".join(" ".join(cluster.status(seen(d), cluster="test", now_s=d.now_s)).split())
     assert "plan 4 TFLOP/s of 4 TFLOP/s with every slot (100.0 %)" in told
-    assert "slots 4 train (1 of them on a silent node), 0 idle, 0 out" in told
+    assert "slots 4 train (1 of them on an unreachable node), 0 idle, 0 out" in told
     assert ", its ranks go on: look at its machine and network" in told
     at_rest(d)
 

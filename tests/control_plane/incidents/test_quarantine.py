@@ -225,7 +225,8 @@ def test_many_nodes_that_are_silent_at_once_are_the_networks_fault() -> None:
 
 # --- people ---------------------------------------------------------------------------------------
 def lift(d: Driver, node: str, reason: str = "a new cable") -> list[Record]:
-    return d.tell(f"operator/{len(d.log)}", requests.lift(d.state, {"reason": reason}, node))
+    return d.tell(f"operator/{len(d.log)}",
+                  requests.lift(d.state, {"reason": reason}, node))
 
 
 def test_an_operator_lifts_it(d: Driver) -> None:

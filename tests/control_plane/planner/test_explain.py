@@ -116,7 +116,8 @@ def test_who_waits_for_want_of_slots_alone_is_bound_by_them() -> None:
 def test_a_share_of_nearly_all_is_a_number_too() -> None:
     asked = asking([wish("t1", 0, {1: 1000.0}), wish("t2", 0, {1: 1.0})], 1)
     choice = planner.choose(asked)
-    others = explain.beaten(asked, choice.alternatives, objective_flop(asked, choice.plan.slots))
+    others = explain.beaten(asked, choice.alternatives,
+                            objective_flop(asked, choice.plan.slots))
     assert explain.why(asked, choice, others, "slots") == (
         "t1 begins on 1: the runner-up is worth 100 % less")
 

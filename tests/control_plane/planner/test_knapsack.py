@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner_cases import FAMILIES, degenerate
 from unicron.control_plane.planner import planner
+from unicron.control_plane.planner.planner import choose
 from unicron.control_plane.planner.solver import core, dynamic_program, knapsack
 from unicron.control_plane.planner.solver.candidates import rows_of
 from unicron.control_plane.planner.solver.core import Kept
@@ -222,13 +223,13 @@ def test_the_next_best_looks_at_no_state_from_which_the_rest_fits_not(
 def test_a_first_plan_loads_nothing() -> None:
     """Some of numpy's functions import numpy.ma when they are called first: tens of milliseconds,
     more than the largest plan takes."""
-    found = subprocess.run([sys.executable, "-P", "-c", textwrap.dedent("""
+    found = subprocess.run([sys.executable, "-P", "-c", textwrap.dedent(f"""
         import sys
         from planner_cases import case
         from unicron.control_plane.planner import planner
         asked = case(100, 4096)
         before = set(sys.modules)
-        planner.choose(asked)
+        planner.{choose.__name__}(asked)
         print(*sorted(set(sys.modules) - before))
         """)], capture_output=True, text=True, check=True, timeout=60,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "drivers")})
