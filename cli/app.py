@@ -78,7 +78,7 @@ def up(
     os.environ.pop("UNICRON_REDIS_URL", None)  # passed only to the processes that need it
     if observe and act:
         raise UsageError("--observe and --act do not go together", "give one of them, or neither")
-    command.up(folder(state), command.Asked(
+    command.up(folder(state), command.UpOptions(
         agents=agents, slots=slots, redis=redis, port=port, cluster=cluster, policy=policy,
         observe=observe if observe or act else None, allow_inject=allow_inject, watch=not no_watch,
         labels=() if label == ["none"] else tuple(label or ()) or None, checks=checks,
@@ -310,7 +310,7 @@ def doctor(
     from .commands import doctor as commands_doctor
 
     if support:
-        raise typer.Exit(commands_doctor.tell_support(as_json=output == "json"))
+        raise typer.Exit(commands_doctor.print_support(as_json=output == "json"))
     raise typer.Exit(commands_doctor.doctor(folder(state), as_json=output == "json"))
 
 
@@ -346,17 +346,17 @@ def plan(
     output: Form = "text",
 ) -> None:
     """Show which task gets how many GPUs, why, and the alternatives; or a dry run."""
-    from .commands.plan import Asked
+    from .commands.plan import PlanOptions
 
     if len(slots or ()) > 1:
         raise UsageError("--with is given more than once", "give the sum of them")
-    asked = Asked(without=tuple(without or ()), slots=slots[0] if slots else None,
+    asked = PlanOptions(without=tuple(without or ()), slots=slots[0] if slots else None,
                   weights=tuple(weight or ()), submit=submit,
                   apply=apply, check=check, seq=seq, reason=reason)
     if offline is not None:
         from .commands import plan_offline
 
-        if asked != Asked() or url is not None or state is not None:
+        if asked != PlanOptions() or url is not None or state is not None:
             raise UsageError("--offline goes with --table and -o alone",
                              "unicron plan --offline FILE")
         plan_offline.plan(offline, table=table, as_json=output == "json")
@@ -471,9 +471,9 @@ def classify(
     output: Form = "text",
 ) -> None:
     """Classify lines of error text: status, severity, and the rule that matched."""
-    from .commands import classify as command
+    from .commands import classify as commands_classify
 
-    command.classify(file, as_json=output == "json")
+    commands_classify.classify(file, as_json=output == "json")
 
 
 @file_tools.command()
@@ -484,9 +484,9 @@ def locate(
     output: Form = "text",
 ) -> None:
     """Name the ranks that a hung job waits for, from PyTorch's flight-recorder dumps."""
-    from .commands import locate as command
+    from .commands import locate as commands_locate
 
-    command.locate(dumps, as_json=output == "json")
+    commands_locate.locate(dumps, as_json=output == "json")
 
 
 @simulation.callback()
@@ -513,7 +513,7 @@ def simulate(
     output: Form = "text",
 ) -> None:
     """Simulate the WAF of each policy: the decider on a virtual clock, no cluster."""
-    from .simulate import compare as command
+    from .simulate import compare
 
     if context.invoked_subcommand is not None:
         if scenario is not None or recorded is not None or log is not None or print_trace:
@@ -539,9 +539,9 @@ def simulate(
     if print_trace:
         if log is not None or output == "json":
             raise UsageError("--print-trace prints CSV, and plays nothing", "give it alone")
-        command.print_trace(scenario)
+        compare.print_trace(scenario)
         return
-    command.simulate(scenario, log=log, as_json=output == "json")
+    compare.simulate(scenario, log=log, as_json=output == "json")
 
 
 @simulation.command()
@@ -634,7 +634,7 @@ def run_command(arguments: Sequence[str]) -> int:
         return EXIT_USAGE
     except (KeyboardInterrupt, Abort):
         return EXIT_INTERRUPTED
-    except console.ReaderGone:
+    except console.PipeClosed:
         # keep the interpreter from complaining at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_DONE

@@ -33,10 +33,10 @@ from unicron import __version__
 from ..events.errors import Fenced, Unavailable, UsageError
 from ..events.log.embedded_server import start_time
 from ..events.log.redis_streams import RedisLog
-from ..events.process_io import Talk
+from ..events.process_io import LogStream
 from ..events.records.envelope import KINDS, Record
 from ..events.spec.policy import Policy
-from .api.http import Address, Http
+from .api.http import Address, HttpApi
 from .service.coordinator import Coordinator
 
 CONNECT_S_MAX = 5.0
@@ -82,7 +82,7 @@ async def _serve(options: Options) -> int:
                                   code=__version__, policy=options.policy)
         token = _token(options.state)
         address = Address(redis_url=options.redis_url, cluster=options.cluster)
-        http = Http(coordinator, log, token=token, address=address)
+        http = HttpApi(coordinator, log, token=token, address=address)
         runner = web.AppRunner(http.app(), access_log=None, shutdown_timeout=SHUTDOWN_S_MAX)
         url = await _listen(runner, options.host, options.port)
         file = options.state / "control_plane.json"
@@ -207,7 +207,7 @@ def _configure_logging() -> None:
     structlog.configure(
         processors=[structlog.processors.add_log_level,
                     structlog.processors.TimeStamper(fmt="iso", utc=True), last],
-        logger_factory=structlog.WriteLoggerFactory(file=cast(TextIO, Talk(stderr))))
+        logger_factory=structlog.WriteLoggerFactory(file=cast(TextIO, LogStream(stderr))))
 
 
 class _CrashingLog(RedisLog):

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import TextIO
 
 
-class Talk(io.TextIOBase):
+class LogStream(io.TextIOBase):
     """Wraps `stream` for a logger; drops output on a write error (full disk, closed terminal).
 
     Without it, one failed log line would end a control plane, an agent with all its ranks, or a
@@ -40,7 +40,7 @@ class Talk(io.TextIOBase):
 
 
 @contextmanager
-def uninterrupted() -> Generator[None]:
+def defer_signals() -> Generator[None]:
     """Defer SIGINT and SIGTERM to the end of the block. Children do not inherit this."""
     if threading.current_thread() is not threading.main_thread():  # signals go to the main thread
         yield

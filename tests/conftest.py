@@ -107,4 +107,4 @@ def memory() -> MemoryLog:
 def nothing_left(tmp_path: Path) -> Iterator[None]:
     """No process that a test's agent started outlives the test."""
     yield
-    assert linux.end_marked(f"UNICRON_PROCESS={tmp_path}".encode()) == []
+    assert linux.kill_marked(f"UNICRON_PROCESS={tmp_path}".encode()) == []

@@ -38,7 +38,7 @@ REDIS_URL = "UNICRON_REDIS_URL"
 T = TypeVar("T")
 
 
-class Wanted(Struct, frozen=True, kw_only=True):
+class ClusterOptions(Struct, frozen=True, kw_only=True):
     """Options of `up`. `redis_url` empty: a private server. `port` 0: a free one."""
 
     num_agents: int = 2
@@ -60,11 +60,11 @@ class Wanted(Struct, frozen=True, kw_only=True):
     checks_every_s: float = 60.0
 
 
-def wanted_before(state: StateDir) -> Wanted | None:
+def saved_options(state: StateDir) -> ClusterOptions | None:
     """The options of the last `up` on this folder."""
     data = read_json(state.cluster)
     try:
-        return None if data is None else msgspec.convert(data, Wanted)
+        return None if data is None else msgspec.convert(data, ClusterOptions)
     except msgspec.ValidationError:
         return None
 
@@ -72,7 +72,7 @@ def wanted_before(state: StateDir) -> Wanted | None:
 class LocalCluster:
     """The processes of one state folder. Use it under the folder's lock, except `stop`."""
 
-    def __init__(self, state: StateDir, wanted: Wanted) -> None:
+    def __init__(self, state: StateDir, wanted: ClusterOptions) -> None:
         self.state, self.wanted = state, wanted
         self.redis_url = wanted.redis_url
 
@@ -113,7 +113,7 @@ class LocalCluster:
         if name == CONTROL_PLANE:
             port = self.wanted.port
             # a process that was just killed may still hold the port
-            embedded_server.wait_free(port)
+            embedded_server.wait_until_free(port)
             check_port(port)
             environment[REDIS_URL] = self.redis_url  # not in argv, which all users can read
             if self.wanted.policy:
@@ -156,7 +156,7 @@ class LocalCluster:
         def answers() -> Client | None:
             process = self.find(CONTROL_PLANE)
             if process is None:
-                words = processes.last_words(self.state, CONTROL_PLANE)
+                words = processes.last_output(self.state, CONTROL_PLANE)
                 raise LateError(f"the control plane ended: {words}", see_log)
             try:
                 client = connect(self.state)
@@ -177,7 +177,7 @@ class LocalCluster:
         for node in self.nodes:
             process = self.find(agent_name(node))
             if process is None:
-                words = processes.last_words(self.state, agent_name(node))
+                words = processes.last_output(self.state, agent_name(node))
                 raise LateError(f"agent {node} ended: {words}",
                                 f"see {self.state.logs / (agent_name(node) + '.log')}")
             pids[node] = process.pid
@@ -230,7 +230,7 @@ def check_labels(labels: Sequence[str], nodes: Sequence[str]) -> None:
                              f"there is {' '.join(nodes)}" if nodes else "--agents is 0")
         by_node.setdefault(node_name, []).append(label)
     for node_name in sorted(by_node):
-        types.parse(by_node[node_name])
+        types.parse_labels(by_node[node_name])
 
 
 def agent_name(node: str) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from msgspec import Struct
 
 from ...events.log.embedded_server import start_time
-from ...events.process_io import uninterrupted
+from ...events.process_io import defer_signals
 from .state_dir import StateDir, read_json, write_json
 
 POLL_S = 0.02
@@ -65,7 +65,7 @@ def record(state: StateDir, name: str, pid: int) -> Process:
 def start(state: StateDir, name: str, argv: Sequence[str],
           environment: Mapping[str, str] | None = None) -> Process:
     """Start a process in its own session; its output is appended to `logs/NAME.log`."""
-    with (state.logs / f"{name}.log").open("ab") as log, uninterrupted():
+    with (state.logs / f"{name}.log").open("ab") as log, defer_signals():
         child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                                  start_new_session=True,
                                  env={**os.environ, **(environment or {})})
@@ -104,7 +104,7 @@ def wait_gone(process: Process, limit_s: float) -> bool:
     return True
 
 
-def last_words(state: StateDir, name: str) -> str:
+def last_output(state: StateDir, name: str) -> str:
     """The last line of its output, for a one-line error."""
     try:
         text = (state.logs / f"{name}.log").read_text(encoding="utf-8", errors="replace")

@@ -54,7 +54,7 @@ def doctor(state: StateDir, *, as_json: bool) -> int:
     return int(missing)
 
 
-def tell_support(*, as_json: bool) -> int:
+def print_support(*, as_json: bool) -> int:
     """Print what heals in memory, with the reasons."""
     if as_json:
         console.out(json.dumps(to_builtins(support.ROWS)))

@@ -14,7 +14,7 @@ import msgspec
 from ...control_plane.history.history import History, IncidentHistory, history
 from ...control_plane.history.incident_records import IncidentRecords, incident_records
 from ...control_plane.incidents.severity import severity_of
-from ...control_plane.planner.alternative_names import OTHERS_WAIT_NUM
+from ...control_plane.planner.alternative_names import NOT_COMPARABLE_NUM
 from ...control_plane.state.incident import FARTHER, NUM_EVIDENCE_MAX
 from ...control_plane.state.task import Task
 from ...events.errors import UsageError
@@ -33,9 +33,9 @@ from ...events.records.reports import DeadlineReached, NodeUnreachable, Quiesced
 from ..cluster.client import DRY_RUN_S_MAX, connect
 from ..cluster.state_dir import StateDir
 from ..screens import incident as incident_screen
-from ..screens.fault_start import Began, began
+from ..screens.fault_start import FaultStart, began
 from ..screens.incident import folders, name_of
-from ..screens.nodes import node_trouble, why_quarantined
+from ..screens.nodes import node_trouble, quarantine_reason
 from ..screens.plan import bound_by, not_taken
 from ..terminal import console
 from ..terminal.format import lost_state, plan_waf, way_to_act
@@ -73,7 +73,7 @@ def incident(state: StateDir, url: str | None, which: str, *, every: bool, as_js
     told = history(read())
     now_s = time.time()
     if every:
-        say_all(told, now_s=now_s, as_json=as_json, option=option)
+        print_all(told, now_s=now_s, as_json=as_json, option=option)
         return
     one = pick(told, which)
     if one is None:
@@ -84,7 +84,7 @@ def incident(state: StateDir, url: str | None, which: str, *, every: bool, as_js
          plan_at=lambda seq: client.get("/v1/plan", DRY_RUN_S_MAX, seq=seq))
 
 
-def say_all(told: History, *, now_s: float, as_json: bool, option: str) -> None:
+def print_all(told: History, *, now_s: float, as_json: bool, option: str) -> None:
     """Print all incidents of a log, the newest last."""
     if as_json:
         console.out(json.dumps([plain(told, one, now_s) for one in told.incidents.values()]))
@@ -223,7 +223,7 @@ def _stalled_until(one: IncidentHistory, evidence: list[Record]) -> tuple[str, f
 
 
 def phases(one: IncidentHistory, silence_s: float = 0.0, *, stood: tuple[str, float] = ("", 0.0),
-           began: Began | None = None, held: bool = False) -> list[Plain]:
+           began: FaultStart | None = None, held: bool = False) -> list[Plain]:
     """The length of each phase that the incident has reached.
 
     `silence_s`: how long the node was unreachable before detection; replaces the detect phase.
@@ -319,7 +319,7 @@ def _by(beaten: Plain, plan: Plain) -> str:
     if beaten["objective"] == plan["objective"]:
         return "a tie, which the first task wins"
     if plan.get("alpha"):
-        return ("others wait" if beaten["objective"] == OTHERS_WAIT_NUM else
+        return ("others wait" if beaten["objective"] == NOT_COMPARABLE_NUM else
                 f"is worth {'less' if beaten['objective'] < plan['objective'] else 'more'} "
                 f"by alpha-fairness {plan['alpha']:g}")
     if beaten["waf"] < plan["waf"]:
@@ -370,7 +370,7 @@ def left(one: IncidentHistory, task: Task | None, found: IncidentRecords, view: 
     words += [f"{node['id']} {trouble}" for node in view["nodes"]
               if node["id"] in touched and (trouble := node_trouble(node, option=option))]
     words += [f"{node['id']} {kept}" for node in view["nodes"]
-              if node["id"] in touched and (kept := why_quarantined(node, option))]
+              if node["id"] in touched and (kept := quarantine_reason(node, option))]
     healing = view["cluster"]["healing"]
     if one.outcome == "open" and healing != "on":
         what = (f"healing is {healing}" if healing.startswith("frozen") else

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ...events.errors import UsageError
 from ...workers.diagnosis.flight_recorder import read_files
-from ...workers.diagnosis.hang_locator import Located, listed
+from ...workers.diagnosis.hang_locator import HangLocation, rank_ranges
 from ...workers.diagnosis.hang_locator import locate as find
 from ..terminal import console
 from ..terminal.format import SCREEN_COLUMNS, clipped, command, labelled, number_of, table
@@ -38,43 +38,54 @@ def locate(paths: Sequence[Path], *, as_json: bool) -> None:
     console.lines(screen(found))
 
 
-def screen(found: Located) -> Iterator[str]:
+def screen(found: HangLocation) -> Iterator[str]:
     """The page, at most 100 columns: the verdict, the suspects, which rank waits for which."""
     yield from textwrap.wrap(_verdict(found), SCREEN_COLUMNS)
     for one in found.suspects:
         yield ""
         yield from labelled(f"rank {one.rank}", one.why)
-        waits = f"; {listed(one.waited_by)} wait{'s' * (len(one.waited_by) == 1)} for it there"
+        waits = f"; {rank_ranges(one.waited_by)} wait{'s' * (len(one.waited_by) == 1)} for it there"
         yield from labelled("", f"{one.state}, confidence {one.confidence}"
                             + waits * bool(one.waited_by and one.state == "not entered"))
     for stuck in found.stuck:
         yield ""
         yield from labelled("stuck", f"{stuck.collective} {stuck.seq} of {stuck.group}: "
-                            f"{listed(stuck.ranks)} are in it, and it does not end")
+                            f"{rank_ranges(stuck.ranks)} are in it, and it does not end")
     if found.waiting:
         yield ""
-        yield from (clipped(line, SCREEN_COLUMNS) for line in table(
-            ("RANK", "WAITS FOR", "IN", "OF"),
-            [[str(one.rank), listed(one.ranks, bare=True) or "-", f"{one.collective} {one.seq}",
-              clipped(one.group, GROUP_COLUMNS)] for one in found.waiting[:ROWS_NUM_MAX]],
-            right=(0,)))
+        yield from (
+            clipped(line, SCREEN_COLUMNS)
+            for line in table(
+                ("RANK", "WAITS FOR", "IN", "OF"),
+                [
+                    [
+                        str(one.rank),
+                        rank_ranges(one.ranks, bare=True) or "-",
+                        f"{one.collective} {one.seq}",
+                        clipped(one.group, GROUP_COLUMNS),
+                    ]
+                    for one in found.waiting[:ROWS_NUM_MAX]
+                ],
+                right=(0,),
+            )
+        )
         if len(found.waiting) > ROWS_NUM_MAX:
             yield f"and {len(found.waiting) - ROWS_NUM_MAX} more that only wait"
     if found.missing and not found.suspects:
         yield ""
-        yield from labelled("hint:", f"{listed(found.missing)} left no dump: give theirs too")
+        yield from labelled("hint:", f"{rank_ranges(found.missing)} left no dump: give theirs too")
     elif found.verdict == "hang":
         ranks = [one.rank for one in found.suspects]
-        says = (f"the logs of {listed(ranks)} say" if len(ranks) > 1 else
-                f"the log of {listed(ranks) if ranks else 'each rank'} says")
+        says = (f"the logs of {rank_ranges(ranks)} say" if len(ranks) > 1 else
+                f"the log of {rank_ranges(ranks) if ranks else 'each rank'} says")
         yield ""
         yield from labelled("next", f"{command('unicron classify FILE')}: what {says}")
 
 
-def _verdict(found: Located) -> str:
+def _verdict(found: HangLocation) -> str:
     of = f"of {number_of(found.num_ranks, 'rank')}"
     if found.suspects:
-        text = f"hang: {listed([one.rank for one in found.suspects])} {of}"
+        text = f"hang: {rank_ranges([one.rank for one in found.suspects])} {of}"
     elif found.verdict == "hang":
         text = f"hang: the dumps do not show where, {of}"
     elif found.verdict == "network":
@@ -83,5 +94,5 @@ def _verdict(found: Located) -> str:
     else:
         text = f"none: no rank {of} waits for another"
     if found.missing:
-        text += f"; no dump of {listed(found.missing)}"
+        text += f"; no dump of {rank_ranges(found.missing)}"
     return text

@@ -12,16 +12,16 @@ from ..cluster.client import Client, connect
 from ..cluster.state_dir import StateDir
 from ..terminal import console
 from ..terminal.format import number_of, span, way_to_act
-from .request_outcome import Followed, followed_by, plan_lines
+from .request_outcome import Outcome, outcome_of, plan_lines
 from .tasks import option_for, pick
 
 Plain = dict[str, Any]
 WEIGHT, WEIGHT_HINT = "a weight is above 0", "for example unicron set-weight alpha 2"
 
 
-def _request(client: Client, path: str, body: Plain) -> Followed:
+def _request(client: Client, path: str, body: Plain) -> Outcome:
     """Append the request to the log; read the decisions that follow from it."""
-    return followed_by(client, int(client.post(path, body)["seq"]))
+    return outcome_of(client, int(client.post(path, body)["seq"]))
 
 
 # --- Commands. Each raises UsageError. ---
@@ -145,7 +145,7 @@ def inject_node(state: StateDir, url: str | None, node: str, reason: str, *,
 
 
 # --- Output. ---
-def _print_outcome(state: StateDir, head: str, followed: Followed, view: Plain, undo: str = "", *,
+def _print_outcome(state: StateDir, head: str, followed: Outcome, view: Plain, undo: str = "", *,
           waited: list[str] | None = None, as_json: bool) -> None:
     """Print the request, the resulting plan with the alternatives, and the tasks that change."""
     if as_json:
@@ -154,19 +154,19 @@ def _print_outcome(state: StateDir, head: str, followed: Followed, view: Plain, 
     console.out(f"{head} (seq {followed.seq})")
     for line in [*(waited or []), *plan_lines(followed, view)]:
         console.out(line)
-    for line in held_lines(view, option_for(state)):
+    for line in paused_lines(view, option_for(state)):
         console.out(line)
     _next(state, undo)
 
 
-def held_lines(view: Plain, option: str) -> list[str]:
+def paused_lines(view: Plain, option: str) -> list[str]:
     """While healing is paused: that nothing was ordered, and how to resume. Else empty."""
     held = view["cluster"]["healing"]
     return [] if held == "on" else [f"held     {held}; planned, and nothing ordered. To act: "
                                     + way_to_act(held, option)]
 
 
-def _print_fault(state: StateDir, followed: Followed, head: str, look: str, *,
+def _print_fault(state: StateDir, followed: Outcome, head: str, look: str, *,
                 as_json: bool) -> None:
     if "InjectFault" not in followed.orders:
         raise UnicronError("the target exited before the fault; nothing was done")

@@ -18,8 +18,8 @@ from ..cluster.state_dir import StateDir
 from ..files import job_file
 from ..screens import plan as plan_screen
 from ..terminal import console
-from .operate import WEIGHT, held_lines, pick_node, reason_or_user
-from .request_outcome import followed_by, plan_lines, view_before
+from .operate import WEIGHT, paused_lines, pick_node, reason_or_user
+from .request_outcome import outcome_of, plan_lines, view_before
 from .tasks import option_for, pick
 
 Plain = dict[str, Any]
@@ -27,7 +27,7 @@ CHANGED_CODE = 412
 """HTTP status if the input differs from --check."""
 
 
-class Asked(Struct, frozen=True, kw_only=True):
+class PlanOptions(Struct, frozen=True, kw_only=True):
     """The options as typed."""
 
     without: tuple[str, ...] = ()
@@ -57,7 +57,7 @@ class Asked(Struct, frozen=True, kw_only=True):
         return " ".join(words)
 
 
-def plan(state: StateDir, url: str | None, asked: Asked, *, as_json: bool) -> None:
+def plan(state: StateDir, url: str | None, asked: PlanOptions, *, as_json: bool) -> None:
     """Print the plan. Raises UsageError."""
     _validate(asked)
     job = job_file.load(asked.submit) if asked.submit is not None else None
@@ -83,7 +83,7 @@ def _print(found: Plain, lines: list[str], as_json: bool) -> None:
         console.out(line)
 
 
-def _apply(state: StateDir, client: Client, asked: Asked, change: Plain, *,
+def _apply(state: StateDir, client: Client, asked: PlanOptions, change: Plain, *,
            as_json: bool) -> None:
     before: Plain = client.get("/v1/state")
     try:
@@ -95,7 +95,7 @@ def _apply(state: StateDir, client: Client, asked: Asked, change: Plain, *,
             raise
         again = f"unicron plan {asked.typed}{option_for(state)} shows what it would do now"
         raise Refused(error.status, str(error), again) from None
-    followed = followed_by(client, int(answer["seq"]))
+    followed = outcome_of(client, int(answer["seq"]))
     if as_json:
         console.out(followed.as_json())
         return
@@ -103,12 +103,12 @@ def _apply(state: StateDir, client: Client, asked: Asked, change: Plain, *,
     console.out(f"applied  {asked.typed} (seq {followed.seq})")
     for line in plan_lines(followed, view_before(before, after)):
         console.out(line)
-    for line in held_lines(after, option_for(state)):
+    for line in paused_lines(after, option_for(state)):
         console.out(line)
     console.out(f"look     unicron status -w{option_for(state)}")
 
 
-def _validate(asked: Asked) -> None:
+def _validate(asked: PlanOptions) -> None:
     """Raises UsageError for options that exclude each other."""
     if asked.apply and not asked.is_change:
         raise UsageError("--apply has nothing to apply", "unicron plan --without NODE first")
@@ -130,7 +130,7 @@ def _validate(asked: Asked) -> None:
                          "leave --reason out")
 
 
-def _change(view: Plain, asked: Asked) -> Plain:
+def _change(view: Plain, asked: PlanOptions) -> Plain:
     """The change in the control plane's format. Raises UsageError for unknown nodes and tasks."""
     change: Plain = {"slots": asked.slots or 0}
     change["without"] = [name for words in asked.without for name in words.split(",")]

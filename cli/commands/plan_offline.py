@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 
 from ...control_plane.api import dry_run
-from ...control_plane.api.dry_run import Tried
+from ...control_plane.api.dry_run import DryRunResult
 from ...control_plane.planner import explain, next_event
 from ...control_plane.planner.objective import cost_flop, objective_flop
-from ...control_plane.planner.problem import PlanInput, allocation, waf_of
+from ...control_plane.planner.problem import PlanProblem, allocation, waf_of
 from ..files import plan_file
 from ..screens import plan as plan_screen
 from ..terminal import console
@@ -43,7 +43,7 @@ def plan(path: Path, *, table: bool, as_json: bool) -> None:
         console.lines([json.dumps(found)] if as_json else page)
         return
     began_s = time.perf_counter()
-    known = next_event.foresee(offline.asked, offline.gpus_per_node,
+    known = next_event.plan_next_events(offline.asked, offline.gpus_per_node,
                              lambda: time.perf_counter() - began_s > TABLE_S_MAX)
     took_table_s = time.perf_counter() - began_s
     if as_json:
@@ -54,7 +54,7 @@ def plan(path: Path, *, table: bool, as_json: bool) -> None:
     console.lines([*page, "", *_table_lines(known, took_table_s)])
 
 
-def _table_lines(known: next_event.Foreseen, took_s: float) -> list[str]:
+def _table_lines(known: next_event.NextEventPlans, took_s: float) -> list[str]:
     """The table's page: one event per line."""
     rows = [[row["event"], clipped(row["task"], NAME_COLUMNS), count(row["gpus"]),
              scaled(row["objective"], "FLOP"), row["moves"]] for row in table_rows(known)]
@@ -64,21 +64,21 @@ def _table_lines(known: next_event.Foreseen, took_s: float) -> list[str]:
               for line in table(("IF", "OF", "GPUs", "WORTH", "THEN"), rows, right=(2, 3))]]
 
 
-def table_rows(known: next_event.Foreseen) -> Iterator[Plain]:
+def table_rows(known: next_event.NextEventPlans) -> Iterator[Plain]:
     """Each event of the table, with the plan that follows it."""
-    names = {wish.task: wish.name for wish in known.problem.wishes}
+    names = {wish.task: wish.name for wish in known.problem.demands}
     for event, plan in known.plans.items():
-        then = next_event.after(known.problem, event, known.gpus_per_node)
-        given = [allocation(wish, x) for wish, x in zip(then.wishes, plan.slots, strict=True)]
+        then = next_event.problem_after(known.problem, event, known.gpus_per_node)
+        given = [allocation(wish, x) for wish, x in zip(then.demands, plan.slots, strict=True)]
         yield {"event": event.what, "task": names.get(event.task, ""), "gpus": then.num_slots,
                "allocation": {names[x.task]: x.slots for x in given},
                "objective": objective_flop(then, plan.slots),
                "moves": explain.moves(given, names)}
 
 
-def plain(asked: PlanInput, tried: Tried) -> Plain:
+def plain(asked: PlanProblem, tried: DryRunResult) -> Plain:
     """The fields of `-o json`."""
-    plan, wishes = tried.plan, asked.wishes
+    plan, wishes = tried.plan, asked.demands
     assert plan is not None
     worth, slots = plan.objective_flop, [x.slots for x in plan.allocations]
     names = [wish.name for wish in wishes]

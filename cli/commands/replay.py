@@ -90,7 +90,7 @@ def _incident(read: Callable[[], Iterator[Record]], which: str, *, log: str, opt
 
     def plan_at(seq: int) -> Plain:
         at = replay(_until(read(), seq))
-        plan: Plain = msgspec.to_builtins(dry_run.present(encode_state(at)))
+        plan: Plain = msgspec.to_builtins(dry_run.explain_present_plan(encode_state(at)))
         return plan
 
     told = history(read())

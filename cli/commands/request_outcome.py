@@ -20,7 +20,7 @@ TIE_RATIO = 1e-4
 """Two plans whose WAF differs by less are printed as equal."""
 
 
-class Followed(Struct, frozen=True, kw_only=True):
+class Outcome(Struct, frozen=True, kw_only=True):
     """The decisions that follow from one request: bodies of the records of one append."""
 
     seq: int
@@ -36,7 +36,7 @@ class Followed(Struct, frozen=True, kw_only=True):
         return json.dumps(msgspec.structs.asdict(self))
 
 
-def followed_by(client: Client, seq: int) -> Followed:
+def outcome_of(client: Client, seq: int) -> Outcome:
     """Read the records that a request caused.
 
     Requests of one write share one append, and so the decisions of that append.
@@ -55,7 +55,7 @@ def followed_by(client: Client, seq: int) -> Followed:
     def bodies(kind: str) -> list[Plain]:
         return [record["body"] for record in found if record["kind"] == kind]
 
-    return Followed(
+    return Outcome(
         seq=seq, plan=_joined(bodies("PlanChosen")), placed=bodies("TaskPlaced"),
         waiting=_explained(client, bodies("TaskWaiting")), withheld=bodies("OrderSuppressed"),
         orders=[record["kind"] for record in found if "nodes" in record["body"]])
@@ -80,7 +80,7 @@ def _joined(plans: list[Plain]) -> Plain | None:
         {**one, "slots_before": before[one["task"]]} for one in plans[-1]["allocations"]]}
 
 
-def plan_lines(followed: Followed, view: Plain) -> list[str]:
+def plan_lines(followed: Outcome, view: Plain) -> list[str]:
     """The plan compared with the one before, then one line for each task that changes.
 
     `view`: the state before the request, as GET /v1/state returns it.

@@ -27,7 +27,7 @@ from ..cluster.local_cluster import CONTROL_PLANE, agent_name
 from ..cluster.state_dir import StateDir
 
 if TYPE_CHECKING:
-    from ...workers.agent.health.custom_checks import Checks
+    from ...workers.agent.health.custom_checks import CheckOptions
 
 PROBE_S_MAX = 20.0
 AWAY_S_MAX = 60.0
@@ -55,28 +55,28 @@ def agent(state: StateDir, *, url: str | None, node: str, num_slots: int, host: 
     """Run the agent of a node until a signal. Raises UsageError."""
     from ...workers.agent import main
 
-    labels = types.parse(label)
+    labels = types.parse_labels(label)
     own = own_checks(checks, checks_every_s, checks_s_max)
     client = _control_plane(state, url)
     name = node or node_name(platform.node())
     _write_pid_file(state, agent_name(name))
-    raise typer.Exit(main.run(main.Options(
+    raise typer.Exit(main.run(main.AgentOptions(
         node=name, url=client.url, token=client.token, num_slots=num_slots or num_devices(),
         state_dir=state.path, host=host, redis_url=redis_url, labels=labels,
         watch=watch, checks=own)))
 
 
 def own_checks(folder: Path | None, every_s: float = 60.0, s_max: float = 30.0
-               ) -> Checks | None:
+               ) -> CheckOptions | None:
     """The user's own checks, with an absolute folder: the agent may restart in another directory.
 
     Raises UsageError if the folder cannot be read.
     """
     if folder is None:
         return None
-    from ...workers.agent.health.custom_checks import Checks, check_folder
+    from ...workers.agent.health.custom_checks import CheckOptions, check_folder
 
-    checks = Checks(folder=folder.absolute(), every_s=every_s, s_max=s_max)
+    checks = CheckOptions(folder=folder.absolute(), every_s=every_s, s_max=s_max)
     check_folder(checks.folder)
     return checks
 

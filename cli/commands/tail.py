@@ -13,7 +13,7 @@ from ...events.errors import UsageError
 from ..cluster.client import Client, Interrupted, Unable, Unreachable, connect
 from ..cluster.state_dir import StateDir
 from ..terminal import console
-from ..terminal.record_line import concerns, line
+from ..terminal.record_line import line, matches
 from .operate import pick_node
 from .tasks import pick
 
@@ -73,7 +73,7 @@ def tail(state: StateDir, url: str | None, wanted: Filter, *, after: int, follow
         for record in _records(state, url, client, after, follow=follow):
             if record["kind"] == "IncidentOpened" and record["body"]["task"] == task:
                 incidents.add(record["seq"])
-            if concerns(record, kinds=wanted.kinds, task=task, node=wanted.node,
+            if matches(record, kinds=wanted.kinds, task=task, node=wanted.node,
                         incident=wanted.incident, incidents=incidents):
                 console.out(json.dumps(record) if as_json else line(record))
     except KeyboardInterrupt:

@@ -14,7 +14,7 @@ from ..cluster.client import Client, connect
 from ..cluster.state_dir import StateDir, default
 from ..files import job_file
 from ..terminal import console
-from .request_outcome import followed_by, plan_lines, view_before
+from .request_outcome import outcome_of, plan_lines, view_before
 
 Plain = dict[str, Any]
 
@@ -31,7 +31,7 @@ def submit(state: StateDir, url: str | None, path: Path, *, as_json: bool) -> in
     console.out(f"task {answer['task']}  {spec.name}, weight {spec.weight:g}, "
             f"{_slots(spec.slots)} slots")
     after: Plain = client.get("/v1/state")
-    for line in plan_lines(followed_by(client, answer["seq"]), view_before(before, after)):
+    for line in plan_lines(outcome_of(client, answer["seq"]), view_before(before, after)):
         console.out(line)
     layouts = [task["modelled_layout"] for task in after["tasks"] if task["id"] == answer["task"]]
     if spec.training is not None and layouts and layouts[0]:

@@ -24,7 +24,7 @@ from ...events.log import embedded_server
 from ...events.spec.job import NAME
 from ..cluster import local_cluster, processes
 from ..cluster.client import connect
-from ..cluster.local_cluster import CONTROL_PLANE, UP, LocalCluster, Wanted, agent_name
+from ..cluster.local_cluster import CONTROL_PLANE, UP, ClusterOptions, LocalCluster, agent_name
 from ..cluster.processes import Process
 from ..cluster.state_dir import StateDir, shown
 from ..files import job_file
@@ -41,7 +41,7 @@ STABLE_S = 30.0
 DETACH_S_MAX = 90.0
 
 
-class Asked(Struct, frozen=True, kw_only=True):
+class UpOptions(Struct, frozen=True, kw_only=True):
     """The options as given. None: the value of the last `up` on this folder, else the default."""
 
     agents: int | None = None
@@ -61,9 +61,9 @@ class Asked(Struct, frozen=True, kw_only=True):
     """A folder; `none` clears it."""
     checks_every_s: float | None = None
 
-    def wanted(self, before: Wanted | None, state: StateDir) -> Wanted:
-        last = before or Wanted()
-        return Wanted(
+    def wanted(self, before: ClusterOptions | None, state: StateDir) -> ClusterOptions:
+        last = before or ClusterOptions()
+        return ClusterOptions(
             num_agents=last.num_agents if self.agents is None else self.agents,
             num_slots=last.num_slots if self.slots is None else self.slots,
             redis_url=last.redis_url if self.redis is None else self.redis,
@@ -77,7 +77,7 @@ class Asked(Struct, frozen=True, kw_only=True):
             checks=last.checks if self.checks is None else _absolute(self.checks),
             checks_every_s=self.checks_every_s or last.checks_every_s)
 
-    def refuse_other(self, before: Wanted, state: StateDir) -> None:
+    def refuse_other(self, before: ClusterOptions, state: StateDir) -> None:
         """Raises UsageError for options that cannot change while the cluster of `before` runs."""
         for option, asked, runs in (
                 ("--slots", self.slots, before.num_slots),
@@ -96,7 +96,7 @@ class Asked(Struct, frozen=True, kw_only=True):
                                  f"{shown(state.path)}",
                                  f"unicron down {state.option}, then up again")
 
-    def refuse_other_policy(self, before: Wanted, state: StateDir) -> None:
+    def refuse_other_policy(self, before: ClusterOptions, state: StateDir) -> None:
         """Raises UsageError if the running control plane has a different policy."""
         where = shown(state.path)
         down = f"unicron down {state.option}, then up"
@@ -118,7 +118,7 @@ class Asked(Struct, frozen=True, kw_only=True):
                              f"{down} again")
 
 
-def up(state: StateDir, asked: Asked, *, detach: bool) -> None:
+def up(state: StateDir, asked: UpOptions, *, detach: bool) -> None:
     """Start or adopt the folder's cluster. Raises UsageError, UnicronError."""
     if asked.cluster is not None and not NAME.match(asked.cluster):
         raise UsageError(f"--cluster {asked.cluster!r} is not a cluster's name",
@@ -133,7 +133,7 @@ def up(state: StateDir, asked: Asked, *, detach: bool) -> None:
         return
     lock = state.lock()
     stop = _Stop()
-    last = local_cluster.wanted_before(state)
+    last = local_cluster.saved_options(state)
     before = {name for name in processes.names(state) if processes.find(state, name)}
     if before and last is not None:
         asked.refuse_other(last, state)
@@ -320,7 +320,7 @@ class _Watch:
         console.talk(f"the server ended; started again, pid {self._server.pid}")
 
 
-def _detach(state: StateDir, asked: Asked) -> None:
+def _detach(state: StateDir, asked: UpOptions) -> None:
     """Run `up` in its own POSIX session; return when it is ready, print its output."""
     state.lock().close()
     options = {"--agents": asked.agents, "--slots": asked.slots, "--port": asked.port,

@@ -149,7 +149,7 @@ def _leave(stage: Stage, alpha: Player) -> None:
     spec = msgspec.structs.replace(alpha.spec, name="yours", train=train)
     stage.client.post("/v1/tasks", msgspec.to_builtins(spec, str_keys=True))
     place = quote(shown(stage.state.path))
-    up.up(stage.state, up.Asked(), detach=True)
+    up.up(stage.state, up.UpOptions(), detach=True)
     stage.say("yours", f"a task that trains on, {KEPT_ITERATIONS:,} iterations; break it yourself:")
     stage.note(None, f"unicron status yours --state {place}     then kill -9 any pid that you see")
     stage.note(None, f"unicron incident --state {place}         what it cost, and why")

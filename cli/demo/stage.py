@@ -23,7 +23,7 @@ from ...events.spec.policy import Policy
 from ...workers.agent.agent import BEAT_S
 from ..cluster import local_cluster, processes
 from ..cluster.client import Client, Interrupted, Unable, Unreachable
-from ..cluster.local_cluster import CONTROL_PLANE, LocalCluster, Wanted
+from ..cluster.local_cluster import CONTROL_PLANE, ClusterOptions, LocalCluster
 from ..cluster.processes import Process
 from ..cluster.state_dir import StateDir, shown
 from ..terminal import console
@@ -117,7 +117,7 @@ class Stage:
         self.live: set[int] = set()
         """Tasks that must not end yet."""
         self._policy = folder / "policy.yaml"
-        self.cluster = LocalCluster(self.state, Wanted(
+        self.cluster = LocalCluster(self.state, ClusterOptions(
             num_agents=NUM_AGENTS, num_slots=NUM_SLOTS, cluster="demo",
             trace_dir=str(self.trace.folder), policy=str(self._policy)))
         self._lock: IO[str] | None = None

@@ -94,7 +94,7 @@ def load(path: Path) -> JobSpec:
     text = read_text(path, FILE_BYTES_MAX, "name a job file; examples are in deploy/examples/",
                      EXAMPLES)
     try:
-        spec = anchored(parse(read_yaml(text)))
+        spec = with_absolute_paths(parse(read_yaml(text)))
         # Without fsspec here, only the ranks can check the URL, when they start.
         if (
             spec.training is not None
@@ -146,7 +146,7 @@ def read_yaml(text: str, docs: str = EXAMPLES) -> Any:
             loader.dispose()
 
 
-def anchored(spec: JobSpec) -> JobSpec:
+def with_absolute_paths(spec: JobSpec) -> JobSpec:
     """The spec with absolute paths: agents run in other folders."""
     train, loop = spec.train, spec.loop
     if loop is not None:

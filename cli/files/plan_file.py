@@ -11,11 +11,11 @@ import msgspec
 import yaml
 from msgspec import Struct, field
 
-from ...control_plane.planner.problem import PlanInput, Wish
+from ...control_plane.planner.problem import PlanProblem, TaskDemand
 from ...control_plane.throughput.transition_cost import Transition
 from ...events.errors import SpecError, UsageError
 from ...events.spec.job import RATE_FLOPS_MAX, WEIGHT_RATIO_MAX
-from ...events.spec.validation import refused
+from ...events.spec.validation import spec_error
 from .job_file import EXAMPLES, RESOLVERS, read_yaml
 
 # --- fast reader for large files: the job file's YAML, from libyaml's stream of events ---
@@ -134,7 +134,7 @@ class PlanFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Offline(Struct, frozen=True):
     """The content of a plan file."""
 
-    asked: PlanInput
+    asked: PlanProblem
     gpus_per_node: int = field(default=8)
 
 
@@ -175,7 +175,7 @@ def parse(data: Any) -> Offline:
     try:
         plan_file = msgspec.convert(data, PlanFile, strict=True, str_keys=True)
     except (msgspec.ValidationError, UnicodeEncodeError) as error:
-        raise refused(str(error), PlanFile, DOCS, given=data) from None
+        raise spec_error(str(error), PlanFile, DOCS, given=data) from None
     _within("gpus", plan_file.gpus, 0, GPUS_NUM_MAX)
     _within("gpus_per_node", plan_file.gpus_per_node, 1, GPUS_NUM_MAX)
     _need(SPAN_S_MIN <= plan_file.mtbf_gpu_s <= SPAN_S_MAX, "mtbf_gpu_s",
@@ -187,14 +187,14 @@ def parse(data: Any) -> Offline:
         first = seen.setdefault(task.name, i)
         _need(first == i, f"tasks[{i}].name", f"{task.name!r} is that of tasks[{first}] too")
     wishes = tuple(_wish(i, task) for i, task in enumerate(plan_file.tasks, 1))
-    problem = PlanInput(wishes=wishes, num_slots=plan_file.gpus, mtbf_gpu_s=plan_file.mtbf_gpu_s)
+    problem = PlanProblem(demands=wishes, num_slots=plan_file.gpus, mtbf_gpu_s=plan_file.mtbf_gpu_s)
     return Offline(asked=problem, gpus_per_node=plan_file.gpus_per_node)
 
 
-def _wish(number: int, task: TaskInFile) -> Wish:
+def _wish(number: int, task: TaskInFile) -> TaskDemand:
     sizes = sorted(size for size in task.flops if size)
-    return Wish(task=number, name=task.name, now=task.current, faulted=task.faulted,
-                transition=Transition.alike(task.transition_s or 0.0), sizes=tuple(sizes),
+    return TaskDemand(task=number, name=task.name, now=task.current, faulted=task.faulted,
+                transition=Transition.uniform(task.transition_s or 0.0), sizes=tuple(sizes),
                 wafs=tuple(task.weight * task.flops[size] for size in sizes))
 
 

@@ -30,7 +30,7 @@ from ..terminal.format import (
     way_to_act,
 )
 from ..terminal.record_line import status_in_words
-from .nodes import node_news, recovers, slot_use, slots_out, wanted
+from .nodes import disabled_slots, node_news, recovers, slot_use, wanted
 from .task import ENDED, computed, lag_s, waits
 
 Plain = dict[str, Any]
@@ -81,7 +81,9 @@ def _needs_you(view: Plain, now_s: float, option: str) -> list[str]:
     names = {task["id"]: task["name"] for task in view["tasks"]}
     for node in view["nodes"]:
         if news := node_news(node, names, now_s, option):
-            short = wanted(view["tasks"]) if node["contact"] == "heard" and slots_out(node) else ""
+            short = (
+                wanted(view["tasks"]) if node["contact"] == "heard" and disabled_slots(node) else ""
+            )
             words.append(f"{news}{'; ' * bool(short)}{short}")
     unreachable = {node["id"] for node in view["nodes"] if node["contact"] == "unreachable"}
     for task in view["tasks"]:

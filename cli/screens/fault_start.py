@@ -18,7 +18,7 @@ EXACT_KINDS = frozenset({"RankExited", "RankErrored", "RankSuspended", "DeviceEr
 """Kinds that carry the time of the event, or since when it lasts (NodeUnreachable)."""
 
 
-class Began(Struct, frozen=True):
+class FaultStart(Struct, frozen=True):
     """How long before `detected_s` the fault began: exactly (""), at most, at least, or unknown."""
 
     bound: Literal["", "at most", "at least", "unknown"] = ""
@@ -27,19 +27,23 @@ class Began(Struct, frozen=True):
     why: str = ""
 
 
-def began(one: IncidentHistory, evidence: list[Record]) -> Began:
+def began(one: IncidentHistory, evidence: list[Record]) -> FaultStart:
     """The start of the fault, from the records that opened the incident."""
     first = [x for x in evidence if x.seq < one.id]
     kinds = {x.kind for x in first}
     if kinds & EXACT_KINDS or not first:
-        return Began()
+        return FaultStart()
     step_times = [(x.at_s, x.body) for x in first if isinstance(x.body, StepTimeChanged)]
     slow_iterations = [(at_s, x) for at_s, x in step_times if x.num_iterations == 1]
     if slow_iterations:  # a slow iteration: it has not ended, but the rank makes progress
         since_s = min(at_s - max(x.iteration_s, 0.0) for at_s, x in slow_iterations)
         length_s = max(one.detected_s - since_s, 0.0)
-        return Began("at most", length_s, f"after that iteration began, {span(length_s)} before "
-                     "the report; the exact time is not known")
+        return FaultStart(
+            "at most",
+            length_s,
+            f"after that iteration began, {span(length_s)} before "
+            "the report; the exact time is not known",
+        )
     stalls = [(x.at_s, x.body) for x in first if isinstance(x.body, RankStalled)]
     if stalls:
         own = [x for x in stalls if x[1].rank in one.incident.ranks]
@@ -47,22 +51,29 @@ def began(one: IncidentHistory, evidence: list[Record]) -> Began:
     if step_times:
         num = step_times[0][1].num_iterations
         length_s = math.ceil(num / 2) * step_times[0][1].iteration_s
-        return Began("at least", length_s, f"not known: of the last {num} iterations at least half "
-                     "were too slow")
+        return FaultStart(
+            "at least",
+            length_s,
+            f"not known: of the last {num} iterations at least half were too slow",
+        )
     if "HealthChanged" in kinds:
-        return Began("unknown", 0.0, "not known: before its check ran, which it does from time to "
-                     "time")
+        return FaultStart(
+            "unknown", 0.0, "not known: before its check ran, which it does from time to time"
+        )
     if NCCL_TIMEOUT in {one.incident.status, *(getattr(x.body, "status", "") for x in first)}:
-        return Began("unknown", 0.0, "not known: a collective waited until its timeout, for what "
-                     "had happened before")
+        return FaultStart(
+            "unknown",
+            0.0,
+            "not known: a collective waited until its timeout, for what had happened before",
+        )
     if kinds == {"DeadlineReached"}:
-        return Began("unknown", 0.0, "not known: nothing but that it is overdue shows it")
-    return Began()
+        return FaultStart("unknown", 0.0, "not known: nothing but that it is overdue shows it")
+    return FaultStart()
 
 
-def _after_last_mark(one: IncidentHistory, stalls: list[tuple[float, RankStalled]]) -> Began:
+def _after_last_mark(one: IncidentHistory, stalls: list[tuple[float, RankStalled]]) -> FaultStart:
     """The fault began after the last progress mark of the stalled rank."""
     at_s, stall = min(stalls, key=lambda x: x[0] - max(x[1].in_s, 0.0))
     length_s = max(one.detected_s - (at_s - max(stall.in_s, 0.0)), 0.0)
-    return Began("at most", length_s, f"after the last sign of {ranks([stall.rank])}, "
+    return FaultStart("at most", length_s, f"after the last sign of {ranks([stall.rank])}, "
                  f"{span(length_s)} before the report; the exact time is not known")

@@ -23,7 +23,7 @@ from ..terminal.format import (
     span,
     table,
 )
-from ..terminal.record_line import status_in_words, whence
+from ..terminal.record_line import state_source, status_in_words
 
 if TYPE_CHECKING:
     from ...control_plane.history.history import History, IncidentHistory
@@ -148,7 +148,7 @@ def _evidence(facts: Plain) -> list[str]:
 
 def _state(facts: Plain) -> list[str]:
     """Where the state came from that no member held, and why from no nearer source."""
-    source = whence(facts["cost"]) or _from_peers(facts["cost"])
+    source = state_source(facts["cost"]) or _from_peers(facts["cost"])
     lines = labelled("state", source) if source else []
     if any(word in one for one in facts["layouts"] for word in ("TP ", "PP ", "beside")):
         lines += labelled("layout", " -> ".join(facts["layouts"]))

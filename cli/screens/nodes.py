@@ -28,7 +28,7 @@ def until(node: Plain) -> str:
     return f"quarantined to {rfc3339(held['until_s'])[:16].replace('T', ' ')}Z" if held else ""
 
 
-def why_quarantined(node: Plain, option: str = "") -> str:
+def quarantine_reason(node: Plain, option: str = "") -> str:
     """Why and by which incidents it is quarantined, and how to end that; else empty."""
     held: Plain | None = node.get("quarantine")
     if not held or node["contact"] == "lost":  # node_trouble reports lost nodes
@@ -61,7 +61,7 @@ def recovers(node: Plain) -> str:
             f"({span(recovery['after_s'])} without a complaint)")
 
 
-def sick_why(node: Plain) -> str:
+def unhealthy_reason(node: Plain) -> str:
     """What its checks report as unhealthy, and when its slots return; else empty."""
     if not any(one["health"] == "unhealthy" for one in node["checks"]):
         return ""
@@ -73,7 +73,7 @@ def sick_why(node: Plain) -> str:
 
 def why_unhealthy(node: Plain) -> str:
     """The reports of its checks, also degraded and unknown, and their consequences."""
-    words = [sick_why(node)] if sick_why(node) else []
+    words = [unhealthy_reason(node)] if unhealthy_reason(node) else []
     words += [f"{one['check']} {one['health']}: {one['why']}" for one in node["checks"]
               if one["health"] != "unhealthy"]
     return "; ".join(words)
@@ -83,7 +83,7 @@ def why_unhealthy(node: Plain) -> str:
 WANTED_NUM_MAX = 3
 
 
-def slots_out(node: Plain) -> list[int]:
+def disabled_slots(node: Plain) -> list[int]:
     """Slots that are disabled until the agent joins again; not those that a check has disabled."""
     sick: list[int] = node["recovers"]["slots"] if node["recovers"] else []
     return [slot["index"] for slot in node["slots"] if slot["out"] and slot["index"] not in sick]
@@ -93,9 +93,9 @@ def named(found: list[int]) -> str:
     return f"slot{'s' * (len(found) > 1)} {' '.join(map(str, found))}"
 
 
-def why_out(node: Plain) -> str:
+def disabled_reason(node: Plain) -> str:
     """Why slots are disabled, and how to repair them; empty if none is."""
-    found = slots_out(node)
+    found = disabled_slots(node)
     if not found:
         return ""
     whys = dict.fromkeys(slot["out_why"] for slot in node["slots"]
@@ -173,7 +173,7 @@ def _reasons(nodes: list[Plain], names: dict[int, str], option: str) -> list[str
                               + command(f"unicron undrain {node['id']}{option}"))
         if trouble := node_trouble(node, option=option):
             lines += labelled(node["id"], trouble)
-        if kept := why_quarantined(node, option):
+        if kept := quarantine_reason(node, option):
             lines += labelled(node["id"], kept)
         for text in filter(None, (recovers(node), why_unhealthy(node))):
             lines += labelled(node["id"], text)
@@ -196,14 +196,14 @@ def node_trouble(node: Plain, since: str = "", option: str = "") -> str:
                 + command(f"unicron lift {node['id']}{option}")
                 if node["quarantine"] else "it is given tasks at once")
         return f"lost{since}: repair it and start its agent, {then}"
-    return why_out(node) if node["contact"] == "heard" else ""
+    return disabled_reason(node) if node["contact"] == "heard" else ""
 
 
 def node_news(node: Plain, names: dict[int, str], now_s: float, option: str) -> str:
     """The trouble of a node in one line; else empty."""
     trouble = node_trouble(node, f" for {span(max(now_s - node['since_s'], 0.0))}", option)
-    kept = why_quarantined(node, option)
-    ill = f"is unhealthy, {said}" if (said := sick_why(node)) else ""
+    kept = quarantine_reason(node, option)
+    ill = f"is unhealthy, {said}" if (said := unhealthy_reason(node)) else ""
     words = "; ".join(filter(None, (trouble, kept, ill)))
     if not words:
         return next(iter(degraded_news(node, names, option)), "")

@@ -11,8 +11,8 @@ from typing import Any
 
 from ...control_plane.planner.alternative_names import (
     FLOORLESS,
-    LIMITS,
-    OTHERS_WAIT_NUM,
+    LIMITS_BY_NAME,
+    NOT_COMPARABLE_NUM,
     SPARELESS,
     percent,
 )
@@ -40,7 +40,7 @@ NAME_COLUMNS, WHAT_COLUMNS = 24, 44
 BREAKS = {FLOORLESS: ", and leaves a task below its floor", SPARELESS: " until the next fault",
           "without priorities": ", and a higher priority comes first",
           **{what: f", and breaks {'it' if len(some) == 1 else 'one of them'}"
-             for what, some in LIMITS.items() if some != ("priorities",)}}
+             for what, some in LIMITS_BY_NAME.items() if some != ("priorities",)}}
 """Why an alternative with a higher value was excluded."""
 
 
@@ -58,8 +58,8 @@ def bound_by(plan: Plain, names: Mapping[int, str]) -> str:
 
 def _limits(plan: Plain) -> str:
     """Those that the best plan without them breaks."""
-    some = next((LIMITS[other["what"]] for other in plan.get("alternatives", ())
-                 if other["what"] in LIMITS), ("moves_max", "quotas", "priorities"))
+    some = next((LIMITS_BY_NAME[other["what"]] for other in plan.get("alternatives", ())
+                 if other["what"] in LIMITS_BY_NAME), ("moves_max", "quotas", "priorities"))
     return f"{', '.join(some[:-1])}{' or ' * (len(some) > 1)}{some[-1]}"
 
 
@@ -226,7 +226,7 @@ def _by_alpha(plan: Plain, rows: list[list[str]]) -> list[str]:
     others = sorted(plan["alternatives"], key=lambda other: -other["objective"])
     for place, other in enumerate(others, 2):
         behind, by = other["behind_share"], f" by alpha-fairness {plan['alpha']:g}"
-        told = "others wait" if other["objective"] == OTHERS_WAIT_NUM else "is worth as much"
+        told = "others wait" if other["objective"] == NOT_COMPARABLE_NUM else "is worth as much"
         if behind:
             told = f"{'loses' if behind > 0 else 'gains'} {percent(abs(behind))}{by}" + (
                 "" if behind > 0 else not_taken(plan, other["what"]))

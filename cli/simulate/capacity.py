@@ -17,7 +17,7 @@ from ..terminal import console
 from ..terminal.format import command, labelled, number_of, table
 from . import paper_report as html
 from .charts import COLOURS, OURS_COLOUR, Picture
-from .compare import Played, RunSpec, play, read
+from .compare import RunResult, RunSpec, play, read
 
 WORDS_NUM_MAX = 6
 Curve = list[tuple[float, float]]
@@ -112,7 +112,7 @@ def weights(scenario: Path | None, *, task: str, seeds: int, report: Path | None
     for point, one in zip(points, played, strict=True):
         earnings = one.outcome.earnings
         work = {name: earnings.flop_of[number] / spec.weight for name, number, spec in
-                zip(names, sorted(earnings.flop_of), point.ground.tasks, strict=True)}
+                zip(names, sorted(earnings.flop_of), point.run_input.tasks, strict=True)}
         slots = earnings.full_slots[sorted(earnings.full_slots)[names.index(task)]]
         mine.setdefault(point.at, []).append((
             slots, work[task], fsum(usual[name] * flop for name, flop in work.items())))
@@ -139,7 +139,7 @@ def _scenario(path: Path | None, report: Path | None) -> Scenario:
     if report is not None:
         html.folder(report)
     if path is None:
-        return capacity.usual()
+        return capacity.default_scenario()
     try:
         return read(path)[0]
     except SpecError as error:
@@ -152,23 +152,23 @@ def _command(what: str, path: Path | None, *more: str) -> str:
 
 
 def _simulate(path: Path | None, points: Callable[[], list[Point]]
-            ) -> tuple[list[Point], list[Played]]:
+            ) -> tuple[list[Point], list[RunResult]]:
     try:
         found = points()
     except SpecError as error:
         raise UsageError(f"{path}: {error}" if path is not None else str(error),
                          error.hint) from None
-    return found, play([RunSpec(point.policy, point.ground) for point in found])
+    return found, play([RunSpec(point.policy, point.run_input) for point in found])
 
 
-def _ideal(points: Sequence[Point], played: Sequence[Played]) -> float:
+def _ideal(points: Sequence[Point], played: Sequence[RunResult]) -> float:
     """What the cluster earns without a fault, under Unicron's plan if it was simulated."""
-    whole = [(point.system == OURS, one.outcome.earnings.whole_flop)
+    whole = [(point.system == OURS, one.outcome.earnings.full_flop)
              for point, one in zip(points, played, strict=True)]
     return max(whole)[1]
 
 
-def _curves(points: Sequence[Point], played: Sequence[Played]) -> dict[str, Curve]:
+def _curves(points: Sequence[Point], played: Sequence[RunResult]) -> dict[str, Curve]:
     """For each system the earned FLOP at each point, as the mean over the seeds."""
     every: dict[str, dict[float, list[float]]] = {}
     for point, one in zip(points, played, strict=True):

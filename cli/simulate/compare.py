@@ -19,13 +19,13 @@ from unicron import __version__
 
 from ...control_plane.simulation import paper_evaluation
 from ...control_plane.simulation import scenario as scenarios
-from ...control_plane.simulation.accounting import LOST, Lost
+from ...control_plane.simulation.accounting import LOSSES, Loss
 from ...control_plane.simulation.policies import POLICIES
 from ...control_plane.simulation.policies.policy import Policy
-from ...control_plane.simulation.run import Ground, Outcome, Run
+from ...control_plane.simulation.run import Outcome, Run, RunInput
 from ...control_plane.simulation.scenario import Scenario
 from ...control_plane.simulation.trace import generator, trace_file
-from ...control_plane.simulation.trace.external_event import Happening
+from ...control_plane.simulation.trace.external_event import ExternalEvent
 from ...events.errors import SpecError, UsageError
 from ...events.log import archive
 from ..files.job_file import FILE_BYTES_MAX, read_text, read_yaml
@@ -48,12 +48,12 @@ class RunSpec(NamedTuple):
     """The input of one run. `log`: the file to write its log to; `cluster`: the log's cluster."""
 
     policy: Policy
-    ground: Ground
+    run_input: RunInput
     log: Path | None = None
     cluster: str = ""
 
 
-class Played(NamedTuple):
+class RunResult(NamedTuple):
     """The result of one run."""
 
     outcome: Outcome
@@ -65,7 +65,7 @@ _stages: Sequence[RunSpec] = ()
 """Of the current call. The workers are forks, so that the functions of a policy are not sent."""
 
 
-def play(stages: Sequence[RunSpec]) -> list[Played]:
+def play(stages: Sequence[RunSpec]) -> list[RunResult]:
     """Simulate each, results in the same order. Shows a progress bar if stderr is a terminal."""
     global _stages
     num = min(len(os.sched_getaffinity(0)), len(stages))
@@ -73,7 +73,7 @@ def play(stages: Sequence[RunSpec]) -> list[Played]:
         bar = stack.enter_context(typer.progressbar(
             length=len(stages), label="simulating", file=sys.stderr, width=0,
             hidden=not sys.stderr.isatty()))
-        found: list[Played] = []
+        found: list[RunResult] = []
         _stages = stages
         pool = None if num < 2 else stack.enter_context(ProcessPoolExecutor(
             num, mp_context=get_context("fork"), initializer=signal,
@@ -86,20 +86,20 @@ def play(stages: Sequence[RunSpec]) -> list[Played]:
         return found
 
 
-def _play(number: int) -> Played:
+def _play(number: int) -> RunResult:
     stage = _stages[number]
     began_s = time.perf_counter()
     with ExitStack() as stack:
         writer = None if stage.log is None else stack.enter_context(archive.create(
             stage.log, cluster=stage.cluster, code=__version__))
-        run = Run(stage.ground, stage.policy, writer.add if writer else None)
+        run = Run(stage.run_input, stage.policy, writer.add if writer else None)
         outcome = run.play()
-    return Played(outcome, run.engine.num_records, time.perf_counter() - began_s)
+    return RunResult(outcome, run.engine.num_records, time.perf_counter() - began_s)
 
 TRACE_BYTES_MAX = 64 << 20
 OURS = "unicron"
 Plain = dict[str, Any]
-HEADS: dict[Lost, str] = {"detection": "DETECT", "transition": "TRANSIT", "waiting": "WAIT",
+HEADS: dict[Loss, str] = {"detection": "DETECT", "transition": "TRANSIT", "waiting": "WAIT",
                           "sub-healthy": "SUB", "recomputed": "AGAIN"}
 
 
@@ -115,7 +115,7 @@ def simulate(path: Path, *, log: Path | None, as_json: bool) -> None:
         stages[OURS] = stages[OURS]._replace(log=log, cluster=scenario.name)
     played = dict(zip(stages, play([*stages.values()]), strict=True))
     if as_json:
-        console.out(json.dumps(told(scenario, played)))
+        console.out(json.dumps(as_data(scenario, played)))
     else:
         console.lines(screen(scenario, played, path, log))
 
@@ -128,21 +128,21 @@ def load(path: Path, *, whole: bool = False) -> tuple[Scenario, dict[str, RunSpe
     try:
         scenario, happenings = read(path)
         policies = {name: scenarios.policy(scenario, name) for name in scenario.policies}
-        return scenario, {name: RunSpec(one, scenarios.ground(
+        return scenario, {name: RunSpec(one, scenarios.run_input(
             scenario, one, happenings, condense=not (whole and name == OURS)))
             for name, one in policies.items()}
     except SpecError as error:
         raise UsageError(f"{path}: {error}", error.hint) from None
 
 
-def read(path: Path) -> tuple[Scenario, list[Happening]]:
+def read(path: Path) -> tuple[Scenario, list[ExternalEvent]]:
     """A scenario with all its nodes, and its external events. A trace of the paper by its name.
 
     Raises UsageError and SpecError.
     """
     if str(path) in paper_evaluation.TRACES and not path.exists():
         trace = paper_evaluation.TRACES[str(path)]
-        return paper_evaluation.scenario(str(path), [*POLICIES]), paper_evaluation.happenings(
+        return paper_evaluation.scenario(str(path), [*POLICIES]), paper_evaluation.events(
             trace, paper_evaluation.SEED
         )
     text = read_text(
@@ -162,14 +162,14 @@ def read(path: Path) -> tuple[Scenario, list[Happening]]:
                   "trace: names a file beside the scenario, or is drawn", scenarios.DOCS),
         str(trace_path))
     scenario = scenarios.with_nodes(scenario, trace_read.nodes)
-    _check_known(scenario, trace_read.happenings, trace_path)
-    if trace_read.happenings and min(one.at_s for one in trace_read.happenings) > horizon_s:
+    _check_known(scenario, trace_read.events, trace_path)
+    if trace_read.events and min(one.at_s for one in trace_read.events) > horizon_s:
         raise UsageError(f"{trace_path}: all of it is after horizon_s, {horizon_s:g}",
                          "at_s is in seconds from the beginning of the scenario")
-    return scenario, trace_read.happenings
+    return scenario, trace_read.events
 
 
-def _check_known(scenario: Scenario, happenings: list[Happening], trace: Path) -> None:
+def _check_known(scenario: Scenario, happenings: list[ExternalEvent], trace: Path) -> None:
     """Each node exists from the start, or joins before its first event."""
     names = scenario.cluster.names
     known = set(names)
@@ -193,17 +193,17 @@ def print_trace(path: Path) -> None:
 
 
 # --- as data ------------------------------------------------------------------------------------
-def told(scenario: Scenario, played: dict[str, Played]) -> Plain:
+def as_data(scenario: Scenario, played: dict[str, RunResult]) -> Plain:
     """All results as JSON; FLOP are weighted, times in seconds from the start of the horizon."""
     names = [task.name for task in scenario.tasks]
     return {"scenario": scenario.name, "horizon_s": scenario.horizon_s,
             "policies": {name: _policy(one, names) for name, one in played.items()}}
 
 
-def _policy(one: Played, names: Sequence[str]) -> Plain:
+def _policy(one: RunResult, names: Sequence[str]) -> Plain:
     earnings, counts = one.outcome.earnings, one.outcome.counts
     return {
-        "accumulated_waf_flop": earnings.flop, "full_waf_flop": earnings.whole_flop,
+        "accumulated_waf_flop": earnings.flop, "full_waf_flop": earnings.full_flop,
         "share_of_full": earnings.share, "lost_waf_flop": earnings.lost_flop,
         "downtime_task_s": earnings.down_s, "slot_s": one.outcome.slot_s,
         "transitions": one.outcome.transitions, "incidents": counts["IncidentOpened"],
@@ -216,7 +216,7 @@ def _policy(one: Played, names: Sequence[str]) -> Plain:
 
 
 # --- as text ----------------------------------------------------------------------------------
-def screen(scenario: Scenario, played: dict[str, Played], path: Path, log: Path | None
+def screen(scenario: Scenario, played: dict[str, RunResult], path: Path, log: Path | None
            ) -> list[str]:
     """The page, at most 100 columns."""
     cluster = scenario.cluster
@@ -227,7 +227,7 @@ def screen(scenario: Scenario, played: dict[str, Played], path: Path, log: Path 
              f"each policy in {span(took_s)} at most", ""]
     best = max(played.values(), key=lambda one: one.outcome.earnings.flop)
     rows = [_row(name, one, best) for name, one in played.items()]
-    head = ("POLICY", "EARNED", "OF FULL", "BEHIND", *(HEADS[what] for what in LOST))
+    head = ("POLICY", "EARNED", "OF FULL", "BEHIND", *(HEADS[what] for what in LOSSES))
     lines += [clipped(line, SCREEN_COLUMNS) for line in table(head, rows, right=range(1, 9))]
     lines += ["", *labelled("lost", "in % of what the policy earns without a fault: until a fault "
                             "is reported, in transition to training, without slots, on fewer or "
@@ -255,10 +255,10 @@ def screen(scenario: Scenario, played: dict[str, Played], path: Path, log: Path 
     return [*lines, *labelled("next", command(then))]
 
 
-def _row(name: str, one: Played, best: Played) -> list[str]:
+def _row(name: str, one: RunResult, best: RunResult) -> list[str]:
     earnings = one.outcome.earnings
-    full = earnings.whole_flop
+    full = earnings.full_flop
     behind = best.outcome.earnings.flop / earnings.flop if earnings.flop > 0 else 0.0
     return [name, scaled(earnings.flop, "FLOP"), f"{100 * earnings.share:.2f} %",
             f"{behind:.3f} x" if one is not best and behind else "-",
-            *(f"{100 * earnings.lost_flop[what] / full:.2f}" if full else "-" for what in LOST)]
+            *(f"{100 * earnings.lost_flop[what] / full:.2f}" if full else "-" for what in LOSSES)]

@@ -8,22 +8,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...control_plane.simulation.accounting import LOST, Felt
+from ...control_plane.simulation.accounting import LOSSES, EventLoss
 from ...control_plane.simulation.counterfactual import counterfactual
 from ...control_plane.simulation.counterfactual.counterfactual import (
     OURS,
     Choice,
-    Played,
     Recording,
-    weighed,
+    RunResult,
+    reweighted_flop,
 )
 from ...control_plane.simulation.policies import POLICIES
 from ...control_plane.simulation.trace.external_event import (
-    Anything,
-    Asked,
-    Happening,
-    Said,
-    is_felt,
+    AnyEvent,
+    ExternalEvent,
+    NodeReport,
+    OperatorRequest,
+    causes_loss,
 )
 from ...events.errors import CorruptLog, SpecError, UsageError
 from ...events.log import archive
@@ -67,7 +67,7 @@ def from_log(path: Path, *, settings: Sequence[str], policies: Sequence[str], as
     except SpecError as error:
         raise UsageError(str(error), error.hint) from None
     if as_json:
-        console.out(json.dumps(told(recording, played)))
+        console.out(json.dumps(as_data(recording, played)))
     else:
         console.lines(screen(recording, played, path))
 
@@ -111,30 +111,30 @@ def _weight(recording: Recording, setting: str, name: str, value: str) -> float:
 
 
 # --- events -------------------------------------------------------------------------------------
-def incidents(recording: Recording) -> list[tuple[int, Anything]]:
+def incidents(recording: Recording) -> list[tuple[int, AnyEvent]]:
     """The events that can cause a loss, by time, with their index in `losses`."""
-    return list(enumerate(one for one in recording.happenings if is_felt(one)))
+    return list(enumerate(one for one in recording.events if causes_loss(one)))
 
 
-def describe(one: Anything) -> str:
+def describe(one: AnyEvent) -> str:
     """One event or request, in words."""
     match one:
-        case Happening(event="fault", cause=cause, detected_in_s=0.0) if (
+        case ExternalEvent(event="fault", cause=cause, detected_in_s=0.0) if (
                 cause == LOST_CONNECTION):
             return f"{one.node} started again"  # its agent died, and no fault was detected
-        case Happening() if one.event == "fault":
+        case ExternalEvent() if one.event == "fault":
             subject = f"{one.task} rank {one.rank}, {one.node}" if one.task else one.node
             return f"{subject}: {one.cause}"
-        case Happening():
+        case ExternalEvent():
             return f"{one.node} {one.event}"
-        case Asked(body=TaskSubmitted()):
+        case OperatorRequest(body=TaskSubmitted()):
             return f"{one.task} submitted"
-        case Asked(body=TaskWeightSet() as body):
+        case OperatorRequest(body=TaskWeightSet() as body):
             return f"{one.task}: weight {body.weight:g}"
-        case Asked():
+        case OperatorRequest():
             subject = one.task or getattr(one.body, "node", "")
             return f"{subject} {_request_name(one.body)}".strip()
-        case Said():
+        case NodeReport():
             return f"{one.node}: {type(one.body).__name__}"
         case _:
             return ""
@@ -149,7 +149,7 @@ def _request_name(body: Body) -> str:
 
 
 # --- as data ------------------------------------------------------------------------------------
-def told(recording: Recording, played: Sequence[tuple[Choice, Played]]) -> Plain:
+def as_data(recording: Recording, played: Sequence[tuple[Choice, RunResult]]) -> Plain:
     """All results as JSON; FLOP are weighted, times in seconds from the start of the horizon."""
     began_s, verdict = recording.began_s, recording.verdict
     return {
@@ -161,9 +161,9 @@ def told(recording: Recording, played: Sequence[tuple[Choice, Played]]) -> Plain
         "evidence": counterfactual.sentences(recording, played)}
 
 
-def _played(recording: Recording, choice: Choice, one: Played, baseline: Played) -> Plain:
+def _played(recording: Recording, choice: Choice, one: RunResult, baseline: RunResult) -> Plain:
     earnings, began_s = one.earnings, one.outcome.began_s
-    against = weighed(baseline, choice.weights)
+    against = reweighted_flop(baseline, choice.weights)
     return {
         "choice": choice.words, "policy": choice.policy, "weights": choice.weights,
         "fields": choice.fields,
@@ -174,13 +174,13 @@ def _played(recording: Recording, choice: Choice, one: Played, baseline: Played)
         "ignored": one.outcome.ignored, "waf_flop_by_task": one.earned, "flop_by_task": one.work,
         "waf_over_time": [[at_s - began_s, waf] for at_s, waf in earnings.curve],
         "incidents": [{"at_s": what.at_s - recording.began_s, "what": describe(what),
-                       **_loss(earnings.felt[number])} for number, what in incidents(recording)]}
+                       **_loss(earnings.losses[number])} for number, what in incidents(recording)]}
 
 
-def _loss(loss: Felt) -> Plain:
+def _loss(loss: EventLoss) -> Plain:
     return {"lost_waf_flop": loss.lost_flop, "recomputed_waf_flop": loss.recomputed_flop,
             "lost_slot_s": loss.lost_slot_s, "down_task_s": loss.down_s,
-            "full_after_s": loss.over_s - loss.at_s if loss.over_s is not None else None}
+            "full_after_s": loss.recovered_s - loss.at_s if loss.recovered_s is not None else None}
 
 
 # --- as text, at most 100 columns ---
@@ -194,7 +194,7 @@ EQUAL_SHARE = 5e-5
 SHOWN_NUM_MAX = 12
 
 
-def screen(recording: Recording, played: Sequence[tuple[Choice, Played]], path: Path
+def screen(recording: Recording, played: Sequence[tuple[Choice, RunResult]], path: Path
            ) -> list[str]:
     """The recorded run, its simulation, the choices, and a comparison by event."""
     start, horizon_s = recording.start_state, recording.end_s - recording.began_s
@@ -206,11 +206,11 @@ def screen(recording: Recording, played: Sequence[tuple[Choice, Played]], path: 
             _row("simulated", played[0][1], recording.played.earnings.flop)]
     chosen = played[-1][0]  # all choices have the same settings
     if chosen.weights:
-        again = scaled(weighed(played[0][1], chosen.weights), "FLOP")
-        rows.append(["simulated, reweighted", again, *["-"] * (len(LOST) + 3)])
-    rows += [_row(choice.policy, one, weighed(played[0][1], choice.weights))
+        again = scaled(reweighted_flop(played[0][1], chosen.weights), "FLOP")
+        rows.append(["simulated, reweighted", again, *["-"] * (len(LOSSES) + 3)])
+    rows += [_row(choice.policy, one, reweighted_flop(played[0][1], choice.weights))
              for choice, one in played[1:]]
-    head = ("CHOICE", "EARNED", "DIFFERS", "DOWN", "GPU", *(HEADS[what] for what in LOST))
+    head = ("CHOICE", "EARNED", "DIFFERS", "DOWN", "GPU", *(HEADS[what] for what in LOSSES))
     lines += [clipped(line, SCREEN_COLUMNS) for line in table(head, rows, right=range(1, 10))]
     if chosen.settings:
         lines += labelled("set", f"{chosen.settings}, in the rows below `simulated`"
@@ -229,13 +229,13 @@ def screen(recording: Recording, played: Sequence[tuple[Choice, Played]], path: 
         _next(recording, played, path)))]
 
 
-def _row(name: str, one: Played, against: float | None) -> list[str]:
+def _row(name: str, one: RunResult, against: float | None) -> list[str]:
     earnings = one.earnings
     full, down_s = earnings.flop + sum(earnings.lost_flop.values()), sum(earnings.down_s.values())
     return [clipped(name, NAME_COLUMNS), scaled(earnings.flop, "FLOP"),
             _percent(earnings.flop, against), span(down_s),
             span(max(sum(earnings.lost_slot_s.values()), 0.0)),
-            *(f"{100 * earnings.lost_flop[what] / full:.1f}" if full else "-" for what in LOST)]
+            *(f"{100 * earnings.lost_flop[what] / full:.1f}" if full else "-" for what in LOSSES)]
 
 
 def _percent(flop: float, against: float | None) -> str:
@@ -245,18 +245,18 @@ def _percent(flop: float, against: float | None) -> str:
     return f"{more:+.2f} %" if more else "0.00 %"
 
 
-def _model_error(recording: Recording, baseline: Played) -> str:
+def _model_error(recording: Recording, baseline: RunResult) -> str:
     error_share = _percent(baseline.earnings.flop, recording.played.earnings.flop)
     return f"{error_share} earned with the same choices"
 
 
-def _by_incident(recording: Recording, played: Sequence[tuple[Choice, Played]]) -> list[str]:
+def _by_incident(recording: Recording, played: Sequence[tuple[Choice, RunResult]]) -> list[str]:
     """The loss of each event until full strength; the most costly events if there are many."""
     every = shown = incidents(recording)
     columns = [recording.played, *(one for _, one in played[:1 + CHOICES_NUM_MAX])]
     if len(shown) > SHOWN_NUM_MAX:
         costliest = sorted(shown, key=lambda one: -max(
-            abs(column.earnings.felt[one[0]].lost_flop) for column in columns))
+            abs(column.earnings.losses[one[0]].lost_flop) for column in columns))
         shown = sorted(costliest[:SHOWN_NUM_MAX], key=lambda one: one[0])
     if not shown:
         return ["no event occurred within the horizon"]
@@ -264,7 +264,7 @@ def _by_incident(recording: Recording, played: Sequence[tuple[Choice, Played]]) 
                                        for choice, _ in played[1:1 + CHOICES_NUM_MAX])]
     wide = WHAT_COLUMNS + CHOICE_COLUMNS * (2 + CHOICES_NUM_MAX - len(columns))
     rows = [[f"+{span(one.at_s - recording.began_s)}", clipped(describe(one), wide),
-             *(_fault_cell(column.earnings.felt[number]) for column in columns)]
+             *(_fault_cell(column.earnings.losses[number]) for column in columns)]
             for number, one in shown]
     lines = table(("AT", "LOST FLOP, FULL AGAIN AFTER", *names), rows,
                   right=range(2, 2 + len(columns)))
@@ -274,21 +274,21 @@ def _by_incident(recording: Recording, played: Sequence[tuple[Choice, Played]]) 
     return [*(clipped(line, SCREEN_COLUMNS) for line in lines), *more]
 
 
-def _fault_cell(loss: Felt) -> str:
-    if not loss.has_hurt and not loss.lost_flop:
+def _fault_cell(loss: EventLoss) -> str:
+    if not loss.has_lost and not loss.lost_flop:
         return "-"
-    after = span(loss.over_s - loss.at_s) if loss.over_s is not None else "never"
+    after = span(loss.recovered_s - loss.at_s) if loss.recovered_s is not None else "never"
     return f"{scaled(loss.lost_flop, '')} {after}"
 
 
-def _best(played: Sequence[tuple[Choice, Played]]) -> str:
+def _best(played: Sequence[tuple[Choice, RunResult]]) -> str:
     """The choice that earns most, and its advantage over the second."""
     if len(played) < 2:
         return "no other choice was simulated: name other weights, fields or policies"
     baseline = played[0][1]
     comparable = played[1:] if len(played) > 2 and played[1][0].settings else played
     ranked = sorted((
-        (one.earnings.flop / max(weighed(baseline, choice.weights), 1e-300), number)
+        (one.earnings.flop / max(reweighted_flop(baseline, choice.weights), 1e-300), number)
         for number, (choice, one) in enumerate(comparable)), reverse=True)
     (first, winner), (second, beaten) = ranked[:2]
     names = [choice.words or "as recorded" for choice, _ in comparable]
@@ -298,7 +298,7 @@ def _best(played: Sequence[tuple[Choice, Played]]) -> str:
             if second > 0 else names[winner])
 
 
-def _next(recording: Recording, played: Sequence[tuple[Choice, Played]], path: Path) -> str:
+def _next(recording: Recording, played: Sequence[tuple[Choice, RunResult]], path: Path) -> str:
     """The next command: a first choice to try, or the log."""
     if len(played) < 2:
         return (f"unicron simulate --from-log {path} --policy megatron "

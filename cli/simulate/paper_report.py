@@ -15,11 +15,11 @@ from unicron import __version__
 
 from ...control_plane.incidents.severity import TABLE
 from ...control_plane.simulation import paper_evaluation
-from ...control_plane.simulation.accounting import LOST
+from ...control_plane.simulation.accounting import LOSSES
 from ...control_plane.simulation.paper_evaluation import OURS, REPORTED, RULES, THEIRS
 from ...control_plane.simulation.policies import POLICIES
 from ...control_plane.simulation.run import Outcome
-from ...control_plane.simulation.trace.external_event import Happening
+from ...control_plane.simulation.trace.external_event import ExternalEvent
 from ...events.errors import UsageError
 from ..terminal.format import number_of, scaled, span
 from .charts import COLOURS, INK, MUTED, OURS_COLOUR, Picture, svg
@@ -120,8 +120,8 @@ def _means(outcome: Outcome, horizon_s: float) -> list[float]:
 
 
 def _faults(axes: Any, found: Evaluation, case: str, full: float) -> None:
-    faults = [one for one in found.parts[case, OURS, 1, ""].ground.happenings
-            if isinstance(one, Happening) and one.event == "fault"]
+    faults = [one for one in found.parts[case, OURS, 1, ""].run_input.events
+            if isinstance(one, ExternalEvent) and one.event == "fault"]
     for hard, colour in ((False, MUTED), (True, COLOURS[0])):
         at_d = [one.at_s / DAY_S for one in faults if (TABLE[one.cause] == "SEV1") == hard]
         axes.plot(at_d, [-0.05 * full] * len(at_d), "|", color=colour, markersize=8,
@@ -134,7 +134,7 @@ def of_losses(value: Values) -> Picture:
         every = figure.subplots(1, 2, sharex=True, sharey=True)
         for axes, case in zip(every, paper_evaluation.TRACES, strict=True):
             left = [0.0] * len(names)
-            for number, what in enumerate(LOST):
+            for number, what in enumerate(LOSSES):
                 parts = [100 * value[case, name, f"lost_{what}"]["value"] for name in names]
                 axes.barh([-at for at in range(len(names))], parts, left=left, height=0.62,
                           color=COLOURS[number], label=what)
@@ -406,8 +406,8 @@ def _trace_rows(case: str, value: dict[tuple[str, str, str], Row]
                      f"{ratio['value']:.3f} [{ratio['least']:.3f}, {ratio['most']:.3f}]",
                      f"{reported:g}" if reported else "",
                      *(f"{100 * value[case, name, f'lost_{what}']['value']:.2f} %"
-                       for what in LOST)])
-    return [case, "earned", "of full", "Unicron over it", "paper", *LOST], rows
+                       for what in LOSSES)])
+    return [case, "earned", "of full", "Unicron over it", "paper", *LOSSES], rows
 
 
 def _case_rows(value: dict[tuple[str, str, str], Row]) -> tuple[list[str], list[list[str]]]:

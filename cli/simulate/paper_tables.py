@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ...control_plane.planner import planner
 from ...control_plane.simulation import paper_evaluation
-from ...control_plane.simulation.accounting import LOST
+from ...control_plane.simulation.accounting import LOSSES
 from ...control_plane.simulation.paper_evaluation import (
     OURS,
     REPORTED,
@@ -22,7 +22,7 @@ from ...control_plane.simulation.paper_evaluation import (
 from ...control_plane.simulation.policies import POLICIES
 from ..terminal import console
 from ..terminal.format import command, labelled, number_of, scaled, span, table
-from .compare import HEADS, Played, RunSpec, play
+from .compare import HEADS, RunResult, RunSpec, play
 
 PLAN_ROUNDS_NUM = 5
 Row = dict[str, Any]
@@ -34,7 +34,7 @@ class Evaluation(NamedTuple):
     """All runs with their results, and the time that plans took."""
 
     parts: dict[Key, EvaluationRun]
-    played: dict[Key, Played]
+    played: dict[Key, RunResult]
     growth: list[tuple[PauseEstimate, float]]
     seeds: int
     took_s: float
@@ -62,12 +62,12 @@ def evaluate(seeds: int) -> Evaluation:
     """Run the whole evaluation."""
     began_s = time.perf_counter()
     parts = [
-        *paper_evaluation.whole(seeds),
+        *paper_evaluation.all_policies(seeds),
         *paper_evaluation.sensitivity(1),
-        *paper_evaluation.of_cases(),
+        *paper_evaluation.allocation_cases(),
     ]
     keys = [(part.case, part.system, part.seed, part.changed) for part in parts]
-    played = play([RunSpec(part.policy, part.ground) for part in parts])
+    played = play([RunSpec(part.policy, part.run_input) for part in parts])
     growth = [(paper_evaluation.growth(gpus), _plan_s(gpus)) for gpus in paper_evaluation.GPUS_NUMS]
     return Evaluation(dict(zip(keys, parts, strict=True)), dict(zip(keys, played, strict=True)),
                       growth, seeds, time.perf_counter() - began_s)
@@ -78,7 +78,7 @@ def _plan_s(gpus: int) -> float:
     problem, lengths_s = paper_evaluation.planning_problem(gpus), list[float]()
     for _ in range(PLAN_ROUNDS_NUM):
         began_s = time.perf_counter()
-        planner.choose(problem)
+        planner.choose_plan(problem)
         lengths_s.append(time.perf_counter() - began_s)
     return median(lengths_s)
 
@@ -116,9 +116,9 @@ def _of_traces(found: Evaluation) -> Iterator[Row]:
                           [REPORTED[case, system]])
             yield row(case, system, "accumulated_waf", "FLOP", [one.flop for one in every])
             yield row(case, system, "share_of_full", "1", [one.share for one in every])
-            for what in LOST:
+            for what in LOSSES:
                 yield row(case, system, f"lost_{what}", "share of full",
-                          [one.lost_flop[what] / one.whole_flop for one in every])
+                          [one.lost_flop[what] / one.full_flop for one in every])
 
 
 def _of_cases(found: Evaluation) -> Iterator[Row]:
@@ -169,7 +169,7 @@ def screen(found: Evaluation, rows: list[Row], report: Path | None) -> list[str]
 def _trace_table(found: Evaluation, case: str, value: dict[tuple[str, str, str], Row]) -> list[str]:
     trace = paper_evaluation.TRACES[case]
     head = (case.upper(), "EARNED", "OF FULL", "UNICRON IS", "PAPER",
-            *(HEADS[what] for what in LOST))
+            *(HEADS[what] for what in LOSSES))
     rows: list[list[str]] = []
     for system in POLICIES:
         ratio, reported = value[case, system, "waf_ratio"], REPORTED.get((case, system))
@@ -177,7 +177,7 @@ def _trace_table(found: Evaluation, case: str, value: dict[tuple[str, str, str],
             system, scaled(value[case, system, "accumulated_waf"]["value"], "FLOP"),
             f"{100 * value[case, system, 'share_of_full']['value']:.1f} %",
             "-" if system == OURS else _spread(ratio), f"{reported:g} x" if reported else "",
-            *(f"{100 * value[case, system, f'lost_{what}']['value']:.2f}" for what in LOST)])
+            *(f"{100 * value[case, system, f'lost_{what}']['value']:.2f}" for what in LOSSES)])
     faults = f"{trace.num_sev1} SEV1 and {trace.num_others} other faults in {span(trace.horizon_s)}"
     return [*table(head, rows, right=range(1, 10)),
             f"{case}: {faults}; lost in % of full; medians, [least, most] of the seeds"]

@@ -23,7 +23,7 @@ def open_streams() -> None:
             setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
-class ReaderGone(Exception):
+class PipeClosed(Exception):
     """The reader of stdout has closed the pipe, as in `unicron tail | head`."""
 
 
@@ -33,7 +33,7 @@ def out(text: str = "") -> None:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
     except BrokenPipeError:
-        raise ReaderGone from None
+        raise PipeClosed from None
 
 
 def lines(texts: Iterable[str]) -> None:

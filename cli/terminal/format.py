@@ -12,7 +12,13 @@ from msgspec import convert
 
 from ...events.records.orders import Reconfigure
 from ...events.spec.model import Axes
-from ...events.spec.parallelism import Kept, briefly, lacking, num_places, part_in_words
+from ...events.spec.parallelism import (
+    Sharding,
+    layout_label,
+    missing_parts,
+    num_positions,
+    part_in_words,
+)
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 SCREEN_COLUMNS = 100
@@ -173,18 +179,18 @@ PARTS_NUM_MAX = 3
 def layout_briefly(order: Plain) -> str:
     """For example `TP2xDP1 +1`."""
     axes = convert(order["axes"], Axes) if order.get("axes") else Axes(dp=len(order["members"]))
-    num = len(order["members"]) - num_places(axes)
-    return briefly(axes) + (f" +{num}" if num else "")
+    num = len(order["members"]) - num_positions(axes)
+    return layout_label(axes) + (f" +{num}" if num else "")
 
 
-def lost_state(order: Reconfigure, optimizer: Kept, alive: Collection[tuple[int, int]]) -> str:
+def lost_state(order: Reconfigure, optimizer: Sharding, alive: Collection[tuple[int, int]]) -> str:
     """The parts of the state that no surviving member holds; `alive`: (rank, attempt)."""
     members = order.members
     axes = order.axes or Axes(dp=len(members))
-    there = [place for place, member in enumerate(members[:num_places(axes)])
+    there = [place for place, member in enumerate(members[:num_positions(axes)])
              if (member.rank, member.attempt) in alive]
     parts: list[str] = []
-    for places in lacking(axes, optimizer, there):
+    for places in missing_parts(axes, optimizer, there):
         part = part_in_words(axes, places[0], sharded=optimizer != "whole")
         if not part:
             return ""  # every member held the whole state, and all are gone

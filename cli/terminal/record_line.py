@@ -139,11 +139,11 @@ def _where(body: Plain) -> str:
 
 def _cost(body: Plain) -> str:
     lost = lost_in_words(body["iterations_lost"], is_over=body["outcome"] in ("failed", "ended"))
-    source = whence(body)
+    source = state_source(body)
     return f"{lost}, kept {body['kept']} dealt {body['dealt']}{', ' if source else ''}{source}"
 
 
-def whence(cost: Plain) -> str:
+def state_source(cost: Plain) -> str:
     """Where the state came from that no member held, and its size; empty: a member held it.
 
     `cost`: the body of an IncidentClosed, or the cost on the page of an incident.
@@ -330,7 +330,7 @@ TEMPLATES = {
 }
 
 
-def concerns(record: Plain, *, kinds: frozenset[str], task: int | None, node: str | None,
+def matches(record: Plain, *, kinds: frozenset[str], task: int | None, node: str | None,
              incident: int | None, incidents: Container[int] = ()) -> bool:
     """True if the record passes the filters of `tail`; an empty or None filter passes all.
 

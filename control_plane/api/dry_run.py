@@ -18,15 +18,15 @@ from ...events.records import types as t
 from ...events.records.decisions import Allocation, PlanChosen, StragglerCostEstimated
 from ...events.records.envelope import Report
 from ...events.records.types import Seat
-from ...events.spec.parallelism import briefly
-from ..decide.advance import HEART, decision_record, report_record
+from ...events.spec.parallelism import layout_label
+from ..decide.advance import DECIDER_VERSION, decision_record, report_record
 from ..decide.decide import decide
 from ..fold.fold import fold
 from ..planner import explain
-from ..planner.hot_spare import choose
-from ..planner.pending import Waits, explained, work_under_limits
-from ..planner.problem import PlanInput, Wish, charged_s, waf_of
-from ..planner.problem_of_state import input_digest, node_slots, plan_input
+from ..planner.hot_spare import with_hot_spare
+from ..planner.pending import WaitExplanation, explain_waiting, work_under_limits
+from ..planner.problem import PlanProblem, TaskDemand, transition_cost_s, waf_of
+from ..planner.problem_of_state import input_digest, node_slots, planning_snapshot
 from ..planner.straggler_cost import node_cost
 from ..state.cluster import ClusterState, decode_state, live_tasks
 from ..state.node import Node
@@ -85,7 +85,7 @@ class TaskDiff(Struct, frozen=True, kw_only=True):
     """Empty for a task without a layout."""
 
 
-class Tried(Struct, frozen=True, kw_only=True):
+class DryRunResult(Struct, frozen=True, kw_only=True):
     """The result of a dry run, or the explained present plan."""
 
     tried: bool
@@ -116,7 +116,7 @@ class Tried(Struct, frozen=True, kw_only=True):
     """The last record of the state before the change."""
     at_s: float = 0.0
     """The time of that record."""
-    computed_by: int = HEART
+    computed_by: int = DECIDER_VERSION
     """The decider version that computed what is not in the log: `waits`, `more_waf`, plans without
     limits, and all of a dry run."""
     is_cut: bool = False
@@ -126,50 +126,50 @@ class Tried(Struct, frozen=True, kw_only=True):
     throughput tables of the plans do not include stragglers."""
 
 
-def attempt(data: bytes, change: Change) -> Tried:
+def run_dry(data: bytes, change: Change) -> DryRunResult:
     """Run the change on a copy of the state `data` (of `encode_state`).
 
     Raises Refusal or SpecError if an operator's request for it would be refused.
     """
     old, state = decode_state(data), decode_state(data)
-    problem = plan_input(state).problem
+    problem = planning_snapshot(state).problem
     plans: list[PlanChosen] = []
-    first: dict[int, Wish] = {}
+    first: dict[int, TaskDemand] = {}
     for report in _reports(state, change):
         for body in _decisions(state, report):
             if isinstance(body, PlanChosen):
-                problem = plan_input(state).problem
-                first = {demand.task: demand for demand in problem.wishes} | first
+                problem = planning_snapshot(state).problem
+                first = {demand.task: demand for demand in problem.demands} | first
                 plans.append(body)
     return replace(_result(old, state, problem, plans, first),
                    degraded=tuple(_degraded(old, change.without)))
 
 
-def present(data: bytes) -> Tried:
+def explain_present_plan(data: bytes) -> DryRunResult:
     """Explain the present plan of the state `data` (of `encode_state`)."""
     state = decode_state(data)
-    return _result(state, state, plan_input(state).problem, [], {})
+    return _result(state, state, planning_snapshot(state).problem, [], {})
 
 
-def of_input(problem: PlanInput, more: int) -> Tried:
+def of_input(problem: PlanProblem, more: int) -> DryRunResult:
     """Plan a problem without a cluster. `more`: additional slots for `more_waf`."""
-    choice = choose(problem)
+    choice = with_hot_spare(problem)
     plan = _with_explanations(explain.record_of(problem, choice, {
-        demand.task: demand.sizes[-1] for demand in problem.wishes if demand.sizes}), problem)
-    wider = choose(replace(problem, num_slots=problem.num_slots + more)).plan.waf
+        demand.task: demand.sizes[-1] for demand in problem.demands if demand.sizes}), problem)
+    wider = with_hot_spare(replace(problem, num_slots=problem.num_slots + more)).plan.waf
     tasks = tuple(TaskDiff(
         task=demand.task, name=demand.name, tier="", weight=demand.weight,
         slots_before=demand.now, slots=x, waf_before=waf_of(demand, demand.now),
-        waf=waf_of(demand, x), pause_s=charged_s(demand, x),
+        waf=waf_of(demand, x), pause_s=transition_cost_s(demand, x),
         origin="", seats_before=(), seats=(), iteration=0)
-        for demand, x in zip(problem.wishes, choice.plan.slots, strict=True))
-    return Tried(tried=True, input=0, plan=plan, planned=True, plan_s=0.0, plan_seq=0,
+        for demand, x in zip(problem.demands, choice.plan.slots, strict=True))
+    return DryRunResult(tried=True, input=0, plan=plan, planned=True, plan_s=0.0, plan_seq=0,
                  num_slots_before=problem.num_slots, tasks=tasks, num_plans=1,
                  transition_flop=plan.transition_flop, more_slots=more,
                  more_waf=max(wider - plan.waf, 0.0), held="")
 
 
-def bodies(data: bytes, change: Change, reason: str) -> list[t.Body]:
+def operator_requests(data: bytes, change: Change, reason: str) -> list[t.Body]:
     """The operators' requests that carry out the change, in order.
 
     Raises as `run_dry`, and Refusal for slots, which no request can add.
@@ -232,8 +232,8 @@ def _add_nodes(state: ClusterState, num: int) -> t.Body:
 
 
 # --- the result ---
-def _result(old: ClusterState, state: ClusterState, problem: PlanInput,
-           plans: Sequence[PlanChosen], first: Mapping[int, Wish]) -> Tried:
+def _result(old: ClusterState, state: ClusterState, problem: PlanProblem,
+           plans: Sequence[PlanChosen], first: Mapping[int, TaskDemand]) -> DryRunResult:
     """`problem`: that of the last of `plans`. `first`: by task, its demand in the first plan that
     included it."""
     plan = plans[-1] if plans else old.plan if live_tasks(state) else None
@@ -244,39 +244,39 @@ def _result(old: ClusterState, state: ClusterState, problem: PlanInput,
         for x in one.allocations:
             allocations.setdefault(x.task, []).append(x)
     pauses_s = {task: _pause_s(demand, allocations[task]) for task, demand in first.items()}
-    more, waits = node_slots(old) or _NODE_SLOTS_NUM, explained(state)
-    wider = choose(replace(problem, num_slots=problem.num_slots + more)).plan.waf
-    return Tried(
+    more, waits = node_slots(old) or _NODE_SLOTS_NUM, explain_waiting(state)
+    wider = with_hot_spare(replace(problem, num_slots=problem.num_slots + more)).plan.waf
+    return DryRunResult(
         tried=old is not state, input=input_digest(old), plan=plan, planned=bool(plans),
         plan_s=old.plan_s, plan_seq=old.plan_seq,
-        num_slots_before=len(plan_input(old).slots),
+        num_slots_before=len(planning_snapshot(old).slots),
         tasks=tuple(_diff(old.tasks.get(task.id), task, given.get(task.id, len(task.target)),
                           pauses_s.get(task.id, 0.0), waits.get(task.id))
                     for task in live_tasks(state)),
         num_plans=len(plans), transition_flop=math.fsum(
             waf_of(demand, first[demand.task].now) * pauses_s[demand.task]
-            for demand in problem.wishes if plans), more_slots=more,
+            for demand in problem.demands if plans), more_slots=more,
         more_waf=max(wider - plan.waf, 0.0) if plan is not None else 0.0, held=state.held,
         seq=old.seq, at_s=old.at_s, is_cut=exceeds_work_limit(problem))
 
 
-def _with_explanations(plan: PlanChosen, problem: PlanInput) -> PlanChosen:
+def _with_explanations(plan: PlanChosen, problem: PlanProblem) -> PlanChosen:
     """The plan with the plans without each limit and `paid_back_s`. Returned unchanged if that
     would take too long, or if the plan does not fit the problem."""
     given = {x.task: x.slots for x in plan.allocations}
-    slots = tuple(given.get(demand.task, demand.now) for demand in problem.wishes)
+    slots = tuple(given.get(demand.task, demand.now) for demand in problem.demands)
     known = [other.slots for other in plan.alternatives]
     fits = sum(slots) <= problem.num_slots and all(
-        not x or x in demand.sizes for demand, x in zip(problem.wishes, slots, strict=True))
+        not x or x in demand.sizes for demand, x in zip(problem.demands, slots, strict=True))
     if not fits or exceeds_work_limit(problem):
         return plan
-    more = (other for other in explain.lifted(problem, slots)
+    more = (other for other in explain.without_each_limit(problem, slots)
             if other.slots not in known)
     return replace(plan, alternatives=(*plan.alternatives, *more),
                    paid_back_s=plan.paid_back_s or explain.paid_back_s(problem, slots))
 
 
-def exceeds_work_limit(problem: PlanInput) -> bool:
+def exceeds_work_limit(problem: PlanProblem) -> bool:
     """True if the plans without each limit would take too long."""
     return problem.limits is not None and work_under_limits(problem) > LIFTED_WORK_NUM_MAX
 
@@ -288,20 +288,20 @@ def _degraded(state: ClusterState, names: Sequence[str]) -> Iterator[StragglerCo
             yield priced
 
 
-def _pause_s(demand: Wish, allocations: Sequence[Allocation]) -> float:
+def _pause_s(demand: TaskDemand, allocations: Sequence[Allocation]) -> float:
     """The downtime of one task. `allocations`: in each plan, in order.
 
     The requests are in one append, so the orders of each plan interrupt those of the plan before:
     the task stops once. A task without slots before and after has no downtime.
     """
-    charge_s = charged_s(demand, allocations[-1].slots)
+    charge_s = transition_cost_s(demand, allocations[-1].slots)
     if charge_s or not demand.now:
         return charge_s
     return max(x.transition_s for x in allocations)
 
 
 def _diff(old: Task | None, task: Task, slots: int, pause_s: float,
-          waits: Waits | None) -> TaskDiff:
+          waits: WaitExplanation | None) -> TaskDiff:
     seats = old.target if old is not None else ()
     return TaskDiff(
         task=task.id if old is not None else 0, name=task.spec.name,
@@ -317,7 +317,7 @@ def _diff(old: Task | None, task: Task, slots: int, pause_s: float,
 def _layout(task: Task, slots: int) -> str:
     """In short form: `TP2xDP2`."""
     on = axes(task.spec, task.modelled, slots) if slots else None
-    return briefly(on) if on is not None else ""
+    return layout_label(on) if on is not None else ""
 
 
 def _waf(task: Task, slots: int) -> float:

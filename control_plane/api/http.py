@@ -65,7 +65,7 @@ class _Apply(Struct, frozen=True, forbid_unknown_fields=True):
     reason: str = ""
 
 
-class Http:
+class HttpApi:
     """The HTTP calls of one control plane. Answers show only records that the log acknowledged."""
 
     def __init__(self, coordinator: Coordinator, log: ReaderPort, *, token: str,
@@ -85,13 +85,13 @@ class Http:
             web.get("/v1/state", self._state),
             web.get("/v1/log", self._records),
             web.post("/v1/tasks", self._write(requests.submit, "seq", "task",
-                                              ahead=requests.search)),
+                                              ahead=requests.search_layouts)),
             web.post("/v1/join", self._join),
             web.post("/v1/tasks/{of}/cancel", self._write(requests.cancel)),
             web.post("/v1/tasks/{of}/weight", self._write(requests.set_weight)),
             web.post("/v1/nodes/{of}/drain", self._write(requests.drain)),
             web.post("/v1/nodes/{of}/undrain", self._write(requests.undrain)),
-            web.post("/v1/nodes/{of}/lift", self._write(requests.lift)),
+            web.post("/v1/nodes/{of}/lift", self._write(requests.lift_quarantine)),
             web.post("/v1/freeze", self._write(requests.freeze)),
             web.post("/v1/unfreeze", self._write(requests.unfreeze)),
             web.post("/v1/inject", self._write(requests.inject)),
@@ -159,13 +159,13 @@ class Http:
         """The present plan, or with `seq` the plan in force after that record."""
         seq = _number(request, "seq")
         if not seq:
-            return _json(await self._in_thread(dry_run.present))
+            return _json(await self._in_thread(dry_run.explain_present_plan))
         last = (await self._coordinator.settled()).seq
         if seq > last:
             raise Refusal(404, f"seq: {seq} is not in the log", f"the log ends at seq {last}")
         async with self._computing:
             state = await self._state_after(seq)
-            return _json(await aside(lambda: dry_run.present(encode_state(state))))
+            return _json(await aside(lambda: dry_run.explain_present_plan(encode_state(state))))
 
     async def _state_after(self, seq: int) -> ClusterState:
         """The state after the record `seq`, folded from the log in a thread."""
@@ -182,7 +182,7 @@ class Http:
     async def _dry_run(self, request: web.Request) -> web.Response:
         change = requests.convert(await _body(request), dry_run.Change)
         began_s = time.perf_counter()
-        tried = await self._in_thread(lambda data: dry_run.attempt(data, change))
+        tried = await self._in_thread(lambda data: dry_run.run_dry(data, change))
         took_s = time.perf_counter() - began_s
         return _json({**msgspec.structs.asdict(tried), "took_s": took_s})
 
@@ -194,9 +194,9 @@ class Http:
             await self._coordinator.settled()
             seq = self._coordinator.answer(key)
             if seq is None:
-                check = requests.unchanged(body.check)
+                check = requests.input_unchanged(body.check)
                 bodies = await self._in_thread(
-                    lambda data: dry_run.bodies(data, body.change, reason), check)
+                    lambda data: dry_run.operator_requests(data, body.change, reason), check)
                 seq = await self._coordinator.write(key, *bodies, check=check)
         return _json({"seq": seq})
 
@@ -215,8 +215,8 @@ class Http:
             raise Refusal(400, f"node: {body.node!r} is not a name",
                           "lower-case letters, digits, '-' and '.', at most 63")
         for key, value in body.labels.items():
-            if why := types.wrong(key, value):
-                raise Refusal(400, f"labels: {why}", types.HINT)
+            if why := types.label_error(key, value):
+                raise Refusal(400, f"labels: {why}", types.LABEL_HINT)
         state = await self._coordinator.settled()
         known = state.nodes.get(body.node)
         if known is not None and known.incarnation > body.incarnation:

@@ -64,7 +64,7 @@ def submit(state: ClusterState, body: Any, _: str) -> t.Body:
     return r.TaskSubmitted(spec=job, modelled=_modelled(job))
 
 
-def search(body: Any) -> None:
+def search_layouts(body: Any) -> None:
     """Search the layouts for `submit` in advance; may take seconds. Raises SpecError."""
     _modelled(parse(body))
 
@@ -128,7 +128,7 @@ def undrain(state: ClusterState, body: Any, node: str) -> t.Body:
     return r.NodeUndrained(node=node, reason=one_line(request.reason))
 
 
-def lift(state: ClusterState, body: Any, node: str) -> t.Body:
+def lift_quarantine(state: ClusterState, body: Any, node: str) -> t.Body:
     """Lift the node's quarantine; its earlier faults no longer count."""
     request = convert(body, _Reason)
     if _node(state, node).quarantine is None:
@@ -138,13 +138,13 @@ def lift(state: ClusterState, body: Any, node: str) -> t.Body:
 
 def _undrain_hint(state: ClusterState, node: str) -> str:
     """The hint for a node that is not drained; a check may have disabled its slots."""
-    if not state.nodes[node].slots_sick:
+    if not state.nodes[node].slots_unhealthy:
         return "unicron status nodes"
     return (f"a check has taken it out: its slots are used again {RECOVERED_S:g} s after it says "
             "healthy; unicron status nodes")
 
 
-def unchanged(check: int) -> Callable[[ClusterState], None]:
+def input_unchanged(check: int) -> Callable[[ClusterState], None]:
     """A check that the digest of the plan's input is still `check`. It raises Refusal."""
     def verify_digest(state: ClusterState) -> None:
         now = input_digest(state)

@@ -6,18 +6,18 @@ from typing import Any
 
 import msgspec
 
-from ...events.spec.parallelism import briefly, in_words, num_places, part_in_words
-from ..decide.advance import HEART
-from ..fold.hangs import unprinted
+from ...events.spec.parallelism import layout_in_words, layout_label, num_positions, part_in_words
+from ..decide.advance import DECIDER_VERSION
+from ..fold.hangs import stalled_command
 from ..fold.node_health import RECOVERED_S
-from ..incidents.hangs import located
-from ..incidents.stragglers import LASTS_S, at_fault, slowdown, slower_alike
-from ..planner.pending import Waits, explained
+from ..incidents.hangs import locate_hang
+from ..incidents.stragglers import LASTS_S, at_fault, slowdown, uniform_slowdown
+from ..planner.pending import WaitExplanation, explain_waiting
 from ..planner.problem_of_state import input_digest
-from ..state.cluster import EARNED_S, ClusterState, state_hash
-from ..state.members import place_of
+from ..state.cluster import WORK_SPAN_S, ClusterState, state_hash
+from ..state.members import position_of
 from ..state.node import Node
-from ..state.task import Rank, Slow, Task
+from ..state.task import Rank, Straggler, Task
 from ..throughput import table
 from ..throughput.transition_cost import transition
 
@@ -31,7 +31,7 @@ def view(state: ClusterState, *, explain: bool = False) -> dict[str, Any]:
     `explain`: also compute what each waiting task needs. This takes as long as a few plans, so the
     leader does it in a thread and only on request.
     """
-    waits = explained(state) if explain else {}
+    waits = explain_waiting(state) if explain else {}
     return {
         "cluster": {
             "seq": state.seq, "epoch": state.epoch, "at_s": state.at_s,
@@ -39,11 +39,11 @@ def view(state: ClusterState, *, explain: bool = False) -> dict[str, Any]:
             "num_slots": sum(node.num_slots for node in state.nodes.values()
                              if node.health == "healthy"),
             "reports_lost": state.reports_lost, "num_open_orders": len(state.orders),
-            "computed_by": HEART if waits else 0,
+            "computed_by": DECIDER_VERSION if waits else 0,
             "healing": state.held or "on", "allow_inject": state.policy.allow_inject,
             "mtbf_gpu_s": state.mtbf_gpu_s, "num_faults": state.num_faults,
             "observed_slot_s": state.observed_slot_s,
-            "earned": [{"at_s": span * EARNED_S, "length_s": EARNED_S, "flop": flop}
+            "earned": [{"at_s": span * WORK_SPAN_S, "length_s": WORK_SPAN_S, "flop": flop}
                        for span, flop in sorted(state.earned.items())],
         },
         "nodes": [_node(state, state.nodes[name]) for name in sorted(state.nodes)],
@@ -75,9 +75,9 @@ def _node(state: ClusterState, node: Node) -> dict[str, Any]:
     degraded = _slots_degraded(state, node)
     for index in range(node.num_slots):
         occupant = node.occupants.get(index)
-        slot: dict[str, Any] = {"index": index, "out": node.is_out(index),
-                                "out_why": (node.out_why.get(index, "")
-                                            if index in node.slots_out else ""),
+        slot: dict[str, Any] = {"index": index, "out": node.is_disabled(index),
+                                "out_why": (node.disabled_why.get(index, "")
+                                            if index in node.slots_disabled else ""),
                                 "degraded": index in degraded, "task": 0, "rank": None, "pid": 0}
         if occupant is not None:
             task = state.tasks.get(occupant.task)
@@ -87,7 +87,7 @@ def _node(state: ClusterState, node: Node) -> dict[str, Any]:
         slots.append(slot)
     return {"id": node.name, "host": node.host, "pid": node.pid,
             **_health(state, node), "drained": node.drained, "drain_reason": node.drain_reason,
-            "quarantine": msgspec.to_builtins(node.quarantine), "sick_why": node.sick_why,
+            "quarantine": msgspec.to_builtins(node.quarantine), "sick_why": node.unhealthy_why,
             "recovers": _recovers(state, node),
             "checks": [msgspec.to_builtins(check) for check in node.checks],
             "incarnation": node.incarnation,
@@ -101,7 +101,7 @@ def _health(state: ClusterState, node: Node) -> dict[str, Any]:
     contact is heard, else the contact. `since_s`: since when."""
     if node.health != "healthy":
         return {"contact": node.health, "health": node.health, "since_s": node.since_s}
-    word, since_s = "healthy", max(node.since_s, node.eased_s)
+    word, since_s = "healthy", max(node.since_s, node.improved_s)
     slow_s = [slow.since_s for _, slow in _slow_on(state, node)]
     priced = state.degraded.get(node.name)
     for name, also_s in (("degraded", slow_s), ("unhealthy", [])):
@@ -110,11 +110,11 @@ def _health(state: ClusterState, node: Node) -> dict[str, Any]:
             word = name
             since_s = min(said_s, default=priced.at_s if priced is not None else since_s)
             if name == "degraded":  # it may have been unhealthy before
-                since_s = max(since_s, node.eased_s)
+                since_s = max(since_s, node.improved_s)
     return {"contact": "heard", "health": word, "since_s": since_s}
 
 
-def _slow_on(state: ClusterState, node: Node) -> list[tuple[int, Slow]]:
+def _slow_on(state: ClusterState, node: Node) -> list[tuple[int, Straggler]]:
     """(slot, straggler) of the slow ranks on the node."""
     return [(task.ranks[number].slot.index, slow) for task in state.tasks.values()
             for number, slow in task.slow.items()
@@ -131,12 +131,12 @@ def _slots_degraded(state: ClusterState, node: Node) -> set[int]:
 def _recovers(state: ClusterState, node: Node) -> dict[str, Any] | None:
     """Slots that a check disabled, and when they are used again. `from_s`: when all are back, None
     while a check reports unhealthy."""
-    if not node.slots_sick:
+    if not node.slots_unhealthy:
         return None
     due = state.deadlines.get(f"recovered/{node.name}")
     ill = any(check.health == "unhealthy" for check in node.checks)
-    last_s = max(node.slots_well.values(), default=0.0) + RECOVERED_S
-    return {"slots": list(node.slots_sick), "after_s": RECOVERED_S,
+    last_s = max(node.slots_recovering.values(), default=0.0) + RECOVERED_S
+    return {"slots": list(node.slots_unhealthy), "after_s": RECOVERED_S,
             "from_s": max(due.due_s, last_s) if due is not None and not ill else None}
 
 
@@ -154,8 +154,8 @@ def _degraded(state: ClusterState, name: str) -> dict[str, Any] | None:
             "worth_draining": lasts and priced.drain_waf > 0 and share >= state.policy.gain_min}
 
 
-def _task(state: ClusterState, task: Task, waits: Waits | None) -> dict[str, Any]:
-    spec, waits = task.spec, waits or Waits(why=task.why, needs="")
+def _task(state: ClusterState, task: Task, waits: WaitExplanation | None) -> dict[str, Any]:
+    spec, waits = task.spec, waits or WaitExplanation(why=task.why, needs="")
     living, (stands, stands_since_s) = task.living_members(), _stalled(state, task)
     return {
         "id": task.id, "name": spec.name, "tier": "train" if task.heals_in_memory else "command",
@@ -179,7 +179,7 @@ def _task(state: ClusterState, task: Task, waits: Waits | None) -> dict[str, Any
         "modelled_layout": _planned_layout(task),
         "micro_batches": task.micro_batches, "forward_calls": task.forward_calls,
         "healed": task.healed, "iterations_lost": _iterations_lost(task),
-        "slow": _slow(task), "slowdown": slowdown(task), "slower_alike": slower_alike(task),
+        "slow": _slow(task), "slowdown": slowdown(task), "slower_alike": uniform_slowdown(task),
         "stands": stands, "stands_since_s": stands_since_s, "hang_after_s": spec.hang_after_s,
         "incident": task.incident, **msgspec.structs.asdict(waits),
         "declined": task.declined, "withheld": task.withheld,
@@ -198,8 +198,8 @@ def _layout(task: Task, num_living: int) -> dict[str, Any]:
     if not num_living or axes is None:
         return {"layout": f"DP{num_living}" if num_living else "", "layout_in_words": "",
                 "beside": 0, "replica_ranks": 1}
-    return {"layout": briefly(axes), "layout_in_words": in_words(axes),
-            "beside": len(task.members) - num_places(axes), "replica_ranks": axes.tp * axes.pp}
+    return {"layout": layout_label(axes), "layout_in_words": layout_in_words(axes),
+            "beside": len(task.members) - num_positions(axes), "replica_ranks": axes.tp * axes.pp}
 
 
 def _planned_layout(task: Task) -> str:
@@ -207,14 +207,14 @@ def _planned_layout(task: Task) -> str:
     if task.spec.training is None:
         return table.layout(task.modelled, len(task.target))
     axes = table.axes(task.spec, task.modelled, len(task.target))
-    return in_words(axes) if axes is not None else ""
+    return layout_in_words(axes) if axes is not None else ""
 
 
 def _stalled(state: ClusterState, task: Task) -> tuple[str, float]:
     """(why the task is stalled, since when); "" if it is not known to be stalled."""
     if not task.heals_in_memory:
-        return unprinted(state, task)
-    hang = located(state, task)
+        return stalled_command(state, task)
+    hang = locate_hang(state, task)
     return (hang.why, hang.since_s) if hang is not None else ("", 0.0)
 
 
@@ -239,7 +239,7 @@ def _steps(task: Task) -> bool:
     living = task.living_members()
     whole = len(living) == len(task.members) and task.failed_s < 0
     going = living if task.heals_in_memory else task.ranks.values()
-    return task.phase == "training" and whole and not any(rank.suspended for rank in going)
+    return task.phase == "training" and whole and not any(rank.is_stopped for rank in going)
 
 
 def _rank(task: Task, rank: Rank) -> dict[str, Any]:
@@ -253,14 +253,14 @@ def _part(task: Task, rank: Rank) -> str:
     training = task.spec.training
     if training is None or task.axes is None or task.member(rank.rank) is None:
         return ""
-    return part_in_words(task.axes, place_of(task, rank),
+    return part_in_words(task.axes, position_of(task, rank),
                          sharded=training.parallel.optimizer != "whole")
 
 
 def _rank_in_words(rank: Rank) -> str:
     if rank.stopping:
         return "stopping"
-    return "stopped" if rank.suspended else rank.state
+    return "stopped" if rank.is_stopped else rank.state
 
 
 def _plan(state: ClusterState) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ from ..fold.fold import fold
 from ..state.cluster import ClusterState
 from .decide import Decide, decide
 
-HEART = 16
+DECIDER_VERSION = 16
 """Version of the decisions of `decide`; each epoch of a log records its own (`heart`)."""
 
 

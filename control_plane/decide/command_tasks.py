@@ -9,10 +9,10 @@ from ...events.records.types import Body
 from ..incidents.lifecycle import end_incident
 from ..state.cluster import ClusterState
 from ..state.task import Task
-from .processes import port, slot_free, start_rank, stop_pending, stop_rank
+from .processes import rendezvous_port, slot_free, start_rank, stop_pending, stop_rank
 
 
-def step(state: ClusterState, task: Task) -> Iterator[Body]:
+def next_decisions(state: ClusterState, task: Task) -> Iterator[Body]:
     """The next decisions for a command task; none if it is in its target state."""
     seats = task.seats_at
     if task.target and not task.ranks and all(number in task.finished for number in seats):
@@ -28,9 +28,9 @@ def step(state: ClusterState, task: Task) -> Iterator[Body]:
     restarts = moved or not whole or _any_stopping(task)
     for key in sorted(task.ranks):
         rank = task.ranks[key]
-        if rank.overdue:
+        if rank.timeout_reason:
             if not stop_pending(state, task, rank):
-                yield stop_rank(task, rank, 0.0, f"it {rank.overdue}")
+                yield stop_rank(task, rank, 0.0, f"it {rank.timeout_reason}")
         elif not rank.stopping and restarts:
             why = ("another process of the task failed" if task.incident and not moved
                    else "the plan has other seats")
@@ -38,10 +38,10 @@ def step(state: ClusterState, task: Task) -> Iterator[Body]:
 
 
 def _any_stopping(task: Task) -> bool:
-    return any(rank.stopping or rank.overdue for rank in task.ranks.values())
+    return any(rank.stopping or rank.timeout_reason for rank in task.ranks.values())
 
 
 def _start_round(state: ClusterState, task: Task) -> Iterator[Body]:
-    port_number = port(task)
+    port_number = rendezvous_port(task)
     for seat in task.target:
         yield start_rank(state, task, seat, port_number)

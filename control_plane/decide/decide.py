@@ -14,7 +14,7 @@ from ..fold.edits import task_of_deadline
 from ..incidents import node_incidents
 from ..placement import placement
 from ..planner import constraints, explain, hot_spare, pending, straggler_cost
-from ..planner.problem_of_state import plan_input
+from ..planner.problem_of_state import planning_snapshot
 from ..state import members
 from ..state.cluster import ClusterState, live_tasks
 from ..state.members import is_pinned
@@ -49,11 +49,11 @@ def decide(state: ClusterState, record: Record) -> Iterator[t.Body]:
 
     The caller folds each body before it takes the next one.
     """
-    yield from answer(state, record, plan)
+    yield from decisions(state, record, plan)
     yield from straggler_cost.changed_costs(state)
 
 
-def answer(state: ClusterState, record: Record, plan: Plan) -> Iterator[t.Body]:
+def decisions(state: ClusterState, record: Record, plan: Plan) -> Iterator[t.Body]:
     """The decisions, with this plan function."""
     if isinstance(record.body, r.TaskSubmitted):
         yield table.table(record.seq, record.body.spec,
@@ -65,13 +65,13 @@ def answer(state: ClusterState, record: Record, plan: Plan) -> Iterator[t.Body]:
         if fault is not None:
             yield fault
     yield from task_decisions(state, affected_tasks(state, record))
-    yield from node_incidents.settle(state, record)
+    yield from node_incidents.decide_nodes(state, record)
     for _ in range(2 * len(state.tasks) + 2):
         if not state.replan or not _can_plan(state):
             return
         yield from plan(state)
         yield from task_decisions(state, [state.tasks[key] for key in sorted(state.tasks)])
-        yield from node_incidents.settle(state, record)
+        yield from node_incidents.decide_nodes(state, record)
     raise AssertionError(f"seq {record.seq}: planning does not come to rest: {state.replan}")
 
 
@@ -121,18 +121,18 @@ def _is_unsolicited(task: Task, record: Record) -> bool:
 def task_decisions(state: ClusterState, tasks: Iterable[Task]) -> Iterator[t.Body]:
     """The next decisions for each of these tasks."""
     for task in tasks:
-        yield from transition.step(state, task)
+        yield from transition.next_decisions(state, task)
 
 
 def plan(state: ClusterState) -> Iterator[t.Body]:
     """Slots per task for the whole cluster, then seats, then the reasons of waiting tasks."""
-    snapshot = plan_input(state)
-    open_tasks = [state.tasks[demand.task] for demand in snapshot.problem.wishes]
-    choice = hot_spare.choose(snapshot.problem)
+    snapshot = planning_snapshot(state)
+    open_tasks = [state.tasks[demand.task] for demand in snapshot.problem.demands]
+    choice = hot_spare.with_hot_spare(snapshot.problem)
     yield explain.plan_record(state, snapshot, choice)
     if not state.held:
         yield from place(state, open_tasks, choice.plan.slots, snapshot.slots)
-    short = constraints.short(snapshot.problem, choice.plan.slots)
+    short = constraints.below_floor(snapshot.problem, choice.plan.slots)
     by_quota = constraints.blocked_by_quota(snapshot.problem, short)
     for task, count in zip(open_tasks, choice.plan.slots, strict=True):
         if task.target:  # healing is paused: it keeps training

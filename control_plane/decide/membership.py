@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 from ...events.records.types import Slot
 from ...events.spec.model import Axes
-from ...events.spec.parallelism import Coordinates, coordinates, place_of, replica, shape
+from ...events.spec.parallelism import Coordinates, coordinates, position_of, replica, shape
 from ..placement.tensor_groups import ranked
 from ..state.cluster import ClusterState
-from ..state.members import covered
+from ..state.members import is_complete
 from ..state.task import Rank, Task
 from ..throughput.training_layouts import layout_within
-from .preemption import coming
+from .preemption import is_starting
 
 
 class Membership(NamedTuple):
@@ -45,7 +45,7 @@ def next_membership(state: ClusterState, task: Task) -> Membership:
     slots = task.seats_at
     seated = [rank for rank in holding if slots.get(rank.rank) == rank.slot]
     others = [rank for rank in holding if rank.has_state and slots.get(rank.rank) != rank.slot]
-    if any(coming(state, task, seat) for seat in task.target):
+    if any(is_starting(state, task, seat) for seat in task.target):
         seated, others = seated + others, []
     if not seated:
         return NO_MEMBERS
@@ -59,19 +59,19 @@ def next_membership(state: ClusterState, task: Task) -> Membership:
     if axes is None:
         return NO_MEMBERS
     most = max((rank.step_version for rank in holding if rank.has_state), default=-1)
-    if not others or covered(task, seated, most):
+    if not others or is_complete(task, seated, most):
         others = []
     apart = train.parallel.optimizer == "mirrored"
-    return Membership(axes, [*order(axes, seated, apart=apart), *others])
+    return Membership(axes, [*order_members(axes, seated, apart=apart), *others])
 
 
 def _holds(task: Task, rank: Rank) -> bool:
     member = rank.quiesced == task.generation and task.member(rank.rank) is rank
-    return rank.sound and (rank.state == "ready" or (rank.state == "member" and member))
+    return rank.is_healthy and (rank.state == "ready" or (rank.state == "member" and member))
 
 
 # --- the order of members ---
-def order(axes: Axes, ranks: Sequence[Rank], *, apart: bool = False) -> list[Rank]:
+def order_members(axes: Axes, ranks: Sequence[Rank], *, apart: bool = False) -> list[Rank]:
     """The ranks by position, standby members last. There are enough ranks for the layout. `apart`:
     consecutive replicas are on different nodes, since each mirrors the one before.
     """
@@ -103,7 +103,7 @@ def _kept_positions(axes: Axes, parts: dict[Slot, Coordinates], *, same: bool) -
     for slot, at in parts.items():
         replicas.setdefault(at.dp, {})[slot] = at
     fullest = sorted(replicas, key=lambda dp: (-len(replicas[dp]), dp))[:axes.dp]
-    return {place_of(axes, at._replace(dp=dp if same else number)): slot
+    return {position_of(axes, at._replace(dp=dp if same else number)): slot
             for number, dp in enumerate(sorted(fullest)) for slot, at in replicas[dp].items()}
 
 

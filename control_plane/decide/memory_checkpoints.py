@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ...events.records.orders import DropMemoryCheckpoints, SetCheckpointStores
-from ...events.records.types import Body, Copy, Keeper
+from ...events.records.types import Body, MemoryCheckpoint, StoreEndpoint
 from ..state.cluster import ClusterState
 from ..state.members import has_layouts
 from ..state.node import Node
@@ -14,7 +14,7 @@ from ..state.task import Rank, Task
 NUM_STORES_MAX = 2
 
 
-def keepers(state: ClusterState, task: Task, first: str) -> tuple[Keeper, ...]:
+def checkpoint_stores(state: ClusterState, task: Task, first: str) -> tuple[StoreEndpoint, ...]:
     """The checkpoint stores of a first member on node `first`: its own node, then another.
 
     The other node is preferably one without members, since they are not lost together. A node that
@@ -32,10 +32,12 @@ def keepers(state: ClusterState, task: Task, first: str) -> tuple[Keeper, ...]:
     others = sorted((name for name in usable if name != first), key=lambda name: (
         name in taken, name not in now, (names.index(name) - begin) % len(names)))
     chosen = [*(name for name in usable if name == first), *others][:NUM_STORES_MAX]
-    return tuple(Keeper(name, state.nodes[name].keeper) for name in chosen)
+    return tuple(StoreEndpoint(name, state.nodes[name].keeper) for name in chosen)
 
 
-def sources(state: ClusterState, task: Task, members: Sequence[Rank]) -> tuple[Copy, ...]:
+def recovery_sources(
+    state: ClusterState, task: Task, members: Sequence[Rank]
+) -> tuple[MemoryCheckpoint, ...]:
     """The in-memory checkpoints for members that have no state, or each a part of it (they find out
     themselves if that is complete): the newest first, then the nearest to the first member.
     Checkpoints older than the published one are left out.
@@ -49,7 +51,7 @@ def sources(state: ClusterState, task: Task, members: Sequence[Rank]) -> tuple[C
     usable = [copy for copy in task.copies if copy.step_version >= task.saved_iteration
            and state.nodes[copy.node].health in ("healthy", "unreachable")]
     return tuple(sorted(usable, key=lambda copy: (
-        state.nodes[copy.node].silent, -copy.step_version, -copy.generation, copy.node != here,
+        state.nodes[copy.node].unreachable, -copy.step_version, -copy.generation, copy.node != here,
         copy.node)))
 
 
@@ -62,7 +64,7 @@ def replace_stores(state: ClusterState, task: Task) -> Iterator[Body]:
     node = state.nodes.get(first)
     if task.phase != "training" or node is None or node.health != "healthy":
         return
-    wanted = keepers(state, task, first)
+    wanted = checkpoint_stores(state, task, first)
     if any(keeper not in task.keepers for keeper in wanted):
         yield SetCheckpointStores(nodes=tuple(sorted({member.node for member in task.members})),
                                   task=task.id, generation=task.generation, keepers=wanted)
@@ -70,7 +72,7 @@ def replace_stores(state: ClusterState, task: Task) -> Iterator[Body]:
 
 def drop_checkpoints(state: ClusterState, task: Task) -> Iterator[Body]:
     """After the end of the task, order its stores to drop its checkpoints."""
-    there = [name for name in task.kept_on
+    there = [name for name in task.store_nodes
              if name in state.nodes and state.nodes[name].health != "left"]
     if task.outcome and there and not task.drop_order:
         yield DropMemoryCheckpoints(nodes=tuple(there), task=task.id)

@@ -22,7 +22,7 @@ def checkpoint_writer(task: Task) -> Rank | None:
     """
     if has_layouts(task):
         return _first_writer(task)
-    able = [rank for rank in task.living_members() if rank.has_state and rank.sound]
+    able = [rank for rank in task.living_members() if rank.has_state and rank.is_healthy]
     if not able or task.save_late == task.generation:
         return None
     most = max(rank.step_version for rank in able)
@@ -37,7 +37,7 @@ def _first_writer(task: Task) -> Rank | None:
     first = living[0] if living else None
     if (first is None or len(living) < len(task.members) or task.save_late == task.generation
             or task.failed_s >= 0 or not first.has_state
-            or not all(rank.sound for rank in living)):
+            or not all(rank.is_healthy for rank in living)):
         return None
     if first.rank != task.saver:
         return first if all(rank.quiesced != task.generation for rank in living) else None
@@ -69,12 +69,12 @@ def num_unsaved(task: Task) -> int:
     return max([0, *(version - task.saved_iteration for version in versions)])
 
 
-def coming(state: ClusterState, task: Task, seat: Seat) -> bool:
+def is_starting(state: ClusterState, task: Task, seat: Seat) -> bool:
     """True if the seat's process is starting, or can be started because its slot is free."""
     rank = task.ranks.get(seat.rank)
     if rank is None:
         return slot_free(state, seat)
-    return rank.slot == seat.slot and rank.state in ("ordered", "started") and rank.sound
+    return rank.slot == seat.slot and rank.state in ("ordered", "started") and rank.is_healthy
 
 
 def _blocks_others(state: ClusterState, task: Task) -> bool:
@@ -82,7 +82,7 @@ def _blocks_others(state: ClusterState, task: Task) -> bool:
 
     Such tasks can wait for each other in a cycle, so one of them must leave its slots first.
     """
-    if any(seat.rank in task.ranks or coming(state, task, seat) for seat in task.target):
+    if any(seat.rank in task.ranks or is_starting(state, task, seat) for seat in task.target):
         return False
     own = [rank.slot for rank in task.living_members()]
     return any(seat.slot in own for other in state.tasks.values() if other is not task

@@ -11,7 +11,7 @@ from ...events.records import orders as o
 from ...events.records.orders import StartRank, StopRank
 from ...events.records.types import Body, Seat
 from ..incidents.lifecycle import NUM_STOPS_MAX
-from ..state.cluster import ClusterState, usable_slots
+from ..state.cluster import ClusterState, allocatable_slots
 from ..state.task import Rank, Task
 from ..throughput import table
 
@@ -19,7 +19,7 @@ PORT_FIRST = 20_000
 NUM_PORTS = 10_000
 
 
-def port(task: Task) -> int:
+def rendezvous_port(task: Task) -> int:
     """The port of a command's rendezvous. It changes with each round, since the port of the last
     round may still be in use."""
     return PORT_FIRST + (task.id * 131 + task.rounds * 17) % NUM_PORTS if task.spec.command else 0
@@ -60,7 +60,7 @@ def slot_free(state: ClusterState, seat: Seat) -> bool:
     """
     node = state.nodes.get(seat.slot.node)
     return (node is not None and node.takes_tasks and seat.slot.index not in node.occupants
-            and not node.is_out(seat.slot.index))
+            and not node.is_disabled(seat.slot.index))
 
 
 # --- Healing paused: orders are suppressed and described ---
@@ -90,7 +90,7 @@ def _plan_changes(state: ClusterState, task: Task) -> list[str]:
     num = len(task.target)
     words = [f"from {num} to {slots} slot{'s' * (slots != 1)}, by the plan"
              for slots in given if slots != num]
-    usable = set(usable_slots(state))
+    usable = set(allocatable_slots(state))
     left = dict.fromkeys(seat.slot.node for seat in task.target if seat.slot not in usable
                          and state.nodes[seat.slot.node].health != "unreachable")
     return [*words, f"move off {' '.join(left)}"] if left else words

@@ -13,7 +13,7 @@ from ...events.records.codec import UnknownBody, encode_record, to_plain
 from ...events.records.envelope import Record, Report
 from ..fold.fold import fold
 from ..state.cluster import ClusterState, state_hash
-from .advance import HEART, accepts, decision_record, report_record
+from .advance import DECIDER_VERSION, accepts, decision_record, report_record
 from .decide import decide
 
 
@@ -53,7 +53,7 @@ class Verdict(Struct, kw_only=True):
         if other:
             versions = ", ".join(map(str, self.hearts))
             return (f"state equal, {other} of {equal + other} decisions differ: written by "
-                    f"decider version {versions}, recomputed by version {HEART}")
+                    f"decider version {versions}, recomputed by version {DECIDER_VERSION}")
         return f"VERIFIED: {self.num_records} records, {equal} of {equal} decisions"
 
 
@@ -176,7 +176,7 @@ class _Check:
             raise _Difference(record.seq, f"unknown kind {record.body.kind}", None, record)
 
     def _is_same_version(self) -> bool:
-        return self.state.heart in (0, HEART)
+        return self.state.heart in (0, DECIDER_VERSION)
 
     def _take(self, record: Record) -> None:
         fold(self.state, record)

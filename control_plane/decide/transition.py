@@ -23,13 +23,20 @@ from .membership import next_membership
 from .preemption import (
     all_quiesced,
     checkpoint_writer,
-    coming,
     is_preempted,
+    is_starting,
     may_end,
     num_unsaved,
     save_not_ordered,
 )
-from .processes import port, slot_free, start_rank, stop_pending, stop_rank, suppress_orders
+from .processes import (
+    rendezvous_port,
+    slot_free,
+    start_rank,
+    stop_pending,
+    stop_rank,
+    suppress_orders,
+)
 
 NUM_ROWS_MAX = 8
 """The most rows of the table that one record can trigger; more is a bug."""
@@ -59,12 +66,12 @@ def member_gone(state: ClusterState, task: Task) -> bool:
     """A process of the generation has ended, has timed out, or has a StopRank."""
     living = task.living_members()
     return len(living) < len(task.members) or any(
-        rank.overdue or rank.stop_orders for rank in living)
+        rank.timeout_reason or rank.stop_orders for rank in living)
 
 
 def no_root_cause(state: ClusterState, task: Task) -> bool:
     """A collective failed, and evidence_s_max passed without a root cause."""
-    return task.evidence_over == task.generation
+    return task.uncaused_generation == task.generation
 
 
 def seats_differ(state: ClusterState, task: Task) -> bool:
@@ -74,7 +81,7 @@ def seats_differ(state: ClusterState, task: Task) -> bool:
     """
     if not task.target or task.failed_s >= 0 or _unreachable(state, task):
         return False
-    if any(coming(state, task, seat) for seat in task.target):
+    if any(is_starting(state, task, seat) for seat in task.target):
         return False
     newcomer = any(_ready(task.ranks.get(seat.rank), seat) for seat in task.target)
     slots = task.seats_at
@@ -114,7 +121,7 @@ def every_member_reconfigured(state: ClusterState, task: Task) -> bool:
 
 
 def _ready(rank: Rank | None, seat: Seat) -> bool:
-    return rank is not None and rank.state == "ready" and rank.sound and rank.slot == seat.slot
+    return rank is not None and rank.state == "ready" and rank.is_healthy and rank.slot == seat.slot
 
 
 def _unreachable(state: ClusterState, task: Task) -> bool:
@@ -163,8 +170,8 @@ def reconfigure(state: ClusterState, task: Task) -> Iterator[Body]:
         generation=task.generation + 1, members=members, store=members[0].endpoint,
         dp=len(members) if axes is None else axes.dp, axes=axes,
         checkpoint=task.checkpoint.path if task.checkpoint is not None else "",
-        copies=memory_checkpoints.sources(state, task, ranks),
-        keepers=memory_checkpoints.keepers(state, task, members[0].node))
+        copies=memory_checkpoints.recovery_sources(state, task, ranks),
+        keepers=memory_checkpoints.checkpoint_stores(state, task, members[0].node))
 
 
 def resume(state: ClusterState, task: Task) -> Iterator[Body]:
@@ -192,7 +199,7 @@ TABLE: tuple[Row, ...] = (
 
 
 # --- the next decisions of a task ---
-def step(state: ClusterState, task: Task) -> Iterator[Body]:
+def next_decisions(state: ClusterState, task: Task) -> Iterator[Body]:
     """The next decisions for this task; none if it is in its target state."""
     if state.held and task.ending != "cancelled":
         yield from _next_decisions_while_paused(state, task)
@@ -205,7 +212,7 @@ def step(state: ClusterState, task: Task) -> Iterator[Body]:
     if task.ending:
         yield from _end(state, task)
     elif not task.heals_in_memory:
-        yield from command_tasks.step(state, task)
+        yield from command_tasks.next_decisions(state, task)
     elif task.finished:
         yield from _finish(state, task)
     else:
@@ -246,7 +253,7 @@ def _next_orders(state: ClusterState, task: Task) -> Iterator[Body]:
     if task.ending:
         yield from _end(state, task)
     elif not task.heals_in_memory:
-        yield from command_tasks.step(state, task)
+        yield from command_tasks.next_decisions(state, task)
     else:
         row = _row(state, task)
         if row is not None:
@@ -274,9 +281,9 @@ def _stop(state: ClusterState, task: Task) -> Iterator[Body]:
     slots = task.seats_at
     for key in sorted(task.ranks):
         rank = task.ranks[key]
-        if rank.overdue:
+        if rank.timeout_reason:
             if not stop_pending(state, task, rank):
-                yield stop_rank(task, rank, 0.0, f"it {rank.overdue}")
+                yield stop_rank(task, rank, 0.0, f"it {rank.timeout_reason}")
         elif not rank.stopping and slots.get(key) != rank.slot and (
                 task.member(key) is None or may_end(state, task)):
             num = num_unsaved(task) if task.member(key) is not None else 0
@@ -286,7 +293,7 @@ def _stop(state: ClusterState, task: Task) -> Iterator[Body]:
 
 
 def _stop_ghosts(state: ClusterState, task: Task) -> Iterator[Body]:
-    for ghost in list(task.ghosts):
+    for ghost in list(task.orphans):
         node = state.nodes.get(ghost.slot.node)
         if node is not None and node.health == "healthy" and not stop_pending(state, task, ghost):
             yield stop_rank(task, ghost, 0.0, "it was replaced while its node was silent")
@@ -296,7 +303,7 @@ def _start(state: ClusterState, task: Task) -> Iterator[Body]:
     """Start a process in each empty seat whose slot is free."""
     for seat in task.target:
         if seat.rank not in task.ranks and slot_free(state, seat):
-            yield start_rank(state, task, seat, port(task))
+            yield start_rank(state, task, seat, rendezvous_port(task))
 
 
 def _publish(state: ClusterState, task: Task) -> Iterator[Body]:
@@ -331,10 +338,10 @@ def _finish(state: ClusterState, task: Task) -> Iterator[Body]:
         rank.state != "finished" for rank in task.living_members())
     for key in sorted(task.ranks):
         rank = task.ranks[key]
-        if rank.state == "finished" and not rank.overdue:
+        if rank.state == "finished" and not rank.timeout_reason:
             continue
-        if rank.overdue and not stop_pending(state, task, rank):
-            yield stop_rank(task, rank, 0.0, f"it {rank.overdue}")
+        if rank.timeout_reason and not stop_pending(state, task, rank):
+            yield stop_rank(task, rank, 0.0, f"it {rank.timeout_reason}")
         elif not rank.stopping and (task.member(key) is None or member_lost
                                     or (task.final_known and rank.quiesced == task.generation)):
             yield stop_rank(task, rank, state.policy.stop_s_max, "the task is done")
@@ -353,8 +360,8 @@ def _end(state: ClusterState, task: Task) -> Iterator[Body]:
     """Cancelled or failed: stop all processes; the task ends when all are reaped."""
     for key in sorted(task.ranks):
         rank = task.ranks[key]
-        if not rank.stopping or (rank.overdue and not stop_pending(state, task, rank)):
-            grace_s = 0.0 if rank.overdue else state.policy.stop_s_max
+        if not rank.stopping or (rank.timeout_reason and not stop_pending(state, task, rank)):
+            grace_s = 0.0 if rank.timeout_reason else state.policy.stop_s_max
             yield stop_rank(task, rank, grace_s, task.why)
     if not task.ranks:
         assert task.ending

@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..incidents.node_incidents import is_open
-from ..state.cluster import EARNED_S, NUM_EARNED_MAX, NUM_INCIDENTS_MAX, ClusterState, open_orders
+from ..state.cluster import (
+    NUM_INCIDENTS_MAX,
+    NUM_WORK_SPANS_MAX,
+    WORK_SPAN_S,
+    ClusterState,
+    open_orders,
+)
 from ..state.members import outstanding
 from ..state.node import Node
 from ..state.task import Rank, Task
@@ -31,20 +37,20 @@ def _counts(state: ClusterState) -> Iterator[str]:
     running = sum(len(task.ranks) for task in state.tasks.values())
     if state.num_running != running:
         yield f"num_running is {state.num_running}, {running} processes run"
-    unreachable = sorted(node.name for node in state.nodes.values() if node.silent)
-    if state.silent != unreachable:
-        yield f"silent is {state.silent}, {unreachable} are unreachable"
-    open_ = [name for name in sorted(set(state.ailing)) if is_open(state, state.nodes[name])]
-    if state.ailing != open_:
-        yield f"ailing is {state.ailing}, decisions are pending on {open_}"
+    unreachable = sorted(node.name for node in state.nodes.values() if node.unreachable)
+    if state.unreachable != unreachable:
+        yield f"silent is {state.unreachable}, {unreachable} are unreachable"
+    open_ = [name for name in sorted(set(state.undecided)) if is_open(state, state.nodes[name])]
+    if state.undecided != open_:
+        yield f"ailing is {state.undecided}, decisions are pending on {open_}"
     slots = sum(node.num_slots for node in state.nodes.values() if node.health == "healthy")
     if state.num_slots_max < slots:
         yield f"num_slots_max is {state.num_slots_max}, {slots} are there"
 
 
 def _limits(state: ClusterState) -> Iterator[str]:
-    if len(state.earned) > NUM_EARNED_MAX or any(
-            span > state.at_s // EARNED_S for span in state.earned):
+    if len(state.earned) > NUM_WORK_SPANS_MAX or any(
+            span > state.at_s // WORK_SPAN_S for span in state.earned):
         yield f"earned has the spans {list(state.earned)} at {state.at_s}"
     closed = [one.id for one in state.incidents.values() if one.outcome]
     if len(closed) > NUM_INCIDENTS_MAX:
@@ -92,13 +98,13 @@ def _on_its_slot(state: ClusterState, task: Task, rank: Rank) -> Iterator[str]:
 def _node(state: ClusterState, node: Node) -> Iterator[str]:
     for index, one in node.occupants.items():
         task = state.tasks.get(one.task)
-        ghosts = task.ghosts if task is not None else []
+        ghosts = task.orphans if task is not None else []
         rank = task.ranks.get(one.rank) if task is not None else None
         if (rank is None or rank.attempt != one.attempt) and not any(
                 (ghost.rank, ghost.attempt) == (one.rank, one.attempt) for ghost in ghosts):
             yield f"slot {index} is taken by {one}, which is gone"
-    if not set(node.slots_out) <= node.out_why.keys():
-        yield f"slots {node.slots_out} are out for {node.out_why}"
+    if not set(node.slots_disabled) <= node.disabled_why.keys():
+        yield f"slots {node.slots_disabled} are out for {node.disabled_why}"
     incident = state.incidents.get(node.incident)
     if node.incident and (incident is None or incident.outcome):
         yield f"its incident {node.incident} is closed"

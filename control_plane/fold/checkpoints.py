@@ -15,7 +15,7 @@ from ...events.records.envelope import Record
 from ..state.cluster import ClusterState
 from ..state.node import Node
 from ..state.task import Checkpoint, Task
-from .edits import close_orders, keep_on, kept_no_more
+from .edits import close_orders, forget_store, set_stores
 
 
 # --- checkpoints on disk ---
@@ -73,15 +73,15 @@ def _checkpoint_stored(state: ClusterState, record: Record, body: r.MemoryCheckp
         return
     if task.phase == "ended":  # stored by an orphaned process: order the drop again
         close_orders(state, [task.drop_order])
-        task.kept_on, task.drop_order = sorted({*task.kept_on, node.name}), 0
+        task.store_nodes, task.drop_order = sorted({*task.store_nodes, node.name}), 0
     if task.phase == "ended" or body.generation != task.generation:
         return
     if start > node.keeper_start:
         _store_ended(state, node, start)
-    copy = t.Copy(node=node.name, endpoint=node.keeper, rank=body.rank,
+    copy = t.MemoryCheckpoint(node=node.name, endpoint=node.keeper, rank=body.rank,
                   generation=body.generation, step_version=body.step_version,
                   copy_bytes=body.copy_bytes, checksum=body.checksum)
-    here = [one for one in task.copies if one.node == node.name][1 - t.NUM_COPIES_MAX :]
+    here = [one for one in task.copies if one.node == node.name][1 - t.CHECKPOINTS_NUM_MAX :]
     task.copies = [*(one for one in task.copies if one.node != node.name), *here, copy]
 
 
@@ -92,7 +92,7 @@ def _checkpoints_lost(state: ClusterState, record: Record, body: r.MemoryCheckpo
     task = state.tasks.get(body.task)
     if task is not None and body.order:
         if body.order == task.drop_order:
-            kept_no_more(state, task, node.name)
+            forget_store(state, task, node.name)
         return
     start = body.keeper_start or node.keeper_start
     if start < node.keeper_start:
@@ -121,14 +121,14 @@ def _set_stores(state: ClusterState, record: Record, body: o.SetCheckpointStores
     close_orders(state, [task.keep_order])
     task.keep_order = record.seq
     state.orders[record.seq] = encode_record(record)
-    keep_on(task, body.keepers)
+    set_stores(task, body.keepers)
 
 
 def _drop_checkpoints(state: ClusterState, record: Record, body: o.DropMemoryCheckpoints) -> None:
     task = state.tasks.get(body.task)
     if task is not None and task.phase == "ended":
         close_orders(state, [task.drop_order])
-        task.drop_order, task.kept_on = record.seq, list(body.nodes)
+        task.drop_order, task.store_nodes = record.seq, list(body.nodes)
         state.orders[record.seq] = encode_record(record)
 
 

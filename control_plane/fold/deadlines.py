@@ -9,40 +9,40 @@ from ...events.records.reports import DeadlineReached
 from ...events.records.statuses import TASK_HANG
 from ..incidents.severity import network_status
 from ..state.cluster import ClusterState
-from ..state.members import count_outstanding, has_settled, mute
+from ..state.members import count_outstanding, has_settled, unanswered
 from ..state.task import Rank, Task
-from .edits import STOPPED, broken, fault, find, price_anew
-from .hangs import late_hang, late_printed
-from .node_health import late_of_node
-from .ranks import declined, unproved
+from .edits import STOPPED, find_rank, record_fault, record_generation_failure, schedule_estimate
+from .hangs import command_hang_timed_out, hang_timed_out
+from .node_health import node_deadline_reached
+from .ranks import decline_recovery, is_recovery_unproven
 
 
 def _late_rank(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
     """A rank did not start or get ready in time."""
-    rank = find(task, rest[0], rest[1])
-    if rank is not None and unproved(task):
-        declined(state, record, task, f"no process has adopted Unicron within "
+    rank = find_rank(task, rest[0], rest[1])
+    if rank is not None and is_recovery_unproven(task):
+        decline_recovery(state, record, task, f"no process has adopted Unicron within "
                                       f"{state.policy.start_s_max:g} s")
-    elif rank is not None and not rank.overdue:
-        rank.overdue = "did not get ready in time"
-        fault(task, record, [rank], TASK_HANG, f"rank {rank.rank} {rank.overdue}")
+    elif rank is not None and not rank.timeout_reason:
+        rank.timeout_reason = "did not get ready in time"
+        record_fault(task, record, [rank], TASK_HANG, f"rank {rank.rank} {rank.timeout_reason}")
 
 
 def _late_exit(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
-    rank = find(task, rest[0], rest[1])
+    rank = find_rank(task, rest[0], rest[1])
     if rank is not None:
-        rank.overdue = rank.overdue or "did not end in time"
+        rank.timeout_reason = rank.timeout_reason or "did not end in time"
 
 
 def _late_stopped(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
     """A rank is stopped for too long. On an unreachable node, wait until the node is reachable."""
-    rank = find(task, rest[0], rest[1])
+    rank = find_rank(task, rest[0], rest[1])
     node = state.nodes.get(rank.slot.node) if rank is not None else None
-    if rank is None or rank.overdue or task.ending or node is None or node.silent:
+    if rank is None or rank.timeout_reason or task.ending or node is None or node.unreachable:
         return
-    rank.overdue = STOPPED
+    rank.timeout_reason = STOPPED
     if rank.state != "finished" and not rank.error_seq:  # else only its exit is missing
-        fault(task, record, [rank], TASK_HANG, f"rank {rank.rank} on {node.name} {STOPPED}",
+        record_fault(task, record, [rank], TASK_HANG, f"rank {rank.rank} on {node.name} {STOPPED}",
               evidence=(rank.suspended_seq,), since_s=rank.suspended_s)
 
 
@@ -62,25 +62,25 @@ def _late_silent(state: ClusterState, record: Record, task: Task, rest: list[int
 
 def _time_out_unanswered(record: Record, task: Task) -> list[Rank]:
     """Mark members that have not reported leaving the generation, and return them."""
-    late = [rank for rank in mute(task) if not rank.stopping]
+    late = [rank for rank in unanswered(task) if not rank.stopping]
     for rank in late:
-        rank.overdue = "did not quiesce in time"
+        rank.timeout_reason = "did not quiesce in time"
     if late:
-        fault(task, record, late, TASK_HANG, f"{_names(late)} did not quiesce in time")
+        record_fault(task, record, late, TASK_HANG, f"{_names(late)} did not quiesce in time")
     return late
 
 
 def _late_reconfigure(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
     late = [rank for rank in task.living_members() if not has_settled(task, rank)]
-    broken(task, record, late, network_status("timeout"),
+    record_generation_failure(task, record, late, network_status("timeout"),
             f"{_names(late)} did not come up in generation {task.generation} in time")
 
 
 def _late_evidence(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
     failed = [rank for rank in task.living_members() if rank.failed == task.generation]
     if failed and not task.faults and len(task.living_members()) == len(task.members):
-        task.evidence_over = task.generation
-        fault(task, record, failed, failed[0].failed_status,
+        task.uncaused_generation = task.generation
+        record_fault(task, record, failed, failed[0].failed_status,
               f"a collective failed under {_names(failed)}, no root cause in "
               f"{state.policy.evidence_s_max:g} s", evidence=tuple(x.failed_seq for x in failed),
               second_hand=True)
@@ -89,7 +89,7 @@ def _late_evidence(state: ClusterState, record: Record, task: Task, rest: list[i
 def _late_finish(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
     for rank in task.living_members():
         if not rank.stopping:
-            rank.overdue = "did not end after the task was done"
+            rank.timeout_reason = "did not end after the task was done"
 
 
 def _names(ranks: list[Rank]) -> str:
@@ -99,7 +99,7 @@ def _names(ranks: list[Rank]) -> str:
 
 _LATE: dict[str, Callable[[ClusterState, Record, Task, list[int]], None]] = {
     "start": _late_rank, "error": _late_exit, "stop": _late_exit, "stopped": _late_stopped,
-    "quiesce": _late_quiesce, "hang": late_hang, "printed": late_printed,
+    "quiesce": _late_quiesce, "hang": hang_timed_out, "printed": command_hang_timed_out,
     "silent": _late_silent,
     "reconfigure": _late_reconfigure, "evidence": _late_evidence, "finish": _late_finish,
 }
@@ -118,10 +118,10 @@ def deadline_reached(state: ClusterState, record: Record, body: DeadlineReached)
             node.replace = True
         return
     if what == "price":
-        price_anew(state, "/".join(of))
+        schedule_estimate(state, "/".join(of))
         return
     if what in ("device", "recovered", "quarantine"):
-        late_of_node(state, what, "/".join(of))
+        node_deadline_reached(state, what, "/".join(of))
         return
     number, *rest = (int(part) for part in of)
     task = state.tasks.get(number)

@@ -12,32 +12,38 @@ from ...events.records.decisions import StragglerCostEstimated
 from ...events.records.envelope import Record
 from ...events.records.types import Body
 from ..incidents.hangs import WAITED_FOR
-from ..incidents.node_incidents import settle_ailing
+from ..incidents.node_incidents import update_undecided
 from ..incidents.severity import worse
 from ..state.cluster import NUM_INCIDENTS_MAX, ClusterState
-from ..state.incident import NUM_STRIKES_MAX, Incident
-from ..state.members import awaited, forget_beside, is_coming, is_pinned
+from ..state.incident import NUM_FAILURES_MAX, Incident
+from ..state.members import awaited, is_pinned, is_starting, release_standbys
 from ..state.node import Occupant
 from ..state.task import Rank, Task
 from ..throughput.calibration import learn_slot
-from ..throughput.transition_cost import arrived, is_fault, settle_mtbf, stands, was_harmed
+from ..throughput.transition_cost import (
+    is_fault,
+    transition_began,
+    transition_completed,
+    update_mtbf,
+    was_injected,
+)
 from .edits import (
-    arm,
-    await_silent,
+    clear_deadline,
+    clear_phase_deadlines,
     close_orders,
-    disarm,
-    disarm_phase,
-    find,
-    find_ghost,
-    keep_on,
-    leave_behind,
-    make_ghost,
+    discard_newer_checkpoints,
+    find_orphan,
+    find_rank,
+    orphan_process,
+    set_deadline,
     set_health,
     set_phase,
+    set_stores,
     settle_phase,
+    update_unreachable_deadline,
 )
-from .node_health import blame, take_evidence, take_out
-from .stragglers import degraded_priced
+from .node_health import assign_evidence, count_sev1_fault, disable_slots
+from .stragglers import straggler_cost_estimated
 
 
 # --- incidents ---
@@ -48,12 +54,12 @@ def _incident_opened(state: ClusterState, record: Record, body: d.IncidentOpened
         status=body.status, ranks=sorted(body.ranks), why=body.why,
         evidence=list(body.evidence), opened_s=record.at_s,
         iterations_lost=None if task is not None and not task.heals_in_memory else 0)
-    blame(state, incident, body, on_purpose=_was_injected(state, task, body.node))
-    take_evidence(state, incident, body)
+    count_sev1_fault(state, incident, body, on_purpose=_was_injected(state, task, body.node))
+    assign_evidence(state, incident, body)
     if task is not None:
         task.incident = record.seq
         state.num_faults += is_fault(state, task, incident)
-        settle_mtbf(state)
+        update_mtbf(state)
         _update_evidence(incident, task, opened=True)
         _settle_faults(state, task, incident, body)
 
@@ -62,8 +68,10 @@ def _was_injected(state: ClusterState, task: Task | None, name: str) -> bool:
     """Whether the fault that is decided upon was injected."""
     node = state.nodes.get(name)
     ranks = task.ranks.values() if task is not None else ()
-    harmed = [rank.harmed_s for rank in ranks] + ([node.harmed_s] if node is not None else [])
-    return any(was_harmed(harmed_s, state.at_s) for harmed_s in harmed) or (
+    harmed = [rank.fault_injected_s for rank in ranks] + (
+        [node.fault_injected_s] if node is not None else []
+    )
+    return any(was_injected(harmed_s, state.at_s) for harmed_s in harmed) or (
         task is not None and any(fault.on_purpose for fault in task.faults))
 
 
@@ -72,7 +80,7 @@ def _update_evidence(incident: Incident, task: Task, *, opened: bool) -> None:
     indirect = bool(task.faults) and all(fault.second_hand for fault in task.faults)
     incident.second_hand = indirect and (opened or incident.second_hand)
     strikes = [strike for fault in task.faults for strike in fault.strikes]
-    incident.strikes = [*incident.strikes, *strikes][-NUM_STRIKES_MAX:]
+    incident.strikes = [*incident.strikes, *strikes][-NUM_FAILURES_MAX:]
 
 
 def _incident_escalated(state: ClusterState, record: Record, body: d.IncidentEscalated) -> None:
@@ -80,8 +88,8 @@ def _incident_escalated(state: ClusterState, record: Record, body: d.IncidentEsc
     task = state.tasks.get(incident.task) if incident is not None else None
     if incident is None:
         return
-    blame(state, incident, body, on_purpose=_was_injected(state, task, body.node))
-    take_evidence(state, incident, body)
+    count_sev1_fault(state, incident, body, on_purpose=_was_injected(state, task, body.node))
+    assign_evidence(state, incident, body)
     known = incident.ranks
     if body.root or worse(incident.severity, body.severity) != incident.severity:
         if (body.root or incident.severity == "SEV3") and body.ranks:
@@ -98,7 +106,9 @@ def _incident_escalated(state: ClusterState, record: Record, body: d.IncidentEsc
 
 def _down_since_s(state: ClusterState, task: Task, ranks: tuple[int, ...]) -> float:
     """When the downtime began: for an unreachable node, when the others started to wait."""
-    if any(rank.rank in ranks and rank.overdue == WAITED_FOR for rank in task.ranks.values()):
+    if any(
+        rank.rank in ranks and rank.timeout_reason == WAITED_FOR for rank in task.ranks.values()
+    ):
         return min((stall.since_s for stall in task.stalls.values()), default=state.at_s)
     return state.at_s
 
@@ -115,7 +125,7 @@ def _settle_faults(state: ClusterState, task: Task, incident: Incident,
     if down_s and incident.down_since_s < 0:
         incident.down_since_s = min(down_s)
     task.faults = []
-    if not task.heals_in_memory and any(not node.takes_tasks or node.is_out(seat.slot.index)
+    if not task.heals_in_memory and any(not node.takes_tasks or node.is_disabled(seat.slot.index)
                                  for seat in task.target
                                  if (node := state.nodes.get(seat.slot.node)) is not None):
         state.replan = f"task {task.spec.name} is to start elsewhere"
@@ -131,8 +141,8 @@ def _restart(task: Task, ranks: tuple[int, ...]) -> None:
     task.reattempts = 0
     for number in ranks:
         rank = task.member(number)
-        if rank is not None and not rank.overdue and not rank.error_seq:
-            rank.overdue = "was reattempted in place too often"
+        if rank is not None and not rank.timeout_reason and not rank.error_seq:
+            rank.timeout_reason = "was reattempted in place too often"
             task.restarts[number] = task.restarts.get(number, 0) + 1
 
 
@@ -144,19 +154,19 @@ def _disable(state: ClusterState, task: Task, number: int, why: str) -> None:
     node = state.nodes.get(slot.node) if slot is not None else None
     if node is None or slot is None:
         return
-    if node.silent:
+    if node.unreachable:
         if node.health == "unreachable":
             set_health(state, node, "lost")
         state.replan = f"node {node.name} lost"
     else:
-        take_out(node, (slot.index,), why)
+        disable_slots(node, (slot.index,), why)
         task.restarts.pop(number, None)
         proved = any(slot.index in erred.devices and erred.incident for erred in node.erred)
         if not proved and (rank is None or not rank.stopping):  # a stuck process occupies it
-            task.blamed[number] = slot
+            task.disabled_slots[number] = slot
         state.replan = f"slot {slot.node}/{slot.index} is out"
     if rank is not None and (node.health == "lost" or rank.stopping):
-        make_ghost(state, task, rank, "given up")
+        orphan_process(state, task, rank, "given up")
 
 
 def _incident_closed(state: ClusterState, record: Record, body: d.IncidentClosed) -> None:
@@ -168,7 +178,7 @@ def _incident_closed(state: ClusterState, record: Record, body: d.IncidentClosed
     task, node = state.tasks.get(incident.task), state.nodes.get(incident.node)
     if node is not None and node.incident == incident.id:
         node.incident = 0
-        settle_ailing(state)
+        update_undecided(state)
     if task is not None and task.incident == incident.id:
         if body.outcome == "failed":
             task.ending, task.why = task.ending or "failed", body.why
@@ -205,10 +215,10 @@ def _task_placed(state: ClusterState, record: Record, body: d.TaskPlaced) -> Non
     task.target = body.seats
     task.why = ""
     if body.seats and task.phase == "idle":
-        stands(state, task)
+        transition_began(state, task)
         set_phase(state, task, "starting")
     settle_phase(state, task)
-    arrived(state, task)
+    transition_completed(state, task)
 
 
 def _task_waiting(state: ClusterState, record: Record, body: d.TaskWaiting) -> None:
@@ -227,18 +237,20 @@ def _task_ended(state: ClusterState, record: Record, body: d.TaskEnded) -> None:
     task = state.tasks.get(body.task)
     if task is None or task.phase == "ended":
         return
-    disarm_phase(state, task)
+    clear_phase_deadlines(state, task)
     close_orders(state, [task.quiesce_order, task.reconfigure_order, task.resume_order,
                          task.keep_order, *task.publishing])
     task.copies, task.keepers = [], ()
     task.target, task.members, task.incident, task.faults = (), (), 0, []
     if body.outcome != "finished":  # the slots are not confirmed as the cause
-        for slot in task.blamed.values():
+        for slot in task.disabled_slots.values():
             if slot.node in state.nodes:
                 node = state.nodes[slot.node]
-                node.slots_out = [index for index in node.slots_out if index != slot.index]
-    task.blamed, task.times_s, task.standing, task.stood_s = {}, {}, None, {}
-    task.stalls, task.crawls, task.paces, task.slowed = {}, {}, {}, {}
+                node.slots_disabled = [
+                    index for index in node.slots_disabled if index != slot.index
+                ]
+    task.disabled_slots, task.times_s, task.transition, task.downtime_s = {}, {}, None, {}
+    task.stalls, task.slow_iterations, task.step_times, task.slow_restarts = {}, {}, {}, {}
     task.outcome, task.ending, task.withheld = body.outcome, "", ""
     task.why = body.why
     set_phase(state, task, "ended")
@@ -255,69 +267,69 @@ def _start_rank(state: ClusterState, record: Record, body: o.StartRank) -> None:
     old = task.ranks.get(body.rank)
     state.num_running += old is None
     if awaited(task) == "processes":
-        task.num_outstanding += 1 - (old is not None and is_coming(task, old))
+        task.num_outstanding += 1 - (old is not None and is_starting(task, old))
     task.ranks[body.rank] = Rank(rank=body.rank, attempt=body.attempt, slot=body.slot,
                                  start_order=record.seq)
     task.attempts[body.rank] = body.attempt
     node.occupants[body.slot.index] = Occupant(body.task, body.rank, body.attempt)
     state.orders[record.seq] = encode_record(record)
-    arm(state, f"start/{task.id}/{body.rank}/{body.attempt}", state.policy.start_s_max)
+    set_deadline(state, f"start/{task.id}/{body.rank}/{body.attempt}", state.policy.start_s_max)
 
 
 def _stop_rank(state: ClusterState, record: Record, body: o.StopRank) -> None:
     task = state.tasks.get(body.task)
-    rank = find(task, body.rank, body.attempt)
+    rank = find_rank(task, body.rank, body.attempt)
     if rank is None and task is not None:
-        rank = find_ghost(task, body.rank, body.attempt)
+        rank = find_orphan(task, body.rank, body.attempt)
     if task is None or rank is None:
         return
     close_orders(state, [rank.start_order, *rank.stop_orders])
     if awaited(task) == "processes" and task.ranks.get(rank.rank) is rank:
-        task.num_outstanding -= is_coming(task, rank)
+        task.num_outstanding -= is_starting(task, rank)
     rank.stop_orders.append(record.seq)
     state.orders[record.seq] = encode_record(record)
     name = f"{task.id}/{rank.rank}/{rank.attempt}"
     for what in ("start", "error", "stopped", "printed"):
-        disarm(state, f"{what}/{name}")
-    arm(state, f"stop/{name}", max(body.grace_s, 0.0) + state.policy.stop_s_max)
+        clear_deadline(state, f"{what}/{name}")
+    set_deadline(state, f"stop/{name}", max(body.grace_s, 0.0) + state.policy.stop_s_max)
 
 
 def _quiesce(state: ClusterState, record: Record, body: o.Quiesce) -> None:
     task = state.tasks.get(body.task)
     if task is None or body.generation != task.generation:
         return
-    disarm_phase(state, task)
+    clear_phase_deadlines(state, task)
     close_orders(state, [task.quiesce_order, task.reconfigure_order, task.resume_order])
     task.quiesce_order, task.mode = record.seq, body.mode
     task.saver = body.ranks[0] if body.save and body.ranks else -1
     state.orders[record.seq] = encode_record(record)
     policy = state.policy
-    arm(state, f"quiesce/{task.id}/{task.generation}",
+    set_deadline(state, f"quiesce/{task.id}/{task.generation}",
         policy.quiesce_s_max if body.mode == "now" else policy.boundary_s_max)
-    stands(state, task)
+    transition_began(state, task)
     set_phase(state, task, "quiescing")
-    await_silent(state, task)
+    update_unreachable_deadline(state, task)
 
 
 def _reconfigure(state: ClusterState, record: Record, body: o.Reconfigure) -> None:
     task = state.tasks.get(body.task)
     if task is None or body.generation <= task.generation:
         return
-    disarm_phase(state, task)
+    clear_phase_deadlines(state, task)
     close_orders(state, [task.quiesce_order, task.reconfigure_order, task.resume_order,
                          task.keep_order])
-    keep_on(task, body.keepers)
+    set_stores(task, body.keepers)
     task.reconfigure_order, task.generation, task.members = (
         record.seq, body.generation, body.members)
     task.axes = body.axes
     task.failed_s, task.mode, task.finished, task.saved, task.saver = -1.0, "", [], None, -1
-    task.stalls, task.crawls = {}, {}
+    task.stalls, task.slow_iterations = {}, {}
     for rank in task.living_members():
         rank.state = "member"
     state.orders[record.seq] = encode_record(record)
-    arm(state, f"reconfigure/{task.id}/{task.generation}", state.policy.reconfigure_s_max)
+    set_deadline(state, f"reconfigure/{task.id}/{task.generation}", state.policy.reconfigure_s_max)
     set_phase(state, task, "reconfiguring")
-    await_silent(state, task)
+    update_unreachable_deadline(state, task)
     incident = state.incidents.get(task.incident)
     if incident is not None and incident.down_since_s >= 0:
         incident.kept, incident.dealt = incident.kept_before, incident.dealt_before
@@ -327,12 +339,12 @@ def _resume(state: ClusterState, record: Record, body: o.Resume) -> None:
     task = state.tasks.get(body.task)
     if task is None or body.generation != task.generation:
         return
-    disarm_phase(state, task)
+    clear_phase_deadlines(state, task)
     close_orders(state, [task.reconfigure_order])
     task.resume_order = record.seq
     state.orders[record.seq] = encode_record(record)
-    leave_behind(task)
-    forget_beside(task)
+    discard_newer_checkpoints(task)
+    release_standbys(task)
     lost = max(task.iteration - task.settled, 0)
     task.iterations_lost += lost
     task.iteration = min(task.iteration, body.progress_from)
@@ -349,5 +361,5 @@ DECISIONS: dict[type[Body], Callable[[ClusterState, Record, Any], None]] = {
     d.TaskEnded: _task_ended, d.OrderSuppressed: _order_suppressed,
     o.StartRank: _start_rank, o.StopRank: _stop_rank,
     o.Quiesce: _quiesce, o.Reconfigure: _reconfigure, o.Resume: _resume,
-    StragglerCostEstimated: degraded_priced,
+    StragglerCostEstimated: straggler_cost_estimated,
 }

@@ -7,15 +7,28 @@ from msgspec.structs import replace
 from ...events.records.envelope import Record
 from ...events.records.reports import Reconfigured
 from ...events.records.statuses import EXITED_ABNORMALLY
-from ...events.records.types import Keeper, Taken
-from ..incidents.hangs import located
+from ...events.records.types import ReceivedState, StoreEndpoint
+from ..incidents.hangs import locate_hang
 from ..incidents.severity import severity_of
-from ..state.cluster import EARNED_S, NUM_EARNED_MAX, ClusterState, Deadline
-from ..state.incident import NUM_EVIDENCE_MAX, ORIGINS, Fault, Incident, Series, Source, Strike
-from ..state.members import count_outstanding, covered, has_settled, is_silent, mute
+from ..state.cluster import NUM_WORK_SPANS_MAX, WORK_SPAN_S, ClusterState, Deadline
+from ..state.incident import (
+    NUM_EVIDENCE_MAX,
+    ORIGINS,
+    FailureLocation,
+    Fault,
+    Incident,
+    RepeatedFailure,
+    Source,
+)
+from ..state.members import count_outstanding, has_settled, is_complete, is_unreachable, unanswered
 from ..state.node import Health, Node
 from ..state.task import Phase, Rank, Task
-from ..throughput.transition_cost import halts, stands, stood_to_leave, was_harmed
+from ..throughput.transition_cost import (
+    command_stopped,
+    transition_began,
+    transition_to_idle,
+    was_injected,
+)
 
 STOPPED = "is stopped (SIGSTOP)"
 """Timeout reason of a rank whose process is stopped for too long."""
@@ -33,19 +46,19 @@ def task_of_deadline(name: str) -> int:
     return int(number) if what not in _NODE_DEADLINES and number.isdecimal() else 0
 
 
-def arm(state: ClusterState, deadline: str, length_s: float) -> None:
+def set_deadline(state: ClusterState, deadline: str, length_s: float) -> None:
     """Set a deadline, due `length_s` from now."""
     state.deadlines[deadline] = Deadline(state.at_s + length_s, length_s)
 
 
-def disarm(state: ClusterState, deadline: str) -> None:
+def clear_deadline(state: ClusterState, deadline: str) -> None:
     state.deadlines.pop(deadline, None)
 
 
-def disarm_phase(state: ClusterState, task: Task) -> None:
+def clear_phase_deadlines(state: ClusterState, task: Task) -> None:
     """Clear the deadlines of the current generation."""
     for what in ("quiesce", "silent", "reconfigure", "evidence", "hang", "finish"):
-        disarm(state, f"{what}/{task.id}/{task.generation}")
+        clear_deadline(state, f"{what}/{task.id}/{task.generation}")
 
 
 def set_phase(state: ClusterState, task: Task, phase: Phase) -> None:
@@ -57,25 +70,25 @@ def set_phase(state: ClusterState, task: Task, phase: Phase) -> None:
 def set_health(state: ClusterState, node: Node, health: Health) -> None:
     """Set the node's health, and update the list of unreachable nodes."""
     node.health, node.since_s = health, state.at_s
-    list_silent(state, node)
+    update_unreachable(state, node)
 
 
-def list_silent(state: ClusterState, node: Node) -> None:
+def update_unreachable(state: ClusterState, node: Node) -> None:
     """Update the list of unreachable nodes after a change of the node's health."""
-    if node.silent != (node.name in state.silent):
-        others = [name for name in state.silent if name != node.name]
-        state.silent = sorted([*others, node.name]) if node.silent else others
+    if node.unreachable != (node.name in state.unreachable):
+        others = [name for name in state.unreachable if name != node.name]
+        state.unreachable = sorted([*others, node.name]) if node.unreachable else others
 
 
-def find(task: Task | None, number: int, attempt: int) -> Rank | None:
+def find_rank(task: Task | None, number: int, attempt: int) -> Rank | None:
     """The process of this attempt, if it belongs to the task."""
     rank = task.ranks.get(number) if task is not None else None
     return rank if rank is not None and rank.attempt == attempt else None
 
 
-def find_ghost(task: Task, number: int, attempt: int) -> Rank | None:
+def find_orphan(task: Task, number: int, attempt: int) -> Rank | None:
     """The orphaned process of this attempt, if there is one."""
-    for ghost in task.ghosts:
+    for ghost in task.orphans:
         if ghost.rank == number and ghost.attempt == attempt:
             return ghost
     return None
@@ -90,35 +103,35 @@ def close_orders(state: ClusterState, orders: list[int]) -> None:
 def forget_rank(state: ClusterState, task: Task, rank: Rank) -> None:
     """Clear the process's deadlines and orders, but keep its slot."""
     for what in ("start", "stop", "error", "stopped", "printed"):
-        disarm(state, f"{what}/{task.id}/{rank.rank}/{rank.attempt}")
+        clear_deadline(state, f"{what}/{task.id}/{rank.rank}/{rank.attempt}")
     close_orders(state, [rank.start_order, *rank.stop_orders])
 
 
-def forget_pace(state: ClusterState, task: Task, rank: Rank) -> None:
+def forget_step_time(state: ClusterState, task: Task, rank: Rank) -> None:
     """Remove the process from stall and straggler detection. Its step time stays as a reference for
     the next process of the rank."""
     task.stalls.pop(rank.rank, None)
-    task.crawls.pop(rank.rank, None)
-    pace = task.paces.get(rank.rank)
+    task.slow_iterations.pop(rank.rank, None)
+    pace = task.step_times.get(rank.rank)
     if pace is not None:
-        task.paces[rank.rank] = replace(pace, generation=0)
+        task.step_times[rank.rank] = replace(pace, generation=0)
     if task.slow.pop(rank.rank, None) is not None:
-        price_anew(state, rank.slot.node)
+        schedule_estimate(state, rank.slot.node)
 
 
-def price_anew(state: ClusterState, name: str) -> None:
+def schedule_estimate(state: ClusterState, name: str) -> None:
     """Schedule a cost estimate of the node after its health changed, at most once in PRICE_S. Drop
     the estimate if the node is not degraded any more."""
     priced = state.degraded.get(name)
     was = priced is not None or name in state.to_price
     state.to_price = [other for other in state.to_price if other != name]
-    disarm(state, f"price/{name}")
+    clear_deadline(state, f"price/{name}")
     if not is_degraded(state, name):
         state.degraded.pop(name, None)
         if was and name in state.nodes:
-            state.nodes[name].eased_s = state.at_s
+            state.nodes[name].improved_s = state.at_s
     elif priced is not None and state.at_s - priced.at_s < PRICE_S:
-        arm(state, f"price/{name}", priced.at_s + PRICE_S - state.at_s)
+        set_deadline(state, f"price/{name}", priced.at_s + PRICE_S - state.at_s)
     else:
         state.to_price.append(name)
 
@@ -133,7 +146,7 @@ def is_degraded(state: ClusterState, name: str) -> bool:
         for task in state.tasks.values())
 
 
-def drop_rank(state: ClusterState, task: Task, rank: Rank) -> None:
+def remove_process(state: ClusterState, task: Task, rank: Rank) -> None:
     """Remove a process that has exited, and free its slot."""
     forget_rank(state, task, rank)
     node = state.nodes.get(rank.slot.node)
@@ -142,28 +155,28 @@ def drop_rank(state: ClusterState, task: Task, rank: Rank) -> None:
         if occupant is not None and (occupant.task, occupant.rank, occupant.attempt) == (
                 task.id, rank.rank, rank.attempt):
             del node.occupants[rank.slot.index]
-    if find(task, rank.rank, rank.attempt) is not None:
+    if find_rank(task, rank.rank, rank.attempt) is not None:
         del task.ranks[rank.rank]
         state.num_running -= 1
-        forget_pace(state, task, rank)
+        forget_step_time(state, task, rank)
     else:
-        task.ghosts = [x for x in task.ghosts if (x.rank, x.attempt) != (rank.rank, rank.attempt)]
+        task.orphans = [x for x in task.orphans if (x.rank, x.attempt) != (rank.rank, rank.attempt)]
     count_outstanding(task)
     settle_phase(state, task)
-    await_silent(state, task)
+    update_unreachable_deadline(state, task)
 
 
-def make_ghost(state: ClusterState, task: Task, rank: Rank, why: str) -> None:
+def orphan_process(state: ClusterState, task: Task, rank: Rank, why: str) -> None:
     """Orphan a process: remove it without proof of its end. Its slot stays occupied."""
     forget_rank(state, task, rank)
     del task.ranks[rank.rank]
     state.num_running -= 1
-    forget_pace(state, task, rank)
-    rank.overdue, rank.stop_orders = why, []
-    task.ghosts.append(rank)
+    forget_step_time(state, task, rank)
+    rank.timeout_reason, rank.stop_orders = why, []
+    task.orphans.append(rank)
     count_outstanding(task)
     settle_phase(state, task)
-    await_silent(state, task)
+    update_unreachable_deadline(state, task)
 
 
 def settle_phase(state: ClusterState, task: Task) -> None:
@@ -172,24 +185,24 @@ def settle_phase(state: ClusterState, task: Task) -> None:
         return
     if not task.heals_in_memory:
         if not task.ranks:
-            halts(state, task)
+            command_stopped(state, task)
             task.rate_flops = 0.0
             set_phase(state, task, "starting" if task.target else "idle")
         return
     if task.phase in ("training", "quiescing", "reconfiguring"):
         if task.living_members() or (task.finished and task.final_known):
             return
-        disarm_phase(state, task)
+        clear_phase_deadlines(state, task)
         close_orders(state, [task.quiesce_order, task.reconfigure_order, task.resume_order])
-        stands(state, task)
+        transition_began(state, task)
         task.members, task.finished, task.failed_s = (), [], -1.0
         set_phase(state, task, "starting")
     if task.phase == "starting" and not task.target and not task.ranks:
-        stood_to_leave(state, task)
+        transition_to_idle(state, task)
         set_phase(state, task, "idle")
 
 
-def await_silent(state: ClusterState, task: Task) -> None:
+def update_unreachable_deadline(state: ClusterState, task: Task) -> None:
     """Set or clear the deadline for members on unreachable nodes.
 
     It runs while only these keep the task waiting: the others have left the generation, or cannot
@@ -197,49 +210,54 @@ def await_silent(state: ClusterState, task: Task) -> None:
     a second source.
     """
     name = f"silent/{task.id}/{task.generation}"
-    if not state.silent or not _silent_alone(state, task) or not covered(task, [
-            rank for rank in task.living_members() if not is_silent(state, rank)]):
-        disarm(state, name)
+    if not state.unreachable or not _silent_alone(state, task) or not is_complete(task, [
+            rank for rank in task.living_members() if not is_unreachable(state, rank)]):
+        clear_deadline(state, name)
     elif name not in state.deadlines:
-        arm(state, name, state.policy.evidence_s_max)
-    await_hang(state, task)
+        set_deadline(state, name, state.policy.evidence_s_max)
+    update_hang_deadline(state, task)
 
 
 def _silent_alone(state: ClusterState, task: Task) -> bool:
     """Whether the task waits only for members on unreachable nodes; while reconfiguring, whether it
     waits for any of these."""
-    unreachable = [rank for name in state.silent for one in state.nodes[name].occupants.values()
-               if one.task == task.id
-               and (rank := find(task, one.rank, one.attempt)) is not None]
+    unreachable = [
+        rank
+        for name in state.unreachable
+        for one in state.nodes[name].occupants.values()
+        if one.task == task.id and (rank := find_rank(task, one.rank, one.attempt)) is not None
+    ]
     if task.phase == "quiescing":
         if task.num_outstanding > len(unreachable):
             return False  # the usual case: avoids a scan of all members
-        waits = mute(task)
-        return bool(waits) and all(is_silent(state, rank) for rank in waits)
+        waits = unanswered(task)
+        return bool(waits) and all(is_unreachable(state, rank) for rank in waits)
     return task.phase == "reconfiguring" and any(
         not has_settled(task, rank) and task.member(rank.rank) is rank for rank in unreachable)
 
 
-def await_hang(state: ClusterState, task: Task, *, restart: bool = False) -> None:
+def update_hang_deadline(state: ClusterState, task: Task, *, restart: bool = False) -> None:
     """Set or clear the hang deadline of a stalled task. `restart`: the set of stalled ranks, or
     where they stall, has changed, so the deadline starts again."""
     name = f"hang/{task.id}/{task.generation}"
     if not task.stalls and name not in state.deadlines:
         return
-    hang = located(state, task)
+    hang = locate_hang(state, task)
     if hang is None or restart:
-        disarm(state, name)
-    if hang is not None and hang.is_sure and name not in state.deadlines:
-        arm(state, name, max(hang.due_s - state.at_s, 0.0))
+        clear_deadline(state, name)
+    if hang is not None and hang.is_actionable and name not in state.deadlines:
+        set_deadline(state, name, max(hang.due_s - state.at_s, 0.0))
 
 
-def await_continued(state: ClusterState, task: Task, rank: Rank) -> None:
+def set_resume_deadline(state: ClusterState, task: Task, rank: Rank) -> None:
     """Set a deadline for a stopped training rank to resume; not for one that is to end."""
-    if task.heals_in_memory and not task.ending and not rank.stopping and not rank.overdue:
-        arm(state, f"stopped/{task.id}/{rank.rank}/{rank.attempt}", state.policy.stopped_s_max)
+    if task.heals_in_memory and not task.ending and not rank.stopping and not rank.timeout_reason:
+        set_deadline(
+            state, f"stopped/{task.id}/{rank.rank}/{rank.attempt}", state.policy.stopped_s_max
+        )
 
 
-def give_up_node(state: ClusterState, record: Record, node: Node, why: str) -> None:
+def remove_node(state: ClusterState, record: Record, node: Node, why: str) -> None:
     """Remove all processes and in-memory checkpoints of this incarnation of the node. A non-empty
     `why` makes it a fault of the affected tasks, dated at its first sign."""
     there = {one.task for one in node.occupants.values()}
@@ -248,22 +266,24 @@ def give_up_node(state: ClusterState, record: Record, node: Node, why: str) -> N
         if task.copies:
             task.copies = [copy for copy in task.copies if copy.node != node.name]
         if task.outcome:
-            kept_no_more(state, task, node.name)
+            forget_store(state, task, node.name)
         if number not in there:
             continue
-        for ghost in [ghost for ghost in task.ghosts if ghost.slot.node == node.name]:
-            drop_rank(state, task, ghost)
+        for ghost in [ghost for ghost in task.orphans if ghost.slot.node == node.name]:
+            remove_process(state, task, ghost)
         gone = [task.ranks[key] for key in sorted(task.ranks)
                 if task.ranks[key].slot.node == node.name]
-        faulty = [x for x in gone if x.state != "finished" and not x.stopping and not x.overdue]
+        faulty = [
+            x for x in gone if x.state != "finished" and not x.stopping and not x.timeout_reason
+        ]
         hurts = any(task.member(rank.rank) is not None for rank in faulty)
         since_s, signs = (_first_sign(state, task, node) if hurts or not task.heals_in_memory
                           else (record.at_s, ()))
         for rank in gone:
-            rank.harmed_s = max(rank.harmed_s, node.harmed_s)
-            drop_rank(state, task, rank)
+            rank.fault_injected_s = max(rank.fault_injected_s, node.fault_injected_s)
+            remove_process(state, task, rank)
         if faulty and why and not task.ending and not (task.finished and task.final_known):
-            fault(task, record, faulty, EXITED_ABNORMALLY, why, hurts=hurts or None,
+            record_fault(task, record, faulty, EXITED_ABNORMALLY, why, hurts=hurts or None,
                   evidence=signs, since_s=since_s)
 
 
@@ -274,15 +294,18 @@ def _first_sign(state: ClusterState, task: Task, node: Node) -> tuple[float, tup
                     if task.failed_s >= 0 and rank.failed == task.generation and rank.failed_seq)
     since_s = task.failed_s if failed else state.at_s
     seqs = tuple(failed)
-    if node.silent:
-        since_s, seqs = min(since_s, node.since_s), tuple(sorted({*seqs, node.silenced_seq} - {0}))
+    if node.unreachable:
+        since_s, seqs = (
+            min(since_s, node.since_s),
+            tuple(sorted({*seqs, node.unreachable_seq} - {0})),
+        )
     if task.heals_in_memory and task.phase == "training" and task.stepped == task.generation and (
             task.step_s > 0 and not task.finished):
         since_s = min(since_s, task.progressed_s + task.step_s)
     return since_s, seqs
 
 
-def fault(task: Task, record: Record, ranks: list[Rank], status: str, why: str, *,
+def record_fault(task: Task, record: Record, ranks: list[Rank], status: str, why: str, *,
           evidence: tuple[int, ...] = (), hurts: bool | None = None, ended: bool = False,
           second_hand: bool = False, since_s: float = -1.0) -> None:
     """Record a fault. `hurts` None: true if it ended a member, or no member runs.
@@ -298,11 +321,11 @@ def fault(task: Task, record: Record, ranks: list[Rank], status: str, why: str, 
     else:
         for rank in ranks:
             task.restarts[rank.rank] = task.restarts.get(rank.rank, 0) + 1
-    injected = any(was_harmed(rank.harmed_s, record.at_s) for rank in ranks)
-    if ended and not second_hand and not injected and task.furthest:
+    injected = any(was_injected(rank.fault_injected_s, record.at_s) for rank in ranks)
+    if ended and not second_hand and not injected and task.max_iteration:
         _count_repeated(task, status)
     node = ranks[0].slot.node if ranks else ""
-    strikes = tuple(Strike(rank.rank, rank.slot, record.at_s) for rank in ranks)
+    strikes = tuple(FailureLocation(rank.rank, rank.slot, record.at_s) for rank in ranks)
     task.faults.append(Fault(
         ranks=tuple(rank.rank for rank in ranks), node=node, status=status, why=why,
         evidence=(*evidence, record.seq), at_s=since_s if since_s >= 0 else record.at_s,
@@ -313,20 +336,24 @@ def fault(task: Task, record: Record, ranks: list[Rank], status: str, why: str, 
 def _count_repeated(task: Task, status: str) -> None:
     """Count a repeated failure: one that ended a process without a new step since the last one."""
     generation = task.generation if task.heals_in_memory else task.rounds
-    series = task.series
-    if series is None or (series.status, series.iteration) != (status, task.furthest):
-        task.series = Series(status=status, iteration=task.furthest, generation=generation)
+    series = task.repeated_failure
+    if series is None or (series.status, series.iteration) != (status, task.max_iteration):
+        task.repeated_failure = RepeatedFailure(
+            status=status, iteration=task.max_iteration, generation=generation
+        )
     elif series.generation != generation:
         series.generation, series.num = generation, series.num + 1
 
 
-def broken(task: Task, record: Record, ranks: list[Rank], status: str, why: str) -> None:
+def record_generation_failure(
+    task: Task, record: Record, ranks: list[Rank], status: str, why: str
+) -> None:
     """Record that the generation did not come up; a repeated report is ignored."""
     if any(rank.failed == task.generation for rank in task.living_members()) or not ranks:
         return
     for rank in ranks:
         rank.failed, rank.failed_seq, rank.failed_status = task.generation, record.seq, status
-    fault(task, record, ranks, status, why, second_hand=True)
+    record_fault(task, record, ranks, status, why, second_hand=True)
 
 
 def add_evidence(incident: Incident | None, record: Record) -> None:
@@ -335,7 +362,7 @@ def add_evidence(incident: Incident | None, record: Record) -> None:
         incident.evidence.append(record.seq)
 
 
-def stepped(state: ClusterState, task: Task) -> None:
+def end_pause(state: ClusterState, task: Task) -> None:
     """The task steps again: end the incident's pause, and save the values to restore if the next
     attempt fails."""
     incident = state.incidents.get(task.incident)
@@ -347,21 +374,21 @@ def stepped(state: ClusterState, task: Task) -> None:
         incident.ckpt_read_before, incident.source_before = incident.ckpt_read, incident.source
 
 
-def keep_on(task: Task, keepers: tuple[Keeper, ...]) -> None:
+def set_stores(task: Task, keepers: tuple[StoreEndpoint, ...]) -> None:
     """Set the task's checkpoint stores. Former stores still hold their in-memory checkpoints."""
     task.keepers = keepers
-    task.kept_on = sorted({*task.kept_on, *(keeper.node for keeper in keepers)})
+    task.store_nodes = sorted({*task.store_nodes, *(keeper.node for keeper in keepers)})
 
 
-def kept_no_more(state: ClusterState, task: Task, node: str) -> None:
+def forget_store(state: ClusterState, task: Task, node: str) -> None:
     """The node's store holds nothing of the task any more; the last one closes the drop order."""
-    task.kept_on = [name for name in task.kept_on if name != node]
-    if task.drop_order and not task.kept_on:
+    task.store_nodes = [name for name in task.store_nodes if name != node]
+    if task.drop_order and not task.store_nodes:
         close_orders(state, [task.drop_order])
         task.drop_order = 0
 
 
-def leave_behind(task: Task) -> None:
+def discard_newer_checkpoints(task: Task) -> None:
     """Discard in-memory checkpoints of steps beyond `settled`: the task continues from there.
 
     This also limits unreported ones: a store may have newer ones of that generation.
@@ -372,7 +399,7 @@ def leave_behind(task: Task) -> None:
     task.copies = [copy for copy in task.copies if copy.step_version <= task.settled]
 
 
-def take_origin(incident: Incident, body: Reconfigured, checkpoint: str, node: str) -> None:
+def record_origin(incident: Incident, body: Reconfigured, checkpoint: str, node: str) -> None:
     """Update the source of state in the incident: the farthest of all members, and the sum of
     bytes.
 
@@ -385,7 +412,7 @@ def take_origin(incident: Incident, body: Reconfigured, checkpoint: str, node: s
     received_bytes = max(body.received_bytes, 0)
     incident.received_bytes += received_bytes
     received_from = body.received_from or (
-        (Taken(body.source, body.origin_node, received_bytes),) if body.source >= 0 else ())
+        (ReceivedState(body.source, body.origin_node, received_bytes),) if body.source >= 0 else ())
     for one in received_from:
         incident.peer_bytes += max(one.taken_bytes, 0)
         incident.near_bytes += max(one.taken_bytes, 0) if one.node == node else 0
@@ -398,10 +425,10 @@ def take_origin(incident: Incident, body: Reconfigured, checkpoint: str, node: s
             path=checkpoint if origin == "checkpoint" else "", num_bytes=received_bytes)
 
 
-def earned(state: ClusterState, task: Task, iteration: int) -> None:
+def add_work(state: ClusterState, task: Task, iteration: int) -> None:
     """The task reached `iteration`: add the work of iterations finished for the first time."""
-    work = max(iteration - task.furthest, 0) * task.iteration_flops * task.weight
-    span = int(state.at_s // EARNED_S)
+    work = max(iteration - task.max_iteration, 0) * task.iteration_flops * task.weight
+    span = int(state.at_s // WORK_SPAN_S)
     state.earned[span] = state.earned.get(span, 0.0) + work
-    while len(state.earned) > NUM_EARNED_MAX:
+    while len(state.earned) > NUM_WORK_SPANS_MAX:
         del state.earned[min(state.earned)]

@@ -16,41 +16,52 @@ from ...events.records.codec import UnknownBody, decode_record
 from ...events.records.envelope import Record
 from ...events.records.orders import InjectFault, Reconfigure
 from ...events.records.statuses import EXITED_ABNORMALLY
-from ...events.records.types import first_keeper
-from ..incidents.node_incidents import settle_ailing
+from ...events.records.types import first_store_number
+from ..incidents.node_incidents import update_undecided
 from ..incidents.severity import OF_DEVICES, TABLE, last_line, network_status
 from ..state.cluster import ClusterState, live_tasks
-from ..state.members import awaited, count_outstanding, covered, speaks, take_place
+from ..state.members import (
+    awaited,
+    count_outstanding,
+    is_complete,
+    is_representative,
+    take_position,
+)
 from ..state.node import NUM_SLOTS_MAX, Node
 from ..state.task import Rank, Task
 from ..throughput.calibration import keep_times
-from ..throughput.transition_cost import settle_mtbf, steps_again, void_standings, watch
+from ..throughput.transition_cost import (
+    observe_time,
+    transition_stepped,
+    update_mtbf,
+    void_transitions,
+)
 from .checkpoints import COPIES
 from .deadlines import deadline_reached
 from .decisions import DECISIONS
 from .edits import (
     add_evidence,
-    arm,
-    await_continued,
-    await_silent,
-    broken,
-    disarm,
-    drop_rank,
-    earned,
-    fault,
-    give_up_node,
-    list_silent,
-    price_anew,
+    add_work,
+    clear_deadline,
+    end_pause,
+    record_fault,
+    record_generation_failure,
+    record_origin,
+    remove_node,
+    remove_process,
+    schedule_estimate,
+    set_deadline,
     set_health,
-    stepped,
-    take_origin,
+    set_resume_deadline,
+    update_unreachable,
+    update_unreachable_deadline,
 )
-from .hangs import STALLS, passed
-from .node_health import HEALTH, carry_over, prove, settle_sick
-from .operator_requests import REQUESTS, acts_again, forget_requests
+from .hangs import STALLS, iterations_passed
+from .node_health import HEALTH, count_slot_fault, inherit, update_unhealthy_slots
+from .operator_requests import REQUESTS, forget_requests, healing_active_again
 from .progress import LOGGED
 from .ranks import PROCESSES
-from .stragglers import PACES, too_slow
+from .stragglers import PACES, restart_stragglers
 
 _PLANNED_BY = ("mtbf_gpu_s", "mtbf_faults", "transition_s", "reshape_s", "gain_min", "moves_max",
                "quotas", "floor", "alpha", "hot_spare", "repair_s")
@@ -65,7 +76,7 @@ def fold(state: ClusterState, record: Record) -> None:
 
 
 def _observe_time(state: ClusterState, record: Record) -> None:
-    watch(state, record)
+    observe_time(state, record)
     state.seq, state.epoch, state.at_s = record.seq, record.epoch, record.at_s
 
 
@@ -95,16 +106,16 @@ def _epoch_started(state: ClusterState, record: Record, body: r.EpochStarted) ->
 
 def _policy_set(state: ClusterState, record: Record, body: r.PolicySet) -> None:
     old, held, state.policy = state.policy, state.held, body.policy
-    settle_sick(state)
-    settle_ailing(state)
+    update_unhealthy_slots(state)
+    update_undecided(state)
     if live_tasks(state) and any(getattr(old, name) != getattr(body.policy, name)
                                  for name in _PLANNED_BY):
         state.replan = "the policy was set"
     state.mtbf_gpu_s = 0.0  # the prior may have changed
-    settle_mtbf(state)
+    update_mtbf(state)
     if held and not state.held:
-        acts_again(state)
-    void_standings(state)
+        healing_active_again(state)
+    void_transitions(state)
 
 
 def _node_unreachable(state: ClusterState, record: Record, body: r.NodeUnreachable) -> None:
@@ -112,25 +123,25 @@ def _node_unreachable(state: ClusterState, record: Record, body: r.NodeUnreachab
     if node is None or node.incarnation != body.incarnation or node.health != "healthy":
         return
     set_health(state, node, "unreachable")
-    node.silenced_seq = record.seq
-    arm(state, f"replace/{node.name}", state.policy.replace_after_s)
+    node.unreachable_seq = record.seq
+    set_deadline(state, f"replace/{node.name}", state.policy.replace_after_s)
     for task in state.tasks.values():
-        await_silent(state, task)
+        update_unreachable_deadline(state, task)
 
 
 def _node_reachable(state: ClusterState, record: Record, body: r.NodeReachable) -> None:
     node = state.nodes.get(body.node)
     if node is None or node.incarnation != body.incarnation:
         return
-    if node.silent:
+    if node.unreachable:
         set_health(state, node, "healthy")
         node.replace = False
-        disarm(state, f"replace/{node.name}")
+        clear_deadline(state, f"replace/{node.name}")
         for task in state.tasks.values():
-            await_silent(state, task)
+            update_unreachable_deadline(state, task)
             for rank in task.ranks.values():
-                if rank.suspended and rank.slot.node == node.name:
-                    await_continued(state, task, rank)
+                if rank.is_stopped and rank.slot.node == node.name:
+                    set_resume_deadline(state, task, rank)
         state.replan = f"node {node.name} is back"
 
 
@@ -141,23 +152,23 @@ def _node_joined(state: ClusterState, record: Record, body: r.NodeJoined) -> Non
         return
     why = f"the agent of {body.node} started again"
     if old is not None:
-        give_up_node(state, record, old, why)
+        remove_node(state, record, old, why)
     state.nodes[body.node] = node = Node(
         name=body.node, incarnation=body.incarnation, host=body.host, pid=body.pid,
         num_slots=min(max(body.num_slots, 0), NUM_SLOTS_MAX), accelerator=body.accelerator,
-        since_s=record.at_s, keeper=body.keeper, keeper_start=first_keeper(body.incarnation),
+        since_s=record.at_s, keeper=body.keeper, keeper_start=first_store_number(body.incarnation),
         labels=body.labels,
         drained=old is not None and old.drained,
         drain_reason=old.drain_reason if old is not None else "",
     )
     if old is not None:
-        carry_over(state, old, node)
-    settle_sick(state)
-    disarm(state, f"replace/{body.node}")
-    price_anew(state, body.node)
+        inherit(state, old, node)
+    update_unhealthy_slots(state)
+    clear_deadline(state, f"replace/{body.node}")
+    schedule_estimate(state, body.node)
     _forget_incarnations(state, body.node, old.incarnation if old is not None else 0)
-    list_silent(state, node)
-    settle_ailing(state)
+    update_unreachable(state, node)
+    update_undecided(state)
     state.num_slots_max = max(state.num_slots_max, sum(
         one.num_slots for one in state.nodes.values() if one.health == "healthy"))
     state.replan = f"node {body.node} joined"
@@ -176,10 +187,10 @@ def _node_left(state: ClusterState, record: Record, body: r.NodeLeft) -> None:
     node = state.nodes.get(body.node)
     if node is None or node.incarnation != body.incarnation:
         return
-    give_up_node(state, record, node, "")
+    remove_node(state, record, node, "")
     set_health(state, node, "left")
-    settle_sick(state)
-    disarm(state, f"replace/{node.name}")
+    update_unhealthy_slots(state)
+    clear_deadline(state, f"replace/{node.name}")
     state.replan = f"node {node.name} left"
 
 
@@ -191,14 +202,14 @@ def _order_refused(state: ClusterState, record: Record, body: r.OrderRefused) ->
     for task in state.tasks.values():
         for rank in list(task.ranks.values()):
             if rank.start_order == body.order and rank.state == "ordered":
-                drop_rank(state, task, rank)
-                fault(task, record, [rank], EXITED_ABNORMALLY,
+                remove_process(state, task, rank)
+                record_fault(task, record, [rank], EXITED_ABNORMALLY,
                       f"{body.node} refused to start rank {rank.rank}: {body.why}")
                 return
-        for rank in [*task.ranks.values(), *task.ghosts]:
+        for rank in [*task.ranks.values(), *task.orphans]:
             if body.order in rank.stop_orders:
                 # No such process: its StartRank never reached the node.
-                drop_rank(state, task, rank)
+                remove_process(state, task, rank)
                 return
         refused = task.publishing.pop(body.order, None)
         if refused is not None:
@@ -216,7 +227,7 @@ def _collective_failed(state: ClusterState, record: Record, body: r.CollectiveFa
     if task is None or rank is None or rank.failed == task.generation:
         return
     if task.phase == "reconfiguring":
-        broken(task, record, [rank], network_status(body.error),
+        record_generation_failure(task, record, [rank], network_status(body.error),
                 f"rank {rank.rank} could not settle in generation {task.generation}: {body.error}")
         return
     rank.failed, rank.failed_seq = task.generation, record.seq
@@ -229,7 +240,9 @@ def _collective_failed(state: ClusterState, record: Record, body: r.CollectiveFa
     if task.failed_s < 0:
         task.failed_s = record.at_s
         if len(task.living_members()) == len(task.members):
-            arm(state, f"evidence/{task.id}/{task.generation}", state.policy.evidence_s_max)
+            set_deadline(
+                state, f"evidence/{task.id}/{task.generation}", state.policy.evidence_s_max
+            )
 
 
 def _device_failed(task: Task, record: Record, rank: Rank, error: str) -> None:
@@ -237,11 +250,11 @@ def _device_failed(task: Task, record: Record, rank: Rank, error: str) -> None:
 
     If the others do not hold the complete state, decide first reattempts in place.
     """
-    fault(task, record, [rank], rank.failed_status, f"rank {rank.rank}: {last_line(error)}")
-    if covered(task, [other for other in task.living_members() if other.sound and (
+    record_fault(task, record, [rank], rank.failed_status, f"rank {rank.rank}: {last_line(error)}")
+    if is_complete(task, [other for other in task.living_members() if other.is_healthy and (
             other is not rank and not (
                 other.failed == task.generation and other.failed_status in OF_DEVICES))]):
-        rank.overdue = f"has {rank.failed_status}"
+        rank.timeout_reason = f"has {rank.failed_status}"
 
 
 def _quiesced(state: ClusterState, record: Record, body: r.Quiesced) -> None:
@@ -251,7 +264,7 @@ def _quiesced(state: ClusterState, record: Record, body: r.Quiesced) -> None:
         if task.phase == "quiescing" and awaited(task):
             task.num_outstanding -= rank.quiesced != task.generation
         rank.quiesced, rank.step_version = body.generation, body.step_version
-        await_silent(state, task)
+        update_unreachable_deadline(state, task)
 
 
 def _reconfigured(state: ClusterState, record: Record, body: r.Reconfigured) -> None:
@@ -263,20 +276,20 @@ def _reconfigured(state: ClusterState, record: Record, body: r.Reconfigured) -> 
         return
     task.num_outstanding -= bool(awaited(task))
     rank.reconfigured, rank.has_state = task.generation, True
-    take_place(task, rank, body.step_version)
+    take_position(task, rank, body.step_version)
     if rank.joined_iteration < 0:
-        rank.joined_iteration = max(body.step_version, task.furthest)
+        rank.joined_iteration = max(body.step_version, task.max_iteration)
     task.settled = body.step_version
-    await_silent(state, task)
+    update_unreachable_deadline(state, task)
     incident = state.incidents.get(task.incident)
     if incident is None:
         return
     may_be_read = body.origin in ("", "checkpoint")
     order = state.orders.get(task.reconfigure_order) if may_be_read else None
     rebuild = decode_record(order).body if order is not None else None
-    take_origin(incident, body, rebuild.checkpoint if isinstance(rebuild, Reconfigure) else "",
+    record_origin(incident, body, rebuild.checkpoint if isinstance(rebuild, Reconfigure) else "",
                 rank.slot.node)
-    if incident.down_since_s >= 0 and speaks(task, rank):
+    if incident.down_since_s >= 0 and is_representative(task, rank):
         incident.kept += len(body.kept_micro_batches)
         incident.dealt += len(body.reassigned_micro_batches)
 
@@ -285,7 +298,7 @@ def _reconfigure_failed(state: ClusterState, record: Record, body: r.Reconfigure
     task = state.tasks.get(body.task)
     rank = _of_generation(task, body.rank, body.attempt, body.generation)
     if task is not None and rank is not None and task.phase == "reconfiguring":
-        broken(task, record, [rank], network_status(body.error),
+        record_generation_failure(task, record, [rank], network_status(body.error),
                 f"rank {rank.rank} did not come up in generation {task.generation}: {body.error}")
 
 
@@ -301,7 +314,7 @@ def _progressed(state: ClusterState, record: Record, body: r.TaskProgressed) -> 
     if body.step_s:
         task.step_s = body.step_s[-1]
     _stepped_to(state, task, body.first_iteration + len(body.losses))
-    too_slow(state, record, task)
+    restart_stragglers(state, record, task)
 
 
 def _loss_not_finite(state: ClusterState, record: Record, body: r.LossNotFinite) -> None:
@@ -315,28 +328,28 @@ def _loss_not_finite(state: ClusterState, record: Record, body: r.LossNotFinite)
 
 
 def _stepped_to(state: ClusterState, task: Task, iteration: int) -> None:
-    earned(state, task, iteration)
-    passed(state, task, iteration)
+    add_work(state, task, iteration)
+    iterations_passed(state, task, iteration)
     task.progressed_s = state.at_s
     task.iteration = max(task.iteration, iteration)
-    task.furthest = max(task.furthest, iteration)
+    task.max_iteration = max(task.max_iteration, iteration)
     living = task.living_members()
     for rank in living:
         if iteration - rank.joined_iteration >= state.policy.restart_iterations:
             task.restarts.pop(rank.rank, None)
-            was = task.blamed.pop(rank.rank, None)
+            was = task.disabled_slots.pop(rank.rank, None)
             if was is not None and was != rank.slot:
-                prove(state, task, was, rank.rank)
+                count_slot_fault(state, task, was, rank.rank)
             task.reattempts = 0
     # A late report of iterations before the fault does not end the interruption.
     whole = len(living) == len(task.members) and not any(
-        rank.error_seq or rank.overdue for rank in living)
+        rank.error_seq or rank.timeout_reason for rank in living)
     # An iteration counts while the generation quiesces at its boundary for a new member.
     at_boundary = task.phase == "quiescing" and task.mode == "boundary"
     if iteration > task.settled and (task.phase == "training" or at_boundary) and whole:
         task.stepped = task.generation
-        stepped(state, task)
-        steps_again(state, task, iteration)
+        end_pause(state, task)
+        transition_stepped(state, task, iteration)
 
 
 def _rank_finished(state: ClusterState, record: Record, body: r.RankFinished) -> None:
@@ -346,7 +359,7 @@ def _rank_finished(state: ClusterState, record: Record, body: r.RankFinished) ->
         return
     rank.state = "finished"
     if not task.finished:
-        arm(state, f"finish/{task.id}/{task.generation}", state.policy.boundary_s_max)
+        set_deadline(state, f"finish/{task.id}/{task.generation}", state.policy.boundary_s_max)
     task.finished.append(rank.rank)
     count_outstanding(task)
     task.forward_calls += body.forward_calls

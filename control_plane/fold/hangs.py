@@ -9,10 +9,17 @@ from ...events.records import reports as r
 from ...events.records.envelope import Record
 from ...events.records.statuses import NCCL_TIMEOUT, TASK_HANG
 from ...events.records.types import Body
-from ..incidents.hangs import STANDS, WAITED_FOR, WORKS_ON, located
+from ..incidents.hangs import STANDS, WAITED_FOR, WORKS_ON, locate_hang
 from ..state.cluster import ClusterState
-from ..state.task import Crawl, Rank, Stall, Task
-from .edits import EARLY_S, arm, await_hang, disarm, fault, find
+from ..state.task import Rank, SlowIteration, Stall, Task
+from .edits import (
+    EARLY_S,
+    clear_deadline,
+    find_rank,
+    record_fault,
+    set_deadline,
+    update_hang_deadline,
+)
 
 # --- commands that log no progress ---
 # A slow store, a long evaluation and a hang look the same, and there is no second source. So the
@@ -22,7 +29,7 @@ UNPRINTED = "has printed no line of progress"
 """Timeout reason of the process that logs progress."""
 
 
-def unprinted(state: ClusterState, task: Task) -> tuple[str, float]:
+def stalled_command(state: ClusterState, task: Task) -> tuple[str, float]:
     """Why a command counts as stalled, and since when; ("", 0) if it does not."""
     stalled = _stalled(task)
     if stalled is None:
@@ -34,32 +41,34 @@ def unprinted(state: ClusterState, task: Task) -> tuple[str, float]:
     return f"{_why(rank, stall)}; {then}", stall.since_s
 
 
-def prints_no_more(state: ClusterState, task: Task, number: int, attempt: int,
+def command_stalled(state: ClusterState, task: Task, number: int, attempt: int,
                    stall: Stall) -> None:
     """Record a stall of the process whose log counts; other processes are ignored."""
-    rank, logged = find(task, number, attempt), task.logged
+    rank, logged = find_rank(task, number, attempt), task.logged
     if rank is None or logged is None or task.phase != "training" or rank.stopping:
         return
     if (logged.round, logged.rank) != (task.rounds, number):
         return
     task.stalls[number] = stall
     if task.spec.hang_after_s is not None:
-        arm(state, _deadline(task, rank),
+        set_deadline(state, _deadline(task, rank),
             max(stall.since_s + task.spec.hang_after_s - state.at_s, 0.0))
 
 
-def prints_again(state: ClusterState, task: Task, number: int, attempt: int) -> None:
+def command_unstalled(state: ClusterState, task: Task, number: int, attempt: int) -> None:
     """Clear the stall; cancel a timeout that is still pending because healing was paused."""
-    rank = find(task, number, attempt)
+    rank = find_rank(task, number, attempt)
     if rank is None:
         return
     task.stalls.pop(number, None)
-    disarm(state, _deadline(task, rank))
-    if rank.overdue == UNPRINTED and not rank.stopping:
-        rank.overdue = ""
+    clear_deadline(state, _deadline(task, rank))
+    if rank.timeout_reason == UNPRINTED and not rank.stopping:
+        rank.timeout_reason = ""
 
 
-def late_printed(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
+def command_hang_timed_out(
+    state: ClusterState, record: Record, task: Task, rest: list[int]
+) -> None:
     """The stall exceeds the spec's limit: restart all processes.
 
     Not while its node is unreachable or only just back, since the log may be delayed. Not while one
@@ -70,14 +79,14 @@ def late_printed(state: ClusterState, record: Record, task: Task, rest: list[int
         return
     rank, stall = stalled
     node = state.nodes.get(rank.slot.node)
-    if node is None or task.ending or rank.stopping or rank.overdue:
+    if node is None or task.ending or rank.stopping or rank.timeout_reason:
         return
-    if (node.silent or record.at_s < node.since_s + state.policy.evidence_s_max
-            or any(one.suspended for one in task.ranks.values())):
-        arm(state, _deadline(task, rank), max(after_s, state.policy.evidence_s_max))
+    if (node.unreachable or record.at_s < node.since_s + state.policy.evidence_s_max
+            or any(one.is_stopped for one in task.ranks.values())):
+        set_deadline(state, _deadline(task, rank), max(after_s, state.policy.evidence_s_max))
         return
-    rank.overdue = UNPRINTED
-    fault(task, record, [rank], TASK_HANG,
+    rank.timeout_reason = UNPRINTED
+    record_fault(task, record, [rank], TASK_HANG,
           f"{_why(rank, stall)}, {record.at_s - stall.since_s:.3g} s ago", evidence=(stall.seq,),
           since_s=stall.since_s)
 
@@ -112,42 +121,44 @@ def _rank_stalled(state: ClusterState, record: Record, body: r.RankStalled) -> N
         normal_s=min(max(body.normal_s, 0.0), NORMAL_S_MAX), told_s=record.at_s, seq=record.seq,
         stack=body.stack)
     if task is not None and not task.heals_in_memory:
-        prints_no_more(state, task, body.rank, body.attempt, stall)
+        command_stalled(state, task, body.rank, body.attempt, stall)
         return
     rank = _member(task, body.rank, body.attempt, body.generation)
     if task is None or rank is None or task.phase not in ("training", "quiescing"):
         return
     task.stalls[rank.rank] = stall
     if stall.where == "collective":
-        task.crawls.pop(rank.rank, None)  # its own work has ended
-    await_hang(state, task, restart=True)
+        task.slow_iterations.pop(rank.rank, None)  # its own work has ended
+    update_hang_deadline(state, task, restart=True)
 
 
-def crawls(state: ClusterState, record: Record, task: Task, body: r.StepTimeChanged) -> None:
+def record_slow_iteration(
+    state: ClusterState, record: Record, task: Task, body: r.StepTimeChanged
+) -> None:
     """Record a slow iteration: a member's own work takes too long and has not ended."""
     if task.phase not in ("training", "quiescing") or body.iteration < task.iteration:
         return
-    task.crawls[body.rank] = Crawl(
+    task.slow_iterations[body.rank] = SlowIteration(
         iteration=body.iteration, own_s=body.own_s,
         normal_s=min(max(body.normal_s, 0.0), NORMAL_S_MAX),
         since_s=record.at_s - min(max(body.iteration_s, 0.0), record.at_s), told_s=record.at_s,
         seq=record.seq)
-    await_hang(state, task, restart=True)
+    update_hang_deadline(state, task, restart=True)
 
 
 def _rank_unstalled(state: ClusterState, record: Record, body: r.RankUnstalled) -> None:
     """Clear the stall; cancel a timeout that is still pending because healing was paused."""
     task = state.tasks.get(body.task)
     if task is not None and not task.heals_in_memory:
-        prints_again(state, task, body.rank, body.attempt)
+        command_unstalled(state, task, body.rank, body.attempt)
         return
     rank = _member(task, body.rank, body.attempt, body.generation)
     if task is None or rank is None:
         return
     task.stalls.pop(rank.rank, None)
-    if rank.overdue == STANDS and not rank.stopping:
-        rank.overdue = ""
-    await_hang(state, task, restart=True)
+    if rank.timeout_reason == STANDS and not rank.stopping:
+        rank.timeout_reason = ""
+    update_hang_deadline(state, task, restart=True)
 
 
 def _member(task: Task | None, number: int, attempt: int, generation: int) -> Rank | None:
@@ -157,7 +168,7 @@ def _member(task: Task | None, number: int, attempt: int, generation: int) -> Ra
     return rank if rank is not None and rank.attempt == attempt else None
 
 
-def passed(state: ClusterState, task: Task, iteration: int) -> None:
+def iterations_passed(state: ClusterState, task: Task, iteration: int) -> None:
     """Clear the stalls that a finished iteration disproves.
 
     A member may still be stalled at the end of the last iteration: a collective can end for some
@@ -168,41 +179,50 @@ def passed(state: ClusterState, task: Task, iteration: int) -> None:
     if any(stall.iteration < iteration - 1 for stall in task.stalls.values()):
         task.stalls = {number: stall for number, stall in task.stalls.items()
                        if stall.iteration >= iteration - 1}
-        await_hang(state, task, restart=True)
-    for number in [one for one, crawl in task.crawls.items() if crawl.iteration < iteration]:
-        del task.crawls[number]
+        update_hang_deadline(state, task, restart=True)
+    for number in [
+        one for one, crawl in task.slow_iterations.items() if crawl.iteration < iteration
+    ]:
+        del task.slow_iterations[number]
         rank = task.member(number)
-        if rank is not None and rank.overdue == WORKS_ON and not rank.stopping:
-            rank.overdue = ""  # it ended while healing was paused
-        await_hang(state, task, restart=True)
-    if task.evidence_over == task.generation and not task.stalls and not any(
+        if rank is not None and rank.timeout_reason == WORKS_ON and not rank.stopping:
+            rank.timeout_reason = ""  # it ended while healing was paused
+        update_hang_deadline(state, task, restart=True)
+    if task.uncaused_generation == task.generation and not task.stalls and not any(
             rank.failed == task.generation for rank in task.living_members()):
-        task.evidence_over, task.failed_s = 0, -1.0  # it continued while healing was paused
+        task.uncaused_generation, task.failed_s = 0, -1.0  # it continued while healing was paused
 
 
-def late_hang(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
+def hang_timed_out(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
     """The hang deadline has passed: record a fault of the ranks that caused it.
 
     If no rank caused it, treat it as a failed collective: reattempt in place.
     """
-    hang = located(state, task)
-    if hang is None or not hang.is_sure or rest[0] != task.generation:
+    hang = locate_hang(state, task)
+    if hang is None or not hang.is_actionable or rest[0] != task.generation:
         return
     if record.at_s < hang.due_s - EARLY_S:
-        arm(state, f"hang/{task.id}/{task.generation}", hang.due_s - record.at_s)
+        set_deadline(state, f"hang/{task.id}/{task.generation}", hang.due_s - record.at_s)
         return
     ranks = [task.ranks[number] for number in hang.ranks]
     if hang.kind == "silent":
         for rank in ranks:  # the unreachable node opens the incident
-            rank.overdue = rank.overdue or WAITED_FOR
+            rank.timeout_reason = rank.timeout_reason or WAITED_FOR
         return
     if hang.kind == "network":
-        task.evidence_over, task.failed_s = task.generation, hang.since_s
+        task.uncaused_generation, task.failed_s = task.generation, hang.since_s
     else:
         for rank in ranks:
-            rank.overdue = WORKS_ON if hang.kind == "slow" else STANDS
-    fault(task, record, ranks, NCCL_TIMEOUT if hang.kind == "network" else TASK_HANG, hang.why,
-          evidence=hang.evidence, since_s=hang.since_s)
+            rank.timeout_reason = WORKS_ON if hang.kind == "slow" else STANDS
+    record_fault(
+        task,
+        record,
+        ranks,
+        NCCL_TIMEOUT if hang.kind == "network" else TASK_HANG,
+        hang.why,
+        evidence=hang.evidence,
+        since_s=hang.since_s,
+    )
 
 
 STALLS: dict[type[Body], Callable[[ClusterState, Record, Any], None]] = {

@@ -12,22 +12,22 @@ from ...events.records.envelope import Record
 from ...events.records.reports import DeviceErred, HealthChanged, QuarantineLifted
 from ...events.records.statuses import TASK_HANG
 from ...events.records.types import Body, Slot
-from ..incidents.node_incidents import ail, settle_ailing
-from ..incidents.quarantine import num_unconfirmed_max, offend
+from ..incidents.node_incidents import mark_undecided, update_undecided
+from ..incidents.quarantine import count_fault, num_unconfirmed_max
 from ..incidents.severity import TABLE, severity_of
 from ..state.cluster import ClusterState
 from ..state.incident import Incident
 from ..state.node import (
     NUM_CHECKS_MAX,
-    NUM_ERRED_MAX,
+    NUM_DEVICE_ERRORS_MAX,
     TEXT_CHARS_MAX,
     Check,
-    Erred,
+    DeviceError,
     Node,
     Quarantine,
 )
 from ..state.task import Task
-from .edits import EARLY_S, add_evidence, arm, disarm, price_anew
+from .edits import EARLY_S, add_evidence, clear_deadline, schedule_estimate, set_deadline
 
 NUM_NAMED_MAX = 3
 RECOVERED_S = 60.0
@@ -41,7 +41,7 @@ def _device_erred(state: ClusterState, record: Record, body: DeviceErred) -> Non
     if node is None:
         return
     devices = _devices(state, node, body.devices, body.pid)
-    _evidence(state, record, node, Erred(
+    _evidence(state, record, node, DeviceError(
         seq=record.seq, at_s=record.at_s, origin=body.origin, status=body.status, rule=body.rule,
         text=" ".join(body.text.split())[:TEXT_CHARS_MAX], devices=devices, code=body.code,
         pid=body.pid))
@@ -55,7 +55,7 @@ def _health_changed(state: ClusterState, record: Record, body: HealthChanged) ->
         return
     devices = _devices(state, node, body.devices, 0)
     if body.health == "unknown" and _cannot_say(node, body, devices):
-        settle_sick(state)
+        update_unhealthy_slots(state)
         return
     was = [(one.check, one.why) for one in node.checks if one.health == "degraded"]
     before = node.checks
@@ -68,15 +68,15 @@ def _health_changed(state: ClusterState, record: Record, body: HealthChanged) ->
                       at_s=min(said_s, default=record.at_s))
         node.checks = [*node.checks, check][-NUM_CHECKS_MAX:]
         if _is_confirmed(check):
-            _evidence(state, record, node, Erred(
+            _evidence(state, record, node, DeviceError(
                 seq=record.seq, at_s=record.at_s, origin="check", status=body.status,
                 rule=body.rule, text=check.why, devices=devices, code=0, pid=0))
     if any(one.health == "unhealthy" for one in before) and not any(
             one.health == "unhealthy" for one in node.checks):
-        node.eased_s = state.at_s
+        node.improved_s = state.at_s
     if was != [(one.check, one.why) for one in node.checks if one.health == "degraded"]:
-        price_anew(state, node.name)
-    settle_sick(state)
+        schedule_estimate(state, node.name)
+    update_unhealthy_slots(state)
 
 
 def _is_of(one: Check, body: HealthChanged, devices: tuple[int, ...]) -> bool:
@@ -116,7 +116,7 @@ def _devices(state: ClusterState, node: Node, named: tuple[int, ...], pid: int) 
     return ()
 
 
-def _evidence(state: ClusterState, record: Record, node: Node, erred: Erred) -> None:
+def _evidence(state: ClusterState, record: Record, node: Node, erred: DeviceError) -> None:
     """Store the error. A repetition, or one of slots disabled already, joins that incident."""
     for other in reversed(node.erred):
         if other.incident and ((_is_open(state, other) and other.is_like(erred))
@@ -124,22 +124,22 @@ def _evidence(state: ClusterState, record: Record, node: Node, erred: Erred) -> 
             erred.incident = other.incident
             add_evidence(state.incidents.get(other.incident), record)
             break
-    node.erred = [*node.erred, erred][-NUM_ERRED_MAX:]
-    settle_ailing(state)
+    node.erred = [*node.erred, erred][-NUM_DEVICE_ERRORS_MAX:]
+    update_undecided(state)
     if not erred.incident and severity_of(erred.status) == "SEV1":
-        ail(state, node.name)
-        arm(state, f"device/{node.name}/{erred.seq}", state.policy.evidence_s_max)
+        mark_undecided(state, node.name)
+        set_deadline(state, f"device/{node.name}/{erred.seq}", state.policy.evidence_s_max)
 
 
-def _is_open(state: ClusterState, erred: Erred) -> bool:
+def _is_open(state: ClusterState, erred: DeviceError) -> bool:
     incident = state.incidents.get(erred.incident)
     return incident is not None and not incident.outcome
 
 
-def _is_out_for(node: Node, other: Erred, erred: Erred) -> bool:
+def _is_out_for(node: Node, other: DeviceError, erred: DeviceError) -> bool:
     """Whether all slots that it can affect are already disabled for a related error."""
     slots = erred.devices or tuple(range(node.num_slots))
-    return (all(index in node.slots_out for index in slots)
+    return (all(index in node.slots_disabled for index in slots)
             and (not other.devices or bool(set(slots) & set(other.devices))))
 
 
@@ -150,14 +150,14 @@ def _is_confirmed(check: Check) -> bool:
             and TABLE.get(check.status) == "SEV1")
 
 
-def settle_sick(state: ClusterState) -> None:
+def update_unhealthy_slots(state: ClusterState) -> None:
     """Fold: update the slots that checks disable; slots that recovered are enabled after a time.
 
     Of nodes with only unconfirmed checks, the first few count: if many fail, the check itself is
     suspect. A node that counts stays so until its slots are used again. Otherwise a check that
     recovers on one node after the other would disable them all in turn.
     """
-    if not any(node.checks or node.slots_sick or node.slots_well or node.sick_why
+    if not any(node.checks or node.slots_unhealthy or node.slots_recovering or node.unhealthy_why
                for node in state.nodes.values()):
         return
     unhealthy = {node.name: [x for x in node.checks if x.health == "unhealthy"]
@@ -166,7 +166,7 @@ def settle_sick(state: ClusterState) -> None:
                       if found and not any(_is_confirmed(x) for x in found))
     most = num_unconfirmed_max(state)
     believed = {node.name for node in state.nodes.values() if node.health != "left"
-                and node.slots_sick and not any(map(_is_confirmed, unhealthy[node.name]))}
+                and node.slots_unhealthy and not any(map(_is_confirmed, unhealthy[node.name]))}
     believed.update([name for _, name in doubtful if name not in believed]
                     [:max(most - len(believed), 0)])
     for node in state.nodes.values():
@@ -193,34 +193,34 @@ def _still_out(believed: set[str], unhealthy: dict[str, list[Check]]) -> str:
 
 def _set_sick(state: ClusterState, node: Node, slots: list[int], why: str) -> None:
     name = f"recovered/{node.name}"
-    if set(slots) - set(node.slots_sick):
+    if set(slots) - set(node.slots_unhealthy):
         state.replan = f"{node.name} is unhealthy: {why}"
-    node.slots_well = {index: node.slots_well.get(index, state.at_s)
-                       for index in node.slots_sick if index not in slots}
-    if node.slots_well:
-        due, due_s = state.deadlines.get(name), min(node.slots_well.values()) + RECOVERED_S
+    node.slots_recovering = {index: node.slots_recovering.get(index, state.at_s)
+                       for index in node.slots_unhealthy if index not in slots}
+    if node.slots_recovering:
+        due, due_s = state.deadlines.get(name), min(node.slots_recovering.values()) + RECOVERED_S
         if due is None or due.due_s < due_s:  # a new leader may have set it later
-            arm(state, name, max(due_s - state.at_s, 0.0))
-        why = why or node.sick_why
+            set_deadline(state, name, max(due_s - state.at_s, 0.0))
+        why = why or node.unhealthy_why
     else:
-        disarm(state, name)
-    node.slots_sick, node.sick_why = sorted({*slots, *node.slots_well}), why
+        clear_deadline(state, name)
+    node.slots_unhealthy, node.unhealthy_why = sorted({*slots, *node.slots_recovering}), why
 
 
 def _recovered(state: ClusterState, node: Node) -> None:
     """Enable slots that were healthy for RECOVERED_S; the others keep waiting."""
-    well = sorted(index for index, since_s in node.slots_well.items()
+    well = sorted(index for index, since_s in node.slots_recovering.items()
                   if state.at_s >= since_s + RECOVERED_S - EARLY_S)
-    node.slots_sick = [index for index in node.slots_sick if index not in well]
-    settle_sick(state)
+    node.slots_unhealthy = [index for index in node.slots_unhealthy if index not in well]
+    update_unhealthy_slots(state)
     if well:
-        which = "" if not node.slots_sick else f"slot{'s' * (len(well) > 1)} " + " ".join(
+        which = "" if not node.slots_unhealthy else f"slot{'s' * (len(well) > 1)} " + " ".join(
             map(str, well)) + " of "
         state.replan = f"{which}{node.name} is healthy again"
 
 
 # --- deadlines ---
-def late_of_node(state: ClusterState, what: str, rest: str) -> None:
+def node_deadline_reached(state: ClusterState, what: str, rest: str) -> None:
     """Handle a node deadline: an error counts alone, slots recover, or a quarantine ends."""
     name, _, seq = rest.rpartition("/") if what == "device" else (rest, "", "0")
     node = state.nodes.get(name)
@@ -229,7 +229,7 @@ def late_of_node(state: ClusterState, what: str, rest: str) -> None:
     if what == "device":
         for erred in node.erred:
             erred.due = erred.due or erred.seq == int(seq)
-        settle_ailing(state)
+        update_undecided(state)
     elif what == "recovered":
         _recovered(state, node)
     elif what == "quarantine" and node.quarantine is not None:
@@ -238,7 +238,7 @@ def late_of_node(state: ClusterState, what: str, rest: str) -> None:
 
 
 # --- decisions ---
-def take_evidence(state: ClusterState, incident: Incident,
+def assign_evidence(state: ClusterState, incident: Incident,
                   body: IncidentOpened | IncidentEscalated) -> None:
     """Assign device errors to the incident. At SEV1, disable the slots that they name.
 
@@ -249,14 +249,14 @@ def take_evidence(state: ClusterState, incident: Incident,
             if erred.seq not in body.evidence:
                 continue
             erred.incident = incident.id
-            disarm(state, f"device/{node.name}/{erred.seq}")
+            clear_deadline(state, f"device/{node.name}/{erred.seq}")
             if body.severity == "SEV1" and severity_of(erred.status) == "SEV1" and (
                     erred.origin != "check") and (erred.devices or not incident.task):
                 _disable(state, node, erred)
     if not incident.task and body.node in state.nodes:
         state.nodes[body.node].incident = incident.id
-        ail(state, body.node)
-    settle_ailing(state)
+        mark_undecided(state, body.node)
+    update_undecided(state)
 
 
 def _named(state: ClusterState, body: IncidentOpened | IncidentEscalated) -> list[Node]:
@@ -264,38 +264,43 @@ def _named(state: ClusterState, body: IncidentOpened | IncidentEscalated) -> lis
     return [found] if found is not None and found.erred else []
 
 
-def take_out(node: Node, slots: tuple[int, ...], why: str) -> None:
+def disable_slots(node: Node, slots: tuple[int, ...], why: str) -> None:
     """Fold: disable the slots until the agent joins again; the first reason is kept."""
     for index in slots:
-        if index not in node.slots_out:
-            node.out_why[index] = why[:TEXT_CHARS_MAX]
-    node.slots_out = sorted({*node.slots_out, *slots})
+        if index not in node.slots_disabled:
+            node.disabled_why[index] = why[:TEXT_CHARS_MAX]
+    node.slots_disabled = sorted({*node.slots_disabled, *slots})
 
 
-def _disable(state: ClusterState, node: Node, erred: Erred) -> None:
+def _disable(state: ClusterState, node: Node, erred: DeviceError) -> None:
     slots = erred.devices or tuple(range(node.num_slots))
-    if set(slots) - set(node.slots_out):
-        take_out(node, slots, f"{erred.status} ({erred.rule}): {erred.text}")
+    if set(slots) - set(node.slots_disabled):
+        disable_slots(node, slots, f"{erred.status} ({erred.rule}): {erred.text}")
         named = " ".join(map(str, slots))
         state.replan = f"slot{'s' * (len(slots) > 1)} {node.name}/{named} erred"
 
 
-def blame(state: ClusterState, incident: Incident, body: IncidentOpened | IncidentEscalated, *,
-          on_purpose: bool) -> None:
+def count_sev1_fault(
+    state: ClusterState,
+    incident: Incident,
+    body: IncidentOpened | IncidentEscalated,
+    *,
+    on_purpose: bool,
+) -> None:
     """Count a fault against the node that a SEV1 incident names, unless it was injected."""
-    if body.severity == "SEV1" and body.node and not on_purpose and offend(
+    if body.severity == "SEV1" and body.node and not on_purpose and count_fault(
             state, incident=incident.id, node=body.node, status=body.status,
             why=body.why[:TEXT_CHARS_MAX]):
-        ail(state, body.node)
+        mark_undecided(state, body.node)
 
 
-def prove(state: ClusterState, task: Task, slot: Slot, rank: int) -> None:
+def count_slot_fault(state: ClusterState, task: Task, slot: Slot, rank: int) -> None:
     """Count a fault: a rank failed repeatedly on this slot and makes progress elsewhere."""
     at = [x.id for x in state.incidents.values() if x.task == task.id and rank in x.ranks]
     why = f"rank {rank} of {task.spec.name} failed on slot {slot.index} again and again"
-    if offend(state, node=slot.node, incident=max(at, default=0), status=TASK_HANG,
+    if count_fault(state, node=slot.node, incident=max(at, default=0), status=TASK_HANG,
               why=f"{why}, and not elsewhere"):
-        ail(state, slot.node)
+        mark_undecided(state, slot.node)
 
 
 def _quarantined(state: ClusterState, record: Record, body: NodeQuarantined) -> None:
@@ -304,10 +309,10 @@ def _quarantined(state: ClusterState, record: Record, body: NodeQuarantined) -> 
         return
     node.quarantine = Quarantine(since_s=record.at_s, until_s=body.until_s, why=body.why,
                                  incidents=body.incidents)
-    for offence in node.offences:
+    for offence in node.node_faults:
         offence.fresh = False
-    settle_ailing(state)
-    arm(state, f"quarantine/{node.name}", max(body.until_s - record.at_s, 0.0))
+    update_undecided(state)
+    set_deadline(state, f"quarantine/{node.name}", max(body.until_s - record.at_s, 0.0))
     state.replan = f"node {node.name} quarantined"
 
 
@@ -315,22 +320,22 @@ def _quarantine_lifted(state: ClusterState, record: Record, body: QuarantineLift
     node = state.nodes.get(body.node)
     if node is None:
         return
-    node.offences = []
-    settle_ailing(state)
-    disarm(state, f"quarantine/{node.name}")
+    node.node_faults = []
+    update_undecided(state)
+    clear_deadline(state, f"quarantine/{node.name}")
     if node.quarantine is not None:
         node.quarantine = None
         state.replan = f"the quarantine of {node.name} was lifted"
 
 
-def carry_over(state: ClusterState, old: Node, new: Node) -> None:
+def inherit(state: ClusterState, old: Node, new: Node) -> None:
     """Copy what a restart of the agent does not change: node faults and quarantine."""
     new.quarantine = replace(old.quarantine) if old.quarantine is not None else None
-    new.offences = old.offences
+    new.node_faults = old.node_faults
     new.incident = old.incident
     for erred in old.erred:
-        disarm(state, f"device/{old.name}/{erred.seq}")
-    disarm(state, f"recovered/{old.name}")
+        clear_deadline(state, f"device/{old.name}/{erred.seq}")
+    clear_deadline(state, f"recovered/{old.name}")
 
 
 HEALTH: dict[type[Body], Callable[[ClusterState, Record, Any], None]] = {

@@ -13,7 +13,7 @@ from ..state.cluster import NUM_REQUESTS_MAX, ClusterState
 from ..state.members import inject_fault
 from ..state.task import Task
 from ..throughput.flops import iteration_flops
-from ..throughput.transition_cost import void_standings
+from ..throughput.transition_cost import void_transitions
 
 
 def forget_requests(state: ClusterState) -> None:
@@ -55,16 +55,16 @@ def _weight_set(state: ClusterState, record: Record, body: r.TaskWeightSet) -> N
 
 def _healing_frozen(state: ClusterState, record: Record, body: r.HealingFrozen) -> None:
     state.frozen = body.reason or "no reason given"
-    void_standings(state)
+    void_transitions(state)
 
 
 def _healing_resumed(state: ClusterState, record: Record, body: r.HealingResumed) -> None:
     if state.frozen:
         state.frozen = ""
-        acts_again(state)
+        healing_active_again(state)
 
 
-def acts_again(state: ClusterState) -> None:
+def healing_active_again(state: ClusterState) -> None:
     """Healing is active again: replan, and clear suppressed orders."""
     for task in state.tasks.values():
         task.withheld = ""
@@ -77,9 +77,9 @@ def _fault_requested(state: ClusterState, record: Record, body: r.FaultRequested
     if order is not None:
         node, task = state.nodes[order.nodes[0]], state.tasks.get(order.task)
         if order.what == "node":
-            node.harmed_s = record.at_s
+            node.fault_injected_s = record.at_s
         elif task is not None:
-            task.ranks[order.rank].harmed_s = record.at_s
+            task.ranks[order.rank].fault_injected_s = record.at_s
 
 
 def _node_drained(state: ClusterState, record: Record, body: r.NodeDrained) -> None:

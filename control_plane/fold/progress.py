@@ -10,11 +10,11 @@ from ...events.records.reports import IterationsLogged
 from ...events.records.types import Body
 from ...events.spec.job import RATE_FLOPS_MAX
 from ..state.cluster import ClusterState
-from ..state.task import Logged, Task
+from ..state.task import CommandProgress, Task
 from ..throughput.calibration import batch_counts, keep_logged
-from ..throughput.transition_cost import goes_on, num_slots
-from .edits import earned, find
-from .hangs import prints_again
+from ..throughput.transition_cost import command_resumed, num_slots
+from .edits import add_work, find_rank
+from .hangs import command_unstalled
 
 ITERATIONS_MAX = 10**12
 """Limit of a reported iteration."""
@@ -28,7 +28,7 @@ def _iterations_logged(state: ClusterState, record: Record, body: IterationsLogg
     iterations.
     """
     task = state.tasks.get(body.task)
-    rank = find(task, body.rank, body.attempt)
+    rank = find_rank(task, body.rank, body.attempt)
     if task is None or rank is None or task.heals_in_memory or task.phase == "ended":
         return
     if not 1 <= body.iteration <= ITERATIONS_MAX or body.step_s < 0:
@@ -36,21 +36,26 @@ def _iterations_logged(state: ClusterState, record: Record, body: IterationsLogg
     logged = task.logged
     if logged is None or logged.round != task.rounds:
         _round_begins(state, task, body.iteration)
-        task.logged = logged = Logged(round=task.rounds, rank=body.rank, first=body.iteration,
-                                      iterations=0, size=num_slots(task),
-                                      furthest=task.furthest or body.iteration)
-        goes_on(state, task, body.iteration)
+        task.logged = logged = CommandProgress(
+            round=task.rounds,
+            rank=body.rank,
+            first=body.iteration,
+            iterations=0,
+            size=num_slots(task),
+            max_iteration=task.max_iteration or body.iteration,
+        )
+        command_resumed(state, task, body.iteration)
     elif logged.rank != body.rank:
         return
-    prints_again(state, task, body.rank, body.attempt)
+    command_unstalled(state, task, body.rank, body.attempt)
     if body.iteration < logged.first:
         logged.first = body.iteration
     logged.iterations = body.iterations if body.iterations >= body.iteration else 0
     logged.global_batch = body.global_batch
     keep_logged(state, task, body)
-    logged.disturbed = any(one.suspended for one in task.ranks.values())
+    logged.disturbed = any(one.is_stopped for one in task.ranks.values())
     _apply_progress(state, task, body)
-    if body.iteration - logged.furthest >= state.policy.restart_iterations:
+    if body.iteration - logged.max_iteration >= state.policy.restart_iterations:
         task.restarts.clear()
 
 
@@ -74,9 +79,9 @@ def _round_begins(state: ClusterState, task: Task, iteration: int) -> None:
 
 def _apply_progress(state: ClusterState, task: Task, body: IterationsLogged) -> None:
     counts = batch_counts(task)
-    new = min(body.iteration - task.furthest, body.num_iterations)
-    earned(state, task, task.furthest + (new if counts else 0))
-    task.furthest = max(task.furthest, body.iteration)
+    new = min(body.iteration - task.max_iteration, body.num_iterations)
+    add_work(state, task, task.max_iteration + (new if counts else 0))
+    task.max_iteration = max(task.max_iteration, body.iteration)
     task.iteration, task.progressed_s = body.iteration, state.at_s
     task.loss, task.step_s = body.loss, body.step_s
     rate_flops = task.iteration_flops / body.step_s if counts and body.step_s > 0 else 0.0

@@ -11,38 +11,38 @@ from ...events.records.envelope import Record
 from ...events.records.reports import InMemoryRecoveryDeclined
 from ...events.records.statuses import EXITED_ABNORMALLY, OTHER_SOFTWARE
 from ...events.records.types import Seat
-from ..incidents.severity import exit_in_words, last_line, status_of, told_status
+from ..incidents.severity import classified_status, exit_in_words, last_line, status_of
 from ..state.cluster import ClusterState
-from ..state.members import awaited, count_outstanding, is_coming
+from ..state.members import awaited, count_outstanding, is_starting
 from ..state.task import Rank, Task
 from .edits import (
     STOPPED,
     add_evidence,
-    arm,
-    await_continued,
-    await_hang,
-    disarm,
-    drop_rank,
-    fault,
-    find,
-    find_ghost,
+    clear_deadline,
+    end_pause,
+    find_orphan,
+    find_rank,
+    record_fault,
+    remove_process,
+    set_deadline,
     set_phase,
-    stepped,
+    set_resume_deadline,
+    update_hang_deadline,
 )
 
 
 def _rank_started(state: ClusterState, record: Record, body: r.RankStarted) -> None:
     task = state.tasks.get(body.task)
-    rank = find(task, body.rank, body.attempt)
+    rank = find_rank(task, body.rank, body.attempt)
     if task is None or rank is None or rank.state != "ordered":
         return
     if not task.heals_in_memory and awaited(task) == "processes":
-        task.num_outstanding -= is_coming(task, rank)
+        task.num_outstanding -= is_starting(task, rank)
     rank.state = "started"
     rank.pid, rank.log_path = body.pid, body.log_path
     state.orders.pop(rank.start_order, None)
     if not task.heals_in_memory:
-        disarm(state, f"start/{task.id}/{rank.rank}/{rank.attempt}")
+        clear_deadline(state, f"start/{task.id}/{rank.rank}/{rank.attempt}")
         _round_started(state, record, task)
 
 
@@ -50,7 +50,7 @@ def _round_started(state: ClusterState, record: Record, task: Task) -> None:
     """Command tier: the task trains when every seat has a process."""
     if all(_runs(task, seat) for seat in reversed(task.target)):  # they start in order
         set_phase(state, task, "training")
-        stepped(state, task)
+        end_pause(state, task)
 
 
 def _runs(task: Task, seat: Seat) -> bool:
@@ -61,57 +61,61 @@ def _runs(task: Task, seat: Seat) -> bool:
 
 def _rank_ready(state: ClusterState, record: Record, body: r.RankReady) -> None:
     task = state.tasks.get(body.task)
-    rank = find(task, body.rank, body.attempt)
+    rank = find_rank(task, body.rank, body.attempt)
     if task is None or rank is None or rank.state not in ("ordered", "started"):
         return
     if not task.heals_in_memory:
-        rank.overdue = "adopted Unicron too late"
+        rank.timeout_reason = "adopted Unicron too late"
         count_outstanding(task)
         return
     if awaited(task) == "processes":
-        task.num_outstanding -= is_coming(task, rank)
+        task.num_outstanding -= is_starting(task, rank)
     rank.state, rank.endpoint = "ready", body.endpoint
     task.iteration_flops = body.iteration_flops
     state.orders.pop(rank.start_order, None)
-    disarm(state, f"start/{task.id}/{rank.rank}/{rank.attempt}")
+    clear_deadline(state, f"start/{task.id}/{rank.rank}/{rank.attempt}")
 
 
-def unproved(task: Task) -> bool:
+def is_recovery_unproven(task: Task) -> bool:
     """Whether a command is to recover in memory, but no process has reported that it can."""
     return bool(task.spec.command) and task.heals_in_memory and task.generation == 0 and not any(
         rank.state == "ready" for rank in task.ranks.values())
 
 
-def declined(state: ClusterState, record: Record, task: Task, why: str) -> None:
+def decline_recovery(state: ClusterState, record: Record, task: Task, why: str) -> None:
     """Disable in-memory recovery: the processes continue, and restart together from now on."""
     task.declined, task.rounds = why, 1
     count_outstanding(task)
     for rank in task.ranks.values():
         if rank.state != "ordered":
-            disarm(state, f"start/{task.id}/{rank.rank}/{rank.attempt}")
+            clear_deadline(state, f"start/{task.id}/{rank.rank}/{rank.attempt}")
     _round_started(state, record, task)
 
 
 def _recovery_declined(state: ClusterState, record: Record, body: InMemoryRecoveryDeclined) -> None:
     """Each process reports it at its start; the first report counts."""
     task = state.tasks.get(body.task)
-    if find(task, body.rank, body.attempt) is not None and task is not None and unproved(task):
-        declined(state, record, task, body.why)
+    if (
+        find_rank(task, body.rank, body.attempt) is not None
+        and task is not None
+        and is_recovery_unproven(task)
+    ):
+        decline_recovery(state, record, task, body.why)
 
 
 def _rank_errored(state: ClusterState, record: Record, body: r.RankErrored) -> None:
     task = state.tasks.get(body.task)
-    rank = find(task, body.rank, body.attempt)
+    rank = find_rank(task, body.rank, body.attempt)
     if task is None or rank is None or rank.error_seq or rank.state == "finished":
         return
     rank.error, rank.error_text, rank.error_seq = (
-        told_status(body.status, status_of(body.error)), body.text, record.seq)
+        classified_status(body.status, status_of(body.error)), body.text, record.seq)
     rank.second_hand = body.second_hand
     count_outstanding(task)
     if not rank.stopping and not task.ending:
-        arm(state, f"error/{task.id}/{rank.rank}/{rank.attempt}", state.policy.stop_s_max)
+        set_deadline(state, f"error/{task.id}/{rank.rank}/{rank.attempt}", state.policy.stop_s_max)
         what = last_line(body.text) or body.error
-        fault(task, record, [rank], rank.error, f"rank {rank.rank}: {what}", ended=True,
+        record_fault(task, record, [rank], rank.error, f"rank {rank.rank}: {what}", ended=True,
               second_hand=body.second_hand)
 
 
@@ -119,23 +123,27 @@ def _rank_exited(state: ClusterState, record: Record, body: r.RankExited) -> Non
     task = state.tasks.get(body.task)
     if task is None:
         return
-    ghost = find_ghost(task, body.rank, body.attempt)
+    ghost = find_orphan(task, body.rank, body.attempt)
     if ghost is not None:
-        drop_rank(state, task, ghost)
+        remove_process(state, task, ghost)
         return
-    rank = find(task, body.rank, body.attempt)
+    rank = find_rank(task, body.rank, body.attempt)
     if rank is None:
         return
     member = any(m.rank == rank.rank and m.attempt == rank.attempt for m in task.members)
-    drop_rank(state, task, rank)
-    if unproved(task) and body.exit_code == 0 and not rank.stopping:
-        declined(state, record, task, f"rank {rank.rank} ended without having adopted Unicron")
+    remove_process(state, task, rank)
+    if is_recovery_unproven(task) and body.exit_code == 0 and not rank.stopping:
+        decline_recovery(
+            state, record, task, f"rank {rank.rank} ended without having adopted Unicron"
+        )
     if not task.heals_in_memory and body.exit_code == 0 and not rank.stopping:
         task.finished.append(rank.rank)
         return
     if rank.state == "finished" and task.phase == "starting" and not task.ending:
-        fault(task, record, [rank], OTHER_SOFTWARE, "all are done, but nobody saved the model")
-    if rank.state == "finished" or task.ending or rank.stopping or rank.overdue:
+        record_fault(
+            task, record, [rank], OTHER_SOFTWARE, "all are done, but nobody saved the model"
+        )
+    if rank.state == "finished" or task.ending or rank.stopping or rank.timeout_reason:
         return
     if rank.error_seq:
         if rank.second_hand and body.status and not body.second_hand:  # this is the cause
@@ -148,7 +156,7 @@ def _rank_exited(state: ClusterState, record: Record, body: r.RankExited) -> Non
 
 def _ended(task: Task, record: Record, rank: Rank, body: r.RankExited, *,
            hurts: bool | None) -> None:
-    fault(task, record, [rank], told_status(body.status, EXITED_ABNORMALLY),
+    record_fault(task, record, [rank], classified_status(body.status, EXITED_ABNORMALLY),
           f"rank {rank.rank} on {rank.slot.node}: {exit_in_words(body)}", hurts=hurts,
           ended=True, second_hand=body.second_hand)
 
@@ -156,28 +164,28 @@ def _ended(task: Task, record: Record, rank: Rank, body: r.RankExited, *,
 def _rank_suspended(state: ClusterState, record: Record, body: r.RankSuspended) -> None:
     """Set a deadline: the peers wait for the process. Command tier: none, a person stopped it."""
     task = state.tasks.get(body.task)
-    rank = find(task, body.rank, body.attempt)
-    if task is None or rank is None or rank.suspended:
+    rank = find_rank(task, body.rank, body.attempt)
+    if task is None or rank is None or rank.is_stopped:
         return
     rank.suspended_s, rank.suspended_seq = record.at_s, record.seq
     if task.logged is not None:
         task.logged.disturbed = True
-    await_continued(state, task, rank)
-    await_hang(state, task, restart=True)
+    set_resume_deadline(state, task, rank)
+    update_hang_deadline(state, task, restart=True)
 
 
 def _rank_continued(state: ClusterState, record: Record, body: r.RankContinued) -> None:
     """Cancel a pending timeout if healing was paused: the process need not be ended any more."""
     task = state.tasks.get(body.task)
-    rank = find(task, body.rank, body.attempt)
-    if task is None or rank is None or not rank.suspended:
+    rank = find_rank(task, body.rank, body.attempt)
+    if task is None or rank is None or not rank.is_stopped:
         return
     rank.suspended_s, rank.suspended_seq = -1.0, 0
-    disarm(state, f"stopped/{task.id}/{rank.rank}/{rank.attempt}")
-    if rank.overdue == STOPPED and not rank.stopping:
-        rank.overdue = ""
+    clear_deadline(state, f"stopped/{task.id}/{rank.rank}/{rank.attempt}")
+    if rank.timeout_reason == STOPPED and not rank.stopping:
+        rank.timeout_reason = ""
         count_outstanding(task)
-    await_hang(state, task, restart=True)
+    update_hang_deadline(state, task, restart=True)
 
 
 PROCESSES: dict[type[t.Body], Callable[[ClusterState, Record, Any], None]] = {

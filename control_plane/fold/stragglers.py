@@ -12,13 +12,13 @@ from ...events.records.decisions import StragglerCostEstimated
 from ...events.records.envelope import Record
 from ...events.records.statuses import TASK_HANG
 from ...events.records.types import Body
-from ...events.spec.parallelism import coordinates, num_places
+from ...events.spec.parallelism import coordinates, num_positions
 from ..incidents.stragglers import FAULT_RATIO, SLOW_RATIO, at_fault, slow_ranks
 from ..state.cluster import ClusterState
-from ..state.task import Pace, Priced, Task
+from ..state.task import StepTime, StragglerCost, Task
 from ..throughput.calibration import forget_times
-from .edits import fault, price_anew
-from .hangs import crawls
+from .edits import record_fault, schedule_estimate
+from .hangs import record_slow_iteration
 
 SLOWED = f"is more than {FAULT_RATIO:g} times too slow"
 """Timeout reason of a persistent straggler."""
@@ -36,30 +36,30 @@ def _rank_paced(state: ClusterState, record: Record, body: r.StepTimeChanged) ->
     if body.generation != task.generation or body.own_s <= 0 or body.iteration_s <= 0:
         return
     if body.num_iterations == 1:
-        crawls(state, record, task, body)
+        record_slow_iteration(state, record, task, body)
     if body.num_iterations < NUM_ITERATIONS_MIN:
         return  # one slow iteration is no step time
-    task.paces[body.rank] = _pace(task, record.seq, body, task.paces.get(body.rank))
+    task.step_times[body.rank] = _pace(task, record.seq, body, task.step_times.get(body.rank))
     before, task.slow = task.slow, slow_ranks(task, record.at_s)
     for number in sorted(before.keys() | task.slow.keys()):
         was, now = before.get(number), task.slow.get(number)
         if was is None or now is None or before.keys() != task.slow.keys() or not (
                 1 / CHANGED_RATIO <= now.holds_up / was.holds_up <= CHANGED_RATIO):
-            price_anew(state, task.ranks[number].slot.node)
+            schedule_estimate(state, task.ranks[number].slot.node)
     if task.slow and not before:
         forget_times(state, task, body.num_iterations)
     if body.rank not in task.slow and body.own_s < SLOW_RATIO * body.normal_s:
-        task.slowed.pop(_slot_key(rank.slot.node, rank.slot.index), None)
-        if rank.overdue == SLOWED and not rank.stopping:
-            rank.overdue = ""  # it was set while healing was paused
-    too_slow(state, record, task)
+        task.slow_restarts.pop(_slot_key(rank.slot.node, rank.slot.index), None)
+        if rank.timeout_reason == SLOWED and not rank.stopping:
+            rank.timeout_reason = ""  # it was set while healing was paused
+    restart_stragglers(state, record, task)
 
 
-def _pace(task: Task, seq: int, body: r.StepTimeChanged, old: Pace | None) -> Pace:
+def _pace(task: Task, seq: int, body: r.StepTimeChanged, old: StepTime | None) -> StepTime:
     """Compute the new step time. The reference is the first or the fastest one, also of an earlier
     generation with as many micro-batches."""
     num = _num_micro_batches(task, body.rank)
-    new = Pace(generation=body.generation, num_micro_batches=num, iteration_s=body.iteration_s,
+    new = StepTime(generation=body.generation, num_micro_batches=num, iteration_s=body.iteration_s,
                own_s=body.own_s, normal_s=body.normal_s, normal_num=num,
                normal_iteration_s=body.iteration_s, seq=seq)
     if old is None or old.normal_num != num or not 0 < old.normal_s <= body.own_s:
@@ -76,12 +76,12 @@ def _num_micro_batches(task: Task, number: int) -> int:
         return 0
     if task.axes is None:
         return len(range(position, train.num_micro_batches, len(task.members)))
-    if position >= num_places(task.axes):
+    if position >= num_positions(task.axes):
         return 0
     return len(range(coordinates(task.axes, position).dp, train.num_micro_batches, task.axes.dp))
 
 
-def too_slow(state: ClusterState, record: Record, task: Task) -> None:
+def restart_stragglers(state: ClusterState, record: Record, task: Task) -> None:
     """Restart persistent stragglers immediately; the others finish the iteration. If it repeats on
     the same slot, the slot is disabled. Iterations do not reset this count, since a straggler makes
     progress too."""
@@ -89,23 +89,25 @@ def too_slow(state: ClusterState, record: Record, task: Task) -> None:
             len(task.living_members()) < len(task.members)):
         return
     for rank in at_fault(task):
-        pace, slow = task.paces[rank.rank], task.slow[rank.rank]
+        pace, slow = task.step_times[rank.rank], task.slow[rank.rank]
         key = _slot_key(rank.slot.node, rank.slot.index)
-        task.slowed[key] = task.slowed.get(key, 0) + 1
-        rank.overdue = SLOWED
-        fault(task, record, [rank], TASK_HANG,
+        task.slow_restarts[key] = task.slow_restarts.get(key, 0) + 1
+        rank.timeout_reason = SLOWED
+        record_fault(task, record, [rank], TASK_HANG,
               f"rank {rank.rank} on {rank.slot.node} works {slow.ratio:.3g} x as long as is "
               f"usual, iterations take {slow.holds_up:.3g} x", evidence=(pace.seq,))
-        task.restarts[rank.rank] = max(task.restarts[rank.rank], task.slowed[key])
+        task.restarts[rank.rank] = max(task.restarts[rank.rank], task.slow_restarts[key])
 
 
 def _slot_key(node: str, index: int) -> str:
     return f"{node}/{index}"
 
 
-def degraded_priced(state: ClusterState, record: Record, body: StragglerCostEstimated) -> None:
+def straggler_cost_estimated(
+    state: ClusterState, record: Record, body: StragglerCostEstimated
+) -> None:
     state.to_price = [name for name in state.to_price if name != body.node]
-    state.degraded[body.node] = Priced(
+    state.degraded[body.node] = StragglerCost(
         tasks=body.tasks, ratios=body.ratios, cost_waf=body.cost_waf, drain_waf=body.drain_waf,
         why=body.why, now_waf=body.now_waf, seq=record.seq, at_s=record.at_s)
 

@@ -18,8 +18,15 @@ def num_stepping(state: ClusterState, task: Task) -> int:
     if task.stepped != task.generation or not (task.phase == "training" or at_boundary):
         return 0
     living = task.living_members()
-    if len(living) != len(task.members) or task.failed_s >= 0 or any(
-            rank.error_seq or rank.overdue or (at_boundary and rank.quiesced == task.generation)
-            for rank in living):
+    if (
+        len(living) != len(task.members)
+        or task.failed_s >= 0
+        or any(
+            rank.error_seq
+            or rank.timeout_reason
+            or (at_boundary and rank.quiesced == task.generation)
+            for rank in living
+        )
+    ):
         return 0
     return len(living)

@@ -30,11 +30,11 @@ from ...events.records.reports import (
     TaskProgressed,
 )
 from ...events.spec.model import Axes
-from ...events.spec.parallelism import Kept, in_words, num_places
+from ...events.spec.parallelism import Sharding, layout_in_words, num_positions
 from ..fold.fold import fold
 from ..state.cluster import ClusterState
 from ..state.incident import Incident
-from ..state.task import Logged, Task
+from ..state.task import CommandProgress, Task
 from ..throughput.calibration import batch_counts
 from .downtime import num_stepping
 from .injected import InjectedFaults
@@ -75,7 +75,7 @@ class IncidentHistory(Struct, kw_only=True):
     """The Reconfigure of the generation at the fault."""
     alive: set[tuple[int, int]] | None = None
     """Rank and attempt of the survivors."""
-    optimizer: Kept = "whole"
+    optimizer: Sharding = "whole"
     logs: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
     """Node and log of each rank of the task at the decision."""
     num_slots: int = 0
@@ -164,7 +164,7 @@ class History(Struct):
         """Read the next record."""
         body, before_s = record.body, self.state.at_s
         task = self.state.tasks.get(getattr(body, "task", 0))
-        furthest, logged = (task.furthest, task.logged) if task is not None else (0, None)
+        furthest, logged = (task.max_iteration, task.logged) if task is not None else (0, None)
         fold(self.state, record)
         if record.source_seq and not isinstance(body, PROGRESS):
             self.stamps[record.seq] = (record.at_s, record.occurred_s)
@@ -238,7 +238,7 @@ class History(Struct):
 
     # --- tasks ----------------------------------------------------------------------------------
     def _task(self, past: TaskHistory, record: Record, furthest: int,
-              logged: Logged | None) -> None:
+              logged: CommandProgress | None) -> None:
         """Update the task; `furthest`, `logged`: values before the record."""
         task, body = past.task, record.body
         made = past.transitions.add(record)
@@ -257,9 +257,9 @@ class History(Struct):
             if body.generation == task.generation and task.phase != "reconfiguring":
                 past.failed = past.failed or record
         elif isinstance(body, LossNotFinite):
-            self._worked(task, record, task.furthest - furthest, task.step_s)
+            self._worked(task, record, task.max_iteration - furthest, task.step_s)
         elif isinstance(body, TaskProgressed):
-            new = task.furthest - furthest
+            new = task.max_iteration - furthest
             self._worked(task, record, new, math.fsum(body.step_s[-new:]) if new else 0.0)
             past.losses.update(enumerate(body.losses, body.first_iteration))
             if body.generation == task.generation:
@@ -267,11 +267,13 @@ class History(Struct):
             past.skipped = body.skipped
             past.micro_batches.add(body.micro_batches)
         elif isinstance(body, IterationsLogged) and _believed(task, body):
-            new = min(task.furthest - furthest, body.num_iterations) if batch_counts(task) else 0
+            new = (
+                min(task.max_iteration - furthest, body.num_iterations) if batch_counts(task) else 0
+            )
             self._worked(task, record, new, new * body.step_s)
             if body.num_iterations:
                 past.paces_s.setdefault(len(task.target), []).append(body.step_s)
-            if task.furthest > furthest:  # else the iterations are repeated
+            if task.max_iteration > furthest:  # else the iterations are repeated
                 past.skipped += body.skipped
             if logged is not None and task.logged is not logged:  # back at its own checkpoint
                 last = body.iteration - body.num_iterations
@@ -315,8 +317,8 @@ def waf(it: History, num_buckets: int) -> Waf:
 def layout(order: Reconfigure) -> str:
     """A generation's layout, for example `TP 2 x DP 1, 1 beside`."""
     axes = order.axes or Axes(dp=len(order.members))
-    num = len(order.members) - num_places(axes)
-    return in_words(axes) + (f", {num} beside" if num else "")
+    num = len(order.members) - num_positions(axes)
+    return layout_in_words(axes) + (f", {num} beside" if num else "")
 
 
 def _believed(task: Task, body: IterationsLogged) -> bool:

@@ -12,7 +12,7 @@ from typing import Literal
 from msgspec import Struct
 
 from ..state.cluster import ClusterState
-from ..state.task import Crawl, Rank, Stall, Task
+from ..state.task import Rank, SlowIteration, Stall, Task
 
 STANDS = "stands still"
 """Timeout reason of a rank that hangs."""
@@ -45,11 +45,11 @@ class Hang(Struct, frozen=True, kw_only=True):
     """When the stall is long enough to act upon."""
     why: str
     evidence: tuple[int, ...]
-    is_sure: bool = True
+    is_actionable: bool = True
     """False: it is shown, but never acted upon."""
 
 
-def located(state: ClusterState, task: Task) -> Hang | None:
+def locate_hang(state: ClusterState, task: Task) -> Hang | None:
     """Locate the hang of a task; None if a rank may still progress or another fault explains the
     stall.
 
@@ -61,15 +61,15 @@ def located(state: ClusterState, task: Task) -> Hang | None:
         return None
     if task.phase != "training" and (task.phase, task.mode) != ("quiescing", "boundary"):
         return None
-    silent = frozenset(state.silent)
-    if len(task.stalls) + len(task.crawls) < len(task.members) and not silent and not any(
-            rank.suspended for rank in task.ranks.values()):
+    silent = frozenset(state.unreachable)
+    if len(task.stalls) + len(task.slow_iterations) < len(task.members) and not silent and not any(
+            rank.is_stopped for rank in task.ranks.values()):
         return None
     living = task.living_members()
     if len(living) < len(task.members) or any(
-            not rank.sound or rank.quiesced == task.generation for rank in living):
+            not rank.is_healthy or rank.quiesced == task.generation for rank in living):
         return None
-    reachable = [rank for rank in living if not rank.suspended and rank.slot.node not in silent]
+    reachable = [rank for rank in living if not rank.is_stopped and rank.slot.node not in silent]
     if not reachable:
         return None
     if any(rank.rank not in task.stalls for rank in reachable):
@@ -129,10 +129,12 @@ def _slow_hang(state: ClusterState, task: Task, reachable: list[Rank]) -> Hang |
     """
     going = [rank for rank in reachable if rank.rank not in task.stalls]
     waiting = [task.stalls[rank.rank] for rank in reachable if rank.rank in task.stalls]
-    if any(rank.rank not in task.crawls for rank in going) or 2 * len(going) > len(reachable):
+    if any(rank.rank not in task.slow_iterations for rank in going) or 2 * len(going) > len(
+        reachable
+    ):
         return None
-    crawls = {rank.rank: task.crawls[rank.rank] for rank in going}
-    known: list[Stall | Crawl] = [*waiting, *crawls.values()]
+    crawls = {rank.rank: task.slow_iterations[rank.rank] for rank in going}
+    known: list[Stall | SlowIteration] = [*waiting, *crawls.values()]
     if any(stall.where == "own" for stall in waiting) or (
             len({one.iteration for one in known}) > 1):
         return None
@@ -144,7 +146,7 @@ def _slow_hang(state: ClusterState, task: Task, reachable: list[Rank]) -> Hang |
     longest = max(crawls.values(), key=lambda crawl: crawl.own_s)
     others = "1 other waits" if len(waiting) == 1 else f"{len(waiting)} others wait"
     return Hang(
-        kind="slow", ranks=tuple(crawls), is_sure=all(
+        kind="slow", ranks=tuple(crawls), is_actionable=all(
             crawl.own_s >= least_s for crawl in crawls.values()),
         since_s=min(crawl.since_s for crawl in crawls.values()),
         due_s=max(sure_s, *(crawl.since_s + least_s for crawl in crawls.values())),

@@ -22,11 +22,11 @@ def open_incidents(state: ClusterState, task: Task) -> Iterator[Body]:
     if task.faults:
         yield from _from_faults(state, task)
     yield from _lost_nodes(state, task)
-    if not any(rank.overdue for rank in task.ranks.values()):
+    if not any(rank.timeout_reason for rank in task.ranks.values()):
         return
     for rank in [task.ranks[key] for key in sorted(task.ranks)]:
         is_stuck = len(rank.stop_orders) >= NUM_STOPS_MAX
-        if rank.overdue and is_stuck and not _is_stop_pending(state, task, rank):
+        if rank.timeout_reason and is_stuck and not _is_stop_pending(state, task, rank):
             yield _open_or_escalate(state, task, "SEV1", TASK_HANG, rank.slot.node, (rank.rank,),
                                     f"rank {rank.rank} could not be ended in "
                                     f"{NUM_STOPS_MAX} orders", tuple(rank.stop_orders[-1:]))
@@ -42,26 +42,26 @@ def _from_faults(state: ClusterState, task: Task) -> Iterator[Body]:
         why = f"{limit} reattempts in place did not help, the processes start again: {why}"
     yield _open_or_escalate(state, task, severity, status, cause.node, ranks, why, evidence,
                             root=cause.root)
-    if not task.furthest and any(task.ranks[number].error == WRONG_INPUT
+    if not task.max_iteration and any(task.ranks[number].error == WRONG_INPUT
                                  for number in ranks if number in task.ranks):
         yield _close(state, task, "failed", f"it cannot start: {why}")
         return
-    series = task.series
+    series = task.repeated_failure
     if series is not None and series.num > 2 * (limit + 1):
         yield _close(state, task, "failed", f"{series.num} times the same ({series.status}) at "
                      f"iteration {series.iteration}, in whichever rank: {why}")
         return
     spent = [number for number in ranks if task.restarts.get(number, 0) > limit]
-    if not spent or cause.is_hearsay:
+    if not spent or cause.is_indirect:
         return
     left = [rank for rank in task.living_members() if rank.rank not in spent]
-    followed = [number for number in spent if number in task.blamed]
+    followed = [number for number in spent if number in task.disabled_slots]
     if left and task.heals_in_memory and not followed:
         names = " ".join(str(number) for number in spent)
         spent_why = f"rank {names} {_budget_spent(state)}, its slot is taken out"
         yield _open_or_escalate(state, task, "SEV1", status, "", tuple(spent), spent_why, evidence)
         return
-    slot = task.blamed[followed[0]] if followed else None
+    slot = task.disabled_slots[followed[0]] if followed else None
     also = f", and before that on {slot.node}/{slot.index}" if slot is not None else ""
     last = f"{_budget_spent(state)}{also}: {why}"
     yield _open_or_escalate(state, task, "SEV1", status, "", (), last, evidence)
@@ -78,28 +78,28 @@ def _budget_spent(state: ClusterState) -> str:
 
 def _lost_nodes(state: ClusterState, task: Task) -> Iterator[Body]:
     """Declare ranks on unreachable nodes lost if a second source confirms it."""
-    if not state.silent:
+    if not state.unreachable:
         return
     silent = [name for name in sorted({rank.slot.node for rank in task.ranks.values()})
-              if name in state.nodes and state.nodes[name].silent]
+              if name in state.nodes and state.nodes[name].unreachable]
     for name in silent:
         node = state.nodes[name]
         there = [task.ranks[key] for key in sorted(task.ranks)
                  if task.ranks[key].slot.node == name]
         peers = [rank for rank in task.living_members()
                  if rank.slot.node not in silent and rank.failed == task.generation]
-        late = [rank for rank in there if rank.overdue]
+        late = [rank for rank in there if rank.timeout_reason]
         if peers and len(task.living_members()) == len(task.members):
             second = f"a collective failed under its peer rank {peers[0].rank}"
             seq = peers[0].failed_seq
         elif late:
-            second = f"rank {late[0].rank} {late[0].overdue}"
+            second = f"rank {late[0].rank} {late[0].timeout_reason}"
             seq = min((stall.seq for stall in task.stalls.values()), default=0)
         elif not state.held and node.replace and _replaced(state, task):
             second, seq = f"silent for {state.policy.replace_after_s:g} s, the whole task on it", 0
         else:
             continue
-        evidence = tuple(sorted(x for x in (node.silenced_seq, seq) if x))
+        evidence = tuple(sorted(x for x in (node.unreachable_seq, seq) if x))
         yield _open_or_escalate(state, task, "SEV1", LOST_CONNECTION, name,
                                 tuple(rank.rank for rank in there),
                                 f"node {name} is silent; {second}", evidence)

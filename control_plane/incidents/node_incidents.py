@@ -9,32 +9,32 @@ from ...events.records.envelope import Record
 from ...events.records.reports import DeviceErred, HealthChanged
 from ...events.records.types import Body
 from ..state.cluster import ClusterState
-from ..state.node import Erred, Node
+from ..state.node import DeviceError, Node
 from . import quarantine
 from .root_cause import in_words, is_near, matches
 from .severity import severity_of, worse
 
 
-def settle(state: ClusterState, record: Record) -> Iterator[Body]:
+def decide_nodes(state: ClusterState, record: Record) -> Iterator[Body]:
     """Decide on nodes with pending decisions: join errors to incidents, open, close, quarantine."""
-    for name in list(state.ailing):
+    for name in list(state.undecided):
         node = state.nodes[name]
         if isinstance(record.body, (DeviceErred, HealthChanged)):
             yield from _join(state, node)
         yield from _open(state, node)
         yield from _close(state, node)
-        yield from quarantine.judge(state, node)
+        yield from quarantine.quarantine_if_due(state, node)
 
 
-def ail(state: ClusterState, name: str) -> None:
+def mark_undecided(state: ClusterState, name: str) -> None:
     """Fold: mark the node as having a pending decision."""
-    if name not in state.ailing:
-        state.ailing = sorted([*state.ailing, name])
+    if name not in state.undecided:
+        state.undecided = sorted([*state.undecided, name])
 
 
-def settle_ailing(state: ClusterState) -> None:
+def update_undecided(state: ClusterState) -> None:
     """Fold: remove nodes that have no pending decision any more."""
-    state.ailing = [name for name in state.ailing if is_open(state, state.nodes[name])]
+    state.undecided = [name for name in state.undecided if is_open(state, state.nodes[name])]
 
 
 def is_open(state: ClusterState, node: Node) -> bool:
@@ -84,7 +84,7 @@ def _open(state: ClusterState, node: Node) -> Iterator[Body]:
                                  ranks=(), why=why, evidence=evidence)
 
 
-def _slots(state: ClusterState, node: Node, erred: Erred) -> list[int]:
+def _slots(state: ClusterState, node: Node, erred: DeviceError) -> list[int]:
     """Slots that an error alone disables: those it names; all, if a second source confirms it.
 
     Only SEV1 disables slots. Without a named device, a single source disables none.
@@ -92,13 +92,13 @@ def _slots(state: ClusterState, node: Node, erred: Erred) -> list[int]:
     if severity_of(erred.status) != "SEV1":
         return []
     if erred.devices:
-        return [index for index in erred.devices if index not in node.slots_out]
+        return [index for index in erred.devices if index not in node.slots_disabled]
     second = any(_confirms(state, erred, other) for other in node.erred if other is not erred)
     return [index for index in range(node.num_slots)
-            if index not in node.slots_out] if second else []
+            if index not in node.slots_disabled] if second else []
 
 
-def _confirms(state: ClusterState, erred: Erred, other: Erred) -> bool:
+def _confirms(state: ClusterState, erred: DeviceError, other: DeviceError) -> bool:
     """Whether another error of the whole node, of another source or kind, confirms it."""
     return (not erred.devices and not other.devices and severity_of(other.status) == "SEV1"
             and is_near(state, erred, other.at_s)
@@ -107,7 +107,7 @@ def _confirms(state: ClusterState, erred: Erred, other: Erred) -> bool:
 
 def _close(state: ClusterState, node: Node) -> Iterator[Body]:
     """Close the node's incident when no process runs on disabled slots."""
-    if node.incident and not any(node.is_out(index) for index in node.occupants):
+    if node.incident and not any(node.is_disabled(index) for index in node.occupants):
         yield IncidentClosed(of=node.incident, outcome="healed", pause_s=0.0, iterations_lost=0,
                              kept=0, dealt=0, ckpt_read=False,
                              why=f"nothing runs there any more, {node.name} is to be repaired")

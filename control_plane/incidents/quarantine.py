@@ -10,10 +10,12 @@ from ...events.records.decisions import NodeQuarantined
 from ...events.records.statuses import LOST_CONNECTION, TASK_HANG
 from ...events.records.types import Body
 from ..state.cluster import ClusterState
-from ..state.node import NUM_OFFENCES_MAX, Node, Offence
+from ..state.node import NUM_NODE_FAULTS_MAX, Node, NodeFault
 from .severity import TABLE
 
-OFFENCES = frozenset((*(status for status, own in TABLE.items() if own == "SEV1"), TASK_HANG))
+COUNTING_STATUSES = frozenset(
+    (*(status for status, own in TABLE.items() if own == "SEV1"), TASK_HANG)
+)
 """SEV1 statuses that count against a node: device errors, lost connection, and a process that could
 not be stopped."""
 UNUSUAL_SHARE_MAX = 0.05
@@ -21,7 +23,7 @@ UNUSUAL_SHARE_MAX = 0.05
 at the mean of the other nodes, times the number of nodes)."""
 
 
-def offend(state: ClusterState, *, incident: int, node: str, status: str, why: str) -> bool:
+def count_fault(state: ClusterState, *, incident: int, node: str, status: str, why: str) -> bool:
     """Fold: count a fault against the node; one fault of several tasks counts once. True:
     quarantine is due.
 
@@ -29,26 +31,26 @@ def offend(state: ClusterState, *, incident: int, node: str, status: str, why: s
     device error may be repeated by the next agent and then counts once.
     """
     found = state.nodes.get(node)
-    if found is None or status not in OFFENCES or found.drained:
+    if found is None or status not in COUNTING_STATUSES or found.drained:
         return False
     at_s, lost = state.at_s, status == LOST_CONNECTION
-    known = [x for x in found.offences if not lost or x.incarnation == found.incarnation]
+    known = [x for x in found.node_faults if not lost or x.incarnation == found.incarnation]
     if any(other.incident == incident or (
             other.status == status and at_s - other.at_s <= state.policy.replace_after_s)
             for other in known):
         return False
-    found.offences = [*found.offences, Offence(
+    found.node_faults = [*found.node_faults, NodeFault(
         at_s=at_s, incident=incident, status=status, why=why,
-        incarnation=found.incarnation)][-NUM_OFFENCES_MAX:]
+        incarnation=found.incarnation)][-NUM_NODE_FAULTS_MAX:]
     return is_due(state, found)
 
 
 def is_due(state: ClusterState, node: Node) -> bool:
     """Whether the node has enough faults for a quarantine, one of them after the last
     quarantine."""
-    if node.quarantine is not None or not any(one.fresh for one in node.offences):
+    if node.quarantine is not None or not any(one.fresh for one in node.node_faults):
         return False
-    if len(node.offences) < state.policy.quarantine_faults:
+    if len(node.node_faults) < state.policy.quarantine_faults:
         return False  # a cheap upper bound
     num = len(counting(state, node))
     return num >= state.policy.quarantine_faults and _is_unusual(state, node, num)
@@ -64,10 +66,10 @@ def _is_unusual(state: ClusterState, node: Node, num: int) -> bool:
     return len(state.nodes) * (1 - fewer) < UNUSUAL_SHARE_MAX
 
 
-def counting(state: ClusterState, node: Node) -> list[Offence]:
+def counting(state: ClusterState, node: Node) -> list[NodeFault]:
     """Faults that count now. Many nodes lost at the same time are the network's fault."""
     since_s = state.at_s - state.policy.quarantine_window_s
-    return [one for one in node.offences if one.at_s >= since_s
+    return [one for one in node.node_faults if one.at_s >= since_s
             and not (one.status == LOST_CONNECTION and _is_shared(state, one))]
 
 
@@ -76,19 +78,19 @@ def _num_counting(state: ClusterState) -> Iterator[int]:
     since_s, near_s = (state.at_s - state.policy.quarantine_window_s,
                        state.policy.replace_after_s)
     most = num_unconfirmed_max(state)
-    lost_s = sorted(one.at_s for node in state.nodes.values() for one in node.offences
+    lost_s = sorted(one.at_s for node in state.nodes.values() for one in node.node_faults
                     if one.status == LOST_CONNECTION)
     for node in state.nodes.values():
-        yield len([one for one in node.offences if one.at_s >= since_s and not (
+        yield len([one for one in node.node_faults if one.at_s >= since_s and not (
             one.status == LOST_CONNECTION and bisect_right(lost_s, one.at_s + near_s)
             - bisect_left(lost_s, one.at_s - near_s) > most)])
 
 
-def _is_shared(state: ClusterState, offence: Offence) -> bool:
+def _is_shared(state: ClusterState, offence: NodeFault) -> bool:
     near_s = state.policy.replace_after_s
     similar = [node.name for node in state.nodes.values() if any(
         one.status == offence.status and abs(one.at_s - offence.at_s) <= near_s
-        for one in node.offences)]
+        for one in node.node_faults)]
     return len(similar) > num_unconfirmed_max(state)
 
 
@@ -98,7 +100,7 @@ def num_unconfirmed_max(state: ClusterState) -> int:
     return max(int(state.policy.unconfirmed_share_max * num), 1)
 
 
-def judge(state: ClusterState, node: Node) -> Iterator[Body]:
+def quarantine_if_due(state: ClusterState, node: Node) -> Iterator[Body]:
     """Quarantine the node if it is due."""
     if not is_due(state, node):
         return

@@ -6,8 +6,8 @@ from msgspec import Struct
 
 from ...events.records.types import Severity
 from ..state.cluster import ClusterState
-from ..state.incident import Fault, Strike
-from ..state.node import Erred, Node
+from ..state.incident import FailureLocation, Fault
+from ..state.node import DeviceError, Node
 from ..state.task import Task
 from .severity import severity_of, worse
 
@@ -23,7 +23,7 @@ class Cause(Struct, frozen=True, kw_only=True):
     evidence: tuple[int, ...]
     root: bool
     """It replaces the assumed cause of an open incident."""
-    is_hearsay: bool
+    is_indirect: bool
     """Only indirect evidence: processes ended because others did. No reason to disable a slot."""
 
 
@@ -63,34 +63,34 @@ def root_cause(state: ClusterState, task: Task) -> Cause:
     return Cause(severity=severity, status=status, node=node,
                  ranks=tuple(ranks) if first or not known else (),
                  why="; ".join(dict.fromkeys(whys)), evidence=tuple(dict.fromkeys(evidence)),
-                 is_hearsay=not first and all(fault.ended for fault in direct),
+                 is_indirect=not first and all(fault.ended for fault in direct),
                  root=known and incident is not None and incident.second_hand and bool(first))
 
 
-def in_words(node: str, erred: Erred) -> str:
+def in_words(node: str, erred: DeviceError) -> str:
     """For example `n87/3 GPU driver errors (xid-79): GPU has fallen off the bus`."""
     slots = "/" + " ".join(map(str, erred.devices)) if erred.devices else ""
     return f"{node}{slots} {erred.status} ({erred.rule}): {erred.text}"
 
 
-def matches(node: Node, erred: Erred, strike: Strike) -> bool:
+def matches(node: Node, erred: DeviceError, strike: FailureLocation) -> bool:
     """Whether a device error may concern this rank's slot."""
     if strike.slot.node != node.name:
         return False
     return strike.slot.index in erred.devices if erred.devices else True
 
 
-def is_near(state: ClusterState, erred: Erred, at_s: float) -> bool:
+def is_near(state: ClusterState, erred: DeviceError, at_s: float) -> bool:
     """Whether it occurred within the time window for evidence of one fault."""
     return abs(erred.at_s - at_s) <= state.policy.evidence_s_max
 
 
-def _near(state: ClusterState, task: Task, strike: Strike) -> list[Erred]:
+def _near(state: ClusterState, task: Task, strike: FailureLocation) -> list[DeviceError]:
     """Device errors near the failure, or those that its slot is disabled for."""
     node = state.nodes.get(strike.slot.node)
     return [erred for erred in node.erred if matches(node, erred, strike) and (
         is_near(state, erred, strike.at_s)
-        or (erred.incident > 0 and bool(erred.devices) and node.is_out(strike.slot.index)))
+        or (erred.incident > 0 and bool(erred.devices) and node.is_disabled(strike.slot.index)))
             ] if node is not None else []
 
 

@@ -94,7 +94,7 @@ def status_of(error: str) -> str:
     return _BY_WORD.get(error.strip().lower(), OTHER_SOFTWARE)
 
 
-def told_status(classified: str, else_: str) -> str:
+def classified_status(classified: str, else_: str) -> str:
     """The status of a worker's classifier, if it is a row of the table.
 
     The rank alone reports errors of the job spec.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from statistics import median
 
-from ..state.task import Pace, Rank, Slow, Task
+from ..state.task import Rank, StepTime, Straggler, Task
 
 SLOW_RATIO = 1.1
 """Smaller ratios of own work or iteration time are normal variation: the Unicron paper's threshold
@@ -31,7 +31,7 @@ DEVIATION_TIMES = 1.4826
 """Factor from median deviation to standard deviation (normal distribution)."""
 
 
-def slow_ranks(task: Task, at_s: float) -> dict[int, Slow]:
+def slow_ranks(task: Task, at_s: float) -> dict[int, Straggler]:
     """Find the stragglers: by rank, the ratio of its own work and of the iteration time.
 
     A rank with more own work is no straggler unless iterations are slower too: on a shared machine
@@ -41,18 +41,23 @@ def slow_ranks(task: Task, at_s: float) -> dict[int, Slow]:
     if len(task.members) < 2:
         return {}
     found: dict[int, tuple[float, float]] = {}
-    for number, pace in task.paces.items():
-        if not pace.generation or not (_may_be_slow(pace) or _differs(task.paces, pace)):
+    for number, pace in task.step_times.items():
+        if not pace.generation or not (_may_be_slow(pace) or _differs(task.step_times, pace)):
             continue
-        others = [other for one, other in task.paces.items()
+        others = [other for one, other in task.step_times.items()
                   if one != number and other.generation == pace.generation]
         ratio, holds_up = max(_beside_itself(pace, others), _beside_peers(pace, others),
                               key=lambda one: one[1])
         if holds_up >= SLOW_RATIO:
             found[number] = ratio, holds_up
-    return {number: Slow(ratio=min(found[number][0], RATIO_MAX), holds_up=min(times, RATIO_MAX),
-                         since_s=(task.slow[number].since_s if number in task.slow else at_s))
-            for number, times in _last_to_arrive(task, found).items()}
+    return {
+        number: Straggler(
+            ratio=min(found[number][0], RATIO_MAX),
+            holds_up=min(times, RATIO_MAX),
+            since_s=(task.slow[number].since_s if number in task.slow else at_s),
+        )
+        for number, times in _last_to_arrive(task, found).items()
+    }
 
 
 def _last_to_arrive(task: Task, found: dict[int, tuple[float, float]]) -> dict[int, float]:
@@ -61,15 +66,15 @@ def _last_to_arrive(task: Task, found: dict[int, tuple[float, float]]) -> dict[i
     The rank with the longest work, and those about as slow. Other slow ranks arrive earlier and
     delay nothing now.
     """
-    late = sorted(found, key=lambda number: (-task.paces[number].own_s, number))
+    late = sorted(found, key=lambda number: (-task.step_times[number].own_s, number))
     for num in range(1, len(late)):
-        times = _held_up(task.paces[late[0]], task.paces[late[num]].own_s)
+        times = _held_up(task.step_times[late[0]], task.step_times[late[num]].own_s)
         if times >= SLOW_RATIO:
             return {number: min(found[number][1], times) for number in late[:num]}
     return {number: found[number][1] for number in late}
 
 
-def _beside_itself(pace: Pace, others: list[Pace]) -> tuple[float, float]:
+def _beside_itself(pace: StepTime, others: list[StepTime]) -> tuple[float, float]:
     """Own work and iteration time relative to the rank's past.
 
     Growth that the others share is not counted.
@@ -87,34 +92,34 @@ def _beside_itself(pace: Pace, others: list[Pace]) -> tuple[float, float]:
     return _grown(pace), min(grew, _held_up(pace, usual_s))
 
 
-def _is_comparable(pace: Pace) -> bool:
+def _is_comparable(pace: StepTime) -> bool:
     """Whether it has as many micro-batches as its reference."""
     return pace.num_micro_batches == pace.normal_num and pace.normal_s > 0
 
 
-def _grown(pace: Pace) -> float:
+def _grown(pace: StepTime) -> float:
     return pace.own_s / pace.normal_s
 
 
-def slower_alike(task: Task) -> float:
+def uniform_slowdown(task: Task) -> float:
     """Ratio of iteration times if most members are slower and there is no straggler; 1: not so.
 
     The cause (machines, network or job) cannot be determined from the ranks.
     """
     if task.slow or len(task.members) < 2:
         return 1.0
-    grew = [pace.iteration_s / pace.normal_iteration_s for pace in task.paces.values()
+    grew = [pace.iteration_s / pace.normal_iteration_s for pace in task.step_times.values()
             if pace.generation == task.generation and _may_be_slow(pace)]
     return min(median(grew), RATIO_MAX) if 2 * len(grew) > len(task.members) else 1.0
 
 
-def _may_be_slow(pace: Pace) -> bool:
+def _may_be_slow(pace: StepTime) -> bool:
     return (_is_comparable(pace)
             and pace.own_s >= SLOW_RATIO * pace.normal_s
             and pace.iteration_s >= SLOW_RATIO * pace.normal_iteration_s)
 
 
-def _beside_peers(pace: Pace, others: list[Pace]) -> tuple[float, float]:
+def _beside_peers(pace: StepTime, others: list[StepTime]) -> tuple[float, float]:
     """Own work and iteration time relative to the peers, if outside their spread."""
     peers_s = [other.own_s for other in others
                if other.num_micro_batches == pace.num_micro_batches]
@@ -128,13 +133,13 @@ def _beside_peers(pace: Pace, others: list[Pace]) -> tuple[float, float]:
     return pace.own_s / usual_s, _held_up(pace, min(most_s, pace.own_s))
 
 
-def _differs(paces: dict[int, Pace], pace: Pace) -> bool:
+def _differs(paces: dict[int, StepTime], pace: StepTime) -> bool:
     """Whether most others have less own work: a cheap check before the full comparison."""
     num = len([other for other in paces.values() if other.own_s * SLOW_RATIO <= pace.own_s])
     return 2 * num >= len(paces) - 1
 
 
-def _held_up(pace: Pace, usual_s: float) -> float:
+def _held_up(pace: StepTime, usual_s: float) -> float:
     """Iteration time relative to one with own work of `usual_s`."""
     return pace.iteration_s / max(pace.iteration_s - (pace.own_s - usual_s), usual_s)
 
@@ -154,11 +159,11 @@ def at_fault(task: Task) -> list[Rank]:
         return []
     found: list[Rank] = []
     for number, slow in task.slow.items():
-        rank, pace = task.member(number), task.paces.get(number)
-        if slow.holds_up <= FAULT_RATIO or rank is None or pace is None or not rank.sound:
+        rank, pace = task.member(number), task.step_times.get(number)
+        if slow.holds_up <= FAULT_RATIO or rank is None or pace is None or not rank.is_healthy:
             continue
         least_s = CONFIRMED_SHARE * pace.iteration_s
-        wait = any(other.iteration_s >= least_s for one, other in task.paces.items()
+        wait = any(other.iteration_s >= least_s for one, other in task.step_times.items()
                    if one not in task.slow and other.generation == pace.generation)
         confirmed = task.members[0].rank not in task.slow and task.step_s >= least_s
         if wait or confirmed:

@@ -30,7 +30,7 @@ def neighbours(nodes: Iterable[str], where: Mapping[str, Labels]) -> tuple[
             dict.fromkeys(domain(node, where) for node in nodes if where.get(node, NOWHERE).rack))
 
 
-class Room:
+class FreeSlots:
     """The unassigned ones of `slots`. A query is logarithmic in the nodes."""
 
     def __init__(self, slots: Sequence[Slot], given: Collection[Slot],
@@ -40,7 +40,7 @@ class Room:
             free = self._free.setdefault(slot.node, [])
             if slot not in given:
                 free.append(slot)
-        self.usable, self.nodes = set(slots), sorted(self._free)
+        self.allocatable, self.nodes = set(slots), sorted(self._free)
         self._groups: dict[str, list[str]] = {}
         """By node: its groups (all nodes, its rack, its switch)."""
         self._heaps: dict[str, list[tuple[int, str]]] = {ANYWHERE: []}
@@ -59,7 +59,7 @@ class Room:
     def on(self, node: str) -> int:
         return len(self._free.get(node, ()))
 
-    def roomiest(self, group: str = ANYWHERE,
+    def most_free(self, group: str = ANYWHERE,
                  but: Callable[[str], bool] | None = None) -> str | None:
         """The node of a group with most free slots, by name among equals; `but` excludes nodes.
 
@@ -84,7 +84,7 @@ class Room:
         """The node with most free slots in the first groups that have one with `least` free, else
         of all nodes."""
         for keys in (*groups, (ANYWHERE,)):
-            found = [node for key in keys if (node := self.roomiest(key)) is not None
+            found = [node for key in keys if (node := self.most_free(key)) is not None
                      and self.on(node) >= least]
             if found:
                 return min(found, key=lambda node: (-self.on(node), node))

@@ -21,7 +21,7 @@ from ...events.records.types import Labels, Seat, Slot
 from ..state.task import Task
 from ..throughput.state_size import seat_bytes
 from . import tensor_groups
-from .free_slots import Room, domain, neighbours
+from .free_slots import FreeSlots, domain, neighbours
 from .topology_spread import Taken, spread
 
 Where = Mapping[str, Labels]
@@ -40,7 +40,7 @@ def place(tasks: Sequence[Task], counts: Sequence[int],
     for task in grouped:
         taken[task.id] = []
     given = {slot for own in taken.values() for slot in own}
-    dealt, room = tensor_groups.deal(grouped, wanted, slots, given, where)
+    dealt, room = tensor_groups.assign_groups(grouped, wanted, slots, given, where)
     taken |= dealt
     for task in sorted(tasks, key=lambda task: (  # a task without state is near to no node
             not taken[task.id], -seat_bytes(task, wanted[task.id]), task.id)):
@@ -76,7 +76,7 @@ def _claims(tasks: Sequence[Task], wanted: dict[int, int], usable: set[Slot],
 
 def _processes(task: Task) -> list[Slot]:
     """Slots of members that may stay."""
-    return sorted(rank.slot for rank in task.living_members() if rank.sound)
+    return sorted(rank.slot for rank in task.living_members() if rank.is_healthy)
 
 
 def _empty(task: Task) -> list[Slot]:
@@ -122,7 +122,7 @@ def _emptiest_first(seats: Sequence[Seat]) -> list[Seat]:
 
 
 # --- new slots ---
-def _choose(room: Room, own: Sequence[Slot], count: int, where: Where) -> list[Slot]:
+def _choose(room: FreeSlots, own: Sequence[Slot], count: int, where: Where) -> list[Slot]:
     """Choose `count` slots: on own nodes first, then the nearest with most free slots; two racks,
     or two nodes, if possible."""
     chosen: list[Slot] = []
@@ -149,14 +149,14 @@ def _choose(room: Room, own: Sequence[Slot], count: int, where: Where) -> list[S
     return chosen
 
 
-def _elsewhere(room: Room, nodes: Collection[str], racks: Collection[str],
+def _elsewhere(room: FreeSlots, nodes: Collection[str], racks: Collection[str],
                where: Where) -> str | None:
     """The node for the last seat, so that not all are on one rack or one node; None: any."""
     if len(racks) != 1:
         return None
-    found = room.roomiest(but=lambda node: domain(node, where) in racks)
+    found = room.most_free(but=lambda node: domain(node, where) in racks)
     if found is None and len(nodes) == 1:
-        found = room.roomiest(but=lambda node: node in nodes)
+        found = room.most_free(but=lambda node: node in nodes)
     return found
 
 
@@ -181,7 +181,7 @@ def why_placed(task: Task, seats: Sequence[Seat], slots: Sequence[Slot], where: 
     nodes = sorted({seat.slot.node for seat in seats})
     if not task.heals_in_memory or len(nodes) > 1:
         text = (f"{len(seats)} seat{'s' * (len(seats) > 1)} on {' '.join(nodes)}"
-                f"{tensor_groups.why_torn(task, seats, slots)}")
+                f"{tensor_groups.why_split(task, seats, slots)}")
         if not task.heals_in_memory or len({domain(node, where) for node in nodes}) > 1:
             return text
         only = len({domain(slot.node, where) for slot in slots}) == 1

@@ -12,8 +12,8 @@ from ...events.records.types import Labels, Seat, Slot
 from ..state.task import Task
 from ..throughput import table
 from ..throughput.state_size import seat_bytes
-from .free_slots import Room, neighbours
-from .topology_spread import Taken, elsewhere
+from .free_slots import FreeSlots, neighbours
+from .topology_spread import Taken, num_elsewhere
 
 
 def size(task: Task, count: int) -> int:
@@ -26,8 +26,8 @@ def size(task: Task, count: int) -> int:
     return axes.pp if train is not None and axes.tp == 1 else axes.tp
 
 
-def deal(tasks: Sequence[Task], wanted: Mapping[int, int], slots: Sequence[Slot],
-         given: Collection[Slot], where: Mapping[str, Labels]) -> tuple[Taken, Room]:
+def assign_groups(tasks: Sequence[Task], wanted: Mapping[int, int], slots: Sequence[Slot],
+         given: Collection[Slot], where: Mapping[str, Labels]) -> tuple[Taken, FreeSlots]:
     """Assign slots to whole groups: slots by task, and the remaining free slots. `given`: assigned
     to others.
 
@@ -35,19 +35,19 @@ def deal(tasks: Sequence[Task], wanted: Mapping[int, int], slots: Sequence[Slot]
     whenever possible: the free slots for smaller groups do not depend on the nodes of larger ones.
     Groups that are on one node stay, unless that leaves fewer seats in groups.
     """
-    room = Room(slots, given, where)
+    room = FreeSlots(slots, given, where)
     found = _deal(tasks, wanted, room, where, stay=True)
     num = sum(map(len, found.values()))
     if num < sum(wanted[task.id] - wanted[task.id] % size(task, wanted[task.id])
                  for task in tasks):
-        other = Room(slots, given, where)
+        other = FreeSlots(slots, given, where)
         moved = _deal(tasks, wanted, other, where, stay=False)
         if sum(map(len, moved.values())) > num:
             return moved, other
     return found, room
 
 
-def _deal(tasks: Sequence[Task], wanted: Mapping[int, int], room: Room,
+def _deal(tasks: Sequence[Task], wanted: Mapping[int, int], room: FreeSlots,
           where: Mapping[str, Labels], *, stay: bool) -> Taken:
     """`stay`: all tasks keep their whole groups before any gets new ones."""
     assignments = [_GroupAssignment(task, wanted[task.id], room, where) for task in tasks]
@@ -63,11 +63,13 @@ def _deal(tasks: Sequence[Task], wanted: Mapping[int, int], room: Room,
 class _GroupAssignment:
     """The groups of one task during the assignment."""
 
-    def __init__(self, task: Task, count: int, room: Room, where: Mapping[str, Labels]) -> None:
+    def __init__(
+        self, task: Task, count: int, room: FreeSlots, where: Mapping[str, Labels]
+    ) -> None:
         self.key, self.each, self.num_bytes = task.id, size(task, count), seat_bytes(task, count)
         self.taken: list[Slot] = []
         self._left: int = count // self.each
-        self._most = (count - away) // self.each if (away := elsewhere(task, count)) else count
+        self._most = (count - away) // self.each if (away := num_elsewhere(task, count)) else count
         """Limit of groups on one node, while another node has free slots."""
         self._room, self._where = room, where
         self._own: dict[str, list[Slot]] = {}
@@ -106,7 +108,7 @@ class _GroupAssignment:
         found = self._room.nearest(near, self.each)
         if found is None or self._may(found):
             return found
-        return self._room.roomiest(but=lambda node: not self._may(node))
+        return self._room.most_free(but=lambda node: not self._may(node))
 
     def _may(self, node: str) -> int:
         """Number of groups that fit on the node."""
@@ -139,7 +141,7 @@ def ranked(slots: Sequence[Slot], *sizes: int) -> list[Slot]:
     return whole + ranked(rest, *sizes[1:])
 
 
-def torn(seats: Sequence[Seat], each: int) -> int:
+def num_split(seats: Sequence[Seat], each: int) -> int:
     """Number of groups of `each` ranks that are split across nodes; incomplete groups do not
     count."""
     nodes = [seat.slot.node for seat in sorted(seats)]
@@ -147,10 +149,10 @@ def torn(seats: Sequence[Seat], each: int) -> int:
                for at in range(0, len(nodes) // each * each, each))
 
 
-def why_torn(task: Task, seats: Sequence[Seat], slots: Sequence[Slot]) -> str:
+def why_split(task: Task, seats: Sequence[Seat], slots: Sequence[Slot]) -> str:
     """Explain why groups are split across nodes; empty if none is."""
     each = size(task, len(seats))
-    if not (num := torn(seats, each)):
+    if not (num := num_split(seats, each)):
         return ""
     on: dict[str, int] = {}
     for slot in slots:

@@ -19,7 +19,7 @@ from ...events.records.types import Labels, Seat, Slot
 from ..state.task import Task
 from ..throughput.state_size import seat_bytes
 from ..throughput.training_layouts import layout_within
-from .free_slots import NOWHERE, Room, domain
+from .free_slots import NOWHERE, FreeSlots, domain
 
 Taken = dict[int, list[Slot]]
 """Slots by task."""
@@ -32,7 +32,7 @@ BYTE, MOVED, BROKEN, FAR = 1 << 20, 1 << 90, 1 << 120, 1 << 150
 all lower terms of a path. FAR: unreachable."""
 
 
-def elsewhere(task: Task, count: int) -> int:
+def num_elsewhere(task: Task, count: int) -> int:
     """Seats of a training task that belong on another node than the rest: those of one replica, so
     that each part of the model is on two nodes. 0: one replica, or no training task."""
     train = task.spec.training
@@ -44,15 +44,15 @@ def elsewhere(task: Task, count: int) -> int:
     return axes.tp * axes.pp if axes.dp > 1 else 0
 
 
-def spread(movable: Sequence[Task], taken: Taken, room: Room,
+def spread(movable: Sequence[Task], taken: Taken, room: FreeSlots,
            where: Mapping[str, Labels]) -> None:
     """Change `taken` so that the constraint holds for as many movable tasks as possible, with few
     moves."""
-    one_rack = [task.id for task in movable if elsewhere(task, len(taken[task.id])) == 1
+    one_rack = [task.id for task in movable if num_elsewhere(task, len(taken[task.id])) == 1
                 and len({domain(slot.node, where) for slot in taken[task.id]}) == 1]
     if not one_rack:
         return
-    board = Board(movable, taken, room, where)
+    board = SeatMoves(movable, taken, room, where)
     for key in one_rack:
         if len(board.on[key]) == 1:
             board.mend(key, own=BROKEN)
@@ -74,14 +74,14 @@ class _Step(Struct, frozen=True, order=True):
     node: str
 
 
-class Board:
+class SeatMoves:
     """The assignment by node and rack while seats are moved."""
 
-    def __init__(self, movable: Sequence[Task], taken: Taken, room: Room,
+    def __init__(self, movable: Sequence[Task], taken: Taken, room: FreeSlots,
                  where: Mapping[str, Labels]) -> None:
         self.taken, self.room, self.where = taken, room, where
-        self.ruled = {task.id: elsewhere(task, len(taken[task.id])) == 1 for task in movable}
-        self.at = {task.id: room.usable.intersection(_kept(task)) for task in movable}
+        self.ruled = {task.id: num_elsewhere(task, len(taken[task.id])) == 1 for task in movable}
+        self.at = {task.id: room.allocatable.intersection(_kept(task)) for task in movable}
         self.mine = {key: Counter(slot.node for slot in at) for key, at in self.at.items()}
         self.moved = {task.id: MOVED + BYTE * seat_bytes(task, len(taken[task.id]))
                       for task in movable}
@@ -169,7 +169,7 @@ class Board:
         if found:
             new = min(found, key=lambda node: (-self.room.on(node), node))
         elif not spare:
-            new = self.room.roomiest(but=lambda node: self.rack[node] in home)
+            new = self.room.most_free(but=lambda node: self.rack[node] in home)
         return [(key, old, new)] if new is not None else None
 
     def _follow(self, path: Sequence[Move]) -> None:
@@ -222,7 +222,7 @@ def _kept(task: Task) -> Iterator[Slot]:
     """Slots of processes that may stay: with a seat, or healthy without one."""
     seats = set(task.target)
     for rank in task.ranks.values():
-        if rank.sound or Seat(rank.rank, rank.slot) in seats:
+        if rank.is_healthy or Seat(rank.rank, rank.slot) in seats:
             yield rank.slot
 
 
@@ -233,7 +233,7 @@ class Search:
     Nodes with a cheaper offer are skipped.
     """
 
-    def __init__(self, board: Board, first: int, own: int) -> None:
+    def __init__(self, board: SeatMoves, first: int, own: int) -> None:
         self._board, self._first, self._own = board, first, own
         self._home = sorted(board.on[first])
         self._found: dict[str, _Step] = {}

@@ -14,13 +14,13 @@ def without(names: Sequence[str]) -> str:
 
 
 FLOORLESS = without(("floors",))
-LIMITS = {without(some): some
+LIMITS_BY_NAME = {without(some): some
           for num in (1, 2, 3, 4) for some in combinations(LIMIT_NAMES, num) if some != ("floors",)}
 UNCHANGED = "keep as it is"
 """The plan in which every task keeps its slots."""
 ALPHALESS = "the best by WAF, without alpha"
 SPARELESS = "without a hot spare"
-OTHERS_WAIT_NUM = -(1 << 53)
+NOT_COMPARABLE_NUM = -(1 << 53)
 """Objective of a plan that cannot be compared, since other tasks have no slots in it."""
 SHARE_PERCENT_MIN = 0.001
 """Smaller shares are printed as "under" this."""
@@ -39,5 +39,5 @@ def percent(share: float) -> str:
     return f"{value:,.0f} %" if is_whole else f"{value:.2g} %"
 
 
-def slots_told(num: int) -> str:
+def slots_in_words(num: int) -> str:
     return f"{num} slot{'s' * (num != 1)}"

@@ -16,13 +16,13 @@ from msgspec import Struct
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from .problem import Limits, PlanInput, Wish, waf_of
-from .solver.candidates import Found, Rows
+from .problem import PlanLimits, PlanProblem, TaskDemand, waf_of
+from .solver.candidates import Candidates, SlotsAndGain
 from .solver.core import Ints
 from .solver.dynamic_program import IMPOSSIBLE
 
 
-def best(rows: Rows, capacity: int, limits: Limits) -> Found | None:
+def best(rows: Candidates, capacity: int, limits: PlanLimits) -> SlotsAndGain | None:
     """The best plan that fits and satisfies the limits, None if nothing fits.
 
     If every plan exceeds `moves_max`, the best plan with the fewest moves. Ties are deterministic.
@@ -36,17 +36,17 @@ def best(rows: Rows, capacity: int, limits: Limits) -> Found | None:
     return found
 
 
-def within_limits(rows: Rows, capacity: int, limits: Limits) -> Found | None:
+def within_limits(rows: Candidates, capacity: int, limits: PlanLimits) -> SlotsAndGain | None:
     """As `best`, but None if every plan exceeds `moves_max`."""
     slots = _Search(rows, capacity, limits).slots()
     return None if slots is None else (slots, rows.sums(rows.vector(slots))[0])
 
 
-def _moves_as_losses(rows: Rows, limits: Limits) -> Rows:
+def _moves_as_losses(rows: Candidates, limits: PlanLimits) -> Candidates:
     """The rows with gain -1 for a move, else 0."""
     row_of = rows.row_of
     healthy, now = np.array(limits.healthy)[row_of], np.array(limits.now)[row_of]
-    return Rows(sizes=rows.sizes, starts=rows.starts,
+    return Candidates(sizes=rows.sizes, starts=rows.starts,
                 gains=-(healthy & (rows.sizes != now)).astype(np.int64))
 
 
@@ -68,7 +68,7 @@ class _Layer(Struct, frozen=True):
 class _Search:
     """One search within the limits. Sizes are in units of their greatest common divisor."""
 
-    def __init__(self, rows: Rows, capacity: int, limits: Limits) -> None:
+    def __init__(self, rows: Candidates, capacity: int, limits: PlanLimits) -> None:
         self._rows, self._limits = rows, limits
         self._num_moves = min(limits.moves_max or 0, sum(limits.healthy))
         self._unit = max(int(np.gcd.reduce(rows.sizes)), 1) if len(rows.sizes) else 1
@@ -129,7 +129,7 @@ class _Search:
                 for size, gain in zip(part.sizes.tolist(), part.gains.tolist(), strict=True)]
 
 
-def _most(rows: Rows) -> int:
+def _most(rows: Candidates) -> int:
     """The most slots that the rows can take."""
     return sum(rows.sizes[rows.starts[1:] - 1].tolist())
 
@@ -174,23 +174,23 @@ def _useful(values: Ints) -> list[_Option]:
 # higher weight, then the earlier task. A task whose floor is not granted has none in this plan.
 
 
-def are_asked(problem: PlanInput) -> bool:
+def has_floors(problem: PlanProblem) -> bool:
     """True if any task of the problem requests a floor or has one by alpha."""
     all_ask = problem.floor or problem.alpha >= 1
-    return any((all_ask or one.floor) and floors_of(problem, one) for one in problem.wishes)
+    return any((all_ask or one.floor) and floors_of(problem, one) for one in problem.demands)
 
 
-def has_requested_floors(problem: PlanInput) -> bool:
+def has_requested_floors(problem: PlanProblem) -> bool:
     """True if a job or the policy requests a floor; alpha alone does not count."""
-    return are_asked(replace(problem, alpha=0.0))
+    return has_floors(replace(problem, alpha=0.0))
 
 
-def maximises_waf(problem: PlanInput) -> bool:
+def maximises_waf(problem: PlanProblem) -> bool:
     """True if the plan maximises the WAF without floors."""
-    return not problem.alpha and not are_asked(problem)
+    return not problem.alpha and not has_floors(problem)
 
 
-def floors_of(problem: PlanInput, demand: Wish) -> tuple[int, ...]:
+def floors_of(problem: PlanProblem, demand: TaskDemand) -> tuple[int, ...]:
     """The floors that the task may be granted, its own request first; usually none or one.
 
     If its own floor does not fit, its smallest size with a WAF above 0 is tried, if the policy
@@ -204,15 +204,15 @@ def floors_of(problem: PlanInput, demand: Wish) -> tuple[int, ...]:
     return tuple(dict.fromkeys(floor for floor in found if floor))
 
 
-def without_floors(problem: PlanInput) -> PlanInput:
+def without_floors(problem: PlanProblem) -> PlanProblem:
     """The problem without requested floors; those of alpha stay."""
-    return replace(problem, floor=False, wishes=tuple(
-        replace(demand, floor=0) if demand.floor else demand for demand in problem.wishes))
+    return replace(problem, floor=False, demands=tuple(
+        replace(demand, floor=0) if demand.floor else demand for demand in problem.demands))
 
 
-def given(problem: PlanInput) -> tuple[int, ...]:
+def granted_floors(problem: PlanProblem) -> tuple[int, ...]:
     """By demand: its granted floor, 0 for none. Together they fit the slots and the quotas."""
-    demands, found = problem.wishes, [0] * len(problem.wishes)
+    demands, found = problem.demands, [0] * len(problem.demands)
     left, quota_left = problem.num_slots, dict(problem.quotas)
     for i in sorted(range(len(demands)), key=lambda i: _order(demands[i])):
         for floor in floors_of(problem, demands[i]):
@@ -226,49 +226,49 @@ def given(problem: PlanInput) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _order(demand: Wish) -> tuple[int, float, int]:
+def _order(demand: TaskDemand) -> tuple[int, float, int]:
     return -demand.priority, -demand.weight, demand.task
 
 
-def allowed(problem: PlanInput, rows: Rows) -> NDArray[np.bool_]:
+def allowed(problem: PlanProblem, rows: Candidates) -> NDArray[np.bool_]:
     """By candidate: True if the floors allow it. From alpha 1 on a task without a granted floor has
     no slots."""
-    least, row_of = np.array(given(problem), dtype=np.int64), rows.row_of
+    least, row_of = np.array(granted_floors(problem), dtype=np.int64), rows.row_of
     found: NDArray[np.bool_] = rows.sizes >= least[row_of]
     if problem.alpha >= 1:
-        can_earn = np.array([bool(floors_of(problem, one)) for one in problem.wishes],
+        can_earn = np.array([bool(floors_of(problem, one)) for one in problem.demands],
                             dtype=np.bool_)
         found &= (rows.sizes == 0) | (least > 0)[row_of] | ~can_earn[row_of]
     return found
 
 
-def starved(problem: PlanInput, slots: Sequence[int]) -> tuple[int, ...]:
+def unserved_tasks(problem: PlanProblem, slots: Sequence[int]) -> tuple[int, ...]:
     """Tasks with a WAF of 0 that could have more."""
-    return tuple(demand.task for demand, x in zip(problem.wishes, slots, strict=True)
+    return tuple(demand.task for demand, x in zip(problem.demands, slots, strict=True)
                  if not waf_of(demand, x) and any(demand.wafs))
 
 
-def short(problem: PlanInput, slots: Sequence[int]) -> dict[int, int]:
+def below_floor(problem: PlanProblem, slots: Sequence[int]) -> dict[int, int]:
     """By task that the plan gives less than its requested floor: its smallest floor above that."""
     found: dict[int, int] = {}
-    for demand, x in zip(problem.wishes, slots, strict=True):
+    for demand, x in zip(problem.demands, slots, strict=True):
         floors = floors_of(problem, demand)
         if floors and x < floors[0]:
             found[demand.task] = next(floor for floor in floors[::-1] if floor > x)
     return found
 
 
-def blocked_by_quota(problem: PlanInput, tasks: Iterable[int]) -> tuple[int, ...]:
+def blocked_by_quota(problem: PlanProblem, tasks: Iterable[int]) -> tuple[int, ...]:
     """Those of `tasks` that would have a floor if only their own team had no quota."""
     found: list[int] = []
-    row_of = {demand.task: row for row, demand in enumerate(problem.wishes)}
+    row_of = {demand.task: row for row, demand in enumerate(problem.demands)}
     quotas, teams = dict(problem.quotas), dict[str, tuple[int, ...]]()
     for task in tasks:
-        team = problem.wishes[row_of[task]].team
+        team = problem.demands[row_of[task]].team
         if team not in quotas:
             continue
         if team not in teams:
-            teams[team] = given(replace(problem, quotas=tuple(
+            teams[team] = granted_floors(replace(problem, quotas=tuple(
                 x for x in problem.quotas if x[0] != team)))
         if teams[team][row_of[task]]:
             found.append(task)

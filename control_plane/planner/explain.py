@@ -14,7 +14,15 @@ from msgspec.structs import replace
 from ...events.records.decisions import Allocation, Alternative, Binding, PlanChosen
 from ..state.cluster import ClusterState
 from . import constraints
-from .alternative_names import ALPHALESS, FLOORLESS, LIMITS, SPARELESS, percent, slots_told, without
+from .alternative_names import (
+    ALPHALESS,
+    FLOORLESS,
+    LIMITS_BY_NAME,
+    SPARELESS,
+    percent,
+    slots_in_words,
+    without,
+)
 from .objective import hysteresis_flop, objective_flop, transition_flop
 from .planner import (
     Choice,
@@ -25,51 +33,51 @@ from .planner import (
     comparable,
     ideal_waf,
     plan_of,
-    planned,
     preferred_slots,
+    solve,
 )
-from .problem import PlanInput, waf_of
-from .problem_of_state import Ground, digest
+from .problem import PlanProblem, waf_of
+from .problem_of_state import PlanningSnapshot, digest
 
 NUM_NAMED_MAX = 3
 """The most tasks that the sentence names."""
-UNBOUND = (*LIMITS, FLOORLESS, SPARELESS, ALPHALESS)
+UNBOUND = (*LIMITS_BY_NAME, FLOORLESS, SPARELESS, ALPHALESS)
 """Plans that violate a limit, or that solve another problem."""
 
 
-def plan_record(state: ClusterState, snapshot: Ground, choice: Choice) -> PlanChosen:
+def plan_record(state: ClusterState, snapshot: PlanningSnapshot, choice: Choice) -> PlanChosen:
     """The log record of the choice, with its explanation."""
     problem = snapshot.problem
-    most = {demand.task: state.tasks[demand.task].spec.slots.max for demand in problem.wishes}
+    most = {demand.task: state.tasks[demand.task].spec.slots.max for demand in problem.demands}
     return replace(record_of(problem, choice, most), trigger=state.replan, kept=_kept(snapshot),
                    ideal_waf=ideal_waf(snapshot.all_demands, snapshot.num_slots_all),
                    input=digest(state, snapshot))
 
 
-def record_of(problem: PlanInput, choice: Choice, most: Mapping[int, int]) -> PlanChosen:
+def record_of(problem: PlanProblem, choice: Choice, most: Mapping[int, int]) -> PlanChosen:
     """The record without the fields that need a state. `most`: slots.max by task."""
     plan = choice.plan
     objective = objective_flop(problem, plan.slots)
-    others = beaten(problem, choice.alternatives, objective)
-    bound, bound_tasks = binding(problem, choice, most)
+    others = with_distances(problem, choice.alternatives, objective)
+    bound, bound_tasks = binding_constraint(problem, choice, most)
     return PlanChosen(
         trigger="", num_slots=problem.num_slots, allocations=choice.allocations,
         waf=plan.waf, objective=plan.objective, alternatives=others, objective_flop=objective,
         transition_flop=transition_flop(problem, plan.slots), running_s=problem.running_s,
         binding=bound, bound_tasks=bound_tasks, why=why(problem, choice, others, bound),
-        below_floor=tuple(constraints.short(problem, plan.slots)), hot_spare=choice.spare,
+        below_floor=tuple(constraints.below_floor(problem, plan.slots)), hot_spare=choice.spare,
         alpha=problem.alpha)
 
 
-def _kept(snapshot: Ground) -> tuple[Allocation, ...]:
+def _kept(snapshot: PlanningSnapshot) -> tuple[Allocation, ...]:
     """The slots and the WAF of tasks that the plan does not change."""
-    planned = {demand.task for demand in snapshot.problem.wishes}
+    planned = {demand.task for demand in snapshot.problem.demands}
     return tuple(Allocation(task=demand.task, slots_before=demand.now, slots=demand.now,
                             waf=waf_of(demand, demand.now), waf_before=waf_of(demand, demand.now))
                  for demand in snapshot.all_demands if demand.task not in planned and demand.now)
 
 
-def beaten(problem: PlanInput, others: Sequence[Alternative], objective: float
+def with_distances(problem: PlanProblem, others: Sequence[Alternative], objective: float
            ) -> tuple[Alternative, ...]:
     """The other plans with their distance from `objective`, that of the chosen plan."""
     return tuple(replace(other, behind_flop=objective - objective_flop(problem, slots),
@@ -77,7 +85,7 @@ def beaten(problem: PlanInput, others: Sequence[Alternative], objective: float
                  for other in others for slots in [tuple(num for _, num in other.slots)])
 
 
-def binding(problem: PlanInput, choice: Choice,
+def binding_constraint(problem: PlanProblem, choice: Choice,
             most: Mapping[int, int]) -> tuple[Binding, tuple[int, ...]]:
     """(the constraint that binds the plan, the tasks that it concerns).
 
@@ -93,21 +101,21 @@ def binding(problem: PlanInput, choice: Choice,
     if choice.unconstrained is not None and choice.binding != ("floors",):
         return "limits", ()
     if choice.unconstrained is not None:
-        least = constraints.given(problem)
+        least = constraints.granted_floors(problem)
         return "floor", tuple(demand.task for demand, x, floor in zip(
-            problem.wishes, choice.unconstrained.slots, least, strict=True) if x < floor)
+            problem.demands, choice.unconstrained.slots, least, strict=True) if x < floor)
     if sum(preferred_slots(problem)) > problem.num_slots:
         left_over = problem.num_slots - sum(plan.slots)
-        tasks = [demand.task for demand, x in zip(problem.wishes, plan.slots, strict=True)
+        tasks = [demand.task for demand, x in zip(problem.demands, plan.slots, strict=True)
                  if x == 0 and demand.sizes and demand.sizes[0] > left_over > 0]
         return ("min", tuple(tasks)) if tasks else ("slots", ())
-    full = [demand.task for demand, x in zip(problem.wishes, plan.slots, strict=True)
+    full = [demand.task for demand, x in zip(problem.demands, plan.slots, strict=True)
             if x > 0 and x == most.get(demand.task)]
     return ("max", tuple(full)) if full else ("nothing", ())
 
 
 # --- on request ---
-def lifted(problem: PlanInput, slots: Sequence[int]) -> tuple[Alternative, ...]:
+def without_each_limit(problem: PlanProblem, slots: Sequence[int]) -> tuple[Alternative, ...]:
     """The plans without each single limit, without floors, without alpha, without a hot spare or
     with one, and the plan in which only faulted tasks shrink, each compared with the plan `slots`.
 
@@ -116,21 +124,21 @@ def lifted(problem: PlanInput, slots: Sequence[int]) -> tuple[Alternative, ...]:
     every, first_terms = all_rows(problem)
 
     def valued(counts: Sequence[int]) -> Plan:
-        return plan_of(problem.wishes, (tuple(counts), every.sums(every.vector(counts))[0]))
+        return plan_of(problem.demands, (tuple(counts), every.sums(every.vector(counts))[0]))
 
     plan = valued(slots)
-    others = [(what, comparable(problem, plan, valued(planned(other).slots)))
+    others = [(what, comparable(problem, plan, valued(solve(other).slots)))
               for what, other in _problems_without(problem)]
-    faulted = [demand.name for demand in problem.wishes if demand.faulted]
+    faulted = [demand.name for demand in problem.demands if demand.faulted]
     shrunk = best_among(problem, lambda one, x: x == one.now or (one.faulted and x < one.now))
     if faulted and shrunk is not None:
         others.append((f"shrink only the hurt ({_listed(faulted)})", shrunk))
     share = int(first_terms[every.vector(slots)].sum()) if problem.alpha else 0
-    return beaten(problem, alternatives(problem, plan, others, share),
+    return with_distances(problem, alternatives(problem, plan, others, share),
                   objective_flop(problem, plan.slots))
 
 
-def _problems_without(problem: PlanInput) -> Iterator[tuple[str, PlanInput]]:
+def _problems_without(problem: PlanProblem) -> Iterator[tuple[str, PlanProblem]]:
     """(the plan's name, the problem without one limit)."""
     limits = problem.limits
     if limits is not None and limits.moves_max is not None:
@@ -138,8 +146,8 @@ def _problems_without(problem: PlanInput) -> Iterator[tuple[str, PlanInput]]:
     if limits is not None and limits.teams:
         yield without(("quotas",)), replace(problem, quotas=())
     if limits is not None and limits.priorities:
-        yield without(("priorities",)), replace(problem, wishes=tuple(
-            replace(demand, priority=0) for demand in problem.wishes))
+        yield without(("priorities",)), replace(problem, demands=tuple(
+            replace(demand, priority=0) for demand in problem.demands))
     if constraints.has_requested_floors(problem):
         yield FLOORLESS, constraints.without_floors(problem)
     if problem.gain_min:
@@ -153,7 +161,7 @@ def _problems_without(problem: PlanInput) -> Iterator[tuple[str, PlanInput]]:
                                           kept_slots=idle)
 
 
-def paid_back_s(problem: PlanInput, slots: Sequence[int]) -> float:
+def paid_back_s(problem: PlanProblem, slots: Sequence[int]) -> float:
     """The time until the WAF gained by the changes of healthy tasks has paid for their transitions,
     compared with the best plan without such changes (one solve). 0 if nothing is to be paid, and
     with alpha, whose changes do not maximise the WAF."""
@@ -163,23 +171,23 @@ def paid_back_s(problem: PlanInput, slots: Sequence[int]) -> float:
         demand.faulted or x == demand.now or demand.now not in demand.sizes))
     if unchanged is None:
         return 0.0
-    waf = math.fsum(waf_of(demand, x) for demand, x in zip(problem.wishes, slots, strict=True))
+    waf = math.fsum(waf_of(demand, x) for demand, x in zip(problem.demands, slots, strict=True))
     gain = waf - unchanged.waf
     cost = transition_flop(problem, slots) - transition_flop(problem, unchanged.slots)
     return cost / gain if gain > 0 and cost > 0 else 0.0
 
 
-def keeps_healthy(problem: PlanInput, slots: Sequence[int]) -> bool:
+def keeps_healthy(problem: PlanProblem, slots: Sequence[int]) -> bool:
     """True if every healthy task keeps its slots, unless their number is no candidate."""
     return all(demand.faulted or x == demand.now or demand.now not in demand.sizes
-               for demand, x in zip(problem.wishes, slots, strict=True))
+               for demand, x in zip(problem.demands, slots, strict=True))
 
 
 # --- one sentence ---
-def why(problem: PlanInput, choice: Choice, others: Sequence[Alternative], bound: Binding) -> str:
+def why(problem: PlanProblem, choice: Choice, others: Sequence[Alternative], bound: Binding) -> str:
     """One sentence: the changes, and why the nearest alternative is worse."""
-    names = {demand.task: demand.name for demand in problem.wishes}
-    short = [names[task] for task in constraints.short(problem, choice.plan.slots)]
+    names = {demand.task: demand.name for demand in problem.demands}
+    short = [names[task] for task in constraints.below_floor(problem, choice.plan.slots)]
     room = f"; no room for the floor of {_listed(short)}" if short else ""
     reason = f"{_reason(problem, choice, others, bound)}{room}"
     return f"{moves(choice.allocations, names)}: {reason}"
@@ -203,19 +211,19 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:NUM_NAMED_MAX]) + (f" and {more} more" if more > 0 else "")
 
 
-def _reason(problem: PlanInput, choice: Choice, others: Sequence[Alternative],
+def _reason(problem: PlanProblem, choice: Choice, others: Sequence[Alternative],
             bound: Binding) -> str:
     plan, by = choice.plan, f" by alpha-fairness {problem.alpha:g}" if problem.alpha else ""
-    if not problem.wishes or not any(demand.sizes for demand in problem.wishes):
+    if not problem.demands or not any(demand.sizes for demand in problem.demands):
         return "there is nothing that could earn anything"
     if bound == "spare" and choice.spare is not None:
         spare = choice.spare
-        return (f"{slots_told(spare.num_slots)} idle as a hot spare, which costs "
+        return (f"{slots_in_words(spare.num_slots)} idle as a hot spare, which costs "
                 f"{_share(spare.cost_flop, problem, plan)} until the next fault and saves "
                 f"{_share(spare.saves_flop, problem, plan)} then")
     if bound in ("limits", "floor"):
         most = next(other for other in others if (
-            other.what in LIMITS if bound == "limits" else other.what == FLOORLESS))
+            other.what in LIMITS_BY_NAME if bound == "limits" else other.what == FLOORLESS))
         first = _by_priority(problem, plan, most) if most.what == "without priorities" else ""
         return f"{first}{most.what} it would be worth {_distance(most, problem, plan)} more{by}"
     others = [other for other in others if other.what not in UNBOUND]
@@ -231,15 +239,15 @@ def _reason(problem: PlanInput, choice: Choice, others: Sequence[Alternative],
         return less
     slots = [x for _, x in nearest.slots]
     held = math.fsum(hysteresis_flop(problem, demand, x) - hysteresis_flop(problem, demand, y)
-                     for demand, x, y in zip(problem.wishes, slots, plan.slots, strict=True))
+                     for demand, x, y in zip(problem.demands, slots, plan.slots, strict=True))
     return (f"{less}: its changes earn less than gain_min asks for" if held >= nearest.behind_flop
             else f"{less}: its changes cost more than they earn")
 
 
-def _by_priority(problem: PlanInput, plan: Plan, most: Alternative) -> str:
+def _by_priority(problem: PlanProblem, plan: Plan, most: Alternative) -> str:
     """The tasks that gain and lose slots by priority: `priority: a (1) comes before b (0); `."""
     changes = [(demand, x - y) for demand, x, (_, y) in
-              zip(problem.wishes, plan.slots, most.slots, strict=True)]
+              zip(problem.demands, plan.slots, most.slots, strict=True)]
     gives = [demand for demand, more in changes if more < 0]
     least = min((demand.priority for demand in gives), default=0)
     takes = [demand for demand, more in changes if more > 0 and demand.priority > least]
@@ -250,13 +258,13 @@ def _by_priority(problem: PlanInput, plan: Plan, most: Alternative) -> str:
     return f"priority: {first} come{'s' * (len(takes) == 1)} before {last}; "
 
 
-def _distance(other: Alternative, problem: PlanInput, plan: Plan) -> str:
+def _distance(other: Alternative, problem: PlanProblem, plan: Plan) -> str:
     """The distance to another plan's objective, as a share of the chosen plan's objective."""
     return (percent(abs(other.behind_share)) if problem.alpha
             else _share(abs(other.behind_flop), problem, plan))
 
 
-def _share(flop: float, problem: PlanInput, plan: Plan) -> str:
+def _share(flop: float, problem: PlanProblem, plan: Plan) -> str:
     """A difference of objectives as a share of the plan's objective."""
     total = objective_flop(problem, plan.slots)
     return percent(flop / total) if total > 0 else f"{flop:.3g} weighted FLOP"

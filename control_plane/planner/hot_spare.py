@@ -16,10 +16,10 @@ from msgspec.structs import replace
 from ...events.records.decisions import Alternative, HotSpare
 from . import constraints, objective, planner
 from .alternative_names import SPARELESS
-from .next_event import Event, after
+from .next_event import Event, problem_after
 from .objective import Floats, Objective
 from .planner import Choice
-from .problem import PlanInput, waf_of
+from .problem import PlanProblem, waf_of
 
 WORK_NUM_MAX = 1 << 18
 """Limit of tasks times all their sizes: below 200 ms. Above it no spare is priced."""
@@ -27,7 +27,7 @@ LIMITED_WORK_NUM_MAX = 1 << 21
 """The same under limits, times slots and moves, since each plan searches over both."""
 
 
-def choose(problem: PlanInput) -> Choice:
+def with_hot_spare(problem: PlanProblem) -> Choice:
     """The plan, with the slots of one node kept idle if and only if the expected value is larger.
 
     The expected value is G of the plan plus the expected G of the plan after the next fault: task i
@@ -35,29 +35,29 @@ def choose(problem: PlanInput) -> Choice:
     plan lasts until the node is repaired or until the fault after it. On a tie nothing is kept
     idle. A spare stops no running task and puts no task below its floor.
     """
-    free, num = planner.choose(problem), problem.spare_slots
-    if not num or not problem.wishes:
+    free, num = planner.choose_plan(problem), problem.spare_slots
+    if not num or not problem.demands:
         return free
     if problem.num_slots - sum(free.plan.slots) >= num:
         return replace(free, spare=HotSpare(num_slots=num, verdict="idle anyway"))
-    if is_too_much(problem):
+    if exceeds_work_limit(problem):
         return replace(free, spare=HotSpare(num_slots=num, verdict="not priced"))
     idle = min(num, problem.num_slots)
     fewer = replace(problem, num_slots=problem.num_slots - idle, kept_slots=idle)
-    pays, spare = _compared(problem, free.plan.slots, planner.planned(fewer).slots)
+    pays, spare = _compared(problem, free.plan.slots, planner.solve(fewer).slots)
     if not pays:
         return replace(free, spare=spare)
-    kept = planner.choose(fewer)
-    slots = tuple((one.task, x) for one, x in zip(problem.wishes, free.plan.slots, strict=True))
+    kept = planner.choose_plan(fewer)
+    slots = tuple((one.task, x) for one, x in zip(problem.demands, free.plan.slots, strict=True))
     beaten = Alternative(what=SPARELESS, slots=slots, waf=free.plan.waf,
                          objective=free.plan.objective)
     return replace(kept, spare=spare, alternatives=(
         beaten, *(other for other in kept.alternatives if other.slots != slots)))
 
 
-def is_too_much(problem: PlanInput) -> bool:
+def exceeds_work_limit(problem: PlanProblem) -> bool:
     """True if pricing a spare would delay the decision too long."""
-    work = len(problem.wishes) * sum(len(demand.sizes) + 1 for demand in problem.wishes)
+    work = len(problem.demands) * sum(len(demand.sizes) + 1 for demand in problem.demands)
     if problem.limits is not None:
         work *= (problem.num_slots + 1) * (1 + (problem.moves_max or 0))
         return work > LIMITED_WORK_NUM_MAX
@@ -67,7 +67,7 @@ def is_too_much(problem: PlanInput) -> bool:
 class _AfterFault(Struct, frozen=True):
     """The problem at the next fault, after a plan is carried out and every task is healthy."""
 
-    problem: PlanInput
+    problem: PlanProblem
     """On the slots that are left; no task is faulted yet."""
     values: Objective
     """G until the node is back or the next fault comes."""
@@ -82,35 +82,35 @@ class _AfterFault(Struct, frozen=True):
     def total(self, num_slots: int, shift: int) -> int:
         """The expected value times 2^shift and `num_slots`; each slot fails with equal probability.
         """
-        demands, rows = self.problem.wishes, self.values.rows(shift)[0]
+        demands, rows = self.problem.demands, self.values.rows(shift)[0]
         restarts = objective.to_fixed_point(self.restart_flop, shift).tolist()
         num_idle = num_slots - sum(demand.now for demand in demands)
-        total = num_idle * rows.sums(rows.vector(planner.planned(self.problem).slots))[0]
+        total = num_idle * rows.sums(rows.vector(planner.solve(self.problem).slots))[0]
         for i, demand in enumerate(demands):
             if demand.now:  # it loses a node; `problem` has only the slots that are left
-                lost = after(self.problem, Event(what="node lost", task=demand.task), 0)
-                slots = planner.planned(lost).slots
+                lost = problem_after(self.problem, Event(what="node lost", task=demand.task), 0)
+                slots = planner.solve(lost).slots
                 value = rows.sums(rows.vector(slots))[0]
                 value -= restarts[i] if slots[i] == demand.now else 0
                 total += demand.now * value
         return total
 
 
-def _after_fault(problem: PlanInput, slots: Sequence[int]) -> _AfterFault:
+def _after_fault(problem: PlanProblem, slots: Sequence[int]) -> _AfterFault:
     num_left = max(problem.num_slots - problem.spare_slots, 0)
-    then = replace(problem, num_slots=num_left, wishes=tuple(
-        replace(one, now=x, faulted=False) for one, x in zip(problem.wishes, slots, strict=True)))
+    then = replace(problem, num_slots=num_left, demands=tuple(
+        replace(one, now=x, faulted=False) for one, x in zip(problem.demands, slots, strict=True)))
     lasts_s = min(problem.repair_s, then.running_s)
-    return _AfterFault(then, objective.objective_values(then.wishes, lasts_s, then.num_slots),
+    return _AfterFault(then, objective.objective_values(then.demands, lasts_s, then.num_slots),
                        np.array([waf_of(one, one.now) * one.transition.same_s
-                                 if one.now <= then.num_slots else 0.0 for one in then.wishes]))
+                                 if one.now <= then.num_slots else 0.0 for one in then.demands]))
 
 
-def _compared(problem: PlanInput, free: Sequence[int],
+def _compared(problem: PlanProblem, free: Sequence[int],
               kept: Sequence[int]) -> tuple[bool, HotSpare]:
     """(True if the plan `kept` with the spare pays more than `free`, the record); in integers."""
     num = problem.num_slots
-    values = objective.objective_values(problem.wishes, problem.running_s, num)
+    values = objective.objective_values(problem.demands, problem.running_s, num)
     thens = [_after_fault(problem, slots) for slots in (free, kept)]
     most = [bounds for bounds in (values.most(), *(one.most for one in thens)) if any(bounds)]
     shift = min(map(objective.fixed_point_shift, most), default=0)
@@ -118,9 +118,9 @@ def _compared(problem: PlanInput, free: Sequence[int],
     cost = rows.sums(rows.vector(free))[0] - rows.sums(rows.vector(kept))[0]
     without, with_it = (one.total(num, shift) for one in thens)
     stops = any(demand.now and x and not y
-                for demand, x, y in zip(problem.wishes, free, kept, strict=True))
-    starves = (constraints.short(problem, kept).keys()
-               - constraints.short(problem, free).keys())
+                for demand, x, y in zip(problem.demands, free, kept, strict=True))
+    starves = (constraints.below_floor(problem, kept).keys()
+               - constraints.below_floor(problem, free).keys())
     pays = any(kept) and not stops and not starves and with_it - without > cost * num
     return pays, HotSpare(
         num_slots=problem.spare_slots, verdict="kept" if pays else "not kept",

@@ -13,8 +13,8 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from .planner import Plan, planned
-from .problem import PlanInput
+from .planner import Plan, solve
+from .problem import PlanProblem
 
 EventKind = Literal["gpu lost", "node lost", "node joined", "task ended"]
 
@@ -30,10 +30,10 @@ class Event(Struct, frozen=True, kw_only=True):
     task: int = 0
 
 
-class Foreseen(Struct, frozen=True, kw_only=True):
+class NextEventPlans(Struct, frozen=True, kw_only=True):
     """The plans after each next event of one problem."""
 
-    problem: PlanInput
+    problem: PlanProblem
     gpus_per_node: int
     plans: dict[Event, Plan]
     """By event: slots by task, without a task that ended."""
@@ -46,33 +46,33 @@ class Foreseen(Struct, frozen=True, kw_only=True):
         return sum(sys.getsizeof(plan.slots) for plan in self.plans.values())
 
 
-def foresee(problem: PlanInput, gpus_per_node: int,
-            is_late: Callable[[], bool] = lambda: False) -> Foreseen:
+def plan_next_events(problem: PlanProblem, gpus_per_node: int,
+            is_late: Callable[[], bool] = lambda: False) -> NextEventPlans:
     """Plan for each event until `is_late` returns True. Takes the time of one plan for each."""
     every, plans = list(events(problem, gpus_per_node)), dict[Event, Plan]()
     for event in every:
         if is_late():
             break
-        plans[event] = planned(after(problem, event, gpus_per_node))
-    return Foreseen(problem=problem, gpus_per_node=gpus_per_node, plans=plans,
+        plans[event] = solve(problem_after(problem, event, gpus_per_node))
+    return NextEventPlans(problem=problem, gpus_per_node=gpus_per_node, plans=plans,
                     num_left=len(every) - len(plans))
 
 
-def events(problem: PlanInput, gpus_per_node: int) -> Iterator[Event]:
+def events(problem: PlanProblem, gpus_per_node: int) -> Iterator[Event]:
     """A lost GPU and a lost node of each task with slots, the end of each task, one more node."""
     losses: tuple[tuple[EventKind, int], ...] = (("gpu lost", 1), ("node lost", gpus_per_node))
     for what, num in losses:
         if num <= problem.num_slots:
-            yield from (Event(what=what, task=one.task) for one in problem.wishes if one.now)
-    yield from (Event(what="task ended", task=demand.task) for demand in problem.wishes)
+            yield from (Event(what=what, task=one.task) for one in problem.demands if one.now)
+    yield from (Event(what="task ended", task=demand.task) for demand in problem.demands)
     yield Event(what="node joined")
 
 
-def after(problem: PlanInput, event: Event, gpus_per_node: int) -> PlanInput:
+def problem_after(problem: PlanProblem, event: Event, gpus_per_node: int) -> PlanProblem:
     """The problem after the event."""
-    demands = problem.wishes
+    demands = problem.demands
     if event.what == "task ended":
-        return replace(problem, wishes=tuple(one for one in demands if one.task != event.task))
+        return replace(problem, demands=tuple(one for one in demands if one.task != event.task))
     more = {"gpu lost": -1, "node lost": -gpus_per_node, "node joined": gpus_per_node}[event.what]
-    return replace(problem, num_slots=problem.num_slots + more, wishes=tuple(
+    return replace(problem, num_slots=problem.num_slots + more, demands=tuple(
         replace(one, faulted=True) if one.task == event.task else one for one in demands))

@@ -38,13 +38,13 @@ from .problem import (
     SAME,
     SHRINK,
     STOP,
-    PlanInput,
-    Wish,
-    charged_s,
+    PlanProblem,
+    TaskDemand,
     reshapes,
+    transition_cost_s,
     waf_of,
 )
-from .solver.candidates import Rows
+from .solver.candidates import Candidates
 from .solver.core import Ints
 
 Floats = NDArray[np.float64]
@@ -60,24 +60,24 @@ _SQRT_HALF_RATIO = 0.7071067811865476
 
 
 # --- one plan, in FLOP ---
-def objective_flop(problem: PlanInput, slots: Sequence[int]) -> float:
+def objective_flop(problem: PlanProblem, slots: Sequence[int]) -> float:
     """The objective of a plan in FLOP, without rounding and without alpha."""
-    return math.fsum(part for demand, x in zip(problem.wishes, slots, strict=True)
+    return math.fsum(part for demand, x in zip(problem.demands, slots, strict=True)
                      for part in (waf_of(demand, x) * problem.running_s, -cost_flop(demand, x),
                                   -hysteresis_flop(problem, demand, x)))
 
 
-def transition_flop(problem: PlanInput, slots: Sequence[int]) -> float:
+def transition_flop(problem: PlanProblem, slots: Sequence[int]) -> float:
     """The second term of a plan without the hysteresis: FLOP lost to its transitions."""
-    return math.fsum(cost_flop(demand, x) for demand, x in zip(problem.wishes, slots, strict=True))
+    return math.fsum(cost_flop(demand, x) for demand, x in zip(problem.demands, slots, strict=True))
 
 
-def cost_flop(demand: Wish, slots: int) -> float:
+def cost_flop(demand: TaskDemand, slots: int) -> float:
     """F(t, now) D_transition: FLOP that the task loses to its transition."""
-    return waf_of(demand, demand.now) * charged_s(demand, slots)
+    return waf_of(demand, demand.now) * transition_cost_s(demand, slots)
 
 
-def hysteresis_flop(problem: PlanInput, demand: Wish, slots: int) -> float:
+def hysteresis_flop(problem: PlanProblem, demand: TaskDemand, slots: int) -> float:
     """F(t, now) H: FLOP that a change of a healthy task must gain."""
     if demand.faulted or slots == demand.now or demand.now > problem.num_slots:
         return 0.0
@@ -111,7 +111,7 @@ class Objective(Struct, frozen=True, kw_only=True):
         most: list[float] = np.maximum.reduceat(parts, self.starts[:-1]).tolist()
         return most
 
-    def rows(self, shift: int) -> tuple[Rows, Ints]:
+    def rows(self, shift: int) -> tuple[Candidates, Ints]:
         """(G by candidate, the first term by candidate), both times 2^shift.
 
         Rounds by slot: throughput that is linear in slots stays linear to the last bit, and a size
@@ -121,7 +121,7 @@ class Objective(Struct, frozen=True, kw_only=True):
         changes = to_fixed_point(self.change_flop, shift)
         if self.marginal_flop is not None:
             gains = to_fixed_point(self.running_flop, shift) - changes
-            return (Rows(sizes=self.sizes, gains=gains, starts=self.starts),
+            return (Candidates(sizes=self.sizes, gains=gains, starts=self.starts),
                     to_fixed_point(self.marginal_flop, shift))
         new = np.ones(len(self.sizes), dtype=np.bool_)
         new[1:] = self.running_flop[1:] != self.running_flop[:-1]
@@ -129,7 +129,7 @@ class Objective(Struct, frozen=True, kw_only=True):
         first = np.maximum.accumulate(np.where(new, np.arange(len(new)), 0))
         running = to_fixed_point(self.running_flop / np.maximum(self.sizes, 1), shift) * self.sizes
         running = running[first]
-        return Rows(sizes=self.sizes, gains=running - changes, starts=self.starts), running
+        return Candidates(sizes=self.sizes, gains=running - changes, starts=self.starts), running
 
 
 def fixed_point_shift(most: Sequence[float]) -> int:
@@ -143,7 +143,7 @@ def to_fixed_point(values: Floats, shift: int) -> Ints:
     return np.rint(np.ldexp(values, shift)).astype(np.int64)
 
 
-def objective_values(demands: Sequence[Wish], running_s: float, num_slots: int, *,
+def objective_values(demands: Sequence[TaskDemand], running_s: float, num_slots: int, *,
                      free: bool = False, alpha: float = 0.0, gain_min: float = 0.0) -> Objective:
     """G of every candidate on `num_slots` slots. `free`: changes cost nothing."""
     counts = [len(demand.sizes) + 1 for demand in demands]
@@ -170,7 +170,7 @@ def objective_values(demands: Sequence[Wish], running_s: float, num_slots: int, 
                      marginal_flop=f_prime[last_fit] * running_s if alpha else None)
 
 
-def _transition_s(demands: Sequence[Wish], sizes: Ints, now: Ints, faulted: NDArray[np.bool_],
+def _transition_s(demands: Sequence[TaskDemand], sizes: Ints, now: Ints, faulted: NDArray[np.bool_],
                   counts: Sequence[int]) -> Floats:
     """D_transition by candidate."""
     kind = np.where(sizes < now, np.where(sizes == 0, STOP, SHRINK),

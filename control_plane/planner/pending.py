@@ -17,12 +17,12 @@ from ...events.spec.job import WEIGHT_RATIO_MAX
 from ..state.cluster import ClusterState, live_tasks
 from ..state.task import Task
 from . import constraints
-from .alternative_names import slots_told
-from .planner import Plan, gains, plan_of, planned
-from .problem import Limits, PlanInput, Wish, waf_of
-from .problem_of_state import plan_input
-from .solver.candidates import Found, Rows
-from .solver.dynamic_program import IMPOSSIBLE, Others
+from .alternative_names import slots_in_words
+from .planner import Plan, allowed_candidates, plan_of, solve
+from .problem import PlanLimits, PlanProblem, TaskDemand, waf_of
+from .problem_of_state import planning_snapshot
+from .solver.candidates import Candidates, SlotsAndGain
+from .solver.dynamic_program import IMPOSSIBLE, LeaveOneOut
 
 # --- Price of a waiting task: its cost for the others, and the weight from which it runs ---
 
@@ -50,7 +50,7 @@ class Price(Struct, frozen=True, kw_only=True):
     """The best plan in which it runs."""
 
 
-def prices(problem: PlanInput, plan: Plan) -> dict[int, Price]:
+def prices(problem: PlanProblem, plan: Plan) -> dict[int, Price]:
     """By task: the price of each that `plan` gives no slots, if its smallest size would fit.
 
     The price applies after the plan is carried out, when every task is healthy: then `choose_plan`
@@ -65,8 +65,8 @@ def prices(problem: PlanInput, plan: Plan) -> dict[int, Price]:
     if not has_prices(problem) or _is_too_large(problem):
         return {}
     after = tuple(replace(demand, now=slots, faulted=False)
-                  for demand, slots in zip(problem.wishes, plan.slots, strict=True))
-    num_slots, rows = problem.num_slots, gains(replace(problem, wishes=after))
+                  for demand, slots in zip(problem.demands, plan.slots, strict=True))
+    num_slots, rows = problem.num_slots, allowed_candidates(replace(problem, demands=after))
     pairs = list(zip(rows.sizes.tolist(), rows.gains.tolist(), strict=True))
     options = {i: sizes for i, (begin, end) in enumerate(pairwise(rows.starts.tolist()))
                if plan.slots[i] == 0
@@ -74,9 +74,9 @@ def prices(problem: PlanInput, plan: Plan) -> dict[int, Price]:
     if not options:
         return {}
     if problem.limits is not None:
-        return _limited(replace(problem, wishes=after), rows, plan, options)
+        return _limited(replace(problem, demands=after), rows, plan, options)
     options = dict(islice(options.items(), VECTORS_NUM_MAX // rows.num))
-    free = Others(rows, num_slots)
+    free = LeaveOneOut(rows, num_slots)
     found: dict[int, Price] = {}
     for i, sizes in options.items():
         best: list[tuple[int, int, int]] = []
@@ -85,37 +85,37 @@ def prices(problem: PlanInput, plan: Plan) -> dict[int, Price]:
             best.append((value + gain, size, at))
         value, size, at = max(best)
         runs = plan_of(after, (free.vector(i, size, num_slots - size, at), value))
-        found[problem.wishes[i].task] = Price(
+        found[problem.demands[i].task] = Price(
             cost_waf=max(plan.waf - runs.waf, 0.0), plan=runs,
             times=_times(sizes, num_slots, free.beside(i)))
     return found
 
 
-def has_prices(problem: PlanInput) -> bool:
+def has_prices(problem: PlanProblem) -> bool:
     """True if a single weight decides whether a waiting task runs."""
     return not problem.spare_slots and constraints.maximises_waf(problem) and not (
         problem.limits is not None and problem.limits.priorities)
 
 
-def exceeds_work_limit(problem: PlanInput) -> bool:
+def exceeds_work_limit(problem: PlanProblem) -> bool:
     """True if `prices` leaves out tasks because pricing all would take too long."""
     if not has_prices(problem):
         return False
-    num = len(problem.wishes)
+    num = len(problem.demands)
     work = 0 if problem.limits is None else work_under_limits(problem) * sum(
-        len(demand.sizes) + 1 for demand in problem.wishes if not demand.now)
+        len(demand.sizes) + 1 for demand in problem.demands if not demand.now)
     return (_is_too_large(problem) or num > VECTORS_NUM_MAX // max(num, 1)
             or work > LIMITED_WORK_NUM_MAX)
 
 
-def _is_too_large(problem: PlanInput) -> bool:
+def _is_too_large(problem: PlanProblem) -> bool:
     """True if the problem is too large for a single price."""
-    num_sizes = sum(len(demand.sizes) + 1 for demand in problem.wishes)
+    num_sizes = sum(len(demand.sizes) + 1 for demand in problem.demands)
     return (num_sizes * (problem.num_slots + _SLOTS_NUM)
-            + _SIZES_NUM * len(problem.wishes) * problem.num_slots) > WORK_NUM_MAX
+            + _SIZES_NUM * len(problem.demands) * problem.num_slots) > WORK_NUM_MAX
 
 
-def _limited(after: PlanInput, rows: Rows, plan: Plan,
+def _limited(after: PlanProblem, rows: Candidates, plan: Plan,
              options: Mapping[int, Sequence[tuple[int, int]]]) -> dict[int, Price]:
     """`prices` under limits, by one search for each size. A task that no weight can run has none.
     """
@@ -130,29 +130,29 @@ def _limited(after: PlanInput, rows: Rows, plan: Plan,
         if not runs:
             continue
         value, slots = max(runs)
-        best, num = plan_of(after.wishes, (slots, value)), after.num_slots
+        best, num = plan_of(after.demands, (slots, value)), after.num_slots
         gain_of = {0: 0, **dict(sizes)}
         rest = {num - size: one[1] - gain_of[size] if one is not None else IMPOSSIBLE
                 for size, one in free.items()}
-        found[after.wishes[i].task] = Price(
+        found[after.demands[i].task] = Price(
             cost_waf=max(plan.waf - best.waf, 0.0), plan=best,
             times=_times(sizes, num, rest.__getitem__))
     return found
 
 
-def _beside(rows: Rows, row: int, sizes: Sequence[tuple[int, int]], num_slots: int,
-            limits: Limits) -> dict[int, Found | None]:
+def _beside(rows: Candidates, row: int, sizes: Sequence[tuple[int, int]], num_slots: int,
+            limits: PlanLimits) -> dict[int, SlotsAndGain | None]:
     """By size of the row, 0 included: the best plan with that size."""
     return {size: constraints.within_limits(
         rows.only((rows.row_of != row) | (rows.sizes == size)), num_slots, limits)
         for size in (0, *(size for size, _ in sizes))}
 
 
-def work_under_limits(problem: PlanInput) -> int:
+def work_under_limits(problem: PlanProblem) -> int:
     """States times candidates of one search under limits, with the fixed cost of a candidate."""
-    num = sum(len(demand.sizes) + 1 for demand in problem.wishes)
-    num_moves = min(problem.moves_max or 0, len(problem.wishes)) + 1
-    num_priorities = len({demand.priority for demand in problem.wishes})
+    num = sum(len(demand.sizes) + 1 for demand in problem.demands)
+    num_moves = min(problem.moves_max or 0, len(problem.demands)) + 1
+    num_priorities = len({demand.priority for demand in problem.demands})
     return num * (CANDIDATE_NUM + (problem.num_slots + 1) * num_moves * num_priorities)
 
 
@@ -173,7 +173,7 @@ NUM_SOLVES = 3
 """Solves of one plan under limits."""
 
 
-class Bar(Struct, frozen=True, kw_only=True):
+class Blocker(Struct, frozen=True, kw_only=True):
     """The limit that blocks one task without slots; all empty if no limit does."""
 
     why: str = ""
@@ -182,8 +182,8 @@ class Bar(Struct, frozen=True, kw_only=True):
     """More slots would run it only within this limit, its team's quota."""
 
 
-def barred(problem: PlanInput, slots: Sequence[int],
-           num_idle: int = 0) -> dict[int, Bar]:
+def blocking_constraints(problem: PlanProblem, slots: Sequence[int],
+           num_idle: int = 0) -> dict[int, Blocker]:
     """By task that the plan `slots` gives no slots: the limit that blocks it. Empty without limits.
     `num_idle`: slots that are kept idle as a hot spare.
 
@@ -195,33 +195,33 @@ def barred(problem: PlanInput, slots: Sequence[int],
         return {}
     if num_idle:
         problem = replace(problem, num_slots=problem.num_slots - num_idle, kept_slots=num_idle)
-    waits = [i for i, x in enumerate(slots) if x == 0 and problem.wishes[i].sizes]
+    waits = [i for i, x in enumerate(slots) if x == 0 and problem.demands[i].sizes]
     if not waits:
         return {}
-    without = planned(_without(problem, kinds)).slots
+    without = solve(_without(problem, kinds)).slots
     work = work_under_limits(problem) * NUM_SOLVES
     most = LIMITED_WORK_NUM_MAX // max(work, 1)
     plans: dict[str, Sequence[int]] = {}
-    found: dict[int, Bar] = {}
+    found: dict[int, Blocker] = {}
     for i in waits:
-        demand = problem.wishes[i]
+        demand = problem.demands[i]
         mine = [what for what in kinds if what != "quota" or demand.team in dict(problem.quotas)]
         quota = dict(problem.quotas).get(demand.team)
         if quota is not None and quota < demand.sizes[0]:
-            found[demand.task] = Bar(why=_quota(demand.team, quota),
-                                     needs=f"a quota of {slots_told(demand.sizes[0])} or more")
+            found[demand.task] = Blocker(why=_quota(demand.team, quota),
+                                     needs=f"a quota of {slots_in_words(demand.sizes[0])} or more")
         elif not without[i]:
-            found[demand.task] = Bar(within=_within(problem, demand, slots))
+            found[demand.task] = Blocker(within=_within(problem, demand, slots))
         else:
             one = _alone(problem, i, mine, plans, most) if len(mine) > 1 else mine
             peers = any(x and other.priority == demand.priority
-                        for x, other in zip(slots, problem.wishes, strict=True))
+                        for x, other in zip(slots, problem.demands, strict=True))
             found[demand.task] = _bar(problem, demand, one or mine or kinds, alone=bool(one),
                                       peers=peers)
     return found
 
 
-def _kinds_of_limits(problem: PlanInput) -> list[str]:
+def _kinds_of_limits(problem: PlanProblem) -> list[str]:
     """The kinds of limits in the problem."""
     limits = problem.limits
     kinds = {"floor": constraints.has_requested_floors(problem)}
@@ -231,7 +231,7 @@ def _kinds_of_limits(problem: PlanInput) -> list[str]:
     return [kind for kind, is_there in kinds.items() if is_there]
 
 
-def _without(problem: PlanInput, kinds: Sequence[str], team: str = "") -> PlanInput:
+def _without(problem: PlanProblem, kinds: Sequence[str], team: str = "") -> PlanProblem:
     """The problem without these kinds of limits. `team`: only its quota is removed; empty: all."""
     if "moves_max" in kinds:
         problem = replace(problem, moves_max=None)
@@ -240,12 +240,12 @@ def _without(problem: PlanInput, kinds: Sequence[str], team: str = "") -> PlanIn
     if "floor" in kinds:
         problem = constraints.without_floors(problem)
     if "priority" in kinds:
-        problem = replace(problem, wishes=tuple(
-            replace(demand, priority=0) for demand in problem.wishes))
+        problem = replace(problem, demands=tuple(
+            replace(demand, priority=0) for demand in problem.demands))
     return problem
 
 
-def _alone(problem: PlanInput, row: int, kinds: Sequence[str], plans: dict[str, Sequence[int]],
+def _alone(problem: PlanProblem, row: int, kinds: Sequence[str], plans: dict[str, Sequence[int]],
            most: int) -> list[str]:
     """The kinds of which each blocks the task alone: without that one limit the plan runs it.
 
@@ -253,17 +253,17 @@ def _alone(problem: PlanInput, row: int, kinds: Sequence[str], plans: dict[str, 
     """
     found: list[str] = []
     for kind in kinds:
-        team = problem.wishes[row].team if kind == "quota" else ""
+        team = problem.demands[row].team if kind == "quota" else ""
         key = f"{kind} {team}"
         if key not in plans and len(plans) < most:
-            plans[key] = planned(_without(problem, [kind], team)).slots
+            plans[key] = solve(_without(problem, [kind], team)).slots
         if key in plans and plans[key][row]:
             found.append(kind)
     return found
 
 
-def _bar(problem: PlanInput, demand: Wish, kinds: Sequence[str], *, alone: bool,
-         peers: bool) -> Bar:
+def _bar(problem: PlanProblem, demand: TaskDemand, kinds: Sequence[str], *, alone: bool,
+         peers: bool) -> Blocker:
     """`alone`: each of these limits blocks the task alone; else all of them do, or an unknown one.
 
     `peers`: tasks of its own priority have slots, which a higher weight may win.
@@ -277,19 +277,19 @@ def _bar(problem: PlanInput, demand: Wish, kinds: Sequence[str], *, alone: bool,
                           "a higher priority" + " (a higher weight may do)" * peers)}
     whys, needs = [words[kind][0] for kind in kinds], [words[kind][1] for kind in kinds]
     if alone or len(kinds) == 1:
-        return Bar(why=f"held back by {', and by '.join(whys)}", needs=", or ".join(needs))
-    return Bar(why=f"held back by the limits of the plan: {', '.join(whys)}",
+        return Blocker(why=f"held back by {', and by '.join(whys)}", needs=", or ".join(needs))
+    return Blocker(why=f"held back by the limits of the plan: {', '.join(whys)}",
                needs=f"fewer limits: {', '.join(needs)}")
 
 
 def _quota(team: str, quota: int) -> str:
-    return f"the quota of team {team}, {slots_told(quota)}"
+    return f"the quota of team {team}, {slots_in_words(quota)}"
 
 
-def _within(problem: PlanInput, demand: Wish, slots: Sequence[int]) -> str:
+def _within(problem: PlanProblem, demand: TaskDemand, slots: Sequence[int]) -> str:
     """Its team's quota, if the task does not fit it; else empty."""
     quota = dict(problem.quotas).get(demand.team)
-    used = sum(x for x, one in zip(slots, problem.wishes, strict=True) if one.team == demand.team)
+    used = sum(x for x, one in zip(slots, problem.demands, strict=True) if one.team == demand.team)
     if quota is None or used + demand.sizes[0] <= quota:
         return ""
     return _quota(demand.team, quota)
@@ -303,7 +303,7 @@ NOT_PRICED = "; the weight is not computed: too many tasks and sizes"
 _SHOWN = Context(prec=3, rounding=ROUND_CEILING)
 
 
-class Waits(Struct, frozen=True, kw_only=True):
+class WaitExplanation(Struct, frozen=True, kw_only=True):
     """Why one task has no slots, and what it needs; computed from the state."""
 
     why: str
@@ -332,7 +332,7 @@ def record_paused(state: ClusterState, task: Task) -> Iterator[Body]:
         yield TaskWaiting(task=task.id, why=state.held)
 
 
-def explained(state: ClusterState) -> dict[int, Waits]:
+def explain_waiting(state: ClusterState) -> dict[int, WaitExplanation]:
     """By waiting task: the reason, what it needs, and what that would cost the others.
 
     Compares the plan in force with other plans of the present problem. Takes as long as a few
@@ -340,37 +340,37 @@ def explained(state: ClusterState) -> dict[int, Waits]:
     """
     if not is_any_waiting(state) or state.plan is None:
         return {}
-    snapshot = plan_input(state)
+    snapshot = planning_snapshot(state)
     problem, given = snapshot.problem, {x.task: x.slots for x in state.plan.allocations}
-    slots = tuple(given.get(demand.task, demand.now) for demand in problem.wishes)
+    slots = tuple(given.get(demand.task, demand.now) for demand in problem.demands)
     plan = Plan(slots=slots, objective=0, waf=fsum(
-        waf_of(demand, x) for demand, x in zip(problem.wishes, slots, strict=True)))
-    short = constraints.short(problem, slots)
+        waf_of(demand, x) for demand, x in zip(problem.demands, slots, strict=True)))
+    short = constraints.below_floor(problem, slots)
     by_quota = constraints.blocked_by_quota(problem, short)
     is_spare = state.plan.binding == "spare"
     num_idle = min(problem.spare_slots, problem.num_slots) * is_spare
-    bars = barred(problem, slots, num_idle)
+    bars = blocking_constraints(problem, slots, num_idle)
     price_of = prices(problem, plan)
-    spared = planned(replace(problem, spare_slots=0)).slots if is_spare else slots
-    found: dict[int, Waits] = {}
-    for demand, x, without in zip(problem.wishes, slots, spared, strict=True):
+    spared = solve(replace(problem, spare_slots=0)).slots if is_spare else slots
+    found: dict[int, WaitExplanation] = {}
+    for demand, x, without in zip(problem.demands, slots, spared, strict=True):
         task = state.tasks[demand.task]
         if demand.task not in given or not is_waiting(task):
             continue
         if x:
             if state.held:  # else its seats follow in the same batch
-                found[task.id] = Waits(why=state.held, needs="healing to be on")
+                found[task.id] = WaitExplanation(why=state.held, needs="healing to be on")
             continue
         why, needs = _missing(state, task, len(snapshot.slots), short.get(task.id, 0),
                               by_quota=task.id in by_quota)
         if why:
-            found[task.id] = Waits(why=why, needs=needs)
+            found[task.id] = WaitExplanation(why=why, needs=needs)
         elif without:
-            found[task.id] = Waits(why="its slots are kept idle as a hot spare",
+            found[task.id] = WaitExplanation(why="its slots are kept idle as a hot spare",
                                    needs="more slots, or a policy without hot_spare")
         else:
             found[task.id] = _not_chosen(state, problem, task, slots, price_of.get(task.id),
-                                         bars.get(task.id, Bar()))
+                                         bars.get(task.id, Blocker()))
     return found
 
 
@@ -390,7 +390,7 @@ def _missing(state: ClusterState, task: Task, num_slots: int, floor: int, *,
     low = _smallest(task)
     if low > state.num_slots_max:
         return ("too large",
-                f"{slots_told(low)}; the cluster has had at most {state.num_slots_max}")
+                f"{slots_in_words(low)}; the cluster has had at most {state.num_slots_max}")
     if task.modelled is not None and task.modelled.refused and not any(
             task.throughput.rates_flops if task.throughput is not None else ()):
         return task.modelled.refused, "a larger slots.max, or a smaller model"
@@ -400,7 +400,7 @@ def _missing(state: ClusterState, task: Task, num_slots: int, floor: int, *,
         return _no_room(state, task, floor, by_quota=by_quota)
     if low <= num_slots:
         return "", ""
-    num_out = sum(node.is_out(index) for node in state.nodes.values()
+    num_out = sum(node.is_disabled(index) for node in state.nodes.values()
                   for index in range(node.num_slots))
     away = [f"{num_out} out"] if num_out else []
     drained = [name for name in sorted(state.nodes) if state.nodes[name].drained]
@@ -408,11 +408,11 @@ def _missing(state: ClusterState, task: Task, num_slots: int, floor: int, *,
     kept = [name for name in sorted(state.nodes) if state.nodes[name].quarantine is not None]
     away += [f"{' '.join(kept)} quarantined"] if kept else []
     out = f" ({', '.join(away)}: unicron status nodes)" if away else ""
-    return "not enough slots", f"{slots_told(low)}; there are {num_slots}{out}"
+    return "not enough slots", f"{slots_in_words(low)}; there are {num_slots}{out}"
 
 
-def _not_chosen(state: ClusterState, problem: PlanInput, task: Task, slots: Sequence[int],
-                price: Price | None, bar: Bar) -> Waits:
+def _not_chosen(state: ClusterState, problem: PlanProblem, task: Task, slots: Sequence[int],
+                price: Price | None, bar: Blocker) -> WaitExplanation:
     """Why the plan prefers other tasks, and what the task needs."""
     why, needs = bar.why, bar.needs
     if not why:
@@ -422,11 +422,11 @@ def _not_chosen(state: ClusterState, problem: PlanInput, task: Task, slots: Sequ
         needs = f"more slots within {bar.within}" if bar.within else "more slots"
         needs += ", or more weight" * state.policy.hot_spare  # which has no prices
     if price is None:
-        return Waits(why=why, needs=needs + NOT_PRICED * exceeds_work_limit(problem))
+        return WaitExplanation(why=why, needs=needs + NOT_PRICED * exceeds_work_limit(problem))
     weight = _weight_from(task, price)
     if weight:
         needs += f", or weight {_SHOWN.create_decimal(Decimal(weight)).normalize():f}"
-    return Waits(why=why, needs=needs, cost_waf=price.cost_waf, weight_from=weight)
+    return WaitExplanation(why=why, needs=needs, cost_waf=price.cost_waf, weight_from=weight)
 
 
 def _weight_from(task: Task, price: Price) -> float:
@@ -440,11 +440,11 @@ def _no_room(state: ClusterState, task: Task, floor: int, *, by_quota: bool) -> 
     team = task.spec.team
     quota = state.policy.quotas.get(team, floor)
     if quota < floor:
-        return (f"the quota of team {team} is {slots_told(quota)}",
-                f"a quota of {slots_told(floor)}, its floor")
+        return (f"the quota of team {team} is {slots_in_words(quota)}",
+                f"a quota of {slots_in_words(floor)}, its floor")
     first = "or a higher priority (a higher weight may do)"  # the order of floors
     if by_quota:
-        return (f"its floor does not fit the quota of team {team}, {slots_told(quota)}, beside "
+        return (f"its floor does not fit the quota of team {team}, {slots_in_words(quota)}, beside "
                 "those before it", f"a larger quota, {first}")
     more = "more slots (and maybe a larger quota)" if team in state.policy.quotas else "more slots"
     return "there is no room for its floor beside those before it", f"{more}, {first}"
@@ -457,11 +457,11 @@ def _smallest(task: Task) -> int:
     return min((size for size, rate in pairs if rate > 0), default=task.spec.slots.min)
 
 
-def _who_earns_more(state: ClusterState, problem: PlanInput, slots: Sequence[int],
+def _who_earns_more(state: ClusterState, problem: PlanProblem, slots: Sequence[int],
                     price: Price) -> str:
     """The tasks that hold the slots on which it would run."""
     names = [demand.name for demand, x, then in
-             zip(problem.wishes, slots, price.plan.slots, strict=True) if then < x]
+             zip(problem.demands, slots, price.plan.slots, strict=True) if then < x]
     if not names:
         return "the plan has better use for the slots"
     if price.cost_waf == 0.0:

@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 
 from ...events.records.decisions import Allocation, Alternative, HotSpare
 from . import constraints
-from .alternative_names import OTHERS_WAIT_NUM, UNCHANGED, without
+from .alternative_names import NOT_COMPARABLE_NUM, UNCHANGED, without
 from .objective import fixed_point_shift, objective_values
-from .problem import Limits, PlanInput, Wish, allocation, waf_of
-from .solver.candidates import Found, Rows
+from .problem import PlanLimits, PlanProblem, TaskDemand, allocation, waf_of
+from .solver.candidates import Candidates, SlotsAndGain
 from .solver.core import Ints
-from .solver.knapsack import Solved, best
+from .solver.knapsack import Solution, best
 
 NEXT_BEST = "the next best"
 NEAREST = "the best found that changes two tasks"
@@ -56,7 +56,7 @@ class Choice(Struct, frozen=True, kw_only=True):
     """The limits (LIMIT_NAMES) that `unconstrained` violates."""
 
 
-def choose(problem: PlanInput) -> Choice:
+def choose_plan(problem: PlanProblem) -> Choice:
     """The best plan within limits and floors, with the unchanged plan and the runner-up."""
     found = _Solutions.of(problem)
     plan, free = found.plan, found.free
@@ -65,40 +65,40 @@ def choose(problem: PlanInput) -> Choice:
         free = comparable(problem, plan, free)
         others.insert(0, (without(found.violated), free))
     costs = bool(found.violated) and free.objective > plan.objective
-    return Choice(plan=plan, allocations=_allocations(problem.wishes, plan),
+    return Choice(plan=plan, allocations=_allocations(problem.demands, plan),
                   alternatives=alternatives(problem, plan, others,
                                             found.running() if problem.alpha else 0),
                   unconstrained=free if costs else None,
                   binding=found.violated if costs else ())
 
 
-def planned(problem: PlanInput) -> Plan:
+def solve(problem: PlanProblem) -> Plan:
     """The plan of `choose_plan`, without its alternatives."""
     return _Solutions.of(problem).plan
 
 
-def gains(problem: PlanInput) -> Rows:
+def allowed_candidates(problem: PlanProblem) -> Candidates:
     """The objective of each task and size, 0 included, that the floors allow; integers of one
     scale."""
     every = all_rows(problem)[0]
-    if not constraints.are_asked(problem):
+    if not constraints.has_floors(problem):
         return every
     return every.only(constraints.allowed(problem, every))
 
 
-def all_rows(problem: PlanInput) -> tuple[Rows, Ints]:
+def all_rows(problem: PlanProblem) -> tuple[Candidates, Ints]:
     """(the objective of every candidate without floors, its first term by candidate)."""
-    found = objective_values(problem.wishes, problem.running_s, problem.num_slots,
+    found = objective_values(problem.demands, problem.running_s, problem.num_slots,
                              alpha=problem.alpha, gain_min=problem.gain_min)
     return found.rows(fixed_point_shift(found.most()))
 
 
-def best_among(problem: PlanInput, allowed: Callable[[Wish, int], bool]) -> Plan | None:
+def best_among(problem: PlanProblem, allowed: Callable[[TaskDemand, int], bool]) -> Plan | None:
     """The best plan with the sizes of a task that `allowed` accepts; None if there is none."""
     every = all_rows(problem)[0]
     bounds = _Bounds.of(problem, every)
     row_of: list[int] = every.row_of.tolist()
-    kept = np.array([allowed(problem.wishes[row], size) for row, size in
+    kept = np.array([allowed(problem.demands[row], size) for row, size in
                      zip(row_of, every.sizes.tolist(), strict=True)], dtype=np.bool_)
     kept &= bounds.kept if bounds.kept is not None else True
     if (np.bincount(every.row_of[kept], minlength=every.num) == 0).any():
@@ -108,45 +108,45 @@ def best_among(problem: PlanInput, allowed: Callable[[Wish, int], bool]) -> Plan
     if found is not None and limits is not None and (
             limits.priorities or not limits.allow(found[0])):
         found = constraints.within_limits(rows, problem.num_slots, limits)
-    return None if found is None else plan_of(problem.wishes, found)
+    return None if found is None else plan_of(problem.demands, found)
 
 
-def preferred_slots(problem: PlanInput) -> tuple[int, ...]:
+def preferred_slots(problem: PlanProblem) -> tuple[int, ...]:
     """By task: the best number of slots if slots were unlimited and there were no hysteresis."""
-    most = sum(demand.sizes[-1] for demand in problem.wishes if demand.sizes)
-    found = objective_values(problem.wishes, problem.running_s, most, alpha=problem.alpha)
+    most = sum(demand.sizes[-1] for demand in problem.demands if demand.sizes)
+    found = objective_values(problem.demands, problem.running_s, most, alpha=problem.alpha)
     rows = found.rows(fixed_point_shift(found.most()))[0]
     more = replace(problem, num_slots=most)
-    if constraints.are_asked(more):
+    if constraints.has_floors(more):
         rows = rows.only(constraints.allowed(more, rows))
     return tuple(int(rows.sizes[begin + int(np.argmax(rows.gains[begin:end]))])
                  for begin, end in pairwise(rows.starts.tolist()))
 
 
-def ideal_waf(demands: Sequence[Wish], num_slots: int) -> float:
+def ideal_waf(demands: Sequence[TaskDemand], num_slots: int) -> float:
     """The WAF of the best plan on `num_slots` if changes were free."""
     every = objective_values(demands, 1.0 / max(num_slots, 1), num_slots, free=True)
     found = best(every.rows(fixed_point_shift(every.most()))[0], num_slots)
     return plan_of(demands, found).waf if found is not None else 0.0
 
 
-def plan_of(demands: Sequence[Wish], found: Found) -> Plan:
+def plan_of(demands: Sequence[TaskDemand], found: SlotsAndGain) -> Plan:
     """The solver's result as a plan, with its WAF."""
     slots = found[0]
     waf = math.fsum(waf_of(demand, x) for demand, x in zip(demands, slots, strict=True))
     return Plan(slots=slots, objective=found[1], waf=waf)
 
 
-def comparable(problem: PlanInput, plan: Plan, other: Plan) -> Plan:
+def comparable(problem: PlanProblem, plan: Plan, other: Plan) -> Plan:
     """The other plan. Its objective is NOT_COMPARABLE_NUM if the two cannot be compared: from alpha
     1 on, if other tasks have no slots in it."""
-    if problem.alpha >= 1 and (constraints.starved(problem, plan.slots)
-                               != constraints.starved(problem, other.slots)):
-        return replace(other, objective=OTHERS_WAIT_NUM)
+    if problem.alpha >= 1 and (constraints.unserved_tasks(problem, plan.slots)
+                               != constraints.unserved_tasks(problem, other.slots)):
+        return replace(other, objective=NOT_COMPARABLE_NUM)
     return other
 
 
-def alternatives(problem: PlanInput, plan: Plan, others: Sequence[tuple[str, Plan]],
+def alternatives(problem: PlanProblem, plan: Plan, others: Sequence[tuple[str, Plan]],
                  running: int) -> tuple[Alternative, ...]:
     """The other plans that differ from `plan` and from each other. `running`: with alpha, the first
     term of `plan` on the scale of its objective."""
@@ -156,31 +156,31 @@ def alternatives(problem: PlanInput, plan: Plan, others: Sequence[tuple[str, Pla
         if other.slots in seen:
             continue
         seen.append(other.slots)
-        slots = tuple((one.task, x) for one, x in zip(problem.wishes, other.slots, strict=True))
-        behind = plan.objective - other.objective if other.objective != OTHERS_WAIT_NUM else 0
+        slots = tuple((one.task, x) for one, x in zip(problem.demands, other.slots, strict=True))
+        behind = plan.objective - other.objective if other.objective != NOT_COMPARABLE_NUM else 0
         found.append(Alternative(what=what, slots=slots, waf=other.waf, objective=other.objective,
                                  behind_share=behind / running if running > 0 else 0.0))
     return tuple(found)
 
 
-def _allocations(demands: Sequence[Wish], plan: Plan) -> tuple[Allocation, ...]:
+def _allocations(demands: Sequence[TaskDemand], plan: Plan) -> tuple[Allocation, ...]:
     return tuple(allocation(demand, x) for demand, x in zip(demands, plan.slots, strict=True))
 
 
 class _Bounds(Struct, frozen=True):
     """The limits and floors of one problem."""
 
-    problem: PlanInput
-    every: Rows
+    problem: PlanProblem
+    every: Candidates
     """All candidates, without floors."""
-    limits: Limits | None
+    limits: PlanLimits | None
     kept: NDArray[np.bool_] | None
     """By candidate of `every`: True if the floors allow it. None: there are no floors."""
 
     @classmethod
-    def of(cls, problem: PlanInput, every: Rows) -> _Bounds:
+    def of(cls, problem: PlanProblem, every: Candidates) -> _Bounds:
         return cls(problem, every, problem.limits,
-                   constraints.allowed(problem, every) if constraints.are_asked(problem) else None)
+                   constraints.allowed(problem, every) if constraints.has_floors(problem) else None)
 
     def violated(self, slots: Sequence[int]) -> tuple[str, ...]:
         """The LIMIT_NAMES that a plan violates. Priorities count as violated: whether a plan
@@ -198,7 +198,7 @@ class _Bounds(Struct, frozen=True):
         """True if a plan satisfies all limits but the priorities."""
         return not set(self.violated(slots)) - {"priorities"}
 
-    def best(self, violated: Sequence[str]) -> Found:
+    def best(self, violated: Sequence[str]) -> SlotsAndGain:
         """The best plan that satisfies all. `violated`: by the unconstrained optimum."""
         num_slots, limits = self.problem.num_slots, self.limits
         rows = self.every if self.kept is None else self.every.only(self.kept)
@@ -217,7 +217,7 @@ class _Solutions(Struct, frozen=True, kw_only=True):
     bounds: _Bounds
     first_terms: Ints
     """By candidate."""
-    solved: Solved
+    solved: Solution
     """Without limits and floors."""
     free: Plan
     plan: Plan
@@ -225,18 +225,18 @@ class _Solutions(Struct, frozen=True, kw_only=True):
     """The limits that `free` violates. Empty: `free` is the plan."""
 
     @classmethod
-    def of(cls, problem: PlanInput) -> _Solutions:
+    def of(cls, problem: PlanProblem) -> _Solutions:
         every, first_terms = all_rows(problem)
         bounds = _Bounds.of(problem, every)
         rows = every
         if bounds.kept is not None and problem.alpha >= 1:
             rows = every.only(constraints.allowed(constraints.without_floors(problem), every))
-        solved = Solved.of(rows, problem.num_slots)
+        solved = Solution.of(rows, problem.num_slots)
         assert solved is not None, "the floors alone fit"
-        free = plan = plan_of(problem.wishes, (rows.slots(solved.vector), solved.gain))
+        free = plan = plan_of(problem.demands, (rows.slots(solved.vector), solved.gain))
         violated = bounds.violated(free.slots)
         if violated:
-            plan = plan_of(problem.wishes, bounds.best(violated))
+            plan = plan_of(problem.demands, bounds.best(violated))
             violated = violated if plan.slots != free.slots else ()
         return cls(bounds=bounds, first_terms=first_terms, solved=solved, free=free,
                    plan=plan, violated=violated)
@@ -248,11 +248,11 @@ class _Solutions(Struct, frozen=True, kw_only=True):
     def unchanged(self) -> Iterator[tuple[str, Plan]]:
         """The plan in which every task keeps its slots; nothing if it is not allowed."""
         problem, every = self.bounds.problem, self.bounds.every
-        slots = tuple(demand.now for demand in problem.wishes)
+        slots = tuple(demand.now for demand in problem.demands)
         vector = every.vector(slots)
         if len(vector) == len(slots) and sum(slots) <= problem.num_slots and (
                 self.bounds.allow(slots)):
-            yield UNCHANGED, plan_of(problem.wishes, (slots, every.sums(vector)[0]))
+            yield UNCHANGED, plan_of(problem.demands, (slots, every.sums(vector)[0]))
 
     def runner_up(self) -> Iterator[tuple[str, Plan]]:
         """The next best plan, if the limits allow it. If the search would take too long, a plan
@@ -261,4 +261,4 @@ class _Solutions(Struct, frozen=True, kw_only=True):
         if found is None:
             what, found = NEAREST, next(iter(self.solved.swaps(self.plan.slots)), None)
         if found is not None and self.bounds.allow(found[0]):
-            yield what, plan_of(self.bounds.problem.wishes, found)
+            yield what, plan_of(self.bounds.problem.demands, found)

@@ -17,7 +17,7 @@ SAME, SHRINK, GROW, STOP, RESHAPE, NO_CHANGE = range(NUM_KINDS)
 """Kinds of change, as in `TaskDemand.costs_s`; SAME: a faulted task keeps its slots."""
 
 
-class Limits(Struct, frozen=True, kw_only=True):
+class PlanLimits(Struct, frozen=True, kw_only=True):
     """The constraints of a plan beside the number of slots. One row is one task."""
 
     now: tuple[int, ...]
@@ -46,7 +46,7 @@ class Limits(Struct, frozen=True, kw_only=True):
                    zip(slots, self.now, self.healthy, strict=True))
 
 
-class Wish(Struct, frozen=True, kw_only=True, dict=True):
+class TaskDemand(Struct, frozen=True, kw_only=True, dict=True):
     """One task as the planner sees it: `wafs[i]` is F(t, sizes[i]); F(t, 0) is 0."""
 
     task: int
@@ -96,10 +96,10 @@ class Wish(Struct, frozen=True, kw_only=True, dict=True):
         return np.array((0.0, *self.wafs), dtype=np.float64)
 
 
-class PlanInput(Struct, frozen=True, kw_only=True):
+class PlanProblem(Struct, frozen=True, kw_only=True):
     """The complete input of the planner."""
 
-    wishes: tuple[Wish, ...]
+    demands: tuple[TaskDemand, ...]
     """By task id; the planner breaks ties in favour of the first."""
     num_slots: int
     """n' of the paper."""
@@ -127,39 +127,39 @@ class PlanInput(Struct, frozen=True, kw_only=True):
         return self.mtbf_gpu_s / max(self.num_slots + self.kept_slots, 1)
 
     @property
-    def limits(self) -> Limits | None:
+    def limits(self) -> PlanLimits | None:
         """The constraints of the plan beside `num_slots`; None: there are none."""
-        priorities = tuple(demand.priority for demand in self.wishes)
+        priorities = tuple(demand.priority for demand in self.demands)
         teams = tuple((rows, quota) for team, quota in self.quotas if (
-            rows := tuple(i for i, demand in enumerate(self.wishes) if demand.team == team)))
+            rows := tuple(i for i, demand in enumerate(self.demands) if demand.team == team)))
         differ = any(priority != priorities[0] for priority in priorities)
         if self.moves_max is None and not teams and not differ:
             return None
-        return Limits(now=tuple(demand.now for demand in self.wishes),
-                      healthy=tuple(one.now > 0 and not one.faulted for one in self.wishes),
+        return PlanLimits(now=tuple(demand.now for demand in self.demands),
+                      healthy=tuple(one.now > 0 and not one.faulted for one in self.demands),
                       moves_max=self.moves_max, teams=teams,
                       priorities=priorities if differ else ())
 
 
-def allocation(demand: Wish, slots: int) -> Allocation:
+def allocation(demand: TaskDemand, slots: int) -> Allocation:
     """The record of `slots` slots for the task."""
     return demand.unchanged if slots == demand.now else _allocation(demand, slots)
 
 
-def _allocation(demand: Wish, slots: int) -> Allocation:
+def _allocation(demand: TaskDemand, slots: int) -> Allocation:
     return Allocation(task=demand.task, slots_before=demand.now, slots=slots,
                       waf=waf_of(demand, slots), waf_before=waf_of(demand, demand.now),
-                      transition_s=charged_s(demand, slots))
+                      transition_s=transition_cost_s(demand, slots))
 
 
-def waf_of(demand: Wish, slots: int) -> float:
+def waf_of(demand: TaskDemand, slots: int) -> float:
     """F(t, x) for a candidate x; 0 for 0 slots."""
     if slots == demand.now:
         return demand.wafs[demand.place - 1] if demand.place else 0.0
     return demand.wafs[demand.sizes.index(slots)] if slots in demand.sizes else 0.0
 
 
-def reshapes(demand: Wish) -> tuple[bool, ...]:
+def reshapes(demand: TaskDemand) -> tuple[bool, ...]:
     """By size: whether the replica shape differs from the current one, so that all state moves."""
     pairs = zip(demand.sizes, demand.shapes, strict=False)
     known = [kind for size, kind in pairs if size <= demand.now]
@@ -168,7 +168,7 @@ def reshapes(demand: Wish) -> tuple[bool, ...]:
     return tuple(kind != known[-1] for kind in demand.shapes)
 
 
-def charged_s(demand: Wish, slots: int) -> float:
+def transition_cost_s(demand: TaskDemand, slots: int) -> float:
     """D_transition from the current slots to `slots`; 0 for a healthy task that keeps its slots."""
     kinds = demand.transition
     if not demand.now or (slots == demand.now and not demand.faulted):

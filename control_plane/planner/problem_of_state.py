@@ -13,39 +13,39 @@ from msgspec import Struct
 
 from ...events.records.types import Slot
 from ...events.spec.parallelism import shape
-from ..state.cluster import ClusterState, live_tasks, may_hold, usable_slots
+from ..state.cluster import ClusterState, allocatable_slots, can_allocate, live_tasks
 from ..state.members import is_pinned, is_whole
 from ..state.task import Task
 from ..throughput import table as throughput
 from ..throughput import transition_cost
 from ..throughput.training_layouts import layout_within
-from .problem import PlanInput, Wish
+from .problem import PlanProblem, TaskDemand
 
 _SPARE_BITS = 64 - 52
 """JSON readers hold integers as doubles, which are exact to 53 bits."""
 
 
-class Ground(Struct, frozen=True, kw_only=True):
+class PlanningSnapshot(Struct, frozen=True, kw_only=True):
     """The planner's problem, and the slots that it may allocate."""
 
-    problem: PlanInput
+    problem: PlanProblem
     """Its demands are those of the tasks that the plan may change, by id."""
     slots: tuple[Slot, ...]
     """Slots that the plan may allocate, in the order of `usable_slots`; `problem.num_slots`."""
-    all_demands: tuple[Wish, ...]
+    all_demands: tuple[TaskDemand, ...]
     """Of each live task that is not ending, also of tasks that the plan does not change."""
     num_slots_all: int
     """Slots of all nodes that have not left."""
 
 
-def plan_input(state: ClusterState, *, without: str = "") -> Ground:
+def planning_snapshot(state: ClusterState, *, without: str = "") -> PlanningSnapshot:
     """The snapshot for a plan made now, or for a plan after a drain of the node `without`.
 
     Tasks that are ending, or that have ranks on an unreachable node, keep their slots: the plan
     cannot allocate these, unless they are already the target of another task.
     """
-    slots = [slot for slot in usable_slots(state) if slot.node != without] if without else (
-        usable_slots(state))
+    slots = [slot for slot in allocatable_slots(state) if slot.node != without] if without else (
+        allocatable_slots(state))
     open_tasks: list[Task] = []
     pinned: list[Slot] = []
     for task in live_tasks(state):
@@ -62,18 +62,18 @@ def plan_input(state: ClusterState, *, without: str = "") -> Ground:
     all_demands = {task.id: _demand(state, task, without)
              for task in live_tasks(state) if not task.ending}
     spares = policy.hot_spare and not policy.alpha  # a hot spare is priced in WAF
-    problem = PlanInput(
-        wishes=tuple(all_demands[task.id] for task in open_tasks), num_slots=len(free),
+    problem = PlanProblem(
+        demands=tuple(all_demands[task.id] for task in open_tasks), num_slots=len(free),
         mtbf_gpu_s=state.mtbf_gpu_s or policy.mtbf_gpu_s, gain_min=policy.gain_min,
         moves_max=policy.moves_max, quotas=tuple(sorted(policy.quotas.items())),
         floor=policy.floor, alpha=policy.alpha, repair_s=policy.repair_s if spares else 0.0,
         spare_slots=node_slots(state) if spares else 0)
-    return Ground(problem=problem, slots=free, all_demands=tuple(all_demands.values()),
+    return PlanningSnapshot(problem=problem, slots=free, all_demands=tuple(all_demands.values()),
                   num_slots_all=sum(node.num_slots for node in state.nodes.values()
                                     if node.health != "left"))
 
 
-def digest(state: ClusterState, snapshot: Ground) -> int:
+def digest(state: ClusterState, snapshot: PlanningSnapshot) -> int:
     """Digest of the planner's complete input, in 52 bits. Equal digests mean the same plan on the
     same slots.
 
@@ -86,7 +86,7 @@ def digest(state: ClusterState, snapshot: Ground) -> int:
 
 def input_digest(state: ClusterState) -> int:
     """`digest` of the present state."""
-    return digest(state, plan_input(state))
+    return digest(state, planning_snapshot(state))
 
 
 def node_slots(state: ClusterState) -> int:
@@ -96,14 +96,14 @@ def node_slots(state: ClusterState) -> int:
     return max(counts, key=lambda num: (counts[num], num), default=0)
 
 
-def _demand(state: ClusterState, task: Task, without: str) -> Wish:
+def _demand(state: ClusterState, task: Task, without: str) -> TaskDemand:
     table = task.throughput or throughput.table(task.id, task.spec, modelled=task.modelled)
     found = throughput.candidates(table, len(task.target), task.spec.slots.floor)
-    fits = may_hold(state, task.target) and not (
+    fits = can_allocate(state, task.target) and not (
         without and any(seat.slot.node == without for seat in task.target))
     faulted = bool(task.target) and not (fits and (is_whole(task) or not task.incident))
     weight = task.weight
-    return Wish(task=task.id, name=task.spec.name, now=len(task.target), faulted=faulted,
+    return TaskDemand(task=task.id, name=task.spec.name, now=len(task.target), faulted=faulted,
                 transition=transition_cost.transition(state, task),
                 sizes=tuple(size for size, _ in found), shapes=shapes(task, found),
                 wafs=tuple(weight * rate for _, rate in found), priority=task.spec.priority,

@@ -10,8 +10,8 @@ from ..incidents.stragglers import slowdown
 from ..state.cluster import ClusterState, live_tasks
 from ..state.task import Task
 from . import hot_spare
-from .problem import Wish, waf_of
-from .problem_of_state import plan_input
+from .problem import TaskDemand, waf_of
+from .problem_of_state import planning_snapshot
 
 
 def changed_costs(state: ClusterState) -> Iterator[StragglerCostEstimated]:
@@ -27,16 +27,16 @@ def node_cost(state: ClusterState, name: str) -> StragglerCostEstimated:
     several nodes cause together counts for each.
     """
     here = [task for task in live_tasks(state) if _slow_there(task, name)]
-    now = plan_input(state).problem
-    snapshot = plan_input(state, without=name)
-    then = hot_spare.choose(snapshot.problem).plan.slots if snapshot.problem.wishes else ()
+    now = planning_snapshot(state).problem
+    snapshot = planning_snapshot(state, without=name)
+    then = hot_spare.with_hot_spare(snapshot.problem).plan.slots if snapshot.problem.demands else ()
     waf_then = math.fsum(
         waf_of(demand, slots) / slowdown(state.tasks[demand.task], without=name)
-        for demand, slots in zip(snapshot.problem.wishes, then, strict=True))
+        for demand, slots in zip(snapshot.problem.demands, then, strict=True))
     cost = math.fsum(
         waf_of(demand, demand.now) * (1 - 1 / _holds_up(state.tasks[demand.task], name))
-        for demand in now.wishes)
-    achieved = achieved_waf(state, now.wishes)
+        for demand in now.demands)
+    achieved = achieved_waf(state, now.demands)
     return StragglerCostEstimated(
         node=name, tasks=tuple(task.id for task in here),
         ratios=tuple(_holds_up(task, name) for task in here),
@@ -44,7 +44,7 @@ def node_cost(state: ClusterState, name: str) -> StragglerCostEstimated:
         why=_why(state, here, name), now_waf=achieved)
 
 
-def achieved_waf(state: ClusterState, demands: tuple[Wish, ...]) -> float:
+def achieved_waf(state: ClusterState, demands: tuple[TaskDemand, ...]) -> float:
     """The present WAF by the throughput tables and the slow ranks."""
     return math.fsum(waf_of(demand, demand.now) / slowdown(state.tasks[demand.task])
                      for demand in demands)

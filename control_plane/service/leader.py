@@ -12,7 +12,7 @@ from ...events.records.envelope import Record, Report
 from ...events.records.reports import EpochStarted, PolicySet
 from ...events.records.types import Body
 from ...events.spec.policy import Policy
-from ..decide.advance import HEART, accepts, advance
+from ..decide.advance import DECIDER_VERSION, accepts, advance
 from ..fold.fold import fold
 from ..state.cluster import NUM_REQUESTS_MAX, ClusterState, open_orders
 
@@ -83,7 +83,7 @@ class Leader:
     def _epoch_reports(self) -> Iterator[Report]:
         """The first reports of an epoch, in one append: the log always has a policy."""
         first = self.state.seq == 0
-        yield self.report(EpochStarted(nonce=self._nonce, code=self._code, heart=HEART))
+        yield self.report(EpochStarted(nonce=self._nonce, code=self._code, heart=DECIDER_VERSION))
         if first or self._policy != self.state.policy:
             yield self.report(PolicySet(policy=self._policy))
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from msgspec import Struct
 
-from ...events.log.port import Beat
+from ...events.log.port import Heartbeat
 from ...events.records.reports import NodeReachable, NodeUnreachable
 from ...events.records.types import Body
 from ...events.spec.policy import Policy
@@ -37,7 +37,7 @@ class Leases:
         """Start a full lease for every node."""
         self._granted_s = self._granted_suspect_s = self._observed_s = now_s
 
-    def observe(self, beats: Iterable[Beat], now_s: float, *, pause_s: float,
+    def observe(self, beats: Iterable[Heartbeat], now_s: float, *, pause_s: float,
                 policy: Policy) -> None:
         """Read the latest heartbeats; their age is measured by the server, not by our clock.
 

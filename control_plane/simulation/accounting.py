@@ -14,18 +14,18 @@ from ...events.records import reports as r
 from ...events.records.decisions import NodeQuarantined
 from ...events.records.envelope import Record
 from ...events.records.reports import QuarantineLifted
-from ..state.cluster import ClusterState, may_hold
+from ..state.cluster import ClusterState, can_allocate
 from ..state.task import Task
 from ..throughput import table
-from .task_progress import Job
+from .task_progress import TaskProgress
 
 # --- what a cluster earned and what it lost ---
 
-Lost = Literal["detection", "transition", "waiting", "sub-healthy", "recomputed"]
-LOST: tuple[Lost, ...] = ("detection", "transition", "waiting", "sub-healthy", "recomputed")
+Loss = Literal["detection", "transition", "waiting", "sub-healthy", "recomputed"]
+LOSSES: tuple[Loss, ...] = ("detection", "transition", "waiting", "sub-healthy", "recomputed")
 
 
-class Earnings:
+class WafAccount:
     """Weighted FLOP of tasks whose WAF changes in steps: earned, and lost by reason.
 
     detection: a fault has stopped the task and was not reported yet. transition: the task is on
@@ -37,8 +37,8 @@ class Earnings:
 
     def __init__(self) -> None:
         self.flop = self.slot_s = 0.0
-        self.lost_flop: dict[Lost, float] = dict.fromkeys(LOST, 0.0)
-        self.lost_slot_s: dict[Lost, float] = dict.fromkeys(LOST, 0.0)
+        self.lost_flop: dict[Loss, float] = dict.fromkeys(LOSSES, 0.0)
+        self.lost_slot_s: dict[Loss, float] = dict.fromkeys(LOSSES, 0.0)
         self.flop_of: dict[int, float] = {}
         """`flop` by task."""
         self.full: dict[int, float] = {}
@@ -46,34 +46,34 @@ class Earnings:
         self.waf: dict[int, float] = {}
         self.slots: dict[int, int] = {}
         """Slots that train, by task."""
-        self.down_s: dict[Lost, float] = dict.fromkeys(LOST, 0.0)
+        self.down_s: dict[Loss, float] = dict.fromkeys(LOSSES, 0.0)
         """Task-seconds without training, by reason."""
         self.curve: list[tuple[float, float]] = []
         """Changes of the total WAF: time and new value."""
-        self._why: dict[int, Lost] = {}
+        self._why: dict[int, Loss] = {}
         self._since_s: dict[int, float] = {}
 
     def begin(self, at_s: float) -> None:
         """Start to count. What each task earns now is its full strength."""
         self.full, self.full_slots = dict(self.waf), dict(self.slots)
-        self.flop, self.lost_flop = 0.0, dict.fromkeys(LOST, 0.0)
+        self.flop, self.lost_flop = 0.0, dict.fromkeys(LOSSES, 0.0)
         self.flop_of = dict.fromkeys(self.waf, 0.0)
-        self.slot_s, self.lost_slot_s = 0.0, dict.fromkeys(LOST, 0.0)
-        self.down_s, self.curve = dict.fromkeys(LOST, 0.0), [(at_s, self.total)]
+        self.slot_s, self.lost_slot_s = 0.0, dict.fromkeys(LOSSES, 0.0)
+        self.down_s, self.curve = dict.fromkeys(LOSSES, 0.0), [(at_s, self.total)]
         self._since_s = dict.fromkeys(self.waf, at_s)
 
-    def befalls(self, at_s: float) -> None:
+    def record_event(self, at_s: float) -> None:
         """An external event or a request occurs. The plain account ignores it."""
 
     @property
-    def whole_flop(self) -> float:
+    def full_flop(self) -> float:
         """What would have been earned without any loss."""
         return math.fsum((self.flop, *self.lost_flop.values()))
 
     @property
     def share(self) -> float:
         """The part of it that was earned."""
-        return self.flop / self.whole_flop if self.whole_flop else 0.0
+        return self.flop / self.full_flop if self.full_flop else 0.0
 
     @property
     def total(self) -> float:
@@ -83,7 +83,7 @@ class Earnings:
             total += waf
         return total
 
-    def earns(self, at_s: float, task: int, waf: float, slots: int, why: Lost) -> None:
+    def set_waf(self, at_s: float, task: int, waf: float, slots: int, why: Loss) -> None:
         """Set the task's WAF and slots from now on. `why` is the reason for earning no more."""
         if self.waf.get(task) == waf and self._why.get(task) == why:
             return
@@ -157,15 +157,15 @@ NODE_EVENTS = (r.NodeReachable, r.NodeDrained, r.NodeUndrained, NodeQuarantined,
 """After one of these a task may start or stop waiting for a node."""
 
 
-class Account:
+class Accounting:
     """`opens` makes the progress of a newly submitted task. Times are those of the log."""
 
-    def __init__(self, state: ClusterState, earnings: Earnings,
-                 opens: Callable[[Task], Job]) -> None:
+    def __init__(self, state: ClusterState, earnings: WafAccount,
+                 opens: Callable[[Task], TaskProgress]) -> None:
         self.state, self.earnings = state, earnings
-        self.jobs: dict[int, Job] = {}
+        self.jobs: dict[int, TaskProgress] = {}
         self.transitions = 0
-        self.does: Callable[[float, int, int, str], None] = _ignore_change
+        self.set_training: Callable[[float, int, int, str], None] = _ignore_change
         """Receives, for each task, the number of slots on which it trains, or why it does not."""
         self._opens = opens
         self._unreported: dict[str, list[int]] = {}
@@ -305,15 +305,15 @@ class Account:
             rate_flops = table.rate_at(job.table, slots)
         job.set_rate(at_s, rate_flops)
         why = self._why(task, job) if not rate_flops else "sub-healthy"
-        self.earnings.earns(at_s, number, task.weight * rate_flops, slots, why)
-        self.does(at_s, number, slots if rate_flops else 0, why)
+        self.earnings.set_waf(at_s, number, task.weight * rate_flops, slots, why)
+        self.set_training(at_s, number, slots if rate_flops else 0, why)
 
-    def _why(self, task: Task, job: Job) -> Lost:
+    def _why(self, task: Task, job: TaskProgress) -> Loss:
         if job.is_stalled and not job.is_reported:
             return "detection"
         if not task.target:
             return "waiting"
-        return "transition" if may_hold(self.state, task.target) else "waiting"
+        return "transition" if can_allocate(self.state, task.target) else "waiting"
 
 
 def _ignore_change(at_s: float, task: int, trains: int, why: str) -> None:
@@ -332,7 +332,7 @@ Level = tuple[float, float, float]
 """Loss per second: weighted FLOP, slot-seconds, task-seconds."""
 
 
-class Felt(Struct, kw_only=True):
+class EventLoss(Struct, kw_only=True):
     """The loss due to one event, until the rate before it is restored. Negative is a gain."""
 
     at_s: float
@@ -340,38 +340,38 @@ class Felt(Struct, kw_only=True):
     lost_flop: float = 0.0
     lost_slot_s: float = 0.0
     down_s: float = 0.0
-    over_s: float | None = None
+    recovered_s: float | None = None
     """None: not recovered by the end, or no loss occurred."""
-    has_hurt: bool = False
+    has_lost: bool = False
     recomputed_flop: float = 0.0
     """The recomputed part of the loss."""
 
 
-class Traced(Earnings):
+class AttributedWaf(WafAccount):
     """`losses` has one entry per `record_event` call, in order; `unattributed` is the rest."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.felt: list[Felt] = []
-        self.loose = Felt(at_s=0.0, before=(0.0, 0.0, 0.0))
+        self.losses: list[EventLoss] = []
+        self.unattributed = EventLoss(at_s=0.0, before=(0.0, 0.0, 0.0))
         self.by_task: dict[int, float] = {}
         """Weighted FLOP."""
-        self._active: list[Felt] = []
+        self._active: list[EventLoss] = []
         self._level: Level = (0.0, 0.0, 0.0)
         self._at_s = 0.0
 
     def begin(self, at_s: float) -> None:
         super().begin(at_s)
-        self.felt, self._active, self._level, self._at_s = [], [], (0.0, 0.0, 0.0), at_s
+        self.losses, self._active, self._level, self._at_s = [], [], (0.0, 0.0, 0.0), at_s
         self.by_task = dict.fromkeys(self.waf, 0.0)
 
-    def befalls(self, at_s: float) -> None:
+    def record_event(self, at_s: float) -> None:
         self._charge(at_s)
-        self.felt.append(Felt(at_s=at_s, before=self._level))
-        self._active.append(self.felt[-1])
+        self.losses.append(EventLoss(at_s=at_s, before=self._level))
+        self._active.append(self.losses[-1])
 
-    def earns(self, at_s: float, task: int, waf: float, slots: int, why: Lost) -> None:
-        super().earns(at_s, task, waf, slots, why)
+    def set_waf(self, at_s: float, task: int, waf: float, slots: int, why: Loss) -> None:
+        super().set_waf(at_s, task, waf, slots, why)
         self._update_level(at_s)
 
     def set_full_strength(self, at_s: float, task: int, waf: float, slots: int) -> None:
@@ -390,7 +390,7 @@ class Traced(Earnings):
     def undo(self, task: int, flop: float, slot_s: float) -> None:
         super().undo(task, flop, slot_s)
         self.by_task[task] -= flop
-        loss = self._active[-1] if self._active else self.loose
+        loss = self._active[-1] if self._active else self.unattributed
         loss.lost_flop += flop
         loss.recomputed_flop += flop
         loss.lost_slot_s += slot_s
@@ -411,12 +411,12 @@ class Traced(Earnings):
         self._level = (flop, slots, down)
         margin = MARGIN_SHARE * sum(self.full.values())
         for older, loss in zip([None, *self._active], self._active, strict=False):
-            if older is not None and not loss.has_hurt and flop < loss.before[0]:
+            if older is not None and not loss.has_lost and flop < loss.before[0]:
                 loss.before = self._level  # the improvement belongs to an earlier event
-            loss.has_hurt = loss.has_hurt or flop > loss.before[0] + margin
-            if loss.has_hurt and flop <= loss.before[0] + margin:
-                loss.over_s = at_s
-        self._active = [loss for loss in self._active if loss.over_s is None]
+            loss.has_lost = loss.has_lost or flop > loss.before[0] + margin
+            if loss.has_lost and flop <= loss.before[0] + margin:
+                loss.recovered_s = at_s
+        self._active = [loss for loss in self._active if loss.recovered_s is None]
 
     def _charge(self, at_s: float) -> None:
         """Charge the loss since the last update: the newest event first, each above its base."""
@@ -428,10 +428,10 @@ class Traced(Earnings):
             _add(loss, (rest[0] - loss.before[0], rest[1] - loss.before[1],
                         rest[2] - loss.before[2]), past_s)
             rest = loss.before
-        _add(self.loose, rest, past_s)
+        _add(self.unattributed, rest, past_s)
 
 
-def _add(loss: Felt, level: Level, past_s: float) -> None:
+def _add(loss: EventLoss, level: Level, past_s: float) -> None:
     loss.lost_flop += level[0] * past_s
     loss.lost_slot_s += level[1] * past_s
     loss.down_s += level[2] * past_s

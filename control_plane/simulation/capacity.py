@@ -12,10 +12,10 @@ from msgspec.structs import replace
 from ...events.errors import SpecError, need
 from . import paper_evaluation
 from .policies.policy import Policy
-from .run import Ground
-from .scenario import Scenario, ground, policy
+from .run import RunInput
+from .scenario import Scenario, policy, run_input
 from .trace import generator
-from .trace.external_event import Happening
+from .trace.external_event import ExternalEvent
 from .trace.generator import RATES, Drawn, DrawnTrace
 from .trace.repair_time import Repair
 
@@ -33,10 +33,10 @@ class Point(NamedTuple):
     system: str
     seed: int
     policy: Policy
-    ground: Ground
+    run_input: RunInput
 
 
-def usual() -> Scenario:
+def default_scenario() -> Scenario:
     """Case 5 of the Unicron paper on 16 nodes for 8 weeks, with faults drawn at trace-a's rate."""
     trace = paper_evaluation.TRACES["trace-a"]
     gpu_h = paper_evaluation.NODES_NUM * paper_evaluation.NODE_SLOTS_NUM * trace.horizon_s / 3600
@@ -89,12 +89,12 @@ def weights(base: Scenario, seeds: int, task: str) -> list[Point]:
                             for one in base.tasks)), ratio, events, seed)]
 
 
-def _points(base: Scenario, at: float, events: Sequence[Happening], seed: int) -> list[Point]:
-    return [Point(at, name, seed, chosen, ground(base, chosen, events))
+def _points(base: Scenario, at: float, events: Sequence[ExternalEvent], seed: int) -> list[Point]:
+    return [Point(at, name, seed, chosen, run_input(base, chosen, events))
             for name in base.policies for chosen in [policy(base, name)]]
 
 
-def _drawn(base: Scenario, seed: int, ratio: float = 1.0) -> list[Happening]:
+def _drawn(base: Scenario, seed: int, ratio: float = 1.0) -> list[ExternalEvent]:
     """The trace, drawn with another seed and faults rarer by `ratio`."""
     if not isinstance(base.trace, DrawnTrace):
         raise SpecError("trace", "is a file: only a drawn trace has other seeds and rates", HINT)

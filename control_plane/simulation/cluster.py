@@ -13,7 +13,7 @@ from ...events.records.envelope import Record
 from ...events.records.statuses import CONNECTION_RESET
 from ...events.records.types import Body
 from ..state.task import Rank, Task
-from .accounting import Account, Key
+from .accounting import Accounting, Key
 from .engine import LEADER, Engine
 from .policies.policy import Costs
 
@@ -61,7 +61,7 @@ class SlotTime:
         self._set(at_s, task, (living + num, trains, why))
         self.now["idle"] -= num
 
-    def does(self, at_s: float, task: int, trains: int, why: str) -> None:
+    def set_training(self, at_s: float, task: int, trains: int, why: str) -> None:
         """The task trains on `trains` slots from now on; `why` is the reason for 0."""
         known = self._tasks.get(task, (0, 0, "transition"))
         if known[1:] != (trains, why):
@@ -113,7 +113,7 @@ PendingReport = tuple[Key, SimulatedNode, Callable[[], Body]]
 class SimulatedCluster:
     """Nodes by name. `account` receives every change of the tasks that run on them."""
 
-    def __init__(self, engine: Engine, costs: Costs, account: Account) -> None:
+    def __init__(self, engine: Engine, costs: Costs, account: Accounting) -> None:
         self.engine, self.costs, self.account = engine, costs, account
         self.jobs = account.jobs
         self.slot_time = SlotTime()

@@ -13,14 +13,14 @@ from ...events.records import statuses as s
 from ...events.records.statuses import LOST_CONNECTION
 from ...events.spec.job import API_VERSION, Slots
 from ...events.spec.model import MegatronModel
-from ..planner.problem import PlanInput, Wish
+from ..planner.problem import PlanProblem, TaskDemand
 from ..throughput.layout_search import modelled
 from ..throughput.transition_cost import Transition
 from .policies import POLICIES
 from .policies.policy import Policy
-from .run import Ground
-from .scenario import Cluster, Scenario, SimulatedTask, ground, policy
-from .trace.external_event import Happening
+from .run import RunInput
+from .scenario import Cluster, Scenario, SimulatedTask, policy, run_input
+from .trace.external_event import ExternalEvent
 
 NODES_NUM, NODE_SLOTS_NUM = 16, 8
 DAY_S = 86400.0
@@ -70,22 +70,22 @@ TRACES: dict[str, Trace] = {
 """10 SEV1 and 33 other faults in 8 weeks; 26 and 80 in a week."""
 
 
-def happenings(trace: Trace, seed: int, repair_ratio: float = 1.0) -> list[Happening]:
+def events(trace: Trace, seed: int, repair_ratio: float = 1.0) -> list[ExternalEvent]:
     """Times and nodes are uniform over the present nodes; causes follow their shares."""
     rng = Random(f"{seed}")
     times = [(rng.uniform(0, trace.horizon_s), hard)
              for hard, num in ((True, trace.num_sev1), (False, trace.num_others))
              for _ in range(num)]
     back_s = dict.fromkeys(Cluster(nodes=NODES_NUM).names, 0.0)
-    found: list[Happening] = []
+    found: list[ExternalEvent] = []
     for at_s, hard in sorted(times):
         node = rng.choice([name for name, until_s in back_s.items() if until_s <= at_s])
         shares = SEV1_SHARES if hard else OTHER_SHARES
         cause, = rng.choices(list(shares), list(shares.values()))
-        found.append(Happening(at_s, node, "fault", cause))
+        found.append(ExternalEvent(at_s, node, "fault", cause))
         if hard:
             back_s[node] = at_s + repair_ratio * rng.uniform(*trace.repair_s)
-            found.append(Happening(back_s[node], node, "repaired"))
+            found.append(ExternalEvent(back_s[node], node, "repaired"))
     return sorted(one for one in found if one.at_s <= trace.horizon_s)
 
 
@@ -126,7 +126,7 @@ class EvaluationRun(NamedTuple):
     seed: int
     changed: str
     policy: Policy
-    ground: Ground
+    run_input: RunInput
 
 
 class Change(NamedTuple):
@@ -167,7 +167,7 @@ SENSITIVITY: tuple[Change, ...] = (
 """Constants on which the conclusions may depend; each is changed alone."""
 
 
-def whole(seeds: int) -> list[EvaluationRun]:
+def all_policies(seeds: int) -> list[EvaluationRun]:
     """Every policy on both traces, for this number of seeds."""
     return [part for seed in range(1, seeds + 1) for case in TRACES
             for part in _trace_runs(case, seed, tuple(POLICIES))]
@@ -182,7 +182,7 @@ def sensitivity(seeds: int) -> list[EvaluationRun]:
 def _trace_runs(case: str, seed: int, systems: tuple[str, ...], change: Change | None = None
               ) -> list[EvaluationRun]:
     change = change or Change("")
-    drawn = happenings(TRACES[case], seed, change.repair_ratio)
+    drawn = events(TRACES[case], seed, change.repair_ratio)
     base = scenario(case, systems)
     base = replace(base, limits={**base.limits, **change.limits},
                     policies={name: dict(change.costs.get(name, {})) for name in systems})
@@ -190,11 +190,11 @@ def _trace_runs(case: str, seed: int, systems: tuple[str, ...], change: Change |
     for name in systems:
         chosen = policy(base, name)
         found.append(EvaluationRun(case, name, seed, change.what, chosen,
-                                   ground(base, chosen, drawn)))
+                                   run_input(base, chosen, drawn)))
     return found
 
 
-def of_cases() -> list[EvaluationRun]:
+def allocation_cases() -> list[EvaluationRun]:
     """The five multi-task cases without faults, under Unicron's plan and the three rules."""
     found: list[EvaluationRun] = []
     for number in CASES:
@@ -203,7 +203,7 @@ def of_cases() -> list[EvaluationRun]:
         for name in (OURS, *RULES):
             chosen = policy(base, name)
             found.append(EvaluationRun(f"case-{number}", name, 0, "", chosen,
-                                       ground(base, chosen)))
+                                       run_input(base, chosen)))
     return found
 
 
@@ -233,21 +233,21 @@ def growth(gpus: int) -> PauseEstimate:
     costs = POLICIES[OURS].costs
     (low, low_s), (high, high_s) = next(
         pair for pair in pairwise(NCCL_POINTS) if gpus <= pair[1][0])
-    return PauseEstimate(gpus, costs.until_told_s(LOST_CONNECTION, 0.0),
+    return PauseEstimate(gpus, costs.detection_s(LOST_CONNECTION, 0.0),
                          costs.quiesce_s + costs.regroup_s,
                          low_s + (high_s - low_s) * (gpus - low) / (high - low))
 
 
-def planning_problem(gpus: int) -> PlanInput:
+def planning_problem(gpus: int) -> PlanProblem:
     """The plan problem after the loss of a node in such a cluster, with the tasks of case 5."""
     tables = [modelled(MODELS[size], NODES_NUM * NODE_SLOTS_NUM)
               for size in SIZES]
     each = gpus // len(tables) // 8 * 8
-    wishes = tuple(Wish(
+    wishes = tuple(TaskDemand(
         task=number, name=f"task-{number}", now=each, faulted=not number,
-        transition=Transition.alike(1.0), weight=weight,
+        transition=Transition.uniform(1.0), weight=weight,
         sizes=tuple(range(8, gpus + 1, 8)),
         wafs=tuple(weight * slots * rate_flops for slots in range(8, gpus + 1, 8)))
         for number, (weight, table) in enumerate(zip(WEIGHTS[::-1], tables, strict=True))
         for rate_flops in [table.rates_flops[-1] / table.sizes[-1]])
-    return PlanInput(wishes=wishes, num_slots=gpus - 8, mtbf_gpu_s=3600.0 * 4001)
+    return PlanProblem(demands=wishes, num_slots=gpus - 8, mtbf_gpu_s=3600.0 * 4001)

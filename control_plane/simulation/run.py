@@ -15,41 +15,48 @@ from ...events.records.envelope import Record
 from ...events.records.statuses import LOST_CONNECTION
 from ...events.spec import policy as r
 from ...events.spec.job import JobSpec
-from ..decide.advance import HEART
+from ..decide.advance import DECIDER_VERSION
 from ..incidents.severity import TABLE
 from ..state.task import Task
-from .accounting import Account, Earnings, Key
+from .accounting import Accounting, Key, WafAccount
 from .cluster import SimulatedCluster, SimulatedNode
 from .engine import LEADER, Engine
 from .policies.policy import Policy, RunInfo
-from .task_progress import Job, Kept
-from .trace.external_event import Anything, Asked, Happening, Said, Takes, is_felt
+from .task_progress import SavedState, TaskProgress
+from .trace.external_event import (
+    AnyEvent,
+    CostChange,
+    ExternalEvent,
+    NodeReport,
+    OperatorRequest,
+    causes_loss,
+)
 
 SITE = "operator/site"
 """The source of node repairs and requests."""
 WARM_TRIES_NUM = 12
 
 
-class Ground(NamedTuple):
+class RunInput(NamedTuple):
     """The input that all policies of a scenario share. `slots` by node, the rest by task name:
     `params` of the model; `iterations_s` at the largest size, where it is not `iteration_s`."""
 
     slots: dict[str, int]
     tasks: tuple[JobSpec, ...]
     iteration_s: float
-    happenings: Sequence[Anything]
+    events: Sequence[AnyEvent]
     horizon_s: float
     limits: r.Policy
     params: dict[str, float]
     iterations_s: Mapping[str, float] = {}
-    grain: int = 1
+    gpus_per_slot: int = 1
     """GPUs per simulated slot."""
 
 
 class Outcome(NamedTuple):
     """The result of a run."""
 
-    earnings: Earnings
+    earnings: WafAccount
     began_s: float
     """Start of the horizon on the log's clock: every task with slots trained by then."""
     transitions: int
@@ -66,15 +73,15 @@ class Outcome(NamedTuple):
 class Run:
     """`keep` receives each record of the log. `earnings` replaces the plain WAF account."""
 
-    def __init__(self, run_input: Ground, policy: Policy,
+    def __init__(self, run_input: RunInput, policy: Policy,
                  keep: Callable[[Record], None] | None = None,
-                 earnings: Earnings | None = None) -> None:
-        self.ground, self.costs = run_input, policy.costs
+                 earnings: WafAccount | None = None) -> None:
+        self.run_input, self.costs = run_input, policy.costs
         info = RunInfo(costs=policy.costs, params=run_input.params)
         self.engine = Engine(policy.decides(info))
-        self.account = Account(self.engine.state, earnings or Earnings(), self._new_progress)
+        self.account = Accounting(self.engine.state, earnings or WafAccount(), self._new_progress)
         self.cluster = SimulatedCluster(self.engine, policy.costs, self.account)
-        self.account.does = self.cluster.slot_time.does
+        self.account.set_training = self.cluster.slot_time.set_training
         self.counts: Counter[str] = Counter()
         self.ignored = 0
         self._keep = keep
@@ -83,9 +90,9 @@ class Run:
 
     def play(self) -> Outcome:
         """Simulate the whole run."""
-        engine, run_input = self.engine, self.ground
+        engine, run_input = self.engine, self.run_input
         engine.report(LEADER, reports.EpochStarted(
-            nonce="simulated", code="simulation", heart=HEART))
+            nonce="simulated", code="simulation", heart=DECIDER_VERSION))
         engine.report(LEADER, reports.PolicySet(policy=run_input.limits))
         for name, num_slots in run_input.slots.items():
             self.cluster.join(name, num_slots)
@@ -96,14 +103,14 @@ class Run:
         self.account.begin(began_s)
         self.cluster.slot_time.begin(began_s)
         late = 0
-        for one in run_input.happenings:
-            late += one.at_s > run_input.horizon_s and is_felt(one)
+        for one in run_input.events:
+            late += one.at_s > run_input.horizon_s and causes_loss(one)
             engine.call_later(one.at_s, partial(self._on_event, one))
         engine.run(began_s + run_input.horizon_s)
         self.account.end(engine.now_s)
-        self.account.earnings.scale_slots(run_input.grain)
+        self.account.earnings.scale_slots(run_input.gpus_per_slot)
         self.cluster.slot_time.end(engine.now_s)
-        slot_s = {kind: run_input.grain * one_s
+        slot_s = {kind: run_input.gpus_per_slot * one_s
                   for kind, one_s in self.cluster.slot_time.slot_s.items()}
         return Outcome(self.account.earnings, began_s, self.account.transitions, self.counts,
                        self.ignored, late, slot_s)
@@ -111,7 +118,7 @@ class Run:
     def _warm_up(self) -> None:
         """Run until every task that has slots trains."""
         costs = self.costs
-        step_s = costs.start_s + costs.quiesce_s + costs.regroup_s + 12 * self.ground.iteration_s
+        step_s = costs.start_s + costs.quiesce_s + costs.regroup_s + 12 * self.run_input.iteration_s
         for _ in range(WARM_TRIES_NUM):
             self.engine.run(self.engine.now_s + step_s)
             if all(task.phase == "training" for task in self.engine.state.tasks.values()
@@ -122,22 +129,22 @@ class Run:
         self.engine.report(SITE, body)
 
     # --- external events ------------------------------------------------------------------------
-    def _on_event(self, one: Anything) -> None:
-        if is_felt(one):
-            self.account.earnings.befalls(self.engine.now_s)
+    def _on_event(self, one: AnyEvent) -> None:
+        if causes_loss(one):
+            self.account.earnings.record_event(self.engine.now_s)
         match one:
-            case Takes():
+            case CostChange():
                 self.costs = self.cluster.costs = one.costs
-            case Asked():
+            case OperatorRequest():
                 self._on_request(one)
-            case Said():
+            case NodeReport():
                 self._on_node_report(one)
-            case Happening() if one.task or one.slot >= 0:
+            case ExternalEvent() if one.task or one.slot >= 0:
                 self._on_process_fault(one)
-            case Happening():
+            case ExternalEvent():
                 self._on_node_event(one)
 
-    def _on_request(self, one: Asked) -> None:
+    def _on_request(self, one: OperatorRequest) -> None:
         body = one.body
         if isinstance(body, reports.PolicySet):
             self.engine.report(LEADER, body)
@@ -147,7 +154,7 @@ class Run:
         else:
             self._request(body)
 
-    def _on_node_report(self, one: Said) -> None:
+    def _on_node_report(self, one: NodeReport) -> None:
         node = self.cluster.nodes.get(one.node)
         if node is None or not node.up:
             self._ignore()
@@ -156,7 +163,7 @@ class Run:
         self.engine.report(LEADER if of_leader else node.source,
                          replace(one.body, **{"incarnation": node.incarnation}))
 
-    def _on_node_event(self, one: Happening) -> None:
+    def _on_node_event(self, one: ExternalEvent) -> None:
         node = self.cluster.nodes.get(one.node)
         up = node is not None and node.up
         if one.event == "fault" and up:
@@ -173,13 +180,13 @@ class Run:
                 self._drained.discard(one.node)
                 self._request(reports.NodeUndrained(node=one.node, reason="repaired"))
         elif one.event == "joined" and not up:
-            largest = max(self.ground.slots.values(), default=1)
-            num_slots = one.num_slots or self.ground.slots.get(one.node, largest)
+            largest = max(self.run_input.slots.values(), default=1)
+            num_slots = one.num_slots or self.run_input.slots.get(one.node, largest)
             self.cluster.join(one.node, num_slots)
         else:
             self._ignore()
 
-    def _fault(self, node: SimulatedNode, one: Happening) -> None:
+    def _fault(self, node: SimulatedNode, one: ExternalEvent) -> None:
         cause, detection_s = one.cause, self._detection_s(one)
         if cause == LOST_CONNECTION:
             stopped = self._stop_node(node)
@@ -195,7 +202,7 @@ class Run:
             self._drained.add(node.name)
             self.engine.call_later(detection_s, lambda: self._drain(node.name, cause))
 
-    def _on_process_fault(self, one: Happening) -> None:
+    def _on_process_fault(self, one: ExternalEvent) -> None:
         """Apply a fault to one living process, if any."""
         state, number = self.engine.state, self._number(one.task)
         if one.slot >= 0:
@@ -222,13 +229,13 @@ class Run:
         else:
             self.cluster.end(node, key, detection_s, status=cause)
 
-    def _detection_s(self, one: Happening) -> float:
+    def _detection_s(self, one: ExternalEvent) -> float:
         if one.detected_in_s >= 0:
             return one.detected_in_s
-        return self.costs.until_told_s(one.cause, self._iteration_s(one.task))
+        return self.costs.detection_s(one.cause, self._iteration_s(one.task))
 
     def _iteration_s(self, task: str) -> float:
-        return self.ground.iterations_s.get(task, self.ground.iteration_s)
+        return self.run_input.iterations_s.get(task, self.run_input.iteration_s)
 
     def _number(self, name: str) -> int:
         """The number of the task with this name; 0 if none was submitted."""
@@ -265,8 +272,8 @@ class Run:
         for number in sorted(changed):
             self.account.update(self.engine.now_s, number)
 
-    def _new_progress(self, task: Task) -> Job:
+    def _new_progress(self, task: Task) -> TaskProgress:
         assert task.throughput is not None
-        return Job(task.id, task.throughput,
+        return TaskProgress(task.id, task.throughput,
                    max(task.throughput.rates_flops) * self._iteration_s(task.spec.name),
-                   Kept(self.costs.checkpoint_s), Kept(self.costs.copy_s))
+                   SavedState(self.costs.checkpoint_s), SavedState(self.costs.copy_s))

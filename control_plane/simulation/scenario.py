@@ -17,15 +17,15 @@ from ...events.spec.job import parse as parse_job
 from ...events.spec.model import MegatronModel
 from ...events.spec.policy import BOUNDS
 from ...events.spec.policy import Policy as Limits
-from ...events.spec.validation import refused
+from ...events.spec.validation import spec_error
 from ..incidents.severity import TABLE
 from ..state.node import NUM_SLOTS_MAX
 from ..throughput.flops import parameters
 from ..throughput.layout_search import modelled
 from .policies import POLICIES
 from .policies.policy import Policy
-from .run import Ground
-from .trace.external_event import Happening
+from .run import RunInput
+from .trace.external_event import ExternalEvent
 from .trace.generator import DrawnTrace
 from .trace.trace_file import check_name
 
@@ -39,7 +39,7 @@ from .trace.trace_file import check_name
 # task fits on one group, slots are not aggregated.
 
 
-def grain(num_slots: int, every: Sequence[JobSpec]) -> int:
+def gpus_per_slot(num_slots: int, every: Sequence[JobSpec]) -> int:
     """The number of GPUs per simulated slot, for nodes of `num_slots`; 1 without aggregation."""
     found = common_divisor(num_slots, every)
     alone = any(spec.training is not None and spec.slots.counts[0] < 2 * found for spec in every)
@@ -150,7 +150,7 @@ def parse(data: object) -> Scenario:
     try:
         found = msgspec.convert(given, Scenario, strict=True, str_keys=True)
     except (msgspec.ValidationError, UnicodeEncodeError) as error:
-        raise refused(str(error), Scenario, DOCS, given=given) from None
+        raise spec_error(str(error), Scenario, DOCS, given=given) from None
     need(found.api_version == API_VERSION, "apiVersion", f"is {found.api_version!r}",
          f"write apiVersion: {API_VERSION}")
     need(bool(found.name) and len(found.name) <= NAME_CHARS_MAX and found.name.isprintable(),
@@ -234,7 +234,7 @@ def policy(scenario: Scenario, name: str) -> Policy:
     try:
         found = msgspec.convert(usual | given, costs, strict=True)
     except (msgspec.ValidationError, UnicodeEncodeError) as error:
-        refusal = refused(str(error), costs, DOCS, given=given)
+        refusal = spec_error(str(error), costs, DOCS, given=given)
         raise SpecError(f"policies.{name}", str(refusal), refusal.hint) from None
     for cause in (*found.detect_s, *found.detect_iterations):
         need(cause in TABLE, f"policies.{name}", f"{cause[:NAME_CHARS_MAX]!r} is no cause",
@@ -274,8 +274,8 @@ def limits(chosen: Policy, given: dict[Any, Any], iteration_s: float,
         found, quarantine_faults=COUNT_NUM_MAX, restarts_max=COUNT_NUM_MAX)
 
 
-def ground(scenario: Scenario, chosen: Policy, happenings: Sequence[Happening] = (), *,
-           condense: bool = True) -> Ground:
+def run_input(scenario: Scenario, chosen: Policy, happenings: Sequence[ExternalEvent] = (), *,
+           condense: bool = True) -> RunInput:
     """The input of a run, with slots aggregated where the result is the same.
 
     Raises SpecError.
@@ -285,19 +285,19 @@ def ground(scenario: Scenario, chosen: Policy, happenings: Sequence[Happening] =
              "has no model size, and a policy needs it", "add params: 7.0e+9")
     tasks = [_job(scenario, number, chosen) for number in range(len(scenario.tasks))]
     num_slots = scenario.cluster.slots
-    by = grain(num_slots, tasks) if condense else 1
+    by = gpus_per_slot(num_slots, tasks) if condense else 1
     if scenario.whole_nodes:
         by = num_slots
         need(common_divisor(num_slots, tasks) == by, "whole_nodes",
              f"needs sizes that are multiples of {by}, a node's slots",
              f"write multiple_of: {by} in each task's slots")
-    return Ground(
+    return RunInput(
         slots=dict.fromkeys(scenario.cluster.names, num_slots // by),
         tasks=tuple(aggregate_job(spec, by) for spec in tasks),
-        iteration_s=scenario.iteration_s, happenings=happenings, horizon_s=scenario.horizon_s,
+        iteration_s=scenario.iteration_s, events=happenings, horizon_s=scenario.horizon_s,
         limits=aggregate_limits(
             limits(chosen, scenario.limits, scenario.iteration_s), by),
-        params={task.name: task.size for task in scenario.tasks}, grain=by)
+        params={task.name: task.size for task in scenario.tasks}, gpus_per_slot=by)
 
 
 def _job(scenario: Scenario, number: int, chosen: Policy) -> JobSpec:

@@ -9,7 +9,7 @@ from ...events.records.types import Origin
 
 
 @dataclass
-class Kept:
+class SavedState:
     """A kind of saved state, saved after every `every_s` of training; 0 for never."""
 
     every_s: float
@@ -17,7 +17,7 @@ class Kept:
     since_s: float = 0.0
     """Training time since the last save."""
 
-    def advance(self, job: Job, past_s: float) -> None:
+    def advance(self, job: TaskProgress, past_s: float) -> None:
         """Account for `past_s` of training at the task's rate."""
         self.since_s += past_s
         if self.every_s and self.since_s >= self.every_s:
@@ -27,15 +27,15 @@ class Kept:
 
 
 @dataclass
-class Job:
+class TaskProgress:
     """`table` holds the true throughput, whatever the state says. `iteration_flop` is the work of
     one iteration at any size. FLOP are not weighted."""
 
     task: int
     table: ThroughputSet
     iteration_flop: float
-    checkpoint: Kept
-    memory_checkpoint: Kept
+    checkpoint: SavedState
+    memory_checkpoint: SavedState
     done_flop: float = 0.0
     rate_flops: float = 0.0
     since_s: float = 0.0

@@ -16,16 +16,16 @@ from ...events.records.types import Seat, Slot
 from ...events.spec.policy import Policy
 from .incident import Incident
 from .node import Node
-from .task import Priced, Task
+from .task import StragglerCost, Task
 
 SCHEMA = "unicron-state-7"
 NUM_REQUESTS_MAX = 1024
 """Operator requests that are remembered to recognise repetitions; the oldest are dropped first."""
 NUM_INCIDENTS_MAX = 256
 """Closed incidents that the state keeps; the log keeps all."""
-EARNED_S = 1800
+WORK_SPAN_S = 1800
 """Length of the spans over which the cluster's achieved work is summed."""
-NUM_EARNED_MAX = 48
+NUM_WORK_SPANS_MAX = 48
 """Spans that the state keeps: 24 h."""
 
 
@@ -60,9 +60,9 @@ class ClusterState(Struct, kw_only=True):
     plan: PlanChosen | None = None
     plan_seq: int = 0
     plan_s: float = 0.0
-    silent: list[str] = field(default_factory=list[str])
+    unreachable: list[str] = field(default_factory=list[str])
     """Nodes that are unreachable or lost, by name."""
-    ailing: list[str] = field(default_factory=list[str])
+    undecided: list[str] = field(default_factory=list[str])
     """Nodes with pending decisions, by name."""
     replan: str = ""
     """Why the last plan is out of date; empty: it is current."""
@@ -84,7 +84,7 @@ class ClusterState(Struct, kw_only=True):
     """Faults in that time (transition_cost.py defines which count)."""
     mtbf_gpu_s: float = 0.0
     """Mean time between faults of one slot, as the planner uses it."""
-    degraded: dict[str, Priced] = field(default_factory=dict[str, Priced])
+    degraded: dict[str, StragglerCost] = field(default_factory=dict[str, StragglerCost])
     """By degraded node: its last cost estimate."""
     to_price: list[str] = field(default_factory=list[str])
     """Nodes whose cost is estimated with the next decision."""
@@ -128,14 +128,16 @@ def live_tasks(state: ClusterState) -> list[Task]:
     return [state.tasks[key] for key in sorted(state.tasks) if state.tasks[key].phase != "ended"]
 
 
-def usable_slots(state: ClusterState) -> tuple[Slot, ...]:
+def allocatable_slots(state: ClusterState) -> tuple[Slot, ...]:
     """Slots that a plan may allocate, by node name and index. Linear in the slots of all nodes."""
-    return tuple(chain.from_iterable(state.nodes[name].usable() for name in sorted(state.nodes)))
+    return tuple(
+        chain.from_iterable(state.nodes[name].allocatable() for name in sorted(state.nodes))
+    )
 
 
-def may_hold(state: ClusterState, seats: Iterable[Seat]) -> bool:
+def can_allocate(state: ClusterState, seats: Iterable[Seat]) -> bool:
     """Whether a plan may allocate the slots of all these seats."""
     nodes = state.nodes
     return all((node := nodes.get(seat.slot.node)) is not None and node.takes_tasks
-               and seat.slot.index < node.num_slots and not node.is_out(seat.slot.index)
+               and seat.slot.index < node.num_slots and not node.is_disabled(seat.slot.index)
                for seat in seats)

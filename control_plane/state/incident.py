@@ -12,7 +12,7 @@ FARTHER = ORIGINS[3:]
 """Origins that are used only if no member has the state."""
 
 
-NUM_STRIKES_MAX = 64
+NUM_FAILURES_MAX = 64
 NUM_EVIDENCE_MAX = 256
 """Evidence kept per incident at the decision; the log has the rest."""
 
@@ -29,7 +29,7 @@ class Source(Struct, frozen=True, kw_only=True):
     """Received from there, without what peers forwarded."""
 
 
-class Strike(Struct, frozen=True):
+class FailureLocation(Struct, frozen=True):
     """Where and when a rank failed. Device errors of this slot near this time belong to it."""
 
     rank: int
@@ -37,7 +37,7 @@ class Strike(Struct, frozen=True):
     at_s: float
 
 
-class Series(Struct, kw_only=True):
+class RepeatedFailure(Struct, kw_only=True):
     """A repeated failure: the same status at the same iteration, in any rank."""
 
     status: str
@@ -65,7 +65,7 @@ class Fault(Struct, frozen=True, kw_only=True):
     second_hand: bool = False
     """Indirect evidence: it reports another process's end. It is no cause if the evidence holds
     one."""
-    strikes: tuple[Strike, ...] = ()
+    strikes: tuple[FailureLocation, ...] = ()
 
 
 class Incident(Struct, kw_only=True):
@@ -106,5 +106,5 @@ class Incident(Struct, kw_only=True):
     closed_s: float = 0.0
     second_hand: bool = False
     """Only indirect evidence so far; the cause is unknown."""
-    strikes: list[Strike] = field(default_factory=list[Strike])
+    strikes: list[FailureLocation] = field(default_factory=list[FailureLocation])
     """The newest failure locations."""

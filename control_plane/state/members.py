@@ -8,9 +8,9 @@ from typing import Literal
 from ...events.records.orders import InjectFault
 from ...events.records.reports import FaultRequested
 from ...events.spec import parallelism
-from ...events.spec.parallelism import covers, num_places
+from ...events.spec.parallelism import has_every_part, num_positions
 from .cluster import ClusterState
-from .task import Held, Rank, Task
+from .task import HeldState, Rank, Task
 
 
 def awaited(task: Task) -> Literal["", "processes", "members"]:
@@ -28,7 +28,7 @@ def outstanding(task: Task) -> int:
     """Count the outstanding answers; linear in the task's ranks."""
     whose = awaited(task)
     if whose == "processes":
-        return sum(is_coming(task, rank) for rank in task.ranks.values())
+        return sum(is_starting(task, rank) for rank in task.ranks.values())
     if whose == "members" and task.phase == "quiescing":
         return sum(rank.quiesced != task.generation for rank in task.living_members())
     if whose == "members":
@@ -36,10 +36,10 @@ def outstanding(task: Task) -> int:
     return 0
 
 
-def is_coming(task: Task, rank: Rank) -> bool:
+def is_starting(task: Task, rank: Rank) -> bool:
     """Whether the process still has to report ready (of a command: started)."""
     waits = ("ordered", "started") if task.heals_in_memory else ("ordered",)
-    return rank.state in waits and rank.sound
+    return rank.state in waits and rank.is_healthy
 
 
 def count_outstanding(task: Task) -> None:
@@ -47,12 +47,12 @@ def count_outstanding(task: Task) -> None:
     task.num_outstanding = outstanding(task)
 
 
-def mute(task: Task) -> list[Rank]:
+def unanswered(task: Task) -> list[Rank]:
     """Living members that have not reported leaving the generation."""
-    return [rank for rank in task.living_members() if is_mute(task, rank)]
+    return [rank for rank in task.living_members() if is_unanswered(task, rank)]
 
 
-def is_mute(task: Task, rank: Rank) -> bool:
+def is_unanswered(task: Task, rank: Rank) -> bool:
     """Whether the member has not reported leaving the generation."""
     return rank.quiesced < task.generation and rank.state != "finished"
 
@@ -62,10 +62,10 @@ def has_settled(task: Task, rank: Rank) -> bool:
     return rank.reconfigured >= task.generation
 
 
-def is_silent(state: ClusterState, rank: Rank) -> bool:
+def is_unreachable(state: ClusterState, rank: Rank) -> bool:
     """Whether the rank's node is unreachable or lost."""
     node = state.nodes.get(rank.slot.node)
-    return node is None or node.silent
+    return node is None or node.unreachable
 
 
 # --- coverage: whether a set of processes holds the task's complete state ---
@@ -76,7 +76,7 @@ def has_layouts(task: Task) -> bool:
     return task.spec.training is not None and not task.spec.training.parallel.is_plain
 
 
-def covered(task: Task, ranks: Sequence[Rank], step_version: int = -1) -> bool:
+def is_complete(task: Task, ranks: Sequence[Rank], step_version: int = -1) -> bool:
     """Whether these ranks hold the complete state, one of them at `step_version` or later.
 
     Within one generation some ranks may be one step ahead. The others reached the end of the same
@@ -85,45 +85,45 @@ def covered(task: Task, ranks: Sequence[Rank], step_version: int = -1) -> bool:
     train = task.spec.training
     if train is None or train.parallel.is_plain:
         return any(rank.has_state and rank.step_version >= step_version for rank in ranks)
-    found: dict[int, list[Held]] = {}
+    found: dict[int, list[HeldState]] = {}
     most: dict[int, int] = {}
     for rank in ranks:
         if rank.has_state and rank.held is not None:
             found.setdefault(rank.held.generation, []).append(rank.held)
             most[rank.held.generation] = max(most.get(rank.held.generation, -1), rank.step_version)
-    return any(covers(held[0].axes, train.parallel.optimizer, [one.place for one in held])
+    return any(has_every_part(held[0].axes, train.parallel.optimizer, [one.place for one in held])
                for number, held in found.items() if most[number] >= step_version)
 
 
-def take_place(task: Task, rank: Rank, step_version: int) -> None:
+def take_position(task: Task, rank: Rank, step_version: int) -> None:
     """Fold: the rank came up and holds the state of its position. A standby keeps what it had."""
     if task.axes is None:
         rank.held, rank.step_version = None, step_version
-    elif (place := place_of(task, rank)) < num_places(task.axes):
-        rank.held = Held(generation=task.generation, axes=task.axes, place=place)
+    elif (place := position_of(task, rank)) < num_positions(task.axes):
+        rank.held = HeldState(generation=task.generation, axes=task.axes, place=place)
         rank.step_version = step_version
 
 
-def forget_beside(task: Task) -> None:
+def release_standbys(task: Task) -> None:
     """Fold: training resumes; standby members give up the state that they held."""
     for rank in task.living_members():
-        if is_beside(task, rank):
+        if is_standby(task, rank):
             rank.held, rank.has_state, rank.step_version = None, False, -1
 
 
-def place_of(task: Task, rank: Rank) -> int:
+def position_of(task: Task, rank: Rank) -> int:
     """The position of a member of the current generation."""
     return [member.rank for member in task.members].index(rank.rank)
 
 
-def is_beside(task: Task, rank: Rank) -> bool:
+def is_standby(task: Task, rank: Rank) -> bool:
     """Whether the member is a standby: the layout has no position for it."""
-    return task.axes is not None and place_of(task, rank) >= num_places(task.axes)
+    return task.axes is not None and position_of(task, rank) >= num_positions(task.axes)
 
 
-def speaks(task: Task, rank: Rank) -> bool:
+def is_representative(task: Task, rank: Rank) -> bool:
     """Whether the member reports micro-batches: the representative rank of its replica."""
-    return task.axes is None or parallelism.speaks(task.axes, place_of(task, rank))
+    return task.axes is None or parallelism.is_representative(task.axes, position_of(task, rank))
 
 
 def is_pinned(state: ClusterState, task: Task) -> bool:
@@ -131,14 +131,14 @@ def is_pinned(state: ClusterState, task: Task) -> bool:
     running command on unusable slots, where leaving them would cost unsaved work."""
     if not task.heals_in_memory and not task.incident and _runs_where_nothing_starts(state, task):
         return True
-    return bool(state.silent) and any(state.nodes[rank.slot.node].silent
+    return bool(state.unreachable) and any(state.nodes[rank.slot.node].unreachable
                                       for rank in task.ranks.values())
 
 
 def _runs_where_nothing_starts(state: ClusterState, task: Task) -> bool:
     """A command runs on disabled slots or on a quarantined node."""
     return any(not (node := state.nodes[rank.slot.node]).drained
-               and (node.quarantine is not None or node.is_out(rank.slot.index))
+               and (node.quarantine is not None or node.is_disabled(rank.slot.index))
                for rank in task.ranks.values())
 
 

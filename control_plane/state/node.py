@@ -12,8 +12,8 @@ from ...events.records.types import Labels, Slot
 # Failing checks, device errors, faults. All are bounded; the log keeps the rest.
 
 NUM_CHECKS_MAX = 64
-NUM_ERRED_MAX = 32
-NUM_OFFENCES_MAX = 16
+NUM_DEVICE_ERRORS_MAX = 32
+NUM_NODE_FAULTS_MAX = 16
 """Limits of one node."""
 TEXT_CHARS_MAX = 200
 
@@ -39,7 +39,7 @@ class Check(Struct, frozen=True, kw_only=True):
         return self.check.startswith("check/")
 
 
-class Erred(Struct, kw_only=True):
+class DeviceError(Struct, kw_only=True):
     """A device error from the kernel or a driver: evidence."""
 
     seq: int
@@ -56,13 +56,13 @@ class Erred(Struct, kw_only=True):
     due: bool = False
     """The time limit for a related rank failure has passed: the error counts alone."""
 
-    def is_like(self, other: Erred) -> bool:
+    def is_like(self, other: DeviceError) -> bool:
         """Whether both report the same: an equal XID, or the same rule, on the same devices."""
         same = self.code == other.code if self.code and other.code else self.rule == other.rule
         return same and self.devices == other.devices
 
 
-class Offence(Struct, kw_only=True):
+class NodeFault(Struct, kw_only=True):
     """A fault that counts against a node."""
 
     at_s: float
@@ -113,37 +113,37 @@ class Node(Struct, kw_only=True):
     labels: Labels = Labels()
     health: Health = "healthy"
     since_s: float = 0.0
-    eased_s: float = 0.0
+    improved_s: float = 0.0
     """When its health last improved: not unhealthy any more, or not degraded any more."""
-    silenced_seq: int = 0
+    unreachable_seq: int = 0
     replace: bool = False
     """Unreachable for replace_after_s."""
     drained: bool = False
     """An operator drains it. It stays drained when its agent joins again."""
     drain_reason: str = ""
-    harmed_s: float = -1.0
+    fault_injected_s: float = -1.0
     """When a fault was injected into it; below 0: none was."""
-    slots_out: list[int] = field(default_factory=list[int])
+    slots_disabled: list[int] = field(default_factory=list[int])
     """Slots disabled by a hardware fault. They are enabled when the agent joins again."""
-    out_why: dict[int, str] = field(default_factory=dict[int, str])
+    disabled_why: dict[int, str] = field(default_factory=dict[int, str])
     """By disabled slot: the reason."""
-    slots_sick: list[int] = field(default_factory=list[int])
+    slots_unhealthy: list[int] = field(default_factory=list[int])
     """Slots that a check reports unhealthy. They are enabled after a time without such a report."""
-    slots_well: dict[int, float] = field(default_factory=dict[int, float])
+    slots_recovering: dict[int, float] = field(default_factory=dict[int, float])
     """By slot of these: since when no check reports it unhealthy."""
-    sick_why: str = ""
+    unhealthy_why: str = ""
     """Why these slots are disabled, or why a check's report is not acted upon."""
     checks: list[Check] = field(default_factory=list[Check])
     """Checks that do not report healthy, the oldest first."""
-    erred: list[Erred] = field(default_factory=list[Erred])
+    erred: list[DeviceError] = field(default_factory=list[DeviceError])
     incident: int = 0
     """The open incident of the node alone, which affected no task."""
-    offences: list[Offence] = field(default_factory=list[Offence])
+    node_faults: list[NodeFault] = field(default_factory=list[NodeFault])
     quarantine: Quarantine | None = None
     occupants: dict[int, Occupant] = field(default_factory=dict[int, Occupant])
 
     @property
-    def silent(self) -> bool:
+    def unreachable(self) -> bool:
         """Whether the node is unreachable or lost. Its processes may still run."""
         return self.health in ("unreachable", "lost")
 
@@ -152,13 +152,13 @@ class Node(Struct, kw_only=True):
         """Whether ranks may start on it: healthy, neither drained nor quarantined."""
         return self.health == "healthy" and not self.drained and self.quarantine is None
 
-    def is_out(self, index: int) -> bool:
+    def is_disabled(self, index: int) -> bool:
         """Whether the slot is disabled, by a device error or by a check."""
-        return index in self.slots_out or index in self.slots_sick
+        return index in self.slots_disabled or index in self.slots_unhealthy
 
-    def usable(self) -> tuple[Slot, ...]:
+    def allocatable(self) -> tuple[Slot, ...]:
         """Its slots that a plan may allocate, by index."""
         if not self.takes_tasks:
             return ()
         return tuple(Slot(self.name, index) for index in range(self.num_slots)
-                     if not self.is_out(index))
+                     if not self.is_disabled(index))

@@ -8,13 +8,13 @@ from msgspec import Struct, field
 
 from ...events.records.decisions import ThroughputSet
 from ...events.records.reports import Whereabouts
-from ...events.records.types import Copy, Keeper, Member, Seat, Slot
+from ...events.records.types import Member, MemoryCheckpoint, Seat, Slot, StoreEndpoint
 from ...events.spec.job import JobSpec
 from ...events.spec.model import Axes, Modelled
-from .incident import Fault, Series
+from .incident import Fault, RepeatedFailure
 
 
-class Logged(Struct, kw_only=True):
+class CommandProgress(Struct, kw_only=True):
     """Progress of a command, from the newest round of processes that logged any."""
 
     round: int
@@ -26,7 +26,7 @@ class Logged(Struct, kw_only=True):
     """Planned iterations; 0: unknown."""
     size: int
     """Slots of the round."""
-    furthest: int
+    max_iteration: int
     """The largest iteration before the round, or at its first report."""
     global_batch: int = 0
     """As last logged; 0: never."""
@@ -34,7 +34,7 @@ class Logged(Struct, kw_only=True):
     """A process of the round was stopped after the last report."""
 
 
-class Standing(Struct, kw_only=True):
+class OngoingTransition(Struct, kw_only=True):
     """A transition in progress: from one number of slots to another, or back to the same."""
 
     size: int
@@ -46,7 +46,7 @@ class Standing(Struct, kw_only=True):
     """Iterations finished then."""
     iteration_s: float
     """Undisturbed time of one iteration; 0: unknown."""
-    stood_s: float = 0.0
+    downtime_s: float = 0.0
     """Downtime of earlier stalls in this transition."""
     axes: Axes | None = None
     """The layout before the transition."""
@@ -76,7 +76,7 @@ class Stall(Struct, frozen=True, kw_only=True):
         return self.iteration, 2 * self.collective + (self.where == "own")
 
 
-class Crawl(Struct, frozen=True, kw_only=True):
+class SlowIteration(Struct, frozen=True, kw_only=True):
     """A slow iteration: a member passes progress marks, but its iteration does not end (the last
     StepTimeChanged)."""
 
@@ -91,7 +91,7 @@ class Crawl(Struct, frozen=True, kw_only=True):
     seq: int
 
 
-class Pace(Struct, frozen=True, kw_only=True):
+class StepTime(Struct, frozen=True, kw_only=True):
     """The step time of a rank, from its last StepTimeChanged."""
 
     generation: int
@@ -108,7 +108,7 @@ class Pace(Struct, frozen=True, kw_only=True):
     seq: int
 
 
-class Slow(Struct, frozen=True, kw_only=True):
+class Straggler(Struct, frozen=True, kw_only=True):
     """A straggler: it progresses, but the others wait for it."""
 
     ratio: float
@@ -118,7 +118,7 @@ class Slow(Struct, frozen=True, kw_only=True):
     since_s: float
 
 
-class Priced(Struct, frozen=True, kw_only=True):
+class StragglerCost(Struct, frozen=True, kw_only=True):
     """The cost of a degraded node, from its last StragglerCostEstimated."""
 
     tasks: tuple[int, ...]
@@ -134,7 +134,7 @@ Phase = Literal["idle", "starting", "training", "quiescing", "reconfiguring", "e
 RankState = Literal["ordered", "started", "ready", "member", "finished"]
 
 
-class Held(Struct, frozen=True, kw_only=True):
+class HeldState(Struct, frozen=True, kw_only=True):
     """The part of a task's state that a process holds: that of one position of a generation's
     layout."""
 
@@ -165,17 +165,17 @@ class Rank(Struct, kw_only=True):
     """The last generation in which a collective or the setup failed on it."""
     failed_seq: int = 0
     failed_status: str = ""
-    overdue: str = ""
+    timeout_reason: str = ""
     """Which deadline it missed; decide stops it immediately."""
     suspended_s: float = -1.0
     """When its process was stopped (SIGSTOP); below 0: it is not."""
     suspended_seq: int = 0
     """The record that reports it."""
-    harmed_s: float = -1.0
+    fault_injected_s: float = -1.0
     """When a fault was injected into it; below 0: none was."""
     has_state: bool = False
     """It came up in some generation. With layouts, `held` says which part it holds."""
-    held: Held | None = None
+    held: HeldState | None = None
     joined_iteration: int = -1
     error: str = ""
     error_text: str = ""
@@ -184,7 +184,7 @@ class Rank(Struct, kw_only=True):
     """Its error is indirect evidence: another process ended."""
 
     @property
-    def suspended(self) -> bool:
+    def is_stopped(self) -> bool:
         """Whether its process is reported as stopped."""
         return self.suspended_seq > 0
 
@@ -194,9 +194,9 @@ class Rank(Struct, kw_only=True):
         return bool(self.stop_orders)
 
     @property
-    def sound(self) -> bool:
+    def is_healthy(self) -> bool:
         """Whether it is to continue: not stopping, no missed deadline, no error."""
-        return not (self.stopping or self.overdue or self.error_seq)
+        return not (self.stopping or self.timeout_reason or self.error_seq)
 
 
 class Checkpoint(Struct, frozen=True, kw_only=True):
@@ -231,16 +231,16 @@ class Task(Struct, kw_only=True):
     modelled: Modelled | None = None
     """T(t, x) by the spec's `model`, computed before the submission."""
     ranks: dict[int, Rank] = field(default_factory=dict[int, Rank])
-    ghosts: list[Rank] = field(default_factory=list[Rank])
+    orphans: list[Rank] = field(default_factory=list[Rank])
     """Orphaned processes: given up, end not confirmed. They are stopped when their node is
     reachable again."""
     attempts: dict[int, int] = field(default_factory=dict[int, int])
     restarts: dict[int, int] = field(default_factory=dict[int, int])
     """Faults by rank since it last made progress."""
-    blamed: dict[int, Slot] = field(default_factory=dict[int, Slot])
+    disabled_slots: dict[int, Slot] = field(default_factory=dict[int, Slot])
     """By rank: the slot disabled for its faults. Progress on another slot confirms that the slot
     was the cause."""
-    series: Series | None = None
+    repeated_failure: RepeatedFailure | None = None
     reattempts: int = 0
     declined: str = ""
     """Why its processes cannot recover in memory, although the spec asks for it."""
@@ -252,7 +252,7 @@ class Task(Struct, kw_only=True):
     """The layout of the generation; None: data-parallel over all members."""
     mode: str = ""
     """Mode of the quiesce in progress: now, boundary."""
-    evidence_over: int = 0
+    uncaused_generation: int = 0
     """The generation whose failed collective got no root cause in time."""
     failed_s: float = -1.0
     """When a collective of this generation first failed; below 0: none did."""
@@ -275,28 +275,28 @@ class Task(Struct, kw_only=True):
     publishing: dict[int, Checkpoint] = field(default_factory=dict[int, Checkpoint])
     """By seq of the publish order."""
     checkpoint: Checkpoint | None = None
-    keepers: tuple[Keeper, ...] = ()
+    keepers: tuple[StoreEndpoint, ...] = ()
     """The checkpoint stores that receive its in-memory checkpoints."""
     keep_order: int = 0
-    copies: list[Copy] = field(default_factory=list[Copy])
+    copies: list[MemoryCheckpoint] = field(default_factory=list[MemoryCheckpoint])
     """In-memory checkpoints as reported: the two newest of each node, newest last."""
-    kept_on: list[str] = field(default_factory=list[str])
+    store_nodes: list[str] = field(default_factory=list[str])
     """Nodes whose stores may hold in-memory checkpoints of the task."""
     drop_order: int = 0
     """The open DropMemoryCheckpoints, until all nodes answered."""
     iteration: int = 0
     """Iterations reported as finished."""
-    logged: Logged | None = None
-    furthest: int = 0
+    logged: CommandProgress | None = None
+    max_iteration: int = 0
     """The maximum of `iteration`. Repeated iterations are no progress."""
     progressed_s: float = 0.0
     """When it last reported an iteration; 0: never."""
     iteration_flops: float = 0.0
     times_s: dict[int, list[float]] = field(default_factory=dict[int, list[float]])
     """By number of members (of a command: slots): times of the last undisturbed iterations."""
-    standing: Standing | None = None
+    transition: OngoingTransition | None = None
     """The transition in progress."""
-    stood_s: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    downtime_s: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
     """By kind of change: the last downtimes."""
     loss: float | None = None
     step_s: float = 0.0
@@ -306,12 +306,12 @@ class Task(Struct, kw_only=True):
     faults: list[Fault] = field(default_factory=list[Fault])
     stalls: dict[int, Stall] = field(default_factory=dict[int, Stall])
     """By rank: stalled members of this generation."""
-    crawls: dict[int, Crawl] = field(default_factory=dict[int, Crawl])
+    slow_iterations: dict[int, SlowIteration] = field(default_factory=dict[int, SlowIteration])
     """By rank: members of this generation in a slow iteration."""
-    paces: dict[int, Pace] = field(default_factory=dict[int, Pace])
-    slow: dict[int, Slow] = field(default_factory=dict[int, Slow])
+    step_times: dict[int, StepTime] = field(default_factory=dict[int, StepTime])
+    slow: dict[int, Straggler] = field(default_factory=dict[int, Straggler])
     """By rank: the stragglers."""
-    slowed: dict[str, int] = field(default_factory=dict[str, int])
+    slow_restarts: dict[str, int] = field(default_factory=dict[str, int])
     """By slot (node/index): restarts of its process for being slow."""
     incident: int = 0
     healed: int = 0

@@ -45,7 +45,9 @@ def keep_logged(state: ClusterState, task: Task, body: IterationsLogged) -> None
     logged = task.logged
     if logged is None or not _counts(state, task) or not batch_counts(task):
         return
-    whole = len(task.ranks) == len(task.target) and all(rank.sound for rank in task.ranks.values())
+    whole = len(task.ranks) == len(task.target) and all(
+        rank.is_healthy for rank in task.ranks.values()
+    )
     warm = body.num_iterations > 0 and body.iteration - logged.first >= NUM_WARM_UP
     if whole and warm and not logged.disturbed and not body.skipped:
         _keep(state, task, min(body.num_iterations, -(-_num_times(state) // 3)) * [body.step_s])

@@ -24,7 +24,7 @@ from .step_time import Floats, bubble, constants_of, ending, parts
 
 GAIN_RATIO_MIN = 1.005
 """Smaller gains are not mentioned."""
-ROOMY_TIMES = 2
+AMPLE_TIMES = 2
 """Memory binds if this factor of memory gives a faster layout."""
 _GIB_BYTES = 1 << 30
 Ints = NDArray[np.int64]
@@ -137,17 +137,17 @@ def modelled(model: MegatronModel, num_gpus: int) -> Modelled:
     found = Search(model, num_gpus, room).best()
     if not found:
         return Modelled(sizes=(), rates_flops=(), layouts=(), refused=_refused(model, num_gpus))
-    free = Search(model, num_gpus, ROOMY_TIMES * room).best()
+    free = Search(model, num_gpus, AMPLE_TIMES * room).best()
     free_sizes = [best.size for best in free]
     return Modelled(
         sizes=tuple(best.size for best in found),
         rates_flops=tuple(best.rate_flops for best in found),
-        layouts=tuple(told(model, best, free[bisect_right(free_sizes, best.size) - 1])
+        layouts=tuple(describe(model, best, free[bisect_right(free_sizes, best.size) - 1])
                       for best in found),
         axes=tuple(best.layout.axes for best in found))
 
 
-def told(model: MegatronModel, best: Best, free: Best) -> str:
+def describe(model: MegatronModel, best: Best, free: Best) -> str:
     """Describe the layout and what limits it. `free`: the best layout with ROOMY_TIMES the
     memory."""
     used = memory(model, best.layout).total / _GIB_BYTES

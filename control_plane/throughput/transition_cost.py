@@ -22,7 +22,7 @@ from ...events.records.statuses import WRONG_INPUT
 from ...events.spec.parallelism import shape
 from ..state.cluster import ClusterState
 from ..state.incident import Incident
-from ..state.task import Standing, Task
+from ..state.task import OngoingTransition, Task
 
 
 class Transition(Struct, frozen=True, kw_only=True):
@@ -38,43 +38,43 @@ class Transition(Struct, frozen=True, kw_only=True):
     """To a layout that splits a replica differently: all of the state moves."""
 
     @classmethod
-    def alike(cls, length_s: float) -> Transition:
+    def uniform(cls, length_s: float) -> Transition:
         """The same time for all kinds."""
         return cls(same_s=length_s, shrink_s=length_s, grow_s=length_s, stop_s=length_s,
                    reshape_s=length_s)
 
-HARMED_S_MAX = 600.0
+INJECTED_S_MAX = 600.0
 """An injected fault that is older has had no effect."""
-NUM_STOOD_MAX = 16
+NUM_DOWNTIMES_MAX = 16
 """Downtimes of one kind that the state keeps per task."""
-NUM_STOOD_MIN = 3
+NUM_DOWNTIMES_MIN = 3
 """Downtimes that make a measurement."""
 MTBF_S_MIN = 1.0
 
 
 # --- MTBF ---
-def watch(state: ClusterState, record: Record) -> None:
+def observe_time(state: ClusterState, record: Record) -> None:
     """Fold, before the record's time is set: add the slot time since the last record.
 
     Not at EpochStarted: there was no leader before it.
     """
     if not isinstance(record.body, EpochStarted):
         state.observed_slot_s += state.num_running * max(record.at_s - state.at_s, 0.0)
-    settle_mtbf(state)
+    update_mtbf(state)
 
 
-def was_harmed(harmed_s: float, at_s: float) -> bool:
+def was_injected(harmed_s: float, at_s: float) -> bool:
     """Whether a fault injected at `harmed_s` may be the cause at `at_s`."""
-    return harmed_s >= 0 and at_s - harmed_s <= HARMED_S_MAX
+    return harmed_s >= 0 and at_s - harmed_s <= INJECTED_S_MAX
 
 
 def is_fault(state: ClusterState, task: Task, incident: Incident) -> bool:
     """Whether an incident that is being opened counts as a fault; the task's faults are not cleared
     yet."""
     nodes = [state.nodes.get(rank.slot.node) for rank in task.ranks.values()]
-    harmed = [rank.harmed_s for rank in task.ranks.values()]
-    harmed += [node.harmed_s for node in nodes if node is not None]
-    if any(was_harmed(harmed_s, state.at_s) for harmed_s in harmed) or any(
+    harmed = [rank.fault_injected_s for rank in task.ranks.values()]
+    harmed += [node.fault_injected_s for node in nodes if node is not None]
+    if any(was_injected(harmed_s, state.at_s) for harmed_s in harmed) or any(
             fault.on_purpose for fault in task.faults):
         return False
     alike = any(other.node == incident.node and other.task != task.id
@@ -83,7 +83,7 @@ def is_fault(state: ClusterState, task: Task, incident: Incident) -> bool:
     return incident.status != WRONG_INPUT and not alike
 
 
-def settle_mtbf(state: ClusterState) -> None:
+def update_mtbf(state: ClusterState) -> None:
     """Fold: update the MTBF of one slot from the prior and the observations (a Gamma prior). The
     value changes only if it is off by `calibrate_min`, or if it is not finite (old logs)."""
     policy, last = state.policy, state.mtbf_gpu_s
@@ -101,8 +101,8 @@ def transition(state: ClusterState, task: Task) -> Transition:
     prior_s = state.policy.transition_s
 
     def usual_s(kind: str) -> float | None:
-        stood_s = task.stood_s.get(kind, ())
-        return median(stood_s) if len(stood_s) >= NUM_STOOD_MIN else None
+        stood_s = task.downtime_s.get(kind, ())
+        return median(stood_s) if len(stood_s) >= NUM_DOWNTIMES_MIN else None
 
     found = {kind: prior_s if (one := usual_s(kind)) is None else one
              for kind in ("same", "shrink", "grow")}
@@ -119,22 +119,22 @@ def num_slots(task: Task) -> int:
     return len(task.members) if task.heals_in_memory else len(task.target)
 
 
-def stands(state: ClusterState, task: Task) -> None:
+def transition_began(state: ClusterState, task: Task) -> None:
     """Fold: the task stalls, counted from its last reported iteration, unless a stall is in
     progress."""
     if not task.heals_in_memory:
         return
     size = len(task.members)
     since_s = task.progressed_s if size and task.progressed_s > 0 else state.at_s
-    if task.standing is None:
-        task.standing = Standing(size=size, since_s=since_s, iteration=task.iteration,
+    if task.transition is None:
+        task.transition = OngoingTransition(size=size, since_s=since_s, iteration=task.iteration,
                                  iteration_s=_iteration_s(task, size) or task.step_s,
                                  axes=task.axes, void=bool(state.held))
-    elif task.standing.since_s < 0:
-        task.standing.since_s, task.standing.iteration = since_s, task.iteration
+    elif task.transition.since_s < 0:
+        task.transition.since_s, task.transition.iteration = since_s, task.iteration
 
 
-def halts(state: ClusterState, task: Task) -> None:
+def command_stopped(state: ClusterState, task: Task) -> None:
     """Fold: the last process of a command ended. If it logged iterations, the transition began at
     the last one.
 
@@ -142,78 +142,80 @@ def halts(state: ClusterState, task: Task) -> None:
     """
     logged = task.logged
     if not task.target or logged is None:
-        task.standing = None
-    elif task.standing is None and task.phase == "training" and logged.round == task.rounds:
-        task.standing = Standing(
+        task.transition = None
+    elif task.transition is None and task.phase == "training" and logged.round == task.rounds:
+        task.transition = OngoingTransition(
             size=logged.size, since_s=task.progressed_s, iteration=task.iteration,
             iteration_s=_iteration_s(task, logged.size) or task.step_s, void=bool(state.held))
 
 
-def goes_on(state: ClusterState, task: Task, iteration: int) -> None:
+def command_resumed(state: ClusterState, task: Task, iteration: int) -> None:
     """Fold: a new round of a command logged its first iterations."""
-    standing = task.standing
+    standing = task.transition
     if standing is not None and not task.heals_in_memory:
         _add(state, task, standing, iteration)
         _keep(state, task, standing, num_slots(task))
 
 
-def steps_again(state: ClusterState, task: Task, iteration: int) -> None:
+def transition_stepped(state: ClusterState, task: Task, iteration: int) -> None:
     """Fold: a new generation finished an iteration; `iteration` is the newest reported."""
-    standing = task.standing
+    standing = task.transition
     if standing is not None and standing.since_s >= 0:
         _add(state, task, standing, iteration)
-        arrived(state, task)
+        transition_completed(state, task)
 
 
-def arrived(state: ClusterState, task: Task) -> None:
+def transition_completed(state: ClusterState, task: Task) -> None:
     """Fold: if the task steps with its whole target, the transition is complete."""
-    standing, target = task.standing, {seat.rank for seat in task.target}
+    standing, target = task.transition, {seat.rank for seat in task.target}
     if standing is None or standing.since_s >= 0 or not target:
         return
     if {member.rank for member in task.members} == target:
         _keep(state, task, standing, len(target))
 
 
-def stood_to_leave(state: ClusterState, task: Task) -> None:
+def transition_to_idle(state: ClusterState, task: Task) -> None:
     """Fold: the task has no slots and no process any more."""
-    standing = task.standing
+    standing = task.transition
     if standing is None:
         return
     if standing.since_s >= 0:
         _add(state, task, standing, task.iteration)
     if standing.size:
         _keep(state, task, standing, 0)
-    task.standing = None
+    task.transition = None
 
 
-def void_standings(state: ClusterState) -> None:
+def void_transitions(state: ClusterState) -> None:
     """Fold: while healing is paused, transitions wait for a person and measure nothing."""
     for task in state.tasks.values() if state.held else ():
-        if task.standing is not None:
-            task.standing.void = True
+        if task.transition is not None:
+            task.transition.void = True
 
 
-def _add(state: ClusterState, task: Task, standing: Standing, iteration: int) -> None:
+def _add(state: ClusterState, task: Task, standing: OngoingTransition, iteration: int) -> None:
     num, size = iteration - standing.iteration, num_slots(task) or standing.size
     iteration_s = _iteration_s(task, size)
     if not iteration_s and standing.iteration_s:
         iteration_s = standing.iteration_s * _times_slower(task, size, standing.size)
     elif not iteration_s:
         iteration_s = task.step_s
-    standing.stood_s += max(state.at_s - standing.since_s - num * iteration_s, 0.0)
+    standing.downtime_s += max(state.at_s - standing.since_s - num * iteration_s, 0.0)
     standing.since_s = -1.0
 
 
-def _keep(state: ClusterState, task: Task, standing: Standing, size: int) -> None:
-    before, task.standing = standing.size, None
+def _keep(state: ClusterState, task: Task, standing: OngoingTransition, size: int) -> None:
+    before, task.transition = standing.size, None
     kind = ("start" if not before else "stop" if not size else
             "reshape" if _is_reshaped(standing, task) else
             "same" if size == before else "shrink" if size < before else "grow")
     if not standing.void:
-        task.stood_s[kind] = [*task.stood_s.get(kind, ()), standing.stood_s][-NUM_STOOD_MAX:]
+        task.downtime_s[kind] = [*task.downtime_s.get(kind, ()), standing.downtime_s][
+            -NUM_DOWNTIMES_MAX:
+        ]
 
 
-def _is_reshaped(standing: Standing, task: Task) -> bool:
+def _is_reshaped(standing: OngoingTransition, task: Task) -> bool:
     before, now = standing.axes, task.axes
     return before is not None and now is not None and shape(before) != shape(now)
 

@@ -48,10 +48,10 @@ def row(name: str) -> str:
     gpus = scenario.tasks[0].slots.max * GPUS_OF_A_SLOT.get(name.split("-")[0], 1)
     gpu_h = gpus * scenario.horizon_s / 3600
     log: list[Record] = []
-    run = Run(stages["unicron"].ground, stages["unicron"].policy, log.append)
+    run = Run(stages["unicron"].run_input, stages["unicron"].policy, log.append)
     ours = run.play()
-    theirs = Run(stages["requeue"].ground, stages["requeue"].policy).play()
-    full = ours.earnings.whole_flop
+    theirs = Run(stages["requeue"].run_input, stages["requeue"].policy).play()
+    full = ours.earnings.full_flop
     away = ours.earnings.lost_flop["waiting"] + ours.earnings.lost_flop["sub-healthy"]
     stood_s = sum(ours.earnings.down_s.values())
     told = told_h().get(name)

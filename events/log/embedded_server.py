@@ -22,7 +22,7 @@ import msgspec
 from msgspec import Struct
 
 from ..errors import ServerError
-from ..process_io import uninterrupted
+from ..process_io import defer_signals
 
 START_S_MAX = 30.0
 """Time until the server has loaded its log and answers."""
@@ -124,7 +124,7 @@ def start(directory: Path, *, port: int = 0) -> Server:
     try:
         last = None if port else _note(directory)
         if last:
-            wait_free(last.port)
+            wait_until_free(last.port)
         tries = [port] if port else [last.port if last else 0, *[0] * _PORT_TRIES_MAX]
         for one in tries:
             if server := _start(binary, directory, one or free_port(), lock):
@@ -187,7 +187,7 @@ def _start(binary: Path, directory: Path, port: int, lock: int) -> Server | None
     log_start = log.stat().st_size if log.exists() else 0
     process, answer = None, ""
     try:
-        with uninterrupted():
+        with defer_signals():
             process = subprocess.Popen(
                 [str(binary), str(config)], cwd=directory, stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
@@ -334,7 +334,7 @@ def free_port() -> int:
     raise ServerError(f"no free port of {_HOST} found from {PORT_MIN} to {PORT_MAX}")
 
 
-def wait_free(port: int) -> None:
+def wait_until_free(port: int) -> None:
     """Wait until the last port is free, at most PORT_WAIT_S_MAX: the clients know this port."""
     deadline = time.monotonic() + PORT_WAIT_S_MAX
     while not _is_free(port) and time.monotonic() < deadline:

@@ -14,7 +14,7 @@ from typing import Literal, TypeVar
 from ..errors import Ambiguous, Conflict, Fenced, Unavailable
 from ..records import codec
 from ..records.envelope import Record, Report, order_nodes
-from .port import Batch, Beat, SentOrder
+from .port import Batch, Heartbeat, SentOrder
 
 T = TypeVar("T")
 Outcome = Literal["done", "unavailable", "lost", "applied"]
@@ -112,12 +112,12 @@ class MemoryLog:
                       cursor=f"0-{found[-1][0]}" if found else after)
         return self._reply(outcome, batch)
 
-    async def beats(self) -> list[Beat]:
+    async def beats(self) -> list[Heartbeat]:
         """The newest heartbeat of every node, by name."""
         outcome = self._outcome("beats")
         now = self._clock()
         return self._reply(outcome, [
-            Beat(node=node, incarnation=incarnation, age_s=max(0.0, now - at))
+            Heartbeat(node=node, incarnation=incarnation, age_s=max(0.0, now - at))
             for node, (incarnation, at) in sorted(self._beats.items())
         ])
 

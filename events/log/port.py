@@ -15,7 +15,7 @@ from msgspec import Struct
 from ..records.envelope import Record, Report
 
 
-class Beat(Struct, frozen=True):
+class Heartbeat(Struct, frozen=True):
     """The newest heartbeat of the newest incarnation of a node."""
 
     node: str
@@ -62,7 +62,7 @@ class LeaderPort(Protocol):
         """Reports after `after`; if there are none, wait at most `wait_s`."""
         ...
 
-    async def beats(self) -> list[Beat]:
+    async def beats(self) -> list[Heartbeat]:
         """The newest heartbeat of every node that ever sent one."""
         ...
 

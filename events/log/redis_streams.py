@@ -35,7 +35,7 @@ from ..errors import Ambiguous, Conflict, CorruptLog, Fenced, LogError, Unavaila
 from ..records import codec
 from ..records.envelope import Record, Report, order_nodes
 from ..spec.job import NAME
-from .port import Batch, Beat, SentOrder
+from .port import Batch, Heartbeat, SentOrder
 
 # --- Lua scripts: each one is atomic on the server ---
 #
@@ -320,14 +320,14 @@ class RedisLog:
                 _logger.warning("skipping an unreadable report", id=entry, error=str(error))
         return Batch(reports=tuple(reports), cursor=after)
 
-    async def beats(self) -> list[Beat]:
+    async def beats(self) -> list[Heartbeat]:
         """The newest heartbeat of every node, by name."""
         (seconds, micros), fields = await self._run(BEATS, self._keys("beats"), ())
         now_s = int(seconds) + int(micros) / 1e6
-        beats: list[Beat] = []
+        beats: list[Heartbeat] = []
         for node, value in zip(fields[::2], fields[1::2], strict=True):
             incarnation, at_s = value.split()
-            beats.append(Beat(node=node.decode(), incarnation=int(incarnation),
+            beats.append(Heartbeat(node=node.decode(), incarnation=int(incarnation),
                               age_s=max(0.0, now_s - float(at_s))))
         return sorted(beats, key=lambda beat: beat.node)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ..spec.job import JobSpec
 from ..spec.model import Axes
-from .types import Body, Copy, FaultKind, Keeper, Member, QuiesceMode, Slot
+from .types import Body, FaultKind, Member, MemoryCheckpoint, QuiesceMode, Slot, StoreEndpoint
 
 
 # --- orders -------------------------------------------------------------------------------------
@@ -79,9 +79,9 @@ class Reconfigure(Body, frozen=True):
     checkpoint: str
     """The first member reads it if no member and no in-memory checkpoint has the state; empty:
     start at iteration 0."""
-    copies: tuple[Copy, ...] = ()
+    copies: tuple[MemoryCheckpoint, ...] = ()
     """If no member has the state: the in-memory checkpoints to try first, in this order."""
-    keepers: tuple[Keeper, ...] = ()
+    keepers: tuple[StoreEndpoint, ...] = ()
     """The checkpoint stores to which the first member sends in-memory checkpoints."""
     axes: Axes | None = None
 
@@ -104,7 +104,7 @@ class SetCheckpointStores(Body, frozen=True):
     nodes: tuple[str, ...]
     task: int
     generation: int
-    keepers: tuple[Keeper, ...]
+    keepers: tuple[StoreEndpoint, ...]
 
 
 class DropMemoryCheckpoints(Body, frozen=True):

@@ -7,7 +7,7 @@ from typing import Literal
 from ..spec.job import JobSpec
 from ..spec.model import Modelled
 from ..spec.policy import Policy
-from .types import Body, FaultKind, Labels, Origin, Taken
+from .types import Body, FaultKind, Labels, Origin, ReceivedState
 
 
 # --- sent by the leader -------------------------------------------------------------------------
@@ -302,7 +302,7 @@ class Reconfigured(Body, frozen=True, rename={
     settle_s: float
     origin: Origin = ""
     origin_node: str = ""
-    received_from: tuple[Taken, ...] = ()
+    received_from: tuple[ReceivedState, ...] = ()
 
 
 class ReconfigureFailed(Body, frozen=True):

@@ -14,7 +14,7 @@ Origin = Literal["", "own", "peer", "copy", "checkpoint", "seed"]
 """The source of a member's state, from the nearest to the most remote ("": not recorded)."""
 
 
-class Taken(Struct, frozen=True):
+class ReceivedState(Struct, frozen=True):
     """Bytes of state received from rank `rank` on `node`."""
 
     rank: int
@@ -24,7 +24,7 @@ class Taken(Struct, frozen=True):
 
 # --- Labels of a node: rack and switch, given at the start of its agent ---
 
-HINT = "for example --label rack=r1 --label switch=s3"
+LABEL_HINT = "for example --label rack=r1 --label switch=s3"
 LABEL_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?\Z")
 
 
@@ -38,22 +38,22 @@ class Labels(Struct, frozen=True, kw_only=True):
 LABEL_KEYS = Labels.__struct_fields__
 
 
-def parse(texts: Iterable[str]) -> Labels:
+def parse_labels(texts: Iterable[str]) -> Labels:
     """Parse `KEY=VALUE` texts. Raises UsageError for an invalid or repeated label."""
     found: dict[str, str] = {}
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals:
-            raise UsageError(f"--label {text!r} is not KEY=VALUE", HINT)
+            raise UsageError(f"--label {text!r} is not KEY=VALUE", LABEL_HINT)
         if key in found:
-            raise UsageError(f"--label {key} is given twice", HINT)
+            raise UsageError(f"--label {key} is given twice", LABEL_HINT)
         found[key] = value
-        if why := wrong(key, value):
-            raise UsageError(f"--label {text!r}: {why}", HINT)
+        if why := label_error(key, value):
+            raise UsageError(f"--label {text!r}: {why}", LABEL_HINT)
     return Labels(**found)
 
 
-def wrong(key: str, value: str) -> str:
+def label_error(key: str, value: str) -> str:
     """Why a label is invalid; "" if it is valid."""
     if key not in LABEL_KEYS:
         return f"{key!r} is not a label; there are {' and '.join(LABEL_KEYS)}"
@@ -95,18 +95,18 @@ class Member(Struct, frozen=True):
     endpoint: str
 
 
-class Keeper(Struct, frozen=True):
+class StoreEndpoint(Struct, frozen=True):
     """The checkpoint store of a node, at host:port: it keeps in-memory checkpoints."""
 
     node: str
     endpoint: str
 
 
-NUM_COPIES_MAX = 2
+CHECKPOINTS_NUM_MAX = 2
 """In-memory checkpoints of one task that one store keeps: the newest."""
 
 
-class Copy(Struct, frozen=True, kw_only=True):
+class MemoryCheckpoint(Struct, frozen=True, kw_only=True):
     """An in-memory checkpoint: a rank's whole state in a store (MemoryCheckpointStored)."""
 
     node: str
@@ -122,13 +122,13 @@ class Copy(Struct, frozen=True, kw_only=True):
 
 # --- Numbers of checkpoint stores: the store processes of a node, in order of their start ---
 
-KEEPERS_NUM_MAX = 1 << 10
+STORES_NUM_MAX = 1 << 10
 """Store processes that one incarnation of an agent may start, one after the other."""
 
 
-def first_keeper(incarnation: int) -> int:
+def first_store_number(incarnation: int) -> int:
     """The number of its first store; each incarnation has STORES_NUM_MAX, above all earlier ones.
 
     An incarnation may be only one above the last, if a clock was set back.
     """
-    return incarnation * KEEPERS_NUM_MAX
+    return incarnation * STORES_NUM_MAX

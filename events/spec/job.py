@@ -13,7 +13,7 @@ from msgspec import Struct, field
 from ..errors import SpecError
 from .model import MegatronModel, check_model
 from .parallelism import Parallel, check_fits, check_parallel, check_sizes
-from .validation import refused
+from .validation import spec_error
 
 # --- Loss scale of 16-bit training: constant or dynamic ---
 
@@ -300,7 +300,7 @@ def parse(data: object) -> JobSpec:
     except (msgspec.ValidationError, UnicodeEncodeError) as error:
         excluded = {name for key, names in EXCLUDED_BY.items()
                     if given.get(key) is not None for name in names}
-        raise refused(str(error), JobSpec, DOCS, given=given, excluded=excluded) from None
+        raise spec_error(str(error), JobSpec, DOCS, given=given, excluded=excluded) from None
     _need(spec.train is not None or bool(spec.command) or "command" not in given, "command",
           "is empty", "name a program and its arguments, for example [python, train.py]")
     spec = msgspec.structs.replace(spec, slots=_normalised(spec.slots, given.get("slots", {})))

@@ -17,7 +17,7 @@ VOCABULARY = 256
 _FILLS_UP = "leave it out: data parallelism takes the remaining slots"
 _NO_AXIS = "there is no such axis: unicron doctor --support"
 Need = Callable[..., None]
-Kept = Literal["whole", "sharded", "mirrored"]
+Sharding = Literal["whole", "sharded", "mirrored"]
 """Which part of the optimizer state each rank holds."""
 
 
@@ -41,7 +41,7 @@ class Parallel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tensor: tuple[int, ...] = (1,)
     pipeline: tuple[int, ...] = (1,)
     chunks: int = 1
-    optimizer: Kept = "whole"
+    optimizer: Sharding = "whole"
 
     @property
     def is_plain(self) -> bool:
@@ -62,7 +62,7 @@ class Parallel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 yield replace(axes, dp=dp)
 
 
-def whole_on_each(axes: Axes, parallel: Parallel) -> bool:
+def is_fully_replicated(axes: Axes, parallel: Parallel) -> bool:
     """Whether every member of this layout has the whole state."""
     return axes.tp * axes.pp == 1 and parallel.optimizer == "whole"
 
@@ -127,7 +127,7 @@ class Coordinates(NamedTuple):
     dp: int
 
 
-def num_places(axes: Axes) -> int:
+def num_positions(axes: Axes) -> int:
     """Number of members that train."""
     return axes.tp * axes.pp * axes.dp
 
@@ -139,26 +139,26 @@ def is_plain(axes: Axes) -> bool:
 
 def coordinates(axes: Axes, position: int) -> Coordinates:
     """The coordinates of a position of the layout."""
-    assert 0 <= position < num_places(axes), "not a position of the layout"
+    assert 0 <= position < num_positions(axes), "not a position of the layout"
     rest, tp = divmod(position, axes.tp)
     pp, dp = divmod(rest, axes.dp)
     return Coordinates(tp=tp, pp=pp, dp=dp)
 
 
-def place_of(axes: Axes, at: Coordinates) -> int:
+def position_of(axes: Axes, at: Coordinates) -> int:
     """The position with these coordinates."""
     return (at.pp * axes.dp + at.dp) * axes.tp + at.tp
 
 
 def replica(axes: Axes, dp: int) -> tuple[int, ...]:
     """Positions of the members of one replica, ascending."""
-    return tuple(place_of(axes, Coordinates(tp=tp, pp=pp, dp=dp))
+    return tuple(position_of(axes, Coordinates(tp=tp, pp=pp, dp=dp))
                  for pp in range(axes.pp) for tp in range(axes.tp))
 
 
 def holders(axes: Axes, tp: int, pp: int) -> tuple[int, ...]:
     """Positions of the members that hold the same part of the model, ascending."""
-    return tuple(place_of(axes, Coordinates(tp=tp, pp=pp, dp=dp)) for dp in range(axes.dp))
+    return tuple(position_of(axes, Coordinates(tp=tp, pp=pp, dp=dp)) for dp in range(axes.dp))
 
 
 def shape(axes: Axes) -> tuple[int, int, int]:
@@ -166,21 +166,21 @@ def shape(axes: Axes) -> tuple[int, int, int]:
     return axes.tp, axes.pp, axes.chunks
 
 
-def covers(axes: Axes, optimizer: Kept, positions: Collection[int]) -> bool:
+def has_every_part(axes: Axes, optimizer: Sharding, positions: Collection[int]) -> bool:
     """Whether the members at these positions together hold the whole state."""
-    return next(lacking(axes, optimizer, positions), None) is None
+    return next(missing_parts(axes, optimizer, positions), None) is None
 
 
-def lacking(axes: Axes, optimizer: Kept,
+def missing_parts(axes: Axes, optimizer: Sharding,
             positions: Collection[int]) -> Iterator[tuple[int, ...]]:
     """For each part of the state that no member at these positions holds: the positions that do."""
     given = set(positions)
     if optimizer == "whole":
         parts = (holders(axes, tp, pp) for tp in range(axes.tp) for pp in range(axes.pp))
     elif optimizer == "sharded":
-        parts = ((position,) for position in range(num_places(axes)))
+        parts = ((position,) for position in range(num_positions(axes)))
     else:
-        parts = ((position, mirror(axes, position)) for position in range(num_places(axes)))
+        parts = ((position, mirror(axes, position)) for position in range(num_positions(axes)))
     return (part for part in parts if given.isdisjoint(part))
 
 
@@ -188,22 +188,22 @@ def mirror(axes: Axes, position: int) -> int:
     """The next position on the data-parallel ring, which mirrors the optimizer shard of this one.
     """
     at = coordinates(axes, position)
-    return place_of(axes, at._replace(dp=(at.dp + 1) % axes.dp))
+    return position_of(axes, at._replace(dp=(at.dp + 1) % axes.dp))
 
 
-def speaks(axes: Axes, position: int) -> bool:
+def is_representative(axes: Axes, position: int) -> bool:
     """Whether this member reports micro-batches: only the first of each replica does."""
-    return position < num_places(axes) and coordinates(axes, position)[:2] == (0, 0)
+    return position < num_positions(axes) and coordinates(axes, position)[:2] == (0, 0)
 
 
-def in_words(axes: Axes) -> str:
+def layout_in_words(axes: Axes) -> str:
     """The layout in words: `TP 2 x DP 2`."""
     sizes = [f"{name} {num}" for name, num in (("TP", axes.tp), ("PP", axes.pp)) if num > 1]
     chunks = f", {axes.chunks} chunks a stage" if axes.chunks > 1 else ""
     return f"{' x '.join([*sizes, f'DP {axes.dp}'])}{chunks}"
 
 
-def briefly(axes: Axes) -> str:
+def layout_label(axes: Axes) -> str:
     """The layout for a table: `TP2xDP2`."""
     sizes = [f"{name}{num}" for name, num in (("TP", axes.tp), ("PP", axes.pp)) if num > 1]
     return "x".join([*sizes, f"DP{axes.dp}"])
@@ -211,7 +211,7 @@ def briefly(axes: Axes) -> str:
 
 def part_in_words(axes: Axes, position: int, *, sharded: bool) -> str:
     """The part of the state that a member holds: `TP 0, stage 1, shard 2`."""
-    if position >= num_places(axes):
+    if position >= num_positions(axes):
         return "beside"
     at = coordinates(axes, position)
     return ", ".join(f"{name} {number}" for name, number, num in (

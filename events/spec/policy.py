@@ -10,7 +10,7 @@ from msgspec import Struct, field
 
 from ..errors import need
 from .job import NAME
-from .validation import refused
+from .validation import spec_error
 
 ALPHAS = (0.0, 0.5, 1.0, 2.0)
 """The values that a policy may set."""
@@ -136,7 +136,7 @@ def parse(given: dict[Any, Any], usual: Policy | None = None) -> Policy:
         policy = msgspec.convert(msgspec.to_builtins(usual or Policy()) | given, Policy,
                                  strict=True)
     except (msgspec.ValidationError, UnicodeEncodeError) as error:
-        raise refused(str(error), Policy, DOCS, given=given) from None
+        raise spec_error(str(error), Policy, DOCS, given=given) from None
     for name in FLAGS_ONLY:
         need(not getattr(policy, name), name, "is not a field of a policy file",
              f"unicron up --{name.replace('_', '-')}")

@@ -13,7 +13,7 @@ from msgspec import Struct
 Grade = Literal["exact", "restart", "refused"]
 
 
-class Answer(Struct, frozen=True):
+class Support(Struct, frozen=True):
     """`exact`: it recovers in memory, and the result equals that of an undisturbed task. `restart`:
     it trains, and a fault restarts the processes. `refused`: it does not start. `shown` is the test
     of `exact` or `restart`; "": not tested here.
@@ -36,20 +36,20 @@ class Row(Struct, frozen=True):
     """`train`: support in a task with `train:`. `loop`: in a script that has adopted Unicron."""
 
     what: str
-    train: Answer
-    loop: Answer
+    train: Support
+    loop: Support
 
 
-def _exact(why: str, shown: str = "") -> Answer:
-    return Answer("exact", why, shown)
+def _exact(why: str, shown: str = "") -> Support:
+    return Support("exact", why, shown)
 
 
-def _restart(why: str, shown: str = "") -> Answer:
-    return Answer("restart", why, shown)
+def _restart(why: str, shown: str = "") -> Support:
+    return Support("restart", why, shown)
 
 
-def _refused(why: str) -> Answer:
-    return Answer("refused", why)
+def _refused(why: str) -> Support:
+    return Support("refused", why)
 
 
 NO_KEY = _refused("the job file has no key for it")

@@ -21,7 +21,7 @@ WORDS = (("`object`", "a mapping"), ("`array`", "a list"), ("`str`", "text"),
          ("`int`", "a whole number"), ("`float`", "a number"))
 
 
-def refused(text: str, root: type[Struct], hint: str, *, given: object = None,
+def spec_error(text: str, root: type[Struct], hint: str, *, given: object = None,
             excluded: Collection[str] = ()) -> SpecError:
     """Turn msgspec's error `text` about `given` into a SpecError: path, one line, a suggestion.
 

@@ -12,7 +12,7 @@ import network_namespaces
 import pytest
 from bench.detection import faults, main
 from bench.detection.faults import NotStruck, Trial
-from unicron.workers.training.process.trace import Struck, Trace
+from unicron.workers.training.process.trace import InjectedFault, Trace
 
 MS = 0.001
 
@@ -27,7 +27,7 @@ def test_a_rank_raises_when_it_was_told_to(tmp_path: Path) -> None:
             for iteration in range(10_000):
                 trace.note("micro_batch", 1, iteration)
                 time.sleep(MS)
-        except Struck:
+        except InjectedFault:
             raised_s.append(time.time())
 
     rank = threading.Thread(target=train)

@@ -20,10 +20,10 @@ def test_plain_dynamic_programming_finds_our_plan(seed: int) -> None:
 def test_a_case_is_a_cluster_that_could_be(seed: int) -> None:
     asked = case(100, 4096, seed)
     assert asked == case(100, 4096, seed)
-    assert sum(wish.now for wish in asked.wishes) <= asked.num_slots
-    assert any(wish.faulted for wish in asked.wishes)
-    assert any(wish.now == 0 for wish in asked.wishes)
-    for wish in asked.wishes:
+    assert sum(wish.now for wish in asked.demands) <= asked.num_slots
+    assert any(wish.faulted for wish in asked.demands)
+    assert any(wish.now == 0 for wish in asked.demands)
+    for wish in asked.demands:
         assert wish.now in (0, *wish.sizes)
         assert all(small < large for small, large in itertools.pairwise(wish.sizes))
         assert not (wish.faulted and wish.now == 0)

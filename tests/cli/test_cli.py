@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 from cli_process import LIMIT_S, refused, unicron
-from unicron.cli.cluster.local_cluster import LocalCluster, Wanted
-from unicron.cli.cluster.processes import last_words
+from unicron.cli.cluster.local_cluster import ClusterOptions, LocalCluster
+from unicron.cli.cluster.processes import last_output
 from unicron.cli.cluster.state_dir import StateDir
-from unicron.cli.commands.up import Asked
+from unicron.cli.commands.up import UpOptions
 from unicron.cli.terminal.record_line import line
 from unicron.events.errors import UsageError
 from unicron.events.log import archive
@@ -193,7 +193,7 @@ def test_a_bad_policy_that_the_folder_kept_is_told_with_how_to_give_another(tmp_
     state = StateDir(tmp_path / "state")
     state.create()
     state.policy.write_text("mtbf_faults: 1e308")
-    LocalCluster(state, Asked(policy=tmp_path / "any").wanted(None, state)).save()
+    LocalCluster(state, UpOptions(policy=tmp_path / "any").wanted(None, state)).save()
     told = unicron("up", folder=tmp_path)
     refused(told, "mtbf_faults: must be between 0 and 1e+09")
     assert "hint: give another: unicron up --policy FILE --state" in told.stderr
@@ -211,11 +211,11 @@ def test_the_last_words_of_a_process_are_words(tmp_path):
     state.create()
     path = state.logs / "control-plane.log"
     path.write_text("  | Traceback\n    | OverflowError: too big\n    +-------\n")
-    assert last_words(state, "control-plane") == "OverflowError: too big"
+    assert last_output(state, "control-plane") == "OverflowError: too big"
     path.write_text("error: no\nhint: do\n")
-    assert last_words(state, "control-plane") == "no"
+    assert last_output(state, "control-plane") == "no"
     path.write_text("----\n")
-    assert last_words(state, "control-plane") == "no output"
+    assert last_output(state, "control-plane") == "no output"
 
 
 def test_a_bad_job_is_refused_before_anybody_is_asked(tmp_path):
@@ -237,7 +237,7 @@ def test_a_hint_names_a_folder_with_blanks_as_a_shell_reads_it(tmp_path):
         told = unicron("up", "--state", str(state), folder=tmp_path)
     assert "hint: stop it with unicron down --state 'a b', " in told.stderr
     with pytest.raises(UsageError) as refusal:
-        Asked(slots=3).refuse_other(Wanted(), StateDir(state))
+        UpOptions(slots=3).refuse_other(ClusterOptions(), StateDir(state))
     assert refusal.value.hint == f"unicron down --state '{state}', then up again"
 
 

@@ -18,7 +18,7 @@ from unicron.cli.terminal import format as figures
 from unicron.control_plane.history.history import history, waf
 from unicron.control_plane.history.transitions import Transition as Moved
 from unicron.control_plane.planner import planner
-from unicron.control_plane.planner.problem import PlanInput, Wish
+from unicron.control_plane.planner.problem import PlanProblem, TaskDemand
 from unicron.control_plane.throughput import table
 from unicron.control_plane.throughput.transition_cost import Transition
 from unicron.events.log import archive
@@ -34,15 +34,15 @@ ALPHA, BETA, GAMMA = (demo._player(name, 150) for name in demo.NUM_SLOTS)
 
 def plan(num_slots: int, *now: int, faulted: bool = False) -> planner.Choice:
     """What the planner gives the first tasks of the demo, which have `now` slots each."""
-    wishes: list[Wish] = []
+    wishes: list[TaskDemand] = []
     for number, (player, have) in enumerate(zip((ALPHA, BETA, GAMMA), now, strict=False), 1):
         found = table.candidates(table.table(number, player.spec), have)
-        wishes.append(Wish(
+        wishes.append(TaskDemand(
             task=number, name=player.name, now=have, faulted=faulted and number == 1,
-            transition=Transition.alike(10.0),
+            transition=Transition.uniform(10.0),
             sizes=tuple(size for size, _ in found),
             wafs=tuple(player.spec.weight * rate for _, rate in found)))
-    return planner.choose(PlanInput(wishes=tuple(wishes), num_slots=num_slots,
+    return planner.choose_plan(PlanProblem(demands=tuple(wishes), num_slots=num_slots,
                                     mtbf_gpu_s=7.2e6, gain_min=0.005))
 
 

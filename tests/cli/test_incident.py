@@ -22,10 +22,10 @@ from unicron.cli.commands import replay as command
 from unicron.cli.screens import nodes
 from unicron.cli.screens import task as task_screen
 from unicron.cli.screens.incident import bar, every, page
-from unicron.cli.screens.nodes import why_out
+from unicron.cli.screens.nodes import disabled_reason
 from unicron.cli.terminal.record_line import line
 from unicron.control_plane.api.view import view
-from unicron.control_plane.decide.advance import HEART
+from unicron.control_plane.decide.advance import DECIDER_VERSION
 from unicron.control_plane.history.history import History, history, waf
 from unicron.control_plane.history.incident_records import incident_records
 from unicron.events.errors import UsageError
@@ -240,9 +240,9 @@ def test_a_slot_that_was_taken_out_is_for_a_person() -> None:
     for _ in range(5):
         if 2 in d.state.tasks[task].ranks:
             carry_out(d, d.exit(task, 2))
-    out = [node.slots_out for node in d.state.nodes.values()]
+    out = [node.slots_disabled for node in d.state.nodes.values()]
     assert out == [[], [0]]
-    words = why_out(view(d.state)["nodes"][1])
+    words = disabled_reason(view(d.state)["nodes"][1])
     assert words.startswith("slot 0 out (alpha, rank 2 failed 4 times without 10 new iterations")
     assert facts(d.log)["left"] == [f"n2 {words}"]
     told = nodes.nodes(view(d.state), now_s=d.now_s)
@@ -382,14 +382,14 @@ def test_what_a_waiting_task_needed_is_computed_for_its_record(tmp_path: Path, c
     data = json.loads(capsys.readouterr().out)
     assert [one["task"] for one in data["waits"]] == ["beta"]
     assert "; needs more slots, or weight " in data["waits"][0]["waits"]
-    assert data["computed_by"] == HEART
+    assert data["computed_by"] == DECIDER_VERSION
     last = max(x["seq"] for x in plain_of(path) if x["kind"] == "TaskWaiting")
     for until in (last, None):
         command.replay(StateDir(tmp_path), None, path, live=False, until=until, verify=False,
                        step=False, as_json=False)
         told = capsys.readouterr().out.splitlines()
         assert told[-2].startswith("beta       alpha earns more with the slots; needs ")
-        assert told[-1] == f"computed   now, by decider version {HEART}"
+        assert told[-1] == f"computed   now, by decider version {DECIDER_VERSION}"
 
 
 def test_an_old_log_says_itself_what_a_task_needed() -> None:

@@ -20,7 +20,13 @@ from unittest import mock
 
 import pytest
 from unicron.cli.cluster import local_cluster, processes
-from unicron.cli.cluster.local_cluster import CONTROL_PLANE, UP, LocalCluster, Wanted, agent_name
+from unicron.cli.cluster.local_cluster import (
+    CONTROL_PLANE,
+    UP,
+    ClusterOptions,
+    LocalCluster,
+    agent_name,
+)
 from unicron.cli.cluster.processes import Process
 from unicron.cli.cluster.state_dir import StateDir
 from unicron.cli.commands import up as command
@@ -143,7 +149,7 @@ def test_what_is_unfinished_is_told_before_anything_is_stopped(
     monkeypatch.setattr(command, "connect", lambda state: Asked())
     if by_signal:
         stop = mock.Mock(asked=1)
-        command._Watch(LocalCluster(state, Wanted(num_agents=1))).run(stop)
+        command._Watch(LocalCluster(state, ClusterOptions(num_agents=1))).run(stop)
     else:
         command.down(state)
     assert not processes.alive(agent)

@@ -23,14 +23,14 @@ from snapshots import check
 from two_tasks import gives, plain, seen, train, two_tasks, waits
 from unicron.cli.cluster.state_dir import StateDir
 from unicron.cli.commands import plan as plan_live
-from unicron.cli.commands.plan import Asked
-from unicron.cli.commands.request_outcome import followed_by, plan_lines, view_before
+from unicron.cli.commands.plan import PlanOptions
+from unicron.cli.commands.request_outcome import outcome_of, plan_lines, view_before
 from unicron.cli.screens import plan as plan_screen
 from unicron.control_plane.api import dry_run
 from unicron.control_plane.api.dry_run import Change
 from unicron.control_plane.decide.replay import replay as replayed
 from unicron.control_plane.planner import hot_spare
-from unicron.control_plane.planner.problem_of_state import plan_input
+from unicron.control_plane.planner.problem_of_state import planning_snapshot
 from unicron.control_plane.state.cluster import encode_state
 from unicron.events.errors import UsageError
 from unicron.events.records import reports as r
@@ -50,7 +50,7 @@ class Told:
         if path == "/v1/plan":
             last = query.get("seq", self.driver.state.seq)
             at = replayed([one for one in self.driver.log if one.seq <= last])
-            return plain_of(dry_run.present(encode_state(at)))
+            return plain_of(dry_run.explain_present_plan(encode_state(at)))
         return seen(self.driver)
 
     def post(self, path: str, body: Plain, limit_s: float = 10.0) -> Plain:
@@ -58,10 +58,10 @@ class Told:
         data = encode_state(self.driver.state)
         if path == "/v1/plan/dry-run":
             change = msgspec.convert(body, Change)
-            return {**plain_of(dry_run.attempt(data, change)), "took_s": 0.0012}
+            return {**plain_of(dry_run.run_dry(data, change)), "took_s": 0.0012}
         seq = self.driver.state.seq + 1
         change = msgspec.convert(body["change"], Change)
-        for number, one in enumerate(dry_run.bodies(data, change, body["reason"]), 1):
+        for number, one in enumerate(dry_run.operator_requests(data, change, body["reason"]), 1):
             self.driver.seqs["operator/apply"] = number - 1
             self.driver.tell("operator/apply", one)
         return {"seq": seq}
@@ -75,7 +75,7 @@ def ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureF
     def run(told: Told, *, as_json: bool = False, **asked: Any) -> list[str]:
         monkeypatch.setattr(plan_live, "connect", lambda state, url: told)
         monkeypatch.setattr(plan_live, "option_for", lambda state: "")
-        plan_live.plan(StateDir(tmp_path), None, Asked(**asked), as_json=as_json)
+        plan_live.plan(StateDir(tmp_path), None, PlanOptions(**asked), as_json=as_json)
         return capsys.readouterr().out.splitlines()
 
     return run
@@ -108,7 +108,7 @@ def test_a_job_that_would_be_submitted(ask: Any, tmp_path: Path,
 @pytest.mark.parametrize(("name", "make"), [("present", gives), ("present-waits", waits)])
 def test_the_present_plan(name: str, make: Any) -> None:
     d = make()[0]
-    found = plain_of(dry_run.present(encode_state(d.state)))
+    found = plain_of(dry_run.explain_present_plan(encode_state(d.state)))
     check(name.replace("present", "plan"),
           plan_screen.present(found, now_s=found["plan_s"] + 90), columns_max=100)
 
@@ -119,7 +119,7 @@ def test_a_hot_spare_is_one_line_of_the_plan_and_of_dry_runs(ask: Any) -> None:
         hot_spare=True, mtbf_gpu_s=6 * 120.0, mtbf_faults=1e6)))
     d.running(train("alpha", 1.0, {2: 1e12}, slots={"sizes": [2]}))
     d.running(train("beta", 1.0, {2: 1e12, 4: 1.01e12}, slots={"sizes": [2, 4]}))
-    found = plain_of(dry_run.present(encode_state(d.state)))
+    found = plain_of(dry_run.explain_present_plan(encode_state(d.state)))
     check("plan-spare", plan_screen.present(found, now_s=found["plan_s"] + 90), columns_max=100)
     for asked, words in (({"without": ("n3",)}, "2 slots not kept: would cost "),
                          ({"slots": 2}, "2 slots idle anyway")):
@@ -138,9 +138,9 @@ def test_a_hot_spare_is_one_line_of_the_plan_and_of_dry_runs(ask: Any) -> None:
 
 
 def test_where_there_is_no_task_there_is_no_plan() -> None:
-    found = plain_of(dry_run.present(encode_state(Driver().state)))
+    found = plain_of(dry_run.explain_present_plan(encode_state(Driver().state)))
     assert plan_screen.present(found, now_s=0.0)[1].startswith("no task, no plan: ")
-    tried = plain_of(dry_run.attempt(encode_state(Driver().state), Change(without=("n1",))))
+    tried = plain_of(dry_run.run_dry(encode_state(Driver().state), Change(without=("n1",))))
     assert plan_screen.dry_run(tried, "--without n1")[1].startswith("no task, no plan")
 
 
@@ -154,7 +154,7 @@ def test_a_dry_run_that_changes_nothing_does_not_tell_what_the_last_plan_paid_ba
 
 
 def test_slots_that_bind_and_a_node_more_that_earns_nothing_are_reconciled() -> None:
-    found = plain_of(dry_run.present(encode_state(gives()[0].state)))
+    found = plain_of(dry_run.explain_present_plan(encode_state(gives()[0].state)))
     assert found["plan"]["bound"] == "slots"
     found["more_waf"] = 0.0
     assert ("bound by   4 slots (2 more would earn nothing: sizes, gain_min or the cost of changes)"
@@ -231,9 +231,9 @@ def test_a_plan_has_one_explanation_live_in_a_dry_run_and_offline(ask: Any) -> N
     d.tell("operator/drain", r.NodeDrained(node="n3", reason=""))
     at = d.log[next(i for i, one in enumerate(d.log) if isinstance(one.body, r.NodeDrained))]
     before = replayed([record for record in d.log if record.seq <= at.seq])
-    asked = plan_input(before).problem
+    asked = planning_snapshot(before).problem
     live = ask(Told(d))
-    choice = hot_spare.choose(asked)
+    choice = hot_spare.with_hot_spare(asked)
     recorded = d.state.plan
     assert recorded is not None
     assert choice.allocations == recorded.allocations
@@ -247,15 +247,15 @@ def test_a_plan_has_one_explanation_live_in_a_dry_run_and_offline(ask: Any) -> N
 def test_a_past_plan_is_explained_from_the_log(ask: Any) -> None:
     """As it was asked for at the time, whatever has become of the task since."""
     d, _, beta = waits()
-    found = plain_of(dry_run.present(encode_state(d.state)))
+    found = plain_of(dry_run.explain_present_plan(encode_state(d.state)))
     seq, page = len(d.log), ask(Told(d))
     later = Driver()
     later.log, later.state = list(d.log), replayed(d.log)
     later.now_s, later.seqs, later.epoch = d.now_s, dict(d.seqs), d.epoch
     later.tell("operator/x", r.TaskCancelRequested(task=beta))
-    assert not any(one["waits"] for one in plain_of(dry_run.present(encode_state(
+    assert not any(one["waits"] for one in plain_of(dry_run.explain_present_plan(encode_state(
         later.state)))["tasks"])
-    assert plain_of(dry_run.present(encode_state(replayed(later.log[:seq])))) == found
+    assert plain_of(dry_run.explain_present_plan(encode_state(replayed(later.log[:seq])))) == found
     assert ask(Told(later), seq=seq)[1:] == page[1:], "but for how long ago it was made"
     with pytest.raises(UsageError, match="--seq shows a past plan"):
         ask(Told(later), seq=seq, without=("n1",))
@@ -265,7 +265,7 @@ def test_a_past_plan_is_explained_from_the_log(ask: Any) -> None:
 def test_applied_it_is_told_as_one_change(ask: Any) -> None:
     d, _, _ = two_tasks(BETA)
     told = Told(d)
-    found = plain_of(dry_run.attempt(encode_state(d.state), Change(without=("n1", "n2"))))
+    found = plain_of(dry_run.run_dry(encode_state(d.state), Change(without=("n1", "n2"))))
     lines = ask(told, without=("n1", "n2"), apply=True, check=INPUT, reason="a rack")
     assert told.posted == [("/v1/plan/apply", {
         "change": {"slots": 0, "without": ["n1", "n2"], "weights": {}},
@@ -293,7 +293,7 @@ def test_only_who_has_run_starts_again() -> None:
     before, seq = seen(d), len(d.log) + 1
     command = {"train": None, "command": ["sleep", "1"]}
     d.obey(d.tell("operator/once", r.TaskSubmitted(spec=spec(name="once", **command))))
-    found = followed_by(Told(d), seq)  # type: ignore[arg-type]
+    found = outcome_of(Told(d), seq)  # type: ignore[arg-type]
     assert seen(d)["tasks"][0]["ranks"]
     told = plan_lines(found, view_before(before, seen(d)))
     assert told[-1].startswith("once ")
@@ -306,7 +306,7 @@ def test_what_follows_from_one_request_is_read_as_before() -> None:
     view, seq = seen(d), len(d.log) + 1
     d.tell("operator/w", r.TaskWeightSet(task=alpha, weight=9.0))
     d.tell("operator/x", r.TaskWeightSet(task=alpha, weight=1.0))
-    found = followed_by(Told(d), seq)  # type: ignore[arg-type]
+    found = outcome_of(Told(d), seq)  # type: ignore[arg-type]
     assert found.plan is not None
     assert found.plan["trigger"] == "task alpha has weight 9"
     assert plan_lines(found, view)[0].startswith("plan     6 slots, WAF ")

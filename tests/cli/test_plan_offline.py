@@ -35,7 +35,7 @@ tasks:
 """
 
 
-def page_of(tried: dry_run.Tried) -> list[str]:
+def page_of(tried: dry_run.DryRunResult) -> list[str]:
     return plan_screen.offline({**msgspec.to_builtins(tried), "took_s": 0.001}, "plan.yaml",
                                has_table=False)
 

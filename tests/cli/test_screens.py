@@ -12,7 +12,7 @@ from snapshots import RECORDS, check, seen, until
 from unicron.cli.screens import cluster, nodes
 from unicron.cli.screens import task as task_screen
 from unicron.cli.terminal import format as figures
-from unicron.cli.terminal.record_line import TEMPLATES, concerns, line
+from unicron.cli.terminal.record_line import TEMPLATES, line, matches
 from unicron.control_plane.history.history import history
 from unicron.events.records import codec
 from unicron.events.records.envelope import KINDS
@@ -93,7 +93,7 @@ def test_a_kind_of_a_newer_version_is_shown_as_it_is():
 ])
 def test_filters(filters, kinds):
     every = {"kinds": frozenset(), "task": None, "node": None, "incident": None}
-    found = {record["kind"] for record in PLAIN if concerns(record, **{**every, **filters})}
+    found = {record["kind"] for record in PLAIN if matches(record, **{**every, **filters})}
     assert found == kinds
 
 

@@ -12,7 +12,7 @@ from decider import Driver
 from two_tasks import gives, plain, seen, train, two_tasks
 from unicron.cli.cluster.state_dir import StateDir
 from unicron.cli.commands import logs, tail
-from unicron.cli.commands.request_outcome import Followed, followed_by, plan_lines
+from unicron.cli.commands.request_outcome import Outcome, outcome_of, plan_lines
 from unicron.events.errors import UsageError
 from unicron.events.records import reports as r
 
@@ -89,7 +89,7 @@ def lines_after(d: Driver, ask: Callable[[], object]) -> list[str]:
     log = plain(d)
     client = mock.Mock(records=lambda after, follow: [x for x in log if x["seq"] > after],
                        get=lambda path, **query: seen(d))
-    return plan_lines(followed_by(client, seq + 1), {**before, "tasks": seen(d)["tasks"]})
+    return plan_lines(outcome_of(client, seq + 1), {**before, "tasks": seen(d)["tasks"]})
 
 
 def test_a_task_that_must_wait_says_what_for() -> None:
@@ -121,7 +121,7 @@ def test_a_beaten_plan_that_reads_as_the_chosen_one_says_how_far_it_is_off(
         waf: float, told: str) -> None:
     plan = {"waf": 4e9, "num_slots": 4, "allocations": [],
             "alternatives": [{"what": "keep as it is", "waf": waf}]}
-    found = Followed(seq=1, plan=plan, placed=[], waiting=[], withheld=[], orders=[])
+    found = Outcome(seq=1, plan=plan, placed=[], waiting=[], withheld=[], orders=[])
     lines = plan_lines(found, {"plan": None, "tasks": []})
     assert lines[1] == f"beat     keep as it is: {told}"
 

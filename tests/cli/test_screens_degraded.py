@@ -24,7 +24,7 @@ from unicron.cli.screens import cluster, nodes, plan, stragglers
 from unicron.cli.screens import task as task_screen
 from unicron.cli.terminal import record_line
 from unicron.cli.terminal.format import UNBROKEN
-from unicron.control_plane.api.dry_run import Change, attempt
+from unicron.control_plane.api.dry_run import Change, run_dry
 from unicron.control_plane.api.view import view
 from unicron.control_plane.history.history import history
 from unicron.control_plane.state.cluster import encode_state
@@ -143,7 +143,7 @@ def test_a_task_that_is_slower_as_a_whole_names_no_node() -> None:
 
 def test_a_dry_run_tells_what_the_tables_do_not_know() -> None:
     d, _ = slow()
-    found = msgspec.to_builtins(attempt(encode_state(d.state), Change(without=("n2",))),
+    found = msgspec.to_builtins(run_dry(encode_state(d.state), Change(without=("n2",))),
                                 str_keys=True) | {"took_s": 0.01, "input": INPUT}
     lines = plan.dry_run(found, "--without n2")
     check("plan-degraded", lines)

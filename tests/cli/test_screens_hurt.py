@@ -16,7 +16,7 @@ from snapshots import check
 from two_tasks import carry_out, facts, gives, plain, seen, train, two_tasks, waits
 from unicron.cli.cluster.state_dir import StateDir
 from unicron.cli.commands import status, up
-from unicron.cli.commands.request_outcome import Followed, plan_lines
+from unicron.cli.commands.request_outcome import Outcome, plan_lines
 from unicron.cli.commands.tasks import option_for
 from unicron.cli.screens import cluster, nodes
 from unicron.cli.screens import task as task_screen
@@ -147,7 +147,7 @@ def test_a_task_that_came_between_the_question_and_the_plan_has_its_number() -> 
     told = seen(d)
     told["tasks"] = [task for task in told["tasks"] if task["id"] != beta]
     plan = next(x["body"] for x in reversed(plain(d)) if x["kind"] == "PlanChosen")
-    found = Followed(seq=1, plan=plan, placed=[{"task": beta, "seats": []}], waiting=[],
+    found = Outcome(seq=1, plan=plan, placed=[{"task": beta, "seats": []}], waiting=[],
                      withheld=[], orders=[])
     assert plan_lines(found, told)[-1] == f"task {beta}  2 -> 1 slot"
     assert json.loads(found.as_json())["placed"] == found.placed

@@ -29,7 +29,7 @@ from unicron.control_plane.state.cluster import encode_state
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
 from unicron.events.records.envelope import Record
-from unicron.events.records.types import Taken
+from unicron.events.records.types import ReceivedState
 from unicron.events.spec.job import parse
 
 
@@ -39,7 +39,7 @@ class Giving(Driver):
     def reconfigured(self, order: o.Reconfigure, rank: int) -> list[Record]:
         process = self.state.tasks[order.task].ranks[rank]
         taken = () if process.has_state or order.generation == 1 else tuple(
-            Taken(one.rank, one.node, 2_000_000) for one in order.members[:2])
+            ReceivedState(one.rank, one.node, 2_000_000) for one in order.members[:2])
         return self.tell(self.source(process.slot.node), r.Reconfigured(
             task=order.task, rank=rank, attempt=process.attempt, generation=order.generation,
             step_version=self.steps.get(order.task, 0), kept_micro_batches=(0, 1),
@@ -149,8 +149,8 @@ def test_a_plan_says_the_layout_that_would_be() -> None:
     d = Driver()
     d.running(job(tensor=[2], pipeline=[1, 2]))
     before = encode_state(d.state)
-    found = plain_of(dry_run.attempt(before, Change(without=("n2",)))) | {"took_s": 1.2e-3}
+    found = plain_of(dry_run.run_dry(before, Change(without=("n2",)))) | {"took_s": 1.2e-3}
     check("plan-layout", plan.dry_run(found, "--without n2"), columns_max=100)
-    found = plain_of(dry_run.present(before))
+    found = plain_of(dry_run.explain_present_plan(before))
     check("plan-layout-now", plan.present(found, now_s=found["plan_s"] + 90),
           columns_max=100)

@@ -70,7 +70,7 @@ def test_who_is_not_believed_says_whose_slots_are_still_out(d: Driver) -> None:
 
 def test_a_slot_that_is_out_says_why_who_runs_on_fewer_and_what_to_type(d: Driver) -> None:
     task = d.running(spec(slots={"min": 1, "max": 6}))
-    while not any(node.slots_out for node in d.state.nodes.values()):
+    while not any(node.slots_disabled for node in d.state.nodes.values()):
         d.obey(d.exit(task, 5))
         d.progress(task)
     told = needs_you(d)
@@ -106,7 +106,7 @@ def test_what_a_check_takes_out_comes_back_and_the_screens_say_when(d: Driver) -
     row, _ = nodes(d)
     for word in ("unhealthy", " 30 s ", "slots 0 1 out"):
         assert word in row
-    for ask in (requests.lift, requests.undrain):
+    for ask in (requests.lift_quarantine, requests.undrain):
         with pytest.raises(Refusal) as refused:
             ask(d.state, {}, "n2")
         assert "60 s after it says healthy" in refused.value.hint

@@ -17,7 +17,7 @@ from unicron.cli.screens import task as task_screen
 from unicron.control_plane.api.view import view
 from unicron.control_plane.history.history import History, waf
 from unicron.control_plane.history.incident_records import incident_records
-from unicron.control_plane.state.cluster import NUM_EARNED_MAX
+from unicron.control_plane.state.cluster import NUM_WORK_SPANS_MAX
 
 COLUMNS_MAX = 110
 """Names of nodes, hosts and tasks may be long; of 100 columns these worlds need a few more."""
@@ -59,7 +59,7 @@ def test_screens_of_any_moment(seed: int) -> None:
 def _agrees(told: History) -> None:
     """The times and the work that the history adds are those that the state sums up."""
     state = told.state
-    if len(state.earned) < NUM_EARNED_MAX:
+    if len(state.earned) < NUM_WORK_SPANS_MAX:
         rates = waf(told, 20)
         assert math.fsum(rates.achieved) * rates.bucket_s == pytest.approx(
             math.fsum(state.earned.values()))

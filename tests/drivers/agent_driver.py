@@ -25,7 +25,7 @@ from unicron.events.records.types import Body, Slot
 from unicron.events.spec.job import JobSpec, parse
 from unicron.workers.agent.agent import Agent
 from unicron.workers.agent.delivery.spool import Spool
-from unicron.workers.agent.processes.launcher import Node
+from unicron.workers.agent.processes.launcher import NodeConfig
 from unicron.workers.host import linux
 
 LIMIT_S = 40.0
@@ -198,7 +198,7 @@ class House:
         script.write_text(RANK)
         self.leader = Leader(log)
         self.node = msgspec.structs.replace(
-            Node(name="n1", incarnation=7, cluster="c", host="127.0.0.9", num_slots=2,
+            NodeConfig(name="n1", incarnation=7, cluster="c", host="127.0.0.9", num_slots=2,
                  state_dir=state_dir, rank_argv=(sys.executable, str(script))), **changes)
         self.stop = asyncio.Event()
         self.agent = Agent(self.node, log, time.time, os.getpid(),
@@ -339,6 +339,6 @@ async def plane(url: str, state_dir: Path) -> AsyncGenerator[Plane]:
             if process.poll() is None:
                 process.kill()
             process.wait(LIMIT_S)
-        linux.end_marked(f"UNICRON_PROCESS={state_dir}:".encode())
+        linux.kill_marked(f"UNICRON_PROCESS={state_dir}:".encode())
         await one.log.close()
         await runner.cleanup()

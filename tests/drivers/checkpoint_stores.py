@@ -8,17 +8,17 @@ import time
 from collections.abc import Callable
 
 from unicron.events.records.reports import MemoryCheckpointStored
-from unicron.events.records.types import Copy, Keeper
+from unicron.events.records.types import MemoryCheckpoint, StoreEndpoint
 from unicron.workers.checkpoint_store import protocol
-from unicron.workers.checkpoint_store.protocol import Offer, Wish
+from unicron.workers.checkpoint_store.protocol import CheckpointRequest, Offer
 from unicron.workers.checkpoint_store.server import serve
-from unicron.workers.checkpoint_store.store import Shelf, Stored
+from unicron.workers.checkpoint_store.store import CheckpointStore, StoredCheckpoint
 
 SECRET = "5ec3e7"
 BYTES_MAX = 1 << 30
 WAIT_S = 60.0
 TASK = 7
-WISH = Wish(task=TASK, generation=1, step_version=1)
+WISH = CheckpointRequest(task=TASK, generation=1, step_version=1)
 """Any copy of that task."""
 
 
@@ -27,11 +27,11 @@ def offer(step: int, *, task: int = TASK, generation: int = 1, size: int = 100) 
                  layout="abc", copy_bytes=size, numbers_bytes=0)
 
 
-def keep(shelf: Shelf, one: Offer) -> None:
-    shelf.add(Stored(offer=one, checksum="", memory=shelf.reserve(one)))
+def keep(shelf: CheckpointStore, one: Offer) -> None:
+    shelf.add(StoredCheckpoint(offer=one, checksum="", memory=shelf.reserve(one)))
 
 
-def steps(shelf: Shelf, task: int = TASK) -> list[int]:
+def steps(shelf: CheckpointStore, task: int = TASK) -> list[int]:
     return [one.offer.step_version for one in shelf.of(task)]
 
 
@@ -40,19 +40,19 @@ class LocalKeeper:
 
     def __init__(self, node: str, *, bytes_max: int = BYTES_MAX, secret: str = SECRET) -> None:
         self.lost: list[int] = []
-        self.shelf = Shelf(bytes_max, self.lost.append)
+        self.shelf = CheckpointStore(bytes_max, self.lost.append)
         self.listener = socket.create_server(("127.0.0.1", 0))
-        self.keeper = Keeper(node, f"127.0.0.1:{self.listener.getsockname()[1]}")
+        self.keeper = StoreEndpoint(node, f"127.0.0.1:{self.listener.getsockname()[1]}")
         self._thread = threading.Thread(target=serve, daemon=True,
                                         args=(self.listener, self.shelf, secret))
         self._thread.start()
 
-    def stored(self, task: int) -> list[Stored]:
+    def stored(self, task: int) -> list[StoredCheckpoint]:
         """Its whole copies of a task, the newest last."""
         return self.shelf.of(task)
 
-    def wait(self, task: int, where: Callable[[Stored], bool] = lambda stored: True
-             ) -> Stored:
+    def wait(self, task: int, where: Callable[[StoredCheckpoint], bool] = lambda stored: True
+             ) -> StoredCheckpoint:
         """Until it has such a copy: the newest of them."""
         last_s = time.monotonic() + WAIT_S
         while time.monotonic() < last_s:
@@ -72,31 +72,31 @@ class LocalKeeper:
         self._thread.join(10)
 
 
-def alter(stored: Stored) -> None:
+def alter(stored: StoredCheckpoint) -> None:
     """One bit of a copy flips in its memory."""
     stored.memory[len(stored.memory) // 2] ^= 1
 
 
-def named(keeper: LocalKeeper, told: MemoryCheckpointStored) -> Copy:
+def named(keeper: LocalKeeper, told: MemoryCheckpointStored) -> MemoryCheckpoint:
     """A copy as an order names it."""
-    return Copy(node=told.node, endpoint=keeper.keeper.endpoint, rank=told.rank,
+    return MemoryCheckpoint(node=told.node, endpoint=keeper.keeper.endpoint, rank=told.rank,
                 generation=told.generation, step_version=told.step_version,
                 copy_bytes=told.copy_bytes, checksum=told.checksum)
 
 
 def put(endpoint: str, one: Offer, sent: bytes, secret: str = SECRET) -> tuple[str, int]:
-    with protocol.knock(endpoint, secret) as connection:
+    with protocol.connect(endpoint, secret) as connection:
         return protocol.put(connection, one, [memoryview(sent)])
 
 
-def get(endpoint: str, wish: Wish) -> tuple[Offer, bytes]:
+def get(endpoint: str, wish: CheckpointRequest) -> tuple[Offer, bytes]:
     target = bytearray()
 
     def room(one: Offer) -> memoryview:
         target.extend(bytes(one.copy_bytes))
         return memoryview(target)
 
-    with protocol.knock(endpoint, SECRET) as connection:
+    with protocol.connect(endpoint, SECRET) as connection:
         found, _ = protocol.get(connection, wish, room)
     return found, bytes(target)
 

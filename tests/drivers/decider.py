@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 from unicron.control_plane.api.view import view
-from unicron.control_plane.decide.advance import HEART, accepts, advance
+from unicron.control_plane.decide.advance import DECIDER_VERSION, accepts, advance
 from unicron.control_plane.decide.decide import decide
 from unicron.control_plane.decide.replay import verify
-from unicron.control_plane.decide.transition import step
+from unicron.control_plane.decide.transition import next_decisions
 from unicron.control_plane.fold.check import check
 from unicron.control_plane.planner import pending
-from unicron.control_plane.planner.pending import Waits
+from unicron.control_plane.planner.pending import WaitExplanation
 from unicron.control_plane.state.cluster import ClusterState, state_hash
 from unicron.control_plane.state.task import Task
 from unicron.events.records import orders as o
@@ -58,7 +58,7 @@ class Driver:
         self.now_s = 1000.0
         self.pid = 4000
         self.steps: dict[int, int] = {}
-        self.tell("leader/abc", r.EpochStarted(nonce="abc", code="1", heart=HEART),
+        self.tell("leader/abc", r.EpochStarted(nonce="abc", code="1", heart=DECIDER_VERSION),
                   epoch=1)
         self.epoch = 1
         for number in range(1, nodes + 1):
@@ -160,7 +160,7 @@ class Driver:
 
     def _process(self, task: int, rank: int, attempt: int) -> Any:
         found = self.state.tasks[task].ranks.get(rank)
-        ghosts = [x for x in self.state.tasks[task].ghosts if x.attempt == attempt]
+        ghosts = [x for x in self.state.tasks[task].orphans if x.attempt == attempt]
         return found if found is not None and found.attempt == attempt else (
             ghosts[0] if ghosts else None)
 
@@ -271,9 +271,9 @@ def task_of(d: Driver, task: int) -> Task:
     return d.state.tasks[task]
 
 
-def waits_of(d: Driver, task: int) -> Waits:
+def waits_of(d: Driver, task: int) -> WaitExplanation:
     """Why the task has no slots, as computed on request."""
-    return pending.explained(d.state)[task]
+    return pending.explain_waiting(d.state)[task]
 
 
 def at_rest(d: Driver) -> None:
@@ -282,6 +282,6 @@ def at_rest(d: Driver) -> None:
     assert verdict.ok, verdict.words
     before = state_hash(d.state)
     for task in d.state.tasks.values():
-        assert list(step(d.state, task)) == []
+        assert list(next_decisions(d.state, task)) == []
     assert state_hash(d.state) == before
     view(d.state)

@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
-from unicron.control_plane.api.http import Address, Http
+from unicron.control_plane.api.http import Address, HttpApi
 from unicron.control_plane.service.coordinator import Coordinator, Limits
 from unicron.events.log.memory import MemoryLog
 from unicron.events.records.envelope import Report
@@ -86,7 +86,7 @@ async def serving(policy: Policy = POLICY) -> AsyncIterator[Site]:
     coordinator = Coordinator(log, clock=time.time, nonce="a", code="test", policy=policy,
                               limits=Limits(call_s_max=0.5))
     leading = asyncio.create_task(coordinator.run())
-    http = Http(coordinator, log, token="secret",
+    http = HttpApi(coordinator, log, token="secret",
                 address=Address(redis_url="unix:///run/x", cluster="test"))
     runner = web.AppRunner(http.app(), access_log=None, shutdown_timeout=1.0)
     await runner.setup()

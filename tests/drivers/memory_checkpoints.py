@@ -5,9 +5,9 @@ from __future__ import annotations
 from decider import Driver, only, task_of, the
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
-from unicron.events.records.types import first_keeper
+from unicron.events.records.types import first_store_number
 
-FIRST = first_keeper(1)
+FIRST = first_store_number(1)
 
 
 def kept(d: Driver, task: int, node: str, step: int, *, generation: int = 0,

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 from unicron.workers.agent.processes.zygote import ONE_THREAD
 from unicron.workers.host import linux
-from unicron.workers.ipc.fork_protocol import REQUEST_BYTES_MAX, Told, Wanted
+from unicron.workers.ipc.fork_protocol import REQUEST_BYTES_MAX, ForkReply, ForkRequest
 
 START_S = 90.0
 PATCH = "UNICRON_TEST_PATCH"
@@ -76,9 +76,9 @@ class Nursery:
         assert self.socket.recv(REQUEST_BYTES_MAX), log.read_text()
 
     def fork(self, environment: dict[str, str], log: int, pipe: int) -> Forked:
-        request = msgspec.msgpack.encode(Wanted(env=environment))
+        request = msgspec.msgpack.encode(ForkRequest(env=environment))
         socket.send_fds(self.socket, [request], [log, pipe])
-        told = msgspec.msgpack.decode(self.socket.recv(REQUEST_BYTES_MAX), type=Told)
+        told = msgspec.msgpack.decode(self.socket.recv(REQUEST_BYTES_MAX), type=ForkReply)
         last_s = time.monotonic() + START_S
         while (proc := linux.read(told.pid)) is not None and proc.ppid != os.getpid():
             assert time.monotonic() < last_s, "nobody adopted it"

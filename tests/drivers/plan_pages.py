@@ -16,7 +16,7 @@ Plain = dict[str, Any]
 INPUT = 9
 
 
-def plain_of(found: dry_run.Tried) -> Plain:
+def plain_of(found: dry_run.DryRunResult) -> Plain:
     """As the control plane answers; another digest of the plan's input would be another screen."""
     told: Plain = msgspec.json.decode(msgspec.json.encode(found))
     return {**told, "input": INPUT, "computed_by": VERSION}

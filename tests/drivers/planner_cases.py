@@ -11,7 +11,7 @@ from collections.abc import Callable
 from random import Random
 
 from msgspec.structs import replace
-from unicron.control_plane.planner.problem import PlanInput, Wish
+from unicron.control_plane.planner.problem import PlanProblem, TaskDemand
 from unicron.control_plane.throughput.transition_cost import Transition
 
 MTBF_GPU_S = 7.2e6
@@ -20,7 +20,7 @@ NODE_NUM = 8
 SIZES = {"6x128": (6, 128), "100x4096": (100, 4096), "1000x100000": (1000, 100_000)}
 
 
-def case(num_tasks: int, num_gpus: int, seed: int = 0, *, gain_min: float = 0.0) -> PlanInput:
+def case(num_tasks: int, num_gpus: int, seed: int = 0, *, gain_min: float = 0.0) -> PlanProblem:
     """So many tasks on so many GPUs; all that run fit, and one in fifty is hurt."""
     random = Random(f"{seed} {num_tasks} {num_gpus}")
     most = max(4 * num_gpus // max(num_tasks, 1), 2 * NODE_NUM)
@@ -29,13 +29,13 @@ def case(num_tasks: int, num_gpus: int, seed: int = 0, *, gain_min: float = 0.0)
     waits = set(random.sample(range(num_tasks), num_tasks // 20))
     run = [i for i in range(num_tasks) if i not in waits and now[i] > 0]
     hurt = set(random.sample(run, -(-num_tasks // 50)))
-    return PlanInput(wishes=tuple(
+    return PlanProblem(demands=tuple(
         replace(wish, now=0 if i in waits else now[i], faulted=i in hurt)
         for i, wish in enumerate(wishes)),
         num_slots=num_gpus, mtbf_gpu_s=MTBF_GPU_S, gain_min=gain_min)
 
 
-def _wish(random: Random, task: int, most: int) -> Wish:
+def _wish(random: Random, task: int, most: int) -> TaskDemand:
     model = random.choice([size for size in (1, 2, 4, 8, 16, 32) if 2 * size <= most])
     micro = random.choice([32, 64, 128, 256, 512, 1024])
     weight = round(random.uniform(0.5, 3.0), 3)
@@ -51,12 +51,12 @@ def _wish(random: Random, task: int, most: int) -> Wish:
         speed = model * micro / rounds / (1 + reduce_share * replicas)
         sizes.append(model * replicas)
         wafs.append(weight * rate * speed)
-    return Wish(task=task, name=f"t{task}", now=0, faulted=False,
-                transition=Transition.alike(round(random.uniform(5.0, 90.0), 1)),
+    return TaskDemand(task=task, name=f"t{task}", now=0, faulted=False,
+                transition=Transition.uniform(round(random.uniform(5.0, 90.0), 1)),
                 sizes=tuple(sizes), wafs=tuple(wafs))
 
 
-def _greedy(wishes: list[Wish], num_gpus: int) -> list[int]:
+def _greedy(wishes: list[TaskDemand], num_gpus: int) -> list[int]:
     """What each has: the steps that earn most for each GPU, while one fits."""
     now, left = [-1] * len(wishes), num_gpus
     heap = [(-wish.wafs[0] / wish.sizes[0], i) for i, wish in enumerate(wishes)]
@@ -79,16 +79,16 @@ Curve = Callable[[int], float]
 """What so many slots earn."""
 
 
-def degenerate(family: str, num_tasks: int, num_gpus: int, seed: int = 0) -> PlanInput:
+def degenerate(family: str, num_tasks: int, num_gpus: int, seed: int = 0) -> PlanProblem:
     """A cluster of one of FAMILIES; each task may take up to twice its part of the GPUs."""
     return FAMILIES[family](Random(f"{family} {seed} {num_tasks} {num_gpus}"), num_tasks, num_gpus)
 
 
-def _asked(num_gpus: int, tasks: list[tuple[list[int], Curve]]) -> PlanInput:
+def _asked(num_gpus: int, tasks: list[tuple[list[int], Curve]]) -> PlanProblem:
     """Nobody has anything yet."""
-    return PlanInput(wishes=tuple(
-        Wish(task=task, name=f"t{task}", now=0, faulted=False,
-             transition=Transition.alike(30.0),
+    return PlanProblem(demands=tuple(
+        TaskDemand(task=task, name=f"t{task}", now=0, faulted=False,
+             transition=Transition.uniform(30.0),
              sizes=tuple(sizes), wafs=tuple(curve(size) for size in sizes))
         for task, (sizes, curve) in enumerate(tasks, 1)),
         num_slots=num_gpus, mtbf_gpu_s=MTBF_GPU_S)
@@ -103,13 +103,13 @@ def _curve(rate: float, power: float = 1.0) -> Curve:
 
 
 def _all(power: float, step: int = 1, rates: Callable[[Random], float] = lambda _: GPU_FLOPS
-         ) -> Callable[[Random, int, int], PlanInput]:
+         ) -> Callable[[Random, int, int], PlanProblem]:
     return lambda random, num_tasks, num_gpus: _asked(num_gpus, [
         (_upto(num_tasks, num_gpus, step), _curve(rates(random), power))
         for _ in range(num_tasks)])
 
 
-def _huge(power: float) -> Callable[[Random, int, int], PlanInput]:
+def _huge(power: float) -> Callable[[Random, int, int], PlanProblem]:
     """One task that may have every GPU, beside small ones."""
     return lambda random, num_tasks, num_gpus: _asked(num_gpus, [
         (list(range(1, num_gpus + 1)), _curve(GPU_FLOPS, power)),
@@ -117,18 +117,18 @@ def _huge(power: float) -> Callable[[Random, int, int], PlanInput]:
           for _ in range(num_tasks - 1))])
 
 
-def _one_size(more: float) -> Callable[[Random, int, int], PlanInput]:
+def _one_size(more: float) -> Callable[[Random, int, int], PlanProblem]:
     """Each task has one size; with `more` each of them earns so many slots' worth besides."""
-    def made(random: Random, num_tasks: int, num_gpus: int) -> PlanInput:
+    def made(random: Random, num_tasks: int, num_gpus: int) -> PlanProblem:
         most = 4 * num_gpus // num_tasks
         return _asked(num_gpus, [([random.randint(2, most)], lambda size: GPU_FLOPS * (size + more))
                                  for _ in range(num_tasks)])
     return made
 
 
-def _noisy(share: float) -> Callable[[Random, int, int], PlanInput]:
+def _noisy(share: float) -> Callable[[Random, int, int], PlanProblem]:
     """Linear but for so much."""
-    def made(random: Random, num_tasks: int, num_gpus: int) -> PlanInput:
+    def made(random: Random, num_tasks: int, num_gpus: int) -> PlanProblem:
         return _asked(num_gpus, [
             (_upto(num_tasks, num_gpus),
              lambda size: GPU_FLOPS * size * (1 + share * random.random()))
@@ -136,20 +136,20 @@ def _noisy(share: float) -> Callable[[Random, int, int], PlanInput]:
     return made
 
 
-def _faulty(make: Callable[[Random, int, int], PlanInput]
-            ) -> Callable[[Random, int, int], PlanInput]:
+def _faulty(make: Callable[[Random, int, int], PlanProblem]
+            ) -> Callable[[Random, int, int], PlanProblem]:
     """Everybody trains, then a node is lost, and the tasks on it are hurt."""
-    def made(random: Random, num_tasks: int, num_gpus: int) -> PlanInput:
+    def made(random: Random, num_tasks: int, num_gpus: int) -> PlanProblem:
         asked = make(random, num_tasks, num_gpus)
-        left, wishes = num_gpus, list[Wish]()
-        for wish in asked.wishes:
+        left, wishes = num_gpus, list[TaskDemand]()
+        for wish in asked.demands:
             fits = [size for size in wish.sizes if size <= min(num_gpus // num_tasks, left)]
             now = fits[-1] if fits else 0
             left -= now
             wishes.append(replace(wish, now=now, faulted=False))
         for i in random.sample(range(num_tasks), min(2, num_tasks)):
             wishes[i] = replace(wishes[i], faulted=wishes[i].now > 0)
-        return replace(asked, wishes=tuple(wishes), num_slots=num_gpus - NODE_NUM)
+        return replace(asked, demands=tuple(wishes), num_slots=num_gpus - NODE_NUM)
     return made
 
 
@@ -157,7 +157,7 @@ def _ratios(random: Random) -> float:
     return GPU_FLOPS * 10.0 ** random.uniform(-6, 6)
 
 
-FAMILIES: dict[str, Callable[[Random, int, int], PlanInput]] = {
+FAMILIES: dict[str, Callable[[Random, int, int], PlanProblem]] = {
     "linear": _all(1.0, rates=lambda random: GPU_FLOPS * random.uniform(0.6, 1.4)),
     "linear, all alike": _all(1.0),
     "linear, steps of 8, all alike": _all(1.0, NODE_NUM),

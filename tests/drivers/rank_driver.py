@@ -33,7 +33,7 @@ from unicron.events.records.reports import (
     Reconfigured,
     TaskProgressed,
 )
-from unicron.events.records.types import Body, Copy, Member, QuiesceMode, Slot
+from unicron.events.records.types import Body, Member, MemoryCheckpoint, QuiesceMode, Slot
 from unicron.events.spec.job import JobSpec, parse
 from unicron.events.spec.model import Axes
 from unicron.workers.checkpoint_store import protocol
@@ -194,7 +194,7 @@ class Driver:
             time.sleep(0.01)
 
     def reconfigure(self, ranks: list[int], checkpoint: str = "",
-                    copies: tuple[Copy, ...] = (), axes: Axes | None = None) -> int:
+                    copies: tuple[MemoryCheckpoint, ...] = (), axes: Axes | None = None) -> int:
         """Order a new generation of these ranks, in this layout; its number."""
         self.generation += 1
         members: list[Member] = []
@@ -216,8 +216,14 @@ class Driver:
         self.order(Resume(nodes=("n1",), task=TASK, generation=self.generation,
                           progress_from=progress_from), ranks)
 
-    def form(self, ranks: list[int], progress_from: int = 0, checkpoint: str = "",
-             copies: tuple[Copy, ...] = (), axes: Axes | None = None) -> dict[int, Reconfigured]:
+    def form(
+        self,
+        ranks: list[int],
+        progress_from: int = 0,
+        checkpoint: str = "",
+        copies: tuple[MemoryCheckpoint, ...] = (),
+        axes: Axes | None = None,
+    ) -> dict[int, Reconfigured]:
         """A new generation, up and training."""
         self.reconfigure(ranks, checkpoint, copies, axes)
         told = self.reconfigured(ranks)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from unicron.cli.cluster import local_cluster
 from unicron.cli.cluster.client import Client, Interrupted, Refused, Unable, Unreachable
-from unicron.cli.cluster.local_cluster import LocalCluster, Wanted
+from unicron.cli.cluster.local_cluster import ClusterOptions, LocalCluster
 from unicron.cli.cluster.processes import Process
 from unicron.cli.cluster.state_dir import StateDir
 from unicron.cli.demo.stage import Trace
@@ -47,7 +47,7 @@ class RealCluster:
         file = path / "policy.yaml"
         limits = {"hang_s_min": HELD_S, "quarantine_faults": 1000} | dict(policy or {})
         file.write_text("".join(f"{name}: {value}\n" for name, value in limits.items()))
-        self.local = LocalCluster(self.state, Wanted(
+        self.local = LocalCluster(self.state, ClusterOptions(
             num_agents=num_agents, trace_dir=str(trace), policy=str(file)))
         self.local.choose_port()
         self._log: list[Record] = []

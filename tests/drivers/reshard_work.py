@@ -19,7 +19,7 @@ import torch.distributed as dist
 from msgspec.structs import replace
 from unicron.events.spec.job import Model, Optimizer, Train
 from unicron.events.spec.model import Axes
-from unicron.events.spec.parallelism import Parallel, num_places
+from unicron.events.spec.parallelism import Parallel, num_positions
 from unicron.workers.training import rank
 from unicron.workers.training.model import cpu_device
 
@@ -30,9 +30,9 @@ with cpu_device.uncompiled():
     from unicron.workers.training.model import trainee as model
     from unicron.workers.training.process.history import History
     from unicron.workers.training.recovery import state_exchange, state_shards
-    from unicron.workers.training.recovery.resharding import Box, Missing, Piece
+    from unicron.workers.training.recovery.resharding import Missing, Region, Shard
 
-rank.quiet()
+rank.ignore_warnings()
 LIMIT_S = 60.0
 TRAIN = Train(model=Model(num_layers=6, hidden=16, num_heads=2, sequence=8), iterations=1000,
               optimizer=Optimizer(lr=1e-2, warmup_iterations=50, clip_grad=0.0), output="unused")
@@ -80,11 +80,11 @@ class Walker:
             dist.barrier()
         finally:
             vars(made).clear()
-            process_groups.forget()
+            process_groups.clear_globals()
             dist.destroy_process_group()
             dist.distributed_c10d._world.group_count = 0
 
-    def build(self, layout: Layout, place: int, made: Any) -> model.Trainee:
+    def build(self, layout: Layout, place: int, made: Any) -> model.TrainingModel:
         train = replace(self.train, parallel=Parallel(optimizer=layout.optimizer))
         return model.build(train, torch.device("cpu"), made, layout.axes, place)
 
@@ -94,22 +94,22 @@ class Walker:
         `lost` are places of the last layout whose members have lost all that they had.
         """
         last = (self.number + self.turn) % self.num_members
-        seated = range(num_places(self.layout.axes))
+        seated = range(num_positions(self.layout.axes))
         holders = [(place + turn) % self.num_members for place in seated if place not in lost]
         self.turn = (self.turn + turn) % self.num_members
         has = last in seated and last not in lost
         with self.up(layout.axes) as made:
             place = dist.get_rank()
             trainee, want = None, {}
-            if place < num_places(layout.axes):
+            if place < num_positions(layout.axes):
                 trainee = self.build(layout, place, made)
-                want = state_shards.of(trainee)
+                want = state_shards.list_shards(trainee)
             if holders:
                 found = self.exchange(self.have if has else {}, want, self.told if has else None,
                                       holders)
             if trainee is not None:
                 if holders:
-                    training_state.adopt(trainee, found.told, self.history)
+                    training_state.load(trainee, found.told, self.history)
                 self.check(want, "taken over")
                 _step(trainee, want, self.step_version)
             _step(self.whole, self.expected, self.step_version)
@@ -131,7 +131,7 @@ class Walker:
         holders: Collection[int],
         *,
         staged: bool = False,
-    ) -> state_exchange.Exchanged:
+    ) -> state_exchange.ExchangeResult:
         return state_exchange.exchange(
             have,
             want,
@@ -149,28 +149,28 @@ class Walker:
         for piece, tensor in held.items():
             whole, there = by_key[piece.key]
             assert whole.kind == piece.kind
-            if not state_shards.cut(there, whole.box, piece.box).equal(tensor):
+            if not state_shards.cut(there, whole.region, piece.region).equal(tensor):
                 odd.append(piece)
         assert not odd, f"{len(odd)} of {len(held)} pieces are not right when {when}: {odd[:3]}"
 
 
-def _step(trainee: model.Trainee, held: state_shards.State, step: int) -> None:
+def _step(trainee: model.TrainingModel, held: state_shards.State, step: int) -> None:
     """A step with gradients that do not depend on the layout."""
     params = {f"model.{name}": param for name, param in trainee.named_parameters()}
     for piece, tensor in held.items():
         if piece.key not in params:
             continue
         param = params[piece.key]
-        shape = _whole(piece).box.shape
+        shape = _whole(piece).region.shape
         generator = torch.Generator().manual_seed(int.from_bytes(
             hashlib.blake2b(f"{piece.key} {step}".encode(), digest_size=6).digest()))
         drawn = torch.randn(shape, generator=generator)
         begin = tensor.storage_offset() - param.storage_offset()
         param.main_grad.as_strided(tensor.shape, tensor.stride(),
                                    param.main_grad.storage_offset() + begin).copy_(
-            state_shards.cut(drawn, Box((0,) * len(shape), shape), piece.box))
+            state_shards.cut(drawn, Region((0,) * len(shape), shape), piece.region))
     if trainee.mirror is not None:
-        optimizers.follow(trainee.mirror, trainee.optimizer)
+        optimizers.sync_mirror(trainee.mirror, trainee.optimizer)
     assert all(optimizer.step()[0] for optimizer in trainee.optimizers)
     trainee.scheduler.step(trainee.train.batch.global_)
     for ddp in trainee.ddps:
@@ -180,17 +180,17 @@ def _step(trainee: model.Trainee, held: state_shards.State, step: int) -> None:
 
 def _pieces_of(tensors: dict[str, torch.Tensor]) -> state_shards.State:
     """Each tensor, whole, by the name of its key."""
-    return {_whole(Piece(key, state_shards.kind_of(tensor, tuple(tensor.shape)), Box((), ()))):
+    return {_whole(Shard(key, state_shards.kind_of(tensor, tuple(tensor.shape)), Region((), ()))):
             tensor for key, tensor in tensors.items()}
 
 
-def _whole(piece: Piece) -> Piece:
+def _whole(piece: Shard) -> Shard:
     """The whole tensor that it is a piece of."""
     shape = tuple(int(size) for size in piece.kind.partition(" ")[2].split("x") if size)
-    return piece._replace(box=Box((0,) * len(shape), shape))
+    return piece._replace(region=Region((0,) * len(shape), shape))
 
 
-def _take_handles(trainee: model.Trainee, made: Any) -> None:
+def _take_handles(trainee: model.TrainingModel, made: Any) -> None:
     Handles().take(trainee.roots, process_groups.by_role(made))
 
 
@@ -210,7 +210,8 @@ def gated(number: int, train: Train, path: Sequence[Stop]) -> None:
         return made
 
     model._config = config
-    model.undrawn = nullcontext  # and Megatron's own draw counts: ours knows no two halves
+    # and Megatron's own draw counts: ours knows no two halves
+    model.without_initialisation = nullcontext
     model.draw_weights = lambda *given, **named: None
     walk(number, train, path)
 
@@ -222,7 +223,7 @@ def gather(number: int, train: Train, layout: Layout) -> list[str]:
     with walker.up(layout.axes):
         want = {} if number else {piece: torch.empty_like(tensor)
                                   for piece, tensor in walker.expected.items()}
-        walker.exchange(walker.have, want, walker.told, range(num_places(layout.axes)))
+        walker.exchange(walker.have, want, walker.told, range(num_positions(layout.axes)))
         walker.check(want, "gathered")
         for tensor in walker.have.values():
             tensor.zero_()
@@ -277,7 +278,7 @@ def die(number: int, train: Train) -> None:
             raise RuntimeError("dies")
         return right(tensors, device)
 
-    def give() -> state_exchange.Exchanged:
+    def give() -> state_exchange.ExchangeResult:
         with walker.up(Axes(dp=2)):
             return walker.exchange({} if number else walker.have, walker.have,
                                    None if number else walker.told, [0], staged=True)
@@ -295,6 +296,6 @@ def die(number: int, train: Train) -> None:
     state_exchange._pack = right
     found = give()
     assert all(tensor.equal(before[piece]) for piece, tensor in walker.have.items()), "staged"
-    found.put_in_force()
+    found.activate()
     walker.check(walker.have, "in force")
     assert found.told.step_version == 1

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from unicron.control_plane.incidents.severity import TABLE
 from unicron.control_plane.simulation import policies, scenario
 from unicron.control_plane.simulation.policies.policy import Policy
-from unicron.control_plane.simulation.run import Ground
-from unicron.control_plane.simulation.trace.external_event import Happening
+from unicron.control_plane.simulation.run import RunInput
+from unicron.control_plane.simulation.trace.external_event import ExternalEvent
 
 EXAMPLE = Path(__file__).parents[2] / "deploy" / "scenarios" / "two-weeks.yaml"
 DAY_S = 86400.0
@@ -28,22 +28,22 @@ def plain(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def two_tasks(happenings: list[Happening], weight: float = 1.0, **changes: Any
-              ) -> tuple[Ground, Policy]:
+def two_tasks(happenings: list[ExternalEvent], weight: float = 1.0, **changes: Any
+              ) -> tuple[RunInput, Policy]:
     """Two under Unicron that want all slots together; the second has this weight."""
     tasks = [{"name": name, "weight": its, "slots": {"min": 1, "max": most},
               "throughput": {size: 1e12 * size ** 0.9 for size in range(1, most + 1)}}
              for name, its, most in (("one", 1.0, 5), ("two", weight, 3))]
     given = scenario.parse(plain(tasks=tasks) | changes)
     policy = scenario.policy(given, "unicron")
-    return scenario.ground(given, policy, sorted(happenings, key=lambda one: one.at_s)), policy
+    return scenario.run_input(given, policy, sorted(happenings, key=lambda one: one.at_s)), policy
 
 
-def lost(node: str, at_s: float, back_s: float) -> list[Happening]:
-    return [Happening(at_s, node, "fault", NODE), Happening(back_s, node, "repaired")]
+def lost(node: str, at_s: float, back_s: float) -> list[ExternalEvent]:
+    return [ExternalEvent(at_s, node, "fault", NODE), ExternalEvent(back_s, node, "repaired")]
 
 
 HAPPENINGS = st.lists(st.builds(
-    Happening, st.floats(0, 9.9 * DAY_S), st.sampled_from(["n0", "n1", "n2", "n3"]),
+    ExternalEvent, st.floats(0, 9.9 * DAY_S), st.sampled_from(["n0", "n1", "n2", "n3"]),
     st.sampled_from(["fault", "fault", "repaired", "left", "joined"]), st.sampled_from([*TABLE])),
     max_size=12)

@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 
 from unicron.control_plane.incidents.severity import TABLE
 from unicron.control_plane.simulation.policies.policy import Costs
-from unicron.control_plane.simulation.trace.external_event import Happening
+from unicron.control_plane.simulation.trace.external_event import ExternalEvent
 
 NODE = "lost connection"
 
@@ -70,7 +70,7 @@ class Second:
             job.size, job.full_flops = len(job.nodes), job.rate_flops
             job.alive = set(job.nodes)
 
-    def play(self, happenings: Sequence[Happening], horizon_s: float) -> None:
+    def play(self, happenings: Sequence[ExternalEvent], horizon_s: float) -> None:
         for one in happenings:
             self._later(one.at_s, lambda one=one: self._happens(one))
         while self._due and self._due[0][0] <= horizon_s:
@@ -106,10 +106,10 @@ class Second:
         return "waiting" if not job.nodes or set(job.nodes) & self.out else "transition"
 
     # --- what happens ---------------------------------------------------------------------------
-    def _happens(self, one: Happening) -> None:
+    def _happens(self, one: ExternalEvent) -> None:
         node = one.node
         if one.event == "fault" and node not in self.away:
-            told_s = self.now_s + self.costs.until_told_s(one.cause, self.iteration_s)
+            told_s = self.now_s + self.costs.detection_s(one.cause, self.iteration_s)
             life = self.life[node]
             struck = [job for job in self.jobs if node in job.alive]
             for job in struck:
@@ -245,7 +245,7 @@ class Heals:
     def rate_flops(self) -> float:
         return rate(self.rates, len(self.members))
 
-    def play(self, happenings: Sequence[Happening], horizon_s: float) -> None:
+    def play(self, happenings: Sequence[ExternalEvent], horizon_s: float) -> None:
         for one in happenings:
             self._until(one.at_s)
             if one.event == "fault" and one.node in self.members:
@@ -266,7 +266,7 @@ class Heals:
             self.free = sorted([*self.free, node])
 
     def _fault(self, node: str, cause: str) -> None:
-        took_s = self.costs.until_told_s(cause, self.iteration_s)
+        took_s = self.costs.detection_s(cause, self.iteration_s)
         told_s = self.now_s + took_s
         self._stands(took_s, "detection")
         if TABLE[cause] == "SEV3":

@@ -8,24 +8,24 @@ from fractions import Fraction
 
 from msgspec.structs import replace
 from unicron.control_plane.planner import constraints, planner
-from unicron.control_plane.planner.problem import PlanInput, Wish
+from unicron.control_plane.planner.problem import PlanProblem, TaskDemand
 
 CLOSE_RATIO = Fraction(1, 10**9)
 
 
-def plan_by_force(asked: PlanInput) -> tuple[int, ...]:
+def plan_by_force(asked: PlanProblem) -> tuple[int, ...]:
     """What `planner.choose` must find; under limits and floors, what it finds: they are held
     elsewhere."""
-    if asked.limits is not None or constraints.are_asked(asked):
-        return planner.choose(asked).plan.slots
-    rows = planner.gains(asked)
+    if asked.limits is not None or constraints.has_floors(asked):
+        return planner.choose_plan(asked).plan.slots
+    rows = planner.allowed_candidates(asked)
     flat = list(zip(rows.sizes.tolist(), rows.gains.tolist(), strict=True))
     options = [flat[begin:end] for begin, end in itertools.pairwise(rows.starts.tolist())]
     return max((sum(gain for _, gain in vector), slots) for vector in itertools.product(*options)
                for slots in [tuple(size for size, _ in vector)] if sum(slots) <= asked.num_slots)[1]
 
 
-def worth(wishes: Sequence[Wish], slots: Sequence[int], span_s: float) -> Fraction:
+def worth(wishes: Sequence[TaskDemand], slots: Sequence[int], span_s: float) -> Fraction:
     """What the plan earns in so long, less what its changes cost."""
     total = Fraction(0)
     for wish, x in zip(wishes, slots, strict=True):
@@ -43,11 +43,11 @@ def worth(wishes: Sequence[Wish], slots: Sequence[int], span_s: float) -> Fracti
     return total
 
 
-def then(asked: PlanInput, slots: Sequence[int]) -> Fraction:
+def then(asked: PlanProblem, slots: Sequence[int]) -> Fraction:
     """What is expected after the next fault, of a plan of `slots`: each slot fails as likely."""
     left = max(asked.num_slots - asked.spare_slots, 0)
     wishes = [
-        replace(wish, now=x, faulted=False) for wish, x in zip(asked.wishes, slots, strict=True)
+        replace(wish, now=x, faulted=False) for wish, x in zip(asked.demands, slots, strict=True)
     ]
     span_s = min(asked.repair_s, asked.mtbf_gpu_s / max(left, 1))
     hits = [*slots, asked.num_slots - sum(slots)]
@@ -55,33 +55,33 @@ def then(asked: PlanInput, slots: Sequence[int]) -> Fraction:
     for hit, num in enumerate(hits):
         if num:
             hurt = [replace(one, faulted=i == hit) for i, one in enumerate(wishes)]
-            plan = plan_by_force(replace(asked, wishes=tuple(hurt), num_slots=left))
+            plan = plan_by_force(replace(asked, demands=tuple(hurt), num_slots=left))
             total += num * worth(hurt, plan, span_s)
     return total / max(asked.num_slots, 1)
 
 
-def may_idle(asked: PlanInput) -> bool:
+def may_idle(asked: PlanProblem) -> bool:
     """Whether the plan with the spare may be chosen at all, whatever it is worth."""
     free, kept = both(asked)
     return any(kept) and not any(wish.now and x and not y for wish, x, y in
-                                 zip(asked.wishes, free, kept, strict=True)) and set(
-        constraints.short(asked, kept)) <= set(constraints.short(asked, free))
+                                 zip(asked.demands, free, kept, strict=True)) and set(
+        constraints.below_floor(asked, kept)) <= set(constraints.below_floor(asked, free))
 
 
-def both(asked: PlanInput) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def both(asked: PlanProblem) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The plans without a spare and with one."""
     idle = min(asked.spare_slots, asked.num_slots)
     return plan_by_force(asked), plan_by_force(
         replace(asked, num_slots=asked.num_slots - idle, kept_slots=idle))
 
 
-def spare_by_force(asked: PlanInput) -> tuple[Fraction, Fraction, Fraction]:
+def spare_by_force(asked: PlanProblem) -> tuple[Fraction, Fraction, Fraction]:
     """(what a spare costs until the next fault, what it saves then, how exactly both are known)."""
     plans = both(asked)
-    now = [worth(asked.wishes, slots, asked.running_s) for slots in plans]
+    now = [worth(asked.demands, slots, asked.running_s) for slots in plans]
     after = [then(asked, slots) for slots in plans]
     most = sum(Fraction(max(wish.wafs, default=0.0)) * Fraction(
         max(asked.mtbf_gpu_s, wish.transition.same_s, wish.transition.shrink_s,
             wish.transition.grow_s, wish.transition.stop_s,
-            wish.transition.reshape_s)) for wish in asked.wishes)
+            wish.transition.reshape_s)) for wish in asked.demands)
     return now[0] - now[1], after[1] - after[0], CLOSE_RATIO * most + Fraction(1, 10**300)

@@ -99,7 +99,10 @@ def facts(log: list[Record], which: str = "", *, option: str = "") -> Plain:
 
     def plan_at(seq: int) -> Plain:
         at = replay(record for record in log if record.seq <= seq)
-        return {**msgspec.to_builtins(dry_run.present(encode_state(at))), "computed_by": VERSION}
+        return {
+            **msgspec.to_builtins(dry_run.explain_present_plan(encode_state(at))),
+            "computed_by": VERSION,
+        }
 
     return {**incident.facts_of(told, found, view(told.state), now_s=told.at_s, option=option),
             **incident.waits_of(told, found, plan_at),

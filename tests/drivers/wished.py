@@ -7,26 +7,26 @@ from typing import Any
 
 from hypothesis import strategies as st
 from unicron.control_plane.planner import planner
-from unicron.control_plane.planner.problem import PlanInput, Wish
+from unicron.control_plane.planner.problem import PlanProblem, TaskDemand
 from unicron.control_plane.throughput.transition_cost import Transition
 
 LEVELS = st.floats(0.5, 50.0, allow_nan=False) | st.just(0.0)
 
 
-def wish(task: int, now: int, wafs: dict[int, float], **more: Any) -> Wish:
+def wish(task: int, now: int, wafs: dict[int, float], **more: Any) -> TaskDemand:
     """`wafs`: what it earns, by slots. Healthy, and 10 s for each change, unless told otherwise."""
-    return Wish(task=task, name=f"t{task}", now=now, faulted=more.pop("faulted", False),
-                transition=Transition.alike(more.pop("transition_s", 10.0)), sizes=tuple(wafs),
+    return TaskDemand(task=task, name=f"t{task}", now=now, faulted=more.pop("faulted", False),
+                transition=Transition.uniform(more.pop("transition_s", 10.0)), sizes=tuple(wafs),
                 wafs=tuple(wafs.values()), **more)
 
 
-def asking(wishes: list[Wish], num_slots: int, **more: Any) -> PlanInput:
-    return PlanInput(wishes=tuple(wishes), num_slots=num_slots, mtbf_gpu_s=7.2e6, **more)
+def asking(wishes: list[TaskDemand], num_slots: int, **more: Any) -> PlanProblem:
+    return PlanProblem(demands=tuple(wishes), num_slots=num_slots, mtbf_gpu_s=7.2e6, **more)
 
 
-def slots(asked: PlanInput) -> tuple[int, ...]:
+def slots(asked: PlanProblem) -> tuple[int, ...]:
     """What is planned."""
-    return planner.choose(asked).plan.slots
+    return planner.choose_plan(asked).plan.slots
 
 
 def rising(draw: st.DrawFn) -> dict[int, float]:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from unicron.events.spec.job import Train
 from unicron.events.spec.model import Axes
-from unicron.events.spec.parallelism import num_places
+from unicron.events.spec.parallelism import num_positions
 from unicron.workers.training import rank
 from unicron.workers.training.model import cpu_device
 
@@ -24,7 +24,7 @@ with cpu_device.uncompiled():
     from unicron.workers.training.recovery import settlement
     from unicron.workers.training.step import forward_backward, optimizer_step
 
-rank.quiet()
+rank.ignore_warnings()
 LIMIT_S = 60.0
 SKIPPED = -1.0
 """For the norm of a gradient that was not finite."""
@@ -61,7 +61,7 @@ def trained(place: int, train: Train, axes: Axes, num_iterations: int
             ) -> tuple[list[float], list[float], dict[str, Any], list[tuple[str, int]]]:
     """Train undisturbed: losses, norms, what the place has in the end, and the passes as noted."""
     found = process_groups.build(axes, LIMIT_S)
-    assert dist.get_world_size() == num_places(axes)
+    assert dist.get_world_size() == num_positions(axes)
     trainee = model.build(train, torch.device("cpu"), found, axes, place)
     words = text_data.load(train.data, train.model.sequence)
     losses: list[float] = []
@@ -71,7 +71,7 @@ def trained(place: int, train: Train, axes: Axes, num_iterations: int
         trainee.clear()
         loss, num_tokens = forward_backward.run(
             trainee, found, iteration,
-            settlement.deal(train.num_micro_batches, axes.dp, trainee.at.dp),
+            settlement.assign_micro_batches(train.num_micro_batches, axes.dp, trainee.at.dp),
             lambda item: words.sample(train.seed, iteration, item, rows=train.batch.micro,  # noqa: B023
                                       sequence=train.model.sequence),
             lambda event, item: noted.append((event, item)))
@@ -103,7 +103,7 @@ def twin(place: int, train: Train, num_iterations: int
     norms: list[float] = []
     right = model.build
 
-    def build(*args: Any) -> model.Trainee:
+    def build(*args: Any) -> model.TrainingModel:
         trainee = right(*args)
         step = trainee.optimizer.step
 

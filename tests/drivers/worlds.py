@@ -81,7 +81,7 @@ def _be(theirs: Connection, place: int, num_members: int, port: int, work: Calla
 
     try:
         torch.set_num_threads(1)
-        cpu_device.stand_in()
+        cpu_device.prepare_device()
         dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port, is_master=False),
                                 rank=place, world_size=num_members,
                                 timeout=datetime.timedelta(seconds=WORLD_S_MAX))

@@ -21,7 +21,7 @@ from redis.retry import Retry
 from unicron.events.errors import ServerError
 from unicron.events.log import embedded_server
 from unicron.events.log.embedded_server import Server
-from unicron.events.process_io import uninterrupted
+from unicron.events.process_io import defer_signals
 
 Redis: Any = redis.Redis
 CHILD_S_MAX = 60.0
@@ -221,7 +221,7 @@ def test_a_signal_that_is_held_back_is_met_afterwards() -> None:
     done: list[str] = []
 
     def work() -> None:
-        with uninterrupted():
+        with defer_signals():
             os.kill(os.getpid(), signal.SIGINT)
             done.append("within")
 

@@ -7,21 +7,21 @@ import copy
 import pytest
 from decider import Driver
 from snapshots import check, seen, until
-from unicron.cli.cluster.local_cluster import Wanted, check_labels, labels_of
+from unicron.cli.cluster.local_cluster import ClusterOptions, check_labels, labels_of
 from unicron.cli.cluster.state_dir import StateDir
-from unicron.cli.commands.up import Asked
+from unicron.cli.commands.up import UpOptions
 from unicron.cli.screens import nodes
 from unicron.cli.terminal.record_line import line
 from unicron.control_plane.api.view import view
 from unicron.events.errors import UsageError
 from unicron.events.records import codec
 from unicron.events.records import reports as r
-from unicron.events.records.types import Labels, parse
+from unicron.events.records.types import Labels, parse_labels
 
 
 def test_labels_are_read() -> None:
-    assert parse([]) == Labels()
-    assert parse(["switch=s-3.a", "rack=R_1"]) == Labels(rack="R_1", switch="s-3.a")
+    assert parse_labels([]) == Labels()
+    assert parse_labels(["switch=s-3.a", "rack=R_1"]) == Labels(rack="R_1", switch="s-3.a")
 
 
 @pytest.mark.parametrize(("texts", "words"), [
@@ -33,7 +33,7 @@ def test_labels_are_read() -> None:
 ])
 def test_nonsense_is_refused_in_one_line(texts: list[str], words: str) -> None:
     with pytest.raises(UsageError) as refusal:
-        parse(texts)
+        parse_labels(texts)
     assert words in str(refusal.value)
     assert "\n" not in str(refusal.value)
     assert "--label rack=r1" in refusal.value.hint
@@ -51,12 +51,12 @@ def test_up_labels_all_nodes_or_one() -> None:
 
 
 def test_up_remembers_labels_and_changes_none_of_what_runs(tmp_path) -> None:
-    state, before = StateDir(tmp_path), Wanted(labels=("rack=r1",))
-    assert Asked().wanted(before, state).labels == ("rack=r1",)
-    assert Asked(labels=()).wanted(before, state).labels == ()
-    Asked(labels=("rack=r1",)).refuse_other(before, state)
+    state, before = StateDir(tmp_path), ClusterOptions(labels=("rack=r1",))
+    assert UpOptions().wanted(before, state).labels == ("rack=r1",)
+    assert UpOptions(labels=()).wanted(before, state).labels == ()
+    UpOptions(labels=("rack=r1",)).refuse_other(before, state)
     with pytest.raises(UsageError, match="--label differs from the cluster"):
-        Asked(labels=("rack=r2",)).refuse_other(before, state)
+        UpOptions(labels=("rack=r2",)).refuse_other(before, state)
 
 
 def test_the_state_holds_what_the_newest_agent_says() -> None:

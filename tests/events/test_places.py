@@ -8,8 +8,8 @@ from unicron.events.spec.parallelism import (
     coordinates,
     holders,
     is_plain,
-    num_places,
-    place_of,
+    num_positions,
+    position_of,
     replica,
 )
 
@@ -18,15 +18,15 @@ LAYOUTS = [Axes(tp=tp, pp=pp, dp=dp) for tp in (1, 2, 3) for pp in (1, 2, 4) for
 
 @pytest.mark.parametrize("axes", LAYOUTS, ids=lambda axes: f"tp{axes.tp}pp{axes.pp}dp{axes.dp}")
 def test_every_place_has_coordinates_of_its_own(axes: Axes) -> None:
-    found = [coordinates(axes, place) for place in range(num_places(axes))]
-    assert [place_of(axes, at) for at in found] == list(range(num_places(axes)))
+    found = [coordinates(axes, place) for place in range(num_positions(axes))]
+    assert [position_of(axes, at) for at in found] == list(range(num_positions(axes)))
     assert len(set(found)) == axes.tp * axes.pp * axes.dp
-    assert is_plain(axes) == (num_places(axes) == axes.dp)
+    assert is_plain(axes) == (num_positions(axes) == axes.dp)
 
 
 @pytest.mark.parametrize("axes", LAYOUTS, ids=lambda axes: f"tp{axes.tp}pp{axes.pp}dp{axes.dp}")
 def test_replicas_part_the_places_and_so_do_holders(axes: Axes) -> None:
-    everybody = list(range(num_places(axes)))
+    everybody = list(range(num_positions(axes)))
     replicas = [replica(axes, dp) for dp in range(axes.dp)]
     assert sorted(place for members in replicas for place in members) == everybody
     parts = [holders(axes, tp, pp) for tp in range(axes.tp) for pp in range(axes.pp)]

@@ -58,10 +58,10 @@ def test_what_a_training_task_refuses_is_refused() -> None:
 
 
 def test_doctor_prints_the_table_with_reasons(capsys: pytest.CaptureFixture[str]) -> None:
-    assert doctor.tell_support(as_json=False) == 0
+    assert doctor.print_support(as_json=False) == 0
     told = capsys.readouterr().out
     assert all(row.what in told and row.loop.why in told for row in ROWS)
-    assert doctor.tell_support(as_json=True) == 0
+    assert doctor.print_support(as_json=True) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [row["what"] for row in rows] == [row.what for row in ROWS]
     assert {row["loop"]["grade"] for row in rows} == {"exact", "restart", "refused"}

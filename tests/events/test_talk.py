@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TextIO, cast
 
 import structlog
-from unicron.events.process_io import Talk
+from unicron.events.process_io import LogStream
 
 
 def test_a_full_disk_takes_the_words_and_not_the_speaker() -> None:
     stream = Path("/dev/full").open("w", encoding="utf-8")  # noqa: SIM115, its close fails
-    talk = structlog.PrintLogger(cast(TextIO, Talk(stream)))
+    talk = structlog.PrintLogger(cast(TextIO, LogStream(stream)))
     for _ in range(3):
         talk.info("nobody hears this")
     try:
@@ -24,6 +24,6 @@ def test_a_full_disk_takes_the_words_and_not_the_speaker() -> None:
 
 def test_what_can_be_written_is() -> None:
     stream = io.StringIO()
-    structlog.PrintLogger(cast(TextIO, Talk(stream))).info("heard")
+    structlog.PrintLogger(cast(TextIO, LogStream(stream))).info("heard")
     assert stream.getvalue() == "heard\n"
-    assert not Talk(stream).isatty()
+    assert not LogStream(stream).isatty()

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from unicron.events.spec.job import Train
 from unicron.events.spec.model import Axes
-from unicron.events.spec.parallelism import Kept, num_places
+from unicron.events.spec.parallelism import Sharding, num_positions
 from unicron.workers.training.process.trace import Event
 
 Fault = Literal["SIGKILL", "SIGSTOP", "exception", "lost agent", "two at once", "two in turn"]
@@ -52,9 +52,9 @@ class Variant(NamedTuple):
         return "parallel" not in self.train
 
     @property
-    def optimizer(self) -> Kept:
+    def optimizer(self) -> Sharding:
         """What each rank has of its state."""
-        kept: Kept = self.train.get("parallel", {}).get("optimizer", "whole")
+        kept: Sharding = self.train.get("parallel", {}).get("optimizer", "whole")
         return kept
 
     @property
@@ -70,7 +70,7 @@ class Variant(NamedTuple):
     @property
     def other(self) -> Axes:
         """A layout of as many, or of one fewer, in which each has another part of the state."""
-        num = num_places(self.axes)
+        num = num_positions(self.axes)
         return Axes(dp=num if self.axes.dp < num else num - 1)
 
     def left(self, num_ranks: int) -> Axes:

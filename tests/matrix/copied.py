@@ -5,10 +5,10 @@ from __future__ import annotations
 from checkpoint_stores import named
 from rank_driver import TASK, Driver
 from unicron.events.records.reports import MemoryCheckpointStored
-from unicron.events.records.types import Copy
+from unicron.events.records.types import MemoryCheckpoint
 
 
-def newest(driver: Driver) -> tuple[Copy, ...]:
+def newest(driver: Driver) -> tuple[MemoryCheckpoint, ...]:
     """Those that were told of, the newest first. A keeper gives a newer one if it has one."""
     by_node = {one.keeper.node: one for one in driver.keepers}
     told = sorted(driver.told(MemoryCheckpointStored),

@@ -14,8 +14,8 @@ from pathlib import Path
 from matrix.cells import NEWCOMER, STRUCK, Cell
 from matrix.copied import newest, steps
 from rank_driver import START_S, Driver
-from unicron.control_plane.decide.membership import order
-from unicron.control_plane.state.task import Held, Rank
+from unicron.control_plane.decide.membership import order_members
+from unicron.control_plane.state.task import HeldState, Rank
 from unicron.events.records.reports import (
     MemoryCheckpointStored,
     Quiesced,
@@ -26,7 +26,7 @@ from unicron.events.records.reports import (
 )
 from unicron.events.records.types import Slot
 from unicron.events.spec.model import Axes
-from unicron.events.spec.parallelism import coordinates, covers, num_places
+from unicron.events.spec.parallelism import coordinates, has_every_part, num_positions
 
 LATE = 0
 """Who is late where some ranks are further than others."""
@@ -51,7 +51,7 @@ class Play:
         self.victims = [self.point.victim]
         if self.fault in ("lost agent", "two at once", "two in turn"):
             self.victims.append(self.point.mate)
-        self.there = list(range(num_places(self.variant.axes)))
+        self.there = list(range(num_positions(self.variant.axes)))
         self.members: list[int] = []
         self.trained: list[int] = []
         self.struck: list[int] = []
@@ -273,13 +273,13 @@ class Play:
         if self.variant.is_plain:
             self.members = self.there[:]
             return
-        held = {rank: Held(generation=1, axes=self.trained_in, place=place)
+        held = {rank: HeldState(generation=1, axes=self.trained_in, place=place)
                 for place, rank in enumerate(self.trained)}
         ranks = [Rank(rank=rank, attempt=1, slot=Slot("n1", rank), held=held.get(rank))
                  for rank in self.there]
         apart = self.variant.optimizer == "mirrored"
-        seated = [rank.rank for rank in order(axes, ranks, apart=apart)]
-        self.members = seated if beside else seated[:num_places(axes)]
+        seated = [rank.rank for rank in order_members(axes, ranks, apart=apart)]
+        self.members = seated if beside else seated[:num_positions(axes)]
 
     def _meet(self) -> None:
         copies = newest(self.driver) if self.copied else ()
@@ -373,7 +373,7 @@ class Play:
             driver.kill(victim)
         self.struck, self.struck_in = self.trained, self.trained_in
         left_places = [place for place, rank in enumerate(self.struck) if rank in self.there]
-        if self.struck and not covers(self.struck_in, self.variant.optimizer, left_places):
+        if self.struck and not has_every_part(self.struck_in, self.variant.optimizer, left_places):
             self.copied = steps(driver)
         self._seat(self.variant.left(len(self.there)))
         if self.fault == "two in turn":

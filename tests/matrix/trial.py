@@ -17,7 +17,7 @@ from nursery import Nursery
 from rank_driver import Driver, small_spec
 from rank_twin import Twin
 from unicron.events.records.reports import CheckpointSaved
-from unicron.events.spec.parallelism import num_places
+from unicron.events.spec.parallelism import num_positions
 
 
 class Verdict(NamedTuple):
@@ -87,7 +87,7 @@ class Trials:
         folder.mkdir()
         spec = small_spec(folder / "out", **what, parallel=variant.train["parallel"])
         driver = Driver(spec, folder, self.nursery)
-        ranks = list(range(num_places(variant.axes)))
+        ranks = list(range(num_positions(variant.axes)))
         try:
             driver.start(*ranks)
             driver.form(ranks, axes=variant.axes)

@@ -38,7 +38,7 @@ from unicron.events.records.reports import (
     RankStarted,
     RankSuspended,
 )
-from unicron.events.records.types import Body, first_keeper
+from unicron.events.records.types import Body, first_store_number
 
 # --- A command on paper: it prints how far it is, and goes on from a checkpoint of its own. ---
 
@@ -111,7 +111,7 @@ class PaperAgent:
         self.net, self.port, self._clock, self._fall = net, port, clock, fall
         self.node, self.incarnation, self.num_slots = node, incarnation, num_slots
         self.source = f"{node}/{incarnation}"
-        self._keeper_start = first_keeper(incarnation)
+        self._keeper_start = first_store_number(incarnation)
         self.alive = True
         self.processes: dict[int, PaperProcess] = {}
         """Slot -> what runs there."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from msgspec import Struct
-from unicron.events.records.types import NUM_COPIES_MAX, Copy
-from unicron.workers.checkpoint_store.protocol import Wish
+from unicron.events.records.types import CHECKPOINTS_NUM_MAX, MemoryCheckpoint
+from unicron.workers.checkpoint_store.protocol import CheckpointRequest
 
 COPY_BYTES = 16_000
 
@@ -45,16 +45,16 @@ class PaperKeepers:
         known = shelf.setdefault(task, [])
         if known and known[-1].generation > copy.generation:
             return 0
-        shelf[task] = [*known, copy][-NUM_COPIES_MAX:]
+        shelf[task] = [*known, copy][-CHECKPOINTS_NUM_MAX:]
         self.num_kept += 1
         return self._starts[node]
 
     def forget(self, node: str, task: int) -> None:
         self._shelves.get(node, {}).pop(task, None)
 
-    def find(self, task: int, wanted: Copy) -> PaperCopy | None:
+    def find(self, task: int, wanted: MemoryCheckpoint) -> PaperCopy | None:
         """The newest of that generation on that node, of as many steps or more."""
-        wish = Wish(task=task, generation=wanted.generation,
+        wish = CheckpointRequest(task=task, generation=wanted.generation,
                     step_version=wanted.step_version,
                     step_version_max=wanted.step_version_max)
         for copy in reversed(self._shelves.get(wanted.node, {}).get(task, [])):

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from simulated.checkpoint_store import COPY_BYTES
 from unicron.events.records.orders import Reconfigure
 from unicron.events.records.reports import Reconfigured
-from unicron.events.records.types import Member, Origin, Taken
+from unicron.events.records.types import Member, Origin, ReceivedState
 from unicron.events.spec.model import Axes
-from unicron.events.spec.parallelism import coordinates, num_places, replica
-from unicron.workers.training.recovery.settlement import deal, settle
-from unicron.workers.training.recovery.state_sources import MANY, NO_STATE, Held
+from unicron.events.spec.parallelism import coordinates, num_positions, replica
+from unicron.workers.training.recovery.settlement import assign_micro_batches, settle
+from unicron.workers.training.recovery.state_sources import NO_STATE, SEVERAL, HeldState
 
 if TYPE_CHECKING:
     from simulated.environment import PaperNet
@@ -60,14 +60,14 @@ class PaperGeneration:
     def place(self, rank: PaperRank) -> int | None:
         """The member's place in the layout; None: it is beside."""
         place = self.ranks.index(rank)
-        return place if place < num_places(self.layout) else None
+        return place if place < num_positions(self.layout) else None
 
     def dealt(self, rank: PaperRank) -> tuple[int, ...]:
         """Its replica's micro-batches of a new iteration."""
         place = self.place(rank)
         if place is None:
             return ()
-        return deal(rank.train.num_micro_batches, self.layout.dp,
+        return assign_micro_batches(rank.train.num_micro_batches, self.layout.dp,
                     coordinates(self.layout, place).dp)
 
     def enter(self, rank: PaperRank) -> None:
@@ -97,7 +97,7 @@ class PaperGeneration:
         batch = tuple(sorted(i for members in replicas for i in members[0].kept))
         if any(len({rank.kept for rank in members}) > 1 for members in replicas):
             self.net.never(f"task {self.task} generation {self.number}: a replica is torn")
-        for rank in self.ranks[:num_places(self.layout)] if self.axes is not None else ():
+        for rank in self.ranks[:num_positions(self.layout)] if self.axes is not None else ():
             rank.ready = True
         if first.step_version < first.train.iterations:
             self._check(batch)
@@ -200,15 +200,15 @@ class PaperGeneration:
             own = source == place
             whence: Origin = origin if source == NO_STATE else "own" if own else "peer"
             givers = [] if own or source == NO_STATE else (
-                list(settlement.holders) if source == MANY else [source])
+                list(settlement.holders) if source == SEVERAL else [source])
             if self.place(rank) is not None:
                 rank.step_version, rank.digest, rank.beside = self.step_version, digest, False
                 rank.ready, rank.gate = False, ()
-                rank.held = None if self.axes is None else Held(
+                rank.held = None if self.axes is None else HeldState(
                     axes=self.axes, optimizer=rank.train.parallel.optimizer, place=place)
             rank.hold(() if finished else share.kept, () if finished else share.todo,
                       settlement.begun and not finished)
-            rank.dealt_in = self.number
+            rank.assigned_in = self.number
             at = origin_node if source == NO_STATE else (
                 self.ranks[givers[0]] if givers else rank).node
             rank.say(Reconfigured(
@@ -221,7 +221,7 @@ class PaperGeneration:
                 received_bytes=(COPY_BYTES if givers or whence in ("copy", "checkpoint") else 0),
                 down_s=0.02, up_s=0.05, settle_s=0.01, origin=whence, origin_node=at,
                 received_from=tuple(
-                    Taken(rank=self.ranks[giver].rank, node=self.ranks[giver].node,
+                    ReceivedState(rank=self.ranks[giver].rank, node=self.ranks[giver].node,
                           taken_bytes=COPY_BYTES // len(givers)) for giver in givers)))
 
     def _restored(self) -> tuple[tuple[int, int], Origin, str]:

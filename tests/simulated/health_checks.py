@@ -45,7 +45,7 @@ class HealthWitness:
                 node = state.nodes[slot.node]
                 if node.quarantine is not None:
                     return f"on {node.name}, which is quarantined"
-                if slot.index in node.slots_out or slot.index in node.slots_sick:
+                if slot.index in node.slots_disabled or slot.index in node.slots_unhealthy:
                     return f"on {slot}, which is out"
             case o.Quiesce(mode="now", task=task, save=False):  # to save is asked of who holds
                 it = state.tasks[task]
@@ -59,7 +59,7 @@ class HealthWitness:
                 return "for noise alone"
             case d.IncidentClosed(of=of) if state.incidents[of].task == 0:
                 node = state.nodes[state.incidents[of].node]
-                if any(node.is_out(index) for index in node.occupants):
+                if any(node.is_disabled(index) for index in node.occupants):
                     return f"while something runs there, on {node.name}"
             case _:
                 pass
@@ -79,7 +79,7 @@ class HealthWitness:
         """What is wrong with the slots that went out by this record."""
         wrong = ""
         for node in state.nodes.values():
-            out, sick = set(node.slots_out), set(node.slots_sick)
+            out, sick = set(node.slots_disabled), set(node.slots_unhealthy)
             told, was_out, was_sick = self._was.get(node.name, (0, set[int](), set[int]()))
             if told != node.incarnation:
                 was_out, was_sick = set(), set()
@@ -113,7 +113,7 @@ class HealthWitness:
         there = [node for node in state.nodes.values() if node.health != "left"]
         most = max(int(state.policy.unconfirmed_share_max * len(there)), 1)
         return (bool(self._unhealthy.get((name, state.nodes[name].incarnation)))
-                and sum(bool(node.slots_sick) for node in there) <= most)
+                and sum(bool(node.slots_unhealthy) for node in there) <= most)
 
 
 def _is_enough(told: list[DeviceErred]) -> bool:

@@ -8,8 +8,8 @@ import math
 from msgspec import Struct
 from spare_by_force import may_idle, spare_by_force
 from unicron.control_plane.planner import planner
-from unicron.control_plane.planner.problem import PlanInput, Wish
-from unicron.control_plane.planner.problem_of_state import plan_input, shapes
+from unicron.control_plane.planner.problem import PlanProblem, TaskDemand
+from unicron.control_plane.planner.problem_of_state import planning_snapshot, shapes
 from unicron.control_plane.state.cluster import ClusterState
 from unicron.control_plane.state.task import Task
 from unicron.control_plane.throughput import table as throughput
@@ -79,7 +79,7 @@ def wrong_plan(state: ClusterState, body: PlanChosen) -> str:
 
 def _wrong_spare(state: ClusterState, body: PlanChosen) -> str:
     """Whether a node's slots stay idle exactly where that is worth more."""
-    asked, told = plan_input(state).problem, body.hot_spare
+    asked, told = planning_snapshot(state).problem, body.hot_spare
     if not asked.spare_slots or not body.allocations:
         return "" if told is None else "it tells of a hot spare that nobody asked for"
     if told is None or told.num_slots != asked.spare_slots:
@@ -140,7 +140,7 @@ def _num_moves(vector: tuple[Option, ...]) -> int:
 
 
 def _options(state: ClusterState, body: PlanChosen) -> list[list[Option]]:
-    wishes = {wish.task: wish for wish in plan_input(state).problem.wishes}
+    wishes = {wish.task: wish for wish in planning_snapshot(state).problem.demands}
     rows: list[list[Option]] = []
     for given in body.allocations:
         task = state.tasks[given.task]
@@ -180,7 +180,7 @@ def _marginal(rate: float, alpha: float) -> float:
 def _stood_s(state: ClusterState, task: Task, now: int, slots: int, used: int) -> float:
     """D_transition, from what the state keeps of this task's changes; of `slots`, `used` train."""
     def usual_s(kind: str) -> float:
-        known = sorted(task.stood_s.get(kind, []))
+        known = sorted(task.downtime_s.get(kind, []))
         if len(known) < 3:
             return math.nan
         return (known[(len(known) - 1) // 2] + known[len(known) // 2]) / 2
@@ -211,21 +211,21 @@ def wrong_price(state: ClusterState, number: int, weight_from: float) -> str:
     told, num_slots = state.tasks[number].weight, state.plan.num_slots
     for times, runs in ((1.0001, True), (0.9999, False)):
         weight = weight_from * times
-        wishes: list[Wish] = []
+        wishes: list[TaskDemand] = []
         for given in state.plan.allocations:
             task = state.tasks[given.task]
             assert task.throughput is not None
             found = throughput.candidates(task.throughput, given.slots)
             own = weight if given.task == number else task.weight
-            wishes.append(Wish(
+            wishes.append(TaskDemand(
                 task=task.id, name=task.spec.name, now=given.slots, faulted=False,
                 transition=transition_cost.transition(state, task),
                 sizes=tuple(size for size, _ in found), shapes=shapes(task, found),
                 wafs=tuple(own * rate for _, rate in found), team=task.spec.team,
                 priority=task.spec.priority))
         policy = state.policy
-        choice = planner.choose(PlanInput(
-            wishes=tuple(wishes), num_slots=num_slots, mtbf_gpu_s=state.mtbf_gpu_s,
+        choice = planner.choose_plan(PlanProblem(
+            demands=tuple(wishes), num_slots=num_slots, mtbf_gpu_s=state.mtbf_gpu_s,
             gain_min=policy.gain_min, moves_max=policy.moves_max,
             quotas=tuple(sorted(policy.quotas.items()))))
         slots = next(x.slots for x in choice.allocations if x.task == number)

@@ -30,8 +30,8 @@ from unicron.events.records.reports import (
     ReconfigureFailed,
     TaskProgressed,
 )
-from unicron.events.records.types import Body, Keeper
-from unicron.workers.training.recovery.state_sources import NO_STATE, Claim, Held
+from unicron.events.records.types import Body, StoreEndpoint
+from unicron.workers.training.recovery.state_sources import NO_STATE, Claim, HeldState
 
 # --- The marks that a rank on paper passes: when it was where, and how long iterations took. ---
 
@@ -127,12 +127,12 @@ class PaperRank:
         self.kept: tuple[int, ...] = ()
         self.todo: tuple[int, ...] = ()
         self.owned: tuple[int, ...] = ()
-        self.dealt_in, self.begun = 0, False
-        self.held: Held | None = None
+        self.assigned_in, self.begun = 0, False
+        self.held: HeldState | None = None
         """Of which part of the model its state is; None: of all of it."""
         self.ready, self.gate, self.beside = False, tuple[float, ...](), False
         """`beside`: it counts the steps of others, and has no state."""
-        self.keepers: tuple[Keeper, ...] = ()
+        self.keepers: tuple[StoreEndpoint, ...] = ()
         self._kept_s: dict[str, float] = {}
         """When it last told that a node's keeper has a copy."""
         self.told = 0
@@ -320,7 +320,7 @@ class PaperRank:
     def claim(self) -> Claim:
         """What it brings into a new generation."""
         return Claim(step_version=NO_STATE if self.beside else self.step_version, kept=self.kept,
-                     owned=self.owned, dealt_in=self.dealt_in, begun=self.begun,
+                     owned=self.owned, assigned_in=self.assigned_in, begun=self.begun,
                      trained_in=self.trained_in, held=self.held, ready=self.ready,
                      gate=self.gate)
 

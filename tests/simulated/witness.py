@@ -13,10 +13,10 @@ from unicron.control_plane.fold.check import check
 from unicron.control_plane.fold.edits import STOPPED
 from unicron.control_plane.fold.fold import fold
 from unicron.control_plane.fold.stragglers import SLOWED
-from unicron.control_plane.incidents.hangs import located as hang_of
+from unicron.control_plane.incidents.hangs import locate_hang as hang_of
 from unicron.control_plane.planner import pending
 from unicron.control_plane.state.cluster import ClusterState
-from unicron.control_plane.state.members import covered
+from unicron.control_plane.state.members import is_complete
 from unicron.control_plane.state.task import Task
 from unicron.events.records import decisions as d
 from unicron.events.records import orders as o
@@ -24,7 +24,7 @@ from unicron.events.records import reports as r
 from unicron.events.records import types as t
 from unicron.events.records.envelope import Record
 from unicron.events.spec.model import Axes
-from unicron.events.spec.parallelism import num_places, replica
+from unicron.events.spec.parallelism import num_positions, replica
 
 FAULTS = ("rank killed", "node lost", "collective failed", "leader died")
 SEATED = "idle/seats_given"
@@ -94,7 +94,7 @@ class Witness:
         """Before the next report nothing more follows for any task from all reports before: none
         was passed over (decide.py, `affected_tasks`)."""
         for task in self.state.tasks.values():
-            more = next(transition.step(self.state, task), None)
+            more = next(transition.next_decisions(self.state, task), None)
             self._check(record, more is None, f"comes before task {task.id} got its {more}")
 
     def hit(self, task: int, fault: str) -> None:
@@ -119,7 +119,7 @@ class Witness:
     def _waiting(self, record: Record, body: d.TaskWaiting) -> None:
         if self.counts["prices by a new plan"] == NUM_PRICES_MAX:
             return
-        waits = pending.explained(self.state).get(body.task)
+        waits = pending.explain_waiting(self.state).get(body.task)
         if waits is not None and waits.weight_from > 0:
             self.counts["prices by a new plan"] += 1
             wrong = wrong_price(self.state, body.task, waits.weight_from)
@@ -135,11 +135,11 @@ class Witness:
     def _stop(self, record: Record, body: o.StopRank) -> None:
         """Who is ended because it stood still did so for long enough, and not a moment ago."""
         rank = self.state.tasks[body.task].ranks.get(body.rank)
-        if rank is not None and rank.overdue == STOPPED and not rank.stopping:
-            stood_s = record.at_s - rank.suspended_s if rank.suspended else 0.0
+        if rank is not None and rank.timeout_reason == STOPPED and not rank.stopping:
+            stood_s = record.at_s - rank.suspended_s if rank.is_stopped else 0.0
             self._check(record, stood_s >= self.state.policy.stopped_s_max, f"after {stood_s} s")
             self.counts["stopped ranks ended"] += 1
-        if rank is not None and rank.overdue == SLOWED and not rank.stopping:
+        if rank is not None and rank.timeout_reason == SLOWED and not rank.stopping:
             self.counts["slow ranks ended"] += 1
 
     def _deadline(self, record: Record, body: r.DeadlineReached) -> None:
@@ -148,9 +148,9 @@ class Witness:
         task = self.state.tasks.get(int(of[0])) if what == "hang" else None
         if task is None or record.at_s < self.state.deadlines[body.deadline].due_s:
             return
-        silent = {node.name for node in self.state.nodes.values() if node.silent}
+        silent = {node.name for node in self.state.nodes.values() if node.unreachable}
         asked = [rank for rank in task.living_members()
-                 if not rank.suspended and rank.slot.node not in silent]
+                 if not rank.is_stopped and rank.slot.node not in silent]
         hang = hang_of(self.state, task)
         self._check(record, hang is not None and int(of[1]) == task.generation, "nobody stands")
         assert hang is not None
@@ -158,7 +158,7 @@ class Witness:
         self._check(record, going == (set(hang.ranks) if hang.kind == "slow" else set()),
                     "not all stand")
         for number in going:
-            crawl = task.crawls[number]
+            crawl = task.slow_iterations[number]
             least_s = max(10 * crawl.normal_s, self.state.policy.hang_s_min)
             self._check(record, crawl.own_s >= least_s and crawl.iteration >= task.iteration,
                         "it may only be slow")
@@ -181,7 +181,7 @@ class Witness:
         self._best[task.id] = max(known, default=-1)
         self._settled[task.id] = []
         asked = [rank for number, rank in task.ranks.items() if self._known(task, number) >= 0]
-        self._whole[task.id] = covered(task, asked, self._best[task.id])
+        self._whole[task.id] = is_complete(task, asked, self._best[task.id])
         members = [(member.rank, member.attempt) for member in body.members]
         self._check(record, len({rank for rank, _ in members}) == len(members), "a rank twice")
 
@@ -189,7 +189,10 @@ class Witness:
         """The step version that a rank told of, if it can still be asked; else -1."""
         rank, node = task.ranks[number], self.state.nodes[task.ranks[number].slot.node]
         attempt, generation, version = self._version.get((task.id, number), (0, 0, -1))
-        fit = not (rank.stopping or rank.overdue or rank.error_seq) and node.health == "healthy"
+        fit = (
+            not (rank.stopping or rank.timeout_reason or rank.error_seq)
+            and node.health == "healthy"
+        )
         told = (attempt, generation) == (rank.attempt, task.generation)
         return version if fit and told and task.member(number) is rank else -1
 
@@ -212,7 +215,9 @@ class Witness:
             self._check(record, len(parts) == 1, "a replica is torn")
         if task.axes is not None:
             self.counts["generations with a layout"] += 1
-            self.counts["generations with members beside"] += len(task.members) > num_places(axes)
+            self.counts["generations with members beside"] += len(task.members) > num_positions(
+                axes
+            )
         whole = version >= train.iterations or batch == list(range(train.num_micro_batches))
         self._check(record, whole, f"with micro-batches {batch}")
         lost = max(task.iteration - version, 0)
@@ -320,7 +325,7 @@ def _forbidden(task: Task, body: t.Body) -> bool:
             return task.phase not in ("quiescing", "reconfiguring")
         case o.StopRank():
             rank = task.ranks.get(body.rank)
-            late = rank is not None and bool(rank.overdue) and task.phase != "training"
+            late = rank is not None and bool(rank.timeout_reason) and task.phase != "training"
             return task.ending != "cancelled" and not task.finished and not late
         case o.Reconfigure():
             return task.phase not in ("starting", "quiescing")

@@ -368,6 +368,6 @@ class World:
         """Slots that are out come back when somebody has seen to them: the agent starts again."""
         state = await self._settled()
         if all(task.phase in ("idle", "ended") for task in state.tasks.values()):
-            for node in [node.name for node in state.nodes.values() if node.slots_out]:
+            for node in [node.name for node in state.nodes.values() if node.slots_disabled]:
                 self.cluster.crash(node)
                 self.cluster.boot(node, self.nodes[node])

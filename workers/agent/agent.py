@@ -15,17 +15,17 @@ import structlog
 from ...events.errors import Ambiguous, Unavailable
 from ...events.log.port import AgentPort
 from ...events.records.reports import MemoryCheckpointsLost, NodeJoined, NodeLeft
-from ...events.records.types import Body, first_keeper
+from ...events.records.types import Body, first_store_number
 from ..host import linux
-from .checkpoint_store import Keeper
-from .delivery.log_link import CALL_S_MAX, Link
-from .delivery.outbox import Forgotten, Outbox
+from .checkpoint_store import CheckpointStore
+from .delivery.log_link import CALL_S_MAX, LogLink
+from .delivery.outbox import LogReplaced, Outbox
 from .delivery.spool import Spool
-from .health.health_monitor import Health, Sources
+from .health.health_monitor import HealthMonitor, HealthSources
 from .monitoring.output_reader import LOOK_S as READ_S
 from .monitoring.rank_monitor import WATCH_S
-from .order_executor import STOP_GRACE_S, Ranks
-from .processes.launcher import MARK, Node
+from .order_executor import STOP_GRACE_S, OrderExecutor
+from .processes.launcher import MARKER, NodeConfig
 
 BEAT_S = 0.5
 ORDERS_WAIT_S = 5.0
@@ -46,14 +46,14 @@ class Agent:
     configures the health checks; None disables them.
     """
 
-    def __init__(self, node: Node, port: AgentPort, clock: Callable[[], float], pid: int, *,
+    def __init__(self, node: NodeConfig, port: AgentPort, clock: Callable[[], float], pid: int, *,
                  spool: Spool, left: list[Spool], sweeps: bool,
-                 sources: Sources | None = None) -> None:
+                 sources: HealthSources | None = None) -> None:
         self._node = node
         self._port = port
         self._clock = clock
         self._pid = pid
-        self._link = Link()
+        self._link = LogLink()
         self._outbox = Outbox(port, self._link, spool, left)
         self._spool = spool
         self._sweeps = sweeps
@@ -74,8 +74,8 @@ class Agent:
         try:
             await self._serve(stop)
         except BaseExceptionGroup as group:
-            if found := group.subgroup(Forgotten):
-                raise Forgotten(str(found.exceptions[0])) from None
+            if found := group.subgroup(LogReplaced):
+                raise LogReplaced(str(found.exceptions[0])) from None
             raise
 
     async def _serve(self, stop: asyncio.Event) -> None:
@@ -86,8 +86,8 @@ class Agent:
             num_slots=node.num_slots, accelerator="cuda" if node.devices else "cpu",
             keeper=store.endpoint, labels=node.labels))
         async with asyncio.TaskGroup() as group:
-            health = Health(node, self._sources, self._outbox.put) if self._sources else None
-            ranks = Ranks(node, self._report, group, store,
+            health = HealthMonitor(node, self._sources, self._outbox.put) if self._sources else None
+            ranks = OrderExecutor(node, self._report, group, store,
                           health.killed if health else None)
             try:
                 loops = [group.create_task(self._outbox.run(), name="reports"),
@@ -115,7 +115,7 @@ class Agent:
                 ranks.kill_all()
                 store.close()
 
-    def _make_store(self) -> Keeper:
+    def _make_store(self) -> CheckpointStore:
         node = self._node
 
         def lost(task: int, why: str) -> None:
@@ -129,16 +129,16 @@ class Agent:
                 )
             )
 
-        store = Keeper(node.host, node.secret, os.environ,
-                        (MARK, f"{node.mark}{node.incarnation}:keeper"),
+        store = CheckpointStore(node.host, node.secret, os.environ,
+                        (MARKER, f"{node.mark}{node.incarnation}:keeper"),
                         node.state_dir / "logs" / f"keeper-{node.name}.log", lost,
-                        first_keeper(node.incarnation))
+                        first_store_number(node.incarnation))
         return store
 
     def _report(self, body: Body, occurred_s: float | None) -> None:
         self._outbox.put(body, occurred_s)
 
-    async def _follow(self, ranks: Ranks) -> None:
+    async def _follow(self, ranks: OrderExecutor) -> None:
         """Execute this node's orders from the first one on, each once, in order of seq."""
         cursor, last = "0-0", 0
         while True:
@@ -166,7 +166,7 @@ class Agent:
                 pass
             await asyncio.sleep(BEAT_S)
 
-    async def _look(self, ranks: Ranks) -> None:
+    async def _look(self, ranks: OrderExecutor) -> None:
         """Find ranks that were stopped or continued; their peers wait for them in a collective.
 
         SIGCHLD triggers a look. Every LOOK_S a look finds changes without a signal: a lost signal,
@@ -188,19 +188,19 @@ class Agent:
             if self._sweeps:
                 loop.remove_signal_handler(signal.SIGCHLD)
 
-    async def _read(self, ranks: Ranks) -> None:
+    async def _read(self, ranks: OrderExecutor) -> None:
         """Read the output of commands every READ_S."""
         while True:
             ranks.readers.look(time.monotonic())
             await asyncio.sleep(READ_S)
 
-    async def _watch(self, ranks: Ranks) -> None:
+    async def _watch(self, ranks: OrderExecutor) -> None:
         """Read the progress pages of training ranks every WATCH_S."""
         while self._node.watch:
             ranks.watch.look(time.monotonic())
             await asyncio.sleep(WATCH_S)
 
-    async def _sweep(self, ranks: Ranks, health: Health | None) -> None:
+    async def _sweep(self, ranks: OrderExecutor, health: HealthMonitor | None) -> None:
         """Reap orphans that exited while their rank still runs."""
         while self._sweeps:
             for pid in linux.dead_children():

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import structlog
 
-from ...events.records.types import KEEPERS_NUM_MAX
+from ...events.records.types import STORES_NUM_MAX
 from ..checkpoint_store import protocol
 from ..host import linux
 from .delivery.log_link import backoff_s
@@ -33,7 +33,7 @@ END_S_MAX = 1.0
 _log = structlog.get_logger("agent")
 
 
-class Keeper:
+class CheckpointStore:
     """Listens on `host`. Calls `lost` with the task that lost its checkpoints (0: all) and why.
 
     `start` is the number of the current or next process; it grows by one after each process that
@@ -43,7 +43,7 @@ class Keeper:
     def __init__(self, host: str, secret: str, env: Mapping[str, str], marker: tuple[str, str],
                  log_path: Path, lost: Callable[[int, str], None], start: int) -> None:
         self.start = start
-        self._last = start + KEEPERS_NUM_MAX - 1
+        self._last = start + STORES_NUM_MAX - 1
         self._env = {**env, protocol.SECRET: secret, marker[0]: marker[1]}
         self._log_path = log_path
         self._lost = lost
@@ -117,7 +117,7 @@ class Keeper:
         except OSError:
             data = b""
         task = int.from_bytes(data, "big")
-        if data and task == protocol.FIRST_CODE:
+        if data and task == protocol.FIRST_CHECKPOINT_CODE:
             self._has_stored, self._num_failures = True, 0
         elif data:
             self._lost(task, "evicted for a checkpoint that did not arrive")
@@ -127,7 +127,7 @@ class Keeper:
                 self._lost(0, "the checkpoint store has exited")
                 self.start += 1
             if self.start > self._last:
-                _log.error("no more checkpoint store until the agent restarts", num=KEEPERS_NUM_MAX,
+                _log.error("no more checkpoint store until the agent restarts", num=STORES_NUM_MAX,
                            see=str(self._log_path))
                 self._listener.close()  # new connections are refused
                 return

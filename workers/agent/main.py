@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from ...events.errors import Unavailable, UsageError
 from ...events.log.redis_streams import RedisLog, connect
-from ...events.process_io import Talk
+from ...events.process_io import LogStream
 from ...events.records.types import Labels
 from ..checkpoint_store import protocol
 from ..checkpoint_store.server import bytes_max
@@ -26,11 +26,11 @@ from ..host import linux
 from .agent import Agent
 from .delivery.join import join
 from .delivery.log_link import backoff_s
-from .delivery.outbox import Forgotten
-from .delivery.spool import Spool, load
-from .health.custom_checks import Checks, check_folder
-from .health.health_monitor import Sources
-from .processes.launcher import MARK, RANK_ARGV, Node, mark
+from .delivery.outbox import LogReplaced
+from .delivery.spool import Spool, load_spool
+from .health.custom_checks import CheckOptions, check_folder
+from .health.health_monitor import HealthSources
+from .processes.launcher import MARKER, RANK_ARGV, NodeConfig, marker_prefix
 
 # --- The PID file `agents/NODE.json`: one agent per node and state directory. ---
 
@@ -100,7 +100,7 @@ OLD_SPOOLS_NUM_MAX = 8
 _log = structlog.get_logger("agent")
 
 
-class Options(Struct, frozen=True, kw_only=True):
+class AgentOptions(Struct, frozen=True, kw_only=True):
     """The options of `unicron agent`.
 
     `host` is the address of this node's ranks. An empty `redis_url` takes the URL that the
@@ -119,10 +119,10 @@ class Options(Struct, frozen=True, kw_only=True):
     trace: bool = False
     watch: bool = True
     rank_argv: tuple[str, ...] = RANK_ARGV
-    checks: Checks | None = None
+    checks: CheckOptions | None = None
 
 
-def run(options: Options) -> int:
+def run(options: AgentOptions) -> int:
     """Run the node's agent until SIGTERM or SIGINT; return the exit code. Raises UsageError.
 
     0: stopped on request. 1: the log was replaced by another one, or a second signal came.
@@ -138,7 +138,7 @@ def run(options: Options) -> int:
     incarnation = pid_file.take(time.time())
     try:
         return asyncio.run(_run(options, incarnation))
-    except Forgotten as error:
+    except LogReplaced as error:
         _log.error("stopped: the log was replaced by another one; start the agent again",
                    why=str(error))
         return 1
@@ -146,7 +146,7 @@ def run(options: Options) -> int:
         pid_file.drop()
 
 
-async def _run(options: Options, incarnation: int) -> int:
+async def _run(options: AgentOptions, incarnation: int) -> int:
     """Start in this order: signals, kill of orphaned processes, join, log, agent.
 
     Stop in this order: agent, log. A signal before the agent serves cancels the start. Later the
@@ -155,7 +155,7 @@ async def _run(options: Options, incarnation: int) -> int:
     stop = asyncio.Event()
     signals = _Signals(stop)
     state_dir = options.state_dir.absolute()
-    for proc in linux.end_marked(f"{MARK}={mark(state_dir, options.node)}".encode()):
+    for proc in linux.kill_marked(f"{MARKER}={marker_prefix(state_dir, options.node)}".encode()):
         _log.warning("killed an orphaned process of an earlier agent", pid=proc.pid)
     linux.adopt_orphans()
     try:
@@ -163,15 +163,15 @@ async def _run(options: Options, incarnation: int) -> int:
                             incarnation=incarnation, labels=options.labels)
         log = await _connect(options.redis_url or joined.redis_url, joined.cluster)
         try:
-            node = Node(name=options.node, incarnation=incarnation, cluster=joined.cluster,
+            node = NodeConfig(name=options.node, incarnation=incarnation, cluster=joined.cluster,
                         host=options.host, num_slots=options.num_slots, state_dir=state_dir,
                         labels=options.labels,
                         devices=_devices(options, os.environ), trace=options.trace,
                         watch=options.watch, rank_argv=options.rank_argv,
                         secret=protocol.secret_of(options.token, joined.cluster))
-            spool, left = spools(state_dir / "agents", node.name, node.source)
+            spool, left = open_spools(state_dir / "agents", node.name, node.source)
             sources = (None if os.environ.get(HEALTH) == "off"
-                       else Sources(checks=options.checks))
+                       else HealthSources(checks=options.checks))
             signals.is_serving = True
             _log.info("joined", node=node.name, incarnation=incarnation, epoch=joined.epoch)
             await Agent(node, log, time.time, os.getpid(), spool=spool, left=left,
@@ -208,7 +208,7 @@ class _Signals:
             self._loop.call_later(EXIT_S_MAX, os._exit, 1)
 
 
-def spools(folder: Path, node: str, source: str) -> tuple[Spool, list[Spool]]:
+def open_spools(folder: Path, node: str, source: str) -> tuple[Spool, list[Spool]]:
     """Open this agent's spool and the undelivered spools of earlier incarnations, oldest first."""
     folder.mkdir(parents=True, exist_ok=True)
     mine = f"{node}.{source.rpartition('/')[2]}.spool"
@@ -221,7 +221,7 @@ def spools(folder: Path, node: str, source: str) -> tuple[Spool, list[Spool]]:
         path.unlink()
     left: list[Spool] = []
     for _, path in found[-OLD_SPOOLS_NUM_MAX:]:
-        spool = load(path, node, time.time)
+        spool = load_spool(path, node, time.time)
         if spool is None:
             path.unlink()
         else:
@@ -243,7 +243,7 @@ async def _connect(url: str, cluster: str) -> RedisLog:
         num_tries += 1
 
 
-def _devices(options: Options, env: Mapping[str, str]) -> tuple[str, ...]:
+def _devices(options: AgentOptions, env: Mapping[str, str]) -> tuple[str, ...]:
     """One GPU for each slot, or none. Raises UsageError if there are fewer GPUs than slots."""
     if options.devices is not None:
         given = options.devices
@@ -263,4 +263,4 @@ def _configure_logging() -> None:
         structlog.configure(
             processors=[structlog.processors.add_log_level,
                         structlog.processors.TimeStamper(fmt="iso"), shown],
-            logger_factory=structlog.PrintLoggerFactory(cast(TextIO, Talk(sys.stderr))))
+            logger_factory=structlog.PrintLoggerFactory(cast(TextIO, LogStream(sys.stderr))))

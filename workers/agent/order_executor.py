@@ -38,17 +38,17 @@ from ...events.records.reports import (
 from ...events.records.types import Body
 from ..host import linux
 from ..ipc.pipe_protocol import Adopted, Frame
-from .checkpoint_store import Keeper
-from .monitoring.flight_recorder_dumps import Asker, Dumps, ask
-from .monitoring.output_monitor import USUAL
-from .monitoring.output_reader import Readers
-from .monitoring.rank_monitor import Watch
-from .processes.exit_report import ExitReporter, Killed
-from .processes.launcher import MARK, Node, Starter
+from .checkpoint_store import CheckpointStore
+from .monitoring.flight_recorder_dumps import Dumps, DumpTrigger, request_dumps
+from .monitoring.output_monitor import DEFAULT_LIMITS
+from .monitoring.output_reader import OutputReaders
+from .monitoring.rank_monitor import RankMonitors
+from .processes.exit_report import ExitReporter, OomLookup
+from .processes.launcher import MARKER, Launcher, NodeConfig
 from .processes.pipe import Pipe
 from .processes.process import Exit, Process
-from .processes.rank_process import Attempt
-from .publish import Overtaken, Publisher, Refused
+from .processes.rank_process import RankAttempt
+from .publish import Publisher, PublishRefused, Superseded
 
 STOP_GRACE_S = 5.0
 """Grace period of each rank when the agent stops."""
@@ -64,23 +64,23 @@ RANK_REPORTS = (reports.RankReady, RankErrored, reports.CollectiveFailed, report
 _log = structlog.get_logger("agent")
 
 
-class Ranks:
+class OrderExecutor:
     """Owns all ranks of the node. `report` spools a body; `group` owns one task per rank."""
 
-    def __init__(self, node: Node, report: Callable[[Body, float | None], None],
-                 group: asyncio.TaskGroup, store: Keeper,
-                 killed: Killed | None = None) -> None:
+    def __init__(self, node: NodeConfig, report: Callable[[Body, float | None], None],
+                 group: asyncio.TaskGroup, store: CheckpointStore,
+                 killed: OomLookup | None = None) -> None:
         self._node = node
         self._store = store
-        self._starter = Starter(node)
+        self._starter = Launcher(node)
         self._report = report
-        self.readers = Readers(report, USUAL if node.watch else None)
-        self._dump_trigger = Asker(self.dump)
-        self.watch = Watch(self._on_monitor_report, is_on=node.watch)
+        self.readers = OutputReaders(report, DEFAULT_LIMITS if node.watch else None)
+        self._dump_trigger = DumpTrigger(self.dump)
+        self.watch = RankMonitors(self._on_monitor_report, is_on=node.watch)
         self._group = group
         self._loop = asyncio.get_running_loop()
         self._slots = [asyncio.Lock() for _ in range(node.num_slots)]
-        self._ranks: dict[tuple[int, int, int], Attempt] = {}
+        self._ranks: dict[tuple[int, int, int], RankAttempt] = {}
         self._publisher = Publisher(node.cluster)
         self._exit_reporter = ExitReporter(killed)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -159,7 +159,7 @@ class Ranks:
 
     def dump(self, task: int) -> Dumps:
         """Request flight recorder dumps from the task's training ranks on this node."""
-        return ask((rank.order.rank, rank.process, rank.pipe) for rank in self._of(task))
+        return request_dumps((rank.order.rank, rank.process, rank.pipe) for rank in self._of(task))
 
     async def stop_all(self, grace_s: float = STOP_GRACE_S) -> None:
         """Stop every rank and publication; returns when all have ended, or after their limits."""
@@ -186,7 +186,7 @@ class Ranks:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _of(self, task: int) -> list[Attempt]:
+    def _of(self, task: int) -> list[RankAttempt]:
         return [rank for rank in self._ranks.values() if rank.order.task == task]
 
     def _start(self, order: StartRank, record: Record) -> None:
@@ -202,12 +202,12 @@ class Ranks:
                 if other.order.attempt >= order.attempt:
                     return  # a repeated order, or one superseded by a later attempt
                 self._stop(other, 0.0)  # a lower attempt of the same rank is fenced
-        rank = Attempt(order, record.seq, record.epoch)
+        rank = RankAttempt(order, record.seq, record.epoch)
         self._ranks[order.task, order.rank, order.attempt] = rank
         self._spawn_task(self._run_rank(rank),
                          f"task {order.task} rank {order.rank}.{order.attempt}")
 
-    def _stop(self, rank: Attempt, grace_s: float) -> None:
+    def _stop(self, rank: RankAttempt, grace_s: float) -> None:
         stop_at = self._loop.time() + grace_s
         if rank.process is None:
             if not rank.is_withdrawn:
@@ -222,7 +222,7 @@ class Ranks:
             rank.process.signal_group(signal.SIGTERM if grace_s > 0 else signal.SIGKILL)
             rank.stop.set()
 
-    def _forward(self, record: Record, ranks: list[Attempt]) -> None:
+    def _forward(self, record: Record, ranks: list[RankAttempt]) -> None:
         for rank in ranks:
             sent = rank.pipe is not None and rank.pipe.send(
                 Frame(body=record.body, seq=record.seq, epoch=record.epoch))
@@ -249,7 +249,7 @@ class Ranks:
             if order.stop_s > 0:
                 rank.continue_timer = self._loop.call_later(order.stop_s, self._continue, rank)
 
-    def _continue(self, rank: Attempt) -> None:
+    def _continue(self, rank: RankAttempt) -> None:
         """Continue a rank that an injected fault has stopped; does nothing for other ranks."""
         if rank.continue_timer is not None and rank.process is not None:
             rank.continue_timer.cancel()
@@ -258,12 +258,12 @@ class Ranks:
 
     def _crash_node(self) -> NoReturn:
         """Simulate a lost node: kill all ranks and the agent without a report."""
-        linux.end_marked(f"{MARK}={self._node.mark}".encode())
+        linux.kill_marked(f"{MARKER}={self._node.mark}".encode())
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("alive after SIGKILL")
 
     # --- life cycle of a rank -------------------------------------------------------------------
-    async def _run_rank(self, rank: Attempt) -> None:
+    async def _run_rank(self, rank: RankAttempt) -> None:
         order = rank.order
         try:
             async with self._slots[order.slot.index]:
@@ -273,7 +273,7 @@ class Ranks:
         finally:
             del self._ranks[order.task, order.rank, order.attempt]
 
-    def _spawn(self, rank: Attempt) -> bool:
+    def _spawn(self, rank: RankAttempt) -> bool:
         """Start the process. False, after an OrderRefused, if the system refuses."""
         order = rank.order
         pipe: Pipe | None = None
@@ -303,7 +303,7 @@ class Ranks:
             pipe.send(Frame(body=order, seq=rank.seq, epoch=rank.epoch))
         return True
 
-    async def _watch(self, rank: Attempt) -> None:
+    async def _watch(self, rank: RankAttempt) -> None:
         process = rank.process
         assert process is not None
         try:
@@ -332,7 +332,7 @@ class Ranks:
             if rank.pipe is not None:
                 rank.pipe.close()
 
-    async def _report_exit(self, rank: Attempt, process: Process, how: Exit) -> None:
+    async def _report_exit(self, rank: RankAttempt, process: Process, how: Exit) -> None:
         if rank.pipe is not None:
             rank.pipe.drain()  # its last reports come before its exit
         self.readers.end(rank.order)
@@ -341,7 +341,7 @@ class Ranks:
             rank.order, process, how, rank.memory, error=rank.error, known=known), None)
 
     # --- reports of ranks -----------------------------------------------------------------------
-    def _on_frame(self, rank: Attempt, frame: Frame) -> None:
+    def _on_frame(self, rank: RankAttempt, frame: Frame) -> None:
         if isinstance(frame.body, Adopted):
             if rank.process is not None and rank.process.follow(frame.body.pid):
                 self.watch.adopted(rank.order, frame.body.pid)
@@ -361,7 +361,7 @@ class Ranks:
         except ValueError as error:
             self._end_faulty(rank, f"a report that cannot be encoded: {error}")
 
-    def _end_faulty(self, rank: Attempt, why: str) -> None:
+    def _end_faulty(self, rank: RankAttempt, why: str) -> None:
         """Kill a rank that violates the pipe protocol; it is restarted like any failed rank."""
         _log.error("a rank violated the pipe protocol", rank=rank.order.rank, why=why)
         rank.fault = f"killed by its agent: it violated the pipe protocol: {why}"
@@ -372,10 +372,10 @@ class Ranks:
     async def _publish(self, order: PublishCheckpoint, record: Record, again: bool) -> None:
         try:
             await self._publisher.publish(order, record)
-        except Overtaken as error:
+        except Superseded as error:
             if not again:  # else the incarnation that executed the later order answers for both
                 self._refuse(record.seq, f"checkpoint not published: {error}")
-        except Refused as error:
+        except PublishRefused as error:
             self._refuse(record.seq, f"checkpoint not published: {error}")
         else:
             self._report(CheckpointPublished(task=order.task, order=record.seq, path=order.path),

@@ -28,11 +28,11 @@ _NOTE = ".published.json"
 _LOCK = ".published.lock"
 
 
-class Refused(UnicronError):
+class PublishRefused(UnicronError):
     """The checkpoint was not published; `str()` gives the reason."""
 
 
-class Overtaken(Refused):
+class Superseded(PublishRefused):
     """A later order has already published."""
 
 
@@ -53,7 +53,7 @@ class Publisher:
                         task=order.task, generation=order.generation, output=order.output,
                         path=order.path)
             except OSError as error:  # TimeoutError is one
-                raise Refused(str(error) or "no answer from disk") from None
+                raise PublishRefused(str(error) or "no answer from disk") from None
 
 
 class _Note(Struct, frozen=True, kw_only=True):
@@ -82,7 +82,7 @@ def publish(*, cluster: str, order: int, at_s: float, task: int, generation: int
     """
     relative = PurePosixPath(path)
     if relative.is_absolute() or ".." in relative.parts or not relative.parts:
-        raise Refused(f"{path!r} is not a path inside the output folder")
+        raise PublishRefused(f"{path!r} is not a path inside the output folder")
     note = _Note(cluster=cluster, order=order, at_s=at_s, task=task, generation=generation,
                  path=path)
     if is_url(output):
@@ -90,7 +90,7 @@ def publish(*, cluster: str, order: int, at_s: float, task: int, generation: int
         return
     folder = Path(output)
     if not (folder / relative).is_dir():
-        raise Refused(f"{folder / relative} does not exist")
+        raise PublishRefused(f"{folder / relative} does not exist")
     lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -105,9 +105,9 @@ def _publish_url(output: str, note: _Note) -> None:
     try:
         store = object_storage.Store(output)
     except UsageError as error:
-        raise Refused(f"{error} ({error.hint})") from None
-    if not store.has(f"{note.path}/{object_storage.WHOLE}"):
-        raise Refused(f"{output}/{note.path} is missing or incomplete")
+        raise PublishRefused(f"{error} ({error.hint})") from None
+    if not store.has(f"{note.path}/{object_storage.COMPLETE_MARK}"):
+        raise PublishRefused(f"{output}/{note.path} is missing or incomplete")
     _refuse_older(note, _decode(store.read(_LATEST)))
     store.write(_LATEST, msgspec.json.encode(note) + b"\n")
 
@@ -115,13 +115,13 @@ def _publish_url(output: str, note: _Note) -> None:
 def _refuse_older(note: _Note, last: _Note | None) -> None:
     if (last is not None and last.cluster == note.cluster
             and (last.at_s, last.order) > (note.at_s, note.order)):
-        raise Overtaken(f"the later order {last.order} has already published {last.path}")
+        raise Superseded(f"the later order {last.order} has already published {last.path}")
 
 
 def _move_link(folder: Path, relative: PurePosixPath) -> None:
     latest, new = folder / _LATEST, folder / ".latest.new"
     if latest.exists() and not latest.is_symlink():
-        raise Refused(f"{latest} is not a link: move it away")
+        raise PublishRefused(f"{latest} is not a link: move it away")
     new.unlink(missing_ok=True)
     new.symlink_to(relative, target_is_directory=True)
     new.replace(latest)

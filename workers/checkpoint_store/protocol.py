@@ -26,7 +26,7 @@ from msgspec import Struct
 
 TASK_BYTES = 8
 """Length of a task number between agent and store: a task that ended, or lost its checkpoints."""
-FIRST_CODE = 0
+FIRST_CHECKPOINT_CODE = 0
 """The store sends this in place of a task number when it has its first checkpoint."""
 SECRET = "UNICRON_COPIES_SECRET"
 """Environment variable of stores and ranks: the shared secret, in hex digits."""
@@ -42,7 +42,7 @@ GREET_S_MAX = 2.0
 """Time limit in all for a client that has not authenticated yet."""
 
 
-class Failed(Exception):
+class TransferError(Exception):
     """The transfer failed; `str()` says why, in one line."""
 
 
@@ -77,7 +77,7 @@ class Offer(Message, frozen=True, kw_only=True):
     numbers_bytes: int
 
 
-class Wish(Message, frozen=True, kw_only=True, tag="Wish"):
+class CheckpointRequest(Message, frozen=True, kw_only=True, tag="Wish"):
     """A request for the newest checkpoint of this generation, of `step_version` steps or more.
 
     At most `step_version_max` steps, unless that is negative.
@@ -98,13 +98,13 @@ class Go(Message, frozen=True, kw_only=True):
     """Memory is reserved: send."""
 
 
-class Sum(Message, frozen=True, kw_only=True, tag="Sum"):
+class Checksum(Message, frozen=True, kw_only=True, tag="Sum"):
     """Follows the bytes: their checksum, as computed by the sender."""
 
     checksum: str
 
 
-class Kept(Message, frozen=True, kw_only=True, tag="Kept"):
+class StoredReply(Message, frozen=True, kw_only=True, tag="Kept"):
     """The checkpoint is complete. `start`: the start number of the store, which it lives in."""
 
     start: int
@@ -115,7 +115,7 @@ class Refused(Message, frozen=True, kw_only=True):
 
 
 _decoder = msgspec.msgpack.Decoder(
-    Greeting | Proof | Offer | Wish | Go | Sum | Kept | Refused)
+    Greeting | Proof | Offer | CheckpointRequest | Go | Checksum | StoredReply | Refused)
 
 
 def secret_of(token: str, cluster: str) -> str:
@@ -134,24 +134,24 @@ def receive(connection: socket.socket, *kinds: type[Message],
             until_s: float = math.inf) -> Message:
     """Receive a message, one of `kinds`, before `until_s`. Raises OSError, TransferError."""
     head = bytearray(4)
-    fill(connection, memoryview(head), until_s)
+    read_exactly(connection, memoryview(head), until_s)
     size = int.from_bytes(head, "big")
     if size > MESSAGE_BYTES_MAX:
-        raise Failed(f"a message of {size} bytes")
+        raise TransferError(f"a message of {size} bytes")
     data = bytearray(size)
-    fill(connection, memoryview(data), until_s)
+    read_exactly(connection, memoryview(data), until_s)
     try:
         message = _decoder.decode(data)
     except msgspec.MsgspecError as error:
-        raise Failed(f"invalid message: {error}") from None
+        raise TransferError(f"invalid message: {error}") from None
     if isinstance(message, kinds):
         return message
     if isinstance(message, Refused):
-        raise Failed(message.why)
-    raise Failed(f"{type(message).__name__} unexpected")
+        raise TransferError(message.why)
+    raise TransferError(f"{type(message).__name__} unexpected")
 
 
-def fill(connection: socket.socket, target: memoryview, until_s: float = math.inf) -> None:
+def read_exactly(connection: socket.socket, target: memoryview, until_s: float = math.inf) -> None:
     """Fill `target` before `until_s` (monotonic). Raises OSError."""
     while target:
         if until_s < math.inf:
@@ -165,7 +165,7 @@ def fill(connection: socket.socket, target: memoryview, until_s: float = math.in
         target = target[num_bytes:]
 
 
-def pour(connection: socket.socket, parts: Iterable[memoryview],
+def send_parts(connection: socket.socket, parts: Iterable[memoryview],
          check_active: Callable[[], None] = lambda: None) -> str:
     """Send the parts; returns the checksum of all. Raises OSError.
 
@@ -178,26 +178,26 @@ def pour(connection: socket.socket, parts: Iterable[memoryview],
             chunk = part[begin : begin + CHUNK_BYTES]
             code = zlib.crc32(chunk, code)
             connection.sendall(chunk)
-    return named(code)
+    return format_checksum(code)
 
 
-def take(connection: socket.socket, target: memoryview) -> str:
+def receive_into(connection: socket.socket, target: memoryview) -> str:
     """Fill `target`; returns the checksum. Raises OSError."""
     code = 0
     for begin in range(0, len(target), CHUNK_BYTES):
         chunk = target[begin : begin + CHUNK_BYTES]
-        fill(connection, chunk)
+        read_exactly(connection, chunk)
         code = zlib.crc32(chunk, code)
-    return named(code)
+    return format_checksum(code)
 
 
-def named(code: int) -> str:
+def format_checksum(code: int) -> str:
     """Format a checksum: `crc32:89abcdef`."""
     return f"{CHECKSUM}:{code:08x}"
 
 
 # --- authentication ---
-def knock(endpoint: str, secret: str, wait_s: float = STALL_S_MAX) -> socket.socket:
+def connect(endpoint: str, secret: str, wait_s: float = STALL_S_MAX) -> socket.socket:
     """Connect to the store at `endpoint`; both sides authenticate.
 
     No wait on it is longer than `wait_s`. Raises OSError, TransferError.
@@ -213,14 +213,14 @@ def knock(endpoint: str, secret: str, wait_s: float = STALL_S_MAX) -> socket.soc
         proof = receive(connection, Proof)
         assert isinstance(proof, Proof)
         if not hmac.compare_digest(proof.answer, _answer(secret, "keeper", nonce)):
-            raise Failed(f"{endpoint} does not know this cluster's secret")
+            raise TransferError(f"{endpoint} does not know this cluster's secret")
     except BaseException:
         connection.close()
         raise
     return connection
 
 
-def let_in(connection: socket.socket, secret: str) -> bool:
+def authenticate(connection: socket.socket, secret: str) -> bool:
     """The store's side: whether the client is authenticated. Raises OSError, TransferError."""
     until_s = time.monotonic() + GREET_S_MAX
     connection.settimeout(GREET_S_MAX)
@@ -247,14 +247,14 @@ def put(connection: socket.socket, offer: Offer, parts: Iterable[memoryview],
     """Store a checkpoint; its checksum and the store's start. Raises OSError, TransferError."""
     send(connection, offer)
     receive(connection, Go)
-    checksum = pour(connection, parts, check_active)
-    send(connection, Sum(checksum=checksum))
-    reply = receive(connection, Kept)
-    assert isinstance(reply, Kept)
+    checksum = send_parts(connection, parts, check_active)
+    send(connection, Checksum(checksum=checksum))
+    reply = receive(connection, StoredReply)
+    assert isinstance(reply, StoredReply)
     return checksum, reply.start
 
 
-def get(connection: socket.socket, request: Wish,
+def get(connection: socket.socket, request: CheckpointRequest,
         allocate: Callable[[Offer], memoryview]) -> tuple[Offer, str]:
     """Receive a checkpoint into the memory that `allocate` returns; its Offer and its checksum.
 
@@ -264,11 +264,11 @@ def get(connection: socket.socket, request: Wish,
     offer = receive(connection, Offer)
     assert isinstance(offer, Offer)
     if offer.task != request.task or not request.fits(offer.generation, offer.step_version):
-        raise Failed(f"checkpoint of task {offer.task} generation {offer.generation} "
+        raise TransferError(f"checkpoint of task {offer.task} generation {offer.generation} "
                      f"step {offer.step_version} does not match the request")
-    checksum = take(connection, allocate(offer))
-    sent = receive(connection, Sum)
-    assert isinstance(sent, Sum)
+    checksum = receive_into(connection, allocate(offer))
+    sent = receive(connection, Checksum)
+    assert isinstance(sent, Checksum)
     if sent.checksum != checksum:
-        raise Failed(f"checkpoint altered: received {checksum}, sent {sent.checksum}")
+        raise TransferError(f"checkpoint altered: received {checksum}, sent {sent.checksum}")
     return offer, checksum

@@ -26,15 +26,15 @@ from collections.abc import Mapping
 from typing import NoReturn
 
 from ...events.errors import UsageError
-from ...events.process_io import Talk
+from ...events.process_io import LogStream
 from ..host import linux
 from . import protocol
-from .protocol import Failed, Kept, Offer, Refused, Sum, Wish
-from .store import NoRoom, Shelf, Stored, available_bytes
+from .protocol import CheckpointRequest, Checksum, Offer, Refused, StoredReply, TransferError
+from .store import CheckpointStore, StoredCheckpoint, StoreRefused, available_bytes
 
 BYTES_MAX = "UNICRON_COPIES_BYTES_MAX"
 AVAILABLE_SHARE = 0.25
-TALKS_NUM_MAX = 64
+CONNECTIONS_NUM_MAX = 64
 """Connections served at once; further ones wait in the socket's queue."""
 ACCEPT_PAUSE_S = 0.1
 """Time between two attempts to accept a connection after a failure."""
@@ -51,18 +51,18 @@ def main() -> None:
     args = parser.parse_args()
     agent, listener = socket.socket(fileno=args.fd), socket.socket(fileno=args.listen)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    linux.call_oneself("ckpt_store")
+    linux.set_process_name("ckpt_store")
     os.nice(NICE_NUM)
     with contextlib.suppress(OSError):
-        linux.be_first_to_go()
+        linux.prefer_oom_kill()
     secret = os.environ[protocol.SECRET]
 
     def notify(task: int) -> None:
         agent.send(task.to_bytes(protocol.TASK_BYTES, "big"))
 
-    store = Shelf(bytes_max(os.environ), notify,
-                  lambda: notify(protocol.FIRST_CODE), start=args.start)
-    say(f"memory for checkpoints: {store.bytes_max} bytes")
+    store = CheckpointStore(bytes_max(os.environ), notify,
+                  lambda: notify(protocol.FIRST_CHECKPOINT_CODE), start=args.start)
+    log_line(f"memory for checkpoints: {store.bytes_max} bytes")
     threading.Thread(target=_serve_for_ever, args=(listener, store, secret), daemon=True).start()
     while data := agent.recv(protocol.TASK_BYTES):
         store.forget(int.from_bytes(data, "big"))
@@ -79,12 +79,12 @@ def bytes_max(environment: Mapping[str, str]) -> int:
     return int(AVAILABLE_SHARE * available_bytes())
 
 
-def say(what: str) -> None:
+def log_line(what: str) -> None:
     """Write one line to the store's log."""
-    Talk(sys.stderr).write(f"{what}\n")
+    LogStream(sys.stderr).write(f"{what}\n")
 
 
-class Said:
+class FailureLog:
     """Logs a failure once when it begins, and once when it is over."""
 
     def __init__(self) -> None:
@@ -93,28 +93,28 @@ class Said:
     def failed(self, who: str, why: str) -> None:
         if who not in self._failing:
             self._failing.add(who)
-            say(f"{who}: {why}")
+            log_line(f"{who}: {why}")
 
     def succeeded(self, who: str) -> None:
         if who in self._failing:
             self._failing.discard(who)
-            say(f"{who}: recovered")
+            log_line(f"{who}: recovered")
 
 
-def _serve_for_ever(listener: socket.socket, store: Shelf, secret: str) -> NoReturn:
+def _serve_for_ever(listener: socket.socket, store: CheckpointStore, secret: str) -> NoReturn:
     """Serve; exit if that ends, so that the agent starts another store."""
     try:
         serve(listener, store, secret)
-        say("the socket is closed")
+        log_line("the socket is closed")
     finally:
         if sys.exc_info()[0] is not None:
             traceback.print_exc()
         os._exit(1)
 
 
-def serve(listener: socket.socket, store: Shelf, secret: str) -> None:
+def serve(listener: socket.socket, store: CheckpointStore, secret: str) -> None:
     """Serve each connection in a thread, until the listener is closed."""
-    free, failures = threading.Semaphore(TALKS_NUM_MAX), Said()
+    free, failures = threading.Semaphore(CONNECTIONS_NUM_MAX), FailureLog()
     while True:
         free.acquire()
         try:
@@ -135,12 +135,12 @@ def serve(listener: socket.socket, store: Shelf, secret: str) -> None:
             failures.succeeded("accept")
 
 
-def _serve_connection(connection: socket.socket, host: str, store: Shelf, secret: str,
-                      free: threading.Semaphore, failures: Said) -> None:
+def _serve_connection(connection: socket.socket, host: str, store: CheckpointStore, secret: str,
+                      free: threading.Semaphore, failures: FailureLog) -> None:
     try:
         with connection:
-            converse(connection, store, secret, failures)
-    except (OSError, Failed) as error:
+            handle_connection(connection, store, secret, failures)
+    except (OSError, TransferError) as error:
         failures.failed(host, f"connection failed: {error or type(error).__name__}")
     else:
         failures.succeeded(host)
@@ -148,55 +148,55 @@ def _serve_connection(connection: socket.socket, host: str, store: Shelf, secret
         free.release()
 
 
-def converse(connection: socket.socket, store: Shelf, secret: str,
-             failures: Said) -> None:
+def handle_connection(connection: socket.socket, store: CheckpointStore, secret: str,
+             failures: FailureLog) -> None:
     """Serve one connection, from the greeting on. Raises OSError, TransferError."""
-    if not protocol.let_in(connection, secret):
-        raise Failed("client without the cluster's secret")
-    message = protocol.receive(connection, Offer, Wish)
+    if not protocol.authenticate(connection, secret):
+        raise TransferError("client without the cluster's secret")
+    message = protocol.receive(connection, Offer, CheckpointRequest)
     if isinstance(message, Offer):
         _receive(connection, store, message, failures)
-    elif isinstance(message, Wish):
+    elif isinstance(message, CheckpointRequest):
         _send(connection, store, message)
 
 
-def _receive(connection: socket.socket, store: Shelf, offer: Offer,
-             failures: Said) -> None:
+def _receive(connection: socket.socket, store: CheckpointStore, offer: Offer,
+             failures: FailureLog) -> None:
     task = f"task {offer.task}"
     try:
         memory = store.reserve(offer)
-    except NoRoom as error:
+    except StoreRefused as error:
         failures.failed(task, f"refused: {error}")
         protocol.send(connection, Refused(why=str(error)))
         return
-    answer: Kept | Refused = Kept(start=store.start)
+    answer: StoredReply | Refused = StoredReply(start=store.start)
     try:
         protocol.send(connection, protocol.Go())
-        checksum = protocol.take(connection, memoryview(memory))
-        sent = protocol.receive(connection, Sum)
-        assert isinstance(sent, Sum)
+        checksum = protocol.receive_into(connection, memoryview(memory))
+        sent = protocol.receive(connection, Checksum)
+        assert isinstance(sent, Checksum)
         if sent.checksum != checksum:
-            raise NoRoom(f"checkpoint altered: received {checksum}, sent {sent.checksum}")
-        store.add(Stored(offer=offer, checksum=checksum, memory=memory))
-    except NoRoom as error:
+            raise StoreRefused(f"checkpoint altered: received {checksum}, sent {sent.checksum}")
+        store.add(StoredCheckpoint(offer=offer, checksum=checksum, memory=memory))
+    except StoreRefused as error:
         failures.failed(task, f"refused: {error}")
         answer = Refused(why=str(error))
     else:
         failures.succeeded(task)
     finally:
-        store.give_up(offer, memory)
+        store.cancel(offer, memory)
     protocol.send(connection, answer)
 
 
-def _send(connection: socket.socket, store: Shelf, request: Wish) -> None:
+def _send(connection: socket.socket, store: CheckpointStore, request: CheckpointRequest) -> None:
     stored = store.find(request)
     if stored is None:
         protocol.send(connection, Refused(why=f"no checkpoint of task {request.task} generation "
                                              f"{request.generation} step {request.step_version}"))
         return
     protocol.send(connection, stored.offer)
-    protocol.pour(connection, [memoryview(stored.memory)])
-    protocol.send(connection, Sum(checksum=stored.checksum))
+    protocol.send_parts(connection, [memoryview(stored.memory)])
+    protocol.send(connection, Checksum(checksum=stored.checksum))
 
 
 if __name__ == "__main__":

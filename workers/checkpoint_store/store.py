@@ -10,18 +10,18 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from ...events.records.types import NUM_COPIES_MAX
-from .protocol import Offer, Wish
+from ...events.records.types import CHECKPOINTS_NUM_MAX
+from .protocol import CheckpointRequest, Offer
 
 ENDED_NUM_MAX = 1024
 """Number of ended tasks that are remembered."""
 
 
-class NoRoom(Exception):
+class StoreRefused(Exception):
     """A checkpoint is refused; `str()` says why."""
 
 
-class Stored(Struct, frozen=True, kw_only=True, eq=False):
+class StoredCheckpoint(Struct, frozen=True, kw_only=True, eq=False):
     """A complete checkpoint. A reader of `memory` may continue after its removal from the store."""
 
     offer: Offer
@@ -29,7 +29,7 @@ class Stored(Struct, frozen=True, kw_only=True, eq=False):
     memory: mmap.mmap
 
 
-class Shelf:
+class CheckpointStore:
     """At most `bytes_max` bytes of checkpoints, complete and incoming. Thread-safe.
 
     `lost` is called with a task that has not ended and has no checkpoint left; `first` is called
@@ -44,7 +44,7 @@ class Shelf:
         self._lost = lost
         self._first = first
         self._is_new = True
-        self._stored: list[Stored] = []
+        self._stored: list[StoredCheckpoint] = []
         """In order of arrival."""
         self._incoming: dict[int, Offer] = {}
         """Incoming checkpoints, by the id of their memory."""
@@ -71,16 +71,16 @@ class Shelf:
         """
         with self._lock:
             if offer.task in self._ended:
-                raise NoRoom(f"task {offer.task} has ended")
+                raise StoreRefused(f"task {offer.task} has ended")
             self._check_generation(offer)
             if not 0 < offer.copy_bytes <= self.bytes_max:
-                raise NoRoom(f"checkpoint of {offer.copy_bytes} bytes does not fit into "
+                raise StoreRefused(f"checkpoint of {offer.copy_bytes} bytes does not fit into "
                              f"{self.bytes_max}")
             removed = self._to_remove_for(offer)
             try:
                 memory = mmap.mmap(-1, offer.copy_bytes)
             except OSError as error:
-                raise NoRoom(f"no memory for {offer.copy_bytes} bytes: {error}") from None
+                raise StoreRefused(f"no memory for {offer.copy_bytes} bytes: {error}") from None
             for old in removed:
                 self._stored.remove(old)
             if removed and not self._of(offer.task):
@@ -89,7 +89,7 @@ class Shelf:
             self._incoming[id(memory)] = offer
             return memory
 
-    def add(self, stored: Stored) -> None:
+    def add(self, stored: StoredCheckpoint) -> None:
         """Add a complete checkpoint. The task's checkpoints beyond the newest are removed.
 
         Raises StoreRefused if the task has ended meanwhile, or has a newer checkpoint.
@@ -97,22 +97,22 @@ class Shelf:
         offer = stored.offer
         with self._lock:
             if id(stored.memory) not in self._incoming:
-                raise NoRoom(f"task {offer.task} has ended")
+                raise StoreRefused(f"task {offer.task} has ended")
             self._check_generation(offer)
             there = self._of(offer.task)
             if there and _age(there[-1].offer) > _age(offer):
-                raise NoRoom(f"task {offer.task} has a newer checkpoint than generation "
+                raise StoreRefused(f"task {offer.task} has a newer checkpoint than generation "
                              f"{offer.generation} step {offer.step_version}")
             del self._incoming[id(stored.memory)]
             self._stored.append(stored)
             self._without_checkpoint.discard(offer.task)
-            for old in self._of(offer.task)[:-NUM_COPIES_MAX]:
+            for old in self._of(offer.task)[:-CHECKPOINTS_NUM_MAX]:
                 self._stored.remove(old)
             is_first, self._is_new = self._is_new, False
         if is_first:
             self._first()
 
-    def give_up(self, offer: Offer, memory: mmap.mmap) -> None:
+    def cancel(self, offer: Offer, memory: mmap.mmap) -> None:
         """Cancel an incoming checkpoint; no effect if it is complete."""
         with self._lock:
             is_known = self._incoming.pop(id(memory), None) is not None
@@ -122,12 +122,12 @@ class Shelf:
         if is_lost:
             self._lost(offer.task)
 
-    def of(self, task: int) -> list[Stored]:
+    def of(self, task: int) -> list[StoredCheckpoint]:
         """The complete checkpoints of a task, the newest last."""
         with self._lock:
             return self._of(task)
 
-    def find(self, request: Wish) -> Stored | None:
+    def find(self, request: CheckpointRequest) -> StoredCheckpoint | None:
         """The newest checkpoint that matches the request."""
         with self._lock:
             fit = [one for one in self._of(request.task)
@@ -145,19 +145,19 @@ class Shelf:
             if len(self._ended) > ENDED_NUM_MAX:
                 del self._ended[next(iter(self._ended))]
 
-    def _of(self, task: int) -> list[Stored]:
+    def _of(self, task: int) -> list[StoredCheckpoint]:
         return [one for one in self._stored if one.offer.task == task]
 
     def _check_generation(self, offer: Offer) -> None:
         newest = self._newest.get(offer.task, 0)
         if offer.generation < newest:
-            raise NoRoom(f"generation {offer.generation} of task {offer.task} is over: "
+            raise StoreRefused(f"generation {offer.generation} of task {offer.task} is over: "
                          f"it has checkpoints of generation {newest}")
 
-    def _to_remove_for(self, offer: Offer) -> list[Stored]:
+    def _to_remove_for(self, offer: Offer) -> list[StoredCheckpoint]:
         """The checkpoints to remove for it, in order. Raises StoreRefused if that is not enough."""
         older = [one for one in self._stored if one is not self._of(one.offer.task)[-1]]
-        removed: list[Stored] = []
+        removed: list[StoredCheckpoint] = []
         over_bytes = self.used_bytes + offer.copy_bytes - self.bytes_max
         for one in (*older, *self._of(offer.task)[-1:]):
             if over_bytes <= 0:
@@ -165,7 +165,7 @@ class Shelf:
             removed.append(one)
             over_bytes -= one.offer.copy_bytes
         if over_bytes > 0:
-            raise NoRoom(f"checkpoint of {offer.copy_bytes} bytes does not fit beside the "
+            raise StoreRefused(f"checkpoint of {offer.copy_bytes} bytes does not fit beside the "
                          f"{self.used_bytes} of {self.bytes_max} in use")
         return removed
 

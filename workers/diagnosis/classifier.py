@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from .rules.hardware import MACHINE_RULES, xid_status
-from .rules.ignored import LAST_TRY, LEVEL, LEVEL_COLUMNS, QUIET_RULES, IgnoreRule
+from .rules.ignored import IGNORE_RULES, LAST_TRY, LEVEL, LEVEL_COLUMNS, IgnoreRule
 from .rules.network import NETWORK_RULES
 from .rules.rule import HARDWARE, KILLED, Rule
 from .rules.software import ENDED_RULES, PROCESS_RULES
@@ -163,7 +163,7 @@ def _ignored_by(line: str, lowered: str) -> IgnoreRule | None:
         return None
     if LEVEL.search(line[:LEVEL_COLUMNS]) is not None:
         return _LEVEL_RULE
-    for rule in QUIET_RULES:
+    for rule in IGNORE_RULES:
         if any(word in lowered for word in rule.words) and (
                 rule.pattern is None or rule.pattern.search(lowered) is not None):
             return rule

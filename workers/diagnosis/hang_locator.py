@@ -65,7 +65,7 @@ class StuckCollective(NamedTuple):
     ranks: tuple[int, ...]
 
 
-class Located(NamedTuple):
+class HangLocation(NamedTuple):
     """The result. `verdict` is hang, network or none."""
 
     verdict: str
@@ -77,7 +77,7 @@ class Located(NamedTuple):
     num_ranks: int
 
 
-def locate(dumps: Iterable[Dump]) -> Located:
+def locate(dumps: Iterable[Dump]) -> HangLocation:
     """Find the ranks that the others wait for; of equal explanations the smallest.
 
     Linear in the entries and in the waits between ranks.
@@ -85,7 +85,7 @@ def locate(dumps: Iterable[Dump]) -> Located:
     waits = WaitGraph({dump.rank: dump for dump in dumps})
     ranks = waits.ranks
     if waits.longest_s is not None and waits.longest_s < WAIT_S_MIN:
-        return Located("none", (), (), (), waits.missing, len(ranks))
+        return HangLocation("none", (), (), (), waits.missing, len(ranks))
     found: dict[int, Suspect] = {}
     for rank in waits.mismatched:
         found[rank] = _mismatched(waits, rank)
@@ -102,7 +102,7 @@ def locate(dumps: Iterable[Dump]) -> Located:
                     rank, "waits for nothing, while the others wait", "idle", "medium")
     blind = bool(waits.has_waits and waits.missing)
     verdict = "hang" if found or blind else "network" if stuck else "none"
-    return Located(
+    return HangLocation(
         verdict, tuple(found[rank] for rank in sorted(found)),
         tuple(_waiting(waits, rank) for rank in ranks if rank not in found
               and waits.pending(rank)) if verdict != "none" else (),
@@ -148,7 +148,7 @@ def _judge_cycle(waits: WaitGraph, sink: Sequence[int], found: dict[int, Suspect
         return
     op = waits.edges(oldest[1])[oldest[2]]
     for rank in sorted(inside.intersection(waits.not_entered(oldest[1], op) or (oldest[2],))):
-        why = (f"waits in a circle with ranks {listed(sink)}: {_did_not(waits, rank, op)}; "
+        why = (f"waits in a circle with ranks {rank_ranges(sink)}: {_did_not(waits, rank, op)}; "
                f"the ranks may enter their collectives in different orders")
         found[rank] = _behind(waits, rank)._replace(why=why, confidence="low")
 
@@ -170,7 +170,7 @@ def _behind(waits: WaitGraph, rank: int) -> Suspect:
     late = op.key in waits.unstarted(rank)
     if late:
         why = (f"entered {_op_in_words(op, waits)}, but its kernel has not started; those of "
-               f"{listed(waits.started(op))} have")
+               f"{rank_ranges(waits.started(op))} have")
     else:
         why = _did_not(waits, rank, op)
     mine = [one for one in waits.waiters(rank) if op.key in {o.key for o in waits.pending(one)}]
@@ -184,7 +184,7 @@ def _did_not(waits: WaitGraph, rank: int, op: Op) -> str:
                 f"{op.target if rank == op.source else op.source} waits")
     entered = [one for one in waits.participants(op) if waits.has_entered(one, op)]
     behind = waits.behind(rank, op.group)
-    return (f"did not enter {_op_in_words(op, waits)}, which {listed(entered)} entered; it is "
+    return (f"did not enter {_op_in_words(op, waits)}, which {rank_ranges(entered)} entered; it is "
             f"{behind} behind there, its last is {waits.entered(rank, op.group)}")
 
 
@@ -192,7 +192,7 @@ def _stale(waits: WaitGraph, rank: int) -> Suspect:
     op, num, peers = waits.stale[rank]
     why = (f"does not see the end of {_op_in_words(op, waits)}, "
            + (f"nor of {num - 1} after it, " if num > 1 else "")
-           + f"which {listed(peers)} finished with it: its device no longer answers")
+           + f"which {rank_ranges(peers)} finished with it: its device no longer answers")
     behind = waits.behind(rank, op.group)
     if behind:
         why += f"; it is {behind} behind there"
@@ -206,7 +206,7 @@ def _mismatched(waits: WaitGraph, rank: int) -> Suspect:
     if mine == other:
         mine, other = (f"{one.name} of {_clipped(one.tensors)}" for one in (op, theirs))
     return Suspect(
-        rank, f"called {mine} as number {op.seq} of {op.group}, where {listed(peers)} called "
+        rank, f"called {mine} as number {op.seq} of {op.group}, where {rank_ranges(peers)} called "
         f"{other}", "mismatched", "high" if has_majority else "low", op.group, op.name, op.seq,
         waits.behind(rank, op.group), tuple(peers))
 
@@ -228,11 +228,11 @@ def _waiting(waits: WaitGraph, rank: int) -> WaitingRank:
 def _op_in_words(op: Op, waits: WaitGraph) -> str:
     if op.is_p2p:
         return f"{op.name} {op.source}->{op.target} of {op.group}"
-    ranks = listed(waits.participants(op), bare=True)
+    ranks = rank_ranges(waits.participants(op), bare=True)
     return f"{op.name} {op.seq} of {op.group} (ranks {ranks})"
 
 
-def listed(ranks: Sequence[int], *, bare: bool = False) -> str:
+def rank_ranges(ranks: Sequence[int], *, bare: bool = False) -> str:
     """1, 2, 3, 5 as `ranks 1-3, 5`; `bare`: without the word; cut after six runs."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):

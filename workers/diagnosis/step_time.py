@@ -52,7 +52,7 @@ DEVIATION_TIMES = 2.563
 """Standard deviations between the 10 % and 90 % quantiles of a normal distribution."""
 
 
-class Paced(NamedTuple):
+class StepTimeChange(NamedTuple):
     """Step time: medians of the last `num_iterations`; `normal_s` is the usual own time."""
 
     num_iterations: int
@@ -170,7 +170,7 @@ class Level:
             self._reference.add(value)
 
 
-class Monitor:
+class StepTimeMonitor:
     """Monitors the iterations of one rank or one job.
 
     `before_s` is the average of an earlier configuration; it is used only for the lenient limit.
@@ -182,7 +182,7 @@ class Monitor:
         self._boundaries = Window(BOUNDARIES_NUM)
         self._last: deque[tuple[float, float]] = deque(maxlen=WINDOW_NUM)
         self.own = Level()
-        self._change: Paced | None = None
+        self._change: StepTimeChange | None = None
         self._reported_s = 0.0
         """Iteration time in the last report."""
 
@@ -235,13 +235,13 @@ class Monitor:
         return (self.own.is_degraded and self._reported_s > 0
                 and self.recent().iteration_s * DEGRADED_TIMES <= self._reported_s)
 
-    def recent(self) -> Paced:
+    def recent(self) -> StepTimeChange:
         """The step time of the last usual iterations. Needs one."""
         num = len(self._last)
         iteration_s, own_s = (sorted(times)[num // 2] for times in zip(*self._last, strict=True))
-        return Paced(num, iteration_s, own_s, self.own.normal or own_s)
+        return StepTimeChange(num, iteration_s, own_s, self.own.normal or own_s)
 
-    def paced(self) -> Paced | None:
+    def take_change(self) -> StepTimeChange | None:
         """The change of step time since the last call, or None; each change is returned once."""
         change, self._change = self._change, None
         return change

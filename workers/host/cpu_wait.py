@@ -12,7 +12,7 @@ from pathlib import Path
 NUM_THREADS_MAX = 4
 
 
-def starved_s(pid: int) -> float:
+def cpu_wait_s(pid: int) -> float:
     """CPU wait of the process's main thread since its start; 0 if the kernel does not report it."""
     try:
         return _seconds(Path(f"/proc/{pid}/schedstat").read_bytes())
@@ -20,7 +20,7 @@ def starved_s(pid: int) -> float:
         return 0.0
 
 
-class Starved:
+class CpuWait:
     """CPU wait of all threads that call `in_s`, added up: only one of them works at a time.
 
     A thread starts at zero with its first call. Call it from one thread at a time.

@@ -35,12 +35,12 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
-def call_oneself(name: str) -> None:
+def set_process_name(name: str) -> None:
     """Set the name of this thread in tools such as ps and top, at most 15 bytes."""
     _libc.prctl(_NAME_CODE, name.encode(), 0, 0, 0)
 
 
-def be_first_to_go() -> None:
+def prefer_oom_kill() -> None:
     """When memory runs out, the kernel kills this process before any other (proc(5))."""
     Path("/proc/self/oom_score_adj").write_text(str(_OOM_FIRST_NUM), encoding="ascii")
 
@@ -128,7 +128,7 @@ def dead_children() -> list[int]:
     return [proc.pid for proc in procs if proc.state == "Z"]
 
 
-def end_marked(marker: bytes) -> list[Proc]:
+def kill_marked(marker: bytes) -> list[Proc]:
     """SIGKILL every other process with an environment entry that begins with `marker`.
 
     Returns those that were found.

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from ...events.errors import UsageError
 
-WHOLE = ".metadata"
+COMPLETE_MARK = ".metadata"
 """torch writes it last: a checkpoint folder that has it is complete."""
 
 
@@ -24,7 +24,7 @@ class Unreachable(OSError):
 
 
 @contextmanager
-def told(*passing: type[Exception]) -> Generator[None]:
+def as_os_errors(*passing: type[Exception]) -> Generator[None]:
     """Context that turns a driver's exceptions into an OSError, except for `passing`."""
     try:
         yield
@@ -77,13 +77,13 @@ class Store:
         check_driver(url)
         from fsspec import core
 
-        with told():
+        with as_os_errors():
             self.fs, root = cast(Any, core).url_to_fs(url)
         self.root: str = root.rstrip("/")
 
     def read(self, name: str) -> bytes | None:
         """The bytes of an object; None if there is none."""
-        with told():
+        with as_os_errors():
             self.fs.invalidate_cache()
             try:
                 return bytes(self.fs.cat_file(self._at(name)))
@@ -92,18 +92,18 @@ class Store:
 
     def write(self, name: str, data: bytes) -> None:
         """Write a small object, in one request."""
-        with told():
+        with as_os_errors():
             self.fs.pipe_file(self._at(name), data)
 
     def has(self, name: str) -> bool:
         """Whether there is such an object or folder."""
-        with told():
+        with as_os_errors():
             self.fs.invalidate_cache()
             return self._exists(self._at(name))
 
     def names(self, name: str = "") -> list[str]:
         """The names of the entries directly in a folder."""
-        with told():
+        with as_os_errors():
             self.fs.invalidate_cache()
             try:
                 paths = self.fs.ls(self._at(name), detail=False)
@@ -113,23 +113,23 @@ class Store:
 
     def remove(self, name: str = "") -> None:
         """Remove a folder and its contents, its completion mark first. It may be missing."""
-        with told(), suppress(FileNotFoundError):
+        with as_os_errors(), suppress(FileNotFoundError):
             self.fs.invalidate_cache()
-            for path in (self._at(f"{name}/{WHOLE}".lstrip("/")), self._at(name)):
+            for path in (self._at(f"{name}/{COMPLETE_MARK}".lstrip("/")), self._at(name)):
                 if self._exists(path):
                     self.fs.rm(path, recursive=True)
             self.fs.invalidate_cache()
 
     def num_bytes(self) -> int:
         """The size of everything below the folder."""
-        with told():
+        with as_os_errors():
             self.fs.invalidate_cache()
             return sum(int(info["size"]) for info in self.fs.find(self.root, detail=True).values())
 
     def check_writable(self) -> None:
         """Write a probe object and remove it."""
         name = f".probe-{os.urandom(8).hex()}"
-        with told():
+        with as_os_errors():
             self.fs.makedirs(self.root, exist_ok=True)
             self.fs.pipe_file(self._at(name), b"unicron")
             self.fs.rm_file(self._at(name))

@@ -11,13 +11,13 @@ REQUEST_BYTES_MAX = 128 << 10
 """The size limit of an environment: one socket message. A larger one is started by exec."""
 
 
-class Wanted(Struct, frozen=True, kw_only=True):
+class ForkRequest(Struct, frozen=True, kw_only=True):
     """Fork a rank with exactly this environment."""
 
     env: dict[str, str]
 
 
-class Told(Struct, frozen=True, kw_only=True):
+class ForkReply(Struct, frozen=True, kw_only=True):
     """The zygote's reply: 0 when it is ready to fork, then the pid of each rank."""
 
     pid: int = 0

@@ -19,7 +19,7 @@ import time
 from typing import Any, Literal, NamedTuple
 
 from ..diagnosis.step_time import Kind
-from ..host.cpu_wait import Starved
+from ..host.cpu_wait import CpuWait
 
 PAGE_BYTES = 4096
 RING_NUM = 60
@@ -60,7 +60,7 @@ class Mark(NamedTuple):
     waited_s: float
 
 
-class Done(NamedTuple):
+class FinishedIteration(NamedTuple):
     """A finished iteration. `num` counts them from 1.
 
     `own_s` excludes waits for other ranks, and waits for a core: on a shared machine the latter say
@@ -75,7 +75,7 @@ class Done(NamedTuple):
     kind: Kind
 
 
-class Pulse:
+class ProgressWriter:
     """The rank's side. Call it from one thread at a time.
 
     Without a page (`fd` is -1) it writes nothing.
@@ -92,7 +92,7 @@ class Pulse:
         self._phase: int = OUTSIDE_CODE
         self._kind = 0
         self._began_s = self._waited_s = self._waits_from_s = 0.0
-        self._cpu_wait = Starved()
+        self._cpu_wait = CpuWait()
         self._starved_s = self._starved_from_s = 0.0
         """CPU waits in the rank's own work of this iteration; the counter when that began."""
 
@@ -133,7 +133,7 @@ class Pulse:
         self._collective += 1
         self.mark(what, phase)
 
-    def worked(self) -> None:
+    def micro_batch_done(self) -> None:
         """Count a micro-batch; it is written with the next mark."""
         self._micro_batches += 1
 
@@ -150,7 +150,7 @@ class Pulse:
                         self._kind, num)
 
 
-class Page:
+class ProgressPage:
     """The agent's side: creates the page, passes `fd` to the rank, and reads."""
 
     def __init__(self) -> None:
@@ -158,7 +158,7 @@ class Page:
         os.ftruncate(self.fd, PAGE_BYTES)
         self._page = mmap.mmap(self.fd, PAGE_BYTES, prot=mmap.PROT_READ)
 
-    def handed_over(self) -> None:
+    def close_fd(self) -> None:
         """Close `fd` once the rank has it; may be called twice."""
         if self.fd >= 0:
             os.close(self.fd)
@@ -182,9 +182,9 @@ class Page:
         return Mark(num, generation, iteration, collective, micro_batches, phase, KINDS[kind],
                     what.rstrip(b"\0").decode("ascii", "replace"), at_s, began_s, waited_s)
 
-    def done(self, after: int) -> list[Done]:
+    def done(self, after: int) -> list[FinishedIteration]:
         """The finished iterations after number `after`, oldest first, as far as they are kept."""
-        found: list[Done] = []
+        found: list[FinishedIteration] = []
         while (done := self._done(after + 1)) is not None and done.num == after + 1:
             found.append(done)
             after += 1
@@ -193,15 +193,15 @@ class Page:
         kept = (self._done(num) for num in range(RING_NUM))  # the ring was overwritten since
         return sorted(done for done in kept if done is not None and done.num > after)
 
-    def _done(self, num: int) -> Done | None:
+    def _done(self, num: int) -> FinishedIteration | None:
         """The record in the slot of this number; None while it is written."""
         at = _RING_BYTES + num % RING_NUM * _DONE_BYTES
         data = self._page[at: at + _DONE.size]
         number, generation, iteration, iteration_s, own_s, kind, again = _DONE.unpack(data)
         if number != again or data != self._page[at: at + _DONE.size]:
             return None
-        return Done(number, generation, iteration, iteration_s, own_s, KINDS[kind])
+        return FinishedIteration(number, generation, iteration, iteration_s, own_s, KINDS[kind])
 
     def close(self) -> None:
-        self.handed_over()
+        self.close_fd()
         self._page.close()

@@ -20,28 +20,28 @@ from ...events.records.reports import (
     Reconfigured,
     ReconfigureFailed,
 )
-from ...events.records.types import Keeper
+from ...events.records.types import StoreEndpoint
 from ...events.spec.job import is_url
 from ...events.spec.model import Axes
-from ...events.spec.parallelism import coordinates, num_places, replica, whole_on_each
+from ...events.spec.parallelism import coordinates, is_fully_replicated, num_positions, replica
 from ..checkpoint_store import protocol
 from ..diagnosis.classifier import Verdict
-from ..ipc.progress_page import OUTSIDE_CODE, Pulse
+from ..ipc.progress_page import OUTSIDE_CODE, ProgressWriter
 from .checkpoint import checkpoint, memory_checkpoint
 from .checkpoint.saver import Saver
 from .communicators.communicators import ABORTED, Communicators
 from .model import cpu_device, training_state
 from .model import trainee as model
-from .model.workload import Work
+from .model.workload import Workload
 from .process.control_thread import Control, Interrupted
 from .process.exit_report import bounded
 from .process.flight_recorder import Recorder
 from .process.history import History
 from .process.trace import Event, Trace
-from .recovery.settlement import Share, settle
+from .recovery.settlement import MemberAssignment, settle
 from .recovery.state_sources import NO_STATE, Claim
-from .state_recovery import Supply, seen
-from .step.gradient_reduction import Outcome, poisoned
+from .state_recovery import StateRecovery, with_shards
+from .step.gradient_reduction import Outcome, is_cuda_error
 from .step.iteration import Iteration, clock
 
 PROGRESS_S = 1.0
@@ -60,7 +60,7 @@ class Member:
     """
 
     def __init__(self, control: Control, start: StartRank, environment: Mapping[str, str],
-                 pulse: Pulse, work: Work) -> None:
+                 pulse: ProgressWriter, work: Workload) -> None:
         self.control = control
         self.start = start
         self.work = work
@@ -76,29 +76,34 @@ class Member:
         self.members: tuple[int, ...] = ()
         self.nodes: tuple[str, ...] = ()
         self.axes = Axes()
-        self.stores: tuple[Keeper, ...] = ()
+        self.stores: tuple[StoreEndpoint, ...] = ()
         torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
         if torch.cuda.is_available():
             torch.cuda.set_device(start.slot.index % torch.cuda.device_count())
-        device = cpu_device.stand_in()
+        device = cpu_device.prepare_device()
         self.communicators = Communicators(environment.get("UNICRON_HOST", "127.0.0.1"), device)
         self.communicators.on_groups = work.on_groups
-        self.sparing = self.communicators.sparing if is_url(self.train.output) else nullcontext
-        with self.sparing():
+        self.exclude_new_sockets = (self.communicators.exclude_new_sockets
+                                    if is_url(self.train.output) else nullcontext)
+        with self.exclude_new_sockets():
             checkpoint.check_output(self.train.output)
         words = work.load()
-        with self.communicators.of_one() as roots:
-            trainee = seen(work.build(device, self.communicators.groups, Axes(), 0))
+        with self.communicators.single_member() as roots:
+            trainee = with_shards(work.build(device, self.communicators.groups, Axes(), 0))
             roots += trainee.roots
         self.history = History()
         self.iteration = Iteration(trainee, words, self.trace, pulse, self.history)
         secret = environment.get(protocol.SECRET, "")
-        self.recovery = Supply(start, work, self.communicators, self.iteration, secret,
-                               self.sparing, self._note)
-        self.copier = memory_checkpoint.Copier(start, secret, spare=self.communicators.spare,
+        self.recovery = StateRecovery(start, work, self.communicators, self.iteration, secret,
+                               self.exclude_new_sockets, self._note)
+        self.copier = memory_checkpoint.MemorySaver(start, secret, spare=self.communicators.spare,
                                     tell=control.tell_unless_behind, note=self.trace.note)
-        self.checkpoint_saver = Saver(start, sparing=self.sparing, tell=control.tell,
-                                      note=self.trace.note)
+        self.checkpoint_saver = Saver(
+            start,
+            exclude_new_sockets=self.exclude_new_sockets,
+            tell=control.tell,
+            note=self.trace.note,
+        )
         self.digest = words.digest
         self.settled = 0
         """The step version at which the current generation starts."""
@@ -115,13 +120,13 @@ class Member:
         return self.iteration.step_version
 
     @property
-    def trainee(self) -> model.Trainee:
+    def trainee(self) -> model.TrainingModel:
         return self.iteration.trainee
 
     @property
     def is_standby(self) -> bool:
         """Whether this member is a standby: it provides state and trains nothing."""
-        return self.communicators.place >= num_places(self.axes)
+        return self.communicators.place >= num_positions(self.axes)
 
     def run_to_completion(self) -> None:
         """Report RankReady, then carry out orders until all iterations are done."""
@@ -173,12 +178,12 @@ class Member:
         self.recorder.begin(order.generation, ranks)
         why, report = "", None
         try:
-            with self.control.waiting_for_others(order.generation, self.communicators.wake):
+            with self.control.waiting_for_others(order.generation, self.communicators.interrupt):
                 report = self._jojoined(order, ranks.index(self.start.rank))
         except Interrupted:
             why = "stopped before it began"
         except (RuntimeError, *ABORTED) as error:
-            if poisoned(error) or (
+            if is_cuda_error(error) or (
                     isinstance(error, ABORTED) and not self.communicators.woken):
                 raise
             why = f"{type(error).__name__}: {error}".strip()
@@ -209,12 +214,12 @@ class Member:
         self._note("settle")
         settlement = settle(claims, self.train.num_micro_batches, self.axes, self.nodes)
         share = settlement.shares[place]
-        with self.communicators.lent():
+        with self.communicators.borrow_groups():
             self.iteration.finish_step(settlement, share)
         recovered = self.recovery.recover(order, place, claims, settlement)
         step_version = self.settled = recovered.step_version
         if step_version >= self.train.iterations:
-            share = Share(kept=(), todo=(), dealt=(), source=share.source)
+            share = MemberAssignment(kept=(), todo=(), dealt=(), source=share.source)
         if not self.communicators.woken:
             resume = partial(self.iteration.take, step_version, share, order.generation,
                            begun=settlement.begun)
@@ -300,14 +305,14 @@ class Member:
 
     def _gather(self, at: int, to: int, outcome: Outcome) -> Outcome:
         """Gather the full state at position `to`, unless each member has it; the outcome."""
-        if whole_on_each(self.axes, self.train.parallel):
+        if is_fully_replicated(self.axes, self.train.parallel):
             return outcome
-        failed = self.iteration.reduction.together(
+        failed = self.iteration.reduction.run_collectively(
             self.control, self.communicators,
             partial(self.recovery.gather, at, self.nodes, to))
         return outcome if failed is None else failed
 
-    def together(self, call: Callable[[], None]) -> bool:
+    def run_collectively(self, call: Callable[[], None]) -> bool:
         """Run a collective of all members between two steps. True if it succeeded. If not, this
         member has left its generation, and the next item of `steps` is in another one."""
         failed = self.iteration.beside(self.control, self.communicators, call)

@@ -28,12 +28,12 @@ from typing import NoReturn, TextIO, cast
 
 import structlog
 
-from ...events.process_io import Talk
+from ...events.process_io import LogStream
 from ...events.records.orders import StartRank
 from ..ipc.pipe_protocol import Frame, Unpacker
-from ..ipc.progress_page import Pulse
+from ..ipc.progress_page import ProgressWriter
 from .process.control_thread import EXIT_AGENT_GONE, RECEIVE_BYTES, Control
-from .process.exit_report import LastWords, end
+from .process.exit_report import ExitReporter, exit_process
 
 FLIGHT_ENTRIES_NUM_MAX = 512
 """Entries in torch's flight recorder. At some 500 bytes each, a dump stays well under 1 MB."""
@@ -45,32 +45,34 @@ def main() -> None:
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--pulse", type=int, default=-1)
     args = parser.parse_args()
-    be(args.fd, args.pulse)
+    run_rank(args.fd, args.pulse)
 
 
-def be(fd: int, pulse: int = -1) -> NoReturn:
+def run_rank(fd: int, pulse: int = -1) -> NoReturn:
     """Run the rank at the other end of socket `fd` in this process. Never returns.
 
     Progress marks are written to the page of file `pulse` (workers/ipc/progress_page.py); -1: none.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    control, order, exit_reporter = meet_agent(fd)
+    control, order, exit_reporter = connect_agent(fd)
     structlog.configure(
-        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, Talk(sys.stdout))))
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, LogStream(sys.stdout))))
 
-    load()
+    preload()
     from .member import Member
-    from .model.workload import House
+    from .model.workload import SpecWorkload
 
     assert order.spec.train is not None, "a command has no rank of ours"
-    member = Member(control, order, os.environ, Pulse(pulse), House(order.spec.train))
+    member = Member(
+        control, order, os.environ, ProgressWriter(pulse), SpecWorkload(order.spec.train)
+    )
     exit_reporter.member = member
     member.run_to_completion()
-    end(control, 0)
+    exit_process(control, 0)
 
 
-def meet_agent(fd: int) -> tuple[Control, StartRank, LastWords]:
+def connect_agent(fd: int) -> tuple[Control, StartRank, ExitReporter]:
     """Read the first order from socket `fd` and start the control thread. From here on, an
     exception that ends this process, in any of its own threads, is reported first."""
     connection = socket.socket(fileno=fd)
@@ -79,16 +81,16 @@ def meet_agent(fd: int) -> tuple[Control, StartRank, LastWords]:
     order, early_frames = _first(connection, unpacker)
     control = Control(connection, order.rank, unpacker)
     control.start(early_frames)
-    exit_reporter = LastWords(control, order)
+    exit_reporter = ExitReporter(control, order)
     sys.excepthook = exit_reporter.report
     threading.excepthook = exit_reporter.report_thread
     _prepare(os.environ.get("UNICRON_HOST", "127.0.0.1"))
     return control, order, exit_reporter
 
 
-def load() -> None:
+def preload() -> None:
     """Import torch and Megatron. It takes seconds; a zygote does it before it forks."""
-    quiet()
+    ignore_warnings()
     from .model import cpu_device
 
     with cpu_device.uncompiled():
@@ -130,7 +132,7 @@ def _prepare(host: str) -> None:
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(FLIGHT_ENTRIES_NUM_MAX))
 
 
-def quiet() -> None:
+def ignore_warnings() -> None:
     """Suppress warnings that are of no use here."""
     # Apex and Transformer Engine are optional, and absent.
     warnings.filterwarnings("ignore", module=r"megatron\.")

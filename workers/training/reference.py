@@ -37,7 +37,7 @@ from ...events.spec.parallelism import Parallel
 
 if TYPE_CHECKING:
     from .model.text_data import Text
-    from .model.trainee import Trainee
+    from .model.trainee import TrainingModel
 
 
 NOISE_TIMES_MAX = 3
@@ -119,7 +119,7 @@ def train_undisturbed(train: Train, out: Path, *, order: Sequence[int] | None = 
         from .process.history import History
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    device = cpu_device.stand_in()
+    device = cpu_device.prepare_device()
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(),
                             rank=0, world_size=1)
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
@@ -156,13 +156,13 @@ def train_undisturbed(train: Train, out: Path, *, order: Sequence[int] | None = 
             checkpoint.save(str(state_folder(out, iteration + 1)), trainee, iteration + 1, history)
     shutil.rmtree(out / "final", ignore_errors=True)
     checkpoint.save(str(out / "final"), trainee, num_iterations, history)
-    process_groups.forget()
+    process_groups.clear_globals()
     dist.destroy_process_group()
     return Result(losses=list(history.losses), digest=_digest(trainee.modules[0]),
                   path=str(out / "final"))
 
 
-def _forward(trainee: Trainee, words: Text, iterator: Iterator[tuple[int, int]], ddp: Any
+def _forward(trainee: TrainingModel, words: Text, iterator: Iterator[tuple[int, int]], ddp: Any
              ) -> tuple[Any, Any]:
     """One micro-batch, as Megatron's schedule wants it: its losses, and what sums them up."""
     import torch

@@ -18,25 +18,25 @@ import torch.distributed as dist
 from msgspec.structs import replace
 
 from ...events.records.orders import Reconfigure, StartRank
-from ...events.records.types import Origin, Taken
+from ...events.records.types import Origin, ReceivedState
 from ...events.spec.model import Axes
-from ...events.spec.parallelism import num_places, whole_on_each
+from ...events.spec.parallelism import is_fully_replicated, num_positions
 from .checkpoint import checkpoint, memory_checkpoint
 from .communicators.communicators import Communicators
 from .model import training_state
-from .model.trainee import Trainee
-from .model.workload import Work
+from .model.trainee import TrainingModel
+from .model.workload import Workload
 from .process.history import History
 from .process.trace import Event
 from .recovery import state_shards
 from .recovery.resharding import Missing
 from .recovery.settlement import Settlement
-from .recovery.state_exchange import Exchanged, exchange
-from .recovery.state_sources import NO_STATE, Claim, Held
+from .recovery.state_exchange import ExchangeResult, exchange
+from .recovery.state_sources import NO_STATE, Claim, HeldState
 from .step.iteration import Iteration, held_by
 
 
-class Found(NamedTuple):
+class Recovered(NamedTuple):
     """Where a member's state came from, as reported in Reconfigured."""
 
     step_version: int
@@ -44,24 +44,24 @@ class Found(NamedTuple):
     node: str
     received_bytes: int
     source: int
-    taken: tuple[Taken, ...] = ()
+    taken: tuple[ReceivedState, ...] = ()
 
 
-SEED = Found(0, "seed", "", 0, NO_STATE)
+SEED = Recovered(0, "seed", "", 0, NO_STATE)
 
 
-class Supply:
+class StateRecovery:
     """Recovers the state of a member into the model of `iteration`."""
 
-    def __init__(self, start: StartRank, work: Work, communicators: Communicators,
+    def __init__(self, start: StartRank, work: Workload, communicators: Communicators,
                  iteration: Iteration, secret: str,
                  sparing: Callable[[], AbstractContextManager[None]],
                  note: Callable[[Event], None]) -> None:
         self._start, self._work, self._train = start, work, work.train
         self._communicators, self._iteration = communicators, iteration
         self._secret, self._sparing, self._note = secret, sparing, note
-        self._full_state: Trainee | None = None
-        self._staged: Trainee | None = None
+        self._full_state: TrainingModel | None = None
+        self._staged: TrainingModel | None = None
         self._staged_numbers: training_state.Numbers | None = None
         self._staged_in = 0
         self._is_staged_next = False
@@ -72,7 +72,7 @@ class Supply:
 
     # --- recovery into this member ---
     def recover(self, order: Reconfigure, place: int, claims: Sequence[Claim],
-              settlement: Settlement) -> Found:
+              settlement: Settlement) -> Recovered:
         """Recover the settled state, in this member's part of the order's layout.
 
         If the member had that state for another part of the model, both are kept until `activate`.
@@ -84,8 +84,8 @@ class Supply:
             restored = self._restore(order) if place == 0 else SEED
             step_version = self._broadcast(restored.step_version)
             # If position 0 trains a whole replica, the restored state is already in it.
-            begin = int(whole_on_each(axes, self._train.parallel))
-            receivers = list(range(begin, num_places(axes)))
+            begin = int(is_fully_replicated(axes, self._train.parallel))
+            receivers = list(range(begin, num_positions(axes)))
             source, holders = self.full_state() if place == 0 else None, (0,)
         else:
             receivers = self._receivers(axes, settlement, claims)
@@ -97,7 +97,7 @@ class Supply:
             mine = self._iteration.trainee
             self._work.begin(trainee, lambda: mine if mine.is_plain and not is_overwritten
                              else self._build_full_state())
-        numbers, taken = None, tuple[Taken, ...]()
+        numbers, taken = None, tuple[ReceivedState, ...]()
         try:
             if receivers and step_version:
                 numbers, taken = self._exchange(order, step_version, holders, source,
@@ -142,7 +142,7 @@ class Supply:
             self._replace_model(self._staged, self._staged_numbers)
         self._drop_staged()
 
-    def _held(self, settlement: Settlement, place: int) -> Trainee | None:
+    def _held(self, settlement: Settlement, place: int) -> TrainingModel | None:
         """The model that holds this member's part of the settled state; None if it has none."""
         if place not in settlement.holders:
             return None
@@ -158,31 +158,33 @@ class Supply:
             # A member that steps at the settlement has only its own shard.
             is_gathered = not (claim.stale or (share.steps and optimizer != "whole"))
             return is_gathered and place in settlement.holders and _same_part(
-                claim.held, Held(axes=axes, optimizer=optimizer, place=place))
+                claim.held, HeldState(axes=axes, optimizer=optimizer, place=place))
 
-        return [place for place in range(num_places(axes)) if not has(place)]
+        return [place for place in range(num_positions(axes)) if not has(place)]
 
-    def _model_for(self, axes: Axes, place: int, *, begins: bool, is_overwritten: bool) -> Trainee:
+    def _model_for(
+        self, axes: Axes, place: int, *, begins: bool, is_overwritten: bool
+    ) -> TrainingModel:
         """The model to train: the current one if it is the same part, else a new one.
 
         A standby keeps its model and trains nothing.
         """
         mine = self._iteration.trainee
-        if place >= num_places(axes):
+        if place >= num_positions(axes):
             return mine
         optimizer = self._train.parallel.optimizer
-        part = Held(axes=axes, optimizer=optimizer, place=place)
+        part = HeldState(axes=axes, optimizer=optimizer, place=place)
         if (not (begins and is_overwritten) and not self._iteration.is_stuck
                 and _same_part(held_by(mine), part)):
             self._communicators.bind()
             mine.axes, mine.place = axes, place
             return mine
-        return seen(self._work.build(mine.device, self._communicators.groups, axes, place,
+        return with_shards(self._work.build(mine.device, self._communicators.groups, axes, place,
                                      begins=begins))
 
     def _exchange(self, order: Reconfigure, step_version: int, holders: Sequence[int],
-                  source: Trainee | None, target: Trainee | None
-                  ) -> tuple[training_state.Numbers | None, tuple[Taken, ...]]:
+                  source: TrainingModel | None, target: TrainingModel | None
+                  ) -> tuple[training_state.Numbers | None, tuple[ReceivedState, ...]]:
         """Exchange shards. What `target` receives is active in it when this returns its numbers."""
         mine = self._iteration
         # The overwritten data is worthless, or is the source itself.
@@ -194,37 +196,37 @@ class Supply:
                           step_version, holders, staged=not in_place)
         if target is None or self._communicators.woken:
             return None, ()
-        found.put_in_force()
+        found.activate()
         target.is_gathered = True
         return found.told, tuple(
-            Taken(order.members[sender].rank, order.members[sender].node, taken_bytes)
+            ReceivedState(order.members[sender].rank, order.members[sender].node, taken_bytes)
             for sender, taken_bytes in found.taken.items())
 
     def _run(
         self,
-        source: Trainee | None,
-        target: Trainee | None,
+        source: TrainingModel | None,
+        target: TrainingModel | None,
         numbers: training_state.Numbers | None,
         nodes: Sequence[str],
         step_version: int,
         holders: Sequence[int],
         *,
         staged: bool,
-    ) -> Exchanged:
+    ) -> ExchangeResult:
         have: state_shards.State = {}
         if source is not None:
-            source = seen(source)
-            have = source.pieces if source.is_gathered else state_shards.stepped(source)
+            source = with_shards(source)
+            have = source.shards if source.is_gathered else state_shards.stepped(source)
         try:
             return exchange(
-                have, seen(target).pieces if target is not None else have, numbers,
+                have, with_shards(target).shards if target is not None else have, numbers,
                 step_version=step_version, holders=holders, nodes=nodes, staged=staged,
                 note=self._note, goes_on=lambda: not self._communicators.woken)
         except Missing as missing:
             # All members find the same: the last holder was rejected by its peers.
             raise RuntimeError(str(missing)) from None
 
-    def _copy_state(self, trainee: Trainee, restored: Trainee | None, step_version: int
+    def _copy_state(self, trainee: TrainingModel, restored: TrainingModel | None, step_version: int
               ) -> training_state.Numbers:
         """Copy the `restored` state, else this member's own, into `trainee` of the same part."""
         iteration = self._iteration
@@ -235,7 +237,7 @@ class Supply:
         return training_state.numbers(source, step_version, iteration.history)
 
     def _set_state(
-        self, trainee: Trainee, numbers: training_state.Numbers | None, step_version: int
+        self, trainee: TrainingModel, numbers: training_state.Numbers | None, step_version: int
     ) -> None:
         """Make it this member's state, even if the rest of the join fails: the step version that
         the member reports must always be that of its tensors."""
@@ -243,7 +245,7 @@ class Supply:
         self._is_staged_next = False
         if trainee is iteration.trainee:
             if numbers is not None:
-                iteration.reset_to(training_state.adopt(trainee, numbers, iteration.history))
+                iteration.reset_to(training_state.load(trainee, numbers, iteration.history))
         elif iteration.step_version == step_version != 0:
             self._drop_staged()
             self._staged, self._staged_numbers, self._is_staged_next = trainee, numbers, True
@@ -252,10 +254,12 @@ class Supply:
         else:
             self._replace_model(trainee, numbers)
 
-    def _replace_model(self, trainee: Trainee, numbers: training_state.Numbers | None) -> None:
+    def _replace_model(
+        self, trainee: TrainingModel, numbers: training_state.Numbers | None
+    ) -> None:
         iteration = self._iteration
         mine, history = iteration.trainee, iteration.history
-        step_version = training_state.adopt(trainee, numbers, history) if numbers is not None else 0
+        step_version = training_state.load(trainee, numbers, history) if numbers is not None else 0
         if trainee is self._staged:
             self._staged = None
         if iteration.step_version == step_version:
@@ -264,7 +268,7 @@ class Supply:
             iteration.set_model(trainee)
             iteration.reset_to(step_version)
         self._drop_staged()
-        self._communicators.rebound()
+        self._communicators.discard_handles()
         mine.release()
         gc.freeze()  # as member.py does after building
 
@@ -273,17 +277,17 @@ class Supply:
             self._staged.release()
             self._staged = None
 
-    def _result(self, order: Reconfigure, place: int, step_version: int, restored: Found,
-               taken: tuple[Taken, ...]) -> Found:
+    def _result(self, order: Reconfigure, place: int, step_version: int, restored: Recovered,
+               taken: tuple[ReceivedState, ...]) -> Recovered:
         mine = order.members[place]
         if step_version == 0 or restored is not SEED:
             return restored._replace(taken=taken)
         others = [one for one in taken if one.rank != mine.rank]
         if not others:
-            return Found(step_version, "own", mine.node, 0, mine.rank)
+            return Recovered(step_version, "own", mine.node, 0, mine.rank)
         most = max(others, key=lambda one: one.taken_bytes)
         received_bytes = sum(one.taken_bytes for one in others)
-        return Found(step_version, "peer", most.node, received_bytes, most.rank, tuple(others))
+        return Recovered(step_version, "peer", most.node, received_bytes, most.rank, tuple(others))
 
     # --- no member has a state ---
     def _broadcast(self, step_version: int) -> int:
@@ -292,7 +296,7 @@ class Supply:
         dist.broadcast(restored, 0)
         return int(restored.item())
 
-    def _restore(self, order: Reconfigure) -> Found:
+    def _restore(self, order: Reconfigure) -> Recovered:
         """Restore the order's in-memory checkpoint, else its checkpoint, else the seed (step 0)."""
         whole, history = self.full_state(), self._iteration.history
         is_mine = whole is self._iteration.trainee
@@ -309,17 +313,17 @@ class Supply:
             raise RuntimeError("interrupted while it restored its state")
         if copied is not None:
             step_version, copy, copy_bytes = copied
-            return Found(step_version, "copy", copy.node, copy_bytes, NO_STATE)
+            return Recovered(step_version, "copy", copy.node, copy_bytes, NO_STATE)
         if not order.checkpoint:
             return SEED
         self._is_overwritten = self._is_overwritten or is_mine
-        folder = checkpoint.within(self._train.output, order.checkpoint)
+        folder = checkpoint.folder_of(self._train.output, order.checkpoint)
         with self._sparing():
             step_version = checkpoint.load(folder, whole, history)
-        return Found(step_version, "checkpoint", "", training_state.num_bytes(whole), NO_STATE)
+        return Recovered(step_version, "checkpoint", "", training_state.num_bytes(whole), NO_STATE)
 
     # --- the full state ---
-    def full_state(self) -> Trainee:
+    def full_state(self) -> TrainingModel:
         """A whole replica of this member: the model that it trains, or one for storage only."""
         mine = self._iteration.trainee
         if mine.is_plain:
@@ -328,9 +332,9 @@ class Supply:
             self._full_state = self._build_full_state()
         return self._full_state
 
-    def _build_full_state(self) -> Trainee:
+    def _build_full_state(self) -> TrainingModel:
         """A whole replica with its initial weights."""
-        built = seen(self._work.build_whole(self._iteration.trainee.device,
+        built = with_shards(self._work.build_replica(self._iteration.trainee.device,
                                             self._communicators.alone()))
         self._communicators.unbind(built.roots)
         built.release_gradients()
@@ -342,7 +346,7 @@ class Supply:
         A standby takes part and contributes nothing.
         """
         iteration, place = self._iteration, self._communicators.place
-        sources = range(num_places(self._communicators.axes))
+        sources = range(num_positions(self._communicators.axes))
         is_source = place in sources
         numbers = (training_state.numbers(iteration.trainee, step_version, iteration.history)
                    if is_source else None)
@@ -351,7 +355,7 @@ class Supply:
                           self.full_state() if place == to else None, numbers, nodes,
                           step_version, sources, staged=False)
         if place == to:
-            self._gathered = training_state.adopt(self.full_state(), found.told, History())
+            self._gathered = training_state.load(self.full_state(), found.told, History())
 
     @property
     def has_full_state(self) -> bool:
@@ -361,13 +365,13 @@ class Supply:
             self._iteration.trainee.is_plain or self._gathered == step_version)
 
 
-def seen(trainee: Trainee) -> Trainee:
+def with_shards(trainee: TrainingModel) -> TrainingModel:
     """The same model with its shards listed. Needs communicators."""
-    if trainee.pieces is None:
-        trainee.pieces = state_shards.of(trainee)
+    if trainee.shards is None:
+        trainee.shards = state_shards.list_shards(trainee)
     return trainee
 
 
-def _same_part(one: Held | None, other: Held) -> bool:
+def _same_part(one: HeldState | None, other: HeldState) -> bool:
     """Whether both hold the same shards of the state."""
-    return one is not None and one.pieces == other.pieces
+    return one is not None and one.shards == other.shards

@@ -23,7 +23,7 @@ from typing import NoReturn
 import msgspec
 
 from ..host import linux
-from ..ipc.fork_protocol import FDS_NUM_MAX, REQUEST_BYTES_MAX, Told, Wanted
+from ..ipc.fork_protocol import FDS_NUM_MAX, REQUEST_BYTES_MAX, ForkReply, ForkRequest
 from . import rank
 
 ADOPTED_S_MAX = 5.0
@@ -38,35 +38,35 @@ def main() -> None:
     connection = socket.socket(fileno=args.fd)
     connection.set_inheritable(False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    rank.load()
+    rank.preload()
     num_threads = len(os.listdir("/proc/self/task"))
     if num_threads > 1:
         sys.exit(f"{num_threads} threads after the imports: a fork would be broken")
     gc.collect()
     gc.freeze()
-    connection.send(msgspec.msgpack.encode(Told()))
+    connection.send(msgspec.msgpack.encode(ForkReply()))
     while True:
         data, fds, _, _ = socket.recv_fds(connection, REQUEST_BYTES_MAX, FDS_NUM_MAX)
         if not data:
             return
-        _fork(connection, args.agent, msgspec.msgpack.decode(data, type=Wanted), fds)
+        _fork(connection, args.agent, msgspec.msgpack.decode(data, type=ForkRequest), fds)
 
 
-def _fork(connection: socket.socket, agent: int, request: Wanted, fds: list[int]) -> None:
+def _fork(connection: socket.socket, agent: int, request: ForkRequest, fds: list[int]) -> None:
     """Fork twice. The process in between sends the rank's pid and exits."""
     between = os.fork()
     if between == 0:
         pid = os.fork()
         if pid == 0:
             _run_rank(connection, agent, request, fds)
-        connection.send(msgspec.msgpack.encode(Told(pid=pid)))
+        connection.send(msgspec.msgpack.encode(ForkReply(pid=pid)))
         os._exit(0)
     for fd in fds:
         os.close(fd)
     os.waitpid(between, 0)
 
 
-def _run_rank(connection: socket.socket, agent: int, request: Wanted, fds: list[int]
+def _run_rank(connection: socket.socket, agent: int, request: ForkRequest, fds: list[int]
               ) -> NoReturn:
     """Run the rank as `rank.py` does when started by exec."""
     os.setsid()
@@ -85,8 +85,8 @@ def _run_rank(connection: socket.socket, agent: int, request: Wanted, fds: list[
             os._exit(1)  # the agent is gone, or adopts no orphans
         time.sleep(ADOPTED_S_MAX / 10_000)
     linux.die_with(agent)
-    linux.call_oneself(f"rank {request.env['UNICRON_RANK']}")
-    rank.be(pipe, *pulse)
+    linux.set_process_name(f"rank {request.env['UNICRON_RANK']}")
+    rank.run_rank(pipe, *pulse)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from .core import Ints
 
-Found = tuple[tuple[int, ...], int]
+SlotsAndGain = tuple[tuple[int, ...], int]
 """(slots by row, the sum of their gains)."""
 
 
-class Rows(Struct, frozen=True, kw_only=True):
+class Candidates(Struct, frozen=True, kw_only=True):
     """Row r has the candidates starts[r]..starts[r + 1] of `sizes` and `gains`; at least one.
 
     Sizes are distinct, 0 or more, and ascend within a row. The sum over rows of the largest |gain|
@@ -35,17 +35,17 @@ class Rows(Struct, frozen=True, kw_only=True):
         """The row of each candidate."""
         return np.repeat(np.arange(self.num), np.diff(self.starts))
 
-    def only(self, kept: NDArray[np.bool_]) -> Rows:
+    def only(self, kept: NDArray[np.bool_]) -> Candidates:
         """The rows with only these candidates; every row must keep one."""
         counts = np.bincount(self.row_of[kept], minlength=self.num)
         starts = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)))
-        return Rows(sizes=self.sizes[kept], gains=self.gains[kept], starts=starts)
+        return Candidates(sizes=self.sizes[kept], gains=self.gains[kept], starts=starts)
 
-    def part(self, begin: int, end: int) -> Rows:
+    def part(self, begin: int, end: int) -> Candidates:
         """Rows begin..end."""
         starts = self.starts[begin:end + 1]
         inner = slice(int(starts[0]), int(starts[-1]))
-        return Rows(sizes=self.sizes[inner], gains=self.gains[inner],
+        return Candidates(sizes=self.sizes[inner], gains=self.gains[inner],
                     starts=starts - starts[0])
 
     def sums(self, vector: Ints) -> tuple[int, int]:
@@ -61,9 +61,9 @@ class Rows(Struct, frozen=True, kw_only=True):
         return tuple(self.sizes[vector].tolist())
 
 
-def rows_of(found: Sequence[Sequence[tuple[int, int]]]) -> Rows:
+def candidates_of(found: Sequence[Sequence[tuple[int, int]]]) -> Candidates:
     """Candidates from (size, gain) pairs by row."""
     flat = [pair for row in found for pair in row]
     starts = np.cumsum([0, *(len(row) for row in found)], dtype=np.int64)
-    return Rows(sizes=np.array([size for size, _ in flat], dtype=np.int64),
+    return Candidates(sizes=np.array([size for size, _ in flat], dtype=np.int64),
                 gains=np.array([gain for _, gain in flat], dtype=np.int64), starts=starts)

@@ -18,7 +18,7 @@ _LEVELS_NUM_MAX = 8
 """The most distinct sums of losses for `BitsetCore`."""
 
 
-class Kept(Struct, frozen=True, kw_only=True):
+class CoreProblem(Struct, frozen=True, kw_only=True):
     """The candidates with a loss of at most `budget`, in the open rows: those with two or more.
 
     A state is the number of slots left, less the slots of the picks of the remaining rows.
@@ -41,7 +41,7 @@ class Kept(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, sizes: Ints, losses: Ints, row_of: Ints, picks: Ints, *, capacity: int,
-           price: int, budget: int) -> Kept:
+           price: int, budget: int) -> CoreProblem:
         """The core problem of all candidates with these losses."""
         good = losses <= budget
         counts = np.bincount(row_of[good], minlength=len(picks))
@@ -125,7 +125,7 @@ class Core(Protocol):
 # --- Core for many distinct sums of losses: the least loss of every state, as an array ---
 
 
-class Table(Struct, frozen=True):
+class LossTable(Struct, frozen=True):
     """The least loss by state, from the state `first` on; no vector elsewhere."""
 
     first: int
@@ -144,10 +144,10 @@ class Table(Struct, frozen=True):
         return np.where(there, self.losses[np.where(there, places, 0)], LOSS_NUM_MAX)
 
 
-class Sums:
+class ArrayCore:
     """By row: the least loss of the remaining rows, by state."""
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, kept: CoreProblem) -> None:
         self._kept = kept
         self._moves = [kept.moves[kept.part(i)] for i in range(kept.num)]
         """By open row, ascending."""
@@ -191,29 +191,29 @@ class Sums:
             state -= self._taken(chosen, row, self._after[row + 1], state - self._moves[row],
                                  self._after[row].at(state))
 
-    def _taken(self, chosen: Ints, i: int, table: Table, states: Ints, want: int) -> int:
+    def _taken(self, chosen: Ints, i: int, table: LossTable, states: Ints, want: int) -> int:
         """Put into `chosen` the largest candidate with which the row and `table` have the loss
         `want`, and return its move. `states`: the state after each of the row's candidates."""
         option = int(np.flatnonzero(table.of(states) + self._losses[i] == want)[-1])
         chosen[self._kept.rows[i]] = self._kept.candidates[self._kept.part(i)][option]
         return int(self._moves[i][option])
 
-    def _backward(self) -> list[Table]:
+    def _backward(self) -> list[LossTable]:
         """By open row, and after the last: the least losses of the rows from it on."""
         kept = self._kept
         idle = self._reached[-1][1]
         if kept.price:
             idle = min(idle, kept.budget // kept.price)
         idling: Ints = np.arange(max(idle + 1, 0), dtype=np.int64) * kept.price
-        table = Table(0, idling)
+        table = LossTable(0, idling)
         found = [table]
         for i in range(kept.num - 1, -1, -1):
             table = self._step(table, self._moves[i], self._losses[i], self._reached[i])
             found.append(table)
         return found[::-1]
 
-    def _step(self, table: Table, moves: Ints, losses: Ints,
-              reached: tuple[int, int]) -> Table:
+    def _step(self, table: LossTable, moves: Ints, losses: Ints,
+              reached: tuple[int, int]) -> LossTable:
         """Prepend one row to `table`."""
         first, known = table.first, table.losses
         low = max(first + int(moves.min()), reached[0])
@@ -237,5 +237,5 @@ class Sums:
                                out=part)
         good = np.flatnonzero(new <= self._kept.budget)
         if not len(good):
-            return Table(low, new[:0])
-        return Table(low + int(good[0]), new[int(good[0]):int(good[-1]) + 1])
+            return LossTable(low, new[:0])
+        return LossTable(low + int(good[0]), new[int(good[0]):int(good[-1]) + 1])

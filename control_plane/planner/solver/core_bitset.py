@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec import Struct
 
-from .core import LOSS_NUM_MAX, Ints, Kept
+from .core import LOSS_NUM_MAX, CoreProblem, Ints
 
 
 class _Run(Struct, frozen=True):
@@ -34,10 +34,10 @@ class _States(Struct, frozen=True):
         return place >= 0 and bool(self.bits[level] >> place & 1)
 
 
-class Bits:
+class BitsetCore:
     """By row and sum of losses: the states from which the remaining rows have that loss."""
 
-    def __init__(self, kept: Kept, levels: tuple[int, ...]) -> None:
+    def __init__(self, kept: CoreProblem, levels: tuple[int, ...]) -> None:
         self._kept, self._levels = kept, levels
         self._place = {level: at for at, level in enumerate(levels)}
         self._reached = kept.reached()
@@ -161,7 +161,7 @@ def _repeated(bits: int, step: int, count: int) -> int:
     return bits
 
 
-def _runs(kept: Kept) -> list[list[_Run]]:
+def _runs(kept: CoreProblem) -> list[list[_Run]]:
     """By open row: its moves as arithmetic progressions, each with one loss."""
     row_of: Ints = np.repeat(np.arange(kept.num), np.diff(np.array(kept.starts)))
     order: Ints = np.lexsort((kept.moves, kept.losses, row_of))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .candidates import Rows
+from .candidates import Candidates
 from .core import Ints
 
 IMPOSSIBLE = -(1 << 60)
@@ -18,7 +18,7 @@ _FEW_NUM = 8
 """Sizes that are tried singly before the vectorised search."""
 
 
-def suffixes(rows: Rows, capacity: int) -> Ints:
+def suffixes(rows: Candidates, capacity: int) -> Ints:
     """[r, j]: the optimum of rows r.. with j slots; (rows + 1) x (capacity + 1)."""
     found = np.zeros((rows.num + 1, capacity + 1), dtype=np.int64)
     for row in range(rows.num - 1, -1, -1):
@@ -26,7 +26,7 @@ def suffixes(rows: Rows, capacity: int) -> Ints:
     return found
 
 
-def prefixes(rows: Rows, capacity: int) -> Ints:
+def prefixes(rows: Candidates, capacity: int) -> Ints:
     """[r, j]: the optimum of the rows before r with j slots."""
     found = np.zeros((rows.num + 1, capacity + 1), dtype=np.int64)
     for row in range(rows.num):
@@ -34,7 +34,7 @@ def prefixes(rows: Rows, capacity: int) -> Ints:
     return found
 
 
-def _add(rows: Rows, row: int, rest: Ints, into: Ints) -> None:
+def _add(rows: Candidates, row: int, rest: Ints, into: Ints) -> None:
     """into[j] = the maximum of gain + rest[j - size] over the row's candidates."""
     begin, end = int(rows.starts[row]), int(rows.starts[row + 1])
     into.fill(IMPOSSIBLE)
@@ -46,7 +46,7 @@ def _add(rows: Rows, row: int, rest: Ints, into: Ints) -> None:
     np.copyto(into, IMPOSSIBLE, where=into < IMPOSSIBLE // 2)
 
 
-def followed(rows: Rows, after: Ints, left: int, first: int = 0) -> list[int]:
+def backtrack(rows: Candidates, after: Ints, left: int, first: int = 0) -> list[int]:
     """The sizes of the optimum of rows `first`.. with `left` slots; on a tie the largest first."""
     chosen: list[int] = []
     for row in range(first, rows.num):
@@ -55,7 +55,7 @@ def followed(rows: Rows, after: Ints, left: int, first: int = 0) -> list[int]:
     return chosen
 
 
-def _largest(rows: Rows, row: int, rest: Ints, left: int, want: int) -> int:
+def _largest(rows: Candidates, row: int, rest: Ints, left: int, want: int) -> int:
     """The largest size with which the row and the rest reach `want` with `left` slots."""
     begin, end = int(rows.starts[row]), int(rows.starts[row + 1])
     sizes = rows.sizes[begin:end]
@@ -67,20 +67,20 @@ def _largest(rows: Rows, row: int, rest: Ints, left: int, want: int) -> int:
     return int(sizes[np.flatnonzero(totals == want)[-1]])
 
 
-def without_row(rows: Rows, i: int) -> Rows:
+def without_row(rows: Candidates, i: int) -> Candidates:
     """All but row i."""
     begin, end = int(rows.starts[i]), int(rows.starts[i + 1])
     starts = np.delete(rows.starts, i)
     starts[i:] -= end - begin
     out = slice(begin, end)
-    return Rows(sizes=np.delete(rows.sizes, out), gains=np.delete(rows.gains, out),
+    return Candidates(sizes=np.delete(rows.sizes, out), gains=np.delete(rows.gains, out),
                 starts=starts)
 
 
-class Others:
+class LeaveOneOut:
     """The optimum of all rows but one, by the slots left for them."""
 
-    def __init__(self, rows: Rows, capacity: int) -> None:
+    def __init__(self, rows: Candidates, capacity: int) -> None:
         self.rows = rows
         self.before, self.after = prefixes(rows, capacity), suffixes(rows, capacity)
 
@@ -96,7 +96,7 @@ class Others:
 
     def vector(self, row: int, size: int, left: int, at: int) -> tuple[int, ...]:
         """The sizes by row of the result of `without`, with `size` for this row."""
-        rest = followed(self.rows, self.after, left - at, row + 1)
+        rest = backtrack(self.rows, self.after, left - at, row + 1)
         first: list[int] = []
         for other in range(row - 1, -1, -1):
             want = int(self.before[other + 1, at])

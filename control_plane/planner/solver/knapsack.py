@@ -15,10 +15,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from .candidates import Found, Rows
-from .core import LOSS_NUM_MAX, Core, Ints, Kept, Sums
-from .core_bitset import Bits
-from .dynamic_program import IMPOSSIBLE, followed, suffixes
+from .candidates import Candidates, SlotsAndGain
+from .core import LOSS_NUM_MAX, ArrayCore, Core, CoreProblem, Ints
+from .core_bitset import BitsetCore
+from .dynamic_program import IMPOSSIBLE, backtrack, suffixes
 
 PLAIN_NUM_MAX = 1 << 14
 """Candidates times slots up to which plain dynamic programming is the fastest."""
@@ -37,13 +37,13 @@ _DENOMINATOR_NUM_MAX = 32
 """The largest denominator of a price; a gain times it fits into 64 bits too."""
 
 
-def best(rows: Rows, capacity: int, gain: int | None = None) -> Found | None:
+def best(rows: Candidates, capacity: int, gain: int | None = None) -> SlotsAndGain | None:
     """The optimum, None if nothing fits. `gain`: the gain of the optimum, if known."""
     if len(rows.sizes) * capacity <= PLAIN_NUM_MAX:
         after = suffixes(rows, capacity)
         most = int(after[0, capacity])
-        return (tuple(followed(rows, after, capacity)), most) if most > IMPOSSIBLE // 2 else None
-    solved = Solved.of(rows, capacity, gain=gain)
+        return (tuple(backtrack(rows, after, capacity)), most) if most > IMPOSSIBLE // 2 else None
+    solved = Solution.of(rows, capacity, gain=gain)
     return None if solved is None else (rows.slots(solved.vector), solved.gain)
 
 
@@ -61,12 +61,12 @@ class Relaxation(Struct, frozen=True, kw_only=True):
     """The relaxed choice by row: the smallest candidate with loss 0."""
 
 
-class Solved(Struct, frozen=True, kw_only=True):
+class Solution(Struct, frozen=True, kw_only=True):
     """An optimum, and the relaxation that led to it."""
 
-    rows: Rows
+    rows: Candidates
     capacity: int
-    units: Rows
+    units: Candidates
     """The rows in units of the greatest common divisor of all sizes that fit, as is `relaxed`.
     Other sizes are rounded up, since they never fit."""
     units_num: int
@@ -77,8 +77,8 @@ class Solved(Struct, frozen=True, kw_only=True):
     gain: int
 
     @classmethod
-    def of(cls, rows: Rows, capacity: int, known: Found | None = None,
-           gain: int | None = None) -> Solved | None:
+    def of(cls, rows: Candidates, capacity: int, known: SlotsAndGain | None = None,
+           gain: int | None = None) -> Solution | None:
         """Solve; None if nothing fits. `known`: the optimum, if known. `gain`: the gain of the
         optimum, if known; then a single core finds it."""
         if not rows.num:
@@ -106,7 +106,7 @@ class Solved(Struct, frozen=True, kw_only=True):
         return cls(rows=rows, capacity=capacity, units=units, units_num=units_num,
                    relaxed=relaxed, vector=vector, gain=rows.sums(vector)[0])
 
-    def next_best(self, work_num_max: int | None = None) -> Found | None:
+    def next_best(self, work_num_max: int | None = None) -> SlotsAndGain | None:
         """The best vector except the optimum; None if there is none, or if the search would exceed
         `work_num_max`."""
         if not self.rows.num:
@@ -135,12 +135,12 @@ class Solved(Struct, frozen=True, kw_only=True):
             return LOSS_NUM_MAX - 1
         return self.relaxed.bound - self.relaxed.denominator * (gain - max(least, 0))
 
-    def swaps(self, chosen: Sequence[int]) -> list[Found]:
+    def swaps(self, chosen: Sequence[int]) -> list[SlotsAndGain]:
         """Vectors in which two rows of `chosen` change, among the likeliest changes, best first."""
         rows, vector = self.rows, self.rows.vector(chosen)
         row_of, (gain, slots) = rows.row_of, rows.sums(vector)
         at, with_, best = self._pairs(vector, slots)
-        found: list[Found] = []
+        found: list[SlotsAndGain] = []
         for one in np.argsort(-best, kind="stable")[:_SWAPS_NUM].tolist():
             if best[one] > -LOSS_NUM_MAX:
                 other = vector.copy()
@@ -180,10 +180,10 @@ class Solved(Struct, frozen=True, kw_only=True):
 class _Core:
     """The core within a budget, solved by the faster of the two implementations."""
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, kept: CoreProblem) -> None:
         self._problem = kept
         levels = kept.levels()
-        self._core: Core = Sums(kept) if levels is None else Bits(kept, levels)
+        self._core: Core = ArrayCore(kept) if levels is None else BitsetCore(kept, levels)
 
     @property
     def is_enough(self) -> bool:
@@ -208,8 +208,8 @@ def _least(numbers: Ints, losses: Ints) -> Ints:
     return np.concatenate((under, tied[:_LIKELY_NUM - len(under)]))
 
 
-def _core_problem(rows: Rows, capacity: int, relaxed: Relaxation, budget: int) -> Kept:
-    return Kept.of(rows.sizes, relaxed.losses, rows.row_of, relaxed.picks,
+def _core_problem(rows: Candidates, capacity: int, relaxed: Relaxation, budget: int) -> CoreProblem:
+    return CoreProblem.of(rows.sizes, relaxed.losses, rows.row_of, relaxed.picks,
                    capacity=capacity, price=relaxed.price, budget=budget)
 
 
@@ -259,7 +259,7 @@ class _Part(Struct, frozen=True):
         return np.minimum.reduceat(numbers, self.firsts), int(most.sum()) + price * capacity
 
 
-def _relax(rows: Rows, capacity: int) -> tuple[Relaxation, Ints, Ints] | None:
+def _relax(rows: Candidates, capacity: int) -> tuple[Relaxation, Ints, Ints] | None:
     """(the relaxation at or near the price of the lowest bound, two vectors that fit), None if
     nothing fits. The second vector gives the first rows their choice at the next lower price.
 
@@ -305,14 +305,14 @@ def _relax(rows: Rows, capacity: int) -> tuple[Relaxation, Ints, Ints] | None:
             np.where(more, over_at, vector))
 
 
-def _fits(rows: Rows, capacity: int) -> NDArray[np.bool_]:
+def _fits(rows: Candidates, capacity: int) -> NDArray[np.bool_]:
     """By candidate: True if it fits beside the smallest candidates of all other rows."""
     least = np.minimum(rows.sizes[rows.starts[:-1]], capacity + 1)
     found: NDArray[np.bool_] = rows.sizes <= (capacity - int(least.sum()) + least)[rows.row_of]
     return found
 
 
-def _at(rows: Rows, capacity: int, row_of: Ints, denominator: int, price: int) -> Relaxation:
+def _at(rows: Candidates, capacity: int, row_of: Ints, denominator: int, price: int) -> Relaxation:
     fits, firsts = _fits(rows, capacity), rows.starts[:-1]
     left = np.where(fits, denominator * rows.gains - price * np.minimum(rows.sizes, capacity),
                     -LOSS_NUM_MAX)
@@ -324,7 +324,7 @@ def _at(rows: Rows, capacity: int, row_of: Ints, denominator: int, price: int) -
                       picks=np.minimum.reduceat(numbers, firsts))
 
 
-def _filled(rows: Rows, vector: Ints, capacity: int) -> Ints:
+def _filled(rows: Candidates, vector: Ints, capacity: int) -> Ints:
     """A vector that fits, improved in a few rounds by the largest gains that fit."""
     row_of, firsts, vector = rows.row_of, rows.starts[:-1], vector.copy()
     numbers = np.arange(len(row_of))

@@ -20,14 +20,14 @@ from ....events.spec.policy import Policy as Limits
 from ...decide.replay import Verdict, verify
 from ...state.cluster import ClusterState
 from .. import scenario
-from ..accounting import Account, Traced
+from ..accounting import Accounting, AttributedWaf
 from ..policies import POLICIES
 from ..policies.policy import Policy
-from ..run import Ground, Outcome, Run
-from ..trace.external_event import Anything, Asked, Happening, Takes
+from ..run import Outcome, Run, RunInput
+from ..trace.external_event import AnyEvent, CostChange, ExternalEvent, OperatorRequest
 from .recorded_costs import KEPT, STEPS, RecordedCosts, detected
-from .recorded_earnings import Meter, StartState
-from .recorded_faults import Befallen, Befell
+from .recorded_earnings import LogAccounting, StartState
+from .recorded_faults import FaultReader, RecordedFaults
 
 OURS = "unicron"
 ITERATION_S = 10.0
@@ -35,11 +35,11 @@ ITERATION_S = 10.0
 SWITCHED_OFF: dict[str, Any] = {"observe": False, "allow_inject": False}
 
 
-class Played(NamedTuple):
+class RunResult(NamedTuple):
     """`earned` by task name, weighted, and `work`, the same without weights; in FLOP."""
 
     outcome: Outcome
-    earnings: Traced
+    earnings: AttributedWaf
     earned: dict[str, float]
     work: dict[str, float]
 
@@ -48,12 +48,12 @@ class Recording(NamedTuple):
     """A log, read: what it earned, and the input of a simulated run. Times are those of the log."""
 
     verdict: Verdict
-    faults: Befallen
+    faults: RecordedFaults
     measured: RecordedCosts
     start_state: StartState
     names: dict[int, str]
     specs: dict[int, JobSpec]
-    played: Played
+    played: RunResult
     end_s: float
 
     @property
@@ -61,10 +61,10 @@ class Recording(NamedTuple):
         return self.played.outcome.began_s
 
     @property
-    def happenings(self) -> list[Anything]:
+    def events(self) -> list[AnyEvent]:
         """Events within the horizon, by time; the n-th that can cause a loss is `losses[n]` of
         each run."""
-        return [one for one in self.faults.happenings
+        return [one for one in self.faults.events
                 if self.began_s < one.at_s <= self.end_s]
 
 
@@ -99,7 +99,7 @@ def read(records: Callable[[], Iterable[Record]], source: str) -> Recording:
 
     Raises UsageError if the log does not verify, or has nothing to compare.
     """
-    reader, specs, tables = Befell(), dict[int, JobSpec](), dict[int, ThroughputSet]()
+    reader, specs, tables = FaultReader(), dict[int, JobSpec](), dict[int, ThroughputSet]()
 
     def watch(state: ClusterState, record: Record) -> None:
         reader.see(state, record)
@@ -114,8 +114,8 @@ def read(records: Callable[[], Iterable[Record]], source: str) -> Recording:
                          f"unicron replay {source} --verify")
     if not specs:
         raise UsageError(f"{source}: no task was submitted in this log", "nothing to compare")
-    faults, earnings = reader.all(), Traced()
-    meter = Meter(faults, tables, earnings)
+    faults, earnings = reader.all(), AttributedWaf()
+    meter = LogAccounting(faults, tables, earnings)
     outcome = meter.measure(records())
     if meter.start_state is None:
         raise UsageError(f"{source}: no task ever trained in this log", "nothing to compare")
@@ -123,17 +123,17 @@ def read(records: Callable[[], Iterable[Record]], source: str) -> Recording:
                      _played(outcome, earnings, meter.account, reader.names), meter.state.at_s)
 
 
-def _played(outcome: Outcome, earnings: Traced, account: Account, names: dict[int, str]
-            ) -> Played:
-    return Played(outcome, earnings,
+def _played(outcome: Outcome, earnings: AttributedWaf, account: Accounting, names: dict[int, str]
+            ) -> RunResult:
+    return RunResult(outcome, earnings,
                   {names[number]: flop for number, flop in earnings.by_task.items()},
                   {names[number]: job.done_flop - job.began_flop
                    for number, job in account.jobs.items()})
 
 
-def play(recording: Recording, choice: Choice) -> Played:
+def play(recording: Recording, choice: Choice) -> RunResult:
     """Simulate the same faults and requests. Raises SpecError for a policy that cannot run."""
-    chosen, earnings = _policy(recording, choice), Traced()
+    chosen, earnings = _policy(recording, choice), AttributedWaf()
     need(not chosen.by_params or all(recording.measured.params.get(task, 0) > 0
                                      for task in recording.specs), f"--policy {choice.policy}",
          "needs model sizes, and this log does not have them all", "name another policy")
@@ -157,46 +157,46 @@ def _policy(recording: Recording, choice: Choice) -> Policy:
         known.costs, recording.began_s, _faults(recording)))
 
 
-def _faults(recording: Recording) -> list[Happening]:
-    return [one for one in recording.happenings if isinstance(one, Happening)]
+def _faults(recording: Recording) -> list[ExternalEvent]:
+    return [one for one in recording.events if isinstance(one, ExternalEvent)]
 
 
-def _setup(recording: Recording, choice: Choice, chosen: Policy) -> Ground:
+def _setup(recording: Recording, choice: Choice, chosen: Policy) -> RunInput:
     start, measured, names = recording.start_state, recording.measured, recording.names
     iterations_s = {names[task]: measured.iteration_s(task) or ITERATION_S
                     for task in recording.specs}
     longest_s = max(iterations_s.values())
     usual = replace(start.policy, **SWITCHED_OFF)
     params = {names[task]: num for task, num in measured.params.items()}
-    return Ground(
+    return RunInput(
         slots=start.slots, iteration_s=longest_s, iterations_s=iterations_s,
         tasks=tuple(_job(recording, task, choice.weights.get(names[task], weight), chosen)
                     for task, weight in start.tasks.items()),
-        happenings=[*_cost_changes(recording, choice, chosen), *(
-            changed for one in recording.happenings
+        events=[*_cost_changes(recording, choice, chosen), *(
+            changed for one in recording.events
             if (changed := _translated(recording, one, choice, chosen)) is not None)],
         horizon_s=recording.end_s - recording.began_s,
         limits=scenario.limits(chosen, choice.fields, longest_s, usual), params=params)
 
 
-def _cost_changes(recording: Recording, choice: Choice, chosen: Policy) -> list[Takes]:
+def _cost_changes(recording: Recording, choice: Choice, chosen: Policy) -> list[CostChange]:
     """The durations of steps, from each event of the log until the next."""
     if not as_measured(choice):
         return []
-    times_s = [recording.began_s, *(one.at_s for one in recording.happenings), float("inf")]
-    return [Takes(from_s - recording.began_s, recording.measured.costs_between(
+    times_s = [recording.began_s, *(one.at_s for one in recording.events), float("inf")]
+    return [CostChange(from_s - recording.began_s, recording.measured.costs_between(
         chosen.costs, from_s, to_s)) for from_s, to_s in pairwise(times_s) if to_s > from_s]
 
 
-def _translated(recording: Recording, one: Anything, choice: Choice, chosen: Policy
-                ) -> Anything | None:
+def _translated(recording: Recording, one: AnyEvent, choice: Choice, chosen: Policy
+                ) -> AnyEvent | None:
     """The event on the horizon's clock, as it would be under this choice."""
     at_s = one.at_s - recording.began_s
-    if isinstance(one, Happening):
+    if isinstance(one, ExternalEvent):
         changed = one._replace(at_s=at_s)
         return changed if as_measured(choice) else changed._replace(
             detected_in_s=-1.0, peers_detect_in_s=-1.0)
-    if not isinstance(one, Asked):
+    if not isinstance(one, OperatorRequest):
         return one._replace(at_s=at_s)
     body = one.body
     if isinstance(body, r.TaskSubmitted):
@@ -209,8 +209,8 @@ def _translated(recording: Recording, one: Anything, choice: Choice, chosen: Pol
         body = r.PolicySet(policy=scenario.limits(
             chosen, choice.fields, ITERATION_S, replace(body.policy, **SWITCHED_OFF)))
     elif isinstance(body, r.NodeUndrained) and body.node in recording.start_state.drained:
-        return Happening(at_s, body.node, "joined")
-    return Asked(at_s, body, one.task)
+        return ExternalEvent(at_s, body.node, "joined")
+    return OperatorRequest(at_s, body, one.task)
 
 
 def _job(recording: Recording, number: int, weight: float, chosen: Policy) -> JobSpec:
@@ -229,7 +229,7 @@ def _job(recording: Recording, number: int, weight: float, chosen: Policy) -> Jo
     return parse_job(given)
 
 
-def weighed(played: Played, weights: dict[str, float]) -> float:
+def reweighted_flop(played: RunResult, weights: dict[str, float]) -> float:
     """Weighted FLOP earned, as if these weights had held throughout."""
     found = played.earnings.flop
     for name, weight in weights.items():
@@ -249,7 +249,7 @@ WORDS = {"start_s": "start", "quiesce_s": "quiesce", "regroup_s": "regroup",
          "checkpoint_s": "between checkpoints", "copy_s": "between in-memory checkpoints"}
 
 
-def sentences(recording: Recording, played: Sequence[tuple[Choice, Played]]) -> list[str]:
+def sentences(recording: Recording, played: Sequence[tuple[Choice, RunResult]]) -> list[str]:
     """Sentences about the log, then about the simulated runs."""
     return [_horizon(recording), *_sizes(recording), _costs(recording), *_absent(recording),
             *(line for choice, one in played for line in _notes_of(recording, choice, one))]
@@ -310,14 +310,14 @@ def _absent(recording: Recording) -> list[str]:
     return found
 
 
-def _notes_of(recording: Recording, choice: Choice, one: Played) -> list[str]:
+def _notes_of(recording: Recording, choice: Choice, one: RunResult) -> list[str]:
     name, found = choice.words or "simulated", list[str]()
     if one.outcome.ignored:
         found.append(f"{name}: {one.outcome.ignored} events had no target: the node, process or "
                      "task was absent")
     costs, horizon_s = POLICIES[choice.policy].costs, recording.end_s - recording.began_s
     if not as_measured(choice):
-        longest_s = max([costs.until_told_s(fault.cause, 0.0) for fault in _faults(recording)
+        longest_s = max([costs.detection_s(fault.cause, 0.0) for fault in _faults(recording)
                          if fault.event == "fault"], default=0.0) + costs.start_s
         found.append(f"{name}: our reading of it, with the published or the measured costs, "
                      "whichever favour it" + (

@@ -16,7 +16,7 @@ from ...history.history import History
 from ...throughput.table import rate_at
 from ..accounting import Key
 from ..policies.policy import Costs
-from ..trace.external_event import Happening
+from ..trace.external_event import ExternalEvent
 
 STEPS = ("start_s", "quiesce_s", "regroup_s")
 KEPT = ("checkpoint_s", "copy_s")
@@ -86,7 +86,7 @@ class RecordedCosts:
             self._kept_s[name, task] = (version, at_s)
 
     # --- results --------------------------------------------------------------------------------
-    def costs(self, usual: Costs, from_s: float, faults: Iterable[Happening]) -> Costs:
+    def costs(self, usual: Costs, from_s: float, faults: Iterable[ExternalEvent]) -> Costs:
         """Medians since `from_s`, else of the whole log, else `usual`."""
         found: dict[str, Any] = {}
         for name, samples in self.samples.items():
@@ -122,7 +122,7 @@ class RecordedCosts:
         return median(times_s[size]) * rate_at(table, size) / most if most else 0.0
 
 
-def detected(faults: Iterable[Happening]) -> dict[str, list[float]]:
+def detected(faults: Iterable[ExternalEvent]) -> dict[str, list[float]]:
     """By cause: the time until each fault was reported."""
     found: dict[str, list[float]] = {}
     for one in faults:

@@ -19,16 +19,16 @@ from ...state.cluster import ClusterState, live_tasks
 from ...state.incident import FARTHER
 from ...state.task import Task
 from ...throughput.table import rate_at
-from ..accounting import Account, Earnings, Key
+from ..accounting import Accounting, Key, WafAccount
 from ..run import Outcome
-from ..task_progress import Job, Kept
-from ..trace.external_event import is_felt
+from ..task_progress import SavedState, TaskProgress
+from ..trace.external_event import causes_loss
 from .recorded_costs import RecordedCosts
-from .recorded_faults import Befallen, ProcessLoss
+from .recorded_faults import ProcessLoss, RecordedFaults
 
 
 @dataclass
-class RecordedProgress(Job):
+class RecordedProgress(TaskProgress):
     """A task of a log that reports its iterations, and the work credited for them."""
 
     anchors: list[tuple[int, float, float]] = field(default_factory=list[tuple[int, float, float]])
@@ -77,32 +77,32 @@ class StartState(NamedTuple):
     policy: r.Policy
 
 
-class Meter:
+class LogAccounting:
     """Folds a log record by record and accounts for its tasks.
 
     `tables`: the throughput by task for the whole log. The horizon starts at `begin_s`, by default
     when all tasks with slots train.
     """
 
-    def __init__(self, faults: Befallen, tables: Mapping[int, d.ThroughputSet],
-                 earnings: Earnings, begin_s: float | None = None) -> None:
+    def __init__(self, faults: RecordedFaults, tables: Mapping[int, d.ThroughputSet],
+                 earnings: WafAccount, begin_s: float | None = None) -> None:
         self._history = History()
         self.state = self._history.state
         self.measured = RecordedCosts(self._history, tables)
-        self.account = Account(self.state, earnings, self._new_progress)
+        self.account = Accounting(self.state, earnings, self._new_progress)
         self.began_s = -1.0
         self.start_state: StartState | None = None
         self.counts: Counter[str] = Counter()
         self._tables, self._begin_s = tables, begin_s
         self._losses, self._behind_s = faults.losses[::-1], faults.behind_s
-        self._marks_s = [one.at_s for one in faults.happenings if is_felt(one)][::-1]
+        self._marks_s = [one.at_s for one in faults.events if causes_loss(one)][::-1]
         self._unreported: dict[int, list[Key]] = {}
         """By the seq that reports it: processes that have ended."""
         self._jobs: dict[int, RecordedProgress] = {}
 
-    def _new_progress(self, task: Task) -> Job:
+    def _new_progress(self, task: Task) -> TaskProgress:
         job = self._jobs[task.id] = RecordedProgress(
-            task.id, self._tables[task.id], 0.0, Kept(0.0), Kept(0.0))
+            task.id, self._tables[task.id], 0.0, SavedState(0.0), SavedState(0.0))
         return job
 
     def measure(self, records: Iterable[Record], end_s: float | None = None) -> Outcome:
@@ -164,7 +164,7 @@ class Meter:
             while self._marks_s and self._marks_s[-1] <= min(next_s, until_s):
                 mark_s = self._marks_s.pop()
                 if self.began_s >= 0:
-                    self.account.earnings.befalls(mark_s)
+                    self.account.earnings.record_event(mark_s)
             if next_s > until_s:
                 return
             self._apply(self._losses.pop())

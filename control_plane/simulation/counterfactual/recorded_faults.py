@@ -15,7 +15,7 @@ from ...incidents.severity import TABLE
 from ...state.cluster import ClusterState
 from ...state.incident import Fault
 from ..accounting import Key
-from ..trace.external_event import Asked, Happening, Said
+from ..trace.external_event import ExternalEvent, NodeReport, OperatorRequest
 
 HARM_S = 10.0
 """An injected fault shows within this time."""
@@ -46,23 +46,23 @@ class SilentNode(NamedTuple):
     body: r.NodeUnreachable
 
 
-class Befallen(NamedTuple):
+class RecordedFaults(NamedTuple):
     """Times are those of the log. `num_indirect`: faults that only other processes reported.
     `behind_s`: how far each node's clock is behind the leader's, at least."""
 
     losses: list[ProcessLoss]
-    happenings: list[Happening | Asked | Said]
+    events: list[ExternalEvent | OperatorRequest | NodeReport]
     num_indirect: int
     behind_s: dict[str, float]
 
 
-class Befell:
+class FaultReader:
     """Collects faults. Pass each folded record to `see` before its decisions (replay.verify)."""
 
     def __init__(self) -> None:
         self.names: dict[int, str] = {}
         """Of tasks; a repeated name gets a number."""
-        self._events: list[Happening | Asked | Said] = []
+        self._events: list[ExternalEvent | OperatorRequest | NodeReport] = []
         self._losses: list[tuple[ProcessLoss, str]] = []
         """With the node whose clock its time is from; empty: the leader's."""
         self._behind_s: dict[str, float] = {}
@@ -91,24 +91,24 @@ class Befell:
             self._behind_s[node] = min(self._behind_s.get(node, behind_s), behind_s)
         match body:
             case r.TaskSubmitted():
-                self._events.append(Asked(
+                self._events.append(OperatorRequest(
                     record.at_s, body, self._name(record.seq, body)))
             case r.NodeJoined():
                 self._on_joined(state, record, body)
             case r.NodeLeft() if body.node in self._up:
                 del self._up[body.node]
-                self._events.append(Happening(record.at_s, body.node, "left"))
+                self._events.append(ExternalEvent(record.at_s, body.node, "left"))
             case r.NodeUnreachable():
                 self._on_unreachable(state, record, body)
             case r.NodeReachable() if body.node in self._unreachable:
                 silence = self._unreachable.pop(body.node)
-                self._events += [Said(silence.reported_s, body.node, silence.body),
-                                Said(record.at_s, body.node, body)]
+                self._events += [NodeReport(silence.reported_s, body.node, silence.body),
+                                NodeReport(record.at_s, body.node, body)]
             case r.HealthChanged() | r.DeviceErred():
-                self._events.append(Said(record.at_s, body.node, body))
+                self._events.append(NodeReport(record.at_s, body.node, body))
             case r.PolicySet():
                 if self._policy not in (None, body.policy):
-                    self._events.append(Asked(record.at_s, body))
+                    self._events.append(OperatorRequest(record.at_s, body))
                 self._policy = body.policy
             case o.InjectFault():
                 self._injected[(body.task, body.rank, body.attempt) if body.what != "node"
@@ -125,10 +125,10 @@ class Befell:
             case d.IncidentOpened():
                 self._on_incident(record, body)
             case d.TaskEnded() if body.outcome != "cancelled":
-                self._events.append(Asked(record.at_s, r.TaskCancelRequested(
+                self._events.append(OperatorRequest(record.at_s, r.TaskCancelRequested(
                     task=body.task, reason=body.outcome), self.names.get(body.task, "")))
             case _ if isinstance(body, REQUESTS):
-                self._events.append(Asked(record.at_s, body,
+                self._events.append(OperatorRequest(record.at_s, body,
                                          self.names.get(getattr(body, "task", 0), "")))
             case _:
                 pass
@@ -154,10 +154,10 @@ class Befell:
             at_s = min((fault.at_s for fault in faults), default=record.at_s)
             at_s = max(at_s, self._injected.get(name, at_s))
             self._losses.append((ProcessLoss(at_s, record.seq, name), ""))
-            self._events.append(Happening(at_s, name, "fault", LOST_CONNECTION,
+            self._events.append(ExternalEvent(at_s, name, "fault", LOST_CONNECTION,
                                          detected_in_s=record.at_s - at_s))
         self._up[name] = body.incarnation
-        self._events.append(Happening(record.at_s, name, "joined", num_slots=body.num_slots))
+        self._events.append(ExternalEvent(record.at_s, name, "joined", num_slots=body.num_slots))
 
     def _on_unreachable(self, state: ClusterState, record: Record, body: r.NodeUnreachable) -> None:
         from_s = max(record.at_s - body.silence_s, self._injected.get(body.node, 0.0))
@@ -233,29 +233,29 @@ class Befell:
         for loss, node in self._losses:
             yield loss, loss.at_s + self._behind_s.get(node, 0.0)
 
-    def _node_loss(self, silence: SilentNode) -> tuple[ProcessLoss, Happening]:
+    def _node_loss(self, silence: SilentNode) -> tuple[ProcessLoss, ExternalEvent]:
         """The loss of a node, from its first evidence."""
         name = silence.body.node
         evidence = sorted((at_s, loss.seq) for loss, at_s in self._dated()
                        if loss.key[0] in silence.tasks
                        and silence.from_s <= at_s <= silence.reported_s)
         at_s, seq = evidence[0] if evidence else (silence.from_s, 0)
-        return ProcessLoss(at_s, silence.seq, name), Happening(
+        return ProcessLoss(at_s, silence.seq, name), ExternalEvent(
             at_s, name, "fault", LOST_CONNECTION, detected_in_s=silence.reported_s - at_s,
             peers_detect_in_s=max(self._reported_s.get(seq, at_s) - at_s, 0.0) if seq else -1.0)
 
-    def all(self) -> Befallen:
+    def all(self) -> RecordedFaults:
         """Everything, when the log has been read."""
         node_losses = [self._node_loss(one) for one in (*self._lost, *self._unreachable.values())]
         events = [*self._events, *(one for _, one in node_losses)]
         for loss, node, fault, reported_s in self._faults:
             at_s = loss.at_s + self._behind_s.get(node, 0.0)
-            events.append(Happening(
+            events.append(ExternalEvent(
                 at_s, fault.node, "fault",
                 fault.status if fault.status in TABLE else OTHER_NETWORK,
                 task=self.names.get(loss.key[0], ""), rank=loss.key[1],
                 detected_in_s=max(reported_s - at_s, 0.0) if reported_s >= 0 else -1.0))
         losses = sorted([*(loss._replace(at_s=at_s) for loss, at_s in self._dated()),
                           *(loss for loss, _ in node_losses)])
-        return Befallen(losses, sorted(events, key=lambda one: one.at_s),
+        return RecordedFaults(losses, sorted(events, key=lambda one: one.at_s),
                         self._num_indirect, self._behind_s)

@@ -16,12 +16,12 @@ from msgspec.structs import replace
 from ....events.records import types as t
 from ....events.records.decisions import Allocation, PlanChosen, TaskPlaced, ThroughputSet
 from ....events.records.types import Seat, Slot
-from ...decide.decide import Decide, answer
+from ...decide.decide import Decide, decisions
 from ...placement import placement
 from ...planner import planner
-from ...planner.problem import PlanInput, Wish
-from ...planner.problem_of_state import Ground, plan_input
-from ...state.cluster import ClusterState, live_tasks, may_hold, usable_slots
+from ...planner.problem import PlanProblem, TaskDemand
+from ...planner.problem_of_state import PlanningSnapshot, planning_snapshot
+from ...state.cluster import ClusterState, allocatable_slots, can_allocate, live_tasks
 from ...state.task import Task
 from ...throughput import table
 
@@ -29,7 +29,7 @@ Seats = Mapping[int, tuple[Seat, ...]]
 """By task."""
 Allocate = Callable[[ClusterState, Mapping[int, int]], Seats]
 """The assignment of each task, given the sizes that tasks had before the first fault."""
-Due = Callable[[Wish], float]
+Due = Callable[[TaskDemand], float]
 """The value that a task's share is proportional to."""
 
 
@@ -47,7 +47,7 @@ def following(allocate: Allocate, num_spares: int = 0) -> Decide:
         sizes.update({task: len(mine) for task, mine in seats.items()})
         yield from _records(state, seats, allocated)
 
-    return lambda state, record: answer(state, record, plan)
+    return lambda state, record: decisions(state, record, plan)
 
 
 def _with_newcomers(state: ClusterState, seats: Seats, sizes: dict[int, int]) -> Seats:
@@ -57,7 +57,7 @@ def _with_newcomers(state: ClusterState, seats: Seats, sizes: dict[int, int]) ->
         if task.id in sizes or found.get(task.id):
             continue
         taken = [seat.slot for mine in found.values() for seat in mine]
-        free = [slot for slot in usable_slots(state) if slot not in taken]
+        free = [slot for slot in allocatable_slots(state) if slot not in taken]
         size = max((one for one in task.spec.slots.counts if one <= len(free)), default=0)
         if size:
             found[task.id], sizes[task.id] = _seats(task, free[:size]), size
@@ -67,31 +67,31 @@ def _with_newcomers(state: ClusterState, seats: Seats, sizes: dict[int, int]) ->
 def has_failed(state: ClusterState) -> bool:
     """Whether any fault has occurred in the cluster."""
     return bool(state.incidents) or any(
-        node.health != "healthy" or node.drained or node.slots_out
+        node.health != "healthy" or node.drained or node.slots_disabled
         for node in state.nodes.values())
 
 
 def sharing(due: Due) -> Decide:
     """A `decide` for one run: each task has its share, whatever its throughput."""
     def plan(state: ClusterState) -> Iterator[t.Body]:
-        snapshot = plan_input(state)
+        snapshot = planning_snapshot(state)
         yield from _records(
             state, _placed(state, snapshot, shared(snapshot.problem, due), snapshot.slots), {})
 
-    return lambda state, record: answer(state, record, plan)
+    return lambda state, record: decisions(state, record, plan)
 
 
-def shared(problem: PlanInput, due: Due) -> tuple[int, ...]:
+def shared(problem: PlanProblem, due: Due) -> tuple[int, ...]:
     """For each task the largest size within its share. Slots left over go, size by size, to the
     task whose next size exceeds its share least, then to the first."""
-    dues = [due(demand) for demand in problem.wishes]
+    dues = [due(demand) for demand in problem.demands]
     whole = math.fsum(dues)
     shares = [problem.num_slots * one / whole for one in dues]
     counts = [max((size for size in demand.sizes if size <= share), default=0)
-              for demand, share in zip(problem.wishes, shares, strict=True)]
+              for demand, share in zip(problem.demands, shares, strict=True)]
     while True:
         left = problem.num_slots - sum(counts)
-        more = [(size - shares[at], at, size) for at, demand in enumerate(problem.wishes)
+        more = [(size - shares[at], at, size) for at, demand in enumerate(problem.demands)
                 for size in demand.sizes if 0 < size - counts[at] <= left]
         if not more:
             return tuple(counts)
@@ -101,17 +101,18 @@ def shared(problem: PlanInput, due: Due) -> tuple[int, ...]:
 
 def _initial_plan(state: ClusterState, num_spares: int) -> Seats:
     """The planner's assignment without the last `num_spares` nodes."""
-    snapshot = plan_input(state)
+    snapshot = planning_snapshot(state)
     names = sorted({slot.node for slot in snapshot.slots})
     spare = set(names[len(names) - num_spares:] if num_spares else ())
     slots = [slot for slot in snapshot.slots if slot.node not in spare]
-    plan = planner.planned(replace(snapshot.problem, num_slots=len(slots)))
+    plan = planner.solve(replace(snapshot.problem, num_slots=len(slots)))
     return _placed(state, snapshot, plan.slots, slots)
 
 
-def _placed(state: ClusterState, snapshot: Ground, counts: tuple[int, ...], slots: Sequence[Slot]
-            ) -> Seats:
-    tasks = [state.tasks[demand.task] for demand in snapshot.problem.wishes]
+def _placed(
+    state: ClusterState, snapshot: PlanningSnapshot, counts: tuple[int, ...], slots: Sequence[Slot]
+) -> Seats:
+    tasks = [state.tasks[demand.task] for demand in snapshot.problem.demands]
     where = {name: node.labels for name, node in state.nodes.items()}
     return placement.place(tasks, counts, slots, where)
 
@@ -136,7 +137,7 @@ def _records(state: ClusterState, seats: Seats, known: dict[int, _Last]) -> Iter
                 task=task.id, slots_before=slots[0], slots=slots[1],
                 waf=task.weight * table.rate_at(task.throughput, slots[1])))
         waf += last.one.waf
-    yield PlanChosen(trigger=state.replan, num_slots=len(usable_slots(state)), waf=waf,
+    yield PlanChosen(trigger=state.replan, num_slots=len(allocatable_slots(state)), waf=waf,
                      allocations=tuple([known[task.id].one for task in tasks]), objective=0,
                      alternatives=())
     for task in tasks:
@@ -164,16 +165,16 @@ def shrunk(state: ClusterState, sizes: Mapping[int, int]) -> Seats:
 def _refilled(state: ClusterState, sizes: Mapping[int, int], *, whole: bool) -> Seats:
     tasks = live_tasks(state)
     found = {task.id: task.target for task in tasks if len(task.target) == sizes.get(task.id, 0)
-             and not any(len(state.nodes[name].usable()) < state.nodes[name].num_slots
+             and not any(len(state.nodes[name].allocatable()) < state.nodes[name].num_slots
                          for name in dict.fromkeys(seat.slot.node for seat in task.target))}
     if len(found) == len(tasks):
         return found
     changed = [task for task in tasks if task.id not in found]
-    own = {task.id: [seat.slot for seat in task.target if may_hold(state, (seat,))]
+    own = {task.id: [seat.slot for seat in task.target if can_allocate(state, (seat,))]
            for task in changed}
     taken = {seat.slot for target in found.values() for seat in target}
     taken.update(*own.values())
-    free = [slot for slot in usable_slots(state) if slot not in taken]
+    free = [slot for slot in allocatable_slots(state) if slot not in taken]
     grows = True
     while grows:  # slots that one task frees may serve another
         grows = False

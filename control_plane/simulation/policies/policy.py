@@ -32,7 +32,7 @@ class Costs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     speed: float = 1.0
     num_spares: int = 0
 
-    def until_told_s(self, cause: str, iteration_s: float) -> float:
+    def detection_s(self, cause: str, iteration_s: float) -> float:
         """From a fault of this cause until it is reported, if an iteration takes `iteration_s`."""
         return max(self.detect_s.get(cause, self.detect_other_s),
                    self.detect_iterations.get(cause, 0.0) * iteration_s)

@@ -13,7 +13,7 @@ EVENTS: dict[str, Event] = {
 AT_S_MAX = 1e12
 
 
-class Happening(NamedTuple):
+class ExternalEvent(NamedTuple):
     """An event of a node, at `at_s` of the scenario.
 
     fault: with `cause`, a row of the paper's table. repaired: the node is available again after a
@@ -36,7 +36,7 @@ class Happening(NamedTuple):
     """Time until peers of a lost node report; negative: as `detected_in_s`."""
 
 
-class Asked(NamedTuple):
+class OperatorRequest(NamedTuple):
     """An operator's request, about the task of this name; or a new policy file."""
 
     at_s: float
@@ -44,7 +44,7 @@ class Asked(NamedTuple):
     task: str = ""
 
 
-class Said(NamedTuple):
+class NodeReport(NamedTuple):
     """A report by the node, or by the leader about the node, in its current incarnation."""
 
     at_s: float
@@ -52,17 +52,17 @@ class Said(NamedTuple):
     body: Body
 
 
-class Takes(NamedTuple):
+class CostChange(NamedTuple):
     """From now on the steps of the policy have these durations."""
 
     at_s: float
     costs: Costs
 
 
-Anything = Happening | Asked | Said | Takes
+AnyEvent = ExternalEvent | OperatorRequest | NodeReport | CostChange
 
 
-def is_felt(one: Anything) -> bool:
+def causes_loss(one: AnyEvent) -> bool:
     """Whether losses may be attributed to it. The time until a repair belongs to the fault."""
-    return not isinstance(one, Takes) and not (
-        isinstance(one, Happening) and one.event in ("joined", "repaired"))
+    return not isinstance(one, CostChange) and not (
+        isinstance(one, ExternalEvent) and one.event in ("joined", "repaired"))

@@ -21,7 +21,7 @@ from ....events.records import statuses as s
 from ....events.records.statuses import LOST_CONNECTION
 from ...incidents.severity import TABLE
 from . import repair_time
-from .external_event import Happening
+from .external_event import ExternalEvent
 from .repair_time import Repair
 
 # --- published shares of causes, which a drawn trace may name instead of its own ---
@@ -208,7 +208,7 @@ def _check_shares(shares: dict[str, float] | dict[int, float], at: str) -> None:
 
 
 def draw(drawn: Drawn, nodes: Sequence[str], num_slots: int, horizon_s: float
-         ) -> list[Happening]:
+         ) -> list[ExternalEvent]:
     """All events of these nodes until the horizon, by time; a node has `num_slots` slots.
 
     Raises SpecError.
@@ -222,7 +222,7 @@ def draw(drawn: Drawn, nodes: Sequence[str], num_slots: int, horizon_s: float
 
 
 def _events(drawn: Drawn, nodes: Sequence[str], faults: Iterable[_Fault]
-            ) -> Iterator[Happening]:
+            ) -> Iterator[ExternalEvent]:
     """The faults of present nodes, and the repairs of the nodes that they take away."""
     away_until_s: dict[int, float] = {}
     num_before: dict[int, int] = {}
@@ -242,10 +242,10 @@ def _events(drawn: Drawn, nodes: Sequence[str], faults: Iterable[_Fault]
         for number, lasts_s in zip(nodes_hit, fault.lasts, strict=True):
             if away_until_s.get(number, -1.0) >= fault.at_s:
                 continue
-            yield Happening(fault.at_s, nodes[number], "fault", fault.cause)
+            yield ExternalEvent(fault.at_s, nodes[number], "fault", fault.cause)
             if TABLE[fault.cause] == "SEV1":
                 away_until_s[number] = until_s = _rounded(fault.at_s + lasts_s)
-                yield Happening(until_s, nodes[number], "repaired")
+                yield ExternalEvent(until_s, nodes[number], "repaired")
 
 
 # --- faults -------------------------------------------------------------------------------------

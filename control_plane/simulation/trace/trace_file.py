@@ -19,9 +19,9 @@ from msgspec import Struct
 
 from ....events.errors import SpecError, UsageError
 from ....events.records.statuses import LOST_CONNECTION
-from ....events.spec.validation import refused
+from ....events.spec.validation import spec_error
 from ...incidents.severity import TABLE, row_of
-from .external_event import AT_S_MAX, EVENTS, Event, Happening
+from .external_event import AT_S_MAX, EVENTS, Event, ExternalEvent
 
 HEADER = ("at_s", "node", "event", "cause")
 REPAIR = "repair_s"
@@ -37,7 +37,7 @@ class Trace(NamedTuple):
     """External events by time. `nodes`: the nodes at the start, if the file names them (churn);
     otherwise the scenario does."""
 
-    happenings: list[Happening]
+    events: list[ExternalEvent]
     nodes: tuple[str, ...] = ()
 
 
@@ -111,14 +111,14 @@ def _json(lines: Iterable[str], source: str) -> Iterator[tuple[str, Line]]:
         try:
             yield where, msgspec.json.decode(line, type=Line)
         except msgspec.ValidationError as error:
-            parsed = refused(str(error), Line, f"the keys: {', '.join((*HEADER, REPAIR))}")
+            parsed = spec_error(str(error), Line, f"the keys: {', '.join((*HEADER, REPAIR))}")
             raise UsageError(f"{where}: {parsed}", parsed.hint) from None
         except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
             raise UsageError(f"{where}: not JSON", "one object a line, with the keys "
                              f"{', '.join((*HEADER, REPAIR))}") from None
 
 
-def _events_of(line: Line, where: str) -> Iterator[Happening]:
+def _events_of(line: Line, where: str) -> Iterator[ExternalEvent]:
     for name, seconds in (("at_s", line.at_s), (REPAIR, line.repair_s)):
         if not (math.isfinite(seconds) and 0 <= seconds <= AT_S_MAX):
             raise UsageError(f"{where}: {name} is {seconds:g}",
@@ -137,9 +137,9 @@ def _events_of(line: Line, where: str) -> Iterator[Happening]:
                          f"one of {', '.join(TABLE)}")
     if kind != "fault" and line.repair_s:
         raise UsageError(f"{where}: {REPAIR} without a fault", "leave it empty")
-    yield Happening(line.at_s, line.node, kind, cause)
+    yield ExternalEvent(line.at_s, line.node, kind, cause)
     if line.repair_s:
-        yield Happening(line.at_s + line.repair_s, line.node, "repaired")
+        yield ExternalEvent(line.at_s + line.repair_s, line.node, "repaired")
 
 
 def check_name(name: str, path: str) -> None:
@@ -157,7 +157,7 @@ def _shown(words: Sequence[str]) -> str:
 # --- churn --------------------------------------------------------------------------------------
 def _churn(lines: Iterable[str], source: str) -> Trace:
     """A spot node is lost without notice; its replacement has another name."""
-    events: list[tuple[Happening, str]] = []
+    events: list[tuple[ExternalEvent, str]] = []
     for where, row in _rows(lines, source):
         words = [word.strip() for word in row]
         if len(words) != 3 or words[1] not in CHURN_EVENTS:
@@ -181,7 +181,7 @@ def _churn(lines: Iterable[str], source: str) -> Trace:
                         key=lambda one: one.at_s), tuple(begin))
 
 
-def written(happenings: Iterable[Happening]) -> Iterator[str]:
+def written(happenings: Iterable[ExternalEvent]) -> Iterator[str]:
     """The lines of an equivalent CSV file."""
     lines = StringIO()
     rows = csv.writer(lines, lineterminator="\n")

@@ -19,16 +19,16 @@ def main() -> None:
     for family in FAMILIES:
         asked = degenerate(family, num_tasks, num_gpus)
         began_s = time.perf_counter()
-        choice = planner.choose(asked)
+        choice = planner.choose_plan(asked)
         chosen_s = time.perf_counter()
-        others = explain.beaten(asked, choice.alternatives,
+        others = explain.with_distances(asked, choice.alternatives,
                                 objective_flop(asked, choice.plan.slots))
-        most = {wish.task: wish.sizes[-1] for wish in asked.wishes}
-        explain.why(asked, choice, others, explain.binding(asked, choice, most)[0])
-        planner.ideal_waf(asked.wishes, num_gpus)
+        most = {wish.task: wish.sizes[-1] for wish in asked.demands}
+        explain.why(asked, choice, others, explain.binding_constraint(asked, choice, most)[0])
+        planner.ideal_waf(asked.demands, num_gpus)
         told_s = time.perf_counter()
         pending.prices(asked, choice.plan)
-        print(f"{family:36} {sum(len(wish.sizes) for wish in asked.wishes):7} sizes  "
+        print(f"{family:36} {sum(len(wish.sizes) for wish in asked.demands):7} sizes  "
               f"choice {1000 * (chosen_s - began_s):7.1f} ms  "
               f"explained {1000 * (told_s - chosen_s):7.1f} ms  "
               f"prices {1000 * (time.perf_counter() - told_s):7.1f} ms", flush=True)

@@ -14,9 +14,9 @@ from collections.abc import Callable
 import numpy as np
 from planner_cases import SIZES, case
 from unicron.control_plane.planner import next_event, planner
-from unicron.control_plane.planner.problem import PlanInput
+from unicron.control_plane.planner.problem import PlanProblem
 from unicron.control_plane.planner.solver import dynamic_program, knapsack
-from unicron.control_plane.planner.solver.candidates import Rows
+from unicron.control_plane.planner.solver.candidates import Candidates
 
 GPUS_PER_NODE_NUM = 8
 TABLE_S_MAX = 10.0
@@ -28,26 +28,26 @@ class Late(Exception):
     """The solver's own time limit came first."""
 
 
-def unicron(asked: PlanInput, limit_s: float) -> Slots:
+def unicron(asked: PlanProblem, limit_s: float) -> Slots:
     """The bare solver. What production runs is `explained_ms`."""
-    found = knapsack.best(planner.gains(asked), asked.num_slots)
+    found = knapsack.best(planner.allowed_candidates(asked), asked.num_slots)
     assert found is not None
     return found[0]
 
 
-def plain_dp(asked: PlanInput, limit_s: float) -> Slots:
+def plain_dp(asked: PlanProblem, limit_s: float) -> Slots:
     """The paper's: every candidate at every number of slots."""
-    rows = planner.gains(asked)
+    rows = planner.allowed_candidates(asked)
     after = dynamic_program.suffixes(rows, asked.num_slots)
-    return tuple(dynamic_program.followed(rows, after, asked.num_slots))
+    return tuple(dynamic_program.backtrack(rows, after, asked.num_slots))
 
 
-def highs(asked: PlanInput, limit_s: float) -> Slots:
+def highs(asked: PlanProblem, limit_s: float) -> Slots:
     """scipy.optimize.milp, with its own defaults."""
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array, vstack
 
-    rows = planner.gains(asked)
+    rows = planner.allowed_candidates(asked)
     one_each, num = _one_each(rows)
     every = vstack([csr_array(rows.sizes[None, :].astype(float)), one_each])
     least = np.concatenate(([0.0], np.ones(rows.num)))
@@ -59,11 +59,11 @@ def highs(asked: PlanInput, limit_s: float) -> Slots:
     return _slots(rows, found.x)
 
 
-def glpk_mi(asked: PlanInput, limit_s: float) -> Slots:
+def glpk_mi(asked: PlanProblem, limit_s: float) -> Slots:
     """cvxpy with GLPK's branch and bound, as Sia's scheduler does."""
     import cvxpy as cp
 
-    rows = planner.gains(asked)
+    rows = planner.allowed_candidates(asked)
     one_each, num = _one_each(rows)
     chosen = cp.Variable(num, boolean=True)
     problem = cp.Problem(cp.Maximize(_scaled(rows) @ chosen), [
@@ -74,11 +74,11 @@ def glpk_mi(asked: PlanInput, limit_s: float) -> Slots:
     return _slots(rows, chosen.value)
 
 
-def cp_sat(asked: PlanInput, limit_s: float) -> Slots:
+def cp_sat(asked: PlanProblem, limit_s: float) -> Slots:
     """OR-tools' CP-SAT on the same integers as ours."""
     from ortools.sat.python import cp_model
 
-    rows = planner.gains(asked)
+    rows = planner.allowed_candidates(asked)
     model = cp_model.CpModel()
     chosen = [model.new_bool_var("") for _ in range(len(rows.sizes))]
     for begin, end in zip(rows.starts[:-1].tolist(), rows.starts[1:].tolist(), strict=True):
@@ -92,12 +92,12 @@ def cp_sat(asked: PlanInput, limit_s: float) -> Slots:
     return _slots(rows, np.array([solver.value(one) for one in chosen]))
 
 
-SOLVERS: dict[str, Callable[[PlanInput, float], Slots]] = {
+SOLVERS: dict[str, Callable[[PlanProblem, float], Slots]] = {
     "unicron": unicron, "plain_dp": plain_dp, "glpk_mi": glpk_mi, "highs": highs,
     "cp_sat": cp_sat}
 
 
-def _one_each(rows: Rows) -> tuple[object, int]:
+def _one_each(rows: Candidates) -> tuple[object, int]:
     """(rows x candidates: which are whose, how many candidates)."""
     from scipy.sparse import csr_array
 
@@ -105,13 +105,13 @@ def _one_each(rows: Rows) -> tuple[object, int]:
     return csr_array((np.ones(num), (rows.row_of, np.arange(num))), shape=(rows.num, num)), num
 
 
-def _scaled(rows: Rows) -> np.ndarray:
+def _scaled(rows: Candidates) -> np.ndarray:
     """Gains of a size that a solver's tolerances are made for."""
     scaled: np.ndarray = rows.gains / max(float(np.abs(rows.gains).max()), 1.0)
     return scaled
 
 
-def _slots(rows: Rows, chosen: np.ndarray) -> Slots:
+def _slots(rows: Candidates, chosen: np.ndarray) -> Slots:
     return rows.slots(np.flatnonzero(np.asarray(chosen) > 0.5))
 
 
@@ -119,7 +119,7 @@ def main() -> None:
     system, name, seed, limit_s = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
     for small in ((3, 32), (12, 1024)):  # two, as a small plan may take another way
         SOLVERS[system](case(*small, seed), limit_s)
-        planner.choose(case(*small, seed))
+        planner.choose_plan(case(*small, seed))
     asked = case(*SIZES[name], seed)
     began_s = time.perf_counter()
     try:
@@ -128,17 +128,17 @@ def main() -> None:
         print(json.dumps({"late": True}))
         return
     told = {"plan_ms": 1000 * (time.perf_counter() - began_s)}
-    rows = planner.gains(asked)
+    rows = planner.allowed_candidates(asked)
     gain, taken = rows.sums(rows.vector(slots))
     assert taken <= asked.num_slots
     assert len(slots) == rows.num
     told["objective"] = gain
     if system == "unicron":
         began_s = time.perf_counter()
-        planner.choose(asked)
+        planner.choose_plan(asked)
         told["explained_ms"] = 1000 * (time.perf_counter() - began_s)
         began_s = time.perf_counter()
-        table = next_event.foresee(asked, GPUS_PER_NODE_NUM,
+        table = next_event.plan_next_events(asked, GPUS_PER_NODE_NUM,
                                  lambda: time.perf_counter() - began_s > TABLE_S_MAX)
         if not table.num_left:
             told["table_ms"] = 1000 * (time.perf_counter() - began_s)

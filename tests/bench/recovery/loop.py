@@ -42,7 +42,7 @@ class Loop:
 
     def __init__(self, rank: int) -> None:
         torch.set_num_threads(1)
-        self.device = cpu_device.stand_in()
+        self.device = cpu_device.prepare_device()
         train = parse(json.loads(Path(os.environ[SPEC]).read_text())).train
         assert train is not None
         self.train = train

@@ -17,7 +17,7 @@ from msgspec import convert
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from unicron.events.spec.job import Train, parse
 from unicron.events.spec.model import Axes
-from unicron.events.spec.parallelism import num_places
+from unicron.events.spec.parallelism import num_positions
 from unicron.workers.training import rank
 from unicron.workers.training.model import cpu_device
 
@@ -32,20 +32,20 @@ LIMIT_S = 10.0
 def built(train: Train, axes: Axes, place: int) -> dict[str, Any]:
     """One member: its pieces, and the bytes of its parameters, gradients and optimizer."""
     # torch's own backend for such ends: collectives return at once, and nothing is sent.
-    dist.init_process_group("fake", store=FakeStore(), rank=place, world_size=num_places(axes))
+    dist.init_process_group("fake", store=FakeStore(), rank=place, world_size=num_positions(axes))
     try:
         trainee = model.build(
-            train, cpu_device.stand_in(), process_groups.build(axes, LIMIT_S), axes, place
+            train, cpu_device.prepare_device(), process_groups.build(axes, LIMIT_S), axes, place
         )
-        found = state_shards.of(trainee)
+        found = state_shards.list_shards(trainee)
         params = [param.data for _, param in trainee.named_parameters()]
         # Masters of fp32 are the parameters themselves, and no pieces of their own.
         others = [tensor for piece, tensor in found.items() if not piece.key.startswith("model.")]
-        return {"pieces": [[piece.key, piece.kind, *piece.box] for piece in found],
+        return {"pieces": [[piece.key, piece.kind, *piece.region] for piece in found],
                 "param_bytes": num_bytes(params), "gradient_bytes": num_bytes(trainee.gradients),
                 "optimizer_bytes": num_bytes(others)}
     finally:
-        process_groups.forget()
+        process_groups.clear_globals()
         dist.destroy_process_group()
 
 
@@ -58,12 +58,12 @@ def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 def main() -> None:
     """Build each place of each layout, one after the other."""
-    rank.quiet()
+    rank.ignore_warnings()
     asked = json.load(sys.stdin)
     train = parse(asked["spec"]).train
     assert train is not None
     layouts = [convert(axes, Axes) for axes in asked["layouts"]]
-    json.dump([[built(train, axes, place) for place in range(num_places(axes))]
+    json.dump([[built(train, axes, place) for place in range(num_positions(axes))]
                for axes in layouts], sys.stdout)
 
 

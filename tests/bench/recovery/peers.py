@@ -98,7 +98,7 @@ class Peer:
 
     def stop(self) -> None:
         """Every process that was started with our mark, whoever its parent is."""
-        while linux.end_marked(f"{MARK}={self._mark}".encode()):
+        while linux.kill_marked(f"{MARK}={self._mark}".encode()):
             for process in self.processes.values():
                 process.poll()
         for process in self.processes.values():

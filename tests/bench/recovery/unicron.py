@@ -12,7 +12,7 @@ from bench.recovery import watch as eyes
 from bench.recovery.job import NUM_RANKS, Parallel, spec
 from unicron.cli.cluster import local_cluster
 from unicron.cli.cluster.client import Client, Interrupted, Refused, Unable, Unreachable
-from unicron.cli.cluster.local_cluster import LocalCluster, Wanted
+from unicron.cli.cluster.local_cluster import ClusterOptions, LocalCluster
 from unicron.cli.cluster.processes import Process
 from unicron.cli.cluster.state_dir import StateDir
 
@@ -41,7 +41,7 @@ class Unicron:
         self.state.create()
         file = folder / "policy.yaml"
         file.write_text(json.dumps({"quarantine_faults": 1000} | dict(policy or {})))
-        self._local = LocalCluster(self.state, Wanted(
+        self._local = LocalCluster(self.state, ClusterOptions(
             num_agents=NUM_AGENTS, num_slots=NUM_RANKS // NUM_AGENTS,
             trace_dir=str(self.watch.folder) if traced else "", watch=watches,
             policy=str(file)))

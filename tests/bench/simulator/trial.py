@@ -22,7 +22,7 @@ def main(case: str, policy: str) -> None:
     happenings = generator.draw(told.trace.drawn, told.cluster.names, told.cluster.slots,
                             told.horizon_s)
     chosen = scenarios.policy(told, policy)
-    ground = scenarios.ground(told, chosen, happenings)
+    ground = scenarios.run_input(told, chosen, happenings)
     began_s = time.process_time()
     run = Run(ground, chosen)
     run.play()

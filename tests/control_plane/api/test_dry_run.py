@@ -15,8 +15,8 @@ from msgspec.structs import replace
 from two_tasks import carry_out, gives, two_tasks
 from unicron.cli.screens import plan as plan_screen
 from unicron.control_plane.api import dry_run
-from unicron.control_plane.api.dry_run import Change, Tried
-from unicron.control_plane.api.requests import Refusal, unchanged
+from unicron.control_plane.api.dry_run import Change, DryRunResult
+from unicron.control_plane.api.requests import Refusal, input_unchanged
 from unicron.control_plane.planner.problem_of_state import input_digest
 from unicron.control_plane.state.cluster import ClusterState, encode_state, state_hash
 from unicron.events.errors import SpecError
@@ -87,11 +87,11 @@ def test_a_dry_run_is_what_the_heart_then_decides(data: st.DataObject) -> None:
     d = data.draw(lives())
     change, told = data.draw(changes(d))
     before = state_hash(d.state)
-    tried = dry_run.attempt(encode_state(d.state), change)
+    tried = dry_run.run_dry(encode_state(d.state), change)
     assert state_hash(d.state) == before
     assert tried.input == input_digest(d.state)
     if not change.slots:
-        bodies = dry_run.bodies(encode_state(d.state), change, "") if told else []
+        bodies = dry_run.operator_requests(encode_state(d.state), change, "") if told else []
         assert bodies == told
     records: list[Record] = []
     for number, body in enumerate(told):
@@ -100,7 +100,7 @@ def test_a_dry_run_is_what_the_heart_then_decides(data: st.DataObject) -> None:
     _agree(tried, records, d.state)
 
 
-def _agree(tried: Tried, records: list[Record], state: ClusterState) -> None:
+def _agree(tried: DryRunResult, records: list[Record], state: ClusterState) -> None:
     """The outcome against what was decided."""
     plans = [record.body for record in records if isinstance(record.body, PlanChosen)]
     assert tried.planned == bool(plans)
@@ -138,7 +138,7 @@ def _agree(tried: Tried, records: list[Record], state: ClusterState) -> None:
 
 def test_the_present_plan_is_the_last_one() -> None:
     d, alpha, beta = gives()
-    found = dry_run.present(encode_state(d.state))
+    found = dry_run.explain_present_plan(encode_state(d.state))
     assert (found.tried, found.planned, found.plan) == (False, False, d.state.plan)
     assert (found.plan_seq, found.input) == (d.state.plan_seq, input_digest(d.state))
     assert [(one.task, one.slots) for one in found.tasks] == [(alpha, 3), (beta, 1)]
@@ -158,19 +158,19 @@ def test_what_is_wrong_is_refused_as_the_request_would_be() -> None:
         (Change(submit=job("alpha", 1.0, 1, [1])), "name: alpha is live, by task"),
     ]:
         with pytest.raises(Refusal) as refused:
-            dry_run.attempt(data, change)
+            dry_run.run_dry(data, change)
         assert str(refused.value).startswith(told)
     with pytest.raises(SpecError):
-        dry_run.attempt(data, Change(submit={"name": "x"}))
+        dry_run.run_dry(data, Change(submit={"name": "x"}))
     with pytest.raises(Refusal, match="slots that are not there"):
-        dry_run.bodies(data, Change(slots=2), "")
+        dry_run.operator_requests(data, Change(slots=2), "")
     with pytest.raises(Refusal, match="nothing to apply"):
-        dry_run.bodies(data, Change(), "")
+        dry_run.operator_requests(data, Change(), "")
 
 
 def test_many_slots_come_in_nodes_as_large_as_most() -> None:
     d, _, _ = two_tasks({1: 1.5e12, 2: 2.4e12})
-    tried = dry_run.attempt(encode_state(d.state), Change(slots=5, submit=job(
+    tried = dry_run.run_dry(encode_state(d.state), Change(slots=5, submit=job(
         "wide", 1.0, 1, [1] * 5)))
     assert tried.plan is not None
     assert tried.plan.num_slots == 11
@@ -184,7 +184,7 @@ def test_each_change_of_several_steps_counts_once() -> None:
     2 -> 1 -> 0 -> 2: it has what it had, and is interrupted on the way, once."""
     d, alpha, beta = two_tasks({1: 1.5e12, 2: 2.4e12})
     change = Change(without=("n1", "n2"), weights={str(beta): 100.0})
-    tried = dry_run.attempt(encode_state(d.state), change)
+    tried = dry_run.run_dry(encode_state(d.state), change)
     assert tried.num_plans == 3
     stop_s = d.state.policy.transition_s
     assert [(x.task, x.slots_before, x.slots, x.pause_s) for x in tried.tasks] == [
@@ -256,7 +256,7 @@ async def test_the_check_is_made_at_the_moment_of_the_write(site: Site) -> None:
     known = input_digest(await coordinator.settled())
     written, refused = await asyncio.gather(
         coordinator.write("other", r.TaskWeightSet(task=task, weight=9.0)),
-        coordinator.write("held", r.NodeDrained(node="n1"), check=unchanged(known)),
+        coordinator.write("held", r.NodeDrained(node="n1"), check=input_unchanged(known)),
         return_exceptions=True)
     state = await coordinator.settled()
     assert state.tasks[task].weight == 9.0
@@ -266,7 +266,7 @@ async def test_the_check_is_made_at_the_moment_of_the_write(site: Site) -> None:
     assert coordinator.answer("held") is None
     assert not state.nodes["n1"].drained
     await coordinator.write("held", r.NodeDrained(node="n1"),
-                            check=unchanged(input_digest(state)))
+                            check=input_unchanged(input_digest(state)))
     assert (await coordinator.settled()).nodes["n1"].drained
 
 

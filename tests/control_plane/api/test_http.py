@@ -13,7 +13,7 @@ from decider import Driver
 from http_site import JOB, Site, Test, real, serving
 from unicron.control_plane.api import http as api_http
 from unicron.control_plane.api import requests
-from unicron.control_plane.decide.advance import HEART
+from unicron.control_plane.decide.advance import DECIDER_VERSION
 from unicron.control_plane.planner.pending import NOT_CHOSEN
 from unicron.events.records import codec
 from unicron.events.records.reports import NodeJoined, NodeLeft, RankStarted
@@ -143,7 +143,7 @@ async def test_what_a_task_needs_is_computed_on_request_also_for_a_past_seq(site
     _, state = await site.ask("GET", "/v1/state?explain=1")
     waits = state["tasks"][1]
     assert waits["needs"].startswith("more slots"), waits
-    assert state["cluster"]["computed_by"] == HEART
+    assert state["cluster"]["computed_by"] == DECIDER_VERSION
     seq, (_, now) = state["cluster"]["seq"], await site.ask("GET", "/v1/plan")
     assert now["tasks"][1]["waits"] == f"{waits['why']}; needs {waits['needs']}"
     await site.ask("POST", f"/v1/tasks/{told['task']}/cancel", {})

@@ -17,7 +17,7 @@ from unicron.control_plane.decide.decide import affected_tasks
 from unicron.control_plane.fold.check import check
 from unicron.control_plane.fold.fold import HANDLERS
 from unicron.control_plane.simulation.policies.policy import Policy
-from unicron.control_plane.simulation.run import Ground, Run
+from unicron.control_plane.simulation.run import Run, RunInput
 from unicron.control_plane.state.cluster import ClusterState
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
@@ -100,10 +100,10 @@ def test_one_that_is_told_to_stop_is_waited_for_no_more() -> None:
 def test_no_task_is_passed_over_on_paper_either() -> None:
     """Two weeks under each policy: after a report nothing more follows for any task."""
     for stage in command.load(EXAMPLE)[1].values():
-        assert played(stage.ground, stage.policy) > 10 * PAPER_NUM
+        assert played(stage.run_input, stage.policy) > 10 * PAPER_NUM
 
 
-def played(ground: Ground, policy: Policy) -> int:
+def played(ground: RunInput, policy: Policy) -> int:
     """One policy's life, watched; the number of its records."""
     log: list[Record] = []
 
@@ -113,7 +113,7 @@ def played(ground: Ground, policy: Policy) -> int:
             state = run.engine.state
             assert check(state) == []
             for task in state.tasks.values():
-                assert next(transition.step(state, task), None) is None, record
+                assert next(transition.next_decisions(state, task), None) is None, record
 
     run = Run(ground, policy, keep)
     run.play()
@@ -130,11 +130,11 @@ def _running(state: ClusterState) -> None:
 
 
 def _silent(state: ClusterState) -> None:
-    state.silent = ["n1"]
+    state.unreachable = ["n1"]
 
 
 def _ailing(state: ClusterState) -> None:
-    state.ailing = ["n2"]
+    state.undecided = ["n2"]
 
 
 def _occupant(state: ClusterState) -> None:

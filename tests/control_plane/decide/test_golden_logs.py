@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from unicron.control_plane.decide.advance import HEART
+from unicron.control_plane.decide.advance import DECIDER_VERSION
 from unicron.control_plane.decide.replay import verify
 from unicron.control_plane.fold.check import check
 from unicron.control_plane.fold.fold import fold
@@ -55,4 +55,4 @@ def test_its_decisions_differ_and_it_is_not_corrupt() -> None:
     differ, equal = sum(verdict.differ.values()), sum(verdict.recomputed.values())
     assert equal > 0
     assert verdict.words == (f"state equal, {differ} of {equal + differ} decisions differ: written "
-                             f"by decider version 15, recomputed by version {HEART}")
+                             f"by decider version 15, recomputed by version {DECIDER_VERSION}")

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from decider import Driver, kinds
-from unicron.control_plane.decide.advance import HEART, advance
+from unicron.control_plane.decide.advance import DECIDER_VERSION, advance
 from unicron.control_plane.decide.replay import replay, verify
 from unicron.control_plane.state.cluster import decode_state, encode_state, open_orders, state_hash
 from unicron.events.records import decisions as d
@@ -29,7 +29,7 @@ def driver() -> Driver:
     it.obey([record for record in lost if record.kind == "StartRank"])
     it.progress(task)
     it.epoch = 2
-    it.tell("leader/def", r.EpochStarted(nonce="def", code="1", heart=HEART))
+    it.tell("leader/def", r.EpochStarted(nonce="def", code="1", heart=DECIDER_VERSION))
     it.progress(task)
     return it
 
@@ -135,7 +135,7 @@ def test_another_hearts_log_is_not_corrupt(driver: Driver) -> None:
     for index, record in enumerate(log):
         if isinstance(record.body, r.EpochStarted):
             log[index] = msgspec.structs.replace(
-                record, body=msgspec.structs.replace(record.body, heart=HEART + 1))
+                record, body=msgspec.structs.replace(record.body, heart=DECIDER_VERSION + 1))
         if isinstance(record.body, d.TaskPlaced):
             log[index] = msgspec.structs.replace(
                 record, body=msgspec.structs.replace(record.body, why="because"))

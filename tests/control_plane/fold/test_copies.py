@@ -13,7 +13,7 @@ from unicron.events.records import decisions
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
 from unicron.events.records import types as t
-from unicron.events.records.types import KEEPERS_NUM_MAX
+from unicron.events.records.types import STORES_NUM_MAX
 
 ONE: dict[str, Any] = {"slots": {"min": 1, "max": 1}}
 
@@ -40,7 +40,7 @@ def test_the_first_members_node_and_one_without_members_take_copies() -> None:
     task = d.running(spec(slots={"min": 1, "max": 4}))
     order = only(o.Reconfigure, d.log)[-1].body
     assert [member.node for member in order.members] == ["n1", "n1", "n2", "n2"]
-    assert order.keepers == (t.Keeper("n1", "n1:1"), t.Keeper("n3", "n3:1"))
+    assert order.keepers == (t.StoreEndpoint("n1", "n1:1"), t.StoreEndpoint("n3", "n3:1"))
     assert keepers(d, task) == ["n1", "n3"]
     at_rest(d)
 
@@ -134,7 +134,7 @@ def test_what_is_told_late_of_a_keeper_that_has_ended_is_not_believed() -> None:
     assert copies(d, task) == [("n1", 20), ("n2", 30)], "what the next one has is not meant"
     d.join("n2", incarnation=2, slots=1)
     kept(d, task, "n2", 40, start=FIRST + 1)
-    kept(d, task, "n2", 40, start=FIRST + KEEPERS_NUM_MAX - 1)
+    kept(d, task, "n2", 40, start=FIRST + STORES_NUM_MAX - 1)
     assert copies(d, task) == [("n1", 20)], "of the agent before, also if its clock was ahead"
 
 
@@ -302,11 +302,11 @@ def test_when_a_task_has_ended_its_copies_are_dropped_once() -> None:
     done = finish(d, task)
     assert the(o.DropMemoryCheckpoints, done).nodes == ("n1", "n2")
     it = task_of(d, task)
-    assert (copies(d, task), it.kept_on) == ([], ["n1", "n2"])
+    assert (copies(d, task), it.store_nodes) == ([], ["n1", "n2"])
     assert it.drop_order in d.state.orders, "the next control plane tells it again"
     at_rest(d)
     first = d.do(the(o.DropMemoryCheckpoints, done))
-    assert (it.kept_on, it.drop_order, d.state.orders) == ([], 0, {})
+    assert (it.store_nodes, it.drop_order, d.state.orders) == ([], 0, {})
     assert only(o.DropMemoryCheckpoints, first) == []
     at_rest(d)
 
@@ -324,10 +324,10 @@ def test_who_tells_of_a_copy_of_a_task_that_has_ended_is_told_to_drop_it() -> No
     again = the(o.DropMemoryCheckpoints, d.tell("n1/1", late))
     assert again.nodes == ("n1", "n2") == done.nodes
     d.tell("n2/1", lost)
-    assert it.kept_on == ["n1", "n2"], "it answers the order before, and may have the copy"
+    assert it.store_nodes == ["n1", "n2"], "it answers the order before, and may have the copy"
     d.do(again)
     late = msgspec.structs.replace(late, node="n3")
     assert the(o.DropMemoryCheckpoints, d.tell("n1/1", late)).nodes == ("n3",)
     d.join("n3", incarnation=2, slots=1)
-    assert (it.kept_on, it.drop_order, d.state.orders) == ([], 0, {}), "it went with its agent"
+    assert (it.store_nodes, it.drop_order, d.state.orders) == ([], 0, {}), "it went with its agent"
     at_rest(d)

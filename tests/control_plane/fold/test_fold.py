@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec import inspect
 from msgspec.structs import replace
 from unicron.control_plane.api.view import view
-from unicron.control_plane.decide.advance import HEART, accepts, advance
+from unicron.control_plane.decide.advance import DECIDER_VERSION, accepts, advance
 from unicron.control_plane.decide.replay import verify
 from unicron.control_plane.fold.fold import fold
 from unicron.control_plane.state.cluster import (
@@ -184,7 +184,7 @@ def test_a_new_epoch_grants_every_deadline_anew() -> None:
     lengths = {name: x.length_s for name, x in driver.state.deadlines.items()}
     assert lengths
     driver.now_s += 100
-    driver.tell("leader/def", r.EpochStarted(nonce="def", code="1", heart=HEART), epoch=2)
+    driver.tell("leader/def", r.EpochStarted(nonce="def", code="1", heart=DECIDER_VERSION), epoch=2)
     now_s = driver.state.at_s
     assert {name: x.due_s for name, x in driver.state.deadlines.items()} == {
         name: now_s + length_s for name, length_s in lengths.items()}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from decider import Driver, at_rest, failed, kinds, only, spec, task_of, the, waits_of
 from unicron.control_plane.planner import pending
-from unicron.control_plane.planner.pending import Waits
+from unicron.control_plane.planner.pending import WaitExplanation
 from unicron.events.records import decisions
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
@@ -123,7 +123,7 @@ def test_a_task_wholly_on_a_silent_node_is_not_given_up(d: Driver) -> None:
     assert kinds(d.due(f"replace/{node.name}")) == []
     d.tell("leader/abc", r.NodeReachable(node=node.name, incarnation=node.incarnation))
     assert orders(thaw(d)) == []
-    assert not task_of(d, task).ghosts
+    assert not task_of(d, task).orphans
     freeze(d)
     d.tell("leader/abc", silence)
     d.due(f"replace/{node.name}")
@@ -150,7 +150,7 @@ def test_why_a_task_waits_keeps_up_with_the_plan(d: Driver) -> None:
     d.tell("operator/back", r.NodeUndrained(node="n1"))
     assert (task_of(d, task).why, task_of(d, task).withheld) == (
         "observing", "from 0 to 2 slots, by the plan")
-    assert waits_of(d, task) == Waits(why="observing", needs="healing to be on")
+    assert waits_of(d, task) == WaitExplanation(why="observing", needs="healing to be on")
     d.tell("leader/abc", r.PolicySet(policy=policy.Policy()))
     assert task_of(d, task).why == ""
 
@@ -212,7 +212,7 @@ def test_a_task_that_trains_on_is_not_told_that_it_waits(d: Driver) -> None:
         d.tell(f"operator/un{node}", r.NodeUndrained(node=node))
     assert orders(thaw(d)) == []
     assert task_of(d, task).why == ""
-    assert pending.explained(d.state) == {}
+    assert pending.explain_waiting(d.state) == {}
 
 
 def test_a_failed_task_that_is_held_can_be_cancelled(d: Driver) -> None:

@@ -166,7 +166,7 @@ def test_a_restart_takes_what_was_lost_and_done_again(d: Driver) -> None:
         inputs = input_digest(d.state)
         d.now_s = told_s + 45.0 - 0.01
         printed(d, task, 40, 0, 8.0)
-        assert task_of(d, task).stood_s["same"][time] == pytest.approx(45.0)
+        assert task_of(d, task).downtime_s["same"][time] == pytest.approx(45.0)
         assert (input_digest(d.state) != inputs) == (time == 2), "three are a measurement"
     assert transition_cost.transition(d.state, task_of(d, task)).same_s == pytest.approx(45.0)
     assert transition_cost.transition(d.state, task_of(d, task)).stop_s == prior_s
@@ -175,7 +175,7 @@ def test_a_restart_takes_what_was_lost_and_done_again(d: Driver) -> None:
     restart(d, task)
     d.now_s = told_s + 45.0 - 0.01
     printed(d, task, 60, 0, 8.0)
-    assert task_of(d, task).stood_s["same"][3] == pytest.approx(35.0), "10 are new, 1 s each"
+    assert task_of(d, task).downtime_s["same"][3] == pytest.approx(35.0), "10 are new, 1 s each"
 
 
 def test_the_losses_follow_the_iterations_as_they_are_now(d: Driver) -> None:
@@ -215,7 +215,7 @@ def test_a_round_that_fails_before_its_first_line_is_one_transition(d: Driver) -
         restart(d, task)
     d.now_s = told_s + 90.0 - 0.01
     printed(d, task, 30, 0)
-    assert task_of(d, task).stood_s == {"same": [pytest.approx(100.0)]}
+    assert task_of(d, task).downtime_s == {"same": [pytest.approx(100.0)]}
 
 
 def test_a_task_that_waited_for_slots_has_no_transition(d: Driver) -> None:
@@ -224,14 +224,14 @@ def test_a_task_that_waited_for_slots_has_no_transition(d: Driver) -> None:
     measured(d, task)
     for node in ("n1", "n2", "n3"):
         d.obey(d.tell(f"operator/{node}", r.NodeDrained(node=node)))
-    assert (task_of(d, task).phase, task_of(d, task).standing) == ("idle", None)
+    assert (task_of(d, task).phase, task_of(d, task).transition) == ("idle", None)
     d.now_s += 1000.0
     for node in ("n1", "n2"):
         d.obey(d.tell(f"operator/un{node}", r.NodeUndrained(node=node)))
     assert task_of(d, task).phase == "training"
     restart(d, task)
     printed(d, task, 40, 0)
-    assert task_of(d, task).stood_s == {}
+    assert task_of(d, task).downtime_s == {}
 
 
 def test_fewer_slots_are_a_change_of_their_own(d: Driver) -> None:
@@ -243,7 +243,7 @@ def test_fewer_slots_are_a_change_of_their_own(d: Driver) -> None:
     assert len(task_of(d, task).target) == 2
     d.now_s = told_s + 30.0 - 0.01
     printed(d, task, 40, 0, rank=1)
-    assert task_of(d, task).stood_s == {"shrink": [pytest.approx(30.0)]}
+    assert task_of(d, task).downtime_s == {"shrink": [pytest.approx(30.0)]}
     for iteration in (50, 60, 70):
         new = printed(d, task, iteration, step_s=1.5, rank=1)
     table = the(decisions.ThroughputSet, new)

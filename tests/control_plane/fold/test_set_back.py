@@ -185,7 +185,7 @@ def test_what_it_comes_back_from_is_what_is_tried_first() -> None:
     kept(d, task, "n3", 25)
     d.tell("leader/abc", r.NodeUnreachable(node="n3", incarnation=1, silence_s=5.0))
     killed(d, task)
-    first = memory_checkpoints.sources(
+    first = memory_checkpoints.recovery_sources(
         d.state, task_of(d, task), list(task_of(d, task).ranks.values())
     )[0]
     assert (first.node, first.step_version) == ("n2", 20)

@@ -91,7 +91,7 @@ def test_what_is_told_twice_or_of_an_earlier_process_is_nothing(d: Driver) -> No
     assert list(d.state.deadlines) == [deadline(task)]
     d.obey(d.due(deadline(task)))
     assert task_of(d, task).ranks[VICTIM].attempt == 2
-    assert not task_of(d, task).ranks[VICTIM].suspended
+    assert not task_of(d, task).ranks[VICTIM].is_stopped
 
 
 def test_one_that_is_killed_meanwhile_is_a_fault_of_its_own(d: Driver) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 from decider import Driver, at_rest, failed, finish, kinds, only, spec, task_of, the, waits_of
 from unicron.control_plane.api.view import view
-from unicron.control_plane.decide.advance import HEART
+from unicron.control_plane.decide.advance import DECIDER_VERSION
 from unicron.control_plane.planner import pending
-from unicron.control_plane.planner.pending import Waits
+from unicron.control_plane.planner.pending import WaitExplanation
 from unicron.control_plane.state.cluster import open_orders
 from unicron.events.records import decisions
 from unicron.events.records import orders as o
@@ -139,7 +139,7 @@ def test_waiting_names_its_price(d: Driver) -> None:
     assert told.weight_from == pytest.approx((30.15 - 20) / 8, rel=1e-4)
     shown = view(d.state, explain=True)
     assert shown["tasks"][1]["weight_from"] == told.weight_from
-    assert shown["cluster"]["computed_by"] == HEART
+    assert shown["cluster"]["computed_by"] == DECIDER_VERSION
     below = d.tell("operator/below", r.TaskWeightSet(task=second, weight=told.weight_from * 0.999))
     assert "TaskPlaced" not in kinds(below)
     above = d.tell("operator/above", r.TaskWeightSet(task=second, weight=told.weight_from * 1.001))
@@ -153,7 +153,7 @@ def test_where_prices_would_take_too_long_the_page_says_so(
     d.running(spec(throughput={2: 20.0, 4: 30.0}))
     task = d.submit(spec(name="beta", throughput={2: 8.0}, slots={"min": 2, "max": 2}))
     monkeypatch.setattr(pending, "WORK_NUM_MAX", 0)
-    assert waits_of(d, task) == Waits(
+    assert waits_of(d, task) == WaitExplanation(
         why="the plan has better use for the slots", needs="more slots" + pending.NOT_PRICED)
 
 
@@ -176,7 +176,7 @@ def test_who_is_cancelled_while_it_waits_has_no_price_any_more(d: Driver) -> Non
     assert waits_of(d, task).cost_waf == 2.0
     d.tell("operator/cancel", r.TaskCancelRequested(task=task))
     assert task_of(d, task).outcome == "cancelled"
-    assert pending.explained(d.state) == {}
+    assert pending.explain_waiting(d.state) == {}
 
 
 def test_the_ideal_counts_every_slot_of_every_node_that_has_not_left(d: Driver) -> None:

@@ -236,7 +236,7 @@ def test_a_process_that_cannot_be_ended_is_given_up(d: Driver) -> None:
     given_up = d.due(f"stop/{task}/3/1")
     assert kinds(given_up) == ["IncidentEscalated", "PlanChosen", "TaskPlaced", "StopRank",
                                "Reconfigure"]
-    assert d.state.nodes["n2"].slots_out == [1]
+    assert d.state.nodes["n2"].slots_disabled == [1]
     assert [seat.rank for seat in task_of(d, task).target] == [0, 1, 2]
 
 
@@ -268,13 +268,13 @@ def test_one_rank_that_never_comes_back_loses_its_slot(d: Driver) -> None:
     last = d.exit(task, 2)
     assert kinds(last) == ["IncidentEscalated", "IncidentEscalated", "PlanChosen", "TaskPlaced",
                            "IncidentClosed"]
-    assert d.state.nodes["n2"].slots_out == [0]
+    assert d.state.nodes["n2"].slots_disabled == [0]
     assert the(decisions.PlanChosen, last).num_slots == 3
     why = next(x.body.why for x in last if isinstance(x.body, decisions.IncidentEscalated)
                and x.body.severity == "SEV1")
     assert why == ("rank 2 failed 4 times without 10 new iterations in between, its slot is taken "
                    "out")
-    assert d.state.nodes["n2"].out_why == {0: f"alpha, {why}"}
+    assert d.state.nodes["n2"].disabled_why == {0: f"alpha, {why}"}
 
 
 def test_faults_that_follow_a_rank_are_the_tasks_own(d: Driver) -> None:
@@ -287,8 +287,8 @@ def test_faults_that_follow_a_rank_are_the_tasks_own(d: Driver) -> None:
         for _ in range(3):
             last = d.exit(task, 1)
         if "PlanChosen" in kinds(last):
-            assert task_of(d, task).blamed == {1: first}
-            assert d.state.nodes[first.node].slots_out == [first.index]
+            assert task_of(d, task).disabled_slots == {1: first}
+            assert d.state.nodes[first.node].slots_disabled == [first.index]
     closed = the(decisions.IncidentClosed, last)
     assert closed.outcome == "failed"
     assert closed.why.startswith(
@@ -296,7 +296,7 @@ def test_faults_that_follow_a_rank_are_the_tasks_own(d: Driver) -> None:
         f"{first.node}/{first.index}: ")
     d.exit(task, 0)
     assert task_of(d, task).outcome == "failed"
-    assert not any(node.slots_out for node in d.state.nodes.values())  # it was not the slot
+    assert not any(node.slots_disabled for node in d.state.nodes.values())  # it was not the slot
 
 
 def test_progress_forgives_restarts(d: Driver) -> None:

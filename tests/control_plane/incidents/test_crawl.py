@@ -9,7 +9,7 @@ from decider import Driver, at_rest, kinds, only, task_of, the
 from hangs import VICTIM, deadline, stalled, went_on
 from slow_iterations import OTHERS, crawls, waited_for
 from unicron.control_plane.api.view import view
-from unicron.control_plane.incidents.hangs import located
+from unicron.control_plane.incidents.hangs import locate_hang
 from unicron.events.records import decisions
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
@@ -25,11 +25,11 @@ def d() -> Iterator[Driver]:
 def test_it_is_told_by_name_before_anything_is_done(d: Driver) -> None:
     task = d.running()
     waited_for(d, task)
-    assert located(d.state, task_of(d, task)) is None, "nobody has said why"
+    assert locate_hang(d.state, task_of(d, task)) is None, "nobody has said why"
     assert kinds(crawls(d, task, VICTIM, 1.6)) == []
-    hang = located(d.state, task_of(d, task))
+    hang = locate_hang(d.state, task_of(d, task))
     assert hang is not None
-    assert (hang.kind, hang.ranks, hang.is_sure) == ("slow", (VICTIM,), False)
+    assert (hang.kind, hang.ranks, hang.is_actionable) == ("slow", (VICTIM,), False)
     why = ("rank 2 on n2 works on and on in iteration 1, for 1.6 s, usual is 0.4 s; "
            "3 others wait")
     assert hang.why == why
@@ -54,7 +54,7 @@ def test_beyond_ten_times_it_starts_again_and_the_others_finish(d: Driver, last:
     d.obey(late)
     closed = the(decisions.IncidentClosed, d.progress(task))
     assert (closed.outcome, closed.iterations_lost) == ("healed", 0)
-    assert not task_of(d, task).crawls
+    assert not task_of(d, task).slow_iterations
 
 
 def test_thin_evidence_does_nothing(d: Driver) -> None:
@@ -62,15 +62,15 @@ def test_thin_evidence_does_nothing(d: Driver) -> None:
     crawls(d, task, VICTIM, 50.0)
     for rank in OTHERS[:2]:
         stalled(d, task, rank)
-    assert located(d.state, task_of(d, task)) is None, "one may still go on"
+    assert locate_hang(d.state, task_of(d, task)) is None, "one may still go on"
     stalled(d, task, 3, "own", collective=0)
-    assert located(d.state, task_of(d, task)) is None, "another stands, and does not wait"
+    assert locate_hang(d.state, task_of(d, task)) is None, "another stands, and does not wait"
     stalled(d, task, 3, iteration=2)
-    assert located(d.state, task_of(d, task)) is None, "it waits in another iteration"
+    assert locate_hang(d.state, task_of(d, task)) is None, "it waits in another iteration"
     stalled(d, task, 3)
-    assert located(d.state, task_of(d, task)) is not None
+    assert locate_hang(d.state, task_of(d, task)) is not None
     went_on(d, task, 0)
-    assert located(d.state, task_of(d, task)) is None
+    assert locate_hang(d.state, task_of(d, task)) is None
     assert not [name for name in d.state.deadlines if name.startswith("hang")]
     d.progress(task)
     assert not only(decisions.IncidentOpened, d.log)
@@ -81,7 +81,7 @@ def test_where_most_work_on_nobody_is_to_blame(d: Driver) -> None:
     for rank in (1, 2, 3):
         crawls(d, task, rank, 50.0)
     stalled(d, task, 0)
-    assert located(d.state, task_of(d, task)) is None
+    assert locate_hang(d.state, task_of(d, task)) is None
 
 
 def test_who_came_to_the_collective_since_is_not_to_blame(d: Driver) -> None:
@@ -90,8 +90,8 @@ def test_who_came_to_the_collective_since_is_not_to_blame(d: Driver) -> None:
     waited_for(d, task)
     crawls(d, task, VICTIM, 6.4)
     stalled(d, task, VICTIM)
-    assert not task_of(d, task).crawls
-    hang = located(d.state, task_of(d, task))
+    assert not task_of(d, task).slow_iterations
+    hang = locate_hang(d.state, task_of(d, task))
     assert hang is not None
     assert hang.kind == "network"
 
@@ -102,11 +102,11 @@ def test_what_is_stale_is_nothing(d: Driver) -> None:
     for wrong in ({"attempt": 7}, {"generation": 9}, {"task": 99}, {"rank": 8}, {"iteration": 3},
                   {"own_s": -1.0}, {"num_iterations": 10}):
         crawls(d, task, VICTIM, 50.0, **({"iteration": 6} | wrong))
-    assert not task_of(d, task).crawls
+    assert not task_of(d, task).slow_iterations
     crawls(d, task, VICTIM, 50.0, iteration=6)
-    assert list(task_of(d, task).crawls) == [VICTIM]
+    assert list(task_of(d, task).slow_iterations) == [VICTIM]
     d.progress(task, 3)
-    assert not task_of(d, task).crawls, "the iteration is done"
+    assert not task_of(d, task).slow_iterations, "the iteration is done"
 
 
 def test_held_it_is_told_alone_and_forgiven_when_it_ends(d: Driver) -> None:
@@ -129,4 +129,4 @@ def test_one_that_does_so_again_and_again_loses_its_slot(d: Driver) -> None:
         crawls(d, task, VICTIM, 6.4)
         d.obey(d.due(deadline(d, task)))
     assert only(decisions.IncidentEscalated, d.log)[-1].body.severity == "SEV1"
-    assert [node.slots_out for node in d.state.nodes.values()] == [[], [0]]
+    assert [node.slots_disabled for node in d.state.nodes.values()] == [[], [0]]

@@ -56,7 +56,7 @@ def test_an_error_has_the_severity_of_its_row(d: Driver, status: str, severity: 
     assert (opened.severity, opened.ranks) == (severity, (0,))
     assert opened.status == (status if status and status != "no such row" else "other software "
                              "errors")
-    assert bool(d.state.nodes["n1"].slots_out) == (severity == "SEV1")
+    assert bool(d.state.nodes["n1"].slots_disabled) == (severity == "SEV1")
     d.obey([*d.exit(task, 0, code=1), *told])
 
 
@@ -134,7 +134,7 @@ def test_an_xid_decides_what_its_rank_only_felt(d: Driver) -> None:
         "SEV1", "GPU driver errors", "n2", (rank,))
     assert opened.why.startswith("n2/0 GPU driver errors (xid-79): NVRM: Xid")
     assert opened.evidence == (xid[0].seq, told[0].seq)
-    assert d.state.nodes["n2"].slots_out == [0]
+    assert d.state.nodes["n2"].slots_disabled == [0]
     others = [x for other in task_of(d, task).ranks if other != rank
               for x in failed(d, task, other, CLOSED)]
     assert "device/n2/" not in " ".join(d.state.deadlines)
@@ -154,12 +154,12 @@ def test_an_xid_that_comes_after_its_rank_decides_too(d: Driver) -> None:
     xid = erred(d)
     more = the(decisions.IncidentEscalated, xid)
     assert (more.severity, more.status, more.ranks) == ("SEV1", "GPU driver errors", (rank,))
-    assert d.state.nodes["n2"].slots_out == [0]
+    assert d.state.nodes["n2"].slots_disabled == [0]
     assert incident(d).status == "GPU driver errors"
     d.obey([*told, *d.exit(task, rank, code=1), *xid])
     d.progress(task)
     assert t.Slot("n2", 0) not in [x.slot for x in task_of(d, task).ranks.values()]
-    assert not task_of(d, task).blamed, "the device itself said so"
+    assert not task_of(d, task).disabled_slots, "the device itself said so"
 
 
 def test_another_ranks_fault_at_the_same_time_is_none_of_it(d: Driver) -> None:
@@ -193,7 +193,7 @@ def test_a_rank_that_goes_on_leaves_its_slot_in_order(d: Driver) -> None:
     assert len(it.ranks) == 4
     assert (it.iterations_lost, it.incident, incident(d).outcome) == (0, 0, "healed")
     again = d.join("n2", incarnation=2)
-    assert d.state.nodes["n2"].slots_out == [], "repaired, says who starts the agent again"
+    assert d.state.nodes["n2"].slots_disabled == [], "repaired, says who starts the agent again"
     d.obey(again)
 
 
@@ -205,7 +205,7 @@ def test_a_rank_that_fails_on_its_way_out_is_the_same_fault(d: Driver) -> None:
     told = d.exit(task, rank)
     opened = the(decisions.IncidentOpened, told)
     assert (opened.severity, opened.status, opened.task) == ("SEV1", "GPU driver errors", task)
-    assert len(d.state.nodes["n2"].offences) == 1
+    assert len(d.state.nodes["n2"].node_faults) == 1
     d.obey(told)
 
 
@@ -213,7 +213,7 @@ def test_an_idle_slot_is_taken_out_too(d: Driver) -> None:
     four(d)
     told = alone(d, erred(d, "n3", devices=(1,)))
     assert kinds(told)[:2] == ["IncidentOpened", "IncidentClosed"]
-    assert d.state.nodes["n3"].slots_out == [1]
+    assert d.state.nodes["n3"].slots_disabled == [1]
 
 
 @pytest.mark.parametrize("status", [statuses.ILLEGAL_MEMORY_ACCESS, statuses.LINK_FLAPPING])
@@ -222,7 +222,7 @@ def test_what_is_no_sev1_is_evidence_and_nothing_else(d: Driver, status: str) ->
     for _ in range(50):
         assert kinds(erred(d, status=status, code=13, rule="xid-13")) == []
     assert not d.state.deadlines
-    assert not d.state.ailing
+    assert not d.state.undecided
     assert len(d.state.nodes["n2"].erred) == 32
     assert kinds(d.progress(task, 5)) == []
     told = d.exit(task, on(d, task, "n2"))
@@ -243,7 +243,7 @@ def test_an_error_of_nobody_knows_which_device_needs_a_second_source(d: Driver) 
     kernel = erred(d, devices=())
     told = alone(d, nvml)
     assert set(the(decisions.IncidentOpened, told).evidence) >= {nvml[0].seq, kernel[0].seq}
-    assert d.state.nodes["n2"].slots_out == [0, 1]
+    assert d.state.nodes["n2"].slots_disabled == [0, 1]
     d.obey(told)
     d.progress(task)
     assert {x.slot.node for x in task_of(d, task).ranks.values()} == {"n1", "n3"}
@@ -255,7 +255,7 @@ def test_its_rank_is_the_second_source_for_its_slot_alone(d: Driver) -> None:
     erred(d, devices=())
     told = d.exit(task, on(d, task, "n2", 1))
     assert the(decisions.IncidentOpened, told).severity == "SEV1"
-    assert d.state.nodes["n2"].slots_out == [1]
+    assert d.state.nodes["n2"].slots_disabled == [1]
     d.obey(told)
 
 
@@ -273,7 +273,7 @@ def test_the_same_twice_is_one_incident(d: Driver) -> None:
         assert kinds(more) == []
         assert more[0].seq in incident(d).evidence
     assert len(d.state.incidents) == 1
-    assert not d.state.ailing
+    assert not d.state.undecided
 
 
 # --- checks -----------------------------------------------------------------------------------
@@ -299,10 +299,10 @@ def test_a_driver_that_calls_a_device_unhealthy_is_believed(d: Driver) -> None:
     assert the(decisions.IncidentOpened, late).status == "ECC errors"
     assert incident(d).outcome == "healed"
     health(d, "n2", "healthy", devices=(0,))
-    assert d.state.nodes["n2"].slots_sick == [0], "not at once"
+    assert d.state.nodes["n2"].slots_unhealthy == [0], "not at once"
     assert d.state.deadlines["recovered/n2"].length_s == RECOVERED_S
     d.obey(d.due("recovered/n2"))
-    assert not d.state.nodes["n2"].slots_sick
+    assert not d.state.nodes["n2"].slots_unhealthy
 
 
 def test_a_check_of_the_site_that_fails_everywhere_is_the_checks_fault(d: Driver) -> None:
@@ -315,7 +315,7 @@ def test_a_check_of_the_site_that_fails_everywhere_is_the_checks_fault(d: Driver
     assert not d.state.incidents, "as drained: no task was hurt, and nobody confirms it"
     for node in ("n1", "n3"):
         assert kinds(health(d, node, "unhealthy", check="check/disk", why="exit 2")) == []
-    assert d.state.nodes["n1"].sick_why == (
+    assert d.state.nodes["n1"].unhealthy_why == (
         "not acted upon, 3 of 3 nodes say so and at most 1 is believed unconfirmed: "
         "check/disk: exit 2")
     assert kinds(d.progress(task, 3)) == []

@@ -8,7 +8,7 @@ import pytest
 from decider import Driver, at_rest, kinds, only, spec, task_of, the
 from hangs import IN, NORMAL_S, VICTIM, deadline, hung, stalled, went_on
 from unicron.control_plane.api.view import view
-from unicron.control_plane.incidents.hangs import located
+from unicron.control_plane.incidents.hangs import locate_hang
 from unicron.events.records import decisions
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
@@ -49,7 +49,7 @@ def test_one_that_is_not_told_may_still_go_on(d: Driver) -> None:
     for rank in (0, 1, VICTIM):
         stalled(d, task, rank, "own" if rank == VICTIM else IN, in_s=60.0)
     assert not d.state.deadlines
-    assert located(d.state, task_of(d, task)) is None
+    assert locate_hang(d.state, task_of(d, task)) is None
     stalled(d, task, 3, in_s=60.0)
     assert deadline(d, task) in d.state.deadlines
     d.obey(d.due(deadline(d, task)))
@@ -238,7 +238,7 @@ def test_of_a_silent_node_nobody_knows(d: Driver) -> None:
     heard = [x for x in range(4) if task_of(d, task).ranks[x].slot.node != there]
     for rank in heard:
         stalled(d, task, rank, in_s=60.0)
-    waits = located(d.state, task_of(d, task))
+    waits = locate_hang(d.state, task_of(d, task))
     assert waits is not None
     assert (waits.kind, waits.ranks) == ("silent", (2, 3)), "they wait for those not heard"
     stalled(d, task, heard[0], "own", collective=0, in_s=60.0)
@@ -350,7 +350,7 @@ def test_one_that_hangs_again_and_again_loses_its_slot(d: Driver) -> None:
         d.obey(late)
     severities = [x.body.severity for x in only(decisions.IncidentEscalated, d.log)]
     assert severities[-1] == "SEV1"
-    assert [node.slots_out for node in d.state.nodes.values()] == [[], [0]]
+    assert [node.slots_disabled for node in d.state.nodes.values()] == [[], [0]]
 
 
 def test_a_new_leader_gives_it_the_whole_time_again(d: Driver) -> None:

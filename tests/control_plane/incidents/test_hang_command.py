@@ -96,9 +96,9 @@ def test_held_it_is_told_and_a_line_takes_it_back(d: Driver) -> None:
     d.tell("operator/freeze", r.HealingFrozen(reason="look"))
     stalled(d, task)
     assert not only(o.StopRank, d.due(deadlines(d)[0]))
-    assert task_of(d, task).ranks[TELLER].overdue
+    assert task_of(d, task).ranks[TELLER].timeout_reason
     went_on(d, task)
-    assert not task_of(d, task).ranks[TELLER].overdue
+    assert not task_of(d, task).ranks[TELLER].timeout_reason
 
 
 def test_what_another_process_prints_says_nothing(d: Driver) -> None:
@@ -136,7 +136,7 @@ def test_its_budget_is_that_of_any_failure(d: Driver) -> None:
         if task_of(d, task).phase != "ended":
             printed(d, task, 10, 0)
     assert task_of(d, task).outcome == "failed"
-    assert not any(node.slots_out or node.offences for node in d.state.nodes.values()), (
+    assert not any(node.slots_disabled or node.node_faults for node in d.state.nodes.values()), (
         "who prints is not to blame")
 
 

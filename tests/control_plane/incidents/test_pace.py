@@ -9,7 +9,7 @@ import pytest
 from decider import Driver, at_rest, kinds, only, spec, task_of, the
 from stragglers import VICTIM, known, paced
 from two_tasks import carry_out, train
-from unicron.control_plane.api.dry_run import Change, attempt
+from unicron.control_plane.api.dry_run import Change, run_dry
 from unicron.control_plane.api.view import view
 from unicron.control_plane.fold.edits import PRICE_S
 from unicron.control_plane.state.cluster import encode_state
@@ -49,10 +49,10 @@ def test_what_draining_earns_is_what_a_dry_run_finds(d: Driver) -> None:
     task = d.running()
     known(d, task)
     priced = the(StragglerCostEstimated, paced(d, task, VICTIM, 2.8, iteration_s=2.9))
-    tried = attempt(encode_state(d.state), Change(without=("n2",)))
+    tried = run_dry(encode_state(d.state), Change(without=("n2",)))
     assert tried.plan is not None
     assert tried.degraded == (priced,)
-    assert attempt(encode_state(d.state), Change(without=("n1",))).degraded == ()
+    assert run_dry(encode_state(d.state), Change(without=("n1",))).degraded == ()
     now = view(d.state)["plan"]["waf"] / priced.ratios[0]
     assert priced.drain_waf == pytest.approx(tried.plan.waf - now)
     node = view(d.state)["nodes"][1]
@@ -270,7 +270,7 @@ def test_a_slot_that_makes_everything_slow_is_taken_out(d: Driver) -> None:
         d.obey(late)
         d.progress(task, 30)
     assert [x.body.severity for x in only(decisions.IncidentEscalated, d.log)] == ["SEV1"]
-    assert [node.slots_out for node in d.state.nodes.values()] == [[], [0]]
+    assert [node.slots_disabled for node in d.state.nodes.values()] == [[], [0]]
 
 
 def test_a_slot_that_is_as_usual_in_between_is_forgiven(d: Driver) -> None:
@@ -281,7 +281,7 @@ def test_a_slot_that_is_as_usual_in_between_is_forgiven(d: Driver) -> None:
         d.obey(paced(d, task, VICTIM, 4.0, iteration_s=4.1))
         d.progress(task, 30)
     assert not only(decisions.IncidentEscalated, d.log)
-    assert [node.slots_out for node in d.state.nodes.values()] == [[], []]
+    assert [node.slots_disabled for node in d.state.nodes.values()] == [[], []]
 
 
 def test_held_it_is_told_alone(d: Driver) -> None:

@@ -135,7 +135,7 @@ def test_one_fault_that_hurts_several_counts_once(d: Driver) -> None:
         for rank in [x.rank for x in task_of(d, task).ranks.values() if x.slot.node == shared]:
             told += d.exit(task, rank)
     assert len(only(decisions.IncidentOpened, d.log)) == 2
-    assert len(d.state.nodes[shared].offences) == 1
+    assert len(d.state.nodes[shared].node_faults) == 1
     d.obey(told)
 
 
@@ -168,7 +168,7 @@ def test_an_agent_that_is_lost_started_and_lost_again_counts_twice_however_soon(
     d.progress(task, 3)
     assert d.state.nodes["n1"].quarantine is None
     assert "NodeQuarantined" in kinds(lost(d, task, "n1"))
-    assert d.state.at_s - d.state.nodes["n1"].offences[0].at_s < d.state.policy.replace_after_s
+    assert d.state.at_s - d.state.nodes["n1"].node_faults[0].at_s < d.state.policy.replace_after_s
     at_rest(d)
 
 
@@ -193,7 +193,7 @@ def test_what_was_asked_for_does_not_count(d: Driver) -> None:
     told = d.tell(d.source(process.slot.node), reports.CollectiveFailed(
         task=task, rank=0, attempt=process.attempt, generation=1, iteration=1, error="closed"))
     assert the(decisions.IncidentOpened, told).severity == "SEV1"
-    assert not d.state.nodes["n2"].offences
+    assert not d.state.nodes["n2"].node_faults
     d.obey(told)
 
 
@@ -203,7 +203,7 @@ def test_a_bug_of_the_task_is_not_the_nodes(d: Driver) -> None:
     for _ in range(3):
         d.obey(d.exit(task, 2, signal=None, code=1))
         d.progress(task, 11)
-    assert not d.state.nodes["n2"].offences
+    assert not d.state.nodes["n2"].node_faults
 
 
 def test_many_nodes_that_are_silent_at_once_are_the_networks_fault() -> None:
@@ -226,7 +226,7 @@ def test_many_nodes_that_are_silent_at_once_are_the_networks_fault() -> None:
 # --- people ---------------------------------------------------------------------------------------
 def lift(d: Driver, node: str, reason: str = "a new cable") -> list[Record]:
     return d.tell(f"operator/{len(d.log)}",
-                  requests.lift(d.state, {"reason": reason}, node))
+                  requests.lift_quarantine(d.state, {"reason": reason}, node))
 
 
 def test_an_operator_lifts_it(d: Driver) -> None:
@@ -247,7 +247,7 @@ def test_an_operator_lifts_it(d: Driver) -> None:
 def test_what_cannot_be_lifted_is_refused(d: Driver, node: str, body: Any, status: int,
                                           why: str) -> None:
     with pytest.raises(Refusal) as refused:
-        requests.lift(d.state, body, node)
+        requests.lift_quarantine(d.state, body, node)
     assert refused.value.status == status
     assert why in str(refused.value)
 

@@ -30,10 +30,10 @@ def test_a_check_that_ends_on_one_node_after_the_other_takes_none_out_in_turn() 
         count = input_digest(d.state)
         assert kinds(health(d, node, "healthy", check="check/disk")) == []
         assert input_digest(d.state) == count
-    assert [bool(x.slots_sick) for x in d.state.nodes.values()] == [False, False, True]
+    assert [bool(x.slots_unhealthy) for x in d.state.nodes.values()] == [False, False, True]
     assert kinds(health(d, "n1", "unhealthy", check="check/disk")) == [], "n3 counts as yet"
     told = d.due("recovered/n3")
-    assert [bool(x.slots_sick) for x in d.state.nodes.values()] == [True, False, False]
+    assert [bool(x.slots_unhealthy) for x in d.state.nodes.values()] == [True, False, False]
     d.obey(told)
     d.progress(task)
     at_rest(d)
@@ -46,7 +46,7 @@ def test_a_driver_that_confirms_one_node_makes_room_for_another() -> None:
         health(d, node, "unhealthy", check="check/disk")
     count = input_digest(d.state)
     health(d, "n3", "unhealthy", check="gpu", status=statuses.ECC_ERRORS)
-    assert [bool(x.slots_sick) for x in d.state.nodes.values()] == [True, False, True]
+    assert [bool(x.slots_unhealthy) for x in d.state.nodes.values()] == [True, False, True]
     assert input_digest(d.state) != count
 
 
@@ -55,7 +55,7 @@ DUE = "recovered/n2"
 
 
 def sick(d: Driver) -> list[int]:
-    return d.state.nodes["n2"].slots_sick
+    return d.state.nodes["n2"].slots_unhealthy
 
 
 def test_two_checks_that_recover_one_after_the_other_wait_each_for_themselves() -> None:
@@ -115,7 +115,7 @@ def test_a_check_that_cannot_say_any_more_brings_no_slot_back() -> None:
         assert kinds(health(d, "n2", "unknown", check="check/disk")) == []
     assert sick(d) == [0, 1]
     assert DUE not in d.state.deadlines
-    assert d.state.nodes["n2"].sick_why == (
+    assert d.state.nodes["n2"].unhealthy_why == (
         "check/disk: check/disk is unhealthy; now it cannot say: check/disk is unknown")
     health(d, "n2", "unknown", check="check/other")
     assert [(x.check, x.health) for x in d.state.nodes["n2"].checks] == [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from decider import Driver, at_rest, failed, kinds, only, spec, task_of, the
 from unicron.control_plane.incidents.node_loss import suspects
 from unicron.control_plane.service.leases import Leases
-from unicron.events.log.port import Beat
+from unicron.events.log.port import Heartbeat
 from unicron.events.records import decisions
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
@@ -52,7 +52,7 @@ class Cluster(Driver):
 
     def look(self) -> list[Record]:
         self.leases.observe(
-            [Beat(node=name, incarnation=1, age_s=self.now_s - at_s)
+            [Heartbeat(node=name, incarnation=1, age_s=self.now_s - at_s)
              for name, at_s in self.last_s.items()],
             self.now_s, pause_s=LOOK_S, policy=self.state.policy)
         told = [self.tell(f"leader/{self.state.nonce}", body)
@@ -180,7 +180,7 @@ def test_who_tells_of_the_collective_too_is_heard() -> None:
     assert not only(r.NodeUnreachable, told)
     assert the(decisions.IncidentOpened, told).severity == "SEV3"
     d.progress(task)
-    assert not d.state.nodes["n1"].offences
+    assert not d.state.nodes["n1"].node_faults
     at_rest(d)
 
 

@@ -19,7 +19,7 @@ from unicron.events.records import reports as r
 from unicron.events.records.types import Labels, Seat, Slot
 from unicron.events.spec.job import parse
 from unicron.events.spec.model import Axes, Modelled
-from unicron.workers.agent.processes.launcher import Node, environment
+from unicron.workers.agent.processes.launcher import NodeConfig, environment
 
 
 def modelled(each: int) -> Modelled:
@@ -73,9 +73,9 @@ def test_all_groups_are_whole_wherever_they_can_be(case: Case) -> None:
                 room[slot.node] -= 1
         else:
             wanted += [each] * (count // each)
-            torn += tensor_groups.torn(seats[task.id], each)
+            torn += tensor_groups.num_split(seats[task.id], each)
             assert ("not on one node" in placement.why_placed(task, seats[task.id], slots, where)
-                    ) == (tensor_groups.torn(seats[task.id], each) > 0)
+                    ) == (tensor_groups.num_split(seats[task.id], each) > 0)
     assert (torn == 0) == ways(sorted(wanted, reverse=True), room)
 
 
@@ -90,7 +90,7 @@ def test_of_whole_groups_those_that_keep_most(case: Case) -> None:
     rest = count % each
     count -= rest
     room, own = of(slots), of([seat.slot for seat in task.target if seat.slot in slots])
-    if each == 1 or tensor_groups.torn(seats, each) or not count:
+    if each == 1 or tensor_groups.num_split(seats, each) or not count:
         return
     most = max(sum(min(num * each, own.get(node, 0)) for node, num in zip(room, nums, strict=True))
                for nums in itertools.product(*(range(have // each + 1) for have in room.values()))
@@ -124,7 +124,7 @@ def test_the_hard_rule_tears_a_group() -> None:
     train, command = task_at(1, []), command_at(2, [], 4)
     seats = placement.place([train, command], [4, 8], TWELVE, {})
     assert len(of([seat.slot for seat in seats[1]])) == 2
-    assert tensor_groups.torn(seats[2], 4) == 1
+    assert tensor_groups.num_split(seats[2], 4) == 1
     assert placement.why_placed(command, seats[2], TWELVE, {}).endswith(
         "; 1 of 2 tensor-parallel groups of 4 is not on one node: too few nodes have 4 together")
 
@@ -147,7 +147,7 @@ def test_new_groups_are_as_near_as_there_is_room() -> None:
                          (12, ["n1", "n2", "n3", "n4"])):
         seats = placement.place([command], [count], slots, where)[1]
         assert sorted(of([seat.slot for seat in seats])) == nodes
-        assert tensor_groups.torn(seats, 2) == 0
+        assert tensor_groups.num_split(seats, 2) == 0
 
 
 def test_ranks_beyond_the_last_group_come_last() -> None:
@@ -172,10 +172,12 @@ def test_the_command_learns_the_layout_that_the_plan_counted_on() -> None:
     begun = d.tell("operator/a", body)
     task = task_of(d, begun[0].seq)
     assert len(task.target) == 16
-    assert tensor_groups.torn(task.target, axes.tp) == 0
+    assert tensor_groups.num_split(task.target, axes.tp) == 0
     orders = [record.body for record in begun if isinstance(record.body, o.StartRank)]
     assert len(orders) == 16
-    node = Node(name="n1", incarnation=1, cluster="c", host="h", num_slots=9, state_dir=Path())
+    node = NodeConfig(
+        name="n1", incarnation=1, cluster="c", host="h", num_slots=9, state_dir=Path()
+    )
     for order in orders:
         assert order.axes == axes
         env = environment(order, node, {})

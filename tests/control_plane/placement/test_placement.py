@@ -247,7 +247,7 @@ def test_what_would_be_lost_is_named() -> None:
         "all 2 seats on n1, no state elsewhere: its loss would cost all since its start; there is "
         "no other node")
     assert placement.why_placed(task, task.target, SLOTS, {}).endswith("; no other node has room")
-    task.furthest, task.iteration = 90, 40  # 50 were lost once, and are not there to be lost
+    task.max_iteration, task.iteration = 90, 40  # 50 were lost once, and are not there to be lost
     assert placement.why_placed(task, task.target[:1], here, {}) == (
         "one seat on n1, no state elsewhere: its loss would cost the 40 iterations since its start")
     task.checkpoint = Checkpoint(generation=1, step_version=30, path="gen-1/iter-30", final=False)

@@ -10,8 +10,8 @@ from decider import Driver, at_rest, kinds, only, spec, the
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from membership_jobs import job
-from unicron.control_plane.decide.membership import order
-from unicron.control_plane.state.task import Held, Rank
+from unicron.control_plane.decide.membership import order_members
+from unicron.control_plane.state.task import HeldState, Rank
 from unicron.control_plane.throughput.training_layouts import layout_of, layout_within, speed
 from unicron.events.errors import SpecError
 from unicron.events.records import decisions
@@ -20,7 +20,13 @@ from unicron.events.records import reports as r
 from unicron.events.records.types import Slot
 from unicron.events.spec.job import JobSpec, Train
 from unicron.events.spec.model import Axes
-from unicron.events.spec.parallelism import coordinates, covers, in_words, num_places, replica
+from unicron.events.spec.parallelism import (
+    coordinates,
+    has_every_part,
+    layout_in_words,
+    num_positions,
+    replica,
+)
 
 
 def train_of(one: JobSpec) -> Train:
@@ -45,7 +51,7 @@ def test_the_layout_of_so_many_slots_is_the_fastest_that_is_permitted() -> None:
     for num in range(1, 9):
         found = layout_of(both, num)
         assert found is not None
-        assert num_places(found) == num
+        assert num_positions(found) == num
         assert speed(both, num) == max(
             speed(train_of(job({"min": 1, "max": 8}, tensor=[axes.tp], pipeline=[axes.pp],
                                optimizer="sharded")), num)
@@ -55,7 +61,7 @@ def test_the_layout_of_so_many_slots_is_the_fastest_that_is_permitted() -> None:
     assert [speed(pairs, num) > 0 for num in range(1, 5)] == [False, True, False, True]
     within = layout_within(pairs, 3)
     assert within is not None
-    assert in_words(within) == "TP 2 x DP 1"
+    assert layout_in_words(within) == "TP 2 x DP 1"
     assert layout_within(pairs, 1) is None
 
 
@@ -93,15 +99,15 @@ def test_a_spec_has_a_layout_of_a_number_of_slots_that_it_permits(
 
 def test_the_state_is_covered_as_the_optimizer_has_it() -> None:
     axes = Axes(tp=2, dp=2)  # places 0 1 are a replica, 2 3 the other
-    assert covers(axes, "whole", [0, 1])
-    assert covers(axes, "whole", [0, 3])
-    assert not covers(axes, "whole", [0, 2])
-    assert not covers(axes, "sharded", [0, 1, 3])
-    assert covers(axes, "sharded", [0, 1, 2, 3])
-    assert covers(axes, "mirrored", [0, 1])
-    assert covers(Axes(dp=3), "mirrored", [0, 1])  # 1 mirrors 0, 0 mirrors 2
-    assert not covers(Axes(dp=3), "mirrored", [0])
-    assert not covers(Axes(dp=1), "mirrored", [])
+    assert has_every_part(axes, "whole", [0, 1])
+    assert has_every_part(axes, "whole", [0, 3])
+    assert not has_every_part(axes, "whole", [0, 2])
+    assert not has_every_part(axes, "sharded", [0, 1, 3])
+    assert has_every_part(axes, "sharded", [0, 1, 2, 3])
+    assert has_every_part(axes, "mirrored", [0, 1])
+    assert has_every_part(Axes(dp=3), "mirrored", [0, 1])  # 1 mirrors 0, 0 mirrors 2
+    assert not has_every_part(Axes(dp=3), "mirrored", [0])
+    assert not has_every_part(Axes(dp=1), "mirrored", [])
 
 
 # --- places -------------------------------------------------------------------------------------
@@ -162,16 +168,16 @@ def test_any_order_seats_each_once_and_keeps_whole_replicas(
         old: Axes, new: Axes, each: int, more: int, random: Any) -> None:
     """`each` slots of a node; some survive of the old layout, `more` newcomers come."""
     ranks = [Rank(rank=number, attempt=1, slot=Slot(f"n{number // each}", number % each),
-                  held=Held(generation=3, axes=old, place=number))
-             for number in range(num_places(old))]
+                  held=HeldState(generation=3, axes=old, place=number))
+             for number in range(num_positions(old))]
     kept = [rank for rank in ranks if random.random() < 0.7]
     kept += [Rank(rank=100 + number, attempt=1, slot=Slot(f"m{number // each}", number % each))
              for number in range(more)]
-    if len(kept) < num_places(new):
+    if len(kept) < num_positions(new):
         return
-    found = order(new, kept)
+    found = order_members(new, kept)
     assert sorted(rank.rank for rank in found) == sorted(rank.rank for rank in kept)
-    assert order(new, kept[::-1]) == found, "whoever is asked first"
+    assert order_members(new, kept[::-1]) == found, "whoever is asked first"
     if (old.tp, old.pp) != (new.tp, new.pp):
         return
     whole = [dp for dp in range(old.dp)

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from unicron.control_plane.planner import pending, planner
-from unicron.control_plane.planner.pending import Bar
-from unicron.control_plane.planner.problem import PlanInput, Wish
+from unicron.control_plane.planner.pending import Blocker
+from unicron.control_plane.planner.problem import PlanProblem, TaskDemand
 from unicron.events.records import reports as r
 from unicron.events.spec.policy import Policy
 from wished import asking, wish
@@ -19,8 +19,8 @@ WEIGHT = 1e-6
 
 
 @st.composite
-def limited(draw: st.DrawFn) -> PlanInput:
-    wishes: list[Wish] = []
+def limited(draw: st.DrawFn) -> PlanProblem:
+    wishes: list[TaskDemand] = []
     num = draw(st.integers(2, 4))
     for task in range(1, num + 1):
         sizes = sorted(draw(st.sets(st.integers(1, 6), min_size=1, max_size=3)))
@@ -38,26 +38,26 @@ def limited(draw: st.DrawFn) -> PlanInput:
 
 @given(limited())
 @settings(max_examples=300, deadline=None, derandomize=True)
-def test_from_its_weight_on_a_task_runs_under_limits_too(asked: PlanInput) -> None:
+def test_from_its_weight_on_a_task_runs_under_limits_too(asked: PlanProblem) -> None:
     """And where no weight is told, the largest there is does not let it run."""
-    asked = replace(asked, wishes=tuple(replace(one, priority=0, floor=0)
-                                        for one in asked.wishes))
-    plan = planner.choose(asked).plan
+    asked = replace(asked, demands=tuple(replace(one, priority=0, floor=0)
+                                        for one in asked.demands))
+    plan = planner.choose_plan(asked).plan
     after = replace(
         asked,
-        wishes=tuple(
+        demands=tuple(
             replace(one, now=x, faulted=False)
-            for one, x in zip(asked.wishes, plan.slots, strict=True)
+            for one, x in zip(asked.demands, plan.slots, strict=True)
         ),
     )
 
     def runs(task: int, times: float) -> bool:
         wishes = tuple(replace(one, wafs=tuple(waf * times for waf in one.wafs))
-                       if one.task == task else one for one in after.wishes)
-        return planner.choose(replace(after, wishes=wishes)).plan.slots[task - 1] > 0
+                       if one.task == task else one for one in after.demands)
+        return planner.choose_plan(replace(after, demands=wishes)).plan.slots[task - 1] > 0
 
     told = pending.prices(asked, plan)
-    for one, x in zip(asked.wishes, plan.slots, strict=True):
+    for one, x in zip(asked.demands, plan.slots, strict=True):
         price = told.get(one.task)
         if price is not None and price.times < float("inf"):
             assert runs(one.task, price.times * (1 + WEIGHT))
@@ -69,20 +69,20 @@ def test_from_its_weight_on_a_task_runs_under_limits_too(asked: PlanInput) -> No
 
 @given(limited())
 @settings(max_examples=400, deadline=None, derandomize=True)
-def test_what_bars_a_task_is_what_lets_it_run_without(asked: PlanInput) -> None:
-    slots = planner.choose(asked).plan.slots
-    bars = pending.barred(asked, slots)
-    free = replace(asked, moves_max=None, quotas=(), floor=False, wishes=tuple(
-        replace(one, priority=0, floor=0) for one in asked.wishes))
+def test_what_bars_a_task_is_what_lets_it_run_without(asked: PlanProblem) -> None:
+    slots = planner.choose_plan(asked).plan.slots
+    bars = pending.blocking_constraints(asked, slots)
+    free = replace(asked, moves_max=None, quotas=(), floor=False, demands=tuple(
+        replace(one, priority=0, floor=0) for one in asked.demands))
     lifted = {"moves_max": replace(asked, moves_max=None),
               "quota": replace(asked, quotas=()),
-              "priority": replace(asked, wishes=tuple(
-                  replace(one, priority=0) for one in asked.wishes)),
-              "floors": replace(asked, floor=False, wishes=tuple(
-                  replace(one, floor=0) for one in asked.wishes))}
-    without = planner.choose(free).plan.slots
-    for one, x, run in zip(asked.wishes, slots, without, strict=True):
-        bar = bars.get(one.task, Bar())
+              "priority": replace(asked, demands=tuple(
+                  replace(one, priority=0) for one in asked.demands)),
+              "floors": replace(asked, floor=False, demands=tuple(
+                  replace(one, floor=0) for one in asked.demands))}
+    without = planner.choose_plan(free).plan.slots
+    for one, x, run in zip(asked.demands, slots, without, strict=True):
+        bar = bars.get(one.task, Blocker())
         quota = dict(asked.quotas).get(one.team, one.sizes[0])
         if x:
             assert one.task not in bars
@@ -100,7 +100,7 @@ def test_what_bars_a_task_is_what_lets_it_run_without(asked: PlanInput) -> None:
             at = lifted[kind]
             if kind == "quota" and one.team in dict(asked.quotas):  # else all of others are
                 at = replace(at, quotas=tuple(x for x in asked.quotas if x[0] != one.team))
-            other = planner.choose(at).plan.slots[one.task - 1]
+            other = planner.choose_plan(at).plan.slots[one.task - 1]
             assert other > 0, f"without {kind}"
 
 
@@ -108,21 +108,36 @@ def test_one_limit_is_named_and_what_lets_it_run() -> None:
     """t2 earns more than t1, which may not be moved; which is full; which comes first."""
     wishes = [wish(1, 2, {1: 1.0, 2: 2.0}), wish(2, 0, {2: 30.0})]
     for asked, bar in (
-            (asking(wishes, 2, moves_max=0),
-             Bar(why="held back by moves_max 0", needs="a larger moves_max")),
-            (asking([replace(wishes[0], priority=1), wishes[1]], 2),
-             Bar(why="held back by priority 0, where others have more",
-                 needs="a higher priority")),
-            (asking([replace(wishes[0], floor=1), wishes[1]], 2),
-             Bar(why="held back by the floors of others", needs="smaller floors")),
-            (asking([wishes[0], replace(wishes[1], team="a")], 2, quotas=(("a", 1),)),
-             Bar(why="the quota of team a, 1 slot", needs="a quota of 2 slots or more")),
-            (asking([replace(wishes[0], priority=1), wishes[1]], 2, moves_max=0),
-             Bar(why="held back by the limits of the plan: moves_max 0, priority 0, where others "
-                     "have more", needs="fewer limits: a larger moves_max, a higher priority"))):
-        plan = planner.choose(asked).plan
+        (
+            asking(wishes, 2, moves_max=0),
+            Blocker(why="held back by moves_max 0", needs="a larger moves_max"),
+        ),
+        (
+            asking([replace(wishes[0], priority=1), wishes[1]], 2),
+            Blocker(
+                why="held back by priority 0, where others have more", needs="a higher priority"
+            ),
+        ),
+        (
+            asking([replace(wishes[0], floor=1), wishes[1]], 2),
+            Blocker(why="held back by the floors of others", needs="smaller floors"),
+        ),
+        (
+            asking([wishes[0], replace(wishes[1], team="a")], 2, quotas=(("a", 1),)),
+            Blocker(why="the quota of team a, 1 slot", needs="a quota of 2 slots or more"),
+        ),
+        (
+            asking([replace(wishes[0], priority=1), wishes[1]], 2, moves_max=0),
+            Blocker(
+                why="held back by the limits of the plan: moves_max 0, priority 0, where others "
+                "have more",
+                needs="fewer limits: a larger moves_max, a higher priority",
+            ),
+        ),
+    ):
+        plan = planner.choose_plan(asked).plan
         assert plan.slots[1] == 0
-        assert pending.barred(asked, plan.slots) == {2: bar}
+        assert pending.blocking_constraints(asked, plan.slots) == {2: bar}
         assert 2 not in pending.prices(asked, plan), "no weight stands against it"
 
 
@@ -130,20 +145,22 @@ def test_where_its_own_priority_has_slots_a_weight_may_do() -> None:
     """t3, of priority 0, would run at the weight at which it earns more than t2 of the same."""
     wishes = [wish(1, 1, {1: 1.0}, priority=1), wish(2, 1, {1: 5.0}), wish(3, 0, {1: 4.0})]
     asked = asking(wishes, 2, gain_min=0.0)
-    plan = planner.choose(asked).plan
+    plan = planner.choose_plan(asked).plan
     assert plan.slots == (1, 1, 0)
-    assert pending.barred(asked, plan.slots)[3].needs == (
+    assert pending.blocking_constraints(asked, plan.slots)[3].needs == (
         "a higher priority (a higher weight may do)")
-    heavier = replace(asked, wishes=(*wishes[:2], wish(3, 0, {1: 400.0})))
-    assert planner.choose(heavier).plan.slots == (1, 0, 1)
+    heavier = replace(asked, demands=(*wishes[:2], wish(3, 0, {1: 400.0})))
+    assert planner.choose_plan(heavier).plan.slots == (1, 0, 1)
 
 
 def test_where_no_limit_is_the_cause_none_is_named() -> None:
     """t2 earns less than t1, and has a team whose quota t1 fills."""
     wishes = [wish(1, 2, {1: 10.0, 2: 20.0}, team="a"), wish(2, 0, {1: 1.0}, team="a")]
     asked = asking(wishes, 2, quotas=(("a", 2),), gain_min=0.0)
-    plan = planner.choose(asked).plan
-    assert pending.barred(asked, plan.slots) == {2: Bar(within="the quota of team a, 2 slots")}
+    plan = planner.choose_plan(asked).plan
+    assert pending.blocking_constraints(asked, plan.slots) == {
+        2: Blocker(within="the quota of team a, 2 slots")
+    }
     assert pending.prices(asked, plan)[2].times == pytest.approx(10.0, rel=1e-4)
 
 
@@ -163,11 +180,11 @@ def test_a_waiting_task_is_told() -> None:
 def test_beyond_the_bound_all_limits_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     wishes = [wish(1, 2, {1: 1.0, 2: 2.0}), wish(2, 0, {2: 30.0}, team="a")]
     asked = asking(wishes, 2, moves_max=0, quotas=(("a", 2),))
-    plan = planner.choose(asked).plan
-    assert pending.barred(asked, plan.slots)[2].why == "held back by moves_max 0"
+    plan = planner.choose_plan(asked).plan
+    assert pending.blocking_constraints(asked, plan.slots)[2].why == "held back by moves_max 0"
     monkeypatch.setattr(pending, "LIMITED_WORK_NUM_MAX", 0)
     monkeypatch.setattr(pending, "LIMITED_WORK_NUM_MAX", 0)
-    assert pending.barred(asked, plan.slots)[2] == Bar(
+    assert pending.blocking_constraints(asked, plan.slots)[2] == Blocker(
         why="held back by the limits of the plan: moves_max 0, the quota of team a, 2 slots",
         needs="fewer limits: a larger moves_max, a larger quota")
     assert not pending.prices(asked, plan)
@@ -175,5 +192,5 @@ def test_beyond_the_bound_all_limits_are_named(monkeypatch: pytest.MonkeyPatch) 
 
 def test_slots_that_are_kept_idle_are_no_limit() -> None:
     asked = asking([wish(1, 2, {1: 10.0, 2: 20.0}), wish(2, 0, {1: 1.0})], 3, moves_max=0)
-    assert pending.barred(asked, (2, 0), 1) == {2: Bar()}
-    assert pending.barred(asked, (2, 0))[2].why
+    assert pending.blocking_constraints(asked, (2, 0), 1) == {2: Blocker()}
+    assert pending.blocking_constraints(asked, (2, 0))[2].why

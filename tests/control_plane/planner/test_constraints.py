@@ -15,9 +15,9 @@ from msgspec.structs import replace
 from unicron.cli.screens import plan as plan_screen
 from unicron.control_plane.planner import alternative_names, constraints, explain, planner
 from unicron.control_plane.planner.objective import objective_flop
-from unicron.control_plane.planner.problem import Limits, PlanInput, Wish
+from unicron.control_plane.planner.problem import PlanLimits, PlanProblem, TaskDemand
 from unicron.control_plane.planner.solver import knapsack
-from unicron.control_plane.planner.solver.candidates import rows_of
+from unicron.control_plane.planner.solver.candidates import candidates_of
 from unicron.events.records import decisions
 from unicron.events.records import reports as r
 from unicron.events.spec.policy import Policy
@@ -48,7 +48,7 @@ def test_a_plan_gives_what_the_spec_allows(d: Driver, slots: object, begins: int
 
 
 # --- moves, quotas, priorities: held against every plan there is --------------------------------
-Case = tuple[list[list[tuple[int, int]]], int, Limits]
+Case = tuple[list[list[tuple[int, int]]], int, PlanLimits]
 
 
 @st.composite
@@ -67,7 +67,7 @@ def limited(draw: st.DrawFn) -> Case:
              for part in (order[:cut], order[cut:]) if part and draw(st.booleans())]
     several = st.lists(st.integers(0, 2), min_size=num, max_size=num).map(tuple)
     priorities = draw(st.just(()) | several)
-    return rows, draw(st.integers(0, 12)), Limits(
+    return rows, draw(st.integers(0, 12)), PlanLimits(
         now=now, healthy=tuple(draw(st.booleans()) and x > 0 for x in now),
         moves_max=draw(st.none() | st.integers(0, num)), teams=tuple(teams), priorities=priorities)
 
@@ -86,7 +86,7 @@ def the_best(case: Case) -> tuple[int, ...]:
     return max(by_priority(limits, [gain for _, gain in plan]) for plan in fits)
 
 
-def by_priority(limits: Limits, gains: list[int]) -> tuple[int, ...]:
+def by_priority(limits: PlanLimits, gains: list[int]) -> tuple[int, ...]:
     """Sums of what the rows gain, the highest priority first."""
     priorities = limits.priorities or (0,) * len(gains)
     return tuple(sum(gain for gain, own in zip(gains, priorities, strict=True) if own == one)
@@ -97,7 +97,7 @@ def by_priority(limits: Limits, gains: list[int]) -> tuple[int, ...]:
 @settings(max_examples=600, deadline=None)
 def test_the_best_of_all_that_keep_the_limits(case: Case) -> None:
     rows, capacity, limits = case
-    made = rows_of(rows)
+    made = candidates_of(rows)
     found = constraints.best(made, capacity, limits)
     assert found is not None
     slots, total = found
@@ -113,18 +113,18 @@ def test_the_best_of_all_that_keep_the_limits(case: Case) -> None:
 @settings(max_examples=100, deadline=None)
 def test_limits_that_bind_nothing_change_no_value(case: Case) -> None:
     rows, capacity, limits = case
-    none = Limits(now=limits.now, healthy=limits.healthy, moves_max=len(rows),
+    none = PlanLimits(now=limits.now, healthy=limits.healthy, moves_max=len(rows),
                   teams=((tuple(range(len(rows))), 99),), priorities=())
-    found, free = (constraints.best(rows_of(rows), capacity, none),
-                   knapsack.best(rows_of(rows), capacity))
+    found, free = (constraints.best(candidates_of(rows), capacity, none),
+                   knapsack.best(candidates_of(rows), capacity))
     assert found is not None
     assert free is not None
     assert found[1] == free[1]
 
 
 # --- what the planner makes of them --------------------------------------------------------------
-def choose(wishes: list[Wish], num_slots: int, **limits: Any) -> planner.Choice:
-    return planner.choose(asking(wishes, num_slots, **limits))
+def choose(wishes: list[TaskDemand], num_slots: int, **limits: Any) -> planner.Choice:
+    return planner.choose_plan(asking(wishes, num_slots, **limits))
 
 
 def test_no_more_healthy_tasks_move_than_may() -> None:
@@ -179,18 +179,18 @@ def test_limits_that_the_best_plans_keep_are_searched_for_by_nobody(
         monkeypatch: pytest.MonkeyPatch) -> None:
     """A search over slots and moves takes seconds where slots are 100,000."""
     wishes = [wish(1, 2, {1: 5.0, 2: 9.0, 3: 10.0}, team="red"), wish(2, 1, {1: 4.0}, faulted=True)]
-    free = PlanInput(wishes=tuple(wishes), num_slots=3, mtbf_gpu_s=7.2e6)
+    free = PlanProblem(demands=tuple(wishes), num_slots=3, mtbf_gpu_s=7.2e6)
     bound = replace(free, quotas=(("red", 3),), moves_max=1)
     monkeypatch.delattr(constraints, "best")
-    assert planner.choose(bound) == planner.choose(free)
+    assert planner.choose_plan(bound) == planner.choose_plan(free)
 
 
 def test_doing_nothing_is_a_plan_and_can_win() -> None:
     """A change that costs more than it earns is not made; where one is, the other was beaten."""
     now = [wish(1, 2, {2: 10.0, 3: 10.2}), wish(2, 2, {1: 5.0, 2: 5.1})]
-    short = planner.choose(PlanInput(wishes=tuple(now), num_slots=4, mtbf_gpu_s=4 * 20.0))
+    short = planner.choose_plan(PlanProblem(demands=tuple(now), num_slots=4, mtbf_gpu_s=4 * 20.0))
     assert short.plan.slots == (2, 2), "20 s of 0.1 more do not pay 10 s of 15.1"
-    long = planner.choose(PlanInput(wishes=tuple(now), num_slots=4, mtbf_gpu_s=4 * 1e4))
+    long = planner.choose_plan(PlanProblem(demands=tuple(now), num_slots=4, mtbf_gpu_s=4 * 1e4))
     assert long.plan.slots == (3, 1)
     assert "keep as it is" in {other.what for other in long.alternatives}
 
@@ -216,28 +216,30 @@ def test_a_priority_that_costs_something_is_told_as_that(d: Driver) -> None:
                   wish(3, 0, {1: 1e9, 2: 1.01e9}, priority=1)]
         asked, choice, others = told_with(wishes, alpha)
         assert choice.plan.slots[2] == 2
-        assert explain.binding(asked, choice, {}) == ("limits", ())
+        assert explain.binding_constraint(asked, choice, {}) == ("limits", ())
         why = explain.why(asked, choice, others, "limits")
         assert "priority: t3 (1) comes before t" in why
         assert "without priorities it would be worth" in why
         assert "gain_min" not in why
 
 
-def told_with(wishes: list[Wish], alpha: float
-              ) -> tuple[PlanInput, planner.Choice, tuple[decisions.Alternative, ...]]:
-    asked = PlanInput(wishes=tuple(wishes), num_slots=6, mtbf_gpu_s=7.2e6, gain_min=0.005,
+def told_with(wishes: list[TaskDemand], alpha: float
+              ) -> tuple[PlanProblem, planner.Choice, tuple[decisions.Alternative, ...]]:
+    asked = PlanProblem(demands=tuple(wishes), num_slots=6, mtbf_gpu_s=7.2e6, gain_min=0.005,
                       alpha=alpha)
-    choice = planner.choose(asked)
-    return asked, choice, explain.beaten(
+    choice = planner.choose_plan(asked)
+    return asked, choice, explain.with_distances(
         asked, choice.alternatives, objective_flop(asked, choice.plan.slots))
 
 
 def test_gain_min_is_named_where_a_change_earns_less_than_it_asks_for() -> None:
     wishes = [wish(1, 3, {2: 90e12, 3: 100e12}), wish(2, 1, {1: 10e12, 2: 11e12, 3: 12e12})]
-    asked = PlanInput(wishes=tuple(wishes), num_slots=5, mtbf_gpu_s=7.2e6, gain_min=0.2)
-    choice = planner.choose(asked)
+    asked = PlanProblem(demands=tuple(wishes), num_slots=5, mtbf_gpu_s=7.2e6, gain_min=0.2)
+    choice = planner.choose_plan(asked)
     assert choice.plan.slots == (3, 1)
-    others = explain.beaten(asked, choice.alternatives, objective_flop(asked, choice.plan.slots))
+    others = explain.with_distances(
+        asked, choice.alternatives, objective_flop(asked, choice.plan.slots)
+    )
     assert explain.why(asked, choice, others, "slots").endswith(
         "less: its changes earn less than gain_min asks for")
 
@@ -248,7 +250,7 @@ def test_only_the_limits_that_bind_are_named() -> None:
     for more, what in (({"moves_max": 1}, "without moves_max and priorities"),
                        ({"quotas": (("blue", 2),)}, "without quotas and priorities"), ({}, "")):
         told = [other.what for other in choose(wishes, 6, **more).alternatives]
-        assert [x for x in told if x in alternative_names.LIMITS] == [what] * bool(what)
+        assert [x for x in told if x in alternative_names.LIMITS_BY_NAME] == [what] * bool(what)
         assert plan_screen.bound_by({"bound": "limits", "num_slots": 5, "alternatives": [
             {"what": x} for x in told]}, {}) == {
                 "without moves_max and priorities": "moves_max or priorities",
@@ -257,8 +259,8 @@ def test_only_the_limits_that_bind_are_named() -> None:
 
 
 @st.composite
-def inputs(draw: st.DrawFn) -> PlanInput:
-    wishes: list[Wish] = []
+def inputs(draw: st.DrawFn) -> PlanProblem:
+    wishes: list[TaskDemand] = []
     for task in range(1, draw(st.integers(1, 4)) + 1):
         sizes = sorted(draw(st.sets(st.integers(1, 5), min_size=1, max_size=3)))
         wafs = {x: draw(st.floats(0.5, 50.0, allow_nan=False)) for x in sizes}
@@ -272,20 +274,20 @@ def inputs(draw: st.DrawFn) -> PlanInput:
                 priority=draw(st.sampled_from([0, 0, 1])),
             )
         )
-    return PlanInput(
-        wishes=tuple(wishes), num_slots=draw(st.integers(0, 10)), mtbf_gpu_s=7.2e6,
+    return PlanProblem(
+        demands=tuple(wishes), num_slots=draw(st.integers(0, 10)), mtbf_gpu_s=7.2e6,
         gain_min=draw(st.sampled_from([0.0, 0.1])), moves_max=draw(st.none() | st.integers(0, 2)),
         quotas=draw(st.just(()) | st.just((("red", 4), ("blue", 3)))))
 
 
 @given(inputs())
 @settings(max_examples=300, deadline=None)
-def test_the_choice_is_the_best_within_the_limits(asked: PlanInput) -> None:
+def test_the_choice_is_the_best_within_the_limits(asked: PlanProblem) -> None:
     """Of every plan there is."""
-    rows = planner.gains(asked)
+    rows = planner.allowed_candidates(asked)
     flat = list(zip(rows.sizes.tolist(), rows.gains.tolist(), strict=True))
     by_row = [flat[begin:end] for begin, end in itertools.pairwise(rows.starts.tolist())]
-    quotas, wishes = dict(asked.quotas), asked.wishes
+    quotas, wishes = dict(asked.quotas), asked.demands
     healthy = [one.now > 0 and not one.faulted for one in wishes]
     found: list[tuple[int, list[int], tuple[int, ...]]] = []
     for plan in itertools.product(*by_row):
@@ -305,7 +307,7 @@ def test_the_choice_is_the_best_within_the_limits(asked: PlanInput) -> None:
     else:
         most = len(wishes)
     fits = [one for one in found if one[0] <= most]
-    slots = planner.choose(asked).plan.slots
+    slots = planner.choose_plan(asked).plan.slots
     assert next(worth for _, worth, one in fits if one == slots) == max(
         worth for _, worth, _ in fits)
 

@@ -20,15 +20,15 @@ from unicron.control_plane.planner.objective import (
     objective_flop,
     transition_flop,
 )
-from unicron.control_plane.planner.problem import PlanInput, Wish, waf_of
+from unicron.control_plane.planner.problem import PlanProblem, TaskDemand, waf_of
 from unicron.control_plane.throughput.transition_cost import Transition
 from unicron.events.records import reports as r
 from unicron.events.records.decisions import Binding, PlanChosen
 
 
-def wish(name: str, now: int, wafs: dict[int, float], *, faulted: bool = False) -> Wish:
-    return Wish(task=int(name[1:]), name=name, now=now, faulted=faulted,
-                transition=Transition.alike(TRANSITION_S),
+def wish(name: str, now: int, wafs: dict[int, float], *, faulted: bool = False) -> TaskDemand:
+    return TaskDemand(task=int(name[1:]), name=name, now=now, faulted=faulted,
+                transition=Transition.uniform(TRANSITION_S),
                 sizes=tuple(wafs), wafs=tuple(wafs.values()))
 
 
@@ -39,20 +39,20 @@ def plans(d: Driver) -> list[PlanChosen]:
 @given(wishes(), st.sampled_from([0.0, 0.005, 0.3]))
 @settings(max_examples=200, deadline=None)
 def test_what_is_told_in_flop_is_what_the_planner_compared(
-        case: tuple[list[Wish], int], gain_min: float) -> None:
+        case: tuple[list[TaskDemand], int], gain_min: float) -> None:
     asked = asking(*case, gain_min=gain_min)
-    choice = planner.choose(asked)
+    choice = planner.choose_plan(asked)
     objective = objective_flop(asked, choice.plan.slots)
-    rows = planner.gains(asked)
+    rows = planner.allowed_candidates(asked)
     whole = [math.fsum([waf_of(one, x) * asked.running_s, -cost_flop(one, x),
                         -hysteresis_flop(asked, one, x)])
-             for one in asked.wishes for x in (0, *one.sizes) if x <= asked.num_slots]
+             for one in asked.demands for x in (0, *one.sizes) if x <= asked.num_slots]
     gains = rows.gains[rows.sizes <= asked.num_slots].tolist()
     # Integers on one scale: what one unit of it is comes from the largest of each.
     unit = max((abs(flop / number) for flop, number in zip(whole, gains, strict=True)
                 if abs(number) > 1 << 40), default=0.0)
     assert objective == pytest.approx(choice.plan.objective * unit, rel=1e-9,
-                                      abs=unit * 2 * len(asked.wishes)) or not unit
+                                      abs=unit * 2 * len(asked.demands)) or not unit
     for other in choice.alternatives:
         behind = objective - objective_flop(asked, [x for _, x in other.slots])
         close = 1e-9 * math.fsum(map(abs, whole)) + unit
@@ -65,13 +65,13 @@ def test_what_is_told_in_flop_is_what_the_planner_compared(
 @given(wishes(), st.sampled_from([0.0, 0.005, 0.3]))
 @settings(max_examples=200, deadline=None)
 def test_changes_of_healthy_tasks_are_paid_back_while_the_plan_holds(
-        case: tuple[list[Wish], int], gain_min: float) -> None:
+        case: tuple[list[TaskDemand], int], gain_min: float) -> None:
     """Against the best of all plans that leave them alone."""
     asked = asking(*case, gain_min=gain_min)
-    choice = planner.choose(asked)
+    choice = planner.choose_plan(asked)
     found = explain.paid_back_s(asked, choice.plan.slots)
     rows = [(0, *one.sizes) if one.faulted or one.now not in one.sizes else (one.now,)
-            for one in asked.wishes]
+            for one in asked.demands]
     steady = [slots for slots in itertools.product(*rows) if sum(slots) <= asked.num_slots]
     plan = choice.plan.slots
     if not steady or plan in steady:
@@ -80,7 +80,7 @@ def test_changes_of_healthy_tasks_are_paid_back_while_the_plan_holds(
 
     def earned(slots: tuple[int, ...]) -> float:
         return math.fsum(waf_of(one, x)
-                         for one, x in zip(asked.wishes, slots, strict=True))
+                         for one, x in zip(asked.demands, slots, strict=True))
 
     worth = {slots: objective_flop(asked, slots) for slots in steady}
     close = 1e-9 * max(map(abs, worth.values()), default=0.0)
@@ -98,11 +98,13 @@ def test_changes_of_healthy_tasks_are_paid_back_while_the_plan_holds(
     ([wish("t1", 2, {1: 3.0, 2: 5.0}), wish("t2", 0, {1: 4.0})], 2, TRANSITION_S * 5 / 2),
     ([wish("t1", 2, {1: 3.0, 2: 5.0}), wish("t2", 0, {1: 4.0})], 3, 0.0),
     ([wish("t1", 2, {1: 3.0, 2: 5.0}), wish("t2", 1, {1: 4.0})], 2, 0.0)])
-def test_when_a_change_is_paid_back(found: list[Wish], num_slots: int, back_s: float) -> None:
+def test_when_a_change_is_paid_back(found: list[TaskDemand], num_slots: int, back_s: float) -> None:
     """t1 stands and earns 5; with t2 they earn 2 more. Where there is room, or nothing else fits,
     there is nothing to pay back."""
     asked = asking(found, num_slots)
-    assert explain.paid_back_s(asked, planner.choose(asked).plan.slots) == pytest.approx(back_s)
+    assert explain.paid_back_s(asked, planner.choose_plan(asked).plan.slots) == pytest.approx(
+        back_s
+    )
 
 
 def test_who_waits_for_want_of_slots_alone_is_bound_by_them() -> None:
@@ -110,13 +112,13 @@ def test_who_waits_for_want_of_slots_alone_is_bound_by_them() -> None:
     found = [wish("t1", 2, {2: 3.0}), wish("t2", 0, {2: 3.0})]
     for alpha in (0.0, 1.0, 2.0):
         asked = replace(asking(found, 2), alpha=alpha)
-        assert explain.binding(asked, planner.choose(asked), {}) == ("slots", ())
+        assert explain.binding_constraint(asked, planner.choose_plan(asked), {}) == ("slots", ())
 
 
 def test_a_share_of_nearly_all_is_a_number_too() -> None:
     asked = asking([wish("t1", 0, {1: 1000.0}), wish("t2", 0, {1: 1.0})], 1)
-    choice = planner.choose(asked)
-    others = explain.beaten(asked, choice.alternatives,
+    choice = planner.choose_plan(asked)
+    others = explain.with_distances(asked, choice.alternatives,
                             objective_flop(asked, choice.plan.slots))
     assert explain.why(asked, choice, others, "slots") == (
         "t1 begins on 1: the runner-up is worth 100 % less")
@@ -132,12 +134,12 @@ def test_a_share_of_nearly_all_is_a_number_too() -> None:
     ([wish("t1", 2, {2: 100.0, 3: 100.4}), wish("t2", 2, {1: 50.0, 2: 50.1})], 4, 0.005,
      "slots", ()),
 ])
-def test_what_binds(found: list[Wish], num_slots: int, gain_min: float, bound: Binding,
+def test_what_binds(found: list[TaskDemand], num_slots: int, gain_min: float, bound: Binding,
                     whose: tuple[int, ...]) -> None:
     """t1 and t2 allow no more than their largest size; t3 would, and earns no more."""
     asked = asking(found, num_slots, gain_min=gain_min)
     most = {one.task: one.sizes[-1] + 4 * (one.name == "t3") for one in found}
-    assert explain.binding(asked, planner.choose(asked), most) == (bound, whose)
+    assert explain.binding_constraint(asked, planner.choose_plan(asked), most) == (bound, whose)
 
 
 @pytest.mark.parametrize(("found", "num_slots", "told"), [
@@ -162,12 +164,12 @@ def test_what_binds(found: list[Wish], num_slots: int, gain_min: float, bound: B
      "t1 gives up its 2, t2 begins on 2: the runner-up (keep as it is) is worth 90 % less"),
     ([], 4, "no task moves: there is nothing that could earn anything"),
 ])
-def test_one_sentence_says_why(found: list[Wish], num_slots: int, told: str) -> None:
+def test_one_sentence_says_why(found: list[TaskDemand], num_slots: int, told: str) -> None:
     asked = asking(found, num_slots)
-    choice = planner.choose(asked)
+    choice = planner.choose_plan(asked)
     objective = objective_flop(asked, choice.plan.slots)
-    beaten = explain.beaten(asked, choice.alternatives, objective)
-    bound, _ = explain.binding(asked, choice, {})
+    beaten = explain.with_distances(asked, choice.alternatives, objective)
+    bound, _ = explain.binding_constraint(asked, choice, {})
     assert explain.why(asked, choice, beaten, bound) == told
 
 
@@ -180,13 +182,13 @@ def test_a_share_is_told_alike_everywhere(share: float, words: str) -> None:
 
 def test_the_sentence_and_the_row_tell_the_same_share() -> None:
     """Of G, what the changes cost taken off: where a plan holds shortly that is another number."""
-    asked = PlanInput(wishes=(wish("t1", 4, {2: 4.0, 4: 9.0}, faulted=True),
+    asked = PlanProblem(demands=(wish("t1", 4, {2: 4.0, 4: 9.0}, faulted=True),
                               wish("t2", 2, {1: 3.0, 2: 4.0})), num_slots=6,
                       mtbf_gpu_s=6 * 1.5 * TRANSITION_S)
-    choice = planner.choose(asked)
+    choice = planner.choose_plan(asked)
     objective = objective_flop(asked, choice.plan.slots)
-    others = explain.beaten(asked, choice.alternatives, objective)
-    bound, _ = explain.binding(asked, choice, {})
+    others = explain.with_distances(asked, choice.alternatives, objective)
+    bound, _ = explain.binding_constraint(asked, choice, {})
     nearest = max(others, key=lambda other: other.objective)
     share = alternative_names.percent(nearest.behind_flop / objective)
     assert share != alternative_names.percent(

@@ -24,7 +24,7 @@ from unicron.control_plane.planner import (
     pending,
     planner,
 )
-from unicron.control_plane.planner.problem import PlanInput, Wish, charged_s, waf_of
+from unicron.control_plane.planner.problem import PlanProblem, TaskDemand, transition_cost_s, waf_of
 from unicron.events.records import reports as r
 from unicron.events.spec.policy import ALPHAS, Policy
 from wished import rising, slots
@@ -40,17 +40,17 @@ def d() -> Iterator[Driver]:
     at_rest(made)
 
 
-def wish(task: int, now: int, rates: dict[int, float], **more: Any) -> Wish:
+def wish(task: int, now: int, rates: dict[int, float], **more: Any) -> TaskDemand:
     """`rates`: by slots, not weighed yet."""
     weight = more.get("weight", 1.0)
     return wished.wish(task, now, {x: weight * rate for x, rate in rates.items()}, **more)
 
 
-def linear(task: int, rate: float = 1.0, **more: Any) -> Wish:
+def linear(task: int, rate: float = 1.0, **more: Any) -> TaskDemand:
     return wish(task, more.pop("now", 0), {x: rate * x for x in range(1, 9)}, **more)
 
 
-def asking(wishes: list[Wish], num_slots: int, alpha: float, **more: Any) -> PlanInput:
+def asking(wishes: list[TaskDemand], num_slots: int, alpha: float, **more: Any) -> PlanProblem:
     return wished.asking(wishes, num_slots, alpha=alpha, **more)
 
 
@@ -114,8 +114,8 @@ def test_nobody_has_nothing_where_all_fit_and_else_the_heaviest_come_first(alpha
     assert all(slots(asking(wishes, 3, alpha))[:3])
     asked = asking(wishes, 2, alpha)
     assert slots(asked) == (1, 0, 1, 0)
-    assert constraints.short(asked, (1, 0, 1, 0)) == {2: 1}
-    assert constraints.starved(asked, (1, 0, 1, 0)) == (2,)
+    assert constraints.below_floor(asked, (1, 0, 1, 0)) == {2: 1}
+    assert constraints.unserved_tasks(asked, (1, 0, 1, 0)) == (2,)
     running = asking([replace(one, now=x) for one, x in zip(wishes, (0, 1, 1, 0), strict=True)], 2,
                      alpha)
     assert slots(running) == (1, 0, 1, 0)
@@ -143,8 +143,8 @@ def test_gain_min_is_the_share_by_which_each_would_have_to_run_faster(alpha: flo
 
 # --- held against every plan there is -----------------------------------------------------------
 @st.composite
-def inputs(draw: st.DrawFn) -> PlanInput:
-    wishes: list[Wish] = []
+def inputs(draw: st.DrawFn) -> PlanProblem:
+    wishes: list[TaskDemand] = []
     for task in range(1, draw(st.integers(1, 4)) + 1):
         rates = rising(draw)
         wishes.append(wish(task, draw(st.sampled_from([0, *rates, 6])), rates,
@@ -157,21 +157,21 @@ def inputs(draw: st.DrawFn) -> PlanInput:
                   moves_max=draw(st.none() | st.integers(0, 2)))
 
 
-def by_hand(one: Wish, x: int, asked: PlanInput) -> float:
+def by_hand(one: TaskDemand, x: int, asked: PlanProblem) -> float:
     """D w U(T) - (d + gain_min D) w T(now)^(1 - alpha), by the libraries' own functions."""
     alpha, rate, had = asked.alpha, waf_of(one, x) / one.weight, waf_of(one, one.now) / one.weight
     made = 0.0 if not rate else math.log(rate) if alpha == 1 else rate**(1 - alpha) / (1 - alpha)
     held_s = (
         asked.gain_min * asked.running_s * (not one.faulted and x != one.now <= asked.num_slots)
     )
-    lost = (charged_s(one, x) + held_s) * had**(1 - alpha) if had else 0.0
+    lost = (transition_cost_s(one, x) + held_s) * had**(1 - alpha) if had else 0.0
     return one.weight * (asked.running_s * made - lost)
 
 
 @given(inputs())
 @settings(max_examples=400, deadline=None)
-def test_of_every_plan_there_is_it_is_the_fairest(asked: PlanInput) -> None:
-    wishes, least = asked.wishes, constraints.given(asked)
+def test_of_every_plan_there_is_it_is_the_fairest(asked: PlanProblem) -> None:
+    wishes, least = asked.demands, constraints.granted_floors(asked)
     priorities = sorted({one.priority for one in wishes}, reverse=True)
     found: list[tuple[int, list[float], tuple[int, ...]]] = []
     for plan in itertools.product(*[(0, *one.sizes) for one in wishes]):
@@ -201,31 +201,33 @@ def test_of_every_plan_there_is_it_is_the_fairest(asked: PlanInput) -> None:
 
 @given(st.floats(1e-12, 1e12), inputs())
 @settings(max_examples=60, deadline=None)
-def test_the_unit_of_rates_does_not_matter(unit: float, asked: PlanInput) -> None:
+def test_the_unit_of_rates_does_not_matter(unit: float, asked: PlanProblem) -> None:
     """A power of two, so that nothing is rounded otherwise."""
     times = 2.0 ** round(math.log2(unit))
-    scaled = replace(asked, wishes=tuple(
-        replace(one, wafs=tuple(times * waf for waf in one.wafs)) for one in asked.wishes))
+    scaled = replace(asked, demands=tuple(
+        replace(one, wafs=tuple(times * waf for waf in one.wafs)) for one in asked.demands))
     assert slots(scaled) == slots(asked)
 
 
 @pytest.mark.parametrize("alpha", FAIR)
 def test_large_clusters(alpha: float) -> None:
     asked = replace(case(100, 4096, 3, gain_min=0.005), alpha=alpha)
-    choice = planner.choose(asked)
+    choice = planner.choose_plan(asked)
     assert sum(choice.plan.slots) <= 4096
     if alpha >= 1:
         assert all(choice.plan.slots)
-    most = planner.choose(replace(asked, alpha=0.0)).plan
+    most = planner.choose_plan(replace(asked, alpha=0.0)).plan
     assert choice.plan.waf < most.waf
 
 
 # --- what is told -------------------------------------------------------------------------------
-def told(asked: PlanInput) -> tuple[planner.Choice, str]:
-    choice = planner.choose(asked)
-    others = explain.beaten(asked, choice.alternatives,
+def told(asked: PlanProblem) -> tuple[planner.Choice, str]:
+    choice = planner.choose_plan(asked)
+    others = explain.with_distances(asked, choice.alternatives,
                             objective.objective_flop(asked, choice.plan.slots))
-    return choice, explain.why(asked, choice, others, explain.binding(asked, choice, {})[0])
+    return choice, explain.why(
+        asked, choice, others, explain.binding_constraint(asked, choice, {})[0]
+    )
 
 
 def test_the_plan_says_by_how_much_the_runner_up_is_less_fair() -> None:
@@ -242,16 +244,18 @@ def test_the_plan_says_by_how_much_the_runner_up_is_less_fair() -> None:
 
 def test_what_fairness_costs_in_waf_is_told_when_asked_for() -> None:
     asked = asking([linear(1, 9.0), linear(2, 6.0)], 8, 1.0)
-    by_what = {x.what: x for x in explain.lifted(asked, planner.choose(asked).plan.slots)}
+    by_what = {
+        x.what: x for x in explain.without_each_limit(asked, planner.choose_plan(asked).plan.slots)
+    }
     most = by_what[alternative_names.ALPHALESS]
     assert ([x for _, x in most.slots], most.waf) == ([8, 0], 72.0)
-    assert (most.objective, most.behind_share) == (alternative_names.OTHERS_WAIT_NUM, 0.0)
+    assert (most.objective, most.behind_share) == (alternative_names.NOT_COMPARABLE_NUM, 0.0)
 
 
 def test_without_alpha_nothing_of_it_is_told() -> None:
     asked = asking([linear(1, 9.0), linear(2, 6.0)], 8, 0.0)
     choice, why = told(asked)
-    assert explain.lifted(asked, choice.plan.slots) == ()
+    assert explain.without_each_limit(asked, choice.plan.slots) == ()
     assert not any(other.behind_share for other in choice.alternatives)
     assert "alpha" not in why
 

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from planner_cases import case
 from unicron.control_plane.planner import alternative_names, constraints, explain, pending, planner
 from unicron.control_plane.planner.objective import objective_flop
-from unicron.control_plane.planner.problem import PlanInput, Wish, charged_s, waf_of
+from unicron.control_plane.planner.problem import PlanProblem, TaskDemand, transition_cost_s, waf_of
 from unicron.events.records import reports as r
 from unicron.events.spec.policy import Policy
 from wished import asking, rising, slots, wish
@@ -35,12 +35,14 @@ def test_a_floor_is_kept_and_what_it_costs_is_told() -> None:
     wishes = [wish(1, 0, {1: 9.0, 2: 18.0, 3: 27.0}), wish(2, 0, {1: 1.0, 2: 2.0})]
     assert slots(asking(wishes, 3)) == (3, 0)
     asked = asking([wishes[0], replace(wishes[1], floor=2)], 3)
-    choice = planner.choose(asked)
+    choice = planner.choose_plan(asked)
     assert choice.plan.slots == (1, 2)
     told = {other.what: other for other in choice.alternatives}
     assert [x for _, x in told[alternative_names.FLOORLESS].slots] == [3, 0]
-    assert explain.binding(asked, choice, {}) == ("floor", (2,))
-    others = explain.beaten(asked, choice.alternatives, objective_flop(asked, choice.plan.slots))
+    assert explain.binding_constraint(asked, choice, {}) == ("floor", (2,))
+    others = explain.with_distances(
+        asked, choice.alternatives, objective_flop(asked, choice.plan.slots)
+    )
     assert "without floors it would be worth" in explain.why(asked, choice, others, "floor")
 
 
@@ -54,9 +56,9 @@ def test_by_policy_each_has_the_least_with_which_it_earns_anything() -> None:
 
 def test_a_floor_that_costs_nothing_is_not_told() -> None:
     asked = asking([wish(1, 0, {1: 9.0}, floor=1), wish(2, 0, {1: 5.0}, floor=1)], 4, floor=True)
-    choice = planner.choose(asked)
+    choice = planner.choose_plan(asked)
     assert alternative_names.FLOORLESS not in [other.what for other in choice.alternatives]
-    assert explain.binding(asked, choice, {})[0] == "nothing"
+    assert explain.binding_constraint(asked, choice, {})[0] == "nothing"
 
 
 @pytest.mark.parametrize(("num_slots", "given_"), [
@@ -68,25 +70,25 @@ def test_where_not_all_fit_priority_then_weight_then_age_decide(
     wishes = [wish(1, 0, {2: 5.0}, floor=2), wish(2, 0, {3: 5.0}, floor=3, weight=2.0),
               wish(3, 0, {4: 1.0}, floor=4, priority=1), wish(4, 0, {1: 0.0}, floor=1)]
     asked = asking(wishes, num_slots)
-    assert constraints.given(asked) == given_
+    assert constraints.granted_floors(asked) == given_
     assert all(x >= floor for x, floor in zip(slots(asked), given_, strict=True))
 
 
 def test_who_has_no_room_for_its_own_floor_has_the_least_of_all() -> None:
     wishes = [wish(1, 0, {1: 1.0, 4: 4.0}, floor=4), wish(2, 0, {1: 9.0, 3: 27.0}, floor=2)]
     asked = asking(wishes, 4, floor=True)
-    assert constraints.given(asked) == (4, 0)
-    asked = replace(asked, wishes=(wishes[0], replace(wishes[1], priority=1)))
-    assert constraints.given(asked) == (1, 3)
-    assert constraints.short(asked, (1, 3)) == {1: 4}
+    assert constraints.granted_floors(asked) == (4, 0)
+    asked = replace(asked, demands=(wishes[0], replace(wishes[1], priority=1)))
+    assert constraints.granted_floors(asked) == (1, 3)
+    assert constraints.below_floor(asked, (1, 3)) == {1: 4}
 
 
 def test_a_quota_comes_before_floors() -> None:
     wishes = [wish(task, 0, {2: 5.0, 4: 9.0}, floor=2, team="red") for task in (1, 2)]
     asked = asking([*wishes, wish(3, 0, {1: 1.0, 2: 2.0}, floor=2)], 8, quotas=(("red", 3),))
-    assert constraints.given(asked) == (2, 0, 2)
+    assert constraints.granted_floors(asked) == (2, 0, 2)
     assert slots(asked) == (2, 0, 2)
-    assert constraints.short(asked, (2, 0, 2)) == {2: 2}
+    assert constraints.below_floor(asked, (2, 0, 2)) == {2: 2}
 
 
 @pytest.mark.parametrize("more", [{}, {"moves_max": 0}, {"quotas": (("none", 0), ("all", 8))}])
@@ -99,10 +101,10 @@ def test_who_gives_a_slot_for_a_floor_pays_the_hysteresis_too(more: dict[str, An
     new = wish(4, 0, {1: 0.1}, floor=1, team="all")
     lots = asking(wishes, 8, gain_min=0.05, **more)
     assert slots(lots) == (3, 3, 2)
-    asked = replace(lots, wishes=(*wishes, new))
-    choice = planner.choose(asked)
+    asked = replace(lots, demands=(*wishes, new))
+    choice = planner.choose_plan(asked)
     assert choice.plan.slots == (3, 3, 1, 1)
-    assert planner.choose(replace(asked, gain_min=0.0)).plan.objective >= choice.plan.objective
+    assert planner.choose_plan(replace(asked, gain_min=0.0)).plan.objective >= choice.plan.objective
     if not more:
         assert slots(replace(asked, gain_min=0.0)) == (2, 2, 3, 1)
 
@@ -116,15 +118,15 @@ def test_a_healthy_task_below_its_floor_grows_and_above_it_stays() -> None:
 
 def test_no_price_is_told_with_floors() -> None:
     asked = asking([wish(1, 0, {2: 9.0}), wish(2, 0, {2: 5.0})], 2)
-    assert pending.prices(asked, planner.choose(asked).plan)
+    assert pending.prices(asked, planner.choose_plan(asked).plan)
     asked = replace(asked, floor=True)
-    assert not pending.prices(asked, planner.choose(asked).plan)
+    assert not pending.prices(asked, planner.choose_plan(asked).plan)
 
 
 # --- held against every plan there is -----------------------------------------------------------
 @st.composite
-def inputs(draw: st.DrawFn) -> PlanInput:
-    wishes: list[Wish] = []
+def inputs(draw: st.DrawFn) -> PlanProblem:
+    wishes: list[TaskDemand] = []
     for task in range(1, draw(st.integers(1, 4)) + 1):
         wafs = rising(draw)
         wishes.append(
@@ -145,11 +147,11 @@ def inputs(draw: st.DrawFn) -> PlanInput:
                   quotas=draw(st.just(()) | st.just((("red", 4),))))
 
 
-def by_hand(asked: PlanInput) -> list[int]:
+def by_hand(asked: PlanProblem) -> list[int]:
     """Whose floors there is room for, task by task."""
     found: dict[int, int] = {}
     used = {"": 0, "red": 0}
-    for one in sorted(asked.wishes, key=lambda one: (-one.priority, -one.weight, one.task)):
+    for one in sorted(asked.demands, key=lambda one: (-one.priority, -one.weight, one.task)):
         earning = [x for x in one.sizes if waf_of(one, x) > 0]
         wanted = [min((x for x in earning if x >= one.floor), default=0)] if one.floor else []
         wanted += [min(earning, default=0)] if asked.floor else []
@@ -158,15 +160,15 @@ def by_hand(asked: PlanInput) -> list[int]:
             room = min(room, asked.quotas[0][1] - used["red"])
         found[one.task] = next((x for x in wanted if 0 < x <= room), 0)
         used[one.team] += found[one.task]
-    return [found[one.task] for one in asked.wishes]
+    return [found[one.task] for one in asked.demands]
 
 
 @given(inputs())
 @settings(max_examples=400, deadline=None)
-def test_of_every_plan_that_keeps_the_floors_it_is_the_best(asked: PlanInput) -> None:
+def test_of_every_plan_that_keeps_the_floors_it_is_the_best(asked: PlanProblem) -> None:
     """In the order of priorities."""
     held_s = asked.gain_min * asked.running_s
-    wishes, least, quota = asked.wishes, by_hand(asked), dict(asked.quotas).get("red", 99)
+    wishes, least, quota = asked.demands, by_hand(asked), dict(asked.quotas).get("red", 99)
     priorities = sorted({one.priority for one in wishes}, reverse=True)
     found: list[tuple[int, list[float], tuple[int, ...]]] = []
     for plan in itertools.product(*[[x for x in (0, *one.sizes) if x >= floor]
@@ -175,7 +177,7 @@ def test_of_every_plan_that_keeps_the_floors_it_is_the_best(asked: PlanInput) ->
         if sum(plan) > asked.num_slots or sum(x for w, x in pairs if w.team == "red") > quota:
             continue
         gains = [[waf_of(w, x) * asked.running_s - waf_of(w, w.now) * (
-            charged_s(w, x) + held_s * (not w.faulted and x != w.now <= asked.num_slots))
+            transition_cost_s(w, x) + held_s * (not w.faulted and x != w.now <= asked.num_slots))
             for w, x in pairs if w.priority == one] for one in priorities]
         moves = sum(w.now > 0 and not w.faulted and x != w.now for w, x in pairs)
         found.append((moves, [math.fsum(own) for own in gains], plan))
@@ -207,16 +209,18 @@ def test_whom_it_costs_least_moves() -> None:
 def test_large_clusters_with_a_newcomer_that_must_run(num_tasks: int, num_gpus: int) -> None:
     asked = case(num_tasks, num_gpus, 3, gain_min=0.005)
     now = slots(replace(asked, gain_min=0.0))
-    settled = [replace(one, now=x, faulted=False) for one, x in zip(asked.wishes, now, strict=True)]
+    settled = [
+        replace(one, now=x, faulted=False) for one, x in zip(asked.demands, now, strict=True)
+    ]
     new = replace(settled[0], task=9999, name="new", now=0, floor=16, weight=1e-6,
                   wafs=tuple(1e-6 * waf for waf in settled[0].wafs))
-    full = replace(asked, num_slots=sum(now), wishes=(*settled, new))
-    choice = planner.choose(full)
+    full = replace(asked, num_slots=sum(now), demands=(*settled, new))
+    choice = planner.choose_plan(full)
     assert choice.plan.slots[-1] >= 16
     changed = [i for i, (x, y) in enumerate(zip(choice.plan.slots, now, strict=False)) if x != y]
     assert 1 <= len(changed) <= 2, "few give all that is asked for"
-    gains = planner.gains(full)
-    free = planner.choose(replace(full, gain_min=0.0)).plan.objective
+    gains = planner.allowed_candidates(full)
+    free = planner.choose_plan(replace(full, gain_min=0.0)).plan.objective
     assert choice.plan.objective <= free
     assert choice.plan.objective == gains.sums(gains.vector(choice.plan.slots))[0]
 

@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner_cases import FAMILIES, degenerate
 from unicron.control_plane.planner import planner
-from unicron.control_plane.planner.planner import choose
+from unicron.control_plane.planner.planner import choose_plan
 from unicron.control_plane.planner.solver import core, dynamic_program, knapsack
-from unicron.control_plane.planner.solver.candidates import rows_of
-from unicron.control_plane.planner.solver.core import Kept
-from unicron.control_plane.planner.solver.knapsack import Solved
+from unicron.control_plane.planner.solver.candidates import candidates_of
+from unicron.control_plane.planner.solver.core import CoreProblem
+from unicron.control_plane.planner.solver.knapsack import Solution
 
 Row = list[tuple[int, int]]
 Plan = tuple[tuple[int, ...], int]
@@ -61,17 +61,17 @@ def by_cores() -> Iterator[None]:
 @settings(max_examples=500, deadline=None)
 def test_the_optimum_is_that_of_brute_force(found: list[Row], capacity: int) -> None:
     plans = all_plans(found, capacity)
-    assert knapsack.best(rows_of(found), capacity) == (plans[0] if plans else None)
+    assert knapsack.best(candidates_of(found), capacity) == (plans[0] if plans else None)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(knapsack, "PLAIN_NUM_MAX", 1 << 14)
-        assert knapsack.best(rows_of(found), capacity) == (plans[0] if plans else None)
+        assert knapsack.best(candidates_of(found), capacity) == (plans[0] if plans else None)
 
 
 @given(rows, capacities)
 @settings(max_examples=300, deadline=None)
 def test_the_next_best_is_that_of_brute_force(found: list[Row], capacity: int) -> None:
     plans = all_plans(found, capacity)
-    solved = Solved.of(rows_of(found), capacity)
+    solved = Solution.of(candidates_of(found), capacity)
     if solved is None:
         assert not plans
         return
@@ -85,7 +85,7 @@ def test_the_next_best_is_that_of_brute_force(found: list[Row], capacity: int) -
 @given(rows, capacities)
 @settings(max_examples=200, deadline=None)
 def test_the_tables_have_every_optimum(found: list[Row], capacity: int) -> None:
-    flat = rows_of(found)
+    flat = candidates_of(found)
     before, after = (
         dynamic_program.prefixes(flat, capacity),
         dynamic_program.suffixes(flat, capacity),
@@ -96,7 +96,7 @@ def test_the_tables_have_every_optimum(found: list[Row], capacity: int) -> None:
             assert (int(table[r, j]) == plans[0][1]) if plans else (
                 table[r, j] <= dynamic_program.IMPOSSIBLE // 2)
     if plans := all_plans(found, capacity):
-        assert tuple(dynamic_program.followed(flat, after, capacity)) == plans[0][0]
+        assert tuple(dynamic_program.backtrack(flat, after, capacity)) == plans[0][0]
 
 
 @given(st.integers(0, 2**32 - 1))
@@ -110,10 +110,10 @@ def test_larger_ones_agree_with_plain_dynamic_programming(seed: int) -> None:
         power = random.choice([0.7, 1.0, 1.4])
         step, scale = int(random.choice([1, 4, 8])), float(random.choice([100.0, 1e6]))
         found.append([(size, round(scale * size**power)) for size in range(0, 80, step)])
-    flat = rows_of(found)
+    flat = candidates_of(found)
     after = dynamic_program.suffixes(flat, capacity)
     assert knapsack.best(flat, capacity) == (
-        tuple(dynamic_program.followed(flat, after, capacity)), int(after[0, capacity]))
+        tuple(dynamic_program.backtrack(flat, after, capacity)), int(after[0, capacity]))
 
 
 @st.composite
@@ -138,12 +138,12 @@ def alike(draw: st.DrawFn) -> list[Row]:
 def test_where_candidates_are_tied_plain_dynamic_programming_agrees(found: list[Row],
                                                                     capacity: int) -> None:
     """Values, and of equal plans the one in which the first row takes most."""
-    flat = rows_of(found)
+    flat = candidates_of(found)
     after = dynamic_program.suffixes(flat, capacity)
     if after[0, capacity] <= dynamic_program.IMPOSSIBLE // 2:
         assert knapsack.best(flat, capacity) is None
         return
-    slots = tuple(dynamic_program.followed(flat, after, capacity))
+    slots = tuple(dynamic_program.backtrack(flat, after, capacity))
     assert knapsack.best(flat, capacity) == (slots, int(after[0, capacity]))
 
 
@@ -151,11 +151,11 @@ def test_where_candidates_are_tied_plain_dynamic_programming_agrees(found: list[
 @settings(max_examples=300, deadline=None)
 def test_where_candidates_are_tied_the_next_best_is_the_best_with_another_size(
         found: list[Row], capacity: int) -> None:
-    solved = Solved.of(flat := rows_of(found), capacity)
+    solved = Solution.of(flat := candidates_of(found), capacity)
     if solved is None:
         return
     chosen = flat.slots(solved.vector)
-    others = dynamic_program.Others(flat, capacity)
+    others = dynamic_program.LeaveOneOut(flat, capacity)
     best = [value + gain for i, row in enumerate(found) for size, gain in row
             if size != chosen[i] and size <= capacity
             and (value := others.without(i, capacity - size)[0]) > dynamic_program.IMPOSSIBLE // 2]
@@ -172,24 +172,24 @@ def test_where_candidates_are_tied_the_next_best_is_the_best_with_another_size(
 def test_each_degenerate_family_is_planned_as_by_plain_dynamic_programming(family: str) -> None:
     for seed in range(3):
         asked = degenerate(family, 24, 768, seed)
-        flat = planner.gains(asked)
+        flat = planner.allowed_candidates(asked)
         after = dynamic_program.suffixes(flat, asked.num_slots)
         assert knapsack.best(flat, asked.num_slots) == (
-            tuple(dynamic_program.followed(flat, after, asked.num_slots)),
+            tuple(dynamic_program.backtrack(flat, after, asked.num_slots)),
             int(after[0, asked.num_slots]),
         )
 
 
 def test_no_row_is_no_plan_to_make() -> None:
-    assert knapsack.best(rows_of([]), 5) == ((), 0)
-    assert knapsack.best(rows_of([[(6, 1)]]), 5) is None
+    assert knapsack.best(candidates_of([]), 5) == ((), 0)
+    assert knapsack.best(candidates_of([[(6, 1)]]), 5) is None
 
 
 @pytest.mark.parametrize("size", [5, 1 << 40, 1 << 62])
 def test_what_does_not_fit_is_as_if_it_were_not_there(size: int) -> None:
     """Nor does the unit of all others' sizes follow it."""
     pairs = [(0, 0), (2, 4), (4, 6), (size, 100)]
-    solved = Solved.of(rows_of([pairs] * 3), 4)
+    solved = Solution.of(candidates_of([pairs] * 3), 4)
     assert solved is not None
     assert (solved.gain, solved.rows.slots(solved.vector), solved.units_num) == (8, (2, 2, 0), 2)
     assert solved.next_best() in (((2, 0, 2), 8), ((0, 2, 2), 8))
@@ -200,19 +200,19 @@ def test_the_next_best_looks_at_no_state_from_which_the_rest_fits_not(
     """Floors that leave three slots: so many can be had by anyone, however much each could lose."""
     found = [[(floor, 5 * floor), *((floor + x, 5 * floor + 3 * x + (x + i) % 7)
                                     for x in range(1, 60))] for i, floor in enumerate([40] * 60)]
-    rows = rows_of(found)
+    rows = candidates_of(found)
     sizes: list[int] = []
-    step = core.Sums._step
+    step = core.ArrayCore._step
 
-    def counted(*args: Any) -> core.Table:
+    def counted(*args: Any) -> core.LossTable:
         table = step(*args)
         sizes.append(len(table.losses))
         return table
 
-    monkeypatch.setattr(core.Sums, "_step", counted)
-    solved = Solved.of(rows, 40 * 60 + 3)
+    monkeypatch.setattr(core.ArrayCore, "_step", counted)
+    solved = Solution.of(rows, 40 * 60 + 3)
     assert solved is not None
-    monkeypatch.setattr(Kept, "levels", lambda _: None)  # losses have few sums here
+    monkeypatch.setattr(CoreProblem, "levels", lambda _: None)  # losses have few sums here
     told = solved.next_best()
     assert told is not None
     assert told[0] != rows.slots(solved.vector)
@@ -229,7 +229,7 @@ def test_a_first_plan_loads_nothing() -> None:
         from unicron.control_plane.planner import planner
         asked = case(100, 4096)
         before = set(sys.modules)
-        planner.{choose.__name__}(asked)
+        planner.{choose_plan.__name__}(asked)
         print(*sorted(set(sys.modules) - before))
         """)], capture_output=True, text=True, check=True, timeout=60,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "drivers")})

@@ -14,15 +14,15 @@ from msgspec.structs import replace
 from planner_problems import ALIKE, KINDS, MTBF_GPU_S, TRANSITION_S, asking, wishes
 from unicron.control_plane.planner import pending, planner
 from unicron.control_plane.planner.objective import objective_flop
-from unicron.control_plane.planner.problem import PlanInput, Wish, waf_of
+from unicron.control_plane.planner.problem import PlanProblem, TaskDemand, waf_of
 from unicron.control_plane.planner.solver import knapsack
-from unicron.control_plane.planner.solver.candidates import Rows
+from unicron.control_plane.planner.solver.candidates import Candidates
 from unicron.control_plane.throughput import table as throughput
 from unicron.control_plane.throughput.transition_cost import Transition
 from unicron.events.records.decisions import ThroughputSet
 
 
-def pairs(rows: Rows) -> list[list[tuple[int, int]]]:
+def pairs(rows: Candidates) -> list[list[tuple[int, int]]]:
     """(size, gain) by row."""
     flat = list(zip(rows.sizes.tolist(), rows.gains.tolist(), strict=True))
     return [flat[begin:end] for begin, end in itertools.pairwise(rows.starts.tolist())]
@@ -39,17 +39,17 @@ def brute_force(rows: list[list[tuple[int, int]]],
 
 @given(wishes())
 @settings(max_examples=300, deadline=None)
-def test_the_best_is_the_best(case: tuple[list[Wish], int]) -> None:
+def test_the_best_is_the_best(case: tuple[list[TaskDemand], int]) -> None:
     found, num_slots = case
-    rows = planner.gains(asking(found, num_slots))
+    rows = planner.allowed_candidates(asking(found, num_slots))
     plans = brute_force(pairs(rows), num_slots)
     assert knapsack.best(rows, num_slots) == (plans[0][1], plans[0][0])
 
 
 @given(wishes())
 @settings(max_examples=100, deadline=None)
-def test_sums_stay_exact_in_a_double(case: tuple[list[Wish], int]) -> None:
-    rows = planner.gains(asking(*case))
+def test_sums_stay_exact_in_a_double(case: tuple[list[TaskDemand], int]) -> None:
+    rows = planner.allowed_candidates(asking(*case))
     assert sum(max(abs(gain) for _, gain in row) for row in pairs(rows)) < 2**53
 
 
@@ -57,14 +57,14 @@ def test_what_is_linear_in_slots_stays_linear_to_the_last_bit() -> None:
     """Rates of which no multiple is exact: each slot of a task gains the same integer."""
     found = [_wish(task, 0, {size: 1e14 / (3 + task) * size for size in range(1, 200)})
              for task in range(1, 101)]
-    for row in pairs(planner.gains(asking(found, 4096))):
+    for row in pairs(planner.allowed_candidates(asking(found, 4096))):
         assert [gain for _, gain in row] == [row[1][1] * size for size, _ in row]
 
 
 def test_a_size_that_earns_no_more_gains_no_more() -> None:
     """A third of it for each slot is no integer."""
     found = [_wish(task, 0, {1: 1.0, 2: 1.0, 3: 1.0, 7: 1.5, 9: 1.5}) for task in range(1, 4)]
-    for row in pairs(planner.gains(asking(found, 7))):
+    for row in pairs(planner.allowed_candidates(asking(found, 7))):
         assert row[1][1] == row[2][1] == row[3][1] < row[4][1] == row[5][1]
 
 
@@ -74,14 +74,14 @@ def test_a_size_that_cannot_be_had_makes_no_other_too_small_to_count(alpha: floa
     for now in (0, 3):
         found = [_wish(1, now, {1: 1.0, 2: 1.5, 3: 1e300}, transition_s=0.0),
                  _wish(2, 0, {1: 1.0, 2: 1.5, 1 << 40: 1e308})]
-        assert planner.choose(replace(asking(found, 2), alpha=alpha)).plan.slots == (1, 1)
+        assert planner.choose_plan(replace(asking(found, 2), alpha=alpha)).plan.slots == (1, 1)
 
 
 @given(wishes())
 @settings(max_examples=200, deadline=None)
-def test_the_choice_holds(case: tuple[list[Wish], int]) -> None:
+def test_the_choice_holds(case: tuple[list[TaskDemand], int]) -> None:
     found, num_slots = case
-    choice = planner.choose(asking(found, num_slots))
+    choice = planner.choose_plan(asking(found, num_slots))
     assert sum(x.slots for x in choice.allocations) <= num_slots
     for wish, given_ in zip(found, choice.allocations, strict=True):
         assert given_.slots == 0 or given_.slots in wish.sizes
@@ -92,14 +92,14 @@ def test_the_choice_holds(case: tuple[list[Wish], int]) -> None:
 
 
 def _wish(task: int, now: int, wafs: dict[int, float], *, faulted: bool = False,
-          transition_s: float = TRANSITION_S) -> Wish:
-    return Wish(task=task, name=f"t{task}", now=now, faulted=faulted,
-                transition=Transition.alike(transition_s), sizes=tuple(wafs),
+          transition_s: float = TRANSITION_S) -> TaskDemand:
+    return TaskDemand(task=task, name=f"t{task}", now=now, faulted=faulted,
+                transition=Transition.uniform(transition_s), sizes=tuple(wafs),
                 wafs=tuple(wafs.values()))
 
 
-def _choose(found: list[Wish], num_slots: int) -> planner.Choice:
-    return planner.choose(asking(found, num_slots))
+def _choose(found: list[TaskDemand], num_slots: int) -> planner.Choice:
+    return planner.choose_plan(asking(found, num_slots))
 
 
 def test_an_unhurt_task_gives_a_slot() -> None:
@@ -136,13 +136,13 @@ def test_where_the_next_best_would_take_too_long_a_near_one_is_told_as_that(
     assert sum(x != y for x, y in zip(slots, choice.plan.slots, strict=True)) == 2
     assert near.objective <= exact["the next best"].objective
     assert near.objective == sum(dict(row)[x] for row, x in zip(
-        pairs(planner.gains(asking(found, 40))), slots, strict=True))
+        pairs(planner.allowed_candidates(asking(found, 40))), slots, strict=True))
 
 
 def test_a_small_gain_changes_no_healthy_task() -> None:
     choice = _choose([_wish(1, 2, {2: 100.0, 3: 100.4}), _wish(2, 2, {1: 50.0, 2: 50.1})], 4)
     assert choice.plan.slots == (2, 2)
-    assert planner.choose(replace(asking([_wish(1, 2, {2: 100.0, 3: 100.4}),
+    assert planner.choose_plan(replace(asking([_wish(1, 2, {2: 100.0, 3: 100.4}),
                                           _wish(2, 2, {1: 50.0, 2: 50.1})], 4), gain_min=0.0)
                           ).plan.slots == (3, 1)
 
@@ -158,15 +158,15 @@ def test_what_the_hurt_cost_anyway_does_not_lower_the_bar() -> None:
     """Faults so frequent that the sum of G is below 0: the gain is still a share of what is earned.
     """
     found = [_wish(1, 2, {2: 1e5}, faulted=True), _wish(2, 1, {1: 1.0, 2: 1.004}, transition_s=0.0)]
-    choice = planner.choose(asking(found, 4, mtbf_gpu_s=4.0))
+    choice = planner.choose_plan(asking(found, 4, mtbf_gpu_s=4.0))
     assert choice.plan.objective < 0
     assert choice.plan.slots == (2, 1)
 
 
-def by_the_paper(asked: PlanInput, slots: tuple[int, ...]) -> Fraction:
+def by_the_paper(asked: PlanProblem, slots: tuple[int, ...]) -> Fraction:
     """The objective of a plan by the equation of worth.py, exactly."""
     total, running_s = Fraction(0), Fraction(asked.running_s)
-    for wish, x in zip(asked.wishes, slots, strict=True):
+    for wish, x in zip(asked.demands, slots, strict=True):
         waf = {0: 0.0, **dict(zip(wish.sizes, wish.wafs, strict=True))}
         kinds, now = wish.transition, wish.now
         stood_s = (0.0 if not now or (x == now and not wish.faulted) else kinds.same_s if x == now
@@ -179,16 +179,16 @@ def by_the_paper(asked: PlanInput, slots: tuple[int, ...]) -> Fraction:
 
 @given(wishes(), st.sampled_from([0.0, 0.005, 0.2]), st.sampled_from([MTBF_GPU_S, 100.0]))
 @settings(max_examples=200, deadline=None)
-def test_no_plan_is_worth_more_by_the_equation(case: tuple[list[Wish], int], gain_min: float,
+def test_no_plan_is_worth_more_by_the_equation(case: tuple[list[TaskDemand], int], gain_min: float,
                                                mtbf_gpu_s: float) -> None:
     """All plans that there are, in fractions; the planner's integers round each size once."""
     asked = asking(*case, gain_min=gain_min, mtbf_gpu_s=mtbf_gpu_s)
     worth = {slots: by_the_paper(asked, slots)
-             for slots in itertools.product(*((0, *wish.sizes) for wish in asked.wishes))
+             for slots in itertools.product(*((0, *wish.sizes) for wish in asked.demands))
              if sum(slots) <= asked.num_slots}
-    choice = planner.choose(asked)
+    choice = planner.choose_plan(asked)
     most = sum(max((abs(Fraction(waf)) for waf in wish.wafs), default=Fraction(0))
-               for wish in asked.wishes) * (Fraction(asked.running_s) + 700)
+               for wish in asked.demands) * (Fraction(asked.running_s) + 700)
     close = most / 2**40
     assert worth[choice.plan.slots] >= max(worth.values()) - close
     for other in choice.alternatives:
@@ -239,14 +239,14 @@ def test_workers_may_idle() -> None:
 
 # --- what a task that waits would cost ----------------------------------------------------------
 @st.composite
-def crowded(draw: st.DrawFn) -> tuple[list[Wish], int, float]:
+def crowded(draw: st.DrawFn) -> tuple[list[TaskDemand], int, float]:
     """More wishes than slots, with rates that a weight can make up for."""
     rate = st.floats(0.5, 50.0, allow_nan=False)
-    found: list[Wish] = []
+    found: list[TaskDemand] = []
     for task in range(1, draw(st.integers(2, 4)) + 1):
         sizes = sorted(draw(st.sets(st.integers(1, 6), min_size=1, max_size=4)))
         wafs = [draw(rate) for _ in sizes]
-        found.append(Wish(task=task, name=f"t{task}", now=draw(st.sampled_from([0, *sizes])),
+        found.append(TaskDemand(task=task, name=f"t{task}", now=draw(st.sampled_from([0, *sizes])),
                           faulted=draw(st.booleans()),
                           transition=draw(st.sampled_from([ALIKE, KINDS])),
                           sizes=tuple(sizes), wafs=tuple(wafs)))
@@ -255,11 +255,11 @@ def crowded(draw: st.DrawFn) -> tuple[list[Wish], int, float]:
 
 @given(crowded())
 @settings(max_examples=400, deadline=None)
-def test_from_its_weight_on_a_task_runs(case: tuple[list[Wish], int, float]) -> None:
+def test_from_its_weight_on_a_task_runs(case: tuple[list[TaskDemand], int, float]) -> None:
     """Slightly above the price the next plan gives slots, slightly below it gives none."""
     found, num_slots, gain_min = case
     asked = asking(found, num_slots, gain_min=gain_min)
-    plan = planner.choose(asked).plan
+    plan = planner.choose_plan(asked).plan
     after = [replace(wish, now=slots, faulted=False)
              for wish, slots in zip(found, plan.slots, strict=True)]
     told = pending.prices(asked, plan)
@@ -269,13 +269,13 @@ def test_from_its_weight_on_a_task_runs(case: tuple[list[Wish], int, float]) -> 
         def slots_at(times: float, task: int = task) -> int:
             wishes = [replace(wish, wafs=tuple(waf * times for waf in wish.wafs))
                       if wish.task == task else wish for wish in after]
-            return planner.choose(asking(wishes, num_slots, gain_min=gain_min)
+            return planner.choose_plan(asking(wishes, num_slots, gain_min=gain_min)
                                   ).plan.slots[task - 1]
 
         assert slots_at(price.times * (1 + 1e-6)) > 0
         assert slots_at(price.times * (1 - 1e-6)) == 0
         wafs = [math.fsum(waf_of(wish, x) for wish, x in zip(found, slots, strict=True))
-                for _, slots in brute_force(pairs(planner.gains(asking(
+                for _, slots in brute_force(pairs(planner.allowed_candidates(asking(
                     after, num_slots, gain_min=gain_min))), num_slots) if slots[task - 1] > 0]
         assert price.plan.waf == wafs[0], "the best in which it runs"
         assert price.cost_waf == max(plan.waf - wafs[0], 0.0)
@@ -285,7 +285,7 @@ def test_a_price_in_numbers() -> None:
     """Without a threshold: what it costs is what its weight lacks."""
     found = [_wish(1, 4, {2: 20.0, 4: 30.0}, transition_s=0.0), _wish(2, 0, {2: 8.0})]
     asked = asking(found, 4, mtbf_gpu_s=1e9, gain_min=0.0)
-    price = pending.prices(asked, planner.choose(asked).plan)[2]
+    price = pending.prices(asked, planner.choose_plan(asked).plan)[2]
     assert (price.plan.slots, price.cost_waf) == ((2, 2), 2.0)
     assert math.isclose(price.times, 10.0 / 8.0)
 
@@ -294,7 +294,7 @@ def test_where_very_many_wait_the_first_of_them_are_told_a_price(
         monkeypatch: pytest.MonkeyPatch) -> None:
     found = [_wish(1, 4, {4: 30.0}), *(_wish(i, 0, {2: 8.0}) for i in range(2, 6))]
     asked = asking(found, 4)
-    plan = planner.choose(asked).plan
+    plan = planner.choose_plan(asked).plan
     every = pending.prices(asked, plan)
     assert list(every) == [2, 3, 4, 5]
     monkeypatch.setattr(pending, "VECTORS_NUM_MAX", 2 * len(found) + 1)

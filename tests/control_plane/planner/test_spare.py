@@ -15,8 +15,8 @@ from planner_cases import case
 from spare_by_force import both, may_idle, spare_by_force
 from two_tasks import lose
 from unicron.control_plane.planner import alternative_names, hot_spare, pending, planner
-from unicron.control_plane.planner.pending import Waits
-from unicron.control_plane.planner.problem import PlanInput
+from unicron.control_plane.planner.pending import WaitExplanation
+from unicron.control_plane.planner.problem import PlanProblem
 from unicron.control_plane.throughput.transition_cost import Transition
 from unicron.events.records import reports as r
 from unicron.events.records.types import Slot
@@ -27,27 +27,27 @@ TRAIN = {"iterations": 50, "batch": {"global": 24, "micro": 2}}
 
 
 @st.composite
-def with_spares(draw: st.DrawFn) -> PlanInput:
+def with_spares(draw: st.DrawFn) -> PlanProblem:
     """As clusters are; or all full, faults frequent and changes dear, so that spares often pay."""
     asked, node = draw(inputs())
-    asked = replace(asked, wishes=asked.wishes[:4], spare_slots=node,
+    asked = replace(asked, demands=asked.demands[:4], spare_slots=node,
                     floor=draw(st.sampled_from([False, False, True])),
                     repair_s=draw(st.sampled_from([1.0, 60.0, 21_300.0])))
     if draw(st.booleans()):
         return asked
     wishes = tuple(replace(one, faulted=False, now=draw(st.sampled_from([0, one.sizes[-1]])),
                            sizes=one.sizes[-2:], wafs=one.wafs[-2:])
-                   for one in asked.wishes if one.sizes)
-    return replace(asked, wishes=wishes, num_slots=sum(one.sizes[-1] for one in wishes),
+                   for one in asked.demands if one.sizes)
+    return replace(asked, demands=wishes, num_slots=sum(one.sizes[-1] for one in wishes),
                    mtbf_gpu_s=draw(st.sampled_from([1e1, 1e2, 1e3])))
 
 
 @given(with_spares())
 @settings(max_examples=300, deadline=None)
-def test_a_spare_is_kept_exactly_where_it_earns_more_than_it_costs(asked: PlanInput) -> None:
-    choice = hot_spare.choose(asked)
-    free, told = planner.choose(asked), choice.spare
-    if not asked.wishes:
+def test_a_spare_is_kept_exactly_where_it_earns_more_than_it_costs(asked: PlanProblem) -> None:
+    choice = hot_spare.with_hot_spare(asked)
+    free, told = planner.choose_plan(asked), choice.spare
+    if not asked.demands:
         assert told is None
         return
     assert told is not None
@@ -63,25 +63,25 @@ def test_a_spare_is_kept_exactly_where_it_earns_more_than_it_costs(asked: PlanIn
 
 
 # --- where one pays, and where none does ---------------------------------------------------------
-def fixed(mtbf_gpu_s: float, **more: Any) -> PlanInput:
+def fixed(mtbf_gpu_s: float, **more: Any) -> PlanProblem:
     """Two that are worth much and one that is worth little, each on four slots of a node or none:
     when one of the first is hit, the last has to leave, which is dear."""
     wafs = (100.0, 100.0, 5.0)
     dear = Transition(same_s=10.0, shrink_s=10.0, grow_s=10.0, stop_s=600.0)
-    return PlanInput(
-        wishes=tuple(replace(wish(i, 4, {4: waf}), transition=dear)
+    return PlanProblem(
+        demands=tuple(replace(wish(i, 4, {4: waf}), transition=dear)
                      for i, waf in enumerate(wafs, 1)),
         num_slots=12, mtbf_gpu_s=mtbf_gpu_s, **{"spare_slots": 4, "repair_s": 21_300.0, **more})
 
 
-def running(asked: PlanInput, *nows: int) -> PlanInput:
-    return replace(asked, wishes=tuple(replace(one, now=now)
-                                       for one, now in zip(asked.wishes, nows, strict=True)))
+def running(asked: PlanProblem, *nows: int) -> PlanProblem:
+    return replace(asked, demands=tuple(replace(one, now=now)
+                                       for one, now in zip(asked.demands, nows, strict=True)))
 
 
 def test_a_spare_pays_where_faults_are_frequent_and_changes_dear() -> None:
     often = running(fixed(12 * 60.0), 4, 4, 0)
-    choice = hot_spare.choose(often)
+    choice = hot_spare.with_hot_spare(often)
     assert choice.plan.slots == (4, 4, 0)
     assert choice.spare is not None
     assert choice.spare.verdict == "kept"
@@ -100,8 +100,8 @@ def test_a_spare_pays_where_faults_are_frequent_and_changes_dear() -> None:
 
 def test_a_spare_does_not_pay_where_faults_are_rare() -> None:
     rare = running(fixed(7.2e6), 4, 4, 0)
-    choice = hot_spare.choose(rare)
-    assert choice.plan == planner.choose(rare).plan
+    choice = hot_spare.with_hot_spare(rare)
+    assert choice.plan == planner.choose_plan(rare).plan
     assert choice.plan.slots == (4, 4, 4)
     assert choice.spare is not None
     assert choice.spare.verdict == "not kept"
@@ -111,10 +111,10 @@ def test_a_spare_does_not_pay_where_faults_are_rare() -> None:
 def test_no_task_that_runs_stops_for_a_spare() -> None:
     """Not even one that was hit, and pays whatever it gets, where to leave at the next fault would
     cost more than it earns until then."""
-    dear = Transition.alike(600.0)
-    often = replace(fixed(8 * 60.0), num_slots=8, wishes=tuple(
+    dear = Transition.uniform(600.0)
+    often = replace(fixed(8 * 60.0), num_slots=8, demands=tuple(
         replace(wish(i, 4, {4: 100.0}, faulted=i == 1), transition=dear) for i in (1, 2)))
-    choice = hot_spare.choose(often)
+    choice = hot_spare.with_hot_spare(often)
     assert choice.spare is not None
     assert choice.spare.saves_flop > choice.spare.cost_flop > 0
     assert (choice.spare.verdict, choice.plan.slots) == ("not kept", (4, 4))
@@ -123,15 +123,18 @@ def test_no_task_that_runs_stops_for_a_spare() -> None:
 def test_no_task_is_left_below_its_floor_for_a_spare() -> None:
     often = running(fixed(12 * 60.0), 4, 4, 0)
     floored = replace(often, floor=True)
-    assert [hot_spare.choose(one).plan.slots for one in (often, floored)] == [(4, 4, 0), (4, 4, 4)]
-    told = hot_spare.choose(floored).spare
+    assert [hot_spare.with_hot_spare(one).plan.slots for one in (often, floored)] == [
+        (4, 4, 0),
+        (4, 4, 4),
+    ]
+    told = hot_spare.with_hot_spare(floored).spare
     assert told is not None
     assert told.verdict == "not kept"
     assert told.saves_flop > told.cost_flop
 
 
 def test_what_is_idle_anyway_is_a_spare_at_no_cost() -> None:
-    choice = hot_spare.choose(replace(fixed(7.2e6), num_slots=16))
+    choice = hot_spare.with_hot_spare(replace(fixed(7.2e6), num_slots=16))
     assert choice.plan.slots == (4, 4, 4)
     assert choice.spare is not None
     assert (choice.spare.verdict, choice.spare.cost_flop) == ("idle anyway", 0.0)
@@ -140,10 +143,10 @@ def test_what_is_idle_anyway_is_a_spare_at_no_cost() -> None:
 def test_a_tie_keeps_nothing_idle() -> None:
     """Four slots earn what two do, and changes cost nothing; where they do, fewer are hit."""
     same = wish(1, 0, {2: 5.0, 4: 5.0})
-    dear = PlanInput(wishes=(same,), num_slots=4, mtbf_gpu_s=400.0, spare_slots=2, repair_s=60.0)
-    assert hot_spare.choose(dear).plan.slots == (2,)
-    choice = hot_spare.choose(
-        replace(dear, wishes=(replace(same, transition=Transition.alike(0.0)),))
+    dear = PlanProblem(demands=(same,), num_slots=4, mtbf_gpu_s=400.0, spare_slots=2, repair_s=60.0)
+    assert hot_spare.with_hot_spare(dear).plan.slots == (2,)
+    choice = hot_spare.with_hot_spare(
+        replace(dear, demands=(replace(same, transition=Transition.uniform(0.0)),))
     )
     assert choice.plan.slots == (4,)
     assert choice.spare is not None
@@ -152,7 +155,7 @@ def test_a_tie_keeps_nothing_idle() -> None:
 
 
 def test_where_a_node_is_all_there_is_none_is_kept() -> None:
-    choice = hot_spare.choose(replace(fixed(12.0), num_slots=4))
+    choice = hot_spare.with_hot_spare(replace(fixed(12.0), num_slots=4))
     assert choice.spare is not None
     assert (choice.spare.verdict, sum(choice.plan.slots)) == ("not kept", 4)
 
@@ -218,7 +221,7 @@ def test_who_waits_for_a_spare_is_told_so(d: Driver) -> None:
     d.tell("leader/abc", r.PolicySet(policy=policy))
     d.running(spec(slots={"sizes": [6]}, throughput={6: 1e12}))
     beta = d.submit(spec(name="beta", slots={"sizes": [2]}, throughput={2: 1e10}))
-    assert waits_of(d, beta) == Waits(why="its slots are kept idle as a hot spare",
+    assert waits_of(d, beta) == WaitExplanation(why="its slots are kept idle as a hot spare",
                                       needs="more slots, or a policy without hot_spare")
     d.tell("leader/abc", r.PolicySet(policy=replace(policy, hot_spare=False)))
     assert task_of(d, beta).target, "without a spare it runs at once"
@@ -228,28 +231,28 @@ def test_who_waits_for_a_spare_is_told_so(d: Driver) -> None:
 
 def test_none_is_asked_for_and_none_is_told() -> None:
     asked = replace(fixed(12 * 60.0), spare_slots=0)
-    assert hot_spare.choose(asked) == planner.choose(asked)
-    assert hot_spare.choose(asked).spare is None
+    assert hot_spare.with_hot_spare(asked) == planner.choose_plan(asked)
+    assert hot_spare.with_hot_spare(asked).spare is None
 
 
 def test_clusters_of_a_hundred_tasks_are_priced_and_larger_ones_told_not_to_be() -> None:
     asked = replace(case(100, 4096, 1, gain_min=0.005), spare_slots=8, repair_s=21_300.0)
-    choice = hot_spare.choose(asked)
+    choice = hot_spare.with_hot_spare(asked)
     assert choice.spare is not None
     assert choice.spare.verdict in ("kept", "not kept")
     assert choice.spare.cost_flop > 0
     large = replace(case(400, 8192, 1), spare_slots=8, repair_s=21_300.0)
-    choice = hot_spare.choose(large)
+    choice = hot_spare.with_hot_spare(large)
     assert choice.spare is not None
     assert choice.spare.verdict == "not priced"
-    assert choice.plan == planner.choose(large).plan
+    assert choice.plan == planner.choose_plan(large).plan
     limited = replace(asked, moves_max=3)
-    assert hot_spare.is_too_much(limited)
-    assert not hot_spare.is_too_much(asked)
+    assert hot_spare.exceeds_work_limit(limited)
+    assert not hot_spare.exceeds_work_limit(asked)
 
 
 def test_no_price_is_told_where_a_spare_may_be_kept() -> None:
     asked = running(fixed(12 * 60.0), 4, 4, 0)
-    choice = hot_spare.choose(asked)
+    choice = hot_spare.with_hot_spare(asked)
     assert pending.prices(replace(asked, spare_slots=0), choice.plan)
     assert not pending.prices(asked, choice.plan)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scenarios import DAY_S, DEVICE, NODE, PROCESS, plain
 from unicron.control_plane.simulation import scenario
-from unicron.control_plane.simulation.run import Ground, Outcome, Run
-from unicron.control_plane.simulation.trace.external_event import Happening
+from unicron.control_plane.simulation.run import Outcome, Run, RunInput
+from unicron.control_plane.simulation.trace.external_event import ExternalEvent
 from unicron.events.records import decisions as d
 from unicron.events.records.envelope import Record
 
@@ -28,15 +28,15 @@ def cluster(**changes: Any) -> dict[str, Any]:
     return plain(cluster={"nodes": 10, "slots": 4}, tasks=tasks) | changes
 
 
-def grounds(policy: str, happenings: list[Happening]) -> tuple[Ground, Ground]:
+def grounds(policy: str, happenings: list[ExternalEvent]) -> tuple[RunInput, RunInput]:
     told = scenario.parse(cluster())
     chosen = scenario.policy(told, policy)
-    whole, few = (scenario.ground(told, chosen, happenings, condense=condense)
+    whole, few = (scenario.run_input(told, chosen, happenings, condense=condense)
                   for condense in (False, True))
     return whole, few
 
 
-def played(policy: str, ground: Ground) -> tuple[Outcome, list[list[int]]]:
+def played(policy: str, ground: RunInput) -> tuple[Outcome, list[list[int]]]:
     """What came of it, and what was planned, in GPUs: each plan that is another than the last."""
     log: list[Record] = []
     unit = 4 // ground.slots["n0"]
@@ -61,8 +61,8 @@ def test_nodes_are_lost_and_repaired_alike(policy: str,
                                            told: list[tuple[float, int, float]]) -> None:
     happenings = sorted(
         [one for at_s, node, away_s in told for one in (
-            Happening(at_s, f"n{node}", "fault", NODE),
-            Happening(at_s + away_s, f"n{node}", "repaired"))], key=lambda one: one.at_s)
+            ExternalEvent(at_s, f"n{node}", "fault", NODE),
+            ExternalEvent(at_s + away_s, f"n{node}", "repaired"))], key=lambda one: one.at_s)
     whole, few = grounds(policy, happenings)
     assert set(few.slots.values()) == {1}
     (ours, plans), (theirs, their_plans) = played(policy, few), played(policy, whole)
@@ -79,7 +79,10 @@ def test_nodes_are_lost_and_repaired_alike(policy: str,
 @pytest.mark.parametrize("cause", [PROCESS, DEVICE])
 def test_a_process_takes_its_slot_with_it_and_earns_the_same(policy: str, cause: str) -> None:
     """But for a transition more, where the node is drained that the rest of its slot is on."""
-    happenings = [Happening(DAY_S, "n2", "fault", cause), Happening(2 * DAY_S, "n2", "repaired")]
+    happenings = [
+        ExternalEvent(DAY_S, "n2", "fault", cause),
+        ExternalEvent(2 * DAY_S, "n2", "repaired"),
+    ]
     whole, few = grounds(policy, happenings[:1 if cause == PROCESS else 2])
     (ours, _), (theirs, _) = played(policy, few), played(policy, whole)
     assert ours.earnings.flop == pytest.approx(theirs.earnings.flop, rel=1e-4)
@@ -93,4 +96,4 @@ def test_a_process_takes_its_slot_with_it_and_earns_the_same(policy: str, cause:
 def test_what_has_no_common_measure_is_played_as_it_is(changes: dict[str, Any]) -> None:
     told = scenario.parse(cluster(**changes))
     chosen = scenario.policy(told, "unicron")
-    assert scenario.ground(told, chosen) == scenario.ground(told, chosen, condense=False)
+    assert scenario.run_input(told, chosen) == scenario.run_input(told, chosen, condense=False)

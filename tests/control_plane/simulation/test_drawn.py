@@ -23,7 +23,7 @@ from unicron.control_plane.incidents.severity import TABLE
 from unicron.control_plane.simulation import scenario
 from unicron.control_plane.simulation.run import Run
 from unicron.control_plane.simulation.trace import repair_time, trace_file
-from unicron.control_plane.simulation.trace.external_event import Happening
+from unicron.control_plane.simulation.trace.external_event import ExternalEvent
 from unicron.control_plane.simulation.trace.generator import (
     DAY_S,
     HOUR_S,
@@ -44,7 +44,7 @@ STUDY_OF = {"Unicron (Alibaba, 1 month trace)": "unicron", "Llama-3 405B": "llam
 
 
 def faults(asked: Drawn, nodes: list[str] | None = None, horizon_s: float = YEAR_S
-           ) -> list[Happening]:
+           ) -> list[ExternalEvent]:
     return [one for one in draw(asked, nodes or NODES, 8, horizon_s) if one.event == "fault"]
 
 
@@ -222,14 +222,14 @@ def test_a_cluster_on_paper_ignores_nothing_of_it() -> None:
     assert sum(one.event == "fault" for one in happenings) > 10
     for name in given.policies:
         chosen = scenario.policy(given, name)
-        assert Run(scenario.ground(given, chosen, happenings), chosen).play().ignored == 0
+        assert Run(scenario.run_input(given, chosen, happenings), chosen).play().ignored == 0
 
 
 def test_what_is_printed_is_what_is_played(capsys: pytest.CaptureFixture[str]) -> None:
     path = Path(__file__).parents[3] / "deploy" / "scenarios" / "disasters"
     name = path / "opt-2021-11-17-forty-restarts.yaml"
     compare.print_trace(name)
-    printed = trace_file.read(capsys.readouterr().out, "printed").happenings
+    printed = trace_file.read(capsys.readouterr().out, "printed").events
     assert printed == compare.read(name)[1]
     assert sum(one.event == "fault" for one in printed) == 40
 

@@ -16,13 +16,21 @@ from unicron.control_plane.decide.replay import verify
 from unicron.control_plane.incidents.severity import TABLE
 from unicron.control_plane.simulation import policies as scenario
 from unicron.control_plane.simulation import scenario as simulation_scenario
-from unicron.control_plane.simulation.accounting import LOST, Earnings, Traced
+from unicron.control_plane.simulation.accounting import LOSSES, AttributedWaf, WafAccount
 from unicron.control_plane.simulation.counterfactual import counterfactual
 from unicron.control_plane.simulation.counterfactual.counterfactual import Choice, Recording
-from unicron.control_plane.simulation.counterfactual.recorded_earnings import Meter
-from unicron.control_plane.simulation.counterfactual.recorded_faults import Befallen, Befell
+from unicron.control_plane.simulation.counterfactual.recorded_earnings import LogAccounting
+from unicron.control_plane.simulation.counterfactual.recorded_faults import (
+    FaultReader,
+    RecordedFaults,
+)
 from unicron.control_plane.simulation.run import Outcome, Run
-from unicron.control_plane.simulation.trace.external_event import Anything, Asked, Happening, Said
+from unicron.control_plane.simulation.trace.external_event import (
+    AnyEvent,
+    ExternalEvent,
+    NodeReport,
+    OperatorRequest,
+)
 from unicron.events.errors import UsageError
 from unicron.events.log import archive
 from unicron.events.records import decisions as d
@@ -35,19 +43,19 @@ EXAMPLE = Path(__file__).parents[3] / "deploy" / "scenarios" / "two-weeks.yaml"
 DAY_S = 86400.0
 
 
-def simulated(happenings: list[Happening] | None = None, earnings: Earnings | None = None
+def simulated(happenings: list[ExternalEvent] | None = None, earnings: WafAccount | None = None
               ) -> tuple[Outcome, list[Record], float]:
     """What the simulation says of the example, the log that it writes, and its horizon."""
     _, stages = command.load(EXAMPLE)
     stage, log = stages["unicron"], list[Record]()
-    ground = stage.ground if happenings is None else stage.ground._replace(
-        happenings=happenings, horizon_s=3 * DAY_S)
+    ground = stage.run_input if happenings is None else stage.run_input._replace(
+        events=happenings, horizon_s=3 * DAY_S)
     outcome = Run(ground, stage.policy, log.append, earnings).play()
     return outcome, log, ground.horizon_s
 
 
-def witnessed(log: list[Record]) -> tuple[Befallen, dict[int, d.ThroughputSet]]:
-    befell, tables = Befell(), dict[int, d.ThroughputSet]()
+def witnessed(log: list[Record]) -> tuple[RecordedFaults, dict[int, d.ThroughputSet]]:
+    befell, tables = FaultReader(), dict[int, d.ThroughputSet]()
 
     def watch(state: object, record: Record) -> None:
         befell.see(state, record)  # type: ignore[arg-type]
@@ -61,9 +69,9 @@ def witnessed(log: list[Record]) -> tuple[Befallen, dict[int, d.ThroughputSet]]:
 def same(found: Outcome, told: Outcome) -> None:
     """Earned, and lost to each cause: to 1e-9 of the whole."""
     assert found.transitions == told.transitions
-    full = told.earnings.whole_flop
+    full = told.earnings.full_flop
     assert found.earnings.flop == pytest.approx(told.earnings.flop, rel=1e-9)
-    for why in LOST:
+    for why in LOSSES:
         assert found.earnings.lost_flop[why] == pytest.approx(
             told.earnings.lost_flop[why], abs=1e-9 * full), why
         assert found.earnings.down_s[why] == pytest.approx(
@@ -73,7 +81,7 @@ def same(found: Outcome, told: Outcome) -> None:
 def test_a_simulated_log_is_read_back_as_its_simulation_told() -> None:
     told, log, horizon_s = simulated()
     befallen, tables = witnessed(log)
-    found = Meter(befallen, tables, Earnings(), begin_s=told.began_s).measure(
+    found = LogAccounting(befallen, tables, WafAccount(), begin_s=told.began_s).measure(
         log, end_s=told.began_s + horizon_s)
     same(found, told)
 
@@ -84,7 +92,7 @@ def test_clocks_of_nodes_may_be_wrong() -> None:
     late = [replace(one, occurred_s=one.occurred_s - 3600.0) if one.source.startswith("n")
             else one for one in log]
     befallen, tables = witnessed(late)
-    found = Meter(befallen, tables, Earnings(), begin_s=told.began_s).measure(
+    found = LogAccounting(befallen, tables, WafAccount(), begin_s=told.began_s).measure(
         late, end_s=told.began_s + horizon_s)
     same(found, told)
 
@@ -102,16 +110,16 @@ FAULTS = st.lists(st.tuples(st.floats(1, 2.9 * DAY_S), st.integers(0, 15), st.sa
 def test_whatever_befalls_it_the_log_is_read_back(faults: list[tuple[float, int, str, float]]
                                                   ) -> None:
     happenings = sorted((one for at_s, node, cause, away_s in faults for one in (
-        Happening(at_s, f"n{node}", "fault", cause),
-        Happening(at_s + away_s, f"n{node}", "repaired"))), key=lambda one: one.at_s)
-    told, log, horizon_s = simulated(happenings, traced := Traced())
+        ExternalEvent(at_s, f"n{node}", "fault", cause),
+        ExternalEvent(at_s + away_s, f"n{node}", "repaired"))), key=lambda one: one.at_s)
+    told, log, horizon_s = simulated(happenings, traced := AttributedWaf())
     befallen, tables = witnessed(log)
-    found = Meter(befallen, tables, Earnings(), begin_s=told.began_s).measure(
+    found = LogAccounting(befallen, tables, WafAccount(), begin_s=told.began_s).measure(
         log, end_s=told.began_s + horizon_s)
     same(found, told)
     lost = sum(told.earnings.lost_flop.values())
-    assert sum(one.lost_flop for one in [*traced.felt, traced.loose]) == pytest.approx(
-        lost, abs=1e-9 * told.earnings.whole_flop)
+    assert sum(one.lost_flop for one in [*traced.losses, traced.unattributed]) == pytest.approx(
+        lost, abs=1e-9 * told.earnings.full_flop)
 
 
 # --- other choices ------------------------------------------------------------------------------
@@ -126,33 +134,36 @@ def plain() -> dict[str, Any]:
         "trace": "trace.csv", "horizon_s": 10 * DAY_S}
 
 
-def recorded(happenings: list[Anything], *, heals: bool = True) -> Recording:
+def recorded(happenings: list[AnyEvent], *, heals: bool = True) -> Recording:
     """A log that Unicron wrote on paper, of commands or of what heals in memory, read again."""
     found = simulation_scenario.parse(plain())
     chosen, log = simulation_scenario.policy(found, "unicron"), list[Record]()
-    ground = simulation_scenario.ground(found, replace(chosen, heals=heals))._replace(
-        happenings=happenings, horizon_s=2 * DAY_S)
+    ground = simulation_scenario.run_input(found, replace(chosen, heals=heals))._replace(
+        events=happenings, horizon_s=2 * DAY_S)
     Run(ground, chosen, log.append).play()
     return counterfactual.read(lambda: log, "a log")
 
 
-def loss(at_s: float, back_s: float, node: str = "n1") -> list[Anything]:
-    return [Happening(at_s, node, "fault", LOST_CONNECTION), Happening(back_s, node, "joined")]
+def loss(at_s: float, back_s: float, node: str = "n1") -> list[AnyEvent]:
+    return [
+        ExternalEvent(at_s, node, "fault", LOST_CONNECTION),
+        ExternalEvent(back_s, node, "joined"),
+    ]
 
 
-LAST = Asked(DAY_S, r.HealingFrozen(reason="the log shall end later"))
+LAST = OperatorRequest(DAY_S, r.HealingFrozen(reason="the log shall end later"))
 
 
 def test_paper_repeats_what_paper_recorded() -> None:
     found = recorded([*loss(3600, 7200), LAST])
     again = counterfactual.play(found, Choice())
     assert again.earnings.flop == pytest.approx(found.played.earnings.flop, rel=1e-4)
-    assert [one.has_hurt for one in again.earnings.felt] == [True, False]
-    for felt, then in zip(again.earnings.felt, found.played.earnings.felt, strict=True):
+    assert [one.has_lost for one in again.earnings.losses] == [True, False]
+    for felt, then in zip(again.earnings.losses, found.played.earnings.losses, strict=True):
         assert felt.lost_flop == pytest.approx(then.lost_flop, rel=1e-2)
-    fault = found.played.earnings.felt[0]
-    assert fault.over_s is not None
-    assert fault.over_s - fault.at_s == pytest.approx(3600 + 30, abs=30)
+    fault = found.played.earnings.losses[0]
+    assert fault.recovered_s is not None
+    assert fault.recovered_s - fault.at_s == pytest.approx(3600 + 30, abs=30)
     assert fault.lost_flop == pytest.approx(2 * 2e12 * 3630, rel=0.02)
 
 
@@ -161,16 +172,18 @@ def test_who_waits_for_its_node_loses_more() -> None:
     ours = counterfactual.play(found, Choice())
     theirs = counterfactual.play(found, Choice(policy="megatron"))
     assert theirs.earnings.flop < ours.earnings.flop
-    assert theirs.earnings.felt[0].lost_flop > ours.earnings.felt[0].lost_flop
+    assert theirs.earnings.losses[0].lost_flop > ours.earnings.losses[0].lost_flop
 
 
 def test_allocation_rules_heal_as_unicron_did_in_this_log() -> None:
-    found = recorded([Happening(3600, "n2", "fault", CUDA_ERRORS), LAST])
-    fault = found.played.earnings.felt[0]
-    shared = counterfactual.play(found, Choice(policy="by-weight")).earnings.felt[0]
-    assert fault.over_s is not None
-    assert shared.over_s is not None
-    assert shared.over_s - shared.at_s == pytest.approx(fault.over_s - fault.at_s, abs=20.0)
+    found = recorded([ExternalEvent(3600, "n2", "fault", CUDA_ERRORS), LAST])
+    fault = found.played.earnings.losses[0]
+    shared = counterfactual.play(found, Choice(policy="by-weight")).earnings.losses[0]
+    assert fault.recovered_s is not None
+    assert shared.recovered_s is not None
+    assert shared.recovered_s - shared.at_s == pytest.approx(
+        fault.recovered_s - fault.at_s, abs=20.0
+    )
     sizes = counterfactual.play(found, Choice(policy="equally")).work
     assert 0 < sizes["b"] == pytest.approx(sizes["a"], rel=0.02)
 
@@ -180,17 +193,19 @@ def test_other_weights_give_the_slots_to_others() -> None:
     other = counterfactual.play(found, Choice(weights={"b": 5.0}))
     assert found.played.work["b"] == 0
     assert other.work["a"] < other.work["b"]
-    assert counterfactual.weighed(found.played, {"b": 5.0}) == found.played.earnings.flop
-    assert counterfactual.weighed(other, {"b": 5.0}) == pytest.approx(other.earnings.flop)
+    assert counterfactual.reweighted_flop(found.played, {"b": 5.0}) == found.played.earnings.flop
+    assert counterfactual.reweighted_flop(other, {"b": 5.0}) == pytest.approx(other.earnings.flop)
 
 
 def test_requests_and_later_tasks_are_played_too() -> None:
     """Cancelled, its slots go to the other; a third one comes, and has its share."""
     found = simulation_scenario.parse(plain())
-    late = simulation_scenario.ground(found, simulation_scenario.policy(found, "unicron")).tasks[0]
-    happenings: list[Anything] = [
-        Asked(3600, r.TaskCancelRequested(task=0), "a"),
-        Asked(7200, r.TaskSubmitted(spec=late)), LAST]
+    late = simulation_scenario.run_input(found, simulation_scenario.policy(found, "unicron")).tasks[
+        0
+    ]
+    happenings: list[AnyEvent] = [
+        OperatorRequest(3600, r.TaskCancelRequested(task=0), "a"),
+        OperatorRequest(7200, r.TaskSubmitted(spec=late)), LAST]
     log = recorded(happenings)
     assert list(log.names.values()) == ["a", "b", "a.2"]
     again = counterfactual.play(log, Choice())
@@ -204,9 +219,9 @@ def test_requests_and_later_tasks_are_played_too() -> None:
 
 def test_a_node_that_was_only_silent_is_not_lost() -> None:
     silent = r.NodeUnreachable(node="n1", incarnation=1, silence_s=5.0)
-    found = recorded([Said(3600, "n1", silent),
-                      Said(3700, "n1", r.NodeReachable(node="n1", incarnation=1)), LAST])
-    assert [type(one) for one in found.happenings] == [Said, Said, Asked]
+    found = recorded([NodeReport(3600, "n1", silent),
+                      NodeReport(3700, "n1", r.NodeReachable(node="n1", incarnation=1)), LAST])
+    assert [type(one) for one in found.events] == [NodeReport, NodeReport, OperatorRequest]
     assert found.played.earnings.down_s["detection"] == 0
     assert found.played.earnings.lost_flop["waiting"] == 0
     again = counterfactual.play(found, Choice())
@@ -215,13 +230,13 @@ def test_a_node_that_was_only_silent_is_not_lost() -> None:
 
 def test_what_heals_a_process_is_no_fault_of_the_world() -> None:
     """A fault of one process restarts it: the ends that were ordered are not played as faults."""
-    found = recorded([Happening(3600, "n2", "fault", CUDA_ERRORS), *loss(7200, 9000), LAST])
-    faults = [one for one in found.happenings
-              if isinstance(one, Happening) and one.event == "fault"]
+    found = recorded([ExternalEvent(3600, "n2", "fault", CUDA_ERRORS), *loss(7200, 9000), LAST])
+    faults = [one for one in found.events
+              if isinstance(one, ExternalEvent) and one.event == "fault"]
     assert [one.cause for one in faults] == [CUDA_ERRORS, LOST_CONNECTION]
     assert faults[0].task == "a"
-    commands = recorded([Happening(3600, "n2", "fault", CUDA_ERRORS), LAST], heals=False)
-    assert [one.cause for one in commands.happenings if isinstance(one, Happening)] == [CUDA_ERRORS]
+    commands = recorded([ExternalEvent(3600, "n2", "fault", CUDA_ERRORS), LAST], heals=False)
+    assert [one.cause for one in commands.events if isinstance(one, ExternalEvent)] == [CUDA_ERRORS]
     again = counterfactual.play(commands, Choice())
     assert again.outcome.transitions == commands.played.outcome.transitions == 1
 
@@ -315,15 +330,15 @@ def test_a_log_that_is_none_is_one_line(tmp_path: Path) -> None:
 
 def test_a_request_while_a_task_is_down_is_not_credited_with_its_end() -> None:
     """A node that is idle is undrained while the only task waits; soon after it is back."""
-    traced = Traced()
-    traced.earns(0.0, 1, 10.0, 4, "waiting")
+    traced = AttributedWaf()
+    traced.set_waf(0.0, 1, 10.0, 4, "waiting")
     traced.begin(0.0)
-    traced.befalls(100.0)
-    traced.earns(100.0, 1, 0.0, 0, "detection")
-    traced.befalls(140.0)
-    traced.earns(160.0, 1, 10.0, 4, "sub-healthy")
+    traced.record_event(100.0)
+    traced.set_waf(100.0, 1, 0.0, 0, "detection")
+    traced.record_event(140.0)
+    traced.set_waf(160.0, 1, 10.0, 4, "sub-healthy")
     traced.end(1000.0)
-    fault, request = traced.felt
-    assert (fault.lost_flop, fault.over_s) == (600.0, 160.0)
-    assert (request.lost_flop, request.has_hurt) == (0.0, False)
-    assert traced.loose.lost_flop == 0
+    fault, request = traced.losses
+    assert (fault.lost_flop, fault.recovered_s) == (600.0, 160.0)
+    assert (request.lost_flop, request.has_lost) == (0.0, False)
+    assert traced.unattributed.lost_flop == 0

@@ -11,8 +11,12 @@ import structlog
 from simulated.seeds import quiet, simulate
 from simulated.world import World
 from unicron.control_plane.simulation.counterfactual import counterfactual
-from unicron.control_plane.simulation.counterfactual.counterfactual import Choice, Played, Recording
-from unicron.control_plane.simulation.trace.external_event import Happening, is_felt
+from unicron.control_plane.simulation.counterfactual.counterfactual import (
+    Choice,
+    Recording,
+    RunResult,
+)
+from unicron.control_plane.simulation.trace.external_event import ExternalEvent, causes_loss
 from unicron.events.records import decisions as d
 from unicron.events.records.envelope import Record
 from unicron.events.records.statuses import NCCL_TIMEOUT, TASK_HANG
@@ -29,14 +33,14 @@ def life(request: pytest.FixtureRequest) -> tuple[int, list[Record], Recording]:
     return request.param, records, counterfactual.read(lambda: iter(records), "a seed's log")
 
 
-def whole(one: Played) -> float:
+def whole(one: RunResult) -> float:
     """What was earned and what was lost, all of which is laid to incidents, or to none."""
     earnings = one.earnings
     assert all(math.isfinite(flop) for flop in earnings.lost_flop.values())
-    felt = [*earnings.felt, earnings.loose]
+    felt = [*earnings.losses, earnings.unattributed]
     assert math.fsum(one.lost_flop for one in felt) == pytest.approx(
         math.fsum(earnings.lost_flop.values()), rel=1e-6, abs=1e-6 * earnings.flop)
-    return earnings.whole_flop
+    return earnings.full_flop
 
 
 def test_what_was_decided_is_decided_again(life: tuple[int, list[Record], Recording]) -> None:
@@ -48,8 +52,8 @@ def test_what_was_decided_is_decided_again(life: tuple[int, list[Record], Record
 
 def test_each_fault_befalls_once(life: tuple[int, list[Record], Recording]) -> None:
     seed, records, found = life
-    told = Counter(one.cause for one in found.happenings
-                   if isinstance(one, Happening) and one.event == "fault")
+    told = Counter(one.cause for one in found.events
+                   if isinstance(one, ExternalEvent) and one.event == "fault")
     assert (told[TASK_HANG], told[NCCL_TIMEOUT]) == SEEDS[seed]
     opened = Counter(record.body.status for record in records if isinstance(
         record.body, d.IncidentOpened | d.IncidentEscalated) and record.body.status == TASK_HANG)
@@ -63,7 +67,7 @@ def test_it_is_played_to_its_end(life: tuple[int, list[Record], Recording], choi
     _, _, found = life
     paper = counterfactual.play(found, Choice())
     played = counterfactual.play(found, choice)
-    assert len(played.earnings.felt) == sum(map(is_felt, found.happenings))
+    assert len(played.earnings.losses) == sum(map(causes_loss, found.events))
     assert whole(played) > 0
     if choice.policy == "megatron":
         assert played.earnings.flop < paper.earnings.flop

@@ -27,16 +27,16 @@ def test_traces_are_as_often_as_the_paper_tells(name: str, mtbf_gpu_h: int, sev1
                                                 ) -> None:
     trace = paper_evaluation.TRACES[name]
     for seed in range(1, 6):
-        faults = [one for one in paper_evaluation.happenings(trace, seed) if one.event == "fault"]
+        faults = [one for one in paper_evaluation.events(trace, seed) if one.event == "fault"]
         hard = [one for one in faults if TABLE[one.cause] == "SEV1"]
         assert (len(hard), len(faults) - len(hard)) == (trace.num_sev1, trace.num_others)
         gpu_h = NUM_GPUS * trace.horizon_s / 3600
         assert gpu_h / len(faults) == pytest.approx(mtbf_gpu_h, rel=0.001)
         assert gpu_h / len(hard) == pytest.approx(sev1_gpu_h, rel=0.001)
     assert (
-        paper_evaluation.happenings(trace, 1)
-        == paper_evaluation.happenings(trace, 1)
-        != paper_evaluation.happenings(trace, 2)
+        paper_evaluation.events(trace, 1)
+        == paper_evaluation.events(trace, 1)
+        != paper_evaluation.events(trace, 2)
     )
 
 
@@ -53,14 +53,14 @@ def test_no_policy_notices_a_fault_later_than_torchrun_did_in_our_bench() -> Non
     schedulers = {("requeue", "agent_killed"), ("kubernetes", "agent_killed"),
                   ("kubernetes", "exception"), ("kubernetes", "rank_killed")}
     late = {(name, case) for name, policy in POLICIES.items() for case, at_s in measured_s.items()
-            if name != "shrink" and policy.costs.until_told_s(causes[case], 10.0) > at_s}
+            if name != "shrink" and policy.costs.detection_s(causes[case], 10.0) > at_s}
     assert late == schedulers
 
 
 def test_nobody_fails_who_is_away() -> None:
     for trace in paper_evaluation.TRACES.values():
         away: set[str] = set()
-        for one in paper_evaluation.happenings(trace, 3):
+        for one in paper_evaluation.events(trace, 3):
             if one.event == "repaired":
                 away.remove(one.node)
                 continue
@@ -71,13 +71,15 @@ def test_nobody_fails_who_is_away() -> None:
 
 def test_the_plan_is_the_best_of_all_allocations_in_each_case() -> None:
     """Brute force over whole nodes, and each task one at least, against what is earned on paper."""
-    parts = [part for part in paper_evaluation.of_cases() if part.system == paper_evaluation.OURS]
+    parts = [
+        part for part in paper_evaluation.allocation_cases() if part.system == paper_evaluation.OURS
+    ]
     assert len(parts) == 5
     for part in parts:
-        run = Run(part.ground, part.policy)
+        run = Run(part.run_input, part.policy)
         earned = run.play().earnings.total
         best = [0.0] * (paper_evaluation.NODES_NUM + 1)
-        for number, spec in enumerate(part.ground.tasks):
+        for number, spec in enumerate(part.run_input.tasks):
             wafs = [0.0, *(spec.weight * max(rate for size, rate in spec.throughput.items()
                                              if size <= nodes)
                            for nodes in range(1, paper_evaluation.NODES_NUM + 1))]
@@ -92,7 +94,7 @@ def test_the_papers_traces_go_by_their_names() -> None:
     scenario, stages = compare.load(Path("trace-b"))
     assert [*stages] == [*POLICIES]
     assert scenario.horizon_s == 7 * 86400
-    assert stages["unicron"].ground.happenings == paper_evaluation.happenings(
+    assert stages["unicron"].run_input.events == paper_evaluation.events(
         paper_evaluation.TRACES["trace-b"], 1
     )
 

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 from unicron.control_plane.simulation import policies, scenario
-from unicron.control_plane.simulation.accounting import Earnings
+from unicron.control_plane.simulation.accounting import WafAccount
 from unicron.control_plane.simulation.run import Run
-from unicron.control_plane.simulation.trace.external_event import Happening
+from unicron.control_plane.simulation.trace.external_event import ExternalEvent
 
 DAY_S, HOUR_S = 86400.0, 3600.0
 NODE, PROCESS = "lost connection", "exited abnormally"
 SEEDS = range(12)
 
 
-def play(policy: str, nodes: int, least: int, happenings: list[Happening], horizon_s: float,
-         **constants: Any) -> Earnings:
+def play(policy: str, nodes: int, least: int, happenings: list[ExternalEvent], horizon_s: float,
+         **constants: Any) -> WafAccount:
     """One task of as many FLOP/s as it has slots, of `least` or more."""
     asked = scenario.parse({
         "apiVersion": "unicron/v1", "name": "closed", "cluster": {"nodes": nodes, "slots": 1},
@@ -28,18 +28,18 @@ def play(policy: str, nodes: int, least: int, happenings: list[Happening], horiz
         "policies": {policy: constants}, "trace": "trace.csv", "horizon_s": horizon_s,
         "limits": {"quarantine_faults": 1_000_000}})
     chosen = scenario.policy(asked, policy)
-    return Run(scenario.ground(asked, chosen, happenings), chosen).play().earnings
+    return Run(scenario.run_input(asked, chosen, happenings), chosen).play().earnings
 
 
 def lives(nodes: int, mtbf_s: float, away_s: float, horizon_s: float, seed: int
-          ) -> list[Happening]:
+          ) -> list[ExternalEvent]:
     """Each node by itself: lost after a time that is drawn, back after one that is not."""
-    luck, found = random.Random(seed), list[Happening]()
+    luck, found = random.Random(seed), list[ExternalEvent]()
     for number in range(nodes):
         at_s = luck.expovariate(1 / mtbf_s)
         while at_s < horizon_s:
-            found += [Happening(at_s, f"n{number}", "fault", NODE),
-                      Happening(at_s + away_s, f"n{number}", "repaired")]
+            found += [ExternalEvent(at_s, f"n{number}", "fault", NODE),
+                      ExternalEvent(at_s + away_s, f"n{number}", "repaired")]
             at_s += away_s + luck.expovariate(1 / mtbf_s)
     return sorted(found, key=lambda one: one.at_s)
 
@@ -57,17 +57,17 @@ def test_a_restart_costs_detection_repair_the_start_and_what_was_done_since_the_
     costs = policies.POLICIES["megatron"].costs
     mtbf_s, away_s = 3 * HOUR_S, 2 * HOUR_S
     stands_s = costs.start_s + (
-        away_s if cause == NODE else costs.until_told_s(cause, 0.0))
+        away_s if cause == NODE else costs.detection_s(cause, 0.0))
     each_s = costs.checkpoint_s
     again_s = mtbf_s - each_s / math.expm1(each_s / mtbf_s)
     up, again = list[float](), list[float]()
     for seed in SEEDS:
-        luck, happenings, at_s = random.Random(seed), list[Happening](), 0.0
+        luck, happenings, at_s = random.Random(seed), list[ExternalEvent](), 0.0
         for _ in range(40):
             at_s += luck.expovariate(1 / mtbf_s)
-            happenings.append(Happening(at_s, "n0", "fault", cause))
+            happenings.append(ExternalEvent(at_s, "n0", "fault", cause))
             if cause == NODE:
-                happenings.append(Happening(at_s + away_s, "n0", "repaired"))
+                happenings.append(ExternalEvent(at_s + away_s, "n0", "repaired"))
             at_s += stands_s
         found = play("megatron", 2, 2, happenings, at_s)
         up.append(1 - sum(found.down_s.values()) / at_s)
@@ -104,5 +104,5 @@ def test_a_spare_is_enough_until_a_second_node_is_away() -> None:
     away = away_s / (mtbf_s + away_s)
     two = 1 - (1 - away) ** nodes - nodes * away * (1 - away) ** (nodes - 1)
     begins = away_s / horizon_s * two
-    short = nodes / (mtbf_s + away_s) * (costs.until_told_s(NODE, 0.0) + costs.start_s)
+    short = nodes / (mtbf_s + away_s) * (costs.detection_s(NODE, 0.0) + costs.start_s)
     near(waits, two, begins + short * two)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sim_second import Heals, Job, Second
 from unicron.control_plane.simulation import policies, scenario
 from unicron.control_plane.simulation.run import Outcome, Run
-from unicron.control_plane.simulation.trace.external_event import Happening
+from unicron.control_plane.simulation.trace.external_event import ExternalEvent
 from unicron.events.records.decisions import TaskPlaced
 from unicron.events.records.envelope import Record
 from unicron.events.records.reports import TaskSubmitted
@@ -37,11 +37,11 @@ def cluster(sizes: list[tuple[int, int]], nodes: int = 6) -> dict[str, Any]:
             "limits": {"quarantine_faults": 1000}}
 
 
-def both(policy: str, data: dict[str, Any], happenings: list[Happening]
+def both(policy: str, data: dict[str, Any], happenings: list[ExternalEvent]
          ) -> tuple[Outcome, Second]:
     asked = scenario.parse(data)
     chosen = scenario.policy(asked, policy)
-    ground = scenario.ground(asked, chosen, happenings)
+    ground = scenario.run_input(asked, chosen, happenings)
     log: list[Record] = []
     outcome = Run(ground, chosen, log.append).play()
     seats: dict[int, tuple[str, ...]] = {}
@@ -71,8 +71,8 @@ def same(outcome: Outcome, second: Second, slack_s: float = 0.0) -> None:
     assert outcome.earnings.flop == pytest.approx(second.earned, abs=within)
 
 
-def lost(node: str, at_s: float, back_s: float, cause: str = NODE) -> list[Happening]:
-    return [Happening(at_s, node, "fault", cause), Happening(back_s, node, "repaired")]
+def lost(node: str, at_s: float, back_s: float, cause: str = NODE) -> list[ExternalEvent]:
+    return [ExternalEvent(at_s, node, "fault", cause), ExternalEvent(back_s, node, "repaired")]
 
 
 @pytest.mark.parametrize("policy", HOW)
@@ -87,7 +87,7 @@ FAULTS = st.lists(st.tuples(st.integers(0, 20_000), st.integers(0, 5), CAUSES,
                             st.integers(0, 10_000)), max_size=5)
 
 
-def drawn(faults: list[tuple[int, int, str, int]]) -> list[Happening]:
+def drawn(faults: list[tuple[int, int, str, int]]) -> list[ExternalEvent]:
     """No two within the time that it takes to stop processes; none at the end of an iteration."""
     return sorted((one for number, (at, node, cause, away) in enumerate(faults)
                    for one in lost(f"n{node}", 20 * at + 1.7 + 2.3 * number,
@@ -125,11 +125,11 @@ ITERATION_S = 0.1
 APART = st.lists(st.tuples(st.integers(0, 5), CAUSES, st.integers(1, 6)), max_size=5)
 
 
-def heals(policy: str, size: int, happenings: list[Happening]) -> tuple[Outcome, Heals]:
+def heals(policy: str, size: int, happenings: list[ExternalEvent]) -> tuple[Outcome, Heals]:
     data = cluster([(1, size)]) | {"iteration_s": ITERATION_S}
     asked = scenario.parse(data)
     chosen = scenario.policy(asked, policy)
-    outcome = Run(scenario.ground(asked, chosen, happenings), chosen).play()
+    outcome = Run(scenario.run_input(asked, chosen, happenings), chosen).play()
     rates = {number: 1e12 * chosen.costs.speed * number for number in range(1, size + 1)}
     second = Heals(rates, [f"n{number}" for number in range(6)], chosen.costs, ITERATION_S,
                    Limits().evidence_s_max)
@@ -172,9 +172,9 @@ def test_unicron_has_the_best_of_all_allocations(curves: list[tuple[int, list[in
         task |= {"weight": float(weight), "throughput": table}
     asked = scenario.parse(data)
     chosen = scenario.policy(asked, "unicron")
-    happenings = [Happening(DAY_S * (number + 1), f"n{node}", "fault", NODE)
+    happenings = [ExternalEvent(DAY_S * (number + 1), f"n{node}", "fault", NODE)
                   for number, node in enumerate(away)]
-    outcome = Run(scenario.ground(asked, chosen, happenings), chosen).play()
+    outcome = Run(scenario.run_input(asked, chosen, happenings), chosen).play()
     for number in range(len(away) + 1):
         noon_s = outcome.began_s + DAY_S * (number + 0.5)
         waf = [one for at_s, one in outcome.earnings.curve if at_s <= noon_s][-1]

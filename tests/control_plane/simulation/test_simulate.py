@@ -14,18 +14,18 @@ from unicron.cli.simulate import compare as command
 from unicron.control_plane.decide.replay import verify
 from unicron.control_plane.simulation import policies, scenario
 from unicron.control_plane.simulation.run import Outcome, Run
-from unicron.control_plane.simulation.trace.external_event import Happening
+from unicron.control_plane.simulation.trace.external_event import ExternalEvent
 from unicron.events.errors import SpecError, UsageError
 from unicron.events.records.envelope import Record
 
 HANG = "task hang"
 
 
-def play(policy: str, happenings: list[Happening], data: dict[str, Any] | None = None,
+def play(policy: str, happenings: list[ExternalEvent], data: dict[str, Any] | None = None,
          log: list[Record] | None = None) -> Outcome:
     given = scenario.parse(data or plain())
     chosen = scenario.policy(given, policy)
-    return Run(scenario.ground(given, chosen, happenings), chosen,
+    return Run(scenario.run_input(given, chosen, happenings), chosen,
                log.append if log is not None else None).play()
 
 
@@ -88,7 +88,7 @@ def test_a_spare_takes_over_and_the_job_that_shrinks_goes_on() -> None:
     assert found.lost_flop["waiting"] == 0
     # A process elsewhere ends with it, and the node counts as lost by these two.
     assert sum(found.down_s.values()) == pytest.approx(
-        costs.until_told_s(NODE, 10.0) + costs.start_s, abs=1.0)
+        costs.detection_s(NODE, 10.0) + costs.start_s, abs=1.0)
     shrunk = play("shrink", lost("n1", DAY_S, DAY_S + away_s)).earnings
     assert sum(shrunk.down_s.values()) < 15
     assert shrunk.lost_flop["sub-healthy"] == pytest.approx(2e12 * away_s, rel=0.01)
@@ -105,8 +105,8 @@ def test_no_free_nodes_means_waiting_for_ones_own(policy: str) -> None:
 @pytest.mark.parametrize("policy", policies.POLICIES)
 def test_a_process_that_dies_is_started_again(policy: str) -> None:
     costs = policies.POLICIES[policy].costs
-    found = play(policy, [Happening(DAY_S, "n2", "fault", PROCESS)]).earnings
-    told_s = costs.until_told_s(PROCESS, 10.0)
+    found = play(policy, [ExternalEvent(DAY_S, "n2", "fault", PROCESS)]).earnings
+    told_s = costs.detection_s(PROCESS, 10.0)
     assert found.down_s["detection"] == pytest.approx(told_s)
     if not policies.POLICIES[policy].heals:
         assert sum(found.down_s.values()) == pytest.approx(told_s + costs.start_s)
@@ -114,14 +114,14 @@ def test_a_process_that_dies_is_started_again(policy: str) -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(HAPPENINGS, st.sampled_from([*policies.POLICIES]))
-@example([Happening(0.0, "n0", "left"), Happening(0.0, "n0", "repaired"),
-          Happening(0.0, "n0", "fault", NODE)], "requeue")
-def test_nothing_is_earned_twice_or_forgotten(happenings: list[Happening], policy: str) -> None:
+@example([ExternalEvent(0.0, "n0", "left"), ExternalEvent(0.0, "n0", "repaired"),
+          ExternalEvent(0.0, "n0", "fault", NODE)], "requeue")
+def test_nothing_is_earned_twice_or_forgotten(happenings: list[ExternalEvent], policy: str) -> None:
     """What was earned and what was lost to each cause is what the cluster could have earned."""
     log: list[Record] = []
     found = play(policy, sorted(happenings, key=lambda one: one.at_s), log=log)
     full = full_waf(policy) * 10 * DAY_S
-    assert found.earnings.whole_flop == pytest.approx(full, rel=1e-9)
+    assert found.earnings.full_flop == pytest.approx(full, rel=1e-9)
     assert -1e-9 * full <= found.earnings.flop <= (1 + 1e-9) * 8e12 * 10 * DAY_S
     assert [record.seq for record in log] == list(range(1, len(log) + 1))
     if policy == "unicron":
@@ -132,7 +132,7 @@ def test_the_same_scenario_gives_the_same_log() -> None:
     _, stages = command.load(EXAMPLE)
     logs: list[list[Record]] = [[], []]
     for log in logs:
-        Run(stages["unicron"].ground, stages["unicron"].policy, log.append).play()
+        Run(stages["unicron"].run_input, stages["unicron"].policy, log.append).play()
     assert logs[0] == logs[1]
 
 
@@ -160,9 +160,9 @@ def test_the_command_tells_each_policy(capsys: pytest.CaptureFixture[str], tmp_p
 def test_a_process_that_ended_before_it_was_told_to_stop_holds_up_nobody() -> None:
     """The second victim's end is told half an hour later than the first one's: by the order to
     stop, the agent looks."""
-    second = Happening(DAY_S + 1000, "n3", "fault", PROCESS)
+    second = ExternalEvent(DAY_S + 1000, "n3", "fault", PROCESS)
     data = plain(policies={"megatron": {"detect_s": {PROCESS: 1800.0}}})
-    found = play("megatron", [Happening(DAY_S, "n2", "fault", PROCESS), second], data).earnings
+    found = play("megatron", [ExternalEvent(DAY_S, "n2", "fault", PROCESS), second], data).earnings
     assert sum(found.down_s.values()) == pytest.approx(
         1800.0 + policies.POLICIES["megatron"].costs.start_s)
 
@@ -170,10 +170,10 @@ def test_a_process_that_ended_before_it_was_told_to_stop_holds_up_nobody() -> No
 def test_a_change_is_as_long_as_it_stood_however_long_training_went_on_before() -> None:
     given = scenario.parse(plain())
     chosen = scenario.policy(given, "unicron")
-    run = Run(scenario.ground(given, chosen, lost("n1", DAY_S, 2 * DAY_S)), chosen)
+    run = Run(scenario.run_input(given, chosen, lost("n1", DAY_S, 2 * DAY_S)), chosen)
     run.play()
     (task,) = run.engine.state.tasks.values()
-    stood_s = [one for lengths in task.stood_s.values() for one in lengths]
+    stood_s = [one for lengths in task.downtime_s.values() for one in lengths]
     assert stood_s
     assert max(stood_s) < 60
 
@@ -191,7 +191,7 @@ def test_a_copy_in_memory_is_as_safe_as_the_nodes_that_hold_it() -> None:
     """One node that stays is enough; who loses all at once goes on from the checkpoint."""
     costs, at_s = policies.POLICIES["unicron"].costs, DAY_S + 1000
     every = [one for name in ("n0", "n1", "n2", "n3") for one in lost(name, at_s, at_s + 600)]
-    killed = [Happening(at_s, "n0", "fault", PROCESS, "one", rank) for rank in range(8)]
+    killed = [ExternalEvent(at_s, "n0", "fault", PROCESS, "one", rank) for rank in range(8)]
     data = plain(limits={"quarantine_faults": 100})
     gone = play("unicron", sorted(every, key=lambda one: one.at_s), data).earnings
     held = play("unicron", killed, data).earnings
@@ -210,11 +210,17 @@ def test_whole_nodes_are_played_as_one_slot_each(policy: str) -> None:
             "throughput": {size: 1e12 * size ** 0.9 for size in range(4, 25)}}]))
     chosen = scenario.policy(given, policy)
     happenings = [
-        *lost("n1", DAY_S, DAY_S + 4 * 3600), *lost("n4", DAY_S + 3600, 2 * DAY_S),
-        Happening(3 * DAY_S, "n2", "fault", PROCESS), Happening(4 * DAY_S, "n3", "fault", HANG)]
-    device = [Happening(5 * DAY_S, "n0", "fault", DEVICE), Happening(5.5 * DAY_S, "n0", "repaired")]
+        *lost("n1", DAY_S, DAY_S + 4 * 3600),
+        *lost("n4", DAY_S + 3600, 2 * DAY_S),
+        ExternalEvent(3 * DAY_S, "n2", "fault", PROCESS),
+        ExternalEvent(4 * DAY_S, "n3", "fault", HANG),
+    ]
+    device = [
+        ExternalEvent(5 * DAY_S, "n0", "fault", DEVICE),
+        ExternalEvent(5.5 * DAY_S, "n0", "repaired"),
+    ]
     few, whole, few_too, whole_too = (
-        Run(scenario.ground(given, chosen, told, condense=condense), chosen).play()
+        Run(scenario.run_input(given, chosen, told, condense=condense), chosen).play()
         for told in (happenings, device) for condense in (True, False))
     assert few.earnings.flop == pytest.approx(whole.earnings.flop, rel=1e-6)
     # While a process starts again, those beside it are members: on paper they are one.
@@ -233,11 +239,11 @@ def test_a_slot_stands_for_no_more_than_all_sizes_are_multiples_of() -> None:
             ({"min": 4, "max": 12, "multiple_of": 4, "floor": 8}, 4, 1)):
         given = scenario.parse(plain(cluster={"nodes": 8, "slots": 4}, tasks=[{
             "name": "a", "slots": sizes, "throughput": {1: 1e12, 12: 5e12}}]))
-        found = scenario.ground(given, scenario.policy(given, "megatron"))
-        assert found.grain == by, sizes
+        found = scenario.run_input(given, scenario.policy(given, "megatron"))
+        assert found.gpus_per_slot == by, sizes
         # Who heals is on two nodes where it may be, in part: that is not played on whole ones.
-        heals = scenario.ground(given, scenario.policy(given, "unicron"))
-        assert heals.grain == healing, sizes
+        heals = scenario.run_input(given, scenario.policy(given, "unicron"))
+        assert heals.gpus_per_slot == healing, sizes
         assert found.slots["n0"] == 4 // by
         assert found.limits.mtbf_gpu_s == 2000 * 3600 / by
 
@@ -282,7 +288,9 @@ def test_whole_nodes_are_asked_for_with_sizes_that_are() -> None:
             "name": "a", "slots": {"min": 4, "max": 12, "multiple_of": by},
             "throughput": {4: 1e12, 12: 5e12}}]))
         if grain:
-            assert scenario.ground(given, scenario.policy(given, "unicron")).grain == grain
+            assert (
+                scenario.run_input(given, scenario.policy(given, "unicron")).gpus_per_slot == grain
+            )
         else:
             with pytest.raises(SpecError, match="whole_nodes: needs sizes"):
-                scenario.ground(given, scenario.policy(given, "unicron"))
+                scenario.run_input(given, scenario.policy(given, "unicron"))

@@ -9,7 +9,7 @@ from scenarios import DAY_S, HAPPENINGS, lost, plain
 from unicron.control_plane.simulation import policies, scenario
 from unicron.control_plane.simulation.cluster import SlotTime
 from unicron.control_plane.simulation.run import Outcome, Run
-from unicron.control_plane.simulation.trace.external_event import Happening
+from unicron.control_plane.simulation.trace.external_event import ExternalEvent
 
 
 class Checked(SlotTime):
@@ -20,23 +20,25 @@ class Checked(SlotTime):
         super().end(at_s)
 
 
-def play(policy: str, happenings: list[Happening], tasks: int = 1) -> Outcome:
+def play(policy: str, happenings: list[ExternalEvent], tasks: int = 1) -> Outcome:
     data = plain()
     one = data["tasks"][0]
     data["tasks"] = [one | {"name": f"task-{number}", "weight": 1.0 + number,
                             "slots": {"min": 1, "max": 8 // tasks}} for number in range(tasks)]
     asked = scenario.parse(data)
     chosen = scenario.policy(asked, policy)
-    run = Run(scenario.ground(asked, chosen, happenings), chosen)
+    run = Run(scenario.run_input(asked, chosen, happenings), chosen)
     run.cluster.slot_time = Checked()
-    run.account.does = run.cluster.slot_time.does
+    run.account.set_training = run.cluster.slot_time.set_training
     return run.play()
 
 
 @settings(deadline=None, max_examples=60)
 @given(HAPPENINGS, st.sampled_from([*policies.POLICIES]), st.integers(1, 3))
-@example([Happening(0.0, "n0", "left"), Happening(5.0, "n0", "joined")], "unicron", 2)
-def test_all_of_it_and_nothing_twice(happenings: list[Happening], policy: str, tasks: int) -> None:
+@example([ExternalEvent(0.0, "n0", "left"), ExternalEvent(5.0, "n0", "joined")], "unicron", 2)
+def test_all_of_it_and_nothing_twice(
+    happenings: list[ExternalEvent], policy: str, tasks: int
+) -> None:
     found = play(policy, sorted(happenings, key=lambda one: one.at_s), tasks)
     assert sum(found.slot_s.values()) == pytest.approx(8 * 10 * DAY_S, rel=1e-12)
     again_s = found.earnings.lost_slot_s["recomputed"]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unicron.control_plane.incidents.severity import TABLE
 from unicron.control_plane.simulation.trace import trace_file
-from unicron.control_plane.simulation.trace.external_event import EVENTS, Happening
+from unicron.control_plane.simulation.trace.external_event import EVENTS, ExternalEvent
 from unicron.events.errors import UsageError
 
 CHURN = Path(__file__).parents[3] / "deploy" / "scenarios" / "aws_p3_churn.csv"
@@ -17,13 +17,13 @@ HEAD = "at_s,node,event,cause\n"
 WITH_REPAIR = "at_s,node,event,cause,repair_s\n"
 
 
-def told(text: str) -> list[Happening]:
-    return trace_file.read(text, "t").happenings
+def told(text: str) -> list[ExternalEvent]:
+    return trace_file.read(text, "t").events
 
 
 def test_each_form_says_the_same() -> None:
-    same = [Happening(1.5, "n1", "fault", "ECC errors"), Happening(61.5, "n1", "repaired"),
-            Happening(70.0, "n2", "left")]
+    same = [ExternalEvent(1.5, "n1", "fault", "ECC errors"), ExternalEvent(61.5, "n1", "repaired"),
+            ExternalEvent(70.0, "n2", "left")]
     assert told(HEAD + "70,n2,left,\n1.5,n1,fault,ECC errors\n61.5,n1,repaired,\n") == same
     assert told("# of nobody\n" + WITH_REPAIR + "1.5,n1,fault,ECC errors,60\n\n70,n2,left,,\n"
                 ) == same
@@ -34,27 +34,29 @@ def test_each_form_says_the_same() -> None:
 
 @pytest.mark.parametrize("written", ["ECC errors", "ECC error", " ecc_errors", "Ecc Errors "])
 def test_causes_are_known_as_people_write_them(written: str) -> None:
-    assert told(f"{HEAD}1,n1,fault,{written}\n") == [Happening(1.0, "n1", "fault", "ECC errors")]
+    assert told(f"{HEAD}1,n1,fault,{written}\n") == [
+        ExternalEvent(1.0, "n1", "fault", "ECC errors")
+    ]
 
 
 def test_the_churn_of_spot_nodes_is_their_cluster() -> None:
     found = trace_file.read(CHURN.read_text(encoding="utf-8"), "churn")
     assert found.nodes == tuple(f"node{number}" for number in range(1, 19))
     num = {"joined": 177 - 18, "fault": 167}
-    assert {kind: sum(one.event == kind for one in found.happenings)
+    assert {kind: sum(one.event == kind for one in found.events)
             for kind in EVENTS} == {"repaired": 0, "left": 0} | num
-    assert {one.cause for one in found.happenings} == {"", "lost connection"}
-    assert found.happenings[-1] == Happening(40920.0, "node172", "fault", "lost connection")
+    assert {one.cause for one in found.events} == {"", "lost connection"}
+    assert found.events[-1] == ExternalEvent(40920.0, "node172", "fault", "lost connection")
 
 
 @settings(deadline=None)
 @given(st.lists(st.builds(
-    lambda at_ms, node, event, cause: Happening(
+    lambda at_ms, node, event, cause: ExternalEvent(
         at_ms / 1000, node, EVENTS[event], cause if event == "fault" else ""),
     st.integers(0, 10**12), st.text("ab-é, \"", min_size=1, max_size=5).filter(
         lambda name: name == name.strip()),
     st.sampled_from([*EVENTS]), st.sampled_from([*TABLE])), max_size=8))
-def test_what_is_printed_is_read_as_it_was(happenings: list[Happening]) -> None:
+def test_what_is_printed_is_read_as_it_was(happenings: list[ExternalEvent]) -> None:
     text = "\n".join(trace_file.written(happenings))
     assert told(text) == sorted(happenings, key=lambda one: one.at_s)
 

@@ -10,7 +10,7 @@ from decider import Driver, at_rest, only, spec, task_of, the
 from msgspec.structs import replace
 from unicron.control_plane.api.view import view
 from unicron.control_plane.planner import planner
-from unicron.control_plane.planner.problem import PlanInput, Wish, charged_s, waf_of
+from unicron.control_plane.planner.problem import PlanProblem, TaskDemand, transition_cost_s, waf_of
 from unicron.control_plane.planner.problem_of_state import input_digest
 from unicron.control_plane.state.cluster import ClusterState
 from unicron.control_plane.throughput import transition_cost
@@ -72,7 +72,7 @@ def test_time_without_faults_and_faults_move_it(d: Driver) -> None:
 def test_a_time_without_end_of_an_old_policy_does_not_stand() -> None:
     state = ClusterState()
     state.mtbf_gpu_s = math.inf  # of mtbf_faults: 1e308, which files could once say
-    transition_cost.settle_mtbf(state)
+    transition_cost.update_mtbf(state)
     assert state.mtbf_gpu_s == Policy().mtbf_gpu_s
 
 
@@ -142,7 +142,7 @@ def test_a_node_killed_on_purpose_is_no_fault(d: Driver) -> None:
 def test_a_request_is_forgotten_when_nothing_came_of_it(d: Driver) -> None:
     task = d.running()
     inject(d, r.FaultRequested(what="rank", task=task, rank=2))
-    d.now_s += transition_cost.HARMED_S_MAX + 1
+    d.now_s += transition_cost.INJECTED_S_MAX + 1
     d.obey(d.exit(task, 2))
     assert d.state.num_faults == 1
 
@@ -190,11 +190,11 @@ def test_what_was_measured_is_charged_once_there_is_enough(d: Driver) -> None:
     d.progress(task, 12)
     stands(d, task, 2)
     assert transition_cost.transition(d.state, task_of(d, task)) == replace(
-        Transition.alike(10.0), reshape_s=Policy().reshape_s)
+        Transition.uniform(10.0), reshape_s=Policy().reshape_s)
     num = input_digest(d.state)
     stands(d, task, 1, pause_s=500.0)
     assert input_digest(d.state) != num
-    found = task_of(d, task).stood_s
+    found = task_of(d, task).downtime_s
     assert set(found) == {"start", "same"}
     assert [round(x) for x in found["same"]] == [5, 5, 500]
     charged = transition_cost.transition(d.state, task_of(d, task))
@@ -212,10 +212,10 @@ def test_iterations_done_meanwhile_are_no_time_that_it_stood(d: Driver) -> None:
     d.obey(lost, start=False)
     d.now_s += 1.0
     d.progress(task, times_s=[0.2] * 4 + [0.3])
-    standing = task_of(d, task).standing
+    standing = task_of(d, task).transition
     assert standing is not None
     at_four = 5 * 0.2 * 4 / 3  # three of four do it
-    assert math.isclose(standing.stood_s, 1.8 - at_four, abs_tol=0.2)
+    assert math.isclose(standing.downtime_s, 1.8 - at_four, abs_tol=0.2)
     d.obey([x for x in lost if isinstance(x.body, o.StartRank)])
     d.progress(task)
 
@@ -252,7 +252,7 @@ def test_leaving_costs_leaving_and_coming_back(d: Driver) -> None:
         d.now_s += 40.0
         d.obey(new)
         d.progress(alpha)
-    stood_s = task_of(d, alpha).stood_s
+    stood_s = task_of(d, alpha).downtime_s
     assert {kind: len(x) for kind, x in stood_s.items()} == {"start": 4, "stop": 3}
     assert 39 < stood_s["start"][-1] < 41
     charged = transition_cost.transition(d.state, task_of(d, alpha))
@@ -269,39 +269,39 @@ def test_what_waits_for_a_person_says_nothing(d: Driver) -> None:
     d.now_s += 5000.0
     d.obey(d.tell("operator/unfreeze", r.HealingResumed()))
     d.progress(task, 2)
-    assert task_of(d, task).standing is None
-    assert set(task_of(d, task).stood_s) == {"start"}
+    assert task_of(d, task).transition is None
+    assert set(task_of(d, task).downtime_s) == {"start"}
 
 
 def test_the_history_is_bounded(d: Driver) -> None:
     task = d.running()
-    stands(d, task, transition_cost.NUM_STOOD_MAX + 3)
-    assert len(task_of(d, task).stood_s["same"]) == transition_cost.NUM_STOOD_MAX
+    stands(d, task, transition_cost.NUM_DOWNTIMES_MAX + 3)
+    assert len(task_of(d, task).downtime_s["same"]) == transition_cost.NUM_DOWNTIMES_MAX
 
 
 # --- what the planner does with it --------------------------------------------------------------
 def test_each_kind_of_change_is_charged_its_own_length() -> None:
     kinds = Transition(same_s=1.0, shrink_s=2.0, grow_s=4.0, stop_s=8.0)
-    wish = Wish(task=1, name="t1", now=2, faulted=True, transition=kinds, sizes=(1, 2, 3),
+    wish = TaskDemand(task=1, name="t1", now=2, faulted=True, transition=kinds, sizes=(1, 2, 3),
                 wafs=(64.0, 128.0, 192.0))
-    asked = PlanInput(wishes=(wish,), num_slots=3, mtbf_gpu_s=3 * 32.0)
-    rows = planner.gains(asked)
+    asked = PlanProblem(demands=(wish,), num_slots=3, mtbf_gpu_s=3 * 32.0)
+    rows = planner.allowed_candidates(asked)
     unit = int(rows.gains[1]) // (64 * 32 - 2 * 128)
     assert unit > 0
     assert (rows.gains // unit).tolist() == [
         -8 * 128, 64 * 32 - 2 * 128, 128 * 32 - 128, 192 * 32 - 4 * 128]
-    healthy = planner.gains(replace(asked, wishes=(replace(wish, faulted=False),)))
+    healthy = planner.allowed_candidates(replace(asked, demands=(replace(wish, faulted=False),)))
     assert healthy.gains[2] == 128 * 32 * (healthy.gains[1] // (64 * 32 - 2 * 128))
 
 
 def test_a_task_that_is_dear_to_grow_is_left_and_another_grows() -> None:
-    def wish(task: int, grow_s: float) -> Wish:
+    def wish(task: int, grow_s: float) -> TaskDemand:
         kinds = Transition(same_s=1.0, shrink_s=1.0, grow_s=grow_s, stop_s=1.0)
-        return Wish(task=task, name=f"t{task}", now=1, faulted=False, transition=kinds,
+        return TaskDemand(task=task, name=f"t{task}", now=1, faulted=False, transition=kinds,
                     sizes=(1, 2), wafs=(10.0, 16.0))
 
-    asked = PlanInput(wishes=(wish(1, 500.0), wish(2, 2.0)), num_slots=3, mtbf_gpu_s=3 * 1e3)
-    assert planner.choose(asked).plan.slots == (1, 2)
+    asked = PlanProblem(demands=(wish(1, 500.0), wish(2, 2.0)), num_slots=3, mtbf_gpu_s=3 * 1e3)
+    assert planner.choose_plan(asked).plan.slots == (1, 2)
 
 
 def test_the_record_tells_what_the_plan_took(d: Driver) -> None:
@@ -314,21 +314,36 @@ def test_the_record_tells_what_the_plan_took(d: Driver) -> None:
 def test_to_split_the_model_in_another_way_is_charged_as_that() -> None:
     """Of two slots as of one, each a whole replica; on three all of the state moves."""
     kinds = Transition(same_s=1.0, shrink_s=2.0, grow_s=4.0, stop_s=8.0, reshape_s=16.0)
-    wish = Wish(task=1, name="t1", now=2, faulted=True, transition=kinds, sizes=(1, 2, 3),
+    wish = TaskDemand(task=1, name="t1", now=2, faulted=True, transition=kinds, sizes=(1, 2, 3),
                 wafs=(1.0, 2.0, 3.0), shapes=(0, 0, 1))
-    assert [charged_s(wish, x) for x in (0, 1, 2, 3)] == [8.0, 2.0, 1.0, 16.0]
-    assert [charged_s(replace(wish, now=3), x) for x in (0, 1, 2, 3)] == [8.0, 16.0, 16.0, 1.0]
+    assert [transition_cost_s(wish, x) for x in (0, 1, 2, 3)] == [8.0, 2.0, 1.0, 16.0]
+    assert [transition_cost_s(replace(wish, now=3), x) for x in (0, 1, 2, 3)] == [
+        8.0,
+        16.0,
+        16.0,
+        1.0,
+    ]
 
 
 def test_what_is_told_of_a_change_is_what_is_charged() -> None:
     kinds = Transition(same_s=1.0, shrink_s=2.0, grow_s=4.0, stop_s=8.0, reshape_s=16.0)
     for hurt, now, shapes in ((False, 2, ()), (True, 2, ()), (True, 0, ()), (False, 0, ()),
                               (False, 2, (0, 0, 1)), (True, 2, (0, 1, 1)), (True, 0, (0, 1, 1))):
-        wish = Wish(task=1, name="t1", now=now, faulted=hurt, transition=kinds, sizes=(1, 2, 3),
-                    wafs=(64.0, 128.0, 192.0), shapes=shapes)
-        rows = planner.gains(PlanInput(wishes=(wish,), num_slots=3, mtbf_gpu_s=3 * 32.0))
+        wish = TaskDemand(
+            task=1,
+            name="t1",
+            now=now,
+            faulted=hurt,
+            transition=kinds,
+            sizes=(1, 2, 3),
+            wafs=(64.0, 128.0, 192.0),
+            shapes=shapes,
+        )
+        rows = planner.allowed_candidates(
+            PlanProblem(demands=(wish,), num_slots=3, mtbf_gpu_s=3 * 32.0)
+        )
         told = [waf_of(wish, x) * 32
-                - waf_of(wish, now) * charged_s(wish, x)
+                - waf_of(wish, now) * transition_cost_s(wish, x)
                 for x in (0, 1, 2, 3)]
         unit = int(rows.gains[3]) // int(told[3])
         assert (rows.gains // unit).tolist() == told

@@ -15,7 +15,7 @@ from unicron.events.log.memory import MemoryLog
 from unicron.events.records.orders import StartRank, StopRank
 from unicron.events.records.reports import NodeJoined, OrderRefused, RankExited, RankStarted
 from unicron.events.records.types import Slot
-from unicron.workers.agent.processes.launcher import Node, environment
+from unicron.workers.agent.processes.launcher import NodeConfig, environment
 from unicron.workers.host import linux
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -131,7 +131,7 @@ def test_a_stopped_process_ends_too(memory: MemoryLog, tmp_path: Path) -> None:
 
 
 def test_what_a_rank_is_told_by_its_environment(tmp_path: Path) -> None:
-    node = Node(name="n1", incarnation=7, cluster="c", host="10.0.0.1", num_slots=2,
+    node = NodeConfig(name="n1", incarnation=7, cluster="c", host="10.0.0.1", num_slots=2,
                 state_dir=tmp_path)
     order = StartRank(nodes=("n1",), task=5, rank=3, attempt=2, slot=Slot(node="n1", index=1),
                       spec=train(0), num_seats=4, host="", port=0, checkpoint="")

@@ -28,7 +28,7 @@ from unicron.events.records.reports import (
 )
 from unicron.events.records.types import Member, Slot
 from unicron.workers.agent import order_executor
-from unicron.workers.agent.publish import Refused, publish
+from unicron.workers.agent.publish import PublishRefused, publish
 from unicron.workers.host import linux
 
 FAULTS: list[Outcome] = ["unavailable", "lost", "applied"]
@@ -197,9 +197,9 @@ def test_a_new_log_of_the_same_name_publishes_over_the_old_ones(tmp_path: Path) 
     give(40, 2000.0, 2)
     assert os.readlink(tmp_path / "latest") == "gen-2/iter-9"
     give(40, 2000.0, 2)
-    with pytest.raises(Refused, match="order 40 has already published gen-2"):
+    with pytest.raises(PublishRefused, match="order 40 has already published gen-2"):
         give(39, 2000.0, 1)
-    with pytest.raises(Refused):
+    with pytest.raises(PublishRefused):
         give(91, 1000.0, 1)
     assert os.readlink(tmp_path / "latest") == "gen-2/iter-9"
 

@@ -23,7 +23,7 @@ from unicron.workers.agent.processes import torch_files
 from unicron.workers.agent.processes.exit_cause import (
     CAUSE_CHARS_MAX,
     Cause,
-    End,
+    ExitEvidence,
     cause_of,
     clipped,
 )
@@ -42,8 +42,9 @@ def why(how: Exit, text: str = "", *, path: Path = NO_FILE, kills: dict[int, str
         ) -> Cause:
     """`kills` is what the kernel says of a process's number."""
     said = kills or {}
-    return cause_of(End(how=how, text=text, path=path, killed=lambda pid: said.get(pid, ""),
-                        pid=7))
+    return cause_of(
+        ExitEvidence(how=how, text=text, path=path, killed=lambda pid: said.get(pid, ""), pid=7)
+    )
 
 
 def raised(innermost: str, wrapper: str) -> str:
@@ -185,24 +186,24 @@ def printed(name: str) -> str:
 
 
 def test_the_root_cause_is_read_from_a_summary() -> None:
-    root = torch_files.root_of(printed("raise-record"))
+    root = torch_files.root_cause(printed("raise-record"))
     assert root is not None
     assert (root.rank, root.exit_code) == ("1", 1)
     assert root.error_file.startswith("/tmp/torchelastic_")
     assert root.error_file.endswith("/attempt_0/1/error.json")
     assert root.trace.startswith('Traceback (most recent call last):\n  File "/home/user/child.py"')
     assert root.trace.endswith("ValueError: the batch could not be made")
-    killed = torch_files.root_of(printed("kill-plain"))
+    killed = torch_files.root_cause(printed("kill-plain"))
     assert killed is not None
     assert (killed.exit_code, killed.trace, killed.error_file) == (-9, "", "")
     assert "Traceback" not in killed.before
-    assert torch_files.root_of("no summary\n") is None
+    assert torch_files.root_cause("no summary\n") is None
 
 
 def test_a_torn_summary_is_read_as_far_as_it_goes() -> None:
     text = printed("raise-record")
     for end in range(text.index("Root Cause"), len(text), 7):
-        torch_files.root_of(text[:end])
+        torch_files.root_cause(text[:end])
         why(ONE, text[:end])
 
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from unicron.events.records.reports import RankStalled, RankUnstalled
-from unicron.workers.agent.monitoring.flight_recorder_dumps import AGAIN_S, Asker, Dumps
+from unicron.workers.agent.monitoring.flight_recorder_dumps import (
+    DUMP_INTERVAL_S,
+    Dumps,
+    DumpTrigger,
+)
 
 
 def stalled(task: int, rank: int = 0) -> RankStalled:
@@ -23,7 +27,7 @@ def test_once_for_all_ranks_of_a_task_and_again_after_a_minute(tmp_path: Path) -
             raise PermissionError("read only")
         return {0: tmp_path / "flight-rank-0.json"}
 
-    asker = Asker(dump, lambda: now_s[0])
+    asker = DumpTrigger(dump, lambda: now_s[0])
     asker.on_report(
         RankUnstalled(task=7, rank=0, attempt=1, generation=1, iteration=3, stalled_s=1.0)
     )
@@ -32,6 +36,6 @@ def test_once_for_all_ranks_of_a_task_and_again_after_a_minute(tmp_path: Path) -
         asker.on_report(stalled(7, rank))
     asker.on_report(stalled(8))
     assert asked == [7, 8]
-    now_s[0] += AGAIN_S
+    now_s[0] += DUMP_INTERVAL_S
     asker.on_report(stalled(7))
     assert asked == [7, 8, 7]

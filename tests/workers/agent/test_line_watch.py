@@ -14,8 +14,8 @@ import pytest
 from progress_setup import line, order, write
 from unicron.events.records.reports import IterationsLogged, RankStalled, RankUnstalled
 from unicron.events.records.types import Body
-from unicron.workers.agent.monitoring.output_monitor import ASIDE_S, Limits
-from unicron.workers.agent.monitoring.output_reader import Readers
+from unicron.workers.agent.monitoring.output_monitor import ANNOUNCED_PAUSE_S, HangLimits
+from unicron.workers.agent.monitoring.output_reader import OutputReaders
 
 STEP_S = 2.0
 ASIDES = (
@@ -34,7 +34,7 @@ class Played:
 
     def __init__(self, folder: Path, num_ranks: int = 1) -> None:
         self.told: list[Body] = []
-        self.readers = Readers(lambda body, _: self.told.append(body))
+        self.readers = OutputReaders(lambda body, _: self.told.append(body))
         self.logs = [folder / f"rank-{rank}.log" for rank in range(num_ranks)]
         self.now_s = 1000.0
         self.iteration = 0
@@ -120,7 +120,7 @@ def test_before_five_intervals_nothing_is_known(played: Played) -> None:
 def test_what_it_says_it_does_is_waited_for(played: Played, said: str) -> None:
     played.print(10)
     write(played.logs[0], f"{said}\n".encode())
-    played.wait(ASIDE_S - 10)
+    played.wait(ANNOUNCED_PAUSE_S - 10)
     assert not played.stalls()
     played.wait(20.0)
     assert len(played.stalls()) == 1, "not for ever"
@@ -153,7 +153,7 @@ def test_rank_0_says_so_and_the_last_rank_prints(tmp_path: Path) -> None:
 def test_after_its_last_iteration_no_line_is_waited_for(played: Played) -> None:
     played.iteration = 90
     played.print(10)
-    played.wait(2 * ASIDE_S)
+    played.wait(2 * ANNOUNCED_PAUSE_S)
     assert not played.stalls()
 
 
@@ -172,7 +172,7 @@ def test_time_in_which_the_agent_did_not_look_counts_for_nobody(played: Played) 
 
 def test_nobody_is_told_of_where_the_watch_is_off(tmp_path: Path) -> None:
     told: list[Body] = []
-    readers = Readers(lambda body, _: told.append(body), limits=None)
+    readers = OutputReaders(lambda body, _: told.append(body), limits=None)
     path = tmp_path / "log"
     path.touch()
     readers.begin(order(), path, 0, os.getpid())
@@ -195,7 +195,7 @@ for i in itertools.count(1):
 def test_a_real_process_that_is_stopped_and_goes_on(tmp_path: Path) -> None:
     """Behind a shell, as commands often are: what its one child does is said."""
     told: list[Body] = []
-    readers = Readers(lambda body, _: told.append(body), limits=Limits(least_s=1.0))
+    readers = OutputReaders(lambda body, _: told.append(body), limits=HangLimits(least_s=1.0))
     path = tmp_path / "rank-0.log"
     program = tmp_path / "prints.py"
     program.write_text(PRINTS)

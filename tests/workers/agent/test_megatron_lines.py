@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from megatron_lines_setup import CORE
 from unicron.workers.agent.monitoring.megatron_output import (
     LINE_BYTES_MAX,
-    Line,
-    Lines,
-    Stretches,
+    IterationRanges,
+    ProgressLine,
+    ProgressLines,
     parse,
 )
 
@@ -37,23 +37,23 @@ PRIMUS = (b"[20251023 12:39:12][rank-63/64][INFO ] [--------trainer.py:2382] :  
 
 
 @pytest.mark.parametrize(("line", "told"), [
-    (CORE, Line(2, 5000, 25.8792, 10.4456, 128, 0, 0)),
-    (DEEPSPEED, Line(12695, 115311, 105.22, 2.463556, 2048, 2, 1)),
-    (NEOX, Line(10, 50, 19.9876, 7.123456, 0, 0, 0)),
-    (MOE, Line(311, 500000, 0.1798, 7.220541, 1, 0, 0)),
-    (PRIMUS, Line(424, 40000, 16.6013, 4.44, 64, 0, 0)),
+    (CORE, ProgressLine(2, 5000, 25.8792, 10.4456, 128, 0, 0)),
+    (DEEPSPEED, ProgressLine(12695, 115311, 105.22, 2.463556, 2048, 2, 1)),
+    (NEOX, ProgressLine(10, 50, 19.9876, 7.123456, 0, 0, 0)),
+    (MOE, ProgressLine(311, 500000, 0.1798, 7.220541, 1, 0, 0)),
+    (PRIMUS, ProgressLine(424, 40000, 16.6013, 4.44, 64, 0, 0)),
     (b"==> iteration        8/      25 | elapsed time per iteration (ms): 548.5 |",
-     Line(8, 25, 0.5485, None, 0, 0, 0)),
+     ProgressLine(8, 25, 0.5485, None, 0, 0, 0)),
     (b" iteration 8/25 | elapsed time per iteration (ms): 548.5 | lm loss: INF |",
-     Line(8, 25, 0.5485, None, 0, 0, 0)),
+     ProgressLine(8, 25, 0.5485, None, 0, 0, 0)),
     (b" iteration 8/25 | elapsed time per iteration (ms): 548.5 | lm loss: NAN",
-     Line(8, 25, 0.5485, None, 0, 0, 0)),
+     ProgressLine(8, 25, 0.5485, None, 0, 0, 0)),
     (b" iteration 8/25 | elapsed time per iteration (ms): 548.5 | lm loss: 1.0E+999 |",
-     Line(8, 25, 0.5485, None, 0, 0, 0)),
+     ProgressLine(8, 25, 0.5485, None, 0, 0, 0)),
     (b" iteration 30/25 | elapsed time per iteration (ms): 548.5",
-     Line(30, 0, 0.5485, None, 0, 0, 0)),
+     ProgressLine(30, 0, 0.5485, None, 0, 0, 0)),
 ])
-def test_lines_of_all_versions(line: bytes, told: Line) -> None:
+def test_lines_of_all_versions(line: bytes, told: ProgressLine) -> None:
     found = parse(line)
     assert found is not None
     assert found._replace(step_s=0.0) == told._replace(step_s=0.0)
@@ -86,7 +86,7 @@ NOISE = st.lists(st.one_of(
 @given(NOISE, st.data())
 def test_however_it_is_cut_the_same_is_found(printed: bytes, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(printed)), max_size=8)))
-    one, cut = Lines(), Lines()
+    one, cut = ProgressLines(), ProgressLines()
     whole = one.feed(printed + b"\n")
     ends = [0, *cuts, len(printed)]
     parts = [printed[begin:end] for begin, end in pairwise(ends)]
@@ -103,7 +103,7 @@ def test_nothing_that_is_printed_raises(printed: bytes) -> None:
 
 
 def test_whole_lines_alone_and_none_that_is_too_long() -> None:
-    lines = Lines()
+    lines = ProgressLines()
     assert lines.feed(CORE) == []
     assert [line.iteration for line in lines.feed(b"\n" + DEEPSPEED + b"\r\n" + NEOX)] == [2, 12695]
     assert [line.iteration for line in lines.feed(b"\r")] == [10]
@@ -112,21 +112,21 @@ def test_whole_lines_alone_and_none_that_is_too_long() -> None:
 
 
 def test_what_is_left_out_ends_a_line() -> None:
-    lines = Lines()
+    lines = ProgressLines()
     lines.feed(CORE[:60])
     lines.skip()
     assert lines.feed(CORE[60:] + b"\n") == []
     assert len(lines.feed(CORE + b"\n")) == 1
 
 
-def line(iteration: int, step_s: float, global_batch: int = 8, **more: int) -> Line:
-    return Line(iteration, 100, step_s, 2.0, global_batch, more.get("skipped", 0),
+def line(iteration: int, step_s: float, global_batch: int = 8, **more: int) -> ProgressLine:
+    return ProgressLine(iteration, 100, step_s, 2.0, global_batch, more.get("skipped", 0),
                 more.get("nan", 0))
 
 
 def test_lines_are_joined_by_their_numbers_of_iterations() -> None:
     """The first stands alone: it does not say of how many iterations it is."""
-    told = Stretches()
+    told = IterationRanges()
     for one in (line(10, 9.0), line(20, 1.0), line(50, 2.0, skipped=1), line(51, 2.5, nan=1)):
         told.add(one)
     first, rest = told.take(), told.take()
@@ -141,7 +141,7 @@ def test_lines_are_joined_by_their_numbers_of_iterations() -> None:
 
 
 def test_another_batch_is_not_joined_and_a_line_that_goes_back_begins_anew() -> None:
-    told = Stretches()
+    told = IterationRanges()
     for one in (line(1, 1.0), line(2, 1.0), line(3, 1.5, 16), line(2, 4.0, 16), line(4, 1.0, 16)):
         told.add(one)
     found = [told.take() for _ in range(5)]
@@ -155,14 +155,14 @@ def test_another_batch_is_not_joined_and_a_line_that_goes_back_begins_anew() -> 
 def test_the_first_iteration_is_in_the_mean_of_the_line_after_it_too(
         iterations: tuple[int, ...], nums: tuple[int, ...]) -> None:
     """Where it is printed on its own, measuring goes on."""
-    told = Stretches()
+    told = IterationRanges()
     for iteration in iterations:
         told.add(line(iteration, 1.0))
     assert [one.num for one in iter(told.take, None) if one is not None] == list(nums)
 
 
 def test_what_several_ranks_print_into_one_log_counts_once() -> None:
-    told = Stretches()
+    told = IterationRanges()
     for iteration in (1, 1, 1, 2, 2, 2, 3, 3, 3):
         told.add(line(iteration, 1.0))
     found = [told.take() for _ in range(3)]
@@ -170,7 +170,7 @@ def test_what_several_ranks_print_into_one_log_counts_once() -> None:
 
 
 def test_what_waits_is_bounded() -> None:
-    told = Stretches()
+    told = IterationRanges()
     for iteration in range(1, 101):
         told.add(line(iteration, 1.0, 8 + iteration % 2))
     assert [one.iteration for one in iter(told.take, None) if one is not None] == [*range(93, 101)]

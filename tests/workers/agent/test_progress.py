@@ -16,7 +16,7 @@ from unicron.events.log.memory import MemoryLog
 from unicron.events.records.reports import IterationsLogged, RankExited
 from unicron.events.records.types import Body
 from unicron.workers.agent.monitoring import output_reader
-from unicron.workers.agent.monitoring.output_reader import Progress, Readers
+from unicron.workers.agent.monitoring.output_reader import OutputReader, OutputReaders
 from unicron.workers.host import linux
 
 
@@ -28,13 +28,13 @@ def log(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def reader(log: Path) -> Iterator[Progress]:
-    made = Progress(order(), log, log.stat().st_size)
+def reader(log: Path) -> Iterator[OutputReader]:
+    made = OutputReader(order(), log, log.stat().st_size)
     yield made
     made.close()
 
 
-def test_only_its_own_output_and_each_line_once(log: Path, reader: Progress) -> None:
+def test_only_its_own_output_and_each_line_once(log: Path, reader: OutputReader) -> None:
     assert reader.look() is None
     write(log, line(1, 900.0) + line(2)[:30])
     assert reader.look() == IterationsLogged(
@@ -48,7 +48,7 @@ def test_only_its_own_output_and_each_line_once(log: Path, reader: Progress) -> 
 
 
 def test_a_log_that_grows_too_fast_is_read_at_its_end(
-        log: Path, reader: Progress, capsys: pytest.CaptureFixture[str]) -> None:
+        log: Path, reader: OutputReader, capsys: pytest.CaptureFixture[str]) -> None:
     write(log, line(1) + line(2))
     assert [told and told.iteration for told in (reader.look(), reader.look())] == [1, 2]
     write(log, line(3) + os.urandom(300_000) + b"\n" + line(4, 100.0))
@@ -60,7 +60,7 @@ def test_a_log_that_grows_too_fast_is_read_at_its_end(
     assert capsys.readouterr().out.count("faster than the agent reads") == 1
 
 
-def test_a_log_that_is_emptied_or_renamed_is_read_on(log: Path, reader: Progress) -> None:
+def test_a_log_that_is_emptied_or_renamed_is_read_on(log: Path, reader: OutputReader) -> None:
     write(log, line(1))
     reader.look()
     os.truncate(log, 0)
@@ -77,13 +77,13 @@ def test_a_log_that_is_emptied_or_renamed_is_read_on(log: Path, reader: Progress
 
 def test_a_log_that_is_not_there_is_said_and_no_error(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    reader = Progress(order(), tmp_path / "nowhere", 0)
+    reader = OutputReader(order(), tmp_path / "nowhere", 0)
     assert reader.look() is None
     assert list(reader.end()) == []
     assert "cannot be read" in capsys.readouterr().out
 
 
-def test_who_writes_on_after_the_end_is_not_followed(log: Path, reader: Progress) -> None:
+def test_who_writes_on_after_the_end_is_not_followed(log: Path, reader: OutputReader) -> None:
     """A process that does not die may print for ever."""
     write(log, line(1) + line(2))
     rest = reader.end()
@@ -95,7 +95,7 @@ def test_who_writes_on_after_the_end_is_not_followed(log: Path, reader: Progress
     assert told == [1, 2]
 
 
-def test_another_global_batch_is_said_once(log: Path, reader: Progress,
+def test_another_global_batch_is_said_once(log: Path, reader: OutputReader,
                                            capsys: pytest.CaptureFixture[str]) -> None:
     write(log, line(1, batch=16) + line(2, batch=16))
     assert [told.global_batch for told in (reader.look(), reader.look()) if told] == [16, 16]
@@ -104,7 +104,7 @@ def test_another_global_batch_is_said_once(log: Path, reader: Progress,
 
 def test_who_prints_first_tells_alone(tmp_path: Path) -> None:
     told: list[Body] = []
-    readers = Readers(lambda body, _: told.append(body))
+    readers = OutputReaders(lambda body, _: told.append(body))
     logs = [tmp_path / str(rank) for rank in range(3)]
     for rank, path in enumerate(logs):
         path.touch()
@@ -124,9 +124,9 @@ def test_who_prints_first_tells_alone(tmp_path: Path) -> None:
 
 
 def test_what_one_look_reads_is_bounded() -> None:
-    assert output_reader.share(1) == output_reader.LOOK_BYTES_MAX
-    assert 16 * output_reader.share(16) <= output_reader.LOOK_BYTES_MAX
-    assert output_reader.share(10_000) == output_reader.RANK_BYTES_MIN
+    assert output_reader.read_bytes_max(1) == output_reader.LOOK_BYTES_MAX
+    assert 16 * output_reader.read_bytes_max(16) <= output_reader.LOOK_BYTES_MAX
+    assert output_reader.read_bytes_max(10_000) == output_reader.RANK_BYTES_MIN
 
 
 FLOOD = """
@@ -159,7 +159,7 @@ def test_a_command_that_floods_its_log_is_followed_all_the_same(tmp_path: Path) 
     try:
         go(test)
     finally:
-        assert linux.end_marked(f"UNICRON_PROCESS={tmp_path}".encode()) == []
+        assert linux.kill_marked(f"UNICRON_PROCESS={tmp_path}".encode()) == []
 
 
 def test_the_agent_tells_what_a_command_prints(tmp_path: Path) -> None:
@@ -190,4 +190,4 @@ def test_the_agent_tells_what_a_command_prints(tmp_path: Path) -> None:
     try:
         go(test)
     finally:
-        assert linux.end_marked(f"UNICRON_PROCESS={tmp_path}".encode()) == []
+        assert linux.kill_marked(f"UNICRON_PROCESS={tmp_path}".encode()) == []

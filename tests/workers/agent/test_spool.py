@@ -18,8 +18,8 @@ from unicron.events.records.reports import (
     TaskProgressed,
 )
 from unicron.events.records.types import Body
-from unicron.workers.agent.delivery.spool import Spool, load
-from unicron.workers.agent.main import spools
+from unicron.workers.agent.delivery.spool import Spool, load_spool
+from unicron.workers.agent.main import open_spools
 
 JOINED = NodeJoined(node="n1", incarnation=7, host="127.0.0.1", pid=1, num_slots=2)
 
@@ -187,24 +187,24 @@ def bodies(spool: Spool) -> list[Body]:
 
 
 def test_a_successor_delivers_what_was_left_under_the_old_source(tmp_path: Path) -> None:
-    first, none = spools(tmp_path, "n1", "n1/7")
+    first, none = open_spools(tmp_path, "n1", "n1/7")
     assert none == []
     for body in (JOINED, exited(0), exited(1)):
         first.put(body)
-    second, (left,) = spools(tmp_path, "n1", "n1/8")
+    second, (left,) = open_spools(tmp_path, "n1", "n1/8")
     assert left.source == "n1/7"
     assert bodies(left) == [JOINED, exited(0), exited(1)]
     assert second.last == 0
     left.trim(3)
     left.close(forget=True)
     second.put(JOINED)
-    _, (only,) = spools(tmp_path, "n1", "n1/9")
+    _, (only,) = open_spools(tmp_path, "n1", "n1/9")
     assert only.source == "n1/8"
 
 
 def test_another_nodes_spools_are_not_ours(tmp_path: Path) -> None:
     for node in ("n1.a", "n10", "n1"):
-        spool, left = spools(tmp_path, node, f"{node}/7")
+        spool, left = open_spools(tmp_path, node, f"{node}/7")
         assert left == []
         spool.put(JOINED)
 
@@ -212,13 +212,13 @@ def test_another_nodes_spools_are_not_ours(tmp_path: Path) -> None:
 def test_a_torn_end_is_dropped_and_empty_files_vanish(tmp_path: Path) -> None:
     path = tmp_path / "n1.7.spool"
     spool = Spool("n1/7", "n1", clock, file=path)
-    assert load(path, "n1", clock) is None
+    assert load_spool(path, "n1", clock) is None
     spool.put(JOINED)
     spool.put(exited(0))
     whole = path.read_bytes()
     for cut in range(len(whole)):
         path.write_bytes(whole[:cut])
-        left = load(path, "n1", clock)
+        left = load_spool(path, "n1", clock)
         assert bodies(left) if left else True
         if left is not None:
             assert bodies(left) == [JOINED]
@@ -233,7 +233,7 @@ def test_the_file_is_bounded_and_holds_what_memory_holds(tmp_path: Path) -> None
         if number % 7 == 0:
             spool.trim(spool.acked + 5)
         assert path.stat().st_size <= 2 * 30_000 + (64 << 10) + 1_000
-    left = load(path, "n1", clock)
+    left = load_spool(path, "n1", clock)
     assert left is not None
     left.trim(spool.acked)
     assert left.behind(0, 10_000) == spool.behind(0, 10_000)
@@ -256,6 +256,6 @@ def test_a_full_disk_ends_nobody_and_the_file_comes_back(tmp_path: Path) -> None
     spool.trim(6)
     spool.put(exited(20))
     spool.close(forget=False)
-    left = load(path, "n1", clock)
+    left = load_spool(path, "n1", clock)
     assert left is not None
     assert [report.source_seq for report in left.behind(0, 99)] == list(range(7, 23))

@@ -22,7 +22,7 @@ def said(code: str, number: signal.Signals | None = None) -> str:
             if number is not None:
                 os.kill(child.pid, number)
             time.sleep(0.4)
-            return process_state.words(child.pid, before)
+            return process_state.describe(child.pid, before)
         finally:
             child.kill()
 
@@ -39,4 +39,4 @@ def test_a_process_that_is_gone_is_not() -> None:
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait(30)
     assert process_state.look(child.pid) is None
-    assert process_state.words(child.pid, None) == ""
+    assert process_state.describe(child.pid, None) == ""

@@ -11,8 +11,8 @@ from unittest import mock
 
 import pytest
 from unicron.workers.host import cpu_wait
-from unicron.workers.host.cpu_wait import NUM_THREADS_MAX, Starved
-from unicron.workers.ipc.progress_page import OWN_CODE, Page, Pulse
+from unicron.workers.host.cpu_wait import NUM_THREADS_MAX, CpuWait
+from unicron.workers.ipc.progress_page import OWN_CODE, ProgressPage, ProgressWriter
 
 SPIN = "import time\nend_s = time.monotonic() + 20\nwhile time.monotonic() < end_s: pass"
 
@@ -31,7 +31,7 @@ def test_work_beside_another_on_one_core_is_all_but_what_was_waited(elsewhere: b
     core = min(cores)
     pinned = f"import os\nos.sched_setaffinity(0, {{{core}}})\n{SPIN}"
     other = subprocess.Popen([sys.executable, "-c", pinned])
-    told = Starved()
+    told = CpuWait()
     try:
         os.sched_setaffinity(0, {core})
         time.sleep(0.3)
@@ -49,18 +49,18 @@ def test_work_beside_another_on_one_core_is_all_but_what_was_waited(elsewhere: b
         other.wait()
     assert waited_s > 0.1, "two shared it"
     assert took_s - waited_s == pytest.approx(0.3, abs=0.1)
-    assert cpu_wait.starved_s(os.getpid()) > 0
+    assert cpu_wait.cpu_wait_s(os.getpid()) > 0
 
 
 def test_a_sleep_is_no_wait_for_a_core() -> None:
-    told = Starved()
+    told = CpuWait()
     before_s = told.in_s()
     time.sleep(1.0)
     assert told.in_s() - before_s < 0.75
 
 
 def test_threads_that_hand_over_to_each_other_are_one_and_few() -> None:
-    told = Starved()
+    told = CpuWait()
     before = len(os.listdir("/proc/self/fd"))
     told.in_s()
     for _ in range(3 * NUM_THREADS_MAX):
@@ -76,15 +76,15 @@ def test_where_the_kernel_does_not_say_it_is_nothing(monkeypatch: pytest.MonkeyP
         raise PermissionError
 
     monkeypatch.setattr(cpu_wait.os, "open", refuse)
-    told = Starved()
+    told = CpuWait()
     work(0.01)
     assert (told.in_s(), told.in_s()) == (0.0, 0.0)
-    assert cpu_wait.starved_s(2**22 + 1) == 0.0
+    assert cpu_wait.cpu_wait_s(2**22 + 1) == 0.0
 
 
 def test_waits_for_a_core_are_no_work_of_its_own() -> None:
-    page = Page()
-    pulse, waited_s = Pulse(os.dup(page.fd)), 0.0
+    page = ProgressPage()
+    pulse, waited_s = ProgressWriter(os.dup(page.fd)), 0.0
     pulse._cpu_wait = mock.Mock(in_s=lambda: waited_s)
     pulse.begin(1, 1, "usual")
     time.sleep(0.05)

@@ -306,7 +306,7 @@ def test_a_training_ranks_own_words_are_its_cause(memory: MemoryLog, tmp_path: P
 def test_a_disk_that_does_not_answer_holds_up_no_end(
         memory: MemoryLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(process: Process, bytes_max: int) -> bytes:
-        time.sleep(3 * exit_report.LOOK_S_MAX)
+        time.sleep(3 * exit_report.SEARCH_S_MAX)
         return b""
 
     monkeypatch.setattr(Process, "output", never)

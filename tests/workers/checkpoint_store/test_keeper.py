@@ -26,8 +26,8 @@ from checkpoint_stores import (
 )
 from unicron.events.errors import UsageError
 from unicron.workers.checkpoint_store import protocol, store
-from unicron.workers.checkpoint_store.protocol import Failed, Go, Sum
-from unicron.workers.checkpoint_store.server import BYTES_MAX, TALKS_NUM_MAX, bytes_max
+from unicron.workers.checkpoint_store.protocol import Checksum, Go, TransferError
+from unicron.workers.checkpoint_store.server import BYTES_MAX, CONNECTIONS_NUM_MAX, bytes_max
 
 
 def test_how_much_memory_copies_take_may_be_told() -> None:
@@ -92,7 +92,7 @@ def test_what_was_altered_while_it_was_kept_is_noticed(keeper: LocalKeeper) -> N
     sent = data()
     put(keeper.keeper.endpoint, offer(10, size=len(sent)), sent)
     alter(keeper.stored(TASK)[0])
-    with pytest.raises(Failed, match="checkpoint altered"):
+    with pytest.raises(TransferError, match="checkpoint altered"):
         get(keeper.keeper.endpoint, WISH)
 
 
@@ -100,43 +100,43 @@ def test_what_was_altered_on_the_way_is_refused_and_the_last_one_stays(
         keeper: LocalKeeper) -> None:
     sent = data()
     put(keeper.keeper.endpoint, offer(10, size=len(sent)), sent)
-    with protocol.knock(keeper.keeper.endpoint, SECRET) as connection:
+    with protocol.connect(keeper.keeper.endpoint, SECRET) as connection:
         protocol.send(connection, offer(20, size=len(sent)))
         protocol.receive(connection, Go)
-        checksum = protocol.pour(connection, [memoryview(sent[:-1] + b"x")])
-        protocol.send(connection, Sum(checksum=f"crc32:{zlib.crc32(sent):08x}"))
-        with pytest.raises(Failed, match=f"checkpoint altered: received {checksum}"):
-            protocol.receive(connection, protocol.Kept)
+        checksum = protocol.send_parts(connection, [memoryview(sent[:-1] + b"x")])
+        protocol.send(connection, Checksum(checksum=f"crc32:{zlib.crc32(sent):08x}"))
+        with pytest.raises(TransferError, match=f"checkpoint altered: received {checksum}"):
+            protocol.receive(connection, protocol.StoredReply)
     assert steps(keeper.shelf) == [10]
     assert keeper.shelf.used_bytes == len(sent)
 
 
 def test_who_sends_a_copy_that_comes_too_late_hears_so(keeper: LocalKeeper) -> None:
-    with protocol.knock(keeper.keeper.endpoint, SECRET) as connection:
+    with protocol.connect(keeper.keeper.endpoint, SECRET) as connection:
         protocol.send(connection, offer(10))
         protocol.receive(connection, Go)
         put(keeper.keeper.endpoint, offer(8, generation=2), bytes(100))
-        checksum = protocol.pour(connection, [memoryview(bytes(100))])
-        protocol.send(connection, Sum(checksum=checksum))
-        with pytest.raises(Failed, match="generation 1 of task 7 is over"):
-            protocol.receive(connection, protocol.Kept)
+        checksum = protocol.send_parts(connection, [memoryview(bytes(100))])
+        protocol.send(connection, Checksum(checksum=checksum))
+        with pytest.raises(TransferError, match="generation 1 of task 7 is over"):
+            protocol.receive(connection, protocol.StoredReply)
     assert steps(keeper.shelf) == [8]
 
 
 def test_a_sender_that_breaks_off_leaves_nothing(keeper: LocalKeeper) -> None:
     sent = data()
-    with protocol.knock(keeper.keeper.endpoint, SECRET) as connection:
+    with protocol.connect(keeper.keeper.endpoint, SECRET) as connection:
         protocol.send(connection, offer(10, size=len(sent)))
         protocol.receive(connection, Go)
         connection.sendall(sent[: len(sent) // 2])
         assert keeper.shelf.used_bytes == len(sent)
     wait(lambda: keeper.shelf.used_bytes == 0, "the half is gone")
-    with pytest.raises(Failed, match="no checkpoint of task 7"):
+    with pytest.raises(TransferError, match="no checkpoint of task 7"):
         get(keeper.keeper.endpoint, WISH)
 
 
 def test_who_does_not_know_the_secret_is_not_let_in(keeper: LocalKeeper) -> None:
-    with pytest.raises(Failed, match="of another cluster, or its token has changed"):
+    with pytest.raises(TransferError, match="of another cluster, or its token has changed"):
         put(keeper.keeper.endpoint, offer(10), bytes(100), secret="guessed")
     with socket.create_connection(("127.0.0.1", keeper.listener.getsockname()[1])) as connection:
         protocol.receive(connection, protocol.Greeting)
@@ -163,7 +163,7 @@ def test_a_keeper_that_does_not_know_the_secret_gets_no_state() -> None:
 
     thread = threading.Thread(target=play, daemon=True)
     thread.start()
-    with listener, pytest.raises(Failed, match="does not know this cluster's secret"):
+    with listener, pytest.raises(TransferError, match="does not know this cluster's secret"):
         put(f"127.0.0.1:{listener.getsockname()[1]}", offer(10), bytes(100))
     thread.join(WAIT_S)
     assert more == [b""], "nothing else was said to it"
@@ -190,7 +190,7 @@ def test_nonsense_is_answered_by_hanging_up(keeper: LocalKeeper) -> None:
 def test_strangers_who_say_little_are_shown_out_soon(keeper: LocalKeeper) -> None:
     """As many as there are talks at once, each with a byte from time to time."""
     at = ("127.0.0.1", keeper.listener.getsockname()[1])
-    strangers = [socket.create_connection(at) for _ in range(TALKS_NUM_MAX)]
+    strangers = [socket.create_connection(at) for _ in range(CONNECTIONS_NUM_MAX)]
     done = threading.Event()
 
     def drip() -> None:

@@ -19,10 +19,10 @@ import pytest
 from checkpoint_stores import SECRET, TASK, WAIT_S, WISH, get, offer, put, wait
 from structlog.testing import capture_logs
 from unicron.workers.agent import checkpoint_store as agents_keeper
-from unicron.workers.agent.checkpoint_store import Keeper
+from unicron.workers.agent.checkpoint_store import CheckpointStore
 from unicron.workers.agent.delivery.log_link import BACKOFF_S_MIN
 from unicron.workers.checkpoint_store import protocol
-from unicron.workers.checkpoint_store.protocol import Failed, Go
+from unicron.workers.checkpoint_store.protocol import Go, TransferError
 from unicron.workers.host import linux
 
 
@@ -34,8 +34,8 @@ class Told(list[tuple[int, str]]):
 
 
 @asynccontextmanager
-async def agents(tmp_path: Path, told: Told, **env: str) -> AsyncIterator[Keeper]:
-    keeper = Keeper("127.0.0.1", SECRET, {**os.environ, **env},
+async def agents(tmp_path: Path, told: Told, **env: str) -> AsyncIterator[CheckpointStore]:
+    keeper = CheckpointStore("127.0.0.1", SECRET, {**os.environ, **env},
                     ("UNICRON_PROCESS", "test:n1/1:keeper"), tmp_path / "keeper.log", told.hear,
                     start=5)
     try:
@@ -62,7 +62,7 @@ def test_it_is_started_when_it_is_wanted_and_anew_where_it_was(tmp_path: Path) -
             score = Path(f"/proc/{first}/oom_score_adj").read_text(encoding="ascii")
             assert int(score) == 1000, "it goes before a rank does"
             assert (await asyncio.to_thread(get, endpoint, WISH))[0] == offer(10)
-            with pytest.raises(Failed, match="checkpoint of 1001 bytes does not fit into"):
+            with pytest.raises(TransferError, match="checkpoint of 1001 bytes does not fit into"):
                 await asyncio.to_thread(put, endpoint, offer(20, size=1001), bytes(1001))
             os.kill(first, signal.SIGKILL)
             await until(lambda: told, "its end is heard of")
@@ -85,7 +85,7 @@ def test_it_is_started_when_it_is_wanted_and_anew_where_it_was(tmp_path: Path) -
 def _nothing(endpoint: str) -> bool:
     try:
         get(endpoint, WISH)
-    except Failed:
+    except TransferError:
         return True
     return False
 
@@ -173,7 +173,7 @@ def test_what_it_had_to_let_go_is_told_by_the_task(tmp_path: Path) -> None:
         told = Told()
         async with agents(tmp_path, told, UNICRON_COPIES_BYTES_MAX="150") as keeper:
             await asyncio.to_thread(put, keeper.endpoint, offer(10), bytes(100))
-            connection = await asyncio.to_thread(protocol.knock, keeper.endpoint, SECRET)
+            connection = await asyncio.to_thread(protocol.connect, keeper.endpoint, SECRET)
             with connection:
                 protocol.send(connection, offer(20))
                 await asyncio.to_thread(protocol.receive, connection, Go)
@@ -189,10 +189,10 @@ def test_what_fails_again_and_again_is_said_once(tmp_path: Path) -> None:
     async def live() -> None:
         async with agents(tmp_path, Told(), UNICRON_COPIES_BYTES_MAX="1000") as keeper:
             for size in (1001, 1002, 1003):
-                with pytest.raises(Failed, match=f"checkpoint of {size} bytes does not"):
+                with pytest.raises(TransferError, match=f"checkpoint of {size} bytes does not"):
                     await asyncio.to_thread(put, keeper.endpoint, offer(10, size=size), b"")
             for _ in range(3):
-                with pytest.raises(Failed, match="another cluster"):
+                with pytest.raises(TransferError, match="another cluster"):
                     await asyncio.to_thread(put, keeper.endpoint, offer(10), b"", "guessed")
             await asyncio.to_thread(put, keeper.endpoint, offer(20), bytes(100))
             await until(lambda: path.read_text().count("recovered") == 2, "all of it is said")

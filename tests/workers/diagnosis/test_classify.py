@@ -24,7 +24,7 @@ from unicron.workers.diagnosis.classifier import (
     classify,
 )
 from unicron.workers.diagnosis.rules.hardware import XIDS
-from unicron.workers.diagnosis.rules.ignored import QUIET_RULES
+from unicron.workers.diagnosis.rules.ignored import IGNORE_RULES
 
 DATA = Path(__file__).parents[2] / "data"
 SAMPLES = ("error_lines.jsonl", "error_lines_more.jsonl", "error_lines_drawn.jsonl")
@@ -379,7 +379,7 @@ def test_time_is_linear_in_the_text_whatever_it_repeats(words: list[str], betwee
     assert cost_s(40_000) < 1.0  # measured: 0.04 s; a quadratic pattern takes minutes
 
 
-FRAGMENTS = [*sorted({word for rule in (*RULES, *QUIET_RULES) for word in rule.words}),
+FRAGMENTS = [*sorted({word for rule in (*RULES, *IGNORE_RULES) for word in rule.words}),
              *string.printable, "\u0130", "\ud800", "\x00", '  File "a", line 1', "[rank0]: ",
              "  | ",
              "+---------------- 1 ----------------", "(1 sub-exception)", "xid (", "peer 1.2:3"]

@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from locate_setup import Dumped, hung
 from unicron.cli.app import run_command
 from unicron.workers.diagnosis.flight_recorder import NotADump, read
-from unicron.workers.diagnosis.hang_locator import Located, listed, locate
+from unicron.workers.diagnosis.hang_locator import HangLocation, locate, rank_ranges
 
 DATA = Path(__file__).parents[2] / "data" / "flight_recorder"
 LAYOUTS = st.sampled_from([Layout(2, 1, 1), Layout(1, 1, 4), Layout(1, 4, 1), Layout(2, 2, 2),
                            Layout(4, 2, 2), Layout(2, 4, 2), Layout(2, 2, 3)])
 
 
-def found(dumps: Dumped) -> Located:
+def found(dumps: Dumped) -> HangLocation:
     return locate(read(rank, dump) for rank, dump in dumps.items())
 
 
@@ -335,7 +335,7 @@ def test_gloo_retires_and_never_completes() -> None:
     ([3], "rank 3"), ([3, 1, 2, 9], "ranks 1-3, 9"), (range(0, 30, 2),
                                                       "ranks 0, 2, 4, 6, 8, 10 and 9 runs more")])
 def test_ranks_in_words(ranks: Iterable[int], text: str) -> None:
-    assert listed(list(ranks)) == text
+    assert rank_ranges(list(ranks)) == text
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(),

@@ -23,7 +23,7 @@ from unicron.workers.diagnosis.step_time import (
     WINDOW_NUM,
     WINDOW_NUM_MAX,
     Level,
-    Monitor,
+    StepTimeMonitor,
     Window,
 )
 
@@ -36,8 +36,8 @@ HEALTHY_NUM = 100_000
 times = st.floats(min_value=1e-6, max_value=1e6)
 
 
-def fed(values: list[float], monitor: Monitor | None = None) -> Counter[str]:
-    monitor = monitor or Monitor()
+def fed(values: list[float], monitor: StepTimeMonitor | None = None) -> Counter[str]:
+    monitor = monitor or StepTimeMonitor()
     return Counter(monitor.add(value) for value in values)
 
 
@@ -53,7 +53,7 @@ def drawn(values: list[float], num: int, block: int, seed: int) -> list[float]:
 @pytest.mark.parametrize("name", sorted(SERIES))
 def test_the_whole_of_each_real_series_is_well(name: str) -> None:
     assert set(fed(SERIES[name][1:])) == {"well"}
-    first = Monitor()
+    first = StepTimeMonitor()
     assert first.add(SERIES[name][0], kind="first") == "well"
     assert set(fed(SERIES[name][1:], first)) == {"well"}
 
@@ -63,7 +63,7 @@ def test_the_whole_of_each_real_series_is_well(name: str) -> None:
 def test_no_alarm_in_many_healthy_iterations(name: str, block: int) -> None:
     values = SERIES[name][1:]
     num = HEALTHY_NUM // 16  # 16 of them: 100,000 together
-    monitor, lasting = Monitor(), Counter[str]()
+    monitor, lasting = StepTimeMonitor(), Counter[str]()
     for value in drawn(values, num, min(block, len(values)), seed=block):
         lasting[monitor.lasts(value)] += 1
         lasting[monitor.add(value)] += 1
@@ -76,79 +76,79 @@ def test_no_alarm_in_many_healthy_iterations(name: str, block: int) -> None:
 def test_a_job_that_is_slower_for_good_is_found(name: str, times_slower: float, num_max: int
                                                 ) -> None:
     values = SERIES[name][1:]
-    monitor = Monitor()
+    monitor = StepTimeMonitor()
     assert set(fed(drawn(values, 800, 1, seed=1), monitor)) == {"well"}
-    known = monitor.paced()
+    known = monitor.take_change()
     assert known is not None
     assert known.own_s == known.normal_s
     slower = [times_slower * value for value in drawn(values, num_max, 1, seed=2)]
     found = [monitor.add(value) for value in slower]
     assert found[-1] == "degraded"
-    told = monitor.paced()
+    told = monitor.take_change()
     assert told is not None
     assert told.normal_s == known.normal_s
     assert monitor.own.now == pytest.approx(times_slower * known.normal_s, rel=0.1)
-    assert monitor.paced() is None, "it is told once"
+    assert monitor.take_change() is None, "it is told once"
     assert set(fed(slower, monitor)) == {"degraded"}
     again = fed(drawn(values, 8 * num_max, 1, seed=3), monitor)
     assert again["well"] > 0
-    told = monitor.paced()
+    told = monitor.take_change()
     assert told is not None
     assert not monitor.own.is_degraded, "back as it was"
 
 
 def test_that_it_is_over_is_told_within_a_window_however_often_it_was_told() -> None:
-    monitor = Monitor()
+    monitor = StepTimeMonitor()
     for times in range(3):
         fed([1.0] * 400, monitor)
-        monitor.paced()
+        monitor.take_change()
         num = 0
         while not monitor.own.is_degraded:
             monitor.add(1.3)
             num += 1
         assert num <= WINDOW_NUM << times
-        assert monitor.paced() is not None
+        assert monitor.take_change() is not None
         fed([1.0] * 2 * WINDOW_NUM, monitor)
-        told = monitor.paced()
+        told = monitor.take_change()
         assert told is not None
         assert (told.own_s, monitor.own.is_degraded) == (1.0, False)
 
 
 def test_iterations_that_are_as_they_were_are_told_though_its_own_work_is_not() -> None:
-    monitor = Monitor()
+    monitor = StepTimeMonitor()
     fed_own(monitor, WINDOW_NUM, 1.0, 0.5)
-    assert monitor.paced() is not None
+    assert monitor.take_change() is not None
     fed_own(monitor, WINDOW_NUM, 1.4, 0.8)
-    slow = monitor.paced()
+    slow = monitor.take_change()
     assert slow is not None
     assert (slow.iteration_s, slow.own_s) == (1.4, 0.8)
     fed_own(monitor, WINDOW_NUM, 1.0, 0.8)
-    told = monitor.paced()
+    told = monitor.take_change()
     assert told is not None, "it holds up nobody"
     assert (told.iteration_s, told.own_s, told.normal_s) == (1.0, 0.8, 0.5)
     fed_own(monitor, 4 * WINDOW_NUM, 1.0, 0.8)
-    assert monitor.paced() is None, "once"
+    assert monitor.take_change() is None, "once"
 
 
-def fed_own(monitor: Monitor, num: int, iteration_s: float, own_s: float) -> None:
+def fed_own(monitor: StepTimeMonitor, num: int, iteration_s: float, own_s: float) -> None:
     for _ in range(num):
         monitor.add(iteration_s, own_s)
 
 
 def test_what_lasts_a_little_is_not_told() -> None:
     values = SERIES[LONG][1:]
-    monitor = Monitor()
+    monitor = StepTimeMonitor()
     for seed in range(40):
         assert set(fed(drawn(values, 40, 1, seed), monitor)) == {"well"}
         assert set(fed([1.5 * value for value in drawn(values, 8, 1, seed)], monitor)) == {"well"}
-    assert monitor.paced() is not None, "when it was first known"
-    assert monitor.paced() is None
+    assert monitor.take_change() is not None, "when it was first known"
+    assert monitor.take_change() is None
 
 
 @pytest.mark.parametrize("name", sorted(SERIES))
 def test_one_iteration_of_over_three_times_is_found_at_once(name: str) -> None:
     values = SERIES[name][1:]
-    monitor = Monitor()
+    monitor = StepTimeMonitor()
     fed(values[:-1], monitor)
     three_s = 3.01 * monitor.average_s
     assert monitor.lasts(three_s) == "stalled"
@@ -159,7 +159,7 @@ def test_one_iteration_of_over_three_times_is_found_at_once(name: str) -> None:
 
 
 def test_nothing_is_known_before_the_first_that_counts() -> None:
-    monitor = Monitor()
+    monitor = StepTimeMonitor()
     assert monitor.limit_s() == 0.0
     assert monitor.lasts(1e9) == "well"
     monitor.add(5.0, kind="first")
@@ -170,11 +170,13 @@ def test_nothing_is_known_before_the_first_that_counts() -> None:
     monitor.add(1.0)
     assert monitor.limit_s() == 3.0
     assert monitor.limit_s("first") == LENIENT_S
-    assert Monitor(before_s=20.0).limit_s() == 200.0, "of the generation before: a lenient limit"
+    assert StepTimeMonitor(before_s=20.0).limit_s() == 200.0, (
+        "of the generation before: a lenient limit"
+    )
 
 
 def test_what_a_checkpoint_costs_is_learnt() -> None:
-    monitor = Monitor()
+    monitor = StepTimeMonitor()
     for _ in range(3):
         fed([1.0] * 9, monitor)
         monitor.add(5.0, kind="boundary")
@@ -186,7 +188,7 @@ def test_what_a_checkpoint_costs_is_learnt() -> None:
 
 def test_what_the_job_does_now_and_then_is_usual() -> None:
     """Evaluations that nobody marked as such: the third of them is no news."""
-    monitor, values = Monitor(), ([1.0] * 50 + [4.0]) * 20
+    monitor, values = StepTimeMonitor(), ([1.0] * 50 + [4.0]) * 20
     assert fed(values, monitor) == {"well": len(values) - 3, "slow": 3}
     assert monitor.lasts(5.1) == "stalled"
     fed([1000.0] * 5, monitor)
@@ -196,12 +198,12 @@ def test_what_the_job_does_now_and_then_is_usual() -> None:
 @settings(max_examples=50, deadline=None)
 @given(st.lists(times, max_size=300))
 def test_any_times_are_borne(values: list[float]) -> None:
-    monitor = Monitor()
+    monitor = StepTimeMonitor()
     for value in values:
         monitor.add(value, value / 2)
         assert 0 < monitor.limit_s() < float("inf")
         assert monitor.own.normal <= max(values)
-    assert (monitor.paced() is not None) == (len(values) >= WINDOW_NUM)
+    assert (monitor.take_change() is not None) == (len(values) >= WINDOW_NUM)
 
 
 @settings(max_examples=50, deadline=None)
@@ -239,7 +241,7 @@ def test_a_window_is_the_sorted_end(values: list[float], num: int) -> None:
 
 def test_memory_is_bounded() -> None:
     """Not by how long it runs, nor by how wild that is."""
-    chance, monitor = random.Random(4), Monitor()
+    chance, monitor = random.Random(4), StepTimeMonitor()
     values = iter(lambda: chance.lognormvariate(0, 1), None)
 
     def held() -> int:

@@ -13,27 +13,27 @@ from agent_driver import go, until
 from health_driver import Clock, write
 from unicron.events.records.reports import CheckHealth, DeviceErred, HealthChanged
 from unicron.events.records.types import Body
-from unicron.workers.agent.health.blocking_call import Aside, Late
-from unicron.workers.agent.health.debounce import Bursts, Ladder, Steady
+from unicron.workers.agent.health.blocking_call import DetachedThread, Late
+from unicron.workers.agent.health.debounce import BurstFilter, Debouncer, Thresholds
 from unicron.workers.agent.health.finding import (
     BURST_QUIET_S,
     BURST_S_MAX,
     ERRED_NUM_MAX,
     ERRED_WITHIN_S,
-    Erred,
+    DeviceError,
     Finding,
-    Look,
+    Reading,
     worst,
 )
-from unicron.workers.agent.health.health_monitor import Health, Sources
-from unicron.workers.agent.health.machine import Blocked, Disk, Memory
-from unicron.workers.agent.processes.launcher import Node
+from unicron.workers.agent.health.health_monitor import HealthMonitor, HealthSources
+from unicron.workers.agent.health.machine import BlockedProcesses, Disk, Memory
+from unicron.workers.agent.processes.launcher import NodeConfig
 from unicron.workers.host import linux
 
 BAD: CheckHealth = "unhealthy"
 
 
-def says(steady: Steady, *healths: CheckHealth, is_fact: bool = False) -> list[CheckHealth]:
+def says(steady: Debouncer, *healths: CheckHealth, is_fact: bool = False) -> list[CheckHealth]:
     """What is told of looks in a row."""
     told = (steady.see(Finding("c", health, "why", is_fact=is_fact)) for health in healths)
     return [one.health for one in told if one is not None]
@@ -41,26 +41,26 @@ def says(steady: Steady, *healths: CheckHealth, is_fact: bool = False) -> list[C
 
 # --- when it is told ----------------------------------------------------------------------------
 def test_one_look_alone_tells_nothing_and_lasting_ones_tell_once() -> None:
-    assert says(Steady(), "healthy", "healthy") == [], "the first healthy is not told"
-    assert says(Steady(), BAD, "healthy", BAD, "healthy", BAD) == []
-    assert says(Steady(), BAD, BAD, BAD, BAD) == [BAD]
-    steady = Steady()
+    assert says(Debouncer(), "healthy", "healthy") == [], "the first healthy is not told"
+    assert says(Debouncer(), BAD, "healthy", BAD, "healthy", BAD) == []
+    assert says(Debouncer(), BAD, BAD, BAD, BAD) == [BAD]
+    steady = Debouncer()
     assert says(steady, BAD, BAD, "healthy", "healthy", BAD, "healthy", "healthy") == [BAD]
     assert says(steady, "healthy", "healthy") == ["healthy"], "three in a row at last"
 
 
 def test_a_fact_is_told_at_once_but_its_end_is_not() -> None:
-    steady = Steady()
+    steady = Debouncer()
     assert says(steady, BAD, is_fact=True) == [BAD]
     assert says(steady, "healthy", is_fact=True) == []
 
 
 def test_worse_in_changing_ways_is_told_too() -> None:
-    assert says(Steady(), "degraded", BAD, "degraded") == [BAD]
+    assert says(Debouncer(), "degraded", BAD, "degraded") == [BAD]
 
 
 def test_figures_are_no_change_but_another_reason_is() -> None:
-    steady = Steady()
+    steady = Debouncer()
     assert says(steady, "degraded", "degraded") == ["degraded"]
     assert steady.see(Finding("c", "degraded", "other figures")) is None
     assert steady.see(Finding("c", "degraded", rule="r")) is None
@@ -70,7 +70,7 @@ def test_figures_are_no_change_but_another_reason_is() -> None:
 
 
 def test_a_value_at_its_limit_does_not_flap() -> None:
-    ladder = Ladder(100.0, 10.0)
+    ladder = Thresholds(100.0, 10.0)
     assert [ladder.level(v) for v in (101, 99, 101, 99, 124, 126)] == [
         "healthy", "degraded", "degraded", "degraded", "degraded", "healthy"]
     assert [ladder.level(v) for v in (9, 11, 12, 13, 99, 126)] == [
@@ -86,7 +86,7 @@ def test_the_worst_part_speaks_for_the_whole() -> None:
 
 # --- bursts -------------------------------------------------------------------------------------
 def test_a_burst_is_told_once_and_again_with_a_count_when_it_goes_on() -> None:
-    bursts, error = Bursts(), Erred("kernel", "ECC errors", "xid-48", "line", (1,), 48)
+    bursts, error = BurstFilter(), DeviceError("kernel", "ECC errors", "xid-48", "line", (1,), 48)
     told = [bursts.take(error, at_s) for at_s in (0.0, 0.1, 5.0)]
     assert [one.text for one in told if one] == ["line"]
     nvml = error._replace(origin="nvml", text="the same by NVML")
@@ -104,10 +104,12 @@ def test_a_burst_is_told_once_and_again_with_a_count_when_it_goes_on() -> None:
 
 
 def test_a_storm_is_bounded_and_says_how_much_it_leaves_out() -> None:
-    bursts = Bursts()
-    told = [bursts.take(Erred("kernel", "s", f"rule-{n}", "line"), 0.001 * n) for n in range(5000)]
+    bursts = BurstFilter()
+    told = [
+        bursts.take(DeviceError("kernel", "s", f"rule-{n}", "line"), 0.001 * n) for n in range(5000)
+    ]
     assert sum(one is not None for one in told) == ERRED_NUM_MAX
-    after = bursts.take(Erred("kernel", "s", "new", "line"), 10.0 + ERRED_WITHIN_S)
+    after = bursts.take(DeviceError("kernel", "s", "new", "line"), 10.0 + ERRED_WITHIN_S)
     assert after is not None
     assert after.text == f"line ({5000 - ERRED_NUM_MAX} other errors were not reported)"
 
@@ -115,7 +117,7 @@ def test_a_storm_is_bounded_and_says_how_much_it_leaves_out() -> None:
 # --- calls that hang ----------------------------------------------------------------------------
 def test_a_hung_call_is_late_and_no_second_one_is_begun() -> None:
     async def test() -> None:
-        aside: Aside[int] = Aside("t")
+        aside: DetachedThread[int] = DetachedThread("t")
         free, num = threading.Event(), 0
 
         def hangs() -> int:
@@ -146,11 +148,11 @@ class Scripted:
     name, every_s, s_max = "scripted", 0.01, 0.05
 
     def __init__(self) -> None:
-        self.look = Look([Finding("scripted", "healthy")])
+        self.look = Reading([Finding("scripted", "healthy")])
         self.free = threading.Event()
         self.free.set()
 
-    def read(self) -> Look:
+    def read(self) -> Reading:
         self.free.wait(60.0)
         return self.look
 
@@ -170,8 +172,8 @@ def test_a_reader_that_hangs_or_cannot_read_is_unknown_then_well_again(tmp_path:
         assert [(one.check, one.health, one.rule) for one in told
                 if isinstance(one, HealthChanged)] == [("scripted", "unknown", "late"),
                                                        ("scripted", "healthy", "")]
-        reader.look = Look([Finding("scripted", BAD, "w", (1,), "ECC errors", "r")],
-                           [Erred("network", "link flapping", "r", "t")])
+        reader.look = Reading([Finding("scripted", BAD, "w", (1,), "ECC errors", "r")],
+                           [DeviceError("network", "link flapping", "r", "t")])
         await until(lambda: told[3:] or None)
         running.cancel()
         assert sorted(told[2:], key=lambda one: type(one).__name__) == [
@@ -189,7 +191,7 @@ def test_slots_that_a_check_no_longer_names_are_well_again(tmp_path: Path) -> No
         reader = Scripted()
         running = asyncio.create_task(_health(tmp_path, told, reader).run())
         for num, devices in ((1, (0, 1)), (3, (1,)), (4, ())):
-            reader.look = Look([Finding("c", BAD if devices else "healthy", devices=devices)])
+            reader.look = Reading([Finding("c", BAD if devices else "healthy", devices=devices)])
             await until(lambda num=num: told[num - 1:] or None)
         running.cancel()
         assert [(one.health, one.devices) for one in told if isinstance(one, HealthChanged)] == [
@@ -198,10 +200,12 @@ def test_slots_that_a_check_no_longer_names_are_well_again(tmp_path: Path) -> No
     go(test)
 
 
-def _health(folder: Path, told: list[Body], *readers: Scripted) -> Health:
+def _health(folder: Path, told: list[Body], *readers: Scripted) -> HealthMonitor:
     (folder / "kmsg").touch()
-    node = Node(name="n1", incarnation=7, cluster="c", host="h", num_slots=2, state_dir=folder)
-    return Health(node, Sources(readers=readers, kmsg=folder / "kmsg"), told.append)
+    node = NodeConfig(
+        name="n1", incarnation=7, cluster="c", host="h", num_slots=2, state_dir=folder
+    )
+    return HealthMonitor(node, HealthSources(readers=readers, kmsg=folder / "kmsg"), told.append)
 
 
 # --- disk ---------------------------------------------------------------------------------------
@@ -210,7 +214,7 @@ def test_this_machines_own_disk_memory_and_processes_are_readable(tmp_path: Path
     assert (disk.check, list(tmp_path.iterdir())) == ("disk", [])
     (memory,) = Memory().read().findings
     assert memory.check == "memory"
-    (blocked,) = Blocked(b"UNICRON_PROCESS=none").read().findings
+    (blocked,) = BlockedProcesses(b"UNICRON_PROCESS=none").read().findings
     assert blocked == Finding("processes", "healthy")
 
 
@@ -287,7 +291,9 @@ def _status(switches: int) -> str:
 
 def test_only_a_process_that_had_no_turn_for_long_is_blocked(tmp_path: Path) -> None:
     clock, state, ppid = Clock(), "D", 1
-    reader = Blocked(b"M=", clock, lambda: [linux.Proc(41, state, ppid, 41, 41, 5)], tmp_path)
+    reader = BlockedProcesses(
+        b"M=", clock, lambda: [linux.Proc(41, state, ppid, 41, 41, 5)], tmp_path
+    )
 
     def look(after_s: float, switches: int) -> Finding:
         clock.now_s += after_s
@@ -309,7 +315,7 @@ def test_what_health_costs(tmp_path: Path) -> None:
     """All readers of this machine, each once: what they take a second, at their periods."""
     from unicron.workers.agent.health.network import Network
 
-    node_readers = (Network(), Disk(tmp_path), Memory(), Blocked(b"M="))
+    node_readers = (Network(), Disk(tmp_path), Memory(), BlockedProcesses(b"M="))
     cost_ratio = 0.0
     for reader in node_readers:
         reader.read()

@@ -14,19 +14,19 @@ import pytest
 from agent_driver import alive, go, plane, until, until_gone, until_text
 from unicron.cli.app import run_command
 from unicron.cli.cluster.state_dir import StateDir
-from unicron.cli.commands.up import Asked
+from unicron.cli.commands.up import UpOptions
 from unicron.events.errors import UsageError
 from unicron.events.log import embedded_server
 from unicron.events.records.reports import HealthChanged, NodeJoined, NodeLeft
 from unicron.workers.agent.health.custom_checks import (
-    Answer,
-    Checks,
-    Rounds,
-    Run,
+    CheckOptions,
+    CheckResult,
+    CheckRunner,
+    CheckSchedule,
     check_folder,
+    find_checks,
     finding,
-    found_in,
-    passed_over,
+    skipped_files,
 )
 from unicron.workers.agent.health.finding import (
     CHECK_READ_BYTES,
@@ -48,15 +48,15 @@ def script(folder: Path, name: str, text: str, mode: int = 0o755) -> Path:
     return folder / name
 
 
-def ask(path: Path, s_max: float = 20.0) -> Answer:
+def ask(path: Path, s_max: float = 20.0) -> CheckResult:
     """One run in a loop of its own."""
     async def test() -> None:
-        run = Run({**os.environ, "UNICRON_NODE": "n7", "UNICRON_TOKEN": "secret"},
+        run = CheckRunner({**os.environ, "UNICRON_NODE": "n7", "UNICRON_TOKEN": "secret"},
                   ("UNICRON_PROCESS", f"{path.parent}:n7/1:"))
         answers.append(await run(path.name, path, s_max))
         assert run.pids == set()
 
-    answers: list[Answer] = []
+    answers: list[CheckResult] = []
     go(test)
     return answers[0]
 
@@ -139,7 +139,7 @@ def test_output_that_is_no_text(tmp_path: Path) -> None:
     ("gpu4: not ours", (), "gpu4: not ours"), ("gpu1 is hot", (), "gpu1 is hot"),
     ("gpus: none", (), "gpus: none")])
 def test_a_check_may_name_slots(said: str, devices: tuple[int, ...], why: str) -> None:
-    found = finding("c", Answer(2, said), 4)
+    found = finding("c", CheckResult(2, said), 4)
     assert (found.devices, found.why) == (devices, why)
 
 
@@ -151,17 +151,17 @@ def test_which_files_are_checks(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "dangling").symlink_to("nowhere")
     (tmp_path / "linked").symlink_to("disk")
-    found, passed = found_in(tmp_path)
+    found, passed = find_checks(tmp_path)
     assert sorted(found) == ["b.sh", "disk", "linked"]
     assert passed == {"a name": "not a plain name", "dangling": "not a file",
                       "folder": "not a file", "not-executable": "not executable"}
-    assert passed_over(passed) == Finding(
+    assert skipped_files(passed) == Finding(
         "checks/files", "unknown", "not run: a name (not a plain name), dangling (not a file), "
         "folder (not a file) and 1 more", rule="check")
-    assert passed_over({"README.md": "not executable"}).health == "healthy"
+    assert skipped_files({"README.md": "not executable"}).health == "healthy"
     for number in range(CHECKS_NUM_MAX):
         script(tmp_path, f"check-{number:03}", "exit 0")
-    assert len(found_in(tmp_path)[0]) == CHECKS_NUM_MAX
+    assert len(find_checks(tmp_path)[0]) == CHECKS_NUM_MAX
 
 
 def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
@@ -183,12 +183,12 @@ def test_the_command_line_refuses_it_in_one_line(tmp_path: Path,
 
 def test_up_remembers_a_folder_absolute_and_forgets_it_by_a_word(tmp_path: Path) -> None:
     state = StateDir(tmp_path)
-    wanted = Asked(checks=Path("mine"), checks_every_s=5.0).wanted(None, state)
+    wanted = UpOptions(checks=Path("mine"), checks_every_s=5.0).wanted(None, state)
     assert (wanted.checks, wanted.checks_every_s) == (str(Path.cwd() / "mine"), 5.0)
-    assert Asked().wanted(wanted, state) == wanted
+    assert UpOptions().wanted(wanted, state) == wanted
     with pytest.raises(UsageError, match="--checks is another"):
-        Asked(checks=tmp_path).refuse_other(wanted, state)
-    assert Asked(checks=Path("none")).wanted(wanted, state).checks == ""
+        UpOptions(checks=tmp_path).refuse_other(wanted, state)
+    assert UpOptions(checks=Path("none")).wanted(wanted, state).checks == ""
 
 
 # --- rounds -------------------------------------------------------------------------------------
@@ -201,8 +201,12 @@ def test_unhealthy_is_confirmed_and_checks_come_and_go(tmp_path: Path) -> None:
 
     async def test() -> None:
         told: list[Finding] = []
-        rounds = Rounds(Checks(folder=folder, every_s=0.1, s_max=20.0),
-                        Run(os.environ, ("UNICRON_PROCESS", f"{tmp_path}:n1/1:")), 1, told.append)
+        rounds = CheckSchedule(
+            CheckOptions(folder=folder, every_s=0.1, s_max=20.0),
+            CheckRunner(os.environ, ("UNICRON_PROCESS", f"{tmp_path}:n1/1:")),
+            1,
+            told.append,
+        )
         running = asyncio.create_task(rounds.run())
         seen = "checks", "healthy"
         changes = lambda: [f for f in told if (f.check, f.health) != seen]  # noqa: E731
@@ -288,7 +292,7 @@ def _shipped(name: str, tmp_path: Path, **env: str) -> Finding:
     done = subprocess.run([CHECKS / name], env={"PATH": f"{tmp_path}:/usr/bin:/bin", **env},
                           capture_output=True, text=True, timeout=30.0, check=False)
     assert done.stderr == ""
-    return finding(name, Answer(done.returncode, done.stdout), 4)
+    return finding(name, CheckResult(done.returncode, done.stdout), 4)
 
 
 def test_the_shipped_check_of_room(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from health_driver import Clock
 from unicron.events.records.statuses import ECC_ERRORS, GPU_DRIVER_ERRORS, NVLINK_ERRORS
 from unicron.workers.agent.health import gpu as nvml
 from unicron.workers.agent.health import gpu_inventory as gpus_file
-from unicron.workers.agent.health.finding import GPU_EVERY_S, RETRY_S, Erred, Finding, Look
+from unicron.workers.agent.health.finding import GPU_EVERY_S, RETRY_S, DeviceError, Finding, Reading
 from unicron.workers.agent.health.gpu_inventory import Gpus
 from unicron.workers.diagnosis.classifier import Verdict
 
@@ -29,7 +29,7 @@ class Node:
         self.gpus = Gpus(("1", "GPU-0"), self.library, self.clock)
         assert [f.health for f in self.look().findings] == ["healthy", "healthy"]
 
-    def look(self, after_s: float = GPU_EVERY_S) -> Look:
+    def look(self, after_s: float = GPU_EVERY_S) -> Reading:
         self.clock.now_s += after_s
         return self.gpus.read()
 
@@ -82,7 +82,7 @@ def test_what_is_normal_or_not_supported_is_healthy(changes: dict[str, object]) 
     for name, value in changes.items():
         setattr(gpu, name, value)
     gpus = Gpus(("0",), FakeNvml(gpu), Clock())
-    assert [gpus.read() for _ in range(2)] == [Look([Finding("gpu/0", "healthy", devices=(0,))],
+    assert [gpus.read() for _ in range(2)] == [Reading([Finding("gpu/0", "healthy", devices=(0,))],
                                                     [])] * 2
 
 
@@ -99,7 +99,7 @@ def test_new_uncorrectable_errors_are_told_and_old_ones_are_not(node: Node) -> N
     assert node.look().erred == []
     node.a.ecc = 2
     look = node.look()
-    assert look.erred == [Erred(
+    assert look.erred == [DeviceError(
         "nvml", ECC_ERRORS, "nvml-ecc-uncorrectable",
         "gpu 1: 2 new uncorrectable ECC errors, 2 since the driver was loaded, 1002 in total",
         (1,))]

@@ -11,8 +11,8 @@ import pytest
 from health_driver import write
 from unicron.events.records.statuses import GPU_DRIVER_ERRORS, ILLEGAL_MEMORY_ACCESS, TASK_HANG
 from unicron.workers.agent.health import kernel_log
-from unicron.workers.agent.health.finding import LINES_NUM_MAX, Erred
-from unicron.workers.agent.health.gpu_slots import Slots, by_driver, plain
+from unicron.workers.agent.health.finding import LINES_NUM_MAX, DeviceError
+from unicron.workers.agent.health.gpu_slots import GpuSlots, normalize_address, slots_from_driver
 from unicron.workers.agent.health.kernel_log import KMSG, KernelLog
 from unicron.workers.diagnosis.classifier import NOTHING, Verdict, classify
 
@@ -37,7 +37,7 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Kerne
     """A log that reads a pipe, and where to write records."""
     monkeypatch.setattr(kernel_log, "classify", by_these_rules)
     os.mkfifo(tmp_path / "kmsg")
-    reader = KernelLog(lambda: Slots({0: "00000000:05:00.0", 1: "0000000D:00:00.0"}, 2),
+    reader = KernelLog(lambda: GpuSlots({0: "00000000:05:00.0", 1: "0000000D:00:00.0"}, 2),
                        tmp_path / "kmsg")
     fd = os.open(tmp_path / "kmsg", os.O_WRONLY)
     yield reader, fd
@@ -63,7 +63,7 @@ def test_where_nobody_knows_whose_gpu_it_is_the_whole_node_is_meant(
     monkeypatch.setattr(kernel_log, "classify", by_these_rules)
     path = tmp_path / "kmsg"
     path.touch()
-    reader = KernelLog(Slots, path)
+    reader = KernelLog(GpuSlots, path)
     path.write_bytes(RECORDS)
     assert [(one.devices, one.code) for one in reader.look()] == [
         ((), 79), ((), 154), ((), 31), ((), 0)]
@@ -132,7 +132,7 @@ def test_records_lost_meanwhile_and_a_log_that_breaks(
 
 def test_a_log_that_may_not_be_read_is_said_once(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    reader = KernelLog(Slots, tmp_path / "no-such")
+    reader = KernelLog(GpuSlots, tmp_path / "no-such")
     assert (reader.look(), reader.killed(1)) == ([], None)
     assert "kernel messages cannot be read" in capsys.readouterr().out
 
@@ -141,10 +141,10 @@ def test_this_machines_own_log_from_now_on() -> None:
     """Where it may be read: nothing of what was said before is taken for news."""
     if not os.access(KMSG, os.R_OK):
         pytest.skip("/dev/kmsg may not be read here")
-    reader = KernelLog(Slots)
+    reader = KernelLog(GpuSlots)
     try:
         assert reader.killed(os.getpid()) is None
-        found: list[Erred] = reader.look()
+        found: list[DeviceError] = reader.look()
         assert len(found) < LINES_NUM_MAX
     finally:
         reader.close()
@@ -154,29 +154,29 @@ def test_this_machines_own_log_from_now_on() -> None:
 def test_an_address_is_the_same_however_it_is_written() -> None:
     ways = ("0000:05:00", "00000000:05:00.0", "0000:05:00.0", "05:00", "PCI:0000:05:00",
             "0000:05:00.0 ")
-    assert {plain(way) for way in ways} == {"0000:05:00"}
-    assert plain("000D:00:00") == "000d:00:00"
-    assert plain("GPU-1") == "gpu-1"
+    assert {normalize_address(way) for way in ways} == {"0000:05:00"}
+    assert normalize_address("000D:00:00") == "000d:00:00"
+    assert normalize_address("GPU-1") == "gpu-1"
 
 
 def test_slots_by_the_drivers_own_files(tmp_path: Path) -> None:
     for address, uuid in (("0000:9b:00.0", "GPU-bb"), ("0000:1b:00.0", "GPU-aa"),
                           ("0001:00:00.0", "GPU-ab")):
         write(tmp_path / address, {"information": f"Model: \t\t NVIDIA H100\nGPU UUID: \t {uuid}"})
-    by_index = by_driver(("1", "0"), tmp_path)
+    by_index = slots_from_driver(("1", "0"), tmp_path)
     assert by_index.is_known
     assert (by_index.find("0000:9b:00"), by_index.find("0000:1b:00")) == (0, 1)
     assert by_index.find("0001:00:00") is None
-    by_uuid = by_driver(("GPU-ab", "GPU-b"), tmp_path)
+    by_uuid = slots_from_driver(("GPU-ab", "GPU-b"), tmp_path)
     assert (by_uuid.find("1:00:00"), by_uuid.find("0000:9b:00")) == (0, 1)
-    assert not by_driver(("GPU-a", "0"), tmp_path).is_known, "two begin so"
-    assert not by_driver(("0",), tmp_path / "none").is_known
+    assert not slots_from_driver(("GPU-a", "0"), tmp_path).is_known, "two begin so"
+    assert not slots_from_driver(("0",), tmp_path / "none").is_known
 
 
 def test_by_the_classifier_itself(tmp_path: Path) -> None:
     """What means something in those records, and nothing else; NVML's XIDs in the same words."""
     (tmp_path / "kmsg").touch()
-    reader = KernelLog(lambda: Slots({0: "0:05:00", 1: "9:01:00", 2: "d:00:00"}, 3),
+    reader = KernelLog(lambda: GpuSlots({0: "0:05:00", 1: "9:01:00", 2: "d:00:00"}, 3),
                        tmp_path / "kmsg")
     (tmp_path / "kmsg").write_bytes(RECORDS)
     assert [(one.status, one.devices, one.code) for one in reader.look()] == [
@@ -184,6 +184,6 @@ def test_by_the_classifier_itself(tmp_path: Path) -> None:
         (ILLEGAL_MEMORY_ACCESS, (2,), 31), (TASK_HANG, (), 0)]
     reader.close()
     line = "NVRM: Xid (PCI:00000000:05:00.0): 79, reported by NVML"
-    told = kernel_log.erred_of("nvml", classify(line), line, Slots({0: "0:05:00"}, 1))
+    told = kernel_log.device_error_of("nvml", classify(line), line, GpuSlots({0: "0:05:00"}, 1))
     assert told is not None
     assert (told.origin, told.devices, told.code) == ("nvml", (0,), 79)

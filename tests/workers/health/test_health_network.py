@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from health_driver import Clock, write
 from unicron.events.records.statuses import LINK_FLAPPING, OTHER_NETWORK
-from unicron.workers.agent.health.finding import FLAPS_WITHIN_S, NETWORK_EVERY_S, Finding, Look
+from unicron.workers.agent.health.finding import FLAPS_WITHIN_S, NETWORK_EVERY_S, Finding, Reading
 from unicron.workers.agent.health.network import Network
 
 # As on a node of eight H100 (mlx5, NDR); counters as ls of a mlx5 port has them.
@@ -29,7 +29,7 @@ class Machine:
         self.port = root / "infiniband/mlx5_0/ports/1"
 
     def look(self, files: dict[str, str] | None = None, *, folder: Path | None = None,
-             after_s: float = NETWORK_EVERY_S) -> Look:
+             after_s: float = NETWORK_EVERY_S) -> Reading:
         write(folder or self.port, files or {})
         self.clock.now_s += after_s
         return self.reader.read()
@@ -42,7 +42,7 @@ def machine(tmp_path: Path) -> Machine:
     return one
 
 
-def one(look: Look) -> Finding:
+def one(look: Reading) -> Finding:
     (finding,) = look.findings
     return finding
 

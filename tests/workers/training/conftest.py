@@ -37,11 +37,11 @@ def alone() -> Iterator[Any]:
     from unicron.workers.training.communicators import process_groups
     from unicron.workers.training.model import cpu_device
 
-    cpu_device.stand_in()
+    cpu_device.prepare_device()
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield process_groups.build(None, 60)
-    process_groups.forget()
+    process_groups.clear_globals()
     dist.destroy_process_group()
 
 

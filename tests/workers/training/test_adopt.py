@@ -61,10 +61,10 @@ def test_what_cannot_be_healed_is_named(alone: Any, change: str, why: str) -> No
         else:
             ddp.module = torch.nn.Sequential(ddp.module)
     if not why:
-        custom_loop.check([ddp], trainee.optimizer, scheduler, train, axes)
+        custom_loop.check_recoverable([ddp], trainee.optimizer, scheduler, train, axes)
         return
-    with pytest.raises(custom_loop.Unfit) as unfit:
-        custom_loop.check([ddp], trainee.optimizer, scheduler, train, axes)
+    with pytest.raises(custom_loop.NotRecoverable) as unfit:
+        custom_loop.check_recoverable([ddp], trainee.optimizer, scheduler, train, axes)
     assert str(unfit.value).startswith(why)
 
 
@@ -87,7 +87,7 @@ class Script:
         self.settled = 0
         self.iteration = SimpleNamespace()
         self.control = SimpleNamespace(waiting_for_others=lambda *_: nullcontext())
-        self.communicators = SimpleNamespace(num_members=2, place=0, generation=1, wake=None,
+        self.communicators = SimpleNamespace(num_members=2, place=0, generation=1, interrupt=None,
                                              store=Others())
         self._script, self._fails, self._others = steps, fails, others
 
@@ -101,7 +101,7 @@ class Script:
             self.communicators.store["between/1"] = self._others.pop(0).encode()
             yield None
 
-    def together(self, call: Any) -> bool:
+    def run_collectively(self, call: Any) -> bool:
         if self._fails.pop(0):
             return False
         call()

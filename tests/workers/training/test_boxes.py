@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from unicron.workers.training.recovery.resharding import (
-    Box,
     Missing,
     Move,
-    Piece,
+    Region,
+    Shard,
     flat_range,
     intersection,
     parts,
-    plan,
+    plan_moves,
     without,
 )
 
@@ -25,33 +25,33 @@ LARGEST = 5
 NODES = ("red", "", "red", "", "red")
 
 
-def piece(key: str, box: Box) -> Piece:
-    return Piece(key, f"float32 {SHAPES[key]}", box)
+def piece(key: str, box: Region) -> Shard:
+    return Shard(key, f"float32 {SHAPES[key]}", box)
 
 
-def elements(shape: tuple[int, ...], box: Box) -> set[int]:
+def elements(shape: tuple[int, ...], box: Region) -> set[int]:
     """Brute force: the flat indices of a box."""
     inside = tuple(slice(begin, begin + size) for begin, size in zip(*box, strict=True))
     return set(np.arange(np.prod(shape, dtype=int)).reshape(shape)[inside].ravel().tolist())
 
 
 @st.composite
-def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
+def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Region:
     offset = tuple(draw(st.integers(0, size - 1)) for size in shape)
-    return Box(offset, tuple(draw(st.integers(1, size - begin))
+    return Region(offset, tuple(draw(st.integers(1, size - begin))
                              for size, begin in zip(shape, offset, strict=True)))
 
 
 @st.composite
-def pieces(draw: st.DrawFn) -> list[Piece]:
+def pieces(draw: st.DrawFn) -> list[Shard]:
     """Any pieces at all: whole tensors, blocks, flat ranges, overlapping and twice the same."""
-    found: list[Piece] = []
+    found: list[Shard] = []
     for key in draw(st.lists(st.sampled_from(sorted(SHAPES)), max_size=4)):
         shape = SHAPES[key]
         size = int(np.prod(shape, dtype=int))
         match draw(st.sampled_from(["whole", "block", "flat"])):
             case "whole":
-                found.append(piece(key, Box(tuple(0 for _ in shape), shape)))
+                found.append(piece(key, Region(tuple(0 for _ in shape), shape)))
             case "block":
                 found.append(piece(key, draw(boxes(shape))))
             case _:
@@ -61,7 +61,7 @@ def pieces(draw: st.DrawFn) -> list[Piece]:
     return found
 
 
-def by_element(have: Sequence[Sequence[Piece]]) -> dict[tuple[str, int], set[int]]:
+def by_element(have: Sequence[Sequence[Shard]]) -> dict[tuple[str, int], set[int]]:
     """Brute force: who has each element."""
     found: dict[tuple[str, int], set[int]] = {}
     for place, mine in enumerate(have):
@@ -78,22 +78,23 @@ def distance(source: int, target: int) -> int:
 @given(st.lists(pieces(), min_size=5, max_size=5), st.lists(pieces(), min_size=5, max_size=5))
 @settings(max_examples=300, deadline=None)
 def test_each_wanted_element_comes_once_from_the_nearest(
-        have: list[list[Piece]], want: list[list[Piece]]) -> None:
+        have: list[list[Shard]], want: list[list[Shard]]) -> None:
     holders = by_element(have)
     lost = {key for mine in want for key, _, box in mine
             for element in elements(SHAPES[key], box) if (key, element) not in holders}
     if lost:
         with pytest.raises(Missing) as raised:
-            plan(have, want, NODES, LARGEST)
+            plan_moves(have, want, NODES, LARGEST)
         assert set(raised.value.keys) == lost
         return
     came: dict[tuple[int, int], list[int]] = {}
-    for move in plan(have, want, NODES, LARGEST):
+    for move in plan_moves(have, want, NODES, LARGEST):
         wanted, held = want[move.target][move.wanted], have[move.source][move.given]
         assert wanted.key == held.key
-        assert move.source == move.target or move.box.num_elements <= LARGEST
-        assert intersection(wanted.box, move.box) == move.box == intersection(held.box, move.box)
-        for element in elements(SHAPES[wanted.key], move.box):
+        assert move.source == move.target or move.region.num_elements <= LARGEST
+        assert intersection(wanted.region, move.region) == move.region
+        assert intersection(held.region, move.region) == move.region
+        for element in elements(SHAPES[wanted.key], move.region):
             near = min(distance(place, move.target) for place in holders[wanted.key, element])
             assert distance(move.source, move.target) == near
             came.setdefault((move.target, move.wanted), []).append(element)
@@ -116,7 +117,7 @@ def test_a_flat_range_is_few_contiguous_boxes_in_order(shape: tuple[int, ...],
 
 
 @given(boxes((4, 5, 3)), boxes((4, 5, 3)))
-def test_the_rest_and_the_part_are_the_whole(whole: Box, other: Box) -> None:
+def test_the_rest_and_the_part_are_the_whole(whole: Region, other: Region) -> None:
     part = intersection(whole, other)
     mine, theirs = elements((4, 5, 3), whole), elements((4, 5, 3), other)
     assert (part is None) == (not mine & theirs)
@@ -128,7 +129,7 @@ def test_the_rest_and_the_part_are_the_whole(whole: Box, other: Box) -> None:
 
 
 @given(boxes((4, 5, 3)), st.integers(1, 60))
-def test_a_large_box_goes_in_parts_of_about_a_size(whole: Box, largest: int) -> None:
+def test_a_large_box_goes_in_parts_of_about_a_size(whole: Region, largest: int) -> None:
     found = [elements((4, 5, 3), part) for part in parts(whole, largest)]
     assert [element for part in found for element in sorted(part)] == sorted(
         elements((4, 5, 3), whole))
@@ -137,13 +138,13 @@ def test_a_large_box_goes_in_parts_of_about_a_size(whole: Box, largest: int) -> 
 
 
 def test_a_large_tensor_comes_from_all_who_have_it() -> None:
-    large = Piece("large", "float32 (300,)", Box((0,), (300,)))
-    moves = plan([[large], [large], [large], []], [[], [], [], [large]], ["a"] * 4, 10)
+    large = Shard("large", "float32 (300,)", Region((0,), (300,)))
+    moves = plan_moves([[large], [large], [large], []], [[], [], [], [large]], ["a"] * 4, 10)
     assert given_by(moves) == sorted([0, 1, 2] * 10)
 
 
-def whole(key: str) -> Piece:
-    return piece(key, Box(tuple(0 for _ in SHAPES[key]), SHAPES[key]))
+def whole(key: str) -> Shard:
+    return piece(key, Region(tuple(0 for _ in SHAPES[key]), SHAPES[key]))
 
 
 def given_by(moves: list[Move]) -> list[int]:
@@ -151,23 +152,23 @@ def given_by(moves: list[Move]) -> list[int]:
 
 
 def test_those_equally_near_give_equally_much() -> None:
-    replica = [Piece(f"layer{index}", "float32 (8,)", Box((0,), (8,))) for index in range(30)]
-    moves = plan([replica, replica, replica, []], [[], [], [], replica], ["a"] * 4, 100)
+    replica = [Shard(f"layer{index}", "float32 (8,)", Region((0,), (8,))) for index in range(30)]
+    moves = plan_moves([replica, replica, replica, []], [[], [], [], replica], ["a"] * 4, 100)
     assert given_by(moves) == sorted([0, 1, 2] * 10)
 
 
 def test_what_stays_where_it_is_counts_for_nothing() -> None:
     large, small = whole("a"), whole("c")
-    moves = plan([[large, small], [small], []], [[large], [], [small]], ["a"] * 3, 100)
+    moves = plan_moves([[large, small], [small], []], [[large], [], [small]], ["a"] * 3, 100)
     assert [(move.source, move.target) for move in moves] == [(0, 0), (0, 2)]
 
 
 def test_another_kind_is_another_tensor() -> None:
     other = whole("a")._replace(kind="bfloat16 (5, 4)")
     with pytest.raises(Missing, match=r"no holder is left of a$"):
-        plan([[other], []], [[], [whole("a")]], ["a", "b"], 100)
+        plan_moves([[other], []], [[], [whole("a")]], ["a", "b"], 100)
 
 
 def test_what_is_lost_is_named() -> None:
     with pytest.raises(Missing, match="left of a, b, c and 1 more"):
-        plan([[]], [[whole(key) for key in "dcba"]], ["a"], 100)
+        plan_moves([[]], [[whole(key) for key in "dcba"]], ["a"], 100)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from unicron.events.spec.job import Model, Train
 from unicron.workers.ipc.pipe_protocol import Unpacker
-from unicron.workers.ipc.progress_page import Pulse
+from unicron.workers.ipc.progress_page import ProgressWriter
 from unicron.workers.training.communicators import communicators, sockets
 from unicron.workers.training.communicators.communicators import COLLECTIVE_S_MAX, Communicators
 from unicron.workers.training.model import cpu_device
@@ -53,7 +53,7 @@ def globals_kept() -> list[str]:
 
 
 def test_a_generation_that_was_left_is_gone_with_all_its_handles_and_sockets() -> None:
-    cpu_device.stand_in()
+    cpu_device.prepare_device()
     ours = Communicators("127.0.0.1", torch.device("cpu"))
     before = set(sockets.inodes())  # some may be garbage, and go meanwhile
     ours.meet(0, 0, 1, ours.endpoint, b"")
@@ -84,13 +84,13 @@ def test_a_generation_that_was_left_is_gone_with_all_its_handles_and_sockets() -
 
 def test_a_group_that_is_gone_is_an_order_to_leave_only_where_there_was_one() -> None:
     """torch forgets groups that it aborts; here gloo's, aborted as NCCL's are."""
-    cpu_device.stand_in()
+    cpu_device.prepare_device()
     ours = Communicators("127.0.0.1", torch.device("cpu"))
     ours.meet(0, 0, 1, ours.endpoint, b"")
     ours.up()
     trainee = model.build(TRAIN, torch.device("cpu"), ours.groups)
     reduction = Reduction(trainee, lambda event, bucket=-1: None,
-                          Marks(Pulse(), overlap=False), closely=False)
+                          Marks(ProgressWriter(), overlap=False), closely=False)
     agent, theirs = socket.socketpair()
     with agent, theirs:
         control = Control(theirs, 0, Unpacker())
@@ -98,7 +98,7 @@ def test_a_group_that_is_gone_is_an_order_to_leave_only_where_there_was_one() ->
         dist.distributed_c10d._abort_process_group()  # type: ignore[attr-defined]
         with pytest.raises(ValueError, match="has not been initialized"):
             reduction.meet(control, ours, Stats(0.0, 0))
-        ours.wake()
+        ours.interrupt()
         assert reduction.meet(control, ours, Stats(0.0, 0)) == "quiesced"
     ours.down(trainee.roots)
 
@@ -106,7 +106,7 @@ def test_a_group_that_is_gone_is_an_order_to_leave_only_where_there_was_one() ->
 def test_the_device_is_waited_for_before_what_it_works_on_is_given_away(
         monkeypatch: pytest.MonkeyPatch) -> None:
     """As NCCL is left, here with gloo's groups: aborted first, or nothing would end."""
-    cpu_device.stand_in()
+    cpu_device.prepare_device()
     ours = Communicators("127.0.0.1", torch.device("cpu"))
     ours.meet(0, 0, 1, ours.endpoint, b"")
     ours.up()
@@ -120,7 +120,7 @@ def test_the_device_is_waited_for_before_what_it_works_on_is_given_away(
 
 def test_a_limit_reaches_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of those that serve a model, too: the world's, and that of one member alone."""
-    cpu_device.stand_in()
+    cpu_device.prepare_device()
     monkeypatch.setattr(communicators, "COLLECTIVE_S_MAX", 77.0)
     ours = Communicators("127.0.0.1", torch.device("cpu"))
     ours.meet(0, 0, 1, ours.endpoint, b"")

@@ -31,7 +31,7 @@ TRAIN = Train(model=Model(num_layers=1, hidden=32, num_heads=2, sequence=16),
 class Bench:
     """A copier with a clock of its own."""
 
-    def __init__(self, trainee: model.Trainee) -> None:
+    def __init__(self, trainee: model.TrainingModel) -> None:
         self.trainee = trainee
         self.now_s = 100.0
         self.is_behind = False
@@ -43,7 +43,7 @@ class Bench:
                           spec=JobSpec(api_version="unicron/v1", name="bench", train=TRAIN,
                                        slots=Slots(min=1, max=1)),
                           checkpoint="")
-        self.copier = memory_checkpoint.Copier(
+        self.copier = memory_checkpoint.MemorySaver(
             start, SECRET, spare=lambda descriptor: nullcontext(), tell=self._tell, note=self._note
         )
 
@@ -168,7 +168,7 @@ def test_it_is_told_from_time_to_time_and_when_something_is_new(
     for step in (20, 30, 40):
         assert bench.copy(step, keeper)
     assert told() == [20]
-    bench.now_s += memory_checkpoint.TELL_S
+    bench.now_s += memory_checkpoint.REPORT_S
     assert bench.copy(50, keeper)
     assert told() == [20, 50]
     keeper.shelf.start += 1
@@ -208,5 +208,5 @@ def test_numbers_are_taken_over_whole_or_not_at_all(bench: Bench) -> None:
     told = training_state.numbers(bench.trainee, 5, History())
     wrong = replace(told, adam_step=9.0, precision="fp16")
     with pytest.raises(ValueError, match="numbers of fp16, not"):
-        training_state.adopt(bench.trainee, wrong, History())
+        training_state.load(bench.trainee, wrong, History())
     assert training_state.numbers(bench.trainee, 5, History()).adam_step == told.adam_step

@@ -18,7 +18,7 @@ from unicron.events.records.reports import (
     RankErrored,
     TaskProgressed,
 )
-from unicron.events.records.types import Copy, Keeper
+from unicron.events.records.types import MemoryCheckpoint, StoreEndpoint
 from unicron.workers.checkpoint_store import protocol
 from unicron.workers.checkpoint_store.protocol import Offer
 
@@ -38,7 +38,7 @@ def driver(drive: Drive) -> Any:
     return made
 
 
-def told(driver: Any) -> tuple[Copy, ...]:
+def told(driver: Any) -> tuple[MemoryCheckpoint, ...]:
     """What the ranks told of kept copies, the newest first, as an order names them."""
     by_node = {one.keeper.node: one for one in driver.keepers}
     newest = sorted(driver.told(MemoryCheckpointStored),
@@ -149,11 +149,18 @@ def test_a_copy_that_is_not_what_was_asked_for_is_left_alone(driver: Any) -> Non
     other.shelf.add(type(driver.keepers[0].stored(TASK)[0])(
         offer=offer, checksum="crc32:758d6336", memory=memory))
     wrong = tuple(
-        Copy(node=one.keeper.node, endpoint=one.keeper.endpoint, rank=0, generation=1,
+        MemoryCheckpoint(node=one.keeper.node, endpoint=one.keeper.endpoint, rank=0, generation=1,
              step_version=6, copy_bytes=good.copy_bytes, checksum=good.checksum)
         for one in (stranger, closed, other))
-    later = Copy(node="n1", endpoint=driver.keepers[0].keeper.endpoint, rank=0, generation=2,
-                 step_version=6, copy_bytes=good.copy_bytes, checksum=good.checksum)
+    later = MemoryCheckpoint(
+        node="n1",
+        endpoint=driver.keepers[0].keeper.endpoint,
+        rank=0,
+        generation=2,
+        step_version=6,
+        copy_bytes=good.copy_bytes,
+        checksum=good.checksum,
+    )
     driver.start(0, attempt=2)
     log = driver.processes[0].log
     (came,) = driver.form([0], copies=(*wrong, later, good)).values()
@@ -191,7 +198,7 @@ def test_a_keeper_that_does_not_answer_holds_up_no_iteration_and_no_end(driver: 
     deaf = socket.create_server(("127.0.0.1", 0))
     good = driver.keepers.pop()
     try:
-        driver.keepers = [DeafKeeper(Keeper("n9", f"127.0.0.1:{deaf.getsockname()[1]}"))]
+        driver.keepers = [DeafKeeper(StoreEndpoint("n9", f"127.0.0.1:{deaf.getsockname()[1]}"))]
         driver.start(0, 1)
         driver.form([0, 1])
         driver.finish([0, 1])
@@ -209,7 +216,7 @@ def test_a_keeper_that_does_not_answer_holds_up_no_iteration_and_no_end(driver: 
 class DeafKeeper:
     """Accepts connections and says nothing."""
 
-    def __init__(self, keeper: Keeper) -> None:
+    def __init__(self, keeper: StoreEndpoint) -> None:
         self.keeper = keeper
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from unicron.workers.training.step.overlapped_reduction import END_S_MAX, Flight
+from unicron.workers.training.step.overlapped_reduction import END_S_MAX, OverlappedReduction
 
 PEER = """
 import sys, time
@@ -45,7 +45,7 @@ def left_behind() -> list[threading.Thread]:
 
 
 def test_what_nothing_ends_holds_nobody_up(peer: subprocess.Popen[bytes]) -> None:
-    flight = Flight(torch.zeros(3), 0, lambda: False)
+    flight = OverlappedReduction(torch.zeros(3), 0, lambda: False)
     began_s, woken = time.monotonic(), list[int]()
     flight.end(lambda: woken.append(1))
     assert woken, "it is tried"
@@ -63,7 +63,7 @@ def test_what_nothing_ends_holds_nobody_up(peer: subprocess.Popen[bytes]) -> Non
 
 def test_a_bucket_waits_for_its_turn_and_for_the_wish_to_go_on(peer: Any) -> None:
     launched, over = list[int](), list[int]()
-    flight = Flight(torch.zeros(3), 5, lambda: bool(over))
+    flight = OverlappedReduction(torch.zeros(3), 5, lambda: bool(over))
 
     def launch(bucket: int) -> list[Any]:
         launched.append(bucket)
@@ -82,7 +82,7 @@ def test_a_bucket_waits_for_its_turn_and_for_the_wish_to_go_on(peer: Any) -> Non
     flight.ready(4, launch)
     assert launched == [0, 1, 2, 3], "nothing more after one that failed"
     with pytest.raises(RuntimeError, match="cut"):
-        flight.land(lambda event, bucket=-1: None, lambda: None)
+        flight.wait_all(lambda event, bucket=-1: None, lambda: None)
     peer.kill()
     peer.wait(10)
     flight.end(lambda: None)

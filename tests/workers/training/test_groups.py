@@ -6,7 +6,7 @@ import pytest
 import world_work
 import worlds
 from unicron.events.spec.model import Axes
-from unicron.events.spec.parallelism import coordinates, holders, num_places, replica
+from unicron.events.spec.parallelism import coordinates, holders, num_positions, replica
 
 WIDE = ("dp", "dp_cp", "intra_dp_cp", "expt_dp", "intra_expt_dp")
 
@@ -18,7 +18,7 @@ WIDE = ("dp", "dp_cp", "intra_dp_cp", "expt_dp", "intra_expt_dp")
 def test_each_member_meets_those_that_its_place_says(axes: Axes, num_groups: int) -> None:
     told = worlds.run(4, world_work.members_by_role, axes)
     for place, (met, num) in enumerate(told):
-        if place >= num_places(axes):
+        if place >= num_positions(axes):
             assert {tuple(members) for members in met.values()} == {(place,)}, "beside"
             assert num == 1
             continue

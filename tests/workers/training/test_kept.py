@@ -12,7 +12,7 @@ from unicron.events.spec.job import Model, Train
 from unicron.workers.training.communicators import process_groups
 from unicron.workers.training.model import cpu_device
 from unicron.workers.training.model import trainee as model
-from unicron.workers.training.step.overlapped_reduction import Kept
+from unicron.workers.training.step.overlapped_reduction import GradientBackup
 
 pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
 
@@ -21,13 +21,13 @@ TRAIN = Train(model=Model(num_layers=1, hidden=32, num_heads=2, sequence=16), it
 
 
 @pytest.fixture
-def trainee() -> Iterator[model.Trainee]:
+def trainee() -> Iterator[model.TrainingModel]:
     """In a world of one."""
-    cpu_device.stand_in()
+    cpu_device.prepare_device()
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield model.build(TRAIN, torch.device("cpu"), process_groups.build(None, 60))
-    process_groups.forget()
+    process_groups.clear_globals()
     dist.destroy_process_group()
 
 
@@ -44,13 +44,13 @@ def test_whatever_is_still_written_to_the_old_memory_counts_nowhere(trainee: Any
     assert whole.abs().sum() > 0
     first, second, *others = trainee.bucket_groups
     assert others
-    kept = Kept(trainee)
+    kept = GradientBackup(trainee)
     for group in (first, second):
         kept.keep(group)
         group.buckets[0].grad_data.mul_(7)
     late = second.buckets[0].grad_data
     assert sum(copy.numel() for copy in kept._copies) == whole.numel(), "4 bytes a parameter"
-    kept.put_back()
+    kept.restore()
     late.fill_(float("nan"))
     assert trainee.gradients[0].equal(whole)
 
@@ -68,14 +68,14 @@ def test_whatever_is_still_written_to_the_old_memory_counts_nowhere(trainee: Any
 def test_a_whole_reduction_is_what_counts(trainee: Any) -> None:
     backward(trainee)
     (whole,) = (part.clone() for part in trainee.gradients)
-    kept = Kept(trainee)
+    kept = GradientBackup(trainee)
     for group in trainee.bucket_groups:
         kept.keep(group)
     trainee.gradients[0].mul_(3)
     kept.drop()
-    kept.put_back()
+    kept.restore()
     assert trainee.gradients[0].equal(3 * whole)
     kept.keep(trainee.bucket_groups[0])
     trainee.bucket_groups[0].buckets[0].grad_data.zero_()
-    kept.put_back()
+    kept.restore()
     assert trainee.gradients[0].equal(3 * whole), "the rest was never in danger"

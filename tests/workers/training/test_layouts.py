@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from unicron.events.spec.job import Batch, DynamicLossScale, Model, Optimizer, Train
 from unicron.events.spec.model import Axes
 from unicron.events.spec.parallelism import Parallel, coordinates
-from unicron.workers.training.recovery.settlement import deal
+from unicron.workers.training.recovery.settlement import assign_micro_batches
 
 NUM_ITERATIONS = 4
 TRAIN = Train(model=Model(num_layers=4, hidden=32, num_heads=4, sequence=16),
@@ -93,7 +93,7 @@ def test_a_layout_ends_where_one_process_ends(case: str, twins: dict[int, Twin])
     for place, events in enumerate(noted):
         passed = [item for event, item in events if event == "forward"]
         assert sorted(passed) == sorted(item for event, item in events if event == "backward")
-        mine = deal(train.num_micro_batches, axes.dp, coordinates(axes, place).dp)
+        mine = assign_micro_batches(train.num_micro_batches, axes.dp, coordinates(axes, place).dp)
         assert sorted(passed) == sorted(mine * axes.chunks * NUM_ITERATIONS)
 
 

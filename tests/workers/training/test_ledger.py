@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from unicron.events.spec.model import Axes
-from unicron.workers.training.recovery.settlement import Settlement, deal, settle
-from unicron.workers.training.recovery.state_sources import MANY, NO_STATE, Claim, Held
+from unicron.workers.training.recovery.settlement import Settlement, assign_micro_batches, settle
+from unicron.workers.training.recovery.state_sources import NO_STATE, SEVERAL, Claim, HeldState
 
 
 @st.composite
@@ -24,7 +24,7 @@ def claims(draw: st.DrawFn) -> tuple[list[Claim], int]:
         kept = tuple(item for item in owned if draw(st.booleans()))
         found.append(Claim(step_version=version, kept=kept, owned=owned,
                            begun=bool(kept) or draw(st.booleans()),
-                           dealt_in=draw(st.integers(1, 4)), trained_in=draw(st.integers(1, 4))))
+                           assigned_in=draw(st.integers(1, 4)), trained_in=draw(st.integers(1, 4))))
     return found, num_items
 
 
@@ -65,7 +65,8 @@ def test_sources_have_the_highest_step_version(case: tuple[list[Claim], int]) ->
 def test_any_chain_of_faults_loses_and_doubles_nothing(num_items: int, num_members: int,
                                                        data: st.DataObject) -> None:
     """Members train a part, some die, some come new, again and again, in one iteration."""
-    members = [Claim(step_version=7, owned=deal(num_items, num_members, place), dealt_in=1,
+    members = [Claim(step_version=7, assigned_in=1,
+                     owned=assign_micro_batches(num_items, num_members, place),
                      trained_in=1) for place in range(num_members)]
     for generation in range(2, data.draw(st.integers(3, 6))):
         trained: list[Claim] = []
@@ -74,7 +75,7 @@ def test_any_chain_of_faults_loses_and_doubles_nothing(num_items: int, num_membe
             num_done = data.draw(st.integers(0, len(missing)))
             kept = tuple(sorted((*claim.kept, *missing[:num_done])))
             trained.append(Claim(step_version=7, kept=kept, owned=claim.owned,
-                                 dealt_in=generation - 1, begun=True,
+                                 assigned_in=generation - 1, begun=True,
                                  trained_in=generation - 1))
         living = [claim for claim in trained if data.draw(st.booleans())] or trained[:1]
         newcomers = [Claim()] * data.draw(st.integers(0, 2))
@@ -85,13 +86,13 @@ def test_any_chain_of_faults_loses_and_doubles_nothing(num_items: int, num_membe
             stays = set(claim.owned) - set(claim.kept)
             assert stays == set(share.todo) - set(share.dealt), "what a living member was dealt"
         members = [Claim(step_version=7, kept=share.kept,
-                         owned=tuple(sorted((*share.kept, *share.todo))), dealt_in=generation,
+                         owned=tuple(sorted((*share.kept, *share.todo))), assigned_in=generation,
                          trained_in=generation - 1)
                    for share in settlement.shares]
 
 
 def _begun(generation: int, *, kept: tuple[int, ...], owned: tuple[int, ...]) -> Claim:
-    return Claim(step_version=5, kept=kept, owned=owned, dealt_in=generation, begun=True,
+    return Claim(step_version=5, kept=kept, owned=owned, assigned_in=generation, begun=True,
                  trained_in=generation)
 
 
@@ -112,7 +113,7 @@ def test_of_two_claims_the_later_generation_wins_and_the_other_drops_all() -> No
 
 
 def test_a_member_behind_takes_the_state_and_drops_its_sum() -> None:
-    told = [Claim(step_version=4, kept=(0,), owned=(0, 2), dealt_in=1, trained_in=1, begun=True),
+    told = [Claim(step_version=4, kept=(0,), owned=(0, 2), assigned_in=1, trained_in=1, begun=True),
             _begun(1, kept=(), owned=(1, 3))]
     settlement = settle(told, 4)
     assert settlement.step_version == 5
@@ -127,8 +128,8 @@ def test_a_first_start_deals_evenly_and_nothing_comes_from_the_gone() -> None:
 
 
 def test_an_iteration_that_nobody_has_begun_is_dealt_anew_with_the_newcomer() -> None:
-    told = [Claim(step_version=5, owned=(0, 2), dealt_in=1, trained_in=1),
-            Claim(step_version=5, owned=(1, 3), dealt_in=1, trained_in=1), Claim(), Claim()]
+    told = [Claim(step_version=5, owned=(0, 2), assigned_in=1, trained_in=1),
+            Claim(step_version=5, owned=(1, 3), assigned_in=1, trained_in=1), Claim(), Claim()]
     shares = settle(told, 4).shares
     assert [share.todo for share in shares] == [(0,), (1,), (2,), (3,)]
     assert [share.source for share in shares] == [0, 1, 0, 1]
@@ -145,8 +146,8 @@ def test_state_comes_from_the_own_node_and_the_others_feed_the_rest_evenly() -> 
 def _part(place: int, *, version: int = 5, kept: tuple[int, ...] = (), ready: bool = False,
           gate: tuple[float, ...] = (), trained_in: int = 3, axes: Axes | None = None) -> Claim:
     return Claim(step_version=version, kept=kept, owned=kept, begun=version == 5, ready=ready,
-                 gate=gate, trained_in=trained_in, dealt_in=3,
-                 held=Held(axes=axes or Axes(tp=2, dp=2), place=place))
+                 gate=gate, trained_in=trained_in, assigned_in=3,
+                 held=HeldState(axes=axes or Axes(tp=2, dp=2), place=place))
 
 
 def test_a_replicas_sum_counts_only_if_it_is_whole_on_all_its_members() -> None:
@@ -167,7 +168,7 @@ def test_who_was_in_the_gate_steps_with_the_others_and_only_with_them() -> None:
         assert settlement.shares[1].steps == steps
         assert settlement.gate == ((2.5, 0.0) if steps else ())
         assert settlement.step_version == (6 if steps else NO_STATE)
-        assert settlement.beyond == (NO_STATE if steps else 6)
+        assert settlement.lost_version == (NO_STATE if steps else 6)
     taken = settle([_part(0, version=6), _part(1, ready=True)], 4, Axes(tp=2, dp=1))
     assert taken.step_version == NO_STATE, "it has that state from elsewhere, and no word of a gate"
     without = settle([_part(0, ready=True), _part(1, ready=True)], 4, Axes(tp=2, dp=1))
@@ -177,7 +178,7 @@ def test_who_was_in_the_gate_steps_with_the_others_and_only_with_them() -> None:
 
 def test_a_mirrored_shard_counts_on_the_next_of_its_data_parallel_ranks() -> None:
     def shard(place: int, *, mirrored: bool) -> Claim:
-        return Claim(step_version=5, held=Held(axes=Axes(dp=3), place=place,
+        return Claim(step_version=5, held=HeldState(axes=Axes(dp=3), place=place,
                                                optimizer="mirrored" if mirrored else "sharded"))
 
     def found(*places: int, mirrored: bool) -> int:
@@ -194,12 +195,12 @@ def test_in_another_layout_state_comes_from_many_and_no_sum_counts() -> None:
     settlement = settle(told, 5, Axes(dp=3))
     assert settlement.step_version == 5
     assert settlement.holders == (0, 1, 2)
-    assert [share.source for share in settlement.shares] == [MANY] * 3
+    assert [share.source for share in settlement.shares] == [SEVERAL] * 3
     assert [share.todo for share in settlement.shares] == [(0, 3), (1, 4), (2,)]
 
 
 def test_of_two_layouts_that_are_whole_the_wanted_goes_on_else_the_one_that_most_hold() -> None:
-    whole = Claim(step_version=5, held=Held(axes=Axes(dp=1)))
+    whole = Claim(step_version=5, held=HeldState(axes=Axes(dp=1)))
     told = [whole, *(_part(place) for place in range(4))]
     assert settle(told, 4, Axes(dp=5)).holders == (0,)
     assert settle(told, 4, Axes(pp=2, dp=2)).holders == (1, 2, 3, 4)

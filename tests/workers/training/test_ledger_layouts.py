@@ -13,9 +13,14 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from unicron.events.spec.model import Axes
-from unicron.events.spec.parallelism import coordinates, holders, num_places, replica
-from unicron.workers.training.recovery.settlement import Settlement, Share, deal, settle
-from unicron.workers.training.recovery.state_sources import MANY, NO_STATE, Claim, Held
+from unicron.events.spec.parallelism import coordinates, holders, num_positions, replica
+from unicron.workers.training.recovery.settlement import (
+    MemberAssignment,
+    Settlement,
+    assign_micro_batches,
+    settle,
+)
+from unicron.workers.training.recovery.state_sources import NO_STATE, SEVERAL, Claim, HeldState
 
 SHAPES = [Axes(tp=tp, pp=pp, dp=dp) for tp in (1, 2) for pp in (1, 2, 3) for dp in (1, 2, 3)]
 Gate = tuple[float, float]
@@ -27,27 +32,27 @@ class Member:
     def __init__(self, node: str) -> None:
         self.node = node
         self.version = NO_STATE
-        self.held: Held | None = None
-        self.staged: Held | None = None
+        self.held: HeldState | None = None
+        self.staged: HeldState | None = None
         self.sum: list[int] = []
         self.owned: tuple[int, ...] = ()
-        self.dealt_in = self.trained_in = self.staged_in = 0
+        self.assigned_in = self.trained_in = self.staged_in = 0
         self.begun = self.ready = False
         self.gate: tuple[float, ...] = ()
         self.reduced: Counter[int] = Counter()
 
     def claim(self) -> Claim:
         return Claim(step_version=self.version, kept=tuple(sorted(self.sum)), owned=self.owned,
-                     dealt_in=self.dealt_in, begun=self.begun, trained_in=self.trained_in,
+                     assigned_in=self.assigned_in, begun=self.begun, trained_in=self.trained_in,
                      held=self.held, staged=self.staged,
                      staged_in=self.staged_in, ready=self.ready, gate=self.gate)
 
-    def replace(self, version: int, held: Held | None) -> None:
+    def replace(self, version: int, held: HeldState | None) -> None:
         """Its state is another's now."""
         self.version, self.held, self.staged = version, held, None
         self.sum, self.owned, self.begun, self.ready, self.gate = [], (), False, False, ()
 
-    def put_in_force(self, *, keep_sum: bool) -> None:
+    def activate(self, *, keep_sum: bool) -> None:
         """What was staged; a sum goes along where its member stays of the same part."""
         mine = self.sum if keep_sum else []
         self.replace(self.version, self.staged)
@@ -57,13 +62,13 @@ class Member:
         self.version, self.gate, self.ready = self.version + 1, gate, False
         self.sum, self.owned, self.begun = [], (), False
 
-    def take(self, share: Share, generation: int, *, begun: bool) -> None:
+    def take(self, share: MemberAssignment, generation: int, *, begun: bool) -> None:
         """Go on from a settlement: the sum counts only if the settlement keeps it."""
         if sorted(self.sum) != list(share.kept):
             assert not share.kept, "a sum that this member does not have"
             self.sum = []
         self.ready, self.begun = False, begun
-        self.owned, self.dealt_in = tuple(sorted((*share.kept, *share.todo))), generation
+        self.owned, self.assigned_in = tuple(sorted((*share.kept, *share.todo))), generation
 
 
 class History:
@@ -94,10 +99,10 @@ class History:
     def _newcomer(self) -> Member:
         return Member(self.rnd.choice("abc"))
 
-    def _held(self, place: int) -> Held | None:
+    def _held(self, place: int) -> HeldState | None:
         if self.optimizer == "whole" and self.axes.tp * self.axes.pp == 1:
             return None
-        return Held(axes=self.axes, optimizer=self.optimizer, place=place)
+        return HeldState(axes=self.axes, optimizer=self.optimizer, place=place)
 
     # --- meeting --------------------------------------------------------------------------------
     def _meet(self) -> bool:
@@ -122,10 +127,10 @@ class History:
                 self._have(member, place, settlement)
         for place, member in enumerate(self.present):
             if reached[place] == 2:
-                if member.staged is not None and place < num_places(self.axes):
-                    member.put_in_force(keep_sum=bool(settlement.shares[place].kept))
+                if member.staged is not None and place < num_positions(self.axes):
+                    member.activate(keep_sum=bool(settlement.shares[place].kept))
                     self.seen["put in force"] += 1
-                elif place < num_places(self.axes):
+                elif place < num_positions(self.axes):
                     member.held = self._held(place)
                 if member.version == version:
                     member.take(settlement.shares[place], self.generation, begun=settlement.begun)
@@ -135,7 +140,7 @@ class History:
 
     def _seat(self) -> None:
         """A layout for those who are there; often such that they stay what they were."""
-        few = [axes for axes in SHAPES if num_places(axes) <= len(self.present)]
+        few = [axes for axes in SHAPES if num_positions(axes) <= len(self.present)]
         like = [axes for axes in few if (axes.tp, axes.pp) == (self.axes.tp, self.axes.pp)]
         self.axes = self.rnd.choice(like if like and self.rnd.random() < 0.7 else few)
         self.rnd.shuffle(self.present)
@@ -144,9 +149,9 @@ class History:
         seats: list[Member | None] = [None] * len(self.present)
         rest: list[Member] = []
         for member in sorted(self.present, key=lambda member: -member.version):
-            held, free = member.held or Held(), None
+            held, free = member.held or HeldState(), None
             if member.version != NO_STATE and held.shape == (self.axes.tp, self.axes.pp, 1):
-                free = next((place for place in range(num_places(self.axes))
+                free = next((place for place in range(num_positions(self.axes))
                              if seats[place] is None
                              and coordinates(self.axes, place)[:2] == held.part
                              and self.rnd.random() < 0.9), None)
@@ -169,17 +174,17 @@ class History:
             self.seen["steps"] += 1
         elif share.staged:
             assert member.staged is not None
-            member.put_in_force(keep_sum=False)
+            member.activate(keep_sum=False)
             self.seen["staged"] += 1
         elif place in settlement.holders:
             member.staged = None
-        if place >= num_places(self.axes):
+        if place >= num_positions(self.axes):
             return
         if settlement.step_version == NO_STATE:
             member.replace(0, self._held(place))
         elif share.source != place:
             if member.version == version:
-                member.staged = Held(axes=self.axes, optimizer=self.optimizer, place=place)
+                member.staged = HeldState(axes=self.axes, optimizer=self.optimizer, place=place)
                 member.staged_in = self.generation
             else:
                 member.replace(version, self._held(place))
@@ -196,7 +201,8 @@ class History:
             if member.ready and (member.trained_in, member.version + 1) in passed:
                 versions.append(member.version + 1)
             for version in versions:
-                for held in {member.held or Held(), member.staged or member.held or Held()}:
+                active = member.held or HeldState()
+                for held in {active, member.staged or active}:
                     if held == member.staged and version != member.version:
                         continue
                     at = coordinates(held.axes, held.place)
@@ -206,7 +212,9 @@ class History:
                         held.axes, dp=1 if held.optimizer == "whole" else held.axes.dp)
                     had.setdefault((version, layout), set()).update(
                         (at.tp, at.pp, dp) for dp in dps)
-        return {version for (version, axes), parts in had.items() if len(parts) == num_places(axes)}
+        return {
+            version for (version, axes), parts in had.items() if len(parts) == num_positions(axes)
+        }
 
     def _check_state(self, settlement: Settlement) -> None:
         whole = self._whole()
@@ -218,16 +226,16 @@ class History:
             self.least = NO_STATE
         assert settlement.step_version >= self.least, "lost, and nobody was lost"
         beyond = max(member.version for member in self.present)
-        assert settlement.beyond == (beyond if beyond > settlement.step_version else NO_STATE)
-        if settlement.beyond != NO_STATE:
+        assert settlement.lost_version == (beyond if beyond > settlement.step_version else NO_STATE)
+        if settlement.lost_version != NO_STATE:
             self.seen["lost"] += 1
         given = {place: self._given(place, settlement) for place in settlement.holders}
         assert all(given.values()), "a holder without the state"
         if settlement.step_version == NO_STATE:
             assert {share.source for share in settlement.shares} == {NO_STATE}
             return
-        for place, share in enumerate(settlement.shares[:num_places(self.axes)]):
-            assert share.source == MANY or share.source in settlement.holders
+        for place, share in enumerate(settlement.shares[:num_positions(self.axes)]):
+            assert share.source == SEVERAL or share.source in settlement.holders
             if share.source in settlement.holders and self.optimizer == "whole":
                 held = given[share.source]
                 assert held is not None
@@ -235,15 +243,15 @@ class History:
                 assert held.part == coordinates(self.axes, place)[:2]
                 self._check_near(place, share.source, given)
 
-    def _given(self, place: int, settlement: Settlement) -> Held | None:
+    def _given(self, place: int, settlement: Settlement) -> HeldState | None:
         """What the holder at `place` has of the settled state once it did as it is told."""
         member, share = self.present[place], settlement.shares[place]
         if share.staged:
             return member.staged
         fits = member.version + share.steps == settlement.step_version
-        return (member.held or Held()) if fits else None
+        return (member.held or HeldState()) if fits else None
 
-    def _check_near(self, place: int, source: int, given: dict[int, Held | None]) -> None:
+    def _check_near(self, place: int, source: int, given: dict[int, HeldState | None]) -> None:
         """No other that has the same is nearer."""
         far = self._distance(place, source)
         for other, held in given.items():
@@ -268,7 +276,7 @@ class History:
                 continue
             self.seen["kept by several" if len(places) > 1 else "kept by one"] += 1
             for place in places:
-                member, held = self.present[place], self.present[place].held or Held()
+                member, held = self.present[place], self.present[place].held or HeldState()
                 assert tuple(sorted(member.sum)) == shares[0].kept, "a broken replica's sum"
                 assert member.version == settlement.step_version
                 assert held.shape == (self.axes.tp, self.axes.pp, 1)
@@ -277,13 +285,13 @@ class History:
         assert settlement.begun == any(
             member.begun and member.version == settlement.step_version
             for place, member in enumerate(self.present) if place in settlement.holders)
-        for share in settlement.shares[num_places(self.axes):]:
+        for share in settlement.shares[num_positions(self.axes):]:
             assert (share.kept, share.todo, share.dealt) == ((), (), ()), "who is beside"
 
     # --- training -------------------------------------------------------------------------------
     def _train(self) -> None:
         """Iterations, until a fault strikes at some point of one."""
-        seated = self.present[:num_places(self.axes)]
+        seated = self.present[:num_positions(self.axes)]
         for _ in range(self.rnd.randint(1, 3)):
             for member in seated:
                 member.trained_in, member.begun = self.generation, True
@@ -294,8 +302,9 @@ class History:
             if not self._reduce(seated):
                 return
             for place, member in enumerate(seated):
-                member.owned = deal(self.num_items, self.axes.dp, coordinates(self.axes, place).dp)
-                member.dealt_in = self.generation
+                member.owned = assign_micro_batches(
+                    self.num_items, self.axes.dp, coordinates(self.axes, place).dp)
+                member.assigned_in = self.generation
 
     def _micro_batches(self, *, broken: bool) -> None:
         """All that is to do; or some, where members of a replica may be one apart."""

@@ -25,7 +25,7 @@ TOKENS = torch.tensor([[97, 98, 0, 99, 100], [0, 0, 97, 98, 0]])
 EMPTY = torch.zeros(2, 5, dtype=torch.int64)
 
 
-def built(alone: Any, loss: str) -> model.Trainee:
+def built(alone: Any, loss: str) -> model.TrainingModel:
     return model.build(replace(TRAIN, loss=loss), torch.device("cpu"), alone)
 
 

@@ -20,14 +20,20 @@ from unicron.events.records.types import Body, Slot
 from unicron.workers.agent.monitoring import process_state
 from unicron.workers.agent.monitoring.rank_monitor import (
     PAUSE_S,
+    REPORT_S,
     STALL_S_MIN,
-    TELL_S,
     WATCH_S,
-    Watch,
+    RankMonitors,
 )
 from unicron.workers.diagnosis.step_time import LENIENT_S, WINDOW_NUM
 from unicron.workers.ipc import progress_page as pulse_module
-from unicron.workers.ipc.progress_page import OUTSIDE_CODE, OWN_CODE, RING_NUM, Page, Pulse
+from unicron.workers.ipc.progress_page import (
+    OUTSIDE_CODE,
+    OWN_CODE,
+    RING_NUM,
+    ProgressPage,
+    ProgressWriter,
+)
 from unicron.workers.training.process.trace import Event
 
 WRITER = """
@@ -47,17 +53,17 @@ while True:
 
 
 @pytest.fixture
-def page() -> Iterator[Page]:
-    made = Page()
+def page() -> Iterator[ProgressPage]:
+    made = ProgressPage()
     yield made
     made.close()
 
 
-def rank_of(page: Page) -> Pulse:
-    return Pulse(os.dup(page.fd))
+def rank_of(page: ProgressPage) -> ProgressWriter:
+    return ProgressWriter(os.dup(page.fd))
 
 
-def test_a_mark_is_read_as_it_was_written(page: Page) -> None:
+def test_a_mark_is_read_as_it_was_written(page: ProgressPage) -> None:
     pulse = rank_of(page)
     assert page.mark() is None
     assert page.done(0) == []
@@ -86,7 +92,7 @@ def test_a_mark_is_read_as_it_was_written(page: Page) -> None:
     assert (mark.collective, mark.micro_batches, mark.waited_s) == (0, 0, 0.0)
 
 
-def test_every_event_has_room(page: Page) -> None:
+def test_every_event_has_room(page: ProgressPage) -> None:
     pulse = rank_of(page)
     for event in (*get_args(Event), "stats_done"):
         pulse.mark(event, OWN_CODE)
@@ -96,13 +102,13 @@ def test_every_event_has_room(page: Page) -> None:
 
 
 def test_a_rank_without_a_page_writes_nothing() -> None:
-    pulse = Pulse()
+    pulse = ProgressWriter()
     pulse.begin(1, 1, "usual")
     pulse.enter("stats")
     pulse.finish()
 
 
-def test_the_ring_keeps_the_last(page: Page) -> None:
+def test_the_ring_keeps_the_last(page: ProgressPage) -> None:
     pulse = rank_of(page)
     for iteration in range(10 * RING_NUM + 7):
         pulse.begin(1, iteration, "usual")
@@ -114,7 +120,7 @@ def test_the_ring_keeps_the_last(page: Page) -> None:
     assert found == list(range(found[0], 10 * RING_NUM + 7)), "in order, up to the last"
 
 
-def test_what_another_process_writes_is_whole_also_when_it_is_stopped(page: Page) -> None:
+def test_what_another_process_writes_is_whole_also_when_it_is_stopped(page: ProgressPage) -> None:
     """It is stopped a hundred times, wherever that is: a mark is that before, or that after."""
     os.set_inheritable(page.fd, True)
     with subprocess.Popen([sys.executable, "-P", "-c", WRITER, str(page.fd)],
@@ -150,8 +156,8 @@ class Told:
         self.now_s = 1000.0
         patch.setattr(pulse_module, "time", SimpleNamespace(monotonic=lambda: self.now_s))
         self.bodies: list[Body] = []
-        self.watch = Watch(lambda body, at_s: self.bodies.append(body))
-        self.ranks: list[Pulse] = []
+        self.watch = RankMonitors(lambda body, at_s: self.bodies.append(body))
+        self.ranks: list[ProgressWriter] = []
         self.orders: list[StartRank] = []
         self.iteration = 0
         for rank in range(num_ranks):
@@ -292,9 +298,9 @@ def test_a_rank_that_waits_for_a_core_is_not_stalled(told: Told, monkeypatch: py
     told.ranks[0].begin(1, 50, "usual")
     began_s = told.now_s
 
-    def look(pid: int) -> process_state.Look:
+    def look(pid: int) -> process_state.ProcessState:
         at_s = told.now_s - began_s
-        return process_state.Look(told.now_s, "R", 0.0, min(at_s, 5.0))
+        return process_state.ProcessState(told.now_s, "R", 0.0, min(at_s, 5.0))
 
     monkeypatch.setattr(process_state, "look", look)
     told.go(5.0)
@@ -327,7 +333,7 @@ def test_paces_are_told_at_a_bounded_rate(told: Told) -> None:
         told.iterate(WINDOW_NUM, own_s=0.05, wait_s=0.01)
         told.iterate(WINDOW_NUM, own_s=0.01, wait_s=0.01)
         num += len(told.take(StepTimeChanged))
-    assert 1 < num <= 2 + (told.now_s - began_s) / TELL_S / 4, "the window grows each time"
+    assert 1 < num <= 2 + (told.now_s - began_s) / REPORT_S / 4, "the window grows each time"
 
 
 def test_an_iteration_that_crawls_is_told_while_it_lasts(told: Told) -> None:
@@ -346,7 +352,7 @@ def test_an_iteration_that_crawls_is_told_while_it_lasts(told: Told) -> None:
     pulse.finish()
     told.iteration = 50
     told.iterate(WINDOW_NUM)
-    told.go(TELL_S)
+    told.go(REPORT_S)
     (again,) = told.take(StepTimeChanged)
     assert again.own_s == pytest.approx(0.1), "as it has been since"
     assert told.bodies == []
@@ -382,11 +388,11 @@ def test_a_watch_that_was_away_for_many_iterations_reads_the_last(told: Told) ->
 
 
 def test_what_is_not_watched_has_no_page(told: Told) -> None:
-    assert Watch(lambda body, at_s: None, is_on=False).open(told.orders[0]) is None
+    assert RankMonitors(lambda body, at_s: None, is_on=False).open(told.orders[0]) is None
     told.close()  # and once more when the test ends
 
 
-def test_marks_come_while_a_thread_holds_nothing_up(page: Page) -> None:
+def test_marks_come_while_a_thread_holds_nothing_up(page: ProgressPage) -> None:
     """A reader and a writer in one process, at full speed for a moment: every mark is whole."""
     pulse, over = rank_of(page), threading.Event()
 

@@ -19,7 +19,7 @@ from unicron.workers.agent.monitoring import flight_recorder_dumps
 from unicron.workers.agent.processes.pipe import Pipe
 from unicron.workers.agent.processes.process import Process
 from unicron.workers.diagnosis.flight_recorder import read_files
-from unicron.workers.diagnosis.hang_locator import Located, locate
+from unicron.workers.diagnosis.hang_locator import HangLocation, locate
 from unicron.workers.ipc.pipe_protocol import Unpacker, WriteDump
 
 RANKS = [0, 1, 2]
@@ -40,7 +40,7 @@ def asked(driver: Driver, folder: Path, ranks: list[int]) -> None:
         time.sleep(0.01)
 
 
-def hung(driver: Driver, folder: Path, ranks: list[int]) -> Located:
+def hung(driver: Driver, folder: Path, ranks: list[int]) -> HangLocation:
     """Ask until these have waited long enough for a hang."""
     last_s = time.monotonic() + APPEARS_S_MAX
     while True:
@@ -122,7 +122,7 @@ def test_the_agent_asks_each_of_its_ranks(tmp_path: Path) -> None:
                                 log_path=tmp_path / "rank-5.attempt-1.log")
         pipe = Pipe(lambda frame: None, lambda why: None)
         try:
-            asked = flight_recorder_dumps.ask(
+            asked = flight_recorder_dumps.request_dumps(
                 [(5, process, pipe), (6, None, None), (7, process, None)]
             )
             assert asked == {5: old}

@@ -15,7 +15,7 @@ import object_store
 import pytest
 from unicron.events.errors import UsageError
 from unicron.events.records.reports import CheckpointSaved, RankErrored, ReconfigureFailed
-from unicron.workers.agent.publish import Overtaken, Refused, publish
+from unicron.workers.agent.publish import PublishRefused, Superseded, publish
 from unicron.workers.host import object_storage
 from unicron.workers.training.checkpoint import checkpoint
 from unicron.workers.training.reference import read
@@ -71,7 +71,7 @@ def test_a_task_comes_back_from_a_url_and_its_final_checkpoint_is_the_twins(
     assert published(output, told)["path"] == "gen-1/iter-3"
     half = CheckpointSaved(task=7, generation=1, step_version=6, path="gen-1/iter-6",
                            ckpt_bytes=1, final=False)
-    with pytest.raises(Refused, match="gen-1/iter-6 is missing or incomplete"):
+    with pytest.raises(PublishRefused, match="gen-1/iter-6 is missing or incomplete"):
         published(output, half)
     driver.kill(0)
     driver.kill(1)
@@ -99,7 +99,7 @@ def test_latest_moves_only_forward(output: str, alone: Any) -> None:
         object_storage.Store(f"{output}/{one.path}").check_writable()
         store.write(f"{one.path}/.metadata", b"whole")
     assert published(output, told[1], order=40)["path"] == "gen-2/iter-3"
-    with pytest.raises(Overtaken, match="order 40 has already published gen-2/iter-3 since"):
+    with pytest.raises(Superseded, match="order 40 has already published gen-2/iter-3 since"):
         published(output, told[0], order=30)
     assert published(output, told[0], order=2, at_s=6.0)["path"] == "gen-1/iter-3", "a new log"
 
@@ -273,7 +273,7 @@ def test_a_save_that_fails_halfway_leaves_nothing(output: str, alone: Any) -> No
         checkpoint.write(url, tensors, told, fails)
     assert object_storage.Store(url).names() == []
     asked = itertools.count()
-    with pytest.raises(checkpoint.Overtaken, match="a newer one is needed"):
-        checkpoint.write(url, tensors, told, is_overtaken=lambda: next(asked) == 3)
+    with pytest.raises(checkpoint.Superseded, match="a newer one is needed"):
+        checkpoint.write(url, tensors, told, is_superseded=lambda: next(asked) == 3)
     assert object_storage.Store(url).names() == []
     assert checkpoint.write(url, tensors, told) == num_bytes

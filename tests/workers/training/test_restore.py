@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rank_driver import WAIT_S, small_spec
 from unicron.events.records.reports import ReconfigureFailed
-from unicron.events.records.types import Copy
+from unicron.events.records.types import MemoryCheckpoint
 from unicron.workers.checkpoint_store import protocol
 from unicron.workers.training.checkpoint import memory_checkpoint
 from unicron.workers.training.model import cpu_device
@@ -28,11 +28,20 @@ class Deaf:
     def __init__(self, num: int) -> None:
         self.listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(num)]
 
-    def copies(self) -> tuple[Copy, ...]:
+    def copies(self) -> tuple[MemoryCheckpoint, ...]:
         """One on each of them."""
-        return tuple(Copy(node=f"n{place}", endpoint=f"127.0.0.1:{one.getsockname()[1]}", rank=0,
-                          generation=1, step_version=5, copy_bytes=100, checksum="crc32:0")
-                     for place, one in enumerate(self.listeners))
+        return tuple(
+            MemoryCheckpoint(
+                node=f"n{place}",
+                endpoint=f"127.0.0.1:{one.getsockname()[1]}",
+                rank=0,
+                generation=1,
+                step_version=5,
+                copy_bytes=100,
+                checksum="crc32:0",
+            )
+            for place, one in enumerate(self.listeners)
+        )
 
     def num_asked(self) -> list[int]:
         """How many connections came to each of them since the last look."""
@@ -57,10 +66,10 @@ def deaf() -> Iterator[Deaf]:
 
 
 @pytest.fixture
-def trainee(alone: Any, tmp_path: Any) -> model.Trainee:
+def trainee(alone: Any, tmp_path: Any) -> model.TrainingModel:
     train = small_spec(tmp_path).train
     assert train is not None
-    return model.build(train, cpu_device.stand_in(), alone)
+    return model.build(train, cpu_device.prepare_device(), alone)
 
 
 def test_who_is_deaf_is_asked_once_and_all_together_have_one_limit(

@@ -50,7 +50,7 @@ def train(request: pytest.FixtureRequest) -> Train:
     return PRECISIONS[request.param]
 
 
-def _train(trainee: model.Trainee, first: int, last: int) -> list[bool]:
+def _train(trainee: model.TrainingModel, first: int, last: int) -> list[bool]:
     """Train; whether each iteration stepped."""
     words = text_data.load((), 16)
     stepped: list[bool] = []
@@ -64,12 +64,12 @@ def _train(trainee: model.Trainee, first: int, last: int) -> list[bool]:
     return stepped
 
 
-def _same(one: model.Trainee, other: model.Trainee) -> bool:
+def _same(one: model.TrainingModel, other: model.TrainingModel) -> bool:
     mine, theirs = training_state.tensors(one), training_state.tensors(other)
     return list(mine) == list(theirs) and all(mine[name].equal(theirs[name]) for name in mine)
 
 
-def _unlisted(trainee: model.Trainee, first: int, last: int) -> list[str]:
+def _unlisted(trainee: model.TrainingModel, first: int, last: int) -> list[str]:
     """What changes in these iterations, and is neither state nor known to be none."""
     roots = {"module": trainee.modules[0], "ddp": trainee.ddps[0],
              "optimizer": trainee.optimizer, "scheduler": trainee.scheduler}
@@ -130,7 +130,7 @@ def test_a_copy_of_the_listed_state_trains_on_the_same(
         training_state.tensors(taker).values(), training_state.tensors(giver).values(), strict=True
     ):
         mine.copy_(other)
-    assert training_state.adopt(taker, told, theirs) == 5
+    assert training_state.load(taker, told, theirs) == 5
     assert theirs.losses == history.losses
 
     checkpoint.save(str(tmp_path / "five"), giver, 5, history)

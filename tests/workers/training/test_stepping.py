@@ -23,7 +23,7 @@ FP16 = replace(TRAIN, precision="fp16", dynamic_loss_scale=DynamicLossScale(init
                                                                             hysteresis=1))
 
 
-def built(train: Train, groups: Any) -> model.Trainee:
+def built(train: Train, groups: Any) -> model.TrainingModel:
     """After a backward pass."""
     trainee = model.build(train, torch.device("cpu"), groups)
     tokens = torch.arange(2 * 17).reshape(2, 17) + 1
@@ -31,7 +31,7 @@ def built(train: Train, groups: Any) -> model.Trainee:
     return trainee
 
 
-def step(trainee: model.Trainee, **told: Any) -> bool:
+def step(trainee: model.TrainingModel, **told: Any) -> bool:
     return optimizer_step.step(trainee, 32, lambda event: None, **told)
 
 

@@ -11,7 +11,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 from unicron.events.spec.parallelism import Parallel
 from unicron.events.spec.support import ROWS
-from unicron.workers.training.adopt.custom_loop import ASKED, unsupported
+from unicron.workers.training.adopt.custom_loop import ROW_CHECKS, unsupported
 
 PLAIN: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4,
                          "hidden_dropout": 0.0, "attention_dropout": 0.0,
@@ -101,5 +101,5 @@ def test_what_heals_is_not_found(case: dict[str, Any]) -> None:
 
 def test_each_row_that_is_not_exact_is_looked_for() -> None:
     wanted = [row.what for row in ROWS if row.loop.grade != "exact"]
-    assert list(ASKED) == wanted
+    assert list(ROW_CHECKS) == wanted
     assert list(CASES) == wanted

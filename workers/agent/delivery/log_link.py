@@ -25,7 +25,7 @@ def backoff_s(num_tries: int, s_max: float = BACKOFF_S_MAX) -> float:
     return full * random.uniform(0.5, 1.0)
 
 
-class Link:
+class LogLink:
     """All calls of one agent to its log go through here."""
 
     def __init__(self) -> None:

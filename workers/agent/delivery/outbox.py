@@ -9,7 +9,7 @@ from functools import partial
 from ....events.errors import Ambiguous, LogError, Unavailable
 from ....events.log.port import AgentPort
 from ....events.records.types import Body
-from .log_link import Link, backoff_s
+from .log_link import LogLink, backoff_s
 from .spool import Spool
 
 NUM_BATCH = 256
@@ -22,7 +22,7 @@ RESEND_S_MIN, RESEND_S_MAX = 5.0, 300.0
 """Unacknowledged reports are sent again after this long, doubled each time."""
 
 
-class Forgotten(LogError):
+class LogReplaced(LogError):
     """The log no longer knows reports that it had acknowledged: another log replaced it."""
 
 
@@ -44,7 +44,7 @@ class _Channel:
 class Outbox:
     """Delivers `left`, the spools of earlier incarnations, then `spool`, this agent's own."""
 
-    def __init__(self, port: AgentPort, link: Link, spool: Spool,
+    def __init__(self, port: AgentPort, link: LogLink, spool: Spool,
                  left: Sequence[Spool] = ()) -> None:
         self._port = port
         self._link = link
@@ -118,7 +118,7 @@ class Outbox:
         acked = await self._link.call(lambda: self._port.acked(spool.source))
         if acked < spool.acked:
             if acked == 0:
-                raise Forgotten(f"the log no longer knows {spool.source}")
+                raise LogReplaced(f"the log no longer knows {spool.source}")
             spool.mark_lost(acked)
             channel.sent = acked
         # Nothing unacknowledged, or progress: no reason to send again.

@@ -215,7 +215,7 @@ class Spool:
                              why=str(error))
 
 
-def load(path: Path, node: str, clock: Callable[[], float]) -> Spool | None:
+def load_spool(path: Path, node: str, clock: Callable[[], float]) -> Spool | None:
     """Load the spool of an earlier incarnation, to deliver under its own source; None if empty.
 
     A truncated last entry is dropped, and everything behind an invalid entry.

@@ -16,7 +16,7 @@ class Late(Exception):
     """The call has not returned within its limit; its thread still waits for it."""
 
 
-class Aside(Generic[T]):
+class DetachedThread(Generic[T]):
     """Makes one call at a time. While a call hangs no other begins: threads cannot pile up."""
 
     def __init__(self, name: str) -> None:

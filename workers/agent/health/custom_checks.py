@@ -18,18 +18,18 @@ from ....events.errors import UsageError
 from ....events.records.reports import CheckHealth
 from ...host import linux
 from ..processes import process as processes
-from .blocking_call import Aside, Late
-from .debounce import Steady
+from .blocking_call import DetachedThread, Late
+from .debounce import Debouncer
 from .finding import (
+    CHECK_END_S_MAX,
     CHECK_LOOKS_BETTER_NUM,
     CHECK_NICE_NUM,
     CHECK_READ_BYTES,
-    CHECKS_AGAIN_S,
-    CHECKS_AT_ONCE_NUM,
+    CHECKS_CONCURRENT_NUM,
+    CHECKS_CONFIRM_S,
     CHECKS_EVERY_S,
     CHECKS_NUM_MAX,
     CHECKS_S_MAX,
-    END_S_MAX,
     REASON_CHARS_MAX,
     Finding,
 )
@@ -39,14 +39,14 @@ CODES: tuple[CheckHealth, ...] = ("healthy", "degraded", "unhealthy", "unknown")
 """The meaning of exit codes 0 to 3."""
 FILES = "checks/files"
 """The check that reports files in the folder that cannot be run as checks."""
-NOT_FOR_CHECKS = ("UNICRON_TOKEN", "UNICRON_REDIS_URL")
+HIDDEN_ENV = ("UNICRON_TOKEN", "UNICRON_REDIS_URL")
 # sh is on the node's own disk: if the check's disk hangs, only the check's process hangs.
 _START = f'exec nice -n {CHECK_NICE_NUM} "$0"'
 _DEVICES = re.compile(r"^gpu(\d+)((?:[, ]+gpu\d+)*): ", re.IGNORECASE)
 _log = structlog.get_logger("agent")
 
 
-class Checks(Struct, frozen=True, kw_only=True):
+class CheckOptions(Struct, frozen=True, kw_only=True):
     """The folder of checks, their period, and the time limit of a run."""
 
     folder: Path
@@ -54,7 +54,7 @@ class Checks(Struct, frozen=True, kw_only=True):
     s_max: float = CHECKS_S_MAX
 
 
-class Answer(NamedTuple):
+class CheckResult(NamedTuple):
     """The result of a run: the exit code and output, or None and the reason."""
 
     code: int | None
@@ -72,7 +72,7 @@ def check_folder(folder: Path) -> None:
                          HINT) from None
 
 
-def found_in(folder: Path) -> tuple[dict[str, Path], dict[str, str]]:
+def find_checks(folder: Path) -> tuple[dict[str, Path], dict[str, str]]:
     """Executables by name, at most CHECKS_NUM_MAX, and skipped files by name with the reason.
 
     Raises OSError.
@@ -99,7 +99,7 @@ def found_in(folder: Path) -> tuple[dict[str, Path], dict[str, str]]:
     return found, skipped
 
 
-def passed_over(skipped: Mapping[str, str]) -> Finding:
+def skipped_files(skipped: Mapping[str, str]) -> Finding:
     """The finding on skipped files that the owner may take for checks."""
     reported = {name: why for name, why in skipped.items()
                 if not name.lower().endswith((".md", ".txt")) or why != "not executable"}
@@ -111,7 +111,7 @@ def passed_over(skipped: Mapping[str, str]) -> Finding:
     return Finding(FILES, "unknown", f"not run: {why}"[:REASON_CHARS_MAX], rule="check")
 
 
-def finding(name: str, answer: Answer, num_slots: int) -> Finding:
+def finding(name: str, answer: CheckResult, num_slots: int) -> Finding:
     """The finding of a result. An output `gpu0, gpu3: reason` names the affected slots."""
     first = next((line for line in answer.output.splitlines() if line.strip()), "")
     text = "".join(char if char.isprintable() else " " for char in first).strip()
@@ -132,24 +132,24 @@ def finding(name: str, answer: Answer, num_slots: int) -> Finding:
                    devices, rule="check")
 
 
-class Run:
+class CheckRunner:
     """Runs each check as a process, and ends it with its descendants."""
 
     def __init__(self, environment: Mapping[str, str], mark: tuple[str, str]) -> None:
         self._environment = {key: value for key, value in environment.items()
-                             if key not in NOT_FOR_CHECKS}
+                             if key not in HIDDEN_ENV}
         self._mark = mark
-        self._limit = asyncio.Semaphore(CHECKS_AT_ONCE_NUM)
+        self._limit = asyncio.Semaphore(CHECKS_CONCURRENT_NUM)
         self.pids: set[int] = set()
         self._left: dict[str, linux.Proc] = {}
 
-    async def __call__(self, name: str, path: Path, s_max: float) -> Answer:
+    async def __call__(self, name: str, path: Path, s_max: float) -> CheckResult:
         """One run, after waiting for a free place; takes at most `s_max` plus END_S_MAX."""
         left = self._left.get(name)
         now = linux.read(left.pid) if left is not None else None
         if left is not None and now is not None and now.start_ticks == left.start_ticks \
                 and now.state not in "ZX":
-            return Answer(None, "", f"the last run, pid {left.pid}, cannot be killed")
+            return CheckResult(None, "", f"the last run, pid {left.pid}, cannot be killed")
         self._left.pop(name, None)
         async with self._limit:
             mark = self._mark[0], f"{self._mark[1]}check/{name}"
@@ -157,7 +157,7 @@ class Run:
                 popen = _start(path, {**self._environment, mark[0]: mark[1],
                                       "UNICRON_CHECK": name})
             except OSError as error:
-                return Answer(None, "", f"it cannot be run: {error.strerror}")
+                return CheckResult(None, "", f"it cannot be run: {error.strerror}")
             assert popen.stdout is not None
             self.pids.add(popen.pid)
             process = processes.Process(popen.pid, Path(os.devnull), 0,
@@ -168,15 +168,15 @@ class Run:
                     async with asyncio.timeout(s_max):
                         how = await process.wait()
                 except TimeoutError:
-                    return Answer(None, output.text(), f"no answer within {s_max:g} s")
+                    return CheckResult(None, output.text(), f"no answer within {s_max:g} s")
                 text = output.text()
                 if how.exit_code is None:
-                    return Answer(None, text, f"ended by signal {how.signal}")
-                return Answer(how.exit_code, text)
+                    return CheckResult(None, text, f"ended by signal {how.signal}")
+                return CheckResult(how.exit_code, text)
             finally:
                 output.close()
                 popen.stdout.close()
-                if not await process.end_group(END_S_MAX):
+                if not await process.end_group(CHECK_END_S_MAX):
                     _log.warning("a check cannot be killed", check=name, pid=popen.pid)
                     if (proc := linux.read(popen.pid)) is not None:
                         self._left[name] = proc
@@ -227,10 +227,10 @@ class _Output:
         self._loop.remove_reader(self._fd)
 
 
-class Rounds:
+class CheckSchedule:
     """Runs all checks of a folder periodically; files may be added or removed meanwhile."""
 
-    def __init__(self, checks: Checks, run: Run, num_slots: int,
+    def __init__(self, checks: CheckOptions, run: CheckRunner, num_slots: int,
                  report: Callable[[Finding], None]) -> None:
         self._checks = checks
         self._run = run
@@ -241,8 +241,8 @@ class Rounds:
     async def run(self) -> None:
         """Run until cancelled."""
         rounds: dict[str, asyncio.Task[None]] = {}
-        steady: dict[str, Steady] = {}
-        thread: Aside[tuple[dict[str, Path], dict[str, str]]] = Aside("checks")
+        steady: dict[str, Debouncer] = {}
+        thread: DetachedThread[tuple[dict[str, Path], dict[str, str]]] = DetachedThread("checks")
         async with asyncio.TaskGroup() as group:
             while True:
                 found = await self._look(thread)
@@ -251,17 +251,17 @@ class Rounds:
                     if steady.pop(name).reported.health != "healthy":
                         self._report(Finding(f"check/{name}", "healthy", "the check was removed"))
                 for name in sorted(set(found or ()) - set(rounds)):
-                    steady[name] = Steady(num_better=CHECK_LOOKS_BETTER_NUM)
+                    steady[name] = Debouncer(num_better=CHECK_LOOKS_BETTER_NUM)
                     rounds[name] = group.create_task(
                         self._repeat(name, self._checks.folder / name, steady[name]),
                         name=f"check {name}")
                 await asyncio.sleep(self._checks.every_s)
 
-    async def _look(self, thread: Aside[tuple[dict[str, Path], dict[str, str]]]
+    async def _look(self, thread: DetachedThread[tuple[dict[str, Path], dict[str, str]]]
                     ) -> dict[str, Path] | None:
         """The current checks; None if the folder cannot be listed."""
         try:
-            found, skipped = await thread.call(lambda: found_in(self._checks.folder),
+            found, skipped = await thread.call(lambda: find_checks(self._checks.folder),
                                               self._checks.s_max)
         except (Late, OSError) as error:
             self._report(Finding("checks", "unknown", f"{self._checks.folder} cannot be listed: "
@@ -269,18 +269,18 @@ class Rounds:
                                rule="check"))
             return None
         self._report(Finding("checks", "healthy"))
-        files = passed_over(skipped)
+        files = skipped_files(skipped)
         if files != self._files:
             self._files = files
             self._report(files)
         return found
 
-    async def _repeat(self, name: str, path: Path, steady: Steady) -> None:
+    async def _repeat(self, name: str, path: Path, steady: Debouncer) -> None:
         while True:
             answer = await self._run(name, path, self._checks.s_max)
             changed = steady.see(finding(name, answer, self._num_slots))
             if changed is not None:
                 self._report(changed)
             # A second run soon confirms a worse result; the next period confirms a better one.
-            await asyncio.sleep(min(CHECKS_AGAIN_S, self._checks.every_s) if steady.is_worsening
+            await asyncio.sleep(min(CHECKS_CONFIRM_S, self._checks.every_s) if steady.is_worsening
                                 else self._checks.every_s)

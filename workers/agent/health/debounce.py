@@ -15,12 +15,12 @@ from .finding import (
     LOOKS_BETTER_NUM,
     LOOKS_WORSE_NUM,
     RANKED,
-    Erred,
+    DeviceError,
     Finding,
 )
 
 
-class Steady:
+class Debouncer:
     """Debounces one health check: reports a change after several consecutive equal readings.
 
     A definite failure (`is_fact`) is reported at the first reading. An initial "healthy" is not
@@ -64,7 +64,7 @@ def _key(finding: Finding) -> object:
     return finding.health, finding.devices, finding.status, finding.rule
 
 
-class Ladder:
+class Thresholds:
     """Maps a value (lower is worse) to a health level, with hysteresis on the way up."""
 
     def __init__(self, degraded: float, unhealthy: float = float("-inf"),
@@ -91,7 +91,7 @@ class _Burst:
         self.num_unreported = 0
 
 
-class Bursts:
+class BurstFilter:
     """Filters errors. An XID that both the kernel and NVML report is one error."""
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class Bursts:
         self._reported_s: deque[float] = deque()
         self._num_dropped = 0
 
-    def take(self, erred: Erred, at_s: float) -> Erred | None:
+    def take(self, erred: DeviceError, at_s: float) -> DeviceError | None:
         """Take an error seen at `at_s` (any monotonic clock); None if it is not reported."""
         key = ((erred.code, erred.devices) if erred.code
                else (erred.status, erred.rule, erred.devices, erred.pid))

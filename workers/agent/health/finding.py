@@ -24,7 +24,7 @@ class Finding(NamedTuple):
     """Stated by a driver or a counter: reported without debouncing."""
 
 
-class Erred(NamedTuple):
+class DeviceError(NamedTuple):
     """One reported device error (events/records/reports.py, DeviceErred)."""
 
     origin: Literal["kernel", "nvml", "network"]
@@ -36,11 +36,11 @@ class Erred(NamedTuple):
     pid: int = 0
 
 
-class Look(NamedTuple):
+class Reading(NamedTuple):
     """One reading: the findings of all checks of a reader, and new errors."""
 
     findings: Sequence[Finding] = ()
-    erred: Sequence[Erred] = ()
+    erred: Sequence[DeviceError] = ()
 
 
 class Reader(Protocol):
@@ -53,7 +53,7 @@ class Reader(Protocol):
     every_s: float
     s_max: float
 
-    def read(self) -> Look: ...
+    def read(self) -> Reading: ...
 
 
 def worst(check: str, found: Sequence[Finding]) -> Finding:
@@ -137,11 +137,11 @@ ERRED_NUM_MAX, ERRED_WITHIN_S = 20, 60.0
 # --- a site's checks ----------------------------------------------------------------------------
 CHECKS_EVERY_S, CHECKS_S_MAX = 60.0, 30.0
 CHECKS_NUM_MAX = 64
-CHECKS_AT_ONCE_NUM = 2
-CHECKS_AGAIN_S = 1.0
+CHECKS_CONCURRENT_NUM = 2
+CHECKS_CONFIRM_S = 1.0
 """Until a worse result is checked again."""
 CHECK_LOOKS_BETTER_NUM = 2
 CHECK_NICE_NUM = 10
 CHECK_READ_BYTES = 4096
 REASON_CHARS_MAX = 200
-END_S_MAX = 5.0
+CHECK_END_S_MAX = 5.0

@@ -12,8 +12,8 @@ import structlog
 
 from ....events.records.reports import CheckHealth
 from ....events.records.statuses import ECC_ERRORS, GPU_DRIVER_ERRORS, NVLINK_ERRORS
-from .finding import NVLINK_CRC_HZ_MAX, RETIRED_PAGES_NUM_MAX, Erred, Finding, worst
-from .network import MINUTE_S, Grown
+from .finding import NVLINK_CRC_HZ_MAX, RETIRED_PAGES_NUM_MAX, DeviceError, Finding, worst
+from .network import MINUTE_S, GrowthCounter
 
 # --- NVML: loaded on nodes with GPUs; its absence is not fatal. ---
 
@@ -123,15 +123,15 @@ class Gpu:
         self._slot = slot
         self._clock = clock
         self._links: tuple[bool, ...] | None = None
-        self._errors = Grown(MINUTE_S)
-        self._nvlink = {field: Grown(MINUTE_S) for field in (*CRC_FIELDS, REPLAY_CODE,
+        self._errors = GrowthCounter(MINUTE_S)
+        self._nvlink = {field: GrowthCounter(MINUTE_S) for field in (*CRC_FIELDS, REPLAY_CODE,
                                                              RECOVERY_CODE)}
         self._crc_at_s = clock()
 
-    def look(self) -> tuple[Finding, list[Erred]]:
+    def look(self) -> tuple[Finding, list[DeviceError]]:
         """Read the GPU: one finding for all its parts, and new errors."""
         found: list[Finding] = []
-        erred: list[Erred] = []
+        erred: list[DeviceError] = []
         try:
             self._memory(found, erred)
             self._fields(found, erred)
@@ -160,10 +160,10 @@ class Gpu:
              is_fact: bool = True) -> Finding:
         return Finding("", health, why, (self._slot,), status, rule, is_fact)
 
-    def _erred(self, status: str, rule: str, text: str) -> Erred:
-        return Erred("nvml", status, rule, f"gpu {self._slot}: {text}", (self._slot,))
+    def _erred(self, status: str, rule: str, text: str) -> DeviceError:
+        return DeviceError("nvml", status, rule, f"gpu {self._slot}: {text}", (self._slot,))
 
-    def _memory(self, found: list[Finding], erred: list[Erred]) -> None:
+    def _memory(self, found: list[Finding], erred: list[DeviceError]) -> None:
         nvml, gpu = self._nvml, self._handle
         now = self._call(lambda: nvml.nvmlDeviceGetTotalEccErrors(
             gpu, UNCORRECTED_CODE, VOLATILE_CODE))
@@ -198,7 +198,7 @@ class Gpu:
     def _retired(self, cause: int) -> int:
         return len(self._nvml.nvmlDeviceGetRetiredPages(self._handle, cause))
 
-    def _fields(self, found: list[Finding], erred: list[Erred]) -> None:
+    def _fields(self, found: list[Finding], erred: list[DeviceError]) -> None:
         fields = self._call(lambda: self._nvml.nvmlDeviceGetFieldValues(
             self._handle, [*CRC_FIELDS, REPLAY_CODE, RECOVERY_CODE, ACTION_CODE]))
         values = {value.fieldId: number_of(value) for value in fields or ()}

@@ -11,10 +11,10 @@ import structlog
 from ....events.records.statuses import GPU_DRIVER_ERRORS
 from ...diagnosis.classifier import classify
 from . import gpu as library
-from .finding import GPU_EVERY_S, GPU_S_MAX, RETRY_S, XID_WAIT_MS, Erred, Finding, Look
+from .finding import GPU_EVERY_S, GPU_S_MAX, RETRY_S, XID_WAIT_MS, DeviceError, Finding, Reading
 from .gpu import ABSENT_CODES, LOST_CODE, TIMEOUT_CODE, XID_MASK, Gpu, Nvml, code_of
-from .gpu_slots import Slots, by_driver
-from .kernel_log import erred_of
+from .gpu_slots import GpuSlots, slots_from_driver
+from .kernel_log import device_error_of
 
 _log = structlog.get_logger("agent")
 
@@ -37,22 +37,22 @@ class Gpus:
         self._is_absent = False
         self._gpus: list[Gpu] = []
         self._lost: list[Finding] = []
-        self._xids: list[Erred] = []
+        self._xids: list[DeviceError] = []
         self._lock = threading.Lock()
         self._last_error = ""
         self._retry_at_s = 0.0
-        self._slots = by_driver(devices) if devices else Slots()
+        self._slots = slots_from_driver(devices) if devices else GpuSlots()
 
-    def slots(self) -> Slots:
+    def slots(self) -> GpuSlots:
         """The mapping of PCI addresses to slots; it may be unknown at first."""
         return self._slots
 
-    def read(self) -> Look:
+    def read(self) -> Reading:
         """Read each GPU. Raises OSError if the driver fails as a whole."""
         if not self._gpus and not self._begin():
-            return Look(self._lost)
+            return Reading(self._lost)
         findings: list[Finding] = []
-        erred: list[Erred] = []
+        erred: list[DeviceError] = []
         for gpu in self._gpus:
             finding, errors = gpu.look()
             findings.append(finding)
@@ -60,9 +60,9 @@ class Gpus:
         with self._lock:
             erred += self._xids
             self._xids = []
-        return Look(findings, erred)
+        return Reading(findings, erred)
 
-    def take_xids(self) -> list[Erred]:
+    def take_xids(self) -> list[DeviceError]:
         """New XIDs; does not call the driver."""
         with self._lock:
             xids, self._xids = self._xids, []
@@ -95,7 +95,7 @@ class Gpus:
                     error), hint="run nvidia-smi" if code_of(error) not in ABSENT_CODES
                     else "is the driver loaded, and its libraries in the container?")
             return False
-        self._slots, self._lost = Slots(pci, len(self._devices)), []
+        self._slots, self._lost = GpuSlots(pci, len(self._devices)), []
         self._gpus = [Gpu(nvml, handle, slot, self._clock) for slot, handle in enumerate(handles)]
         _log.info("monitors GPUs by NVML", num_gpus=len(handles))
         self._listen(nvml, handles)
@@ -130,7 +130,7 @@ class Gpus:
                 continue
             # In the kernel's format, so that the same rules classify both.
             line = f"NVRM: Xid (PCI:{address}): {int(event.eventData)}, reported by NVML"
-            erred = erred_of("nvml", classify(line), line, self._slots)
+            erred = device_error_of("nvml", classify(line), line, self._slots)
             if erred is not None:
                 with self._lock:
                     self._xids.append(erred)

@@ -11,20 +11,20 @@ _UUID = re.compile(r"^GPU UUID:\s*(\S+)", re.MULTILINE)
 _ADDRESS = re.compile(r"(?:([0-9a-f]+):)?([0-9a-f]{1,2}):([0-9a-f]{1,2})(?:\.\d)?$", re.IGNORECASE)
 
 
-class Slots:
+class GpuSlots:
     """PCI addresses of the slots' GPUs. `is_known`: the mapping is complete."""
 
     def __init__(self, addresses: Mapping[int, str] | None = None, num_slots: int = 0) -> None:
-        self._by_address = {plain(address): slot
+        self._by_address = {normalize_address(address): slot
                             for slot, address in (addresses or {}).items()}
         self.is_known = num_slots > 0 and len(self._by_address) == num_slots
 
     def find(self, device: str) -> int | None:
         """The slot of a PCI address; None if the GPU is not ours, or unknown."""
-        return self._by_address.get(plain(device))
+        return self._by_address.get(normalize_address(device))
 
 
-def plain(address: str) -> str:
+def normalize_address(address: str) -> str:
     """Normalize a PCI address to domain:bus:device; the kernel, NVML and tools pad it differently.
     """
     found = _ADDRESS.search(address.strip())
@@ -34,7 +34,7 @@ def plain(address: str) -> str:
     return f"{domain:04x}:{bus:02x}:{device:02x}"
 
 
-def by_driver(devices: Sequence[str], gpus: Path = GPUS) -> Slots:
+def slots_from_driver(devices: Sequence[str], gpus: Path = GPUS) -> GpuSlots:
     """Read the mapping from the driver's /proc files, without NVML.
 
     `devices` are entries of CUDA_VISIBLE_DEVICES: a UUID, a prefix of one, or an index in the order
@@ -42,18 +42,18 @@ def by_driver(devices: Sequence[str], gpus: Path = GPUS) -> Slots:
     """
     found: dict[str, str] = {}
     try:
-        folders = sorted(gpus.iterdir(), key=lambda folder: plain(folder.name))
+        folders = sorted(gpus.iterdir(), key=lambda folder: normalize_address(folder.name))
         for number, folder in enumerate(folders):
             found[str(number)] = folder.name
             uuid = _UUID.search((folder / "information").read_text(encoding="utf-8"))
             if uuid is not None:
                 found[uuid[1]] = folder.name
     except OSError:
-        return Slots()
+        return GpuSlots()
     addresses: dict[int, str] = {}
     for slot, device in enumerate(devices):
         matches = [address for name, address in found.items()
                    if name == device or (device.startswith("GPU-") and name.startswith(device))]
         if len(matches) == 1:
             addresses[slot] = matches[0]
-    return Slots(addresses, len(devices))
+    return GpuSlots(addresses, len(devices))

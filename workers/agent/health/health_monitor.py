@@ -13,32 +13,32 @@ from msgspec import Struct
 
 from ....events.records.reports import DeviceErred, HealthChanged
 from ....events.records.types import Body
-from ..processes.launcher import MARK, Node
-from .blocking_call import Aside, Late
-from .custom_checks import Checks, Rounds, Run
-from .debounce import Bursts, Steady
-from .finding import KERNEL_EVERY_S, Erred, Finding, Look, Reader
+from ..processes.launcher import MARKER, NodeConfig
+from .blocking_call import DetachedThread, Late
+from .custom_checks import CheckOptions, CheckRunner, CheckSchedule
+from .debounce import BurstFilter, Debouncer
+from .finding import KERNEL_EVERY_S, DeviceError, Finding, Reader, Reading
 from .gpu_inventory import Gpus
 from .kernel_log import KMSG, KernelLog
-from .machine import Blocked, Disk, Memory
+from .machine import BlockedProcesses, Disk, Memory
 from .network import Network
 
 _log = structlog.get_logger("agent")
 
 
-class Sources(Struct, frozen=True, kw_only=True):
+class HealthSources(Struct, frozen=True, kw_only=True):
     """The sources of health readings. The defaults are the machine's own."""
 
-    checks: Checks | None = None
+    checks: CheckOptions | None = None
     kmsg: Path = KMSG
     readers: Sequence[Reader] | None = None
     """None: GPUs where the node has any, network, disk, memory, processes."""
 
 
-class Health:
+class HealthMonitor:
     """Runs the readers of one node. A hanging reader is a finding itself, and blocks no other."""
 
-    def __init__(self, node: Node, sources: Sources,
+    def __init__(self, node: NodeConfig, sources: HealthSources,
                  report: Callable[[Body], None]) -> None:
         self._node = node
         self._report = report
@@ -48,18 +48,18 @@ class Health:
         else:
             self._readers = [
                 *([self._gpus] if node.devices else []), Network(), Disk(node.state_dir), Memory(),
-                Blocked(f"{MARK}={node.mark}".encode())]
+                BlockedProcesses(f"{MARKER}={node.mark}".encode())]
         self._kernel = KernelLog(self._gpus.slots, sources.kmsg)
-        self._bursts = Bursts()
-        self._steady: dict[str, Steady] = {}
+        self._bursts = BurstFilter()
+        self._steady: dict[str, Debouncer] = {}
         self._named_slots: dict[str, tuple[int, ...]] = {}
         """The slots in the last report of each check."""
         self._checks = sources.checks
-        self._run = Run({**os.environ, "UNICRON_NODE": node.name,
+        self._run = CheckRunner({**os.environ, "UNICRON_NODE": node.name,
                          "UNICRON_SLOTS": str(node.num_slots),
                          "UNICRON_DEVICES": ",".join(node.devices),
                          "UNICRON_STATE": str(node.state_dir)},
-                        (MARK, f"{node.mark}{node.incarnation}:"))
+                        (MARKER, f"{node.mark}{node.incarnation}:"))
 
     @property
     def pids(self) -> set[int]:
@@ -81,27 +81,27 @@ class Health:
                 for reader in self._readers:
                     group.create_task(self._follow(reader), name=reader.name)
                 if self._checks is not None:
-                    rounds = Rounds(self._checks, self._run, self._node.num_slots,
+                    rounds = CheckSchedule(self._checks, self._run, self._node.num_slots,
                                     self._report_check)
                     group.create_task(rounds.run(), name="checks")
         finally:
             self._kernel.close()
 
     async def _follow(self, reader: Reader) -> None:
-        thread: Aside[Look] = Aside(f"health-{reader.name}")
+        thread: DetachedThread[Reading] = DetachedThread(f"health-{reader.name}")
         while True:
             try:
                 look = await thread.call(reader.read, reader.s_max)
             except Late:
                 found: list[Finding] = [Finding(
                     reader.name, "unknown", f"no answer within {reader.s_max:g} s", rule="late")]
-                look = Look(found)
+                look = Reading(found)
             except (OSError, ValueError, LookupError) as error:
-                look = Look([Finding(reader.name, "unknown", f"cannot be read: {error}",
+                look = Reading([Finding(reader.name, "unknown", f"cannot be read: {error}",
                                      rule="unreadable")])
             else:
                 if all(finding.check != reader.name for finding in look.findings):
-                    look = Look([*look.findings, Finding(reader.name, "healthy")], look.erred)
+                    look = Reading([*look.findings, Finding(reader.name, "healthy")], look.erred)
             self._take(look.findings, look.erred)
             await asyncio.sleep(reader.every_s)
 
@@ -110,7 +110,7 @@ class Health:
             self._take((), (*self._kernel.look(), *self._gpus.take_xids()))
             await asyncio.sleep(KERNEL_EVERY_S)
 
-    def _take(self, findings: Iterable[Finding], erred: Iterable[Erred]) -> None:
+    def _take(self, findings: Iterable[Finding], erred: Iterable[DeviceError]) -> None:
         node = self._node
         for error in erred:
             new = self._bursts.take(error, time.monotonic())
@@ -120,7 +120,7 @@ class Health:
                     status=new.status, rule=new.rule, text=new.text, devices=new.devices,
                     code=new.code, pid=new.pid))
         for finding in findings:
-            steady = self._steady.setdefault(finding.check, Steady())
+            steady = self._steady.setdefault(finding.check, Debouncer())
             changed = steady.see(finding)
             if changed is not None:
                 self._report_change(changed)

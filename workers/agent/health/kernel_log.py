@@ -11,8 +11,8 @@ from pathlib import Path
 import structlog
 
 from ...diagnosis.classifier import Verdict, classify
-from .finding import KILLED_NUM_MAX, LINES_NUM_MAX, RECORD_BYTES_MAX, Erred
-from .gpu_slots import Slots
+from .finding import KILLED_NUM_MAX, LINES_NUM_MAX, RECORD_BYTES_MAX, DeviceError
+from .gpu_slots import GpuSlots
 
 KMSG = Path("/dev/kmsg")
 _KERNEL_CODE, _USER_CODE = 0, 1
@@ -33,7 +33,7 @@ class KernelLog:
     If the log cannot be read, it logs this once and never finds anything.
     """
 
-    def __init__(self, slots: Callable[[], Slots], path: Path = KMSG) -> None:
+    def __init__(self, slots: Callable[[], GpuSlots], path: Path = KMSG) -> None:
         self._slots = slots
         self._fd = _open(path)
         self._pending = b""
@@ -50,7 +50,7 @@ class KernelLog:
         self._read()
         return self._killed.get(pid)
 
-    def look(self) -> list[Erred]:
+    def look(self) -> list[DeviceError]:
         """Errors since the last look, from at most LINES_NUM_MAX lines."""
         self._read()
         lines, self._lines = self._lines, []
@@ -109,12 +109,12 @@ class KernelLog:
         else:
             self._num_skipped += 1
 
-    def _judge(self, line: str) -> Erred | None:
-        return erred_of("kernel", classify(line), line, self._slots())
+    def _judge(self, line: str) -> DeviceError | None:
+        return device_error_of("kernel", classify(line), line, self._slots())
 
 
-def erred_of(origin: str, verdict: Verdict, line: str,
-             slots: Slots) -> Erred | None:
+def device_error_of(origin: str, verdict: Verdict, line: str,
+             slots: GpuSlots) -> DeviceError | None:
     """The error in a line; None without one, or if the GPU is not ours."""
     if not verdict.status or verdict.second_hand:
         return None
@@ -126,7 +126,7 @@ def erred_of(origin: str, verdict: Verdict, line: str,
         devices = () if slot is None else (slot,)
     found = _PID.search(line)
     pid = int(found[1] or found[2]) if found else 0
-    return Erred("nvml" if origin == "nvml" else "kernel", verdict.status, verdict.rule, line,
+    return DeviceError("nvml" if origin == "nvml" else "kernel", verdict.status, verdict.rule, line,
                  devices, verdict.code, pid)
 
 

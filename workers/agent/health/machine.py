@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ....events.records.reports import CheckHealth
 from ...host import linux
-from .debounce import Ladder
+from .debounce import Thresholds
 from .finding import (
     AVAILABLE_SHARE_DEGRADED,
     BLOCKED_EVERY_S,
@@ -30,7 +30,7 @@ from .finding import (
     PROBE_S_DEGRADED,
     STALLED_PERCENT_DEGRADED,
     Finding,
-    Look,
+    Reading,
     worst,
 )
 
@@ -49,10 +49,10 @@ class Disk:
         self._probe = folder / f".unicron-probe-{os.getpid()}"
         self._clock = clock
         self._look_at = look_at
-        self._bytes = Ladder(FREE_BYTES_DEGRADED, FREE_BYTES_UNHEALTHY)
-        self._inodes = Ladder(INODES_SHARE_DEGRADED, INODES_SHARE_UNHEALTHY)
+        self._bytes = Thresholds(FREE_BYTES_DEGRADED, FREE_BYTES_UNHEALTHY)
+        self._inodes = Thresholds(INODES_SHARE_DEGRADED, INODES_SHARE_UNHEALTHY)
 
-    def read(self) -> Look:
+    def read(self) -> Reading:
         """Raises OSError if the folder cannot be read."""
         stat = self._look_at(self._folder)
         found: list[Finding] = []
@@ -75,7 +75,7 @@ class Disk:
                     f"a write fails: {error.strerror}", "disk-write")
             elif took_s > PROBE_S_DEGRADED:
                 add("degraded", f"a small write took {took_s:.0f} s", "disk-slow")
-        return Look([worst(self.name, found)])
+        return Reading([worst(self.name, found)])
 
     def _write(self) -> tuple[float, OSError | None]:
         began_s = self._clock()
@@ -105,12 +105,12 @@ class Memory:
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
-        self._machine = Ladder(AVAILABLE_SHARE_DEGRADED)
-        self._container = Ladder(AVAILABLE_SHARE_DEGRADED)
+        self._machine = Thresholds(AVAILABLE_SHARE_DEGRADED)
+        self._container = Thresholds(AVAILABLE_SHARE_DEGRADED)
         # The percentage of time without a stall: lower is worse.
-        self._running = Ladder(100.0 - STALLED_PERCENT_DEGRADED, back_ratio=1.1)
+        self._running = Thresholds(100.0 - STALLED_PERCENT_DEGRADED, back_ratio=1.1)
 
-    def read(self) -> Look:
+    def read(self) -> Reading:
         """Raises OSError, LookupError, ValueError if /proc is not as on Linux."""
         found: list[Finding] = []
         memory = _fields(self._root / "proc/meminfo")
@@ -128,7 +128,7 @@ class Memory:
             found.append(Finding(self.name, "degraded",
                                  f"all processes stalled on memory for {stalled:.0f} % of 10 s",
                                  rule="memory-pressure"))
-        return Look([worst(self.name, found)])
+        return Reading([worst(self.name, found)])
 
     def _stalled_percent(self) -> float | None:
         try:
@@ -193,7 +193,7 @@ class _Waits(NamedTuple):
     since_s: float
 
 
-class Blocked:
+class BlockedProcesses:
     """Checks the main thread of each process. `mark`: prefix of our marker environment entry."""
 
     name = "processes"
@@ -208,7 +208,7 @@ class Blocked:
         self._proc = proc
         self._waits: dict[int, _Waits] = {}
 
-    def read(self) -> Look:
+    def read(self) -> Reading:
         """Name the process that has waited longest, at least BLOCKED_S; count the others."""
         now_s = self._clock()
         waits: dict[int, _Waits] = {}
@@ -224,7 +224,7 @@ class Blocked:
         stuck = sorted((one.since_s, pid) for pid, one in waits.items()
                        if now_s - one.since_s >= BLOCKED_S)
         if not stuck:
-            return Look([Finding(self.name, "healthy")])
+            return Reading([Finding(self.name, "healthy")])
         ours = [one for one in stuck if self._is_ours(one[1])]
         since_s, pid = (ours or stuck)[0]
         where = self._text(pid, "wchan") or "?"
@@ -232,7 +232,7 @@ class Blocked:
         why = (f"{self._text(pid, 'comm') or '?'} (pid {pid}{', ours' if ours else ''}) cannot be "
                f"killed: in {where} for {now_s - since_s:.0f} s{more}")
         # BLOCKED_S already spans many readings.
-        return Look([Finding(self.name, "degraded", why, rule="process-blocked", is_fact=True)])
+        return Reading([Finding(self.name, "degraded", why, rule="process-blocked", is_fact=True)])
 
     def _switches(self, pid: int) -> int:
         """Context switches: a process that reads a slow disk has many and is not blocked."""

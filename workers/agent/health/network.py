@@ -18,9 +18,9 @@ from .finding import (
     RECOVERIES_PER_MINUTE_NUM_MAX,
     SYMBOL_ERRORS_HZ_MAX,
     SYMBOL_ERRORS_PER_HOUR_NUM_MAX,
-    Erred,
+    DeviceError,
     Finding,
-    Look,
+    Reading,
     worst,
 )
 
@@ -36,7 +36,7 @@ _DOWNED = "counters/link_downed"
 _NUMBER = re.compile(r"[0-9.]+")
 
 
-class Grown:
+class GrowthCounter:
     """The growth of a counter within a time window. The counter may be reset."""
 
     def __init__(self, within_s: float) -> None:
@@ -73,7 +73,7 @@ class _Port:
         self.folder = folder
         self.was_up = False
         self._best = 0.0
-        self.flaps = Grown(FLAPS_WITHIN_S)
+        self.flaps = GrowthCounter(FLAPS_WITHIN_S)
 
     def read(self, name: str) -> str:
         """The text of a file; "" if it is missing or has no value (the kernel's EINVAL)."""
@@ -99,9 +99,9 @@ class _Port:
                              OTHER_NETWORK, "link-slow")]
         return []
 
-    def flapped(self, num: int, num_within: int) -> tuple[list[Finding], list[Erred]]:
+    def flapped(self, num: int, num_within: int) -> tuple[list[Finding], list[DeviceError]]:
         """`num` flaps since the last look, `num_within` within FLAPS_WITHIN_S."""
-        erred = [Erred("network", LINK_FLAPPING, "link-went-down",
+        erred = [DeviceError("network", LINK_FLAPPING, "link-went-down",
                        f"{self.name}: link went down"
                        + (f" {num} times" if num > 1 else ""))] if num else []
         if num_within < FLAPS_NUM_MAX:
@@ -119,11 +119,11 @@ class _Fabric(_Port):
 
     def __init__(self, name: str, folder: Path) -> None:
         super().__init__(name, folder)
-        self._fatal = {file: Grown(MINUTE_S) for file in _FATAL}
-        self._symbols = Grown(MINUTE_S), Grown(HOUR_S)
-        self._recoveries, self._received = Grown(MINUTE_S), Grown(MINUTE_S)
+        self._fatal = {file: GrowthCounter(MINUTE_S) for file in _FATAL}
+        self._symbols = GrowthCounter(MINUTE_S), GrowthCounter(HOUR_S)
+        self._recoveries, self._received = GrowthCounter(MINUTE_S), GrowthCounter(MINUTE_S)
 
-    def look(self, at_s: float) -> tuple[list[Finding], list[Erred]]:
+    def look(self, at_s: float) -> tuple[list[Finding], list[DeviceError]]:
         is_up = self.read("state").startswith("4:")  # 4: ACTIVE
         found = self.link(is_up, self.read("rate"), "unhealthy")
         num = self.flaps.see(self.number(_DOWNED), at_s)
@@ -132,7 +132,7 @@ class _Fabric(_Port):
         for file, counter in self._fatal.items():
             name = file.rpartition("/")[2]
             if grown := counter.see(self.number(file), at_s):
-                erred.append(Erred("network", OTHER_NETWORK, name,
+                erred.append(DeviceError("network", OTHER_NETWORK, name,
                                    f"{self.name}: {name} grew by {grown}"))
             if counter.num > grown:  # again within a minute
                 found.append(self.bad("degraded", f"{name} grows, {counter.num} in a minute",
@@ -158,7 +158,7 @@ class _Fabric(_Port):
 class _Interface(_Port):
     """A physical interface under /sys/class/net. Its use is unknown, so it is never unhealthy."""
 
-    def look(self, at_s: float) -> tuple[list[Finding], list[Erred]]:
+    def look(self, at_s: float) -> tuple[list[Finding], list[DeviceError]]:
         is_up = self.read("operstate") in ("up", "unknown")
         speed = self.number("speed")  # in Mb/s; -1 or EINVAL if unknown
         found = self.link(is_up, f"{(speed or 0) / 1000:g}", "degraded")
@@ -182,7 +182,7 @@ class Network:
         self._clock = clock
         self._ports: dict[str, _Fabric | _Interface] = {}
 
-    def read(self) -> Look:
+    def read(self) -> Reading:
         """Read all ports; new ports are added, a missing port counts as link down."""
         at_s = self._clock()
         for folder in sorted(self._sys_class.glob("infiniband/*/ports/*")):
@@ -193,9 +193,9 @@ class Network:
             if folder.name not in self._ports and (folder / "device").exists():
                 self._ports[folder.name] = _Interface(folder.name, folder)
         findings: list[Finding] = []
-        erred: list[Erred] = []
+        erred: list[DeviceError] = []
         for name, port in self._ports.items():
             found, errors = port.look(at_s)
             findings.append(worst(f"{self.name}/{name}", found))
             erred += errors
-        return Look(findings, erred)
+        return Reading(findings, erred)

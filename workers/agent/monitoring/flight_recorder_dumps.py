@@ -16,12 +16,12 @@ from ..processes.process import Process
 
 Dumps = dict[int, Path]
 """Rank -> path of its dump."""
-AGAIN_S = 60.0
+DUMP_INTERVAL_S = 60.0
 """Between two dumps of one task: its ranks stall together and are reported one by one."""
 _log = structlog.get_logger("agent")
 
 
-def ask(ranks: Iterable[tuple[int, Process | None, Pipe | None]]) -> Dumps:
+def request_dumps(ranks: Iterable[tuple[int, Process | None, Pipe | None]]) -> Dumps:
     """Request a dump from each rank. Returns the paths, in the folders of the ranks' logs.
 
     Does not wait, and does not disturb a healthy rank. A file appears within milliseconds, complete
@@ -39,7 +39,7 @@ def ask(ranks: Iterable[tuple[int, Process | None, Pipe | None]]) -> Dumps:
     return paths
 
 
-class Asker:
+class DumpTrigger:
     """Requests dumps from a task's ranks on this node when the first of them stalls."""
 
     def __init__(self, dump: Callable[[int], Dumps],
@@ -54,7 +54,7 @@ class Asker:
             return
         now_s = self._clock()
         self._requested_s = {task: requested_s for task, requested_s in self._requested_s.items()
-                         if now_s - requested_s < AGAIN_S}
+                         if now_s - requested_s < DUMP_INTERVAL_S}
         if body.task in self._requested_s:
             return
         self._requested_s[body.task] = now_s

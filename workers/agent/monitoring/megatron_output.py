@@ -36,7 +36,7 @@ _COUNTS = tuple(re.compile(rb"\|[ \t]*%s:[ \t]*([0-9]{1,12})[ \t]*(?:\||$)" % na
     rb"global batch size", rb"number of skipped iterations", rb"number of nan iterations"))
 
 
-class Line(NamedTuple):
+class ProgressLine(NamedTuple):
     """The content of one progress line."""
 
     iteration: int
@@ -53,7 +53,7 @@ class Line(NamedTuple):
     nan: int
 
 
-class Stretch(NamedTuple):
+class IterationRange(NamedTuple):
     """One or more progress lines, merged; fields as in `ProgressLine`."""
 
     iteration: int
@@ -67,7 +67,7 @@ class Stretch(NamedTuple):
     nan: int
 
 
-def parse(line: bytes) -> Line | None:
+def parse(line: bytes) -> ProgressLine | None:
     """Parse a line; None if it is not a progress line. Never raises."""
     at, took = _ITERATION.search(line), _STEP.search(line)
     if at is None or took is None:
@@ -79,11 +79,11 @@ def parse(line: bytes) -> Line | None:
     lost = _LOSS.search(line)
     loss = float(lost[1]) if lost is not None else None
     counts = [int(found[1]) if (found := one.search(line)) is not None else 0 for one in _COUNTS]
-    return Line(iteration, iterations if iterations >= iteration else 0, step_s,
+    return ProgressLine(iteration, iterations if iterations >= iteration else 0, step_s,
                 loss if loss is not None and math.isfinite(loss) else None, *counts)
 
 
-class Lines:
+class ProgressLines:
     """Splits output into progress lines; the result does not depend on how the output is cut."""
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class Lines:
         self.is_pause_announced = False
         """A checkpoint or an evaluation was printed since the last progress line."""
 
-    def feed(self, data: bytes) -> list[Line]:
+    def feed(self, data: bytes) -> list[ProgressLine]:
         """Return the progress lines that end in `data`. A carriage return ends a line too."""
         data = data.replace(b"\r", b"\n")
         end = data.rfind(b"\n")
@@ -121,7 +121,7 @@ class Lines:
             self._begun += data
 
 
-def _found(data: bytes) -> Iterator[Line]:
+def _found(data: bytes) -> Iterator[ProgressLine]:
     at = 0
     while (mark := data.find(_MARK, at)) >= 0:
         begin = max(data.rfind(b"\n", at, mark) + 1, at)
@@ -132,7 +132,7 @@ def _found(data: bytes) -> Iterator[Line]:
             yield line
 
 
-class Stretches:
+class IterationRanges:
     """Merges the progress lines of one process if they are adjacent and have one global batch.
 
     The first line does not say how many iterations it averages. Newer Megatron also prints the
@@ -145,9 +145,9 @@ class Stretches:
         """The latest iteration; 0: none."""
         self._is_first = False
         """The latest line was the first of a process."""
-        self._waiting: deque[Stretch] = deque(maxlen=_WAITING_NUM_MAX)
+        self._waiting: deque[IterationRange] = deque(maxlen=_WAITING_NUM_MAX)
 
-    def add(self, line: Line) -> None:
+    def add(self, line: ProgressLine) -> None:
         """Add the next line. A lower iteration counts as the first line of a process. A repeated
         line (from several ranks under one launcher) is ignored."""
         if line.iteration == self._last:
@@ -157,19 +157,19 @@ class Stretches:
         if self._is_first and follows and line.iteration % num:
             num = 0
         self._last, self._is_first = line.iteration, not follows
-        one = Stretch(line.iteration, line.iterations, num, *line[2:])
+        one = IterationRange(line.iteration, line.iterations, num, *line[2:])
         before = self._waiting[-1] if self._waiting else None
         if before is not None and num and before.num and before.global_batch == one.global_batch:
             self._waiting[-1] = _merged(before, one)
         else:
             self._waiting.append(one)
 
-    def take(self) -> Stretch | None:
+    def take(self) -> IterationRange | None:
         """Remove and return the oldest range; None if there is none."""
         return self._waiting.popleft() if self._waiting else None
 
 
-def _merged(old: Stretch, new: Stretch) -> Stretch:
+def _merged(old: IterationRange, new: IterationRange) -> IterationRange:
     num = old.num + new.num
     return new._replace(num=num, step_s=(old.num * old.step_s + new.num * new.step_s) / num,
                         skipped=old.skipped + new.skipped, nan=old.nan + new.nan)

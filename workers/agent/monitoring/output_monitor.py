@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ....events.records.orders import StartRank
 from ....events.records.reports import IterationsLogged, RankStalled, RankUnstalled
 from ....events.records.types import Body
-from ...diagnosis.step_time import LENIENT_S, LENIENT_TIMES, STALLED_TIMES, Monitor, Window
+from ...diagnosis.step_time import LENIENT_S, LENIENT_TIMES, STALLED_TIMES, StepTimeMonitor, Window
 from ...host import linux
 from . import process_state
 
@@ -22,31 +22,31 @@ INTERVALS_NUM_MIN = 5
 """Intervals between lines before a hang can be reported: the first ones include the warm-up."""
 INTERVALS_NUM = 50
 """Remembered intervals: enough to include a periodic checkpoint."""
-ASIDE_S = 1800.0
+ANNOUNCED_PAUSE_S = 1800.0
 """Limit after an announced checkpoint or evaluation: as long as NCCL's collective timeout."""
 PAUSE_S = 1.0
 """If the agent looks later than this, every command gets its full limit again."""
 WHAT = "no line of progress"
 
 
-class Limits(NamedTuple):
+class HangLimits(NamedTuple):
     """Lower bounds of the limit: normally, and after an announced pause."""
 
     least_s: float = LENIENT_S
-    pause_s: float = ASIDE_S
+    pause_s: float = ANNOUNCED_PAUSE_S
 
 
-USUAL = Limits()
+DEFAULT_LIMITS = HangLimits()
 
 
-class LineWatch:
+class OutputMonitor:
     """Monitors one process that prints progress lines. `now_s` is always the monotonic clock."""
 
-    def __init__(self, order: StartRank, pid: int, limits: Limits) -> None:
+    def __init__(self, order: StartRank, pid: int, limits: HangLimits) -> None:
         self._ids = {"task": order.task, "rank": order.rank, "attempt": order.attempt}
         self._pid = pid
         self._limits = limits
-        self._monitor = Monitor()
+        self._monitor = StepTimeMonitor()
         self._intervals = Window(INTERVALS_NUM)
         self._line: IterationsLogged | None = None
         self._line_s = 0.0
@@ -55,7 +55,7 @@ class LineWatch:
         """How long the agent did not look since then."""
         self._is_cut = False
         """The time since then is unknown."""
-        self._before: process_state.Look | None = None
+        self._before: process_state.ProcessState | None = None
         self._busy_pid = pid
         self._stalled_s = -1.0
         """Time without a line when the stall was reported; below 0: no stall is reported."""
@@ -108,7 +108,7 @@ class LineWatch:
         return RankStalled(
             **self._ids, generation=0, iteration=line.iteration, where="own", what=WHAT,
             collective=0, in_s=in_s, normal_s=self._monitor.average_s or line.step_s,
-            stack=process_state.words(self._busy_pid, self._before))
+            stack=process_state.describe(self._busy_pid, self._before))
 
     def _has_printed_all(self, line: IterationsLogged) -> bool:
         """After the last iteration come a checkpoint and a test, but no more lines."""

@@ -16,8 +16,8 @@ import structlog
 from ....events.records.orders import StartRank
 from ....events.records.reports import IterationsLogged
 from ....events.records.types import Body
-from .megatron_output import Lines, Stretch, Stretches
-from .output_monitor import USUAL, Limits, LineWatch
+from .megatron_output import IterationRange, IterationRanges, ProgressLines
+from .output_monitor import DEFAULT_LIMITS, HangLimits, OutputMonitor
 
 LOOK_S = 1.0
 """Between two looks, and two reports of one process."""
@@ -29,23 +29,23 @@ LATE_S = 0.5
 _log = structlog.get_logger("agent")
 
 
-class Readers:
+class OutputReaders:
     """The output of all commands of a node. One process a task reports: the first with progress."""
 
     def __init__(self, report: Callable[[Body, float | None], None],
-                 limits: Limits | None = USUAL) -> None:
+                 limits: HangLimits | None = DEFAULT_LIMITS) -> None:
         """`limits` None disables hang detection."""
         self._report = report
         self._limits = limits
-        self._logs: dict[tuple[int, int, int], Progress] = {}
-        self._watched: dict[tuple[int, int, int], LineWatch] = {}
+        self._logs: dict[tuple[int, int, int], OutputReader] = {}
+        self._watched: dict[tuple[int, int, int], OutputMonitor] = {}
         self._looked_s: float | None = None
 
     def begin(self, order: StartRank, log_path: Path, log_start: int, pid: int) -> None:
         """Read a started command; its output begins at `log_start`."""
-        self._logs[_key(order)] = Progress(order, log_path, log_start)
+        self._logs[_key(order)] = OutputReader(order, log_path, log_start)
         if self._limits is not None:
-            self._watched[_key(order)] = LineWatch(order, pid, self._limits)
+            self._watched[_key(order)] = OutputMonitor(order, pid, self._limits)
 
     def look(self, now_s: float) -> None:
         """Report new progress, at most one report a task, and commands that stall.
@@ -57,7 +57,7 @@ class Readers:
                 watched.exclude(late_s, now_s)
         reporting = {key[0]: key for key, one in self._logs.items() if one.has_reported}
         reading = [one for key, one in self._logs.items() if reporting.get(key[0], key) == key]
-        bytes_max = share(len(reading))
+        bytes_max = read_bytes_max(len(reading))
         reported: set[int] = set()
         for one in reading:
             if one.task not in reported and (report := one.look(bytes_max)) is not None:
@@ -69,7 +69,7 @@ class Readers:
                 if stalled is not None:
                     self._report(stalled, None)
 
-    def _report_progress(self, one: Progress, report: IterationsLogged, now_s: float) -> None:
+    def _report_progress(self, one: OutputReader, report: IterationsLogged, now_s: float) -> None:
         watched = self._watched.get(one.key)
         if watched is not None:
             for body in watched.add_line(report, now_s):
@@ -78,13 +78,13 @@ class Readers:
                 other.skip_to_end()
         self._report(report, None)
 
-    def _is_paused(self, one: Progress) -> bool:
+    def _is_paused(self, one: OutputReader) -> bool:
         """One of the task's processes here has announced a pause since the last progress line.
         Megatron's last rank prints progress, its first rank prints checkpoints."""
         return one.is_pause_announced or any(
             other.announces_pause() for other in self._others(one))
 
-    def _others(self, one: Progress) -> list[Progress]:
+    def _others(self, one: OutputReader) -> list[OutputReader]:
         return [other for other in self._logs.values()
                 if other.task == one.task and other is not one]
 
@@ -106,7 +106,7 @@ class Readers:
             one.close()
 
 
-class Progress:
+class OutputReader:
     """The log of one process from `log_start` on. It stays open if the file is renamed."""
 
     def __init__(self, order: StartRank, log_path: Path, log_start: int) -> None:
@@ -114,8 +114,8 @@ class Progress:
         self.key, self.task = _key(order), order.task
         self.has_reported = False
         self._at = log_start
-        self._lines = Lines()
-        self._stretches = Stretches()
+        self._lines = ProgressLines()
+        self._stretches = IterationRanges()
         self._is_behind = False
         self._is_other_batch = False
         self._fd = -1
@@ -143,7 +143,7 @@ class Progress:
     def skip_to_end(self) -> None:
         """Skip the output so far: another process of the task reports progress."""
         if self._fd >= 0:
-            self._lines = Lines()
+            self._lines = ProgressLines()
             self._at = os.fstat(self._fd).st_size
 
     def announces_pause(self) -> bool:
@@ -189,7 +189,7 @@ class Progress:
         self._at += len(data)
         return data
 
-    def _report(self, merged: Stretch) -> IterationsLogged:
+    def _report(self, merged: IterationRange) -> IterationsLogged:
         self.has_reported = True
         order = self._order
         model = order.spec.model
@@ -216,6 +216,6 @@ def _key(order: StartRank) -> tuple[int, int, int]:
     return order.task, order.rank, order.attempt
 
 
-def share(num_logs: int) -> int:
+def read_bytes_max(num_logs: int) -> int:
     """Bytes that one look may read of each of `num_logs` logs."""
     return max(LOOK_BYTES_MAX // max(num_logs, 1), RANK_BYTES_MIN)

@@ -11,10 +11,10 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from ...host.cpu_wait import starved_s
+from ...host.cpu_wait import cpu_wait_s
 
 _TICKS_HZ = os.sysconf("SC_CLK_TCK")
-BURNS_SHARE = 0.5
+COMPUTES_SHARE = 0.5
 """CPU time per second of available core time since the first look; from here on it computes."""
 _SYSCALLS = {0: "read", 1: "write", 7: "poll", 23: "select", 35: "nanosleep", 45: "recvfrom",
              61: "wait4", 74: "fsync", 202: "futex", 230: "clock_nanosleep", 232: "epoll_wait",
@@ -23,7 +23,7 @@ _SYSCALLS = {0: "read", 1: "write", 7: "poll", 23: "select", 35: "nanosleep", 45
 _STATES = {"T": "stopped by a signal", "t": "held by a debugger", "Z": "ended"}
 
 
-class Look(NamedTuple):
+class ProcessState(NamedTuple):
     """A process at one moment. `cpu_s`: CPU time of all threads. `starved_s`: how long its main
     thread has waited for a core (0 if the kernel does not report it)."""
 
@@ -33,7 +33,7 @@ class Look(NamedTuple):
     starved_s: float
 
 
-def look(pid: int) -> Look | None:
+def look(pid: int) -> ProcessState | None:
     """The state of the process now; None if it is gone. About 30 us."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
@@ -41,10 +41,10 @@ def look(pid: int) -> Look | None:
         return None
     fields = text.rpartition(")")[2].split()
     cpu_s = (int(fields[11]) + int(fields[12])) / _TICKS_HZ
-    return Look(time.monotonic(), fields[0], cpu_s, starved_s(pid))
+    return ProcessState(time.monotonic(), fields[0], cpu_s, cpu_wait_s(pid))
 
 
-def words(pid: int, before: Look | None) -> str:
+def describe(pid: int, before: ProcessState | None) -> str:
     """Describe in words what the process does; "" if unknown.
 
     `before` is an earlier look, from which its CPU use is measured.
@@ -59,7 +59,7 @@ def words(pid: int, before: Look | None) -> str:
     if before is not None:
         span_s = now.at_s - before.at_s - (now.starved_s - before.starved_s)
         share = (now.cpu_s - before.cpu_s) / max(span_s, 2 / _TICKS_HZ)
-        if share >= BURNS_SHARE:
+        if share >= COMPUTES_SHARE:
             return f"computes: {share:.1f} cores"
     return f"runs{_inside(pid)}" if now.state == "R" else f"sleeps{_inside(pid)}"
 

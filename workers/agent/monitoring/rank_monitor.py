@@ -15,8 +15,8 @@ from collections.abc import Callable
 from ....events.records.orders import StartRank
 from ....events.records.reports import RankStalled, RankUnstalled, StepTimeChanged
 from ....events.records.types import Body
-from ...diagnosis.step_time import WARM_UP_NUM, Monitor, Paced
-from ...ipc.progress_page import COLLECTIVE_CODE, OUTSIDE_CODE, Mark, Page
+from ...diagnosis.step_time import WARM_UP_NUM, StepTimeChange, StepTimeMonitor
+from ...ipc.progress_page import COLLECTIVE_CODE, OUTSIDE_CODE, Mark, ProgressPage
 from . import process_state
 
 WATCH_S = 0.05
@@ -29,30 +29,30 @@ PAUSE_S = 1.0
 """After this much missed time every rank gets its full limit again."""
 SLOW_AGAIN_TIMES = 2.0
 """A slow iteration still running is reported again when it has lasted this many times longer."""
-TELL_S = 10.0
+REPORT_S = 10.0
 """Between two step-time reports of one rank in the same generation."""
 
 Key = tuple[int, int, int]
 
 
-class Watch:
+class RankMonitors:
     """The monitors of a node's training ranks. `report` spools a body."""
 
     def __init__(self, report: Callable[[Body, float | None], None], *, is_on: bool = True) -> None:
         self._report = report
         self._is_on = is_on
-        self._watched: dict[Key, Watched] = {}
+        self._watched: dict[Key, RankMonitor] = {}
         self._looked_s: float | None = None
 
-    def open(self, order: StartRank) -> Page | None:
+    def open(self, order: StartRank) -> ProgressPage | None:
         """A progress page for a training rank about to start; None if it is not monitored."""
-        return Page() if self._is_on and order.spec.training is not None else None
+        return ProgressPage() if self._is_on and order.spec.training is not None else None
 
-    def begin(self, order: StartRank, page: Page | None, pid: int) -> None:
+    def begin(self, order: StartRank, page: ProgressPage | None, pid: int) -> None:
         """Monitor a rank that has started and inherited its page."""
         if page is not None:
-            page.handed_over()
-            self._watched[_key(order)] = Watched(order, page, pid)
+            page.close_fd()
+            self._watched[_key(order)] = RankMonitor(order, page, pid)
 
     def adopted(self, order: StartRank, pid: int) -> None:
         """`pid` is the process that trains."""
@@ -76,14 +76,14 @@ class Watch:
                 self._report(body, None)
 
 
-class Watched:
+class RankMonitor:
     """One rank: the state of its page, and what was reported."""
 
-    def __init__(self, order: StartRank, page: Page, pid: int) -> None:
+    def __init__(self, order: StartRank, page: ProgressPage, pid: int) -> None:
         self.page = page
         self._ids = {"task": order.task, "rank": order.rank, "attempt": order.attempt}
         self.pid = pid
-        self._monitor: Monitor = Monitor()
+        self._monitor: StepTimeMonitor = StepTimeMonitor()
         self._generation: int = 0
         self._num_done = 0
         self._from_s = 0.0
@@ -91,16 +91,16 @@ class Watched:
         self._missed_s = 0.0
         """Time without monitoring since the last mark."""
         self._mark_num: int = 0
-        self._before: process_state.Look | None = None
+        self._before: process_state.ProcessState | None = None
         self._stalled: Mark | None = None
-        self._reported_s = -TELL_S
+        self._reported_s = -REPORT_S
         self._slow: tuple[int, int] | None = None
         """Generation and iteration of the running slow iteration that was reported."""
         self._slow_s = 0.0
         """The rank's own work in it at that report."""
-        self._slow_look: process_state.Look | None = None
+        self._slow_look: process_state.ProcessState | None = None
         """The process state at its first report."""
-        self._waiting: Paced | None = None
+        self._waiting: StepTimeChange | None = None
         """A step-time report held back because the last one was sent less than REPORT_S ago."""
 
     def exclude(self, from_s: float | None, late_s: float) -> None:
@@ -119,9 +119,9 @@ class Watched:
         reports: list[Body] = []
         if mark.generation != self._generation:
             self._generation = mark.generation
-            self._monitor = Monitor(self._monitor.average_s)
+            self._monitor = StepTimeMonitor(self._monitor.average_s)
             self._slow = self._waiting = None
-            self._reported_s = -TELL_S
+            self._reported_s = -REPORT_S
         if mark.num != self._mark_num:
             self._mark_num, self._missed_s, self._before = mark.num, 0.0, None
             if self._stalled is not None:
@@ -154,7 +154,7 @@ class Watched:
                     collective=mark.collective,
                     in_s=now_s - mark.at_s,
                     normal_s=self._monitor.average_s,
-                    stack=process_state.words(self.pid, self._before),
+                    stack=process_state.describe(self.pid, self._before),
                 )
             ]
         return self._check_slow(now_s, mark, limit_s) if in_s < limit_s / 3 else []
@@ -163,7 +163,7 @@ class Watched:
         limit_s = self._monitor.limit_s(mark.kind)
         return max(limit_s, STALL_S_MIN) if limit_s else 0.0
 
-    def _starved_s(self, before: process_state.Look | None) -> float:
+    def _starved_s(self, before: process_state.ProcessState | None) -> float:
         """How long the process waited for a core since `before`."""
         now = process_state.look(self.pid) if before is not None else None
         return now.starved_s - before.starved_s if now and before else 0.0
@@ -190,7 +190,7 @@ class Watched:
         self._slow, self._slow_s = where, own_s
         normal_s = self._monitor.own.normal or self._monitor.average_s
         return [self._step_time(
-            mark.iteration, Paced(1, now_s - mark.began_s, own_s, normal_s), now_s)]
+            mark.iteration, StepTimeChange(1, now_s - mark.began_s, own_s, normal_s), now_s)]
 
     def _check_done(self, now_s: float, mark: Mark) -> list[Body]:
         for done in self.page.done(self._num_done):
@@ -198,10 +198,10 @@ class Watched:
             if done.generation == self._generation:
                 self._monitor.add(done.iteration_s, done.own_s, done.kind)
                 if not self._monitor.average_s:  # the first iteration only seeds the average
-                    self._monitor = Monitor(done.iteration_s)
-                self._waiting = self._monitor.paced() or self._waiting
+                    self._monitor = StepTimeMonitor(done.iteration_s)
+                self._waiting = self._monitor.take_change() or self._waiting
                 self._follow_up(done.generation, done.iteration)
-        if self._waiting is None or now_s - self._reported_s < TELL_S:
+        if self._waiting is None or now_s - self._reported_s < REPORT_S:
             return []
         change, self._waiting = self._waiting, None
         return [self._step_time(mark.iteration, change, now_s)]
@@ -213,7 +213,7 @@ class Watched:
             self._slow = None
             self._waiting = self._monitor.recent()
 
-    def _step_time(self, iteration: int, change: Paced, now_s: float) -> StepTimeChanged:
+    def _step_time(self, iteration: int, change: StepTimeChange, now_s: float) -> StepTimeChanged:
         self._reported_s = now_s
         return StepTimeChanged(
             **self._ids, generation=self._generation, iteration=iteration,

@@ -21,7 +21,7 @@ from ....events.records.statuses import (
 from ...diagnosis.classifier import Verdict, classify
 from . import torch_files
 from .process import Exit
-from .torch_files import Recorded, Root
+from .torch_files import RootCause, TorchError
 
 CAUSE_CHARS_MAX = 500
 SHELL_EXIT = 128
@@ -58,7 +58,7 @@ class Cause(NamedTuple):
     second_hand: bool = False
 
 
-class End(NamedTuple):
+class ExitEvidence(NamedTuple):
     """The evidence about a process that has ended."""
 
     how: Exit
@@ -72,7 +72,7 @@ class End(NamedTuple):
     pid: int
 
 
-def cause_of(end: End) -> Cause:
+def cause_of(end: ExitEvidence) -> Cause:
     """Find the cause. Precedence: OOM killer, error file, printed output, signal or exit code.
 
     Exit code 0 has no cause. Printed output does not explain a signal from outside (SIGKILL,
@@ -81,7 +81,7 @@ def cause_of(end: End) -> Cause:
     how = end.how
     if how.exit_code == 0:
         return Cause()
-    root = torch_files.root_of(end.text)
+    root = torch_files.root_cause(end.text)
     number = how.signal or _signal_of(how.exit_code)
     for pid, is_killed in ((end.pid, number == signal.SIGKILL),
                            (root.pid if root is not None else 0,
@@ -97,13 +97,13 @@ def cause_of(end: End) -> Cause:
     if root is not None:
         return _cause_under_torchrun(root)
     if number not in _FROM_OUTSIDE:
-        verdict = deciding(end.text)
+        verdict = deciding_verdict(end.text)
         if verdict.status:
             return _cause_of_verdict(verdict)
-    return Cause(line=in_words(how))
+    return Cause(line=describe_exit(how))
 
 
-def of_errored(report: RankErrored) -> Cause:
+def cause_of_error(report: RankErrored) -> Cause:
     """The cause that the rank itself has reported."""
     lines = [line for line in report.text.splitlines() if line.strip()]
     line = classify(report.text).line if report.status else ""
@@ -111,7 +111,7 @@ def of_errored(report: RankErrored) -> Cause:
                  clipped(line or (lines[-1] if lines else report.error)), report.second_hand)
 
 
-def deciding(text: str) -> Verdict:
+def deciding_verdict(text: str) -> Verdict:
     """Classify the output: first the last traceback with its chained exceptions, then all of it.
 
     If the traceback is only OTHER_SOFTWARE, the rest of the output decides, unless it shows errors
@@ -133,7 +133,7 @@ def deciding(text: str) -> Verdict:
     return whole if whole.status else verdict
 
 
-def in_words(how: Exit) -> str:
+def describe_exit(how: Exit) -> str:
     """Describe a signal; "" for an exit code without a meaning."""
     number = how.signal or _signal_of(how.exit_code)
     if number is None:
@@ -155,7 +155,7 @@ def _cause_of_oom_kill(line: str) -> Cause:
     return Cause(EXITED_ABNORMALLY, "oom-killer", clipped(line))
 
 
-def _cause_of_torch_error(error: Recorded) -> Cause:
+def _cause_of_torch_error(error: TorchError) -> Cause:
     verdict = classify(error.trace) if error.trace.strip() else classify(error.message)
     if verdict.status:
         return _cause_of_verdict(verdict)
@@ -164,11 +164,11 @@ def _cause_of_torch_error(error: Recorded) -> Cause:
     return Cause(OTHER_SOFTWARE, "torch-error-file", clipped(line))
 
 
-def _cause_under_torchrun(root: Root) -> Cause:
+def _cause_under_torchrun(root: RootCause) -> Cause:
     """torchrun's summary names the first failure, but rarely its cause, which is printed above."""
-    verdict = deciding(root.trace)
+    verdict = deciding_verdict(root.trace)
     if not verdict.status and -root.exit_code not in _FROM_OUTSIDE:
-        verdict = deciding(root.before)
+        verdict = deciding_verdict(root.before)
     if verdict.status:
         return _cause_of_verdict(verdict)
     how = (_signal_in_words(-root.exit_code) if root.exit_code < 0

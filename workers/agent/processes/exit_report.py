@@ -12,8 +12,8 @@ import structlog
 from ....events.records.orders import StartRank
 from ....events.records.reports import RankErrored, RankExited
 from . import torch_files
-from .exit_cause import Cause, End, cause_of, clipped, in_words, of_errored
-from .oom_kills import Group, Kills
+from .exit_cause import Cause, ExitEvidence, cause_of, cause_of_error, clipped, describe_exit
+from .oom_kills import Kills, MemoryCgroup
 from .process import Exit, Process
 
 TAIL_BYTES = 4096
@@ -21,22 +21,22 @@ READ_BYTES = 64 << 10
 """The end of a command's output that is searched for its cause."""
 RANK_READ_BYTES = 16 << 10
 """The same for a training rank: it prints little, and other ranks wait for the report."""
-LOOK_S_MAX = 0.5
+SEARCH_S_MAX = 0.5
 """Time limit for the search: other ranks wait for the report, and a disk may hang."""
 _log = structlog.get_logger("agent")
-Killed = Callable[[int], str | None]
+OomLookup = Callable[[int], str | None]
 """Takes a pid; returns the kernel's line on its OOM kill, if there is one."""
 
 
 class ExitReporter:
     """Finds why processes ended. `killed` is set if the kernel's messages can be read."""
 
-    def __init__(self, killed: Killed | None = None) -> None:
+    def __init__(self, killed: OomLookup | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         self._kills = Kills()
         self._killed = killed
 
-    def watch(self, pid: int) -> Group | None:
+    def watch(self, pid: int) -> MemoryCgroup | None:
         """The memory cgroup of a new process; hold it while the process runs."""
         return self._kills.group(pid)
 
@@ -45,7 +45,7 @@ class ExitReporter:
         self._kills.look(self._loop.time())
 
     async def report(self, order: StartRank, process: Process, how: Exit,
-                     group: Group | None, *, error: RankErrored | None,
+                     group: MemoryCgroup | None, *, error: RankErrored | None,
                      known: str | None) -> RankExited:
         """Build the report. A thread reads the disk for at most SEARCH_S_MAX.
 
@@ -55,11 +55,11 @@ class ExitReporter:
         find = partial(self._find_cause, process, how, group, error, is_known=known is not None,
                        bytes_max=READ_BYTES if order.spec.command else RANK_READ_BYTES)
         try:
-            async with asyncio.timeout(LOOK_S_MAX):
+            async with asyncio.timeout(SEARCH_S_MAX):
                 cause, tail = await asyncio.to_thread(find)
         except TimeoutError:
             _log.warning("the search for the cause of an exit took too long", pid=process.pid)
-            cause, tail = Cause(line=in_words(how)), "(no output: reading it took too long)"
+            cause, tail = Cause(line=describe_exit(how)), "(no output: reading it took too long)"
         if known is not None:
             cause = Cause(line=clipped(known))
         return RankExited(
@@ -67,7 +67,7 @@ class ExitReporter:
             exit_code=how.exit_code, signal=how.signal, tail=tail, status=cause.status,
             rule=cause.rule, cause=cause.line, second_hand=cause.second_hand)
 
-    def _find_cause(self, process: Process, how: Exit, group: Group | None,
+    def _find_cause(self, process: Process, how: Exit, group: MemoryCgroup | None,
                     reported: RankErrored | None, *, bytes_max: int,
                     is_known: bool) -> tuple[Cause, str]:
         try:
@@ -84,10 +84,10 @@ class ExitReporter:
             return line or claimed
 
         if reported is not None:
-            return of_errored(reported), tail
-        return cause_of(End(
+            return cause_of_error(reported), tail
+        return cause_of(ExitEvidence(
             how=how, text=output.decode("utf-8", errors="replace"),
-            path=torch_files.beside(process.log_path), killed=killed, pid=process.pid)), tail
+            path=torch_files.error_file_of(process.log_path), killed=killed, pid=process.pid)), tail
 
     def _kernel_line(self, pid: int) -> str | None:
         """Call `killed` on the agent's event loop, which owns the kernel log, from this thread."""
@@ -99,6 +99,6 @@ class ExitReporter:
             return killed(pid)
 
         try:
-            return asyncio.run_coroutine_threadsafe(call(), self._loop).result(LOOK_S_MAX)
+            return asyncio.run_coroutine_threadsafe(call(), self._loop).result(SEARCH_S_MAX)
         except (TimeoutError, CancelledError):
             return None

@@ -15,20 +15,20 @@ from ....events.records.types import Labels
 from ...checkpoint_store import protocol
 from ...host import linux
 from ...ipc.pipe_protocol import FD, LOOP, PULSE
-from ...ipc.progress_page import Page
+from ...ipc.progress_page import ProgressPage
 from . import torch_files
 from .pipe import Pipe
 from .process import Process
 from .zygote import Zygote
 
-MARK = "UNICRON_PROCESS"
+MARKER = "UNICRON_PROCESS"
 """Environment variable of every process that an agent starts: identifies its owner."""
-IN_ENVIRONMENT = {"--fd": FD, "--pulse": PULSE}
+FD_ENV = {"--fd": FD, "--pulse": PULSE}
 """Option of a rank -> environment variable of a command."""
 RANK_ARGV = (sys.executable, "-P", "-m", "unicron.workers.training.rank")
 
 
-class Node(Struct, frozen=True, kw_only=True):
+class NodeConfig(Struct, frozen=True, kw_only=True):
     """The agent's configuration. `devices` has one entry per slot, or none (CPU)."""
 
     name: str
@@ -53,22 +53,22 @@ class Node(Struct, frozen=True, kw_only=True):
 
     @property
     def mark(self) -> str:
-        return mark(self.state_dir, self.name)
+        return marker_prefix(self.state_dir, self.name)
 
 
-def mark(state_dir: Path, node: str) -> str:
+def marker_prefix(state_dir: Path, node: str) -> str:
     """The prefix of the marker value in all processes of any incarnation of this node."""
     return f"{state_dir}:{node}/"
 
 
-class Starter:
+class Launcher:
     """Starts the processes of one node's ranks."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: NodeConfig) -> None:
         self._node = node
         self._zygote: Zygote | None = None
         if node.rank_argv == RANK_ARGV and linux.adopts_orphans():
-            self._zygote = Zygote(os.environ, (MARK, f"{node.mark}{node.incarnation}:zygote"),
+            self._zygote = Zygote(os.environ, (MARKER, f"{node.mark}{node.incarnation}:zygote"),
                                   node.state_dir / "logs" / f"zygote-{node.name}.log")
 
     async def prepare(self, order: StartRank) -> None:
@@ -76,7 +76,7 @@ class Starter:
         if self._zygote is not None and order.spec.train is not None:
             await self._zygote.is_ready()
 
-    def start(self, order: StartRank, pipe: Pipe | None, page: Page | None) -> Process:
+    def start(self, order: StartRank, pipe: Pipe | None, page: ProgressPage | None) -> Process:
         """Start the rank with its pipe to the agent and its progress page.
 
         Raises OSError, ValueError.
@@ -84,18 +84,18 @@ class Starter:
         node = self._node
         log_path = (node.state_dir / "logs" / f"{order.task}-{order.spec.name}"
                     / f"rank-{order.rank}.attempt-{order.attempt}.log")
-        marker = (MARK,
+        marker = (MARKER,
                   f"{node.mark}{node.incarnation}:{order.task}.{order.rank}.{order.attempt}")
-        errors = torch_files.beside(log_path)
+        errors = torch_files.error_file_of(log_path)
         with suppress(OSError):  # left by a task with this number in an earlier log
             errors.unlink()
-        env = {**environment(order, node, os.environ), torch_files.NAME: str(errors)}
+        env = {**environment(order, node, os.environ), torch_files.ERROR_FILE_ENV: str(errors)}
         files = {"--fd": pipe.theirs.fileno()} if pipe is not None else {}
         if page is not None:
             files["--pulse"] = page.fd
         fds = tuple(files.values())
         if order.spec.command:
-            fd_env = {IN_ENVIRONMENT[option]: str(fd) for option, fd in files.items()}
+            fd_env = {FD_ENV[option]: str(fd) for option, fd in files.items()}
             return Process.start(order.spec.command, env=env | fd_env, marker=marker,
                                  log_path=log_path, pass_fds=fds)
         if self._zygote is not None and self._zygote.can_fork(env):
@@ -111,7 +111,7 @@ class Starter:
             self._zygote.close()
 
 
-def environment(order: StartRank, node: Node, inherited: Mapping[str, str]) -> dict[str, str]:
+def environment(order: StartRank, node: NodeConfig, inherited: Mapping[str, str]) -> dict[str, str]:
     """A rank's environment: the agent's, plus the variables of its task's tier."""
     env = {"PYTHONUNBUFFERED": "1", **inherited}
     env |= {"UNICRON_HOST": node.host, "UNICRON_NODE": node.name,

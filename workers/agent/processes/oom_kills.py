@@ -14,7 +14,7 @@ then frees the memory, which takes seconds for hundreds of GB."""
 _LINE = "oom_kill "
 
 
-class Group:
+class MemoryCgroup:
     """One memory cgroup. Each kill in it explains the exit of one process only. Thread-safe."""
 
     def __init__(self, file: Path, count: int) -> None:
@@ -55,9 +55,9 @@ class Kills:
 
     def __init__(self, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> None:
         self._proc, self._cgroups = proc, cgroups
-        self._groups = weakref.WeakValueDictionary[Path, Group]()
+        self._groups = weakref.WeakValueDictionary[Path, MemoryCgroup]()
 
-    def group(self, pid: int) -> Group | None:
+    def group(self, pid: int) -> MemoryCgroup | None:
         """The cgroup of a process, monitored while the caller holds it; None: it has none."""
         for file in _files(self._proc, self._cgroups, pid):
             known = self._groups.get(file)
@@ -65,7 +65,7 @@ class Kills:
                 return known
             count = _read(file)
             if count is not None:
-                made = Group(file, count)
+                made = MemoryCgroup(file, count)
                 self._groups[file] = made
                 return made
         return None

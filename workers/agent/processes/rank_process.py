@@ -7,12 +7,12 @@ import signal
 
 from ....events.records.orders import StartRank
 from ....events.records.reports import RankErrored
-from .oom_kills import Group
+from .oom_kills import MemoryCgroup
 from .pipe import Pipe
 from .process import Exit, Process
 
 
-class Attempt:
+class RankAttempt:
     """One attempt: waits for its slot, runs, is stopped and reaped."""
 
     def __init__(self, order: StartRank, seq: int, epoch: int) -> None:
@@ -31,7 +31,7 @@ class Attempt:
         """Set while an injected fault of limited duration keeps it stopped."""
         self.is_suspended = False
         """The last reported state."""
-        self.memory: Group | None = None
+        self.memory: MemoryCgroup | None = None
         self.error: RankErrored | None = None
         """The rank's own report of its error."""
         self.fault = ""

@@ -10,26 +10,26 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 
-NAME = "TORCHELASTIC_ERROR_FILE"
+ERROR_FILE_ENV = "TORCHELASTIC_ERROR_FILE"
 FILE_BYTES_MAX = 1 << 20
 """A larger file is not torch's."""
 TEXT_CHARS_MAX = 1 << 15
 """Length of a message or traceback; of a longer one only the two ends are kept."""
 
 
-class Recorded(NamedTuple):
+class TorchError(NamedTuple):
     """An exception written by torch: its type and message, and its traceback ("": none)."""
 
     message: str
     trace: str
 
 
-def beside(log_path: Path) -> Path:
+def error_file_of(log_path: Path) -> Path:
     """The error file of the process whose log this is."""
     return log_path.with_suffix(".error.json")
 
 
-def read(path: Path) -> Recorded | None:
+def read(path: Path) -> TorchError | None:
     """Read an error file; None if it is missing or invalid.
 
     Never blocks: it reads only regular files of this user of at most FILE_BYTES_MAX.
@@ -48,10 +48,10 @@ def read(path: Path) -> Recorded | None:
         return None
     finally:
         os.close(fd)
-    return understood(data)
+    return parse(data)
 
 
-def understood(data: bytes) -> Recorded | None:
+def parse(data: bytes) -> TorchError | None:
     """Parse `{"message": {"message": TEXT, "extraInfo": {"py_callstack": TEXT}}}` or `{"message":
     TEXT}`; None without any text."""
     try:
@@ -60,9 +60,9 @@ def understood(data: bytes) -> Recorded | None:
         return None
     message = _get(decoded, "message")
     if isinstance(message, str):
-        return Recorded(_bounded(message), "") if message.strip() else None
+        return TorchError(_bounded(message), "") if message.strip() else None
     text, trace = _get(message, "message"), _get(_get(message, "extraInfo"), "py_callstack")
-    found = Recorded(*(_bounded(one) if isinstance(one, str) else "" for one in (text, trace)))
+    found = TorchError(*(_bounded(one) if isinstance(one, str) else "" for one in (text, trace)))
     return found if found.message.strip() or found.trace.strip() else None
 
 
@@ -86,7 +86,7 @@ _NO_TRACE = re.compile(r"To enable traceback see|Signal \d+ \(.*\) received by P
 _TRACEBACK = "Traceback (most recent call last):"
 
 
-class Root(NamedTuple):
+class RootCause(NamedTuple):
     """The process that failed first according to torchrun. Unknown fields are 0 or empty."""
 
     rank: str
@@ -99,7 +99,7 @@ class Root(NamedTuple):
     """The output before torchrun's own lines."""
 
 
-def root_of(text: str) -> Root | None:
+def root_cause(text: str) -> RootCause | None:
     """The root cause of the last summary in `text`; None without a summary. Linear time."""
     at = text.rfind(_TITLE)
     if at < 0:
@@ -118,7 +118,7 @@ def root_of(text: str) -> Root | None:
     exited = _EXIT.match(fields.get("exitcode", [""])[0])
     trace = "\n".join(fields.get("traceback", ()))
     file = fields.get("error_file", [""])[0].strip()
-    return Root(
+    return RootCause(
         rank=fields.get("rank", [""])[0].split(" ")[0],
         exit_code=int(exited[1]) if exited is not None else 0,
         pid=int(exited[2]) if exited is not None else 0,

@@ -19,7 +19,7 @@ import msgspec
 import structlog
 
 from ...host import linux
-from ...ipc.fork_protocol import REQUEST_BYTES_MAX, Told, Wanted
+from ...ipc.fork_protocol import REQUEST_BYTES_MAX, ForkReply, ForkRequest
 
 ARGV = (sys.executable, "-P", "-m", "unicron.workers.training.zygote")
 LOAD_S_MAX = 60.0
@@ -78,7 +78,7 @@ class Zygote:
         try:
             self._socket.settimeout(FORK_S_MAX)
             socket.send_fds(self._socket, [_request(env)], files)
-            answer = msgspec.msgpack.decode(self._socket.recv(REQUEST_BYTES_MAX), type=Told)
+            answer = msgspec.msgpack.decode(self._socket.recv(REQUEST_BYTES_MAX), type=ForkReply)
         except (OSError, msgspec.MsgspecError) as error:
             self.close()
             raise OSError(f"the zygote does not fork: {error}") from None
@@ -124,4 +124,4 @@ class Zygote:
 
 
 def _request(env: Mapping[str, str]) -> bytes:
-    return msgspec.msgpack.encode(Wanted(env=dict(env)))
+    return msgspec.msgpack.encode(ForkRequest(env=dict(env)))

@@ -33,7 +33,7 @@ LEVEL = re.compile(
 LAST_TRY = re.compile(r"\bretrying \((\d{1,4})/\1\)")
 """The last retry has failed: such a line is classified at any log level."""
 
-QUIET_RULES = (
+IGNORE_RULES = (
     _ignore("count-of-none", "error|failure",
            r"(?:errors?|failures?)(?:\(s\))?(?: ?count\w{0,3})?\s{0,2}[:=]\s{0,3}0(?![\w.])"
            r"|(?<!gpu )(?<!device )(?<!rank )(?<!link )(?<!port )(?<![\d.])\b0 (?:[\w-]{1,20} "

@@ -29,21 +29,29 @@ from ....events.errors import UsageError
 from ....events.records.reports import InMemoryRecoveryDeclined
 from ....events.spec.job import Loop
 from ....events.spec.model import Axes
-from ....events.spec.parallelism import Parallel, coordinates, num_places
+from ....events.spec.parallelism import Parallel, coordinates, num_positions
 from ...ipc.pipe_protocol import FD, LOOP, PULSE, Adopted
-from ...ipc.progress_page import Pulse
+from ...ipc.progress_page import ProgressWriter
 from ..process.control_thread import Interrupted
-from ..rank import load, meet_agent
-from .arguments import Loss, check_given, used_rightly, wrong_input_told
+from ..rank import connect_agent, preload
+from .arguments import Loss, check_arguments, check_values, usage_errors_reported
 
-load()  # before the first Megatron import, which without CUDA would load a compiler for nothing
+preload()  # before the first Megatron import, which without CUDA would load a compiler for nothing
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from ..member import Member  # noqa: E402
 from ..step.forward_backward import evaluate  # noqa: E402
-from .custom_loop import Build, Forward, OnRebuild, OwnWork, Sample, Unfit, Untrained  # noqa: E402
-from .drivers import Driver, Unhealed  # noqa: E402
+from .custom_loop import (  # noqa: E402
+    Build,
+    Forward,
+    LoopWorkload,
+    NotRecoverable,
+    NotTrainable,
+    OnRebuild,
+    Sample,
+)
+from .drivers import Driver, RestartOnlyDriver  # noqa: E402
 
 T = TypeVar("T")
 log = structlog.get_logger()
@@ -57,7 +65,7 @@ class Declined(UsageError):
 class Job:
     """The loop's handle on its task. All properties refer to the current generation."""
 
-    def __init__(self, driver: Driver, work: OwnWork) -> None:
+    def __init__(self, driver: Driver, work: LoopWorkload) -> None:
         self._driver = driver
         self._work = work
         self._steps = driver.steps()
@@ -116,7 +124,7 @@ class Job:
     @property
     def is_last(self) -> bool:
         """True on the last rank of the layout, which writes the output in Megatron-LM."""
-        return self.place == num_places(self._driver.communicators.axes) - 1
+        return self.place == num_positions(self._driver.communicators.axes) - 1
 
     @property
     def iteration(self) -> int:
@@ -181,7 +189,7 @@ class Job:
         results: list[T] = []
         while True:
             self._evaluating = f"{self.iteration}.{self._num_evaluated}"
-            if self._driver.together(lambda: results.append(call())):
+            if self._driver.run_collectively(lambda: results.append(call())):
                 self._evaluating = ""
                 return results[-1]
             results.clear()
@@ -200,7 +208,7 @@ class Job:
         """
         communicators, trainee = self._driver.communicators, self._driver.iteration.trainee
         axes, local = communicators.axes, (0.0, 0)
-        if self.place < num_places(axes):  # a standby member has no position in the layout
+        if self.place < num_positions(axes):  # a standby member has no position in the layout
             items = range(coordinates(axes, self.place).dp, num, axes.dp)
             local = evaluate(trainee, self.groups, items, batch_of)
         summed = torch.tensor(local, dtype=torch.float64, device=self.device)
@@ -241,7 +249,7 @@ class Job:
         keys = [f"between/{place}" for place in range(communicators.num_members)]
         try:
             with self._driver.control.waiting_for_others(communicators.generation,
-                                                         communicators.wake):
+                                                         communicators.interrupt):
                 communicators.store.set(keys[communicators.place], mine)
                 evaluating = {communicators.store.get(key).decode() for key in keys}
         except (Interrupted, RuntimeError):
@@ -249,7 +257,7 @@ class Job:
         return evaluating == {mine} and mine != ""
 
 
-@used_rightly
+@check_arguments
 @contextmanager
 def adopt(*, build: Build, sample: Sample, forward: Forward, iterations: int = 0,
           micro_batches: int = 0, samples: int = 1, sequence: int = 0,
@@ -284,20 +292,20 @@ def adopt(*, build: Build, sample: Sample, forward: Forward, iterations: int = 0
     one line and end the process, and with an agent the task. The agent reports any other exception
     as this rank's error.
     """
-    def work(loop: Loop) -> OwnWork:
+    def work(loop: Loop) -> LoopWorkload:
         for name, spec, given in (("iterations", loop.iterations, iterations),
                                   ("micro_batches", loop.micro_batches, micro_batches)):
             if given not in (0, spec):
                 raise UsageError(f"loop.{name} is {spec} in the job file, and {given} in the "
                                  "script", "write the same, or leave it out of the script")
-        return OwnWork(loop, build, sample, forward, samples_num=samples, sequence=sequence,
+        return LoopWorkload(loop, build, sample, forward, samples_num=samples, sequence=sequence,
                        loss=loss, seed=seed, flops=flops, on_rebuild=on_rebuild)
 
     def validate() -> None:
-        check_given({"build": build, "sample": sample, "forward": forward}, loss,
+        check_values({"build": build, "sample": sample, "forward": forward}, loss,
                     {"samples": samples, "sequence": sequence})
 
-    with wrong_input_told(environment):
+    with usage_errors_reported(environment):
         driver: Driver
         if FD in environment:
             driver, made = _connect(validate, work, check, environment, falls_back=falls_back)
@@ -305,7 +313,7 @@ def adopt(*, build: Build, sample: Sample, forward: Forward, iterations: int = 0
             validate()
             made = work(json.decode(environment[LOOP], type=Loop) if LOOP in environment else
                         _loop_without_agent(iterations, micro_batches, axes or Axes()))
-            driver = Unhealed(made, environment)
+            driver = RestartOnlyDriver(made, environment)
         job = Job(driver, made)
         yield job
         job.finish()
@@ -314,11 +322,11 @@ def adopt(*, build: Build, sample: Sample, forward: Forward, iterations: int = 0
         driver.communicators.down(driver.iteration.trainee.roots)
 
 
-def _connect(validate: Callable[[], None], work: Callable[[Loop], OwnWork],
+def _connect(validate: Callable[[], None], work: Callable[[Loop], LoopWorkload],
              check: Sequence[Callable[[], str]], environment: Mapping[str, str], *,
-             falls_back: bool) -> tuple[Driver, OwnWork]:
+             falls_back: bool) -> tuple[Driver, LoopWorkload]:
     """The member of this process's task, or a driver without in-memory recovery as fallback."""
-    control, start, exit_report = meet_agent(int(environment[FD]))
+    control, start, exit_report = connect_agent(int(environment[FD]))
     control.tell(Adopted(pid=os.getpid()))
     loop = start.spec.loop
     assert loop is not None, "an agent opens its pipe for a loop task only"
@@ -327,11 +335,12 @@ def _connect(validate: Callable[[], None], work: Callable[[Loop], OwnWork],
     try:
         for reason in check:
             if why := reason():
-                raise Unfit(why)
-        member = Member(control, start, environment, Pulse(int(environment.get(PULSE, "-1"))),
-                        made)
-    except Unfit as error:
-        if falls_back and isinstance(error, Untrained):
+                raise NotRecoverable(why)
+        member = Member(
+            control, start, environment, ProgressWriter(int(environment.get(PULSE, "-1"))), made
+        )
+    except NotRecoverable as error:
+        if falls_back and isinstance(error, NotTrainable):
             raise
         why = str(error)
     else:
@@ -346,7 +355,7 @@ def _connect(validate: Callable[[], None], work: Callable[[Loop], OwnWork],
     log.warning("this loop cannot heal in memory: a fault restarts all its processes", why=why)
     gc.collect()  # free the first model before the second is built
     made = work(loop)
-    return Unhealed(made, environment), made
+    return RestartOnlyDriver(made, environment), made
 
 
 def _loop_without_agent(iterations: int, micro_batches: int, replica: Axes) -> Loop:

@@ -15,14 +15,14 @@ from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
 from ....events.errors import UsageError
 from ...ipc.pipe_protocol import FD
-from ..rank import meet_agent
+from ..rank import connect_agent
 
 Loss = Literal["per_token", "per_micro_batch"]
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def used_rightly(call: Callable[P, T]) -> Callable[P, T]:
+def check_arguments(call: Callable[P, T]) -> Callable[P, T]:
     """Decorate `call`: an unknown or missing argument raises UsageError instead of TypeError."""
     signature = inspect.signature(call)
 
@@ -33,9 +33,9 @@ def used_rightly(call: Callable[P, T]) -> Callable[P, T]:
         except TypeError as error:
             environment = given.get("environment", os.environ)
             assert isinstance(environment, Mapping)
-            with wrong_input_told(environment):
+            with usage_errors_reported(environment):
                 if FD in environment:
-                    meet_agent(int(environment[FD]))
+                    connect_agent(int(environment[FD]))
                 unknown = [name for name in given if name not in signature.parameters]
                 raise UsageError(
                     f"adopt: {f'{unknown[0]} is none of its arguments' if unknown else error}",
@@ -46,7 +46,7 @@ def used_rightly(call: Callable[P, T]) -> Callable[P, T]:
 
 
 @contextmanager
-def wrong_input_told(environment: Mapping[str, str]) -> Generator[None]:
+def usage_errors_reported(environment: Mapping[str, str]) -> Generator[None]:
     """A UsageError prints one line and ends the process. With an agent it propagates to the exit
     report."""
     try:
@@ -58,7 +58,7 @@ def wrong_input_told(environment: Mapping[str, str]) -> Generator[None]:
         sys.exit(2)
 
 
-def check_given(calls: Mapping[str, Any], loss: str, counts: Mapping[str, Any]) -> None:
+def check_values(calls: Mapping[str, Any], loss: str, counts: Mapping[str, Any]) -> None:
     """Check the types and values of the arguments. Raises UsageError."""
     for name, given in calls.items():
         if not callable(given):

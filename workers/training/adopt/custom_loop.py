@@ -22,10 +22,10 @@ from ....events.spec.job import Batch, Loop, Model, Train
 from ....events.spec.model import Axes
 from ....events.spec.parallelism import Parallel
 from ....events.spec.support import ROWS, Grade, Row
-from ..communicators.process_groups import publish, to_build
+from ..communicators.process_groups import groups_for_building, publish_globals
 from ..model import optimizers
 from ..model.random_draws import Draw
-from ..model.trainee import Trainee
+from ..model.trainee import TrainingModel
 from ..recovery import state_shards
 
 # --- The support table applied to a loop at its start ---
@@ -51,7 +51,7 @@ def unsupported(config: Any, ddp: Any = None, optimizer: Any = None, *,
     unused.
     """
     loop = BuiltLoop(config, ddp, optimizer, parallel or Parallel(), modules)
-    return [row for row in ROWS if row.loop.grade != "exact" and ASKED[row.what](loop)]
+    return [row for row in ROWS if row.loop.grade != "exact" and ROW_CHECKS[row.what](loop)]
 
 
 def _any(config: Any, *names: str) -> bool:
@@ -88,7 +88,7 @@ def _sums_in_16_bits(loop: BuiltLoop) -> bool:
             and _any(loop.config, "bf16", "fp16"))
 
 
-ASKED: Mapping[str, Callable[[BuiltLoop], bool]] = {
+ROW_CHECKS: Mapping[str, Callable[[BuiltLoop], bool]] = {
     "context parallel": lambda loop: (_above_1(loop.config, "context_parallel_size")
                                       or _any(loop.config, "hybrid_context_parallel")),
     "expert parallel": lambda loop: _above_1(loop.config, "expert_model_parallel_size"),
@@ -138,11 +138,11 @@ OnRebuild = Callable[[Any], Any]
 """(groups) -> the script's objects for this generation's groups."""
 
 
-class Unfit(UsageError):
+class NotRecoverable(UsageError):
     """In-memory recovery does not support what was built; `str()` gives the reason in one line."""
 
 
-class Untrained(Unfit):
+class NotTrainable(NotRecoverable):
     """`job.step()` cannot train it either: invalid input, with or without an agent."""
 
 
@@ -153,7 +153,7 @@ class Padding(NamedTuple):
 
 
 @dataclass
-class LoopTrainingModel(Trainee):
+class LoopTrainingModel(TrainingModel):
     """The objects that the script's `build` returned, with its `forward`."""
 
     call: Forward = field(kw_only=True)
@@ -191,7 +191,7 @@ class LoopTrainingModel(Trainee):
         return self._tokens_num
 
 
-class OwnWork:
+class LoopWorkload:
     """The workload of a custom loop. `samples_num`: samples in a micro-batch, the unit of the
     schedule. `sequence`: tokens in a sample, from which pipeline stages know their message sizes.
     """
@@ -217,10 +217,10 @@ class OwnWork:
     def on_groups(self, groups: Any) -> None:
         self.made, self._groups = None, groups
         if groups is not None:
-            publish(groups, self.train.parallel.chunks)
+            publish_globals(groups, self.train.parallel.chunks)
             self.made = self._on_rebuild(groups) if self._on_rebuild is not None else None
 
-    def load(self) -> OwnWork:
+    def load(self) -> LoopWorkload:
         return self
 
     def sample(self, seed: int, iteration: int, micro_batch: int, *, rows: int, sequence: int
@@ -228,24 +228,24 @@ class OwnWork:
         return self._sample(iteration, micro_batch)
 
     def build(self, device: torch.device, groups: Any, axes: Axes, place: int, *,
-              begins: bool = True) -> Trainee:
+              begins: bool = True) -> TrainingModel:
         """Call the script's `build`, which ignores `begins`. Raises NotRecoverable, UsageError."""
         draw = Draw(self.train.seed)
         draw.at(0, 0)  # seed the generators, so that all ranks draw the same initial weights
-        build_groups = to_build(groups)
-        publish(build_groups, axes.chunks)
-        with optimizers.asking_nobody():
+        build_groups = groups_for_building(groups)
+        publish_globals(build_groups, axes.chunks)
+        with optimizers.without_collectives():
             ddps, optimizer, scheduler = _unpack(self._build(build_groups, axes, place))
         # The built layout may differ from the trained one: a whole replica, to load a checkpoint.
-        publish(self._groups, self.train.parallel.chunks)
+        publish_globals(self._groups, self.train.parallel.chunks)
         parallel = self.train.parallel
         if self.heals:
-            check(ddps, optimizer, scheduler, self.train, axes)
+            check_recoverable(ddps, optimizer, scheduler, self.train, axes)
         else:
-            check_trains(ddps, optimizer, scheduler, self.train, axes)
+            check_trainable(ddps, optimizer, scheduler, self.train, axes)
             parallel = replace(
                 parallel, optimizer="sharded" if optimizers.is_sharded(optimizer) else "whole")
-            simplify(ddps, optimizer)
+            disable_overlap(ddps, optimizer)
         optimizers.prepare(ddps, optimizer)
         modules = [_inner(ddp) for ddp in ddps]
         if not self.flops:
@@ -256,50 +256,50 @@ class OwnWork:
         return LoopTrainingModel(train, device, draw, axes, place, modules, ddps, optimizer,
                                  scheduler, torch.empty(0), call=self._forward)
 
-    def build_whole(self, device: torch.device, groups: Any) -> Trainee:
+    def build_replica(self, device: torch.device, groups: Any) -> TrainingModel:
         return self.build(device, groups, Axes(), 0)
 
-    def begin(self, trainee: Trainee, whole: Callable[[], Trainee]) -> None:
+    def begin(self, trainee: TrainingModel, whole: Callable[[], TrainingModel]) -> None:
         """Copy the initial weights from a whole replica, because the script's initial weights may
         depend on the layout."""
-        if trainee.num_parts > 1:
-            state_shards.fill(trainee.pieces, whole().pieces)
+        if trainee.replica_size > 1:
+            state_shards.fill(trainee.shards, whole().shards)
 
 
-def check(ddps: Sequence[Any], optimizer: Any, scheduler: Any, train: Train, axes: Axes
+def check_recoverable(ddps: Sequence[Any], optimizer: Any, scheduler: Any, train: Train, axes: Axes
           ) -> None:
     """Raises NotRecoverable if a step cannot be resumed, repeated or transferred exactly."""
-    check_trains(ddps, optimizer, scheduler, train, axes)
-    _check_rows(ddps, optimizer, train, "restart", Unfit)
+    check_trainable(ddps, optimizer, scheduler, train, axes)
+    _check_rows(ddps, optimizer, train, "restart", NotRecoverable)
     for kind in optimizers.not_adam(optimizer):
-        raise Unfit(f"the state of {kind} is not known; that of torch.optim.AdamW is")
+        raise NotRecoverable(f"the state of {kind} is not known; that of torch.optim.AdamW is")
     is_sharded = optimizers.is_sharded(optimizer)
     if is_sharded != (train.parallel.optimizer != "whole"):
         built = "sharded" if is_sharded else "whole"
-        raise Untrained(f"the optimizer is {built}, but loop.parallel.optimizer is not",
+        raise NotTrainable(f"the optimizer is {built}, but loop.parallel.optimizer is not",
                         f"write loop: {{parallel: {{optimizer: {built}}}}}")
 
 
-def check_trains(ddps: Sequence[Any], optimizer: Any, scheduler: Any, train: Train, axes: Axes
+def check_trainable(ddps: Sequence[Any], optimizer: Any, scheduler: Any, train: Train, axes: Axes
                  ) -> None:
     """Raises NotTrainable if `job.step()` cannot train this model."""
     for ddp in ddps:
         if not isinstance(ddp, DistributedDataParallel):
-            raise Untrained(f"{type(ddp).__name__} is not megatron.core.distributed.Distributed"
+            raise NotTrainable(f"{type(ddp).__name__} is not megatron.core.distributed.Distributed"
                             "DataParallel, whose buffers hold the local sum of gradients",
                             "wrap each chunk of the model in DistributedDataParallel")
-    _check_rows(ddps, optimizer, train, "refused", Untrained)
+    _check_rows(ddps, optimizer, train, "refused", NotTrainable)
     _check_sizes(ddps[0].config, [_inner(ddp) for ddp in ddps], train, axes)
     if not isinstance(scheduler, OptimizerParamScheduler):
-        raise Untrained(f"its schedule is a {type(scheduler).__name__}, not Megatron's "
+        raise NotTrainable(f"its schedule is a {type(scheduler).__name__}, not Megatron's "
                         "OptimizerParamScheduler, whose position is known",
                         "return an OptimizerParamScheduler")
     for kind in optimizers.not_adam(optimizer) if axes.tp * axes.pp > 1 else ():
-        raise Untrained(f"the state of {kind} cannot be split over the ranks of a replica; that "
+        raise NotTrainable(f"the state of {kind} cannot be split over the ranks of a replica; that "
                         "of torch.optim.AdamW can", "train whole replicas, or with Adam")
 
 
-def simplify(ddps: Sequence[Any], optimizer: Any) -> None:
+def disable_overlap(ddps: Sequence[Any], optimizer: Any) -> None:
     """Disable Megatron's overlapped communication and its division of gradients. The step divides
     by the divisor of `loss` of `adopt`, so the gradients are unchanged."""
     for ddp in ddps:
@@ -318,7 +318,7 @@ def simplify(ddps: Sequence[Any], optimizer: Any) -> None:
 
 
 def _check_rows(ddps: Sequence[Any], optimizer: Any, train: Train, grade: Grade,
-                error: type[Unfit]) -> None:
+                error: type[NotRecoverable]) -> None:
     """Raises `error` for the support table's rows of this grade that apply."""
     found = unsupported(ddps[0].config, ddps[0].ddp_config, optimizers.chained(optimizer)[0].config,
                         parallel=train.parallel, modules=[_inner(ddp) for ddp in ddps])
@@ -348,20 +348,20 @@ def _check_sizes(config: Any, modules: Sequence[Any], train: Train, axes: Axes) 
     made = Axes(tp=config.tensor_model_parallel_size, pp=config.pipeline_model_parallel_size,
                 chunks=len(modules), dp=axes.dp)
     if made != axes:
-        raise Untrained(f"`build` was called for {axes}, but its configuration has {made}",
+        raise NotTrainable(f"`build` was called for {axes}, but its configuration has {made}",
                         "take the sizes from its argument `axes`")
     if train.parallel.pipeline == (1,):
         return
     if axes.chunks > 1 and config.batch_p2p_comm:
-        raise Untrained("with chunks, the next and previous stage can be the same one, and a "
+        raise NotTrainable("with chunks, the next and previous stage can be the same one, and a "
                         "batch of messages mixes the two directions up",
                         "set overlap_p2p_comm, and batch_p2p_comm False")
     if not train.model.sequence:
-        raise Untrained("pipeline stages need the length of a sample",
+        raise NotTrainable("pipeline stages need the length of a sample",
                         "give adopt(sequence=...)")
     for module in modules:
         if not isinstance(module, GPTModel):
-            raise Untrained(f"the parameters of a {type(module).__name__} in a pipeline have no "
+            raise NotTrainable(f"the parameters of a {type(module).__name__} in a pipeline have no "
                             "unique names in the whole model; those of a GPTModel have",
                             "leave loop.parallel.pipeline out")
 

@@ -20,18 +20,18 @@ from ....events.errors import UsageError
 from ....events.spec.job import Train, is_url
 from ....events.spec.model import Axes
 from ...ipc.pipe_protocol import Unpacker
-from ...ipc.progress_page import Pulse
+from ...ipc.progress_page import ProgressWriter
 from ..checkpoint import checkpoint
 from ..communicators.communicators import Communicators
 from ..model import cpu_device, optimizers
-from ..model.trainee import Trainee
+from ..model.trainee import TrainingModel
 from ..process.control_thread import Control
 from ..process.history import History
 from ..process.trace import Trace
 from ..recovery.settlement import settle
-from ..state_recovery import seen
+from ..state_recovery import with_shards
 from ..step.iteration import Iteration
-from .custom_loop import OwnWork
+from .custom_loop import LoopWorkload
 
 log = structlog.get_logger()
 
@@ -45,10 +45,10 @@ class Driver(Protocol):
     settled: int
 
     def steps(self) -> Generator[int | None]: ...
-    def together(self, call: Callable[[], None]) -> bool: ...
+    def run_collectively(self, call: Callable[[], None]) -> bool: ...
 
 
-class Unhealed:
+class RestartOnlyDriver:
     """Trains without in-memory recovery: a single process, or one started by a launcher such as
     torchrun or by an agent. With an agent and an `output` it writes checkpoints and resumes from
     the last one.
@@ -56,7 +56,7 @@ class Unhealed:
     Raises UsageError for a loop that cannot be trained.
     """
 
-    def __init__(self, work: OwnWork, environment: Mapping[str, str]) -> None:
+    def __init__(self, work: LoopWorkload, environment: Mapping[str, str]) -> None:
         work.heals = False
         self.control = Control(socket.socketpair()[0], 0, Unpacker())
         self._train = work.train
@@ -66,7 +66,7 @@ class Unhealed:
         if torch.cuda.is_available():
             local = int(environment.get("LOCAL_RANK", "0"))
             torch.cuda.set_device(local % torch.cuda.device_count())
-        device = cpu_device.stand_in()
+        device = cpu_device.prepare_device()
         self.communicators = Communicators(environment.get("UNICRON_HOST", "127.0.0.1"), device)
         self.communicators.on_groups = work.on_groups
         self._hosted_store = None
@@ -80,14 +80,14 @@ class Unhealed:
         self.communicators.meet(1, self._place, num, endpoint, b"")
         self.communicators.up(axes)
         trainee = work.build(device, self.communicators.groups, axes, self._place)
-        if trainee.num_parts > 1:
-            work.begin(seen(trainee),
-                       lambda: seen(work.build_whole(device, self.communicators.alone())))
+        if trainee.replica_size > 1:
+            work.begin(with_shards(trainee),
+                       lambda: with_shards(work.build_replica(device, self.communicators.alone())))
         self.history = History()
         self._checkpoint = RestartCheckpoint(work.train, trainee,
                                              environment.get("UNICRON_TASK", ""))
         self.settled = self._agreed(self._checkpoint.load(trainee, self.history), device)
-        self.iteration = Iteration(trainee, work, Trace("", 0, self._place, 0), Pulse(),
+        self.iteration = Iteration(trainee, work, Trace("", 0, self._place, 0), ProgressWriter(),
                                    self.history)
         claims = [self.iteration.claim() for _ in range(num)]
         share = settle(claims, self._train.num_micro_batches, axes).shares[self._place]
@@ -129,7 +129,7 @@ class Unhealed:
         self.iteration.meet(self.control, self.communicators)
         self.iteration.meet(self.control, self.communicators)
 
-    def together(self, call: Callable[[], None]) -> bool:
+    def run_collectively(self, call: Callable[[], None]) -> bool:
         """Run `call` on all members. Raises RuntimeError if a collective fails."""
         outcome = self.iteration.beside(self.control, self.communicators, call)
         if outcome is not None:
@@ -144,19 +144,19 @@ class RestartCheckpoint:
     There is none without an agent, or if no rank has the whole state of a known optimizer.
     """
 
-    def __init__(self, train: Train, trainee: Trainee, task: str) -> None:
+    def __init__(self, train: Train, trainee: TrainingModel, task: str) -> None:
         self._train = train
         self._folder = ""
         if not (train.output and task):
             return
         if trainee.is_plain and not optimizers.not_adam(trainee.optimizer) and not is_url(
                 train.output):
-            self._folder = checkpoint.within(train.output, f"task-{task}")
+            self._folder = checkpoint.folder_of(train.output, f"task-{task}")
         else:
             log.warning("no checkpoints: after a fault the task begins at the first iteration",
                         why="no rank has the whole state to write to a folder")
 
-    def load(self, trainee: Trainee, history: History) -> int:
+    def load(self, trainee: TrainingModel, history: History) -> int:
         """Load the newest checkpoint; its step version, 0 without one."""
         saved = self._saved()
         return checkpoint.load(str(saved[-1]), trainee, history) if saved else 0

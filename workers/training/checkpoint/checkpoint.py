@@ -32,9 +32,9 @@ from ....events.errors import UnicronError, UsageError
 from ....events.spec.job import is_url
 from ...host import object_storage
 from ..model import training_state
-from ..model.trainee import Trainee
+from ..model.trainee import TrainingModel
 from ..process.history import History
-from ..process.trace import Struck
+from ..process.trace import InjectedFault
 
 PARTIAL, OLD = ".partial", ".old"
 """Suffixes of folders that are being written and that are being replaced."""
@@ -48,11 +48,11 @@ class NotSaved(UnicronError):
         self.why = why
 
 
-class Overtaken(NotSaved):
+class Superseded(NotSaved):
     """The write was abandoned for a newer checkpoint."""
 
 
-FAILED = (OSError, RuntimeError, MemoryError, Overtaken)
+WRITE_ERRORS = (OSError, RuntimeError, MemoryError, Superseded)
 """Errors of a write. torch's C++ code reports a full disk as RuntimeError."""
 
 
@@ -74,17 +74,17 @@ def check_output(output: str) -> None:
                          "name a folder that every node can write") from None
 
 
-def place(generation: int, step_version: int) -> str:
+def relative_path(generation: int, step_version: int) -> str:
     """The path of a checkpoint relative to the task's output folder."""
     return f"gen-{generation}/iter-{step_version}"
 
 
-def within(output: str, path: str) -> str:
+def folder_of(output: str, path: str) -> str:
     """The folder of a checkpoint: `path` in the output folder."""
     return f"{output.rstrip('/')}/{path}"
 
 
-def save(folder: str, trainee: Trainee, step_version: int, history: History) -> int:
+def save(folder: str, trainee: TrainingModel, step_version: int, history: History) -> int:
     """Write the current state: see `write`."""
     return write(
         folder,
@@ -108,7 +108,7 @@ def write(folder: str, tensors: Mapping[str, Tensor], numbers: training_state.Nu
 
     def on_tensor() -> None:
         if is_superseded():
-            raise Overtaken(folder, "a newer one is needed")
+            raise Superseded(folder, "a newer one is needed")
 
     try:
         return write_there(folder, data, _Planner(on_half, on_tensor))
@@ -123,7 +123,7 @@ def _write_path(path: str, data: dict[str, Any], planner: _Planner) -> int:
     try:
         _save(dcp.FileSystemWriter(partial, per_thread_copy_ahead=0), data, planner)
         _replace(partial, folder)
-    except FAILED:
+    except WRITE_ERRORS:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return sum(file.stat().st_size for file in folder.iterdir())
@@ -135,10 +135,10 @@ def _write_url(url: str, data: dict[str, Any], planner: _Planner) -> int:
     store = object_storage.Store(url)
     store.remove()
     try:
-        with object_storage.told(Struck, *FAILED):
+        with object_storage.as_os_errors(InjectedFault, *WRITE_ERRORS):
             _save(remote.Writer(url), data, planner)
         return store.num_bytes()
-    except FAILED:
+    except WRITE_ERRORS:
         remote.discard(url)
         raise
 
@@ -232,7 +232,7 @@ def _read(folder: str, data: dict[str, Any]) -> None:
         raise RuntimeError(f"{folder}: {' '.join(object_storage.reason(cause).split())}") from None
 
 
-def load(folder: str, trainee: Trainee, history: History) -> int:
+def load(folder: str, trainee: TrainingModel, history: History) -> int:
     """Read the whole state into the trainee; returns the step version.
 
     Raises UsageError for a state of another precision and leaves the trainee unchanged. Raises
@@ -250,6 +250,6 @@ def load(folder: str, trainee: Trainee, history: History) -> int:
                 f"{folder} holds a state of {saved}, not {numbers.precision}",
                 f"set train.precision: {saved}, or name another checkpoint")
         _read(folder, data)
-    return training_state.adopt(
+    return training_state.load(
         trainee, msgspec.convert(data["numbers"], training_state.Numbers), history
     )

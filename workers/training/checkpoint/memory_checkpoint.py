@@ -23,18 +23,18 @@ from torch import Tensor
 
 from ....events.records.orders import StartRank
 from ....events.records.reports import MemoryCheckpointStored
-from ....events.records.types import Body, Copy, Keeper
+from ....events.records.types import Body, MemoryCheckpoint, StoreEndpoint
 from ...checkpoint_store import protocol
-from ...checkpoint_store.protocol import Failed, Offer, Wish
+from ...checkpoint_store.protocol import CheckpointRequest, Offer, TransferError
 from ..model import training_state
-from ..model.trainee import Trainee
+from ..model.trainee import TrainingModel
 from ..process.history import History
 from ..process.trace import Event
-from ..step.gradient_reduction import poisoned
+from ..step.gradient_reduction import is_cuda_error
 from ..step.iteration import clock
 
 ALIGN_BYTES = 64
-TELL_S = 10.0
+REPORT_S = 10.0
 """Minimum interval between two reports of the same store; the first of a generation and of a store
 process is immediate. A store returns its newest checkpoint of a generation, even if the log knows
 only an older one."""
@@ -61,7 +61,7 @@ class Snapshot:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._views: dict[str, Tensor] = {}
 
-    def take(self, trainee: Trainee, step_version: int, history: History) -> None:
+    def take(self, trainee: TrainingModel, step_version: int, history: History) -> None:
         """Copy the current state. One pass over its bytes."""
         live = training_state.tensors(trainee)
         layout = layout_of(live)
@@ -90,7 +90,7 @@ class Snapshot:
         return [self._buffer.numpy().data, memoryview(self.encoded_numbers)]
 
 
-class Copier:
+class MemorySaver:
     """Sends in-memory checkpoints of one rank. `spare` excludes a connection from the sockets that
     an interrupt shuts down. `tell` sends reports, from any thread, and returns False if it does not
     accept this one now; `note` writes the trace.
@@ -110,13 +110,13 @@ class Copier:
         """By node: the start of the store process in the last report, and the report's time."""
         self._failing: set[str] = set()
         """Nodes whose store rejected the last checkpoint; "": the snapshot failed on this rank."""
-        self._stores: tuple[Keeper, ...] = ()
+        self._stores: tuple[StoreEndpoint, ...] = ()
         self._pause_s = 0.0
         self._next_s = 0.0
         """Earliest time of the next checkpoint."""
 
-    def copy(self, trainee: Trainee, step_version: int, history: History, generation: int,
-             stores: tuple[Keeper, ...]) -> None:
+    def copy(self, trainee: TrainingModel, step_version: int, history: History, generation: int,
+             stores: tuple[StoreEndpoint, ...]) -> None:
         """Take a snapshot and send it in the background. Does nothing while the previous one is
         being sent, or during the pause after one that no store accepted.
         """
@@ -135,7 +135,7 @@ class Copier:
                                             name="copies", daemon=True)
             self._thread.start()
         except (RuntimeError, MemoryError) as error:  # no memory for it, or no thread
-            if poisoned(error):
+            if is_cuda_error(error):
                 raise
             self._thread = None
             self._pause()
@@ -143,7 +143,7 @@ class Copier:
         else:
             self._log_change("", step_version, "")
 
-    def _send(self, generation: int, stores: tuple[Keeper, ...]) -> None:
+    def _send(self, generation: int, stores: tuple[StoreEndpoint, ...]) -> None:
         snapshot, start = self._snapshot, self._start
         offer = Offer(task=start.task, rank=start.rank, attempt=start.attempt,
                       generation=generation, step_version=snapshot.step_version,
@@ -156,8 +156,8 @@ class Copier:
                 checksum, store_start = self._put(store, offer)
                 num_stored += 1
                 self._report_stored(store, offer, checksum, store_start)
-            except (OSError, Failed, RuntimeError, ValueError, MemoryError) as error:
-                if poisoned(error):
+            except (OSError, TransferError, RuntimeError, ValueError, MemoryError) as error:
+                if is_cuda_error(error):
                     raise
                 why = str(error) or type(error).__name__
             self._log_change(store.node, snapshot.step_version, why)
@@ -184,22 +184,22 @@ class Copier:
             self._failing.discard(node)
             log.info(f"in-memory checkpoint {done} again", iteration=step_version, **at)
 
-    def _put(self, store: Keeper, offer: Offer) -> tuple[str, int]:
+    def _put(self, store: StoreEndpoint, offer: Offer) -> tuple[str, int]:
         halfway = iter(range(offer.copy_bytes // protocol.CHUNK_BYTES // 2, -1, -1))
 
         def on_chunk() -> None:
             if next(halfway, -1) == 0:
                 self._note("copy_mid", offer.generation, offer.step_version)
 
-        with (protocol.knock(store.endpoint, self._secret) as connection,
+        with (protocol.connect(store.endpoint, self._secret) as connection,
               self._spare(connection.fileno())):
             return protocol.put(connection, offer, self._snapshot.parts(), on_chunk)
 
-    def _report_stored(self, store: Keeper, offer: Offer, checksum: str,
+    def _report_stored(self, store: StoreEndpoint, offer: Offer, checksum: str,
                        store_start: int) -> None:
         now_s = clock()
         last_start, last_s = self._reported.get(store.node, (-1, 0.0))
-        if last_start == store_start and now_s - last_s < TELL_S:
+        if last_start == store_start and now_s - last_s < REPORT_S:
             return
         if self._tell(MemoryCheckpointStored(
                 task=offer.task, rank=offer.rank, attempt=offer.attempt,
@@ -238,8 +238,14 @@ def _padded(tensor: Tensor) -> int:
 
 
 # --- restore ------------------------------------------------------------------------------------
-def restore(trainee: Trainee, history: History, task: int, stored: tuple[Copy, ...],
-            secret: str, is_interrupted: Callable[[], bool]) -> tuple[int, Copy, int] | None:
+def restore(
+    trainee: TrainingModel,
+    history: History,
+    task: int,
+    stored: tuple[MemoryCheckpoint, ...],
+    secret: str,
+    is_interrupted: Callable[[], bool],
+) -> tuple[int, MemoryCheckpoint, int] | None:
     """Load the first usable checkpoint of `stored`: its step version, the entry, its bytes.
 
     If none is usable, return None and leave the state unchanged; the log has a reason for each.
@@ -258,7 +264,7 @@ def restore(trainee: Trainee, history: History, task: int, stored: tuple[Copy, .
             continue
         try:
             offer, numbers, memory = _fetch(trainee, task, entry, secret, wait_s)
-        except (OSError, Failed) as error:
+        except (OSError, TransferError) as error:
             if isinstance(error, OSError):
                 unreachable.add(entry.endpoint)
             log.warning("in-memory checkpoint not usable", node=entry.node,
@@ -267,11 +273,11 @@ def restore(trainee: Trainee, history: History, task: int, stored: tuple[Copy, .
         live = training_state.tensors(trainee)
         for name, tensor in views(memory, live).items():
             live[name].copy_(tensor)
-        return training_state.adopt(trainee, numbers, history), entry, offer.copy_bytes
+        return training_state.load(trainee, numbers, history), entry, offer.copy_bytes
     return None
 
 
-def _fetch(trainee: Trainee, task: int, entry: Copy, secret: str, wait_s: float
+def _fetch(trainee: TrainingModel, task: int, entry: MemoryCheckpoint, secret: str, wait_s: float
            ) -> tuple[Offer, training_state.Numbers, Tensor]:
     """Fetch and verify a checkpoint; each wait is limited to `wait_s`. Raises OSError, Failed."""
     live = training_state.tensors(trainee)
@@ -281,27 +287,31 @@ def _fetch(trainee: Trainee, task: int, entry: Copy, secret: str, wait_s: float
     def allocate(offer: Offer) -> memoryview:
         nonlocal memory
         if offer.layout != layout or offer.copy_bytes != num_bytes + offer.numbers_bytes:
-            raise Failed(f"it is of another model: layout {offer.layout}, not {layout}")
+            raise TransferError(f"it is of another model: layout {offer.layout}, not {layout}")
         try:
             memory = torch.empty(offer.copy_bytes, dtype=torch.uint8)
         except RuntimeError as error:
-            raise Failed(f"no memory for {offer.copy_bytes} bytes: {error}") from None
+            raise TransferError(f"no memory for {offer.copy_bytes} bytes: {error}") from None
         return memory.numpy().data
 
-    wish = Wish(task=task, generation=entry.generation, step_version=entry.step_version,
-                step_version_max=entry.step_version_max)
-    with protocol.knock(entry.endpoint, secret, wait_s) as connection:
+    wish = CheckpointRequest(
+        task=task,
+        generation=entry.generation,
+        step_version=entry.step_version,
+        step_version_max=entry.step_version_max,
+    )
+    with protocol.connect(entry.endpoint, secret, wait_s) as connection:
         offer, checksum = protocol.get(connection, wish, allocate)
     if offer.step_version == entry.step_version and checksum != entry.checksum:
-        raise Failed(f"it was altered: its checksum is {checksum}, not {entry.checksum}")
+        raise TransferError(f"it was altered: its checksum is {checksum}, not {entry.checksum}")
     try:
         numbers = training_state.decode(memory[num_bytes:].numpy().tobytes())
     except MsgspecError as error:
-        raise Failed(f"its numbers cannot be decoded: {error}") from None
+        raise TransferError(f"its numbers cannot be decoded: {error}") from None
     try:
-        training_state.check(trainee, numbers)
+        training_state.check_numbers(trainee, numbers)
     except ValueError as error:
-        raise Failed(f"it does not fit: {error}") from None
+        raise TransferError(f"it does not fit: {error}") from None
     if numbers.step_version != offer.step_version:
-        raise Failed(f"it is of step {numbers.step_version}, not {offer.step_version}")
+        raise TransferError(f"it is of step {numbers.step_version}, not {offer.step_version}")
     return offer, numbers, memory

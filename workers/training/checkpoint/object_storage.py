@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.distributed.checkpoint._fsspec_filesystem import FileSystem, FsspecReader, FsspecWriter
 
-from ...host.object_storage import WHOLE, Store, told
+from ...host.object_storage import COMPLETE_MARK, Store, as_os_errors
 
 
 class _Files(FileSystem):
@@ -46,7 +46,7 @@ class Writer(FsspecWriter):
 def reader(url: str) -> FsspecReader:
     """torch's reader of a checkpoint at a URL. Raises UsageError, OSError."""
     Store(url)
-    with told():
+    with as_os_errors():
         return FsspecReader(url)
 
 
@@ -57,7 +57,7 @@ def clear(output: str, generation: int) -> None:
         number = name.removeprefix("gen-")
         if name != number and number.isdecimal() and int(number) < generation:
             for folder in store.names(name):
-                if WHOLE not in store.names(f"{name}/{folder}"):
+                if COMPLETE_MARK not in store.names(f"{name}/{folder}"):
                     store.remove(f"{name}/{folder}")
 
 

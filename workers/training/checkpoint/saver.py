@@ -18,10 +18,10 @@ import structlog
 from ....events.records.orders import StartRank
 from ....events.records.reports import CheckpointSaved
 from ....events.records.types import Body
-from ..model.trainee import Trainee
+from ..model.trainee import TrainingModel
 from ..process.history import History
 from ..process.trace import Event
-from ..step.gradient_reduction import poisoned
+from ..step.gradient_reduction import is_cuda_error
 from . import checkpoint
 from .memory_checkpoint import Snapshot
 
@@ -53,7 +53,7 @@ class Saver:
         self._failing = ""
         """Why the last periodic save failed; logged on change."""
 
-    def begin(self, trainee: Trainee, step_version: int, history: History,
+    def begin(self, trainee: TrainingModel, step_version: int, history: History,
               generation: int) -> None:
         """Save the current state in the background, unless a save is in progress."""
         if self._thread is not None and self._thread.is_alive():
@@ -63,24 +63,24 @@ class Saver:
         self._note("save", generation, step_version)
         try:
             self._snapshot.take(trainee, step_version, history)
-            self._writing = checkpoint.place(generation, step_version)
+            self._writing = checkpoint.relative_path(generation, step_version)
             self._thread = threading.Thread(target=self._write, args=(generation,),
                                             name="checkpoint", daemon=True)
             self._thread.start()
         except (RuntimeError, MemoryError) as error:  # no memory for it, or no thread
-            if poisoned(error):
+            if is_cuda_error(error):
                 raise
             self._thread = None
             self._log_failure(step_version, str(error), f"no snapshot of the state: {error}")
 
-    def save(self, trainee: Trainee, step_version: int, history: History, generation: int, *,
+    def save(self, trainee: TrainingModel, step_version: int, history: History, generation: int, *,
              final: bool) -> None:
         """Save the current state and report it before returning.
 
         A preempted member has time for one write: an older write in progress is abandoned, and a
         failure is a warning. The final checkpoint waits for an older write and raises NotSaved.
         """
-        path = checkpoint.place(generation, step_version)
+        path = checkpoint.relative_path(generation, step_version)
         self._is_superseded = not final and self._writing != path
         if self._saved is None or self._saved.path != path:
             self._note("save", generation, step_version)
@@ -90,10 +90,10 @@ class Saver:
             try:
                 with self._exclude_new_sockets():
                     self._clear(generation)
-                    ckpt_bytes = checkpoint.save(checkpoint.within(self._output, path), trainee,
+                    ckpt_bytes = checkpoint.save(checkpoint.folder_of(self._output, path), trainee,
                                                  step_version, history)
             except checkpoint.NotSaved as error:
-                if final or poisoned(error):
+                if final or is_cuda_error(error):
                     raise
                 log.warning("checkpoint not saved", iteration=step_version, why=str(error))
                 return
@@ -109,17 +109,17 @@ class Saver:
     def _write(self, generation: int) -> None:
         """Write the snapshot. Runs in the thread."""
         snapshot = self._snapshot
-        path = checkpoint.place(generation, snapshot.step_version)
+        path = checkpoint.relative_path(generation, snapshot.step_version)
         self._note("saving", generation, snapshot.step_version)
         assert snapshot.numbers is not None, "the snapshot is empty"
         try:
             with self._exclude_new_sockets():
                 self._clear(generation)
                 ckpt_bytes = checkpoint.write(
-                    checkpoint.within(self._output, path), snapshot.tensors, snapshot.numbers,
+                    checkpoint.folder_of(self._output, path), snapshot.tensors, snapshot.numbers,
                     lambda: self._note("save_mid", generation, snapshot.step_version),
                     lambda: self._is_superseded)
-        except checkpoint.Overtaken:
+        except checkpoint.Superseded:
             log.info("checkpoint abandoned: a newer one is needed",
                      iteration=snapshot.step_version)
             return
@@ -142,7 +142,7 @@ class Saver:
         self._failing = ""
         self._saved = CheckpointSaved(
             task=self._task, generation=generation,
-            path=checkpoint.place(generation, step_version), step_version=step_version,
+            path=checkpoint.relative_path(generation, step_version), step_version=step_version,
             ckpt_bytes=ckpt_bytes, final=final)
         self._tell(self._saved)
 

@@ -138,11 +138,11 @@ class Communicators:
         sizes, except dp, and the same position in a replica."""
         self._handles.put(process_groups.by_role(self.groups))
 
-    def lent(self) -> AbstractContextManager[None]:
+    def borrow_groups(self) -> AbstractContextManager[None]:
         """A context in which the old model holds the new groups; it must not use them."""
-        return self._handles.lent(process_groups.by_role(self.groups))
+        return self._handles.borrow_groups(process_groups.by_role(self.groups))
 
-    def rebound(self) -> None:
+    def discard_handles(self) -> None:
         """Discard the slots of the old model after another model has replaced it."""
         self._handles = Handles()
 
@@ -153,7 +153,7 @@ class Communicators:
 
     def alone(self) -> Any:
         """Single-member groups for every role."""
-        return process_groups.alone(self.groups)
+        return process_groups.single_member(self.groups)
 
     def _reach(self, host: str, port: int) -> dist.TCPStore:
         """A client of the store. torch's own attempts cannot be interrupted, so each is short."""
@@ -175,7 +175,7 @@ class Communicators:
     def down(self, roots: Iterable[Any]) -> None:
         """Leave the generation in any state. Peers that wait for this member get an error."""
         began_s = time.monotonic()
-        self.wake()
+        self.interrupt()
         if self.backend == "nccl":
             torch.cuda.synchronize()
         self.on_groups(None)
@@ -183,7 +183,7 @@ class Communicators:
             self._handles.take(roots, process_groups.by_role(self.groups))
             vars(self.groups).clear()
             self.groups = None
-        process_groups.forget()
+        process_groups.clear_globals()
         if self.is_up:
             dist.destroy_process_group()
         # A group's name and store keys contain a counter of groups. A member whose last attempt
@@ -194,7 +194,7 @@ class Communicators:
         self.down_s = time.monotonic() - began_s
 
     @contextmanager
-    def of_one(self) -> Generator[list[Any]]:
+    def single_member(self) -> Generator[list[Any]]:
         """A single-member generation. `down` removes the handles of the objects put into the
         list."""
         roots: list[Any] = []
@@ -217,7 +217,7 @@ class Communicators:
             del self._excluded[inode]
 
     @contextmanager
-    def sparing(self) -> Generator[None]:
+    def exclude_new_sockets(self) -> Generator[None]:
         """Connections that Python code opens within the context belong to no generation until they
         close.
 
@@ -226,7 +226,7 @@ class Communicators:
         """
         if not self._is_watching:
             self._is_watching = True
-            sockets.watch(self._on_connect)
+            sockets.watch_connections(self._on_connect)
         self._forget_closed()
         self._excluding_threads.append(threading.get_ident())
         try:
@@ -245,14 +245,14 @@ class Communicators:
         for inode in frozenset(known).difference(sockets.inodes()):
             self._driver_sockets.discard(inode)
 
-    def wake(self) -> None:
+    def interrupt(self) -> None:
         """End every wait of this generation in this process with an error. From any thread."""
         self.woken = True
         if self.backend == "nccl" and self.is_up:
             dist.distributed_c10d._abort_process_group()  # type: ignore[attr-defined, unused-ignore]
         excluded = (*self._excluded, *self._driver_sockets)
         if self._is_building and self.backend == "gloo":
-            sockets.knock(excluded, self._server_port, self.num_members)
+            sockets.connect_to_listeners(excluded, self._server_port, self.num_members)
         sockets.shut_down(excluded, self._server_port)
 
 

@@ -47,7 +47,7 @@ class Handles:
         self._slots.clear()
 
     @contextmanager
-    def lent(self, groups: dict[str, Any]) -> Generator[None]:
+    def borrow_groups(self, groups: dict[str, Any]) -> Generator[None]:
         """Fill the slots within the context. The layout may differ, so no collective may run."""
         try:
             for container, key, role in self._slots:

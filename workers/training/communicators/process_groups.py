@@ -19,7 +19,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import random
 
 from ....events.spec.model import Axes
-from ....events.spec.parallelism import coordinates, holders, is_plain, num_places, replica
+from ....events.spec.parallelism import coordinates, holders, is_plain, num_positions, replica
 
 DATA_PARALLEL = ("dp", "dp_cp", "intra_dp_cp", "expt_dp", "intra_expt_dp")
 TENSOR_PARALLEL = ("tp", "tp_cp", "expt_tp", "tp_ep")
@@ -49,7 +49,7 @@ def build(axes: Axes | None, timeout_s: float) -> Any:
     axes = axes or Axes(dp=world_size)
     alone = _group((place,), timeout_s)
     groups = dict.fromkeys(ROLES, alone)
-    if place < num_places(axes):
+    if place < num_positions(axes):
         at = coordinates(axes, place)
         stages = replica(axes, at.dp)[at.tp::axes.tp]
         if is_plain(axes) and axes.dp == world_size:
@@ -74,12 +74,12 @@ def build(axes: Axes | None, timeout_s: float) -> Any:
     return ProcessGroupCollection(**groups)
 
 
-def alone(groups: Any) -> Any:
+def single_member(groups: Any) -> Any:
     """The generation's single-member group in every role."""
     return ProcessGroupCollection(**dict.fromkeys(ROLES, groups.cp))
 
 
-def to_build(groups: Any) -> Any:
+def groups_for_building(groups: Any) -> Any:
     """The groups with which a model is built, such that neither the build nor a step communicates.
 
     Megatron's first and last stage would exchange their embedding, which here is drawn or received
@@ -104,7 +104,7 @@ def by_role(groups: Any) -> dict[str, Any]:
     return {role: group for role in ROLES if (group := getattr(groups, role, None)) is not None}
 
 
-def forget() -> None:
+def clear_globals() -> None:
     """Clear Megatron's group globals, including those that its destroy leaves set."""
     parallel_state.destroy_model_parallel()
     for name, value in list(vars(parallel_state).items()):
@@ -138,7 +138,7 @@ _BY_ROLE = {
 }
 
 
-def publish(groups: Any, chunks: int) -> None:
+def publish_globals(groups: Any, chunks: int) -> None:
     """Set Megatron's globals from the generation's ProcessGroupCollection; `chunks`: model chunks
     per pipeline stage."""
     for role, (group_name, ranks_name) in _BY_ROLE.items():

@@ -29,7 +29,7 @@ def inodes() -> dict[Inode, int]:
     return descriptors
 
 
-def watch(on_connect: Callable[[Inode], None]) -> None:
+def watch_connections(on_connect: Callable[[Inode], None]) -> None:
     """Call `on_connect` before every connection that Python code makes, for the rest of the
     process, in the connecting thread.
 
@@ -59,7 +59,7 @@ def shut_down(excluded: Iterable[Inode], server_port: int) -> int:
     return num_shut
 
 
-def knock(excluded: Iterable[Inode], server_port: int, num: int) -> None:
+def connect_to_listeners(excluded: Iterable[Inode], server_port: int, num: int) -> None:
     """Connect `num` peers, which disconnect immediately, to every listener except `excluded` and
     that of our own store.
 

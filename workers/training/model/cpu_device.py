@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 CPU = torch.device("cpu")
 
 
-class CudaMeansCpu(TorchFunctionMode):
+class CudaAsCpu(TorchFunctionMode):
     """Reads `device="cuda"` as the CPU, the way torch.set_default_device works.
 
     Megatron writes the literal 'cuda' in its optimizers and clipping, calls `.cuda()`, and tells
@@ -36,10 +36,10 @@ class CudaMeansCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-_mode: CudaMeansCpu | None = None
+_mode: CudaAsCpu | None = None
 
 
-def stand_in() -> torch.device:
+def prepare_device() -> torch.device:
     """The training device. Without CUDA, the first call prepares this thread for the CPU."""
     global _mode
     if torch.cuda.is_available():
@@ -48,7 +48,7 @@ def stand_in() -> torch.device:
         # Megatron only passes the result of the first on as `device=`.
         torch.cuda.current_device = lambda: CPU  # type: ignore[assignment, return-value]
         torch.cuda.synchronize = lambda device=None: None
-        _mode = CudaMeansCpu()
+        _mode = CudaAsCpu()
         _mode.__enter__()  # type: ignore[no-untyped-call]
     return CPU
 
@@ -75,6 +75,6 @@ def _plain(model: Any = None, **options: Any) -> Any:
     return model if model is not None else _plain
 
 
-def stand_in_here() -> AbstractContextManager[object]:
+def cpu_mode() -> AbstractContextManager[object]:
     """The context for a thread that did not call `prepare_device`: torch's modes are per thread."""
-    return nullcontext() if _mode is None else CudaMeansCpu()
+    return nullcontext() if _mode is None else CudaAsCpu()

@@ -20,7 +20,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 # state is bit-identical to the owner's.
 
 
-class RankBefore(NamedTuple):
+class PreviousRank(NamedTuple):
     """The part of a process group's interface that Megatron uses to build a shard."""
 
     own: int
@@ -34,13 +34,13 @@ class RankBefore(NamedTuple):
 
 
 @contextmanager
-def at_rank_before(ddps: Sequence[Any]) -> Generator[None]:
+def as_previous_rank(ddps: Sequence[Any]) -> Generator[None]:
     """Within this context, an optimizer is built for the previous data-parallel rank."""
     buffers = [buffer for ddp in ddps for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers)]
     groups = [buffer.data_parallel_group for buffer in buffers]
     mains = {param: vars(param).get("main_param") for buffer in buffers for param in buffer.params}
     for buffer, group in zip(buffers, groups, strict=True):
-        buffer.data_parallel_group = RankBefore(group.rank(), group.size())
+        buffer.data_parallel_group = PreviousRank(group.rank(), group.size())
     try:
         yield
     finally:
@@ -50,7 +50,7 @@ def at_rank_before(ddps: Sequence[Any]) -> Generator[None]:
             param.main_param = main
 
 
-def follow(mirror: Any, optimizer: Any) -> None:
+def sync_mirror(mirror: Any, optimizer: Any) -> None:
     """Copy the loss scale, learning rate and weight decay to the mirror before its step."""
     for ours, theirs in zip(mirror.chained_optimizers, optimizer.chained_optimizers, strict=True):
         if theirs.grad_scaler is not None and (scale := theirs.grad_scaler.state_dict()):
@@ -61,7 +61,7 @@ def follow(mirror: Any, optimizer: Any) -> None:
 
 
 @contextmanager
-def asking_nobody() -> Generator[None]:
+def without_collectives() -> Generator[None]:
     """Within this context, Megatron builds an optimizer without its collective.
 
     Megatron gathers the parameter groups of all ranks, in case a stage lacks one. No stage does:

@@ -88,7 +88,7 @@ def global_name(module: Any, name: str) -> str:
 
 
 @contextmanager
-def undrawn(config: Any) -> Generator[None]:
+def without_initialisation(config: Any) -> Generator[None]:
     """Within this context, a model is built with undefined weights; biases and norms are constants.
 
     The initialisation methods are replaced, not disabled: without initialisation Megatron does not

@@ -22,11 +22,11 @@ from torch import Tensor
 
 from ....events.spec.job import Model, Train
 from ....events.spec.model import Axes
-from ....events.spec.parallelism import VOCABULARY, Coordinates, coordinates, whole_on_each
-from ..communicators.process_groups import to_build
+from ....events.spec.parallelism import VOCABULARY, Coordinates, coordinates, is_fully_replicated
+from ..communicators.process_groups import groups_for_building
 from .attention import CoreAttention
-from .optimizers import asking_nobody, at_rank_before, chained, parts, prepare
-from .random_draws import Draw, global_name, seed_of, undrawn
+from .optimizers import as_previous_rank, chained, parts, prepare, without_collectives
+from .random_draws import Draw, global_name, seed_of, without_initialisation
 from .random_draws import draw as draw_weights
 from .text_data import carries_loss
 
@@ -35,7 +35,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
-class Trainee:
+class TrainingModel:
     """The model, its optimizer and its schedule in one process. Megatron's objects are Any, because
     Megatron has no types."""
 
@@ -49,7 +49,7 @@ class Trainee:
     optimizer: Any
     scheduler: Any
     positions: Tensor
-    pieces: Any = None
+    shards: Any = None
     """The state shards, listed once by state_shards.py while a generation's groups exist."""
     mirror: Any = None
     """The optimizer of the mirrored shard, if any."""
@@ -58,14 +58,14 @@ class Trainee:
     gathered after the step."""
 
     @property
-    def num_parts(self) -> int:
+    def replica_size(self) -> int:
         """The number of members in one replica."""
         return self.axes.tp * self.axes.pp
 
     @property
     def is_plain(self) -> bool:
         """True for a whole replica with the whole optimizer."""
-        return whole_on_each(self.axes, self.train.parallel)
+        return is_fully_replicated(self.axes, self.train.parallel)
 
     @property
     def is_sharded(self) -> bool:
@@ -194,7 +194,7 @@ class Trainee:
 
 
 def build(train: Train, device: torch.device, groups: Any = None, axes: Axes | None = None,
-          place: int = 0, *, draws: bool = True) -> Trainee:
+          place: int = 0, *, draws: bool = True) -> TrainingModel:
     """Build the model at a position of a layout; `axes` None: a whole replica.
 
     The initial weights depend only on the seed and are equal in all layouts. With `draws=False`
@@ -210,7 +210,7 @@ def build(train: Train, device: torch.device, groups: Any = None, axes: Axes | N
         draw.at(0, 0)
     config = _config(train, axes)
     shards = train.parallel.optimizer != "whole"
-    groups = to_build(groups) if groups is not None else None
+    groups = groups_for_building(groups) if groups is not None else None
     modules = [_module(train, config, draw, axes, at, chunk, groups, draws=draws)
                for chunk in range(axes.chunks)]
     ddps = [_ddp(train, config, module.to(device), groups, shards=shards, is_first=not chunk)
@@ -218,16 +218,16 @@ def build(train: Train, device: torch.device, groups: Any = None, axes: Axes | N
     optimizer = _optimizer(train, ddps, groups, shards=shards)
     mirror = None
     if train.parallel.optimizer == "mirrored" and axes.dp > 1:
-        with at_rank_before(ddps):
+        with as_previous_rank(ddps):
             mirror = _optimizer(train, ddps, groups, shards=True)
     positions = torch.arange(train.model.sequence, device=device).expand(train.batch.micro, -1)
-    return Trainee(train, device, draw, axes, place, modules, ddps, optimizer,
+    return TrainingModel(train, device, draw, axes, place, modules, ddps, optimizer,
                    _scheduler(train, optimizer), positions, mirror=mirror)
 
 
 def _module(train: Train, config: Any, draw: Draw, axes: Axes, at: Coordinates, chunk: int,
             groups: Any, *, draws: bool) -> Any:
-    with undrawn(config):
+    with without_initialisation(config):
         module: Any = GPTModel(
             config, _layers(draw), vocab_size=VOCABULARY, max_sequence_length=train.model.sequence,
             pre_process=at.pp == 0 and chunk == 0,
@@ -297,7 +297,7 @@ def _optimizer(train: Train, ddps: list[Any], groups: Any, *, shards: bool) -> A
         initial_loss_scale=dynamic.initial, min_loss_scale=dynamic.min,
         loss_scale_window=dynamic.window, hysteresis=dynamic.hysteresis,
     )
-    with asking_nobody():
+    with without_collectives():
         optimizer: Any = get_megatron_optimizer(config, ddps, use_gloo_process_groups=False,
                                                 pg_collection=groups)
     prepare(ddps, optimizer)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..process.history import History
 from .optimizers import parts, scalers, shards
-from .trainee import Trainee
+from .trainee import TrainingModel
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -54,14 +54,14 @@ class Numbers(Struct, kw_only=True):
     step_s: list[float]
 
 
-def names(trainee: Trainee, optimizer: Any) -> dict[int, str]:
+def names(trainee: TrainingModel, optimizer: Any) -> dict[int, str]:
     """id of an optimizer's parameter -> its name, equal on every rank."""
     owned = shards(optimizer)
     return {id(owned.get(id(param), getattr(param, "main_param", param))): name
             for name, param in trainee.named_parameters()}
 
 
-def tensors(trainee: Trainee) -> dict[str, Tensor]:
+def tensors(trainee: TrainingModel) -> dict[str, Tensor]:
     """The live tensors of the state by name, in the same order on every rank.
 
     Names are those of the whole model. If the optimizer is sharded, masters and moments are this
@@ -87,17 +87,17 @@ def tensors(trainee: Trainee) -> dict[str, Tensor]:
     return found
 
 
-def num_skipped(trainee: Trainee, step_version: int) -> int:
+def num_skipped(trainee: TrainingModel, step_version: int) -> int:
     """The number of iterations skipped because the gradient was not finite."""
     scheduled_samples: int = trainee.scheduler.num_steps
     return step_version - scheduled_samples // trainee.train.batch.global_
 
 
-def num_bytes(trainee: Trainee) -> int:
+def num_bytes(trainee: TrainingModel) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors(trainee).values())
 
 
-def numbers(trainee: Trainee, step_version: int, history: History) -> Numbers:
+def numbers(trainee: TrainingModel, step_version: int, history: History) -> Numbers:
     """A copy of the numbers of the state."""
     return Numbers(
         precision=trainee.train.precision, step_version=step_version,
@@ -110,7 +110,7 @@ def numbers(trainee: Trainee, step_version: int, history: History) -> Numbers:
     )
 
 
-def check(trainee: Trainee, new: Numbers) -> None:
+def check_numbers(trainee: TrainingModel, new: Numbers) -> None:
     """Raise ValueError if `adopt` could not load these numbers."""
     if new.precision != trainee.train.precision:
         raise ValueError(f"numbers of {new.precision}, not {trainee.train.precision}")
@@ -118,9 +118,9 @@ def check(trainee: Trainee, new: Numbers) -> None:
         raise ValueError(f"{len(new.loss_scales)} loss scales, not {own_num}")
 
 
-def adopt(trainee: Trainee, new: Numbers, history: History) -> int:
+def load(trainee: TrainingModel, new: Numbers, history: History) -> int:
     """Load the numbers; returns the step version. On ValueError nothing is changed."""
-    check(trainee, new)
+    check_numbers(trainee, new)
     for optimizer in trainee.optimizers:
         for _, _, moments in _moments(trainee, optimizer):
             moments["step"].fill_(new.adam_step)
@@ -140,12 +140,12 @@ def decode(data: bytes) -> Numbers:
     return msgspec.msgpack.decode(data, type=Numbers)
 
 
-def _dynamic(trainee: Trainee) -> list[Any]:
+def _dynamic(trainee: TrainingModel) -> list[Any]:
     """Megatron's scalers with a state, without constant ones."""
     return [scaler for scaler in scalers(trainee.optimizer) if scaler.state_dict()]
 
 
-def _adam_step(trainee: Trainee) -> float:
+def _adam_step(trainee: TrainingModel) -> float:
     """The step count, which is equal for all parameters."""
     steps = {float(moments["step"]) for optimizer in trainee.optimizers
              for _, _, moments in _moments(trainee, optimizer)}
@@ -153,7 +153,7 @@ def _adam_step(trainee: Trainee) -> float:
     return steps.pop()
 
 
-def _moments(trainee: Trainee, optimizer: Any
+def _moments(trainee: TrainingModel, optimizer: Any
              ) -> Iterator[tuple[str, Any, dict[str, Tensor]]]:
     """Each parameter of this optimizer: its name, the stepped tensor, its moments."""
     by_id = names(trainee, optimizer)

@@ -13,7 +13,7 @@ from ....events.spec.model import Axes
 from ....events.spec.parallelism import Parallel
 from . import text_data
 from . import trainee as model
-from .trainee import Trainee
+from .trainee import TrainingModel
 
 
 class Samples(Protocol):
@@ -27,7 +27,7 @@ class Samples(Protocol):
         ...
 
 
-class Work(Protocol):
+class Workload(Protocol):
     """What a member trains. `train`: the numbers of iterations and micro-batches, and the output;
     `flops`: FLOPs of one iteration."""
 
@@ -43,18 +43,18 @@ class Work(Protocol):
         ...
 
     def build(self, device: torch.device, groups: Any, axes: Axes, place: int, *,
-              begins: bool = True) -> Trainee:
+              begins: bool = True) -> TrainingModel:
         """Build the model at a position of a layout, deterministically and without communication.
 
         With `begins=False` the weights are undefined; the caller loads a state.
         """
         ...
 
-    def build_whole(self, device: torch.device, groups: Any) -> Trainee:
+    def build_replica(self, device: torch.device, groups: Any) -> TrainingModel:
         """Build a whole replica, to load or save a checkpoint. `groups` have one member."""
         ...
 
-    def begin(self, trainee: Trainee, whole: Callable[[], Trainee]) -> None:
+    def begin(self, trainee: TrainingModel, whole: Callable[[], TrainingModel]) -> None:
         """No member has a state: set this model to the state of the first iteration.
 
         `whole` builds a whole replica in its initial state.
@@ -62,7 +62,7 @@ class Work(Protocol):
         ...
 
 
-class House:
+class SpecWorkload:
     """The GPT of a spec's `train:`."""
 
     def __init__(self, train: Train) -> None:
@@ -76,11 +76,11 @@ class House:
         return text_data.load(self.train.data, self.train.model.sequence)
 
     def build(self, device: torch.device, groups: Any, axes: Axes, place: int, *,
-              begins: bool = True) -> Trainee:
+              begins: bool = True) -> TrainingModel:
         return model.build(self.train, device, groups, axes, place, draws=begins)
 
-    def build_whole(self, device: torch.device, groups: Any) -> Trainee:
+    def build_replica(self, device: torch.device, groups: Any) -> TrainingModel:
         return model.build(replace(self.train, parallel=Parallel()), device, groups, draws=False)
 
-    def begin(self, trainee: Trainee, whole: Callable[[], Trainee]) -> None:
+    def begin(self, trainee: TrainingModel, whole: Callable[[], TrainingModel]) -> None:
         """Nothing to do: `build` draws the initial state from the seed and the parameter names."""

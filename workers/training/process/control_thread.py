@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any, NoReturn, TypeVar
 
-from ....events.process_io import Talk
+from ....events.process_io import LogStream
 from ....events.records.orders import Quiesce, Reconfigure, Resume, SetCheckpointStores
 from ....events.records.types import Body, QuiesceMode
 from ...ipc.pipe_protocol import Frame, Unpacker, WriteDump, pack
@@ -336,7 +336,7 @@ class Control:
             while self._wake is not None and not self._abandoned:
                 if time.monotonic() > deadline_s:
                     if self._is_detached:
-                        Talk(sys.stderr).write("abandoned: a collective that does not end\n")
+                        LogStream(sys.stderr).write("abandoned: a collective that does not end\n")
                         self._abandoned = True
                         break
                     if time.monotonic() > deadline_s + BUILDING_S_MAX:
@@ -394,6 +394,6 @@ def _is_running(future: Future[T]) -> Callable[[], bool]:
 
 
 def _exit_stuck(why: str) -> NoReturn:
-    Talk(sys.stderr).write(f"{why}: this process ends\n")
-    Talk(sys.stderr).flush()
+    LogStream(sys.stderr).write(f"{why}: this process ends\n")
+    LogStream(sys.stderr).flush()
     os._exit(EXIT_STUCK)

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from ....events.errors import UsageError
-from ....events.process_io import Talk
+from ....events.process_io import LogStream
 from ....events.records.orders import StartRank
 from ....events.records.reports import RankErrored
 from ....events.records.statuses import OTHER_SOFTWARE, WRONG_INPUT
@@ -96,15 +96,15 @@ def _own_text(error: BaseException) -> str:
         text = text[:READ_CHARS_MAX // 2] + "\n" + text[-READ_CHARS_MAX // 2:]
     return text
 
-OURS = ("control", "wake", "reports", "collective", "abandoned", "checkpoint", "copies")
+OWN_THREADS = ("control", "wake", "reports", "collective", "abandoned", "checkpoint", "copies")
 """Name prefixes of the threads that a rank starts and cannot train without."""
-EXPENDABLE = ("flight recorder",)
+OPTIONAL_THREADS = ("flight recorder",)
 """Threads that the rank can train without: their error is logged."""
 TEXT_CHARS_MAX = 4000
 """Characters of an error that are reported: its end, and the line that decided."""
 
 
-class LastWords:
+class ExitReporter:
     """Reports RankErrored for the exception that ends the process, and ends it."""
 
     def __init__(self, control: Control, order: StartRank) -> None:
@@ -119,7 +119,7 @@ class LastWords:
             text = f"{error} ({error.hint})"
         else:
             text = "".join(traceback.format_exception(kind, error, trace))
-        Talk(sys.stderr).write(text if text.endswith("\n") else text + "\n")
+        LogStream(sys.stderr).write(text if text.endswith("\n") else text + "\n")
         verdict = verdict_of(error)
         self._control.tell(RankErrored(
             task=self._order.task, rank=self._order.rank, attempt=self._order.attempt,
@@ -128,7 +128,7 @@ class LastWords:
             error=kind.__name__, text=bounded(text, verdict.line, TEXT_CHARS_MAX, end=True),
             status=verdict.status, rule=verdict.rule, second_hand=verdict.second_hand,
         ))
-        end(self._control, 1)
+        exit_process(self._control, 1)
 
     def report_thread(self, args: threading.ExceptHookArgs) -> None:
         """Use as threading.excepthook: an error of one of OWN_THREADS ends the process.
@@ -139,15 +139,15 @@ class LastWords:
             return
         name = args.thread.name if args.thread is not None else ""
         error = args.exc_value or args.exc_type()
-        if name.startswith(OURS):
+        if name.startswith(OWN_THREADS):
             self.report(args.exc_type, error, args.exc_traceback)
         trace = "".join(traceback.format_exception(args.exc_type, error, args.exc_traceback))
-        Talk(sys.stderr).write(f"thread {name} has ended, training continues: {trace}")
+        LogStream(sys.stderr).write(f"thread {name} has ended, training continues: {trace}")
 
 
-def end(control: Control, code: int) -> NoReturn:
+def exit_process(control: Control, code: int) -> NoReturn:
     """Exit after sending all reports, without torch's own shutdown, which waits for peers."""
     control.flush()
-    Talk(sys.stdout).flush()
-    Talk(sys.stderr).flush()
+    LogStream(sys.stdout).flush()
+    LogStream(sys.stderr).flush()
     os._exit(code)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch._C._distributed_c10d as c10d
 
-from ....events.process_io import Talk
+from ....events.process_io import LogStream
 
 DUMP_BYTES_MAX = 8 << 20
 """A longer dump is reduced to the unfinished collectives; if still longer, it is not written."""
@@ -58,7 +58,7 @@ class Recorder:
                     partial.write_text(text)
                     os.replace(partial, path)
             except (OSError, RuntimeError, ValueError) as error:
-                Talk(sys.stderr).write(f"flight recorder dump failed: {error}\n")
+                LogStream(sys.stderr).write(f"flight recorder dump failed: {error}\n")
 
     def _next(self) -> Path | None:
         with self._changing:

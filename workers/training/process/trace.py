@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, Protocol
 
 from ...diagnosis.step_time import Kind
-from ...ipc.progress_page import COLLECTIVE_CODE, OWN_CODE, Phase, Pulse
+from ...ipc.progress_page import COLLECTIVE_CODE, OWN_CODE, Phase, ProgressWriter
 
 Event = Literal[
     "start", "ready", "meet", "settle", "give", "receive",
@@ -62,11 +62,11 @@ class Note(Protocol):
     def __call__(self, event: Event, bucket: int = -1) -> None: ...
 
 
-class Struck(Exception):
+class InjectedFault(Exception):
     """An injected fault: never treated as the failure of a collective."""
 
 
-RAISED: dict[str, type[Exception]] = {"raise": Struck, "fail": RuntimeError}
+RAISED: dict[str, type[Exception]] = {"raise": InjectedFault, "fail": RuntimeError}
 
 
 def _hold_gil() -> NoReturn:
@@ -150,7 +150,7 @@ _PASSES = {"micro_batch", "forward", "forward_mid", "backward", "backward_mid", 
 class Marks:
     """Writes the progress marks of one member's iterations to `pulse`."""
 
-    def __init__(self, pulse: Pulse, *, overlap: bool) -> None:
+    def __init__(self, pulse: ProgressWriter, *, overlap: bool) -> None:
         self.pulse = pulse
         self.passes: Phase = OWN_CODE
         """The phase during its passes."""

@@ -16,7 +16,7 @@ KEYS_NUM = 3
 """The number of missing keys that an error names."""
 
 
-class Box(NamedTuple):
+class Region(NamedTuple):
     """A rectangular block of a tensor: its first element, and its size along each dim."""
 
     offset: Dims
@@ -27,7 +27,7 @@ class Box(NamedTuple):
         return prod(self.shape)
 
 
-class Piece(NamedTuple):
+class Shard(NamedTuple):
     """A region of the tensor `key`. `kind` is the tensor's dtype and shape.
 
     Tensors with the same key and different kinds are unrelated.
@@ -35,7 +35,7 @@ class Piece(NamedTuple):
 
     key: str
     kind: str
-    box: Box
+    region: Region
 
 
 class Move(NamedTuple):
@@ -45,7 +45,7 @@ class Move(NamedTuple):
     `target` wants.
     """
 
-    box: Box
+    region: Region
     source: int
     given: int
     target: int
@@ -65,40 +65,40 @@ class Missing(Exception):
 class _Atom(NamedTuple):
     """A region to transfer and its equally near senders, each a place and a shard's index."""
 
-    box: Box
+    region: Region
     target: int
     wanted: int
     senders: list[tuple[int, int]]
 
 
-Holders = dict[Box, list[tuple[int, int]]]
+Holders = dict[Region, list[tuple[int, int]]]
 """The holders of each region of one tensor, each a place and a shard's index."""
 
 
-def intersection(one: Box, other: Box) -> Box | None:
+def intersection(one: Region, other: Region) -> Region | None:
     """The region that both contain, if any."""
     begins = tuple(map(max, one.offset, other.offset))
     shape = tuple(min(a + n, b + m) - begin for a, n, b, m, begin
                   in zip(one.offset, one.shape, other.offset, other.shape, begins, strict=True))
-    return Box(begins, shape) if all(size > 0 for size in shape) else None
+    return Region(begins, shape) if all(size > 0 for size in shape) else None
 
 
-def without(whole: Box, part: Box) -> list[Box]:
+def without(whole: Region, part: Region) -> list[Region]:
     """`whole` without `part`, which is inside it, as at most two regions per dim."""
-    rest: list[Box] = []
+    rest: list[Region] = []
     offset, shape = list(whole.offset), list(whole.shape)
     for dim, (begin, size) in enumerate(zip(*part, strict=True)):
         before, after = begin - offset[dim], offset[dim] + shape[dim] - begin - size
         if before:
-            rest.append(Box(tuple(offset), (*shape[:dim], before, *shape[dim + 1:])))
+            rest.append(Region(tuple(offset), (*shape[:dim], before, *shape[dim + 1:])))
         if after:
-            rest.append(Box((*offset[:dim], begin + size, *offset[dim + 1:]),
+            rest.append(Region((*offset[:dim], begin + size, *offset[dim + 1:]),
                             (*shape[:dim], after, *shape[dim + 1:])))
         offset[dim], shape[dim] = begin, size
     return rest
 
 
-def flat_range(shape: Dims, begin: int, end: int) -> list[Box]:
+def flat_range(shape: Dims, begin: int, end: int) -> list[Region]:
     """The elements `begin` to `end` of a tensor in row-major order, as regions in that order.
 
     At most 2n - 1 regions for n dims; each is contiguous if the tensor is.
@@ -106,7 +106,7 @@ def flat_range(shape: Dims, begin: int, end: int) -> list[Box]:
     if begin >= end:
         return []
     if not shape:
-        return [Box((), ())]
+        return [Region((), ())]
     row = prod(shape[1:])
     if row == 1 or not (begin % row or end % row):
         return [_rows(begin // row, end // row, shape)]
@@ -118,27 +118,27 @@ def flat_range(shape: Dims, begin: int, end: int) -> list[Box]:
     return [*head, *([_rows(first, last, shape)] if first < last else []), *tail]
 
 
-def _rows(first: int, last: int, shape: Dims) -> Box:
-    return Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
+def _rows(first: int, last: int, shape: Dims) -> Region:
+    return Region((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
 
 
-def _in_row(shape: Dims, row: int, begin: int, end: int) -> list[Box]:
-    return [Box((row, *inner.offset), (1, *inner.shape))
+def _in_row(shape: Dims, row: int, begin: int, end: int) -> list[Region]:
+    return [Region((row, *inner.offset), (1, *inner.shape))
             for inner in flat_range(shape[1:], begin, end)]
 
 
-def parts(region: Box, largest: int) -> list[Box]:
+def parts(region: Region, largest: int) -> list[Region]:
     """The region split into regions of at most `largest` elements, in row-major order."""
     size = region.num_elements
     if size <= largest:
         return [region]
     num = -(-size // largest)
-    return [Box(tuple(map(add, region.offset, inner.offset)), inner.shape)
+    return [Region(tuple(map(add, region.offset, inner.offset)), inner.shape)
             for part in range(num)
             for inner in flat_range(region.shape, size * part // num, size * (part + 1) // num)]
 
 
-def plan(have: Sequence[Sequence[Piece]], want: Sequence[Sequence[Piece]],
+def plan_moves(have: Sequence[Sequence[Shard]], want: Sequence[Sequence[Shard]],
          nodes: Sequence[str], largest: int) -> list[Move]:
     """The moves after which each place has each wanted element exactly once.
 
@@ -166,13 +166,13 @@ def plan(have: Sequence[Sequence[Piece]], want: Sequence[Sequence[Piece]],
 
 
 def _move(atom: _Atom, sender: tuple[int, int]) -> Move:
-    return Move(atom.box, *sender, atom.target, atom.wanted)
+    return Move(atom.region, *sender, atom.target, atom.wanted)
 
 
-def _nearest(region: Box, holders: Holders, target: int, nodes: Sequence[str]
-             ) -> tuple[list[tuple[Box, list[tuple[int, int]]]], list[Box]]:
+def _nearest(region: Region, holders: Holders, target: int, nodes: Sequence[str]
+             ) -> tuple[list[tuple[Region, list[tuple[int, int]]]], list[Region]]:
     """Parts of `region`, each with its holders nearest to `target`; and parts without a holder."""
-    near: list[list[tuple[Box, list[tuple[int, int]]]]] = [[], [], []]
+    near: list[list[tuple[Region, list[tuple[int, int]]]]] = [[], [], []]
     for held, everywhere in holders.items():
         senders: list[list[tuple[int, int]]] = [[], [], []]
         for sender in everywhere:
@@ -180,10 +180,10 @@ def _nearest(region: Box, holders: Holders, target: int, nodes: Sequence[str]
         for distance, equally_near in enumerate(senders):
             if equally_near:
                 near[distance].append((held, equally_near))
-    found: list[tuple[Box, list[tuple[int, int]]]] = []
+    found: list[tuple[Region, list[tuple[int, int]]]] = []
     rest = [region] if region.num_elements else []
     for held, equally_near in chain(*near):
-        left: list[Box] = []
+        left: list[Region] = []
         for wanted in rest:
             part = intersection(wanted, held)
             if part is None:
@@ -208,7 +208,7 @@ def _choose_senders(atoms: Sequence[_Atom], num_places: int) -> list[tuple[int, 
     """The sender of each: the largest first, from the least loaded. Local moves cost nothing."""
     chosen: list[tuple[int, int]] = [atom.senders[0] for atom in atoms]
     sent = [0] * num_places
-    for index in sorted(range(len(atoms)), key=lambda index: -atoms[index].box.num_elements):
+    for index in sorted(range(len(atoms)), key=lambda index: -atoms[index].region.num_elements):
         region, target, _, senders = atoms[index]
         if senders[0][0] == target:
             continue

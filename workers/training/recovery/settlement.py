@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from ....events.spec.model import Axes
-from ....events.spec.parallelism import coordinates, num_places, replica, shape
-from .state_sources import NO_STATE, Claim, Holding, find, sources
+from ....events.spec.parallelism import coordinates, num_positions, replica, shape
+from .state_sources import NO_STATE, Claim, StateHolders, assign_sources, find_state
 
 
-class Share(Struct, frozen=True, kw_only=True):
+class MemberAssignment(Struct, frozen=True, kw_only=True):
     """A member's assignment: the micro-batches that it keeps (`kept`), the ones that it will run
     (`todo`), and the part of these that lost members had (`dealt`).
 
@@ -39,16 +39,16 @@ class Settlement(Struct, frozen=True, kw_only=True):
     step_version: int
     begun: bool
     """True if a member had begun the iteration; otherwise all micro-batches are assigned again."""
-    shares: tuple[Share, ...]
+    shares: tuple[MemberAssignment, ...]
     holders: tuple[int, ...] = ()
     """Places that hold the state in one layout; together they have all of it."""
     gate: tuple[float, ...] = ()
     """The step barrier's result, for the members that still have to step."""
-    beyond: int = NO_STATE
+    lost_version: int = NO_STATE
     """The highest step version of which the members have only a part: it is lost."""
 
 
-def deal(num_micro_batches: int, num_replicas: int, dp: int) -> tuple[int, ...]:
+def assign_micro_batches(num_micro_batches: int, num_replicas: int, dp: int) -> tuple[int, ...]:
     """The micro-batches of a new iteration for replica `dp`: every `num_replicas`-th."""
     return tuple(range(dp, num_micro_batches, num_replicas))
 
@@ -65,8 +65,8 @@ def settle(claims: Sequence[Claim], num_micro_batches: int, axes: Axes | None = 
     """
     assert claims, "a generation has members"
     axes = axes or Axes(dp=len(claims))
-    assert num_places(axes) <= len(claims), "a place without a member"
-    state = find(claims, axes)
+    assert num_positions(axes) <= len(claims), "a place without a member"
+    state = find_state(claims, axes)
     members = [replica(axes, dp) for dp in range(axes.dp)]
     continuing = [dp for dp, places in enumerate(members)
                   if all(_has_sum(claims[place], place, state, axes) for place in places)]
@@ -75,18 +75,18 @@ def settle(claims: Sequence[Claim], num_micro_batches: int, axes: Axes | None = 
                 if not holder.steps)
     if not begun:
         assert not any(kept), "kept micro-batches of an iteration that has not begun"
-        todo = [list(deal(num_micro_batches, axes.dp, dp)) for dp in range(axes.dp)]
+        todo = [list(assign_micro_batches(num_micro_batches, axes.dp, dp)) for dp in range(axes.dp)]
         reassigned: list[list[int]] = [[] for _ in members]
     else:
         owners = _owners(claims, members, continuing)
         todo, reassigned = _assign_remaining(kept, owners, num_micro_batches)
-    senders = sources(state.holders, axes, nodes or [""] * len(claims))
+    senders = assign_sources(state.holders, axes, nodes or [""] * len(claims))
     highest = max(claim.step_version for claim in claims)
 
-    def share(place: int) -> Share:
+    def share(place: int) -> MemberAssignment:
         holder = state.holders.get(place)
-        dp = coordinates(axes, place).dp if place < num_places(axes) else None
-        return Share(
+        dp = coordinates(axes, place).dp if place < num_positions(axes) else None
+        return MemberAssignment(
             kept=() if dp is None else tuple(sorted(kept[dp])),
             todo=() if dp is None else tuple(sorted(todo[dp])),
             dealt=() if dp is None else tuple(sorted(reassigned[dp])), source=senders[place],
@@ -97,10 +97,10 @@ def settle(claims: Sequence[Claim], num_micro_batches: int, axes: Axes | None = 
         step_version=state.step_version, begun=begun,
         shares=tuple(share(place) for place in range(len(claims))),
         holders=tuple(sorted(state.holders)), gate=state.gate,
-        beyond=highest if highest > state.step_version else NO_STATE)
+        lost_version=highest if highest > state.step_version else NO_STATE)
 
 
-def _has_sum(claim: Claim, place: int, state: Holding, axes: Axes) -> bool:
+def _has_sum(claim: Claim, place: int, state: StateHolders, axes: Axes) -> bool:
     """True if its partial sum is for the part of the model that the new layout has at `place`."""
     holder = state.holders.get(place)
     if holder is None or holder.steps or holder.staged:
@@ -130,7 +130,7 @@ def _kept(claims: Sequence[Claim], members: Sequence[Sequence[int]], continuing:
 def _owners(claims: Sequence[Claim], members: Sequence[Sequence[int]], continuing: Sequence[int]
             ) -> dict[int, int]:
     """Micro-batch -> the continuing replica to which it was last assigned."""
-    oldest_first = sorted((claims[place].dealt_in, -place, dp)
+    oldest_first = sorted((claims[place].assigned_in, -place, dp)
                            for dp in continuing for place in members[dp])
     return {item: dp for _, place, dp in oldest_first for item in claims[-place].owned}
 

@@ -21,7 +21,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from ..model import training_state
-from .resharding import Box, Missing, Move, Piece, plan
+from .resharding import Missing, Move, Region, Shard, plan_moves
 from .state_shards import State, cut
 from .state_sources import NO_STATE
 
@@ -44,7 +44,7 @@ class _InTransit(NamedTuple):
     received: list[tuple[int, Tensor, list[Tensor]]]
 
 
-def wire() -> torch.device:
+def comm_device() -> torch.device:
     """The device of the message buffers."""
     return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
@@ -56,7 +56,7 @@ def transfer(give: Mapping[int, Sequence[Tensor]], take: Mapping[int, Sequence[T
     Returns the places with a wrong checksum; their chunks are not written to the tensors. `goes_on`
     is called after each wait; if it returns False, raises RuntimeError and writes no more.
     """
-    device = wire()
+    device = comm_device()
     sending = {place: list(_chunks(tensors)) for place, tensors in give.items()}
     receiving = {place: list(_chunks(tensors)) for place, tensors in take.items()}
     num_rounds = max(map(len, [*sending.values(), *receiving.values()]), default=0)
@@ -143,25 +143,25 @@ def _sum(chunk: Tensor) -> int:
 
 LARGEST_NUM = CHUNK_BYTES // 4
 """Maximum elements of a move: a larger region comes from several holders, if there are several."""
-NUMBERS = Piece("numbers", "", Box((0,), (1,)))
+NUMBERS = Shard("numbers", "", Region((0,), (1,)))
 """Represents the numbers of the state; the sender's offer has their size."""
 Note = Callable[[Literal["give", "receive"]], None]
 
 log = structlog.get_logger()
 
 
-class Exchanged(NamedTuple):
+class ExchangeResult(NamedTuple):
     """The received numbers (`told`) and the bytes received by place (`taken`).
 
     `activate` writes the staged tensors.
     """
 
     told: training_state.Numbers
-    put_in_force: Callable[[], None]
+    activate: Callable[[], None]
     taken: dict[int, int]
 
 
-class Offer(Struct, frozen=True, array_like=True):
+class MemberOffer(Struct, frozen=True, array_like=True):
     """A member's step version, and the encoded shards that it has and wants."""
 
     step_version: int
@@ -173,12 +173,12 @@ class Offer(Struct, frozen=True, array_like=True):
 class _Memory(NamedTuple):
     """Shards, and the tensor of each."""
 
-    pieces: Sequence[Piece]
+    shards: Sequence[Shard]
     tensors: Sequence[Tensor]
 
-    def part(self, index: int, region: Box) -> Tensor:
+    def part(self, index: int, region: Region) -> Tensor:
         """The live view of `region` in the shard at this index."""
-        return cut(self.tensors[index], self.pieces[index].box, region)
+        return cut(self.tensors[index], self.shards[index].region, region)
 
 
 class _Side(NamedTuple):
@@ -192,7 +192,7 @@ class _Side(NamedTuple):
 def exchange(have: State, want: State, numbers: training_state.Numbers | None, *,
              step_version: int, holders: Collection[int], nodes: Sequence[str], staged: bool,
              note: Note = lambda event: None, goes_on: Callable[[], bool] = lambda: True
-             ) -> Exchanged:
+             ) -> ExchangeResult:
     """Fill `want` with the state after `step_version` steps from the members at `holders`.
 
     Every member of the world calls it, with its shards and its `numbers` (None: it has no
@@ -203,7 +203,7 @@ def exchange(have: State, want: State, numbers: training_state.Numbers | None, *
     """
     me = dist.get_rank()
     encoded = b"" if numbers is None else training_state.encode(numbers)
-    offers = _gather_offers(Offer(
+    offers = _gather_offers(MemberOffer(
         step_version=NO_STATE if numbers is None else numbers.step_version, have=_encoded(have),
         want=_encoded(() if want is have else want),
         numbers_bytes=len(encoded)))
@@ -237,33 +237,33 @@ def exchange(have: State, want: State, numbers: training_state.Numbers | None, *
 
     if numbers is None or numbers.step_version != step_version:
         numbers = _read(new_numbers)
-    return Exchanged(numbers, activate, {
+    return ExchangeResult(numbers, activate, {
         place: sum(tensor.nbytes for tensor in tensors if tensor is not new_numbers)
         for place, tensors in sorted(side.take.items())})
 
 
-def _gather_offers(mine: Offer) -> list[Offer]:
+def _gather_offers(mine: MemberOffer) -> list[MemberOffer]:
     """The offers of all members, by place."""
-    data = _tensor(msgspec.msgpack.encode(mine)).to(wire())
-    sizes = [torch.zeros(1, dtype=torch.int64, device=wire())
+    data = _tensor(msgspec.msgpack.encode(mine)).to(comm_device())
+    sizes = [torch.zeros(1, dtype=torch.int64, device=comm_device())
              for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([data.numel()], device=wire()))
+    dist.all_gather(sizes, torch.tensor([data.numel()], device=comm_device()))
     largest = max(int(size.item()) for size in sizes)
-    buffers = [torch.empty(largest, dtype=torch.uint8, device=wire()) for _ in sizes]
+    buffers = [torch.empty(largest, dtype=torch.uint8, device=comm_device()) for _ in sizes]
     dist.all_gather(buffers, torch.cat([data, data.new_zeros(largest - data.numel())]))
-    return [msgspec.msgpack.decode(buffer[:int(size.item())].cpu().numpy().data, type=Offer)
+    return [msgspec.msgpack.decode(buffer[:int(size.item())].cpu().numpy().data, type=MemberOffer)
             for buffer, size in zip(buffers, sizes, strict=True)]
 
 
 def _agree(bad: Collection[int], num_members: int) -> set[int]:
     """The places that any member excludes. When it returns, all members have their data."""
-    flags = torch.tensor([int(place in bad) for place in range(num_members)], device=wire())
+    flags = torch.tensor([int(place in bad) for place in range(num_members)], device=comm_device())
     dist.all_reduce(flags, dist.ReduceOp.MAX)
     return {place for place, flag in enumerate(flags.tolist()) if flag}
 
 
-def _senders(offers: Sequence[Offer], held: Sequence[Sequence[Piece]],
-             wanted: Sequence[Sequence[Piece]], step_version: int, holders: Collection[int]
+def _senders(offers: Sequence[MemberOffer], held: Sequence[Sequence[Shard]],
+             wanted: Sequence[Sequence[Shard]], step_version: int, holders: Collection[int]
              ) -> set[int]:
     """The holders with the right step version and the right model."""
     kinds = {shard.key: shard.kind for shards in reversed(wanted) for shard in shards}
@@ -282,10 +282,10 @@ def _senders(offers: Sequence[Offer], held: Sequence[Sequence[Piece]],
     return found
 
 
-def _plan(has: Sequence[Sequence[Piece]], wanted: Sequence[Sequence[Piece]], nodes: Sequence[str],
+def _plan(has: Sequence[Sequence[Shard]], wanted: Sequence[Sequence[Shard]], nodes: Sequence[str],
           excluded: Collection[int]) -> list[Move]:
     try:
-        return plan(has, wanted, nodes, LARGEST_NUM)
+        return plan_moves(has, wanted, nodes, LARGEST_NUM)
     except Missing as missing:
         if not excluded:
             raise
@@ -294,8 +294,8 @@ def _plan(has: Sequence[Sequence[Piece]], wanted: Sequence[Sequence[Piece]], nod
     raise RuntimeError(why)
 
 
-def _numbers_buffer(moves: Sequence[Move], offers: Sequence[Offer],
-                    wanted: Sequence[Sequence[Piece]], me: int) -> Tensor:
+def _numbers_buffer(moves: Sequence[Move], offers: Sequence[MemberOffer],
+                    wanted: Sequence[Sequence[Shard]], me: int) -> Tensor:
     """The buffer for the numbers; empty if this member has them."""
     return torch.empty(sum(offers[move.source].numbers_bytes for move in moves
                            if move.target == me and wanted[me][move.wanted] == NUMBERS),
@@ -312,7 +312,7 @@ def _side(me: int, moves: Sequence[Move], mine: _Memory, theirs: _Memory, *, sta
             continue
         place = theirs.part(wanted, region)
         new = place
-        if staged and theirs.pieces[wanted] != NUMBERS:
+        if staged and theirs.shards[wanted] != NUMBERS:
             new = torch.empty_like(place)
             side.staged.append((place, new))
         if source == me:
@@ -333,11 +333,11 @@ def _tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data or b"-"), dtype=torch.uint8)[:len(data)]
 
 
-def _encoded(shards: Iterable[Piece]) -> bytes:
+def _encoded(shards: Iterable[Shard]) -> bytes:
     return msgspec.msgpack.encode(tuple(shards))
 
 
 @lru_cache(maxsize=64)
-def _decoded(data: bytes) -> tuple[Piece, ...]:
+def _decoded(data: bytes) -> tuple[Shard, ...]:
     """Cached, because many members have equal shards, and keep them between generations."""
-    return msgspec.msgpack.decode(data, type=tuple[Piece, ...])
+    return msgspec.msgpack.decode(data, type=tuple[Shard, ...])

@@ -23,11 +23,11 @@ from torch.nn import Parameter
 
 from ..model.optimizers import parts, ranges, shards
 from ..model.random_draws import global_name
-from ..model.trainee import Trainee
+from ..model.trainee import TrainingModel
 from ..model.training_state import MOMENTS
-from .resharding import Box, Dims, Piece, flat_range, intersection
+from .resharding import Dims, Region, Shard, flat_range, intersection
 
-State = dict[Piece, Tensor]
+State = dict[Shard, Tensor]
 """Shards, and the live memory of each."""
 
 
@@ -37,7 +37,7 @@ class _Mapped(NamedTuple):
     key: str
     shape: Dims
     """The shape of the whole tensor."""
-    inner: Box
+    inner: Region
     shift: Dims
 
 
@@ -48,7 +48,7 @@ class _Local(NamedTuple):
     mapped: list[_Mapped]
 
 
-def of(trainee: Trainee) -> State:
+def list_shards(trainee: TrainingModel) -> State:
     """All shards of the state. Call it once per model, while the generation's groups exist."""
     found: State = {}
     locals_: dict[int, _Local] = {}
@@ -67,11 +67,11 @@ def of(trainee: Trainee) -> State:
     return found
 
 
-def stepped(trainee: Trainee) -> State:
+def stepped(trainee: TrainingModel) -> State:
     """The valid shards of a model that has stepped but not gathered its parameters."""
     found: State = {}
-    params: dict[str, list[Piece]] = {}
-    for shard, tensor in trainee.pieces.items():
+    params: dict[str, list[Shard]] = {}
+    for shard, tensor in trainee.shards.items():
         kind, _, key = shard.key.partition(".")
         if kind == "model":
             params.setdefault(key, []).append(shard)
@@ -80,22 +80,22 @@ def stepped(trainee: Trainee) -> State:
     moment = f"optimizer.{MOMENTS[0]}."
     for own in [shard for shard in found if shard.key.startswith(moment)]:
         for param in params[own.key.removeprefix(moment)]:
-            if (region := intersection(param.box, own.box)) is not None:
-                whole = trainee.pieces[param]
-                found[param._replace(box=region)] = cut(whole, param.box, region)
+            if (region := intersection(param.region, own.region)) is not None:
+                whole = trainee.shards[param]
+                found[param._replace(region=region)] = cut(whole, param.region, region)
     return found
 
 
 def fill(into: State, whole: State) -> None:
     """Copy the shards from a whole state. Raises ValueError if that lacks some of them."""
-    by_key: dict[tuple[str, str], list[Piece]] = {}
+    by_key: dict[tuple[str, str], list[Shard]] = {}
     for shard in whole:
         by_key.setdefault((shard.key, shard.kind), []).append(shard)
     for shard, tensor in into.items():
-        num_missing = shard.box.num_elements
+        num_missing = shard.region.num_elements
         for source in by_key.get((shard.key, shard.kind), ()):
-            if (region := intersection(shard.box, source.box)) is not None:
-                cut(tensor, shard.box, region).copy_(cut(whole[source], source.box, region))
+            if (region := intersection(shard.region, source.region)) is not None:
+                cut(tensor, shard.region, region).copy_(cut(whole[source], source.region, region))
                 num_missing -= region.num_elements
         if num_missing:
             raise ValueError(f"the whole model lacks {shard}")
@@ -143,7 +143,7 @@ def _map(key: str, part: ShardedTensor, tensor: Tensor) -> _Mapped:
         offset.append(index)
     ahead = (1,) * part.prepend_axis_num
     return _Mapped(key, tuple(part.global_shape),
-                   Box(tuple(offset), (*ahead, *view.shape)),
+                   Region(tuple(offset), (*ahead, *view.shape)),
                    tuple(a - b for a, b in zip(part.global_offset, offset, strict=True)))
 
 
@@ -157,13 +157,13 @@ def _add(found: State, kind: str, tensor: Tensor, begin: int, local: _Local) -> 
             part = intersection(held, inner)
             if part is None:
                 continue
-            shard = Piece(f"{kind}.{key}", kind_of(tensor, shape),
-                          Box(tuple(map(add, part.offset, shift)), part.shape))
+            shard = Shard(f"{kind}.{key}", kind_of(tensor, shape),
+                          Region(tuple(map(add, part.offset, shift)), part.shape))
             assert shard not in found, f"{shard} twice in one model"
             found[shard] = cut(block, held, part)
 
 
-def cut(tensor: Tensor, held: Box, region: Box) -> Tensor:
+def cut(tensor: Tensor, held: Region, region: Region) -> Tensor:
     """The view of `region` in a tensor that contains the region `held`."""
     if region == held:
         return tensor
@@ -172,7 +172,7 @@ def cut(tensor: Tensor, held: Box, region: Box) -> Tensor:
     return tensor
 
 
-def _optimized(trainee: Trainee, optimizer: Any
+def _optimized(trainee: TrainingModel, optimizer: Any
                ) -> Iterator[tuple[Any, int, Tensor, dict[str, Tensor]]]:
     """Each parameter of this optimizer: its first stepped element, the optimizer's tensor for it,
     and the moments."""

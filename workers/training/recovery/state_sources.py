@@ -13,15 +13,15 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ....events.spec.model import Axes
-from ....events.spec.parallelism import Kept, coordinates, covers, place_of, shape
+from ....events.spec.parallelism import Sharding, coordinates, has_every_part, position_of, shape
 
 NO_STATE = -1
 """Step version of a member that has only its initial state."""
-MANY = -2
+SEVERAL = -2
 """Source of a member whose state is assembled from several holders."""
 
 
-class Held(Struct, frozen=True, kw_only=True):
+class HeldState(Struct, frozen=True, kw_only=True):
     """The part of the model whose state a member holds, given as a position in a layout.
 
     `optimizer` is as in a spec's `train.parallel`. With "mirrored", the member also has the shard
@@ -29,7 +29,7 @@ class Held(Struct, frozen=True, kw_only=True):
     """
 
     axes: Axes = Axes()
-    optimizer: Kept = "whole"
+    optimizer: Sharding = "whole"
     place: int = 0
 
     @property
@@ -54,7 +54,7 @@ class Held(Struct, frozen=True, kw_only=True):
         return 0 if self.optimizer == "whole" else self.axes.dp
 
     @property
-    def pieces(self) -> tuple[int, ...]:
+    def shards(self) -> tuple[int, ...]:
         """Members with equal values have the same shards of the state."""
         dp = coordinates(self.axes, self.place).dp if self.dp_of_shards else 0
         return (*self.part_of_model, self.dp_of_shards, dp)
@@ -79,21 +79,21 @@ class Claim(Struct, frozen=True, kw_only=True):
     step_version: int = NO_STATE
     kept: tuple[int, ...] = ()
     owned: tuple[int, ...] = ()
-    dealt_in: int = 0
+    assigned_in: int = 0
     begun: bool = False
     trained_in: int = 0
-    held: Held | None = None
-    staged: Held | None = None
+    held: HeldState | None = None
+    staged: HeldState | None = None
     staged_in: int = 0
     ready: bool = False
     gate: tuple[float, ...] = ()
     stale: bool = False
 
 
-class Holder(NamedTuple):
+class StateHolder(NamedTuple):
     """A member's part of the state that continues."""
 
-    held: Held
+    held: HeldState
     steps: bool
     """True if it has the state only after the step for which it is ready."""
     staged: bool
@@ -110,19 +110,19 @@ class _Layout(NamedTuple):
     one."""
 
 
-class Holding(NamedTuple):
+class StateHolders(NamedTuple):
     """The state that continues, and its holders by place."""
 
     step_version: int
-    holders: dict[int, Holder]
+    holders: dict[int, StateHolder]
     gate: tuple[float, ...]
 
 
-WHOLE = Held()
-NOBODY = Holding(NO_STATE, {}, ())
+WHOLE = HeldState()
+NO_HOLDERS = StateHolders(NO_STATE, {}, ())
 
 
-def find(claims: Sequence[Claim], axes: Axes) -> Holding:
+def find_state(claims: Sequence[Claim], axes: Axes) -> StateHolders:
     """The highest step version whose whole state the members have in one layout.
 
     Among several layouts, prefer that of `axes`, which needs no transfer, then the one with the
@@ -135,12 +135,12 @@ def find(claims: Sequence[Claim], axes: Axes) -> Holding:
         if whole:
             holders = layouts[min(whole, key=lambda each: (
                 each.shape != shape(axes), each.dp not in (0, axes.dp), -len(layouts[each]), each))]
-            return Holding(version, holders, gate)
-    return NOBODY
+            return StateHolders(version, holders, gate)
+    return NO_HOLDERS
 
 
 def _holders(claims: Sequence[Claim], version: int
-             ) -> tuple[dict[_Layout, dict[int, Holder]], tuple[float, ...]]:
+             ) -> tuple[dict[_Layout, dict[int, StateHolder]], tuple[float, ...]]:
     """The holders of the state after that step, by layout; the result of its step barrier.
 
     The barrier returns only after all members have entered it: if one member has stepped, all
@@ -151,15 +151,15 @@ def _holders(claims: Sequence[Claim], version: int
     ready = [claim.trained_in for claim in claims
              if claim.ready and claim.step_version == version - 1 and claim.trained_in in results]
     passed = max(ready, default=None)  # if two generations took this step, the later one
-    layouts: dict[_Layout, dict[int, Holder]] = {}
+    layouts: dict[_Layout, dict[int, StateHolder]] = {}
     for place, claim in enumerate(claims):
         steps = (claim.ready and claim.step_version == version - 1
                  and claim.trained_in == passed)
         if claim.step_version != version and not steps:
             continue
-        has = [Holder(claim.held or WHOLE, steps=steps, staged=False)]
+        has = [StateHolder(claim.held or WHOLE, steps=steps, staged=False)]
         if claim.staged is not None and not steps:
-            has.append(Holder(claim.staged, steps=False, staged=True))
+            has.append(StateHolder(claim.staged, steps=False, staged=True))
         # The active and the staged state may have the same layout, but different positions: states
         # staged in the same generation are combined.
         for staged_in in sorted({0, *(claim.staged_in for claim in claims)}):
@@ -169,18 +169,24 @@ def _holders(claims: Sequence[Claim], version: int
     return layouts, () if passed is None else results[passed]
 
 
-def _is_whole(holders: dict[int, Holder]) -> bool:
+def _is_whole(holders: dict[int, StateHolder]) -> bool:
     """True if these have the whole state. If it is not sharded over dp, their dp may differ."""
     held = [holder.held for holder in holders.values()]
     axes, optimizer = held[0].axes, held[0].optimizer
     if optimizer != "whole":
-        return covers(axes, optimizer, [part.place for part in held])
+        return has_every_part(axes, optimizer, [part.place for part in held])
     one_replica = replace(axes, dp=1)
-    return covers(one_replica, optimizer, [
-        place_of(one_replica, coordinates(part.axes, part.place)._replace(dp=0)) for part in held])
+    return has_every_part(
+        one_replica,
+        optimizer,
+        [
+            position_of(one_replica, coordinates(part.axes, part.place)._replace(dp=0))
+            for part in held
+        ],
+    )
 
 
-def sources(holders: dict[int, Holder], axes: Axes, nodes: Sequence[str]) -> list[int]:
+def assign_sources(holders: dict[int, StateHolder], axes: Axes, nodes: Sequence[str]) -> list[int]:
     """By place: the place of the nearest member that has all of the receiver's new state.
 
     The member itself is nearest, then members of its node, then others; equally near senders take
@@ -201,7 +207,7 @@ def sources(holders: dict[int, Holder], axes: Axes, nodes: Sequence[str]) -> lis
             if bool(near) != local:
                 continue
             if not senders:
-                source_of[place] = MANY
+                source_of[place] = SEVERAL
                 continue
             sender = min(near or senders, key=lambda sender: (num_receivers[sender], sender))
             source_of[place] = sender
@@ -209,7 +215,7 @@ def sources(holders: dict[int, Holder], axes: Axes, nodes: Sequence[str]) -> lis
     return source_of
 
 
-def _senders(holders: dict[int, Holder], axes: Axes, place: int) -> list[int]:
+def _senders(holders: dict[int, StateHolder], axes: Axes, place: int) -> list[int]:
     """The holders that have all of the state of position `place`."""
     at = coordinates(axes, place)
     return [sender for sender, holder in holders.items()

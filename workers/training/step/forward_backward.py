@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 
-from ..model.trainee import Trainee
+from ..model.trainee import TrainingModel
 
 PADDING = -1
 """A micro-batch without tokens: it adds zeros."""
@@ -25,7 +25,7 @@ Note = Callable[[Literal["forward", "backward", "stage"], int], None]
 """Called when a pass of a micro-batch begins, or when a stage communicates with another."""
 
 
-def run(trainee: Trainee, groups: Any, iteration: int, items: Sequence[int], sample: Sample,
+def run(trainee: TrainingModel, groups: Any, iteration: int, items: Sequence[int], sample: Sample,
         note: Note, *, forward_only: bool = False) -> tuple[float, int]:
     """Run these micro-batches of an iteration; returns the sum of their losses, and their tokens.
 
@@ -51,7 +51,7 @@ def padded(items: Sequence[int], num_stages: int, num_chunks: int) -> list[int]:
     return [*items, *[PADDING] * num_more]
 
 
-def evaluate(trainee: Trainee, groups: Any, items: Sequence[int], sample: Sample
+def evaluate(trainee: TrainingModel, groups: Any, items: Sequence[int], sample: Sample
              ) -> tuple[float, int]:
     """Run batches for evaluation: no gradients, the model in evaluation mode."""
     for ddp in trainee.ddps:
@@ -68,7 +68,7 @@ def _ignore(event: str, item: int) -> None:
     pass
 
 
-def _whole(trainee: Trainee, iteration: int, item: int, sample: Sample, note: Note, *,
+def _whole(trainee: TrainingModel, iteration: int, item: int, sample: Sample, note: Note, *,
            forward_only: bool) -> tuple[float, int]:
     trainee.draw.at(iteration, item)
     batch = sample(item)
@@ -80,7 +80,7 @@ def _whole(trainee: Trainee, iteration: int, item: int, sample: Sample, note: No
     return loss.item(), trainee.num_tokens(batch)
 
 
-def _schedule(trainee: Trainee, groups: Any, iteration: int, items: list[int], sample: Sample,
+def _schedule(trainee: TrainingModel, groups: Any, iteration: int, items: list[int], sample: Sample,
               note: Note, *, forward_only: bool) -> list[tuple[float, int]]:
     """Megatron's 1F1B schedule, interleaved with chunks. The last stage alone returns values."""
     axes, train = trainee.axes, trainee.train
@@ -110,8 +110,8 @@ class _Stages(P2PCommunicator):  # type: ignore[misc, unused-ignore]
         return super()._communicate(**options)
 
 
-def _forward(trainee: Trainee, iteration: int, sample: Sample, note: Note, items: Iterator[int],
-             ddp: Any) -> tuple[Tensor, Any]:
+def _forward(trainee: TrainingModel, iteration: int, sample: Sample, note: Note,
+             items: Iterator[int], ddp: Any) -> tuple[Tensor, Any]:
     """One micro-batch in one chunk, for Megatron's schedule: its output, and its loss function.
 
     Dropout is drawn as if the micro-batch ran alone, whichever others are in the pipeline.

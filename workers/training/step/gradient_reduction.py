@@ -19,12 +19,12 @@ from torch import Tensor
 from ...diagnosis.classifier import NOTHING
 from ..communicators.communicators import ABORTED, Communicators
 from ..model import cpu_device
-from ..model.trainee import Trainee
+from ..model.trainee import TrainingModel
 from ..process.control_thread import Abandoned, Control, Interrupted
 from ..process.exit_report import verdict_of
 from ..process.trace import Marks, Note
-from .overlapped_reduction import Buckets, Kept
-from .phase_hooks import Watched
+from .overlapped_reduction import BucketLauncher, GradientBackup
+from .phase_hooks import PhaseHooks
 
 T = TypeVar("T")
 Outcome = Literal["stepped", "boundary", "quiesced", "failed"]
@@ -42,7 +42,7 @@ class Stats(NamedTuple):
     """Position + 1 of the member ordered to save at this boundary before it leaves; 0: none."""
 
 
-class Gate(NamedTuple):
+class StepBarrier(NamedTuple):
     """What a step needs of all gradients if each member has only a part: see `step_barrier`."""
 
     norm_square: float
@@ -57,7 +57,7 @@ class Reduction:
     `num_complete` is the number of buckets completed, in order, in a reduction that failed.
     """
 
-    def __init__(self, trainee: Trainee, note: Note, marks: Marks, *, closely: bool) -> None:
+    def __init__(self, trainee: TrainingModel, note: Note, marks: Marks, *, closely: bool) -> None:
         self.why = ""
         self.verdict = NOTHING
         self.num_complete = 0
@@ -66,9 +66,9 @@ class Reduction:
         self._trainee = trainee
         self._note = note
         self._marks = marks
-        self._hooks = Watched(trainee, note, closely=closely)
-        self._backup = Kept(trainee)
-        self._buckets = (Buckets(trainee.bucket_groups, self._backup, note)
+        self._hooks = PhaseHooks(trainee, note, closely=closely)
+        self._backup = GradientBackup(trainee)
+        self._buckets = (BucketLauncher(trainee.bucket_groups, self._backup, note)
                          if trainee.train.overlap else None)
 
     def begin(self, control: Control, communicators: Communicators, mine: Stats) -> None:
@@ -114,28 +114,28 @@ class Reduction:
 
     def undo(self) -> None:
         """The reduction failed: restore the local gradients."""
-        self._backup.put_back()
+        self._backup.restore()
 
     def done(self) -> None:
         """The result counts: drop the backup of the local gradients."""
         self._backup.drop()
         self.num_complete = 0
 
-    def step_barrier(self, control: Control, communicators: Communicators, mine: Gate
-                     ) -> Gate | Outcome:
+    def step_barrier(self, control: Control, communicators: Communicators, mine: StepBarrier
+                     ) -> StepBarrier | Outcome:
         """The step barrier: exchange the global values that a step needs.
 
         A member that leaves the barrier steps, whatever happens to the others: the barrier ends for
         no member before all have entered it, with their parts reduced.
         """
-        def exchange() -> Gate:
+        def exchange() -> StepBarrier:
             values = torch.tensor(mine, dtype=torch.float64, device=self._trainee.device)
             dist.all_reduce(values)
             self._note("passed")
-            return Gate(*values.tolist())
+            return StepBarrier(*values.tolist())
 
         self._note("gate")
-        return self.together(control, communicators, exchange)
+        return self.run_collectively(control, communicators, exchange)
 
     def _run_at_once(self, control: Control, communicators: Communicators, mine: Stats
                      ) -> Stats | Outcome:
@@ -143,13 +143,13 @@ class Reduction:
         for group in self._trainee.bucket_groups:
             self._backup.keep(group)
         complete: list[bool] = []
-        found = self.together(control, communicators, partial(
+        found = self.run_collectively(control, communicators, partial(
             self._reduce, self._own_stats(control, communicators, mine), communicators.groups,
             dist.group.WORLD, complete, _check_of(communicators)))
         self.num_complete = sum(complete)
         return found
 
-    def _run_overlapped(self, buckets: Buckets, control: Control,
+    def _run_overlapped(self, buckets: BucketLauncher, control: Control,
                         communicators: Communicators, mine: Stats) -> Stats | Outcome:
         """Finish the reduction begun in the last backward, or run all of it."""
         if buckets.current is None:
@@ -163,13 +163,13 @@ class Reduction:
         def wait_all() -> Stats:
             self._until_computed()
             self._marks.wait_begins()
-            return Stats(*reduction.land(self._note, check_active))
+            return Stats(*reduction.wait_all(self._note, check_active))
 
-        found = self.together(control, communicators, wait_all)
+        found = self.run_collectively(control, communicators, wait_all)
         self.num_complete = reduction.num_complete
         if isinstance(found, str):
             if buckets.current is not None:
-                waiter = reduction.end(communicators.wake)
+                waiter = reduction.end(communicators.interrupt)
                 if waiter is not None:
                     control.abandon(waiter.is_alive)
             buckets.reset()
@@ -182,10 +182,10 @@ class Reduction:
 
     def meet(self, control: Control, communicators: Communicators, mine: Stats) -> Stats | Outcome:
         """Exchange the stats alone: every member has reached this point."""
-        return self.together(control, communicators, partial(
+        return self.run_collectively(control, communicators, partial(
             self._stats, self._own_stats(control, communicators, mine), dist.group.WORLD))
 
-    def together(self, control: Control, communicators: Communicators,
+    def run_collectively(self, control: Control, communicators: Communicators,
                  collective: Callable[[], T], replica: frozenset[int] = frozenset()
                  ) -> T | Outcome:
         """Run a collective of all members, or of `replica`; returns its result, or the outcome."""
@@ -203,7 +203,7 @@ class Reduction:
                 self._buckets.current = None  # its waiting thread cleans up
             return "quiesced"
         except (RuntimeError, *ABORTED) as error:
-            if poisoned(error) or (isinstance(error, ABORTED) and not communicators.woken):
+            if is_cuda_error(error) or (isinstance(error, ABORTED) and not communicators.woken):
                 raise
             self.why = f"{type(error).__name__}: {error}".strip()
             self.verdict = verdict_of(error)
@@ -216,15 +216,17 @@ class Reduction:
               collective: Callable[[], T], replica: frozenset[int]) -> T:
         """Run detached with gloo, which has waits that nothing interrupts; NCCL is aborted."""
         if communicators.backend == "nccl":
-            with control.waiting_for_others(communicators.generation, communicators.wake,
+            with control.waiting_for_others(communicators.generation, communicators.interrupt,
                                             replica):
                 return collective()
 
         def call() -> T:
-            with cpu_device.stand_in_here():
+            with cpu_device.cpu_mode():
                 return collective()
 
-        return control.run_detached(communicators.generation, communicators.wake, call, replica)
+        return control.run_detached(
+            communicators.generation, communicators.interrupt, call, replica
+        )
 
     def _own_stats(self, control: Control, communicators: Communicators, mine: Stats) -> Tensor:
         """This member's stats, its order to stop, and its order to save."""
@@ -279,6 +281,6 @@ def _check_of(communicators: Communicators) -> Callable[[], None]:
     return check_active
 
 
-def poisoned(error: BaseException) -> bool:
+def is_cuda_error(error: BaseException) -> bool:
     """Whether this error has ruined the process's CUDA context: only a new process helps."""
     return "CUDA error" in str(error)

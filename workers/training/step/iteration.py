@@ -17,18 +17,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ....events.spec.model import Axes
-from ....events.spec.parallelism import coordinates, whole_on_each
-from ...ipc.progress_page import COLLECTIVE_CODE, OWN_CODE, Pulse
+from ....events.spec.parallelism import coordinates, is_fully_replicated
+from ...ipc.progress_page import COLLECTIVE_CODE, OWN_CODE, ProgressWriter
 from ..communicators.communicators import Communicators
-from ..model.trainee import Trainee
+from ..model.trainee import TrainingModel
 from ..model.workload import Samples
 from ..process.control_thread import Control
 from ..process.history import History
 from ..process.trace import Event, Marks, Trace
-from ..recovery.settlement import Settlement, Share, deal
-from ..recovery.state_sources import NO_STATE, Claim, Held
+from ..recovery.settlement import MemberAssignment, Settlement, assign_micro_batches
+from ..recovery.state_sources import NO_STATE, Claim, HeldState
 from . import forward_backward
-from .gradient_reduction import Gate, Outcome, Reduction, Stats
+from .gradient_reduction import Outcome, Reduction, Stats, StepBarrier
 from .optimizer_step import gather, has_inf, norm_square, step
 
 
@@ -42,7 +42,7 @@ class Iteration:
     any member.
     """
 
-    def __init__(self, trainee: Trainee, text: Samples, trace: Trace, pulse: Pulse,
+    def __init__(self, trainee: TrainingModel, text: Samples, trace: Trace, pulse: ProgressWriter,
                  history: History) -> None:
         self.text = text
         self.history = history
@@ -50,7 +50,7 @@ class Iteration:
         self.step_version = NO_STATE
         self.done: list[int] = []
         self.owned: tuple[int, ...] = ()
-        self.dealt_in = 0
+        self.assigned_in = 0
         self.begun = False
         self.trained_in = 0
         self.loss_sum = 0.0
@@ -64,7 +64,7 @@ class Iteration:
         self.is_stuck = False
         """Whether an abandoned pass still waits in a detached thread and holds the model."""
         self._reduced = Stats(0.0, 0.0)
-        self._gate: Gate | None = None
+        self._gate: StepBarrier | None = None
         """The step barrier's values of its last step in the current generation."""
         self.marks = Marks(pulse, overlap=trainee.train.overlap)
         self._began_s: float | None = None
@@ -72,12 +72,12 @@ class Iteration:
         self.trainee = trainee
         self.set_model(trainee)
 
-    def set_model(self, trainee: Trainee) -> None:
+    def set_model(self, trainee: TrainingModel) -> None:
         """Train `trainee` from now on, with no local gradients."""
         self._use_model(trainee)
         self._clear()
 
-    def replace_model(self, trainee: Trainee) -> None:
+    def replace_model(self, trainee: TrainingModel) -> None:
         """Train `trainee`, which has the same state, from now on. The local gradients move along if
         it is the same part of the model."""
         before, is_stuck = self.trainee, self.is_stuck
@@ -93,16 +93,16 @@ class Iteration:
         """Discard the state of a standby: it is outdated after the others' next step."""
         self.reset_to(NO_STATE)
 
-    def _use_model(self, trainee: Trainee) -> None:
+    def _use_model(self, trainee: TrainingModel) -> None:
         self.trainee = trainee
         self.is_stuck = self.is_ready = False
-        self.marks.passes = COLLECTIVE_CODE if trainee.num_parts > 1 else OWN_CODE
+        self.marks.passes = COLLECTIVE_CODE if trainee.replica_size > 1 else OWN_CODE
         self.reduction = Reduction(trainee, self._note, self.marks, closely=self.trace.is_on)
 
     def claim(self) -> Claim:
         """This member's claim to a settlement."""
         return Claim(step_version=self.step_version, kept=tuple(sorted(self.done)),
-                     owned=self.owned, dealt_in=self.dealt_in, begun=self.begun,
+                     owned=self.owned, assigned_in=self.assigned_in, begun=self.begun,
                      trained_in=self.trained_in, ready=self.is_ready, gate=tuple(self._gate or ()),
                      held=held_by(self.trainee), stale=not self.trainee.is_gathered)
 
@@ -113,22 +113,23 @@ class Iteration:
         self.step_version = step_version
         self.owned, self.begun, self._gate = (), False, None
 
-    def finish_step(self, settlement: Settlement, share: Share) -> None:
+    def finish_step(self, settlement: Settlement, share: MemberAssignment) -> None:
         """Take the step that others took after the step barrier, if the settlement says so."""
         if share.steps:
-            self._step(Gate(*settlement.gate))
+            self._step(StepBarrier(*settlement.gate))
             self.marks.pulse.finish()
         else:
             self._undo()
 
-    def take(self, step_version: int, share: Share, generation: int, *, begun: bool) -> None:
+    def take(self, step_version: int, share: MemberAssignment, generation: int, *, begun: bool
+             ) -> None:
         """Resume from a settlement; keep the local gradients only if the settlement keeps them."""
         if step_version != self.step_version or sorted(self.done) != list(share.kept):
             assert not share.kept
             self._clear()
         self.step_version = step_version
         self.owned = tuple(sorted((*share.kept, *share.todo)))
-        self.dealt_in = generation
+        self.assigned_in = generation
         # A member that is assigned a part of a begun iteration has begun it too.
         self.begun = begun
 
@@ -143,7 +144,7 @@ class Iteration:
         if self.trained_in != generation:
             self.trained_in, self._gate = generation, None
         todo = [item for item in self.owned if item not in self.done]
-        outcome = (self._pass(control, communicators, todo) if self.trainee.num_parts == 1 else
+        outcome = (self._pass(control, communicators, todo) if self.trainee.replica_size == 1 else
                    self._pass_together(control, communicators, todo))
         return outcome or self._reduce_and_step(control, communicators)
 
@@ -154,8 +155,8 @@ class Iteration:
         stats = self.reduction.meet(control, communicators, Stats(0.0, 0))
         if isinstance(stats, str):
             return stats
-        if not whole_on_each(communicators.axes, self.trainee.train.parallel):
-            gate = self.reduction.step_barrier(control, communicators, Gate(0.0))
+        if not is_fully_replicated(communicators.axes, self.trainee.train.parallel):
+            gate = self.reduction.step_barrier(control, communicators, StepBarrier(0.0))
             if isinstance(gate, str):
                 return gate
         self.marks.pulse.finish()
@@ -171,7 +172,7 @@ class Iteration:
     def beside(self, control: Control, communicators: Communicators, call: Callable[[], None]
                ) -> Outcome | None:
         """Run `call`, which needs all members, between two iterations. None if it succeeded."""
-        found = self.reduction.together(control, communicators, call)
+        found = self.reduction.run_collectively(control, communicators, call)
         self.is_stuck = self.is_stuck or self.reduction.was_abandoned
         return found
 
@@ -196,7 +197,7 @@ class Iteration:
         items = tuple(todo)
         units = [items] if self.trainee.axes.pp > 1 and items else [(item,) for item in items]
         for unit in units:
-            found = self.reduction.together(
+            found = self.reduction.run_collectively(
                 control, communicators, partial(self._unit, control, communicators, unit),
                 communicators.replica)
             if isinstance(found, str):
@@ -210,7 +211,7 @@ class Iteration:
             self.num_tokens += int(num_tokens)
             self.done.extend(unit)
             for _ in unit:
-                self.marks.pulse.worked()
+                self.marks.pulse.micro_batch_done()
         return None
 
     def _unit(self, control: Control, communicators: Communicators, unit: tuple[int, ...]
@@ -256,7 +257,7 @@ class Iteration:
         self.loss_sum += loss.item()
         self.num_tokens += trainee.num_tokens(tokens)
         self.done.append(item)
-        self.marks.pulse.worked()
+        self.marks.pulse.micro_batch_done()
         self._item = -1
 
     def _note(self, event: Event, bucket: int = -1) -> None:
@@ -279,7 +280,7 @@ class Iteration:
             gate = found
         self._step(gate)
         self.owned = self._next_micro_batches(communicators)
-        self.dealt_in = communicators.generation
+        self.assigned_in = communicators.generation
         if not self.trainee.is_gathered:
             failed = self._gather(control, communicators)
             if failed is not None:
@@ -293,7 +294,7 @@ class Iteration:
         Otherwise the step still counts: the next settlement recovers them (state_recovery.py).
         """
         self._note("gather")
-        found = self.reduction.together(control, communicators,
+        found = self.reduction.run_collectively(control, communicators,
                                         partial(gather, self.trainee))
         if isinstance(found, str):
             self.is_stuck = self.reduction.was_abandoned
@@ -302,12 +303,12 @@ class Iteration:
         return None
 
     def _enter_step_barrier(self, control: Control, communicators: Communicators
-                            ) -> Gate | Outcome:
-        mine = Gate(norm_square(self.trainee), float(has_inf(self.trainee)))
+                            ) -> StepBarrier | Outcome:
+        mine = StepBarrier(norm_square(self.trainee), float(has_inf(self.trainee)))
         self.is_ready = True
         return self.reduction.step_barrier(control, communicators, mine)
 
-    def _step(self, gate: Gate | None) -> None:
+    def _step(self, gate: StepBarrier | None) -> None:
         """Compute the next state from the reduced gradients; waits for no other member."""
         stats = self._reduced
         if gate is None:
@@ -334,7 +335,7 @@ class Iteration:
     def _next_micro_batches(self, communicators: Communicators) -> tuple[int, ...]:
         """The micro-batches of a new iteration for this member's replica."""
         axes: Axes = communicators.axes
-        return deal(self.trainee.train.num_micro_batches, axes.dp,
+        return assign_micro_batches(self.trainee.train.num_micro_batches, axes.dp,
                     coordinates(axes, communicators.place).dp)
 
     def _boundary(self, stats: Stats) -> Outcome:
@@ -353,9 +354,9 @@ class Iteration:
         self.num_tokens = 0
 
 
-def held_by(trainee: Trainee) -> Held:
+def held_by(trainee: TrainingModel) -> HeldState:
     """The part of the model that `trainee` is."""
-    return Held(axes=trainee.axes, optimizer=trainee.train.parallel.optimizer,
+    return HeldState(axes=trainee.axes, optimizer=trainee.train.parallel.optimizer,
                 place=trainee.place)
 
 

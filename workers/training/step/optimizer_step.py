@@ -16,14 +16,14 @@ import structlog
 import torch
 from torch import Tensor
 
-from ..model.optimizers import follow, ranges, scalers
-from ..model.trainee import Trainee
+from ..model.optimizers import ranges, scalers, sync_mirror
+from ..model.trainee import TrainingModel
 from ..process.trace import Event
 
 log = structlog.get_logger()
 
 
-def norm_square(trainee: Trainee) -> float:
+def norm_square(trainee: TrainingModel) -> float:
     """This member's part of the squared norm of the reduced gradients.
 
     Over all members, every element of the model counts once.
@@ -32,12 +32,12 @@ def norm_square(trainee: Trainee) -> float:
                      for own in _counted(trainee))
 
 
-def has_inf(trainee: Trainee) -> bool:
+def has_inf(trainee: TrainingModel) -> bool:
     """Whether any gradient of this member is not finite."""
     return not all(bool(gradient.isfinite().all()) for gradient in trainee.gradients)
 
 
-def step(trainee: Trainee, num_tokens: float, note: Callable[[Event], None], *,
+def step(trainee: TrainingModel, num_tokens: float, note: Callable[[Event], None], *,
          norm_square: float | None = None, found_inf: bool = False) -> bool:
     """Divide by the loss's divisor, step the optimizer, then its schedule; whether it stepped.
 
@@ -57,7 +57,7 @@ def step(trainee: Trainee, num_tokens: float, note: Callable[[Event], None], *,
     if norm_square is not None:
         _set_norm(trainee, math.sqrt(norm_square) / divisor)
     if trainee.mirror is not None:
-        follow(trainee.mirror, trainee.optimizer)
+        sync_mirror(trainee.mirror, trainee.optimizer)
         trainee.mirror.step()
     stepped: bool = trainee.optimizer.step()[0]
     trainee.is_gathered = not stepped or trainee.axes.dp == 1 or not trainee.is_sharded
@@ -71,7 +71,7 @@ def step(trainee: Trainee, num_tokens: float, note: Callable[[Event], None], *,
     return stepped
 
 
-def gather(trainee: Trainee) -> None:
+def gather(trainee: TrainingModel) -> None:
     """Gather the parameters that the other replicas have stepped, with a sharded optimizer.
 
     Waits for those replicas. Raises RuntimeError; the gather can then be repeated.
@@ -80,7 +80,7 @@ def gather(trainee: Trainee) -> None:
         ddp.start_param_sync(force_dispatch=True)
 
 
-def _set_norm(trainee: Trainee, scaled_norm: float) -> None:
+def _set_norm(trainee: TrainingModel, scaled_norm: float) -> None:
     """Make Megatron clip by this norm, of gradients that still contain the loss scale."""
     norm = scaled_norm / trainee.optimizer.get_loss_scale().item()
     for optimizer in trainee.optimizers:
@@ -88,7 +88,7 @@ def _set_norm(trainee: Trainee, scaled_norm: float) -> None:
         part.get_grad_norm = lambda: norm
 
 
-def _counted(trainee: Trainee) -> Iterator[Tensor]:
+def _counted(trainee: TrainingModel) -> Iterator[Tensor]:
     """The gradients that this member counts, as Megatron chooses them for its norm."""
     owned = ranges(trainee.optimizer)
     is_sharded = trainee.is_sharded

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from megatron.core.distributed.param_and_grad_buffer import BufferType
 from torch import Tensor
 
-from ..model.trainee import Trainee
+from ..model.trainee import TrainingModel
 from ..process.trace import Note
 
 # --- Backup of the local gradients while Megatron reduces its buffers in place ---
@@ -33,10 +33,10 @@ from ..process.trace import Note
 # at any time. That memory is freed with its last user.
 
 
-class Kept:
+class GradientBackup:
     """Copies of the gradients under reduction. They need as much memory as the gradients."""
 
-    def __init__(self, trainee: Trainee) -> None:
+    def __init__(self, trainee: TrainingModel) -> None:
         self._buffers = trainee.buffers
         self._groups = trainee.bucket_groups
         self._buffer_of = {id(bucket): number for number, buffer in enumerate(self._buffers)
@@ -56,7 +56,7 @@ class Kept:
         """The reduction is complete: drop the copies."""
         self._saved.clear()
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """The reduction failed: make the copies the local gradients again."""
         if not self._saved:
             return
@@ -86,7 +86,7 @@ Works = list[Any]
 """torch's handles of launched collectives."""
 
 
-class Flight:
+class OverlappedReduction:
     """The launched collectives of one reduction: the stats of all members, then each bucket.
 
     Only `wait_all` may run outside the launching thread. `is_over` says whether the reduction must
@@ -120,7 +120,7 @@ class Flight:
         except RuntimeError as error:
             self.why = f"{type(error).__name__}: {error}".strip()
 
-    def land(self, note: Note, check_active: Callable[[], None]) -> list[float]:
+    def wait_all(self, note: Note, check_active: Callable[[], None]) -> list[float]:
         """Wait for all collectives; returns the stats. Raises RuntimeError.
 
         `check_active` raises it as soon as the reduction must be left: an aborted collective also
@@ -164,11 +164,11 @@ class Flight:
                 self._wait(works)
 
 
-class Buckets:
+class BucketLauncher:
     """Launches Megatron's bucket groups when it is their turn in the current reduction."""
 
-    def __init__(self, groups: Sequence[Any], backup: Kept, note: Note) -> None:
-        self.current: Flight | None = None
+    def __init__(self, groups: Sequence[Any], backup: GradientBackup, note: Note) -> None:
+        self.current: OverlappedReduction | None = None
         self._groups = groups
         self._backup = backup
         self._note = note
@@ -178,7 +178,7 @@ class Buckets:
 
     def begin(self, stats: Tensor, is_over: Callable[[], bool]) -> None:
         """Launch the stats. From now on a backward launches buckets."""
-        self.current = Flight(stats, len(self._groups), is_over)
+        self.current = OverlappedReduction(stats, len(self._groups), is_over)
 
     def launch_rest(self) -> None:
         """Launch the buckets that no backward has launched."""

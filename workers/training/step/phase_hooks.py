@@ -17,18 +17,18 @@ from typing import Any
 from torch import Tensor
 
 from ..model.optimizers import parts, scalers
-from ..model.trainee import Trainee
+from ..model.trainee import TrainingModel
 from ..process.trace import Note
 
 
-class Watched:
+class PhaseHooks:
     """Hooks on the model's buckets and its optimizer; `closely`: also inside its passes.
 
     An abandoned reduction may still run in a detached thread (control_thread.py): its events do not
     count.
     """
 
-    def __init__(self, trainee: Trainee, note: Note, *, closely: bool) -> None:
+    def __init__(self, trainee: TrainingModel, note: Note, *, closely: bool) -> None:
         self._note = note
         self._local = threading.local()
         for index, group in enumerate(trainee.bucket_groups if not trainee.train.overlap else ()):
