@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ...events.errors import UsageError
-from ...workers.diagnosis.flight_recorder import read_files
+from ...workers.diagnosis.dump_files import read_files
 from ...workers.diagnosis.hang_locator import HangLocation, rank_ranges
 from ...workers.diagnosis.hang_locator import locate as find
 from ..terminal import console

@@ -41,12 +41,12 @@ from .trace.trace_file import check_name
 
 def gpus_per_slot(num_slots: int, every: Sequence[JobSpec]) -> int:
     """The number of GPUs per simulated slot, for nodes of `num_slots`; 1 without aggregation."""
-    found = common_divisor(num_slots, every)
+    found = slots_divisor(num_slots, every)
     alone = any(spec.training is not None and spec.slots.counts[0] < 2 * found for spec in every)
     return 1 if alone else found
 
 
-def common_divisor(num_slots: int, every: Sequence[JobSpec]) -> int:
+def slots_divisor(num_slots: int, every: Sequence[JobSpec]) -> int:
     """The greatest common divisor of all sizes of tasks and of a node's slots."""
     found = num_slots
     for slots in (spec.slots for spec in every):
@@ -288,7 +288,7 @@ def run_input(scenario: Scenario, chosen: Policy, happenings: Sequence[ExternalE
     by = gpus_per_slot(num_slots, tasks) if condense else 1
     if scenario.whole_nodes:
         by = num_slots
-        need(common_divisor(num_slots, tasks) == by, "whole_nodes",
+        need(slots_divisor(num_slots, tasks) == by, "whole_nodes",
              f"needs sizes that are multiples of {by}, a node's slots",
              f"write multiple_of: {by} in each task's slots")
     return RunInput(

@@ -37,13 +37,13 @@ AGENT = """
 import os, sys
 from pathlib import Path
 from unicron.events.errors import UsageError
-from unicron.workers.agent.health.custom_checks import Checks
-from unicron.workers.agent.main import Options, run
+from unicron.workers.agent.health.custom_checks import CheckOptions
+from unicron.workers.agent.main import AgentOptions, run
 url, state, token = sys.argv[1:]
 folder = os.environ.get("CHECKS")
-checks = Checks(folder=Path(folder), every_s=0.2, s_max=60.0) if folder else None
+checks = CheckOptions(folder=Path(folder), every_s=0.2, s_max=60.0) if folder else None
 try:
-    sys.exit(run(Options(node="n1", url=url, token=token, num_slots=2, state_dir=Path(state),
+    sys.exit(run(AgentOptions(node="n1", url=url, token=token, num_slots=2, state_dir=Path(state),
                          checks=checks)))
 except UsageError as error:
     sys.exit(f"error: {error}; hint: {error.hint}")

@@ -58,7 +58,9 @@ PURE = (
         "state", "fold", "decide", "history", "incidents", "throughput", "planner", "placement",
         "simulation")),
     "control_plane/api/dry_run.py", "control_plane/api/view.py", "events/records/", "events/spec/",
-    "workers/diagnosis/", "workers/agent/monitoring/megatron_output.py",
+    *(f"workers/diagnosis/{name}" for name in (
+        "rules/", "classifier.py", "flight_recorder.py", "hang_locator.py", "step_time.py",
+        "wait_graph.py")), "workers/agent/monitoring/megatron_output.py",
     "workers/agent/health/debounce.py", "workers/agent/health/finding.py",
     *(f"workers/training/recovery/{name}.py" for name in (
         "resharding", "settlement", "state_sources")),

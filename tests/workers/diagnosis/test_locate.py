@@ -426,9 +426,9 @@ def test_wrong_paths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_a_file_that_is_too_long(tmp_path: Path, capsys: pytest.CaptureFixture[str],
                                  monkeypatch: pytest.MonkeyPatch) -> None:
-    from unicron.workers.diagnosis import flight_recorder
+    from unicron.workers.diagnosis import dump_files
 
-    monkeypatch.setattr(flight_recorder, "FILE_BYTES_MAX", 1 << 20)
+    monkeypatch.setattr(dump_files, "FILE_BYTES_MAX", 1 << 20)
     with (tmp_path / "dump_0").open("wb") as file:
         file.truncate(3 << 20)
     assert run_command(["locate", str(tmp_path / "dump_0")]) == 2

@@ -18,7 +18,7 @@ from unicron.cli.app import run_command
 from unicron.workers.agent.monitoring import flight_recorder_dumps
 from unicron.workers.agent.processes.pipe import Pipe
 from unicron.workers.agent.processes.process import Process
-from unicron.workers.diagnosis.flight_recorder import read_files
+from unicron.workers.diagnosis.dump_files import read_files
 from unicron.workers.diagnosis.hang_locator import HangLocation, locate
 from unicron.workers.ipc.pipe_protocol import Unpacker, WriteDump
 

@@ -183,7 +183,7 @@ def _fields(path: Path) -> dict[str, int]:
 # --- Processes blocked in the kernel (long in state D without running): they cannot be killed. ---
 
 _SWITCHES = re.compile(r"^(?:non)?voluntary_ctxt_switches:\s*(\d+)", re.MULTILINE)
-_KTHREADD_PID = 2
+_KTHREADD_NUM = 2
 """kthreadd: its children are kernel threads, and some are always in state D."""
 
 
@@ -213,7 +213,7 @@ class BlockedProcesses:
         now_s = self._clock()
         waits: dict[int, _Waits] = {}
         for proc in self._table():
-            if proc.state != "D" or proc.ppid == _KTHREADD_PID:
+            if proc.state != "D" or proc.ppid == _KTHREADD_NUM:
                 continue
             switches = self._switches(proc.pid)
             before = self._waits.get(proc.pid)
