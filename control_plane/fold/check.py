@@ -39,10 +39,10 @@ def _counts(state: ClusterState) -> Iterator[str]:
         yield f"num_running is {state.num_running}, {running} processes run"
     unreachable = sorted(node.name for node in state.nodes.values() if node.unreachable)
     if state.unreachable != unreachable:
-        yield f"silent is {state.unreachable}, {unreachable} are unreachable"
+        yield f"unreachable is {state.unreachable}, {unreachable} are unreachable"
     open_ = [name for name in sorted(set(state.undecided)) if is_open(state, state.nodes[name])]
     if state.undecided != open_:
-        yield f"ailing is {state.undecided}, decisions are pending on {open_}"
+        yield f"undecided is {state.undecided}, decisions are pending on {open_}"
     slots = sum(node.num_slots for node in state.nodes.values() if node.health == "healthy")
     if state.num_slots_max < slots:
         yield f"num_slots_max is {state.num_slots_max}, {slots} are there"
