@@ -14,7 +14,7 @@ BOUND := $(shell command -v timeout >/dev/null 2>&1 && echo timeout -k 60)
 ROOMS := events control_plane workers cli
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-thorough simulation confusion fault-matrix chaos-training bench-recovery bench-throughput bench-planner bench-detection bench-sim bench-paper figures disasters check types docs wheel clean
+.PHONY: help setup demo test test-thorough simulation mutants confusion fault-matrix chaos-training bench-recovery bench-throughput bench-planner bench-detection bench-sim bench-paper figures disasters check types docs wheel clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -48,6 +48,10 @@ SEEDS ?= 2000
 ONLY ?=
 simulation: setup types ## seeded faults in virtual time, on all cores (SEEDS=2000, or ONLY=7: one seed)
 	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m simulated.seeds --seeds $(SEEDS) $(ONLY:%=--only %)
+
+ONLY_MUTANT ?=
+mutants: setup types ## faults planted in a copy of the tree: which tests see each (ONLY_MUTANT=03)
+	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m mutants.run --only "$(ONLY_MUTANT)"
 
 fault-matrix: setup types ## faults at every point of training, a table (POINTS= FAULTS= VARIANTS=)
 	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m matrix.run --points "$(POINTS)" --faults "$(FAULTS)" --variants "$(VARIANTS)"
