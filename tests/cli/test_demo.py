@@ -204,7 +204,7 @@ def figure(out: str, words: str) -> str:
 def test_a_kill_is_told_by_the_clock_of_the_timeline(tmp_path, capsys, monkeypatch):
     """What a rank's agent saw counts from when it was in the log, as DETECTED does."""
     exited = next(record for record in PLAIN if record["kind"] == "RankExited")
-    killed = acts.Strike(at_s=exited["occurred_s"] - 0.25, event={
+    killed = acts.Kill(at_s=exited["occurred_s"] - 0.25, event={
         "pid": exited["body"]["pid"], "event": "backward", "iteration": 7})
     stage = played(tmp_path, monkeypatch, PLAIN)
     stage.trace = mock.Mock(iteration=lambda task: 99, of=lambda *wanted: [])

@@ -293,7 +293,7 @@ def test_policy_and_switches_of_a_folder(cluster, tmp_path):
     assert (policy()["observe"], policy()["allow_inject"], policy()["silence_s_max"]) == (
         False, True, 7)
     cluster.kill(UP)
-    assert "allows faults" in refused()
+    assert "allows injected faults" in refused()
     assert "--observe" in refused("--observe", "--allow-inject")
     assert cluster("down").returncode == 0
     third = cluster.up("--policy", os.devnull)

@@ -348,7 +348,7 @@ class Play:
             self.driver.lose_agents(*self.victims)
         elif self.fault == "exception":
             self._hold(victim, self._armed[victim], then="raise")
-            assert self.driver.wait(RankErrored, victim).error == "Struck"
+            assert self.driver.wait(RankErrored, victim).error == "InjectedFault"
             assert self.driver.processes.pop(victim).popen.wait(20) == 1
         elif self.fault == "SIGSTOP":
             self.driver.processes[victim].signal(signal.SIGSTOP)

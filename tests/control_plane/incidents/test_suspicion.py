@@ -33,7 +33,7 @@ class Cluster(Driver):
             for name in self.last_s:
                 if name not in self.quiet and self.now_s - self.last_s[name] >= 0.5:
                     self.last_s[name] = self.now_s
-            if not blind and self.now_s - self.leases._looked_s >= LOOK_S - 1e-9:
+            if not blind and self.now_s - self.leases._observed_s >= LOOK_S - 1e-9:
                 told += self.look()
             for name, deadline in list(self.state.deadlines.items()):
                 if deadline.due_s <= self.now_s and not blind:

@@ -275,7 +275,7 @@ def test_faults_after_the_end_are_counted(tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "long.yaml"
     path.write_text(json.dumps(plain(policies={"unicron": {}})))
     command.simulate(path, log=None, as_json=False)
-    assert "late       1 fault of the trace, after horizon_s, 864000: not played" in (
+    assert "late       1 fault of the trace, after horizon_s, 864000: not simulated" in (
         capsys.readouterr().out)
     (tmp_path / "trace.csv").write_text("at_s,node,event,cause\n864000,n1,left,\n")
     command.simulate(path, log=None, as_json=False)

@@ -163,6 +163,6 @@ def test_over_http_the_search_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPat
             refused = await site.refused(422, "POST", "/v1/tasks", job({"num_heads": 15}))
             assert refused == "model.hidden: 2048 is not divisible by num_heads 15"
 
-    monkeypatch.setattr(requests, "search", watched)
+    monkeypatch.setattr(requests, "search_layouts", watched)
     asyncio.run(run())
     assert asked == [False, False]

@@ -113,7 +113,7 @@ def test_one_that_ends_at_once_is_left_alone_for_longer_each_time(tmp_path: Path
 
 def test_no_keeper_has_a_number_of_the_next_agents(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agents_keeper, "KEEPERS_NUM_MAX", 2)
+    monkeypatch.setattr(agents_keeper, "STORES_NUM_MAX", 2)
 
     async def live() -> None:
         told = Told()

@@ -112,7 +112,7 @@ def test_what_the_writing_thread_raises_ends_the_rank(driver: Any, then: str) ->
     driver.hold(0, "saving", 3, then=then)
     driver.form([0])
     told = driver.wait(RankErrored, 0)
-    assert told.error == {"raise": "Struck", "fail": "RuntimeError"}[then]
+    assert told.error == {"raise": "InjectedFault", "fail": "RuntimeError"}[then]
     assert "injected: saving of iteration 3" in told.text
     assert told.iteration >= 3
     assert driver.processes[0].popen.wait(20) == 1
