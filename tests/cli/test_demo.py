@@ -208,7 +208,7 @@ def test_a_kill_is_told_by_the_clock_of_the_timeline(tmp_path, capsys, monkeypat
         "pid": exited["body"]["pid"], "event": "backward", "iteration": 7})
     stage = played(tmp_path, monkeypatch, PLAIN)
     stage.trace = mock.Mock(iteration=lambda task: 99, of=lambda *wanted: [])
-    for name, what in (("_strike", lambda *given: killed), ("_healed", mock.Mock()),
+    for name, what in (("_kill", lambda *given: killed), ("_healed", mock.Mock()),
                        ("_return", mock.Mock())):
         monkeypatch.setattr(acts, name, what)
     player = copy.deepcopy(ALPHA)

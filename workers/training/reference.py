@@ -220,7 +220,8 @@ def _gap(mine: dict[str, Any], theirs: dict[str, Any], kind: str) -> tuple[float
     largest, gaps, norms = [0.0], [0.0], [1e-300]
     for name, wanted in theirs.items():
         if name.startswith(kind):
-            gap = (mine[name] - wanted).double()
+            # A sharded optimizer stores the moments of a parameter flat.
+            gap = (mine[name].reshape(wanted.shape) - wanted).double()
             largest.append(gap.abs().max().item())
             gaps.append(gap.square().sum().item())
             norms.append(wanted.double().square().sum().item())

@@ -186,7 +186,7 @@ def test_up_remembers_a_folder_absolute_and_forgets_it_by_a_word(tmp_path: Path)
     wanted = UpOptions(checks=Path("mine"), checks_every_s=5.0).wanted(None, state)
     assert (wanted.checks, wanted.checks_every_s) == (str(Path.cwd() / "mine"), 5.0)
     assert UpOptions().wanted(wanted, state) == wanted
-    with pytest.raises(UsageError, match="--checks is another"):
+    with pytest.raises(UsageError, match="--checks differs"):
         UpOptions(checks=tmp_path).refuse_other(wanted, state)
     assert UpOptions(checks=Path("none")).wanted(wanted, state).checks == ""
 

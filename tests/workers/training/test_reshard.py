@@ -97,7 +97,7 @@ def test_what_is_lost_is_named(layout: Layout, lost: int, gone: str, there: str)
 
 
 @pytest.mark.parametrize(("what", "why"), [
-    ("checksum", "it does not come to its checksum"),
+    ("checksum", "wrong checksum"),
     ("step", "it is of step 0, not 1"),
     ("layout", "its model.embedding.word_embeddings.weight is float32 256x16x1, not "
                "float32 256x16"),
