@@ -1,5 +1,5 @@
 """Diagnosis of error text, step times and flight-recorder dumps.
 
-Read `classifier`, `step_time`, then `flight_recorder`, `wait_graph` and `hang_locator`. Pure but for
-`dump_files`, which reads dumps from disk. Imports `rules`.
+Read `classifier`, `step_time`, then `flight_recorder`, `wait_graph` and `hang_locator`. All is pure
+but `dump_files`, which reads dumps from disk. Imports `rules`.
 """
