@@ -69,7 +69,7 @@ def test_what_a_command_prints_measures_it(cluster: RealCluster, tmp_path: Path)
 
     measured: Any = cluster.wait_told(0, "ThroughputSet", task=task, origin="measured").body
     after = cluster.client().get("/v1/state")["cluster"]["input"]
-    assert after > before, "a dry run of before does not hold any more"
+    assert after != before, "a dry run of before does not hold any more"
     shown, size = cluster.task(task), len(cluster.task(task)["ranks"])
     rate = measured.rates_flops[measured.sizes.index(size)]
     told: list[Any] = [x.body for x in cluster.told(0, "IterationsLogged", task=task)]
