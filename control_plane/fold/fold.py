@@ -23,6 +23,7 @@ from ..state.cluster import ClusterState, live_tasks
 from ..state.members import (
     awaited,
     count_outstanding,
+    current_member,
     is_complete,
     is_representative,
     take_position,
@@ -223,7 +224,7 @@ def _order_refused(state: ClusterState, record: Record, body: r.OrderRefused) ->
 # --- reports of a rank about its generation ---
 def _collective_failed(state: ClusterState, record: Record, body: r.CollectiveFailed) -> None:
     task = state.tasks.get(body.task)
-    rank = _of_generation(task, body.rank, body.attempt, body.generation)
+    rank = current_member(task, body.rank, body.attempt, body.generation)
     if task is None or rank is None or rank.failed == task.generation:
         return
     if task.phase == "reconfiguring":
@@ -259,7 +260,7 @@ def _device_failed(task: Task, record: Record, rank: Rank, error: str) -> None:
 
 def _quiesced(state: ClusterState, record: Record, body: r.Quiesced) -> None:
     task = state.tasks.get(body.task)
-    rank = _of_generation(task, body.rank, body.attempt, body.generation)
+    rank = current_member(task, body.rank, body.attempt, body.generation)
     if task is not None and rank is not None:
         if task.phase == "quiescing" and awaited(task):
             task.num_outstanding -= rank.quiesced != task.generation
@@ -269,7 +270,7 @@ def _quiesced(state: ClusterState, record: Record, body: r.Quiesced) -> None:
 
 def _reconfigured(state: ClusterState, record: Record, body: r.Reconfigured) -> None:
     task = state.tasks.get(body.task)
-    rank = _of_generation(task, body.rank, body.attempt, body.generation)
+    rank = current_member(task, body.rank, body.attempt, body.generation)
     if task is None or rank is None or rank.reconfigured == task.generation:
         return
     if task.phase != "reconfiguring":
@@ -296,7 +297,7 @@ def _reconfigured(state: ClusterState, record: Record, body: r.Reconfigured) -> 
 
 def _reconfigure_failed(state: ClusterState, record: Record, body: r.ReconfigureFailed) -> None:
     task = state.tasks.get(body.task)
-    rank = _of_generation(task, body.rank, body.attempt, body.generation)
+    rank = current_member(task, body.rank, body.attempt, body.generation)
     if task is not None and rank is not None and task.phase == "reconfiguring":
         record_generation_failure(task, record, [rank], network_status(body.error),
                 f"rank {rank.rank} did not come up in generation {task.generation}: {body.error}")
@@ -354,7 +355,7 @@ def _stepped_to(state: ClusterState, task: Task, iteration: int) -> None:
 
 def _rank_finished(state: ClusterState, record: Record, body: r.RankFinished) -> None:
     task = state.tasks.get(body.task)
-    rank = _of_generation(task, body.rank, body.attempt, body.generation)
+    rank = current_member(task, body.rank, body.attempt, body.generation)
     if task is None or rank is None or rank.state == "finished":
         return
     rank.state = "finished"
@@ -364,14 +365,6 @@ def _rank_finished(state: ClusterState, record: Record, body: r.RankFinished) ->
     count_outstanding(task)
     task.forward_calls += body.forward_calls
     task.iteration = max(task.iteration, body.step_version)
-
-
-def _of_generation(task: Task | None, number: int, attempt: int, generation: int) -> Rank | None:
-    """The running member of the current generation; None if the report is stale."""
-    if task is None or generation != task.generation or task.phase == "ended":
-        return None
-    rank = task.member(number)
-    return rank if rank is not None and rank.attempt == attempt else None
 
 
 HANDLERS: dict[type[t.Body], Callable[[ClusterState, Record, Any], None]] = {

@@ -11,6 +11,7 @@ from ...events.records.statuses import NCCL_TIMEOUT, TASK_HANG
 from ...events.records.types import Body
 from ..incidents.hangs import STANDS, WAITED_FOR, WORKS_ON, locate_hang
 from ..state.cluster import ClusterState
+from ..state.members import current_member
 from ..state.task import Rank, SlowIteration, Stall, Task
 from .edits import (
     EARLY_S,
@@ -123,7 +124,7 @@ def _rank_stalled(state: ClusterState, record: Record, body: r.RankStalled) -> N
     if task is not None and not task.heals_in_memory:
         command_stalled(state, task, body.rank, body.attempt, stall)
         return
-    rank = _member(task, body.rank, body.attempt, body.generation)
+    rank = current_member(task, body.rank, body.attempt, body.generation)
     if task is None or rank is None or task.phase not in ("training", "quiescing"):
         return
     task.stalls[rank.rank] = stall
@@ -152,20 +153,13 @@ def _rank_unstalled(state: ClusterState, record: Record, body: r.RankUnstalled) 
     if task is not None and not task.heals_in_memory:
         command_unstalled(state, task, body.rank, body.attempt)
         return
-    rank = _member(task, body.rank, body.attempt, body.generation)
+    rank = current_member(task, body.rank, body.attempt, body.generation)
     if task is None or rank is None:
         return
     task.stalls.pop(rank.rank, None)
     if rank.timeout_reason == STANDS and not rank.stopping:
         rank.timeout_reason = ""
     update_hang_deadline(state, task, restart=True)
-
-
-def _member(task: Task | None, number: int, attempt: int, generation: int) -> Rank | None:
-    if task is None or generation != task.generation or task.phase == "ended":
-        return None
-    rank = task.member(number)
-    return rank if rank is not None and rank.attempt == attempt else None
 
 
 def iterations_passed(state: ClusterState, task: Task, iteration: int) -> None:

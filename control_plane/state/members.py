@@ -163,3 +163,11 @@ def inject_fault(state: ClusterState, request: FaultRequested) -> InjectFault | 
     return InjectFault(nodes=(node.name,), what=request.what, task=task.id if task else 0,
                        rank=rank.rank if rank else -1, attempt=rank.attempt if rank else 0,
                        incarnation=node.incarnation, stop_s=max(request.stop_s, 0.0))
+
+
+def current_member(task: Task | None, number: int, attempt: int, generation: int) -> Rank | None:
+    """The running member of the current generation; None if the report is stale."""
+    if task is None or generation != task.generation or task.phase == "ended":
+        return None
+    rank = task.member(number)
+    return rank if rank is not None and rank.attempt == attempt else None

@@ -67,16 +67,6 @@ def _largest(rows: Candidates, row: int, rest: Ints, left: int, want: int) -> in
     return int(sizes[np.flatnonzero(totals == want)[-1]])
 
 
-def without_row(rows: Candidates, i: int) -> Candidates:
-    """All but row i."""
-    begin, end = int(rows.starts[i]), int(rows.starts[i + 1])
-    starts = np.delete(rows.starts, i)
-    starts[i:] -= end - begin
-    out = slice(begin, end)
-    return Candidates(sizes=np.delete(rows.sizes, out), gains=np.delete(rows.gains, out),
-                starts=starts)
-
-
 class LeaveOneOut:
     """The optimum of all rows but one, by the slots left for them."""
 
