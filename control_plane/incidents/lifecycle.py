@@ -78,10 +78,8 @@ def _budget_spent(state: ClusterState) -> str:
 
 def _lost_nodes(state: ClusterState, task: Task) -> Iterator[Body]:
     """Declare ranks on unreachable nodes lost if a second source confirms it."""
-    if not state.unreachable:
-        return
-    silent = [name for name in sorted({rank.slot.node for rank in task.ranks.values()})
-              if name in state.nodes and state.nodes[name].unreachable]
+    silent = [name for name in state.unreachable
+              if any(rank.slot.node == name for rank in task.ranks.values())]
     for name in silent:
         node = state.nodes[name]
         there = [task.ranks[key] for key in sorted(task.ranks)

@@ -42,7 +42,8 @@ def place(tasks: Sequence[Task], counts: Sequence[int],
     given = {slot for own in taken.values() for slot in own}
     dealt, room = tensor_groups.assign_groups(grouped, wanted, slots, given, where)
     taken |= dealt
-    for task in sorted(tasks, key=lambda task: (  # a task without state is near to no node
+    short = [task for task in tasks if len(taken[task.id]) < wanted[task.id]]
+    for task in sorted(short, key=lambda task: (  # a task without state is near to no node
             not taken[task.id], -seat_bytes(task, wanted[task.id]), task.id)):
         own = taken[task.id]
         own += _choose(room, own, wanted[task.id] - len(own), where)
@@ -64,8 +65,9 @@ def _claims(tasks: Sequence[Task], wanted: dict[int, int], usable: set[Slot],
         here = [seat for seat in task.target if seat.slot in usable and seat.rank in task.ranks]
         taken[task.id] = [seat.slot for seat in _keep(here, wanted[task.id], where)]
     claimed = {slot for own in taken.values() for slot in own}
+    short = [task for task in tasks if len(taken[task.id]) < wanted[task.id]]
     for kind in (_processes, _empty):
-        for task in tasks:
+        for task in short:
             for slot in kind(task):
                 if slot in usable and slot not in claimed and (
                         len(taken[task.id]) < wanted[task.id]):
@@ -89,12 +91,14 @@ def _keep(seats: Sequence[Seat], count: int, where: Where) -> list[Seat]:
     With two racks, drop from the fuller one, else from the emptiest; there from the emptiest node,
     of the last two nodes from the fuller one. Among equals, drop the highest rank.
     """
+    drop = len(seats) - count
+    if drop <= 0:
+        return sorted(seats)
     racks: dict[str, list[Seat]] = {}
     for seat in sorted(seats):
         racks.setdefault(domain(seat.slot.node, where), []).append(seat)
-    if len(seats) > count and len(racks) == 1 and len({seat.slot.node for seat in seats}) > 1:
+    if len(racks) == 1 and len({seat.slot.node for seat in seats}) > 1:
         return _keep(seats, count, {})
-    drop = len(seats) - count
     heap = [(len(own), -own[-1].rank, rack) for rack, own in racks.items()]
     heapify(heap)
     while drop > 0 and (len(racks) != 2 or count < 2):
@@ -162,10 +166,10 @@ def _elsewhere(room: FreeSlots, nodes: Collection[str], racks: Collection[str],
 
 def _seats(task: Task, slots: Sequence[Slot]) -> tuple[Seat, ...]:
     """Assign ranks to the slots: existing seats and processes keep theirs."""
+    if sorted(slots) == sorted(seat.slot for seat in task.target):
+        return task.target
     if not task.heals_in_memory:
         every = tensor_groups.ranked(slots, tensor_groups.size(task, len(slots)))
-        if sorted(every) == sorted(seat.slot for seat in task.target):
-            return task.target
         return tuple(Seat(number, slot) for number, slot in enumerate(every))
     known = {rank.slot: rank.rank for rank in task.living_members()}
     known |= {seat.slot: seat.rank for seat in task.target}

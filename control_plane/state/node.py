@@ -160,5 +160,6 @@ class Node(Struct, kw_only=True):
         """Its slots that a plan may allocate, by index."""
         if not self.takes_tasks:
             return ()
-        return tuple(Slot(self.name, index) for index in range(self.num_slots)
-                     if not self.is_disabled(index))
+        disabled = {*self.slots_disabled, *self.slots_unhealthy}
+        return tuple([Slot(self.name, index) for index in range(self.num_slots)
+                      if index not in disabled])

@@ -354,12 +354,9 @@ class Task(Struct, kw_only=True):
 
     def living_members(self) -> list[Rank]:
         """Members of the current generation whose process still runs, in order."""
-        found: list[Rank] = []
-        for member in self.members:
-            rank = self.ranks.get(member.rank)
-            if rank is not None and rank.attempt == member.attempt:
-                found.append(rank)
-        return found
+        get = self.ranks.get
+        return [rank for member in self.members
+                if (rank := get(member.rank)) is not None and rank.attempt == member.attempt]
 
     @property
     def seats_at(self) -> dict[int, Slot]:
