@@ -123,9 +123,7 @@ def test_a_task_that_gave_all_its_slots_waits() -> None:
     assert told["effects"][1]["pause_s"] is None
 
 
-def test_slots_that_did_not_step_are_counted_until_it_was_closed() -> None:
-    d = Driver()
-    task = d.running()
+def test_slots_that_did_not_step_are_counted_until_it_was_closed(d: Driver, task: int) -> None:
     told = d.exit(task, 2)  # 4 slots stop here
     struck_s = d.now_s
     d.obey(told, start=False)
@@ -170,10 +168,8 @@ def test_slots_that_still_stand_are_counted_until_now_on_every_screen() -> None:
     assert told.slot_s(one, told.at_s) == before, "to ask changes nothing"
 
 
-def test_a_collective_that_failed_before_the_evidence_is_part_of_it() -> None:
+def test_a_collective_that_failed_before_the_evidence_is_part_of_it(d: Driver, task: int) -> None:
     """A survivor may tell of the broken connection before the agent has reaped the process."""
-    d = Driver()
-    task = d.running()
     told = failed(d, task, 0)
     sign = told[0]
     d.now_s += 0.5
@@ -186,10 +182,8 @@ def test_a_collective_that_failed_before_the_evidence_is_part_of_it() -> None:
     assert one.detected_s - one.fault_s == pytest.approx(0.52)
 
 
-def test_a_long_error_takes_two_lines_of_the_page() -> None:
+def test_a_long_error_takes_two_lines_of_the_page(d: Driver, task: int) -> None:
     """Its first line says what it is; the log has the rest."""
-    d = Driver()
-    task = d.running()
     why = f"RuntimeError: Connection closed by peer [::1]:4122. {'Check it. ' * 40}\nadvice\n"
     member = d.state.tasks[task].members[0]
     d.tell(d.source(member.node), r.CollectiveFailed(
@@ -204,10 +198,8 @@ def test_a_long_error_takes_two_lines_of_the_page() -> None:
     assert "advice" not in " ".join(told)
 
 
-def test_one_that_got_worse_is_named_by_what_it_became() -> None:
+def test_one_that_got_worse_is_named_by_what_it_became(d: Driver, task: int) -> None:
     """A peer's collective failed first; then an agent that started again tells the cause."""
-    d = Driver()
-    task = d.running()
     failed(d, task, 0)
     d.now_s += 2.0
     d.tell("leader/abc", r.DeadlineReached(deadline=f"evidence/{task}/1"))
@@ -234,9 +226,7 @@ def test_one_that_is_open_says_so() -> None:
     assert lengths["held"] >= 8.0 > lengths["rebuild"]
 
 
-def test_a_slot_that_was_taken_out_is_for_a_person() -> None:
-    d = Driver()
-    task = d.running()
+def test_a_slot_that_was_taken_out_is_for_a_person(d: Driver, task: int) -> None:
     for _ in range(5):
         if 2 in d.state.tasks[task].ranks:
             carry_out(d, d.exit(task, 2))
@@ -262,9 +252,7 @@ def on_purpose(d: Driver, which: str = "") -> list[str]:
     return [line for line in page(facts(d.log, which)) if line.startswith("on purpose")]
 
 
-def test_a_rank_that_was_killed_on_purpose() -> None:
-    d = Driver()
-    task = d.running()
+def test_a_rank_that_was_killed_on_purpose(d: Driver, task: int) -> None:
     seq = asked(d, what="rank", task=task, rank=2)
     carry_out(d, d.exit(task, 2))
     told = [f"on purpose kill task {task} rank 2: by ops (seq {seq})"]
@@ -277,10 +265,8 @@ def test_a_rank_that_was_killed_on_purpose() -> None:
 
 
 @pytest.mark.parametrize("asked_for", [True, False])
-def test_a_rank_that_was_stopped(asked_for: bool) -> None:
+def test_a_rank_that_was_stopped(d: Driver, task: int, asked_for: bool) -> None:
     """Its time to go on is a phase of its own, and training stood from its begin on."""
-    d = Driver()
-    task = d.running()
     seq = asked(d, what="stop", task=task, rank=2, stop_s=0.0) if asked_for else 0
     (sign,) = d.tell("n2/1", r.RankSuspended(task=task, rank=2, attempt=1, pid=d.pid - 1))
     d.progress(task)  # of the iteration before, told late
@@ -302,9 +288,7 @@ def test_a_rank_that_was_stopped(asked_for: bool) -> None:
         check("incident-stopped", page(told), columns_max=100)
 
 
-def test_one_that_was_stopped_and_goes_on_while_healing_is_frozen() -> None:
-    d = Driver()
-    task = d.running()
+def test_one_that_was_stopped_and_goes_on_while_healing_is_frozen(d: Driver, task: int) -> None:
     d.tell("operator/freeze", r.HealingFrozen(reason="a change of switches"))
     d.tell("n2/1", r.RankSuspended(task=task, rank=2, attempt=1, pid=d.pid - 1))
     d.due(f"stopped/{task}/2/1")
@@ -319,9 +303,7 @@ def test_one_that_was_stopped_and_goes_on_while_healing_is_frozen() -> None:
     assert told["cost"]["slot_s"] == pytest.approx(4 * told["cost"]["pause_s"])
 
 
-def test_a_stop_that_went_by_explains_nothing_later() -> None:
-    d = Driver()
-    task = d.running()
+def test_a_stop_that_went_by_explains_nothing_later(d: Driver, task: int) -> None:
     asked(d, what="stop", task=task, rank=2, stop_s=2.0)
     d.now_s += 5
     d.progress(task)

@@ -86,9 +86,7 @@ def test_an_incident_that_the_state_has_forgotten_has_all_its_evidence() -> None
 
 
 # --- since when -----------------------------------------------------------------------------------
-def test_a_hang_began_after_the_last_mark() -> None:
-    d = Driver()
-    task = d.running()
+def test_a_hang_began_after_the_last_mark(d: Driver, task: int) -> None:
     d.now_s += 10
     hung(d, task, VICTIM)
     carry_out(d, d.due(deadline(d, task)))
@@ -109,9 +107,7 @@ def test_a_hang_began_after_the_last_mark() -> None:
     check("incident-hang", page(told), columns_max=100)
 
 
-def test_one_that_works_on_and_on_began_within_its_iteration() -> None:
-    d = Driver()
-    task = d.running()
+def test_one_that_works_on_and_on_began_within_its_iteration(d: Driver, task: int) -> None:
     waited_for(d, task)
     d.now_s += 5
     crawls(d, task, VICTIM, 6.4)
@@ -135,9 +131,7 @@ def test_a_command_began_to_hang_after_its_last_line() -> None:
     assert evidence(told)[0].startswith("began after the last sign of rank 3, 61 s before")
 
 
-def test_a_slow_rank_was_slow_before_it_was_told() -> None:
-    d = Driver()
-    task = d.running()
+def test_a_slow_rank_was_slow_before_it_was_told(d: Driver, task: int) -> None:
     known(d, task)
     for rank in (VICTIM, 0):
         paced(d, task, rank, 4.0 if rank == VICTIM else 1.0, iteration_s=4.1)
@@ -149,9 +143,8 @@ def test_a_slow_rank_was_slow_before_it_was_told() -> None:
 
 
 @pytest.mark.parametrize("error", ["Connection closed by peer", "Timed out waiting 600000ms"])
-def test_a_timeout_of_a_collective_says_nothing_of_when_it_began(error: str) -> None:
-    d = Driver()
-    task = d.running()
+def test_a_timeout_of_a_collective_says_nothing_of_when_it_began(
+        d: Driver, task: int, error: str) -> None:
     failed(d, task, 0, error)
     d.now_s += 2
     d.obey(d.due(f"evidence/{task}/1"))
@@ -163,8 +156,7 @@ def test_a_timeout_of_a_collective_says_nothing_of_when_it_began(error: str) -> 
     ] * late
 
 
-def test_what_is_only_overdue_has_no_begin() -> None:
-    d = Driver()
+def test_what_is_only_overdue_has_no_begin(d: Driver) -> None:
     task = d.submit(spec())
     carry_out(d, d.due(f"start/{task}/0/1"))
     told = facts(d.log)
@@ -182,9 +174,7 @@ def test_a_check_runs_from_time_to_time() -> None:
     assert evidence(told)[0].startswith("began not known: before its check ran")
 
 
-def test_an_exit_is_told_to_the_moment() -> None:
-    d = Driver()
-    task = d.running()
+def test_an_exit_is_told_to_the_moment(d: Driver, task: int) -> None:
     carry_out(d, d.exit(task, 2))
     told = facts(d.log)
     assert phases(told)["detect"][0] == ""

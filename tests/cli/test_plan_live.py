@@ -37,6 +37,8 @@ from unicron.events.records import reports as r
 from unicron.events.records.decisions import Binding
 from unicron.events.spec.policy import Policy
 
+pytestmark = pytest.mark.nodes(3)
+
 BETA = {1: 1.5e12, 2: 2.4e12}
 
 
@@ -113,8 +115,7 @@ def test_the_present_plan(name: str, make: Any) -> None:
           plan_screen.present(found, now_s=found["plan_s"] + 90), columns_max=100)
 
 
-def test_a_hot_spare_is_one_line_of_the_plan_and_of_dry_runs(ask: Any) -> None:
-    d = Driver(nodes=3)
+def test_a_hot_spare_is_one_line_of_the_plan_and_of_dry_runs(d: Driver, ask: Any) -> None:
     d.tell("leader/abc", r.PolicySet(policy=Policy(
         hot_spare=True, mtbf_gpu_s=6 * 120.0, mtbf_faults=1e6)))
     d.running(train("alpha", 1.0, {2: 1e12}, slots={"sizes": [2]}))

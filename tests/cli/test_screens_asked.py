@@ -103,8 +103,7 @@ def test_a_task_that_must_wait_says_what_for() -> None:
         d, lambda: d.tell("operator/x", r.TaskWeightSet(task=1, weight=2.0)))), "as before"
 
 
-def test_a_task_that_is_ending_earns_nothing_before_either() -> None:
-    d = Driver()
+def test_a_task_that_is_ending_earns_nothing_before_either(d: Driver) -> None:
     task = d.running(train("alpha", 1.0, {4: 1e12}))
     d.tell("operator/x", r.TaskCancelRequested(task=task, reason="a test"))
     told = lines_after(d, lambda: d.submit(train("beta", 1.0, {2: 3e11, 4: 5e11})))

@@ -77,9 +77,7 @@ def the_task(d: Driver, task: int, healing: str = "on") -> str:
                                                      now_s=d.now_s)).split())
 
 
-def test_draining_that_costs_more_needs_nobody() -> None:
-    d = Driver()
-    task = d.running()
+def test_draining_that_costs_more_needs_nobody(d: Driver, task: int) -> None:
     known(d, task)
     paced(d, task, VICTIM, 1.15, iteration_s=1.25)
     assert "NEEDS YOU" not in " ".join(cluster.status(seen(d), cluster="test", now_s=d.now_s))
@@ -110,9 +108,7 @@ def test_shares_are_told_as_people_write_them(share: float, worth: bool, lasts: 
     assert bool(stragglers.degraded_news(node, {5: "alpha"}, "")) == worth
 
 
-def test_why_nothing_is_done_follows_from_what_is_known() -> None:
-    d = Driver()
-    task = d.running()
+def test_why_nothing_is_done_follows_from_what_is_known(d: Driver, task: int) -> None:
     known(d, task)
     paced(d, task, VICTIM, 4.0, iteration_s=4.1)
     assert ("3.73 x. Above 3 x, not acted on: no other process has confirmed yet that its "
@@ -130,9 +126,7 @@ def test_one_that_is_confirmed_is_told_so(healing: str, words: str) -> None:
     assert stragglers.degraded_why(task, healing).endswith(f"3.73 x. {words}")
 
 
-def test_a_task_that_is_slower_as_a_whole_names_no_node() -> None:
-    d = Driver()
-    task = d.running()
+def test_a_task_that_is_slower_as_a_whole_names_no_node(d: Driver, task: int) -> None:
     known(d, task)
     for rank in range(4):
         paced(d, task, rank, 1.4, iteration_s=1.54)
@@ -154,8 +148,7 @@ def test_a_dry_run_tells_what_the_tables_do_not_know() -> None:
     assert lines[at + 1].startswith("degraded   n2 slows alpha 2.45 x now: without it the cluster")
 
 
-def test_a_task_that_stands_for_a_reason_of_all_needs_a_person() -> None:
-    d = Driver()
+def test_a_task_that_stands_for_a_reason_of_all_needs_a_person(d: Driver) -> None:
     task = d.running(spec())
     hung(d, task, 0, 1, 2, 3)
     d.now_s += 100
@@ -166,9 +159,7 @@ def test_a_task_that_stands_for_a_reason_of_all_needs_a_person() -> None:
                                                  now_s=d.now_s))
 
 
-def test_a_hang_that_is_about_to_be_healed_is_told_too() -> None:
-    d = Driver()
-    task = d.running()
+def test_a_hang_that_is_about_to_be_healed_is_told_too(d: Driver, task: int) -> None:
     for rank in range(4):
         stalled(d, task, rank, "own" if rank == VICTIM else "collective", normal_s=16.0, in_s=50.0)
     told = " ".join(cluster.status(seen(d), cluster="test", now_s=d.now_s))

@@ -154,9 +154,7 @@ def test_a_task_that_came_between_the_question_and_the_plan_has_its_number() -> 
 
 
 # --- what is no news, and what is ---------------------------------------------------------------
-def test_a_silent_task_is_told() -> None:
-    d = Driver()
-    task = d.running()
+def test_a_silent_task_is_told(d: Driver, task: int) -> None:
     one = view(d.state)["tasks"][0]
     told = task_screen.task_status(view(d.state), one, History(), now_s=d.now_s + 9.9)
     assert told[1].startswith("next")
@@ -184,8 +182,7 @@ def fails(d: Driver) -> int:
     return task
 
 
-def test_a_failure_is_news_for_a_day_or_until_a_later_task_of_the_name() -> None:
-    d = Driver()
+def test_a_failure_is_news_for_a_day_or_until_a_later_task_of_the_name(d: Driver) -> None:
     first = fails(d)
 
     def news(after_s: float) -> list[str]:
@@ -210,8 +207,7 @@ def test_a_failure_is_news_for_a_day_or_until_a_later_task_of_the_name() -> None
     assert not news(1)
 
 
-def test_an_incident_that_is_open_stands_above_a_task_that_has_failed() -> None:
-    d = Driver()
+def test_an_incident_that_is_open_stands_above_a_task_that_has_failed(d: Driver) -> None:
     fails(d)
     task = d.running(spec(name="beta"))
     d.exit(task, 2)
@@ -220,9 +216,7 @@ def test_an_incident_that_is_open_stands_above_a_task_that_has_failed() -> None:
         "HEALING", "NEEDS"]
 
 
-def test_what_was_healed_is_news_for_a_day_and_what_is_open_always_is() -> None:
-    d = Driver()
-    task = d.running()
+def test_what_was_healed_is_news_for_a_day_and_what_is_open_always_is(d: Driver, task: int) -> None:
 
     def news(after_s: float) -> list[str]:
         lines = cluster.status(seen(d), cluster="test", now_s=d.now_s + after_s)
@@ -244,8 +238,7 @@ def test_what_was_healed_is_news_for_a_day_and_what_is_open_always_is() -> None:
 @pytest.mark.parametrize(("now", "target", "words"), [
     (3, 3, "3"), (3, 4, "3 of 4"), (4, 3, "4 -> 3"), (2, 0, "2 -> 0")])
 def test_slots_that_are_given_away_are_no_part_of_the_rest(
-        now: int, target: int, words: str) -> None:
-    d = Driver()
+        d: Driver, now: int, target: int, words: str) -> None:
     d.running()
     told = seen(d)
     told["tasks"][0]["slots"] |= {"now": now, "target": target}
@@ -253,9 +246,7 @@ def test_slots_that_are_given_away_are_no_part_of_the_rest(
     assert f"  {words}  " in row
 
 
-def test_the_running_span_counts_only_so_far() -> None:
-    d = Driver()
-    task = d.running()
+def test_the_running_span_counts_only_so_far(d: Driver, task: int) -> None:
     for _ in range(40):  # one iteration of 1 GFLOP every 100 s: 10 MFLOP/s
         d.now_s += 99.99
         d.progress(task)
@@ -264,9 +255,7 @@ def test_the_running_span_counts_only_so_far() -> None:
     assert means == pytest.approx([1e7] * 3, rel=0.15)
 
 
-def test_steps_that_were_skipped_are_told() -> None:
-    d = Driver()
-    task = d.running()
+def test_steps_that_were_skipped_are_told(d: Driver, task: int) -> None:
     lines = "\n".join(task_screen.task_status(view(d.state), view(d.state)["tasks"][0],
                                               history(d.log), now_s=d.now_s))
     assert "skipped" not in lines

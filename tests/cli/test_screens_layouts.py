@@ -50,9 +50,8 @@ class Giving(Driver):
 
 
 def test_who_submits_is_told_whose_layout_it_is(
-        monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+        d: Driver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
         capsys: pytest.CaptureFixture[str]) -> None:
-    d = Driver()
     monkeypatch.setattr(tasks, "connect", lambda state, url: mock.Mock(
         get=lambda path: seen(d),
         post=lambda path, body: {"task": d.submit(parse(body)), "seq": len(d.log)},
@@ -103,8 +102,7 @@ def test_bytes_from_the_same_node_are_told_apart() -> None:
     ("whole", "ranks 0-3;"),
     ("sharded", "ranks 0-3; each has its shard of the optimizer alone: to lose any"),
     ("mirrored", "ranks 0-3; each shard of the optimizer is on two of them;")])
-def test_who_holds_shards_is_told(optimizer: str, words: str) -> None:
-    d = Driver()
+def test_who_holds_shards_is_told(d: Driver, optimizer: str, words: str) -> None:
     task = d.running(job(optimizer=optimizer))
     d.progress(task)
     lines = task_screen.task_status(seen(d), view(d.state)["tasks"][0], history(d.log),
@@ -145,8 +143,7 @@ def test_a_set_back_says_what_was_lost_with_whom(parallel: Any, killed: list[int
     assert words in told
 
 
-def test_a_plan_says_the_layout_that_would_be() -> None:
-    d = Driver()
+def test_a_plan_says_the_layout_that_would_be(d: Driver) -> None:
     d.running(job(tensor=[2], pipeline=[1, 2]))
     before = encode_state(d.state)
     found = plain_of(dry_run.run_dry(before, Change(without=("n2",)))) | {"took_s": 1.2e-3}

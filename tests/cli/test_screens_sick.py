@@ -13,10 +13,7 @@ from unicron.control_plane.api.requests import Refusal
 from unicron.control_plane.state.node import Quarantine
 from unicron.events.records import reports as r
 
-
-@pytest.fixture
-def d() -> Driver:
-    return Driver(nodes=3, slots=2)
+pytestmark = pytest.mark.nodes(3)
 
 
 def needs_you(d: Driver) -> str:

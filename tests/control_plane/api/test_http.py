@@ -215,9 +215,8 @@ async def test_a_fault_on_purpose(site: Site) -> None:
                                             {"what": "node", "node": "n1"})
 
 
-def test_the_ranks_there_are_come_in_order() -> None:
+def test_the_ranks_there_are_come_in_order(d: Driver) -> None:
     """Not in the order in which they were started."""
-    d = Driver()
     task = d.state.tasks[d.running()]
     task.ranks = {number: task.ranks[number] for number in (2, 0, 3, 1)}
     d.state.policy = Policy(allow_inject=True)

@@ -59,10 +59,8 @@ def test_progress_affects_a_task_only_where_something_is_wrong_with_it() -> None
     assert [task.id for task in affected_tasks(d.state, d.log[-1])] == [alpha]
 
 
-def test_an_answer_affects_its_task_when_no_other_is_outstanding() -> None:
+def test_an_answer_affects_its_task_when_no_other_is_outstanding(d: Driver, task: int) -> None:
     """Of the members that leave a generation and come up in the next one, the last alone."""
-    d = Driver()
-    task = d.running()
     lost = d.exit(task, 2)
     for kind in (o.Quiesce, o.Reconfigure):
         [order] = only(kind, lost)
@@ -79,8 +77,7 @@ def test_an_answer_affects_its_task_when_no_other_is_outstanding() -> None:
         assert len(lost) > 1, "the last one's next order"
 
 
-def test_processes_that_start_are_waited_for_alike() -> None:
-    d = Driver()
+def test_processes_that_start_are_waited_for_alike(d: Driver) -> None:
     task = d.submit(spec())
     starts = only(o.StartRank, d.log)
     assert d.state.tasks[task].num_outstanding == len(starts) == 4
@@ -90,8 +87,7 @@ def test_processes_that_start_are_waited_for_alike() -> None:
         assert bool(only(o.Reconfigure, told)) == (not left)
 
 
-def test_one_that_is_told_to_stop_is_waited_for_no_more() -> None:
-    d = Driver()
+def test_one_that_is_told_to_stop_is_waited_for_no_more(d: Driver) -> None:
     task = d.submit(spec())
     d.tell("operator/c", r.TaskCancelRequested(task=task, reason=""))
     assert d.state.tasks[task].num_outstanding == 0
@@ -164,8 +160,7 @@ def _deadline(state: ClusterState) -> None:
     (_ailing, "undecided is"), (_occupant, "runs on"), (_ghost, "which is gone"),
     (_incident, "is of another task"), (_two_on_a_slot, "two ranks have one slot"),
     (_deadline, "has no task")])
-def test_the_check_finds(breaks: Callable[[ClusterState], None], says: str) -> None:
-    d = Driver()
+def test_the_check_finds(d: Driver, breaks: Callable[[ClusterState], None], says: str) -> None:
     task = d.submit(spec())
     assert d.state.tasks[task].ranks
     assert d.state.deadlines

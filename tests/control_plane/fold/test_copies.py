@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import pytest
 from decider import Driver, at_rest, finish, only, spec, task_of, the
 from memory_checkpoints import FIRST, came, kept, ordered_anew
 from unicron.cli.terminal.record_line import essentials
@@ -14,6 +15,8 @@ from unicron.events.records import orders as o
 from unicron.events.records import reports as r
 from unicron.events.records import types as t
 from unicron.events.records.types import STORES_NUM_MAX
+
+pytestmark = pytest.mark.nodes(3, slots=1)
 
 ONE: dict[str, Any] = {"slots": {"min": 1, "max": 1}}
 
@@ -35,14 +38,13 @@ def wipe(d: Driver, task: int) -> list[o.Reconfigure]:
     return [record.body for record in d.log[begin:] if isinstance(record.body, o.Reconfigure)]
 
 
-def test_the_first_members_node_and_one_without_members_take_copies() -> None:
-    d = Driver(nodes=4)
+@pytest.mark.nodes(4)
+def test_the_first_members_node_and_one_without_members_take_copies(d: Driver) -> None:
     task = d.running(spec(slots={"min": 1, "max": 4}))
     order = only(o.Reconfigure, d.log)[-1].body
     assert [member.node for member in order.members] == ["n1", "n1", "n2", "n2"]
     assert order.keepers == (t.StoreEndpoint("n1", "n1:1"), t.StoreEndpoint("n3", "n3:1"))
     assert keepers(d, task) == ["n1", "n3"]
-    at_rest(d)
 
 
 def test_without_copies_asked_for_or_another_node_there_are_none() -> None:
@@ -54,8 +56,8 @@ def test_without_copies_asked_for_or_another_node_there_are_none() -> None:
     assert keepers(alone, alone.running(spec())) == ["n1"]
 
 
-def test_who_is_silent_or_drained_is_relieved_while_the_task_trains() -> None:
-    d = Driver(nodes=4, slots=1)
+@pytest.mark.nodes(4, slots=1)
+def test_who_is_silent_or_drained_is_relieved_while_the_task_trains(d: Driver) -> None:
     task = d.running(spec(**ONE))
     assert keepers(d, task) == ["n1", "n2"]
     told = d.tell("leader/abc", r.NodeUnreachable(node="n2", incarnation=1, silence_s=5.0))
@@ -67,11 +69,10 @@ def test_who_is_silent_or_drained_is_relieved_while_the_task_trains() -> None:
     d.tell("operator/1", r.NodeDrained(node="n3"))
     assert keepers(d, task) == ["n1", "n2"]
     assert len([x for x in d.state.orders.values() if b"SetCheckpointStores" in x]) == 1, "the last"
-    at_rest(d)
 
 
-def test_a_node_without_members_takes_the_place_of_one_that_has_some() -> None:
-    d = Driver(nodes=2)
+@pytest.mark.nodes(2)
+def test_a_node_without_members_takes_the_place_of_one_that_has_some(d: Driver) -> None:
     task = d.running(spec(slots={"min": 1, "max": 4}))
     assert keepers(d, task) == ["n1", "n2"], "both have members"
     kept(d, task, "n2", 10)
@@ -80,11 +81,9 @@ def test_a_node_without_members_takes_the_place_of_one_that_has_some() -> None:
     assert copies(d, task) == [("n2", 10)], "what is there still serves"
     d.join("n0", slots=2)
     assert keepers(d, task) == ["n1", "n3"], "among equals who has it stays"
-    at_rest(d)
 
 
-def test_copies_of_the_current_generation_count_and_two_of_each_node_stay() -> None:
-    d = Driver(nodes=3, slots=1)
+def test_copies_of_the_current_generation_count_and_two_of_each_node_stay(d: Driver) -> None:
     task = d.running(spec(**ONE))
     for step in (10, 20, 30):
         kept(d, task, "n1", step)
@@ -97,8 +96,7 @@ def test_copies_of_the_current_generation_count_and_two_of_each_node_stay() -> N
     assert [copy["step_version"] for copy in shown["copies"]] == [20, 30, 30]
 
 
-def test_a_node_takes_its_copies_with_it_and_a_keeper_that_ended_too() -> None:
-    d = Driver(nodes=3, slots=1)
+def test_a_node_takes_its_copies_with_it_and_a_keeper_that_ended_too(d: Driver) -> None:
     task = d.running(spec(**ONE))
     for node in ("n1", "n2"):
         kept(d, task, node, 10)
@@ -116,9 +114,8 @@ def test_a_node_takes_its_copies_with_it_and_a_keeper_that_ended_too() -> None:
     assert copies(d, task) == []
 
 
-def test_what_is_told_late_of_a_keeper_that_has_ended_is_not_believed() -> None:
+def test_what_is_told_late_of_a_keeper_that_has_ended_is_not_believed(d: Driver) -> None:
     """The rank's agent tells of copies, the keeper's agent of its end: in whatever order."""
-    d = Driver(nodes=3, slots=1)
     task = d.running(spec(**ONE))
     ended = r.MemoryCheckpointsLost(node="n2", incarnation=1, task=0, why="it ended",
                                     keeper_start=FIRST)
@@ -138,8 +135,7 @@ def test_what_is_told_late_of_a_keeper_that_has_ended_is_not_believed() -> None:
     assert copies(d, task) == [("n1", 20)], "of the agent before, also if its clock was ahead"
 
 
-def test_what_would_be_lost_counts_copies_elsewhere() -> None:
-    d = Driver(nodes=3, slots=1)
+def test_what_would_be_lost_counts_copies_elsewhere(d: Driver) -> None:
     task = d.running(spec(**ONE))
     d.progress(task, 30)
     it = task_of(d, task)
@@ -149,8 +145,8 @@ def test_what_would_be_lost_counts_copies_elsewhere() -> None:
     assert (it.unsaved, it.lost_with("n1"), it.lost_with("n2")) == (1, 11, 1)
 
 
-def test_all_die_and_the_order_names_the_newest_copy_then_the_nearest() -> None:
-    d = Driver(nodes=3)
+@pytest.mark.nodes(3)
+def test_all_die_and_the_order_names_the_newest_copy_then_the_nearest(d: Driver) -> None:
     task = d.running(spec(slots={"min": 1, "max": 2}))
     d.progress(task, 30)
     kept(d, task, "n2", 10)
@@ -164,7 +160,6 @@ def test_all_die_and_the_order_names_the_newest_copy_then_the_nearest() -> None:
     closed = the(decisions.IncidentClosed, d.log[-10:])
     assert closed.iterations_lost == 11
     assert copies(d, task) == [("n1", 20), ("n2", 10), ("n2", 20)], "they still serve"
-    at_rest(d)
 
 
 def test_an_unreachable_node_is_asked_for_its_copy_behind_the_others_and_a_lost_one_never() -> None:
@@ -207,9 +202,9 @@ def test_copies_that_did_not_serve_are_counted_on_no_more() -> None:
     assert copies(d, task) == [("n2", 10)]
 
 
-def test_a_branch_that_was_left_does_not_come_back_untold() -> None:
+@pytest.mark.nodes(3)
+def test_a_branch_that_was_left_does_not_come_back_untold(d: Driver) -> None:
     """n2 told of step 10, and may have 20 by now: the task went on from 12 on n1."""
-    d = Driver(nodes=3)
     task = d.running(spec(slots={"min": 1, "max": 2}))
     d.progress(task, 30)
     kept(d, task, "n1", 12)
@@ -228,7 +223,6 @@ def test_a_branch_that_was_left_does_not_come_back_untold() -> None:
     d.steps[task] = 13
     wipe(d, task)
     assert [x.step_version_max for x in task_of(d, task).copies] == [11], "not once more"
-    at_rest(d)
 
 
 def test_a_generation_that_fails_before_anybody_stepped_costs_no_copy() -> None:
@@ -295,8 +289,7 @@ def test_what_a_try_found_that_came_to_nothing_is_no_origin() -> None:
     assert closed.received_bytes == 34
 
 
-def test_when_a_task_has_ended_its_copies_are_dropped_once() -> None:
-    d = Driver(nodes=3, slots=1)
+def test_when_a_task_has_ended_its_copies_are_dropped_once(d: Driver) -> None:
     task = d.running(spec(**ONE))
     kept(d, task, "n1", 10)
     done = finish(d, task)
@@ -308,11 +301,9 @@ def test_when_a_task_has_ended_its_copies_are_dropped_once() -> None:
     first = d.do(the(o.DropMemoryCheckpoints, done))
     assert (it.store_nodes, it.drop_order, d.state.orders) == ([], 0, {})
     assert only(o.DropMemoryCheckpoints, first) == []
-    at_rest(d)
 
 
-def test_who_tells_of_a_copy_of_a_task_that_has_ended_is_told_to_drop_it() -> None:
-    d = Driver(nodes=3, slots=1)
+def test_who_tells_of_a_copy_of_a_task_that_has_ended_is_told_to_drop_it(d: Driver) -> None:
     task = d.running(spec(**ONE))
     it, first = task_of(d, task), task_of(d, task).members[0]
     done = the(o.DropMemoryCheckpoints, finish(d, task))
@@ -330,4 +321,3 @@ def test_who_tells_of_a_copy_of_a_task_that_has_ended_is_told_to_drop_it() -> No
     assert the(o.DropMemoryCheckpoints, d.tell("n1/1", late)).nodes == ("n3",)
     d.join("n3", incarnation=2, slots=1)
     assert (it.store_nodes, it.drop_order, d.state.orders) == ([], 0, {}), "it went with its agent"
-    at_rest(d)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
 from command_logs import begin, printed
-from decider import Driver, at_rest, task_of
+from decider import Driver, task_of
 from unicron.cli.screens.cluster import status
 from unicron.cli.terminal import record_line
 from unicron.cli.terminal.format import lost_in_words
@@ -18,12 +17,7 @@ from unicron.events.records import decisions
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
 
-
-@pytest.fixture
-def d() -> Iterator[Driver]:
-    made = Driver(nodes=3)
-    yield made
-    at_rest(made)
+pytestmark = pytest.mark.nodes(3)
 
 
 def failed(d: Driver, task: int) -> decisions.IncidentClosed:

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-from decider import Driver, at_rest, failed, only, spec, task_of, the
+from decider import Driver, failed, only, spec, task_of, the
 from hangs import stalled
 from unicron.events.records import decisions
 from unicron.events.records import reports as r
 
 LATE_S = 2.0
-
-
-@pytest.fixture
-def d() -> Iterator[Driver]:
-    made = Driver(nodes=2, slots=2)
-    yield made
-    at_rest(made)
 
 
 def again(d: Driver, node: str) -> decisions.IncidentOpened:
@@ -47,8 +38,8 @@ def test_where_nobody_could_tell_it_stands_since_its_next_iteration_was_due(d: D
     assert d.now_s - stood_s > LATE_S - 0.2
 
 
-def test_a_collective_that_failed_before_begins_the_pause_and_is_evidence(d: Driver) -> None:
-    task = d.running()
+def test_a_collective_that_failed_before_begins_the_pause_and_is_evidence(
+        d: Driver, task: int) -> None:
     told = failed(d, task, 0)
     opened = again(d, "n2")
     assert opened.evidence[0] == told[0].seq
@@ -80,9 +71,8 @@ def test_an_agent_that_starts_again_at_once_has_stood_no_longer(d: Driver) -> No
     assert incident.down_since_s == told[0].at_s
 
 
-def test_a_node_that_the_others_wait_for_is_lost_since_they_wait(d: Driver) -> None:
+def test_a_node_that_the_others_wait_for_is_lost_since_they_wait(d: Driver, task: int) -> None:
     """Nothing fails: packets do not come."""
-    task = d.running()
     d.tell("leader/abc", r.NodeUnreachable(node="n2", incarnation=1, silence_s=1.3))
     waited_s = d.now_s - 1.6
     for rank in (0, 1):

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
-from decider import Driver, at_rest, failed, kinds, only, spec, task_of, the, waits_of
+from decider import Driver, failed, kinds, only, spec, task_of, the, waits_of
 from unicron.control_plane.planner import pending
 from unicron.control_plane.planner.pending import WaitExplanation
 from unicron.events.records import decisions
@@ -13,13 +10,6 @@ from unicron.events.records import orders as o
 from unicron.events.records import reports as r
 from unicron.events.records.envelope import Record
 from unicron.events.spec import policy
-
-
-@pytest.fixture
-def d() -> Iterator[Driver]:
-    made = Driver()
-    yield made
-    at_rest(made)
 
 
 def freeze(d: Driver) -> list[Record]:
@@ -34,8 +24,7 @@ def orders(records: list[Record]) -> list[str]:
     return [record.kind for record in records if isinstance(record.body, o.ORDERS)]
 
 
-def test_a_killed_rank_is_told_and_left(d: Driver) -> None:
-    task = d.running()
+def test_a_killed_rank_is_told_and_left(d: Driver, task: int) -> None:
     assert kinds(freeze(d)) == []
     told = d.exit(task, 2)
     assert the(decisions.IncidentOpened, told).severity == "SEV2"
@@ -48,8 +37,7 @@ def test_a_killed_rank_is_told_and_left(d: Driver) -> None:
         assert kinds(failed(d, task, rank)) == [], "told once, not with every report"
 
 
-def test_when_it_is_thawed_all_that_waits_is_done(d: Driver) -> None:
-    task = d.running()
+def test_when_it_is_thawed_all_that_waits_is_done(d: Driver, task: int) -> None:
     freeze(d)
     d.exit(task, 2)
     for rank in (0, 1, 3):
@@ -64,8 +52,7 @@ def test_when_it_is_thawed_all_that_waits_is_done(d: Driver) -> None:
     assert task_of(d, task).iterations_lost == 0
 
 
-def test_a_transition_that_has_begun_is_completed(d: Driver) -> None:
-    task = d.running()
+def test_a_transition_that_has_begun_is_completed(d: Driver, task: int) -> None:
     begun = [x for x in d.exit(task, 2) if isinstance(x.body, o.Quiesce)]
     freeze(d)
     told = d.obey(begun)
@@ -86,8 +73,7 @@ def test_a_new_task_is_planned_and_waits(d: Driver) -> None:
     assert task_of(d, told[0].seq).why == ""
 
 
-def test_cancel_is_asked_for_and_so_done(d: Driver) -> None:
-    task = d.running()
+def test_cancel_is_asked_for_and_so_done(d: Driver, task: int) -> None:
     freeze(d)
     told = d.tell("operator/cancel", r.TaskCancelRequested(task=task))
     assert orders(told) == ["StopRank"] * 4
@@ -95,8 +81,7 @@ def test_cancel_is_asked_for_and_so_done(d: Driver) -> None:
     assert task_of(d, task).outcome == "cancelled"
 
 
-def test_a_lost_node_is_priced_not_acted_upon(d: Driver) -> None:
-    task = d.running()
+def test_a_lost_node_is_priced_not_acted_upon(d: Driver, task: int) -> None:
     freeze(d)
     node = d.state.nodes["n2"]
     d.tell("leader/abc", r.NodeUnreachable(node="n2", incarnation=node.incarnation, silence_s=6.0))
@@ -164,8 +149,7 @@ def test_a_command_task_is_not_started_again(d: Driver) -> None:
     assert "StopRank" in orders(thaw(d))
 
 
-def test_faults_on_purpose_only_where_that_is_allowed(d: Driver) -> None:
-    task = d.running()
+def test_faults_on_purpose_only_where_that_is_allowed(d: Driver, task: int) -> None:
     ask = r.FaultRequested(what="rank", task=task, rank=2)
     assert kinds(d.tell("operator/a", ask)) == []
     d.tell("leader/abc", r.PolicySet(policy=policy.Policy(allow_inject=True)))
@@ -189,8 +173,7 @@ def test_a_drained_node_stays_so_when_its_agent_joins_again(d: Driver) -> None:
     assert the(decisions.PlanChosen, told).trigger == "node n1 undrained"
 
 
-def test_weights_are_the_operators(d: Driver) -> None:
-    task = d.running()
+def test_weights_are_the_operators(d: Driver, task: int) -> None:
     other = d.submit(spec(name="beta", weight=0.5, train={
         "iterations": 50, "output": "/tmp/beta", "batch": {"global": 24, "micro": 2}}))
     before = len(task_of(d, other).target)
@@ -201,8 +184,7 @@ def test_weights_are_the_operators(d: Driver) -> None:
     assert kinds(d.tell("operator/x", r.TaskWeightSet(task=task, weight=float(10**9)))) == []
 
 
-def test_a_task_that_trains_on_is_not_told_that_it_waits(d: Driver) -> None:
-    task = d.running()
+def test_a_task_that_trains_on_is_not_told_that_it_waits(d: Driver, task: int) -> None:
     freeze(d)
     for node in ("n1", "n2"):
         told = d.tell(f"operator/{node}", r.NodeDrained(node=node, reason=""))
@@ -242,8 +224,7 @@ def test_what_was_replaced_is_told_too(d: Driver) -> None:
     assert "stop rank 2: it was replaced while its node was silent" in task_of(d, task).withheld
 
 
-def test_a_mute_member_of_what_has_begun_is_left_and_told(d: Driver) -> None:
-    task = d.running()
+def test_a_mute_member_of_what_has_begun_is_left_and_told(d: Driver, task: int) -> None:
     d.exit(task, 2)
     freeze(d)
     for rank in (0, 1):
@@ -260,8 +241,7 @@ def test_a_mute_member_of_what_has_begun_is_left_and_told(d: Driver) -> None:
     assert task_of(d, task).iterations_lost == 0
 
 
-def test_behind_a_completed_transition_no_other_is_begun(d: Driver) -> None:
-    task = d.running()
+def test_behind_a_completed_transition_no_other_is_begun(d: Driver, task: int) -> None:
     new = d.exit(task, 2)
     freeze(d)
     told = d.obey(new)

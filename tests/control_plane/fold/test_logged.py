@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from command_logs import begin, printed
-from decider import Driver, at_rest, kinds, task_of, the
+from decider import Driver, kinds, task_of, the
 from described_jobs import job
 from msgspec.structs import replace
 from unicron.cli.commands import replay
@@ -28,16 +26,11 @@ from unicron.events.records.reports import IterationsLogged
 from unicron.events.spec import policy
 from unicron.events.spec.job import parse
 
+pytestmark = pytest.mark.nodes(3)
+
 MODEL = parse(job()).model
 assert MODEL is not None
 FLOPS = iteration_flops(MODEL)
-
-
-@pytest.fixture
-def d() -> Iterator[Driver]:
-    made = Driver(nodes=3)
-    yield made
-    at_rest(made)
 
 
 def times(d: Driver, task: int) -> dict[int, list[float]]:

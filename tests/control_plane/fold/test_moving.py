@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-from decider import Driver, at_rest, drain, failed, kinds, only, spec, task_of, the
+from decider import Driver, drain, failed, kinds, only, spec, task_of, the
 from unicron.control_plane.decide.advance import decision_record
 from unicron.control_plane.fold.fold import fold
 from unicron.control_plane.state.cluster import open_orders
@@ -14,12 +12,7 @@ from unicron.events.records import orders as o
 from unicron.events.records import reports as r
 from unicron.events.records import types as t
 
-
-@pytest.fixture
-def d() -> Iterator[Driver]:
-    made = Driver(nodes=3)
-    yield made
-    at_rest(made)
+pytestmark = pytest.mark.nodes(3)
 
 
 def steps(d: Driver, task: int) -> None:
@@ -31,8 +24,7 @@ def steps(d: Driver, task: int) -> None:
 
 
 # --- moving -------------------------------------------------------------------------------------
-def test_a_drained_task_trains_on_until_all_newcomers_are_ready(d: Driver) -> None:
-    task = d.running()
+def test_a_drained_task_trains_on_until_all_newcomers_are_ready(d: Driver, task: int) -> None:
     moved = drain(d, "n2")
     assert kinds(moved) == ["PlanChosen", "TaskPlaced", "StartRank", "StartRank"]
     starts = only(o.StartRank, moved)
@@ -49,8 +41,7 @@ def test_a_drained_task_trains_on_until_all_newcomers_are_ready(d: Driver) -> No
     assert not d.state.nodes["n2"].occupants
 
 
-def test_an_overdue_newcomer_is_not_waited_for(d: Driver) -> None:
-    task = d.running()
+def test_an_overdue_newcomer_is_not_waited_for(d: Driver, task: int) -> None:
     starts = only(o.StartRank, drain(d, "n2"))
     d.obey(starts[:1])
     late = d.due(f"start/{task}/5/1")
@@ -60,8 +51,7 @@ def test_an_overdue_newcomer_is_not_waited_for(d: Driver) -> None:
     d.progress(task)
 
 
-def test_a_newcomer_that_dies_is_started_again_and_waited_for(d: Driver) -> None:
-    task = d.running()
+def test_a_newcomer_that_dies_is_started_again_and_waited_for(d: Driver, task: int) -> None:
     starts = only(o.StartRank, drain(d, "n2"))
     d.obey(starts[:1])
     assert kinds(d.exit(task, 5)) == ["IncidentOpened", "StartRank"]
@@ -79,8 +69,7 @@ def test_a_pure_shrink_waits_for_nobody(d: Driver) -> None:
     assert (quiesce.task, quiesce.mode) == (task, "boundary")
 
 
-def test_a_member_that_dies_while_newcomers_start(d: Driver) -> None:
-    task = d.running()
+def test_a_member_that_dies_while_newcomers_start(d: Driver, task: int) -> None:
     starts = only(o.StartRank, drain(d, "n2"))
     lost = d.exit(task, 3)
     assert kinds(lost) == ["IncidentOpened", "Quiesce"]
@@ -122,8 +111,7 @@ def test_two_tasks_that_trade_slots_do_not_wait_for_each_other(keep: int) -> Non
     assert d.state.incidents == {}
 
 
-def test_a_step_that_only_a_leaver_has_finished_is_handed_over(d: Driver) -> None:
-    task = d.running()
+def test_a_step_that_only_a_leaver_has_finished_is_handed_over(d: Driver, task: int) -> None:
     starts = only(o.StartRank, drain(d, "n2"))
     begun = d.do(starts[0].body) + d.do(starts[1].body)
     assert the(o.Quiesce, begun).ranks == (0, 1, 2, 3)
@@ -138,9 +126,8 @@ def test_a_step_that_only_a_leaver_has_finished_is_handed_over(d: Driver) -> Non
     assert (task_of(d, task).iteration, task_of(d, task).iterations_lost) == (3, 0)
 
 
-def test_nothing_starts_on_a_drained_node(d: Driver) -> None:
+def test_nothing_starts_on_a_drained_node(d: Driver, task: int) -> None:
     """A task that is bound to a silent node is in no plan: its seats stay where they are."""
-    task = d.running()
     d.tell(f"leader/{d.state.nonce}", r.NodeUnreachable(node="n1", incarnation=1, silence_s=6.0))
     drain(d, "n2")
     assert {seat.slot.node for seat in task_of(d, task).target} == {"n1", "n2"}
@@ -338,8 +325,7 @@ def test_a_lost_node_is_one_plan_for_both_tasks_and_tells_what_it_beat(d: Driver
         assert task_of(d, task).iterations_lost == 0
 
 
-def test_who_does_not_come_to_the_boundary_is_waited_for_by_nobody(d: Driver) -> None:
-    task = d.running()
+def test_who_does_not_come_to_the_boundary_is_waited_for_by_nobody(d: Driver, task: int) -> None:
     starts = only(o.StartRank, drain(d, "n2"))
     begun = d.do(starts[0].body) + d.do(starts[1].body)
     assert the(o.Quiesce, begun).mode == "boundary"
@@ -350,9 +336,9 @@ def test_who_does_not_come_to_the_boundary_is_waited_for_by_nobody(d: Driver) ->
     assert the(o.Quiesce, late).mode == "now"
 
 
-def test_a_slot_that_was_given_stays_so_while_who_was_there_is_ended() -> None:
+@pytest.mark.nodes(2)
+def test_a_slot_that_was_given_stays_so_while_who_was_there_is_ended(d: Driver) -> None:
     """A plan made between the cancel and the end of its processes does not stop who moves."""
-    d = Driver()
     alpha = d.running(spec(slots={"min": 1, "max": 1}))
     beta = d.running(spec(name="beta", weight=0.5, slots={"min": 3, "max": 3}))
     drain(d, task_of(d, alpha).target[0].slot.node)
@@ -364,4 +350,3 @@ def test_a_slot_that_was_given_stays_so_while_who_was_there_is_ended() -> None:
     d.obey(stops)
     steps(d, alpha)
     assert [member.rank for member in task_of(d, alpha).members] == [target[0].rank]
-    at_rest(d)

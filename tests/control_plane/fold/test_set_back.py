@@ -72,8 +72,7 @@ def test_one_that_cost_iterations_is_healed_on_no_screen() -> None:
     assert "begun again from the seed" in tail[0]
 
 
-def test_a_copy_is_told_apart_from_what_peers_passed_on() -> None:
-    d = Driver()
+def test_a_copy_is_told_apart_from_what_peers_passed_on(d: Driver) -> None:
     task = d.running(spec(slots=TWO))
     for step in (10, 20, 30):
         d.progress(task, 10)
@@ -92,9 +91,8 @@ def test_a_copy_is_told_apart_from_what_peers_passed_on() -> None:
     assert found["timeline"] == sorted(found["timeline"], key=lambda x: x["seq"])
 
 
-def test_copies_that_are_told_of_while_it_is_mended_are_no_part_of_the_page() -> None:
-    d = Driver()
-    task = d.running()
+def test_copies_that_are_told_of_while_it_is_mended_are_no_part_of_the_page(
+        d: Driver, task: int) -> None:
     orders = d.exit(task, 3)
     kept(d, task, "n1", 1)
     d.obey(orders)
@@ -161,8 +159,7 @@ def test_a_task_without_a_process_says_what_it_comes_back_from() -> None:
     assert "no generation yet" not in told(d, task, "where")
 
 
-def test_a_copy_is_what_it_comes_back_from_while_its_node_is_there() -> None:
-    d = Driver(nodes=2)
+def test_a_copy_is_what_it_comes_back_from_while_its_node_is_there(d: Driver) -> None:
     task = d.running(spec(slots=TWO))
     d.progress(task, 27)
     kept(d, task, "n1", 20)

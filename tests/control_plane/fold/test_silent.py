@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import msgspec
 import pytest
-from decider import Driver, at_rest, failed, kinds, only, spec, task_of, the
+from decider import Driver, failed, kinds, only, spec, task_of, the
 from two_tasks import seen
 from unicron.cli.screens import cluster
 from unicron.cli.terminal import record_line
@@ -15,12 +13,7 @@ from unicron.events.records import orders as o
 from unicron.events.records import reports as r
 from unicron.events.records.envelope import Record
 
-
-@pytest.fixture
-def d() -> Iterator[Driver]:
-    made = Driver(nodes=3, slots=1)
-    yield made
-    at_rest(made)
+pytestmark = pytest.mark.nodes(3, slots=1)
 
 
 def silence(d: Driver, node: str) -> list[Record]:
@@ -62,10 +55,11 @@ def test_while_a_node_is_only_silent_the_plan_of_its_task_stands(d: Driver) -> N
     assert task_of(d, task).target == seats
 
 
-def test_who_has_state_and_no_seat_is_let_go_only_by_a_plan_that_knows_all_losses() -> None:
+@pytest.mark.nodes(10, slots=1)
+def test_who_has_state_and_no_seat_is_let_go_only_by_a_plan_that_knows_all_losses(
+        d: Driver) -> None:
     """Ten ranks, sizes of 6 and 10: the first loss frees three that live, and the second, told
     while these hold, needs one of them: it goes on, with what it has in memory."""
-    d = Driver(nodes=10, slots=1)
     task = d.running(spec(slots={"min": 2, "max": 10}, throughput={2: 2e12, 6: 6e12, 10: 1e13}))
     d.progress(task, 5)
     failed(d, task, 0)
@@ -82,11 +76,10 @@ def test_who_has_state_and_no_seat_is_let_go_only_by_a_plan_that_knows_all_losse
     assert len(the(o.Reconfigure, late).members) == 6
     d.obey(late)
     d.progress(task)
-    at_rest(d)
 
 
-def test_a_plan_of_others_tells_what_the_task_on_a_silent_node_holds() -> None:
-    d = Driver(nodes=4, slots=1)
+@pytest.mark.nodes(4, slots=1)
+def test_a_plan_of_others_tells_what_the_task_on_a_silent_node_holds(d: Driver) -> None:
     task = three(d)
     silence(d, "n3")
     other = d.submit(spec(name="beta", slots={"min": 1, "max": 1}, train={
@@ -102,7 +95,6 @@ def test_a_plan_of_others_tells_what_the_task_on_a_silent_node_holds() -> None:
     assert "plan 4 TFLOP/s of 4 TFLOP/s with every slot (100.0 %)" in told
     assert "slots 4 train (1 of them on an unreachable node), 0 idle, 0 out" in told
     assert ", its ranks go on: look at its machine and network" in told
-    at_rest(d)
 
 
 @pytest.mark.parametrize("first", ["failed", "silent"])

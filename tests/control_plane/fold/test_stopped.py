@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-from decider import Driver, at_rest, finish, kinds, only, spec, task_of, the
+from decider import Driver, finish, kinds, only, spec, task_of, the
 from unicron.control_plane.api.view import view
 from unicron.events.records import decisions
 from unicron.events.records import orders as o
@@ -15,13 +13,6 @@ from unicron.events.spec import policy
 
 VICTIM = 2
 WHY = "rank 2 on n2 is stopped (SIGSTOP)"
-
-
-@pytest.fixture
-def d() -> Iterator[Driver]:
-    made = Driver()
-    yield made
-    at_rest(made)
 
 
 def suspended(d: Driver, task: int, rank: int = VICTIM) -> list[Record]:
@@ -40,8 +31,7 @@ def deadline(task: int, rank: int = VICTIM, attempt: int = 1) -> str:
     return f"stopped/{task}/{rank}/{attempt}"
 
 
-def test_it_is_ended_and_the_others_finish_the_iteration(d: Driver) -> None:
-    task = d.running()
+def test_it_is_ended_and_the_others_finish_the_iteration(d: Driver, task: int) -> None:
     told = suspended(d, task)
     assert kinds(told) == []
     (since,) = told
@@ -64,8 +54,7 @@ def test_it_is_ended_and_the_others_finish_the_iteration(d: Driver) -> None:
     assert closed.pause_s == pytest.approx(d.now_s - since.at_s), "it stood since the stop"
 
 
-def test_one_that_goes_on_in_time_is_as_if_nothing_had_been(d: Driver) -> None:
-    task = d.running()
+def test_one_that_goes_on_in_time_is_as_if_nothing_had_been(d: Driver, task: int) -> None:
     suspended(d, task)
     d.now_s += 1.9
     assert kinds(continued(d, task)) == []
@@ -77,8 +66,7 @@ def test_one_that_goes_on_in_time_is_as_if_nothing_had_been(d: Driver) -> None:
     continued(d, task)
 
 
-def test_what_is_told_twice_or_of_an_earlier_process_is_nothing(d: Driver) -> None:
-    task = d.running()
+def test_what_is_told_twice_or_of_an_earlier_process_is_nothing(d: Driver, task: int) -> None:
     assert kinds(continued(d, task)) == []
     suspended(d, task)
     due_s = d.state.deadlines[deadline(task)].due_s
@@ -94,16 +82,14 @@ def test_what_is_told_twice_or_of_an_earlier_process_is_nothing(d: Driver) -> No
     assert not task_of(d, task).ranks[VICTIM].is_stopped
 
 
-def test_one_that_is_killed_meanwhile_is_a_fault_of_its_own(d: Driver) -> None:
-    task = d.running()
+def test_one_that_is_killed_meanwhile_is_a_fault_of_its_own(d: Driver, task: int) -> None:
     suspended(d, task)
     opened = the(decisions.IncidentOpened, d.exit(task, VICTIM))
     assert opened.status == "exited abnormally"
     assert deadline(task) not in d.state.deadlines
 
 
-def test_two_at_once_are_one_incident(d: Driver) -> None:
-    task = d.running()
+def test_two_at_once_are_one_incident(d: Driver, task: int) -> None:
     suspended(d, task)
     suspended(d, task, 3)
     first = d.due(deadline(task))
@@ -131,9 +117,8 @@ def test_one_that_prepares(d: Driver) -> None:
     assert [m.attempt for m in task_of(d, task).members] == [1, 1, 2, 1]
 
 
-def test_one_that_is_waited_for_in_a_transition(d: Driver) -> None:
+def test_one_that_is_waited_for_in_a_transition(d: Driver, task: int) -> None:
     """Rank 3 was killed; rank 2 does not answer, and is not given quiesce_s_max."""
-    task = d.running()
     begun = d.exit(task, 3)
     for rank in (0, 1):
         d.quiesced(task, rank)
@@ -146,9 +131,8 @@ def test_one_that_is_waited_for_in_a_transition(d: Driver) -> None:
     assert {m.rank: m.attempt for m in task_of(d, task).members} == {0: 1, 1: 1, 2: 2, 3: 2}
 
 
-def test_a_member_of_the_generation_that_is_built(d: Driver) -> None:
+def test_a_member_of_the_generation_that_is_built(d: Driver, task: int) -> None:
     """The others cannot come up without it: a new generation is made at once."""
-    task = d.running()
     d.exit(task, 3)
     for rank in (0, 1, VICTIM):
         d.quiesced(task, rank)
@@ -162,8 +146,7 @@ def test_a_member_of_the_generation_that_is_built(d: Driver) -> None:
     assert [m.rank for m in task_of(d, task).members][:2] == [1, VICTIM]
 
 
-def test_a_task_that_is_cancelled_is_only_ended(d: Driver) -> None:
-    task = d.running()
+def test_a_task_that_is_cancelled_is_only_ended(d: Driver, task: int) -> None:
     suspended(d, task)
     told = d.tell("operator/c", r.TaskCancelRequested(task=task))
     assert deadline(task) not in d.state.deadlines
@@ -173,9 +156,8 @@ def test_a_task_that_is_cancelled_is_only_ended(d: Driver) -> None:
     assert not only(decisions.IncidentOpened, d.log)
 
 
-def test_one_that_is_done_but_does_not_end(d: Driver) -> None:
+def test_one_that_is_done_but_does_not_end(d: Driver, task: int) -> None:
     """It is ended, and the task is finished: nothing was wrong with it."""
-    task = d.running()
     it = task_of(d, task)
     d.obey(d.tell("n1/1", r.CheckpointSaved(
         task=task, generation=1, step_version=50, path="gen-1/iter-50", ckpt_bytes=9,
@@ -194,8 +176,7 @@ def test_one_that_is_done_but_does_not_end(d: Driver) -> None:
     assert not only(decisions.IncidentOpened, d.log)
 
 
-def test_one_that_told_an_error_is_ended_for_both(d: Driver) -> None:
-    task = d.running()
+def test_one_that_told_an_error_is_ended_for_both(d: Driver, task: int) -> None:
     told = d.tell("n2/1", r.RankErrored(task=task, rank=VICTIM, attempt=1, generation=1,
                                         iteration=1, error="RuntimeError", text="no"))
     suspended(d, task)
@@ -218,8 +199,7 @@ def test_a_command_that_is_stopped_is_left_alone(d: Driver) -> None:
     assert kinds(continued(d, task)) == []
 
 
-def test_the_screen_says_so_and_that_nothing_is_earned(d: Driver) -> None:
-    task = d.running()
+def test_the_screen_says_so_and_that_nothing_is_earned(d: Driver, task: int) -> None:
     assert view(d.state)["tasks"][0]["waf"] > 0
     suspended(d, task)
     (told,) = view(d.state)["tasks"]
@@ -231,8 +211,7 @@ def test_the_screen_says_so_and_that_nothing_is_earned(d: Driver) -> None:
 
 # --- held, silent, taken over -------------------------------------------------------------------
 @pytest.mark.parametrize("held", ["frozen", "observing"])
-def test_held_it_is_told_and_left(d: Driver, held: str) -> None:
-    task = d.running()
+def test_held_it_is_told_and_left(d: Driver, task: int, held: str) -> None:
     hold(d, held)
     suspended(d, task)
     late = d.due(deadline(task))
@@ -247,9 +226,8 @@ def test_held_it_is_told_and_left(d: Driver, held: str) -> None:
 
 
 @pytest.mark.parametrize("held", ["frozen", "observing"])
-def test_held_until_it_goes_on_by_itself(d: Driver, held: str) -> None:
+def test_held_until_it_goes_on_by_itself(d: Driver, task: int, held: str) -> None:
     """Then it is a healthy process, and stays."""
-    task = d.running()
     hold(d, held)
     suspended(d, task)
     d.due(deadline(task))
@@ -275,9 +253,8 @@ def let_go(d: Driver, held: str) -> list[Record]:
     return d.tell("leader/abc", r.PolicySet(policy=policy.Policy()))
 
 
-def test_on_a_silent_node_it_counts_when_it_is_heard(d: Driver) -> None:
+def test_on_a_silent_node_it_counts_when_it_is_heard(d: Driver, task: int) -> None:
     """It may have gone on meanwhile, and nobody could tell."""
-    task = d.running()
     suspended(d, task)
     d.tell("leader/abc", r.NodeUnreachable(node="n2", incarnation=1, silence_s=5.0))
     assert kinds(d.due(deadline(task))) == []
@@ -289,8 +266,7 @@ def test_on_a_silent_node_it_counts_when_it_is_heard(d: Driver) -> None:
     assert task_of(d, task).healed == 1
 
 
-def test_a_new_leader_gives_it_the_whole_time_again(d: Driver) -> None:
-    task = d.running()
+def test_a_new_leader_gives_it_the_whole_time_again(d: Driver, task: int) -> None:
     suspended(d, task)
     d.now_s += 1.5
     d.epoch = 2
@@ -300,8 +276,7 @@ def test_a_new_leader_gives_it_the_whole_time_again(d: Driver) -> None:
     assert not d.state.incidents
 
 
-def test_a_task_that_finishes_meanwhile_forgets_it(d: Driver) -> None:
-    task = d.running()
+def test_a_task_that_finishes_meanwhile_forgets_it(d: Driver, task: int) -> None:
     suspended(d, task)
     continued(d, task)
     finish(d, task)

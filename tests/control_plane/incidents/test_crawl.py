@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-from decider import Driver, at_rest, kinds, only, task_of, the
+from decider import Driver, kinds, only, task_of, the
 from hangs import VICTIM, deadline, stalled, went_on
 from slow_iterations import OTHERS, crawls, waited_for
 from unicron.control_plane.api.view import view
@@ -15,15 +13,7 @@ from unicron.events.records import orders as o
 from unicron.events.records import reports as r
 
 
-@pytest.fixture
-def d() -> Iterator[Driver]:
-    made = Driver()
-    yield made
-    at_rest(made)
-
-
-def test_it_is_told_by_name_before_anything_is_done(d: Driver) -> None:
-    task = d.running()
+def test_it_is_told_by_name_before_anything_is_done(d: Driver, task: int) -> None:
     waited_for(d, task)
     assert locate_hang(d.state, task_of(d, task)) is None, "nobody has said why"
     assert kinds(crawls(d, task, VICTIM, 1.6)) == []
@@ -38,8 +28,8 @@ def test_it_is_told_by_name_before_anything_is_done(d: Driver) -> None:
 
 
 @pytest.mark.parametrize("last", ["slow", "waits"])
-def test_beyond_ten_times_it_starts_again_and_the_others_finish(d: Driver, last: str) -> None:
-    task = d.running()
+def test_beyond_ten_times_it_starts_again_and_the_others_finish(
+        d: Driver, task: int, last: str) -> None:
     waits = waited_for(d, task) if last == "slow" else []
     crawls(d, task, VICTIM, 1.6)
     slow = crawls(d, task, VICTIM, 6.4)[0].seq
@@ -57,8 +47,7 @@ def test_beyond_ten_times_it_starts_again_and_the_others_finish(d: Driver, last:
     assert not task_of(d, task).slow_iterations
 
 
-def test_thin_evidence_does_nothing(d: Driver) -> None:
-    task = d.running()
+def test_thin_evidence_does_nothing(d: Driver, task: int) -> None:
     crawls(d, task, VICTIM, 50.0)
     for rank in OTHERS[:2]:
         stalled(d, task, rank)
@@ -76,17 +65,15 @@ def test_thin_evidence_does_nothing(d: Driver) -> None:
     assert not only(decisions.IncidentOpened, d.log)
 
 
-def test_where_most_work_on_nobody_is_to_blame(d: Driver) -> None:
-    task = d.running()
+def test_where_most_work_on_nobody_is_to_blame(d: Driver, task: int) -> None:
     for rank in (1, 2, 3):
         crawls(d, task, rank, 50.0)
     stalled(d, task, 0)
     assert locate_hang(d.state, task_of(d, task)) is None
 
 
-def test_who_came_to_the_collective_since_is_not_to_blame(d: Driver) -> None:
+def test_who_came_to_the_collective_since_is_not_to_blame(d: Driver, task: int) -> None:
     """It was slow; then the network hung."""
-    task = d.running()
     waited_for(d, task)
     crawls(d, task, VICTIM, 6.4)
     stalled(d, task, VICTIM)
@@ -96,8 +83,7 @@ def test_who_came_to_the_collective_since_is_not_to_blame(d: Driver) -> None:
     assert hang.kind == "network"
 
 
-def test_what_is_stale_is_nothing(d: Driver) -> None:
-    task = d.running()
+def test_what_is_stale_is_nothing(d: Driver, task: int) -> None:
     d.progress(task, 5)
     for wrong in ({"attempt": 7}, {"generation": 9}, {"task": 99}, {"rank": 8}, {"iteration": 3},
                   {"own_s": -1.0}, {"num_iterations": 10}):
@@ -109,8 +95,7 @@ def test_what_is_stale_is_nothing(d: Driver) -> None:
     assert not task_of(d, task).slow_iterations, "the iteration is done"
 
 
-def test_held_it_is_told_alone_and_forgiven_when_it_ends(d: Driver) -> None:
-    task = d.running()
+def test_held_it_is_told_alone_and_forgiven_when_it_ends(d: Driver, task: int) -> None:
     d.tell("operator/freeze", r.HealingFrozen(reason="a test"))
     waited_for(d, task)
     crawls(d, task, VICTIM, 6.4)
@@ -122,8 +107,7 @@ def test_held_it_is_told_alone_and_forgiven_when_it_ends(d: Driver) -> None:
     assert not only(o.StopRank, d.log)
 
 
-def test_one_that_does_so_again_and_again_loses_its_slot(d: Driver) -> None:
-    task = d.running()
+def test_one_that_does_so_again_and_again_loses_its_slot(d: Driver, task: int) -> None:
     for _ in range(d.state.policy.restarts_max + 1):
         waited_for(d, task)
         crawls(d, task, VICTIM, 6.4)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from decider import Driver, at_rest, failed, kinds, only, spec, task_of, the
+from decider import Driver, failed, kinds, only, spec, task_of, the
 from device_errors import alone, erred, four, health
 from unicron.control_plane.fold.node_health import RECOVERED_S
 from unicron.events.records import decisions, reports, statuses
@@ -14,14 +13,9 @@ from unicron.events.records import orders as o
 from unicron.events.records import types as t
 from unicron.events.records.envelope import Record
 
+pytestmark = pytest.mark.nodes(3)
+
 CLOSED = "RuntimeError: Connection closed by peer [10.0.0.2]:41022"
-
-
-@pytest.fixture
-def d() -> Iterator[Driver]:
-    made = Driver(nodes=3, slots=2)
-    yield made
-    at_rest(made)
 
 
 def errored(d: Driver, task: int, rank: int, text: str, *, status: str = "",

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-from decider import Driver, at_rest, kinds, only, spec, task_of, the
+from decider import Driver, kinds, only, spec, task_of, the
 from hangs import IN, NORMAL_S, VICTIM, deadline, hung, stalled, went_on
 from unicron.control_plane.api.view import view
 from unicron.control_plane.incidents.hangs import locate_hang
@@ -14,15 +12,8 @@ from unicron.events.records import orders as o
 from unicron.events.records import reports as r
 
 
-@pytest.fixture
-def d() -> Iterator[Driver]:
-    made = Driver()
-    yield made
-    at_rest(made)
-
-
-def test_who_did_not_enter_is_started_again_and_the_others_finish_the_iteration(d: Driver) -> None:
-    task = d.running()
+def test_who_did_not_enter_is_started_again_and_the_others_finish_the_iteration(
+        d: Driver, task: int) -> None:
     seqs = hung(d, task, VICTIM)
     held = d.state.deadlines[deadline(d, task)]
     assert held.due_s - d.now_s == pytest.approx(NORMAL_S, abs=0.05), "three times, and once more"
@@ -44,8 +35,7 @@ def test_who_did_not_enter_is_started_again_and_the_others_finish_the_iteration(
     assert closed.pause_s > 1.6, "since it stood, not since that was found"
 
 
-def test_one_that_is_not_told_may_still_go_on(d: Driver) -> None:
-    task = d.running()
+def test_one_that_is_not_told_may_still_go_on(d: Driver, task: int) -> None:
     for rank in (0, 1, VICTIM):
         stalled(d, task, rank, "own" if rank == VICTIM else IN, in_s=60.0)
     assert not d.state.deadlines
@@ -57,8 +47,7 @@ def test_one_that_is_not_told_may_still_go_on(d: Driver) -> None:
 
 
 @pytest.mark.parametrize("rank", [VICTIM, 0])
-def test_one_that_goes_on_ends_the_matter(d: Driver, rank: int) -> None:
-    task = d.running()
+def test_one_that_goes_on_ends_the_matter(d: Driver, task: int, rank: int) -> None:
     hung(d, task, VICTIM)
     assert kinds(went_on(d, task, rank)) == []
     assert not d.state.deadlines
@@ -66,8 +55,8 @@ def test_one_that_goes_on_ends_the_matter(d: Driver, rank: int) -> None:
     assert not d.state.incidents
 
 
-def test_progress_ends_the_matter_of_all_iterations_before_the_last_finished(d: Driver) -> None:
-    task = d.running()
+def test_progress_ends_the_matter_of_all_iterations_before_the_last_finished(
+        d: Driver, task: int) -> None:
     hung(d, task, VICTIM)
     for rank in range(4):
         stalled(d, task, rank, "own" if rank == VICTIM else IN, iteration=3,
@@ -78,9 +67,9 @@ def test_progress_ends_the_matter_of_all_iterations_before_the_last_finished(d: 
     assert not task_of(d, task).stalls
 
 
-def test_one_that_stands_in_what_is_finished_for_the_others_is_not_forgotten(d: Driver) -> None:
+def test_one_that_stands_in_what_is_finished_for_the_others_is_not_forgotten(
+        d: Driver, task: int) -> None:
     """Its iteration is told as done by one whose collective ended; it tells that it stands once."""
-    task = d.running()
     stalled(d, task, VICTIM, "own", iteration=d.steps[task], collective=3)
     d.progress(task)
     for rank in (0, 1, 3):
@@ -89,9 +78,8 @@ def test_one_that_stands_in_what_is_finished_for_the_others_is_not_forgotten(d: 
     assert the(decisions.IncidentOpened, d.log).ranks == (VICTIM,)
 
 
-def test_a_boundary_finds_it_too(d: Driver) -> None:
+def test_a_boundary_finds_it_too(d: Driver, task: int) -> None:
     """A task is to leave its slots at the iteration's end, which never comes."""
-    task = d.running()
     told = d.tell("operator/drain", r.NodeDrained(node="n2", reason="fans"))
     assert the(o.Quiesce, told).mode == "boundary"
     hung(d, task, VICTIM)
@@ -103,8 +91,7 @@ def test_a_boundary_finds_it_too(d: Driver) -> None:
     assert [x.body.iterations_lost for x in only(decisions.IncidentClosed, d.log)] == [0]
 
 
-def test_what_stands_already_at_a_boundary_is_not_forgotten(d: Driver) -> None:
-    task = d.running()
+def test_what_stands_already_at_a_boundary_is_not_forgotten(d: Driver, task: int) -> None:
     hung(d, task, VICTIM)
     d.tell("operator/drain", r.NodeDrained(node="n2", reason="fans"))
     assert deadline(d, task) in d.state.deadlines
@@ -112,8 +99,7 @@ def test_what_stands_already_at_a_boundary_is_not_forgotten(d: Driver) -> None:
     d.progress(task)
 
 
-def test_two_that_are_behind_are_both_started_again(d: Driver) -> None:
-    task = d.running()
+def test_two_that_are_behind_are_both_started_again(d: Driver, task: int) -> None:
     hung(d, task, 1, VICTIM)
     late = d.due(deadline(d, task))
     assert the(decisions.IncidentOpened, late).ranks == (1, VICTIM)
@@ -123,8 +109,7 @@ def test_two_that_are_behind_are_both_started_again(d: Driver) -> None:
     assert task_of(d, task).healed == 1
 
 
-def test_one_that_is_an_iteration_behind_is_who_it_is(d: Driver) -> None:
-    task = d.running()
+def test_one_that_is_an_iteration_behind_is_who_it_is(d: Driver, task: int) -> None:
     for rank in (0, 1, 3):
         stalled(d, task, rank, iteration=2)
     stalled(d, task, VICTIM, "own", iteration=1, collective=3)
@@ -132,8 +117,7 @@ def test_one_that_is_an_iteration_behind_is_who_it_is(d: Driver) -> None:
     assert the(decisions.IncidentOpened, d.log).ranks == (VICTIM,)
 
 
-def test_each_waits_for_three_times_its_own_iteration(d: Driver) -> None:
-    task = d.running()
+def test_each_waits_for_three_times_its_own_iteration(d: Driver, task: int) -> None:
     for rank in range(4):
         stalled(d, task, rank, "own" if rank == VICTIM else IN, collective=int(rank != VICTIM),
                 normal_s=10.0, in_s=5.0)
@@ -141,9 +125,8 @@ def test_each_waits_for_three_times_its_own_iteration(d: Driver) -> None:
     d.obey(d.due(deadline(d, task)))
 
 
-def test_who_was_paused_with_its_agent_gets_an_iteration_to_go_on(d: Driver) -> None:
+def test_who_was_paused_with_its_agent_gets_an_iteration_to_go_on(d: Driver, task: int) -> None:
     """A machine stood still: what its agent tells then is long over."""
-    task = d.running()
     for rank in range(4):
         stalled(d, task, rank, "own" if rank == VICTIM else IN, collective=int(rank != VICTIM),
                 in_s=900.0)
@@ -152,9 +135,8 @@ def test_who_was_paused_with_its_agent_gets_an_iteration_to_go_on(d: Driver) -> 
     assert not d.state.deadlines
 
 
-def test_a_network_that_stands_is_tried_again_in_place(d: Driver) -> None:
+def test_a_network_that_stands_is_tried_again_in_place(d: Driver, task: int) -> None:
     """All are in the same collective: nobody is behind, nobody is started again."""
-    task = d.running()
     hung(d, task)
     assert d.state.deadlines[deadline(d, task)].due_s - d.now_s == pytest.approx(2.4, abs=0.05)
     late = d.due(deadline(d, task))
@@ -169,8 +151,7 @@ def test_a_network_that_stands_is_tried_again_in_place(d: Driver) -> None:
     assert all(m.attempt == 1 for m in task_of(d, task).members)
 
 
-def test_a_network_that_stands_at_a_boundary(d: Driver) -> None:
-    task = d.running()
+def test_a_network_that_stands_at_a_boundary(d: Driver, task: int) -> None:
     d.tell("operator/drain", r.NodeDrained(node="n2", reason="fans"))
     hung(d, task)
     late = d.due(deadline(d, task))
@@ -180,8 +161,7 @@ def test_a_network_that_stands_at_a_boundary(d: Driver) -> None:
     assert len(task_of(d, task).members) == 2
 
 
-def test_reattempts_that_do_not_help_end_in_a_restart(d: Driver) -> None:
-    task = d.running()
+def test_reattempts_that_do_not_help_end_in_a_restart(d: Driver, task: int) -> None:
     for _ in range(d.state.policy.restarts_max + 1):
         hung(d, task)
         d.obey(d.due(deadline(d, task)))
@@ -190,9 +170,8 @@ def test_reattempts_that_do_not_help_end_in_a_restart(d: Driver) -> None:
     d.progress(task)
 
 
-def test_where_all_are_in_their_own_work_nobody_is_to_blame(d: Driver) -> None:
+def test_where_all_are_in_their_own_work_nobody_is_to_blame(d: Driver, task: int) -> None:
     """A file system that stands: to start all again would cost their state, and would not help."""
-    task = d.running()
     hung(d, task, 0, 1, 2, 3)
     assert d.state.deadlines[deadline(d, task)].length_s == pytest.approx(1800.0, abs=2.0)
     told = view(d.state)["tasks"][0]
@@ -209,16 +188,15 @@ def test_where_all_are_in_their_own_work_nobody_is_to_blame(d: Driver) -> None:
     d.obey(late)
 
 
-def test_where_most_are_in_their_own_work_the_reason_is_shared(d: Driver) -> None:
-    task = d.running()
+def test_where_most_are_in_their_own_work_the_reason_is_shared(d: Driver, task: int) -> None:
     hung(d, task, 0, 1, 2)
     assert d.state.deadlines[deadline(d, task)].length_s == pytest.approx(1800.0, abs=2.0)
     assert view(d.state)["tasks"][0]["stands"].startswith("3 of 4 members stand in work of their")
     assert not d.state.incidents
 
 
-def test_one_that_came_out_of_the_collective_of_the_others_waits_for_nobody(d: Driver) -> None:
-    task = d.running()
+def test_one_that_came_out_of_the_collective_of_the_others_waits_for_nobody(
+        d: Driver, task: int) -> None:
     for rank in range(4):
         stalled(d, task, rank, "own" if rank == VICTIM else IN)
     d.obey(d.due(deadline(d, task)))
@@ -231,8 +209,7 @@ def test_a_task_of_one_has_no_second_source(d: Driver) -> None:
     assert d.state.deadlines[deadline(d, task)].length_s == pytest.approx(1800.0, abs=2.0)
 
 
-def test_of_a_silent_node_nobody_knows(d: Driver) -> None:
-    task = d.running()
+def test_of_a_silent_node_nobody_knows(d: Driver, task: int) -> None:
     there = task_of(d, task).ranks[VICTIM].slot.node
     d.tell("leader/abc", r.NodeUnreachable(node=there, incarnation=1, silence_s=6.0))
     heard = [x for x in range(4) if task_of(d, task).ranks[x].slot.node != there]
@@ -247,8 +224,7 @@ def test_of_a_silent_node_nobody_knows(d: Driver) -> None:
     d.obey(late)
 
 
-def test_a_node_that_is_heard_again_is_asked(d: Driver) -> None:
-    task = d.running()
+def test_a_node_that_is_heard_again_is_asked(d: Driver, task: int) -> None:
     for rank in (0, 1):
         stalled(d, task, rank, "own" if rank else IN, collective=1 - rank, in_s=60.0)
     d.tell("leader/abc", r.NodeUnreachable(node="n2", incarnation=1, silence_s=6.0))
@@ -257,9 +233,8 @@ def test_a_node_that_is_heard_again_is_asked(d: Driver) -> None:
     assert deadline(d, task) not in d.state.deadlines, "its ranks may go on"
 
 
-def test_one_that_is_stopped_has_a_deadline_of_its_own(d: Driver) -> None:
+def test_one_that_is_stopped_has_a_deadline_of_its_own(d: Driver, task: int) -> None:
     """One incident, whichever of the two is told first."""
-    task = d.running()
     it = task_of(d, task).ranks[VICTIM]
     hung(d, task, VICTIM)
     d.tell(d.source(it.slot.node), r.RankSuspended(task=task, rank=VICTIM, attempt=1, pid=it.pid))
@@ -272,8 +247,7 @@ def test_one_that_is_stopped_has_a_deadline_of_its_own(d: Driver) -> None:
     assert len(only(decisions.IncidentOpened, d.log)) == 1
 
 
-def test_one_that_continues_and_still_stands_hangs(d: Driver) -> None:
-    task = d.running()
+def test_one_that_continues_and_still_stands_hangs(d: Driver, task: int) -> None:
     it = task_of(d, task).ranks[VICTIM]
     hung(d, task, VICTIM)
     d.tell(d.source(it.slot.node), r.RankSuspended(task=task, rank=VICTIM, attempt=1, pid=it.pid))
@@ -282,8 +256,7 @@ def test_one_that_continues_and_still_stands_hangs(d: Driver) -> None:
     assert the(decisions.IncidentOpened, d.log).status == "task hang"
 
 
-def test_a_rank_that_dies_while_all_stand_is_the_fault(d: Driver) -> None:
-    task = d.running()
+def test_a_rank_that_dies_while_all_stand_is_the_fault(d: Driver, task: int) -> None:
     hung(d, task, VICTIM)
     opened = the(decisions.IncidentOpened, told := d.exit(task, VICTIM))
     assert opened.status == "exited abnormally"
@@ -293,8 +266,7 @@ def test_a_rank_that_dies_while_all_stand_is_the_fault(d: Driver) -> None:
     assert task_of(d, task).healed == 1
 
 
-def test_held_it_is_told_alone_and_whoever_goes_on_is_left_alone(d: Driver) -> None:
-    task = d.running()
+def test_held_it_is_told_alone_and_whoever_goes_on_is_left_alone(d: Driver, task: int) -> None:
     d.tell("operator/freeze", r.HealingFrozen(reason="a test"))
     hung(d, task, VICTIM)
     late = d.due(deadline(d, task))
@@ -307,8 +279,7 @@ def test_held_it_is_told_alone_and_whoever_goes_on_is_left_alone(d: Driver) -> N
     assert not only(o.Quiesce, d.log)
 
 
-def test_held_it_is_ended_when_healing_goes_on(d: Driver) -> None:
-    task = d.running()
+def test_held_it_is_ended_when_healing_goes_on(d: Driver, task: int) -> None:
     d.tell("operator/freeze", r.HealingFrozen(reason="a test"))
     hung(d, task, VICTIM)
     d.due(deadline(d, task))
@@ -319,8 +290,7 @@ def test_held_it_is_ended_when_healing_goes_on(d: Driver) -> None:
     assert len(only(decisions.IncidentOpened, d.log)) == 1
 
 
-def test_a_network_that_goes_on_while_held_is_not_tried_again(d: Driver) -> None:
-    task = d.running()
+def test_a_network_that_goes_on_while_held_is_not_tried_again(d: Driver, task: int) -> None:
     d.tell("operator/freeze", r.HealingFrozen(reason="a test"))
     hung(d, task)
     assert "IncidentOpened" in kinds(d.due(deadline(d, task)))
@@ -332,8 +302,7 @@ def test_a_network_that_goes_on_while_held_is_not_tried_again(d: Driver) -> None
     assert task_of(d, task).failed_s < 0
 
 
-def test_what_is_stale_is_nothing(d: Driver) -> None:
-    task = d.running()
+def test_what_is_stale_is_nothing(d: Driver, task: int) -> None:
     for wrong in ({"attempt": 7}, {"generation": 9}, {"task": 99}, {"rank": 8}):
         assert kinds(stalled(d, task, 0, **wrong)) == []
     assert not task_of(d, task).stalls
@@ -342,8 +311,7 @@ def test_what_is_stale_is_nothing(d: Driver) -> None:
     assert not task_of(d, task).stalls, "of the generation before"
 
 
-def test_one_that_hangs_again_and_again_loses_its_slot(d: Driver) -> None:
-    task = d.running()
+def test_one_that_hangs_again_and_again_loses_its_slot(d: Driver, task: int) -> None:
     for _ in range(d.state.policy.restarts_max + 1):
         hung(d, task, VICTIM)
         late = d.due(deadline(d, task))
@@ -353,8 +321,7 @@ def test_one_that_hangs_again_and_again_loses_its_slot(d: Driver) -> None:
     assert [node.slots_disabled for node in d.state.nodes.values()] == [[], [0]]
 
 
-def test_a_new_leader_gives_it_the_whole_time_again(d: Driver) -> None:
-    task = d.running()
+def test_a_new_leader_gives_it_the_whole_time_again(d: Driver, task: int) -> None:
     hung(d, task, VICTIM)
     length_s = d.state.deadlines[deadline(d, task)].length_s
     d.now_s += 60.0

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from command_logs import printed
-from decider import Driver, at_rest, kinds, only, task_of, the
+from decider import Driver, kinds, only, task_of, the
 from hung_commands import AFTER_S, TELLER, deadlines, running, stalled
 from snapshots import check
 from unicron.cli.screens import cluster
@@ -21,12 +20,7 @@ from unicron.events.records import reports as r
 from unicron.events.records.envelope import Record
 from unicron.events.spec.job import parse
 
-
-@pytest.fixture
-def d() -> Iterator[Driver]:
-    made = Driver(nodes=3)
-    yield made
-    at_rest(made)
+pytestmark = pytest.mark.nodes(3)
 
 
 def went_on(d: Driver, task: int) -> list[Record]:

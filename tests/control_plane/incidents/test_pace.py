@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,15 +18,7 @@ from unicron.events.records import reports as r
 from unicron.events.records.decisions import StragglerCostEstimated
 
 
-@pytest.fixture
-def d() -> Iterator[Driver]:
-    made = Driver()
-    yield made
-    at_rest(made)
-
-
-def test_one_that_is_slower_than_it_was_is_told_with_its_price(d: Driver) -> None:
-    task = d.running()
+def test_one_that_is_slower_than_it_was_is_told_with_its_price(d: Driver, task: int) -> None:
     known(d, task)
     told = paced(d, task, VICTIM, 1.3, iteration_s=1.4)
     assert kinds(told) == ["StragglerCostEstimated"]
@@ -45,8 +36,7 @@ def test_one_that_is_slower_than_it_was_is_told_with_its_price(d: Driver) -> Non
     assert not only(o.StopRank, d.log)
 
 
-def test_what_draining_earns_is_what_a_dry_run_finds(d: Driver) -> None:
-    task = d.running()
+def test_what_draining_earns_is_what_a_dry_run_finds(d: Driver, task: int) -> None:
     known(d, task)
     priced = the(StragglerCostEstimated, paced(d, task, VICTIM, 2.8, iteration_s=2.9))
     tried = run_dry(encode_state(d.state), Change(without=("n2",)))
@@ -60,16 +50,14 @@ def test_what_draining_earns_is_what_a_dry_run_finds(d: Driver) -> None:
     assert view(d.state)["nodes"][0]["degraded"] is None
 
 
-def test_a_node_with_nothing_to_spare_is_dearer_drained(d: Driver) -> None:
-    task = d.running()
+def test_a_node_with_nothing_to_spare_is_dearer_drained(d: Driver, task: int) -> None:
     known(d, task)
     priced = the(StragglerCostEstimated, paced(d, task, VICTIM, 1.15, iteration_s=1.25))
     assert priced.cost_waf > 0
     assert priced.drain_waf < 0
 
 
-def test_below_a_tenth_nothing_is_told(d: Driver) -> None:
-    task = d.running()
+def test_below_a_tenth_nothing_is_told(d: Driver, task: int) -> None:
     known(d, task)
     assert kinds(paced(d, task, VICTIM, 1.09)) == []
     assert view(d.state)["tasks"][0]["state"] == "running"
@@ -100,9 +88,8 @@ def test_peers_that_differ_do_not_say_what_is_usual() -> None:
     at_rest(d)
 
 
-def test_who_works_longer_and_makes_nobody_wait_is_not_slow(d: Driver) -> None:
+def test_who_works_longer_and_makes_nobody_wait_is_not_slow(d: Driver, task: int) -> None:
     """As told by four ranks on two busy cores: whoever computes longer has waited less."""
-    task = d.running()
     for rank, own_s in enumerate((0.056, 0.048, 0.055, 0.018)):
         assert kinds(paced(d, task, rank, own_s, normal_s=own_s, iteration_s=0.115)) == []
     assert kinds(paced(d, task, 1, 0.020, normal_s=0.020, iteration_s=0.065)) == []
@@ -113,8 +100,7 @@ def test_who_works_longer_and_makes_nobody_wait_is_not_slow(d: Driver) -> None:
     assert not task_of(d, task).slow
 
 
-def test_one_iteration_that_lasts_long_says_nothing_of_the_next(d: Driver) -> None:
-    task = d.running()
+def test_one_iteration_that_lasts_long_says_nothing_of_the_next(d: Driver, task: int) -> None:
     known(d, task)
     for rank in (1, 3):
         paced(d, task, rank, iteration_s=9.1)
@@ -123,8 +109,7 @@ def test_one_iteration_that_lasts_long_says_nothing_of_the_next(d: Driver) -> No
     assert not task_of(d, task).slow
 
 
-def test_in_a_new_generation_it_is_still_known_what_it_could_do(d: Driver) -> None:
-    task = d.running()
+def test_in_a_new_generation_it_is_still_known_what_it_could_do(d: Driver, task: int) -> None:
     known(d, task)
     paced(d, task, VICTIM, 1.5, iteration_s=1.6)
     d.obey(d.exit(task, 0))
@@ -157,8 +142,7 @@ def test_who_has_more_micro_batches_is_not_slow(d: Driver) -> None:
         "StragglerCostEstimated"]
 
 
-def test_one_that_is_as_it_was_again_is_told_of_no_more(d: Driver) -> None:
-    task = d.running()
+def test_one_that_is_as_it_was_again_is_told_of_no_more(d: Driver, task: int) -> None:
     known(d, task)
     paced(d, task, VICTIM, 1.5)
     assert kinds(paced(d, task, VICTIM, 1.02)) == []
@@ -166,8 +150,7 @@ def test_one_that_is_as_it_was_again_is_told_of_no_more(d: Driver) -> None:
     assert view(d.state)["tasks"][0]["state"] == "running"
 
 
-def test_a_price_is_told_at_most_once_a_minute(d: Driver) -> None:
-    task = d.running()
+def test_a_price_is_told_at_most_once_a_minute(d: Driver, task: int) -> None:
     known(d, task)
     first = the(StragglerCostEstimated, paced(d, task, VICTIM, 1.5))
     assert kinds(paced(d, task, VICTIM, 1.5)) == [], "no change"
@@ -182,8 +165,7 @@ def test_a_price_is_told_at_most_once_a_minute(d: Driver) -> None:
     assert "price/n2" not in d.state.deadlines, "there is nothing left to price"
 
 
-def test_a_check_that_says_degraded_is_priced_too(d: Driver) -> None:
-    task = d.running()
+def test_a_check_that_says_degraded_is_priced_too(d: Driver, task: int) -> None:
     known(d, task)
     told: dict[str, Any] = {"node": "n2", "incarnation": 1, "check": "gpu"}
     first = the(StragglerCostEstimated, d.tell("n2/1", r.HealthChanged(
@@ -200,8 +182,7 @@ def test_a_check_that_says_degraded_is_priced_too(d: Driver) -> None:
     assert not d.state.degraded
 
 
-def test_it_is_over_with_the_process(d: Driver) -> None:
-    task = d.running()
+def test_it_is_over_with_the_process(d: Driver, task: int) -> None:
     known(d, task)
     paced(d, task, VICTIM, 1.5)
     d.obey(d.exit(task, VICTIM))
@@ -210,8 +191,7 @@ def test_it_is_over_with_the_process(d: Driver) -> None:
     d.progress(task)
 
 
-def test_what_is_stale_or_absurd_is_nothing(d: Driver) -> None:
-    task = d.running()
+def test_what_is_stale_or_absurd_is_nothing(d: Driver, task: int) -> None:
     known(d, task)
     for wrong in ({"attempt": 7}, {"generation": 9}, {"task": 99}, {"rank": 8}, {"own_s": -1.0}):
         told = paced(d, task, VICTIM, **({"own_s": 9.0} | wrong))
@@ -220,8 +200,7 @@ def test_what_is_stale_or_absurd_is_nothing(d: Driver) -> None:
 
 
 # --- beyond measure ------------------------------------------------------------------------------
-def test_one_beyond_measure_starts_again_when_another_confirms_it(d: Driver) -> None:
-    task = d.running()
+def test_one_beyond_measure_starts_again_when_another_confirms_it(d: Driver, task: int) -> None:
     known(d, task)
     told = paced(d, task, VICTIM, 4.0, iteration_s=4.1)
     assert kinds(told) == ["StragglerCostEstimated"], "nobody else has said that it waits"
@@ -238,8 +217,7 @@ def test_one_beyond_measure_starts_again_when_another_confirms_it(d: Driver) -> 
     assert not d.state.degraded
 
 
-def test_the_first_members_iterations_confirm_it_too(d: Driver) -> None:
-    task = d.running()
+def test_the_first_members_iterations_confirm_it_too(d: Driver, task: int) -> None:
     known(d, task)
     paced(d, task, VICTIM, 4.0, iteration_s=4.1)
     assert kinds(d.progress(task, times_s=[1.1])) == [], "they did not grow"
@@ -249,16 +227,14 @@ def test_the_first_members_iterations_confirm_it_too(d: Driver) -> None:
     d.progress(task)
 
 
-def test_its_own_word_alone_is_not_enough(d: Driver) -> None:
-    task = d.running()
+def test_its_own_word_alone_is_not_enough(d: Driver, task: int) -> None:
     known(d, task)
     paced(d, task, 0, 4.0, iteration_s=4.1)
     assert kinds(d.progress(task, times_s=[4.1])) == [], "rank 0 tells progress"
 
 
-def test_a_slot_that_makes_everything_slow_is_taken_out(d: Driver) -> None:
+def test_a_slot_that_makes_everything_slow_is_taken_out(d: Driver, task: int) -> None:
     """Iterations forgive nothing here: slow ones are finished too."""
-    task = d.running()
     for times in range(1, d.state.policy.restarts_max + 2):
         known_ranks = [rank for rank in sorted(task_of(d, task).ranks) if rank != VICTIM]
         for rank in known_ranks:
@@ -273,8 +249,7 @@ def test_a_slot_that_makes_everything_slow_is_taken_out(d: Driver) -> None:
     assert [node.slots_disabled for node in d.state.nodes.values()] == [[], [0]]
 
 
-def test_a_slot_that_is_as_usual_in_between_is_forgiven(d: Driver) -> None:
-    task = d.running()
+def test_a_slot_that_is_as_usual_in_between_is_forgiven(d: Driver, task: int) -> None:
     for _ in range(d.state.policy.restarts_max + 2):
         known(d, task)
         paced(d, task, 1, iteration_s=4.1)
@@ -284,8 +259,7 @@ def test_a_slot_that_is_as_usual_in_between_is_forgiven(d: Driver) -> None:
     assert [node.slots_disabled for node in d.state.nodes.values()] == [[], []]
 
 
-def test_held_it_is_told_alone(d: Driver) -> None:
-    task = d.running()
+def test_held_it_is_told_alone(d: Driver, task: int) -> None:
     known(d, task)
     d.tell("operator/freeze", r.HealingFrozen(reason="a test"))
     paced(d, task, 1, iteration_s=4.1)
@@ -297,8 +271,7 @@ def test_held_it_is_told_alone(d: Driver) -> None:
 
 
 # --- beside other things -------------------------------------------------------------------------
-def test_slow_iterations_are_not_what_the_task_can_do(d: Driver) -> None:
-    task = d.running()
+def test_slow_iterations_are_not_what_the_task_can_do(d: Driver, task: int) -> None:
     known(d, task)
     d.progress(task, times_s=[1.1] * 8)
     size = len(task_of(d, task).members)

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-from decider import Driver, at_rest, kinds, spec, task_of
+from decider import Driver, kinds, spec, task_of
 from stragglers import known, paced
 from unicron.control_plane.api.view import view
-
-
-@pytest.fixture
-def d() -> Iterator[Driver]:
-    made = Driver()
-    yield made
-    at_rest(made)
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -45,8 +36,7 @@ def test_what_the_others_are_slower_by_too_is_not_counted(d: Driver) -> None:
     assert (slow.ratio, slow.holds_up) == (pytest.approx(3.0), pytest.approx(3.1 / 2.1))
 
 
-def test_where_most_are_slow_alike_nobody_holds_up_anybody(d: Driver) -> None:
-    task = d.running()
+def test_where_most_are_slow_alike_nobody_holds_up_anybody(d: Driver, task: int) -> None:
     known(d, task)
     for rank in (0, 1, 2):
         paced(d, task, rank, 1.4 + rank / 100, iteration_s=1.54)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from decider import Driver, at_rest, kinds, task_of, the
+from decider import Driver, kinds, task_of, the
 from stragglers import VICTIM, known, paced
 from two_tasks import two_tasks
 from unicron.control_plane.api.view import view
@@ -14,19 +13,12 @@ from unicron.control_plane.incidents.stragglers import LASTS_S
 from unicron.events.records.decisions import StragglerCostEstimated
 
 
-@pytest.fixture
-def d() -> Iterator[Driver]:
-    made = Driver()
-    yield made
-    at_rest(made)
-
-
 def slow_of(d: Driver, task: int) -> dict[int, float]:
     return {number: round(slow.holds_up, 3) for number, slow in task_of(d, task).slow.items()}
 
 
-def test_who_is_slow_and_long_there_when_the_last_arrives_holds_up_nobody(d: Driver) -> None:
-    task = d.running()
+def test_who_is_slow_and_long_there_when_the_last_arrives_holds_up_nobody(
+        d: Driver, task: int) -> None:
     known(d, task)
     paced(d, task, 0, 1.5, iteration_s=1.6)
     assert slow_of(d, task) == {0: pytest.approx(1.6 / 1.1, abs=1e-3)}
@@ -36,8 +28,8 @@ def test_who_is_slow_and_long_there_when_the_last_arrives_holds_up_nobody(d: Dri
     assert list(slow_of(d, task)) == [VICTIM]
 
 
-def test_two_that_are_last_together_hold_up_the_others_and_not_each_other(d: Driver) -> None:
-    task = d.running()
+def test_two_that_are_last_together_hold_up_the_others_and_not_each_other(
+        d: Driver, task: int) -> None:
     known(d, task)
     paced(d, task, 0, 1.5, iteration_s=1.6)
     second = the(StragglerCostEstimated, paced(d, task, VICTIM, 1.45, iteration_s=1.6))
@@ -50,9 +42,8 @@ def test_two_that_are_last_together_hold_up_the_others_and_not_each_other(d: Dri
 
 
 @pytest.mark.parametrize("own_s", [0.060, 0.075])
-def test_a_busy_machine_has_no_stragglers(d: Driver, own_s: float) -> None:
+def test_a_busy_machine_has_no_stragglers(d: Driver, task: int, own_s: float) -> None:
     """Waits for cores are no work: what is left grows a little, the iterations by half."""
-    task = d.running()
     for rank in range(4):
         assert kinds(paced(d, task, rank, 0.060, normal_s=0.060, iteration_s=0.140)) == []
     for rank in range(4):
@@ -63,8 +54,7 @@ def test_a_busy_machine_has_no_stragglers(d: Driver, own_s: float) -> None:
     assert not d.state.degraded
 
 
-def test_it_is_over_when_iterations_are_as_they_were(d: Driver) -> None:
-    task = d.running()
+def test_it_is_over_when_iterations_are_as_they_were(d: Driver, task: int) -> None:
     known(d, task)
     paced(d, task, VICTIM, 1.5, iteration_s=1.6)
     assert slow_of(d, task)

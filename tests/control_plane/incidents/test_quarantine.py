@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from decider import Driver, at_rest, kinds, only, spec, task_of, the, waits_of
+from decider import Driver, kinds, only, spec, task_of, the, waits_of
 from two_tasks import facts, seen
 from unicron.cli.screens import cluster, nodes
 from unicron.cli.screens.incident import page
@@ -17,12 +16,7 @@ from unicron.events.records.decisions import NodeQuarantined
 from unicron.events.records.envelope import Record
 from unicron.events.spec import policy as r
 
-
-@pytest.fixture
-def d() -> Iterator[Driver]:
-    made = Driver(nodes=3, slots=2)
-    yield made
-    at_rest(made)
+pytestmark = pytest.mark.nodes(3)
 
 
 def xid(d: Driver, node: str, slot: int) -> list[Record]:
@@ -82,8 +76,7 @@ def test_it_stays_so_when_its_agent_joins_again_and_ends_in_time(d: Driver) -> N
     d.obey(again)
 
 
-def test_who_trains_there_leaves_in_order(d: Driver) -> None:
-    task = d.running()
+def test_who_trains_there_leaves_in_order(d: Driver, task: int) -> None:
     d.progress(task, 3)
     assert "n2" in {x.slot.node for x in task_of(d, task).ranks.values()}
     d.obey(xid(d, "n2", 0))
@@ -157,9 +150,9 @@ def lost(d: Driver, task: int, node: str) -> list[Record]:
     return d.log[num:]
 
 
-def test_an_agent_that_is_lost_started_and_lost_again_counts_twice_however_soon() -> None:
-    d = Driver()
-    task = d.running()
+@pytest.mark.nodes(2)
+def test_an_agent_that_is_lost_started_and_lost_again_counts_twice_however_soon(
+        d: Driver, task: int) -> None:
     told = lost(d, task, "n1")
     assert the(decisions.IncidentOpened, told).severity == "SEV3", "nobody knew why"
     assert the(decisions.IncidentEscalated, told).severity == "SEV1"
@@ -169,19 +162,16 @@ def test_an_agent_that_is_lost_started_and_lost_again_counts_twice_however_soon(
     assert d.state.nodes["n1"].quarantine is None
     assert "NodeQuarantined" in kinds(lost(d, task, "n1"))
     assert d.state.at_s - d.state.nodes["n1"].node_faults[0].at_s < d.state.policy.replace_after_s
-    at_rest(d)
 
 
-def test_a_link_that_is_cut_again_at_once_counts_once() -> None:
+@pytest.mark.nodes(2)
+def test_a_link_that_is_cut_again_at_once_counts_once(d: Driver, task: int) -> None:
     """No agent was started in between: it is one bad cable until a minute has passed."""
-    d = Driver()
-    task = d.running()
     lost(d, task, "n1")
     d.obey(d.tell("leader/abc", reports.NodeReachable(node="n1", incarnation=1)))
     d.progress(task, 3)
     assert {x.slot.node for x in task_of(d, task).ranks.values()} == {"n1", "n2"}
     assert "NodeQuarantined" not in kinds(lost(d, task, "n1"))
-    at_rest(d)
 
 
 def test_what_was_asked_for_does_not_count(d: Driver) -> None:
@@ -197,9 +187,8 @@ def test_what_was_asked_for_does_not_count(d: Driver) -> None:
     d.obey(told)
 
 
-def test_a_bug_of_the_task_is_not_the_nodes(d: Driver) -> None:
+def test_a_bug_of_the_task_is_not_the_nodes(d: Driver, task: int) -> None:
     """Processes that end by themselves say nothing of where they ran."""
-    task = d.running()
     for _ in range(3):
         d.obey(d.exit(task, 2, signal=None, code=1))
         d.progress(task, 11)

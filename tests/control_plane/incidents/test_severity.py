@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from decider import Driver, at_rest, failed, spec, the
+from decider import Driver, failed, spec, the
 from two_tasks import facts, plain, seen
 from unicron.cli.screens import cluster
 from unicron.cli.screens.incident import every, page
@@ -40,9 +40,8 @@ def started_again(d: Driver) -> None:
     d.tell("n2/8", r.NodeJoined(node="n2", incarnation=8, host="127.0.0.1", num_slots=2, pid=9))
 
 
-def test_those_whose_collective_failed_are_no_part_of_it_once_the_cause_is_known() -> None:
-    d = Driver()
-    task = d.running()
+def test_those_whose_collective_failed_are_no_part_of_it_once_the_cause_is_known(
+        d: Driver, task: int) -> None:
     for rank in (0, 1):
         failed(d, task, rank, CLOSED)
     opened = the(decisions.IncidentOpened, d.due(f"evidence/{task}/1"))
@@ -54,11 +53,10 @@ def test_those_whose_collective_failed_are_no_part_of_it_once_the_cause_is_known
                    cluster.status(seen(d), cluster="test", now_s=d.now_s)):
         assert any("ranks 2 3" in x for x in screen), screen
         assert not any("0-3" in x or "NCCL" in x for x in screen), screen
-    at_rest(d)
 
 
 def test_nor_where_both_are_decided_upon_at_once() -> None:
-    d = Driver()
+    d = Driver()  # no fixture: these faults are in no log
     it = d.state.tasks[d.running()]
     it.faults = [
         Fault(ranks=(0, 1), node="n1", status="connection reset", why="a collective failed",
@@ -71,9 +69,7 @@ def test_nor_where_both_are_decided_upon_at_once() -> None:
         "SEV2", "exited abnormally", "n2", (3,), (5, 6))
 
 
-def test_a_timeout_is_called_by_a_word_that_is_true_of_gloo() -> None:
-    d = Driver()
-    task = d.running()
+def test_a_timeout_is_called_by_a_word_that_is_true_of_gloo(d: Driver, task: int) -> None:
     for rank in range(4):
         failed(d, task, rank, "RuntimeError: Timed out waiting 30000ms for recv operation")
     d.due(f"evidence/{task}/1")
@@ -106,9 +102,8 @@ def test_an_end_is_told_with_its_cause(signal: int | None, code: int | None, cau
                                       signal=signal, cause=cause)) == words
 
 
-def test_a_task_that_fails_again_and_again_says_why() -> None:
+def test_a_task_that_fails_again_and_again_says_why(d: Driver) -> None:
     """A command of one rank: the reason of its end holds the cause that the agent told."""
-    d = Driver()
     task = d.submit(spec(train=None, command=["train"], slots={"min": 1, "max": 1}))
     d.obey(d.log[-20:])
     for _ in range(4):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from decider import Driver, at_rest, kinds, spec
+import pytest
+from decider import Driver, kinds, spec
 from two_tasks import seen
 from unicron.control_plane.fold.node_health import RECOVERED_S
 from unicron.control_plane.planner.problem_of_state import input_digest
 from unicron.events.records import reports, statuses
 from unicron.events.records.envelope import Record
+
+pytestmark = pytest.mark.nodes(3)
 
 
 def health(d: Driver, node: str, said: Any, *, check: str, status: str = "",
@@ -19,8 +22,7 @@ def health(d: Driver, node: str, said: Any, *, check: str, status: str = "",
         why=f"{check} is {said}", status=status, rule=status and "a rule", devices=devices))
 
 
-def test_a_check_that_ends_on_one_node_after_the_other_takes_none_out_in_turn() -> None:
-    d = Driver(nodes=3, slots=2)
+def test_a_check_that_ends_on_one_node_after_the_other_takes_none_out_in_turn(d: Driver) -> None:
     task = d.running(spec(slots={"min": 2, "max": 4}))
     d.progress(task, 3)
     for node in ("n3", "n1", "n2"):
@@ -36,12 +38,10 @@ def test_a_check_that_ends_on_one_node_after_the_other_takes_none_out_in_turn() 
     assert [bool(x.slots_unhealthy) for x in d.state.nodes.values()] == [True, False, False]
     d.obey(told)
     d.progress(task)
-    at_rest(d)
 
 
-def test_a_driver_that_confirms_one_node_makes_room_for_another() -> None:
+def test_a_driver_that_confirms_one_node_makes_room_for_another(d: Driver) -> None:
     """Which is a new input of the plan, though the record names the first alone."""
-    d = Driver(nodes=3, slots=2)
     for node in ("n3", "n1"):
         health(d, node, "unhealthy", check="check/disk")
     count = input_digest(d.state)
@@ -58,8 +58,7 @@ def sick(d: Driver) -> list[int]:
     return d.state.nodes["n2"].slots_unhealthy
 
 
-def test_two_checks_that_recover_one_after_the_other_wait_each_for_themselves() -> None:
-    d = Driver(nodes=3, slots=2)
+def test_two_checks_that_recover_one_after_the_other_wait_each_for_themselves(d: Driver) -> None:
     for slot in (0, 1):
         health(d, "n2", "unhealthy", check=f"check/fan{slot}", devices=(slot,))
     first_s = d.now_s
@@ -76,11 +75,9 @@ def test_two_checks_that_recover_one_after_the_other_wait_each_for_themselves() 
     assert sick(d) == []
     assert d.state.at_s >= last_s + RECOVERED_S
     assert DUE not in d.state.deadlines
-    at_rest(d)
 
 
-def test_one_that_flaps_while_another_recovers_waits_anew() -> None:
-    d = Driver(nodes=3, slots=2)
+def test_one_that_flaps_while_another_recovers_waits_anew(d: Driver) -> None:
     for slot in (0, 1):
         health(d, "n2", "unhealthy", check=f"check/fan{slot}", devices=(slot,))
         health(d, "n2", "healthy", check=f"check/fan{slot}", devices=(slot,))
@@ -93,8 +90,7 @@ def test_one_that_flaps_while_another_recovers_waits_anew() -> None:
     assert sick(d) == []
 
 
-def test_of_the_same_slot_the_last_check_counts() -> None:
-    d = Driver(nodes=3, slots=2)
+def test_of_the_same_slot_the_last_check_counts(d: Driver) -> None:
     health(d, "n2", "unhealthy", check="check/disk")
     health(d, "n2", "unhealthy", check="check/fan", devices=(1,))
     health(d, "n2", "healthy", check="check/disk")
@@ -107,9 +103,8 @@ def test_of_the_same_slot_the_last_check_counts() -> None:
     assert sick(d) == []
 
 
-def test_a_check_that_cannot_say_any_more_brings_no_slot_back() -> None:
+def test_a_check_that_cannot_say_any_more_brings_no_slot_back(d: Driver) -> None:
     """A disk that fails, and then does not answer: no answer is no recovery."""
-    d = Driver(nodes=3, slots=2)
     health(d, "n2", "unhealthy", check="check/disk")
     for _ in range(2):
         assert kinds(health(d, "n2", "unknown", check="check/disk")) == []
@@ -125,9 +120,8 @@ def test_a_check_that_cannot_say_any_more_brings_no_slot_back() -> None:
     assert sick(d) == []
 
 
-def test_all_that_recover_at_once_come_back_at_once() -> None:
+def test_all_that_recover_at_once_come_back_at_once(d: Driver) -> None:
     """In one plan: a task moves once."""
-    d = Driver(nodes=3, slots=2)
     task = d.running(spec(slots={"min": 1, "max": 6}))
     d.obey(health(d, "n2", "unhealthy", check="check/disk"))
     d.progress(task)
@@ -136,17 +130,15 @@ def test_all_that_recover_at_once_come_back_at_once() -> None:
     assert sick(d) == []
 
 
-def test_a_new_leader_lets_nobody_back_too_early() -> None:
-    d = Driver(nodes=3, slots=2)
+def test_a_new_leader_lets_nobody_back_too_early(d: Driver) -> None:
     for slot in (0, 1):
         health(d, "n2", "unhealthy", check=f"check/fan{slot}", devices=(slot,))
     health(d, "n2", "healthy", check="check/fan0", devices=(0,))
     d.now_s += 50
     health(d, "n2", "healthy", check="check/fan1", devices=(1,))
     well_s = d.state.at_s
-    d.tell(
-        "leader/next", reports.EpochStarted(nonce="next", code="test", heart=d.state.heart), epoch=2
-    )
+    d.epoch = 2
+    d.tell("leader/next", reports.EpochStarted(nonce="next", code="test", heart=d.state.heart))
     d.due(DUE)
     assert sick(d) == [], "the whole time again, of both"
     assert d.state.at_s >= well_s + RECOVERED_S

@@ -21,6 +21,8 @@ from unicron.events.spec.job import parse
 from unicron.events.spec.model import Axes, Modelled
 from unicron.workers.agent.processes.launcher import NodeConfig, environment
 
+pytestmark = pytest.mark.nodes(1)
+
 
 def modelled(each: int) -> Modelled:
     """Any number of slots, in groups of `each`."""
@@ -188,9 +190,8 @@ def test_the_command_learns_the_layout_that_the_plan_counted_on() -> None:
 
 
 @pytest.mark.parametrize("known", [None, Modelled(sizes=(1,), rates_flops=(1e14,), layouts=("a",))])
-def test_without_a_layout_there_are_no_groups(known: Modelled | None) -> None:
+def test_without_a_layout_there_are_no_groups(d: Driver, known: Modelled | None) -> None:
     """A command without a model, and one that was submitted to an earlier release."""
-    d = Driver(nodes=1)
     spec = parse(job(slots={"min": 2, "max": 2}))
     begun = d.tell("operator/a", r.TaskSubmitted(spec=spec, modelled=known))
     order = next(record.body for record in begun if isinstance(record.body, o.StartRank))

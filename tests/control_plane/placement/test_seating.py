@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,13 +31,6 @@ from unicron.events.spec.parallelism import (
 def train_of(one: JobSpec) -> Train:
     assert one.train is not None
     return one.train
-
-
-@pytest.fixture
-def d() -> Iterator[Driver]:
-    made = Driver()
-    yield made
-    at_rest(made)
 
 
 def seats(order: o.Reconfigure) -> list[int]:

@@ -14,6 +14,8 @@ from unicron.events.records import reports as r
 from unicron.events.spec.policy import Policy
 from wished import asking, wish
 
+pytestmark = pytest.mark.nodes(1)
+
 WEIGHT = 1e-6
 """A share of a weight above and below the one that is told."""
 
@@ -164,8 +166,7 @@ def test_where_no_limit_is_the_cause_none_is_named() -> None:
     assert pending.prices(asked, plan)[2].times == pytest.approx(10.0, rel=1e-4)
 
 
-def test_a_waiting_task_is_told() -> None:
-    d = Driver(nodes=1)
+def test_a_waiting_task_is_told(d: Driver) -> None:
     d.tell("leader/abc", r.PolicySet(policy=Policy(moves_max=0)))
     d.running(spec())
     beta = d.submit(spec(name="beta", weight=3.0))

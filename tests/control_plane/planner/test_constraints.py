@@ -4,11 +4,10 @@ that keep it."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from decider import Driver, at_rest, only, spec, task_of, waits_of
+from decider import Driver, only, spec, task_of, waits_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -23,12 +22,7 @@ from unicron.events.records import reports as r
 from unicron.events.spec.policy import Policy
 from wished import asking, wish
 
-
-@pytest.fixture
-def d() -> Iterator[Driver]:
-    made = Driver(nodes=3)
-    yield made
-    at_rest(made)
+pytestmark = pytest.mark.nodes(3)
 
 
 # --- which sizes --------------------------------------------------------------------------------

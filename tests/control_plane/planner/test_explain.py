@@ -227,8 +227,7 @@ def test_the_most_that_a_task_allows_binds() -> None:
     assert (plans(d)[-1].binding, plans(d)[-1].bound_tasks) == ("max", (alpha,))
 
 
-def test_a_min_that_does_not_fit_binds() -> None:
-    d = Driver()
+def test_a_min_that_does_not_fit_binds(d: Driver) -> None:
     d.submit(train("alpha", 2.0, {3: 3e12}, slots={"min": 3, "max": 3}))
     beta = d.submit(train("beta", 1.0, {2: 1e12}, slots={"min": 2, "max": 4}))
     assert (plans(d)[-1].binding, plans(d)[-1].bound_tasks) == ("min", (beta,))

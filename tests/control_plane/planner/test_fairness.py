@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import wished
-from decider import Driver, at_rest, spec, task_of
+from decider import Driver, spec, task_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -29,15 +28,10 @@ from unicron.events.records import reports as r
 from unicron.events.spec.policy import ALPHAS, Policy
 from wished import rising, slots
 
+pytestmark = pytest.mark.nodes(3)
+
 CLOSE_RATIO = 1e-9
 FAIR = (0.5, 1.0, 2.0)
-
-
-@pytest.fixture
-def d() -> Iterator[Driver]:
-    made = Driver(nodes=3)
-    yield made
-    at_rest(made)
 
 
 def wish(task: int, now: int, rates: dict[int, float], **more: Any) -> TaskDemand:

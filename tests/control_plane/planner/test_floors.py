@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from decider import Driver, at_rest, spec, task_of, waits_of
+from decider import Driver, spec, task_of, waits_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -20,14 +19,9 @@ from unicron.events.records import reports as r
 from unicron.events.spec.policy import Policy
 from wished import asking, rising, slots, wish
 
+pytestmark = pytest.mark.nodes(3)
+
 CLOSE_RATIO = 1e-9
-
-
-@pytest.fixture
-def d() -> Iterator[Driver]:
-    made = Driver(nodes=3)
-    yield made
-    at_rest(made)
 
 
 # --- one by one ---------------------------------------------------------------------------------

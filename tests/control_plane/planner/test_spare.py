@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from decider import Driver, at_rest, spec, task_of, waits_of
+from decider import Driver, spec, task_of, waits_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -22,6 +21,8 @@ from unicron.events.records import reports as r
 from unicron.events.records.types import Slot
 from unicron.events.spec.policy import Policy
 from wished import wish
+
+pytestmark = pytest.mark.nodes(4)
 
 TRAIN = {"iterations": 50, "batch": {"global": 24, "micro": 2}}
 
@@ -158,13 +159,6 @@ def test_where_a_node_is_all_there_is_none_is_kept() -> None:
     choice = hot_spare.with_hot_spare(replace(fixed(12.0), num_slots=4))
     assert choice.spare is not None
     assert (choice.spare.verdict, sum(choice.plan.slots)) == ("not kept", 4)
-
-
-@pytest.fixture
-def d() -> Iterator[Driver]:
-    made = Driver(nodes=4)
-    yield made
-    at_rest(made)
 
 
 def test_after_a_fault_the_spare_is_used_and_the_healthy_go_on(d: Driver) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from decider import Driver, at_rest, kinds, spec, task_of, the, waits_of
+from decider import Driver, kinds, spec, task_of, the, waits_of
 from described_jobs import KNOWN, job, submitted
 from http_site import serving
 from unicron.cli.screens import task as task_screen
@@ -22,12 +21,7 @@ from unicron.events.records import reports as r
 from unicron.events.spec.job import JobSpec, parse
 from unicron.events.spec.model import Modelled
 
-
-@pytest.fixture
-def d() -> Iterator[Driver]:
-    made = Driver(nodes=3)
-    yield made
-    at_rest(made)
+pytestmark = pytest.mark.nodes(3)
 
 
 def test_what_is_submitted_brings_its_throughput() -> None:
