@@ -345,8 +345,7 @@ def ask(path: Path, which: str, *, as_json: bool = False, verify: bool = False) 
 
 def test_the_page_from_an_exported_log(exported: Path, capsys: Any) -> None:
     (number,) = [
-        x.seq for x in archive.read(exported) if isinstance(x.body, decisions.IncidentOpened)
-    ]
+        x.seq for x in archive.read(exported) if isinstance(x.body, decisions.IncidentOpened)]
     ask(exported, f"inc-{number}")
     told = capsys.readouterr().out
     assert told.startswith(f"inc-{number}  HEALED  SEV1 lost connection  n2  alpha ranks 2 3")

@@ -236,8 +236,7 @@ class World:
             "apiVersion": job.API_VERSION, "name": f"task-{number}",
             "weight": rng.choice([0.3, 0.5, 1.0, 1.0, 2.0, 5.0]),
             "slots": {"min": low, "max": high},
-            "team": rng.choice(self._teams), "priority": rng.choice(self._priorities),
-        }
+            "team": rng.choice(self._teams), "priority": rng.choice(self._priorities)}
         if (kind := rng.random()) < 0.15 and low < high:
             data["slots"] = {"sizes": sorted({low, high, rng.randint(low, high)})}
         elif kind < 0.3 and high >= 2:
@@ -259,8 +258,7 @@ class World:
                 "batch": {"global": micro * rng.randint(high, max(high, 12)), "micro": micro},
                 "iterations": rng.randint(5, 100), "output": f"/out/{number}",
                 "seed": rng.randint(1, 99), "checkpoint_every": rng.choice([0, 0, 3, 7]),
-                "copy_every": rng.choice([0, 1, 2, 5]),
-            }
+                "copy_every": rng.choice([0, 1, 2, 5])}
             self._spread(data, random.Random(f"{self.seed} layouts {number}"))
         parsed = job.parse(data)
         return TaskSubmitted(spec=parsed, modelled=modelled(parsed.model, 8)

@@ -183,8 +183,7 @@ def test_what_it_comes_back_from_is_what_is_tried_first() -> None:
     d.tell("leader/abc", r.NodeUnreachable(node="n3", incarnation=1, silence_s=5.0))
     killed(d, task)
     first = memory_checkpoints.recovery_sources(
-        d.state, task_of(d, task), list(task_of(d, task).ranks.values())
-    )[0]
+        d.state, task_of(d, task), list(task_of(d, task).ranks.values()))[0]
     assert (first.node, first.step_version) == ("n2", 20)
     assert "the copy of iteration 20 in memory (n2)" in told(d, task, "copies")
 

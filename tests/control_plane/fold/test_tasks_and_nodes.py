@@ -350,8 +350,7 @@ def test_wrong_input_ends_a_task_that_never_stepped_at_once(d: Driver) -> None:
         text="train.data: /x: No such file or directory"))
     assert "IncidentClosed" in kinds(told)
     assert the(decisions.IncidentClosed, told).why.startswith(
-        "it cannot start: rank 0: train.data: /x"
-    )
+        "it cannot start: rank 0: train.data: /x")
     assert d.state.tasks[task].ending == "failed"
 
 

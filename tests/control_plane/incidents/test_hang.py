@@ -183,8 +183,7 @@ def test_where_all_are_in_their_own_work_nobody_is_to_blame(d: Driver, task: int
     stalled(d, task, 1, "own", collective=0)
     late = d.due(deadline(d, task))
     assert the(decisions.IncidentOpened, late).ranks == (0, 1, 2, 3), (
-        "as a collective's timeout would"
-    )
+        "as a collective's timeout would")
     d.obey(late)
 
 

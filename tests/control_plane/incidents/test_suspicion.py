@@ -79,11 +79,9 @@ def test_a_killed_agent_is_lost_in_two_seconds() -> None:
     silenced = next(x for x in told if isinstance(x.body, r.NodeUnreachable))
     assert silenced.at_s - killed_s < 2.0
     lost = [
-        x.body
-        for x in told
+        x.body for x in told
         if isinstance(x.body, (decisions.IncidentOpened, decisions.IncidentEscalated))
-        and x.body.severity == "SEV1"
-    ]
+        and x.body.severity == "SEV1"]
     assert [(x.node, x.status) for x in lost] == [("n3", "lost connection")]
     assert next(x for x in told if x.body is lost[0]).at_s - killed_s < 2.0
     assert d.state.nodes["n3"].health == "lost"

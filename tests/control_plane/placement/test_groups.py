@@ -178,8 +178,7 @@ def test_the_command_learns_the_layout_that_the_plan_counted_on() -> None:
     orders = [record.body for record in begun if isinstance(record.body, o.StartRank)]
     assert len(orders) == 16
     node = NodeConfig(
-        name="n1", incarnation=1, cluster="c", host="h", num_slots=9, state_dir=Path()
-    )
+        name="n1", incarnation=1, cluster="c", host="h", num_slots=9, state_dir=Path())
     for order in orders:
         assert order.axes == axes
         env = environment(order, node, {})

@@ -49,8 +49,7 @@ def test_from_its_weight_on_a_task_runs_under_limits_too(asked: PlanProblem) -> 
         asked,
         demands=tuple(
             replace(one, now=x, faulted=False)
-            for one, x in zip(asked.demands, plan.slots, strict=True)
-        ),
+            for one, x in zip(asked.demands, plan.slots, strict=True)),
     )
 
     def runs(task: int, times: float) -> bool:
@@ -112,29 +111,23 @@ def test_one_limit_is_named_and_what_lets_it_run() -> None:
     for asked, bar in (
         (
             asking(wishes, 2, moves_max=0),
-            Blocker(why="held back by moves_max 0", needs="a larger moves_max"),
-        ),
+            Blocker(why="held back by moves_max 0", needs="a larger moves_max")),
         (
             asking([replace(wishes[0], priority=1), wishes[1]], 2),
             Blocker(
-                why="held back by priority 0, where others have more", needs="a higher priority"
-            ),
+                why="held back by priority 0, where others have more", needs="a higher priority"),
         ),
         (
             asking([replace(wishes[0], floor=1), wishes[1]], 2),
-            Blocker(why="held back by the floors of others", needs="smaller floors"),
-        ),
+            Blocker(why="held back by the floors of others", needs="smaller floors")),
         (
             asking([wishes[0], replace(wishes[1], team="a")], 2, quotas=(("a", 1),)),
-            Blocker(why="the quota of team a, 1 slot", needs="a quota of 2 slots or more"),
-        ),
+            Blocker(why="the quota of team a, 1 slot", needs="a quota of 2 slots or more")),
         (
             asking([replace(wishes[0], priority=1), wishes[1]], 2, moves_max=0),
             Blocker(
                 why="held back by the limits of the plan: moves_max 0, priority 0, where others "
-                "have more",
-                needs="fewer limits: a larger moves_max, a higher priority",
-            ),
+                "have more", needs="fewer limits: a larger moves_max, a higher priority"),
         ),
     ):
         plan = planner.choose_plan(asked).plan
@@ -161,8 +154,7 @@ def test_where_no_limit_is_the_cause_none_is_named() -> None:
     asked = asking(wishes, 2, quotas=(("a", 2),), gain_min=0.0)
     plan = planner.choose_plan(asked).plan
     assert pending.blocking_constraints(asked, plan.slots) == {
-        2: Blocker(within="the quota of team a, 2 slots")
-    }
+        2: Blocker(within="the quota of team a, 2 slots")}
     assert pending.prices(asked, plan)[2].times == pytest.approx(10.0, rel=1e-4)
 
 

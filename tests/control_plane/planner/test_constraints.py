@@ -232,8 +232,7 @@ def test_gain_min_is_named_where_a_change_earns_less_than_it_asks_for() -> None:
     choice = planner.choose_plan(asked)
     assert choice.plan.slots == (3, 1)
     others = explain.with_distances(
-        asked, choice.alternatives, objective_flop(asked, choice.plan.slots)
-    )
+        asked, choice.alternatives, objective_flop(asked, choice.plan.slots))
     assert explain.why(asked, choice, others, "slots").endswith(
         "less: its changes earn less than gain_min asks for")
 
@@ -260,13 +259,9 @@ def inputs(draw: st.DrawFn) -> PlanProblem:
         wafs = {x: draw(st.floats(0.5, 50.0, allow_nan=False)) for x in sizes}
         wishes.append(
             wish(
-                task,
-                draw(st.sampled_from([0, *sizes])),
-                wafs,
-                faulted=draw(st.booleans()),
+                task, draw(st.sampled_from([0, *sizes])), wafs, faulted=draw(st.booleans()),
                 team=draw(st.sampled_from(["", "red", "blue"])),
-                priority=draw(st.sampled_from([0, 0, 1])),
-            )
+                priority=draw(st.sampled_from([0, 0, 1])))
         )
     return PlanProblem(
         demands=tuple(wishes), num_slots=draw(st.integers(0, 10)), mtbf_gpu_s=7.2e6,
@@ -313,7 +308,6 @@ def test_a_policy_that_plans_follow_from_is_planned_by_at_once(d: Driver) -> Non
     assert not only(decisions.PlanChosen, told), "no plan follows from it"
     told = d.tell("leader/abc", r.PolicySet(policy=Policy(stop_s_max=7.0, quotas={"red": 2})))
     assert [plan.body.trigger for plan in only(decisions.PlanChosen, told)] == [
-        "the policy was set"
-    ]
+        "the policy was set"]
     assert len(seats) == 4
     assert len(task_of(d, task).target) == 2

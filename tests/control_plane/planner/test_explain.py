@@ -103,8 +103,7 @@ def test_when_a_change_is_paid_back(found: list[TaskDemand], num_slots: int, bac
     there is nothing to pay back."""
     asked = asking(found, num_slots)
     assert explain.paid_back_s(asked, planner.choose_plan(asked).plan.slots) == pytest.approx(
-        back_s
-    )
+        back_s)
 
 
 def test_who_waits_for_want_of_slots_alone_is_bound_by_them() -> None:
@@ -192,8 +191,7 @@ def test_the_sentence_and_the_row_tell_the_same_share() -> None:
     nearest = max(others, key=lambda other: other.objective)
     share = alternative_names.percent(nearest.behind_flop / objective)
     assert share != alternative_names.percent(
-        nearest.behind_flop / (choice.plan.waf * asked.running_s)
-    )
+        nearest.behind_flop / (choice.plan.waf * asked.running_s))
     assert f"is worth {share} less" in explain.why(asked, choice, others, bound)
     rows = plan_screen._beaten({
         "waf": choice.plan.waf, "objective_flop": objective, "alternatives": [

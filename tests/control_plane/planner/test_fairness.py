@@ -156,8 +156,7 @@ def by_hand(one: TaskDemand, x: int, asked: PlanProblem) -> float:
     alpha, rate, had = asked.alpha, waf_of(one, x) / one.weight, waf_of(one, one.now) / one.weight
     made = 0.0 if not rate else math.log(rate) if alpha == 1 else rate**(1 - alpha) / (1 - alpha)
     held_s = (
-        asked.gain_min * asked.running_s * (not one.faulted and x != one.now <= asked.num_slots)
-    )
+        asked.gain_min * asked.running_s * (not one.faulted and x != one.now <= asked.num_slots))
     lost = (transition_cost_s(one, x) + held_s) * had**(1 - alpha) if had else 0.0
     return one.weight * (asked.running_s * made - lost)
 
@@ -220,8 +219,7 @@ def told(asked: PlanProblem) -> tuple[planner.Choice, str]:
     others = explain.with_distances(asked, choice.alternatives,
                             objective.objective_flop(asked, choice.plan.slots))
     return choice, explain.why(
-        asked, choice, others, explain.binding_constraint(asked, choice, {})[0]
-    )
+        asked, choice, others, explain.binding_constraint(asked, choice, {})[0])
 
 
 def test_the_plan_says_by_how_much_the_runner_up_is_less_fair() -> None:
@@ -239,8 +237,7 @@ def test_the_plan_says_by_how_much_the_runner_up_is_less_fair() -> None:
 def test_what_fairness_costs_in_waf_is_told_when_asked_for() -> None:
     asked = asking([linear(1, 9.0), linear(2, 6.0)], 8, 1.0)
     by_what = {
-        x.what: x for x in explain.without_each_limit(asked, planner.choose_plan(asked).plan.slots)
-    }
+        x.what: x for x in explain.without_each_limit(asked, planner.choose_plan(asked).plan.slots)}
     most = by_what[alternative_names.ALPHALESS]
     assert ([x for _, x in most.slots], most.waf) == ([8, 0], 72.0)
     assert (most.objective, most.behind_share) == (alternative_names.NOT_COMPARABLE_NUM, 0.0)

@@ -35,8 +35,7 @@ def test_a_floor_is_kept_and_what_it_costs_is_told() -> None:
     assert [x for _, x in told[alternative_names.FLOORLESS].slots] == [3, 0]
     assert explain.binding_constraint(asked, choice, {}) == ("floor", (2,))
     others = explain.with_distances(
-        asked, choice.alternatives, objective_flop(asked, choice.plan.slots)
-    )
+        asked, choice.alternatives, objective_flop(asked, choice.plan.slots))
     assert "without floors it would be worth" in explain.why(asked, choice, others, "floor")
 
 
@@ -125,15 +124,10 @@ def inputs(draw: st.DrawFn) -> PlanProblem:
         wafs = rising(draw)
         wishes.append(
             wish(
-                task,
-                draw(st.sampled_from([0, *wafs, 6])),
-                wafs,
-                faulted=draw(st.booleans()),
+                task, draw(st.sampled_from([0, *wafs, 6])), wafs, faulted=draw(st.booleans()),
                 floor=draw(st.sampled_from([0, 0, 1, 2, 4])),
-                team=draw(st.sampled_from(["", "red"])),
-                priority=draw(st.sampled_from([0, 0, 1])),
-                weight=draw(st.sampled_from([1.0, 2.0])),
-            )
+                team=draw(st.sampled_from(["", "red"])), priority=draw(st.sampled_from([0, 0, 1])),
+                weight=draw(st.sampled_from([1.0, 2.0])))
         )
     return asking(wishes, draw(st.integers(0, 10)), floor=draw(st.booleans()),
                   gain_min=draw(st.sampled_from([0.0, 0.1])),
@@ -204,8 +198,7 @@ def test_large_clusters_with_a_newcomer_that_must_run(num_tasks: int, num_gpus: 
     asked = case(num_tasks, num_gpus, 3, gain_min=0.005)
     now = slots(replace(asked, gain_min=0.0))
     settled = [
-        replace(one, now=x, faulted=False) for one, x in zip(asked.demands, now, strict=True)
-    ]
+        replace(one, now=x, faulted=False) for one, x in zip(asked.demands, now, strict=True)]
     new = replace(settled[0], task=9999, name="new", now=0, floor=16, weight=1e-6,
                   wafs=tuple(1e-6 * waf for waf in settled[0].wafs))
     full = replace(asked, num_slots=sum(now), demands=(*settled, new))

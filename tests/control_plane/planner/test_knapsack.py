@@ -87,9 +87,7 @@ def test_the_next_best_is_that_of_brute_force(found: list[Row], capacity: int) -
 def test_the_tables_have_every_optimum(found: list[Row], capacity: int) -> None:
     flat = candidates_of(found)
     before, after = (
-        dynamic_program.prefixes(flat, capacity),
-        dynamic_program.suffixes(flat, capacity),
-    )
+        dynamic_program.prefixes(flat, capacity), dynamic_program.suffixes(flat, capacity))
     for r, j in itertools.product(range(len(found) + 1), range(capacity + 1)):
         for table, part in ((before, found[:r]), (after, found[r:])):
             plans = all_plans(part, j)
@@ -176,8 +174,7 @@ def test_each_degenerate_family_is_planned_as_by_plain_dynamic_programming(famil
         after = dynamic_program.suffixes(flat, asked.num_slots)
         assert knapsack.best(flat, asked.num_slots) == (
             tuple(dynamic_program.backtrack(flat, after, asked.num_slots)),
-            int(after[0, asked.num_slots]),
-        )
+            int(after[0, asked.num_slots]))
 
 
 def test_no_row_is_no_plan_to_make() -> None:

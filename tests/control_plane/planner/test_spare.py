@@ -125,9 +125,7 @@ def test_no_task_is_left_below_its_floor_for_a_spare() -> None:
     often = running(fixed(12 * 60.0), 4, 4, 0)
     floored = replace(often, floor=True)
     assert [hot_spare.with_hot_spare(one).plan.slots for one in (often, floored)] == [
-        (4, 4, 0),
-        (4, 4, 4),
-    ]
+        (4, 4, 0), (4, 4, 4)]
     told = hot_spare.with_hot_spare(floored).spare
     assert told is not None
     assert told.verdict == "not kept"
@@ -147,8 +145,7 @@ def test_a_tie_keeps_nothing_idle() -> None:
     dear = PlanProblem(demands=(same,), num_slots=4, mtbf_gpu_s=400.0, spare_slots=2, repair_s=60.0)
     assert hot_spare.with_hot_spare(dear).plan.slots == (2,)
     choice = hot_spare.with_hot_spare(
-        replace(dear, demands=(replace(same, transition=Transition.uniform(0.0)),))
-    )
+        replace(dear, demands=(replace(same, transition=Transition.uniform(0.0)),)))
     assert choice.plan.slots == (4,)
     assert choice.spare is not None
     assert (choice.spare.verdict, choice.spare.cost_flop, choice.spare.saves_flop) == (

@@ -237,8 +237,7 @@ def test_what_is_printed_is_what_is_played(capsys: pytest.CaptureFixture[str]) -
 def test_studies_are_those_of_the_table() -> None:
     found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     text = (Path(__file__).parents[2] / "data" / "failure_categories.csv").read_text(
-        encoding="utf-8"
-    )
+        encoding="utf-8")
     for row in csv.DictReader(text.splitlines()):
         if row["unicron_status"] in TABLE:
             found[STUDY_OF[row["study"]]][row["unicron_status"]] += float(

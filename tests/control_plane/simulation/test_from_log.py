@@ -146,9 +146,7 @@ def recorded(happenings: list[AnyEvent], *, heals: bool = True) -> Recording:
 
 def loss(at_s: float, back_s: float, node: str = "n1") -> list[AnyEvent]:
     return [
-        ExternalEvent(at_s, node, "fault", LOST_CONNECTION),
-        ExternalEvent(back_s, node, "joined"),
-    ]
+        ExternalEvent(at_s, node, "fault", LOST_CONNECTION), ExternalEvent(back_s, node, "joined")]
 
 
 LAST = OperatorRequest(DAY_S, r.HealingFrozen(reason="the log shall end later"))
@@ -182,8 +180,7 @@ def test_allocation_rules_heal_as_unicron_did_in_this_log() -> None:
     assert fault.recovered_s is not None
     assert shared.recovered_s is not None
     assert shared.recovered_s - shared.at_s == pytest.approx(
-        fault.recovered_s - fault.at_s, abs=20.0
-    )
+        fault.recovered_s - fault.at_s, abs=20.0)
     sizes = counterfactual.play(found, Choice(policy="equally")).work
     assert 0 < sizes["b"] == pytest.approx(sizes["a"], rel=0.02)
 
@@ -201,8 +198,7 @@ def test_requests_and_later_tasks_are_played_too() -> None:
     """Cancelled, its slots go to the other; a third one comes, and has its share."""
     found = simulation_scenario.parse(plain())
     late = simulation_scenario.run_input(found, simulation_scenario.policy(found, "unicron")).tasks[
-        0
-    ]
+        0]
     happenings: list[AnyEvent] = [
         OperatorRequest(3600, r.TaskCancelRequested(task=0), "a"),
         OperatorRequest(7200, r.TaskSubmitted(spec=late)), LAST]

@@ -21,8 +21,7 @@ def plain(**changes: Any) -> dict[str, Any]:
     return {
         "apiVersion": "unicron/v1", "name": "plain", "cluster": {"nodes": 4, "slots": 2},
         "tasks": [{"name": "one", "slots": {"min": 1, "max": 8}, "throughput": {1: 1e12, 8: 7e12}}],
-        "policies": {"unicron": {}}, "trace": {"drawn": DRAWN}, "horizon_s": 1e4,
-    } | changes
+        "policies": {"unicron": {}}, "trace": {"drawn": DRAWN}, "horizon_s": 1e4} | changes
 
 
 def task(**changes: Any) -> dict[str, Any]:

@@ -210,15 +210,12 @@ def test_whole_nodes_are_played_as_one_slot_each(policy: str) -> None:
             "throughput": {size: 1e12 * size ** 0.9 for size in range(4, 25)}}]))
     chosen = scenario.policy(given, policy)
     happenings = [
-        *lost("n1", DAY_S, DAY_S + 4 * 3600),
-        *lost("n4", DAY_S + 3600, 2 * DAY_S),
+        *lost("n1", DAY_S, DAY_S + 4 * 3600), *lost("n4", DAY_S + 3600, 2 * DAY_S),
         ExternalEvent(3 * DAY_S, "n2", "fault", PROCESS),
-        ExternalEvent(4 * DAY_S, "n3", "fault", HANG),
-    ]
+        ExternalEvent(4 * DAY_S, "n3", "fault", HANG)]
     device = [
         ExternalEvent(5 * DAY_S, "n0", "fault", DEVICE),
-        ExternalEvent(5.5 * DAY_S, "n0", "repaired"),
-    ]
+        ExternalEvent(5.5 * DAY_S, "n0", "repaired")]
     few, whole, few_too, whole_too = (
         Run(scenario.run_input(given, chosen, told, condense=condense), chosen).play()
         for told in (happenings, device) for condense in (True, False))
@@ -289,8 +286,7 @@ def test_whole_nodes_are_asked_for_with_sizes_that_are() -> None:
             "throughput": {4: 1e12, 12: 5e12}}]))
         if grain:
             assert (
-                scenario.run_input(given, scenario.policy(given, "unicron")).gpus_per_slot == grain
-            )
+                scenario.run_input(given, scenario.policy(given, "unicron")).gpus_per_slot == grain)
         else:
             with pytest.raises(SpecError, match="whole_nodes: needs sizes"):
                 scenario.run_input(given, scenario.policy(given, "unicron"))

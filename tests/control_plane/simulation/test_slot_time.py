@@ -37,8 +37,7 @@ def play(policy: str, happenings: list[ExternalEvent], tasks: int = 1) -> Outcom
 @given(HAPPENINGS, st.sampled_from([*policies.POLICIES]), st.integers(1, 3))
 @example([ExternalEvent(0.0, "n0", "left"), ExternalEvent(5.0, "n0", "joined")], "unicron", 2)
 def test_all_of_it_and_nothing_twice(
-    happenings: list[ExternalEvent], policy: str, tasks: int
-) -> None:
+    happenings: list[ExternalEvent], policy: str, tasks: int) -> None:
     found = play(policy, sorted(happenings, key=lambda one: one.at_s), tasks)
     assert sum(found.slot_s.values()) == pytest.approx(8 * 10 * DAY_S, rel=1e-12)
     again_s = found.earnings.lost_slot_s["recomputed"]

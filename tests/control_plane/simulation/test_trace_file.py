@@ -35,8 +35,7 @@ def test_each_form_says_the_same() -> None:
 @pytest.mark.parametrize("written", ["ECC errors", "ECC error", " ecc_errors", "Ecc Errors "])
 def test_causes_are_known_as_people_write_them(written: str) -> None:
     assert told(f"{HEAD}1,n1,fault,{written}\n") == [
-        ExternalEvent(1.0, "n1", "fault", "ECC errors")
-    ]
+        ExternalEvent(1.0, "n1", "fault", "ECC errors")]
 
 
 def test_the_churn_of_spot_nodes_is_their_cluster() -> None:

@@ -302,11 +302,7 @@ def test_to_split_the_model_in_another_way_is_charged_as_that() -> None:
                 wafs=(1.0, 2.0, 3.0), shapes=(0, 0, 1))
     assert [transition_cost_s(wish, x) for x in (0, 1, 2, 3)] == [8.0, 2.0, 1.0, 16.0]
     assert [transition_cost_s(replace(wish, now=3), x) for x in (0, 1, 2, 3)] == [
-        8.0,
-        16.0,
-        16.0,
-        1.0,
-    ]
+        8.0, 16.0, 16.0, 1.0]
 
 
 def test_what_is_told_of_a_change_is_what_is_charged() -> None:
@@ -314,18 +310,10 @@ def test_what_is_told_of_a_change_is_what_is_charged() -> None:
     for hurt, now, shapes in ((False, 2, ()), (True, 2, ()), (True, 0, ()), (False, 0, ()),
                               (False, 2, (0, 0, 1)), (True, 2, (0, 1, 1)), (True, 0, (0, 1, 1))):
         wish = TaskDemand(
-            task=1,
-            name="t1",
-            now=now,
-            faulted=hurt,
-            transition=kinds,
-            sizes=(1, 2, 3),
-            wafs=(64.0, 128.0, 192.0),
-            shapes=shapes,
-        )
+            task=1, name="t1", now=now, faulted=hurt, transition=kinds, sizes=(1, 2, 3),
+            wafs=(64.0, 128.0, 192.0), shapes=shapes)
         rows = planner.allowed_candidates(
-            PlanProblem(demands=(wish,), num_slots=3, mtbf_gpu_s=3 * 32.0)
-        )
+            PlanProblem(demands=(wish,), num_slots=3, mtbf_gpu_s=3 * 32.0))
         told = [waf_of(wish, x) * 32
                 - waf_of(wish, now) * transition_cost_s(wish, x)
                 for x in (0, 1, 2, 3)]
