@@ -1,4 +1,4 @@
-"""The face as a person types it: help, errors, exit codes, and what is not loaded."""
+"""The command line as typed: help, errors, exit codes, and which modules are not loaded."""
 
 from __future__ import annotations
 
@@ -364,3 +364,19 @@ def test_the_longest_line_of_every_day_fits_a_wide_terminal():
     record = Record(seq=4812, epoch=1, at_s=1e9, occurred_s=1e9, source="n1/7", source_seq=9,
                     cause=4811, incident=4790, body=body)
     assert len(line(codec.to_plain(record))) <= 160
+
+
+# --- closed standard streams ---------------------------------------------------------------------
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("words", ["classify LOG", "classify", "--version", "doctor",
+                                   "locate none", "status"])
+def test_a_command_survives_closed_streams(words: str, closed: str, tmp_path: Path) -> None:
+    log = "CUDA error: unknown error\n"
+    (tmp_path / "LOG").write_text(log, encoding="utf-8")
+    done = subprocess.run(
+        ["bash", "-c", f'exec "$0" {words} {closed}', str(Path(sys.executable).parent / "unicron")],
+        cwd=tmp_path, timeout=LIMIT_S, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        check=False, env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)})
+    assert "Traceback" not in done.stdout + done.stderr
+    assert done.returncode == (2 if words in ("locate none", "status") else 0)
+    assert (tmp_path / "LOG").read_text(encoding="utf-8") == log

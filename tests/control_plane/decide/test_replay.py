@@ -146,7 +146,7 @@ def test_another_hearts_log_is_not_corrupt(driver: Driver) -> None:
 
 
 def test_a_log_of_heart_4_is_not_corrupt() -> None:
-    """tests/golden/heart-4.jsonl is the log of test_copies.py's
+    """tests/golden/heart-4.jsonl is the log of test_checkpoints.py's
     `test_all_die_and_the_order_names_the_newest_copy_then_the_nearest` at commit af1f586.
 
     Its agents number no keepers, and its copies count all the same: the Reconfigure that names

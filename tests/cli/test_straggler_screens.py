@@ -1,6 +1,6 @@
-"""The screens of a cluster with a slow rank, and of a task that stands.
+"""The screens of a cluster with a straggler, and of a hung task.
 
-`UNICRON_SNAPSHOTS=write pytest tests/cli/test_screens_degraded.py` writes them anew; read the
+`UNICRON_SNAPSHOTS=write pytest tests/cli/test_straggler_screens.py` writes them anew; read the
 difference.
 """
 

@@ -1,15 +1,20 @@
-"""A recorded log and other choices: read back exactly, played anew, and told plainly."""
+"""A recorded log: read back exactly, and replayed under other policies and weights."""
 
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from simulated.seeds import quiet, simulate
+from simulated.world import World
 from unicron.cli.simulate import compare as command
 from unicron.cli.simulate import from_log
 from unicron.control_plane.decide.replay import verify
@@ -18,7 +23,11 @@ from unicron.control_plane.simulation import policies as scenario
 from unicron.control_plane.simulation import scenario as simulation_scenario
 from unicron.control_plane.simulation.accounting import LOSSES, AttributedWaf, WafAccount
 from unicron.control_plane.simulation.counterfactual import counterfactual
-from unicron.control_plane.simulation.counterfactual.counterfactual import Choice, Recording
+from unicron.control_plane.simulation.counterfactual.counterfactual import (
+    Choice,
+    Recording,
+    RunResult,
+)
 from unicron.control_plane.simulation.counterfactual.recorded_earnings import LogAccounting
 from unicron.control_plane.simulation.counterfactual.recorded_faults import (
     FaultReader,
@@ -30,13 +39,20 @@ from unicron.control_plane.simulation.trace.external_event import (
     ExternalEvent,
     NodeReport,
     OperatorRequest,
+    causes_loss,
 )
 from unicron.events.errors import UsageError
 from unicron.events.log import archive
 from unicron.events.records import decisions as d
 from unicron.events.records import reports as r
 from unicron.events.records.envelope import Record
-from unicron.events.records.statuses import CUDA_ERRORS, LOST_CONNECTION, OTHER_NETWORK
+from unicron.events.records.statuses import (
+    CUDA_ERRORS,
+    LOST_CONNECTION,
+    NCCL_TIMEOUT,
+    OTHER_NETWORK,
+    TASK_HANG,
+)
 
 DATA = Path(__file__).parents[2] / "data"
 EXAMPLE = Path(__file__).parents[3] / "deploy" / "scenarios" / "two-weeks.yaml"
@@ -338,3 +354,56 @@ def test_a_request_while_a_task_is_down_is_not_credited_with_its_end() -> None:
     assert (fault.lost_flop, fault.recovered_s) == (600.0, 160.0)
     assert (request.lost_flop, request.has_lost) == (0.0, False)
     assert traced.unattributed.lost_flop == 0
+
+
+# --- logs of the simulated cluster, with hangs, stopped processes and partitions -----------------
+SEEDS = {5: (3, 2), 11: (1, 2), 12: (4, 1)}
+"""And what befell: hangs, and collectives that nobody came to the end of."""
+
+
+@pytest.fixture(scope="module", params=SEEDS)
+def life(request: pytest.FixtureRequest) -> tuple[int, list[Record], Recording]:
+    quiet()
+    records = simulate(lambda: World(request.param))[1]
+    structlog.reset_defaults()
+    return request.param, records, counterfactual.read(lambda: iter(records), "a seed's log")
+
+
+def whole(one: RunResult) -> float:
+    """What was earned and what was lost, all of which is laid to incidents, or to none."""
+    earnings = one.earnings
+    assert all(math.isfinite(flop) for flop in earnings.lost_flop.values())
+    felt = [*earnings.losses, earnings.unattributed]
+    assert math.fsum(one.lost_flop for one in felt) == pytest.approx(
+        math.fsum(earnings.lost_flop.values()), rel=1e-6, abs=1e-6 * earnings.flop)
+    return earnings.full_flop
+
+
+def test_what_was_decided_is_decided_again(life: tuple[int, list[Record], Recording]) -> None:
+    _, records, found = life
+    assert not found.verdict.differ
+    assert sum(found.verdict.recomputed.values()) == sum(
+        record.source == "heart" for record in records)
+
+
+def test_each_fault_befalls_once(life: tuple[int, list[Record], Recording]) -> None:
+    seed, records, found = life
+    told = Counter(one.cause for one in found.events
+                   if isinstance(one, ExternalEvent) and one.event == "fault")
+    assert (told[TASK_HANG], told[NCCL_TIMEOUT]) == SEEDS[seed]
+    opened = Counter(record.body.status for record in records if isinstance(
+        record.body, d.IncidentOpened | d.IncidentEscalated) and record.body.status == TASK_HANG)
+    assert told[TASK_HANG] >= opened[TASK_HANG] > 0
+
+
+@pytest.mark.parametrize("choice", [Choice(), Choice(policy="shrink"), Choice(policy="megatron")],
+                         ids=["as recorded", "shrink", "megatron"])
+def test_it_is_played_to_its_end(life: tuple[int, list[Record], Recording], choice: Choice
+                                 ) -> None:
+    _, _, found = life
+    paper = counterfactual.play(found, Choice())
+    played = counterfactual.play(found, choice)
+    assert len(played.earnings.losses) == sum(map(causes_loss, found.events))
+    assert whole(played) > 0
+    if choice.policy == "megatron":
+        assert played.earnings.flop < paper.earnings.flop

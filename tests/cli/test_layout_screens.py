@@ -1,6 +1,6 @@
 """The screens of a task that has layouts: what it is in, and what a change was.
 
-`UNICRON_SNAPSHOTS=write pytest tests/cli/test_screens_layouts.py` writes them anew; read the diff.
+`UNICRON_SNAPSHOTS=write pytest tests/cli/test_layout_screens.py` writes them anew; read the diff.
 """
 
 from __future__ import annotations
