@@ -19,6 +19,7 @@ from unicron.control_plane.fold.fold import HANDLERS
 from unicron.control_plane.simulation.policies.policy import Policy
 from unicron.control_plane.simulation.run import Run, RunInput
 from unicron.control_plane.state.cluster import ClusterState
+from unicron.control_plane.state.task import Task
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
 from unicron.events.records import types as t
@@ -117,50 +118,27 @@ def played(ground: RunInput, policy: Policy) -> int:
 
 
 # --- fields that repeat others -------------------------------------------------------------------
-def _outstanding(state: ClusterState) -> None:
-    next(iter(state.tasks.values())).num_outstanding += 1
+def first(state: ClusterState) -> Task:
+    return next(iter(state.tasks.values()))
 
 
-def _running(state: ClusterState) -> None:
-    state.num_running -= 1
-
-
-def _silent(state: ClusterState) -> None:
-    state.unreachable = ["n1"]
-
-
-def _ailing(state: ClusterState) -> None:
-    state.undecided = ["n2"]
-
-
-def _occupant(state: ClusterState) -> None:
-    del state.nodes["n1"].occupants[0]
-
-
-def _ghost(state: ClusterState) -> None:
-    del next(iter(state.tasks.values())).ranks[0]
-
-
-def _incident(state: ClusterState) -> None:
-    next(iter(state.tasks.values())).incident = 99
-
-
-def _two_on_a_slot(state: ClusterState) -> None:
-    task = next(iter(state.tasks.values()))
-    task.target = (*task.target, t.Seat(9, task.target[0].slot))
-
-
-def _deadline(state: ClusterState) -> None:
-    state.deadlines["quiesce/77/1"] = state.deadlines.get("x") or next(
-        iter(state.deadlines.values()))
+def on_one_slot(state: ClusterState) -> None:
+    target = first(state).target
+    first(state).target = (*target, t.Seat(9, target[0].slot))
 
 
 @pytest.mark.parametrize(("breaks", "says"), [
-    (_outstanding, "num_outstanding is"), (_running, "num_running is"), (_silent, "unreachable is"),
-    (_ailing, "undecided is"), (_occupant, "runs on"), (_ghost, "which is gone"),
-    (_incident, "is of another task"), (_two_on_a_slot, "two ranks have one slot"),
-    (_deadline, "has no task")])
-def test_the_check_finds(d: Driver, breaks: Callable[[ClusterState], None], says: str) -> None:
+    (lambda state: setattr(first(state), "num_outstanding", 77), "num_outstanding is"),
+    (lambda state: setattr(state, "num_running", 77), "num_running is"),
+    (lambda state: setattr(state, "unreachable", ["n1"]), "unreachable is"),
+    (lambda state: setattr(state, "undecided", ["n2"]), "undecided is"),
+    (lambda state: state.nodes["n1"].occupants.pop(0), "runs on"),
+    (lambda state: first(state).ranks.pop(0), "which is gone"),
+    (lambda state: setattr(first(state), "incident", 99), "is of another task"),
+    (on_one_slot, "two ranks have one slot"),
+    (lambda state: state.deadlines.update({
+        "quiesce/77/1": next(iter(state.deadlines.values()))}), "has no task")])
+def test_the_check_finds(d: Driver, breaks: Callable[[ClusterState], object], says: str) -> None:
     task = d.submit(spec())
     assert d.state.tasks[task].ranks
     assert d.state.deadlines

@@ -174,8 +174,7 @@ def test_a_drained_node_stays_so_when_its_agent_joins_again(d: Driver) -> None:
 
 
 def test_weights_are_the_operators(d: Driver, task: int) -> None:
-    other = d.submit(spec(name="beta", weight=0.5, train={
-        "iterations": 50, "output": "/tmp/beta", "batch": {"global": 24, "micro": 2}}))
+    other = d.submit(spec(name="beta", weight=0.5))
     before = len(task_of(d, other).target)
     told = d.tell("operator/w", r.TaskWeightSet(task=other, weight=50.0))
     assert the(decisions.PlanChosen, told).trigger == "task beta has weight 50"

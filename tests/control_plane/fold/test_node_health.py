@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from decider import Driver, kinds, spec
+from device_errors import health
 from two_tasks import seen
 from unicron.control_plane.fold.node_health import RECOVERED_S
 from unicron.control_plane.planner.problem_of_state import input_digest
 from unicron.events.records import reports, statuses
-from unicron.events.records.envelope import Record
 
 pytestmark = pytest.mark.nodes(3)
-
-
-def health(d: Driver, node: str, said: Any, *, check: str, status: str = "",
-           devices: tuple[int, ...] = ()) -> list[Record]:
-    return d.tell(d.source(node), reports.HealthChanged(
-        node=node, incarnation=d.state.nodes[node].incarnation, check=check, health=said,
-        why=f"{check} is {said}", status=status, rule=status and "a rule", devices=devices))
 
 
 def test_a_check_that_ends_on_one_node_after_the_other_takes_none_out_in_turn(d: Driver) -> None:

@@ -38,6 +38,11 @@ assert MODEL is not None
 FLOPS = iteration_flops(MODEL)
 
 
+@pytest.fixture
+def task(d: Driver) -> int:
+    return begin(d)
+
+
 def times(d: Driver, task: int) -> dict[int, list[float]]:
     return task_of(d, task).times_s
 
@@ -50,9 +55,8 @@ def measured(d: Driver, task: int, step_s: float = 1.0) -> list[Record]:
     return printed(d, task, 40, step_s=step_s)
 
 
-def test_what_it_prints_becomes_its_table(d: Driver) -> None:
+def test_what_it_prints_becomes_its_table(d: Driver, task: int) -> None:
     """Three reports at least: each is a mean, and one that is off must not decide."""
-    task = begin(d)
     before = input_digest(d.state)
     new = measured(d, task)
     table = the(decisions.ThroughputSet, new)
@@ -66,8 +70,7 @@ def test_what_it_prints_becomes_its_table(d: Driver) -> None:
     assert kinds(printed(d, task, 50, step_s=1.04)) == [], "4 % are no news"
 
 
-def test_single_iterations_count_each(d: Driver) -> None:
-    task = begin(d)
+def test_single_iterations_count_each(d: Driver, task: int) -> None:
     printed(d, task, 1, 0, 9.0)
     for iteration in range(2, 22):
         assert kinds(printed(d, task, iteration, 1)) == []
@@ -75,8 +78,7 @@ def test_single_iterations_count_each(d: Driver) -> None:
     assert "ThroughputSet" in kinds(printed(d, task, 22, 1))
 
 
-def test_what_is_disturbed_does_not_count(d: Driver) -> None:
-    task = begin(d)
+def test_what_is_disturbed_does_not_count(d: Driver, task: int) -> None:
     printed(d, task, 10, 0)
     printed(d, task, 20, skipped=1)
     process = task_of(d, task).ranks[0]
@@ -90,8 +92,7 @@ def test_what_is_disturbed_does_not_count(d: Driver) -> None:
     assert times(d, task) == {4: [1.0] * 7}
 
 
-def test_another_global_batch_calibrates_nothing_and_says_so(d: Driver) -> None:
-    task = begin(d)
+def test_another_global_batch_calibrates_nothing_and_says_so(d: Driver, task: int) -> None:
     for iteration in range(10, 100, 10):
         assert kinds(printed(d, task, iteration, global_batch=12)) == []
     assert times(d, task) == {}
@@ -105,8 +106,7 @@ def test_another_global_batch_calibrates_nothing_and_says_so(d: Driver) -> None:
     assert "ThroughputSet" in kinds(new)
 
 
-def test_an_old_attempt_another_rank_and_nonsense_are_not_heard(d: Driver) -> None:
-    task = begin(d)
+def test_an_old_attempt_another_rank_and_nonsense_are_not_heard(d: Driver, task: int) -> None:
     printed(d, task, 10, 0)
     printed(d, task, 500, rank=2)
     printed(d, task, 500, attempt=7)
@@ -137,8 +137,7 @@ def test_without_a_model_there_is_progress_and_no_table(d: Driver) -> None:
 
 
 def test_who_does_not_say_of_how_many_is_shown_without(
-        d: Driver, capsys: pytest.CaptureFixture[str]) -> None:
-    task = begin(d)
+        d: Driver, task: int, capsys: pytest.CaptureFixture[str]) -> None:
     printed(d, task, 1040, 0, iterations=0)
     replay._fold(d.log, as_json=False)
     rows = status(view(d.state), cluster="c", now_s=d.now_s)
@@ -152,9 +151,8 @@ def restart(d: Driver, task: int) -> None:
     assert task_of(d, task).phase == "training"
 
 
-def test_a_restart_takes_what_was_lost_and_done_again(d: Driver) -> None:
+def test_a_restart_takes_what_was_lost_and_done_again(d: Driver, task: int) -> None:
     """From 40 back to 30; 45 s later the next line tells 40 again: 45 s passed, none is new."""
-    task = begin(d)
     prior_s = d.state.policy.transition_s
     measured(d, task)
     for time in range(3):
@@ -176,9 +174,8 @@ def test_a_restart_takes_what_was_lost_and_done_again(d: Driver) -> None:
     assert task_of(d, task).downtime_s["same"][3] == pytest.approx(35.0), "10 are new, 1 s each"
 
 
-def test_the_losses_follow_the_iterations_as_they_are_now(d: Driver) -> None:
+def test_the_losses_follow_the_iterations_as_they_are_now(d: Driver, task: int) -> None:
     """From 40 back to 20: what was beyond is lost, and what is done again has its new value."""
-    task = begin(d)
     for iteration, loss in ((10, 5.0), (20, 4.0), (30, 3.0), (40, 2.0)):
         printed(d, task, iteration, loss=loss)
     restart(d, task)
@@ -193,9 +190,8 @@ def test_the_losses_follow_the_iterations_as_they_are_now(d: Driver) -> None:
     assert losses() == {10: 5.0, 20: 4.0, 25: 3.9, 30: 3.5, 35: 3.1}
 
 
-def test_restarts_are_forgiven_to_who_gets_further_than_before(d: Driver) -> None:
+def test_restarts_are_forgiven_to_who_gets_further_than_before(d: Driver, task: int) -> None:
     """And to nobody who only comes back to where it fails."""
-    task = begin(d)
     measured(d, task)
     restart(d, task)
     printed(d, task, 35, 0)
@@ -205,8 +201,7 @@ def test_restarts_are_forgiven_to_who_gets_further_than_before(d: Driver) -> Non
     assert task_of(d, task).restarts == {}
 
 
-def test_a_round_that_fails_before_its_first_line_is_one_transition(d: Driver) -> None:
-    task = begin(d)
+def test_a_round_that_fails_before_its_first_line_is_one_transition(d: Driver, task: int) -> None:
     measured(d, task)
     told_s = d.now_s
     for _ in range(2):
@@ -216,9 +211,8 @@ def test_a_round_that_fails_before_its_first_line_is_one_transition(d: Driver) -
     assert task_of(d, task).downtime_s == {"same": [pytest.approx(100.0)]}
 
 
-def test_a_task_that_waited_for_slots_has_no_transition(d: Driver) -> None:
+def test_a_task_that_waited_for_slots_has_no_transition(d: Driver, task: int) -> None:
     """It stood for others, and nobody knows what it did after its last line."""
-    task = begin(d)
     measured(d, task)
     for node in ("n1", "n2", "n3"):
         d.obey(d.tell(f"operator/{node}", r.NodeDrained(node=node)))
@@ -232,8 +226,7 @@ def test_a_task_that_waited_for_slots_has_no_transition(d: Driver) -> None:
     assert task_of(d, task).downtime_s == {}
 
 
-def test_fewer_slots_are_a_change_of_their_own(d: Driver) -> None:
-    task = begin(d)
+def test_fewer_slots_are_a_change_of_their_own(d: Driver, task: int) -> None:
     measured(d, task)
     told_s = d.now_s
     for node in ("n2", "n3"):
@@ -249,8 +242,7 @@ def test_fewer_slots_are_a_change_of_their_own(d: Driver) -> None:
     assert (rates[2], rates[4]) == pytest.approx((FLOPS / 1.5, FLOPS))
 
 
-def test_work_counts_once_and_not_before_it_was_heard_of(d: Driver) -> None:
-    task = begin(d)
+def test_work_counts_once_and_not_before_it_was_heard_of(d: Driver, task: int) -> None:
     printed(d, task, 400_000, 0)
     assert sum(d.state.earned.values()) == 0, "read from a checkpoint"
     printed(d, task, 400_010)
@@ -264,8 +256,7 @@ def test_work_counts_once_and_not_before_it_was_heard_of(d: Driver) -> None:
     assert sum(waf(told, 10).achieved) > 0
 
 
-def test_the_screens_say_how_far_it_is(d: Driver) -> None:
-    task = begin(d)
+def test_the_screens_say_how_far_it_is(d: Driver, task: int) -> None:
     measured(d, task)
     seen = view(d.state)
     shown = next(one for one in seen["tasks"] if one["id"] == task)
@@ -285,9 +276,9 @@ def test_the_screens_say_how_far_it_is(d: Driver) -> None:
 
 
 # --- pages of incidents -------------------------------------------------------------------------
-def test_the_page_of_an_incident_has_no_line_for_each_line_that_is_printed(d: Driver) -> None:
+def test_the_page_of_an_incident_has_no_line_for_each_line_that_is_printed(
+        d: Driver, task: int) -> None:
     """Not of the hurt command; of one that moves the first that it prints anew, and no more."""
-    task = begin(d)
     measured(d, task)
     d.tell("operator/freeze", r.HealingFrozen(reason="a look at it"))
     d.exit(task, 1)
@@ -326,8 +317,7 @@ def test_a_fault_on_purpose_is_over_where_a_command_prints_on(d: Driver) -> None
     assert [one.over_seq for one in told.injected.faults] == [seq]
 
 
-def test_skipped_iterations_count_once(d: Driver) -> None:
-    task = begin(d)
+def test_skipped_iterations_count_once(d: Driver, task: int) -> None:
     printed(d, task, 10, 0, skipped=3)
     printed(d, task, 20, skipped=1)
     printed(d, task, 20, rank=2, skipped=1)
@@ -353,9 +343,8 @@ def told_of(d: Driver, task: int) -> tuple[Any, Any]:
     return mine, seen["incidents"][-1]
 
 
-def test_what_a_restarted_command_does_again_is_lost(d: Driver) -> None:
+def test_what_a_restarted_command_does_again_is_lost(d: Driver, task: int) -> None:
     """It fell back to its own checkpoint, or to its start: nobody knows until it prints."""
-    task = begin(d)
     printed(d, task, 370)
     printed(d, task, 380)
     assert view(d.state)["tasks"][0]["iterations_lost"] == 0
@@ -381,8 +370,7 @@ def test_what_a_restarted_command_does_again_is_lost(d: Driver) -> None:
     assert lost_in_words(1) == "1 iteration lost"
 
 
-def test_a_command_that_goes_on_where_it_was_has_lost_nothing(d: Driver) -> None:
-    task = begin(d)
+def test_a_command_that_goes_on_where_it_was_has_lost_nothing(d: Driver, task: int) -> None:
     printed(d, task, 380)
     failed(d, task)
     printed(d, task, 381, 1)
@@ -391,9 +379,8 @@ def test_a_command_that_goes_on_where_it_was_has_lost_nothing(d: Driver) -> None
     assert (incident["iterations_lost"], incident["outcome"]) == (0, "healed")
 
 
-def test_what_a_plan_makes_a_command_do_again_is_the_tasks_loss(d: Driver) -> None:
+def test_what_a_plan_makes_a_command_do_again_is_the_tasks_loss(d: Driver, task: int) -> None:
     """No incident: the plan gave it other seats."""
-    task = begin(d)
     printed(d, task, 380, 0)
     node = task_of(d, task).ranks[0].slot.node
     new = d.tell("operator/drain", r.NodeDrained(node=node))

@@ -16,6 +16,14 @@ from unicron.events.records.envelope import Record
 pytestmark = pytest.mark.nodes(3, slots=1)
 
 
+@pytest.fixture
+def task(d: Driver) -> int:
+    """A task of one rank on each of three nodes, some iterations on."""
+    task = d.running(spec(slots={"min": 1, "max": 3}))
+    d.progress(task, 5)
+    return task
+
+
 def silence(d: Driver, node: str) -> list[Record]:
     incarnation = d.state.nodes[node].incarnation
     return d.tell(f"leader/{d.state.nonce}",
@@ -31,17 +39,9 @@ def lasts_s(d: Driver, deadline: str) -> float:
     return d.state.deadlines[deadline].due_s - d.state.at_s
 
 
-def three(d: Driver) -> int:
-    """A task of one rank on each of three nodes, some iterations on."""
-    task = d.running(spec(slots={"min": 1, "max": 3}))
-    d.progress(task, 5)
-    return task
-
-
-def test_while_a_node_is_only_silent_the_plan_of_its_task_stands(d: Driver) -> None:
+def test_while_a_node_is_only_silent_the_plan_of_its_task_stands(d: Driver, task: int) -> None:
     """Nobody knows more than before: what is measured meanwhile plans nothing, until it is heard.
     """
-    task = three(d)
     plan, seats = d.state.plan_seq, task_of(d, task).target
     silence(d, "n3")
     num = len(d.log)
@@ -79,11 +79,9 @@ def test_who_has_state_and_no_seat_is_let_go_only_by_a_plan_that_knows_all_losse
 
 
 @pytest.mark.nodes(4, slots=1)
-def test_a_plan_of_others_tells_what_the_task_on_a_silent_node_holds(d: Driver) -> None:
-    task = three(d)
+def test_a_plan_of_others_tells_what_the_task_on_a_silent_node_holds(d: Driver, task: int) -> None:
     silence(d, "n3")
-    other = d.submit(spec(name="beta", slots={"min": 1, "max": 1}, train={
-        "iterations": 50, "output": "/tmp/beta", "batch": {"global": 24, "micro": 2}}))
+    other = d.submit(spec(name="beta", slots={"min": 1, "max": 1}))
     plan = the(decisions.PlanChosen, d.log[-6:])
     assert [x.task for x in plan.allocations] == [other]
     (kept,) = plan.kept
@@ -98,9 +96,8 @@ def test_a_plan_of_others_tells_what_the_task_on_a_silent_node_holds(d: Driver) 
 
 
 @pytest.mark.parametrize("first", ["failed", "silent"])
-def test_two_nodes_lost_together_are_both_lost_in_time(d: Driver, first: str) -> None:
+def test_two_nodes_lost_together_are_both_lost_in_time(d: Driver, task: int, first: str) -> None:
     """The failed collective proves one of them; that the other holds nobody up proves it too."""
-    task = three(d)
     if first == "failed":
         failed(d, task, 0)
         told = silence(d, "n2")
@@ -128,9 +125,8 @@ def test_two_nodes_lost_together_are_both_lost_in_time(d: Driver, first: str) ->
     assert task_of(d, task).iterations_lost == 0
 
 
-def test_the_same_while_healing_is_held(d: Driver) -> None:
+def test_the_same_while_healing_is_held(d: Driver, task: int) -> None:
     """What has begun is completed."""
-    task = three(d)
     failed(d, task, 0)
     silence(d, "n2")
     d.tell("operator/freeze", r.HealingFrozen(reason="a change of switches"))
@@ -142,9 +138,8 @@ def test_the_same_while_healing_is_held(d: Driver) -> None:
     assert the(decisions.IncidentClosed, d.log[-20:]).iterations_lost == 0
 
 
-def test_a_slow_member_that_can_be_heard_keeps_its_time(d: Driver) -> None:
+def test_a_slow_member_that_can_be_heard_keeps_its_time(d: Driver, task: int) -> None:
     """Its time is quiesce_s_max, and the silent one waits with it; then it alone is waited for."""
-    task = three(d)
     lost = d.exit(task, 0)
     assert kinds(lost)[:2] == ["IncidentOpened", "Quiesce"]
     silence(d, "n3")
@@ -163,9 +158,8 @@ def test_a_slow_member_that_can_be_heard_keeps_its_time(d: Driver) -> None:
 
 @pytest.mark.parametrize("is_known", [True, False])
 def test_who_falls_silent_while_a_generation_is_built_is_not_waited_for(
-        d: Driver, is_known: bool) -> None:
+        d: Driver, task: int, is_known: bool) -> None:
     """The others cannot build it alone. `is_known`: they have said that it did not come up."""
-    task = three(d)
     d.exit(task, 0)
     d.quiesced(task, 1)
     built = d.quiesced(task, 2)
@@ -188,8 +182,7 @@ def test_who_falls_silent_while_a_generation_is_built_is_not_waited_for(
     assert task_of(d, task).iterations_lost == 0
 
 
-def test_one_that_is_heard_again_has_all_its_time(d: Driver) -> None:
-    task = three(d)
+def test_one_that_is_heard_again_has_all_its_time(d: Driver, task: int) -> None:
     failed(d, task, 0)
     silence(d, "n2")
     silence(d, "n3")
@@ -203,9 +196,9 @@ def test_one_that_is_heard_again_has_all_its_time(d: Driver) -> None:
     assert not task_of(d, task).restarts
 
 
-def test_where_the_silent_alone_have_the_state_they_have_all_their_time(d: Driver) -> None:
+def test_where_the_silent_alone_have_the_state_they_have_all_their_time(
+        d: Driver, task: int) -> None:
     """To go on without them would lose iterations, and they may be back."""
-    task = three(d)
     silence(d, "n2")
     silence(d, "n3")
     lost = d.exit(task, 0)

@@ -23,6 +23,11 @@ from unicron.events.spec.job import parse
 pytestmark = pytest.mark.nodes(3)
 
 
+@pytest.fixture
+def task(d: Driver) -> int:
+    return running(d)
+
+
 def went_on(d: Driver, task: int) -> list[Record]:
     process = task_of(d, task).ranks[TELLER]
     return d.tell(d.source(process.slot.node), r.RankUnstalled(
@@ -50,8 +55,7 @@ def test_by_default_it_is_told_and_nothing_is_done(d: Driver) -> None:
     assert not shown(d, task)["stands"]
 
 
-def test_with_hang_after_s_the_round_starts_again(d: Driver) -> None:
-    task = running(d)
+def test_with_hang_after_s_the_round_starts_again(d: Driver, task: int) -> None:
     (told,) = stalled(d, task)
     (name,) = deadlines(d)
     assert d.state.deadlines[name].due_s - d.now_s == pytest.approx(AFTER_S - 61)
@@ -73,8 +77,7 @@ def test_with_hang_after_s_the_round_starts_again(d: Driver) -> None:
 
 
 @pytest.mark.parametrize("how", ["went on", "printed"])
-def test_a_line_ends_the_matter(d: Driver, how: str) -> None:
-    task = running(d)
+def test_a_line_ends_the_matter(d: Driver, task: int, how: str) -> None:
     stalled(d, task)
     (name,) = deadlines(d)
     told = went_on(d, task) if how == "went on" else printed(d, task, 40)
@@ -85,8 +88,7 @@ def test_a_line_ends_the_matter(d: Driver, how: str) -> None:
     assert not d.state.incidents
 
 
-def test_held_it_is_told_and_a_line_takes_it_back(d: Driver) -> None:
-    task = running(d)
+def test_held_it_is_told_and_a_line_takes_it_back(d: Driver, task: int) -> None:
     d.tell("operator/freeze", r.HealingFrozen(reason="look"))
     stalled(d, task)
     assert not only(o.StopRank, d.due(deadlines(d)[0]))
@@ -95,15 +97,13 @@ def test_held_it_is_told_and_a_line_takes_it_back(d: Driver) -> None:
     assert not task_of(d, task).ranks[TELLER].timeout_reason
 
 
-def test_what_another_process_prints_says_nothing(d: Driver) -> None:
-    task = running(d)
+def test_what_another_process_prints_says_nothing(d: Driver, task: int) -> None:
     assert kinds(stalled(d, task, rank=0)) == []
     assert not task_of(d, task).stalls
     assert deadlines(d) == []
 
 
-def test_not_while_its_node_is_silent_or_a_process_is_stopped(d: Driver) -> None:
-    task = running(d)
+def test_not_while_its_node_is_silent_or_a_process_is_stopped(d: Driver, task: int) -> None:
     stalled(d, task)
     process = task_of(d, task).ranks[0]
     tell = d.source(process.slot.node)
@@ -121,8 +121,7 @@ def test_not_while_its_node_is_silent_or_a_process_is_stopped(d: Driver) -> None
     d.obey(d.log[-30:])
 
 
-def test_its_budget_is_that_of_any_failure(d: Driver) -> None:
-    task = running(d)
+def test_its_budget_is_that_of_any_failure(d: Driver, task: int) -> None:
     for _ in range(d.state.policy.restarts_max + 1):
         stalled(d, task)
         last = d.due(deadlines(d)[0])

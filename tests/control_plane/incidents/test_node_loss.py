@@ -155,8 +155,7 @@ def test_without_a_second_source_a_silence_is_long_and_harms_nobody() -> None:
     away = d.pass_s(20.0)
     assert [x.kind for x in away] == ["NodeUnreachable", "SetCheckpointStores"]
     assert d.state.nodes["n2"].health == "unreachable"
-    d.submit(spec(name="beta", train={"iterations": 5, "output": "/tmp/beta",
-                                      "batch": {"global": 24, "micro": 2}}))
+    d.submit(spec(name="beta"))
     assert len(task_of(d, task).target) == 3, "a plan meanwhile leaves it alone"
     d.progress(task, 3)
     d.quiet.clear()

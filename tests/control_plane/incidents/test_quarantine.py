@@ -115,8 +115,7 @@ def test_where_all_fail_alike_nobody_is_taken_out(d: Driver) -> None:
 
 def test_one_fault_that_hurts_several_counts_once(d: Driver) -> None:
     one = d.running(spec(slots={"min": 1, "max": 3}))
-    other = d.running(spec(name="beta", slots={"min": 1, "max": 3}, train={
-        "iterations": 50, "output": "/tmp/beta", "batch": {"global": 24, "micro": 2}}))
+    other = d.running(spec(name="beta", slots={"min": 1, "max": 3}))
     shared = next(name for name, node in d.state.nodes.items()
                   if {x.task for x in node.occupants.values()} == {one, other})
     for slot in (0, 1):
@@ -198,8 +197,7 @@ def test_a_bug_of_the_task_is_not_the_nodes(d: Driver, task: int) -> None:
 def test_many_nodes_that_are_silent_at_once_are_the_networks_fault() -> None:
     d = Driver(nodes=6, slots=1)
     d.tell("leader/abc", reports.PolicySet(policy=r.Policy(quarantine_faults=1)))
-    task = d.running(spec(slots={"min": 1, "max": 6}, train={
-        "iterations": 50, "output": "/tmp/out", "batch": {"global": 24, "micro": 2}}))
+    task = d.running(spec(slots={"min": 1, "max": 6}))
     for node in ("n4", "n5", "n6"):
         d.tell("leader/abc", reports.NodeUnreachable(node=node, incarnation=1, silence_s=5.0))
     process = task_of(d, task).ranks[0]

@@ -18,6 +18,11 @@ pytestmark = pytest.mark.nodes(3)
 CLOSED = "RuntimeError: Connection closed by peer [10.0.0.2]:41022"
 
 
+@pytest.fixture
+def task(d: Driver) -> int:
+    return four(d)
+
+
 def errored(d: Driver, task: int, rank: int, text: str, *, status: str = "",
             second_hand: bool = False) -> list[Record]:
     process, it = task_of(d, task).ranks[rank], task_of(d, task)
@@ -42,9 +47,9 @@ def incident(d: Driver) -> Any:
 @pytest.mark.parametrize(("status", "severity"), [
     (statuses.ECC_ERRORS, "SEV1"), (statuses.CUDA_ERRORS, "SEV2"),
     (statuses.NCCL_TIMEOUT, "SEV2"), ("", "SEV2"), ("no such row", "SEV2")])
-def test_an_error_has_the_severity_of_its_row(d: Driver, status: str, severity: str) -> None:
+def test_an_error_has_the_severity_of_its_row(
+        d: Driver, task: int, status: str, severity: str) -> None:
     """A SEV3 that ended a process takes a restart all the same."""
-    task = four(d)
     told = errored(d, task, 0, "it broke", status=status)
     opened = the(decisions.IncidentOpened, told)
     assert (opened.severity, opened.ranks) == (severity, (0,))
@@ -54,8 +59,7 @@ def test_an_error_has_the_severity_of_its_row(d: Driver, status: str, severity: 
     d.obey([*d.exit(task, 0, code=1), *told])
 
 
-def test_an_exit_is_called_by_its_cause(d: Driver) -> None:
-    task = four(d)
+def test_an_exit_is_called_by_its_cause(d: Driver, task: int) -> None:
     process = task_of(d, task).ranks[0]
     told = d.tell(d.source("n1"), reports.RankExited(
         task=task, rank=0, attempt=process.attempt, pid=process.pid, exit_code=None, signal=9,
@@ -67,9 +71,8 @@ def test_an_exit_is_called_by_its_cause(d: Driver) -> None:
 
 
 # --- second-hand evidence ---------------------------------------------------------------------
-def test_who_saw_a_peer_end_is_not_the_cause(d: Driver) -> None:
+def test_who_saw_a_peer_end_is_not_the_cause(d: Driver, task: int) -> None:
     """The first word is second-hand; the cause comes after it, and the incident has its name."""
-    task = four(d)
     first = errored(d, task, 1, CLOSED, status=statuses.CONNECTION_RESET, second_hand=True)
     assert the(decisions.IncidentOpened, first).ranks == (1,)
     assert incident(d).second_hand
@@ -87,8 +90,7 @@ def test_who_saw_a_peer_end_is_not_the_cause(d: Driver) -> None:
     assert one.outcome == "healed"
 
 
-def test_first_hand_evidence_comes_first_and_all_is_in(d: Driver) -> None:
-    task = four(d)
+def test_first_hand_evidence_comes_first_and_all_is_in(d: Driver, task: int) -> None:
     seen = [failed(d, task, rank, CLOSED)[0].seq for rank in (0, 1)]
     told = d.exit(task, 3)
     opened = the(decisions.IncidentOpened, told)
@@ -99,9 +101,8 @@ def test_first_hand_evidence_comes_first_and_all_is_in(d: Driver) -> None:
     d.obey([*told, *last])
 
 
-def test_a_device_error_under_a_collective_restarts_that_rank(d: Driver) -> None:
+def test_a_device_error_under_a_collective_restarts_that_rank(d: Driver, task: int) -> None:
     """A broken CUDA context does not come back by building the communicator again."""
-    task = four(d)
     it, process = task_of(d, task), task_of(d, task).ranks[2]
     told = d.tell(d.source("n2"), reports.CollectiveFailed(
         task=task, rank=2, attempt=process.attempt, generation=it.generation, iteration=3,
@@ -115,9 +116,8 @@ def test_a_device_error_under_a_collective_restarts_that_rank(d: Driver) -> None
 
 
 # --- a device and its rank --------------------------------------------------------------------
-def test_an_xid_decides_what_its_rank_only_felt(d: Driver) -> None:
+def test_an_xid_decides_what_its_rank_only_felt(d: Driver, task: int) -> None:
     """As in the mock-up: XID 79, then a CUDA error (alone SEV2), then all others second-hand."""
-    task = four(d)
     rank = on(d, task, "n2")
     xid = erred(d)
     assert kinds(xid) == [], "nothing is done before its rank has said something"
@@ -139,8 +139,7 @@ def test_an_xid_decides_what_its_rank_only_felt(d: Driver) -> None:
     assert task_of(d, task).iterations_lost == 0
 
 
-def test_an_xid_that_comes_after_its_rank_decides_too(d: Driver) -> None:
-    task = four(d)
+def test_an_xid_that_comes_after_its_rank_decides_too(d: Driver, task: int) -> None:
     rank = on(d, task, "n2")
     told = errored(d, task, rank, "CUDA error: unspecified launch failure",
                    status=statuses.CUDA_ERRORS)
@@ -156,24 +155,21 @@ def test_an_xid_that_comes_after_its_rank_decides_too(d: Driver) -> None:
     assert not task_of(d, task).disabled_slots, "the device itself said so"
 
 
-def test_another_ranks_fault_at_the_same_time_is_none_of_it(d: Driver) -> None:
-    task = four(d)
+def test_another_ranks_fault_at_the_same_time_is_none_of_it(d: Driver, task: int) -> None:
     erred(d)
     told = d.exit(task, on(d, task, "n2", 1))
     assert the(decisions.IncidentOpened, told).severity == "SEV2"
     d.obey(told)
 
 
-def test_a_pid_names_the_slot(d: Driver) -> None:
-    task = four(d)
+def test_a_pid_names_the_slot(d: Driver, task: int) -> None:
     rank = on(d, task, "n2", 1)
     erred(d, devices=(), pid=task_of(d, task).ranks[rank].pid)
     assert d.state.nodes["n2"].erred[0].devices == (1,)
 
 
-def test_a_rank_that_goes_on_leaves_its_slot_in_order(d: Driver) -> None:
+def test_a_rank_that_goes_on_leaves_its_slot_in_order(d: Driver, task: int) -> None:
     """Nobody is killed, nothing is lost: it moves at an iteration's end."""
-    task = four(d)
     told = alone(d, erred(d))
     opened = the(decisions.IncidentOpened, told)
     assert (opened.task, opened.node, opened.severity, opened.ranks) == (0, "n2", "SEV1", ())
@@ -191,8 +187,7 @@ def test_a_rank_that_goes_on_leaves_its_slot_in_order(d: Driver) -> None:
     d.obey(again)
 
 
-def test_a_rank_that_fails_on_its_way_out_is_the_same_fault(d: Driver) -> None:
-    task = four(d)
+def test_a_rank_that_fails_on_its_way_out_is_the_same_fault(d: Driver, task: int) -> None:
     rank = on(d, task, "n2")
     alone(d, erred(d))
     d.now_s += 5
@@ -211,8 +206,7 @@ def test_an_idle_slot_is_taken_out_too(d: Driver) -> None:
 
 
 @pytest.mark.parametrize("status", [statuses.ILLEGAL_MEMORY_ACCESS, statuses.LINK_FLAPPING])
-def test_what_is_no_sev1_is_evidence_and_nothing_else(d: Driver, status: str) -> None:
-    task = four(d)
+def test_what_is_no_sev1_is_evidence_and_nothing_else(d: Driver, task: int, status: str) -> None:
     for _ in range(50):
         assert kinds(erred(d, status=status, code=13, rule="xid-13")) == []
     assert not d.state.deadlines
@@ -224,8 +218,7 @@ def test_what_is_no_sev1_is_evidence_and_nothing_else(d: Driver, status: str) ->
     d.obey(told)
 
 
-def test_an_error_of_nobody_knows_which_device_needs_a_second_source(d: Driver) -> None:
-    task = four(d)
+def test_an_error_of_nobody_knows_which_device_needs_a_second_source(d: Driver, task: int) -> None:
     first = erred(d, devices=())
     assert kinds(alone(d, first)) == []
     assert kinds(d.progress(task, 3)) == []
@@ -244,8 +237,7 @@ def test_an_error_of_nobody_knows_which_device_needs_a_second_source(d: Driver) 
     assert task_of(d, task).iterations_lost == 0
 
 
-def test_its_rank_is_the_second_source_for_its_slot_alone(d: Driver) -> None:
-    task = four(d)
+def test_its_rank_is_the_second_source_for_its_slot_alone(d: Driver, task: int) -> None:
     erred(d, devices=())
     told = d.exit(task, on(d, task, "n2", 1))
     assert the(decisions.IncidentOpened, told).severity == "SEV1"
@@ -253,9 +245,8 @@ def test_its_rank_is_the_second_source_for_its_slot_alone(d: Driver) -> None:
     d.obey(told)
 
 
-def test_the_same_twice_is_one_incident(d: Driver) -> None:
+def test_the_same_twice_is_one_incident(d: Driver, task: int) -> None:
     """The kernel's line and the driver's event carry one XID; bursts come again."""
-    task = four(d)
     first = erred(d)
     nvml = erred(d, origin="nvml", rule="nvml-xid", text="XID 79")
     told = alone(d, first)
@@ -271,8 +262,7 @@ def test_the_same_twice_is_one_incident(d: Driver) -> None:
 
 
 # --- checks -----------------------------------------------------------------------------------
-def test_degraded_and_unknown_are_told_and_nothing_else(d: Driver) -> None:
-    task = four(d)
+def test_degraded_and_unknown_are_told_and_nothing_else(d: Driver, task: int) -> None:
     for said in ("degraded", "unknown", "degraded"):
         assert set(kinds(health(d, "n2", said, devices=(0,)))) <= {"StragglerCostEstimated"}
     assert [(x.health, x.devices) for x in d.state.nodes["n2"].checks] == [("degraded", (0,))]
@@ -281,8 +271,7 @@ def test_degraded_and_unknown_are_told_and_nothing_else(d: Driver) -> None:
     assert kinds(d.progress(task, 3)) == []
 
 
-def test_a_driver_that_calls_a_device_unhealthy_is_believed(d: Driver) -> None:
-    task = four(d)
+def test_a_driver_that_calls_a_device_unhealthy_is_believed(d: Driver, task: int) -> None:
     told = health(d, "n2", "unhealthy", devices=(0,), status=statuses.ECC_ERRORS)
     assert kinds(told)[0] == "PlanChosen"
     d.obey(told)
@@ -299,9 +288,9 @@ def test_a_driver_that_calls_a_device_unhealthy_is_believed(d: Driver) -> None:
     assert not d.state.nodes["n2"].slots_unhealthy
 
 
-def test_a_check_of_the_site_that_fails_everywhere_is_the_checks_fault(d: Driver) -> None:
+def test_a_check_of_the_site_that_fails_everywhere_is_the_checks_fault(
+        d: Driver, task: int) -> None:
     """One node may be taken out unconfirmed; of the others it is told why not."""
-    task = four(d)
     told = health(d, "n2", "unhealthy", check="check/disk", why="/data is read-only")
     d.obey(told)
     d.progress(task)
@@ -316,8 +305,7 @@ def test_a_check_of_the_site_that_fails_everywhere_is_the_checks_fault(d: Driver
     assert task_of(d, task).iterations_lost == 0
 
 
-def test_a_check_that_flaps_moves_a_task_once(d: Driver) -> None:
-    task = four(d)
+def test_a_check_that_flaps_moves_a_task_once(d: Driver, task: int) -> None:
     for _ in range(10):
         d.obey(health(d, "n2", "unhealthy", check="check/net"))
         d.progress(task)
@@ -355,9 +343,8 @@ def test_what_an_older_agent_told_is_stale(d: Driver) -> None:
 
 
 # --- budgets ------------------------------------------------------------------------------------
-def test_a_fault_that_comes_again_at_the_same_iteration_ends(d: Driver) -> None:
+def test_a_fault_that_comes_again_at_the_same_iteration_ends(d: Driver, task: int) -> None:
     """In another rank each time, so that no rank's own restarts are spent: not 44 times."""
-    task = four(d)
     for number in range(44):
         d.obey(d.exit(task, number % 4, signal=None, code=1))
         if task_of(d, task).outcome:

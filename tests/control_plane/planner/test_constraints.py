@@ -257,12 +257,10 @@ def inputs(draw: st.DrawFn) -> PlanProblem:
     for task in range(1, draw(st.integers(1, 4)) + 1):
         sizes = sorted(draw(st.sets(st.integers(1, 5), min_size=1, max_size=3)))
         wafs = {x: draw(st.floats(0.5, 50.0, allow_nan=False)) for x in sizes}
-        wishes.append(
-            wish(
-                task, draw(st.sampled_from([0, *sizes])), wafs, faulted=draw(st.booleans()),
-                team=draw(st.sampled_from(["", "red", "blue"])),
-                priority=draw(st.sampled_from([0, 0, 1])))
-        )
+        wishes.append(wish(
+            task, draw(st.sampled_from([0, *sizes])), wafs, faulted=draw(st.booleans()),
+            team=draw(st.sampled_from(["", "red", "blue"])),
+            priority=draw(st.sampled_from([0, 0, 1]))))
     return PlanProblem(
         demands=tuple(wishes), num_slots=draw(st.integers(0, 10)), mtbf_gpu_s=7.2e6,
         gain_min=draw(st.sampled_from([0.0, 0.1])), moves_max=draw(st.none() | st.integers(0, 2)),

@@ -122,13 +122,11 @@ def inputs(draw: st.DrawFn) -> PlanProblem:
     wishes: list[TaskDemand] = []
     for task in range(1, draw(st.integers(1, 4)) + 1):
         wafs = rising(draw)
-        wishes.append(
-            wish(
-                task, draw(st.sampled_from([0, *wafs, 6])), wafs, faulted=draw(st.booleans()),
-                floor=draw(st.sampled_from([0, 0, 1, 2, 4])),
-                team=draw(st.sampled_from(["", "red"])), priority=draw(st.sampled_from([0, 0, 1])),
-                weight=draw(st.sampled_from([1.0, 2.0])))
-        )
+        wishes.append(wish(
+            task, draw(st.sampled_from([0, *wafs, 6])), wafs, faulted=draw(st.booleans()),
+            floor=draw(st.sampled_from([0, 0, 1, 2, 4])),
+            team=draw(st.sampled_from(["", "red"])), priority=draw(st.sampled_from([0, 0, 1])),
+            weight=draw(st.sampled_from([1.0, 2.0]))))
     return asking(wishes, draw(st.integers(0, 10)), floor=draw(st.booleans()),
                   gain_min=draw(st.sampled_from([0.0, 0.1])),
                   moves_max=draw(st.none() | st.integers(0, 2)),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from decider import Driver, spec, waits_of
 from hypothesis import given, settings
@@ -45,12 +47,9 @@ def test_from_its_weight_on_a_task_runs_under_limits_too(asked: PlanProblem) -> 
     asked = replace(asked, demands=tuple(replace(one, priority=0, floor=0)
                                         for one in asked.demands))
     plan = planner.choose_plan(asked).plan
-    after = replace(
-        asked,
-        demands=tuple(
-            replace(one, now=x, faulted=False)
-            for one, x in zip(asked.demands, plan.slots, strict=True)),
-    )
+    after = replace(asked, demands=tuple(
+        replace(one, now=x, faulted=False)
+        for one, x in zip(asked.demands, plan.slots, strict=True)))
 
     def runs(task: int, times: float) -> bool:
         wishes = tuple(replace(one, wafs=tuple(waf * times for waf in one.wafs))
@@ -105,35 +104,28 @@ def test_what_bars_a_task_is_what_lets_it_run_without(asked: PlanProblem) -> Non
             assert other > 0, f"without {kind}"
 
 
-def test_one_limit_is_named_and_what_lets_it_run() -> None:
-    """t2 earns more than t1, which may not be moved; which is full; which comes first."""
-    wishes = [wish(1, 2, {1: 1.0, 2: 2.0}), wish(2, 0, {2: 30.0})]
-    for asked, bar in (
-        (
-            asking(wishes, 2, moves_max=0),
-            Blocker(why="held back by moves_max 0", needs="a larger moves_max")),
-        (
-            asking([replace(wishes[0], priority=1), wishes[1]], 2),
-            Blocker(
-                why="held back by priority 0, where others have more", needs="a higher priority"),
-        ),
-        (
-            asking([replace(wishes[0], floor=1), wishes[1]], 2),
-            Blocker(why="held back by the floors of others", needs="smaller floors")),
-        (
-            asking([wishes[0], replace(wishes[1], team="a")], 2, quotas=(("a", 1),)),
-            Blocker(why="the quota of team a, 1 slot", needs="a quota of 2 slots or more")),
-        (
-            asking([replace(wishes[0], priority=1), wishes[1]], 2, moves_max=0),
-            Blocker(
-                why="held back by the limits of the plan: moves_max 0, priority 0, where others "
-                "have more", needs="fewer limits: a larger moves_max, a higher priority"),
-        ),
-    ):
-        plan = planner.choose_plan(asked).plan
-        assert plan.slots[1] == 0
-        assert pending.blocking_constraints(asked, plan.slots) == {2: bar}
-        assert 2 not in pending.prices(asked, plan), "no weight stands against it"
+@pytest.mark.parametrize(("first", "second", "limits", "bar"), [
+    ({}, {}, {"moves_max": 0},
+     Blocker(why="held back by moves_max 0", needs="a larger moves_max")),
+    ({"priority": 1}, {}, {},
+     Blocker(why="held back by priority 0, where others have more", needs="a higher priority")),
+    ({"floor": 1}, {}, {},
+     Blocker(why="held back by the floors of others", needs="smaller floors")),
+    ({}, {"team": "a"}, {"quotas": (("a", 1),)},
+     Blocker(why="the quota of team a, 1 slot", needs="a quota of 2 slots or more")),
+    ({"priority": 1}, {}, {"moves_max": 0},
+     Blocker(why="held back by the limits of the plan: moves_max 0, priority 0, where others "
+             "have more", needs="fewer limits: a larger moves_max, a higher priority")),
+], ids=["moves_max", "priority", "floor", "quota", "several"])
+def test_the_blocking_limits_are_named(first: dict[str, Any], second: dict[str, Any],
+                                       limits: dict[str, Any], bar: Blocker) -> None:
+    """t2 earns more than t1."""
+    asked = asking([wish(1, 2, {1: 1.0, 2: 2.0}, **first), wish(2, 0, {2: 30.0}, **second)], 2,
+                   **limits)
+    plan = planner.choose_plan(asked).plan
+    assert plan.slots[1] == 0
+    assert pending.blocking_constraints(asked, plan.slots) == {2: bar}
+    assert 2 not in pending.prices(asked, plan), "no weight would change it"
 
 
 def test_where_its_own_priority_has_slots_a_weight_may_do() -> None:
@@ -175,7 +167,6 @@ def test_beyond_the_bound_all_limits_are_named(monkeypatch: pytest.MonkeyPatch) 
     asked = asking(wishes, 2, moves_max=0, quotas=(("a", 2),))
     plan = planner.choose_plan(asked).plan
     assert pending.blocking_constraints(asked, plan.slots)[2].why == "held back by moves_max 0"
-    monkeypatch.setattr(pending, "LIMITED_WORK_NUM_MAX", 0)
     monkeypatch.setattr(pending, "LIMITED_WORK_NUM_MAX", 0)
     assert pending.blocking_constraints(asked, plan.slots)[2] == Blocker(
         why="held back by the limits of the plan: moves_max 0, the quota of team a, 2 slots",
