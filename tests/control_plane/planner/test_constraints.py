@@ -4,6 +4,7 @@ that keep it."""
 from __future__ import annotations
 
 import itertools
+from random import Random
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from unicron.control_plane.planner.objective import objective_flop
 from unicron.control_plane.planner.problem import PlanLimits, PlanProblem, TaskDemand
 from unicron.control_plane.planner.solver import knapsack
 from unicron.control_plane.planner.solver.candidates import candidates_of
+from unicron.control_plane.throughput.transition_cost import Transition
 from unicron.events.records import decisions
 from unicron.events.records import reports as r
 from unicron.events.spec.policy import Policy
@@ -267,36 +269,61 @@ def inputs(draw: st.DrawFn) -> PlanProblem:
         quotas=draw(st.just(()) | st.just((("red", 4), ("blue", 3)))))
 
 
-@given(inputs())
-@settings(max_examples=300, deadline=None)
-def test_the_choice_is_the_best_within_the_limits(asked: PlanProblem) -> None:
-    """Of every plan there is."""
-    rows = planner.allowed_candidates(asked)
+SPANS_S = (0.0, 1.0, 10.0, 1e4)
+LEVELS = ((0.0, 1.0, 1.5, 2.0, 3.0), (0.0, 1.0, 1e12, 3e12, 1e-9), (1.0, 2.0, 3.0, 4.0, 5.0))
+
+
+def mixed(seed: int) -> PlanProblem:
+    """Floors and alpha too; ties are frequent, and some tasks have slots that earn nothing."""
+    random = Random(seed)
+    levels = random.choice(LEVELS)
+    return PlanProblem(
+        demands=tuple(mixed_wish(random, task, levels)
+                      for task in range(1, random.randint(1, 4) + 1)),
+        num_slots=random.randint(0, 12), mtbf_gpu_s=random.choice([10.0, 1e5, 7.2e6]),
+        gain_min=random.choice([0.0, 0.0, 0.005, 0.3]), moves_max=random.choice([None, None, 0, 1]),
+        quotas=random.choice([(), (("red", 4),), (("blue", 0), ("red", 3))]),
+        floor=random.random() < 0.3, alpha=random.choice([0.0, 0.5, 1.0, 2.0]))
+
+
+def mixed_wish(random: Random, task: int, levels: tuple[float, ...]) -> TaskDemand:
+    sizes = sorted(random.sample(range(1, 8), random.randint(0, 4)))
+    weight = random.choice([1.0, 4.0])
+    spans = [random.choice(SPANS_S) for _ in range(4)]
+    return TaskDemand(task=10 * task, name=f"t{task}", now=random.choice([0, 0, 3, *sizes]),
+                faulted=random.random() < 0.3, weight=weight, sizes=tuple(sizes),
+                wafs=tuple(weight * random.choice(levels) for _ in sizes),
+                transition=Transition(same_s=spans[0], shrink_s=spans[1], grow_s=spans[2],
+                                      stop_s=spans[3]),
+                team=random.choice(["", "red", "blue"]), priority=random.choice([0, 0, 1]),
+                floor=random.choice([0, 0, 2, 4]))
+
+
+@given(inputs() | st.integers(0, 2**32 - 1).map(mixed))
+@settings(max_examples=600, deadline=None)
+def test_no_plan_within_the_limits_is_worth_more(asked: PlanProblem) -> None:
+    """Of every plan that there is."""
+    wishes, rows, quotas = asked.demands, planner.allowed_candidates(asked), dict(asked.quotas)
     flat = list(zip(rows.sizes.tolist(), rows.gains.tolist(), strict=True))
     by_row = [flat[begin:end] for begin, end in itertools.pairwise(rows.starts.tolist())]
-    quotas, wishes = dict(asked.quotas), asked.demands
-    healthy = [one.now > 0 and not one.faulted for one in wishes]
+    priorities = sorted({one.priority for one in wishes}, reverse=True)
     found: list[tuple[int, list[int], tuple[int, ...]]] = []
     for plan in itertools.product(*by_row):
         slots = tuple(x for x, _ in plan)
-        of_team = {team: sum(x for x, one in zip(slots, wishes, strict=True) if one.team == team)
-                   for team in quotas}
-        if sum(slots) <= asked.num_slots and all(of_team[t] <= quotas[t] for t in quotas):
-            moves = sum(ok and x != one.now for ok, x, one in
-                        zip(healthy, slots, wishes, strict=True))
-            worth = [sum(gain for (_, gain), one in zip(plan, wishes, strict=True)
-                         if one.priority == p)
-                     for p in sorted({one.priority for one in wishes}, reverse=True)]
-            found.append((moves, worth, slots))
-    most = min(moves for moves, _, _ in found)
-    if asked.moves_max is not None:
-        most = max(most, asked.moves_max)
-    else:
-        most = len(wishes)
-    fits = [one for one in found if one[0] <= most]
-    slots = planner.choose_plan(asked).plan.slots
-    assert next(worth for _, worth, one in fits if one == slots) == max(
-        worth for _, worth, _ in fits)
+        if sum(slots) > asked.num_slots or any(
+                sum(x for x, one in zip(slots, wishes, strict=True) if one.team == team) > quota
+                for team, quota in quotas.items()):
+            continue
+        moves = sum(one.now > 0 and not one.faulted and x != one.now
+                    for x, one in zip(slots, wishes, strict=True))
+        found.append((moves, [sum(gain for (_, gain), one in zip(plan, wishes, strict=True)
+                                  if one.priority == priority) for priority in priorities], slots))
+    fewest = min(moves for moves, *_ in found)
+    most = len(wishes) if asked.moves_max is None else max(fewest, asked.moves_max)
+    chosen = planner.choose_plan(asked).plan.slots
+    moves, worth = next(one[:2] for one in found if one[2] == chosen)
+    assert moves <= most
+    assert worth == max(worth for moves, worth, _ in found if moves <= most)
 
 
 def test_a_policy_that_plans_follow_from_is_planned_by_at_once(d: Driver) -> None:
