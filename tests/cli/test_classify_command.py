@@ -55,7 +55,7 @@ def answers(capsys: Capture) -> list[dict[str, Any]]:
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_a_log_is_told_by_meaning_the_gravest_first(
+def test_a_log_by_severity_the_gravest_first(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     written(tmp_path, LOG)
     monkeypatch.chdir(tmp_path)
@@ -121,8 +121,7 @@ def test_a_json_line_that_names_no_text_is_judged_as_it_stands(
     assert [line["status"] for line in answers(capsys)] == ["illegal memory access"]
 
 
-def test_of_xids_on_two_gpus_the_page_names_both_and_what_to_do_first(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_xids_on_two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     written(tmp_path, "".join(
         f"NVRM: Xid (PCI:0000:{bus}:00): {xid}, pid=7\n" for bus in ("4e", "9b")
         for xid in (79, 48, 31)) + "Watchdog caught collective operation timeout: WorkNCCL(1)\n")
@@ -170,8 +169,7 @@ def test_nothing_piped_in_is_said(monkeypatch: pytest.MonkeyPatch, capsys: Captu
     assert capsys.readouterr().out == "0 lines: nothing was piped in?\n"
 
 
-def test_of_a_line_without_end_the_head_and_the_tail_are_judged(
-        tmp_path: Path, capsys: Capture) -> None:
+def test_head_and_tail_of_a_very_long_line_are_judged(tmp_path: Path, capsys: Capture) -> None:
     path = written(tmp_path, "x" * (50 << 20) + " CUDA error: unknown error\nnext\n")
     assert run_command(["classify", path, "-o", "json"]) == 0
     told = capsys.readouterr()

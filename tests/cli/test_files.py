@@ -195,7 +195,7 @@ def test_a_policy_file_is_strict(tmp_path: Path) -> None:
     ("gain_min: 5", "gain_min: 5 is not below 1", "0.05 is 5 %"),
     ("gain_min: 1", "gain_min: 1 is not below 1", "0.05 is 5 %"),
 ])
-def test_a_slip_in_a_policy_file_is_one_line_and_a_hint(tmp_path: Path, text: str, told: str,
+def test_a_mistake_in_a_policy_file_is_one_line_and_a_hint(tmp_path: Path, text: str, told: str,
                                                         hint: str) -> None:
     path = tmp_path / "policy.yaml"
     path.write_text(text)

@@ -543,8 +543,7 @@ def test_a_slow_rank_was_slow_before_it_was_told(d: Driver, task: int) -> None:
 
 
 @pytest.mark.parametrize("error", ["Connection closed by peer", "Timed out waiting 600000ms"])
-def test_a_timeout_of_a_collective_says_nothing_of_when_it_began(
-        d: Driver, task: int, error: str) -> None:
+def test_a_collective_timeout_does_not_date_the_fault(d: Driver, task: int, error: str) -> None:
     failed(d, task, 0, error)
     d.now_s += 2
     d.obey(d.due(f"evidence/{task}/1"))

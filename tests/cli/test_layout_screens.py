@@ -49,7 +49,7 @@ class Giving(Driver):
             origin_node=taken[0].node if taken else process.slot.node, received_from=taken))
 
 
-def test_who_submits_is_told_whose_layout_it_is(
+def test_submit_prints_the_layout(
         d: Driver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
         capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(tasks, "connect", lambda state, url: mock.Mock(

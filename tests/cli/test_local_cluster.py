@@ -131,8 +131,7 @@ def test_up_is_refused_twice_survives_sigkill_is_adopted_and_goes_down(cluster):
 
 
 @pytest.mark.parametrize("by_signal", [False, True])
-def test_what_is_unfinished_is_told_before_anything_is_stopped(
-        tmp_path, monkeypatch, capsys, by_signal):
+def test_down_names_unfinished_tasks_first(tmp_path, monkeypatch, capsys, by_signal):
     state = StateDir(tmp_path / "state")
     state.create()
     agent = processes.start(state, agent_name("n1"), ["sleep", "60"])

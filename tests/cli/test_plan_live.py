@@ -145,8 +145,7 @@ def test_where_there_is_no_task_there_is_no_plan() -> None:
     assert plan_screen.dry_run(tried, "--without n1")[1].startswith("no task, no plan")
 
 
-def test_a_dry_run_that_changes_nothing_does_not_tell_what_the_last_plan_paid_back(
-        ask: Any) -> None:
+def test_a_dry_run_without_change_shows_no_payback(ask: Any) -> None:
     d, _, beta = two_tasks(BETA)
     assert any(line.startswith("paid back") for line in ask(Told(d), without=("n3",)))
     page = "\n".join(ask(Told(d), weights=(f"beta={d.state.tasks[beta].weight}",)))

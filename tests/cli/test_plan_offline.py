@@ -247,7 +247,7 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, old: str, new: str, w
 
 
 @pytest.mark.parametrize("make", ["absent", "folder", "binary", "huge", "list"])
-def test_what_is_no_file_is_said_in_one_line(tmp_path: Path, make: str,
+def test_what_is_no_file_is_one_line(tmp_path: Path, make: str,
                                              monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "plan.yaml"
     if make == "folder":

@@ -63,7 +63,7 @@ def test_a_filter_that_nothing_could_pass_names_what_there_is(told: Told, tmp_pa
         assert (str(refused.value), refused.value.hint) == (error, hint)
 
 
-def test_a_filter_that_something_passes_is_none(told: Told, tmp_path: Path,
+def test_a_filter_that_some_record_passes(told: Told, tmp_path: Path,
                                                 capsys: pytest.CaptureFixture[str]) -> None:
     (opened,) = (record["seq"] for record in told.log if record["kind"] == "IncidentOpened")
     ask(tmp_path, node="n2", incident=opened)
@@ -116,8 +116,7 @@ def test_a_task_that_is_ending_earns_nothing_before_either(d: Driver) -> None:
     (3.996e9, "4 GFLOP/s, 0.1 % less"), (4.0008e9, "4 GFLOP/s, 0.02 % more"),
     (4e9 + 1, "4 GFLOP/s"),
 ])
-def test_a_beaten_plan_that_reads_as_the_chosen_one_says_how_far_it_is_off(
-        waf: float, told: str) -> None:
+def test_an_alternative_of_the_same_figure_shows_its_distance(waf: float, told: str) -> None:
     plan = {"waf": 4e9, "num_slots": 4, "allocations": [],
             "alternatives": [{"what": "keep as it is", "waf": waf}]}
     found = Outcome(seq=1, plan=plan, placed=[], waiting=[], withheld=[], orders=[])

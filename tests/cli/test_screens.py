@@ -240,7 +240,7 @@ def test_a_node_that_has_left_has_no_slots() -> None:
     (r.PolicySet(policy=reports.Policy(observe=True)), "unicron down{0}; unicron up --act{0}"),
     (r.HealingFrozen(reason="a change of switches"), "unicron unfreeze{0}"),
 ])
-def test_how_to_act_again_can_be_pasted_wherever_it_is_told(
+def test_how_to_resume_healing_can_be_pasted(
         held: r.PolicySet | r.HealingFrozen, way: str, option: str) -> None:
     d, alpha, _ = two_tasks({2: 2e12})
     d.tell("leader/abc" if isinstance(held, r.PolicySet) else "operator/freeze", held)
@@ -258,7 +258,7 @@ def test_a_folder_with_blanks_in_its_name_can_be_pasted(tmp_path: Path) -> None:
     assert option_for(StateDir(tmp_path / "a b")) == f" --state '{tmp_path}/a b'"
 
 
-def test_a_node_where_a_task_is_asked_for_is_told_where_nodes_are(
+def test_a_node_in_place_of_a_task_gets_a_hint(
         monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     d, _, _ = gives()
     client = mock.Mock(get=lambda path, **query: seen(d))
@@ -366,7 +366,7 @@ def test_what_was_healed_is_news_for_a_day_and_what_is_open_always_is(d: Driver,
 
 @pytest.mark.parametrize(("now", "target", "words"), [
     (3, 3, "3"), (3, 4, "3 of 4"), (4, 3, "4 -> 3"), (2, 0, "2 -> 0")])
-def test_slots_that_are_given_away_are_no_part_of_the_rest(
+def test_slots_now_and_target_in_the_row_of_a_task(
         d: Driver, now: int, target: int, words: str) -> None:
     d.running()
     told = seen(d)

@@ -33,8 +33,7 @@ def test_every_test_is_in_one_lane() -> None:
     assert all(list((suite.ROOT / path).glob("test_*.py")) for path in folders)
 
 
-def test_a_run_is_noted_below_what_the_page_says(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_appended_to_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "docs" / "test-runs.md"
     page.parent.mkdir()
     page.write_text(f"# Runs\n\nWords.\n\n{suite.BEGIN}\nan older run\n")

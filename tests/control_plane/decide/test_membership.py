@@ -82,7 +82,7 @@ def test_chunks_run_a_multiple_of_the_pipeline() -> None:
     ({"sizes": [3, 5]}, {"tensor": [2]}, "train.parallel"),
     ({"min": 1, "max": 4, "floor": 3}, {"tensor": [2]}, "slots.floor"),
 ])
-def test_a_spec_has_a_layout_of_a_number_of_slots_that_it_permits(
+def test_a_spec_needs_a_layout_for_some_number_of_slots(
         slots: dict[str, Any], parallel: dict[str, Any], path: str) -> None:
     with pytest.raises(SpecError) as raised:
         job(slots, **parallel)
@@ -156,7 +156,7 @@ SHAPES = st.builds(Axes, tp=st.sampled_from([1, 2, 3]), pp=st.sampled_from([1, 2
 
 @given(SHAPES, SHAPES, st.integers(1, 6), st.integers(0, 10), st.randoms(use_true_random=False))
 @settings(max_examples=200, deadline=None)
-def test_any_order_seats_each_once_and_keeps_whole_replicas(
+def test_any_order_has_each_rank_once_and_keeps_replicas(
         old: Axes, new: Axes, each: int, more: int, random: Any) -> None:
     """`each` slots of a node; some survive of the old layout, `more` newcomers come."""
     ranks = [Rank(rank=number, attempt=1, slot=Slot(f"n{number // each}", number % each),

@@ -57,7 +57,7 @@ def test_without_copies_asked_for_or_another_node_there_are_none() -> None:
 
 
 @pytest.mark.nodes(4, slots=1)
-def test_who_is_silent_or_drained_is_relieved_while_the_task_trains(d: Driver) -> None:
+def test_an_unreachable_or_drained_store_is_replaced(d: Driver) -> None:
     task = d.running(spec(**ONE))
     assert keepers(d, task) == ["n1", "n2"]
     told = d.tell("leader/abc", r.NodeUnreachable(node="n2", incarnation=1, silence_s=5.0))
@@ -96,7 +96,7 @@ def test_copies_of_the_current_generation_count_and_two_of_each_node_stay(d: Dri
     assert [copy["step_version"] for copy in shown["copies"]] == [20, 30, 30]
 
 
-def test_a_node_takes_its_copies_with_it_and_a_keeper_that_ended_too(d: Driver) -> None:
+def test_checkpoints_go_with_their_node_or_store(d: Driver) -> None:
     task = d.running(spec(**ONE))
     for node in ("n1", "n2"):
         kept(d, task, node, 10)
@@ -114,8 +114,8 @@ def test_a_node_takes_its_copies_with_it_and_a_keeper_that_ended_too(d: Driver) 
     assert copies(d, task) == []
 
 
-def test_what_is_told_late_of_a_keeper_that_has_ended_is_not_believed(d: Driver) -> None:
-    """The rank's agent tells of copies, the keeper's agent of its end: in whatever order."""
+def test_late_reports_of_an_ended_store_do_not_count(d: Driver) -> None:
+    """Rank and store report through different agents, in any order."""
     task = d.running(spec(**ONE))
     ended = r.MemoryCheckpointsLost(node="n2", incarnation=1, task=0, why="it ended",
                                     keeper_start=FIRST)
@@ -162,7 +162,7 @@ def test_all_die_and_the_order_names_the_newest_copy_then_the_nearest(d: Driver)
     assert copies(d, task) == [("n1", 20), ("n2", 10), ("n2", 20)], "they still serve"
 
 
-def test_an_unreachable_node_is_asked_for_its_copy_behind_the_others_and_a_lost_one_never() -> None:
+def test_checkpoints_of_unreachable_nodes_come_last() -> None:
     d = Driver(nodes=4)
     task = d.running(spec(slots={"min": 1, "max": 2}))
     d.progress(task, 30)
@@ -181,7 +181,7 @@ def test_an_unreachable_node_is_asked_for_its_copy_behind_the_others_and_a_lost_
     assert [x.node for x in order.copies] == ["n2"]
 
 
-def test_the_line_of_a_reconfigure_says_what_is_tried_not_what_served() -> None:
+def test_the_line_of_a_reconfigure_names_what_is_tried() -> None:
     d = Driver(nodes=3)
     task = d.running(spec(slots={"min": 1, "max": 2}))
     for node in ("n1", "n2"):
@@ -203,8 +203,8 @@ def test_copies_that_did_not_serve_are_counted_on_no_more() -> None:
 
 
 @pytest.mark.nodes(3)
-def test_a_branch_that_was_left_does_not_come_back_untold(d: Driver) -> None:
-    """n2 told of step 10, and may have 20 by now: the task went on from 12 on n1."""
+def test_an_abandoned_branch_does_not_come_back(d: Driver) -> None:
+    """n2 reported step 10, and may have 20 by now: the task went on from 12 on n1."""
     task = d.running(spec(slots={"min": 1, "max": 2}))
     d.progress(task, 30)
     kept(d, task, "n1", 12)
@@ -273,7 +273,7 @@ def test_an_incident_tells_the_farthest_origin_and_all_bytes() -> None:
     assert (closed.iterations_lost, closed.ckpt_read) == (2, False)
 
 
-def test_what_a_try_found_that_came_to_nothing_is_no_origin() -> None:
+def test_the_origin_is_that_of_the_last_attempt() -> None:
     """The first reads the checkpoint, and all die again; the next try finds a copy."""
     d = Driver(nodes=2)
     task = d.running(spec(slots={"min": 1, "max": 2}))
@@ -303,7 +303,7 @@ def test_when_a_task_has_ended_its_copies_are_dropped_once(d: Driver) -> None:
     assert only(o.DropMemoryCheckpoints, first) == []
 
 
-def test_who_tells_of_a_copy_of_a_task_that_has_ended_is_told_to_drop_it(d: Driver) -> None:
+def test_late_checkpoints_of_an_ended_task_are_dropped(d: Driver) -> None:
     task = d.running(spec(**ONE))
     it, first = task_of(d, task), task_of(d, task).members[0]
     done = the(o.DropMemoryCheckpoints, finish(d, task))

@@ -24,7 +24,7 @@ def orders(records: list[Record]) -> list[str]:
     return [record.kind for record in records if isinstance(record.body, o.ORDERS)]
 
 
-def test_a_killed_rank_is_told_and_left(d: Driver, task: int) -> None:
+def test_while_paused_a_killed_rank_is_only_reported(d: Driver, task: int) -> None:
     assert kinds(freeze(d)) == []
     told = d.exit(task, 2)
     assert the(decisions.IncidentOpened, told).severity == "SEV2"
@@ -37,7 +37,7 @@ def test_a_killed_rank_is_told_and_left(d: Driver, task: int) -> None:
         assert kinds(failed(d, task, rank)) == [], "told once, not with every report"
 
 
-def test_when_it_is_thawed_all_that_waits_is_done(d: Driver, task: int) -> None:
+def test_resuming_carries_out_what_was_withheld(d: Driver, task: int) -> None:
     freeze(d)
     d.exit(task, 2)
     for rank in (0, 1, 3):
@@ -81,7 +81,7 @@ def test_cancel_is_asked_for_and_so_done(d: Driver, task: int) -> None:
     assert task_of(d, task).outcome == "cancelled"
 
 
-def test_a_lost_node_is_priced_not_acted_upon(d: Driver, task: int) -> None:
+def test_while_paused_a_lost_node_is_only_planned_for(d: Driver, task: int) -> None:
     freeze(d)
     node = d.state.nodes["n2"]
     d.tell("leader/abc", r.NodeUnreachable(node="n2", incarnation=node.incarnation, silence_s=6.0))
@@ -183,7 +183,7 @@ def test_weights_are_the_operators(d: Driver, task: int) -> None:
     assert kinds(d.tell("operator/x", r.TaskWeightSet(task=task, weight=float(10**9)))) == []
 
 
-def test_a_task_that_trains_on_is_not_told_that_it_waits(d: Driver, task: int) -> None:
+def test_a_task_that_still_trains_does_not_wait(d: Driver, task: int) -> None:
     freeze(d)
     for node in ("n1", "n2"):
         told = d.tell(f"operator/{node}", r.NodeDrained(node=node, reason=""))
@@ -196,7 +196,7 @@ def test_a_task_that_trains_on_is_not_told_that_it_waits(d: Driver, task: int) -
     assert pending.explain_waiting(d.state) == {}
 
 
-def test_a_failed_task_that_is_held_can_be_cancelled(d: Driver) -> None:
+def test_a_failed_task_can_be_cancelled_while_paused(d: Driver) -> None:
     task = d.submit(spec(train=None, command=["sleep", "9"], slots={"min": 2, "max": 2}))
     d.obey(d.log[-9:])
     d.tell("leader/abc", r.PolicySet(policy=policy.Policy(restarts_max=0)))
@@ -213,7 +213,7 @@ def test_a_failed_task_that_is_held_can_be_cancelled(d: Driver) -> None:
     assert task_of(d, task).why.startswith("cancelled; it had failed: failed, and restarts_max")
 
 
-def test_what_was_replaced_is_told_too(d: Driver) -> None:
+def test_a_replaced_rank_is_in_the_withheld_orders(d: Driver) -> None:
     task = d.running(spec(slots={"min": 2, "max": 4}))
     d.tell("leader/abc", r.NodeUnreachable(node="n2", incarnation=1, silence_s=6.0))
     d.obey(failed(d, task, 0))
@@ -223,7 +223,7 @@ def test_what_was_replaced_is_told_too(d: Driver) -> None:
     assert "stop rank 2: it was replaced while its node was silent" in task_of(d, task).withheld
 
 
-def test_a_mute_member_of_what_has_begun_is_left_and_told(d: Driver, task: int) -> None:
+def test_a_member_that_does_not_quiesce_is_left_while_paused(d: Driver, task: int) -> None:
     d.exit(task, 2)
     freeze(d)
     for rank in (0, 1):
@@ -240,7 +240,7 @@ def test_a_mute_member_of_what_has_begun_is_left_and_told(d: Driver, task: int) 
     assert task_of(d, task).iterations_lost == 0
 
 
-def test_behind_a_completed_transition_no_other_is_begun(d: Driver, task: int) -> None:
+def test_no_new_transition_begins_while_paused(d: Driver, task: int) -> None:
     new = d.exit(task, 2)
     freeze(d)
     told = d.obey(new)

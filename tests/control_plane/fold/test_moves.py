@@ -183,8 +183,7 @@ def test_slots_that_come_back_in_time_let_it_go_on_from_memory(d: Driver) -> Non
 
 
 @pytest.mark.parametrize("quiesced", [True, False])
-def test_a_save_that_never_comes_is_bounded_and_its_loss_is_told(d: Driver,
-                                                                 quiesced: bool) -> None:
+def test_a_save_that_never_comes_has_a_deadline(d: Driver, quiesced: bool) -> None:
     task = d.running(spec(slots={"min": 6, "max": 6}))
     d.progress(task, 7)
     drain(d, "n2")
@@ -225,7 +224,7 @@ def test_survivors_too_few_to_go_on_save_at_once(d: Driver) -> None:
     assert task_of(d, task).iteration == 5
 
 
-def test_whoever_has_taken_more_steps_saves(d: Driver) -> None:
+def test_the_rank_with_the_most_steps_saves(d: Driver) -> None:
     task = d.running(spec(slots={"min": 6, "max": 6}))
     drain(d, "n2")
     d.quiesced(task, 0)
@@ -243,7 +242,7 @@ def test_whoever_has_taken_more_steps_saves(d: Driver) -> None:
     assert task_of(d, task).iterations_lost == 0
 
 
-def test_who_was_to_save_dies_and_another_does(d: Driver) -> None:
+def test_if_the_saving_rank_dies_another_saves(d: Driver) -> None:
     task = d.running(spec(slots={"min": 6, "max": 6}))
     drain(d, "n2")
     new = d.exit(task, 0)
@@ -272,7 +271,7 @@ def test_a_heavier_task_gets_the_slots_only_when_all_is_saved(d: Driver) -> None
     steps(d, light)
 
 
-def test_who_has_done_nothing_has_nothing_to_save(d: Driver) -> None:
+def test_a_task_without_progress_saves_nothing(d: Driver) -> None:
     task = d.submit(spec(slots={"min": 6, "max": 6}))
     left = drain(d, "n2")
     assert kinds(left)[-6:] == ["StopRank"] * 6
@@ -280,7 +279,7 @@ def test_who_has_done_nothing_has_nothing_to_save(d: Driver) -> None:
     assert task_of(d, task).phase == "idle"
 
 
-def test_who_was_relieved_of_saving_overtakes_nobody(d: Driver) -> None:
+def test_a_superseded_save_does_not_win(d: Driver) -> None:
     """Rank 0 had begun to write when rank 4, a step further, was told to save instead."""
     task = d.running(spec(slots={"min": 6, "max": 6}))
     drain(d, "n2")
@@ -301,9 +300,8 @@ def test_who_was_relieved_of_saving_overtakes_nobody(d: Driver) -> None:
 
 # --- one plan for all ---------------------------------------------------------------------------
 @pytest.mark.parametrize("first", ["silence", "collective"])
-def test_a_lost_node_is_one_plan_for_both_tasks_and_tells_what_it_beat(d: Driver,
-                                                                       first: str) -> None:
-    """The hurt one has fewer seats left than it is given: it is placed after who gives."""
+def test_a_lost_node_is_one_plan_for_both_tasks(d: Driver, first: str) -> None:
+    """The affected one has fewer seats left than slots: it is placed after the one that gives."""
     alpha = d.running(spec(throughput={2: 3.2, 3: 4.7, 4: 6.16}, slots={"min": 2, "max": 4}))
     beta = d.running(spec(name="beta", throughput={1: 1.5, 2: 2.5}, slots={"min": 1, "max": 2}))
     assert {seat.slot.node for seat in task_of(d, beta).target} == {"n3"}
@@ -325,7 +323,7 @@ def test_a_lost_node_is_one_plan_for_both_tasks_and_tells_what_it_beat(d: Driver
         assert task_of(d, task).iterations_lost == 0
 
 
-def test_who_does_not_come_to_the_boundary_is_waited_for_by_nobody(d: Driver, task: int) -> None:
+def test_a_rank_that_misses_the_boundary_is_ended(d: Driver, task: int) -> None:
     starts = only(o.StartRank, drain(d, "n2"))
     begun = d.do(starts[0].body) + d.do(starts[1].body)
     assert the(o.Quiesce, begun).mode == "boundary"
@@ -337,7 +335,7 @@ def test_who_does_not_come_to_the_boundary_is_waited_for_by_nobody(d: Driver, ta
 
 
 @pytest.mark.nodes(2)
-def test_a_slot_that_was_given_stays_so_while_who_was_there_is_ended(d: Driver) -> None:
+def test_a_granted_slot_stays_granted_while_it_is_vacated(d: Driver) -> None:
     """A plan made between the cancel and the end of its processes does not stop who moves."""
     alpha = d.running(spec(slots={"min": 1, "max": 1}))
     beta = d.running(spec(name="beta", weight=0.5, slots={"min": 3, "max": 3}))

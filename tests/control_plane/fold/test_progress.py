@@ -136,7 +136,7 @@ def test_without_a_model_there_is_progress_and_no_table(d: Driver) -> None:
     assert (it.iteration, it.step_s, it.rate_flops) == (40, 1.0, 0.0)
 
 
-def test_who_does_not_say_of_how_many_is_shown_without(
+def test_a_total_that_is_not_printed_is_not_shown(
         d: Driver, task: int, capsys: pytest.CaptureFixture[str]) -> None:
     printed(d, task, 1040, 0, iterations=0)
     replay._fold(d.log, as_json=False)
@@ -276,9 +276,8 @@ def test_the_screens_say_how_far_it_is(d: Driver, task: int) -> None:
 
 
 # --- pages of incidents -------------------------------------------------------------------------
-def test_the_page_of_an_incident_has_no_line_for_each_line_that_is_printed(
-        d: Driver, task: int) -> None:
-    """Not of the hurt command; of one that moves the first that it prints anew, and no more."""
+def test_the_page_of_an_incident_has_no_line_of_progress(d: Driver, task: int) -> None:
+    """Of another task that moves, it has the first line of progress, and no more."""
     measured(d, task)
     d.tell("operator/freeze", r.HealingFrozen(reason="a look at it"))
     d.exit(task, 1)

@@ -39,9 +39,8 @@ def lasts_s(d: Driver, deadline: str) -> float:
     return d.state.deadlines[deadline].due_s - d.state.at_s
 
 
-def test_while_a_node_is_only_silent_the_plan_of_its_task_stands(d: Driver, task: int) -> None:
-    """Nobody knows more than before: what is measured meanwhile plans nothing, until it is heard.
-    """
+def test_an_unreachable_node_changes_no_plan(d: Driver, task: int) -> None:
+    """No new plan follows from what is measured meanwhile, until the node is reachable."""
     plan, seats = d.state.plan_seq, task_of(d, task).target
     silence(d, "n3")
     num = len(d.log)
@@ -56,8 +55,7 @@ def test_while_a_node_is_only_silent_the_plan_of_its_task_stands(d: Driver, task
 
 
 @pytest.mark.nodes(10, slots=1)
-def test_who_has_state_and_no_seat_is_let_go_only_by_a_plan_that_knows_all_losses(
-        d: Driver) -> None:
+def test_a_rank_with_state_is_kept_until_all_losses_are_known(d: Driver) -> None:
     """Ten ranks, sizes of 6 and 10: the first loss frees three that live, and the second, told
     while these hold, needs one of them: it goes on, with what it has in memory."""
     task = d.running(spec(slots={"min": 2, "max": 10}, throughput={2: 2e12, 6: 6e12, 10: 1e13}))
@@ -79,7 +77,7 @@ def test_who_has_state_and_no_seat_is_let_go_only_by_a_plan_that_knows_all_losse
 
 
 @pytest.mark.nodes(4, slots=1)
-def test_a_plan_of_others_tells_what_the_task_on_a_silent_node_holds(d: Driver, task: int) -> None:
+def test_a_plan_names_tasks_kept_on_unreachable_nodes(d: Driver, task: int) -> None:
     silence(d, "n3")
     other = d.submit(spec(name="beta", slots={"min": 1, "max": 1}))
     plan = the(decisions.PlanChosen, d.log[-6:])
@@ -138,7 +136,7 @@ def test_the_same_while_healing_is_held(d: Driver, task: int) -> None:
     assert the(decisions.IncidentClosed, d.log[-20:]).iterations_lost == 0
 
 
-def test_a_slow_member_that_can_be_heard_keeps_its_time(d: Driver, task: int) -> None:
+def test_a_reachable_slow_member_keeps_its_deadline(d: Driver, task: int) -> None:
     """Its time is quiesce_s_max, and the silent one waits with it; then it alone is waited for."""
     lost = d.exit(task, 0)
     assert kinds(lost)[:2] == ["IncidentOpened", "Quiesce"]
@@ -157,8 +155,7 @@ def test_a_slow_member_that_can_be_heard_keeps_its_time(d: Driver, task: int) ->
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-def test_who_falls_silent_while_a_generation_is_built_is_not_waited_for(
-        d: Driver, task: int, is_known: bool) -> None:
+def test_a_node_lost_while_a_generation_is_built(d: Driver, task: int, is_known: bool) -> None:
     """The others cannot build it alone. `is_known`: they have said that it did not come up."""
     d.exit(task, 0)
     d.quiesced(task, 1)
@@ -182,7 +179,7 @@ def test_who_falls_silent_while_a_generation_is_built_is_not_waited_for(
     assert task_of(d, task).iterations_lost == 0
 
 
-def test_one_that_is_heard_again_has_all_its_time(d: Driver, task: int) -> None:
+def test_a_node_that_is_reachable_again_gets_its_whole_time(d: Driver, task: int) -> None:
     failed(d, task, 0)
     silence(d, "n2")
     silence(d, "n3")
@@ -196,8 +193,7 @@ def test_one_that_is_heard_again_has_all_its_time(d: Driver, task: int) -> None:
     assert not task_of(d, task).restarts
 
 
-def test_where_the_silent_alone_have_the_state_they_have_all_their_time(
-        d: Driver, task: int) -> None:
+def test_unreachable_ranks_that_alone_have_the_state(d: Driver, task: int) -> None:
     """To go on without them would lose iterations, and they may be back."""
     silence(d, "n2")
     silence(d, "n3")
@@ -212,7 +208,7 @@ def test_where_the_silent_alone_have_the_state_they_have_all_their_time(
     assert task_of(d, task).iterations_lost == 0
 
 
-def test_who_has_quiesced_at_a_boundary_waits_no_longer_either(d: Driver) -> None:
+def test_at_a_boundary_an_unreachable_node_is_not_waited_for(d: Driver) -> None:
     """The flag that stops all after one step was in a reduction that the silent were part of."""
     task = d.running(spec(slots={"min": 1, "max": 2}))
     d.tell("operator/drain", r.NodeDrained(node="n2"))
@@ -226,7 +222,7 @@ def test_who_has_quiesced_at_a_boundary_waits_no_longer_either(d: Driver) -> Non
     assert task_of(d, task).iterations_lost == 0
 
 
-def test_a_silent_node_does_not_cut_off_who_still_saves(d: Driver) -> None:
+def test_an_unreachable_node_does_not_interrupt_a_save(d: Driver) -> None:
     """Rank 0 holds and its checkpoint is on the way: only the silent one is late."""
     task = d.running(spec(slots={"min": 3, "max": 3}))
     d.tell("operator/drain", r.NodeDrained(node="n3"))
@@ -241,7 +237,7 @@ def test_a_silent_node_does_not_cut_off_who_still_saves(d: Driver) -> None:
     assert task_of(d, task).phase == "idle"
 
 
-def test_a_newcomer_elsewhere_does_not_keep_a_task_on_a_silent_node(d: Driver) -> None:
+def test_a_newcomer_does_not_keep_a_task_on_a_lost_node(d: Driver) -> None:
     """It was about to move when all that trained fell silent: replaced in time all the same."""
     task = d.running(spec(slots={"min": 1, "max": 1}))
     home = task_of(d, task).target[0].slot.node

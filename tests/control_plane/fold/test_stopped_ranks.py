@@ -31,7 +31,7 @@ def deadline(task: int, rank: int = VICTIM, attempt: int = 1) -> str:
     return f"stopped/{task}/{rank}/{attempt}"
 
 
-def test_it_is_ended_and_the_others_finish_the_iteration(d: Driver, task: int) -> None:
+def test_a_stopped_rank_is_ended(d: Driver, task: int) -> None:
     told = suspended(d, task)
     assert kinds(told) == []
     (since,) = told
@@ -54,7 +54,7 @@ def test_it_is_ended_and_the_others_finish_the_iteration(d: Driver, task: int) -
     assert closed.pause_s == pytest.approx(d.now_s - since.at_s), "it stood since the stop"
 
 
-def test_one_that_goes_on_in_time_is_as_if_nothing_had_been(d: Driver, task: int) -> None:
+def test_a_rank_that_continues_in_time_changes_nothing(d: Driver, task: int) -> None:
     suspended(d, task)
     d.now_s += 1.9
     assert kinds(continued(d, task)) == []
@@ -66,7 +66,7 @@ def test_one_that_goes_on_in_time_is_as_if_nothing_had_been(d: Driver, task: int
     continued(d, task)
 
 
-def test_what_is_told_twice_or_of_an_earlier_process_is_nothing(d: Driver, task: int) -> None:
+def test_repeated_and_stale_stops_change_nothing(d: Driver, task: int) -> None:
     assert kinds(continued(d, task)) == []
     suspended(d, task)
     due_s = d.state.deadlines[deadline(task)].due_s
@@ -82,7 +82,7 @@ def test_what_is_told_twice_or_of_an_earlier_process_is_nothing(d: Driver, task:
     assert not task_of(d, task).ranks[VICTIM].is_stopped
 
 
-def test_one_that_is_killed_meanwhile_is_a_fault_of_its_own(d: Driver, task: int) -> None:
+def test_a_stopped_rank_that_is_killed_has_exited(d: Driver, task: int) -> None:
     suspended(d, task)
     opened = the(decisions.IncidentOpened, d.exit(task, VICTIM))
     assert opened.status == "exited abnormally"
@@ -102,7 +102,7 @@ def test_two_at_once_are_one_incident(d: Driver, task: int) -> None:
     assert task_of(d, task).iterations_lost == 0
 
 
-def test_one_that_prepares(d: Driver) -> None:
+def test_a_stopped_rank_that_prepares(d: Driver) -> None:
     """Before RankReady: nobody else waits for start_s_max."""
     task = d.submit(spec())
     orders = only(o.StartRank, d.log)
@@ -117,7 +117,7 @@ def test_one_that_prepares(d: Driver) -> None:
     assert [m.attempt for m in task_of(d, task).members] == [1, 1, 2, 1]
 
 
-def test_one_that_is_waited_for_in_a_transition(d: Driver, task: int) -> None:
+def test_a_stopped_rank_that_a_transition_waits_for(d: Driver, task: int) -> None:
     """Rank 3 was killed; rank 2 does not answer, and is not given quiesce_s_max."""
     begun = d.exit(task, 3)
     for rank in (0, 1):
@@ -156,7 +156,7 @@ def test_a_task_that_is_cancelled_is_only_ended(d: Driver, task: int) -> None:
     assert not only(decisions.IncidentOpened, d.log)
 
 
-def test_one_that_is_done_but_does_not_end(d: Driver, task: int) -> None:
+def test_a_stopped_rank_that_has_finished(d: Driver, task: int) -> None:
     """It is ended, and the task is finished: nothing was wrong with it."""
     it = task_of(d, task)
     d.obey(d.tell("n1/1", r.CheckpointSaved(
@@ -176,7 +176,7 @@ def test_one_that_is_done_but_does_not_end(d: Driver, task: int) -> None:
     assert not only(decisions.IncidentOpened, d.log)
 
 
-def test_one_that_told_an_error_is_ended_for_both(d: Driver, task: int) -> None:
+def test_a_stopped_rank_with_an_error(d: Driver, task: int) -> None:
     told = d.tell("n2/1", r.RankErrored(task=task, rank=VICTIM, attempt=1, generation=1,
                                         iteration=1, error="RuntimeError", text="no"))
     suspended(d, task)
@@ -211,7 +211,7 @@ def test_the_screen_says_so_and_that_nothing_is_earned(d: Driver, task: int) -> 
 
 # --- held, silent, taken over -------------------------------------------------------------------
 @pytest.mark.parametrize("held", ["frozen", "observing"])
-def test_held_it_is_told_and_left(d: Driver, task: int, held: str) -> None:
+def test_while_paused_a_stopped_rank_is_only_reported(d: Driver, task: int, held: str) -> None:
     hold(d, held)
     suspended(d, task)
     late = d.due(deadline(task))
@@ -226,7 +226,7 @@ def test_held_it_is_told_and_left(d: Driver, task: int, held: str) -> None:
 
 
 @pytest.mark.parametrize("held", ["frozen", "observing"])
-def test_held_until_it_goes_on_by_itself(d: Driver, task: int, held: str) -> None:
+def test_while_paused_a_rank_may_continue(d: Driver, task: int, held: str) -> None:
     """Then it is a healthy process, and stays."""
     hold(d, held)
     suspended(d, task)
@@ -253,7 +253,7 @@ def let_go(d: Driver, held: str) -> list[Record]:
     return d.tell("leader/abc", r.PolicySet(policy=policy.Policy()))
 
 
-def test_on_a_silent_node_it_counts_when_it_is_heard(d: Driver, task: int) -> None:
+def test_a_stop_on_an_unreachable_node_counts_when_it_is_reachable(d: Driver, task: int) -> None:
     """It may have gone on meanwhile, and nobody could tell."""
     suspended(d, task)
     d.tell("leader/abc", r.NodeUnreachable(node="n2", incarnation=1, silence_s=5.0))
@@ -266,7 +266,7 @@ def test_on_a_silent_node_it_counts_when_it_is_heard(d: Driver, task: int) -> No
     assert task_of(d, task).healed == 1
 
 
-def test_a_new_leader_gives_it_the_whole_time_again(d: Driver, task: int) -> None:
+def test_a_new_leader_restarts_the_deadline(d: Driver, task: int) -> None:
     suspended(d, task)
     d.now_s += 1.5
     d.epoch = 2

@@ -16,7 +16,7 @@ from unicron.events.records.envelope import Record
 
 
 # --- nodes --------------------------------------------------------------------------------------
-def test_a_silent_node_is_not_a_lost_one(d: Driver, task: int) -> None:
+def test_an_unreachable_node_is_not_lost(d: Driver, task: int) -> None:
     leader = f"leader/{d.state.nonce}"
     silenced = d.tell(leader, r.NodeUnreachable(node="n2", incarnation=1, silence_s=5.0))
     assert kinds(silenced) == []
@@ -135,7 +135,7 @@ def test_waiting_names_its_price(d: Driver) -> None:
     assert task_of(d, second).phase == "training"
 
 
-def test_where_prices_would_take_too_long_the_page_says_so(
+def test_prices_that_would_take_too_long_are_left_out(
         d: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     d.running(spec(throughput={2: 20.0, 4: 30.0}))
     task = d.submit(spec(name="beta", throughput={2: 8.0}, slots={"min": 2, "max": 2}))
@@ -144,7 +144,7 @@ def test_where_prices_would_take_too_long_the_page_says_so(
         why="the plan has better use for the slots", needs="more slots" + pending.NOT_PRICED)
 
 
-def test_who_waits_is_not_told_a_number_of_slots_that_others_would_have_first(d: Driver) -> None:
+def test_slots_that_others_would_get_first_are_not_named(d: Driver) -> None:
     """Four slots more: alpha is given one of them, and the task of four waits on."""
     d.tell("operator/quiet", r.NodeDrained(node="n2", reason=""))
     d.join("n3", slots=4)
@@ -157,7 +157,7 @@ def test_who_waits_is_not_told_a_number_of_slots_that_others_would_have_first(d:
     assert not task_of(d, hold).target
 
 
-def test_who_is_cancelled_while_it_waits_has_no_price_any_more(d: Driver) -> None:
+def test_a_cancelled_waiting_task_has_no_price(d: Driver) -> None:
     d.running(spec(throughput={2: 20.0, 4: 30.0}))
     task = d.submit(spec(name="beta", throughput={2: 8.0}, slots={"min": 2, "max": 2}))
     assert waits_of(d, task).cost_waf == 2.0
@@ -178,7 +178,7 @@ def test_the_ideal_counts_every_slot_of_every_node_that_has_not_left(d: Driver) 
 
 
 # --- several tasks ------------------------------------------------------------------------------
-def test_an_unhurt_task_gives_slots_to_a_new_one(d: Driver) -> None:
+def test_a_healthy_task_gives_slots_to_a_new_one(d: Driver) -> None:
     first = d.running(spec(throughput={2: 2e9, 4: 2.1e9}))
     second = d.submit(spec(name="beta", throughput={2: 2e9}, slots={"min": 2, "max": 2}))
     batch = [x for x in d.log if x.cause == second]
@@ -208,7 +208,7 @@ def test_a_task_finishes(d: Driver, task: int) -> None:
     assert d.state.deadlines == {}
 
 
-def test_who_missed_that_all_was_done_is_let_go_at_once(d: Driver, task: int) -> None:
+def test_a_rank_that_missed_the_end_is_stopped(d: Driver, task: int) -> None:
     """Its last meeting failed when the others' was complete: it holds, and nobody needs it."""
     d.obey(d.tell(d.source("n1"), r.CheckpointSaved(
         task=task, generation=1, step_version=50, path="gen-1/iter-50", ckpt_bytes=9, final=True)))
@@ -327,7 +327,7 @@ def test_command_one_fails_all_start_again(d: Driver, command: int) -> None:
         x.body.port for x in only(o.StartRank, d.log[:12])}
 
 
-def test_command_that_grows_is_not_told_of_a_failure(d: Driver) -> None:
+def test_a_command_that_grows_reports_no_failure(d: Driver) -> None:
     task = d.submit(spec(train=None, command=["true"], slots={"min": 1, "max": 6}))
     d.obey(d.log[-4:])
     stops = [x.body for x in only(o.StopRank, d.join("n3"))]
@@ -364,7 +364,7 @@ def test_wrong_input_of_a_newcomer_harms_no_task_that_trains(d: Driver, task: in
     assert d.state.tasks[task].ending == ""
 
 
-def test_an_incident_is_called_by_the_gravest_that_was_told(d: Driver, task: int) -> None:
+def test_an_incident_is_named_by_its_gravest_fault(d: Driver, task: int) -> None:
     failed(d, task, 0)
     d.due(f"evidence/{task}/1")
     incident = d.state.incidents[task_of(d, task).incident]

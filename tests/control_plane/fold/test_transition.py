@@ -115,7 +115,7 @@ def test_a_killed_rank(d: Driver, task: int) -> None:
     assert (task_of(d, task).healed, task_of(d, task).incident) == (1, 0)
 
 
-def test_a_step_told_on_the_way_to_a_boundary_ends_the_pause(d: Driver, task: int) -> None:
+def test_a_step_on_the_way_to_a_boundary_ends_the_pause(d: Driver, task: int) -> None:
     lost = d.exit(task, 2)
     d.obey(lost, start=False)
     ready = d.do(lost[-1].body)
@@ -147,7 +147,7 @@ def test_an_iteration_without_a_finite_loss_is_an_iteration(d: Driver, task: int
     assert (it.iteration, it.loss) == (2, None)
 
 
-def test_survivors_that_held_already_are_not_waited_for(d: Driver, task: int) -> None:
+def test_survivors_that_have_quiesced_are_not_waited_for(d: Driver, task: int) -> None:
     for rank in (0, 1, 3):
         assert kinds(failed(d, task, rank)) == []
     assert kinds(d.exit(task, 2)) == ["IncidentOpened", "Quiesce", "Reconfigure", "StartRank"]
@@ -325,8 +325,7 @@ def test_an_error_of_the_hardware_takes_the_slot_out(d: Driver, task: int) -> No
 
 
 # --- collectives without a root cause -----------------------------------------------------------
-def test_a_collective_that_failed_for_no_reason_is_tried_again_in_place(
-        d: Driver, task: int) -> None:
+def test_a_collective_without_a_root_cause_is_retried(d: Driver, task: int) -> None:
     for rank in range(4):
         failed(d, task, rank, "timed out")
     new = d.due(f"evidence/{task}/1")

@@ -39,7 +39,7 @@ def shown(d: Driver, task: int) -> dict[str, Any]:
     return next(one for one in view(d.state)["tasks"] if one["id"] == task)
 
 
-def test_by_default_it_is_told_and_nothing_is_done(d: Driver) -> None:
+def test_by_default_a_silent_command_is_only_reported(d: Driver) -> None:
     task = running(d, hang_after_s=None, model=None, throughput={4: 1e12})
     assert kinds(stalled(d, task)) == []
     assert deadlines(d) == []
@@ -55,7 +55,7 @@ def test_by_default_it_is_told_and_nothing_is_done(d: Driver) -> None:
     assert not shown(d, task)["stands"]
 
 
-def test_with_hang_after_s_the_round_starts_again(d: Driver, task: int) -> None:
+def test_with_hang_after_s_the_command_restarts(d: Driver, task: int) -> None:
     (told,) = stalled(d, task)
     (name,) = deadlines(d)
     assert d.state.deadlines[name].due_s - d.now_s == pytest.approx(AFTER_S - 61)
@@ -77,7 +77,7 @@ def test_with_hang_after_s_the_round_starts_again(d: Driver, task: int) -> None:
 
 
 @pytest.mark.parametrize("how", ["went on", "printed"])
-def test_a_line_ends_the_matter(d: Driver, task: int, how: str) -> None:
+def test_a_printed_line_ends_the_hang(d: Driver, task: int, how: str) -> None:
     stalled(d, task)
     (name,) = deadlines(d)
     told = went_on(d, task) if how == "went on" else printed(d, task, 40)
@@ -88,7 +88,7 @@ def test_a_line_ends_the_matter(d: Driver, task: int, how: str) -> None:
     assert not d.state.incidents
 
 
-def test_held_it_is_told_and_a_line_takes_it_back(d: Driver, task: int) -> None:
+def test_while_paused_a_line_takes_it_back(d: Driver, task: int) -> None:
     d.tell("operator/freeze", r.HealingFrozen(reason="look"))
     stalled(d, task)
     assert not only(o.StopRank, d.due(deadlines(d)[0]))
@@ -97,13 +97,13 @@ def test_held_it_is_told_and_a_line_takes_it_back(d: Driver, task: int) -> None:
     assert not task_of(d, task).ranks[TELLER].timeout_reason
 
 
-def test_what_another_process_prints_says_nothing(d: Driver, task: int) -> None:
+def test_output_of_another_process_does_not_count(d: Driver, task: int) -> None:
     assert kinds(stalled(d, task, rank=0)) == []
     assert not task_of(d, task).stalls
     assert deadlines(d) == []
 
 
-def test_not_while_its_node_is_silent_or_a_process_is_stopped(d: Driver, task: int) -> None:
+def test_no_restart_while_its_node_is_unreachable_or_a_rank_stopped(d: Driver, task: int) -> None:
     stalled(d, task)
     process = task_of(d, task).ranks[0]
     tell = d.source(process.slot.node)

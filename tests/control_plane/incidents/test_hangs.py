@@ -13,8 +13,7 @@ from unicron.events.records import orders as o
 from unicron.events.records import reports as r
 
 
-def test_who_did_not_enter_is_started_again_and_the_others_finish_the_iteration(
-        d: Driver, task: int) -> None:
+def test_a_rank_that_did_not_enter_restarts(d: Driver, task: int) -> None:
     seqs = hung(d, task, VICTIM)
     held = d.state.deadlines[deadline(d, task)]
     assert held.due_s - d.now_s == pytest.approx(NORMAL_S, abs=0.05), "three times, and once more"
@@ -36,7 +35,7 @@ def test_who_did_not_enter_is_started_again_and_the_others_finish_the_iteration(
     assert closed.pause_s > 1.6, "since it stood, not since that was found"
 
 
-def test_one_that_is_not_told_may_still_go_on(d: Driver, task: int) -> None:
+def test_nothing_is_decided_before_all_ranks_have_reported(d: Driver, task: int) -> None:
     for rank in (0, 1, VICTIM):
         stalled(d, task, rank, "own" if rank == VICTIM else IN, in_s=60.0)
     assert not d.state.deadlines
@@ -48,7 +47,7 @@ def test_one_that_is_not_told_may_still_go_on(d: Driver, task: int) -> None:
 
 
 @pytest.mark.parametrize("rank", [VICTIM, 0])
-def test_one_that_goes_on_ends_the_matter(d: Driver, task: int, rank: int) -> None:
+def test_a_rank_that_continues_ends_the_hang(d: Driver, task: int, rank: int) -> None:
     hung(d, task, VICTIM)
     assert kinds(went_on(d, task, rank)) == []
     assert not d.state.deadlines
@@ -56,8 +55,7 @@ def test_one_that_goes_on_ends_the_matter(d: Driver, task: int, rank: int) -> No
     assert not d.state.incidents
 
 
-def test_progress_ends_the_matter_of_all_iterations_before_the_last_finished(
-        d: Driver, task: int) -> None:
+def test_progress_ends_a_hang_of_earlier_iterations(d: Driver, task: int) -> None:
     hung(d, task, VICTIM)
     for rank in range(4):
         stalled(d, task, rank, "own" if rank == VICTIM else IN, iteration=3,
@@ -68,9 +66,8 @@ def test_progress_ends_the_matter_of_all_iterations_before_the_last_finished(
     assert not task_of(d, task).stalls
 
 
-def test_one_that_stands_in_what_is_finished_for_the_others_is_not_forgotten(
-        d: Driver, task: int) -> None:
-    """Its iteration is told as done by one whose collective ended; it tells that it stands once."""
+def test_a_hang_in_an_iteration_that_others_finished(d: Driver, task: int) -> None:
+    """It reports its stall once; progress is reported by a rank whose collective ended."""
     stalled(d, task, VICTIM, "own", iteration=d.steps[task], collective=3)
     d.progress(task)
     for rank in (0, 1, 3):
@@ -79,8 +76,8 @@ def test_one_that_stands_in_what_is_finished_for_the_others_is_not_forgotten(
     assert the(decisions.IncidentOpened, d.log).ranks == (VICTIM,)
 
 
-def test_a_boundary_finds_it_too(d: Driver, task: int) -> None:
-    """A task is to leave its slots at the iteration's end, which never comes."""
+def test_a_hang_on_the_way_to_a_boundary(d: Driver, task: int) -> None:
+    """The task is to leave its slots at the iteration's end, which never comes."""
     told = d.tell("operator/drain", r.NodeDrained(node="n2", reason="fans"))
     assert the(o.Quiesce, told).mode == "boundary"
     hung(d, task, VICTIM)
@@ -92,7 +89,7 @@ def test_a_boundary_finds_it_too(d: Driver, task: int) -> None:
     assert [x.body.iterations_lost for x in only(decisions.IncidentClosed, d.log)] == [0]
 
 
-def test_what_stands_already_at_a_boundary_is_not_forgotten(d: Driver, task: int) -> None:
+def test_a_hang_before_a_boundary_is_ordered(d: Driver, task: int) -> None:
     hung(d, task, VICTIM)
     d.tell("operator/drain", r.NodeDrained(node="n2", reason="fans"))
     assert deadline(d, task) in d.state.deadlines
@@ -100,7 +97,7 @@ def test_what_stands_already_at_a_boundary_is_not_forgotten(d: Driver, task: int
     d.progress(task)
 
 
-def test_two_that_are_behind_are_both_started_again(d: Driver, task: int) -> None:
+def test_two_ranks_behind_both_restart(d: Driver, task: int) -> None:
     hung(d, task, 1, VICTIM)
     late = d.due(deadline(d, task))
     assert the(decisions.IncidentOpened, late).ranks == (1, VICTIM)
@@ -110,7 +107,7 @@ def test_two_that_are_behind_are_both_started_again(d: Driver, task: int) -> Non
     assert task_of(d, task).healed == 1
 
 
-def test_one_that_is_an_iteration_behind_is_who_it_is(d: Driver, task: int) -> None:
+def test_a_rank_that_is_an_iteration_behind_restarts(d: Driver, task: int) -> None:
     for rank in (0, 1, 3):
         stalled(d, task, rank, iteration=2)
     stalled(d, task, VICTIM, "own", iteration=1, collective=3)
@@ -118,7 +115,7 @@ def test_one_that_is_an_iteration_behind_is_who_it_is(d: Driver, task: int) -> N
     assert the(decisions.IncidentOpened, d.log).ranks == (VICTIM,)
 
 
-def test_each_waits_for_three_times_its_own_iteration(d: Driver, task: int) -> None:
+def test_the_deadline_is_three_times_the_own_iteration(d: Driver, task: int) -> None:
     for rank in range(4):
         stalled(d, task, rank, "own" if rank == VICTIM else IN, collective=int(rank != VICTIM),
                 normal_s=10.0, in_s=5.0)
@@ -126,8 +123,8 @@ def test_each_waits_for_three_times_its_own_iteration(d: Driver, task: int) -> N
     d.obey(d.due(deadline(d, task)))
 
 
-def test_who_was_paused_with_its_agent_gets_an_iteration_to_go_on(d: Driver, task: int) -> None:
-    """A machine stood still: what its agent tells then is long over."""
+def test_a_rank_paused_with_its_agent_gets_one_iteration(d: Driver, task: int) -> None:
+    """The machine stopped: what its agent reports then is out of date."""
     for rank in range(4):
         stalled(d, task, rank, "own" if rank == VICTIM else IN, collective=int(rank != VICTIM),
                 in_s=900.0)
@@ -136,7 +133,7 @@ def test_who_was_paused_with_its_agent_gets_an_iteration_to_go_on(d: Driver, tas
     assert not d.state.deadlines
 
 
-def test_a_network_that_stands_is_tried_again_in_place(d: Driver, task: int) -> None:
+def test_a_network_hang_is_retried_in_place(d: Driver, task: int) -> None:
     """All are in the same collective: nobody is behind, nobody is started again."""
     hung(d, task)
     assert d.state.deadlines[deadline(d, task)].due_s - d.now_s == pytest.approx(2.4, abs=0.05)
@@ -152,7 +149,7 @@ def test_a_network_that_stands_is_tried_again_in_place(d: Driver, task: int) -> 
     assert all(m.attempt == 1 for m in task_of(d, task).members)
 
 
-def test_a_network_that_stands_at_a_boundary(d: Driver, task: int) -> None:
+def test_a_network_hang_at_a_boundary(d: Driver, task: int) -> None:
     d.tell("operator/drain", r.NodeDrained(node="n2", reason="fans"))
     hung(d, task)
     late = d.due(deadline(d, task))
@@ -162,7 +159,7 @@ def test_a_network_that_stands_at_a_boundary(d: Driver, task: int) -> None:
     assert len(task_of(d, task).members) == 2
 
 
-def test_reattempts_that_do_not_help_end_in_a_restart(d: Driver, task: int) -> None:
+def test_failed_retries_of_the_network_end_in_a_restart(d: Driver, task: int) -> None:
     for _ in range(d.state.policy.restarts_max + 1):
         hung(d, task)
         d.obey(d.due(deadline(d, task)))
@@ -171,8 +168,8 @@ def test_reattempts_that_do_not_help_end_in_a_restart(d: Driver, task: int) -> N
     d.progress(task)
 
 
-def test_where_all_are_in_their_own_work_nobody_is_to_blame(d: Driver, task: int) -> None:
-    """A file system that stands: to start all again would cost their state, and would not help."""
+def test_ranks_all_in_their_own_work_are_not_restarted(d: Driver, task: int) -> None:
+    """A hung file system: a restart of all would cost their state, and would not help."""
     hung(d, task, 0, 1, 2, 3)
     assert d.state.deadlines[deadline(d, task)].length_s == pytest.approx(1800.0, abs=2.0)
     told = view(d.state)["tasks"][0]
@@ -188,15 +185,14 @@ def test_where_all_are_in_their_own_work_nobody_is_to_blame(d: Driver, task: int
     d.obey(late)
 
 
-def test_where_most_are_in_their_own_work_the_reason_is_shared(d: Driver, task: int) -> None:
+def test_most_ranks_in_their_own_work_have_a_shared_reason(d: Driver, task: int) -> None:
     hung(d, task, 0, 1, 2)
     assert d.state.deadlines[deadline(d, task)].length_s == pytest.approx(1800.0, abs=2.0)
     assert view(d.state)["tasks"][0]["stands"].startswith("3 of 4 members stand in work of their")
     assert not d.state.incidents
 
 
-def test_one_that_came_out_of_the_collective_of_the_others_waits_for_nobody(
-        d: Driver, task: int) -> None:
+def test_a_rank_that_left_the_others_collective_restarts(d: Driver, task: int) -> None:
     for rank in range(4):
         stalled(d, task, rank, "own" if rank == VICTIM else IN)
     d.obey(d.due(deadline(d, task)))
@@ -209,7 +205,7 @@ def test_a_task_of_one_has_no_second_source(d: Driver) -> None:
     assert d.state.deadlines[deadline(d, task)].length_s == pytest.approx(1800.0, abs=2.0)
 
 
-def test_of_a_silent_node_nobody_knows(d: Driver, task: int) -> None:
+def test_ranks_on_an_unreachable_node_are_unknown(d: Driver, task: int) -> None:
     there = task_of(d, task).ranks[VICTIM].slot.node
     d.tell("leader/abc", r.NodeUnreachable(node=there, incarnation=1, silence_s=6.0))
     heard = [x for x in range(4) if task_of(d, task).ranks[x].slot.node != there]
@@ -224,7 +220,7 @@ def test_of_a_silent_node_nobody_knows(d: Driver, task: int) -> None:
     d.obey(late)
 
 
-def test_a_node_that_is_heard_again_is_asked(d: Driver, task: int) -> None:
+def test_a_node_that_is_reachable_again_is_asked(d: Driver, task: int) -> None:
     for rank in (0, 1):
         stalled(d, task, rank, "own" if rank else IN, collective=1 - rank, in_s=60.0)
     d.tell("leader/abc", r.NodeUnreachable(node="n2", incarnation=1, silence_s=6.0))
@@ -233,7 +229,7 @@ def test_a_node_that_is_heard_again_is_asked(d: Driver, task: int) -> None:
     assert deadline(d, task) not in d.state.deadlines, "its ranks may go on"
 
 
-def test_one_that_is_stopped_has_a_deadline_of_its_own(d: Driver, task: int) -> None:
+def test_a_stopped_rank_has_its_own_deadline(d: Driver, task: int) -> None:
     """One incident, whichever of the two is told first."""
     it = task_of(d, task).ranks[VICTIM]
     hung(d, task, VICTIM)
@@ -247,7 +243,7 @@ def test_one_that_is_stopped_has_a_deadline_of_its_own(d: Driver, task: int) -> 
     assert len(only(decisions.IncidentOpened, d.log)) == 1
 
 
-def test_one_that_continues_and_still_stands_hangs(d: Driver, task: int) -> None:
+def test_a_stopped_rank_that_continues_may_still_hang(d: Driver, task: int) -> None:
     it = task_of(d, task).ranks[VICTIM]
     hung(d, task, VICTIM)
     d.tell(d.source(it.slot.node), r.RankSuspended(task=task, rank=VICTIM, attempt=1, pid=it.pid))
@@ -256,7 +252,7 @@ def test_one_that_continues_and_still_stands_hangs(d: Driver, task: int) -> None
     assert the(decisions.IncidentOpened, d.log).status == "task hang"
 
 
-def test_a_rank_that_dies_while_all_stand_is_the_fault(d: Driver, task: int) -> None:
+def test_a_rank_that_dies_during_a_hang_is_the_fault(d: Driver, task: int) -> None:
     hung(d, task, VICTIM)
     opened = the(decisions.IncidentOpened, told := d.exit(task, VICTIM))
     assert opened.status == "exited abnormally"
@@ -266,7 +262,7 @@ def test_a_rank_that_dies_while_all_stand_is_the_fault(d: Driver, task: int) -> 
     assert task_of(d, task).healed == 1
 
 
-def test_held_it_is_told_alone_and_whoever_goes_on_is_left_alone(d: Driver, task: int) -> None:
+def test_while_paused_ranks_that_continue_are_left_alone(d: Driver, task: int) -> None:
     d.tell("operator/freeze", r.HealingFrozen(reason="a test"))
     hung(d, task, VICTIM)
     late = d.due(deadline(d, task))
@@ -279,7 +275,7 @@ def test_held_it_is_told_alone_and_whoever_goes_on_is_left_alone(d: Driver, task
     assert not only(o.Quiesce, d.log)
 
 
-def test_held_it_is_ended_when_healing_goes_on(d: Driver, task: int) -> None:
+def test_a_hung_rank_is_ended_when_healing_resumes(d: Driver, task: int) -> None:
     d.tell("operator/freeze", r.HealingFrozen(reason="a test"))
     hung(d, task, VICTIM)
     d.due(deadline(d, task))
@@ -290,7 +286,7 @@ def test_held_it_is_ended_when_healing_goes_on(d: Driver, task: int) -> None:
     assert len(only(decisions.IncidentOpened, d.log)) == 1
 
 
-def test_a_network_that_goes_on_while_held_is_not_tried_again(d: Driver, task: int) -> None:
+def test_a_network_that_recovers_while_paused_is_not_retried(d: Driver, task: int) -> None:
     d.tell("operator/freeze", r.HealingFrozen(reason="a test"))
     hung(d, task)
     assert "IncidentOpened" in kinds(d.due(deadline(d, task)))
@@ -302,7 +298,7 @@ def test_a_network_that_goes_on_while_held_is_not_tried_again(d: Driver, task: i
     assert task_of(d, task).failed_s < 0
 
 
-def test_what_is_stale_is_nothing(d: Driver, task: int) -> None:
+def test_stale_reports_change_nothing_of_a_hang(d: Driver, task: int) -> None:
     for wrong in ({"attempt": 7}, {"generation": 9}, {"task": 99}, {"rank": 8}):
         assert kinds(stalled(d, task, 0, **wrong)) == []
     assert not task_of(d, task).stalls
@@ -311,7 +307,7 @@ def test_what_is_stale_is_nothing(d: Driver, task: int) -> None:
     assert not task_of(d, task).stalls, "of the generation before"
 
 
-def test_one_that_hangs_again_and_again_loses_its_slot(d: Driver, task: int) -> None:
+def test_repeated_hangs_disable_the_slot(d: Driver, task: int) -> None:
     for _ in range(d.state.policy.restarts_max + 1):
         hung(d, task, VICTIM)
         late = d.due(deadline(d, task))
@@ -321,7 +317,7 @@ def test_one_that_hangs_again_and_again_loses_its_slot(d: Driver, task: int) -> 
     assert [node.slots_disabled for node in d.state.nodes.values()] == [[], [0]]
 
 
-def test_a_new_leader_gives_it_the_whole_time_again(d: Driver, task: int) -> None:
+def test_a_new_leader_restarts_the_deadline(d: Driver, task: int) -> None:
     hung(d, task, VICTIM)
     length_s = d.state.deadlines[deadline(d, task)].length_s
     d.now_s += 60.0
@@ -333,7 +329,7 @@ def test_a_new_leader_gives_it_the_whole_time_again(d: Driver, task: int) -> Non
 
 
 # --- an iteration that does not end, though its rank makes progress ------------------------------
-def test_it_is_told_by_name_before_anything_is_done(d: Driver, task: int) -> None:
+def test_a_slow_iteration_is_shown_before_anything_is_done(d: Driver, task: int) -> None:
     waited_for(d, task)
     assert locate_hang(d.state, task_of(d, task)) is None, "nobody has said why"
     assert kinds(crawls(d, task, VICTIM, 1.6)) == []
@@ -348,8 +344,7 @@ def test_it_is_told_by_name_before_anything_is_done(d: Driver, task: int) -> Non
 
 
 @pytest.mark.parametrize("last", ["slow", "waits"])
-def test_beyond_ten_times_it_starts_again_and_the_others_finish(
-        d: Driver, task: int, last: str) -> None:
+def test_beyond_ten_times_the_rank_restarts(d: Driver, task: int, last: str) -> None:
     waits = waited_for(d, task) if last == "slow" else []
     crawls(d, task, VICTIM, 1.6)
     slow = crawls(d, task, VICTIM, 6.4)[0].seq
@@ -367,7 +362,7 @@ def test_beyond_ten_times_it_starts_again_and_the_others_finish(
     assert not task_of(d, task).slow_iterations
 
 
-def test_thin_evidence_does_nothing(d: Driver, task: int) -> None:
+def test_too_little_evidence_of_a_slow_iteration(d: Driver, task: int) -> None:
     crawls(d, task, VICTIM, 50.0)
     for rank in OTHERS[:2]:
         stalled(d, task, rank)
@@ -385,14 +380,14 @@ def test_thin_evidence_does_nothing(d: Driver, task: int) -> None:
     assert not only(decisions.IncidentOpened, d.log)
 
 
-def test_where_most_work_on_nobody_is_to_blame(d: Driver, task: int) -> None:
+def test_nobody_is_blamed_where_most_still_work(d: Driver, task: int) -> None:
     for rank in (1, 2, 3):
         crawls(d, task, rank, 50.0)
     stalled(d, task, 0)
     assert locate_hang(d.state, task_of(d, task)) is None
 
 
-def test_who_came_to_the_collective_since_is_not_to_blame(d: Driver, task: int) -> None:
+def test_a_slow_rank_that_then_entered_is_not_to_blame(d: Driver, task: int) -> None:
     """It was slow; then the network hung."""
     waited_for(d, task)
     crawls(d, task, VICTIM, 6.4)
@@ -415,7 +410,7 @@ def test_stale_reports_of_a_slow_iteration_change_nothing(d: Driver, task: int) 
     assert not task_of(d, task).slow_iterations, "the iteration is done"
 
 
-def test_held_it_is_told_alone_and_forgiven_when_it_ends(d: Driver, task: int) -> None:
+def test_while_paused_a_slow_iteration_that_ends_is_forgiven(d: Driver, task: int) -> None:
     d.tell("operator/freeze", r.HealingFrozen(reason="a test"))
     waited_for(d, task)
     crawls(d, task, VICTIM, 6.4)
@@ -427,7 +422,7 @@ def test_held_it_is_told_alone_and_forgiven_when_it_ends(d: Driver, task: int) -
     assert not only(o.StopRank, d.log)
 
 
-def test_one_that_does_so_again_and_again_loses_its_slot(d: Driver, task: int) -> None:
+def test_repeated_slow_iterations_disable_the_slot(d: Driver, task: int) -> None:
     for _ in range(d.state.policy.restarts_max + 1):
         waited_for(d, task)
         crawls(d, task, VICTIM, 6.4)

@@ -36,7 +36,7 @@ def pause_s(d: Driver, task: int) -> float:
     return float(closed.body.pause_s)
 
 
-def test_where_nobody_could_tell_it_stands_since_its_next_iteration_was_due(d: Driver) -> None:
+def test_without_a_sign_the_pause_begins_at_the_next_iteration(d: Driver) -> None:
     task = d.running(spec(slots={"min": 1, "max": 1}))
     name = task_of(d, task).ranks[0].slot.node
     d.progress(task)  # iterations of 0.2 s
@@ -49,8 +49,7 @@ def test_where_nobody_could_tell_it_stands_since_its_next_iteration_was_due(d: D
     assert d.now_s - stood_s > LATE_S - 0.2
 
 
-def test_a_collective_that_failed_before_begins_the_pause_and_is_evidence(
-        d: Driver, task: int) -> None:
+def test_a_collective_that_failed_before_begins_the_pause(d: Driver, task: int) -> None:
     told = failed(d, task, 0)
     opened = again(d, "n2")
     assert opened.evidence[0] == told[0].seq
@@ -71,7 +70,7 @@ def test_silence_begins_the_pause_and_is_evidence(d: Driver) -> None:
     assert incident.pause_s > LATE_S
 
 
-def test_an_agent_that_starts_again_at_once_has_stood_no_longer(d: Driver) -> None:
+def test_a_pause_begins_no_earlier_than_the_next_iteration(d: Driver) -> None:
     """The next iteration is not due yet: nothing is known to stand before it is told."""
     task = d.running(spec(slots={"min": 1, "max": 1}))
     name = task_of(d, task).ranks[0].slot.node
@@ -82,7 +81,7 @@ def test_an_agent_that_starts_again_at_once_has_stood_no_longer(d: Driver) -> No
     assert incident.down_since_s == told[0].at_s
 
 
-def test_a_node_that_the_others_wait_for_is_lost_since_they_wait(d: Driver, task: int) -> None:
+def test_a_lost_node_paused_the_task_since_others_waited(d: Driver, task: int) -> None:
     """Nothing fails: packets do not come."""
     d.tell("leader/abc", r.NodeUnreachable(node="n2", incarnation=1, silence_s=1.3))
     waited_s = d.now_s - 1.6
@@ -132,7 +131,7 @@ def with_a_checkpoint() -> tuple[Driver, int]:
     return d, task
 
 
-def test_one_that_cost_iterations_is_healed_on_no_screen() -> None:
+def test_an_incident_that_lost_iterations_is_not_healed() -> None:
     d, task = without_copies(71)
     closed = back(d, task, "seed", "", 0)
     assert (closed.outcome, closed.iterations_lost) == ("set back", 71)
@@ -152,7 +151,7 @@ def test_one_that_cost_iterations_is_healed_on_no_screen() -> None:
     assert "begun again from the seed" in tail[0]
 
 
-def test_a_copy_is_told_apart_from_what_peers_passed_on(d: Driver) -> None:
+def test_bytes_of_a_checkpoint_and_of_peers_are_separate(d: Driver) -> None:
     task = d.running(spec(slots=TWO))
     for step in (10, 20, 30):
         d.progress(task, 10)
@@ -171,8 +170,7 @@ def test_a_copy_is_told_apart_from_what_peers_passed_on(d: Driver) -> None:
     assert found["timeline"] == sorted(found["timeline"], key=lambda x: x["seq"])
 
 
-def test_copies_that_are_told_of_while_it_is_mended_are_no_part_of_the_page(
-        d: Driver, task: int) -> None:
+def test_checkpoints_stored_meanwhile_are_not_on_the_page(d: Driver, task: int) -> None:
     orders = d.exit(task, 3)
     kept(d, task, "n1", 1)
     d.obey(orders)
@@ -268,7 +266,7 @@ def test_what_it_comes_back_from_is_what_is_tried_first() -> None:
     assert "the copy of iteration 20 in memory (n2)" in told(d, task, "copies")
 
 
-def test_a_task_that_nobody_has_anything_of_begins_again() -> None:
+def test_a_task_without_any_state_restarts_from_the_seed() -> None:
     d, task = without_copies(28)
     killed(d, task)
     assert told(d, task, "copies") == (

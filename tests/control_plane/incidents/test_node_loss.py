@@ -167,7 +167,7 @@ def test_without_a_second_source_a_silence_is_long_and_harms_nobody() -> None:
     at_rest(d)
 
 
-def test_who_tells_of_the_collective_too_is_heard() -> None:
+def test_a_node_that_reports_the_collective_is_reachable() -> None:
     d = Cluster()
     task = three(d)
     for rank in range(3):
@@ -181,7 +181,7 @@ def test_who_tells_of_the_collective_too_is_heard() -> None:
     at_rest(d)
 
 
-def test_who_is_on_the_suspected_node_by_chance_is_not_suspected_for_another_task() -> None:
+def test_suspicion_concerns_the_nodes_of_the_task_alone() -> None:
     d = Cluster(nodes=4)
     task = d.running(spec(slots={"min": 2, "max": 2}))
     assert not suspects(d.state)
@@ -204,7 +204,7 @@ def test_a_leader_that_did_not_look_knows_nothing_of_a_short_silence() -> None:
     assert not only(r.NodeUnreachable, d.pass_s(0.9))
 
 
-def test_one_that_was_suspected_wrongly_is_heard_by_its_next_beat() -> None:
+def test_a_wrong_suspicion_ends_with_the_next_heartbeat() -> None:
     d = Cluster()
     task = three(d)
     d.quiet.add("n3")

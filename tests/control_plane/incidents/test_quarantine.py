@@ -76,7 +76,7 @@ def test_it_stays_so_when_its_agent_joins_again_and_ends_in_time(d: Driver) -> N
     d.obey(again)
 
 
-def test_who_trains_there_leaves_in_order(d: Driver, task: int) -> None:
+def test_a_task_leaves_a_quarantined_node_without_loss(d: Driver, task: int) -> None:
     d.progress(task, 3)
     assert "n2" in {x.slot.node for x in task_of(d, task).ranks.values()}
     d.obey(xid(d, "n2", 0))
@@ -100,7 +100,7 @@ def test_old_faults_count_no_more(d: Driver) -> None:
     assert "NodeQuarantined" not in kinds(xid(d, "n3", 1))
 
 
-def test_where_all_fail_alike_nobody_is_taken_out(d: Driver) -> None:
+def test_nodes_that_all_fail_alike_are_not_quarantined(d: Driver) -> None:
     """A fault of each: the second of one of them is what comes to pass. Its fifth is not."""
     for node in ("n1", "n2", "n3"):
         xid(d, node, 0)
@@ -113,7 +113,7 @@ def test_where_all_fail_alike_nobody_is_taken_out(d: Driver) -> None:
     assert the(NodeQuarantined, xid(d, "n3", 0)).why.startswith("5 faults in 30 days")
 
 
-def test_one_fault_that_hurts_several_counts_once(d: Driver) -> None:
+def test_one_fault_of_several_tasks_counts_once(d: Driver) -> None:
     one = d.running(spec(slots={"min": 1, "max": 3}))
     other = d.running(spec(name="beta", slots={"min": 1, "max": 3}))
     shared = next(name for name, node in d.state.nodes.items()
@@ -150,8 +150,7 @@ def lost(d: Driver, task: int, node: str) -> list[Record]:
 
 
 @pytest.mark.nodes(2)
-def test_an_agent_that_is_lost_started_and_lost_again_counts_twice_however_soon(
-        d: Driver, task: int) -> None:
+def test_a_restarted_agent_that_is_lost_again_counts_twice(d: Driver, task: int) -> None:
     told = lost(d, task, "n1")
     assert the(decisions.IncidentOpened, told).severity == "SEV3", "nobody knew why"
     assert the(decisions.IncidentEscalated, told).severity == "SEV1"
@@ -173,7 +172,7 @@ def test_a_link_that_is_cut_again_at_once_counts_once(d: Driver, task: int) -> N
     assert "NodeQuarantined" not in kinds(lost(d, task, "n1"))
 
 
-def test_what_was_asked_for_does_not_count(d: Driver) -> None:
+def test_an_injected_fault_does_not_count(d: Driver) -> None:
     d.tell("leader/abc", reports.PolicySet(policy=r.Policy(allow_inject=True, quarantine_faults=1)))
     task = d.running()
     d.tell("operator/break", reports.FaultRequested(what="node", node="n2"))
@@ -194,7 +193,7 @@ def test_a_bug_of_the_task_is_not_the_nodes(d: Driver, task: int) -> None:
     assert not d.state.nodes["n2"].node_faults
 
 
-def test_many_nodes_that_are_silent_at_once_are_the_networks_fault() -> None:
+def test_many_unreachable_nodes_are_a_network_fault() -> None:
     d = Driver(nodes=6, slots=1)
     d.tell("leader/abc", reports.PolicySet(policy=r.Policy(quarantine_faults=1)))
     task = d.running(spec(slots={"min": 1, "max": 6}))

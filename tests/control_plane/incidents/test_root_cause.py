@@ -47,7 +47,7 @@ def incident(d: Driver) -> Any:
 @pytest.mark.parametrize(("status", "severity"), [
     (statuses.ECC_ERRORS, "SEV1"), (statuses.CUDA_ERRORS, "SEV2"),
     (statuses.NCCL_TIMEOUT, "SEV2"), ("", "SEV2"), ("no such row", "SEV2")])
-def test_an_error_has_the_severity_of_its_row(
+def test_an_error_has_the_severity_of_its_status(
         d: Driver, task: int, status: str, severity: str) -> None:
     """A SEV3 that ended a process takes a restart all the same."""
     told = errored(d, task, 0, "it broke", status=status)
@@ -71,7 +71,7 @@ def test_an_exit_is_called_by_its_cause(d: Driver, task: int) -> None:
 
 
 # --- second-hand evidence ---------------------------------------------------------------------
-def test_who_saw_a_peer_end_is_not_the_cause(d: Driver, task: int) -> None:
+def test_second_hand_evidence_is_not_the_cause(d: Driver, task: int) -> None:
     """The first word is second-hand; the cause comes after it, and the incident has its name."""
     first = errored(d, task, 1, CLOSED, status=statuses.CONNECTION_RESET, second_hand=True)
     assert the(decisions.IncidentOpened, first).ranks == (1,)
@@ -116,7 +116,7 @@ def test_a_device_error_under_a_collective_restarts_that_rank(d: Driver, task: i
 
 
 # --- a device and its rank --------------------------------------------------------------------
-def test_an_xid_decides_what_its_rank_only_felt(d: Driver, task: int) -> None:
+def test_an_xid_is_the_root_cause_of_its_ranks_error(d: Driver, task: int) -> None:
     """As in the mock-up: XID 79, then a CUDA error (alone SEV2), then all others second-hand."""
     rank = on(d, task, "n2")
     xid = erred(d)
@@ -155,7 +155,7 @@ def test_an_xid_that_comes_after_its_rank_decides_too(d: Driver, task: int) -> N
     assert not task_of(d, task).disabled_slots, "the device itself said so"
 
 
-def test_another_ranks_fault_at_the_same_time_is_none_of_it(d: Driver, task: int) -> None:
+def test_a_fault_of_another_slot_is_separate(d: Driver, task: int) -> None:
     erred(d)
     told = d.exit(task, on(d, task, "n2", 1))
     assert the(decisions.IncidentOpened, told).severity == "SEV2"
@@ -206,7 +206,7 @@ def test_an_idle_slot_is_taken_out_too(d: Driver) -> None:
 
 
 @pytest.mark.parametrize("status", [statuses.ILLEGAL_MEMORY_ACCESS, statuses.LINK_FLAPPING])
-def test_what_is_no_sev1_is_evidence_and_nothing_else(d: Driver, task: int, status: str) -> None:
+def test_a_device_error_below_sev1_is_only_evidence(d: Driver, task: int, status: str) -> None:
     for _ in range(50):
         assert kinds(erred(d, status=status, code=13, rule="xid-13")) == []
     assert not d.state.deadlines
@@ -218,7 +218,7 @@ def test_what_is_no_sev1_is_evidence_and_nothing_else(d: Driver, task: int, stat
     d.obey(told)
 
 
-def test_an_error_of_nobody_knows_which_device_needs_a_second_source(d: Driver, task: int) -> None:
+def test_an_error_without_a_device_needs_a_second_source(d: Driver, task: int) -> None:
     first = erred(d, devices=())
     assert kinds(alone(d, first)) == []
     assert kinds(d.progress(task, 3)) == []
@@ -262,7 +262,7 @@ def test_the_same_twice_is_one_incident(d: Driver, task: int) -> None:
 
 
 # --- checks -----------------------------------------------------------------------------------
-def test_degraded_and_unknown_are_told_and_nothing_else(d: Driver, task: int) -> None:
+def test_degraded_and_unknown_checks_change_no_plan(d: Driver, task: int) -> None:
     for said in ("degraded", "unknown", "degraded"):
         assert set(kinds(health(d, "n2", said, devices=(0,)))) <= {"StragglerCostEstimated"}
     assert [(x.health, x.devices) for x in d.state.nodes["n2"].checks] == [("degraded", (0,))]
@@ -288,8 +288,7 @@ def test_a_driver_that_calls_a_device_unhealthy_is_believed(d: Driver, task: int
     assert not d.state.nodes["n2"].slots_unhealthy
 
 
-def test_a_check_of_the_site_that_fails_everywhere_is_the_checks_fault(
-        d: Driver, task: int) -> None:
+def test_a_site_check_that_fails_everywhere_is_not_believed(d: Driver, task: int) -> None:
     """One node may be taken out unconfirmed; of the others it is told why not."""
     told = health(d, "n2", "unhealthy", check="check/disk", why="/data is read-only")
     d.obey(told)
@@ -333,7 +332,7 @@ def test_a_command_that_runs_is_left_where_it_is(d: Driver) -> None:
     assert len(task_of(d, task).ranks) == 2
 
 
-def test_what_an_older_agent_told_is_stale(d: Driver) -> None:
+def test_reports_of_an_older_agent_are_stale(d: Driver) -> None:
     four(d)
     d.obey(d.join("n3", incarnation=2))
     stale = d.tell("n3/1", reports.DeviceErred(

@@ -40,8 +40,7 @@ def started_again(d: Driver) -> None:
     d.tell("n2/8", r.NodeJoined(node="n2", incarnation=8, host="127.0.0.1", num_slots=2, pid=9))
 
 
-def test_those_whose_collective_failed_are_no_part_of_it_once_the_cause_is_known(
-        d: Driver, task: int) -> None:
+def test_a_known_cause_replaces_the_ranks_of_failed_collectives(d: Driver, task: int) -> None:
     for rank in (0, 1):
         failed(d, task, rank, CLOSED)
     opened = the(decisions.IncidentOpened, d.due(f"evidence/{task}/1"))
@@ -55,7 +54,7 @@ def test_those_whose_collective_failed_are_no_part_of_it_once_the_cause_is_known
         assert not any("0-3" in x or "NCCL" in x for x in screen), screen
 
 
-def test_nor_where_both_are_decided_upon_at_once() -> None:
+def test_a_cause_in_the_same_decision_replaces_them_too() -> None:
     d = Driver()  # no fixture: these faults are in no log
     it = d.state.tasks[d.running()]
     it.faults = [
@@ -69,7 +68,7 @@ def test_nor_where_both_are_decided_upon_at_once() -> None:
         "SEV2", "exited abnormally", "n2", (3,), (5, 6))
 
 
-def test_a_timeout_is_called_by_a_word_that_is_true_of_gloo(d: Driver, task: int) -> None:
+def test_a_timeout_has_a_name_that_fits_gloo(d: Driver, task: int) -> None:
     for rank in range(4):
         failed(d, task, rank, "RuntimeError: Timed out waiting 30000ms for recv operation")
     d.due(f"evidence/{task}/1")
@@ -96,7 +95,7 @@ def test_the_guide_has_the_table_of_handling() -> None:
     (9, None, "signal 9 (SIGKILL): killed from outside", "signal 9 (SIGKILL): killed from outside"),
     (None, 1, "ValueError:\n " + "x" * 500, "exit code 1: ValueError: " + "x" * 105 + "..."),
 ])
-def test_an_end_is_told_with_its_cause(signal: int | None, code: int | None, cause: str,
+def test_an_exit_is_described_with_its_cause(signal: int | None, code: int | None, cause: str,
                                        words: str) -> None:
     assert exit_in_words(r.RankExited(task=1, rank=0, attempt=1, pid=2, exit_code=code,
                                       signal=signal, cause=cause)) == words

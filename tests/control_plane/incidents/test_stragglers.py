@@ -19,7 +19,7 @@ from unicron.events.records import reports as r
 from unicron.events.records.decisions import StragglerCostEstimated
 
 
-def test_one_that_is_slower_than_it_was_is_told_with_its_price(d: Driver, task: int) -> None:
+def test_a_slow_rank_is_reported_with_its_cost(d: Driver, task: int) -> None:
     known(d, task)
     told = paced(d, task, VICTIM, 1.3, iteration_s=1.4)
     assert kinds(told) == ["StragglerCostEstimated"]
@@ -58,7 +58,7 @@ def test_a_node_with_nothing_to_spare_is_dearer_drained(d: Driver, task: int) ->
     assert priced.drain_waf < 0
 
 
-def test_below_a_tenth_nothing_is_told(d: Driver, task: int) -> None:
+def test_below_a_tenth_nothing_is_reported(d: Driver, task: int) -> None:
     known(d, task)
     assert kinds(paced(d, task, VICTIM, 1.09)) == []
     assert view(d.state)["tasks"][0]["state"] == "running"
@@ -89,8 +89,8 @@ def test_peers_that_differ_do_not_say_what_is_usual() -> None:
     at_rest(d)
 
 
-def test_who_works_longer_and_makes_nobody_wait_is_not_slow(d: Driver, task: int) -> None:
-    """As told by four ranks on two busy cores: whoever computes longer has waited less."""
+def test_longer_work_that_delays_nobody_is_not_slow(d: Driver, task: int) -> None:
+    """Measured with four ranks on two busy cores: more computing is less waiting."""
     for rank, own_s in enumerate((0.056, 0.048, 0.055, 0.018)):
         assert kinds(paced(d, task, rank, own_s, normal_s=own_s, iteration_s=0.115)) == []
     assert kinds(paced(d, task, 1, 0.020, normal_s=0.020, iteration_s=0.065)) == []
@@ -101,7 +101,7 @@ def test_who_works_longer_and_makes_nobody_wait_is_not_slow(d: Driver, task: int
     assert not task_of(d, task).slow
 
 
-def test_one_iteration_that_lasts_long_says_nothing_of_the_next(d: Driver, task: int) -> None:
+def test_one_long_iteration_is_no_straggler(d: Driver, task: int) -> None:
     known(d, task)
     for rank in (1, 3):
         paced(d, task, rank, iteration_s=9.1)
@@ -124,14 +124,14 @@ def test_in_a_new_generation_it_is_still_known_what_it_could_do(d: Driver, task:
     assert not task_of(d, task).slow
 
 
-def test_two_know_nothing_of_each_other(d: Driver) -> None:
+def test_two_ranks_cannot_say_which_is_slow(d: Driver) -> None:
     """Which of two is the slow one, nobody can say."""
     task = d.running(spec(slots={"sizes": [2]}))
     assert kinds(paced(d, task, 0)) == []
     assert kinds(paced(d, task, 1, 2.0, normal_s=2.0)) == []
 
 
-def test_who_has_more_micro_batches_is_not_slow(d: Driver) -> None:
+def test_more_micro_batches_are_not_slow(d: Driver) -> None:
     """Ten micro-batches on four members: two have three of them."""
     task = d.running(spec(train={"iterations": 50, "output": "/tmp/out",
                                  "batch": {"global": 20, "micro": 2}}))
@@ -143,7 +143,7 @@ def test_who_has_more_micro_batches_is_not_slow(d: Driver) -> None:
         "StragglerCostEstimated"]
 
 
-def test_one_that_is_as_it_was_again_is_told_of_no_more(d: Driver, task: int) -> None:
+def test_a_rank_that_recovers_is_no_longer_reported(d: Driver, task: int) -> None:
     known(d, task)
     paced(d, task, VICTIM, 1.5)
     assert kinds(paced(d, task, VICTIM, 1.02)) == []
@@ -151,7 +151,7 @@ def test_one_that_is_as_it_was_again_is_told_of_no_more(d: Driver, task: int) ->
     assert view(d.state)["tasks"][0]["state"] == "running"
 
 
-def test_a_price_is_told_at_most_once_a_minute(d: Driver, task: int) -> None:
+def test_a_cost_is_estimated_at_most_once_a_minute(d: Driver, task: int) -> None:
     known(d, task)
     first = the(StragglerCostEstimated, paced(d, task, VICTIM, 1.5))
     assert kinds(paced(d, task, VICTIM, 1.5)) == [], "no change"
@@ -166,7 +166,7 @@ def test_a_price_is_told_at_most_once_a_minute(d: Driver, task: int) -> None:
     assert "price/n2" not in d.state.deadlines, "there is nothing left to price"
 
 
-def test_a_check_that_says_degraded_is_priced_too(d: Driver, task: int) -> None:
+def test_a_degraded_check_has_a_cost_too(d: Driver, task: int) -> None:
     known(d, task)
     told: dict[str, Any] = {"node": "n2", "incarnation": 1, "check": "gpu"}
     first = the(StragglerCostEstimated, d.tell("n2/1", r.HealthChanged(
@@ -192,7 +192,7 @@ def test_it_is_over_with_the_process(d: Driver, task: int) -> None:
     d.progress(task)
 
 
-def test_what_is_stale_or_absurd_is_nothing(d: Driver, task: int) -> None:
+def test_stale_or_absurd_step_times_change_nothing(d: Driver, task: int) -> None:
     known(d, task)
     for wrong in ({"attempt": 7}, {"generation": 9}, {"task": 99}, {"rank": 8}, {"own_s": -1.0}):
         told = paced(d, task, VICTIM, **({"own_s": 9.0} | wrong))
@@ -201,7 +201,7 @@ def test_what_is_stale_or_absurd_is_nothing(d: Driver, task: int) -> None:
 
 
 # --- beyond measure ------------------------------------------------------------------------------
-def test_one_beyond_measure_starts_again_when_another_confirms_it(d: Driver, task: int) -> None:
+def test_a_very_slow_rank_restarts_when_another_confirms_it(d: Driver, task: int) -> None:
     known(d, task)
     told = paced(d, task, VICTIM, 4.0, iteration_s=4.1)
     assert kinds(told) == ["StragglerCostEstimated"], "nobody else has said that it waits"
@@ -228,7 +228,7 @@ def test_the_first_members_iterations_confirm_it_too(d: Driver, task: int) -> No
     d.progress(task)
 
 
-def test_its_own_word_alone_is_not_enough(d: Driver, task: int) -> None:
+def test_its_own_report_alone_is_not_enough(d: Driver, task: int) -> None:
     known(d, task)
     paced(d, task, 0, 4.0, iteration_s=4.1)
     assert kinds(d.progress(task, times_s=[4.1])) == [], "rank 0 tells progress"
@@ -260,7 +260,7 @@ def test_a_slot_that_is_as_usual_in_between_is_forgiven(d: Driver, task: int) ->
     assert [node.slots_disabled for node in d.state.nodes.values()] == [[], []]
 
 
-def test_held_it_is_told_alone(d: Driver, task: int) -> None:
+def test_while_paused_a_very_slow_rank_is_only_reported(d: Driver, task: int) -> None:
     known(d, task)
     d.tell("operator/freeze", r.HealingFrozen(reason="a test"))
     paced(d, task, 1, iteration_s=4.1)
@@ -287,7 +287,7 @@ def test_slow_iterations_are_not_what_the_task_can_do(d: Driver, task: int) -> N
     assert len(task_of(d, task).times_s[size]) == num + 1
 
 
-def test_who_waits_may_take_the_room_that_draining_makes(d: Driver) -> None:
+def test_draining_may_give_slots_to_another_task(d: Driver) -> None:
     """Two tasks: the plan without the node gives what is left to whom it earns most."""
     first = d.submit(train("alpha", 2.0, {2: 2e12, 4: 3e12}))
     d.join("n3")
@@ -308,7 +308,7 @@ def test_who_waits_may_take_the_room_that_draining_makes(d: Driver) -> None:
 
 # --- slower together -----------------------------------------------------------------------------
 @pytest.mark.parametrize("first", [0, 1])
-def test_of_two_the_one_that_stands_out_is_slow(d: Driver, first: int) -> None:
+def test_of_two_ranks_the_slower_one_is_the_straggler(d: Driver, first: int) -> None:
     task = d.running(spec(slots={"sizes": [2]}))
     known(d, task)
     paced(d, task, first, 1.5, iteration_s=1.6)
@@ -335,7 +335,7 @@ def test_what_the_others_are_slower_by_too_is_not_counted(d: Driver) -> None:
     assert (slow.ratio, slow.holds_up) == (pytest.approx(3.0), pytest.approx(3.1 / 2.1))
 
 
-def test_where_most_are_slow_alike_nobody_holds_up_anybody(d: Driver, task: int) -> None:
+def test_ranks_that_are_slower_together_delay_nobody(d: Driver, task: int) -> None:
     known(d, task)
     for rank in (0, 1, 2):
         paced(d, task, rank, 1.4 + rank / 100, iteration_s=1.54)
@@ -363,8 +363,7 @@ def slow_of(d: Driver, task: int) -> dict[int, float]:
     return {number: round(slow.holds_up, 3) for number, slow in task_of(d, task).slow.items()}
 
 
-def test_who_is_slow_and_long_there_when_the_last_arrives_holds_up_nobody(
-        d: Driver, task: int) -> None:
+def test_a_slow_rank_that_is_not_the_last_delays_nobody(d: Driver, task: int) -> None:
     known(d, task)
     paced(d, task, 0, 1.5, iteration_s=1.6)
     assert slow_of(d, task) == {0: pytest.approx(1.6 / 1.1, abs=1e-3)}
@@ -374,8 +373,7 @@ def test_who_is_slow_and_long_there_when_the_last_arrives_holds_up_nobody(
     assert list(slow_of(d, task)) == [VICTIM]
 
 
-def test_two_that_are_last_together_hold_up_the_others_and_not_each_other(
-        d: Driver, task: int) -> None:
+def test_two_that_arrive_last_together_delay_the_others(d: Driver, task: int) -> None:
     known(d, task)
     paced(d, task, 0, 1.5, iteration_s=1.6)
     second = the(StragglerCostEstimated, paced(d, task, VICTIM, 1.45, iteration_s=1.6))
@@ -409,7 +407,7 @@ def test_it_is_over_when_iterations_are_as_they_were(d: Driver, task: int) -> No
     assert view(d.state)["tasks"][0]["state"] == "running"
 
 
-def test_nobody_is_advised_to_drain_before_it_has_lasted() -> None:
+def test_draining_is_advised_only_after_it_has_lasted() -> None:
     d, alpha, _ = two_tasks({1: 1.5e12, 2: 2.4e12})
     known(d, alpha)
     paced(d, alpha, VICTIM, 2.6, iteration_s=2.7)

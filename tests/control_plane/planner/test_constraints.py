@@ -171,8 +171,7 @@ def test_gain_min_is_of_the_priority_that_gains() -> None:
     assert choose(wishes, 4, gain_min=0.2).plan.slots == (3, 1)
 
 
-def test_limits_that_the_best_plans_keep_are_searched_for_by_nobody(
-        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_that_do_not_bind_cost_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """A search over slots and moves takes seconds where slots are 100,000."""
     wishes = [wish(1, 2, {1: 5.0, 2: 9.0, 3: 10.0}, team="red"), wish(2, 1, {1: 4.0}, faulted=True)]
     free = PlanProblem(demands=tuple(wishes), num_slots=3, mtbf_gpu_s=7.2e6)

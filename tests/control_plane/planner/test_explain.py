@@ -38,7 +38,7 @@ def plans(d: Driver) -> list[PlanChosen]:
 
 @given(wishes(), st.sampled_from([0.0, 0.005, 0.3]))
 @settings(max_examples=200, deadline=None)
-def test_what_is_told_in_flop_is_what_the_planner_compared(
+def test_the_objective_in_flop_is_the_planners(
         case: tuple[list[TaskDemand], int], gain_min: float) -> None:
     asked = asking(*case, gain_min=gain_min)
     choice = planner.choose_plan(asked)
@@ -64,7 +64,7 @@ def test_what_is_told_in_flop_is_what_the_planner_compared(
 
 @given(wishes(), st.sampled_from([0.0, 0.005, 0.3]))
 @settings(max_examples=200, deadline=None)
-def test_changes_of_healthy_tasks_are_paid_back_while_the_plan_holds(
+def test_changes_are_paid_back_while_the_plan_holds(
         case: tuple[list[TaskDemand], int], gain_min: float) -> None:
     """Against the best of all plans that leave them alone."""
     asked = asking(*case, gain_min=gain_min)

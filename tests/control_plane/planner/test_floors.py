@@ -57,7 +57,7 @@ def test_a_floor_that_costs_nothing_is_not_told() -> None:
 @pytest.mark.parametrize(("num_slots", "given_"), [
     (9, (2, 3, 4, 0)), (8, (0, 3, 4, 0)), (7, (0, 3, 4, 0)), (6, (2, 0, 4, 0)), (3, (0, 3, 0, 0)),
     (2, (2, 0, 0, 0)), (1, (0, 0, 0, 0))])
-def test_where_not_all_fit_priority_then_weight_then_age_decide(
+def test_floors_are_granted_by_priority_then_weight_then_age(
         num_slots: int, given_: tuple[int, ...]) -> None:
     """The third comes first by priority, the second by weight; who does not fit is passed over."""
     wishes = [wish(1, 0, {2: 5.0}, floor=2), wish(2, 0, {3: 5.0}, floor=3, weight=2.0),

@@ -133,8 +133,7 @@ def alike(draw: st.DrawFn) -> list[Row]:
 
 @given(alike(), st.integers(0, 300))
 @settings(max_examples=600, deadline=None)
-def test_where_candidates_are_tied_plain_dynamic_programming_agrees(found: list[Row],
-                                                                    capacity: int) -> None:
+def test_among_ties_plain_dynamic_programming_agrees(found: list[Row], capacity: int) -> None:
     """Values, and of equal plans the one in which the first row takes most."""
     flat = candidates_of(found)
     after = dynamic_program.suffixes(flat, capacity)
@@ -147,8 +146,7 @@ def test_where_candidates_are_tied_plain_dynamic_programming_agrees(found: list[
 
 @given(alike(), st.integers(0, 120))
 @settings(max_examples=300, deadline=None)
-def test_where_candidates_are_tied_the_next_best_is_the_best_with_another_size(
-        found: list[Row], capacity: int) -> None:
+def test_among_ties_the_next_best_differs_in_a_size(found: list[Row], capacity: int) -> None:
     solved = Solution.of(flat := candidates_of(found), capacity)
     if solved is None:
         return
@@ -192,8 +190,7 @@ def test_what_does_not_fit_is_as_if_it_were_not_there(size: int) -> None:
     assert solved.next_best() in (((2, 0, 2), 8), ((0, 2, 2), 8))
 
 
-def test_the_next_best_looks_at_no_state_from_which_the_rest_fits_not(
-        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_best_skips_infeasible_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """Floors that leave three slots: so many can be had by anyone, however much each could lose."""
     found = [[(floor, 5 * floor), *((floor + x, 5 * floor + 3 * x + (x + i) % 7)
                                     for x in range(1, 60))] for i, floor in enumerate([40] * 60)]

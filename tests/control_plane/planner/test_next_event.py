@@ -13,8 +13,7 @@ from unicron.control_plane.planner.problem import PlanProblem
 
 @given(inputs())
 @settings(max_examples=100, deadline=None)
-def test_every_plan_of_the_table_is_the_plan_made_on_demand(
-    given_: tuple[PlanProblem, int]) -> None:
+def test_every_plan_of_the_table_is_the_plan_on_demand(given_: tuple[PlanProblem, int]) -> None:
     asked, gpus_per_node = given_
     table = plan_next_events(asked, gpus_per_node)
     assert table.num_left == 0

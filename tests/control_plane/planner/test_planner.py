@@ -120,8 +120,7 @@ def test_the_unchanged_plan_and_the_next_best_are_told() -> None:
         ("keep as it is", ((1, 2), (2, 0)), 3.2), ("the next best", ((1, 4), (2, 0)), 5.0)]
 
 
-def test_where_the_next_best_would_take_too_long_a_near_one_is_told_as_that(
-        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_next_best_that_takes_too_long_is_approximate(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [_wish(task, 0, {size: size ** 0.9 + (7 * task * size % 11) / 50
                              for size in range(1, 12)}) for task in range(1, 9)]
     exact = {other.what: other for other in _choose(found, 40).alternatives}
@@ -290,8 +289,7 @@ def test_a_price_in_numbers() -> None:
     assert math.isclose(price.times, 10.0 / 8.0)
 
 
-def test_where_very_many_wait_the_first_of_them_are_told_a_price(
-        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_very_many_waiting_tasks_the_first_have_a_price(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [_wish(1, 4, {4: 30.0}), *(_wish(i, 0, {2: 8.0}) for i in range(2, 6))]
     asked = asking(found, 4)
     plan = planner.choose_plan(asked).plan

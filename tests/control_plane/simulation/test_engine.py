@@ -64,8 +64,7 @@ def near(found: list[float], told: float, beside: float = 0.0) -> None:
 
 
 @pytest.mark.parametrize("cause", [NODE, PROCESS])
-def test_a_restart_costs_detection_repair_the_start_and_what_was_done_since_the_checkpoint(
-        cause: str) -> None:
+def test_a_restart_costs_what_the_closed_form_says(cause: str) -> None:
     """While it trains a fault comes by Poisson: MTBF / (MTBF + what it stands), and M - C/(e^(C/M)
     - 1) of training again each time, for a checkpoint every C: what is left of an exponential."""
     costs = policies.POLICIES["megatron"].costs
@@ -203,8 +202,7 @@ def drawn(faults: list[tuple[int, int, str, int]]) -> list[ExternalEvent]:
 @example([(0, 0, NODE, 844), (844, 5, NODE, 28), (845, 4, DEVICE, 258)], "kubernetes")
 @example([(0, 4, DEVICE, 130), (89, 3, NETWORK, 10), (178, 5, NETWORK, 517)], "megatron-spares")
 @example([(0, 0, DEVICE, 3), (0, 0, NODE, 3)], "megatron")
-def test_whatever_befalls_one_task(faults: list[tuple[int, int, str, int]], policy: str
-                                   ) -> None:
+def test_any_faults_of_one_task(faults: list[tuple[int, int, str, int]], policy: str ) -> None:
     same(*both(policy, cluster([(1, 6)]), drawn(faults)), len(faults) * STOPS_S)
 
 
@@ -216,7 +214,7 @@ TASKS = st.sampled_from([[(2, 3), (2, 2)], [(1, 2), (1, 1), (2, 2)], [(3, 3), (1
 @example([(0, 0, NODE, 35), (0, 1, NODE, 35), (35, 3, DEVICE, 0)], [(1, 2), (1, 1), (2, 2)],
          "varuna")
 @example([(0, 3, NODE, 15), (0, 4, PROCESS, 0)], [(2, 3), (2, 2)], "requeue")
-def test_whatever_befalls_several(faults: list[tuple[int, int, str, int]],
+def test_any_faults_of_several_tasks(faults: list[tuple[int, int, str, int]],
                                   tasks: list[tuple[int, int]], policy: str) -> None:
     same(*both(policy, cluster(tasks), drawn(faults)), len(faults) * STOPS_S)
 
@@ -242,7 +240,7 @@ def heals(policy: str, size: int, happenings: list[ExternalEvent]) -> tuple[Outc
 
 @settings(deadline=None, max_examples=60, derandomize=True)
 @given(APART, st.sampled_from([4, 6]), st.sampled_from(HEALS))
-def test_whatever_befalls_who_heals(faults: list[tuple[int, str, int]], size: int, policy: str
+def test_any_faults_of_policies_that_heal(faults: list[tuple[int, str, int]], size: int, policy: str
                                     ) -> None:
     """Each fault is over before the next; nodes stay away beyond others."""
     happenings = sorted((one for at, (node, cause, away) in enumerate(faults, 1)

@@ -188,7 +188,7 @@ def test_superbench_has_its_shares() -> None:
     {"mtbf_node_h": 800.0}, {"count": 60}, {"count": {"SEV1": 5, "SEV3": 20}}, {}]),
     st.sampled_from(["lanl", "superbench", NONE]), st.sampled_from([*STUDIES]),
     st.sampled_from([None, "superbench"]), st.booleans())
-def test_nothing_befalls_who_is_away_and_who_goes_comes_back(
+def test_only_present_nodes_have_faults_and_all_return(
         seed: int, rate: dict[str, Any], repair: str | Repair, causes: str, repeat: str | None,
         bursts: bool) -> None:
     horizon_s = 20 * DAY_S

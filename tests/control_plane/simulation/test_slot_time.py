@@ -36,7 +36,7 @@ def play(policy: str, happenings: list[ExternalEvent], tasks: int = 1) -> Outcom
 @settings(deadline=None, max_examples=60)
 @given(HAPPENINGS, st.sampled_from([*policies.POLICIES]), st.integers(1, 3))
 @example([ExternalEvent(0.0, "n0", "left"), ExternalEvent(5.0, "n0", "joined")], "unicron", 2)
-def test_all_of_it_and_nothing_twice(
+def test_slot_time_is_counted_completely_and_once(
     happenings: list[ExternalEvent], policy: str, tasks: int) -> None:
     found = play(policy, sorted(happenings, key=lambda one: one.at_s), tasks)
     assert sum(found.slot_s.values()) == pytest.approx(8 * 10 * DAY_S, rel=1e-12)
