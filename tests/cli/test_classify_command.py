@@ -84,15 +84,13 @@ def test_json_lines_are_answered_one_for_one(name: str, capsys: Capture) -> None
     assert run_command(["classify", str(DATA / name), "-o", "json"]) == 0
     told = answers(capsys)
     for one, answer in zip(asked, told, strict=True):
-        assert answer["text"] == one["text"]
-        assert answer["status"] == (one["status"] or "none")
+        assert (answer["text"], answer["status"]) == (one["text"], one["status"] or "none")
         assert answer["severity"] == one["severity"]
 
 
 @pytest.mark.parametrize(("content", "words"), [
     (b"\x1f\x8b\x08\0", "packed by gzip"), ("CUDA".encode("utf-16"), "is UTF-16"),
-    (b"\x7fELF\0\0", "is not text"),
-])
+    (b"\x7fELF\0\0", "is not text")])
 def test_what_cannot_be_read_is_one_line_with_a_hint(
         content: str | bytes, words: str, tmp_path: Path, capsys: Capture) -> None:
     assert run_command(["classify", written(tmp_path, content), "-o", "json"]) == 2

@@ -163,8 +163,7 @@ def test_version():
     (("submit", "absent.yaml"), "absent.yaml"),
     (("agent", "--label", "rack"), "--label 'rack' is not KEY=VALUE"),
     (("up", "--label", "n9:rack=r1"), "there is no node 'n9' here"),
-    (("up", "--label", "zone=a"), "'zone' is not a label; there are rack and switch"),
-])
+    (("up", "--label", "zone=a"), "'zone' is not a label; there are rack and switch")])
 def test_wrong_input_is_one_line_and_a_hint(tmp_path, arguments, words):
     told = unicron(*arguments, folder=tmp_path)
     refused(told, words)
@@ -348,8 +347,7 @@ def test_a_closed_pipe_is_no_error(log):
     (r.PolicySet(policy=Policy(observe=True)), "silence 5 s, 3 restarts, OBSERVING"),
     (d.PlanChosen(trigger="node n3 drained", num_slots=4, waf=6e9, ideal_waf=8e9, objective=1,
                   alternatives=(), allocations=(d.Allocation(3, 4, 2, 6e9),)),
-     "node n3 drained: 4 slots, task:slots 3:2, WAF 6 GFLOP/s, 75 % of ideal"),
-])
+     "node n3 drained: 4 slots, task:slots 3:2, WAF 6 GFLOP/s, 75 % of ideal")])
 def test_what_operators_ask_for_is_told_in_a_line(body, told):
     record = Record(seq=7, epoch=1, at_s=1e9, occurred_s=1e9, source="heart", source_seq=0,
                     cause=0, incident=0, body=body)

@@ -282,8 +282,7 @@ def played(path: Path, monkeypatch: pytest.MonkeyPatch, records: list[dict]) -> 
     ([4.0, 2.0], [4.0, 2.0], 0.0), ([4.0, 2.0], [4.0, 1.0], 1.0),
     ([4.0], [4.0, 2.0], float("inf")), ([], [], float("inf")),
     ([4.0, NAN], [4.0, 2.0], float("inf")), ([4.0, 2.0], [NAN, 2.0], float("inf")),
-    ([float("inf"), 2.0], [float("inf"), 2.0], float("inf")),
-])
+    ([float("inf"), 2.0], [float("inf"), 2.0], float("inf"))])
 def test_a_missing_or_broken_loss_is_no_small_gap(ours, theirs, gap):
     assert twins._gap(ours, theirs) == gap
 

@@ -43,8 +43,7 @@ def test_a_good_file_becomes_a_spec_with_absolute_paths(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     spec = job_file.load(written(tmp_path, GOOD))
     assert spec.train is not None
-    assert spec.train.optimizer.lr == 0.001
-    assert spec.train.optimizer.min_lr == 0.0001
+    assert (spec.train.optimizer.lr, spec.train.optimizer.min_lr) == (0.001, 0.0001)
     assert spec.throughput == {1: 1e9, 2: 1.9e9}
     assert spec.train.output == str(tmp_path / "out")
     assert spec.train.data == (str(tmp_path / "text.txt"),)
@@ -77,8 +76,7 @@ def test_every_example_is_accepted(path):
     ("1e-3", 0.001), ("1.5", 1.5), (".5", 0.5), ("1.", 1.0), ("-3", -3), ("010", 10),
     ("6.02e23", 6.02e23), ("true", True), ("null", None), ("", None), ("no", "no"), ("on", "on"),
     ("2026-01-01", "2026-01-01"), ("1:30", "1:30"), ("'1e-3'", "1e-3"), ("0x10", "0x10"),
-    ("1_000", "1_000"),
-])
+    ("1_000", "1_000")])
 def test_scalars_are_those_of_the_core_schema(text, value):
     read = read_yaml(f"a: {text}")["a"]
     assert read == value
@@ -117,8 +115,7 @@ def test_bad_yaml_is_refused_with_its_place(text, words):
     ("weight: 2", "weight: 0", "weight"),
     ("weight: 2", "weight: .nan", "weight"),
     ("name: small", "name: No", "'No' is not a name"),
-    ("lr: 1e-3", "lr: .inf", "train.optimizer.lr"),
-])
+    ("lr: 1e-3", "lr: .inf", "train.optimizer.lr")])
 def test_a_bad_spec_is_refused_with_file_path_and_hint(tmp_path, old, new, words):
     path = written(tmp_path, GOOD.replace(old, new))
     with pytest.raises(UsageError) as caught:
@@ -193,8 +190,7 @@ def test_a_policy_file_is_strict(tmp_path: Path) -> None:
     ("alpha: equal", "alpha: expected a number, got text", "Policy: its fields"),
     ("alpha: 1\nhot_spare: true", "hot_spare: a spare is priced by WAF, and", "leave one"),
     ("gain_min: 5", "gain_min: 5 is not below 1", "0.05 is 5 %"),
-    ("gain_min: 1", "gain_min: 1 is not below 1", "0.05 is 5 %"),
-])
+    ("gain_min: 1", "gain_min: 1 is not below 1", "0.05 is 5 %")])
 def test_a_mistake_in_a_policy_file_is_one_line_and_a_hint(tmp_path: Path, text: str, told: str,
                                                         hint: str) -> None:
     path = tmp_path / "policy.yaml"

@@ -133,8 +133,7 @@ def test_slots_that_did_not_step_are_counted_until_it_was_closed(d: Driver, task
     d.now_s += 10
     carry_out(d, [x for x in told if isinstance(x.body, o.StartRank)])
     (one,) = history(d.log).incidents.values()
-    assert one.outcome == "healed"
-    assert one.pause_s == pytest.approx(stepped_s - struck_s)
+    assert (one.outcome, one.pause_s) == ("healed", pytest.approx(stepped_s - struck_s))
     at_one_less_s = next(x.at_s for x in d.log if isinstance(x.body, r.Quiesced)
                          and x.at_s > stepped_s) - stepped_s
     again_s = (one.closed_s or 0.0) - stepped_s - at_one_less_s

@@ -89,8 +89,7 @@ def ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureF
     ("with", {"slots": 2}),
     ("weight", {"weights": ("beta=4",)}),
     ("several", {"without": ("n1", "n2"), "weights": ("alpha=9",)}),
-    ("no-change", {"weights": ("beta=1",)}),
-])
+    ("no-change", {"weights": ("beta=1",)})])
 def test_a_dry_run_is_shown_as_a_difference(name: str, asked: Plain, ask: Any) -> None:
     d, _, _ = two_tasks(BETA)
     before = len(d.log)
@@ -342,8 +341,7 @@ def test_what_follows_from_one_request_is_read_as_before() -> None:
     ({"check": 3, "without": ("n1",)}, "--check goes with --apply",
      "unicron plan --without n1 --apply --check 3"),
     ({"check": 3}, "--check goes with --apply",
-     "unicron plan --without NODE --apply --check INPUT"),
-])
+     "unicron plan --without NODE --apply --check INPUT")])
 def test_what_is_typed_wrongly_is_one_line_and_a_hint(
         asked: Plain, error: str, hint: str, ask: Any) -> None:
     told = Told(two_tasks(BETA)[0])

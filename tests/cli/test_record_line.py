@@ -48,8 +48,7 @@ GLOO = "RuntimeError: [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/
     ({"error": GLOO + "Broken pipe\nadvice", "peer": "n2:1234"},
      "Broken pipe (connection reset), peer n2:1234"),
     ({"error": "DistBackendError: [rank 3] reset", "peer": ""},
-     "DistBackendError: [rank 3] reset (connection reset)"),
-])
+     "DistBackendError: [rank 3] reset (connection reset)")])
 def test_a_failed_collective_shows_the_librarys_message(
         changes: dict[str, Any], words: str) -> None:
     body = {"task": 1, "rank": 3, "attempt": 1, "iteration": 12, "status": "connection reset",

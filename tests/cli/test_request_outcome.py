@@ -55,8 +55,7 @@ def test_a_filter_that_nothing_could_pass_names_what_there_is(told: Told, tmp_pa
         ({"incident": opened - 1}, f"no incident {opened - 1}", f"the newest: inc-{opened}"),
         ({"incident": 99_999}, "no incident 99999", f"the newest: inc-{opened}"),
         ({"after": end + 1}, f"--after {end + 1} is beyond the log",
-         f"its last record is {end}; -f waits for more"),
-    ]
+         f"its last record is {end}; -f waits for more")]
     for options, error, hint in wrong:
         with pytest.raises(UsageError) as refused:
             ask(tmp_path, **options)
@@ -114,8 +113,7 @@ def test_a_task_that_is_ending_earns_nothing_before_either(d: Driver) -> None:
 @pytest.mark.parametrize(("waf", "told"), [
     (3e9, "3 GFLOP/s"), (4e9, "4 GFLOP/s"), (3.988e9, "3.99 GFLOP/s"),
     (3.996e9, "4 GFLOP/s, 0.1 % less"), (4.0008e9, "4 GFLOP/s, 0.02 % more"),
-    (4e9 + 1, "4 GFLOP/s"),
-])
+    (4e9 + 1, "4 GFLOP/s")])
 def test_an_alternative_of_the_same_figure_shows_its_distance(waf: float, told: str) -> None:
     plan = {"waf": 4e9, "num_slots": 4, "allocations": [],
             "alternatives": [{"what": "keep as it is", "waf": waf}]}

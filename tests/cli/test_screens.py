@@ -46,8 +46,7 @@ PLAIN = [codec.to_plain(record) for record in RECORDS]
 @pytest.mark.parametrize(("name", "seq"), [
     ("status-empty", 2), ("status-idle", until("TaskSubmitted") - 1),
     ("status-starting", until("RankStarted", 2)), ("status-training", until("TaskProgressed", 2)),
-    ("status-healing", until("Quiesced")), ("status-finished", len(RECORDS)),
-])
+    ("status-healing", until("Quiesced")), ("status-finished", len(RECORDS))])
 def test_status(name, seq):
     told, now_s = seen_at(seq)
     check(name, cluster.status(told, cluster="demo", now_s=now_s, option=" --state build/demo"),
@@ -56,8 +55,7 @@ def test_status(name, seq):
 
 @pytest.mark.parametrize(("name", "seq"), [
     ("task-starting", until("RankStarted", 2)), ("task-healing", until("Quiesced")),
-    ("task-healed", until("IncidentClosed") + 3), ("task-finished", len(RECORDS)),
-])
+    ("task-healed", until("IncidentClosed") + 3), ("task-finished", len(RECORDS))])
 def test_status_of_a_task(name, seq):
     told, now_s = seen_at(seq)
     past = history(RECORDS[:seq])
@@ -66,8 +64,7 @@ def test_status_of_a_task(name, seq):
 
 @pytest.mark.parametrize(("name", "seq"), [
     ("nodes-none", 2), ("nodes-training", until("TaskProgressed", 2)),
-    ("nodes-healing", until("Quiesced")),
-])
+    ("nodes-healing", until("Quiesced"))])
 def test_status_of_nodes(name, seq):
     told, now_s = seen_at(seq)
     check(name, nodes.nodes(told, now_s=now_s), columns_max=100)
@@ -112,8 +109,7 @@ def test_a_kind_of_a_newer_version_is_shown_as_it_is():
      {"TaskSubmitted"}),
     ({"task": until("TaskSubmitted"), "incidents": {until("IncidentOpened")},
       "kinds": frozenset({"IncidentOpened", "IncidentClosed"})},
-     {"IncidentOpened", "IncidentClosed"}),
-])
+     {"IncidentOpened", "IncidentClosed"})])
 def test_filters(filters, kinds):
     every = {"kinds": frozenset(), "task": None, "node": None, "incident": None}
     found = {record["kind"] for record in PLAIN if matches(record, **{**every, **filters})}
@@ -137,8 +133,7 @@ def test_an_incident_has_its_phases_in_order():
 @pytest.mark.parametrize(("length_s", "words"), [
     (0.0, "0 ms"), (0.0031, "3.1 ms"), (0.203, "203 ms"), (0.9999, "1.0 s"), (9.94, "9.9 s"),
     (9.997, "10 s"), (1.14, "1.1 s"), (42.4, "42 s"), (99.97, "2 min"), (600, "10 min"),
-    (7200, "2.0 h"), (200_000, "2.3 d"),
-])
+    (7200, "2.0 h"), (200_000, "2.3 d")])
 def test_spans(length_s, words):
     assert figures.span(length_s) == words
 
@@ -238,8 +233,7 @@ def test_a_node_that_has_left_has_no_slots() -> None:
 @pytest.mark.parametrize("option", ["", " --state /srv/x"])
 @pytest.mark.parametrize(("held", "way"), [
     (r.PolicySet(policy=reports.Policy(observe=True)), "unicron down{0}; unicron up --act{0}"),
-    (r.HealingFrozen(reason="a change of switches"), "unicron unfreeze{0}"),
-])
+    (r.HealingFrozen(reason="a change of switches"), "unicron unfreeze{0}")])
 def test_how_to_resume_healing_can_be_pasted(
         held: r.PolicySet | r.HealingFrozen, way: str, option: str) -> None:
     d, alpha, _ = two_tasks({2: 2e12})

@@ -96,8 +96,7 @@ def test_draining_that_costs_more_needs_nobody(d: Driver, task: int) -> None:
     (2.3, False, False, "draining it would earn 230 %, if it lasts longer than 60 s"),
     (0.004, False, True, "draining it would earn 0.4 %, below gain_min"),
     (0.0, False, True, "draining it would earn nothing"),
-    (-0.29, False, True, "draining it would cost 29 % of all WAF"),
-])
+    (-0.29, False, True, "draining it would cost 29 % of all WAF")])
 def test_shares_are_told_as_people_write_them(share: float, worth: bool, lasts: bool, words: str
                                               ) -> None:
     node = {"id": "n2", "contact": "heard", "drained": False, "degraded": {

@@ -142,8 +142,7 @@ RULES: dict[Rule, dict[str, str]] = {
     every_file_is_on_the_map: {"docs/ARCHITECTURE.md": "# A\n", "events/a.py": "\n"},
     every_spec_key_is_documented: {"events/spec/job.py": "class JobSpec:\n    name: str\n"},
     every_link_leads_somewhere: {"docs/a.md": "see [b](b.md)\n"},
-    every_file_named_exists: {"docs/a.md": "held by `tests/test_nothing.py`\n"},
-}
+    every_file_named_exists: {"docs/a.md": "held by `tests/test_nothing.py`\n"}}
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)

@@ -23,8 +23,7 @@ ARROWS = {
     "events": {"", "events"},
     "control_plane": {"", "events", "control_plane"},
     "workers": {"", "events", "workers"},
-    "cli": {"", "events", "control_plane", "workers", "cli"},
-}
+    "cli": {"", "events", "control_plane", "workers", "cli"}}
 # The packages of each hand, the upper first. A package imports itself and what stands below its
 # line; packages on one line do not import each other. A file that is named stands apart from its
 # folder.
@@ -48,8 +47,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("workers/diagnosis/rules",), ("workers/host",), ("workers",)),
     "cli": (
         ("cli",), ("cli/demo",), ("cli/commands",), ("cli/simulate", "cli/screens"),
-        ("cli/files",), ("cli/terminal",), ("cli/cluster",)),
-}
+        ("cli/files",), ("cli/terminal",), ("cli/cluster",))}
 # What training may import of workers/ beside its own: what agents and ranks both use.
 SHARED = ("training", "ipc", "diagnosis", "host", "checkpoint_store")
 # Packages and files that know no clock, socket, random or logger.
@@ -63,8 +61,7 @@ PURE = (
         "wait_graph.py")), "workers/agent/monitoring/megatron_output.py",
     "workers/agent/health/debounce.py", "workers/agent/health/finding.py",
     *(f"workers/training/recovery/{name}.py" for name in (
-        "resharding", "settlement", "state_sources")),
-)
+        "resharding", "settlement", "state_sources")))
 IMPURE = {"asyncio", "time", "datetime", "random", "uuid", "os", "socket", "threading",
           "logging", "structlog", "aiohttp", "redis", "torch"}
 # Where a package of others may be imported: folders end in "/".
@@ -78,13 +75,11 @@ CONFINED = {
     "pynvml": ("workers/agent/health/",),
     "fsspec": ("workers/host/object_storage.py",),
     "typer": ("cli/",),
-    "yaml": ("cli/",),
-}
+    "yaml": ("cli/",)}
 # The only files that may catch everything: where a foreign body must not take the process along.
 BORDERS: tuple[str, ...] = (
     "workers/host/object_storage.py",
-    "workers/training/process/control_thread.py",
-)
+    "workers/training/process/control_thread.py")
 # A word to a checker at a line's end does not count as length; ruff reads it so too.
 PRAGMA = re.compile(r"\s*# (pyright: |type: ignore|noqa)\S*.*$")
 FUNCTION_LINES_MAX, COLUMNS_MAX = 70, 100
@@ -478,8 +473,7 @@ RULES: dict[Rule, list[dict[str, str]]] = {
         {"tests/a.py": "P = 'from unicron" + ".cli import b'\n", "cli/a.py": "\n"}],
     the_root_is_the_package: [
         {"setup.py": "\n"}, {"tests/__init__.py": "\n"}, {"unicron/a.txt": "\n"}],
-    every_package_is_listed: [{"pyproject.toml": PROJECT, "events/__init__.py": "\n"}],
-}
+    every_package_is_listed: [{"pyproject.toml": PROJECT, "events/__init__.py": "\n"}]}
 BREACHES = [(rule, tree) for rule, made in RULES.items() for tree in made]
 
 

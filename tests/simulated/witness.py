@@ -340,5 +340,4 @@ LOOKS: dict[type[t.Body], Callable[[Witness, Record, Any], None]] = {
     d.IncidentClosed: Witness._closed, r.Quiesced: Witness._quiesced,
     r.Reconfigured: Witness._reconfigured, r.CheckpointPublished: Witness._published_is,
     r.DeadlineReached: Witness._deadline, r.CollectiveFailed: Witness._failed,
-    r.ReconfigureFailed: Witness._failed,
-}
+    r.ReconfigureFailed: Witness._failed}

@@ -252,8 +252,7 @@ async def test_a_task_that_the_cluster_cannot_hold_is_refused(site: Site) -> Non
 @pytest.mark.parametrize(("change", "status", "where"), [
     ({"name": "Not A Name"}, 422, "name"), ({"nonsense": 1}, 422, "nonsense"),
     ({"slots": {"min": 3, "max": 2}}, 422, "slots.max"), ({"apiVersion": "v9"}, 422, "apiVersion"),
-    ({"train": None}, 422, "exactly one"), ({"weight": "heavy"}, 422, "weight"),
-])
+    ({"train": None}, 422, "exactly one"), ({"weight": "heavy"}, 422, "weight")])
 def test_a_bad_spec_is_refused(change: dict[str, Any], status: int, where: str) -> None:
     async def main() -> None:
         async with asyncio.timeout(20), serving() as site:

@@ -29,8 +29,7 @@ RENAMED = {
     "slots_out": "slots_disabled", "out_why": "disabled_why", "slots_sick": "slots_unhealthy",
     "slots_well": "slots_recovering", "sick_why": "unhealthy_why", "eased_s": "improved_s",
     "offences": "node_faults", "silenced_seq": "unreachable_seq",
-    "evidence_over": "uncaused_generation", "series": "repeated_failure",
-}
+    "evidence_over": "uncaused_generation", "series": "repeated_failure"}
 """Fields of the state by their names of version 15."""
 
 

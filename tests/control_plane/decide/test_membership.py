@@ -80,8 +80,7 @@ def test_chunks_run_a_multiple_of_the_pipeline() -> None:
 @pytest.mark.parametrize(("slots", "parallel", "path"), [
     ({"min": 1, "max": 3}, {"tensor": [4]}, "train.parallel"),
     ({"sizes": [3, 5]}, {"tensor": [2]}, "train.parallel"),
-    ({"min": 1, "max": 4, "floor": 3}, {"tensor": [2]}, "slots.floor"),
-])
+    ({"min": 1, "max": 4, "floor": 3}, {"tensor": [2]}, "slots.floor")])
 def test_a_spec_needs_a_layout_for_some_number_of_slots(
         slots: dict[str, Any], parallel: dict[str, Any], path: str) -> None:
     with pytest.raises(SpecError) as raised:
@@ -230,8 +229,7 @@ def test_a_task_that_leaves_brings_its_state_to_the_first_member(d: Driver) -> N
     assert (order_.mode, order_.save, order_.ranks[0]) == (
         "boundary", True, d.state.tasks[task].members[0].rank)
     d.obey(saves[-3:])
-    assert d.state.tasks[task].saved_iteration == 1
-    assert d.state.tasks[task].phase == "idle"
+    assert (d.state.tasks[task].saved_iteration, d.state.tasks[task].phase) == (1, "idle")
 
 
 def test_a_task_that_is_broken_when_it_leaves_goes_back_to_its_last_copy(d: Driver) -> None:

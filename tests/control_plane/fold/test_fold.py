@@ -83,8 +83,7 @@ BODIES: st.SearchStrategy[t.Body] = st.one_of(
         ["own", "collective"]), what=WORDS, collective=SMALL, in_s=TIMES, normal_s=TIMES),
     _rank(r.RankUnstalled, generation=SMALL, iteration=SMALL, stalled_s=TIMES),
     _rank(r.StepTimeChanged, generation=SMALL, iteration=SMALL, num_iterations=SMALL,
-          iteration_s=TIMES, own_s=TIMES, normal_s=TIMES),
-)
+          iteration_s=TIMES, own_s=TIMES, normal_s=TIMES))
 DUE = st.just("due")
 """The next deadline that the state holds passes."""
 OBEY = st.just("obey")

@@ -48,8 +48,7 @@ def test_resuming_carries_out_what_was_withheld(d: Driver, task: int) -> None:
     assert task_of(d, task).withheld == ""
     d.obey(told)
     d.progress(task)
-    assert task_of(d, task).healed == 1
-    assert task_of(d, task).iterations_lost == 0
+    assert (task_of(d, task).healed, task_of(d, task).iterations_lost) == (1, 0)
 
 
 def test_a_transition_that_has_begun_is_completed(d: Driver, task: int) -> None:
@@ -208,8 +207,7 @@ def test_a_failed_task_can_be_cancelled_while_paused(d: Driver) -> None:
     assert orders(told) == ["StopRank"]
     assert task_of(d, task).withheld == ""
     d.obey(told)
-    assert task_of(d, task).outcome == "cancelled"
-    assert task_of(d, task).withheld == ""
+    assert (task_of(d, task).outcome, task_of(d, task).withheld) == ("cancelled", "")
     assert task_of(d, task).why.startswith("cancelled; it had failed: failed, and restarts_max")
 
 

@@ -19,8 +19,7 @@ def steps(d: Driver, task: int) -> None:
     """It goes on where it was: no iteration is lost."""
     at = task_of(d, task).iteration
     d.progress(task)
-    assert task_of(d, task).iteration == at + 1
-    assert task_of(d, task).iterations_lost == 0
+    assert (task_of(d, task).iteration, task_of(d, task).iterations_lost) == (at + 1, 0)
 
 
 # --- moving -------------------------------------------------------------------------------------

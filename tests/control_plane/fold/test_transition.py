@@ -29,8 +29,7 @@ def test_the_table_is_closed() -> None:
         ("quiescing", "save_not_ordered", "quiescing"),
         ("quiescing", "every_member_quiesced", "reconfiguring"),
         ("reconfiguring", "generation_broken", "quiescing"),
-        ("reconfiguring", "every_member_reconfigured", "training"),
-    ]
+        ("reconfiguring", "every_member_reconfigured", "training")]
 
 
 def test_a_submitted_task_is_planned_placed_and_started(d: Driver) -> None:
@@ -184,8 +183,7 @@ def test_a_generation_that_does_not_come_up(d: Driver, task: int) -> None:
         task=task, rank=0, attempt=1, generation=2, error="no store"))
     assert kinds(new) == ["IncidentEscalated", "Quiesce"]
     d.obey(new)
-    assert task_of(d, task).phase == "training"
-    assert task_of(d, task).generation == 3
+    assert (task_of(d, task).phase, task_of(d, task).generation) == ("training", 3)
 
 
 def test_reconfiguring_for_too_long(d: Driver, task: int) -> None:
@@ -234,8 +232,7 @@ def test_all_members_lost_start_again_from_the_checkpoint(d: Driver, task: int) 
     assert order.checkpoint == "gen-1/iter-1"
     closed = the(decisions.IncidentClosed, d.progress(task))
     assert closed.iterations_lost == 5
-    assert task_of(d, task).iterations_lost == 5
-    assert task_of(d, task).iteration == 2
+    assert (task_of(d, task).iterations_lost, task_of(d, task).iteration) == (5, 2)
 
 
 def test_one_rank_that_never_comes_back_loses_its_slot(d: Driver, task: int) -> None:

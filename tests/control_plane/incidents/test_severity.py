@@ -28,8 +28,7 @@ CLOSED = ("RuntimeError: [../gloo/transport/tcp/pair.cc:547] Connection closed b
     ("DistNetworkError: connect() to [n1]:29: Connection refused", "connection refused"),
     ("RuntimeError: Timed out waiting 30000ms for recv operation", "NCCL timeout"),
     ("DistBackendError: Watchdog caught collective operation timeout", "NCCL timeout"),
-    ("RuntimeError: unexpected size of a message", "other network errors"),
-])
+    ("RuntimeError: unexpected size of a message", "other network errors")])
 def test_a_failed_collective_is_called_by_what_was_said(said: str, status: str) -> None:
     assert network_status(said) == status
     assert TABLE[status] == "SEV3"
@@ -93,8 +92,7 @@ def test_the_guide_has_the_table_of_handling() -> None:
     (11, None, "", "signal 11"), (40, None, "no name", "signal 40: no name"),
     (11, None, "a libcuda frame", "signal 11 (SIGSEGV): a libcuda frame"),
     (9, None, "signal 9 (SIGKILL): killed from outside", "signal 9 (SIGKILL): killed from outside"),
-    (None, 1, "ValueError:\n " + "x" * 500, "exit code 1: ValueError: " + "x" * 105 + "..."),
-])
+    (None, 1, "ValueError:\n " + "x" * 500, "exit code 1: ValueError: " + "x" * 105 + "...")])
 def test_an_exit_is_described_with_its_cause(signal: int | None, code: int | None, cause: str,
                                        words: str) -> None:
     assert exit_in_words(r.RankExited(task=1, rank=0, attempt=1, pid=2, exit_code=code,

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from decider import Driver, only, spec, task_of, waits_of
+from explained import explained
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from unicron.cli.screens import plan as plan_screen
 from unicron.control_plane.planner import alternative_names, constraints, explain, planner
-from unicron.control_plane.planner.objective import objective_flop
 from unicron.control_plane.planner.problem import PlanLimits, PlanProblem, TaskDemand
 from unicron.control_plane.planner.solver import knapsack
 from unicron.control_plane.planner.solver.candidates import candidates_of
@@ -209,33 +209,22 @@ def test_a_priority_that_costs_something_is_told_as_that(d: Driver) -> None:
         wishes = [wish(1, 4, {1: 8e12, 2: 14e12, 3: 18e12, 4: 22e12}),
                   wish(2, 2, {1: 2e12, 2: 5e12, 4: 9e12}),
                   wish(3, 0, {1: 1e9, 2: 1.01e9}, priority=1)]
-        asked, choice, others = told_with(wishes, alpha)
+        asked = PlanProblem(demands=tuple(wishes), num_slots=6, mtbf_gpu_s=7.2e6, gain_min=0.005,
+                            alpha=alpha)
+        choice, _, why = explained(asked)
         assert choice.plan.slots[2] == 2
         assert explain.binding_constraint(asked, choice, {}) == ("limits", ())
-        why = explain.why(asked, choice, others, "limits")
         assert "priority: t3 (1) comes before t" in why
         assert "without priorities it would be worth" in why
         assert "gain_min" not in why
 
 
-def told_with(wishes: list[TaskDemand], alpha: float
-              ) -> tuple[PlanProblem, planner.Choice, tuple[decisions.Alternative, ...]]:
-    asked = PlanProblem(demands=tuple(wishes), num_slots=6, mtbf_gpu_s=7.2e6, gain_min=0.005,
-                      alpha=alpha)
-    choice = planner.choose_plan(asked)
-    return asked, choice, explain.with_distances(
-        asked, choice.alternatives, objective_flop(asked, choice.plan.slots))
-
-
 def test_gain_min_is_named_where_a_change_earns_less_than_it_asks_for() -> None:
     wishes = [wish(1, 3, {2: 90e12, 3: 100e12}), wish(2, 1, {1: 10e12, 2: 11e12, 3: 12e12})]
     asked = PlanProblem(demands=tuple(wishes), num_slots=5, mtbf_gpu_s=7.2e6, gain_min=0.2)
-    choice = planner.choose_plan(asked)
+    choice, _, why = explained(asked)
     assert choice.plan.slots == (3, 1)
-    others = explain.with_distances(
-        asked, choice.alternatives, objective_flop(asked, choice.plan.slots))
-    assert explain.why(asked, choice, others, "slots").endswith(
-        "less: its changes earn less than gain_min asks for")
+    assert why.endswith("less: its changes earn less than gain_min asks for")
 
 
 def test_only_the_limits_that_bind_are_named() -> None:

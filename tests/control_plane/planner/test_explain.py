@@ -7,6 +7,7 @@ import math
 
 import pytest
 from decider import Driver
+from explained import explained
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -116,11 +117,7 @@ def test_who_waits_for_want_of_slots_alone_is_bound_by_them() -> None:
 
 def test_a_share_of_nearly_all_is_a_number_too() -> None:
     asked = asking([wish("t1", 0, {1: 1000.0}), wish("t2", 0, {1: 1.0})], 1)
-    choice = planner.choose_plan(asked)
-    others = explain.with_distances(asked, choice.alternatives,
-                            objective_flop(asked, choice.plan.slots))
-    assert explain.why(asked, choice, others, "slots") == (
-        "t1 begins on 1: the runner-up is worth 100 % less")
+    assert explained(asked)[2] == "t1 begins on 1: the runner-up is worth 100 % less"
 
 
 @pytest.mark.parametrize(("found", "num_slots", "gain_min", "bound", "whose"), [
@@ -131,8 +128,7 @@ def test_a_share_of_nearly_all_is_a_number_too() -> None:
     ([wish("t3", 1, {1: 2.0})], 6, 0.0, "nothing", ()),
     ([], 6, 0.0, "nothing", ()),
     ([wish("t1", 2, {2: 100.0, 3: 100.4}), wish("t2", 2, {1: 50.0, 2: 50.1})], 4, 0.005,
-     "slots", ()),
-])
+     "slots", ())])
 def test_what_binds(found: list[TaskDemand], num_slots: int, gain_min: float, bound: Binding,
                     whose: tuple[int, ...]) -> None:
     """t1 and t2 allow no more than their largest size; t3 would, and earns no more."""
@@ -161,15 +157,9 @@ def test_what_binds(found: list[TaskDemand], num_slots: int, gain_min: float, bo
      "for"),
     ([wish("t1", 2, {2: 5.0}), wish("t2", 0, {2: 50.0})], 2,
      "t1 gives up its 2, t2 begins on 2: the runner-up (keep as it is) is worth 90 % less"),
-    ([], 4, "no task moves: there is nothing that could earn anything"),
-])
+    ([], 4, "no task moves: there is nothing that could earn anything")])
 def test_one_sentence_says_why(found: list[TaskDemand], num_slots: int, told: str) -> None:
-    asked = asking(found, num_slots)
-    choice = planner.choose_plan(asked)
-    objective = objective_flop(asked, choice.plan.slots)
-    beaten = explain.with_distances(asked, choice.alternatives, objective)
-    bound, _ = explain.binding_constraint(asked, choice, {})
-    assert explain.why(asked, choice, beaten, bound) == told
+    assert explained(asking(found, num_slots))[2] == told
 
 
 @pytest.mark.parametrize(("share", "words"), [
@@ -184,15 +174,13 @@ def test_the_sentence_and_the_row_tell_the_same_share() -> None:
     asked = PlanProblem(demands=(wish("t1", 4, {2: 4.0, 4: 9.0}, faulted=True),
                               wish("t2", 2, {1: 3.0, 2: 4.0})), num_slots=6,
                       mtbf_gpu_s=6 * 1.5 * TRANSITION_S)
-    choice = planner.choose_plan(asked)
+    choice, others, why = explained(asked)
     objective = objective_flop(asked, choice.plan.slots)
-    others = explain.with_distances(asked, choice.alternatives, objective)
-    bound, _ = explain.binding_constraint(asked, choice, {})
     nearest = max(others, key=lambda other: other.objective)
     share = alternative_names.percent(nearest.behind_flop / objective)
     assert share != alternative_names.percent(
         nearest.behind_flop / (choice.plan.waf * asked.running_s))
-    assert f"is worth {share} less" in explain.why(asked, choice, others, bound)
+    assert f"is worth {share} less" in why
     rows = plan_screen._beaten({
         "waf": choice.plan.waf, "objective_flop": objective, "alternatives": [
             {"what": x.what, "waf": x.waf, "behind_flop": x.behind_flop} for x in others]})

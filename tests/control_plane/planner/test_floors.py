@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 from decider import Driver, spec, task_of, waits_of
+from explained import explained
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from planner_cases import case
 from unicron.control_plane.planner import alternative_names, constraints, explain, pending, planner
-from unicron.control_plane.planner.objective import objective_flop
 from unicron.control_plane.planner.problem import PlanProblem, TaskDemand, transition_cost_s, waf_of
 from unicron.events.records import reports as r
 from unicron.events.spec.policy import Policy
@@ -29,14 +29,12 @@ def test_a_floor_is_kept_and_what_it_costs_is_told() -> None:
     wishes = [wish(1, 0, {1: 9.0, 2: 18.0, 3: 27.0}), wish(2, 0, {1: 1.0, 2: 2.0})]
     assert slots(asking(wishes, 3)) == (3, 0)
     asked = asking([wishes[0], replace(wishes[1], floor=2)], 3)
-    choice = planner.choose_plan(asked)
+    choice, _, why = explained(asked)
     assert choice.plan.slots == (1, 2)
     told = {other.what: other for other in choice.alternatives}
     assert [x for _, x in told[alternative_names.FLOORLESS].slots] == [3, 0]
     assert explain.binding_constraint(asked, choice, {}) == ("floor", (2,))
-    others = explain.with_distances(
-        asked, choice.alternatives, objective_flop(asked, choice.plan.slots))
-    assert "without floors it would be worth" in explain.why(asked, choice, others, "floor")
+    assert "without floors it would be worth" in why
 
 
 def test_by_policy_each_has_the_least_with_which_it_earns_anything() -> None:

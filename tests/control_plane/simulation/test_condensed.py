@@ -89,8 +89,7 @@ def test_a_process_takes_its_slot_with_it_and_earns_the_same(policy: str, cause:
 
 @pytest.mark.parametrize("changes", [
     {"cluster": {"nodes": 10, "slots": 3}},
-    {"tasks": [{"name": "x", "slots": {"min": 8, "max": 9}, "throughput": {8: 1e12}}]},
-])
+    {"tasks": [{"name": "x", "slots": {"min": 8, "max": 9}, "throughput": {8: 1e12}}]}])
 def test_what_has_no_common_measure_is_played_as_it_is(changes: dict[str, Any]) -> None:
     told = scenario.parse(cluster(**changes))
     chosen = scenario.policy(told, "unicron")

@@ -306,8 +306,7 @@ def test_under_other_weights_policies_are_compared_with_ours(capsys: pytest.Capt
     (["policy.floor=maybe"], [], "--set policy.floor: expected true or false"),
     (["speed=2"], [], "is not a setting"),
     (["weight.alpha"], [], "is not a setting"),
-    ([], ["magic"], "--policy magic is no policy"),
-])
+    ([], ["magic"], "--policy magic is no policy")])
 def test_a_choice_that_is_none_is_one_line(settings_: list[str], policies: list[str], said: str
                                            ) -> None:
     with pytest.raises(UsageError) as refused:

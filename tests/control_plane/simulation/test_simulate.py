@@ -73,8 +73,7 @@ def test_what_is_done_again_is_what_was_done_since_the_checkpoint() -> None:
 def test_who_goes_on_without_a_node_loses_that_node_alone() -> None:
     away_s = 4 * 3600.0
     found = play("unicron", lost("n1", DAY_S, DAY_S + away_s)).earnings
-    assert found.lost_flop["waiting"] == 0
-    assert found.lost_flop["recomputed"] == 0
+    assert (found.lost_flop["waiting"], found.lost_flop["recomputed"]) == (0, 0)
     # A quarter of the cluster for as long as the node is away, until the newcomers are in.
     costs = policies.POLICIES["unicron"].costs
     assert found.lost_flop["sub-healthy"] == pytest.approx(
@@ -126,14 +125,6 @@ def test_nothing_is_earned_twice_or_forgotten(happenings: list[ExternalEvent], p
     assert [record.seq for record in log] == list(range(1, len(log) + 1))
     if policy == "unicron":
         assert verify(log).ok
-
-
-def test_the_same_scenario_gives_the_same_log() -> None:
-    _, stages = command.load(EXAMPLE)
-    logs: list[list[Record]] = [[], []]
-    for log in logs:
-        Run(stages["unicron"].run_input, stages["unicron"].policy, log.append).play()
-    assert logs[0] == logs[1]
 
 
 def test_the_command_tells_each_policy(capsys: pytest.CaptureFixture[str], tmp_path: Path,

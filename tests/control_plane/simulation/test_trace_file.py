@@ -93,8 +93,7 @@ def test_what_is_printed_is_read_as_it_was(happenings: list[ExternalEvent]) -> N
     ("0,add,a\n-5,remove,a\n", "line 2: at_s is -0.005"),
     ("0,add,a\x1b[1m\n", "line 1: 'a\\x1b[1m' names no node"),
     ("at_s,\x1b[1m\n", "line 1: the header is 'at_s,\\x1b[1m'"),
-    ("5,add,a\n", "no node is there at time 0"),
-])
+    ("5,add,a\n", "no node is there at time 0")])
 def test_a_trace_that_is_none_is_one_line_and_a_hint(text: str, said: str) -> None:
     with pytest.raises(UsageError) as refused:
         trace_file.read(text, "t.csv")

@@ -84,8 +84,7 @@ def test_modelled_declared_measured() -> None:
 def test_of_allowed_sizes_the_first_for_each_step() -> None:
     """From 3 on there are 3 and 4; on 3 the task has what it has on 2."""
     table = throughput.table(7, parse(job(slots={"min": 3, "max": 6})), modelled=KNOWN)
-    assert table.sizes == (3, 4)
-    assert table.rates_flops == (1.9e14, 3.5e14)
+    assert (table.sizes, table.rates_flops) == ((3, 4), (1.9e14, 3.5e14))
 
 
 def test_a_size_that_the_model_refuses_and_somebody_measured() -> None:
