@@ -112,13 +112,6 @@ def test_a_json_line_without_text_stops_nothing(
     assert (second["text"], second["status"]) == ("CUDA error: x", "CUDA errors")
 
 
-def test_a_json_line_that_names_no_text_is_judged_as_it_stands(
-        tmp_path: Path, capsys: Capture) -> None:
-    path = written(tmp_path, '{"error": "CUDA error: an illegal memory access"}\n')
-    assert run_command(["classify", path, "-o", "json"]) == 0
-    assert [line["status"] for line in answers(capsys)] == ["illegal memory access"]
-
-
 def test_xids_on_two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     written(tmp_path, "".join(
         f"NVRM: Xid (PCI:0000:{bus}:00): {xid}, pid=7\n" for bus in ("4e", "9b")
@@ -144,20 +137,18 @@ def test_a_page_tells_of_a_severity_what_the_guide_does(tmp_path: Path, capsys: 
         assert f"| {severity} | {first} |" in guide
 
 
-@pytest.mark.parametrize("key", ["event", "msg", "message", "log", "error", "exception"])
+NAMES = ("event", "msg", "message", "log", "error", "exception")
+
+
+@pytest.mark.parametrize(("line", "status"), [
+    *(({"level": 3, name: "CUDA error: x"}, "CUDA errors") for name in NAMES),
+    ({"error": "CUDA error: an illegal memory access"}, "illegal memory access"),
+    ({"event": "it ended", "msg": 1, "exception": "Traceback (most recent call last):\n"
+      "RuntimeError: CUDA error: unknown error"}, "CUDA errors")])
 def test_the_text_of_a_json_line_has_several_names(
-        key: str, tmp_path: Path, capsys: Capture) -> None:
-    path = written(tmp_path, json.dumps({"level": 3, key: "CUDA error: x"}) + "\n")
-    assert run_command(["classify", path, "-o", "json"]) == 0
-    assert [line["status"] for line in answers(capsys)] == ["CUDA errors"]
-
-
-def test_a_json_line_of_a_log_is_judged_by_all_that_it_says(
-        tmp_path: Path, capsys: Capture) -> None:
-    path = written(tmp_path, json.dumps({"event": "it ended", "msg": 1, "exception": (
-        "Traceback (most recent call last):\nRuntimeError: CUDA error: unknown error")}) + "\n")
-    assert run_command(["classify", path, "-o", "json"]) == 0
-    assert [line["status"] for line in answers(capsys)] == ["CUDA errors"]
+        line: dict[str, Any], status: str, tmp_path: Path, capsys: Capture) -> None:
+    assert run_command(["classify", written(tmp_path, json.dumps(line) + "\n"), "-o", "json"]) == 0
+    assert [answer["status"] for answer in answers(capsys)] == [status]
 
 
 def test_nothing_piped_in_is_said(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:

@@ -36,13 +36,17 @@ train: {iterations: 3, output: out}
 """
 
 
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-P", "-c", code], text=True, capture_output=True,
+                          check=False, timeout=LIMIT_S)
+
+
 def test_help_loads_nothing_heavy():
     code = ("import sys; from unicron.cli.app import run_command; "
             "assert run_command(['--help']) == 0; "
             "bad = {'torch', 'redis', 'aiohttp', 'megatron', 'numpy', 'yaml'} & set(sys.modules); "
             "assert not bad, bad")
-    told = subprocess.run([sys.executable, "-P", "-c", code], text=True, capture_output=True,
-                          check=False, timeout=LIMIT_S)
+    told = python(code)
     assert told.returncode == 0, told.stderr
     for command in COMMANDS:
         assert f"  {command}" in told.stdout
@@ -61,8 +65,7 @@ def test_ctrl_c_while_the_command_is_loaded_ends_it_in_silence(module):
             "sys.meta_path.insert(0, Finder)\n"
             "sys.argv = ['unicron', 'doctor']\n"
             "main()")
-    told = subprocess.run([sys.executable, "-P", "-c", code], text=True, capture_output=True,
-                          check=False, timeout=LIMIT_S)
+    told = python(code)
     assert (told.returncode, told.stdout, told.stderr) == (130, "", "")
 
 
@@ -217,14 +220,11 @@ def test_the_last_words_of_a_process_are_words(tmp_path):
     assert last_output(state, "control-plane") == "no output"
 
 
-def test_a_bad_job_is_refused_before_anybody_is_asked(tmp_path):
-    (tmp_path / "job.yaml").write_text(JOB.replace("iterations: 3", "iterations: 0"))
-    refused(unicron("submit", "job.yaml", folder=tmp_path), "job.yaml: train.iterations")
-
-
-def test_a_good_job_without_a_cluster(tmp_path):
-    (tmp_path / "job.yaml").write_text(JOB)
-    refused(unicron("submit", "job.yaml", folder=tmp_path), "no cluster runs on")
+@pytest.mark.parametrize(("iterations", "words"), [
+    (0, "job.yaml: train.iterations"), (3, "no cluster runs on")])
+def test_a_bad_job_is_refused_before_a_cluster_is_looked_for(tmp_path, iterations, words):
+    (tmp_path / "job.yaml").write_text(JOB.replace("iterations: 3", f"iterations: {iterations}"))
+    refused(unicron("submit", "job.yaml", folder=tmp_path), words)
 
 
 def test_a_hint_names_a_folder_with_blanks_as_a_shell_reads_it(tmp_path):
@@ -291,8 +291,7 @@ def test_replay_loads_no_server_client_and_no_torch(log):
     code = (f"import sys; from unicron.cli.app import run_command; "
             f"assert run_command(['replay', {str(log)!r}, '--verify']) == 0; "
             "assert not {'torch', 'redis', 'aiohttp'} & set(sys.modules)")
-    told = subprocess.run([sys.executable, "-P", "-c", code], text=True, capture_output=True,
-                          check=False, timeout=LIMIT_S)
+    told = python(code)
     assert told.returncode == 0, told.stderr
     assert "VERIFIED" in told.stdout
 

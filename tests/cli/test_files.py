@@ -125,19 +125,14 @@ def test_a_bad_spec_is_refused_with_file_path_and_hint(tmp_path, old, new, words
     assert caught.value.hint
 
 
-@pytest.mark.parametrize("make", ["absent", "folder", "binary", "huge", "empty", "list"])
+@pytest.mark.parametrize("make", [
+    lambda path: None, Path.mkdir, lambda path: path.write_bytes(b"\xff\xfe\x00"),
+    lambda path: path.write_bytes(b"#" * (job_file.FILE_BYTES_MAX + 1)),
+    lambda path: path.write_text(""), lambda path: path.write_text("- 1\n- 2\n"),
+], ids=["absent", "folder", "binary", "huge", "empty", "list"])
 def test_what_is_no_job_file_is_refused_in_one_line(tmp_path, make):
     path = tmp_path / "job.yaml"
-    if make == "folder":
-        path.mkdir()
-    elif make == "binary":
-        path.write_bytes(b"\xff\xfe\x00")
-    elif make == "huge":
-        path.write_bytes(b"#" * (job_file.FILE_BYTES_MAX + 1))
-    elif make == "empty":
-        path.write_text("")
-    elif make == "list":
-        path.write_text("- 1\n- 2\n")
+    make(path)
     with pytest.raises(UsageError) as caught:
         job_file.load(path)
     assert "\n" not in str(caught.value)
@@ -147,19 +142,16 @@ def test_what_is_no_job_file_is_refused_in_one_line(tmp_path, make):
 # --- policy files --------------------------------------------------------------------------------
 def test_a_policy_file_is_strict(tmp_path: Path) -> None:
     path = tmp_path / "policy.yaml"
-    path.write_text("silence_s_max: 3\ngain_min: 1e-3\n")
-    assert (read_policy(path).silence_s_max, read_policy(path).gain_min) == (3.0, 0.001)
-    path.write_text("moves_max: 0\nquotas: {red: 8, blue: 0}\n")
-    assert (read_policy(path).moves_max, read_policy(path).quotas) == (0, {"red": 8, "blue": 0})
-    path.write_text("floor: true\nalpha: 0.5\n")
-    assert (read_policy(path).floor, read_policy(path).alpha) == (True, 0.5)
-    path.write_text('{"silence_s_max": 4}')
-    assert read_policy(path).silence_s_max == 4.0
-    for text in ("", "# nothing", "observe: false"):
+    for text, policy in (
+            ("silence_s_max: 3\ngain_min: 1e-3\n", Policy(silence_s_max=3.0, gain_min=0.001)),
+            ("moves_max: 0\nquotas: {red: 8, blue: 0}\n",
+             Policy(moves_max=0, quotas={"red": 8, "blue": 0})),
+            ("floor: true\nalpha: 0.5\n", Policy(floor=True, alpha=0.5)),
+            ('{"silence_s_max": 4}', Policy(silence_s_max=4.0)), ("", Policy()),
+            ("# nothing", Policy()), ("observe: false", Policy()),
+            ("hot_spare: true", Policy(hot_spare=True))):
         path.write_text(text)
-        assert read_policy(path) == Policy()
-    path.write_text("hot_spare: true")
-    assert read_policy(path) == Policy(hot_spare=True)
+        assert read_policy(path) == policy
     for text in ("silence_s_may: 3", "silence_s_max: often", "- 1", "a: [", "silence_s_max: .nan",
                  "silence_s_max: 0", "restarts_max: -1", "moves_max: -1", "quotas: {red: -1}",
                  "quotas: 3", "quotas: {red: many}", "moves_max: 1.5", "floor: 2",

@@ -8,6 +8,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from brute_force import check_best
 from decider import Driver, only, spec, task_of, waits_of
 from explained import explained
 from hypothesis import given, settings
@@ -295,23 +296,15 @@ def test_no_plan_within_the_limits_is_worth_more(asked: PlanProblem) -> None:
     flat = list(zip(rows.sizes.tolist(), rows.gains.tolist(), strict=True))
     by_row = [flat[begin:end] for begin, end in itertools.pairwise(rows.starts.tolist())]
     priorities = sorted({one.priority for one in wishes}, reverse=True)
-    found: list[tuple[int, list[int], tuple[int, ...]]] = []
+    worths: dict[tuple[int, ...], list[float]] = {}
     for plan in itertools.product(*by_row):
         slots = tuple(x for x, _ in plan)
-        if sum(slots) > asked.num_slots or any(
-                sum(x for x, one in zip(slots, wishes, strict=True) if one.team == team) > quota
+        if sum(slots) <= asked.num_slots and all(
+                sum(x for x, one in zip(slots, wishes, strict=True) if one.team == team) <= quota
                 for team, quota in quotas.items()):
-            continue
-        moves = sum(one.now > 0 and not one.faulted and x != one.now
-                    for x, one in zip(slots, wishes, strict=True))
-        found.append((moves, [sum(gain for (_, gain), one in zip(plan, wishes, strict=True)
-                                  if one.priority == priority) for priority in priorities], slots))
-    fewest = min(moves for moves, *_ in found)
-    most = len(wishes) if asked.moves_max is None else max(fewest, asked.moves_max)
-    chosen = planner.choose_plan(asked).plan.slots
-    moves, worth = next(one[:2] for one in found if one[2] == chosen)
-    assert moves <= most
-    assert worth == max(worth for moves, worth, _ in found if moves <= most)
+            worths[slots] = [sum(gain for (_, gain), one in zip(plan, wishes, strict=True)
+                                 if one.priority == priority) for priority in priorities]
+    check_best(asked, worths)
 
 
 def test_a_policy_that_plans_follow_from_is_planned_by_at_once(d: Driver) -> None:

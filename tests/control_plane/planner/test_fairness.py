@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import wished
+from brute_force import check_best
 from decider import Driver, spec, task_of
 from explained import explained
 from hypothesis import given, settings
@@ -166,7 +167,7 @@ def by_hand(one: TaskDemand, x: int, asked: PlanProblem) -> float:
 def test_of_every_plan_there_is_it_is_the_fairest(asked: PlanProblem) -> None:
     wishes, least = asked.demands, constraints.granted_floors(asked)
     priorities = sorted({one.priority for one in wishes}, reverse=True)
-    found: list[tuple[int, list[float], tuple[int, ...]]] = []
+    worths: dict[tuple[int, ...], list[float]] = {}
     for plan in itertools.product(*[(0, *one.sizes) for one in wishes]):
         pairs = list(zip(wishes, plan, strict=True))
         if sum(plan) > asked.num_slots or any(x < y for x, y in zip(plan, least, strict=True)):
@@ -174,22 +175,11 @@ def test_of_every_plan_there_is_it_is_the_fairest(asked: PlanProblem) -> None:
         if asked.alpha >= 1 and any(x and not y and any(one.wafs) for (one, x), y in
                                     zip(pairs, least, strict=True)):
             continue
-        found.append((sum(w.now > 0 and not w.faulted and x != w.now for w, x in pairs),
-                      [math.fsum(by_hand(w, x, asked) for w, x in pairs if w.priority == one)
-                       for one in priorities], plan))
-    fewest = min(moves for moves, _, _ in found)
-    most = max(asked.moves_max, fewest) if asked.moves_max is not None else len(wishes)
-    may = [one for one in found if one[0] <= most]
-    chosen = slots(asked)
-    ours = next((value for _, value, plan in may if plan == chosen), None)
-    assert ours is not None, "it is among them"
+        worths[plan] = [math.fsum(by_hand(w, x, asked) for w, x in pairs if w.priority == one)
+                        for one in priorities]
     size = math.fsum(abs(by_hand(w, x, asked)) for w in wishes for x in (0, *w.sizes)) + 1.0
     size += asked.running_s * math.fsum(w.weight for w in wishes) * 50
-
-    def alike(one: list[float], other: list[float]) -> bool:
-        return all(abs(x - y) <= CLOSE_RATIO * size for x, y in zip(one, other, strict=True))
-
-    assert alike(ours, max(value for _, value, _ in may))
+    check_best(asked, worths, CLOSE_RATIO * size)
 
 
 @given(st.floats(1e-12, 1e12), inputs())

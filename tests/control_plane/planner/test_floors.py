@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import pytest
+from brute_force import check_best
 from decider import Driver, spec, task_of, waits_of
 from explained import explained
 from hypothesis import given, settings
@@ -154,30 +155,17 @@ def test_of_every_plan_that_keeps_the_floors_it_is_the_best(asked: PlanProblem) 
     held_s = asked.gain_min * asked.running_s
     wishes, least, quota = asked.demands, by_hand(asked), dict(asked.quotas).get("red", 99)
     priorities = sorted({one.priority for one in wishes}, reverse=True)
-    found: list[tuple[int, list[float], tuple[int, ...]]] = []
+    worths: dict[tuple[int, ...], list[float]] = {}
     for plan in itertools.product(*[[x for x in (0, *one.sizes) if x >= floor]
                                     for one, floor in zip(wishes, least, strict=True)]):
         pairs = list(zip(wishes, plan, strict=True))
         if sum(plan) > asked.num_slots or sum(x for w, x in pairs if w.team == "red") > quota:
             continue
-        gains = [[waf_of(w, x) * asked.running_s - waf_of(w, w.now) * (
+        worths[plan] = [math.fsum(waf_of(w, x) * asked.running_s - waf_of(w, w.now) * (
             transition_cost_s(w, x) + held_s * (not w.faulted and x != w.now <= asked.num_slots))
-            for w, x in pairs if w.priority == one] for one in priorities]
-        moves = sum(w.now > 0 and not w.faulted and x != w.now for w, x in pairs)
-        found.append((moves, [math.fsum(own) for own in gains], plan))
-    fewest = min(moves for moves, _, _ in found)
-    most = max(asked.moves_max, fewest) if asked.moves_max is not None else len(wishes)
-    may = [one for one in found if one[0] <= most]
-    best = max(worth for _, worth, _ in may)
-    chosen = slots(asked)
-    worth = next((worth for _, worth, plan in may if plan == chosen), None)
-    assert worth is not None, "it is among them"
+            for w, x in pairs if w.priority == one) for one in priorities]
     size = math.fsum(waf_of(w, x) for w in wishes for x in w.sizes) * asked.running_s + 1.0
-
-    def alike(one: list[float], other: list[float]) -> bool:
-        return all(abs(x - y) <= CLOSE_RATIO * size for x, y in zip(one, other, strict=True))
-
-    assert alike(worth, best)
+    check_best(asked, worths, CLOSE_RATIO * size)
 
 
 def test_whom_it_costs_least_moves() -> None:
