@@ -11,13 +11,13 @@ import signal
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from checkpoint_stores import named
 from matrix.cells import NEWCOMER, STRUCK, Cell
-from matrix.copied import newest, steps
-from rank_driver import START_S, Driver
+from rank_driver import START_S, TASK, Driver
 from unicron.control_plane.decide.membership import order_members
 from unicron.control_plane.state.task import HeldState, Rank
 from unicron.events.records import reports as r
-from unicron.events.records.types import Slot
+from unicron.events.records.types import MemoryCheckpoint, Slot
 from unicron.events.spec.model import Axes
 from unicron.events.spec.parallelism import coordinates, has_every_part, num_positions
 
@@ -384,3 +384,20 @@ class Play:
         self.claims = driver.quiesce(self.survivors, "now")
         self.there.remove(mate)
         self._seat(self.variant.left(len(self.there)))
+
+
+def newest(driver: Driver) -> tuple[MemoryCheckpoint, ...]:
+    """The reported in-memory checkpoints, as the control plane would name them, newest first.
+
+    A store gives a newer one if it has one.
+    """
+    by_node = {one.keeper.node: one for one in driver.keepers}
+    told = sorted(driver.told(r.MemoryCheckpointStored),
+                  key=lambda kept: (-kept.step_version, kept.node))
+    return tuple(named(by_node[kept.node], kept) for kept in told)
+
+
+def steps(driver: Driver) -> set[int]:
+    """The step of the newest checkpoint of each store."""
+    return {one.stored(TASK)[-1].offer.step_version for one in driver.keepers
+            if one.stored(TASK)}
