@@ -52,7 +52,7 @@ def test_the_examples_lead_to_the_plans_that_the_demo_promises():
     assert plan(6, 3, 1).plan.slots == (4, 2)
 
 
-def test_the_unhurt_task_gives_a_slot_and_the_plan_names_what_it_beat():
+def test_the_healthy_task_gives_a_slot_to_the_plan():
     choice = plan(4, 4, 2, faulted=True)
     assert choice.plan.slots == (3, 1)
     beaten = {tuple(slots for _, slots in other.slots): other.waf for other in choice.alternatives}

@@ -64,8 +64,6 @@ def test_a_lost_node_and_the_task_that_gave_a_slot() -> None:
 
 
 def test_a_silence_that_is_the_second_sign_is_counted_once() -> None:
-    """A peer's collective fails at once, and the node is silent long enough while that is waited
-    for: all of it is the decision's."""
     d, alpha, _ = two_tasks({1: 1.5e12, 2: 2.4e12})
     lose(d, "n2", alpha, silent_last=True)
     told = facts(d.log)
@@ -76,7 +74,6 @@ def test_a_silence_that_is_the_second_sign_is_counted_once() -> None:
 
 
 def test_a_plan_names_the_tables_that_it_was_made_of() -> None:
-    """Neither that of a task without slots, nor what a table became later."""
     d, alpha, beta = waits()
     at = next(x.seq for x in d.log if isinstance(x.body, decisions.PlanChosen)
               and [one.slots for one in x.body.allocations] == [4, 0])
@@ -95,7 +92,7 @@ def test_a_plan_names_the_tables_that_it_was_made_of() -> None:
     assert waf(told, 1).origins == ("declared",)
 
 
-def test_the_story_ends_when_the_unhurt_task_steps_again() -> None:
+def test_the_timeline_ends_when_the_healthy_task_steps_again() -> None:
     d, _, beta = gives()
     before = [x["seq"] for x in facts(d.log)["timeline"]]
     (last,) = [x for x in d.log[-3:] if isinstance(x.body, r.TaskProgressed)]
@@ -106,8 +103,7 @@ def test_the_story_ends_when_the_unhurt_task_steps_again() -> None:
     assert [x.seq for x in incident_records(one, [*d.log, *later]).records] == before
 
 
-def test_what_the_unhurt_task_lost_is_told_from_its_own_records() -> None:
-    """It stands from when its last member has left to the order to train: the demo's ruler."""
+def test_the_loss_of_a_healthy_task_is_from_its_own_records() -> None:
     d, _, beta = gives()
     plan = max(x.seq for x in d.log if isinstance(x.body, decisions.PlanChosen))
     own = [x for x in d.log if x.seq > plan and getattr(x.body, "task", 0) == beta]
@@ -169,7 +165,6 @@ def test_slots_that_still_stand_are_counted_until_now_on_every_screen() -> None:
 
 
 def test_a_collective_that_failed_before_the_evidence_is_part_of_it(d: Driver, task: int) -> None:
-    """A survivor may tell of the broken connection before the agent has reaped the process."""
     told = failed(d, task, 0)
     sign = told[0]
     d.now_s += 0.5
@@ -183,7 +178,6 @@ def test_a_collective_that_failed_before_the_evidence_is_part_of_it(d: Driver, t
 
 
 def test_a_long_error_takes_two_lines_of_the_page(d: Driver, task: int) -> None:
-    """Its first line says what it is; the log has the rest."""
     why = f"RuntimeError: Connection closed by peer [::1]:4122. {'Check it. ' * 40}\nadvice\n"
     member = d.state.tasks[task].members[0]
     d.tell(d.source(member.node), r.CollectiveFailed(
@@ -199,7 +193,6 @@ def test_a_long_error_takes_two_lines_of_the_page(d: Driver, task: int) -> None:
 
 
 def test_one_that_got_worse_is_named_by_what_it_became(d: Driver, task: int) -> None:
-    """A peer's collective failed first; then an agent that started again tells the cause."""
     failed(d, task, 0)
     d.now_s += 2.0
     d.tell("leader/abc", r.DeadlineReached(deadline=f"evidence/{task}/1"))
@@ -374,7 +367,6 @@ def test_what_a_waiting_task_needed_is_computed_for_its_record(tmp_path: Path, c
 
 
 def test_an_old_log_says_itself_what_a_task_needed() -> None:
-    """Such a record is shown as it is, on every page, and nothing is computed for it."""
     records = [to_plain(record) for record in waits()[0].log]
     (record,) = [x for x in records if x["kind"] == "TaskWaiting"]
     record["body"] |= {"needs": "more slots, or weight 3", "cost_waf": 1e12, "weight_from": 3.0}

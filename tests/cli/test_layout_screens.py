@@ -102,7 +102,7 @@ def test_bytes_from_the_same_node_are_told_apart() -> None:
     ("whole", "ranks 0-3;"),
     ("sharded", "ranks 0-3; each has its shard of the optimizer alone: to lose any"),
     ("mirrored", "ranks 0-3; each shard of the optimizer is on two of them;")])
-def test_who_holds_shards_is_told(d: Driver, optimizer: str, words: str) -> None:
+def test_the_screen_says_who_has_shards(d: Driver, optimizer: str, words: str) -> None:
     task = d.running(job(optimizer=optimizer))
     d.progress(task)
     lines = task_screen.task_status(seen(d), view(d.state)["tasks"][0], history(d.log),

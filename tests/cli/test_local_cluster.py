@@ -255,7 +255,6 @@ def test_the_commands_of_a_second_terminal(cluster, tmp_path):
 
 
 def test_policy_and_switches_of_a_folder(cluster, tmp_path):
-    """The file and --observe are remembered, --allow-inject is not; what runs is not changed."""
     def policy() -> dict[str, Any]:
         told = [record["body"] for record in cluster.records() if record["kind"] == "PolicySet"]
         return told[-1]["policy"]
@@ -304,7 +303,6 @@ def test_policy_and_switches_of_a_folder(cluster, tmp_path):
 
 
 def test_what_an_operator_asks_of_a_running_cluster(cluster, tmp_path):
-    """Each answer: what was asked, the plan that followed, who moves where, what to type next."""
     assert cluster("up", "--detach", "--agents", "2", "--slots", "1",
                    "--allow-inject", "--label", "n2:rack=r2", "--label", "rack=r1").returncode == 0
     nodes = json.loads(cluster("status", "-o", "json").stdout)["nodes"]

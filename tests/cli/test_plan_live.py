@@ -167,7 +167,7 @@ def test_a_job_that_is_not_submitted_binds_by_its_name(ask: Any, tmp_path: Path)
     assert [line for line in page if line.startswith("bound by   the max of small (")], page
 
 
-def test_held_is_told(ask: Any) -> None:
+def test_the_page_says_that_healing_is_paused(ask: Any) -> None:
     d, _, _ = two_tasks(BETA)
     d.tell("operator/f", r.HealingFrozen(reason="a test"))
     held = [line for line in ask(Told(d), without=("n3",)) if line.startswith("held")]
@@ -244,7 +244,6 @@ def test_a_plan_has_one_explanation_live_in_a_dry_run_and_offline(ask: Any) -> N
 
 
 def test_a_past_plan_is_explained_from_the_log(ask: Any) -> None:
-    """As it was asked for at the time, whatever has become of the task since."""
     d, _, beta = waits()
     found = plain_of(dry_run.explain_present_plan(encode_state(d.state)))
     seq, page = len(d.log), ask(Told(d))
@@ -278,7 +277,7 @@ def test_applied_it_is_told_as_one_change(ask: Any) -> None:
     assert [d.state.nodes[name].drained for name in ("n1", "n2", "n3")] == [True, True, False]
 
 
-def test_applied_while_held_it_says_that_nothing_is_ordered(ask: Any) -> None:
+def test_applied_while_paused_nothing_is_ordered(ask: Any) -> None:
     d, _, _ = two_tasks(BETA)
     d.tell("operator/f", r.HealingFrozen(reason="a test"))
     lines = ask(Told(d), weights=("alpha=9",), apply=True, check=INPUT)
@@ -287,7 +286,6 @@ def test_applied_while_held_it_says_that_nothing_is_ordered(ask: Any) -> None:
 
 
 def test_only_who_has_run_starts_again() -> None:
-    """The ranks of a task that came with the request are its first."""
     d = Driver()
     before, seq = seen(d), len(d.log) + 1
     command = {"train": None, "command": ["sleep", "1"]}

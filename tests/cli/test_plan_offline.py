@@ -150,7 +150,6 @@ next       unicron plan --offline plan.yaml --table""".splitlines()
 
 
 def test_the_table_has_the_plan_of_every_event(tmp_path: Path) -> None:
-    """Each as if its own file had been asked."""
     told = planned(tmp_path, GOOD, "--table", "-o", "json")
     found = json.loads(told.stdout)
     file = read_yaml(GOOD)

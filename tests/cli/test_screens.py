@@ -175,7 +175,7 @@ def test_status_while_a_task_waits() -> None:
                                             now_s=d.now_s + 0.5))
 
 
-def test_status_while_healing_is_held() -> None:
+def test_status_while_healing_is_paused() -> None:
     d, alpha, _ = two_tasks({2: 2e12})
     d.tell("operator/freeze", r.HealingFrozen(reason="a change of switches"))
     d.exit(alpha, 2)
@@ -188,7 +188,7 @@ def test_status_while_healing_is_held() -> None:
     assert lines[1].startswith("NEEDS YOU  observing")
 
 
-def test_drained_nodes_are_told_where_they_are_waited_for() -> None:
+def test_drained_nodes_are_shown_where_tasks_need_them() -> None:
     d, _, _ = two_tasks({2: 2e12})
     carry_out(d, d.tell("operator/drain", r.NodeDrained(node="n3", reason="fans")))
     told = cluster.status(seen(d), cluster="test", now_s=d.now_s)
@@ -203,7 +203,7 @@ def test_drained_nodes_are_told_where_they_are_waited_for() -> None:
             in told)
 
 
-def test_a_spare_is_told_beside_the_idle_slots() -> None:
+def test_a_spare_is_shown_beside_the_idle_slots() -> None:
     d = Driver(nodes=4)
     policy = Policy(hot_spare=True, mtbf_gpu_s=8 * 60.0, mtbf_faults=1e6, transition_s=600.0)
     d.tell("leader/abc", r.PolicySet(policy=policy))
@@ -277,7 +277,7 @@ def test_a_task_that_came_between_the_question_and_the_plan_has_its_number() -> 
 
 
 # --- what is no news, and what is ---------------------------------------------------------------
-def test_a_silent_task_is_told(d: Driver, task: int) -> None:
+def test_a_silent_task_needs_a_person(d: Driver, task: int) -> None:
     one = view(d.state)["tasks"][0]
     told = task_screen.task_status(view(d.state), one, History(), now_s=d.now_s + 9.9)
     assert told[1].startswith("next")
@@ -378,7 +378,7 @@ def test_the_running_span_counts_only_so_far(d: Driver, task: int) -> None:
     assert means == pytest.approx([1e7] * 3, rel=0.15)
 
 
-def test_steps_that_were_skipped_are_told(d: Driver, task: int) -> None:
+def test_skipped_steps_are_shown(d: Driver, task: int) -> None:
     lines = "\n".join(task_screen.task_status(view(d.state), view(d.state)["tasks"][0],
                                               history(d.log), now_s=d.now_s))
     assert "skipped" not in lines
@@ -398,7 +398,6 @@ def test_origins_are_told_so_that_units_do_not_mix() -> None:
 
 
 def test_the_normal_pace_is_that_of_those_who_train() -> None:
-    """A rank that prepares is on a slot of the task and has no part in its pace."""
     d = Driver(nodes=3)
     task = d.running(spec(slots={"min": 1, "max": 4}))
     d.progress(task, 9)

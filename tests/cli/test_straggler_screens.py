@@ -40,7 +40,7 @@ def slow() -> tuple[Driver, int]:
     return d, alpha
 
 
-def test_a_slow_rank_is_told_with_what_it_costs_and_what_to_type() -> None:
+def test_a_slow_rank_is_shown_with_its_cost_and_a_command() -> None:
     d, alpha = slow()
     lines = cluster.status(seen(d), cluster="test", now_s=d.now_s + 0.5)
     check("status-degraded", lines, columns_max=100)
@@ -107,7 +107,7 @@ def test_shares_are_told_as_people_write_them(share: float, worth: bool, lasts: 
     assert bool(stragglers.degraded_news(node, {5: "alpha"}, "")) == worth
 
 
-def test_why_nothing_is_done_follows_from_what_is_known(d: Driver, task: int) -> None:
+def test_the_screen_says_why_a_straggler_is_left(d: Driver, task: int) -> None:
     known(d, task)
     paced(d, task, VICTIM, 4.0, iteration_s=4.1)
     assert ("3.73 x. Above 3 x, not acted on: no other process has confirmed yet that its "
@@ -119,7 +119,7 @@ def test_why_nothing_is_done_follows_from_what_is_known(d: Driver, task: int) ->
 @pytest.mark.parametrize(("healing", "words"), [
     ("on", "Above 3 x: it is about to start again"),
     ("frozen: a test", "Above 3 x: not acted on, healing is frozen: a test")])
-def test_one_that_is_confirmed_is_told_so(healing: str, words: str) -> None:
+def test_a_confirmed_straggler_says_so(healing: str, words: str) -> None:
     task = {"slow": [{"rank": 2, "node": "n2", "slot": 0, "holds_up": 3.73, "confirmed": True}],
             "ranks": [{"state": "member"}] * 4}
     assert stragglers.degraded_why(task, healing).endswith(f"3.73 x. {words}")
@@ -147,7 +147,7 @@ def test_a_dry_run_tells_what_the_tables_do_not_know() -> None:
     assert lines[at + 1].startswith("degraded   n2 slows alpha 2.45 x now: without it the cluster")
 
 
-def test_a_task_that_stands_for_a_reason_of_all_needs_a_person(d: Driver) -> None:
+def test_a_task_hung_for_a_shared_reason_needs_a_person(d: Driver) -> None:
     task = d.running(spec())
     hung(d, task, 0, 1, 2, 3)
     d.now_s += 100
@@ -158,7 +158,7 @@ def test_a_task_that_stands_for_a_reason_of_all_needs_a_person(d: Driver) -> Non
                                                  now_s=d.now_s))
 
 
-def test_a_hang_that_is_about_to_be_healed_is_told_too(d: Driver, task: int) -> None:
+def test_a_hang_that_is_about_to_be_healed_is_shown(d: Driver, task: int) -> None:
     for rank in range(4):
         stalled(d, task, rank, "own" if rank == VICTIM else "collective", normal_s=16.0, in_s=50.0)
     told = " ".join(cluster.status(seen(d), cluster="test", now_s=d.now_s))

@@ -52,7 +52,6 @@ def test_since_when_a_node_is_healthy_is_when_its_check_last_said_otherwise(d: D
 
 
 def test_who_is_not_believed_says_whose_slots_are_still_out(d: Driver) -> None:
-    """By its own words it would have to be believed: n2 says so no more, but still counts."""
     ill(d, "unhealthy")
     d.obey(health(d, "n3", "unhealthy", check="check/fans", why="psu failed"))
     assert "n3 is unhealthy, not acted upon, 2 of 3 nodes say so and at most 1 is" in needs_you(d)

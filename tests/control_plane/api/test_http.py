@@ -121,8 +121,7 @@ async def test_a_reason_that_is_too_long_is_refused_wherever_one_is_given(site: 
 
 
 @real
-async def test_of_two_that_freeze_at_once_the_first_stands(site: Site) -> None:
-    """Each is held against the one before it."""
+async def test_of_two_freezes_at_once_the_first_wins(site: Site) -> None:
     both = await asyncio.gather(*(site.ask("POST", "/v1/freeze", {"reason": f"{n}"})
                                   for n in range(2)))
     assert sorted(status for status, _ in both) == [200, 409]
@@ -216,7 +215,6 @@ async def test_a_fault_on_purpose(site: Site) -> None:
 
 
 def test_the_ranks_there_are_come_in_order(d: Driver) -> None:
-    """Not in the order in which they were started."""
     task = d.state.tasks[d.running()]
     task.ranks = {number: task.ranks[number] for number in (2, 0, 3, 1)}
     d.state.policy = Policy(allow_inject=True)

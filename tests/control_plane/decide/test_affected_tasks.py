@@ -61,7 +61,6 @@ def test_progress_affects_a_task_only_where_something_is_wrong_with_it() -> None
 
 
 def test_an_answer_affects_its_task_when_no_other_is_outstanding(d: Driver, task: int) -> None:
-    """Of the members that leave a generation and come up in the next one, the last alone."""
     lost = d.exit(task, 2)
     for kind in (o.Quiesce, o.Reconfigure):
         [order] = only(kind, lost)
@@ -95,7 +94,6 @@ def test_one_that_is_told_to_stop_is_waited_for_no_more(d: Driver) -> None:
 
 
 def test_no_task_is_passed_over_on_paper_either() -> None:
-    """Two weeks under each policy: after a report nothing more follows for any task."""
     for stage in command.load(EXAMPLE)[1].values():
         assert played(stage.run_input, stage.policy) > 10 * PAPER_NUM
 

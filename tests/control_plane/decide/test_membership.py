@@ -72,7 +72,6 @@ def test_no_more_replicas_than_micro_batches() -> None:
 
 
 def test_chunks_run_a_multiple_of_the_pipeline() -> None:
-    """With five micro-batches a pipeline of two with chunks runs six."""
     five, six = (train_of(job(batch=num, pipeline=[2], chunks=2)) for num in (5, 6))
     assert speed(five, 2) == pytest.approx(speed(six, 2) * 5 / 6, rel=0.05)
 
@@ -207,7 +206,6 @@ def test_whose_part_others_have_leaves_at_once(d: Driver, optimizer: str) -> Non
 
 
 def test_copies_are_named_where_each_has_a_part_alone(d: Driver) -> None:
-    """Whether what is left is all of it, the members find out themselves."""
     task = d.running(job({"min": 1, "max": 2}, tensor=[2]))
     it = d.state.tasks[task]
     d.tell(d.source("n1"), r.MemoryCheckpointStored(
@@ -220,7 +218,6 @@ def test_copies_are_named_where_each_has_a_part_alone(d: Driver) -> None:
 
 
 def test_a_task_that_leaves_brings_its_state_to_the_first_member(d: Driver) -> None:
-    """While all are there they save together, at the iteration's end."""
     task = d.running(job(tensor=[2]))
     saves = d.tell("operator/drain", r.NodeDrained(node="n1"))
     saves += d.obey(saves)
@@ -233,7 +230,6 @@ def test_a_task_that_leaves_brings_its_state_to_the_first_member(d: Driver) -> N
 
 
 def test_a_task_that_is_broken_when_it_leaves_goes_back_to_its_last_copy(d: Driver) -> None:
-    """Nobody has all of it, and they can no longer bring it together."""
     task = d.running(job({"min": 4, "max": 4}, tensor=[2]))
     d.exit(task, 0)
     for node in ("n1", "n2"):

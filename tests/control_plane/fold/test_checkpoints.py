@@ -274,7 +274,6 @@ def test_an_incident_tells_the_farthest_origin_and_all_bytes() -> None:
 
 
 def test_the_origin_is_that_of_the_last_attempt() -> None:
-    """The first reads the checkpoint, and all die again; the next try finds a copy."""
     d = Driver(nodes=2)
     task = d.running(spec(slots={"min": 1, "max": 2}))
     d.progress(task, 5)

@@ -124,7 +124,6 @@ def test_any_reports_in_any_order(acts: list[t.Body | str], trains: bool) -> Non
 @given(st.lists(BODIES, min_size=1, max_size=10))
 @settings(max_examples=150, deadline=None)
 def test_stale_reports_change_nothing(bodies: list[t.Body]) -> None:
-    """Of another task, or another attempt, or another generation: recorded, without consequence."""
     driver = Driver()
     driver.running()
     for body in map(_stale, bodies):

@@ -98,7 +98,6 @@ def test_while_paused_a_lost_node_is_only_planned_for(d: Driver, task: int) -> N
 
 
 def test_a_task_wholly_on_a_silent_node_is_not_given_up(d: Driver) -> None:
-    """It may train on all the while: its ranks would be ended when the node is back."""
     task = d.running(spec(slots={"min": 1, "max": 1}))
     node = d.state.nodes[task_of(d, task).target[0].slot.node]
     freeze(d)

@@ -126,7 +126,6 @@ def test_a_step_that_only_a_leaver_has_finished_is_handed_over(d: Driver, task: 
 
 
 def test_nothing_starts_on_a_drained_node(d: Driver, task: int) -> None:
-    """A task that is bound to a silent node is in no plan: its seats stay where they are."""
     d.tell(f"leader/{d.state.nonce}", r.NodeUnreachable(node="n1", incarnation=1, silence_s=6.0))
     drain(d, "n2")
     assert {seat.slot.node for seat in task_of(d, task).target} == {"n1", "n2"}
@@ -335,7 +334,6 @@ def test_a_rank_that_misses_the_boundary_is_ended(d: Driver, task: int) -> None:
 
 @pytest.mark.nodes(2)
 def test_a_granted_slot_stays_granted_while_it_is_vacated(d: Driver) -> None:
-    """A plan made between the cancel and the end of its processes does not stop who moves."""
     alpha = d.running(spec(slots={"min": 1, "max": 1}))
     beta = d.running(spec(name="beta", weight=0.5, slots={"min": 3, "max": 3}))
     drain(d, task_of(d, alpha).target[0].slot.node)

@@ -32,7 +32,6 @@ def test_a_check_that_ends_on_one_node_after_the_other_takes_none_out_in_turn(d:
 
 
 def test_a_driver_that_confirms_one_node_makes_room_for_another(d: Driver) -> None:
-    """Which is a new input of the plan, though the record names the first alone."""
     for node in ("n3", "n1"):
         health(d, node, "unhealthy", check="check/disk")
     count = input_digest(d.state)
@@ -95,7 +94,6 @@ def test_of_the_same_slot_the_last_check_counts(d: Driver) -> None:
 
 
 def test_a_check_that_cannot_say_any_more_brings_no_slot_back(d: Driver) -> None:
-    """A disk that fails, and then does not answer: no answer is no recovery."""
     health(d, "n2", "unhealthy", check="check/disk")
     for _ in range(2):
         assert kinds(health(d, "n2", "unknown", check="check/disk")) == []
@@ -112,7 +110,6 @@ def test_a_check_that_cannot_say_any_more_brings_no_slot_back(d: Driver) -> None
 
 
 def test_all_that_recover_at_once_come_back_at_once(d: Driver) -> None:
-    """In one plan: a task moves once."""
     task = d.running(spec(slots={"min": 1, "max": 6}))
     d.obey(health(d, "n2", "unhealthy", check="check/disk"))
     d.progress(task)

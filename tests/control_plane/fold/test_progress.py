@@ -191,7 +191,6 @@ def test_the_losses_follow_the_iterations_as_they_are_now(d: Driver, task: int) 
 
 
 def test_restarts_are_forgiven_to_who_gets_further_than_before(d: Driver, task: int) -> None:
-    """And to nobody who only comes back to where it fails."""
     measured(d, task)
     restart(d, task)
     printed(d, task, 35, 0)
@@ -212,7 +211,6 @@ def test_a_round_that_fails_before_its_first_line_is_one_transition(d: Driver, t
 
 
 def test_a_task_that_waited_for_slots_has_no_transition(d: Driver, task: int) -> None:
-    """It stood for others, and nobody knows what it did after its last line."""
     measured(d, task)
     for node in ("n1", "n2", "n3"):
         d.obey(d.tell(f"operator/{node}", r.NodeDrained(node=node)))
@@ -343,7 +341,6 @@ def told_of(d: Driver, task: int) -> tuple[Any, Any]:
 
 
 def test_what_a_restarted_command_does_again_is_lost(d: Driver, task: int) -> None:
-    """It fell back to its own checkpoint, or to its start: nobody knows until it prints."""
     printed(d, task, 370)
     printed(d, task, 380)
     assert view(d.state)["tasks"][0]["iterations_lost"] == 0
@@ -379,7 +376,6 @@ def test_a_command_that_goes_on_where_it_was_has_lost_nothing(d: Driver, task: i
 
 
 def test_what_a_plan_makes_a_command_do_again_is_the_tasks_loss(d: Driver, task: int) -> None:
-    """No incident: the plan gave it other seats."""
     printed(d, task, 380, 0)
     node = task_of(d, task).ranks[0].slot.node
     new = d.tell("operator/drain", r.NodeDrained(node=node))

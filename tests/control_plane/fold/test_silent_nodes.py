@@ -95,7 +95,6 @@ def test_a_plan_names_tasks_kept_on_unreachable_nodes(d: Driver, task: int) -> N
 
 @pytest.mark.parametrize("first", ["failed", "silent"])
 def test_two_nodes_lost_together_are_both_lost_in_time(d: Driver, task: int, first: str) -> None:
-    """The failed collective proves one of them; that the other holds nobody up proves it too."""
     if first == "failed":
         failed(d, task, 0)
         told = silence(d, "n2")
@@ -123,8 +122,7 @@ def test_two_nodes_lost_together_are_both_lost_in_time(d: Driver, task: int, fir
     assert task_of(d, task).iterations_lost == 0
 
 
-def test_the_same_while_healing_is_held(d: Driver, task: int) -> None:
-    """What has begun is completed."""
+def test_two_nodes_lost_together_while_healing_is_paused(d: Driver, task: int) -> None:
     failed(d, task, 0)
     silence(d, "n2")
     d.tell("operator/freeze", r.HealingFrozen(reason="a change of switches"))
@@ -137,7 +135,6 @@ def test_the_same_while_healing_is_held(d: Driver, task: int) -> None:
 
 
 def test_a_reachable_slow_member_keeps_its_deadline(d: Driver, task: int) -> None:
-    """Its time is quiesce_s_max, and the silent one waits with it; then it alone is waited for."""
     lost = d.exit(task, 0)
     assert kinds(lost)[:2] == ["IncidentOpened", "Quiesce"]
     silence(d, "n3")
@@ -209,7 +206,6 @@ def test_unreachable_ranks_that_alone_have_the_state(d: Driver, task: int) -> No
 
 
 def test_at_a_boundary_an_unreachable_node_is_not_waited_for(d: Driver) -> None:
-    """The flag that stops all after one step was in a reduction that the silent were part of."""
     task = d.running(spec(slots={"min": 1, "max": 2}))
     d.tell("operator/drain", r.NodeDrained(node="n2"))
     begun = d.do(next(x.body for x in d.log[::-1] if isinstance(x.body, o.StartRank)))
@@ -223,7 +219,6 @@ def test_at_a_boundary_an_unreachable_node_is_not_waited_for(d: Driver) -> None:
 
 
 def test_an_unreachable_node_does_not_interrupt_a_save(d: Driver) -> None:
-    """Rank 0 holds and its checkpoint is on the way: only the silent one is late."""
     task = d.running(spec(slots={"min": 3, "max": 3}))
     d.tell("operator/drain", r.NodeDrained(node="n3"))
     saved = d.save(task, 0)
@@ -262,7 +257,6 @@ def errored(d: Driver, task: int, rank: int) -> list[Record]:
 
 
 def test_a_newcomer_with_an_error_is_no_reason_for_a_round(d: Driver) -> None:
-    """A generation that it is no part of would be as the one before."""
     task = d.submit(spec(slots={"min": 2, "max": 2}))
     starts = d.log[-2:]
     d.do(starts[0].body)

@@ -103,7 +103,6 @@ def test_two_at_once_are_one_incident(d: Driver, task: int) -> None:
 
 
 def test_a_stopped_rank_that_prepares(d: Driver) -> None:
-    """Before RankReady: nobody else waits for start_s_max."""
     task = d.submit(spec())
     orders = only(o.StartRank, d.log)
     d.obey([x for x in orders if x.body.rank != VICTIM])
@@ -118,7 +117,6 @@ def test_a_stopped_rank_that_prepares(d: Driver) -> None:
 
 
 def test_a_stopped_rank_that_a_transition_waits_for(d: Driver, task: int) -> None:
-    """Rank 3 was killed; rank 2 does not answer, and is not given quiesce_s_max."""
     begun = d.exit(task, 3)
     for rank in (0, 1):
         d.quiesced(task, rank)
@@ -157,7 +155,6 @@ def test_a_task_that_is_cancelled_is_only_ended(d: Driver, task: int) -> None:
 
 
 def test_a_stopped_rank_that_has_finished(d: Driver, task: int) -> None:
-    """It is ended, and the task is finished: nothing was wrong with it."""
     it = task_of(d, task)
     d.obey(d.tell("n1/1", r.CheckpointSaved(
         task=task, generation=1, step_version=50, path="gen-1/iter-50", ckpt_bytes=9,
@@ -189,7 +186,6 @@ def test_a_stopped_rank_with_an_error(d: Driver, task: int) -> None:
 
 
 def test_a_command_that_is_stopped_is_left_alone(d: Driver) -> None:
-    """Whoever stopped it may want that; nothing is known of what it does."""
     task = d.submit(spec(train=None, command=["sleep", "9"]))
     d.obey(d.log[-20:])
     assert kinds(suspended(d, task)) == []
@@ -227,7 +223,6 @@ def test_while_paused_a_stopped_rank_is_only_reported(d: Driver, task: int, held
 
 @pytest.mark.parametrize("held", ["frozen", "observing"])
 def test_while_paused_a_rank_may_continue(d: Driver, task: int, held: str) -> None:
-    """Then it is a healthy process, and stays."""
     hold(d, held)
     suspended(d, task)
     d.due(deadline(task))

@@ -101,7 +101,6 @@ def test_waiting_says_for_what(d: Driver) -> None:
 
 
 def test_waiting_asks_for_what_earns_something(d: Driver) -> None:
-    """One slot is allowed, but earns nothing; four do."""
     d.tell("operator/drain", r.NodeDrained(node="n2", reason=""))
     task = d.submit(spec(throughput={4: 30.0}))
     assert the(decisions.TaskWaiting, d.log[-3:]).why == "not enough slots"
@@ -113,7 +112,6 @@ def test_waiting_asks_for_what_earns_something(d: Driver) -> None:
 
 
 def test_waiting_names_its_price(d: Driver) -> None:
-    """From the told weight on it gets slots, below it none; and it says who holds them."""
     first = d.running(spec(throughput={2: 20.0, 4: 30.0}))
     beta = spec(name="beta", throughput={2: 8.0}, slots={"min": 2, "max": 2})
     second = d.submit(beta)
@@ -145,7 +143,6 @@ def test_prices_that_would_take_too_long_are_left_out(
 
 
 def test_slots_that_others_would_get_first_are_not_named(d: Driver) -> None:
-    """Four slots more: alpha is given one of them, and the task of four waits on."""
     d.tell("operator/quiet", r.NodeDrained(node="n2", reason=""))
     d.join("n3", slots=4)
     first = d.running(spec(slots={"min": 3, "max": 4}, throughput={3: 30.0, 4: 31.0}, weight=9.0))
@@ -209,7 +206,6 @@ def test_a_task_finishes(d: Driver, task: int) -> None:
 
 
 def test_a_rank_that_missed_the_end_is_stopped(d: Driver, task: int) -> None:
-    """Its last meeting failed when the others' was complete: it holds, and nobody needs it."""
     d.obey(d.tell(d.source("n1"), r.CheckpointSaved(
         task=task, generation=1, step_version=50, path="gen-1/iter-50", ckpt_bytes=9, final=True)))
     for rank in (0, 1, 2):

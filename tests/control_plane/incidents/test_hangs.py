@@ -134,7 +134,6 @@ def test_a_rank_paused_with_its_agent_gets_one_iteration(d: Driver, task: int) -
 
 
 def test_a_network_hang_is_retried_in_place(d: Driver, task: int) -> None:
-    """All are in the same collective: nobody is behind, nobody is started again."""
     hung(d, task)
     assert d.state.deadlines[deadline(d, task)].due_s - d.now_s == pytest.approx(2.4, abs=0.05)
     late = d.due(deadline(d, task))
@@ -230,7 +229,6 @@ def test_a_node_that_is_reachable_again_is_asked(d: Driver, task: int) -> None:
 
 
 def test_a_stopped_rank_has_its_own_deadline(d: Driver, task: int) -> None:
-    """One incident, whichever of the two is told first."""
     it = task_of(d, task).ranks[VICTIM]
     hung(d, task, VICTIM)
     d.tell(d.source(it.slot.node), r.RankSuspended(task=task, rank=VICTIM, attempt=1, pid=it.pid))
@@ -388,7 +386,6 @@ def test_nobody_is_blamed_where_most_still_work(d: Driver, task: int) -> None:
 
 
 def test_a_slow_rank_that_then_entered_is_not_to_blame(d: Driver, task: int) -> None:
-    """It was slow; then the network hung."""
     waited_for(d, task)
     crawls(d, task, VICTIM, 6.4)
     stalled(d, task, VICTIM)

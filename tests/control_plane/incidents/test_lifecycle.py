@@ -71,7 +71,6 @@ def test_silence_begins_the_pause_and_is_evidence(d: Driver) -> None:
 
 
 def test_a_pause_begins_no_earlier_than_the_next_iteration(d: Driver) -> None:
-    """The next iteration is not due yet: nothing is known to stand before it is told."""
     task = d.running(spec(slots={"min": 1, "max": 1}))
     name = task_of(d, task).ranks[0].slot.node
     d.progress(task, times_s=(60.0,))
@@ -82,7 +81,6 @@ def test_a_pause_begins_no_earlier_than_the_next_iteration(d: Driver) -> None:
 
 
 def test_a_lost_node_paused_the_task_since_others_waited(d: Driver, task: int) -> None:
-    """Nothing fails: packets do not come."""
     d.tell("leader/abc", r.NodeUnreachable(node="n2", incarnation=1, silence_s=1.3))
     waited_s = d.now_s - 1.6
     for rank in (0, 1):
@@ -202,7 +200,7 @@ def test_a_checkpoint_is_named_with_what_became_of_the_copies() -> None:
     assert [x["seq"] for x in found["timeline"]][:2] == lost
 
 
-def test_that_no_copies_are_kept_is_said_too() -> None:
+def test_no_checkpoints_in_memory_is_said_too() -> None:
     d, task = without_copies(30)
     back(d, task, "seed", "", 0)
     assert "no copy    none are kept: train.copy_every is 0" in page(facts(d.log))

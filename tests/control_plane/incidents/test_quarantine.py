@@ -186,7 +186,6 @@ def test_an_injected_fault_does_not_count(d: Driver) -> None:
 
 
 def test_a_bug_of_the_task_is_not_the_nodes(d: Driver, task: int) -> None:
-    """Processes that end by themselves say nothing of where they ran."""
     for _ in range(3):
         d.obey(d.exit(task, 2, signal=None, code=1))
         d.progress(task, 11)
@@ -256,7 +255,6 @@ def test_the_screens_say_so_and_what_to_type(d: Driver) -> None:
 
 
 def test_a_task_that_it_leaves_without_room_waits_and_says_why(d: Driver) -> None:
-    """It is not used in spite of that: what fails again and again would lose more."""
     twice(d)
     task = d.submit(spec(slots={"min": 5, "max": 6}))
     assert "n3 quarantined" in waits_of(d, task).needs

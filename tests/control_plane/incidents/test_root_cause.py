@@ -49,7 +49,6 @@ def incident(d: Driver) -> Any:
     (statuses.NCCL_TIMEOUT, "SEV2"), ("", "SEV2"), ("no such row", "SEV2")])
 def test_an_error_has_the_severity_of_its_status(
         d: Driver, task: int, status: str, severity: str) -> None:
-    """A SEV3 that ended a process takes a restart all the same."""
     told = errored(d, task, 0, "it broke", status=status)
     opened = the(decisions.IncidentOpened, told)
     assert (opened.severity, opened.ranks) == (severity, (0,))
@@ -169,7 +168,6 @@ def test_a_pid_names_the_slot(d: Driver, task: int) -> None:
 
 
 def test_a_rank_that_goes_on_leaves_its_slot_in_order(d: Driver, task: int) -> None:
-    """Nobody is killed, nothing is lost: it moves at an iteration's end."""
     told = alone(d, erred(d))
     opened = the(decisions.IncidentOpened, told)
     assert (opened.task, opened.node, opened.severity, opened.ranks) == (0, "n2", "SEV1", ())
@@ -246,7 +244,6 @@ def test_its_rank_is_the_second_source_for_its_slot_alone(d: Driver, task: int) 
 
 
 def test_the_same_twice_is_one_incident(d: Driver, task: int) -> None:
-    """The kernel's line and the driver's event carry one XID; bursts come again."""
     first = erred(d)
     nvml = erred(d, origin="nvml", rule="nvml-xid", text="XID 79")
     told = alone(d, first)
@@ -318,7 +315,6 @@ def test_a_check_that_flaps_moves_a_task_once(d: Driver, task: int) -> None:
 
 
 def test_a_command_that_runs_is_left_where_it_is(d: Driver) -> None:
-    """To move it would cost what it has not saved; it is started elsewhere once it fails."""
     task = d.submit(spec(train=None, command=["sleep", "9"], slots={"min": 2, "max": 2}))
     d.obey(d.log[-6:])
     slot = task_of(d, task).ranks[0].slot

@@ -100,7 +100,6 @@ def test_an_exit_is_described_with_its_cause(signal: int | None, code: int | Non
 
 
 def test_a_task_that_fails_again_and_again_says_why(d: Driver) -> None:
-    """A command of one rank: the reason of its end holds the cause that the agent told."""
     task = d.submit(spec(train=None, command=["train"], slots={"min": 1, "max": 1}))
     d.obey(d.log[-20:])
     for _ in range(4):

@@ -125,7 +125,6 @@ def test_in_a_new_generation_it_is_still_known_what_it_could_do(d: Driver, task:
 
 
 def test_two_ranks_cannot_say_which_is_slow(d: Driver) -> None:
-    """Which of two is the slow one, nobody can say."""
     task = d.running(spec(slots={"sizes": [2]}))
     assert kinds(paced(d, task, 0)) == []
     assert kinds(paced(d, task, 1, 2.0, normal_s=2.0)) == []
@@ -235,7 +234,6 @@ def test_its_own_report_alone_is_not_enough(d: Driver, task: int) -> None:
 
 
 def test_a_slot_that_makes_everything_slow_is_taken_out(d: Driver, task: int) -> None:
-    """Iterations forgive nothing here: slow ones are finished too."""
     for times in range(1, d.state.policy.restarts_max + 2):
         known_ranks = [rank for rank in sorted(task_of(d, task).ranks) if rank != VICTIM]
         for rank in known_ranks:

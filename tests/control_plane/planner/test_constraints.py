@@ -137,7 +137,7 @@ def test_no_more_healthy_tasks_move_than_may() -> None:
         assert ("without moves_max" in told) == (most < 3)
 
 
-def test_the_hurt_and_the_new_are_no_moves() -> None:
+def test_faulted_and_new_tasks_are_no_moves() -> None:
     wishes = [wish(1, 4, {2: 5.0, 4: 9.0}, faulted=True), wish(2, 0, {1: 3.0}),
               wish(3, 2, {2: 9.0})]
     assert choose(wishes, 5, moves_max=0).plan.slots == (2, 1, 2)
@@ -182,7 +182,6 @@ def test_limits_that_do_not_bind_cost_no_search(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_doing_nothing_is_a_plan_and_can_win() -> None:
-    """A change that costs more than it earns is not made; where one is, the other was beaten."""
     now = [wish(1, 2, {2: 10.0, 3: 10.2}), wish(2, 2, {1: 5.0, 2: 5.1})]
     short = planner.choose_plan(PlanProblem(demands=tuple(now), num_slots=4, mtbf_gpu_s=4 * 20.0))
     assert short.plan.slots == (2, 2), "20 s of 0.1 more do not pay 10 s of 15.1"
@@ -204,8 +203,7 @@ def test_a_plan_says_that_a_limit_binds(d: Driver) -> None:
     assert len(task_of(d, task).target) == 2
 
 
-def test_a_priority_that_costs_something_is_told_as_that(d: Driver) -> None:
-    """Not as what gain_min keeps: with alpha too."""
+def test_a_priority_that_costs_something_is_named(d: Driver) -> None:
     for alpha in (0.0, 1.0):
         wishes = [wish(1, 4, {1: 8e12, 2: 14e12, 3: 18e12, 4: 22e12}),
                   wish(2, 2, {1: 2e12, 2: 5e12, 4: 9e12}),

@@ -108,7 +108,6 @@ def test_when_a_change_is_paid_back(found: list[TaskDemand], num_slots: int, bac
 
 
 def test_who_waits_for_want_of_slots_alone_is_bound_by_them() -> None:
-    """Also where fairness gives some nothing, since not all have room."""
     found = [wish("t1", 2, {2: 3.0}), wish("t2", 0, {2: 3.0})]
     for alpha in (0.0, 1.0, 2.0):
         asked = replace(asking(found, 2), alpha=alpha)

@@ -151,7 +151,6 @@ def by_hand(asked: PlanProblem) -> list[int]:
 @given(inputs())
 @settings(max_examples=400, deadline=None)
 def test_of_every_plan_that_keeps_the_floors_it_is_the_best(asked: PlanProblem) -> None:
-    """In the order of priorities."""
     held_s = asked.gain_min * asked.running_s
     wishes, least, quota = asked.demands, by_hand(asked), dict(asked.quotas).get("red", 99)
     priorities = sorted({one.priority for one in wishes}, reverse=True)
@@ -210,7 +209,7 @@ def test_a_task_with_a_floor_is_not_starved_by_a_heavier_one(d: Driver) -> None:
     assert (plan.binding, plan.bound_tasks, plan.below_floor) == ("floor", (first,), ())
 
 
-def test_who_has_no_room_for_its_floor_is_told(d: Driver) -> None:
+def test_a_task_without_room_for_its_floor_says_so(d: Driver) -> None:
     d.tell("leader/abc", r.PolicySet(policy=Policy(floor=True, quotas={"red": 1})))
     d.running(spec(slots={"min": 4, "max": 6}))
     beta = d.submit(spec(name="beta", weight=0.5, slots={"min": 3, "max": 3}))

@@ -150,7 +150,7 @@ def test_where_no_limit_is_the_cause_none_is_named() -> None:
     assert pending.prices(asked, plan)[2].times == pytest.approx(10.0, rel=1e-4)
 
 
-def test_a_waiting_task_is_told(d: Driver) -> None:
+def test_a_waiting_task_names_the_limit(d: Driver) -> None:
     d.tell("leader/abc", r.PolicySet(policy=Policy(moves_max=0)))
     d.running(spec())
     beta = d.submit(spec(name="beta", weight=3.0))

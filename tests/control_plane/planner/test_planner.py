@@ -102,8 +102,7 @@ def _choose(found: list[TaskDemand], num_slots: int) -> planner.Choice:
     return planner.choose_plan(asking(found, num_slots))
 
 
-def test_an_unhurt_task_gives_a_slot() -> None:
-    """Four slots left of six: what one task loses by shrinking alone is told."""
+def test_a_healthy_task_gives_a_slot() -> None:
     alpha = _wish(1, 4, {2: 3.2, 3: 4.7, 4: 6.16}, faulted=True)
     beta = _wish(2, 2, {1: 1.5, 2: 2.5})
     choice = _choose([alpha, beta], 4)
@@ -148,12 +147,11 @@ def test_a_small_gain_changes_no_healthy_task() -> None:
 
 @pytest.mark.parametrize(("more", "changes"), [(0.0049, False), (0.0051, True)])
 def test_a_change_is_worth_it_by_what_the_task_itself_earns(more: float, changes: bool) -> None:
-    """A large task beside it does not raise the bar."""
     found = [_wish(1, 2, {2: 1e9}), _wish(2, 1, {1: 1.0, 2: 1.0 + more}, transition_s=0.0)]
     assert _choose(found, 4).plan.slots == (2, 2 if changes else 1)
 
 
-def test_what_the_hurt_cost_anyway_does_not_lower_the_bar() -> None:
+def test_costs_of_faulted_tasks_do_not_lower_gain_min() -> None:
     """Faults so frequent that the sum of G is below 0: the gain is still a share of what is earned.
     """
     found = [_wish(1, 2, {2: 1e5}, faulted=True), _wish(2, 1, {1: 1.0, 2: 1.004}, transition_s=0.0)]

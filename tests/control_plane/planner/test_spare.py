@@ -207,7 +207,7 @@ def test_one_slot_is_told_as_one() -> None:
     assert ": 1 slot idle as a hot spare, which costs " in made.state.plan.why
 
 
-def test_who_waits_for_a_spare_is_told_so(d: Driver) -> None:
+def test_a_task_that_waits_for_a_spare_says_so(d: Driver) -> None:
     """A change stands longer than it is until the next fault: a newcomer had better not begin."""
     policy = Policy(hot_spare=True, mtbf_gpu_s=8 * 60.0, mtbf_faults=1e6, transition_s=600.0)
     d.tell("leader/abc", r.PolicySet(policy=policy))

@@ -203,7 +203,6 @@ async def test_nothing_is_shown_before_it_stands(log: MemoryLog) -> None:
 
 @virtual
 async def test_a_deadline_waits_for_the_backlog(log: MemoryLog) -> None:
-    """What lies in the intake when a deadline is due is heard before the clock is."""
     async with leading(log, policy=Policy(start_s_max=30.0, silence_s_max=1e6)) as leader:
         await log.send([told(1, joined())])
         task = await leader.write("x", job())
@@ -250,7 +249,7 @@ async def test_time_goes_on_behind_a_faster_hosts_log(log: MemoryLog) -> None:
 
 
 @virtual
-async def test_silence_is_told_and_taken_back(log: MemoryLog) -> None:
+async def test_silence_is_reported_and_taken_back(log: MemoryLog) -> None:
     async with leading(log):
         await log.send([told(1, joined())])
         for _ in range(20):

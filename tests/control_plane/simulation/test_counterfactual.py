@@ -211,7 +211,6 @@ def test_other_weights_give_the_slots_to_others() -> None:
 
 
 def test_requests_and_later_tasks_are_played_too() -> None:
-    """Cancelled, its slots go to the other; a third one comes, and has its share."""
     found = simulation_scenario.parse(plain())
     late = simulation_scenario.run_input(found, simulation_scenario.policy(found, "unicron")).tasks[
         0]
@@ -241,7 +240,6 @@ def test_a_node_that_was_only_silent_is_not_lost() -> None:
 
 
 def test_what_heals_a_process_is_no_fault_of_the_world() -> None:
-    """A fault of one process restarts it: the ends that were ordered are not played as faults."""
     found = recorded([ExternalEvent(3600, "n2", "fault", CUDA_ERRORS), *loss(7200, 9000), LAST])
     faults = [one for one in found.events
               if isinstance(one, ExternalEvent) and one.event == "fault"]

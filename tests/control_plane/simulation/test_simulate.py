@@ -116,7 +116,6 @@ def test_a_process_that_dies_is_started_again(policy: str) -> None:
 @example([ExternalEvent(0.0, "n0", "left"), ExternalEvent(0.0, "n0", "repaired"),
           ExternalEvent(0.0, "n0", "fault", NODE)], "requeue")
 def test_nothing_is_earned_twice_or_forgotten(happenings: list[ExternalEvent], policy: str) -> None:
-    """What was earned and what was lost to each cause is what the cluster could have earned."""
     log: list[Record] = []
     found = play(policy, sorted(happenings, key=lambda one: one.at_s), log=log)
     full = full_waf(policy) * 10 * DAY_S
@@ -178,8 +177,7 @@ def test_only_who_knows_quarantine_has_it() -> None:
         assert any(one.kind == "NodeQuarantined" for one in log) == has
 
 
-def test_a_copy_in_memory_is_as_safe_as_the_nodes_that_hold_it() -> None:
-    """One node that stays is enough; who loses all at once goes on from the checkpoint."""
+def test_a_memory_checkpoint_is_as_safe_as_its_nodes() -> None:
     costs, at_s = policies.POLICIES["unicron"].costs, DAY_S + 1000
     every = [one for name in ("n0", "n1", "n2", "n3") for one in lost(name, at_s, at_s + 600)]
     killed = [ExternalEvent(at_s, "n0", "fault", PROCESS, "one", rank) for rank in range(8)]

@@ -45,7 +45,6 @@ def test_slot_time_is_counted_completely_and_once(
 
 
 def test_a_node_that_is_away() -> None:
-    """The others go on; when it is back its newcomers start beside them."""
     away_s, start_s = 4 * 3600.0, policies.POLICIES["unicron"].costs.start_s
     found = play("unicron", lost("n1", DAY_S, DAY_S + away_s)).slot_s
     assert found["away"] == pytest.approx(2 * away_s)

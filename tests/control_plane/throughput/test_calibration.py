@@ -98,7 +98,6 @@ def test_calibration_can_be_off(d: Driver) -> None:
 
 
 def test_the_first_measured_task_sets_the_scale_for_all(d: Driver) -> None:
-    """Healthy tasks whose plan stays the best are told new rates, and not moved."""
     small = {"min": 1, "max": 2}
     alpha = d.running(spec(slots=small))
     beta = d.running(spec(name="beta", slots=small))

@@ -36,7 +36,6 @@ def test_what_is_submitted_brings_its_throughput() -> None:
 
 
 def test_searching_ahead_is_what_submit_finds() -> None:
-    """The search is done in a thread, before; what it refuses is told there."""
     requests.search_layouts(job({"hidden": 1024}))
     with pytest.raises(SpecError, match=r"model\.hidden"):
         requests.search_layouts(job({"hidden": 1000, "num_heads": 16}))
@@ -135,7 +134,6 @@ def test_what_was_submitted_before_there_were_models_is_read() -> None:
 
 
 def test_over_http_the_search_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is done beside the loop that answers; what the log gets is what it found."""
     asked: list[bool] = []
     search = requests.search_layouts
 

@@ -192,7 +192,6 @@ def test_what_was_measured_is_charged_once_there_is_enough(d: Driver, task: int)
 
 
 def test_iterations_done_meanwhile_are_no_time_that_it_stood(d: Driver, task: int) -> None:
-    """What is told once a second, of iterations before the fault, was work."""
     d.progress(task, times_s=[0.2] * 30)
     d.now_s += 0.8
     lost = d.exit(task, 2)
