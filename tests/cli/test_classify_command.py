@@ -103,8 +103,7 @@ def test_what_cannot_be_read_is_one_line_with_a_hint(
 @pytest.mark.parametrize("line", [
     '{"body": "no"}', '{"level": "info", "event": "x"}', '{"msg": 3}', "{}", '{"text": NaN}',
     '{"text": "cut}', '{"a": ' * 20_000 + "}", '{"text": ["CUDA"]}', "{", "{'text': 'x'}"])
-def test_a_json_line_without_text_stops_nothing(
-        line: str, tmp_path: Path, capsys: Capture) -> None:
+def test_a_json_line_without_text_stops_nothing(line: str, tmp_path: Path, capsys: Capture) -> None:
     path = written(tmp_path, f'{line}\n{{"text": "CUDA error: x", "rate": Infinity}}\n')
     assert run_command(["classify", path, "-o", "json"]) == 0
     first, second = answers(capsys)

@@ -82,19 +82,12 @@ def test_an_iteration_that_is_done_again_counts_as_lost():
     assert [move.lost for move in moves(records)] == [0, 2, 0]
 
 
-def grown_from(source: int) -> list[dict]:
-    """The log, but the rank that comes back has its state from there."""
-    records = copy.deepcopy(PLAIN)
-    told = next(record["body"] for record in records if record["kind"] == "Reconfigured"
-                and record["body"]["attempt"] == 2)
-    told["source"] = source
-    return records
-
-
 @pytest.mark.parametrize("source", [-1, 2, 0])
 def test_a_newcomer_that_read_a_checkpoint_breaks_the_promise(source, tmp_path):
-    stage = Stage(tmp_path)
-    (body,) = moves(grown_from(source))[-1].newcomers
+    stage, records = Stage(tmp_path), copy.deepcopy(PLAIN)
+    next(record["body"] for record in records if record["kind"] == "Reconfigured"
+         and record["body"]["attempt"] == 2)["source"] = source
+    (body,) = moves(records)[-1].newcomers
     acts.promise_from_memory(stage, to_builtins(body))
     assert (body.rank, bool(stage.broken)) == (2, source != 0)
 

@@ -57,8 +57,7 @@ def test_a_lost_node_and_the_task_that_gave_a_slot() -> None:
     assert (other["task"], other["slots_before"], other["slots"]) == ("beta", 2, 1)
     assert other["iterations_lost"] == 0
     assert 0 < other["pause_s"] < 1
-    assert told["left"] == [
-        "n2 lost: repair it and start its agent, it is given tasks at once"]
+    assert told["left"] == ["n2 lost: repair it and start its agent, it is given tasks at once"]
     (plan,) = told["plans"]
     assert max(x["waf"] for x in plan["beaten"]) <= plan["waf"]
 
@@ -133,8 +132,7 @@ def test_slots_that_did_not_step_are_counted_until_it_was_closed(d: Driver, task
     at_one_less_s = next(x.at_s for x in d.log if isinstance(x.body, r.Quiesced)
                          and x.at_s > stepped_s) - stepped_s
     again_s = (one.closed_s or 0.0) - stepped_s - at_one_less_s
-    assert one.slot_s == pytest.approx(
-        4 * (stepped_s - struck_s) + at_one_less_s + 4 * again_s)
+    assert one.slot_s == pytest.approx(4 * (stepped_s - struck_s) + at_one_less_s + 4 * again_s)
 
 
 def struck_while_frozen() -> Driver:
@@ -357,7 +355,7 @@ def test_what_a_waiting_task_needed_is_computed_for_its_record(tmp_path: Path, c
     assert [one["task"] for one in data["waits"]] == ["beta"]
     assert "; needs more slots, or weight " in data["waits"][0]["waits"]
     assert data["computed_by"] == DECIDER_VERSION
-    last = max(x["seq"] for x in plain_of(path) if x["kind"] == "TaskWaiting")
+    last = max(x.seq for x in archive.read(path) if x.kind == "TaskWaiting")
     for until in (last, None):
         replay.replay(StateDir(tmp_path), None, path, live=False, until=until, verify=False,
                        step=False, as_json=False)
@@ -376,10 +374,6 @@ def test_an_old_log_says_itself_what_a_task_needed() -> None:
     assert told["computed_by"] == 0
     assert "the plan gives it no slots; needs more slots, or weight 3" in line(record)
     assert from_plain(record).body.weight_from == 3.0
-
-
-def plain_of(path: Path) -> list[Plain]:
-    return [to_plain(record) for record in archive.read(path)]
 
 
 def test_one_that_is_not_there_names_the_newest(exported: Path) -> None:

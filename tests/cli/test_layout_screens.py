@@ -1,7 +1,4 @@
-"""The screens of a task that has layouts: what it is in, and what a change was.
-
-`UNICRON_SNAPSHOTS=write pytest tests/cli/test_layout_screens.py` writes them anew; read the diff.
-"""
+"""The screens of a task that has layouts: what it is in, and what a change was."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""`unicron plan` of a cluster: its pages, what is typed wrongly, and a dry run carried out.
-
-`UNICRON_SNAPSHOTS=write pytest tests/cli/test_plan_live.py` writes the pages anew; read the
-difference.
-"""
+"""`unicron plan` of a cluster: its pages, what is typed wrongly, and a dry run carried out."""
 
 from __future__ import annotations
 

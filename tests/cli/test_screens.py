@@ -1,7 +1,4 @@
-"""The screens: snapshots of whole outputs, of a log of `unicron demo` and of clusters with faults.
-
-`UNICRON_SNAPSHOTS=write pytest tests/cli/test_screens.py` writes them anew; read the difference.
-"""
+"""The screens: whole outputs (snapshots.py), of a log of `unicron demo` and after faults."""
 
 from __future__ import annotations
 
@@ -74,8 +71,7 @@ def test_nodes_that_are_lost_ask_for_a_person():
     told, now_s = seen_at(until("TaskProgressed", 2))
     told = copy.deepcopy(told)
     told["nodes"][1] |= {"health": "unreachable", "contact": "unreachable", "since_s": now_s - 75}
-    told["nodes"][0]["slots"][1] |= {
-        "out": True, "task": 0, "out_why": "alpha, rank 1 failed"}
+    told["nodes"][0]["slots"][1] |= {"out": True, "task": 0, "out_why": "alpha, rank 1 failed"}
     lines = cluster.status(told, cluster="demo", now_s=now_s)
     assert lines[1:6] == [
         "NEEDS YOU  n1 slot 1 out (alpha, rank 1 failed): repair, then start its agent again "
@@ -171,8 +167,7 @@ def test_status_while_a_task_waits() -> None:
           columns_max=100)
     told = seen(d)
     task = next(x for x in told["tasks"] if x["id"] == beta)
-    check("task-waits", task_screen.task_status(told, task, history(d.log),
-                                            now_s=d.now_s + 0.5))
+    check("task-waits", task_screen.task_status(told, task, history(d.log), now_s=d.now_s + 0.5))
 
 
 def test_status_while_healing_is_paused() -> None:

@@ -1,8 +1,4 @@
-"""The screens of a cluster with a straggler, and of a hung task.
-
-`UNICRON_SNAPSHOTS=write pytest tests/cli/test_straggler_screens.py` writes them anew; read the
-difference.
-"""
+"""The screens of a cluster with a straggler, and of a hung task (snapshots.py)."""
 
 from __future__ import annotations
 
@@ -51,8 +47,7 @@ def test_a_slow_rank_is_shown_with_its_cost_and_a_command() -> None:
     task = next(x for x in view(d.state)["tasks"] if x["id"] == alpha)
     check("task-degraded", task_screen.task_status(view(d.state), task, history(d.log),
                                                    now_s=d.now_s + 0.5))
-    check("nodes-degraded", nodes.nodes(view(d.state), now_s=d.now_s + 0.5),
-          columns_max=100)
+    check("nodes-degraded", nodes.nodes(view(d.state), now_s=d.now_s + 0.5), columns_max=100)
 
 
 def test_programs_read_the_same(tmp_path: Path) -> None:

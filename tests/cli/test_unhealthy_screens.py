@@ -146,8 +146,7 @@ def test_the_map_marks_the_slots_that_are_degraded(d: Driver) -> None:
     assert "degraded" not in signs()[1]
     d.obey(health(d, "n2", "degraded", devices=(1,), check="gpu", why="GPU 1 is slow"))
     d.obey(health(d, "n3", "degraded", check="check/disk", why="91 % full"))
-    assert signs() == ("n1 AA   n2 A!   n3 !!",
-                       "A alpha  . idle  ! degraded  ? unreachable  x out")
+    assert signs() == ("n1 AA   n2 A!   n3 !!", "A alpha  . idle  ! degraded  ? unreachable  x out")
     d.obey(health(d, "n2", "unhealthy", devices=(1,), check="gpu", why="GPU 1 is slow"))
     d.obey(health(d, "n3", "healthy", check="check/disk", why=""))
     row, key = signs()

@@ -64,8 +64,7 @@ def test_a_loss_that_is_no_number_was_an_iteration_all_the_same(d: Driver, task:
     before = earned(d)
     members = d.state.tasks[task].members
     d.tell(d.source(members[0].node), r.LossNotFinite(
-        task=task, generation=d.state.tasks[task].generation, iteration=d.steps[task],
-        text="nan"))
+        task=task, generation=d.state.tasks[task].generation, iteration=d.steps[task], text="nan"))
     assert earned(d) == pytest.approx(before + 1e9)
 
 

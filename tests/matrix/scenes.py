@@ -112,8 +112,7 @@ class Play:
         self._heal()
 
     def _play_passed(self) -> None:
-        """When some have come out of the gate, and one that is late has not seen that all were in.
-        """
+        """When some are out of the gate, and a late one has not seen that all were in."""
         self._strike_late("passed", self._step_without)
 
     def _play_partial(self) -> None:
@@ -399,5 +398,4 @@ def newest(driver: Driver) -> tuple[MemoryCheckpoint, ...]:
 
 def steps(driver: Driver) -> set[int]:
     """The step of the newest checkpoint of each store."""
-    return {one.stored(TASK)[-1].offer.step_version for one in driver.keepers
-            if one.stored(TASK)}
+    return {one.stored(TASK)[-1].offer.step_version for one in driver.keepers if one.stored(TASK)}

@@ -191,8 +191,7 @@ class SimulatedAgent:
         if (rank.suspended_s > 0) != process.is_suspended:
             process.is_suspended = not process.is_suspended
             kind = r.RankSuspended if process.is_suspended else r.RankContinued
-            self.say(kind(task=order.task, rank=order.rank, attempt=order.attempt,
-                          pid=process.pid))
+            self.say(kind(task=order.task, rank=order.rank, attempt=order.attempt, pid=process.pid))
 
     # --- tasks -----------------------------------------------------------------------------------
     async def _deliver(self) -> None:

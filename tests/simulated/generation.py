@@ -230,8 +230,7 @@ class SimulatedGeneration:
         for wanted in self.copies:
             copy = self.net.keepers.find(self.task, wanted)
             if copy is not None:
-                if (copy.step_version == wanted.step_version
-                        and copy.checksum != wanted.checksum):
+                if (copy.step_version == wanted.step_version and copy.checksum != wanted.checksum):
                     self.net.never(f"task {self.task} has two states of step {copy.step_version}")
                 if any(number > copy.generation and step < copy.step_version
                        for number, step in self.net.gone_on.get(self.task, [])):

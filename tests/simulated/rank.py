@@ -317,8 +317,7 @@ class SimulatedRank:
     def iterates(self) -> bool:
         """Whether it is in an iteration: neither between generations nor after the last one."""
         trains = self.phase in ("computing", "reducing") and self.trained_in == self.seen
-        return self.alive and trains and (
-            0 <= self.step_version < self.train.iterations)
+        return self.alive and trains and (0 <= self.step_version < self.train.iterations)
 
     # --- inside ------------------------------------------------------------------------------
     @property

@@ -68,8 +68,7 @@ def test_an_answer_affects_its_task_when_no_other_is_outstanding(d: Driver, task
                  else [member.rank for member in order.body.members])
         assert d.state.tasks[task].num_outstanding == len(ranks) == 3
         for left, rank in reversed(list(enumerate(reversed(ranks)))):
-            lost = d.quiesced(task, rank) if kind is o.Quiesce else d.reconfigured(
-                order.body, rank)
+            lost = d.quiesced(task, rank) if kind is o.Quiesce else d.reconfigured(order.body, rank)
             if left:
                 assert d.state.tasks[task].num_outstanding == left
                 assert affected(d, lost) == []

@@ -157,8 +157,7 @@ def test_a_task_that_is_cancelled_is_only_ended(d: Driver, task: int) -> None:
 def test_a_stopped_rank_that_has_finished(d: Driver, task: int) -> None:
     it = task_of(d, task)
     d.obey(d.tell("n1/1", r.CheckpointSaved(
-        task=task, generation=1, step_version=50, path="gen-1/iter-50", ckpt_bytes=9,
-        final=True)))
+        task=task, generation=1, step_version=50, path="gen-1/iter-50", ckpt_bytes=9, final=True)))
     for member in it.members:
         d.tell(d.source(member.node), r.RankFinished(
             task=task, rank=member.rank, attempt=1, generation=1, step_version=50,

@@ -104,8 +104,7 @@ def test_waiting_asks_for_what_earns_something(d: Driver) -> None:
     d.tell("operator/drain", r.NodeDrained(node="n2", reason=""))
     task = d.submit(spec(throughput={4: 30.0}))
     assert the(decisions.TaskWaiting, d.log[-3:]).why == "not enough slots"
-    assert waits_of(d, task).needs == (
-        "4 slots; there are 2 (n2 drained: unicron status nodes)")
+    assert waits_of(d, task).needs == ("4 slots; there are 2 (n2 drained: unicron status nodes)")
     d.tell("operator/more", r.NodeDrained(node="n1", reason=""))
     beta = d.submit(spec(name="beta", slots={"min": 1, "max": 1}))
     assert waits_of(d, beta).needs.startswith("1 slot; there are 0 (n1 n2 ")
@@ -367,6 +366,5 @@ def test_an_incident_is_named_by_its_gravest_fault(d: Driver, task: int) -> None
     assert incident.severity == "SEV3"
     node = d.state.nodes["n2"]
     d.tell("leader/abc", r.NodeUnreachable(node="n2", incarnation=node.incarnation, silence_s=6.0))
-    assert (incident.severity, incident.status, incident.node) == (
-        "SEV1", "lost connection", "n2")
+    assert (incident.severity, incident.status, incident.node) == ("SEV1", "lost connection", "n2")
     assert "n2 is silent" in incident.why

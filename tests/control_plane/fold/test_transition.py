@@ -1,9 +1,14 @@
-"""Every row of the transition table, and each fault of a rank: decision by decision."""
+"""Every row of the transition table, each fault of a rank, and a second fault at every row."""
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from decider import Driver, failed, kinds, only, spec, task_of, the
+from simulated.script import SecondFault
+from simulated.seeds import simulate
+from simulated.witness import FAULTS, ROWS, UNSCRIPTED
 from unicron.control_plane.api.view import view
 from unicron.control_plane.decide.transition import TABLE
 from unicron.control_plane.state.cluster import open_orders
@@ -365,3 +370,26 @@ def test_reattempts_that_do_not_help_become_restarts(d: Driver, task: int) -> No
     assert kinds(last) == ["IncidentEscalated", "Quiesce", *["StopRank"] * 4]
     d.obey([x for x in last if x.kind == "StopRank"])
     assert task_of(d, task).phase == "training"
+
+
+# --- a second fault ------------------------------------------------------------------------------
+NUM_SEEDS_MIN, NUM_SEEDS_MAX = 2, 10
+"""Worlds for each pair: more than the least only until the fault has struck."""
+
+
+@pytest.mark.usefixtures("silence")
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("row", ROWS)
+def test_a_second_fault_is_healed_from_every_row(
+        request: pytest.FixtureRequest, row: str, fault: str) -> None:
+    """All invariants of the simulation hold, and the fault really came while the row was on."""
+    hits: Counter[tuple[str, str]] = Counter()
+    unscripted = (row, fault) in UNSCRIPTED
+    for seed in range(NUM_SEEDS_MAX):
+        again = f"pytest '{request.node.nodeid}'"
+        nth = 1 + seed // 2 % 2
+        world, _ = simulate(lambda seed=seed, nth=nth: SecondFault(seed, row, fault, nth), again)
+        hits += world.witness.hits
+        if seed + 1 >= NUM_SEEDS_MIN and (hits[row, fault] or unscripted):
+            return
+    raise AssertionError(f"{fault} never came at {row}")

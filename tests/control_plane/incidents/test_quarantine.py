@@ -246,8 +246,7 @@ def test_the_screens_say_so_and_what_to_type(d: Driver) -> None:
         assert "quarantined to 1970-01-02" in words
         assert "2 faults in 30 days" in words
         assert "unicron lift n3" in words
-    (row,) = [x for x in nodes.nodes(seen(d), now_s=d.now_s)
-              if x.startswith("n3 ") and "/2" in x]
+    (row,) = [x for x in nodes.nodes(seen(d), now_s=d.now_s) if x.startswith("n3 ") and "/2" in x]
     assert "quarantined to" in row
     told = " ".join(" ".join(page(facts(d.log))).split())
     assert "SEV1 GPU driver errors" in told

@@ -34,17 +34,12 @@ def test_a_failed_collective_is_called_by_what_was_said(said: str, status: str) 
     assert TABLE[status] == "SEV3"
 
 
-def started_again(d: Driver) -> None:
-    """An agent was killed with its ranks, and the next one says so."""
-    d.tell("n2/8", r.NodeJoined(node="n2", incarnation=8, host="127.0.0.1", num_slots=2, pid=9))
-
-
 def test_a_known_cause_replaces_the_ranks_of_failed_collectives(d: Driver, task: int) -> None:
     for rank in (0, 1):
         failed(d, task, rank, CLOSED)
     opened = the(decisions.IncidentOpened, d.due(f"evidence/{task}/1"))
     assert (opened.status, opened.ranks) == ("connection reset", (0, 1))
-    started_again(d)
+    d.join("n2", incarnation=8)
     (known,) = d.state.incidents.values()
     assert (known.severity, known.ranks, known.node) == ("SEV2", [2, 3], "n2")
     for screen in (page(facts(d.log))[:1], every(history(d.log), now_s=d.now_s),

@@ -80,8 +80,7 @@ def test_changes_are_paid_back_while_the_plan_holds(
         return
 
     def earned(slots: tuple[int, ...]) -> float:
-        return math.fsum(waf_of(one, x)
-                         for one, x in zip(asked.demands, slots, strict=True))
+        return math.fsum(waf_of(one, x) for one, x in zip(asked.demands, slots, strict=True))
 
     worth = {slots: objective_flop(asked, slots) for slots in steady}
     close = 1e-9 * max(map(abs, worth.values()), default=0.0)
@@ -100,8 +99,7 @@ def test_changes_are_paid_back_while_the_plan_holds(
     ([wish("t1", 2, {1: 3.0, 2: 5.0}), wish("t2", 0, {1: 4.0})], 3, 0.0),
     ([wish("t1", 2, {1: 3.0, 2: 5.0}), wish("t2", 1, {1: 4.0})], 2, 0.0)])
 def test_when_a_change_is_paid_back(found: list[TaskDemand], num_slots: int, back_s: float) -> None:
-    """t1 stands and earns 5; with t2 they earn 2 more. Where there is room, or nothing else fits,
-    there is nothing to pay back."""
+    """t1 earns 5, and with t2 both earn 2 more; with room for all there is nothing to pay back."""
     asked = asking(found, num_slots)
     assert explain.paid_back_s(asked, planner.choose_plan(asked).plan.slots) == pytest.approx(
         back_s)

@@ -123,9 +123,8 @@ def inputs(draw: st.DrawFn) -> PlanProblem:
         wafs = rising(draw)
         wishes.append(wish(
             task, draw(st.sampled_from([0, *wafs, 6])), wafs, faulted=draw(st.booleans()),
-            floor=draw(st.sampled_from([0, 0, 1, 2, 4])),
-            team=draw(st.sampled_from(["", "red"])), priority=draw(st.sampled_from([0, 0, 1])),
-            weight=draw(st.sampled_from([1.0, 2.0]))))
+            floor=draw(st.sampled_from([0, 0, 1, 2, 4])), team=draw(st.sampled_from(["", "red"])),
+            priority=draw(st.sampled_from([0, 0, 1])), weight=draw(st.sampled_from([1.0, 2.0]))))
     return asking(wishes, draw(st.integers(0, 10)), floor=draw(st.booleans()),
                   gain_min=draw(st.sampled_from([0.0, 0.1])),
                   moves_max=draw(st.none() | st.integers(0, 2)),
@@ -170,8 +169,7 @@ def test_of_every_plan_that_keeps_the_floors_it_is_the_best(asked: PlanProblem) 
 def test_whom_it_costs_least_moves() -> None:
     """Each of the three could give the slots that the newcomer must have."""
     for cheap in (1, 2, 3):
-        wishes = [wish(task, 4, {2: 9.0 if task == cheap else 8.0, 4: 10.0})
-                  for task in (1, 2, 3)]
+        wishes = [wish(task, 4, {2: 9.0 if task == cheap else 8.0, 4: 10.0}) for task in (1, 2, 3)]
         found = slots(asking([*wishes, wish(4, 0, {2: 1.0}, floor=2)], 12, gain_min=9.0))
         assert found == (*(2 if task == cheap else 4 for task in (1, 2, 3)), 2)
 

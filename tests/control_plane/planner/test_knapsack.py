@@ -215,8 +215,7 @@ def test_the_next_best_skips_infeasible_states(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_first_plan_loads_nothing() -> None:
-    """Some of numpy's functions import numpy.ma when they are called first: tens of milliseconds,
-    more than the largest plan takes."""
+    """A first call of some numpy functions imports numpy.ma: longer than the largest plan."""
     found = subprocess.run([sys.executable, "-P", "-c", textwrap.dedent(f"""
         import sys
         from planner_cases import case

@@ -152,8 +152,7 @@ def test_a_change_is_worth_it_by_what_the_task_itself_earns(more: float, changes
 
 
 def test_costs_of_faulted_tasks_do_not_lower_gain_min() -> None:
-    """Faults so frequent that the sum of G is below 0: the gain is still a share of what is earned.
-    """
+    """Faults are so frequent that the sum of G is below 0."""
     found = [_wish(1, 2, {2: 1e5}, faulted=True), _wish(2, 1, {1: 1.0, 2: 1.004}, transition_s=0.0)]
     choice = planner.choose_plan(asking(found, 4, mtbf_gpu_s=4.0))
     assert choice.plan.objective < 0

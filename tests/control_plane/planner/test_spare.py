@@ -116,8 +116,7 @@ def test_a_spare_does_not_pay_where_faults_are_rare() -> None:
 
 
 def test_no_task_that_runs_stops_for_a_spare() -> None:
-    """Not even one that was hit, and pays whatever it gets, where to leave at the next fault would
-    cost more than it earns until then."""
+    """Not even the faulted one, though to leave later would cost more than it earns until then."""
     dear = Transition.uniform(600.0)
     often = replace(fixed(8 * 60.0), num_slots=8, demands=tuple(
         replace(wish(i, 4, {4: 100.0}, faulted=i == 1), transition=dear) for i in (1, 2)))
@@ -150,8 +149,7 @@ def test_a_tie_keeps_nothing_idle() -> None:
     choice, spare = planned(
         replace(dear, demands=(replace(same, transition=Transition.uniform(0.0)),)))
     assert choice.plan.slots == (4,)
-    assert (spare.verdict, spare.cost_flop, spare.saves_flop) == (
-        "not kept", 0.0, 0.0)
+    assert (spare.verdict, spare.cost_flop, spare.saves_flop) == ("not kept", 0.0, 0.0)
 
 
 def test_where_a_node_is_all_there_is_none_is_kept() -> None:
@@ -160,8 +158,7 @@ def test_where_a_node_is_all_there_is_none_is_kept() -> None:
 
 
 def test_after_a_fault_the_spare_is_used_and_the_healthy_go_on(d: Driver) -> None:
-    """beta would earn 1 % more on twice as many: where a fault is due within two minutes, they are
-    worth more as a spare."""
+    """beta would earn 1 % more on twice as many slots; a fault is due within two minutes."""
     policy = Policy(hot_spare=True, mtbf_gpu_s=8 * 120.0, mtbf_faults=1e6)
     d.tell("leader/abc", r.PolicySet(policy=policy))
     alpha = d.running(spec(slots={"sizes": [4]}, throughput={4: 1e12}))

@@ -46,8 +46,7 @@ def test_more_faults_cost_more_where_tasks_wait_for_nodes(
     command.mtbf(written(tmp_path), seeds=1, report=None, as_json=True)
     told = rows(capsys)
     for system in ("unicron", "megatron"):
-        curve = [told[f"mtbf-{400 * ratio:.6g}", system, "share"]
-                 for ratio in capacity.MTBF_RATIOS]
+        curve = [told[f"mtbf-{400 * ratio:.6g}", system, "share"] for ratio in capacity.MTBF_RATIOS]
         assert curve[0] < curve[3] < curve[-1] <= 1.0
     assert all(told[f"mtbf-{400 * ratio:.6g}", "unicron", "share"]
                > told[f"mtbf-{400 * ratio:.6g}", "megatron", "share"]

@@ -90,8 +90,7 @@ def same(found: Outcome, told: Outcome) -> None:
     for why in LOSSES:
         assert found.earnings.lost_flop[why] == pytest.approx(
             told.earnings.lost_flop[why], abs=1e-9 * full), why
-        assert found.earnings.down_s[why] == pytest.approx(
-            told.earnings.down_s[why], abs=1e-3), why
+        assert found.earnings.down_s[why] == pytest.approx(told.earnings.down_s[why], abs=1e-3), why
 
 
 def test_a_simulated_log_is_read_back_as_its_simulation_told() -> None:
@@ -308,8 +307,7 @@ def test_under_other_weights_policies_are_compared_with_ours(capsys: pytest.Capt
 def test_a_choice_that_is_none_is_one_line(settings_: list[str], policies: list[str], said: str
                                            ) -> None:
     with pytest.raises(UsageError) as refused:
-        from_log.from_log(DATA / "demo.jsonl", settings=settings_, policies=policies,
-                          as_json=False)
+        from_log.from_log(DATA / "demo.jsonl", settings=settings_, policies=policies, as_json=False)
     assert said in str(refused.value)
     assert refused.value.hint
 

@@ -69,8 +69,7 @@ def test_a_restart_costs_what_the_closed_form_says(cause: str) -> None:
     - 1) of training again each time, for a checkpoint every C: what is left of an exponential."""
     costs = policies.POLICIES["megatron"].costs
     mtbf_s, away_s = 3 * HOUR_S, 2 * HOUR_S
-    stands_s = costs.start_s + (
-        away_s if cause == NODE else costs.detection_s(cause, 0.0))
+    stands_s = costs.start_s + (away_s if cause == NODE else costs.detection_s(cause, 0.0))
     each_s = costs.checkpoint_s
     again_s = mtbf_s - each_s / math.expm1(each_s / mtbf_s)
     up, again = list[float](), list[float]()
@@ -251,8 +250,7 @@ def test_any_faults_of_policies_that_heal(faults: list[tuple[int, str, int]], si
     found = outcome.earnings
     assert found.lost_flop["recomputed"] == 0
     assert found.down_s["detection"] == pytest.approx(second.down_s["detection"], abs=1e-3)
-    assert found.down_s["transition"] == pytest.approx(
-        second.down_s["transition"], abs=1e-3)
+    assert found.down_s["transition"] == pytest.approx(second.down_s["transition"], abs=1e-3)
     assert found.flop == pytest.approx(
         second.earned, abs=1e9 + 2 * len(faults) * ITERATION_S * 6e12)
 

@@ -114,8 +114,7 @@ def test_causes_have_their_shares(study: str) -> None:
 
 def test_a_count_is_exact() -> None:
     """Trace-a of the paper: 10 SEV1 and 33 others in 8 weeks, repaired after 1 to 7 days."""
-    asked = Drawn(count={"SEV1": 10, "other": 33},
-                  repair=Repair(uniform_s=(DAY_S, 7 * DAY_S)))
+    asked = Drawn(count={"SEV1": 10, "other": 33}, repair=Repair(uniform_s=(DAY_S, 7 * DAY_S)))
     found = draw(asked, NODES[:16], 8, 56 * DAY_S)
     kinds = Counter(TABLE[one.cause] for one in found if one.event == "fault")
     assert kinds["SEV1"] == 10
@@ -153,8 +152,7 @@ def test_an_offender_comes_again_sooner_each_time() -> None:
     for number, mean_h in ((1, 719.4), (20, 151.7), (40, 151.7)):
         gaps_h = [(times[number] - times[number - 1]) / HOUR_S for times in at_s.values()]
         assert near(math.fsum(gaps_h) / len(gaps_h), mean_h, mean_h / math.sqrt(len(gaps_h)))
-    again = Counter(one.node for one in faults(
-        Drawn(count=500, repeat="superbench", repair=NONE)))
+    again = Counter(one.node for one in faults(Drawn(count=500, repeat="superbench", repair=NONE)))
     once = Counter(one.node for one in faults(Drawn(count=500, repair=NONE)))
     assert max(again.values()) > max(once.values())
     assert OFFENDERS["superbench"].shrunk(0) == 1.0

@@ -148,8 +148,7 @@ def test_the_command_tells_each_policy(capsys: pytest.CaptureFixture[str], tmp_p
 
 
 def test_a_process_that_ended_before_it_was_told_to_stop_holds_up_nobody() -> None:
-    """The second victim's end is told half an hour later than the first one's: by the order to
-    stop, the agent looks."""
+    """Its end would be detected half an hour later: the agent looks when it is to stop it."""
     second = ExternalEvent(DAY_S + 1000, "n3", "fault", PROCESS)
     data = plain(policies={"megatron": {"detect_s": {PROCESS: 1800.0}}})
     found = play("megatron", [ExternalEvent(DAY_S, "n2", "fault", PROCESS), second], data).earnings
@@ -202,9 +201,8 @@ def test_whole_nodes_are_played_as_one_slot_each(policy: str) -> None:
         *lost("n1", DAY_S, DAY_S + 4 * 3600), *lost("n4", DAY_S + 3600, 2 * DAY_S),
         ExternalEvent(3 * DAY_S, "n2", "fault", PROCESS),
         ExternalEvent(4 * DAY_S, "n3", "fault", HANG)]
-    device = [
-        ExternalEvent(5 * DAY_S, "n0", "fault", DEVICE),
-        ExternalEvent(5.5 * DAY_S, "n0", "repaired")]
+    device = [ExternalEvent(5 * DAY_S, "n0", "fault", DEVICE), ExternalEvent(
+        5.5 * DAY_S, "n0", "repaired")]
     few, whole, few_too, whole_too = (
         Run(scenario.run_input(given, chosen, told, condense=condense), chosen).play()
         for told in (happenings, device) for condense in (True, False))

@@ -24,8 +24,7 @@ def rates(d: Driver, task: int) -> dict[int, float]:
 
 
 def count_only(d: Driver, num: int) -> None:
-    d.tell(f"leader/{d.state.nonce}",
-           r.PolicySet(policy=policy.Policy(calibrate_iterations=num)))
+    d.tell(f"leader/{d.state.nonce}", r.PolicySet(policy=policy.Policy(calibrate_iterations=num)))
 
 
 def test_enough_undisturbed_iterations_are_a_measurement(d: Driver, task: int) -> None:
