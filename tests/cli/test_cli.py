@@ -1,4 +1,4 @@
-"""The face as a person types it: help, errors, exit codes, and what is not loaded."""
+"""The command line as typed: help, errors, exit codes, and which modules are not loaded."""
 
 from __future__ import annotations
 
@@ -36,13 +36,17 @@ train: {iterations: 3, output: out}
 """
 
 
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-P", "-c", code], text=True, capture_output=True,
+                          check=False, timeout=LIMIT_S)
+
+
 def test_help_loads_nothing_heavy():
     code = ("import sys; from unicron.cli.app import run_command; "
             "assert run_command(['--help']) == 0; "
             "bad = {'torch', 'redis', 'aiohttp', 'megatron', 'numpy', 'yaml'} & set(sys.modules); "
             "assert not bad, bad")
-    told = subprocess.run([sys.executable, "-P", "-c", code], text=True, capture_output=True,
-                          check=False, timeout=LIMIT_S)
+    told = python(code)
     assert told.returncode == 0, told.stderr
     for command in COMMANDS:
         assert f"  {command}" in told.stdout
@@ -61,8 +65,7 @@ def test_ctrl_c_while_the_command_is_loaded_ends_it_in_silence(module):
             "sys.meta_path.insert(0, Finder)\n"
             "sys.argv = ['unicron', 'doctor']\n"
             "main()")
-    told = subprocess.run([sys.executable, "-P", "-c", code], text=True, capture_output=True,
-                          check=False, timeout=LIMIT_S)
+    told = python(code)
     assert (told.returncode, told.stdout, told.stderr) == (130, "", "")
 
 
@@ -95,6 +98,9 @@ def test_version():
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
+    *((tuple(command.split()), "no cluster runs on") for command in (
+        "incident", "status", "cancel alpha", "logs alpha", "freeze", "plan", "plan --without n1",
+        "drain n1", "inject rank alpha", "export log.jsonl", "replay --live")),
     (("conquer",), "No such command"),
     (("up", "--fast"), "No such option: --fast"),
     (("submit",), "Missing argument 'JOB.yaml'"),
@@ -103,7 +109,6 @@ def test_version():
     (("tail", "--incident", "big"), "'big' is not an incident"),
     (("incident", "big"), "'big' is not an incident"),
     (("incident", "41", "--all"), "do not go together"),
-    (("incident",), "no cluster runs on"),
     (("replay", "log.jsonl", "--incident", "3", "--verify"), "--incident goes with neither"),
     (("status", "-o", "xml"), "'xml'"),
     (("up", "--port", "99999"), "--port"),
@@ -112,15 +117,9 @@ def test_version():
     (("status", "--state="), "--state names no folder"),
     (("up", "--observe", "--act"), "do not go together"),
     (("up", "--cluster", "a b"), "is not a cluster's name"),
-    (("status",), "no cluster runs on"),
     (("status", "--url", "http://127.0.0.1:9"), "no control plane answers at http://127.0.0.1:9"),
     (("status", "--url", "ftp://x"), "is not a control plane's address"),
     (("tail", "-f", "--url", "http://127.0.0.1:9"), "no control plane answers"),
-    (("cancel", "alpha"), "no cluster runs on"),
-    (("logs", "alpha"), "no cluster runs on"),
-    (("freeze",), "no cluster runs on"),
-    (("plan",), "no cluster runs on"),
-    (("plan", "--without", "n1"), "no cluster runs on"),
     (("plan", "--apply"), "--apply has nothing to apply"),
     (("plan", "--weight", "a=2", "--apply"), "--apply needs --check INPUT"),
     (("plan", "--with", "2", "--apply", "--check", "3"), "--with cannot be applied"),
@@ -135,7 +134,6 @@ def test_version():
     (("plan", "--submit", "/nowhere.yaml"), "/nowhere.yaml: no such file"),
     (("plan", "--offline", "plan.yaml", "--without", "n1"), "--offline goes with --table and -o"),
     (("plan", "--table"), "--table goes with --offline FILE"),
-    (("drain", "n1"), "no cluster runs on"),
     (("drain",), "Missing argument 'NODE'"),
     (("set-weight", "alpha"), "Missing argument 'WEIGHT'"),
     (("set-weight", "alpha", "much"), "WEIGHT"),
@@ -148,23 +146,19 @@ def test_version():
     (("set-weight", "alpha", "2", "-r"), "No such option: -r"),
     (("inject",), "Missing command"),
     (("inject", "disk"), "No such command 'disk'"),
-    (("inject", "rank", "alpha"), "no cluster runs on"),
     (("inject", "stop", "alpha", "--for", "-1"), "--for"),
     (("up", "--policy", "absent.yaml"), "absent.yaml"),
     (("up", "--policy", "."), "directory"),
-    (("export", "log.jsonl"), "no cluster runs on"),
     (("control-plane",), "no Redis is named"),
     (("replay",), "name either an exported file or --live"),
     (("replay", "log.jsonl", "--live"), "name either an exported file or --live"),
     (("replay", "absent.jsonl"), "absent.jsonl"),
-    (("replay", "--live"), "no cluster runs on"),
     (("up", "--redis", "http://x"), "--redis is not a redis:// URL"),
     (("up", "--redis", "redis://127.0.0.1:9"), "no Redis answers at 127.0.0.1:9"),
     (("submit", "absent.yaml"), "absent.yaml"),
     (("agent", "--label", "rack"), "--label 'rack' is not KEY=VALUE"),
     (("up", "--label", "n9:rack=r1"), "there is no node 'n9' here"),
-    (("up", "--label", "zone=a"), "'zone' is not a label; there are rack and switch"),
-])
+    (("up", "--label", "zone=a"), "'zone' is not a label; there are rack and switch")])
 def test_wrong_input_is_one_line_and_a_hint(tmp_path, arguments, words):
     told = unicron(*arguments, folder=tmp_path)
     refused(told, words)
@@ -218,14 +212,11 @@ def test_the_last_words_of_a_process_are_words(tmp_path):
     assert last_output(state, "control-plane") == "no output"
 
 
-def test_a_bad_job_is_refused_before_anybody_is_asked(tmp_path):
-    (tmp_path / "job.yaml").write_text(JOB.replace("iterations: 3", "iterations: 0"))
-    refused(unicron("submit", "job.yaml", folder=tmp_path), "job.yaml: train.iterations")
-
-
-def test_a_good_job_without_a_cluster(tmp_path):
-    (tmp_path / "job.yaml").write_text(JOB)
-    refused(unicron("submit", "job.yaml", folder=tmp_path), "no cluster runs on")
+@pytest.mark.parametrize(("iterations", "words"), [
+    (0, "job.yaml: train.iterations"), (3, "no cluster runs on")])
+def test_a_bad_job_is_refused_before_a_cluster_is_looked_for(tmp_path, iterations, words):
+    (tmp_path / "job.yaml").write_text(JOB.replace("iterations: 3", f"iterations: {iterations}"))
+    refused(unicron("submit", "job.yaml", folder=tmp_path), words)
 
 
 def test_a_hint_names_a_folder_with_blanks_as_a_shell_reads_it(tmp_path):
@@ -292,8 +283,7 @@ def test_replay_loads_no_server_client_and_no_torch(log):
     code = (f"import sys; from unicron.cli.app import run_command; "
             f"assert run_command(['replay', {str(log)!r}, '--verify']) == 0; "
             "assert not {'torch', 'redis', 'aiohttp'} & set(sys.modules)")
-    told = subprocess.run([sys.executable, "-P", "-c", code], text=True, capture_output=True,
-                          check=False, timeout=LIMIT_S)
+    told = python(code)
     assert told.returncode == 0, told.stderr
     assert "VERIFIED" in told.stdout
 
@@ -348,8 +338,7 @@ def test_a_closed_pipe_is_no_error(log):
     (r.PolicySet(policy=Policy(observe=True)), "silence 5 s, 3 restarts, OBSERVING"),
     (d.PlanChosen(trigger="node n3 drained", num_slots=4, waf=6e9, ideal_waf=8e9, objective=1,
                   alternatives=(), allocations=(d.Allocation(3, 4, 2, 6e9),)),
-     "node n3 drained: 4 slots, task:slots 3:2, WAF 6 GFLOP/s, 75 % of ideal"),
-])
+     "node n3 drained: 4 slots, task:slots 3:2, WAF 6 GFLOP/s, 75 % of ideal")])
 def test_what_operators_ask_for_is_told_in_a_line(body, told):
     record = Record(seq=7, epoch=1, at_s=1e9, occurred_s=1e9, source="heart", source_seq=0,
                     cause=0, incident=0, body=body)
@@ -364,3 +353,19 @@ def test_the_longest_line_of_every_day_fits_a_wide_terminal():
     record = Record(seq=4812, epoch=1, at_s=1e9, occurred_s=1e9, source="n1/7", source_seq=9,
                     cause=4811, incident=4790, body=body)
     assert len(line(codec.to_plain(record))) <= 160
+
+
+# --- closed standard streams ---------------------------------------------------------------------
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("words", ["classify LOG", "classify", "--version", "doctor",
+                                   "locate none", "status"])
+def test_a_command_survives_closed_streams(words: str, closed: str, tmp_path: Path) -> None:
+    log = "CUDA error: unknown error\n"
+    (tmp_path / "LOG").write_text(log, encoding="utf-8")
+    done = subprocess.run(
+        ["bash", "-c", f'exec "$0" {words} {closed}', str(Path(sys.executable).parent / "unicron")],
+        cwd=tmp_path, timeout=LIMIT_S, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        check=False, env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)})
+    assert "Traceback" not in done.stdout + done.stderr
+    assert done.returncode == (2 if words in ("locate none", "status") else 0)
+    assert (tmp_path / "LOG").read_text(encoding="utf-8") == log

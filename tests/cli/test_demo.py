@@ -52,7 +52,7 @@ def test_the_examples_lead_to_the_plans_that_the_demo_promises():
     assert plan(6, 3, 1).plan.slots == (4, 2)
 
 
-def test_the_unhurt_task_gives_a_slot_and_the_plan_names_what_it_beat():
+def test_the_healthy_task_gives_a_slot_to_the_plan():
     choice = plan(4, 4, 2, faulted=True)
     assert choice.plan.slots == (3, 1)
     beaten = {tuple(slots for _, slots in other.slots): other.waf for other in choice.alternatives}
@@ -82,19 +82,12 @@ def test_an_iteration_that_is_done_again_counts_as_lost():
     assert [move.lost for move in moves(records)] == [0, 2, 0]
 
 
-def grown_from(source: int) -> list[dict]:
-    """The log, but the rank that comes back has its state from there."""
-    records = copy.deepcopy(PLAIN)
-    told = next(record["body"] for record in records if record["kind"] == "Reconfigured"
-                and record["body"]["attempt"] == 2)
-    told["source"] = source
-    return records
-
-
 @pytest.mark.parametrize("source", [-1, 2, 0])
 def test_a_newcomer_that_read_a_checkpoint_breaks_the_promise(source, tmp_path):
-    stage = Stage(tmp_path)
-    (body,) = moves(grown_from(source))[-1].newcomers
+    stage, records = Stage(tmp_path), copy.deepcopy(PLAIN)
+    next(record["body"] for record in records if record["kind"] == "Reconfigured"
+         and record["body"]["attempt"] == 2)["source"] = source
+    (body,) = moves(records)[-1].newcomers
     acts.promise_from_memory(stage, to_builtins(body))
     assert (body.rank, bool(stage.broken)) == (2, source != 0)
 
@@ -282,8 +275,7 @@ def played(path: Path, monkeypatch: pytest.MonkeyPatch, records: list[dict]) -> 
     ([4.0, 2.0], [4.0, 2.0], 0.0), ([4.0, 2.0], [4.0, 1.0], 1.0),
     ([4.0], [4.0, 2.0], float("inf")), ([], [], float("inf")),
     ([4.0, NAN], [4.0, 2.0], float("inf")), ([4.0, 2.0], [NAN, 2.0], float("inf")),
-    ([float("inf"), 2.0], [float("inf"), 2.0], float("inf")),
-])
+    ([float("inf"), 2.0], [float("inf"), 2.0], float("inf"))])
 def test_a_missing_or_broken_loss_is_no_small_gap(ours, theirs, gap):
     assert twins._gap(ours, theirs) == gap
 

@@ -1,8 +1,4 @@
-"""The page of an incident, and the list of all, from logs of faults that the heart healed.
-
-`UNICRON_SNAPSHOTS=write pytest tests/cli/test_incident.py` writes the pages anew; read the
-difference.
-"""
+"""The page of an incident: its facts, its evidence, and what an operator still has to do."""
 
 from __future__ import annotations
 
@@ -11,14 +7,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import hung_commands
 import pytest
-from decider import Driver, failed
+from decider import Driver, failed, spec
+from device_errors import alone, erred, four, health
+from hangs import deadline, hung
 from msgspec.structs import replace
+from slow_iterations import crawls, waited_for
 from snapshots import RECORDS, check
+from stragglers import VICTIM, known, paced
 from two_tasks import carry_out, facts, gives, lose, two_tasks, waits
 from unicron.cli.cluster.state_dir import StateDir
-from unicron.cli.commands import incident
-from unicron.cli.commands import replay as command
+from unicron.cli.commands import incident, replay
 from unicron.cli.screens import nodes
 from unicron.cli.screens import task as task_screen
 from unicron.cli.screens.incident import bar, every, page
@@ -28,6 +28,7 @@ from unicron.control_plane.api.view import view
 from unicron.control_plane.decide.advance import DECIDER_VERSION
 from unicron.control_plane.history.history import History, history, waf
 from unicron.control_plane.history.incident_records import incident_records
+from unicron.control_plane.state.incident import NUM_EVIDENCE_MAX
 from unicron.events.errors import UsageError
 from unicron.events.log import archive
 from unicron.events.records import decisions
@@ -56,15 +57,12 @@ def test_a_lost_node_and_the_task_that_gave_a_slot() -> None:
     assert (other["task"], other["slots_before"], other["slots"]) == ("beta", 2, 1)
     assert other["iterations_lost"] == 0
     assert 0 < other["pause_s"] < 1
-    assert told["left"] == [
-        "n2 lost: repair it and start its agent, it is given tasks at once"]
+    assert told["left"] == ["n2 lost: repair it and start its agent, it is given tasks at once"]
     (plan,) = told["plans"]
     assert max(x["waf"] for x in plan["beaten"]) <= plan["waf"]
 
 
 def test_a_silence_that_is_the_second_sign_is_counted_once() -> None:
-    """A peer's collective fails at once, and the node is silent long enough while that is waited
-    for: all of it is the decision's."""
     d, alpha, _ = two_tasks({1: 1.5e12, 2: 2.4e12})
     lose(d, "n2", alpha, silent_last=True)
     told = facts(d.log)
@@ -75,7 +73,6 @@ def test_a_silence_that_is_the_second_sign_is_counted_once() -> None:
 
 
 def test_a_plan_names_the_tables_that_it_was_made_of() -> None:
-    """Neither that of a task without slots, nor what a table became later."""
     d, alpha, beta = waits()
     at = next(x.seq for x in d.log if isinstance(x.body, decisions.PlanChosen)
               and [one.slots for one in x.body.allocations] == [4, 0])
@@ -94,7 +91,7 @@ def test_a_plan_names_the_tables_that_it_was_made_of() -> None:
     assert waf(told, 1).origins == ("declared",)
 
 
-def test_the_story_ends_when_the_unhurt_task_steps_again() -> None:
+def test_the_timeline_ends_when_the_healthy_task_steps_again() -> None:
     d, _, beta = gives()
     before = [x["seq"] for x in facts(d.log)["timeline"]]
     (last,) = [x for x in d.log[-3:] if isinstance(x.body, r.TaskProgressed)]
@@ -105,8 +102,7 @@ def test_the_story_ends_when_the_unhurt_task_steps_again() -> None:
     assert [x.seq for x in incident_records(one, [*d.log, *later]).records] == before
 
 
-def test_what_the_unhurt_task_lost_is_told_from_its_own_records() -> None:
-    """It stands from when its last member has left to the order to train: the demo's ruler."""
+def test_the_loss_of_a_healthy_task_is_from_its_own_records() -> None:
     d, _, beta = gives()
     plan = max(x.seq for x in d.log if isinstance(x.body, decisions.PlanChosen))
     own = [x for x in d.log if x.seq > plan and getattr(x.body, "task", 0) == beta]
@@ -123,9 +119,7 @@ def test_a_task_that_gave_all_its_slots_waits() -> None:
     assert told["effects"][1]["pause_s"] is None
 
 
-def test_slots_that_did_not_step_are_counted_until_it_was_closed() -> None:
-    d = Driver()
-    task = d.running()
+def test_slots_that_did_not_step_are_counted_until_it_was_closed(d: Driver, task: int) -> None:
     told = d.exit(task, 2)  # 4 slots stop here
     struck_s = d.now_s
     d.obey(told, start=False)
@@ -134,13 +128,11 @@ def test_slots_that_did_not_step_are_counted_until_it_was_closed() -> None:
     d.now_s += 10
     carry_out(d, [x for x in told if isinstance(x.body, o.StartRank)])
     (one,) = history(d.log).incidents.values()
-    assert one.outcome == "healed"
-    assert one.pause_s == pytest.approx(stepped_s - struck_s)
+    assert (one.outcome, one.pause_s) == ("healed", pytest.approx(stepped_s - struck_s))
     at_one_less_s = next(x.at_s for x in d.log if isinstance(x.body, r.Quiesced)
                          and x.at_s > stepped_s) - stepped_s
     again_s = (one.closed_s or 0.0) - stepped_s - at_one_less_s
-    assert one.slot_s == pytest.approx(
-        4 * (stepped_s - struck_s) + at_one_less_s + 4 * again_s)
+    assert one.slot_s == pytest.approx(4 * (stepped_s - struck_s) + at_one_less_s + 4 * again_s)
 
 
 def struck_while_frozen() -> Driver:
@@ -170,10 +162,7 @@ def test_slots_that_still_stand_are_counted_until_now_on_every_screen() -> None:
     assert told.slot_s(one, told.at_s) == before, "to ask changes nothing"
 
 
-def test_a_collective_that_failed_before_the_evidence_is_part_of_it() -> None:
-    """A survivor may tell of the broken connection before the agent has reaped the process."""
-    d = Driver()
-    task = d.running()
+def test_a_collective_that_failed_before_the_evidence_is_part_of_it(d: Driver, task: int) -> None:
     told = failed(d, task, 0)
     sign = told[0]
     d.now_s += 0.5
@@ -186,10 +175,7 @@ def test_a_collective_that_failed_before_the_evidence_is_part_of_it() -> None:
     assert one.detected_s - one.fault_s == pytest.approx(0.52)
 
 
-def test_a_long_error_takes_two_lines_of_the_page() -> None:
-    """Its first line says what it is; the log has the rest."""
-    d = Driver()
-    task = d.running()
+def test_a_long_error_takes_two_lines_of_the_page(d: Driver, task: int) -> None:
     why = f"RuntimeError: Connection closed by peer [::1]:4122. {'Check it. ' * 40}\nadvice\n"
     member = d.state.tasks[task].members[0]
     d.tell(d.source(member.node), r.CollectiveFailed(
@@ -204,10 +190,7 @@ def test_a_long_error_takes_two_lines_of_the_page() -> None:
     assert "advice" not in " ".join(told)
 
 
-def test_one_that_got_worse_is_named_by_what_it_became() -> None:
-    """A peer's collective failed first; then an agent that started again tells the cause."""
-    d = Driver()
-    task = d.running()
+def test_one_that_got_worse_is_named_by_what_it_became(d: Driver, task: int) -> None:
     failed(d, task, 0)
     d.now_s += 2.0
     d.tell("leader/abc", r.DeadlineReached(deadline=f"evidence/{task}/1"))
@@ -234,9 +217,7 @@ def test_one_that_is_open_says_so() -> None:
     assert lengths["held"] >= 8.0 > lengths["rebuild"]
 
 
-def test_a_slot_that_was_taken_out_is_for_a_person() -> None:
-    d = Driver()
-    task = d.running()
+def test_a_slot_that_was_taken_out_is_for_a_person(d: Driver, task: int) -> None:
     for _ in range(5):
         if 2 in d.state.tasks[task].ranks:
             carry_out(d, d.exit(task, 2))
@@ -262,9 +243,7 @@ def on_purpose(d: Driver, which: str = "") -> list[str]:
     return [line for line in page(facts(d.log, which)) if line.startswith("on purpose")]
 
 
-def test_a_rank_that_was_killed_on_purpose() -> None:
-    d = Driver()
-    task = d.running()
+def test_a_rank_that_was_killed_on_purpose(d: Driver, task: int) -> None:
     seq = asked(d, what="rank", task=task, rank=2)
     carry_out(d, d.exit(task, 2))
     told = [f"on purpose kill task {task} rank 2: by ops (seq {seq})"]
@@ -277,10 +256,8 @@ def test_a_rank_that_was_killed_on_purpose() -> None:
 
 
 @pytest.mark.parametrize("asked_for", [True, False])
-def test_a_rank_that_was_stopped(asked_for: bool) -> None:
+def test_a_rank_that_was_stopped(d: Driver, task: int, asked_for: bool) -> None:
     """Its time to go on is a phase of its own, and training stood from its begin on."""
-    d = Driver()
-    task = d.running()
     seq = asked(d, what="stop", task=task, rank=2, stop_s=0.0) if asked_for else 0
     (sign,) = d.tell("n2/1", r.RankSuspended(task=task, rank=2, attempt=1, pid=d.pid - 1))
     d.progress(task)  # of the iteration before, told late
@@ -302,9 +279,7 @@ def test_a_rank_that_was_stopped(asked_for: bool) -> None:
         check("incident-stopped", page(told), columns_max=100)
 
 
-def test_one_that_was_stopped_and_goes_on_while_healing_is_frozen() -> None:
-    d = Driver()
-    task = d.running()
+def test_one_that_was_stopped_and_goes_on_while_healing_is_frozen(d: Driver, task: int) -> None:
     d.tell("operator/freeze", r.HealingFrozen(reason="a change of switches"))
     d.tell("n2/1", r.RankSuspended(task=task, rank=2, attempt=1, pid=d.pid - 1))
     d.due(f"stopped/{task}/2/1")
@@ -319,9 +294,7 @@ def test_one_that_was_stopped_and_goes_on_while_healing_is_frozen() -> None:
     assert told["cost"]["slot_s"] == pytest.approx(4 * told["cost"]["pause_s"])
 
 
-def test_a_stop_that_went_by_explains_nothing_later() -> None:
-    d = Driver()
-    task = d.running()
+def test_a_stop_that_went_by_explains_nothing_later(d: Driver, task: int) -> None:
     asked(d, what="stop", task=task, rank=2, stop_s=2.0)
     d.now_s += 5
     d.progress(task)
@@ -357,14 +330,13 @@ def exported(tmp_path: Path) -> Path:
 
 
 def ask(path: Path, which: str, *, as_json: bool = False, verify: bool = False) -> None:
-    command.replay(StateDir(path.parent), None, path, live=False, until=None, verify=verify,
+    replay.replay(StateDir(path.parent), None, path, live=False, until=None, verify=verify,
                    step=False, as_json=as_json, incident=which)
 
 
 def test_the_page_from_an_exported_log(exported: Path, capsys: Any) -> None:
     (number,) = [
-        x.seq for x in archive.read(exported) if isinstance(x.body, decisions.IncidentOpened)
-    ]
+        x.seq for x in archive.read(exported) if isinstance(x.body, decisions.IncidentOpened)]
     ask(exported, f"inc-{number}")
     told = capsys.readouterr().out
     assert told.startswith(f"inc-{number}  HEALED  SEV1 lost connection  n2  alpha ranks 2 3")
@@ -383,9 +355,9 @@ def test_what_a_waiting_task_needed_is_computed_for_its_record(tmp_path: Path, c
     assert [one["task"] for one in data["waits"]] == ["beta"]
     assert "; needs more slots, or weight " in data["waits"][0]["waits"]
     assert data["computed_by"] == DECIDER_VERSION
-    last = max(x["seq"] for x in plain_of(path) if x["kind"] == "TaskWaiting")
+    last = max(x.seq for x in archive.read(path) if x.kind == "TaskWaiting")
     for until in (last, None):
-        command.replay(StateDir(tmp_path), None, path, live=False, until=until, verify=False,
+        replay.replay(StateDir(tmp_path), None, path, live=False, until=until, verify=False,
                        step=False, as_json=False)
         told = capsys.readouterr().out.splitlines()
         assert told[-2].startswith("beta       alpha earns more with the slots; needs ")
@@ -393,7 +365,6 @@ def test_what_a_waiting_task_needed_is_computed_for_its_record(tmp_path: Path, c
 
 
 def test_an_old_log_says_itself_what_a_task_needed() -> None:
-    """Such a record is shown as it is, on every page, and nothing is computed for it."""
     records = [to_plain(record) for record in waits()[0].log]
     (record,) = [x for x in records if x["kind"] == "TaskWaiting"]
     record["body"] |= {"needs": "more slots, or weight 3", "cost_waf": 1e12, "weight_from": 3.0}
@@ -403,10 +374,6 @@ def test_an_old_log_says_itself_what_a_task_needed() -> None:
     assert told["computed_by"] == 0
     assert "the plan gives it no slots; needs more slots, or weight 3" in line(record)
     assert from_plain(record).body.weight_from == 3.0
-
-
-def plain_of(path: Path) -> list[Plain]:
-    return [to_plain(record) for record in archive.read(path)]
 
 
 def test_one_that_is_not_there_names_the_newest(exported: Path) -> None:
@@ -435,3 +402,164 @@ def test_the_list() -> None:
         task.spec = replace(task.spec, name="alpha")
     (one,) = told.incidents.values()
     assert f"  alpha ({one.task})  " in every(told, now_s=d.now_s)[1]
+
+
+# --- evidence ------------------------------------------------------------------------------------
+def evidence(told: Plain) -> list[str]:
+    """The page's lines of evidence, each in one piece."""
+    found: list[str] = []
+    for row in page(told)[3:]:
+        if row.startswith(("evidence", "began")) or (found and row.startswith(" " * 11)):
+            text = row.strip()
+            found = ([*found[:-1], f"{found[-1]} {text}"] if row.startswith(" ") else
+                     [*found, " ".join(text.split())])
+        elif found:
+            break
+    return found
+
+
+def phases(told: Plain) -> dict[str, tuple[str, float]]:
+    return {x["name"]: (x["bound"], x["length_s"]) for x in told["phases"]}
+
+
+# --- what came late, or again ---------------------------------------------------------------------
+def test_a_collective_that_fails_later_is_counted() -> None:
+    told = facts(gives()[0].log)
+    assert [x["later"] for x in told["evidence"]] == [False, False, True]
+    assert evidence(told)[1].startswith("evidence n1: 2 x CollectiveFailed rank 0.1 iteration 1:")
+    assert evidence(told)[1].endswith("; 1 later)")
+
+
+def test_a_device_that_errs_on_is_counted_also_after_the_incident() -> None:
+    d = Driver(nodes=3, slots=2)
+    task = four(d)
+    first = erred(d)
+    nvml = erred(d, origin="nvml", rule="nvml-xid", text="XID 79")
+    d.obey(alone(d, first))
+    d.progress(task)
+    more = [erred(d, text=f"again, {at}")[0].seq for at in range(5)]
+    told = facts(d.log)
+    assert told["outcome"] == "healed"
+    assert [x["seq"] for x in told["evidence"]] == [first[0].seq, nvml[0].seq, *more]
+    (kernel, driver) = evidence(told)
+    assert kernel.startswith("evidence n2: 6 x DeviceErred n2/0 GPU driver errors (xid-79): ")
+    assert kernel.endswith(f"(seq {first[0].seq} to {more[-1]}; 5 later)")
+    assert driver.endswith(f"(seq {nvml[0].seq})")
+    rows = [line for line in page(told) if " DeviceErred " in line and "evidence" not in line]
+    assert len(rows) == 3, "those next to each other have one line of the timeline"
+    assert " 5 x DeviceErred " in rows[-1]
+
+
+def test_so_many_are_kept_and_the_page_says_so() -> None:
+    d = Driver(nodes=3, slots=2)
+    task = four(d)
+    d.obey(alone(d, erred(d)))
+    d.progress(task)
+    for _ in range(NUM_EVIDENCE_MAX + 20):
+        erred(d)
+    told = facts(d.log)
+    assert len(told["evidence"]) == NUM_EVIDENCE_MAX
+    assert "there may be more: so many (256) are kept" in " ".join(evidence(told))
+
+
+def test_an_incident_that_the_state_has_forgotten_has_all_its_evidence() -> None:
+    d = gives()[0]
+    told = history(d.log)
+    (one,) = told.incidents.values()
+    del told.state.incidents[one.id]
+    assert len(one.incident.evidence) == len(one.evidence) + 1
+
+
+# --- since when -----------------------------------------------------------------------------------
+def test_a_hang_began_after_the_last_mark(d: Driver, task: int) -> None:
+    d.now_s += 10
+    hung(d, task, VICTIM)
+    carry_out(d, d.due(deadline(d, task)))
+    told = facts(d.log)
+    found = phases(told)
+    names = [x["name"] for x in told["phases"]]
+    assert names[:3] == ["detect", "stood", "decide"]
+    assert found["detect"][0] == "at most"
+    assert 1.5 < found["detect"][1] < 1.7
+    assert found["decide"] == ("", pytest.approx(0.0, abs=1e-6))
+    began, waits, own, late = evidence(told)
+    assert began == ("began after the last sign of rank 2, 1.6 s before the report; the exact "
+                     "time is not known")
+    assert waits.startswith("evidence n1 n2: 3 x RankStalled rank 0.1 ")
+    assert " RankStalled rank 2.1 " in own
+    assert " x " not in own
+    assert "DeadlineReached hang/" in late
+    check("incident-hang", page(told), columns_max=100)
+
+
+def test_one_that_works_on_and_on_began_within_its_iteration(d: Driver, task: int) -> None:
+    waited_for(d, task)
+    d.now_s += 5
+    crawls(d, task, VICTIM, 6.4)
+    carry_out(d, d.due(deadline(d, task)))
+    told = facts(d.log)
+    bound, length_s = phases(told)["detect"]
+    assert (bound, length_s) == ("at most", pytest.approx(6.5 - 5.0, abs=0.05))
+    assert evidence(told)[0].startswith("began after that iteration began, 1.5 s")
+    assert "stood" in phases(told)
+
+
+def test_a_command_began_to_hang_after_its_last_line() -> None:
+    d = Driver(nodes=3)
+    task = hung_commands.running(d)
+    hung_commands.stalled(d, task)
+    (due,) = hung_commands.deadlines(d)
+    d.due(due)
+    told = facts(d.log)
+    assert phases(told)["detect"] == ("at most", pytest.approx(61.0, abs=0.1))
+    assert phases(told)["stood"][1] == pytest.approx(hung_commands.AFTER_S - 61.0, abs=0.1)
+    assert evidence(told)[0].startswith("began after the last sign of rank 3, 61 s before")
+
+
+def test_a_slow_rank_was_slow_before_it_was_told(d: Driver, task: int) -> None:
+    known(d, task)
+    for rank in (VICTIM, 0):
+        paced(d, task, rank, 4.0 if rank == VICTIM else 1.0, iteration_s=4.1)
+    told = facts(d.log)
+    bound, length_s = phases(told)["detect"]
+    assert bound == "at least"
+    assert length_s >= 4.1
+    assert evidence(told)[0].startswith("began not known: of the last ")
+
+
+@pytest.mark.parametrize("error", ["Connection closed by peer", "Timed out waiting 600000ms"])
+def test_a_collective_timeout_does_not_date_the_fault(d: Driver, task: int, error: str) -> None:
+    failed(d, task, 0, error)
+    d.now_s += 2
+    d.obey(d.due(f"evidence/{task}/1"))
+    told = facts(d.log)
+    late = "Timed" in error
+    assert ("detect" in phases(told)) == (not late)
+    assert [x for x in evidence(told) if x.startswith("began")] == [
+        "began not known: a collective waited until its timeout, for what had happened before"
+    ] * late
+
+
+def test_what_is_only_overdue_has_no_begin(d: Driver) -> None:
+    task = d.submit(spec())
+    carry_out(d, d.due(f"start/{task}/0/1"))
+    told = facts(d.log)
+    assert "detect" not in phases(told)
+    assert evidence(told)[0] == ("began not known: nothing but that it is overdue shows it")
+
+
+def test_a_check_runs_from_time_to_time() -> None:
+    d = Driver(nodes=3, slots=2)
+    four(d)
+    d.obey(health(d, "n2", "unhealthy", devices=(0,), status="ECC errors"))
+    d.due(next(x for x in d.state.deadlines if x.startswith("device/")))
+    told = facts(d.log)
+    assert "detect" not in phases(told)
+    assert evidence(told)[0].startswith("began not known: before its check ran")
+
+
+def test_an_exit_is_told_to_the_moment(d: Driver, task: int) -> None:
+    carry_out(d, d.exit(task, 2))
+    told = facts(d.log)
+    assert phases(told)["detect"][0] == ""
+    assert told["began"]["why"] == ""

@@ -12,14 +12,17 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 from unicron.cli.cluster import local_cluster, processes
+from unicron.cli.cluster.client import Client, Unreachable
 from unicron.cli.cluster.local_cluster import (
     CONTROL_PLANE,
     UP,
@@ -131,8 +134,7 @@ def test_up_is_refused_twice_survives_sigkill_is_adopted_and_goes_down(cluster):
 
 
 @pytest.mark.parametrize("by_signal", [False, True])
-def test_what_is_unfinished_is_told_before_anything_is_stopped(
-        tmp_path, monkeypatch, capsys, by_signal):
+def test_down_names_unfinished_tasks_first(tmp_path, monkeypatch, capsys, by_signal):
     state = StateDir(tmp_path / "state")
     state.create()
     agent = processes.start(state, agent_name("n1"), ["sleep", "60"])
@@ -256,7 +258,6 @@ def test_the_commands_of_a_second_terminal(cluster, tmp_path):
 
 
 def test_policy_and_switches_of_a_folder(cluster, tmp_path):
-    """The file and --observe are remembered, --allow-inject is not; what runs is not changed."""
     def policy() -> dict[str, Any]:
         told = [record["body"] for record in cluster.records() if record["kind"] == "PolicySet"]
         return told[-1]["policy"]
@@ -305,7 +306,6 @@ def test_policy_and_switches_of_a_folder(cluster, tmp_path):
 
 
 def test_what_an_operator_asks_of_a_running_cluster(cluster, tmp_path):
-    """Each answer: what was asked, the plan that followed, who moves where, what to type next."""
     assert cluster("up", "--detach", "--agents", "2", "--slots", "1",
                    "--allow-inject", "--label", "n2:rack=r2", "--label", "rack=r1").returncode == 0
     nodes = json.loads(cluster("status", "-o", "json").stdout)["nodes"]
@@ -373,3 +373,37 @@ def test_a_redis_of_ones_own_its_password_is_in_no_argv(cluster, tmp_path):
         assert "server" not in cluster("down").stdout
     finally:
         server.stop()
+
+
+# --- how long a command waits for an answer ------------------------------------------------------
+class _Slow(BaseHTTPRequestHandler):
+    """Answers once it is released."""
+
+    released = threading.Event()
+
+    def do_POST(self) -> None:
+        self.released.wait(60)
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    with HTTPServer(("127.0.0.1", 0), _Slow) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        _Slow.released.set()
+        server.shutdown()
+        thread.join()
+
+
+def test_an_answer_is_waited_for_as_long_as_is_said(url: str) -> None:
+    with pytest.raises(Unreachable):
+        Client(url, "token").post("/v1/plan/dry-run", {}, 0.05)
+    _Slow.released.set()
+    assert Client(url, "token").post("/v1/plan/dry-run", {}, 60.0) == {}

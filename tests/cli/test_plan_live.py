@@ -1,8 +1,4 @@
-"""`unicron plan` of a cluster: its pages, what is typed wrongly, and a dry run carried out.
-
-`UNICRON_SNAPSHOTS=write pytest tests/cli/test_plan_live.py` writes the pages anew; read the
-difference.
-"""
+"""`unicron plan` of a cluster: its pages, what is typed wrongly, and a dry run carried out."""
 
 from __future__ import annotations
 
@@ -36,6 +32,8 @@ from unicron.events.errors import UsageError
 from unicron.events.records import reports as r
 from unicron.events.records.decisions import Binding
 from unicron.events.spec.policy import Policy
+
+pytestmark = pytest.mark.nodes(3)
 
 BETA = {1: 1.5e12, 2: 2.4e12}
 
@@ -87,8 +85,7 @@ def ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureF
     ("with", {"slots": 2}),
     ("weight", {"weights": ("beta=4",)}),
     ("several", {"without": ("n1", "n2"), "weights": ("alpha=9",)}),
-    ("no-change", {"weights": ("beta=1",)}),
-])
+    ("no-change", {"weights": ("beta=1",)})])
 def test_a_dry_run_is_shown_as_a_difference(name: str, asked: Plain, ask: Any) -> None:
     d, _, _ = two_tasks(BETA)
     before = len(d.log)
@@ -113,8 +110,7 @@ def test_the_present_plan(name: str, make: Any) -> None:
           plan_screen.present(found, now_s=found["plan_s"] + 90), columns_max=100)
 
 
-def test_a_hot_spare_is_one_line_of_the_plan_and_of_dry_runs(ask: Any) -> None:
-    d = Driver(nodes=3)
+def test_a_hot_spare_is_one_line_of_the_plan_and_of_dry_runs(d: Driver, ask: Any) -> None:
     d.tell("leader/abc", r.PolicySet(policy=Policy(
         hot_spare=True, mtbf_gpu_s=6 * 120.0, mtbf_faults=1e6)))
     d.running(train("alpha", 1.0, {2: 1e12}, slots={"sizes": [2]}))
@@ -144,8 +140,7 @@ def test_where_there_is_no_task_there_is_no_plan() -> None:
     assert plan_screen.dry_run(tried, "--without n1")[1].startswith("no task, no plan")
 
 
-def test_a_dry_run_that_changes_nothing_does_not_tell_what_the_last_plan_paid_back(
-        ask: Any) -> None:
+def test_a_dry_run_without_change_shows_no_payback(ask: Any) -> None:
     d, _, beta = two_tasks(BETA)
     assert any(line.startswith("paid back") for line in ask(Told(d), without=("n3",)))
     page = "\n".join(ask(Told(d), weights=(f"beta={d.state.tasks[beta].weight}",)))
@@ -168,7 +163,7 @@ def test_a_job_that_is_not_submitted_binds_by_its_name(ask: Any, tmp_path: Path)
     assert [line for line in page if line.startswith("bound by   the max of small (")], page
 
 
-def test_held_is_told(ask: Any) -> None:
+def test_the_page_says_that_healing_is_paused(ask: Any) -> None:
     d, _, _ = two_tasks(BETA)
     d.tell("operator/f", r.HealingFrozen(reason="a test"))
     held = [line for line in ask(Told(d), without=("n3",)) if line.startswith("held")]
@@ -245,7 +240,6 @@ def test_a_plan_has_one_explanation_live_in_a_dry_run_and_offline(ask: Any) -> N
 
 
 def test_a_past_plan_is_explained_from_the_log(ask: Any) -> None:
-    """As it was asked for at the time, whatever has become of the task since."""
     d, _, beta = waits()
     found = plain_of(dry_run.explain_present_plan(encode_state(d.state)))
     seq, page = len(d.log), ask(Told(d))
@@ -279,7 +273,7 @@ def test_applied_it_is_told_as_one_change(ask: Any) -> None:
     assert [d.state.nodes[name].drained for name in ("n1", "n2", "n3")] == [True, True, False]
 
 
-def test_applied_while_held_it_says_that_nothing_is_ordered(ask: Any) -> None:
+def test_applied_while_paused_nothing_is_ordered(ask: Any) -> None:
     d, _, _ = two_tasks(BETA)
     d.tell("operator/f", r.HealingFrozen(reason="a test"))
     lines = ask(Told(d), weights=("alpha=9",), apply=True, check=INPUT)
@@ -288,7 +282,6 @@ def test_applied_while_held_it_says_that_nothing_is_ordered(ask: Any) -> None:
 
 
 def test_only_who_has_run_starts_again() -> None:
-    """The ranks of a task that came with the request are its first."""
     d = Driver()
     before, seq = seen(d), len(d.log) + 1
     command = {"train": None, "command": ["sleep", "1"]}
@@ -342,8 +335,7 @@ def test_what_follows_from_one_request_is_read_as_before() -> None:
     ({"check": 3, "without": ("n1",)}, "--check goes with --apply",
      "unicron plan --without n1 --apply --check 3"),
     ({"check": 3}, "--check goes with --apply",
-     "unicron plan --without NODE --apply --check INPUT"),
-])
+     "unicron plan --without NODE --apply --check INPUT")])
 def test_what_is_typed_wrongly_is_one_line_and_a_hint(
         asked: Plain, error: str, hint: str, ask: Any) -> None:
     told = Told(two_tasks(BETA)[0])

@@ -23,7 +23,7 @@ WHO = "task 1 rank 2.3 pid 4"
     ({"exit_code": None, "signal": 9, "cause": "signal 9 (SIGKILL): killed from outside"},
      f"{WHO}: signal 9 (SIGKILL): killed from outside"),
     ({"exit_code": None, "signal": 9}, f"{WHO} signal 9")])
-def test_an_end_is_told_with_its_cause(changes: dict[str, Any], line: str) -> None:
+def test_an_exit_is_described_with_its_cause(changes: dict[str, Any], line: str) -> None:
     assert essentials("RankExited", EXITED | changes) == line
 
 
@@ -48,9 +48,8 @@ GLOO = "RuntimeError: [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/
     ({"error": GLOO + "Broken pipe\nadvice", "peer": "n2:1234"},
      "Broken pipe (connection reset), peer n2:1234"),
     ({"error": "DistBackendError: [rank 3] reset", "peer": ""},
-     "DistBackendError: [rank 3] reset (connection reset)"),
-])
-def test_a_failed_collective_is_told_by_the_librarys_words_to_their_end(
+     "DistBackendError: [rank 3] reset (connection reset)")])
+def test_a_failed_collective_shows_the_librarys_message(
         changes: dict[str, Any], words: str) -> None:
     body = {"task": 1, "rank": 3, "attempt": 1, "iteration": 12, "status": "connection reset",
             "rule": "connection-reset"}

@@ -24,16 +24,13 @@ def train(d: Driver, task: int, num_seconds: int) -> None:
 
 
 @pytest.mark.parametrize("num_buckets", [1, 7, 1000])
-def test_buckets_hold_what_the_state_has_summed(num_buckets):
-    d = Driver()
+def test_buckets_hold_what_the_state_has_summed(d: Driver, num_buckets) -> None:
     train(d, d.running(), 9)
     assert earned(d, num_buckets) == pytest.approx(math.fsum(d.state.earned.values()))
     assert earned(d, num_buckets) == pytest.approx(46e9)
 
 
-def test_a_pause_is_seen_where_it_was():
-    d = Driver()
-    task = d.running()
+def test_a_pause_is_seen_where_it_was(d: Driver, task: int) -> None:
     train(d, task, 10)
     d.now_s += 10
     train(d, task, 10)
@@ -43,9 +40,7 @@ def test_a_pause_is_seen_where_it_was():
     assert min(rates[21:]) > 4e9
 
 
-def test_what_is_trained_again_is_no_work():
-    d = Driver()
-    task = d.running()
+def test_what_is_trained_again_is_no_work(d: Driver, task: int) -> None:
     train(d, task, 4)
     before = earned(d)
     d.steps[task] = 0
@@ -55,9 +50,7 @@ def test_what_is_trained_again_is_no_work():
     assert earned(d) == pytest.approx(before + 4e9), "one iteration of five was told before"
 
 
-def test_the_weight_counts_from_when_it_is_set():
-    d = Driver()
-    task = d.running()
+def test_the_weight_counts_from_when_it_is_set(d: Driver, task: int) -> None:
     train(d, task, 5)
     before = earned(d)
     d.tell("operator/w", r.TaskWeightSet(task=task, weight=3.0))
@@ -66,20 +59,16 @@ def test_the_weight_counts_from_when_it_is_set():
     assert earned(d) == pytest.approx(math.fsum(d.state.earned.values()))
 
 
-def test_a_loss_that_is_no_number_was_an_iteration_all_the_same():
-    d = Driver()
-    task = d.running()
+def test_a_loss_that_is_no_number_was_an_iteration_all_the_same(d: Driver, task: int) -> None:
     train(d, task, 2)
     before = earned(d)
     members = d.state.tasks[task].members
     d.tell(d.source(members[0].node), r.LossNotFinite(
-        task=task, generation=d.state.tasks[task].generation, iteration=d.steps[task],
-        text="nan"))
+        task=task, generation=d.state.tasks[task].generation, iteration=d.steps[task], text="nan"))
     assert earned(d) == pytest.approx(before + 1e9)
 
 
-def test_plans_are_steps_and_end_with_the_last_task():
-    d = Driver()
+def test_plans_are_steps_and_end_with_the_last_task(d: Driver) -> None:
     task = d.running(spec(throughput={1: 4.0, 2: 7.0, 4: 9.0}))
     train(d, task, 10)
     d.obey(d.tell("operator/drain", r.NodeDrained(node="n2")))

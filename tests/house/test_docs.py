@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from doc_scripts import script
 from unicron.cli.files import job_file
 from unicron.cli.files.policy_file import load as read_policy
 from unicron.cli.simulate import compare
@@ -44,27 +43,17 @@ def every_dependency_has_a_page(root: Path) -> list[str]:
     return found
 
 
-def _script(name: str) -> ModuleType:
-    """A script of docs/reference, which is no package."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / f"docs/reference/{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script
-
-
 def every_command_is_documented(root: Path) -> list[str]:
     """docs/reference/cli.md is what the commands say of themselves today."""
     page = root / "docs/reference/cli.md"
-    fresh = page.exists() and page.read_text(encoding="utf-8") == _script("commands").render()
+    fresh = page.exists() and page.read_text(encoding="utf-8") == script("commands").render()
     return [] if fresh else ["docs/reference/cli.md is stale: make docs"]
 
 
 def every_record_is_documented(root: Path) -> list[str]:
     """docs/reference/records.md is what its generator writes from the docstrings today."""
     page = root / "docs/reference/records.md"
-    fresh = page.exists() and page.read_text(encoding="utf-8") == _script("generate").render(root)
+    fresh = page.exists() and page.read_text(encoding="utf-8") == script("generate").render(root)
     return [] if fresh else ["docs/reference/records.md is stale: make docs"]
 
 
@@ -72,14 +61,14 @@ def the_support_table_is_documented(root: Path) -> list[str]:
     """docs/reference/support.md is the table of events/spec/support.py."""
     page = root / "docs/reference/support.md"
     fresh = (page.exists() and page.read_text(encoding="utf-8")
-             == _script("generate").render_support())
+             == script("generate").render_support())
     return [] if fresh else ["docs/reference/support.md is stale: make docs"]
 
 
 def the_picture_is_of_the_output(root: Path) -> list[str]:
     """docs/demo.svg shows the output in docs/guides/demo.md."""
     page, output = root / "docs/demo.svg", root / "docs/guides/demo.md"
-    fresh = page.exists() and output.exists() and page.read_text(encoding="utf-8") == _script(
+    fresh = page.exists() and output.exists() and page.read_text(encoding="utf-8") == script(
         "screen").render(output.read_text(encoding="utf-8"))
     return [] if fresh else ["docs/demo.svg is stale: make docs"]
 
@@ -88,7 +77,7 @@ def every_file_is_on_the_map(root: Path) -> list[str]:
     """The code map of ARCHITECTURE.md is what its generator writes from the captions today."""
     page = root / "docs/ARCHITECTURE.md"
     text = page.read_text(encoding="utf-8") if page.exists() else ""
-    fresh = text != "" and _script("generate").with_map(text, root) == text
+    fresh = text != "" and script("generate").with_map(text, root) == text
     return [] if fresh else ["the code map in docs/ARCHITECTURE.md is stale: make docs"]
 
 
@@ -142,8 +131,7 @@ RULES: dict[Rule, dict[str, str]] = {
     every_file_is_on_the_map: {"docs/ARCHITECTURE.md": "# A\n", "events/a.py": "\n"},
     every_spec_key_is_documented: {"events/spec/job.py": "class JobSpec:\n    name: str\n"},
     every_link_leads_somewhere: {"docs/a.md": "see [b](b.md)\n"},
-    every_file_named_exists: {"docs/a.md": "held by `tests/test_nothing.py`\n"},
-}
+    every_file_named_exists: {"docs/a.md": "held by `tests/test_nothing.py`\n"}}
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -162,7 +150,7 @@ def test_a_breach_is_seen(rule: Rule, tmp_path: Path) -> None:
 
 def test_a_recorded_output_replaces_the_last_one() -> None:
     page = (ROOT / "docs/guides/demo.md").read_text(encoding="utf-8")
-    screen = _script("screen")
+    screen = script("screen")
     fresh = screen.record(page, "  0.0 s  setup    now\n", "abc1234", "2026-12-24")
     assert "What one run printed (2026-12-24, commit abc1234); your times will differ.\n" in fresh
     assert fresh.count("  0.0 s  setup ") == 1

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from doc_scripts import script
 
 ROOT = Path(__file__).resolve().parents[2]
-_SPEC = importlib.util.spec_from_file_location(
-    "docs_figures", ROOT / "docs" / "reference" / "figures.py")
-assert _SPEC is not None
-assert _SPEC.loader is not None
-figures = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(figures)
-
+figures = script("figures")
 PAGE = ("before\n<!-- figures: {0} -->\nold text\n\nMeasured at commit 0 on 2026-01-01, n=1.\n"
         "<!-- end -->\nafter\n")
 STAMP = {"commit": "abc1234", "at": "2026-11-23T10:00:00Z", "cores": 2, "versions": {"torch": "2"}}

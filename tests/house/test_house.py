@@ -23,8 +23,7 @@ ARROWS = {
     "events": {"", "events"},
     "control_plane": {"", "events", "control_plane"},
     "workers": {"", "events", "workers"},
-    "cli": {"", "events", "control_plane", "workers", "cli"},
-}
+    "cli": {"", "events", "control_plane", "workers", "cli"}}
 # The packages of each hand, the upper first. A package imports itself and what stands below its
 # line; packages on one line do not import each other. A file that is named stands apart from its
 # folder.
@@ -48,8 +47,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("workers/diagnosis/rules",), ("workers/host",), ("workers",)),
     "cli": (
         ("cli",), ("cli/demo",), ("cli/commands",), ("cli/simulate", "cli/screens"),
-        ("cli/files",), ("cli/terminal",), ("cli/cluster",)),
-}
+        ("cli/files",), ("cli/terminal",), ("cli/cluster",))}
 # What training may import of workers/ beside its own: what agents and ranks both use.
 SHARED = ("training", "ipc", "diagnosis", "host", "checkpoint_store")
 # Packages and files that know no clock, socket, random or logger.
@@ -63,8 +61,7 @@ PURE = (
         "wait_graph.py")), "workers/agent/monitoring/megatron_output.py",
     "workers/agent/health/debounce.py", "workers/agent/health/finding.py",
     *(f"workers/training/recovery/{name}.py" for name in (
-        "resharding", "settlement", "state_sources")),
-)
+        "resharding", "settlement", "state_sources")))
 IMPURE = {"asyncio", "time", "datetime", "random", "uuid", "os", "socket", "threading",
           "logging", "structlog", "aiohttp", "redis", "torch"}
 # Where a package of others may be imported: folders end in "/".
@@ -78,13 +75,11 @@ CONFINED = {
     "pynvml": ("workers/agent/health/",),
     "fsspec": ("workers/host/object_storage.py",),
     "typer": ("cli/",),
-    "yaml": ("cli/",),
-}
+    "yaml": ("cli/",)}
 # The only files that may catch everything: where a foreign body must not take the process along.
 BORDERS: tuple[str, ...] = (
     "workers/host/object_storage.py",
-    "workers/training/process/control_thread.py",
-)
+    "workers/training/process/control_thread.py")
 # A word to a checker at a line's end does not count as length; ruff reads it so too.
 PRAGMA = re.compile(r"\s*# (pyright: |type: ignore|noqa)\S*.*$")
 FUNCTION_LINES_MAX, COLUMNS_MAX = 70, 100
@@ -380,6 +375,40 @@ def no_foreign_words(root: Path) -> list[str]:
     return found
 
 
+# --- tests ---------------------------------------------------------------------------------------
+PROGRAM_IMPORT = re.compile(r"from unicron((?:\.\w+)*) import (?:\(([^)]*)\)|([\w, ]+))")
+
+
+def bound(tree: ast.Module) -> set[str]:
+    """The names that a module defines or imports, wherever in it."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {alias.asname or alias.name for alias in node.names}
+    return found
+
+
+def programs_in_tests_import_what_exists(root: Path) -> list[str]:
+    """Programs are strings, for another process: no checker reads what they import."""
+    found: list[str] = []
+    for name, tree in trees(root):
+        for node in ast.walk(tree) if name.startswith("tests/") else ():
+            text = node.value if isinstance(node, ast.Constant) else None
+            for module, several, one in PROGRAM_IMPORT.findall(text if type(text) is str else ""):
+                path = root.joinpath(*module.split("."))
+                file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+                known = bound(parsed(file.read_text(encoding="utf-8"))) if file.exists() else set()
+                for attribute in (x.split()[0] for x in (several or one).split(",") if x.strip()):
+                    if attribute not in known and not (path / attribute).is_dir() and not (
+                            path / f"{attribute}.py").exists():
+                        found.append(f"{name}:{node.lineno} unicron{module} has no {attribute}")
+    return found
+
+
 # --- packaging ----------------------------------------------------------------------------------
 def the_root_is_the_package(root: Path) -> list[str]:
     found = [f"{name} lies at the root" for name, _ in files(root, ".py")
@@ -402,12 +431,10 @@ RULES: dict[Rule, list[dict[str, str]]] = {
     arrows_only_downward: [
         {"events/a.py": "from ..control_plane import state\n"},
         {"workers/agent/a.py": "import unicron.control_plane.fold.fold\n"},
-        {"cli/a.py": "from events import log\n"},
-    ],
+        {"cli/a.py": "from events import log\n"}],
     agent_and_training_never_meet: [
         {"workers/training/a.py": "from ..agent.main import run\n"},
-        {"workers/agent/a.py": "from .. import training\n"},
-    ],
+        {"workers/agent/a.py": "from .. import training\n"}],
     packages_import_only_what_is_below: [
         {"control_plane/state/a.py": "from ..fold import b\n", "control_plane/fold/b.py": "\n"},
         {"cli/screens/a.py": "from ..simulate.b import c\n", "cli/simulate/b.py": "\n"},
@@ -416,49 +443,37 @@ RULES: dict[Rule, list[dict[str, str]]] = {
         {"events/spec/a.py": "from . import b\n", "events/spec/b.py": "from .a import c\n"}],
     pure_files_import_no_world: [
         {"control_plane/fold/fold.py": "def f():\n    import time\n"},
-        {"control_plane/fold/fold.py": "from random import Random\nhere = Random()\n"},
-    ],
+        {"control_plane/fold/fold.py": "from random import Random\nhere = Random()\n"}],
     packages_of_others_stay_confined: [
         {"workers/agent/a.py": "from torch import nn\n"},
         {"control_plane/service/coordinator.py": "import redis.asyncio\n"},
-        {"cli/a.py": "from aiohttp import web\n"},
-    ],
+        {"cli/a.py": "from aiohttp import web\n"}],
     pure_files_iterate_no_sets: [
         {"control_plane/decide/decide.py": "s = {1}\nx = [y for y in s]\n"},
         {"control_plane/decide/decide.py": "x = tuple({1, 2})\n"},
-        {
-            "control_plane/state/cluster.py": "class S:\n  a: set[int]\n  def f(self):\n"
-            "    for x in self.a: ...\n"
-        },
-    ],
+        {"control_plane/state/cluster.py":
+         "class S:\n  a: set[int]\n  def f(self):\n    for x in self.a: ...\n"}],
     pure_files_sum_no_floats: [
-        {"control_plane/planner/planner.py": "x = sum(t.waf for t in [])\n"}
-    ],
+        {"control_plane/planner/planner.py": "x = sum(t.waf for t in [])\n"}],
     sizes_stay_small: [
         {"cli/a.py": "def f():\n" + "    x = 1\n" * 70},
-        {"cli/a.py": f"x = '{'1' * 95}'\n"},
-    ],
+        {"cli/a.py": f"x = '{'1' * 95}'\n"}],
     every_file_has_a_caption: [{"cli/a.py": "import os\n"}, {"cli/a.py": '# A\n"""B."""\n'}],
     names_say_something: [
-        {"cli/a.py": "class RankManager: ...\n"},
-        {"cli/utils.py": "\n"},
-        {"cli/common/a.py": "\n"},
-        {"events/a.py": "def parse_helper(): ...\n"},
-    ],
+        {"cli/a.py": "class RankManager: ...\n"}, {"cli/utils.py": "\n"},
+        {"cli/common/a.py": "\n"}, {"events/a.py": "def parse_helper(): ...\n"}],
     limits_name_their_unit: [{"cli/a.py": "SILENCE = 5.0\n"}, {"cli/a.py": "A: int = 4 << 2\n"}],
     nobody_catches_everything: [
         {"cli/a.py": f"try:\n    f()\nexcept{what}:\n    pass\n"}
-        for what in ("", " Exception", " (ValueError, Exception)", " BaseException as error")
-    ],
+        for what in ("", " Exception", " (ValueError, Exception)", " BaseException as error")],
     only_the_face_prints: [{"events/a.py": "print(1)\n"}],
     no_foreign_words: [{"docs/a.md": "see /wor" + "k/main\n"}, {"a.py": "# issu" + "e 2\n"}],
+    programs_in_tests_import_what_exists: [
+        {"tests/a.py": "P = 'from unicron" + ".cli.a import f, g'\n", "cli/a.py": "def f(): ...\n"},
+        {"tests/a.py": "P = 'from unicron" + ".cli import b'\n", "cli/a.py": "\n"}],
     the_root_is_the_package: [
-        {"setup.py": "\n"},
-        {"tests/__init__.py": "\n"},
-        {"unicron/a.txt": "\n"},
-    ],
-    every_package_is_listed: [{"pyproject.toml": PROJECT, "events/__init__.py": "\n"}],
-}
+        {"setup.py": "\n"}, {"tests/__init__.py": "\n"}, {"unicron/a.txt": "\n"}],
+    every_package_is_listed: [{"pyproject.toml": PROJECT, "events/__init__.py": "\n"}]}
 BREACHES = [(rule, tree) for rule, made in RULES.items() for tree in made]
 
 

@@ -1,12 +1,17 @@
-"""`make test` and `make test-thorough`: every test is in one lane, and the page keeps its text."""
+"""The tools that run the tests: lanes, the page of runs, and an end that leaves no process."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import suite
+from agent_driver import alive
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -33,8 +38,7 @@ def test_every_test_is_in_one_lane() -> None:
     assert all(list((suite.ROOT / path).glob("test_*.py")) for path in folders)
 
 
-def test_a_run_is_noted_below_what_the_page_says(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_appended_to_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "docs" / "test-runs.md"
     page.parent.mkdir()
     page.write_text(f"# Runs\n\nWords.\n\n{suite.BEGIN}\nan older run\n")
@@ -50,3 +54,36 @@ def test_a_run_is_noted_below_what_the_page_says(
 
 def test_the_page_is_there() -> None:
     assert suite.BEGIN in suite.PAGE.read_text()
+
+
+# --- SIGTERM -------------------------------------------------------------------------------------
+SLEEPS = '''
+import time
+from pathlib import Path
+
+
+def test_sleeps(own_server):
+    Path("pid").write_text(str(own_server.pid))
+    time.sleep(60)
+'''
+WAIT_S = 60.0
+TESTS = Path(__file__).parents[1]
+
+
+def test_tests_that_are_terminated_stop_what_they_started(tmp_path: Path) -> None:
+    (tmp_path / "test_sleeps.py").write_text(SLEEPS)
+    tests = subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "test_sleeps.py"], cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{TESTS}:{TESTS / 'drivers'}"},
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    told, last_s = tmp_path / "pid", time.monotonic() + WAIT_S
+    try:
+        while not (told.exists() and told.read_text()) and time.monotonic() < last_s:
+            time.sleep(0.05)
+        server = int(told.read_text())
+        tests.terminate()
+        assert tests.wait(WAIT_S) == pytest.ExitCode.INTERRUPTED
+    finally:
+        tests.kill()
+        tests.wait()
+    assert not alive(server)

@@ -19,7 +19,7 @@ from matrix import run
     (run, ["--faults", "SIGSTOP", "--variants", "bf16"], "no point of these meets such a fault"),
     (main, ["-n", "0"], "-n must be at least 1"),
     (main, ["--systems", "slurm"], "slurm is none of unicron, torchrun")])
-def test_what_cannot_be_is_told_before_it_begins(
+def test_impossible_arguments_are_refused_at_once(
         tool: ModuleType, arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["tool", *arguments])

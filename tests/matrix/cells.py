@@ -29,8 +29,7 @@ STRUCK = 3
 TRAIN: dict[str, Any] = {
     "model": {"num_layers": 2, "hidden": 64, "num_heads": 4, "sequence": 64},
     "batch": {"global": 16, "micro": 2}, "iterations": ITERATIONS,
-    "optimizer": {"lr": 3e-3, "warmup_iterations": 2},
-}
+    "optimizer": {"lr": 3e-3, "warmup_iterations": 2}}
 """The base: fp32, per token, reduced at once, tied embeddings, no dropout; and 8 micro-batches, so
 that three survivors of four are dealt 3, 3 and 2."""
 
@@ -170,8 +169,7 @@ POINTS = (
     Point("join: newcomer takes state", "receive", "receive", victim=NEWCOMER, all_come=False),
     Point("join: staged by who was there", "receive", "staged", victim=0, mate=1, only=SPLIT_ANEW),
     Point("join: put in force", "joined", "commit", victim=0, mate=1, only=SPLIT_ANEW),
-    Point("join: first micro-batch", "joined", "micro_batch", victim=NEWCOMER, nth=0),
-)
+    Point("join: first micro-batch", "joined", "micro_batch", victim=NEWCOMER, nth=0))
 TENSOR = {"parallel": {"tensor": [1, 2]}}
 PIPELINE = {"parallel": {"pipeline": [1, 2]}}
 CHUNKS = {"parallel": {"pipeline": [1, 2], "chunks": 2}, "model": {"num_layers": 4}}
@@ -207,8 +205,7 @@ VARIANTS = (
     Variant("zero1 bf16", ZERO1 | BF16),
     Variant("mirrored", MIRRORED),
     Variant("tp2dp2 zero1", TENSOR_ZERO1, Axes(tp=2, dp=2), {2: Axes(tp=2)}),
-    Variant("tp2dp2 mirrored", TENSOR_MIRRORED, Axes(tp=2, dp=2), {2: Axes(tp=2)}),
-)
+    Variant("tp2dp2 mirrored", TENSOR_MIRRORED, Axes(tp=2, dp=2), {2: Axes(tp=2)}))
 
 
 ONCE = {
@@ -223,8 +220,7 @@ ONCE = {
     "zero1": "gathering the parameters",
     "mirrored": "inside the optimizer step",
     "tp2dp2 zero1": "clip",
-    "tp2dp2 mirrored": "gathering the parameters",
-}
+    "tp2dp2 mirrored": "gathering the parameters"}
 """What `make test` strikes of each layout."""
 
 

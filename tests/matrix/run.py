@@ -60,8 +60,7 @@ def _asked() -> list[Cell]:
     every = list(cells())
     there = {"points": [cell.point.name for cell in every], "faults": list(FAULTS),
              "variants": [cell.variant.name for cell in every]}
-    chosen = {key: _chosen(parser, key, getattr(asked, key), names)
-              for key, names in there.items()}
+    chosen = {key: _chosen(parser, key, getattr(asked, key), names) for key, names in there.items()}
     found = [cell for cell in every if cell.point.name in chosen["points"]
              and cell.fault in chosen["faults"] and cell.variant.name in chosen["variants"]]
     if not found:

@@ -11,20 +11,13 @@ import signal
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from checkpoint_stores import named
 from matrix.cells import NEWCOMER, STRUCK, Cell
-from matrix.copied import newest, steps
-from rank_driver import START_S, Driver
+from rank_driver import START_S, TASK, Driver
 from unicron.control_plane.decide.membership import order_members
 from unicron.control_plane.state.task import HeldState, Rank
-from unicron.events.records.reports import (
-    MemoryCheckpointStored,
-    Quiesced,
-    RankErrored,
-    RankFinished,
-    RankReady,
-    Reconfigured,
-)
-from unicron.events.records.types import Slot
+from unicron.events.records import reports as r
+from unicron.events.records.types import MemoryCheckpoint, Slot
 from unicron.events.spec.model import Axes
 from unicron.events.spec.parallelism import coordinates, has_every_part, num_positions
 
@@ -58,12 +51,12 @@ class Play:
         self.axes = self.trained_in = self.struck_in = Axes()
         self.layouts: dict[int, Axes] = {}
         self.copied: set[int] = set()
-        self.claims: dict[int, Quiesced] = {}
-        self.settled: dict[int, Reconfigured] = {}
+        self.claims: dict[int, r.Quiesced] = {}
+        self.settled: dict[int, r.Reconfigured] = {}
         self._at_point = self.victims[:1]
         if self.fault == "two at once" and self.point.all_come:
             self._at_point = self.victims
-        self.finished: dict[int, RankFinished] = {}
+        self.finished: dict[int, r.RankFinished] = {}
         self._armed: dict[int, int] = {}
         self._bucket = cell.point.bucket
         self._late: list[Path] = []
@@ -86,7 +79,7 @@ class Play:
         self.driver.launch(*self.there)
         self._come()
         for rank in self._others:
-            self.driver.processes[rank].ready = self.driver.wait(RankReady, rank, limit_s=START_S)
+            self.driver.processes[rank].ready = self.driver.wait(r.RankReady, rank, limit_s=START_S)
         self._strike()
         self._heal()
 
@@ -119,8 +112,7 @@ class Play:
         self._heal()
 
     def _play_passed(self) -> None:
-        """When some have come out of the gate, and one that is late has not seen that all were in.
-        """
+        """When some are out of the gate, and a late one has not seen that all were in."""
         self._strike_late("passed", self._step_without)
 
     def _play_partial(self) -> None:
@@ -287,7 +279,7 @@ class Play:
             self.members, copies=copies, axes=None if self.variant.is_plain else self.axes)
         self.layouts[generation] = self.axes
 
-    def _form(self) -> dict[int, Reconfigured]:
+    def _form(self) -> dict[int, r.Reconfigured]:
         """A generation of who is seated, up and training."""
         self._meet()
         told = self.driver.reconfigured(self.members)
@@ -343,12 +335,12 @@ class Play:
     def _strike(self) -> None:
         victim = self.victims[0]
         if self.variant.loses and self.driver.generation:
-            self.driver.wait(MemoryCheckpointStored, self.trained[0])
+            self.driver.wait(r.MemoryCheckpointStored, self.trained[0])
         if self.fault == "lost agent":
             self.driver.lose_agents(*self.victims)
         elif self.fault == "exception":
             self._hold(victim, self._armed[victim], then="raise")
-            assert self.driver.wait(RankErrored, victim).error == "InjectedFault"
+            assert self.driver.wait(r.RankErrored, victim).error == "InjectedFault"
             assert self.driver.processes.pop(victim).popen.wait(20) == 1
         elif self.fault == "SIGSTOP":
             self.driver.processes[victim].signal(signal.SIGSTOP)
@@ -391,3 +383,19 @@ class Play:
         self.claims = driver.quiesce(self.survivors, "now")
         self.there.remove(mate)
         self._seat(self.variant.left(len(self.there)))
+
+
+def newest(driver: Driver) -> tuple[MemoryCheckpoint, ...]:
+    """The reported in-memory checkpoints, as the control plane would name them, newest first.
+
+    A store gives a newer one if it has one.
+    """
+    by_node = {one.keeper.node: one for one in driver.keepers}
+    told = sorted(driver.told(r.MemoryCheckpointStored),
+                  key=lambda kept: (-kept.step_version, kept.node))
+    return tuple(named(by_node[kept.node], kept) for kept in told)
+
+
+def steps(driver: Driver) -> set[int]:
+    """The step of the newest checkpoint of each store."""
+    return {one.stored(TASK)[-1].offer.step_version for one in driver.keepers if one.stored(TASK)}

@@ -8,36 +8,14 @@ from collections.abc import Callable
 from math import inf
 
 from msgspec import Struct
-from simulated.environment import PaperNet
-from simulated.rank import PaperRank
-from simulated.rank_monitor import WATCH_S, PaperWatch
+from simulated.environment import Environment
+from simulated.rank import SimulatedRank
+from simulated.rank_monitor import WATCH_S, SimulatedRankMonitor
 from unicron.events.errors import Ambiguous, Unavailable
 from unicron.events.log.port import AgentPort, SentOrder
+from unicron.events.records import orders as o
+from unicron.events.records import reports as r
 from unicron.events.records.envelope import Report
-from unicron.events.records.orders import (
-    DropMemoryCheckpoints,
-    InjectFault,
-    PublishCheckpoint,
-    Quiesce,
-    Reconfigure,
-    Resume,
-    SetCheckpointStores,
-    StartRank,
-    StopRank,
-)
-from unicron.events.records.reports import (
-    CheckpointPublished,
-    IterationsLogged,
-    MemoryCheckpointsLost,
-    NodeJoined,
-    NodeLeft,
-    OrderRefused,
-    RankContinued,
-    RankErrored,
-    RankExited,
-    RankStarted,
-    RankSuspended,
-)
 from unicron.events.records.types import Body, first_store_number
 
 # --- A command on paper: it prints how far it is, and goes on from a checkpoint of its own. ---
@@ -48,10 +26,10 @@ ITERATIONS_NUM = 100_000
 SAVE_ITERATIONS = 10
 
 
-class PaperLines:
+class SimulatedLines:
     """The last rank's output, as its agent tells of it, until `end`."""
 
-    def __init__(self, net: PaperNet, order: StartRank, say: Callable[[Body], None]) -> None:
+    def __init__(self, net: Environment, order: o.StartRank, say: Callable[[Body], None]) -> None:
         self._net, self._order, self._say = net, order, say
         self._rng = random.Random(f"lines {order.task} {order.attempt}")
         self._iteration = self._first = net.printed.get(order.task, 0)
@@ -70,7 +48,7 @@ class PaperLines:
         self._iteration += num
         net.printed[order.task] = self._iteration // SAVE_ITERATIONS * SAVE_ITERATIONS
         model = order.spec.model
-        self._say(IterationsLogged(
+        self._say(r.IterationsLogged(
             task=order.task, rank=order.rank, attempt=order.attempt, iteration=self._iteration,
             iterations=ITERATIONS_NUM, num_iterations=0 if first else num,
             step_s=4 * step_s if first else step_s, loss=10.0 / self._iteration,
@@ -85,27 +63,27 @@ COMMAND_S = (5.0, 30.0)
 LOOK_S = (0.001, 0.2)
 
 
-class PaperProcess(Struct):
+class SimulatedProcess(Struct):
     """What runs on a slot: a training rank, or a command, of which the last rank prints."""
 
-    order: StartRank
+    order: o.StartRank
     pid: int
-    rank: PaperRank | None = None
+    rank: SimulatedRank | None = None
     end: asyncio.TimerHandle | None = None
-    lines: PaperLines | None = None
+    lines: SimulatedLines | None = None
     stopping: bool = False
     is_suspended: bool = False
     """As last told."""
 
 
-class PaperAgent:
+class SimulatedAgent:
     """One incarnation of a node's agent, with its spool and its processes.
 
     `run` until cancelled; `crash` is the sudden end of the agent with all its ranks. What it has
     spooled is lost with it, as when the whole machine is gone.
     """
 
-    def __init__(self, net: PaperNet, port: AgentPort, *, node: str, incarnation: int,
+    def __init__(self, net: Environment, port: AgentPort, *, node: str, incarnation: int,
                  num_slots: int, clock: Callable[[], float],
                  fall: Callable[[], None]) -> None:
         self.net, self.port, self._clock, self._fall = net, port, clock, fall
@@ -113,7 +91,7 @@ class PaperAgent:
         self.source = f"{node}/{incarnation}"
         self._keeper_start = first_store_number(incarnation)
         self.alive = True
-        self.processes: dict[int, PaperProcess] = {}
+        self.processes: dict[int, SimulatedProcess] = {}
         """Slot -> what runs there."""
         self.spool: list[Report] = []
         self._told = 0
@@ -125,9 +103,9 @@ class PaperAgent:
     # --- life ------------------------------------------------------------------------------------
     async def run(self) -> None:
         """Join, then send, listen and beat, each in a task of its own."""
-        self.say(NodeJoined(node=self.node, incarnation=self.incarnation, pid=self.net.next_pid(),
-                            host=f"{self.node}.paper", num_slots=self.num_slots,
-                            keeper=f"{self.node}.paper:1"))
+        self.say(r.NodeJoined(node=self.node, incarnation=self.incarnation, pid=self.net.next_pid(),
+                              host=f"{self.node}.paper", num_slots=self.num_slots,
+                              keeper=f"{self.node}.paper:1"))
         self.net.keepers.open(self.node, self._keeper_start)
         async with asyncio.TaskGroup() as group:
             group.create_task(self._deliver(), name=f"{self.source} deliver")
@@ -147,7 +125,7 @@ class PaperAgent:
         self.net.keepers.close(self.node)
         for process in list(self.processes.values()):
             self._exit(process, exit_code=None, signal=15)
-        self.say(NodeLeft(node=self.node, incarnation=self.incarnation, reason="asked to stop"))
+        self.say(r.NodeLeft(node=self.node, incarnation=self.incarnation, reason="asked to stop"))
 
     async def stop(self, stop_s: float) -> None:
         """SIGSTOP to the agent, and SIGCONT after `stop_s`: its ranks go on, nobody hears of it."""
@@ -176,11 +154,11 @@ class PaperAgent:
         self._wake.set()
 
     # --- faults ----------------------------------------------------------------------------------
-    def kill(self, process: PaperProcess) -> None:
+    def kill(self, process: SimulatedProcess) -> None:
         """SIGKILL from outside."""
         self._exit(process, exit_code=None, signal=9)
 
-    def halt(self, process: PaperProcess, stop_s: float) -> None:
+    def halt(self, process: SimulatedProcess, stop_s: float) -> None:
         """SIGSTOP to a rank, and SIGCONT after `stop_s` (0: never); the agent sees it soon."""
         if process.rank is not None:
             process.rank.stop(stop_s)
@@ -189,21 +167,22 @@ class PaperAgent:
 
     def lose_copies(self) -> None:
         """Its keeper ends, and another one starts."""
-        self.say(MemoryCheckpointsLost(node=self.node, incarnation=self.incarnation, task=0,
-                                       why="the keeper has ended", keeper_start=self._keeper_start))
+        self.say(r.MemoryCheckpointsLost(
+            node=self.node, incarnation=self.incarnation, task=0, why="the keeper has ended",
+            keeper_start=self._keeper_start))
         self._keeper_start += 1
         self.net.keepers.open(self.node, self._keeper_start)
 
-    def raise_in(self, process: PaperProcess, error: str) -> None:
+    def raise_in(self, process: SimulatedProcess, error: str) -> None:
         """An exception in the rank: it tells of it, then its process ends with code 1."""
         rank, order = process.rank, process.order
         if rank is not None:
-            self.say(RankErrored(task=order.task, rank=order.rank, attempt=order.attempt,
-                                 generation=rank.seen, iteration=max(rank.step_version, 0),
-                                 error=error, text="on paper"))
+            self.say(r.RankErrored(task=order.task, rank=order.rank, attempt=order.attempt,
+                                   generation=rank.seen, iteration=max(rank.step_version, 0),
+                                   error=error, text="on paper"))
         self._exit(process, exit_code=1, signal=None)
 
-    def _look(self, process: PaperProcess) -> None:
+    def _look(self, process: SimulatedProcess) -> None:
         """Tell whether the rank stands still, when that is news; a stopped agent sees nothing."""
         rank, order = process.rank, process.order
         there = self.processes.get(order.slot.index) is process
@@ -211,9 +190,8 @@ class PaperAgent:
             return
         if (rank.suspended_s > 0) != process.is_suspended:
             process.is_suspended = not process.is_suspended
-            kind = RankSuspended if process.is_suspended else RankContinued
-            self.say(kind(task=order.task, rank=order.rank, attempt=order.attempt,
-                          pid=process.pid))
+            kind = r.RankSuspended if process.is_suspended else r.RankContinued
+            self.say(kind(task=order.task, rank=order.rank, attempt=order.attempt, pid=process.pid))
 
     # --- tasks -----------------------------------------------------------------------------------
     async def _deliver(self) -> None:
@@ -225,7 +203,7 @@ class PaperAgent:
             await self._goes_on.wait()
             try:
                 acked = await self.port.acked(self.source)
-                num_acked = sum(1 for r in self.spool if r.source_seq <= acked)
+                num_acked = sum(1 for x in self.spool if x.source_seq <= acked)
                 del self.spool[:num_acked]
                 num_sent = max(0, num_sent - num_acked)
                 now_s = self.net.loop.time()
@@ -270,7 +248,7 @@ class PaperAgent:
             await asyncio.sleep(BEAT_S)
 
     async def _watch(self) -> None:
-        watch = PaperWatch(self.net, self.say)
+        watch = SimulatedRankMonitor(self.net, self.say)
         while True:
             await asyncio.sleep(WATCH_S)
             await self._goes_on.wait()
@@ -282,35 +260,35 @@ class PaperAgent:
         if not self.alive or seq in self._seen:
             return
         self._seen.add(seq)
-        if isinstance(body, StartRank):
+        if isinstance(body, o.StartRank):
             # The heart had this incarnation in mind, so it knows that it has joined.
             if body.incarnation == self.incarnation:
                 self._start(seq, body)
-        elif isinstance(body, StopRank):
+        elif isinstance(body, o.StopRank):
             self._stop(seq, body)
-        elif isinstance(body, PublishCheckpoint):
+        elif isinstance(body, o.PublishCheckpoint):
             self._publish(seq, body, again=again)
-        elif isinstance(body, InjectFault):
+        elif isinstance(body, o.InjectFault):
             if body.incarnation == self.incarnation:
                 self._inject(body)
-        elif isinstance(body, DropMemoryCheckpoints):
+        elif isinstance(body, o.DropMemoryCheckpoints):
             self.net.keepers.forget(self.node, body.task)
-            self.say(MemoryCheckpointsLost(
+            self.say(r.MemoryCheckpointsLost(
                 node=self.node, incarnation=self.incarnation, task=body.task,
                 why="the task has ended", keeper_start=self._keeper_start, order=seq))
-        elif isinstance(body, (Quiesce, Reconfigure, Resume, SetCheckpointStores)):
+        elif isinstance(body, (o.Quiesce, o.Reconfigure, o.Resume, o.SetCheckpointStores)):
             for rank in self._ranks(body.task):
                 rank.take(body)
 
-    def _ranks(self, task: int) -> list[PaperRank]:
+    def _ranks(self, task: int) -> list[SimulatedRank]:
         return [p.rank for p in self.processes.values() if p.rank and p.order.task == task]
 
-    def _find(self, task: int, rank: int, attempt: int) -> PaperProcess | None:
+    def _find(self, task: int, rank: int, attempt: int) -> SimulatedProcess | None:
         return next((p for p in self.processes.values()
                      if (p.order.task, p.order.rank, p.order.attempt) == (task, rank, attempt)),
                     None)
 
-    def _inject(self, order: InjectFault) -> None:
+    def _inject(self, order: o.InjectFault) -> None:
         process = self._find(order.task, order.rank, order.attempt)
         if order.what == "node":
             self._fall()
@@ -319,7 +297,7 @@ class PaperAgent:
         elif process is not None:
             self.halt(process, order.stop_s)
 
-    def _start(self, seq: int, order: StartRank) -> None:
+    def _start(self, seq: int, order: o.StartRank) -> None:
         busy = self.processes.get(order.slot.index)
         if busy is not None:
             if busy.stopping:
@@ -327,28 +305,28 @@ class PaperAgent:
                 return
             self.net.never(f"{order.slot} was given to task {order.task} rank {order.rank} while "
                            f"task {busy.order.task} rank {busy.order.rank} runs there")
-            self.say(OrderRefused(node=self.node, order=seq, why="the slot is busy"))
+            self.say(r.OrderRefused(node=self.node, order=seq, why="the slot is busy"))
             return
         if not self.alive:
             return
-        process = PaperProcess(order=order, pid=self.net.next_pid())
+        process = SimulatedProcess(order=order, pid=self.net.next_pid())
         self.processes[order.slot.index] = process
-        self.say(RankStarted(task=order.task, rank=order.rank, attempt=order.attempt,
-                             node=self.node, pid=process.pid, log_path="/paper"))
+        self.say(r.RankStarted(task=order.task, rank=order.rank, attempt=order.attempt,
+                               node=self.node, pid=process.pid, log_path="/paper"))
         if order.spec.train is None:
             process.end = self.net.later(
                 self.net.draw(COMMAND_S), lambda: self._exit(process, exit_code=0, signal=None))
             if order.rank == order.num_seats - 1:
-                process.lines = PaperLines(self.net, order, self.say)
+                process.lines = SimulatedLines(self.net, order, self.say)
         else:
-            process.rank = PaperRank(
+            process.rank = SimulatedRank(
                 self.net, order, self.node, process.pid, self.say,
                 lambda code: self._exit(process, exit_code=code, signal=None))
 
-    def _stop(self, seq: int, order: StopRank) -> None:
+    def _stop(self, seq: int, order: o.StopRank) -> None:
         process = self._find(order.task, order.rank, order.attempt)
         if process is None:
-            self.say(OrderRefused(node=self.node, order=seq, why="there is no such rank"))
+            self.say(r.OrderRefused(node=self.node, order=seq, why="there is no such rank"))
             return
         process.stopping = True
         self.net.num_stopped += 1
@@ -358,12 +336,13 @@ class PaperAgent:
         self.net.later(self.net.draw(self.net.tempo.exit_s) + min(stopped_s, order.grace_s),
                        lambda: self._exit(process, exit_code=None, signal=signal))
 
-    def _publish(self, seq: int, order: PublishCheckpoint, *, again: bool) -> None:
+    def _publish(self, seq: int, order: o.PublishCheckpoint, *, again: bool) -> None:
         latest, path_before = self.net.latest.get(order.output, ((0, 0), ""))
         path = order.path.removeprefix(order.output).lstrip("/")
         if (order.generation, seq) < latest:
             if not again:
-                self.say(OrderRefused(node=self.node, order=seq, why="a later one was carried out"))
+                self.say(r.OrderRefused(node=self.node, order=seq,
+                                        why="a later one was carried out"))
             return
         if (order.output, path) not in self.net.files:
             self.net.never(f"{order.path} was published, and is not there")
@@ -371,17 +350,18 @@ class PaperAgent:
                 self.net.files[order.output, path_before][0]):
             self.net.never(f"{order.path} was published after {path_before}")
         self.net.latest[order.output] = ((order.generation, seq), path)
-        self.say(CheckpointPublished(task=order.task, order=seq, path=order.path))
+        self.say(r.CheckpointPublished(task=order.task, order=seq, path=order.path))
 
-    def _exit(self, process: PaperProcess, *, exit_code: int | None, signal: int | None) -> None:
+    def _exit(self, process: SimulatedProcess, *, exit_code: int | None, signal: int | None
+              ) -> None:
         order = process.order
         if self.processes.get(order.slot.index) is not process:
             return
         self._end(process)
-        self.say(RankExited(task=order.task, rank=order.rank, attempt=order.attempt,
-                            pid=process.pid, exit_code=exit_code, signal=signal))
+        self.say(r.RankExited(task=order.task, rank=order.rank, attempt=order.attempt,
+                              pid=process.pid, exit_code=exit_code, signal=signal))
 
-    def _end(self, process: PaperProcess) -> None:
+    def _end(self, process: SimulatedProcess) -> None:
         del self.processes[process.order.slot.index]
         if process.end:
             process.end.cancel()

@@ -8,19 +8,11 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
-from simulated.agent import PaperAgent, PaperProcess
+from simulated.agent import SimulatedAgent, SimulatedProcess
 from simulated.log_link import CALM, Weather
 from simulated.noise import Noise
+from unicron.events.records import reports as r
 from unicron.events.records.envelope import Record
-from unicron.events.records.reports import (
-    FaultRequested,
-    HealingFrozen,
-    HealingResumed,
-    NodeDrained,
-    NodeUndrained,
-    TaskCancelRequested,
-    TaskWeightSet,
-)
 
 if TYPE_CHECKING:
     from simulated.world import World
@@ -135,7 +127,7 @@ class Chaos:
     async def stop_rank(self) -> None:
         self._stop_one([x for x in self.world.cluster.running() if x[1].rank])
 
-    def _stop_one(self, running: list[tuple[PaperAgent, PaperProcess]]) -> None:
+    def _stop_one(self, running: list[tuple[SimulatedAgent, SimulatedProcess]]) -> None:
         if running:
             agent, process = self.rng.choice(running)
             agent.halt(process, self.rng.choice([0.5, 5.0, 20.0, 0.0]))
@@ -261,18 +253,18 @@ class Chaos:
         task = self._some_task()
         if task:
             weight = self.rng.choice([0.1, 0.5, 1.0, 2.0, 10.0])
-            await self.world.ask("weigh", TaskWeightSet(task=task, weight=weight))
+            await self.world.ask("weigh", r.TaskWeightSet(task=task, weight=weight))
 
     async def drain(self) -> None:
         node = self.rng.choice(sorted(self.world.nodes))
-        await self.world.ask("drain", NodeDrained(node=node, reason="a test"))
+        await self.world.ask("drain", r.NodeDrained(node=node, reason="a test"))
         await asyncio.sleep(self.rng.uniform(0, 40))
-        await self.world.ask("undrain", NodeUndrained(node=node))
+        await self.world.ask("undrain", r.NodeUndrained(node=node))
 
     async def freeze(self) -> None:
-        await self.world.ask("freeze", HealingFrozen(reason="a test"))
+        await self.world.ask("freeze", r.HealingFrozen(reason="a test"))
         await asyncio.sleep(self.rng.uniform(0, 40))
-        await self.world.ask("unfreeze", HealingResumed())
+        await self.world.ask("unfreeze", r.HealingResumed())
 
     async def observe(self) -> None:
         """A control plane that only looks on, and then one that acts."""
@@ -286,7 +278,7 @@ class Chaos:
     async def cancel(self) -> None:
         task = self._some_task()
         if task and self.rng.random() < 0.3:
-            await self.world.ask("cancel", TaskCancelRequested(task=task, reason="a test"))
+            await self.world.ask("cancel", r.TaskCancelRequested(task=task, reason="a test"))
 
     async def inject(self) -> None:
         """As `unicron inject` does: the heart orders it, an agent carries it out."""
@@ -296,10 +288,10 @@ class Chaos:
             order = process.order
             what = self.rng.choice(["rank", "stop", "node"])
             if what == "node":
-                asked = FaultRequested(what="node", node=agent.node, reason="a test")
+                asked = r.FaultRequested(what="node", node=agent.node, reason="a test")
             else:
-                asked = FaultRequested(what=what, task=order.task, rank=order.rank, stop_s=3.0,
-                                       reason="a test")
+                asked = r.FaultRequested(what=what, task=order.task, rank=order.rank, stop_s=3.0,
+                                         reason="a test")
             await self.world.ask("inject", asked)
             await asyncio.sleep(self.rng.uniform(2, 20))
             self._boot(agent.node)

@@ -9,7 +9,7 @@ from unicron.workers.checkpoint_store.protocol import CheckpointRequest
 COPY_BYTES = 16_000
 
 
-class PaperCopy(Struct, frozen=True, kw_only=True):
+class SimulatedCheckpoint(Struct, frozen=True, kw_only=True):
     """A state: its digest after so many steps, as a member of a generation had it."""
 
     generation: int
@@ -21,11 +21,11 @@ class PaperCopy(Struct, frozen=True, kw_only=True):
         return f"paper:{self.digest:08x}"
 
 
-class PaperKeepers:
+class SimulatedStores:
     """The keepers of all nodes that are up."""
 
     def __init__(self) -> None:
-        self._shelves: dict[str, dict[int, list[PaperCopy]]] = {}
+        self._shelves: dict[str, dict[int, list[SimulatedCheckpoint]]] = {}
         self._starts: dict[str, int] = {}
         self.num_kept = self.num_served = 0
 
@@ -37,7 +37,7 @@ class PaperKeepers:
         """The node's agent has ended, or its keeper alone: nothing is left."""
         self._shelves.pop(node, None)
 
-    def put(self, node: str, task: int, copy: PaperCopy) -> int:
+    def put(self, node: str, task: int, copy: SimulatedCheckpoint) -> int:
         """The number of the keeper that takes it; 0: none, or it knows of a later generation."""
         shelf = self._shelves.get(node)
         if shelf is None:
@@ -52,7 +52,7 @@ class PaperKeepers:
     def forget(self, node: str, task: int) -> None:
         self._shelves.get(node, {}).pop(task, None)
 
-    def find(self, task: int, wanted: MemoryCheckpoint) -> PaperCopy | None:
+    def find(self, task: int, wanted: MemoryCheckpoint) -> SimulatedCheckpoint | None:
         """The newest of that generation on that node, of as many steps or more."""
         wish = CheckpointRequest(task=task, generation=wanted.generation,
                     step_version=wanted.step_version,

@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from simulated.agent import PaperAgent, PaperProcess
-from simulated.environment import PaperNet, Tempo
+from simulated.agent import SimulatedAgent, SimulatedProcess
+from simulated.environment import Environment, Tempo
 from unicron.events.log.port import AgentPort
 
 
-class PaperCluster:
+class SimulatedCluster:
     """All nodes on paper. `port_of` gives each its way to the log; `clock` is in seconds."""
 
     def __init__(self, seed: int, *, port_of: Callable[[str], AgentPort],
                  clock: Callable[[], float], tempo: Tempo | None = None) -> None:
-        self.net = PaperNet(seed, tempo or Tempo())
+        self.net = Environment(seed, tempo or Tempo())
         self._port_of, self._clock = port_of, clock
-        self.agents: dict[str, PaperAgent] = {}
+        self.agents: dict[str, SimulatedAgent] = {}
         self._running: dict[str, asyncio.Task[None]] = {}
 
     def boot(self, node: str, num_slots: int) -> None:
@@ -25,7 +25,7 @@ class PaperCluster:
         assert node not in self._running, f"{node} runs already"
         old = self.agents.get(node)
         incarnation = max(int(self._clock() * 1000), old.incarnation + 1 if old else 1)
-        agent = PaperAgent(self.net, self._port_of(node), node=node, incarnation=incarnation,
+        agent = SimulatedAgent(self.net, self._port_of(node), node=node, incarnation=incarnation,
                            num_slots=num_slots, clock=self._clock,
                            fall=lambda: self.crash(node))
         self.agents[node] = agent
@@ -39,7 +39,7 @@ class PaperCluster:
     def is_up(self, node: str) -> bool:
         return node in self._running
 
-    def running(self) -> list[tuple[PaperAgent, PaperProcess]]:
+    def running(self) -> list[tuple[SimulatedAgent, SimulatedProcess]]:
         """Every process of every living node, in a fixed order."""
         return [(self.agents[node], self.agents[node].processes[slot])
                 for node in sorted(self._running) for slot in sorted(self.agents[node].processes)]

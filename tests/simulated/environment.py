@@ -7,8 +7,8 @@ import random
 from collections.abc import Callable
 
 from msgspec import Struct
-from simulated.checkpoint_store import PaperKeepers
-from simulated.generation import PaperGeneration
+from simulated.checkpoint_store import SimulatedStores
+from simulated.generation import SimulatedGeneration
 from unicron.events.records.orders import Reconfigure
 
 
@@ -28,17 +28,17 @@ class Tempo(Struct, frozen=True, kw_only=True):
     progress_s: float = 1.0
 
 
-class PaperNet:
+class Environment:
     """What processes share: time, chance, generations, files; and what must never have happened."""
 
     def __init__(self, seed: int, tempo: Tempo) -> None:
         self.loop = asyncio.get_running_loop()
         self.rng = random.Random(f"net {seed}")
         self.tempo = tempo
-        self.generations: dict[tuple[int, int], PaperGeneration] = {}
+        self.generations: dict[tuple[int, int], SimulatedGeneration] = {}
         self.files: dict[tuple[str, str], tuple[int, int]] = {}
         """(output, path) -> step version and digest of a complete checkpoint."""
-        self.keepers = PaperKeepers()
+        self.keepers = SimulatedStores()
         self.latest: dict[str, tuple[tuple[int, int], str]] = {}
         """output -> generation, order and path of what was published last."""
         self.printed: dict[int, int] = {}
@@ -62,11 +62,11 @@ class PaperNet:
     def never(self, what: str) -> None:
         self.violations.append(f"at {self.loop.time():.3f} s: {what}")
 
-    def meet(self, order: Reconfigure) -> PaperGeneration:
+    def meet(self, order: Reconfigure) -> SimulatedGeneration:
         """The generation's meeting point, one for all its members."""
         found = self.generations.get((order.task, order.generation))
         if found is None:
-            found = PaperGeneration(self, order)
+            found = SimulatedGeneration(self, order)
             self.generations[order.task, order.generation] = found
         elif found.members != order.members:
             self.never(f"task {order.task} has two generations {order.generation}")

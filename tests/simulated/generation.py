@@ -17,8 +17,8 @@ from unicron.workers.training.recovery.settlement import assign_micro_batches, s
 from unicron.workers.training.recovery.state_sources import NO_STATE, SEVERAL, HeldState
 
 if TYPE_CHECKING:
-    from simulated.environment import PaperNet
-    from simulated.rank import PaperRank
+    from simulated.environment import Environment
+    from simulated.rank import SimulatedRank
 
 
 def first_digest(seed: int) -> int:
@@ -31,10 +31,10 @@ def next_digest(digest: int, iteration: int, batch: tuple[int, ...]) -> int:
     return zlib.crc32(f"{digest} {iteration} {batch}".encode())
 
 
-class PaperGeneration:
+class SimulatedGeneration:
     """One set of communicators: complete, or broken for all its members."""
 
-    def __init__(self, net: PaperNet, order: Reconfigure) -> None:
+    def __init__(self, net: Environment, order: Reconfigure) -> None:
         self.net, self.task, self.number = net, order.task, order.generation
         self.members: tuple[Member, ...] = order.members
         self.checkpoint, self.copies = order.checkpoint, order.copies
@@ -42,13 +42,13 @@ class PaperGeneration:
         self.layout = order.axes or Axes(dp=len(order.members))
         self.step_version = NO_STATE
         """On which it settled."""
-        self.ranks: list[PaperRank] = []
+        self.ranks: list[SimulatedRank] = []
         self.broken = self.stop = self._jammed = False
-        self._entered: list[PaperRank] = []
+        self._entered: list[SimulatedRank] = []
         self._pending: dict[tuple[int, int], asyncio.TimerHandle] = {}
         net.later(net.tempo.meet_s_max, self._give_up)
 
-    def arrive(self, rank: PaperRank) -> None:
+    def arrive(self, rank: SimulatedRank) -> None:
         self.ranks.append(rank)
         if self.broken:
             self._notice(rank)
@@ -57,12 +57,12 @@ class PaperGeneration:
             self.ranks.sort(key=lambda r: place[r.key])
             self.net.later(self.net.draw(self.net.tempo.meet_s), self._settle)
 
-    def place(self, rank: PaperRank) -> int | None:
+    def place(self, rank: SimulatedRank) -> int | None:
         """The member's place in the layout; None: it is beside."""
         place = self.ranks.index(rank)
         return place if place < num_positions(self.layout) else None
 
-    def dealt(self, rank: PaperRank) -> tuple[int, ...]:
+    def dealt(self, rank: SimulatedRank) -> tuple[int, ...]:
         """Its replica's micro-batches of a new iteration."""
         place = self.place(rank)
         if place is None:
@@ -70,7 +70,7 @@ class PaperGeneration:
         return assign_micro_batches(rank.train.num_micro_batches, self.layout.dp,
                     coordinates(self.layout, place).dp)
 
-    def enter(self, rank: PaperRank) -> None:
+    def enter(self, rank: SimulatedRank) -> None:
         """The rank is in the iteration's reduction; complete when all are."""
         if self.broken:
             self._notice(rank)
@@ -105,14 +105,14 @@ class PaperGeneration:
             self._pending[each.key] = self.net.later(
                 self.net.draw(self.net.tempo.reduce_s), self._stepper(each, batch, self.stop))
 
-    def close(self, rank: PaperRank) -> None:
+    def close(self, rank: SimulatedRank) -> None:
         """A member that has taken its step closes: what it sent before still reaches the others."""
         self.broken = True
         for each in self.ranks:
             if each.phase == "reducing" and each.group is self and each.key not in self._pending:
                 self._notice(each)
 
-    def lose(self, rank: PaperRank) -> None:
+    def lose(self, rank: SimulatedRank) -> None:
         """A member died or left: whoever waits for it fails."""
         self._forget(rank)
         self.hiccup()
@@ -125,13 +125,14 @@ class PaperGeneration:
                 self._forget(each)
                 self._notice(each)
 
-    def _forget(self, rank: PaperRank) -> None:
+    def _forget(self, rank: SimulatedRank) -> None:
         """It takes no step any more."""
         pending = self._pending.pop(rank.key, None)
         if pending:
             pending.cancel()
 
-    def _stepper(self, rank: PaperRank, batch: tuple[int, ...], stop: bool) -> Callable[[], None]:
+    def _stepper(self, rank: SimulatedRank, batch: tuple[int, ...], stop: bool
+                 ) -> Callable[[], None]:
         def step() -> None:
             if rank.stopped_s:
                 self._pending[rank.key] = self.net.later(rank.stopped_s, step)
@@ -141,7 +142,7 @@ class PaperGeneration:
 
         return step
 
-    def _notice(self, rank: PaperRank) -> None:
+    def _notice(self, rank: SimulatedRank) -> None:
         def fail() -> None:
             if rank.stopped_s:
                 self.net.later(rank.stopped_s, fail)
@@ -229,8 +230,7 @@ class PaperGeneration:
         for wanted in self.copies:
             copy = self.net.keepers.find(self.task, wanted)
             if copy is not None:
-                if (copy.step_version == wanted.step_version
-                        and copy.checksum != wanted.checksum):
+                if (copy.step_version == wanted.step_version and copy.checksum != wanted.checksum):
                     self.net.never(f"task {self.task} has two states of step {copy.step_version}")
                 if any(number > copy.generation and step < copy.step_version
                        for number, step in self.net.gone_on.get(self.task, [])):

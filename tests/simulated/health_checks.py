@@ -103,8 +103,7 @@ class HealthWitness:
         if task:  # a rank failed too: one source more
             return "" if body.severity == "SEV1" else f"takes out {node}/{slots} at {body.severity}"
         told = [self._told[seq][0] for seq in body.evidence if seq in self._told]
-        named = {index for one in told for index in one.devices
-                 if TABLE[one.status] == "SEV1"}
+        named = {index for one in told for index in one.devices if TABLE[one.status] == "SEV1"}
         whole = _is_enough([one for one in told if not one.devices])
         return "" if slots <= named or whole else f"takes out {node}/{slots}, told was {named}"
 

@@ -29,7 +29,7 @@ class Weather(Struct, frozen=True, kw_only=True):
 CALM = Weather()
 
 
-class PaperLink:
+class SimulatedLogLink:
     """An AgentPort over another one. `cut` makes the log unreachable; `weather` may change."""
 
     def __init__(self, inner: AgentPort, rng: random.Random, weather: Weather = CALM) -> None:

@@ -78,8 +78,7 @@ class Noise:
         await self._says(self._node(), "disk", "degraded", self.rng.uniform(1, 40))
 
     async def unknown(self) -> None:
-        await self._says(self._node(), self.rng.choice(CHECKS), "unknown",
-                         self.rng.uniform(1, 40))
+        await self._says(self._node(), self.rng.choice(CHECKS), "unknown", self.rng.uniform(1, 40))
 
     async def flapping(self) -> None:
         node, check = self._node(), self.rng.choice(CHECKS)

@@ -67,8 +67,7 @@ def wrong_plan(state: ClusterState, body: PlanChosen) -> str:
             continue
         total = math.fsum(option.gain for option in vector)
         best = max(best, total)
-        if all(option.slots == x.slots for option, x in zip(vector, body.allocations,
-                                                            strict=True)):
+        if all(option.slots == x.slots for option, x in zip(vector, body.allocations, strict=True)):
             chosen = total
     if math.isnan(chosen):
         return "it does not fit"
@@ -168,8 +167,7 @@ def _options(state: ClusterState, body: PlanChosen) -> list[list[Option]]:
 def _utility(rate: float, alpha: float) -> float:
     """U(T) of T in GFLOP/s; of a task with nothing 0, where that is told apart."""
     rate /= RATE_FLOPS if alpha else 1.0
-    return (0.0 if not rate else math.log(rate) if alpha == 1 else
-            rate**(1 - alpha) / (1 - alpha))
+    return (0.0 if not rate else math.log(rate) if alpha == 1 else rate**(1 - alpha) / (1 - alpha))
 
 
 def _marginal(rate: float, alpha: float) -> float:

@@ -9,27 +9,11 @@ from math import floor
 from statistics import fmean, median
 from typing import Literal
 
-from simulated.checkpoint_store import COPY_BYTES, PaperCopy
-from simulated.environment import PaperNet
-from simulated.generation import PaperGeneration, next_digest
-from unicron.events.records.orders import (
-    Order,
-    Quiesce,
-    Reconfigure,
-    Resume,
-    SetCheckpointStores,
-    StartRank,
-)
-from unicron.events.records.reports import (
-    CheckpointSaved,
-    CollectiveFailed,
-    MemoryCheckpointStored,
-    Quiesced,
-    RankFinished,
-    RankReady,
-    ReconfigureFailed,
-    TaskProgressed,
-)
+from simulated.checkpoint_store import COPY_BYTES, SimulatedCheckpoint
+from simulated.environment import Environment
+from simulated.generation import SimulatedGeneration, next_digest
+from unicron.events.records import orders as o
+from unicron.events.records import reports as r
 from unicron.events.records.types import Body, StoreEndpoint
 from unicron.workers.training.recovery.state_sources import NO_STATE, Claim, HeldState
 
@@ -108,10 +92,10 @@ INSTANT_S = 1e-9
 Phase = Literal["loading", "holding", "meeting", "settled", "computing", "reducing"]
 
 
-class PaperRank:
+class SimulatedRank:
     """One process of a training task. `say` takes what it reports."""
 
-    def __init__(self, net: PaperNet, order: StartRank, node: str, pid: int,
+    def __init__(self, net: Environment, order: o.StartRank, node: str, pid: int,
                  say: Callable[[Body], None], end: Callable[[int], None]) -> None:
         assert order.spec.train is not None
         self.net, self.node, self.pid, self.say, self._end = net, node, pid, say, end
@@ -122,7 +106,7 @@ class PaperRank:
         self.alive = True
         self.seen = 0
         """The highest generation that it was told of."""
-        self.group: PaperGeneration | None = None
+        self.group: SimulatedGeneration | None = None
         self.step_version, self.digest, self.trained_in = -1, 0, 0
         self.kept: tuple[int, ...] = ()
         self.todo: tuple[int, ...] = ()
@@ -143,7 +127,7 @@ class PaperRank:
         self._finished = False
         self.goes_on_s = self._continues_s = 0.0
         self.marks = Marks()
-        self._unread: list[Order] = []
+        self._unread: list[o.Order] = []
         self._timer: asyncio.TimerHandle | None = None
         self._call: Callable[[], None] = self._ready
         self._after(net.draw(net.tempo.load_s), self._ready)
@@ -185,7 +169,7 @@ class PaperRank:
             self._after(left_s, self._call)
         self.net.later(self.stopped_s, self._read)
 
-    def take(self, order: Order) -> None:
+    def take(self, order: o.Order) -> None:
         """An order comes in by the pipe: read at once, or when the process goes on."""
         self._unread.append(order)
         self._read()
@@ -193,18 +177,18 @@ class PaperRank:
     def _read(self) -> None:
         while self._unread and self.alive and not self.stopped_s:
             match self._unread.pop(0):
-                case Quiesce() as order if self.rank in order.ranks:
+                case o.Quiesce() as order if self.rank in order.ranks:
                     self.quiesce(order)
-                case Reconfigure() as order:
+                case o.Reconfigure() as order:
                     self.reconfigure(order)
-                case Resume() as order:
+                case o.Resume() as order:
                     self.resume(order)
-                case SetCheckpointStores() as order if order.generation == self.seen:
+                case o.SetCheckpointStores() as order if order.generation == self.seen:
                     self.keepers = order.keepers
                 case _:
                     pass
 
-    def reconfigure(self, order: Reconfigure) -> None:
+    def reconfigure(self, order: o.Reconfigure) -> None:
         if order.generation <= self.seen or self.phase == "loading":
             return
         if not any((m.rank, m.attempt) == self.key for m in order.members):
@@ -217,7 +201,7 @@ class PaperRank:
         self.group = self.net.meet(order)
         self.group.arrive(self)
 
-    def resume(self, order: Resume) -> None:
+    def resume(self, order: o.Resume) -> None:
         if self.group and self.group.number == order.generation and self.phase == "settled":
             self.told, self._told_s = order.progress_from, -1.0
             self.trained_in, self.gate = self.group.number, ()
@@ -228,7 +212,7 @@ class PaperRank:
             self._tell(now=True)
             self.begin()
 
-    def quiesce(self, order: Quiesce) -> None:
+    def quiesce(self, order: o.Quiesce) -> None:
         if order.generation < self.seen or self.phase == "loading":
             return
         self.seen = order.generation
@@ -260,9 +244,9 @@ class PaperRank:
         """The reduction is complete on this rank: take the optimizer's step."""
         assert self.group is not None
         if self.step_version >= self.train.iterations:
-            self.say(RankFinished(task=self.task, rank=self.rank, attempt=self.attempt,
-                                  generation=self.group.number, step_version=self.step_version,
-                                  forward_calls=0))
+            self.say(r.RankFinished(task=self.task, rank=self.rank, attempt=self.attempt,
+                                    generation=self.group.number, step_version=self.step_version,
+                                    forward_calls=0))
             self.group, self.phase, self._finished = None, "holding", True
             self._after(self.net.draw(self.net.tempo.exit_s), lambda: self._end(0))
             return
@@ -273,7 +257,7 @@ class PaperRank:
         self._tell(now=stop or self.step_version == self.train.iterations)
         if self._is_first and self.train.copy_every and (
                 self.step_version % self.train.copy_every == 0):
-            copy = PaperCopy(generation=self.group.number, step_version=self.step_version,
+            copy = SimulatedCheckpoint(generation=self.group.number, step_version=self.step_version,
                              digest=self.digest)
             for keeper in self.keepers:
                 self.net.later(self.net.draw(self.net.tempo.copy_s),
@@ -304,18 +288,18 @@ class PaperRank:
         self._keep_whole()
         self._leave()
         if was == "meeting":
-            self.say(ReconfigureFailed(task=self.task, rank=self.rank, attempt=self.attempt,
-                                       generation=number, error="connection refused"))
+            self.say(r.ReconfigureFailed(task=self.task, rank=self.rank, attempt=self.attempt,
+                                         generation=number, error="connection refused"))
             return
-        self.say(CollectiveFailed(task=self.task, rank=self.rank, attempt=self.attempt,
-                                  generation=number, iteration=max(self.step_version, 0),
-                                  error="Connection closed by peer"))
+        self.say(r.CollectiveFailed(task=self.task, rank=self.rank, attempt=self.attempt,
+                                    generation=number, iteration=max(self.step_version, 0),
+                                    error="Connection closed by peer"))
         self._answer()
 
     def say_quiesced(self) -> None:
-        self.say(Quiesced(task=self.task, rank=self.rank, attempt=self.attempt,
-                          generation=self.seen, step_version=self.claim().step_version,
-                          micro_batches=self.kept, buckets_reduced=0, num_buckets=1))
+        self.say(r.Quiesced(task=self.task, rank=self.rank, attempt=self.attempt,
+                            generation=self.seen, step_version=self.claim().step_version,
+                            micro_batches=self.kept, buckets_reduced=0, num_buckets=1))
 
     def claim(self) -> Claim:
         """What it brings into a new generation."""
@@ -333,8 +317,7 @@ class PaperRank:
     def iterates(self) -> bool:
         """Whether it is in an iteration: neither between generations nor after the last one."""
         trains = self.phase in ("computing", "reducing") and self.trained_in == self.seen
-        return self.alive and trains and (
-            0 <= self.step_version < self.train.iterations)
+        return self.alive and trains and (0 <= self.step_version < self.train.iterations)
 
     # --- inside ------------------------------------------------------------------------------
     @property
@@ -352,9 +335,9 @@ class PaperRank:
 
     def _ready(self) -> None:
         self.phase = "holding"
-        self.say(RankReady(task=self.task, rank=self.rank, attempt=self.attempt,
-                           endpoint=self.endpoint, num_params=1000, state_bytes=16_000,
-                           iteration_flops=FLOPS, data_digest="paper"))
+        self.say(r.RankReady(task=self.task, rank=self.rank, attempt=self.attempt,
+                             endpoint=self.endpoint, num_params=1000, state_bytes=16_000,
+                             iteration_flops=FLOPS, data_digest="paper"))
 
     def _reduce(self) -> None:
         assert self.group is not None
@@ -374,11 +357,11 @@ class PaperRank:
     def _save(self, *, final: bool) -> None:
         path = f"gen-{self.seen}/iter-{self.step_version}"
         self.net.files[self.train.output, path] = (self.step_version, self.digest)
-        self.say(CheckpointSaved(task=self.task, generation=self.seen,
-                                 step_version=self.step_version, path=path, ckpt_bytes=12_000,
-                                 final=final))
+        self.say(r.CheckpointSaved(task=self.task, generation=self.seen,
+                                   step_version=self.step_version, path=path, ckpt_bytes=12_000,
+                                   final=final))
 
-    def _send_copy(self, node: str, copy: PaperCopy) -> None:
+    def _send_copy(self, node: str, copy: SimulatedCheckpoint) -> None:
         """A copy arrives, if its sender still lives and runs; a keeper's word at most a second."""
         at_s, every_s = self.net.loop.time(), self.net.tempo.progress_s
         if not self.alive or self.stopped_s:
@@ -386,7 +369,7 @@ class PaperRank:
         start = self.net.keepers.put(node, self.task, copy)
         if start and at_s - self._kept_s.get(node, -every_s) >= every_s:
             self._kept_s[node] = at_s
-            self.say(MemoryCheckpointStored(
+            self.say(r.MemoryCheckpointStored(
                 task=self.task, rank=self.rank, attempt=self.attempt, generation=copy.generation,
                 step_version=copy.step_version, node=node, copy_bytes=COPY_BYTES,
                 checksum=copy.checksum, keeper_start=start))
@@ -398,11 +381,11 @@ class PaperRank:
             return
         assert self.group is not None
         span = range(self.told, self.step_version)
-        self.say(TaskProgressed(task=self.task, generation=self.group.number,
-                                first_iteration=self.told,
-                                losses=tuple(5.0 / (1 + 0.1 * i) for i in span),
-                                step_s=tuple(0.25 for _ in span), rate_flops=FLOPS / 0.25,
-                                micro_batches=self.train.num_micro_batches))
+        self.say(r.TaskProgressed(task=self.task, generation=self.group.number,
+                                  first_iteration=self.told,
+                                  losses=tuple(5.0 / (1 + 0.1 * i) for i in span),
+                                  step_s=tuple(0.25 for _ in span), rate_flops=FLOPS / 0.25,
+                                  micro_batches=self.train.num_micro_batches))
         self.told, self._told_s = self.step_version, at_s
 
     def _keep_whole(self) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from msgspec import Struct
-from simulated.environment import PaperNet
-from simulated.rank import NUM_PACED, PaperRank
+from simulated.environment import Environment
+from simulated.rank import NUM_PACED, SimulatedRank
 from unicron.events.records.reports import RankStalled, RankUnstalled, StepTimeChanged, Whereabouts
 from unicron.events.records.types import Body
 
@@ -34,15 +34,15 @@ class Told(Struct):
     normal_s: float = 0.0
 
 
-class PaperWatch:
+class SimulatedRankMonitor:
     """Looks at one node's ranks. Where it says `own` or `collective`, that is so."""
 
-    def __init__(self, net: PaperNet, say: Callable[[Body], None]) -> None:
+    def __init__(self, net: Environment, say: Callable[[Body], None]) -> None:
         self.net, self.say = net, say
         self._told: dict[int, Told] = {}
         """By pid."""
 
-    def look(self, ranks: list[PaperRank]) -> None:
+    def look(self, ranks: list[SimulatedRank]) -> None:
         self._told = {rank.pid: self._told[rank.pid] for rank in ranks if rank.pid in self._told}
         for rank in ranks:
             if not rank.iterates:
@@ -54,7 +54,7 @@ class PaperWatch:
             self._look(rank, told)
             self._pace(rank, told)
 
-    def _look(self, rank: PaperRank, told: Told) -> None:
+    def _look(self, rank: SimulatedRank, told: Told) -> None:
         now_s, computes = self.net.loop.time(), rank.phase == "computing"
         last_s = rank.marks.last_s(now_s, computes=computes, frozen=rank.stopped_s > 0)
         normal_s = rank.marks.normal_s
@@ -76,7 +76,7 @@ class PaperWatch:
         elif told.stalled_s < 0 and computes:
             self._slow(rank, told, normal_s)
 
-    def _slow(self, rank: PaperRank, told: Told, normal_s: float) -> None:
+    def _slow(self, rank: SimulatedRank, told: Told, normal_s: float) -> None:
         own_s = rank.marks.works_s(self.net.loop.time())
         again = told.slow == rank.step_version
         if own_s <= (SLOW_AGAIN_TIMES * told.slow_s if again else STANDS_TIMES * normal_s):
@@ -87,7 +87,7 @@ class PaperWatch:
             iteration=rank.step_version, num_iterations=1, iteration_s=own_s, own_s=own_s,
             normal_s=told.normal_s or normal_s))
 
-    def _pace(self, rank: PaperRank, told: Told) -> None:
+    def _pace(self, rank: SimulatedRank, told: Told) -> None:
         iteration_s = rank.marks.iteration_s
         if not iteration_s:
             return

@@ -39,9 +39,7 @@ def simulate(make: Callable[[], AnyWorld], again: str = "") -> tuple[AnyWorld, l
             check(world, records)
         except BaseException:
             print(f"seed {world.seed}:", *world.faults, sep="\n  ")
-            print(
-                f"again, alone: {again or f'make simulation ONLY={world.seed}'}"
-            )
+            print(f"again, alone: {again or f'make simulation ONLY={world.seed}'}")
             raise
         return world, records
 

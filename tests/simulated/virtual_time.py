@@ -21,9 +21,7 @@ class _Instant(selectors.SelectSelector):
         super().__init__()
         self.now_s = 0.0
 
-    def select(
-        self, timeout: float | None = None
-    ) -> list[tuple[selectors.SelectorKey, int]]:
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
             raise Stalled("every task waits and no timer runs")
         self.now_s += max(timeout, 0.0)

@@ -191,8 +191,7 @@ class Witness:
         attempt, generation, version = self._version.get((task.id, number), (0, 0, -1))
         fit = (
             not (rank.stopping or rank.timeout_reason or rank.error_seq)
-            and node.health == "healthy"
-        )
+            and node.health == "healthy")
         told = (attempt, generation) == (rank.attempt, task.generation)
         return version if fit and told and task.member(number) is rank else -1
 
@@ -216,8 +215,7 @@ class Witness:
         if task.axes is not None:
             self.counts["generations with a layout"] += 1
             self.counts["generations with members beside"] += len(task.members) > num_positions(
-                axes
-            )
+                axes)
         whole = version >= train.iterations or batch == list(range(train.num_micro_batches))
         self._check(record, whole, f"with micro-batches {batch}")
         lost = max(task.iteration - version, 0)
@@ -342,5 +340,4 @@ LOOKS: dict[type[t.Body], Callable[[Witness, Record, Any], None]] = {
     d.IncidentClosed: Witness._closed, r.Quiesced: Witness._quiesced,
     r.Reconfigured: Witness._reconfigured, r.CheckpointPublished: Witness._published_is,
     r.DeadlineReached: Witness._deadline, r.CollectiveFailed: Witness._failed,
-    r.ReconfigureFailed: Witness._failed,
-}
+    r.ReconfigureFailed: Witness._failed}

@@ -9,9 +9,9 @@ from typing import Any
 
 from msgspec.structs import replace
 from simulated.chaos import Chaos
-from simulated.cluster import PaperCluster
+from simulated.cluster import SimulatedCluster
 from simulated.failing_log import AgentDoor, LeaderLog, Server, WitnessedLog
-from simulated.log_link import CALM, PaperLink
+from simulated.log_link import CALM, SimulatedLogLink
 from simulated.witness import Witness
 from unicron.control_plane.incidents.hangs import STANDS
 from unicron.control_plane.service.coordinator import Coordinator
@@ -20,16 +20,9 @@ from unicron.control_plane.state.task import Task
 from unicron.control_plane.throughput.layout_search import modelled
 from unicron.events.errors import Ambiguous, Conflict, Fenced, SpecError, Unavailable
 from unicron.events.log.port import AgentPort
+from unicron.events.records import reports as r
 from unicron.events.records.envelope import Record
 from unicron.events.records.orders import StopRank
-from unicron.events.records.reports import (
-    HealingResumed,
-    NodeUndrained,
-    QuarantineLifted,
-    RankUnstalled,
-    TaskCancelRequested,
-    TaskSubmitted,
-)
 from unicron.events.records.types import Body
 from unicron.events.spec import job
 from unicron.events.spec.policy import Policy
@@ -60,8 +53,8 @@ class World:
         self.loop.set_exception_handler(self._broken)
         self.server, self.witness, self.policy = Server(), Witness(), POLICY
         self.log = WitnessedLog(self.clock, self._appended)
-        self.links: dict[str, PaperLink] = {}
-        self.cluster = PaperCluster(seed, port_of=self._port_of, clock=self.clock)
+        self.links: dict[str, SimulatedLogLink] = {}
+        self.cluster = SimulatedCluster(seed, port_of=self._port_of, clock=self.clock)
         self.leaders: dict[str, tuple[Coordinator, LeaderLog, asyncio.Task[None]]] = {}
         self._life: asyncio.Task[list[Record]] | None = None
         self._found: BaseExceptionGroup[BaseException] | None = None
@@ -124,7 +117,7 @@ class World:
             if rank is None or (told.task, told.rank, told.attempt) != (
                     order.task, order.rank, order.attempt):
                 continue
-            news = any(isinstance(report.body, RankUnstalled) and report.body.task == order.task
+            news = any(isinstance(report.body, r.RankUnstalled) and report.body.task == order.task
                        and report.body.rank == order.rank for report in agent.spool)
             late = self.loop.time() - rank.goes_on_s < NEWS_S or not agent.sees
             self.counts["hung ranks ended"] += 1
@@ -133,7 +126,7 @@ class World:
 
     def _port_of(self, node: str) -> AgentPort:
         if node not in self.links:
-            self.links[node] = PaperLink(AgentDoor(self.log, self.server),
+            self.links[node] = SimulatedLogLink(AgentDoor(self.log, self.server),
                                          random.Random(f"{self.seed} {node}"))
         return self.links[node]
 
@@ -225,7 +218,7 @@ class World:
         self.counts["requests"] += 1
         return await self.write(f"{what}-{self.counts['requests']}", body)
 
-    def job(self, number: int) -> TaskSubmitted:
+    def job(self, number: int) -> r.TaskSubmitted:
         """A task of any kind; now and then one that the cluster will never hold."""
         rng, total = self.rng, sum(self.nodes.values())
         high = rng.randint(1, min(6, total))
@@ -236,8 +229,7 @@ class World:
             "apiVersion": job.API_VERSION, "name": f"task-{number}",
             "weight": rng.choice([0.3, 0.5, 1.0, 1.0, 2.0, 5.0]),
             "slots": {"min": low, "max": high},
-            "team": rng.choice(self._teams), "priority": rng.choice(self._priorities),
-        }
+            "team": rng.choice(self._teams), "priority": rng.choice(self._priorities)}
         if (kind := rng.random()) < 0.15 and low < high:
             data["slots"] = {"sizes": sorted({low, high, rng.randint(low, high)})}
         elif kind < 0.3 and high >= 2:
@@ -259,12 +251,11 @@ class World:
                 "batch": {"global": micro * rng.randint(high, max(high, 12)), "micro": micro},
                 "iterations": rng.randint(5, 100), "output": f"/out/{number}",
                 "seed": rng.randint(1, 99), "checkpoint_every": rng.choice([0, 0, 3, 7]),
-                "copy_every": rng.choice([0, 1, 2, 5]),
-            }
+                "copy_every": rng.choice([0, 1, 2, 5])}
             self._spread(data, random.Random(f"{self.seed} layouts {number}"))
         parsed = job.parse(data)
-        return TaskSubmitted(spec=parsed, modelled=modelled(parsed.model, 8)
-                             if parsed.model is not None else None)
+        return r.TaskSubmitted(spec=parsed, modelled=modelled(parsed.model, 8)
+                               if parsed.model is not None else None)
 
     # --- a whole life ----------------------------------------------------------------------------
     async def live(self) -> list[Record]:
@@ -318,10 +309,10 @@ class World:
         self.policy = replace(self.policy, observe=False)
         self.start_leader()
         if not self.only_leaders:
-            await self.ask("unfreeze", HealingResumed())
+            await self.ask("unfreeze", r.HealingResumed())
             for node in self.nodes:
-                await self.ask("undrain", NodeUndrained(node=node))
-                await self.ask("lift", QuarantineLifted(node=node))
+                await self.ask("undrain", r.NodeUndrained(node=node))
+                await self.ask("lift", r.QuarantineLifted(node=node))
 
     async def finish(self) -> list[Record]:
         """Peace until all tasks have ended, then the end; the log."""
@@ -340,7 +331,7 @@ class World:
         for task in list((await self._settled()).tasks.values()):
             if task.phase != "ended":
                 self.counts["tasks too large"] += 1
-                await self.ask("cancel", TaskCancelRequested(task=task.id, reason="too large"))
+                await self.ask("cancel", r.TaskCancelRequested(task=task.id, reason="too large"))
         await asyncio.sleep(REST_S)
         self.last_state = await self._settled()
         self.last_hash = state_hash(self.last_state)

@@ -142,8 +142,7 @@ def test_the_present_plan_is_the_last_one() -> None:
     assert (found.tried, found.planned, found.plan) == (False, False, d.state.plan)
     assert (found.plan_seq, found.input) == (d.state.plan_seq, input_digest(d.state))
     assert [(one.task, one.slots) for one in found.tasks] == [(alpha, 3), (beta, 1)]
-    assert found.more_slots == 2
-    assert found.more_waf == pytest.approx(2.0 * 0.1e12 + 0.9e12)
+    assert (found.more_slots, found.more_waf) == (2, pytest.approx(2.0 * 0.1e12 + 0.9e12))
 
 
 def test_what_is_wrong_is_refused_as_the_request_would_be() -> None:

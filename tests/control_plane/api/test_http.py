@@ -121,8 +121,7 @@ async def test_a_reason_that_is_too_long_is_refused_wherever_one_is_given(site: 
 
 
 @real
-async def test_of_two_that_freeze_at_once_the_first_stands(site: Site) -> None:
-    """Each is held against the one before it."""
+async def test_of_two_freezes_at_once_the_first_wins(site: Site) -> None:
     both = await asyncio.gather(*(site.ask("POST", "/v1/freeze", {"reason": f"{n}"})
                                   for n in range(2)))
     assert sorted(status for status, _ in both) == [200, 409]
@@ -215,9 +214,7 @@ async def test_a_fault_on_purpose(site: Site) -> None:
                                             {"what": "node", "node": "n1"})
 
 
-def test_the_ranks_there_are_come_in_order() -> None:
-    """Not in the order in which they were started."""
-    d = Driver()
+def test_the_ranks_there_are_come_in_order(d: Driver) -> None:
     task = d.state.tasks[d.running()]
     task.ranks = {number: task.ranks[number] for number in (2, 0, 3, 1)}
     d.state.policy = Policy(allow_inject=True)
@@ -253,8 +250,7 @@ async def test_a_task_that_the_cluster_cannot_hold_is_refused(site: Site) -> Non
 @pytest.mark.parametrize(("change", "status", "where"), [
     ({"name": "Not A Name"}, 422, "name"), ({"nonsense": 1}, 422, "nonsense"),
     ({"slots": {"min": 3, "max": 2}}, 422, "slots.max"), ({"apiVersion": "v9"}, 422, "apiVersion"),
-    ({"train": None}, 422, "exactly one"), ({"weight": "heavy"}, 422, "weight"),
-])
+    ({"train": None}, 422, "exactly one"), ({"weight": "heavy"}, 422, "weight")])
 def test_a_bad_spec_is_refused(change: dict[str, Any], status: int, where: str) -> None:
     async def main() -> None:
         async with asyncio.timeout(20), serving() as site:

@@ -19,6 +19,7 @@ from unicron.control_plane.fold.fold import HANDLERS
 from unicron.control_plane.simulation.policies.policy import Policy
 from unicron.control_plane.simulation.run import Run, RunInput
 from unicron.control_plane.state.cluster import ClusterState
+from unicron.control_plane.state.task import Task
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
 from unicron.events.records import types as t
@@ -59,10 +60,7 @@ def test_progress_affects_a_task_only_where_something_is_wrong_with_it() -> None
     assert [task.id for task in affected_tasks(d.state, d.log[-1])] == [alpha]
 
 
-def test_an_answer_affects_its_task_when_no_other_is_outstanding() -> None:
-    """Of the members that leave a generation and come up in the next one, the last alone."""
-    d = Driver()
-    task = d.running()
+def test_an_answer_affects_its_task_when_no_other_is_outstanding(d: Driver, task: int) -> None:
     lost = d.exit(task, 2)
     for kind in (o.Quiesce, o.Reconfigure):
         [order] = only(kind, lost)
@@ -70,8 +68,7 @@ def test_an_answer_affects_its_task_when_no_other_is_outstanding() -> None:
                  else [member.rank for member in order.body.members])
         assert d.state.tasks[task].num_outstanding == len(ranks) == 3
         for left, rank in reversed(list(enumerate(reversed(ranks)))):
-            lost = d.quiesced(task, rank) if kind is o.Quiesce else d.reconfigured(
-                order.body, rank)
+            lost = d.quiesced(task, rank) if kind is o.Quiesce else d.reconfigured(order.body, rank)
             if left:
                 assert d.state.tasks[task].num_outstanding == left
                 assert affected(d, lost) == []
@@ -79,8 +76,7 @@ def test_an_answer_affects_its_task_when_no_other_is_outstanding() -> None:
         assert len(lost) > 1, "the last one's next order"
 
 
-def test_processes_that_start_are_waited_for_alike() -> None:
-    d = Driver()
+def test_processes_that_start_are_waited_for_alike(d: Driver) -> None:
     task = d.submit(spec())
     starts = only(o.StartRank, d.log)
     assert d.state.tasks[task].num_outstanding == len(starts) == 4
@@ -90,15 +86,13 @@ def test_processes_that_start_are_waited_for_alike() -> None:
         assert bool(only(o.Reconfigure, told)) == (not left)
 
 
-def test_one_that_is_told_to_stop_is_waited_for_no_more() -> None:
-    d = Driver()
+def test_one_that_is_told_to_stop_is_waited_for_no_more(d: Driver) -> None:
     task = d.submit(spec())
     d.tell("operator/c", r.TaskCancelRequested(task=task, reason=""))
     assert d.state.tasks[task].num_outstanding == 0
 
 
 def test_no_task_is_passed_over_on_paper_either() -> None:
-    """Two weeks under each policy: after a report nothing more follows for any task."""
     for stage in command.load(EXAMPLE)[1].values():
         assert played(stage.run_input, stage.policy) > 10 * PAPER_NUM
 
@@ -121,51 +115,27 @@ def played(ground: RunInput, policy: Policy) -> int:
 
 
 # --- fields that repeat others -------------------------------------------------------------------
-def _outstanding(state: ClusterState) -> None:
-    next(iter(state.tasks.values())).num_outstanding += 1
+def first(state: ClusterState) -> Task:
+    return next(iter(state.tasks.values()))
 
 
-def _running(state: ClusterState) -> None:
-    state.num_running -= 1
-
-
-def _silent(state: ClusterState) -> None:
-    state.unreachable = ["n1"]
-
-
-def _ailing(state: ClusterState) -> None:
-    state.undecided = ["n2"]
-
-
-def _occupant(state: ClusterState) -> None:
-    del state.nodes["n1"].occupants[0]
-
-
-def _ghost(state: ClusterState) -> None:
-    del next(iter(state.tasks.values())).ranks[0]
-
-
-def _incident(state: ClusterState) -> None:
-    next(iter(state.tasks.values())).incident = 99
-
-
-def _two_on_a_slot(state: ClusterState) -> None:
-    task = next(iter(state.tasks.values()))
-    task.target = (*task.target, t.Seat(9, task.target[0].slot))
-
-
-def _deadline(state: ClusterState) -> None:
-    state.deadlines["quiesce/77/1"] = state.deadlines.get("x") or next(
-        iter(state.deadlines.values()))
+def on_one_slot(state: ClusterState) -> None:
+    target = first(state).target
+    first(state).target = (*target, t.Seat(9, target[0].slot))
 
 
 @pytest.mark.parametrize(("breaks", "says"), [
-    (_outstanding, "num_outstanding is"), (_running, "num_running is"), (_silent, "unreachable is"),
-    (_ailing, "undecided is"), (_occupant, "runs on"), (_ghost, "which is gone"),
-    (_incident, "is of another task"), (_two_on_a_slot, "two ranks have one slot"),
-    (_deadline, "has no task")])
-def test_the_check_finds(breaks: Callable[[ClusterState], None], says: str) -> None:
-    d = Driver()
+    (lambda state: setattr(first(state), "num_outstanding", 77), "num_outstanding is"),
+    (lambda state: setattr(state, "num_running", 77), "num_running is"),
+    (lambda state: setattr(state, "unreachable", ["n1"]), "unreachable is"),
+    (lambda state: setattr(state, "undecided", ["n2"]), "undecided is"),
+    (lambda state: state.nodes["n1"].occupants.pop(0), "runs on"),
+    (lambda state: first(state).ranks.pop(0), "which is gone"),
+    (lambda state: setattr(first(state), "incident", 99), "is of another task"),
+    (on_one_slot, "two ranks have one slot"),
+    (lambda state: state.deadlines.update({
+        "quiesce/77/1": next(iter(state.deadlines.values()))}), "has no task")])
+def test_the_check_finds(d: Driver, breaks: Callable[[ClusterState], object], says: str) -> None:
     task = d.submit(spec())
     assert d.state.tasks[task].ranks
     assert d.state.deadlines

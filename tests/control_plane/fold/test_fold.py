@@ -28,12 +28,6 @@ from unicron.events.records import reports as r
 from unicron.events.records import types as t
 from unicron.events.records.codec import UnknownBody
 from unicron.events.records.envelope import Record, Report
-from unicron.events.records.reports import (
-    IterationsLogged,
-    RankStalled,
-    RankUnstalled,
-    StepTimeChanged,
-)
 
 SMALL = st.integers(-1, 6)
 NODES = st.sampled_from(["n1", "n2", "n3", ""])
@@ -79,18 +73,17 @@ BODIES: st.SearchStrategy[t.Body] = st.one_of(
     st.builds(r.TaskProgressed, task=st.sampled_from([4, 5]), generation=SMALL,
               first_iteration=SMALL, losses=LOSSES, step_s=LOSSES, rate_flops=st.just(1.0),
               micro_batches=SMALL),
-    _rank(IterationsLogged, iteration=SMALL, iterations=SMALL, num_iterations=SMALL,
+    _rank(r.IterationsLogged, iteration=SMALL, iterations=SMALL, num_iterations=SMALL,
           step_s=st.floats(0, 9), global_batch=SMALL, skipped=SMALL),
     st.builds(r.LossNotFinite, task=st.just(4), generation=SMALL, iteration=SMALL, text=WORDS),
     st.builds(r.CheckpointSaved, task=st.just(4), generation=SMALL, step_version=SMALL,
               path=WORDS, ckpt_bytes=SMALL, final=st.booleans()),
     st.builds(r.CheckpointPublished, task=st.just(4), order=st.integers(0, 80), path=WORDS),
-    _rank(RankStalled, generation=SMALL, iteration=SMALL, where=st.sampled_from(
+    _rank(r.RankStalled, generation=SMALL, iteration=SMALL, where=st.sampled_from(
         ["own", "collective"]), what=WORDS, collective=SMALL, in_s=TIMES, normal_s=TIMES),
-    _rank(RankUnstalled, generation=SMALL, iteration=SMALL, stalled_s=TIMES),
-    _rank(StepTimeChanged, generation=SMALL, iteration=SMALL, num_iterations=SMALL,
-          iteration_s=TIMES, own_s=TIMES, normal_s=TIMES),
-)
+    _rank(r.RankUnstalled, generation=SMALL, iteration=SMALL, stalled_s=TIMES),
+    _rank(r.StepTimeChanged, generation=SMALL, iteration=SMALL, num_iterations=SMALL,
+          iteration_s=TIMES, own_s=TIMES, normal_s=TIMES))
 DUE = st.just("due")
 """The next deadline that the state holds passes."""
 OBEY = st.just("obey")
@@ -131,7 +124,6 @@ def test_any_reports_in_any_order(acts: list[t.Body | str], trains: bool) -> Non
 @given(st.lists(BODIES, min_size=1, max_size=10))
 @settings(max_examples=150, deadline=None)
 def test_stale_reports_change_nothing(bodies: list[t.Body]) -> None:
-    """Of another task, or another attempt, or another generation: recorded, without consequence."""
     driver = Driver()
     driver.running()
     for body in map(_stale, bodies):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-from decider import Driver, at_rest, failed, finish, kinds, only, spec, task_of, the, waits_of
+from decider import Driver, failed, finish, kinds, only, spec, task_of, the, waits_of
 from unicron.control_plane.api.view import view
 from unicron.control_plane.decide.advance import DECIDER_VERSION
 from unicron.control_plane.planner import pending
@@ -17,16 +15,8 @@ from unicron.events.records import reports as r
 from unicron.events.records.envelope import Record
 
 
-@pytest.fixture
-def d() -> Iterator[Driver]:
-    made = Driver()
-    yield made
-    at_rest(made)
-
-
 # --- nodes --------------------------------------------------------------------------------------
-def test_a_silent_node_is_not_a_lost_one(d: Driver) -> None:
-    task = d.running()
+def test_an_unreachable_node_is_not_lost(d: Driver, task: int) -> None:
     leader = f"leader/{d.state.nonce}"
     silenced = d.tell(leader, r.NodeUnreachable(node="n2", incarnation=1, silence_s=5.0))
     assert kinds(silenced) == []
@@ -38,8 +28,7 @@ def test_a_silent_node_is_not_a_lost_one(d: Driver) -> None:
 
 
 @pytest.mark.parametrize("first", ["silence", "collective"])
-def test_two_sources_make_a_node_lost(d: Driver, first: str) -> None:
-    task = d.running()
+def test_two_sources_make_a_node_lost(d: Driver, task: int, first: str) -> None:
     leader = f"leader/{d.state.nonce}"
 
     def silence() -> list[Record]:
@@ -78,8 +67,7 @@ def test_a_task_wholly_on_a_silent_node_is_replaced_in_time(d: Driver) -> None:
     assert the(o.StartRank, new).slot.node != home
 
 
-def test_an_agent_that_starts_again_has_lost_its_ranks(d: Driver) -> None:
-    task = d.running()
+def test_an_agent_that_starts_again_has_lost_its_ranks(d: Driver, task: int) -> None:
     new = d.join("n2", incarnation=2)
     assert kinds(new) == ["IncidentOpened", "Quiesce", "StartRank", "StartRank", "PlanChosen"]
     opened = the(decisions.IncidentOpened, new)
@@ -89,8 +77,7 @@ def test_an_agent_that_starts_again_has_lost_its_ranks(d: Driver) -> None:
     assert the(decisions.IncidentClosed, d.progress(task)).outcome == "healed"
 
 
-def test_a_node_that_leaves_is_no_incident(d: Driver) -> None:
-    task = d.running()
+def test_a_node_that_leaves_is_no_incident(d: Driver, task: int) -> None:
     new = d.tell("n2/1", r.NodeLeft(node="n2", incarnation=1, reason="stopped"))
     assert kinds(new) == ["Quiesce", "PlanChosen", "TaskPlaced"]
     d.obey(new)
@@ -114,19 +101,16 @@ def test_waiting_says_for_what(d: Driver) -> None:
 
 
 def test_waiting_asks_for_what_earns_something(d: Driver) -> None:
-    """One slot is allowed, but earns nothing; four do."""
     d.tell("operator/drain", r.NodeDrained(node="n2", reason=""))
     task = d.submit(spec(throughput={4: 30.0}))
     assert the(decisions.TaskWaiting, d.log[-3:]).why == "not enough slots"
-    assert waits_of(d, task).needs == (
-        "4 slots; there are 2 (n2 drained: unicron status nodes)")
+    assert waits_of(d, task).needs == ("4 slots; there are 2 (n2 drained: unicron status nodes)")
     d.tell("operator/more", r.NodeDrained(node="n1", reason=""))
     beta = d.submit(spec(name="beta", slots={"min": 1, "max": 1}))
     assert waits_of(d, beta).needs.startswith("1 slot; there are 0 (n1 n2 ")
 
 
 def test_waiting_names_its_price(d: Driver) -> None:
-    """From the told weight on it gets slots, below it none; and it says who holds them."""
     first = d.running(spec(throughput={2: 20.0, 4: 30.0}))
     beta = spec(name="beta", throughput={2: 8.0}, slots={"min": 2, "max": 2})
     second = d.submit(beta)
@@ -148,7 +132,7 @@ def test_waiting_names_its_price(d: Driver) -> None:
     assert task_of(d, second).phase == "training"
 
 
-def test_where_prices_would_take_too_long_the_page_says_so(
+def test_prices_that_would_take_too_long_are_left_out(
         d: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     d.running(spec(throughput={2: 20.0, 4: 30.0}))
     task = d.submit(spec(name="beta", throughput={2: 8.0}, slots={"min": 2, "max": 2}))
@@ -157,8 +141,7 @@ def test_where_prices_would_take_too_long_the_page_says_so(
         why="the plan has better use for the slots", needs="more slots" + pending.NOT_PRICED)
 
 
-def test_who_waits_is_not_told_a_number_of_slots_that_others_would_have_first(d: Driver) -> None:
-    """Four slots more: alpha is given one of them, and the task of four waits on."""
+def test_slots_that_others_would_get_first_are_not_named(d: Driver) -> None:
     d.tell("operator/quiet", r.NodeDrained(node="n2", reason=""))
     d.join("n3", slots=4)
     first = d.running(spec(slots={"min": 3, "max": 4}, throughput={3: 30.0, 4: 31.0}, weight=9.0))
@@ -170,7 +153,7 @@ def test_who_waits_is_not_told_a_number_of_slots_that_others_would_have_first(d:
     assert not task_of(d, hold).target
 
 
-def test_who_is_cancelled_while_it_waits_has_no_price_any_more(d: Driver) -> None:
+def test_a_cancelled_waiting_task_has_no_price(d: Driver) -> None:
     d.running(spec(throughput={2: 20.0, 4: 30.0}))
     task = d.submit(spec(name="beta", throughput={2: 8.0}, slots={"min": 2, "max": 2}))
     assert waits_of(d, task).cost_waf == 2.0
@@ -191,7 +174,7 @@ def test_the_ideal_counts_every_slot_of_every_node_that_has_not_left(d: Driver) 
 
 
 # --- several tasks ------------------------------------------------------------------------------
-def test_an_unhurt_task_gives_slots_to_a_new_one(d: Driver) -> None:
+def test_a_healthy_task_gives_slots_to_a_new_one(d: Driver) -> None:
     first = d.running(spec(throughput={2: 2e9, 4: 2.1e9}))
     second = d.submit(spec(name="beta", throughput={2: 2e9}, slots={"min": 2, "max": 2}))
     batch = [x for x in d.log if x.cause == second]
@@ -210,8 +193,7 @@ def test_an_unhurt_task_gives_slots_to_a_new_one(d: Driver) -> None:
 
 
 # --- the end ------------------------------------------------------------------------------------
-def test_a_task_finishes(d: Driver) -> None:
-    task = d.running()
+def test_a_task_finishes(d: Driver, task: int) -> None:
     done = finish(d, task)
     assert kinds(done) == ["PublishCheckpoint", "TaskEnded", "DropMemoryCheckpoints"]
     assert the(o.PublishCheckpoint, done).path == "gen-1/iter-50"
@@ -222,9 +204,7 @@ def test_a_task_finishes(d: Driver) -> None:
     assert d.state.deadlines == {}
 
 
-def test_who_missed_that_all_was_done_is_let_go_at_once(d: Driver) -> None:
-    """Its last meeting failed when the others' was complete: it holds, and nobody needs it."""
-    task = d.running()
+def test_a_rank_that_missed_the_end_is_stopped(d: Driver, task: int) -> None:
     d.obey(d.tell(d.source("n1"), r.CheckpointSaved(
         task=task, generation=1, step_version=50, path="gen-1/iter-50", ckpt_bytes=9, final=True)))
     for rank in (0, 1, 2):
@@ -240,8 +220,7 @@ def test_who_missed_that_all_was_done_is_let_go_at_once(d: Driver) -> None:
     assert the(decisions.TaskEnded, last).outcome == "finished"
 
 
-def test_publication_after_the_last_exit(d: Driver) -> None:
-    task = d.running()
+def test_publication_after_the_last_exit(d: Driver, task: int) -> None:
     saved = d.tell(d.source("n1"), r.CheckpointSaved(
         task=task, generation=1, step_version=50, path="/tmp/out/gen-1/iter-50", ckpt_bytes=9,
         final=True))
@@ -250,8 +229,7 @@ def test_publication_after_the_last_exit(d: Driver) -> None:
     assert kinds(d.obey(saved)) == ["TaskEnded", "DropMemoryCheckpoints"]
 
 
-def test_another_node_publishes_when_the_first_is_gone(d: Driver) -> None:
-    task = d.running()
+def test_another_node_publishes_when_the_first_is_gone(d: Driver, task: int) -> None:
     saved = d.tell(d.source("n1"), r.CheckpointSaved(
         task=task, generation=1, step_version=50, path="gen-1/iter-50", ckpt_bytes=9, final=True))
     assert the(o.PublishCheckpoint, saved).nodes == ("n1",)
@@ -261,9 +239,8 @@ def test_another_node_publishes_when_the_first_is_gone(d: Driver) -> None:
     assert the(decisions.TaskEnded, d.obey(left)).outcome == "finished"
 
 
-def test_a_final_checkpoint_that_a_later_one_overtook_fails_nothing(d: Driver) -> None:
+def test_a_final_checkpoint_that_a_later_one_overtook_fails_nothing(d: Driver, task: int) -> None:
     """n1 was slow to publish the first; a fault came, and another generation saved anew."""
-    task = d.running()
 
     def save(node: str) -> int:
         generation = task_of(d, task).generation
@@ -282,16 +259,14 @@ def test_a_final_checkpoint_that_a_later_one_overtook_fails_nothing(d: Driver) -
     assert task_of(d, task).ending == "failed"
 
 
-def test_all_exits_without_a_final_checkpoint_are_a_fault(d: Driver) -> None:
-    task = d.running()
+def test_all_exits_without_a_final_checkpoint_are_a_fault(d: Driver, task: int) -> None:
     done = finish(d, task, save=False)
     assert kinds(done)[:1] == ["IncidentOpened"]
     assert kinds(done).count("StartRank") == 4
     assert task_of(d, task).phase == "starting"
 
 
-def test_a_stale_generation_publishes_nothing(d: Driver) -> None:
-    task = d.running()
+def test_a_stale_generation_publishes_nothing(d: Driver, task: int) -> None:
     d.obey(d.exit(task, 2))
     told = d.tell(d.source("n1"), r.CheckpointSaved(
         task=task, generation=1, step_version=50, path="gen-1/iter-50", ckpt_bytes=9, final=True))
@@ -299,8 +274,7 @@ def test_a_stale_generation_publishes_nothing(d: Driver) -> None:
     d.progress(task)
 
 
-def test_cancel(d: Driver) -> None:
-    task = d.running()
+def test_cancel(d: Driver, task: int) -> None:
     new = d.tell("operator/x", r.TaskCancelRequested(task=task, reason="enough"))
     assert kinds(new) == ["StopRank"] * 4
     assert the(decisions.TaskEnded, d.obey(new)).why == "cancelled: enough"
@@ -308,8 +282,7 @@ def test_cancel(d: Driver) -> None:
     assert kinds(d.tell("operator/y", r.TaskCancelRequested(task=task))) == []
 
 
-def test_cancel_in_the_middle_of_healing(d: Driver) -> None:
-    task = d.running()
+def test_cancel_in_the_middle_of_healing(d: Driver, task: int) -> None:
     d.exit(task, 2)
     new = d.tell("operator/x", r.TaskCancelRequested(task=task))
     done = d.obey(new)
@@ -349,7 +322,7 @@ def test_command_one_fails_all_start_again(d: Driver, command: int) -> None:
         x.body.port for x in only(o.StartRank, d.log[:12])}
 
 
-def test_command_that_grows_is_not_told_of_a_failure(d: Driver) -> None:
+def test_a_command_that_grows_reports_no_failure(d: Driver) -> None:
     task = d.submit(spec(train=None, command=["true"], slots={"min": 1, "max": 6}))
     d.obey(d.log[-4:])
     stops = [x.body for x in only(o.StopRank, d.join("n3"))]
@@ -372,13 +345,11 @@ def test_wrong_input_ends_a_task_that_never_stepped_at_once(d: Driver) -> None:
         text="train.data: /x: No such file or directory"))
     assert "IncidentClosed" in kinds(told)
     assert the(decisions.IncidentClosed, told).why.startswith(
-        "it cannot start: rank 0: train.data: /x"
-    )
+        "it cannot start: rank 0: train.data: /x")
     assert d.state.tasks[task].ending == "failed"
 
 
-def test_wrong_input_of_a_newcomer_harms_no_task_that_trains(d: Driver) -> None:
-    task = d.running()
+def test_wrong_input_of_a_newcomer_harms_no_task_that_trains(d: Driver, task: int) -> None:
     lost = d.exit(task, 2)
     d.obey(lost, start=False)
     d.progress(task, 2)
@@ -388,14 +359,12 @@ def test_wrong_input_of_a_newcomer_harms_no_task_that_trains(d: Driver) -> None:
     assert d.state.tasks[task].ending == ""
 
 
-def test_an_incident_is_called_by_the_gravest_that_was_told(d: Driver) -> None:
-    task = d.running()
+def test_an_incident_is_named_by_its_gravest_fault(d: Driver, task: int) -> None:
     failed(d, task, 0)
     d.due(f"evidence/{task}/1")
     incident = d.state.incidents[task_of(d, task).incident]
     assert incident.severity == "SEV3"
     node = d.state.nodes["n2"]
     d.tell("leader/abc", r.NodeUnreachable(node="n2", incarnation=node.incarnation, silence_s=6.0))
-    assert (incident.severity, incident.status, incident.node) == (
-        "SEV1", "lost connection", "n2")
+    assert (incident.severity, incident.status, incident.node) == ("SEV1", "lost connection", "n2")
     assert "n2 is silent" in incident.why

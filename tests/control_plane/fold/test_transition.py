@@ -1,11 +1,14 @@
-"""Every row of the transition table, and each fault of a rank: decision by decision."""
+"""Every row of the transition table, each fault of a rank, and a second fault at every row."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
 
 import pytest
-from decider import Driver, at_rest, failed, kinds, only, spec, task_of, the
+from decider import Driver, failed, kinds, only, spec, task_of, the
+from simulated.script import SecondFault
+from simulated.seeds import simulate
+from simulated.witness import FAULTS, ROWS, UNSCRIPTED
 from unicron.control_plane.api.view import view
 from unicron.control_plane.decide.transition import TABLE
 from unicron.control_plane.state.cluster import open_orders
@@ -14,13 +17,6 @@ from unicron.events.records import orders as o
 from unicron.events.records import reports as r
 from unicron.events.records import types as t
 from unicron.events.records.envelope import Record
-
-
-@pytest.fixture
-def d() -> Iterator[Driver]:
-    made = Driver()
-    yield made
-    at_rest(made)
 
 
 # --- the first start ----------------------------------------------------------------------------
@@ -38,8 +34,7 @@ def test_the_table_is_closed() -> None:
         ("quiescing", "save_not_ordered", "quiescing"),
         ("quiescing", "every_member_quiesced", "reconfiguring"),
         ("reconfiguring", "generation_broken", "quiescing"),
-        ("reconfiguring", "every_member_reconfigured", "training"),
-    ]
+        ("reconfiguring", "every_member_reconfigured", "training")]
 
 
 def test_a_submitted_task_is_planned_placed_and_started(d: Driver) -> None:
@@ -98,8 +93,7 @@ def test_a_task_that_never_starts_fails_with_a_reason(d: Driver) -> None:
 
 
 # --- a member is lost ---------------------------------------------------------------------------
-def test_a_killed_rank(d: Driver) -> None:
-    task = d.running()
+def test_a_killed_rank(d: Driver, task: int) -> None:
     lost = d.exit(task, 2)
     assert kinds(lost) == ["IncidentOpened", "Quiesce", "StartRank"]
     opened = the(decisions.IncidentOpened, lost)
@@ -125,8 +119,7 @@ def test_a_killed_rank(d: Driver) -> None:
     assert (task_of(d, task).healed, task_of(d, task).incident) == (1, 0)
 
 
-def test_a_step_told_on_the_way_to_a_boundary_ends_the_pause(d: Driver) -> None:
-    task = d.running()
+def test_a_step_on_the_way_to_a_boundary_ends_the_pause(d: Driver, task: int) -> None:
     lost = d.exit(task, 2)
     d.obey(lost, start=False)
     ready = d.do(lost[-1].body)
@@ -139,8 +132,7 @@ def test_a_step_told_on_the_way_to_a_boundary_ends_the_pause(d: Driver) -> None:
     assert (closed.kept, closed.dealt) == (6, 3)
 
 
-def test_late_news_from_before_the_fault_does_not_end_the_pause(d: Driver) -> None:
-    task = d.running()
+def test_late_news_from_before_the_fault_does_not_end_the_pause(d: Driver, task: int) -> None:
     lost = d.exit(task, 2)
     assert kinds(d.progress(task, 2)) == []
     assert task_of(d, task).iteration == 3
@@ -150,8 +142,7 @@ def test_late_news_from_before_the_fault_does_not_end_the_pause(d: Driver) -> No
     assert d.state.incidents[lost[1].seq].pause_s == pytest.approx(d.state.at_s - lost[0].at_s)
 
 
-def test_an_iteration_without_a_finite_loss_is_an_iteration(d: Driver) -> None:
-    task = d.running()
+def test_an_iteration_without_a_finite_loss_is_an_iteration(d: Driver, task: int) -> None:
     d.obey(d.exit(task, 2))
     it = task_of(d, task)
     told = d.tell(d.source("n1"), r.LossNotFinite(
@@ -160,16 +151,14 @@ def test_an_iteration_without_a_finite_loss_is_an_iteration(d: Driver) -> None:
     assert (it.iteration, it.loss) == (2, None)
 
 
-def test_survivors_that_held_already_are_not_waited_for(d: Driver) -> None:
-    task = d.running()
+def test_survivors_that_have_quiesced_are_not_waited_for(d: Driver, task: int) -> None:
     for rank in (0, 1, 3):
         assert kinds(failed(d, task, rank)) == []
     assert kinds(d.exit(task, 2)) == ["IncidentOpened", "Quiesce", "Reconfigure", "StartRank"]
     assert not [x for x in d.state.deadlines if x.startswith("evidence/")]
 
 
-def test_a_second_fault_while_quiescing(d: Driver) -> None:
-    task = d.running()
+def test_a_second_fault_while_quiescing(d: Driver, task: int) -> None:
     d.exit(task, 2)
     d.quiesced(task, 0)
     d.quiesced(task, 1)
@@ -178,8 +167,7 @@ def test_a_second_fault_while_quiescing(d: Driver) -> None:
     assert [x.rank for x in the(o.Reconfigure, second).members] == [0, 1]
 
 
-def test_a_second_fault_while_reconfiguring(d: Driver) -> None:
-    task = d.running()
+def test_a_second_fault_while_reconfiguring(d: Driver, task: int) -> None:
     d.exit(task, 2)
     for rank in (0, 1, 3):
         d.quiesced(task, rank)
@@ -192,8 +180,7 @@ def test_a_second_fault_while_reconfiguring(d: Driver) -> None:
     d.progress(task)
 
 
-def test_a_generation_that_does_not_come_up(d: Driver) -> None:
-    task = d.running()
+def test_a_generation_that_does_not_come_up(d: Driver, task: int) -> None:
     d.exit(task, 2)
     for rank in (0, 1, 3):
         d.quiesced(task, rank)
@@ -201,20 +188,17 @@ def test_a_generation_that_does_not_come_up(d: Driver) -> None:
         task=task, rank=0, attempt=1, generation=2, error="no store"))
     assert kinds(new) == ["IncidentEscalated", "Quiesce"]
     d.obey(new)
-    assert task_of(d, task).phase == "training"
-    assert task_of(d, task).generation == 3
+    assert (task_of(d, task).phase, task_of(d, task).generation) == ("training", 3)
 
 
-def test_reconfiguring_for_too_long(d: Driver) -> None:
-    task = d.running()
+def test_reconfiguring_for_too_long(d: Driver, task: int) -> None:
     d.exit(task, 2)
     for rank in (0, 1, 3):
         d.quiesced(task, rank)
     assert kinds(d.due(f"reconfigure/{task}/2")) == ["IncidentEscalated", "Quiesce"]
 
 
-def test_quiescing_for_too_long(d: Driver) -> None:
-    task = d.running()
+def test_quiescing_for_too_long(d: Driver, task: int) -> None:
     d.exit(task, 2)
     d.quiesced(task, 0)
     d.quiesced(task, 1)
@@ -225,8 +209,7 @@ def test_quiescing_for_too_long(d: Driver) -> None:
     assert kinds(gone) == ["Reconfigure", "StartRank"]
 
 
-def test_a_process_that_cannot_be_ended_is_given_up(d: Driver) -> None:
-    task = d.running()
+def test_a_process_that_cannot_be_ended_is_given_up(d: Driver, task: int) -> None:
     d.exit(task, 2)
     d.quiesced(task, 0)
     d.quiesced(task, 1)
@@ -240,8 +223,7 @@ def test_a_process_that_cannot_be_ended_is_given_up(d: Driver) -> None:
     assert [seat.rank for seat in task_of(d, task).target] == [0, 1, 2]
 
 
-def test_all_members_lost_start_again_from_the_checkpoint(d: Driver) -> None:
-    task = d.running()
+def test_all_members_lost_start_again_from_the_checkpoint(d: Driver, task: int) -> None:
     d.obey(d.tell(d.source("n1"), r.CheckpointSaved(
         task=task, generation=1, step_version=1, path="gen-1/iter-1", ckpt_bytes=9, final=False)))
     d.progress(task, 5)
@@ -255,12 +237,10 @@ def test_all_members_lost_start_again_from_the_checkpoint(d: Driver) -> None:
     assert order.checkpoint == "gen-1/iter-1"
     closed = the(decisions.IncidentClosed, d.progress(task))
     assert closed.iterations_lost == 5
-    assert task_of(d, task).iterations_lost == 5
-    assert task_of(d, task).iteration == 2
+    assert (task_of(d, task).iterations_lost, task_of(d, task).iteration) == (5, 2)
 
 
-def test_one_rank_that_never_comes_back_loses_its_slot(d: Driver) -> None:
-    task = d.running()
+def test_one_rank_that_never_comes_back_loses_its_slot(d: Driver, task: int) -> None:
     d.obey(d.exit(task, 2), start=False)
     d.progress(task)
     for _ in range(2):
@@ -299,8 +279,7 @@ def test_faults_that_follow_a_rank_are_the_tasks_own(d: Driver) -> None:
     assert not any(node.slots_disabled for node in d.state.nodes.values())  # it was not the slot
 
 
-def test_progress_forgives_restarts(d: Driver) -> None:
-    task = d.running()
+def test_progress_forgives_restarts(d: Driver, task: int) -> None:
     for _ in range(6):
         lost = d.exit(task, 2)
         d.obey(lost)
@@ -323,8 +302,7 @@ def test_the_same_iterations_again_are_no_progress(d: Driver) -> None:
     assert "without 10 new iterations in between" in task_of(d, task).why
 
 
-def test_an_error_before_the_exit_is_one_incident(d: Driver) -> None:
-    task = d.running()
+def test_an_error_before_the_exit_is_one_incident(d: Driver, task: int) -> None:
     told = d.tell(d.source("n2"), r.RankErrored(
         task=task, rank=2, attempt=1, generation=1, iteration=1, error="illegal memory access",
         text="Traceback:\n  line 3\nCUDAError: an illegal memory access was encountered\n"))
@@ -336,8 +314,7 @@ def test_an_error_before_the_exit_is_one_incident(d: Driver) -> None:
     assert len(d.state.incidents) == 1
 
 
-def test_an_error_of_the_hardware_takes_the_slot_out(d: Driver) -> None:
-    task = d.running()
+def test_an_error_of_the_hardware_takes_the_slot_out(d: Driver, task: int) -> None:
     told = d.tell(d.source("n2"), r.RankErrored(
         task=task, rank=2, attempt=1, generation=1, iteration=1, error="ECC errors", text="row 7"))
     assert kinds(told) == ["IncidentOpened", "PlanChosen", "TaskPlaced", "Quiesce"]
@@ -350,8 +327,7 @@ def test_an_error_of_the_hardware_takes_the_slot_out(d: Driver) -> None:
 
 
 # --- collectives without a root cause -----------------------------------------------------------
-def test_a_collective_that_failed_for_no_reason_is_tried_again_in_place(d: Driver) -> None:
-    task = d.running()
+def test_a_collective_without_a_root_cause_is_retried(d: Driver, task: int) -> None:
     for rank in range(4):
         failed(d, task, rank, "timed out")
     new = d.due(f"evidence/{task}/1")
@@ -364,16 +340,14 @@ def test_a_collective_that_failed_for_no_reason_is_tried_again_in_place(d: Drive
     assert the(decisions.IncidentClosed, d.progress(task)).outcome == "healed"
 
 
-def test_the_root_cause_in_time_makes_one_incident(d: Driver) -> None:
-    task = d.running()
+def test_the_root_cause_in_time_makes_one_incident(d: Driver, task: int) -> None:
     failed(d, task, 3)
     failed(d, task, 0)
     assert kinds(d.exit(task, 2)) == ["IncidentOpened", "Quiesce", "StartRank"]
     assert len(d.state.incidents) == 1
 
 
-def test_a_failure_on_the_way_to_a_boundary(d: Driver) -> None:
-    task = d.running()
+def test_a_failure_on_the_way_to_a_boundary(d: Driver, task: int) -> None:
     lost = d.exit(task, 2)
     d.obey(lost, start=False)
     d.progress(task)
@@ -384,8 +358,7 @@ def test_a_failure_on_the_way_to_a_boundary(d: Driver) -> None:
     assert the(o.Quiesce, told).mode == "now"
 
 
-def test_reattempts_that_do_not_help_become_restarts(d: Driver) -> None:
-    task = d.running()
+def test_reattempts_that_do_not_help_become_restarts(d: Driver, task: int) -> None:
     for _ in range(3):
         failed(d, task, 0)
         new = d.due(f"evidence/{task}/{task_of(d, task).generation}")
@@ -397,3 +370,26 @@ def test_reattempts_that_do_not_help_become_restarts(d: Driver) -> None:
     assert kinds(last) == ["IncidentEscalated", "Quiesce", *["StopRank"] * 4]
     d.obey([x for x in last if x.kind == "StopRank"])
     assert task_of(d, task).phase == "training"
+
+
+# --- a second fault ------------------------------------------------------------------------------
+NUM_SEEDS_MIN, NUM_SEEDS_MAX = 2, 10
+"""Worlds for each pair: more than the least only until the fault has struck."""
+
+
+@pytest.mark.usefixtures("silence")
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("row", ROWS)
+def test_a_second_fault_is_healed_from_every_row(
+        request: pytest.FixtureRequest, row: str, fault: str) -> None:
+    """All invariants of the simulation hold, and the fault really came while the row was on."""
+    hits: Counter[tuple[str, str]] = Counter()
+    unscripted = (row, fault) in UNSCRIPTED
+    for seed in range(NUM_SEEDS_MAX):
+        again = f"pytest '{request.node.nodeid}'"
+        nth = 1 + seed // 2 % 2
+        world, _ = simulate(lambda seed=seed, nth=nth: SecondFault(seed, row, fault, nth), again)
+        hits += world.witness.hits
+        if seed + 1 >= NUM_SEEDS_MIN and (hits[row, fault] or unscripted):
+            return
+    raise AssertionError(f"{fault} never came at {row}")

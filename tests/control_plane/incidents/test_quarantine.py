@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from decider import Driver, at_rest, kinds, only, spec, task_of, the, waits_of
+from decider import Driver, kinds, only, spec, task_of, the, waits_of
 from two_tasks import facts, seen
 from unicron.cli.screens import cluster, nodes
 from unicron.cli.screens.incident import page
@@ -17,12 +16,7 @@ from unicron.events.records.decisions import NodeQuarantined
 from unicron.events.records.envelope import Record
 from unicron.events.spec import policy as r
 
-
-@pytest.fixture
-def d() -> Iterator[Driver]:
-    made = Driver(nodes=3, slots=2)
-    yield made
-    at_rest(made)
+pytestmark = pytest.mark.nodes(3)
 
 
 def xid(d: Driver, node: str, slot: int) -> list[Record]:
@@ -82,8 +76,7 @@ def test_it_stays_so_when_its_agent_joins_again_and_ends_in_time(d: Driver) -> N
     d.obey(again)
 
 
-def test_who_trains_there_leaves_in_order(d: Driver) -> None:
-    task = d.running()
+def test_a_task_leaves_a_quarantined_node_without_loss(d: Driver, task: int) -> None:
     d.progress(task, 3)
     assert "n2" in {x.slot.node for x in task_of(d, task).ranks.values()}
     d.obey(xid(d, "n2", 0))
@@ -107,7 +100,7 @@ def test_old_faults_count_no_more(d: Driver) -> None:
     assert "NodeQuarantined" not in kinds(xid(d, "n3", 1))
 
 
-def test_where_all_fail_alike_nobody_is_taken_out(d: Driver) -> None:
+def test_nodes_that_all_fail_alike_are_not_quarantined(d: Driver) -> None:
     """A fault of each: the second of one of them is what comes to pass. Its fifth is not."""
     for node in ("n1", "n2", "n3"):
         xid(d, node, 0)
@@ -120,10 +113,9 @@ def test_where_all_fail_alike_nobody_is_taken_out(d: Driver) -> None:
     assert the(NodeQuarantined, xid(d, "n3", 0)).why.startswith("5 faults in 30 days")
 
 
-def test_one_fault_that_hurts_several_counts_once(d: Driver) -> None:
+def test_one_fault_of_several_tasks_counts_once(d: Driver) -> None:
     one = d.running(spec(slots={"min": 1, "max": 3}))
-    other = d.running(spec(name="beta", slots={"min": 1, "max": 3}, train={
-        "iterations": 50, "output": "/tmp/beta", "batch": {"global": 24, "micro": 2}}))
+    other = d.running(spec(name="beta", slots={"min": 1, "max": 3}))
     shared = next(name for name, node in d.state.nodes.items()
                   if {x.task for x in node.occupants.values()} == {one, other})
     for slot in (0, 1):
@@ -157,9 +149,8 @@ def lost(d: Driver, task: int, node: str) -> list[Record]:
     return d.log[num:]
 
 
-def test_an_agent_that_is_lost_started_and_lost_again_counts_twice_however_soon() -> None:
-    d = Driver()
-    task = d.running()
+@pytest.mark.nodes(2)
+def test_a_restarted_agent_that_is_lost_again_counts_twice(d: Driver, task: int) -> None:
     told = lost(d, task, "n1")
     assert the(decisions.IncidentOpened, told).severity == "SEV3", "nobody knew why"
     assert the(decisions.IncidentEscalated, told).severity == "SEV1"
@@ -169,22 +160,19 @@ def test_an_agent_that_is_lost_started_and_lost_again_counts_twice_however_soon(
     assert d.state.nodes["n1"].quarantine is None
     assert "NodeQuarantined" in kinds(lost(d, task, "n1"))
     assert d.state.at_s - d.state.nodes["n1"].node_faults[0].at_s < d.state.policy.replace_after_s
-    at_rest(d)
 
 
-def test_a_link_that_is_cut_again_at_once_counts_once() -> None:
+@pytest.mark.nodes(2)
+def test_a_link_that_is_cut_again_at_once_counts_once(d: Driver, task: int) -> None:
     """No agent was started in between: it is one bad cable until a minute has passed."""
-    d = Driver()
-    task = d.running()
     lost(d, task, "n1")
     d.obey(d.tell("leader/abc", reports.NodeReachable(node="n1", incarnation=1)))
     d.progress(task, 3)
     assert {x.slot.node for x in task_of(d, task).ranks.values()} == {"n1", "n2"}
     assert "NodeQuarantined" not in kinds(lost(d, task, "n1"))
-    at_rest(d)
 
 
-def test_what_was_asked_for_does_not_count(d: Driver) -> None:
+def test_an_injected_fault_does_not_count(d: Driver) -> None:
     d.tell("leader/abc", reports.PolicySet(policy=r.Policy(allow_inject=True, quarantine_faults=1)))
     task = d.running()
     d.tell("operator/break", reports.FaultRequested(what="node", node="n2"))
@@ -197,20 +185,17 @@ def test_what_was_asked_for_does_not_count(d: Driver) -> None:
     d.obey(told)
 
 
-def test_a_bug_of_the_task_is_not_the_nodes(d: Driver) -> None:
-    """Processes that end by themselves say nothing of where they ran."""
-    task = d.running()
+def test_a_bug_of_the_task_is_not_the_nodes(d: Driver, task: int) -> None:
     for _ in range(3):
         d.obey(d.exit(task, 2, signal=None, code=1))
         d.progress(task, 11)
     assert not d.state.nodes["n2"].node_faults
 
 
-def test_many_nodes_that_are_silent_at_once_are_the_networks_fault() -> None:
+def test_many_unreachable_nodes_are_a_network_fault() -> None:
     d = Driver(nodes=6, slots=1)
     d.tell("leader/abc", reports.PolicySet(policy=r.Policy(quarantine_faults=1)))
-    task = d.running(spec(slots={"min": 1, "max": 6}, train={
-        "iterations": 50, "output": "/tmp/out", "batch": {"global": 24, "micro": 2}}))
+    task = d.running(spec(slots={"min": 1, "max": 6}))
     for node in ("n4", "n5", "n6"):
         d.tell("leader/abc", reports.NodeUnreachable(node=node, incarnation=1, silence_s=5.0))
     process = task_of(d, task).ranks[0]
@@ -261,8 +246,7 @@ def test_the_screens_say_so_and_what_to_type(d: Driver) -> None:
         assert "quarantined to 1970-01-02" in words
         assert "2 faults in 30 days" in words
         assert "unicron lift n3" in words
-    (row,) = [x for x in nodes.nodes(seen(d), now_s=d.now_s)
-              if x.startswith("n3 ") and "/2" in x]
+    (row,) = [x for x in nodes.nodes(seen(d), now_s=d.now_s) if x.startswith("n3 ") and "/2" in x]
     assert "quarantined to" in row
     told = " ".join(" ".join(page(facts(d.log))).split())
     assert "SEV1 GPU driver errors" in told
@@ -270,7 +254,6 @@ def test_the_screens_say_so_and_what_to_type(d: Driver) -> None:
 
 
 def test_a_task_that_it_leaves_without_room_waits_and_says_why(d: Driver) -> None:
-    """It is not used in spite of that: what fails again and again would lose more."""
     twice(d)
     task = d.submit(spec(slots={"min": 5, "max": 6}))
     assert "n3 quarantined" in waits_of(d, task).needs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from decider import Driver, at_rest, failed, spec, the
+from decider import Driver, failed, spec, the
 from two_tasks import facts, plain, seen
 from unicron.cli.screens import cluster
 from unicron.cli.screens.incident import every, page
@@ -28,37 +28,28 @@ CLOSED = ("RuntimeError: [../gloo/transport/tcp/pair.cc:547] Connection closed b
     ("DistNetworkError: connect() to [n1]:29: Connection refused", "connection refused"),
     ("RuntimeError: Timed out waiting 30000ms for recv operation", "NCCL timeout"),
     ("DistBackendError: Watchdog caught collective operation timeout", "NCCL timeout"),
-    ("RuntimeError: unexpected size of a message", "other network errors"),
-])
+    ("RuntimeError: unexpected size of a message", "other network errors")])
 def test_a_failed_collective_is_called_by_what_was_said(said: str, status: str) -> None:
     assert network_status(said) == status
     assert TABLE[status] == "SEV3"
 
 
-def started_again(d: Driver) -> None:
-    """An agent was killed with its ranks, and the next one says so."""
-    d.tell("n2/8", r.NodeJoined(node="n2", incarnation=8, host="127.0.0.1", num_slots=2, pid=9))
-
-
-def test_those_whose_collective_failed_are_no_part_of_it_once_the_cause_is_known() -> None:
-    d = Driver()
-    task = d.running()
+def test_a_known_cause_replaces_the_ranks_of_failed_collectives(d: Driver, task: int) -> None:
     for rank in (0, 1):
         failed(d, task, rank, CLOSED)
     opened = the(decisions.IncidentOpened, d.due(f"evidence/{task}/1"))
     assert (opened.status, opened.ranks) == ("connection reset", (0, 1))
-    started_again(d)
+    d.join("n2", incarnation=8)
     (known,) = d.state.incidents.values()
     assert (known.severity, known.ranks, known.node) == ("SEV2", [2, 3], "n2")
     for screen in (page(facts(d.log))[:1], every(history(d.log), now_s=d.now_s),
                    cluster.status(seen(d), cluster="test", now_s=d.now_s)):
         assert any("ranks 2 3" in x for x in screen), screen
         assert not any("0-3" in x or "NCCL" in x for x in screen), screen
-    at_rest(d)
 
 
-def test_nor_where_both_are_decided_upon_at_once() -> None:
-    d = Driver()
+def test_a_cause_in_the_same_decision_replaces_them_too() -> None:
+    d = Driver()  # no fixture: these faults are in no log
     it = d.state.tasks[d.running()]
     it.faults = [
         Fault(ranks=(0, 1), node="n1", status="connection reset", why="a collective failed",
@@ -71,9 +62,7 @@ def test_nor_where_both_are_decided_upon_at_once() -> None:
         "SEV2", "exited abnormally", "n2", (3,), (5, 6))
 
 
-def test_a_timeout_is_called_by_a_word_that_is_true_of_gloo() -> None:
-    d = Driver()
-    task = d.running()
+def test_a_timeout_has_a_name_that_fits_gloo(d: Driver, task: int) -> None:
     for rank in range(4):
         failed(d, task, rank, "RuntimeError: Timed out waiting 30000ms for recv operation")
     d.due(f"evidence/{task}/1")
@@ -98,17 +87,14 @@ def test_the_guide_has_the_table_of_handling() -> None:
     (11, None, "", "signal 11"), (40, None, "no name", "signal 40: no name"),
     (11, None, "a libcuda frame", "signal 11 (SIGSEGV): a libcuda frame"),
     (9, None, "signal 9 (SIGKILL): killed from outside", "signal 9 (SIGKILL): killed from outside"),
-    (None, 1, "ValueError:\n " + "x" * 500, "exit code 1: ValueError: " + "x" * 105 + "..."),
-])
-def test_an_end_is_told_with_its_cause(signal: int | None, code: int | None, cause: str,
+    (None, 1, "ValueError:\n " + "x" * 500, "exit code 1: ValueError: " + "x" * 105 + "...")])
+def test_an_exit_is_described_with_its_cause(signal: int | None, code: int | None, cause: str,
                                        words: str) -> None:
     assert exit_in_words(r.RankExited(task=1, rank=0, attempt=1, pid=2, exit_code=code,
                                       signal=signal, cause=cause)) == words
 
 
-def test_a_task_that_fails_again_and_again_says_why() -> None:
-    """A command of one rank: the reason of its end holds the cause that the agent told."""
-    d = Driver()
+def test_a_task_that_fails_again_and_again_says_why(d: Driver) -> None:
     task = d.submit(spec(train=None, command=["train"], slots={"min": 1, "max": 1}))
     d.obey(d.log[-20:])
     for _ in range(4):

@@ -7,6 +7,7 @@ import math
 
 import pytest
 from decider import Driver
+from explained import explained
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -38,7 +39,7 @@ def plans(d: Driver) -> list[PlanChosen]:
 
 @given(wishes(), st.sampled_from([0.0, 0.005, 0.3]))
 @settings(max_examples=200, deadline=None)
-def test_what_is_told_in_flop_is_what_the_planner_compared(
+def test_the_objective_in_flop_is_the_planners(
         case: tuple[list[TaskDemand], int], gain_min: float) -> None:
     asked = asking(*case, gain_min=gain_min)
     choice = planner.choose_plan(asked)
@@ -64,7 +65,7 @@ def test_what_is_told_in_flop_is_what_the_planner_compared(
 
 @given(wishes(), st.sampled_from([0.0, 0.005, 0.3]))
 @settings(max_examples=200, deadline=None)
-def test_changes_of_healthy_tasks_are_paid_back_while_the_plan_holds(
+def test_changes_are_paid_back_while_the_plan_holds(
         case: tuple[list[TaskDemand], int], gain_min: float) -> None:
     """Against the best of all plans that leave them alone."""
     asked = asking(*case, gain_min=gain_min)
@@ -79,8 +80,7 @@ def test_changes_of_healthy_tasks_are_paid_back_while_the_plan_holds(
         return
 
     def earned(slots: tuple[int, ...]) -> float:
-        return math.fsum(waf_of(one, x)
-                         for one, x in zip(asked.demands, slots, strict=True))
+        return math.fsum(waf_of(one, x) for one, x in zip(asked.demands, slots, strict=True))
 
     worth = {slots: objective_flop(asked, slots) for slots in steady}
     close = 1e-9 * max(map(abs, worth.values()), default=0.0)
@@ -99,16 +99,13 @@ def test_changes_of_healthy_tasks_are_paid_back_while_the_plan_holds(
     ([wish("t1", 2, {1: 3.0, 2: 5.0}), wish("t2", 0, {1: 4.0})], 3, 0.0),
     ([wish("t1", 2, {1: 3.0, 2: 5.0}), wish("t2", 1, {1: 4.0})], 2, 0.0)])
 def test_when_a_change_is_paid_back(found: list[TaskDemand], num_slots: int, back_s: float) -> None:
-    """t1 stands and earns 5; with t2 they earn 2 more. Where there is room, or nothing else fits,
-    there is nothing to pay back."""
+    """t1 earns 5, and with t2 both earn 2 more; with room for all there is nothing to pay back."""
     asked = asking(found, num_slots)
     assert explain.paid_back_s(asked, planner.choose_plan(asked).plan.slots) == pytest.approx(
-        back_s
-    )
+        back_s)
 
 
 def test_who_waits_for_want_of_slots_alone_is_bound_by_them() -> None:
-    """Also where fairness gives some nothing, since not all have room."""
     found = [wish("t1", 2, {2: 3.0}), wish("t2", 0, {2: 3.0})]
     for alpha in (0.0, 1.0, 2.0):
         asked = replace(asking(found, 2), alpha=alpha)
@@ -117,11 +114,7 @@ def test_who_waits_for_want_of_slots_alone_is_bound_by_them() -> None:
 
 def test_a_share_of_nearly_all_is_a_number_too() -> None:
     asked = asking([wish("t1", 0, {1: 1000.0}), wish("t2", 0, {1: 1.0})], 1)
-    choice = planner.choose_plan(asked)
-    others = explain.with_distances(asked, choice.alternatives,
-                            objective_flop(asked, choice.plan.slots))
-    assert explain.why(asked, choice, others, "slots") == (
-        "t1 begins on 1: the runner-up is worth 100 % less")
+    assert explained(asked)[2] == "t1 begins on 1: the runner-up is worth 100 % less"
 
 
 @pytest.mark.parametrize(("found", "num_slots", "gain_min", "bound", "whose"), [
@@ -132,8 +125,7 @@ def test_a_share_of_nearly_all_is_a_number_too() -> None:
     ([wish("t3", 1, {1: 2.0})], 6, 0.0, "nothing", ()),
     ([], 6, 0.0, "nothing", ()),
     ([wish("t1", 2, {2: 100.0, 3: 100.4}), wish("t2", 2, {1: 50.0, 2: 50.1})], 4, 0.005,
-     "slots", ()),
-])
+     "slots", ())])
 def test_what_binds(found: list[TaskDemand], num_slots: int, gain_min: float, bound: Binding,
                     whose: tuple[int, ...]) -> None:
     """t1 and t2 allow no more than their largest size; t3 would, and earns no more."""
@@ -162,15 +154,9 @@ def test_what_binds(found: list[TaskDemand], num_slots: int, gain_min: float, bo
      "for"),
     ([wish("t1", 2, {2: 5.0}), wish("t2", 0, {2: 50.0})], 2,
      "t1 gives up its 2, t2 begins on 2: the runner-up (keep as it is) is worth 90 % less"),
-    ([], 4, "no task moves: there is nothing that could earn anything"),
-])
+    ([], 4, "no task moves: there is nothing that could earn anything")])
 def test_one_sentence_says_why(found: list[TaskDemand], num_slots: int, told: str) -> None:
-    asked = asking(found, num_slots)
-    choice = planner.choose_plan(asked)
-    objective = objective_flop(asked, choice.plan.slots)
-    beaten = explain.with_distances(asked, choice.alternatives, objective)
-    bound, _ = explain.binding_constraint(asked, choice, {})
-    assert explain.why(asked, choice, beaten, bound) == told
+    assert explained(asking(found, num_slots))[2] == told
 
 
 @pytest.mark.parametrize(("share", "words"), [
@@ -185,16 +171,13 @@ def test_the_sentence_and_the_row_tell_the_same_share() -> None:
     asked = PlanProblem(demands=(wish("t1", 4, {2: 4.0, 4: 9.0}, faulted=True),
                               wish("t2", 2, {1: 3.0, 2: 4.0})), num_slots=6,
                       mtbf_gpu_s=6 * 1.5 * TRANSITION_S)
-    choice = planner.choose_plan(asked)
+    choice, others, why = explained(asked)
     objective = objective_flop(asked, choice.plan.slots)
-    others = explain.with_distances(asked, choice.alternatives, objective)
-    bound, _ = explain.binding_constraint(asked, choice, {})
     nearest = max(others, key=lambda other: other.objective)
     share = alternative_names.percent(nearest.behind_flop / objective)
     assert share != alternative_names.percent(
-        nearest.behind_flop / (choice.plan.waf * asked.running_s)
-    )
-    assert f"is worth {share} less" in explain.why(asked, choice, others, bound)
+        nearest.behind_flop / (choice.plan.waf * asked.running_s))
+    assert f"is worth {share} less" in why
     rows = plan_screen._beaten({
         "waf": choice.plan.waf, "objective_flop": objective, "alternatives": [
             {"what": x.what, "waf": x.waf, "behind_flop": x.behind_flop} for x in others]})
@@ -227,8 +210,7 @@ def test_the_most_that_a_task_allows_binds() -> None:
     assert (plans(d)[-1].binding, plans(d)[-1].bound_tasks) == ("max", (alpha,))
 
 
-def test_a_min_that_does_not_fit_binds() -> None:
-    d = Driver()
+def test_a_min_that_does_not_fit_binds(d: Driver) -> None:
     d.submit(train("alpha", 2.0, {3: 3e12}, slots={"min": 3, "max": 3}))
     beta = d.submit(train("beta", 1.0, {2: 1e12}, slots={"min": 2, "max": 4}))
     assert (plans(d)[-1].binding, plans(d)[-1].bound_tasks) == ("min", (beta,))

@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from decider import Driver, at_rest, spec, task_of, waits_of
+from brute_force import check_best
+from decider import Driver, spec, task_of, waits_of
+from explained import explained
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from planner_cases import case
 from unicron.control_plane.planner import alternative_names, constraints, explain, pending, planner
-from unicron.control_plane.planner.objective import objective_flop
 from unicron.control_plane.planner.problem import PlanProblem, TaskDemand, transition_cost_s, waf_of
 from unicron.events.records import reports as r
 from unicron.events.spec.policy import Policy
 from wished import asking, rising, slots, wish
 
+pytestmark = pytest.mark.nodes(3)
+
 CLOSE_RATIO = 1e-9
-
-
-@pytest.fixture
-def d() -> Iterator[Driver]:
-    made = Driver(nodes=3)
-    yield made
-    at_rest(made)
 
 
 # --- one by one ---------------------------------------------------------------------------------
@@ -35,15 +30,12 @@ def test_a_floor_is_kept_and_what_it_costs_is_told() -> None:
     wishes = [wish(1, 0, {1: 9.0, 2: 18.0, 3: 27.0}), wish(2, 0, {1: 1.0, 2: 2.0})]
     assert slots(asking(wishes, 3)) == (3, 0)
     asked = asking([wishes[0], replace(wishes[1], floor=2)], 3)
-    choice = planner.choose_plan(asked)
+    choice, _, why = explained(asked)
     assert choice.plan.slots == (1, 2)
     told = {other.what: other for other in choice.alternatives}
     assert [x for _, x in told[alternative_names.FLOORLESS].slots] == [3, 0]
     assert explain.binding_constraint(asked, choice, {}) == ("floor", (2,))
-    others = explain.with_distances(
-        asked, choice.alternatives, objective_flop(asked, choice.plan.slots)
-    )
-    assert "without floors it would be worth" in explain.why(asked, choice, others, "floor")
+    assert "without floors it would be worth" in why
 
 
 def test_by_policy_each_has_the_least_with_which_it_earns_anything() -> None:
@@ -64,7 +56,7 @@ def test_a_floor_that_costs_nothing_is_not_told() -> None:
 @pytest.mark.parametrize(("num_slots", "given_"), [
     (9, (2, 3, 4, 0)), (8, (0, 3, 4, 0)), (7, (0, 3, 4, 0)), (6, (2, 0, 4, 0)), (3, (0, 3, 0, 0)),
     (2, (2, 0, 0, 0)), (1, (0, 0, 0, 0))])
-def test_where_not_all_fit_priority_then_weight_then_age_decide(
+def test_floors_are_granted_by_priority_then_weight_then_age(
         num_slots: int, given_: tuple[int, ...]) -> None:
     """The third comes first by priority, the second by weight; who does not fit is passed over."""
     wishes = [wish(1, 0, {2: 5.0}, floor=2), wish(2, 0, {3: 5.0}, floor=3, weight=2.0),
@@ -129,18 +121,10 @@ def inputs(draw: st.DrawFn) -> PlanProblem:
     wishes: list[TaskDemand] = []
     for task in range(1, draw(st.integers(1, 4)) + 1):
         wafs = rising(draw)
-        wishes.append(
-            wish(
-                task,
-                draw(st.sampled_from([0, *wafs, 6])),
-                wafs,
-                faulted=draw(st.booleans()),
-                floor=draw(st.sampled_from([0, 0, 1, 2, 4])),
-                team=draw(st.sampled_from(["", "red"])),
-                priority=draw(st.sampled_from([0, 0, 1])),
-                weight=draw(st.sampled_from([1.0, 2.0])),
-            )
-        )
+        wishes.append(wish(
+            task, draw(st.sampled_from([0, *wafs, 6])), wafs, faulted=draw(st.booleans()),
+            floor=draw(st.sampled_from([0, 0, 1, 2, 4])), team=draw(st.sampled_from(["", "red"])),
+            priority=draw(st.sampled_from([0, 0, 1])), weight=draw(st.sampled_from([1.0, 2.0]))))
     return asking(wishes, draw(st.integers(0, 10)), floor=draw(st.booleans()),
                   gain_min=draw(st.sampled_from([0.0, 0.1])),
                   moves_max=draw(st.none() | st.integers(0, 2)),
@@ -166,41 +150,26 @@ def by_hand(asked: PlanProblem) -> list[int]:
 @given(inputs())
 @settings(max_examples=400, deadline=None)
 def test_of_every_plan_that_keeps_the_floors_it_is_the_best(asked: PlanProblem) -> None:
-    """In the order of priorities."""
     held_s = asked.gain_min * asked.running_s
     wishes, least, quota = asked.demands, by_hand(asked), dict(asked.quotas).get("red", 99)
     priorities = sorted({one.priority for one in wishes}, reverse=True)
-    found: list[tuple[int, list[float], tuple[int, ...]]] = []
+    worths: dict[tuple[int, ...], list[float]] = {}
     for plan in itertools.product(*[[x for x in (0, *one.sizes) if x >= floor]
                                     for one, floor in zip(wishes, least, strict=True)]):
         pairs = list(zip(wishes, plan, strict=True))
         if sum(plan) > asked.num_slots or sum(x for w, x in pairs if w.team == "red") > quota:
             continue
-        gains = [[waf_of(w, x) * asked.running_s - waf_of(w, w.now) * (
+        worths[plan] = [math.fsum(waf_of(w, x) * asked.running_s - waf_of(w, w.now) * (
             transition_cost_s(w, x) + held_s * (not w.faulted and x != w.now <= asked.num_slots))
-            for w, x in pairs if w.priority == one] for one in priorities]
-        moves = sum(w.now > 0 and not w.faulted and x != w.now for w, x in pairs)
-        found.append((moves, [math.fsum(own) for own in gains], plan))
-    fewest = min(moves for moves, _, _ in found)
-    most = max(asked.moves_max, fewest) if asked.moves_max is not None else len(wishes)
-    may = [one for one in found if one[0] <= most]
-    best = max(worth for _, worth, _ in may)
-    chosen = slots(asked)
-    worth = next((worth for _, worth, plan in may if plan == chosen), None)
-    assert worth is not None, "it is among them"
+            for w, x in pairs if w.priority == one) for one in priorities]
     size = math.fsum(waf_of(w, x) for w in wishes for x in w.sizes) * asked.running_s + 1.0
-
-    def alike(one: list[float], other: list[float]) -> bool:
-        return all(abs(x - y) <= CLOSE_RATIO * size for x, y in zip(one, other, strict=True))
-
-    assert alike(worth, best)
+    check_best(asked, worths, CLOSE_RATIO * size)
 
 
 def test_whom_it_costs_least_moves() -> None:
     """Each of the three could give the slots that the newcomer must have."""
     for cheap in (1, 2, 3):
-        wishes = [wish(task, 4, {2: 9.0 if task == cheap else 8.0, 4: 10.0})
-                  for task in (1, 2, 3)]
+        wishes = [wish(task, 4, {2: 9.0 if task == cheap else 8.0, 4: 10.0}) for task in (1, 2, 3)]
         found = slots(asking([*wishes, wish(4, 0, {2: 1.0}, floor=2)], 12, gain_min=9.0))
         assert found == (*(2 if task == cheap else 4 for task in (1, 2, 3)), 2)
 
@@ -210,8 +179,7 @@ def test_large_clusters_with_a_newcomer_that_must_run(num_tasks: int, num_gpus: 
     asked = case(num_tasks, num_gpus, 3, gain_min=0.005)
     now = slots(replace(asked, gain_min=0.0))
     settled = [
-        replace(one, now=x, faulted=False) for one, x in zip(asked.demands, now, strict=True)
-    ]
+        replace(one, now=x, faulted=False) for one, x in zip(asked.demands, now, strict=True)]
     new = replace(settled[0], task=9999, name="new", now=0, floor=16, weight=1e-6,
                   wafs=tuple(1e-6 * waf for waf in settled[0].wafs))
     full = replace(asked, num_slots=sum(now), demands=(*settled, new))
@@ -239,7 +207,7 @@ def test_a_task_with_a_floor_is_not_starved_by_a_heavier_one(d: Driver) -> None:
     assert (plan.binding, plan.bound_tasks, plan.below_floor) == ("floor", (first,), ())
 
 
-def test_who_has_no_room_for_its_floor_is_told(d: Driver) -> None:
+def test_a_task_without_room_for_its_floor_says_so(d: Driver) -> None:
     d.tell("leader/abc", r.PolicySet(policy=Policy(floor=True, quotas={"red": 1})))
     d.running(spec(slots={"min": 4, "max": 6}))
     beta = d.submit(spec(name="beta", weight=0.5, slots={"min": 3, "max": 3}))

@@ -87,9 +87,7 @@ def test_the_next_best_is_that_of_brute_force(found: list[Row], capacity: int) -
 def test_the_tables_have_every_optimum(found: list[Row], capacity: int) -> None:
     flat = candidates_of(found)
     before, after = (
-        dynamic_program.prefixes(flat, capacity),
-        dynamic_program.suffixes(flat, capacity),
-    )
+        dynamic_program.prefixes(flat, capacity), dynamic_program.suffixes(flat, capacity))
     for r, j in itertools.product(range(len(found) + 1), range(capacity + 1)):
         for table, part in ((before, found[:r]), (after, found[r:])):
             plans = all_plans(part, j)
@@ -135,8 +133,7 @@ def alike(draw: st.DrawFn) -> list[Row]:
 
 @given(alike(), st.integers(0, 300))
 @settings(max_examples=600, deadline=None)
-def test_where_candidates_are_tied_plain_dynamic_programming_agrees(found: list[Row],
-                                                                    capacity: int) -> None:
+def test_among_ties_plain_dynamic_programming_agrees(found: list[Row], capacity: int) -> None:
     """Values, and of equal plans the one in which the first row takes most."""
     flat = candidates_of(found)
     after = dynamic_program.suffixes(flat, capacity)
@@ -149,8 +146,7 @@ def test_where_candidates_are_tied_plain_dynamic_programming_agrees(found: list[
 
 @given(alike(), st.integers(0, 120))
 @settings(max_examples=300, deadline=None)
-def test_where_candidates_are_tied_the_next_best_is_the_best_with_another_size(
-        found: list[Row], capacity: int) -> None:
+def test_among_ties_the_next_best_differs_in_a_size(found: list[Row], capacity: int) -> None:
     solved = Solution.of(flat := candidates_of(found), capacity)
     if solved is None:
         return
@@ -176,8 +172,7 @@ def test_each_degenerate_family_is_planned_as_by_plain_dynamic_programming(famil
         after = dynamic_program.suffixes(flat, asked.num_slots)
         assert knapsack.best(flat, asked.num_slots) == (
             tuple(dynamic_program.backtrack(flat, after, asked.num_slots)),
-            int(after[0, asked.num_slots]),
-        )
+            int(after[0, asked.num_slots]))
 
 
 def test_no_row_is_no_plan_to_make() -> None:
@@ -195,8 +190,7 @@ def test_what_does_not_fit_is_as_if_it_were_not_there(size: int) -> None:
     assert solved.next_best() in (((2, 0, 2), 8), ((0, 2, 2), 8))
 
 
-def test_the_next_best_looks_at_no_state_from_which_the_rest_fits_not(
-        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_best_skips_infeasible_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """Floors that leave three slots: so many can be had by anyone, however much each could lose."""
     found = [[(floor, 5 * floor), *((floor + x, 5 * floor + 3 * x + (x + i) % 7)
                                     for x in range(1, 60))] for i, floor in enumerate([40] * 60)]
@@ -221,8 +215,7 @@ def test_the_next_best_looks_at_no_state_from_which_the_rest_fits_not(
 
 
 def test_a_first_plan_loads_nothing() -> None:
-    """Some of numpy's functions import numpy.ma when they are called first: tens of milliseconds,
-    more than the largest plan takes."""
+    """A first call of some numpy functions imports numpy.ma: longer than the largest plan."""
     found = subprocess.run([sys.executable, "-P", "-c", textwrap.dedent(f"""
         import sys
         from planner_cases import case

@@ -102,8 +102,7 @@ def _choose(found: list[TaskDemand], num_slots: int) -> planner.Choice:
     return planner.choose_plan(asking(found, num_slots))
 
 
-def test_an_unhurt_task_gives_a_slot() -> None:
-    """Four slots left of six: what one task loses by shrinking alone is told."""
+def test_a_healthy_task_gives_a_slot() -> None:
     alpha = _wish(1, 4, {2: 3.2, 3: 4.7, 4: 6.16}, faulted=True)
     beta = _wish(2, 2, {1: 1.5, 2: 2.5})
     choice = _choose([alpha, beta], 4)
@@ -120,8 +119,7 @@ def test_the_unchanged_plan_and_the_next_best_are_told() -> None:
         ("keep as it is", ((1, 2), (2, 0)), 3.2), ("the next best", ((1, 4), (2, 0)), 5.0)]
 
 
-def test_where_the_next_best_would_take_too_long_a_near_one_is_told_as_that(
-        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_next_best_that_takes_too_long_is_approximate(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [_wish(task, 0, {size: size ** 0.9 + (7 * task * size % 11) / 50
                              for size in range(1, 12)}) for task in range(1, 9)]
     exact = {other.what: other for other in _choose(found, 40).alternatives}
@@ -149,14 +147,12 @@ def test_a_small_gain_changes_no_healthy_task() -> None:
 
 @pytest.mark.parametrize(("more", "changes"), [(0.0049, False), (0.0051, True)])
 def test_a_change_is_worth_it_by_what_the_task_itself_earns(more: float, changes: bool) -> None:
-    """A large task beside it does not raise the bar."""
     found = [_wish(1, 2, {2: 1e9}), _wish(2, 1, {1: 1.0, 2: 1.0 + more}, transition_s=0.0)]
     assert _choose(found, 4).plan.slots == (2, 2 if changes else 1)
 
 
-def test_what_the_hurt_cost_anyway_does_not_lower_the_bar() -> None:
-    """Faults so frequent that the sum of G is below 0: the gain is still a share of what is earned.
-    """
+def test_costs_of_faulted_tasks_do_not_lower_gain_min() -> None:
+    """Faults are so frequent that the sum of G is below 0."""
     found = [_wish(1, 2, {2: 1e5}, faulted=True), _wish(2, 1, {1: 1.0, 2: 1.004}, transition_s=0.0)]
     choice = planner.choose_plan(asking(found, 4, mtbf_gpu_s=4.0))
     assert choice.plan.objective < 0
@@ -290,8 +286,7 @@ def test_a_price_in_numbers() -> None:
     assert math.isclose(price.times, 10.0 / 8.0)
 
 
-def test_where_very_many_wait_the_first_of_them_are_told_a_price(
-        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_very_many_waiting_tasks_the_first_have_a_price(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [_wish(1, 4, {4: 30.0}), *(_wish(i, 0, {2: 8.0}) for i in range(2, 6))]
     asked = asking(found, 4)
     plan = planner.choose_plan(asked).plan

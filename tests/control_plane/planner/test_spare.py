@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from decider import Driver, at_rest, spec, task_of, waits_of
+from decider import Driver, spec, task_of, waits_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -19,9 +18,12 @@ from unicron.control_plane.planner.pending import WaitExplanation
 from unicron.control_plane.planner.problem import PlanProblem
 from unicron.control_plane.throughput.transition_cost import Transition
 from unicron.events.records import reports as r
+from unicron.events.records.decisions import HotSpare
 from unicron.events.records.types import Slot
 from unicron.events.spec.policy import Policy
 from wished import wish
+
+pytestmark = pytest.mark.nodes(4)
 
 TRAIN = {"iterations": 50, "batch": {"global": 24, "micro": 2}}
 
@@ -74,6 +76,13 @@ def fixed(mtbf_gpu_s: float, **more: Any) -> PlanProblem:
         num_slots=12, mtbf_gpu_s=mtbf_gpu_s, **{"spare_slots": 4, "repair_s": 21_300.0, **more})
 
 
+def planned(asked: PlanProblem) -> tuple[planner.Choice, HotSpare]:
+    """The choice, and what it says of the spare."""
+    choice = hot_spare.with_hot_spare(asked)
+    assert choice.spare is not None
+    return choice, choice.spare
+
+
 def running(asked: PlanProblem, *nows: int) -> PlanProblem:
     return replace(asked, demands=tuple(replace(one, now=now)
                                        for one, now in zip(asked.demands, nows, strict=True)))
@@ -81,16 +90,15 @@ def running(asked: PlanProblem, *nows: int) -> PlanProblem:
 
 def test_a_spare_pays_where_faults_are_frequent_and_changes_dear() -> None:
     often = running(fixed(12 * 60.0), 4, 4, 0)
-    choice = hot_spare.with_hot_spare(often)
+    choice, spare = planned(often)
     assert choice.plan.slots == (4, 4, 0)
-    assert choice.spare is not None
-    assert choice.spare.verdict == "kept"
-    assert choice.spare.cost_flop == pytest.approx(5.0 * 60.0)
+    assert spare.verdict == "kept"
+    assert spare.cost_flop == pytest.approx(5.0 * 60.0)
     # Whoever is hit, the last would have to leave. Two of three faults hit one of the first two.
     after_s = 12 * 60.0 / 8
     kept = 200.0 * after_s - 2 / 3 * 100.0 * 10.0
     free = 200.0 * after_s - 2 / 3 * 100.0 * 10.0 - 5.0 * 600.0
-    assert choice.spare.saves_flop == pytest.approx(kept - free)
+    assert spare.saves_flop == pytest.approx(kept - free)
     others = {other.what: other for other in choice.alternatives}
     beaten = others[alternative_names.SPARELESS]
     assert beaten.slots == ((1, 4), (2, 4), (3, 4))
@@ -100,44 +108,37 @@ def test_a_spare_pays_where_faults_are_frequent_and_changes_dear() -> None:
 
 def test_a_spare_does_not_pay_where_faults_are_rare() -> None:
     rare = running(fixed(7.2e6), 4, 4, 0)
-    choice = hot_spare.with_hot_spare(rare)
+    choice, spare = planned(rare)
     assert choice.plan == planner.choose_plan(rare).plan
     assert choice.plan.slots == (4, 4, 4)
-    assert choice.spare is not None
-    assert choice.spare.verdict == "not kept"
-    assert choice.spare.cost_flop > choice.spare.saves_flop > 0
+    assert spare.verdict == "not kept"
+    assert spare.cost_flop > spare.saves_flop > 0
 
 
 def test_no_task_that_runs_stops_for_a_spare() -> None:
-    """Not even one that was hit, and pays whatever it gets, where to leave at the next fault would
-    cost more than it earns until then."""
+    """Not even the faulted one, though to leave later would cost more than it earns until then."""
     dear = Transition.uniform(600.0)
     often = replace(fixed(8 * 60.0), num_slots=8, demands=tuple(
         replace(wish(i, 4, {4: 100.0}, faulted=i == 1), transition=dear) for i in (1, 2)))
-    choice = hot_spare.with_hot_spare(often)
-    assert choice.spare is not None
-    assert choice.spare.saves_flop > choice.spare.cost_flop > 0
-    assert (choice.spare.verdict, choice.plan.slots) == ("not kept", (4, 4))
+    choice, spare = planned(often)
+    assert spare.saves_flop > spare.cost_flop > 0
+    assert (spare.verdict, choice.plan.slots) == ("not kept", (4, 4))
 
 
 def test_no_task_is_left_below_its_floor_for_a_spare() -> None:
     often = running(fixed(12 * 60.0), 4, 4, 0)
     floored = replace(often, floor=True)
     assert [hot_spare.with_hot_spare(one).plan.slots for one in (often, floored)] == [
-        (4, 4, 0),
-        (4, 4, 4),
-    ]
-    told = hot_spare.with_hot_spare(floored).spare
-    assert told is not None
+        (4, 4, 0), (4, 4, 4)]
+    _, told = planned(floored)
     assert told.verdict == "not kept"
     assert told.saves_flop > told.cost_flop
 
 
 def test_what_is_idle_anyway_is_a_spare_at_no_cost() -> None:
-    choice = hot_spare.with_hot_spare(replace(fixed(7.2e6), num_slots=16))
+    choice, spare = planned(replace(fixed(7.2e6), num_slots=16))
     assert choice.plan.slots == (4, 4, 4)
-    assert choice.spare is not None
-    assert (choice.spare.verdict, choice.spare.cost_flop) == ("idle anyway", 0.0)
+    assert (spare.verdict, spare.cost_flop) == ("idle anyway", 0.0)
 
 
 def test_a_tie_keeps_nothing_idle() -> None:
@@ -145,31 +146,19 @@ def test_a_tie_keeps_nothing_idle() -> None:
     same = wish(1, 0, {2: 5.0, 4: 5.0})
     dear = PlanProblem(demands=(same,), num_slots=4, mtbf_gpu_s=400.0, spare_slots=2, repair_s=60.0)
     assert hot_spare.with_hot_spare(dear).plan.slots == (2,)
-    choice = hot_spare.with_hot_spare(
-        replace(dear, demands=(replace(same, transition=Transition.uniform(0.0)),))
-    )
+    choice, spare = planned(
+        replace(dear, demands=(replace(same, transition=Transition.uniform(0.0)),)))
     assert choice.plan.slots == (4,)
-    assert choice.spare is not None
-    assert (choice.spare.verdict, choice.spare.cost_flop, choice.spare.saves_flop) == (
-        "not kept", 0.0, 0.0)
+    assert (spare.verdict, spare.cost_flop, spare.saves_flop) == ("not kept", 0.0, 0.0)
 
 
 def test_where_a_node_is_all_there_is_none_is_kept() -> None:
-    choice = hot_spare.with_hot_spare(replace(fixed(12.0), num_slots=4))
-    assert choice.spare is not None
-    assert (choice.spare.verdict, sum(choice.plan.slots)) == ("not kept", 4)
-
-
-@pytest.fixture
-def d() -> Iterator[Driver]:
-    made = Driver(nodes=4)
-    yield made
-    at_rest(made)
+    choice, spare = planned(replace(fixed(12.0), num_slots=4))
+    assert (spare.verdict, sum(choice.plan.slots)) == ("not kept", 4)
 
 
 def test_after_a_fault_the_spare_is_used_and_the_healthy_go_on(d: Driver) -> None:
-    """beta would earn 1 % more on twice as many: where a fault is due within two minutes, they are
-    worth more as a spare."""
+    """beta would earn 1 % more on twice as many slots; a fault is due within two minutes."""
     policy = Policy(hot_spare=True, mtbf_gpu_s=8 * 120.0, mtbf_faults=1e6)
     d.tell("leader/abc", r.PolicySet(policy=policy))
     alpha = d.running(spec(slots={"sizes": [4]}, throughput={4: 1e12}))
@@ -215,7 +204,7 @@ def test_one_slot_is_told_as_one() -> None:
     assert ": 1 slot idle as a hot spare, which costs " in made.state.plan.why
 
 
-def test_who_waits_for_a_spare_is_told_so(d: Driver) -> None:
+def test_a_task_that_waits_for_a_spare_says_so(d: Driver) -> None:
     """A change stands longer than it is until the next fault: a newcomer had better not begin."""
     policy = Policy(hot_spare=True, mtbf_gpu_s=8 * 60.0, mtbf_faults=1e6, transition_s=600.0)
     d.tell("leader/abc", r.PolicySet(policy=policy))
@@ -237,14 +226,12 @@ def test_none_is_asked_for_and_none_is_told() -> None:
 
 def test_clusters_of_a_hundred_tasks_are_priced_and_larger_ones_told_not_to_be() -> None:
     asked = replace(case(100, 4096, 1, gain_min=0.005), spare_slots=8, repair_s=21_300.0)
-    choice = hot_spare.with_hot_spare(asked)
-    assert choice.spare is not None
-    assert choice.spare.verdict in ("kept", "not kept")
-    assert choice.spare.cost_flop > 0
+    choice, spare = planned(asked)
+    assert spare.verdict in ("kept", "not kept")
+    assert spare.cost_flop > 0
     large = replace(case(400, 8192, 1), spare_slots=8, repair_s=21_300.0)
-    choice = hot_spare.with_hot_spare(large)
-    assert choice.spare is not None
-    assert choice.spare.verdict == "not priced"
+    choice, spare = planned(large)
+    assert spare.verdict == "not priced"
     assert choice.plan == planner.choose_plan(large).plan
     limited = replace(asked, moves_max=3)
     assert hot_spare.exceeds_work_limit(limited)

@@ -18,15 +18,8 @@ from unicron.events.log import embedded_server
 from unicron.events.log.memory import MemoryLog, Outcome
 from unicron.events.log.port import Batch, LogPort
 from unicron.events.log.redis_streams import RedisLog
+from unicron.events.records import reports as r
 from unicron.events.records.envelope import Record, Report
-from unicron.events.records.reports import (
-    NodeJoined,
-    OrderRefused,
-    RankReady,
-    RankStarted,
-    TaskCancelRequested,
-    TaskSubmitted,
-)
 from unicron.events.records.types import Body
 from unicron.events.spec import job as spec
 from unicron.events.spec.policy import Policy
@@ -36,8 +29,8 @@ POLICY = Policy()
 ITERATIONS = {"iterations": 3, "output": "/out"}
 
 
-def job(name: str = "job", slots: int = 1) -> TaskSubmitted:
-    return TaskSubmitted(spec=spec.parse({
+def job(name: str = "job", slots: int = 1) -> r.TaskSubmitted:
+    return r.TaskSubmitted(spec=spec.parse({
         "apiVersion": spec.API_VERSION, "name": name, "slots": {"min": slots, "max": slots},
         "train": ITERATIONS}))
 
@@ -46,8 +39,8 @@ def told(number: int, body: Body, source: str = "n1/1") -> Report:
     return Report(source=source, source_seq=number, occurred_s=1.0, body=body)
 
 
-def joined(node: str = "n1", incarnation: int = 1) -> NodeJoined:
-    return NodeJoined(node=node, incarnation=incarnation, host="h", pid=1, num_slots=2)
+def joined(node: str = "n1", incarnation: int = 1) -> r.NodeJoined:
+    return r.NodeJoined(node=node, incarnation=incarnation, host="h", pid=1, num_slots=2)
 
 
 def virtual_clock() -> float:
@@ -75,7 +68,7 @@ async def until(log: LogPort, *kinds: str, s_max: float = 60.0) -> list[Record]:
         records = await log.read(after=0, num_max=10_000)
         if set(kinds) <= {record.kind for record in records}:
             return records
-        assert asyncio.get_running_loop().time() < deadline, f"{[r.kind for r in records]}"
+        assert asyncio.get_running_loop().time() < deadline, f"{[x.kind for x in records]}"
         await asyncio.sleep(0.01)
 
 
@@ -129,17 +122,17 @@ async def test_a_write_is_answered_with_its_seq_and_written_once(log: MemoryLog)
 @virtual
 async def test_reports_are_taken_in_order_each_once(log: MemoryLog) -> None:
     async with leading(log):
-        await log.send([told(2, RankStarted(task=9, rank=0, attempt=1, node="n1", pid=1,
-                                            log_path=""))])
+        await log.send([told(2, r.RankStarted(task=9, rank=0, attempt=1, node="n1", pid=1,
+                                              log_path=""))])
         await log.send([told(1, joined()), told(1, joined())])
         await until(log, "NodeJoined")
         await asyncio.sleep(1.0)
         assert await log.acked("n1/1") == 1, "report 2 came before its turn"
-        await log.send([told(2, RankStarted(task=9, rank=0, attempt=1, node="n1", pid=1,
-                                            log_path=""))])
+        await log.send([told(2, r.RankStarted(task=9, rank=0, attempt=1, node="n1", pid=1,
+                                              log_path=""))])
         records = await until(log, "RankStarted")
     assert await log.acked("n1/1") == 2
-    assert [r.source_seq for r in records if r.source == "n1/1"] == [1, 2]
+    assert [x.source_seq for x in records if x.source == "n1/1"] == [1, 2]
 
 
 @virtual
@@ -210,7 +203,6 @@ async def test_nothing_is_shown_before_it_stands(log: MemoryLog) -> None:
 
 @virtual
 async def test_a_deadline_waits_for_the_backlog(log: MemoryLog) -> None:
-    """What lies in the intake when a deadline is due is heard before the clock is."""
     async with leading(log, policy=Policy(start_s_max=30.0, silence_s_max=1e6)) as leader:
         await log.send([told(1, joined())])
         task = await leader.write("x", job())
@@ -224,10 +216,10 @@ async def test_a_deadline_waits_for_the_backlog(log: MemoryLog) -> None:
 
         log.take = deaf  # type: ignore[method-assign]
         await asyncio.sleep(20.0)
-        ready = RankReady(task=task, rank=0, attempt=1, endpoint="h:1", num_params=1,
-                          state_bytes=1, iteration_flops=1.0, data_digest="")
-        await log.send([told(2, RankStarted(task=task, rank=0, attempt=1, node="n1", pid=5,
-                                            log_path="")), told(3, ready)])
+        ready = r.RankReady(task=task, rank=0, attempt=1, endpoint="h:1", num_params=1,
+                            state_bytes=1, iteration_flops=1.0, data_digest="")
+        await log.send([told(2, r.RankStarted(task=task, rank=0, attempt=1, node="n1", pid=5,
+                                              log_path="")), told(3, ready)])
         records = await until(log, "Reconfigure")
         assert "DeadlineReached" not in kinds(records)
 
@@ -238,8 +230,8 @@ async def test_a_deadline_is_a_record(log: MemoryLog) -> None:
         await log.send([told(1, joined())])
         await leader.write("x", job())
         records = await until(log, "DeadlineReached")
-    reached = next(r for r in records if r.kind == "DeadlineReached")
-    ordered = next(r for r in records if r.kind == "StartRank")
+    reached = next(x for x in records if x.kind == "DeadlineReached")
+    ordered = next(x for x in records if x.kind == "StartRank")
     assert 30.0 <= reached.at_s - ordered.at_s < 30.1
     assert reached.source == "leader/a"
 
@@ -251,13 +243,13 @@ async def test_time_goes_on_behind_a_faster_hosts_log(log: MemoryLog) -> None:
         await leader.write("x", job())
     async with leading(log, "b", clock=lambda: virtual_clock() - 10_000.0):
         records = await until(log, "DeadlineReached")
-    reached = next(r for r in records if r.kind == "DeadlineReached")
-    started = [r for r in records if r.kind == "EpochStarted"][-1]
+    reached = next(x for x in records if x.kind == "DeadlineReached")
+    started = [x for x in records if x.kind == "EpochStarted"][-1]
     assert 30.0 <= reached.at_s - started.at_s < 31.0
 
 
 @virtual
-async def test_silence_is_told_and_taken_back(log: MemoryLog) -> None:
+async def test_silence_is_reported_and_taken_back(log: MemoryLog) -> None:
     async with leading(log):
         await log.send([told(1, joined())])
         for _ in range(20):
@@ -265,7 +257,7 @@ async def test_silence_is_told_and_taken_back(log: MemoryLog) -> None:
             await asyncio.sleep(1.0)
         assert "NodeUnreachable" not in kinds(await log.read(after=0, num_max=99))
         records = await until(log, "NodeUnreachable")
-        silenced = next(r for r in records if r.kind == "NodeUnreachable")
+        silenced = next(x for x in records if x.kind == "NodeUnreachable")
         assert 24.0 < silenced.at_s - START_S < 27.0
         await log.beat("n1", 1)
         await until(log, "NodeReachable")
@@ -309,7 +301,7 @@ async def test_followers_see_every_record_once(log: MemoryLog) -> None:
 
         following = asyncio.create_task(follow())
         task = await second.write("y", job("two"))
-        await second.write("z", TaskCancelRequested(task=task))
+        await second.write("z", r.TaskCancelRequested(task=task))
         await asyncio.sleep(1.0)
         following.cancel()
     assert seen == list(range(2, await log.last_seq() + 1))
@@ -328,7 +320,7 @@ def test_on_a_real_server_a_report_wakes_the_leader(redis_log: Any) -> None:
                 spans: list[float] = []
                 for number in range(2, 22):
                     began_s = time.perf_counter()
-                    await agent.send([told(number, RankStarted(
+                    await agent.send([told(number, r.RankStarted(
                         task=9, rank=0, attempt=1, node="n1", pid=1, log_path=""))])
                     while leader.seq < number + 2:
                         await asyncio.sleep(0.0005)
@@ -377,9 +369,9 @@ async def test_a_stop_of_what_never_started_is_over_when_refused(log: MemoryLog)
         await log.send([told(1, joined())])
         task = await leader.write("x", job())
         await until(log, "StartRank")
-        await leader.write("y", TaskCancelRequested(task=task))
-        stop = next(r for r in await until(log, "StopRank") if r.kind == "StopRank")
-        await log.send([told(2, OrderRefused(node="n1", order=stop.seq, why="no such rank"))])
+        await leader.write("y", r.TaskCancelRequested(task=task))
+        stop = next(x for x in await until(log, "StopRank") if x.kind == "StopRank")
+        await log.send([told(2, r.OrderRefused(node="n1", order=stop.seq, why="no such rank"))])
         records = await until(log, "TaskEnded")
         assert kinds(records).count("StopRank") == 1
         assert not (await leader.settled()).nodes["n1"].occupants

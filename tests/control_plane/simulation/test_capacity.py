@@ -41,13 +41,12 @@ def test_two_lines_break_even_where_they_cross() -> None:
     assert break_evens(curves, geometric=True) == [BreakEven(pytest.approx(2.0), "b", "a")]
 
 
-def test_who_waits_for_nodes_loses_more_the_more_often_they_fail(
+def test_more_faults_cost_more_where_tasks_wait_for_nodes(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command.mtbf(written(tmp_path), seeds=1, report=None, as_json=True)
     told = rows(capsys)
     for system in ("unicron", "megatron"):
-        curve = [told[f"mtbf-{400 * ratio:.6g}", system, "share"]
-                 for ratio in capacity.MTBF_RATIOS]
+        curve = [told[f"mtbf-{400 * ratio:.6g}", system, "share"] for ratio in capacity.MTBF_RATIOS]
         assert curve[0] < curve[3] < curve[-1] <= 1.0
     assert all(told[f"mtbf-{400 * ratio:.6g}", "unicron", "share"]
                > told[f"mtbf-{400 * ratio:.6g}", "megatron", "share"]
@@ -96,7 +95,7 @@ def test_the_screens_are_narrow_and_say_what_to_type(
     ("mtbf", {"trace": "faults.csv"}, "trace: is a file"),
     ("spares", {"policies": {"unicron": {}}}, "policies: has none that keeps spares"),
     ("weights", {}, "--task: is 'nobody', which is no task")])
-def test_what_cannot_be_answered_is_one_line(
+def test_an_unanswerable_question_is_one_line(
         tmp_path: Path, what: str, changes: dict[str, Any], said: str) -> None:
     (tmp_path / "faults.csv").write_text("at_s,node,event,cause\n", encoding="utf-8")
     extra: dict[str, Any] = {"spares": {"most": 2}, "weights": {"task": "nobody"}}.get(what, {})

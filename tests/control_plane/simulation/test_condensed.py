@@ -80,9 +80,7 @@ def test_nodes_are_lost_and_repaired_alike(policy: str,
 def test_a_process_takes_its_slot_with_it_and_earns_the_same(policy: str, cause: str) -> None:
     """But for a transition more, where the node is drained that the rest of its slot is on."""
     happenings = [
-        ExternalEvent(DAY_S, "n2", "fault", cause),
-        ExternalEvent(2 * DAY_S, "n2", "repaired"),
-    ]
+        ExternalEvent(DAY_S, "n2", "fault", cause), ExternalEvent(2 * DAY_S, "n2", "repaired")]
     whole, few = grounds(policy, happenings[:1 if cause == PROCESS else 2])
     (ours, _), (theirs, _) = played(policy, few), played(policy, whole)
     assert ours.earnings.flop == pytest.approx(theirs.earnings.flop, rel=1e-4)
@@ -91,8 +89,7 @@ def test_a_process_takes_its_slot_with_it_and_earns_the_same(policy: str, cause:
 
 @pytest.mark.parametrize("changes", [
     {"cluster": {"nodes": 10, "slots": 3}},
-    {"tasks": [{"name": "x", "slots": {"min": 8, "max": 9}, "throughput": {8: 1e12}}]},
-])
+    {"tasks": [{"name": "x", "slots": {"min": 8, "max": 9}, "throughput": {8: 1e12}}]}])
 def test_what_has_no_common_measure_is_played_as_it_is(changes: dict[str, Any]) -> None:
     told = scenario.parse(cluster(**changes))
     chosen = scenario.policy(told, "unicron")

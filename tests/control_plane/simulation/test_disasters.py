@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 
 import pytest
+from doc_scripts import script
 
 ROOT = Path(__file__).resolve().parents[3]
-_SPEC = importlib.util.spec_from_file_location(
-    "disasters", ROOT / "docs" / "reference" / "disasters.py")
-assert _SPEC is not None
-assert _SPEC.loader is not None
-disasters = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(disasters)
-
+disasters = script("disasters")
 PAGE = disasters.PAGE.read_text(encoding="utf-8")
 NAMES = [name for name in (*disasters.NAMES, *disasters.MODERN) if name]
 # The others take some 30 s: `make disasters` plays them too.

@@ -34,10 +34,8 @@ def test_traces_are_as_often_as_the_paper_tells(name: str, mtbf_gpu_h: int, sev1
         assert gpu_h / len(faults) == pytest.approx(mtbf_gpu_h, rel=0.001)
         assert gpu_h / len(hard) == pytest.approx(sev1_gpu_h, rel=0.001)
     assert (
-        paper_evaluation.events(trace, 1)
-        == paper_evaluation.events(trace, 1)
-        != paper_evaluation.events(trace, 2)
-    )
+        paper_evaluation.events(trace, 1) == paper_evaluation.events(trace, 1)
+        != paper_evaluation.events(trace, 2))
 
 
 def test_no_policy_notices_a_fault_later_than_torchrun_did_in_our_bench() -> None:
@@ -95,8 +93,7 @@ def test_the_papers_traces_go_by_their_names() -> None:
     assert [*stages] == [*POLICIES]
     assert scenario.horizon_s == 7 * 86400
     assert stages["unicron"].run_input.events == paper_evaluation.events(
-        paper_evaluation.TRACES["trace-b"], 1
-    )
+        paper_evaluation.TRACES["trace-b"], 1)
 
 
 @pytest.fixture(scope="module")
@@ -129,8 +126,7 @@ def test_rows_tell_each_policy_on_each_trace(played: tuple[Path, list[dict[str, 
     assert ratios["trace-a", "megatron"] >= 1.2
     assert ratios["trace-b", "megatron"] >= 1.6
     assert (
-        min(ratios[case, system] for case in paper_evaluation.TRACES for system in POLICIES) >= 1.0
-    )
+        min(ratios[case, system] for case in paper_evaluation.TRACES for system in POLICIES) >= 1.0)
     assert min(ratios[f"case-{number}", rule] for number in paper_evaluation.CASES
                for rule in paper_evaluation.RULES) >= 1.0
     told = json.loads((played[0] / "rows.json").read_text())

@@ -21,8 +21,7 @@ def plain(**changes: Any) -> dict[str, Any]:
     return {
         "apiVersion": "unicron/v1", "name": "plain", "cluster": {"nodes": 4, "slots": 2},
         "tasks": [{"name": "one", "slots": {"min": 1, "max": 8}, "throughput": {1: 1e12, 8: 7e12}}],
-        "policies": {"unicron": {}}, "trace": {"drawn": DRAWN}, "horizon_s": 1e4,
-    } | changes
+        "policies": {"unicron": {}}, "trace": {"drawn": DRAWN}, "horizon_s": 1e4} | changes
 
 
 def task(**changes: Any) -> dict[str, Any]:
@@ -151,8 +150,7 @@ def test_a_field_that_is_missing(without: str, tmp_path: Path) -> None:
     (bursts(sizes={}), "trace.drawn.bursts.sizes: has shares that are none"),
     (bursts(sizes={5: 1}), "trace.drawn.bursts.sizes: are 5 nodes together"),
     (bursts(sizes={0: 1}), "trace.drawn.bursts.sizes: are 0 nodes together"),
-    (bursts(cause="storm"), "trace.drawn.bursts.cause: is 'storm'"),
-])
+    (bursts(cause="storm"), "trace.drawn.bursts.cause: is 'storm'")])
 def test_what_is_wrong(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     path = tmp_path / "s.yaml"
     path.write_text(yaml.safe_dump(plain(**changes)))
@@ -165,8 +163,7 @@ def test_what_is_wrong(changes: dict[str, Any], said: str, tmp_path: Path) -> No
     ("a: [", "s.yaml: line 1"),
     ("name: a\nname: b", "duplicate key 'name'"),
     ("horizon_s: 99999999999999999999999", "too large a number"),
-    ("\0", "s.yaml: "),
-])
+    ("\0", "s.yaml: ")])
 def test_what_is_no_scenario_at_all(text: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "s.yaml"
     path.write_text(text)

@@ -36,9 +36,8 @@ def play(policy: str, happenings: list[ExternalEvent], tasks: int = 1) -> Outcom
 @settings(deadline=None, max_examples=60)
 @given(HAPPENINGS, st.sampled_from([*policies.POLICIES]), st.integers(1, 3))
 @example([ExternalEvent(0.0, "n0", "left"), ExternalEvent(5.0, "n0", "joined")], "unicron", 2)
-def test_all_of_it_and_nothing_twice(
-    happenings: list[ExternalEvent], policy: str, tasks: int
-) -> None:
+def test_slot_time_is_counted_completely_and_once(
+    happenings: list[ExternalEvent], policy: str, tasks: int) -> None:
     found = play(policy, sorted(happenings, key=lambda one: one.at_s), tasks)
     assert sum(found.slot_s.values()) == pytest.approx(8 * 10 * DAY_S, rel=1e-12)
     again_s = found.earnings.lost_slot_s["recomputed"]
@@ -46,7 +45,6 @@ def test_all_of_it_and_nothing_twice(
 
 
 def test_a_node_that_is_away() -> None:
-    """The others go on; when it is back its newcomers start beside them."""
     away_s, start_s = 4 * 3600.0, policies.POLICIES["unicron"].costs.start_s
     found = play("unicron", lost("n1", DAY_S, DAY_S + away_s)).slot_s
     assert found["away"] == pytest.approx(2 * away_s)

@@ -35,8 +35,7 @@ def test_each_form_says_the_same() -> None:
 @pytest.mark.parametrize("written", ["ECC errors", "ECC error", " ecc_errors", "Ecc Errors "])
 def test_causes_are_known_as_people_write_them(written: str) -> None:
     assert told(f"{HEAD}1,n1,fault,{written}\n") == [
-        ExternalEvent(1.0, "n1", "fault", "ECC errors")
-    ]
+        ExternalEvent(1.0, "n1", "fault", "ECC errors")]
 
 
 def test_the_churn_of_spot_nodes_is_their_cluster() -> None:
@@ -94,8 +93,7 @@ def test_what_is_printed_is_read_as_it_was(happenings: list[ExternalEvent]) -> N
     ("0,add,a\n-5,remove,a\n", "line 2: at_s is -0.005"),
     ("0,add,a\x1b[1m\n", "line 1: 'a\\x1b[1m' names no node"),
     ("at_s,\x1b[1m\n", "line 1: the header is 'at_s,\\x1b[1m'"),
-    ("5,add,a\n", "no node is there at time 0"),
-])
+    ("5,add,a\n", "no node is there at time 0")])
 def test_a_trace_that_is_none_is_one_line_and_a_hint(text: str, said: str) -> None:
     with pytest.raises(UsageError) as refused:
         trace_file.read(text, "t.csv")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
-from decider import Driver, at_rest, finish, kinds, spec, task_of, the
+from decider import Driver, finish, kinds, spec, task_of, the
 from unicron.control_plane.api.view import view
 from unicron.control_plane.throughput import calibration
 from unicron.control_plane.throughput import table as throughput
@@ -15,12 +14,7 @@ from unicron.events.records import orders as o
 from unicron.events.records import reports as r
 from unicron.events.spec import policy
 
-
-@pytest.fixture
-def d() -> Iterator[Driver]:
-    made = Driver(nodes=3)
-    yield made
-    at_rest(made)
+pytestmark = pytest.mark.nodes(3)
 
 
 def rates(d: Driver, task: int) -> dict[int, float]:
@@ -30,12 +24,10 @@ def rates(d: Driver, task: int) -> dict[int, float]:
 
 
 def count_only(d: Driver, num: int) -> None:
-    d.tell(f"leader/{d.state.nonce}",
-           r.PolicySet(policy=policy.Policy(calibrate_iterations=num)))
+    d.tell(f"leader/{d.state.nonce}", r.PolicySet(policy=policy.Policy(calibrate_iterations=num)))
 
 
-def test_enough_undisturbed_iterations_are_a_measurement(d: Driver) -> None:
-    task = d.running()  # iteration 0 is told, which does not count; nor does 1
+def test_enough_undisturbed_iterations_are_a_measurement(d: Driver, task: int) -> None:
     assert kinds(d.progress(task, times_s=[9.0, *[0.25] * 19])) == []
     new = d.progress(task, times_s=[0.25])
     assert kinds(new) == ["ThroughputSet", "PlanChosen"]
@@ -50,8 +42,7 @@ def test_enough_undisturbed_iterations_are_a_measurement(d: Driver) -> None:
     assert the(decisions.ThroughputSet, slower).rates_flops[3] == 2e9
 
 
-def test_what_was_interrupted_does_not_count(d: Driver) -> None:
-    task = d.running()
+def test_what_was_interrupted_does_not_count(d: Driver, task: int) -> None:
     d.progress(task, times_s=[0.2] * 11)
     assert len(task_of(d, task).times_s[4]) == 10
     d.obey(d.exit(task, 2))
@@ -66,9 +57,8 @@ def test_what_was_interrupted_does_not_count(d: Driver) -> None:
     d.obey(late)
 
 
-def test_a_size_that_is_only_passed_through_does_not_count(d: Driver) -> None:
+def test_a_size_that_is_only_passed_through_does_not_count(d: Driver, task: int) -> None:
     """Three of four on two cores may be faster than four: the lost rank comes back all the same."""
-    task = d.running()
     d.progress(task, times_s=[0.25] * 21)
     lost = d.exit(task, 2)
     d.obey(lost, start=False)
@@ -81,8 +71,7 @@ def test_a_size_that_is_only_passed_through_does_not_count(d: Driver) -> None:
     assert len(task_of(d, task).members) == 4
 
 
-def test_measured_sizes_stand_for_themselves(d: Driver) -> None:
-    task = d.running()
+def test_measured_sizes_stand_for_themselves(d: Driver, task: int) -> None:
     d.progress(task, times_s=[0.25] * 21)
     for node in ("n2", "n3"):
         d.obey(d.tell(f"operator/{node}", r.NodeDrained(node=node)))
@@ -108,7 +97,6 @@ def test_calibration_can_be_off(d: Driver) -> None:
 
 
 def test_the_first_measured_task_sets_the_scale_for_all(d: Driver) -> None:
-    """Healthy tasks whose plan stays the best are told new rates, and not moved."""
     small = {"min": 1, "max": 2}
     alpha = d.running(spec(slots=small))
     beta = d.running(spec(name="beta", slots=small))
@@ -172,12 +160,10 @@ def test_the_state_keeps_no_more_than_it_says(d: Driver) -> None:
     assert table.origin == "measured"
 
 
-def test_a_task_that_has_ended_leaves_no_times_behind(d: Driver) -> None:
-    task = d.running()
+def test_a_task_that_has_ended_leaves_no_times_behind(d: Driver, task: int) -> None:
     d.progress(task, times_s=[0.25] * 9)
     d.obey(d.tell("operator/cancel", r.TaskCancelRequested(task=task)))
-    assert task_of(d, task).outcome == "cancelled"
-    assert task_of(d, task).times_s == {}
+    assert (task_of(d, task).outcome, task_of(d, task).times_s) == ("cancelled", {})
 
 
 def test_others_follow_the_shape_from_the_nearest_measured() -> None:

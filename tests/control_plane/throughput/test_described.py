@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from decider import Driver, at_rest, kinds, spec, task_of, the, waits_of
+from decider import Driver, kinds, spec, task_of, the, waits_of
 from described_jobs import KNOWN, job, submitted
 from http_site import serving
 from unicron.cli.screens import task as task_screen
@@ -22,12 +21,7 @@ from unicron.events.records import reports as r
 from unicron.events.spec.job import JobSpec, parse
 from unicron.events.spec.model import Modelled
 
-
-@pytest.fixture
-def d() -> Iterator[Driver]:
-    made = Driver(nodes=3)
-    yield made
-    at_rest(made)
+pytestmark = pytest.mark.nodes(3)
 
 
 def test_what_is_submitted_brings_its_throughput() -> None:
@@ -42,7 +36,6 @@ def test_what_is_submitted_brings_its_throughput() -> None:
 
 
 def test_searching_ahead_is_what_submit_finds() -> None:
-    """The search is done in a thread, before; what it refuses is told there."""
     requests.search_layouts(job({"hidden": 1024}))
     with pytest.raises(SpecError, match=r"model\.hidden"):
         requests.search_layouts(job({"hidden": 1000, "num_heads": 16}))
@@ -90,8 +83,7 @@ def test_modelled_declared_measured() -> None:
 def test_of_allowed_sizes_the_first_for_each_step() -> None:
     """From 3 on there are 3 and 4; on 3 the task has what it has on 2."""
     table = throughput.table(7, parse(job(slots={"min": 3, "max": 6})), modelled=KNOWN)
-    assert table.sizes == (3, 4)
-    assert table.rates_flops == (1.9e14, 3.5e14)
+    assert (table.sizes, table.rates_flops) == ((3, 4), (1.9e14, 3.5e14))
 
 
 def test_a_size_that_the_model_refuses_and_somebody_measured() -> None:
@@ -142,7 +134,6 @@ def test_what_was_submitted_before_there_were_models_is_read() -> None:
 
 
 def test_over_http_the_search_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is done beside the loop that answers; what the log gets is what it found."""
     asked: list[bool] = []
     search = requests.search_layouts
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
-from decider import Driver, at_rest, only, spec, task_of, the
+from decider import Driver, only, spec, task_of, the
 from msgspec.structs import replace
 from unicron.control_plane.api.view import view
 from unicron.control_plane.planner import planner
@@ -20,14 +19,9 @@ from unicron.events.records import orders as o
 from unicron.events.records import reports as r
 from unicron.events.spec.policy import Policy
 
+pytestmark = pytest.mark.nodes(3)
+
 YEAR_S = 365 * 86400.0
-
-
-@pytest.fixture
-def d() -> Iterator[Driver]:
-    made = Driver(nodes=3)
-    yield made
-    at_rest(made)
 
 
 def set_policy(d: Driver, policy: Policy) -> None:
@@ -43,8 +37,7 @@ def planned_s(d: Driver) -> float:
 
 
 # --- faults -------------------------------------------------------------------------------------
-def test_a_young_cluster_keeps_the_prior(d: Driver) -> None:
-    task = d.running()
+def test_a_young_cluster_keeps_the_prior(d: Driver, task: int) -> None:
     d.obey(d.exit(task, 2))
     assert d.state.num_faults == 1
     assert planned_s(d) == Policy().mtbf_gpu_s, "1 fault beside the prior's 10"
@@ -118,8 +111,7 @@ def inject(d: Driver, fault: r.FaultRequested) -> None:
     assert only(o.InjectFault, d.tell("operator/inject", fault))
 
 
-def test_what_was_broken_on_purpose_is_no_fault(d: Driver) -> None:
-    task = d.running()
+def test_what_was_broken_on_purpose_is_no_fault(d: Driver, task: int) -> None:
     inject(d, r.FaultRequested(what="rank", task=task, rank=2))
     assert only(decisions.IncidentOpened, d.exit(task, 2))
     d.obey(d.log[-6:])
@@ -129,8 +121,7 @@ def test_what_was_broken_on_purpose_is_no_fault(d: Driver) -> None:
     assert d.state.num_faults == 1, "nobody asked for this one"
 
 
-def test_a_node_killed_on_purpose_is_no_fault(d: Driver) -> None:
-    task = d.running()
+def test_a_node_killed_on_purpose_is_no_fault(d: Driver, task: int) -> None:
     inject(d, r.FaultRequested(what="node", node="n1"))
     told = d.join("n1", incarnation=2)
     assert only(decisions.IncidentOpened, told)
@@ -139,16 +130,14 @@ def test_a_node_killed_on_purpose_is_no_fault(d: Driver) -> None:
     assert d.state.num_faults == 0
 
 
-def test_a_request_is_forgotten_when_nothing_came_of_it(d: Driver) -> None:
-    task = d.running()
+def test_a_request_is_forgotten_when_nothing_came_of_it(d: Driver, task: int) -> None:
     inject(d, r.FaultRequested(what="rank", task=task, rank=2))
     d.now_s += transition_cost.INJECTED_S_MAX + 1
     d.obey(d.exit(task, 2))
     assert d.state.num_faults == 1
 
 
-def test_a_request_that_is_refused_excuses_nothing(d: Driver) -> None:
-    task = d.running()
+def test_a_request_that_is_refused_excuses_nothing(d: Driver, task: int) -> None:
     d.tell("operator/inject", r.FaultRequested(what="rank", task=task, rank=2))
     d.obey(d.exit(task, 2))
     assert d.state.num_faults == 1
@@ -185,8 +174,7 @@ def stands(d: Driver, task: int, num: int, *, pause_s: float = 5.0) -> None:
         d.progress(task, 12)
 
 
-def test_what_was_measured_is_charged_once_there_is_enough(d: Driver) -> None:
-    task = d.running()
+def test_what_was_measured_is_charged_once_there_is_enough(d: Driver, task: int) -> None:
     d.progress(task, 12)
     stands(d, task, 2)
     assert transition_cost.transition(d.state, task_of(d, task)) == replace(
@@ -203,9 +191,7 @@ def test_what_was_measured_is_charged_once_there_is_enough(d: Driver) -> None:
     assert view(d.state)["tasks"][0]["transition"]["same_s"] == charged.same_s
 
 
-def test_iterations_done_meanwhile_are_no_time_that_it_stood(d: Driver) -> None:
-    """What is told once a second, of iterations before the fault, was work."""
-    task = d.running()
+def test_iterations_done_meanwhile_are_no_time_that_it_stood(d: Driver, task: int) -> None:
     d.progress(task, times_s=[0.2] * 30)
     d.now_s += 0.8
     lost = d.exit(task, 2)
@@ -220,8 +206,7 @@ def test_iterations_done_meanwhile_are_no_time_that_it_stood(d: Driver) -> None:
     d.progress(task)
 
 
-def test_a_change_of_size_is_a_kind_of_its_own(d: Driver) -> None:
-    task = d.running()
+def test_a_change_of_size_is_a_kind_of_its_own(d: Driver, task: int) -> None:
     d.progress(task, 30)
     for _ in range(3):
         for node in ("n2", "n3"):
@@ -260,8 +245,7 @@ def test_leaving_costs_leaving_and_coming_back(d: Driver) -> None:
                         + math.fsum(sorted(stood_s["start"])[1:3]) / 2)
 
 
-def test_what_waits_for_a_person_says_nothing(d: Driver) -> None:
-    task = d.running()
+def test_what_waits_for_a_person_says_nothing(d: Driver, task: int) -> None:
     d.progress(task, 12)
     lost = d.exit(task, 2)
     d.tell("operator/freeze", r.HealingFrozen(reason="look"))
@@ -273,8 +257,7 @@ def test_what_waits_for_a_person_says_nothing(d: Driver) -> None:
     assert set(task_of(d, task).downtime_s) == {"start"}
 
 
-def test_the_history_is_bounded(d: Driver) -> None:
-    task = d.running()
+def test_the_history_is_bounded(d: Driver, task: int) -> None:
     stands(d, task, transition_cost.NUM_DOWNTIMES_MAX + 3)
     assert len(task_of(d, task).downtime_s["same"]) == transition_cost.NUM_DOWNTIMES_MAX
 
@@ -318,11 +301,7 @@ def test_to_split_the_model_in_another_way_is_charged_as_that() -> None:
                 wafs=(1.0, 2.0, 3.0), shapes=(0, 0, 1))
     assert [transition_cost_s(wish, x) for x in (0, 1, 2, 3)] == [8.0, 2.0, 1.0, 16.0]
     assert [transition_cost_s(replace(wish, now=3), x) for x in (0, 1, 2, 3)] == [
-        8.0,
-        16.0,
-        16.0,
-        1.0,
-    ]
+        8.0, 16.0, 16.0, 1.0]
 
 
 def test_what_is_told_of_a_change_is_what_is_charged() -> None:
@@ -330,18 +309,10 @@ def test_what_is_told_of_a_change_is_what_is_charged() -> None:
     for hurt, now, shapes in ((False, 2, ()), (True, 2, ()), (True, 0, ()), (False, 0, ()),
                               (False, 2, (0, 0, 1)), (True, 2, (0, 1, 1)), (True, 0, (0, 1, 1))):
         wish = TaskDemand(
-            task=1,
-            name="t1",
-            now=now,
-            faulted=hurt,
-            transition=kinds,
-            sizes=(1, 2, 3),
-            wafs=(64.0, 128.0, 192.0),
-            shapes=shapes,
-        )
+            task=1, name="t1", now=now, faulted=hurt, transition=kinds, sizes=(1, 2, 3),
+            wafs=(64.0, 128.0, 192.0), shapes=shapes)
         rows = planner.allowed_candidates(
-            PlanProblem(demands=(wish,), num_slots=3, mtbf_gpu_s=3 * 32.0)
-        )
+            PlanProblem(demands=(wish,), num_slots=3, mtbf_gpu_s=3 * 32.0))
         told = [waf_of(wish, x) * 32
                 - waf_of(wish, now) * transition_cost_s(wish, x)
                 for x in (0, 1, 2, 3)]

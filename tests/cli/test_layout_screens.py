@@ -1,0 +1,150 @@
+"""The screens of a task that has layouts: what it is in, and what a change was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from decider import Driver
+from membership_jobs import job
+from plan_pages import plain_of
+from snapshots import check
+from two_tasks import facts, plain, seen
+from unicron.cli.cluster.state_dir import StateDir
+from unicron.cli.commands import tasks
+from unicron.cli.screens import cluster, plan
+from unicron.cli.screens import task as task_screen
+from unicron.cli.screens.incident import page
+from unicron.cli.terminal.record_line import essentials
+from unicron.control_plane.api import dry_run
+from unicron.control_plane.api.dry_run import Change
+from unicron.control_plane.api.view import view
+from unicron.control_plane.history.history import history
+from unicron.control_plane.state.cluster import encode_state
+from unicron.events.records import orders as o
+from unicron.events.records import reports as r
+from unicron.events.records.envelope import Record
+from unicron.events.records.types import ReceivedState
+from unicron.events.spec.job import parse
+
+
+class Giving(Driver):
+    """A process without state takes it from the first two members, half from each."""
+
+    def reconfigured(self, order: o.Reconfigure, rank: int) -> list[Record]:
+        process = self.state.tasks[order.task].ranks[rank]
+        taken = () if process.has_state or order.generation == 1 else tuple(
+            ReceivedState(one.rank, one.node, 2_000_000) for one in order.members[:2])
+        return self.tell(self.source(process.slot.node), r.Reconfigured(
+            task=order.task, rank=rank, attempt=process.attempt, generation=order.generation,
+            step_version=self.steps.get(order.task, 0), kept_micro_batches=(0, 1),
+            remaining_micro_batches=(2,), reassigned_micro_batches=(2,),
+            source=taken[0].rank if taken else rank, received_bytes=2_000_000 * len(taken),
+            down_s=0.01, up_s=0.01, settle_s=0.01, origin="peer" if taken else "own",
+            origin_node=taken[0].node if taken else process.slot.node, received_from=taken))
+
+
+def test_submit_prints_the_layout(
+        d: Driver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(tasks, "connect", lambda state, url: mock.Mock(
+        get=lambda path: seen(d),
+        post=lambda path, body: {"task": d.submit(parse(body)), "seq": len(d.log)},
+        records=lambda after, follow: []))
+    path = tmp_path / "job.yaml"
+    path.write_text("{apiVersion: unicron/v1, name: wide, slots: {min: 2, max: 2}, "
+                    "train: {iterations: 9, output: out, parallel: {tensor: [2]}}}")
+    tasks.submit(StateDir(tmp_path), None, path, as_json=False)
+    assert "layout   wide TP 2 x DP 1" in capsys.readouterr().out.splitlines()
+
+
+def test_a_layout_that_lost_a_rank_and_grew_again() -> None:
+    d = Giving()
+    task = d.running(job(tensor=[2]))
+    lost = d.exit(task, 1)
+    d.obey(lost, start=False)
+    d.progress(task)
+    told = view(d.state)["tasks"][0]
+    check("task-layout", task_screen.task_status(seen(d), told, history(d.log),
+                                                 now_s=d.now_s + 0.5))
+    check("status-layout", cluster.status(seen(d), cluster="test", now_s=d.now_s + 0.5),
+          columns_max=100)
+    d.obey([lost[-1]])
+    d.progress(task)
+    found = facts(d.log)
+    assert found["layouts"] == ["TP 2 x DP 2", "TP 2 x DP 1, 1 beside", "TP 2 x DP 2"]
+    cost = found["cost"]
+    # The newcomer is on n1, and the replica that was whole on n2; who was beside has taken, too.
+    assert (cost["peer_bytes"], cost["near_bytes"]) == (8_000_000, 0)
+    # A replica has two members, which tell of the same micro-batches: they are counted once.
+    assert (cost["kept"], cost["dealt"]) == (2, 1)
+    check("incident-layout", page(found))
+    orders = [essentials("Reconfigure", record["body"]) for record in plain(d)
+              if record["kind"] == "Reconfigure"]
+    assert [one.rpartition(", ")[2] for one in orders] == ["TP2xDP2", "TP2xDP1 +1", "TP2xDP2"]
+
+
+def test_bytes_from_the_same_node_are_told_apart() -> None:
+    d = Giving(nodes=1, slots=4)
+    task = d.running(job(tensor=[2]))
+    d.obey(d.exit(task, 1))
+    d.progress(task)
+    cost = facts(d.log)["cost"]
+    assert cost["near_bytes"] == cost["peer_bytes"] > 0
+
+
+@pytest.mark.parametrize(("optimizer", "words"), [
+    ("whole", "ranks 0-3;"),
+    ("sharded", "ranks 0-3; each has its shard of the optimizer alone: to lose any"),
+    ("mirrored", "ranks 0-3; each shard of the optimizer is on two of them;")])
+def test_the_screen_says_who_has_shards(d: Driver, optimizer: str, words: str) -> None:
+    task = d.running(job(optimizer=optimizer))
+    d.progress(task)
+    lines = task_screen.task_status(seen(d), view(d.state)["tasks"][0], history(d.log),
+                                    now_s=d.now_s + 0.5)
+    at = next(i for i, line in enumerate(lines) if line.startswith("copies"))
+    assert words in " ".join(line.strip() for line in lines[at:at + 3])
+
+
+class SetBack(Driver):
+    """Whoever meets anew has the state of iteration 1 out of a copy."""
+
+    def reconfigured(self, order: o.Reconfigure, rank: int) -> list[Record]:
+        if order.generation == 1:
+            return super().reconfigured(order, rank)
+        process = self.state.tasks[order.task].ranks[rank]
+        self.steps[order.task] = 1
+        return self.tell(self.source(process.slot.node), r.Reconfigured(
+            task=order.task, rank=rank, attempt=process.attempt, generation=order.generation,
+            step_version=1, kept_micro_batches=(), remaining_micro_batches=(0,),
+            reassigned_micro_batches=(), source=rank, received_bytes=12, down_s=0.01,
+            up_s=0.01, settle_s=0.01, origin="copy", origin_node="n2"))
+
+
+@pytest.mark.parametrize(("parallel", "killed", "words"), [
+    ({"optimizer": "sharded"}, [1], "lost       shard 1 (only rank 1 had it); with "
+     "train.parallel.optimizer: mirrored a second rank has each shard"),
+    ({"tensor": [2]}, [1, 3], "lost       TP 1 (only ranks 1 3 had it)"),
+    ({"tensor": [2], "optimizer": "mirrored"}, [0, 2],
+     "lost       TP 0, shard 0 (only ranks 0 2 had it); TP 0, shard 1 (only ranks 0 2 had it)")])
+def test_a_set_back_says_what_was_lost_with_whom(parallel: Any, killed: list[int], words: str
+                                                 ) -> None:
+    d = SetBack()
+    task = d.running(job(**parallel))
+    d.progress(task, 2)
+    d.obey([order for rank in killed for order in d.exit(task, rank)])
+    d.progress(task)
+    told = " ".join(line.strip() for line in page(facts(d.log)))
+    assert words in told
+
+
+def test_a_plan_says_the_layout_that_would_be(d: Driver) -> None:
+    d.running(job(tensor=[2], pipeline=[1, 2]))
+    before = encode_state(d.state)
+    found = plain_of(dry_run.run_dry(before, Change(without=("n2",)))) | {"took_s": 1.2e-3}
+    check("plan-layout", plan.dry_run(found, "--without n2"), columns_max=100)
+    found = plain_of(dry_run.explain_present_plan(before))
+    check("plan-layout-now", plan.present(found, now_s=found["plan_s"] + 90),
+          columns_max=100)

@@ -1,0 +1,131 @@
+"""What commands answer to what is asked for: the filters, ranks, plans, who waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from decider import Driver
+from two_tasks import gives, plain, seen, train, two_tasks
+from unicron.cli.cluster.state_dir import StateDir
+from unicron.cli.commands import logs, tail
+from unicron.cli.commands.request_outcome import Outcome, outcome_of, plan_lines
+from unicron.events.errors import UsageError
+from unicron.events.records import reports as r
+
+Plain = dict[str, Any]
+
+
+class Told:
+    """A control plane that has two tasks, of which one lost a node."""
+
+    def __init__(self) -> None:
+        self.driver = gives()[0]
+        self.log = plain(self.driver)
+
+    def get(self, path: str, limit_s: float = 10.0, **query: object) -> Plain:
+        return seen(self.driver)
+
+    def records(self, after: int, *, follow: bool) -> Iterator[Plain]:
+        return (record for record in self.log if record["seq"] > after)
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Told:
+    one = Told()
+    for module in (tail, logs):
+        monkeypatch.setattr(module, "connect", lambda state, url: one)
+    return one
+
+
+# --- tail ---------------------------------------------------------------------------------------
+def ask(path: Path, after: int = 0, **wanted: Any) -> None:
+    tail.tail(StateDir(path), None, tail.Filter(**wanted), after=after, follow=False, as_json=False)
+
+
+def test_a_filter_that_nothing_could_pass_names_what_there_is(told: Told, tmp_path: Path) -> None:
+    (opened,) = (record["seq"] for record in told.log if record["kind"] == "IncidentOpened")
+    end = told.log[-1]["seq"]
+    wrong: list[tuple[Plain, str, str]] = [
+        ({"node": "n9"}, "no node 'n9'", "there is n1, n2, n3"),
+        ({"incident": 0}, "no incident 0", f"the newest: inc-{opened}"),
+        ({"incident": opened - 1}, f"no incident {opened - 1}", f"the newest: inc-{opened}"),
+        ({"incident": 99_999}, "no incident 99999", f"the newest: inc-{opened}"),
+        ({"after": end + 1}, f"--after {end + 1} is beyond the log",
+         f"its last record is {end}; -f waits for more")]
+    for options, error, hint in wrong:
+        with pytest.raises(UsageError) as refused:
+            ask(tmp_path, **options)
+        assert (str(refused.value), refused.value.hint) == (error, hint)
+
+
+def test_a_filter_that_some_record_passes(told: Told, tmp_path: Path,
+                                                capsys: pytest.CaptureFixture[str]) -> None:
+    (opened,) = (record["seq"] for record in told.log if record["kind"] == "IncidentOpened")
+    ask(tmp_path, node="n2", incident=opened)
+    assert "IncidentOpened" in capsys.readouterr().out
+    ask(tmp_path, after=told.log[-1]["seq"])
+    assert not capsys.readouterr().out, "nothing new is an answer"
+
+
+# --- logs ---------------------------------------------------------------------------------------
+def test_a_rank_that_never_was_names_those_there_are(told: Told, tmp_path: Path) -> None:
+    for task, there in (("alpha", "there are ranks 0-3"), ("beta", "there are ranks 0 1")):
+        with pytest.raises(UsageError) as refused:
+            logs.logs(StateDir(tmp_path), None, task, 77, follow=False)
+        assert str(refused.value) == f"rank 77 of task {task} has not started yet"
+        assert refused.value.hint == there
+
+
+# --- plans --------------------------------------------------------------------------------------
+def lines_after(d: Driver, ask: Callable[[], object]) -> list[str]:
+    """What a command tells of what followed from its request."""
+    seq, before = len(d.log), seen(d)
+    ask()
+    log = plain(d)
+    client = mock.Mock(records=lambda after, follow: [x for x in log if x["seq"] > after],
+                       get=lambda path, **query: seen(d))
+    return plan_lines(outcome_of(client, seq + 1), {**before, "tasks": seen(d)["tasks"]})
+
+
+def test_a_task_that_must_wait_says_what_for() -> None:
+    d, _, _ = two_tasks({1: 1.5e12, 2: 2.4e12})
+    told = lines_after(d, lambda: d.submit(
+        train("gamma", 0.1, {2: 1e12}, slots={"min": 2, "max": 2})))
+    assert told[-2] == "         no task moves"
+    assert told[-1].startswith("waits    gamma: ")
+    assert "; needs more slots, or weight " in told[-1]
+    assert not any(line.startswith("waits") for line in lines_after(
+        d, lambda: d.tell("operator/x", r.TaskWeightSet(task=1, weight=2.0)))), "as before"
+
+
+def test_a_task_that_is_ending_earns_nothing_before_either(d: Driver) -> None:
+    task = d.running(train("alpha", 1.0, {4: 1e12}))
+    d.tell("operator/x", r.TaskCancelRequested(task=task, reason="a test"))
+    told = lines_after(d, lambda: d.submit(train("beta", 1.0, {2: 3e11, 4: 5e11})))
+    assert told[0].startswith("plan     "), told
+    assert "WAF 0 FLOP/s -> " in told[0]
+
+
+@pytest.mark.parametrize(("waf", "told"), [
+    (3e9, "3 GFLOP/s"), (4e9, "4 GFLOP/s"), (3.988e9, "3.99 GFLOP/s"),
+    (3.996e9, "4 GFLOP/s, 0.1 % less"), (4.0008e9, "4 GFLOP/s, 0.02 % more"),
+    (4e9 + 1, "4 GFLOP/s")])
+def test_an_alternative_of_the_same_figure_shows_its_distance(waf: float, told: str) -> None:
+    plan = {"waf": 4e9, "num_slots": 4, "allocations": [],
+            "alternatives": [{"what": "keep as it is", "waf": waf}]}
+    found = Outcome(seq=1, plan=plan, placed=[], waiting=[], withheld=[], orders=[])
+    lines = plan_lines(found, {"plan": None, "tasks": []})
+    assert lines[1] == f"beat     keep as it is: {told}"
+
+
+def test_who_waits_as_before_is_named_beside_who_waits_anew() -> None:
+    d, _, _ = two_tasks({1: 1.5e12, 2: 2.4e12})
+    d.submit(train("gamma", 0.1, {2: 1e12}, slots={"min": 2, "max": 2}))
+    told = lines_after(d, lambda: d.submit(
+        train("delta", 0.1, {2: 1e12}, slots={"min": 2, "max": 2})))
+    assert told[-2].startswith("waits    delta: ") or told[-3].startswith("waits    delta: ")
+    assert told[-1] == "waits    as before: gamma"

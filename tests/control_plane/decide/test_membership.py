@@ -1,0 +1,271 @@
+"""Who of a task with layouts is in its next generation, and at which place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from decider import Driver, at_rest, kinds, only, spec, the
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from membership_jobs import job
+from unicron.control_plane.decide.membership import order_members
+from unicron.control_plane.state.task import HeldState, Rank
+from unicron.control_plane.throughput.training_layouts import layout_of, layout_within, speed
+from unicron.events.errors import SpecError
+from unicron.events.records import decisions
+from unicron.events.records import orders as o
+from unicron.events.records import reports as r
+from unicron.events.records.types import Slot
+from unicron.events.spec.job import JobSpec, Train
+from unicron.events.spec.model import Axes
+from unicron.events.spec.parallelism import (
+    coordinates,
+    has_every_part,
+    layout_in_words,
+    num_positions,
+    replica,
+)
+
+
+def train_of(one: JobSpec) -> Train:
+    assert one.train is not None
+    return one.train
+
+
+def seats(order: o.Reconfigure) -> list[int]:
+    return [member.rank for member in order.members]
+
+
+# --- layouts ------------------------------------------------------------------------------------
+def test_the_layout_of_so_many_slots_is_the_fastest_that_is_permitted() -> None:
+    both = train_of(job(tensor=[1, 2], pipeline=[1, 2, 3], optimizer="sharded"))
+    for num in range(1, 9):
+        found = layout_of(both, num)
+        assert found is not None
+        assert num_positions(found) == num
+        assert speed(both, num) == max(
+            speed(train_of(job({"min": 1, "max": 8}, tensor=[axes.tp], pipeline=[axes.pp],
+                               optimizer="sharded")), num)
+            for axes in both.parallel.layouts(num, 24))
+    pairs = train_of(job(tensor=[2]))
+    assert [layout_of(pairs, num) for num in (1, 3)] == [None, None]
+    assert [speed(pairs, num) > 0 for num in range(1, 5)] == [False, True, False, True]
+    within = layout_within(pairs, 3)
+    assert within is not None
+    assert layout_in_words(within) == "TP 2 x DP 1"
+    assert layout_within(pairs, 1) is None
+
+
+def test_data_parallel_alone_names_no_layout() -> None:
+    plain = train_of(spec())
+    assert layout_of(plain, 4) is layout_within(plain, 4) is None
+    assert speed(plain, 4) == 4.0
+    sharded = layout_of(train_of(job(optimizer="sharded")), 3)
+    assert sharded == Axes(dp=3)
+
+
+def test_no_more_replicas_than_micro_batches() -> None:
+    few = train_of(job(batch=2, tensor=[1, 2]))
+    assert layout_of(few, 3) is None
+    assert layout_of(few, 4) == Axes(tp=2, dp=2)
+
+
+def test_chunks_run_a_multiple_of_the_pipeline() -> None:
+    five, six = (train_of(job(batch=num, pipeline=[2], chunks=2)) for num in (5, 6))
+    assert speed(five, 2) == pytest.approx(speed(six, 2) * 5 / 6, rel=0.05)
+
+
+@pytest.mark.parametrize(("slots", "parallel", "path"), [
+    ({"min": 1, "max": 3}, {"tensor": [4]}, "train.parallel"),
+    ({"sizes": [3, 5]}, {"tensor": [2]}, "train.parallel"),
+    ({"min": 1, "max": 4, "floor": 3}, {"tensor": [2]}, "slots.floor")])
+def test_a_spec_needs_a_layout_for_some_number_of_slots(
+        slots: dict[str, Any], parallel: dict[str, Any], path: str) -> None:
+    with pytest.raises(SpecError) as raised:
+        job(slots, **parallel)
+    assert raised.value.path == path
+
+
+def test_the_state_is_covered_as_the_optimizer_has_it() -> None:
+    axes = Axes(tp=2, dp=2)  # places 0 1 are a replica, 2 3 the other
+    assert has_every_part(axes, "whole", [0, 1])
+    assert has_every_part(axes, "whole", [0, 3])
+    assert not has_every_part(axes, "whole", [0, 2])
+    assert not has_every_part(axes, "sharded", [0, 1, 3])
+    assert has_every_part(axes, "sharded", [0, 1, 2, 3])
+    assert has_every_part(axes, "mirrored", [0, 1])
+    assert has_every_part(Axes(dp=3), "mirrored", [0, 1])  # 1 mirrors 0, 0 mirrors 2
+    assert not has_every_part(Axes(dp=3), "mirrored", [0])
+    assert not has_every_part(Axes(dp=1), "mirrored", [])
+
+
+# --- places -------------------------------------------------------------------------------------
+def test_tensor_groups_then_replicas_lie_on_one_node(d: Driver) -> None:
+    task = d.running(job(pipeline=[2]))
+    found = the(o.Reconfigure, d.log)
+    assert (found.axes, found.dp) == (Axes(pp=2, dp=2), 2)
+    # A replica on each node: no node has all that there is of a stage.
+    assert [member.node for member in found.members] == ["n1", "n2", "n1", "n2"]
+    assert d.state.tasks[task].axes == found.axes
+
+
+def test_a_lost_rank_leaves_the_whole_replica_and_a_spare(d: Driver) -> None:
+    task = d.running(job(tensor=[2]))
+    assert seats(the(o.Reconfigure, d.log)) == [0, 1, 2, 3]
+    lost = d.exit(task, 1)
+    healed = the(o.Reconfigure, d.obey(lost, start=False))
+    assert (healed.axes, healed.dp) == (Axes(tp=2, dp=1), 1)
+    assert seats(healed) == [2, 3, 0], "the replica that is whole, and beside it who has a seat"
+    d.progress(task)
+    grown = the(o.Reconfigure, d.obey([lost[-1]]))
+    assert grown.axes == Axes(tp=2, dp=2)
+    assert seats(grown) == [2, 3, 0, 1]
+    assert the(decisions.IncidentClosed, d.progress(task)).outcome == "healed"
+
+
+def test_survivors_keep_their_places_where_the_layout_stays(d: Driver) -> None:
+    """Both tensor-parallel ranks 0 are there once: one replica goes on, nothing moves."""
+    task = d.running(job(tensor=[2]))
+    lost = [*d.exit(task, 0), *d.exit(task, 3)]
+    healed = only(o.Reconfigure, d.obey(lost, start=False))[-1].body
+    assert (healed.axes, seats(healed)) == (Axes(tp=2, dp=1), [2, 1])
+    d.progress(task)
+    d.obey([record for record in lost if isinstance(record.body, o.StartRank)])
+    d.progress(task)
+
+
+def test_who_alone_has_a_part_is_waited_for(d: Driver) -> None:
+    """TP 2 alone, one lost: there is no layout of one slot; the survivor holds."""
+    task = d.running(job({"min": 1, "max": 2}, tensor=[2]))
+    lost = d.exit(task, 0)
+    assert "Reconfigure" not in kinds(d.obey(lost, start=False))
+    assert d.state.tasks[task].phase == "quiescing"
+    assert d.state.tasks[task].ranks[1].quiesced == 1
+    again = the(o.Reconfigure, d.obey([lost[-1]]))
+    assert (again.axes, seats(again)) == (Axes(tp=2, dp=1), [0, 1])
+    assert d.state.tasks[task].phase == "training"
+    d.progress(task)
+
+
+SHAPES = st.builds(Axes, tp=st.sampled_from([1, 2, 3]), pp=st.sampled_from([1, 2]),
+                   dp=st.integers(1, 3))
+
+
+@given(SHAPES, SHAPES, st.integers(1, 6), st.integers(0, 10), st.randoms(use_true_random=False))
+@settings(max_examples=200, deadline=None)
+def test_any_order_has_each_rank_once_and_keeps_replicas(
+        old: Axes, new: Axes, each: int, more: int, random: Any) -> None:
+    """`each` slots of a node; some survive of the old layout, `more` newcomers come."""
+    ranks = [Rank(rank=number, attempt=1, slot=Slot(f"n{number // each}", number % each),
+                  held=HeldState(generation=3, axes=old, place=number))
+             for number in range(num_positions(old))]
+    kept = [rank for rank in ranks if random.random() < 0.7]
+    kept += [Rank(rank=100 + number, attempt=1, slot=Slot(f"m{number // each}", number % each))
+             for number in range(more)]
+    if len(kept) < num_positions(new):
+        return
+    found = order_members(new, kept)
+    assert sorted(rank.rank for rank in found) == sorted(rank.rank for rank in kept)
+    assert order_members(new, kept[::-1]) == found, "whoever is asked first"
+    if (old.tp, old.pp) != (new.tp, new.pp):
+        return
+    whole = [dp for dp in range(old.dp)
+             if {ranks[place].rank for place in replica(old, dp)} <= {rank.rank for rank in kept}]
+    stay = 0
+    for dp in range(new.dp):
+        own = [found[place].held for place in replica(new, dp)]
+        if all(held is not None and coordinates(old, held.place)[:2] == coordinates(new, place)[:2]
+               for held, place in zip(own, replica(new, dp), strict=True)):
+            stay += len({coordinates(old, held.place).dp for held in own if held}) == 1
+    assert stay >= min(len(whole), new.dp)
+
+
+def test_whose_part_nobody_else_has_stays_beside_until_it_has_given_it(d: Driver) -> None:
+    """A node is drained that has two of four shards of the optimizer."""
+    task = d.running(job(optimizer="sharded"))
+    assert the(o.Reconfigure, d.log).axes == Axes(dp=4)
+    lines = d.tell("operator/drain", r.NodeDrained(node="n2"))
+    given, dropped = [record.body for record in only(o.Reconfigure, d.obey(lines))]
+    assert (given.axes, seats(given)) == (Axes(dp=2), [0, 1, 2, 3])
+    assert (dropped.axes, seats(dropped)) == (Axes(dp=2), [0, 1])
+    assert set(d.state.tasks[task].ranks) == {0, 1}
+
+
+@pytest.mark.parametrize("optimizer", ["whole", "mirrored"])
+def test_whose_part_others_have_leaves_at_once(d: Driver, optimizer: str) -> None:
+    """Of two replicas one leaves; of a ring of mirrors every second."""
+    task = d.running(job(tensor=[2]) if optimizer == "whole" else job(optimizer=optimizer))
+    if optimizer == "mirrored":
+        members = [member.node for member in the(o.Reconfigure, d.log).members]
+        assert members == ["n1", "n2", "n1", "n2"]
+    lines = d.tell("operator/drain", r.NodeDrained(node="n2"))
+    found = the(o.Reconfigure, d.obey(lines))
+    assert set(seats(found)) == {0, 1}
+    assert set(d.state.tasks[task].ranks) == {0, 1}
+
+
+def test_copies_are_named_where_each_has_a_part_alone(d: Driver) -> None:
+    task = d.running(job({"min": 1, "max": 2}, tensor=[2]))
+    it = d.state.tasks[task]
+    d.tell(d.source("n1"), r.MemoryCheckpointStored(
+        task=task, rank=0, attempt=1, generation=1, step_version=1, node="n1", copy_bytes=9,
+        checksum="crc32:00000000"))
+    again = the(o.Reconfigure, d.obey(d.exit(task, 0)))
+    assert [copy.step_version for copy in again.copies] == [1]
+    assert it.ranks[1].has_state
+    d.progress(task)
+
+
+def test_a_task_that_leaves_brings_its_state_to_the_first_member(d: Driver) -> None:
+    task = d.running(job(tensor=[2]))
+    saves = d.tell("operator/drain", r.NodeDrained(node="n1"))
+    saves += d.obey(saves)
+    saves += d.tell("operator/drain", r.NodeDrained(node="n2"))
+    order_ = only(o.Quiesce, saves)[-1].body
+    assert (order_.mode, order_.save, order_.ranks[0]) == (
+        "boundary", True, d.state.tasks[task].members[0].rank)
+    d.obey(saves[-3:])
+    assert (d.state.tasks[task].saved_iteration, d.state.tasks[task].phase) == (1, "idle")
+
+
+def test_a_task_that_is_broken_when_it_leaves_goes_back_to_its_last_copy(d: Driver) -> None:
+    task = d.running(job({"min": 4, "max": 4}, tensor=[2]))
+    d.exit(task, 0)
+    for node in ("n1", "n2"):
+        lines = d.tell(f"operator/{node}", r.NodeDrained(node=node))
+        assert not [record for record in only(o.Quiesce, lines) if record.body.save]
+        d.obey(lines)
+    assert d.state.tasks[task].phase in ("idle", "starting", "quiescing")
+
+
+# --- seats --------------------------------------------------------------------------------------
+def nodes_of(slots: list[int], one: JobSpec) -> list[list[str]]:
+    """By replica: the nodes on which a task is seated, on nodes n1, n2, ... with so many slots."""
+    d = Driver(nodes=0)
+    for number, num in enumerate(slots, 1):
+        d.join(f"n{number}", slots=num)
+    d.running(one)
+    found = the(o.Reconfigure, d.log)
+    assert found.axes is not None
+    at_rest(d)
+    return [[found.members[place].node for place in replica(found.axes, dp)]
+            for dp in range(found.axes.dp)]
+
+
+def test_one_replica_is_on_one_node() -> None:
+    """To part it would save nothing: each node's loss would still take some of the model."""
+    assert nodes_of([2, 2], job({"min": 1, "max": 2}, tensor=[2])) == [["n1", "n1"]]
+    assert nodes_of([3, 3], job({"min": 1, "max": 3}, pipeline=[3])) == [["n1"] * 3]
+
+
+@pytest.mark.parametrize("parallel", [{"tensor": [2]}, {"pipeline": [2]}])
+def test_a_second_replica_is_on_another_node(parallel: dict[str, Any]) -> None:
+    assert nodes_of([4, 4], job(**parallel)) == [["n1", "n1"], ["n2", "n2"]]
+    assert nodes_of([4], job(**parallel)) == [["n1", "n1"], ["n1", "n1"]]
+    assert nodes_of([3, 1], job(**parallel)) == [["n1", "n1"], ["n1", "n2"]]
+
+
+def test_shards_without_a_replica_are_spread_as_whole_ones_are() -> None:
+    assert sorted({node for one in nodes_of([4, 4], job(optimizer="sharded")) for node in one}) == [
+        "n1", "n2"]

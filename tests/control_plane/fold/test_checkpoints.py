@@ -1,0 +1,322 @@
+"""Copies in the heart's eyes: who takes them, which count, and what a task comes back from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from decider import Driver, at_rest, finish, only, spec, task_of, the
+from memory_checkpoints import FIRST, came, kept, ordered_anew
+from unicron.cli.terminal.record_line import essentials
+from unicron.control_plane.api.view import view
+from unicron.events.records import decisions
+from unicron.events.records import orders as o
+from unicron.events.records import reports as r
+from unicron.events.records import types as t
+from unicron.events.records.types import STORES_NUM_MAX
+
+pytestmark = pytest.mark.nodes(3, slots=1)
+
+ONE: dict[str, Any] = {"slots": {"min": 1, "max": 1}}
+
+
+def copies(d: Driver, task: int) -> list[tuple[str, int]]:
+    return [(copy.node, copy.step_version) for copy in task_of(d, task).copies]
+
+
+def keepers(d: Driver, task: int) -> list[str]:
+    return [keeper.node for keeper in task_of(d, task).keepers]
+
+
+def wipe(d: Driver, task: int) -> list[o.Reconfigure]:
+    """All its processes die at once; what is ordered until it trains again."""
+    begin = len(d.log)
+    for rank in sorted(task_of(d, task).ranks):
+        d.exit(task, rank)
+    d.obey(d.log[begin:])
+    return [record.body for record in d.log[begin:] if isinstance(record.body, o.Reconfigure)]
+
+
+@pytest.mark.nodes(4)
+def test_the_first_members_node_and_one_without_members_take_copies(d: Driver) -> None:
+    task = d.running(spec(slots={"min": 1, "max": 4}))
+    order = only(o.Reconfigure, d.log)[-1].body
+    assert [member.node for member in order.members] == ["n1", "n1", "n2", "n2"]
+    assert order.keepers == (t.StoreEndpoint("n1", "n1:1"), t.StoreEndpoint("n3", "n3:1"))
+    assert keepers(d, task) == ["n1", "n3"]
+
+
+def test_without_copies_asked_for_or_another_node_there_are_none() -> None:
+    d = Driver(nodes=2)
+    train = {"iterations": 50, "output": "/tmp/out", "copy_every": 0,
+             "batch": {"global": 24, "micro": 2}}
+    assert keepers(d, d.running(spec(train=train))) == []
+    alone = Driver(nodes=1)
+    assert keepers(alone, alone.running(spec())) == ["n1"]
+
+
+@pytest.mark.nodes(4, slots=1)
+def test_an_unreachable_or_drained_store_is_replaced(d: Driver) -> None:
+    task = d.running(spec(**ONE))
+    assert keepers(d, task) == ["n1", "n2"]
+    told = d.tell("leader/abc", r.NodeUnreachable(node="n2", incarnation=1, silence_s=5.0))
+    order = the(o.SetCheckpointStores, told)
+    assert (order.nodes, order.generation) == (("n1",), 1)
+    assert [keeper.node for keeper in order.keepers] == ["n1", "n3"] == keepers(d, task)
+    d.tell("leader/abc", r.NodeReachable(node="n2", incarnation=1))
+    assert keepers(d, task) == ["n1", "n3"], "who has copies already stays"
+    d.tell("operator/1", r.NodeDrained(node="n3"))
+    assert keepers(d, task) == ["n1", "n2"]
+    assert len([x for x in d.state.orders.values() if b"SetCheckpointStores" in x]) == 1, "the last"
+
+
+@pytest.mark.nodes(2)
+def test_a_node_without_members_takes_the_place_of_one_that_has_some(d: Driver) -> None:
+    task = d.running(spec(slots={"min": 1, "max": 4}))
+    assert keepers(d, task) == ["n1", "n2"], "both have members"
+    kept(d, task, "n2", 10)
+    told = d.join("n3", slots=2)
+    assert [keeper.node for keeper in the(o.SetCheckpointStores, told).keepers] == ["n1", "n3"]
+    assert copies(d, task) == [("n2", 10)], "what is there still serves"
+    d.join("n0", slots=2)
+    assert keepers(d, task) == ["n1", "n3"], "among equals who has it stays"
+
+
+def test_copies_of_the_current_generation_count_and_two_of_each_node_stay(d: Driver) -> None:
+    task = d.running(spec(**ONE))
+    for step in (10, 20, 30):
+        kept(d, task, "n1", step)
+    kept(d, task, "n2", 30)
+    kept(d, task, "n9", 30)
+    assert copies(d, task) == [("n1", 20), ("n1", 30), ("n2", 30)]
+    kept(d, task, "n2", 40, generation=9)
+    assert copies(d, task)[-1] == ("n2", 30)
+    shown = next(x for x in view(d.state)["tasks"] if x["id"] == task)
+    assert [copy["step_version"] for copy in shown["copies"]] == [20, 30, 30]
+
+
+def test_checkpoints_go_with_their_node_or_store(d: Driver) -> None:
+    task = d.running(spec(**ONE))
+    for node in ("n1", "n2"):
+        kept(d, task, node, 10)
+    d.tell("n1/1", r.MemoryCheckpointsLost(node="n1", incarnation=1, task=task, why="no room",
+                                           keeper_start=FIRST))
+    assert copies(d, task) == [("n2", 10)]
+    kept(d, task, "n1", 20)
+    d.tell("n1/1", r.MemoryCheckpointsLost(node="n1", incarnation=7, task=0, why="another one's",
+                                           keeper_start=9))
+    assert copies(d, task) == [("n2", 10), ("n1", 20)]
+    d.join("n2", incarnation=2, slots=1)
+    assert copies(d, task) == [("n1", 20)]
+    d.tell("n1/1", r.MemoryCheckpointsLost(node="n1", incarnation=1, task=0, why="it ended",
+                                           keeper_start=FIRST))
+    assert copies(d, task) == []
+
+
+def test_late_reports_of_an_ended_store_do_not_count(d: Driver) -> None:
+    """Rank and store report through different agents, in any order."""
+    task = d.running(spec(**ONE))
+    ended = r.MemoryCheckpointsLost(node="n2", incarnation=1, task=0, why="it ended",
+                                    keeper_start=FIRST)
+    d.tell("n2/1", ended)
+    kept(d, task, "n2", 10, start=FIRST)
+    assert copies(d, task) == [], "its copies went with it"
+    kept(d, task, "n2", 20, start=FIRST + 1)
+    kept(d, task, "n1", 20)
+    assert copies(d, task) == [("n2", 20), ("n1", 20)]
+    kept(d, task, "n2", 30, start=FIRST + 2)
+    assert copies(d, task) == [("n1", 20), ("n2", 30)], "a later one has nothing of the last"
+    d.tell("n2/1", msgspec.structs.replace(ended, keeper_start=FIRST + 1))
+    assert copies(d, task) == [("n1", 20), ("n2", 30)], "what the next one has is not meant"
+    d.join("n2", incarnation=2, slots=1)
+    kept(d, task, "n2", 40, start=FIRST + 1)
+    kept(d, task, "n2", 40, start=FIRST + STORES_NUM_MAX - 1)
+    assert copies(d, task) == [("n1", 20)], "of the agent before, also if its clock was ahead"
+
+
+def test_what_would_be_lost_counts_copies_elsewhere(d: Driver) -> None:
+    task = d.running(spec(**ONE))
+    d.progress(task, 30)
+    it = task_of(d, task)
+    assert (it.iteration, it.unsaved) == (31, 31)
+    kept(d, task, "n1", 30)
+    kept(d, task, "n2", 20)
+    assert (it.unsaved, it.lost_with("n1"), it.lost_with("n2")) == (1, 11, 1)
+
+
+@pytest.mark.nodes(3)
+def test_all_die_and_the_order_names_the_newest_copy_then_the_nearest(d: Driver) -> None:
+    task = d.running(spec(slots={"min": 1, "max": 2}))
+    d.progress(task, 30)
+    kept(d, task, "n2", 10)
+    kept(d, task, "n1", 20)
+    kept(d, task, "n2", 20)
+    d.steps[task] = 20  # what the members will say that they came back with
+    (order,) = wipe(d, task)
+    assert [(x.node, x.step_version, x.generation, x.endpoint) for x in order.copies] == [
+        ("n1", 20, 1, "n1:1"), ("n2", 20, 1, "n2:1"), ("n2", 10, 1, "n2:1")]
+    d.progress(task)
+    closed = the(decisions.IncidentClosed, d.log[-10:])
+    assert closed.iterations_lost == 11
+    assert copies(d, task) == [("n1", 20), ("n2", 10), ("n2", 20)], "they still serve"
+
+
+def test_checkpoints_of_unreachable_nodes_come_last() -> None:
+    d = Driver(nodes=4)
+    task = d.running(spec(slots={"min": 1, "max": 2}))
+    d.progress(task, 30)
+    kept(d, task, "n3", 30)
+    d.tell("leader/abc", r.NodeUnreachable(node="n3", incarnation=1, silence_s=5.0))
+    d.steps[task] = 30
+    (order,) = wipe(d, task)
+    assert [(x.node, x.step_version) for x in order.copies] == [("n3", 30)], "the only one"
+    kept(d, task, "n2", 30)
+    kept(d, task, "n3", 31)
+    (order,) = wipe(d, task)
+    assert [(x.node, x.step_version) for x in order.copies] == [("n2", 30), ("n3", 31), ("n3", 30)]
+    kept(d, task, "n3", 30)
+    d.state.nodes["n3"].health = "lost"
+    (order,) = wipe(d, task)
+    assert [x.node for x in order.copies] == ["n2"]
+
+
+def test_the_line_of_a_reconfigure_names_what_is_tried() -> None:
+    d = Driver(nodes=3)
+    task = d.running(spec(slots={"min": 1, "max": 2}))
+    for node in ("n1", "n2"):
+        kept(d, task, node, 1)
+    (order,) = wipe(d, task)
+    told = essentials("Reconfigure", msgspec.to_builtins(order))
+    assert told.endswith("generation 2: ranks 0 1, DP2, tries copies on n1 n2, then the seed")
+
+
+def test_copies_that_did_not_serve_are_counted_on_no_more() -> None:
+    d = Driver(nodes=3)
+    task = d.running(spec(slots={"min": 1, "max": 2}))
+    d.progress(task, 30)
+    kept(d, task, "n1", 30)
+    kept(d, task, "n2", 10)
+    d.steps[task] = 10
+    wipe(d, task)
+    assert copies(d, task) == [("n2", 10)]
+
+
+@pytest.mark.nodes(3)
+def test_an_abandoned_branch_does_not_come_back(d: Driver) -> None:
+    """n2 reported step 10, and may have 20 by now: the task went on from 12 on n1."""
+    task = d.running(spec(slots={"min": 1, "max": 2}))
+    d.progress(task, 30)
+    kept(d, task, "n1", 12)
+    kept(d, task, "n2", 10)
+    d.steps[task] = 12
+    (order,) = wipe(d, task)
+    assert [copy.step_version_max for copy in order.copies] == [-1, -1], "the newest is welcome"
+    assert [(x.step_version, x.step_version_max) for x in task_of(d, task).copies] == [
+        (12, 12), (10, 12)]
+    d.progress(task, 12)
+    d.steps[task] = 11
+    (order,) = wipe(d, task)
+    assert [(x.step_version, x.step_version_max) for x in order.copies] == [(12, 12), (10, 12)]
+    assert [(x.node, x.step_version_max) for x in task_of(d, task).copies] == [("n2", 11)]
+    d.progress(task, 12)
+    d.steps[task] = 13
+    wipe(d, task)
+    assert [x.step_version_max for x in task_of(d, task).copies] == [11], "not once more"
+
+
+def test_a_generation_that_fails_before_anybody_stepped_costs_no_copy() -> None:
+    d = Driver(nodes=3)
+    task = d.running(spec(slots={"min": 1, "max": 2}))
+    d.progress(task, 30)
+    kept(d, task, "n1", 20)
+    first, again = ordered_anew(d, task), ordered_anew(d, task)
+    assert (again.generation, again.copies) == (first.generation + 1, first.copies)
+    assert first.copies
+
+
+def test_a_copy_older_than_the_published_checkpoint_is_left_out() -> None:
+    d = Driver(nodes=3)
+    task = d.running(spec(slots={"min": 1, "max": 2}))
+    kept(d, task, "n1", 10)
+    d.progress(task, 19)
+    d.obey(d.save(task, 0))
+    assert task_of(d, task).saved_iteration == 20
+    (order,) = wipe(d, task)
+    assert (order.checkpoint, order.copies) == ("gen-1/iter-20", ())
+    kept(d, task, "n1", 20)
+    (order,) = wipe(d, task)
+    assert [copy.step_version for copy in order.copies] == [20], "memory is nearer than the disk"
+
+
+def test_while_a_member_has_state_no_copy_is_named() -> None:
+    d = Driver(nodes=2)
+    task = d.running(spec())
+    kept(d, task, "n1", 1)
+    begin = len(d.log)
+    d.obey(d.exit(task, 3))
+    orders = [record.body for record in d.log[begin:] if isinstance(record.body, o.Reconfigure)]
+    assert orders
+    assert all(order.copies == () for order in orders)
+
+
+def test_an_incident_tells_the_farthest_origin_and_all_bytes() -> None:
+    d = Driver(nodes=2)
+    task = d.running(spec(slots={"min": 1, "max": 2}))
+    d.progress(task, 5)
+    order = ordered_anew(d, task)
+    came(d, order, 0, "copy", "n2", 12)
+    came(d, order, 1, "peer", "n2", 10)
+    d.steps[task] = 4
+    closed = the(decisions.IncidentClosed, d.progress(task))
+    assert (closed.origin, closed.origin_node, closed.received_bytes) == ("copy", "n2", 22)
+    assert (closed.iterations_lost, closed.ckpt_read) == (2, False)
+
+
+def test_the_origin_is_that_of_the_last_attempt() -> None:
+    d = Driver(nodes=2)
+    task = d.running(spec(slots={"min": 1, "max": 2}))
+    d.progress(task, 5)
+    came(d, ordered_anew(d, task), 0, "checkpoint", "", 12)
+    order = ordered_anew(d, task)
+    assert d.state.incidents[task_of(d, task).incident].ckpt_read
+    came(d, order, 1, "peer", "n1", 10)
+    came(d, order, 0, "copy", "n2", 12)
+    d.steps[task] = 4
+    closed = the(decisions.IncidentClosed, d.progress(task))
+    assert (closed.origin, closed.origin_node, closed.ckpt_read) == ("copy", "n2", False)
+    assert closed.received_bytes == 34
+
+
+def test_when_a_task_has_ended_its_copies_are_dropped_once(d: Driver) -> None:
+    task = d.running(spec(**ONE))
+    kept(d, task, "n1", 10)
+    done = finish(d, task)
+    assert the(o.DropMemoryCheckpoints, done).nodes == ("n1", "n2")
+    it = task_of(d, task)
+    assert (copies(d, task), it.store_nodes) == ([], ["n1", "n2"])
+    assert it.drop_order in d.state.orders, "the next control plane tells it again"
+    at_rest(d)
+    first = d.do(the(o.DropMemoryCheckpoints, done))
+    assert (it.store_nodes, it.drop_order, d.state.orders) == ([], 0, {})
+    assert only(o.DropMemoryCheckpoints, first) == []
+
+
+def test_late_checkpoints_of_an_ended_task_are_dropped(d: Driver) -> None:
+    task = d.running(spec(**ONE))
+    it, first = task_of(d, task), task_of(d, task).members[0]
+    done = the(o.DropMemoryCheckpoints, finish(d, task))
+    lost = r.MemoryCheckpointsLost(node="n2", incarnation=1, task=task, why="x",
+                                   order=it.drop_order)
+    late = r.MemoryCheckpointStored(task=task, rank=0, attempt=first.attempt, generation=1,
+                                    step_version=40, node="n2", copy_bytes=12,
+                                    checksum="crc32:00000001", keeper_start=FIRST)
+    again = the(o.DropMemoryCheckpoints, d.tell("n1/1", late))
+    assert again.nodes == ("n1", "n2") == done.nodes
+    d.tell("n2/1", lost)
+    assert it.store_nodes == ["n1", "n2"], "it answers the order before, and may have the copy"
+    d.do(again)
+    late = msgspec.structs.replace(late, node="n3")
+    assert the(o.DropMemoryCheckpoints, d.tell("n1/1", late)).nodes == ("n3",)
+    d.join("n3", incarnation=2, slots=1)
+    assert (it.store_nodes, it.drop_order, d.state.orders) == ([], 0, {}), "it went with its agent"

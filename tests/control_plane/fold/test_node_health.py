@@ -1,0 +1,132 @@
+"""Checks of the site that say unhealthy in many places: which nodes they are believed of."""
+
+from __future__ import annotations
+
+import pytest
+from decider import Driver, kinds, spec
+from device_errors import health
+from two_tasks import seen
+from unicron.control_plane.fold.node_health import RECOVERED_S
+from unicron.control_plane.planner.problem_of_state import input_digest
+from unicron.events.records import reports, statuses
+
+pytestmark = pytest.mark.nodes(3)
+
+
+def test_a_check_that_ends_on_one_node_after_the_other_takes_none_out_in_turn(d: Driver) -> None:
+    task = d.running(spec(slots={"min": 2, "max": 4}))
+    d.progress(task, 3)
+    for node in ("n3", "n1", "n2"):
+        d.obey(health(d, node, "unhealthy", check="check/disk"))
+    d.progress(task)
+    for node in ("n3", "n1", "n2"):
+        count = input_digest(d.state)
+        assert kinds(health(d, node, "healthy", check="check/disk")) == []
+        assert input_digest(d.state) == count
+    assert [bool(x.slots_unhealthy) for x in d.state.nodes.values()] == [False, False, True]
+    assert kinds(health(d, "n1", "unhealthy", check="check/disk")) == [], "n3 counts as yet"
+    told = d.due("recovered/n3")
+    assert [bool(x.slots_unhealthy) for x in d.state.nodes.values()] == [True, False, False]
+    d.obey(told)
+    d.progress(task)
+
+
+def test_a_driver_that_confirms_one_node_makes_room_for_another(d: Driver) -> None:
+    for node in ("n3", "n1"):
+        health(d, node, "unhealthy", check="check/disk")
+    count = input_digest(d.state)
+    health(d, "n3", "unhealthy", check="gpu", status=statuses.ECC_ERRORS)
+    assert [bool(x.slots_unhealthy) for x in d.state.nodes.values()] == [True, False, True]
+    assert input_digest(d.state) != count
+
+
+# --- each slot has a time of its own --------------------------------------------------------------
+DUE = "recovered/n2"
+
+
+def sick(d: Driver) -> list[int]:
+    return d.state.nodes["n2"].slots_unhealthy
+
+
+def test_two_checks_that_recover_one_after_the_other_wait_each_for_themselves(d: Driver) -> None:
+    for slot in (0, 1):
+        health(d, "n2", "unhealthy", check=f"check/fan{slot}", devices=(slot,))
+    first_s = d.now_s
+    health(d, "n2", "healthy", check="check/fan0", devices=(0,))
+    d.now_s += 50
+    health(d, "n2", "healthy", check="check/fan1", devices=(1,))
+    last_s = d.state.at_s
+    (told,) = [x["recovers"] for x in seen(d)["nodes"] if x["id"] == "n2"]
+    assert told["from_s"] == last_s + RECOVERED_S, "when all are back"
+    d.due(DUE)
+    assert sick(d) == [1], "it was well for ten seconds only"
+    assert d.now_s - first_s < RECOVERED_S + 1
+    d.due(DUE)
+    assert sick(d) == []
+    assert d.state.at_s >= last_s + RECOVERED_S
+    assert DUE not in d.state.deadlines
+
+
+def test_one_that_flaps_while_another_recovers_waits_anew(d: Driver) -> None:
+    for slot in (0, 1):
+        health(d, "n2", "unhealthy", check=f"check/fan{slot}", devices=(slot,))
+        health(d, "n2", "healthy", check=f"check/fan{slot}", devices=(slot,))
+    d.now_s += 40
+    health(d, "n2", "unhealthy", check="check/fan0", devices=(0,))
+    health(d, "n2", "healthy", check="check/fan0", devices=(0,))
+    d.due(DUE)
+    assert sick(d) == [0]
+    d.due(DUE)
+    assert sick(d) == []
+
+
+def test_of_the_same_slot_the_last_check_counts(d: Driver) -> None:
+    health(d, "n2", "unhealthy", check="check/disk")
+    health(d, "n2", "unhealthy", check="check/fan", devices=(1,))
+    health(d, "n2", "healthy", check="check/disk")
+    d.due(DUE)
+    assert sick(d) == [1], "the whole node is well but for this"
+    assert DUE not in d.state.deadlines
+    health(d, "n2", "healthy", check="check/fan", devices=(1,))
+    assert sick(d) == [1]
+    d.due(DUE)
+    assert sick(d) == []
+
+
+def test_a_check_that_cannot_say_any_more_brings_no_slot_back(d: Driver) -> None:
+    health(d, "n2", "unhealthy", check="check/disk")
+    for _ in range(2):
+        assert kinds(health(d, "n2", "unknown", check="check/disk")) == []
+    assert sick(d) == [0, 1]
+    assert DUE not in d.state.deadlines
+    assert d.state.nodes["n2"].unhealthy_why == (
+        "check/disk: check/disk is unhealthy; now it cannot say: check/disk is unknown")
+    health(d, "n2", "unknown", check="check/other")
+    assert [(x.check, x.health) for x in d.state.nodes["n2"].checks] == [
+        ("check/disk", "unhealthy"), ("check/other", "unknown")]
+    health(d, "n2", "degraded", check="check/disk")
+    d.due(DUE)
+    assert sick(d) == []
+
+
+def test_all_that_recover_at_once_come_back_at_once(d: Driver) -> None:
+    task = d.running(spec(slots={"min": 1, "max": 6}))
+    d.obey(health(d, "n2", "unhealthy", check="check/disk"))
+    d.progress(task)
+    d.obey(health(d, "n2", "healthy", check="check/disk"))
+    assert kinds(d.due(DUE)).count("PlanChosen") == 1
+    assert sick(d) == []
+
+
+def test_a_new_leader_lets_nobody_back_too_early(d: Driver) -> None:
+    for slot in (0, 1):
+        health(d, "n2", "unhealthy", check=f"check/fan{slot}", devices=(slot,))
+    health(d, "n2", "healthy", check="check/fan0", devices=(0,))
+    d.now_s += 50
+    health(d, "n2", "healthy", check="check/fan1", devices=(1,))
+    well_s = d.state.at_s
+    d.epoch = 2
+    d.tell("leader/next", reports.EpochStarted(nonce="next", code="test", heart=d.state.heart))
+    d.due(DUE)
+    assert sick(d) == [], "the whole time again, of both"
+    assert d.state.at_s >= well_s + RECOVERED_S

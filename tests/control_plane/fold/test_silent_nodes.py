@@ -1,0 +1,284 @@
+"""Nodes that fall silent together, and newcomers beside them: who can be heard goes on."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from decider import Driver, failed, kinds, only, spec, task_of, the
+from two_tasks import seen
+from unicron.cli.screens import cluster
+from unicron.cli.terminal import record_line
+from unicron.events.records import decisions
+from unicron.events.records import orders as o
+from unicron.events.records import reports as r
+from unicron.events.records.envelope import Record
+
+pytestmark = pytest.mark.nodes(3, slots=1)
+
+
+@pytest.fixture
+def task(d: Driver) -> int:
+    """A task of one rank on each of three nodes, some iterations on."""
+    task = d.running(spec(slots={"min": 1, "max": 3}))
+    d.progress(task, 5)
+    return task
+
+
+def silence(d: Driver, node: str) -> list[Record]:
+    incarnation = d.state.nodes[node].incarnation
+    return d.tell(f"leader/{d.state.nonce}",
+                  r.NodeUnreachable(node=node, incarnation=incarnation, silence_s=5.0))
+
+
+def hear(d: Driver, node: str) -> list[Record]:
+    incarnation = d.state.nodes[node].incarnation
+    return d.tell(f"leader/{d.state.nonce}", r.NodeReachable(node=node, incarnation=incarnation))
+
+
+def lasts_s(d: Driver, deadline: str) -> float:
+    return d.state.deadlines[deadline].due_s - d.state.at_s
+
+
+def test_an_unreachable_node_changes_no_plan(d: Driver, task: int) -> None:
+    """No new plan follows from what is measured meanwhile, until the node is reachable."""
+    plan, seats = d.state.plan_seq, task_of(d, task).target
+    silence(d, "n3")
+    num = len(d.log)
+    for times_s in (0.2, 0.4, 0.1):
+        d.progress(task, times_s=(times_s,) * 25)
+    d.tell("operator/w", r.TaskWeightSet(task=task, weight=3.0))
+    assert len(only(decisions.ThroughputSet, d.log[num:])) == 3
+    assert not only(decisions.PlanChosen, d.log[num:])
+    assert d.state.plan_seq == plan
+    assert the(decisions.PlanChosen, hear(d, "n3")).allocations[0].slots == 3
+    assert task_of(d, task).target == seats
+
+
+@pytest.mark.nodes(10, slots=1)
+def test_a_rank_with_state_is_kept_until_all_losses_are_known(d: Driver) -> None:
+    """Ten ranks, sizes of 6 and 10: the first loss frees three that live, and the second, told
+    while these hold, needs one of them: it goes on, with what it has in memory."""
+    task = d.running(spec(slots={"min": 2, "max": 10}, throughput={2: 2e12, 6: 6e12, 10: 1e13}))
+    d.progress(task, 5)
+    failed(d, task, 0)
+    silence(d, "n2")
+    second = task_of(d, task).target[2].slot.node
+    silence(d, second)
+    assert len(task_of(d, task).target) == 6
+    for rank in task_of(d, task).living_members():
+        if rank.slot.node != second:
+            d.quiesced(task, rank.rank)
+    late = d.due(f"silent/{task}/1")
+    told = [kind for kind in kinds(late) if kind != "IncidentEscalated"]
+    assert told == ["PlanChosen", "TaskPlaced", "Reconfigure", "StopRank", "StopRank"]
+    assert len(the(o.Reconfigure, late).members) == 6
+    d.obey(late)
+    d.progress(task)
+
+
+@pytest.mark.nodes(4, slots=1)
+def test_a_plan_names_tasks_kept_on_unreachable_nodes(d: Driver, task: int) -> None:
+    silence(d, "n3")
+    other = d.submit(spec(name="beta", slots={"min": 1, "max": 1}))
+    plan = the(decisions.PlanChosen, d.log[-6:])
+    assert [x.task for x in plan.allocations] == [other]
+    (kept,) = plan.kept
+    assert (kept.task, kept.slots, kept.waf) == (task, 3, 3 * plan.allocations[0].waf)
+    assert plan.ideal_waf == plan.waf + kept.waf
+    line = record_line.essentials("PlanChosen", msgspec.to_builtins(plan))
+    assert f"1 slots, task:slots {other}:1, left alone {task}:3, WAF 4 TFLOP/s, 100 % of" in line
+    told = " ".join(" ".join(cluster.status(seen(d), cluster="test", now_s=d.now_s)).split())
+    assert "plan 4 TFLOP/s of 4 TFLOP/s with every slot (100.0 %)" in told
+    assert "slots 4 train (1 of them on an unreachable node), 0 idle, 0 out" in told
+    assert ", its ranks go on: look at its machine and network" in told
+
+
+@pytest.mark.parametrize("first", ["failed", "silent"])
+def test_two_nodes_lost_together_are_both_lost_in_time(d: Driver, task: int, first: str) -> None:
+    if first == "failed":
+        failed(d, task, 0)
+        told = silence(d, "n2")
+        assert silence(d, "n3") == d.log[-1:]
+    else:
+        silence(d, "n2")
+        silence(d, "n3")
+        told = failed(d, task, 0)
+    assert the(decisions.IncidentOpened, told).node == "n2"
+    assert lasts_s(d, f"silent/{task}/1") <= d.state.policy.evidence_s_max
+    late = d.due(f"silent/{task}/1")
+    assert kinds(late)[:2] == ["IncidentEscalated"] * 2
+    assert [x.body.why for x in only(decisions.IncidentEscalated, late)][1] == (
+        "node n3 is silent; rank 2 did not quiesce in time")
+    d.obey(late)
+    assert [x.rank for x in task_of(d, task).members] == [0]
+    assert the(decisions.IncidentClosed, d.progress(task)).iterations_lost == 0
+    assert {d.state.nodes[name].health for name in ("n2", "n3")} == {"lost"}
+    assert len(d.state.incidents) == 1
+    assert not [x for x in d.state.deadlines if not x.startswith("replace/")]
+    for node in ("n2", "n3"):
+        d.obey(hear(d, node))
+    d.progress(task)
+    assert len(task_of(d, task).members) == 3
+    assert task_of(d, task).iterations_lost == 0
+
+
+def test_two_nodes_lost_together_while_healing_is_paused(d: Driver, task: int) -> None:
+    failed(d, task, 0)
+    silence(d, "n2")
+    d.tell("operator/freeze", r.HealingFrozen(reason="a change of switches"))
+    silence(d, "n3")
+    d.obey(d.due(f"silent/{task}/1"))
+    d.progress(task)
+    assert [x.rank for x in task_of(d, task).members] == [0]
+    d.obey(d.tell("operator/unfreeze", r.HealingResumed()))
+    assert the(decisions.IncidentClosed, d.log[-20:]).iterations_lost == 0
+
+
+def test_a_reachable_slow_member_keeps_its_deadline(d: Driver, task: int) -> None:
+    lost = d.exit(task, 0)
+    assert kinds(lost)[:2] == ["IncidentOpened", "Quiesce"]
+    silence(d, "n3")
+    assert f"silent/{task}/1" not in d.state.deadlines, "rank 1 is slow, and nobody is silent there"
+    assert lasts_s(d, f"quiesce/{task}/1") > 59
+    d.quiesced(task, 1)
+    assert lasts_s(d, f"silent/{task}/1") == d.state.policy.evidence_s_max
+    assert lasts_s(d, f"quiesce/{task}/1") > 59
+    d.obey(d.due(f"silent/{task}/1"))
+    assert [x.rank for x in task_of(d, task).members] == [1]
+    d.obey(only(o.StartRank, lost))
+    d.progress(task)
+    assert [x.rank for x in task_of(d, task).members] == [1, 0]
+    assert task_of(d, task).iterations_lost == 0
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_node_lost_while_a_generation_is_built(d: Driver, task: int, is_known: bool) -> None:
+    """The others cannot build it alone. `is_known`: they have said that it did not come up."""
+    d.exit(task, 0)
+    d.quiesced(task, 1)
+    built = d.quiesced(task, 2)
+    assert the(o.Reconfigure, built).generation == 2
+    told = silence(d, "n3")
+    assert lasts_s(d, f"reconfigure/{task}/2") > 20
+    if is_known:
+        told = d.tell(d.source("n2"), r.ReconfigureFailed(
+            task=task, rank=1, attempt=1, generation=2, error="closed by peer"))
+    else:
+        assert told == d.log[-1:]
+        assert lasts_s(d, f"silent/{task}/2") == d.state.policy.evidence_s_max
+        told = d.due(f"silent/{task}/2")
+    lost = [x.body for x in only(decisions.IncidentEscalated, told) if x.body.severity == "SEV1"]
+    assert [(x.node, x.ranks) for x in lost] == [("n3", (2,))]
+    d.obey(told)
+    d.progress(task)
+    assert [x.rank for x in task_of(d, task).members][:1] == [1]
+    assert d.state.nodes["n3"].health == "lost"
+    assert task_of(d, task).iterations_lost == 0
+
+
+def test_a_node_that_is_reachable_again_gets_its_whole_time(d: Driver, task: int) -> None:
+    failed(d, task, 0)
+    silence(d, "n2")
+    silence(d, "n3")
+    hear(d, "n3")
+    assert f"silent/{task}/1" not in d.state.deadlines
+    assert lasts_s(d, f"quiesce/{task}/1") > 59
+    d.obey(d.quiesced(task, 2))
+    d.progress(task)
+    assert [x.rank for x in task_of(d, task).members] == [0, 2]
+    assert d.state.nodes["n3"].health == "healthy"
+    assert not task_of(d, task).restarts
+
+
+def test_unreachable_ranks_that_alone_have_the_state(d: Driver, task: int) -> None:
+    """To go on without them would lose iterations, and they may be back."""
+    silence(d, "n2")
+    silence(d, "n3")
+    lost = d.exit(task, 0)
+    assert kinds(lost) == ["IncidentOpened", "Quiesce", "StartRank"]
+    assert f"silent/{task}/1" not in d.state.deadlines
+    for node in ("n2", "n3"):
+        hear(d, node)
+    d.obey(lost)
+    d.progress(task)
+    assert len(task_of(d, task).members) == 3
+    assert task_of(d, task).iterations_lost == 0
+
+
+def test_at_a_boundary_an_unreachable_node_is_not_waited_for(d: Driver) -> None:
+    task = d.running(spec(slots={"min": 1, "max": 2}))
+    d.tell("operator/drain", r.NodeDrained(node="n2"))
+    begun = d.do(next(x.body for x in d.log[::-1] if isinstance(x.body, o.StartRank)))
+    assert the(o.Quiesce, begun).mode == "boundary"
+    d.quiesced(task, 0)
+    assert kinds(silence(d, "n2")) == []
+    d.obey(d.due(f"silent/{task}/1"))
+    assert [x.rank for x in task_of(d, task).members] == [0, 2]
+    d.progress(task)
+    assert task_of(d, task).iterations_lost == 0
+
+
+def test_an_unreachable_node_does_not_interrupt_a_save(d: Driver) -> None:
+    task = d.running(spec(slots={"min": 3, "max": 3}))
+    d.tell("operator/drain", r.NodeDrained(node="n3"))
+    saved = d.save(task, 0)
+    for rank in (0, 1):
+        d.quiesced(task, rank)
+    silence(d, "n3")
+    late = d.due(f"silent/{task}/1")
+    assert "StopRank" not in kinds(late), "nothing is published yet"
+    d.obey([*late, *saved])
+    assert task_of(d, task).checkpoint is not None
+    assert task_of(d, task).phase == "idle"
+
+
+def test_a_newcomer_does_not_keep_a_task_on_a_lost_node(d: Driver) -> None:
+    """It was about to move when all that trained fell silent: replaced in time all the same."""
+    task = d.running(spec(slots={"min": 1, "max": 1}))
+    home = task_of(d, task).target[0].slot.node
+    moved = d.tell("operator/drain", r.NodeDrained(node=home))
+    silence(d, home)
+    assert kinds(d.obey(only(o.StartRank, moved))) == []
+    new = d.due(f"replace/{home}")
+    assert kinds(new) == ["IncidentOpened", "PlanChosen", "Reconfigure"]
+    d.steps[task] = 0
+    d.obey(new)
+    closed = the(decisions.IncidentClosed, d.progress(task))
+    assert (closed.outcome, closed.iterations_lost) == ("set back", 1), "nobody had its state"
+
+
+# --- newcomers with an error --------------------------------------------------------------------
+def errored(d: Driver, task: int, rank: int) -> list[Record]:
+    """It says why it will end; its process is there until it is reaped."""
+    process = task_of(d, task).ranks[rank]
+    return d.tell(d.source(process.slot.node), r.RankErrored(
+        task=task, rank=rank, attempt=process.attempt, generation=0, iteration=0,
+        error="RuntimeError", text="out of memory"))
+
+
+def test_a_newcomer_with_an_error_is_no_reason_for_a_round(d: Driver) -> None:
+    task = d.submit(spec(slots={"min": 2, "max": 2}))
+    starts = d.log[-2:]
+    d.do(starts[0].body)
+    errored(d, task, 0)
+    assert kinds(d.do(starts[1].body)) == []
+    again = d.exit(task, 0, code=1)
+    assert kinds(again) == ["StartRank"]
+    d.obey(again)
+    assert [x.rank for x in task_of(d, task).members] == [0, 1]
+    d.progress(task)
+
+
+def test_where_every_newcomer_has_an_error_there_is_no_generation(d: Driver) -> None:
+    task = d.running(spec(slots={"min": 1, "max": 1}))
+    home = task_of(d, task).target[0].slot.node
+    moved = d.tell("operator/drain", r.NodeDrained(node=home))
+    silence(d, home)
+    d.obey(only(o.StartRank, moved))
+    errored(d, task, 1)
+    d.join(home, incarnation=2, slots=1)
+    assert task_of(d, task).phase == "starting"
+    d.steps[task] = 0
+    d.obey(d.exit(task, 1, code=1))
+    d.progress(task)
+    assert [x.rank for x in task_of(d, task).members] == [1]

@@ -1,0 +1,428 @@
+"""A training task without progress: which ranks the others wait for, and what is decided."""
+
+from __future__ import annotations
+
+import pytest
+from decider import Driver, kinds, only, spec, task_of, the
+from hangs import IN, NORMAL_S, VICTIM, deadline, hung, stalled, went_on
+from slow_iterations import OTHERS, crawls, waited_for
+from unicron.control_plane.api.view import view
+from unicron.control_plane.incidents.hangs import locate_hang
+from unicron.events.records import decisions
+from unicron.events.records import orders as o
+from unicron.events.records import reports as r
+
+
+def test_a_rank_that_did_not_enter_restarts(d: Driver, task: int) -> None:
+    seqs = hung(d, task, VICTIM)
+    held = d.state.deadlines[deadline(d, task)]
+    assert held.due_s - d.now_s == pytest.approx(NORMAL_S, abs=0.05), "three times, and once more"
+    late = d.due(deadline(d, task))
+    opened = the(decisions.IncidentOpened, late)
+    assert (opened.severity, opened.status, opened.ranks) == ("SEV2", "task hang", (VICTIM,))
+    assert opened.why == ("rank 2 on n2 stands still after backward in iteration 1, collective 1 "
+                          "not entered; 3 others wait")
+    assert opened.evidence == (*seqs, late[0].seq), "each that was asked"
+    assert the(o.Quiesce, late).mode == "now"
+    stop = the(o.StopRank, late)
+    assert (stop.rank, stop.grace_s, stop.why) == (VICTIM, 0.0, "it stands still")
+    new = d.obey(late)
+    assert [[m.rank for m in x.body.members] for x in only(o.Reconfigure, new)] == [
+        [0, 1, 3], [0, 1, 3, VICTIM]]
+    assert not task_of(d, task).stalls
+    closed = the(decisions.IncidentClosed, d.progress(task))
+    assert (closed.outcome, closed.iterations_lost, closed.ckpt_read) == ("healed", 0, False)
+    assert closed.pause_s > 1.6, "since it stood, not since that was found"
+
+
+def test_nothing_is_decided_before_all_ranks_have_reported(d: Driver, task: int) -> None:
+    for rank in (0, 1, VICTIM):
+        stalled(d, task, rank, "own" if rank == VICTIM else IN, in_s=60.0)
+    assert not d.state.deadlines
+    assert locate_hang(d.state, task_of(d, task)) is None
+    stalled(d, task, 3, in_s=60.0)
+    assert deadline(d, task) in d.state.deadlines
+    d.obey(d.due(deadline(d, task)))
+    assert task_of(d, task).ranks[VICTIM].attempt == 2
+
+
+@pytest.mark.parametrize("rank", [VICTIM, 0])
+def test_a_rank_that_continues_ends_the_hang(d: Driver, task: int, rank: int) -> None:
+    hung(d, task, VICTIM)
+    assert kinds(went_on(d, task, rank)) == []
+    assert not d.state.deadlines
+    assert kinds(went_on(d, task, rank)) == [], "twice"
+    assert not d.state.incidents
+
+
+def test_progress_ends_a_hang_of_earlier_iterations(d: Driver, task: int) -> None:
+    hung(d, task, VICTIM)
+    for rank in range(4):
+        stalled(d, task, rank, "own" if rank == VICTIM else IN, iteration=3,
+                collective=int(rank != VICTIM))
+    d.progress(task, 3)
+    assert deadline(d, task) in d.state.deadlines, "the last of these may have an end for some only"
+    d.progress(task)
+    assert not task_of(d, task).stalls
+
+
+def test_a_hang_in_an_iteration_that_others_finished(d: Driver, task: int) -> None:
+    """It reports its stall once; progress is reported by a rank whose collective ended."""
+    stalled(d, task, VICTIM, "own", iteration=d.steps[task], collective=3)
+    d.progress(task)
+    for rank in (0, 1, 3):
+        stalled(d, task, rank, iteration=d.steps[task])
+    d.obey(d.due(deadline(d, task)))
+    assert the(decisions.IncidentOpened, d.log).ranks == (VICTIM,)
+
+
+def test_a_hang_on_the_way_to_a_boundary(d: Driver, task: int) -> None:
+    """The task is to leave its slots at the iteration's end, which never comes."""
+    told = d.tell("operator/drain", r.NodeDrained(node="n2", reason="fans"))
+    assert the(o.Quiesce, told).mode == "boundary"
+    hung(d, task, VICTIM)
+    late = d.due(deadline(d, task))
+    assert the(decisions.IncidentOpened, late).ranks == (VICTIM,)
+    assert the(o.Quiesce, late).mode == "now"
+    d.obey(late)
+    d.progress(task)
+    assert [x.body.iterations_lost for x in only(decisions.IncidentClosed, d.log)] == [0]
+
+
+def test_a_hang_before_a_boundary_is_ordered(d: Driver, task: int) -> None:
+    hung(d, task, VICTIM)
+    d.tell("operator/drain", r.NodeDrained(node="n2", reason="fans"))
+    assert deadline(d, task) in d.state.deadlines
+    d.obey(d.due(deadline(d, task)))
+    d.progress(task)
+
+
+def test_two_ranks_behind_both_restart(d: Driver, task: int) -> None:
+    hung(d, task, 1, VICTIM)
+    late = d.due(deadline(d, task))
+    assert the(decisions.IncidentOpened, late).ranks == (1, VICTIM)
+    d.obey(late)
+    d.progress(task)
+    assert {m.rank: m.attempt for m in task_of(d, task).members} == {0: 1, 1: 2, 2: 2, 3: 1}
+    assert task_of(d, task).healed == 1
+
+
+def test_a_rank_that_is_an_iteration_behind_restarts(d: Driver, task: int) -> None:
+    for rank in (0, 1, 3):
+        stalled(d, task, rank, iteration=2)
+    stalled(d, task, VICTIM, "own", iteration=1, collective=3)
+    d.obey(d.due(deadline(d, task)))
+    assert the(decisions.IncidentOpened, d.log).ranks == (VICTIM,)
+
+
+def test_the_deadline_is_three_times_the_own_iteration(d: Driver, task: int) -> None:
+    for rank in range(4):
+        stalled(d, task, rank, "own" if rank == VICTIM else IN, collective=int(rank != VICTIM),
+                normal_s=10.0, in_s=5.0)
+    assert d.state.deadlines[deadline(d, task)].due_s - d.now_s == pytest.approx(25.0, abs=0.1)
+    d.obey(d.due(deadline(d, task)))
+
+
+def test_a_rank_paused_with_its_agent_gets_one_iteration(d: Driver, task: int) -> None:
+    """The machine stopped: what its agent reports then is out of date."""
+    for rank in range(4):
+        stalled(d, task, rank, "own" if rank == VICTIM else IN, collective=int(rank != VICTIM),
+                in_s=900.0)
+    assert d.state.deadlines[deadline(d, task)].due_s - d.now_s == pytest.approx(NORMAL_S)
+    went_on(d, task, 0)
+    assert not d.state.deadlines
+
+
+def test_a_network_hang_is_retried_in_place(d: Driver, task: int) -> None:
+    hung(d, task)
+    assert d.state.deadlines[deadline(d, task)].due_s - d.now_s == pytest.approx(2.4, abs=0.05)
+    late = d.due(deadline(d, task))
+    opened = the(decisions.IncidentOpened, late)
+    assert (opened.severity, opened.status) == ("SEV3", "NCCL timeout")
+    assert opened.why == "all 4 members entered collective 1 of iteration 1, and it does not end"
+    assert len(opened.evidence) == 5
+    assert not only(o.StopRank, late)
+    d.obey(late)
+    closed = the(decisions.IncidentClosed, d.progress(task))
+    assert (closed.outcome, closed.iterations_lost) == ("healed", 0)
+    assert all(m.attempt == 1 for m in task_of(d, task).members)
+
+
+def test_a_network_hang_at_a_boundary(d: Driver, task: int) -> None:
+    d.tell("operator/drain", r.NodeDrained(node="n2", reason="fans"))
+    hung(d, task)
+    late = d.due(deadline(d, task))
+    assert the(o.Quiesce, late).mode == "now"
+    d.obey(late)
+    d.progress(task)
+    assert len(task_of(d, task).members) == 2
+
+
+def test_failed_retries_of_the_network_end_in_a_restart(d: Driver, task: int) -> None:
+    for _ in range(d.state.policy.restarts_max + 1):
+        hung(d, task)
+        d.obey(d.due(deadline(d, task)))
+    assert the(decisions.IncidentOpened, d.log).severity == "SEV3"
+    assert [x.body.severity for x in only(decisions.IncidentEscalated, d.log)][-1] == "SEV2"
+    d.progress(task)
+
+
+def test_ranks_all_in_their_own_work_are_not_restarted(d: Driver, task: int) -> None:
+    """A hung file system: a restart of all would cost their state, and would not help."""
+    hung(d, task, 0, 1, 2, 3)
+    assert d.state.deadlines[deadline(d, task)].length_s == pytest.approx(1800.0, abs=2.0)
+    told = view(d.state)["tasks"][0]
+    assert (told["state"], told["stands"]) == ("running", (
+        "all 4 members stand in work of their own in iteration 1: a file system, a machine, or "
+        "what all of them read"))
+    went_on(d, task, 1)
+    assert not d.state.deadlines
+    stalled(d, task, 1, "own", collective=0)
+    late = d.due(deadline(d, task))
+    assert the(decisions.IncidentOpened, late).ranks == (0, 1, 2, 3), (
+        "as a collective's timeout would")
+    d.obey(late)
+
+
+def test_most_ranks_in_their_own_work_have_a_shared_reason(d: Driver, task: int) -> None:
+    hung(d, task, 0, 1, 2)
+    assert d.state.deadlines[deadline(d, task)].length_s == pytest.approx(1800.0, abs=2.0)
+    assert view(d.state)["tasks"][0]["stands"].startswith("3 of 4 members stand in work of their")
+    assert not d.state.incidents
+
+
+def test_a_rank_that_left_the_others_collective_restarts(d: Driver, task: int) -> None:
+    for rank in range(4):
+        stalled(d, task, rank, "own" if rank == VICTIM else IN)
+    d.obey(d.due(deadline(d, task)))
+    assert the(decisions.IncidentOpened, d.log).ranks == (VICTIM,)
+
+
+def test_a_task_of_one_has_no_second_source(d: Driver) -> None:
+    task = d.running(spec(slots={"sizes": [1]}))
+    hung(d, task, 0)
+    assert d.state.deadlines[deadline(d, task)].length_s == pytest.approx(1800.0, abs=2.0)
+
+
+def test_ranks_on_an_unreachable_node_are_unknown(d: Driver, task: int) -> None:
+    there = task_of(d, task).ranks[VICTIM].slot.node
+    d.tell("leader/abc", r.NodeUnreachable(node=there, incarnation=1, silence_s=6.0))
+    heard = [x for x in range(4) if task_of(d, task).ranks[x].slot.node != there]
+    for rank in heard:
+        stalled(d, task, rank, in_s=60.0)
+    waits = locate_hang(d.state, task_of(d, task))
+    assert waits is not None
+    assert (waits.kind, waits.ranks) == ("silent", (2, 3)), "they wait for those not heard"
+    stalled(d, task, heard[0], "own", collective=0, in_s=60.0)
+    late = d.due(deadline(d, task))
+    assert the(decisions.IncidentOpened, late).ranks == (heard[0],), "it waits for nobody"
+    d.obey(late)
+
+
+def test_a_node_that_is_reachable_again_is_asked(d: Driver, task: int) -> None:
+    for rank in (0, 1):
+        stalled(d, task, rank, "own" if rank else IN, collective=1 - rank, in_s=60.0)
+    d.tell("leader/abc", r.NodeUnreachable(node="n2", incarnation=1, silence_s=6.0))
+    assert deadline(d, task) in d.state.deadlines
+    d.tell("leader/abc", r.NodeReachable(node="n2", incarnation=1))
+    assert deadline(d, task) not in d.state.deadlines, "its ranks may go on"
+
+
+def test_a_stopped_rank_has_its_own_deadline(d: Driver, task: int) -> None:
+    it = task_of(d, task).ranks[VICTIM]
+    hung(d, task, VICTIM)
+    d.tell(d.source(it.slot.node), r.RankSuspended(task=task, rank=VICTIM, attempt=1, pid=it.pid))
+    assert [name.partition("/")[0] for name in d.state.deadlines] == ["stopped"]
+    late = d.due(f"stopped/{task}/{VICTIM}/1")
+    assert the(decisions.IncidentOpened, late).why == "rank 2 on n2 is stopped (SIGSTOP)"
+    assert not [name for name in d.state.deadlines if name.startswith("hang")]
+    d.obey(late)
+    d.progress(task)
+    assert len(only(decisions.IncidentOpened, d.log)) == 1
+
+
+def test_a_stopped_rank_that_continues_may_still_hang(d: Driver, task: int) -> None:
+    it = task_of(d, task).ranks[VICTIM]
+    hung(d, task, VICTIM)
+    d.tell(d.source(it.slot.node), r.RankSuspended(task=task, rank=VICTIM, attempt=1, pid=it.pid))
+    d.tell(d.source(it.slot.node), r.RankContinued(task=task, rank=VICTIM, attempt=1, pid=it.pid))
+    d.obey(d.due(deadline(d, task)))
+    assert the(decisions.IncidentOpened, d.log).status == "task hang"
+
+
+def test_a_rank_that_dies_during_a_hang_is_the_fault(d: Driver, task: int) -> None:
+    hung(d, task, VICTIM)
+    opened = the(decisions.IncidentOpened, told := d.exit(task, VICTIM))
+    assert opened.status == "exited abnormally"
+    assert not [name for name in d.state.deadlines if name.startswith("hang")]
+    d.obey(told)
+    d.progress(task)
+    assert task_of(d, task).healed == 1
+
+
+def test_while_paused_ranks_that_continue_are_left_alone(d: Driver, task: int) -> None:
+    d.tell("operator/freeze", r.HealingFrozen(reason="a test"))
+    hung(d, task, VICTIM)
+    late = d.due(deadline(d, task))
+    assert kinds(late) == ["IncidentOpened", "OrderSuppressed"]
+    for rank in range(4):
+        went_on(d, task, rank)
+    assert kinds(d.progress(task))[0] == "IncidentClosed"
+    d.tell("operator/unfreeze", r.HealingResumed())
+    assert not only(o.StopRank, d.log)
+    assert not only(o.Quiesce, d.log)
+
+
+def test_a_hung_rank_is_ended_when_healing_resumes(d: Driver, task: int) -> None:
+    d.tell("operator/freeze", r.HealingFrozen(reason="a test"))
+    hung(d, task, VICTIM)
+    d.due(deadline(d, task))
+    told = d.tell("operator/unfreeze", r.HealingResumed())
+    assert the(o.StopRank, told).rank == VICTIM
+    d.obey(told)
+    d.progress(task)
+    assert len(only(decisions.IncidentOpened, d.log)) == 1
+
+
+def test_a_network_that_recovers_while_paused_is_not_retried(d: Driver, task: int) -> None:
+    d.tell("operator/freeze", r.HealingFrozen(reason="a test"))
+    hung(d, task)
+    assert "IncidentOpened" in kinds(d.due(deadline(d, task)))
+    for rank in range(4):
+        went_on(d, task, rank)
+    d.progress(task)
+    d.tell("operator/unfreeze", r.HealingResumed())
+    assert not only(o.Quiesce, d.log)
+    assert task_of(d, task).failed_s < 0
+
+
+def test_stale_reports_change_nothing_of_a_hang(d: Driver, task: int) -> None:
+    for wrong in ({"attempt": 7}, {"generation": 9}, {"task": 99}, {"rank": 8}):
+        assert kinds(stalled(d, task, 0, **wrong)) == []
+    assert not task_of(d, task).stalls
+    hung(d, task, VICTIM)
+    d.obey(d.exit(task, 3))
+    assert not task_of(d, task).stalls, "of the generation before"
+
+
+def test_repeated_hangs_disable_the_slot(d: Driver, task: int) -> None:
+    for _ in range(d.state.policy.restarts_max + 1):
+        hung(d, task, VICTIM)
+        late = d.due(deadline(d, task))
+        d.obey(late)
+    severities = [x.body.severity for x in only(decisions.IncidentEscalated, d.log)]
+    assert severities[-1] == "SEV1"
+    assert [node.slots_disabled for node in d.state.nodes.values()] == [[], [0]]
+
+
+def test_a_new_leader_restarts_the_deadline(d: Driver, task: int) -> None:
+    hung(d, task, VICTIM)
+    length_s = d.state.deadlines[deadline(d, task)].length_s
+    d.now_s += 60.0
+    d.epoch = 2
+    d.tell("leader/def", r.EpochStarted(nonce="def", code="1", heart=8), epoch=2)
+    assert d.state.deadlines[deadline(d, task)].due_s == pytest.approx(d.now_s + length_s)
+    d.obey(d.due(deadline(d, task)))
+    assert task_of(d, task).ranks[VICTIM].attempt == 2
+
+
+# --- an iteration that does not end, though its rank makes progress ------------------------------
+def test_a_slow_iteration_is_shown_before_anything_is_done(d: Driver, task: int) -> None:
+    waited_for(d, task)
+    assert locate_hang(d.state, task_of(d, task)) is None, "nobody has said why"
+    assert kinds(crawls(d, task, VICTIM, 1.6)) == []
+    hang = locate_hang(d.state, task_of(d, task))
+    assert hang is not None
+    assert (hang.kind, hang.ranks, hang.is_actionable) == ("slow", (VICTIM,), False)
+    why = ("rank 2 on n2 works on and on in iteration 1, for 1.6 s, usual is 0.4 s; "
+           "3 others wait")
+    assert hang.why == why
+    assert view(d.state)["tasks"][0]["stands"] == why
+    assert deadline(d, task) not in d.state.deadlines
+
+
+@pytest.mark.parametrize("last", ["slow", "waits"])
+def test_beyond_ten_times_the_rank_restarts(d: Driver, task: int, last: str) -> None:
+    waits = waited_for(d, task) if last == "slow" else []
+    crawls(d, task, VICTIM, 1.6)
+    slow = crawls(d, task, VICTIM, 6.4)[0].seq
+    waits = waits or waited_for(d, task)
+    due = d.state.deadlines[deadline(d, task)]
+    assert due.length_s == pytest.approx(0.5, abs=0.01), "one more iteration, should it end"
+    late = d.due(deadline(d, task))
+    opened = the(decisions.IncidentOpened, late)
+    assert (opened.severity, opened.status, opened.ranks) == ("SEV2", "task hang", (VICTIM,))
+    assert opened.evidence == (*sorted((*waits, slow)), late[0].seq)
+    assert the(o.StopRank, late).rank == VICTIM
+    d.obey(late)
+    closed = the(decisions.IncidentClosed, d.progress(task))
+    assert (closed.outcome, closed.iterations_lost) == ("healed", 0)
+    assert not task_of(d, task).slow_iterations
+
+
+def test_too_little_evidence_of_a_slow_iteration(d: Driver, task: int) -> None:
+    crawls(d, task, VICTIM, 50.0)
+    for rank in OTHERS[:2]:
+        stalled(d, task, rank)
+    assert locate_hang(d.state, task_of(d, task)) is None, "one may still go on"
+    stalled(d, task, 3, "own", collective=0)
+    assert locate_hang(d.state, task_of(d, task)) is None, "another stands, and does not wait"
+    stalled(d, task, 3, iteration=2)
+    assert locate_hang(d.state, task_of(d, task)) is None, "it waits in another iteration"
+    stalled(d, task, 3)
+    assert locate_hang(d.state, task_of(d, task)) is not None
+    went_on(d, task, 0)
+    assert locate_hang(d.state, task_of(d, task)) is None
+    assert not [name for name in d.state.deadlines if name.startswith("hang")]
+    d.progress(task)
+    assert not only(decisions.IncidentOpened, d.log)
+
+
+def test_nobody_is_blamed_where_most_still_work(d: Driver, task: int) -> None:
+    for rank in (1, 2, 3):
+        crawls(d, task, rank, 50.0)
+    stalled(d, task, 0)
+    assert locate_hang(d.state, task_of(d, task)) is None
+
+
+def test_a_slow_rank_that_then_entered_is_not_to_blame(d: Driver, task: int) -> None:
+    waited_for(d, task)
+    crawls(d, task, VICTIM, 6.4)
+    stalled(d, task, VICTIM)
+    assert not task_of(d, task).slow_iterations
+    hang = locate_hang(d.state, task_of(d, task))
+    assert hang is not None
+    assert hang.kind == "network"
+
+
+def test_stale_reports_of_a_slow_iteration_change_nothing(d: Driver, task: int) -> None:
+    d.progress(task, 5)
+    for wrong in ({"attempt": 7}, {"generation": 9}, {"task": 99}, {"rank": 8}, {"iteration": 3},
+                  {"own_s": -1.0}, {"num_iterations": 10}):
+        crawls(d, task, VICTIM, 50.0, **({"iteration": 6} | wrong))
+    assert not task_of(d, task).slow_iterations
+    crawls(d, task, VICTIM, 50.0, iteration=6)
+    assert list(task_of(d, task).slow_iterations) == [VICTIM]
+    d.progress(task, 3)
+    assert not task_of(d, task).slow_iterations, "the iteration is done"
+
+
+def test_while_paused_a_slow_iteration_that_ends_is_forgiven(d: Driver, task: int) -> None:
+    d.tell("operator/freeze", r.HealingFrozen(reason="a test"))
+    waited_for(d, task)
+    crawls(d, task, VICTIM, 6.4)
+    assert kinds(d.due(deadline(d, task))) == ["IncidentOpened", "OrderSuppressed"]
+    for rank in OTHERS:
+        went_on(d, task, rank)
+    d.progress(task, 2)
+    d.tell("operator/unfreeze", r.HealingResumed())
+    assert not only(o.StopRank, d.log)
+
+
+def test_repeated_slow_iterations_disable_the_slot(d: Driver, task: int) -> None:
+    for _ in range(d.state.policy.restarts_max + 1):
+        waited_for(d, task)
+        crawls(d, task, VICTIM, 6.4)
+        d.obey(d.due(deadline(d, task)))
+    assert only(decisions.IncidentEscalated, d.log)[-1].body.severity == "SEV1"
+    assert [node.slots_disabled for node in d.state.nodes.values()] == [[], [0]]

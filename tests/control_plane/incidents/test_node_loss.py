@@ -1,0 +1,217 @@
+"""Suspicion, then loss: a short silence is enough where a task's other members point at it."""
+
+from __future__ import annotations
+
+from decider import Driver, at_rest, failed, kinds, only, spec, task_of, the
+from unicron.control_plane.incidents.node_loss import suspects
+from unicron.control_plane.service.leases import Leases
+from unicron.events.log.port import Heartbeat
+from unicron.events.records import decisions
+from unicron.events.records import orders as o
+from unicron.events.records import reports as r
+from unicron.events.records.envelope import Record
+
+LOOK_S = 0.3
+
+
+class Cluster(Driver):
+    """With heartbeats each half second, looked at as the coordinator does."""
+
+    def __init__(self, *, nodes: int = 3) -> None:
+        super().__init__(nodes=nodes, slots=1)
+        self.leases = Leases()
+        self.leases.grant(self.now_s)
+        self.last_s = dict.fromkeys(self.state.nodes, self.now_s)
+        self.quiet: set[str] = set()
+
+    def pass_s(self, length_s: float, *, blind: bool = False) -> list[Record]:
+        """Time passes; what was told of leases and deadlines meanwhile. `blind`: nobody looks."""
+        told: list[Record] = []
+        until_s = self.now_s + length_s
+        while self.now_s < until_s - 1e-9:
+            self.now_s += min(0.1, until_s - self.now_s)
+            for name in self.last_s:
+                if name not in self.quiet and self.now_s - self.last_s[name] >= 0.5:
+                    self.last_s[name] = self.now_s
+            if not blind and self.now_s - self.leases._observed_s >= LOOK_S - 1e-9:
+                told += self.look()
+            for name, deadline in list(self.state.deadlines.items()):
+                if deadline.due_s <= self.now_s and not blind:
+                    late = self.due(name)
+                    told += [*late, *self.obey(late)]
+        return told
+
+    def quiesced(self, task: int, rank: int) -> list[Record]:
+        return [] if self.is_quiet(task, rank) else super().quiesced(task, rank)
+
+    def reconfigured(self, order: o.Reconfigure, rank: int) -> list[Record]:
+        return [] if self.is_quiet(order.task, rank) else super().reconfigured(order, rank)
+
+    def is_quiet(self, task: int, rank: int) -> bool:
+        return self.state.tasks[task].ranks[rank].slot.node in self.quiet
+
+    def look(self) -> list[Record]:
+        self.leases.observe(
+            [Heartbeat(node=name, incarnation=1, age_s=self.now_s - at_s)
+             for name, at_s in self.last_s.items()],
+            self.now_s, pause_s=LOOK_S, policy=self.state.policy)
+        told = [self.tell(f"leader/{self.state.nonce}", body)
+                for body in list(self.leases.verdicts(self.state))]
+        return [x for one in told for x in [*one, *self.obey(one)]]
+
+
+def three(d: Cluster) -> int:
+    task = d.running(spec(slots={"min": 1, "max": 3}))
+    d.progress(task, 3)
+    return task
+
+
+def test_a_killed_agent_is_lost_in_two_seconds() -> None:
+    """Its ranks end with it: the others tell of a collective, and then its silence is short."""
+    d = Cluster()
+    task = three(d)
+    killed_s = d.now_s
+    d.quiet.add("n3")
+    for rank in (0, 1):
+        failed(d, task, rank)
+    assert suspects(d.state) == {"n3"}
+    told = d.pass_s(2.0)
+    silenced = next(x for x in told if isinstance(x.body, r.NodeUnreachable))
+    assert silenced.at_s - killed_s < 2.0
+    lost = [
+        x.body for x in told
+        if isinstance(x.body, (decisions.IncidentOpened, decisions.IncidentEscalated))
+        and x.body.severity == "SEV1"]
+    assert [(x.node, x.status) for x in lost] == [("n3", "lost connection")]
+    assert next(x for x in told if x.body is lost[0]).at_s - killed_s < 2.0
+    assert d.state.nodes["n3"].health == "lost"
+    d.progress(task)
+    assert len(task_of(d, task).members) == 2
+    assert task_of(d, task).iterations_lost == 0
+    at_rest(d)
+
+
+def waits(d: Cluster, task: int, *ranks: int) -> None:
+    """They have stood in their collective for 1.5 s."""
+    for rank in ranks:
+        it = task_of(d, task)
+        d.tell(d.source(it.ranks[rank].slot.node), r.RankStalled(
+            task=task, rank=rank, attempt=1, generation=it.generation, iteration=3,
+            where="collective", what="reduce", collective=1, in_s=1.5, normal_s=0.4))
+
+
+def test_a_node_that_is_cut_off_is_lost_where_all_others_wait_for_it() -> None:
+    """Its connections do not close: nobody is told of a collective, they only wait in it."""
+    d = Cluster()
+    task = three(d)
+    d.quiet.add("n3")
+    d.pass_s(1.5)
+    waits(d, task, 0)
+    assert suspects(d.state) == {"n2", "n3"}, "of neither it is known yet"
+    waits(d, task, 1)
+    assert suspects(d.state) == {"n3"}
+    told = d.pass_s(2.5)
+    lost = the(decisions.IncidentOpened, told)
+    assert (lost.severity, lost.status, lost.node) == ("SEV1", "lost connection", "n3")
+    assert lost.why == "node n3 is silent; rank 2 is waited for in a collective"
+    silenced = next(x for x in told if isinstance(x.body, r.NodeUnreachable))
+    stalls = [x.seq for x in d.log if isinstance(x.body, r.RankStalled)]
+    assert lost.evidence == (stalls[0], silenced.seq), "both sources"
+    assert [member.rank for member in task_of(d, task).members] == [0, 1]
+    d.progress(task)
+    assert task_of(d, task).iterations_lost == 0
+    at_rest(d)
+
+
+def test_a_cut_that_ends_in_time_changes_nothing() -> None:
+    d = Cluster()
+    task = three(d)
+    d.quiet.add("n3")
+    d.pass_s(1.5)
+    waits(d, task, 0, 1)
+    told = d.pass_s(0.4)
+    assert [x.kind for x in told if x.is_report] == ["NodeUnreachable"]
+    d.quiet.clear()
+    for rank in (0, 1):
+        it = task_of(d, task)
+        d.tell(d.source(it.ranks[rank].slot.node), r.RankUnstalled(
+            task=task, rank=rank, attempt=1, generation=it.generation, iteration=3, stalled_s=2.0))
+    told = d.pass_s(5.0)
+    assert not {"StopRank", "Quiesce", "StartRank", "TaskPlaced", "IncidentOpened"} & {
+        x.kind for x in told}
+    assert len(task_of(d, task).members) == 3
+    at_rest(d)
+
+
+def test_without_a_second_source_a_silence_is_long_and_harms_nobody() -> None:
+    """A stopped agent, or its network cut, for 3 s: nothing at all; for 20 s: records."""
+    d = Cluster()
+    task = three(d)
+    d.quiet.add("n2")
+    assert d.pass_s(3.0) == []
+    d.quiet.clear()
+    assert d.pass_s(3.0) == []
+    d.quiet.add("n2")
+    away = d.pass_s(20.0)
+    assert [x.kind for x in away] == ["NodeUnreachable", "SetCheckpointStores"]
+    assert d.state.nodes["n2"].health == "unreachable"
+    d.submit(spec(name="beta"))
+    assert len(task_of(d, task).target) == 3, "a plan meanwhile leaves it alone"
+    d.progress(task, 3)
+    d.quiet.clear()
+    back = d.pass_s(2.0)
+    assert [x.kind for x in back if x.is_report] == ["NodeReachable"]
+    assert not {"StopRank", "Quiesce", "StartRank", "TaskPlaced"} & set(kinds(back))
+    assert not d.state.incidents
+    assert task_of(d, task).iterations_lost == 0
+    at_rest(d)
+
+
+def test_a_node_that_reports_the_collective_is_reachable() -> None:
+    d = Cluster()
+    task = three(d)
+    for rank in range(3):
+        failed(d, task, rank)
+    assert suspects(d.state) == set()
+    told = d.pass_s(2.0)
+    assert not only(r.NodeUnreachable, told)
+    assert the(decisions.IncidentOpened, told).severity == "SEV3"
+    d.progress(task)
+    assert not d.state.nodes["n1"].node_faults
+    at_rest(d)
+
+
+def test_suspicion_concerns_the_nodes_of_the_task_alone() -> None:
+    d = Cluster(nodes=4)
+    task = d.running(spec(slots={"min": 2, "max": 2}))
+    assert not suspects(d.state)
+    homes = {x.slot.node for x in task_of(d, task).ranks.values()}
+    failed(d, task, 0)
+    assert suspects(d.state) == homes - {task_of(d, task).ranks[0].slot.node}
+    assert not d.pass_s(0.9), "its beats come: it is heard, and the others wait for the evidence"
+
+
+def test_a_leader_that_did_not_look_knows_nothing_of_a_short_silence() -> None:
+    """The server stood, and with it all heartbeats: their age says nothing of the nodes."""
+    d = Cluster()
+    task = three(d)
+    failed(d, task, 0)
+    before = dict(d.last_s)
+    d.pass_s(1.5, blind=True)
+    d.last_s = before
+    assert d.look() == []
+    d.quiet.add("n3")
+    assert not only(r.NodeUnreachable, d.pass_s(0.9))
+
+
+def test_a_wrong_suspicion_ends_with_the_next_heartbeat() -> None:
+    d = Cluster()
+    task = three(d)
+    d.quiet.add("n3")
+    failed(d, task, 0)
+    told = d.pass_s(1.7)
+    assert len(only(r.NodeUnreachable, told)) == 1
+    assert not only(r.NodeReachable, told), "the same old beat does not raise it"
+    d.quiet.clear()
+    assert len(only(r.NodeReachable, d.pass_s(1.0))) == 1
+    assert d.state.nodes["n3"].health == "healthy"

@@ -1,0 +1,348 @@
+"""From evidence to a root cause: what devices, ranks and peers tell, joined."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from decider import Driver, failed, kinds, only, spec, task_of, the
+from device_errors import alone, erred, four, health
+from unicron.control_plane.fold.node_health import RECOVERED_S
+from unicron.events.records import decisions, reports, statuses
+from unicron.events.records import orders as o
+from unicron.events.records import types as t
+from unicron.events.records.envelope import Record
+
+pytestmark = pytest.mark.nodes(3)
+
+CLOSED = "RuntimeError: Connection closed by peer [10.0.0.2]:41022"
+
+
+@pytest.fixture
+def task(d: Driver) -> int:
+    return four(d)
+
+
+def errored(d: Driver, task: int, rank: int, text: str, *, status: str = "",
+            second_hand: bool = False) -> list[Record]:
+    process, it = task_of(d, task).ranks[rank], task_of(d, task)
+    return d.tell(d.source(process.slot.node), reports.RankErrored(
+        task=task, rank=rank, attempt=process.attempt, generation=it.generation,
+        iteration=it.iteration, error="RuntimeError", text=text, status=status, rule="a rule",
+        second_hand=second_hand))
+
+
+def on(d: Driver, task: int, node: str, slot: int = 0) -> int:
+    """The task's rank there."""
+    (found,) = (x.rank for x in task_of(d, task).ranks.values() if x.slot == t.Slot(node, slot))
+    return found
+
+
+def incident(d: Driver) -> Any:
+    (found,) = d.state.incidents.values()
+    return found
+
+
+# --- the severity is the table's ------------------------------------------------------------
+@pytest.mark.parametrize(("status", "severity"), [
+    (statuses.ECC_ERRORS, "SEV1"), (statuses.CUDA_ERRORS, "SEV2"),
+    (statuses.NCCL_TIMEOUT, "SEV2"), ("", "SEV2"), ("no such row", "SEV2")])
+def test_an_error_has_the_severity_of_its_status(
+        d: Driver, task: int, status: str, severity: str) -> None:
+    told = errored(d, task, 0, "it broke", status=status)
+    opened = the(decisions.IncidentOpened, told)
+    assert (opened.severity, opened.ranks) == (severity, (0,))
+    assert opened.status == (status if status and status != "no such row" else "other software "
+                             "errors")
+    assert bool(d.state.nodes["n1"].slots_disabled) == (severity == "SEV1")
+    d.obey([*d.exit(task, 0, code=1), *told])
+
+
+def test_an_exit_is_called_by_its_cause(d: Driver, task: int) -> None:
+    process = task_of(d, task).ranks[0]
+    told = d.tell(d.source("n1"), reports.RankExited(
+        task=task, rank=0, attempt=process.attempt, pid=process.pid, exit_code=None, signal=9,
+        status=statuses.ECC_ERRORS, rule="ecc", cause="uncorrectable ECC error encountered"))
+    opened = the(decisions.IncidentOpened, told)
+    assert (opened.severity, opened.status) == ("SEV1", "ECC errors")
+    assert opened.why == "rank 0 on n1: signal 9 (SIGKILL): uncorrectable ECC error encountered"
+    d.obey(told)
+
+
+# --- second-hand evidence ---------------------------------------------------------------------
+def test_second_hand_evidence_is_not_the_cause(d: Driver, task: int) -> None:
+    """The first word is second-hand; the cause comes after it, and the incident has its name."""
+    first = errored(d, task, 1, CLOSED, status=statuses.CONNECTION_RESET, second_hand=True)
+    assert the(decisions.IncidentOpened, first).ranks == (1,)
+    assert incident(d).second_hand
+    told = errored(d, task, 2, "CUDA error: an illegal memory access was encountered",
+                   status=statuses.ILLEGAL_MEMORY_ACCESS)
+    assert the(decisions.IncidentEscalated, told).root
+    late = errored(d, task, 3, CLOSED, status=statuses.CONNECTION_RESET, second_hand=True)
+    one = incident(d)
+    assert (one.status, one.ranks, one.node) == ("illegal memory access", [2], "n2")
+    assert one.evidence == [first[0].seq, told[0].seq, late[0].seq]
+    d.obey([*first, *told, *late])
+    for rank in (1, 2, 3):
+        d.obey(d.exit(task, rank, code=1))
+    d.progress(task)
+    assert one.outcome == "healed"
+
+
+def test_first_hand_evidence_comes_first_and_all_is_in(d: Driver, task: int) -> None:
+    seen = [failed(d, task, rank, CLOSED)[0].seq for rank in (0, 1)]
+    told = d.exit(task, 3)
+    opened = the(decisions.IncidentOpened, told)
+    assert (opened.status, opened.ranks) == ("exited abnormally", (3,))
+    assert opened.evidence == (told[0].seq, *seen)
+    last = failed(d, task, 2, CLOSED)
+    assert incident(d).evidence[-1] == last[0].seq
+    d.obey([*told, *last])
+
+
+def test_a_device_error_under_a_collective_restarts_that_rank(d: Driver, task: int) -> None:
+    """A broken CUDA context does not come back by building the communicator again."""
+    it, process = task_of(d, task), task_of(d, task).ranks[2]
+    told = d.tell(d.source("n2"), reports.CollectiveFailed(
+        task=task, rank=2, attempt=process.attempt, generation=it.generation, iteration=3,
+        error="CUDA error: an illegal memory access", status=statuses.ILLEGAL_MEMORY_ACCESS))
+    opened = the(decisions.IncidentOpened, told)
+    assert (opened.severity, opened.ranks) == ("SEV2", (2,))
+    assert [x.body.rank for x in only(o.StopRank, told)] == [2]
+    d.obey(told)
+    d.progress(task)
+    assert task_of(d, task).ranks[2].attempt == 2
+
+
+# --- a device and its rank --------------------------------------------------------------------
+def test_an_xid_is_the_root_cause_of_its_ranks_error(d: Driver, task: int) -> None:
+    """As in the mock-up: XID 79, then a CUDA error (alone SEV2), then all others second-hand."""
+    rank = on(d, task, "n2")
+    xid = erred(d)
+    assert kinds(xid) == [], "nothing is done before its rank has said something"
+    told = errored(d, task, rank, "CUDA error: unspecified launch failure",
+                   status=statuses.CUDA_ERRORS)
+    opened = the(decisions.IncidentOpened, told)
+    assert (opened.severity, opened.status, opened.node, opened.ranks) == (
+        "SEV1", "GPU driver errors", "n2", (rank,))
+    assert opened.why.startswith("n2/0 GPU driver errors (xid-79): NVRM: Xid")
+    assert opened.evidence == (xid[0].seq, told[0].seq)
+    assert d.state.nodes["n2"].slots_disabled == [0]
+    others = [x for other in task_of(d, task).ranks if other != rank
+              for x in failed(d, task, other, CLOSED)]
+    assert "device/n2/" not in " ".join(d.state.deadlines)
+    d.obey([*told, *d.exit(task, rank, code=1), *others])
+    d.progress(task)
+    assert len(d.state.incidents) == 1
+    assert incident(d).outcome == "healed"
+    assert task_of(d, task).iterations_lost == 0
+
+
+def test_an_xid_that_comes_after_its_rank_decides_too(d: Driver, task: int) -> None:
+    rank = on(d, task, "n2")
+    told = errored(d, task, rank, "CUDA error: unspecified launch failure",
+                   status=statuses.CUDA_ERRORS)
+    assert the(decisions.IncidentOpened, told).severity == "SEV2"
+    xid = erred(d)
+    more = the(decisions.IncidentEscalated, xid)
+    assert (more.severity, more.status, more.ranks) == ("SEV1", "GPU driver errors", (rank,))
+    assert d.state.nodes["n2"].slots_disabled == [0]
+    assert incident(d).status == "GPU driver errors"
+    d.obey([*told, *d.exit(task, rank, code=1), *xid])
+    d.progress(task)
+    assert t.Slot("n2", 0) not in [x.slot for x in task_of(d, task).ranks.values()]
+    assert not task_of(d, task).disabled_slots, "the device itself said so"
+
+
+def test_a_fault_of_another_slot_is_separate(d: Driver, task: int) -> None:
+    erred(d)
+    told = d.exit(task, on(d, task, "n2", 1))
+    assert the(decisions.IncidentOpened, told).severity == "SEV2"
+    d.obey(told)
+
+
+def test_a_pid_names_the_slot(d: Driver, task: int) -> None:
+    rank = on(d, task, "n2", 1)
+    erred(d, devices=(), pid=task_of(d, task).ranks[rank].pid)
+    assert d.state.nodes["n2"].erred[0].devices == (1,)
+
+
+def test_a_rank_that_goes_on_leaves_its_slot_in_order(d: Driver, task: int) -> None:
+    told = alone(d, erred(d))
+    opened = the(decisions.IncidentOpened, told)
+    assert (opened.task, opened.node, opened.severity, opened.ranks) == (0, "n2", "SEV1", ())
+    assert "no rank failed of it, slot 0 shall be left" in opened.why
+    assert "StopRank" not in kinds(told)
+    new = d.obey(told)
+    assert [x.body.mode for x in only(o.Quiesce, new)] == ["boundary"]
+    d.progress(task)
+    it = task_of(d, task)
+    assert t.Slot("n2", 0) not in [x.slot for x in it.ranks.values()]
+    assert len(it.ranks) == 4
+    assert (it.iterations_lost, it.incident, incident(d).outcome) == (0, 0, "healed")
+    again = d.join("n2", incarnation=2)
+    assert d.state.nodes["n2"].slots_disabled == [], "repaired, says who starts the agent again"
+    d.obey(again)
+
+
+def test_a_rank_that_fails_on_its_way_out_is_the_same_fault(d: Driver, task: int) -> None:
+    rank = on(d, task, "n2")
+    alone(d, erred(d))
+    d.now_s += 5
+    told = d.exit(task, rank)
+    opened = the(decisions.IncidentOpened, told)
+    assert (opened.severity, opened.status, opened.task) == ("SEV1", "GPU driver errors", task)
+    assert len(d.state.nodes["n2"].node_faults) == 1
+    d.obey(told)
+
+
+def test_an_idle_slot_is_taken_out_too(d: Driver) -> None:
+    four(d)
+    told = alone(d, erred(d, "n3", devices=(1,)))
+    assert kinds(told)[:2] == ["IncidentOpened", "IncidentClosed"]
+    assert d.state.nodes["n3"].slots_disabled == [1]
+
+
+@pytest.mark.parametrize("status", [statuses.ILLEGAL_MEMORY_ACCESS, statuses.LINK_FLAPPING])
+def test_a_device_error_below_sev1_is_only_evidence(d: Driver, task: int, status: str) -> None:
+    for _ in range(50):
+        assert kinds(erred(d, status=status, code=13, rule="xid-13")) == []
+    assert not d.state.deadlines
+    assert not d.state.undecided
+    assert len(d.state.nodes["n2"].erred) == 32
+    assert kinds(d.progress(task, 5)) == []
+    told = d.exit(task, on(d, task, "n2"))
+    assert the(decisions.IncidentOpened, told).severity == "SEV2"
+    d.obey(told)
+
+
+def test_an_error_without_a_device_needs_a_second_source(d: Driver, task: int) -> None:
+    first = erred(d, devices=())
+    assert kinds(alone(d, first)) == []
+    assert kinds(d.progress(task, 3)) == []
+    d.now_s += 60
+    again = erred(d, devices=())
+    assert kinds(alone(d, again)) == [], "the same source again is no second one"
+    d.now_s += 60
+    nvml = erred(d, devices=(), origin="nvml", rule="nvml-lost")
+    kernel = erred(d, devices=())
+    told = alone(d, nvml)
+    assert set(the(decisions.IncidentOpened, told).evidence) >= {nvml[0].seq, kernel[0].seq}
+    assert d.state.nodes["n2"].slots_disabled == [0, 1]
+    d.obey(told)
+    d.progress(task)
+    assert {x.slot.node for x in task_of(d, task).ranks.values()} == {"n1", "n3"}
+    assert task_of(d, task).iterations_lost == 0
+
+
+def test_its_rank_is_the_second_source_for_its_slot_alone(d: Driver, task: int) -> None:
+    erred(d, devices=())
+    told = d.exit(task, on(d, task, "n2", 1))
+    assert the(decisions.IncidentOpened, told).severity == "SEV1"
+    assert d.state.nodes["n2"].slots_disabled == [1]
+    d.obey(told)
+
+
+def test_the_same_twice_is_one_incident(d: Driver, task: int) -> None:
+    first = erred(d)
+    nvml = erred(d, origin="nvml", rule="nvml-xid", text="XID 79")
+    told = alone(d, first)
+    assert the(decisions.IncidentOpened, told).evidence == (first[0].seq, nvml[0].seq)
+    d.obey(told)
+    d.progress(task)
+    for _ in range(3):
+        more = erred(d)
+        assert kinds(more) == []
+        assert more[0].seq in incident(d).evidence
+    assert len(d.state.incidents) == 1
+    assert not d.state.undecided
+
+
+# --- checks -----------------------------------------------------------------------------------
+def test_degraded_and_unknown_checks_change_no_plan(d: Driver, task: int) -> None:
+    for said in ("degraded", "unknown", "degraded"):
+        assert set(kinds(health(d, "n2", said, devices=(0,)))) <= {"StragglerCostEstimated"}
+    assert [(x.health, x.devices) for x in d.state.nodes["n2"].checks] == [("degraded", (0,))]
+    health(d, "n2", "healthy", devices=(0,))
+    assert not d.state.nodes["n2"].checks
+    assert kinds(d.progress(task, 3)) == []
+
+
+def test_a_driver_that_calls_a_device_unhealthy_is_believed(d: Driver, task: int) -> None:
+    told = health(d, "n2", "unhealthy", devices=(0,), status=statuses.ECC_ERRORS)
+    assert kinds(told)[0] == "PlanChosen"
+    d.obey(told)
+    d.progress(task)
+    assert t.Slot("n2", 0) not in [x.slot for x in task_of(d, task).ranks.values()]
+    assert task_of(d, task).iterations_lost == 0
+    late = d.due(next(x for x in d.state.deadlines if x.startswith("device/")))
+    assert the(decisions.IncidentOpened, late).status == "ECC errors"
+    assert incident(d).outcome == "healed"
+    health(d, "n2", "healthy", devices=(0,))
+    assert d.state.nodes["n2"].slots_unhealthy == [0], "not at once"
+    assert d.state.deadlines["recovered/n2"].length_s == RECOVERED_S
+    d.obey(d.due("recovered/n2"))
+    assert not d.state.nodes["n2"].slots_unhealthy
+
+
+def test_a_site_check_that_fails_everywhere_is_not_believed(d: Driver, task: int) -> None:
+    """One node may be taken out unconfirmed; of the others it is told why not."""
+    told = health(d, "n2", "unhealthy", check="check/disk", why="/data is read-only")
+    d.obey(told)
+    d.progress(task)
+    assert {x.slot.node for x in task_of(d, task).ranks.values()} == {"n1", "n3"}
+    assert not d.state.incidents, "as drained: no task was hurt, and nobody confirms it"
+    for node in ("n1", "n3"):
+        assert kinds(health(d, node, "unhealthy", check="check/disk", why="exit 2")) == []
+    assert d.state.nodes["n1"].unhealthy_why == (
+        "not acted upon, 3 of 3 nodes say so and at most 1 is believed unconfirmed: "
+        "check/disk: exit 2")
+    assert kinds(d.progress(task, 3)) == []
+    assert task_of(d, task).iterations_lost == 0
+
+
+def test_a_check_that_flaps_moves_a_task_once(d: Driver, task: int) -> None:
+    for _ in range(10):
+        d.obey(health(d, "n2", "unhealthy", check="check/net"))
+        d.progress(task)
+        d.now_s += 20
+        d.obey(health(d, "n2", "healthy", check="check/net"))
+        d.progress(task)
+        d.now_s += 20
+    assert len(only(decisions.TaskPlaced, d.log)) == 2, "at first, and away from n2"
+    assert len(only(decisions.IncidentOpened, d.log)) == 0
+    d.due("recovered/n2")
+
+
+def test_a_command_that_runs_is_left_where_it_is(d: Driver) -> None:
+    task = d.submit(spec(train=None, command=["sleep", "9"], slots={"min": 2, "max": 2}))
+    d.obey(d.log[-6:])
+    slot = task_of(d, task).ranks[0].slot
+    node = slot.node
+    told = alone(d, erred(d, node, devices=(slot.index,)))
+    assert not {"StopRank", "TaskPlaced"} & set(kinds(told))
+    assert incident(d).outcome == "", "until nothing runs there any more"
+    d.now_s += 100
+    d.obey(d.exit(task, 0, code=1))
+    assert slot not in {x.slot for x in task_of(d, task).ranks.values()}
+    assert len(task_of(d, task).ranks) == 2
+
+
+def test_reports_of_an_older_agent_are_stale(d: Driver) -> None:
+    four(d)
+    d.obey(d.join("n3", incarnation=2))
+    stale = d.tell("n3/1", reports.DeviceErred(
+        node="n3", incarnation=1, origin="kernel", status=statuses.ECC_ERRORS, rule="r", text="t"))
+    assert kinds(stale) == []
+    assert not d.state.nodes["n3"].erred
+
+
+# --- budgets ------------------------------------------------------------------------------------
+def test_a_fault_that_comes_again_at_the_same_iteration_ends(d: Driver, task: int) -> None:
+    """In another rank each time, so that no rank's own restarts are spent: not 44 times."""
+    for number in range(44):
+        d.obey(d.exit(task, number % 4, signal=None, code=1))
+        if task_of(d, task).outcome:
+            break
+    assert task_of(d, task).outcome == "failed"
+    assert number < 2 * (d.state.policy.restarts_max + 1) + 1

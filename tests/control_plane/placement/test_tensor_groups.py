@@ -1,0 +1,198 @@
+"""Tensor-parallel groups: ranks that follow one another are on one node, if there is any way to."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from decider import Driver, task_of
+from described_jobs import MODEL, job, submitted
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from placement_inputs import Case, Held, clusters, of, task_at
+from unicron.control_plane.placement import placement, tensor_groups
+from unicron.control_plane.state.task import Rank, Task
+from unicron.events.records import orders as o
+from unicron.events.records import reports as r
+from unicron.events.records.types import Labels, Seat, Slot
+from unicron.events.spec.job import parse
+from unicron.events.spec.model import Axes, Modelled
+from unicron.workers.agent.processes.launcher import NodeConfig, environment
+
+pytestmark = pytest.mark.nodes(1)
+
+
+def modelled(each: int) -> Modelled:
+    """Any number of slots, in groups of `each`."""
+    return Modelled(sizes=(1,), rates_flops=(1e14,), layouts=("",), axes=(Axes(tp=each),))
+
+
+def command_at(number: int, slots: Sequence[Slot], each: int) -> Task:
+    """A command that runs on these slots, in groups of `each`."""
+    spec = parse(job(name=f"c{number}"))
+    return Task(id=number, spec=spec, weight=1.0, submitted_s=0.0, since_s=0.0,
+                modelled=modelled(each),
+                target=tuple(Seat(rank, slot) for rank, slot in enumerate(slots)),
+                ranks={rank: Rank(rank=rank, attempt=1, slot=slot, state="running")
+                       for rank, slot in enumerate(slots)})
+
+
+def ways(sizes: Sequence[int], room: Held) -> bool:
+    """Whether groups of these sizes can each have a node's slots: every way is tried."""
+    if not sizes:
+        return True
+    return any(ways(sizes[1:], room | {node: room[node] - sizes[0]})
+               for node in room if room[node] >= sizes[0])
+
+
+def commands(draw: st.DrawFn, number: int, slots: Sequence[Slot]) -> Task:
+    return command_at(number, slots, draw(st.sampled_from([1, 2, 4])))
+
+
+COMMANDS = clusters(commands, each_max=5, tasks_max=4, count_max=8)
+
+
+@given(COMMANDS)
+@settings(max_examples=1000, deadline=None, derandomize=True)
+def test_all_groups_are_whole_wherever_they_can_be(case: Case) -> None:
+    """Beside commands that stay as they are, and what others keep: none is moved for a group."""
+    tasks, counts, slots, where = case
+    seats = placement.place(tasks, counts, slots, where)
+    used = [seat.slot for key in seats for seat in seats[key]]
+    assert len(used) == len(set(used)) == sum(counts)
+    room, wanted, torn = of(slots), list[int](), 0
+    for task, count in zip(tasks, counts, strict=True):
+        assert [seat.rank for seat in seats[task.id]] == list(range(count))
+        stays = count == len(task.target) and all(seat.slot in slots for seat in task.target)
+        if stays:
+            assert seats[task.id] == task.target, "what is whole is left alone"
+        each = tensor_groups.size(task, count)
+        if stays or each == 1:
+            kept = {seat.slot for seat in task.target} & {seat.slot for seat in seats[task.id]}
+            for slot in kept:
+                room[slot.node] -= 1
+        else:
+            wanted += [each] * (count // each)
+            torn += tensor_groups.num_split(seats[task.id], each)
+            assert ("not on one node" in placement.why_placed(task, seats[task.id], slots, where)
+                    ) == (tensor_groups.num_split(seats[task.id], each) > 0)
+    assert (torn == 0) == ways(sorted(wanted, reverse=True), room)
+
+
+@given(COMMANDS)
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_of_whole_groups_those_that_keep_most(case: Case) -> None:
+    """One command alone: as many seats stay as in any way to have its groups whole."""
+    tasks, counts, slots, where = case
+    task, count = tasks[0], counts[0]
+    each = tensor_groups.size(task, count)
+    seats = placement.place([task], [count], slots, where)[task.id]
+    rest = count % each
+    count -= rest
+    room, own = of(slots), of([seat.slot for seat in task.target if seat.slot in slots])
+    if each == 1 or tensor_groups.num_split(seats, each) or not count:
+        return
+    most = max(sum(min(num * each, own.get(node, 0)) for node, num in zip(room, nums, strict=True))
+               for nums in itertools.product(*(range(have // each + 1) for have in room.values()))
+               if sum(nums) * each == count)
+    target = {seat.slot for seat in task.target}
+    kept = sum(seat.slot in target for seat in seats)
+    assert kept >= most if rest else kept == most
+
+
+@given(COMMANDS)
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_the_order_of_what_is_told_changes_nothing(case: Case) -> None:
+    tasks, counts, slots, where = case
+    seats = placement.place(tasks, counts, slots, where)
+    assert placement.place(tasks, counts, slots[::-1], dict(reversed(where.items()))) == seats
+
+
+TWELVE = [Slot(node, index) for node in ("n1", "n2", "n3") for index in range(4)]
+
+
+def test_a_training_task_takes_what_groups_leave() -> None:
+    """It comes first by id, and would take a slot of the roomiest nodes."""
+    train, command = task_at(1, []), command_at(2, [], 4)
+    seats = placement.place([train, command], [3, 8], [*TWELVE, Slot("n4", 0)], {})
+    assert of([seat.slot for seat in seats[2]]) == {"n1": 4, "n2": 4}
+    assert of([seat.slot for seat in seats[1]]) == {"n3": 2, "n4": 1}
+
+
+def test_the_hard_rule_tears_a_group() -> None:
+    """With 12 slots and 12 seats the training task has two nodes only if a group has not one."""
+    train, command = task_at(1, []), command_at(2, [], 4)
+    seats = placement.place([train, command], [4, 8], TWELVE, {})
+    assert len(of([seat.slot for seat in seats[1]])) == 2
+    assert tensor_groups.num_split(seats[2], 4) == 1
+    assert placement.why_placed(command, seats[2], TWELVE, {}).endswith(
+        "; 1 of 2 tensor-parallel groups of 4 is not on one node: too few nodes have 4 together")
+
+
+def test_a_group_that_no_node_can_hold_is_told() -> None:
+    command = command_at(1, [], 8)
+    seats = placement.place([command], [8], TWELVE, {})[1]
+    assert placement.why_placed(command, seats, TWELVE, {}) == (
+        "8 seats on n1 n2; 1 of 1 tensor-parallel groups of 8 is not on one node: "
+        "no node has more than 4 slots")
+
+
+def test_new_groups_are_as_near_as_there_is_room() -> None:
+    """Two of a group on n4 would be kept by nobody: whole ones near n1 come first."""
+    where = {"n1": Labels(rack="r1", switch="s1"), "n2": Labels(rack="r2", switch="s2"),
+             "n3": Labels(rack="r1", switch="s3"), "n4": Labels(rack="r3", switch="s1")}
+    slots = [*TWELVE, *(Slot("n4", index) for index in range(2))]
+    command = command_at(1, TWELVE[:2], 2)
+    for count, nodes in ((4, ["n1"]), (6, ["n1", "n4"]), (8, ["n1", "n3", "n4"]),
+                         (12, ["n1", "n2", "n3", "n4"])):
+        seats = placement.place([command], [count], slots, where)[1]
+        assert sorted(of([seat.slot for seat in seats])) == nodes
+        assert tensor_groups.num_split(seats, 2) == 0
+
+
+def test_ranks_beyond_the_last_group_come_last() -> None:
+    command = command_at(1, [], 4)
+    seats = placement.place([command], [10], [*TWELVE[1:], Slot("n0", 0)], {})[1]
+    nodes = [seat.slot.node for seat in seats]
+    assert nodes[:8] == ["n2"] * 4 + ["n3"] * 4
+    assert set(nodes[8:]) <= {"n0", "n1"}
+
+
+def test_the_command_learns_the_layout_that_the_plan_counted_on() -> None:
+    """From the model to the record, the order, the seats and the environment."""
+    large = {**MODEL, "hidden": 8192, "num_heads": 64, "num_layers": 32, "global_batch": 64}
+    body = submitted(job(large, slots={"min": 8, "max": 16, "multiple_of": 8}))
+    assert body.modelled is not None
+    assert all(x.tp * x.pp * x.cp * x.dp == size
+               for size, x in zip(body.modelled.sizes, body.modelled.axes, strict=True))
+    axes = body.modelled.axes[-1]
+    assert axes.tp > 1
+    assert body.modelled.layouts[-1].startswith(f"TP {axes.tp} x PP {axes.pp} x DP {axes.dp}, ")
+    d = Driver(nodes=3, slots=9)
+    begun = d.tell("operator/a", body)
+    task = task_of(d, begun[0].seq)
+    assert len(task.target) == 16
+    assert tensor_groups.num_split(task.target, axes.tp) == 0
+    orders = [record.body for record in begun if isinstance(record.body, o.StartRank)]
+    assert len(orders) == 16
+    node = NodeConfig(
+        name="n1", incarnation=1, cluster="c", host="h", num_slots=9, state_dir=Path())
+    for order in orders:
+        assert order.axes == axes
+        env = environment(order, node, {})
+        assert (env["UNICRON_TP"], env["UNICRON_PP"], env["UNICRON_DP"]) == (
+            str(axes.tp), str(axes.pp), str(axes.dp))
+        assert env["UNICRON_RECOMPUTE"] == axes.recompute
+        assert int(env["UNICRON_MICRO_BATCH"]) == axes.micro_batch
+
+
+@pytest.mark.parametrize("known", [None, Modelled(sizes=(1,), rates_flops=(1e14,), layouts=("a",))])
+def test_without_a_layout_there_are_no_groups(d: Driver, known: Modelled | None) -> None:
+    """A command without a model, and one that was submitted to an earlier release."""
+    spec = parse(job(slots={"min": 2, "max": 2}))
+    begun = d.tell("operator/a", r.TaskSubmitted(spec=spec, modelled=known))
+    order = next(record.body for record in begun if isinstance(record.body, o.StartRank))
+    assert order.axes is None
+    assert tensor_groups.size(task_of(d, begun[0].seq), 2) == 1

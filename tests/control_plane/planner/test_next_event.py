@@ -1,0 +1,54 @@
+"""The table of single events: every event once, each with the plan that would be made."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from msgspec.structs import replace
+from next_event_inputs import inputs
+from planner_cases import case
+from unicron.control_plane.planner import planner
+from unicron.control_plane.planner.next_event import Event, plan_next_events, problem_after
+from unicron.control_plane.planner.problem import PlanProblem
+
+
+@given(inputs())
+@settings(max_examples=100, deadline=None)
+def test_every_plan_of_the_table_is_the_plan_on_demand(given_: tuple[PlanProblem, int]) -> None:
+    asked, gpus_per_node = given_
+    table = plan_next_events(asked, gpus_per_node)
+    assert table.num_left == 0
+    for event, plan in table.plans.items():
+        assert plan == planner.choose_plan(problem_after(asked, event, gpus_per_node)).plan, event
+
+
+def test_the_table_has_every_event_once() -> None:
+    asked = case(12, 256, 1)
+    table = plan_next_events(asked, 8)
+    running = [wish.task for wish in asked.demands if wish.now]
+    assert len(running) < 12, "who waits can lose nothing"
+    assert set(table.plans) == {
+        *(Event(what="gpu lost", task=task) for task in running),
+        *(Event(what="node lost", task=task) for task in running),
+        *(Event(what="task ended", task=wish.task) for wish in asked.demands),
+        Event(what="node joined")}
+
+
+def test_an_event_is_what_it_says() -> None:
+    asked = case(12, 256, 1)
+    task = next(wish.task for wish in asked.demands if wish.now and not wish.faulted)
+    for what, num in (("gpu lost", 255), ("node lost", 248)):
+        then = problem_after(asked, Event(what=what, task=task), 8)
+        assert then.num_slots == num
+        assert [new.task for new, old in zip(then.demands, asked.demands, strict=True)
+                if new != old and new == replace(old, faulted=True)] == [task]
+    ended = problem_after(asked, Event(what="task ended", task=task), 8)
+    assert ended == replace(asked, demands=tuple(x for x in asked.demands if x.task != task))
+    assert problem_after(asked, Event(what="node joined"), 8) == replace(asked, num_slots=264)
+
+
+def test_what_there_is_no_time_for_is_left_out_and_counted() -> None:
+    asked, late = case(12, 256, 1), iter([False, False, True])
+    every, table = plan_next_events(asked, 8), plan_next_events(asked, 8, lambda: next(late))
+    assert list(table.plans.items()) == list(every.plans.items())[:2]
+    assert table.num_left == len(every.plans) - 2
+    assert 0 < table.num_bytes < every.num_bytes

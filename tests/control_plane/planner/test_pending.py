@@ -1,0 +1,180 @@
+"""What bars a task that waits under limits, and the weight from which it runs all the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from decider import Driver, spec, waits_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from unicron.control_plane.planner import pending, planner
+from unicron.control_plane.planner.pending import Blocker
+from unicron.control_plane.planner.problem import PlanProblem, TaskDemand
+from unicron.events.records import reports as r
+from unicron.events.spec.policy import Policy
+from wished import asking, wish
+
+pytestmark = pytest.mark.nodes(1)
+
+WEIGHT = 1e-6
+"""A share of a weight above and below the one that is told."""
+
+
+@st.composite
+def limited(draw: st.DrawFn) -> PlanProblem:
+    wishes: list[TaskDemand] = []
+    num = draw(st.integers(2, 4))
+    for task in range(1, num + 1):
+        sizes = sorted(draw(st.sets(st.integers(1, 6), min_size=1, max_size=3)))
+        wafs = {size: float(draw(st.integers(1, 40))) for size in sizes}
+        now = draw(st.sampled_from([0, *sizes]))
+        wishes.append(wish(task, now, wafs, faulted=now > 0 and draw(st.booleans()),
+                           team=draw(st.sampled_from(["", "a", "b"])),
+                           priority=draw(st.sampled_from([0, 0, 0, 1])),
+                           floor=draw(st.sampled_from([0, 0, 0, 1]))))
+    quotas = {team: draw(st.integers(0, 6)) for team in ("a", "b") if draw(st.booleans())}
+    return asking(wishes, draw(st.integers(1, 8)), gain_min=draw(st.sampled_from([0.0, 0.1])),
+                  moves_max=draw(st.sampled_from([None, 0, 1])),
+                  quotas=tuple(sorted(quotas.items())))
+
+
+@given(limited())
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_from_its_weight_on_a_task_runs_under_limits_too(asked: PlanProblem) -> None:
+    """And where no weight is told, the largest there is does not let it run."""
+    asked = replace(asked, demands=tuple(replace(one, priority=0, floor=0)
+                                        for one in asked.demands))
+    plan = planner.choose_plan(asked).plan
+    after = replace(asked, demands=tuple(
+        replace(one, now=x, faulted=False)
+        for one, x in zip(asked.demands, plan.slots, strict=True)))
+
+    def runs(task: int, times: float) -> bool:
+        wishes = tuple(replace(one, wafs=tuple(waf * times for waf in one.wafs))
+                       if one.task == task else one for one in after.demands)
+        return planner.choose_plan(replace(after, demands=wishes)).plan.slots[task - 1] > 0
+
+    told = pending.prices(asked, plan)
+    for one, x in zip(asked.demands, plan.slots, strict=True):
+        price = told.get(one.task)
+        if price is not None and price.times < float("inf"):
+            assert runs(one.task, price.times * (1 + WEIGHT))
+            assert not runs(one.task, price.times * (1 - WEIGHT))
+            assert price.plan.slots[one.task - 1] > 0
+        elif x == 0:
+            assert not runs(one.task, 1e6)
+
+
+@given(limited())
+@settings(max_examples=400, deadline=None, derandomize=True)
+def test_what_bars_a_task_is_what_lets_it_run_without(asked: PlanProblem) -> None:
+    slots = planner.choose_plan(asked).plan.slots
+    bars = pending.blocking_constraints(asked, slots)
+    free = replace(asked, moves_max=None, quotas=(), floor=False, demands=tuple(
+        replace(one, priority=0, floor=0) for one in asked.demands))
+    lifted = {"moves_max": replace(asked, moves_max=None),
+              "quota": replace(asked, quotas=()),
+              "priority": replace(asked, demands=tuple(
+                  replace(one, priority=0) for one in asked.demands)),
+              "floors": replace(asked, floor=False, demands=tuple(
+                  replace(one, floor=0) for one in asked.demands))}
+    without = planner.choose_plan(free).plan.slots
+    for one, x, run in zip(asked.demands, slots, without, strict=True):
+        bar = bars.get(one.task, Blocker())
+        quota = dict(asked.quotas).get(one.team, one.sizes[0])
+        if x:
+            assert one.task not in bars
+        elif quota < one.sizes[0]:
+            least = "1 slot" if one.sizes[0] == 1 else f"{one.sizes[0]} slots"
+            assert bar.needs == f"a quota of {least} or more"
+        else:
+            assert bool(bar.why) == (run > 0)
+        if not bar.why or quota < one.sizes[0]:
+            continue
+        named = [kind for kind in lifted if kind in bar.why.replace("floors of", "floors")]
+        if bar.why.startswith("held back by the limits of the plan: "):
+            continue
+        for kind in named:
+            at = lifted[kind]
+            if kind == "quota" and one.team in dict(asked.quotas):  # else all of others are
+                at = replace(at, quotas=tuple(x for x in asked.quotas if x[0] != one.team))
+            other = planner.choose_plan(at).plan.slots[one.task - 1]
+            assert other > 0, f"without {kind}"
+
+
+@pytest.mark.parametrize(("first", "second", "limits", "bar"), [
+    ({}, {}, {"moves_max": 0},
+     Blocker(why="held back by moves_max 0", needs="a larger moves_max")),
+    ({"priority": 1}, {}, {},
+     Blocker(why="held back by priority 0, where others have more", needs="a higher priority")),
+    ({"floor": 1}, {}, {},
+     Blocker(why="held back by the floors of others", needs="smaller floors")),
+    ({}, {"team": "a"}, {"quotas": (("a", 1),)},
+     Blocker(why="the quota of team a, 1 slot", needs="a quota of 2 slots or more")),
+    ({"priority": 1}, {}, {"moves_max": 0},
+     Blocker(why="held back by the limits of the plan: moves_max 0, priority 0, where others "
+             "have more", needs="fewer limits: a larger moves_max, a higher priority")),
+], ids=["moves_max", "priority", "floor", "quota", "several"])
+def test_the_blocking_limits_are_named(first: dict[str, Any], second: dict[str, Any],
+                                       limits: dict[str, Any], bar: Blocker) -> None:
+    """t2 earns more than t1."""
+    asked = asking([wish(1, 2, {1: 1.0, 2: 2.0}, **first), wish(2, 0, {2: 30.0}, **second)], 2,
+                   **limits)
+    plan = planner.choose_plan(asked).plan
+    assert plan.slots[1] == 0
+    assert pending.blocking_constraints(asked, plan.slots) == {2: bar}
+    assert 2 not in pending.prices(asked, plan), "no weight would change it"
+
+
+def test_where_its_own_priority_has_slots_a_weight_may_do() -> None:
+    """t3, of priority 0, would run at the weight at which it earns more than t2 of the same."""
+    wishes = [wish(1, 1, {1: 1.0}, priority=1), wish(2, 1, {1: 5.0}), wish(3, 0, {1: 4.0})]
+    asked = asking(wishes, 2, gain_min=0.0)
+    plan = planner.choose_plan(asked).plan
+    assert plan.slots == (1, 1, 0)
+    assert pending.blocking_constraints(asked, plan.slots)[3].needs == (
+        "a higher priority (a higher weight may do)")
+    heavier = replace(asked, demands=(*wishes[:2], wish(3, 0, {1: 400.0})))
+    assert planner.choose_plan(heavier).plan.slots == (1, 0, 1)
+
+
+def test_where_no_limit_is_the_cause_none_is_named() -> None:
+    """t2 earns less than t1, and has a team whose quota t1 fills."""
+    wishes = [wish(1, 2, {1: 10.0, 2: 20.0}, team="a"), wish(2, 0, {1: 1.0}, team="a")]
+    asked = asking(wishes, 2, quotas=(("a", 2),), gain_min=0.0)
+    plan = planner.choose_plan(asked).plan
+    assert pending.blocking_constraints(asked, plan.slots) == {
+        2: Blocker(within="the quota of team a, 2 slots")}
+    assert pending.prices(asked, plan)[2].times == pytest.approx(10.0, rel=1e-4)
+
+
+def test_a_waiting_task_names_the_limit(d: Driver) -> None:
+    d.tell("leader/abc", r.PolicySet(policy=Policy(moves_max=0)))
+    d.running(spec())
+    beta = d.submit(spec(name="beta", weight=3.0))
+    assert waits_of(d, beta).why == "held back by moves_max 0"
+    assert waits_of(d, beta).needs == "a larger moves_max"
+    d.tell("leader/abc", r.PolicySet(policy=Policy(quotas={"red": 1})))
+    red = d.submit(spec(name="red", team="red", slots={"min": 2, "max": 2}))
+    assert waits_of(d, red).why == "the quota of team red, 1 slot"
+    assert waits_of(d, red).needs == "a quota of 2 slots or more"
+
+
+def test_beyond_the_bound_all_limits_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    wishes = [wish(1, 2, {1: 1.0, 2: 2.0}), wish(2, 0, {2: 30.0}, team="a")]
+    asked = asking(wishes, 2, moves_max=0, quotas=(("a", 2),))
+    plan = planner.choose_plan(asked).plan
+    assert pending.blocking_constraints(asked, plan.slots)[2].why == "held back by moves_max 0"
+    monkeypatch.setattr(pending, "LIMITED_WORK_NUM_MAX", 0)
+    assert pending.blocking_constraints(asked, plan.slots)[2] == Blocker(
+        why="held back by the limits of the plan: moves_max 0, the quota of team a, 2 slots",
+        needs="fewer limits: a larger moves_max, a larger quota")
+    assert not pending.prices(asked, plan)
+
+
+def test_slots_that_are_kept_idle_are_no_limit() -> None:
+    asked = asking([wish(1, 2, {1: 10.0, 2: 20.0}), wish(2, 0, {1: 1.0})], 3, moves_max=0)
+    assert pending.blocking_constraints(asked, (2, 0), 1) == {2: Blocker()}
+    assert pending.blocking_constraints(asked, (2, 0))[2].why

@@ -1,0 +1,23 @@
+"""The planner's choice, compared with every plan that there is."""
+
+from __future__ import annotations
+
+from unicron.control_plane.planner import planner
+from unicron.control_plane.planner.problem import PlanProblem
+
+
+def check_best(asked: PlanProblem, worths: dict[tuple[int, ...], list[float]],
+               close: float = 0.0) -> None:
+    """The choice is the best of these plans within `moves_max`, or with the fewest moves.
+
+    `worths`: what each plan is worth, by priority, the highest first. `close`: so far its worth
+    may be from the best.
+    """
+    moves = {slots: sum(one.now > 0 and not one.faulted and x != one.now
+                        for one, x in zip(asked.demands, slots, strict=True)) for slots in worths}
+    fewest = min(moves.values())
+    most = len(asked.demands) if asked.moves_max is None else max(asked.moves_max, fewest)
+    chosen = planner.choose_plan(asked).plan.slots
+    assert moves[chosen] <= most
+    best = max(worth for slots, worth in worths.items() if moves[slots] <= most)
+    assert all(abs(x - y) <= close for x, y in zip(worths[chosen], best, strict=True))
