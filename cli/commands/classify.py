@@ -18,7 +18,16 @@ from ...events.records.statuses import NCCL_TIMEOUT, TASK_HANG
 from ...workers.diagnosis.classifier import Verdict
 from ...workers.diagnosis.classifier import classify as verdict_on
 from ..terminal import console
-from ..terminal.format import SCREEN_COLUMNS, clipped, command, count, labelled, number_of, table
+from ..terminal.format import (
+    SCREEN_COLUMNS,
+    clipped,
+    command,
+    count,
+    labelled,
+    number_of,
+    some,
+    table,
+)
 
 READ_BYTES_MAX = 16 * 1024 * 1024
 """A longer line is not parsed as JSON."""
@@ -69,11 +78,11 @@ def classify(file: Path | None, *, as_json: bool) -> None:
 
 def plain(text: str, verdict: Verdict) -> dict[str, Any]:
     """One verdict as plain data, without empty fields."""
-    told: dict[str, Any] = {"text": text, "status": verdict.status or NONE,
+    fields: dict[str, Any] = {"text": text, "status": verdict.status or NONE,
                             "severity": _severity(verdict), "rule": verdict.rule}
     rest = {"line": verdict.line, "peer": verdict.peer, "second_hand": verdict.second_hand,
             "code": verdict.code, "device": verdict.device}
-    return told | {key: value for key, value in rest.items() if value}
+    return fields | {key: value for key, value in rest.items() if value}
 
 
 def screen(name: str, judged: Iterator[tuple[int, str, Verdict]]) -> Iterator[str]:
@@ -144,9 +153,7 @@ def _next(name: str, found: list[Group]) -> Iterator[str]:
 
 def _gpus(devices: Iterable[str]) -> str:
     """For example `GPU 0000:4e:00, 0000:9b:00`."""
-    names = list(devices)
-    rest = len(names) - DEVICES_SHOWN_NUM
-    return f"GPU {', '.join(names[:DEVICES_SHOWN_NUM])}" + (f" and {rest} more" * (rest > 0))
+    return f"GPU {some(list(devices), DEVICES_SHOWN_NUM)}"
 
 
 def _said(verdict: Verdict) -> str:
@@ -221,20 +228,18 @@ def _texts(stream: BinaryIO, name: str) -> Iterator[tuple[int, str, bool]]:
         else:
             if len(raw) > 2 * HALF_BYTES:
                 line = f"{line[:HALF_BYTES]}\n{line[-HALF_BYTES:]}"
-                console.talk(
-                    f"line {number} of {name} is longer than {count(2 * HALF_BYTES)} bytes: "
-                    f"its first and its last {count(HALF_BYTES)} are judged"
-                )
+                console.talk(f"line {number} of {name} is longer than {count(2 * HALF_BYTES)} "
+                             f"bytes: its first and its last {count(HALF_BYTES)} are classified")
             yield number, line, False
 
 
 def _text_of(words: str) -> str | None:
     """The text of a JSON object; None if it is not JSON or has no text."""
     try:
-        told = json.loads(words)
+        fields = json.loads(words)
     except (ValueError, RecursionError):
         return None
-    if isinstance(told.get("text"), str):
-        return str(told["text"])
-    said = [told[key] for key in KEYS if isinstance(told.get(key), str)]
+    if isinstance(fields.get("text"), str):
+        return str(fields["text"])
+    said = [fields[key] for key in KEYS if isinstance(fields.get(key), str)]
     return "\n".join(said) if said else None

@@ -66,10 +66,10 @@ def _table_lines(known: next_event.NextEventPlans, took_s: float) -> list[str]:
 
 def table_rows(known: next_event.NextEventPlans) -> Iterator[Plain]:
     """Each event of the table, with the plan that follows it."""
-    names = {wish.task: wish.name for wish in known.problem.demands}
+    names = {demand.task: demand.name for demand in known.problem.demands}
     for event, plan in known.plans.items():
         then = next_event.problem_after(known.problem, event, known.gpus_per_node)
-        given = [allocation(wish, x) for wish, x in zip(then.demands, plan.slots, strict=True)]
+        given = [allocation(demand, x) for demand, x in zip(then.demands, plan.slots, strict=True)]
         yield {"event": event.what, "task": names.get(event.task, ""), "gpus": then.num_slots,
                "allocation": {names[x.task]: x.slots for x in given},
                "objective": objective_flop(then, plan.slots),
@@ -78,20 +78,20 @@ def table_rows(known: next_event.NextEventPlans) -> Iterator[Plain]:
 
 def plain(asked: PlanProblem, tried: DryRunResult) -> Plain:
     """The fields of `-o json`."""
-    plan, wishes = tried.plan, asked.demands
+    plan, demands = tried.plan, asked.demands
     assert plan is not None
     worth, slots = plan.objective_flop, [x.slots for x in plan.allocations]
-    names = [wish.name for wish in wishes]
+    names = [demand.name for demand in demands]
     others: list[Plain] = [{"what": other.what, "objective": worth - other.behind_flop,
                "loses": max(other.behind_flop, 0.0), "waf": other.waf,
                "instead": {name: x for name, (_, x), ours in
                            zip(names, other.slots, slots, strict=True) if x != ours}}
               for other in plan.alternatives]
-    tasks = {wish.name: {
-        "current": wish.now, "gpus": x, "faulted": wish.faulted,
-        "waf_before": waf_of(wish, wish.now),
-        "waf": waf_of(wish, x), "earned": waf_of(wish, x) * asked.running_s,
-        "transition": cost_flop(wish, x)} for wish, x in zip(wishes, slots, strict=True)}
+    tasks = {demand.name: {
+        "current": demand.now, "gpus": x, "faulted": demand.faulted,
+        "waf_before": waf_of(demand, demand.now),
+        "waf": waf_of(demand, x), "earned": waf_of(demand, x) * asked.running_s,
+        "transition": cost_flop(demand, x)} for demand, x in zip(demands, slots, strict=True)}
     return {
         "allocation": dict(zip(names, slots, strict=True)), "objective": worth, "reason": plan.why,
         "waf": plan.waf, "waf_before": math.fsum(one["waf_before"] for one in tasks.values()),
@@ -99,6 +99,6 @@ def plain(asked: PlanProblem, tried: DryRunResult) -> Plain:
         "running_s": asked.running_s, "tasks": tasks,
         "binding": {"gpus": tried.more_waf > 0, "more_gpus": tried.more_slots,
                     "more_earn_waf": tried.more_waf,
-                    "at_largest": [wish.name for wish, x in zip(wishes, slots, strict=True)
-                                   if wish.sizes and x == wish.sizes[-1]]},
+                    "at_largest": [demand.name for demand, x in zip(demands, slots, strict=True)
+                                   if demand.sizes and x == demand.sizes[-1]]},
         "alternatives": sorted(others, key=lambda other: other["loses"])}

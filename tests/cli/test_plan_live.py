@@ -172,7 +172,7 @@ def test_held_is_told(ask: Any) -> None:
     d, _, _ = two_tasks(BETA)
     d.tell("operator/f", r.HealingFrozen(reason="a test"))
     held = [line for line in ask(Told(d), without=("n3",)) if line.startswith("held")]
-    assert held == ["held       frozen: a test; planned, and nothing is ordered. To act: "
+    assert held == ["paused     frozen: a test; planned, and nothing is ordered. To act: "
                     "unicron unfreeze"]
 
 
@@ -283,7 +283,7 @@ def test_applied_while_held_it_says_that_nothing_is_ordered(ask: Any) -> None:
     d, _, _ = two_tasks(BETA)
     d.tell("operator/f", r.HealingFrozen(reason="a test"))
     lines = ask(Told(d), weights=("alpha=9",), apply=True, check=INPUT)
-    assert lines[-2:] == ["held     frozen: a test; planned, and nothing ordered. To act: "
+    assert lines[-2:] == ["paused   frozen: a test; planned, and nothing ordered. To act: "
                           "unicron unfreeze", "look     unicron status -w"]
 
 

@@ -123,7 +123,7 @@ def test_a_beaten_plan_that_reads_as_the_chosen_one_says_how_far_it_is_off(
             "alternatives": [{"what": "keep as it is", "waf": waf}]}
     found = Outcome(seq=1, plan=plan, placed=[], waiting=[], withheld=[], orders=[])
     lines = plan_lines(found, {"plan": None, "tasks": []})
-    assert lines[1] == f"beat     keep as it is: {told}"
+    assert lines[1] == f"rejected keep as it is: {told}"
 
 
 def test_who_waits_as_before_is_named_beside_who_waits_anew() -> None:
