@@ -50,7 +50,7 @@ def began(one: IncidentHistory, evidence: list[Record]) -> FaultStart:
         return FaultStart("at least", length_s, f"not known: of the last {num} iterations at least "
                           "half were too slow")
     if "HealthChanged" in kinds:
-        return FaultStart("unknown", why="not known: before the last run of its check")
+        return FaultStart("unknown", why="not known: before its check ran; checks run periodically")
     if NCCL_TIMEOUT in {one.incident.status, *(getattr(x.body, "status", "") for x in first)}:
         return FaultStart("unknown", why="not known: a collective waited until its timeout, for "
                           "what had happened before")

@@ -171,7 +171,7 @@ def test_a_job_that_is_not_submitted_binds_by_its_name(ask: Any, tmp_path: Path)
 def test_held_is_told(ask: Any) -> None:
     d, _, _ = two_tasks(BETA)
     d.tell("operator/f", r.HealingFrozen(reason="a test"))
-    held = [line for line in ask(Told(d), without=("n3",)) if line.startswith("held")]
+    held = [line for line in ask(Told(d), without=("n3",)) if line.startswith("paused")]
     assert held == ["paused     frozen: a test; planned, and nothing is ordered. To act: "
                     "unicron unfreeze"]
 

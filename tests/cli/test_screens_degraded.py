@@ -105,7 +105,7 @@ def test_shares_are_told_as_people_write_them(share: float, worth: bool, lasts: 
     node = {"id": "n2", "contact": "heard", "drained": False, "degraded": {
         "tasks": [5], "ratios": [1.5], "why": "w", "drain_share": share, "worth_draining": worth,
         "lasts": lasts}}
-    told = stragglers.node_degraded(node, {5: "alpha"}, "").replace(UNBROKEN, " ")
+    told = stragglers.node_degraded(node, "").replace(UNBROKEN, " ")
     assert told == f"w; {words}"
     assert bool(stragglers.degraded_news(node, {5: "alpha"}, "")) == worth
 
