@@ -68,12 +68,12 @@ def classify(file: Path | None, *, as_json: bool) -> None:
     with ExitStack() as stack:
         stream = _opened(file, stack)
         _check(_begins(stream), name, str(file) if file is not None else "FILE")
-        judged = _judged(_texts(stream, name))
+        verdicts = _verdicts(_texts(stream, name))
         if as_json:
-            for _, text, verdict in judged:
+            for _, text, verdict in verdicts:
                 console.out(json.dumps(plain(text, verdict)))
         else:
-            console.lines(screen(name if file is not None else "", judged))
+            console.lines(screen(name if file is not None else "", verdicts))
 
 
 def plain(text: str, verdict: Verdict) -> dict[str, Any]:
@@ -85,12 +85,12 @@ def plain(text: str, verdict: Verdict) -> dict[str, Any]:
     return fields | {key: value for key, value in rest.items() if value}
 
 
-def screen(name: str, judged: Iterator[tuple[int, str, Verdict]]) -> Iterator[str]:
+def screen(name: str, verdicts: Iterator[tuple[int, str, Verdict]]) -> Iterator[str]:
     """The page: each status and rule once, the most severe first; then the handling and the next
     command. Memory does not grow with the length of the log."""
     groups: dict[tuple[str, str], Group] = {}
     num_lines = num_speaking = 0
-    for number, _, verdict in judged:
+    for number, _, verdict in verdicts:
         num_lines += 1
         if verdict.status:
             num_speaking += 1
@@ -199,7 +199,7 @@ def _check(head: bytes, name: str, file: str) -> None:
     raise UsageError(f"{name} is not text", HINT)
 
 
-def _judged(texts: Iterator[tuple[int, str, bool]]) -> Iterator[tuple[int, str, Verdict]]:
+def _verdicts(texts: Iterator[tuple[int, str, bool]]) -> Iterator[tuple[int, str, Verdict]]:
     """Each text with its verdict. A line of a log is classified together with the line before it:
     source code that a traceback quotes is not an error."""
     ahead = ""

@@ -38,7 +38,7 @@ class Finding(Struct, frozen=True):
 def doctor(state: StateDir, *, as_json: bool) -> int:
     """Print all findings; 1 if something is missing."""
     checks: tuple[Callable[[], Finding], ...] = (
-        _python, _torch, _megatron, _gpus, _server, _loopback,
+        _python, _torch, lambda: _installed("megatron", "megatron-core"), _gpus, _server, _loopback,
         lambda: _folder(state), lambda: _running(state))
     findings = [check() for check in checks]
     missing = any(one.grade == "missing" for one in findings)
@@ -94,10 +94,6 @@ def _torch() -> Finding:
     local = found.result.partition("+")[2]
     build = " for the CPU" if local.startswith("cpu") else " with CUDA" if "cu" in local else ""
     return structs.replace(found, result=f"{found.result}{build}")
-
-
-def _megatron() -> Finding:
-    return _installed("megatron", "megatron-core")
 
 
 def _output(*command: str) -> str:

@@ -168,7 +168,7 @@ def facts_of(history: History, found: IncidentRecords, view: Plain, *, now_s: fl
         "phases": phases(one, max((x.body.silence_s for x in evidence
                                    if isinstance(x.body, NodeUnreachable)
                                    and x.at_s <= one.detected_s), default=0.0),
-                         stood=_stalled_until(one, evidence), began=first,
+                         stalled=_stalled_until(one, evidence), began=first,
                          paused=any(isinstance(x.body, OrderSuppressed) and x.body.task == one.task
                                   for x in found.records)),
         "on_purpose": [{"seq": x.request.seq, "what": _essentials(x.request)}
@@ -215,12 +215,12 @@ def _stalled_until(one: IncidentHistory, evidence: list[Record]) -> tuple[str, f
     return due[0] if due else ("", 0.0)
 
 
-def phases(one: IncidentHistory, silence_s: float = 0.0, *, stood: tuple[str, float] = ("", 0.0),
+def phases(one: IncidentHistory, silence_s: float = 0.0, *, stalled: tuple[str, float] = ("", 0.0),
            began: FaultStart | None = None, paused: bool = False) -> list[Plain]:
     """The length of each phase that the incident has reached.
 
     `silence_s`: how long the node was unreachable before detection; replaces the detect phase.
-    `stood`: end of the time in which a stalled task could resume; not part of deciding. `began`:
+    `stalled`: end of the time in which a stalled task could resume; not part of deciding. `began`:
     what is known of the fault's start; if unknown, there is no detect phase. `paused`: orders were
     suppressed; not part of rebuilding.
     """
@@ -236,7 +236,7 @@ def phases(one: IncidentHistory, silence_s: float = 0.0, *, stood: tuple[str, fl
         detect = _phase("detect", one.detected_s - began.length_s, one.detected_s, began.bound)
         found = [*([detect] if began.bound != "unknown" else []),
                  *(x for x in found if x["name"] != "detect")]
-    name, until_s = stood
+    name, until_s = stalled
     if name:
         parts = [_phase(name, one.detected_s, until_s), _phase("decide", until_s, one.decided_s)]
         found = [y for x in found for y in (parts if x["name"] == "decide" else [x])]

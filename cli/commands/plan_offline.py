@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Iterator
@@ -40,24 +39,22 @@ def plan(path: Path, *, table: bool, as_json: bool) -> None:
     page = plan_screen.offline({**msgspec.to_builtins(tried), "took_s": took_s}, str(path),
                                has_table=table)
     if not table:
-        console.lines([json.dumps(found)] if as_json else page)
+        console.show(found, page, as_json=as_json)
         return
     began_s = time.perf_counter()
     known = next_event.plan_next_events(offline.asked, offline.gpus_per_node,
                              lambda: time.perf_counter() - began_s > TABLE_S_MAX)
     took_table_s = time.perf_counter() - began_s
-    if as_json:
-        found["table"], found["table_bytes"] = list(table_rows(known)), known.num_bytes
-        found["table_left"] = known.num_left
-        console.out(json.dumps(found))
-        return
-    console.lines([*page, "", *_table_lines(known, took_table_s)])
+    rows = list(table_rows(known))
+    found |= {"table": rows, "table_bytes": known.num_bytes, "table_left": known.num_left}
+    console.show(found, [*page, "", *_table_lines(known, rows, took_table_s)], as_json=as_json)
 
 
-def _table_lines(known: next_event.NextEventPlans, took_s: float) -> list[str]:
+def _table_lines(known: next_event.NextEventPlans, events: list[Plain], took_s: float
+                 ) -> list[str]:
     """The table's page: one event per line."""
     rows = [[row["event"], clipped(row["task"], NAME_COLUMNS), count(row["gpus"]),
-             scaled(row["objective"], "FLOP"), row["moves"]] for row in table_rows(known)]
+             scaled(row["objective"], "FLOP"), row["moves"]] for row in events]
     left = f", {count(known.num_left)} more left out for time" if known.num_left else ""
     return [f"{count(len(rows))} events, {scaled(known.num_bytes, 'B')}, {span(took_s)}{left}", "",
             *[clipped(line, SCREEN_COLUMNS)

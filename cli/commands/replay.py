@@ -53,7 +53,9 @@ def replay(state: StateDir, url: str | None, path: Path | None, *, live: bool, u
         raise UsageError("--incident goes with neither --step nor --verify", "give one of them")
 
     def read() -> Iterator[Record]:
-        return _until(_live(state, url) if path is None else archive.read(path), until)
+        records = archive.read(path) if path is not None else map(
+            codec.from_plain, connect(state, url).records(0, follow=False))
+        return _until(records, until)
 
     records = read()
     try:
@@ -99,11 +101,6 @@ def _incident(read: Callable[[], Iterator[Record]], which: str, *, log: str, opt
         raise UsageError("the log has no incident", "nothing had failed so far")
     commands_incident.show(history, one, read(), view=view(history.state), now_s=history.at_s,
                            log=log, option=option, as_json=as_json, plan_at=plan_at)
-
-
-def _live(state: StateDir, url: str | None) -> Iterator[Record]:
-    for data in connect(state, url).records(0, follow=False):
-        yield codec.from_plain(data)
 
 
 def _until(records: Iterable[Record], until: int | None) -> Iterator[Record]:

@@ -28,7 +28,11 @@ CLEAR = "\x1b[H\x1b[J"
 def status(state: StateDir, url: str | None, what: str, *, watch: bool, as_json: bool) -> None:
     """Print the screen. Raises UsageError. Ctrl-C ends --watch."""
     client = connect(state, url)
-    history = _history() if what not in ("", "nodes") else None
+    history = None
+    if what not in ("", "nodes"):
+        from ...control_plane.history.history import History
+
+        history = History()
     if not watch:
         console.lines(_screen(state, client, what, history, as_json=as_json))
         return
@@ -47,12 +51,6 @@ def status(state: StateDir, url: str | None, what: str, *, watch: bool, as_json:
             time.sleep(WATCH_S)
     except KeyboardInterrupt:
         return
-
-
-def _history() -> History:
-    from ...control_plane.history.history import History
-
-    return History()
 
 
 def _screen(state: StateDir, client: Client, what: str, history: History | None, *,

@@ -21,10 +21,12 @@ from . import proof
 from .stage import BrokenError, Stage, is_running
 
 Plain = dict[str, Any]
+NODE = "n2"
 VICTIM_NUM = 2
 KILL_ITERATION_NUM = 6
 AWAY_S = 2.0
 START_S_MAX, HEAL_S_MAX, RETURN_S_MAX, KILL_S_MAX = 120.0, 60.0, 120.0, 120.0
+FINISH_S_MAX = 900.0
 POLL_S = 0.001
 
 
@@ -314,10 +316,6 @@ def _adopted(stage: Stage, cluster: Plain, pids: dict[int, dict[int, int]], at_s
 
 def _short(state_hash: str) -> str:
     return state_hash.rpartition(":")[2][:8]
-
-
-NODE = "n2"
-FINISH_S_MAX = 900.0
 
 
 # --- A node is lost. ---

@@ -17,6 +17,12 @@ from ...events.spec.job import RATE_FLOPS_MAX, WEIGHT_RATIO_MAX
 from ...events.spec.validation import spec_error
 from .job_file import EXAMPLES, RESOLVERS, read_text, read_yaml, shown_name
 
+FILE_BYTES_MAX = 64 << 20
+GPUS_NUM_MAX = 10_000_000
+SPAN_S_MIN, SPAN_S_MAX = 1e-3, 1e15
+NAME_CHARS_MAX = 100
+DOCS = "see docs/guides/plan-offline.md"
+
 # --- fast reader for large files: the job file's YAML, from libyaml's stream of events ---
 #
 # It returns the same data. Where it finds an error or a special case, the job file's reader reads
@@ -98,12 +104,6 @@ def _value(tag: str, text: str) -> Any:
             raise _NeedsStrictReader
         return _NUMBERS[tag](text)
     return _WORDS.get(text.lower())
-
-FILE_BYTES_MAX = 64 << 20
-GPUS_NUM_MAX = 10_000_000
-SPAN_S_MIN, SPAN_S_MAX = 1e-3, 1e15
-NAME_CHARS_MAX = 100
-DOCS = "see docs/guides/plan-offline.md"
 
 
 class TaskInFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

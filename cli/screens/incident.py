@@ -28,14 +28,27 @@ from ..terminal.record_line import state_source, status_in_words
 if TYPE_CHECKING:
     from ...control_plane.history.history import History, IncidentHistory
 
-
-# --- The flight-recorder dumps of a stalled task. ---
-
 Plain = dict[str, Any]
+PHASE_WORDS = {"held": "paused", "stood": "stalled"}
+"""Phases of which the page prints another word than the JSON."""
+BAR_COLUMNS = 40
+WHO_COLUMNS = 10
+WHO_NUM_MAX = 3
+NAME_COLUMNS = 24
+EVIDENCE_LENGTH_MAX = 140
+TYPED = re.compile(r"unicron [a-z][^,:]*")
+"""A command line within a sentence."""
+MIRRORS = {"sharded": "; with train.parallel.optimizer: mirrored a second rank has each shard"}
+NONE = "no incidents: nothing has failed so far"
+HEAD = ("INCIDENT", "DETECTED", "SEV", "WHAT", "OUTCOME", "PAUSE", "LOST", "SLOT-S")
+PER_RANK = ("Quiesced", "Reconfigured", "CollectiveFailed", "RankStarted", "RankReady",
+            "StartRank", "StopRank", "RankExited")
+"""Kinds with one record per rank: consecutive records of a task share one line."""
 NODES_NUM_MAX = 4
 """Nodes that are listed; the rest are counted."""
 
 
+# --- The flight-recorder dumps of a stalled task. ---
 def folders(ranks: Iterable[tuple[str, str]], nodes: list[Plain]) -> list[Plain]:
     """Node, its host and the folder of the dumps there, for (node, log) of each rank: an agent
     writes the dumps beside the log."""
@@ -60,23 +73,7 @@ def in_words(found: list[Plain]) -> str:
             f"({command('scp -r HOST:FOLDER NODE')}), then {command(f'unicron locate {names}')}")
 
 
-PHASE_WORDS = {"held": "paused", "stood": "stalled"}
-"""Phases of which the page prints another word than the JSON."""
-BAR_COLUMNS = 40
-WHO_COLUMNS = 10
-WHO_NUM_MAX = 3
-NAME_COLUMNS = 24
-EVIDENCE_LENGTH_MAX = 140
-TYPED = re.compile(r"unicron [a-z][^,:]*")
-"""A command line within a sentence."""
-MIRRORS = {"sharded": "; with train.parallel.optimizer: mirrored a second rank has each shard"}
-NONE = "no incidents: nothing has failed so far"
-HEAD = ("INCIDENT", "DETECTED", "SEV", "WHAT", "OUTCOME", "PAUSE", "LOST", "SLOT-S")
-PER_RANK = ("Quiesced", "Reconfigured", "CollectiveFailed", "RankStarted", "RankReady",
-                      "StartRank", "StopRank", "RankExited")
-"""Kinds with one record per rank: consecutive records of a task share one line."""
-
-
+# --- The page. ---
 def page(facts: Plain, *, option: str = "") -> list[str]:
     """Evidence, decision, plans, effects, phases, cost, and what remains to be done."""
     who = " ".join(x for x in (facts["name"], ranks(facts["ranks"])) if x)

@@ -18,11 +18,14 @@ from ..terminal.format import (
 )
 from .stragglers import degraded_news, node_degraded
 
-# --- Quarantine. ---
-
 Plain = dict[str, Any]
+SlotUse = Literal["train", "idle", "drained", "out", "unreachable", "left"]
+DEGRADED = "!"
+RUNS_COLUMNS = 28
+SIGNS = {"idle": ".", "drained": "-", "out": "x", "unreachable": "?", "left": "_"}
 
 
+# --- Quarantine. ---
 def until(node: Plain) -> str:
     """`quarantined to 2026-11-21 01:14Z`; empty if the node is not quarantined."""
     if not node.get("quarantine"):
@@ -46,8 +49,6 @@ def quarantine(node: Plain) -> str:
 
 
 # --- Failed checks. ---
-
-
 def recovers(node: Plain) -> str:
     """After a check has recovered: when the slots are used again; else empty."""
     recovery: Plain | None = node["recovers"]
@@ -80,8 +81,6 @@ def why_unhealthy(node: Plain) -> str:
 
 
 # --- Disabled slots. ---
-
-
 def disabled_slots(node: Plain) -> list[int]:
     """Slots that are disabled until the agent joins again; not those that a check has disabled."""
     failed: list[int] = node["recovers"]["slots"] if node["recovers"] else []
@@ -115,12 +114,7 @@ def wanted(tasks: list[Plain]) -> str:
     return some(found)
 
 
-SlotUse = Literal["train", "idle", "drained", "out", "unreachable", "left"]
-DEGRADED = "!"
-RUNS_COLUMNS = 28
-SIGNS = {"idle": ".", "drained": "-", "out": "x", "unreachable": "?", "left": "_"}
-
-
+# --- The screen. ---
 def nodes(view: Plain, *, now_s: float, option: str = "") -> list[str]:
     """All nodes: a map of the slots, then health, scheduling and the tasks there."""
     tasks = {task["id"]: task["name"] for task in view["tasks"]}

@@ -40,9 +40,14 @@ from ..terminal.format import (
     table,
 )
 
+TRACE_BYTES_MAX = 64 << 20
+OURS = "unicron"
+Plain = dict[str, Any]
+HEADS: dict[Loss, str] = {"detection": "DETECT", "transition": "TRANSIT", "waiting": "WAIT",
+                          "sub-healthy": "SUB", "recomputed": "AGAIN"}
+
+
 # --- runs in parallel, one per core ---
-
-
 class RunSpec(NamedTuple):
     """The input of one run. `log`: the file to write its log to; `cluster`: the log's cluster."""
 
@@ -95,11 +100,6 @@ def _play(number: int) -> RunResult:
         outcome = run.play()
     return RunResult(outcome, run.engine.num_records, time.perf_counter() - began_s)
 
-TRACE_BYTES_MAX = 64 << 20
-OURS = "unicron"
-Plain = dict[str, Any]
-HEADS: dict[Loss, str] = {"detection": "DETECT", "transition": "TRANSIT", "waiting": "WAIT",
-                          "sub-healthy": "SUB", "recomputed": "AGAIN"}
 
 
 def simulate(path: Path, *, log: Path | None, as_json: bool) -> None:

@@ -27,6 +27,7 @@ from .paper_tables import Evaluation, Row, Values, change_rows, growth_rows, rat
 
 # --- charts -------------------------------------------------------------------------------------
 
+BASELINES = tuple(name for name in POLICIES if name not in (OURS, *RULES))
 OTHERS = tuple(name for name in POLICIES if name != OURS)
 OVER_TIME = (OURS, "shrink", "spares", "megatron-spares", THEIRS)
 DAY_S = 86400.0
@@ -310,8 +311,6 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], ours: str = "") ->
         lines.append('<tr class="ours">' if ours and row[0] == ours else "<tr>")
         lines += [*(f"<td>{escape(cell)}</td>" for cell in row), "</tr>"]
     return "".join([*lines, "</table>"])
-
-BASELINES = tuple(name for name in POLICIES if name not in (OURS, *RULES))
 
 
 def write(folder: Path, found: Evaluation, rows: list[Row]) -> None:
