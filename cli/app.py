@@ -192,14 +192,8 @@ def tail(
     """Read the log: one record a line."""
     from .commands import tail as commands_tail
 
-    commands_tail.tail(
-        folder(state),
-        url,
-        commands_tail.Filter.make(kind or [], task, node, incident),
-        after=after,
-        follow=follow,
-        as_json=output != "text",
-    )
+    commands_tail.tail(folder(state), url, commands_tail.Filter.make(
+        kind or [], task, node, incident), after=after, follow=follow, as_json=output != "text")
 
 
 @app.command()
@@ -263,17 +257,8 @@ def replay(
     """Fold a log to its final state; needs no server and no torch."""
     from .commands import replay as commands_replay
 
-    commands_replay.replay(
-        folder(state),
-        url,
-        file,
-        live=live,
-        until=until,
-        verify=verify,
-        step=step,
-        incident=incident,
-        as_json=output == "json",
-    )
+    commands_replay.replay(folder(state), url, file, live=live, until=until, verify=verify,
+                           step=step, incident=incident, as_json=output == "json")
 
 
 @app.command()

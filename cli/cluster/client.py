@@ -30,12 +30,16 @@ class Unreachable(UsageError):
     """No server answers at the control plane's address."""
 
 
-class Unable(UnicronError):
-    """The control plane is temporarily unable to answer (5xx)."""
+class HintedError(UnicronError):
+    """An error that is not the user's, with a hint; exit code 1."""
 
-    def __init__(self, message: str, hint: str) -> None:
+    def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
         self.hint = hint
+
+
+class Unable(HintedError):
+    """The control plane is temporarily unable to answer (5xx)."""
 
 
 class Interrupted(UnicronError):

@@ -18,11 +18,11 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Struct
 
-from ...events.errors import Unavailable, UnicronError, UsageError
+from ...events.errors import Unavailable, UsageError
 from ...events.log import embedded_server
 from ...events.records import types
 from . import processes
-from .client import Client, Interrupted, Refused, Unable, Unreachable, connect
+from .client import Client, HintedError, Interrupted, Refused, Unable, Unreachable, connect
 from .processes import Process
 from .state_dir import StateDir, read_json, write_json
 
@@ -36,6 +36,10 @@ POLL_S = 0.05
 HOST = "127.0.0.1"
 REDIS_URL = "UNICRON_REDIS_URL"
 T = TypeVar("T")
+
+
+class LateError(HintedError):
+    """A process ended or was late; the hint names its log."""
 
 
 class ClusterOptions(Struct, frozen=True, kw_only=True):
@@ -70,7 +74,7 @@ def saved_options(state: StateDir) -> ClusterOptions | None:
 
 
 class LocalCluster:
-    """The processes of one state folder. Use it under the folder's lock, except `stop`."""
+    """The processes of one state folder. Use it under the folder's lock."""
 
     def __init__(self, state: StateDir, wanted: ClusterOptions) -> None:
         self.state, self.wanted = state, wanted
@@ -120,9 +124,9 @@ class LocalCluster:
                 common += ["--policy", self.wanted.policy]
             common += ["--observe"] * self.wanted.observe
             common += ["--allow-inject"] * self.wanted.allow_inject
-            return processes.start(
-                self.state, name, _unicron(CONTROL_PLANE, *common, "--port", str(port),
-                                           "--cluster", self.wanted.cluster), environment)
+            return processes.start(self.state, name, program(
+                CONTROL_PLANE, *common, "--port", str(port), "--cluster", self.wanted.cluster),
+                environment)
         if self.wanted.trace_dir:
             environment["UNICRON_TRACE_DIR"] = self.wanted.trace_dir
         common += ["--no-watch"] * (not self.wanted.watch)
@@ -132,9 +136,8 @@ class LocalCluster:
         if self.wanted.checks:
             common += ["--checks", self.wanted.checks,
                        "--checks-every", f"{self.wanted.checks_every_s:g}"]
-        return processes.start(
-            self.state, name, _unicron("agent", *common, "--node", node,
-                                       "--slots", str(self.wanted.num_slots)), environment)
+        return processes.start(self.state, name, program(
+            "agent", *common, "--node", node, "--slots", str(self.wanted.num_slots)), environment)
 
     def choose_port(self) -> None:
         """Choose a fixed port, so that clients find a restarted control plane."""
@@ -188,14 +191,11 @@ class LocalCluster:
         joined = {node["id"]: node["pid"] for node in nodes if node["contact"] == "heard"}
         return all(joined.get(node) == pid for node, pid in pids.items())
 
-    # --- stop -----------------------------------------------------------------------------------
-    def stop(self, *, grace: bool = True) -> list[str]:
-        """Stop agents, control plane, server, in this order; returns names. Data is kept."""
-        return stop_all(self.state, grace=grace)
-
 
 def stop_all(state: StateDir, *, grace: bool = True) -> list[str]:
-    """Stop everything on the folder except `up`; returns the names of what was stopped."""
+    """Stop agents, control plane, server, in this order, but not `up`; returns their names.
+
+    The data is kept."""
     stopped: list[str] = []
     for prefix, grace_s in (("agent-", AGENT_GRACE_S), (CONTROL_PLANE, CONTROL_PLANE_GRACE_S)):
         found = [process for name in processes.names(state) if name.startswith(prefix)
@@ -248,15 +248,8 @@ def wait_for(attempt: Callable[[], T | None], limit_s: float, late: str, hint: s
     return answer
 
 
-class LateError(UnicronError):
-    """A process ended or was late; the hint names its log."""
-
-    def __init__(self, message: str, hint: str = "") -> None:
-        super().__init__(message)
-        self.hint = hint
-
-
-def _unicron(*arguments: str) -> list[str]:
+def program(*arguments: str) -> list[str]:
+    """The command line of `unicron` with these arguments."""
     # -P: do not import from the current folder
     return [sys.executable, "-P", "-m", "unicron.cli.main", *arguments]
 

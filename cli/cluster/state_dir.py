@@ -30,44 +30,19 @@ class StateDir:
 
     def __init__(self, path: Path) -> None:
         self.path = path.expanduser().absolute()
+        self.server = self.path / "server"  # the embedded server's folder
+        self.pids = self.path / "pids"
+        self.logs = self.path / "logs"  # the output of our processes, one file each
+        # Written by the control plane: url and token, readable by the owner only.
+        self.control_plane = self.path / "control_plane.json"
+        self.cluster = self.path / "cluster.json"  # the options of `up`, for a later `up`
+        # Our copy of `up`'s policy file: the original may change or be deleted.
+        self.policy = self.path / "policy.yaml"
 
     @property
     def option(self) -> str:
         """`--state DIR`, quoted for a shell, for hints."""
         return f"--state {shlex.quote(shown(self.path))}"
-
-    @property
-    def server(self) -> Path:
-        """The embedded server's folder."""
-        return self.path / "server"
-
-    @property
-    def pids(self) -> Path:
-        return self.path / "pids"
-
-    @property
-    def logs(self) -> Path:
-        """Stderr of our processes, one file each."""
-        return self.path / "logs"
-
-    @property
-    def archive(self) -> Path:
-        return self.path / "archive"
-
-    @property
-    def control_plane(self) -> Path:
-        """Written by the control plane: url and token, readable by the owner only."""
-        return self.path / "control_plane.json"
-
-    @property
-    def cluster(self) -> Path:
-        """The options of `up`; a later `up` uses them again."""
-        return self.path / "cluster.json"
-
-    @property
-    def policy(self) -> Path:
-        """Our copy of `up`'s policy file: the original may change or be deleted."""
-        return self.path / "policy.yaml"
 
     def agent(self, node: str) -> Path:
         return self.path / "agents" / node
@@ -104,7 +79,7 @@ class StateDir:
             file.seek(0)
             holder = file.read().strip() or "another process"
             file.close()
-            raise UsageError(f"{self.path} is held by {holder}",
+            raise UsageError(f"{self.path} is locked by {holder}",
                              f"stop it with unicron down {self.option}, "
                              "or give this one another --state") from None
         file.seek(0)

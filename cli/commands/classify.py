@@ -18,7 +18,16 @@ from ...events.records.statuses import NCCL_TIMEOUT, TASK_HANG
 from ...workers.diagnosis.classifier import Verdict
 from ...workers.diagnosis.classifier import classify as verdict_on
 from ..terminal import console
-from ..terminal.format import SCREEN_COLUMNS, clipped, command, count, labelled, number_of, table
+from ..terminal.format import (
+    SCREEN_COLUMNS,
+    clipped,
+    command,
+    count,
+    labelled,
+    number_of,
+    some,
+    table,
+)
 
 READ_BYTES_MAX = 16 * 1024 * 1024
 """A longer line is not parsed as JSON."""
@@ -59,29 +68,29 @@ def classify(file: Path | None, *, as_json: bool) -> None:
     with ExitStack() as stack:
         stream = _opened(file, stack)
         _check(_begins(stream), name, str(file) if file is not None else "FILE")
-        judged = _judged(_texts(stream, name))
+        verdicts = _verdicts(_texts(stream, name))
         if as_json:
-            for _, text, verdict in judged:
+            for _, text, verdict in verdicts:
                 console.out(json.dumps(plain(text, verdict)))
         else:
-            console.lines(screen(name if file is not None else "", judged))
+            console.lines(screen(name if file is not None else "", verdicts))
 
 
 def plain(text: str, verdict: Verdict) -> dict[str, Any]:
     """One verdict as plain data, without empty fields."""
-    told: dict[str, Any] = {"text": text, "status": verdict.status or NONE,
+    fields: dict[str, Any] = {"text": text, "status": verdict.status or NONE,
                             "severity": _severity(verdict), "rule": verdict.rule}
     rest = {"line": verdict.line, "peer": verdict.peer, "second_hand": verdict.second_hand,
             "code": verdict.code, "device": verdict.device}
-    return told | {key: value for key, value in rest.items() if value}
+    return fields | {key: value for key, value in rest.items() if value}
 
 
-def screen(name: str, judged: Iterator[tuple[int, str, Verdict]]) -> Iterator[str]:
+def screen(name: str, verdicts: Iterator[tuple[int, str, Verdict]]) -> Iterator[str]:
     """The page: each status and rule once, the most severe first; then the handling and the next
     command. Memory does not grow with the length of the log."""
     groups: dict[tuple[str, str], Group] = {}
     num_lines = num_speaking = 0
-    for number, _, verdict in judged:
+    for number, _, verdict in verdicts:
         num_lines += 1
         if verdict.status:
             num_speaking += 1
@@ -144,9 +153,7 @@ def _next(name: str, found: list[Group]) -> Iterator[str]:
 
 def _gpus(devices: Iterable[str]) -> str:
     """For example `GPU 0000:4e:00, 0000:9b:00`."""
-    names = list(devices)
-    rest = len(names) - DEVICES_SHOWN_NUM
-    return f"GPU {', '.join(names[:DEVICES_SHOWN_NUM])}" + (f" and {rest} more" * (rest > 0))
+    return f"GPU {some(list(devices), DEVICES_SHOWN_NUM)}"
 
 
 def _said(verdict: Verdict) -> str:
@@ -192,7 +199,7 @@ def _check(head: bytes, name: str, file: str) -> None:
     raise UsageError(f"{name} is not text", HINT)
 
 
-def _judged(texts: Iterator[tuple[int, str, bool]]) -> Iterator[tuple[int, str, Verdict]]:
+def _verdicts(texts: Iterator[tuple[int, str, bool]]) -> Iterator[tuple[int, str, Verdict]]:
     """Each text with its verdict. A line of a log is classified together with the line before it:
     source code that a traceback quotes is not an error."""
     ahead = ""
@@ -221,20 +228,18 @@ def _texts(stream: BinaryIO, name: str) -> Iterator[tuple[int, str, bool]]:
         else:
             if len(raw) > 2 * HALF_BYTES:
                 line = f"{line[:HALF_BYTES]}\n{line[-HALF_BYTES:]}"
-                console.talk(
-                    f"line {number} of {name} is longer than {count(2 * HALF_BYTES)} bytes: "
-                    f"its first and its last {count(HALF_BYTES)} are judged"
-                )
+                console.talk(f"line {number} of {name} is longer than {count(2 * HALF_BYTES)} "
+                             f"bytes: its first and its last {count(HALF_BYTES)} are classified")
             yield number, line, False
 
 
 def _text_of(words: str) -> str | None:
     """The text of a JSON object; None if it is not JSON or has no text."""
     try:
-        told = json.loads(words)
+        fields = json.loads(words)
     except (ValueError, RecursionError):
         return None
-    if isinstance(told.get("text"), str):
-        return str(told["text"])
-    said = [told[key] for key in KEYS if isinstance(told.get(key), str)]
+    if isinstance(fields.get("text"), str):
+        return str(fields["text"])
+    said = [fields[key] for key in KEYS if isinstance(fields.get(key), str)]
     return "\n".join(said) if said else None

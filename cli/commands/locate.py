@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,14 +27,11 @@ def locate(paths: Sequence[Path], *, as_json: bool) -> None:
                          "job starts: TORCH_FR_BUFFER_SIZE=2000 (an older torch reads "
                          "TORCH_NCCL_TRACE_BUFFER_SIZE)")
     found = find(dumps)
-    if as_json:
-        console.out(json.dumps({
-            "verdict": found.verdict, "ranks": found.num_ranks, "missing": found.missing,
-            "suspects": [one._asdict() for one in found.suspects],
-            "waiting": [one._asdict() for one in found.waiting],
-            "stuck": [one._asdict() for one in found.stuck]}))
-        return
-    console.lines(screen(found))
+    console.show({
+        "verdict": found.verdict, "ranks": found.num_ranks, "missing": found.missing,
+        "suspects": [one._asdict() for one in found.suspects],
+        "waiting": [one._asdict() for one in found.waiting],
+        "stuck": [one._asdict() for one in found.stuck]}, screen(found), as_json=as_json)
 
 
 def screen(found: HangLocation) -> Iterator[str]:
@@ -53,22 +49,11 @@ def screen(found: HangLocation) -> Iterator[str]:
                             f"{rank_ranges(stuck.ranks)} are in it, and it does not end")
     if found.waiting:
         yield ""
-        yield from (
-            clipped(line, SCREEN_COLUMNS)
-            for line in table(
-                ("RANK", "WAITS FOR", "IN", "OF"),
-                [
-                    [
-                        str(one.rank),
-                        rank_ranges(one.ranks, bare=True) or "-",
-                        f"{one.collective} {one.seq}",
-                        clipped(one.group, GROUP_COLUMNS),
-                    ]
-                    for one in found.waiting[:ROWS_NUM_MAX]
-                ],
-                right=(0,),
-            )
-        )
+        rows = [[str(one.rank), rank_ranges(one.ranks, bare=True) or "-",
+                 f"{one.collective} {one.seq}", clipped(one.group, GROUP_COLUMNS)]
+                for one in found.waiting[:ROWS_NUM_MAX]]
+        for line in table(("RANK", "WAITS FOR", "IN", "OF"), rows, right=(0,)):
+            yield clipped(line, SCREEN_COLUMNS)
         if len(found.waiting) > ROWS_NUM_MAX:
             yield f"and {len(found.waiting) - ROWS_NUM_MAX} more that only wait"
     if found.missing and not found.suspects:

@@ -19,9 +19,19 @@ Plain = dict[str, Any]
 WEIGHT, WEIGHT_HINT = "a weight is above 0", "for example unicron set-weight alpha 2"
 
 
-def _request(client: Client, path: str, body: Plain) -> Outcome:
+def _request(client: Client, path: str, reason: str, **body: object) -> Outcome:
     """Append the request to the log; read the decisions that follow from it."""
-    return outcome_of(client, int(client.post(path, body)["seq"]))
+    answer = client.post(path, {**body, "reason": reason_or_user(reason)})
+    return outcome_of(client, int(answer["seq"]))
+
+
+def _node_request(state: StateDir, url: str | None, node: str, what: str, reason: str
+                  ) -> tuple[Plain, Outcome]:
+    """Request `what` of a node. Returns the view before it, and the decisions that follow."""
+    client = connect(state, url)
+    view: Plain = client.get("/v1/state")
+    pick_node(view["nodes"], node)
+    return view, _request(client, f"/v1/nodes/{node}/{what}", reason)
 
 
 # --- Commands. Each raises UsageError. ---
@@ -33,8 +43,7 @@ def set_weight(state: StateDir, url: str | None, task: str, weight: float, reaso
     client = connect(state, url)
     view: Plain = client.get("/v1/state")
     found = pick(view["tasks"], task)
-    followed = _request(client, f"/v1/tasks/{found['id']}/weight",
-                    {"weight": weight, "reason": reason_or_user(reason)})
+    followed = _request(client, f"/v1/tasks/{found['id']}/weight", reason, weight=weight)
     head = (f"{_who(found)}  weight {found['weight']:g} -> {weight:g}"
             if weight != found["weight"] else f"{_who(found)}  weight {weight:g}, as before")
     _print_outcome(state, head, followed, view, as_json=as_json)
@@ -42,10 +51,8 @@ def set_weight(state: StateDir, url: str | None, task: str, weight: float, reaso
 
 def drain(state: StateDir, url: str | None, node: str, reason: str, *, as_json: bool) -> None:
     """Remove the tasks from a node."""
-    client = connect(state, url)
-    view: Plain = client.get("/v1/state")
+    view, followed = _node_request(state, url, node, "drain", reason)
     found = pick_node(view["nodes"], node)
-    followed = _request(client, f"/v1/nodes/{node}/drain", {"reason": reason_or_user(reason)})
     on_it = {slot["task"] for slot in found["slots"] if slot["task"]}
     names = ", ".join(task["name"] for task in view["tasks"] if task["id"] in on_it)
     head = f"{node}  drained; {f'{names} shall leave it' if names else 'it was empty'}"
@@ -55,20 +62,14 @@ def drain(state: StateDir, url: str | None, node: str, reason: str, *, as_json: 
 
 def undrain(state: StateDir, url: str | None, node: str, reason: str, *, as_json: bool) -> None:
     """Allow tasks on a drained node again."""
-    client = connect(state, url)
-    view: Plain = client.get("/v1/state")
-    pick_node(view["nodes"], node)
-    followed = _request(client, f"/v1/nodes/{node}/undrain", {"reason": reason_or_user(reason)})
+    view, followed = _node_request(state, url, node, "undrain", reason)
     head = f"{node}  may have tasks again{_unhealthy_note(view, node)}"
     _print_outcome(state, head, followed, view, as_json=as_json)
 
 
 def lift(state: StateDir, url: str | None, node: str, reason: str, *, as_json: bool) -> None:
     """End the quarantine of a node."""
-    client = connect(state, url)
-    view: Plain = client.get("/v1/state")
-    pick_node(view["nodes"], node)
-    followed = _request(client, f"/v1/nodes/{node}/lift", {"reason": reason_or_user(reason)})
+    view, followed = _node_request(state, url, node, "lift", reason)
     head = (f"{node}  quarantined no longer; its next fault is its first"
             f"{_unhealthy_note(view, node)}")
     _print_outcome(state, head, followed, view, as_json=as_json)
@@ -86,7 +87,7 @@ def _unhealthy_note(view: Plain, node: str) -> str:
 def freeze(state: StateDir, url: str | None, reason: str, *, as_json: bool) -> None:
     """Pause healing."""
     why = reason_or_user(reason)
-    followed = _request(connect(state, url), "/v1/freeze", {"reason": why})
+    followed = _request(connect(state, url), "/v1/freeze", why)
     if as_json:
         console.out(followed.as_json())
         return
@@ -100,7 +101,7 @@ def unfreeze(state: StateDir, url: str | None, reason: str, *, as_json: bool) ->
     """Resume healing."""
     client = connect(state, url)
     view: Plain = client.get("/v1/state")
-    followed = _request(client, "/v1/unfreeze", {"reason": reason_or_user(reason)})
+    followed = _request(client, "/v1/unfreeze", reason)
     observes = client.get("/v1/state")["cluster"]["healing"]
     view["cluster"]["healing"] = observes
     head = "healing is on" if observes == "on" else f"no longer frozen, but {observes}"
@@ -120,9 +121,8 @@ def inject_rank(state: StateDir, url: str | None, task: str, rank: int | None, r
         raise UsageError(f"{_who(found)} runs no rank",
                          f"unicron status {found['id']}{option_for(state)}")
     number = max(members or running) if rank is None else rank
-    followed = _request(client, "/v1/inject", {
-        "what": "rank" if stop_s is None else "stop", "task": found["id"], "rank": number,
-        "stop_s": stop_s or 0.0, "reason": reason_or_user(reason)})
+    followed = _request(client, "/v1/inject", reason, what="rank" if stop_s is None else "stop",
+                        task=found["id"], rank=number, stop_s=stop_s or 0.0)
     place = running.get(number)
     where = f" on {place['node']}/{place['slot']}, pid {place['pid']}," if place else ""
     how = "will be killed" if stop_s is None else (
@@ -136,8 +136,7 @@ def inject_node(state: StateDir, url: str | None, node: str, reason: str, *,
     """Kill the agent of a node and all its ranks."""
     client = connect(state, url)
     found = pick_node(client.get("/v1/state")["nodes"], node)
-    followed = _request(client, "/v1/inject", {"what": "node", "node": node,
-                                           "reason": reason_or_user(reason)})
+    followed = _request(client, "/v1/inject", reason, what="node", node=node)
     num = sum(1 for slot in found["slots"] if slot["task"])
     _print_fault(state, followed, f"{node}  the agent (pid {found['pid']}) and its "
                 f"{number_of(num, 'rank')} will be killed on purpose", "unicron status nodes",
@@ -152,18 +151,16 @@ def _print_outcome(state: StateDir, head: str, followed: Outcome, view: Plain, u
         console.out(followed.as_json())
         return
     console.out(f"{head} (seq {followed.seq})")
-    for line in [*(waited or []), *plan_lines(followed, view)]:
-        console.out(line)
-    for line in paused_lines(view, option_for(state)):
-        console.out(line)
+    console.lines([*(waited or []), *plan_lines(followed, view),
+                   *paused_lines(view, option_for(state))])
     _next(state, undo)
 
 
 def paused_lines(view: Plain, option: str) -> list[str]:
     """While healing is paused: that nothing was ordered, and how to resume. Else empty."""
-    held = view["cluster"]["healing"]
-    return [] if held == "on" else [f"held     {held}; planned, and nothing ordered. To act: "
-                                    + way_to_act(held, option)]
+    healing = view["cluster"]["healing"]
+    return [] if healing == "on" else [f"paused   {healing}; planned, and nothing ordered. To act: "
+                                    + way_to_act(healing, option)]
 
 
 def _print_fault(state: StateDir, followed: Outcome, head: str, look: str, *,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 import time
@@ -66,7 +65,8 @@ def plan(state: StateDir, url: str | None, asked: PlanOptions, *, as_json: bool)
         past = {"seq": asked.seq} if asked.seq is not None else {}
         found: Plain = client.get("/v1/plan", DRY_RUN_S_MAX, **past)
         now_s = found["at_s"] if past else time.time()
-        _print(found, plan_screen.present(found, now_s=now_s, option=option), as_json)
+        console.show(found, plan_screen.present(found, now_s=now_s, option=option),
+                     as_json=as_json)
         return
     change = _change(client.get("/v1/state"), asked)
     if job is not None:
@@ -75,12 +75,7 @@ def plan(state: StateDir, url: str | None, asked: PlanOptions, *, as_json: bool)
         _apply(state, client, asked, change, as_json=as_json)
         return
     found = client.post("/v1/plan/dry-run", change, DRY_RUN_S_MAX)
-    _print(found, plan_screen.dry_run(found, asked.typed, option=option), as_json)
-
-
-def _print(found: Plain, lines: list[str], as_json: bool) -> None:
-    for line in [json.dumps(found)] if as_json else lines:
-        console.out(line)
+    console.show(found, plan_screen.dry_run(found, asked.typed, option=option), as_json=as_json)
 
 
 def _apply(state: StateDir, client: Client, asked: PlanOptions, change: Plain, *,
@@ -101,10 +96,8 @@ def _apply(state: StateDir, client: Client, asked: PlanOptions, change: Plain, *
         return
     after: Plain = client.get("/v1/state")
     console.out(f"applied  {asked.typed} (seq {followed.seq})")
-    for line in plan_lines(followed, view_before(before, after)):
-        console.out(line)
-    for line in paused_lines(after, option_for(state)):
-        console.out(line)
+    console.lines([*plan_lines(followed, view_before(before, after)),
+                   *paused_lines(after, option_for(state))])
     console.out(f"look     unicron status -w{option_for(state)}")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Iterator
@@ -40,24 +39,22 @@ def plan(path: Path, *, table: bool, as_json: bool) -> None:
     page = plan_screen.offline({**msgspec.to_builtins(tried), "took_s": took_s}, str(path),
                                has_table=table)
     if not table:
-        console.lines([json.dumps(found)] if as_json else page)
+        console.show(found, page, as_json=as_json)
         return
     began_s = time.perf_counter()
     known = next_event.plan_next_events(offline.asked, offline.gpus_per_node,
                              lambda: time.perf_counter() - began_s > TABLE_S_MAX)
     took_table_s = time.perf_counter() - began_s
-    if as_json:
-        found["table"], found["table_bytes"] = list(table_rows(known)), known.num_bytes
-        found["table_left"] = known.num_left
-        console.out(json.dumps(found))
-        return
-    console.lines([*page, "", *_table_lines(known, took_table_s)])
+    rows = list(table_rows(known))
+    found |= {"table": rows, "table_bytes": known.num_bytes, "table_left": known.num_left}
+    console.show(found, [*page, "", *_table_lines(known, rows, took_table_s)], as_json=as_json)
 
 
-def _table_lines(known: next_event.NextEventPlans, took_s: float) -> list[str]:
+def _table_lines(known: next_event.NextEventPlans, events: list[Plain], took_s: float
+                 ) -> list[str]:
     """The table's page: one event per line."""
     rows = [[row["event"], clipped(row["task"], NAME_COLUMNS), count(row["gpus"]),
-             scaled(row["objective"], "FLOP"), row["moves"]] for row in table_rows(known)]
+             scaled(row["objective"], "FLOP"), row["moves"]] for row in events]
     left = f", {count(known.num_left)} more left out for time" if known.num_left else ""
     return [f"{count(len(rows))} events, {scaled(known.num_bytes, 'B')}, {span(took_s)}{left}", "",
             *[clipped(line, SCREEN_COLUMNS)
@@ -66,10 +63,10 @@ def _table_lines(known: next_event.NextEventPlans, took_s: float) -> list[str]:
 
 def table_rows(known: next_event.NextEventPlans) -> Iterator[Plain]:
     """Each event of the table, with the plan that follows it."""
-    names = {wish.task: wish.name for wish in known.problem.demands}
+    names = {demand.task: demand.name for demand in known.problem.demands}
     for event, plan in known.plans.items():
         then = next_event.problem_after(known.problem, event, known.gpus_per_node)
-        given = [allocation(wish, x) for wish, x in zip(then.demands, plan.slots, strict=True)]
+        given = [allocation(demand, x) for demand, x in zip(then.demands, plan.slots, strict=True)]
         yield {"event": event.what, "task": names.get(event.task, ""), "gpus": then.num_slots,
                "allocation": {names[x.task]: x.slots for x in given},
                "objective": objective_flop(then, plan.slots),
@@ -78,20 +75,20 @@ def table_rows(known: next_event.NextEventPlans) -> Iterator[Plain]:
 
 def plain(asked: PlanProblem, tried: DryRunResult) -> Plain:
     """The fields of `-o json`."""
-    plan, wishes = tried.plan, asked.demands
+    plan, demands = tried.plan, asked.demands
     assert plan is not None
     worth, slots = plan.objective_flop, [x.slots for x in plan.allocations]
-    names = [wish.name for wish in wishes]
+    names = [demand.name for demand in demands]
     others: list[Plain] = [{"what": other.what, "objective": worth - other.behind_flop,
                "loses": max(other.behind_flop, 0.0), "waf": other.waf,
                "instead": {name: x for name, (_, x), ours in
                            zip(names, other.slots, slots, strict=True) if x != ours}}
               for other in plan.alternatives]
-    tasks = {wish.name: {
-        "current": wish.now, "gpus": x, "faulted": wish.faulted,
-        "waf_before": waf_of(wish, wish.now),
-        "waf": waf_of(wish, x), "earned": waf_of(wish, x) * asked.running_s,
-        "transition": cost_flop(wish, x)} for wish, x in zip(wishes, slots, strict=True)}
+    tasks = {demand.name: {
+        "current": demand.now, "gpus": x, "faulted": demand.faulted,
+        "waf_before": waf_of(demand, demand.now),
+        "waf": waf_of(demand, x), "earned": waf_of(demand, x) * asked.running_s,
+        "transition": cost_flop(demand, x)} for demand, x in zip(demands, slots, strict=True)}
     return {
         "allocation": dict(zip(names, slots, strict=True)), "objective": worth, "reason": plan.why,
         "waf": plan.waf, "waf_before": math.fsum(one["waf_before"] for one in tasks.values()),
@@ -99,6 +96,6 @@ def plain(asked: PlanProblem, tried: DryRunResult) -> Plain:
         "running_s": asked.running_s, "tasks": tasks,
         "binding": {"gpus": tried.more_waf > 0, "more_gpus": tried.more_slots,
                     "more_earn_waf": tried.more_waf,
-                    "at_largest": [wish.name for wish, x in zip(wishes, slots, strict=True)
-                                   if wish.sizes and x == wish.sizes[-1]]},
+                    "at_largest": [demand.name for demand, x in zip(demands, slots, strict=True)
+                                   if demand.sizes and x == demand.sizes[-1]]},
         "alternatives": sorted(others, key=lambda other: other["loses"])}

@@ -53,7 +53,9 @@ def replay(state: StateDir, url: str | None, path: Path | None, *, live: bool, u
         raise UsageError("--incident goes with neither --step nor --verify", "give one of them")
 
     def read() -> Iterator[Record]:
-        return _until(_live(state, url) if path is None else archive.read(path), until)
+        records = archive.read(path) if path is not None else map(
+            codec.from_plain, connect(state, url).records(0, follow=False))
+        return _until(records, until)
 
     records = read()
     try:
@@ -84,7 +86,7 @@ def _incident(read: Callable[[], Iterator[Record]], which: str, *, log: str, opt
     from ...control_plane.api import dry_run
     from ...control_plane.api.view import view
     from ...control_plane.decide.replay import replay
-    from ...control_plane.history.history import history
+    from ...control_plane.history.history import history as read_history
     from ...control_plane.state.cluster import encode_state
     from . import incident as commands_incident
 
@@ -93,17 +95,12 @@ def _incident(read: Callable[[], Iterator[Record]], which: str, *, log: str, opt
         plan: Plain = msgspec.to_builtins(dry_run.explain_present_plan(encode_state(at)))
         return plan
 
-    told = history(read())
-    one = commands_incident.pick(told, which)
+    history = read_history(read())
+    one = commands_incident.pick(history, which)
     if one is None:  # `--incident ""`: the newest, of none
         raise UsageError("the log has no incident", "nothing had failed so far")
-    commands_incident.show(told, one, read(), view=view(told.state), now_s=told.at_s, log=log,
-                           option=option, as_json=as_json, plan_at=plan_at)
-
-
-def _live(state: StateDir, url: str | None) -> Iterator[Record]:
-    for data in connect(state, url).records(0, follow=False):
-        yield codec.from_plain(data)
+    commands_incident.show(history, one, read(), view=view(history.state), now_s=history.at_s,
+                           log=log, option=option, as_json=as_json, plan_at=plan_at)
 
 
 def _until(records: Iterable[Record], until: int | None) -> Iterator[Record]:
@@ -124,20 +121,18 @@ def _fold(records: Iterable[Record], *, as_json: bool) -> None:
     from ..screens.cluster import done
     from ..screens.task import computed, waits
 
-    told = view(replay(records), explain=True)
+    final = view(replay(records), explain=True)
     if as_json:
-        console.out(json.dumps(told))
+        console.out(json.dumps(final))
         return
-    cluster = told["cluster"]
+    cluster, tasks = final["cluster"], final["tasks"]
     console.out(f"{count(cluster['seq'])} records folded, epoch {cluster['epoch']}: "
             f"state {cluster['hash']}")
-    if told["tasks"]:
-        for row in table(("TASK", "STATE", "ITERATION", "HEALED", "LOST"), [
-                [task["name"], task["state"].upper(), done(task),
-                 str(task["healed"]), lost_cell(task["iterations_lost"])]
-                for task in told["tasks"]], right=(2, 3, 4)):
-            console.out(row)
-    for task in told["tasks"]:
+    if tasks:
+        console.lines(table(("TASK", "STATE", "ITERATION", "HEALED", "LOST"), [
+            [task["name"], task["state"].upper(), done(task), str(task["healed"]),
+             lost_cell(task["iterations_lost"])] for task in tasks], right=(2, 3, 4)))
+    for task in tasks:
         if task["needs"]:
             console.lines(labelled(task["name"], waits(task)))
     console.lines(computed(cluster))
@@ -168,17 +163,13 @@ def _verify(records: Iterable[Record], *, complete: bool, as_json: bool) -> None
     else:
         console.out(verdict.words)
         kinds = {**dict.fromkeys(verdict.recomputed, 0), **dict.fromkeys(verdict.differ, 0)}
-        for row in table(("DECISION", "EQUAL", "DIFFER"), [
+        if kinds:
+            console.lines(table(("DECISION", "EQUAL", "DIFFER"), [
                 [kind, str(verdict.recomputed.get(kind, 0)), str(verdict.differ.get(kind, 0))]
-                for kind in sorted(kinds)], right=(1, 2)) if kinds else ():
-            console.out(row)
+                for kind in sorted(kinds)], right=(1, 2)))
         console.out(f"state {verdict.state_hash}, log {verdict.log_hash or '-'}")
-        _show_difference(verdict.expected, verdict.recorded)
+        for what, record in (("expected", verdict.expected), ("recorded", verdict.recorded)):
+            if record is not None:
+                console.out(f"{what} {line(record)}")
     if not verdict.ok:
         raise CorruptError(f"seq {verdict.seq}: {verdict.problem}")
-
-
-def _show_difference(expected: Plain | None, recorded: Plain | None) -> None:
-    for what, record in (("expected", expected), ("recorded", recorded)):
-        if record is not None:
-            console.out(f"{what} {line(record)}")

@@ -92,10 +92,10 @@ def plan_lines(followed: Outcome, view: Plain) -> list[str]:
     waf = scaled(plan_waf(plan), "FLOP/s")
     now = {one["task"] for one in [*plan["allocations"], *plan.get("kept", ())]}
     was = f"{scaled(plan_waf(before, now), 'FLOP/s')} -> " if before else ""
-    beaten = [f"{one['what']}: {scaled(one['waf'], 'FLOP/s')}{hidden(one['waf'], plan['waf'])}"
+    rejected = [f"{one['what']}: {scaled(one['waf'], 'FLOP/s')}{hidden(one['waf'], plan['waf'])}"
               for one in plan["alternatives"][:2]]
     lines = [f"plan     {number_of(plan['num_slots'], 'slot')}, WAF {was}{waf}",
-             *([f"beat     {'; '.join(beaten)}"] if beaten else [])]
+             *([f"rejected {'; '.join(rejected)}"] if rejected else [])]
     placed = {body["task"]: body["seats"] for body in followed.placed}
     waiting = {body["task"]: body for body in followed.waiting}
     changed = [one for one in plan["allocations"]

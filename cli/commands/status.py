@@ -28,36 +28,32 @@ CLEAR = "\x1b[H\x1b[J"
 def status(state: StateDir, url: str | None, what: str, *, watch: bool, as_json: bool) -> None:
     """Print the screen. Raises UsageError. Ctrl-C ends --watch."""
     client = connect(state, url)
-    told = _history() if what not in ("", "nodes") else None
+    history = None
+    if what not in ("", "nodes"):
+        from ...control_plane.history.history import History
+
+        history = History()
     if not watch:
-        for line in _screen(state, client, what, told, as_json=as_json):
-            console.out(line)
+        console.lines(_screen(state, client, what, history, as_json=as_json))
         return
     client.get("/v1/state")  # fail now if the address is wrong
     try:
         while True:
             try:
-                lines = _screen(state, connect(state, url), what, told, as_json=as_json)
+                lines = _screen(state, connect(state, url), what, history, as_json=as_json)
             except (Interrupted, Unable, Unreachable) as error:
                 lines = [] if as_json else [f"{error}; trying again"]
             if sys.stdout.isatty() and not as_json:
                 sys.stdout.write(CLEAR)
             elif not as_json:
                 lines = [*lines, ""]
-            for line in lines:
-                console.out(line)
+            console.lines(lines)
             time.sleep(WATCH_S)
     except KeyboardInterrupt:
         return
 
 
-def _history() -> History:
-    from ...control_plane.history.history import History
-
-    return History()
-
-
-def _screen(state: StateDir, client: Client, what: str, told: History | None, *,
+def _screen(state: StateDir, client: Client, what: str, history: History | None, *,
             as_json: bool) -> list[str]:
     view: Plain = client.get("/v1/state", explain=1)
     option = option_for(state)
@@ -70,10 +66,10 @@ def _screen(state: StateDir, client: Client, what: str, told: History | None, *,
         task = pick(view["tasks"], what)
         if as_json:
             return [json.dumps(task)]
-        assert told is not None, "of a task"
-        for record in client.records(told.seq, follow=False):
-            told.add(from_plain(record))
-        return task_screen.task_status(view, task, told, now_s=now_s, option=option)
+        assert history is not None, "of a task"
+        for record in client.records(history.seq, follow=False):
+            history.add(from_plain(record))
+        return task_screen.task_status(view, task, history, now_s=now_s, option=option)
     if as_json:
         return [json.dumps(view)]
     cluster = client.get("/v1/health")["cluster"]

@@ -31,18 +31,15 @@ def submit(state: StateDir, url: str | None, path: Path, *, as_json: bool) -> in
     console.out(f"task {answer['task']}  {spec.name}, weight {spec.weight:g}, "
             f"{_slots(spec.slots)} slots")
     after: Plain = client.get("/v1/state")
-    for line in plan_lines(outcome_of(client, answer["seq"]), view_before(before, after)):
-        console.out(line)
+    console.lines(plan_lines(outcome_of(client, answer["seq"]), view_before(before, after)))
     layouts = [task["modelled_layout"] for task in after["tasks"] if task["id"] == answer["task"]]
     if spec.training is not None and layouts and layouts[0]:
         console.out(f"layout   {spec.name} {layouts[0]}")
-    if (held := after["cluster"]["healing"]) != "on":
-        console.out(f"held     {held}: it is planned, and does not start")
+    if (healing := after["cluster"]["healing"]) != "on":
+        console.out(f"paused   {healing}: it is planned, and does not start")
     if spec.training is None:
-        console.talk(
-            "note: command: is supervised and restarted only; train: heals in memory, and so "
-            "does a loop that has adopted Unicron (heal: in-memory)"
-        )
+        console.talk("note: command: is supervised and restarted only; train: heals in memory, "
+                     "and so does a loop that has adopted Unicron (heal: in-memory)")
     option = option_for(state)
     console.talk(f"next: unicron status {spec.name}{option}   unicron logs {spec.name} -f{option}")
     return int(answer["task"])
@@ -57,9 +54,8 @@ def cancel(state: StateDir, url: str | None, task: str, reason: str, *, as_json:
         console.out(json.dumps(answer))
         return
     console.out(f"task {found['id']}  {found['name']} cancelled (seq {answer['seq']})")
-    console.talk(
-        f"next: unicron status{option_for(state)}   (the others are planned again at its end)"
-    )
+    console.talk(f"next: unicron status{option_for(state)}   (the others are planned again at its "
+                 "end)")
 
 
 def resolve(client: Client, wanted: str) -> int:

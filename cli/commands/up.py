@@ -11,13 +11,12 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from ...events.errors import ServerError, UnicronError, UsageError
 from ...events.log import embedded_server
@@ -62,20 +61,16 @@ class UpOptions(Struct, frozen=True, kw_only=True):
     checks_every_s: float | None = None
 
     def wanted(self, before: ClusterOptions | None, state: StateDir) -> ClusterOptions:
+        """The options of the last `up`, with those given now."""
         last = before or ClusterOptions()
-        return ClusterOptions(
-            num_agents=last.num_agents if self.agents is None else self.agents,
-            num_slots=last.num_slots if self.slots is None else self.slots,
-            redis_url=last.redis_url if self.redis is None else self.redis,
-            port=last.port if self.port is None else self.port,
-            cluster=last.cluster if self.cluster is None else self.cluster,
-            trace_dir=last.trace_dir,
-            policy=str(state.policy) if self.policy is not None or last.policy else "",
-            labels=last.labels if self.labels is None else self.labels,
-            observe=last.observe if self.observe is None else self.observe,
-            allow_inject=self.allow_inject, watch=self.watch,
-            checks=last.checks if self.checks is None else _absolute(self.checks),
-            checks_every_s=self.checks_every_s or last.checks_every_s)
+        given = {"num_agents": self.agents, "num_slots": self.slots, "redis_url": self.redis,
+                 "port": self.port, "cluster": self.cluster, "labels": self.labels,
+                 "observe": self.observe, "checks_every_s": self.checks_every_s,
+                 "checks": None if self.checks is None else _absolute(self.checks),
+                 "policy": str(state.policy) if self.policy or last.policy else None}
+        return structs.replace(
+            last, allow_inject=self.allow_inject, watch=self.watch,
+            **{name: value for name, value in given.items() if value is not None})
 
     def refuse_other(self, before: ClusterOptions, state: StateDir) -> None:
         """Raises UsageError for options that cannot change while the cluster of `before` runs."""
@@ -102,7 +97,7 @@ class UpOptions(Struct, frozen=True, kw_only=True):
         down = f"unicron down {state.option}, then up"
         if self.observe and not before.observe:
             raise UsageError(f"--observe: the cluster on {where} was started to act",
-                             f"unicron freeze {state.option} holds its healing; or {down} "
+                             f"unicron freeze {state.option} pauses its healing; or {down} "
                              "--observe")
         if self.observe is False and before.observe:
             raise UsageError(f"--act: the cluster on {where} was started to observe",
@@ -154,7 +149,7 @@ def up(state: StateDir, asked: UpOptions, *, detach: bool) -> None:
         _Watch(cluster).run(stop)
     except (UnicronError, KeyboardInterrupt):
         if not before:  # no process ran before: leave none
-            cluster.stop(grace=False)
+            local_cluster.stop_all(state, grace=False)
         raise
     finally:
         (state.pids / f"{UP}.json").unlink(missing_ok=True)
@@ -206,26 +201,24 @@ def _start(cluster: LocalCluster, policy: Path | None) -> None:
     client = cluster.wait_control_plane()
     process, adopted = started[CONTROL_PLANE]
     console.out(_line("control", client.url, process.pid, adopted))
-    for line in _mode(client.get("/v1/state")["cluster"], option_for(state)):
-        console.out(line)
+    console.lines(_mode(client.get("/v1/state")["cluster"], option_for(state)))
     for node in cluster.nodes:
         process, adopted = started[agent_name(node)]
-        console.out(
-            _line("agent", f"{node}, {cluster.wanted.num_slots} slots", process.pid, adopted)
-        )
+        console.out(_line("agent", f"{node}, {cluster.wanted.num_slots} slots", process.pid,
+                          adopted))
     cluster.wait_agents(client)
 
 
-def _mode(told: dict[str, Any], option: str) -> list[str]:
+def _mode(cluster: dict[str, Any], option: str) -> list[str]:
     """Whether the cluster heals, and whether faults may be injected."""
-    healing: str = told["healing"]
+    healing: str = cluster["healing"]
     if healing == "on":
         lines = ["healing  on"]
     else:
         what = ("OBSERVING: decides and logs, acts on nothing; to act:" if healing == "observing"
                 else f"{healing.replace('frozen', 'FROZEN', 1)};")
         lines = [f"healing  {what} {way_to_act(healing, option)}"]
-    if told["allow_inject"]:
+    if cluster["allow_inject"]:
         lines.append("faults   allowed on purpose: unicron inject --help")
     return lines
 
@@ -285,7 +278,7 @@ class _Watch:
         for line in _unfinished(self._cluster.state):
             console.talk(line)
         console.talk("stopping: agents, control plane, server")
-        self._cluster.stop(grace=stop.asked < 2)
+        local_cluster.stop_all(self._cluster.state, grace=stop.asked < 2)
         console.talk("stopped; the log stays")
 
     def _look(self, name: str) -> None:
@@ -326,7 +319,7 @@ def _detach(state: StateDir, asked: UpOptions) -> None:
     options = {"--agents": asked.agents, "--slots": asked.slots, "--port": asked.port,
                "--cluster": asked.cluster, "--policy": asked.policy,
                "--checks": asked.checks, "--checks-every": asked.checks_every_s}
-    argv = [sys.executable, "-P", "-m", "unicron.cli.main", "up", "--state", str(state.path)]
+    argv = local_cluster.program("up", "--state", str(state.path))
     for option, value in options.items():
         if value is not None:
             argv += [option, str(value)]
@@ -370,8 +363,7 @@ def _raise_as(said: str, code: int) -> None:
 def down(state: StateDir) -> None:
     """Stop `up` and all its processes, even if `up` itself is gone."""
     watching = processes.find(state, UP)
-    for line in _unfinished(state):
-        console.out(line)
+    console.lines(_unfinished(state))
     has_server = embedded_server.adopt(state.server) is not None
     with_it = [name for name in processes.names(state)
                if name != UP and processes.find(state, name) is not None]
@@ -379,10 +371,8 @@ def down(state: StateDir) -> None:
         processes.stop_together(state, [watching], 2 * local_cluster.AGENT_GRACE_S)
     stopped = [UP, *with_it, *(["server"] if has_server else [])] if watching else []
     stopped += [name for name in local_cluster.stop_all(state) if name not in stopped]
-    if stopped:
-        console.out("stopped " + ", ".join(stopped))
-    else:
-        console.out(f"nothing runs on {shown(state.path)}")
+    console.out(f"stopped {', '.join(stopped)}" if stopped else
+                f"nothing runs on {shown(state.path)}")
 
 
 def _unfinished(state: StateDir) -> list[str]:

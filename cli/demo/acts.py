@@ -21,10 +21,12 @@ from . import proof
 from .stage import BrokenError, Stage, is_running
 
 Plain = dict[str, Any]
+NODE = "n2"
 VICTIM_NUM = 2
 KILL_ITERATION_NUM = 6
 AWAY_S = 2.0
 START_S_MAX, HEAL_S_MAX, RETURN_S_MAX, KILL_S_MAX = 120.0, 60.0, 120.0, 120.0
+FINISH_S_MAX = 900.0
 POLL_S = 0.001
 
 
@@ -139,8 +141,8 @@ def kill_rank(stage: Stage, player: Player) -> None:
     stage.note(opened["at_s"] - kill.at_s,
                f"{opened['body']['severity']}: {opened['body']['why']}; survivors finish, "
                f"rank {VICTIM_NUM} restarts on its slot")
-    told = stage.told.incidents[opened["seq"]]
-    stage.wait(lambda: told.stepped_s is not None, HEAL_S_MAX, "the next step")
+    incident = stage.history.incidents[opened["seq"]]
+    stage.wait(lambda: incident.stepped_s is not None, HEAL_S_MAX, "the next step")
     _healed(stage, player, kill, opened["seq"], pids)
     _return(stage, player, kill)
 
@@ -166,7 +168,7 @@ def _kill(stage: Stage, task: int) -> Kill:
 
 def _healed(stage: Stage, player: Player, kill: Kill, incident: int,
             before: dict[int, int]) -> None:
-    one = stage.told.incidents[incident]
+    one = stage.history.incidents[incident]
     assert one.rebuilt_s is not None
     assert one.stepped_s is not None
     generation = max(record["body"]["generation"]
@@ -316,38 +318,34 @@ def _short(state_hash: str) -> str:
     return state_hash.rpartition(":")[2][:8]
 
 
-NODE = "n2"
-FINISH_S_MAX = 900.0
-
-
 # --- A node is lost. ---
-def lose_node(stage: Stage, hurt: Player, other: Player) -> None:
+def lose_node(stage: Stage, faulted: Player, other: Player) -> None:
     """SIGKILL an agent and so its ranks; one plan for both tasks heals it."""
-    pids = {player.task: stage.trace.pids(player.task) for player in (hurt, other)}
-    members = stage.members(hurt.task)
+    pids = {player.task: stage.trace.pids(player.task) for player in (faulted, other)}
+    members = stage.members(faulted.task)
     gone = sorted(rank for rank, node in members.items() if node == NODE)
     left = sorted(rank for rank in members if rank not in gone)
     stage.promise(bool(gone) and bool(left) and NODE not in
                   stage.members(other.task).values(),
-                  f"{hurt.name} has ranks on {NODE} and elsewhere, {other.name} none there")
+                  f"{faulted.name} has ranks on {NODE} and elsewhere, {other.name} none there")
     agent = stage.process(agent_name(NODE))
-    seq = stage.told.seq
+    seq = stage.history.seq
     at_s = time.time()
     processes.signal_to(agent, signal.SIGKILL)
     stage.count_kill()
     stage.say(f"FAULT {stage.num_kills}",
-              f"kill -9 {agent.pid}: the agent of {NODE}; {hurt.name}'s {ranks(gone)} "
+              f"kill -9 {agent.pid}: the agent of {NODE}; {faulted.name}'s {ranks(gone)} "
               "die with it: a lost node")
-    _suspect_then_lost(stage, hurt, seq, at_s)
+    _suspect_then_lost(stage, faulted, seq, at_s)
     placed = stage.wait(lambda: stage.find("TaskPlaced", after=seq, task=other.task),
                         HEAL_S_MAX, "a plan for both tasks")
     plan = [one for one in stage.all("PlanChosen", after=seq) if one["seq"] < placed["seq"]][-1]
     say_plan(stage, plan)
-    _say_earned(stage, hurt, hurt.num_slots - 1)
+    _say_earned(stage, faulted, faulted.num_slots - 1)
     _say_earned(stage, other, other.num_slots)
     given = {one["task"]: one["slots"] for one in plan["body"]["allocations"]}
-    want = {hurt.task: hurt.num_slots - 1, other.task: other.num_slots - 1}
-    stage.promise(given == want, f"{other.name}, unhurt, gives a slot to {hurt.name}")
+    want = {faulted.task: faulted.num_slots - 1, other.task: other.num_slots - 1}
+    stage.promise(given == want, f"{other.name}, without a fault, gives a slot to {faulted.name}")
     stage.promise(bool(plan["body"]["alternatives"])
                   and all(one["waf"] < plan["body"]["waf"]
                           for one in plan["body"]["alternatives"]),
@@ -355,10 +353,10 @@ def lose_node(stage: Stage, hurt: Player, other: Player) -> None:
     stage.wait(lambda: full(stage, want), RETURN_S_MAX, "both tasks step on four slots")
     say_moves(stage, seq)
     kept = sorted(stage.members(other.task))
-    stage.promise(same_pids(stage, hurt.task, pids[hurt.task], left)
+    stage.promise(same_pids(stage, faulted.task, pids[faulted.task], left)
                   and same_pids(stage, other.task, pids[other.task], kept),
                   "all survivors kept their processes")
-    stage.note(None, f"same pids: {hurt.name}'s {ranks(left)}, {other.name}'s {ranks(kept)}")
+    stage.note(None, f"same pids: {faulted.name}'s {ranks(left)}, {other.name}'s {ranks(kept)}")
 
 
 def _say_earned(stage: Stage, player: Player, num: int) -> None:
@@ -370,31 +368,31 @@ def _say_earned(stage: Stage, player: Player, num: int) -> None:
                      f"{body['origin']}")
 
 
-def _suspect_then_lost(stage: Stage, hurt: Player, seq: int, at_s: float) -> None:
-    failed = stage.wait(lambda: stage.find("CollectiveFailed", after=seq, task=hurt.task),
+def _suspect_then_lost(stage: Stage, faulted: Player, seq: int, at_s: float) -> None:
+    failed = stage.wait(lambda: stage.find("CollectiveFailed", after=seq, task=faulted.task),
                         HEAL_S_MAX, "a peer notices")
     silent = stage.wait(lambda: stage.find("NodeUnreachable", after=seq, node=NODE), HEAL_S_MAX,
                         "the node's lease ends")
-    opened = stage.wait(lambda: stage.find("IncidentOpened", after=seq, task=hurt.task),
+    opened = stage.wait(lambda: stage.find("IncidentOpened", after=seq, task=faulted.task),
                         HEAL_S_MAX, "an incident")
-    told = stage.told.incidents[opened["seq"]]
-    stage.killed_s[told.id] = at_s
-    stage.note(failed["at_s"] - at_s, f"{hurt.name}'s rank {failed['body']['rank']}: its "
+    incident = stage.history.incidents[opened["seq"]]
+    stage.killed_s[incident.id] = at_s
+    stage.note(failed["at_s"] - at_s, f"{faulted.name}'s rank {failed['body']['rank']}: its "
                                       "collective failed: suspect")
     stage.note(silent["at_s"] - at_s, f"{NODE} silent for {span(silent['body']['silence_s'])}: "
                                       "the second source, lost")
-    stage.note(opened["at_s"] - at_s, f"{told.incident.severity}: {told.incident.why}")
-    stage.wait(lambda: told.stepped_s is not None, HEAL_S_MAX, "the next step")
-    assert told.stepped_s is not None
-    batch = hurt.train.num_micro_batches
-    stage.note(told.stepped_s - at_s,
-               f"the survivors stepped iteration {told.iteration} on {batch} of {batch}, "
-               f"{lost_in_words(told.incident.iterations_lost)}")
+    stage.note(opened["at_s"] - at_s, f"{incident.incident.severity}: {incident.incident.why}")
+    stage.wait(lambda: incident.stepped_s is not None, HEAL_S_MAX, "the next step")
+    assert incident.stepped_s is not None
+    batch = faulted.train.num_micro_batches
+    stage.note(incident.stepped_s - at_s,
+               f"the survivors stepped iteration {incident.iteration} on {batch} of {batch}, "
+               f"{lost_in_words(incident.incident.iterations_lost)}")
 
 
 def say_moves(stage: Stage, seq: int) -> None:
     """Each transition since `seq`, and its cost; checks that it lost no iteration."""
-    for move in stage.told.transitions:
+    for move in stage.history.transitions:
         if move.seq <= seq or not move.num_before:
             continue
         stage.note(None, f"{stage.name(move.task)} {move.num_before} -> {move.num_after}: paused "
@@ -437,7 +435,7 @@ def _prepared(stage: Stage, body: Plain) -> str:
 # --- The node returns. ---
 def return_node(stage: Stage, players: list[Player]) -> None:
     """Restart the node's agent; every task grows back."""
-    seq = stage.told.seq
+    seq = stage.history.seq
     agent = stage.cluster.start(agent_name(NODE))
     stage.wait(lambda: stage.find("NodeJoined", after=seq, node=NODE), START_S_MAX, "the node")
     stage.say("RETURN", f"{NODE} is back: agent (pid {agent.pid})")
@@ -456,12 +454,12 @@ def _grow(stage: Stage, players: list[Player], seq: int) -> None:
 def urgent(stage: Stage, player: Player, others: list[Player]) -> None:
     """Submit a third task with a higher weight: the others shrink, it finishes, they grow back."""
     stage.look()
-    seq = stage.told.seq
+    seq = stage.history.seq
     say_plan(stage, submit(stage, player))
     began = stage.wait(lambda: stage.find("TaskProgressed", task=player.task), START_S_MAX,
                        f"{player.name}'s first step")
     say_moves(stage, seq)
-    stage.note(began["at_s"] - stage.told.tasks[player.task].task.submitted_s,
+    stage.note(began["at_s"] - stage.history.tasks[player.task].task.submitted_s,
                f"{player.name} steps, {len(stage.members(player.task))} ranks on "
                f"{nodes(stage, player.task)}")
     finish(stage, player)
@@ -491,7 +489,7 @@ def finish(stage: Stage, player: Player) -> None:
     train = player.train
     stage.live.discard(player.task)
     ended = stage.wait(lambda: stage.find("TaskEnded", task=player.task), FINISH_S_MAX, "the end")
-    past = stage.told.tasks[player.task]
+    past = stage.history.tasks[player.task]
     output = Path(train.output) / "latest"
     stage.say("FINISH", f"{player.name} {len(past.losses)}/{train.iterations} at "
                         f"{rfc3339(ended['at_s'])}, model in {shown(output)}")

@@ -122,8 +122,8 @@ def _take_cores() -> str:
 
 
 def _end(stage: Stage, alpha: Player, *, keep: bool) -> int:
-    incidents = stage.told.incidents.values()
-    lost = sum(one.lost for one in stage.told.transitions)
+    incidents = stage.history.incidents.values()
+    lost = sum(one.lost for one in stage.history.transitions)
     read = sum(one.incident.ckpt_read for one in incidents)
     promised = "" if not stage.broken else "; NOT as promised"
     stage.say("total", f"{stage.elapsed_s:.0f} s, {stage.num_kills} kills, "

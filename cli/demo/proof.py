@@ -6,13 +6,13 @@ import json
 import math
 import os
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
 from ...control_plane.history.history import IncidentHistory
 from ...control_plane.history.history import waf as waf_of
+from ..cluster.local_cluster import program
 from ..screens.task import loss_curve
 from ..terminal.format import curve, lost_cell, ms, ranks, scaled, table
 from .stage import BrokenError, Stage
@@ -26,32 +26,32 @@ WAF_COLUMNS = 50
 def unicron(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a `unicron` command in a fresh process without UNICRON_* variables."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith("UNICRON_")}
-    return subprocess.run([sys.executable, "-P", "-m", "unicron.cli.main", *arguments], text=True,
-                          capture_output=True, check=False, env=clean, timeout=COMPARE_S_MAX)
+    return subprocess.run(program(*arguments), text=True, capture_output=True, check=False,
+                          env=clean, timeout=COMPARE_S_MAX)
 
 
 def export(stage: Stage, name: str) -> Path:
     """Export the log so far to a file."""
     path = stage.state.path / name
-    told = unicron("export", str(path), "--state", str(stage.state.path))
-    if told.returncode:
-        raise BrokenError(f"export: {told.stderr.strip()}")
+    run = unicron("export", str(path), "--state", str(stage.state.path))
+    if run.returncode:
+        raise BrokenError(f"export: {run.stderr.strip()}")
     return path
 
 
 def hash_at(path: Path, seq: int) -> str:
     """The state's hash after record `seq`, folded from the file in a fresh process."""
-    told = unicron("replay", str(path), "--until", str(seq), "-o", "json")
-    if told.returncode:
-        raise BrokenError(f"replay: {told.stderr.strip()}")
-    return str(json.loads(told.stdout)["cluster"]["hash"])
+    run = unicron("replay", str(path), "--until", str(seq), "-o", "json")
+    if run.returncode:
+        raise BrokenError(f"replay: {run.stderr.strip()}")
+    return str(json.loads(run.stdout)["cluster"]["hash"])
 
 
 def verify(stage: Stage, path: Path) -> None:
     """Run `unicron replay FILE --verify` in a fresh process and print the verdict."""
-    told = unicron("replay", str(path), "--verify", "-o", "json")
-    verdict: Plain = json.loads(told.stdout) if told.stdout else {}
-    ok = told.returncode == 0 and bool(verdict.get("ok"))
+    run = unicron("replay", str(path), "--verify", "-o", "json")
+    verdict: Plain = json.loads(run.stdout) if run.stdout else {}
+    ok = run.returncode == 0 and bool(verdict.get("ok"))
     made = verdict.get("recomputed", {})
     stage.say("replay", f"{verdict.get('num_records', 0)} records by a fresh process, no "
                         "server: "
@@ -60,7 +60,7 @@ def verify(stage: Stage, path: Path) -> None:
     kinds = ", ".join(f"{num}~{kind}" for kind, num in sorted(made.items()))
     for line in textwrap.wrap(kinds, NOTE_COLUMNS):
         stage.note(None, line.replace("~", " "))
-    stage.promise(ok, f"the log verifies: {told.stderr.strip()}")
+    stage.promise(ok, f"the log verifies: {run.stderr.strip()}")
     live = stage.client.get("/v1/state")["cluster"]
     stage.promise(verdict.get("state_hash") == live["hash"] or live["seq"]
                   != verdict.get("num_records"), "its state is the control plane's")
@@ -69,12 +69,12 @@ def verify(stage: Stage, path: Path) -> None:
 def timeline(stage: Stage) -> None:
     """The phases of the incidents since the fault; for the control plane, its downtime."""
     stage.say("timeline", "since the kill; from the log's records")
-    rows = [_phases(stage, one) for one in stage.told.incidents.values()]
+    rows = [_phases(stage, one) for one in stage.history.incidents.values()]
     rows.append(["-", "control plane killed", "-", "-", "-", ms(stage.away_s), "-", "-"])
     for line in table(("INCIDENT", "WHAT", "DETECTED", "DECIDED", "REBUILT", "STEPPED",
                        "SLOT-S", "LOST"), rows, right=(2, 3, 4, 5, 6, 7)):
         stage.note(None, line)
-    for one in stage.told.incidents.values():
+    for one in stage.history.incidents.values():
         stage.promise(one.outcome == "healed" and one.id in stage.killed_s,
                       f"inc-{one.id} was made by the demo and is healed")
         stage.promise(one.incident.iterations_lost == 0 and not one.incident.ckpt_read,
@@ -95,17 +95,17 @@ def _phases(stage: Stage, one: IncidentHistory) -> list[str]:
 
 def waf(stage: Stage) -> None:
     """The measured WAF, the WAF of the plans, and the ideal."""
-    told = waf_of(stage.told, WAF_COLUMNS)
-    mean = math.fsum(told.achieved) / len(told.achieved)
-    stage.say("WAF", f"from the first task to the last end, {told.bucket_s:.1f} s a column")
-    stage.note(None, f"achieved {curve(told.achieved, WAF_COLUMNS, 0.0)} "
-                     f"mean {scaled(mean, 'FLOP/s')}, max {scaled(max(told.achieved), 'FLOP/s')}")
+    series = waf_of(stage.history, WAF_COLUMNS)
+    mean = math.fsum(series.achieved) / len(series.achieved)
+    stage.say("WAF", f"from the first task to the last end, {series.bucket_s:.1f} s a column")
+    stage.note(None, f"achieved {curve(series.achieved, WAF_COLUMNS, 0.0)} "
+                     f"mean {scaled(mean, 'FLOP/s')}, max {scaled(max(series.achieved), 'FLOP/s')}")
     stage.note(None, "         measured: FLOP of an iteration x iterations done first, weighted; "
                      "two cores")
-    for what, values in (("plan", told.planned), ("ideal", told.ideal)):
-        stage.note(None, f"{what:<8} {curve(values, WAF_COLUMNS, 0.0, max(told.ideal))} "
+    for what, values in (("plan", series.planned), ("ideal", series.ideal)):
+        stage.note(None, f"{what:<8} {curve(values, WAF_COLUMNS, 0.0, max(series.ideal))} "
                          f"max {scaled(max(values), 'FLOP/s')}")
-    stage.note(None, f"         {', '.join(told.origins)} in the specs; the ideal is the best "
+    stage.note(None, f"         {', '.join(series.origins)} in the specs; the ideal is the best "
                      "plan with all slots")
     stage.note(None, "         drawn from 0: achieved up to its own max, plan and ideal up to the "
                      "ideal's")
@@ -113,7 +113,7 @@ def waf(stage: Stage) -> None:
 
 def loss(stage: Stage, task: int) -> None:
     """The loss curve with the faults marked."""
-    for number, line in enumerate(loss_curve(stage.told.tasks[task], stage.told)):
+    for number, line in enumerate(loss_curve(stage.history.tasks[task], stage.history)):
         if number:
             stage.note(None, f"{'':6}{line}")
         else:

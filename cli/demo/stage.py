@@ -91,7 +91,7 @@ PROGRESS_S = 3.0
 NUM_AGENTS, NUM_SLOTS = 3, 2
 NICE_NUM = 10
 SILENCE_S_MAX, EVIDENCE_S_MAX = 1.5, 3.0
-"""A lost node is detected sooner than by default; evidence from a peer is held until then."""
+"""A lost node is detected sooner than by default; evidence from a peer is kept until then."""
 
 
 class BrokenError(UnicronError):
@@ -105,7 +105,7 @@ class Stage:
         self.state = StateDir(folder)
         self.began_s = time.monotonic()
         self.broken: list[str] = []
-        self.told = History()
+        self.history = History()
         self.records: list[Plain] = []
         self.trace = Trace(folder / "trace")
         self.faults: list[dict[int, int]] = []
@@ -160,7 +160,7 @@ class Stage:
         self.note(None, f"a rank that is ready gets nice {NICE_NUM}: those that prepare come "
                         "first on two cores")
         self.note(None, f"{self._policy.name}: silent for {SILENCE_S_MAX:g} s, not "
-                        f"{Policy().silence_s_max:g}, is suspect; agents beat every {BEAT_S:g} s")
+                        f"{Policy().silence_s_max:g}, is suspect; a heartbeat every {BEAT_S:g} s")
 
     def close(self, *, keep: bool = False) -> None:
         """Stop all processes unless `keep`; unlock the folder."""
@@ -222,11 +222,11 @@ class Stage:
     def look(self) -> list[Plain]:
         """Read and return the new records of the log."""
         try:
-            new = list(self.client.records(self.told.seq, follow=False))
+            new = list(self.client.records(self.history.seq, follow=False))
         except (Interrupted, Unable, Unreachable):
             return []
         for record in new:
-            self.told.add(from_plain(record))
+            self.history.add(from_plain(record))
         self.records += new
         for record in new:
             if record["kind"] == "RankReady":
@@ -239,7 +239,7 @@ class Stage:
         self.look()
         while not (answer := attempt()):
             ended = next((task for key in sorted(self.live)
-                          if (task := self.told.tasks.get(key)) and task.task.outcome), None)
+                          if (task := self.history.tasks.get(key)) and task.task.outcome), None)
             if ended is not None:
                 raise BrokenError(f"{ended.name} {ended.task.outcome} ({ended.task.why}) "
                                   f"before {what}")
@@ -298,11 +298,11 @@ class Stage:
                 Path(f"/proc/{pid}/autogroup").write_text(str(NICE_NUM))
 
     def name(self, task: int) -> str:
-        return self.told.tasks[task].name
+        return self.history.tasks[task].name
 
     def losses(self, task: int) -> dict[int, float]:
         """The reported losses by iteration."""
-        return self.told.tasks[task].losses
+        return self.history.tasks[task].losses
 
     def _progress(self) -> None:
         """Print the training progress every few seconds."""
@@ -310,6 +310,6 @@ class Stage:
             return
         parts = [f"{task.name} {max(task.losses) + 1}/{task.num_iterations}, loss "
                  f"{task.losses[max(task.losses)]:.3f}, DP{len(self.members(task.task.id))}"
-                 for task in self.told.tasks.values() if task.losses and not task.task.outcome]
+                 for task in self.history.tasks.values() if task.losses and not task.task.outcome]
         if parts:
             self.say("train", "    ".join(parts))

@@ -62,10 +62,10 @@ class SavedState(Struct, frozen=True):
 
 def saved_states(stage: Stage, player: Player) -> list[SavedState]:
     """The first checkpoint after each fault, and the last one."""
-    num_told = len(stage.losses(player.task))
+    num_reported = len(stage.losses(player.task))
     paths = {record["body"]["step_version"]: record["body"]["path"]
              for record in stage.all("CheckpointSaved", task=player.task)
-             if record["body"]["step_version"] <= num_told}
+             if record["body"]["step_version"] <= num_reported}
     why: dict[int, list[str]] = {}
     for number, struck in enumerate(stage.faults, 1):
         after = [at for at in paths if at > struck.get(player.task, math.inf)]
@@ -195,9 +195,9 @@ class ReferenceRuns:
         """For each compared item: its name, our difference from the first order, and those of the
         other orders."""
         first, *others = (self._losses(f"{player.name}{end}") for end in ORDERS)
-        told = self._stage.losses(player.task)
+        losses = self._stage.losses(player.task)
         found: list[tuple[Any, ...]] = [(
-            f"{len(told)} losses", _gap([told[at] for at in sorted(told)], first),
+            f"{len(losses)} losses", _gap([losses[at] for at in sorted(losses)], first),
             *(_gap(other, first) for other in others))]
         lines = iter(self._lines(f"{player.name}-{COMPARISON}"))
         for state in self._states[player.task]:

@@ -7,6 +7,7 @@ Stricter than YAML 1.1 where that is error-prone: no duplicate keys, `1e-3` is a
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from ...workers.host import object_storage
 
 FILE_BYTES_MAX = 1 << 20
 EXAMPLES = "see deploy/examples/"
+STDIN = Path("-")
 MERGE = "tag:yaml.org,2002:merge"
 
 
@@ -96,35 +98,38 @@ def load(path: Path) -> JobSpec:
     try:
         spec = with_absolute_paths(parse(read_yaml(text)))
         # Without fsspec here, only the ranks can check the URL, when they start.
-        if (
-            spec.training is not None
-            and is_url(spec.training.output)
-            and object_storage.is_installed()
-        ):
-            object_storage.check_driver(spec.training.output,
-                              "loop.output" if spec.loop is not None else "train.output")
+        training = spec.training
+        if training is not None and is_url(training.output) and object_storage.is_installed():
+            object_storage.check_driver(
+                training.output, "loop.output" if spec.loop is not None else "train.output")
     except UsageError as error:
         raise UsageError(f"{path}: {error}", error.hint) from None
     return spec
 
 
-def read_text(path: Path, bytes_max: int, name_it: str, docs: str) -> str:
-    """The file's text, at most `bytes_max` bytes; a device file may be endless.
+def shown_name(path: Path) -> str:
+    """The file's name in errors; `-` is standard input."""
+    return "standard input" if path == STDIN else str(path)
 
-    Raises UsageError, with the hint `name_it` if the file cannot be read, else `docs`.
+
+def read_text(path: Path, bytes_max: int, name_it: str, docs: str, shorten_it: str = "") -> str:
+    """The text of a file or of standard input, at most `bytes_max` bytes (a device is endless).
+
+    Raises UsageError: with the hint `name_it` if the file cannot be read, with `shorten_it` if it
+    is too large, else with `docs`.
     """
     try:
-        with path.open("rb") as file:
+        with sys.stdin.buffer if path == STDIN else path.open("rb") as file:
             found = file.read(bytes_max + 1)
     except OSError as error:
-        raise UsageError(f"{path}: {(error.strerror or 'cannot be read').lower()}",
+        raise UsageError(f"{shown_name(path)}: {(error.strerror or 'cannot be read').lower()}",
                          name_it) from None
     if len(found) > bytes_max:
-        raise UsageError(f"{path}: larger than {bytes_max} bytes", docs)
+        raise UsageError(f"{shown_name(path)}: larger than {bytes_max} bytes", shorten_it or docs)
     try:
         return found.decode("utf-8")
     except UnicodeDecodeError:
-        raise UsageError(f"{path}: not UTF-8 text", docs) from None
+        raise UsageError(f"{shown_name(path)}: not UTF-8 text", docs) from None
 
 
 def read_yaml(text: str, docs: str = EXAMPLES) -> Any:

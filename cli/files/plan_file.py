@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,13 @@ from ...control_plane.throughput.transition_cost import Transition
 from ...events.errors import SpecError, UsageError
 from ...events.spec.job import RATE_FLOPS_MAX, WEIGHT_RATIO_MAX
 from ...events.spec.validation import spec_error
-from .job_file import EXAMPLES, RESOLVERS, read_yaml
+from .job_file import EXAMPLES, RESOLVERS, read_text, read_yaml, shown_name
+
+FILE_BYTES_MAX = 64 << 20
+GPUS_NUM_MAX = 10_000_000
+SPAN_S_MIN, SPAN_S_MAX = 1e-3, 1e15
+NAME_CHARS_MAX = 100
+DOCS = "see docs/guides/plan-offline.md"
 
 # --- fast reader for large files: the job file's YAML, from libyaml's stream of events ---
 #
@@ -100,13 +105,6 @@ def _value(tag: str, text: str) -> Any:
         return _NUMBERS[tag](text)
     return _WORDS.get(text.lower())
 
-FILE_BYTES_MAX = 64 << 20
-GPUS_NUM_MAX = 10_000_000
-SPAN_S_MIN, SPAN_S_MAX = 1e-3, 1e15
-NAME_CHARS_MAX = 100
-DOCS = "see docs/guides/plan-offline.md"
-STDIN = "-"
-
 
 class TaskInFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One task; `flops[x]` is T(t, x), its throughput in FLOP/s on x GPUs."""
@@ -143,31 +141,12 @@ def load(path: Path) -> Offline:
 
     Raises UsageError, one line with a hint, that begins with the file's name.
     """
-    where = "standard input" if str(path) == STDIN else str(path)
-    try:
-        text = _bytes(path).decode("utf-8")
-    except UnicodeDecodeError:
-        raise UsageError(f"{where}: not UTF-8 text", DOCS) from None
-    except OSError as error:
-        raise UsageError(f"{where}: {(error.strerror or 'cannot be read').lower()}",
-                         f"name a file, or - for standard input; {DOCS}") from None
+    text = read_text(path, FILE_BYTES_MAX, f"name a file, or - for standard input; {DOCS}", DOCS,
+                     "leave out sizes that no plan needs")
     try:
         return parse(read_large(text, DOCS))
     except SpecError as error:
-        raise UsageError(f"{where}: {error}", error.hint) from None
-
-
-def _bytes(path: Path) -> bytes:
-    """Raises UsageError if the file is too large."""
-    if str(path) == STDIN:
-        found = sys.stdin.buffer.read(FILE_BYTES_MAX + 1)
-    else:
-        with path.open("rb") as file:
-            found = file.read(FILE_BYTES_MAX + 1)
-    if len(found) > FILE_BYTES_MAX:
-        raise UsageError(f"{path}: larger than {FILE_BYTES_MAX} bytes",
-                         "leave out sizes that no plan needs")
-    return found
+        raise UsageError(f"{shown_name(path)}: {error}", error.hint) from None
 
 
 def parse(data: Any) -> Offline:
@@ -186,12 +165,13 @@ def parse(data: Any) -> Offline:
         _need(len(raw["flops"]) == len(task.flops), f"tasks[{i}].flops", "names a size twice")
         first = seen.setdefault(task.name, i)
         _need(first == i, f"tasks[{i}].name", f"{task.name!r} is that of tasks[{first}] too")
-    wishes = tuple(_wish(i, task) for i, task in enumerate(plan_file.tasks, 1))
-    problem = PlanProblem(demands=wishes, num_slots=plan_file.gpus, mtbf_gpu_s=plan_file.mtbf_gpu_s)
-    return Offline(asked=problem, gpus_per_node=plan_file.gpus_per_node)
+    demands = tuple(_demand(i, task) for i, task in enumerate(plan_file.tasks, 1))
+    return Offline(asked=PlanProblem(demands=demands, num_slots=plan_file.gpus,
+                                     mtbf_gpu_s=plan_file.mtbf_gpu_s),
+                   gpus_per_node=plan_file.gpus_per_node)
 
 
-def _wish(number: int, task: TaskInFile) -> TaskDemand:
+def _demand(number: int, task: TaskInFile) -> TaskDemand:
     sizes = sorted(size for size in task.flops if size)
     return TaskDemand(task=number, name=task.name, now=task.current, faulted=task.faulted,
                 transition=Transition.uniform(task.transition_s or 0.0), sizes=tuple(sizes),

@@ -122,7 +122,7 @@ def _because(reason: str) -> str:
 def _task_news(task: Plain, now_s: float, option: str, unreachable: set[str]) -> list[str]:
     words: list[str] = []
     if task["withheld"]:
-        words.append(f"{task['name']}, withheld: {task['withheld']}")
+        words.append(f"{task['name']}, suppressed: {task['withheld']}")
     if task["declined"] and task["state"] not in ENDED:
         words.append(f"{task['name']} starts again as a whole after a fault, since "
                      f"{task['declined']}: " + command(f"unicron logs {task['name']}{option}"))
@@ -131,7 +131,7 @@ def _task_news(task: Plain, now_s: float, option: str, unreachable: set[str]) ->
         if task["tier"] == "command":
             words.append(_unprinted(task, stalled_s, option))
             return words
-        words.append(f"{task['name']} stands for {span(stalled_s)}: {task['stands']}: "
+        words.append(f"{task['name']} has stalled for {span(stalled_s)}: {task['stands']}: "
                      + command(f"unicron status {task['name']}{option}"))
         return words
     late_s, look = lag_s(task, now_s), command(f"unicron logs {task['name']} -f{option}")
@@ -204,27 +204,27 @@ def _incident(view: Plain, one: Plain, names: dict[int, str], now_s: float,
             f"{ranks(one['ranks'])}, {status_in_words(one['status'])}")
     end = (f"{lost_in_words(one['iterations_lost'])}, pause {ms(one['pause_s'])}"
            if one["outcome"] else f"since {span(max(now_s - one['opened_s'], 0.0))}")
-    going_on = "healing" if view["cluster"]["healing"] == "on" else "held"
+    going_on = "healing" if view["cluster"]["healing"] == "on" else "paused"
     return labelled((one["outcome"] or going_on).upper(),
                     f"{what}: {end}: " + command(f"unicron incident {one['id']}{option}"))
 
 
 # --- Totals. ---
 def _totals(view: Plain, now_s: float) -> list[str]:
-    told = view["cluster"]
+    cluster = view["cluster"]
     slots, health = _counts(view["nodes"])
     silent = _on_unreachable(view["nodes"])
     spare = min(_spare_slots(view["plan"]), slots["idle"])
     notes = {"idle": f" ({f'{spare} of them ' * (spare < slots['idle'])}hot spare)" * (spare > 0),
              "train": silent}
-    lost = f", {told['reports_lost']} reports lost" if told["reports_lost"] else ""
+    lost = f", {cluster['reports_lost']} reports lost" if cluster["reports_lost"] else ""
     return [
         *_waf(view, now_s), *_plan(view),
         "slots  " + ", ".join(f"{num} {what}{notes.get(what, '')}" for what, num in slots.items())
         + "     nodes  "
         + (", ".join(f"{num} {name}" for name, num in sorted(health.items())) or "none"),
-        f"log    leader of epoch {told['epoch']}, {count(told['seq'])} records{lost}, "
-        f"healing {told['healing'].partition(':')[0]}, {told['hash']}",
+        f"log    leader of epoch {cluster['epoch']}, {count(cluster['seq'])} records{lost}, "
+        f"healing {cluster['healing'].partition(':')[0]}, {cluster['hash']}",
     ]
 
 

@@ -38,12 +38,8 @@ def began(one: IncidentHistory, evidence: list[Record]) -> FaultStart:
     if slow_iterations:  # a slow iteration: it has not ended, but the rank makes progress
         since_s = min(at_s - max(x.iteration_s, 0.0) for at_s, x in slow_iterations)
         length_s = max(one.detected_s - since_s, 0.0)
-        return FaultStart(
-            "at most",
-            length_s,
-            f"after that iteration began, {span(length_s)} before "
-            "the report; the exact time is not known",
-        )
+        return FaultStart("at most", length_s, f"after that iteration began, {span(length_s)} "
+                          "before the report; the exact time is not known")
     stalls = [(x.at_s, x.body) for x in first if isinstance(x.body, RankStalled)]
     if stalls:
         own = [x for x in stalls if x[1].rank in one.incident.ranks]
@@ -51,23 +47,15 @@ def began(one: IncidentHistory, evidence: list[Record]) -> FaultStart:
     if step_times:
         num = step_times[0][1].num_iterations
         length_s = math.ceil(num / 2) * step_times[0][1].iteration_s
-        return FaultStart(
-            "at least",
-            length_s,
-            f"not known: of the last {num} iterations at least half were too slow",
-        )
+        return FaultStart("at least", length_s, f"not known: of the last {num} iterations at least "
+                          "half were too slow")
     if "HealthChanged" in kinds:
-        return FaultStart(
-            "unknown", 0.0, "not known: before its check ran, which it does from time to time"
-        )
+        return FaultStart("unknown", why="not known: before its check ran; checks run periodically")
     if NCCL_TIMEOUT in {one.incident.status, *(getattr(x.body, "status", "") for x in first)}:
-        return FaultStart(
-            "unknown",
-            0.0,
-            "not known: a collective waited until its timeout, for what had happened before",
-        )
+        return FaultStart("unknown", why="not known: a collective waited until its timeout, for "
+                          "what had happened before")
     if kinds == {"DeadlineReached"}:
-        return FaultStart("unknown", 0.0, "not known: nothing but that it is overdue shows it")
+        return FaultStart("unknown", why="not known: only a missed deadline shows it")
     return FaultStart()
 
 

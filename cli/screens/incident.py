@@ -28,14 +28,27 @@ from ..terminal.record_line import state_source, status_in_words
 if TYPE_CHECKING:
     from ...control_plane.history.history import History, IncidentHistory
 
-
-# --- The flight-recorder dumps of a stalled task. ---
-
 Plain = dict[str, Any]
+PHASE_WORDS = {"held": "paused", "stood": "stalled"}
+"""Phases of which the page prints another word than the JSON."""
+BAR_COLUMNS = 40
+WHO_COLUMNS = 10
+WHO_NUM_MAX = 3
+NAME_COLUMNS = 24
+EVIDENCE_LENGTH_MAX = 140
+TYPED = re.compile(r"unicron [a-z][^,:]*")
+"""A command line within a sentence."""
+MIRRORS = {"sharded": "; with train.parallel.optimizer: mirrored a second rank has each shard"}
+NONE = "no incidents: nothing has failed so far"
+HEAD = ("INCIDENT", "DETECTED", "SEV", "WHAT", "OUTCOME", "PAUSE", "LOST", "SLOT-S")
+PER_RANK = ("Quiesced", "Reconfigured", "CollectiveFailed", "RankStarted", "RankReady",
+            "StartRank", "StopRank", "RankExited")
+"""Kinds with one record per rank: consecutive records of a task share one line."""
 NODES_NUM_MAX = 4
 """Nodes that are listed; the rest are counted."""
 
 
+# --- The flight-recorder dumps of a stalled task. ---
 def folders(ranks: Iterable[tuple[str, str]], nodes: list[Plain]) -> list[Plain]:
     """Node, its host and the folder of the dumps there, for (node, log) of each rank: an agent
     writes the dumps beside the log."""
@@ -58,21 +71,9 @@ def in_words(found: list[Plain]) -> str:
     names = " ".join(one["node"] for one in shown) + " ..." * bool(more)
     return (f"{until}, each node's on itself: {where}{more}; copy each folder to one machine "
             f"({command('scp -r HOST:FOLDER NODE')}), then {command(f'unicron locate {names}')}")
-BAR_COLUMNS = 40
-WHO_COLUMNS = 10
-WHO_NUM_MAX = 3
-NAME_COLUMNS = 24
-EVIDENCE_LENGTH_MAX = 140
-TYPED = re.compile(r"unicron [a-z][^,:]*")
-"""A command line within a sentence."""
-MIRRORS = {"sharded": "; with train.parallel.optimizer: mirrored a second rank has each shard"}
-NONE = "no incidents: nothing has failed so far"
-HEAD = ("INCIDENT", "DETECTED", "SEV", "WHAT", "OUTCOME", "PAUSE", "LOST", "SLOT-S")
-PER_RANK = ("Quiesced", "Reconfigured", "CollectiveFailed", "RankStarted", "RankReady",
-                      "StartRank", "StopRank", "RankExited")
-"""Kinds with one record per rank: consecutive records of a task share one line."""
 
 
+# --- The page. ---
 def page(facts: Plain, *, option: str = "") -> list[str]:
     """Evidence, decision, plans, effects, phases, cost, and what remains to be done."""
     who = " ".join(x for x in (facts["name"], ranks(facts["ranks"])) if x)
@@ -177,8 +178,9 @@ def bar(phases: list[Plain]) -> list[str]:
     if not longest_s:
         return []
     blocks = BAR_COLUMNS // max(len(phases), 1)
-    parts = [f"{one['name']} {one['bound']}{' ' * bool(one['bound'])}{span(one['length_s'])} "
-             + "█" * round(blocks * one["length_s"] / longest_s) for one in phases]
+    parts = [" ".join(filter(None, (PHASE_WORDS.get(one["name"], one["name"]), one["bound"],
+                                    span(one["length_s"]))))
+             + " " + "█" * round(blocks * one["length_s"] / longest_s) for one in phases]
     return ["▏".join(parts).rstrip()]
 
 
@@ -195,14 +197,14 @@ def _plan(one: Plain) -> list[str]:
         lines += labelled("  why", f"{reason}; bound by {one['bound']}")
     for beaten in one["beaten"]:
         slots = " ".join(f"{name} {num}" for name, num in beaten["slots"].items())
-        lines += labelled("  beat", f"{scaled(beaten['waf'], 'FLOP/s'):>12}  {slots}: "
+        lines += labelled("  rejected", f"{scaled(beaten['waf'], 'FLOP/s'):>12}  {slots}: "
                                     f"{beaten['what']}; {beaten['by']}")
     return lines
 
 
 def _effects(effects: list[Plain]) -> list[str]:
-    return table(("EFFECT ON", "HURT", "SLOTS", "PAUSE", "LOST", "SLOT-S"), [
-        [one["task"], "hurt" if one["hurt"] else "unhurt",
+    return table(("EFFECT ON", "FAULTED", "SLOTS", "PAUSE", "LOST", "SLOT-S"), [
+        [one["task"], "yes" if one["hurt"] else "no",
          f"{one['slots_before']} -> {one['slots']}" if one["slots_before"] != one["slots"]
          else str(one["slots"]), "waits" if one["slots"] == 0 else ms(one["pause_s"]),
          lost_cell(one["iterations_lost"]),
@@ -242,36 +244,36 @@ def _after(after_s: float) -> str:
     return f"-{span(-after_s)}" if after_s < 0 else span(after_s)
 
 
-def every(told: History, *, now_s: float, option: str = "") -> list[str]:
+def every(history: History, *, now_s: float, option: str = "") -> list[str]:
     """All incidents, one per line, the newest last."""
-    if not told.incidents:
+    if not history.incidents:
         return [NONE]
-    rows = [row(told, one, SCREEN_COLUMNS, now_s) for one in told.incidents.values()]
-    for cells, one in zip(rows, told.incidents.values(), strict=True):
+    rows = [row(history, one, SCREEN_COLUMNS, now_s) for one in history.incidents.values()]
+    for cells, one in zip(rows, history.incidents.values(), strict=True):
         cells[1] = rfc3339(one.detected_s)[:19] + "Z"
-        cells.insert(3, clipped(name_of(told, one.task), NAME_COLUMNS) if one.task else "-")
+        cells.insert(3, clipped(name_of(history, one.task), NAME_COLUMNS) if one.task else "-")
     head = (*HEAD[:3], "TASK", *HEAD[3:])
     over = max(map(len, table(head, rows))) - SCREEN_COLUMNS
     what_columns = max(len(cells[4]) for cells in rows) - max(over, 0)
     for cells in rows:
         cells[4] = clipped(cells[4], what_columns)
     return [*table(head, rows, right=(6, 7, 8)),
-            "", f"next       unicron incident {max(told.incidents)}{option}"]
+            "", f"next       unicron incident {max(history.incidents)}{option}"]
 
 
-def row(told: History, one: IncidentHistory, what_columns: int, now_s: float) -> list[str]:
+def row(history: History, one: IncidentHistory, what_columns: int, now_s: float) -> list[str]:
     """One incident in the columns of `HEAD`."""
     known = one.incident
     what = f"{ranks(known.ranks)}, {status_in_words(known.status)}"
     return [f"inc-{one.id}", rfc3339(one.detected_s)[:16] + "Z", known.severity,
             clipped(what, what_columns), one.outcome,
-            ms(one.pause_s), lost_cell(known.iterations_lost), f"{told.slot_s(one, now_s):.1f}"]
+            ms(one.pause_s), lost_cell(known.iterations_lost), f"{history.slot_s(one, now_s):.1f}"]
 
 
-def name_of(told: History, task: int) -> str:
+def name_of(history: History, task: int) -> str:
     """The task's name; with its id if the name is not unique."""
-    if task not in told.tasks:
+    if task not in history.tasks:
         return f"task {task}"
-    name = told.tasks[task].name
-    alone = sum(1 for one in told.tasks.values() if one.name == name) == 1
+    name = history.tasks[task].name
+    alone = sum(1 for one in history.tasks.values() if one.name == name) == 1
     return name if alone else f"{name} ({task})"

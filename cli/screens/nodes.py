@@ -12,26 +12,30 @@ from ..terminal.format import (
     number_of,
     ranks,
     rfc3339,
+    some,
     span,
     table,
 )
 from .stragglers import degraded_news, node_degraded
 
-# --- Quarantine. ---
-
 Plain = dict[str, Any]
+SlotUse = Literal["train", "idle", "drained", "out", "unreachable", "left"]
+DEGRADED = "!"
+RUNS_COLUMNS = 28
+SIGNS = {"idle": ".", "drained": "-", "out": "x", "unreachable": "?", "left": "_"}
 
 
+# --- Quarantine. ---
 def until(node: Plain) -> str:
     """`quarantined to 2026-11-21 01:14Z`; empty if the node is not quarantined."""
-    held: Plain | None = node.get("quarantine")
-    return f"quarantined to {rfc3339(held['until_s'])[:16].replace('T', ' ')}Z" if held else ""
+    if not node.get("quarantine"):
+        return ""
+    return f"quarantined to {rfc3339(node['quarantine']['until_s'])[:16].replace('T', ' ')}Z"
 
 
 def quarantine_reason(node: Plain, option: str = "") -> str:
     """Why and by which incidents it is quarantined, and how to end that; else empty."""
-    held: Plain | None = node.get("quarantine")
-    if not held or node["contact"] == "lost":  # node_trouble reports lost nodes
+    if not node.get("quarantine") or node["contact"] == "lost":  # node_trouble reports lost nodes
         return ""
     lift = command(f"unicron lift {node['id']}{option}")
     return f"{quarantine(node)}: repair it, then {lift}"
@@ -39,14 +43,12 @@ def quarantine_reason(node: Plain, option: str = "") -> str:
 
 def quarantine(node: Plain) -> str:
     """Until when it is quarantined, why, and by which incidents."""
-    held: Plain = node["quarantine"]
-    which = " ".join(f"inc-{number}" for number in held["incidents"])
-    return f"{until(node)}: {held['why']} ({which})"
+    quarantined: Plain = node["quarantine"]
+    which = " ".join(f"inc-{number}" for number in quarantined["incidents"])
+    return f"{until(node)}: {quarantined['why']} ({which})"
 
 
 # --- Failed checks. ---
-
-
 def recovers(node: Plain) -> str:
     """After a check has recovered: when the slots are used again; else empty."""
     recovery: Plain | None = node["recovers"]
@@ -54,8 +56,7 @@ def recovers(node: Plain) -> str:
         return ""
     found = recovery["slots"]
     which = ("its slots are" if len(found) == node["num_slots"] else
-             f"its slot{'s' * (len(found) > 1)} {' '.join(map(str, found))} "
-             + ("are" if len(found) > 1 else "is"))
+             f"its {named(found)} {'are' if len(found) > 1 else 'is'}")
     word = "healthy again" if node["health"] == "healthy" else "no longer unhealthy"
     return (f"{word}, {which} used from {rfc3339(recovery['from_s'])[11:19]}Z "
             f"({span(recovery['after_s'])} without a complaint)")
@@ -80,13 +81,10 @@ def why_unhealthy(node: Plain) -> str:
 
 
 # --- Disabled slots. ---
-WANTED_NUM_MAX = 3
-
-
 def disabled_slots(node: Plain) -> list[int]:
     """Slots that are disabled until the agent joins again; not those that a check has disabled."""
-    sick: list[int] = node["recovers"]["slots"] if node["recovers"] else []
-    return [slot["index"] for slot in node["slots"] if slot["out"] and slot["index"] not in sick]
+    failed: list[int] = node["recovers"]["slots"] if node["recovers"] else []
+    return [slot["index"] for slot in node["slots"] if slot["out"] and slot["index"] not in failed]
 
 
 def named(found: list[int]) -> str:
@@ -113,14 +111,10 @@ def wanted(tasks: list[Plain]) -> str:
     found = found or [f"{task['name']} runs on {task['slots']['target']} of "
                       f"{task['slots']['max']}" for task in tasks
                       if 0 < task["slots"]["target"] < task["slots"]["max"]]
-    more = f" and {len(found) - WANTED_NUM_MAX} more" if len(found) > WANTED_NUM_MAX else ""
-    return f"{', '.join(found[:WANTED_NUM_MAX])}{more}"
-SlotUse = Literal["train", "idle", "drained", "out", "unreachable", "left"]
-DEGRADED = "!"
-RUNS_COLUMNS = 28
-SIGNS = {"idle": ".", "drained": "-", "out": "x", "unreachable": "?", "left": "_"}
+    return some(found)
 
 
+# --- The screen. ---
 def nodes(view: Plain, *, now_s: float, option: str = "") -> list[str]:
     """All nodes: a map of the slots, then health, scheduling and the tasks there."""
     tasks = {task["id"]: task["name"] for task in view["tasks"]}
@@ -145,7 +139,7 @@ def nodes(view: Plain, *, now_s: float, option: str = "") -> list[str]:
          "RUNS", "PID", "HOST"),
         [_node_row(node, tasks, now_s, switched=switched) for node in view["nodes"]],
         right=(4 + switched, 7 + switched))
-    return [*lines, *_reasons(view["nodes"], tasks, option)]
+    return [*lines, *_reasons(view["nodes"], option)]
 
 
 def _maps(nodes: list[Plain], letters: dict[int, str]) -> list[str]:
@@ -163,7 +157,7 @@ def _maps(nodes: list[Plain], letters: dict[int, str]) -> list[str]:
             for rack, found in racks.items() for start in range(0, len(found), per_line)]
 
 
-def _reasons(nodes: list[Plain], names: dict[int, str], option: str) -> list[str]:
+def _reasons(nodes: list[Plain], option: str) -> list[str]:
     """Why nodes or slots get no tasks or slow them, and how to end that."""
     lines: list[str] = []
     for node in nodes:
@@ -177,7 +171,7 @@ def _reasons(nodes: list[Plain], names: dict[int, str], option: str) -> list[str
             lines += labelled(node["id"], kept)
         for text in filter(None, (recovers(node), why_unhealthy(node))):
             lines += labelled(node["id"], text)
-        if why := node_degraded(node, names, option):
+        if why := node_degraded(node, option):
             lines += labelled(node["id"], why)
     return ["", *lines] if lines else []
 
@@ -206,7 +200,7 @@ def node_news(node: Plain, names: dict[int, str], now_s: float, option: str) -> 
     ill = f"is unhealthy, {said}" if (said := unhealthy_reason(node)) else ""
     words = "; ".join(filter(None, (trouble, kept, ill)))
     if not words:
-        return next(iter(degraded_news(node, names, option)), "")
+        return degraded_news(node, names, option)
     look = "" if kept and not (trouble or ill) else "; " + command(f"unicron status nodes{option}")
     return f"{node['id']} {words}{look}"
 

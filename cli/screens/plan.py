@@ -24,6 +24,7 @@ from ..terminal.format import (
     labelled,
     number_of,
     scaled,
+    some,
     span,
     table,
     way_to_act,
@@ -31,7 +32,6 @@ from ..terminal.format import (
 from .stragglers import degraded_lines
 
 Plain = dict[str, Any]
-NAMED_NUM_MAX = 3
 ROWS_NUM_MAX = 20
 """Tasks that are listed; the rest are counted."""
 PLACES_NUM_MAX = 8
@@ -46,14 +46,11 @@ BREAKS = {FLOORLESS: ", and leaves a task below its floor", SPARELESS: " until t
 
 def bound_by(plan: Plain, names: Mapping[int, str]) -> str:
     """The binding constraint of a plan (PlanChosen); empty if the log does not have it."""
-    whose = [names.get(task, f"task {task}") for task in plan.get("bound_tasks", ())]
-    more = f" and {len(whose) - NAMED_NUM_MAX} more" if len(whose) > NAMED_NUM_MAX else ""
-    of = f"{', '.join(whose[:NAMED_NUM_MAX])}{more}"
+    of = some([names.get(task, f"task {task}") for task in plan.get("bound_tasks", ())])
     return {"slots": number_of(plan["num_slots"], "slot"), "max": f"the max of {of}",
             "min": f"the min of {of}", "gain_min": "gain_min", "nothing": "nothing",
             "limits": _limits(plan), "floor": f"the floor of {of}",
-            "spare": "the hot spare"}.get(
-                plan.get("bound", ""), "")
+            "spare": "the hot spare"}.get(plan.get("bound", ""), "")
 
 
 def _limits(plan: Plain) -> str:
@@ -88,8 +85,8 @@ def present(found: Plain, *, now_s: float, option: str = "") -> list[str]:
                               f"{made}"),
         *labelled("after", plan["trigger"]), *labelled("why", plan["why"]), "",
         *table(("TASK", "SLOTS", "WEIGHT", "WAF", "BY", ""), rows, right=(2, 3)), "",
-        *_beaten(plan), "", *_constraints(found), *_layouts(found["tasks"]), *_waiting(found),
-        *_held(found, option), *_computed(found),
+        *_alternatives(plan), "", *_constraints(found), *_layouts(found["tasks"]), *_waiting(found),
+        *_paused(found, option), *_computed(found),
         *labelled("try", command(f"unicron plan --without NODE{option}") + "   "
                   + command(f"--with {found['more_slots']}") + "   "
                   + command("--weight TASK=W") + "   " + command("--submit JOB.yaml"))]
@@ -107,11 +104,11 @@ def dry_run(found: Plain, asked: str, *, option: str = "") -> list[str]:
                           f"{span(found['took_s'])}"), *_gain(found),
              *degraded_lines(found)]
     if found["planned"]:
-        lines += ["", *_changes(found), "", *_beaten(plan)]
+        lines += ["", *_changes(found), "", *_alternatives(plan)]
     # The payback time belongs to one plan: not shown for several plans, or none.
     lines += ["", *_constraints(found, with_payback=found["num_plans"] == 1), *_moves(found),
               *_layouts([one for one in found["tasks"] if one["layout"] != one["layout_before"]]),
-              *_waiting(found), *_assumes(found), *_held(found, option)]
+              *_waiting(found), *_assumes(found), *_paused(found, option)]
     if not found["planned"]:
         return lines
     if "--with " in f"{asked} ":
@@ -126,7 +123,8 @@ def offline(found: Plain, path: str, *, has_table: bool) -> list[str]:
     plan = found["plan"]
     lines = [_head(f"unicron plan --offline {path}",
                    f"{number_of(plan['num_slots'], 'slot')}, exact, {span(found['took_s'])}"),
-             *_gain(found), "", *_changes(found), "", *_beaten(plan), "", *_constraints(found)]
+             *_gain(found), "", *_changes(found), "", *_alternatives(plan), "",
+             *_constraints(found)]
     return lines if has_table else [*lines, *labelled("next", command(
         f"unicron plan --offline {path} --table"))]
 
@@ -157,10 +155,8 @@ def _gain(found: Plain) -> list[str]:
 
 def _moved(found: Plain) -> str:
     """The tasks whose number of slots changes."""
-    told = [f"{one['name']} {one['slots_before']} -> {one['slots']}" for one in found["tasks"]
-            if one["slots"] != one["slots_before"]]
-    more = f" and {len(told) - NAMED_NUM_MAX} more" if len(told) > NAMED_NUM_MAX else ""
-    return f"{', '.join(told[:NAMED_NUM_MAX])}{more}" if told else "every task keeps its number"
+    return some([f"{one['name']} {one['slots_before']} -> {one['slots']}" for one in found["tasks"]
+                 if one["slots"] != one["slots_before"]]) or "every task keeps its number"
 
 
 def _sum(found: Plain, name: str) -> float:
@@ -201,7 +197,7 @@ def _lost(one: Plain) -> str:
     return "0" if one["slots"] else "0, saved first"
 
 
-def _beaten(plan: Plain) -> list[str]:
+def _alternatives(plan: Plain) -> list[str]:
     """The plan and its alternatives, the nearest first."""
     worth = plan["objective_flop"]
     rows = [["1", "this plan", _waf(plan["waf"]), "chosen"]]
@@ -211,12 +207,12 @@ def _beaten(plan: Plain) -> list[str]:
     for place, other in enumerate(others, 2):
         behind = other["behind_flop"]
         share = f" ({percent(behind / worth)})" if behind > 0 < worth else ""
-        told = (f"loses {scaled(behind, 'FLOP')}{share}" if behind > 0 else "is worth as much"
-                if not behind else f"gains {scaled(-behind, 'FLOP')}"
-                + not_taken(plan, other["what"]))
+        value = (f"loses {scaled(behind, 'FLOP')}{share}" if behind > 0 else "is worth as much"
+                 if not behind else f"gains {scaled(-behind, 'FLOP')}"
+                 + not_taken(plan, other["what"]))
         if behind > 0 and other["waf"] > plan["waf"]:
-            told += ": its changes cost more than they earn"
-        rows.append([str(place), clipped(other["what"], WHAT_COLUMNS), _waf(other["waf"]), told])
+            value += ": its changes cost more than they earn"
+        rows.append([str(place), clipped(other["what"], WHAT_COLUMNS), _waf(other["waf"]), value])
     return table(("", "PLAN", "WAF", ""), rows, right=(2,))
 
 
@@ -226,11 +222,11 @@ def _by_alpha(plan: Plain, rows: list[list[str]]) -> list[str]:
     others = sorted(plan["alternatives"], key=lambda other: -other["objective"])
     for place, other in enumerate(others, 2):
         behind, by = other["behind_share"], f" by alpha-fairness {plan['alpha']:g}"
-        told = "others wait" if other["objective"] == NOT_COMPARABLE_NUM else "is worth as much"
+        value = "others wait" if other["objective"] == NOT_COMPARABLE_NUM else "is worth as much"
         if behind:
-            told = f"{'loses' if behind > 0 else 'gains'} {percent(abs(behind))}{by}" + (
+            value = f"{'loses' if behind > 0 else 'gains'} {percent(abs(behind))}{by}" + (
                 "" if behind > 0 else not_taken(plan, other["what"]))
-        rows.append([str(place), clipped(other["what"], WHAT_COLUMNS), _waf(other["waf"]), told])
+        rows.append([str(place), clipped(other["what"], WHAT_COLUMNS), _waf(other["waf"]), value])
     return table(("", "PLAN", "WAF", ""), rows, right=(2,))
 
 
@@ -240,12 +236,12 @@ def _constraints(found: Plain, *, with_payback: bool = True) -> list[str]:
     names: dict[int, str] = {one["task"]: one["name"] for one in found["tasks"]}
     if found["planned"] and 0 in names:  # a task of the dry run has no id yet
         names = {**dict.fromkeys(plan["bound_tasks"], names[0]), **names}
-    bound = bound_by(plan, names) or "not told"
+    bound = bound_by(plan, names) or "unknown"
     more = (f"{found['more_slots']} more: +{_waf(found['more_waf'])}" if found["more_waf"]
             else f"{found['more_slots']} more would earn nothing"
             + ": sizes, gain_min or the cost of changes" * (plan.get("bound") == "slots"))
     hold = (f"{span(plan['running_s'])}: so long nothing is expected to fail; worth "
-            f"{scaled(plan['objective_flop'], 'FLOP')}" if plan["running_s"] else "not told")
+            f"{scaled(plan['objective_flop'], 'FLOP')}" if plan["running_s"] else "unknown")
     return [*labelled("bound by", f"{bound} ({more})"),
             *labelled("horizon", hold),
             *(_paid_back(plan) if with_payback else []), *_spare(plan)]
@@ -292,10 +288,10 @@ def _moves(found: Plain) -> list[str]:
 
 def _layouts(tasks: Sequence[Plain]) -> list[str]:
     """The layout of each task, before and after."""
-    told = [f"{one['name']} " + _arrow(str, one["layout_before"] or one["layout"],
-                                       one["layout"] or one["layout_before"])
-            for one in tasks if one["layout"] or one["layout_before"]][:ROWS_NUM_MAX]
-    return [line for i, one in enumerate(told) for line in labelled("" if i else "layout", one)]
+    layouts = [f"{one['name']} " + _arrow(str, one["layout_before"] or one["layout"],
+                                          one["layout"] or one["layout_before"])
+               for one in tasks if one["layout"] or one["layout_before"]][:ROWS_NUM_MAX]
+    return [line for i, one in enumerate(layouts) for line in labelled("" if i else "layout", one)]
 
 
 def _places(slots: Sequence[Plain]) -> str:
@@ -303,13 +299,13 @@ def _places(slots: Sequence[Plain]) -> str:
     of: dict[str, list[int]] = {}
     for slot in slots:
         of.setdefault(slot["node"], []).append(slot["index"])
-    told: list[str] = []
+    words: list[str] = []
     for node, indices in of.items():
         whole = len(indices) > 1 and max(indices) - min(indices) + 1 == len(indices)
-        told.append(f"{node}/{min(indices)}-{max(indices)}" if whole
-                    else " ".join(f"{node}/{index}" for index in sorted(indices)))
-    left = len(told) - PLACES_NUM_MAX
-    return " ".join(told[:PLACES_NUM_MAX]) + (f" and {left} nodes more" if left > 0 else "")
+        words.append(f"{node}/{min(indices)}-{max(indices)}" if whole
+                     else " ".join(f"{node}/{index}" for index in sorted(indices)))
+    left = len(words) - PLACES_NUM_MAX
+    return " ".join(words[:PLACES_NUM_MAX]) + (f" and {left} nodes more" if left > 0 else "")
 
 
 def _waiting(found: Plain) -> list[str]:
@@ -318,7 +314,7 @@ def _waiting(found: Plain) -> list[str]:
 
 
 def _computed(found: Plain) -> list[str]:
-    """The decider version that computed what the log does not hold, and for which record."""
+    """The decider version that computed what the log does not have, and for which record."""
     left = "; without the plans that break a limit: too many tasks and sizes" * found["is_cut"]
     return labelled("computed", f"now, by decider version {found['computed_by']}, for seq "
                                 f"{found['seq']}{left}")
@@ -329,17 +325,15 @@ def _assumes(found: Plain) -> list[str]:
     by: dict[str, list[str]] = {}
     for one in found["tasks"]:
         by.setdefault(one["origin"] or "unknown", []).append(one["name"])
-    told = [f"{', '.join(names[:NAMED_NUM_MAX])}"
-            + (f" and {len(names) - NAMED_NUM_MAX} more" if len(names) > NAMED_NUM_MAX else "")
-            + f" {origin}" for origin, names in by.items()]
-    return labelled("assumes", f"throughput of {'; of '.join(told)}; nothing fails on the way"
-                    ) if told else []
+    origins = [f"{some(names)} {origin}" for origin, names in by.items()]
+    return labelled("assumes", f"throughput of {'; of '.join(origins)}; nothing fails on the way"
+                    ) if origins else []
 
 
-def _held(found: Plain, option: str) -> list[str]:
+def _paused(found: Plain, option: str) -> list[str]:
     if not found["held"]:
         return []
-    return labelled("held", f"{found['held']}; planned, and nothing is ordered. To act: "
+    return labelled("paused", f"{found['held']}; planned, and nothing is ordered. To act: "
                     + command(way_to_act(found["held"], option)))
 
 

@@ -11,21 +11,20 @@ from ..terminal.format import command, labelled, number_of, scaled
 Plain = dict[str, Any]
 
 
-def degraded_news(node: Plain, names: dict[int, str], option: str) -> list[str]:
+def degraded_news(node: Plain, names: dict[int, str], option: str) -> str:
     """A line for a degraded node that is worth draining, with the gain; else empty."""
-    told: Plain | None = node["degraded"]
-    if told is None or node["contact"] != "heard" or node["drained"] or (
-            not told["worth_draining"]):
-        return []
-    return [f"{node['id']} {_what(told, names)}; {_worth(node['id'], told, option)}"]
-
-
-def node_degraded(node: Plain, names: dict[int, str], option: str) -> str:
-    """The same for the nodes' screen, with the reason."""
-    told: Plain | None = node["degraded"]
-    if told is None or node["contact"] != "heard" or node["drained"]:
+    degraded: Plain | None = node["degraded"]
+    if degraded is None or not degraded["worth_draining"] or not node_degraded(node, option):
         return ""
-    return f"{told['why']}; {_worth(node['id'], told, option)}"
+    return f"{node['id']} {_what(degraded, names)}; {_worth(node['id'], degraded, option)}"
+
+
+def node_degraded(node: Plain, option: str) -> str:
+    """The same for the nodes' screen, with the reason."""
+    degraded: Plain | None = node["degraded"]
+    if degraded is None or node["contact"] != "heard" or node["drained"]:
+        return ""
+    return f"{degraded['why']}; {_worth(node['id'], degraded, option)}"
 
 
 def degraded_why(task: Plain, healing: str) -> str:
@@ -68,22 +67,22 @@ def slow_nodes(task: Plain, nodes: list[Plain]) -> list[str]:
             if task["state"] == "degraded" and one["node"] in worth]
 
 
-def _what(told: Plain, names: dict[int, str]) -> str:
+def _what(degraded: Plain, names: dict[int, str]) -> str:
     slower = ", ".join(f"{names.get(task, '?')} {ratio:.3g} x slower"
-                       for task, ratio in zip(told["tasks"], told["ratios"], strict=True))
-    return f"is degraded, {slower}" if slower else f"is degraded: {told['why']}"
+                       for task, ratio in zip(degraded["tasks"], degraded["ratios"], strict=True))
+    return f"is degraded, {slower}" if slower else f"is degraded: {degraded['why']}"
 
 
-def _worth(node: str, told: Plain, option: str) -> str:
+def _worth(node: str, degraded: Plain, option: str) -> str:
     """The share of all WAF that draining gains, with the command if it is enough."""
-    share = float(told["drain_share"])
+    share = float(degraded["drain_share"])
     if not share:
         return "draining it would earn nothing"
     if share < 0:
         return f"draining it would cost {percent(-share)} of all WAF"
-    if not told["worth_draining"]:
+    if not degraded["worth_draining"]:
         return f"draining it would earn {percent(share)}, " + (
-            "below gain_min" if told["lasts"] else f"if it lasts longer than {LASTS_S:g} s")
+            "below gain_min" if degraded["lasts"] else f"if it lasts longer than {LASTS_S:g} s")
     return f"draining it earns {percent(share)}: " + command(
         f"unicron plan --without {node}{option}")
 
@@ -92,14 +91,14 @@ def degraded_lines(found: Plain) -> list[str]:
     """For a dry run: what degraded nodes cost now; the plan's tables do not contain it."""
     names = {one["task"]: one["name"] for one in found["tasks"]}
     lines: list[str] = []
-    for told in found["degraded"]:
+    for one in found["degraded"]:
         slows = ", ".join(f"{names.get(task, '?')} {ratio:.3g} x"
-                          for task, ratio in zip(told["tasks"], told["ratios"], strict=True))
-        gain, now = told["drain_waf"], told["now_waf"]
+                          for task, ratio in zip(one["tasks"], one["ratios"], strict=True))
+        gain, now = one["drain_waf"], one["now_waf"]
         share = f" ({percent(abs(gain) / now)})" if gain and now > 0 else ""
         earns = (f"{scaled(abs(gain), 'FLOP/s')} {'more' if gain > 0 else 'less'} than it "
                  f"achieves now{share}" if gain else "as much as it achieves now")
         alone = " alone" if len(found["degraded"]) > 1 else ""
-        lines += labelled("degraded", f"{told['node']} slows {slows} now: without it{alone} the "
+        lines += labelled("degraded", f"{one['node']} slows {slows} now: without it{alone} the "
                                       f"cluster earns {earns}")
     return lines

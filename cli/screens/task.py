@@ -79,9 +79,9 @@ def above(weight: float) -> str:
     return f"{math.ceil(weight / unit - 1e-9) * unit:.3g}"
 
 
-def task_status(view: Plain, task: Plain, told: History, *, now_s: float,
+def task_status(view: Plain, task: Plain, history: History, *, now_s: float,
                 option: str = "") -> list[str]:
-    """One task. `told`: the history of the log so far, for the curve and the incidents."""
+    """One task. `history`: the history of the log so far, for the curve and the incidents."""
     slow_s = [one["since_s"] for one in task["slow"] if task["state"] == "degraded"]
     since_s = max([task["since_s"], *slow_s[:1], *(one["opened_s"] for one in view["incidents"]
                                       if one["id"] == task["incident"])])
@@ -94,7 +94,7 @@ def task_status(view: Plain, task: Plain, told: History, *, now_s: float,
         lines += labelled("silent", f"{what} {span(late_s)} ago, it has stopped training or is "
                                     "very slow")
     if task["stands"]:
-        lines += labelled("stands", f"{task['stands']} (for "
+        lines += labelled("stalled", f"{task['stands']} (for "
                                     f"{span(max(now_s - task['stands_since_s'], 0.0))})")
         lines += _dumps(task, view)
     if task["why"] or task["needs"]:
@@ -110,10 +110,11 @@ def task_status(view: Plain, task: Plain, told: History, *, now_s: float,
         lines += labelled("restarts", f"as a whole, and does not heal in memory: "
                                       f"{task['declined']}")
     if task["withheld"]:
-        lines += labelled("withheld", f"{task['withheld']} (healing {view['cluster']['healing']})")
+        healing = view["cluster"]["healing"]
+        lines += labelled("suppressed", f"{task['withheld']} (healing {healing})")
     lines += labelled("next", _next(task, view, option))
-    past = told.tasks.get(task["id"])
-    lines += ["", *_where(task), *_progress(task, past, told, now_s), *_earns(task),
+    past = history.tasks.get(task["id"])
+    lines += ["", *_where(task), *_progress(task, past, history, now_s), *_earns(task),
               *_copies(task, view["nodes"])]
     if task["output"]:
         lines += labelled("output", task["output"])
@@ -122,7 +123,7 @@ def task_status(view: Plain, task: Plain, told: History, *, now_s: float,
         lines += ["", *table(("RANK", "STATE", "NODE/SLOT", "PID", "ATTEMPT", "HAS" * any(has)), [
             [str(one["rank"]), one["state"], f"{one['node']}/{one['slot']}", str(one["pid"] or "-"),
              str(one["attempt"]), one["part"]] for one in task["ranks"]], right=(0, 3, 4))]
-    return [*lines, *_incidents(task, told, now_s)]
+    return [*lines, *_incidents(task, history, now_s)]
 
 
 def _dumps(task: Plain, view: Plain) -> list[str]:
@@ -165,7 +166,7 @@ def _where(task: Plain) -> list[str]:
     return labelled("where", f"{places}, {built}{batch}")
 
 
-def _progress(task: Plain, past: TaskHistory | None, told: History, now_s: float) -> list[str]:
+def _progress(task: Plain, past: TaskHistory | None, history: History, now_s: float) -> list[str]:
     if not task["iteration"] and not task["iterations"]:
         return labelled("progress", "a command: is supervised only")
     loss = "" if task["loss"] is None else f", loss {task['loss']:.4f}"
@@ -173,7 +174,7 @@ def _progress(task: Plain, past: TaskHistory | None, told: History, now_s: float
     printed = "" if task["tier"] == "train" else ", as it prints"
     lines = labelled("progress", f"{count(task['iteration'])}{of}{loss}{printed}")
     if past is not None:
-        lines += [" " * INDENT_COLUMNS + line for line in loss_curve(past, told)]
+        lines += [" " * INDENT_COLUMNS + line for line in loss_curve(past, history)]
         if past.skipped:
             lines += labelled("skipped", f"{count(past.skipped)} of {count(task['iteration'])} "
                                          "steps: the gradient was not finite")
@@ -194,14 +195,14 @@ def _progress(task: Plain, past: TaskHistory | None, told: History, now_s: float
     return lines
 
 
-def loss_curve(past: TaskHistory, told: History, width: int = CURVE_COLUMNS) -> list[str]:
+def loss_curve(past: TaskHistory, history: History, width: int = CURVE_COLUMNS) -> list[str]:
     """The losses as blocks between the first and last value, and a `!` below each incident."""
     losses = [past.losses[key] for key in sorted(past.losses)]
     if not losses:
         return []
     first = f"{losses[0]:.2f} "
     lines = [f"{first}{curve(losses, width)} {losses[-1]:.2f}"]
-    faults = [one.iteration for one in told.incidents.values()
+    faults = [one.iteration for one in history.incidents.values()
               if one.task == past.task.id and one.iteration is not None]
     if faults:
         line = (" " * len(first) + marks([(at, "!") for at in faults], len(losses), width)
@@ -230,13 +231,13 @@ def _earns(task: Plain) -> list[str]:
 
 
 def _copies(task: Plain, nodes: list[Plain]) -> list[str]:
-    """Where the task's state is held, and what would be lost if all processes exited."""
+    """Where the task's state is, and what would be lost if all processes exited."""
     if task["tier"] != "train" or task["state"] in ENDED:
         return labelled("published", task["checkpoint"]) if task["checkpoint"] else []
     holders = [one for one in task["ranks"]
                if one["state"] in ("member", "stopped") and one["has_state"]]
     if not holders:
-        return labelled("copies", f"no process holds its state{_comes_back(task, nodes)}")
+        return labelled("copies", f"no process has its state{_comes_back(task, nodes)}")
     lost = task["unsaved"]
     disk = (f"published iteration {count(task['checkpoint_iteration'])} ({task['checkpoint']})"
             if task["checkpoint"] else "nothing is published yet")
@@ -250,7 +251,7 @@ def _copies(task: Plain, nodes: list[Plain]) -> list[str]:
         disk = f"in memory iteration {count(newest)} or newer ({' '.join(where)}); {disk}"
     on = list(dict.fromkeys(one["node"] for one in holders))
     if len(holders) == 1:
-        live = f"one seat ({on[0]}): no other process holds its state"
+        live = f"one seat ({on[0]}): no other process has its state"
     else:
         there = f"all on {on[0]}" if len(on) == 1 else f"on {' '.join(on)}"
         each = task["replica_ranks"]
@@ -287,7 +288,7 @@ def _comes_back(task: Plain, nodes: list[Plain]) -> str:
     return f": {source}, {number_of(again, 'iteration')} of {count(done)} are done again"
 
 
-def _incidents(task: Plain, told: History, now_s: float) -> list[str]:
-    rows = [incident.row(told, one, WHAT_COLUMNS, now_s)
-            for one in told.incidents.values() if one.task == task["id"]]
+def _incidents(task: Plain, history: History, now_s: float) -> list[str]:
+    rows = [incident.row(history, one, WHAT_COLUMNS, now_s)
+            for one in history.incidents.values() if one.task == task["id"]]
     return ["", *table(incident.HEAD, rows, right=(5, 6, 7))] if rows else []

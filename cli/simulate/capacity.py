@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Callable, Sequence
 from math import fsum
@@ -207,9 +206,6 @@ def _show(result: Result, report: Path | None, as_json: bool) -> None:
             [html.pictured(result.picture, report, html.words(result.words),
                            html.table(head, cells))],
             f"unicron simulate {result.what}; docs/guides/capacity.md"), encoding="utf-8")
-    if as_json:
-        console.out(json.dumps(_rows(result)))
-        return
     lines = [f"{loaded.name}: {number_of(len(loaded.cluster.names), 'node')}, "
              f"{number_of(len(loaded.tasks), 'task')}, {number_of(seeds, 'seed')}", "",
              *table(head, cells, right=range(len(head))), ""]
@@ -217,7 +213,7 @@ def _show(result: Result, report: Path | None, as_json: bool) -> None:
         lines += labelled("so", word)
     then = f"open {report / 'report.html'}" if report is not None else (
         f"{result.again} --report capacity")
-    console.lines([*lines, *labelled("next", command(then))])
+    console.show(_rows(result), [*lines, *labelled("next", command(then))], as_json=as_json)
 
 
 def _rows(result: Result) -> list[Row]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -41,9 +40,14 @@ from ..terminal.format import (
     table,
 )
 
+TRACE_BYTES_MAX = 64 << 20
+OURS = "unicron"
+Plain = dict[str, Any]
+HEADS: dict[Loss, str] = {"detection": "DETECT", "transition": "TRANSIT", "waiting": "WAIT",
+                          "sub-healthy": "SUB", "recomputed": "AGAIN"}
+
+
 # --- runs in parallel, one per core ---
-
-
 class RunSpec(NamedTuple):
     """The input of one run. `log`: the file to write its log to; `cluster`: the log's cluster."""
 
@@ -96,11 +100,6 @@ def _play(number: int) -> RunResult:
         outcome = run.play()
     return RunResult(outcome, run.engine.num_records, time.perf_counter() - began_s)
 
-TRACE_BYTES_MAX = 64 << 20
-OURS = "unicron"
-Plain = dict[str, Any]
-HEADS: dict[Loss, str] = {"detection": "DETECT", "transition": "TRANSIT", "waiting": "WAIT",
-                          "sub-healthy": "SUB", "recomputed": "AGAIN"}
 
 
 def simulate(path: Path, *, log: Path | None, as_json: bool) -> None:
@@ -114,10 +113,7 @@ def simulate(path: Path, *, log: Path | None, as_json: bool) -> None:
     if log is not None:
         stages[OURS] = stages[OURS]._replace(log=log, cluster=scenario.name)
     played = dict(zip(stages, play([*stages.values()]), strict=True))
-    if as_json:
-        console.out(json.dumps(as_data(scenario, played)))
-    else:
-        console.lines(screen(scenario, played, path, log))
+    console.show(as_data(scenario, played), screen(scenario, played, path, log), as_json=as_json)
 
 
 def load(path: Path, *, whole: bool = False) -> tuple[Scenario, dict[str, RunSpec]]:
@@ -142,15 +138,10 @@ def read(path: Path) -> tuple[Scenario, list[ExternalEvent]]:
     """
     if str(path) in paper_evaluation.TRACES and not path.exists():
         trace = paper_evaluation.TRACES[str(path)]
-        return paper_evaluation.scenario(str(path), [*POLICIES]), paper_evaluation.events(
-            trace, paper_evaluation.SEED
-        )
-    text = read_text(
-        path,
-        FILE_BYTES_MAX,
-        f"name a scenario, YAML, or one of {', '.join(paper_evaluation.TRACES)}",
-        scenarios.DOCS,
-    )
+        return (paper_evaluation.scenario(str(path), [*POLICIES]),
+                paper_evaluation.events(trace, paper_evaluation.SEED))
+    text = read_text(path, FILE_BYTES_MAX, "name a scenario, YAML, or one of "
+                     f"{', '.join(paper_evaluation.TRACES)}", scenarios.DOCS)
     scenario = scenarios.parse(read_yaml(text, scenarios.DOCS))
     cluster, given, horizon_s = scenario.cluster, scenario.trace, scenario.horizon_s
     if not isinstance(given, str):

@@ -52,7 +52,6 @@ HINT = "--set weight.TASK=2, or --set policy.FIELD=VALUE (docs/reference/records
 def from_log(path: Path, *, settings: Sequence[str], policies: Sequence[str], as_json: bool
              ) -> None:
     """`unicron simulate --from-log`. Raises UsageError for an invalid log or choice."""
-
     for name in policies:
         if name not in POLICIES:
             raise UsageError(f"--policy {name} is no policy", f"one of {', '.join(POLICIES)}")

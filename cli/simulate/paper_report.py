@@ -21,13 +21,13 @@ from ...control_plane.simulation.policies import POLICIES
 from ...control_plane.simulation.run import Outcome
 from ...control_plane.simulation.trace.external_event import ExternalEvent
 from ...events.errors import UsageError
-from ..terminal.format import number_of, scaled, span
+from ..terminal.format import number_of, scaled
 from .charts import COLOURS, INK, MUTED, OURS_COLOUR, Picture, svg
-from .paper_tables import Evaluation, Row, ratios
+from .paper_tables import Evaluation, Row, Values, change_rows, growth_rows, ratios
 
 # --- charts -------------------------------------------------------------------------------------
 
-Values = dict[tuple[str, str, str], Row]
+BASELINES = tuple(name for name in POLICIES if name not in (OURS, *RULES))
 OTHERS = tuple(name for name in POLICIES if name != OURS)
 OVER_TIME = (OURS, "shrink", "spares", "megatron-spares", THEIRS)
 DAY_S = 86400.0
@@ -100,10 +100,8 @@ def of_time(found: Evaluation) -> Picture:
 
 
 def _edges_d(case: str) -> list[float]:
-    return [
-        paper_evaluation.TRACES[case].horizon_s / DAY_S * at / PARTS_NUM
-        for at in range(PARTS_NUM + 1)
-    ]
+    horizon_d = paper_evaluation.TRACES[case].horizon_s / DAY_S
+    return [horizon_d * at / PARTS_NUM for at in range(PARTS_NUM + 1)]
 
 
 def _means(outcome: Outcome, horizon_s: float) -> list[float]:
@@ -156,19 +154,13 @@ def of_cases(value: Values) -> Picture:
     def draw(figure: Any) -> None:
         axes, systems = figure.subplots(), (OURS, *RULES)
         for number, name in enumerate(systems):
-            axes.bar(
-                [case + 0.2 * (number - 1.5) for case in paper_evaluation.CASES],
-                [
-                    value[f"case-{case}", name, "waf"]["value"] / 1e15
-                    for case in paper_evaluation.CASES
-                ],
-                width=0.18,
-                label=name if number else "unicron",
-                color=COLOURS[number + 1] if number else OURS_COLOUR,
-            )
-        axes.set_xticks(
-            [*paper_evaluation.CASES], [f"case {case}" for case in paper_evaluation.CASES]
-        )
+            axes.bar([case + 0.2 * (number - 1.5) for case in paper_evaluation.CASES],
+                     [value[f"case-{case}", name, "waf"]["value"] / 1e15
+                      for case in paper_evaluation.CASES],
+                     width=0.18, label=name if number else "unicron",
+                     color=COLOURS[number + 1] if number else OURS_COLOUR)
+        axes.set_xticks([*paper_evaluation.CASES],
+                        [f"case {case}" for case in paper_evaluation.CASES])
         axes.grid(axis="x", visible=False)
         axes.set_ylabel("WAF, PFLOP/s")
         axes.legend(ncols=len(systems), loc="upper left", bbox_to_anchor=(0, 1.12))
@@ -204,11 +196,8 @@ def of_growth(found: Evaluation) -> Picture:
 
 
 def of_changes(found: Evaluation, value: Values) -> Picture:
-    changes = [
-        (change.what, name)
-        for change in paper_evaluation.SENSITIVITY
-        for name in change.systems[1:]
-    ]
+    changes = [(change.what, name) for change in paper_evaluation.SENSITIVITY
+               for name in change.systems[1:]]
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
@@ -229,19 +218,10 @@ def of_changes(found: Evaluation, value: Values) -> Picture:
         axes.set_xlabel("Unicron's accumulated WAF over Megatron's, or over the named system's")
         axes.legend(loc="upper right")
 
-    effects = {
-        what: max(
-            abs(
-                math.log(
-                    value[f"{case}: {what}", name, "waf_ratio"]["value"]
-                    / ratios(found, case, THEIRS)[0]
-                )
-            )
-            for case in paper_evaluation.TRACES
-        )
-        for what, name in changes
-        if name == THEIRS
-    }
+    effects = {what: max(abs(math.log(value[f"{case}: {what}", name, "waf_ratio"]["value"]
+                                      / ratios(found, case, THEIRS)[0]))
+                         for case in paper_evaluation.TRACES)
+               for what, name in changes if name == THEIRS}
     first, second = sorted(effects, key=lambda what: -effects[what])[:2]
     return Picture("sensitivity", "How the conclusion depends on the constants",
                    "Each change alone, with the first seed; dotted: no change. The ratio over "
@@ -332,8 +312,6 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], ours: str = "") ->
         lines += [*(f"<td>{escape(cell)}</td>" for cell in row), "</tr>"]
     return "".join([*lines, "</table>"])
 
-BASELINES = tuple(name for name in POLICIES if name not in (OURS, *RULES))
-
 
 def write(folder: Path, found: Evaluation, rows: list[Row]) -> None:
     """Write report.html, rows.json and the charts. Existing files are replaced."""
@@ -355,14 +333,16 @@ def _page(folder: Path, found: Evaluation, rows: list[Row]) -> str:
             pictured(of_time(found), folder),
             pictured(of_losses(value), folder),
             pictured(of_cases(value), folder, table(*_case_rows(value))),
-            pictured(of_growth(found), folder, table(*_growth_rows(found))),
-            pictured(of_changes(found, value), folder,
-                          table(*_change_rows(found, value))),
+            pictured(of_growth(found), folder, table(
+                ["GPUs", "detection", "plan (here, now)", "change (gloo, four ranks)",
+                 "NCCL (published)", "pause"], growth_rows(found))),
+            pictured(of_changes(found, value), folder, table(
+                ["if", "Unicron is, over", *paper_evaluation.TRACES], change_rows(found, value))),
             section("The constants", "In seconds. Unicron's are measured by this project's "
-                         "benches, except start_s. For other policies each constant is the "
-                         "published or the measured value, whichever favours the policy. Sources: "
-                         "control_plane/simulation/policies/ and docs/guides/paper.md.",
-                         table(*_constants(), ours=OURS)),
+                    "benches, except start_s. For other policies each constant is the published "
+                    "or the measured value, whichever favours the policy. Sources: "
+                    "control_plane/simulation/policies/ and docs/guides/paper.md.",
+                    table(*_constants(), ours=OURS)),
         ], f"unicron {__version__}, unicron simulate paper --seeds {found.seeds}; our reading of "
         "arXiv 2401.00134, which leaves parts of the simulation open (docs/guides/paper.md).")
 
@@ -374,12 +354,12 @@ def _lead(found: Evaluation) -> str:
             "decisions, and the duration of each step.")
 
 
-def _nearest(case: str, value: dict[tuple[str, str, str], Row]) -> tuple[str, str]:
+def _nearest(case: str, value: Values) -> tuple[str, str]:
     ratio, name = min((value[case, name, "waf_ratio"]["value"], name) for name in BASELINES)
     return f"{ratio:.3f} x", f"the best of the others on {case}: {name}"
 
 
-def _verdict(value: dict[tuple[str, str, str], Row], num_seeds: int) -> str:
+def _verdict(value: Values, num_seeds: int) -> str:
     behind = [f"{name} on {case} ({value[case, name, 'waf_ratio']['least']:.3f} x)"
               for case in paper_evaluation.TRACES for name in POLICIES
               if name != OURS and value[case, name, "waf_ratio"]["least"] < 1]
@@ -395,7 +375,7 @@ def _verdict(value: dict[tuple[str, str, str], Row], num_seeds: int) -> str:
                if behind or below else ""))
 
 
-def _trace_rows(case: str, value: dict[tuple[str, str, str], Row]
+def _trace_rows(case: str, value: Values
                 ) -> tuple[list[str], list[list[str]]]:
     rows: list[list[str]] = []
     for name in POLICIES:
@@ -410,7 +390,7 @@ def _trace_rows(case: str, value: dict[tuple[str, str, str], Row]
     return [case, "earned", "of full", "Unicron over it", "paper", *LOSSES], rows
 
 
-def _case_rows(value: dict[tuple[str, str, str], Row]) -> tuple[list[str], list[list[str]]]:
+def _case_rows(value: Values) -> tuple[list[str], list[list[str]]]:
     rows = [[f"{case}: {', '.join(paper_evaluation.CASES[number][0])}; w {_weights(number)}",
              scaled(value[case, OURS, "waf"]["value"], "FLOP/s"),
              *(f"{value[case, rule, 'waf_ratio']['value']:.3f} x" for rule in RULES)]
@@ -421,24 +401,6 @@ def _case_rows(value: dict[tuple[str, str, str], Row]) -> tuple[list[str], list[
 def _weights(number: int) -> str:
     weights = paper_evaluation.CASES[number][1]
     return "1" if len({*weights}) == 1 else ", ".join(f"{one:g}" for one in weights)
-
-
-def _growth_rows(found: Evaluation) -> tuple[list[str], list[list[str]]]:
-    return ["GPUs", "detection", "plan (here, now)", "change (gloo, four ranks)",
-            "NCCL (published)", "pause"], [
-        [f"{one.gpus:,}", span(one.detect_s), span(plan_s), span(one.change_s), span(one.nccl_s),
-         span(one.pause_s + plan_s)] for one, plan_s in found.growth]
-
-
-def _change_rows(found: Evaluation, value: dict[tuple[str, str, str], Row]
-                 ) -> tuple[list[str], list[list[str]]]:
-    usual = ["no change", THEIRS, *(
-        f"{ratios(found, case, THEIRS)[0]:.3f} x" for case in paper_evaluation.TRACES)]
-    return ["if", "Unicron is, over", *paper_evaluation.TRACES], [usual, *(
-        [change.what, name, *(
-            f"{value[f'{case}: {change.what}', name, 'waf_ratio']['value']:.3f} x"
-            for case in paper_evaluation.TRACES)]
-        for change in paper_evaluation.SENSITIVITY for name in change.systems[1:])]
 
 
 def _constants() -> tuple[list[str], list[list[str]]]:

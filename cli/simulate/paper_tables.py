@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,18 +15,21 @@ from ...control_plane.simulation.paper_evaluation import (
     OURS,
     REPORTED,
     RULES,
+    THEIRS,
     EvaluationRun,
     PauseEstimate,
 )
 from ...control_plane.simulation.policies import POLICIES
 from ..terminal import console
-from ..terminal.format import command, labelled, number_of, scaled, span, table
+from ..terminal.format import command, count, labelled, number_of, scaled, span, table
 from .compare import HEADS, RunResult, RunSpec, play
 
 PLAN_ROUNDS_NUM = 5
 Row = dict[str, Any]
 Key = tuple[str, str, int, str]
 """Case, system, seed, changed constant."""
+Values = dict[tuple[str, str, str], Row]
+"""Each row by its case, system and metric."""
 
 
 class Evaluation(NamedTuple):
@@ -52,20 +54,14 @@ def paper(*, seeds: int, report: Path | None, as_json: bool) -> None:
         from .paper_report import write
 
         write(report, found, rows)
-    if as_json:
-        console.out(json.dumps(rows))
-    else:
-        console.lines(screen(found, rows, report))
+    console.show(rows, screen(found, rows, report), as_json=as_json)
 
 
 def evaluate(seeds: int) -> Evaluation:
     """Run the whole evaluation."""
     began_s = time.perf_counter()
-    parts = [
-        *paper_evaluation.all_policies(seeds),
-        *paper_evaluation.sensitivity(1),
-        *paper_evaluation.allocation_cases(),
-    ]
+    parts = [*paper_evaluation.all_policies(seeds), *paper_evaluation.sensitivity(1),
+             *paper_evaluation.allocation_cases()]
     keys = [(part.case, part.system, part.seed, part.changed) for part in parts]
     played = play([RunSpec(part.policy, part.run_input) for part in parts])
     growth = [(paper_evaluation.growth(gpus), _plan_s(gpus)) for gpus in paper_evaluation.GPUS_NUMS]
@@ -166,7 +162,7 @@ def screen(found: Evaluation, rows: list[Row], report: Path | None) -> list[str]
     return [*lines, *labelled("next", command(then))]
 
 
-def _trace_table(found: Evaluation, case: str, value: dict[tuple[str, str, str], Row]) -> list[str]:
+def _trace_table(found: Evaluation, case: str, value: Values) -> list[str]:
     trace = paper_evaluation.TRACES[case]
     head = (case.upper(), "EARNED", "OF FULL", "UNICRON IS", "PAPER",
             *(HEADS[what] for what in LOSSES))
@@ -187,7 +183,7 @@ def _spread(one: Row) -> str:
     return f"{one['value']:.3f} x [{one['least']:.2f}, {one['most']:.2f}]"
 
 
-def _cases_table(value: dict[tuple[str, str, str], Row]) -> list[str]:
+def _cases_table(value: Values) -> list[str]:
     head = ("CASES", "UNICRON", *(f"OVER {rule.upper()}" for rule in RULES))
     rows = [[case, scaled(value[case, OURS, "waf"]["value"], "FLOP/s"),
              *(f"{value[case, rule, 'waf_ratio']['value']:.3f} x" for rule in RULES)]
@@ -195,29 +191,30 @@ def _cases_table(value: dict[tuple[str, str, str], Row]) -> list[str]:
     return table(head, rows, right=range(1, 5))
 
 
-def _change_table(found: Evaluation, value: dict[tuple[str, str, str], Row]) -> list[str]:
+def _change_table(found: Evaluation, value: Values) -> list[str]:
     head = ("IF", "UNICRON IS, OVER", *(name.upper() for name in paper_evaluation.TRACES))
-    rows = [
-        [
-            "no change",
-            paper_evaluation.THEIRS,
-            *(
-                f"{ratios(found, case, paper_evaluation.THEIRS)[0]:.3f} x"
-                for case in paper_evaluation.TRACES
-            ),
-        ]
-    ]
+    return [*table(head, change_rows(found, value), right=(2, 3)), "of the first seed"]
+
+
+def change_rows(found: Evaluation, value: Values) -> list[list[str]]:
+    """The ratios without a change, then with each change of the constants; of the first seed."""
+    rows = [["no change", THEIRS, *(f"{ratios(found, case, THEIRS)[0]:.3f} x"
+                                    for case in paper_evaluation.TRACES)]]
     for change in paper_evaluation.SENSITIVITY:
         for system in change.systems[1:]:
             cells = [f"{value[f'{case}: {change.what}', system, 'waf_ratio']['value']:.3f} x"
                      for case in paper_evaluation.TRACES]
             rows.append([change.what, system, *cells])
-    return [*table(head, rows, right=(2, 3)), "of the first seed"]
+    return rows
 
 
 def _growth_table(found: Evaluation) -> list[str]:
     head = ("GPUS", "DETECT", "PLAN", "CHANGE", "NCCL", "PAUSE")
-    rows = [[str(one.gpus), span(one.detect_s), span(plan_s), span(one.change_s), span(one.nccl_s),
-             span(one.pause_s + plan_s)] for one, plan_s in found.growth]
-    return [*table(head, rows, right=range(6)),
+    return [*table(head, growth_rows(found), right=range(6)),
             "detect and change as measured on four ranks, the plan here, NCCL as published"]
+
+
+def growth_rows(found: Evaluation) -> list[list[str]]:
+    """The parts of a recovery at each cluster size."""
+    return [[count(one.gpus), span(one.detect_s), span(plan_s), span(one.change_s),
+             span(one.nccl_s), span(one.pause_s + plan_s)] for one, plan_s in found.growth]

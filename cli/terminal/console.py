@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterable
@@ -28,7 +29,7 @@ class PipeClosed(Exception):
 
 
 def out(text: str = "") -> None:
-    """Print one line on stdout and flush it for followers. Raises ReaderGone."""
+    """Print one line on stdout and flush it for followers. Raises PipeClosed."""
     try:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
@@ -37,9 +38,14 @@ def out(text: str = "") -> None:
 
 
 def lines(texts: Iterable[str]) -> None:
-    """Print each text on a line of stdout. Raises ReaderGone."""
+    """Print each text on a line of stdout. Raises PipeClosed."""
     for text in texts:
         out(text)
+
+
+def show(data: object, screen: Iterable[str], *, as_json: bool) -> None:
+    """Print the screen, or with `as_json` the data as one JSON object. Raises PipeClosed."""
+    lines([json.dumps(data)] if as_json else screen)
 
 
 def talk(text: str) -> None:

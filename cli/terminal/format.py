@@ -158,6 +158,12 @@ def clipped(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
+def some(names: Sequence[str], num_max: int = 3) -> str:
+    """The first `num_max` names and the number of the others: `a, b, c and 2 more`."""
+    left = len(names) - num_max
+    return ", ".join(names[:num_max]) + (f" and {left} more" if left > 0 else "")
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[str]],
           right: Iterable[int] = ()) -> list[str]:
     """Columns as wide as their widest cell, two blanks between; columns `right` are right-aligned.
@@ -193,8 +199,8 @@ def lost_state(order: Reconfigure, optimizer: Sharding, alive: Collection[tuple[
     for places in missing_parts(axes, optimizer, there):
         part = part_in_words(axes, places[0], sharded=optimizer != "whole")
         if not part:
-            return ""  # every member held the whole state, and all are gone
-        held = ranks(sorted({members[place].rank for place in places}))
-        parts.append(f"{part} (only {held} had it)")
+            return ""  # every member had the whole state, and all are gone
+        holders = ranks(sorted({members[place].rank for place in places}))
+        parts.append(f"{part} (only {holders} had it)")
     more = f" and {len(parts) - PARTS_NUM_MAX} parts more" if len(parts) > PARTS_NUM_MAX else ""
     return "; ".join(parts[:PARTS_NUM_MAX]) + more

@@ -162,16 +162,16 @@ def state_source(cost: Plain) -> str:
 
 def _plan(body: Plain) -> str:
     gives = " ".join(f"{one['task']}:{one['slots']}" for one in body["allocations"])
-    beaten = body["alternatives"][0] if body["alternatives"] else None
-    beat = f"; beat {beaten['what']}: {scaled(beaten['waf'], 'FLOP/s')}" if beaten else ""
+    reason = "".join(f"; rejected {other['what']}: {scaled(other['waf'], 'FLOP/s')}"
+                     for other in body["alternatives"][:1])
     if why := body.get("why"):
-        beat = f"; {why}; bound by {body['bound']}" if body["bound"] != "nothing" else f"; {why}"
+        reason = f"; {why}; bound by {body['bound']}" if body["bound"] != "nothing" else f"; {why}"
     ideal = body.get("ideal_waf", 0.0)
     share = f", {100 * plan_waf(body) / ideal:.0f} % of ideal" if ideal else ""
     kept = " ".join(f"{one['task']}:{one['slots']}" for one in body.get("kept", ()))
     alone = f", left alone {kept}" if kept else ""
     return (f"task:slots {gives or 'none'}{alone}, "
-            f"WAF {scaled(plan_waf(body), 'FLOP/s')}{share}{beat}")
+            f"WAF {scaled(plan_waf(body), 'FLOP/s')}{share}{reason}")
 
 
 def _sources(body: Plain) -> str:

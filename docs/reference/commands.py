@@ -16,11 +16,11 @@ HEAD = """# Commands
 The help of every command, as it is printed. Written by `make docs`: change the command, not this
 page. From a checkout, write `.venv/bin/unicron`.
 
-- Data goes to stdout, talk to stderr. Every command that reads has `-o json`.
+- Data goes to stdout, messages to stderr. Every command that reads has `-o json`.
 - Times are RFC 3339. `NO_COLOR` is respected.
 - Exit codes: 0 done, 1 failed, 2 wrong input or usage, 130 interrupted. An error is one line, and a
-  line `hint:` with what to type next. What goes on until Ctrl-C ends by it with 0: `up` once it
-  stands, `status -w`, `tail -f`, `logs -f`.
+  line `hint:` with what to type next. Ctrl-C ends these commands with 0: `up` once the cluster
+  runs, `status -w`, `tail -f`, `logs -f`.
 - Most commands speak HTTP to the control plane of `--state`, or of `--url` with the token in
   `$UNICRON_TOKEN`. `up`, `down` and `replay FILE` need none.
 - The fields of a policy file (`up --policy`) are those of
@@ -52,10 +52,10 @@ def _commands(group: object) -> list[tuple[str, object]]:
 
 def _help(*command: str) -> str:
     os.environ |= {"COLUMNS": COLUMNS, "NO_COLOR": "1"}
-    told = io.StringIO()
-    with contextlib.redirect_stdout(told):
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
         run_command([*command, "--help"])
-    text = "\n".join(line.rstrip() for line in told.getvalue().strip().splitlines())
+    text = "\n".join(line.rstrip() for line in printed.getvalue().strip().splitlines())
     return f"\n```\n{text}\n```\n"
 
 

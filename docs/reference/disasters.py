@@ -1,4 +1,4 @@
-"""Plays other people's disasters: the table of disasters.md, for figures.py."""
+"""Simulates published incidents: the table of disasters.md, for figures.py."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ NAMES = (
     "opt-2021-12-25-eight-recoveries", "tr1-2021-08-12-same-node", "bloom-2022-03-21-gpu-crash",
     "bloom-2022-03-22-maintenance", "bloom-2022-04-weekly-gpu", "", "bloom-2022-04-30-eval-hang",
     "bloom-2022-05-09-eval-hang", "bloom-2022-05-18-eval-hang", "bloom-2022-07-04-half-the-nodes")
-# What others tell in words: 44 restarts of about 90 s each (NVIDIA/Megatron-LM 5281).
-TOLD_H = {"corrupt-replica": 44 * 90 / 3600, "bloom-2022-07-04-half-the-nodes": 2875.47 / 3600}
+# From reports without a number of hours: 44 restarts of about 90 s each (NVIDIA/Megatron-LM 5281).
+REPORTED_H = {"corrupt-replica": 44 * 90 / 3600, "bloom-2022-07-04-half-the-nodes": 2875.47 / 3600}
 MODERN = ("hot-spare-rendezvous", "corrupt-replica")
 GPUS_OF_A_SLOT = {"opt": 8, "tr1": 4, "bloom": 8}
-HEAD = ("| scenario | Unicron stood | lost, GPU-h | of that, without GPUs | incidents | plans, "
-        "reconfigurations | requeued, GPU-h | told: hours | told: GPU-h |\n"
+HEAD = ("| scenario | Unicron paused | lost, GPU-h | of that, without GPUs | incidents | plans, "
+        "reconfigurations | requeued, GPU-h | reported: hours | reported: GPU-h |\n"
         "|---|---|---|---|---|---|---|---|---|\n")
 
 
-def told_h() -> dict[str, float]:
-    """What each cost those whom it befell, where they tell: hours of the whole job."""
+def reported_h() -> dict[str, float]:
+    """The reported loss of each, in hours of the whole job, if its operators reported one."""
     lines = INCIDENTS.read_text(encoding="utf-8").splitlines()
     found = {name: json.loads(line) for name, line in zip(NAMES, lines, strict=True) if name}
-    return {name: line["lost_h"] for name, line in found.items() if "lost_h" in line} | TOLD_H
+    return {name: line["lost_h"] for name, line in found.items() if "lost_h" in line} | REPORTED_H
 
 
 def row(name: str) -> str:
@@ -53,19 +53,20 @@ def row(name: str) -> str:
     theirs = Run(stages["requeue"].run_input, stages["requeue"].policy).play()
     full = ours.earnings.full_flop
     away = ours.earnings.lost_flop["waiting"] + ours.earnings.lost_flop["sub-healthy"]
-    stood_s = sum(ours.earnings.down_s.values())
-    told = told_h().get(name)
+    paused_s = sum(ours.earnings.down_s.values())
+    reported_hours = reported_h().get(name)
     cells = (
-        f"`{name}`", f"{stood_s:.0f} s" if stood_s < 600 else f"{stood_s / 3600:.1f} h",
+        f"`{name}`", f"{paused_s:.0f} s" if paused_s < 600 else f"{paused_s / 3600:.1f} h",
         f"{(1 - ours.earnings.share) * gpu_h:,.1f}", f"{away / full * gpu_h:,.1f}",
         incidents(log), f"{ours.counts['PlanChosen'] - 1}, {ours.transitions}",
         f"{(1 - theirs.earnings.share) * gpu_h:,.0f}",
-        f"{told:.1f}" if told else "", f"{told * gpus:,.0f}" if told else "")
+        f"{reported_hours:.1f}" if reported_hours else "",
+        f"{reported_hours * gpus:,.0f}" if reported_hours else "")
     return f"| {' | '.join(cells)} |\n"
 
 
 def incidents(log: list[Record]) -> str:
-    """How many of each severity; what was graver in the end, and who was quarantined."""
+    """The number of incidents by severity, of escalations to SEV1, and of quarantined nodes."""
     num: Counter[str] = Counter(one.body.severity for one in log
                                 if isinstance(one.body, d.IncidentOpened))
     num["escalated"] = sum(isinstance(one.body, d.IncidentEscalated) and

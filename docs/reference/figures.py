@@ -108,7 +108,7 @@ def _by_key(rows: Sequence[Row]) -> dict[tuple[str, str, str], Row]:
 
 def _spread(one: Row | None, form: str = ".2g") -> str:
     if one is None or one.value is None:
-        return "nothing told"
+        return "nothing reported"
     spread = ("" if one.low is None or one.high is None
               else f" [{one.low:{form}}, {one.high:{form}}]")
     return f"{one.value:{form}}{spread}"
@@ -167,11 +167,11 @@ def _throughput(rows: Sequence[Row], about: About) -> str:
     ways = ("in sample", "out of sample", "one point", "mean of the others")
     lines: list[list[str]] = []
     for case in dict.fromkeys(one.case for one in rows if one.metric == "mape_pct"):
-        told = [found.get((case, way, "mape_pct")) for way in ways]
-        num = max(one.n for one in told if one is not None)
+        errors = [found.get((case, way, "mape_pct")) for way in ways]
+        num = max(one.n for one in errors if one is not None)
         lines.append([case, f"{num}", *(
             "" if one is None or one.value is None else f"{one.value:.1f}"
-            + (f" (n {one.n})" if one.n != num else "") for one in told)])
+            + (f" (n {one.n})" if one.n != num else "") for one in errors)])
     return _lines("| rows | n | in sample | out of sample | one point | mean of the others |",
                   lines)
 
@@ -182,9 +182,9 @@ def _paper(rows: Sequence[Row], about: About) -> str:
     for system, label in POLICIES.items():
         cells = [label]
         for case in TRACES:
-            told = found.get((case, system, "waf_ratio_paper"))
+            paper = found.get((case, system, "waf_ratio_paper"))
             cells += [_spread(found[case, system, "waf_ratio"], ".3f" if system == "shrink"
-                              else ".2f"), "" if told is None else f"{told.value:g}"]
+                              else ".2f"), "" if paper is None else f"{paper.value:g}"]
         lines.append(cells)
     return _lines("| Unicron's accumulated WAF, over | trace-a | the paper | trace-b | the paper |",
                   lines)

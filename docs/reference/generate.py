@@ -100,8 +100,8 @@ SUPPORT_HEAD = """# What heals in memory
 
 Of what Megatron can do, in a task with `train:` and in a loop of one's own that has adopted
 Unicron (`heal: in-memory`). Written by `make docs` from events/spec/support.py: change that, not
-this page. `unicron doctor --support` prints the same. A loop is held against it when it starts:
-what it asks for and cannot have is told, and it then trains unhealed, or ends as wrong input.
+this page. `unicron doctor --support` prints the same. A loop is checked against it when it starts:
+Unicron reports what is not supported, and the loop trains without healing, or ends as wrong input.
 
 - **exact**: a fault is healed in memory, and training ends with what an undisturbed one ends with.
 - **exact, not run here**: it should be so, by Megatron's source; no test here shows it.
@@ -135,7 +135,7 @@ def render_map(root: Path) -> str:
 
 
 def with_map(text: str, root: Path) -> str:
-    """`text` with what stands between the two marks written anew."""
+    """`text` with the part between the two marks replaced."""
     before, _, rest = text.partition(MAP_BEGIN)
     _, _, after = rest.partition(MAP_END)
     return before + MAP_BEGIN + render_map(root) + MAP_END + after

@@ -41,9 +41,9 @@ def render(page: str) -> str:
              f'<rect width="{width}" height="{height}" rx="8" fill="#0d1117"/>']
     at_s = 0.0
     for number, line in enumerate(lines):
-        told = re.match(r" *(\d+\.\d) s +(\w*)", line)
-        at_s = float(told[1]) if told else at_s
-        colour = COLOURS.get(told[2], "") if told else ""
+        label = re.match(r" *(\d+\.\d) s +(\w*)", line)
+        at_s = float(label[1]) if label else at_s
+        colour = COLOURS.get(label[2], "") if label else ""
         fill = f";fill:{colour}" if colour else ""
         y = MARGIN_PX + LINE_PX * (number + 0.75)
         parts.append(f'<text x="{MARGIN_PX}" y="{y:g}" '

@@ -143,8 +143,8 @@ def test_two_curves_with_one_top_can_be_compared():
 def test_the_timeline_says_when_a_fault_was_detected_not_when_it_came(tmp_path, capsys):
     stage = Stage(tmp_path)
     for record in PLAIN:
-        stage.told.add(codec.from_plain(record))
-    (one,) = stage.told.incidents.values()
+        stage.history.add(codec.from_plain(record))
+    (one,) = stage.history.incidents.values()
     stage.killed_s[one.id] = one.fault_s - 0.5
     one.detected_s = one.fault_s + 0.25
     proof.timeline(stage)
@@ -244,7 +244,7 @@ def test_each_curve_of_the_waf_says_its_top_and_which_are_alike(tmp_path, capsys
     stage.look()
     proof.waf(stage)
     out = capsys.readouterr().out
-    told = waf(stage.told, proof.WAF_COLUMNS)
+    told = waf(stage.history, proof.WAF_COLUMNS)
     for what, values in (("achieved", told.achieved), ("plan", told.planned),
                          ("ideal", told.ideal)):
         (line,) = [line for line in out.splitlines() if line.split()[0] == what]

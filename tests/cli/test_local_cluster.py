@@ -107,7 +107,7 @@ def test_up_is_refused_twice_survives_sigkill_is_adopted_and_goes_down(cluster):
 
     for second in (cluster.up(), cluster("up")):
         assert second.returncode == 2
-        assert f"is held by unicron up, pid {pids[UP]}" in second.stderr
+        assert f"is locked by unicron up, pid {pids[UP]}" in second.stderr
         assert second.stderr.splitlines()[1].startswith("hint: ")
     assert cluster.pids() == pids
 
@@ -338,7 +338,7 @@ def test_what_an_operator_asks_of_a_running_cluster(cluster, tmp_path):
     assert [len(one["seats"]) for one in told["placed"]] == [0, 1]
     assert "frozen: " in cluster("freeze").stdout
     held = cluster("undrain", home["alpha"]).stdout
-    assert "held     frozen: by " in held
+    assert "paused   frozen: by " in held
     assert "alpha    0 -> 1 slot\n" in held, "planned, and not placed"
     on = cluster("unfreeze", "--reason", "done").stdout
     assert on.startswith("healing is on (seq ")

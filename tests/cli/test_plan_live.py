@@ -166,8 +166,8 @@ def test_a_job_that_is_not_submitted_binds_by_its_name(ask: Any, tmp_path: Path)
 def test_the_page_says_that_healing_is_paused(ask: Any) -> None:
     d, _, _ = two_tasks(BETA)
     d.tell("operator/f", r.HealingFrozen(reason="a test"))
-    held = [line for line in ask(Told(d), without=("n3",)) if line.startswith("held")]
-    assert held == ["held       frozen: a test; planned, and nothing is ordered. To act: "
+    held = [line for line in ask(Told(d), without=("n3",)) if line.startswith("paused")]
+    assert held == ["paused     frozen: a test; planned, and nothing is ordered. To act: "
                     "unicron unfreeze"]
 
 
@@ -277,7 +277,7 @@ def test_applied_while_paused_nothing_is_ordered(ask: Any) -> None:
     d, _, _ = two_tasks(BETA)
     d.tell("operator/f", r.HealingFrozen(reason="a test"))
     lines = ask(Told(d), weights=("alpha=9",), apply=True, check=INPUT)
-    assert lines[-2:] == ["held     frozen: a test; planned, and nothing ordered. To act: "
+    assert lines[-2:] == ["paused   frozen: a test; planned, and nothing ordered. To act: "
                           "unicron unfreeze", "look     unicron status -w"]
 
 

@@ -119,7 +119,7 @@ def test_an_alternative_of_the_same_figure_shows_its_distance(waf: float, told: 
             "alternatives": [{"what": "keep as it is", "waf": waf}]}
     found = Outcome(seq=1, plan=plan, placed=[], waiting=[], withheld=[], orders=[])
     lines = plan_lines(found, {"plan": None, "tasks": []})
-    assert lines[1] == f"beat     keep as it is: {told}"
+    assert lines[1] == f"rejected keep as it is: {told}"
 
 
 def test_who_waits_as_before_is_named_beside_who_waits_anew() -> None:

@@ -97,7 +97,7 @@ def test_shares_are_told_as_people_write_them(share: float, worth: bool, lasts: 
     node = {"id": "n2", "contact": "heard", "drained": False, "degraded": {
         "tasks": [5], "ratios": [1.5], "why": "w", "drain_share": share, "worth_draining": worth,
         "lasts": lasts}}
-    told = stragglers.node_degraded(node, {5: "alpha"}, "").replace(UNBROKEN, " ")
+    told = stragglers.node_degraded(node, "").replace(UNBROKEN, " ")
     assert told == f"w; {words}"
     assert bool(stragglers.degraded_news(node, {5: "alpha"}, "")) == worth
 
@@ -157,4 +157,4 @@ def test_a_hang_that_is_about_to_be_healed_is_shown(d: Driver, task: int) -> Non
     for rank in range(4):
         stalled(d, task, rank, "own" if rank == VICTIM else "collective", normal_s=16.0, in_s=50.0)
     told = " ".join(cluster.status(seen(d), cluster="test", now_s=d.now_s))
-    assert "alpha stands for 50 s: rank 2 on n2 stands still after backward" in told
+    assert "alpha has stalled for 50 s: rank 2 on n2 stands still after backward" in told

@@ -43,7 +43,7 @@ DETECTED = [row(case, system, "detect_s", 0.25 if system == "unicron" else None,
 def test_a_block_is_written_from_the_rows_of_a_bench(tmp_path: Path) -> None:
     page = measured(tmp_path, "detection", DETECTED)
     assert page.startswith("before\n<!-- figures: detection -->\n| case |")
-    assert "| `rank_killed` | 0.25 | 0.1 | 1.8 | nothing told |" in page
+    assert "| `rank_killed` | 0.25 | 0.1 | 1.8 | nothing reported |" in page
     assert page.endswith(
         "\n\nMeasured at commit abc1234 on 2026-11-23, n=7.\n<!-- end -->\nafter\n")
     assert "old text" not in page
