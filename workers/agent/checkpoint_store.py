@@ -37,7 +37,7 @@ class CheckpointStore:
     """Listens on `host`. Calls `lost` with the task that lost its checkpoints (0: all) and why.
 
     `start` is the number of the current or next process; it grows by one after each process that
-    held a checkpoint. At most KEEPERS_NUM_MAX run: further numbers belong to the next agent.
+    held a checkpoint. At most STORES_NUM_MAX run: further numbers belong to the next agent.
     """
 
     def __init__(self, host: str, secret: str, env: Mapping[str, str], marker: tuple[str, str],

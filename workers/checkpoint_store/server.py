@@ -156,7 +156,7 @@ def handle_connection(connection: socket.socket, store: CheckpointStore, secret:
     message = protocol.receive(connection, Offer, CheckpointRequest)
     if isinstance(message, Offer):
         _receive(connection, store, message, failures)
-    elif isinstance(message, CheckpointRequest):
+    else:
         _send(connection, store, message)
 
 
@@ -174,7 +174,6 @@ def _receive(connection: socket.socket, store: CheckpointStore, offer: Offer,
         protocol.send(connection, protocol.Go())
         checksum = protocol.receive_into(connection, memoryview(memory))
         sent = protocol.receive(connection, Checksum)
-        assert isinstance(sent, Checksum)
         if sent.checksum != checksum:
             raise StoreRefused(f"checkpoint altered: received {checksum}, sent {sent.checksum}")
         store.add(StoredCheckpoint(offer=offer, checksum=checksum, memory=memory))

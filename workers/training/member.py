@@ -223,7 +223,7 @@ class Member:
         if not self.communicators.woken:
             resume = partial(self.iteration.take, step_version, share, order.generation,
                            begun=settlement.begun)
-            if self.recovery.has_staged:
+            if self.recovery.is_staged_next:
                 self.resume_iteration = resume
             else:
                 resume()

@@ -64,8 +64,8 @@ class StateRecovery:
         self._staged: TrainingModel | None = None
         self._staged_numbers: training_state.Numbers | None = None
         self._staged_in = 0
-        self._is_staged_next = False
-        """Whether the staged model is the one to train in the current generation."""
+        self.is_staged_next = False
+        """Whether `activate` will replace the model by the staged one."""
         self._gathered = NO_STATE
         self._is_overwritten = False
         """Whether the state that this process built from the seed has been overwritten."""
@@ -113,11 +113,6 @@ class StateRecovery:
                 self._communicators.unbind(trainee.roots)
         return self._result(order, place, step_version, restored, taken)
 
-    @property
-    def has_staged(self) -> bool:
-        """Whether `activate` will change the model."""
-        return self._is_staged_next
-
     def claim(self) -> Claim:
         """This member's claim to a settlement: the state it trains, and the staged one."""
         claim = self._iteration.claim()
@@ -128,7 +123,7 @@ class StateRecovery:
     def become_standby(self) -> None:
         """Train nothing from here on: the state that this member provided becomes outdated."""
         self._is_overwritten = True
-        self._iteration.discard_state()
+        self._iteration.reset_to(NO_STATE)
 
     def leave(self) -> None:
         """Leave the generation: the staged model is bound to no communicators."""
@@ -137,7 +132,7 @@ class StateRecovery:
 
     def activate(self) -> None:
         """All members have their parts: replace the model by the staged one, or discard that."""
-        if self._staged is not None and self._is_staged_next:
+        if self._staged is not None and self.is_staged_next:
             self._note("commit")
             self._replace_model(self._staged, self._staged_numbers)
         self._drop_staged()
@@ -242,13 +237,13 @@ class StateRecovery:
         """Make it this member's state, even if the rest of the join fails: the step version that
         the member reports must always be that of its tensors."""
         iteration = self._iteration
-        self._is_staged_next = False
+        self.is_staged_next = False
         if trainee is iteration.trainee:
             if numbers is not None:
                 iteration.reset_to(training_state.load(trainee, numbers, iteration.history))
         elif iteration.step_version == step_version != 0:
             self._drop_staged()
-            self._staged, self._staged_numbers, self._is_staged_next = trainee, numbers, True
+            self._staged, self._staged_numbers, self.is_staged_next = trainee, numbers, True
             self._staged_in = self._communicators.generation
             self._note("staged")
         else:

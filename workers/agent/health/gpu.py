@@ -20,7 +20,7 @@ from .network import MINUTE_S, GrowthCounter
 _log = structlog.get_logger("agent")
 
 # Constants of nvml.h, which do not change. An older driver rejects unknown fields one by one.
-NOT_SUPPORTED_CODE, TIMEOUT_CODE, LOST_CODE, RESET_REQUIRED_CODE = 3, 10, 15, 16
+TIMEOUT_CODE, LOST_CODE, RESET_REQUIRED_CODE = 10, 15, 16
 ABSENT_CODES = (9, 12, 13)
 """No driver, no library, a library without the function."""
 UNCORRECTED_CODE, VOLATILE_CODE, AGGREGATE_CODE, SM_CODE = 1, 0, 1, 1

@@ -59,7 +59,7 @@ class Snapshot:
         self.numbers: training_state.Numbers | None = None
         self.encoded_numbers = b""
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._views: dict[str, Tensor] = {}
+        self.tensors: dict[str, Tensor] = {}
 
     def take(self, trainee: TrainingModel, step_version: int, history: History) -> None:
         """Copy the current state. One pass over its bytes."""
@@ -68,17 +68,13 @@ class Snapshot:
         if layout != self.layout:
             self._buffer = torch.empty(flat_bytes(live), dtype=torch.uint8,
                                        pin_memory=trainee.device.type == "cuda")
-            self._views = views(self._buffer, live)
+            self.tensors = views(self._buffer, live)
             self.layout = layout
         for name, tensor in live.items():
-            self._views[name].copy_(tensor)
+            self.tensors[name].copy_(tensor)
         self.step_version = step_version
         self.numbers = training_state.numbers(trainee, step_version, history)
         self.encoded_numbers = training_state.encode(self.numbers)
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        return self._views
 
     @property
     def num_bytes(self) -> int:
@@ -279,7 +275,7 @@ def restore(
 
 def _fetch(trainee: TrainingModel, task: int, entry: MemoryCheckpoint, secret: str, wait_s: float
            ) -> tuple[Offer, training_state.Numbers, Tensor]:
-    """Fetch and verify a checkpoint; each wait is limited to `wait_s`. Raises OSError, Failed."""
+    """Fetch and verify a checkpoint; each wait is limited to `wait_s`. Raises OSError, TransferError."""
     live = training_state.tensors(trainee)
     layout, num_bytes = layout_of(live), flat_bytes(live)
     memory = torch.empty(0, dtype=torch.uint8)
@@ -294,14 +290,11 @@ def _fetch(trainee: TrainingModel, task: int, entry: MemoryCheckpoint, secret: s
             raise TransferError(f"no memory for {offer.copy_bytes} bytes: {error}") from None
         return memory.numpy().data
 
-    wish = CheckpointRequest(
-        task=task,
-        generation=entry.generation,
-        step_version=entry.step_version,
-        step_version_max=entry.step_version_max,
-    )
+    request = CheckpointRequest(task=task, generation=entry.generation,
+                                step_version=entry.step_version,
+                                step_version_max=entry.step_version_max)
     with protocol.connect(entry.endpoint, secret, wait_s) as connection:
-        offer, checksum = protocol.get(connection, wish, allocate)
+        offer, checksum = protocol.get(connection, request, allocate)
     if offer.step_version == entry.step_version and checksum != entry.checksum:
         raise TransferError(f"it was altered: its checksum is {checksum}, not {entry.checksum}")
     try:

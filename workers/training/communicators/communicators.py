@@ -84,7 +84,7 @@ class Communicators:
         self.woken = False
         self._is_building = False
         self.down_s = 0.0
-        self.on_groups: Callable[[Any], None] = _nothing
+        self.on_groups: Callable[[Any], None] = lambda groups: None
         """Called with each generation's groups after they are built, and with None before they are
         destroyed: the callee must then drop its own groups."""
 
@@ -254,7 +254,3 @@ class Communicators:
         if self._is_building and self.backend == "gloo":
             sockets.connect_to_listeners(excluded, self._server_port, self.num_members)
         sockets.shut_down(excluded, self._server_port)
-
-
-def _nothing(groups: Any) -> None:
-    """The default of `on_groups`."""

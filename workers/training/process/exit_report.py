@@ -47,18 +47,10 @@ def verdict_of(error: BaseException) -> Verdict:
         verdict.second_hand, verdict.status == OTHER_SOFTWARE))
 
 
-def innermost_first(error: BaseException) -> list[BaseException]:
-    """The exception and all its causes, causes before the exceptions raised from them.
-
-    `raise X from None` hides the context, as in a traceback.
-    """
-    return [one for _, one in _walked(error)]
-
-
 def _walked(error: BaseException) -> list[tuple[int, BaseException]]:
-    """(chain number, exception), in the order in which a traceback prints them.
+    """(chain number, exception), in the order in which a traceback prints them: causes first.
 
-    Each member of a group starts a chain.
+    Each member of a group starts a chain. `raise X from None` hides the context, as in a traceback.
     """
     found: list[tuple[int, BaseException]] = []
     seen: set[int] = set()
@@ -98,8 +90,6 @@ def _own_text(error: BaseException) -> str:
 
 OWN_THREADS = ("control", "wake", "reports", "collective", "abandoned", "checkpoint", "copies")
 """Name prefixes of the threads that a rank starts and cannot train without."""
-OPTIONAL_THREADS = ("flight recorder",)
-"""Threads that the rank can train without: their error is logged."""
 TEXT_CHARS_MAX = 4000
 """Characters of an error that are reported: its end, and the line that decided."""
 

@@ -89,10 +89,6 @@ class Iteration:
                                       strict=True):
             new.main_grad.copy_(old.main_grad)
 
-    def discard_state(self) -> None:
-        """Discard the state of a standby: it is outdated after the others' next step."""
-        self.reset_to(NO_STATE)
-
     def _use_model(self, trainee: TrainingModel) -> None:
         self.trainee = trainee
         self.is_stuck = self.is_ready = False
