@@ -62,6 +62,7 @@ PURE = (
         "rules/", "classifier.py", "flight_recorder.py", "hang_locator.py", "step_time.py",
         "wait_graph.py")), "workers/agent/monitoring/megatron_output.py",
     "workers/agent/health/debounce.py", "workers/agent/health/finding.py",
+    "workers/agent/health/limits.py",
     *(f"workers/training/recovery/{name}.py" for name in (
         "resharding", "settlement", "state_sources")),
 )

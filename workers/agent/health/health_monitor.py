@@ -14,10 +14,11 @@ from msgspec import Struct
 from ....events.records.reports import DeviceErred, HealthChanged
 from ....events.records.types import Body
 from ..processes.launcher import MARKER, NodeConfig
-from .blocking_call import DetachedThread, Late
+from . import limits
+from .blocking_call import BlockingCalls, Late
 from .custom_checks import CheckOptions, CheckRunner, CheckSchedule
 from .debounce import BurstFilter, Debouncer
-from .finding import KERNEL_EVERY_S, DeviceError, Finding, Reader, Reading
+from .finding import DeviceError, Finding, Reader, Reading
 from .gpu_inventory import Gpus
 from .kernel_log import KMSG, KernelLog
 from .machine import BlockedProcesses, Disk, Memory
@@ -88,17 +89,16 @@ class HealthMonitor:
             self._kernel.close()
 
     async def _follow(self, reader: Reader) -> None:
-        thread: DetachedThread[Reading] = DetachedThread(f"health-{reader.name}")
+        calls = BlockingCalls[Reading](f"health-{reader.name}")
         while True:
             try:
-                look = await thread.call(reader.read, reader.s_max)
+                look = await calls.call(reader.read, reader.s_max)
             except Late:
-                found: list[Finding] = [Finding(
-                    reader.name, "unknown", f"no answer within {reader.s_max:g} s", rule="late")]
-                look = Reading(found)
+                look = Reading([Finding(reader.name, "unknown",
+                                        f"no answer within {reader.s_max:g} s", rule="late")])
             except (OSError, ValueError, LookupError) as error:
                 look = Reading([Finding(reader.name, "unknown", f"cannot be read: {error}",
-                                     rule="unreadable")])
+                                        rule="unreadable")])
             else:
                 if all(finding.check != reader.name for finding in look.findings):
                     look = Reading([*look.findings, Finding(reader.name, "healthy")], look.erred)
@@ -108,7 +108,7 @@ class HealthMonitor:
     async def _follow_kernel(self) -> None:
         while True:
             self._take((), (*self._kernel.look(), *self._gpus.take_xids()))
-            await asyncio.sleep(KERNEL_EVERY_S)
+            await asyncio.sleep(limits.KERNEL_EVERY_S)
 
     def _take(self, findings: Iterable[Finding], erred: Iterable[DeviceError]) -> None:
         node = self._node

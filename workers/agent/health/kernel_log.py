@@ -11,7 +11,8 @@ from pathlib import Path
 import structlog
 
 from ...diagnosis.classifier import Verdict, classify
-from .finding import KILLED_NUM_MAX, LINES_NUM_MAX, RECORD_BYTES_MAX, DeviceError
+from . import limits
+from .finding import DeviceError
 from .gpu_slots import GpuSlots
 
 KMSG = Path("/dev/kmsg")
@@ -68,7 +69,7 @@ class KernelLog:
     def _read(self) -> None:
         for _ in range(_READS_NUM_MAX if self._fd >= 0 else 0):
             try:
-                data = os.read(self._fd, RECORD_BYTES_MAX)
+                data = os.read(self._fd, limits.RECORD_BYTES_MAX)
             except BlockingIOError:
                 return
             except OSError as error:
@@ -102,9 +103,9 @@ class KernelLog:
             pid = int(found[1] or found[2])
             if pid not in self._killed or text.startswith(("Out of", "Memory cgroup")):
                 self._killed[pid] = text
-            if len(self._killed) > KILLED_NUM_MAX:
+            if len(self._killed) > limits.KILLED_NUM_MAX:
                 del self._killed[next(iter(self._killed))]
-        elif len(self._lines) < LINES_NUM_MAX:
+        elif len(self._lines) < limits.LINES_NUM_MAX:
             self._lines.append(text)
         else:
             self._num_skipped += 1

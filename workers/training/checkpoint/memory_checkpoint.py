@@ -275,7 +275,10 @@ def restore(
 
 def _fetch(trainee: TrainingModel, task: int, entry: MemoryCheckpoint, secret: str, wait_s: float
            ) -> tuple[Offer, training_state.Numbers, Tensor]:
-    """Fetch and verify a checkpoint; each wait is limited to `wait_s`. Raises OSError, TransferError."""
+    """Fetch and verify a checkpoint; each wait is limited to `wait_s`.
+
+    Raises OSError, TransferError.
+    """
     live = training_state.tensors(trainee)
     layout, num_bytes = layout_of(live), flat_bytes(live)
     memory = torch.empty(0, dtype=torch.uint8)
