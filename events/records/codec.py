@@ -204,10 +204,8 @@ def encode_report(report: Report) -> bytes:
     if not math.isfinite(report.occurred_s):
         raise ValueError(f"occurred_s is {report.occurred_s}")
     kind, v, raw = encode_body(report.body)
-    return _encoder.encode(
-        _Wire(kind=kind, v=v, body=Raw(raw), source=report.source,
-              source_seq=report.source_seq, occurred_s=report.occurred_s)
-    )
+    return _encoder.encode(_Wire(kind=kind, v=v, body=Raw(raw), source=report.source,
+                                 source_seq=report.source_seq, occurred_s=report.occurred_s))
 
 
 def decode_report(data: bytes) -> Report:
@@ -224,11 +222,10 @@ def encode_record(record: Record) -> bytes:
     if not (math.isfinite(record.occurred_s) and math.isfinite(record.at_s)):
         raise ValueError(f"occurred_s is {record.occurred_s}, at_s is {record.at_s}")
     kind, v, raw = encode_body(record.body)
-    return _encoder.encode(
-        _Wire(kind=kind, v=v, body=Raw(raw), source=record.source, source_seq=record.source_seq,
-              occurred_s=record.occurred_s, seq=record.seq, epoch=record.epoch, at_s=record.at_s,
-              cause=record.cause, incident=record.incident)
-    )
+    return _encoder.encode(_Wire(kind=kind, v=v, body=Raw(raw), source=record.source,
+                                 source_seq=record.source_seq, occurred_s=record.occurred_s,
+                                 seq=record.seq, epoch=record.epoch, at_s=record.at_s,
+                                 cause=record.cause, incident=record.incident))
 
 
 def decode_record(data: bytes) -> Record:

@@ -115,8 +115,7 @@ class Loop(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.micro_batches
 
 
-def check_loop(loop: Loop, counts: Sequence[int], floor: int, need: Need,
-               need_count: Need) -> None:
+def check_loop(loop: Loop, counts: Sequence[int], floor: int, need: Need, need_count: Need) -> None:
     """Check a loop for slot counts `counts` (ascending); `need` raises if a condition fails."""
     need_count(loop.micro_batches, "loop.micro_batches")
     need_count(loop.iterations, "loop.iterations")
@@ -359,8 +358,7 @@ def _check(spec: JobSpec) -> None:
         _need(value is None or spec.train is not None or bool(spec.command), "command",
               f"is missing; {name}: needs it", "name the program that has adopted Unicron, "
               "for example [python, train.py]")
-    _need((spec.train is None) != (not spec.command), "",
-          "give exactly one of train: and command:")
+    _need((spec.train is None) != (not spec.command), "", "give exactly one of train: and command:")
     for size, rate in spec.throughput.items():
         path = f"throughput[{size}]"
         _need(1 <= size <= SLOTS_NUM_MAX, path,

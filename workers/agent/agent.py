@@ -119,9 +119,8 @@ class Agent:
         node = self._node
 
         def lost(task: int, why: str) -> None:
-            self._outbox.put(MemoryCheckpointsLost(
-                node=node.name, incarnation=node.incarnation, task=task, why=why,
-                keeper_start=store.start))
+            self._outbox.put(MemoryCheckpointsLost(node=node.name, incarnation=node.incarnation,
+                                                   task=task, why=why, keeper_start=store.start))
 
         store = CheckpointStore(
             node.host, node.secret, os.environ, (MARKER, f"{node.mark}{node.incarnation}:keeper"),

@@ -112,8 +112,7 @@ class OrderExecutor:
                 self._forward(record, [rank for rank in self._of(order.task)
                                        if rank.order.rank in order.ranks])
             case Reconfigure() as order:
-                members = {(m.rank, m.attempt) for m in order.members
-                           if m.node == self._node.name}
+                members = {(m.rank, m.attempt) for m in order.members if m.node == self._node.name}
                 ranks = [rank for rank in self._of(order.task)
                          if (rank.order.rank, rank.order.attempt) in members]
                 for rank in ranks:
@@ -351,10 +350,8 @@ class OrderExecutor:
             return
         if isinstance(frame.body, RankErrored):
             rank.error = frame.body
-        if (
-            isinstance(frame.body, (RankFinished, InMemoryRecoveryDeclined))
-            and rank.process is not None
-        ):
+        if rank.process is not None and isinstance(
+                frame.body, (RankFinished, InMemoryRecoveryDeclined)):
             rank.process.unfollow()  # from here on the exit of its command counts
         try:
             self._report(frame.body, frame.at_s or None)

@@ -210,8 +210,7 @@ class StepTimeMonitor:
         limit_s = self.limit_s(kind)
         return "stalled" if 0 < limit_s < in_s else "well"
 
-    def add(self, iteration_s: float, own_s: float | None = None, kind: Kind = "usual"
-            ) -> Verdict:
+    def add(self, iteration_s: float, own_s: float | None = None, kind: Kind = "usual") -> Verdict:
         """Add a finished iteration. `own_s`: without waiting for others; None: all of it."""
         if iteration_s <= 0:
             return "well"

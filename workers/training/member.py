@@ -98,12 +98,8 @@ class Member:
                                self.exclude_new_sockets, self._note)
         self.copier = memory_checkpoint.MemorySaver(start, secret, spare=self.communicators.spare,
                                     tell=control.tell_unless_behind, note=self.trace.note)
-        self.checkpoint_saver = Saver(
-            start,
-            exclude_new_sockets=self.exclude_new_sockets,
-            tell=control.tell,
-            note=self.trace.note,
-        )
+        self.checkpoint_saver = Saver(start, exclude_new_sockets=self.exclude_new_sockets,
+                                      tell=control.tell, note=self.trace.note)
         self.digest = words.digest
         self.settled = 0
         """The step version at which the current generation starts."""
@@ -136,13 +132,12 @@ class Member:
     def steps(self) -> Generator[int | None]:
         """`run_to_completion` as a generator. Yields None where a generation starts to train, and
         each iteration that all members have stepped. `run_collectively` may be used there."""
-        self.control.tell(RankReady(
-            task=self.start.task, rank=self.start.rank, attempt=self.start.attempt,
-            endpoint=self.communicators.endpoint,
-            num_params=sum(param.numel() for _, param in self.trainee.named_parameters()),
-            state_bytes=training_state.num_bytes(self.trainee), iteration_flops=self.work.flops,
-            data_digest=self.digest,
-        ))
+        self.control.tell(
+            RankReady(task=self.start.task, rank=self.start.rank, attempt=self.start.attempt,
+                      endpoint=self.communicators.endpoint,
+                      num_params=sum(param.numel() for _, param in self.trainee.named_parameters()),
+                      state_bytes=training_state.num_bytes(self.trainee),
+                      iteration_flops=self.work.flops, data_digest=self.digest))
         self._note("ready")
         finished = False
         while not finished:
@@ -155,8 +150,7 @@ class Member:
                     self.generation = order.generation
                     self._leave(order)
                 case order:
-                    log.info("order ignored", kind=type(order).__name__,
-                             generation=self.generation)
+                    log.info("order ignored", kind=type(order).__name__, generation=self.generation)
 
     def _note(self, event: Event) -> None:
         self.trace.note(event, self.generation, self.step_version)
@@ -195,10 +189,9 @@ class Member:
             return
         log.warning("generation did not come up", generation=order.generation, why=why)
         self._tear_down()
-        self.control.tell(ReconfigureFailed(
-            task=self.start.task, rank=self.start.rank, attempt=self.start.attempt,
-            generation=order.generation, error=why[:1000],
-        ))
+        self.control.tell(ReconfigureFailed(task=self.start.task, rank=self.start.rank,
+                                            attempt=self.start.attempt, generation=order.generation,
+                                            error=why[:1000]))
         self._report_quiesced()
 
     def _jojoined(self, order: Reconfigure, place: int) -> Reconfigured:
@@ -233,8 +226,7 @@ class Member:
             remaining_micro_batches=share.todo, reassigned_micro_batches=share.dealt,
             source=recovered.source, received_bytes=recovered.received_bytes,
             down_s=self.communicators.down_s, up_s=up_s - began_s, settle_s=clock() - up_s,
-            origin=recovered.origin, origin_node=recovered.node, received_from=recovered.taken,
-        )
+            origin=recovered.origin, origin_node=recovered.node, received_from=recovered.taken)
 
     def _replica(self, place: int) -> frozenset[int]:
         """The ranks of this member's replica."""
@@ -308,8 +300,7 @@ class Member:
         if is_fully_replicated(self.axes, self.train.parallel):
             return outcome
         failed = self.iteration.reduction.run_collectively(
-            self.control, self.communicators,
-            partial(self.recovery.gather, at, self.nodes, to))
+            self.control, self.communicators, partial(self.recovery.gather, at, self.nodes, to))
         return outcome if failed is None else failed
 
     def run_collectively(self, call: Callable[[], None]) -> bool:
@@ -324,12 +315,11 @@ class Member:
         return False
 
     def _report_failed(self, why: str, verdict: Verdict) -> None:
-        self.control.tell(CollectiveFailed(
-            task=self.start.task, rank=self.start.rank, attempt=self.start.attempt,
-            generation=self.generation, iteration=self.step_version,
-            error=bounded(why, verdict.line, WHY_CHARS_MAX, end=False),
-            status=verdict.status, rule=verdict.rule, peer=verdict.peer,
-        ))
+        self.control.tell(
+            CollectiveFailed(task=self.start.task, rank=self.start.rank, attempt=self.start.attempt,
+                             generation=self.generation, iteration=self.step_version,
+                             error=bounded(why, verdict.line, WHY_CHARS_MAX, end=False),
+                             status=verdict.status, rule=verdict.rule, peer=verdict.peer))
 
     def _exit_if_too_many_abandoned(self, outcome: Outcome) -> None:
         """At most one member exits after a step. No state is lost: its peers are at this or the
@@ -378,11 +368,10 @@ class Member:
         # waits for the first barrier's result would look like a fault to that member.
         self.iteration.meet(self.control, self.communicators)
         self.checkpoint_saver.wait()
-        self.control.tell(RankFinished(
-            task=self.start.task, rank=self.start.rank, attempt=self.start.attempt,
-            generation=self.generation, step_version=self.step_version,
-            forward_calls=self.iteration.forward_calls,
-        ))
+        self.control.tell(RankFinished(task=self.start.task, rank=self.start.rank,
+                                       attempt=self.start.attempt, generation=self.generation,
+                                       step_version=self.step_version,
+                                       forward_calls=self.iteration.forward_calls))
 
     # --- leaving --------------------------------------------------------------------------------
     def _leave(self, order: Quiesce | None = None) -> None:
@@ -402,10 +391,9 @@ class Member:
         if (order is not None and order.save and order.ranks[:1] == (self.start.rank,)
                 and self.recovery.has_full_state):
             self._save(final=False)
-        self.control.tell(Quiesced(
-            task=self.start.task, rank=self.start.rank, attempt=self.start.attempt,
-            generation=self.generation, step_version=self.step_version,
-            micro_batches=tuple(sorted(self.iteration.done)),
-            buckets_reduced=self.iteration.reduction.num_complete,
-            num_buckets=len(self.trainee.bucket_groups),
-        ))
+        self.control.tell(Quiesced(task=self.start.task, rank=self.start.rank,
+                                   attempt=self.start.attempt, generation=self.generation,
+                                   step_version=self.step_version,
+                                   micro_batches=tuple(sorted(self.iteration.done)),
+                                   buckets_reduced=self.iteration.reduction.num_complete,
+                                   num_buckets=len(self.trainee.bucket_groups)))

@@ -211,8 +211,7 @@ def compare(one: Path | str, other: Path | str) -> Difference:
         num_losses=len(losses), loss_abs=_most(loss_abs),
         loss_rel=_most([_ratio(gap, abs(b)) for gap, (_, b) in zip(loss_abs, losses, strict=True)]),
         param_abs=param_abs, param_rel=param_rel,
-        optimizer_rel=_most(moments) if steps[0] == steps[1] else math.inf,
-    )
+        optimizer_rel=_most(moments) if steps[0] == steps[1] else math.inf)
 
 
 def _gap(mine: dict[str, Any], theirs: dict[str, Any], kind: str) -> tuple[float, float]:

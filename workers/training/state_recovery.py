@@ -157,9 +157,8 @@ class StateRecovery:
 
         return [place for place in range(num_positions(axes)) if not has(place)]
 
-    def _model_for(
-        self, axes: Axes, place: int, *, begins: bool, is_overwritten: bool
-    ) -> TrainingModel:
+    def _model_for(self, axes: Axes, place: int, *, begins: bool,
+                   is_overwritten: bool) -> TrainingModel:
         """The model to train: the current one if it is the same part, else a new one.
 
         A standby keeps its model and trains nothing.
@@ -183,8 +182,7 @@ class StateRecovery:
         """Exchange shards. What `target` receives is active in it when this returns its numbers."""
         mine = self._iteration
         # The overwritten data is worthless, or is the source itself.
-        in_place = (target is not mine.trainee or target is source
-                    or mine.step_version == NO_STATE)
+        in_place = (target is not mine.trainee or target is source or mine.step_version == NO_STATE)
         self._is_overwritten = self._is_overwritten or (in_place and target is mine.trainee)
         numbers = training_state.numbers(source, step_version, mine.history) if source else None
         found = self._run(source, target, numbers, [member.node for member in order.members],
@@ -197,17 +195,9 @@ class StateRecovery:
             ReceivedState(order.members[sender].rank, order.members[sender].node, taken_bytes)
             for sender, taken_bytes in found.taken.items())
 
-    def _run(
-        self,
-        source: TrainingModel | None,
-        target: TrainingModel | None,
-        numbers: training_state.Numbers | None,
-        nodes: Sequence[str],
-        step_version: int,
-        holders: Sequence[int],
-        *,
-        staged: bool,
-    ) -> ExchangeResult:
+    def _run(self, source: TrainingModel | None, target: TrainingModel | None,
+             numbers: training_state.Numbers | None, nodes: Sequence[str], step_version: int,
+             holders: Sequence[int], *, staged: bool) -> ExchangeResult:
         have: state_shards.State = {}
         if source is not None:
             source = with_shards(source)
@@ -231,9 +221,8 @@ class StateRecovery:
             tensor.copy_(live[name])
         return training_state.numbers(source, step_version, iteration.history)
 
-    def _set_state(
-        self, trainee: TrainingModel, numbers: training_state.Numbers | None, step_version: int
-    ) -> None:
+    def _set_state(self, trainee: TrainingModel, numbers: training_state.Numbers | None,
+                   step_version: int) -> None:
         """Make it this member's state, even if the rest of the join fails: the step version that
         the member reports must always be that of its tensors."""
         iteration = self._iteration
@@ -249,9 +238,8 @@ class StateRecovery:
         else:
             self._replace_model(trainee, numbers)
 
-    def _replace_model(
-        self, trainee: TrainingModel, numbers: training_state.Numbers | None
-    ) -> None:
+    def _replace_model(self, trainee: TrainingModel,
+                       numbers: training_state.Numbers | None) -> None:
         iteration = self._iteration
         mine, history = iteration.trainee, iteration.history
         step_version = training_state.load(trainee, numbers, history) if numbers is not None else 0
@@ -295,14 +283,8 @@ class StateRecovery:
         """Restore the order's in-memory checkpoint, else its checkpoint, else the seed (step 0)."""
         whole, history = self.full_state(), self._iteration.history
         is_mine = whole is self._iteration.trainee
-        copied = memory_checkpoint.restore(
-            whole,
-            history,
-            self._start.task,
-            order.copies,
-            self._secret,
-            lambda: self._communicators.woken,
-        )
+        copied = memory_checkpoint.restore(whole, history, self._start.task, order.copies,
+                                           self._secret, lambda: self._communicators.woken)
         self._is_overwritten = self._is_overwritten or (copied is not None and is_mine)
         if self._communicators.woken:
             raise RuntimeError("interrupted while it restored its state")

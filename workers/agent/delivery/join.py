@@ -43,11 +43,9 @@ async def join(url: str, token: str, *, node: str, host: str, incarnation: int,
     deadline = time.monotonic() + s_max
     body = {"node": node, "host": host, "incarnation": incarnation,
             "labels": {key: value for key, value in msgspec.to_builtins(labels).items() if value}}
-    headers = {"Authorization": f"Bearer {token}",
-               "Idempotency-Key": f"join-{node}-{incarnation}"}
+    headers = {"Authorization": f"Bearer {token}", "Idempotency-Key": f"join-{node}-{incarnation}"}
     num_tries = 0
-    async with aiohttp.ClientSession(
-            timeout=aiohttp.ClientTimeout(total=ANSWER_S_MAX)) as session:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_S_MAX)) as session:
         while True:
             try:
                 return await _post(session, url, headers, body)

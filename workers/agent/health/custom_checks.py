@@ -116,8 +116,7 @@ def finding(name: str, answer: CheckResult, num_slots: int) -> Finding:
         why = answer.why or f"exit code {answer.code}"
         if answer.code in (126, 127):
             why += ", it cannot be run"
-        return Finding(f"check/{name}", "unknown", f"{why}: {text}" if text else why,
-                       rule="check")
+        return Finding(f"check/{name}", "unknown", f"{why}: {text}" if text else why, rule="check")
     return Finding(f"check/{name}", CODES[answer.code], text or f"exit code {answer.code}",
                    devices, rule="check")
 
@@ -144,8 +143,7 @@ class CheckRunner:
         async with self._limit:
             mark = self._mark[0], f"{self._mark[1]}check/{name}"
             try:
-                popen = _start(path, {**self._environment, mark[0]: mark[1],
-                                      "UNICRON_CHECK": name})
+                popen = _start(path, {**self._environment, mark[0]: mark[1], "UNICRON_CHECK": name})
             except OSError as error:
                 return CheckResult(None, "", f"it cannot be run: {error.strerror}")
             assert popen.stdout is not None
@@ -242,9 +240,8 @@ class CheckSchedule:
                         self._report(Finding(f"check/{name}", "healthy", "the check was removed"))
                 for name in sorted(set(found or ()) - set(rounds)):
                     steady[name] = Debouncer(num_better=limits.CHECK_LOOKS_BETTER_NUM)
-                    rounds[name] = group.create_task(
-                        self._repeat(name, self._checks.folder / name, steady[name]),
-                        name=f"check {name}")
+                    rounds[name] = group.create_task(self._repeat(
+                        name, self._checks.folder / name, steady[name]), name=f"check {name}")
                 await asyncio.sleep(self._checks.every_s)
 
     async def _look(self, calls: BlockingCalls[Listing]) -> dict[str, Path] | None:

@@ -132,9 +132,8 @@ def device_error_of(origin: str, verdict: Verdict, line: str,
 
 
 def _open(path: Path, hints: Mapping[int, str] | None = None) -> int:
-    hints = hints or {
-        errno.EPERM: "give the agent CAP_SYSLOG, or set kernel.dmesg_restrict=0",
-        errno.EACCES: "let the agent's user read it"}
+    hints = hints or {errno.EPERM: "give the agent CAP_SYSLOG, or set kernel.dmesg_restrict=0",
+                      errno.EACCES: "let the agent's user read it"}
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:

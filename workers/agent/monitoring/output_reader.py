@@ -81,8 +81,7 @@ class OutputReaders:
     def _is_paused(self, one: OutputReader) -> bool:
         """One of the task's processes here has announced a pause since the last progress line.
         Megatron's last rank prints progress, its first rank prints checkpoints."""
-        return one.is_pause_announced or any(
-            other.announces_pause() for other in self._others(one))
+        return one.is_pause_announced or any(other.announces_pause() for other in self._others(one))
 
     def _others(self, one: OutputReader) -> list[OutputReader]:
         return [other for other in self._logs.values()

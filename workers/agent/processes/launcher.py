@@ -114,9 +114,8 @@ class Launcher:
 def environment(order: StartRank, node: NodeConfig, inherited: Mapping[str, str]) -> dict[str, str]:
     """A rank's environment: the agent's, plus the variables of its task's tier."""
     env = {"PYTHONUNBUFFERED": "1", **inherited}
-    env |= {"UNICRON_HOST": node.host, "UNICRON_NODE": node.name,
-            "UNICRON_TASK": str(order.task), "UNICRON_RANK": str(order.rank),
-            "UNICRON_ATTEMPT": str(order.attempt)}
+    env |= {"UNICRON_HOST": node.host, "UNICRON_NODE": node.name, "UNICRON_TASK": str(order.task),
+            "UNICRON_RANK": str(order.rank), "UNICRON_ATTEMPT": str(order.attempt)}
     if node.trace:
         env.setdefault("UNICRON_TRACE_DIR", str(node.state_dir / "trace"))
     if order.spec.training is not None:

@@ -71,8 +71,7 @@ class Process:
                 list(argv), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 env={**env, marker[0]: marker[1]}, pass_fds=tuple(pass_fds),
                 start_new_session=True, preexec_fn=lambda: linux.die_with(parent))
-        return cls(popen.pid, log_path, log_start, f"{marker[0]}={marker[1]}".encode(),
-                   popen=popen)
+        return cls(popen.pid, log_path, log_start, f"{marker[0]}={marker[1]}".encode(), popen=popen)
 
     @classmethod
     def fork(cls, zygote: Zygote, *, env: Mapping[str, str], marker: tuple[str, str],

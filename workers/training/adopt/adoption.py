@@ -260,12 +260,10 @@ class Job:
 @check_arguments
 @contextmanager
 def adopt(*, build: Build, sample: Sample, forward: Forward, iterations: int = 0,
-          micro_batches: int = 0, samples: int = 1, sequence: int = 0,
-          loss: Loss = "per_token", seed: int = 1234,
-          flops: float = 0.0, on_rebuild: OnRebuild | None = None,
+          micro_batches: int = 0, samples: int = 1, sequence: int = 0, loss: Loss = "per_token",
+          seed: int = 1234, flops: float = 0.0, on_rebuild: OnRebuild | None = None,
           axes: Axes | None = None, check: Sequence[Callable[[], str]] = (),
-          falls_back: bool = True, environment: Mapping[str, str] = os.environ
-          ) -> Generator[Job]:
+          falls_back: bool = True, environment: Mapping[str, str] = os.environ) -> Generator[Job]:
     """Train the model of `build`, with in-memory recovery if an agent has started this process.
 
     `build(groups, axes, place)` returns the model chunks at position `place` of the layout `axes`,
@@ -336,9 +334,8 @@ def _connect(validate: Callable[[], None], work: Callable[[Loop], LoopWorkload],
         for reason in check:
             if why := reason():
                 raise NotRecoverable(why)
-        member = Member(
-            control, start, environment, ProgressWriter(int(environment.get(PULSE, "-1"))), made
-        )
+        member = Member(control, start, environment,
+                        ProgressWriter(int(environment.get(PULSE, "-1"))), made)
     except NotRecoverable as error:
         if falls_back and isinstance(error, NotTrainable):
             raise

@@ -93,8 +93,7 @@ class MemorySaver:
     """
 
     def __init__(self, start: StartRank, secret: str, *,
-                 spare: Callable[[int], AbstractContextManager[None]],
-                 tell: Callable[[Body], bool],
+                 spare: Callable[[int], AbstractContextManager[None]], tell: Callable[[Body], bool],
                  note: Callable[[Event, int, int], None]) -> None:
         self._start = start
         self._secret = secret
@@ -234,14 +233,9 @@ def _padded(tensor: Tensor) -> int:
 
 
 # --- restore ------------------------------------------------------------------------------------
-def restore(
-    trainee: TrainingModel,
-    history: History,
-    task: int,
-    stored: tuple[MemoryCheckpoint, ...],
-    secret: str,
-    is_interrupted: Callable[[], bool],
-) -> tuple[int, MemoryCheckpoint, int] | None:
+def restore(trainee: TrainingModel, history: History, task: int,
+            stored: tuple[MemoryCheckpoint, ...], secret: str,
+            is_interrupted: Callable[[], bool]) -> tuple[int, MemoryCheckpoint, int] | None:
     """Load the first usable checkpoint of `stored`: its step version, the entry, its bytes.
 
     If none is usable, return None and leave the state unchanged; the log has a reason for each.

@@ -60,10 +60,9 @@ class Communicators:
         self.backend = "nccl" if device.type == "cuda" else "gloo"
         self._listener = socket.create_server((host, 0), backlog=128)
         port: int = self._listener.getsockname()[1]
-        self._server = dist.TCPStore(
-            host, port, is_master=True, wait_for_workers=False,
-            master_listen_fd=os.dup(self._listener.fileno()), use_libuv=True,
-        )
+        self._server = dist.TCPStore(host, port, is_master=True, wait_for_workers=False,
+                                     master_listen_fd=os.dup(self._listener.fileno()),
+                                     use_libuv=True)
         self.endpoint = f"{host}:{port}"
         self._server_port = port
         self._excluded = sockets.inodes()
@@ -118,10 +117,9 @@ class Communicators:
         excepthook = sys.excepthook
         self._is_building = True
         try:
-            dist.init_process_group(
-                self.backend, store=self.store, rank=self.place, world_size=self.num_members,
-                timeout=datetime.timedelta(seconds=GROUP_S_MAX),
-            )
+            dist.init_process_group(self.backend, store=self.store, rank=self.place,
+                                    world_size=self.num_members,
+                                    timeout=datetime.timedelta(seconds=GROUP_S_MAX))
             self.groups = process_groups.build(axes, COLLECTIVE_S_MAX)
         finally:
             self._is_building = False

@@ -198,10 +198,8 @@ class Control:
         with self._changed:
             last = next((order for order in reversed(self._orders) if isinstance(order, Quiesce)
                          and order.generation <= generation), None)
-            self._orders = deque(
-                order for order in self._orders
-                if not (isinstance(order, (Quiesce, Resume)) and order.generation <= generation)
-            )
+            self._orders = deque(order for order in self._orders if not (
+                isinstance(order, (Quiesce, Resume)) and order.generation <= generation))
             return last
 
     @contextmanager

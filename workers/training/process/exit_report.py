@@ -114,10 +114,9 @@ class ExitReporter:
         self._control.tell(RankErrored(
             task=self._order.task, rank=self._order.rank, attempt=self._order.attempt,
             generation=getattr(self.member, "generation", 0),
-            iteration=max(getattr(self.member, "step_version", 0), 0),
-            error=kind.__name__, text=bounded(text, verdict.line, TEXT_CHARS_MAX, end=True),
-            status=verdict.status, rule=verdict.rule, second_hand=verdict.second_hand,
-        ))
+            iteration=max(getattr(self.member, "step_version", 0), 0), error=kind.__name__,
+            text=bounded(text, verdict.line, TEXT_CHARS_MAX, end=True), status=verdict.status,
+            rule=verdict.rule, second_hand=verdict.second_hand))
         exit_process(self._control, 1)
 
     def report_thread(self, args: threading.ExceptHookArgs) -> None:

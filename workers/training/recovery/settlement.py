@@ -71,8 +71,7 @@ def settle(claims: Sequence[Claim], num_micro_batches: int, axes: Axes | None = 
     continuing = [dp for dp, places in enumerate(members)
                   if all(_has_sum(claims[place], place, state, axes) for place in places)]
     kept = _kept(claims, members, continuing)
-    begun = any(claims[place].begun for place, holder in state.holders.items()
-                if not holder.steps)
+    begun = any(claims[place].begun for place, holder in state.holders.items() if not holder.steps)
     if not begun:
         assert not any(kept), "kept micro-batches of an iteration that has not begun"
         todo = [list(assign_micro_batches(num_micro_batches, axes.dp, dp)) for dp in range(axes.dp)]
@@ -86,18 +85,16 @@ def settle(claims: Sequence[Claim], num_micro_batches: int, axes: Axes | None = 
     def share(place: int) -> MemberAssignment:
         holder = state.holders.get(place)
         dp = coordinates(axes, place).dp if place < num_positions(axes) else None
-        return MemberAssignment(
-            kept=() if dp is None else tuple(sorted(kept[dp])),
-            todo=() if dp is None else tuple(sorted(todo[dp])),
-            dealt=() if dp is None else tuple(sorted(reassigned[dp])), source=senders[place],
-            steps=holder is not None and holder.steps,
-            staged=holder is not None and holder.staged)
+        return MemberAssignment(kept=() if dp is None else tuple(sorted(kept[dp])),
+                                todo=() if dp is None else tuple(sorted(todo[dp])),
+                                dealt=() if dp is None else tuple(sorted(reassigned[dp])),
+                                source=senders[place], steps=holder is not None and holder.steps,
+                                staged=holder is not None and holder.staged)
 
-    return Settlement(
-        step_version=state.step_version, begun=begun,
-        shares=tuple(share(place) for place in range(len(claims))),
-        holders=tuple(sorted(state.holders)), gate=state.gate,
-        lost_version=highest if highest > state.step_version else NO_STATE)
+    return Settlement(step_version=state.step_version, begun=begun,
+                      shares=tuple(share(place) for place in range(len(claims))),
+                      holders=tuple(sorted(state.holders)), gate=state.gate,
+                      lost_version=highest if highest > state.step_version else NO_STATE)
 
 
 def _has_sum(claim: Claim, place: int, state: StateHolders, axes: Axes) -> bool:

@@ -205,8 +205,7 @@ def exchange(have: State, want: State, numbers: training_state.Numbers | None, *
     encoded = b"" if numbers is None else training_state.encode(numbers)
     offers = _gather_offers(MemberOffer(
         step_version=NO_STATE if numbers is None else numbers.step_version, have=_encoded(have),
-        want=_encoded(() if want is have else want),
-        numbers_bytes=len(encoded)))
+        want=_encoded(() if want is have else want), numbers_bytes=len(encoded)))
     held = [_decoded(offer.have) for offer in offers]
     wanted = [_decoded(offer.want) for offer in offers]
     targets = [] if want is have else list(want.values())

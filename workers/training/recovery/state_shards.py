@@ -126,8 +126,7 @@ def _sharded(module: Any) -> Iterator[tuple[Tensor, _Local]]:
         # Megatron's key may be that of another layer specification. If Megatron stacks all layers
         # into one tensor, use its key.
         key = made[0].key if ahead else global_name(module, name)
-        yield tensor, _Local((*ahead, *tensor.shape),
-                             [_map(key, part, tensor) for part in made])
+        yield tensor, _Local((*ahead, *tensor.shape), [_map(key, part, tensor) for part in made])
 
 
 def _map(key: str, part: ShardedTensor, tensor: Tensor) -> _Mapped:
@@ -142,8 +141,7 @@ def _map(key: str, part: ShardedTensor, tensor: Tensor) -> _Mapped:
         index, begin = divmod(begin, step)
         offset.append(index)
     ahead = (1,) * part.prepend_axis_num
-    return _Mapped(key, tuple(part.global_shape),
-                   Region(tuple(offset), (*ahead, *view.shape)),
+    return _Mapped(key, tuple(part.global_shape), Region(tuple(offset), (*ahead, *view.shape)),
                    tuple(a - b for a, b in zip(part.global_offset, offset, strict=True)))
 
 
@@ -176,12 +174,10 @@ def _optimized(trainee: TrainingModel, optimizer: Any
                ) -> Iterator[tuple[Any, int, Tensor, dict[str, Tensor]]]:
     """Each parameter of this optimizer: its first stepped element, the optimizer's tensor for it,
     and the moments."""
-    states = {id(main): found for part in parts(optimizer)
-              for main, found in part.state.items()}
+    states = {id(main): found for part in parts(optimizer) for main, found in part.state.items()}
     owned, own = shards(optimizer), ranges(optimizer)
     for _, param in trainee.named_parameters():
-        main = (owned.get(id(param)) if trainee.is_sharded else
-                getattr(param, "main_param", param))
+        main = (owned.get(id(param)) if trainee.is_sharded else getattr(param, "main_param", param))
         if main is not None:
             begin = own[id(param)].start if trainee.is_sharded else 0
             yield param, begin, main, states[id(main)]

@@ -224,9 +224,8 @@ class Reduction:
             with cpu_device.cpu_mode():
                 return collective()
 
-        return control.run_detached(
-            communicators.generation, communicators.interrupt, call, replica
-        )
+        return control.run_detached(communicators.generation, communicators.interrupt, call,
+                                    replica)
 
     def _own_stats(self, control: Control, communicators: Communicators, mine: Stats) -> Tensor:
         """This member's stats, its order to stop, and its order to save."""
