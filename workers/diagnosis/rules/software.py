@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 
 from ....events.records.statuses import (
-              EXITED_ABNORMALLY,
-              OTHER_NETWORK,
-              OTHER_SOFTWARE,
-              WRONG_INPUT,
+    EXITED_ABNORMALLY,
+    OTHER_NETWORK,
+    OTHER_SOFTWARE,
+    WRONG_INPUT,
 )
 from .rule import FABRIC, RAISED, TRACE, WRAPPER, Rule, rules
 
