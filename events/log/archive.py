@@ -198,7 +198,7 @@ def _refuse_tail_output(file: IO[bytes], first: int) -> None:
             raise CorruptLog(last + 1, f"the file has record {body['seq']} in its place")
         last += 1
     raise CorruptLog(last + 1, f"truncated after {last - first + 1} records: the file has neither "
-                               "header nor footer; unicron export FILE writes both")
+                     "header nor footer; unicron export FILE writes both")
 
 
 def _parse(line: bytes, seq: int, so_far: str) -> tuple[dict[str, Any], str]:

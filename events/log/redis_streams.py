@@ -279,7 +279,7 @@ class RedisLog:
             _logger.warning("maxmemory-policy should be noeviction", policy=policy)
         if info.get("aof_enabled") == "0":
             _logger.warning("the server has no append-only file: a restart loses the log",
-                          hint="CONFIG SET appendonly yes")
+                            hint="CONFIG SET appendonly yes")
 
     # --- the leader -----------------------------------------------------------------------------
     async def start_epoch(self, nonce: str) -> int:
@@ -328,7 +328,7 @@ class RedisLog:
         for node, value in zip(fields[::2], fields[1::2], strict=True):
             incarnation, at_s = value.split()
             beats.append(Heartbeat(node=node.decode(), incarnation=int(incarnation),
-                              age_s=max(0.0, now_s - float(at_s))))
+                                   age_s=max(0.0, now_s - float(at_s))))
         return sorted(beats, key=lambda beat: beat.node)
 
     async def rebuild_orders(self, open_orders: Sequence[Record], *, epoch: int) -> None:
@@ -342,8 +342,9 @@ class RedisLog:
         used = dict.fromkeys(node for _, node in sends)
         nodes = dict.fromkeys([*used, *sorted(node.decode() for node in known)])
         index = {node: place for place, node in enumerate(nodes, start=1)}
-        args = (epoch, len(sends), *(part for record, node in sends for part in
-                (index[node], record.seq, codec.encode_record(record))), *used)
+        args = (epoch, len(sends), *(
+            part for record, node in sends
+            for part in (index[node], record.seq, codec.encode_record(record))), *used)
         keys = (*self._keys("epoch", "nodes"), *self._streams(nodes))
         _check_result(await self._run(REBUILD_ORDERS, keys, args), epoch, 0)
 

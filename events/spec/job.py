@@ -44,26 +44,26 @@ def check_loss_scale(precision: Literal["fp32", "bf16", "fp16"], constant: float
     if constant is not None:
         _need_scale(constant, "train.loss_scale", need)
         need(precision != "fp32", "train.loss_scale",
-              "has no effect in fp32, which does not need a loss scale",
-              "leave it out, or set train.precision")
+             "has no effect in fp32, which does not need a loss scale",
+             "leave it out, or set train.precision")
     _need_scale(dynamic.initial, "train.dynamic_loss_scale.initial", need)
     _need_scale(dynamic.min, "train.dynamic_loss_scale.min", need)
     need(dynamic.min <= dynamic.initial, "train.dynamic_loss_scale.min",
-          f"{dynamic.min:g} is above initial {dynamic.initial:g}")
+         f"{dynamic.min:g} is above initial {dynamic.initial:g}")
     for name in ("window", "hysteresis"):
         path, count = f"train.dynamic_loss_scale.{name}", getattr(dynamic, name)
         need(count >= 1, path, "must be at least 1")
         need(count <= COUNT_NUM_MAX, path, f"must be at most {COUNT_NUM_MAX}")
     need(dynamic == DynamicLossScale() or (precision == "fp16" and constant is None),
-          "train.dynamic_loss_scale",
-          f"is not used in {precision} with a constant loss_scale" if constant is not None
-          else f"is not used in {precision}",
-          "use it with train.precision: fp16 and without train.loss_scale")
+         "train.dynamic_loss_scale",
+         f"is not used in {precision} with a constant loss_scale" if constant is not None
+         else f"is not used in {precision}",
+         "use it with train.precision: fp16 and without train.loss_scale")
 
 
 def _need_scale(value: float, path: str, need: Need) -> None:
     need(LOSS_SCALE_RATIO_MIN <= value <= LOSS_SCALE_RATIO_MAX, path,
-          f"must be between {LOSS_SCALE_RATIO_MIN:g} and {LOSS_SCALE_RATIO_MAX:g}")
+         f"must be between {LOSS_SCALE_RATIO_MIN:g} and {LOSS_SCALE_RATIO_MAX:g}")
 
 
 # --- Checkpoint destination: a folder or an fsspec URL ---
@@ -277,7 +277,7 @@ class JobSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 EXCLUDED_BY = {"train": ("heal", "loop", "model", "hang_after_s"), "command": ("train",),
-              "loop": ("model", "hang_after_s")}
+               "loop": ("model", "hang_after_s")}
 """Key -> the keys that must not be in the same spec."""
 
 

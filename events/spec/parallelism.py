@@ -172,7 +172,7 @@ def has_every_part(axes: Axes, optimizer: Sharding, positions: Collection[int]) 
 
 
 def missing_parts(axes: Axes, optimizer: Sharding,
-            positions: Collection[int]) -> Iterator[tuple[int, ...]]:
+                  positions: Collection[int]) -> Iterator[tuple[int, ...]]:
     """For each part of the state that no member at these positions holds: the positions that do."""
     given = set(positions)
     if optimizer == "whole":

@@ -22,7 +22,7 @@ WORDS = (("`object`", "a mapping"), ("`array`", "a list"), ("`str`", "text"),
 
 
 def spec_error(text: str, root: type[Struct], hint: str, *, given: object = None,
-            excluded: Collection[str] = ()) -> SpecError:
+               excluded: Collection[str] = ()) -> SpecError:
     """Turn msgspec's error `text` about `given` into a SpecError: path, one line, a suggestion.
 
     `root` is the type of the whole document, `hint` the default hint, and `excluded` the fields of

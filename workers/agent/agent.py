@@ -88,7 +88,7 @@ class Agent:
         async with asyncio.TaskGroup() as group:
             health = HealthMonitor(node, self._sources, self._outbox.put) if self._sources else None
             ranks = OrderExecutor(node, self._outbox.put, group, store,
-                          health.killed if health else None)
+                                  health.killed if health else None)
             try:
                 loops = [group.create_task(self._outbox.run(), name="reports"),
                          group.create_task(self._beat(), name="heartbeats"),

@@ -169,7 +169,7 @@ def read_exactly(connection: socket.socket, target: memoryview, until_s: float =
 
 
 def send_parts(connection: socket.socket, parts: Iterable[memoryview],
-         check_active: Callable[[], None] = lambda: None) -> str:
+               check_active: Callable[[], None] = lambda: None) -> str:
     """Send the parts; returns the checksum of all. Raises OSError.
 
     `check_active` is called before each chunk, and raises to abort.
@@ -231,7 +231,7 @@ def authenticate(connection: socket.socket, secret: str) -> bool:
     connection.settimeout(STALL_S_MAX)
     if not hmac.compare_digest(proof.answer, _answer(secret, "rank", nonce)):
         send(connection, Refused(why="this checkpoint store is of another cluster, or its "
-                                   "token has changed"))
+                                 "token has changed"))
         return False
     send(connection, Proof(answer=_answer(secret, "keeper", proof.nonce)))
     return True
@@ -262,7 +262,7 @@ def get(connection: socket.socket, request: CheckpointRequest,
     offer = receive(connection, Offer)
     if offer.task != request.task or not request.fits(offer.generation, offer.step_version):
         raise TransferError(f"checkpoint of task {offer.task} generation {offer.generation} "
-                     f"step {offer.step_version} does not match the request")
+                            f"step {offer.step_version} does not match the request")
     checksum = receive_into(connection, allocate(offer))
     sent = receive(connection, Checksum)
     if sent.checksum != checksum:

@@ -61,7 +61,7 @@ def main() -> None:
         agent.send(task.to_bytes(protocol.TASK_BYTES, "big"))
 
     store = CheckpointStore(bytes_max(os.environ), notify,
-                  lambda: notify(protocol.FIRST_CHECKPOINT_CODE), start=args.start)
+                            lambda: notify(protocol.FIRST_CHECKPOINT_CODE), start=args.start)
     log_line(f"memory for checkpoints: {store.bytes_max} bytes")
     threading.Thread(target=_serve_for_ever, args=(listener, store, secret), daemon=True).start()
     while data := agent.recv(protocol.TASK_BYTES):
@@ -149,7 +149,7 @@ def _serve_connection(connection: socket.socket, host: str, store: CheckpointSto
 
 
 def handle_connection(connection: socket.socket, store: CheckpointStore, secret: str,
-             failures: FailureLog) -> None:
+                      failures: FailureLog) -> None:
     """Serve one connection, from the greeting on. Raises OSError, TransferError."""
     if not protocol.authenticate(connection, secret):
         raise TransferError("client without the cluster's secret")
@@ -191,7 +191,7 @@ def _send(connection: socket.socket, store: CheckpointStore, request: Checkpoint
     stored = store.find(request)
     if stored is None:
         protocol.send(connection, Refused(why=f"no checkpoint of task {request.task} generation "
-                                             f"{request.generation} step {request.step_version}"))
+                                          f"{request.generation} step {request.step_version}"))
         return
     protocol.send(connection, stored.offer)
     protocol.send_parts(connection, [memoryview(stored.memory)])

@@ -128,7 +128,7 @@ class Level:
                 self._reference.add(older)
         level, plain = self._reference.quantile(0.5), self._reference.quantile(PLAIN_SHARE)
         if self._has_changed(WINDOW_NUM * again, level,
-                          max(PLAIN_TIMES, DEGRADED_TIMES * plain / level)):
+                             max(PLAIN_TIMES, DEGRADED_TIMES * plain / level)):
             return True
         return (len(self._reference) >= min(num // again, REFERENCE_NUM)
                 and self._has_changed(num, level,

@@ -72,7 +72,7 @@ class StateRecovery:
 
     # --- recovery into this member ---
     def recover(self, order: Reconfigure, place: int, claims: Sequence[Claim],
-              settlement: Settlement) -> Recovered:
+                settlement: Settlement) -> Recovered:
         """Recover the settled state, in this member's part of the order's layout.
 
         If the member had that state for another part of the model, both are kept until `activate`.
@@ -174,7 +174,7 @@ class StateRecovery:
             mine.axes, mine.place = axes, place
             return mine
         return with_shards(self._work.build(mine.device, self._communicators.groups, axes, place,
-                                     begins=begins))
+                                            begins=begins))
 
     def _exchange(self, order: Reconfigure, step_version: int, holders: Sequence[int],
                   source: TrainingModel | None, target: TrainingModel | None
@@ -261,7 +261,7 @@ class StateRecovery:
             self._staged = None
 
     def _result(self, order: Reconfigure, place: int, step_version: int, restored: Recovered,
-               taken: tuple[ReceivedState, ...]) -> Recovered:
+                taken: tuple[ReceivedState, ...]) -> Recovered:
         mine = order.members[place]
         if step_version == 0 or restored is not SEED:
             return restored._replace(taken=taken)
@@ -312,7 +312,7 @@ class StateRecovery:
     def _build_full_state(self) -> TrainingModel:
         """A whole replica with its initial weights."""
         built = with_shards(self._work.build_replica(self._iteration.trainee.device,
-                                            self._communicators.alone()))
+                                                     self._communicators.alone()))
         self._communicators.unbind(built.roots)
         built.release_gradients()
         return built

@@ -60,7 +60,7 @@ async def join(url: str, token: str, *, node: str, host: str, incarnation: int,
 
 
 async def _post(session: aiohttp.ClientSession, url: str, headers: Mapping[str, str],
-               body: Mapping[str, object]) -> Joined:
+                body: Mapping[str, object]) -> Joined:
     """One try. Raises UsageError (final), or ClientError or TimeoutError (retry)."""
     try:
         reply = await session.post(f"{url.rstrip('/')}/v1/join", json=body, headers=headers)

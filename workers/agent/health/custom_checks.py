@@ -251,8 +251,8 @@ class CheckSchedule:
                                               self._checks.s_max)
         except (Late, OSError) as error:
             self._report(Finding("checks", "unknown", f"{self._checks.folder} cannot be listed: "
-                               f"{getattr(error, 'strerror', None) or 'no answer'}",
-                               rule="check"))
+                                 f"{getattr(error, 'strerror', None) or 'no answer'}",
+                                 rule="check"))
             return None
         self._report(Finding("checks", "healthy"))
         files = skipped_files(skipped)

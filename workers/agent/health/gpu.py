@@ -125,8 +125,8 @@ class Gpu:
         self._clock = clock
         self._links: tuple[bool, ...] | None = None
         self._errors = GrowthCounter(MINUTE_S)
-        self._nvlink = {field: GrowthCounter(MINUTE_S) for field in (*CRC_FIELDS, REPLAY_CODE,
-                                                             RECOVERY_CODE)}
+        self._nvlink = {field: GrowthCounter(MINUTE_S)
+                        for field in (*CRC_FIELDS, REPLAY_CODE, RECOVERY_CODE)}
         self._crc_at_s = clock()
 
     def look(self) -> tuple[Finding, list[DeviceError]]:

@@ -92,8 +92,9 @@ class Gpus:
             self._retry_at_s = self._clock() + limits.RETRY_S
             if str(error) != self._last_error:
                 self._last_error = str(error)
-                _log.warning("NVML cannot open the GPUs; the agent retries", why=str(
-                    error), hint="run nvidia-smi" if code_of(error) not in ABSENT_CODES
+                _log.warning(
+                    "NVML cannot open the GPUs; the agent retries", why=str(error),
+                    hint="run nvidia-smi" if code_of(error) not in ABSENT_CODES
                     else "is the driver loaded, and its libraries in the container?")
             return False
         self._slots, self._lost = GpuSlots(pci, len(self._devices)), []

@@ -56,11 +56,10 @@ class HealthMonitor:
         self._named_slots: dict[str, tuple[int, ...]] = {}
         """The slots in the last report of each check."""
         self._checks = sources.checks
-        self._run = CheckRunner({**os.environ, "UNICRON_NODE": node.name,
-                         "UNICRON_SLOTS": str(node.num_slots),
-                         "UNICRON_DEVICES": ",".join(node.devices),
-                         "UNICRON_STATE": str(node.state_dir)},
-                        (MARKER, f"{node.mark}{node.incarnation}:"))
+        self._run = CheckRunner(
+            {**os.environ, "UNICRON_NODE": node.name, "UNICRON_SLOTS": str(node.num_slots),
+             "UNICRON_DEVICES": ",".join(node.devices), "UNICRON_STATE": str(node.state_dir)},
+            (MARKER, f"{node.mark}{node.incarnation}:"))
 
     @property
     def pids(self) -> set[int]:
@@ -83,7 +82,7 @@ class HealthMonitor:
                     group.create_task(self._follow(reader), name=reader.name)
                 if self._checks is not None:
                     rounds = CheckSchedule(self._checks, self._run, self._node.num_slots,
-                                    self._report_check)
+                                           self._report_check)
                     group.create_task(rounds.run(), name="checks")
         finally:
             self._kernel.close()

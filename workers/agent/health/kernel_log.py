@@ -115,7 +115,7 @@ class KernelLog:
 
 
 def device_error_of(origin: str, verdict: Verdict, line: str,
-             slots: GpuSlots) -> DeviceError | None:
+                    slots: GpuSlots) -> DeviceError | None:
     """The error in a line; None without one, or if the GPU is not ours."""
     if not verdict.status or verdict.second_hand:
         return None
@@ -128,7 +128,7 @@ def device_error_of(origin: str, verdict: Verdict, line: str,
     found = _PID.search(line)
     pid = int(found[1] or found[2]) if found else 0
     return DeviceError("nvml" if origin == "nvml" else "kernel", verdict.status, verdict.rule, line,
-                 devices, verdict.code, pid)
+                       devices, verdict.code, pid)
 
 
 def _open(path: Path, hints: Mapping[int, str] | None = None) -> int:

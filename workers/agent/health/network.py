@@ -91,8 +91,8 @@ class _Port:
     def flapped(self, num: int, num_within: int) -> tuple[list[Finding], list[DeviceError]]:
         """`num` flaps since the last look, `num_within` within FLAPS_WITHIN_S."""
         erred = [DeviceError("network", LINK_FLAPPING, "link-went-down",
-                       f"{self.name}: link went down"
-                       + (f" {num} times" if num > 1 else ""))] if num else []
+                             f"{self.name}: link went down"
+                             + (f" {num} times" if num > 1 else ""))] if num else []
         if num_within < limits.FLAPS_NUM_MAX:
             return [], erred
         return [self.bad("degraded", f"link went down {num_within} times in "
@@ -122,7 +122,7 @@ class _Fabric(_Port):
             name = file.rpartition("/")[2]
             if grown := counter.see(self.number(file), at_s):
                 erred.append(DeviceError("network", OTHER_NETWORK, name,
-                                   f"{self.name}: {name} grew by {grown}"))
+                                         f"{self.name}: {name} grew by {grown}"))
             if counter.num > grown:  # again within a minute
                 found.append(self.bad("degraded", f"{name} grows, {counter.num} in a minute",
                                       OTHER_NETWORK, name))

@@ -59,8 +59,8 @@ IGNORE_RULES = (
             r"(?:async )?event.{0,30}(?:client reregist|gid table|lid change|sm change|pkey"
             r"|port active|unknown event)"),
     _ignore("recovered", "restored|recovered|reconnected|: server|is back|normal",
-           r"connection (?:was |is )?restored|nfs: server \S{1,80} ok\b|successfully (?:recovered|"
-           r"reconnected)|temperature(?:/speed)? (?:is )?(?:back to )?normal"),
+            r"connection (?:was |is )?restored|nfs: server \S{1,80} ok\b|successfully (?:recovered|"
+            r"reconnected)|temperature(?:/speed)? (?:is )?(?:back to )?normal"),
     _ignore("throttled", "throttled|above threshold",
             r"clock(?:s)? throttled|temperature above threshold"),
     _ignore("boot",
@@ -81,8 +81,8 @@ IGNORE_RULES = (
     _ignore("metrics-logger", "wandb:", r"wandb: (?!error|.{0,60}\berror\b: |.{0,60}exception)"),
     _ignore("iteration", "iteration|elapsed time|consumed samples|lm loss|it/s|s/it",
            # a progress bar does not end its line: later output follows its bracket
-           r"iteration +\d{1,9}/ *\d|consumed samples|\d(?:it/s|s/it)\b"
-           r"(?!.{0,300}\] ?\[?[a-z])"),
+            r"iteration +\d{1,9}/ *\d|consumed samples|\d(?:it/s|s/it)\b"
+            r"(?!.{0,300}\] ?\[?[a-z])"),
     _ignore("overflow-skipped", "overflow|skipping step",
             r"overflow!|skipping step|overflow\. skipping|loss scale.{0,30}reduc"),
     _ignore("teardown", "exception ignored|leaked|has not been destroyed|destroy_process_group"

@@ -297,11 +297,11 @@ def adopt(*, build: Build, sample: Sample, forward: Forward, iterations: int = 0
                 raise UsageError(f"loop.{name} is {spec} in the job file, and {given} in the "
                                  "script", "write the same, or leave it out of the script")
         return LoopWorkload(loop, build, sample, forward, samples_num=samples, sequence=sequence,
-                       loss=loss, seed=seed, flops=flops, on_rebuild=on_rebuild)
+                            loss=loss, seed=seed, flops=flops, on_rebuild=on_rebuild)
 
     def validate() -> None:
         check_values({"build": build, "sample": sample, "forward": forward}, loss,
-                    {"samples": samples, "sequence": sequence})
+                     {"samples": samples, "sequence": sequence})
 
     with usage_errors_reported(environment):
         driver: Driver

@@ -222,7 +222,7 @@ def build(train: Train, device: torch.device, groups: Any = None, axes: Axes | N
             mirror = _optimizer(train, ddps, groups, shards=True)
     positions = torch.arange(train.model.sequence, device=device).expand(train.batch.micro, -1)
     return TrainingModel(train, device, draw, axes, place, modules, ddps, optimizer,
-                   _scheduler(train, optimizer), positions, mirror=mirror)
+                         _scheduler(train, optimizer), positions, mirror=mirror)
 
 
 def _module(train: Train, config: Any, draw: Draw, axes: Axes, at: Coordinates, chunk: int,

@@ -129,7 +129,7 @@ class Control:
             return self._orders.popleft()
 
     def run_detached(self, generation: int, wake: Callable[[], None], call: Callable[[], T],
-              replica: frozenset[int] = frozenset()) -> T:
+                     replica: frozenset[int] = frozenset()) -> T:
         """Run `call` as in `waiting_for_others`, but in a detached thread.
 
         A wait that cannot be interrupted then costs STUCK_S_MAX and a sleeping thread, not the

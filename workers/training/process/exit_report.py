@@ -103,7 +103,7 @@ class ExitReporter:
         self.member: object | None = None
 
     def report(self, kind: type[BaseException], error: BaseException,
-            trace: TracebackType | None) -> None:
+               trace: TracebackType | None) -> None:
         """Use as sys.excepthook."""
         if isinstance(error, UsageError):
             text = f"{error} ({error.hint})"

@@ -128,7 +128,7 @@ def _owners(claims: Sequence[Claim], members: Sequence[Sequence[int]], continuin
             ) -> dict[int, int]:
     """Micro-batch -> the continuing replica to which it was last assigned."""
     oldest_first = sorted((claims[place].assigned_in, -place, dp)
-                           for dp in continuing for place in members[dp])
+                          for dp in continuing for place in members[dp])
     return {item: dp for _, place, dp in oldest_first for item in claims[-place].owned}
 
 

@@ -186,7 +186,7 @@ class Reduction:
             self._stats, self._own_stats(control, communicators, mine), dist.group.WORLD))
 
     def run_collectively(self, control: Control, communicators: Communicators,
-                 collective: Callable[[], T], replica: frozenset[int] = frozenset()
+                         collective: Callable[[], T], replica: frozenset[int] = frozenset()
                  ) -> T | Outcome:
         """Run a collective of all members, or of `replica`; returns its result, or the outcome."""
         found: T | Outcome = "failed"

@@ -220,7 +220,7 @@ class Iteration:
             return None
         self.forward_calls += len(unit)
         return forward_backward.run(self.trainee, communicators.groups, self.step_version, unit,
-                          self._sample, self._note_of)
+                                    self._sample, self._note_of)
 
     def _sample(self, item: int) -> Tensor:
         train = self.trainee.train
@@ -291,7 +291,7 @@ class Iteration:
         """
         self._note("gather")
         found = self.reduction.run_collectively(control, communicators,
-                                        partial(gather, self.trainee))
+                                                partial(gather, self.trainee))
         if isinstance(found, str):
             self.is_stuck = self.reduction.was_abandoned
             return found
@@ -332,7 +332,7 @@ class Iteration:
         """The micro-batches of a new iteration for this member's replica."""
         axes: Axes = communicators.axes
         return assign_micro_batches(self.trainee.train.num_micro_batches, axes.dp,
-                    coordinates(axes, communicators.place).dp)
+                                    coordinates(axes, communicators.place).dp)
 
     def _boundary(self, stats: Stats) -> Outcome:
         self.saver_position = round(stats.saver_position) - 1
@@ -353,7 +353,7 @@ class Iteration:
 def held_by(trainee: TrainingModel) -> HeldState:
     """The part of the model that `trainee` is."""
     return HeldState(axes=trainee.axes, optimizer=trainee.train.parallel.optimizer,
-                place=trainee.place)
+                     place=trainee.place)
 
 
 def clock() -> float:
