@@ -1,4 +1,4 @@
-"""Error messages of strict parsing: the path, the problem, and the key that was meant."""
+"""Checks of a spec, and error messages: the path, the problem, and the key that was meant."""
 
 from __future__ import annotations
 
@@ -15,10 +15,24 @@ from ..errors import SpecError
 PLAIN = re.compile(r"[\w./-]{1,60}\Z", re.ASCII)
 """Text that needs no quotes in a YAML list."""
 KEY_CHARS_MAX = 100
+COUNT_NUM_MAX = 2**31 - 1
+DOCS = "see docs/reference/job-spec.md"
 UNION = re.compile(r"`(\w+(?: \| \w+)+)`")
 WORDS = (("`object`", "a mapping"), ("`array`", "a list"), ("`str`", "text"),
          ("got `float`", "got a fraction"), ("`bool`", "true or false"),
          ("`int`", "a whole number"), ("`float`", "a number"))
+
+
+def need(holds: bool, path: str, message: str, hint: str = DOCS) -> None:
+    """Raise SpecError for the job spec's field `path` unless the condition holds."""
+    if not holds:
+        raise SpecError(path, message, hint)
+
+
+def need_count(count: int, path: str, least: int = 1) -> None:
+    """Raise SpecError unless `count` is from `least` to COUNT_NUM_MAX."""
+    need(count >= least, path, f"must be at least {least}")
+    need(count <= COUNT_NUM_MAX, path, f"must be at most {COUNT_NUM_MAX}")
 
 
 def spec_error(text: str, root: type[Struct], hint: str, *, given: object = None,
