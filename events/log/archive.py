@@ -100,12 +100,12 @@ def create(path: Path, *, cluster: str, code: str, first_seq: int = 1) -> Genera
 
 
 @contextlib.contextmanager
-def _usage_error_of(path: Path) -> Generator[None]:
-    """Turn a failed write into UsageError."""
+def _usage_error_of(path: Path, hint: str = "name another file") -> Generator[None]:
+    """Turn a failed read or write into UsageError."""
     try:
         yield
     except OSError as error:
-        raise UsageError(f"{path}: {error.strerror or error}", "name another file") from None
+        raise UsageError(f"{path}: {error.strerror or error}", hint) from None
 
 
 def write(path: Path, records: Iterable[Record], *, cluster: str, code: str,
@@ -151,17 +151,13 @@ def read(path: Path) -> Iterator[Record]:
 
 
 def _open(path: Path) -> IO[bytes]:
-    try:
+    with _usage_error_of(path, EXPORT_HINT):
         return path.open("rb")
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror or error}", EXPORT_HINT) from None
 
 
 def _header(path: Path, file: IO[bytes]) -> tuple[Header, str]:
-    try:
+    with _usage_error_of(path, EXPORT_HINT):
         line = file.readline(LINE_BYTES_MAX)
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror or error}", EXPORT_HINT) from None
     if not line.strip():
         raise UsageError(f"{path} is empty", EXPORT_HINT)
     try:

@@ -149,11 +149,9 @@ class Agent:
     async def _beat(self) -> None:
         """Send a heartbeat every BEAT_S; a failed one is not retried."""
         while True:
-            try:
+            with suppress(Unavailable, Ambiguous):
                 await self._link.call(
                     lambda: self._port.beat(self._node.name, self._node.incarnation))
-            except (Unavailable, Ambiguous):
-                pass
             await asyncio.sleep(BEAT_S)
 
     async def _look(self, ranks: OrderExecutor) -> None:

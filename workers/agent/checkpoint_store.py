@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import structlog
@@ -67,10 +68,8 @@ class CheckpointStore:
     def forget(self, task: int) -> None:
         """Drop the checkpoints of a task that has ended."""
         if self._socket is not None:
-            try:
+            with suppress(OSError):  # it has exited or does not read; its memory is bounded anyway
                 self._socket.send(task.to_bytes(protocol.TASK_BYTES, "big"))
-            except OSError:
-                pass  # it has exited or does not read; its memory is bounded anyway
 
     def close(self) -> None:
         """Kill the process and stop listening. A second call does nothing."""

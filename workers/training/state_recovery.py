@@ -191,7 +191,7 @@ class StateRecovery:
             return None, ()
         found.activate()
         target.is_gathered = True
-        return found.told, tuple(
+        return found.numbers, tuple(
             ReceivedState(order.members[sender].rank, order.members[sender].node, taken_bytes)
             for sender, taken_bytes in found.taken.items())
 
@@ -332,7 +332,7 @@ class StateRecovery:
                           self.full_state() if place == to else None, numbers, nodes,
                           step_version, sources, staged=False)
         if place == to:
-            self._gathered = training_state.load(self.full_state(), found.told, History())
+            self._gathered = training_state.load(self.full_state(), found.numbers, History())
 
     @property
     def has_full_state(self) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import structlog
@@ -131,17 +132,15 @@ def device_error_of(origin: str, verdict: Verdict, line: str,
                        devices, verdict.code, pid)
 
 
-def _open(path: Path, hints: Mapping[int, str] | None = None) -> int:
-    hints = hints or {errno.EPERM: "give the agent CAP_SYSLOG, or set kernel.dmesg_restrict=0",
-                      errno.EACCES: "let the agent's user read it"}
+def _open(path: Path) -> int:
+    hints = {errno.EPERM: "give the agent CAP_SYSLOG, or set kernel.dmesg_restrict=0",
+             errno.EACCES: "let the agent's user read it"}
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         _log.warning("kernel messages cannot be read: no XIDs and no OOM kills from there",
                      file=str(path), why=error.strerror, hint=hints.get(error.errno or 0, ""))
         return -1
-    try:
+    with suppress(OSError):  # a pipe: all its content is new
         os.lseek(fd, 0, os.SEEK_END)
-    except OSError:  # a pipe: all its content is new
-        pass
     return fd

@@ -90,9 +90,7 @@ class OutputReaders:
     def end(self, order: StartRank) -> None:
         """Report the last output of a command that has ended."""
         one = self._logs.get(_key(order))
-        if one is not None and not any(
-                other.has_reported and other is not one and other.task == one.task
-                for other in self._logs.values()):
+        if one is not None and not any(other.has_reported for other in self._others(one)):
             for report in one.end():
                 self._report(report, None)
         self.drop(order)

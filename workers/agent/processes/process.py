@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -138,10 +139,8 @@ class Process:
     def signal_group(self, number: signal.Signals) -> None:
         """Send a signal to the process group; does nothing if it is gone."""
         if not self._is_reaped:
-            try:
+            with suppress(ProcessLookupError):
                 os.killpg(self.pid, number)
-            except ProcessLookupError:
-                pass
 
     async def wait_group(self, s_max: float) -> bool:
         """Wait until no descendant of the ended process is left; False after `s_max`."""

@@ -2,17 +2,7 @@
 
 from __future__ import annotations
 
-from ....events.records.statuses import (
-    CUDA_ERRORS,
-    ECC_ERRORS,
-    EXITED_ABNORMALLY,
-    GPU_DRIVER_ERRORS,
-    ILLEGAL_MEMORY_ACCESS,
-    INVALID_DMA_MAPPING,
-    LOST_CONNECTION,
-    NVLINK_ERRORS,
-    TASK_HANG,
-)
+from ....events.records import statuses
 from .rule import DEVICE, HARDWARE, KILLED, rules
 
 # CUDA reports an error by name, number or text; the numbers were different before CUDA 10.1.
@@ -20,7 +10,7 @@ _CUDA_NUMBER = (r"(?:cuda (?:runtime )?error|cuda failure|cudaerror|cudasuccess|
                 r" ?[=:(]? ?")
 
 MACHINE_RULES = (
-    *rules(LOST_CONNECTION, HARDWARE, (
+    *rules(statuses.LOST_CONNECTION, HARDWARE, (
         ("kernel-panic", "kernel panic|not syncing:|rebooting in",
          r"kernel panic|not syncing:|rebooting in \d{1,6} sec"),
         ("kernel-oops", "kernel bug at|bug: unable to handle|[#",
@@ -51,7 +41,7 @@ MACHINE_RULES = (
         ("overheated", "critical temperature|thermal shutdown",
          r"critical temperature reached|thermal shutdown"),
     )),
-    *rules(ECC_ERRORS, HARDWARE, (
+    *rules(statuses.ECC_ERRORS, HARDWARE, (
         ("ecc-uncorrectable", "ecc|uncorrectable",
          r"[sd]ram uncorrectable\s{0,40}: ?[1-9]|uncorrectable (?:\w{1,8} )?(?:memory"
          r"|parity)\b(?!.{0,30}: ?0\b)|uncorrectable ecc|ecc.{0,3}uncorrectable"
@@ -70,7 +60,7 @@ MACHINE_RULES = (
         ("cuda-ecc", "(39)|214", _CUDA_NUMBER + r"(?:39|214)\b(?! ?[.:]\d)(?=.{0,60}ecc)|"
          r"(?:cuda failure|cudaerror|code=) ?214\b"),
     )),
-    *rules(NVLINK_ERRORS, HARDWARE, (
+    *rules(statuses.NVLINK_ERRORS, HARDWARE, (
         ("nvlink-uncorrectable", "nvlink", r"uncorrectable nvlink|nvlink.{0,3}uncorrectable"),
         ("nvlink-peer-memory",
          "cuda_error_contained|cudaerrorcontained|peer gpu memory over nvlink"),
@@ -88,7 +78,7 @@ MACHINE_RULES = (
          r"|fault|link (?:\d{1,2} )?(?:is )?(?:currently )?down|inactive|timed? ?out|lane error"
          r"|flit error|crc error|replay error|recovery error)"),
     )),
-    *rules(INVALID_DMA_MAPPING, HARDWARE, (
+    *rules(statuses.INVALID_DMA_MAPPING, HARDWARE, (
         ("iommu-fault", "dmar|amd-vi|smmu|iommu|io_page_fault|swiotlb",
          # not "default", which each boot logs for its IOMMU domain
          r"dmar: \[|dmar.{0,40}(?:(?<!de)fault|error)|io_page_fault|iotlb_inv_timeout"
@@ -109,7 +99,7 @@ MACHINE_RULES = (
         ("peer-memory", "peermem|peer_mem",
          r"(?:nvidia[-_]|nv_|amdgpu_)peer_?mem.{0,90}(?:\berror\b|fail|invalid|denied)"),
     )),
-    *rules(GPU_DRIVER_ERRORS, HARDWARE, (
+    *rules(statuses.GPU_DRIVER_ERRORS, HARDWARE, (
         ("gpu-lost",
          "fallen off|is lost|device handle|gpu lost|no devices were found|gpu_is_lost|(rev ff)",
          r"fallen off the bus|gpu is lost|gpu_is_lost|unable to determine the device handle"
@@ -158,7 +148,7 @@ MACHINE_RULES = (
          r"|bad state|cannot (?!map mem)|not responding|may need to be reset|is hung"
          r"|critical error|no nvidia graphics|not called for)"),
     )),
-    *rules(TASK_HANG, KILLED, (
+    *rules(statuses.TASK_HANG, KILLED, (
         ("hung-task", "blocked for more than|state:d",
          r"task \S{1,80} blocked for more than \d{1,9} sec|\btask:\S{1,40} {1,16}state:d\b"),
         ("soft-lockup", "lockup", r"(?:soft|hard) lockup"),
@@ -167,7 +157,7 @@ MACHINE_RULES = (
         ("nfs-writeback", "nfs_",
          r"(?:^|\s)nfs_(?:lock_and_join_requests|wb_all|page_async_flush|writepages_callback)\+0x"),
     )),
-    *rules(ILLEGAL_MEMORY_ACCESS, DEVICE, (
+    *rules(statuses.ILLEGAL_MEMORY_ACCESS, DEVICE, (
         ("cuda-illegal-address", "illegal memory access|illegaladdress|illegal_address|misaligned"
          "|warp illegal address|out of range address|memory access fault by gpu"
          "|invalid address space|invalid __global__|invaliddeviceaddress"),
@@ -177,7 +167,7 @@ MACHINE_RULES = (
         ("cuda-illegal-number", "700|(77)|error 77|716|(74", r"(?:cuda (?:runtime )?error"
          r"|cuda failure|cudaerror|code) ?[=:(]? ?(?:700|716|77)\b(?! ?[.:]\d)"),
     )),
-    *rules(EXITED_ABNORMALLY, KILLED, (
+    *rules(statuses.EXITED_ABNORMALLY, KILLED, (
         ("oom-killer", "oom|out of memory|memory cgroup|memory limit",
          r"oom[-_ ]?kill|out of memory: kill|cgroup out of memory|\boomkilled\b|oom_reaper: reaped"
          r"|task \d{1,7}: out of memory|out_of_memory state|exceeded (?:\w{3,4} )?memory limit"),
@@ -190,7 +180,7 @@ MACHINE_RULES = (
         ("worker-killed", "dataloader worker",
          r"dataloader worker.{0,60}(?:killed by signal|exited unexpectedly)"),
     )),
-    *rules(CUDA_ERRORS, DEVICE, (
+    *rules(statuses.CUDA_ERRORS, DEVICE, (
         ("cuda-out-of-memory", "out of memory|outofmemory|out_of_memory|memory_allocation",
          r"cuda.{0,30}out of memory|outofmemoryerror|cuda_error_out_of_memory"
          r"|cudaerrormemoryalloc|hip out of memory"),
@@ -223,15 +213,15 @@ MACHINE_RULES = (
 # is harmless. The complete table is tests/data/xid_catalog.csv.
 
 _SPANS = {
-    GPU_DRIVER_ERRORS:
+    statuses.GPU_DRIVER_ERRORS:
         "1-7 9-10 12 15-24 26-30 33-36 42 46-47 49-59 61-62 65 73 78-79 81 87 90-91 109-120 "
         "122-125 138 143 151 158 162",
-    CUDA_ERRORS:
+    statuses.CUDA_ERRORS:
         "8 11 25 32 39-41 43 60 68-72 75-77 80 82-86 88-89 96-105 126-135 139 142 159 163-172",
-    ILLEGAL_MEMORY_ACCESS: "13 31",
-    ECC_ERRORS: "48 64 94-95 140 156 160",
-    NVLINK_ERRORS: "74 136 144-150 155",
-    EXITED_ABNORMALLY: "45",
+    statuses.ILLEGAL_MEMORY_ACCESS: "13 31",
+    statuses.ECC_ERRORS: "48 64 94-95 140 156 160",
+    statuses.NVLINK_ERRORS: "74 136 144-150 155",
+    statuses.EXITED_ABNORMALLY: "45",
     "": "14 37-38 44 63 66-67 92-93 106-108 121 137 141 152-154 157 161",
 }
 
@@ -259,5 +249,5 @@ def xid_status(xid: int, text: str) -> str:
         return ""
     if xid == RECOVERY_ACTION_CODE:
         _, found, action = text.rpartition(" to ")
-        return GPU_DRIVER_ERRORS if found and "none" not in action[:24] else ""
+        return statuses.GPU_DRIVER_ERRORS if found and "none" not in action[:24] else ""
     return XIDS.get(xid, "")

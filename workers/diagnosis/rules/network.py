@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from ....events.records.statuses import (
-    CONNECTION_REFUSED,
-    CONNECTION_RESET,
-    LINK_FLAPPING,
-    NCCL_TIMEOUT,
-    OTHER_NETWORK,
-    OTHER_SOFTWARE,
-    TASK_HANG,
-)
+from ....events.records import statuses
 from .rule import CARRIER, FABRIC, RAISED, rules
 
 NETWORK_RULES = (
-    *rules(LINK_FLAPPING, FABRIC, (
+    *rules(statuses.LINK_FLAPPING, FABRIC, (
         ("ib-port-error", "port error|port_err|port down|port_down",
          r"async event.{0,30}port error|port[_ ]err\b|ibv_event_port_err|state:? .{0,10}port_down"),
         ("link-down", "link|carrier", r"(?:nic|eth\w{0,8}|ib\w{0,8}|en\w{1,16}|bond\w{0,8}|adapter"
@@ -30,7 +22,7 @@ NETWORK_RULES = (
          r"^\s{0,40}(?:physical )?state: {1,20}(?:down|polling|disabled)\b|state (?:changed to "
          r"|: )?down\b.{0,30}(?:physical_state|phys)|port \d{1,3} state changed.{0,30}down"),
     )),
-    *rules(OTHER_NETWORK, FABRIC, (
+    *rules(statuses.OTHER_NETWORK, FABRIC, (
         ("ib-completion", "completion|vendor err|wc_|retry exc|transport retry",
          r"got completion (?:from peer )?.{0,90}(?:status ?=|error) ?\d|vendor err \d"
          r"|ibv_wc_(?!success)\w{3}|(?:transport )?retry (?:count|counter|exc)\w{0,10} ?exceed"
@@ -64,7 +56,7 @@ NETWORK_RULES = (
          r"|error|failed)|(?:libceph|ceph).{0,60}(?:socket closed|connect error|timed? ?out"
          r"|session lost)"),
     )),
-    *rules(CONNECTION_RESET, RAISED, (
+    *rules(statuses.CONNECTION_RESET, RAISED, (
         ("connection-reset", "reset|closed by|broken pipe|epipe|connection abort|econnreset"
          "|econnaborted|errno 104|connectionclosed|connection was closed|connection closed"
          "|connection lost|disconnected|socket closed|stream removed|unexpected eof"
@@ -77,11 +69,11 @@ NETWORK_RULES = (
          r"|unexpectedly closed|likely closed|recv,? got 0 bytes|serverdisconnected"
          r"|server shutdown or crash"),
     ), second_hand=True),
-    *rules(CONNECTION_REFUSED, RAISED, (
+    *rules(statuses.CONNECTION_REFUSED, RAISED, (
         ("connection-refused", "refused",
          r"connection ?(?:was )?refused|econnrefused|errno[: ]*111\b"),
     )),
-    *rules(NCCL_TIMEOUT, RAISED, (
+    *rules(statuses.NCCL_TIMEOUT, RAISED, (
         ("collective-timeout", "tim",
          r"collective operation timeout|timeout at (?:collective|nccl work)"
          r"|work ?nccl\(.{0,200}timed? ?(?:out|ing out)|monitoredbarrier|pass monitored barrier"
@@ -91,7 +83,7 @@ NETWORK_RULES = (
          r"|barrier)\w{0,10}\b(?!.{0,120}connect).{0,80}(?:timed out|\btimeouts?(?: (?:error"
          r"|exceeded|after|of|reached|occur)|$))"),
     ), second_hand=True),
-    *rules(OTHER_NETWORK, RAISED, (
+    *rules(statuses.OTHER_NETWORK, RAISED, (
         ("connect-timeout", "time|errno 110|etimedout|connect", r"connection ?timed ?out"
          r"|connection timeout|etimedout|errno[: ]*110\b|client socket has timed"
          r"|failed to connect|server socket on .{0,80}timed out|(?:read|connect) ?timed? ?out"
@@ -116,7 +108,7 @@ NETWORK_RULES = (
          r"|max retries exceeded|service unavailable|slowdown[):]|reduce your request rate"
          r"|incompleteread|clientconnect\w{0,8}error"),
     )),
-    *rules(NCCL_TIMEOUT, CARRIER, (
+    *rules(statuses.NCCL_TIMEOUT, CARRIER, (
         ("collective-watchdog", "nccl|watchdog|dump signal|inconsistency|flight recorder"
          "|timeout signal|collective timeout", r"exception \(either an error or timeout\)"
          r"|nccl operations have failed or timed out|to avoid data inconsistency"
@@ -124,7 +116,7 @@ NETWORK_RULES = (
          r"|last enqueued (?:nccl )?work|exception hit in nccl work|(?:global |a )timeout signal"
          r"|(?:failure|exception) detected by watchdog|due to collective timeout"),
     ), second_hand=True),
-    *rules(TASK_HANG, CARRIER, (
+    *rules(statuses.TASK_HANG, CARRIER, (
         ("no-progress", "heartbeat|stuck|remainder of ranks|no progress|hang|hung|stall|deadlock"
          "|missing ranks|dump debug info", r"heartbeat monitor timed out|watchdog hang"
          r"|gil induced hang|waiting for remainder of ranks|no heartbeat of its watchdog"
@@ -136,11 +128,11 @@ NETWORK_RULES = (
          r"|without making progress|no progress (?:for|in)|workers? (?:are )?stuck"
          r"|\bstalled (?:ranks|ops):|\[missing ranks: \d|preparing to dump debug info"),
     )),
-    *rules(CONNECTION_RESET, CARRIER, (
+    *rules(statuses.CONNECTION_RESET, CARRIER, (
         ("remote-exited", "remote|prematurely",
          r"remote process (?:has )?exit|ncclremoteerror|remote error\b|exiting prematurely"),
     ), second_hand=True),
-    *rules(OTHER_NETWORK, CARRIER, (
+    *rules(statuses.OTHER_NETWORK, CARRIER, (
         ("nccl-system", "system error|ncclsystemerror|system call",
          r"unhandled system error|ncclsystemerror|system call \(e\.g\. socket"),
         ("nccl-socket", " warn |socket", r"(?:nccl|:\d{1,5}) warn.{0,60}(?:socket|bootstrap|net/"
@@ -150,12 +142,12 @@ NETWORK_RULES = (
         ("timed-out", "timed out|timeout|deadline", r"timed out\b|timeouterror|timeout ?(?:expired"
          r"|exceeded)|deadline[_ ]?exceeded|timeoutexception"),
     )),
-    *rules(OTHER_SOFTWARE, CARRIER, (
+    *rules(statuses.OTHER_SOFTWARE, CARRIER, (
         ("nccl-usage", "nccl|duplicate gpu", r"graph/\w{2,12}\.(?:cc|cu):\d{1,5} nccl warn"
          r"|nccl(?:internal|invalid)\w{0,12}|nccl error|nccl failure|duplicate gpu detected"
          r"|nccl warn.{0,200}(?:mismatch|invalid|unsupported|internal error)"),
     )),
-    *rules(OTHER_NETWORK, CARRIER, (
+    *rules(statuses.OTHER_NETWORK, CARRIER, (
         ("nccl-warn", "nccl warn",
          r"nccl warn.{0,200}(?:fail|error|unable|could not|abort|timeout)"),
         ("torch-backend", "distbackenderror|distnetworkerror|diststoreerror|disterror"),

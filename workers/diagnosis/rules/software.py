@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ....events.records.statuses import (
-    EXITED_ABNORMALLY,
-    OTHER_NETWORK,
-    OTHER_SOFTWARE,
-    WRONG_INPUT,
-)
+from ....events.records import statuses
 from .rule import FABRIC, RAISED, TRACE, WRAPPER, Rule, rules
 
 # An exception as Python prints it: a capitalised name, optionally after a prefix or a module.
@@ -17,7 +12,7 @@ _EXCEPTION = (r"(?:^|[\s\]>|:：│(])(?:[a-z_]\w{0,40}\.){0,8}(?!Lustre)(?=\w{5
               r"(?:Error|Exception|Failure|Exit|NotFound|Expired|Exhausted|Mismatch)(?::|\(|\s*$)")
 
 ENDED_RULES = (
-    *rules(EXITED_ABNORMALLY, WRAPPER, (
+    *rules(statuses.EXITED_ABNORMALLY, WRAPPER, (
         ("child-ended", "processexitedexception|processraisedexception|childfailederror"
          "|signalexception|calledprocesserror|actordiederror|workercrashederror|rayactorerror"),
         ("worker-died",
@@ -31,10 +26,10 @@ ENDED_RULES = (
 )
 """Launcher messages about an exited process; tried before the causes that such lines suggest."""
 PROCESS_RULES = (
-    *rules(WRONG_INPUT, FABRIC, (
+    *rules(statuses.WRONG_INPUT, FABRIC, (
         ("wrong-input", "unicron.events.errors.usageerror"),
     )),
-    *rules(OTHER_SOFTWARE, FABRIC, (
+    *rules(statuses.OTHER_SOFTWARE, FABRIC, (
         ("disk-full", "no space left|quota|enospc",
          r"no space left|(?:disk )?quota exceeded|enospc\b"),
         ("stale-handle", "stale|estale|errno 116",
@@ -64,7 +59,7 @@ PROCESS_RULES = (
          r"|checkpoint .{0,60}(?:corrupt|incomplete|truncated)|failed to (?:save|load|write"
          r"|read) .{0,20}checkpoint|checkpoint .{0,40}(?:save|load|write|upload) failed"),
     )),
-    *rules(OTHER_SOFTWARE, RAISED, (
+    *rules(statuses.OTHER_SOFTWARE, RAISED, (
         ("not-a-number", "nan|inf|loss scale",
          r"found (?:nan|inf)|(?:loss|grad\w{0,6}).{0,20}(?:is|became|contains?) (?:nan|inf)"
          r"|loss scale already at minimum|unexpected (?:nan|inf|result nan)"),
@@ -80,10 +75,10 @@ PROCESS_RULES = (
         ("size-mismatch", "size mismatch|shape|mismatch", r"size mismatch for|shape mismatch"
          r"|collectives? .{0,60}mismatch|mismatch between collective"),
     )),
-    Rule(OTHER_SOFTWARE, "exception", RAISED,
+    Rule(statuses.OTHER_SOFTWARE, "exception", RAISED,
          ("error", "exception", "failure", "exit", "notfound", "expired", "exhausted", "mismatch"),
          re.compile(_EXCEPTION)),
-    *rules(EXITED_ABNORMALLY, WRAPPER, (
+    *rules(statuses.EXITED_ABNORMALLY, WRAPPER, (
         ("signal", "signal|sig|killed|aborted|core dumped|code 1|exitcode|terminate called|wterm",
          r"exit ?code\s{0,3}:?\s{0,3}-\d|exit (?:code|status):? (?:13[4-9]|14[0-3])\b|(?:killed"
          r"|terminated|died|interrupted|exited|ended)\W{0,3}.{0,30}(?:by|with"
@@ -97,7 +92,7 @@ PROCESS_RULES = (
         ("worker-dead", "dead|was killed",
          r"(?:worker|actor|rank|process|trainer)\w{0,10} .{0,40}(?:is dead|was killed)"),
     )),
-    *rules(OTHER_NETWORK, TRACE, (
+    *rules(statuses.OTHER_NETWORK, TRACE, (
         # messages of a failure; not a condition, a count or a neural network
         ("network-told", "nccl|rccl|rdma|infiniband|mlx|libfabric|net/|ucx|gloo|tcpstore|rendezvous"
          "|ceph|nfs|lustre|beegfs|weka|network|connection|socket", r"^(?!.{0,4096}\b(?:if|unless"
@@ -110,7 +105,7 @@ PROCESS_RULES = (
          r"|failed|lost|aborted|broken|unreachable|unresponsive)\b(?!.{0,3}\d| to (?:converge"
          r"|learn|train|generali)))"),
     )),
-    *rules(OTHER_SOFTWARE, TRACE, (
+    *rules(statuses.OTHER_SOFTWARE, TRACE, (
         ("unhandled", "unhandled exception|uncaught exception"),
         ("error-told", "error", r"(?:^|[\s\[(])(?:fatal )?error[:\])].{0,120}(?:fail|cannot|can't"
          r"|unable|invalid|not found|expired|missing|unknown|unexpected|abort)"),

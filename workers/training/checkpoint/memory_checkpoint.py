@@ -16,9 +16,9 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+import msgspec
 import structlog
 import torch
-from msgspec import MsgspecError
 from torch import Tensor
 
 from ....events.records.orders import StartRank
@@ -74,7 +74,7 @@ class Snapshot:
             self.tensors[name].copy_(tensor)
         self.step_version = step_version
         self.numbers = training_state.numbers(trainee, step_version, history)
-        self.encoded_numbers = training_state.encode(self.numbers)
+        self.encoded_numbers = msgspec.msgpack.encode(self.numbers)
 
     @property
     def num_bytes(self) -> int:
@@ -295,8 +295,9 @@ def _fetch(trainee: TrainingModel, task: int, entry: MemoryCheckpoint, secret: s
     if offer.step_version == entry.step_version and checksum != entry.checksum:
         raise TransferError(f"it was altered: its checksum is {checksum}, not {entry.checksum}")
     try:
-        numbers = training_state.decode(memory[num_bytes:].numpy().tobytes())
-    except MsgspecError as error:
+        numbers = msgspec.msgpack.decode(memory[num_bytes:].numpy().data,
+                                         type=training_state.Numbers)
+    except msgspec.MsgspecError as error:
         raise TransferError(f"its numbers cannot be decoded: {error}") from None
     try:
         training_state.check_numbers(trainee, numbers)

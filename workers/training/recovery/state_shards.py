@@ -12,12 +12,8 @@ from operator import add
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from megatron.core.dist_checkpointing import mapping
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import (
-    ShardedObject,
-    ShardedTensor,
-    ShardedTensorFactory,
-)
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -113,11 +109,11 @@ def _sharded(module: Any) -> Iterator[tuple[Tensor, _Local]]:
     metadata = {"non_homogeneous_layers": True, "dp_cp_group": dist.group.WORLD}
     for name, sharded in module.sharded_state_dict(metadata=metadata).items():
         match sharded:
-            case ShardedTensor():
+            case mapping.ShardedTensor():
                 made = [sharded]
-            case ShardedTensorFactory():
+            case mapping.ShardedTensorFactory():
                 made = list(nested_values(sharded.build()))
-            case ShardedObject(data=None):
+            case mapping.ShardedObject(data=None):
                 continue
             case _:
                 raise ValueError(f"state that is not a tensor is not supported: {sharded}")
@@ -129,7 +125,7 @@ def _sharded(module: Any) -> Iterator[tuple[Tensor, _Local]]:
         yield tensor, _Local((*ahead, *tensor.shape), [_map(key, part, tensor) for part in made])
 
 
-def _map(key: str, part: ShardedTensor, tensor: Tensor) -> _Mapped:
+def _map(key: str, part: mapping.ShardedTensor, tensor: Tensor) -> _Mapped:
     """`part` is `tensor` or a view of it; dims that only the whole tensor has are 1."""
     view = part.data
     assert view is not None
