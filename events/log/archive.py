@@ -79,9 +79,7 @@ class Writer:
 @contextlib.contextmanager
 def create(path: Path, *, cluster: str, code: str, first_seq: int = 1) -> Generator[Writer]:
     """Yield a writer. The complete file appears at `path` when the block ends without an error.
-
-    Raises UsageError if the file cannot be written there.
-    """
+    Raises UsageError if the file cannot be written there."""
     new = path.with_name(f".{path.name}.{os.getpid()}.new")
     header = Header(format=FORMAT, version=FORMAT_VERSION, cluster=cluster, code=code,
                     first_seq=first_seq)
@@ -110,10 +108,8 @@ def _usage_error_of(path: Path, hint: str = "name another file") -> Generator[No
 
 def write(path: Path, records: Iterable[Record], *, cluster: str, code: str,
           first_seq: int = 1) -> int:
-    """Write all `records`, contiguous from `first_seq`; return their number.
-
-    Raises CorruptLog for a gap, UsageError if the file cannot be written.
-    """
+    """Write all `records`, contiguous from `first_seq`; return their number. Raises CorruptLog for
+    a gap, UsageError if the file cannot be written."""
     with create(path, cluster=cluster, code=code, first_seq=first_seq) as writer:
         for record in records:
             writer.add(record)

@@ -172,10 +172,8 @@ class _Link:
         await self._connection.disconnect(nowait=True)
 
     async def call(self, commands: Sequence[Command], wait_s: float) -> list[Any]:
-        """Return the replies; an error reply of the server is a ResponseError among them.
-
-        Raises UsageError (password), Unavailable (nothing was executed) or _Lost.
-        """
+        """Return the replies; an error reply of the server is a ResponseError among them. Raises
+        UsageError (password), Unavailable (nothing was executed) or _Lost."""
         async with self._lock:
             await self._connect()
             connection = self._connection
@@ -251,9 +249,7 @@ class RedisLog:
 
     async def check(self) -> None:
         """Refuse a server that is too old or evicts keys; warn if it does not persist the log.
-
-        Raises UsageError, Unavailable.
-        """
+        Raises UsageError, Unavailable."""
         sections = [("INFO", name) for name in ("server", "memory", "persistence")]
         text = b"\n".join(await self._ask(sections)).decode()
         info = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)

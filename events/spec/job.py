@@ -275,10 +275,8 @@ EXCLUDED_BY = {"train": ("heal", "loop", "model", "hang_after_s"), "command": ("
 
 
 def parse(data: object) -> JobSpec:
-    """Turn plain data (from YAML or JSON) into a validated, normalised spec.
-
-    Raises SpecError with the path and a hint.
-    """
+    """Turn plain data (from YAML or JSON) into a validated, normalised spec. Raises SpecError with
+    the path and a hint."""
     if not isinstance(data, dict):
         raise SpecError("", "a job spec is a mapping", "see deploy/examples/")
     given: dict[Any, Any] = {**data}

@@ -90,10 +90,8 @@ class CheckpointStore:
             return memory
 
     def add(self, stored: StoredCheckpoint) -> None:
-        """Add a complete checkpoint. The task's checkpoints beyond the newest are removed.
-
-        Raises StoreRefused if the task has ended meanwhile, or has a newer checkpoint.
-        """
+        """Add a complete checkpoint. The task's checkpoints beyond the newest are removed. Raises
+        StoreRefused if the task has ended meanwhile, or has a newer checkpoint."""
         offer = stored.offer
         with self._lock:
             if id(stored.memory) not in self._incoming:
@@ -203,8 +201,7 @@ def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cg
 
 def _left_bytes(proc: Path, cgroups: Path) -> Iterator[int]:
     """Free bytes of each cgroup with a limit. In a container the path may be the host's; then the
-    root is read. Pages of files count as free, as in MemAvailable: the kernel can drop them.
-    """
+    root is read. Pages of files count as free, as in MemAvailable: the kernel can drop them."""
     yield 1 << 62
     try:
         lines = (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines()

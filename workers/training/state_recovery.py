@@ -159,10 +159,8 @@ class StateRecovery:
 
     def _model_for(self, axes: Axes, place: int, *, begins: bool,
                    is_overwritten: bool) -> TrainingModel:
-        """The model to train: the current one if it is the same part, else a new one.
-
-        A standby keeps its model and trains nothing.
-        """
+        """The model to train: the current one if it is the same part, else a new one. A standby
+        keeps its model and trains nothing."""
         mine = self._iteration.trainee
         if place >= num_positions(axes):
             return mine

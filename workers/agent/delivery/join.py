@@ -36,10 +36,8 @@ class _Error(Struct, frozen=True):
 
 async def join(url: str, token: str, *, node: str, host: str, incarnation: int,
                labels: Labels, s_max: float = JOIN_S_MAX) -> Joined:
-    """Send the join request until the server answers, for at most `s_max` seconds.
-
-    Raises UsageError if the server rejects the token or the request, or stays unreachable.
-    """
+    """Send the join request until the server answers, for at most `s_max` seconds. Raises
+    UsageError if the server rejects the token or the request, or stays unreachable."""
     deadline = time.monotonic() + s_max
     body = {"node": node, "host": host, "incarnation": incarnation,
             "labels": {key: value for key, value in msgspec.to_builtins(labels).items() if value}}

@@ -24,10 +24,8 @@ class BlockingCalls(Generic[T]):
         self._pending: Future[T] | None = None
 
     async def call(self, function: Callable[[], T], s_max: float) -> T:
-        """Return what `function` returns, or raise its exception.
-
-        Raises Late after `s_max`; then the next `call` waits for the same thread.
-        """
+        """Return what `function` returns, or raise its exception. Raises Late after `s_max`; then
+        the next `call` waits for the same thread."""
         if self._pending is None:
             self._pending = self._thread.submit(function)
         waiting = asyncio.wrap_future(self._pending)

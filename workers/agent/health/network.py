@@ -52,10 +52,8 @@ class GrowthCounter:
 
 
 class _Port:
-    """A port of either kind: link state, best rate, and flaps.
-
-    A port that was never up is ignored: unused ports are common.
-    """
+    """A port of either kind: link state, best rate, and flaps. A port that was never up is ignored:
+    unused ports are common."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name = name

@@ -161,10 +161,8 @@ class RankMonitor:
         return now.starved_s - before.starved_s if now and before else 0.0
 
     def _check_slow(self, now_s: float, mark: Mark, limit_s: float) -> list[Body]:
-        """Report an iteration whose own work takes too long although the rank passes marks.
-
-        A rank that only waits for a slow peer is not slow.
-        """
+        """Report an iteration whose own work takes too long although the rank passes marks. A rank
+        that only waits for a slow peer is not slow."""
         where = (mark.generation, mark.iteration)
         if self._stalled is not None or mark.phase == COLLECTIVE_CODE:
             return []

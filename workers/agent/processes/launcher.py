@@ -77,10 +77,8 @@ class Launcher:
             await self._zygote.is_ready()
 
     def start(self, order: StartRank, pipe: Pipe | None, page: ProgressPage | None) -> Process:
-        """Start the rank with its pipe to the agent and its progress page.
-
-        Raises OSError, ValueError.
-        """
+        """Start the rank with its pipe to the agent and its progress page. Raises OSError,
+        ValueError."""
         node = self._node
         log_path = (node.state_dir / "logs" / f"{order.task}-{order.spec.name}"
                     / f"rank-{order.rank}.attempt-{order.attempt}.log")

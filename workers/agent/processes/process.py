@@ -77,10 +77,8 @@ class Process:
     @classmethod
     def fork(cls, zygote: Zygote, *, env: Mapping[str, str], marker: tuple[str, str],
              log_path: Path, pass_fds: Sequence[int]) -> Process:
-        """Fork a training rank out of the zygote; `pass_fds`: its pipe and progress page.
-
-        Raises OSError.
-        """
+        """Fork a training rank out of the zygote; `pass_fds`: its pipe and progress page. Raises
+        OSError."""
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log:
             log_start = log.tell()

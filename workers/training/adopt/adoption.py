@@ -144,10 +144,8 @@ class Job:
 
     # --- methods ----------------------------------------------------------------------------------
     def __iter__(self) -> Iterator[int]:
-        """Yield the remaining iterations. Call `step` once for each.
-
-        If the task rolls back to an earlier iteration, the loop continues from that one.
-        """
+        """Yield the remaining iterations. Call `step` once for each. If the task rolls back to an
+        earlier iteration, the loop continues from that one."""
         if not self._began:
             self._advance()
         while not self._ended and self.iteration < self._work.train.iterations:

@@ -164,8 +164,7 @@ def _clear_path(folder: Path, generation: int) -> None:
 
 class _Planner(dcp.DefaultSavePlanner):
     """torch's planner, which calls `on_half` before the first tensor of the second half and
-    `on_tensor` before each tensor.
-    """
+    `on_tensor` before each tensor."""
 
     def __init__(self, on_half: Callable[[], None], on_tensor: Callable[[], None]) -> None:
         super().__init__()

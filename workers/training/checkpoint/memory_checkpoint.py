@@ -113,8 +113,7 @@ class MemorySaver:
     def copy(self, trainee: TrainingModel, step_version: int, history: History, generation: int,
              stores: tuple[StoreEndpoint, ...]) -> None:
         """Take a snapshot and send it in the background. Does nothing while the previous one is
-        being sent, or during the pause after one that no store accepted.
-        """
+        being sent, or during the pause after one that no store accepted."""
         if not stores or (self._thread is not None and self._thread.is_alive()):
             return
         if generation != self._generation:
@@ -269,10 +268,8 @@ def restore(trainee: TrainingModel, history: History, task: int,
 
 def _fetch(trainee: TrainingModel, task: int, entry: MemoryCheckpoint, secret: str, wait_s: float
            ) -> tuple[Offer, training_state.Numbers, Tensor]:
-    """Fetch and verify a checkpoint; each wait is limited to `wait_s`.
-
-    Raises OSError, TransferError.
-    """
+    """Fetch and verify a checkpoint; each wait is limited to `wait_s`. Raises OSError,
+    TransferError."""
     live = training_state.tensors(trainee)
     layout, num_bytes = layout_of(live), flat_bytes(live)
     memory = torch.empty(0, dtype=torch.uint8)

@@ -313,9 +313,7 @@ def _scheduler(train: Train, optimizer: Any) -> Any:
 
 
 def iteration_flops(model: Model, num_samples: int) -> float:
-    """FLOPs of one iteration: 72 B s l h^2 (1 + s/6h + V/12lh).
-
-    Source: Narayanan et al., SC 2021, without activation recomputation.
-    """
+    """FLOPs of one iteration: 72 B s l h^2 (1 + s/6h + V/12lh). Source: Narayanan et al., SC 2021,
+    without activation recomputation."""
     s, l, h = model.sequence, model.num_layers, model.hidden  # noqa: E741
     return 72.0 * num_samples * s * l * h * h * (1 + s / (6 * h) + VOCABULARY / (12 * l * h))

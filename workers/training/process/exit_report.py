@@ -48,10 +48,8 @@ def verdict_of(error: BaseException) -> Verdict:
 
 
 def _walked(error: BaseException) -> list[tuple[int, BaseException]]:
-    """(chain number, exception), in the order in which a traceback prints them: causes first.
-
-    Each member of a group starts a chain. `raise X from None` hides the context, as in a traceback.
-    """
+    """(chain number, exception), in the order in which a traceback prints them: causes first. Each
+    member of a group starts a chain. `raise X from None` hides the context, as in a traceback."""
     found: list[tuple[int, BaseException]] = []
     seen: set[int] = set()
     remaining, num_chains = [(0, error)], 1

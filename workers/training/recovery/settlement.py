@@ -108,10 +108,8 @@ def _has_sum(claim: Claim, place: int, state: StateHolders, axes: Axes) -> bool:
 
 def _kept(claims: Sequence[Claim], members: Sequence[Sequence[int]], continuing: Sequence[int]
           ) -> list[tuple[int, ...]]:
-    """By replica: the micro-batches of a valid sum, equal on all its members.
-
-    A sum cannot be split: if another valid sum has one of its micro-batches, it is discarded.
-    """
+    """By replica: the micro-batches of a valid sum, equal on all its members. A sum cannot be
+    split: if another valid sum has one of its micro-batches, it is discarded."""
     newest_first = sorted(continuing, key=lambda dp: (
         -min(claims[place].trained_in for place in members[dp]), dp))
     kept: list[tuple[int, ...]] = [() for _ in members]

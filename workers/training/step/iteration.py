@@ -286,9 +286,7 @@ class Iteration:
 
     def _gather(self, control: Control, communicators: Communicators) -> Outcome | None:
         """Gather the parameters that the other replicas have stepped. None if all arrived.
-
-        Otherwise the step still counts: the next settlement recovers them (state_recovery.py).
-        """
+        Otherwise the step still counts: the next settlement recovers them (state_recovery.py)."""
         self._note("gather")
         found = self.reduction.run_collectively(control, communicators,
                                                 partial(gather, self.trainee))
