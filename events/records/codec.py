@@ -59,7 +59,7 @@ def _checker(kind: inspect.Type) -> Checker | None:
         case inspect.VarTupleType() | inspect.ListType():
             return _each(_checker(kind.item_type), enumerate)
         case inspect.DictType():
-            return _each(_checker(kind.value_type), dict.items)
+            return _each(_checker(kind.value_type), lambda value: value.items())
         case inspect.TupleType():
             return _tuple_items([_checker(one) for one in kind.item_types])
         case inspect.UnionType():

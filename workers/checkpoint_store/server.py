@@ -153,7 +153,7 @@ def handle_connection(connection: socket.socket, store: CheckpointStore, secret:
     """Serve one connection, from the greeting on. Raises OSError, TransferError."""
     if not protocol.authenticate(connection, secret):
         raise TransferError("client without the cluster's secret")
-    message = protocol.receive(connection, Offer, CheckpointRequest)
+    message: Offer | CheckpointRequest = protocol.receive(connection, Offer, CheckpointRequest)
     if isinstance(message, Offer):
         _receive(connection, store, message, failures)
     else:
