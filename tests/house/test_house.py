@@ -84,7 +84,7 @@ CONFINED = {
 # The only files that may catch everything: where a foreign body must not take the process along.
 BORDERS: tuple[str, ...] = (
     "workers/host/object_storage.py",
-    "workers/training/process/control_thread.py",
+    "workers/host/detached_thread.py",
 )
 # A word to a checker at a line's end does not count as length; ruff reads it so too.
 PRAGMA = re.compile(r"\s*# (pyright: |type: ignore|noqa)\S*.*$")

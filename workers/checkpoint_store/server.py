@@ -153,11 +153,11 @@ def handle_connection(connection: socket.socket, store: CheckpointStore, secret:
     """Serve one connection, from the greeting on. Raises OSError, TransferError."""
     if not protocol.authenticate(connection, secret):
         raise TransferError("client without the cluster's secret")
-    message: Offer | CheckpointRequest = protocol.receive(connection, Offer, CheckpointRequest)
-    if isinstance(message, Offer):
-        _receive(connection, store, message, failures)
-    else:
-        _send(connection, store, message)
+    match protocol.receive(connection, Offer, CheckpointRequest):
+        case Offer() as offer:
+            _receive(connection, store, offer, failures)
+        case CheckpointRequest() as request:
+            _send(connection, store, request)
 
 
 def _receive(connection: socket.socket, store: CheckpointStore, offer: Offer,
