@@ -124,7 +124,7 @@ class Agent:
 
         store = CheckpointStore(
             node.host, node.secret, os.environ, (MARKER, f"{node.mark}{node.incarnation}:keeper"),
-            node.state_dir / "logs" / f"keeper-{node.name}.log", lost,
+            node.state_dir / "logs" / f"checkpoint-store-{node.name}.log", lost,
             first_store_number(node.incarnation))
         return store
 
