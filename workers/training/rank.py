@@ -89,9 +89,7 @@ def connect_agent(fd: int) -> tuple[Control, StartRank, ExitReporter]:
 
 def preload() -> None:
     """Import torch and Megatron. It takes seconds; a zygote does it before it forks."""
-    # Apex and Transformer Engine are optional, and absent.
-    warnings.filterwarnings("ignore", module=r"megatron\.")
-    warnings.filterwarnings("ignore", module=r"torch\.distributed")
+    ignore_warnings()
     from .model import cpu_device
 
     with cpu_device.uncompiled():
@@ -131,6 +129,13 @@ def _prepare(host: str) -> None:
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(FLIGHT_ENTRIES_NUM_MAX))
+
+
+def ignore_warnings() -> None:
+    """Suppress warnings that are of no use here."""
+    # Apex and Transformer Engine are optional, and absent.
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    warnings.filterwarnings("ignore", module=r"torch\.distributed")
 
 
 if __name__ == "__main__":
