@@ -16,15 +16,18 @@ A bug raises AssertionError instead. A fault of the cluster is a record, not an 
 
 
 class UnicronError(Exception):
-    """Base class of the errors that Unicron raises deliberately."""
+    """Base class of the errors that Unicron raises deliberately: `str()` is one line; `hint` is the
+    suggested next command or what to check, "" for none."""
+
+    hint = ""
+
+    def __init__(self, message: str = "", hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint or self.hint
 
 
 class UsageError(UnicronError):
-    """Wrong user input: `str()` is one line; `hint` is the suggested next command."""
-
-    def __init__(self, message: str, hint: str = "") -> None:
-        super().__init__(message)
-        self.hint = hint
+    """Wrong user input."""
 
 
 class SpecError(UsageError):
@@ -70,8 +73,4 @@ class CorruptLog(LogError):
 
 
 class ServerError(UnicronError):
-    """The embedded server did not start: `str()` is one line; `hint` says what to check."""
-
-    def __init__(self, message: str, hint: str = "") -> None:
-        super().__init__(message)
-        self.hint = hint
+    """The embedded server did not start."""

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import structlog
 from hypothesis import is_hypothesis_test, settings
+from memory_log import MemoryLog
 from unicron.events.log import embedded_server
-from unicron.events.log.memory import MemoryLog
 from unicron.events.log.redis_streams import RedisLog
 from unicron.workers.host import linux
 

@@ -12,12 +12,12 @@ from msgspec.structs import replace
 
 from ...events.errors import SpecError, need
 from ...events.spec import policy as policy_check
-from ...events.spec.job import API_VERSION, COUNT_NUM_MAX, JobSpec, Slots
+from ...events.spec.job import API_VERSION, JobSpec, Slots
 from ...events.spec.job import parse as parse_job
 from ...events.spec.model import MegatronModel
 from ...events.spec.policy import BOUNDS
 from ...events.spec.policy import Policy as Limits
-from ...events.spec.validation import spec_error
+from ...events.spec.validation import COUNT_NUM_MAX, spec_error
 from ..incidents.severity import TABLE
 from ..state.node import NUM_SLOTS_MAX
 from ..throughput.flops import parameters

@@ -43,17 +43,20 @@ PAGES = (
 def render(root: Path) -> str:
     """The whole page, from the files of PAGES in events/ under `root`."""
     parts = [HEAD]
+    types = ast.parse((root / "events/records/types.py").read_text(encoding="utf-8"))
+    bases = {node.name: node.body[1:] for node in types.body
+             if isinstance(node, ast.ClassDef) and node.name in ("Body", "RankReport")}
     for module, title in PAGES:
         source = (root / f"events/{module}.py").read_text(encoding="utf-8")
         lines = source.splitlines()
         parts.append(f"\n## {title}\n")
         shown = 0
         for node in ast.parse(source).body:
-            if isinstance(node, ast.ClassDef) and node.name != "Body":
+            if isinstance(node, ast.ClassDef) and node.name not in bases:
                 group = _group(lines, shown, node.lineno)
                 shown = node.lineno
                 parts += [f"\n*{group}*\n"] if group else []
-                parts.append(_section(node))
+                parts.append(_section(node, bases))
     return "".join(parts)
 
 
@@ -63,17 +66,18 @@ def _group(lines: list[str], begin: int, end: int) -> str:
     return found[-1] if found else ""
 
 
-def _section(node: ast.ClassDef) -> str:
-    is_record = any(isinstance(base, ast.Name) and base.id == "Body" for base in node.bases)
+def _section(node: ast.ClassDef, bases: dict[str, list[ast.stmt]]) -> str:
+    """One class; `bases` has the fields of the base classes of records."""
+    base = next((one.id for one in node.bases if isinstance(one, ast.Name) and one.id in bases), "")
     text = ast.get_docstring(node) or ""
-    name = node.name if is_record else f"{node.name} (a part of others)"
+    name = node.name if base else f"{node.name} (a part of others)"
     parts = [f"\n### {name}\n"] + ([f"\n{text}\n"] if text else [])
     rows: list[str] = []
     renamed: dict[str, str] = next((ast.literal_eval(one.value) for one in node.keywords
                                     if one.arg == "rename"), {})
-    for at, item in enumerate(node.body):
+    body = [*bases.get(base, ()), ast.Pass(), *node.body]
+    for item, after in zip(body, [*body[1:], None], strict=True):
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-            after = node.body[at + 1] if at + 1 < len(node.body) else None
             words = _docstring(after)
             if node.name == "Policy" and (ends := BOUNDS.get(item.target.id)):
                 between = f"From {_number(ends[0])} to {_number(ends[1])}."

@@ -79,9 +79,7 @@ class Writer:
 @contextlib.contextmanager
 def create(path: Path, *, cluster: str, code: str, first_seq: int = 1) -> Generator[Writer]:
     """Yield a writer. The complete file appears at `path` when the block ends without an error.
-
-    Raises UsageError if the file cannot be written there.
-    """
+    Raises UsageError if the file cannot be written there."""
     new = path.with_name(f".{path.name}.{os.getpid()}.new")
     header = Header(format=FORMAT, version=FORMAT_VERSION, cluster=cluster, code=code,
                     first_seq=first_seq)
@@ -100,20 +98,18 @@ def create(path: Path, *, cluster: str, code: str, first_seq: int = 1) -> Genera
 
 
 @contextlib.contextmanager
-def _usage_error_of(path: Path) -> Generator[None]:
-    """Turn a failed write into UsageError."""
+def _usage_error_of(path: Path, hint: str = "name another file") -> Generator[None]:
+    """Turn a failed read or write into UsageError."""
     try:
         yield
     except OSError as error:
-        raise UsageError(f"{path}: {error.strerror or error}", "name another file") from None
+        raise UsageError(f"{path}: {error.strerror or error}", hint) from None
 
 
 def write(path: Path, records: Iterable[Record], *, cluster: str, code: str,
           first_seq: int = 1) -> int:
-    """Write all `records`, contiguous from `first_seq`; return their number.
-
-    Raises CorruptLog for a gap, UsageError if the file cannot be written.
-    """
+    """Write all `records`, contiguous from `first_seq`; return their number. Raises CorruptLog for
+    a gap, UsageError if the file cannot be written."""
     with create(path, cluster=cluster, code=code, first_seq=first_seq) as writer:
         for record in records:
             writer.add(record)
@@ -151,17 +147,13 @@ def read(path: Path) -> Iterator[Record]:
 
 
 def _open(path: Path) -> IO[bytes]:
-    try:
+    with _usage_error_of(path, EXPORT_HINT):
         return path.open("rb")
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror or error}", EXPORT_HINT) from None
 
 
 def _header(path: Path, file: IO[bytes]) -> tuple[Header, str]:
-    try:
+    with _usage_error_of(path, EXPORT_HINT):
         line = file.readline(LINE_BYTES_MAX)
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror or error}", EXPORT_HINT) from None
     if not line.strip():
         raise UsageError(f"{path} is empty", EXPORT_HINT)
     try:
@@ -198,7 +190,7 @@ def _refuse_tail_output(file: IO[bytes], first: int) -> None:
             raise CorruptLog(last + 1, f"the file has record {body['seq']} in its place")
         last += 1
     raise CorruptLog(last + 1, f"truncated after {last - first + 1} records: the file has neither "
-                               "header nor footer; unicron export FILE writes both")
+                     "header nor footer; unicron export FILE writes both")
 
 
 def _parse(line: bytes, seq: int, so_far: str) -> tuple[dict[str, Any], str]:

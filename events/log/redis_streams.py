@@ -15,21 +15,10 @@ from typing import Any
 
 import msgspec
 import structlog
+from redis import exceptions
 from redis.asyncio.connection import Connection, parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import (
-    AuthenticationError,
-    BusyLoadingError,
-    ClusterDownError,
-    MasterDownError,
-    NoScriptError,
-    OutOfMemoryError,
-    ReadOnlyError,
-    RedisError,
-    ResponseError,
-    TryAgainError,
-)
 
 from ..errors import Ambiguous, Conflict, CorruptLog, Fenced, LogError, Unavailable, UsageError
 from ..records import codec
@@ -145,7 +134,8 @@ READ_NUM_MAX = 5000
 """Records in one reply; a longer read takes several."""
 VERSION_MIN = (6, 2)
 URL_HINT = "redis://:PASSWORD@HOST:PORT/0, rediss://... or unix://:PASSWORD@/PATH"
-TRANSIENT = (OutOfMemoryError, ReadOnlyError, ClusterDownError, MasterDownError, TryAgainError)
+TRANSIENT = (exceptions.OutOfMemoryError, exceptions.ReadOnlyError, exceptions.ClusterDownError,
+             exceptions.MasterDownError, exceptions.TryAgainError)
 TRANSIENT_CODES = ("OOM", "MISCONF", "BUSY", "NOREPLICAS", "READONLY", "CLUSTERDOWN")
 
 Command = tuple[bytes | str | int, ...]
@@ -182,10 +172,8 @@ class _Link:
         await self._connection.disconnect(nowait=True)
 
     async def call(self, commands: Sequence[Command], wait_s: float) -> list[Any]:
-        """Return the replies; an error reply of the server is a ResponseError among them.
-
-        Raises UsageError (password), Unavailable (nothing was executed) or _Lost.
-        """
+        """Return the replies; an error reply of the server is a ResponseError among them. Raises
+        UsageError (password), Unavailable (nothing was executed) or _Lost."""
         async with self._lock:
             await self._connect()
             connection = self._connection
@@ -194,11 +182,11 @@ class _Link:
                     packed = connection.pack_commands(commands)
                     await connection.send_packed_command(packed, check_health=False)
                     return [await self._reply() for _ in commands]
-            except BusyLoadingError:
+            except exceptions.BusyLoadingError:
                 raise Unavailable(f"{self._where}: the server is loading its data") from None
-            except AuthenticationError as error:
+            except exceptions.AuthenticationError as error:
                 raise UsageError(f"{self._where}: {error}", URL_HINT) from None
-            except (OSError, RedisError) as error:
+            except (OSError, exceptions.RedisError) as error:
                 await connection.disconnect(nowait=True)
                 slow = isinstance(error, TimeoutError)
                 what = f"no reply within {wait_s:g} s" if slow else str(error)
@@ -211,7 +199,7 @@ class _Link:
     async def _reply(self) -> Any:
         try:
             return await self._connection.read_response()
-        except ResponseError as refusal:
+        except exceptions.ResponseError as refusal:
             return refusal
 
     async def _connect(self) -> None:
@@ -221,16 +209,16 @@ class _Link:
         try:
             if connection.is_connected and await connection.can_read():
                 await connection.disconnect(nowait=True)  # the server has closed it
-        except RedisError:
+        except exceptions.RedisError:
             await connection.disconnect(nowait=True)
         try:
             async with asyncio.timeout(CONNECT_S_MAX):
                 await connection.connect()
         except BaseException as error:
             await connection.disconnect(nowait=True)  # the handshake is incomplete
-            if isinstance(error, AuthenticationError):
+            if isinstance(error, exceptions.AuthenticationError):
                 raise UsageError(f"{self._where}: {error}", URL_HINT) from None
-            if isinstance(error, OSError | RedisError):
+            if isinstance(error, OSError | exceptions.RedisError):
                 what = str(error) or f"no connection within {CONNECT_S_MAX:g} s"
                 raise Unavailable(f"{self._where}: {what}") from None
             raise
@@ -261,9 +249,7 @@ class RedisLog:
 
     async def check(self) -> None:
         """Refuse a server that is too old or evicts keys; warn if it does not persist the log.
-
-        Raises UsageError, Unavailable.
-        """
+        Raises UsageError, Unavailable."""
         sections = [("INFO", name) for name in ("server", "memory", "persistence")]
         text = b"\n".join(await self._ask(sections)).decode()
         info = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
@@ -279,7 +265,7 @@ class RedisLog:
             _logger.warning("maxmemory-policy should be noeviction", policy=policy)
         if info.get("aof_enabled") == "0":
             _logger.warning("the server has no append-only file: a restart loses the log",
-                          hint="CONFIG SET appendonly yes")
+                            hint="CONFIG SET appendonly yes")
 
     # --- the leader -----------------------------------------------------------------------------
     async def start_epoch(self, nonce: str) -> int:
@@ -328,7 +314,7 @@ class RedisLog:
         for node, value in zip(fields[::2], fields[1::2], strict=True):
             incarnation, at_s = value.split()
             beats.append(Heartbeat(node=node.decode(), incarnation=int(incarnation),
-                              age_s=max(0.0, now_s - float(at_s))))
+                                   age_s=max(0.0, now_s - float(at_s))))
         return sorted(beats, key=lambda beat: beat.node)
 
     async def rebuild_orders(self, open_orders: Sequence[Record], *, epoch: int) -> None:
@@ -342,8 +328,9 @@ class RedisLog:
         used = dict.fromkeys(node for _, node in sends)
         nodes = dict.fromkeys([*used, *sorted(node.decode() for node in known)])
         index = {node: place for place, node in enumerate(nodes, start=1)}
-        args = (epoch, len(sends), *(part for record, node in sends for part in
-                (index[node], record.seq, codec.encode_record(record))), *used)
+        args = (epoch, len(sends), *(
+            part for record, node in sends
+            for part in (index[node], record.seq, codec.encode_record(record))), *used)
         keys = (*self._keys("epoch", "nodes"), *self._streams(nodes))
         _check_result(await self._run(REBUILD_ORDERS, keys, args), epoch, 0)
 
@@ -431,7 +418,7 @@ class RedisLog:
         rest = (len(keys), *keys, *args)
         try:
             return (await self._ask([("EVALSHA", digest, *rest)], repeatable=repeatable))[0]
-        except NoScriptError:
+        except exceptions.NoScriptError:
             return (await self._ask([("EVAL", script, *rest)], repeatable=repeatable))[0]
 
     async def _ask(self, commands: Sequence[Command], *, repeatable: bool = True,
@@ -449,7 +436,7 @@ class RedisLog:
                     break
                 continue
             for reply in replies:
-                if isinstance(reply, ResponseError):
+                if isinstance(reply, exceptions.ResponseError):
                     raise _error_of(reply)
             return replies
         raise Unavailable(lost)
@@ -466,9 +453,9 @@ async def connect(url: str, cluster: str) -> RedisLog:
     return log
 
 
-def _error_of(refusal: ResponseError) -> Exception:
+def _error_of(refusal: exceptions.ResponseError) -> Exception:
     """The exception for an error reply; the server changed nothing."""
-    if isinstance(refusal, NoScriptError):
+    if isinstance(refusal, exceptions.NoScriptError):
         return refusal
     if isinstance(refusal, TRANSIENT) or str(refusal).startswith(TRANSIENT_CODES):
         return Unavailable(f"the server refuses: {refusal}")

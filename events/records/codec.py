@@ -8,7 +8,7 @@ msgspec, 1.7 M encodes and 2.3 M decodes a second.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, TypeVar
 
@@ -44,7 +44,7 @@ def _of_struct(cls: type[msgspec.Struct]) -> Checker | None:
     def check(value: Any) -> str:
         for name, checker in checkers:
             if where := checker(getattr(value, name)):
-                return f"{name}{where}" if where[0] in "[ " else f"{name}.{where}"
+                return _path(name, where)
         return ""
 
     return check if checkers else None
@@ -57,11 +57,9 @@ def _checker(kind: inspect.Type) -> Checker | None:
         case inspect.StructType():
             return _of_struct(kind.cls)
         case inspect.VarTupleType() | inspect.ListType():
-            inner = _checker(kind.item_type)
-            return _items(inner) if inner else None
+            return _each(_checker(kind.item_type), enumerate)
         case inspect.DictType():
-            inner = _checker(kind.value_type)
-            return _values(inner) if inner else None
+            return _each(_checker(kind.value_type), lambda value: value.items())
         case inspect.TupleType():
             return _tuple_items([_checker(one) for one in kind.item_types])
         case inspect.UnionType():
@@ -74,21 +72,17 @@ def _number(value: Any) -> str:
     return "" if math.isfinite(value) else f" is {value}"
 
 
-def _items(inner: Checker) -> Checker:
+def _each(inner: Checker | None, pairs: Callable[[Any], Iterable[tuple[object, Any]]]
+          ) -> Checker | None:
+    """The checker of a list or mapping; `pairs` gives the index or key of each item, and the item.
+    """
+    if inner is None:
+        return None
+
     def check(value: Any) -> str:
-        for index, item in enumerate(value):
+        for key, item in pairs(value):
             if where := inner(item):
-                return _path(index, where)
-        return ""
-
-    return check
-
-
-def _values(inner: Checker) -> Checker:
-    def check(value: Any) -> str:
-        for key, item in value.items():
-            if where := inner(item):
-                return _path(key, where)
+                return _path(f"[{key}]", where)
         return ""
 
     return check
@@ -98,7 +92,7 @@ def _tuple_items(inner: list[Checker | None]) -> Checker | None:
     def check(value: Any) -> str:
         for index, (checker, item) in enumerate(zip(inner, value, strict=True)):
             if checker and (where := checker(item)):
-                return _path(index, where)
+                return _path(f"[{index}]", where)
         return ""
 
     return check if any(inner) else None
@@ -118,8 +112,8 @@ def _one_of(kind: inspect.UnionType) -> Checker | None:
     return check
 
 
-def _path(key: object, where: str) -> str:
-    return f"[{key}]{where}" if where[0] in "[ " else f"[{key}].{where}"
+def _path(name: str, where: str) -> str:
+    return f"{name}{where}" if where[0] in "[ " else f"{name}.{where}"
 
 T = TypeVar("T")
 
@@ -210,10 +204,8 @@ def encode_report(report: Report) -> bytes:
     if not math.isfinite(report.occurred_s):
         raise ValueError(f"occurred_s is {report.occurred_s}")
     kind, v, raw = encode_body(report.body)
-    return _encoder.encode(
-        _Wire(kind=kind, v=v, body=Raw(raw), source=report.source,
-              source_seq=report.source_seq, occurred_s=report.occurred_s)
-    )
+    return _encoder.encode(_Wire(kind=kind, v=v, body=Raw(raw), source=report.source,
+                                 source_seq=report.source_seq, occurred_s=report.occurred_s))
 
 
 def decode_report(data: bytes) -> Report:
@@ -230,11 +222,10 @@ def encode_record(record: Record) -> bytes:
     if not (math.isfinite(record.occurred_s) and math.isfinite(record.at_s)):
         raise ValueError(f"occurred_s is {record.occurred_s}, at_s is {record.at_s}")
     kind, v, raw = encode_body(record.body)
-    return _encoder.encode(
-        _Wire(kind=kind, v=v, body=Raw(raw), source=record.source, source_seq=record.source_seq,
-              occurred_s=record.occurred_s, seq=record.seq, epoch=record.epoch, at_s=record.at_s,
-              cause=record.cause, incident=record.incident)
-    )
+    return _encoder.encode(_Wire(kind=kind, v=v, body=Raw(raw), source=record.source,
+                                 source_seq=record.source_seq, occurred_s=record.occurred_s,
+                                 seq=record.seq, epoch=record.epoch, at_s=record.at_s,
+                                 cause=record.cause, incident=record.incident))
 
 
 def decode_record(data: bytes) -> Record:

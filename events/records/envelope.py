@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 from msgspec import Struct
 
 from . import decisions, orders, reports
@@ -22,13 +24,11 @@ FORMER_NAMES: dict[str, str] = {
 bodies did not change."""
 
 
-def _kinds(*modules: object) -> dict[str, type[Body]]:
-    found: dict[str, type[Body]] = {}
-    for module in modules:
-        for name, value in vars(module).items():
-            if isinstance(value, type) and issubclass(value, Body) and value is not Body:
-                found[name] = value
-    return found
+def _kinds(*modules: ModuleType) -> dict[str, type[Body]]:
+    """The bodies that these modules define; their base classes are in types.py."""
+    return {name: value for module in modules for name, value in vars(module).items()
+            if isinstance(value, type) and issubclass(value, Body)
+            and value.__module__ == module.__name__}
 
 
 KINDS: dict[str, type[Body]] = _kinds(reports, orders, decisions)

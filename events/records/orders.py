@@ -109,8 +109,7 @@ class SetCheckpointStores(Body, frozen=True):
 
 class DropMemoryCheckpoints(Body, frozen=True):
     """The task has ended: delete its in-memory checkpoints. Open until each node has reported
-    MemoryCheckpointsLost.
-    """
+    MemoryCheckpointsLost."""
 
     nodes: tuple[str, ...]
     task: int

@@ -7,7 +7,7 @@ from typing import Literal
 from ..spec.job import JobSpec
 from ..spec.model import Modelled
 from ..spec.policy import Policy
-from .types import Body, FaultKind, Labels, Origin, ReceivedState
+from .types import Body, FaultKind, Labels, Origin, RankReport, ReceivedState
 
 
 # --- sent by the leader -------------------------------------------------------------------------
@@ -162,23 +162,17 @@ class OrderRefused(Body, frozen=True):
 
 
 # --- sent by an agent or a rank about a rank ----------------------------------------------------
-class RankStarted(Body, frozen=True):
+class RankStarted(RankReport, frozen=True):
     """The process runs. Its output is in `log_path` on the node."""
 
-    task: int
-    rank: int
-    attempt: int
     node: str
     pid: int
     log_path: str
 
 
-class RankReady(Body, frozen=True):
+class RankReady(RankReport, frozen=True):
     """Model and data are ready, communicators are not. `endpoint` is its store, host:port."""
 
-    task: int
-    rank: int
-    attempt: int
     endpoint: str
     num_params: int
     state_bytes: int
@@ -186,12 +180,9 @@ class RankReady(Body, frozen=True):
     data_digest: str
 
 
-class RankErrored(Body, frozen=True):
+class RankErrored(RankReport, frozen=True):
     """An exception in the rank, reported before the process exits."""
 
-    task: int
-    rank: int
-    attempt: int
     generation: int
     iteration: int
     error: str
@@ -203,16 +194,13 @@ class RankErrored(Body, frozen=True):
     """Indirect evidence: the error is about another process ("closed by peer")."""
 
 
-class RankExited(Body, frozen=True):
+class RankExited(RankReport, frozen=True):
     """The process has exited. Exactly one of exit_code, signal is set.
 
     The slot is free when all of its child processes have exited too. A training rank that exited on
     its own is reported immediately, others when the slot is free or after a timeout.
     """
 
-    task: int
-    rank: int
-    attempt: int
     pid: int
     exit_code: int | None
     signal: int | None
@@ -226,30 +214,21 @@ class RankExited(Body, frozen=True):
     second_hand: bool = False
 
 
-class RankSuspended(Body, frozen=True):
+class RankSuspended(RankReport, frozen=True):
     """The process was found stopped (SIGSTOP, a shell's Ctrl-Z)."""
 
-    task: int
-    rank: int
-    attempt: int
     pid: int
 
 
-class RankContinued(Body, frozen=True):
+class RankContinued(RankReport, frozen=True):
     """A suspended process runs again (SIGCONT)."""
 
-    task: int
-    rank: int
-    attempt: int
     pid: int
 
 
-class CollectiveFailed(Body, frozen=True):
+class CollectiveFailed(RankReport, frozen=True):
     """A collective failed in this rank: indirect evidence. The rank keeps its state."""
 
-    task: int
-    rank: int
-    attempt: int
     generation: int
     iteration: int
     error: str
@@ -258,16 +237,13 @@ class CollectiveFailed(Body, frozen=True):
     peer: str = ""  # the peer that the error names, as host:port
 
 
-class Quiesced(Body, frozen=True):
+class Quiesced(RankReport, frozen=True):
     """The rank left generation `generation` and is paused.
 
     `step_version` is the number of optimizer steps it has taken. `micro_batches` are those of
     iteration `step_version` whose gradients are complete in its accumulated local gradient.
     """
 
-    task: int
-    rank: int
-    attempt: int
     generation: int
     step_version: int
     micro_batches: tuple[int, ...]
@@ -275,7 +251,7 @@ class Quiesced(Body, frozen=True):
     num_buckets: int
 
 
-class Reconfigured(Body, frozen=True, rename={
+class Reconfigured(RankReport, frozen=True, rename={
         "kept_micro_batches": "kept", "remaining_micro_batches": "todo",
         "reassigned_micro_batches": "dealt", "received_from": "taken"}):
     """The rank is in generation `generation`, has settled with its peers, and is paused.
@@ -287,9 +263,6 @@ class Reconfigured(Body, frozen=True, rename={
     peer or of the in-memory checkpoint. `received_from`: bytes from each peer. Times in seconds.
     """
 
-    task: int
-    rank: int
-    attempt: int
     generation: int
     step_version: int
     kept_micro_batches: tuple[int, ...]
@@ -305,12 +278,9 @@ class Reconfigured(Body, frozen=True, rename={
     received_from: tuple[ReceivedState, ...] = ()
 
 
-class ReconfigureFailed(Body, frozen=True):
+class ReconfigureFailed(RankReport, frozen=True):
     """The new communicators could not be built; the rank keeps its state, in no generation."""
 
-    task: int
-    rank: int
-    attempt: int
     generation: int
     error: str
 
@@ -343,16 +313,13 @@ class LossNotFinite(Body, frozen=True):
     text: str
 
 
-class MemoryCheckpointStored(Body, frozen=True):
+class MemoryCheckpointStored(RankReport, frozen=True):
     """The checkpoint store of `node` holds a complete copy of this rank's state at `step_version`.
 
     The newest is reported, at most every 10 s. `checksum` is `crc32:` and 8 hex digits over all
     `copy_bytes`. The copy is lost with the process of the store, whose number is `keeper_start`.
     """
 
-    task: int
-    rank: int
-    attempt: int
     generation: int
     step_version: int
     node: str
@@ -380,12 +347,9 @@ class CheckpointPublished(Body, frozen=True):
     path: str
 
 
-class RankFinished(Body, frozen=True):
+class RankFinished(RankReport, frozen=True):
     """The rank has finished all iterations and exits with code 0."""
 
-    task: int
-    rank: int
-    attempt: int
     generation: int
     step_version: int
     forward_calls: int
@@ -403,13 +367,10 @@ Whereabouts = Literal["own", "collective"]
 
 
 # --- sent by a rank ---------------------------------------------------------------------------
-class InMemoryRecoveryDeclined(Body, frozen=True):
+class InMemoryRecoveryDeclined(RankReport, frozen=True):
     """The loop of a command cannot recover in memory: the task is handled as any other command, and
     this process trains on, or exits, as one."""
 
-    task: int
-    rank: int
-    attempt: int
     why: str
 
 
@@ -450,7 +411,7 @@ class DeviceErred(Body, frozen=True):
 
 
 # --- sent by an agent about a rank --------------------------------------------------------------
-class RankStalled(Body, frozen=True):
+class RankStalled(RankReport, frozen=True):
     """The rank has passed no progress mark for more than three times its average iteration.
 
     First, evaluation, checkpoint and reconfiguration do not count. Each rank of a stalled task is
@@ -459,9 +420,6 @@ class RankStalled(Body, frozen=True):
     current stack, if it could be read.
     """
 
-    task: int
-    rank: int
-    attempt: int
     generation: int
     iteration: int
     where: Whereabouts
@@ -474,18 +432,15 @@ class RankStalled(Body, frozen=True):
     stack: str = ""
 
 
-class RankUnstalled(Body, frozen=True):
+class RankUnstalled(RankReport, frozen=True):
     """A stalled rank passed a progress mark again."""
 
-    task: int
-    rank: int
-    attempt: int
     generation: int
     iteration: int
     stalled_s: float
 
 
-class StepTimeChanged(Body, frozen=True):
+class StepTimeChanged(RankReport, frozen=True):
     """The step time of the rank: reported when first known, and after a lasting change.
 
     Medians over the last `num_iterations`. `own_s` is the rank's own work of an iteration, without
@@ -494,9 +449,6 @@ class StepTimeChanged(Body, frozen=True):
     marks; reported again each time its duration has doubled.
     """
 
-    task: int
-    rank: int
-    attempt: int
     generation: int
     iteration: int
     num_iterations: int
@@ -516,16 +468,13 @@ class QuarantineLifted(Body, frozen=True):
 # --- Progress of commands, from their output ---
 
 
-class IterationsLogged(Body, frozen=True):
+class IterationsLogged(RankReport, frozen=True):
     """A command printed Megatron-LM's progress line; reported by the agent that reads its output.
 
     At most every second, with the lines of one process combined. Only the rank that prints progress
     lines causes reports.
     """
 
-    task: int
-    rank: int
-    attempt: int
     iteration: int
     """Finished iterations as printed, including those of a checkpoint that the command read."""
     iterations: int

@@ -64,8 +64,18 @@ def label_error(key: str, value: str) -> str:
 FaultKind = Literal["rank", "stop", "node"]
 """Faults that can be injected: kill a rank, stop a rank, kill an agent with its ranks."""
 
+
 class Body(Struct, frozen=True, kw_only=True, forbid_unknown_fields=False):
     """Base class of the bodies of all records. VERSIONS (envelope.py) has their versions."""
+
+
+class RankReport(Body, frozen=True):
+    """Base class of the reports about one process of a rank: the attempt numbers its processes."""
+
+    task: int
+    rank: int
+    attempt: int
+
 
 Severity = Literal["SEV1", "SEV2", "SEV3"]
 QuiesceMode = Literal["now", "boundary"]

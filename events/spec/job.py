@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -13,15 +13,13 @@ from msgspec import Struct, field
 from ..errors import SpecError
 from .model import MegatronModel, check_model
 from .parallelism import Parallel, check_fits, check_parallel, check_sizes
-from .validation import spec_error
+from .validation import COUNT_NUM_MAX, DOCS, need, need_count, spec_error
 
 # --- Loss scale of 16-bit training: constant or dynamic ---
 
-COUNT_NUM_MAX = 2**31 - 1
 LOSS_SCALE_RATIO_MAX = 3e38
 """The value and its inverse are finite in fp32."""
 LOSS_SCALE_RATIO_MIN = 1e-30
-Need = Callable[..., None]
 
 
 class DynamicLossScale(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -38,32 +36,29 @@ class DynamicLossScale(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     hysteresis: int = 2
 
 
-def check_loss_scale(precision: Literal["fp32", "bf16", "fp16"], constant: float | None,
-                     dynamic: DynamicLossScale, need: Need) -> None:
-    """Check the loss scale; `need` raises if a condition does not hold."""
+def _check_loss_scale(precision: Literal["fp32", "bf16", "fp16"], constant: float | None,
+                      dynamic: DynamicLossScale) -> None:
     if constant is not None:
-        _need_scale(constant, "train.loss_scale", need)
+        _need_scale(constant, "train.loss_scale")
         need(precision != "fp32", "train.loss_scale",
-              "has no effect in fp32, which does not need a loss scale",
-              "leave it out, or set train.precision")
-    _need_scale(dynamic.initial, "train.dynamic_loss_scale.initial", need)
-    _need_scale(dynamic.min, "train.dynamic_loss_scale.min", need)
+             "has no effect in fp32, which does not need a loss scale",
+             "leave it out, or set train.precision")
+    _need_scale(dynamic.initial, "train.dynamic_loss_scale.initial")
+    _need_scale(dynamic.min, "train.dynamic_loss_scale.min")
     need(dynamic.min <= dynamic.initial, "train.dynamic_loss_scale.min",
-          f"{dynamic.min:g} is above initial {dynamic.initial:g}")
+         f"{dynamic.min:g} is above initial {dynamic.initial:g}")
     for name in ("window", "hysteresis"):
-        path, count = f"train.dynamic_loss_scale.{name}", getattr(dynamic, name)
-        need(count >= 1, path, "must be at least 1")
-        need(count <= COUNT_NUM_MAX, path, f"must be at most {COUNT_NUM_MAX}")
+        need_count(getattr(dynamic, name), f"train.dynamic_loss_scale.{name}")
     need(dynamic == DynamicLossScale() or (precision == "fp16" and constant is None),
-          "train.dynamic_loss_scale",
-          f"is not used in {precision} with a constant loss_scale" if constant is not None
-          else f"is not used in {precision}",
-          "use it with train.precision: fp16 and without train.loss_scale")
+         "train.dynamic_loss_scale",
+         f"is not used in {precision} with a constant loss_scale" if constant is not None
+         else f"is not used in {precision}",
+         "use it with train.precision: fp16 and without train.loss_scale")
 
 
-def _need_scale(value: float, path: str, need: Need) -> None:
+def _need_scale(value: float, path: str) -> None:
     need(LOSS_SCALE_RATIO_MIN <= value <= LOSS_SCALE_RATIO_MAX, path,
-          f"must be between {LOSS_SCALE_RATIO_MIN:g} and {LOSS_SCALE_RATIO_MAX:g}")
+         f"must be between {LOSS_SCALE_RATIO_MIN:g} and {LOSS_SCALE_RATIO_MAX:g}")
 
 
 # --- Checkpoint destination: a folder or an fsspec URL ---
@@ -77,8 +72,7 @@ def is_url(output: str) -> bool:
     return URL.match(output) is not None
 
 
-def check_output(output: str, path: str, need: Callable[..., None]) -> None:
-    """Check the output at spec path `path`; `need` raises if a condition does not hold."""
+def _check_output(output: str, path: str) -> None:
     need(output != "", path, "must name a folder")
     if found := URL.match(output):
         scheme, rest = found.groups()
@@ -115,25 +109,23 @@ class Loop(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.micro_batches
 
 
-def check_loop(loop: Loop, counts: Sequence[int], floor: int, need: Need,
-               need_count: Need) -> None:
-    """Check a loop for slot counts `counts` (ascending); `need` raises if a condition fails."""
+def _check_loop(loop: Loop, counts: Sequence[int], floor: int) -> None:
+    """Check a loop for slot counts `counts` (ascending)."""
     need_count(loop.micro_batches, "loop.micro_batches")
     need_count(loop.iterations, "loop.iterations")
     for name in ("checkpoint_every", "copy_every"):
         need_count(getattr(loop, name), f"loop.{name}", least=0)
-    check_output(loop.output, "loop.output", need)
-    check_sizes(loop.parallel, "loop.parallel", need)
+    _check_output(loop.output, "loop.output")
+    check_sizes(loop.parallel, "loop.parallel")
     need(loop.parallel.optimizer != "mirrored", "loop.parallel.optimizer",
          "a mirror needs a second optimizer, and a script builds only one",
          "write sharded: if a shard's only holder fails, the last in-memory checkpoint is used")
     need(not loop.parallel.is_plain or counts[-1] <= loop.micro_batches, "slots.max",
          f"{counts[-1]} ranks, but an iteration has {loop.micro_batches} micro-batches",
          "lower slots.max, or use smaller micro-batches")
-    check_fits(loop.parallel, loop.micro_batches, counts, floor, "loop.parallel", need)
+    check_fits(loop.parallel, loop.micro_batches, counts, floor, "loop.parallel")
 
 API_VERSION = "unicron/v1"
-DOCS = "see docs/reference/job-spec.md"
 NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?\Z")
 RESERVED_NAMES = ("nodes",)
 """Words that commands accept in place of a task name, with another meaning."""
@@ -278,15 +270,13 @@ class JobSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 EXCLUDED_BY = {"train": ("heal", "loop", "model", "hang_after_s"), "command": ("train",),
-              "loop": ("model", "hang_after_s")}
+               "loop": ("model", "hang_after_s")}
 """Key -> the keys that must not be in the same spec."""
 
 
 def parse(data: object) -> JobSpec:
-    """Turn plain data (from YAML or JSON) into a validated, normalised spec.
-
-    Raises SpecError with the path and a hint.
-    """
+    """Turn plain data (from YAML or JSON) into a validated, normalised spec. Raises SpecError with
+    the path and a hint."""
     if not isinstance(data, dict):
         raise SpecError("", "a job spec is a mapping", "see deploy/examples/")
     given: dict[Any, Any] = {**data}
@@ -301,8 +291,8 @@ def parse(data: object) -> JobSpec:
         excluded = {name for key, names in EXCLUDED_BY.items()
                     if given.get(key) is not None for name in names}
         raise spec_error(str(error), JobSpec, DOCS, given=given, excluded=excluded) from None
-    _need(spec.train is not None or bool(spec.command) or "command" not in given, "command",
-          "is empty", "name a program and its arguments, for example [python, train.py]")
+    need(spec.train is not None or bool(spec.command) or "command" not in given, "command",
+         "is empty", "name a program and its arguments, for example [python, train.py]")
     spec = msgspec.structs.replace(spec, slots=_normalised(spec.slots, given.get("slots", {})))
     _check(spec)
     _check_writable(spec)
@@ -322,118 +312,115 @@ def _normalised(slots: Slots, given: Any) -> Slots:
 
 def _check_slots(slots: Slots) -> None:
     for at, (size, before) in enumerate(zip(slots.sizes, (0, *slots.sizes), strict=False)):
-        _need(size > before, f"slots.sizes[{at}]",
-              f"{size} is not above {before}" if at else "must be at least 1",
-              "name each size once, the smallest first")
-    _need(slots.multiple_of >= 1, "slots.multiple_of", "must be at least 1")
-    _need(slots.multiple_of == 1 or not slots.sizes, "slots.multiple_of",
-          "has no effect with slots.sizes", "give one of them")
-    _need(slots.min >= 1, "slots.min", "must be at least 1")
-    _need(slots.max >= slots.min, "slots.max", f"{slots.max} is below slots.min {slots.min}")
-    _need(slots.max <= SLOTS_NUM_MAX, "slots.max", f"must be at most {SLOTS_NUM_MAX}")
+        need(size > before, f"slots.sizes[{at}]",
+             f"{size} is not above {before}" if at else "must be at least 1",
+             "name each size once, the smallest first")
+    need(slots.multiple_of >= 1, "slots.multiple_of", "must be at least 1")
+    need(slots.multiple_of == 1 or not slots.sizes, "slots.multiple_of",
+         "has no effect with slots.sizes", "give one of them")
+    need(slots.min >= 1, "slots.min", "must be at least 1")
+    need(slots.max >= slots.min, "slots.max", f"{slots.max} is below slots.min {slots.min}")
+    need(slots.max <= SLOTS_NUM_MAX, "slots.max", f"must be at most {SLOTS_NUM_MAX}")
     for name, value in (("min", slots.min), ("max", slots.max)):
-        _need(value % slots.multiple_of == 0, f"slots.{name}",
-              f"{value} is not a multiple of slots.multiple_of {slots.multiple_of}")
+        need(value % slots.multiple_of == 0, f"slots.{name}",
+             f"{value} is not a multiple of slots.multiple_of {slots.multiple_of}")
     for name, value, end in (("min", slots.min, slots.sizes[:1]),
                              ("max", slots.max, slots.sizes[-1:])):
-        _need(not end or value == end[0], f"slots.{name}",
-              f"{value} is not that of slots.sizes, {' '.join(map(str, end))}", "leave it out")
-    _need(slots.floor == 0 or slots.floor in slots.counts, "slots.floor",
-          f"{slots.floor} is not a permitted number of slots",
-          "name a permitted one, or leave it out")
+        need(not end or value == end[0], f"slots.{name}",
+             f"{value} is not that of slots.sizes, {' '.join(map(str, end))}", "leave it out")
+    need(slots.floor == 0 or slots.floor in slots.counts, "slots.floor",
+         f"{slots.floor} is not a permitted number of slots",
+         "name a permitted one, or leave it out")
 
 
 def _check(spec: JobSpec) -> None:
-    _need(bool(NAME.match(spec.name)), "name", f"{spec.name!r} is not a name",
-          "lower-case letters, digits, '-' and '.', at most 63")
-    _need(spec.name not in RESERVED_NAMES, "name", f"{spec.name!r} is a reserved name",
-          f"unicron status {spec.name} shows something else; give it another name")
-    _need(1 / WEIGHT_RATIO_MAX <= spec.weight <= WEIGHT_RATIO_MAX, "weight",
-          f"must be between {1 / WEIGHT_RATIO_MAX:g} and {WEIGHT_RATIO_MAX:g}")
-    _need(0 <= spec.priority <= PRIORITY_NUM_MAX, "priority",
-          f"must be between 0 and {PRIORITY_NUM_MAX}")
-    _need(spec.team == "" or bool(NAME.match(spec.team)), "team", f"{spec.team!r} is not a name",
-          "lower-case letters, digits, '-' and '.', at most 63")
+    need(bool(NAME.match(spec.name)), "name", f"{spec.name!r} is not a name",
+         "lower-case letters, digits, '-' and '.', at most 63")
+    need(spec.name not in RESERVED_NAMES, "name", f"{spec.name!r} is a reserved name",
+         f"unicron status {spec.name} shows something else; give it another name")
+    need(1 / WEIGHT_RATIO_MAX <= spec.weight <= WEIGHT_RATIO_MAX, "weight",
+         f"must be between {1 / WEIGHT_RATIO_MAX:g} and {WEIGHT_RATIO_MAX:g}")
+    need(0 <= spec.priority <= PRIORITY_NUM_MAX, "priority",
+         f"must be between 0 and {PRIORITY_NUM_MAX}")
+    need(spec.team == "" or bool(NAME.match(spec.team)), "team", f"{spec.team!r} is not a name",
+         "lower-case letters, digits, '-' and '.', at most 63")
     _check_slots(spec.slots)
     for name, value in (("loop", spec.loop), ("heal", spec.heal)):
-        _need(value is None or spec.train is not None or bool(spec.command), "command",
-              f"is missing; {name}: needs it", "name the program that has adopted Unicron, "
-              "for example [python, train.py]")
-    _need((spec.train is None) != (not spec.command), "",
-          "give exactly one of train: and command:")
+        need(value is None or spec.train is not None or bool(spec.command), "command",
+             f"is missing; {name}: needs it", "name the program that has adopted Unicron, "
+             "for example [python, train.py]")
+    need((spec.train is None) != (not spec.command), "", "give exactly one of train: and command:")
     for size, rate in spec.throughput.items():
         path = f"throughput[{size}]"
-        _need(1 <= size <= SLOTS_NUM_MAX, path,
-              f"the size is a number of slots, at least 1 and at most {SLOTS_NUM_MAX}")
-        _need(0 <= rate <= RATE_FLOPS_MAX, path,
-              f"the rate is FLOP/s, at least 0 and at most {RATE_FLOPS_MAX:g}")
+        need(1 <= size <= SLOTS_NUM_MAX, path,
+             f"the size is a number of slots, at least 1 and at most {SLOTS_NUM_MAX}")
+        need(0 <= rate <= RATE_FLOPS_MAX, path,
+             f"the rate is FLOP/s, at least 0 and at most {RATE_FLOPS_MAX:g}")
     least = min((size for size, rate in spec.throughput.items() if rate), default=0)
-    _need(least <= spec.slots.max or spec.model is not None, f"throughput[{least}]",
-          f"size {least} is above slots.max {spec.slots.max}, and smaller sizes have rate 0",
-          "declare a size that the task may have, or raise slots.max")
+    need(least <= spec.slots.max or spec.model is not None, f"throughput[{least}]",
+         f"size {least} is above slots.max {spec.slots.max}, and smaller sizes have rate 0",
+         "declare a size that the task may have, or raise slots.max")
     if spec.train is not None:
         _check_train(spec.train, spec.slots)
     for name, value in (("heal", spec.heal), ("loop", spec.loop)):
-        _need(value is None or bool(spec.command), name, "is for a command",
-              "leave it out: train: recovers in memory")
-    _need((spec.heal is None) == (spec.loop is None), "heal" if spec.heal is None else "loop",
-          "is missing", "heal: in-memory and loop: belong together")
+        need(value is None or bool(spec.command), name, "is for a command",
+             "leave it out: train: recovers in memory")
+    need((spec.heal is None) == (spec.loop is None), "heal" if spec.heal is None else "loop",
+         "is missing", "heal: in-memory and loop: belong together")
     if spec.loop is not None:
-        check_loop(spec.loop, spec.slots.counts, spec.slots.floor, _need, _need_count)
+        _check_loop(spec.loop, spec.slots.counts, spec.slots.floor)
     if spec.model is not None:
-        _need(spec.training is None, "model", "is for a command that is only restarted",
-              "leave it out: throughput of tasks that recover in memory is measured")
-        check_model(spec.model, _need)
+        need(spec.training is None, "model", "is for a command that is only restarted",
+             "leave it out: throughput of tasks that recover in memory is measured")
+        check_model(spec.model)
     if spec.hang_after_s is not None:
-        _need(spec.training is None, "hang_after_s", "is for a command that is only restarted",
-              "leave it out: hangs of tasks that recover in memory are detected")
-        _need(0 < spec.hang_after_s <= HANG_AFTER_S_MAX, "hang_after_s",
-              f"must be above 0 and at most {HANG_AFTER_S_MAX:g}")
+        need(spec.training is None, "hang_after_s", "is for a command that is only restarted",
+             "leave it out: hangs of tasks that recover in memory are detected")
+        need(0 < spec.hang_after_s <= HANG_AFTER_S_MAX, "hang_after_s",
+             f"must be above 0 and at most {HANG_AFTER_S_MAX:g}")
 
 
 def _check_train(train: Train, slots: Slots) -> None:
     model, batch, optimizer = train.model, train.batch, train.optimizer
     for name in ("num_layers", "hidden", "num_heads", "sequence"):
-        _need_count(getattr(model, name), f"train.model.{name}")
-    _need(model.hidden % model.num_heads == 0, "train.model.hidden",
-          f"{model.hidden} is not divisible by num_heads {model.num_heads}")
-    _need(0 <= model.dropout < 1, "train.model.dropout", "must be in [0, 1)")
-    _need_count(batch.micro, "train.batch.micro")
-    _need_count(batch.global_, "train.batch.global")
-    _need(batch.global_ % batch.micro == 0, "train.batch.global",
-          f"{batch.global_} is not a multiple of micro {batch.micro}")
+        need_count(getattr(model, name), f"train.model.{name}")
+    need(model.hidden % model.num_heads == 0, "train.model.hidden",
+         f"{model.hidden} is not divisible by num_heads {model.num_heads}")
+    need(0 <= model.dropout < 1, "train.model.dropout", "must be in [0, 1)")
+    need_count(batch.micro, "train.batch.micro")
+    need_count(batch.global_, "train.batch.global")
+    need(batch.global_ % batch.micro == 0, "train.batch.global",
+         f"{batch.global_} is not a multiple of micro {batch.micro}")
     # Megatron counts tokens in 32 bits.
-    _need(train.loss != "per_token" or batch.global_ * model.sequence <= COUNT_NUM_MAX,
-          "train.batch.global", f"{batch.global_} samples of {model.sequence} tokens exceed the "
-          f"{COUNT_NUM_MAX} tokens that Megatron can count in an iteration",
-          "lower it or train.model.sequence, or write loss: per_micro_batch")
-    _need(not train.parallel.is_plain or slots.max <= train.num_micro_batches, "slots.max",
-          f"{slots.max} ranks, but an iteration has {train.num_micro_batches} micro-batches",
-          "raise train.batch.global, lower train.batch.micro or slots.max")
-    _need_count(train.iterations, "train.iterations")
+    need(train.loss != "per_token" or batch.global_ * model.sequence <= COUNT_NUM_MAX,
+         "train.batch.global", f"{batch.global_} samples of {model.sequence} tokens exceed the "
+         f"{COUNT_NUM_MAX} tokens that Megatron can count in an iteration",
+         "lower it or train.model.sequence, or write loss: per_micro_batch")
+    need(not train.parallel.is_plain or slots.max <= train.num_micro_batches, "slots.max",
+         f"{slots.max} ranks, but an iteration has {train.num_micro_batches} micro-batches",
+         "raise train.batch.global, lower train.batch.micro or slots.max")
+    need_count(train.iterations, "train.iterations")
     for name in ("checkpoint_every", "copy_every", "bucket_params"):
-        _need_count(getattr(train, name), f"train.{name}", least=0)
-    _need(train.overlap or not train.bucket_params, "train.bucket_params",
-          "without overlap there is one bucket", "write overlap: true, or leave it out")
-    _need(0 <= train.seed < SEED_MAX, "train.seed", f"must be at least 0 and below {SEED_MAX}")
-    check_output(train.output, "train.output", _need)
-    check_loss_scale(train.precision, train.loss_scale, train.dynamic_loss_scale, _need)
-    check_parallel(train.parallel, model.num_layers, model.num_heads, overlap=train.overlap,
-                   need=_need)
-    check_fits(train.parallel, train.num_micro_batches, slots.counts, slots.floor,
-               "train.parallel", _need)
+        need_count(getattr(train, name), f"train.{name}", least=0)
+    need(train.overlap or not train.bucket_params, "train.bucket_params",
+         "without overlap there is one bucket", "write overlap: true, or leave it out")
+    need(0 <= train.seed < SEED_MAX, "train.seed", f"must be at least 0 and below {SEED_MAX}")
+    _check_output(train.output, "train.output")
+    _check_loss_scale(train.precision, train.loss_scale, train.dynamic_loss_scale)
+    check_parallel(train.parallel, model.num_layers, model.num_heads, overlap=train.overlap)
+    check_fits(train.parallel, train.num_micro_batches, slots.counts, slots.floor, "train.parallel")
     for name in ("lr", "min_lr", "weight_decay", "clip_grad"):
         value = getattr(optimizer, name)
-        _need(math.isfinite(value) and value >= 0, f"train.optimizer.{name}",
-              "must be a number, at least 0")
+        need(math.isfinite(value) and value >= 0, f"train.optimizer.{name}",
+             "must be a number, at least 0")
     for name in ("beta1", "beta2"):
-        _need(0 <= getattr(optimizer, name) < 1, f"train.optimizer.{name}", "must be in [0, 1)")
-    _need(optimizer.min_lr <= optimizer.lr, "train.optimizer.min_lr",
-          f"{optimizer.min_lr:g} is above lr {optimizer.lr:g}", "lower min_lr, or raise lr")
-    _need(math.isfinite(optimizer.eps) and optimizer.eps > 0, "train.optimizer.eps",
-          "must be above 0")
-    _need(0 <= optimizer.warmup_iterations < train.iterations, "train.optimizer.warmup_iterations",
-          "must be at least 0 and below train.iterations")
+        need(0 <= getattr(optimizer, name) < 1, f"train.optimizer.{name}", "must be in [0, 1)")
+    need(optimizer.min_lr <= optimizer.lr, "train.optimizer.min_lr",
+         f"{optimizer.min_lr:g} is above lr {optimizer.lr:g}", "lower min_lr, or raise lr")
+    need(math.isfinite(optimizer.eps) and optimizer.eps > 0, "train.optimizer.eps",
+         "must be above 0")
+    need(0 <= optimizer.warmup_iterations < train.iterations, "train.optimizer.warmup_iterations",
+         "must be at least 0 and below train.iterations")
 
 
 def _check_writable(spec: JobSpec) -> None:
@@ -446,15 +433,5 @@ def _check_writable(spec: JobSpec) -> None:
         texts.append(("loop.output", spec.loop.output))
     for path, text in texts:
         is_whole = not any("\ud800" <= char <= "\udfff" for char in text)
-        _need("\0" not in text and is_whole, path, "is not plain text")
-    _need(not spec.command or spec.command[0] != "", "command[0]", "must name a program")
-
-
-def _need_count(count: int, path: str, least: int = 1) -> None:
-    _need(count >= least, path, f"must be at least {least}")
-    _need(count <= COUNT_NUM_MAX, path, f"must be at most {COUNT_NUM_MAX}")
-
-
-def _need(holds: bool, path: str, message: str, hint: str = DOCS) -> None:
-    if not holds:
-        raise SpecError(path, message, hint)
+        need("\0" not in text and is_whole, path, "is not plain text")
+    need(not spec.command or spec.command[0] != "", "command[0]", "must name a program")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal
 
 from msgspec import Struct
+
+from .validation import need
 
 Gpu = Literal["V100-32", "A100-40", "A100-80", "A800-80", "H100-80", "H800-80", "H20-96",
               "H200-141", "B200-180"]
@@ -63,13 +64,9 @@ class MegatronModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return self.ffn_hidden or 4 * self.hidden
 
 
-DOCS = "see docs/reference/job-spec.md"
-Need = Callable[[bool, str, str, str], None]
-
-
-def check_model(model: MegatronModel, need: Need) -> None:
-    """Check the model; `need` raises if a condition does not hold."""
-    _check_sizes(model, need)
+def check_model(model: MegatronModel) -> None:
+    """Raises SpecError."""
+    _check_sizes(model)
     need(model.hidden % model.num_heads == 0, "model.hidden",
          f"{model.hidden} is not divisible by num_heads {model.num_heads}",
          "each head gets an equal part of the width")
@@ -79,7 +76,7 @@ def check_model(model: MegatronModel, need: Need) -> None:
     need(model.global_batch % max(model.micro_batch, 1) == 0, "model.global_batch",
          f"{model.global_batch} is not a multiple of micro_batch {model.micro_batch}",
          "micro-batches must all have the same size")
-    need(0 <= model.dropout < 1, "model.dropout", "must be in [0, 1)", DOCS)
+    need(0 <= model.dropout < 1, "model.dropout", "must be in [0, 1)")
     need(model.num_experts > 0 or model.top_k == 1, "model.top_k",
          "is for a mixture of experts", "give num_experts, or leave it out")
     need(model.top_k <= max(model.num_experts, 1), "model.top_k",
@@ -90,7 +87,7 @@ def check_model(model: MegatronModel, need: Need) -> None:
          f"a {model.gpu} has no {model.precision}", "write fp16")
 
 
-def _check_sizes(model: MegatronModel, need: Need) -> None:
+def _check_sizes(model: MegatronModel) -> None:
     for name, least, most in (
             ("num_layers", 1, LAYERS_NUM_MAX), ("hidden", 1, WIDTH_NUM_MAX),
             ("num_heads", 1, WIDTH_NUM_MAX), ("num_query_groups", 0, WIDTH_NUM_MAX),
@@ -100,7 +97,7 @@ def _check_sizes(model: MegatronModel, need: Need) -> None:
             ("global_batch", 1, BATCH_NUM_MAX), ("micro_batch", 0, BATCH_NUM_MAX)):
         value = getattr(model, name)
         need(least <= value <= most, f"model.{name}",
-             f"must be at least {least} and at most {most}", DOCS)
+             f"must be at least {least} and at most {most}")
 
 
 class Axes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import ClassVar, Literal, NamedTuple
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from .model import Axes
+from .validation import need
 
 AXIS_NUM_MAX = 1024
 VOCABULARY = 256
 """Of the model of `train:`: a token is a byte."""
 _FILLS_UP = "leave it out: data parallelism takes the remaining slots"
 _NO_AXIS = "there is no such axis: unicron doctor --support"
-Need = Callable[..., None]
 Sharding = Literal["whole", "sharded", "mirrored"]
 """Which part of the optimizer state each rank holds."""
 
@@ -67,10 +67,9 @@ def is_fully_replicated(axes: Axes, parallel: Parallel) -> bool:
     return axes.tp * axes.pp == 1 and parallel.optimizer == "whole"
 
 
-def check_parallel(parallel: Parallel, num_layers: int, num_heads: int, *, overlap: bool,
-                   need: Need) -> None:
-    """Check `train.parallel`; `need` raises if a condition does not hold."""
-    check_sizes(parallel, "train.parallel", need)
+def check_parallel(parallel: Parallel, num_layers: int, num_heads: int, *, overlap: bool) -> None:
+    """Check `train.parallel`. Raises SpecError."""
+    check_sizes(parallel, "train.parallel")
     shared = math.gcd(num_heads, VOCABULARY)
     hint = "possible: " + ", ".join(str(size) for size in range(1, shared + 1)
                                     if shared % size == 0)
@@ -89,8 +88,8 @@ def check_parallel(parallel: Parallel, num_layers: int, num_heads: int, *, overl
          "leave it out, or leave out train.parallel")
 
 
-def check_sizes(parallel: Parallel, path: str, need: Need) -> None:
-    """Check the sizes without the model; `path` is the spec path of `parallel`."""
+def check_sizes(parallel: Parallel, path: str) -> None:
+    """Check the sizes without the model, at the spec's path. Raises SpecError."""
     for name, sizes in (("tensor", parallel.tensor), ("pipeline", parallel.pipeline)):
         need(bool(sizes), f"{path}.{name}", "names no size", "leave it out for size 1")
         for size in sizes:
@@ -104,8 +103,8 @@ def check_sizes(parallel: Parallel, path: str, need: Need) -> None:
 
 
 def check_fits(parallel: Parallel, num_micro_batches: int, counts: Sequence[int], floor: int,
-               path: str, need: Need) -> None:
-    """Check that a layout exists for one of `counts` (slots, ascending), and for the floor."""
+               path: str) -> None:
+    """Raises SpecError unless a layout fits one of `counts` (slots, ascending), and the floor."""
     need(any(True for count in counts for _ in parallel.layouts(count, num_micro_batches)),
          path, f"no layout of it has a number of slots that slots permits, of {counts[0]} to "
          f"{counts[-1]}", "raise slots.max, or name other sizes")
@@ -172,7 +171,7 @@ def has_every_part(axes: Axes, optimizer: Sharding, positions: Collection[int]) 
 
 
 def missing_parts(axes: Axes, optimizer: Sharding,
-            positions: Collection[int]) -> Iterator[tuple[int, ...]]:
+                  positions: Collection[int]) -> Iterator[tuple[int, ...]]:
     """For each part of the state that no member at these positions holds: the positions that do."""
     given = set(positions)
     if optimizer == "whole":

@@ -24,7 +24,8 @@ class Support(Struct, frozen=True):
     shown: str = ""
 
     @property
-    def told(self) -> str:
+    def in_words(self) -> str:
+        """The grade as the tables show it."""
         return f"{self.grade}, not run here" if self.is_untested else self.grade
 
     @property
@@ -141,6 +142,6 @@ def markdown() -> str:
     """The table for the reference page."""
     lines = ["| | `train:` | a custom loop |", "|---|---|---|"]
     for row in ROWS:
-        cells = [f"**{answer.told}**: {answer.why}" for answer in (row.train, row.loop)]
+        cells = [f"**{answer.in_words}**: {answer.why}" for answer in (row.train, row.loop)]
         lines.append(f"| {row.what} | {cells[0]} | {cells[1]} |")
     return "\n".join(lines) + "\n"

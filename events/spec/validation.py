@@ -1,4 +1,4 @@
-"""Error messages of strict parsing: the path, the problem, and the key that was meant."""
+"""Checks of a spec, and error messages: the path, the problem, and the key that was meant."""
 
 from __future__ import annotations
 
@@ -15,14 +15,28 @@ from ..errors import SpecError
 PLAIN = re.compile(r"[\w./-]{1,60}\Z", re.ASCII)
 """Text that needs no quotes in a YAML list."""
 KEY_CHARS_MAX = 100
+COUNT_NUM_MAX = 2**31 - 1
+DOCS = "see docs/reference/job-spec.md"
 UNION = re.compile(r"`(\w+(?: \| \w+)+)`")
 WORDS = (("`object`", "a mapping"), ("`array`", "a list"), ("`str`", "text"),
          ("got `float`", "got a fraction"), ("`bool`", "true or false"),
          ("`int`", "a whole number"), ("`float`", "a number"))
 
 
+def need(holds: bool, path: str, message: str, hint: str = DOCS) -> None:
+    """Raise SpecError for the job spec's field `path` unless the condition holds."""
+    if not holds:
+        raise SpecError(path, message, hint)
+
+
+def need_count(count: int, path: str, least: int = 1) -> None:
+    """Raise SpecError unless `count` is from `least` to COUNT_NUM_MAX."""
+    need(count >= least, path, f"must be at least {least}")
+    need(count <= COUNT_NUM_MAX, path, f"must be at most {COUNT_NUM_MAX}")
+
+
 def spec_error(text: str, root: type[Struct], hint: str, *, given: object = None,
-            excluded: Collection[str] = ()) -> SpecError:
+               excluded: Collection[str] = ()) -> SpecError:
     """Turn msgspec's error `text` about `given` into a SpecError: path, one line, a suggestion.
 
     `root` is the type of the whole document, `hint` the default hint, and `excluded` the fields of

@@ -545,7 +545,7 @@ def test_what_is_only_overdue_has_no_begin(d: Driver) -> None:
     carry_out(d, d.due(f"start/{task}/0/1"))
     told = facts(d.log)
     assert "detect" not in phases(told)
-    assert evidence(told)[0] == ("began not known: nothing but that it is overdue shows it")
+    assert evidence(told)[0] == ("began not known: only a missed deadline shows it")
 
 
 def test_a_check_runs_from_time_to_time() -> None:

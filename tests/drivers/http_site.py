@@ -11,9 +11,9 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
+from memory_log import MemoryLog
 from unicron.control_plane.api.http import Address, HttpApi
 from unicron.control_plane.service.coordinator import Coordinator, Limits
-from unicron.events.log.memory import MemoryLog
 from unicron.events.records.envelope import Report
 from unicron.events.records.types import Body
 from unicron.events.spec import job

@@ -59,7 +59,7 @@ class Walker:
         self.generation = self.turn = self.step_version = 0
         self.layout = Layout(Axes(dp=0))
         self.have: state_shards.State = {}
-        self.told: training_state.Numbers | None = None
+        self.numbers: training_state.Numbers | None = None
         self.history = History()
         with self.up(Axes(dp=self.num_members)) as made:
             self.whole = self.build(Layout(Axes()), 0, made)
@@ -105,19 +105,19 @@ class Walker:
                 trainee = self.build(layout, place, made)
                 want = state_shards.list_shards(trainee)
             if holders:
-                found = self.exchange(self.have if has else {}, want, self.told if has else None,
+                found = self.exchange(self.have if has else {}, want, self.numbers if has else None,
                                       holders)
             if trainee is not None:
                 if holders:
-                    training_state.load(trainee, found.told, self.history)
+                    training_state.load(trainee, found.numbers, self.history)
                 self.check(want, "taken over")
                 _step(trainee, want, self.step_version)
             _step(self.whole, self.expected, self.step_version)
             self.step_version += 1
-            self.have, self.layout, self.told = want, layout, None
+            self.have, self.layout, self.numbers = want, layout, None
             if trainee is not None:
                 self.check(want, "stepped")
-                self.told = training_state.numbers(trainee, self.step_version, self.history)
+                self.numbers = training_state.numbers(trainee, self.step_version, self.history)
                 _take_handles(trainee, made)
         del trainee
         gc.collect()
@@ -223,13 +223,13 @@ def gather(number: int, train: Train, layout: Layout) -> list[str]:
     with walker.up(layout.axes):
         want = {} if number else {piece: torch.empty_like(tensor)
                                   for piece, tensor in walker.expected.items()}
-        walker.exchange(walker.have, want, walker.told, range(num_positions(layout.axes)))
+        walker.exchange(walker.have, want, walker.numbers, range(num_positions(layout.axes)))
         walker.check(want, "gathered")
         for tensor in walker.have.values():
             tensor.zero_()
-        told = walker.exchange(want, walker.have, walker.told if number == 0 else None, [0])
+        told = walker.exchange(want, walker.have, walker.numbers if number == 0 else None, [0])
         walker.check(walker.have, "given back")
-        assert told.told.adam_step == 1
+        assert told.numbers.adam_step == 1
     return sorted(piece.key for piece in want)
 
 
@@ -247,7 +247,7 @@ def refuse(number: int, train: Train, what: str) -> tuple[dict[int, int], set[st
     walker = Walker(number, train)
     walker.go(Layout(Axes(dp=3)))
     if number == 0:
-        assert walker.told is not None
+        assert walker.numbers is not None
         match what:
             case "checksum":
                 right = state_exchange._pack
@@ -255,7 +255,7 @@ def refuse(number: int, train: Train, what: str) -> tuple[dict[int, int], set[st
                     0, torch.tensor([5]), 7
                 )
             case "step":
-                walker.told.step_version -= 1
+                walker.numbers.step_version -= 1
             case _:
                 walker.have = {piece._replace(kind=f"{piece.kind}x1"): tensor
                                for piece, tensor in walker.have.items()}
@@ -281,7 +281,7 @@ def die(number: int, train: Train) -> None:
     def give() -> state_exchange.ExchangeResult:
         with walker.up(Axes(dp=2)):
             return walker.exchange({} if number else walker.have, walker.have,
-                                   None if number else walker.told, [0], staged=True)
+                                   None if number else walker.numbers, [0], staged=True)
 
     for tensor in walker.have.values():
         tensor += number
@@ -298,4 +298,4 @@ def die(number: int, train: Train) -> None:
     assert all(tensor.equal(before[piece]) for piece, tensor in walker.have.items()), "staged"
     found.activate()
     walker.check(walker.have, "in force")
-    assert found.told.step_version == 1
+    assert found.numbers.step_version == 1

@@ -10,8 +10,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import pytest
+from memory_log import MemoryLog
 from unicron.events.errors import Conflict, Fenced, UsageError
-from unicron.events.log.memory import MemoryLog
 from unicron.events.log.port import LogPort
 from unicron.events.records import reports
 from unicron.events.records.envelope import Record, Report

@@ -9,8 +9,8 @@ from collections.abc import Coroutine
 from typing import Any
 
 import pytest
+from memory_log import MemoryLog, Outcome
 from unicron.events.errors import Ambiguous, Conflict, Fenced, Unavailable
-from unicron.events.log.memory import MemoryLog, Outcome
 from unicron.events.records import reports
 from unicron.events.records.envelope import Record, Report
 from unicron.events.records.orders import Resume

@@ -46,7 +46,7 @@ def test_each_row_says_why_and_what_is_shown_is_a_test() -> None:
         assert answer.why
         assert not answer.shown or (ROOT / answer.shown).is_file()
         assert not answer.shown or answer.grade != "refused"
-        assert answer.told.startswith(answer.grade)
+        assert answer.in_words.startswith(answer.grade)
 
 
 def test_what_a_training_task_refuses_is_refused() -> None:

@@ -60,6 +60,7 @@ PURE = (
         "rules/", "classifier.py", "flight_recorder.py", "hang_locator.py", "step_time.py",
         "wait_graph.py")), "workers/agent/monitoring/megatron_output.py",
     "workers/agent/health/debounce.py", "workers/agent/health/finding.py",
+    "workers/agent/health/limits.py",
     *(f"workers/training/recovery/{name}.py" for name in (
         "resharding", "settlement", "state_sources")))
 IMPURE = {"asyncio", "time", "datetime", "random", "uuid", "os", "socket", "threading",
@@ -79,7 +80,7 @@ CONFINED = {
 # The only files that may catch everything: where a foreign body must not take the process along.
 BORDERS: tuple[str, ...] = (
     "workers/host/object_storage.py",
-    "workers/training/process/control_thread.py")
+    "workers/host/detached_thread.py")
 # A word to a checker at a line's end does not count as length; ruff reads it so too.
 PRAGMA = re.compile(r"\s*# (pyright: |type: ignore|noqa)\S*.*$")
 FUNCTION_LINES_MAX, COLUMNS_MAX = 70, 100

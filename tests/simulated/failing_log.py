@@ -6,8 +6,8 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+from memory_log import MemoryLog
 from unicron.events.errors import Ambiguous, LogError, Unavailable
-from unicron.events.log.memory import MemoryLog
 from unicron.events.log.port import SentOrder
 from unicron.events.records.envelope import Record, Report
 

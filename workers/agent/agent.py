@@ -15,7 +15,7 @@ import structlog
 from ...events.errors import Ambiguous, Unavailable
 from ...events.log.port import AgentPort
 from ...events.records.reports import MemoryCheckpointsLost, NodeJoined, NodeLeft
-from ...events.records.types import Body, first_store_number
+from ...events.records.types import first_store_number
 from ..host import linux
 from .checkpoint_store import CheckpointStore
 from .delivery.log_link import CALL_S_MAX, LogLink
@@ -66,8 +66,8 @@ class Agent:
         Start: the agent spools NodeJoined behind the reports of earlier incarnations. Then the
         loops run concurrently. No rank starts before NodeJoined is in the log.
         Stop: orders and health end; the agent reports NodeLeft, stops and reaps the ranks (SIGTERM,
-        SIGKILL after STOP_GRACE_S) and flushes reports for at most FLUSH_S_MAX; reports and beats
-        end. The spool's file keeps unacknowledged reports.
+        SIGKILL after STOP_GRACE_S) and flushes reports for at most FLUSH_S_MAX; reports and
+        heartbeats end. The spool's file keeps unacknowledged reports.
         Cancel, or an error in a loop: the agent kills the ranks and neither reports nor flushes.
         Raises LogReplaced if the log was replaced by another one.
         """
@@ -87,11 +87,11 @@ class Agent:
             keeper=store.endpoint, labels=node.labels))
         async with asyncio.TaskGroup() as group:
             health = HealthMonitor(node, self._sources, self._outbox.put) if self._sources else None
-            ranks = OrderExecutor(node, self._report, group, store,
-                          health.killed if health else None)
+            ranks = OrderExecutor(node, self._outbox.put, group, store,
+                                  health.killed if health else None)
             try:
                 loops = [group.create_task(self._outbox.run(), name="reports"),
-                         group.create_task(self._beat(), name="beats"),
+                         group.create_task(self._beat(), name="heartbeats"),
                          group.create_task(self._sweep(ranks, health), name="sweep"),
                          group.create_task(self._look(ranks), name="look"),
                          group.create_task(self._read(ranks), name="read"),
@@ -119,24 +119,14 @@ class Agent:
         node = self._node
 
         def lost(task: int, why: str) -> None:
-            self._outbox.put(
-                MemoryCheckpointsLost(
-                    node=node.name,
-                    incarnation=node.incarnation,
-                    task=task,
-                    why=why,
-                    keeper_start=store.start,
-                )
-            )
+            self._outbox.put(MemoryCheckpointsLost(node=node.name, incarnation=node.incarnation,
+                                                   task=task, why=why, keeper_start=store.start))
 
-        store = CheckpointStore(node.host, node.secret, os.environ,
-                        (MARKER, f"{node.mark}{node.incarnation}:keeper"),
-                        node.state_dir / "logs" / f"keeper-{node.name}.log", lost,
-                        first_store_number(node.incarnation))
+        store = CheckpointStore(
+            node.host, node.secret, os.environ, (MARKER, f"{node.mark}{node.incarnation}:keeper"),
+            node.state_dir / "logs" / f"checkpoint-store-{node.name}.log", lost,
+            first_store_number(node.incarnation))
         return store
-
-    def _report(self, body: Body, occurred_s: float | None) -> None:
-        self._outbox.put(body, occurred_s)
 
     async def _follow(self, ranks: OrderExecutor) -> None:
         """Execute this node's orders from the first one on, each once, in order of seq."""
@@ -159,11 +149,9 @@ class Agent:
     async def _beat(self) -> None:
         """Send a heartbeat every BEAT_S; a failed one is not retried."""
         while True:
-            try:
+            with suppress(Unavailable, Ambiguous):
                 await self._link.call(
                     lambda: self._port.beat(self._node.name, self._node.incarnation))
-            except (Unavailable, Ambiguous):
-                pass
             await asyncio.sleep(BEAT_S)
 
     async def _look(self, ranks: OrderExecutor) -> None:

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import structlog
@@ -37,7 +38,7 @@ class CheckpointStore:
     """Listens on `host`. Calls `lost` with the task that lost its checkpoints (0: all) and why.
 
     `start` is the number of the current or next process; it grows by one after each process that
-    held a checkpoint. At most KEEPERS_NUM_MAX run: further numbers belong to the next agent.
+    held a checkpoint. At most STORES_NUM_MAX run: further numbers belong to the next agent.
     """
 
     def __init__(self, host: str, secret: str, env: Mapping[str, str], marker: tuple[str, str],
@@ -67,10 +68,8 @@ class CheckpointStore:
     def forget(self, task: int) -> None:
         """Drop the checkpoints of a task that has ended."""
         if self._socket is not None:
-            try:
+            with suppress(OSError):  # it has exited or does not read; its memory is bounded anyway
                 self._socket.send(task.to_bytes(protocol.TASK_BYTES, "big"))
-            except OSError:
-                pass  # it has exited or does not read; its memory is bounded anyway
 
     def close(self) -> None:
         """Kill the process and stop listening. A second call does nothing."""

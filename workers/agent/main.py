@@ -164,11 +164,10 @@ async def _run(options: AgentOptions, incarnation: int) -> int:
         log = await _connect(options.redis_url or joined.redis_url, joined.cluster)
         try:
             node = NodeConfig(name=options.node, incarnation=incarnation, cluster=joined.cluster,
-                        host=options.host, num_slots=options.num_slots, state_dir=state_dir,
-                        labels=options.labels,
-                        devices=_devices(options, os.environ), trace=options.trace,
-                        watch=options.watch, rank_argv=options.rank_argv,
-                        secret=protocol.secret_of(options.token, joined.cluster))
+                              host=options.host, num_slots=options.num_slots, state_dir=state_dir,
+                              labels=options.labels, devices=_devices(options, os.environ),
+                              trace=options.trace, watch=options.watch, rank_argv=options.rank_argv,
+                              secret=protocol.secret_of(options.token, joined.cluster))
             spool, left = open_spools(state_dir / "agents", node.name, node.source)
             sources = (None if os.environ.get(HEALTH) == "off"
                        else HealthSources(checks=options.checks))

@@ -10,31 +10,8 @@ from typing import NoReturn
 
 import structlog
 
-from ...events.records import reports
+from ...events.records import orders, reports
 from ...events.records.envelope import Record
-from ...events.records.orders import (
-    DropMemoryCheckpoints,
-    InjectFault,
-    PublishCheckpoint,
-    Quiesce,
-    Reconfigure,
-    Resume,
-    SetCheckpointStores,
-    StartRank,
-    StopRank,
-)
-from ...events.records.reports import (
-    CheckpointPublished,
-    InMemoryRecoveryDeclined,
-    MemoryCheckpointsLost,
-    OrderRefused,
-    RankContinued,
-    RankErrored,
-    RankExited,
-    RankFinished,
-    RankStarted,
-    RankSuspended,
-)
 from ...events.records.types import Body
 from ..host import linux
 from ..ipc.pipe_protocol import Adopted, Frame
@@ -56,10 +33,11 @@ REAP_S_MAX = 5.0
 """After this long the exit is reported even if a process of the rank survives SIGKILL; the slot
 stays occupied."""
 
-RANK_REPORTS = (reports.RankReady, RankErrored, reports.CollectiveFailed, reports.Quiesced,
-             reports.Reconfigured, reports.ReconfigureFailed, reports.TaskProgressed,
-             reports.LossNotFinite, reports.MemoryCheckpointStored, reports.CheckpointSaved,
-             RankFinished, InMemoryRecoveryDeclined)
+RANK_REPORTS = (
+    reports.RankReady, reports.RankErrored, reports.CollectiveFailed, reports.Quiesced,
+    reports.Reconfigured, reports.ReconfigureFailed, reports.TaskProgressed, reports.LossNotFinite,
+    reports.MemoryCheckpointStored, reports.CheckpointSaved, reports.RankFinished,
+    reports.InMemoryRecoveryDeclined)
 """The record kinds that a rank may send through its pipe; the agent forwards them unchanged."""
 _log = structlog.get_logger("agent")
 
@@ -98,39 +76,38 @@ class OrderExecutor:
         earlier incarnation may have answered it.
         """
         match record.body:
-            case StartRank() as order:
+            case orders.StartRank() as order:
                 if not stale and order.incarnation in (0, self._node.incarnation):
                     self._start(order, record)
-            case StopRank() as order:
+            case orders.StopRank() as order:
                 rank = self._ranks.get((order.task, order.rank, order.attempt))
                 if rank is not None:
                     self._stop(rank, order.grace_s)
                 elif not stale:
                     # Its StartRank never arrived (unreachable, then withdrawn), or it has exited.
                     self._refuse(record.seq, "there is no such rank")
-            case Quiesce() as order:
+            case orders.Quiesce() as order:
                 self._forward(record, [rank for rank in self._of(order.task)
                                        if rank.order.rank in order.ranks])
-            case Reconfigure() as order:
-                members = {(m.rank, m.attempt) for m in order.members
-                           if m.node == self._node.name}
+            case orders.Reconfigure() as order:
+                members = {(m.rank, m.attempt) for m in order.members if m.node == self._node.name}
                 ranks = [rank for rank in self._of(order.task)
                          if (rank.order.rank, rank.order.attempt) in members]
                 for rank in ranks:
                     rank.generation = max(rank.generation, order.generation)
                 self._forward(record, ranks)
-            case Resume() | SetCheckpointStores() as order:
+            case orders.Resume() | orders.SetCheckpointStores() as order:
                 self._forward(record, [rank for rank in self._of(order.task)
                                        if rank.generation == order.generation])
-            case DropMemoryCheckpoints() as order:
+            case orders.DropMemoryCheckpoints() as order:
                 self._store.forget(order.task)
-                self._report(MemoryCheckpointsLost(
+                self._report(reports.MemoryCheckpointsLost(
                     node=self._node.name, incarnation=self._node.incarnation, task=order.task,
                     why="the task has ended", keeper_start=self._store.start,
                     order=record.seq), None)
-            case PublishCheckpoint() as order:
+            case orders.PublishCheckpoint() as order:
                 self._spawn_task(self._publish(order, record, again), f"publish {record.seq}")
-            case InjectFault() as order:
+            case orders.InjectFault() as order:
                 # A later incarnation reads the order too; it must not inject the fault again.
                 if order.incarnation == self._node.incarnation:
                     self._inject_fault(order, record.seq)
@@ -149,7 +126,7 @@ class OrderExecutor:
             if process is None or is_stopped in (None, rank.is_suspended):
                 continue
             rank.is_suspended = not rank.is_suspended
-            kind = RankSuspended if rank.is_suspended else RankContinued
+            kind = reports.RankSuspended if rank.is_suspended else reports.RankContinued
             self._report(kind(task=order.task, rank=order.rank, attempt=order.attempt,
                               pid=process.pid), None)
 
@@ -189,7 +166,7 @@ class OrderExecutor:
     def _of(self, task: int) -> list[RankAttempt]:
         return [rank for rank in self._ranks.values() if rank.order.task == task]
 
-    def _start(self, order: StartRank, record: Record) -> None:
+    def _start(self, order: orders.StartRank, record: Record) -> None:
         slot = order.slot
         if slot.node != self._node.name or not 0 <= slot.index < self._node.num_slots:
             self._refuse(record.seq, f"slot {slot.node}/{slot.index} is not on this node")
@@ -213,7 +190,7 @@ class OrderExecutor:
             if not rank.is_withdrawn:
                 rank.is_withdrawn = True
                 order = rank.order
-                self._report(RankExited(
+                self._report(reports.RankExited(
                     task=order.task, rank=order.rank, attempt=order.attempt, pid=0, exit_code=None,
                     signal=int(signal.SIGTERM), tail="stopped before its start"), None)
             return
@@ -231,10 +208,10 @@ class OrderExecutor:
 
     def _refuse(self, seq: int, why: str) -> None:
         _log.warning("order refused", order=seq, why=why)
-        self._report(OrderRefused(node=self._node.name, order=seq, why=why), None)
+        self._report(reports.OrderRefused(node=self._node.name, order=seq, why=why), None)
 
     # --- fault injection ------------------------------------------------------------------------
-    def _inject_fault(self, order: InjectFault, seq: int) -> None:
+    def _inject_fault(self, order: orders.InjectFault, seq: int) -> None:
         _log.warning("injects a fault", what=order.what, task=order.task, rank=order.rank)
         if order.what == "node":
             self._crash_node()
@@ -295,9 +272,9 @@ class OrderExecutor:
         rank.memory = self._exit_reporter.watch(process.pid)
         if order.spec.command:
             self.readers.begin(order, process.log_path, process.log_start, process.pid)
-        self._report(RankStarted(task=order.task, rank=order.rank, attempt=order.attempt,
-                                 node=self._node.name, pid=process.pid,
-                                 log_path=str(process.log_path)), None)
+        self._report(reports.RankStarted(
+            task=order.task, rank=order.rank, attempt=order.attempt, node=self._node.name,
+            pid=process.pid, log_path=str(process.log_path)), None)
         if pipe is not None:
             pipe.started()
             pipe.send(Frame(body=order, seq=rank.seq, epoch=rank.epoch))
@@ -349,12 +326,10 @@ class OrderExecutor:
         if not isinstance(frame.body, RANK_REPORTS):
             self._end_faulty(rank, f"a rank must not send {type(frame.body).__name__}")
             return
-        if isinstance(frame.body, RankErrored):
+        if isinstance(frame.body, reports.RankErrored):
             rank.error = frame.body
-        if (
-            isinstance(frame.body, (RankFinished, InMemoryRecoveryDeclined))
-            and rank.process is not None
-        ):
+        if rank.process is not None and isinstance(
+                frame.body, (reports.RankFinished, reports.InMemoryRecoveryDeclined)):
             rank.process.unfollow()  # from here on the exit of its command counts
         try:
             self._report(frame.body, frame.at_s or None)
@@ -369,7 +344,7 @@ class OrderExecutor:
             rank.process.signal_group(signal.SIGKILL)
 
     # --- checkpoints ----------------------------------------------------------------------------
-    async def _publish(self, order: PublishCheckpoint, record: Record, again: bool) -> None:
+    async def _publish(self, order: orders.PublishCheckpoint, record: Record, again: bool) -> None:
         try:
             await self._publisher.publish(order, record)
         except Superseded as error:
@@ -378,5 +353,5 @@ class OrderExecutor:
         except PublishRefused as error:
             self._refuse(record.seq, f"checkpoint not published: {error}")
         else:
-            self._report(CheckpointPublished(task=order.task, order=record.seq, path=order.path),
-                         None)
+            self._report(reports.CheckpointPublished(
+                task=order.task, order=record.seq, path=order.path), None)

@@ -20,6 +20,7 @@ import socket
 import time
 import zlib
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -40,6 +41,9 @@ STALL_S_MAX = 10.0
 """Time limit for the other side's next bytes, and for each reply."""
 GREET_S_MAX = 2.0
 """Time limit in all for a client that has not authenticated yet."""
+
+
+M = TypeVar("M", bound="Message")
 
 
 class TransferError(Exception):
@@ -130,8 +134,7 @@ def send(connection: socket.socket, message: Message) -> None:
     connection.sendall(len(data).to_bytes(4, "big") + data)
 
 
-def receive(connection: socket.socket, *kinds: type[Message],
-            until_s: float = math.inf) -> Message:
+def receive(connection: socket.socket, *kinds: type[M], until_s: float = math.inf) -> M:
     """Receive a message, one of `kinds`, before `until_s`. Raises OSError, TransferError."""
     head = bytearray(4)
     read_exactly(connection, memoryview(head), until_s)
@@ -166,7 +169,7 @@ def read_exactly(connection: socket.socket, target: memoryview, until_s: float =
 
 
 def send_parts(connection: socket.socket, parts: Iterable[memoryview],
-         check_active: Callable[[], None] = lambda: None) -> str:
+               check_active: Callable[[], None] = lambda: None) -> str:
     """Send the parts; returns the checksum of all. Raises OSError.
 
     `check_active` is called before each chunk, and raises to abort.
@@ -207,11 +210,9 @@ def connect(endpoint: str, secret: str, wait_s: float = STALL_S_MAX) -> socket.s
     try:
         connection.settimeout(min(STALL_S_MAX, wait_s))
         greeting = receive(connection, Greeting)
-        assert isinstance(greeting, Greeting)
         nonce = secrets.token_bytes(NONCE_LENGTH)
         send(connection, Proof(answer=_answer(secret, "rank", greeting.nonce), nonce=nonce))
         proof = receive(connection, Proof)
-        assert isinstance(proof, Proof)
         if not hmac.compare_digest(proof.answer, _answer(secret, "keeper", nonce)):
             raise TransferError(f"{endpoint} does not know this cluster's secret")
     except BaseException:
@@ -227,11 +228,10 @@ def authenticate(connection: socket.socket, secret: str) -> bool:
     nonce = secrets.token_bytes(NONCE_LENGTH)
     send(connection, Greeting(nonce=nonce))
     proof = receive(connection, Proof, until_s=until_s)
-    assert isinstance(proof, Proof)
     connection.settimeout(STALL_S_MAX)
     if not hmac.compare_digest(proof.answer, _answer(secret, "rank", nonce)):
         send(connection, Refused(why="this checkpoint store is of another cluster, or its "
-                                   "token has changed"))
+                                 "token has changed"))
         return False
     send(connection, Proof(answer=_answer(secret, "keeper", proof.nonce)))
     return True
@@ -249,9 +249,7 @@ def put(connection: socket.socket, offer: Offer, parts: Iterable[memoryview],
     receive(connection, Go)
     checksum = send_parts(connection, parts, check_active)
     send(connection, Checksum(checksum=checksum))
-    reply = receive(connection, StoredReply)
-    assert isinstance(reply, StoredReply)
-    return checksum, reply.start
+    return checksum, receive(connection, StoredReply).start
 
 
 def get(connection: socket.socket, request: CheckpointRequest,
@@ -262,13 +260,11 @@ def get(connection: socket.socket, request: CheckpointRequest,
     """
     send(connection, request)
     offer = receive(connection, Offer)
-    assert isinstance(offer, Offer)
     if offer.task != request.task or not request.fits(offer.generation, offer.step_version):
         raise TransferError(f"checkpoint of task {offer.task} generation {offer.generation} "
-                     f"step {offer.step_version} does not match the request")
+                            f"step {offer.step_version} does not match the request")
     checksum = receive_into(connection, allocate(offer))
     sent = receive(connection, Checksum)
-    assert isinstance(sent, Checksum)
     if sent.checksum != checksum:
         raise TransferError(f"checkpoint altered: received {checksum}, sent {sent.checksum}")
     return offer, checksum

@@ -61,7 +61,7 @@ def main() -> None:
         agent.send(task.to_bytes(protocol.TASK_BYTES, "big"))
 
     store = CheckpointStore(bytes_max(os.environ), notify,
-                  lambda: notify(protocol.FIRST_CHECKPOINT_CODE), start=args.start)
+                            lambda: notify(protocol.FIRST_CHECKPOINT_CODE), start=args.start)
     log_line(f"memory for checkpoints: {store.bytes_max} bytes")
     threading.Thread(target=_serve_for_ever, args=(listener, store, secret), daemon=True).start()
     while data := agent.recv(protocol.TASK_BYTES):
@@ -149,15 +149,15 @@ def _serve_connection(connection: socket.socket, host: str, store: CheckpointSto
 
 
 def handle_connection(connection: socket.socket, store: CheckpointStore, secret: str,
-             failures: FailureLog) -> None:
+                      failures: FailureLog) -> None:
     """Serve one connection, from the greeting on. Raises OSError, TransferError."""
     if not protocol.authenticate(connection, secret):
         raise TransferError("client without the cluster's secret")
-    message = protocol.receive(connection, Offer, CheckpointRequest)
-    if isinstance(message, Offer):
-        _receive(connection, store, message, failures)
-    elif isinstance(message, CheckpointRequest):
-        _send(connection, store, message)
+    match protocol.receive(connection, Offer, CheckpointRequest):
+        case Offer() as offer:
+            _receive(connection, store, offer, failures)
+        case CheckpointRequest() as request:
+            _send(connection, store, request)
 
 
 def _receive(connection: socket.socket, store: CheckpointStore, offer: Offer,
@@ -174,7 +174,6 @@ def _receive(connection: socket.socket, store: CheckpointStore, offer: Offer,
         protocol.send(connection, protocol.Go())
         checksum = protocol.receive_into(connection, memoryview(memory))
         sent = protocol.receive(connection, Checksum)
-        assert isinstance(sent, Checksum)
         if sent.checksum != checksum:
             raise StoreRefused(f"checkpoint altered: received {checksum}, sent {sent.checksum}")
         store.add(StoredCheckpoint(offer=offer, checksum=checksum, memory=memory))
@@ -192,7 +191,7 @@ def _send(connection: socket.socket, store: CheckpointStore, request: Checkpoint
     stored = store.find(request)
     if stored is None:
         protocol.send(connection, Refused(why=f"no checkpoint of task {request.task} generation "
-                                             f"{request.generation} step {request.step_version}"))
+                                          f"{request.generation} step {request.step_version}"))
         return
     protocol.send(connection, stored.offer)
     protocol.send_parts(connection, [memoryview(stored.memory)])

@@ -75,7 +75,7 @@ class CheckpointStore:
             self._check_generation(offer)
             if not 0 < offer.copy_bytes <= self.bytes_max:
                 raise StoreRefused(f"checkpoint of {offer.copy_bytes} bytes does not fit into "
-                             f"{self.bytes_max}")
+                                   f"{self.bytes_max}")
             removed = self._to_remove_for(offer)
             try:
                 memory = mmap.mmap(-1, offer.copy_bytes)
@@ -90,10 +90,8 @@ class CheckpointStore:
             return memory
 
     def add(self, stored: StoredCheckpoint) -> None:
-        """Add a complete checkpoint. The task's checkpoints beyond the newest are removed.
-
-        Raises StoreRefused if the task has ended meanwhile, or has a newer checkpoint.
-        """
+        """Add a complete checkpoint. The task's checkpoints beyond the newest are removed. Raises
+        StoreRefused if the task has ended meanwhile, or has a newer checkpoint."""
         offer = stored.offer
         with self._lock:
             if id(stored.memory) not in self._incoming:
@@ -102,7 +100,7 @@ class CheckpointStore:
             there = self._of(offer.task)
             if there and _age(there[-1].offer) > _age(offer):
                 raise StoreRefused(f"task {offer.task} has a newer checkpoint than generation "
-                             f"{offer.generation} step {offer.step_version}")
+                                   f"{offer.generation} step {offer.step_version}")
             del self._incoming[id(stored.memory)]
             self._stored.append(stored)
             self._without_checkpoint.discard(offer.task)
@@ -152,7 +150,7 @@ class CheckpointStore:
         newest = self._newest.get(offer.task, 0)
         if offer.generation < newest:
             raise StoreRefused(f"generation {offer.generation} of task {offer.task} is over: "
-                         f"it has checkpoints of generation {newest}")
+                               f"it has checkpoints of generation {newest}")
 
     def _to_remove_for(self, offer: Offer) -> list[StoredCheckpoint]:
         """The checkpoints to remove for it, in order. Raises StoreRefused if that is not enough."""
@@ -166,7 +164,7 @@ class CheckpointStore:
             over_bytes -= one.offer.copy_bytes
         if over_bytes > 0:
             raise StoreRefused(f"checkpoint of {offer.copy_bytes} bytes does not fit beside the "
-                         f"{self.used_bytes} of {self.bytes_max} in use")
+                               f"{self.used_bytes} of {self.bytes_max} in use")
         return removed
 
 
@@ -203,8 +201,7 @@ def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cg
 
 def _left_bytes(proc: Path, cgroups: Path) -> Iterator[int]:
     """Free bytes of each cgroup with a limit. In a container the path may be the host's; then the
-    root is read. Pages of files count as free, as in MemAvailable: the kernel can drop them.
-    """
+    root is read. Pages of files count as free, as in MemAvailable: the kernel can drop them."""
     yield 1 << 62
     try:
         lines = (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines()

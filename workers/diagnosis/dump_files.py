@@ -34,10 +34,8 @@ _NAMED = re.compile(r"(\d+)(?:\.(?:json|pickle|pkl))?$")
 
 
 def read_files(paths: Iterable[Path]) -> list[Dump]:
-    """Read all dumps, sorted by rank; a file that is named twice is read once.
-
-    Raises UsageError for an invalid file, dumps of several jobs, or two dumps of one rank.
-    """
+    """Read all dumps, sorted by rank; a file that is named twice is read once. Raises UsageError
+    for an invalid file, dumps of several jobs, or two dumps of one rank."""
     read_dumps: list[tuple[Dump, Path]] = []
     for path, is_inside in _distinct(_files(paths)):
         try:

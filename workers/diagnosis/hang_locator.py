@@ -135,10 +135,8 @@ def _is_passed(waits: WaitGraph, rank: int) -> bool:
 
 
 def _judge_cycle(waits: WaitGraph, sink: Sequence[int], found: dict[int, Suspect]) -> None:
-    """Ranks that wait for each other: different orders of collectives, or several faults.
-
-    The target of the oldest wait is named, with low confidence.
-    """
+    """Ranks that wait for each other: different orders of collectives, or several faults. The
+    target of the oldest wait is named, with low confidence."""
     if any(rank in found for rank in sink):
         return
     inside = frozenset(sink)

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
-Verdict = Literal["well", "degraded", "slow", "stalled"]
+Verdict = Literal["well", "degraded", "slow"]
 Kind = Literal["usual", "boundary", "first"]
 """Kind of an iteration. Only usual ones enter the average. boundary: a checkpoint of the state, on
 disk or in memory, precedes it; its limit is learnt from this kind. first: it follows a
@@ -128,7 +128,7 @@ class Level:
                 self._reference.add(older)
         level, plain = self._reference.quantile(0.5), self._reference.quantile(PLAIN_SHARE)
         if self._has_changed(WINDOW_NUM * again, level,
-                          max(PLAIN_TIMES, DEGRADED_TIMES * plain / level)):
+                             max(PLAIN_TIMES, DEGRADED_TIMES * plain / level)):
             return True
         return (len(self._reference) >= min(num // again, REFERENCE_NUM)
                 and self._has_changed(num, level,
@@ -205,13 +205,7 @@ class StepTimeMonitor:
             shown_s = max(shown_s, before_s)
         return max(STALLED_TIMES * average_s, SHOWN_TIMES * shown_s)
 
-    def lasts(self, in_s: float, kind: Kind = "usual") -> Verdict:
-        """The verdict if no mark was passed for `in_s`."""
-        limit_s = self.limit_s(kind)
-        return "stalled" if 0 < limit_s < in_s else "well"
-
-    def add(self, iteration_s: float, own_s: float | None = None, kind: Kind = "usual"
-            ) -> Verdict:
+    def add(self, iteration_s: float, own_s: float | None = None, kind: Kind = "usual") -> Verdict:
         """Add a finished iteration. `own_s`: without waiting for others; None: all of it."""
         if iteration_s <= 0:
             return "well"

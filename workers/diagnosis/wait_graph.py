@@ -149,8 +149,7 @@ class WaitGraph:
             for ranks in by_call.values():
                 peers = second if ranks is most else most
                 for rank in ranks if ranks is not most or not has_majority else ():
-                    found.setdefault(rank, (ops[rank], ops[peers[0]], tuple(peers),
-                                            has_majority))
+                    found.setdefault(rank, (ops[rank], ops[peers[0]], tuple(peers), has_majority))
         return found
 
     @cached_property

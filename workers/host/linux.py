@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -111,10 +112,8 @@ def kill(proc: Proc) -> None:
 
 def reap(pid: int) -> None:
     """Reap a child that has ended; no effect if it is alive or not a child."""
-    try:
+    with suppress(ChildProcessError):
         os.waitpid(pid, os.WNOHANG)
-    except ChildProcessError:
-        pass
 
 
 def dead_children() -> list[int]:

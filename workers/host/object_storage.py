@@ -60,8 +60,7 @@ def check_driver(url: str, key: str = "output") -> None:
         cast(Any, fsspec).get_filesystem_class(scheme)
     except ValueError:
         raise UsageError(f"{key}: fsspec knows no {scheme}://",
-                         "python -c 'import fsspec; print(fsspec.available_protocols())'"
-                         ) from None
+                         "python -c 'import fsspec; print(fsspec.available_protocols())'") from None
     except ImportError as error:
         raise UsageError(f"{key}: the driver of {scheme}:// is not installed",
                          f"{error}, with pip, on every node") from None

@@ -98,8 +98,7 @@ class ProgressWriter:
 
     def begin(self, generation: int, iteration: int, kind: Kind) -> None:
         """An iteration begins, or continues in another generation."""
-        self._generation, self._iteration, self._kind = (
-            generation, iteration, KINDS.index(kind))
+        self._generation, self._iteration, self._kind = (generation, iteration, KINDS.index(kind))
         self._collective = self._micro_batches = 0
         self._waited_s = self._starved_s = 0.0
         if self._page is not None:
@@ -146,8 +145,7 @@ class ProgressWriter:
         self._num_done = num = self._num_done + 1
         _DONE.pack_into(self._page, _RING_BYTES + num % RING_NUM * _DONE_BYTES, num,
                         self._generation, self._iteration, iteration_s,
-                        max(0.0, iteration_s - self._waited_s - self._starved_s),
-                        self._kind, num)
+                        max(0.0, iteration_s - self._waited_s - self._starved_s), self._kind, num)
 
 
 class ProgressPage:

@@ -11,21 +11,13 @@ import msgspec
 import structlog
 import torch
 
+from ...events.records import reports
 from ...events.records.orders import Quiesce, Reconfigure, Resume, StartRank
-from ...events.records.reports import (
-    CollectiveFailed,
-    Quiesced,
-    RankFinished,
-    RankReady,
-    Reconfigured,
-    ReconfigureFailed,
-)
 from ...events.records.types import StoreEndpoint
 from ...events.spec.job import is_url
 from ...events.spec.model import Axes
 from ...events.spec.parallelism import coordinates, is_fully_replicated, num_positions, replica
 from ..checkpoint_store import protocol
-from ..diagnosis.classifier import Verdict
 from ..ipc.progress_page import OUTSIDE_CODE, ProgressWriter
 from .checkpoint import checkpoint, memory_checkpoint
 from .checkpoint.saver import Saver
@@ -47,7 +39,7 @@ from .step.iteration import Iteration, clock
 PROGRESS_S = 1.0
 """Interval at which the member at position 0 reports progress."""
 WHY_CHARS_MAX = 1000
-"""Characters of a collective's error that are reported."""
+"""Characters of the error of a collective or of a join that are reported."""
 
 log = structlog.get_logger()
 
@@ -63,6 +55,7 @@ class Member:
                  pulse: ProgressWriter, work: Workload) -> None:
         self.control = control
         self.start = start
+        self._ids = {"task": start.task, "rank": start.rank, "attempt": start.attempt}
         self.work = work
         self.train = work.train
         self.trace = Trace(environment.get("UNICRON_TRACE_DIR", ""), start.task, start.rank,
@@ -95,15 +88,12 @@ class Member:
         self.iteration = Iteration(trainee, words, self.trace, pulse, self.history)
         secret = environment.get(protocol.SECRET, "")
         self.recovery = StateRecovery(start, work, self.communicators, self.iteration, secret,
-                               self.exclude_new_sockets, self._note)
-        self.copier = memory_checkpoint.MemorySaver(start, secret, spare=self.communicators.spare,
-                                    tell=control.tell_unless_behind, note=self.trace.note)
-        self.checkpoint_saver = Saver(
-            start,
-            exclude_new_sockets=self.exclude_new_sockets,
-            tell=control.tell,
-            note=self.trace.note,
-        )
+                                      self.exclude_new_sockets, self._note)
+        self.copier = memory_checkpoint.MemorySaver(
+            start, secret, spare=self.communicators.spare, tell=control.tell_unless_behind,
+            note=self.trace.note)
+        self.checkpoint_saver = Saver(start, exclude_new_sockets=self.exclude_new_sockets,
+                                      tell=control.tell, note=self.trace.note)
         self.digest = words.digest
         self.settled = 0
         """The step version at which the current generation starts."""
@@ -136,13 +126,11 @@ class Member:
     def steps(self) -> Generator[int | None]:
         """`run_to_completion` as a generator. Yields None where a generation starts to train, and
         each iteration that all members have stepped. `run_collectively` may be used there."""
-        self.control.tell(RankReady(
-            task=self.start.task, rank=self.start.rank, attempt=self.start.attempt,
-            endpoint=self.communicators.endpoint,
+        self.control.tell(reports.RankReady(
+            **self._ids, endpoint=self.communicators.endpoint,
             num_params=sum(param.numel() for _, param in self.trainee.named_parameters()),
             state_bytes=training_state.num_bytes(self.trainee), iteration_flops=self.work.flops,
-            data_digest=self.digest,
-        ))
+            data_digest=self.digest))
         self._note("ready")
         finished = False
         while not finished:
@@ -155,8 +143,7 @@ class Member:
                     self.generation = order.generation
                     self._leave(order)
                 case order:
-                    log.info("order ignored", kind=type(order).__name__,
-                             generation=self.generation)
+                    log.info("order ignored", kind=type(order).__name__, generation=self.generation)
 
     def _note(self, event: Event) -> None:
         self.trace.note(event, self.generation, self.step_version)
@@ -179,7 +166,7 @@ class Member:
         why, report = "", None
         try:
             with self.control.waiting_for_others(order.generation, self.communicators.interrupt):
-                report = self._jojoined(order, ranks.index(self.start.rank))
+                report = self._join_generation(order, ranks.index(self.start.rank))
         except Interrupted:
             why = "stopped before it began"
         except (RuntimeError, *ABORTED) as error:
@@ -195,13 +182,11 @@ class Member:
             return
         log.warning("generation did not come up", generation=order.generation, why=why)
         self._tear_down()
-        self.control.tell(ReconfigureFailed(
-            task=self.start.task, rank=self.start.rank, attempt=self.start.attempt,
-            generation=order.generation, error=why[:1000],
-        ))
+        self.control.tell(reports.ReconfigureFailed(
+            **self._ids, generation=order.generation, error=why[:WHY_CHARS_MAX]))
         self._report_quiesced()
 
-    def _jojoined(self, order: Reconfigure, place: int) -> Reconfigured:
+    def _join_generation(self, order: Reconfigure, place: int) -> reports.Reconfigured:
         """Build communicators, exchange claims, recover missing state. Raises RuntimeError."""
         began_s = clock()
         self._note("meet")
@@ -222,19 +207,18 @@ class Member:
             share = MemberAssignment(kept=(), todo=(), dealt=(), source=share.source)
         if not self.communicators.woken:
             resume = partial(self.iteration.take, step_version, share, order.generation,
-                           begun=settlement.begun)
-            if self.recovery.has_staged:
+                             begun=settlement.begun)
+            if self.recovery.is_staged_next:
                 self.resume_iteration = resume
             else:
                 resume()
-        return Reconfigured(
-            task=self.start.task, rank=self.start.rank, attempt=self.start.attempt,
-            generation=order.generation, step_version=step_version, kept_micro_batches=share.kept,
-            remaining_micro_batches=share.todo, reassigned_micro_batches=share.dealt,
-            source=recovered.source, received_bytes=recovered.received_bytes,
-            down_s=self.communicators.down_s, up_s=up_s - began_s, settle_s=clock() - up_s,
-            origin=recovered.origin, origin_node=recovered.node, received_from=recovered.taken,
-        )
+        return reports.Reconfigured(
+            **self._ids, generation=order.generation, step_version=step_version,
+            kept_micro_batches=share.kept, remaining_micro_batches=share.todo,
+            reassigned_micro_batches=share.dealt, source=recovered.source,
+            received_bytes=recovered.received_bytes, down_s=self.communicators.down_s,
+            up_s=up_s - began_s, settle_s=clock() - up_s, origin=recovered.origin,
+            origin_node=recovered.node, received_from=recovered.taken)
 
     def _replica(self, place: int) -> frozenset[int]:
         """The ranks of this member's replica."""
@@ -281,7 +265,7 @@ class Member:
                 self._finish()
                 return True
         if outcome == "failed":
-            self._report_failed(self.iteration.reduction.why, self.iteration.reduction.verdict)
+            self._report_failed()
         self._leave()
         return False
 
@@ -308,8 +292,7 @@ class Member:
         if is_fully_replicated(self.axes, self.train.parallel):
             return outcome
         failed = self.iteration.reduction.run_collectively(
-            self.control, self.communicators,
-            partial(self.recovery.gather, at, self.nodes, to))
+            self.control, self.communicators, partial(self.recovery.gather, at, self.nodes, to))
         return outcome if failed is None else failed
 
     def run_collectively(self, call: Callable[[], None]) -> bool:
@@ -319,17 +302,16 @@ class Member:
         if failed is None:
             return True
         if failed == "failed":
-            self._report_failed(self.iteration.reduction.why, self.iteration.reduction.verdict)
+            self._report_failed()
         self._leave()
         return False
 
-    def _report_failed(self, why: str, verdict: Verdict) -> None:
-        self.control.tell(CollectiveFailed(
-            task=self.start.task, rank=self.start.rank, attempt=self.start.attempt,
-            generation=self.generation, iteration=self.step_version,
-            error=bounded(why, verdict.line, WHY_CHARS_MAX, end=False),
-            status=verdict.status, rule=verdict.rule, peer=verdict.peer,
-        ))
+    def _report_failed(self) -> None:
+        why, verdict = self.iteration.reduction.why, self.iteration.reduction.verdict
+        self.control.tell(reports.CollectiveFailed(
+            **self._ids, generation=self.generation, iteration=self.step_version,
+            error=bounded(why, verdict.line, WHY_CHARS_MAX, end=False), status=verdict.status,
+            rule=verdict.rule, peer=verdict.peer))
 
     def _exit_if_too_many_abandoned(self, outcome: Outcome) -> None:
         """At most one member exits after a step. No state is lost: its peers are at this or the
@@ -378,11 +360,9 @@ class Member:
         # waits for the first barrier's result would look like a fault to that member.
         self.iteration.meet(self.control, self.communicators)
         self.checkpoint_saver.wait()
-        self.control.tell(RankFinished(
-            task=self.start.task, rank=self.start.rank, attempt=self.start.attempt,
-            generation=self.generation, step_version=self.step_version,
-            forward_calls=self.iteration.forward_calls,
-        ))
+        self.control.tell(reports.RankFinished(
+            **self._ids, generation=self.generation, step_version=self.step_version,
+            forward_calls=self.iteration.forward_calls))
 
     # --- leaving --------------------------------------------------------------------------------
     def _leave(self, order: Quiesce | None = None) -> None:
@@ -402,10 +382,8 @@ class Member:
         if (order is not None and order.save and order.ranks[:1] == (self.start.rank,)
                 and self.recovery.has_full_state):
             self._save(final=False)
-        self.control.tell(Quiesced(
-            task=self.start.task, rank=self.start.rank, attempt=self.start.attempt,
-            generation=self.generation, step_version=self.step_version,
+        self.control.tell(reports.Quiesced(
+            **self._ids, generation=self.generation, step_version=self.step_version,
             micro_batches=tuple(sorted(self.iteration.done)),
             buckets_reduced=self.iteration.reduction.num_complete,
-            num_buckets=len(self.trainee.bucket_groups),
-        ))
+            num_buckets=len(self.trainee.bucket_groups)))

@@ -64,9 +64,8 @@ def run_rank(fd: int, pulse: int = -1) -> NoReturn:
     from .model.workload import SpecWorkload
 
     assert order.spec.train is not None, "a command has no rank of ours"
-    member = Member(
-        control, order, os.environ, ProgressWriter(pulse), SpecWorkload(order.spec.train)
-    )
+    member = Member(control, order, os.environ, ProgressWriter(pulse),
+                    SpecWorkload(order.spec.train))
     exit_reporter.member = member
     member.run_to_completion()
     exit_process(control, 0)

@@ -139,7 +139,7 @@ def train_undisturbed(train: Train, out: Path, *, order: Sequence[int] | None = 
 
     for iteration in range(num_iterations):
         trainee.clear()
-        told: list[tuple[float, int]] = get_forward_backward_func()(
+        sums: list[tuple[float, int]] = get_forward_backward_func()(
             forward_step_func=partial(_forward, trainee, words),
             data_iterator=iter([(iteration, item) for item in items]), model=trainee.ddps,
             num_microbatches=len(items), seq_length=train.model.sequence,
@@ -148,7 +148,7 @@ def train_undisturbed(train: Train, out: Path, *, order: Sequence[int] | None = 
         stepped, _, _ = trainee.optimizer.step()
         if stepped:
             trainee.scheduler.step(train.batch.global_)
-        loss = _loss(train, told)
+        loss = _loss(train, sums)
         history.add(iteration, loss, 0.0)
         if tell is not None:
             tell(iteration, loss)
@@ -190,15 +190,15 @@ def _digest(module: Any) -> str:
     return f"sha256:{digest.hexdigest()}"
 
 
-def _loss(train: Train, told: Sequence[tuple[float, int]]) -> float:
+def _loss(train: Train, sums: Sequence[tuple[float, int]]) -> float:
     """The loss of an iteration, of the sum and the number of tokens of each micro-batch."""
     if train.loss == "per_token":
-        return math.fsum(part for part, _ in told) / max(sum(number for _, number in told), 1)
-    return math.fsum(part / max(number, 1) for part, number in told) / len(told)
+        return math.fsum(part for part, _ in sums) / max(sum(number for _, number in sums), 1)
+    return math.fsum(part / max(number, 1) for part, number in sums) / len(sums)
 
 
 def compare(one: Path | str, other: Path | str) -> Difference:
-    """Compare two checkpoints, read with nothing but torch. `other` is what `one` is held to."""
+    """Compare two checkpoints, read with nothing but torch. `other` is the reference."""
     mine, theirs = read(one), read(other)
     losses = list(zip(mine["numbers.losses"], theirs["numbers.losses"], strict=True))
     loss_abs = [abs(a - b) for a, b in losses]
@@ -211,8 +211,7 @@ def compare(one: Path | str, other: Path | str) -> Difference:
         num_losses=len(losses), loss_abs=_most(loss_abs),
         loss_rel=_most([_ratio(gap, abs(b)) for gap, (_, b) in zip(loss_abs, losses, strict=True)]),
         param_abs=param_abs, param_rel=param_rel,
-        optimizer_rel=_most(moments) if steps[0] == steps[1] else math.inf,
-    )
+        optimizer_rel=_most(moments) if steps[0] == steps[1] else math.inf)
 
 
 def _gap(mine: dict[str, Any], theirs: dict[str, Any], kind: str) -> tuple[float, float]:
@@ -273,21 +272,21 @@ def main() -> None:
     parser.add_argument("--keep", type=int, nargs="*", default=[], metavar="N",
                         help="save the state after N iterations, too, in iter-N/")
     parser.add_argument("--compare", nargs="+", default=[], metavar="CKPT",
-                        help="checkpoints to hold to the reference run")
+                        help="checkpoints to compare with the reference run")
     parser.add_argument("--to", nargs="+", metavar="CKPT",
-                        help="hold each to one of these checkpoints instead")
+                        help="compare each with one of these checkpoints instead")
     asked = parser.parse_args()
     warnings.filterwarnings("ignore")
-    held_to: list[Path | str] = asked.to or []
+    references: list[Path | str] = asked.to or []
     if asked.spec is not None:
         if asked.out is None:
             parser.error("--spec needs --out")
         final = _train(asked.spec, asked.out, order=asked.order,
                        num_iterations=asked.iterations, keep=asked.keep)
-        held_to = held_to or [final] * len(asked.compare)
-    if len(asked.compare) != len(held_to):
+        references = references or [final] * len(asked.compare)
+    if len(asked.compare) != len(references):
         parser.error("--compare needs --spec, or as many checkpoints after --to")
-    for one, other in zip(asked.compare, held_to, strict=True):
+    for one, other in zip(asked.compare, references, strict=True):
         gap = compare(one, other)
         _say({name: getattr(gap, name) for name in gap.__struct_fields__})
 

@@ -64,15 +64,15 @@ class StateRecovery:
         self._staged: TrainingModel | None = None
         self._staged_numbers: training_state.Numbers | None = None
         self._staged_in = 0
-        self._is_staged_next = False
-        """Whether the staged model is the one to train in the current generation."""
+        self.is_staged_next = False
+        """Whether `activate` will replace the model by the staged one."""
         self._gathered = NO_STATE
         self._is_overwritten = False
         """Whether the state that this process built from the seed has been overwritten."""
 
     # --- recovery into this member ---
     def recover(self, order: Reconfigure, place: int, claims: Sequence[Claim],
-              settlement: Settlement) -> Recovered:
+                settlement: Settlement) -> Recovered:
         """Recover the settled state, in this member's part of the order's layout.
 
         If the member had that state for another part of the model, both are kept until `activate`.
@@ -113,11 +113,6 @@ class StateRecovery:
                 self._communicators.unbind(trainee.roots)
         return self._result(order, place, step_version, restored, taken)
 
-    @property
-    def has_staged(self) -> bool:
-        """Whether `activate` will change the model."""
-        return self._is_staged_next
-
     def claim(self) -> Claim:
         """This member's claim to a settlement: the state it trains, and the staged one."""
         claim = self._iteration.claim()
@@ -128,7 +123,7 @@ class StateRecovery:
     def become_standby(self) -> None:
         """Train nothing from here on: the state that this member provided becomes outdated."""
         self._is_overwritten = True
-        self._iteration.discard_state()
+        self._iteration.reset_to(NO_STATE)
 
     def leave(self) -> None:
         """Leave the generation: the staged model is bound to no communicators."""
@@ -137,7 +132,7 @@ class StateRecovery:
 
     def activate(self) -> None:
         """All members have their parts: replace the model by the staged one, or discard that."""
-        if self._staged is not None and self._is_staged_next:
+        if self._staged is not None and self.is_staged_next:
             self._note("commit")
             self._replace_model(self._staged, self._staged_numbers)
         self._drop_staged()
@@ -162,13 +157,10 @@ class StateRecovery:
 
         return [place for place in range(num_positions(axes)) if not has(place)]
 
-    def _model_for(
-        self, axes: Axes, place: int, *, begins: bool, is_overwritten: bool
-    ) -> TrainingModel:
-        """The model to train: the current one if it is the same part, else a new one.
-
-        A standby keeps its model and trains nothing.
-        """
+    def _model_for(self, axes: Axes, place: int, *, begins: bool,
+                   is_overwritten: bool) -> TrainingModel:
+        """The model to train: the current one if it is the same part, else a new one. A standby
+        keeps its model and trains nothing."""
         mine = self._iteration.trainee
         if place >= num_positions(axes):
             return mine
@@ -180,7 +172,7 @@ class StateRecovery:
             mine.axes, mine.place = axes, place
             return mine
         return with_shards(self._work.build(mine.device, self._communicators.groups, axes, place,
-                                     begins=begins))
+                                            begins=begins))
 
     def _exchange(self, order: Reconfigure, step_version: int, holders: Sequence[int],
                   source: TrainingModel | None, target: TrainingModel | None
@@ -188,8 +180,7 @@ class StateRecovery:
         """Exchange shards. What `target` receives is active in it when this returns its numbers."""
         mine = self._iteration
         # The overwritten data is worthless, or is the source itself.
-        in_place = (target is not mine.trainee or target is source
-                    or mine.step_version == NO_STATE)
+        in_place = (target is not mine.trainee or target is source or mine.step_version == NO_STATE)
         self._is_overwritten = self._is_overwritten or (in_place and target is mine.trainee)
         numbers = training_state.numbers(source, step_version, mine.history) if source else None
         found = self._run(source, target, numbers, [member.node for member in order.members],
@@ -198,21 +189,13 @@ class StateRecovery:
             return None, ()
         found.activate()
         target.is_gathered = True
-        return found.told, tuple(
+        return found.numbers, tuple(
             ReceivedState(order.members[sender].rank, order.members[sender].node, taken_bytes)
             for sender, taken_bytes in found.taken.items())
 
-    def _run(
-        self,
-        source: TrainingModel | None,
-        target: TrainingModel | None,
-        numbers: training_state.Numbers | None,
-        nodes: Sequence[str],
-        step_version: int,
-        holders: Sequence[int],
-        *,
-        staged: bool,
-    ) -> ExchangeResult:
+    def _run(self, source: TrainingModel | None, target: TrainingModel | None,
+             numbers: training_state.Numbers | None, nodes: Sequence[str], step_version: int,
+             holders: Sequence[int], *, staged: bool) -> ExchangeResult:
         have: state_shards.State = {}
         if source is not None:
             source = with_shards(source)
@@ -236,27 +219,25 @@ class StateRecovery:
             tensor.copy_(live[name])
         return training_state.numbers(source, step_version, iteration.history)
 
-    def _set_state(
-        self, trainee: TrainingModel, numbers: training_state.Numbers | None, step_version: int
-    ) -> None:
+    def _set_state(self, trainee: TrainingModel, numbers: training_state.Numbers | None,
+                   step_version: int) -> None:
         """Make it this member's state, even if the rest of the join fails: the step version that
         the member reports must always be that of its tensors."""
         iteration = self._iteration
-        self._is_staged_next = False
+        self.is_staged_next = False
         if trainee is iteration.trainee:
             if numbers is not None:
                 iteration.reset_to(training_state.load(trainee, numbers, iteration.history))
         elif iteration.step_version == step_version != 0:
             self._drop_staged()
-            self._staged, self._staged_numbers, self._is_staged_next = trainee, numbers, True
+            self._staged, self._staged_numbers, self.is_staged_next = trainee, numbers, True
             self._staged_in = self._communicators.generation
             self._note("staged")
         else:
             self._replace_model(trainee, numbers)
 
-    def _replace_model(
-        self, trainee: TrainingModel, numbers: training_state.Numbers | None
-    ) -> None:
+    def _replace_model(self, trainee: TrainingModel,
+                       numbers: training_state.Numbers | None) -> None:
         iteration = self._iteration
         mine, history = iteration.trainee, iteration.history
         step_version = training_state.load(trainee, numbers, history) if numbers is not None else 0
@@ -278,7 +259,7 @@ class StateRecovery:
             self._staged = None
 
     def _result(self, order: Reconfigure, place: int, step_version: int, restored: Recovered,
-               taken: tuple[ReceivedState, ...]) -> Recovered:
+                taken: tuple[ReceivedState, ...]) -> Recovered:
         mine = order.members[place]
         if step_version == 0 or restored is not SEED:
             return restored._replace(taken=taken)
@@ -300,14 +281,8 @@ class StateRecovery:
         """Restore the order's in-memory checkpoint, else its checkpoint, else the seed (step 0)."""
         whole, history = self.full_state(), self._iteration.history
         is_mine = whole is self._iteration.trainee
-        copied = memory_checkpoint.restore(
-            whole,
-            history,
-            self._start.task,
-            order.copies,
-            self._secret,
-            lambda: self._communicators.woken,
-        )
+        copied = memory_checkpoint.restore(whole, history, self._start.task, order.copies,
+                                           self._secret, lambda: self._communicators.woken)
         self._is_overwritten = self._is_overwritten or (copied is not None and is_mine)
         if self._communicators.woken:
             raise RuntimeError("interrupted while it restored its state")
@@ -335,7 +310,7 @@ class StateRecovery:
     def _build_full_state(self) -> TrainingModel:
         """A whole replica with its initial weights."""
         built = with_shards(self._work.build_replica(self._iteration.trainee.device,
-                                            self._communicators.alone()))
+                                                     self._communicators.alone()))
         self._communicators.unbind(built.roots)
         built.release_gradients()
         return built
@@ -355,7 +330,7 @@ class StateRecovery:
                           self.full_state() if place == to else None, numbers, nodes,
                           step_version, sources, staged=False)
         if place == to:
-            self._gathered = training_state.load(self.full_state(), found.told, History())
+            self._gathered = training_state.load(self.full_state(), found.numbers, History())
 
     @property
     def has_full_state(self) -> bool:

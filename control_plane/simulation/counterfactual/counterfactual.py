@@ -14,9 +14,10 @@ from ....events.errors import UsageError, need
 from ....events.records import reports as r
 from ....events.records.decisions import ThroughputSet
 from ....events.records.envelope import Record
-from ....events.spec.job import API_VERSION, COUNT_NUM_MAX, JobSpec
+from ....events.spec.job import API_VERSION, JobSpec
 from ....events.spec.job import parse as parse_job
 from ....events.spec.policy import Policy as Limits
+from ....events.spec.validation import COUNT_NUM_MAX
 from ...decide.replay import Verdict, verify
 from ...state.cluster import ClusterState
 from .. import scenario

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from memory_log import MemoryLog, Outcome
 from simulated import virtual_time
 from unicron.control_plane.service.coordinator import Coordinator, Limits
 from unicron.control_plane.state.cluster import state_hash
 from unicron.events.errors import Fenced, Unavailable
 from unicron.events.log import embedded_server
-from unicron.events.log.memory import MemoryLog, Outcome
 from unicron.events.log.port import Batch, LogPort
 from unicron.events.log.redis_streams import RedisLog
 from unicron.events.records import reports as r

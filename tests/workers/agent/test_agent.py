@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from agent_driver import House, alive, command, go, house, python, train, until, until_text
-from unicron.events.log.memory import MemoryLog
+from memory_log import MemoryLog
 from unicron.events.records.orders import StartRank, StopRank
 from unicron.events.records.reports import NodeJoined, OrderRefused, RankExited, RankStarted
 from unicron.events.records.types import Slot

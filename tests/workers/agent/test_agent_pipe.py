@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from agent_driver import LIMIT_S, House, go, house, python, train, until_gone
-from unicron.events.log.memory import MemoryLog, Outcome
+from memory_log import MemoryLog, Outcome
 from unicron.events.records.orders import PublishCheckpoint, Quiesce, Reconfigure, Resume
 from unicron.events.records.reports import (
     CheckpointPublished,

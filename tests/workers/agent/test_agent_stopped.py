@@ -29,8 +29,8 @@ from agent_driver import (
     until_gone,
     until_text,
 )
+from memory_log import MemoryLog
 from unicron.events.log import embedded_server
-from unicron.events.log.memory import MemoryLog
 from unicron.events.records.orders import InjectFault
 from unicron.events.records.reports import (
     NodeJoined,

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from agent_driver import go, house, python
 from megatron_lines_setup import CORE
+from memory_log import MemoryLog
 from progress_setup import line, order, write
-from unicron.events.log.memory import MemoryLog
 from unicron.events.records.reports import IterationsLogged, RankExited
 from unicron.events.records.types import Body
 from unicron.workers.agent.monitoring import output_reader

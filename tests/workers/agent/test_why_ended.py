@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from agent_driver import alive, command, go, house, python, train, until, until_text
-from unicron.events.log.memory import MemoryLog
+from memory_log import MemoryLog
 from unicron.events.records.orders import Resume
 from unicron.events.records.reports import (
     OrderRefused,

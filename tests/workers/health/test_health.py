@@ -13,19 +13,16 @@ from agent_driver import go, until
 from health_driver import Clock, write
 from unicron.events.records.reports import CheckHealth, DeviceErred, HealthChanged
 from unicron.events.records.types import Body
-from unicron.workers.agent.health.blocking_call import DetachedThread, Late
+from unicron.workers.agent.health.blocking_call import BlockingCalls, Late
 from unicron.workers.agent.health.debounce import BurstFilter, Debouncer, Thresholds
-from unicron.workers.agent.health.finding import (
+from unicron.workers.agent.health.finding import DeviceError, Finding, Reading, worst
+from unicron.workers.agent.health.health_monitor import HealthMonitor, HealthSources
+from unicron.workers.agent.health.limits import (
     BURST_QUIET_S,
     BURST_S_MAX,
     ERRED_NUM_MAX,
     ERRED_WITHIN_S,
-    DeviceError,
-    Finding,
-    Reading,
-    worst,
 )
-from unicron.workers.agent.health.health_monitor import HealthMonitor, HealthSources
 from unicron.workers.agent.health.machine import BlockedProcesses, Disk, Memory
 from unicron.workers.agent.processes.launcher import NodeConfig
 from unicron.workers.host import linux
@@ -117,7 +114,7 @@ def test_a_storm_is_bounded_and_says_how_much_it_leaves_out() -> None:
 # --- calls that hang ----------------------------------------------------------------------------
 def test_a_hung_call_is_late_and_no_second_one_is_begun() -> None:
     async def test() -> None:
-        aside: DetachedThread[int] = DetachedThread("t")
+        aside = BlockingCalls[int]("t")
         free, num = threading.Event(), 0
 
         def hangs() -> int:

@@ -28,12 +28,8 @@ from unicron.workers.agent.health.custom_checks import (
     finding,
     skipped_files,
 )
-from unicron.workers.agent.health.finding import (
-    CHECK_READ_BYTES,
-    CHECKS_NUM_MAX,
-    REASON_CHARS_MAX,
-    Finding,
-)
+from unicron.workers.agent.health.finding import Finding
+from unicron.workers.agent.health.limits import CHECK_READ_BYTES, CHECKS_NUM_MAX, REASON_CHARS_MAX
 from unicron.workers.host import linux
 
 CHECKS = Path(__file__).resolve().parents[3] / "deploy/checks"

@@ -13,8 +13,9 @@ from health_driver import Clock
 from unicron.events.records.statuses import ECC_ERRORS, GPU_DRIVER_ERRORS, NVLINK_ERRORS
 from unicron.workers.agent.health import gpu as nvml
 from unicron.workers.agent.health import gpu_inventory as gpus_file
-from unicron.workers.agent.health.finding import GPU_EVERY_S, RETRY_S, DeviceError, Finding, Reading
+from unicron.workers.agent.health.finding import DeviceError, Finding, Reading
 from unicron.workers.agent.health.gpu_inventory import Gpus
+from unicron.workers.agent.health.limits import GPU_EVERY_S, RETRY_S
 from unicron.workers.diagnosis.classifier import Verdict
 
 BAD, SLOW = "unhealthy", "degraded"

@@ -11,9 +11,10 @@ import pytest
 from health_driver import write
 from unicron.events.records.statuses import GPU_DRIVER_ERRORS, ILLEGAL_MEMORY_ACCESS, TASK_HANG
 from unicron.workers.agent.health import kernel_log
-from unicron.workers.agent.health.finding import LINES_NUM_MAX, DeviceError
+from unicron.workers.agent.health.finding import DeviceError
 from unicron.workers.agent.health.gpu_slots import GpuSlots, normalize_address, slots_from_driver
 from unicron.workers.agent.health.kernel_log import KMSG, KernelLog
+from unicron.workers.agent.health.limits import LINES_NUM_MAX
 from unicron.workers.diagnosis.classifier import NOTHING, Verdict, classify
 
 RECORDS = (Path(__file__).parents[2] / "data/health/kmsg.log").read_bytes()

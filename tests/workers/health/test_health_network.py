@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from health_driver import Clock, write
 from unicron.events.records.statuses import LINK_FLAPPING, OTHER_NETWORK
-from unicron.workers.agent.health.finding import FLAPS_WITHIN_S, NETWORK_EVERY_S, Finding, Reading
+from unicron.workers.agent.health.finding import Finding, Reading
+from unicron.workers.agent.health.limits import FLAPS_WITHIN_S, NETWORK_EVERY_S
 from unicron.workers.agent.health.network import Network
 
 # As on a node of eight H100 (mlx5, NDR); counters as ls of a mlx5 port has them.

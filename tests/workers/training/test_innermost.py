@@ -13,7 +13,7 @@ from unicron.events.records.statuses import (
     OTHER_SOFTWARE,
     WRONG_INPUT,
 )
-from unicron.workers.training.process.exit_report import bounded, innermost_first, verdict_of
+from unicron.workers.training.process.exit_report import _walked, bounded, verdict_of
 
 CUDA = " CUDA error: an illegal memory access was encountered "
 LINE = "ConnectionRefusedError: [Errno 111] Connection refused"
@@ -132,7 +132,7 @@ def test_in_a_group_ones_own_error_comes_before_news_of_a_peer() -> None:
 
 
 def test_causes_come_before_what_was_raised_from_them() -> None:
-    names = [type(error).__name__ for error in innermost_first(caught(within_another))]
+    names = [type(error).__name__ for _, error in _walked(caught(within_another))]
     assert names == ["ConnectionRefusedError", "ValueError", "KeyError"]
 
 

@@ -36,18 +36,14 @@ class _Error(Struct, frozen=True):
 
 async def join(url: str, token: str, *, node: str, host: str, incarnation: int,
                labels: Labels, s_max: float = JOIN_S_MAX) -> Joined:
-    """Send the join request until the server answers, for at most `s_max` seconds.
-
-    Raises UsageError if the server rejects the token or the request, or stays unreachable.
-    """
+    """Send the join request until the server answers, for at most `s_max` seconds. Raises
+    UsageError if the server rejects the token or the request, or stays unreachable."""
     deadline = time.monotonic() + s_max
     body = {"node": node, "host": host, "incarnation": incarnation,
             "labels": {key: value for key, value in msgspec.to_builtins(labels).items() if value}}
-    headers = {"Authorization": f"Bearer {token}",
-               "Idempotency-Key": f"join-{node}-{incarnation}"}
+    headers = {"Authorization": f"Bearer {token}", "Idempotency-Key": f"join-{node}-{incarnation}"}
     num_tries = 0
-    async with aiohttp.ClientSession(
-            timeout=aiohttp.ClientTimeout(total=ANSWER_S_MAX)) as session:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_S_MAX)) as session:
         while True:
             try:
                 return await _post(session, url, headers, body)
@@ -62,7 +58,7 @@ async def join(url: str, token: str, *, node: str, host: str, incarnation: int,
 
 
 async def _post(session: aiohttp.ClientSession, url: str, headers: Mapping[str, str],
-               body: Mapping[str, object]) -> Joined:
+                body: Mapping[str, object]) -> Joined:
     """One try. Raises UsageError (final), or ClientError or TimeoutError (retry)."""
     try:
         reply = await session.post(f"{url.rstrip('/')}/v1/join", json=body, headers=headers)

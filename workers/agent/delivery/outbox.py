@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 
 from ....events.errors import Ambiguous, LogError, Unavailable
@@ -95,11 +96,9 @@ class Outbox:
     async def _wait(self) -> None:
         """Wait for a new report, or for the next poll of the cursor."""
         waits = any(channel.spool.num_unacked for channel in self._channels)
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(ACK_POLL_S if waits else IDLE_POLL_S):
                 await self._wakeup.wait()
-        except TimeoutError:
-            pass
 
     async def _pump(self, channel: _Channel) -> None:
         spool = channel.spool

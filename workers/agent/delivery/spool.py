@@ -27,15 +27,9 @@ from pathlib import Path
 import msgspec
 import structlog
 
+from ....events.records import reports
 from ....events.records.codec import decode_report, encode_report
 from ....events.records.envelope import Report
-from ....events.records.reports import (
-    IterationsLogged,
-    MemoryCheckpointStored,
-    NodeJoined,
-    ReportsLost,
-    TaskProgressed,
-)
 from ....events.records.types import Body
 
 SPOOL_BYTES_MAX = 16 << 20
@@ -56,7 +50,7 @@ class _Entry:
         self.report = report
         self.wire = wire
         body = report.body
-        self.num_lost = body.num_lost if isinstance(body, ReportsLost) else 0
+        self.num_lost = body.num_lost if isinstance(body, reports.ReportsLost) else 0
 
 
 class Spool:
@@ -171,7 +165,7 @@ class Spool:
 
     def _lost(self, source_seq: int, num_lost: int, occurred_s: float) -> _Entry:
         report = Report(source=self.source, source_seq=source_seq, occurred_s=occurred_s,
-                        body=ReportsLost(node=self._node, num_lost=num_lost))
+                        body=reports.ReportsLost(node=self._node, num_lost=num_lost))
         return _Entry(report, encode_report(report))
 
     # --- the file -------------------------------------------------------------------------------
@@ -240,16 +234,16 @@ def _is_superseded(entries: list[_Entry]) -> Callable[[_Entry], bool]:
     """A predicate: the entry reports an in-memory checkpoint, and a later entry a newer one."""
     newest: dict[tuple[int, int, str], _Entry] = {}
     for entry in entries:
-        if isinstance(body := entry.report.body, MemoryCheckpointStored):
+        if isinstance(body := entry.report.body, reports.MemoryCheckpointStored):
             newest[body.task, body.rank, body.node] = entry
     last = {id(entry) for entry in newest.values()}
-    return lambda entry: (isinstance(entry.report.body, MemoryCheckpointStored)
+    return lambda entry: (isinstance(entry.report.body, reports.MemoryCheckpointStored)
                           and id(entry) not in last)
 
 
 def _is_progress(entry: _Entry) -> bool:
-    return isinstance(entry.report.body, TaskProgressed | IterationsLogged)
+    return isinstance(entry.report.body, reports.TaskProgressed | reports.IterationsLogged)
 
 
 def _is_not_joined(entry: _Entry) -> bool:
-    return not isinstance(entry.report.body, NodeJoined)
+    return not isinstance(entry.report.body, reports.NodeJoined)

@@ -18,21 +18,10 @@ from ....events.errors import UsageError
 from ....events.records.reports import CheckHealth
 from ...host import linux
 from ..processes import process as processes
-from .blocking_call import DetachedThread, Late
+from . import limits
+from .blocking_call import BlockingCalls, Late
 from .debounce import Debouncer
-from .finding import (
-    CHECK_END_S_MAX,
-    CHECK_LOOKS_BETTER_NUM,
-    CHECK_NICE_NUM,
-    CHECK_READ_BYTES,
-    CHECKS_CONCURRENT_NUM,
-    CHECKS_CONFIRM_S,
-    CHECKS_EVERY_S,
-    CHECKS_NUM_MAX,
-    CHECKS_S_MAX,
-    REASON_CHARS_MAX,
-    Finding,
-)
+from .finding import Finding
 
 HINT = "name a folder of executables: docs/guides/detection.md, Health of nodes"
 CODES: tuple[CheckHealth, ...] = ("healthy", "degraded", "unhealthy", "unknown")
@@ -41,7 +30,7 @@ FILES = "checks/files"
 """The check that reports files in the folder that cannot be run as checks."""
 HIDDEN_ENV = ("UNICRON_TOKEN", "UNICRON_REDIS_URL")
 # sh is on the node's own disk: if the check's disk hangs, only the check's process hangs.
-_START = f'exec nice -n {CHECK_NICE_NUM} "$0"'
+_START = f'exec nice -n {limits.CHECK_NICE_NUM} "$0"'
 _DEVICES = re.compile(r"^gpu(\d+)((?:[, ]+gpu\d+)*): ", re.IGNORECASE)
 _log = structlog.get_logger("agent")
 
@@ -50,8 +39,8 @@ class CheckOptions(Struct, frozen=True, kw_only=True):
     """The folder of checks, their period, and the time limit of a run."""
 
     folder: Path
-    every_s: float = CHECKS_EVERY_S
-    s_max: float = CHECKS_S_MAX
+    every_s: float = limits.CHECKS_EVERY_S
+    s_max: float = limits.CHECKS_S_MAX
 
 
 class CheckResult(NamedTuple):
@@ -72,11 +61,12 @@ def check_folder(folder: Path) -> None:
                          HINT) from None
 
 
-def find_checks(folder: Path) -> tuple[dict[str, Path], dict[str, str]]:
-    """Executables by name, at most CHECKS_NUM_MAX, and skipped files by name with the reason.
+Listing = tuple[dict[str, Path], dict[str, str]]
+"""Executables by name, at most CHECKS_NUM_MAX, and skipped files by name with the reason."""
 
-    Raises OSError.
-    """
+
+def find_checks(folder: Path) -> Listing:
+    """List the checks of a folder. Raises OSError."""
     found: dict[str, Path] = {}
     skipped: dict[str, str] = {}
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
@@ -92,8 +82,8 @@ def find_checks(folder: Path) -> tuple[dict[str, Path], dict[str, str]]:
             skipped[entry.name] = "not executable"
         elif not re.fullmatch(r"[\w.+-]{1,64}", entry.name):
             skipped[entry.name] = "not a plain name"
-        elif len(found) == CHECKS_NUM_MAX:
-            skipped[entry.name] = f"more than {CHECKS_NUM_MAX}"
+        elif len(found) == limits.CHECKS_NUM_MAX:
+            skipped[entry.name] = f"more than {limits.CHECKS_NUM_MAX}"
         else:
             found[entry.name] = Path(entry.path)
     return found, skipped
@@ -108,7 +98,7 @@ def skipped_files(skipped: Mapping[str, str]) -> Finding:
     words = [f"{name} ({why})" for name, why in sorted(reported.items())]
     more = f" and {len(words) - 3} more" if len(words) > 3 else ""
     why = "".join(char if char.isprintable() else "?" for char in ", ".join(words[:3]) + more)
-    return Finding(FILES, "unknown", f"not run: {why}"[:REASON_CHARS_MAX], rule="check")
+    return Finding(FILES, "unknown", f"not run: {why}"[:limits.REASON_CHARS_MAX], rule="check")
 
 
 def finding(name: str, answer: CheckResult, num_slots: int) -> Finding:
@@ -121,13 +111,12 @@ def finding(name: str, answer: CheckResult, num_slots: int) -> Finding:
         if all(slot < num_slots for slot in slots):
             devices = tuple(sorted(set(slots)))
             text = text[match.end():]
-    text = text[:REASON_CHARS_MAX]
+    text = text[:limits.REASON_CHARS_MAX]
     if answer.code is None or answer.code >= len(CODES):
         why = answer.why or f"exit code {answer.code}"
         if answer.code in (126, 127):
             why += ", it cannot be run"
-        return Finding(f"check/{name}", "unknown", f"{why}: {text}" if text else why,
-                       rule="check")
+        return Finding(f"check/{name}", "unknown", f"{why}: {text}" if text else why, rule="check")
     return Finding(f"check/{name}", CODES[answer.code], text or f"exit code {answer.code}",
                    devices, rule="check")
 
@@ -139,7 +128,7 @@ class CheckRunner:
         self._environment = {key: value for key, value in environment.items()
                              if key not in HIDDEN_ENV}
         self._mark = mark
-        self._limit = asyncio.Semaphore(CHECKS_CONCURRENT_NUM)
+        self._limit = asyncio.Semaphore(limits.CHECKS_CONCURRENT_NUM)
         self.pids: set[int] = set()
         self._left: dict[str, linux.Proc] = {}
 
@@ -154,8 +143,7 @@ class CheckRunner:
         async with self._limit:
             mark = self._mark[0], f"{self._mark[1]}check/{name}"
             try:
-                popen = _start(path, {**self._environment, mark[0]: mark[1],
-                                      "UNICRON_CHECK": name})
+                popen = _start(path, {**self._environment, mark[0]: mark[1], "UNICRON_CHECK": name})
             except OSError as error:
                 return CheckResult(None, "", f"it cannot be run: {error.strerror}")
             assert popen.stdout is not None
@@ -176,7 +164,7 @@ class CheckRunner:
             finally:
                 output.close()
                 popen.stdout.close()
-                if not await process.end_group(CHECK_END_S_MAX):
+                if not await process.end_group(limits.CHECK_END_S_MAX):
                     _log.warning("a check cannot be killed", check=name, pid=popen.pid)
                     if (proc := linux.read(popen.pid)) is not None:
                         self._left[name] = proc
@@ -214,8 +202,8 @@ class _Output:
         if not data:
             self._loop.remove_reader(self._fd)
             return False
-        self._kept = (self._kept + data)[:CHECK_READ_BYTES]
-        return len(self._kept) < CHECK_READ_BYTES
+        self._kept = (self._kept + data)[:limits.CHECK_READ_BYTES]
+        return len(self._kept) < limits.CHECK_READ_BYTES
 
     def text(self) -> str:
         """The output of an ended check, at most CHECK_READ_BYTES."""
@@ -242,31 +230,29 @@ class CheckSchedule:
         """Run until cancelled."""
         rounds: dict[str, asyncio.Task[None]] = {}
         steady: dict[str, Debouncer] = {}
-        thread: DetachedThread[tuple[dict[str, Path], dict[str, str]]] = DetachedThread("checks")
+        calls = BlockingCalls[Listing]("checks")
         async with asyncio.TaskGroup() as group:
             while True:
-                found = await self._look(thread)
+                found = await self._look(calls)
                 for name in set(rounds) - set(found if found is not None else rounds):
                     rounds.pop(name).cancel()
                     if steady.pop(name).reported.health != "healthy":
                         self._report(Finding(f"check/{name}", "healthy", "the check was removed"))
                 for name in sorted(set(found or ()) - set(rounds)):
-                    steady[name] = Debouncer(num_better=CHECK_LOOKS_BETTER_NUM)
-                    rounds[name] = group.create_task(
-                        self._repeat(name, self._checks.folder / name, steady[name]),
-                        name=f"check {name}")
+                    steady[name] = Debouncer(num_better=limits.CHECK_LOOKS_BETTER_NUM)
+                    rounds[name] = group.create_task(self._repeat(
+                        name, self._checks.folder / name, steady[name]), name=f"check {name}")
                 await asyncio.sleep(self._checks.every_s)
 
-    async def _look(self, thread: DetachedThread[tuple[dict[str, Path], dict[str, str]]]
-                    ) -> dict[str, Path] | None:
+    async def _look(self, calls: BlockingCalls[Listing]) -> dict[str, Path] | None:
         """The current checks; None if the folder cannot be listed."""
         try:
-            found, skipped = await thread.call(lambda: find_checks(self._checks.folder),
+            found, skipped = await calls.call(lambda: find_checks(self._checks.folder),
                                               self._checks.s_max)
         except (Late, OSError) as error:
             self._report(Finding("checks", "unknown", f"{self._checks.folder} cannot be listed: "
-                               f"{getattr(error, 'strerror', None) or 'no answer'}",
-                               rule="check"))
+                                 f"{getattr(error, 'strerror', None) or 'no answer'}",
+                                 rule="check"))
             return None
         self._report(Finding("checks", "healthy"))
         files = skipped_files(skipped)
@@ -282,5 +268,6 @@ class CheckSchedule:
             if changed is not None:
                 self._report(changed)
             # A second run soon confirms a worse result; the next period confirms a better one.
-            await asyncio.sleep(min(CHECKS_CONFIRM_S, self._checks.every_s) if steady.is_worsening
-                                else self._checks.every_s)
+            every_s = self._checks.every_s
+            await asyncio.sleep(min(limits.CHECKS_CONFIRM_S, every_s) if steady.is_worsening
+                                else every_s)

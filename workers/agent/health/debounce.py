@@ -5,19 +5,8 @@ from __future__ import annotations
 from collections import deque
 
 from ....events.records.reports import CheckHealth
-from .finding import (
-    BACK_RATIO,
-    BURST_QUIET_S,
-    BURST_S_MAX,
-    ERRED_NUM_MAX,
-    ERRED_WITHIN_S,
-    LINE_CHARS_MAX,
-    LOOKS_BETTER_NUM,
-    LOOKS_WORSE_NUM,
-    RANKED,
-    DeviceError,
-    Finding,
-)
+from . import limits
+from .finding import RANKED, DeviceError, Finding
 
 
 class Debouncer:
@@ -27,8 +16,8 @@ class Debouncer:
     reported.
     """
 
-    def __init__(self, num_worse: int = LOOKS_WORSE_NUM,
-                 num_better: int = LOOKS_BETTER_NUM) -> None:
+    def __init__(self, num_worse: int = limits.LOOKS_WORSE_NUM,
+                 num_better: int = limits.LOOKS_BETTER_NUM) -> None:
         self._num_worse, self._num_better = num_worse, num_better
         self.reported = Finding("", "healthy")
         self._direction: object = None
@@ -68,7 +57,7 @@ class Thresholds:
     """Maps a value (lower is worse) to a health level, with hysteresis on the way up."""
 
     def __init__(self, degraded: float, unhealthy: float = float("-inf"),
-                 back_ratio: float = BACK_RATIO) -> None:
+                 back_ratio: float = limits.BACK_RATIO) -> None:
         self._degraded, self._unhealthy, self._back_ratio = degraded, unhealthy, back_ratio
         self._level: CheckHealth = "healthy"
 
@@ -106,21 +95,21 @@ class BurstFilter:
         burst = self._bursts.get(key)
         before = 0
         if burst is not None:
-            goes_on = at_s - burst.last_s < BURST_QUIET_S
+            goes_on = at_s - burst.last_s < limits.BURST_QUIET_S
             burst.last_s = at_s
-            if goes_on and at_s - burst.began_s < BURST_S_MAX:
+            if goes_on and at_s - burst.began_s < limits.BURST_S_MAX:
                 burst.num_unreported += 1
                 return None
             before = burst.num_unreported
-        while self._reported_s and at_s - self._reported_s[0] > ERRED_WITHIN_S:
+        while self._reported_s and at_s - self._reported_s[0] > limits.ERRED_WITHIN_S:
             self._reported_s.popleft()
-        if len(self._reported_s) >= ERRED_NUM_MAX:
+        if len(self._reported_s) >= limits.ERRED_NUM_MAX:
             self._num_dropped += 1
             return None
         self._reported_s.append(at_s)
         self._forget(at_s)
         self._bursts[key] = _Burst(at_s)
-        text = erred.text[:LINE_CHARS_MAX]
+        text = erred.text[:limits.LINE_CHARS_MAX]
         if before:
             text += f" (and {before} equal errors before)"
         if self._num_dropped:

@@ -12,7 +12,8 @@ import structlog
 
 from ....events.records.reports import CheckHealth
 from ....events.records.statuses import ECC_ERRORS, GPU_DRIVER_ERRORS, NVLINK_ERRORS
-from .finding import NVLINK_CRC_HZ_MAX, RETIRED_PAGES_NUM_MAX, DeviceError, Finding, worst
+from . import limits
+from .finding import DeviceError, Finding, worst
 from .network import MINUTE_S, GrowthCounter
 
 # --- NVML: loaded on nodes with GPUs; its absence is not fatal. ---
@@ -20,7 +21,7 @@ from .network import MINUTE_S, GrowthCounter
 _log = structlog.get_logger("agent")
 
 # Constants of nvml.h, which do not change. An older driver rejects unknown fields one by one.
-NOT_SUPPORTED_CODE, TIMEOUT_CODE, LOST_CODE, RESET_REQUIRED_CODE = 3, 10, 15, 16
+TIMEOUT_CODE, LOST_CODE, RESET_REQUIRED_CODE = 10, 15, 16
 ABSENT_CODES = (9, 12, 13)
 """No driver, no library, a library without the function."""
 UNCORRECTED_CODE, VOLATILE_CODE, AGGREGATE_CODE, SM_CODE = 1, 0, 1, 1
@@ -124,8 +125,8 @@ class Gpu:
         self._clock = clock
         self._links: tuple[bool, ...] | None = None
         self._errors = GrowthCounter(MINUTE_S)
-        self._nvlink = {field: GrowthCounter(MINUTE_S) for field in (*CRC_FIELDS, REPLAY_CODE,
-                                                             RECOVERY_CODE)}
+        self._nvlink = {field: GrowthCounter(MINUTE_S)
+                        for field in (*CRC_FIELDS, REPLAY_CODE, RECOVERY_CODE)}
         self._crc_at_s = clock()
 
     def look(self) -> tuple[Finding, list[DeviceError]]:
@@ -188,7 +189,7 @@ class Gpu:
             return
         pages = [self._call(partial(self._retired, cause)) for cause in RETIRED_CAUSE_CODES]
         num_pages = sum(num or 0 for num in pages)
-        if num_pages > RETIRED_PAGES_NUM_MAX:
+        if num_pages > limits.RETIRED_PAGES_NUM_MAX:
             found.append(self._bad("unhealthy", f"{num_pages} memory pages are retired: replace "
                                    "the GPU", ECC_ERRORS, "nvml-retired-pages"))
         elif self._call(lambda: nvml.nvmlDeviceGetRetiredPagesPendingStatus(gpu)):
@@ -210,7 +211,7 @@ class Gpu:
         at_s = self._clock()
         in_s, self._crc_at_s = max(at_s - self._crc_at_s, 1.0), at_s
         num_crc = sum(self._nvlink[field].see(values.get(field), at_s) for field in CRC_FIELDS)
-        if num_crc > NVLINK_CRC_HZ_MAX * in_s:
+        if num_crc > limits.NVLINK_CRC_HZ_MAX * in_s:
             found.append(self._bad("degraded", f"{num_crc / in_s:.0f} NVLink CRC errors a second",
                                    NVLINK_ERRORS, "nvml-nvlink-crc", is_fact=False))
         for field, name in ((REPLAY_CODE, "replay"), (RECOVERY_CODE, "recovery")):

@@ -11,7 +11,8 @@ import structlog
 from ....events.records.statuses import GPU_DRIVER_ERRORS
 from ...diagnosis.classifier import classify
 from . import gpu as library
-from .finding import GPU_EVERY_S, GPU_S_MAX, RETRY_S, XID_WAIT_MS, DeviceError, Finding, Reading
+from . import limits
+from .finding import DeviceError, Finding, Reading
 from .gpu import ABSENT_CODES, LOST_CODE, TIMEOUT_CODE, XID_MASK, Gpu, Nvml, code_of
 from .gpu_slots import GpuSlots, slots_from_driver
 from .kernel_log import device_error_of
@@ -26,7 +27,7 @@ class Gpus:
     """
 
     name = "gpu"
-    every_s, s_max = GPU_EVERY_S, GPU_S_MAX
+    every_s, s_max = limits.GPU_EVERY_S, limits.GPU_S_MAX
 
     def __init__(self, devices: Sequence[str], load: Callable[[], Nvml | None] = library.load,
                  clock: Callable[[], float] = time.monotonic) -> None:
@@ -88,11 +89,12 @@ class Gpus:
                 slot = len(handles)
                 self._lost = [Finding(f"gpu/{slot}", "unhealthy", "GPU is lost: NVML cannot open "
                                       "it", (slot,), GPU_DRIVER_ERRORS, "nvml-lost", True)]
-            self._retry_at_s = self._clock() + RETRY_S
+            self._retry_at_s = self._clock() + limits.RETRY_S
             if str(error) != self._last_error:
                 self._last_error = str(error)
-                _log.warning("NVML cannot open the GPUs; the agent retries", why=str(
-                    error), hint="run nvidia-smi" if code_of(error) not in ABSENT_CODES
+                _log.warning(
+                    "NVML cannot open the GPUs; the agent retries", why=str(error),
+                    hint="run nvidia-smi" if code_of(error) not in ABSENT_CODES
                     else "is the driver loaded, and its libraries in the container?")
             return False
         self._slots, self._lost = GpuSlots(pci, len(self._devices)), []
@@ -121,7 +123,7 @@ class Gpus:
         """Collect XIDs without end, in a daemon thread."""
         while True:
             try:
-                event = nvml.nvmlEventSetWait_v2(events, XID_WAIT_MS)
+                event = nvml.nvmlEventSetWait_v2(events, limits.XID_WAIT_MS)
                 address = _text(nvml.nvmlDeviceGetPciInfo(event.device).busId)
             except nvml.NVMLError as error:
                 if code_of(error) != TIMEOUT_CODE:

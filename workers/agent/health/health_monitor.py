@@ -14,10 +14,11 @@ from msgspec import Struct
 from ....events.records.reports import DeviceErred, HealthChanged
 from ....events.records.types import Body
 from ..processes.launcher import MARKER, NodeConfig
-from .blocking_call import DetachedThread, Late
+from . import limits
+from .blocking_call import BlockingCalls, Late
 from .custom_checks import CheckOptions, CheckRunner, CheckSchedule
 from .debounce import BurstFilter, Debouncer
-from .finding import KERNEL_EVERY_S, DeviceError, Finding, Reader, Reading
+from .finding import DeviceError, Finding, Reader, Reading
 from .gpu_inventory import Gpus
 from .kernel_log import KMSG, KernelLog
 from .machine import BlockedProcesses, Disk, Memory
@@ -55,11 +56,10 @@ class HealthMonitor:
         self._named_slots: dict[str, tuple[int, ...]] = {}
         """The slots in the last report of each check."""
         self._checks = sources.checks
-        self._run = CheckRunner({**os.environ, "UNICRON_NODE": node.name,
-                         "UNICRON_SLOTS": str(node.num_slots),
-                         "UNICRON_DEVICES": ",".join(node.devices),
-                         "UNICRON_STATE": str(node.state_dir)},
-                        (MARKER, f"{node.mark}{node.incarnation}:"))
+        self._run = CheckRunner(
+            {**os.environ, "UNICRON_NODE": node.name, "UNICRON_SLOTS": str(node.num_slots),
+             "UNICRON_DEVICES": ",".join(node.devices), "UNICRON_STATE": str(node.state_dir)},
+            (MARKER, f"{node.mark}{node.incarnation}:"))
 
     @property
     def pids(self) -> set[int]:
@@ -82,23 +82,22 @@ class HealthMonitor:
                     group.create_task(self._follow(reader), name=reader.name)
                 if self._checks is not None:
                     rounds = CheckSchedule(self._checks, self._run, self._node.num_slots,
-                                    self._report_check)
+                                           self._report_check)
                     group.create_task(rounds.run(), name="checks")
         finally:
             self._kernel.close()
 
     async def _follow(self, reader: Reader) -> None:
-        thread: DetachedThread[Reading] = DetachedThread(f"health-{reader.name}")
+        calls = BlockingCalls[Reading](f"health-{reader.name}")
         while True:
             try:
-                look = await thread.call(reader.read, reader.s_max)
+                look = await calls.call(reader.read, reader.s_max)
             except Late:
-                found: list[Finding] = [Finding(
-                    reader.name, "unknown", f"no answer within {reader.s_max:g} s", rule="late")]
-                look = Reading(found)
+                look = Reading([Finding(reader.name, "unknown",
+                                        f"no answer within {reader.s_max:g} s", rule="late")])
             except (OSError, ValueError, LookupError) as error:
                 look = Reading([Finding(reader.name, "unknown", f"cannot be read: {error}",
-                                     rule="unreadable")])
+                                        rule="unreadable")])
             else:
                 if all(finding.check != reader.name for finding in look.findings):
                     look = Reading([*look.findings, Finding(reader.name, "healthy")], look.erred)
@@ -108,7 +107,7 @@ class HealthMonitor:
     async def _follow_kernel(self) -> None:
         while True:
             self._take((), (*self._kernel.look(), *self._gpus.take_xids()))
-            await asyncio.sleep(KERNEL_EVERY_S)
+            await asyncio.sleep(limits.KERNEL_EVERY_S)
 
     def _take(self, findings: Iterable[Finding], erred: Iterable[DeviceError]) -> None:
         node = self._node

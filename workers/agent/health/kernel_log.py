@@ -5,13 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import structlog
 
 from ...diagnosis.classifier import Verdict, classify
-from .finding import KILLED_NUM_MAX, LINES_NUM_MAX, RECORD_BYTES_MAX, DeviceError
+from . import limits
+from .finding import DeviceError
 from .gpu_slots import GpuSlots
 
 KMSG = Path("/dev/kmsg")
@@ -68,7 +70,7 @@ class KernelLog:
     def _read(self) -> None:
         for _ in range(_READS_NUM_MAX if self._fd >= 0 else 0):
             try:
-                data = os.read(self._fd, RECORD_BYTES_MAX)
+                data = os.read(self._fd, limits.RECORD_BYTES_MAX)
             except BlockingIOError:
                 return
             except OSError as error:
@@ -102,9 +104,9 @@ class KernelLog:
             pid = int(found[1] or found[2])
             if pid not in self._killed or text.startswith(("Out of", "Memory cgroup")):
                 self._killed[pid] = text
-            if len(self._killed) > KILLED_NUM_MAX:
+            if len(self._killed) > limits.KILLED_NUM_MAX:
                 del self._killed[next(iter(self._killed))]
-        elif len(self._lines) < LINES_NUM_MAX:
+        elif len(self._lines) < limits.LINES_NUM_MAX:
             self._lines.append(text)
         else:
             self._num_skipped += 1
@@ -114,7 +116,7 @@ class KernelLog:
 
 
 def device_error_of(origin: str, verdict: Verdict, line: str,
-             slots: GpuSlots) -> DeviceError | None:
+                    slots: GpuSlots) -> DeviceError | None:
     """The error in a line; None without one, or if the GPU is not ours."""
     if not verdict.status or verdict.second_hand:
         return None
@@ -127,21 +129,18 @@ def device_error_of(origin: str, verdict: Verdict, line: str,
     found = _PID.search(line)
     pid = int(found[1] or found[2]) if found else 0
     return DeviceError("nvml" if origin == "nvml" else "kernel", verdict.status, verdict.rule, line,
-                 devices, verdict.code, pid)
+                       devices, verdict.code, pid)
 
 
-def _open(path: Path, hints: Mapping[int, str] | None = None) -> int:
-    hints = hints or {
-        errno.EPERM: "give the agent CAP_SYSLOG, or set kernel.dmesg_restrict=0",
-        errno.EACCES: "let the agent's user read it"}
+def _open(path: Path) -> int:
+    hints = {errno.EPERM: "give the agent CAP_SYSLOG, or set kernel.dmesg_restrict=0",
+             errno.EACCES: "let the agent's user read it"}
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         _log.warning("kernel messages cannot be read: no XIDs and no OOM kills from there",
                      file=str(path), why=error.strerror, hint=hints.get(error.errno or 0, ""))
         return -1
-    try:
+    with suppress(OSError):  # a pipe: all its content is new
         os.lseek(fd, 0, os.SEEK_END)
-    except OSError:  # a pipe: all its content is new
-        pass
     return fd

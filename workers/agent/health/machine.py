@@ -12,27 +12,9 @@ from typing import NamedTuple
 
 from ....events.records.reports import CheckHealth
 from ...host import linux
+from . import limits
 from .debounce import Thresholds
-from .finding import (
-    AVAILABLE_SHARE_DEGRADED,
-    BLOCKED_EVERY_S,
-    BLOCKED_S,
-    BLOCKED_S_MAX,
-    DISK_EVERY_S,
-    DISK_S_MAX,
-    FREE_BYTES_DEGRADED,
-    FREE_BYTES_UNHEALTHY,
-    INODES_SHARE_DEGRADED,
-    INODES_SHARE_UNHEALTHY,
-    MEMORY_EVERY_S,
-    MEMORY_S_MAX,
-    PROBE_BYTES,
-    PROBE_S_DEGRADED,
-    STALLED_PERCENT_DEGRADED,
-    Finding,
-    Reading,
-    worst,
-)
+from .finding import Finding, Reading, worst
 
 _PERSISTENT = (errno.EROFS, errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE)
 
@@ -41,7 +23,7 @@ class Disk:
     """The disk of a folder. A write that hangs ends as Late: the disk is then "unknown"."""
 
     name = "disk"
-    every_s, s_max = DISK_EVERY_S, DISK_S_MAX
+    every_s, s_max = limits.DISK_EVERY_S, limits.DISK_S_MAX
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic,
                  look_at: Callable[[Path], os.statvfs_result] = os.statvfs) -> None:
@@ -49,8 +31,8 @@ class Disk:
         self._probe = folder / f".unicron-probe-{os.getpid()}"
         self._clock = clock
         self._look_at = look_at
-        self._bytes = Thresholds(FREE_BYTES_DEGRADED, FREE_BYTES_UNHEALTHY)
-        self._inodes = Thresholds(INODES_SHARE_DEGRADED, INODES_SHARE_UNHEALTHY)
+        self._bytes = Thresholds(limits.FREE_BYTES_DEGRADED, limits.FREE_BYTES_UNHEALTHY)
+        self._inodes = Thresholds(limits.INODES_SHARE_DEGRADED, limits.INODES_SHARE_UNHEALTHY)
 
     def read(self) -> Reading:
         """Raises OSError if the folder cannot be read."""
@@ -73,7 +55,7 @@ class Disk:
             if error is not None:
                 add("unhealthy" if error.errno in _PERSISTENT else "unknown",
                     f"a write fails: {error.strerror}", "disk-write")
-            elif took_s > PROBE_S_DEGRADED:
+            elif took_s > limits.PROBE_S_DEGRADED:
                 add("degraded", f"a small write took {took_s:.0f} s", "disk-slow")
         return Reading([worst(self.name, found)])
 
@@ -82,7 +64,7 @@ class Disk:
         try:
             fd = os.open(self._probe, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             try:
-                os.write(fd, bytes(PROBE_BYTES))
+                os.write(fd, bytes(limits.PROBE_BYTES))
                 os.fsync(fd)
             finally:
                 os.close(fd)
@@ -101,14 +83,14 @@ class Memory:
     """Available memory and memory pressure. `root` contains `proc` and `sys`."""
 
     name = "memory"
-    every_s, s_max = MEMORY_EVERY_S, MEMORY_S_MAX
+    every_s, s_max = limits.MEMORY_EVERY_S, limits.MEMORY_S_MAX
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
-        self._machine = Thresholds(AVAILABLE_SHARE_DEGRADED)
-        self._container = Thresholds(AVAILABLE_SHARE_DEGRADED)
+        self._machine = Thresholds(limits.AVAILABLE_SHARE_DEGRADED)
+        self._container = Thresholds(limits.AVAILABLE_SHARE_DEGRADED)
         # The percentage of time without a stall: lower is worse.
-        self._running = Thresholds(100.0 - STALLED_PERCENT_DEGRADED, back_ratio=1.1)
+        self._running = Thresholds(100.0 - limits.STALLED_PERCENT_DEGRADED, back_ratio=1.1)
 
     def read(self) -> Reading:
         """Raises OSError, LookupError, ValueError if /proc is not as on Linux."""
@@ -197,7 +179,7 @@ class BlockedProcesses:
     """Checks the main thread of each process. `mark`: prefix of our marker environment entry."""
 
     name = "processes"
-    every_s, s_max = BLOCKED_EVERY_S, BLOCKED_S_MAX
+    every_s, s_max = limits.BLOCKED_EVERY_S, limits.BLOCKED_S_MAX
 
     def __init__(self, mark: bytes, clock: Callable[[], float] = time.monotonic,
                  table: Callable[[], list[linux.Proc]] = linux.table,
@@ -222,7 +204,7 @@ class BlockedProcesses:
                                else _Waits(proc.start_ticks, switches, now_s))
         self._waits = waits
         stuck = sorted((one.since_s, pid) for pid, one in waits.items()
-                       if now_s - one.since_s >= BLOCKED_S)
+                       if now_s - one.since_s >= limits.BLOCKED_S)
         if not stuck:
             return Reading([Finding(self.name, "healthy")])
         ours = [one for one in stuck if self._is_ours(one[1])]

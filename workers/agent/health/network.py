@@ -10,19 +10,8 @@ from pathlib import Path
 
 from ....events.records.reports import CheckHealth
 from ....events.records.statuses import LINK_FLAPPING, OTHER_NETWORK
-from .finding import (
-    FLAPS_NUM_MAX,
-    FLAPS_WITHIN_S,
-    NETWORK_EVERY_S,
-    NETWORK_S_MAX,
-    RECOVERIES_PER_MINUTE_NUM_MAX,
-    SYMBOL_ERRORS_HZ_MAX,
-    SYMBOL_ERRORS_PER_HOUR_NUM_MAX,
-    DeviceError,
-    Finding,
-    Reading,
-    worst,
-)
+from . import limits
+from .finding import DeviceError, Finding, Reading, worst
 
 SYS_CLASS = Path("/sys/class")
 MINUTE_S, HOUR_S = 60.0, 3600.0
@@ -63,17 +52,15 @@ class GrowthCounter:
 
 
 class _Port:
-    """A port of either kind: link state, best rate, and flaps.
-
-    A port that was never up is ignored: unused ports are common.
-    """
+    """A port of either kind: link state, best rate, and flaps. A port that was never up is ignored:
+    unused ports are common."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name = name
         self.folder = folder
         self.was_up = False
         self._best = 0.0
-        self.flaps = GrowthCounter(FLAPS_WITHIN_S)
+        self.flaps = GrowthCounter(limits.FLAPS_WITHIN_S)
 
     def read(self, name: str) -> str:
         """The text of a file; "" if it is missing or has no value (the kernel's EINVAL)."""
@@ -102,12 +89,12 @@ class _Port:
     def flapped(self, num: int, num_within: int) -> tuple[list[Finding], list[DeviceError]]:
         """`num` flaps since the last look, `num_within` within FLAPS_WITHIN_S."""
         erred = [DeviceError("network", LINK_FLAPPING, "link-went-down",
-                       f"{self.name}: link went down"
-                       + (f" {num} times" if num > 1 else ""))] if num else []
-        if num_within < FLAPS_NUM_MAX:
+                             f"{self.name}: link went down"
+                             + (f" {num} times" if num > 1 else ""))] if num else []
+        if num_within < limits.FLAPS_NUM_MAX:
             return [], erred
         return [self.bad("degraded", f"link went down {num_within} times in "
-                         f"{FLAPS_WITHIN_S / MINUTE_S:.0f} minutes", LINK_FLAPPING,
+                         f"{limits.FLAPS_WITHIN_S / MINUTE_S:.0f} minutes", LINK_FLAPPING,
                          "link-flapping")], erred
 
     def bad(self, health: CheckHealth, why: str, status: str, rule: str) -> Finding:
@@ -133,7 +120,7 @@ class _Fabric(_Port):
             name = file.rpartition("/")[2]
             if grown := counter.see(self.number(file), at_s):
                 erred.append(DeviceError("network", OTHER_NETWORK, name,
-                                   f"{self.name}: {name} grew by {grown}"))
+                                         f"{self.name}: {name} grew by {grown}"))
             if counter.num > grown:  # again within a minute
                 found.append(self.bad("degraded", f"{name} grows, {counter.num} in a minute",
                                       OTHER_NETWORK, name))
@@ -141,14 +128,14 @@ class _Fabric(_Port):
         for counter in self._symbols:
             counter.see(symbols, at_s)
         minute, hour = self._symbols
-        if minute.num > SYMBOL_ERRORS_HZ_MAX * MINUTE_S or (
-                hour.num > SYMBOL_ERRORS_PER_HOUR_NUM_MAX and minute.num):
+        if minute.num > limits.SYMBOL_ERRORS_HZ_MAX * MINUTE_S or (
+                hour.num > limits.SYMBOL_ERRORS_PER_HOUR_NUM_MAX and minute.num):
             found.append(self.bad("degraded", f"{hour.num} symbol errors within an hour, "
                                   f"{minute.num} in the last minute", OTHER_NETWORK,
                                   "symbol_error"))
         for file, counter in ((_RECOVERIES, self._recoveries), (_RECEIVED_BAD, self._received)):
             counter.see(self.number(file), at_s)
-            if counter.num > RECOVERIES_PER_MINUTE_NUM_MAX:
+            if counter.num > limits.RECOVERIES_PER_MINUTE_NUM_MAX:
                 name = file.rpartition("/")[2]
                 found.append(self.bad("degraded", f"{name} grew by {counter.num} in a minute",
                                       OTHER_NETWORK, name))
@@ -174,7 +161,7 @@ class Network:
     """Reads all ports under `sys_class`: one check a port, named `network/PORT`."""
 
     name = "network"
-    every_s, s_max = NETWORK_EVERY_S, NETWORK_S_MAX
+    every_s, s_max = limits.NETWORK_EVERY_S, limits.NETWORK_S_MAX
 
     def __init__(self, sys_class: Path = SYS_CLASS,
                  clock: Callable[[], float] = time.monotonic) -> None:

@@ -54,7 +54,7 @@ class DumpTrigger:
             return
         now_s = self._clock()
         self._requested_s = {task: requested_s for task, requested_s in self._requested_s.items()
-                         if now_s - requested_s < DUMP_INTERVAL_S}
+                             if now_s - requested_s < DUMP_INTERVAL_S}
         if body.task in self._requested_s:
             return
         self._requested_s[body.task] = now_s

@@ -80,7 +80,7 @@ def parse(line: bytes) -> ProgressLine | None:
     loss = float(lost[1]) if lost is not None else None
     counts = [int(found[1]) if (found := one.search(line)) is not None else 0 for one in _COUNTS]
     return ProgressLine(iteration, iterations if iterations >= iteration else 0, step_s,
-                loss if loss is not None and math.isfinite(loss) else None, *counts)
+                        loss if loss is not None and math.isfinite(loss) else None, *counts)
 
 
 class ProgressLines:

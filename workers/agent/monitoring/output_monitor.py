@@ -76,7 +76,7 @@ class OutputMonitor:
             self._intervals.add(in_s)
         if self._stalled_s >= 0:
             reports.append(RankUnstalled(**self._ids, generation=0, iteration=line.iteration,
-                                      stalled_s=max(in_s, 0.0)))
+                                         stalled_s=max(in_s, 0.0)))
         if line.num_iterations:
             self._monitor.add(line.step_s)
         self._line, self._line_s, self._missed_s = line, now_s, 0.0

@@ -81,8 +81,7 @@ class OutputReaders:
     def _is_paused(self, one: OutputReader) -> bool:
         """One of the task's processes here has announced a pause since the last progress line.
         Megatron's last rank prints progress, its first rank prints checkpoints."""
-        return one.is_pause_announced or any(
-            other.announces_pause() for other in self._others(one))
+        return one.is_pause_announced or any(other.announces_pause() for other in self._others(one))
 
     def _others(self, one: OutputReader) -> list[OutputReader]:
         return [other for other in self._logs.values()
@@ -91,9 +90,7 @@ class OutputReaders:
     def end(self, order: StartRank) -> None:
         """Report the last output of a command that has ended."""
         one = self._logs.get(_key(order))
-        if one is not None and not any(
-                other.has_reported and other is not one and other.task == one.task
-                for other in self._logs.values()):
+        if one is not None and not any(other.has_reported for other in self._others(one)):
             for report in one.end():
                 self._report(report, None)
         self.drop(order)

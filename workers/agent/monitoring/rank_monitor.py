@@ -144,19 +144,11 @@ class RankMonitor:
         if self._stalled is None and in_s > limit_s and (
                 in_s - self._starved_s(self._before) > limit_s):
             self._stalled = mark
-            return [
-                RankStalled(
-                    **self._ids,
-                    generation=mark.generation,
-                    iteration=mark.iteration,
-                    where="collective" if mark.phase == COLLECTIVE_CODE else "own",
-                    what=mark.what,
-                    collective=mark.collective,
-                    in_s=now_s - mark.at_s,
-                    normal_s=self._monitor.average_s,
-                    stack=process_state.describe(self.pid, self._before),
-                )
-            ]
+            return [RankStalled(**self._ids, generation=mark.generation, iteration=mark.iteration,
+                                where="collective" if mark.phase == COLLECTIVE_CODE else "own",
+                                what=mark.what, collective=mark.collective, in_s=now_s - mark.at_s,
+                                normal_s=self._monitor.average_s,
+                                stack=process_state.describe(self.pid, self._before))]
         return self._check_slow(now_s, mark, limit_s) if in_s < limit_s / 3 else []
 
     def _limit_s(self, mark: Mark) -> float:
@@ -169,10 +161,8 @@ class RankMonitor:
         return now.starved_s - before.starved_s if now and before else 0.0
 
     def _check_slow(self, now_s: float, mark: Mark, limit_s: float) -> list[Body]:
-        """Report an iteration whose own work takes too long although the rank passes marks.
-
-        A rank that only waits for a slow peer is not slow.
-        """
+        """Report an iteration whose own work takes too long although the rank passes marks. A rank
+        that only waits for a slow peer is not slow."""
         where = (mark.generation, mark.iteration)
         if self._stalled is not None or mark.phase == COLLECTIVE_CODE:
             return []
@@ -215,10 +205,9 @@ class RankMonitor:
 
     def _step_time(self, iteration: int, change: StepTimeChange, now_s: float) -> StepTimeChanged:
         self._reported_s = now_s
-        return StepTimeChanged(
-            **self._ids, generation=self._generation, iteration=iteration,
-            num_iterations=change.num_iterations, iteration_s=change.iteration_s,
-            own_s=change.own_s, normal_s=change.normal_s)
+        return StepTimeChanged(**self._ids, generation=self._generation, iteration=iteration,
+                               num_iterations=change.num_iterations, iteration_s=change.iteration_s,
+                               own_s=change.own_s, normal_s=change.normal_s)
 
 
 def _key(order: StartRank) -> Key:

@@ -8,16 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from ....events.records import statuses
 from ....events.records.reports import RankErrored
-from ....events.records.statuses import (
-    CONNECTION_REFUSED,
-    CONNECTION_RESET,
-    EXITED_ABNORMALLY,
-    LINK_FLAPPING,
-    NCCL_TIMEOUT,
-    OTHER_NETWORK,
-    OTHER_SOFTWARE,
-)
 from ...diagnosis.classifier import Verdict, classify
 from . import torch_files
 from .process import Exit
@@ -43,7 +35,8 @@ _CARRIED = ("The above exception was the direct cause of the following exception
             "During handling of the above exception, another exception occurred:")
 _IN_GROUP = re.compile(r"\| +(?:\+ )?(?:Exception Group )?$")
 """The margin before the traceback of a member of an exception group."""
-_WEAK = (CONNECTION_REFUSED, CONNECTION_RESET, NCCL_TIMEOUT, LINK_FLAPPING, OTHER_NETWORK)
+_WEAK = (statuses.CONNECTION_REFUSED, statuses.CONNECTION_RESET, statuses.NCCL_TIMEOUT,
+         statuses.LINK_FLAPPING, statuses.OTHER_NETWORK)
 """Errors that a program also prints before a successful retry."""
 _KILLED_CHILD = re.compile(r"killed by signal: Killed|signal SIGKILL|\(SIGKILL\)|^Killed\s*$",
                            re.MULTILINE)
@@ -88,7 +81,7 @@ def cause_of(end: ExitEvidence) -> Cause:
                             root is not None and root.exit_code == -signal.SIGKILL),
                            (0, how.signal is None and bool(_KILLED_CHILD.search(end.text)))):
         if is_killed and (line := end.killed(pid)):
-            return _cause_of_oom_kill(line)
+            return Cause(statuses.EXITED_ABNORMALLY, "oom-killer", clipped(line))
     recorded = torch_files.read(end.path)
     if recorded is None and root is not None and root.error_file:
         recorded = torch_files.read(Path(root.error_file))
@@ -125,7 +118,7 @@ def deciding_verdict(text: str) -> Verdict:
             or any(words in text[above:at] for words in _CARRIED)):
         at = above
     verdict = classify(text[at:])
-    if verdict.status not in ("", OTHER_SOFTWARE):
+    if verdict.status not in ("", statuses.OTHER_SOFTWARE):
         return verdict
     whole = classify(text)
     if verdict.status and (whole.second_hand or whole.status in _WEAK):
@@ -151,17 +144,13 @@ def _cause_of_verdict(verdict: Verdict) -> Cause:
     return Cause(verdict.status, verdict.rule, clipped(verdict.line), verdict.second_hand)
 
 
-def _cause_of_oom_kill(line: str) -> Cause:
-    return Cause(EXITED_ABNORMALLY, "oom-killer", clipped(line))
-
-
 def _cause_of_torch_error(error: TorchError) -> Cause:
     verdict = classify(error.trace) if error.trace.strip() else classify(error.message)
     if verdict.status:
         return _cause_of_verdict(verdict)
     lines = [line for line in (error.message.strip() or error.trace).splitlines() if line.strip()]
     line = lines[0] if error.message.strip() else lines[-1]
-    return Cause(OTHER_SOFTWARE, "torch-error-file", clipped(line))
+    return Cause(statuses.OTHER_SOFTWARE, "torch-error-file", clipped(line))
 
 
 def _cause_under_torchrun(root: RootCause) -> Cause:

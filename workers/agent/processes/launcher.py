@@ -77,10 +77,8 @@ class Launcher:
             await self._zygote.is_ready()
 
     def start(self, order: StartRank, pipe: Pipe | None, page: ProgressPage | None) -> Process:
-        """Start the rank with its pipe to the agent and its progress page.
-
-        Raises OSError, ValueError.
-        """
+        """Start the rank with its pipe to the agent and its progress page. Raises OSError,
+        ValueError."""
         node = self._node
         log_path = (node.state_dir / "logs" / f"{order.task}-{order.spec.name}"
                     / f"rank-{order.rank}.attempt-{order.attempt}.log")
@@ -114,9 +112,8 @@ class Launcher:
 def environment(order: StartRank, node: NodeConfig, inherited: Mapping[str, str]) -> dict[str, str]:
     """A rank's environment: the agent's, plus the variables of its task's tier."""
     env = {"PYTHONUNBUFFERED": "1", **inherited}
-    env |= {"UNICRON_HOST": node.host, "UNICRON_NODE": node.name,
-            "UNICRON_TASK": str(order.task), "UNICRON_RANK": str(order.rank),
-            "UNICRON_ATTEMPT": str(order.attempt)}
+    env |= {"UNICRON_HOST": node.host, "UNICRON_NODE": node.name, "UNICRON_TASK": str(order.task),
+            "UNICRON_RANK": str(order.rank), "UNICRON_ATTEMPT": str(order.attempt)}
     if node.trace:
         env.setdefault("UNICRON_TRACE_DIR", str(node.state_dir / "trace"))
     if order.spec.training is not None:

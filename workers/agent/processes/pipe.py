@@ -22,8 +22,7 @@ class Pipe:
     rank had written.
     """
 
-    def __init__(self, on_frame: Callable[[Frame], None],
-                 on_broken: Callable[[str], None]) -> None:
+    def __init__(self, on_frame: Callable[[Frame], None], on_broken: Callable[[str], None]) -> None:
         self._on_frame = on_frame
         self._on_broken = on_broken
         self._unpacker = Unpacker()

@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,16 +72,13 @@ class Process:
                 list(argv), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 env={**env, marker[0]: marker[1]}, pass_fds=tuple(pass_fds),
                 start_new_session=True, preexec_fn=lambda: linux.die_with(parent))
-        return cls(popen.pid, log_path, log_start, f"{marker[0]}={marker[1]}".encode(),
-                   popen=popen)
+        return cls(popen.pid, log_path, log_start, f"{marker[0]}={marker[1]}".encode(), popen=popen)
 
     @classmethod
     def fork(cls, zygote: Zygote, *, env: Mapping[str, str], marker: tuple[str, str],
              log_path: Path, pass_fds: Sequence[int]) -> Process:
-        """Fork a training rank out of the zygote; `pass_fds`: its pipe and progress page.
-
-        Raises OSError.
-        """
+        """Fork a training rank out of the zygote; `pass_fds`: its pipe and progress page. Raises
+        OSError."""
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log:
             log_start = log.tell()
@@ -139,10 +137,8 @@ class Process:
     def signal_group(self, number: signal.Signals) -> None:
         """Send a signal to the process group; does nothing if it is gone."""
         if not self._is_reaped:
-            try:
+            with suppress(ProcessLookupError):
                 os.killpg(self.pid, number)
-            except ProcessLookupError:
-                pass
 
     async def wait_group(self, s_max: float) -> bool:
         """Wait until no descendant of the ended process is left; False after `s_max`."""

@@ -118,13 +118,12 @@ def root_cause(text: str) -> RootCause | None:
     exited = _EXIT.match(fields.get("exitcode", [""])[0])
     trace = "\n".join(fields.get("traceback", ()))
     file = fields.get("error_file", [""])[0].strip()
-    return RootCause(
-        rank=fields.get("rank", [""])[0].split(" ")[0],
-        exit_code=int(exited[1]) if exited is not None else 0,
-        pid=int(exited[2]) if exited is not None else 0,
-        error_file=file if file.startswith("/") else "",
-        trace="" if _NO_TRACE.match(trace) else trace.strip(),
-        before=_before(text[:at]))
+    return RootCause(rank=fields.get("rank", [""])[0].split(" ")[0],
+                     exit_code=int(exited[1]) if exited is not None else 0,
+                     pid=int(exited[2]) if exited is not None else 0,
+                     error_file=file if file.startswith("/") else "",
+                     trace="" if _NO_TRACE.match(trace) else trace.strip(),
+                     before=_before(text[:at]))
 
 
 def _before(text: str) -> str:

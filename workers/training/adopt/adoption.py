@@ -144,10 +144,8 @@ class Job:
 
     # --- methods ----------------------------------------------------------------------------------
     def __iter__(self) -> Iterator[int]:
-        """Yield the remaining iterations. Call `step` once for each.
-
-        If the task rolls back to an earlier iteration, the loop continues from that one.
-        """
+        """Yield the remaining iterations. Call `step` once for each. If the task rolls back to an
+        earlier iteration, the loop continues from that one."""
         if not self._began:
             self._advance()
         while not self._ended and self.iteration < self._work.train.iterations:
@@ -260,12 +258,10 @@ class Job:
 @check_arguments
 @contextmanager
 def adopt(*, build: Build, sample: Sample, forward: Forward, iterations: int = 0,
-          micro_batches: int = 0, samples: int = 1, sequence: int = 0,
-          loss: Loss = "per_token", seed: int = 1234,
-          flops: float = 0.0, on_rebuild: OnRebuild | None = None,
+          micro_batches: int = 0, samples: int = 1, sequence: int = 0, loss: Loss = "per_token",
+          seed: int = 1234, flops: float = 0.0, on_rebuild: OnRebuild | None = None,
           axes: Axes | None = None, check: Sequence[Callable[[], str]] = (),
-          falls_back: bool = True, environment: Mapping[str, str] = os.environ
-          ) -> Generator[Job]:
+          falls_back: bool = True, environment: Mapping[str, str] = os.environ) -> Generator[Job]:
     """Train the model of `build`, with in-memory recovery if an agent has started this process.
 
     `build(groups, axes, place)` returns the model chunks at position `place` of the layout `axes`,
@@ -299,11 +295,11 @@ def adopt(*, build: Build, sample: Sample, forward: Forward, iterations: int = 0
                 raise UsageError(f"loop.{name} is {spec} in the job file, and {given} in the "
                                  "script", "write the same, or leave it out of the script")
         return LoopWorkload(loop, build, sample, forward, samples_num=samples, sequence=sequence,
-                       loss=loss, seed=seed, flops=flops, on_rebuild=on_rebuild)
+                            loss=loss, seed=seed, flops=flops, on_rebuild=on_rebuild)
 
     def validate() -> None:
         check_values({"build": build, "sample": sample, "forward": forward}, loss,
-                    {"samples": samples, "sequence": sequence})
+                     {"samples": samples, "sequence": sequence})
 
     with usage_errors_reported(environment):
         driver: Driver
@@ -336,9 +332,8 @@ def _connect(validate: Callable[[], None], work: Callable[[Loop], LoopWorkload],
         for reason in check:
             if why := reason():
                 raise NotRecoverable(why)
-        member = Member(
-            control, start, environment, ProgressWriter(int(environment.get(PULSE, "-1"))), made
-        )
+        member = Member(control, start, environment,
+                        ProgressWriter(int(environment.get(PULSE, "-1"))), made)
     except NotRecoverable as error:
         if falls_back and isinstance(error, NotTrainable):
             raise

@@ -277,7 +277,7 @@ def check_recoverable(ddps: Sequence[Any], optimizer: Any, scheduler: Any, train
     if is_sharded != (train.parallel.optimizer != "whole"):
         built = "sharded" if is_sharded else "whole"
         raise NotTrainable(f"the optimizer is {built}, but loop.parallel.optimizer is not",
-                        f"write loop: {{parallel: {{optimizer: {built}}}}}")
+                           f"write loop: {{parallel: {{optimizer: {built}}}}}")
 
 
 def check_trainable(ddps: Sequence[Any], optimizer: Any, scheduler: Any, train: Train, axes: Axes
@@ -286,17 +286,17 @@ def check_trainable(ddps: Sequence[Any], optimizer: Any, scheduler: Any, train: 
     for ddp in ddps:
         if not isinstance(ddp, DistributedDataParallel):
             raise NotTrainable(f"{type(ddp).__name__} is not megatron.core.distributed.Distributed"
-                            "DataParallel, whose buffers hold the local sum of gradients",
-                            "wrap each chunk of the model in DistributedDataParallel")
+                               "DataParallel, whose buffers hold the local sum of gradients",
+                               "wrap each chunk of the model in DistributedDataParallel")
     _check_rows(ddps, optimizer, train, "refused", NotTrainable)
     _check_sizes(ddps[0].config, [_inner(ddp) for ddp in ddps], train, axes)
     if not isinstance(scheduler, OptimizerParamScheduler):
         raise NotTrainable(f"its schedule is a {type(scheduler).__name__}, not Megatron's "
-                        "OptimizerParamScheduler, whose position is known",
-                        "return an OptimizerParamScheduler")
+                           "OptimizerParamScheduler, whose position is known",
+                           "return an OptimizerParamScheduler")
     for kind in optimizers.not_adam(optimizer) if axes.tp * axes.pp > 1 else ():
         raise NotTrainable(f"the state of {kind} cannot be split over the ranks of a replica; that "
-                        "of torch.optim.AdamW can", "train whole replicas, or with Adam")
+                           "of torch.optim.AdamW can", "train whole replicas, or with Adam")
 
 
 def disable_overlap(ddps: Sequence[Any], optimizer: Any) -> None:
@@ -349,21 +349,21 @@ def _check_sizes(config: Any, modules: Sequence[Any], train: Train, axes: Axes) 
                 chunks=len(modules), dp=axes.dp)
     if made != axes:
         raise NotTrainable(f"`build` was called for {axes}, but its configuration has {made}",
-                        "take the sizes from its argument `axes`")
+                           "take the sizes from its argument `axes`")
     if train.parallel.pipeline == (1,):
         return
     if axes.chunks > 1 and config.batch_p2p_comm:
         raise NotTrainable("with chunks, the next and previous stage can be the same one, and a "
-                        "batch of messages mixes the two directions up",
-                        "set overlap_p2p_comm, and batch_p2p_comm False")
+                           "batch of messages mixes the two directions up",
+                           "set overlap_p2p_comm, and batch_p2p_comm False")
     if not train.model.sequence:
         raise NotTrainable("pipeline stages need the length of a sample",
-                        "give adopt(sequence=...)")
+                           "give adopt(sequence=...)")
     for module in modules:
         if not isinstance(module, GPTModel):
             raise NotTrainable(f"the parameters of a {type(module).__name__} in a pipeline have no "
-                            "unique names in the whole model; those of a GPTModel have",
-                            "leave loop.parallel.pipeline out")
+                               "unique names in the whole model; those of a GPTModel have",
+                               "leave loop.parallel.pipeline out")
 
 
 def _inner(ddp: Any) -> Any:

@@ -74,9 +74,8 @@ class RestartOnlyDriver:
         if "MASTER_ADDR" in environment:
             endpoint = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
             if self._place == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-                self._hosted_store = dist.TCPStore(
-                    "0.0.0.0", int(environment["MASTER_PORT"]), is_master=True,
-                    wait_for_workers=False)
+                self._hosted_store = dist.TCPStore("0.0.0.0", int(environment["MASTER_PORT"]),
+                                                   is_master=True, wait_for_workers=False)
         self.communicators.meet(1, self._place, num, endpoint, b"")
         self.communicators.up(axes)
         trainee = work.build(device, self.communicators.groups, axes, self._place)

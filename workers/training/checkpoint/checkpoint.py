@@ -86,11 +86,8 @@ def folder_of(output: str, path: str) -> str:
 
 def save(folder: str, trainee: TrainingModel, step_version: int, history: History) -> int:
     """Write the current state: see `write`."""
-    return write(
-        folder,
-        training_state.tensors(trainee),
-        training_state.numbers(trainee, step_version, history),
-    )
+    return write(folder, training_state.tensors(trainee),
+                 training_state.numbers(trainee, step_version, history))
 
 
 def write(folder: str, tensors: Mapping[str, Tensor], numbers: training_state.Numbers,
@@ -167,8 +164,7 @@ def _clear_path(folder: Path, generation: int) -> None:
 
 class _Planner(dcp.DefaultSavePlanner):
     """torch's planner, which calls `on_half` before the first tensor of the second half and
-    `on_tensor` before each tensor.
-    """
+    `on_tensor` before each tensor."""
 
     def __init__(self, on_half: Callable[[], None], on_tensor: Callable[[], None]) -> None:
         super().__init__()
@@ -246,10 +242,8 @@ def load(folder: str, trainee: TrainingModel, history: History) -> int:
         head = {"numbers": {"precision": ""}}
         _read(folder, head)
         if (saved := head["numbers"]["precision"]) != numbers.precision:
-            raise UsageError(
-                f"{folder} holds a state of {saved}, not {numbers.precision}",
-                f"set train.precision: {saved}, or name another checkpoint")
+            raise UsageError(f"{folder} holds a state of {saved}, not {numbers.precision}",
+                             f"set train.precision: {saved}, or name another checkpoint")
         _read(folder, data)
-    return training_state.load(
-        trainee, msgspec.convert(data["numbers"], training_state.Numbers), history
-    )
+    return training_state.load(trainee, msgspec.convert(data["numbers"], training_state.Numbers),
+                               history)

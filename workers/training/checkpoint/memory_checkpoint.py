@@ -16,9 +16,9 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+import msgspec
 import structlog
 import torch
-from msgspec import MsgspecError
 from torch import Tensor
 
 from ....events.records.orders import StartRank
@@ -59,7 +59,7 @@ class Snapshot:
         self.numbers: training_state.Numbers | None = None
         self.encoded_numbers = b""
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._views: dict[str, Tensor] = {}
+        self.tensors: dict[str, Tensor] = {}
 
     def take(self, trainee: TrainingModel, step_version: int, history: History) -> None:
         """Copy the current state. One pass over its bytes."""
@@ -68,17 +68,13 @@ class Snapshot:
         if layout != self.layout:
             self._buffer = torch.empty(flat_bytes(live), dtype=torch.uint8,
                                        pin_memory=trainee.device.type == "cuda")
-            self._views = views(self._buffer, live)
+            self.tensors = views(self._buffer, live)
             self.layout = layout
         for name, tensor in live.items():
-            self._views[name].copy_(tensor)
+            self.tensors[name].copy_(tensor)
         self.step_version = step_version
         self.numbers = training_state.numbers(trainee, step_version, history)
-        self.encoded_numbers = training_state.encode(self.numbers)
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        return self._views
+        self.encoded_numbers = msgspec.msgpack.encode(self.numbers)
 
     @property
     def num_bytes(self) -> int:
@@ -97,8 +93,7 @@ class MemorySaver:
     """
 
     def __init__(self, start: StartRank, secret: str, *,
-                 spare: Callable[[int], AbstractContextManager[None]],
-                 tell: Callable[[Body], bool],
+                 spare: Callable[[int], AbstractContextManager[None]], tell: Callable[[Body], bool],
                  note: Callable[[Event, int, int], None]) -> None:
         self._start = start
         self._secret = secret
@@ -118,8 +113,7 @@ class MemorySaver:
     def copy(self, trainee: TrainingModel, step_version: int, history: History, generation: int,
              stores: tuple[StoreEndpoint, ...]) -> None:
         """Take a snapshot and send it in the background. Does nothing while the previous one is
-        being sent, or during the pause after one that no store accepted.
-        """
+        being sent, or during the pause after one that no store accepted."""
         if not stores or (self._thread is not None and self._thread.is_alive()):
             return
         if generation != self._generation:
@@ -238,14 +232,9 @@ def _padded(tensor: Tensor) -> int:
 
 
 # --- restore ------------------------------------------------------------------------------------
-def restore(
-    trainee: TrainingModel,
-    history: History,
-    task: int,
-    stored: tuple[MemoryCheckpoint, ...],
-    secret: str,
-    is_interrupted: Callable[[], bool],
-) -> tuple[int, MemoryCheckpoint, int] | None:
+def restore(trainee: TrainingModel, history: History, task: int,
+            stored: tuple[MemoryCheckpoint, ...], secret: str,
+            is_interrupted: Callable[[], bool]) -> tuple[int, MemoryCheckpoint, int] | None:
     """Load the first usable checkpoint of `stored`: its step version, the entry, its bytes.
 
     If none is usable, return None and leave the state unchanged; the log has a reason for each.
@@ -279,7 +268,8 @@ def restore(
 
 def _fetch(trainee: TrainingModel, task: int, entry: MemoryCheckpoint, secret: str, wait_s: float
            ) -> tuple[Offer, training_state.Numbers, Tensor]:
-    """Fetch and verify a checkpoint; each wait is limited to `wait_s`. Raises OSError, Failed."""
+    """Fetch and verify a checkpoint; each wait is limited to `wait_s`. Raises OSError,
+    TransferError."""
     live = training_state.tensors(trainee)
     layout, num_bytes = layout_of(live), flat_bytes(live)
     memory = torch.empty(0, dtype=torch.uint8)
@@ -294,19 +284,17 @@ def _fetch(trainee: TrainingModel, task: int, entry: MemoryCheckpoint, secret: s
             raise TransferError(f"no memory for {offer.copy_bytes} bytes: {error}") from None
         return memory.numpy().data
 
-    wish = CheckpointRequest(
-        task=task,
-        generation=entry.generation,
-        step_version=entry.step_version,
-        step_version_max=entry.step_version_max,
-    )
+    request = CheckpointRequest(task=task, generation=entry.generation,
+                                step_version=entry.step_version,
+                                step_version_max=entry.step_version_max)
     with protocol.connect(entry.endpoint, secret, wait_s) as connection:
-        offer, checksum = protocol.get(connection, wish, allocate)
+        offer, checksum = protocol.get(connection, request, allocate)
     if offer.step_version == entry.step_version and checksum != entry.checksum:
         raise TransferError(f"it was altered: its checksum is {checksum}, not {entry.checksum}")
     try:
-        numbers = training_state.decode(memory[num_bytes:].numpy().tobytes())
-    except MsgspecError as error:
+        numbers = msgspec.msgpack.decode(memory[num_bytes:].numpy().data,
+                                         type=training_state.Numbers)
+    except msgspec.MsgspecError as error:
         raise TransferError(f"its numbers cannot be decoded: {error}") from None
     try:
         training_state.check_numbers(trainee, numbers)

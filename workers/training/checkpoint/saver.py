@@ -120,8 +120,7 @@ class Saver:
                     lambda: self._note("save_mid", generation, snapshot.step_version),
                     lambda: self._is_superseded)
         except checkpoint.Superseded:
-            log.info("checkpoint abandoned: a newer one is needed",
-                     iteration=snapshot.step_version)
+            log.info("checkpoint abandoned: a newer one is needed", iteration=snapshot.step_version)
             return
         except checkpoint.NotSaved as error:
             self._log_failure(snapshot.step_version, error.why, str(error))
@@ -140,10 +139,9 @@ class Saver:
         if self._failing:
             log.info("checkpoints are saved again", iteration=step_version)
         self._failing = ""
-        self._saved = CheckpointSaved(
-            task=self._task, generation=generation,
-            path=checkpoint.relative_path(generation, step_version), step_version=step_version,
-            ckpt_bytes=ckpt_bytes, final=final)
+        self._saved = CheckpointSaved(task=self._task, generation=generation,
+                                      path=checkpoint.relative_path(generation, step_version),
+                                      step_version=step_version, ckpt_bytes=ckpt_bytes, final=final)
         self._tell(self._saved)
 
     def _log_failure(self, step_version: int, why: str, text: str) -> None:

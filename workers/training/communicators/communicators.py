@@ -60,10 +60,9 @@ class Communicators:
         self.backend = "nccl" if device.type == "cuda" else "gloo"
         self._listener = socket.create_server((host, 0), backlog=128)
         port: int = self._listener.getsockname()[1]
-        self._server = dist.TCPStore(
-            host, port, is_master=True, wait_for_workers=False,
-            master_listen_fd=os.dup(self._listener.fileno()), use_libuv=True,
-        )
+        self._server = dist.TCPStore(host, port, is_master=True, wait_for_workers=False,
+                                     master_listen_fd=os.dup(self._listener.fileno()),
+                                     use_libuv=True)
         self.endpoint = f"{host}:{port}"
         self._server_port = port
         self._excluded = sockets.inodes()
@@ -84,7 +83,7 @@ class Communicators:
         self.woken = False
         self._is_building = False
         self.down_s = 0.0
-        self.on_groups: Callable[[Any], None] = _nothing
+        self.on_groups: Callable[[Any], None] = lambda groups: None
         """Called with each generation's groups after they are built, and with None before they are
         destroyed: the callee must then drop its own groups."""
 
@@ -118,10 +117,9 @@ class Communicators:
         excepthook = sys.excepthook
         self._is_building = True
         try:
-            dist.init_process_group(
-                self.backend, store=self.store, rank=self.place, world_size=self.num_members,
-                timeout=datetime.timedelta(seconds=GROUP_S_MAX),
-            )
+            dist.init_process_group(self.backend, store=self.store, rank=self.place,
+                                    world_size=self.num_members,
+                                    timeout=datetime.timedelta(seconds=GROUP_S_MAX))
             self.groups = process_groups.build(axes, COLLECTIVE_S_MAX)
         finally:
             self._is_building = False
@@ -254,7 +252,3 @@ class Communicators:
         if self._is_building and self.backend == "gloo":
             sockets.connect_to_listeners(excluded, self._server_port, self.num_members)
         sockets.shut_down(excluded, self._server_port)
-
-
-def _nothing(groups: Any) -> None:
-    """The default of `on_groups`."""

@@ -28,9 +28,6 @@ class Handles:
     def __init__(self) -> None:
         self._slots: list[Slot] = []
 
-    def __len__(self) -> int:
-        return len(self._slots)
-
     def take(self, roots: Iterable[Any], groups: dict[str, Any]) -> None:
         """Remove every handle. A handle without a known role is a bug."""
         roles: dict[int, str] = {}

@@ -102,10 +102,8 @@ def _listens(listener: socket.socket) -> bool:
 
 
 def interface_of(host: str) -> str:
-    """The network interface that has this IPv4 address; "" if none is found.
-
-    Source: netdevice(7), SIOCGIFADDR.
-    """
+    """The network interface that has this IPv4 address; "" if none is found. Source: netdevice(7),
+    SIOCGIFADDR."""
     import fcntl
 
     siocgifaddr = 0x8915

@@ -22,14 +22,12 @@ class CoreAttention(MegatronModule):  # type: ignore[misc, unused-ignore]
 
     def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str,
                  attention_dropout: float | None = None, softmax_scale: float | None = None,
-                 cp_comm_type: str | None = None, pg_collection: Any = None, *,
-                 draw: Draw) -> None:
+                 cp_comm_type: str | None = None, pg_collection: Any = None, *, draw: Draw) -> None:
         super().__init__(config=config)
         self.layer_number = layer_number
         self.softmax_scale = softmax_scale
         self.dropout: float = (
-            config.attention_dropout if attention_dropout is None else attention_dropout
-        )
+            config.attention_dropout if attention_dropout is None else attention_dropout)
         self.draw = draw
         self.tp_rank: int = pg_collection.tp.rank() if pg_collection is not None else 0
 
@@ -43,9 +41,8 @@ class CoreAttention(MegatronModule):  # type: ignore[misc, unused-ignore]
         if self.training and self.dropout > 0:
             out = self._with_dropout(q, k, v)
         else:
-            out = torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=self.softmax_scale
-            )
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True,
+                                                                   scale=self.softmax_scale)
         return out.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
 
     def _with_dropout(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -88,10 +88,8 @@ def prepare(ddps: Sequence[Any], optimizer: Any) -> None:
 
 
 def _materialise(optimizer: Any) -> None:
-    """Allocate Adam's moments and steps, so that a new member can receive them.
-
-    Megatron's init_state_fn leaves out `step`, which torch's AdamW needs.
-    """
+    """Allocate Adam's moments and steps, so that a new member can receive them. Megatron's
+    init_state_fn leaves out `step`, which torch's AdamW needs."""
     for part in parts(optimizer):
         for group in part.param_groups:
             for param in group["params"]:

@@ -42,22 +42,18 @@ class Draw:
         if torch.cuda.is_available():
             from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-            model_parallel_cuda_manual_seed(
-                seed_of(self.seed, 2, iteration, micro_batch) >> 32, force_reset_rng=True
-            )
+            model_parallel_cuda_manual_seed(seed_of(self.seed, 2, iteration, micro_batch) >> 32,
+                                            force_reset_rng=True)
 
     def at_layer(self, layer: Any, inputs: Any) -> None:
         """A pre-forward hook: seed torch for a layer, so that its dropout is equal on any stage."""
-        torch.manual_seed(
-            seed_of(self.seed, 5, self.iteration, self.micro_batch, layer.layer_number)
-        )
+        torch.manual_seed(seed_of(self.seed, 5, self.iteration, self.micro_batch,
+                                  layer.layer_number))
 
     def generator(self, layer: int, head: int, device: torch.device) -> torch.Generator:
         """The generator of one head (counted over all ranks) of one layer."""
         generator = torch.Generator(device=device)
-        generator.manual_seed(
-            seed_of(self.seed, 3, self.iteration, self.micro_batch, layer, head)
-        )
+        generator.manual_seed(seed_of(self.seed, 3, self.iteration, self.micro_batch, layer, head))
         return generator
 
 

@@ -62,8 +62,7 @@ def load(paths: Sequence[str], sequence: int) -> Text:
     if len(data) <= sequence + 1:
         raise UsageError(
             f"train.data: {origin} has {len(data)} bytes, one sample needs {sequence + 1}",
-            "give longer files or a smaller train.model.sequence",
-        )
+            "give longer files or a smaller train.model.sequence")
     return Text(data, origin)
 
 

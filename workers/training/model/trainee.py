@@ -222,19 +222,18 @@ def build(train: Train, device: torch.device, groups: Any = None, axes: Axes | N
             mirror = _optimizer(train, ddps, groups, shards=True)
     positions = torch.arange(train.model.sequence, device=device).expand(train.batch.micro, -1)
     return TrainingModel(train, device, draw, axes, place, modules, ddps, optimizer,
-                   _scheduler(train, optimizer), positions, mirror=mirror)
+                         _scheduler(train, optimizer), positions, mirror=mirror)
 
 
 def _module(train: Train, config: Any, draw: Draw, axes: Axes, at: Coordinates, chunk: int,
             groups: Any, *, draws: bool) -> Any:
     with without_initialisation(config):
-        module: Any = GPTModel(
-            config, _layers(draw), vocab_size=VOCABULARY, max_sequence_length=train.model.sequence,
-            pre_process=at.pp == 0 and chunk == 0,
-            post_process=at.pp == axes.pp - 1 and chunk == axes.chunks - 1,
-            share_embeddings_and_output_weights=train.model.tie_embeddings,
-            pg_collection=groups, vp_stage=chunk if axes.chunks > 1 else None,
-        )
+        module: Any = GPTModel(config, _layers(draw), vocab_size=VOCABULARY,
+                               max_sequence_length=train.model.sequence,
+                               pre_process=at.pp == 0 and chunk == 0,
+                               post_process=at.pp == axes.pp - 1 and chunk == axes.chunks - 1,
+                               share_embeddings_and_output_weights=train.model.tie_embeddings,
+                               pg_collection=groups, vp_stage=chunk if axes.chunks > 1 else None)
     if draws:
         draw_weights(module, config, train.seed, tp=at.tp)
     if train.model.dropout:
@@ -290,13 +289,11 @@ def _optimizer(train: Train, ddps: list[Any], groups: Any, *, shards: bool) -> A
     spec, dynamic = train.optimizer, train.dynamic_loss_scale
     config = OptimizerConfig(
         optimizer="adam", lr=spec.lr, min_lr=spec.min_lr, weight_decay=spec.weight_decay,
-        adam_beta1=spec.beta1, adam_beta2=spec.beta2, adam_eps=spec.eps,
-        clip_grad=spec.clip_grad, use_distributed_optimizer=shards,
-        bf16=train.precision == "bf16", fp16=train.precision == "fp16",
-        params_dtype=DTYPES[train.precision], loss_scale=train.loss_scale,
-        initial_loss_scale=dynamic.initial, min_loss_scale=dynamic.min,
-        loss_scale_window=dynamic.window, hysteresis=dynamic.hysteresis,
-    )
+        adam_beta1=spec.beta1, adam_beta2=spec.beta2, adam_eps=spec.eps, clip_grad=spec.clip_grad,
+        use_distributed_optimizer=shards, bf16=train.precision == "bf16",
+        fp16=train.precision == "fp16", params_dtype=DTYPES[train.precision],
+        loss_scale=train.loss_scale, initial_loss_scale=dynamic.initial, min_loss_scale=dynamic.min,
+        loss_scale_window=dynamic.window, hysteresis=dynamic.hysteresis)
     with without_collectives():
         optimizer: Any = get_megatron_optimizer(config, ddps, use_gloo_process_groups=False,
                                                 pg_collection=groups)
@@ -308,19 +305,15 @@ def _scheduler(train: Train, optimizer: Any) -> Any:
     """Megatron's schedule, counted in samples."""
     spec, batch = train.optimizer, train.batch.global_
     return OptimizerParamScheduler(
-        optimizer, init_lr=0.0 if spec.warmup_iterations else spec.lr,
-        max_lr=spec.lr, min_lr=min(spec.min_lr, spec.lr),
-        lr_warmup_steps=spec.warmup_iterations * batch,
+        optimizer, init_lr=0.0 if spec.warmup_iterations else spec.lr, max_lr=spec.lr,
+        min_lr=min(spec.min_lr, spec.lr), lr_warmup_steps=spec.warmup_iterations * batch,
         lr_decay_steps=train.iterations * batch, lr_decay_style=spec.decay,
         start_wd=spec.weight_decay, end_wd=spec.weight_decay,
-        wd_incr_steps=train.iterations * batch, wd_incr_style="constant",
-    )
+        wd_incr_steps=train.iterations * batch, wd_incr_style="constant")
 
 
 def iteration_flops(model: Model, num_samples: int) -> float:
-    """FLOPs of one iteration: 72 B s l h^2 (1 + s/6h + V/12lh).
-
-    Source: Narayanan et al., SC 2021, without activation recomputation.
-    """
+    """FLOPs of one iteration: 72 B s l h^2 (1 + s/6h + V/12lh). Source: Narayanan et al., SC 2021,
+    without activation recomputation."""
     s, l, h = model.sequence, model.num_layers, model.hidden  # noqa: E741
     return 72.0 * num_samples * s * l * h * h * (1 + s / (6 * h) + VOCABULARY / (12 * l * h))

@@ -132,14 +132,6 @@ def load(trainee: TrainingModel, new: Numbers, history: History) -> int:
     return new.step_version
 
 
-def encode(data: Numbers) -> bytes:
-    return msgspec.msgpack.encode(data)
-
-
-def decode(data: bytes) -> Numbers:
-    return msgspec.msgpack.decode(data, type=Numbers)
-
-
 def _dynamic(trainee: TrainingModel) -> list[Any]:
     """Megatron's scalers with a state, without constant ones."""
     return [scaler for scaler in scalers(trainee.optimizer) if scaler.state_dict()]

@@ -20,59 +20,15 @@ from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from queue import SimpleQueue
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from ....events.process_io import LogStream
 from ....events.records.orders import Quiesce, Reconfigure, Resume, SetCheckpointStores
 from ....events.records.types import Body, QuiesceMode
+from ...host.detached_thread import DetachedThread
 from ...ipc.pipe_protocol import Frame, Unpacker, WriteDump, pack
 
-# --- A detached thread for waits that may never end ---
-#
-# An executor does not fit: the interpreter joins its threads at exit, so a script that is done
-# would block until an old collective ends.
-
 T = TypeVar("T")
-
-
-class DetachedThread:
-    """Runs calls one after the other in a daemon thread."""
-
-    def __init__(self) -> None:
-        self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def submit(self, call: Callable[[], T]) -> Future[T]:
-        """A future of the result of `call`, or of its exception."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=_serve, args=(self._calls,), name="collective",
-                                            daemon=True)
-            self._thread.start()
-        future: Future[T] = Future()
-        self._calls.put((call, future))
-        return future
-
-    def close(self) -> None:
-        """Accept no more calls: the thread ends after its current one."""
-        self._calls.put(None)
-
-
-def _serve(calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]) -> None:
-    while (found := calls.get()) is not None:
-        _run(*found)
-        del found  # otherwise its result or exception lives until the next call
-
-
-def _run(call: Callable[[], Any], future: Future[Any]) -> None:
-    try:
-        result = call()
-    except BaseException as error:  # noqa: BLE001 - it is raised where the call is waited for
-        future.set_exception(error)
-        del future  # its exception holds this frame
-    else:
-        future.set_result(result)
-
 RECEIVE_BYTES = 1 << 16
 SEND_BYTES = 1 << 16
 WAKE_S = 0.02
@@ -122,7 +78,7 @@ class Control:
         self._is_detached = False
         self._abandoned = False
         self._abandoned_waits: list[Callable[[], bool]] = []
-        self._detached = DetachedThread()
+        self._detached = DetachedThread("collective")
         self.keep: SetCheckpointStores | None = None
         """The newest SetCheckpointStores: the stores of in-memory checkpoints from now on."""
         self.write_dump: Callable[[str], None] | None = None
@@ -173,7 +129,7 @@ class Control:
             return self._orders.popleft()
 
     def run_detached(self, generation: int, wake: Callable[[], None], call: Callable[[], T],
-              replica: frozenset[int] = frozenset()) -> T:
+                     replica: frozenset[int] = frozenset()) -> T:
         """Run `call` as in `waiting_for_others`, but in a detached thread.
 
         A wait that cannot be interrupted then costs STUCK_S_MAX and a sleeping thread, not the
@@ -189,8 +145,7 @@ class Control:
                 self._changed.wait_for(lambda: future.done() or self._abandoned)
                 self._is_detached = False
             if not future.done():
-                self._detached.close()
-                self._detached = DetachedThread()
+                self._detached = DetachedThread("collective")
                 self.abandon(_is_running(future))
                 raise Abandoned
             error = future.exception()
@@ -243,10 +198,8 @@ class Control:
         with self._changed:
             last = next((order for order in reversed(self._orders) if isinstance(order, Quiesce)
                          and order.generation <= generation), None)
-            self._orders = deque(
-                order for order in self._orders
-                if not (isinstance(order, (Quiesce, Resume)) and order.generation <= generation)
-            )
+            self._orders = deque(order for order in self._orders if not (
+                isinstance(order, (Quiesce, Resume)) and order.generation <= generation))
             return last
 
     @contextmanager
@@ -324,7 +277,6 @@ class Control:
 
     def _interrupt_until_done(self) -> None:
         """Interrupt the main thread until its wait ends: it may open another connection.
-
 
         gloo reports a closed connection to the sends and receives that have not begun, but not to
         one that is half done (Pair::signalException skips those): such a wait lasts for the full

@@ -47,19 +47,9 @@ def verdict_of(error: BaseException) -> Verdict:
         verdict.second_hand, verdict.status == OTHER_SOFTWARE))
 
 
-def innermost_first(error: BaseException) -> list[BaseException]:
-    """The exception and all its causes, causes before the exceptions raised from them.
-
-    `raise X from None` hides the context, as in a traceback.
-    """
-    return [one for _, one in _walked(error)]
-
-
 def _walked(error: BaseException) -> list[tuple[int, BaseException]]:
-    """(chain number, exception), in the order in which a traceback prints them.
-
-    Each member of a group starts a chain.
-    """
+    """(chain number, exception), in the order in which a traceback prints them: causes first. Each
+    member of a group starts a chain. `raise X from None` hides the context, as in a traceback."""
     found: list[tuple[int, BaseException]] = []
     seen: set[int] = set()
     remaining, num_chains = [(0, error)], 1
@@ -98,8 +88,6 @@ def _own_text(error: BaseException) -> str:
 
 OWN_THREADS = ("control", "wake", "reports", "collective", "abandoned", "checkpoint", "copies")
 """Name prefixes of the threads that a rank starts and cannot train without."""
-OPTIONAL_THREADS = ("flight recorder",)
-"""Threads that the rank can train without: their error is logged."""
 TEXT_CHARS_MAX = 4000
 """Characters of an error that are reported: its end, and the line that decided."""
 
@@ -113,7 +101,7 @@ class ExitReporter:
         self.member: object | None = None
 
     def report(self, kind: type[BaseException], error: BaseException,
-            trace: TracebackType | None) -> None:
+               trace: TracebackType | None) -> None:
         """Use as sys.excepthook."""
         if isinstance(error, UsageError):
             text = f"{error} ({error.hint})"
@@ -124,10 +112,9 @@ class ExitReporter:
         self._control.tell(RankErrored(
             task=self._order.task, rank=self._order.rank, attempt=self._order.attempt,
             generation=getattr(self.member, "generation", 0),
-            iteration=max(getattr(self.member, "step_version", 0), 0),
-            error=kind.__name__, text=bounded(text, verdict.line, TEXT_CHARS_MAX, end=True),
-            status=verdict.status, rule=verdict.rule, second_hand=verdict.second_hand,
-        ))
+            iteration=max(getattr(self.member, "step_version", 0), 0), error=kind.__name__,
+            text=bounded(text, verdict.line, TEXT_CHARS_MAX, end=True), status=verdict.status,
+            rule=verdict.rule, second_hand=verdict.second_hand))
         exit_process(self._control, 1)
 
     def report_thread(self, args: threading.ExceptHookArgs) -> None:

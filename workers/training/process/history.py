@@ -60,11 +60,10 @@ class History:
             if end > begin:
                 losses = tuple(self.losses[begin - self.first : end - self.first])
                 step_s = tuple(self.step_s[begin - self.first : end - self.first])
-                yield TaskProgressed(
-                    task=task, generation=generation, first_iteration=begin, losses=losses,
-                    step_s=step_s, rate_flops=flops * len(losses) / max(math.fsum(step_s), 1e-9),
-                    micro_batches=micro_batches, skipped=skipped,
-                )
+                yield TaskProgressed(task=task, generation=generation, first_iteration=begin,
+                                     losses=losses, step_s=step_s,
+                                     rate_flops=flops * len(losses) / max(math.fsum(step_s), 1e-9),
+                                     micro_batches=micro_batches, skipped=skipped)
             else:
                 text = repr(self.losses[end - self.first])
                 end += 1

@@ -24,7 +24,7 @@ something else. `"then"` selects another action:
 - `"raise"`: remove the file and raise InjectedFault;
 - `"fail"`: the same with a RuntimeError, like a collective whose connection is cut;
 - `"gil"`: remove the file and sleep for ever in C code that holds the interpreter's lock, so that
-  the whole process stands still;
+  the whole process stops;
 - `"loop"`: remove the file and loop for ever;
 - `"slow"` with `slow_s`: sleep for that time at each such event while the file exists.
 """

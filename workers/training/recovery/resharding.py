@@ -93,7 +93,7 @@ def without(whole: Region, part: Region) -> list[Region]:
             rest.append(Region(tuple(offset), (*shape[:dim], before, *shape[dim + 1:])))
         if after:
             rest.append(Region((*offset[:dim], begin + size, *offset[dim + 1:]),
-                            (*shape[:dim], after, *shape[dim + 1:])))
+                               (*shape[:dim], after, *shape[dim + 1:])))
         offset[dim], shape[dim] = begin, size
     return rest
 
@@ -139,7 +139,7 @@ def parts(region: Region, largest: int) -> list[Region]:
 
 
 def plan_moves(have: Sequence[Sequence[Shard]], want: Sequence[Sequence[Shard]],
-         nodes: Sequence[str], largest: int) -> list[Move]:
+               nodes: Sequence[str], largest: int) -> list[Move]:
     """The moves after which each place has each wanted element exactly once.
 
     `have`, `want` and `nodes` (empty: unknown) are by place. Each element comes from the nearest

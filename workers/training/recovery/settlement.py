@@ -71,8 +71,7 @@ def settle(claims: Sequence[Claim], num_micro_batches: int, axes: Axes | None = 
     continuing = [dp for dp, places in enumerate(members)
                   if all(_has_sum(claims[place], place, state, axes) for place in places)]
     kept = _kept(claims, members, continuing)
-    begun = any(claims[place].begun for place, holder in state.holders.items()
-                if not holder.steps)
+    begun = any(claims[place].begun for place, holder in state.holders.items() if not holder.steps)
     if not begun:
         assert not any(kept), "kept micro-batches of an iteration that has not begun"
         todo = [list(assign_micro_batches(num_micro_batches, axes.dp, dp)) for dp in range(axes.dp)]
@@ -86,18 +85,16 @@ def settle(claims: Sequence[Claim], num_micro_batches: int, axes: Axes | None = 
     def share(place: int) -> MemberAssignment:
         holder = state.holders.get(place)
         dp = coordinates(axes, place).dp if place < num_positions(axes) else None
-        return MemberAssignment(
-            kept=() if dp is None else tuple(sorted(kept[dp])),
-            todo=() if dp is None else tuple(sorted(todo[dp])),
-            dealt=() if dp is None else tuple(sorted(reassigned[dp])), source=senders[place],
-            steps=holder is not None and holder.steps,
-            staged=holder is not None and holder.staged)
+        return MemberAssignment(kept=() if dp is None else tuple(sorted(kept[dp])),
+                                todo=() if dp is None else tuple(sorted(todo[dp])),
+                                dealt=() if dp is None else tuple(sorted(reassigned[dp])),
+                                source=senders[place], steps=holder is not None and holder.steps,
+                                staged=holder is not None and holder.staged)
 
-    return Settlement(
-        step_version=state.step_version, begun=begun,
-        shares=tuple(share(place) for place in range(len(claims))),
-        holders=tuple(sorted(state.holders)), gate=state.gate,
-        lost_version=highest if highest > state.step_version else NO_STATE)
+    return Settlement(step_version=state.step_version, begun=begun,
+                      shares=tuple(share(place) for place in range(len(claims))),
+                      holders=tuple(sorted(state.holders)), gate=state.gate,
+                      lost_version=highest if highest > state.step_version else NO_STATE)
 
 
 def _has_sum(claim: Claim, place: int, state: StateHolders, axes: Axes) -> bool:
@@ -111,10 +108,8 @@ def _has_sum(claim: Claim, place: int, state: StateHolders, axes: Axes) -> bool:
 
 def _kept(claims: Sequence[Claim], members: Sequence[Sequence[int]], continuing: Sequence[int]
           ) -> list[tuple[int, ...]]:
-    """By replica: the micro-batches of a valid sum, equal on all its members.
-
-    A sum cannot be split: if another valid sum has one of its micro-batches, it is discarded.
-    """
+    """By replica: the micro-batches of a valid sum, equal on all its members. A sum cannot be
+    split: if another valid sum has one of its micro-batches, it is discarded."""
     newest_first = sorted(continuing, key=lambda dp: (
         -min(claims[place].trained_in for place in members[dp]), dp))
     kept: list[tuple[int, ...]] = [() for _ in members]
@@ -131,7 +126,7 @@ def _owners(claims: Sequence[Claim], members: Sequence[Sequence[int]], continuin
             ) -> dict[int, int]:
     """Micro-batch -> the continuing replica to which it was last assigned."""
     oldest_first = sorted((claims[place].assigned_in, -place, dp)
-                           for dp in continuing for place in members[dp])
+                          for dp in continuing for place in members[dp])
     return {item: dp for _, place, dp in oldest_first for item in claims[-place].owned}
 
 

@@ -151,12 +151,10 @@ log = structlog.get_logger()
 
 
 class ExchangeResult(NamedTuple):
-    """The received numbers (`told`) and the bytes received by place (`taken`).
+    """The received numbers, and the bytes received by place (`taken`). `activate` writes the staged
+    tensors."""
 
-    `activate` writes the staged tensors.
-    """
-
-    told: training_state.Numbers
+    numbers: training_state.Numbers
     activate: Callable[[], None]
     taken: dict[int, int]
 
@@ -202,11 +200,10 @@ def exchange(have: State, want: State, numbers: training_state.Numbers | None, *
     write. Raises RuntimeError, and on all members resharding.Missing if the holders lack a part.
     """
     me = dist.get_rank()
-    encoded = b"" if numbers is None else training_state.encode(numbers)
+    encoded = b"" if numbers is None else msgspec.msgpack.encode(numbers)
     offers = _gather_offers(MemberOffer(
         step_version=NO_STATE if numbers is None else numbers.step_version, have=_encoded(have),
-        want=_encoded(() if want is have else want),
-        numbers_bytes=len(encoded)))
+        want=_encoded(() if want is have else want), numbers_bytes=len(encoded)))
     held = [_decoded(offer.have) for offer in offers]
     wanted = [_decoded(offer.want) for offer in offers]
     targets = [] if want is have else list(want.values())
@@ -324,7 +321,7 @@ def _side(me: int, moves: Sequence[Move], mine: _Memory, theirs: _Memory, *, sta
 
 def _read(encoded: Tensor) -> training_state.Numbers:
     try:
-        return training_state.decode(encoded.numpy().tobytes())
+        return msgspec.msgpack.decode(encoded.numpy().data, type=training_state.Numbers)
     except msgspec.MsgspecError as error:
         raise RuntimeError(f"the numbers cannot be decoded: {error}") from None
 

@@ -12,12 +12,8 @@ from operator import add
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from megatron.core.dist_checkpointing import mapping
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import (
-    ShardedObject,
-    ShardedTensor,
-    ShardedTensorFactory,
-)
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -113,11 +109,11 @@ def _sharded(module: Any) -> Iterator[tuple[Tensor, _Local]]:
     metadata = {"non_homogeneous_layers": True, "dp_cp_group": dist.group.WORLD}
     for name, sharded in module.sharded_state_dict(metadata=metadata).items():
         match sharded:
-            case ShardedTensor():
+            case mapping.ShardedTensor():
                 made = [sharded]
-            case ShardedTensorFactory():
+            case mapping.ShardedTensorFactory():
                 made = list(nested_values(sharded.build()))
-            case ShardedObject(data=None):
+            case mapping.ShardedObject(data=None):
                 continue
             case _:
                 raise ValueError(f"state that is not a tensor is not supported: {sharded}")
@@ -126,11 +122,10 @@ def _sharded(module: Any) -> Iterator[tuple[Tensor, _Local]]:
         # Megatron's key may be that of another layer specification. If Megatron stacks all layers
         # into one tensor, use its key.
         key = made[0].key if ahead else global_name(module, name)
-        yield tensor, _Local((*ahead, *tensor.shape),
-                             [_map(key, part, tensor) for part in made])
+        yield tensor, _Local((*ahead, *tensor.shape), [_map(key, part, tensor) for part in made])
 
 
-def _map(key: str, part: ShardedTensor, tensor: Tensor) -> _Mapped:
+def _map(key: str, part: mapping.ShardedTensor, tensor: Tensor) -> _Mapped:
     """`part` is `tensor` or a view of it; dims that only the whole tensor has are 1."""
     view = part.data
     assert view is not None
@@ -142,8 +137,7 @@ def _map(key: str, part: ShardedTensor, tensor: Tensor) -> _Mapped:
         index, begin = divmod(begin, step)
         offset.append(index)
     ahead = (1,) * part.prepend_axis_num
-    return _Mapped(key, tuple(part.global_shape),
-                   Region(tuple(offset), (*ahead, *view.shape)),
+    return _Mapped(key, tuple(part.global_shape), Region(tuple(offset), (*ahead, *view.shape)),
                    tuple(a - b for a, b in zip(part.global_offset, offset, strict=True)))
 
 
@@ -176,12 +170,10 @@ def _optimized(trainee: TrainingModel, optimizer: Any
                ) -> Iterator[tuple[Any, int, Tensor, dict[str, Tensor]]]:
     """Each parameter of this optimizer: its first stepped element, the optimizer's tensor for it,
     and the moments."""
-    states = {id(main): found for part in parts(optimizer)
-              for main, found in part.state.items()}
+    states = {id(main): found for part in parts(optimizer) for main, found in part.state.items()}
     owned, own = shards(optimizer), ranges(optimizer)
     for _, param in trainee.named_parameters():
-        main = (owned.get(id(param)) if trainee.is_sharded else
-                getattr(param, "main_param", param))
+        main = (owned.get(id(param)) if trainee.is_sharded else getattr(param, "main_param", param))
         if main is not None:
             begin = own[id(param)].start if trainee.is_sharded else 0
             yield param, begin, main, states[id(main)]

@@ -153,8 +153,7 @@ def _holders(claims: Sequence[Claim], version: int
     passed = max(ready, default=None)  # if two generations took this step, the later one
     layouts: dict[_Layout, dict[int, StateHolder]] = {}
     for place, claim in enumerate(claims):
-        steps = (claim.ready and claim.step_version == version - 1
-                 and claim.trained_in == passed)
+        steps = (claim.ready and claim.step_version == version - 1 and claim.trained_in == passed)
         if claim.step_version != version and not steps:
             continue
         has = [StateHolder(claim.held or WHOLE, steps=steps, staged=False)]

@@ -113,9 +113,7 @@ class _Stages(P2PCommunicator):  # type: ignore[misc, unused-ignore]
 def _forward(trainee: TrainingModel, iteration: int, sample: Sample, note: Note,
              items: Iterator[int], ddp: Any) -> tuple[Tensor, Any]:
     """One micro-batch in one chunk, for Megatron's schedule: its output, and its loss function.
-
-    Dropout is drawn as if the micro-batch ran alone, whichever others are in the pipeline.
-    """
+    Dropout is drawn as if the micro-batch ran alone, whichever others are in the pipeline."""
     item = next(items)
     trainee.draw.at(iteration, item)
     if item == PADDING:

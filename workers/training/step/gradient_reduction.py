@@ -186,7 +186,7 @@ class Reduction:
             self._stats, self._own_stats(control, communicators, mine), dist.group.WORLD))
 
     def run_collectively(self, control: Control, communicators: Communicators,
-                 collective: Callable[[], T], replica: frozenset[int] = frozenset()
+                         collective: Callable[[], T], replica: frozenset[int] = frozenset()
                  ) -> T | Outcome:
         """Run a collective of all members, or of `replica`; returns its result, or the outcome."""
         found: T | Outcome = "failed"
@@ -224,9 +224,8 @@ class Reduction:
             with cpu_device.cpu_mode():
                 return collective()
 
-        return control.run_detached(
-            communicators.generation, communicators.interrupt, call, replica
-        )
+        return control.run_detached(communicators.generation, communicators.interrupt, call,
+                                    replica)
 
     def _own_stats(self, control: Control, communicators: Communicators, mine: Stats) -> Tensor:
         """This member's stats, its order to stop, and its order to save."""

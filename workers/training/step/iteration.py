@@ -89,10 +89,6 @@ class Iteration:
                                       strict=True):
             new.main_grad.copy_(old.main_grad)
 
-    def discard_state(self) -> None:
-        """Discard the state of a standby: it is outdated after the others' next step."""
-        self.reset_to(NO_STATE)
-
     def _use_model(self, trainee: TrainingModel) -> None:
         self.trainee = trainee
         self.is_stuck = self.is_ready = False
@@ -224,7 +220,7 @@ class Iteration:
             return None
         self.forward_calls += len(unit)
         return forward_backward.run(self.trainee, communicators.groups, self.step_version, unit,
-                          self._sample, self._note_of)
+                                    self._sample, self._note_of)
 
     def _sample(self, item: int) -> Tensor:
         train = self.trainee.train
@@ -290,12 +286,10 @@ class Iteration:
 
     def _gather(self, control: Control, communicators: Communicators) -> Outcome | None:
         """Gather the parameters that the other replicas have stepped. None if all arrived.
-
-        Otherwise the step still counts: the next settlement recovers them (state_recovery.py).
-        """
+        Otherwise the step still counts: the next settlement recovers them (state_recovery.py)."""
         self._note("gather")
         found = self.reduction.run_collectively(control, communicators,
-                                        partial(gather, self.trainee))
+                                                partial(gather, self.trainee))
         if isinstance(found, str):
             self.is_stuck = self.reduction.was_abandoned
             return found
@@ -336,7 +330,7 @@ class Iteration:
         """The micro-batches of a new iteration for this member's replica."""
         axes: Axes = communicators.axes
         return assign_micro_batches(self.trainee.train.num_micro_batches, axes.dp,
-                    coordinates(axes, communicators.place).dp)
+                                    coordinates(axes, communicators.place).dp)
 
     def _boundary(self, stats: Stats) -> Outcome:
         self.saver_position = round(stats.saver_position) - 1
@@ -357,7 +351,7 @@ class Iteration:
 def held_by(trainee: TrainingModel) -> HeldState:
     """The part of the model that `trainee` is."""
     return HeldState(axes=trainee.axes, optimizer=trainee.train.parallel.optimizer,
-                place=trainee.place)
+                     place=trainee.place)
 
 
 def clock() -> float:

@@ -1,4 +1,4 @@
-"""The log in memory: implements every port, for the simulation and for tests.
+"""The log in memory: implements every port, for tests and the simulated cluster.
 
 It never reads real time: the constructor takes the clock, and waits use the timers of the running
 loop, so a loop with virtual time can drive it.
@@ -11,10 +11,10 @@ import bisect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TypeVar
 
-from ..errors import Ambiguous, Conflict, Fenced, Unavailable
-from ..records import codec
-from ..records.envelope import Record, Report, order_nodes
-from .port import Batch, Heartbeat, SentOrder
+from unicron.events.errors import Ambiguous, Conflict, Fenced, Unavailable
+from unicron.events.log.port import Batch, Heartbeat, SentOrder
+from unicron.events.records import codec
+from unicron.events.records.envelope import Record, Report, order_nodes
 
 T = TypeVar("T")
 Outcome = Literal["done", "unavailable", "lost", "applied"]
