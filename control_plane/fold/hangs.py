@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from ...events.records import reports as r
 from ...events.records.envelope import Record
 from ...events.records.statuses import NCCL_TIMEOUT, TASK_HANG
-from ...events.records.types import Body
 from ..incidents.hangs import STANDS, WAITED_FOR, WORKS_ON, locate_hang
 from ..state.cluster import ClusterState
 from ..state.members import current_member
@@ -114,7 +110,7 @@ NORMAL_S_MAX = 1e6
 """Limit of a reported iteration time."""
 
 
-def _rank_stalled(state: ClusterState, record: Record, body: r.RankStalled) -> None:
+def rank_stalled(state: ClusterState, record: Record, body: r.RankStalled) -> None:
     task = state.tasks.get(body.task)
     stall = Stall(
         iteration=body.iteration, where=body.where, what=body.what, collective=body.collective,
@@ -147,7 +143,7 @@ def record_slow_iteration(
     update_hang_deadline(state, task, restart=True)
 
 
-def _rank_unstalled(state: ClusterState, record: Record, body: r.RankUnstalled) -> None:
+def rank_unstalled(state: ClusterState, record: Record, body: r.RankUnstalled) -> None:
     """Clear the stall; cancel a timeout that is still pending because healing was paused."""
     task = state.tasks.get(body.task)
     if task is not None and not task.heals_in_memory:
@@ -217,8 +213,3 @@ def hang_timed_out(state: ClusterState, record: Record, task: Task, rest: list[i
         evidence=hang.evidence,
         since_s=hang.since_s,
     )
-
-
-STALLS: dict[type[Body], Callable[[ClusterState, Record, Any], None]] = {
-    r.RankStalled: _rank_stalled, r.RankUnstalled: _rank_unstalled,
-}

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from msgspec.structs import replace
 
 from ...events.records.decisions import IncidentEscalated, IncidentOpened, NodeQuarantined
 from ...events.records.envelope import Record
 from ...events.records.reports import DeviceErred, HealthChanged, QuarantineLifted
 from ...events.records.statuses import TASK_HANG
-from ...events.records.types import Body, Slot
+from ...events.records.types import Slot
 from ..incidents.node_incidents import mark_undecided, update_undecided
 from ..incidents.quarantine import count_fault, num_unconfirmed_max
 from ..incidents.severity import TABLE, severity_of
@@ -36,7 +33,7 @@ UNSURE = "; now it cannot say: "
 
 
 # --- reports of agents ---
-def _device_erred(state: ClusterState, record: Record, body: DeviceErred) -> None:
+def device_erred(state: ClusterState, record: Record, body: DeviceErred) -> None:
     node = _node(state, body)
     if node is None:
         return
@@ -47,7 +44,7 @@ def _device_erred(state: ClusterState, record: Record, body: DeviceErred) -> Non
         pid=body.pid))
 
 
-def _health_changed(state: ClusterState, record: Record, body: HealthChanged) -> None:
+def health_changed(state: ClusterState, record: Record, body: HealthChanged) -> None:
     """Store the check's last result. An unhealthy result of a driver with a row of the severity
     table is evidence too."""
     node = _node(state, body)
@@ -303,7 +300,7 @@ def count_slot_fault(state: ClusterState, task: Task, slot: Slot, rank: int) -> 
         mark_undecided(state, slot.node)
 
 
-def _quarantined(state: ClusterState, record: Record, body: NodeQuarantined) -> None:
+def node_quarantined(state: ClusterState, record: Record, body: NodeQuarantined) -> None:
     node = state.nodes.get(body.node)
     if node is None:
         return
@@ -316,7 +313,7 @@ def _quarantined(state: ClusterState, record: Record, body: NodeQuarantined) -> 
     state.replan = f"node {node.name} quarantined"
 
 
-def _quarantine_lifted(state: ClusterState, record: Record, body: QuarantineLifted) -> None:
+def quarantine_lifted(state: ClusterState, record: Record, body: QuarantineLifted) -> None:
     node = state.nodes.get(body.node)
     if node is None:
         return
@@ -336,9 +333,3 @@ def inherit(state: ClusterState, old: Node, new: Node) -> None:
     for erred in old.erred:
         clear_deadline(state, f"device/{old.name}/{erred.seq}")
     clear_deadline(state, f"recovered/{old.name}")
-
-
-HEALTH: dict[type[Body], Callable[[ClusterState, Record, Any], None]] = {
-    DeviceErred: _device_erred, HealthChanged: _health_changed,
-    NodeQuarantined: _quarantined, QuarantineLifted: _quarantine_lifted,
-}

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from msgspec.structs import replace
 
 from ...events.records import reports as r
 from ...events.records.decisions import StragglerCostEstimated
 from ...events.records.envelope import Record
 from ...events.records.statuses import TASK_HANG
-from ...events.records.types import Body
 from ...events.spec.parallelism import coordinates, num_positions
 from ..incidents.stragglers import FAULT_RATIO, SLOW_RATIO, at_fault, slow_ranks
 from ..state.cluster import ClusterState
@@ -28,7 +24,7 @@ CHANGED_RATIO = 1.05
 """Relative change of a straggler's delay that triggers a new cost estimate."""
 
 
-def _rank_paced(state: ClusterState, record: Record, body: r.StepTimeChanged) -> None:
+def step_time_changed(state: ClusterState, record: Record, body: r.StepTimeChanged) -> None:
     task = state.tasks.get(body.task)
     rank = task.member(body.rank) if task is not None else None
     if task is None or rank is None or rank.attempt != body.attempt:
@@ -110,7 +106,3 @@ def straggler_cost_estimated(
     state.degraded[body.node] = StragglerCost(
         tasks=body.tasks, ratios=body.ratios, cost_waf=body.cost_waf, drain_waf=body.drain_waf,
         why=body.why, now_waf=body.now_waf, seq=record.seq, at_s=record.at_s)
-
-
-PACES: dict[type[Body], Callable[[ClusterState, Record, Any], None]] = {
-    r.StepTimeChanged: _rank_paced}
