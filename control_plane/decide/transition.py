@@ -204,7 +204,7 @@ def next_decisions(state: ClusterState, task: Task) -> Iterator[Body]:
     if state.held and task.ending != "cancelled":
         yield from _next_decisions_while_paused(state, task)
         return
-    yield from _stop_ghosts(state, task)
+    yield from _stop_orphans(state, task)
     if task.outcome:
         yield from memory_checkpoints.drop_checkpoints(state, task)
         return
@@ -249,7 +249,7 @@ def _publish_and_close(state: ClusterState, task: Task) -> Iterator[Body]:
 
 def _next_orders(state: ClusterState, task: Task) -> Iterator[Body]:
     """The orders that would follow; none of them depends on the fold of another."""
-    yield from _stop_ghosts(state, task)
+    yield from _stop_orphans(state, task)
     if task.ending:
         yield from _end(state, task)
     elif not task.heals_in_memory:
@@ -292,11 +292,12 @@ def _stop(state: ClusterState, task: Task) -> Iterator[Body]:
                             f"the plan has no seat for it{lost}")
 
 
-def _stop_ghosts(state: ClusterState, task: Task) -> Iterator[Body]:
-    for ghost in list(task.orphans):
-        node = state.nodes.get(ghost.slot.node)
-        if node is not None and node.health == "healthy" and not stop_pending(state, task, ghost):
-            yield stop_rank(task, ghost, 0.0, "it was replaced while its node was silent")
+def _stop_orphans(state: ClusterState, task: Task) -> Iterator[Body]:
+    """Stop processes that the task has replaced, once their node is reachable again."""
+    for orphan in list(task.orphans):
+        node = state.nodes.get(orphan.slot.node)
+        if node is not None and node.health == "healthy" and not stop_pending(state, task, orphan):
+            yield stop_rank(task, orphan, 0.0, "it was replaced while its node was silent")
 
 
 def _start(state: ClusterState, task: Task) -> Iterator[Body]:

@@ -98,13 +98,13 @@ def _on_its_slot(state: ClusterState, task: Task, rank: Rank) -> Iterator[str]:
 def _node(state: ClusterState, node: Node) -> Iterator[str]:
     for index, one in node.occupants.items():
         task = state.tasks.get(one.task)
-        ghosts = task.orphans if task is not None else []
+        orphans = task.orphans if task is not None else []
         rank = task.ranks.get(one.rank) if task is not None else None
         if (rank is None or rank.attempt != one.attempt) and not any(
-                (ghost.rank, ghost.attempt) == (one.rank, one.attempt) for ghost in ghosts):
-            yield f"slot {index} is taken by {one}, which is gone"
+                (orphan.rank, orphan.attempt) == (one.rank, one.attempt) for orphan in orphans):
+            yield f"slot {index} is occupied by {one}, a process that its task does not have"
     if not set(node.slots_disabled) <= node.disabled_why.keys():
-        yield f"slots {node.slots_disabled} are out for {node.disabled_why}"
+        yield f"slots {node.slots_disabled} are disabled, with the reasons {node.disabled_why}"
     incident = state.incidents.get(node.incident)
     if node.incident and (incident is None or incident.outcome):
         yield f"its incident {node.incident} is closed"

@@ -88,10 +88,8 @@ def find_rank(task: Task | None, number: int, attempt: int) -> Rank | None:
 
 def find_orphan(task: Task, number: int, attempt: int) -> Rank | None:
     """The orphaned process of this attempt, if there is one."""
-    for ghost in task.orphans:
-        if ghost.rank == number and ghost.attempt == attempt:
-            return ghost
-    return None
+    return next((orphan for orphan in task.orphans
+                 if (orphan.rank, orphan.attempt) == (number, attempt)), None)
 
 
 def close_orders(state: ClusterState, orders: list[int]) -> None:
@@ -269,8 +267,8 @@ def remove_node(state: ClusterState, record: Record, node: Node, why: str) -> No
             forget_store(state, task, node.name)
         if number not in there:
             continue
-        for ghost in [ghost for ghost in task.orphans if ghost.slot.node == node.name]:
-            remove_process(state, task, ghost)
+        for orphan in [orphan for orphan in task.orphans if orphan.slot.node == node.name]:
+            remove_process(state, task, orphan)
         gone = [task.ranks[key] for key in sorted(task.ranks)
                 if task.ranks[key].slot.node == node.name]
         faulty = [

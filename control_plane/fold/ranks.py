@@ -116,9 +116,9 @@ def rank_exited(state: ClusterState, record: Record, body: r.RankExited) -> None
     task = state.tasks.get(body.task)
     if task is None:
         return
-    ghost = find_orphan(task, body.rank, body.attempt)
-    if ghost is not None:
-        remove_process(state, task, ghost)
+    orphan = find_orphan(task, body.rank, body.attempt)
+    if orphan is not None:
+        remove_process(state, task, orphan)
         return
     rank = find_rank(task, body.rank, body.attempt)
     if rank is None:

@@ -9,6 +9,7 @@ from ...events.records.statuses import LOST_CONNECTION, TASK_HANG, WRONG_INPUT
 from ...events.records.types import Body, Outcome, Severity
 from ..state.cluster import ClusterState
 from ..state.task import Rank, Task
+from .node_loss import lost_nodes
 from .root_cause import root_cause
 from .severity import worse
 
@@ -21,7 +22,9 @@ def open_incidents(state: ClusterState, task: Task) -> Iterator[Body]:
     stopped."""
     if task.faults:
         yield from _from_faults(state, task)
-    yield from _lost_nodes(state, task)
+    for loss in lost_nodes(state, task):
+        yield _open_or_escalate(state, task, "SEV1", LOST_CONNECTION, loss.node, loss.ranks,
+                                loss.why, loss.evidence)
     if not any(rank.timeout_reason for rank in task.ranks.values()):
         return
     for rank in [task.ranks[key] for key in sorted(task.ranks)]:
@@ -74,43 +77,6 @@ def _budget_spent(state: ClusterState) -> str:
     limit, num = state.policy.restarts_max, state.policy.restart_iterations
     return (f"failed {limit + 1} times without {num} new iterations in between" if limit else
             "failed, and restarts_max is 0")
-
-
-def _lost_nodes(state: ClusterState, task: Task) -> Iterator[Body]:
-    """Declare ranks on unreachable nodes lost if a second source confirms it."""
-    if not state.unreachable:
-        return
-    silent = [name for name in sorted({rank.slot.node for rank in task.ranks.values()})
-              if name in state.nodes and state.nodes[name].unreachable]
-    for name in silent:
-        node = state.nodes[name]
-        there = [task.ranks[key] for key in sorted(task.ranks)
-                 if task.ranks[key].slot.node == name]
-        peers = [rank for rank in task.living_members()
-                 if rank.slot.node not in silent and rank.failed == task.generation]
-        late = [rank for rank in there if rank.timeout_reason]
-        if peers and len(task.living_members()) == len(task.members):
-            second = f"a collective failed under its peer rank {peers[0].rank}"
-            seq = peers[0].failed_seq
-        elif late:
-            second = f"rank {late[0].rank} {late[0].timeout_reason}"
-            seq = min((stall.seq for stall in task.stalls.values()), default=0)
-        elif not state.held and node.replace and _replaced(state, task):
-            second, seq = f"silent for {state.policy.replace_after_s:g} s, the whole task on it", 0
-        else:
-            continue
-        evidence = tuple(sorted(x for x in (node.unreachable_seq, seq) if x))
-        yield _open_or_escalate(state, task, "SEV1", LOST_CONNECTION, name,
-                                tuple(rank.rank for rank in there),
-                                f"node {name} is silent; {second}", evidence)
-
-
-def _replaced(state: ClusterState, task: Task) -> bool:
-    """Whether all its members (without any: its processes) are on nodes that are unreachable for so
-    long that the task is placed elsewhere."""
-    nodes = [state.nodes.get(rank.slot.node)
-             for rank in task.living_members() or task.ranks.values()]
-    return all(node is not None and node.replace for node in nodes)
 
 
 def network_incident(state: ClusterState, task: Task) -> Iterator[Body]:

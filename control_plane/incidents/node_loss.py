@@ -1,9 +1,60 @@
-"""Suspects: nodes whose loss is likely, by reports of a task's other members."""
+"""Node loss: the rules by which a silent node is suspected, and by which it counts as lost.
+
+The leader's lease on a node (service/leases.py) expires earlier for a suspect. A node without a
+lease is unreachable, and lost only if a second source confirms it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 from ..state.cluster import ClusterState
 from ..state.task import Rank, Task
+
+
+class NodeLoss(NamedTuple):
+    """The loss of a node, for one task: its ranks there, the reason, and the seqs that show it."""
+
+    node: str
+    ranks: tuple[int, ...]
+    why: str
+    evidence: tuple[int, ...]
+
+
+def lost_nodes(state: ClusterState, task: Task) -> Iterator[NodeLoss]:
+    """The unreachable nodes of the task whose loss a second source confirms: a failed collective of
+    a peer, a rank that missed a deadline, or time, if the whole task is on unreachable nodes."""
+    if not state.unreachable:
+        return
+    silent = [name for name in sorted({rank.slot.node for rank in task.ranks.values()})
+              if name in state.nodes and state.nodes[name].unreachable]
+    for name in silent:
+        node, living = state.nodes[name], task.living_members()
+        there = [task.ranks[key] for key in sorted(task.ranks) if task.ranks[key].slot.node == name]
+        peers = [rank for rank in living
+                 if rank.slot.node not in silent and rank.failed == task.generation]
+        late = [rank for rank in there if rank.timeout_reason]
+        if peers and len(living) == len(task.members):
+            second = f"a collective failed under its peer rank {peers[0].rank}"
+            seq = peers[0].failed_seq
+        elif late:
+            second = f"rank {late[0].rank} {late[0].timeout_reason}"
+            seq = min((stall.seq for stall in task.stalls.values()), default=0)
+        elif not state.held and node.replace and _is_replaced(state, task):
+            second, seq = f"silent for {state.policy.replace_after_s:g} s, the whole task on it", 0
+        else:
+            continue
+        yield NodeLoss(name, tuple(rank.rank for rank in there), f"node {name} is silent; {second}",
+                       tuple(sorted(x for x in (node.unreachable_seq, seq) if x)))
+
+
+def _is_replaced(state: ClusterState, task: Task) -> bool:
+    """Whether all its members (without any: its processes) are on nodes that are unreachable for so
+    long that the task is placed elsewhere."""
+    nodes = [state.nodes.get(rank.slot.node)
+             for rank in task.living_members() or task.ranks.values()]
+    return all(node is not None and node.replace for node in nodes)
 
 
 def suspects(state: ClusterState) -> set[str]:

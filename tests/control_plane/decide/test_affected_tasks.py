@@ -161,7 +161,7 @@ def _deadline(state: ClusterState) -> None:
 
 @pytest.mark.parametrize(("breaks", "says"), [
     (_outstanding, "num_outstanding is"), (_running, "num_running is"), (_silent, "unreachable is"),
-    (_ailing, "undecided is"), (_occupant, "runs on"), (_ghost, "which is gone"),
+    (_ailing, "undecided is"), (_occupant, "runs on"), (_ghost, "that its task does not have"),
     (_incident, "is of another task"), (_two_on_a_slot, "two ranks have one slot"),
     (_deadline, "has no task")])
 def test_the_check_finds(breaks: Callable[[ClusterState], None], says: str) -> None:
