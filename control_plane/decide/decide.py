@@ -50,7 +50,8 @@ def decide(state: ClusterState, record: Record) -> Iterator[t.Body]:
     The caller folds each body before it takes the next one.
     """
     yield from decisions(state, record, plan)
-    yield from straggler_cost.changed_costs(state)
+    for name in list(state.to_price):
+        yield straggler_cost.node_cost(state, name)
 
 
 def decisions(state: ClusterState, record: Record, plan: Plan) -> Iterator[t.Body]:

@@ -210,6 +210,30 @@ def without_floors(problem: PlanProblem) -> PlanProblem:
         replace(demand, floor=0) if demand.floor else demand for demand in problem.demands))
 
 
+def kinds_of_limits(problem: PlanProblem) -> list[str]:
+    """The kinds of limits in the problem: floor, moves_max, quota, priority."""
+    limits = problem.limits
+    kinds = {"floor": has_requested_floors(problem)}
+    if limits is not None:
+        kinds |= {"moves_max": limits.moves_max is not None, "quota": bool(limits.teams),
+                  "priority": bool(limits.priorities)}
+    return [kind for kind, is_there in kinds.items() if is_there]
+
+
+def without_limits(problem: PlanProblem, kinds: Sequence[str], team: str = "") -> PlanProblem:
+    """The problem without these kinds of limits. `team`: only its quota is removed; empty: all."""
+    if "moves_max" in kinds:
+        problem = replace(problem, moves_max=None)
+    if "quota" in kinds:
+        problem = replace(problem, quotas=tuple(x for x in problem.quotas if team and x[0] != team))
+    if "floor" in kinds:
+        problem = without_floors(problem)
+    if "priority" in kinds:
+        problem = replace(problem, demands=tuple(
+            replace(demand, priority=0) for demand in problem.demands))
+    return problem
+
+
 def granted_floors(problem: PlanProblem) -> tuple[int, ...]:
     """By demand: its granted floor, 0 for none. Together they fit the slots and the quotas."""
     demands, found = problem.demands, [0] * len(problem.demands)

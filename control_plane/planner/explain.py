@@ -17,6 +17,7 @@ from . import constraints
 from .alternative_names import (
     ALPHALESS,
     FLOORLESS,
+    LIMIT_NAMES,
     LIMITS_BY_NAME,
     SPARELESS,
     percent,
@@ -140,16 +141,10 @@ def without_each_limit(problem: PlanProblem, slots: Sequence[int]) -> tuple[Alte
 
 def _problems_without(problem: PlanProblem) -> Iterator[tuple[str, PlanProblem]]:
     """(the plan's name, the problem without one limit)."""
-    limits = problem.limits
-    if limits is not None and limits.moves_max is not None:
-        yield without(("moves_max",)), replace(problem, moves_max=None)
-    if limits is not None and limits.teams:
-        yield without(("quotas",)), replace(problem, quotas=())
-    if limits is not None and limits.priorities:
-        yield without(("priorities",)), replace(problem, demands=tuple(
-            replace(demand, priority=0) for demand in problem.demands))
-    if constraints.has_requested_floors(problem):
-        yield FLOORLESS, constraints.without_floors(problem)
+    kinds = constraints.kinds_of_limits(problem)
+    for kind, name in zip(("moves_max", "quota", "priority", "floor"), LIMIT_NAMES, strict=True):
+        if kind in kinds:
+            yield without((name,)), constraints.without_limits(problem, [kind])
     if problem.gain_min:
         yield "without gain_min", replace(problem, gain_min=0.0)
     if problem.alpha:

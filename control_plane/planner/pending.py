@@ -190,7 +190,7 @@ def blocking_constraints(problem: PlanProblem, slots: Sequence[int],
     The plan without any limit is always made. If that plan runs the task and several limits exist,
     each is removed singly; beyond LIMITED_WORK_NUM_MAX all of them are named.
     """
-    kinds = _kinds_of_limits(problem)
+    kinds = constraints.kinds_of_limits(problem)
     if not kinds:
         return {}
     if num_idle:
@@ -198,7 +198,7 @@ def blocking_constraints(problem: PlanProblem, slots: Sequence[int],
     waits = [i for i, x in enumerate(slots) if x == 0 and problem.demands[i].sizes]
     if not waits:
         return {}
-    without = solve(_without(problem, kinds)).slots
+    without = solve(constraints.without_limits(problem, kinds)).slots
     work = work_under_limits(problem) * NUM_SOLVES
     most = LIMITED_WORK_NUM_MAX // max(work, 1)
     plans: dict[str, Sequence[int]] = {}
@@ -221,30 +221,6 @@ def blocking_constraints(problem: PlanProblem, slots: Sequence[int],
     return found
 
 
-def _kinds_of_limits(problem: PlanProblem) -> list[str]:
-    """The kinds of limits in the problem."""
-    limits = problem.limits
-    kinds = {"floor": constraints.has_requested_floors(problem)}
-    if limits is not None:
-        kinds |= {"moves_max": limits.moves_max is not None, "quota": bool(limits.teams),
-                  "priority": bool(limits.priorities)}
-    return [kind for kind, is_there in kinds.items() if is_there]
-
-
-def _without(problem: PlanProblem, kinds: Sequence[str], team: str = "") -> PlanProblem:
-    """The problem without these kinds of limits. `team`: only its quota is removed; empty: all."""
-    if "moves_max" in kinds:
-        problem = replace(problem, moves_max=None)
-    if "quota" in kinds:
-        problem = replace(problem, quotas=tuple(x for x in problem.quotas if team and x[0] != team))
-    if "floor" in kinds:
-        problem = constraints.without_floors(problem)
-    if "priority" in kinds:
-        problem = replace(problem, demands=tuple(
-            replace(demand, priority=0) for demand in problem.demands))
-    return problem
-
-
 def _alone(problem: PlanProblem, row: int, kinds: Sequence[str], plans: dict[str, Sequence[int]],
            most: int) -> list[str]:
     """The kinds of which each blocks the task alone: without that one limit the plan runs it.
@@ -256,7 +232,7 @@ def _alone(problem: PlanProblem, row: int, kinds: Sequence[str], plans: dict[str
         team = problem.demands[row].team if kind == "quota" else ""
         key = f"{kind} {team}"
         if key not in plans and len(plans) < most:
-            plans[key] = solve(_without(problem, [kind], team)).slots
+            plans[key] = solve(constraints.without_limits(problem, [kind], team)).slots
         if key in plans and plans[key][row]:
             found.append(kind)
     return found
@@ -423,16 +399,11 @@ def _not_chosen(state: ClusterState, problem: PlanProblem, task: Task, slots: Se
         needs += ", or more weight" * state.policy.hot_spare  # which has no prices
     if price is None:
         return WaitExplanation(why=why, needs=needs + NOT_PRICED * exceeds_work_limit(problem))
-    weight = _weight_from(task, price)
+    weight = task.weight * price.times
+    weight = weight if weight <= WEIGHT_RATIO_MAX else 0.0  # no valid weight runs it
     if weight:
         needs += f", or weight {_SHOWN.create_decimal(Decimal(weight)).normalize():f}"
     return WaitExplanation(why=why, needs=needs, cost_waf=price.cost_waf, weight_from=weight)
-
-
-def _weight_from(task: Task, price: Price) -> float:
-    """The weight above which it runs; 0 if that exceeds the largest valid weight."""
-    weight = task.weight * price.times
-    return weight if weight <= WEIGHT_RATIO_MAX else 0.0
 
 
 def _no_room(state: ClusterState, task: Task, floor: int, *, by_quota: bool) -> tuple[str, str]:

@@ -65,7 +65,9 @@ def choose_plan(problem: PlanProblem) -> Choice:
         free = comparable(problem, plan, free)
         others.insert(0, (without(found.violated), free))
     costs = bool(found.violated) and free.objective > plan.objective
-    return Choice(plan=plan, allocations=_allocations(problem.demands, plan),
+    allocations = tuple(allocation(demand, x)
+                        for demand, x in zip(problem.demands, plan.slots, strict=True))
+    return Choice(plan=plan, allocations=allocations,
                   alternatives=alternatives(problem, plan, others,
                                             found.running() if problem.alpha else 0),
                   unconstrained=free if costs else None,
@@ -161,10 +163,6 @@ def alternatives(problem: PlanProblem, plan: Plan, others: Sequence[tuple[str, P
         found.append(Alternative(what=what, slots=slots, waf=other.waf, objective=other.objective,
                                  behind_share=behind / running if running > 0 else 0.0))
     return tuple(found)
-
-
-def _allocations(demands: Sequence[TaskDemand], plan: Plan) -> tuple[Allocation, ...]:
-    return tuple(allocation(demand, x) for demand, x in zip(demands, plan.slots, strict=True))
 
 
 class _Bounds(Struct, frozen=True):

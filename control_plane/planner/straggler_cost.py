@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 from ...events.records.decisions import StragglerCostEstimated
 from ..incidents.stragglers import slowdown
 from ..state.cluster import ClusterState, live_tasks
 from ..state.task import Task
 from . import hot_spare
-from .problem import TaskDemand, waf_of
+from .problem import waf_of
 from .problem_of_state import planning_snapshot
 
 
-def changed_costs(state: ClusterState) -> Iterator[StragglerCostEstimated]:
-    """The cost of each node whose input has changed; takes one plan for each."""
-    for name in list(state.to_price):
-        yield node_cost(state, name)
-
-
 def node_cost(state: ClusterState, name: str) -> StragglerCostEstimated:
-    """The WAF that the node costs now, and the gain of the best plan without the node.
+    """The WAF that the node costs now, and the gain of the best plan without the node (one plan).
 
     Both use the throughput tables of the planner. Slow ranks on other nodes are kept. A loss that
     several nodes cause together counts for each.
@@ -36,18 +29,13 @@ def node_cost(state: ClusterState, name: str) -> StragglerCostEstimated:
     cost = math.fsum(
         waf_of(demand, demand.now) * (1 - 1 / _holds_up(state.tasks[demand.task], name))
         for demand in now.demands)
-    achieved = achieved_waf(state, now.demands)
+    achieved = math.fsum(waf_of(demand, demand.now) / slowdown(state.tasks[demand.task])
+                         for demand in now.demands)
     return StragglerCostEstimated(
         node=name, tasks=tuple(task.id for task in here),
         ratios=tuple(_holds_up(task, name) for task in here),
         cost_waf=cost, drain_waf=waf_then - achieved,
         why=_why(state, here, name), now_waf=achieved)
-
-
-def achieved_waf(state: ClusterState, demands: tuple[TaskDemand, ...]) -> float:
-    """The present WAF by the throughput tables and the slow ranks."""
-    return math.fsum(waf_of(demand, demand.now) / slowdown(state.tasks[demand.task])
-                     for demand in demands)
 
 
 def _slow_there(task: Task, name: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""The memory model: bytes on the fullest GPU of a layout, and whether they fit.
+"""The memory model: bytes on the fullest GPU of a layout.
 
 Weights, gradients and optimizer as Megatron's `theoretical_memory_usage.py` counts them (18 bytes a
 parameter, with ZeRO-1 6 + 12 / d), activations by Korthikanti et al., "Reducing Activation
@@ -44,10 +44,6 @@ class Memory(Struct, frozen=True, kw_only=True):
 def capacity(model: MegatronModel) -> int:
     """Bytes of one GPU of the model's kind."""
     return KINDS[model.gpu].memory_bytes
-
-
-def fits(model: MegatronModel, layout: Layout) -> bool:
-    return memory(model, layout).total <= capacity(model)
 
 
 def memory(model: MegatronModel, layout: Layout) -> Memory:

@@ -107,8 +107,10 @@ def bubble(layout: Layout) -> float:
 
 def iteration_s(model: MegatronModel, layout: Layout, constants: Constants) -> float:
     """The time of one iteration of a layout that Megatron accepts: that of the replica with most
-    micro-batches."""
+    micro-batches; with chunks, Megatron needs a multiple of the pipeline's size."""
     num = -(-(model.global_batch // layout.micro) // layout.dp)
+    if layout.chunks > 1:
+        num = -(-num // layout.pp) * layout.pp
     micro_s = parts(model, layout, constants).total_s
     reduce_s, step_s = ending(model, layout, constants, micro_s).seconds(layout.dp)
     return (num + bubble(layout)) * micro_s + (reduce_s + step_s)

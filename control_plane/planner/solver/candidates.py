@@ -59,11 +59,3 @@ class Candidates(Struct, frozen=True, kw_only=True):
 
     def slots(self, vector: Ints) -> tuple[int, ...]:
         return tuple(self.sizes[vector].tolist())
-
-
-def candidates_of(found: Sequence[Sequence[tuple[int, int]]]) -> Candidates:
-    """Candidates from (size, gain) pairs by row."""
-    flat = [pair for row in found for pair in row]
-    starts = np.cumsum([0, *(len(row) for row in found)], dtype=np.int64)
-    return Candidates(sizes=np.array([size for size, _ in flat], dtype=np.int64),
-                gains=np.array([gain for _, gain in flat], dtype=np.int64), starts=starts)

@@ -37,13 +37,13 @@ _DENOMINATOR_NUM_MAX = 32
 """The largest denominator of a price; a gain times it fits into 64 bits too."""
 
 
-def best(rows: Candidates, capacity: int, gain: int | None = None) -> SlotsAndGain | None:
-    """The optimum, None if nothing fits. `gain`: the gain of the optimum, if known."""
+def best(rows: Candidates, capacity: int) -> SlotsAndGain | None:
+    """The optimum, None if nothing fits."""
     if len(rows.sizes) * capacity <= PLAIN_NUM_MAX:
         after = suffixes(rows, capacity)
         most = int(after[0, capacity])
         return (tuple(backtrack(rows, after, capacity)), most) if most > IMPOSSIBLE // 2 else None
-    solved = Solution.of(rows, capacity, gain=gain)
+    solved = Solution.of(rows, capacity)
     return None if solved is None else (rows.slots(solved.vector), solved.gain)
 
 
@@ -77,10 +77,8 @@ class Solution(Struct, frozen=True, kw_only=True):
     gain: int
 
     @classmethod
-    def of(cls, rows: Candidates, capacity: int, known: SlotsAndGain | None = None,
-           gain: int | None = None) -> Solution | None:
-        """Solve; None if nothing fits. `known`: the optimum, if known. `gain`: the gain of the
-        optimum, if known; then a single core finds it."""
+    def of(cls, rows: Candidates, capacity: int) -> Solution | None:
+        """Solve; None if nothing fits."""
         if not rows.num:
             none = np.zeros(0, np.int64)
             relaxed = Relaxation(denominator=1, price=0, bound=0, losses=none, picks=none)
@@ -92,17 +90,11 @@ class Solution(Struct, frozen=True, kw_only=True):
         if found is None:
             return None
         relaxed, *starts = found
-        if known is not None:
-            vector = rows.vector(known[0])
-        elif gain is not None:
-            vector = _Core(_core_problem(units, units_num, relaxed,
-                                 relaxed.bound - relaxed.denominator * gain)).vector()
-        else:
-            most = relaxed.bound - relaxed.denominator * max(
-                units.sums(_filled(units, start, units_num))[0] for start in starts)
-            cores = (_Core(_core_problem(units, units_num, relaxed, budget))
-                     for budget in _budgets(relaxed, 0, most))
-            vector = next(core for core in cores if core.is_enough).vector()
+        most = relaxed.bound - relaxed.denominator * max(
+            units.sums(_filled(units, start, units_num))[0] for start in starts)
+        cores = ((budget, _solved(_core_problem(units, units_num, relaxed, budget)))
+                 for budget in _budgets(relaxed, 0, most))
+        vector = next(core.vector() for budget, core in cores if core.least <= budget)
         return cls(rows=rows, capacity=capacity, units=units, units_num=units_num,
                    relaxed=relaxed, vector=vector, gain=rows.sums(vector)[0])
 
@@ -117,7 +109,7 @@ class Solution(Struct, frozen=True, kw_only=True):
             kept = _core_problem(self.units, self.units_num, relaxed, budget)
             if work_num_max is not None and kept.levels() is None and kept.work() > work_num_max:
                 return None
-            vector = _Core(kept).second(self.vector)
+            vector = _solved(kept).second(self.vector)
             if vector is not None:
                 return rows.slots(vector), rows.sums(vector)[0]
         return None
@@ -177,26 +169,10 @@ class Solution(Struct, frozen=True, kw_only=True):
         return np.concatenate([_least(np.flatnonzero(some), losses) for some in (beside, rest)])
 
 
-class _Core:
-    """The core within a budget, solved by the faster of the two implementations."""
-
-    def __init__(self, kept: CoreProblem) -> None:
-        self._problem = kept
-        levels = kept.levels()
-        self._core: Core = ArrayCore(kept) if levels is None else BitsetCore(kept, levels)
-
-    @property
-    def is_enough(self) -> bool:
-        """True if a vector is within the budget; then the optimum is among them."""
-        return self._core.least <= self._problem.budget
-
-    def vector(self) -> Ints:
-        """The optimum, as a candidate per row, if the budget is large enough."""
-        return self._core.vector()
-
-    def second(self, vector: Ints) -> Ints | None:
-        """The best vector except the optimum `vector`; None if the budget is too small."""
-        return self._core.second(vector)
+def _solved(problem: CoreProblem) -> Core:
+    """The core, solved by the faster of the two implementations."""
+    levels = problem.levels()
+    return ArrayCore(problem) if levels is None else BitsetCore(problem, levels)
 
 
 def _least(numbers: Ints, losses: Ints) -> Ints:

@@ -12,12 +12,12 @@ from decider import Driver, at_rest, only, spec, task_of, waits_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from planner_cases import candidates_of
 from unicron.cli.screens import plan as plan_screen
 from unicron.control_plane.planner import alternative_names, constraints, explain, planner
 from unicron.control_plane.planner.objective import objective_flop
 from unicron.control_plane.planner.problem import PlanLimits, PlanProblem, TaskDemand
 from unicron.control_plane.planner.solver import knapsack
-from unicron.control_plane.planner.solver.candidates import candidates_of
 from unicron.events.records import decisions
 from unicron.events.records import reports as r
 from unicron.events.spec.policy import Policy

@@ -10,9 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 from bench.throughput.fit import BOUNDS, Fitted, mape
-from bench.throughput.rows import Published, counted_flops, predicted, published
+from bench.throughput.rows import (
+    Published,
+    counted_flops,
+    executed_flops,
+    fits,
+    predicted,
+    published,
+)
 from msgspec.structs import replace
-from unicron.control_plane.throughput.flops import executed_flops, iteration_flops, parameters
+from unicron.control_plane.throughput.flops import iteration_flops, parameters
 from unicron.control_plane.throughput.gpus import KINDS
 from unicron.control_plane.throughput.layout_search import Search, losses, modelled
 from unicron.control_plane.throughput.layouts import (
@@ -22,7 +29,7 @@ from unicron.control_plane.throughput.layouts import (
     divisors,
     refusal,
 )
-from unicron.control_plane.throughput.memory import capacity, fits, layer_activations, memory
+from unicron.control_plane.throughput.memory import capacity, layer_activations, memory
 from unicron.control_plane.throughput.memory import layer_scores as scores_bytes
 from unicron.control_plane.throughput.step_time import (
     AMPERE,
