@@ -127,10 +127,8 @@ class DryRunResult(Struct, frozen=True, kw_only=True):
 
 
 def run_dry(data: bytes, change: Change) -> DryRunResult:
-    """Run the change on a copy of the state `data` (of `encode_state`).
-
-    Raises Refusal or SpecError if an operator's request for it would be refused.
-    """
+    """Run the change on a copy of the state `data` (of `encode_state`). Raises Refusal or SpecError
+    if an operator's request for it would be refused."""
     old, state = decode_state(data), decode_state(data)
     problem = planning_snapshot(state).problem
     plans: list[PlanChosen] = []
@@ -170,10 +168,8 @@ def of_input(problem: PlanProblem, more: int) -> DryRunResult:
 
 
 def operator_requests(data: bytes, change: Change, reason: str) -> list[t.Body]:
-    """The operators' requests that carry out the change, in order.
-
-    Raises as `run_dry`, and Refusal for slots, which no request can add.
-    """
+    """The operators' requests that carry out the change, in order. Raises as `run_dry`, and Refusal
+    for slots, which no request can add."""
     if change.slots:
         raise Refusal(422, "slots that are not there cannot be applied",
                       "unicron agent, on a new machine, has it join")
@@ -289,11 +285,9 @@ def _degraded(state: ClusterState, names: Sequence[str]) -> Iterator[StragglerCo
 
 
 def _pause_s(demand: TaskDemand, allocations: Sequence[Allocation]) -> float:
-    """The downtime of one task. `allocations`: in each plan, in order.
-
-    The requests are in one append, so the orders of each plan interrupt those of the plan before:
-    the task stops once. A task without slots before and after has no downtime.
-    """
+    """The downtime of one task. `allocations`: in each plan, in order. The requests are in one
+    append, so the orders of each plan interrupt those of the plan before: the task stops once. A
+    task without slots before and after has no downtime."""
     charge_s = transition_cost_s(demand, allocations[-1].slots)
     if charge_s or not demand.now:
         return charge_s

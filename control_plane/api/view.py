@@ -26,11 +26,9 @@ _PHASES = {"idle": "waiting", "starting": "starting", "training": "running",
 
 
 def view(state: ClusterState, *, explain: bool = False) -> dict[str, Any]:
-    """Cluster, nodes, tasks, incidents, plan, deadlines; times in seconds since 1970.
-
-    `explain`: also compute what each waiting task needs. This takes as long as a few plans, so the
-    leader does it in a thread and only on request.
-    """
+    """Cluster, nodes, tasks, incidents, plan, deadlines; times in seconds since 1970. `explain`:
+    also compute what each waiting task needs. This takes as long as a few plans, so the leader does
+    it in a thread and only on request."""
     waits = explain_waiting(state) if explain else {}
     return {
         "cluster": {
@@ -184,7 +182,7 @@ def _task(state: ClusterState, task: Task, waits: WaitExplanation | None) -> dic
         "incident": task.incident, **msgspec.structs.asdict(waits),
         "declined": task.declined, "withheld": task.withheld,
         "output": spec.training.output if spec.training is not None else "",
-        "checkpoint": task.checkpoint.path if task.checkpoint is not None else "",
+        "checkpoint": task.checkpoint_path,
         "checkpoint_iteration": task.saved_iteration, "unsaved": task.unsaved,
         "unpublished": max(task.iteration - task.saved_iteration, 0),
         "copies": [msgspec.to_builtins(copy) for copy in task.copies],

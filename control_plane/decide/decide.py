@@ -26,29 +26,16 @@ Decide = Callable[[ClusterState, Record], Iterator[t.Body]]
 Plan = Callable[[ClusterState], Iterator[t.Body]]
 """Makes the plan: slots per task, their placement, and the reasons."""
 _ANSWERS = (r.RankStarted, r.RankReady, r.Quiesced, r.Reconfigured)
-_AFFECTING_ALL = (
-    r.EpochStarted,
-    r.NodeJoined,
-    r.NodeLeft,
-    r.NodeUnreachable,
-    r.NodeReachable,
-    r.PolicySet,
-    r.OrderRefused,
-    r.HealingFrozen,
-    r.HealingResumed,
-    DeviceErred,
-    HealthChanged,
-    QuarantineLifted,
-)
+_AFFECTING_ALL = (r.EpochStarted, r.NodeJoined, r.NodeLeft, r.NodeUnreachable, r.NodeReachable,
+                  r.PolicySet, r.OrderRefused, r.HealingFrozen, r.HealingResumed, DeviceErred,
+                  HealthChanged, QuarantineLifted)
 """Reports that may affect every task: nodes, the policy, healing on or paused."""
 _PROGRESS = (r.TaskProgressed, IterationsLogged)
 
 
 def decide(state: ClusterState, record: Record) -> Iterator[t.Body]:
-    """The decisions that follow from the folded report `record`.
-
-    The caller folds each body before it takes the next one.
-    """
+    """The decisions that follow from the folded report `record`. The caller folds each body before
+    it takes the next one."""
     yield from decisions(state, record, plan)
     for name in list(state.to_price):
         yield straggler_cost.node_cost(state, name)

@@ -35,9 +35,8 @@ def checkpoint_stores(state: ClusterState, task: Task, first: str) -> tuple[Stor
     return tuple(StoreEndpoint(name, state.nodes[name].keeper) for name in chosen)
 
 
-def recovery_sources(
-    state: ClusterState, task: Task, members: Sequence[Rank]
-) -> tuple[MemoryCheckpoint, ...]:
+def recovery_sources(state: ClusterState, task: Task,
+                     members: Sequence[Rank]) -> tuple[MemoryCheckpoint, ...]:
     """The in-memory checkpoints for members that have no state, or each a part of it (they find out
     themselves if that is complete): the newest first, then the nearest to the first member.
     Checkpoints older than the published one are left out.
@@ -56,10 +55,8 @@ def recovery_sources(
 
 
 def replace_stores(state: ClusterState, task: Task) -> Iterator[Body]:
-    """While the task trains, replace a lost store, or move to a node without members.
-
-    Until then members use the store of a lost node, since only its agent may have failed.
-    """
+    """While the task trains, replace a lost store, or move to a node without members. Until then
+    members use the store of a lost node, since only its agent may have failed."""
     first = task.members[0].node if task.members else ""
     node = state.nodes.get(first)
     if task.phase != "training" or node is None or node.health != "healthy":

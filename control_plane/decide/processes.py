@@ -35,7 +35,7 @@ def start_rank(state: ClusterState, task: Task, seat: Seat, port: int) -> StartR
         nodes=(seat.slot.node,), task=task.id, rank=seat.rank,
         attempt=task.attempts.get(seat.rank, 0) + 1, slot=seat.slot, spec=spec,
         num_seats=len(task.target), host=host, port=port,
-        checkpoint=task.checkpoint.path if task.checkpoint is not None else "",
+        checkpoint=task.checkpoint_path,
         incarnation=state.nodes[seat.slot.node].incarnation,
         axes=None if task.heals_in_memory else table.axes(
             task.spec, task.modelled, len(task.target)))
@@ -54,10 +54,8 @@ def stop_pending(state: ClusterState, task: Task, rank: Rank) -> bool:
 
 
 def slot_free(state: ClusterState, seat: Seat) -> bool:
-    """True if a process can be started in the seat's slot: its last process is reaped.
-
-    On a drained node nothing is started, even for tasks whose seats still have to move.
-    """
+    """True if a process can be started in the seat's slot: its last process is reaped. On a drained
+    node nothing is started, even for tasks whose seats still have to move."""
     node = state.nodes.get(seat.slot.node)
     return (node is not None and node.takes_tasks and seat.slot.index not in node.occupants
             and not node.is_disabled(seat.slot.index))
@@ -68,11 +66,8 @@ def slot_free(state: ClusterState, seat: Seat) -> bool:
 
 def suppress_orders(state: ClusterState, task: Task, bodies: Iterable[Body]) -> Iterator[Body]:
     """Yield the decisions; instead of the orders, one OrderSuppressed that describes them and the
-    changes of the plan.
-
-    `bodies` must not depend on the fold of its orders. Called again in the same state this yields
-    nothing new.
-    """
+    changes of the plan. `bodies` must not depend on the fold of its orders. Called again in the
+    same state this yields nothing new."""
     words = _plan_changes(state, task)
     for body in bodies:
         if isinstance(body, o.ORDERS):

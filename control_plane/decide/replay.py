@@ -77,11 +77,9 @@ def replay(records: Iterable[Record]) -> ClusterState:
 
 def verify(records: Iterable[Record], *, complete: bool = True,
            watch: Callable[[ClusterState, Record], None] | None = None) -> Verdict:
-    """Fold the log, recompute every decision and compare. All errors are in the verdict.
-
-    `complete` False allows the log to end inside a batch, as a cut log does. `watch` is called with
-    each record after its fold and before its decisions.
-    """
+    """Fold the log, recompute every decision and compare. All errors are in the verdict. `complete`
+    False allows the log to end inside a batch, as a cut log does. `watch` is called with each
+    record after its fold and before its decisions."""
     verdict, state = Verdict(), ClusterState()
     try:
         _Check(verdict, state, complete, watch).run(records)

@@ -75,10 +75,8 @@ def no_root_cause(state: ClusterState, task: Task) -> bool:
 
 
 def seats_differ(state: ClusterState, task: Task) -> bool:
-    """Newcomers hold, or members have lost their seat; no other newcomer is starting.
-
-    A seat whose slot is still occupied by another task delays nothing if any member keeps its seat.
-    """
+    """Newcomers hold, or members have lost their seat; no other newcomer is starting. A seat whose
+    slot is still occupied by another task delays nothing if any member keeps its seat."""
     if not task.target or task.failed_s >= 0 or _unreachable(state, task):
         return False
     if any(is_starting(state, task, seat) for seat in task.target):
@@ -95,10 +93,8 @@ def no_slots(state: ClusterState, task: Task) -> bool:
 
 
 def boundary_disturbed(state: ClusterState, task: Task) -> bool:
-    """The iteration's end cannot be reached: a member is gone or its collective failed.
-
-    If all members have left the generation, it was reached.
-    """
+    """The iteration's end cannot be reached: a member is gone or its collective failed. If all
+    members have left the generation, it was reached."""
     return (task.mode == "boundary" and (task.failed_s >= 0 or member_gone(state, task))
             and not may_end(state, task) and not all_quiesced(task))
 
@@ -169,7 +165,7 @@ def reconfigure(state: ClusterState, task: Task) -> Iterator[Body]:
         nodes=_nodes([member.node for member in members]), task=task.id,
         generation=task.generation + 1, members=members, store=members[0].endpoint,
         dp=len(members) if axes is None else axes.dp, axes=axes,
-        checkpoint=task.checkpoint.path if task.checkpoint is not None else "",
+        checkpoint=task.checkpoint_path,
         copies=memory_checkpoints.recovery_sources(state, task, ranks),
         keepers=memory_checkpoints.checkpoint_stores(state, task, members[0].node))
 
@@ -329,8 +325,7 @@ def _publish(state: ClusterState, task: Task) -> Iterator[Body]:
 
 def _healthy_node(state: ClusterState) -> str:
     """The first healthy node; empty if there is none."""
-    return next((name for name in sorted(state.nodes)
-                 if state.nodes[name].health == "healthy"), "")
+    return next((name for name in sorted(state.nodes) if state.nodes[name].health == "healthy"), "")
 
 
 def _finish(state: ClusterState, task: Task) -> Iterator[Body]:
@@ -350,11 +345,7 @@ def _finish(state: ClusterState, task: Task) -> Iterator[Body]:
     if not task.ranks and final and not task.publishing and task.saved is None:
         yield from end_incident(state, task, "the task is finished")
         yield TaskEnded(task=task.id, outcome="finished",
-                        why=f"{task.iteration} iterations; {_final_path(task)}")
-
-
-def _final_path(task: Task) -> str:
-    return task.checkpoint.path if task.checkpoint is not None else ""
+                        why=f"{task.iteration} iterations; {task.checkpoint_path}")
 
 
 def _end(state: ClusterState, task: Task) -> Iterator[Body]:

@@ -58,10 +58,8 @@ def publish_ordered(state: ClusterState, record: Record, body: o.PublishCheckpoi
 
 # --- in-memory checkpoints ---
 def checkpoint_stored(state: ClusterState, record: Record, body: r.MemoryCheckpointStored) -> None:
-    """Record an in-memory checkpoint of the current generation; older ones are not used.
-
-    The rank's agent reports it, the store's agent the store's end. Either may come first.
-    """
+    """Record an in-memory checkpoint of the current generation; older ones are not used. The rank's
+    agent reports it, the store's agent the store's end. Either may come first."""
     task, node = state.tasks.get(body.task), state.nodes.get(body.node)
     if task is None or node is None or node.health == "left" or not node.keeper:
         return

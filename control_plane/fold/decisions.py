@@ -62,9 +62,8 @@ def _was_injected(state: ClusterState, task: Task | None, name: str) -> bool:
     """Whether the fault that is decided upon was injected."""
     node = state.nodes.get(name)
     ranks = task.ranks.values() if task is not None else ()
-    harmed = [rank.fault_injected_s for rank in ranks] + (
-        [node.fault_injected_s] if node is not None else []
-    )
+    harmed = [rank.fault_injected_s for rank in ranks]
+    harmed += [node.fault_injected_s] if node is not None else []
     return any(was_injected(harmed_s, state.at_s) for harmed_s in harmed) or (
         task is not None and any(fault.on_purpose for fault in task.faults))
 
@@ -100,9 +99,8 @@ def incident_escalated(state: ClusterState, record: Record, body: d.IncidentEsca
 
 def _down_since_s(state: ClusterState, task: Task, ranks: tuple[int, ...]) -> float:
     """When the downtime began: for an unreachable node, when the others started to wait."""
-    if any(
-        rank.rank in ranks and rank.timeout_reason == WAITED_FOR for rank in task.ranks.values()
-    ):
+    if any(rank.rank in ranks and rank.timeout_reason == WAITED_FOR
+           for rank in task.ranks.values()):
         return min((stall.since_s for stall in task.stalls.values()), default=state.at_s)
     return state.at_s
 
@@ -240,9 +238,8 @@ def task_ended(state: ClusterState, record: Record, body: d.TaskEnded) -> None:
         for slot in task.disabled_slots.values():
             if slot.node in state.nodes:
                 node = state.nodes[slot.node]
-                node.slots_disabled = [
-                    index for index in node.slots_disabled if index != slot.index
-                ]
+                node.slots_disabled = [index for index in node.slots_disabled
+                                       if index != slot.index]
     task.disabled_slots, task.times_s, task.transition, task.downtime_s = {}, {}, None, {}
     task.stalls, task.slow_iterations, task.step_times, task.slow_restarts = {}, {}, {}, {}
     task.outcome, task.ending, task.withheld = body.outcome, "", ""

@@ -201,12 +201,9 @@ def settle_phase(state: ClusterState, task: Task) -> None:
 
 
 def update_unreachable_deadline(state: ClusterState, task: Task) -> None:
-    """Set or clear the deadline for members on unreachable nodes.
-
-    It runs while only these keep the task waiting: the others have left the generation, or cannot
-    build the next one without them, and hold the complete state. Its length is that of waiting for
-    a second source.
-    """
+    """Set or clear the deadline for members on unreachable nodes. It runs while only these keep the
+    task waiting: the others have left the generation, or cannot build the next one without them,
+    and hold the complete state. Its length is that of waiting for a second source."""
     name = f"silent/{task.id}/{task.generation}"
     if not state.unreachable or not _silent_alone(state, task) or not is_complete(task, [
             rank for rank in task.living_members() if not is_unreachable(state, rank)]):
@@ -220,11 +217,8 @@ def _silent_alone(state: ClusterState, task: Task) -> bool:
     """Whether the task waits only for members on unreachable nodes; while reconfiguring, whether it
     waits for any of these."""
     unreachable = [
-        rank
-        for name in state.unreachable
-        for one in state.nodes[name].occupants.values()
-        if one.task == task.id and (rank := find_rank(task, one.rank, one.attempt)) is not None
-    ]
+        rank for name in state.unreachable for one in state.nodes[name].occupants.values()
+        if one.task == task.id and (rank := find_rank(task, one.rank, one.attempt)) is not None]
     if task.phase == "quiescing":
         if task.num_outstanding > len(unreachable):
             return False  # the usual case: avoids a scan of all members
@@ -250,9 +244,8 @@ def update_hang_deadline(state: ClusterState, task: Task, *, restart: bool = Fal
 def set_resume_deadline(state: ClusterState, task: Task, rank: Rank) -> None:
     """Set a deadline for a stopped training rank to resume; not for one that is to end."""
     if task.heals_in_memory and not task.ending and not rank.stopping and not rank.timeout_reason:
-        set_deadline(
-            state, f"stopped/{task.id}/{rank.rank}/{rank.attempt}", state.policy.stopped_s_max
-        )
+        set_deadline(state, f"stopped/{task.id}/{rank.rank}/{rank.attempt}",
+                     state.policy.stopped_s_max)
 
 
 def remove_node(state: ClusterState, record: Record, node: Node, why: str) -> None:
@@ -271,9 +264,8 @@ def remove_node(state: ClusterState, record: Record, node: Node, why: str) -> No
             remove_process(state, task, orphan)
         gone = [task.ranks[key] for key in sorted(task.ranks)
                 if task.ranks[key].slot.node == node.name]
-        faulty = [
-            x for x in gone if x.state != "finished" and not x.stopping and not x.timeout_reason
-        ]
+        faulty = [x for x in gone if x.state != "finished" and not x.stopping
+                  and not x.timeout_reason]
         hurts = any(task.member(rank.rank) is not None for rank in faulty)
         since_s, signs = (_first_sign(state, task, node) if hurts or not task.heals_in_memory
                           else (record.at_s, ()))
@@ -293,10 +285,8 @@ def _first_sign(state: ClusterState, task: Task, node: Node) -> tuple[float, tup
     since_s = task.failed_s if failed else state.at_s
     seqs = tuple(failed)
     if node.unreachable:
-        since_s, seqs = (
-            min(since_s, node.since_s),
-            tuple(sorted({*seqs, node.unreachable_seq} - {0})),
-        )
+        since_s = min(since_s, node.since_s)
+        seqs = tuple(sorted({*seqs, node.unreachable_seq} - {0}))
     if task.heals_in_memory and task.phase == "training" and task.stepped == task.generation and (
             task.step_s > 0 and not task.finished):
         since_s = min(since_s, task.progressed_s + task.step_s)
@@ -306,10 +296,8 @@ def _first_sign(state: ClusterState, task: Task, node: Node) -> tuple[float, tup
 def record_fault(task: Task, record: Record, ranks: list[Rank], status: str, why: str, *,
           evidence: tuple[int, ...] = (), hurts: bool | None = None, ended: bool = False,
           second_hand: bool = False, since_s: float = -1.0) -> None:
-    """Record a fault. `hurts` None: true if it ended a member, or no member runs.
-
-    `since_s`: when it occurred; below 0: at this record.
-    """
+    """Record a fault. `hurts` None: true if it ended a member, or no member runs. `since_s`: when
+    it occurred; below 0: at this record."""
     if hurts is None:
         living = task.living_members()
         hurts = not living or any(task.member(rank.rank) is rank for rank in ranks)
@@ -336,16 +324,14 @@ def _count_repeated(task: Task, status: str) -> None:
     generation = task.generation if task.heals_in_memory else task.rounds
     series = task.repeated_failure
     if series is None or (series.status, series.iteration) != (status, task.max_iteration):
-        task.repeated_failure = RepeatedFailure(
-            status=status, iteration=task.max_iteration, generation=generation
-        )
+        task.repeated_failure = RepeatedFailure(status=status, iteration=task.max_iteration,
+                                                generation=generation)
     elif series.generation != generation:
         series.generation, series.num = generation, series.num + 1
 
 
-def record_generation_failure(
-    task: Task, record: Record, ranks: list[Rank], status: str, why: str
-) -> None:
+def record_generation_failure(task: Task, record: Record, ranks: list[Rank], status: str,
+                              why: str) -> None:
     """Record that the generation did not come up; a repeated report is ignored."""
     if any(rank.failed == task.generation for rank in task.living_members()) or not ranks:
         return
@@ -387,10 +373,8 @@ def forget_store(state: ClusterState, task: Task, node: str) -> None:
 
 
 def discard_newer_checkpoints(task: Task) -> None:
-    """Discard in-memory checkpoints of steps beyond `settled`: the task continues from there.
-
-    This also limits unreported ones: a store may have newer ones of that generation.
-    """
+    """Discard in-memory checkpoints of steps beyond `settled`: the task continues from there. This
+    also limits unreported ones: a store may have newer ones of that generation."""
     for place, copy in enumerate(task.copies):
         most = copy.step_version_max if copy.step_version_max >= 0 else task.settled
         task.copies[place] = replace(copy, step_version_max=min(most, task.settled))
@@ -399,11 +383,8 @@ def discard_newer_checkpoints(task: Task) -> None:
 
 def record_origin(incident: Incident, body: Reconfigured, checkpoint: str, node: str) -> None:
     """Update the source of state in the incident: the farthest of all members, and the sum of
-    bytes.
-
-    If no member had state, the sources of an earlier attempt do not count. `checkpoint` is the path
-    in the order, `node` the member's node.
-    """
+    bytes. If no member had state, the sources of an earlier attempt do not count. `checkpoint` is
+    the path in the order, `node` the member's node."""
     origin = body.origin
     if not origin and body.source == -1 and body.step_version > 0:  # reported by an older rank
         origin = "checkpoint"

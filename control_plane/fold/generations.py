@@ -46,16 +46,13 @@ def collective_failed(state: ClusterState, record: Record, body: r.CollectiveFai
     if task.failed_s < 0:
         task.failed_s = record.at_s
         if len(task.living_members()) == len(task.members):
-            set_deadline(
-                state, f"evidence/{task.id}/{task.generation}", state.policy.evidence_s_max
-            )
+            set_deadline(state, f"evidence/{task.id}/{task.generation}",
+                         state.policy.evidence_s_max)
 
 
 def _device_failed(task: Task, record: Record, rank: Rank, error: str) -> None:
     """A device error inside a collective is the rank's own fault: its process is to be restarted.
-
-    If the others do not hold the complete state, decide first reattempts in place.
-    """
+    If the others do not hold the complete state, decide first reattempts in place."""
     record_fault(task, record, [rank], rank.failed_status, f"rank {rank.rank}: {last_line(error)}")
     if is_complete(task, [other for other in task.living_members() if other.is_healthy and (
             other is not rank and not (

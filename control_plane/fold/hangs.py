@@ -63,14 +63,11 @@ def command_unstalled(state: ClusterState, task: Task, number: int, attempt: int
         rank.timeout_reason = ""
 
 
-def command_hang_timed_out(
-    state: ClusterState, record: Record, task: Task, rest: list[int]
-) -> None:
-    """The stall exceeds the spec's limit: restart all processes.
-
-    Not while its node is unreachable or only just back, since the log may be delayed. Not while one
-    of its processes is stopped: the person who stopped it intends that.
-    """
+def command_hang_timed_out(state: ClusterState, record: Record, task: Task,
+                           rest: list[int]) -> None:
+    """The stall exceeds the spec's limit: restart all processes. Not while its node is unreachable
+    or only just back, since the log may be delayed. Not while one of its processes is stopped: the
+    person who stopped it intends that."""
     stalled, after_s = _stalled(task), task.spec.hang_after_s
     if stalled is None or after_s is None or [stalled[0].rank, stalled[0].attempt] != rest:
         return
@@ -129,9 +126,8 @@ def rank_stalled(state: ClusterState, record: Record, body: r.RankStalled) -> No
     update_hang_deadline(state, task, restart=True)
 
 
-def record_slow_iteration(
-    state: ClusterState, record: Record, task: Task, body: r.StepTimeChanged
-) -> None:
+def record_slow_iteration(state: ClusterState, record: Record, task: Task,
+                          body: r.StepTimeChanged) -> None:
     """Record a slow iteration: a member's own work takes too long and has not ended."""
     if task.phase not in ("training", "quiescing") or body.iteration < task.iteration:
         return
@@ -170,9 +166,8 @@ def iterations_passed(state: ClusterState, task: Task, iteration: int) -> None:
         task.stalls = {number: stall for number, stall in task.stalls.items()
                        if stall.iteration >= iteration - 1}
         update_hang_deadline(state, task, restart=True)
-    for number in [
-        one for one, crawl in task.slow_iterations.items() if crawl.iteration < iteration
-    ]:
+    for number in [one for one, crawl in task.slow_iterations.items()
+                   if crawl.iteration < iteration]:
         del task.slow_iterations[number]
         rank = task.member(number)
         if rank is not None and rank.timeout_reason == WORKS_ON and not rank.stopping:
@@ -184,10 +179,8 @@ def iterations_passed(state: ClusterState, task: Task, iteration: int) -> None:
 
 
 def hang_timed_out(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
-    """The hang deadline has passed: record a fault of the ranks that caused it.
-
-    If no rank caused it, treat it as a failed collective: reattempt in place.
-    """
+    """The hang deadline has passed: record a fault of the ranks that caused it. If no rank caused
+    it, treat it as a failed collective: reattempt in place."""
     hang = locate_hang(state, task)
     if hang is None or not hang.is_actionable or rest[0] != task.generation:
         return
@@ -204,12 +197,5 @@ def hang_timed_out(state: ClusterState, record: Record, task: Task, rest: list[i
     else:
         for rank in ranks:
             rank.timeout_reason = WORKS_ON if hang.kind == "slow" else STANDS
-    record_fault(
-        task,
-        record,
-        ranks,
-        NCCL_TIMEOUT if hang.kind == "network" else TASK_HANG,
-        hang.why,
-        evidence=hang.evidence,
-        since_s=hang.since_s,
-    )
+    record_fault(task, record, ranks, NCCL_TIMEOUT if hang.kind == "network" else TASK_HANG,
+                 hang.why, evidence=hang.evidence, since_s=hang.since_s)

@@ -83,10 +83,8 @@ def _is_of(one: Check, body: HealthChanged, devices: tuple[int, ...]) -> bool:
 
 
 def _cannot_say(node: Node, body: HealthChanged, devices: tuple[int, ...]) -> bool:
-    """Keep an unhealthy result if the check cannot run now: both may have the same cause.
-
-    False if the check had reported nothing unhealthy.
-    """
+    """Keep an unhealthy result if the check cannot run now: both may have the same cause. False if
+    the check had reported nothing unhealthy."""
     held = [one for one in node.checks if one.health == "unhealthy" and _is_of(one, body, devices)]
     for one in held:
         why = f"{one.why.partition(UNSURE)[0]}{UNSURE}{body.why}"[:TEXT_CHARS_MAX]
@@ -143,8 +141,7 @@ def _is_out_for(node: Node, other: DeviceError, erred: DeviceError) -> bool:
 # --- slots that a check disables ---
 def _is_confirmed(check: Check) -> bool:
     """Whether a driver reports it with a SEV1 status. A site's own command may be wrong."""
-    return (check.health == "unhealthy" and not check.is_site
-            and TABLE.get(check.status) == "SEV1")
+    return (check.health == "unhealthy" and not check.is_site and TABLE.get(check.status) == "SEV1")
 
 
 def update_unhealthy_slots(state: ClusterState) -> None:
@@ -237,10 +234,8 @@ def node_deadline_reached(state: ClusterState, what: str, rest: str) -> None:
 # --- decisions ---
 def assign_evidence(state: ClusterState, incident: Incident,
                   body: IncidentOpened | IncidentEscalated) -> None:
-    """Assign device errors to the incident. At SEV1, disable the slots that they name.
-
-    A check disables slots on its own, while it fails.
-    """
+    """Assign device errors to the incident. At SEV1, disable the slots that they name. A check
+    disables slots on its own, while it fails."""
     for node in _named(state, body):
         for erred in node.erred:
             if erred.seq not in body.evidence:
@@ -277,13 +272,8 @@ def _disable(state: ClusterState, node: Node, erred: DeviceError) -> None:
         state.replan = f"slot{'s' * (len(slots) > 1)} {node.name}/{named} erred"
 
 
-def count_sev1_fault(
-    state: ClusterState,
-    incident: Incident,
-    body: IncidentOpened | IncidentEscalated,
-    *,
-    on_purpose: bool,
-) -> None:
+def count_sev1_fault(state: ClusterState, incident: Incident,
+                     body: IncidentOpened | IncidentEscalated, *, on_purpose: bool) -> None:
     """Count a fault against the node that a SEV1 incident names, unless it was injected."""
     if body.severity == "SEV1" and body.node and not on_purpose and count_fault(
             state, incident=incident.id, node=body.node, status=body.status,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...events.records import reports as r
 from ...events.records.envelope import Record
-from ...events.spec.job import WEIGHT_RATIO_MAX, JobSpec
+from ...events.spec.job import WEIGHT_RATIO_MAX
 from ..state.cluster import NUM_REQUESTS_MAX, ClusterState
 from ..state.members import inject_fault
 from ..state.task import Task
@@ -20,15 +20,12 @@ def forget_requests(state: ClusterState) -> None:
 
 
 def task_submitted(state: ClusterState, record: Record, body: r.TaskSubmitted) -> None:
-    state.tasks[record.seq] = Task(id=record.seq, spec=body.spec, weight=body.spec.weight,
-                                   submitted_s=record.at_s, since_s=record.at_s,
-                                   modelled=body.modelled, iteration_flops=_flops(body.spec))
+    model = body.spec.model  # without one, the ranks report their FLOP (RankReady)
+    state.tasks[record.seq] = Task(
+        id=record.seq, spec=body.spec, weight=body.spec.weight, submitted_s=record.at_s,
+        since_s=record.at_s, modelled=body.modelled,
+        iteration_flops=iteration_flops(model) if model is not None else 0.0)
     state.replan = f"task {body.spec.name} submitted"
-
-
-def _flops(spec: JobSpec) -> float:
-    """FLOP of one iteration by the spec; training ranks report their own (RankReady)."""
-    return iteration_flops(spec.model) if spec.model is not None else 0.0
 
 
 def cancel_requested(state: ClusterState, record: Record, body: r.TaskCancelRequested) -> None:

@@ -71,12 +71,9 @@ def _stepped_to(state: ClusterState, task: Task, iteration: int) -> None:
 
 # --- of commands ---
 def iterations_logged(state: ClusterState, record: Record, body: IterationsLogged) -> None:
-    """Record progress of a command, from the first rank of a round that logs any.
-
-    A command counts its own iterations. After a restart it continues from its own checkpoint. Work
-    before its first report does not count. Restarts are forgiven after `restart_iterations` new
-    iterations.
-    """
+    """Record progress of a command, from the first rank of a round that logs any. A command counts
+    its own iterations. After a restart it continues from its own checkpoint. Work before its first
+    report does not count. Restarts are forgiven after `restart_iterations` new iterations."""
     task = state.tasks.get(body.task)
     rank = find_rank(task, body.rank, body.attempt)
     if task is None or rank is None or task.heals_in_memory or task.phase == "ended":
@@ -87,13 +84,8 @@ def iterations_logged(state: ClusterState, record: Record, body: IterationsLogge
     if logged is None or logged.round != task.rounds:
         _round_begins(state, task, body.iteration)
         task.logged = logged = CommandProgress(
-            round=task.rounds,
-            rank=body.rank,
-            first=body.iteration,
-            iterations=0,
-            size=num_slots(task),
-            max_iteration=task.max_iteration or body.iteration,
-        )
+            round=task.rounds, rank=body.rank, first=body.iteration, iterations=0,
+            size=num_slots(task), max_iteration=task.max_iteration or body.iteration)
         command_resumed(state, task, body.iteration)
     elif logged.rank != body.rank:
         return
@@ -110,10 +102,8 @@ def iterations_logged(state: ClusterState, record: Record, body: IterationsLogge
 
 
 def _round_begins(state: ClusterState, task: Task, iteration: int) -> None:
-    """A new round logs its first line: count iterations that are repeated.
-
-    The newest incident is charged, unless its loss is already known: then a plan moved the task.
-    """
+    """A new round logs its first line: count iterations that are repeated. The newest incident is
+    charged, unless its loss is already known: then a plan moved the task."""
     lost = max(task.iteration - iteration + 1, 0) if task.logged is not None else 0
     task.iterations_lost += lost
     for incident in reversed(state.incidents.values()):

@@ -126,16 +126,14 @@ def rank_exited(state: ClusterState, record: Record, body: r.RankExited) -> None
     member = any(m.rank == rank.rank and m.attempt == rank.attempt for m in task.members)
     remove_process(state, task, rank)
     if is_recovery_unproven(task) and body.exit_code == 0 and not rank.stopping:
-        decline_recovery(
-            state, record, task, f"rank {rank.rank} ended without having adopted Unicron"
-        )
+        decline_recovery(state, record, task,
+                         f"rank {rank.rank} ended without having adopted Unicron")
     if not task.heals_in_memory and body.exit_code == 0 and not rank.stopping:
         task.finished.append(rank.rank)
         return
     if rank.state == "finished" and task.phase == "starting" and not task.ending:
-        record_fault(
-            task, record, [rank], OTHER_SOFTWARE, "all are done, but nobody saved the model"
-        )
+        record_fault(task, record, [rank], OTHER_SOFTWARE,
+                     "all are done, but nobody saved the model")
     if rank.state == "finished" or task.ending or rank.stopping or rank.timeout_reason:
         return
     if rank.error_seq:

@@ -99,9 +99,8 @@ def _slot_key(node: str, index: int) -> str:
     return f"{node}/{index}"
 
 
-def straggler_cost_estimated(
-    state: ClusterState, record: Record, body: StragglerCostEstimated
-) -> None:
+def straggler_cost_estimated(state: ClusterState, record: Record,
+                             body: StragglerCostEstimated) -> None:
     state.to_price = [name for name in state.to_price if name != body.node]
     state.degraded[body.node] = StragglerCost(
         tasks=body.tasks, ratios=body.ratios, cost_waf=body.cost_waf, drain_waf=body.drain_waf,

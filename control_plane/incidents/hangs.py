@@ -122,16 +122,13 @@ def _classify(state: ClusterState, task: Task, reachable: list[Rank],
 
 
 def _slow_hang(state: ClusterState, task: Task, reachable: list[Rank]) -> Hang | None:
-    """The hang of a task whose other ranks all wait for slow iterations; None if less is known.
-
-    It counts once the reported own work itself is long enough. So a rank that ended its work
-    meanwhile is not slow because of what followed.
-    """
+    """The hang of a task whose other ranks all wait for slow iterations; None if less is known. It
+    counts once the reported own work itself is long enough. So a rank that ended its work meanwhile
+    is not slow because of what followed."""
     going = [rank for rank in reachable if rank.rank not in task.stalls]
     waiting = [task.stalls[rank.rank] for rank in reachable if rank.rank in task.stalls]
-    if any(rank.rank not in task.slow_iterations for rank in going) or 2 * len(going) > len(
-        reachable
-    ):
+    if 2 * len(going) > len(reachable) or any(
+            rank.rank not in task.slow_iterations for rank in going):
         return None
     crawls = {rank.rank: task.slow_iterations[rank.rank] for rank in going}
     known: list[Stall | SlowIteration] = [*waiting, *crawls.values()]

@@ -8,7 +8,7 @@ from ...events.records.decisions import IncidentClosed, IncidentEscalated, Incid
 from ...events.records.statuses import LOST_CONNECTION, TASK_HANG, WRONG_INPUT
 from ...events.records.types import Body, Outcome, Severity
 from ..state.cluster import ClusterState
-from ..state.task import Rank, Task
+from ..state.task import Task
 from .node_loss import lost_nodes
 from .root_cause import root_cause
 from .severity import worse
@@ -28,8 +28,9 @@ def open_incidents(state: ClusterState, task: Task) -> Iterator[Body]:
     if not any(rank.timeout_reason for rank in task.ranks.values()):
         return
     for rank in [task.ranks[key] for key in sorted(task.ranks)]:
-        is_stuck = len(rank.stop_orders) >= NUM_STOPS_MAX
-        if rank.timeout_reason and is_stuck and not _is_stop_pending(state, task, rank):
+        is_stuck = len(rank.stop_orders) >= NUM_STOPS_MAX and (
+            f"stop/{task.id}/{rank.rank}/{rank.attempt}" not in state.deadlines)
+        if rank.timeout_reason and is_stuck:
             yield _open_or_escalate(state, task, "SEV1", TASK_HANG, rank.slot.node, (rank.rank,),
                                     f"rank {rank.rank} could not be ended in "
                                     f"{NUM_STOPS_MAX} orders", tuple(rank.stop_orders[-1:]))
@@ -112,10 +113,6 @@ def end_incident(state: ClusterState, task: Task, why: str) -> Iterator[Body]:
     incident = state.incidents.get(task.incident)
     if incident is not None and not incident.outcome:
         yield _close(state, task, "ended", why)
-
-
-def _is_stop_pending(state: ClusterState, task: Task, rank: Rank) -> bool:
-    return f"stop/{task.id}/{rank.rank}/{rank.attempt}" in state.deadlines
 
 
 def _open_or_escalate(state: ClusterState, task: Task, severity: Severity, status: str, node: str,

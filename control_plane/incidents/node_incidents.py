@@ -85,10 +85,8 @@ def _open(state: ClusterState, node: Node) -> Iterator[Body]:
 
 
 def _slots(state: ClusterState, node: Node, erred: DeviceError) -> list[int]:
-    """Slots that an error alone disables: those it names; all, if a second source confirms it.
-
-    Only SEV1 disables slots. Without a named device, a single source disables none.
-    """
+    """Slots that an error alone disables: those it names; all, if a second source confirms it. Only
+    SEV1 disables slots. Without a named device, a single source disables none."""
     if severity_of(erred.status) != "SEV1":
         return []
     if erred.devices:

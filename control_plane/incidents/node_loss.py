@@ -58,11 +58,9 @@ def _is_replaced(state: ClusterState, task: Task) -> bool:
 
 
 def suspects(state: ClusterState) -> set[str]:
-    """Nodes whose members are suspected of having failed a collective or of stalling it.
-
-    Members elsewhere report it, and no member of the suspect node does. A suspect has a shorter
-    suspect timeout; suspicion alone has no other effect.
-    """
+    """Nodes whose members are suspected of having failed a collective or of stalling it. Members
+    elsewhere report it, and no member of the suspect node does. A suspect has a shorter suspect
+    timeout; suspicion alone has no other effect."""
     found: set[str] = set()
     for task in state.tasks.values():
         if _has_failed(task):

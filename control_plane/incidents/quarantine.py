@@ -13,9 +13,8 @@ from ..state.cluster import ClusterState
 from ..state.node import NUM_NODE_FAULTS_MAX, Node, NodeFault
 from .severity import TABLE
 
-COUNTING_STATUSES = frozenset(
-    (*(status for status, own in TABLE.items() if own == "SEV1"), TASK_HANG)
-)
+COUNTING_STATUSES = frozenset((*(status for status, own in TABLE.items() if own == "SEV1"),
+                               TASK_HANG))
 """SEV1 statuses that count against a node: device errors, lost connection, and a process that could
 not be stopped."""
 UNUSUAL_SHARE_MAX = 0.05
@@ -25,11 +24,8 @@ at the mean of the other nodes, times the number of nodes)."""
 
 def count_fault(state: ClusterState, *, incident: int, node: str, status: str, why: str) -> bool:
     """Fold: count a fault against the node; one fault of several tasks counts once. True:
-    quarantine is due.
-
-    Faults on a drained node do not count. Each loss of a restarted agent counts, however soon. A
-    device error may be repeated by the next agent and then counts once.
-    """
+    quarantine is due. Faults on a drained node do not count. Each loss of a restarted agent counts,
+    however soon. A device error may be repeated by the next agent and then counts once."""
     found = state.nodes.get(node)
     if found is None or status not in COUNTING_STATUSES or found.drained:
         return False
@@ -57,10 +53,8 @@ def is_due(state: ClusterState, node: Node) -> bool:
 
 
 def _is_unusual(state: ClusterState, node: Node, num: int) -> bool:
-    """Whether the count is unlikely if all nodes fail equally often.
-
-    If all nodes fail often, removing one costs more than its next fault.
-    """
+    """Whether the count is unlikely if all nodes fail equally often. If all nodes fail often,
+    removing one costs more than its next fault."""
     mean = max(sum(_num_counting(state)) - num, 0) / max(len(state.nodes) - 1, 1)
     fewer = math.fsum(math.exp(-mean) * mean ** k / math.factorial(k) for k in range(num))
     return len(state.nodes) * (1 - fewer) < UNUSUAL_SHARE_MAX
@@ -75,8 +69,7 @@ def counting(state: ClusterState, node: Node) -> list[NodeFault]:
 
 def _num_counting(state: ClusterState) -> Iterator[int]:
     """The number of counting faults of each node, in one pass."""
-    since_s, near_s = (state.at_s - state.policy.quarantine_window_s,
-                       state.policy.replace_after_s)
+    since_s, near_s = (state.at_s - state.policy.quarantine_window_s, state.policy.replace_after_s)
     most = num_unconfirmed_max(state)
     lost_s = sorted(one.at_s for node in state.nodes.values() for one in node.node_faults
                     if one.status == LOST_CONNECTION)

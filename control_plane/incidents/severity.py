@@ -95,10 +95,8 @@ def status_of(error: str) -> str:
 
 
 def classified_status(classified: str, else_: str) -> str:
-    """The status of a worker's classifier, if it is a row of the table.
-
-    The rank alone reports errors of the job spec.
-    """
+    """The status of a worker's classifier, if it is a row of the table. The rank alone reports
+    errors of the job spec."""
     return classified if classified in TABLE and else_ != WRONG_INPUT else else_
 
 

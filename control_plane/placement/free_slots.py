@@ -62,9 +62,7 @@ class FreeSlots:
     def most_free(self, group: str = ANYWHERE,
                  but: Callable[[str], bool] | None = None) -> str | None:
         """The node of a group with most free slots, by name among equals; `but` excludes nodes.
-
-        None: no free slot. Excluded nodes with more free slots each cost one more step.
-        """
+        None: no free slot. Excluded nodes with more free slots each cost one more step."""
         heap = self._heaps.get(group, [])
         passed: list[tuple[int, str]] = []
         found = None

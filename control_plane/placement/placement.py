@@ -84,11 +84,9 @@ def _empty(task: Task) -> list[Slot]:
 
 
 def _keep(seats: Sequence[Seat], count: int, where: Where) -> list[Seat]:
-    """Drop seats until `count` are left, keeping two racks and few nodes.
-
-    With two racks, drop from the fuller one, else from the emptiest; there from the emptiest node,
-    of the last two nodes from the fuller one. Among equals, drop the highest rank.
-    """
+    """Drop seats until `count` are left, keeping two racks and few nodes. With two racks, drop from
+    the fuller one, else from the emptiest; there from the emptiest node, of the last two nodes from
+    the fuller one. Among equals, drop the highest rank."""
     racks: dict[str, list[Seat]] = {}
     for seat in sorted(seats):
         racks.setdefault(domain(seat.slot.node, where), []).append(seat)

@@ -38,8 +38,7 @@ def assign_groups(tasks: Sequence[Task], wanted: Mapping[int, int], slots: Seque
     room = FreeSlots(slots, given, where)
     found = _deal(tasks, wanted, room, where, stay=True)
     num = sum(map(len, found.values()))
-    if num < sum(wanted[task.id] - wanted[task.id] % size(task, wanted[task.id])
-                 for task in tasks):
+    if num < sum(wanted[task.id] - wanted[task.id] % size(task, wanted[task.id]) for task in tasks):
         other = FreeSlots(slots, given, where)
         moved = _deal(tasks, wanted, other, where, stay=False)
         if sum(map(len, moved.values())) > num:
@@ -63,9 +62,8 @@ def _deal(tasks: Sequence[Task], wanted: Mapping[int, int], room: FreeSlots,
 class _GroupAssignment:
     """The groups of one task during the assignment."""
 
-    def __init__(
-        self, task: Task, count: int, room: FreeSlots, where: Mapping[str, Labels]
-    ) -> None:
+    def __init__(self, task: Task, count: int, room: FreeSlots,
+                 where: Mapping[str, Labels]) -> None:
         self.key, self.each, self.num_bytes = task.id, size(task, count), seat_bytes(task, count)
         self.taken: list[Slot] = []
         self._left: int = count // self.each

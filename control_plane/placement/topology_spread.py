@@ -106,10 +106,8 @@ class SeatMoves:
         return [self.rack[node], f"switch {switch}"] if switch else [self.rack[node]]
 
     def mend(self, key: int, *, own: int) -> None:
-        """Move a seat of a task that violates the constraint, and others if needed.
-
-        `own`: the cost of a task that stays on its rack (0: it must not).
-        """
+        """Move a seat of a task that violates the constraint, and others if needed. `own`: the cost
+        of a task that stays on its rack (0: it must not)."""
         path = self._direct(key) or Search(self, key, own).path()
         if path is not None:
             self._follow(path)
@@ -182,8 +180,7 @@ class SeatMoves:
         final = min((slot not in self.at[last], slot) for slot in ends)[1]
         if final != left[0]:
             self.room.exchange(final, left[0])
-        for (key, old_node, new_node), old, new in zip(path, left, [*left[1:], final],
-                                                       strict=True):
+        for (key, old_node, new_node), old, new in zip(path, left, [*left[1:], final], strict=True):
             self.taken[key].remove(old)
             self.taken[key].append(new)
             self._count(key, old_node, -1)
@@ -227,11 +224,9 @@ def _kept(task: Task) -> Iterator[Slot]:
 
 
 class Search:
-    """The cheapest path for one task: Dijkstra over nodes.
-
-    A seat of a task that has left its node is offered to all nodes together, at one cost for most.
-    Nodes with a cheaper offer are skipped.
-    """
+    """The cheapest path for one task: Dijkstra over nodes. A seat of a task that has left its node
+    is offered to all nodes together, at one cost for most. Nodes with a cheaper offer are
+    skipped."""
 
     def __init__(self, board: SeatMoves, first: int, own: int) -> None:
         self._board, self._first, self._own = board, first, own

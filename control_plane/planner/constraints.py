@@ -23,10 +23,8 @@ from .solver.dynamic_program import IMPOSSIBLE
 
 
 def best(rows: Candidates, capacity: int, limits: PlanLimits) -> SlotsAndGain | None:
-    """The best plan that fits and satisfies the limits, None if nothing fits.
-
-    If every plan exceeds `moves_max`, the best plan with the fewest moves. Ties are deterministic.
-    """
+    """The best plan that fits and satisfies the limits, None if nothing fits. If every plan exceeds
+    `moves_max`, the best plan with the fewest moves. Ties are deterministic."""
     found = within_limits(rows, capacity, limits)
     if found is None and limits.moves_max is not None:
         few = within_limits(_moves_as_losses(rows, limits), capacity,

@@ -119,9 +119,7 @@ def binding_constraint(problem: PlanProblem, choice: Choice,
 def without_each_limit(problem: PlanProblem, slots: Sequence[int]) -> tuple[Alternative, ...]:
     """The plans without each single limit, without floors, without alpha, without a hot spare or
     with one, and the plan in which only faulted tasks shrink, each compared with the plan `slots`.
-
-    One solve for each. A plan equal to `slots` or to an earlier one is left out.
-    """
+    One solve for each. A plan equal to `slots` or to an earlier one is left out."""
     every, first_terms = all_rows(problem)
 
     def valued(counts: Sequence[int]) -> Plan:
@@ -225,8 +223,7 @@ def _reason(problem: PlanProblem, choice: Choice, others: Sequence[Alternative],
     if not others:
         return "there is no other plan"
     nearest = max(others, key=lambda other: other.objective)
-    runner_up = "the runner-up" + (
-        f" ({nearest.what})" if nearest.what != "the next best" else "")
+    runner_up = "the runner-up" + (f" ({nearest.what})" if nearest.what != "the next best" else "")
     if nearest.objective == plan.objective:
         return f"{runner_up} is worth as much, and a tie goes to the first task"
     less = f"{runner_up} is worth {_distance(nearest, problem, plan)} less{by}"

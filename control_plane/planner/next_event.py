@@ -21,10 +21,7 @@ EventKind = Literal["gpu lost", "node lost", "node joined", "task ended"]
 
 class Event(Struct, frozen=True, kw_only=True):
     """A possible next event. `task`: the task that loses the GPU or node, or that ends; 0: a node
-    joins.
-
-    A submission is not included, since its demand is not known.
-    """
+    joins. A submission is not included, since its demand is not known."""
 
     what: EventKind
     task: int = 0

@@ -158,11 +158,8 @@ def work_under_limits(problem: PlanProblem) -> int:
 
 def _times(sizes: Sequence[tuple[int, int]], num_slots: int, rest: Callable[[int], int]) -> float:
     """The factor on the gains of `sizes` from which `choose_plan` gives the task slots. `rest`: the
-    optimum of all other tasks by their slots.
-
-    With factor f the best plan with size x has the objective rest(n - x) + f g(x), without the task
-    rest(n).
-    """
+    optimum of all other tasks by their slots. With factor f the best plan with size x has the
+    objective rest(n - x) + f g(x), without the task rest(n)."""
     return min(((rest(num_slots) - value) / gain for size, gain in sizes
                 if (value := rest(num_slots - size)) > IMPOSSIBLE // 2), default=float("inf"))
 
@@ -224,9 +221,7 @@ def blocking_constraints(problem: PlanProblem, slots: Sequence[int],
 def _alone(problem: PlanProblem, row: int, kinds: Sequence[str], plans: dict[str, Sequence[int]],
            most: int) -> list[str]:
     """The kinds of which each blocks the task alone: without that one limit the plan runs it.
-
-    `plans`: cache of the plans without one limit, at most `most` of them.
-    """
+    `plans`: cache of the plans without one limit, at most `most` of them."""
     found: list[str] = []
     for kind in kinds:
         team = problem.demands[row].team if kind == "quota" else ""
@@ -241,9 +236,7 @@ def _alone(problem: PlanProblem, row: int, kinds: Sequence[str], plans: dict[str
 def _bar(problem: PlanProblem, demand: TaskDemand, kinds: Sequence[str], *, alone: bool,
          peers: bool) -> Blocker:
     """`alone`: each of these limits blocks the task alone; else all of them do, or an unknown one.
-
-    `peers`: tasks of its own priority have slots, which a higher weight may win.
-    """
+    `peers`: tasks of its own priority have slots, which a higher weight may win."""
     quota = dict(problem.quotas).get(demand.team)
     words = {"moves_max": (f"moves_max {problem.moves_max}", "a larger moves_max"),
              "quota": (_quota(demand.team, quota) if quota is not None else "quotas of teams",
@@ -293,10 +286,8 @@ class WaitExplanation(Struct, frozen=True, kw_only=True):
 def record_waiting(state: ClusterState, task: Task, num_slots: int, floor: int = 0, *,
          by_quota: bool = False) -> Iterator[Body]:
     """Record that the plan gives a task no slots, unless the log already has this reason.
-
     `num_slots`: slots that the plan allocates. `floor`: the requested floor if it was not granted.
-    `by_quota`: it would be granted without the quota of its team.
-    """
+    `by_quota`: it would be granted without the quota of its team."""
     why = _missing(state, task, num_slots, floor, by_quota=by_quota)[0] or NOT_CHOSEN
     if task.why != why:
         yield TaskWaiting(task=task.id, why=why)
@@ -309,11 +300,9 @@ def record_paused(state: ClusterState, task: Task) -> Iterator[Body]:
 
 
 def explain_waiting(state: ClusterState) -> dict[int, WaitExplanation]:
-    """By waiting task: the reason, what it needs, and what that would cost the others.
-
-    Compares the plan in force with other plans of the present problem. Takes as long as a few
-    plans; `prices` and `blocking_constraints` say what is left out if there are too many tasks.
-    """
+    """By waiting task: the reason, what it needs, and what that would cost the others. Compares the
+    plan in force with other plans of the present problem. Takes as long as a few plans; `prices`
+    and `blocking_constraints` say what is left out if there are too many tasks."""
     if not is_any_waiting(state) or state.plan is None:
         return {}
     snapshot = planning_snapshot(state)

@@ -15,10 +15,8 @@ from .problem_of_state import planning_snapshot
 
 def node_cost(state: ClusterState, name: str) -> StragglerCostEstimated:
     """The WAF that the node costs now, and the gain of the best plan without the node (one plan).
-
     Both use the throughput tables of the planner. Slow ranks on other nodes are kept. A loss that
-    several nodes cause together counts for each.
-    """
+    several nodes cause together counts for each."""
     here = [task for task in live_tasks(state) if _slow_there(task, name)]
     now = planning_snapshot(state).problem
     snapshot = planning_snapshot(state, without=name)

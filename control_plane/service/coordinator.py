@@ -110,10 +110,8 @@ class Coordinator:
         return self._leader.answers.get(f"operator/{request_id}")
 
     async def settled(self) -> ClusterState:
-        """The state, when it matches the log exactly. Read it before the next await.
-
-        Raises Unavailable when the log cannot be reached for `call_s_max`.
-        """
+        """The state, when it matches the log exactly. Read it before the next await. Raises
+        Unavailable when the log cannot be reached for `call_s_max`."""
         await self._with_timeout(self._committed.wait(), Unavailable("the log cannot be reached"))
         return self._leader.state
 
@@ -253,13 +251,13 @@ class Coordinator:
             self._leader.position = batch.cursor
             return
         self._committed.clear()
-        committed = await self._with_timeout(
+        records = await self._with_timeout(
             self._leader.commit(
                 chain(batch.reports, self._checked_reports(writes),
                       self._timed_reports(self._leader.now_s()) if has_timed else ()),
                 cursor=batch.cursor),
             Ambiguous("the append was not acknowledged in time"))
-        self._publish(committed.records)
+        self._publish(records)
         for write in writes:
             self._writes.remove(write)
             seq = self._leader.answers.get(write.source)

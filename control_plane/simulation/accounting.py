@@ -110,12 +110,13 @@ class WafAccount:
         """Add what the task earned until `at_s`."""
         past_s = at_s - self._since_s.get(task, at_s)
         self._since_s[task] = at_s
+        self.flop_of.setdefault(task, 0.0)
         if not past_s:
             return
         waf, why = self.waf.get(task, 0.0), self._why.get(task, "waiting")
         slots = self.slots.get(task, 0)
         self.flop += waf * past_s
-        self.flop_of[task] = self.flop_of.get(task, 0.0) + waf * past_s
+        self.flop_of[task] += waf * past_s
         self.slot_s += slots * past_s
         self.lost_flop[why] += (self.full.get(task, 0.0) - waf) * past_s
         self.lost_slot_s[why] += (self.full_slots.get(task, 0) - slots) * past_s
@@ -165,7 +166,7 @@ class Accounting:
         self.state, self.earnings = state, earnings
         self.jobs: dict[int, TaskProgress] = {}
         self.transitions = 0
-        self.set_training: Callable[[float, int, int, str], None] = _ignore_change
+        self.set_training: Callable[[float, int, int, str], None] = lambda *_: None
         """Receives, for each task, the number of slots on which it trains, or why it does not."""
         self._opens = opens
         self._unreported: dict[str, list[int]] = {}
@@ -187,10 +188,8 @@ class Accounting:
 
     # --- faults ---------------------------------------------------------------------------------
     def stop_processes(self, at_s: float, keys: Iterable[Key], node: str = "") -> list[int]:
-        """These processes have ended or are stalled. Returns the tasks that stop, by number.
-
-        With `node`, a report about that node reports the fault.
-        """
+        """These processes have ended or are stalled. Returns the tasks that stop, by number. With
+        `node`, a report about that node reports the fault."""
         stopped = sorted({key[0] for key in keys if self._stops_with(key)})
         for number in stopped:
             job = self.jobs[number]
@@ -316,10 +315,6 @@ class Accounting:
         return "transition" if can_allocate(self.state, task.target) else "waiting"
 
 
-def _ignore_change(at_s: float, task: int, trains: int, why: str) -> None:
-    pass
-
-
 # --- attribution of losses to external events ---
 #
 # A loss is attributed to the latest event that increased the loss rate. While an earlier event
@@ -354,8 +349,6 @@ class AttributedWaf(WafAccount):
         super().__init__()
         self.losses: list[EventLoss] = []
         self.unattributed = EventLoss(at_s=0.0, before=(0.0, 0.0, 0.0))
-        self.by_task: dict[int, float] = {}
-        """Weighted FLOP."""
         self._active: list[EventLoss] = []
         self._level: Level = (0.0, 0.0, 0.0)
         self._at_s = 0.0
@@ -363,7 +356,6 @@ class AttributedWaf(WafAccount):
     def begin(self, at_s: float) -> None:
         super().begin(at_s)
         self.losses, self._active, self._level, self._at_s = [], [], (0.0, 0.0, 0.0), at_s
-        self.by_task = dict.fromkeys(self.waf, 0.0)
 
     def record_event(self, at_s: float) -> None:
         self._charge(at_s)
@@ -382,14 +374,8 @@ class AttributedWaf(WafAccount):
         super().end_task(at_s, task)
         self._update_level(at_s)
 
-    def settle(self, at_s: float, task: int) -> None:
-        past_s = at_s - self._since_s.get(task, at_s)
-        self.by_task[task] = self.by_task.get(task, 0.0) + self.waf.get(task, 0.0) * past_s
-        super().settle(at_s, task)
-
     def undo(self, task: int, flop: float, slot_s: float) -> None:
         super().undo(task, flop, slot_s)
-        self.by_task[task] -= flop
         loss = self._active[-1] if self._active else self.unattributed
         loss.lost_flop += flop
         loss.recomputed_flop += flop

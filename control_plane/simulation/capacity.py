@@ -61,9 +61,7 @@ def mtbf(base: Scenario, seeds: int) -> list[Point]:
 
 def spares(base: Scenario, seeds: int, most: int) -> list[Point]:
     """0 to `most` idle nodes under each policy that keeps spares, and Unicron without spares.
-
-    Raises SpecError.
-    """
+    Raises SpecError."""
     spared = [name for name in base.policies if policy(base, name).costs.num_spares]
     need(bool(spared), "policies", "has none that keeps spares", "add spares: {}")
     found: list[Point] = []

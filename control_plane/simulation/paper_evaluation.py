@@ -198,8 +198,7 @@ def allocation_cases() -> list[EvaluationRun]:
     """The five multi-task cases without faults, under Unicron's plan and the three rules."""
     found: list[EvaluationRun] = []
     for number in CASES:
-        base = replace(scenario("trace-a", (OURS, *RULES)), tasks=tasks(number),
-                        horizon_s=1.0)
+        base = replace(scenario("trace-a", (OURS, *RULES)), tasks=tasks(number), horizon_s=1.0)
         for name in (OURS, *RULES):
             chosen = policy(base, name)
             found.append(EvaluationRun(f"case-{number}", name, 0, "", chosen,
@@ -240,8 +239,7 @@ def growth(gpus: int) -> PauseEstimate:
 
 def planning_problem(gpus: int) -> PlanProblem:
     """The plan problem after the loss of a node in such a cluster, with the tasks of case 5."""
-    tables = [modelled(MODELS[size], NODES_NUM * NODE_SLOTS_NUM)
-              for size in SIZES]
+    tables = [modelled(MODELS[size], NODES_NUM * NODE_SLOTS_NUM) for size in SIZES]
     each = gpus // len(tables) // 8 * 8
     wishes = tuple(TaskDemand(
         task=number, name=f"task-{number}", now=each, faulted=not number,

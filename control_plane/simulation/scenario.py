@@ -87,9 +87,7 @@ BY_CAUSE = ("detect_s", "detect_iterations")
 
 class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A number of nodes, named n0, n1 and so on, or the names of nodes; each has `slots` GPUs.
-
-    Without `nodes`, a trace of churn defines them.
-    """
+    Without `nodes`, a trace of churn defines them."""
 
     NOT_KEYS: ClassVar[dict[str, str]] = {"gpus": "a slot is a GPU: write slots, of each node"}
     nodes: int | tuple[str, ...] | None = None
@@ -102,10 +100,8 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class SimulatedTask(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The part of a job spec that a plan depends on: FLOP/s by size, or a model.
-
-    `params`, of the model, is needed without `model` by a policy that uses the model size.
-    """
+    """The part of a job spec that a plan depends on: FLOP/s by size, or a model. `params`, of the
+    model, is needed without `model` by a policy that uses the model size."""
 
     name: str
     weight: float = 1.0
@@ -168,8 +164,7 @@ def parse(data: object) -> Scenario:
     need(bool(found.policies), "policies", "is empty", f"name some of {', '.join(POLICIES)}")
     for name, value, most in (("horizon_s", found.horizon_s, HORIZON_S_MAX),
                               ("iteration_s", found.iteration_s, ITERATION_S_MAX)):
-        need(0 < value <= most, name, f"is {value:g}",
-             f"seconds, above 0 and at most {most:g}")
+        need(0 < value <= most, name, f"is {value:g}", f"seconds, above 0 and at most {most:g}")
     return found
 
 
@@ -255,9 +250,7 @@ def policy(scenario: Scenario, name: str) -> Policy:
 def limits(chosen: Policy, given: dict[Any, Any], iteration_s: float,
            usual: Limits | None = None) -> Limits:
     """The limits of a run: `usual`, then long enough for the steps of the policy, then `given`.
-
-    Raises SpecError.
-    """
+    Raises SpecError."""
     costs, usual = chosen.costs, usual or Limits()
     longest_s = 10 * (costs.start_s + costs.quiesce_s + costs.regroup_s + iteration_s)
     bounds = {name: max(getattr(usual, name), min(longest_s, BOUNDS[name][1])) for name in (
@@ -276,10 +269,7 @@ def limits(chosen: Policy, given: dict[Any, Any], iteration_s: float,
 
 def run_input(scenario: Scenario, chosen: Policy, happenings: Sequence[ExternalEvent] = (), *,
            condense: bool = True) -> RunInput:
-    """The input of a run, with slots aggregated where the result is the same.
-
-    Raises SpecError.
-    """
+    """The input of a run, with slots aggregated where the result is the same. Raises SpecError."""
     for number, task in enumerate(scenario.tasks):
         need(not chosen.by_params or task.size > 0, f"tasks[{number}]",
              "has no model size, and a policy needs it", "add params: 7.0e+9")

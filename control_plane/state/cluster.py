@@ -130,9 +130,8 @@ def live_tasks(state: ClusterState) -> list[Task]:
 
 def allocatable_slots(state: ClusterState) -> tuple[Slot, ...]:
     """Slots that a plan may allocate, by node name and index. Linear in the slots of all nodes."""
-    return tuple(
-        chain.from_iterable(state.nodes[name].allocatable() for name in sorted(state.nodes))
-    )
+    return tuple(chain.from_iterable(state.nodes[name].allocatable()
+                                     for name in sorted(state.nodes)))
 
 
 def can_allocate(state: ClusterState, seats: Iterable[Seat]) -> bool:

@@ -14,11 +14,9 @@ from .task import HeldState, Rank, Task
 
 
 def awaited(task: Task) -> Literal["", "processes", "members"]:
-    """Which processes the task waits for.
-
-    In quiescing and reconfiguring: members of the generation; otherwise processes that start. When
-    some ranks have finished, each member ends on its own and the task waits for none.
-    """
+    """Which processes the task waits for. In quiescing and reconfiguring: members of the
+    generation; otherwise processes that start. When some ranks have finished, each member ends on
+    its own and the task waits for none."""
     if task.heals_in_memory and task.finished:
         return ""
     return "members" if task.phase in ("quiescing", "reconfiguring") else "processes"
@@ -77,11 +75,9 @@ def has_layouts(task: Task) -> bool:
 
 
 def is_complete(task: Task, ranks: Sequence[Rank], step_version: int = -1) -> bool:
-    """Whether these ranks hold the complete state, one of them at `step_version` or later.
-
-    Within one generation some ranks may be one step ahead. The others reached the end of the same
-    iteration and can take the step as well, so both versions count as the same state.
-    """
+    """Whether these ranks hold the complete state, one of them at `step_version` or later. Within
+    one generation some ranks may be one step ahead. The others reached the end of the same
+    iteration and can take the step as well, so both versions count as the same state."""
     train = task.spec.training
     if train is None or train.parallel.is_plain:
         return any(rank.has_state and rank.step_version >= step_version for rank in ranks)
@@ -150,10 +146,8 @@ def is_whole(task: Task) -> bool:
 
 
 def inject_fault(state: ClusterState, request: FaultRequested) -> InjectFault | None:
-    """The InjectFault order for a request; None if not allowed or the target does not exist.
-
-    An unreachable node gets none either: the request is for a fault now, not later.
-    """
+    """The InjectFault order for a request; None if not allowed or the target does not exist. An
+    unreachable node gets none either: the request is for a fault now, not later."""
     task = state.tasks.get(request.task)
     rank = task.ranks.get(request.rank) if task is not None else None
     name = request.node if request.what == "node" else rank.slot.node if rank else ""

@@ -329,6 +329,11 @@ class Task(Struct, kw_only=True):
         return self.checkpoint.step_version if self.checkpoint is not None else 0
 
     @property
+    def checkpoint_path(self) -> str:
+        """The path of the published checkpoint; empty without one."""
+        return self.checkpoint.path if self.checkpoint is not None else ""
+
+    @property
     def unsaved(self) -> int:
         """Iterations lost if all its processes end now, as reported."""
         return self.lost_with("")

@@ -67,11 +67,8 @@ class Layout(Struct, frozen=True, kw_only=True):
 
 
 def refusal(model: MegatronModel, layout: Layout) -> str:
-    """Why Megatron would not start with this layout; empty if it would.
-
-    Rules of megatron-core 0.16 (TransformerConfig, parallel_state, schedules), and our own: tensor
-    parallel inside one node.
-    """
+    """Why Megatron would not start with this layout; empty if it would. Rules of megatron-core 0.16
+    (TransformerConfig, parallel_state, schedules), and our own: tensor parallel inside one node."""
     tp, pp, cp, ep = layout.tp, layout.pp, layout.cp, layout.ep
     rules = (
         (tp > model.gpus_per_node, f"TP {tp} is more than a node's {model.gpus_per_node} GPUs"),
@@ -108,11 +105,9 @@ def divisors(number: int, most: int) -> list[int]:
 
 
 def shapes(model: MegatronModel, num_gpus: int) -> Iterator[Layout]:
-    """Every layout of at most `num_gpus` GPUs, with the smallest dp and without chunks.
-
-    Context parallel if each rank keeps CONTEXT_LENGTH tokens; expert parallel if there are experts.
-    Layouts that differ only in recomputation are ordered by it, least first.
-    """
+    """Every layout of at most `num_gpus` GPUs, with the smallest dp and without chunks. Context
+    parallel if each rank keeps CONTEXT_LENGTH tokens; expert parallel if there are experts. Layouts
+    that differ only in recomputation are ordered by it, least first."""
     micros = [model.micro_batch] if model.micro_batch else divisors(
         model.global_batch, MICRO_NUM_MAX)
     shards: Literal["none", "optimizer"] = "optimizer" if model.zero1 else "none"

@@ -132,10 +132,7 @@ def parts(model: MegatronModel, layout: Layout, constants: Constants) -> Parts:
 
 def ending(model: MegatronModel, layout: Layout, constants: Constants, micro_s: float) -> Ending:
     """The end of an iteration: gradients all-reduced; with ZeRO-1 reduced, and 16-bit weights
-    gathered.
-
-    In fp32, except with precision fp16: Megatron then sums in fp16 by default.
-    """
+    gathered. In fp32, except with precision fp16: Megatron then sums in fp16 by default."""
     kind = KINDS[model.gpu]
     shared, experts = rank_parameters(model, layout, 1)
     gradient = 2 if model.precision == "fp16" else 4
@@ -232,11 +229,9 @@ def _gather_s(model: MegatronModel, layout: Layout, kind: GpuKind, is_: Constant
 
 
 def _rate(model: MegatronModel, span: int, groups: int, kind: GpuKind, is_: Constants) -> float:
-    """Bytes per second of a collective among GPUs within `span` neighbours.
-
-    Beyond a node, the `groups` that communicate at the same time share the node's network; data
-    inside a node is combined over NVLink first.
-    """
+    """Bytes per second of a collective among GPUs within `span` neighbours. Beyond a node, the
+    `groups` that communicate at the same time share the node's network; data inside a node is
+    combined over NVLink first."""
     link = kind.nvlink_bytes_s * is_.link_share
     if span <= model.gpus_per_node:
         return link

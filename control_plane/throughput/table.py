@@ -41,10 +41,8 @@ def table(task: int, spec: JobSpec, slot_flops: float = SLOT_FLOPS,
 def measured_table(task: int, spec: JobSpec, rates: dict[int, float],
                    modelled: Modelled | None = None) -> ThroughputSet:
     """A table through measured sizes; each other size follows the shape from the nearest one.
-
     `rates`: size -> FLOP/s, at least one. Of two equally near sizes the smaller counts. No size
-    exceeds the rate of a larger measured one.
-    """
+    exceeds the rate of a larger measured one."""
     return _through(task, "measured", spec, rates, modelled)
 
 
@@ -65,11 +63,8 @@ def _through(task: int, origin: Literal["declared", "measured"], spec: JobSpec,
 
 
 def shape(spec: JobSpec, size: int, modelled: Modelled | None = None) -> float:
-    """Relative throughput of `size` slots, by the model.
-
-    Training: by its layout, 0 if there is none. A command: the model's FLOP/s; without a model,
-    `size`.
-    """
+    """Relative throughput of `size` slots, by the model. Training: by its layout, 0 if there is
+    none. A command: the model's FLOP/s; without a model, `size`."""
     if modelled is not None:
         at = bisect_right(modelled.sizes, size)
         return modelled.rates_flops[at - 1] if at else 0.0
@@ -95,10 +90,8 @@ def axes(spec: JobSpec, modelled: Modelled | None, size: int) -> Axes | None:
 
 def _sizes(spec: JobSpec, modelled: Modelled | None) -> tuple[int, ...]:
     """Sizes of the table: all that the spec allows, of training those with a layout; with a model,
-    the first allowed size of each step of the model, and the floor.
-
-    If none of these remains, the largest allowed size, so that the table is not empty.
-    """
+    the first allowed size of each step of the model, and the floor. If none of these remains, the
+    largest allowed size, so that the table is not empty."""
     counts = spec.slots.counts
     if modelled is None:
         return counts if spec.training is None else tuple(
@@ -119,13 +112,10 @@ def rate_at(throughput: ThroughputSet | None, size: int) -> float:
                default=0.0) if throughput is not None else 0.0
 
 
-def candidates(throughput: ThroughputSet, now: int,
-               floor: int = 0) -> list[tuple[int, float]]:
-    """(size, FLOP/s) of candidate sizes in order, with rates as in `rate_at`.
-
-    A size without a higher rate than a smaller one is left out, unless it is the present size
-    (`now`) or the floor.
-    """
+def candidates(throughput: ThroughputSet, now: int, floor: int = 0) -> list[tuple[int, float]]:
+    """(size, FLOP/s) of candidate sizes in order, with rates as in `rate_at`. A size without a
+    higher rate than a smaller one is left out, unless it is the present size (`now`) or the
+    floor."""
     found: list[tuple[int, float]] = []
     best = 0.0
     for size, rate in sorted(zip(throughput.sizes, throughput.rates_flops, strict=True)):

@@ -30,10 +30,8 @@ def megatron_model(train: Train) -> MegatronModel:
 
 
 def speed(train: Train | Loop, num_slots: int) -> float:
-    """Speed of `num_slots` slots relative to one; 0: there is no layout.
-
-    Data-parallel only: an iteration takes ceil(micro-batches / slots) times one micro-batch.
-    """
+    """Speed of `num_slots` slots relative to one; 0: there is no layout. Data-parallel only: an
+    iteration takes ceil(micro-batches / slots) times one micro-batch."""
     if train.parallel.is_plain:
         num = train.num_micro_batches
         return num / -(-num // num_slots)
@@ -42,9 +40,7 @@ def speed(train: Train | Loop, num_slots: int) -> float:
 
 def layout_of(train: Train | Loop, num_slots: int) -> Axes | None:
     """The fastest permitted layout of exactly `num_slots` slots; of equals, the first in the spec.
-
-    None: there is none, or the task is data-parallel only.
-    """
+    None: there is none, or the task is data-parallel only."""
     return None if train.parallel.is_plain else _fastest(train, num_slots)[1]
 
 

@@ -54,10 +54,8 @@ MTBF_S_MIN = 1.0
 
 # --- MTBF ---
 def observe_time(state: ClusterState, record: Record) -> None:
-    """Fold, before the record's time is set: add the slot time since the last record.
-
-    Not at EpochStarted: there was no leader before it.
-    """
+    """Fold, before the record's time is set: add the slot time since the last record. Not at
+    EpochStarted: there was no leader before it."""
     if not isinstance(record.body, EpochStarted):
         state.observed_slot_s += state.num_running * max(record.at_s - state.at_s, 0.0)
     update_mtbf(state)
@@ -136,10 +134,7 @@ def transition_began(state: ClusterState, task: Task) -> None:
 
 def command_stopped(state: ClusterState, task: Task) -> None:
     """Fold: the last process of a command ended. If it logged iterations, the transition began at
-    the last one.
-
-    A command without slots waits for others: that is no transition.
-    """
+    the last one. A command without slots waits for others: that is no transition."""
     logged = task.logged
     if not task.target or logged is None:
         task.transition = None
@@ -210,9 +205,8 @@ def _keep(state: ClusterState, task: Task, standing: OngoingTransition, size: in
             "reshape" if _is_reshaped(standing, task) else
             "same" if size == before else "shrink" if size < before else "grow")
     if not standing.void:
-        task.downtime_s[kind] = [*task.downtime_s.get(kind, ()), standing.downtime_s][
-            -NUM_DOWNTIMES_MAX:
-        ]
+        task.downtime_s[kind] = [*task.downtime_s.get(kind, ()),
+                                 standing.downtime_s][-NUM_DOWNTIMES_MAX:]
 
 
 def _is_reshaped(standing: OngoingTransition, task: Task) -> bool:

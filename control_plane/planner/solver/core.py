@@ -19,10 +19,8 @@ _LEVELS_NUM_MAX = 8
 
 
 class CoreProblem(Struct, frozen=True, kw_only=True):
-    """The candidates with a loss of at most `budget`, in the open rows: those with two or more.
-
-    A state is the number of slots left, less the slots of the picks of the remaining rows.
-    """
+    """The candidates with a loss of at most `budget`, in the open rows: those with two or more. A
+    state is the number of slots left, less the slots of the picks of the remaining rows."""
 
     picks: Ints
     """The relaxed choice by row, all rows included: the candidate with loss 0."""
@@ -114,11 +112,9 @@ class Core(Protocol):
         ...
 
     def second(self, vector: Ints) -> Ints | None:
-        """The best vector except the optimum `vector`; None if none is within the budget.
-
-        It is searched by the first row that differs: the rows before it equal `vector`, the rows
-        after it are optimal.
-        """
+        """The best vector except the optimum `vector`; None if none is within the budget. It is
+        searched by the first row that differs: the rows before it equal `vector`, the rows after it
+        are optimal."""
         ...
 
 

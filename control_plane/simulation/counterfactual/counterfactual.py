@@ -64,8 +64,7 @@ class Recording(NamedTuple):
     def events(self) -> list[AnyEvent]:
         """Events within the horizon, by time; the n-th that can cause a loss is `losses[n]` of
         each run."""
-        return [one for one in self.faults.events
-                if self.began_s < one.at_s <= self.end_s]
+        return [one for one in self.faults.events if self.began_s < one.at_s <= self.end_s]
 
 
 class Choice(Struct, frozen=True, kw_only=True):
@@ -95,10 +94,8 @@ def _plain(value: Any) -> str:
 
 
 def read(records: Callable[[], Iterable[Record]], source: str) -> Recording:
-    """Read a log twice: first verify every decision, then measure.
-
-    Raises UsageError if the log does not verify, or has nothing to compare.
-    """
+    """Read a log twice: first verify every decision, then measure. Raises UsageError if the log
+    does not verify, or has nothing to compare."""
     reader, specs, tables = FaultReader(), dict[int, JobSpec](), dict[int, ThroughputSet]()
 
     def watch(state: ClusterState, record: Record) -> None:
@@ -126,7 +123,7 @@ def read(records: Callable[[], Iterable[Record]], source: str) -> Recording:
 def _played(outcome: Outcome, earnings: AttributedWaf, account: Accounting, names: dict[int, str]
             ) -> RunResult:
     return RunResult(outcome, earnings,
-                  {names[number]: flop for number, flop in earnings.by_task.items()},
+                  {names[number]: flop for number, flop in earnings.flop_of.items()},
                   {names[number]: job.done_flop - job.began_flop
                    for number, job in account.jobs.items()})
 

@@ -78,11 +78,8 @@ class StartState(NamedTuple):
 
 
 class LogAccounting:
-    """Folds a log record by record and accounts for its tasks.
-
-    `tables`: the throughput by task for the whole log. The horizon starts at `begin_s`, by default
-    when all tasks with slots train.
-    """
+    """Folds a log record by record and accounts for its tasks. `tables`: the throughput by task for
+    the whole log. The horizon starts at `begin_s`, by default when all tasks with slots train."""
 
     def __init__(self, faults: RecordedFaults, tables: Mapping[int, d.ThroughputSet],
                  earnings: WafAccount, begin_s: float | None = None) -> None:

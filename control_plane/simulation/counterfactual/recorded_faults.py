@@ -25,9 +25,7 @@ REQUESTS = (r.TaskCancelRequested, r.TaskWeightSet, r.HealingFrozen, r.HealingRe
 
 class ProcessLoss(NamedTuple):
     """Processes that ended or stalled at `at_s`: one, or all of a node. Record `seq` reports it.
-
-    `generation`: of a failed collective, whose process lives.
-    """
+    `generation`: of a failed collective, whose process lives."""
 
     at_s: float
     seq: int

@@ -47,10 +47,8 @@ class RunInfo(Struct, frozen=True, kw_only=True):
 
 class Policy(Struct, frozen=True, kw_only=True):
     """`heals`: members continue in memory; otherwise all processes of a task restart together.
-
-    `escalates`: nodes are quarantined and tasks fail according to the limits.
-    `decides` makes the `decide` of one run. `by_params`: it needs the parameters of each task.
-    """
+    `escalates`: nodes are quarantined and tasks fail according to the limits. `decides` makes the
+    `decide` of one run. `by_params`: it needs the parameters of each task."""
 
     what: str
     heals: bool

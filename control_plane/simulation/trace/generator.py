@@ -85,10 +85,8 @@ OFFENDERS = {
 
 class Bursts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Several nodes fail together; they are neighbours in the cluster's list (a rack, a switch).
-
     One burst per `every_h` hours on average in the whole cluster, or `count` over the horizon.
-    `sizes`: number of nodes, and the share of such bursts.
-    """
+    `sizes`: number of nodes, and the share of such bursts."""
 
     sizes: dict[int, float]
     every_h: float | None = None
@@ -209,10 +207,8 @@ def _check_shares(shares: dict[str, float] | dict[int, float], at: str) -> None:
 
 def draw(drawn: Drawn, nodes: Sequence[str], num_slots: int, horizon_s: float
          ) -> list[ExternalEvent]:
-    """All events of these nodes until the horizon, by time; a node has `num_slots` slots.
-
-    Raises SpecError.
-    """
+    """All events of these nodes until the horizon, by time; a node has `num_slots` slots. Raises
+    SpecError."""
     check(drawn, len(nodes), num_slots, horizon_s)
     faults = [*_bursts(drawn, len(nodes), horizon_s)]
     faults += (_counted(drawn, horizon_s) if drawn.count is not None else
