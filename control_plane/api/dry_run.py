@@ -38,8 +38,7 @@ from .requests import Refusal
 MORE_NUM_MAX = 100_000
 """The most slots that a dry run may add."""
 LIFTED_WORK_NUM_MAX = 1 << 28
-"""Limit of states times candidates of one plan under limits, about 0.5 s. Up to eight such plans
-are made."""
+"""Limit of states times candidates of a plan under limits: 0.5 s. Up to eight are made."""
 _NODE_SLOTS_NUM = 8
 """Slots of an added node if the cluster has no node."""
 
@@ -230,8 +229,7 @@ def _add_nodes(state: ClusterState, num: int) -> t.Body:
 # --- the result ---
 def _result(old: ClusterState, state: ClusterState, problem: PlanProblem,
            plans: Sequence[PlanChosen], first: Mapping[int, TaskDemand]) -> DryRunResult:
-    """`problem`: that of the last of `plans`. `first`: by task, its demand in the first plan that
-    included it."""
+    """`problem`: of the last plan. `first`: by task, its demand in the first plan that has it."""
     plan = plans[-1] if plans else old.plan if live_tasks(state) else None
     plan = _with_explanations(plan, problem) if plan is not None else None
     given = {x.task: x.slots for x in plan.allocations} if plan is not None else {}

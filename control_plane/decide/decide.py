@@ -34,8 +34,7 @@ _PROGRESS = (r.TaskProgressed, IterationsLogged)
 
 
 def decide(state: ClusterState, record: Record) -> Iterator[t.Body]:
-    """The decisions that follow from the folded report `record`. The caller folds each body before
-    it takes the next one."""
+    """The decisions after the folded report. The caller folds each before it takes the next one."""
     yield from decisions(state, record, plan)
     for name in list(state.to_price):
         yield straggler_cost.node_cost(state, name)

@@ -94,8 +94,7 @@ def order_members(axes: Axes, ranks: Sequence[Rank], *, apart: bool = False) -> 
 
 
 def _kept_positions(axes: Axes, parts: dict[Slot, Coordinates], *, same: bool) -> dict[int, Slot]:
-    """By position: the slot that has its part already, in the fullest replicas. `same`: dp is
-    unchanged."""
+    """By position: the slot that has its part, in the fullest replicas. `same`: dp is unchanged."""
     replicas: dict[int, dict[Slot, Coordinates]] = {}
     for slot, at in parts.items():
         replicas.setdefault(at.dp, {})[slot] = at

@@ -347,8 +347,7 @@ def add_evidence(incident: Incident | None, record: Record) -> None:
 
 
 def end_pause(state: ClusterState, task: Task) -> None:
-    """The task steps again: end the incident's pause, and save the values to restore if the next
-    attempt fails."""
+    """The task steps: end the pause; save the values to restore if the next attempt fails."""
     incident = state.incidents.get(task.incident)
     if incident is not None:
         if incident.down_since_s >= 0:

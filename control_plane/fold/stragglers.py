@@ -78,9 +78,8 @@ def _num_micro_batches(task: Task, number: int) -> int:
 
 
 def restart_stragglers(state: ClusterState, record: Record, task: Task) -> None:
-    """Restart persistent stragglers immediately; the others finish the iteration. If it repeats on
-    the same slot, the slot is disabled. Iterations do not reset this count, since a straggler makes
-    progress too."""
+    """Restart persistent stragglers; the others finish the iteration. A slot where it repeats is
+    disabled. Iterations do not reset this count, since a straggler makes progress too."""
     if not task.slow or task.phase != "training" or task.incident or task.ending or (
             len(task.living_members()) < len(task.members)):
         return

@@ -36,8 +36,7 @@ class Transition(Struct, kw_only=True):
     lost: int
     """Iterations that a member had finished and that are repeated."""
     newcomers: tuple[Reconfigured, ...]
-    """The first Reconfigured of each new member since the last Resume; none in the task's first
-    generation."""
+    """The first Reconfigured of each new member since the last Resume; none in generation 1."""
 
 
 class TaskTransitions(Struct):

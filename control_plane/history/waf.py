@@ -43,7 +43,7 @@ class Waf(Struct, frozen=True, kw_only=True):
 
 def over_time(work: Sequence[Work], plans: Sequence[Planned], *, from_s: float, to_s: float,
               num_buckets: int) -> Waf:
-    """WAF in equal buckets. `plans` as steps; 0 before the first one. Raises ValueError on no
+    """WAF in equal buckets; `plans` are steps, 0 before the first. Raises ValueError on no
     buckets."""
     if num_buckets < 1:
         raise ValueError("at least one bucket")

@@ -39,8 +39,7 @@ class Hang(Struct, frozen=True, kw_only=True):
     """The cause (`slow`: it passes progress marks). `silent`: ranks on unreachable nodes;
     `network`: all stalled ranks; `unknown`: all in their own work."""
     since_s: float
-    """When the first of these passed its last progress mark; `silent`: the first of those that wait
-    for them."""
+    """When the first of them, or of those that wait for `silent` ranks, last made progress."""
     due_s: float
     """When the stall is long enough to act upon."""
     why: str

@@ -18,8 +18,7 @@ NUM_STOPS_MAX = 3
 
 
 def open_incidents(state: ClusterState, task: Task) -> Iterator[Body]:
-    """Open or escalate incidents for the task's faults, lost nodes and processes that cannot be
-    stopped."""
+    """Open or escalate incidents for faults, lost nodes and processes that cannot be stopped."""
     if task.faults:
         yield from _from_faults(state, task)
     for loss in lost_nodes(state, task):
@@ -91,8 +90,7 @@ def network_incident(state: ClusterState, task: Task) -> Iterator[Body]:
 
 
 def close_incident(state: ClusterState, task: Task) -> Iterator[Body]:
-    """Close the incident when the task steps with its whole target: healed, or set back if it lost
-    iterations."""
+    """Close the incident when the task steps with its whole target: healed, or set back."""
     incident = state.incidents.get(task.incident)
     if incident is None or incident.down_since_s >= 0 or task.ending or not task.target:
         return

@@ -15,8 +15,7 @@ from .severity import TABLE
 
 COUNTING_STATUSES = frozenset((*(status for status, own in TABLE.items() if own == "SEV1"),
                                TASK_HANG))
-"""SEV1 statuses that count against a node: device errors, lost connection, and a process that could
-not be stopped."""
+"""SEV1 statuses that count: device errors, lost connection, a process that cannot be stopped."""
 UNUSUAL_SHARE_MAX = 0.05
 """Significance level: by chance, some node has that many faults less often than this (Poisson tail
 at the mean of the other nodes, times the number of nodes)."""
@@ -42,8 +41,7 @@ def count_fault(state: ClusterState, *, incident: int, node: str, status: str, w
 
 
 def is_due(state: ClusterState, node: Node) -> bool:
-    """Whether the node has enough faults for a quarantine, one of them after the last
-    quarantine."""
+    """Whether the node has enough faults for a quarantine, one of them after the last one."""
     if node.quarantine is not None or not any(one.fresh for one in node.node_faults):
         return False
     if len(node.node_faults) < state.policy.quarantine_faults:

@@ -81,8 +81,7 @@ _BY_WORD = {**{status.lower(): status for status in TABLE}, "usageerror": WRONG_
 
 
 def row_of(word: str) -> str:
-    """The row of the table for text written by hand (`Lost connection`, `ECC error`); empty:
-    none."""
+    """The row for text written by hand (`Lost connection`, `ECC error`); empty: none."""
     plain = word.strip().lower().replace("_", " ")
     if plain == "usageerror":  # Python's name, not the table's
         return ""
@@ -95,8 +94,8 @@ def status_of(error: str) -> str:
 
 
 def classified_status(classified: str, else_: str) -> str:
-    """The status of a worker's classifier, if it is a row of the table. The rank alone reports
-    errors of the job spec."""
+    """The classifier's status if it is in the table. Errors of the spec come from the rank
+    alone."""
     return classified if classified in TABLE and else_ != WRONG_INPUT else else_
 
 

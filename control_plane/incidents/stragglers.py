@@ -11,15 +11,13 @@ from statistics import median
 from ..state.task import Rank, StepTime, Straggler, Task
 
 SLOW_RATIO = 1.1
-"""Smaller ratios of own work or iteration time are normal variation: the Unicron paper's threshold
-(our reading)."""
+"""Smaller ratios are normal variation: the Unicron paper's threshold (our reading)."""
 FAULT_RATIO = 3.0
 """A larger delay of iterations by one rank is a fault."""
 RATIO_MAX = 1e6
 """Limit of a reported ratio."""
 CONFIRMED_SHARE = 0.8
-"""Share of the straggler's iteration time that a peer's must reach to confirm it: the peer
-waits."""
+"""Share of the straggler's iteration time that a waiting peer must reach to confirm it."""
 NUM_PEERS_MIN = 7
 """Peers with as many micro-batches that a comparison needs: the others of an 8-slot node."""
 MOST_SHARE = 0.9
@@ -57,9 +55,8 @@ def slow_ranks(task: Task, at_s: float) -> dict[int, Straggler]:
 
 
 def _last_to_arrive(task: Task, found: dict[int, tuple[float, float]]) -> dict[int, float]:
-    """Of the slow ranks, those that arrive last, with the ratio of iteration times. The rank with
-    the longest work, and those about as slow. Other slow ranks arrive earlier and delay nothing
-    now."""
+    """The slow ranks that arrive last: that with the longest work, and those about as slow. Other
+    slow ranks arrive earlier and delay nothing now."""
     late = sorted(found, key=lambda number: (-task.step_times[number].own_s, number))
     for num in range(1, len(late)):
         times = _held_up(task.step_times[late[0]], task.step_times[late[num]].own_s)
@@ -69,8 +66,7 @@ def _last_to_arrive(task: Task, found: dict[int, tuple[float, float]]) -> dict[i
 
 
 def _beside_itself(pace: StepTime, others: list[StepTime]) -> tuple[float, float]:
-    """Own work and iteration time relative to the rank's past. Growth that the others share is not
-    counted."""
+    """Own work and iteration time relative to the rank's past, less growth that all share."""
     known = [_grown(other) for other in others if _is_comparable(other)]
     if not _may_be_slow(pace) or not known:
         return 1.0, 1.0

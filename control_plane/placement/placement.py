@@ -174,8 +174,7 @@ def _seats(task: Task, slots: Sequence[Slot]) -> tuple[Seat, ...]:
 
 
 def why_placed(task: Task, seats: Sequence[Seat], slots: Sequence[Slot], where: Where) -> str:
-    """Explain the placement: the cost of losing a node, and why all seats are on one node or
-    rack."""
+    """Explain the placement: the cost of losing a node, why all seats are on one node or rack."""
     nodes = sorted({seat.slot.node for seat in seats})
     if not task.heals_in_memory or len(nodes) > 1:
         text = (f"{len(seats)} seat{'s' * (len(seats) > 1)} on {' '.join(nodes)}"

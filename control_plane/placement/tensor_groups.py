@@ -140,8 +140,7 @@ def ranked(slots: Sequence[Slot], *sizes: int) -> list[Slot]:
 
 
 def num_split(seats: Sequence[Seat], each: int) -> int:
-    """Number of groups of `each` ranks that are split across nodes; incomplete groups do not
-    count."""
+    """Number of groups of `each` ranks that are split across nodes, incomplete ones excluded."""
     nodes = [seat.slot.node for seat in sorted(seats)]
     return sum(len(set(nodes[at:at + each])) > 1
                for at in range(0, len(nodes) // each * each, each))

@@ -46,8 +46,7 @@ def num_elsewhere(task: Task, count: int) -> int:
 
 def spread(movable: Sequence[Task], taken: Taken, room: FreeSlots,
            where: Mapping[str, Labels]) -> None:
-    """Change `taken` so that the constraint holds for as many movable tasks as possible, with few
-    moves."""
+    """Change `taken` so that the constraint holds for most movable tasks, with few moves."""
     one_rack = [task.id for task in movable if num_elsewhere(task, len(taken[task.id])) == 1
                 and len({domain(slot.node, where) for slot in taken[task.id]}) == 1]
     if not one_rack:
@@ -66,8 +65,8 @@ LOOK_NUM_MAX = 1024
 
 
 class _Step(Struct, frozen=True, order=True):
-    """A step of a path: the cost to reach a node, the task whose seat moves, and from where ("":
-    the first)."""
+    """A step of a path: the cost of reaching a node, the task that moves, from where ("":
+    first)."""
 
     cost: int
     task: int
@@ -224,9 +223,8 @@ def _kept(task: Task) -> Iterator[Slot]:
 
 
 class Search:
-    """The cheapest path for one task: Dijkstra over nodes. A seat of a task that has left its node
-    is offered to all nodes together, at one cost for most. Nodes with a cheaper offer are
-    skipped."""
+    """The cheapest path for one task: Dijkstra over nodes. A seat that has left its node is offered
+    to all nodes together, at one cost for most. Nodes with a cheaper offer are skipped."""
 
     def __init__(self, board: SeatMoves, first: int, own: int) -> None:
         self._board, self._first, self._own = board, first, own

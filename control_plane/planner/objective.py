@@ -97,8 +97,7 @@ class Objective(Struct, frozen=True, kw_only=True):
     """The second term."""
     starts: Ints
     marginal_flop: Floats | None = None
-    """With alpha: T U'(T) D_running. A rate higher by a small share gains that share of it. None
-    without alpha."""
+    """With alpha: T U'(T) D_running, the gain per relative gain in rate; else None."""
 
     def most(self) -> list[float]:
         """By task: an upper bound of |G|."""
@@ -203,8 +202,7 @@ def utility(rates: Floats, alpha: float) -> Floats:
 
 
 def marginal(rates: Floats, alpha: float) -> Floats:
-    """T U'(T) = T^(1 - alpha): a rate higher by a small share gains that share of it. 0 for a rate
-    of 0."""
+    """T U'(T) = T^(1 - alpha), the gain per relative gain in rate. 0 for a rate of 0."""
     known = np.where(rates > 0, rates, 1.0)
     found = (np.sqrt(known) if alpha == 0.5 else np.ones_like(known) if alpha == 1.0
              else 1.0 / known if alpha == 2.0 else known)

@@ -117,8 +117,7 @@ def _is_too_large(problem: PlanProblem) -> bool:
 
 def _limited(after: PlanProblem, rows: Candidates, plan: Plan,
              options: Mapping[int, Sequence[tuple[int, int]]]) -> dict[int, Price]:
-    """`prices` under limits, by one search for each size. A task that no weight can run has none.
-    """
+    """`prices` under limits, by a search for each size. A task that no weight can run has none."""
     limits, left, found = after.limits, LIMITED_WORK_NUM_MAX, dict[int, Price]()
     assert limits is not None
     for i, sizes in options.items():

@@ -80,8 +80,7 @@ def solve(problem: PlanProblem) -> Plan:
 
 
 def allowed_candidates(problem: PlanProblem) -> Candidates:
-    """The objective of each task and size, 0 included, that the floors allow; integers of one
-    scale."""
+    """The objective of each task and size, 0 included, that the floors allow, in integers."""
     every = all_rows(problem)[0]
     if not constraints.has_floors(problem):
         return every

@@ -31,7 +31,7 @@ class PlanningSnapshot(Struct, frozen=True, kw_only=True):
     problem: PlanProblem
     """Its demands are those of the tasks that the plan may change, by id."""
     slots: tuple[Slot, ...]
-    """Slots that the plan may allocate, in the order of `usable_slots`; `problem.num_slots`."""
+    """Slots that the plan may allocate, in order; `problem.num_slots` of them."""
     all_demands: tuple[TaskDemand, ...]
     """Of each live task that is not ending, also of tasks that the plan does not change."""
     num_slots_all: int

@@ -114,8 +114,7 @@ REPORTED: dict[tuple[str, str], float] = {
     ("trace-a", "megatron"): 1.2, ("trace-b", "megatron"): 1.9, ("trace-a", "oobleck"): 3.7,
     ("trace-b", "oobleck"): 3.8, ("trace-a", "varuna"): 4.8, ("trace-b", "varuna"): 5.8,
     ("trace-a", "bamboo"): 4.6, ("trace-b", "bamboo"): 4.8}
-"""Ratio of accumulated WAF, Unicron over the system, as the paper reports. Bamboo's two values are
-from memory."""
+"""Accumulated WAF of Unicron over the system's, as reported; Bamboo's are from memory."""
 
 
 class EvaluationRun(NamedTuple):

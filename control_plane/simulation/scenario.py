@@ -249,8 +249,8 @@ def policy(scenario: Scenario, name: str) -> Policy:
 
 def limits(chosen: Policy, given: dict[Any, Any], iteration_s: float,
            usual: Limits | None = None) -> Limits:
-    """The limits of a run: `usual`, then long enough for the steps of the policy, then `given`.
-    Raises SpecError."""
+    """The limits of a run: `usual`, extended for the policy's steps, then `given`. Raises
+    SpecError."""
     costs, usual = chosen.costs, usual or Limits()
     longest_s = 10 * (costs.start_s + costs.quiesce_s + costs.regroup_s + iteration_s)
     bounds = {name: max(getattr(usual, name), min(longest_s, BOUNDS[name][1])) for name in (

@@ -77,8 +77,7 @@ class Stall(Struct, frozen=True, kw_only=True):
 
 
 class SlowIteration(Struct, frozen=True, kw_only=True):
-    """A slow iteration: a member passes progress marks, but its iteration does not end (the last
-    StepTimeChanged)."""
+    """A member passes progress marks, but its iteration does not end (last StepTimeChanged)."""
 
     iteration: int
     own_s: float
@@ -135,8 +134,7 @@ RankState = Literal["ordered", "started", "ready", "member", "finished"]
 
 
 class HeldState(Struct, frozen=True, kw_only=True):
-    """The part of a task's state that a process holds: that of one position of a generation's
-    layout."""
+    """The part of a task's state that a process holds: one position of a generation's layout."""
 
     generation: int
     axes: Axes
@@ -232,14 +230,12 @@ class Task(Struct, kw_only=True):
     """T(t, x) by the spec's `model`, computed before the submission."""
     ranks: dict[int, Rank] = field(default_factory=dict[int, Rank])
     orphans: list[Rank] = field(default_factory=list[Rank])
-    """Orphaned processes: given up, end not confirmed. They are stopped when their node is
-    reachable again."""
+    """Orphaned processes, to be stopped when their node is reachable again."""
     attempts: dict[int, int] = field(default_factory=dict[int, int])
     restarts: dict[int, int] = field(default_factory=dict[int, int])
     """Faults by rank since it last made progress."""
     disabled_slots: dict[int, Slot] = field(default_factory=dict[int, Slot])
-    """By rank: the slot disabled for its faults. Progress on another slot confirms that the slot
-    was the cause."""
+    """By rank: the slot disabled for its faults. Progress on another slot confirms the cause."""
     repeated_failure: RepeatedFailure | None = None
     reattempts: int = 0
     declined: str = ""
@@ -345,8 +341,7 @@ class Task(Struct, kw_only=True):
 
     @property
     def heals_in_memory(self) -> bool:
-        """Whether its processes recover in memory as members of a generation; otherwise all restart
-        together."""
+        """Whether its processes recover in memory; otherwise all restart together."""
         return self.spec.training is not None and not self.declined
 
     def member(self, number: int) -> Rank | None:

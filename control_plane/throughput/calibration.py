@@ -34,9 +34,8 @@ def keep_times(state: ClusterState, task: Task, body: TaskProgressed) -> None:
 
 
 def keep_logged(state: ClusterState, task: Task, body: IterationsLogged) -> None:
-    """Fold: store the iteration times in a command's log. A report is the mean of several
-    iterations and counts as one time for each, up to a third of a measurement. So one outlier does
-    not decide."""
+    """Fold: store the iteration times in a command's log. A report is a mean of iterations and
+    counts for each, up to a third of a measurement, so that one outlier does not decide."""
     logged = task.logged
     if logged is None or not _counts(state, task) or not batch_counts(task):
         return
@@ -78,9 +77,9 @@ def forget_times(state: ClusterState, task: Task, num: int) -> None:
 
 
 def calibrate(state: ClusterState, task: Task) -> Iterator[Body]:
-    """Yield a new table if the measured rate differs enough from the table in use. The FLOP/s of
-    one slot, from the first measured task, updates all modelled tables. In the same state a second
-    call yields nothing."""
+    """Yield a new table if the measured rate differs enough from the one in use. The FLOP/s of a
+    slot, from the first measured task, updates all modelled tables. A second call yields
+    nothing."""
     size, table, rates = num_slots(task), task.throughput, measured(state, task)
     if table is None or task.ending or size not in rates or size not in table.sizes:
         return
@@ -106,9 +105,8 @@ def measured(state: ClusterState, task: Task) -> dict[int, float]:
 
 
 def learn_slot(state: ClusterState, task: Task, table: ThroughputSet) -> None:
-    """Fold: set the FLOP/s of one slot from the smallest measured size of a table. The first
-    measured task sets it until it ends. A task with its own model does not: its shape is not
-    proportional to slots."""
+    """Fold: set the FLOP/s of one slot from the smallest measured size. The first measured task
+    sets it until it ends; not a task with a model of its own, whose shape is not proportional."""
     known = dict(zip(table.sizes, table.rates_flops, strict=False))
     sizes = [size for size in measured(state, task) if size in known]
     source = state.tasks.get(state.slot_flops_of)

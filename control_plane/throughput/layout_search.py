@@ -146,8 +146,7 @@ def modelled(model: MegatronModel, num_gpus: int) -> Modelled:
 
 
 def describe(model: MegatronModel, best: Best, free: Best) -> str:
-    """Describe the layout and what limits it. `free`: the best layout with ROOMY_TIMES the
-    memory."""
+    """Describe the layout and what limits it. `free`: the best with AMPLE_TIMES the memory."""
     used = memory(model, best.layout).total / _GIB_BYTES
     text = f"{best.layout.told()}; {used:.1f} of {capacity(model) / _GIB_BYTES:.1f} GiB"
     if free.rate_flops > best.rate_flops * GAIN_RATIO_MIN:

@@ -57,8 +57,7 @@ def memory(model: MegatronModel, layout: Layout) -> Memory:
 
 def rank_parameters(model: MegatronModel, layout: Layout, num_embeddings: int) -> tuple[float,
                                                                                         float]:
-    """(without experts, experts): parameters per GPU of a stage with `num_embeddings` embedding
-    matrices."""
+    """(without experts, experts): parameters per GPU of a stage with so many embeddings."""
     has = parameters(model)
     layers = model.num_layers / layout.pp
     shared = (has.shared_layer * layers + has.embedding * num_embeddings) / layout.tp
@@ -106,8 +105,7 @@ def _activations(model: MegatronModel, layout: Layout, *, first: bool, last: boo
 
 
 def in_flight(model: MegatronModel, layout: Layout, *, first: bool) -> float:
-    """Micro-batches whose activations a stage holds at the same time; more with chunks (equation
-    4)."""
+    """Micro-batches whose activations a stage holds at once; more with chunks (equation 4)."""
     if not first:
         return 1.0
     most = layout.pp + (layout.pp - 1) / layout.chunks if layout.chunks > 1 else layout.pp

@@ -203,8 +203,7 @@ def _experts_s(model: MegatronModel, layout: Layout, kind: GpuKind, is_: Constan
 
 def _head_s(model: MegatronModel, layout: Layout, kind: GpuKind,
             is_: Constants) -> tuple[float, float]:
-    """Logits and loss: (arithmetic, elements). The last stage has them in addition to its
-    layers."""
+    """Logits and loss on the last stage, beside its layers: (arithmetic, elements)."""
     share = layout.micro / (layout.tp * layout.cp)
     products_s = 3 * head_flops(model) * share / (kind.peak_flops * is_.gemm_share)
     size = LOGIT_BYTES * model.sequence * share * model.vocabulary

@@ -80,8 +80,7 @@ def layout(modelled: Modelled | None, size: int) -> str:
 
 
 def axes(spec: JobSpec, modelled: Modelled | None, size: int) -> Axes | None:
-    """The layout on `size` slots as numbers; None without a model and for data-parallel
-    training."""
+    """The layout on `size` slots; None without a model and for data-parallel training."""
     if spec.training is not None:
         return layout_within(spec.training, size)
     at = bisect_right(modelled.sizes, size) if modelled is not None else 0
@@ -113,9 +112,8 @@ def rate_at(throughput: ThroughputSet | None, size: int) -> float:
 
 
 def candidates(throughput: ThroughputSet, now: int, floor: int = 0) -> list[tuple[int, float]]:
-    """(size, FLOP/s) of candidate sizes in order, with rates as in `rate_at`. A size without a
-    higher rate than a smaller one is left out, unless it is the present size (`now`) or the
-    floor."""
+    """(size, FLOP/s) of candidate sizes in order, with rates as in `rate_at`. A size that is not
+    faster than a smaller one is left out, except the present size (`now`) and the floor."""
     found: list[tuple[int, float]] = []
     best = 0.0
     for size, rate in sorted(zip(throughput.sizes, throughput.rates_flops, strict=True)):

@@ -46,8 +46,7 @@ def layout_of(train: Train | Loop, num_slots: int) -> Axes | None:
 
 @lru_cache(maxsize=_SPEEDS_NUM)
 def layout_within(train: Train | Loop, num_slots: int) -> Axes | None:
-    """The fastest permitted layout of at most `num_slots` slots; of equals, one with the fewest
-    slots."""
+    """The fastest permitted layout of at most `num_slots` slots; of equals, the smallest."""
     if train.parallel.is_plain:
         return None
     best = max(range(num_slots + 1), key=lambda num: (_fastest(train, num)[0], -num))

@@ -67,8 +67,7 @@ def was_injected(harmed_s: float, at_s: float) -> bool:
 
 
 def is_fault(state: ClusterState, task: Task, incident: Incident) -> bool:
-    """Whether an incident that is being opened counts as a fault; the task's faults are not cleared
-    yet."""
+    """Whether an incident counts as a fault, while it is opened (the task still has its faults)."""
     nodes = [state.nodes.get(rank.slot.node) for rank in task.ranks.values()]
     harmed = [rank.fault_injected_s for rank in task.ranks.values()]
     harmed += [node.fault_injected_s for node in nodes if node is not None]
@@ -118,8 +117,7 @@ def num_slots(task: Task) -> int:
 
 
 def transition_began(state: ClusterState, task: Task) -> None:
-    """Fold: the task stalls, counted from its last reported iteration, unless a stall is in
-    progress."""
+    """Fold: the task stalls, from its last reported iteration on, unless it stalls already."""
     if not task.heals_in_memory:
         return
     size = len(task.members)
@@ -215,8 +213,7 @@ def _is_reshaped(standing: OngoingTransition, task: Task) -> bool:
 
 
 def _iteration_s(task: Task, size: int) -> float:
-    """Undisturbed iteration time at `size` members, from the nearest measured size; 0: none
-    measured."""
+    """Undisturbed iteration time at `size` members, by the nearest measured size; 0: none."""
     if not task.times_s or not size:
         return 0.0
     near = min(sorted(task.times_s), key=lambda known: abs(known - size))

@@ -16,8 +16,7 @@ SlotsAndGain = tuple[tuple[int, ...], int]
 
 class Candidates(Struct, frozen=True, kw_only=True):
     """Row r has the candidates starts[r]..starts[r + 1] of `sizes` and `gains`; at least one. Sizes
-    are distinct, 0 or more, and ascend within a row. The sum over rows of the largest |gain| is
-    below 2^53."""
+    are distinct, 0 or more, ascending. The sum over rows of the largest |gain| is below 2^53."""
 
     sizes: Ints
     gains: Ints

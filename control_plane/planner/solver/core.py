@@ -113,8 +113,8 @@ class Core(Protocol):
 
     def second(self, vector: Ints) -> Ints | None:
         """The best vector except the optimum `vector`; None if none is within the budget. It is
-        searched by the first row that differs: the rows before it equal `vector`, the rows after it
-        are optimal."""
+        found by the first row that differs: rows before it equal `vector`, rows after it are
+        optimal."""
         ...
 
 

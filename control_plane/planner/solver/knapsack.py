@@ -99,8 +99,7 @@ class Solution(Struct, frozen=True, kw_only=True):
                    relaxed=relaxed, vector=vector, gain=rows.sums(vector)[0])
 
     def next_best(self, work_num_max: int | None = None) -> SlotsAndGain | None:
-        """The best vector except the optimum; None if there is none, or if the search would exceed
-        `work_num_max`."""
+        """The best vector except the optimum; None: there is none, or not within the work."""
         if not self.rows.num:
             return None
         rows, relaxed = self.rows, self.relaxed
@@ -156,8 +155,8 @@ class Solution(Struct, frozen=True, kw_only=True):
         return at, with_, sums[np.arange(len(at)), with_]
 
     def _likely(self, vector: Ints, row_of: Ints) -> Ints:
-        """Likely candidates outside `vector`: the neighbours of those in it, and those with the
-        least loss."""
+        """Likely candidates outside `vector`: neighbours of its own, and those with the least
+        loss."""
         losses = self.relaxed.losses
         beside = np.zeros(len(row_of), dtype=np.bool_)
         for step in (-1, 1):

@@ -62,8 +62,7 @@ class Recording(NamedTuple):
 
     @property
     def events(self) -> list[AnyEvent]:
-        """Events within the horizon, by time; the n-th that can cause a loss is `losses[n]` of
-        each run."""
+        """Events within the horizon, by time; the n-th that can cause a loss is `losses[n]`."""
         return [one for one in self.faults.events if self.began_s < one.at_s <= self.end_s]
 
 

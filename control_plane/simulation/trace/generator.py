@@ -207,8 +207,7 @@ def _check_shares(shares: dict[str, float] | dict[int, float], at: str) -> None:
 
 def draw(drawn: Drawn, nodes: Sequence[str], num_slots: int, horizon_s: float
          ) -> list[ExternalEvent]:
-    """All events of these nodes until the horizon, by time; a node has `num_slots` slots. Raises
-    SpecError."""
+    """All events of nodes with `num_slots` slots until the horizon, by time. Raises SpecError."""
     check(drawn, len(nodes), num_slots, horizon_s)
     faults = [*_bursts(drawn, len(nodes), horizon_s)]
     faults += (_counted(drawn, horizon_s) if drawn.count is not None else
