@@ -78,7 +78,6 @@ class HttpApi:
         """Serialises computations, so that many requests do not slow the leader."""
 
     def app(self) -> web.Application:
-        """The aiohttp application."""
         app = web.Application(middlewares=[self._guard], client_max_size=BODY_BYTES_MAX)
         app.add_routes([
             web.get("/v1/health", self._health),

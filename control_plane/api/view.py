@@ -243,7 +243,8 @@ def _steps(task: Task) -> bool:
 def _rank(task: Task, rank: Rank) -> dict[str, Any]:
     return {"rank": rank.rank, "attempt": rank.attempt, "node": rank.slot.node,
             "slot": rank.slot.index, "pid": rank.pid, "log_path": rank.log_path,
-            "state": _rank_in_words(rank), "has_state": rank.has_state, "part": _part(task, rank)}
+            "state": "stopping" if rank.stopping else "stopped" if rank.is_stopped else rank.state,
+            "has_state": rank.has_state, "part": _part(task, rank)}
 
 
 def _part(task: Task, rank: Rank) -> str:
@@ -253,12 +254,6 @@ def _part(task: Task, rank: Rank) -> str:
         return ""
     return part_in_words(task.axes, position_of(task, rank),
                          sharded=training.parallel.optimizer != "whole")
-
-
-def _rank_in_words(rank: Rank) -> str:
-    if rank.stopping:
-        return "stopping"
-    return "stopped" if rank.is_stopped else rank.state
 
 
 def _plan(state: ClusterState) -> dict[str, Any] | None:

@@ -8,7 +8,6 @@ from ...events.records.orders import DropMemoryCheckpoints, SetCheckpointStores
 from ...events.records.types import Body, MemoryCheckpoint, StoreEndpoint
 from ..state.cluster import ClusterState
 from ..state.members import has_layouts
-from ..state.node import Node
 from ..state.task import Rank, Task
 
 NUM_STORES_MAX = 2
@@ -25,7 +24,7 @@ def checkpoint_stores(state: ClusterState, task: Task, first: str) -> tuple[Stor
     if train is None or not train.copy_every:
         return ()
     names = sorted(state.nodes)
-    usable = [name for name in names if _can_store(state.nodes[name])]
+    usable = [name for name in names if state.nodes[name].takes_tasks and state.nodes[name].keeper]
     now = [keeper.node for keeper in task.keepers]
     taken = {rank.slot.node for rank in task.ranks.values()}
     begin = names.index(first) if first in names else 0
@@ -73,7 +72,3 @@ def drop_checkpoints(state: ClusterState, task: Task) -> Iterator[Body]:
              if name in state.nodes and state.nodes[name].health != "left"]
     if task.outcome and there and not task.drop_order:
         yield DropMemoryCheckpoints(nodes=tuple(there), task=task.id)
-
-
-def _can_store(node: Node) -> bool:
-    return node.takes_tasks and bool(node.keeper)

@@ -42,7 +42,6 @@ def start_rank(state: ClusterState, task: Task, seat: Seat, port: int) -> StartR
 
 
 def stop_rank(task: Task, rank: Rank, grace_s: float, why: str) -> StopRank:
-    """The order that ends one process."""
     return StopRank(nodes=(rank.slot.node,), task=task.id, rank=rank.rank, attempt=rank.attempt,
                     grace_s=grace_s, why=why)
 

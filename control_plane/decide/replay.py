@@ -115,7 +115,6 @@ class _Check:
         self.verdict.log_hash = self._digest.hexdigest()
 
     def _batch(self, report: Record) -> None:
-        """One report and its decisions."""
         self._envelope(report)
         if isinstance(report.body, r.EpochStarted):
             self.verdict.num_epochs += 1

@@ -317,15 +317,11 @@ def _publish(state: ClusterState, task: Task) -> Iterator[Body]:
     for waiting in list(task.publishing.values()):
         node = state.nodes.get(waiting.node)
         gone = node is None or node.health in ("lost", "left") or node.replace
-        other = _healthy_node(state) if waiting.final and gone else ""
+        healthy = (name for name in sorted(state.nodes) if state.nodes[name].health == "healthy")
+        other = next(healthy, "") if waiting.final and gone else ""
         if other:
             yield PublishCheckpoint(nodes=(other,), task=task.id, output=output,
                                     generation=waiting.generation, path=waiting.path)
-
-
-def _healthy_node(state: ClusterState) -> str:
-    """The first healthy node; empty if there is none."""
-    return next((name for name in sorted(state.nodes) if state.nodes[name].health == "healthy"), "")
 
 
 def _finish(state: ClusterState, task: Task) -> Iterator[Body]:

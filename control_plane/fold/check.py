@@ -17,8 +17,8 @@ from ..state.cluster import (
     open_orders,
 )
 from ..state.members import outstanding
-from ..state.node import Node
-from ..state.task import Rank, Task
+from ..state.node import Node, Occupant
+from ..state.task import Task
 from .edits import task_of_deadline
 
 
@@ -77,7 +77,10 @@ def _task(state: ClusterState, task: Task) -> Iterator[str]:
     for number, rank in task.ranks.items():
         if number != rank.rank or task.attempts.get(number, 0) < rank.attempt:
             yield f"rank {number} is {rank.rank}, attempt {rank.attempt} of {task.attempts}"
-        yield from _on_its_slot(state, task, rank)
+        node = state.nodes.get(rank.slot.node)
+        there = node.occupants.get(rank.slot.index) if node is not None else None
+        if there != Occupant(task.id, rank.rank, rank.attempt):
+            yield f"rank {rank.rank} runs on {rank.slot}, where {there} is"
     if len(set(task.seats_at.values())) < len(task.target):
         yield f"two ranks have one slot: {task.target}"
     if task.heals_in_memory and task.phase in ("training", "quiescing", "reconfiguring") and not (
@@ -85,14 +88,6 @@ def _task(state: ClusterState, task: Task) -> Iterator[str]:
         yield f"{task.phase} without members"
     if task.phase == "ended" and (task.ranks or task.target or task.members or not task.outcome):
         yield f"ended ({task.outcome}), and it has {task.ranks or task.target or task.members}"
-
-
-def _on_its_slot(state: ClusterState, task: Task, rank: Rank) -> Iterator[str]:
-    node = state.nodes.get(rank.slot.node)
-    there = node.occupants.get(rank.slot.index) if node is not None else None
-    if there is None or (there.task, there.rank, there.attempt) != (
-            task.id, rank.rank, rank.attempt):
-        yield f"rank {rank.rank} runs on {rank.slot}, where {there} is"
 
 
 def _node(state: ClusterState, node: Node) -> Iterator[str]:

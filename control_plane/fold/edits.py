@@ -21,7 +21,7 @@ from ..state.incident import (
     Source,
 )
 from ..state.members import count_outstanding, has_settled, is_complete, is_unreachable, unanswered
-from ..state.node import Health, Node
+from ..state.node import Health, Node, Occupant
 from ..state.task import Phase, Rank, Task
 from ..throughput.transition_cost import (
     command_stopped,
@@ -56,7 +56,6 @@ def clear_deadline(state: ClusterState, deadline: str) -> None:
 
 
 def clear_phase_deadlines(state: ClusterState, task: Task) -> None:
-    """Clear the deadlines of the current generation."""
     for what in ("quiesce", "silent", "reconfigure", "evidence", "hang", "finish"):
         clear_deadline(state, f"{what}/{task.id}/{task.generation}")
 
@@ -148,11 +147,9 @@ def remove_process(state: ClusterState, task: Task, rank: Rank) -> None:
     """Remove a process that has exited, and free its slot."""
     forget_rank(state, task, rank)
     node = state.nodes.get(rank.slot.node)
-    if node is not None:
-        occupant = node.occupants.get(rank.slot.index)
-        if occupant is not None and (occupant.task, occupant.rank, occupant.attempt) == (
-                task.id, rank.rank, rank.attempt):
-            del node.occupants[rank.slot.index]
+    own = Occupant(task.id, rank.rank, rank.attempt)
+    if node is not None and node.occupants.get(rank.slot.index) == own:
+        del node.occupants[rank.slot.index]
     if find_rank(task, rank.rank, rank.attempt) is not None:
         del task.ranks[rank.rank]
         state.num_running -= 1

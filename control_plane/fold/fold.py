@@ -40,14 +40,10 @@ _PLANNED_BY = ("mtbf_gpu_s", "mtbf_faults", "transition_s", "reshape_s", "gain_m
 
 def fold(state: ClusterState, record: Record) -> None:
     """Apply one record to `state` in place. Never raises."""
-    _observe_time(state, record)
-    _remember_source(state, record)
-    HANDLERS[type(record.body)](state, record, record.body)
-
-
-def _observe_time(state: ClusterState, record: Record) -> None:
     observe_time(state, record)
     state.seq, state.epoch, state.at_s = record.seq, record.epoch, record.at_s
+    _remember_source(state, record)
+    HANDLERS[type(record.body)](state, record, record.body)
 
 
 def _remember_source(state: ClusterState, record: Record) -> None:

@@ -1,4 +1,4 @@
-"""The fold of nodes: joined, left, unreachable, reachable, and orders that an agent refuses."""
+"""The fold of nodes: joined, left, unreachable, reachable, lost reports, refused orders."""
 
 from __future__ import annotations
 

@@ -49,7 +49,6 @@ def _round_started(state: ClusterState, record: Record, task: Task) -> None:
 
 
 def _runs(task: Task, seat: Seat) -> bool:
-    """Whether the seat's process runs."""
     rank = task.ranks.get(seat.rank)
     return rank is not None and rank.state == "started" and rank.slot == seat.slot
 

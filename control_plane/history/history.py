@@ -150,16 +150,13 @@ class History(Struct):
 
     @property
     def seq(self) -> int:
-        """Seq of the last record."""
         return self.state.seq
 
     @property
     def at_s(self) -> float:
-        """Time of the last record."""
         return self.state.at_s
 
     def add(self, record: Record) -> None:
-        """Read the next record."""
         body, before_s = record.body, self.state.at_s
         task = self.state.tasks.get(getattr(body, "task", 0))
         furthest, logged = (task.max_iteration, task.logged) if task is not None else (0, None)
@@ -293,7 +290,6 @@ class History(Struct):
 
 
 def history(records: Iterable[Record]) -> History:
-    """Read a whole log."""
     it = History()
     for record in records:
         it.add(record)

@@ -54,7 +54,6 @@ class IncidentRecords(Struct, kw_only=True):
     """The last plan, until a placement makes it part of the incident."""
 
     def add(self, record: Record) -> None:
-        """Read the next record of the log."""
         task = getattr(record.body, "task", 0)
         rounds = self._rounds(task)
         fold(self.state, record)

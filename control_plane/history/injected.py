@@ -53,7 +53,6 @@ class InjectedFaults(Struct):
     """The last request."""
 
     def add(self, record: Record) -> None:
-        """Read the next record."""
         if isinstance(record.body, FaultRequested):
             self.request = record
         elif isinstance(record.body, InjectFault):

@@ -1,4 +1,4 @@
-"""Node loss: the rules by which a silent node is suspected, and by which it counts as lost.
+"""Node loss: the rules by which a silent node is suspected or counts as lost.
 
 The leader's lease on a node (service/leases.py) expires earlier for a suspect. A node without a
 lease is unreachable, and lost only if a second source confirms it.
@@ -63,18 +63,14 @@ def suspects(state: ClusterState) -> set[str]:
     timeout; suspicion alone has no other effect."""
     found: set[str] = set()
     for task in state.tasks.values():
-        if _has_failed(task):
+        # A collective of this generation failed, or the generation did not come up.
+        if task.phase != "ended" and (task.failed_s >= 0 or task.phase == "reconfiguring"):
             found.update(_without_report(task, [rank for rank in task.living_members()
                                       if rank.failed == task.generation]))
         elif any(stall.where == "collective" for stall in task.stalls.values()):
             found.update(_without_report(task, [rank for rank in task.living_members()
                                       if rank.rank in task.stalls]))
     return found
-
-
-def _has_failed(task: Task) -> bool:
-    """Whether a collective of this generation failed, or the generation did not come up."""
-    return task.phase != "ended" and (task.failed_s >= 0 or task.phase == "reconfiguring")
 
 
 def _without_report(task: Task, reporting: list[Rank]) -> list[str]:

@@ -92,7 +92,6 @@ def num_unconfirmed_max(state: ClusterState) -> int:
 
 
 def quarantine_if_due(state: ClusterState, node: Node) -> Iterator[Body]:
-    """Quarantine the node if it is due."""
     if not is_due(state, node):
         return
     found = counting(state, node)

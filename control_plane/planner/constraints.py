@@ -128,7 +128,6 @@ class _Search:
 
 
 def _most(rows: Candidates) -> int:
-    """The most slots that the rows can take."""
     return sum(rows.sizes[rows.starts[1:] - 1].tolist())
 
 
@@ -181,11 +180,6 @@ def has_floors(problem: PlanProblem) -> bool:
 def has_requested_floors(problem: PlanProblem) -> bool:
     """True if a job or the policy requests a floor; alpha alone does not count."""
     return has_floors(replace(problem, alpha=0.0))
-
-
-def maximises_waf(problem: PlanProblem) -> bool:
-    """True if the plan maximises the WAF without floors."""
-    return not problem.alpha and not has_floors(problem)
 
 
 def floors_of(problem: PlanProblem, demand: TaskDemand) -> tuple[int, ...]:

@@ -37,7 +37,7 @@ from .planner import (
     preferred_slots,
     solve,
 )
-from .problem import PlanProblem, waf_of
+from .problem import PlanProblem, TaskDemand, waf_of
 from .problem_of_state import PlanningSnapshot, digest
 
 NUM_NAMED_MAX = 3
@@ -158,22 +158,18 @@ def paid_back_s(problem: PlanProblem, slots: Sequence[int]) -> float:
     """The time until the WAF gained by the changes of healthy tasks has paid for their transitions,
     compared with the best plan without such changes (one solve). 0 if nothing is to be paid, and
     with alpha, whose changes do not maximise the WAF."""
-    if problem.alpha or keeps_healthy(problem, slots):
+    def is_kept(demand: TaskDemand, x: int) -> bool:
+        return demand.faulted or x == demand.now or demand.now not in demand.sizes
+
+    if problem.alpha or all(map(is_kept, problem.demands, slots)):
         return 0.0
-    unchanged = best_among(problem, lambda demand, x: (
-        demand.faulted or x == demand.now or demand.now not in demand.sizes))
+    unchanged = best_among(problem, is_kept)
     if unchanged is None:
         return 0.0
     waf = math.fsum(waf_of(demand, x) for demand, x in zip(problem.demands, slots, strict=True))
     gain = waf - unchanged.waf
     cost = transition_flop(problem, slots) - transition_flop(problem, unchanged.slots)
     return cost / gain if gain > 0 and cost > 0 else 0.0
-
-
-def keeps_healthy(problem: PlanProblem, slots: Sequence[int]) -> bool:
-    """True if every healthy task keeps its slots, unless their number is no candidate."""
-    return all(demand.faulted or x == demand.now or demand.now not in demand.sizes
-               for demand, x in zip(problem.demands, slots, strict=True))
 
 
 # --- one sentence ---

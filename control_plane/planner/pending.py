@@ -87,13 +87,13 @@ def prices(problem: PlanProblem, plan: Plan) -> dict[int, Price]:
         runs = plan_of(after, (free.vector(i, size, num_slots - size, at), value))
         found[problem.demands[i].task] = Price(
             cost_waf=max(plan.waf - runs.waf, 0.0), plan=runs,
-            times=_times(sizes, num_slots, free.beside(i)))
+            times=_times(sizes, num_slots, lambda left, i=i: free.without(i, left)[0]))
     return found
 
 
 def has_prices(problem: PlanProblem) -> bool:
     """True if a single weight decides whether a waiting task runs."""
-    return not problem.spare_slots and constraints.maximises_waf(problem) and not (
+    return not (problem.spare_slots or problem.alpha or constraints.has_floors(problem)) and not (
         problem.limits is not None and problem.limits.priorities)
 
 
@@ -288,14 +288,13 @@ def record_waiting(state: ClusterState, task: Task, num_slots: int, floor: int =
     `num_slots`: slots that the plan allocates. `floor`: the requested floor if it was not granted.
     `by_quota`: it would be granted without the quota of its team."""
     why = _missing(state, task, num_slots, floor, by_quota=by_quota)[0] or NOT_CHOSEN
+    yield from record_reason(task, why)
+
+
+def record_reason(task: Task, why: str) -> Iterator[Body]:
+    """Record why a task waits, unless the log already has this reason."""
     if task.why != why:
         yield TaskWaiting(task=task.id, why=why)
-
-
-def record_paused(state: ClusterState, task: Task) -> Iterator[Body]:
-    """Record that the plan has slots for the task, but healing is paused."""
-    if task.why != state.held:
-        yield TaskWaiting(task=task.id, why=state.held)
 
 
 def explain_waiting(state: ClusterState) -> dict[int, WaitExplanation]:

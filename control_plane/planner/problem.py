@@ -86,11 +86,6 @@ class TaskDemand(Struct, frozen=True, kw_only=True, dict=True):
                          kinds.reshape_s, 0.0) if self.now else (0.0,) * NUM_KINDS)
 
     @cached_property
-    def unchanged(self) -> Allocation:
-        """The allocation of a plan that keeps the current slots."""
-        return _allocation(self, self.now)
-
-    @cached_property
     def candidate_wafs(self) -> NDArray[np.float64]:
         """F of `candidate_sizes`: 0, then `wafs`."""
         return np.array((0.0, *self.wafs), dtype=np.float64)
@@ -143,10 +138,6 @@ class PlanProblem(Struct, frozen=True, kw_only=True):
 
 def allocation(demand: TaskDemand, slots: int) -> Allocation:
     """The record of `slots` slots for the task."""
-    return demand.unchanged if slots == demand.now else _allocation(demand, slots)
-
-
-def _allocation(demand: TaskDemand, slots: int) -> Allocation:
     return Allocation(task=demand.task, slots_before=demand.now, slots=slots,
                       waf=waf_of(demand, slots), waf_before=waf_of(demand, demand.now),
                       transition_s=transition_cost_s(demand, slots))

@@ -80,7 +80,6 @@ def digest(state: ClusterState, snapshot: PlanningSnapshot) -> int:
 
 
 def input_digest(state: ClusterState) -> int:
-    """`digest` of the present state."""
     return digest(state, planning_snapshot(state))
 
 

@@ -37,7 +37,6 @@ def node_cost(state: ClusterState, name: str) -> StragglerCostEstimated:
 
 
 def _slow_there(task: Task, name: str) -> list[int]:
-    """The task's slow ranks on the node."""
     return [number for number in sorted(task.slow)
             if number in task.ranks and task.ranks[number].slot.node == name]
 

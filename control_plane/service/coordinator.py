@@ -367,7 +367,6 @@ class Coordinator:
             yield self._leader.report(body)
 
     async def _watch_heartbeats(self) -> None:
-        """Read the heartbeats periodically."""
         while True:
             policy = self._leader.state.policy
             pause_s = min(self._limits.beats_s, policy.silence_s_max / 5, policy.suspect_s_max / 4)

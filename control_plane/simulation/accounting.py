@@ -11,9 +11,7 @@ from msgspec import Struct
 from ...events.records import decisions as d
 from ...events.records import orders as o
 from ...events.records import reports as r
-from ...events.records.decisions import NodeQuarantined
 from ...events.records.envelope import Record
-from ...events.records.reports import QuarantineLifted
 from ..state.cluster import ClusterState, can_allocate
 from ..state.task import Task
 from ..throughput import table
@@ -77,7 +75,6 @@ class WafAccount:
 
     @property
     def total(self) -> float:
-        """Current WAF of all tasks."""
         total = 0.0
         for waf in self.waf.values():
             total += waf
@@ -153,8 +150,8 @@ REQUESTS = (r.TaskSubmitted, r.TaskWeightSet, r.TaskCancelRequested, d.TaskEnded
 """After one of these the next plan defines the full strength of the cluster."""
 _REPLIES = (r.Quiesced, r.Reconfigured, r.RankReady)
 """These have no effect of their own: the order that follows the last one has."""
-NODE_EVENTS = (r.NodeReachable, r.NodeDrained, r.NodeUndrained, NodeQuarantined, QuarantineLifted,
-            d.IncidentEscalated)
+NODE_EVENTS = (r.NodeReachable, r.NodeDrained, r.NodeUndrained, d.NodeQuarantined,
+               r.QuarantineLifted, d.IncidentEscalated)
 """After one of these a task may start or stop waiting for a node."""
 
 
@@ -207,7 +204,6 @@ class Accounting:
             (member.rank, member.attempt) == key[1:] for member in task.members)
 
     def resume_task(self, number: int) -> None:
-        """The task trains again."""
         job = self.jobs[number]
         job.is_stalled, job.is_reported, job.at_boundary = False, True, False
 

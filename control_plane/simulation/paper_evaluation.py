@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from ...events.records import statuses as s
-from ...events.records.statuses import LOST_CONNECTION
 from ...events.spec.job import API_VERSION, Slots
 from ...events.spec.model import MegatronModel
 from ..planner.problem import PlanProblem, TaskDemand
@@ -145,7 +144,7 @@ class Change(NamedTuple):
 
 # Unicron, table 2, "without": 5.7 s for a lost node, 30 min for all else.
 _PUBLISHED: dict[str, Any] = {"detect_other_s": 1800.0, "detect_s": {
-    **dict.fromkeys(POLICIES[THEIRS].costs.detect_s, 1800.0), LOST_CONNECTION: 5.7}}
+    **dict.fromkeys(POLICIES[THEIRS].costs.detect_s, 1800.0), s.LOST_CONNECTION: 5.7}}
 SENSITIVITY: tuple[Change, ...] = (
     Change("a lost node is back four times as soon", repair_ratio=0.25),
     Change("a lost node is back four times as late", repair_ratio=4.0),
@@ -185,24 +184,21 @@ def _trace_runs(case: str, seed: int, systems: tuple[str, ...], change: Change |
     base = scenario(case, systems)
     base = replace(base, limits={**base.limits, **change.limits},
                     policies={name: dict(change.costs.get(name, {})) for name in systems})
-    found: list[EvaluationRun] = []
-    for name in systems:
-        chosen = policy(base, name)
-        found.append(EvaluationRun(case, name, seed, change.what, chosen,
-                                   run_input(base, chosen, drawn)))
-    return found
+    return _runs(base, case, seed, change.what, drawn)
+
+
+def _runs(base: Scenario, case: str, seed: int = 0, changed: str = "",
+          drawn: Sequence[ExternalEvent] = ()) -> list[EvaluationRun]:
+    """The scenario under each of its policies."""
+    return [EvaluationRun(case, name, seed, changed, chosen, run_input(base, chosen, drawn))
+            for name in base.policies for chosen in [policy(base, name)]]
 
 
 def allocation_cases() -> list[EvaluationRun]:
     """The five multi-task cases without faults, under Unicron's plan and the three rules."""
-    found: list[EvaluationRun] = []
-    for number in CASES:
-        base = replace(scenario("trace-a", (OURS, *RULES)), tasks=tasks(number), horizon_s=1.0)
-        for name in (OURS, *RULES):
-            chosen = policy(base, name)
-            found.append(EvaluationRun(f"case-{number}", name, 0, "", chosen,
-                                       run_input(base, chosen)))
-    return found
+    base = replace(scenario("trace-a", (OURS, *RULES)), horizon_s=1.0)
+    return [part for number in CASES
+            for part in _runs(replace(base, tasks=tasks(number)), f"case-{number}")]
 
 
 class PauseEstimate(NamedTuple):
@@ -231,7 +227,7 @@ def growth(gpus: int) -> PauseEstimate:
     costs = POLICIES[OURS].costs
     (low, low_s), (high, high_s) = next(
         pair for pair in pairwise(NCCL_POINTS) if gpus <= pair[1][0])
-    return PauseEstimate(gpus, costs.detection_s(LOST_CONNECTION, 0.0),
+    return PauseEstimate(gpus, costs.detection_s(s.LOST_CONNECTION, 0.0),
                          costs.quiesce_s + costs.regroup_s,
                          low_s + (high_s - low_s) * (gpus - low) / (high - low))
 

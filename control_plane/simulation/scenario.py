@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import msgspec
@@ -68,9 +68,6 @@ def aggregate_job(spec: JobSpec, by: int) -> JobSpec:
     return replace(spec, slots=scaled, throughput=rates)
 
 
-def aggregate_limits(limits: Limits, by: int) -> Limits:
-    """An aggregated slot fails more often: its MTBF is divided by `by`."""
-    return replace(limits, mtbf_gpu_s=limits.mtbf_gpu_s / by)
 
 DOCS = "see docs/guides/simulate.md"
 NODES_NUM_MAX = 100_000
@@ -281,12 +278,12 @@ def run_input(scenario: Scenario, chosen: Policy, happenings: Sequence[ExternalE
         need(slots_divisor(num_slots, tasks) == by, "whole_nodes",
              f"needs sizes that are multiples of {by}, a node's slots",
              f"write multiple_of: {by} in each task's slots")
+    bounds = limits(chosen, scenario.limits, scenario.iteration_s)
     return RunInput(
         slots=dict.fromkeys(scenario.cluster.names, num_slots // by),
         tasks=tuple(aggregate_job(spec, by) for spec in tasks),
         iteration_s=scenario.iteration_s, events=happenings, horizon_s=scenario.horizon_s,
-        limits=aggregate_limits(
-            limits(chosen, scenario.limits, scenario.iteration_s), by),
+        limits=replace(bounds, mtbf_gpu_s=bounds.mtbf_gpu_s / by),  # it fails `by` times as often
         params={task.name: task.size for task in scenario.tasks}, gpus_per_slot=by)
 
 
@@ -300,16 +297,24 @@ def _job(scenario: Scenario, number: int, chosen: Policy) -> JobSpec:
         modelled_rates = modelled(task.model, min(task.slots.max, most))
         need(bool(modelled_rates.sizes), f"{path}.model", modelled_rates.refused, DOCS)
         rates = dict(zip(modelled_rates.sizes, modelled_rates.rates_flops, strict=True))
-    given: dict[str, Any] = {
-        "apiVersion": API_VERSION, "name": task.name, "weight": task.weight,
-        "slots": {key: value for key, value in msgspec.to_builtins(task.slots).items() if value},
-        "throughput": {size: rate * chosen.costs.speed for size, rate in rates.items()},
-        "command": ["on-paper"]}
-    if chosen.heals:
-        given |= {"heal": "in-memory", "loop": {
-            "micro_batches": max(task.slots.max, 1), "iterations": COUNT_NUM_MAX,
-            "output": "/on-paper", "copy_every": 0}}
     try:
-        return parse_job(given)
+        return simulated_job(chosen, task.name, task.weight, task.slots, rates)
     except SpecError as error:
         raise SpecError(path, str(error), error.hint) from None
+
+
+def simulated_job(chosen: Policy, name: str, weight: float, slots: Slots,
+                  rates: Mapping[int, float], *, heals: bool = True, **more: Any) -> JobSpec:
+    """The spec of a simulated task: FLOP/s by size at the policy's speed, and its way of healing.
+
+    `heals`: False for a task that no policy heals in memory. Raises SpecError.
+    """
+    given: dict[str, Any] = {
+        "apiVersion": API_VERSION, "name": name, "weight": weight, "command": ["on-paper"],
+        "slots": {key: value for key, value in msgspec.to_builtins(slots).items() if value},
+        "throughput": {size: rate * chosen.costs.speed for size, rate in rates.items()}, **more}
+    if chosen.heals and heals:
+        given |= {"heal": "in-memory", "loop": {
+            "micro_batches": max(slots.max, 1), "iterations": COUNT_NUM_MAX,
+            "output": "/on-paper", "copy_every": 0}}
+    return parse_job(given)

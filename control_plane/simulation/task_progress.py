@@ -56,7 +56,6 @@ class TaskProgress:
 
     @property
     def iteration(self) -> int:
-        """The number of completed iterations."""
         return self.iterations(self.done_flop)
 
     def iterations(self, flop: float) -> int:

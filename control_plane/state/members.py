@@ -47,12 +47,8 @@ def count_outstanding(task: Task) -> None:
 
 def unanswered(task: Task) -> list[Rank]:
     """Living members that have not reported leaving the generation."""
-    return [rank for rank in task.living_members() if is_unanswered(task, rank)]
-
-
-def is_unanswered(task: Task, rank: Rank) -> bool:
-    """Whether the member has not reported leaving the generation."""
-    return rank.quiesced < task.generation and rank.state != "finished"
+    return [rank for rank in task.living_members()
+            if rank.quiesced < task.generation and rank.state != "finished"]
 
 
 def has_settled(task: Task, rank: Rank) -> bool:
@@ -61,7 +57,6 @@ def has_settled(task: Task, rank: Rank) -> bool:
 
 
 def is_unreachable(state: ClusterState, rank: Rank) -> bool:
-    """Whether the rank's node is unreachable or lost."""
     node = state.nodes.get(rank.slot.node)
     return node is None or node.unreachable
 
@@ -108,7 +103,6 @@ def release_standbys(task: Task) -> None:
 
 
 def position_of(task: Task, rank: Rank) -> int:
-    """The position of a member of the current generation."""
     return [member.rank for member in task.members].index(rank.rank)
 
 

@@ -183,7 +183,6 @@ class Rank(Struct, kw_only=True):
 
     @property
     def is_stopped(self) -> bool:
-        """Whether its process is reported as stopped."""
         return self.suspended_seq > 0
 
     @property

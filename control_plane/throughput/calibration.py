@@ -86,7 +86,7 @@ def calibrate(state: ClusterState, task: Task) -> Iterator[Body]:
     least = state.policy.calibrate_min
     if not differs(rates[size], table.rates_flops[table.sizes.index(size)], least):
         return
-    yield throughput.measured_table(task.id, task.spec, rates, task.modelled)
+    yield throughput.table_through(task.id, "measured", task.spec, rates, task.modelled)
     for other in live_tasks(state):
         old = other.throughput
         if old is not None and old.origin == "modelled" and state.slot_flops:

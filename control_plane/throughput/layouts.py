@@ -112,7 +112,8 @@ def shapes(model: MegatronModel, num_gpus: int) -> Iterator[Layout]:
         model.global_batch, MICRO_NUM_MAX)
     shards: Literal["none", "optimizer"] = "optimizer" if model.zero1 else "none"
     for tp in divisors(model.gpus_per_node, num_gpus):
-        for cp in _powers(min(model.sequence // CONTEXT_LENGTH, num_gpus // tp)):
+        most = max(min(model.sequence // CONTEXT_LENGTH, num_gpus // tp), 1)
+        for cp in (1 << bit for bit in range(most.bit_length())):
             for ep in divisors(model.num_experts, num_gpus) or [1]:
                 dp = ep // math.gcd(cp, ep)
                 for pp in divisors(model.num_layers, num_gpus // (tp * cp * dp)):
@@ -129,11 +130,3 @@ def recomputes(model: MegatronModel) -> tuple[Recomputed, ...]:
     if model.recompute != "any":
         return (model.recompute,)
     return ("none", "full") if model.flash_attention else ("none", "selective", "full")
-
-
-def _powers(most: int) -> list[int]:
-    """1, 2, 4, ... up to `most`."""
-    found = [1]
-    while 2 * found[-1] <= most:
-        found.append(2 * found[-1])
-    return found

@@ -42,7 +42,6 @@ class Memory(Struct, frozen=True, kw_only=True):
 
 
 def capacity(model: MegatronModel) -> int:
-    """Bytes of one GPU of the model's kind."""
     return KINDS[model.gpu].memory_bytes
 
 

@@ -149,15 +149,12 @@ def ending(model: MegatronModel, layout: Layout, constants: Constants, micro_s: 
         hidden_s=micro_s if model.overlap else 0.0)
 
 
-def _peak(model: MegatronModel, kind: GpuKind) -> float:
-    return kind.fp8_flops if model.precision == "fp8" else kind.peak_flops
-
-
 def _arithmetic_s(model: MegatronModel, layout: Layout, kind: GpuKind, is_: Constants) -> float:
     """Matrix products of one layer, forward and backward; attention is always in 16 bits."""
     weights, scores = layer_flops(model)
     share = layout.micro / (layout.tp * layout.cp)
-    weights_s = weights * share / (_peak(model, kind) * is_.gemm_share)
+    peak = kind.fp8_flops if model.precision == "fp8" else kind.peak_flops
+    weights_s = weights * share / (peak * is_.gemm_share)
     scores_s = scores * share / (kind.peak_flops * is_.scores_share)
     again = {"none": 0.0, "selective": scores_s, "full": weights_s + scores_s}
     return 3 * (weights_s + scores_s) + again[layout.recompute]
@@ -250,5 +247,4 @@ HOPPER = Constants(gemm_share=0.686, scores_share=0.279, passes=6.94, link_share
 
 
 def constants_of(model: MegatronModel) -> Constants:
-    """The constants of the model's kind of GPU."""
     return AMPERE if model.gpu[0] in "VA" else HOPPER

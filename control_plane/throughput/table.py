@@ -28,7 +28,7 @@ def table(task: int, spec: JobSpec, slot_flops: float = SLOT_FLOPS,
     allowed = set(spec.slots.counts)
     declared = {size: rate for size, rate in spec.throughput.items() if size in allowed}
     if modelled is not None and declared:
-        return _through(task, "declared", spec, declared, modelled)
+        return table_through(task, "declared", spec, declared, modelled)
     sizes = _sizes(spec, modelled)
     if spec.throughput:
         rates = tuple(_below(spec.throughput, size) for size in sizes)
@@ -38,17 +38,13 @@ def table(task: int, spec: JobSpec, slot_flops: float = SLOT_FLOPS,
     return ThroughputSet(task=task, origin="modelled", sizes=sizes, rates_flops=rates)
 
 
-def measured_table(task: int, spec: JobSpec, rates: dict[int, float],
-                   modelled: Modelled | None = None) -> ThroughputSet:
-    """A table through measured sizes; each other size follows the shape from the nearest one.
-    `rates`: size -> FLOP/s, at least one. Of two equally near sizes the smaller counts. No size
-    exceeds the rate of a larger measured one."""
-    return _through(task, "measured", spec, rates, modelled)
+def table_through(task: int, origin: Literal["declared", "measured"], spec: JobSpec,
+                  rates: dict[int, float], modelled: Modelled | None = None) -> ThroughputSet:
+    """A table through known sizes; each other size follows the shape from the nearest one.
 
-
-def _through(task: int, origin: Literal["declared", "measured"], spec: JobSpec,
-             rates: dict[int, float], modelled: Modelled | None) -> ThroughputSet:
-    """The shape through these points. A point where the shape is 0 counts for itself only."""
+    `rates`: size -> FLOP/s, at least one. Of two equally near sizes the smaller counts; one where
+    the shape is 0 counts for itself only. No size exceeds the rate of a larger known one.
+    """
     sizes = _sizes(spec, modelled)
     if modelled is not None:
         sizes = tuple(sorted({*sizes, *rates}))

@@ -39,7 +39,6 @@ class Transition(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def uniform(cls, length_s: float) -> Transition:
-        """The same time for all kinds."""
         return cls(same_s=length_s, shrink_s=length_s, grow_s=length_s, stop_s=length_s,
                    reshape_s=length_s)
 

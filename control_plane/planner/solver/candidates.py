@@ -29,7 +29,6 @@ class Candidates(Struct, frozen=True, kw_only=True):
 
     @property
     def row_of(self) -> Ints:
-        """The row of each candidate."""
         return np.repeat(np.arange(self.num), np.diff(self.starts))
 
     def only(self, kept: NDArray[np.bool_]) -> Candidates:

@@ -53,11 +53,9 @@ class CoreProblem(Struct, frozen=True, kw_only=True):
 
     @property
     def num(self) -> int:
-        """The number of open rows."""
         return len(self.rows)
 
     def part(self, i: int) -> slice:
-        """The candidates of open row i."""
         return slice(self.starts[i], self.starts[i + 1])
 
     def reached(self) -> list[tuple[int, int]]:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-import msgspec
 from msgspec import Struct, field
 from msgspec.structs import replace
 
@@ -14,8 +13,7 @@ from ....events.errors import UsageError, need
 from ....events.records import reports as r
 from ....events.records.decisions import ThroughputSet
 from ....events.records.envelope import Record
-from ....events.spec.job import API_VERSION, COUNT_NUM_MAX, JobSpec
-from ....events.spec.job import parse as parse_job
+from ....events.spec.job import JobSpec
 from ....events.spec.policy import Policy as Limits
 from ...decide.replay import Verdict, verify
 from ...state.cluster import ClusterState
@@ -212,17 +210,10 @@ def _translated(recording: Recording, one: AnyEvent, choice: Choice, chosen: Pol
 def _job(recording: Recording, number: int, weight: float, chosen: Policy) -> JobSpec:
     """The spec of the simulated task: its throughput table, and the policy's way of healing."""
     spec, table = recording.specs[number], recording.measured.tables[number]
-    slots = {key: value for key, value in msgspec.to_builtins(spec.slots).items() if value}
-    given: dict[str, Any] = {
-        "apiVersion": API_VERSION, "name": recording.names[number], "weight": weight,
-        "priority": spec.priority, "team": spec.team, "slots": slots, "command": ["on-paper"],
-        "throughput": {size: rate * chosen.costs.speed for size, rate in
-                       zip(table.sizes, table.rates_flops, strict=True)}}
-    if chosen.heals and spec.training is not None:
-        given |= {"heal": "in-memory", "loop": {
-            "micro_batches": max(spec.slots.max, 1), "iterations": COUNT_NUM_MAX,
-            "output": "/on-paper", "copy_every": 0}}
-    return parse_job(given)
+    return scenario.simulated_job(
+        chosen, recording.names[number], weight, spec.slots,
+        dict(zip(table.sizes, table.rates_flops, strict=True)), heals=spec.training is not None,
+        priority=spec.priority, team=spec.team)
 
 
 def reweighted_flop(played: RunResult, weights: dict[str, float]) -> float:

@@ -81,7 +81,6 @@ class FaultReader:
         self._policy: policy.Policy | None = None
 
     def see(self, state: ClusterState, record: Record) -> None:
-        """Read the next record."""
         body, node = record.body, record.source.rpartition("/")[0]
         if record.source != "heart" and record.source_seq and not node.startswith(
                 ("leader", "operator")):

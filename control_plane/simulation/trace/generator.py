@@ -18,7 +18,6 @@ from msgspec import Struct
 
 from ....events.errors import SpecError, need
 from ....events.records import statuses as s
-from ....events.records.statuses import LOST_CONNECTION
 from ...incidents.severity import TABLE
 from . import repair_time
 from .external_event import ExternalEvent
@@ -91,7 +90,7 @@ class Bursts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sizes: dict[int, float]
     every_h: float | None = None
     count: int | None = None
-    cause: str = LOST_CONNECTION
+    cause: str = s.LOST_CONNECTION
 
 
 class Drawn(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
