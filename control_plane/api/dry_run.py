@@ -116,8 +116,7 @@ class DryRunResult(Struct, frozen=True, kw_only=True):
     at_s: float = 0.0
     """The time of that record."""
     computed_by: int = DECIDER_VERSION
-    """The decider version that computed what is not in the log: `waits`, `more_waf`, plans without
-    limits, and all of a dry run."""
+    """The decider version that computed what is not in the log."""
     is_cut: bool = False
     """True if the plans without each limit are left out because they would take too long."""
     degraded: tuple[StragglerCostEstimated, ...] = ()
@@ -167,8 +166,7 @@ def of_input(problem: PlanProblem, more: int) -> DryRunResult:
 
 
 def operator_requests(data: bytes, change: Change, reason: str) -> list[t.Body]:
-    """The operators' requests that carry out the change, in order. Raises as `run_dry`, and Refusal
-    for slots, which no request can add."""
+    """The requests that carry out the change. Raises as `run_dry`, and Refusal for slots."""
     if change.slots:
         raise Refusal(422, "slots that are not there cannot be applied",
                       "unicron agent, on a new machine, has it join")

@@ -127,8 +127,7 @@ def _slots_degraded(state: ClusterState, node: Node) -> set[int]:
 
 
 def _recovers(state: ClusterState, node: Node) -> dict[str, Any] | None:
-    """Slots that a check disabled, and when they are used again. `from_s`: when all are back, None
-    while a check reports unhealthy."""
+    """Slots that a check disabled. `from_s`: when all are used again; None while it fails."""
     if not node.slots_unhealthy:
         return None
     due = state.deadlines.get(f"recovered/{node.name}")
@@ -183,7 +182,7 @@ def _task(state: ClusterState, task: Task, waits: WaitExplanation | None) -> dic
         "declined": task.declined, "withheld": task.withheld,
         "output": spec.training.output if spec.training is not None else "",
         "checkpoint": task.checkpoint_path,
-        "checkpoint_iteration": task.saved_iteration, "unsaved": task.unsaved,
+        "checkpoint_iteration": task.saved_iteration, "unsaved": task.lost_with(),
         "unpublished": max(task.iteration - task.saved_iteration, 0),
         "copies": [msgspec.to_builtins(copy) for copy in task.copies],
         "ranks": [_rank(task, task.ranks[key]) for key in sorted(task.ranks)],

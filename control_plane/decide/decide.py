@@ -62,8 +62,7 @@ def decisions(state: ClusterState, record: Record, plan: Plan) -> Iterator[t.Bod
 
 
 def _can_plan(state: ClusterState) -> bool:
-    """True if a plan may change any task. Otherwise `state.replan` stays set, and the plan follows
-    once there is such a task."""
+    """True if a plan may change any task; else `state.replan` stays set until one may."""
     return any(not task.ending and not is_pinned(state, task) for task in live_tasks(state))
 
 

@@ -14,12 +14,10 @@ NUM_STORES_MAX = 2
 
 
 def checkpoint_stores(state: ClusterState, task: Task, first: str) -> tuple[StoreEndpoint, ...]:
-    """The checkpoint stores of a first member on node `first`: its own node, then another.
-
-    The other node is preferably one without members, since they are not lost together. A node that
+    """The checkpoint stores of a first member on node `first`: its own node, then another. The
+    other node is preferably one without members, since they are not lost together. A node that
     stores checkpoints already is kept; else it is the next node by name, so that tasks on different
-    nodes use different stores.
-    """
+    nodes use different stores."""
     train = task.spec.training
     if train is None or not train.copy_every:
         return ()
@@ -38,11 +36,8 @@ def recovery_sources(state: ClusterState, task: Task,
                      members: Sequence[Rank]) -> tuple[MemoryCheckpoint, ...]:
     """The in-memory checkpoints for members that have no state, or each a part of it (they find out
     themselves if that is complete): the newest first, then the nearest to the first member.
-    Checkpoints older than the published one are left out.
-
-    An unreachable node comes last: only its agent may have failed, and it may have the only
-    checkpoint. A lost node is not used.
-    """
+    Checkpoints older than the published one are left out. An unreachable node comes last: only its
+    agent may have failed, and it may have the only checkpoint. A lost node is not used."""
     if not has_layouts(task) and any(rank.has_state for rank in members):
         return ()
     here = members[0].slot.node

@@ -20,8 +20,7 @@ NUM_PORTS = 10_000
 
 
 def rendezvous_port(task: Task) -> int:
-    """The port of a command's rendezvous. It changes with each round, since the port of the last
-    round may still be in use."""
+    """A command's rendezvous port: another in each round, since the last may be in use."""
     return PORT_FIRST + (task.id * 131 + task.rounds * 17) % NUM_PORTS if task.spec.command else 0
 
 
@@ -65,8 +64,7 @@ def slot_free(state: ClusterState, seat: Seat) -> bool:
 
 def suppress_orders(state: ClusterState, task: Task, bodies: Iterable[Body]) -> Iterator[Body]:
     """Yield the decisions; instead of the orders, one OrderSuppressed that describes them and the
-    changes of the plan. `bodies` must not depend on the fold of its orders. Called again in the
-    same state this yields nothing new."""
+    changes of the plan. `bodies` must not depend on the fold of its orders."""
     words = _plan_changes(state, task)
     for body in bodies:
         if isinstance(body, o.ORDERS):

@@ -93,8 +93,7 @@ def no_slots(state: ClusterState, task: Task) -> bool:
 
 
 def boundary_disturbed(state: ClusterState, task: Task) -> bool:
-    """The iteration's end cannot be reached: a member is gone or its collective failed. If all
-    members have left the generation, it was reached."""
+    """The iteration's end cannot be reached: a member is gone or its collective failed."""
     return (task.mode == "boundary" and (task.failed_s >= 0 or member_gone(state, task))
             and not may_end(state, task) and not all_quiesced(task))
 
@@ -126,8 +125,7 @@ def _unreachable(state: ClusterState, task: Task) -> bool:
 
 
 def _awaits_plan(state: ClusterState, task: Task) -> bool:
-    """A plan follows in the same batch, so the seats are out of date: a rank with state that has no
-    seat now may get one."""
+    """A plan follows in the same batch: a rank with state but no seat may get one."""
     return bool(state.replan) and not task.ending and not is_pinned(state, task)
 
 

@@ -10,6 +10,7 @@ from ...events.records.statuses import EXITED_ABNORMALLY
 from ...events.records.types import ReceivedState, StoreEndpoint
 from ..incidents.hangs import locate_hang
 from ..incidents.severity import severity_of
+from ..incidents.stragglers import slow_on
 from ..state.cluster import NUM_WORK_SPANS_MAX, WORK_SPAN_S, ClusterState, Deadline
 from ..state.incident import (
     NUM_EVIDENCE_MAX,
@@ -105,8 +106,7 @@ def forget_rank(state: ClusterState, task: Task, rank: Rank) -> None:
 
 
 def forget_step_time(state: ClusterState, task: Task, rank: Rank) -> None:
-    """Remove the process from stall and straggler detection. Its step time stays as a reference for
-    the next process of the rank."""
+    """Remove the process from stall and straggler detection, but keep its step time."""
     task.stalls.pop(rank.rank, None)
     task.slow_iterations.pop(rank.rank, None)
     pace = task.step_times.get(rank.rank)
@@ -138,9 +138,7 @@ def is_degraded(state: ClusterState, name: str) -> bool:
     node = state.nodes.get(name)
     if node is not None and any(check.health == "degraded" for check in node.checks):
         return True
-    return any(task.slow and any(
-        number in task.ranks and task.ranks[number].slot.node == name for number in task.slow)
-        for task in state.tasks.values())
+    return any(slow_on(task, name) for task in state.tasks.values())
 
 
 def remove_process(state: ClusterState, task: Task, rank: Rank) -> None:
@@ -211,8 +209,7 @@ def update_unreachable_deadline(state: ClusterState, task: Task) -> None:
 
 
 def _silent_alone(state: ClusterState, task: Task) -> bool:
-    """Whether the task waits only for members on unreachable nodes; while reconfiguring, whether it
-    waits for any of these."""
+    """Whether the task waits only, while reconfiguring also, for unreachable members."""
     unreachable = [
         rank for name in state.unreachable for one in state.nodes[name].occupants.values()
         if one.task == task.id and (rank := find_rank(task, one.rank, one.attempt)) is not None]
@@ -293,8 +290,8 @@ def _first_sign(state: ClusterState, task: Task, node: Node) -> tuple[float, tup
 def record_fault(task: Task, record: Record, ranks: list[Rank], status: str, why: str, *,
           evidence: tuple[int, ...] = (), hurts: bool | None = None, ended: bool = False,
           second_hand: bool = False, since_s: float = -1.0) -> None:
-    """Record a fault. `hurts` None: true if it ended a member, or no member runs. `since_s`: when
-    it occurred; below 0: at this record."""
+    """Record a fault at `since_s` (below 0: now). `hurts` None: if it ended a member, or none
+    runs."""
     if hurts is None:
         living = task.living_members()
         hurts = not living or any(task.member(rank.rank) is rank for rank in ranks)
@@ -378,9 +375,8 @@ def discard_newer_checkpoints(task: Task) -> None:
 
 
 def record_origin(incident: Incident, body: Reconfigured, checkpoint: str, node: str) -> None:
-    """Update the source of state in the incident: the farthest of all members, and the sum of
-    bytes. If no member had state, the sources of an earlier attempt do not count. `checkpoint` is
-    the path in the order, `node` the member's node."""
+    """Update the incident's source of state: the farthest of all members, of this attempt if none
+    had state. `checkpoint`: the path in the order; `node`: the member's node."""
     origin = body.origin
     if not origin and body.source == -1 and body.step_version > 0:  # reported by an older rank
         origin = "checkpoint"

@@ -65,9 +65,8 @@ def command_unstalled(state: ClusterState, task: Task, number: int, attempt: int
 
 def command_hang_timed_out(state: ClusterState, record: Record, task: Task,
                            rest: list[int]) -> None:
-    """The stall exceeds the spec's limit: restart all processes. Not while its node is unreachable
-    or only just back, since the log may be delayed. Not while one of its processes is stopped: the
-    person who stopped it intends that."""
+    """The stall exceeds the spec's limit: restart all processes. Not while the log may be delayed,
+    nor while a process is stopped: the person who stopped it intends that."""
     stalled, after_s = _stalled(task), task.spec.hang_after_s
     if stalled is None or after_s is None or [stalled[0].rank, stalled[0].attempt] != rest:
         return
@@ -155,13 +154,10 @@ def rank_unstalled(state: ClusterState, record: Record, body: r.RankUnstalled) -
 
 
 def iterations_passed(state: ClusterState, task: Task, iteration: int) -> None:
-    """Clear the stalls that a finished iteration disproves.
-
-    A member may still be stalled at the end of the last iteration: a collective can end for some
-    members only, or the member hangs in its own work after it. That stall is reported once and
-    holds until RankUnstalled. No member is stalled in earlier iterations: all have entered the
-    next.
-    """
+    """Clear the stalls that a finished iteration disproves. A member may still be stalled at the
+    end of the last iteration: a collective can end for some members only, or the member hangs in
+    its own work after it. That stall is reported once and holds until RankUnstalled. No member is
+    stalled in earlier iterations: all have entered the next."""
     if any(stall.iteration < iteration - 1 for stall in task.stalls.values()):
         task.stalls = {number: stall for number, stall in task.stalls.items()
                        if stall.iteration >= iteration - 1}

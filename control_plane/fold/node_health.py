@@ -45,8 +45,7 @@ def device_erred(state: ClusterState, record: Record, body: DeviceErred) -> None
 
 
 def health_changed(state: ClusterState, record: Record, body: HealthChanged) -> None:
-    """Store the check's last result. An unhealthy result of a driver with a row of the severity
-    table is evidence too."""
+    """Store the check's result; an unhealthy one with a row of the table is evidence too."""
     node = _node(state, body)
     if node is None:
         return
@@ -83,8 +82,7 @@ def _is_of(one: Check, body: HealthChanged, devices: tuple[int, ...]) -> bool:
 
 
 def _cannot_say(node: Node, body: HealthChanged, devices: tuple[int, ...]) -> bool:
-    """Keep an unhealthy result if the check cannot run now: both may have the same cause. False if
-    the check had reported nothing unhealthy."""
+    """Keep an unhealthy result, if any, while the check cannot run: the cause may be the same."""
     held = [one for one in node.checks if one.health == "unhealthy" and _is_of(one, body, devices)]
     for one in held:
         why = f"{one.why.partition(UNSURE)[0]}{UNSURE}{body.why}"[:TEXT_CHARS_MAX]
@@ -141,16 +139,15 @@ def _is_out_for(node: Node, other: DeviceError, erred: DeviceError) -> bool:
 # --- slots that a check disables ---
 def _is_confirmed(check: Check) -> bool:
     """Whether a driver reports it with a SEV1 status. A site's own command may be wrong."""
-    return (check.health == "unhealthy" and not check.is_site and TABLE.get(check.status) == "SEV1")
+    return (check.health == "unhealthy" and not check.check.startswith("check/")
+            and TABLE.get(check.status) == "SEV1")
 
 
 def update_unhealthy_slots(state: ClusterState) -> None:
-    """Fold: update the slots that checks disable; slots that recovered are enabled after a time.
-
-    Of nodes with only unconfirmed checks, the first few count: if many fail, the check itself is
+    """Fold: update the slots that checks disable; slots that recovered are enabled after a time. Of
+    nodes with only unconfirmed checks, the first few count: if many fail, the check itself is
     suspect. A node that counts stays so until its slots are used again. Otherwise a check that
-    recovers on one node after the other would disable them all in turn.
-    """
+    recovers on one node after the other would disable them all in turn."""
     if not any(node.checks or node.slots_unhealthy or node.slots_recovering or node.unhealthy_why
                for node in state.nodes.values()):
         return
@@ -234,8 +231,7 @@ def node_deadline_reached(state: ClusterState, what: str, rest: str) -> None:
 # --- decisions ---
 def assign_evidence(state: ClusterState, incident: Incident,
                   body: IncidentOpened | IncidentEscalated) -> None:
-    """Assign device errors to the incident. At SEV1, disable the slots that they name. A check
-    disables slots on its own, while it fails."""
+    """Assign device errors to the incident. At SEV1, disable the slots that they name."""
     for node in _named(state, body):
         for erred in node.erred:
             if erred.seq not in body.evidence:

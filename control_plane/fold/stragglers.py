@@ -52,8 +52,7 @@ def step_time_changed(state: ClusterState, record: Record, body: r.StepTimeChang
 
 
 def _pace(task: Task, seq: int, body: r.StepTimeChanged, old: StepTime | None) -> StepTime:
-    """Compute the new step time. The reference is the first or the fastest one, also of an earlier
-    generation with as many micro-batches."""
+    """The new step time. Its reference is the fastest with as many micro-batches, or the first."""
     num = _num_micro_batches(task, body.rank)
     new = StepTime(generation=body.generation, num_micro_batches=num, iteration_s=body.iteration_s,
                own_s=body.own_s, normal_s=body.normal_s, normal_num=num,

@@ -297,12 +297,10 @@ def history(records: Iterable[Record]) -> History:
 
 
 def waf(it: History, num_buckets: int) -> Waf:
-    """WAF over time, from the first submission to the last record, in equal buckets.
-
-    `achieved`: FLOP of an iteration (RankReady) x iterations done for the first time x the weight
-    at that time, spread over the time that they took. `planned`, `ideal`: PlanChosen, as steps;
-    0 before the first plan and after the last task's end. Raises ValueError on no buckets.
-    """
+    """WAF over time, from the first submission to the last record, in equal buckets. `achieved`:
+    FLOP of an iteration (RankReady) x iterations done for the first time x the weight at that time,
+    spread over the time that they took. `planned`, `ideal`: PlanChosen, as steps; 0 before the
+    first plan and after the last task's end. Raises ValueError on no buckets."""
     from_s = min((task.submitted_s for task in it.state.tasks.values()), default=it.at_s)
     return over_time(it.work, it.plans, from_s=from_s, to_s=it.at_s, num_buckets=num_buckets)
 

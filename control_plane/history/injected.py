@@ -29,8 +29,7 @@ class Injected(Struct, kw_only=True):
     """Reports from here on are unrelated; 0: it may still have effects."""
 
     def is_over(self, record: Record) -> bool:
-        """Whether its effects are over: its rank ended or trains, or its node's next agent
-        joined."""
+        """Whether its effects are over: the rank ended or trains, or the node has joined again."""
         order, body = self.order, record.body
         if order.what == "node":
             return (isinstance(body, NodeJoined) and body.node in order.nodes

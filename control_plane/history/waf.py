@@ -43,8 +43,7 @@ class Waf(Struct, frozen=True, kw_only=True):
 
 def over_time(work: Sequence[Work], plans: Sequence[Planned], *, from_s: float, to_s: float,
               num_buckets: int) -> Waf:
-    """WAF in equal buckets; `plans` are steps, 0 before the first. Raises ValueError on no
-    buckets."""
+    """WAF in equal buckets; `plans` are steps, 0 before them. Raises ValueError on no buckets."""
     if num_buckets < 1:
         raise ValueError("at least one bucket")
     bucket_s = max(to_s - from_s, 1e-3) / num_buckets

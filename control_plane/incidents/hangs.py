@@ -121,9 +121,8 @@ def _classify(state: ClusterState, task: Task, reachable: list[Rank],
 
 
 def _slow_hang(state: ClusterState, task: Task, reachable: list[Rank]) -> Hang | None:
-    """The hang of a task whose other ranks all wait for slow iterations; None if less is known. It
-    counts once the reported own work itself is long enough. So a rank that ended its work meanwhile
-    is not slow because of what followed."""
+    """The hang of a task whose other ranks all wait for slow iterations; None if less is known. The
+    own work itself must be long enough: it may have ended since."""
     going = [rank for rank in reachable if rank.rank not in task.stalls]
     waiting = [task.stalls[rank.rank] for rank in reachable if rank.rank in task.stalls]
     if 2 * len(going) > len(reachable) or any(

@@ -72,8 +72,7 @@ def _from_faults(state: ClusterState, task: Task) -> Iterator[Body]:
 
 
 def _budget_spent(state: ClusterState) -> str:
-    """Explain why the restart budget is used up. Restarts followed by `restart_iterations`
-    iterations of progress are not counted."""
+    """Why the restart budget is used up; restarts before enough progress do not count."""
     limit, num = state.policy.restarts_max, state.policy.restart_iterations
     return (f"failed {limit + 1} times without {num} new iterations in between" if limit else
             "failed, and restarts_max is 0")

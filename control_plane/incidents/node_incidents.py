@@ -65,8 +65,7 @@ def _join(state: ClusterState, node: Node) -> Iterator[Body]:
 
 
 def _open(state: ClusterState, node: Node) -> Iterator[Body]:
-    """Open or escalate an incident of the node if no rank failed of the error in time. Tasks leave
-    the slots at an iteration's end."""
+    """Open or escalate an incident of the node if no rank failed of the error in time."""
     for erred in list(node.erred):
         if erred.incident or not erred.due or not _slots(state, node, erred):
             continue

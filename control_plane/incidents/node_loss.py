@@ -50,17 +50,15 @@ def lost_nodes(state: ClusterState, task: Task) -> Iterator[NodeLoss]:
 
 
 def _is_replaced(state: ClusterState, task: Task) -> bool:
-    """Whether all its members (without any: its processes) are on nodes that are unreachable for so
-    long that the task is placed elsewhere."""
+    """Whether the nodes of all its members, else processes, are unreachable for that long."""
     nodes = [state.nodes.get(rank.slot.node)
              for rank in task.living_members() or task.ranks.values()]
     return all(node is not None and node.replace for node in nodes)
 
 
 def suspects(state: ClusterState) -> set[str]:
-    """Nodes whose members are suspected of having failed a collective or of stalling it. Members
-    elsewhere report it, and no member of the suspect node does. A suspect has a shorter suspect
-    timeout; suspicion alone has no other effect."""
+    """Nodes whose members may have failed a collective or stall it: members elsewhere report it,
+    and none of theirs does. A suspect has a shorter lease, no other effect."""
     found: set[str] = set()
     for task in state.tasks.values():
         # A collective of this generation failed, or the generation did not come up.

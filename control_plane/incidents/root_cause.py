@@ -28,9 +28,8 @@ class Cause(Struct, frozen=True, kw_only=True):
 
 
 def root_cause(state: ClusterState, task: Task) -> Cause:
-    """Find the root cause of the task's faults (at least one) and of device errors near them.
-    Indirect evidence is the cause only if there is no other. A device error precedes the report of
-    its rank, unless that is more severe."""
+    """The root cause of the task's faults (at least one) and of device errors near them. Indirect
+    evidence counts if there is no other; a device error precedes what it explains."""
     first = [fault for fault in task.faults if not fault.second_hand]
     direct = first or task.faults
     severities: list[Severity] = [_severity(fault) for fault in direct]

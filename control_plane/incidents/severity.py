@@ -94,8 +94,7 @@ def status_of(error: str) -> str:
 
 
 def classified_status(classified: str, else_: str) -> str:
-    """The classifier's status if it is in the table. Errors of the spec come from the rank
-    alone."""
+    """The classifier's status if it is in the table, and the rank reports no error of the spec."""
     return classified if classified in TABLE and else_ != WRONG_INPUT else else_
 
 

@@ -30,12 +30,10 @@ DEVIATION_TIMES = 1.4826
 
 
 def slow_ranks(task: Task, at_s: float) -> dict[int, Straggler]:
-    """Find the stragglers: by rank, the ratio of its own work and of the iteration time.
-
-    A rank with more own work is no straggler unless iterations are slower too: on a shared machine
-    it may have waited less instead. If the others' work has grown equally, the whole task is slower
-    (`slower_alike`).
-    """
+    """Find the stragglers: by rank, the ratio of its own work and of the iteration time. A rank
+    with more own work is no straggler unless iterations are slower too: on a shared machine it may
+    have waited less instead. If the others' work has grown equally, the whole task is slower
+    (`slower_alike`)."""
     if len(task.members) < 2:
         return {}
     found: dict[int, tuple[float, float]] = {}
@@ -127,6 +125,12 @@ def _differs(paces: dict[int, StepTime], pace: StepTime) -> bool:
 def _held_up(pace: StepTime, usual_s: float) -> float:
     """Iteration time relative to one with own work of `usual_s`."""
     return pace.iteration_s / max(pace.iteration_s - (pace.own_s - usual_s), usual_s)
+
+
+def slow_on(task: Task, node: str) -> list[int]:
+    """The task's stragglers on the node, by rank."""
+    return [number for number in sorted(task.slow)
+            if number in task.ranks and task.ranks[number].slot.node == node]
 
 
 def slowdown(task: Task, *, without: str = "") -> float:

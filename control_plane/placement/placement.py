@@ -121,8 +121,7 @@ def _emptiest_first(seats: Sequence[Seat]) -> list[Seat]:
 
 # --- new slots ---
 def _choose(room: FreeSlots, own: Sequence[Slot], count: int, where: Where) -> list[Slot]:
-    """Choose `count` slots: on own nodes first, then the nearest with most free slots; two racks,
-    or two nodes, if possible."""
+    """Choose `count` slots, own nodes first, then the nearest; two racks or nodes if possible."""
     chosen: list[Slot] = []
     nodes = dict.fromkeys(sorted(slot.node for slot in own))
     racks = dict.fromkeys(domain(node, where) for node in nodes)

@@ -29,12 +29,9 @@ def size(task: Task, count: int) -> int:
 def assign_groups(tasks: Sequence[Task], wanted: Mapping[int, int], slots: Sequence[Slot],
          given: Collection[Slot], where: Mapping[str, Labels]) -> tuple[Taken, FreeSlots]:
     """Assign slots to whole groups: slots by task, and the remaining free slots. `given`: assigned
-    to others.
-
-    The largest groups come first. If sizes divide one another, as powers of two do, all groups fit
-    whenever possible: the free slots for smaller groups do not depend on the nodes of larger ones.
-    Groups that are on one node stay, unless that leaves fewer seats in groups.
-    """
+    to others. The largest groups come first. If sizes divide one another, as powers of two do, all
+    groups fit whenever possible: the free slots for smaller groups do not depend on the nodes of
+    larger ones. Groups that are on one node stay, unless that leaves fewer seats in groups."""
     room = FreeSlots(slots, given, where)
     found = _deal(tasks, wanted, room, where, stay=True)
     num = sum(map(len, found.values()))
@@ -126,8 +123,7 @@ class _GroupAssignment:
 
 
 def ranked(slots: Sequence[Slot], *sizes: int) -> list[Slot]:
-    """Slots in rank order: by node in groups of the first size, then the rest in groups of the next
-    size, then what remains."""
+    """Slots in rank order: groups of the first size by node, then of the next, then the rest."""
     on: dict[str, list[Slot]] = {}
     for slot in sorted(slots):
         on.setdefault(slot.node, []).append(slot)

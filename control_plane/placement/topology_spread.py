@@ -65,8 +65,7 @@ LOOK_NUM_MAX = 1024
 
 
 class _Step(Struct, frozen=True, order=True):
-    """A step of a path: the cost of reaching a node, the task that moves, from where ("":
-    first)."""
+    """A step of a path: the cost of the node, the task that moves, from where ("": first)."""
 
     cost: int
     task: int
@@ -188,8 +187,7 @@ class SeatMoves:
             self._settle(key, node)
 
     def _settle(self, key: int, node: str) -> None:
-        """Exchange slots on a node so that the task gets those of its own processes, if no other
-        task's process is there."""
+        """Exchange slots on a node, so that the task gets those of its own processes."""
         own = self.taken[key]
         for want in sorted(slot for slot in self.at[key] if slot.node == node and slot not in own):
             spare = sorted(slot for slot in own if slot.node == node and slot not in self.at[key])

@@ -183,12 +183,10 @@ def has_requested_floors(problem: PlanProblem) -> bool:
 
 
 def floors_of(problem: PlanProblem, demand: TaskDemand) -> tuple[int, ...]:
-    """The floors that the task may be granted, its own request first; usually none or one.
-
-    If its own floor does not fit, its smallest size with a WAF above 0 is tried, if the policy
-    requests that for each task, or if with alpha 0 slots have minus infinity. A task without any
-    WAF has no floor.
-    """
+    """The floors that the task may be granted, its own request first; usually none or one. If its
+    own floor does not fit, its smallest size with a WAF above 0 is tried, if the policy requests
+    that for each task, or if with alpha 0 slots have minus infinity. A task without any WAF has no
+    floor."""
     least = problem.floor or problem.alpha >= 1
     levels = (*([demand.floor] if demand.floor else []), *([0] if least else []))
     found = (next((size for size, waf in zip(demand.sizes, demand.wafs, strict=True)

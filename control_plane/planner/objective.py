@@ -110,12 +110,10 @@ class Objective(Struct, frozen=True, kw_only=True):
         return most
 
     def rows(self, shift: int) -> tuple[Candidates, Ints]:
-        """(G by candidate, the first term by candidate), both times 2^shift.
-
-        Rounds by slot: throughput that is linear in slots stays linear to the last bit, and a size
-        that gains nothing over a smaller one keeps its value. With alpha nothing is linear, and
-        the second result is `marginal_flop`.
-        """
+        """(G by candidate, the first term by candidate), both times 2^shift. Rounds by slot:
+        throughput that is linear in slots stays linear to the last bit, and a size that gains
+        nothing over a smaller one keeps its value. With alpha nothing is linear, and the second
+        result is `marginal_flop`."""
         changes = to_fixed_point(self.change_flop, shift)
         if self.marginal_flop is not None:
             gains = to_fixed_point(self.running_flop, shift) - changes

@@ -181,11 +181,9 @@ class Blocker(Struct, frozen=True, kw_only=True):
 def blocking_constraints(problem: PlanProblem, slots: Sequence[int],
            num_idle: int = 0) -> dict[int, Blocker]:
     """By task that the plan `slots` gives no slots: the limit that blocks it. Empty without limits.
-    `num_idle`: slots that are kept idle as a hot spare.
-
-    The plan without any limit is always made. If that plan runs the task and several limits exist,
-    each is removed singly; beyond LIMITED_WORK_NUM_MAX all of them are named.
-    """
+    `num_idle`: slots that are kept idle as a hot spare. The plan without any limit is always made.
+    If that plan runs the task and several limits exist, each is removed singly; beyond
+    LIMITED_WORK_NUM_MAX all of them are named."""
     kinds = constraints.kinds_of_limits(problem)
     if not kinds:
         return {}

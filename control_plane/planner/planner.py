@@ -252,8 +252,7 @@ class _Solutions(Struct, frozen=True, kw_only=True):
             yield UNCHANGED, plan_of(problem.demands, (slots, every.sums(vector)[0]))
 
     def runner_up(self) -> Iterator[tuple[str, Plan]]:
-        """The next best plan, if the limits allow it. If the search would take too long, a plan
-        that changes two tasks instead."""
+        """The next best plan; a plan that changes two tasks if the search would take too long."""
         what, found = NEXT_BEST, self.solved.next_best(RUNNERS_WORK_NUM_MAX)
         if found is None:
             what, found = NEAREST, next(iter(self.solved.swaps(self.plan.slots)), None)

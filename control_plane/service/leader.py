@@ -52,8 +52,7 @@ class Leader:
         self.epoch = await self._log.start_epoch(self._nonce)
 
     async def recover(self) -> None:
-        """Fold the log into a new state, start this epoch in it, restore the orders. Safe to repeat
-        at any point. O(log), in pages."""
+        """Fold the log, in pages, start this epoch, restore the orders. Safe to repeat."""
         state, answers = await self._fold_log()
         # Read the cursor after the fold: an append of ours that is still in flight moves both, and
         # the next append then finds its seq taken.

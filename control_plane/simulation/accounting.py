@@ -163,7 +163,8 @@ class Accounting:
         self.state, self.earnings = state, earnings
         self.jobs: dict[int, TaskProgress] = {}
         self.transitions = 0
-        self.set_training: Callable[[float, int, int, str], None] = lambda *_: None
+        self.set_training: Callable[[float, int, int, str], None] = (
+            lambda at_s, task, trains, why: None)
         """Receives, for each task, the number of slots on which it trains, or why it does not."""
         self._opens = opens
         self._unreported: dict[str, list[int]] = {}

@@ -54,8 +54,7 @@ def mtbf(base: Scenario, seeds: int) -> list[Point]:
 
 
 def spares(base: Scenario, seeds: int, most: int) -> list[Point]:
-    """0 to `most` spare nodes under each policy that keeps some, Unicron with 0. Raises
-    SpecError."""
+    """0 to `most` spare nodes under policies that keep some, Unicron with 0. Raises SpecError."""
     spared = [name for name in base.policies if policy(base, name).costs.num_spares]
     need(bool(spared), "policies", "has none that keeps spares", "add spares: {}")
     found: list[Point] = []

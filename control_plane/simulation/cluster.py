@@ -273,8 +273,7 @@ class SimulatedCluster:
             iteration=self.jobs[key[0]].iteration, error=status or "closed by peer", status=status)
 
     def report_peer_loss(self, number: int, in_s: float) -> None:
-        """After `in_s` a living process reports that a peer is gone now: a member pauses, a
-        command's process exits."""
+        """After `in_s` a peer reports the loss: a member pauses, a command's process exits."""
         task, now_s = self._task(number), self.engine.now_s
         began = task.rounds, task.generation
 
@@ -308,8 +307,8 @@ class SimulatedCluster:
             yield self.nodes[rank.slot.node], (task.id, number, rank.attempt)
 
     def _stop(self, order: o.StopRank, ending: dict[int, list[PendingReport]]) -> None:
-        """Stop a process. The agent also reports one that ended before. `ending`: by task, the
-        reports of processes that end together."""
+        """Stop a process, if it still runs. `ending`: by task, the reports that are made
+        together."""
         node, key = self.nodes[order.nodes[0]], (order.task, order.rank, order.attempt)
         if node.up:
             self._ends(node, key)

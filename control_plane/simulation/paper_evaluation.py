@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from ...events.records import statuses as s
+from ...events.records.statuses import LOST_CONNECTION
 from ...events.spec.job import API_VERSION, Slots
 from ...events.spec.model import MegatronModel
+from ..incidents.severity import TABLE
 from ..planner.problem import PlanProblem, TaskDemand
 from ..throughput.layout_search import modelled
 from ..throughput.transition_cost import Transition
@@ -20,6 +21,7 @@ from .policies.policy import Policy
 from .run import RunInput
 from .scenario import Cluster, Scenario, SimulatedTask, policy, run_input
 from .trace.external_event import ExternalEvent
+from .trace.generator import STUDIES
 
 NODES_NUM, NODE_SLOTS_NUM = 16, 8
 DAY_S = 86400.0
@@ -45,11 +47,10 @@ CASES: dict[int, tuple[tuple[str, ...], tuple[float, ...]]] = {
     4: (SIZES, WEIGHTS), 5: (SIZES, WEIGHTS[::-1])}
 """By number: the models and the weights of six tasks."""
 
-SEV1_SHARES = {s.ECC_ERRORS: 5.0, s.NVLINK_ERRORS: 4.5, s.INVALID_DMA_MAPPING: 2.1,
-               s.GPU_DRIVER_ERRORS: 0.6, s.LOST_CONNECTION: 3.3}
-OTHER_SHARES = {s.NCCL_TIMEOUT: 10.1, s.OTHER_NETWORK: 4.0, s.LINK_FLAPPING: 3.9, s.TASK_HANG: 3.1,
-                s.ILLEGAL_MEMORY_ACCESS: 2.1, s.CONNECTION_REFUSED: 2.1, s.CUDA_ERRORS: 1.6,
-                s.CONNECTION_RESET: 1.0}
+_SHARES = STUDIES["unicron"]
+SEV1_SHARES = {**{cause: share for cause, share in _SHARES.items() if TABLE[cause] == "SEV1"},
+               LOST_CONNECTION: 3.3}
+OTHER_SHARES = {cause: share for cause, share in _SHARES.items() if TABLE[cause] != "SEV1"}
 """Per cent of tasks, as the paper reports. Its "others" (3.3) count as lost nodes here."""
 
 
@@ -144,7 +145,7 @@ class Change(NamedTuple):
 
 # Unicron, table 2, "without": 5.7 s for a lost node, 30 min for all else.
 _PUBLISHED: dict[str, Any] = {"detect_other_s": 1800.0, "detect_s": {
-    **dict.fromkeys(POLICIES[THEIRS].costs.detect_s, 1800.0), s.LOST_CONNECTION: 5.7}}
+    **dict.fromkeys(POLICIES[THEIRS].costs.detect_s, 1800.0), LOST_CONNECTION: 5.7}}
 SENSITIVITY: tuple[Change, ...] = (
     Change("a lost node is back four times as soon", repair_ratio=0.25),
     Change("a lost node is back four times as late", repair_ratio=4.0),
@@ -227,7 +228,7 @@ def growth(gpus: int) -> PauseEstimate:
     costs = POLICIES[OURS].costs
     (low, low_s), (high, high_s) = next(
         pair for pair in pairwise(NCCL_POINTS) if gpus <= pair[1][0])
-    return PauseEstimate(gpus, costs.detection_s(s.LOST_CONNECTION, 0.0),
+    return PauseEstimate(gpus, costs.detection_s(LOST_CONNECTION, 0.0),
                          costs.quiesce_s + costs.regroup_s,
                          low_s + (high_s - low_s) * (gpus - low) / (high - low))
 

@@ -246,8 +246,7 @@ def policy(scenario: Scenario, name: str) -> Policy:
 
 def limits(chosen: Policy, given: dict[Any, Any], iteration_s: float,
            usual: Limits | None = None) -> Limits:
-    """The limits of a run: `usual`, extended for the policy's steps, then `given`. Raises
-    SpecError."""
+    """The limits of a run: `usual`, extended for the policy, then `given`. Raises SpecError."""
     costs, usual = chosen.costs, usual or Limits()
     longest_s = 10 * (costs.start_s + costs.quiesce_s + costs.regroup_s + iteration_s)
     bounds = {name: max(getattr(usual, name), min(longest_s, BOUNDS[name][1])) for name in (
@@ -306,9 +305,7 @@ def _job(scenario: Scenario, number: int, chosen: Policy) -> JobSpec:
 def simulated_job(chosen: Policy, name: str, weight: float, slots: Slots,
                   rates: Mapping[int, float], *, heals: bool = True, **more: Any) -> JobSpec:
     """The spec of a simulated task: FLOP/s by size at the policy's speed, and its way of healing.
-
-    `heals`: False for a task that no policy heals in memory. Raises SpecError.
-    """
+    `heals`: False for a task that no policy heals in memory. Raises SpecError."""
     given: dict[str, Any] = {
         "apiVersion": API_VERSION, "name": name, "weight": weight, "command": ["on-paper"],
         "slots": {key: value for key, value in msgspec.to_builtins(slots).items() if value},

@@ -14,9 +14,8 @@ from .task import HeldState, Rank, Task
 
 
 def awaited(task: Task) -> Literal["", "processes", "members"]:
-    """Which processes the task waits for. In quiescing and reconfiguring: members of the
-    generation; otherwise processes that start. When some ranks have finished, each member ends on
-    its own and the task waits for none."""
+    """Which processes the task waits for: in quiescing and reconfiguring, its members; otherwise
+    those that start. When some ranks have finished, each ends on its own."""
     if task.heals_in_memory and task.finished:
         return ""
     return "members" if task.phase in ("quiescing", "reconfiguring") else "processes"

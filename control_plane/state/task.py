@@ -40,8 +40,7 @@ class OngoingTransition(Struct, kw_only=True):
     size: int
     """Members before; 0: the task had no slots."""
     since_s: float
-    """When it last reported an iteration before it stalled; below 0: it steps again, and the
-    transition waits for its other members."""
+    """The last report of an iteration before it stalled; below 0: it steps again."""
     iteration: int
     """Iterations finished then."""
     iteration_s: float
@@ -328,12 +327,7 @@ class Task(Struct, kw_only=True):
         """The path of the published checkpoint; empty without one."""
         return self.checkpoint.path if self.checkpoint is not None else ""
 
-    @property
-    def unsaved(self) -> int:
-        """Iterations lost if all its processes end now, as reported."""
-        return self.lost_with("")
-
-    def lost_with(self, node: str) -> int:
+    def lost_with(self, node: str = "") -> int:
         """Iterations lost if all its processes and this node's in-memory checkpoints are lost."""
         copied = [copy.step_version for copy in self.copies if copy.node != node]
         return max(self.iteration - max([self.saved_iteration, *copied]), 0)

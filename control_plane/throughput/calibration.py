@@ -78,8 +78,7 @@ def forget_times(state: ClusterState, task: Task, num: int) -> None:
 
 def calibrate(state: ClusterState, task: Task) -> Iterator[Body]:
     """Yield a new table if the measured rate differs enough from the one in use. The FLOP/s of a
-    slot, from the first measured task, updates all modelled tables. A second call yields
-    nothing."""
+    slot, from the first measured task, updates all modelled tables."""
     size, table, rates = num_slots(task), task.throughput, measured(state, task)
     if table is None or task.ending or size not in rates or size not in table.sizes:
         return

@@ -128,9 +128,8 @@ class Search:
 
 @lru_cache(maxsize=64)
 def modelled(model: MegatronModel, num_gpus: int) -> Modelled:
-    """T(t, x) of the model for x up to `num_gpus`, each with its layout and what limits it.
-    Deterministic, so the cache is safe. It takes tenths of a second and is never part of a
-    decision."""
+    """T(t, x) of the model for x up to `num_gpus`, with layouts and what limits them; cached. It
+    takes tenths of a second and is never part of a decision."""
     room = capacity(model)
     found = Search(model, num_gpus, room).best()
     if not found:

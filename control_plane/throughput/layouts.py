@@ -45,10 +45,6 @@ class Layout(Struct, frozen=True, kw_only=True):
         return self.tp * self.cp * self.pp
 
     @property
-    def num_gpus(self) -> int:
-        return self.model_parallel * self.dp
-
-    @property
     def axes(self) -> Axes:
         """The axes that a command gets."""
         return Axes(tp=self.tp, pp=self.pp, cp=self.cp, ep=self.ep, dp=self.dp,

@@ -114,11 +114,9 @@ def in_flight(model: MegatronModel, layout: Layout, *, first: bool) -> float:
 
 def layer_activations(model: MegatronModel, layout: Layout) -> float:
     """Bytes of one layer and micro-batch on one GPU, without scores: 34 s b h with dropout.
-
-    Attention 3 + (4 + 4 g/a) / t, the MLP 3 + 4 f/h / t (6 f/h if gated), norms 4, each times
-    s b h, less two masks of 1 without dropout; with sequence parallel, everything over t. A token
-    that passes `top_k` experts is as many tokens to the MLP.
-    """
+    Attention 3 + (4 + 4 g/a) / t, the MLP 3 + 4 f/h / t (6 f/h if gated), norms 4, each times s b
+    h, less two masks of 1 without dropout; with sequence parallel, everything over t. A token that
+    passes `top_k` experts is as many tokens to the MLP."""
     tokens = model.sequence * layout.micro / layout.cp * model.hidden
     split = 4 + 4 * model.num_groups / model.num_heads
     split += (6 if model.swiglu else 4) * model.ffn / model.hidden * model.top_k

@@ -40,11 +40,9 @@ def table(task: int, spec: JobSpec, slot_flops: float = SLOT_FLOPS,
 
 def table_through(task: int, origin: Literal["declared", "measured"], spec: JobSpec,
                   rates: dict[int, float], modelled: Modelled | None = None) -> ThroughputSet:
-    """A table through known sizes; each other size follows the shape from the nearest one.
-
-    `rates`: size -> FLOP/s, at least one. Of two equally near sizes the smaller counts; one where
-    the shape is 0 counts for itself only. No size exceeds the rate of a larger known one.
-    """
+    """A table through known sizes; each other size follows the shape from the nearest one. `rates`:
+    size -> FLOP/s, at least one. Of two equally near sizes the smaller counts; one where the shape
+    is 0 counts for itself only. No size exceeds the rate of a larger known one."""
     sizes = _sizes(spec, modelled)
     if modelled is not None:
         sizes = tuple(sorted({*sizes, *rates}))

@@ -53,8 +53,7 @@ MTBF_S_MIN = 1.0
 
 # --- MTBF ---
 def observe_time(state: ClusterState, record: Record) -> None:
-    """Fold, before the record's time is set: add the slot time since the last record. Not at
-    EpochStarted: there was no leader before it."""
+    """Fold, before the record's time is set: add slot time, except that without a leader."""
     if not isinstance(record.body, EpochStarted):
         state.observed_slot_s += state.num_running * max(record.at_s - state.at_s, 0.0)
     update_mtbf(state)

@@ -111,8 +111,7 @@ class Core(Protocol):
 
     def second(self, vector: Ints) -> Ints | None:
         """The best vector except the optimum `vector`; None if none is within the budget. It is
-        found by the first row that differs: rows before it equal `vector`, rows after it are
-        optimal."""
+        found by the first row that differs: rows before are as in `vector`, those after optimal."""
         ...
 
 

@@ -141,8 +141,7 @@ class Solution(Struct, frozen=True, kw_only=True):
         return found
 
     def _pairs(self, vector: Ints, slots: int) -> tuple[Ints, Ints, Ints]:
-        """(likely candidates, the best partner of each, the additional gain of the pair over
-        `vector`; -LOSS_NUM_MAX if no pair fits)."""
+        """(likely candidates, their best partners, the pairs' gains; -LOSS_NUM_MAX: none fits)."""
         rows, row_of = self.rows, self.rows.row_of
         at = self._likely(vector, row_of)
         rows_at = row_of[at]
@@ -155,8 +154,7 @@ class Solution(Struct, frozen=True, kw_only=True):
         return at, with_, sums[np.arange(len(at)), with_]
 
     def _likely(self, vector: Ints, row_of: Ints) -> Ints:
-        """Likely candidates outside `vector`: neighbours of its own, and those with the least
-        loss."""
+        """Likely candidates outside `vector`: its neighbours, and those with the least loss."""
         losses = self.relaxed.losses
         beside = np.zeros(len(row_of), dtype=np.bool_)
         for step in (-1, 1):

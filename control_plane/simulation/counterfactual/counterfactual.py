@@ -91,8 +91,7 @@ def _plain(value: Any) -> str:
 
 
 def read(records: Callable[[], Iterable[Record]], source: str) -> Recording:
-    """Read a log twice: first verify every decision, then measure. Raises UsageError if the log
-    does not verify, or has nothing to compare."""
+    """Verify a log, then measure it. Raises UsageError if it does not verify or has no task."""
     reader, specs, tables = FaultReader(), dict[int, JobSpec](), dict[int, ThroughputSet]()
 
     def watch(state: ClusterState, record: Record) -> None:

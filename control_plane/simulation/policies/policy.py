@@ -40,9 +40,8 @@ class Costs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class Policy(Struct, frozen=True, kw_only=True):
     """`heals`: members continue in memory; otherwise all processes of a task restart together.
-    `escalates`: nodes are quarantined and tasks fail according to the limits. `decides` makes the
-    `decide` of one run, from its costs and the model sizes by task name; `by_params`: it needs
-    these."""
+    `escalates`: nodes are quarantined and tasks fail by the limits. `decides` makes the `decide` of
+    a run from its costs and the model sizes by task; `by_params`: it needs these."""
 
     what: str
     heals: bool

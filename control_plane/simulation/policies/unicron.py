@@ -9,7 +9,7 @@ from .policy import Costs, Policy
 POLICY = Policy(
     what="replan the cluster by what it earns, heal in memory",
     heals=True, escalates=True,
-    decides=lambda *_: decide.decide,
+    decides=lambda _, __: decide.decide,
     costs=Costs(
         # docs/guides/bench-detection.md: medians of ten faults each on two cores. A hang, or a
         # collective in which others wait, is reported after three iterations, a second at least.

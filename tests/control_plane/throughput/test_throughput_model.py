@@ -214,7 +214,8 @@ def test_the_search_finds_what_trying_all_finds(name: str) -> None:
         if deal not in seen and memory(model, layout).total <= gib * GIBI:
             seen.add(deal)
             rate = iteration_flops(model) / iteration_s(model, layout, constants_of(model))
-            best[layout.num_gpus] = max(best[layout.num_gpus], rate)
+            size = layout.model_parallel * layout.dp
+            best[size] = max(best[size], rate)
     most, steps = 0.0, {}
     for size in range(1, num_gpus + 1):
         if best[size] > most:
@@ -225,7 +226,7 @@ def test_the_search_finds_what_trying_all_finds(name: str) -> None:
     for one in found:
         assert refusal(model, one.layout) == ""
         assert memory(model, one.layout).total <= gib * GIBI
-        assert one.layout.num_gpus == one.size
+        assert one.layout.model_parallel * one.layout.dp == one.size
 
 
 def _all(model: MegatronModel, num_gpus: int) -> list[Layout]:
