@@ -125,8 +125,7 @@ class DryRunResult(Struct, frozen=True, kw_only=True):
 
 
 def run_dry(data: bytes, change: Change) -> DryRunResult:
-    """Run the change on a copy of the state `data` (of `encode_state`). Raises Refusal or SpecError
-    if an operator's request for it would be refused."""
+    """Run the change on a copy of the state. Raises as an operator's request for it would."""
     old, state = decode_state(data), decode_state(data)
     problem = planning_snapshot(state).problem
     plans: list[PlanChosen] = []
@@ -137,8 +136,10 @@ def run_dry(data: bytes, change: Change) -> DryRunResult:
                 problem = planning_snapshot(state).problem
                 first = {demand.task: demand for demand in problem.demands} | first
                 plans.append(body)
+    # The costs in the log may be a minute old.
+    costs = [node_cost(old, name) for name in change.without if name in old.degraded]
     return replace(_result(old, state, problem, plans, first),
-                   degraded=tuple(_degraded(old, change.without)))
+                   degraded=tuple(cost for cost in costs if cost.cost_waf > 0))
 
 
 def explain_present_plan(data: bytes) -> DryRunResult:
@@ -273,17 +274,9 @@ def exceeds_work_limit(problem: PlanProblem) -> bool:
     return problem.limits is not None and work_under_limits(problem) > LIFTED_WORK_NUM_MAX
 
 
-def _degraded(state: ClusterState, names: Sequence[str]) -> Iterator[StragglerCostEstimated]:
-    """The present costs; those in the log may be a minute old."""
-    for name in names:
-        if name in state.degraded and (priced := node_cost(state, name)).cost_waf > 0:
-            yield priced
-
-
 def _pause_s(demand: TaskDemand, allocations: Sequence[Allocation]) -> float:
-    """The downtime of one task. `allocations`: in each plan, in order. The requests are in one
-    append, so the orders of each plan interrupt those of the plan before: the task stops once. A
-    task without slots before and after has no downtime."""
+    """The downtime of one task, by its `allocations` in each plan. All requests are in one append,
+    so the task stops once. A task without slots before and after has no downtime."""
     charge_s = transition_cost_s(demand, allocations[-1].slots)
     if charge_s or not demand.now:
         return charge_s

@@ -27,8 +27,7 @@ _PHASES = {"idle": "waiting", "starting": "starting", "training": "running",
 
 def view(state: ClusterState, *, explain: bool = False) -> dict[str, Any]:
     """Cluster, nodes, tasks, incidents, plan, deadlines; times in seconds since 1970. `explain`:
-    also compute what each waiting task needs. This takes as long as a few plans, so the leader does
-    it in a thread and only on request."""
+    also what each waiting task needs, which takes as long as a few plans (in a thread)."""
     waits = explain_waiting(state) if explain else {}
     return {
         "cluster": {
@@ -49,7 +48,8 @@ def view(state: ClusterState, *, explain: bool = False) -> dict[str, Any]:
                   for key in sorted(state.tasks)],
         "incidents": [msgspec.to_builtins(state.incidents[key])
                       for key in sorted(state.incidents)],
-        "plan": _plan(state),
+        "plan": {"seq": state.plan_seq, "at_s": state.plan_s, **msgspec.to_builtins(state.plan)}
+                if state.plan is not None else None,
         "deadlines": [{"id": name, "due_s": state.deadlines[name].due_s,
                        "length_s": state.deadlines[name].length_s}
                       for name in sorted(state.deadlines)],
@@ -253,9 +253,3 @@ def _part(task: Task, rank: Rank) -> str:
         return ""
     return part_in_words(task.axes, position_of(task, rank),
                          sharded=training.parallel.optimizer != "whole")
-
-
-def _plan(state: ClusterState) -> dict[str, Any] | None:
-    if state.plan is None:
-        return None
-    return {"seq": state.plan_seq, "at_s": state.plan_s, **msgspec.to_builtins(state.plan)}

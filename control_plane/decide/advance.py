@@ -53,8 +53,6 @@ def _incident(state: ClusterState, body: Body) -> int:
 
 
 # --- Intake ---
-
-
 def accepts(state: ClusterState, report: Report) -> Literal["next", "duplicate", "later"]:
     """Classify a report by its source_seq (ARCHITECTURE, "Sources and acknowledgement")."""
     node, _, incarnation = report.source.rpartition("/")

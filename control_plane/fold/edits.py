@@ -223,8 +223,7 @@ def _silent_alone(state: ClusterState, task: Task) -> bool:
 
 
 def update_hang_deadline(state: ClusterState, task: Task, *, restart: bool = False) -> None:
-    """Set or clear the hang deadline of a stalled task. `restart`: the set of stalled ranks, or
-    where they stall, has changed, so the deadline starts again."""
+    """Set or clear the hang deadline of a stalled task. `restart`: other ranks stall now."""
     name = f"hang/{task.id}/{task.generation}"
     if not task.stalls and name not in state.deadlines:
         return

@@ -175,8 +175,7 @@ def iterations_passed(state: ClusterState, task: Task, iteration: int) -> None:
 
 
 def hang_timed_out(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
-    """The hang deadline has passed: record a fault of the ranks that caused it. If no rank caused
-    it, treat it as a failed collective: reattempt in place."""
+    """The hang deadline has passed: a fault of the ranks that caused it, else of a collective."""
     hang = locate_hang(state, task)
     if hang is None or not hang.is_actionable or rest[0] != task.generation:
         return

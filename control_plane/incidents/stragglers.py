@@ -140,8 +140,7 @@ def slowdown(task: Task, *, without: str = "") -> float:
 
 
 def at_fault(task: Task) -> list[Rank]:
-    """Stragglers slow enough to be a fault, if a peer confirms it. A peer confirms it if its
-    iterations take about as long: it waits for the straggler."""
+    """Stragglers slow enough to be a fault, if a peer confirms it: its iterations take as long."""
     if not any(slow.holds_up > FAULT_RATIO for slow in task.slow.values()):
         return []
     found: list[Rank] = []

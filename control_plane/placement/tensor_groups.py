@@ -79,8 +79,7 @@ class _GroupAssignment:
             self._take(node, len(free[node]) // self.each)
 
     def fill(self) -> None:
-        """Assign the remaining groups: first where most present slots are, then on the task's
-        nodes, then on the nearest; finally on any node."""
+        """Assign the remaining groups, near the present slots if possible."""
         self._fill()
         self._most = self._left + len(self.taken)
         self._fill()

@@ -104,8 +104,7 @@ class SeatMoves:
         return [self.rack[node], f"switch {switch}"] if switch else [self.rack[node]]
 
     def mend(self, key: int, *, own: int) -> None:
-        """Move a seat of a task that violates the constraint, and others if needed. `own`: the cost
-        of a task that stays on its rack (0: it must not)."""
+        """Move seats until a task is spread. `own`: cost of staying on one rack; 0: forbidden."""
         path = self._direct(key) or Search(self, key, own).path()
         if path is not None:
             self._follow(path)

@@ -155,9 +155,8 @@ def _problems_without(problem: PlanProblem) -> Iterator[tuple[str, PlanProblem]]
 
 
 def paid_back_s(problem: PlanProblem, slots: Sequence[int]) -> float:
-    """The time until the WAF gained by the changes of healthy tasks has paid for their transitions,
-    compared with the best plan without such changes (one solve). 0 if nothing is to be paid, and
-    with alpha, whose changes do not maximise the WAF."""
+    """The time until the WAF gained by changes of healthy tasks has paid for their transitions (one
+    solve). 0 if nothing is to be paid, and with alpha, which does not maximise the WAF."""
     def is_kept(demand: TaskDemand, x: int) -> bool:
         return demand.faulted or x == demand.now or demand.now not in demand.sizes
 

@@ -87,7 +87,7 @@ def prices(problem: PlanProblem, plan: Plan) -> dict[int, Price]:
         runs = plan_of(after, (free.vector(i, size, num_slots - size, at), value))
         found[problem.demands[i].task] = Price(
             cost_waf=max(plan.waf - runs.waf, 0.0), plan=runs,
-            times=_times(sizes, num_slots, lambda left, i=i: free.without(i, left)[0]))
+            times=_times(sizes, num_slots, free.beside(i)))
     return found
 
 
@@ -156,9 +156,8 @@ def work_under_limits(problem: PlanProblem) -> int:
 
 
 def _times(sizes: Sequence[tuple[int, int]], num_slots: int, rest: Callable[[int], int]) -> float:
-    """The factor on the gains of `sizes` from which `choose_plan` gives the task slots. `rest`: the
-    optimum of all other tasks by their slots. With factor f the best plan with size x has the
-    objective rest(n - x) + f g(x), without the task rest(n)."""
+    """The factor on the gains of `sizes` from which `choose_plan` gives the task slots: with factor
+    f, size x has the objective rest(n - x) + f g(x); without the task it is rest(n)."""
     return min(((rest(num_slots) - value) / gain for size, gain in sizes
                 if (value := rest(num_slots - size)) > IMPOSSIBLE // 2), default=float("inf"))
 
@@ -282,9 +281,8 @@ class WaitExplanation(Struct, frozen=True, kw_only=True):
 
 def record_waiting(state: ClusterState, task: Task, num_slots: int, floor: int = 0, *,
          by_quota: bool = False) -> Iterator[Body]:
-    """Record that the plan gives a task no slots, unless the log already has this reason.
-    `num_slots`: slots that the plan allocates. `floor`: the requested floor if it was not granted.
-    `by_quota`: it would be granted without the quota of its team."""
+    """Record that the plan gives a task no slots. `num_slots`: allocated by the plan. `floor`:
+    requested, not granted. `by_quota`: it would be granted without its team's quota."""
     why = _missing(state, task, num_slots, floor, by_quota=by_quota)[0] or NOT_CHOSEN
     yield from record_reason(task, why)
 

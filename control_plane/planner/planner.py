@@ -139,8 +139,7 @@ def plan_of(demands: Sequence[TaskDemand], found: SlotsAndGain) -> Plan:
 
 
 def comparable(problem: PlanProblem, plan: Plan, other: Plan) -> Plan:
-    """The other plan. Its objective is NOT_COMPARABLE_NUM if the two cannot be compared: from alpha
-    1 on, if other tasks have no slots in it."""
+    """The other plan; NOT_COMPARABLE_NUM if, from alpha 1 on, other tasks have no slots in it."""
     if problem.alpha >= 1 and (constraints.unserved_tasks(problem, plan.slots)
                                != constraints.unserved_tasks(problem, other.slots)):
         return replace(other, objective=NOT_COMPARABLE_NUM)
@@ -180,8 +179,7 @@ class _Bounds(Struct, frozen=True):
                    constraints.allowed(problem, every) if constraints.has_floors(problem) else None)
 
     def violated(self, slots: Sequence[int]) -> tuple[str, ...]:
-        """The LIMIT_NAMES that a plan violates. Priorities count as violated: whether a plan
-        satisfies them is known only after a solve with them."""
+        """The LIMIT_NAMES that a plan violates, and priorities: only a solve shows these."""
         limits, names = self.limits, list[str]()
         if limits is not None:
             names += ["moves_max"] * (not limits.allow_moves(slots))

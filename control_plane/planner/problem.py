@@ -35,15 +35,12 @@ class PlanLimits(Struct, frozen=True, kw_only=True):
         return self.allow_moves(slots) and self.allow_quotas(slots)
 
     def allow_moves(self, slots: Sequence[int]) -> bool:
-        return self.moves_max is None or self.num_moves(slots) <= self.moves_max
+        return self.moves_max is None or self.moves_max >= sum(
+            healthy and x != now
+            for x, now, healthy in zip(slots, self.now, self.healthy, strict=True))
 
     def allow_quotas(self, slots: Sequence[int]) -> bool:
         return all(sum(slots[row] for row in rows) <= quota for rows, quota in self.teams)
-
-    def num_moves(self, slots: Sequence[int]) -> int:
-        """The number of healthy tasks whose slots change."""
-        return sum(healthy and x != now for x, now, healthy in
-                   zip(slots, self.now, self.healthy, strict=True))
 
 
 class TaskDemand(Struct, frozen=True, kw_only=True, dict=True):

@@ -64,10 +64,9 @@ class Coordinator:
 
     Start order of `run`: a new epoch (older leaders are fenced); the log is folded; the orders
     streams are restored; EpochStarted is appended, and PolicySet if the policy differs; the
-    heartbeat watch starts; the loop. Each turn takes the new
-    reports and operators' writes, and, if the intake is known to be empty, expired deadlines and
-    leases. It decides on them in order and appends the records in one write. Only then it answers,
-    publishes and trims.
+    heartbeat watch starts; the loop. Each turn takes the new reports and operators' writes, and, if
+    the intake is known to be empty, expired deadlines and leases. It decides on them in order and
+    appends the records in one write. Only then it answers, publishes and trims.
 
     After Conflict, Ambiguous or Unavailable the state is discarded and the log is folded again;
     after Unavailable without a limit of retries, since ranks continue without a leader. Stop order:
@@ -173,7 +172,9 @@ class Coordinator:
             finally:
                 self.leading = False
                 self._committed.clear()
-                self._drop_take()
+                if self._taking is not None:
+                    self._taking.cancel()
+                    self._taking = None
                 if self._timer:
                     self._timer.cancel()
                 self._refuse_writes()
@@ -343,11 +344,6 @@ class Coordinator:
         if isinstance(taken[1], LogError):
             raise taken[1]
         return taken[1]
-
-    def _drop_take(self) -> None:
-        if self._taking is not None:
-            self._taking.cancel()
-            self._taking = None
 
     # --- timed events -----------------------------------------------------------------------------
     def _has_timed_events(self) -> bool:

@@ -186,8 +186,7 @@ class Accounting:
 
     # --- faults ---------------------------------------------------------------------------------
     def stop_processes(self, at_s: float, keys: Iterable[Key], node: str = "") -> list[int]:
-        """These processes have ended or are stalled. Returns the tasks that stop, by number. With
-        `node`, a report about that node reports the fault."""
+        """End or stall processes; a report about `node` reports it. Returns the tasks that stop."""
         stopped = sorted({key[0] for key in keys if self._stops_with(key)})
         for number in stopped:
             job = self.jobs[number]

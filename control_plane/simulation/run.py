@@ -164,11 +164,9 @@ class Run:
     def _on_node_event(self, one: ExternalEvent) -> None:
         node = self.cluster.nodes.get(one.node)
         up = node is not None and node.up
-        if one.event == "fault" and up:
-            assert node is not None
+        if node is not None and up and one.event == "fault":
             self._fault(node, one)
-        elif one.event == "left" and up:
-            assert node is not None
+        elif node is not None and up and one.event == "left":
             self._stop_node(node)
             self.cluster.leave(one.node)
         elif one.event == "repaired" and node is not None and (not up or one.node in self._drained):

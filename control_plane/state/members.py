@@ -61,8 +61,6 @@ def is_unreachable(state: ClusterState, rank: Rank) -> bool:
 
 
 # --- coverage: whether a set of processes holds the task's complete state ---
-
-
 def has_layouts(task: Task) -> bool:
     """Whether each rank may hold only a part of the model or of the optimizer."""
     return task.spec.training is not None and not task.spec.training.parallel.is_plain

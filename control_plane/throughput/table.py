@@ -82,9 +82,8 @@ def axes(spec: JobSpec, modelled: Modelled | None, size: int) -> Axes | None:
 
 
 def _sizes(spec: JobSpec, modelled: Modelled | None) -> tuple[int, ...]:
-    """Sizes of the table: all that the spec allows, of training those with a layout; with a model,
-    the first allowed size of each step of the model, and the floor. If none of these remains, the
-    largest allowed size, so that the table is not empty."""
+    """Sizes of the table: all that the spec allows (of training, with a layout); with a model, the
+    first allowed size of each of its steps, and the floor; if none is left, the largest."""
     counts = spec.slots.counts
     if modelled is None:
         return counts if spec.training is None else tuple(

@@ -39,8 +39,7 @@ def speed(train: Train | Loop, num_slots: int) -> float:
 
 
 def layout_of(train: Train | Loop, num_slots: int) -> Axes | None:
-    """The fastest permitted layout of exactly `num_slots` slots; of equals, the first in the spec.
-    None: there is none, or the task is data-parallel only."""
+    """The fastest permitted layout of exactly `num_slots`, the first of equals; None: none."""
     return None if train.parallel.is_plain else _fastest(train, num_slots)[1]
 
 

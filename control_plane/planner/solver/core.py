@@ -116,8 +116,6 @@ class Core(Protocol):
 
 
 # --- Core for many distinct sums of losses: the least loss of every state, as an array ---
-
-
 class LossTable(Struct, frozen=True):
     """The least loss by state, from the state `first` on; no vector elsewhere."""
 

@@ -5,6 +5,8 @@ O(capacity) for each candidate. For a single optimum `knapsack.best` is faster a
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from .candidates import Candidates
@@ -77,6 +79,10 @@ class LeaveOneOut:
         value = self.before[row, :left + 1] + self.after[row + 1, :left + 1][::-1]
         at = int(np.argmax(value))
         return int(value[at]), at
+
+    def beside(self, row: int) -> Callable[[int], int]:
+        """The optimum of all rows but this one, as a function of the slots left for them."""
+        return lambda left: self.without(row, left)[0]
 
     def vector(self, row: int, size: int, left: int, at: int) -> tuple[int, ...]:
         """The sizes by row of the result of `without`, with `size` for this row."""

@@ -67,8 +67,7 @@ class Solution(Struct, frozen=True, kw_only=True):
     rows: Candidates
     capacity: int
     units: Candidates
-    """The rows in units of the greatest common divisor of all sizes that fit, as is `relaxed`.
-    Other sizes are rounded up, since they never fit."""
+    """The rows in units of the gcd of all sizes that fit, as is `relaxed`; others rounded up."""
     units_num: int
     """The capacity in units."""
     relaxed: Relaxation
