@@ -20,9 +20,10 @@ def next_decisions(state: ClusterState, task: Task) -> Iterator[Body]:
         yield TaskEnded(task=task.id, outcome="finished", why="all processes exited with 0")
         return
     if not task.ranks:
-        port = rendezvous_port(task)  # of this round: the first start begins it
-        for seat in task.target if all(slot_free(state, seat) for seat in task.target) else ():
-            yield start_rank(state, task, seat, port)
+        if all(slot_free(state, seat) for seat in task.target):
+            port = rendezvous_port(task)  # the fold of the first start begins another round
+            for seat in task.target:
+                yield start_rank(state, task, seat, port)
         return
     whole = all(number in task.ranks or number in task.finished for number in seats)
     moved = any(seats.get(rank.rank) != rank.slot for rank in task.ranks.values())

@@ -62,7 +62,8 @@ def slot_free(state: ClusterState, seat: Seat) -> bool:
 # --- Healing paused: orders are suppressed and described ---
 def suppress_orders(state: ClusterState, task: Task, bodies: Iterable[Body]) -> Iterator[Body]:
     """Yield the decisions; instead of the orders, one OrderSuppressed that describes them and the
-    changes of the plan. `bodies` must not depend on the fold of its orders."""
+    changes of the plan. `bodies` must not depend on the fold of its orders. A second call yields
+    nothing new."""
     words = _plan_changes(state, task)
     for body in bodies:
         if isinstance(body, o.ORDERS):

@@ -93,7 +93,8 @@ def no_slots(state: ClusterState, task: Task) -> bool:
 
 
 def boundary_disturbed(state: ClusterState, task: Task) -> bool:
-    """The iteration's end cannot be reached: a member is gone or its collective failed."""
+    """The iteration's end cannot be reached: a member is gone or its collective failed. If all
+    members have left the generation, it was reached."""
     return (task.mode == "boundary" and (task.failed_s >= 0 or member_gone(state, task))
             and not may_end(state, task) and not all_quiesced(task))
 
