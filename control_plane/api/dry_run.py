@@ -38,8 +38,7 @@ from .requests import Refusal
 MORE_NUM_MAX = 100_000
 """The most slots that a dry run may add."""
 LIFTED_WORK_NUM_MAX = 1 << 28
-"""Limit of states times candidates of one plan under limits, about 0.5 s. Up to eight such plans
-are made."""
+"""Limit of states times candidates of a plan under limits: 0.5 s. Up to eight are made."""
 _NODE_SLOTS_NUM = 8
 """Slots of an added node if the cluster has no node."""
 
@@ -117,8 +116,7 @@ class DryRunResult(Struct, frozen=True, kw_only=True):
     at_s: float = 0.0
     """The time of that record."""
     computed_by: int = DECIDER_VERSION
-    """The decider version that computed what is not in the log: `waits`, `more_waf`, plans without
-    limits, and all of a dry run."""
+    """The decider version that computed what is not in the log."""
     is_cut: bool = False
     """True if the plans without each limit are left out because they would take too long."""
     degraded: tuple[StragglerCostEstimated, ...] = ()
@@ -127,10 +125,7 @@ class DryRunResult(Struct, frozen=True, kw_only=True):
 
 
 def run_dry(data: bytes, change: Change) -> DryRunResult:
-    """Run the change on a copy of the state `data` (of `encode_state`).
-
-    Raises Refusal or SpecError if an operator's request for it would be refused.
-    """
+    """Run the change on a copy of the state. Raises as an operator's request for it would."""
     old, state = decode_state(data), decode_state(data)
     problem = planning_snapshot(state).problem
     plans: list[PlanChosen] = []
@@ -141,8 +136,10 @@ def run_dry(data: bytes, change: Change) -> DryRunResult:
                 problem = planning_snapshot(state).problem
                 first = {demand.task: demand for demand in problem.demands} | first
                 plans.append(body)
+    # The costs in the log may be a minute old.
+    costs = [node_cost(old, name) for name in change.without if name in old.degraded]
     return replace(_result(old, state, problem, plans, first),
-                   degraded=tuple(_degraded(old, change.without)))
+                   degraded=tuple(cost for cost in costs if cost.cost_waf > 0))
 
 
 def explain_present_plan(data: bytes) -> DryRunResult:
@@ -170,10 +167,7 @@ def of_input(problem: PlanProblem, more: int) -> DryRunResult:
 
 
 def operator_requests(data: bytes, change: Change, reason: str) -> list[t.Body]:
-    """The operators' requests that carry out the change, in order.
-
-    Raises as `run_dry`, and Refusal for slots, which no request can add.
-    """
+    """The requests that carry out the change. Raises as `run_dry`, and Refusal for slots."""
     if change.slots:
         raise Refusal(422, "slots that are not there cannot be applied",
                       "unicron agent, on a new machine, has it join")
@@ -234,8 +228,7 @@ def _add_nodes(state: ClusterState, num: int) -> t.Body:
 # --- the result ---
 def _result(old: ClusterState, state: ClusterState, problem: PlanProblem,
            plans: Sequence[PlanChosen], first: Mapping[int, TaskDemand]) -> DryRunResult:
-    """`problem`: that of the last of `plans`. `first`: by task, its demand in the first plan that
-    included it."""
+    """`problem`: of the last plan. `first`: by task, its demand in the first plan that has it."""
     plan = plans[-1] if plans else old.plan if live_tasks(state) else None
     plan = _with_explanations(plan, problem) if plan is not None else None
     given = {x.task: x.slots for x in plan.allocations} if plan is not None else {}
@@ -281,19 +274,9 @@ def exceeds_work_limit(problem: PlanProblem) -> bool:
     return problem.limits is not None and work_under_limits(problem) > LIFTED_WORK_NUM_MAX
 
 
-def _degraded(state: ClusterState, names: Sequence[str]) -> Iterator[StragglerCostEstimated]:
-    """The present costs; those in the log may be a minute old."""
-    for name in names:
-        if name in state.degraded and (priced := node_cost(state, name)).cost_waf > 0:
-            yield priced
-
-
 def _pause_s(demand: TaskDemand, allocations: Sequence[Allocation]) -> float:
-    """The downtime of one task. `allocations`: in each plan, in order.
-
-    The requests are in one append, so the orders of each plan interrupt those of the plan before:
-    the task stops once. A task without slots before and after has no downtime.
-    """
+    """The downtime of one task, by its `allocations` in each plan. All requests are in one append,
+    so the task stops once. A task without slots before and after has no downtime."""
     charge_s = transition_cost_s(demand, allocations[-1].slots)
     if charge_s or not demand.now:
         return charge_s

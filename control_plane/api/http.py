@@ -78,7 +78,6 @@ class HttpApi:
         """Serialises computations, so that many requests do not slow the leader."""
 
     def app(self) -> web.Application:
-        """The aiohttp application."""
         app = web.Application(middlewares=[self._guard], client_max_size=BODY_BYTES_MAX)
         app.add_routes([
             web.get("/v1/health", self._health),
@@ -138,10 +137,8 @@ class HttpApi:
 
     def _write(self, make: Request, *names: str,
                ahead: Callable[[Any], None] | None = None) -> Handler:
-        """A call that writes one report. Its answer is the report's seq, under `names`.
-
-        `ahead` runs in a thread before the write, so that it does not delay other writes.
-        """
+        """A call that writes one report. Its answer is the report's seq, under `names`. `ahead`
+        runs in a thread before the write, so that it does not delay other writes."""
         async def call(request: web.Request) -> web.StreamResponse:
             key, body = _key(request), await _body(request)
             if ahead is not None:

@@ -13,7 +13,6 @@ from msgspec import Struct
 from ...events.errors import UsageError
 from ...events.records import reports as r
 from ...events.records import types as t
-from ...events.records.reports import QuarantineLifted
 from ...events.spec.job import WEIGHT_RATIO_MAX, JobSpec, parse
 from ...events.spec.model import Modelled
 from ..fold.node_health import RECOVERED_S
@@ -75,13 +74,11 @@ def _modelled(job: JobSpec) -> Modelled | None:
 
 
 def cancel(state: ClusterState, body: Any, task: str) -> t.Body:
-    """Cancel the task."""
     request = convert(body, _Reason)
     return r.TaskCancelRequested(task=_live_task(state, task).id, reason=one_line(request.reason))
 
 
 def set_weight(state: ClusterState, body: Any, task: str) -> t.Body:
-    """Set the task's weight."""
     request = convert(body, _Weight)
     found = _live_task(state, task)
     if not 1 / WEIGHT_RATIO_MAX <= request.weight <= WEIGHT_RATIO_MAX:
@@ -115,7 +112,8 @@ def drain(state: ClusterState, body: Any, node: str) -> t.Body:
     request = convert(body, _Reason)
     found = _node(state, node)
     if found.drained:
-        raise Refusal(409, f"node {node} is drained already{_because(found.drain_reason)}",
+        why = f": {found.drain_reason}" if found.drain_reason else ""
+        raise Refusal(409, f"node {node} is drained already{why}",
                       f"unicron undrain {node}")
     return r.NodeDrained(node=node, reason=one_line(request.reason))
 
@@ -133,7 +131,7 @@ def lift_quarantine(state: ClusterState, body: Any, node: str) -> t.Body:
     request = convert(body, _Reason)
     if _node(state, node).quarantine is None:
         raise Refusal(409, f"node {node} is not quarantined", _undrain_hint(state, node))
-    return QuarantineLifted(node=node, reason=one_line(request.reason))
+    return r.QuarantineLifted(node=node, reason=one_line(request.reason))
 
 
 def _undrain_hint(state: ClusterState, node: str) -> str:
@@ -249,7 +247,3 @@ def one_line(reason: str) -> str:
         raise Refusal(422, f"reason: {len(line)} characters, and at most {REASON_CHARS_MAX} fit",
                       "say it in a few words")
     return line
-
-
-def _because(reason: str) -> str:
-    return f": {reason}" if reason else ""

@@ -26,11 +26,8 @@ _PHASES = {"idle": "waiting", "starting": "starting", "training": "running",
 
 
 def view(state: ClusterState, *, explain: bool = False) -> dict[str, Any]:
-    """Cluster, nodes, tasks, incidents, plan, deadlines; times in seconds since 1970.
-
-    `explain`: also compute what each waiting task needs. This takes as long as a few plans, so the
-    leader does it in a thread and only on request.
-    """
+    """Cluster, nodes, tasks, incidents, plan, deadlines; times in seconds since 1970. `explain`:
+    also what each waiting task needs, which takes as long as a few plans (in a thread)."""
     waits = explain_waiting(state) if explain else {}
     return {
         "cluster": {
@@ -51,7 +48,8 @@ def view(state: ClusterState, *, explain: bool = False) -> dict[str, Any]:
                   for key in sorted(state.tasks)],
         "incidents": [msgspec.to_builtins(state.incidents[key])
                       for key in sorted(state.incidents)],
-        "plan": _plan(state),
+        "plan": {"seq": state.plan_seq, "at_s": state.plan_s, **msgspec.to_builtins(state.plan)}
+                if state.plan is not None else None,
         "deadlines": [{"id": name, "due_s": state.deadlines[name].due_s,
                        "length_s": state.deadlines[name].length_s}
                       for name in sorted(state.deadlines)],
@@ -129,8 +127,7 @@ def _slots_degraded(state: ClusterState, node: Node) -> set[int]:
 
 
 def _recovers(state: ClusterState, node: Node) -> dict[str, Any] | None:
-    """Slots that a check disabled, and when they are used again. `from_s`: when all are back, None
-    while a check reports unhealthy."""
+    """Slots that a check disabled. `from_s`: when all are used again; None while it fails."""
     if not node.slots_unhealthy:
         return None
     due = state.deadlines.get(f"recovered/{node.name}")
@@ -184,8 +181,8 @@ def _task(state: ClusterState, task: Task, waits: WaitExplanation | None) -> dic
         "incident": task.incident, **msgspec.structs.asdict(waits),
         "declined": task.declined, "withheld": task.withheld,
         "output": spec.training.output if spec.training is not None else "",
-        "checkpoint": task.checkpoint.path if task.checkpoint is not None else "",
-        "checkpoint_iteration": task.saved_iteration, "unsaved": task.unsaved,
+        "checkpoint": task.checkpoint_path,
+        "checkpoint_iteration": task.saved_iteration, "unsaved": task.lost_with(),
         "unpublished": max(task.iteration - task.saved_iteration, 0),
         "copies": [msgspec.to_builtins(copy) for copy in task.copies],
         "ranks": [_rank(task, task.ranks[key]) for key in sorted(task.ranks)],
@@ -245,7 +242,8 @@ def _steps(task: Task) -> bool:
 def _rank(task: Task, rank: Rank) -> dict[str, Any]:
     return {"rank": rank.rank, "attempt": rank.attempt, "node": rank.slot.node,
             "slot": rank.slot.index, "pid": rank.pid, "log_path": rank.log_path,
-            "state": _rank_in_words(rank), "has_state": rank.has_state, "part": _part(task, rank)}
+            "state": "stopping" if rank.stopping else "stopped" if rank.is_stopped else rank.state,
+            "has_state": rank.has_state, "part": _part(task, rank)}
 
 
 def _part(task: Task, rank: Rank) -> str:
@@ -255,15 +253,3 @@ def _part(task: Task, rank: Rank) -> str:
         return ""
     return part_in_words(task.axes, position_of(task, rank),
                          sharded=training.parallel.optimizer != "whole")
-
-
-def _rank_in_words(rank: Rank) -> str:
-    if rank.stopping:
-        return "stopping"
-    return "stopped" if rank.is_stopped else rank.state
-
-
-def _plan(state: ClusterState) -> dict[str, Any] | None:
-    if state.plan is None:
-        return None
-    return {"seq": state.plan_seq, "at_s": state.plan_s, **msgspec.to_builtins(state.plan)}

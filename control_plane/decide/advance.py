@@ -19,10 +19,8 @@ DECIDER_VERSION = 16
 def advance(state: ClusterState, report: Report, *, epoch: int, at_s: float,
             decide: Decide = decide) -> list[Record]:
     """Fold the report, decide, fold the decisions; returns all records as one batch for the log.
-
     `at_s` is the leader's clock; the records carry it unless it is behind the log. The caller has
-    checked `accepts` before. `decide`: another policy, in a simulation.
-    """
+    checked `accepts` before. `decide`: another policy, in a simulation."""
     record = report_record(state, report, epoch=epoch, at_s=max(at_s, state.at_s))
     fold(state, record)
     records = [record]
@@ -55,8 +53,6 @@ def _incident(state: ClusterState, body: Body) -> int:
 
 
 # --- Intake ---
-
-
 def accepts(state: ClusterState, report: Report) -> Literal["next", "duplicate", "later"]:
     """Classify a report by its source_seq (ARCHITECTURE, "Sources and acknowledgement")."""
     node, _, incarnation = report.source.rpartition("/")

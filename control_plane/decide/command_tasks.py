@@ -21,11 +21,14 @@ def next_decisions(state: ClusterState, task: Task) -> Iterator[Body]:
         return
     if not task.ranks:
         if all(slot_free(state, seat) for seat in task.target):
-            yield from _start_round(state, task)
+            port = rendezvous_port(task)  # the fold of the first start begins another round
+            for seat in task.target:
+                yield start_rank(state, task, seat, port)
         return
     whole = all(number in task.ranks or number in task.finished for number in seats)
     moved = any(seats.get(rank.rank) != rank.slot for rank in task.ranks.values())
-    restarts = moved or not whole or _any_stopping(task)
+    restarts = moved or not whole or any(
+        rank.stopping or rank.timeout_reason for rank in task.ranks.values())
     for key in sorted(task.ranks):
         rank = task.ranks[key]
         if rank.timeout_reason:
@@ -35,13 +38,3 @@ def next_decisions(state: ClusterState, task: Task) -> Iterator[Body]:
             why = ("another process of the task failed" if task.incident and not moved
                    else "the plan has other seats")
             yield stop_rank(task, rank, state.policy.stop_s_max, why)
-
-
-def _any_stopping(task: Task) -> bool:
-    return any(rank.stopping or rank.timeout_reason for rank in task.ranks.values())
-
-
-def _start_round(state: ClusterState, task: Task) -> Iterator[Body]:
-    port_number = rendezvous_port(task)
-    for seat in task.target:
-        yield start_rank(state, task, seat, port_number)

@@ -8,7 +8,6 @@ from ...events.records import reports as r
 from ...events.records import types as t
 from ...events.records.decisions import TaskPlaced
 from ...events.records.envelope import Record
-from ...events.records.reports import DeviceErred, HealthChanged, IterationsLogged, QuarantineLifted
 from ...events.records.types import Slot
 from ..fold.edits import task_of_deadline
 from ..incidents import node_incidents
@@ -26,31 +25,18 @@ Decide = Callable[[ClusterState, Record], Iterator[t.Body]]
 Plan = Callable[[ClusterState], Iterator[t.Body]]
 """Makes the plan: slots per task, their placement, and the reasons."""
 _ANSWERS = (r.RankStarted, r.RankReady, r.Quiesced, r.Reconfigured)
-_AFFECTING_ALL = (
-    r.EpochStarted,
-    r.NodeJoined,
-    r.NodeLeft,
-    r.NodeUnreachable,
-    r.NodeReachable,
-    r.PolicySet,
-    r.OrderRefused,
-    r.HealingFrozen,
-    r.HealingResumed,
-    DeviceErred,
-    HealthChanged,
-    QuarantineLifted,
-)
+_AFFECTING_ALL = (r.EpochStarted, r.NodeJoined, r.NodeLeft, r.NodeUnreachable, r.NodeReachable,
+                  r.PolicySet, r.OrderRefused, r.HealingFrozen, r.HealingResumed, r.DeviceErred,
+                  r.HealthChanged, r.QuarantineLifted)
 """Reports that may affect every task: nodes, the policy, healing on or paused."""
-_PROGRESS = (r.TaskProgressed, IterationsLogged)
+_PROGRESS = (r.TaskProgressed, r.IterationsLogged)
 
 
 def decide(state: ClusterState, record: Record) -> Iterator[t.Body]:
-    """The decisions that follow from the folded report `record`.
-
-    The caller folds each body before it takes the next one.
-    """
+    """The decisions after the folded report. The caller folds each before it takes the next one."""
     yield from decisions(state, record, plan)
-    yield from straggler_cost.changed_costs(state)
+    for name in list(state.to_price):
+        yield straggler_cost.node_cost(state, name)
 
 
 def decisions(state: ClusterState, record: Record, plan: Plan) -> Iterator[t.Body]:
@@ -76,8 +62,7 @@ def decisions(state: ClusterState, record: Record, plan: Plan) -> Iterator[t.Bod
 
 
 def _can_plan(state: ClusterState) -> bool:
-    """True if a plan may change any task. Otherwise `state.replan` stays set, and the plan follows
-    once there is such a task."""
+    """True if a plan may change any task; else `state.replan` stays set until one may."""
     return any(not task.ending and not is_pinned(state, task) for task in live_tasks(state))
 
 
@@ -98,28 +83,21 @@ def affected_tasks(state: ClusterState, record: Record) -> list[Task]:
         return [state.tasks[key] for key in sorted(state.tasks)]
     if isinstance(body, r.RankExited):
         return [state.tasks[key] for key in sorted(state.tasks)
-                if key == number or _has_empty_seat(state.tasks[key])]
+                if key == number or any(seat.rank not in state.tasks[key].ranks
+                                        for seat in state.tasks[key].target)]
     task = state.tasks.get(number)
     if task is None:
         return []
     if isinstance(body, _PROGRESS):
         return [task] if task.incident or task.faults else []
-    if isinstance(body, _ANSWERS) and task.num_outstanding and not _is_unsolicited(task, record):
+    # No order waits for the RankReady of a command's process.
+    unsolicited = isinstance(body, r.RankReady) and not task.heals_in_memory
+    if isinstance(body, _ANSWERS) and task.num_outstanding and not unsolicited:
         return []
     return [task]
 
 
-def _has_empty_seat(task: Task) -> bool:
-    return any(seat.rank not in task.ranks for seat in task.target)
-
-
-def _is_unsolicited(task: Task, record: Record) -> bool:
-    """True for the RankReady of a command's process, which no order waits for."""
-    return isinstance(record.body, r.RankReady) and not task.heals_in_memory
-
-
 def task_decisions(state: ClusterState, tasks: Iterable[Task]) -> Iterator[t.Body]:
-    """The next decisions for each of these tasks."""
     for task in tasks:
         yield from transition.next_decisions(state, task)
 
@@ -142,7 +120,7 @@ def plan(state: ClusterState) -> Iterator[t.Body]:
                 state, task, len(snapshot.slots), short.get(task.id, 0),
                 by_quota=task.id in by_quota)
         elif state.held:  # it has no seats yet
-            yield from pending.record_paused(state, task)
+            yield from pending.record_reason(task, state.held)
 
 
 def place(state: ClusterState, tasks: list[Task], counts: tuple[int, ...],

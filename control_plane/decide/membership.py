@@ -34,11 +34,9 @@ NO_MEMBERS = Membership(None, [])
 
 
 def next_membership(state: ClusterState, task: Task) -> Membership:
-    """The ranks that hold and have a seat; NO_MEMBERS if they are too few for any layout.
-
-    Ranks without a seat stay members while newcomers are starting, or to hand over what only they
-    have: state at all, a part of it, or a step that no other rank has finished.
-    """
+    """The ranks that hold and have a seat; NO_MEMBERS if they are too few for any layout. Ranks
+    without a seat stay members while newcomers are starting, or to hand over what only they have:
+    state at all, a part of it, or a step that no other rank has finished."""
     train = task.spec.training
     assert train is not None
     holding = [rank for key in sorted(task.ranks) if _holds(task, rank := task.ranks[key])]
@@ -73,8 +71,7 @@ def _holds(task: Task, rank: Rank) -> bool:
 # --- the order of members ---
 def order_members(axes: Axes, ranks: Sequence[Rank], *, apart: bool = False) -> list[Rank]:
     """The ranks by position, standby members last. There are enough ranks for the layout. `apart`:
-    consecutive replicas are on different nodes, since each mirrors the one before.
-    """
+    consecutive replicas are on different nodes, since each mirrors the one before."""
     last = max((rank.held for rank in ranks if rank.held is not None),
                key=lambda held: held.generation, default=None)
     parts: dict[Slot, Coordinates] = {}
@@ -97,8 +94,7 @@ def order_members(axes: Axes, ranks: Sequence[Rank], *, apart: bool = False) -> 
 
 
 def _kept_positions(axes: Axes, parts: dict[Slot, Coordinates], *, same: bool) -> dict[int, Slot]:
-    """By position: the slot that has its part already, in the fullest replicas. `same`: dp is
-    unchanged."""
+    """By position: the slot that has its part, in the fullest replicas. `same`: dp is unchanged."""
     replicas: dict[int, dict[Slot, Coordinates]] = {}
     for slot, at in parts.items():
         replicas.setdefault(at.dp, {})[slot] = at

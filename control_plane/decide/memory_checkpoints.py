@@ -8,24 +8,21 @@ from ...events.records.orders import DropMemoryCheckpoints, SetCheckpointStores
 from ...events.records.types import Body, MemoryCheckpoint, StoreEndpoint
 from ..state.cluster import ClusterState
 from ..state.members import has_layouts
-from ..state.node import Node
 from ..state.task import Rank, Task
 
 NUM_STORES_MAX = 2
 
 
 def checkpoint_stores(state: ClusterState, task: Task, first: str) -> tuple[StoreEndpoint, ...]:
-    """The checkpoint stores of a first member on node `first`: its own node, then another.
-
-    The other node is preferably one without members, since they are not lost together. A node that
+    """The checkpoint stores of a first member on node `first`: its own node, then another. The
+    other node is preferably one without members, since they are not lost together. A node that
     stores checkpoints already is kept; else it is the next node by name, so that tasks on different
-    nodes use different stores.
-    """
+    nodes use different stores."""
     train = task.spec.training
     if train is None or not train.copy_every:
         return ()
     names = sorted(state.nodes)
-    usable = [name for name in names if _can_store(state.nodes[name])]
+    usable = [name for name in names if state.nodes[name].takes_tasks and state.nodes[name].keeper]
     now = [keeper.node for keeper in task.keepers]
     taken = {rank.slot.node for rank in task.ranks.values()}
     begin = names.index(first) if first in names else 0
@@ -35,16 +32,12 @@ def checkpoint_stores(state: ClusterState, task: Task, first: str) -> tuple[Stor
     return tuple(StoreEndpoint(name, state.nodes[name].keeper) for name in chosen)
 
 
-def recovery_sources(
-    state: ClusterState, task: Task, members: Sequence[Rank]
-) -> tuple[MemoryCheckpoint, ...]:
+def recovery_sources(state: ClusterState, task: Task,
+                     members: Sequence[Rank]) -> tuple[MemoryCheckpoint, ...]:
     """The in-memory checkpoints for members that have no state, or each a part of it (they find out
     themselves if that is complete): the newest first, then the nearest to the first member.
-    Checkpoints older than the published one are left out.
-
-    An unreachable node comes last: only its agent may have failed, and it may have the only
-    checkpoint. A lost node is not used.
-    """
+    Checkpoints older than the published one are left out. An unreachable node comes last: only its
+    agent may have failed, and it may have the only checkpoint. A lost node is not used."""
     if not has_layouts(task) and any(rank.has_state for rank in members):
         return ()
     here = members[0].slot.node
@@ -56,10 +49,8 @@ def recovery_sources(
 
 
 def replace_stores(state: ClusterState, task: Task) -> Iterator[Body]:
-    """While the task trains, replace a lost store, or move to a node without members.
-
-    Until then members use the store of a lost node, since only its agent may have failed.
-    """
+    """While the task trains, replace a lost store, or move to a node without members. Until then
+    members use the store of a lost node, since only its agent may have failed."""
     first = task.members[0].node if task.members else ""
     node = state.nodes.get(first)
     if task.phase != "training" or node is None or node.health != "healthy":
@@ -76,7 +67,3 @@ def drop_checkpoints(state: ClusterState, task: Task) -> Iterator[Body]:
              if name in state.nodes and state.nodes[name].health != "left"]
     if task.outcome and there and not task.drop_order:
         yield DropMemoryCheckpoints(nodes=tuple(there), task=task.id)
-
-
-def _can_store(node: Node) -> bool:
-    return node.takes_tasks and bool(node.keeper)

@@ -15,11 +15,9 @@ def is_preempted(state: ClusterState, task: Task) -> bool:
 
 
 def checkpoint_writer(task: Task) -> Rank | None:
-    """The member that writes the checkpoint; None if no member can, or if it is too late.
-
-    The member already ordered to, unless all have reported their steps and another has more. If
-    each member has a part, the first one: they gather it at the iteration's end, without faults.
-    """
+    """The member that writes the checkpoint; None if no member can, or if it is too late. The
+    member already ordered to, unless all have reported their steps and another has more. If each
+    member has a part, the first one: they gather it at the iteration's end, without faults."""
     if has_layouts(task):
         return _first_writer(task)
     able = [rank for rank in task.living_members() if rank.has_state and rank.is_healthy]
@@ -78,10 +76,8 @@ def is_starting(state: ClusterState, task: Task, seat: Seat) -> bool:
 
 
 def _blocks_others(state: ClusterState, task: Task) -> bool:
-    """True if no member keeps its seat, no newcomer can start, and others wait for its slots.
-
-    Such tasks can wait for each other in a cycle, so one of them must leave its slots first.
-    """
+    """True if no member keeps its seat, no newcomer can start, and others wait for its slots. Such
+    tasks can wait for each other in a cycle, so one of them must leave its slots first."""
     if any(seat.rank in task.ranks or is_starting(state, task, seat) for seat in task.target):
         return False
     own = [rank.slot for rank in task.living_members()]

@@ -20,8 +20,7 @@ NUM_PORTS = 10_000
 
 
 def rendezvous_port(task: Task) -> int:
-    """The port of a command's rendezvous. It changes with each round, since the port of the last
-    round may still be in use."""
+    """A command's rendezvous port: another in each round, since the last may be in use."""
     return PORT_FIRST + (task.id * 131 + task.rounds * 17) % NUM_PORTS if task.spec.command else 0
 
 
@@ -35,14 +34,13 @@ def start_rank(state: ClusterState, task: Task, seat: Seat, port: int) -> StartR
         nodes=(seat.slot.node,), task=task.id, rank=seat.rank,
         attempt=task.attempts.get(seat.rank, 0) + 1, slot=seat.slot, spec=spec,
         num_seats=len(task.target), host=host, port=port,
-        checkpoint=task.checkpoint.path if task.checkpoint is not None else "",
+        checkpoint=task.checkpoint_path,
         incarnation=state.nodes[seat.slot.node].incarnation,
         axes=None if task.heals_in_memory else table.axes(
             task.spec, task.modelled, len(task.target)))
 
 
 def stop_rank(task: Task, rank: Rank, grace_s: float, why: str) -> StopRank:
-    """The order that ends one process."""
     return StopRank(nodes=(rank.slot.node,), task=task.id, rank=rank.rank, attempt=rank.attempt,
                     grace_s=grace_s, why=why)
 
@@ -54,25 +52,18 @@ def stop_pending(state: ClusterState, task: Task, rank: Rank) -> bool:
 
 
 def slot_free(state: ClusterState, seat: Seat) -> bool:
-    """True if a process can be started in the seat's slot: its last process is reaped.
-
-    On a drained node nothing is started, even for tasks whose seats still have to move.
-    """
+    """True if a process can be started in the seat's slot: its last process is reaped. On a drained
+    node nothing is started, even for tasks whose seats still have to move."""
     node = state.nodes.get(seat.slot.node)
     return (node is not None and node.takes_tasks and seat.slot.index not in node.occupants
             and not node.is_disabled(seat.slot.index))
 
 
 # --- Healing paused: orders are suppressed and described ---
-
-
 def suppress_orders(state: ClusterState, task: Task, bodies: Iterable[Body]) -> Iterator[Body]:
     """Yield the decisions; instead of the orders, one OrderSuppressed that describes them and the
-    changes of the plan.
-
-    `bodies` must not depend on the fold of its orders. Called again in the same state this yields
-    nothing new.
-    """
+    changes of the plan. `bodies` must not depend on the fold of its orders. A second call yields
+    nothing new."""
     words = _plan_changes(state, task)
     for body in bodies:
         if isinstance(body, o.ORDERS):

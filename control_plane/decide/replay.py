@@ -18,12 +18,10 @@ from .decide import decide
 
 
 class Verdict(Struct, kw_only=True):
-    """The result of `verify`. `seq` is the first record that differs, 0 if none does.
-
-    `differ` counts by kind the decisions of epochs of another decider version that this version
-    would not make; that is no corruption. Data on which no decision depends (a loss, a text) can
-    only be compared as a whole: `log_hash` is over every byte of every record.
-    """
+    """The result of `verify`. `seq` is the first record that differs, 0 if none does. `differ`
+    counts by kind the decisions of epochs of another decider version that this version would not
+    make; that is no corruption. Data on which no decision depends (a loss, a text) can only be
+    compared as a whole: `log_hash` is over every byte of every record."""
 
     seq: int = 0
     problem: str = ""
@@ -77,11 +75,8 @@ def replay(records: Iterable[Record]) -> ClusterState:
 
 def verify(records: Iterable[Record], *, complete: bool = True,
            watch: Callable[[ClusterState, Record], None] | None = None) -> Verdict:
-    """Fold the log, recompute every decision and compare. All errors are in the verdict.
-
-    `complete` False allows the log to end inside a batch, as a cut log does. `watch` is called with
-    each record after its fold and before its decisions.
-    """
+    """Fold the log, recompute and compare every decision; errors are in the verdict. `complete`
+    False: it may end inside a batch. `watch` gets each record after its fold."""
     verdict, state = Verdict(), ClusterState()
     try:
         _Check(verdict, state, complete, watch).run(records)
@@ -117,7 +112,6 @@ class _Check:
         self.verdict.log_hash = self._digest.hexdigest()
 
     def _batch(self, report: Record) -> None:
-        """One report and its decisions."""
         self._envelope(report)
         if isinstance(report.body, r.EpochStarted):
             self.verdict.num_epochs += 1

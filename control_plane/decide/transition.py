@@ -75,10 +75,8 @@ def no_root_cause(state: ClusterState, task: Task) -> bool:
 
 
 def seats_differ(state: ClusterState, task: Task) -> bool:
-    """Newcomers hold, or members have lost their seat; no other newcomer is starting.
-
-    A seat whose slot is still occupied by another task delays nothing if any member keeps its seat.
-    """
+    """Newcomers hold, or members have lost their seat; no other newcomer is starting. A seat whose
+    slot is still occupied by another task delays nothing if any member keeps its seat."""
     if not task.target or task.failed_s >= 0 or _unreachable(state, task):
         return False
     if any(is_starting(state, task, seat) for seat in task.target):
@@ -95,10 +93,8 @@ def no_slots(state: ClusterState, task: Task) -> bool:
 
 
 def boundary_disturbed(state: ClusterState, task: Task) -> bool:
-    """The iteration's end cannot be reached: a member is gone or its collective failed.
-
-    If all members have left the generation, it was reached.
-    """
+    """The iteration's end cannot be reached: a member is gone or its collective failed. If all
+    members have left the generation, it was reached."""
     return (task.mode == "boundary" and (task.failed_s >= 0 or member_gone(state, task))
             and not may_end(state, task) and not all_quiesced(task))
 
@@ -130,8 +126,7 @@ def _unreachable(state: ClusterState, task: Task) -> bool:
 
 
 def _awaits_plan(state: ClusterState, task: Task) -> bool:
-    """A plan follows in the same batch, so the seats are out of date: a rank with state that has no
-    seat now may get one."""
+    """A plan follows in the same batch: a rank with state but no seat may get one."""
     return bool(state.replan) and not task.ending and not is_pinned(state, task)
 
 
@@ -169,7 +164,7 @@ def reconfigure(state: ClusterState, task: Task) -> Iterator[Body]:
         nodes=_nodes([member.node for member in members]), task=task.id,
         generation=task.generation + 1, members=members, store=members[0].endpoint,
         dp=len(members) if axes is None else axes.dp, axes=axes,
-        checkpoint=task.checkpoint.path if task.checkpoint is not None else "",
+        checkpoint=task.checkpoint_path,
         copies=memory_checkpoints.recovery_sources(state, task, ranks),
         keepers=memory_checkpoints.checkpoint_stores(state, task, members[0].node))
 
@@ -204,7 +199,7 @@ def next_decisions(state: ClusterState, task: Task) -> Iterator[Body]:
     if state.held and task.ending != "cancelled":
         yield from _next_decisions_while_paused(state, task)
         return
-    yield from _stop_ghosts(state, task)
+    yield from _stop_orphans(state, task)
     if task.outcome:
         yield from memory_checkpoints.drop_checkpoints(state, task)
         return
@@ -249,7 +244,7 @@ def _publish_and_close(state: ClusterState, task: Task) -> Iterator[Body]:
 
 def _next_orders(state: ClusterState, task: Task) -> Iterator[Body]:
     """The orders that would follow; none of them depends on the fold of another."""
-    yield from _stop_ghosts(state, task)
+    yield from _stop_orphans(state, task)
     if task.ending:
         yield from _end(state, task)
     elif not task.heals_in_memory:
@@ -292,11 +287,12 @@ def _stop(state: ClusterState, task: Task) -> Iterator[Body]:
                             f"the plan has no seat for it{lost}")
 
 
-def _stop_ghosts(state: ClusterState, task: Task) -> Iterator[Body]:
-    for ghost in list(task.orphans):
-        node = state.nodes.get(ghost.slot.node)
-        if node is not None and node.health == "healthy" and not stop_pending(state, task, ghost):
-            yield stop_rank(task, ghost, 0.0, "it was replaced while its node was silent")
+def _stop_orphans(state: ClusterState, task: Task) -> Iterator[Body]:
+    """Stop processes that the task has replaced, once their node is reachable again."""
+    for orphan in list(task.orphans):
+        node = state.nodes.get(orphan.slot.node)
+        if node is not None and node.health == "healthy" and not stop_pending(state, task, orphan):
+            yield stop_rank(task, orphan, 0.0, "it was replaced while its node was silent")
 
 
 def _start(state: ClusterState, task: Task) -> Iterator[Body]:
@@ -320,16 +316,11 @@ def _publish(state: ClusterState, task: Task) -> Iterator[Body]:
     for waiting in list(task.publishing.values()):
         node = state.nodes.get(waiting.node)
         gone = node is None or node.health in ("lost", "left") or node.replace
-        other = _healthy_node(state) if waiting.final and gone else ""
+        healthy = (name for name in sorted(state.nodes) if state.nodes[name].health == "healthy")
+        other = next(healthy, "") if waiting.final and gone else ""
         if other:
             yield PublishCheckpoint(nodes=(other,), task=task.id, output=output,
                                     generation=waiting.generation, path=waiting.path)
-
-
-def _healthy_node(state: ClusterState) -> str:
-    """The first healthy node; empty if there is none."""
-    return next((name for name in sorted(state.nodes)
-                 if state.nodes[name].health == "healthy"), "")
 
 
 def _finish(state: ClusterState, task: Task) -> Iterator[Body]:
@@ -349,11 +340,7 @@ def _finish(state: ClusterState, task: Task) -> Iterator[Body]:
     if not task.ranks and final and not task.publishing and task.saved is None:
         yield from end_incident(state, task, "the task is finished")
         yield TaskEnded(task=task.id, outcome="finished",
-                        why=f"{task.iteration} iterations; {_final_path(task)}")
-
-
-def _final_path(task: Task) -> str:
-    return task.checkpoint.path if task.checkpoint is not None else ""
+                        why=f"{task.iteration} iterations; {task.checkpoint_path}")
 
 
 def _end(state: ClusterState, task: Task) -> Iterator[Body]:

@@ -17,8 +17,8 @@ from ..state.cluster import (
     open_orders,
 )
 from ..state.members import outstanding
-from ..state.node import Node
-from ..state.task import Rank, Task
+from ..state.node import Node, Occupant
+from ..state.task import Task
 from .edits import task_of_deadline
 
 
@@ -77,7 +77,10 @@ def _task(state: ClusterState, task: Task) -> Iterator[str]:
     for number, rank in task.ranks.items():
         if number != rank.rank or task.attempts.get(number, 0) < rank.attempt:
             yield f"rank {number} is {rank.rank}, attempt {rank.attempt} of {task.attempts}"
-        yield from _on_its_slot(state, task, rank)
+        node = state.nodes.get(rank.slot.node)
+        there = node.occupants.get(rank.slot.index) if node is not None else None
+        if there != Occupant(task.id, rank.rank, rank.attempt):
+            yield f"rank {rank.rank} runs on {rank.slot}, where {there} is"
     if len(set(task.seats_at.values())) < len(task.target):
         yield f"two ranks have one slot: {task.target}"
     if task.heals_in_memory and task.phase in ("training", "quiescing", "reconfiguring") and not (
@@ -87,24 +90,16 @@ def _task(state: ClusterState, task: Task) -> Iterator[str]:
         yield f"ended ({task.outcome}), and it has {task.ranks or task.target or task.members}"
 
 
-def _on_its_slot(state: ClusterState, task: Task, rank: Rank) -> Iterator[str]:
-    node = state.nodes.get(rank.slot.node)
-    there = node.occupants.get(rank.slot.index) if node is not None else None
-    if there is None or (there.task, there.rank, there.attempt) != (
-            task.id, rank.rank, rank.attempt):
-        yield f"rank {rank.rank} runs on {rank.slot}, where {there} is"
-
-
 def _node(state: ClusterState, node: Node) -> Iterator[str]:
     for index, one in node.occupants.items():
         task = state.tasks.get(one.task)
-        ghosts = task.orphans if task is not None else []
+        orphans = task.orphans if task is not None else []
         rank = task.ranks.get(one.rank) if task is not None else None
         if (rank is None or rank.attempt != one.attempt) and not any(
-                (ghost.rank, ghost.attempt) == (one.rank, one.attempt) for ghost in ghosts):
-            yield f"slot {index} is taken by {one}, which is gone"
+                (orphan.rank, orphan.attempt) == (one.rank, one.attempt) for orphan in orphans):
+            yield f"slot {index} is occupied by {one}, a process that its task does not have"
     if not set(node.slots_disabled) <= node.disabled_why.keys():
-        yield f"slots {node.slots_disabled} are out for {node.disabled_why}"
+        yield f"slots {node.slots_disabled} are disabled, with the reasons {node.disabled_why}"
     incident = state.incidents.get(node.incident)
     if node.incident and (incident is None or incident.outcome):
         yield f"its incident {node.incident} is closed"

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from msgspec.structs import replace
 
 from ...events.records import orders as o
@@ -19,7 +16,7 @@ from .edits import close_orders, forget_store, set_stores
 
 
 # --- checkpoints on disk ---
-def _checkpoint_saved(state: ClusterState, record: Record, body: r.CheckpointSaved) -> None:
+def checkpoint_saved(state: ClusterState, record: Record, body: r.CheckpointSaved) -> None:
     task = state.tasks.get(body.task)
     if task is None or task.phase == "ended" or body.generation != task.generation:
         return
@@ -32,7 +29,7 @@ def _checkpoint_saved(state: ClusterState, record: Record, body: r.CheckpointSav
                             path=body.path.removeprefix(output).lstrip("/"), final=body.final)
 
 
-def _checkpoint_published(state: ClusterState, record: Record, body: r.CheckpointPublished) -> None:
+def checkpoint_published(state: ClusterState, record: Record, body: r.CheckpointPublished) -> None:
     task = state.tasks.get(body.task)
     published = task.publishing.get(body.order) if task is not None else None
     if task is None or published is None:
@@ -43,7 +40,7 @@ def _checkpoint_published(state: ClusterState, record: Record, body: r.Checkpoin
     task.checkpoint = published
 
 
-def _publish(state: ClusterState, record: Record, body: o.PublishCheckpoint) -> None:
+def publish_ordered(state: ClusterState, record: Record, body: o.PublishCheckpoint) -> None:
     task = state.tasks.get(body.task)
     if task is None:
         return
@@ -60,11 +57,9 @@ def _publish(state: ClusterState, record: Record, body: o.PublishCheckpoint) -> 
 
 
 # --- in-memory checkpoints ---
-def _checkpoint_stored(state: ClusterState, record: Record, body: r.MemoryCheckpointStored) -> None:
-    """Record an in-memory checkpoint of the current generation; older ones are not used.
-
-    The rank's agent reports it, the store's agent the store's end. Either may come first.
-    """
+def checkpoint_stored(state: ClusterState, record: Record, body: r.MemoryCheckpointStored) -> None:
+    """Record an in-memory checkpoint of the current generation; older ones are not used. The rank's
+    agent reports it, the store's agent the store's end. Either may come first."""
     task, node = state.tasks.get(body.task), state.nodes.get(body.node)
     if task is None or node is None or node.health == "left" or not node.keeper:
         return
@@ -85,7 +80,7 @@ def _checkpoint_stored(state: ClusterState, record: Record, body: r.MemoryCheckp
     task.copies = [*(one for one in task.copies if one.node != node.name), *here, copy]
 
 
-def _checkpoints_lost(state: ClusterState, record: Record, body: r.MemoryCheckpointsLost) -> None:
+def checkpoints_lost(state: ClusterState, record: Record, body: r.MemoryCheckpointsLost) -> None:
     node = state.nodes.get(body.node)
     if node is None or node.incarnation != body.incarnation:
         return
@@ -114,7 +109,7 @@ def _remove_checkpoints(task: Task, node: Node) -> None:
     task.copies = [copy for copy in task.copies if copy.node != node.name]
 
 
-def _set_stores(state: ClusterState, record: Record, body: o.SetCheckpointStores) -> None:
+def stores_ordered(state: ClusterState, record: Record, body: o.SetCheckpointStores) -> None:
     task = state.tasks.get(body.task)
     if task is None or task.phase == "ended" or body.generation != task.generation:
         return
@@ -124,17 +119,9 @@ def _set_stores(state: ClusterState, record: Record, body: o.SetCheckpointStores
     set_stores(task, body.keepers)
 
 
-def _drop_checkpoints(state: ClusterState, record: Record, body: o.DropMemoryCheckpoints) -> None:
+def drop_ordered(state: ClusterState, record: Record, body: o.DropMemoryCheckpoints) -> None:
     task = state.tasks.get(body.task)
     if task is not None and task.phase == "ended":
         close_orders(state, [task.drop_order])
         task.drop_order, task.store_nodes = record.seq, list(body.nodes)
         state.orders[record.seq] = encode_record(record)
-
-
-COPIES: dict[type[t.Body], Callable[[ClusterState, Record, Any], None]] = {
-    r.CheckpointSaved: _checkpoint_saved, r.CheckpointPublished: _checkpoint_published,
-    o.PublishCheckpoint: _publish, r.MemoryCheckpointStored: _checkpoint_stored,
-    r.MemoryCheckpointsLost: _checkpoints_lost, o.SetCheckpointStores: _set_stores,
-    o.DropMemoryCheckpoints: _drop_checkpoints,
-}

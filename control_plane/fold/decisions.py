@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from ...events.records import decisions as d
 from ...events.records import orders as o
 from ...events.records.codec import encode_record
-from ...events.records.decisions import StragglerCostEstimated
 from ...events.records.envelope import Record
-from ...events.records.types import Body
 from ..incidents.hangs import WAITED_FOR
 from ..incidents.node_incidents import update_undecided
 from ..incidents.severity import worse
@@ -43,11 +38,10 @@ from .edits import (
     update_unreachable_deadline,
 )
 from .node_health import assign_evidence, count_sev1_fault, disable_slots
-from .stragglers import straggler_cost_estimated
 
 
 # --- incidents ---
-def _incident_opened(state: ClusterState, record: Record, body: d.IncidentOpened) -> None:
+def incident_opened(state: ClusterState, record: Record, body: d.IncidentOpened) -> None:
     task = state.tasks.get(body.task)
     state.incidents[record.seq] = incident = Incident(
         id=record.seq, task=body.task, node=body.node, severity=body.severity,
@@ -68,9 +62,8 @@ def _was_injected(state: ClusterState, task: Task | None, name: str) -> bool:
     """Whether the fault that is decided upon was injected."""
     node = state.nodes.get(name)
     ranks = task.ranks.values() if task is not None else ()
-    harmed = [rank.fault_injected_s for rank in ranks] + (
-        [node.fault_injected_s] if node is not None else []
-    )
+    harmed = [rank.fault_injected_s for rank in ranks]
+    harmed += [node.fault_injected_s] if node is not None else []
     return any(was_injected(harmed_s, state.at_s) for harmed_s in harmed) or (
         task is not None and any(fault.on_purpose for fault in task.faults))
 
@@ -83,7 +76,7 @@ def _update_evidence(incident: Incident, task: Task, *, opened: bool) -> None:
     incident.strikes = [*incident.strikes, *strikes][-NUM_FAILURES_MAX:]
 
 
-def _incident_escalated(state: ClusterState, record: Record, body: d.IncidentEscalated) -> None:
+def incident_escalated(state: ClusterState, record: Record, body: d.IncidentEscalated) -> None:
     incident = state.incidents.get(body.of)
     task = state.tasks.get(incident.task) if incident is not None else None
     if incident is None:
@@ -106,9 +99,8 @@ def _incident_escalated(state: ClusterState, record: Record, body: d.IncidentEsc
 
 def _down_since_s(state: ClusterState, task: Task, ranks: tuple[int, ...]) -> float:
     """When the downtime began: for an unreachable node, when the others started to wait."""
-    if any(
-        rank.rank in ranks and rank.timeout_reason == WAITED_FOR for rank in task.ranks.values()
-    ):
+    if any(rank.rank in ranks and rank.timeout_reason == WAITED_FOR
+           for rank in task.ranks.values()):
         return min((stall.since_s for stall in task.stalls.values()), default=state.at_s)
     return state.at_s
 
@@ -169,7 +161,7 @@ def _disable(state: ClusterState, task: Task, number: int, why: str) -> None:
         orphan_process(state, task, rank, "given up")
 
 
-def _incident_closed(state: ClusterState, record: Record, body: d.IncidentClosed) -> None:
+def incident_closed(state: ClusterState, record: Record, body: d.IncidentClosed) -> None:
     incident = state.incidents.get(body.of)
     if incident is None:
         return
@@ -191,7 +183,7 @@ def _incident_closed(state: ClusterState, record: Record, body: d.IncidentClosed
 
 
 # --- the plan ---
-def _throughput_set(state: ClusterState, record: Record, body: d.ThroughputSet) -> None:
+def throughput_set(state: ClusterState, record: Record, body: d.ThroughputSet) -> None:
     task = state.tasks.get(body.task)
     if task is None or task.phase == "ended":
         return
@@ -204,11 +196,11 @@ def _throughput_set(state: ClusterState, record: Record, body: d.ThroughputSet) 
         state.replan = state.replan or f"throughput of {task.spec.name} {body.origin}"
 
 
-def _plan_chosen(state: ClusterState, record: Record, body: d.PlanChosen) -> None:
+def plan_chosen(state: ClusterState, record: Record, body: d.PlanChosen) -> None:
     state.plan, state.plan_seq, state.plan_s, state.replan = body, record.seq, record.at_s, ""
 
 
-def _task_placed(state: ClusterState, record: Record, body: d.TaskPlaced) -> None:
+def task_placed(state: ClusterState, record: Record, body: d.TaskPlaced) -> None:
     task = state.tasks.get(body.task)
     if task is None or task.phase == "ended":
         return
@@ -221,19 +213,19 @@ def _task_placed(state: ClusterState, record: Record, body: d.TaskPlaced) -> Non
     transition_completed(state, task)
 
 
-def _task_waiting(state: ClusterState, record: Record, body: d.TaskWaiting) -> None:
+def task_waiting(state: ClusterState, record: Record, body: d.TaskWaiting) -> None:
     task = state.tasks.get(body.task)
     if task is not None:
         task.why = body.why
 
 
-def _order_suppressed(state: ClusterState, record: Record, body: d.OrderSuppressed) -> None:
+def order_suppressed(state: ClusterState, record: Record, body: d.OrderSuppressed) -> None:
     task = state.tasks.get(body.task)
     if task is not None:
         task.withheld = body.what
 
 
-def _task_ended(state: ClusterState, record: Record, body: d.TaskEnded) -> None:
+def task_ended(state: ClusterState, record: Record, body: d.TaskEnded) -> None:
     task = state.tasks.get(body.task)
     if task is None or task.phase == "ended":
         return
@@ -246,9 +238,8 @@ def _task_ended(state: ClusterState, record: Record, body: d.TaskEnded) -> None:
         for slot in task.disabled_slots.values():
             if slot.node in state.nodes:
                 node = state.nodes[slot.node]
-                node.slots_disabled = [
-                    index for index in node.slots_disabled if index != slot.index
-                ]
+                node.slots_disabled = [index for index in node.slots_disabled
+                                       if index != slot.index]
     task.disabled_slots, task.times_s, task.transition, task.downtime_s = {}, {}, None, {}
     task.stalls, task.slow_iterations, task.step_times, task.slow_restarts = {}, {}, {}, {}
     task.outcome, task.ending, task.withheld = body.outcome, "", ""
@@ -258,7 +249,7 @@ def _task_ended(state: ClusterState, record: Record, body: d.TaskEnded) -> None:
 
 
 # --- orders ---
-def _start_rank(state: ClusterState, record: Record, body: o.StartRank) -> None:
+def start_ordered(state: ClusterState, record: Record, body: o.StartRank) -> None:
     task, node = state.tasks.get(body.task), state.nodes.get(body.slot.node)
     if task is None or node is None:
         return
@@ -276,7 +267,7 @@ def _start_rank(state: ClusterState, record: Record, body: o.StartRank) -> None:
     set_deadline(state, f"start/{task.id}/{body.rank}/{body.attempt}", state.policy.start_s_max)
 
 
-def _stop_rank(state: ClusterState, record: Record, body: o.StopRank) -> None:
+def stop_ordered(state: ClusterState, record: Record, body: o.StopRank) -> None:
     task = state.tasks.get(body.task)
     rank = find_rank(task, body.rank, body.attempt)
     if rank is None and task is not None:
@@ -294,7 +285,7 @@ def _stop_rank(state: ClusterState, record: Record, body: o.StopRank) -> None:
     set_deadline(state, f"stop/{name}", max(body.grace_s, 0.0) + state.policy.stop_s_max)
 
 
-def _quiesce(state: ClusterState, record: Record, body: o.Quiesce) -> None:
+def quiesce_ordered(state: ClusterState, record: Record, body: o.Quiesce) -> None:
     task = state.tasks.get(body.task)
     if task is None or body.generation != task.generation:
         return
@@ -311,7 +302,7 @@ def _quiesce(state: ClusterState, record: Record, body: o.Quiesce) -> None:
     update_unreachable_deadline(state, task)
 
 
-def _reconfigure(state: ClusterState, record: Record, body: o.Reconfigure) -> None:
+def reconfigure_ordered(state: ClusterState, record: Record, body: o.Reconfigure) -> None:
     task = state.tasks.get(body.task)
     if task is None or body.generation <= task.generation:
         return
@@ -335,7 +326,7 @@ def _reconfigure(state: ClusterState, record: Record, body: o.Reconfigure) -> No
         incident.kept, incident.dealt = incident.kept_before, incident.dealt_before
 
 
-def _resume(state: ClusterState, record: Record, body: o.Resume) -> None:
+def resume_ordered(state: ClusterState, record: Record, body: o.Resume) -> None:
     task = state.tasks.get(body.task)
     if task is None or body.generation != task.generation:
         return
@@ -352,14 +343,3 @@ def _resume(state: ClusterState, record: Record, body: o.Resume) -> None:
     if incident is not None:
         incident.iterations_lost = (incident.iterations_lost or 0) + lost
     set_phase(state, task, "training")
-
-
-DECISIONS: dict[type[Body], Callable[[ClusterState, Record, Any], None]] = {
-    d.IncidentOpened: _incident_opened, d.IncidentEscalated: _incident_escalated,
-    d.IncidentClosed: _incident_closed, d.ThroughputSet: _throughput_set,
-    d.PlanChosen: _plan_chosen, d.TaskPlaced: _task_placed, d.TaskWaiting: _task_waiting,
-    d.TaskEnded: _task_ended, d.OrderSuppressed: _order_suppressed,
-    o.StartRank: _start_rank, o.StopRank: _stop_rank,
-    o.Quiesce: _quiesce, o.Reconfigure: _reconfigure, o.Resume: _resume,
-    StragglerCostEstimated: straggler_cost_estimated,
-}

@@ -10,6 +10,7 @@ from ...events.records.statuses import EXITED_ABNORMALLY
 from ...events.records.types import ReceivedState, StoreEndpoint
 from ..incidents.hangs import locate_hang
 from ..incidents.severity import severity_of
+from ..incidents.stragglers import slow_on
 from ..state.cluster import NUM_WORK_SPANS_MAX, WORK_SPAN_S, ClusterState, Deadline
 from ..state.incident import (
     NUM_EVIDENCE_MAX,
@@ -21,7 +22,7 @@ from ..state.incident import (
     Source,
 )
 from ..state.members import count_outstanding, has_settled, is_complete, is_unreachable, unanswered
-from ..state.node import Health, Node
+from ..state.node import Health, Node, Occupant
 from ..state.task import Phase, Rank, Task
 from ..throughput.transition_cost import (
     command_stopped,
@@ -56,7 +57,6 @@ def clear_deadline(state: ClusterState, deadline: str) -> None:
 
 
 def clear_phase_deadlines(state: ClusterState, task: Task) -> None:
-    """Clear the deadlines of the current generation."""
     for what in ("quiesce", "silent", "reconfigure", "evidence", "hang", "finish"):
         clear_deadline(state, f"{what}/{task.id}/{task.generation}")
 
@@ -88,10 +88,8 @@ def find_rank(task: Task | None, number: int, attempt: int) -> Rank | None:
 
 def find_orphan(task: Task, number: int, attempt: int) -> Rank | None:
     """The orphaned process of this attempt, if there is one."""
-    for ghost in task.orphans:
-        if ghost.rank == number and ghost.attempt == attempt:
-            return ghost
-    return None
+    return next((orphan for orphan in task.orphans
+                 if (orphan.rank, orphan.attempt) == (number, attempt)), None)
 
 
 def close_orders(state: ClusterState, orders: list[int]) -> None:
@@ -108,8 +106,7 @@ def forget_rank(state: ClusterState, task: Task, rank: Rank) -> None:
 
 
 def forget_step_time(state: ClusterState, task: Task, rank: Rank) -> None:
-    """Remove the process from stall and straggler detection. Its step time stays as a reference for
-    the next process of the rank."""
+    """Remove the process from stall and straggler detection, but keep its step time."""
     task.stalls.pop(rank.rank, None)
     task.slow_iterations.pop(rank.rank, None)
     pace = task.step_times.get(rank.rank)
@@ -141,20 +138,16 @@ def is_degraded(state: ClusterState, name: str) -> bool:
     node = state.nodes.get(name)
     if node is not None and any(check.health == "degraded" for check in node.checks):
         return True
-    return any(task.slow and any(
-        number in task.ranks and task.ranks[number].slot.node == name for number in task.slow)
-        for task in state.tasks.values())
+    return any(slow_on(task, name) for task in state.tasks.values())
 
 
 def remove_process(state: ClusterState, task: Task, rank: Rank) -> None:
     """Remove a process that has exited, and free its slot."""
     forget_rank(state, task, rank)
     node = state.nodes.get(rank.slot.node)
-    if node is not None:
-        occupant = node.occupants.get(rank.slot.index)
-        if occupant is not None and (occupant.task, occupant.rank, occupant.attempt) == (
-                task.id, rank.rank, rank.attempt):
-            del node.occupants[rank.slot.index]
+    own = Occupant(task.id, rank.rank, rank.attempt)
+    if node is not None and node.occupants.get(rank.slot.index) == own:
+        del node.occupants[rank.slot.index]
     if find_rank(task, rank.rank, rank.attempt) is not None:
         del task.ranks[rank.rank]
         state.num_running -= 1
@@ -203,12 +196,9 @@ def settle_phase(state: ClusterState, task: Task) -> None:
 
 
 def update_unreachable_deadline(state: ClusterState, task: Task) -> None:
-    """Set or clear the deadline for members on unreachable nodes.
-
-    It runs while only these keep the task waiting: the others have left the generation, or cannot
-    build the next one without them, and hold the complete state. Its length is that of waiting for
-    a second source.
-    """
+    """Set or clear the deadline for members on unreachable nodes. It runs while only these keep the
+    task waiting: the others have left the generation, or cannot build the next one without them,
+    and hold the complete state. Its length is that of waiting for a second source."""
     name = f"silent/{task.id}/{task.generation}"
     if not state.unreachable or not _silent_alone(state, task) or not is_complete(task, [
             rank for rank in task.living_members() if not is_unreachable(state, rank)]):
@@ -219,14 +209,10 @@ def update_unreachable_deadline(state: ClusterState, task: Task) -> None:
 
 
 def _silent_alone(state: ClusterState, task: Task) -> bool:
-    """Whether the task waits only for members on unreachable nodes; while reconfiguring, whether it
-    waits for any of these."""
+    """Whether the task waits only, while reconfiguring also, for unreachable members."""
     unreachable = [
-        rank
-        for name in state.unreachable
-        for one in state.nodes[name].occupants.values()
-        if one.task == task.id and (rank := find_rank(task, one.rank, one.attempt)) is not None
-    ]
+        rank for name in state.unreachable for one in state.nodes[name].occupants.values()
+        if one.task == task.id and (rank := find_rank(task, one.rank, one.attempt)) is not None]
     if task.phase == "quiescing":
         if task.num_outstanding > len(unreachable):
             return False  # the usual case: avoids a scan of all members
@@ -237,8 +223,7 @@ def _silent_alone(state: ClusterState, task: Task) -> bool:
 
 
 def update_hang_deadline(state: ClusterState, task: Task, *, restart: bool = False) -> None:
-    """Set or clear the hang deadline of a stalled task. `restart`: the set of stalled ranks, or
-    where they stall, has changed, so the deadline starts again."""
+    """Set or clear the hang deadline of a stalled task. `restart`: other ranks stall now."""
     name = f"hang/{task.id}/{task.generation}"
     if not task.stalls and name not in state.deadlines:
         return
@@ -252,9 +237,8 @@ def update_hang_deadline(state: ClusterState, task: Task, *, restart: bool = Fal
 def set_resume_deadline(state: ClusterState, task: Task, rank: Rank) -> None:
     """Set a deadline for a stopped training rank to resume; not for one that is to end."""
     if task.heals_in_memory and not task.ending and not rank.stopping and not rank.timeout_reason:
-        set_deadline(
-            state, f"stopped/{task.id}/{rank.rank}/{rank.attempt}", state.policy.stopped_s_max
-        )
+        set_deadline(state, f"stopped/{task.id}/{rank.rank}/{rank.attempt}",
+                     state.policy.stopped_s_max)
 
 
 def remove_node(state: ClusterState, record: Record, node: Node, why: str) -> None:
@@ -269,13 +253,12 @@ def remove_node(state: ClusterState, record: Record, node: Node, why: str) -> No
             forget_store(state, task, node.name)
         if number not in there:
             continue
-        for ghost in [ghost for ghost in task.orphans if ghost.slot.node == node.name]:
-            remove_process(state, task, ghost)
+        for orphan in [orphan for orphan in task.orphans if orphan.slot.node == node.name]:
+            remove_process(state, task, orphan)
         gone = [task.ranks[key] for key in sorted(task.ranks)
                 if task.ranks[key].slot.node == node.name]
-        faulty = [
-            x for x in gone if x.state != "finished" and not x.stopping and not x.timeout_reason
-        ]
+        faulty = [x for x in gone if x.state != "finished" and not x.stopping
+                  and not x.timeout_reason]
         hurts = any(task.member(rank.rank) is not None for rank in faulty)
         since_s, signs = (_first_sign(state, task, node) if hurts or not task.heals_in_memory
                           else (record.at_s, ()))
@@ -295,10 +278,8 @@ def _first_sign(state: ClusterState, task: Task, node: Node) -> tuple[float, tup
     since_s = task.failed_s if failed else state.at_s
     seqs = tuple(failed)
     if node.unreachable:
-        since_s, seqs = (
-            min(since_s, node.since_s),
-            tuple(sorted({*seqs, node.unreachable_seq} - {0})),
-        )
+        since_s = min(since_s, node.since_s)
+        seqs = tuple(sorted({*seqs, node.unreachable_seq} - {0}))
     if task.heals_in_memory and task.phase == "training" and task.stepped == task.generation and (
             task.step_s > 0 and not task.finished):
         since_s = min(since_s, task.progressed_s + task.step_s)
@@ -308,10 +289,8 @@ def _first_sign(state: ClusterState, task: Task, node: Node) -> tuple[float, tup
 def record_fault(task: Task, record: Record, ranks: list[Rank], status: str, why: str, *,
           evidence: tuple[int, ...] = (), hurts: bool | None = None, ended: bool = False,
           second_hand: bool = False, since_s: float = -1.0) -> None:
-    """Record a fault. `hurts` None: true if it ended a member, or no member runs.
-
-    `since_s`: when it occurred; below 0: at this record.
-    """
+    """Record a fault at `since_s` (below 0: now). `hurts` None: if it ended a member, or none
+    runs."""
     if hurts is None:
         living = task.living_members()
         hurts = not living or any(task.member(rank.rank) is rank for rank in ranks)
@@ -338,16 +317,14 @@ def _count_repeated(task: Task, status: str) -> None:
     generation = task.generation if task.heals_in_memory else task.rounds
     series = task.repeated_failure
     if series is None or (series.status, series.iteration) != (status, task.max_iteration):
-        task.repeated_failure = RepeatedFailure(
-            status=status, iteration=task.max_iteration, generation=generation
-        )
+        task.repeated_failure = RepeatedFailure(status=status, iteration=task.max_iteration,
+                                                generation=generation)
     elif series.generation != generation:
         series.generation, series.num = generation, series.num + 1
 
 
-def record_generation_failure(
-    task: Task, record: Record, ranks: list[Rank], status: str, why: str
-) -> None:
+def record_generation_failure(task: Task, record: Record, ranks: list[Rank], status: str,
+                              why: str) -> None:
     """Record that the generation did not come up; a repeated report is ignored."""
     if any(rank.failed == task.generation for rank in task.living_members()) or not ranks:
         return
@@ -363,8 +340,7 @@ def add_evidence(incident: Incident | None, record: Record) -> None:
 
 
 def end_pause(state: ClusterState, task: Task) -> None:
-    """The task steps again: end the incident's pause, and save the values to restore if the next
-    attempt fails."""
+    """The task steps: end the pause; save the values to restore if the next attempt fails."""
     incident = state.incidents.get(task.incident)
     if incident is not None:
         if incident.down_since_s >= 0:
@@ -389,10 +365,8 @@ def forget_store(state: ClusterState, task: Task, node: str) -> None:
 
 
 def discard_newer_checkpoints(task: Task) -> None:
-    """Discard in-memory checkpoints of steps beyond `settled`: the task continues from there.
-
-    This also limits unreported ones: a store may have newer ones of that generation.
-    """
+    """Discard in-memory checkpoints of steps beyond `settled`: the task continues from there. This
+    also limits unreported ones: a store may have newer ones of that generation."""
     for place, copy in enumerate(task.copies):
         most = copy.step_version_max if copy.step_version_max >= 0 else task.settled
         task.copies[place] = replace(copy, step_version_max=min(most, task.settled))
@@ -400,12 +374,8 @@ def discard_newer_checkpoints(task: Task) -> None:
 
 
 def record_origin(incident: Incident, body: Reconfigured, checkpoint: str, node: str) -> None:
-    """Update the source of state in the incident: the farthest of all members, and the sum of
-    bytes.
-
-    If no member had state, the sources of an earlier attempt do not count. `checkpoint` is the path
-    in the order, `node` the member's node.
-    """
+    """Update the incident's source of state: the farthest of all members, of this attempt if none
+    had state. `checkpoint`: the path in the order; `node`: the member's node."""
     origin = body.origin
     if not origin and body.source == -1 and body.step_version > 0:  # reported by an older rank
         origin = "checkpoint"

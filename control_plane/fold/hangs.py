@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from ...events.records import reports as r
 from ...events.records.envelope import Record
 from ...events.records.statuses import NCCL_TIMEOUT, TASK_HANG
-from ...events.records.types import Body
 from ..incidents.hangs import STANDS, WAITED_FOR, WORKS_ON, locate_hang
 from ..state.cluster import ClusterState
 from ..state.members import current_member
@@ -67,14 +63,10 @@ def command_unstalled(state: ClusterState, task: Task, number: int, attempt: int
         rank.timeout_reason = ""
 
 
-def command_hang_timed_out(
-    state: ClusterState, record: Record, task: Task, rest: list[int]
-) -> None:
-    """The stall exceeds the spec's limit: restart all processes.
-
-    Not while its node is unreachable or only just back, since the log may be delayed. Not while one
-    of its processes is stopped: the person who stopped it intends that.
-    """
+def command_hang_timed_out(state: ClusterState, record: Record, task: Task,
+                           rest: list[int]) -> None:
+    """The stall exceeds the spec's limit: restart all processes. Not while the log may be delayed,
+    nor while a process is stopped: the person who stopped it intends that."""
     stalled, after_s = _stalled(task), task.spec.hang_after_s
     if stalled is None or after_s is None or [stalled[0].rank, stalled[0].attempt] != rest:
         return
@@ -114,7 +106,7 @@ NORMAL_S_MAX = 1e6
 """Limit of a reported iteration time."""
 
 
-def _rank_stalled(state: ClusterState, record: Record, body: r.RankStalled) -> None:
+def rank_stalled(state: ClusterState, record: Record, body: r.RankStalled) -> None:
     task = state.tasks.get(body.task)
     stall = Stall(
         iteration=body.iteration, where=body.where, what=body.what, collective=body.collective,
@@ -133,9 +125,8 @@ def _rank_stalled(state: ClusterState, record: Record, body: r.RankStalled) -> N
     update_hang_deadline(state, task, restart=True)
 
 
-def record_slow_iteration(
-    state: ClusterState, record: Record, task: Task, body: r.StepTimeChanged
-) -> None:
+def record_slow_iteration(state: ClusterState, record: Record, task: Task,
+                          body: r.StepTimeChanged) -> None:
     """Record a slow iteration: a member's own work takes too long and has not ended."""
     if task.phase not in ("training", "quiescing") or body.iteration < task.iteration:
         return
@@ -147,7 +138,7 @@ def record_slow_iteration(
     update_hang_deadline(state, task, restart=True)
 
 
-def _rank_unstalled(state: ClusterState, record: Record, body: r.RankUnstalled) -> None:
+def rank_unstalled(state: ClusterState, record: Record, body: r.RankUnstalled) -> None:
     """Clear the stall; cancel a timeout that is still pending because healing was paused."""
     task = state.tasks.get(body.task)
     if task is not None and not task.heals_in_memory:
@@ -163,20 +154,16 @@ def _rank_unstalled(state: ClusterState, record: Record, body: r.RankUnstalled) 
 
 
 def iterations_passed(state: ClusterState, task: Task, iteration: int) -> None:
-    """Clear the stalls that a finished iteration disproves.
-
-    A member may still be stalled at the end of the last iteration: a collective can end for some
-    members only, or the member hangs in its own work after it. That stall is reported once and
-    holds until RankUnstalled. No member is stalled in earlier iterations: all have entered the
-    next.
-    """
+    """Clear the stalls that a finished iteration disproves. A member may still be stalled at the
+    end of the last iteration: a collective can end for some members only, or the member hangs in
+    its own work after it. That stall is reported once and holds until RankUnstalled. No member is
+    stalled in earlier iterations: all have entered the next."""
     if any(stall.iteration < iteration - 1 for stall in task.stalls.values()):
         task.stalls = {number: stall for number, stall in task.stalls.items()
                        if stall.iteration >= iteration - 1}
         update_hang_deadline(state, task, restart=True)
-    for number in [
-        one for one, crawl in task.slow_iterations.items() if crawl.iteration < iteration
-    ]:
+    for number in [one for one, crawl in task.slow_iterations.items()
+                   if crawl.iteration < iteration]:
         del task.slow_iterations[number]
         rank = task.member(number)
         if rank is not None and rank.timeout_reason == WORKS_ON and not rank.stopping:
@@ -188,10 +175,7 @@ def iterations_passed(state: ClusterState, task: Task, iteration: int) -> None:
 
 
 def hang_timed_out(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
-    """The hang deadline has passed: record a fault of the ranks that caused it.
-
-    If no rank caused it, treat it as a failed collective: reattempt in place.
-    """
+    """The hang deadline has passed: a fault of the ranks that caused it, else of a collective."""
     hang = locate_hang(state, task)
     if hang is None or not hang.is_actionable or rest[0] != task.generation:
         return
@@ -208,17 +192,5 @@ def hang_timed_out(state: ClusterState, record: Record, task: Task, rest: list[i
     else:
         for rank in ranks:
             rank.timeout_reason = WORKS_ON if hang.kind == "slow" else STANDS
-    record_fault(
-        task,
-        record,
-        ranks,
-        NCCL_TIMEOUT if hang.kind == "network" else TASK_HANG,
-        hang.why,
-        evidence=hang.evidence,
-        since_s=hang.since_s,
-    )
-
-
-STALLS: dict[type[Body], Callable[[ClusterState, Record, Any], None]] = {
-    r.RankStalled: _rank_stalled, r.RankUnstalled: _rank_unstalled,
-}
+    record_fault(task, record, ranks, NCCL_TIMEOUT if hang.kind == "network" else TASK_HANG,
+                 hang.why, evidence=hang.evidence, since_s=hang.since_s)

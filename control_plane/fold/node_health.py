@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from msgspec.structs import replace
 
 from ...events.records.decisions import IncidentEscalated, IncidentOpened, NodeQuarantined
 from ...events.records.envelope import Record
 from ...events.records.reports import DeviceErred, HealthChanged, QuarantineLifted
 from ...events.records.statuses import TASK_HANG
-from ...events.records.types import Body, Slot
+from ...events.records.types import Slot
 from ..incidents.node_incidents import mark_undecided, update_undecided
 from ..incidents.quarantine import count_fault, num_unconfirmed_max
 from ..incidents.severity import TABLE, severity_of
@@ -36,7 +33,7 @@ UNSURE = "; now it cannot say: "
 
 
 # --- reports of agents ---
-def _device_erred(state: ClusterState, record: Record, body: DeviceErred) -> None:
+def device_erred(state: ClusterState, record: Record, body: DeviceErred) -> None:
     node = _node(state, body)
     if node is None:
         return
@@ -47,9 +44,8 @@ def _device_erred(state: ClusterState, record: Record, body: DeviceErred) -> Non
         pid=body.pid))
 
 
-def _health_changed(state: ClusterState, record: Record, body: HealthChanged) -> None:
-    """Store the check's last result. An unhealthy result of a driver with a row of the severity
-    table is evidence too."""
+def health_changed(state: ClusterState, record: Record, body: HealthChanged) -> None:
+    """Store the check's result; an unhealthy one with a row of the table is evidence too."""
     node = _node(state, body)
     if node is None:
         return
@@ -86,10 +82,7 @@ def _is_of(one: Check, body: HealthChanged, devices: tuple[int, ...]) -> bool:
 
 
 def _cannot_say(node: Node, body: HealthChanged, devices: tuple[int, ...]) -> bool:
-    """Keep an unhealthy result if the check cannot run now: both may have the same cause.
-
-    False if the check had reported nothing unhealthy.
-    """
+    """Keep an unhealthy result, if any, while the check cannot run: the cause may be the same."""
     held = [one for one in node.checks if one.health == "unhealthy" and _is_of(one, body, devices)]
     for one in held:
         why = f"{one.why.partition(UNSURE)[0]}{UNSURE}{body.why}"[:TEXT_CHARS_MAX]
@@ -146,17 +139,15 @@ def _is_out_for(node: Node, other: DeviceError, erred: DeviceError) -> bool:
 # --- slots that a check disables ---
 def _is_confirmed(check: Check) -> bool:
     """Whether a driver reports it with a SEV1 status. A site's own command may be wrong."""
-    return (check.health == "unhealthy" and not check.is_site
+    return (check.health == "unhealthy" and not check.check.startswith("check/")
             and TABLE.get(check.status) == "SEV1")
 
 
 def update_unhealthy_slots(state: ClusterState) -> None:
-    """Fold: update the slots that checks disable; slots that recovered are enabled after a time.
-
-    Of nodes with only unconfirmed checks, the first few count: if many fail, the check itself is
+    """Fold: update the slots that checks disable; slots that recovered are enabled after a time. Of
+    nodes with only unconfirmed checks, the first few count: if many fail, the check itself is
     suspect. A node that counts stays so until its slots are used again. Otherwise a check that
-    recovers on one node after the other would disable them all in turn.
-    """
+    recovers on one node after the other would disable them all in turn."""
     if not any(node.checks or node.slots_unhealthy or node.slots_recovering or node.unhealthy_why
                for node in state.nodes.values()):
         return
@@ -240,10 +231,7 @@ def node_deadline_reached(state: ClusterState, what: str, rest: str) -> None:
 # --- decisions ---
 def assign_evidence(state: ClusterState, incident: Incident,
                   body: IncidentOpened | IncidentEscalated) -> None:
-    """Assign device errors to the incident. At SEV1, disable the slots that they name.
-
-    A check disables slots on its own, while it fails.
-    """
+    """Assign device errors to the incident. At SEV1, disable the slots that they name."""
     for node in _named(state, body):
         for erred in node.erred:
             if erred.seq not in body.evidence:
@@ -280,13 +268,8 @@ def _disable(state: ClusterState, node: Node, erred: DeviceError) -> None:
         state.replan = f"slot{'s' * (len(slots) > 1)} {node.name}/{named} erred"
 
 
-def count_sev1_fault(
-    state: ClusterState,
-    incident: Incident,
-    body: IncidentOpened | IncidentEscalated,
-    *,
-    on_purpose: bool,
-) -> None:
+def count_sev1_fault(state: ClusterState, incident: Incident,
+                     body: IncidentOpened | IncidentEscalated, *, on_purpose: bool) -> None:
     """Count a fault against the node that a SEV1 incident names, unless it was injected."""
     if body.severity == "SEV1" and body.node and not on_purpose and count_fault(
             state, incident=incident.id, node=body.node, status=body.status,
@@ -303,7 +286,7 @@ def count_slot_fault(state: ClusterState, task: Task, slot: Slot, rank: int) -> 
         mark_undecided(state, slot.node)
 
 
-def _quarantined(state: ClusterState, record: Record, body: NodeQuarantined) -> None:
+def node_quarantined(state: ClusterState, record: Record, body: NodeQuarantined) -> None:
     node = state.nodes.get(body.node)
     if node is None:
         return
@@ -316,7 +299,7 @@ def _quarantined(state: ClusterState, record: Record, body: NodeQuarantined) -> 
     state.replan = f"node {node.name} quarantined"
 
 
-def _quarantine_lifted(state: ClusterState, record: Record, body: QuarantineLifted) -> None:
+def quarantine_lifted(state: ClusterState, record: Record, body: QuarantineLifted) -> None:
     node = state.nodes.get(body.node)
     if node is None:
         return
@@ -336,9 +319,3 @@ def inherit(state: ClusterState, old: Node, new: Node) -> None:
     for erred in old.erred:
         clear_deadline(state, f"device/{old.name}/{erred.seq}")
     clear_deadline(state, f"recovered/{old.name}")
-
-
-HEALTH: dict[type[Body], Callable[[ClusterState, Record, Any], None]] = {
-    DeviceErred: _device_erred, HealthChanged: _health_changed,
-    NodeQuarantined: _quarantined, QuarantineLifted: _quarantine_lifted,
-}

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from ...events.records import reports as r
-from ...events.records import types as t
 from ...events.records.envelope import Record
-from ...events.spec.job import WEIGHT_RATIO_MAX, JobSpec
+from ...events.spec.job import WEIGHT_RATIO_MAX
 from ..state.cluster import NUM_REQUESTS_MAX, ClusterState
 from ..state.members import inject_fault
 from ..state.task import Task
@@ -23,19 +19,16 @@ def forget_requests(state: ClusterState) -> None:
         del state.sources[source]
 
 
-def _task_submitted(state: ClusterState, record: Record, body: r.TaskSubmitted) -> None:
-    state.tasks[record.seq] = Task(id=record.seq, spec=body.spec, weight=body.spec.weight,
-                                   submitted_s=record.at_s, since_s=record.at_s,
-                                   modelled=body.modelled, iteration_flops=_flops(body.spec))
+def task_submitted(state: ClusterState, record: Record, body: r.TaskSubmitted) -> None:
+    model = body.spec.model  # without one, the ranks report their FLOP (RankReady)
+    state.tasks[record.seq] = Task(
+        id=record.seq, spec=body.spec, weight=body.spec.weight, submitted_s=record.at_s,
+        since_s=record.at_s, modelled=body.modelled,
+        iteration_flops=iteration_flops(model) if model is not None else 0.0)
     state.replan = f"task {body.spec.name} submitted"
 
 
-def _flops(spec: JobSpec) -> float:
-    """FLOP of one iteration by the spec; training ranks report their own (RankReady)."""
-    return iteration_flops(spec.model) if spec.model is not None else 0.0
-
-
-def _cancel_requested(state: ClusterState, record: Record, body: r.TaskCancelRequested) -> None:
+def cancel_requested(state: ClusterState, record: Record, body: r.TaskCancelRequested) -> None:
     task = state.tasks.get(body.task)
     if task is not None and task.phase != "ended" and (
             not task.ending or (state.held and task.ending == "failed")):  # paused, it waits
@@ -45,7 +38,7 @@ def _cancel_requested(state: ClusterState, record: Record, body: r.TaskCancelReq
         task.since_s = record.at_s
 
 
-def _weight_set(state: ClusterState, record: Record, body: r.TaskWeightSet) -> None:
+def weight_set(state: ClusterState, record: Record, body: r.TaskWeightSet) -> None:
     task = state.tasks.get(body.task)
     usable = 1 / WEIGHT_RATIO_MAX <= body.weight <= WEIGHT_RATIO_MAX
     if task is not None and task.phase != "ended" and usable and task.weight != body.weight:
@@ -53,12 +46,12 @@ def _weight_set(state: ClusterState, record: Record, body: r.TaskWeightSet) -> N
         state.replan = f"task {task.spec.name} has weight {body.weight:g}"
 
 
-def _healing_frozen(state: ClusterState, record: Record, body: r.HealingFrozen) -> None:
+def healing_frozen(state: ClusterState, record: Record, body: r.HealingFrozen) -> None:
     state.frozen = body.reason or "no reason given"
     void_transitions(state)
 
 
-def _healing_resumed(state: ClusterState, record: Record, body: r.HealingResumed) -> None:
+def healing_resumed(state: ClusterState, record: Record, body: r.HealingResumed) -> None:
     if state.frozen:
         state.frozen = ""
         healing_active_again(state)
@@ -71,7 +64,7 @@ def healing_active_again(state: ClusterState) -> None:
     state.replan = "healing resumed"
 
 
-def _fault_requested(state: ClusterState, record: Record, body: r.FaultRequested) -> None:
+def fault_requested(state: ClusterState, record: Record, body: r.FaultRequested) -> None:
     """Mark the target, so that the fault does not count for the MTBF."""
     order = inject_fault(state, body)
     if order is not None:
@@ -82,7 +75,7 @@ def _fault_requested(state: ClusterState, record: Record, body: r.FaultRequested
             task.ranks[order.rank].fault_injected_s = record.at_s
 
 
-def _node_drained(state: ClusterState, record: Record, body: r.NodeDrained) -> None:
+def node_drained(state: ClusterState, record: Record, body: r.NodeDrained) -> None:
     node = state.nodes.get(body.node)
     if node is not None:
         if not node.drained:
@@ -90,16 +83,8 @@ def _node_drained(state: ClusterState, record: Record, body: r.NodeDrained) -> N
         node.drained, node.drain_reason = True, body.reason
 
 
-def _node_undrained(state: ClusterState, record: Record, body: r.NodeUndrained) -> None:
+def node_undrained(state: ClusterState, record: Record, body: r.NodeUndrained) -> None:
     node = state.nodes.get(body.node)
     if node is not None and node.drained:
         node.drained, node.drain_reason = False, ""
         state.replan = f"node {node.name} undrained"
-
-
-REQUESTS: dict[type[t.Body], Callable[[ClusterState, Record, Any], None]] = {
-    r.TaskSubmitted: _task_submitted, r.TaskCancelRequested: _cancel_requested,
-    r.TaskWeightSet: _weight_set, r.HealingFrozen: _healing_frozen,
-    r.HealingResumed: _healing_resumed, r.NodeDrained: _node_drained,
-    r.NodeUndrained: _node_undrained, r.FaultRequested: _fault_requested,
-}

@@ -1,32 +1,79 @@
-"""The fold of a command's log: its iterations and their times."""
+"""The fold of progress: finished iterations, as ranks report them or a command logs them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from ...events.records.envelope import Record
-from ...events.records.reports import IterationsLogged
-from ...events.records.types import Body
+from ...events.records.reports import IterationsLogged, LossNotFinite, TaskProgressed
 from ...events.spec.job import RATE_FLOPS_MAX
 from ..state.cluster import ClusterState
 from ..state.task import CommandProgress, Task
-from ..throughput.calibration import batch_counts, keep_logged
-from ..throughput.transition_cost import command_resumed, num_slots
-from .edits import add_work, find_rank
-from .hangs import command_unstalled
+from ..throughput.calibration import batch_counts, keep_logged, keep_times
+from ..throughput.transition_cost import command_resumed, num_slots, transition_stepped
+from .edits import add_work, end_pause, find_rank
+from .hangs import command_unstalled, iterations_passed
+from .node_health import count_slot_fault
+from .stragglers import restart_stragglers
 
 ITERATIONS_MAX = 10**12
 """Limit of a reported iteration."""
 
 
-def _iterations_logged(state: ClusterState, record: Record, body: IterationsLogged) -> None:
-    """Record progress of a command, from the first rank of a round that logs any.
+# --- of training tasks ---
+def progressed(state: ClusterState, record: Record, body: TaskProgressed) -> None:
+    task = state.tasks.get(body.task)
+    if task is None or task.phase == "ended" or body.generation != task.generation:
+        return
+    if not body.losses or task.phase == "reconfiguring":
+        return
+    task.loss, task.rate_flops, task.micro_batches = (
+        body.losses[-1], body.rate_flops, body.micro_batches)
+    keep_times(state, task, body)
+    if body.step_s:
+        task.step_s = body.step_s[-1]
+    _stepped_to(state, task, body.first_iteration + len(body.losses))
+    restart_stragglers(state, record, task)
 
-    A command counts its own iterations. After a restart it continues from its own checkpoint. Work
-    before its first report does not count. Restarts are forgiven after `restart_iterations` new
-    iterations.
-    """
+
+def loss_not_finite(state: ClusterState, record: Record, body: LossNotFinite) -> None:
+    """The iteration counts as finished, although its loss is not finite."""
+    task = state.tasks.get(body.task)
+    if task is None or task.phase == "ended" or body.generation != task.generation:
+        return
+    if task.phase != "reconfiguring":
+        task.loss = None
+        _stepped_to(state, task, body.iteration + 1)
+
+
+def _stepped_to(state: ClusterState, task: Task, iteration: int) -> None:
+    add_work(state, task, iteration)
+    iterations_passed(state, task, iteration)
+    task.progressed_s = state.at_s
+    task.iteration = max(task.iteration, iteration)
+    task.max_iteration = max(task.max_iteration, iteration)
+    living = task.living_members()
+    for rank in living:
+        if iteration - rank.joined_iteration >= state.policy.restart_iterations:
+            task.restarts.pop(rank.rank, None)
+            was = task.disabled_slots.pop(rank.rank, None)
+            if was is not None and was != rank.slot:
+                count_slot_fault(state, task, was, rank.rank)
+            task.reattempts = 0
+    # A late report of iterations before the fault does not end the interruption.
+    whole = len(living) == len(task.members) and not any(
+        rank.error_seq or rank.timeout_reason for rank in living)
+    # An iteration counts while the generation quiesces at its boundary for a new member.
+    at_boundary = task.phase == "quiescing" and task.mode == "boundary"
+    if iteration > task.settled and (task.phase == "training" or at_boundary) and whole:
+        task.stepped = task.generation
+        end_pause(state, task)
+        transition_stepped(state, task, iteration)
+
+
+# --- of commands ---
+def iterations_logged(state: ClusterState, record: Record, body: IterationsLogged) -> None:
+    """Record progress of a command, from the first rank of a round that logs any. A command counts
+    its own iterations. After a restart it continues from its own checkpoint. Work before its first
+    report does not count. Restarts are forgiven after `restart_iterations` new iterations."""
     task = state.tasks.get(body.task)
     rank = find_rank(task, body.rank, body.attempt)
     if task is None or rank is None or task.heals_in_memory or task.phase == "ended":
@@ -37,13 +84,8 @@ def _iterations_logged(state: ClusterState, record: Record, body: IterationsLogg
     if logged is None or logged.round != task.rounds:
         _round_begins(state, task, body.iteration)
         task.logged = logged = CommandProgress(
-            round=task.rounds,
-            rank=body.rank,
-            first=body.iteration,
-            iterations=0,
-            size=num_slots(task),
-            max_iteration=task.max_iteration or body.iteration,
-        )
+            round=task.rounds, rank=body.rank, first=body.iteration, iterations=0,
+            size=num_slots(task), max_iteration=task.max_iteration or body.iteration)
         command_resumed(state, task, body.iteration)
     elif logged.rank != body.rank:
         return
@@ -60,10 +102,8 @@ def _iterations_logged(state: ClusterState, record: Record, body: IterationsLogg
 
 
 def _round_begins(state: ClusterState, task: Task, iteration: int) -> None:
-    """A new round logs its first line: count iterations that are repeated.
-
-    The newest incident is charged, unless its loss is already known: then a plan moved the task.
-    """
+    """A new round logs its first line: count iterations that are repeated. The newest incident is
+    charged, unless its loss is already known: then a plan moved the task."""
     lost = max(task.iteration - iteration + 1, 0) if task.logged is not None else 0
     task.iterations_lost += lost
     for incident in reversed(state.incidents.values()):
@@ -86,8 +126,3 @@ def _apply_progress(state: ClusterState, task: Task, body: IterationsLogged) -> 
     task.loss, task.step_s = body.loss, body.step_s
     rate_flops = task.iteration_flops / body.step_s if counts and body.step_s > 0 else 0.0
     task.rate_flops = min(rate_flops, RATE_FLOPS_MAX)
-
-
-LOGGED: dict[type[Body], Callable[[ClusterState, Record, Any], None]] = {
-    IterationsLogged: _iterations_logged,
-}

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from ...events.records import reports as r
-from ...events.records import types as t
 from ...events.records.envelope import Record
-from ...events.records.reports import InMemoryRecoveryDeclined
 from ...events.records.statuses import EXITED_ABNORMALLY, OTHER_SOFTWARE
 from ...events.records.types import Seat
 from ..incidents.severity import classified_status, exit_in_words, last_line, status_of
@@ -31,7 +26,7 @@ from .edits import (
 )
 
 
-def _rank_started(state: ClusterState, record: Record, body: r.RankStarted) -> None:
+def rank_started(state: ClusterState, record: Record, body: r.RankStarted) -> None:
     task = state.tasks.get(body.task)
     rank = find_rank(task, body.rank, body.attempt)
     if task is None or rank is None or rank.state != "ordered":
@@ -54,12 +49,11 @@ def _round_started(state: ClusterState, record: Record, task: Task) -> None:
 
 
 def _runs(task: Task, seat: Seat) -> bool:
-    """Whether the seat's process runs."""
     rank = task.ranks.get(seat.rank)
     return rank is not None and rank.state == "started" and rank.slot == seat.slot
 
 
-def _rank_ready(state: ClusterState, record: Record, body: r.RankReady) -> None:
+def rank_ready(state: ClusterState, record: Record, body: r.RankReady) -> None:
     task = state.tasks.get(body.task)
     rank = find_rank(task, body.rank, body.attempt)
     if task is None or rank is None or rank.state not in ("ordered", "started"):
@@ -92,18 +86,16 @@ def decline_recovery(state: ClusterState, record: Record, task: Task, why: str) 
     _round_started(state, record, task)
 
 
-def _recovery_declined(state: ClusterState, record: Record, body: InMemoryRecoveryDeclined) -> None:
+def recovery_declined(state: ClusterState, record: Record,
+                      body: r.InMemoryRecoveryDeclined) -> None:
     """Each process reports it at its start; the first report counts."""
     task = state.tasks.get(body.task)
-    if (
-        find_rank(task, body.rank, body.attempt) is not None
-        and task is not None
-        and is_recovery_unproven(task)
-    ):
+    if (task is not None and find_rank(task, body.rank, body.attempt) is not None
+            and is_recovery_unproven(task)):
         decline_recovery(state, record, task, body.why)
 
 
-def _rank_errored(state: ClusterState, record: Record, body: r.RankErrored) -> None:
+def rank_errored(state: ClusterState, record: Record, body: r.RankErrored) -> None:
     task = state.tasks.get(body.task)
     rank = find_rank(task, body.rank, body.attempt)
     if task is None or rank is None or rank.error_seq or rank.state == "finished":
@@ -119,13 +111,13 @@ def _rank_errored(state: ClusterState, record: Record, body: r.RankErrored) -> N
               second_hand=body.second_hand)
 
 
-def _rank_exited(state: ClusterState, record: Record, body: r.RankExited) -> None:
+def rank_exited(state: ClusterState, record: Record, body: r.RankExited) -> None:
     task = state.tasks.get(body.task)
     if task is None:
         return
-    ghost = find_orphan(task, body.rank, body.attempt)
-    if ghost is not None:
-        remove_process(state, task, ghost)
+    orphan = find_orphan(task, body.rank, body.attempt)
+    if orphan is not None:
+        remove_process(state, task, orphan)
         return
     rank = find_rank(task, body.rank, body.attempt)
     if rank is None:
@@ -133,16 +125,14 @@ def _rank_exited(state: ClusterState, record: Record, body: r.RankExited) -> Non
     member = any(m.rank == rank.rank and m.attempt == rank.attempt for m in task.members)
     remove_process(state, task, rank)
     if is_recovery_unproven(task) and body.exit_code == 0 and not rank.stopping:
-        decline_recovery(
-            state, record, task, f"rank {rank.rank} ended without having adopted Unicron"
-        )
+        decline_recovery(state, record, task,
+                         f"rank {rank.rank} ended without having adopted Unicron")
     if not task.heals_in_memory and body.exit_code == 0 and not rank.stopping:
         task.finished.append(rank.rank)
         return
     if rank.state == "finished" and task.phase == "starting" and not task.ending:
-        record_fault(
-            task, record, [rank], OTHER_SOFTWARE, "all are done, but nobody saved the model"
-        )
+        record_fault(task, record, [rank], OTHER_SOFTWARE,
+                     "all are done, but nobody saved the model")
     if rank.state == "finished" or task.ending or rank.stopping or rank.timeout_reason:
         return
     if rank.error_seq:
@@ -161,7 +151,7 @@ def _ended(task: Task, record: Record, rank: Rank, body: r.RankExited, *,
           ended=True, second_hand=body.second_hand)
 
 
-def _rank_suspended(state: ClusterState, record: Record, body: r.RankSuspended) -> None:
+def rank_suspended(state: ClusterState, record: Record, body: r.RankSuspended) -> None:
     """Set a deadline: the peers wait for the process. Command tier: none, a person stopped it."""
     task = state.tasks.get(body.task)
     rank = find_rank(task, body.rank, body.attempt)
@@ -174,7 +164,7 @@ def _rank_suspended(state: ClusterState, record: Record, body: r.RankSuspended) 
     update_hang_deadline(state, task, restart=True)
 
 
-def _rank_continued(state: ClusterState, record: Record, body: r.RankContinued) -> None:
+def rank_continued(state: ClusterState, record: Record, body: r.RankContinued) -> None:
     """Cancel a pending timeout if healing was paused: the process need not be ended any more."""
     task = state.tasks.get(body.task)
     rank = find_rank(task, body.rank, body.attempt)
@@ -186,10 +176,3 @@ def _rank_continued(state: ClusterState, record: Record, body: r.RankContinued) 
         rank.timeout_reason = ""
         count_outstanding(task)
     update_hang_deadline(state, task, restart=True)
-
-
-PROCESSES: dict[type[t.Body], Callable[[ClusterState, Record, Any], None]] = {
-    r.RankStarted: _rank_started, r.RankReady: _rank_ready, r.RankErrored: _rank_errored,
-    r.RankExited: _rank_exited, r.RankSuspended: _rank_suspended,
-    r.RankContinued: _rank_continued, InMemoryRecoveryDeclined: _recovery_declined,
-}

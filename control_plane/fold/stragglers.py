@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from msgspec.structs import replace
 
 from ...events.records import reports as r
 from ...events.records.decisions import StragglerCostEstimated
 from ...events.records.envelope import Record
 from ...events.records.statuses import TASK_HANG
-from ...events.records.types import Body
 from ...events.spec.parallelism import coordinates, num_positions
 from ..incidents.stragglers import FAULT_RATIO, SLOW_RATIO, at_fault, slow_ranks
 from ..state.cluster import ClusterState
@@ -28,7 +24,7 @@ CHANGED_RATIO = 1.05
 """Relative change of a straggler's delay that triggers a new cost estimate."""
 
 
-def _rank_paced(state: ClusterState, record: Record, body: r.StepTimeChanged) -> None:
+def step_time_changed(state: ClusterState, record: Record, body: r.StepTimeChanged) -> None:
     task = state.tasks.get(body.task)
     rank = task.member(body.rank) if task is not None else None
     if task is None or rank is None or rank.attempt != body.attempt:
@@ -56,8 +52,7 @@ def _rank_paced(state: ClusterState, record: Record, body: r.StepTimeChanged) ->
 
 
 def _pace(task: Task, seq: int, body: r.StepTimeChanged, old: StepTime | None) -> StepTime:
-    """Compute the new step time. The reference is the first or the fastest one, also of an earlier
-    generation with as many micro-batches."""
+    """The new step time. Its reference is the fastest with as many micro-batches, or the first."""
     num = _num_micro_batches(task, body.rank)
     new = StepTime(generation=body.generation, num_micro_batches=num, iteration_s=body.iteration_s,
                own_s=body.own_s, normal_s=body.normal_s, normal_num=num,
@@ -82,9 +77,8 @@ def _num_micro_batches(task: Task, number: int) -> int:
 
 
 def restart_stragglers(state: ClusterState, record: Record, task: Task) -> None:
-    """Restart persistent stragglers immediately; the others finish the iteration. If it repeats on
-    the same slot, the slot is disabled. Iterations do not reset this count, since a straggler makes
-    progress too."""
+    """Restart persistent stragglers; the others finish the iteration. A slot where it repeats is
+    disabled. Iterations do not reset this count, since a straggler makes progress too."""
     if not task.slow or task.phase != "training" or task.incident or task.ending or (
             len(task.living_members()) < len(task.members)):
         return
@@ -103,14 +97,9 @@ def _slot_key(node: str, index: int) -> str:
     return f"{node}/{index}"
 
 
-def straggler_cost_estimated(
-    state: ClusterState, record: Record, body: StragglerCostEstimated
-) -> None:
+def straggler_cost_estimated(state: ClusterState, record: Record,
+                             body: StragglerCostEstimated) -> None:
     state.to_price = [name for name in state.to_price if name != body.node]
     state.degraded[body.node] = StragglerCost(
         tasks=body.tasks, ratios=body.ratios, cost_waf=body.cost_waf, drain_waf=body.drain_waf,
         why=body.why, now_waf=body.now_waf, seq=record.seq, at_s=record.at_s)
-
-
-PACES: dict[type[Body], Callable[[ClusterState, Record, Any], None]] = {
-    r.StepTimeChanged: _rank_paced}

@@ -36,7 +36,6 @@ from ..state.cluster import ClusterState
 from ..state.incident import Incident
 from ..state.task import CommandProgress, Task
 from ..throughput.calibration import batch_counts
-from .downtime import num_stepping
 from .injected import InjectedFaults
 from .transitions import TaskTransitions, Transition
 from .waf import Planned, Waf, Work, over_time
@@ -142,8 +141,7 @@ class History(Struct):
     incidents: dict[int, IncidentHistory] = field(default_factory=dict[int, IncidentHistory])
     open: dict[int, IncidentHistory] = field(default_factory=dict[int, IncidentHistory])
     """Incidents that are not closed."""
-    stamps: dict[int, tuple[float, float]] = field(
-        default_factory=dict[int, tuple[float, float]])
+    stamps: dict[int, tuple[float, float]] = field(default_factory=dict[int, tuple[float, float]])
     """(at_s, occurred_s) by seq of records that may be evidence."""
     transitions: list[Transition] = field(default_factory=list[Transition])
     work: list[Work] = field(default_factory=list[Work])
@@ -152,16 +150,13 @@ class History(Struct):
 
     @property
     def seq(self) -> int:
-        """Seq of the last record."""
         return self.state.seq
 
     @property
     def at_s(self) -> float:
-        """Time of the last record."""
         return self.state.at_s
 
     def add(self, record: Record) -> None:
-        """Read the next record."""
         body, before_s = record.body, self.state.at_s
         task = self.state.tasks.get(getattr(body, "task", 0))
         furthest, logged = (task.max_iteration, task.logged) if task is not None else (0, None)
@@ -267,9 +262,8 @@ class History(Struct):
             past.skipped = body.skipped
             past.micro_batches.add(body.micro_batches)
         elif isinstance(body, IterationsLogged) and _believed(task, body):
-            new = (
-                min(task.max_iteration - furthest, body.num_iterations) if batch_counts(task) else 0
-            )
+            new = (min(task.max_iteration - furthest, body.num_iterations) if batch_counts(task)
+                   else 0)
             self._worked(task, record, new, new * body.step_s)
             if body.num_iterations:
                 past.paces_s.setdefault(len(task.target), []).append(body.step_s)
@@ -296,7 +290,6 @@ class History(Struct):
 
 
 def history(records: Iterable[Record]) -> History:
-    """Read a whole log."""
     it = History()
     for record in records:
         it.add(record)
@@ -304,12 +297,10 @@ def history(records: Iterable[Record]) -> History:
 
 
 def waf(it: History, num_buckets: int) -> Waf:
-    """WAF over time, from the first submission to the last record, in equal buckets.
-
-    `achieved`: FLOP of an iteration (RankReady) x iterations done for the first time x the weight
-    at that time, spread over the time that they took. `planned`, `ideal`: PlanChosen, as steps;
-    0 before the first plan and after the last task's end. Raises ValueError on no buckets.
-    """
+    """WAF over time, from the first submission to the last record, in equal buckets. `achieved`:
+    FLOP of an iteration (RankReady) x iterations done for the first time x the weight at that time,
+    spread over the time that they took. `planned`, `ideal`: PlanChosen, as steps; 0 before the
+    first plan and after the last task's end. Raises ValueError on no buckets."""
     from_s = min((task.submitted_s for task in it.state.tasks.values()), default=it.at_s)
     return over_time(it.work, it.plans, from_s=from_s, to_s=it.at_s, num_buckets=num_buckets)
 
@@ -319,6 +310,24 @@ def layout(order: Reconfigure) -> str:
     axes = order.axes or Axes(dp=len(order.members))
     num = len(order.members) - num_positions(axes)
     return layout_in_words(axes) + (f", {num} beside" if num else "")
+
+
+def num_stepping(state: ClusterState, task: Task) -> int:
+    """Slots of the task that step now: none from a fault, or from the first member that leaves the
+    generation, until the first iteration of the next one."""
+    incident = state.incidents.get(task.incident)
+    if incident is not None and incident.down_since_s >= 0:
+        return 0
+    if not task.heals_in_memory:
+        return len(task.ranks) if task.phase == "training" else 0
+    at_boundary = task.phase == "quiescing" and task.mode == "boundary"
+    if task.stepped != task.generation or not (task.phase == "training" or at_boundary):
+        return 0
+    living = task.living_members()
+    whole = len(living) == len(task.members) and task.failed_s < 0 and not any(
+        rank.error_seq or rank.timeout_reason or (
+            at_boundary and rank.quiesced == task.generation) for rank in living)
+    return len(living) if whole else 0
 
 
 def _believed(task: Task, body: IterationsLogged) -> bool:

@@ -7,6 +7,7 @@ other tasks until they step again, are found by cause and by placement.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Literal
 
 from msgspec import Struct, field
@@ -53,7 +54,6 @@ class IncidentRecords(Struct, kw_only=True):
     """The last plan, until a placement makes it part of the incident."""
 
     def add(self, record: Record) -> None:
-        """Read the next record of the log."""
         task = getattr(record.body, "task", 0)
         rounds = self._rounds(task)
         fold(self.state, record)
@@ -104,7 +104,8 @@ class IncidentRecords(Struct, kw_only=True):
     def gone(self) -> list[Record]:
         """Records that ended the in-memory checkpoints, if a farther source was used."""
         origin = self.incident.incident.source.origin
-        return (sorted(self.lost.values(), key=_seq) if origin in ("checkpoint", "seed") else [])
+        return (sorted(self.lost.values(), key=attrgetter("seq"))
+                if origin in ("checkpoint", "seed") else [])
 
     @property
     def no_copies(self) -> str:
@@ -124,7 +125,7 @@ class IncidentRecords(Struct, kw_only=True):
         decisive = [*self.gone, *([used] if used is not None and source.origin == "copy" else [])]
         there = {record.seq for record in self.records}
         self.records += [record for record in decisive if record.seq not in there]
-        self.records.sort(key=_seq)
+        self.records.sort(key=attrgetter("seq"))
 
     def _is_own(self, record: Record, task: int) -> bool:
         number = self.incident.id
@@ -152,10 +153,6 @@ class IncidentRecords(Struct, kw_only=True):
         end = self.incident.closed_seq
         return bool(end) and seq >= max(end, *self.later, 0) and (
             "moves" not in self.others.values() or seq > end + AFTER_RECORDS_MAX)
-
-
-def _seq(record: Record) -> int:
-    return record.seq
 
 
 def incident_records(one: IncidentHistory, records: Iterable[Record]) -> IncidentRecords:

@@ -29,8 +29,7 @@ class Injected(Struct, kw_only=True):
     """Reports from here on are unrelated; 0: it may still have effects."""
 
     def is_over(self, record: Record) -> bool:
-        """Whether its effects are over: its rank ended or trains on, or its node's next agent
-        joined."""
+        """Whether its effects are over: the rank ended or trains, or the node has joined again."""
         order, body = self.order, record.body
         if order.what == "node":
             return (isinstance(body, NodeJoined) and body.node in order.nodes
@@ -53,7 +52,6 @@ class InjectedFaults(Struct):
     """The last request."""
 
     def add(self, record: Record) -> None:
-        """Read the next record."""
         if isinstance(record.body, FaultRequested):
             self.request = record
         elif isinstance(record.body, InjectFault):
@@ -67,8 +65,7 @@ class InjectedFaults(Struct):
 
     def behind(self, *, task: int, ranks: Sequence[int], node: str, first_seq: int,
                last_seq: int) -> list[Injected]:
-        """Injected faults that explain an incident whose signs came from `first_seq` to
-        `last_seq`."""
+        """Injected faults that explain an incident with signs from `first_seq` to `last_seq`."""
         return [one for one in self.faults
                 if one.request.seq < last_seq
                 and (not one.over_seq or one.over_seq >= first_seq)

@@ -36,8 +36,7 @@ class Transition(Struct, kw_only=True):
     lost: int
     """Iterations that a member had finished and that are repeated."""
     newcomers: tuple[Reconfigured, ...]
-    """The first Reconfigured of each new member since the last Resume; none in the task's first
-    generation."""
+    """The first Reconfigured of each new member since the last Resume; none in generation 1."""
 
 
 class TaskTransitions(Struct):
@@ -54,8 +53,7 @@ class TaskTransitions(Struct):
     up: list[Reconfigured] = field(default_factory=list[Reconfigured])
     """Members that came up in the newest generation."""
     first: dict[Process, Reconfigured] = field(default_factory=dict[Process, Reconfigured])
-    """The first Reconfigured of each process since the last Resume: a process keeps state that it
-    received in a failed generation."""
+    """The first Reconfigured of each process since the last Resume, also of failed generations."""
     last: Transition | None = None
 
     def add(self, record: Record) -> Transition | None:

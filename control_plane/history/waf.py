@@ -29,10 +29,8 @@ class Planned(Struct, frozen=True):
 
 class Waf(Struct, frozen=True, kw_only=True):
     """WAF over time in buckets of `bucket_s` from `from_s` on: weighted FLOP/s, means of a bucket.
-
     `achieved` is measured. `planned` and `ideal` are in the units of the tasks' throughput tables,
-    whose `origins` say whether they compare with it: only `measured` does.
-    """
+    whose `origins` say whether they compare with it: only `measured` does."""
 
     from_s: float
     bucket_s: float
@@ -45,10 +43,7 @@ class Waf(Struct, frozen=True, kw_only=True):
 
 def over_time(work: Sequence[Work], plans: Sequence[Planned], *, from_s: float, to_s: float,
               num_buckets: int) -> Waf:
-    """WAF in equal buckets. `plans` as steps; 0 before the first one.
-
-    Raises ValueError on no buckets.
-    """
+    """WAF in equal buckets; `plans` are steps, 0 before them. Raises ValueError on no buckets."""
     if num_buckets < 1:
         raise ValueError("at least one bucket")
     bucket_s = max(to_s - from_s, 1e-3) / num_buckets

@@ -39,8 +39,7 @@ class Hang(Struct, frozen=True, kw_only=True):
     """The cause (`slow`: it passes progress marks). `silent`: ranks on unreachable nodes;
     `network`: all stalled ranks; `unknown`: all in their own work."""
     since_s: float
-    """When the first of these passed its last progress mark; `silent`: the first of those that wait
-    for them."""
+    """When the first of them, or of those that wait for `silent` ranks, last made progress."""
     due_s: float
     """When the stall is long enough to act upon."""
     why: str
@@ -122,16 +121,12 @@ def _classify(state: ClusterState, task: Task, reachable: list[Rank],
 
 
 def _slow_hang(state: ClusterState, task: Task, reachable: list[Rank]) -> Hang | None:
-    """The hang of a task whose other ranks all wait for slow iterations; None if less is known.
-
-    It counts once the reported own work itself is long enough. So a rank that ended its work
-    meanwhile is not slow because of what followed.
-    """
+    """The hang of a task whose other ranks all wait for slow iterations; None if less is known. The
+    own work itself must be long enough: it may have ended since."""
     going = [rank for rank in reachable if rank.rank not in task.stalls]
     waiting = [task.stalls[rank.rank] for rank in reachable if rank.rank in task.stalls]
-    if any(rank.rank not in task.slow_iterations for rank in going) or 2 * len(going) > len(
-        reachable
-    ):
+    if 2 * len(going) > len(reachable) or any(
+            rank.rank not in task.slow_iterations for rank in going):
         return None
     crawls = {rank.rank: task.slow_iterations[rank.rank] for rank in going}
     known: list[Stall | SlowIteration] = [*waiting, *crawls.values()]

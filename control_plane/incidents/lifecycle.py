@@ -8,7 +8,8 @@ from ...events.records.decisions import IncidentClosed, IncidentEscalated, Incid
 from ...events.records.statuses import LOST_CONNECTION, TASK_HANG, WRONG_INPUT
 from ...events.records.types import Body, Outcome, Severity
 from ..state.cluster import ClusterState
-from ..state.task import Rank, Task
+from ..state.task import Task
+from .node_loss import lost_nodes
 from .root_cause import root_cause
 from .severity import worse
 
@@ -17,16 +18,18 @@ NUM_STOPS_MAX = 3
 
 
 def open_incidents(state: ClusterState, task: Task) -> Iterator[Body]:
-    """Open or escalate incidents for the task's faults, lost nodes and processes that cannot be
-    stopped."""
+    """Open or escalate incidents for faults, lost nodes and processes that cannot be stopped."""
     if task.faults:
         yield from _from_faults(state, task)
-    yield from _lost_nodes(state, task)
+    for loss in lost_nodes(state, task):
+        yield _open_or_escalate(state, task, "SEV1", LOST_CONNECTION, loss.node, loss.ranks,
+                                loss.why, loss.evidence)
     if not any(rank.timeout_reason for rank in task.ranks.values()):
         return
     for rank in [task.ranks[key] for key in sorted(task.ranks)]:
-        is_stuck = len(rank.stop_orders) >= NUM_STOPS_MAX
-        if rank.timeout_reason and is_stuck and not _is_stop_pending(state, task, rank):
+        is_stuck = len(rank.stop_orders) >= NUM_STOPS_MAX and (
+            f"stop/{task.id}/{rank.rank}/{rank.attempt}" not in state.deadlines)
+        if rank.timeout_reason and is_stuck:
             yield _open_or_escalate(state, task, "SEV1", TASK_HANG, rank.slot.node, (rank.rank,),
                                     f"rank {rank.rank} could not be ended in "
                                     f"{NUM_STOPS_MAX} orders", tuple(rank.stop_orders[-1:]))
@@ -69,46 +72,10 @@ def _from_faults(state: ClusterState, task: Task) -> Iterator[Body]:
 
 
 def _budget_spent(state: ClusterState) -> str:
-    """Explain why the restart budget is used up. Restarts followed by `restart_iterations`
-    iterations of progress are not counted."""
+    """Why the restart budget is used up; restarts before enough progress do not count."""
     limit, num = state.policy.restarts_max, state.policy.restart_iterations
     return (f"failed {limit + 1} times without {num} new iterations in between" if limit else
             "failed, and restarts_max is 0")
-
-
-def _lost_nodes(state: ClusterState, task: Task) -> Iterator[Body]:
-    """Declare ranks on unreachable nodes lost if a second source confirms it."""
-    silent = [name for name in state.unreachable
-              if any(rank.slot.node == name for rank in task.ranks.values())]
-    for name in silent:
-        node = state.nodes[name]
-        there = [task.ranks[key] for key in sorted(task.ranks)
-                 if task.ranks[key].slot.node == name]
-        peers = [rank for rank in task.living_members()
-                 if rank.slot.node not in silent and rank.failed == task.generation]
-        late = [rank for rank in there if rank.timeout_reason]
-        if peers and len(task.living_members()) == len(task.members):
-            second = f"a collective failed under its peer rank {peers[0].rank}"
-            seq = peers[0].failed_seq
-        elif late:
-            second = f"rank {late[0].rank} {late[0].timeout_reason}"
-            seq = min((stall.seq for stall in task.stalls.values()), default=0)
-        elif not state.held and node.replace and _replaced(state, task):
-            second, seq = f"silent for {state.policy.replace_after_s:g} s, the whole task on it", 0
-        else:
-            continue
-        evidence = tuple(sorted(x for x in (node.unreachable_seq, seq) if x))
-        yield _open_or_escalate(state, task, "SEV1", LOST_CONNECTION, name,
-                                tuple(rank.rank for rank in there),
-                                f"node {name} is silent; {second}", evidence)
-
-
-def _replaced(state: ClusterState, task: Task) -> bool:
-    """Whether all its members (without any: its processes) are on nodes that are unreachable for so
-    long that the task is placed elsewhere."""
-    nodes = [state.nodes.get(rank.slot.node)
-             for rank in task.living_members() or task.ranks.values()]
-    return all(node is not None and node.replace for node in nodes)
 
 
 def network_incident(state: ClusterState, task: Task) -> Iterator[Body]:
@@ -122,8 +89,7 @@ def network_incident(state: ClusterState, task: Task) -> Iterator[Body]:
 
 
 def close_incident(state: ClusterState, task: Task) -> Iterator[Body]:
-    """Close the incident when the task steps with its whole target: healed, or set back if it lost
-    iterations."""
+    """Close the incident when the task steps with its whole target: healed, or set back."""
     incident = state.incidents.get(task.incident)
     if incident is None or incident.down_since_s >= 0 or task.ending or not task.target:
         return
@@ -144,10 +110,6 @@ def end_incident(state: ClusterState, task: Task, why: str) -> Iterator[Body]:
     incident = state.incidents.get(task.incident)
     if incident is not None and not incident.outcome:
         yield _close(state, task, "ended", why)
-
-
-def _is_stop_pending(state: ClusterState, task: Task, rank: Rank) -> bool:
-    return f"stop/{task.id}/{rank.rank}/{rank.attempt}" in state.deadlines
 
 
 def _open_or_escalate(state: ClusterState, task: Task, severity: Severity, status: str, node: str,

@@ -65,8 +65,7 @@ def _join(state: ClusterState, node: Node) -> Iterator[Body]:
 
 
 def _open(state: ClusterState, node: Node) -> Iterator[Body]:
-    """Open or escalate an incident of the node if no rank failed of the error in time. Tasks leave
-    the slots at an iteration's end."""
+    """Open or escalate an incident of the node if no rank failed of the error in time."""
     for erred in list(node.erred):
         if erred.incident or not erred.due or not _slots(state, node, erred):
             continue
@@ -85,10 +84,8 @@ def _open(state: ClusterState, node: Node) -> Iterator[Body]:
 
 
 def _slots(state: ClusterState, node: Node, erred: DeviceError) -> list[int]:
-    """Slots that an error alone disables: those it names; all, if a second source confirms it.
-
-    Only SEV1 disables slots. Without a named device, a single source disables none.
-    """
+    """Slots that an error alone disables: those it names; all, if a second source confirms it. Only
+    SEV1 disables slots. Without a named device, a single source disables none."""
     if severity_of(erred.status) != "SEV1":
         return []
     if erred.devices:

@@ -1,31 +1,72 @@
-"""Suspects: nodes whose loss is likely, by reports of a task's other members."""
+"""Node loss: the rules by which a silent node is suspected or counts as lost.
+
+The leader's lease on a node (service/leases.py) expires earlier for a suspect. A node without a
+lease is unreachable, and lost only if a second source confirms it.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from ..state.cluster import ClusterState
 from ..state.task import Rank, Task
 
 
-def suspects(state: ClusterState) -> set[str]:
-    """Nodes whose members are suspected of having failed a collective or of stalling it.
+class NodeLoss(NamedTuple):
+    """The loss of a node, for one task: its ranks there, the reason, and the seqs that show it."""
 
-    Members elsewhere report it, and no member of the suspect node does. A suspect has a shorter
-    suspect timeout; suspicion alone has no other effect.
-    """
+    node: str
+    ranks: tuple[int, ...]
+    why: str
+    evidence: tuple[int, ...]
+
+
+def lost_nodes(state: ClusterState, task: Task) -> Iterator[NodeLoss]:
+    """The unreachable nodes of the task whose loss a second source confirms: a failed collective of
+    a peer, a rank that missed a deadline, or time, if the whole task is on unreachable nodes."""
+    silent = [name for name in state.unreachable
+              if any(rank.slot.node == name for rank in task.ranks.values())]
+    for name in silent:
+        node, living = state.nodes[name], task.living_members()
+        there = [task.ranks[key] for key in sorted(task.ranks) if task.ranks[key].slot.node == name]
+        peers = [rank for rank in living
+                 if rank.slot.node not in silent and rank.failed == task.generation]
+        late = [rank for rank in there if rank.timeout_reason]
+        if peers and len(living) == len(task.members):
+            second = f"a collective failed under its peer rank {peers[0].rank}"
+            seq = peers[0].failed_seq
+        elif late:
+            second = f"rank {late[0].rank} {late[0].timeout_reason}"
+            seq = min((stall.seq for stall in task.stalls.values()), default=0)
+        elif not state.held and node.replace and _is_replaced(state, task):
+            second, seq = f"silent for {state.policy.replace_after_s:g} s, the whole task on it", 0
+        else:
+            continue
+        yield NodeLoss(name, tuple(rank.rank for rank in there), f"node {name} is silent; {second}",
+                       tuple(sorted(x for x in (node.unreachable_seq, seq) if x)))
+
+
+def _is_replaced(state: ClusterState, task: Task) -> bool:
+    """Whether the nodes of all its members, else processes, are unreachable for that long."""
+    nodes = [state.nodes.get(rank.slot.node)
+             for rank in task.living_members() or task.ranks.values()]
+    return all(node is not None and node.replace for node in nodes)
+
+
+def suspects(state: ClusterState) -> set[str]:
+    """Nodes whose members may have failed a collective or stall it: members elsewhere report it,
+    and none of theirs does. A suspect has a shorter lease, no other effect."""
     found: set[str] = set()
     for task in state.tasks.values():
-        if _has_failed(task):
+        # A collective of this generation failed, or the generation did not come up.
+        if task.phase != "ended" and (task.failed_s >= 0 or task.phase == "reconfiguring"):
             found.update(_without_report(task, [rank for rank in task.living_members()
                                       if rank.failed == task.generation]))
         elif any(stall.where == "collective" for stall in task.stalls.values()):
             found.update(_without_report(task, [rank for rank in task.living_members()
                                       if rank.rank in task.stalls]))
     return found
-
-
-def _has_failed(task: Task) -> bool:
-    """Whether a collective of this generation failed, or the generation did not come up."""
-    return task.phase != "ended" and (task.failed_s >= 0 or task.phase == "reconfiguring")
 
 
 def _without_report(task: Task, reporting: list[Rank]) -> list[str]:

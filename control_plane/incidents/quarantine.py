@@ -13,11 +13,9 @@ from ..state.cluster import ClusterState
 from ..state.node import NUM_NODE_FAULTS_MAX, Node, NodeFault
 from .severity import TABLE
 
-COUNTING_STATUSES = frozenset(
-    (*(status for status, own in TABLE.items() if own == "SEV1"), TASK_HANG)
-)
-"""SEV1 statuses that count against a node: device errors, lost connection, and a process that could
-not be stopped."""
+COUNTING_STATUSES = frozenset((*(status for status, own in TABLE.items() if own == "SEV1"),
+                               TASK_HANG))
+"""SEV1 statuses that count: device errors, lost connection, a process that cannot be stopped."""
 UNUSUAL_SHARE_MAX = 0.05
 """Significance level: by chance, some node has that many faults less often than this (Poisson tail
 at the mean of the other nodes, times the number of nodes)."""
@@ -25,11 +23,8 @@ at the mean of the other nodes, times the number of nodes)."""
 
 def count_fault(state: ClusterState, *, incident: int, node: str, status: str, why: str) -> bool:
     """Fold: count a fault against the node; one fault of several tasks counts once. True:
-    quarantine is due.
-
-    Faults on a drained node do not count. Each loss of a restarted agent counts, however soon. A
-    device error may be repeated by the next agent and then counts once.
-    """
+    quarantine is due. Faults on a drained node do not count. Each loss of a restarted agent counts,
+    however soon. A device error may be repeated by the next agent and then counts once."""
     found = state.nodes.get(node)
     if found is None or status not in COUNTING_STATUSES or found.drained:
         return False
@@ -46,8 +41,7 @@ def count_fault(state: ClusterState, *, incident: int, node: str, status: str, w
 
 
 def is_due(state: ClusterState, node: Node) -> bool:
-    """Whether the node has enough faults for a quarantine, one of them after the last
-    quarantine."""
+    """Whether the node has enough faults for a quarantine, one of them after the last one."""
     if node.quarantine is not None or not any(one.fresh for one in node.node_faults):
         return False
     if len(node.node_faults) < state.policy.quarantine_faults:
@@ -57,10 +51,8 @@ def is_due(state: ClusterState, node: Node) -> bool:
 
 
 def _is_unusual(state: ClusterState, node: Node, num: int) -> bool:
-    """Whether the count is unlikely if all nodes fail equally often.
-
-    If all nodes fail often, removing one costs more than its next fault.
-    """
+    """Whether the count is unlikely if all nodes fail equally often. If all nodes fail often,
+    removing one costs more than its next fault."""
     mean = max(sum(_num_counting(state)) - num, 0) / max(len(state.nodes) - 1, 1)
     fewer = math.fsum(math.exp(-mean) * mean ** k / math.factorial(k) for k in range(num))
     return len(state.nodes) * (1 - fewer) < UNUSUAL_SHARE_MAX
@@ -75,8 +67,7 @@ def counting(state: ClusterState, node: Node) -> list[NodeFault]:
 
 def _num_counting(state: ClusterState) -> Iterator[int]:
     """The number of counting faults of each node, in one pass."""
-    since_s, near_s = (state.at_s - state.policy.quarantine_window_s,
-                       state.policy.replace_after_s)
+    since_s, near_s = (state.at_s - state.policy.quarantine_window_s, state.policy.replace_after_s)
     most = num_unconfirmed_max(state)
     lost_s = sorted(one.at_s for node in state.nodes.values() for one in node.node_faults
                     if one.status == LOST_CONNECTION)
@@ -101,7 +92,6 @@ def num_unconfirmed_max(state: ClusterState) -> int:
 
 
 def quarantine_if_due(state: ClusterState, node: Node) -> Iterator[Body]:
-    """Quarantine the node if it is due."""
     if not is_due(state, node):
         return
     found = counting(state, node)

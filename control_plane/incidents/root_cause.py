@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from ...events.records.types import Severity
 from ..state.cluster import ClusterState
-from ..state.incident import FailureLocation, Fault
+from ..state.incident import FailureLocation
 from ..state.node import DeviceError, Node
 from ..state.task import Task
 from .severity import severity_of, worse
@@ -28,14 +28,12 @@ class Cause(Struct, frozen=True, kw_only=True):
 
 
 def root_cause(state: ClusterState, task: Task) -> Cause:
-    """Find the root cause of the task's faults (at least one) and of device errors near them.
-
-    Indirect evidence is the cause only if there is no other. A device error precedes the report of
-    its rank, unless that is more severe.
-    """
+    """The root cause of the task's faults (at least one) and of device errors near them. Indirect
+    evidence counts if there is no other; a device error precedes what it explains."""
     first = [fault for fault in task.faults if not fault.second_hand]
     direct = first or task.faults
-    severities: list[Severity] = [_severity(fault) for fault in direct]
+    severities: list[Severity] = [
+        severity_of(fault.status, process_ended=fault.ended) for fault in direct]
     severity = _worst(severities)
     worst = direct[severities.index(severity)]
     # If a process died or hangs, failed collectives of others are consequences.
@@ -98,10 +96,6 @@ def _seen_by_others(task: Task) -> list[int]:
     """Failed collectives of this generation: indirect evidence."""
     return [rank.failed_seq for rank in task.living_members()
             if rank.failed == task.generation and rank.failed_seq and task.failed_s >= 0]
-
-
-def _severity(fault: Fault) -> Severity:
-    return severity_of(fault.status, process_ended=fault.ended)
 
 
 def _worst(severities: list[Severity]) -> Severity:

@@ -3,52 +3,35 @@ paper's table)."""
 
 from __future__ import annotations
 
+from ...events.records import statuses as s
 from ...events.records.reports import RankExited
-from ...events.records.statuses import (
-    CONNECTION_REFUSED,
-    CONNECTION_RESET,
-    CUDA_ERRORS,
-    ECC_ERRORS,
-    EXITED_ABNORMALLY,
-    GPU_DRIVER_ERRORS,
-    ILLEGAL_MEMORY_ACCESS,
-    INVALID_DMA_MAPPING,
-    LINK_FLAPPING,
-    LOST_CONNECTION,
-    NCCL_TIMEOUT,
-    NVLINK_ERRORS,
-    OTHER_NETWORK,
-    OTHER_SOFTWARE,
-    TASK_HANG,
-    WRONG_INPUT,
-)
 from ...events.records.types import Severity
 
 TABLE: dict[str, Severity] = {
     # node health monitoring
-    LOST_CONNECTION: "SEV1",
+    s.LOST_CONNECTION: "SEV1",
     # process supervision
-    EXITED_ABNORMALLY: "SEV2",
+    s.EXITED_ABNORMALLY: "SEV2",
     # exception propagation
-    CONNECTION_REFUSED: "SEV3",
-    CONNECTION_RESET: "SEV3",
-    ILLEGAL_MEMORY_ACCESS: "SEV2",
-    ECC_ERRORS: "SEV1",
-    INVALID_DMA_MAPPING: "SEV1",
-    CUDA_ERRORS: "SEV2",
-    NVLINK_ERRORS: "SEV1",
-    GPU_DRIVER_ERRORS: "SEV1",
-    OTHER_NETWORK: "SEV3",
-    OTHER_SOFTWARE: "SEV2",
+    s.CONNECTION_REFUSED: "SEV3",
+    s.CONNECTION_RESET: "SEV3",
+    s.ILLEGAL_MEMORY_ACCESS: "SEV2",
+    s.ECC_ERRORS: "SEV1",
+    s.INVALID_DMA_MAPPING: "SEV1",
+    s.CUDA_ERRORS: "SEV2",
+    s.NVLINK_ERRORS: "SEV1",
+    s.GPU_DRIVER_ERRORS: "SEV1",
+    s.OTHER_NETWORK: "SEV3",
+    s.OTHER_SOFTWARE: "SEV2",
     # online statistical monitoring
-    NCCL_TIMEOUT: "SEV3",
-    LINK_FLAPPING: "SEV3",
-    TASK_HANG: "SEV2",
+    s.NCCL_TIMEOUT: "SEV3",
+    s.LINK_FLAPPING: "SEV3",
+    s.TASK_HANG: "SEV2",
     # ours
-    WRONG_INPUT: "SEV2",
+    s.WRONG_INPUT: "SEV2",
 }
-OF_DEVICES = frozenset((ILLEGAL_MEMORY_ACCESS, ECC_ERRORS, INVALID_DMA_MAPPING, CUDA_ERRORS,
-                        NVLINK_ERRORS, GPU_DRIVER_ERRORS))
+OF_DEVICES = frozenset((s.ILLEGAL_MEMORY_ACCESS, s.ECC_ERRORS, s.INVALID_DMA_MAPPING, s.CUDA_ERRORS,
+                        s.NVLINK_ERRORS, s.GPU_DRIVER_ERRORS))
 """Rows that concern the reporting rank's own device: never indirect evidence."""
 HANDLING: dict[Severity, tuple[str, str, str]] = {
     "SEV3": ("reattempt in place: the communicators are built again, every process lives",
@@ -65,9 +48,9 @@ HANDLING: dict[Severity, tuple[str, str, str]] = {
 }
 """By severity: the first action, its budget (from the policy), and the next action."""
 _NETWORK = {
-    CONNECTION_RESET: ("connection reset", "reset by peer", "closed by peer", "broken pipe"),
-    CONNECTION_REFUSED: ("connection refused",),
-    NCCL_TIMEOUT: ("timed out", "timeout", "time out"),
+    s.CONNECTION_RESET: ("connection reset", "reset by peer", "closed by peer", "broken pipe"),
+    s.CONNECTION_REFUSED: ("connection refused",),
+    s.NCCL_TIMEOUT: ("timed out", "timeout", "time out"),
 }
 SIGNALS = {1: "SIGHUP", 2: "SIGINT", 3: "SIGQUIT", 4: "SIGILL", 5: "SIGTRAP", 6: "SIGABRT",
            7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL", 10: "SIGUSR1", 11: "SIGSEGV", 12: "SIGUSR2",
@@ -77,12 +60,11 @@ SIGNALS = {1: "SIGHUP", 2: "SIGINT", 3: "SIGQUIT", 4: "SIGILL", 5: "SIGTRAP", 6:
 CAUSE_CHARS_MAX = 120
 """Length of a cause in a sentence; the record has all of it."""
 _ORDER: dict[Severity, int] = {"SEV1": 1, "SEV2": 2, "SEV3": 3}
-_BY_WORD = {**{status.lower(): status for status in TABLE}, "usageerror": WRONG_INPUT}
+_BY_WORD = {**{status.lower(): status for status in TABLE}, "usageerror": s.WRONG_INPUT}
 
 
 def row_of(word: str) -> str:
-    """The row of the table for text written by hand (`Lost connection`, `ECC error`); empty:
-    none."""
+    """The row for text written by hand (`Lost connection`, `ECC error`); empty: none."""
     plain = word.strip().lower().replace("_", " ")
     if plain == "usageerror":  # Python's name, not the table's
         return ""
@@ -91,15 +73,12 @@ def row_of(word: str) -> str:
 
 def status_of(error: str) -> str:
     """The row of the table for a reported error; unknown errors are other software."""
-    return _BY_WORD.get(error.strip().lower(), OTHER_SOFTWARE)
+    return _BY_WORD.get(error.strip().lower(), s.OTHER_SOFTWARE)
 
 
 def classified_status(classified: str, else_: str) -> str:
-    """The status of a worker's classifier, if it is a row of the table.
-
-    The rank alone reports errors of the job spec.
-    """
-    return classified if classified in TABLE and else_ != WRONG_INPUT else else_
+    """The classifier's status if it is in the table, and the rank reports no error of the spec."""
+    return classified if classified in TABLE and else_ != s.WRONG_INPUT else else_
 
 
 def severity_of(status: str, *, process_ended: bool = False) -> Severity:
@@ -120,7 +99,7 @@ def network_status(error: str) -> str:
     for status, words in _NETWORK.items():
         if any(word in said for word in words):
             return status
-    return OTHER_NETWORK
+    return s.OTHER_NETWORK
 
 
 def exit_in_words(body: RankExited) -> str:

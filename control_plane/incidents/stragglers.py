@@ -11,15 +11,13 @@ from statistics import median
 from ..state.task import Rank, StepTime, Straggler, Task
 
 SLOW_RATIO = 1.1
-"""Smaller ratios of own work or iteration time are normal variation: the Unicron paper's threshold
-(our reading)."""
+"""Smaller ratios are normal variation: the Unicron paper's threshold (our reading)."""
 FAULT_RATIO = 3.0
 """A larger delay of iterations by one rank is a fault."""
 RATIO_MAX = 1e6
 """Limit of a reported ratio."""
 CONFIRMED_SHARE = 0.8
-"""Share of the straggler's iteration time that a peer's must reach to confirm it: the peer
-waits."""
+"""Share of the straggler's iteration time that a waiting peer must reach to confirm it."""
 NUM_PEERS_MIN = 7
 """Peers with as many micro-batches that a comparison needs: the others of an 8-slot node."""
 MOST_SHARE = 0.9
@@ -32,12 +30,10 @@ DEVIATION_TIMES = 1.4826
 
 
 def slow_ranks(task: Task, at_s: float) -> dict[int, Straggler]:
-    """Find the stragglers: by rank, the ratio of its own work and of the iteration time.
-
-    A rank with more own work is no straggler unless iterations are slower too: on a shared machine
-    it may have waited less instead. If the others' work has grown equally, the whole task is slower
-    (`slower_alike`).
-    """
+    """Find the stragglers: by rank, the ratio of its own work and of the iteration time. A rank
+    with more own work is no straggler unless iterations are slower too: on a shared machine it may
+    have waited less instead. If the others' work has grown equally, the whole task is slower
+    (`slower_alike`)."""
     if len(task.members) < 2:
         return {}
     found: dict[int, tuple[float, float]] = {}
@@ -50,22 +46,15 @@ def slow_ranks(task: Task, at_s: float) -> dict[int, Straggler]:
                               key=lambda one: one[1])
         if holds_up >= SLOW_RATIO:
             found[number] = ratio, holds_up
-    return {
-        number: Straggler(
-            ratio=min(found[number][0], RATIO_MAX),
-            holds_up=min(times, RATIO_MAX),
-            since_s=(task.slow[number].since_s if number in task.slow else at_s),
-        )
-        for number, times in _last_to_arrive(task, found).items()
-    }
+    return {number: Straggler(
+        ratio=min(found[number][0], RATIO_MAX), holds_up=min(times, RATIO_MAX),
+        since_s=task.slow[number].since_s if number in task.slow else at_s)
+        for number, times in _last_to_arrive(task, found).items()}
 
 
 def _last_to_arrive(task: Task, found: dict[int, tuple[float, float]]) -> dict[int, float]:
-    """Of the slow ranks, those that arrive last, with the ratio of iteration times.
-
-    The rank with the longest work, and those about as slow. Other slow ranks arrive earlier and
-    delay nothing now.
-    """
+    """The slow ranks that arrive last: that with the longest work, and those about as slow. Other
+    slow ranks arrive earlier and delay nothing now."""
     late = sorted(found, key=lambda number: (-task.step_times[number].own_s, number))
     for num in range(1, len(late)):
         times = _held_up(task.step_times[late[0]], task.step_times[late[num]].own_s)
@@ -75,10 +64,7 @@ def _last_to_arrive(task: Task, found: dict[int, tuple[float, float]]) -> dict[i
 
 
 def _beside_itself(pace: StepTime, others: list[StepTime]) -> tuple[float, float]:
-    """Own work and iteration time relative to the rank's past.
-
-    Growth that the others share is not counted.
-    """
+    """Own work and iteration time relative to the rank's past, less growth that all share."""
     known = [_grown(other) for other in others if _is_comparable(other)]
     if not _may_be_slow(pace) or not known:
         return 1.0, 1.0
@@ -102,10 +88,8 @@ def _grown(pace: StepTime) -> float:
 
 
 def uniform_slowdown(task: Task) -> float:
-    """Ratio of iteration times if most members are slower and there is no straggler; 1: not so.
-
-    The cause (machines, network or job) cannot be determined from the ranks.
-    """
+    """Ratio of iteration times if most members are slower and there is no straggler; 1: not so. The
+    cause (machines, network or job) cannot be determined from the ranks."""
     if task.slow or len(task.members) < 2:
         return 1.0
     grew = [pace.iteration_s / pace.normal_iteration_s for pace in task.step_times.values()
@@ -121,8 +105,7 @@ def _may_be_slow(pace: StepTime) -> bool:
 
 def _beside_peers(pace: StepTime, others: list[StepTime]) -> tuple[float, float]:
     """Own work and iteration time relative to the peers, if outside their spread."""
-    peers_s = [other.own_s for other in others
-               if other.num_micro_batches == pace.num_micro_batches]
+    peers_s = [other.own_s for other in others if other.num_micro_batches == pace.num_micro_batches]
     if len(peers_s) < NUM_PEERS_MIN:
         return 1.0, 1.0
     usual_s = median(peers_s)
@@ -144,6 +127,12 @@ def _held_up(pace: StepTime, usual_s: float) -> float:
     return pace.iteration_s / max(pace.iteration_s - (pace.own_s - usual_s), usual_s)
 
 
+def slow_on(task: Task, node: str) -> list[int]:
+    """The task's stragglers on the node, by rank."""
+    return [number for number in sorted(task.slow)
+            if number in task.ranks and task.ranks[number].slot.node == node]
+
+
 def slowdown(task: Task, *, without: str = "") -> float:
     """Ratio of iteration times caused by stragglers, leaving out those on node `without`."""
     return max((slow.holds_up for number, slow in task.slow.items()
@@ -151,10 +140,7 @@ def slowdown(task: Task, *, without: str = "") -> float:
 
 
 def at_fault(task: Task) -> list[Rank]:
-    """Stragglers slow enough to be a fault, if a peer confirms it.
-
-    A peer confirms it if its iterations take about as long: it waits for the straggler.
-    """
+    """Stragglers slow enough to be a fault, if a peer confirms it: its iterations take as long."""
     if not any(slow.holds_up > FAULT_RATIO for slow in task.slow.values()):
         return []
     found: list[Rank] = []

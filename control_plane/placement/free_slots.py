@@ -44,8 +44,7 @@ class FreeSlots:
         self._groups: dict[str, list[str]] = {}
         """By node: its groups (all nodes, its rack, its switch)."""
         self._heaps: dict[str, list[tuple[int, str]]] = {ANYWHERE: []}
-        """Heaps by group. Entries are out of date after a change of the node's free slots; a newer
-        entry follows."""
+        """Heaps by group. An entry is out of date if the node's free slots changed."""
         for node, free in self._free.items():
             labels = where.get(node, NOWHERE)
             self._groups[node] = [
@@ -62,9 +61,7 @@ class FreeSlots:
     def most_free(self, group: str = ANYWHERE,
                  but: Callable[[str], bool] | None = None) -> str | None:
         """The node of a group with most free slots, by name among equals; `but` excludes nodes.
-
-        None: no free slot. Excluded nodes with more free slots each cost one more step.
-        """
+        None: no free slot. Excluded nodes with more free slots each cost one more step."""
         heap = self._heaps.get(group, [])
         passed: list[tuple[int, str]] = []
         found = None
@@ -81,8 +78,7 @@ class FreeSlots:
         return found
 
     def nearest(self, groups: Iterable[Iterable[str]], least: int = 1) -> str | None:
-        """The node with most free slots in the first groups that have one with `least` free, else
-        of all nodes."""
+        """The node with most free slots in the first groups with `least` on one, else of all."""
         for keys in (*groups, (ANYWHERE,)):
             found = [node for key in keys if (node := self.most_free(key)) is not None
                      and self.on(node) >= least]

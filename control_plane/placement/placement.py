@@ -127,8 +127,7 @@ def _emptiest_first(seats: Sequence[Seat]) -> list[Seat]:
 
 # --- new slots ---
 def _choose(room: FreeSlots, own: Sequence[Slot], count: int, where: Where) -> list[Slot]:
-    """Choose `count` slots: on own nodes first, then the nearest with most free slots; two racks,
-    or two nodes, if possible."""
+    """Choose `count` slots, own nodes first, then the nearest; two racks or nodes if possible."""
     chosen: list[Slot] = []
     nodes = dict.fromkeys(sorted(slot.node for slot in own))
     racks = dict.fromkeys(domain(node, where) for node in nodes)
@@ -180,8 +179,7 @@ def _seats(task: Task, slots: Sequence[Slot]) -> tuple[Seat, ...]:
 
 
 def why_placed(task: Task, seats: Sequence[Seat], slots: Sequence[Slot], where: Where) -> str:
-    """Explain the placement: the cost of losing a node, and why all seats are on one node or
-    rack."""
+    """Explain the placement: the cost of losing a node, why all seats are on one node or rack."""
     nodes = sorted({seat.slot.node for seat in seats})
     if not task.heals_in_memory or len(nodes) > 1:
         text = (f"{len(seats)} seat{'s' * (len(seats) > 1)} on {' '.join(nodes)}"

@@ -29,17 +29,13 @@ def size(task: Task, count: int) -> int:
 def assign_groups(tasks: Sequence[Task], wanted: Mapping[int, int], slots: Sequence[Slot],
          given: Collection[Slot], where: Mapping[str, Labels]) -> tuple[Taken, FreeSlots]:
     """Assign slots to whole groups: slots by task, and the remaining free slots. `given`: assigned
-    to others.
-
-    The largest groups come first. If sizes divide one another, as powers of two do, all groups fit
-    whenever possible: the free slots for smaller groups do not depend on the nodes of larger ones.
-    Groups that are on one node stay, unless that leaves fewer seats in groups.
-    """
+    to others. The largest groups come first. If sizes divide one another, as powers of two do, all
+    groups fit whenever possible: the free slots for smaller groups do not depend on the nodes of
+    larger ones. Groups that are on one node stay, unless that leaves fewer seats in groups."""
     room = FreeSlots(slots, given, where)
     found = _deal(tasks, wanted, room, where, stay=True)
     num = sum(map(len, found.values()))
-    if num < sum(wanted[task.id] - wanted[task.id] % size(task, wanted[task.id])
-                 for task in tasks):
+    if num < sum(wanted[task.id] - wanted[task.id] % size(task, wanted[task.id]) for task in tasks):
         other = FreeSlots(slots, given, where)
         moved = _deal(tasks, wanted, other, where, stay=False)
         if sum(map(len, moved.values())) > num:
@@ -63,9 +59,8 @@ def _deal(tasks: Sequence[Task], wanted: Mapping[int, int], room: FreeSlots,
 class _GroupAssignment:
     """The groups of one task during the assignment."""
 
-    def __init__(
-        self, task: Task, count: int, room: FreeSlots, where: Mapping[str, Labels]
-    ) -> None:
+    def __init__(self, task: Task, count: int, room: FreeSlots,
+                 where: Mapping[str, Labels]) -> None:
         self.key, self.each, self.num_bytes = task.id, size(task, count), seat_bytes(task, count)
         self.taken: list[Slot] = []
         self._left: int = count // self.each
@@ -84,8 +79,7 @@ class _GroupAssignment:
             self._take(node, len(free[node]) // self.each)
 
     def fill(self) -> None:
-        """Assign the remaining groups: first where most present slots are, then on the task's
-        nodes, then on the nearest; finally on any node."""
+        """Assign the remaining groups, near the present slots if possible."""
         self._fill()
         self._most = self._left + len(self.taken)
         self._fill()
@@ -128,8 +122,7 @@ class _GroupAssignment:
 
 
 def ranked(slots: Sequence[Slot], *sizes: int) -> list[Slot]:
-    """Slots in rank order: by node in groups of the first size, then the rest in groups of the next
-    size, then what remains."""
+    """Slots in rank order: groups of the first size by node, then of the next, then the rest."""
     on: dict[str, list[Slot]] = {}
     for slot in sorted(slots):
         on.setdefault(slot.node, []).append(slot)
@@ -142,8 +135,7 @@ def ranked(slots: Sequence[Slot], *sizes: int) -> list[Slot]:
 
 
 def num_split(seats: Sequence[Seat], each: int) -> int:
-    """Number of groups of `each` ranks that are split across nodes; incomplete groups do not
-    count."""
+    """Number of groups of `each` ranks that are split across nodes, incomplete ones excluded."""
     nodes = [seat.slot.node for seat in sorted(seats)]
     return sum(len(set(nodes[at:at + each])) > 1
                for at in range(0, len(nodes) // each * each, each))

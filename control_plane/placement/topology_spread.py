@@ -46,8 +46,7 @@ def num_elsewhere(task: Task, count: int) -> int:
 
 def spread(movable: Sequence[Task], taken: Taken, room: FreeSlots,
            where: Mapping[str, Labels]) -> None:
-    """Change `taken` so that the constraint holds for as many movable tasks as possible, with few
-    moves."""
+    """Change `taken` so that the constraint holds for most movable tasks, with few moves."""
     one_rack = [task.id for task in movable if num_elsewhere(task, len(taken[task.id])) == 1
                 and len({domain(slot.node, where) for slot in taken[task.id]}) == 1]
     if not one_rack:
@@ -66,8 +65,7 @@ LOOK_NUM_MAX = 1024
 
 
 class _Step(Struct, frozen=True, order=True):
-    """A step of a path: the cost to reach a node, the task whose seat moves, and from where ("":
-    the first)."""
+    """A step of a path: the cost of the node, the task that moves, from where ("": first)."""
 
     cost: int
     task: int
@@ -106,10 +104,7 @@ class SeatMoves:
         return [self.rack[node], f"switch {switch}"] if switch else [self.rack[node]]
 
     def mend(self, key: int, *, own: int) -> None:
-        """Move a seat of a task that violates the constraint, and others if needed.
-
-        `own`: the cost of a task that stays on its rack (0: it must not).
-        """
+        """Move seats until a task is spread. `own`: cost of staying on one rack; 0: forbidden."""
         path = self._direct(key) or Search(self, key, own).path()
         if path is not None:
             self._follow(path)
@@ -182,8 +177,7 @@ class SeatMoves:
         final = min((slot not in self.at[last], slot) for slot in ends)[1]
         if final != left[0]:
             self.room.exchange(final, left[0])
-        for (key, old_node, new_node), old, new in zip(path, left, [*left[1:], final],
-                                                       strict=True):
+        for (key, old_node, new_node), old, new in zip(path, left, [*left[1:], final], strict=True):
             self.taken[key].remove(old)
             self.taken[key].append(new)
             self._count(key, old_node, -1)
@@ -192,8 +186,7 @@ class SeatMoves:
             self._settle(key, node)
 
     def _settle(self, key: int, node: str) -> None:
-        """Exchange slots on a node so that the task gets those of its own processes, if no other
-        task's process is there."""
+        """Exchange slots on a node, so that the task gets those of its own processes."""
         own = self.taken[key]
         for want in sorted(slot for slot in self.at[key] if slot.node == node and slot not in own):
             spare = sorted(slot for slot in own if slot.node == node and slot not in self.at[key])
@@ -227,11 +220,8 @@ def _kept(task: Task) -> Iterator[Slot]:
 
 
 class Search:
-    """The cheapest path for one task: Dijkstra over nodes.
-
-    A seat of a task that has left its node is offered to all nodes together, at one cost for most.
-    Nodes with a cheaper offer are skipped.
-    """
+    """The cheapest path for one task: Dijkstra over nodes. A seat that has left its node is offered
+    to all nodes together, at one cost for most. Nodes with a cheaper offer are skipped."""
 
     def __init__(self, board: SeatMoves, first: int, own: int) -> None:
         self._board, self._first, self._own = board, first, own

@@ -23,10 +23,8 @@ from .solver.dynamic_program import IMPOSSIBLE
 
 
 def best(rows: Candidates, capacity: int, limits: PlanLimits) -> SlotsAndGain | None:
-    """The best plan that fits and satisfies the limits, None if nothing fits.
-
-    If every plan exceeds `moves_max`, the best plan with the fewest moves. Ties are deterministic.
-    """
+    """The best plan that fits and satisfies the limits, None if nothing fits. If every plan exceeds
+    `moves_max`, the best plan with the fewest moves. Ties are deterministic."""
     found = within_limits(rows, capacity, limits)
     if found is None and limits.moves_max is not None:
         few = within_limits(_moves_as_losses(rows, limits), capacity,
@@ -130,7 +128,6 @@ class _Search:
 
 
 def _most(rows: Candidates) -> int:
-    """The most slots that the rows can take."""
     return sum(rows.sizes[rows.starts[1:] - 1].tolist())
 
 
@@ -185,18 +182,11 @@ def has_requested_floors(problem: PlanProblem) -> bool:
     return has_floors(replace(problem, alpha=0.0))
 
 
-def maximises_waf(problem: PlanProblem) -> bool:
-    """True if the plan maximises the WAF without floors."""
-    return not problem.alpha and not has_floors(problem)
-
-
 def floors_of(problem: PlanProblem, demand: TaskDemand) -> tuple[int, ...]:
-    """The floors that the task may be granted, its own request first; usually none or one.
-
-    If its own floor does not fit, its smallest size with a WAF above 0 is tried, if the policy
-    requests that for each task, or if with alpha 0 slots have minus infinity. A task without any
-    WAF has no floor.
-    """
+    """The floors that the task may be granted, its own request first; usually none or one. If its
+    own floor does not fit, its smallest size with a WAF above 0 is tried, if the policy requests
+    that for each task, or if with alpha 0 slots have minus infinity. A task without any WAF has no
+    floor."""
     least = problem.floor or problem.alpha >= 1
     levels = (*([demand.floor] if demand.floor else []), *([0] if least else []))
     found = (next((size for size, waf in zip(demand.sizes, demand.wafs, strict=True)
@@ -208,6 +198,30 @@ def without_floors(problem: PlanProblem) -> PlanProblem:
     """The problem without requested floors; those of alpha stay."""
     return replace(problem, floor=False, demands=tuple(
         replace(demand, floor=0) if demand.floor else demand for demand in problem.demands))
+
+
+def kinds_of_limits(problem: PlanProblem) -> list[str]:
+    """The kinds of limits in the problem: floor, moves_max, quota, priority."""
+    limits = problem.limits
+    kinds = {"floor": has_requested_floors(problem)}
+    if limits is not None:
+        kinds |= {"moves_max": limits.moves_max is not None, "quota": bool(limits.teams),
+                  "priority": bool(limits.priorities)}
+    return [kind for kind, is_there in kinds.items() if is_there]
+
+
+def without_limits(problem: PlanProblem, kinds: Sequence[str], team: str = "") -> PlanProblem:
+    """The problem without these kinds of limits. `team`: only its quota is removed; empty: all."""
+    if "moves_max" in kinds:
+        problem = replace(problem, moves_max=None)
+    if "quota" in kinds:
+        problem = replace(problem, quotas=tuple(x for x in problem.quotas if team and x[0] != team))
+    if "floor" in kinds:
+        problem = without_floors(problem)
+    if "priority" in kinds:
+        problem = replace(problem, demands=tuple(
+            replace(demand, priority=0) for demand in problem.demands))
+    return problem
 
 
 def granted_floors(problem: PlanProblem) -> tuple[int, ...]:
@@ -231,8 +245,7 @@ def _order(demand: TaskDemand) -> tuple[int, float, int]:
 
 
 def allowed(problem: PlanProblem, rows: Candidates) -> NDArray[np.bool_]:
-    """By candidate: True if the floors allow it. From alpha 1 on a task without a granted floor has
-    no slots."""
+    """By candidate: True if the floors allow it. From alpha 1 on, no floor means no slots."""
     least, row_of = np.array(granted_floors(problem), dtype=np.int64), rows.row_of
     found: NDArray[np.bool_] = rows.sizes >= least[row_of]
     if problem.alpha >= 1:

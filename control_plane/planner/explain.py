@@ -17,6 +17,7 @@ from . import constraints
 from .alternative_names import (
     ALPHALESS,
     FLOORLESS,
+    LIMIT_NAMES,
     LIMITS_BY_NAME,
     SPARELESS,
     percent,
@@ -36,7 +37,7 @@ from .planner import (
     preferred_slots,
     solve,
 )
-from .problem import PlanProblem, waf_of
+from .problem import PlanProblem, TaskDemand, waf_of
 from .problem_of_state import PlanningSnapshot, digest
 
 NUM_NAMED_MAX = 3
@@ -118,9 +119,7 @@ def binding_constraint(problem: PlanProblem, choice: Choice,
 def without_each_limit(problem: PlanProblem, slots: Sequence[int]) -> tuple[Alternative, ...]:
     """The plans without each single limit, without floors, without alpha, without a hot spare or
     with one, and the plan in which only faulted tasks shrink, each compared with the plan `slots`.
-
-    One solve for each. A plan equal to `slots` or to an earlier one is left out.
-    """
+    One solve for each. A plan equal to `slots` or to an earlier one is left out."""
     every, first_terms = all_rows(problem)
 
     def valued(counts: Sequence[int]) -> Plan:
@@ -140,16 +139,10 @@ def without_each_limit(problem: PlanProblem, slots: Sequence[int]) -> tuple[Alte
 
 def _problems_without(problem: PlanProblem) -> Iterator[tuple[str, PlanProblem]]:
     """(the plan's name, the problem without one limit)."""
-    limits = problem.limits
-    if limits is not None and limits.moves_max is not None:
-        yield without(("moves_max",)), replace(problem, moves_max=None)
-    if limits is not None and limits.teams:
-        yield without(("quotas",)), replace(problem, quotas=())
-    if limits is not None and limits.priorities:
-        yield without(("priorities",)), replace(problem, demands=tuple(
-            replace(demand, priority=0) for demand in problem.demands))
-    if constraints.has_requested_floors(problem):
-        yield FLOORLESS, constraints.without_floors(problem)
+    kinds = constraints.kinds_of_limits(problem)
+    for kind, name in zip(("moves_max", "quota", "priority", "floor"), LIMIT_NAMES, strict=True):
+        if kind in kinds:
+            yield without((name,)), constraints.without_limits(problem, [kind])
     if problem.gain_min:
         yield "without gain_min", replace(problem, gain_min=0.0)
     if problem.alpha:
@@ -162,25 +155,20 @@ def _problems_without(problem: PlanProblem) -> Iterator[tuple[str, PlanProblem]]
 
 
 def paid_back_s(problem: PlanProblem, slots: Sequence[int]) -> float:
-    """The time until the WAF gained by the changes of healthy tasks has paid for their transitions,
-    compared with the best plan without such changes (one solve). 0 if nothing is to be paid, and
-    with alpha, whose changes do not maximise the WAF."""
-    if problem.alpha or keeps_healthy(problem, slots):
+    """The time until the WAF gained by changes of healthy tasks has paid for their transitions (one
+    solve). 0 if nothing is to be paid, and with alpha, which does not maximise the WAF."""
+    def is_kept(demand: TaskDemand, x: int) -> bool:
+        return demand.faulted or x == demand.now or demand.now not in demand.sizes
+
+    if problem.alpha or all(map(is_kept, problem.demands, slots)):
         return 0.0
-    unchanged = best_among(problem, lambda demand, x: (
-        demand.faulted or x == demand.now or demand.now not in demand.sizes))
+    unchanged = best_among(problem, is_kept)
     if unchanged is None:
         return 0.0
     waf = math.fsum(waf_of(demand, x) for demand, x in zip(problem.demands, slots, strict=True))
     gain = waf - unchanged.waf
     cost = transition_flop(problem, slots) - transition_flop(problem, unchanged.slots)
     return cost / gain if gain > 0 and cost > 0 else 0.0
-
-
-def keeps_healthy(problem: PlanProblem, slots: Sequence[int]) -> bool:
-    """True if every healthy task keeps its slots, unless their number is no candidate."""
-    return all(demand.faulted or x == demand.now or demand.now not in demand.sizes
-               for demand, x in zip(problem.demands, slots, strict=True))
 
 
 # --- one sentence ---
@@ -230,8 +218,7 @@ def _reason(problem: PlanProblem, choice: Choice, others: Sequence[Alternative],
     if not others:
         return "there is no other plan"
     nearest = max(others, key=lambda other: other.objective)
-    runner_up = "the runner-up" + (
-        f" ({nearest.what})" if nearest.what != "the next best" else "")
+    runner_up = "the runner-up" + (f" ({nearest.what})" if nearest.what != "the next best" else "")
     if nearest.objective == plan.objective:
         return f"{runner_up} is worth as much, and a tie goes to the first task"
     less = f"{runner_up} is worth {_distance(nearest, problem, plan)} less{by}"

@@ -80,8 +80,7 @@ class _AfterFault(Struct, frozen=True):
         return [*map(max, self.values.most(), self.restart_flop.tolist())]
 
     def total(self, num_slots: int, shift: int) -> int:
-        """The expected value times 2^shift and `num_slots`; each slot fails with equal probability.
-        """
+        """The expected value times 2^shift and `num_slots`; each slot fails as often."""
         demands, rows = self.problem.demands, self.values.rows(shift)[0]
         restarts = objective.to_fixed_point(self.restart_flop, shift).tolist()
         num_idle = num_slots - sum(demand.now for demand in demands)

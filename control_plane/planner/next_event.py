@@ -21,10 +21,7 @@ EventKind = Literal["gpu lost", "node lost", "node joined", "task ended"]
 
 class Event(Struct, frozen=True, kw_only=True):
     """A possible next event. `task`: the task that loses the GPU or node, or that ends; 0: a node
-    joins.
-
-    A submission is not included, since its demand is not known.
-    """
+    joins. A submission is not included, since its demand is not known."""
 
     what: EventKind
     task: int = 0
@@ -42,7 +39,6 @@ class NextEventPlans(Struct, frozen=True, kw_only=True):
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the plans."""
         return sum(sys.getsizeof(plan.slots) for plan in self.plans.values())
 
 
@@ -69,7 +65,6 @@ def events(problem: PlanProblem, gpus_per_node: int) -> Iterator[Event]:
 
 
 def problem_after(problem: PlanProblem, event: Event, gpus_per_node: int) -> PlanProblem:
-    """The problem after the event."""
     demands = problem.demands
     if event.what == "task ended":
         return replace(problem, demands=tuple(one for one in demands if one.task != event.task))

@@ -86,10 +86,9 @@ def hysteresis_flop(problem: PlanProblem, demand: TaskDemand, slots: int) -> flo
 
 # --- all candidates ---
 class Objective(Struct, frozen=True, kw_only=True):
-    """The two terms of G in floats, by candidate: each task's sizes and 0, as in `Candidates`.
-
-    A size above the number of slots has the first term of the largest size that fits, so that it
-    does not affect the scale."""
+    """The two terms of G in floats, by candidate: each task's sizes and 0, as in `Candidates`. A
+    size above the number of slots has the first term of the largest size that fits, so that it does
+    not affect the scale."""
 
     sizes: Ints
     running_flop: Floats
@@ -98,8 +97,7 @@ class Objective(Struct, frozen=True, kw_only=True):
     """The second term."""
     starts: Ints
     marginal_flop: Floats | None = None
-    """With alpha: T U'(T) D_running. A rate higher by a small share gains that share of it. None
-    without alpha."""
+    """With alpha: T U'(T) D_running, the gain per relative gain in rate; else None."""
 
     def most(self) -> list[float]:
         """By task: an upper bound of |G|."""
@@ -112,12 +110,10 @@ class Objective(Struct, frozen=True, kw_only=True):
         return most
 
     def rows(self, shift: int) -> tuple[Candidates, Ints]:
-        """(G by candidate, the first term by candidate), both times 2^shift.
-
-        Rounds by slot: throughput that is linear in slots stays linear to the last bit, and a size
-        that gains nothing over a smaller one keeps its value. With alpha nothing is linear, and
-        the second result is `marginal_flop`.
-        """
+        """(G by candidate, the first term by candidate), both times 2^shift. Rounds by slot:
+        throughput that is linear in slots stays linear to the last bit, and a size that gains
+        nothing over a smaller one keeps its value. With alpha nothing is linear, and the second
+        result is `marginal_flop`."""
         changes = to_fixed_point(self.change_flop, shift)
         if self.marginal_flop is not None:
             gains = to_fixed_point(self.running_flop, shift) - changes
@@ -204,8 +200,7 @@ def utility(rates: Floats, alpha: float) -> Floats:
 
 
 def marginal(rates: Floats, alpha: float) -> Floats:
-    """T U'(T) = T^(1 - alpha): a rate higher by a small share gains that share of it. 0 for a rate
-    of 0."""
+    """T U'(T) = T^(1 - alpha), the gain per relative gain in rate. 0 for a rate of 0."""
     known = np.where(rates > 0, rates, 1.0)
     found = (np.sqrt(known) if alpha == 0.5 else np.ones_like(known) if alpha == 1.0
              else 1.0 / known if alpha == 2.0 else known)
@@ -214,11 +209,9 @@ def marginal(rates: Floats, alpha: float) -> Floats:
 
 
 def logarithm(values: Floats) -> Floats:
-    """ln of numbers above 0, with a relative error below 2^-50.
-
-    ln m = 2 atanh(s), s = (m - 1) / (m + 1), for a mantissa m from sqrt(1/2) to sqrt(2). s^2 is
-    below 0.0295, so the truncated series has a relative error below 2^-60.
-    """
+    """ln of numbers above 0, with a relative error below 2^-50. ln m = 2 atanh(s), s = (m - 1) / (m
+    + 1), for a mantissa m from sqrt(1/2) to sqrt(2). s^2 is below 0.0295, so the truncated series
+    has a relative error below 2^-60."""
     mantissas, exponents = np.frexp(values)
     low = mantissas < _SQRT_HALF_RATIO
     mantissas = np.where(low, 2.0 * mantissas, mantissas)

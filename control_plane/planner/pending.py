@@ -93,7 +93,7 @@ def prices(problem: PlanProblem, plan: Plan) -> dict[int, Price]:
 
 def has_prices(problem: PlanProblem) -> bool:
     """True if a single weight decides whether a waiting task runs."""
-    return not problem.spare_slots and constraints.maximises_waf(problem) and not (
+    return not (problem.spare_slots or problem.alpha or constraints.has_floors(problem)) and not (
         problem.limits is not None and problem.limits.priorities)
 
 
@@ -117,8 +117,7 @@ def _is_too_large(problem: PlanProblem) -> bool:
 
 def _limited(after: PlanProblem, rows: Candidates, plan: Plan,
              options: Mapping[int, Sequence[tuple[int, int]]]) -> dict[int, Price]:
-    """`prices` under limits, by one search for each size. A task that no weight can run has none.
-    """
+    """`prices` under limits, by a search for each size. A task that no weight can run has none."""
     limits, left, found = after.limits, LIMITED_WORK_NUM_MAX, dict[int, Price]()
     assert limits is not None
     for i, sizes in options.items():
@@ -157,12 +156,8 @@ def work_under_limits(problem: PlanProblem) -> int:
 
 
 def _times(sizes: Sequence[tuple[int, int]], num_slots: int, rest: Callable[[int], int]) -> float:
-    """The factor on the gains of `sizes` from which `choose_plan` gives the task slots. `rest`: the
-    optimum of all other tasks by their slots.
-
-    With factor f the best plan with size x has the objective rest(n - x) + f g(x), without the task
-    rest(n).
-    """
+    """The factor on the gains of `sizes` from which `choose_plan` gives the task slots: with factor
+    f, size x has the objective rest(n - x) + f g(x); without the task it is rest(n)."""
     return min(((rest(num_slots) - value) / gain for size, gain in sizes
                 if (value := rest(num_slots - size)) > IMPOSSIBLE // 2), default=float("inf"))
 
@@ -185,12 +180,10 @@ class Blocker(Struct, frozen=True, kw_only=True):
 def blocking_constraints(problem: PlanProblem, slots: Sequence[int],
            num_idle: int = 0) -> dict[int, Blocker]:
     """By task that the plan `slots` gives no slots: the limit that blocks it. Empty without limits.
-    `num_idle`: slots that are kept idle as a hot spare.
-
-    The plan without any limit is always made. If that plan runs the task and several limits exist,
-    each is removed singly; beyond LIMITED_WORK_NUM_MAX all of them are named.
-    """
-    kinds = _kinds_of_limits(problem)
+    `num_idle`: slots that are kept idle as a hot spare. The plan without any limit is always made.
+    If that plan runs the task and several limits exist, each is removed singly; beyond
+    LIMITED_WORK_NUM_MAX all of them are named."""
+    kinds = constraints.kinds_of_limits(problem)
     if not kinds:
         return {}
     if num_idle:
@@ -198,7 +191,7 @@ def blocking_constraints(problem: PlanProblem, slots: Sequence[int],
     waits = [i for i, x in enumerate(slots) if x == 0 and problem.demands[i].sizes]
     if not waits:
         return {}
-    without = solve(_without(problem, kinds)).slots
+    without = solve(constraints.without_limits(problem, kinds)).slots
     work = work_under_limits(problem) * NUM_SOLVES
     most = LIMITED_WORK_NUM_MAX // max(work, 1)
     plans: dict[str, Sequence[int]] = {}
@@ -221,42 +214,16 @@ def blocking_constraints(problem: PlanProblem, slots: Sequence[int],
     return found
 
 
-def _kinds_of_limits(problem: PlanProblem) -> list[str]:
-    """The kinds of limits in the problem."""
-    limits = problem.limits
-    kinds = {"floor": constraints.has_requested_floors(problem)}
-    if limits is not None:
-        kinds |= {"moves_max": limits.moves_max is not None, "quota": bool(limits.teams),
-                  "priority": bool(limits.priorities)}
-    return [kind for kind, is_there in kinds.items() if is_there]
-
-
-def _without(problem: PlanProblem, kinds: Sequence[str], team: str = "") -> PlanProblem:
-    """The problem without these kinds of limits. `team`: only its quota is removed; empty: all."""
-    if "moves_max" in kinds:
-        problem = replace(problem, moves_max=None)
-    if "quota" in kinds:
-        problem = replace(problem, quotas=tuple(x for x in problem.quotas if team and x[0] != team))
-    if "floor" in kinds:
-        problem = constraints.without_floors(problem)
-    if "priority" in kinds:
-        problem = replace(problem, demands=tuple(
-            replace(demand, priority=0) for demand in problem.demands))
-    return problem
-
-
 def _alone(problem: PlanProblem, row: int, kinds: Sequence[str], plans: dict[str, Sequence[int]],
            most: int) -> list[str]:
     """The kinds of which each blocks the task alone: without that one limit the plan runs it.
-
-    `plans`: cache of the plans without one limit, at most `most` of them.
-    """
+    `plans`: cache of the plans without one limit, at most `most` of them."""
     found: list[str] = []
     for kind in kinds:
         team = problem.demands[row].team if kind == "quota" else ""
         key = f"{kind} {team}"
         if key not in plans and len(plans) < most:
-            plans[key] = solve(_without(problem, [kind], team)).slots
+            plans[key] = solve(constraints.without_limits(problem, [kind], team)).slots
         if key in plans and plans[key][row]:
             found.append(kind)
     return found
@@ -265,9 +232,7 @@ def _alone(problem: PlanProblem, row: int, kinds: Sequence[str], plans: dict[str
 def _bar(problem: PlanProblem, demand: TaskDemand, kinds: Sequence[str], *, alone: bool,
          peers: bool) -> Blocker:
     """`alone`: each of these limits blocks the task alone; else all of them do, or an unknown one.
-
-    `peers`: tasks of its own priority have slots, which a higher weight may win.
-    """
+    `peers`: tasks of its own priority have slots, which a higher weight may win."""
     quota = dict(problem.quotas).get(demand.team)
     words = {"moves_max": (f"moves_max {problem.moves_max}", "a larger moves_max"),
              "quota": (_quota(demand.team, quota) if quota is not None else "quotas of teams",
@@ -316,28 +281,22 @@ class WaitExplanation(Struct, frozen=True, kw_only=True):
 
 def record_waiting(state: ClusterState, task: Task, num_slots: int, floor: int = 0, *,
          by_quota: bool = False) -> Iterator[Body]:
-    """Record that the plan gives a task no slots, unless the log already has this reason.
-
-    `num_slots`: slots that the plan allocates. `floor`: the requested floor if it was not granted.
-    `by_quota`: it would be granted without the quota of its team.
-    """
+    """Record that the plan gives a task no slots. `num_slots`: allocated by the plan. `floor`:
+    requested, not granted. `by_quota`: it would be granted without its team's quota."""
     why = _missing(state, task, num_slots, floor, by_quota=by_quota)[0] or NOT_CHOSEN
+    yield from record_reason(task, why)
+
+
+def record_reason(task: Task, why: str) -> Iterator[Body]:
+    """Record why a task waits, unless the log already has this reason."""
     if task.why != why:
         yield TaskWaiting(task=task.id, why=why)
 
 
-def record_paused(state: ClusterState, task: Task) -> Iterator[Body]:
-    """Record that the plan has slots for the task, but healing is paused."""
-    if task.why != state.held:
-        yield TaskWaiting(task=task.id, why=state.held)
-
-
 def explain_waiting(state: ClusterState) -> dict[int, WaitExplanation]:
-    """By waiting task: the reason, what it needs, and what that would cost the others.
-
-    Compares the plan in force with other plans of the present problem. Takes as long as a few
-    plans; `prices` and `blocking_constraints` say what is left out if there are too many tasks.
-    """
+    """By waiting task: the reason, what it needs, and what that would cost the others. Compares the
+    plan in force with other plans of the present problem. Takes as long as a few plans; `prices`
+    and `blocking_constraints` say what is left out if there are too many tasks."""
     if not is_any_waiting(state) or state.plan is None:
         return {}
     snapshot = planning_snapshot(state)
@@ -423,16 +382,11 @@ def _not_chosen(state: ClusterState, problem: PlanProblem, task: Task, slots: Se
         needs += ", or more weight" * state.policy.hot_spare  # which has no prices
     if price is None:
         return WaitExplanation(why=why, needs=needs + NOT_PRICED * exceeds_work_limit(problem))
-    weight = _weight_from(task, price)
+    weight = task.weight * price.times
+    weight = weight if weight <= WEIGHT_RATIO_MAX else 0.0  # no valid weight runs it
     if weight:
         needs += f", or weight {_SHOWN.create_decimal(Decimal(weight)).normalize():f}"
     return WaitExplanation(why=why, needs=needs, cost_waf=price.cost_waf, weight_from=weight)
-
-
-def _weight_from(task: Task, price: Price) -> float:
-    """The weight above which it runs; 0 if that exceeds the largest valid weight."""
-    weight = task.weight * price.times
-    return weight if weight <= WEIGHT_RATIO_MAX else 0.0
 
 
 def _no_room(state: ClusterState, task: Task, floor: int, *, by_quota: bool) -> tuple[str, str]:

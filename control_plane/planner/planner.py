@@ -65,7 +65,9 @@ def choose_plan(problem: PlanProblem) -> Choice:
         free = comparable(problem, plan, free)
         others.insert(0, (without(found.violated), free))
     costs = bool(found.violated) and free.objective > plan.objective
-    return Choice(plan=plan, allocations=_allocations(problem.demands, plan),
+    allocations = tuple(allocation(demand, x)
+                        for demand, x in zip(problem.demands, plan.slots, strict=True))
+    return Choice(plan=plan, allocations=allocations,
                   alternatives=alternatives(problem, plan, others,
                                             found.running() if problem.alpha else 0),
                   unconstrained=free if costs else None,
@@ -78,8 +80,7 @@ def solve(problem: PlanProblem) -> Plan:
 
 
 def allowed_candidates(problem: PlanProblem) -> Candidates:
-    """The objective of each task and size, 0 included, that the floors allow; integers of one
-    scale."""
+    """The objective of each task and size, 0 included, that the floors allow, in integers."""
     every = all_rows(problem)[0]
     if not constraints.has_floors(problem):
         return every
@@ -138,8 +139,7 @@ def plan_of(demands: Sequence[TaskDemand], found: SlotsAndGain) -> Plan:
 
 
 def comparable(problem: PlanProblem, plan: Plan, other: Plan) -> Plan:
-    """The other plan. Its objective is NOT_COMPARABLE_NUM if the two cannot be compared: from alpha
-    1 on, if other tasks have no slots in it."""
+    """The other plan; NOT_COMPARABLE_NUM if, from alpha 1 on, other tasks have no slots in it."""
     if problem.alpha >= 1 and (constraints.unserved_tasks(problem, plan.slots)
                                != constraints.unserved_tasks(problem, other.slots)):
         return replace(other, objective=NOT_COMPARABLE_NUM)
@@ -163,10 +163,6 @@ def alternatives(problem: PlanProblem, plan: Plan, others: Sequence[tuple[str, P
     return tuple(found)
 
 
-def _allocations(demands: Sequence[TaskDemand], plan: Plan) -> tuple[Allocation, ...]:
-    return tuple(allocation(demand, x) for demand, x in zip(demands, plan.slots, strict=True))
-
-
 class _Bounds(Struct, frozen=True):
     """The limits and floors of one problem."""
 
@@ -183,8 +179,7 @@ class _Bounds(Struct, frozen=True):
                    constraints.allowed(problem, every) if constraints.has_floors(problem) else None)
 
     def violated(self, slots: Sequence[int]) -> tuple[str, ...]:
-        """The LIMIT_NAMES that a plan violates. Priorities count as violated: whether a plan
-        satisfies them is known only after a solve with them."""
+        """The LIMIT_NAMES that a plan violates, and priorities: only a solve shows these."""
         limits, names = self.limits, list[str]()
         if limits is not None:
             names += ["moves_max"] * (not limits.allow_moves(slots))
@@ -255,8 +250,7 @@ class _Solutions(Struct, frozen=True, kw_only=True):
             yield UNCHANGED, plan_of(problem.demands, (slots, every.sums(vector)[0]))
 
     def runner_up(self) -> Iterator[tuple[str, Plan]]:
-        """The next best plan, if the limits allow it. If the search would take too long, a plan
-        that changes two tasks instead."""
+        """The next best plan; a plan that changes two tasks if the search would take too long."""
         what, found = NEXT_BEST, self.solved.next_best(RUNNERS_WORK_NUM_MAX)
         if found is None:
             what, found = NEAREST, next(iter(self.solved.swaps(self.plan.slots)), None)

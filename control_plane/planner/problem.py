@@ -35,15 +35,12 @@ class PlanLimits(Struct, frozen=True, kw_only=True):
         return self.allow_moves(slots) and self.allow_quotas(slots)
 
     def allow_moves(self, slots: Sequence[int]) -> bool:
-        return self.moves_max is None or self.num_moves(slots) <= self.moves_max
+        return self.moves_max is None or self.moves_max >= sum(
+            healthy and x != now
+            for x, now, healthy in zip(slots, self.now, self.healthy, strict=True))
 
     def allow_quotas(self, slots: Sequence[int]) -> bool:
         return all(sum(slots[row] for row in rows) <= quota for rows, quota in self.teams)
-
-    def num_moves(self, slots: Sequence[int]) -> int:
-        """The number of healthy tasks whose slots change."""
-        return sum(healthy and x != now for x, now, healthy in
-                   zip(slots, self.now, self.healthy, strict=True))
 
 
 class TaskDemand(Struct, frozen=True, kw_only=True, dict=True):
@@ -84,11 +81,6 @@ class TaskDemand(Struct, frozen=True, kw_only=True, dict=True):
         kinds = self.transition
         return np.array((kinds.same_s, kinds.shrink_s, kinds.grow_s, kinds.stop_s,
                          kinds.reshape_s, 0.0) if self.now else (0.0,) * NUM_KINDS)
-
-    @cached_property
-    def unchanged(self) -> Allocation:
-        """The allocation of a plan that keeps the current slots."""
-        return _allocation(self, self.now)
 
     @cached_property
     def candidate_wafs(self) -> NDArray[np.float64]:
@@ -143,10 +135,6 @@ class PlanProblem(Struct, frozen=True, kw_only=True):
 
 def allocation(demand: TaskDemand, slots: int) -> Allocation:
     """The record of `slots` slots for the task."""
-    return demand.unchanged if slots == demand.now else _allocation(demand, slots)
-
-
-def _allocation(demand: TaskDemand, slots: int) -> Allocation:
     return Allocation(task=demand.task, slots_before=demand.now, slots=slots,
                       waf=waf_of(demand, slots), waf_before=waf_of(demand, demand.now),
                       transition_s=transition_cost_s(demand, slots))

@@ -31,7 +31,7 @@ class PlanningSnapshot(Struct, frozen=True, kw_only=True):
     problem: PlanProblem
     """Its demands are those of the tasks that the plan may change, by id."""
     slots: tuple[Slot, ...]
-    """Slots that the plan may allocate, in the order of `usable_slots`; `problem.num_slots`."""
+    """Slots that the plan may allocate, in order; `problem.num_slots` of them."""
     all_demands: tuple[TaskDemand, ...]
     """Of each live task that is not ending, also of tasks that the plan does not change."""
     num_slots_all: int
@@ -39,11 +39,9 @@ class PlanningSnapshot(Struct, frozen=True, kw_only=True):
 
 
 def planning_snapshot(state: ClusterState, *, without: str = "") -> PlanningSnapshot:
-    """The snapshot for a plan made now, or for a plan after a drain of the node `without`.
-
-    Tasks that are ending, or that have ranks on an unreachable node, keep their slots: the plan
-    cannot allocate these, unless they are already the target of another task.
-    """
+    """The snapshot for a plan made now, or for a plan after a drain of the node `without`. Tasks
+    that are ending, or that have ranks on an unreachable node, keep their slots: the plan cannot
+    allocate these, unless they are already the target of another task."""
     slots = [slot for slot in allocatable_slots(state) if slot.node != without] if without else (
         allocatable_slots(state))
     open_tasks: list[Task] = []
@@ -75,17 +73,13 @@ def planning_snapshot(state: ClusterState, *, without: str = "") -> PlanningSnap
 
 def digest(state: ClusterState, snapshot: PlanningSnapshot) -> int:
     """Digest of the planner's complete input, in 52 bits. Equal digests mean the same plan on the
-    same slots.
-
-    `plan --apply --check` uses it to detect that a dry run is out of date.
-    """
+    same slots. `plan --apply --check` uses it to detect that a dry run is out of date."""
     targets = [state.tasks[demand.task].target for demand in snapshot.all_demands]
     data = msgspec.msgpack.encode((snapshot.problem, snapshot.slots, targets))
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") >> _SPARE_BITS
 
 
 def input_digest(state: ClusterState) -> int:
-    """`digest` of the present state."""
     return digest(state, planning_snapshot(state))
 
 

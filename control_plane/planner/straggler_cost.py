@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 from ...events.records.decisions import StragglerCostEstimated
-from ..incidents.stragglers import slowdown
+from ..incidents.stragglers import slow_on, slowdown
 from ..state.cluster import ClusterState, live_tasks
 from ..state.task import Task
 from . import hot_spare
-from .problem import TaskDemand, waf_of
+from .problem import waf_of
 from .problem_of_state import planning_snapshot
 
 
-def changed_costs(state: ClusterState) -> Iterator[StragglerCostEstimated]:
-    """The cost of each node whose input has changed; takes one plan for each."""
-    for name in list(state.to_price):
-        yield node_cost(state, name)
-
-
 def node_cost(state: ClusterState, name: str) -> StragglerCostEstimated:
-    """The WAF that the node costs now, and the gain of the best plan without the node.
-
-    Both use the throughput tables of the planner. Slow ranks on other nodes are kept. A loss that
-    several nodes cause together counts for each.
-    """
-    here = [task for task in live_tasks(state) if _slow_there(task, name)]
+    """The WAF that the node costs now, and the gain of the best plan without it (one plan), by the
+    throughput tables. A loss that several nodes cause counts for each."""
+    here = [task for task in live_tasks(state) if slow_on(task, name)]
     now = planning_snapshot(state).problem
     snapshot = planning_snapshot(state, without=name)
     then = hot_spare.with_hot_spare(snapshot.problem).plan.slots if snapshot.problem.demands else ()
@@ -36,7 +26,8 @@ def node_cost(state: ClusterState, name: str) -> StragglerCostEstimated:
     cost = math.fsum(
         waf_of(demand, demand.now) * (1 - 1 / _holds_up(state.tasks[demand.task], name))
         for demand in now.demands)
-    achieved = achieved_waf(state, now.demands)
+    achieved = math.fsum(waf_of(demand, demand.now) / slowdown(state.tasks[demand.task])
+                         for demand in now.demands)
     return StragglerCostEstimated(
         node=name, tasks=tuple(task.id for task in here),
         ratios=tuple(_holds_up(task, name) for task in here),
@@ -44,21 +35,9 @@ def node_cost(state: ClusterState, name: str) -> StragglerCostEstimated:
         why=_why(state, here, name), now_waf=achieved)
 
 
-def achieved_waf(state: ClusterState, demands: tuple[TaskDemand, ...]) -> float:
-    """The present WAF by the throughput tables and the slow ranks."""
-    return math.fsum(waf_of(demand, demand.now) / slowdown(state.tasks[demand.task])
-                     for demand in demands)
-
-
-def _slow_there(task: Task, name: str) -> list[int]:
-    """The task's slow ranks on the node."""
-    return [number for number in sorted(task.slow)
-            if number in task.ranks and task.ranks[number].slot.node == name]
-
-
 def _holds_up(task: Task, name: str) -> float:
     """The factor by which the task's slow ranks on the node lengthen an iteration."""
-    return max((task.slow[number].holds_up for number in _slow_there(task, name)), default=1.0)
+    return max((task.slow[number].holds_up for number in slow_on(task, name)), default=1.0)
 
 
 def _why(state: ClusterState, tasks: list[Task], name: str) -> str:
@@ -66,7 +45,7 @@ def _why(state: ClusterState, tasks: list[Task], name: str) -> str:
     checks = [check.why or check.check for check in state.nodes[name].checks
               if check.health == "degraded"] if name in state.nodes else []
     return "; ".join([*checks, *(in_words(task, number) for task in tasks
-                                 for number in _slow_there(task, name))])
+                                 for number in slow_on(task, name))])
 
 
 def in_words(task: Task, number: int) -> str:

@@ -64,10 +64,9 @@ class Coordinator:
 
     Start order of `run`: a new epoch (older leaders are fenced); the log is folded; the orders
     streams are restored; EpochStarted is appended, and PolicySet if the policy differs; the
-    heartbeat watch starts; the loop. Each turn takes the new
-    reports and operators' writes, and, if the intake is known to be empty, expired deadlines and
-    leases. It decides on them in order and appends the records in one write. Only then it answers,
-    publishes and trims.
+    heartbeat watch starts; the loop. Each turn takes the new reports and operators' writes, and, if
+    the intake is known to be empty, expired deadlines and leases. It decides on them in order and
+    appends the records in one write. Only then it answers, publishes and trims.
 
     After Conflict, Ambiguous or Unavailable the state is discarded and the log is folded again;
     after Unavailable without a limit of retries, since ranks continue without a leader. Stop order:
@@ -110,10 +109,8 @@ class Coordinator:
         return self._leader.answers.get(f"operator/{request_id}")
 
     async def settled(self) -> ClusterState:
-        """The state, when it matches the log exactly. Read it before the next await.
-
-        Raises Unavailable when the log cannot be reached for `call_s_max`.
-        """
+        """The state, when it matches the log exactly. Read it before the next await. Raises
+        Unavailable when the log cannot be reached for `call_s_max`."""
         await self._with_timeout(self._committed.wait(), Unavailable("the log cannot be reached"))
         return self._leader.state
 
@@ -175,7 +172,9 @@ class Coordinator:
             finally:
                 self.leading = False
                 self._committed.clear()
-                self._drop_take()
+                if self._taking is not None:
+                    self._taking.cancel()
+                    self._taking = None
                 if self._timer:
                     self._timer.cancel()
                 self._refuse_writes()
@@ -253,13 +252,13 @@ class Coordinator:
             self._leader.position = batch.cursor
             return
         self._committed.clear()
-        committed = await self._with_timeout(
+        records = await self._with_timeout(
             self._leader.commit(
                 chain(batch.reports, self._checked_reports(writes),
                       self._timed_reports(self._leader.now_s()) if has_timed else ()),
                 cursor=batch.cursor),
             Ambiguous("the append was not acknowledged in time"))
-        self._publish(committed.records)
+        self._publish(records)
         for write in writes:
             self._writes.remove(write)
             seq = self._leader.answers.get(write.source)
@@ -346,11 +345,6 @@ class Coordinator:
             raise taken[1]
         return taken[1]
 
-    def _drop_take(self) -> None:
-        if self._taking is not None:
-            self._taking.cancel()
-            self._taking = None
-
     # --- timed events -----------------------------------------------------------------------------
     def _has_timed_events(self) -> bool:
         state, now_s = self._leader.state, self._leader.now_s()
@@ -369,7 +363,6 @@ class Coordinator:
             yield self._leader.report(body)
 
     async def _watch_heartbeats(self) -> None:
-        """Read the heartbeats periodically."""
         while True:
             policy = self._leader.state.policy
             pause_s = min(self._limits.beats_s, policy.silence_s_max / 5, policy.suspect_s_max / 4)

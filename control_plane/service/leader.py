@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from msgspec import Struct
-
 from ...events.errors import CorruptLog, Fenced
 from ...events.log.port import LogPort
 from ...events.records.envelope import Record, Report
@@ -17,13 +15,6 @@ from ..fold.fold import fold
 from ..state.cluster import NUM_REQUESTS_MAX, ClusterState, open_orders
 
 PAGE_RECORDS_MAX = 1_000
-
-
-class Committed(Struct, frozen=True):
-    """The result of one append. `answers`: the seq for each operator's source."""
-
-    records: tuple[Record, ...]
-    answers: dict[str, int]
 
 
 class Leader:
@@ -60,11 +51,8 @@ class Leader:
         """Start a new epoch. When this returns, every older leader is fenced."""
         self.epoch = await self._log.start_epoch(self._nonce)
 
-    async def recover(self) -> list[Record]:
-        """Fold the log into a new state, start this epoch in it, restore the orders.
-
-        Safe to repeat at any point; returns the appended records. O(log), in pages.
-        """
+    async def recover(self) -> None:
+        """Fold the log, in pages, start this epoch, restore the orders. Safe to repeat."""
         state, answers = await self._fold_log()
         # Read the cursor after the fold: an append of ours that is still in flight moves both, and
         # the next append then finds its seq taken.
@@ -75,10 +63,10 @@ class Leader:
         self._offset_s = max(self._offset_s, state.at_s - self._clock())
         if state.epoch == self.epoch:
             # This epoch has started before; its appends wrote log and streams atomically.
-            return []
+            return
         # Before the first order of this epoch, so that open orders keep their place.
         await self._log.rebuild_orders(open_orders(state), epoch=self.epoch)
-        return list((await self.commit(self._epoch_reports())).records)
+        await self.commit(self._epoch_reports())
 
     def _epoch_reports(self) -> Iterator[Report]:
         """The first reports of an epoch, in one append: the log always has a policy."""
@@ -87,8 +75,8 @@ class Leader:
         if first or self._policy != self.state.policy:
             yield self.report(PolicySet(policy=self._policy))
 
-    async def commit(self, reports: Iterable[Report], *, cursor: str = "") -> Committed:
-        """Decide on each report in order, then append all records in one write.
+    async def commit(self, reports: Iterable[Report], *, cursor: str = "") -> list[Record]:
+        """Decide on each report in order, then append all records in one write and return them.
 
         `reports` is consumed one at a time, so that a generator sees the state after the reports
         before. A report that is not the next of its source is dropped: a duplicate is in the log
@@ -113,7 +101,7 @@ class Leader:
         if cursor:
             self.position = cursor
         _remember(self.answers, answers)
-        return Committed(records=tuple(records), answers=answers)
+        return records
 
     async def _fold_log(self) -> tuple[ClusterState, dict[str, int]]:
         state = ClusterState()

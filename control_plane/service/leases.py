@@ -39,10 +39,8 @@ class Leases:
 
     def observe(self, beats: Iterable[Heartbeat], now_s: float, *, pause_s: float,
                 policy: Policy) -> None:
-        """Read the latest heartbeats; their age is measured by the server, not by our clock.
-
-        A read that is later than `pause_s` by half a lease counts as a gap of the leader.
-        """
+        """Read the latest heartbeats; their age is measured by the server, not by our clock. A read
+        that is later than `pause_s` by half a lease counts as a gap of the leader."""
         late_s = now_s - self._observed_s - pause_s
         if late_s > policy.silence_s_max / 2:
             self._granted_s = now_s
@@ -53,10 +51,8 @@ class Leases:
             self._last_beats[beat.node] = _LastBeat(beat.incarnation, now_s - beat.age_s)
 
     def verdicts(self, state: ClusterState) -> Iterator[Body]:
-        """Changes of nodes at the last observation that the state does not have yet, by node.
-
-        Later heartbeats are unknown, so the time of the observation counts, not the current time.
-        """
+        """Changes of nodes at the last observation that the state does not have yet, by node. Later
+        heartbeats are unknown, so the time of the observation counts, not the current time."""
         policy, now_s = state.policy, self._observed_s
         suspected = suspects(state)
         for name in sorted(state.nodes):

@@ -11,9 +11,7 @@ from msgspec import Struct
 from ...events.records import decisions as d
 from ...events.records import orders as o
 from ...events.records import reports as r
-from ...events.records.decisions import NodeQuarantined
 from ...events.records.envelope import Record
-from ...events.records.reports import QuarantineLifted
 from ..state.cluster import ClusterState, can_allocate
 from ..state.task import Task
 from ..throughput import table
@@ -77,7 +75,6 @@ class WafAccount:
 
     @property
     def total(self) -> float:
-        """Current WAF of all tasks."""
         total = 0.0
         for waf in self.waf.values():
             total += waf
@@ -110,12 +107,13 @@ class WafAccount:
         """Add what the task earned until `at_s`."""
         past_s = at_s - self._since_s.get(task, at_s)
         self._since_s[task] = at_s
+        self.flop_of.setdefault(task, 0.0)
         if not past_s:
             return
         waf, why = self.waf.get(task, 0.0), self._why.get(task, "waiting")
         slots = self.slots.get(task, 0)
         self.flop += waf * past_s
-        self.flop_of[task] = self.flop_of.get(task, 0.0) + waf * past_s
+        self.flop_of[task] += waf * past_s
         self.slot_s += slots * past_s
         self.lost_flop[why] += (self.full.get(task, 0.0) - waf) * past_s
         self.lost_slot_s[why] += (self.full_slots.get(task, 0) - slots) * past_s
@@ -152,8 +150,8 @@ REQUESTS = (r.TaskSubmitted, r.TaskWeightSet, r.TaskCancelRequested, d.TaskEnded
 """After one of these the next plan defines the full strength of the cluster."""
 _REPLIES = (r.Quiesced, r.Reconfigured, r.RankReady)
 """These have no effect of their own: the order that follows the last one has."""
-NODE_EVENTS = (r.NodeReachable, r.NodeDrained, r.NodeUndrained, NodeQuarantined, QuarantineLifted,
-            d.IncidentEscalated)
+NODE_EVENTS = (r.NodeReachable, r.NodeDrained, r.NodeUndrained, d.NodeQuarantined,
+               r.QuarantineLifted, d.IncidentEscalated)
 """After one of these a task may start or stop waiting for a node."""
 
 
@@ -165,7 +163,8 @@ class Accounting:
         self.state, self.earnings = state, earnings
         self.jobs: dict[int, TaskProgress] = {}
         self.transitions = 0
-        self.set_training: Callable[[float, int, int, str], None] = _ignore_change
+        self.set_training: Callable[[float, int, int, str], None] = (
+            lambda at_s, task, trains, why: None)
         """Receives, for each task, the number of slots on which it trains, or why it does not."""
         self._opens = opens
         self._unreported: dict[str, list[int]] = {}
@@ -187,10 +186,7 @@ class Accounting:
 
     # --- faults ---------------------------------------------------------------------------------
     def stop_processes(self, at_s: float, keys: Iterable[Key], node: str = "") -> list[int]:
-        """These processes have ended or are stalled. Returns the tasks that stop, by number.
-
-        With `node`, a report about that node reports the fault.
-        """
+        """End or stall processes; a report about `node` reports it. Returns the tasks that stop."""
         stopped = sorted({key[0] for key in keys if self._stops_with(key)})
         for number in stopped:
             job = self.jobs[number]
@@ -208,7 +204,6 @@ class Accounting:
             (member.rank, member.attempt) == key[1:] for member in task.members)
 
     def resume_task(self, number: int) -> None:
-        """The task trains again."""
         job = self.jobs[number]
         job.is_stalled, job.is_reported, job.at_boundary = False, True, False
 
@@ -316,10 +311,6 @@ class Accounting:
         return "transition" if can_allocate(self.state, task.target) else "waiting"
 
 
-def _ignore_change(at_s: float, task: int, trains: int, why: str) -> None:
-    pass
-
-
 # --- attribution of losses to external events ---
 #
 # A loss is attributed to the latest event that increased the loss rate. While an earlier event
@@ -354,8 +345,6 @@ class AttributedWaf(WafAccount):
         super().__init__()
         self.losses: list[EventLoss] = []
         self.unattributed = EventLoss(at_s=0.0, before=(0.0, 0.0, 0.0))
-        self.by_task: dict[int, float] = {}
-        """Weighted FLOP."""
         self._active: list[EventLoss] = []
         self._level: Level = (0.0, 0.0, 0.0)
         self._at_s = 0.0
@@ -363,7 +352,6 @@ class AttributedWaf(WafAccount):
     def begin(self, at_s: float) -> None:
         super().begin(at_s)
         self.losses, self._active, self._level, self._at_s = [], [], (0.0, 0.0, 0.0), at_s
-        self.by_task = dict.fromkeys(self.waf, 0.0)
 
     def record_event(self, at_s: float) -> None:
         self._charge(at_s)
@@ -382,14 +370,8 @@ class AttributedWaf(WafAccount):
         super().end_task(at_s, task)
         self._update_level(at_s)
 
-    def settle(self, at_s: float, task: int) -> None:
-        past_s = at_s - self._since_s.get(task, at_s)
-        self.by_task[task] = self.by_task.get(task, 0.0) + self.waf.get(task, 0.0) * past_s
-        super().settle(at_s, task)
-
     def undo(self, task: int, flop: float, slot_s: float) -> None:
         super().undo(task, flop, slot_s)
-        self.by_task[task] -= flop
         loss = self._active[-1] if self._active else self.unattributed
         loss.lost_flop += flop
         loss.recomputed_flop += flop

@@ -40,17 +40,11 @@ def default_scenario() -> Scenario:
     """Case 5 of the Unicron paper on 16 nodes for 8 weeks, with faults drawn at trace-a's rate."""
     trace = paper_evaluation.TRACES["trace-a"]
     gpu_h = paper_evaluation.NODES_NUM * paper_evaluation.NODE_SLOTS_NUM * trace.horizon_s / 3600
-    return replace(
-        paper_evaluation.scenario("trace-a", SYSTEMS),
-        name="case-5",
-        trace=DrawnTrace(
-            drawn=Drawn(
-                mtbf_gpu_h=gpu_h / (trace.num_sev1 + trace.num_others),
-                causes={**paper_evaluation.SEV1_SHARES, **paper_evaluation.OTHER_SHARES},
-                repair=Repair(uniform_s=trace.repair_s),
-            )
-        ),
-    )
+    return replace(paper_evaluation.scenario("trace-a", SYSTEMS), name="case-5",
+                   trace=DrawnTrace(drawn=Drawn(
+                       mtbf_gpu_h=gpu_h / (trace.num_sev1 + trace.num_others),
+                       causes={**paper_evaluation.SEV1_SHARES, **paper_evaluation.OTHER_SHARES},
+                       repair=Repair(uniform_s=trace.repair_s))))
 
 
 def mtbf(base: Scenario, seeds: int) -> list[Point]:
@@ -60,10 +54,7 @@ def mtbf(base: Scenario, seeds: int) -> list[Point]:
 
 
 def spares(base: Scenario, seeds: int, most: int) -> list[Point]:
-    """0 to `most` idle nodes under each policy that keeps spares, and Unicron without spares.
-
-    Raises SpecError.
-    """
+    """0 to `most` spare nodes under policies that keep some, Unicron with 0. Raises SpecError."""
     spared = [name for name in base.policies if policy(base, name).costs.num_spares]
     need(bool(spared), "policies", "has none that keeps spares", "add spares: {}")
     found: list[Point] = []

@@ -38,11 +38,9 @@ class SlotTime:
         """By task: living processes, how many of them train, and why the others do not."""
 
     def begin(self, at_s: float) -> None:
-        """Start to count."""
         self.slot_s, self._since_s = dict.fromkeys(KINDS, 0.0), at_s
 
     def end(self, at_s: float) -> None:
-        """Add the time until `at_s`."""
         past_s, self._since_s = at_s - self._since_s, at_s
         if past_s:
             for kind, num in self.now.items():
@@ -235,22 +233,12 @@ class SimulatedCluster:
             task=order.task, rank=order.rank, attempt=order.attempt,
             endpoint=f"{node.name}.paper:{self._pid}", num_params=0, state_bytes=0,
             iteration_flops=0.0, data_digest="paper")
-        self._report_process(key, node, 0.0, partial(_constant, started))
-        self._report_process(key, node, self.costs.start_s, partial(_constant, ready))
-
-    def _report_process(self, key: Key, node: SimulatedNode, in_s: float, made: Callable[[], Body],
-            occurred_s: float | None = None) -> None:
-        """Report on a process after `in_s`, if it still lives then."""
-        incarnation = node.incarnation
-
-        def send() -> None:
-            if node.is_running(incarnation, key):
-                self.engine.report(node.source, made(), occurred_s)
-
-        self.engine.call_later(in_s, send)
+        self._report_all(0.0, [(key, node, partial(_constant, started))])
+        self._report_all(self.costs.start_s, [(key, node, partial(_constant, ready))])
 
     def _report_all(self, in_s: float, reports: Sequence[PendingReport],
-             may: Callable[[SimulatedNode, int, Key], bool] = SimulatedNode.is_running) -> None:
+                    may: Callable[[SimulatedNode, int, Key], bool] = SimulatedNode.is_running,
+                    occurred_s: float | None = None) -> None:
         """Report for each of these processes after `in_s`, in order, if `may` still holds."""
         pending = [(node, node.incarnation, key, made) for key, node, made in reports]
 
@@ -258,12 +246,11 @@ class SimulatedCluster:
             for node, incarnation, key, made in pending:
                 if may(node, incarnation, key):
                     node.ended.discard(key)
-                    self.engine.report(node.source, made())
+                    self.engine.report(node.source, made(), occurred_s)
 
         self.engine.call_later(in_s, send)
 
     def end(self, node: SimulatedNode, key: Key, in_s: float, *, status: str = "") -> None:
-        """End a process now, and report it after `in_s`."""
         self._ends(node, key)
         node.ended.add(key)
         now_s = self.engine.now_s
@@ -277,8 +264,8 @@ class SimulatedCluster:
 
     def fail_collective(self, node: SimulatedNode, key: Key, in_s: float, status: str) -> None:
         """Fail a collective of this process, which reports it after `in_s`."""
-        self._report_process(key, node, in_s, partial(
-            self._failed, key, self._task(key[0]).generation, status), self.engine.now_s)
+        failed = partial(self._failed, key, self._task(key[0]).generation, status)
+        self._report_all(in_s, [(key, node, failed)], occurred_s=self.engine.now_s)
 
     def _failed(self, key: Key, generation: int, status: str) -> Body:
         return r.CollectiveFailed(
@@ -286,8 +273,7 @@ class SimulatedCluster:
             iteration=self.jobs[key[0]].iteration, error=status or "closed by peer", status=status)
 
     def report_peer_loss(self, number: int, in_s: float) -> None:
-        """After `in_s` a living process reports that a peer is gone now: a member pauses, a
-        command's process exits."""
+        """After `in_s` a peer reports the loss: a member pauses, a command's process exits."""
         task, now_s = self._task(number), self.engine.now_s
         began = task.rounds, task.generation
 
@@ -321,8 +307,8 @@ class SimulatedCluster:
             yield self.nodes[rank.slot.node], (task.id, number, rank.attempt)
 
     def _stop(self, order: o.StopRank, ending: dict[int, list[PendingReport]]) -> None:
-        """Stop a process. The agent also reports one that ended before. `ending`: by task, the
-        reports of processes that end together."""
+        """Stop a process, if it still runs. `ending`: by task, the reports that are made
+        together."""
         node, key = self.nodes[order.nodes[0]], (order.task, order.rank, order.attempt)
         if node.up:
             self._ends(node, key)
@@ -406,8 +392,8 @@ class SimulatedCluster:
         first_s = job.until_boundary_s(self.engine.now_s)
         counted = 1 + self.engine.state.policy.restart_iterations
         for begin, end in ((0, 1), (1, counted)):
-            self._report_process(key, node, (first_s + (end - 1) * job.iteration_s) * SLACK_RATIO,
-                     self._progress(order, begin, end))
+            self._report_all((first_s + (end - 1) * job.iteration_s) * SLACK_RATIO,
+                             [(key, node, self._progress(order, begin, end))])
 
     def _progress(self, order: o.Resume, begin: int, end: int) -> Callable[[], Body]:
         """The report of iterations `begin` to `end` of this generation."""

@@ -39,17 +39,15 @@ class Deadlines(dict[str, Deadline]):
 
 
 class Engine:
-    """One leader, its state, and the queue of future events. `decide` is the policy.
-
-    `on_records` is called with the records of each report, after all of them are folded.
-    """
+    """One leader, its state, and the queue of future events. `decide` is the policy. `on_records`
+    is called with the records of each report, after all of them are folded."""
 
     def __init__(self, decide: Decide) -> None:
         self._deadlines = Deadlines()
         self.state = ClusterState(deadlines=self._deadlines)
         self.now_s = 0.0
         self.num_records = 0
-        self.on_records: Callable[[Sequence[Record]], None] = _ignore_records
+        self.on_records: Callable[[Sequence[Record]], None] = lambda _: None
         self._decide = decide
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._num_due = 0
@@ -86,7 +84,3 @@ class Engine:
             else:
                 self.now_s, _, call = heappop(self._due)
                 call()
-
-
-def _ignore_records(records: Sequence[Record]) -> None:
-    pass

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from ...events.records import statuses as s
 from ...events.records.statuses import LOST_CONNECTION
 from ...events.spec.job import API_VERSION, Slots
 from ...events.spec.model import MegatronModel
+from ..incidents.severity import TABLE
 from ..planner.problem import PlanProblem, TaskDemand
 from ..throughput.layout_search import modelled
 from ..throughput.transition_cost import Transition
@@ -21,6 +21,7 @@ from .policies.policy import Policy
 from .run import RunInput
 from .scenario import Cluster, Scenario, SimulatedTask, policy, run_input
 from .trace.external_event import ExternalEvent
+from .trace.generator import STUDIES
 
 NODES_NUM, NODE_SLOTS_NUM = 16, 8
 DAY_S = 86400.0
@@ -46,11 +47,10 @@ CASES: dict[int, tuple[tuple[str, ...], tuple[float, ...]]] = {
     4: (SIZES, WEIGHTS), 5: (SIZES, WEIGHTS[::-1])}
 """By number: the models and the weights of six tasks."""
 
-SEV1_SHARES = {s.ECC_ERRORS: 5.0, s.NVLINK_ERRORS: 4.5, s.INVALID_DMA_MAPPING: 2.1,
-               s.GPU_DRIVER_ERRORS: 0.6, s.LOST_CONNECTION: 3.3}
-OTHER_SHARES = {s.NCCL_TIMEOUT: 10.1, s.OTHER_NETWORK: 4.0, s.LINK_FLAPPING: 3.9, s.TASK_HANG: 3.1,
-                s.ILLEGAL_MEMORY_ACCESS: 2.1, s.CONNECTION_REFUSED: 2.1, s.CUDA_ERRORS: 1.6,
-                s.CONNECTION_RESET: 1.0}
+_SHARES = STUDIES["unicron"]
+SEV1_SHARES = {**{cause: share for cause, share in _SHARES.items() if TABLE[cause] == "SEV1"},
+               LOST_CONNECTION: 3.3}
+OTHER_SHARES = {cause: share for cause, share in _SHARES.items() if TABLE[cause] != "SEV1"}
 """Per cent of tasks, as the paper reports. Its "others" (3.3) count as lost nodes here."""
 
 
@@ -114,8 +114,7 @@ REPORTED: dict[tuple[str, str], float] = {
     ("trace-a", "megatron"): 1.2, ("trace-b", "megatron"): 1.9, ("trace-a", "oobleck"): 3.7,
     ("trace-b", "oobleck"): 3.8, ("trace-a", "varuna"): 4.8, ("trace-b", "varuna"): 5.8,
     ("trace-a", "bamboo"): 4.6, ("trace-b", "bamboo"): 4.8}
-"""Ratio of accumulated WAF, Unicron over the system, as the paper reports. Bamboo's two values are
-from memory."""
+"""Accumulated WAF of Unicron over the system's, as reported; Bamboo's are from memory."""
 
 
 class EvaluationRun(NamedTuple):
@@ -186,25 +185,21 @@ def _trace_runs(case: str, seed: int, systems: tuple[str, ...], change: Change |
     base = scenario(case, systems)
     base = replace(base, limits={**base.limits, **change.limits},
                     policies={name: dict(change.costs.get(name, {})) for name in systems})
-    found: list[EvaluationRun] = []
-    for name in systems:
-        chosen = policy(base, name)
-        found.append(EvaluationRun(case, name, seed, change.what, chosen,
-                                   run_input(base, chosen, drawn)))
-    return found
+    return _runs(base, case, seed, change.what, drawn)
+
+
+def _runs(base: Scenario, case: str, seed: int = 0, changed: str = "",
+          drawn: Sequence[ExternalEvent] = ()) -> list[EvaluationRun]:
+    """The scenario under each of its policies."""
+    return [EvaluationRun(case, name, seed, changed, chosen, run_input(base, chosen, drawn))
+            for name in base.policies for chosen in [policy(base, name)]]
 
 
 def allocation_cases() -> list[EvaluationRun]:
     """The five multi-task cases without faults, under Unicron's plan and the three rules."""
-    found: list[EvaluationRun] = []
-    for number in CASES:
-        base = replace(scenario("trace-a", (OURS, *RULES)), tasks=tasks(number),
-                        horizon_s=1.0)
-        for name in (OURS, *RULES):
-            chosen = policy(base, name)
-            found.append(EvaluationRun(f"case-{number}", name, 0, "", chosen,
-                                       run_input(base, chosen)))
-    return found
+    base = replace(scenario("trace-a", (OURS, *RULES)), horizon_s=1.0)
+    return [part for number in CASES
+            for part in _runs(replace(base, tasks=tasks(number)), f"case-{number}")]
 
 
 class PauseEstimate(NamedTuple):
@@ -240,8 +235,7 @@ def growth(gpus: int) -> PauseEstimate:
 
 def planning_problem(gpus: int) -> PlanProblem:
     """The plan problem after the loss of a node in such a cluster, with the tasks of case 5."""
-    tables = [modelled(MODELS[size], NODES_NUM * NODE_SLOTS_NUM)
-              for size in SIZES]
+    tables = [modelled(MODELS[size], NODES_NUM * NODE_SLOTS_NUM) for size in SIZES]
     each = gpus // len(tables) // 8 * 8
     wishes = tuple(TaskDemand(
         task=number, name=f"task-{number}", now=each, faulted=not number,

@@ -21,7 +21,7 @@ from ..state.task import Task
 from .accounting import Accounting, Key, WafAccount
 from .cluster import SimulatedCluster, SimulatedNode
 from .engine import LEADER, Engine
-from .policies.policy import Policy, RunInfo
+from .policies.policy import Policy
 from .task_progress import SavedState, TaskProgress
 from .trace.external_event import (
     AnyEvent,
@@ -77,8 +77,7 @@ class Run:
                  keep: Callable[[Record], None] | None = None,
                  earnings: WafAccount | None = None) -> None:
         self.run_input, self.costs = run_input, policy.costs
-        info = RunInfo(costs=policy.costs, params=run_input.params)
-        self.engine = Engine(policy.decides(info))
+        self.engine = Engine(policy.decides(policy.costs, run_input.params))
         self.account = Accounting(self.engine.state, earnings or WafAccount(), self._new_progress)
         self.cluster = SimulatedCluster(self.engine, policy.costs, self.account)
         self.account.set_training = self.cluster.slot_time.set_training
@@ -89,7 +88,6 @@ class Run:
         self.engine.on_records = self._on_records
 
     def play(self) -> Outcome:
-        """Simulate the whole run."""
         engine, run_input = self.engine, self.run_input
         engine.report(LEADER, reports.EpochStarted(
             nonce="simulated", code="simulation", heart=DECIDER_VERSION))
@@ -166,11 +164,9 @@ class Run:
     def _on_node_event(self, one: ExternalEvent) -> None:
         node = self.cluster.nodes.get(one.node)
         up = node is not None and node.up
-        if one.event == "fault" and up:
-            assert node is not None
+        if node is not None and up and one.event == "fault":
             self._fault(node, one)
-        elif one.event == "left" and up:
-            assert node is not None
+        elif node is not None and up and one.event == "left":
             self._stop_node(node)
             self.cluster.leave(one.node)
         elif one.event == "repaired" and node is not None and (not up or one.node in self._drained):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import msgspec
@@ -68,9 +68,6 @@ def aggregate_job(spec: JobSpec, by: int) -> JobSpec:
     return replace(spec, slots=scaled, throughput=rates)
 
 
-def aggregate_limits(limits: Limits, by: int) -> Limits:
-    """An aggregated slot fails more often: its MTBF is divided by `by`."""
-    return replace(limits, mtbf_gpu_s=limits.mtbf_gpu_s / by)
 
 DOCS = "see docs/guides/simulate.md"
 NODES_NUM_MAX = 100_000
@@ -87,9 +84,7 @@ BY_CAUSE = ("detect_s", "detect_iterations")
 
 class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A number of nodes, named n0, n1 and so on, or the names of nodes; each has `slots` GPUs.
-
-    Without `nodes`, a trace of churn defines them.
-    """
+    Without `nodes`, a trace of churn defines them."""
 
     NOT_KEYS: ClassVar[dict[str, str]] = {"gpus": "a slot is a GPU: write slots, of each node"}
     nodes: int | tuple[str, ...] | None = None
@@ -102,10 +97,8 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class SimulatedTask(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The part of a job spec that a plan depends on: FLOP/s by size, or a model.
-
-    `params`, of the model, is needed without `model` by a policy that uses the model size.
-    """
+    """The part of a job spec that a plan depends on: FLOP/s by size, or a model. `params`, of the
+    model, is needed without `model` by a policy that uses the model size."""
 
     name: str
     weight: float = 1.0
@@ -168,8 +161,7 @@ def parse(data: object) -> Scenario:
     need(bool(found.policies), "policies", "is empty", f"name some of {', '.join(POLICIES)}")
     for name, value, most in (("horizon_s", found.horizon_s, HORIZON_S_MAX),
                               ("iteration_s", found.iteration_s, ITERATION_S_MAX)):
-        need(0 < value <= most, name, f"is {value:g}",
-             f"seconds, above 0 and at most {most:g}")
+        need(0 < value <= most, name, f"is {value:g}", f"seconds, above 0 and at most {most:g}")
     return found
 
 
@@ -254,10 +246,7 @@ def policy(scenario: Scenario, name: str) -> Policy:
 
 def limits(chosen: Policy, given: dict[Any, Any], iteration_s: float,
            usual: Limits | None = None) -> Limits:
-    """The limits of a run: `usual`, then long enough for the steps of the policy, then `given`.
-
-    Raises SpecError.
-    """
+    """The limits of a run: `usual`, extended for the policy, then `given`. Raises SpecError."""
     costs, usual = chosen.costs, usual or Limits()
     longest_s = 10 * (costs.start_s + costs.quiesce_s + costs.regroup_s + iteration_s)
     bounds = {name: max(getattr(usual, name), min(longest_s, BOUNDS[name][1])) for name in (
@@ -276,10 +265,7 @@ def limits(chosen: Policy, given: dict[Any, Any], iteration_s: float,
 
 def run_input(scenario: Scenario, chosen: Policy, happenings: Sequence[ExternalEvent] = (), *,
            condense: bool = True) -> RunInput:
-    """The input of a run, with slots aggregated where the result is the same.
-
-    Raises SpecError.
-    """
+    """The input of a run, with slots aggregated where the result is the same. Raises SpecError."""
     for number, task in enumerate(scenario.tasks):
         need(not chosen.by_params or task.size > 0, f"tasks[{number}]",
              "has no model size, and a policy needs it", "add params: 7.0e+9")
@@ -291,12 +277,12 @@ def run_input(scenario: Scenario, chosen: Policy, happenings: Sequence[ExternalE
         need(slots_divisor(num_slots, tasks) == by, "whole_nodes",
              f"needs sizes that are multiples of {by}, a node's slots",
              f"write multiple_of: {by} in each task's slots")
+    bounds = limits(chosen, scenario.limits, scenario.iteration_s)
     return RunInput(
         slots=dict.fromkeys(scenario.cluster.names, num_slots // by),
         tasks=tuple(aggregate_job(spec, by) for spec in tasks),
         iteration_s=scenario.iteration_s, events=happenings, horizon_s=scenario.horizon_s,
-        limits=aggregate_limits(
-            limits(chosen, scenario.limits, scenario.iteration_s), by),
+        limits=replace(bounds, mtbf_gpu_s=bounds.mtbf_gpu_s / by),  # it fails `by` times as often
         params={task.name: task.size for task in scenario.tasks}, gpus_per_slot=by)
 
 
@@ -310,16 +296,22 @@ def _job(scenario: Scenario, number: int, chosen: Policy) -> JobSpec:
         modelled_rates = modelled(task.model, min(task.slots.max, most))
         need(bool(modelled_rates.sizes), f"{path}.model", modelled_rates.refused, DOCS)
         rates = dict(zip(modelled_rates.sizes, modelled_rates.rates_flops, strict=True))
-    given: dict[str, Any] = {
-        "apiVersion": API_VERSION, "name": task.name, "weight": task.weight,
-        "slots": {key: value for key, value in msgspec.to_builtins(task.slots).items() if value},
-        "throughput": {size: rate * chosen.costs.speed for size, rate in rates.items()},
-        "command": ["on-paper"]}
-    if chosen.heals:
-        given |= {"heal": "in-memory", "loop": {
-            "micro_batches": max(task.slots.max, 1), "iterations": COUNT_NUM_MAX,
-            "output": "/on-paper", "copy_every": 0}}
     try:
-        return parse_job(given)
+        return simulated_job(chosen, task.name, task.weight, task.slots, rates)
     except SpecError as error:
         raise SpecError(path, str(error), error.hint) from None
+
+
+def simulated_job(chosen: Policy, name: str, weight: float, slots: Slots,
+                  rates: Mapping[int, float], *, heals: bool = True, **more: Any) -> JobSpec:
+    """The spec of a simulated task: FLOP/s by size at the policy's speed, and its way of healing.
+    `heals`: False for a task that no policy heals in memory. Raises SpecError."""
+    given: dict[str, Any] = {
+        "apiVersion": API_VERSION, "name": name, "weight": weight, "command": ["on-paper"],
+        "slots": {key: value for key, value in msgspec.to_builtins(slots).items() if value},
+        "throughput": {size: rate * chosen.costs.speed for size, rate in rates.items()}, **more}
+    if chosen.heals and heals:
+        given |= {"heal": "in-memory", "loop": {
+            "micro_batches": max(slots.max, 1), "iterations": COUNT_NUM_MAX,
+            "output": "/on-paper", "copy_every": 0}}
+    return parse_job(given)

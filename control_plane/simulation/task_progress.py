@@ -56,7 +56,6 @@ class TaskProgress:
 
     @property
     def iteration(self) -> int:
-        """The number of completed iterations."""
         return self.iterations(self.done_flop)
 
     def iterations(self, flop: float) -> int:
@@ -106,10 +105,8 @@ class TaskProgress:
                 self.memory_checkpoint.done_flop = self.memory_checkpoint.since_s = 0.0
 
     def restore(self, at_s: float) -> float:
-        """No process has the state: restore the newest saved state. Returns the lost FLOP.
-
-        The intervals to the next checkpoint and in-memory checkpoint start again.
-        """
+        """No process has the state: restore the newest saved state. Returns the lost FLOP. The
+        intervals to the next checkpoint and in-memory checkpoint start again."""
         self.settle(at_s)
         to = max(self.checkpoint.done_flop, self.memory_checkpoint.done_flop)
         self.origin = ("seed" if not to else "copy" if to > self.checkpoint.done_flop

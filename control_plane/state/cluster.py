@@ -40,8 +40,8 @@ class ClusterState(Struct, kw_only=True):
     """The whole input of the decider, folded from the log.
 
     It holds no caches. A few fields could be counted from the others, but that would take too long
-    (`num_running`, `silent`, `ailing`, `Task.num_outstanding`). They are part of the state and of
-    its hash; tests compare them with a fresh count (check.py).
+    (`num_running`, `unreachable`, `undecided`, `Task.num_outstanding`). They are part of the state
+    and of its hash; tests compare them with a fresh count (check.py).
     """
 
     seq: int = 0
@@ -69,7 +69,7 @@ class ClusterState(Struct, kw_only=True):
     frozen: str = ""
     """The operator's reason for freezing healing; empty: healing is not frozen."""
     earned: dict[int, float] = field(default_factory=dict[int, float])
-    """Weighted FLOP of iterations finished for the first time, by span: at_s // EARNED_S."""
+    """Weighted FLOP of iterations finished for the first time, by span: at_s // WORK_SPAN_S."""
     slot_flops: float = 0.0
     """Measured FLOP/s of one slot; 0: not measured."""
     slot_flops_of: int = 0
@@ -130,9 +130,8 @@ def live_tasks(state: ClusterState) -> list[Task]:
 
 def allocatable_slots(state: ClusterState) -> tuple[Slot, ...]:
     """Slots that a plan may allocate, by node name and index. Linear in the slots of all nodes."""
-    return tuple(
-        chain.from_iterable(state.nodes[name].allocatable() for name in sorted(state.nodes))
-    )
+    return tuple(chain.from_iterable(state.nodes[name].allocatable()
+                                     for name in sorted(state.nodes)))
 
 
 def can_allocate(state: ClusterState, seats: Iterable[Seat]) -> bool:

@@ -63,8 +63,7 @@ class Fault(Struct, frozen=True, kw_only=True):
     on_purpose: bool = False
     """It was injected (FaultRequested)."""
     second_hand: bool = False
-    """Indirect evidence: it reports another process's end. It is no cause if the evidence holds
-    one."""
+    """It reports another process's end, so it is no cause if the evidence holds one."""
     strikes: tuple[FailureLocation, ...] = ()
 
 

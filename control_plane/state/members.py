@@ -14,11 +14,8 @@ from .task import HeldState, Rank, Task
 
 
 def awaited(task: Task) -> Literal["", "processes", "members"]:
-    """Which processes the task waits for.
-
-    In quiescing and reconfiguring: members of the generation; otherwise processes that start. When
-    some ranks have finished, each member ends on its own and the task waits for none.
-    """
+    """Which processes the task waits for: in quiescing and reconfiguring, its members; otherwise
+    those that start. When some ranks have finished, each ends on its own."""
     if task.heals_in_memory and task.finished:
         return ""
     return "members" if task.phase in ("quiescing", "reconfiguring") else "processes"
@@ -49,12 +46,8 @@ def count_outstanding(task: Task) -> None:
 
 def unanswered(task: Task) -> list[Rank]:
     """Living members that have not reported leaving the generation."""
-    return [rank for rank in task.living_members() if is_unanswered(task, rank)]
-
-
-def is_unanswered(task: Task, rank: Rank) -> bool:
-    """Whether the member has not reported leaving the generation."""
-    return rank.quiesced < task.generation and rank.state != "finished"
+    return [rank for rank in task.living_members()
+            if rank.quiesced < task.generation and rank.state != "finished"]
 
 
 def has_settled(task: Task, rank: Rank) -> bool:
@@ -63,25 +56,20 @@ def has_settled(task: Task, rank: Rank) -> bool:
 
 
 def is_unreachable(state: ClusterState, rank: Rank) -> bool:
-    """Whether the rank's node is unreachable or lost."""
     node = state.nodes.get(rank.slot.node)
     return node is None or node.unreachable
 
 
 # --- coverage: whether a set of processes holds the task's complete state ---
-
-
 def has_layouts(task: Task) -> bool:
     """Whether each rank may hold only a part of the model or of the optimizer."""
     return task.spec.training is not None and not task.spec.training.parallel.is_plain
 
 
 def is_complete(task: Task, ranks: Sequence[Rank], step_version: int = -1) -> bool:
-    """Whether these ranks hold the complete state, one of them at `step_version` or later.
-
-    Within one generation some ranks may be one step ahead. The others reached the end of the same
-    iteration and can take the step as well, so both versions count as the same state.
-    """
+    """Whether these ranks hold the complete state, one of them at `step_version` or later. Within
+    one generation some ranks may be one step ahead. The others reached the end of the same
+    iteration and can take the step as well, so both versions count as the same state."""
     train = task.spec.training
     if train is None or train.parallel.is_plain:
         return any(rank.has_state and rank.step_version >= step_version for rank in ranks)
@@ -112,7 +100,6 @@ def release_standbys(task: Task) -> None:
 
 
 def position_of(task: Task, rank: Rank) -> int:
-    """The position of a member of the current generation."""
     return [member.rank for member in task.members].index(rank.rank)
 
 
@@ -150,10 +137,8 @@ def is_whole(task: Task) -> bool:
 
 
 def inject_fault(state: ClusterState, request: FaultRequested) -> InjectFault | None:
-    """The InjectFault order for a request; None if not allowed or the target does not exist.
-
-    An unreachable node gets none either: the request is for a fault now, not later.
-    """
+    """The InjectFault order for a request; None if not allowed or the target does not exist. An
+    unreachable node gets none either: the request is for a fault now, not later."""
     task = state.tasks.get(request.task)
     rank = task.ranks.get(request.rank) if task is not None else None
     name = request.node if request.what == "node" else rank.slot.node if rank else ""

@@ -33,11 +33,6 @@ class Check(Struct, frozen=True, kw_only=True):
     incident: int = 0
     """The incident that it is evidence of."""
 
-    @property
-    def is_site(self) -> bool:
-        """Whether a site's own command reports it, not a driver."""
-        return self.check.startswith("check/")
-
 
 class DeviceError(Struct, kw_only=True):
     """A device error from the kernel or a driver: evidence."""

@@ -40,8 +40,7 @@ class OngoingTransition(Struct, kw_only=True):
     size: int
     """Members before; 0: the task had no slots."""
     since_s: float
-    """When it last reported an iteration before it stalled; below 0: it steps again, and the
-    transition waits for its other members."""
+    """The last report of an iteration before it stalled; below 0: it steps again."""
     iteration: int
     """Iterations finished then."""
     iteration_s: float
@@ -77,8 +76,7 @@ class Stall(Struct, frozen=True, kw_only=True):
 
 
 class SlowIteration(Struct, frozen=True, kw_only=True):
-    """A slow iteration: a member passes progress marks, but its iteration does not end (the last
-    StepTimeChanged)."""
+    """A member passes progress marks, but its iteration does not end (last StepTimeChanged)."""
 
     iteration: int
     own_s: float
@@ -135,8 +133,7 @@ RankState = Literal["ordered", "started", "ready", "member", "finished"]
 
 
 class HeldState(Struct, frozen=True, kw_only=True):
-    """The part of a task's state that a process holds: that of one position of a generation's
-    layout."""
+    """The part of a task's state that a process holds: one position of a generation's layout."""
 
     generation: int
     axes: Axes
@@ -185,7 +182,6 @@ class Rank(Struct, kw_only=True):
 
     @property
     def is_stopped(self) -> bool:
-        """Whether its process is reported as stopped."""
         return self.suspended_seq > 0
 
     @property
@@ -232,14 +228,12 @@ class Task(Struct, kw_only=True):
     """T(t, x) by the spec's `model`, computed before the submission."""
     ranks: dict[int, Rank] = field(default_factory=dict[int, Rank])
     orphans: list[Rank] = field(default_factory=list[Rank])
-    """Orphaned processes: given up, end not confirmed. They are stopped when their node is
-    reachable again."""
+    """Orphaned processes, to be stopped when their node is reachable again."""
     attempts: dict[int, int] = field(default_factory=dict[int, int])
     restarts: dict[int, int] = field(default_factory=dict[int, int])
     """Faults by rank since it last made progress."""
     disabled_slots: dict[int, Slot] = field(default_factory=dict[int, Slot])
-    """By rank: the slot disabled for its faults. Progress on another slot confirms that the slot
-    was the cause."""
+    """By rank: the slot disabled for its faults. Progress on another slot confirms the cause."""
     repeated_failure: RepeatedFailure | None = None
     reattempts: int = 0
     declined: str = ""
@@ -329,19 +323,18 @@ class Task(Struct, kw_only=True):
         return self.checkpoint.step_version if self.checkpoint is not None else 0
 
     @property
-    def unsaved(self) -> int:
-        """Iterations lost if all its processes end now, as reported."""
-        return self.lost_with("")
+    def checkpoint_path(self) -> str:
+        """The path of the published checkpoint; empty without one."""
+        return self.checkpoint.path if self.checkpoint is not None else ""
 
-    def lost_with(self, node: str) -> int:
+    def lost_with(self, node: str = "") -> int:
         """Iterations lost if all its processes and this node's in-memory checkpoints are lost."""
         copied = [copy.step_version for copy in self.copies if copy.node != node]
         return max(self.iteration - max([self.saved_iteration, *copied]), 0)
 
     @property
     def heals_in_memory(self) -> bool:
-        """Whether its processes recover in memory as members of a generation; otherwise all restart
-        together."""
+        """Whether its processes recover in memory; otherwise all restart together."""
         return self.spec.training is not None and not self.declined
 
     def member(self, number: int) -> Rank | None:

@@ -23,11 +23,8 @@ NUM_SIZES_MAX = 16
 
 
 def keep_times(state: ClusterState, task: Task, body: TaskProgressed) -> None:
-    """Fold: store the times of undisturbed iterations at this number of members.
-
-    A size during a transition does not count: a rank that restarts on the same machine slows the
-    others.
-    """
+    """Fold: store the times of undisturbed iterations at this number of members. A size during a
+    transition does not count: a rank that restarts on the same machine slows the others."""
     if not _counts(state, task) or task.failed_s >= 0 or len(task.members) != len(task.target):
         return
     first = body.first_iteration
@@ -37,17 +34,13 @@ def keep_times(state: ClusterState, task: Task, body: TaskProgressed) -> None:
 
 
 def keep_logged(state: ClusterState, task: Task, body: IterationsLogged) -> None:
-    """Fold: store the iteration times in a command's log.
-
-    A report is the mean of several iterations and counts as one time for each, up to a third of a
-    measurement. So one outlier does not decide.
-    """
+    """Fold: store the iteration times in a command's log. A report is a mean of iterations and
+    counts for each, up to a third of a measurement, so that one outlier does not decide."""
     logged = task.logged
     if logged is None or not _counts(state, task) or not batch_counts(task):
         return
     whole = len(task.ranks) == len(task.target) and all(
-        rank.is_healthy for rank in task.ranks.values()
-    )
+        rank.is_healthy for rank in task.ranks.values())
     warm = body.num_iterations > 0 and body.iteration - logged.first >= NUM_WARM_UP
     if whole and warm and not logged.disturbed and not body.skipped:
         _keep(state, task, min(body.num_iterations, -(-_num_times(state) // 3)) * [body.step_s])
@@ -84,23 +77,19 @@ def forget_times(state: ClusterState, task: Task, num: int) -> None:
 
 
 def calibrate(state: ClusterState, task: Task) -> Iterator[Body]:
-    """Yield a new table if the measured rate differs enough from the table in use.
-
-    The FLOP/s of one slot, from the first measured task, updates all modelled tables. In the same
-    state a second call yields nothing.
-    """
+    """Yield a new table if the measured rate differs enough from the one in use. The FLOP/s of a
+    slot, from the first measured task, updates all modelled tables."""
     size, table, rates = num_slots(task), task.throughput, measured(state, task)
     if table is None or task.ending or size not in rates or size not in table.sizes:
         return
     least = state.policy.calibrate_min
     if not differs(rates[size], table.rates_flops[table.sizes.index(size)], least):
         return
-    yield throughput.measured_table(task.id, task.spec, rates, task.modelled)
+    yield throughput.table_through(task.id, "measured", task.spec, rates, task.modelled)
     for other in live_tasks(state):
         old = other.throughput
         if old is not None and old.origin == "modelled" and state.slot_flops:
-            new = throughput.table(other.id, other.spec, state.slot_flops,
-                                   other.modelled)
+            new = throughput.table(other.id, other.spec, state.slot_flops, other.modelled)
             if differs(max(new.rates_flops), max(old.rates_flops), least):
                 yield new
 
@@ -115,11 +104,8 @@ def measured(state: ClusterState, task: Task) -> dict[int, float]:
 
 
 def learn_slot(state: ClusterState, task: Task, table: ThroughputSet) -> None:
-    """Fold: set the FLOP/s of one slot from the smallest measured size of a table.
-
-    The first measured task sets it until it ends. A task with its own model does not: its shape is
-    not proportional to slots.
-    """
+    """Fold: set the FLOP/s of one slot from the smallest measured size. The first measured task
+    sets it until it ends; not a task with a model of its own, whose shape is not proportional."""
     known = dict(zip(table.sizes, table.rates_flops, strict=False))
     sizes = [size for size in measured(state, task) if size in known]
     source = state.tasks.get(state.slot_flops_of)

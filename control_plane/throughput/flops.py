@@ -67,21 +67,9 @@ def head_flops(model: MegatronModel) -> int:
 
 
 def iteration_flops(model: MegatronModel) -> float:
-    """Model FLOPs of one iteration: forward, and twice that backward.
-
-    Dense with ffn = 4 h: 72 B s l h^2 (1 + s/6h + V/12lh) (Narayanan et al., SC'21, without its
-    recomputation; Korthikanti et al., 2022).
-    """
+    """Model FLOPs of one iteration: forward, and twice that backward. Dense with ffn = 4 h: 72 B s
+    l h^2 (1 + s/6h + V/12lh) (Narayanan et al., SC'21, without its recomputation; Korthikanti et
+    al., 2022)."""
     weights, scores = layer_flops(model)
     forward = model.num_layers * (weights + scores) + head_flops(model)
     return float(3 * model.global_batch * forward)
-
-
-def executed_flops(model: MegatronModel, recompute: str) -> float:
-    """Hardware FLOPs of one iteration, with recomputation.
-
-    Full recomputation: 96 B s l h^2 (1 + s/6h + V/16lh) (Narayanan et al., SC'21, appendix).
-    """
-    weights, scores = layer_flops(model)
-    again = {"none": 0, "selective": scores, "full": weights + scores}[recompute]
-    return iteration_flops(model) + float(model.global_batch * model.num_layers * again)

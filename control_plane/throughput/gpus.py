@@ -10,11 +10,8 @@ _GIB_BYTES = 1 << 30
 
 
 class GpuKind(Struct, frozen=True, kw_only=True):
-    """One GPU in its maker's reference server. Rates per second and GPU.
-
-    `peak_flops`: dense tensor cores in fp16 and bf16; `fp8_flops`: 0 without fp8. `nvlink_bytes_s`
-    and `network_bytes_s` are for one direction.
-    """
+    """One GPU in its maker's reference server; rates per second, links in one direction.
+    `peak_flops`: dense tensor cores in fp16 and bf16; `fp8_flops`: 0 without fp8."""
 
     peak_flops: float
     fp8_flops: float = 0.0

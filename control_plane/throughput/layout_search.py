@@ -128,11 +128,8 @@ class Search:
 
 @lru_cache(maxsize=64)
 def modelled(model: MegatronModel, num_gpus: int) -> Modelled:
-    """T(t, x) of the model for x up to `num_gpus`, each with its layout and what limits it.
-
-    Deterministic, so the cache is safe. It takes tenths of a second and is never part of a
-    decision.
-    """
+    """T(t, x) of the model for x up to `num_gpus`, with layouts and what limits them; cached. It
+    takes tenths of a second and is never part of a decision."""
     room = capacity(model)
     found = Search(model, num_gpus, room).best()
     if not found:
@@ -148,8 +145,7 @@ def modelled(model: MegatronModel, num_gpus: int) -> Modelled:
 
 
 def describe(model: MegatronModel, best: Best, free: Best) -> str:
-    """Describe the layout and what limits it. `free`: the best layout with ROOMY_TIMES the
-    memory."""
+    """Describe the layout and what limits it. `free`: the best with AMPLE_TIMES the memory."""
     used = memory(model, best.layout).total / _GIB_BYTES
     text = f"{best.layout.told()}; {used:.1f} of {capacity(model) / _GIB_BYTES:.1f} GiB"
     if free.rate_flops > best.rate_flops * GAIN_RATIO_MIN:

@@ -45,10 +45,6 @@ class Layout(Struct, frozen=True, kw_only=True):
         return self.tp * self.cp * self.pp
 
     @property
-    def num_gpus(self) -> int:
-        return self.model_parallel * self.dp
-
-    @property
     def axes(self) -> Axes:
         """The axes that a command gets."""
         return Axes(tp=self.tp, pp=self.pp, cp=self.cp, ep=self.ep, dp=self.dp,
@@ -67,11 +63,8 @@ class Layout(Struct, frozen=True, kw_only=True):
 
 
 def refusal(model: MegatronModel, layout: Layout) -> str:
-    """Why Megatron would not start with this layout; empty if it would.
-
-    Rules of megatron-core 0.16 (TransformerConfig, parallel_state, schedules), and our own: tensor
-    parallel inside one node.
-    """
+    """Why Megatron would not start with this layout; empty if it would. Rules of megatron-core 0.16
+    (TransformerConfig, parallel_state, schedules), and our own: tensor parallel inside one node."""
     tp, pp, cp, ep = layout.tp, layout.pp, layout.cp, layout.ep
     rules = (
         (tp > model.gpus_per_node, f"TP {tp} is more than a node's {model.gpus_per_node} GPUs"),
@@ -108,16 +101,15 @@ def divisors(number: int, most: int) -> list[int]:
 
 
 def shapes(model: MegatronModel, num_gpus: int) -> Iterator[Layout]:
-    """Every layout of at most `num_gpus` GPUs, with the smallest dp and without chunks.
-
-    Context parallel if each rank keeps CONTEXT_LENGTH tokens; expert parallel if there are experts.
-    Layouts that differ only in recomputation are ordered by it, least first.
-    """
+    """Every layout of at most `num_gpus` GPUs, with the smallest dp and without chunks. Context
+    parallel if each rank keeps CONTEXT_LENGTH tokens; expert parallel if there are experts. Layouts
+    that differ only in recomputation are ordered by it, least first."""
     micros = [model.micro_batch] if model.micro_batch else divisors(
         model.global_batch, MICRO_NUM_MAX)
     shards: Literal["none", "optimizer"] = "optimizer" if model.zero1 else "none"
     for tp in divisors(model.gpus_per_node, num_gpus):
-        for cp in _powers(min(model.sequence // CONTEXT_LENGTH, num_gpus // tp)):
+        most = max(min(model.sequence // CONTEXT_LENGTH, num_gpus // tp), 1)
+        for cp in (1 << bit for bit in range(most.bit_length())):
             for ep in divisors(model.num_experts, num_gpus) or [1]:
                 dp = ep // math.gcd(cp, ep)
                 for pp in divisors(model.num_layers, num_gpus // (tp * cp * dp)):
@@ -134,11 +126,3 @@ def recomputes(model: MegatronModel) -> tuple[Recomputed, ...]:
     if model.recompute != "any":
         return (model.recompute,)
     return ("none", "full") if model.flash_attention else ("none", "selective", "full")
-
-
-def _powers(most: int) -> list[int]:
-    """1, 2, 4, ... up to `most`."""
-    found = [1]
-    while 2 * found[-1] <= most:
-        found.append(2 * found[-1])
-    return found

@@ -1,4 +1,4 @@
-"""The memory model: bytes on the fullest GPU of a layout, and whether they fit.
+"""The memory model: bytes on the fullest GPU of a layout.
 
 Weights, gradients and optimizer as Megatron's `theoretical_memory_usage.py` counts them (18 bytes a
 parameter, with ZeRO-1 6 + 12 / d), activations by Korthikanti et al., "Reducing Activation
@@ -42,12 +42,7 @@ class Memory(Struct, frozen=True, kw_only=True):
 
 
 def capacity(model: MegatronModel) -> int:
-    """Bytes of one GPU of the model's kind."""
     return KINDS[model.gpu].memory_bytes
-
-
-def fits(model: MegatronModel, layout: Layout) -> bool:
-    return memory(model, layout).total <= capacity(model)
 
 
 def memory(model: MegatronModel, layout: Layout) -> Memory:
@@ -61,8 +56,7 @@ def memory(model: MegatronModel, layout: Layout) -> Memory:
 
 def rank_parameters(model: MegatronModel, layout: Layout, num_embeddings: int) -> tuple[float,
                                                                                         float]:
-    """(without experts, experts): parameters per GPU of a stage with `num_embeddings` embedding
-    matrices."""
+    """(without experts, experts): parameters per GPU of a stage with so many embeddings."""
     has = parameters(model)
     layers = model.num_layers / layout.pp
     shared = (has.shared_layer * layers + has.embedding * num_embeddings) / layout.tp
@@ -110,8 +104,7 @@ def _activations(model: MegatronModel, layout: Layout, *, first: bool, last: boo
 
 
 def in_flight(model: MegatronModel, layout: Layout, *, first: bool) -> float:
-    """Micro-batches whose activations a stage holds at the same time; more with chunks (equation
-    4)."""
+    """Micro-batches whose activations a stage holds at once; more with chunks (equation 4)."""
     if not first:
         return 1.0
     most = layout.pp + (layout.pp - 1) / layout.chunks if layout.chunks > 1 else layout.pp
@@ -121,11 +114,9 @@ def in_flight(model: MegatronModel, layout: Layout, *, first: bool) -> float:
 
 def layer_activations(model: MegatronModel, layout: Layout) -> float:
     """Bytes of one layer and micro-batch on one GPU, without scores: 34 s b h with dropout.
-
-    Attention 3 + (4 + 4 g/a) / t, the MLP 3 + 4 f/h / t (6 f/h if gated), norms 4, each times
-    s b h, less two masks of 1 without dropout; with sequence parallel, everything over t. A token
-    that passes `top_k` experts is as many tokens to the MLP.
-    """
+    Attention 3 + (4 + 4 g/a) / t, the MLP 3 + 4 f/h / t (6 f/h if gated), norms 4, each times s b
+    h, less two masks of 1 without dropout; with sequence parallel, everything over t. A token that
+    passes `top_k` experts is as many tokens to the MLP."""
     tokens = model.sequence * layout.micro / layout.cp * model.hidden
     split = 4 + 4 * model.num_groups / model.num_heads
     split += (6 if model.swiglu else 4) * model.ffn / model.hidden * model.top_k

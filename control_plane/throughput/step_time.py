@@ -107,8 +107,10 @@ def bubble(layout: Layout) -> float:
 
 def iteration_s(model: MegatronModel, layout: Layout, constants: Constants) -> float:
     """The time of one iteration of a layout that Megatron accepts: that of the replica with most
-    micro-batches."""
+    micro-batches; with chunks, Megatron needs a multiple of the pipeline's size."""
     num = -(-(model.global_batch // layout.micro) // layout.dp)
+    if layout.chunks > 1:
+        num = -(-num // layout.pp) * layout.pp
     micro_s = parts(model, layout, constants).total_s
     reduce_s, step_s = ending(model, layout, constants, micro_s).seconds(layout.dp)
     return (num + bubble(layout)) * micro_s + (reduce_s + step_s)
@@ -130,10 +132,7 @@ def parts(model: MegatronModel, layout: Layout, constants: Constants) -> Parts:
 
 def ending(model: MegatronModel, layout: Layout, constants: Constants, micro_s: float) -> Ending:
     """The end of an iteration: gradients all-reduced; with ZeRO-1 reduced, and 16-bit weights
-    gathered.
-
-    In fp32, except with precision fp16: Megatron then sums in fp16 by default.
-    """
+    gathered. In fp32, except with precision fp16: Megatron then sums in fp16 by default."""
     kind = KINDS[model.gpu]
     shared, experts = rank_parameters(model, layout, 1)
     gradient = 2 if model.precision == "fp16" else 4
@@ -150,15 +149,12 @@ def ending(model: MegatronModel, layout: Layout, constants: Constants, micro_s: 
         hidden_s=micro_s if model.overlap else 0.0)
 
 
-def _peak(model: MegatronModel, kind: GpuKind) -> float:
-    return kind.fp8_flops if model.precision == "fp8" else kind.peak_flops
-
-
 def _arithmetic_s(model: MegatronModel, layout: Layout, kind: GpuKind, is_: Constants) -> float:
     """Matrix products of one layer, forward and backward; attention is always in 16 bits."""
     weights, scores = layer_flops(model)
     share = layout.micro / (layout.tp * layout.cp)
-    weights_s = weights * share / (_peak(model, kind) * is_.gemm_share)
+    peak = kind.fp8_flops if model.precision == "fp8" else kind.peak_flops
+    weights_s = weights * share / (peak * is_.gemm_share)
     scores_s = scores * share / (kind.peak_flops * is_.scores_share)
     again = {"none": 0.0, "selective": scores_s, "full": weights_s + scores_s}
     return 3 * (weights_s + scores_s) + again[layout.recompute]
@@ -204,8 +200,7 @@ def _experts_s(model: MegatronModel, layout: Layout, kind: GpuKind, is_: Constan
 
 def _head_s(model: MegatronModel, layout: Layout, kind: GpuKind,
             is_: Constants) -> tuple[float, float]:
-    """Logits and loss: (arithmetic, elements). The last stage has them in addition to its
-    layers."""
+    """Logits and loss on the last stage, beside its layers: (arithmetic, elements)."""
     share = layout.micro / (layout.tp * layout.cp)
     products_s = 3 * head_flops(model) * share / (kind.peak_flops * is_.gemm_share)
     size = LOGIT_BYTES * model.sequence * share * model.vocabulary
@@ -230,11 +225,9 @@ def _gather_s(model: MegatronModel, layout: Layout, kind: GpuKind, is_: Constant
 
 
 def _rate(model: MegatronModel, span: int, groups: int, kind: GpuKind, is_: Constants) -> float:
-    """Bytes per second of a collective among GPUs within `span` neighbours.
-
-    Beyond a node, the `groups` that communicate at the same time share the node's network; data
-    inside a node is combined over NVLink first.
-    """
+    """Bytes per second of a collective among GPUs within `span` neighbours. Beyond a node, the
+    `groups` that communicate at the same time share the node's network; data inside a node is
+    combined over NVLink first."""
     link = kind.nvlink_bytes_s * is_.link_share
     if span <= model.gpus_per_node:
         return link
@@ -254,5 +247,4 @@ HOPPER = Constants(gemm_share=0.686, scores_share=0.279, passes=6.94, link_share
 
 
 def constants_of(model: MegatronModel) -> Constants:
-    """The constants of the model's kind of GPU."""
     return AMPERE if model.gpu[0] in "VA" else HOPPER

@@ -28,7 +28,7 @@ def table(task: int, spec: JobSpec, slot_flops: float = SLOT_FLOPS,
     allowed = set(spec.slots.counts)
     declared = {size: rate for size, rate in spec.throughput.items() if size in allowed}
     if modelled is not None and declared:
-        return _through(task, "declared", spec, declared, modelled)
+        return table_through(task, "declared", spec, declared, modelled)
     sizes = _sizes(spec, modelled)
     if spec.throughput:
         rates = tuple(_below(spec.throughput, size) for size in sizes)
@@ -38,19 +38,11 @@ def table(task: int, spec: JobSpec, slot_flops: float = SLOT_FLOPS,
     return ThroughputSet(task=task, origin="modelled", sizes=sizes, rates_flops=rates)
 
 
-def measured_table(task: int, spec: JobSpec, rates: dict[int, float],
-                   modelled: Modelled | None = None) -> ThroughputSet:
-    """A table through measured sizes; each other size follows the shape from the nearest one.
-
-    `rates`: size -> FLOP/s, at least one. Of two equally near sizes the smaller counts. No size
-    exceeds the rate of a larger measured one.
-    """
-    return _through(task, "measured", spec, rates, modelled)
-
-
-def _through(task: int, origin: Literal["declared", "measured"], spec: JobSpec,
-             rates: dict[int, float], modelled: Modelled | None) -> ThroughputSet:
-    """The shape through these points. A point where the shape is 0 counts for itself only."""
+def table_through(task: int, origin: Literal["declared", "measured"], spec: JobSpec,
+                  rates: dict[int, float], modelled: Modelled | None = None) -> ThroughputSet:
+    """A table through known sizes; each other size follows the shape from the nearest one. `rates`:
+    size -> FLOP/s, at least one. Of two equally near sizes the smaller counts; one where the shape
+    is 0 counts for itself only. No size exceeds the rate of a larger known one."""
     sizes = _sizes(spec, modelled)
     if modelled is not None:
         sizes = tuple(sorted({*sizes, *rates}))
@@ -65,11 +57,8 @@ def _through(task: int, origin: Literal["declared", "measured"], spec: JobSpec,
 
 
 def shape(spec: JobSpec, size: int, modelled: Modelled | None = None) -> float:
-    """Relative throughput of `size` slots, by the model.
-
-    Training: by its layout, 0 if there is none. A command: the model's FLOP/s; without a model,
-    `size`.
-    """
+    """Relative throughput of `size` slots, by the model. Training: by its layout, 0 if there is
+    none. A command: the model's FLOP/s; without a model, `size`."""
     if modelled is not None:
         at = bisect_right(modelled.sizes, size)
         return modelled.rates_flops[at - 1] if at else 0.0
@@ -85,8 +74,7 @@ def layout(modelled: Modelled | None, size: int) -> str:
 
 
 def axes(spec: JobSpec, modelled: Modelled | None, size: int) -> Axes | None:
-    """The layout on `size` slots as numbers; None without a model and for data-parallel
-    training."""
+    """The layout on `size` slots; None without a model and for data-parallel training."""
     if spec.training is not None:
         return layout_within(spec.training, size)
     at = bisect_right(modelled.sizes, size) if modelled is not None else 0
@@ -94,11 +82,8 @@ def axes(spec: JobSpec, modelled: Modelled | None, size: int) -> Axes | None:
 
 
 def _sizes(spec: JobSpec, modelled: Modelled | None) -> tuple[int, ...]:
-    """Sizes of the table: all that the spec allows, of training those with a layout; with a model,
-    the first allowed size of each step of the model, and the floor.
-
-    If none of these remains, the largest allowed size, so that the table is not empty.
-    """
+    """Sizes of the table: all that the spec allows (of training, with a layout); with a model, the
+    first allowed size of each of its steps, and the floor; if none is left, the largest."""
     counts = spec.slots.counts
     if modelled is None:
         return counts if spec.training is None else tuple(
@@ -119,13 +104,9 @@ def rate_at(throughput: ThroughputSet | None, size: int) -> float:
                default=0.0) if throughput is not None else 0.0
 
 
-def candidates(throughput: ThroughputSet, now: int,
-               floor: int = 0) -> list[tuple[int, float]]:
-    """(size, FLOP/s) of candidate sizes in order, with rates as in `rate_at`.
-
-    A size without a higher rate than a smaller one is left out, unless it is the present size
-    (`now`) or the floor.
-    """
+def candidates(throughput: ThroughputSet, now: int, floor: int = 0) -> list[tuple[int, float]]:
+    """(size, FLOP/s) of candidate sizes in order, with rates as in `rate_at`. A size that is not
+    faster than a smaller one is left out, except the present size (`now`) and the floor."""
     found: list[tuple[int, float]] = []
     best = 0.0
     for size, rate in sorted(zip(throughput.sizes, throughput.rates_flops, strict=True)):

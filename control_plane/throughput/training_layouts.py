@@ -13,7 +13,7 @@ from ...events.spec.job import Loop, Train
 from ...events.spec.model import Axes, MegatronModel
 from ...events.spec.parallelism import VOCABULARY
 from .layouts import Layout
-from .step_time import bubble, constants_of, ending, parts
+from .step_time import constants_of, iteration_s
 
 _SPEEDS_NUM = 4096
 
@@ -30,10 +30,8 @@ def megatron_model(train: Train) -> MegatronModel:
 
 
 def speed(train: Train | Loop, num_slots: int) -> float:
-    """Speed of `num_slots` slots relative to one; 0: there is no layout.
-
-    Data-parallel only: an iteration takes ceil(micro-batches / slots) times one micro-batch.
-    """
+    """Speed of `num_slots` slots relative to one; 0: there is no layout. Data-parallel only: an
+    iteration takes ceil(micro-batches / slots) times one micro-batch."""
     if train.parallel.is_plain:
         num = train.num_micro_batches
         return num / -(-num // num_slots)
@@ -41,17 +39,13 @@ def speed(train: Train | Loop, num_slots: int) -> float:
 
 
 def layout_of(train: Train | Loop, num_slots: int) -> Axes | None:
-    """The fastest permitted layout of exactly `num_slots` slots; of equals, the first in the spec.
-
-    None: there is none, or the task is data-parallel only.
-    """
+    """The fastest permitted layout of exactly `num_slots`, the first of equals; None: none."""
     return None if train.parallel.is_plain else _fastest(train, num_slots)[1]
 
 
 @lru_cache(maxsize=_SPEEDS_NUM)
 def layout_within(train: Train | Loop, num_slots: int) -> Axes | None:
-    """The fastest permitted layout of at most `num_slots` slots; of equals, one with the fewest
-    slots."""
+    """The fastest permitted layout of at most `num_slots` slots; of equals, the smallest."""
     if train.parallel.is_plain:
         return None
     best = max(range(num_slots + 1), key=lambda num: (_fastest(train, num)[0], -num))
@@ -70,8 +64,6 @@ def _fastest(train: Train | Loop, num_slots: int) -> tuple[float, Axes | None]:
 
 
 def _iteration_s(train: Train | Loop, axes: Axes) -> float:
-    """Iteration time of the replica with most micro-batches; with chunks, Megatron needs a multiple
-    of the pipeline's size."""
     if isinstance(train, Loop):  # its model is unknown
         num = -(-train.num_micro_batches // axes.dp)
         return (num + (axes.pp - 1) / axes.chunks) / (axes.tp * axes.pp)
@@ -79,10 +71,4 @@ def _iteration_s(train: Train | Loop, axes: Axes) -> float:
     layout = Layout(tp=axes.tp, pp=axes.pp, dp=axes.dp, micro=train.batch.micro,
                     chunks=axes.chunks, sequence_parallel=False,
                     shards="none" if train.parallel.optimizer == "whole" else "optimizer")
-    num = -(-train.num_micro_batches // axes.dp)
-    if axes.chunks > 1:
-        num = -(-num // axes.pp) * axes.pp
-    constants = constants_of(model)
-    micro_s = parts(model, layout, constants).total_s
-    reduce_s, step_s = ending(model, layout, constants, micro_s).seconds(axes.dp)
-    return (num + bubble(layout)) * micro_s + (reduce_s + step_s)
+    return iteration_s(model, layout, constants_of(model))

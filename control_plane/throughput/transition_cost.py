@@ -39,7 +39,6 @@ class Transition(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def uniform(cls, length_s: float) -> Transition:
-        """The same time for all kinds."""
         return cls(same_s=length_s, shrink_s=length_s, grow_s=length_s, stop_s=length_s,
                    reshape_s=length_s)
 
@@ -54,10 +53,7 @@ MTBF_S_MIN = 1.0
 
 # --- MTBF ---
 def observe_time(state: ClusterState, record: Record) -> None:
-    """Fold, before the record's time is set: add the slot time since the last record.
-
-    Not at EpochStarted: there was no leader before it.
-    """
+    """Fold, before the record's time is set: add slot time, except that without a leader."""
     if not isinstance(record.body, EpochStarted):
         state.observed_slot_s += state.num_running * max(record.at_s - state.at_s, 0.0)
     update_mtbf(state)
@@ -69,8 +65,7 @@ def was_injected(harmed_s: float, at_s: float) -> bool:
 
 
 def is_fault(state: ClusterState, task: Task, incident: Incident) -> bool:
-    """Whether an incident that is being opened counts as a fault; the task's faults are not cleared
-    yet."""
+    """Whether an incident counts as a fault, while it is opened (the task still has its faults)."""
     nodes = [state.nodes.get(rank.slot.node) for rank in task.ranks.values()]
     harmed = [rank.fault_injected_s for rank in task.ranks.values()]
     harmed += [node.fault_injected_s for node in nodes if node is not None]
@@ -120,8 +115,7 @@ def num_slots(task: Task) -> int:
 
 
 def transition_began(state: ClusterState, task: Task) -> None:
-    """Fold: the task stalls, counted from its last reported iteration, unless a stall is in
-    progress."""
+    """Fold: the task stalls, from its last reported iteration on, unless it stalls already."""
     if not task.heals_in_memory:
         return
     size = len(task.members)
@@ -136,10 +130,7 @@ def transition_began(state: ClusterState, task: Task) -> None:
 
 def command_stopped(state: ClusterState, task: Task) -> None:
     """Fold: the last process of a command ended. If it logged iterations, the transition began at
-    the last one.
-
-    A command without slots waits for others: that is no transition.
-    """
+    the last one. A command without slots waits for others: that is no transition."""
     logged = task.logged
     if not task.target or logged is None:
         task.transition = None
@@ -210,9 +201,8 @@ def _keep(state: ClusterState, task: Task, standing: OngoingTransition, size: in
             "reshape" if _is_reshaped(standing, task) else
             "same" if size == before else "shrink" if size < before else "grow")
     if not standing.void:
-        task.downtime_s[kind] = [*task.downtime_s.get(kind, ()), standing.downtime_s][
-            -NUM_DOWNTIMES_MAX:
-        ]
+        task.downtime_s[kind] = [*task.downtime_s.get(kind, ()),
+                                 standing.downtime_s][-NUM_DOWNTIMES_MAX:]
 
 
 def _is_reshaped(standing: OngoingTransition, task: Task) -> bool:
@@ -221,8 +211,7 @@ def _is_reshaped(standing: OngoingTransition, task: Task) -> bool:
 
 
 def _iteration_s(task: Task, size: int) -> float:
-    """Undisturbed iteration time at `size` members, from the nearest measured size; 0: none
-    measured."""
+    """Undisturbed iteration time at `size` members, by the nearest measured size; 0: none."""
     if not task.times_s or not size:
         return 0.0
     near = min(sorted(task.times_s), key=lambda known: abs(known - size))

@@ -7,17 +7,27 @@ dealt to the replicas, and the fullest one makes the pace, so that it rises in s
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
 
+import numpy as np
 from msgspec.structs import replace
 from unicron.control_plane.planner.problem import PlanProblem, TaskDemand
+from unicron.control_plane.planner.solver.candidates import Candidates
 from unicron.control_plane.throughput.transition_cost import Transition
 
 MTBF_GPU_S = 7.2e6
 GPU_FLOPS = 1.5e14
 NODE_NUM = 8
 SIZES = {"6x128": (6, 128), "100x4096": (100, 4096), "1000x100000": (1000, 100_000)}
+
+
+def candidates_of(found: Sequence[Sequence[tuple[int, int]]]) -> Candidates:
+    """Candidates from (size, gain) pairs by row."""
+    flat = [pair for row in found for pair in row]
+    starts = np.cumsum([0, *(len(row) for row in found)], dtype=np.int64)
+    return Candidates(sizes=np.array([size for size, _ in flat], dtype=np.int64),
+                      gains=np.array([gain for _, gain in flat], dtype=np.int64), starts=starts)
 
 
 def case(num_tasks: int, num_gpus: int, seed: int = 0, *, gain_min: float = 0.0) -> PlanProblem:

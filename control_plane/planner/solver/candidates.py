@@ -15,11 +15,8 @@ SlotsAndGain = tuple[tuple[int, ...], int]
 
 
 class Candidates(Struct, frozen=True, kw_only=True):
-    """Row r has the candidates starts[r]..starts[r + 1] of `sizes` and `gains`; at least one.
-
-    Sizes are distinct, 0 or more, and ascend within a row. The sum over rows of the largest |gain|
-    is below 2^53.
-    """
+    """Row r has the candidates starts[r]..starts[r + 1] of `sizes` and `gains`; at least one. Sizes
+    are distinct, 0 or more, ascending. The sum over rows of the largest |gain| is below 2^53."""
 
     sizes: Ints
     gains: Ints
@@ -32,7 +29,6 @@ class Candidates(Struct, frozen=True, kw_only=True):
 
     @property
     def row_of(self) -> Ints:
-        """The row of each candidate."""
         return np.repeat(np.arange(self.num), np.diff(self.starts))
 
     def only(self, kept: NDArray[np.bool_]) -> Candidates:
@@ -59,11 +55,3 @@ class Candidates(Struct, frozen=True, kw_only=True):
 
     def slots(self, vector: Ints) -> tuple[int, ...]:
         return tuple(self.sizes[vector].tolist())
-
-
-def candidates_of(found: Sequence[Sequence[tuple[int, int]]]) -> Candidates:
-    """Candidates from (size, gain) pairs by row."""
-    flat = [pair for row in found for pair in row]
-    starts = np.cumsum([0, *(len(row) for row in found)], dtype=np.int64)
-    return Candidates(sizes=np.array([size for size, _ in flat], dtype=np.int64),
-                gains=np.array([gain for _, gain in flat], dtype=np.int64), starts=starts)

@@ -19,10 +19,8 @@ _LEVELS_NUM_MAX = 8
 
 
 class CoreProblem(Struct, frozen=True, kw_only=True):
-    """The candidates with a loss of at most `budget`, in the open rows: those with two or more.
-
-    A state is the number of slots left, less the slots of the picks of the remaining rows.
-    """
+    """The candidates with a loss of at most `budget`, in the open rows: those with two or more. A
+    state is the number of slots left, less the slots of the picks of the remaining rows."""
 
     picks: Ints
     """The relaxed choice by row, all rows included: the candidate with loss 0."""
@@ -55,11 +53,9 @@ class CoreProblem(Struct, frozen=True, kw_only=True):
 
     @property
     def num(self) -> int:
-        """The number of open rows."""
         return len(self.rows)
 
     def part(self, i: int) -> slice:
-        """The candidates of open row i."""
         return slice(self.starts[i], self.starts[i + 1])
 
     def reached(self) -> list[tuple[int, int]]:
@@ -114,17 +110,12 @@ class Core(Protocol):
         ...
 
     def second(self, vector: Ints) -> Ints | None:
-        """The best vector except the optimum `vector`; None if none is within the budget.
-
-        It is searched by the first row that differs: the rows before it equal `vector`, the rows
-        after it are optimal.
-        """
+        """The best vector except the optimum `vector`; None if none is within the budget. It is
+        found by the first row that differs: rows before are as in `vector`, those after optimal."""
         ...
 
 
 # --- Core for many distinct sums of losses: the least loss of every state, as an array ---
-
-
 class LossTable(Struct, frozen=True):
     """The least loss by state, from the state `first` on; no vector elsewhere."""
 

@@ -62,8 +62,7 @@ class BitsetCore:
             state, lost = kept.start, 0
             for i, row in enumerate(kept.rows):
                 part, after = kept.part(i), self._after[i + 1]
-                current = part.start + int(
-                    kept.candidates[part].searchsorted(int(vector[row])))
+                current = part.start + int(kept.candidates[part].searchsorted(int(vector[row])))
                 move, current_loss = int(kept.moves[current]), int(kept.losses[current])
                 for loss in sorted(self._losses[i]):
                     left = self._place.get(total - lost - loss)

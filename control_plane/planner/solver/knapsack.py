@@ -37,13 +37,13 @@ _DENOMINATOR_NUM_MAX = 32
 """The largest denominator of a price; a gain times it fits into 64 bits too."""
 
 
-def best(rows: Candidates, capacity: int, gain: int | None = None) -> SlotsAndGain | None:
-    """The optimum, None if nothing fits. `gain`: the gain of the optimum, if known."""
+def best(rows: Candidates, capacity: int) -> SlotsAndGain | None:
+    """The optimum, None if nothing fits."""
     if len(rows.sizes) * capacity <= PLAIN_NUM_MAX:
         after = suffixes(rows, capacity)
         most = int(after[0, capacity])
         return (tuple(backtrack(rows, after, capacity)), most) if most > IMPOSSIBLE // 2 else None
-    solved = Solution.of(rows, capacity, gain=gain)
+    solved = Solution.of(rows, capacity)
     return None if solved is None else (rows.slots(solved.vector), solved.gain)
 
 
@@ -67,8 +67,7 @@ class Solution(Struct, frozen=True, kw_only=True):
     rows: Candidates
     capacity: int
     units: Candidates
-    """The rows in units of the greatest common divisor of all sizes that fit, as is `relaxed`.
-    Other sizes are rounded up, since they never fit."""
+    """The rows in units of the gcd of all sizes that fit, as is `relaxed`; others rounded up."""
     units_num: int
     """The capacity in units."""
     relaxed: Relaxation
@@ -77,10 +76,8 @@ class Solution(Struct, frozen=True, kw_only=True):
     gain: int
 
     @classmethod
-    def of(cls, rows: Candidates, capacity: int, known: SlotsAndGain | None = None,
-           gain: int | None = None) -> Solution | None:
-        """Solve; None if nothing fits. `known`: the optimum, if known. `gain`: the gain of the
-        optimum, if known; then a single core finds it."""
+    def of(cls, rows: Candidates, capacity: int) -> Solution | None:
+        """Solve; None if nothing fits."""
         if not rows.num:
             none = np.zeros(0, np.int64)
             relaxed = Relaxation(denominator=1, price=0, bound=0, losses=none, picks=none)
@@ -92,23 +89,16 @@ class Solution(Struct, frozen=True, kw_only=True):
         if found is None:
             return None
         relaxed, *starts = found
-        if known is not None:
-            vector = rows.vector(known[0])
-        elif gain is not None:
-            vector = _Core(_core_problem(units, units_num, relaxed,
-                                 relaxed.bound - relaxed.denominator * gain)).vector()
-        else:
-            most = relaxed.bound - relaxed.denominator * max(
-                units.sums(_filled(units, start, units_num))[0] for start in starts)
-            cores = (_Core(_core_problem(units, units_num, relaxed, budget))
-                     for budget in _budgets(relaxed, 0, most))
-            vector = next(core for core in cores if core.is_enough).vector()
+        most = relaxed.bound - relaxed.denominator * max(
+            units.sums(_filled(units, start, units_num))[0] for start in starts)
+        cores = ((budget, _solved(_core_problem(units, units_num, relaxed, budget)))
+                 for budget in _budgets(relaxed, 0, most))
+        vector = next(core.vector() for budget, core in cores if core.least <= budget)
         return cls(rows=rows, capacity=capacity, units=units, units_num=units_num,
                    relaxed=relaxed, vector=vector, gain=rows.sums(vector)[0])
 
     def next_best(self, work_num_max: int | None = None) -> SlotsAndGain | None:
-        """The best vector except the optimum; None if there is none, or if the search would exceed
-        `work_num_max`."""
+        """The best vector except the optimum; None: there is none, or not within the work."""
         if not self.rows.num:
             return None
         rows, relaxed = self.rows, self.relaxed
@@ -117,7 +107,7 @@ class Solution(Struct, frozen=True, kw_only=True):
             kept = _core_problem(self.units, self.units_num, relaxed, budget)
             if work_num_max is not None and kept.levels() is None and kept.work() > work_num_max:
                 return None
-            vector = _Core(kept).second(self.vector)
+            vector = _solved(kept).second(self.vector)
             if vector is not None:
                 return rows.slots(vector), rows.sums(vector)[0]
         return None
@@ -150,8 +140,7 @@ class Solution(Struct, frozen=True, kw_only=True):
         return found
 
     def _pairs(self, vector: Ints, slots: int) -> tuple[Ints, Ints, Ints]:
-        """(likely candidates, the best partner of each, the additional gain of the pair over
-        `vector`; -LOSS_NUM_MAX if no pair fits)."""
+        """(likely candidates, their best partners, the pairs' gains; -LOSS_NUM_MAX: none fits)."""
         rows, row_of = self.rows, self.rows.row_of
         at = self._likely(vector, row_of)
         rows_at = row_of[at]
@@ -164,8 +153,7 @@ class Solution(Struct, frozen=True, kw_only=True):
         return at, with_, sums[np.arange(len(at)), with_]
 
     def _likely(self, vector: Ints, row_of: Ints) -> Ints:
-        """Likely candidates outside `vector`: the neighbours of those in it, and those with the
-        least loss."""
+        """Likely candidates outside `vector`: its neighbours, and those with the least loss."""
         losses = self.relaxed.losses
         beside = np.zeros(len(row_of), dtype=np.bool_)
         for step in (-1, 1):
@@ -177,26 +165,10 @@ class Solution(Struct, frozen=True, kw_only=True):
         return np.concatenate([_least(np.flatnonzero(some), losses) for some in (beside, rest)])
 
 
-class _Core:
-    """The core within a budget, solved by the faster of the two implementations."""
-
-    def __init__(self, kept: CoreProblem) -> None:
-        self._problem = kept
-        levels = kept.levels()
-        self._core: Core = ArrayCore(kept) if levels is None else BitsetCore(kept, levels)
-
-    @property
-    def is_enough(self) -> bool:
-        """True if a vector is within the budget; then the optimum is among them."""
-        return self._core.least <= self._problem.budget
-
-    def vector(self) -> Ints:
-        """The optimum, as a candidate per row, if the budget is large enough."""
-        return self._core.vector()
-
-    def second(self, vector: Ints) -> Ints | None:
-        """The best vector except the optimum `vector`; None if the budget is too small."""
-        return self._core.second(vector)
+def _solved(problem: CoreProblem) -> Core:
+    """The core, solved by the faster of the two implementations."""
+    levels = problem.levels()
+    return ArrayCore(problem) if levels is None else BitsetCore(problem, levels)
 
 
 def _least(numbers: Ints, losses: Ints) -> Ints:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-import msgspec
 from msgspec import Struct, field
 from msgspec.structs import replace
 
@@ -14,8 +13,7 @@ from ....events.errors import UsageError, need
 from ....events.records import reports as r
 from ....events.records.decisions import ThroughputSet
 from ....events.records.envelope import Record
-from ....events.spec.job import API_VERSION, JobSpec
-from ....events.spec.job import parse as parse_job
+from ....events.spec.job import JobSpec
 from ....events.spec.policy import Policy as Limits
 from ....events.spec.validation import COUNT_NUM_MAX
 from ...decide.replay import Verdict, verify
@@ -63,10 +61,8 @@ class Recording(NamedTuple):
 
     @property
     def events(self) -> list[AnyEvent]:
-        """Events within the horizon, by time; the n-th that can cause a loss is `losses[n]` of
-        each run."""
-        return [one for one in self.faults.events
-                if self.began_s < one.at_s <= self.end_s]
+        """Events within the horizon, by time; the n-th that can cause a loss is `losses[n]`."""
+        return [one for one in self.faults.events if self.began_s < one.at_s <= self.end_s]
 
 
 class Choice(Struct, frozen=True, kw_only=True):
@@ -96,10 +92,7 @@ def _plain(value: Any) -> str:
 
 
 def read(records: Callable[[], Iterable[Record]], source: str) -> Recording:
-    """Read a log twice: first verify every decision, then measure.
-
-    Raises UsageError if the log does not verify, or has nothing to compare.
-    """
+    """Verify a log, then measure it. Raises UsageError if it does not verify or has no task."""
     reader, specs, tables = FaultReader(), dict[int, JobSpec](), dict[int, ThroughputSet]()
 
     def watch(state: ClusterState, record: Record) -> None:
@@ -127,7 +120,7 @@ def read(records: Callable[[], Iterable[Record]], source: str) -> Recording:
 def _played(outcome: Outcome, earnings: AttributedWaf, account: Accounting, names: dict[int, str]
             ) -> RunResult:
     return RunResult(outcome, earnings,
-                  {names[number]: flop for number, flop in earnings.by_task.items()},
+                  {names[number]: flop for number, flop in earnings.flop_of.items()},
                   {names[number]: job.done_flop - job.began_flop
                    for number, job in account.jobs.items()})
 
@@ -217,17 +210,10 @@ def _translated(recording: Recording, one: AnyEvent, choice: Choice, chosen: Pol
 def _job(recording: Recording, number: int, weight: float, chosen: Policy) -> JobSpec:
     """The spec of the simulated task: its throughput table, and the policy's way of healing."""
     spec, table = recording.specs[number], recording.measured.tables[number]
-    slots = {key: value for key, value in msgspec.to_builtins(spec.slots).items() if value}
-    given: dict[str, Any] = {
-        "apiVersion": API_VERSION, "name": recording.names[number], "weight": weight,
-        "priority": spec.priority, "team": spec.team, "slots": slots, "command": ["on-paper"],
-        "throughput": {size: rate * chosen.costs.speed for size, rate in
-                       zip(table.sizes, table.rates_flops, strict=True)}}
-    if chosen.heals and spec.training is not None:
-        given |= {"heal": "in-memory", "loop": {
-            "micro_batches": max(spec.slots.max, 1), "iterations": COUNT_NUM_MAX,
-            "output": "/on-paper", "copy_every": 0}}
-    return parse_job(given)
+    return scenario.simulated_job(
+        chosen, recording.names[number], weight, spec.slots,
+        dict(zip(table.sizes, table.rates_flops, strict=True)), heals=spec.training is not None,
+        priority=spec.priority, team=spec.team)
 
 
 def reweighted_flop(played: RunResult, weights: dict[str, float]) -> float:

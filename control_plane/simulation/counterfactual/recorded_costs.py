@@ -43,7 +43,6 @@ class RecordedCosts:
         self._kept_s: dict[tuple[str, int], tuple[int, float]] = {}
 
     def see(self, record: Record) -> None:
-        """Read the next record."""
         at_s = record.at_s
         match record.body:
             case o.StartRank() as body:
@@ -90,21 +89,17 @@ class RecordedCosts:
         """Medians since `from_s`, else of the whole log, else `usual`."""
         found: dict[str, Any] = {}
         for name, samples in self.samples.items():
-            took_s = [one.took_s for one in samples if one.at_s >= from_s]
-            took_s = took_s or [one.took_s for one in samples]
-            if took_s:
-                found[name] = median(took_s)
+            recent = [one for one in samples if one.at_s >= from_s] or samples
+            if recent:
+                found[name] = median(one.took_s for one in recent)
         return replace(usual, **found, detect_s=usual.detect_s | {
             cause: median(each) for cause, each in detected(faults).items()})
 
     def costs_between(self, usual: Costs, from_s: float, to_s: float) -> Costs:
         """Medians of the steps that began in this interval, else `usual`."""
-        found: dict[str, Any] = {}
-        for name in STEPS:
-            took_s = [one.took_s for one in self.samples[name] if from_s <= one.at_s < to_s]
-            if took_s:
-                found[name] = median(took_s)
-        return replace(usual, **found) if found else usual
+        took_s = {name: [one.took_s for one in self.samples[name] if from_s <= one.at_s < to_s]
+                  for name in STEPS}
+        return replace(usual, **{name: median(each) for name, each in took_s.items() if each})
 
     def times_s(self, task: int) -> dict[int, list[float]]:
         """By number of slots: the durations of the task's iterations."""

@@ -12,10 +12,9 @@ from ....events.records import decisions as d
 from ....events.records import orders as o
 from ....events.records import reports
 from ....events.records.envelope import Record
-from ....events.records.reports import IterationsLogged
 from ....events.spec import policy as r
 from ...history.history import History
-from ...state.cluster import ClusterState, live_tasks
+from ...state.cluster import live_tasks
 from ...state.incident import FARTHER
 from ...state.task import Task
 from ...throughput.table import rate_at
@@ -78,11 +77,8 @@ class StartState(NamedTuple):
 
 
 class LogAccounting:
-    """Folds a log record by record and accounts for its tasks.
-
-    `tables`: the throughput by task for the whole log. The horizon starts at `begin_s`, by default
-    when all tasks with slots train.
-    """
+    """Folds a log record by record and accounts for its tasks. `tables`: the throughput by task for
+    the whole log. The horizon starts at `begin_s`, by default when all tasks with slots train."""
 
     def __init__(self, faults: RecordedFaults, tables: Mapping[int, d.ThroughputSet],
                  earnings: WafAccount, begin_s: float | None = None) -> None:
@@ -118,7 +114,6 @@ class LogAccounting:
                        0)
 
     def add(self, record: Record) -> None:
-        """Account for the next record."""
         at_s, body = record.at_s, record.body
         self._advance(at_s)
         if isinstance(body, reports.NodeLeft | reports.NodeJoined):
@@ -137,8 +132,10 @@ class LogAccounting:
         self._update_progress(at_s, record)
         for number in changed:
             self.account.update(at_s, number)
-        if self.began_s < 0 and self._begin_s is None and _all_train(self.state):
-            self._begin(at_s)
+        if self.began_s < 0 and self._begin_s is None:
+            assigned = [task for task in self.state.tasks.values() if task.target]
+            if assigned and all(task.phase == "training" for task in assigned):
+                self._begin(at_s)
 
     def _begin(self, at_s: float) -> None:
         state, self.began_s = self.state, at_s
@@ -206,7 +203,7 @@ class LogAccounting:
                 job.on_iterations(
                     at_s, self._since_s(record), body.first_iteration + len(body.step_s),
                     rate_at(job.table, len(task.members)) * body.step_s[-1])
-        elif isinstance(body, IterationsLogged):
+        elif isinstance(body, reports.IterationsLogged):
             self._logged(record, task, job, body)
         elif isinstance(body, d.TaskEnded):
             self.account.end_task(at_s, task.id)
@@ -217,7 +214,7 @@ class LogAccounting:
         return max(record.at_s - record.occurred_s - self._behind_s.get(node, 0.0), 0.0)
 
     def _logged(self, record: Record, task: Task, job: RecordedProgress,
-                body: IterationsLogged) -> None:
+                body: reports.IterationsLogged) -> None:
         """A command reports its iteration; after a restart the first report shows the loss."""
         at_s = record.at_s
         if job.before is not None and job.before[0] == task.rounds:
@@ -229,8 +226,3 @@ class LogAccounting:
             job.before = None
         job.on_iterations(at_s, self._since_s(record), body.iteration,
                   rate_at(job.table, len(task.target)) * body.step_s)
-
-
-def _all_train(state: ClusterState) -> bool:
-    assigned = [task for task in state.tasks.values() if task.target]
-    return bool(assigned) and all(task.phase == "training" for task in assigned)

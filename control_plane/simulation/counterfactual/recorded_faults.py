@@ -25,9 +25,7 @@ REQUESTS = (r.TaskCancelRequested, r.TaskWeightSet, r.HealingFrozen, r.HealingRe
 
 class ProcessLoss(NamedTuple):
     """Processes that ended or stalled at `at_s`: one, or all of a node. Record `seq` reports it.
-
-    `generation`: of a failed collective, whose process lives.
-    """
+    `generation`: of a failed collective, whose process lives."""
 
     at_s: float
     seq: int
@@ -83,7 +81,6 @@ class FaultReader:
         self._policy: policy.Policy | None = None
 
     def see(self, state: ClusterState, record: Record) -> None:
-        """Read the next record."""
         body, node = record.body, record.source.rpartition("/")[0]
         if record.source != "heart" and record.source_seq and not node.startswith(
                 ("leader", "operator")):

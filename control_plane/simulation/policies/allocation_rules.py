@@ -8,12 +8,12 @@ from .unicron import POLICY as UNICRON
 
 EQUALLY = Policy(
     what="the same number of slots to each task, healed in memory",
-    heals=True, escalates=True, costs=UNICRON.costs, decides=lambda _: sharing(lambda _: 1.0))
+    heals=True, escalates=True, costs=UNICRON.costs, decides=lambda _, __: sharing(lambda _: 1.0))
 BY_WEIGHT = Policy(
     what="slots in proportion to the weights, healed in memory",
     heals=True, escalates=True, costs=UNICRON.costs,
-    decides=lambda _: sharing(lambda demand: demand.weight))
+    decides=lambda _, __: sharing(lambda demand: demand.weight))
 BY_SIZE = Policy(
     what="slots in proportion to the models' sizes, healed in memory",
     heals=True, escalates=True, costs=UNICRON.costs, by_params=True,
-    decides=lambda run: sharing(lambda demand: run.params[demand.name]))
+    decides=lambda _, params: sharing(lambda demand: params[demand.name]))

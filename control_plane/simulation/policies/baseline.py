@@ -109,9 +109,8 @@ def _initial_plan(state: ClusterState, num_spares: int) -> Seats:
     return _placed(state, snapshot, plan.slots, slots)
 
 
-def _placed(
-    state: ClusterState, snapshot: PlanningSnapshot, counts: tuple[int, ...], slots: Sequence[Slot]
-) -> Seats:
+def _placed(state: ClusterState, snapshot: PlanningSnapshot, counts: tuple[int, ...],
+            slots: Sequence[Slot]) -> Seats:
     tasks = [state.tasks[demand.task] for demand in snapshot.problem.demands]
     where = {name: node.labels for name, node in state.nodes.items()}
     return placement.place(tasks, counts, slots, where)

@@ -36,7 +36,7 @@ from .restarting import START_S
 
 SHRINK = Policy(
     what="the failed job continues smaller, until its nodes are back",
-    heals=True, decides=lambda _: following(shrunk),
+    heals=True, decides=lambda _, __: following(shrunk),
     costs=Costs(
         # 0.5 s is the heartbeat's limit, which is nearly all of it.
         detect_s=dict.fromkeys((s.NCCL_TIMEOUT, s.LINK_FLAPPING, s.TASK_HANG), 2.09),
@@ -49,14 +49,14 @@ _RESILIENT = Costs(
     start_s=START_S, checkpoint_s=1800.0)
 OOBLECK = Policy(
     what="pipeline templates are instantiated again on the nodes left",
-    heals=True, decides=lambda _: following(shrunk),
+    heals=True, decides=lambda _, __: following(shrunk),
     costs=replace(_RESILIENT, regroup_s=10.0, speed=0.32))
 BAMBOO = Policy(
     what="redundant stages take over, then the pipelines are rebalanced",
-    heals=True, decides=lambda _: following(shrunk),
+    heals=True, decides=lambda _, __: following(shrunk),
     costs=replace(_RESILIENT, regroup_s=450.0, speed=0.26))
 VARUNA = Policy(
     what="the job restarts from a checkpoint, on the nodes left",
-    heals=False, decides=lambda _: following(shrunk),
+    heals=False, decides=lambda _, __: following(shrunk),
     # A checkpoint every ten iterations, whose 120 s are in its speed.
     costs=replace(_RESILIENT, start_s=701.0, checkpoint_s=100.0, speed=0.25))

@@ -38,23 +38,14 @@ class Costs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
                    self.detect_iterations.get(cause, 0.0) * iteration_s)
 
 
-class RunInfo(Struct, frozen=True, kw_only=True):
-    """What a policy knows about a run before it begins. `params`: of the model, by task name."""
-
-    costs: Costs
-    params: Mapping[str, float]
-
-
 class Policy(Struct, frozen=True, kw_only=True):
     """`heals`: members continue in memory; otherwise all processes of a task restart together.
-
-    `escalates`: nodes are quarantined and tasks fail according to the limits.
-    `decides` makes the `decide` of one run. `by_params`: it needs the parameters of each task.
-    """
+    `escalates`: nodes are quarantined and tasks fail by the limits. `decides` makes the `decide` of
+    a run from its costs and the model sizes by task; `by_params`: it needs these."""
 
     what: str
     heals: bool
     escalates: bool = False
-    decides: Callable[[RunInfo], Decide]
+    decides: Callable[[Costs, Mapping[str, float]], Decide]
     costs: Costs
     by_params: bool = False

@@ -8,8 +8,7 @@ from .policy import Costs, Policy
 
 POLICY = Policy(
     what="replan the cluster by what it earns, heal in memory",
-    heals=True, escalates=True,
-    decides=lambda _: decide.decide,
+    heals=True, escalates=True, decides=lambda _, __: decide.decide,
     costs=Costs(
         # docs/guides/bench-detection.md: medians of ten faults each on two cores. A hang, or a
         # collective in which others wait, is reported after three iterations, a second at least.
@@ -22,6 +21,4 @@ POLICY = Policy(
         start_s=30.0,
         # docs/guides/bench-recovery.md, `breakdown` and the layouts: on gloo, 0.3 to 0.6 s in all.
         quiesce_s=0.3, regroup_s=0.3,
-        checkpoint_s=1800.0, copy_s=300.0,
-    ),
-)
+        checkpoint_s=1800.0, copy_s=300.0))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from ....events.records.types import Body
 from ..policies.policy import Costs
 
 Event = Literal["fault", "repaired", "joined", "left"]
-EVENTS: dict[str, Event] = {
-    "fault": "fault", "repaired": "repaired", "joined": "joined", "left": "left"}
+EVENTS: dict[str, Event] = {name: name for name in get_args(Event)}
 AT_S_MAX = 1e12
 
 

@@ -18,7 +18,6 @@ from msgspec import Struct
 
 from ....events.errors import SpecError, need
 from ....events.records import statuses as s
-from ....events.records.statuses import LOST_CONNECTION
 from ...incidents.severity import TABLE
 from . import repair_time
 from .external_event import ExternalEvent
@@ -85,15 +84,13 @@ OFFENDERS = {
 
 class Bursts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Several nodes fail together; they are neighbours in the cluster's list (a rack, a switch).
-
     One burst per `every_h` hours on average in the whole cluster, or `count` over the horizon.
-    `sizes`: number of nodes, and the share of such bursts.
-    """
+    `sizes`: number of nodes, and the share of such bursts."""
 
     sizes: dict[int, float]
     every_h: float | None = None
     count: int | None = None
-    cause: str = LOST_CONNECTION
+    cause: str = s.LOST_CONNECTION
 
 
 class Drawn(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -209,10 +206,7 @@ def _check_shares(shares: dict[str, float] | dict[int, float], at: str) -> None:
 
 def draw(drawn: Drawn, nodes: Sequence[str], num_slots: int, horizon_s: float
          ) -> list[ExternalEvent]:
-    """All events of these nodes until the horizon, by time; a node has `num_slots` slots.
-
-    Raises SpecError.
-    """
+    """All events of nodes with `num_slots` slots until the horizon, by time. Raises SpecError."""
     check(drawn, len(nodes), num_slots, horizon_s)
     faults = [*_bursts(drawn, len(nodes), horizon_s)]
     faults += (_counted(drawn, horizon_s) if drawn.count is not None else

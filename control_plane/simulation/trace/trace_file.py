@@ -34,8 +34,7 @@ DOCS = "see docs/guides/simulate.md"
 
 
 class Trace(NamedTuple):
-    """External events by time. `nodes`: the nodes at the start, if the file names them (churn);
-    otherwise the scenario does."""
+    """External events by time. `nodes` at the start, if the file names them (churn)."""
 
     events: list[ExternalEvent]
     nodes: tuple[str, ...] = ()

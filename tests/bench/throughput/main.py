@@ -15,8 +15,7 @@ from pathlib import Path
 
 from bench.recovery.rows import Row, table, write
 from bench.throughput.fit import Fitted, fit, mape
-from bench.throughput.rows import Published, predicted, published
-from unicron.control_plane.throughput.memory import fits
+from bench.throughput.rows import Published, fits, predicted, published
 from unicron.control_plane.throughput.step_time import constants_of
 
 ROOT = Path(__file__).parents[3]

@@ -25,7 +25,7 @@ from unicron.control_plane.throughput.layouts import (
     recomputes,
     refusal,
 )
-from unicron.control_plane.throughput.memory import fits
+from unicron.control_plane.throughput.memory import capacity, memory
 from unicron.control_plane.throughput.step_time import Constants, iteration_s
 from unicron.events.spec.model import Gpu, MegatronModel
 
@@ -159,11 +159,27 @@ def predicted(row: Published, constants: Constants) -> tuple[float, Layout]:
     return flops / iteration_s(row.model, best, constants) / row.num_gpus, best
 
 
+def fits(model: MegatronModel, layout: Layout) -> bool:
+    """Whether the layout fits into the memory of the model's kind of GPU."""
+    return memory(model, layout).total <= capacity(model)
+
+
+def executed_flops(model: MegatronModel, recompute: str) -> float:
+    """Hardware FLOPs of one iteration, with recomputation.
+
+    Full recomputation: 96 B s l h^2 (1 + s/6h + V/16lh) (Narayanan et al., SC'21, appendix).
+    """
+    weights, scores = model_flops.layer_flops(model)
+    again = {"none": 0, "selective": scores, "full": weights + scores}[recompute]
+    return model_flops.iteration_flops(model) + float(
+        model.global_batch * model.num_layers * again)
+
+
 def counted_flops(row: Published, layout: Layout) -> float:
     """Of one iteration, as the row counts them."""
     model = row.model
     if row.counted == "executed":
-        return model_flops.executed_flops(model, layout.recompute)
+        return executed_flops(model, layout.recompute)
     if row.counted == "model":
         return model_flops.iteration_flops(model)
     scores = 12 * model.num_layers * model.hidden * model.sequence

@@ -130,7 +130,7 @@ def on_one_slot(state: ClusterState) -> None:
     (lambda state: setattr(state, "unreachable", ["n1"]), "unreachable is"),
     (lambda state: setattr(state, "undecided", ["n2"]), "undecided is"),
     (lambda state: state.nodes["n1"].occupants.pop(0), "runs on"),
-    (lambda state: first(state).ranks.pop(0), "which is gone"),
+    (lambda state: first(state).ranks.pop(0), "that its task does not have"),
     (lambda state: setattr(first(state), "incident", 99), "is of another task"),
     (on_one_slot, "two ranks have one slot"),
     (lambda state: state.deadlines.update({

@@ -139,10 +139,10 @@ def test_what_would_be_lost_counts_copies_elsewhere(d: Driver) -> None:
     task = d.running(spec(**ONE))
     d.progress(task, 30)
     it = task_of(d, task)
-    assert (it.iteration, it.unsaved) == (31, 31)
+    assert (it.iteration, it.lost_with()) == (31, 31)
     kept(d, task, "n1", 30)
     kept(d, task, "n2", 20)
-    assert (it.unsaved, it.lost_with("n1"), it.lost_with("n2")) == (1, 11, 1)
+    assert (it.lost_with(), it.lost_with("n1"), it.lost_with("n2")) == (1, 11, 1)
 
 
 @pytest.mark.nodes(3)

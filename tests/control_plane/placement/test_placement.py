@@ -254,7 +254,7 @@ def test_what_would_be_lost_is_named() -> None:
     assert placement.why_placed(task, task.target[:1], here, {}) == (
         "one seat on n1, no state elsewhere: its loss would cost the 10 iterations since its "
         "checkpoint")
-    assert task.unsaved == 10, "as the screen of the task tells it"
+    assert task.lost_with() == 10, "as the screen of the task tells it"
     spread = [Seat(0, SLOTS[0]), Seat(1, SLOTS[2])]
     assert placement.why_placed(task, spread, SLOTS, {}) == "2 seats on n1 n2"
     where = {"n1": Labels(rack="r1"), "n2": Labels(rack="r1"), "n3": Labels(rack="r2")}

@@ -14,11 +14,11 @@ from explained import explained
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from planner_cases import candidates_of
 from unicron.cli.screens import plan as plan_screen
 from unicron.control_plane.planner import alternative_names, constraints, explain, planner
 from unicron.control_plane.planner.problem import PlanLimits, PlanProblem, TaskDemand
 from unicron.control_plane.planner.solver import knapsack
-from unicron.control_plane.planner.solver.candidates import candidates_of
 from unicron.control_plane.throughput.transition_cost import Transition
 from unicron.events.records import decisions
 from unicron.events.records import reports as r

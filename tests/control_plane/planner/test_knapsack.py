@@ -15,11 +15,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner_cases import FAMILIES, degenerate
+from planner_cases import FAMILIES, candidates_of, degenerate
 from unicron.control_plane.planner import planner
 from unicron.control_plane.planner.planner import choose_plan
 from unicron.control_plane.planner.solver import core, dynamic_program, knapsack
-from unicron.control_plane.planner.solver.candidates import candidates_of
 from unicron.control_plane.planner.solver.core import CoreProblem
 from unicron.control_plane.planner.solver.knapsack import Solution
 

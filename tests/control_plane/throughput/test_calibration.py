@@ -167,5 +167,5 @@ def test_a_task_that_has_ended_leaves_no_times_behind(d: Driver, task: int) -> N
 
 
 def test_others_follow_the_shape_from_the_nearest_measured() -> None:
-    table = throughput.measured_table(1, spec(), {2: 10.0, 4: 12.0})
+    table = throughput.table_through(1, "measured", spec(), {2: 10.0, 4: 12.0})
     assert table.rates_flops == (5.0, 10.0, 12.0, 12.0)

@@ -75,7 +75,7 @@ def test_modelled_declared_measured() -> None:
     assert one.rates_flops == pytest.approx((1e14 / 1.9, 1e14, 3.5e14 / 1.9))
     two = throughput.table(7, parse(job(throughput={2: 1e14, 4: 1.2e14})), modelled=KNOWN)
     assert two.rates_flops[1:] == (1e14, 1.2e14)
-    told = throughput.measured_table(7, plain, {4: 7e14}, KNOWN)
+    told = throughput.table_through(7, "measured", plain, {4: 7e14}, KNOWN)
     assert told.origin == "measured"
     assert told.rates_flops == pytest.approx((2e14, 3.8e14, 7e14))
 

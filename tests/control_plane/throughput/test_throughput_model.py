@@ -10,9 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 from bench.throughput.fit import BOUNDS, Fitted, mape
-from bench.throughput.rows import Published, counted_flops, predicted, published
+from bench.throughput.rows import (
+    Published,
+    counted_flops,
+    executed_flops,
+    fits,
+    predicted,
+    published,
+)
 from msgspec.structs import replace
-from unicron.control_plane.throughput.flops import executed_flops, iteration_flops, parameters
+from unicron.control_plane.throughput.flops import iteration_flops, parameters
 from unicron.control_plane.throughput.gpus import KINDS
 from unicron.control_plane.throughput.layout_search import Search, losses, modelled
 from unicron.control_plane.throughput.layouts import (
@@ -22,7 +29,7 @@ from unicron.control_plane.throughput.layouts import (
     divisors,
     refusal,
 )
-from unicron.control_plane.throughput.memory import capacity, fits, layer_activations, memory
+from unicron.control_plane.throughput.memory import capacity, layer_activations, memory
 from unicron.control_plane.throughput.memory import layer_scores as scores_bytes
 from unicron.control_plane.throughput.step_time import (
     AMPERE,
@@ -207,7 +214,8 @@ def test_the_search_finds_what_trying_all_finds(name: str) -> None:
         if deal not in seen and memory(model, layout).total <= gib * GIBI:
             seen.add(deal)
             rate = iteration_flops(model) / iteration_s(model, layout, constants_of(model))
-            best[layout.num_gpus] = max(best[layout.num_gpus], rate)
+            size = layout.model_parallel * layout.dp
+            best[size] = max(best[size], rate)
     most, steps = 0.0, {}
     for size in range(1, num_gpus + 1):
         if best[size] > most:
@@ -218,7 +226,7 @@ def test_the_search_finds_what_trying_all_finds(name: str) -> None:
     for one in found:
         assert refusal(model, one.layout) == ""
         assert memory(model, one.layout).total <= gib * GIBI
-        assert one.layout.num_gpus == one.size
+        assert one.layout.model_parallel * one.layout.dp == one.size
 
 
 def _all(model: MegatronModel, num_gpus: int) -> list[Layout]:

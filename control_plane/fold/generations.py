@@ -1,0 +1,119 @@
+"""The fold of a generation's members: collectives, leaving it, coming up in it, finishing."""
+
+from __future__ import annotations
+
+from ...events.records import reports as r
+from ...events.records.codec import decode_record
+from ...events.records.envelope import Record
+from ...events.records.orders import Reconfigure
+from ..incidents.severity import OF_DEVICES, TABLE, last_line, network_status
+from ..state.cluster import ClusterState
+from ..state.members import (
+    awaited,
+    count_outstanding,
+    current_member,
+    is_complete,
+    is_representative,
+    take_position,
+)
+from ..state.task import Rank, Task
+from .edits import (
+    add_evidence,
+    record_fault,
+    record_generation_failure,
+    record_origin,
+    set_deadline,
+    update_unreachable_deadline,
+)
+
+
+def collective_failed(state: ClusterState, record: Record, body: r.CollectiveFailed) -> None:
+    task = state.tasks.get(body.task)
+    rank = current_member(task, body.rank, body.attempt, body.generation)
+    if task is None or rank is None or rank.failed == task.generation:
+        return
+    if task.phase == "reconfiguring":
+        record_generation_failure(task, record, [rank], network_status(body.error),
+                f"rank {rank.rank} could not settle in generation {task.generation}: {body.error}")
+        return
+    rank.failed, rank.failed_seq = task.generation, record.seq
+    own = body.status in OF_DEVICES
+    rank.failed_status = (body.status if own or TABLE.get(body.status) == "SEV3"
+                          else network_status(body.error))
+    add_evidence(state.incidents.get(task.incident), record)
+    if own:
+        _device_failed(task, record, rank, body.error)
+    if task.failed_s < 0:
+        task.failed_s = record.at_s
+        if len(task.living_members()) == len(task.members):
+            set_deadline(state, f"evidence/{task.id}/{task.generation}",
+                         state.policy.evidence_s_max)
+
+
+def _device_failed(task: Task, record: Record, rank: Rank, error: str) -> None:
+    """A device error inside a collective is the rank's own fault: its process is to be restarted.
+    If the others do not hold the complete state, decide first reattempts in place."""
+    record_fault(task, record, [rank], rank.failed_status, f"rank {rank.rank}: {last_line(error)}")
+    if is_complete(task, [other for other in task.living_members() if other.is_healthy and (
+            other is not rank and not (
+                other.failed == task.generation and other.failed_status in OF_DEVICES))]):
+        rank.timeout_reason = f"has {rank.failed_status}"
+
+
+def quiesced(state: ClusterState, record: Record, body: r.Quiesced) -> None:
+    task = state.tasks.get(body.task)
+    rank = current_member(task, body.rank, body.attempt, body.generation)
+    if task is not None and rank is not None:
+        if task.phase == "quiescing" and awaited(task):
+            task.num_outstanding -= rank.quiesced != task.generation
+        rank.quiesced, rank.step_version = body.generation, body.step_version
+        update_unreachable_deadline(state, task)
+
+
+def reconfigured(state: ClusterState, record: Record, body: r.Reconfigured) -> None:
+    task = state.tasks.get(body.task)
+    rank = current_member(task, body.rank, body.attempt, body.generation)
+    if task is None or rank is None or rank.reconfigured == task.generation:
+        return
+    if task.phase != "reconfiguring":
+        return
+    task.num_outstanding -= bool(awaited(task))
+    rank.reconfigured, rank.has_state = task.generation, True
+    take_position(task, rank, body.step_version)
+    if rank.joined_iteration < 0:
+        rank.joined_iteration = max(body.step_version, task.max_iteration)
+    task.settled = body.step_version
+    update_unreachable_deadline(state, task)
+    incident = state.incidents.get(task.incident)
+    if incident is None:
+        return
+    may_be_read = body.origin in ("", "checkpoint")
+    order = state.orders.get(task.reconfigure_order) if may_be_read else None
+    rebuild = decode_record(order).body if order is not None else None
+    record_origin(incident, body, rebuild.checkpoint if isinstance(rebuild, Reconfigure) else "",
+                rank.slot.node)
+    if incident.down_since_s >= 0 and is_representative(task, rank):
+        incident.kept += len(body.kept_micro_batches)
+        incident.dealt += len(body.reassigned_micro_batches)
+
+
+def reconfigure_failed(state: ClusterState, record: Record, body: r.ReconfigureFailed) -> None:
+    task = state.tasks.get(body.task)
+    rank = current_member(task, body.rank, body.attempt, body.generation)
+    if task is not None and rank is not None and task.phase == "reconfiguring":
+        record_generation_failure(task, record, [rank], network_status(body.error),
+                f"rank {rank.rank} did not come up in generation {task.generation}: {body.error}")
+
+
+def rank_finished(state: ClusterState, record: Record, body: r.RankFinished) -> None:
+    task = state.tasks.get(body.task)
+    rank = current_member(task, body.rank, body.attempt, body.generation)
+    if task is None or rank is None or rank.state == "finished":
+        return
+    rank.state = "finished"
+    if not task.finished:
+        set_deadline(state, f"finish/{task.id}/{task.generation}", state.policy.boundary_s_max)
+    task.finished.append(rank.rank)
+    count_outstanding(task)
+    task.forward_calls += body.forward_calls
+    task.iteration = max(task.iteration, body.step_version)

@@ -1,0 +1,125 @@
+"""The fold of nodes: joined, left, unreachable, reachable, lost reports, refused orders."""
+
+from __future__ import annotations
+
+from ...events.records import reports as r
+from ...events.records.envelope import Record
+from ...events.records.statuses import EXITED_ABNORMALLY
+from ...events.records.types import first_store_number
+from ..incidents.node_incidents import update_undecided
+from ..state.cluster import ClusterState
+from ..state.node import NUM_SLOTS_MAX, Node
+from .edits import (
+    clear_deadline,
+    record_fault,
+    remove_node,
+    remove_process,
+    schedule_estimate,
+    set_deadline,
+    set_health,
+    set_resume_deadline,
+    update_unreachable,
+    update_unreachable_deadline,
+)
+from .node_health import inherit, update_unhealthy_slots
+
+
+def node_unreachable(state: ClusterState, record: Record, body: r.NodeUnreachable) -> None:
+    node = state.nodes.get(body.node)
+    if node is None or node.incarnation != body.incarnation or node.health != "healthy":
+        return
+    set_health(state, node, "unreachable")
+    node.unreachable_seq = record.seq
+    set_deadline(state, f"replace/{node.name}", state.policy.replace_after_s)
+    for task in state.tasks.values():
+        update_unreachable_deadline(state, task)
+
+
+def node_reachable(state: ClusterState, record: Record, body: r.NodeReachable) -> None:
+    node = state.nodes.get(body.node)
+    if node is None or node.incarnation != body.incarnation:
+        return
+    if node.unreachable:
+        set_health(state, node, "healthy")
+        node.replace = False
+        clear_deadline(state, f"replace/{node.name}")
+        for task in state.tasks.values():
+            update_unreachable_deadline(state, task)
+            for rank in task.ranks.values():
+                if rank.is_stopped and rank.slot.node == node.name:
+                    set_resume_deadline(state, task, rank)
+        state.replan = f"node {node.name} is back"
+
+
+def node_joined(state: ClusterState, record: Record, body: r.NodeJoined) -> None:
+    old = state.nodes.get(body.node)
+    if old is not None and body.incarnation <= old.incarnation:
+        return
+    why = f"the agent of {body.node} started again"
+    if old is not None:
+        remove_node(state, record, old, why)
+    state.nodes[body.node] = node = Node(
+        name=body.node, incarnation=body.incarnation, host=body.host, pid=body.pid,
+        num_slots=min(max(body.num_slots, 0), NUM_SLOTS_MAX), accelerator=body.accelerator,
+        since_s=record.at_s, keeper=body.keeper, keeper_start=first_store_number(body.incarnation),
+        labels=body.labels,
+        drained=old is not None and old.drained,
+        drain_reason=old.drain_reason if old is not None else "",
+    )
+    if old is not None:
+        inherit(state, old, node)
+    update_unhealthy_slots(state)
+    clear_deadline(state, f"replace/{body.node}")
+    schedule_estimate(state, body.node)
+    _forget_incarnations(state, body.node, old.incarnation if old is not None else 0)
+    update_unreachable(state, node)
+    update_undecided(state)
+    state.num_slots_max = max(state.num_slots_max, sum(
+        one.num_slots for one in state.nodes.values() if one.health == "healthy"))
+    state.replan = f"node {body.node} joined"
+
+
+def _forget_incarnations(state: ClusterState, name: str, oldest: int) -> None:
+    """Drop sources older than `oldest`: only the previous agent may still have spooled reports."""
+    own = f"{name}/"
+    for source in [source for source in state.sources if source.startswith(own)] if oldest else ():
+        node, _, incarnation = source.rpartition("/")
+        if node == name and incarnation.isdecimal() and int(incarnation) < oldest:
+            del state.sources[source]
+
+
+def node_left(state: ClusterState, record: Record, body: r.NodeLeft) -> None:
+    node = state.nodes.get(body.node)
+    if node is None or node.incarnation != body.incarnation:
+        return
+    remove_node(state, record, node, "")
+    set_health(state, node, "left")
+    update_unhealthy_slots(state)
+    clear_deadline(state, f"replace/{node.name}")
+    state.replan = f"node {node.name} left"
+
+
+def reports_lost(state: ClusterState, record: Record, body: r.ReportsLost) -> None:
+    state.reports_lost += max(body.num_lost, 0)
+
+
+def order_refused(state: ClusterState, record: Record, body: r.OrderRefused) -> None:
+    for task in state.tasks.values():
+        for rank in list(task.ranks.values()):
+            if rank.start_order == body.order and rank.state == "ordered":
+                remove_process(state, task, rank)
+                record_fault(task, record, [rank], EXITED_ABNORMALLY,
+                      f"{body.node} refused to start rank {rank.rank}: {body.why}")
+                return
+        for rank in [*task.ranks.values(), *task.orphans]:
+            if body.order in rank.stop_orders:
+                # No such process: its StartRank never reached the node.
+                remove_process(state, task, rank)
+                return
+        refused = task.publishing.pop(body.order, None)
+        if refused is not None:
+            state.orders.pop(body.order, None)
+            if refused.final and not task.final_known:
+                task.ending = task.ending or "failed"
+                task.why = f"the final checkpoint could not be published: {body.why}"
+            return
