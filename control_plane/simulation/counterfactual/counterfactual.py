@@ -15,7 +15,6 @@ from ....events.records.decisions import ThroughputSet
 from ....events.records.envelope import Record
 from ....events.spec.job import JobSpec
 from ....events.spec.policy import Policy as Limits
-from ....events.spec.validation import COUNT_NUM_MAX
 from ...decide.replay import Verdict, verify
 from ...state.cluster import ClusterState
 from .. import scenario
