@@ -1,4 +1,4 @@
-"""What the members of test_reshard.py's worlds do: from layout to layout with their state.
+"""What the members of test_resharding.py's worlds do: from layout to layout with their state.
 
 A gradient is drawn whole, by the name of its parameter and the step, and Adam works on each element
 by itself: so after the same steps every layout has the same whole state, bit by bit.

@@ -1,24 +1,60 @@
-"""The agent and processes: how they end, where their output goes, which orders are obeyed."""
+"""The agent and its processes: how they end, which orders it obeys, what it reports."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 import pytest
-from agent_driver import House, alive, command, go, house, python, train, until, until_text
-from unicron.events.log.memory import MemoryLog
-from unicron.events.records.orders import StartRank, StopRank
-from unicron.events.records.reports import NodeJoined, OrderRefused, RankExited, RankStarted
-from unicron.events.records.types import Slot
+from agent_driver import (
+    LIMIT_S,
+    House,
+    alive,
+    command,
+    go,
+    house,
+    python,
+    train,
+    until,
+    until_gone,
+    until_text,
+)
+from unicron.events.log.memory import MemoryLog, Outcome
+from unicron.events.records.orders import (
+    PublishCheckpoint,
+    Quiesce,
+    Reconfigure,
+    Resume,
+    StartRank,
+    StopRank,
+)
+from unicron.events.records.reports import (
+    CheckpointPublished,
+    NodeJoined,
+    NodeLeft,
+    OrderRefused,
+    Quiesced,
+    RankErrored,
+    RankExited,
+    RankReady,
+    RankStarted,
+    TaskProgressed,
+)
+from unicron.events.records.types import Member, Slot
+from unicron.workers.agent import order_executor
 from unicron.workers.agent.processes.launcher import NodeConfig, environment
+from unicron.workers.agent.publish import PublishRefused, publish
 from unicron.workers.host import linux
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
+FAULTS: list[Outcome] = ["unavailable", "lost", "applied"]
 
 
 # --- how processes end --------------------------------------------------------------------------
@@ -236,5 +272,231 @@ def test_orders_written_anew_are_duplicates(memory: MemoryLog, tmp_path: Path) -
             await one.start(python("pass"), rank=1)
             await one.leader.wait(RankExited, 2)
             assert [s.rank for s in one.leader.all(RankStarted)] == [0, 1]
+
+    go(test)
+
+
+# --- the pipe -----------------------------------------------------------------------------------
+def reconfigure(*members: int, generation: int = 1) -> Reconfigure:
+    return Reconfigure(nodes=("n1",), task=1, generation=generation, store="x:1", dp=2,
+                       checkpoint="", members=tuple(
+                           Member(rank=rank, attempt=1, node="n1", endpoint="x:1")
+                           for rank in members))
+
+
+def test_a_training_rank_is_led_through_its_pipe(memory: MemoryLog, tmp_path: Path,
+                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+    async def test() -> None:
+        async with house(memory, tmp_path) as one:
+            for rank in (0, 1):
+                await one.start(train(0), rank=rank)
+            ready = await one.leader.wait(RankReady, 2)
+            assert {(r.endpoint, r.data_digest) for r in ready} == {("127.0.0.9:1", "1")}
+            told = [r for r in one.leader.records if isinstance(r.body, RankReady)]
+            assert {r.occurred_s for r in told} == {1234.5}
+            await one.leader.order(reconfigure(0))
+            resume = await one.leader.order(
+                Resume(nodes=("n1",), task=1, generation=1, progress_from=0))
+            quiesce = await one.leader.order(
+                Quiesce(nodes=("n1",), task=1, generation=1, mode="now", ranks=(0,)))
+            (quiesced,) = await one.leader.wait(Quiesced)
+            assert quiesced.rank == 0
+            logs = {s.rank: Path(s.log_path).read_text() for s in one.leader.all(RankStarted)}
+            assert "Reconfigure" in logs[0]
+            assert f"Resume {resume} 1" in logs[0]
+            assert f"Quiesce {quiesce} 1" in logs[0]
+            assert logs[1].split()[0] == "StartRank"
+            assert len(logs[1].splitlines()) == 1, "what concerns another is not told"
+
+    go(test)
+
+
+def test_last_words_come_before_the_exit(memory: MemoryLog, tmp_path: Path) -> None:
+    async def test() -> None:
+        async with house(memory, tmp_path) as one:
+            await one.start(train(1))
+            await one.leader.wait(RankReady)
+            await one.leader.order(reconfigure(0))
+            await one.leader.order(Resume(nodes=("n1",), task=1, generation=1, progress_from=0))
+            await one.leader.wait(RankExited)
+            bodies = [r.body for r in one.leader.records if r.source == "n1/7"]
+            assert [p.first_iteration for p in bodies if isinstance(p, TaskProgressed)] == list(
+                range(500))
+            assert isinstance(bodies[-2], RankErrored)
+            assert isinstance(bodies[-1], RankExited)
+
+    go(test)
+
+
+def test_the_end_of_a_training_rank_is_told_before_all_that_it_left_is_gone(
+        memory: MemoryLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something of it does not die: its slot stays taken, and the task knows at once."""
+    table, left = linux.table, [True]
+
+    def more() -> list[linux.Proc]:
+        (started, *_) = begun
+        one = linux.Proc(1 << 30, "D", 1, started.pid, started.pid, 1)
+        return [*table(), *([one] if left else [])]
+
+    begun: list[RankStarted] = []
+
+    async def test() -> None:
+        async with house(memory, tmp_path) as one:
+            await one.start(train(1))
+            await one.leader.wait(RankReady)
+            begun.extend(one.leader.all(RankStarted))
+            monkeypatch.setattr(linux, "table", more)
+            monkeypatch.setattr(order_executor, "REAP_S_MAX", 2 * LIMIT_S)
+            await one.leader.order(reconfigure(0))
+            await one.leader.order(Resume(nodes=("n1",), task=1, generation=1, progress_from=0))
+            await one.leader.wait(RankExited)
+            await one.start(train(0), attempt=2)
+            await asyncio.sleep(0.5)
+            assert len(one.leader.all(RankStarted)) == 1, "its slot is free already"
+            left.clear()
+            await one.leader.wait(RankStarted, 2)
+
+    go(test)
+
+
+@pytest.mark.parametrize("seed", [2, 3])
+def test_a_rank_that_speaks_nonsense_is_ended(memory: MemoryLog, tmp_path: Path,
+                                              seed: int) -> None:
+    async def test() -> None:
+        async with house(memory, tmp_path) as one:
+            await one.start(train(seed))
+            await one.leader.wait(RankReady)
+            await one.leader.order(reconfigure(0))
+            await one.leader.order(Resume(nodes=("n1",), task=1, generation=1, progress_from=0))
+            (exited,) = await one.leader.wait(RankExited)
+            assert exited.signal == signal.SIGKILL
+            assert one.leader.all(NodeLeft) == []
+
+    go(test)
+
+
+# --- checkpoints --------------------------------------------------------------------------------
+def test_publication_moves_forward_only(memory: MemoryLog, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    for path in ("gen-1/iter-5", "gen-1/iter-9"):
+        (output / path).mkdir(parents=True)
+
+    def order(path: str) -> PublishCheckpoint:
+        return PublishCheckpoint(nodes=("n1",), task=1, generation=1, output=str(output),
+                                 path=path)
+
+    async def test() -> None:
+        async with house(memory, tmp_path) as one:
+            first = await one.leader.order(order("gen-1/iter-5"))
+            second = await one.leader.order(order("gen-1/iter-9"))
+            done = await one.leader.wait(CheckpointPublished, 2)
+            assert [d.order for d in done] == [first, second]
+            assert os.readlink(output / "latest") == "gen-1/iter-9"
+            missing = await one.leader.order(order("gen-1/iter-7"))
+            outside = await one.leader.order(order("../elsewhere"))
+            refused = await one.leader.wait(OrderRefused, 2)
+            assert {r.order for r in refused} == {missing, outside}
+        # An agent that starts again reads the same orders: what was overtaken moves nothing back,
+        # and was answered when it was.
+        two = House(memory, tmp_path, incarnation=8)
+        two.leader = one.leader
+        leading = asyncio.create_task(one.leader.run())
+        serving = asyncio.create_task(two.agent.run(two.stop))
+        again = (await one.leader.wait(CheckpointPublished, 3))[2:]
+        assert [d.order for d in again] == [second]
+        assert os.readlink(output / "latest") == "gen-1/iter-9"
+        refused = (await one.leader.wait(OrderRefused, 4))[2:]
+        assert [r.order for r in refused] == [missing, outside]
+        # What it is told only now it answers, also when another node has overtaken it.
+        publish(cluster="c", order=10_000, at_s=9e9, task=1, generation=1, output=str(output),
+                path="gen-1/iter-9")
+        late = await one.leader.order(order("gen-1/iter-5"))
+        refused = (await one.leader.wait(OrderRefused, 5))[4:]
+        assert [(r.order, "order 10000 has already published" in r.why)
+                for r in refused] == [(late, True)]
+        two.stop.set()
+        await serving
+        leading.cancel()
+
+    go(test)
+
+
+def test_a_new_log_of_the_same_name_publishes_over_the_old_ones(tmp_path: Path) -> None:
+    """Its orders count from 1 again; the old log's late ones are still refused."""
+    (tmp_path / "gen-1/iter-9").mkdir(parents=True)
+    (tmp_path / "gen-2/iter-9").mkdir(parents=True)
+
+    def give(order: int, at_s: float, generation: int) -> None:
+        publish(cluster="default", order=order, at_s=at_s, task=1, generation=generation,
+                output=str(tmp_path), path=f"gen-{generation}/iter-9")
+
+    give(90, 1000.0, 1)
+    give(40, 2000.0, 2)
+    assert os.readlink(tmp_path / "latest") == "gen-2/iter-9"
+    give(40, 2000.0, 2)
+    with pytest.raises(PublishRefused, match="order 40 has already published gen-2"):
+        give(39, 2000.0, 1)
+    with pytest.raises(PublishRefused):
+        give(91, 1000.0, 1)
+    assert os.readlink(tmp_path / "latest") == "gen-2/iter-9"
+
+
+# --- stopping -----------------------------------------------------------------------------------
+def test_stop_ends_ranks_then_says_that_the_node_left(memory: MemoryLog, tmp_path: Path) -> None:
+    async def test() -> None:
+        async with house(memory, tmp_path) as one:
+            for rank in (0, 1):
+                await one.start(python("import time; time.sleep(60)"), rank=rank)
+            await one.leader.wait(RankStarted, 2)
+            one.stop.set()
+            assert one.serving is not None
+            await one.serving
+            kinds = [type(r.body).__name__ for r in one.leader.records]
+            assert kinds[-3:] == ["NodeLeft", "RankExited", "RankExited"]
+
+    go(test)
+
+
+def test_cancel_kills_and_says_nothing(memory: MemoryLog, tmp_path: Path) -> None:
+    async def test() -> None:
+        one = House(memory, tmp_path)
+        leading = asyncio.create_task(one.leader.run())
+        serving = asyncio.create_task(one.agent.run(one.stop))
+        await one.leader.wait(NodeJoined)
+        await one.start(python("import time; time.sleep(60)"))
+        (started,) = await one.leader.wait(RankStarted)
+        serving.cancel()
+        with suppress(asyncio.CancelledError):
+            await serving
+        await until_gone(started.pid)
+        assert one.leader.all(NodeLeft) == []
+        leading.cancel()
+
+    go(test)
+
+
+# --- a server that comes and goes ---------------------------------------------------------------
+@pytest.mark.parametrize("seed", range(3))
+def test_lost_replies_double_and_lose_nothing(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+
+    async def test() -> None:
+        log = MemoryLog(time.monotonic)
+        async with house(log, tmp_path) as one:
+            def fault(call: str) -> Outcome:
+                if call in ("send", "acked", "orders", "beat") and rng.random() < 0.4:
+                    return rng.choice(FAULTS)
+                return "done"
+
+            log.fault = fault
+            seqs = [await one.start(python("pass"), rank=number, slot=Slot(node="n2", index=0))
+                    for number in range(30)]
+            refused = await one.leader.wait(OrderRefused, 30)
+            await asyncio.sleep(0.3)
+            log.fault = lambda call: "done"  # pyright: ignore[reportUnknownLambdaType]
+            assert [r.order for r in refused] == seqs
+            assert len(one.leader.all(OrderRefused)) == 30
 
     go(test)

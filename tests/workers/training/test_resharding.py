@@ -1,13 +1,23 @@
-"""Boxes: what is planned moves each wanted element once, from the nearest who has it."""
+"""Resharding: each shard is moved once, from the nearest holder, between any two layouts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
+import reshard_work
+import torch
+import worlds
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
+from reshard_work import TRAIN, Layout, Stop
+from unicron.events.spec.model import Axes
+from unicron.workers.training.model import trainee as model
+from unicron.workers.training.model import training_state
 from unicron.workers.training.recovery.resharding import (
     Missing,
     Move,
@@ -23,6 +33,16 @@ from unicron.workers.training.recovery.resharding import (
 SHAPES = {"a": (5, 4), "b": (3, 2, 3), "c": (7,), "d": ()}
 LARGEST = 5
 NODES = ("red", "", "red", "", "red")
+WHOLE = [Layout(Axes(dp=4)), Layout(Axes(dp=3)), Layout(Axes(tp=2)), Layout(Axes(tp=2, dp=2)),
+         Layout(Axes(pp=2, dp=2)), Layout(Axes(pp=3)), Layout(Axes(tp=2, pp=2)),
+         Layout(Axes(pp=2, chunks=3))]
+SHARDED = [Layout(Axes(dp=2), "sharded"), Layout(Axes(dp=3), "sharded"),
+           Layout(Axes(tp=2, dp=2), "sharded"), Layout(Axes(dp=4)),
+           Layout(Axes(pp=2, dp=2), "sharded"), Layout(Axes(tp=2, pp=2)),
+           Layout(Axes(dp=4), "sharded")]
+MIRRORED = [Layout(Axes(dp=4), "mirrored"), Layout(Axes(dp=3), "mirrored"),
+            Layout(Axes(tp=2, dp=2), "mirrored"), Layout(Axes(dp=3), "sharded"),
+            Layout(Axes(dp=4), "mirrored")]
 
 
 def piece(key: str, box: Region) -> Shard:
@@ -172,3 +192,90 @@ def test_another_kind_is_another_tensor() -> None:
 def test_what_is_lost_is_named() -> None:
     with pytest.raises(Missing, match="left of a, b, c and 1 more"):
         plan_moves([[]], [[whole(key) for key in "dcba"]], ["a"], 100)
+
+
+# --- real members, layout after layout -----------------------------------------------------------
+def all_pairs(layouts: list[Layout]) -> list[Layout]:
+    """A path on which each layout follows each other one once."""
+    left = {index: [other for other in range(len(layouts)) if other != index]
+            for index in range(len(layouts))}
+    path, stack = [], [0]
+    while stack:
+        if left[stack[-1]]:
+            stack.append(left[stack[-1]].pop())
+        else:
+            path.append(layouts[stack.pop()])
+    return path[::-1]
+
+
+def stops(path: list[Layout]) -> list[Stop]:
+    """Now and then the members change places, and where there are replicas, one loses its all."""
+    return [(path[0], 0, ())] + [
+        (layout, int(number % 3 == 0), (number % last.axes.dp * last.axes.tp,)
+         if last.axes.dp > 1 and last.optimizer != "sharded" else ())
+        for number, (last, layout) in enumerate(pairwise(path))]
+
+
+PATH = all_pairs(WHOLE)
+
+
+@pytest.mark.parametrize("path", [PATH[:len(PATH) // 2 + 1], PATH[len(PATH) // 2:]],
+                         ids=["one", "other"])
+def test_every_layout_takes_over_from_every_other(path: list[Layout]) -> None:
+    assert len(set(pairwise(PATH))) == len(WHOLE) * (len(WHOLE) - 1)
+    worlds.run(4, reshard_work.walk, TRAIN, stops(path))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_shards_of_the_optimizer_do_too(precision: Any) -> None:
+    worlds.run(4, reshard_work.walk, replace(TRAIN, precision=precision), stops(SHARDED))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_mirror_is_its_owner_bit_by_bit(precision: Any) -> None:
+    worlds.run(4, reshard_work.walk, replace(TRAIN, precision=precision),
+               stops(MIRRORED))
+
+
+def test_a_gated_unit_keeps_its_halves_apart() -> None:
+    path = [Layout(Axes()), Layout(Axes(tp=2)), Layout(Axes(pp=2)), Layout(Axes(tp=2), "sharded"),
+            Layout(Axes(dp=2), "sharded")]
+    worlds.run(2, reshard_work.gated, TRAIN, stops(path))
+
+
+def test_the_whole_state_comes_to_one_member_and_goes_back(alone: Any) -> None:
+    trainee = model.build(TRAIN, torch.device("cpu"), alone)
+    for keys in worlds.run(4, reshard_work.gather, TRAIN, Layout(Axes(tp=2, pp=2)))[:1]:
+        assert keys == sorted(training_state.tensors(trainee))
+
+
+@pytest.mark.parametrize(("layout", "lost", "gone", "there"), [
+    (Layout(Axes(tp=2)), 1, "model.decoder.layers.0.mlp.linear_fc1.weight",
+     "model.decoder.layers.0.input_layernorm.weight"),
+    (Layout(Axes(pp=2)), 0, "model.decoder.layers.2.mlp.linear_fc1.weight",
+     "model.embedding.word_embeddings.weight"),
+    (Layout(Axes(dp=2), "sharded"), 1, "optimizer.exp_avg.embedding.word_embeddings.weight",
+     "model.embedding.word_embeddings.weight"),
+], ids=["tp", "pp", "sharded"])
+def test_tensors_lost_with_a_rank_are_named(layout: Layout, lost: int, gone: str, there: str
+                                            ) -> None:
+    told = worlds.run(2, reshard_work.lose, TRAIN, layout, lost)
+    assert told[0] == told[1]
+    assert gone in told[0]
+    assert there not in told[0]
+
+
+@pytest.mark.parametrize(("what", "why"), [
+    ("checksum", "wrong checksum"),
+    ("step", "it is of step 0, not 1"),
+    ("layout", "its model.embedding.word_embeddings.weight is float32 256x16x1, not "
+               "float32 256x16"),
+])
+def test_what_is_refused_comes_from_the_next(what: str, why: str) -> None:
+    told = worlds.run(4, reshard_work.refuse, TRAIN, what)
+    assert set(told[3][0]) == {1, 2}, "the newcomer took nothing from the first"
+    assert all(logged == {why} for _, logged in told)
+
+
+def test_a_giver_that_dies_changes_nothing() -> None:
+    worlds.run(2, reshard_work.die, TRAIN)

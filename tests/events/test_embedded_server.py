@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import signal
@@ -12,16 +13,17 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 import pytest
 import redis
+import structlog
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 from unicron.events.errors import ServerError
 from unicron.events.log import embedded_server
 from unicron.events.log.embedded_server import Server
-from unicron.events.process_io import defer_signals
+from unicron.events.process_io import LogStream, defer_signals
 
 Redis: Any = redis.Redis
 CHILD_S_MAX = 60.0
@@ -229,3 +231,23 @@ def test_a_signal_that_is_held_back_is_met_afterwards() -> None:
         work()
     assert done == ["within"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+# --- log output that cannot be written -----------------------------------------------------------
+def test_a_full_disk_takes_the_words_and_not_the_speaker() -> None:
+    stream = Path("/dev/full").open("w", encoding="utf-8")  # noqa: SIM115, its close fails
+    talk = structlog.PrintLogger(cast(TextIO, LogStream(stream)))
+    for _ in range(3):
+        talk.info("nobody hears this")
+    try:
+        stream.close()
+    except OSError:
+        return
+    raise AssertionError("the stream is not full")
+
+
+def test_what_can_be_written_is() -> None:
+    stream = io.StringIO()
+    structlog.PrintLogger(cast(TextIO, LogStream(stream))).info("heard")
+    assert stream.getvalue() == "heard\n"
+    assert not LogStream(stream).isatty()

@@ -1,4 +1,4 @@
-"""The page between a rank and its agent, and what the agent's watch tells of what stands in it."""
+"""A rank's progress page, what its agent concludes from it, and the evidence that it collects."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
+from unittest import mock
 
 import pytest
 from agent_driver import train
@@ -18,6 +20,11 @@ from unicron.events.records.orders import StartRank
 from unicron.events.records.reports import RankStalled, RankUnstalled, StepTimeChanged
 from unicron.events.records.types import Body, Slot
 from unicron.workers.agent.monitoring import process_state
+from unicron.workers.agent.monitoring.flight_recorder_dumps import (
+    DUMP_INTERVAL_S,
+    Dumps,
+    DumpTrigger,
+)
 from unicron.workers.agent.monitoring.rank_monitor import (
     PAUSE_S,
     REPORT_S,
@@ -26,6 +33,8 @@ from unicron.workers.agent.monitoring.rank_monitor import (
     RankMonitors,
 )
 from unicron.workers.diagnosis.step_time import LENIENT_S, WINDOW_NUM
+from unicron.workers.host import cpu_wait
+from unicron.workers.host.cpu_wait import NUM_THREADS_MAX, CpuWait
 from unicron.workers.ipc import progress_page as pulse_module
 from unicron.workers.ipc.progress_page import (
     OUTSIDE_CODE,
@@ -50,6 +59,7 @@ while True:
         pulse.micro_batch_done()
     pulse.finish()
 """
+SPIN = "import time\nend_s = time.monotonic() + 20\nwhile time.monotonic() < end_s: pass"
 
 
 @pytest.fixture
@@ -410,3 +420,150 @@ def test_marks_come_while_a_thread_holds_nothing_up(page: ProgressPage) -> None:
         assert mark is None or mark.generation == mark.iteration == mark.num
     over.set()
     writer.join()
+
+
+# --- time without a core -------------------------------------------------------------------------
+def work(in_s: float) -> None:
+    """So much work of this thread's own, however long that takes."""
+    end_s = time.thread_time() + in_s
+    while time.thread_time() < end_s:
+        pass
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_work_beside_another_on_one_core_is_all_but_what_was_waited(elsewhere: bool) -> None:
+    """Also where another thread has passed a mark meanwhile."""
+    cores = os.sched_getaffinity(0)
+    core = min(cores)
+    pinned = f"import os\nos.sched_setaffinity(0, {{{core}}})\n{SPIN}"
+    other = subprocess.Popen([sys.executable, "-c", pinned])
+    told = CpuWait()
+    try:
+        os.sched_setaffinity(0, {core})
+        time.sleep(0.3)
+        before_s, began_s = told.in_s(), time.monotonic()
+        work(0.15)
+        if elsewhere:
+            thread = threading.Thread(target=told.in_s)
+            thread.start()
+            thread.join()
+        work(0.15)
+        took_s, waited_s = time.monotonic() - began_s, told.in_s() - before_s
+    finally:
+        os.sched_setaffinity(0, cores)
+        other.kill()
+        other.wait()
+    assert waited_s > 0.1, "two shared it"
+    assert took_s - waited_s == pytest.approx(0.3, abs=0.1)
+    assert cpu_wait.cpu_wait_s(os.getpid()) > 0
+
+
+def test_a_sleep_is_no_wait_for_a_core() -> None:
+    told = CpuWait()
+    before_s = told.in_s()
+    time.sleep(1.0)
+    assert told.in_s() - before_s < 0.75
+
+
+def test_threads_that_hand_over_to_each_other_are_one_and_few() -> None:
+    told = CpuWait()
+    before = len(os.listdir("/proc/self/fd"))
+    told.in_s()
+    for _ in range(3 * NUM_THREADS_MAX):
+        thread = threading.Thread(target=told.in_s)
+        thread.start()
+        thread.join()
+    assert told.in_s() >= 0
+    assert len(os.listdir("/proc/self/fd")) <= before + NUM_THREADS_MAX
+
+
+def test_where_the_kernel_does_not_say_it_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*told: object) -> int:
+        raise PermissionError
+
+    monkeypatch.setattr(cpu_wait.os, "open", refuse)
+    told = CpuWait()
+    work(0.01)
+    assert (told.in_s(), told.in_s()) == (0.0, 0.0)
+    assert cpu_wait.cpu_wait_s(2**22 + 1) == 0.0
+
+
+def test_waits_for_a_core_are_no_work_of_its_own() -> None:
+    page = ProgressPage()
+    pulse, waited_s = ProgressWriter(os.dup(page.fd)), 0.0
+    pulse._cpu_wait = mock.Mock(in_s=lambda: waited_s)
+    pulse.begin(1, 1, "usual")
+    time.sleep(0.05)
+    waited_s = 0.03
+    pulse.enter("stats")
+    waited_s = 7.0  # in a collective that counts as waiting for others
+    time.sleep(0.02)
+    pulse.mark("stats_done", OWN_CODE)
+    waited_s += 0.01
+    pulse.finish()
+    mark, (done,) = page.mark(), page.done(0)
+    assert mark is not None
+    assert done.own_s == pytest.approx(done.iteration_s - mark.waited_s - 0.04)
+    page.close()
+
+
+# --- the state of a process without progress -----------------------------------------------------
+def said(code: str, number: signal.Signals | None = None) -> str:
+    with subprocess.Popen([sys.executable, "-c", f"print('up', flush=True)\n{code}"],
+                          stdout=subprocess.PIPE) as child:
+        try:
+            assert child.stdout is not None
+            child.stdout.readline()
+            before = process_state.look(child.pid)
+            assert before is not None
+            if number is not None:
+                os.kill(child.pid, number)
+            time.sleep(0.4)
+            return process_state.describe(child.pid, before)
+        finally:
+            child.kill()
+
+
+def test_a_process_that_stands_is_described() -> None:
+    assert said("while True: pass").startswith("computes")
+    assert said("import time; time.sleep(60)").startswith("sleeps in ")
+    assert said("import time; time.sleep(60)", signal.SIGSTOP) == "stopped by a signal"
+    thread = "import threading, time; threading.Lock().acquire(); time.sleep(60)"
+    assert said(thread).startswith("sleeps")
+
+
+def test_a_process_that_is_gone_is_not() -> None:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait(30)
+    assert process_state.look(child.pid) is None
+    assert process_state.describe(child.pid, None) == ""
+
+
+# --- dumps of flight recorders -------------------------------------------------------------------
+def stalled(task: int, rank: int = 0) -> RankStalled:
+    return RankStalled(task=task, rank=rank, attempt=1, generation=1, iteration=3, where="own",
+                       what="backward", collective=0, in_s=2.0, normal_s=0.5)
+
+
+def test_once_for_all_ranks_of_a_task_and_again_after_a_minute(tmp_path: Path) -> None:
+    asked: list[int] = []
+    now_s = [100.0]
+
+    def dump(task: int) -> Dumps:
+        asked.append(task)
+        if task == 8:
+            raise PermissionError("read only")
+        return {0: tmp_path / "flight-rank-0.json"}
+
+    asker = DumpTrigger(dump, lambda: now_s[0])
+    asker.on_report(
+        RankUnstalled(task=7, rank=0, attempt=1, generation=1, iteration=3, stalled_s=1.0)
+    )
+    assert asked == []
+    for rank in range(3):
+        asker.on_report(stalled(7, rank))
+    asker.on_report(stalled(8))
+    assert asked == [7, 8]
+    now_s[0] += DUMP_INTERVAL_S
+    asker.on_report(stalled(7))
+    assert asked == [7, 8, 7]
