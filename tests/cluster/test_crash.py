@@ -22,6 +22,7 @@ comes again when the newcomer joins: none is waited for in vain.
 
 
 def test_the_control_plane_may_die_after_any_record(cluster: Any, spec: Callable[..., Any]) -> None:
+    begun = cluster.seq()
     task = cluster.submit(spec("steady", iterations=2000))
     cluster.wait_traced(task, event="step", iteration=2)
     for victim, kinds in enumerate(ROUNDS):
@@ -46,8 +47,7 @@ def test_the_control_plane_may_die_after_any_record(cluster: Any, spec: Callable
             f"a survivor was killed at {kinds}:\n{cluster.endings(task)}")
 
     cluster.wait_traced(task, event="step", iteration=25)
-    records = cluster.records()
-    lost = [record for record in records if record.kind == "IncidentClosed"]
+    lost = cluster.told(begun, "IncidentClosed")
     assert len(lost) == len(ROUNDS)
     assert all(record.body.iterations_lost == 0 for record in lost)
     view = cluster.client().get("/v1/state")
@@ -56,8 +56,7 @@ def test_the_control_plane_may_die_after_any_record(cluster: Any, spec: Callable
     assert state_hash(folded) == view["cluster"]["hash"]
     verdict = verify(cluster.records())
     assert verdict.ok, verdict
-    cluster.client().post(f"/v1/tasks/{task}/cancel", {"reason": "the test is done"})
-    assert cluster.wait_ended(task)["state"] == "cancelled"
+    cluster.cancel(task)
     losses = cluster.losses(task)
     assert len(losses) > 20
     assert losses[-1] < losses[0]

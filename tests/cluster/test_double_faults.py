@@ -55,8 +55,7 @@ class Pair(cluster_story.Pair):
         for task in tasks:  # else what the next test strikes has failed too often in too few steps
             self.cluster.wait_steps(task, Policy().restart_iterations)
         closed: list[Record] = self.cluster.told(after, "IncidentClosed")
-        of = {record.seq: record.body.task for record in
-              self.cluster.told(after, "IncidentOpened")}
+        of = {record.seq: record.body.task for record in self.cluster.told(after, "IncidentOpened")}
         assert sorted(set(of.values())) == sorted(tasks), self.cluster.tail(after)
         assert sorted(record.body.of for record in closed) == sorted(of)
         for record in closed:

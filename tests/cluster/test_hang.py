@@ -130,7 +130,6 @@ def test_it_is_as_if_nothing_had_happened(story: Story, twins: Twins) -> None:
     ours, twin = twins.start(story.spec)
     saved = int(ours.name.removeprefix("iter-"))
     cluster.wait(lambda: cluster.task(task)["iteration"] >= saved or None, "it is told as well")
-    cluster.client().post(f"/v1/tasks/{task}/cancel", {"reason": "the test is done"})
-    assert cluster.wait_ended(task)["state"] == "cancelled"
+    cluster.cancel(task)
     twins.hold(ours, twin, cluster.losses(task))
     cluster.verify()

@@ -124,7 +124,6 @@ def test_a_cut_node_is_lost_and_what_it_left_is_stale(
     held, twin = twins.start(spec)
     saved = int(held.name.removeprefix("iter-"))
     cluster.wait(lambda: cluster.task(task)["iteration"] >= saved or None, "it is told as well")
-    cluster.client().post(f"/v1/tasks/{task}/cancel", {"reason": "the test is done"})
-    assert cluster.wait_ended(task)["state"] == "cancelled"
+    cluster.cancel(task)
     twins.hold(held, twin, cluster.losses(task))
     cluster.verify()

@@ -46,8 +46,7 @@ def pair(three: Any, tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 def test_a_lost_node_is_one_plan_and_comes_back(pair: Pair) -> None:
     cluster, heavy, light = pair.cluster, pair.heavy, pair.light
-    node = next(node for node in NODES
-                if cluster.on(heavy, node) and not cluster.on(light, node))
+    node = next(node for node in NODES if cluster.on(heavy, node) and not cluster.on(light, node))
     hurt, before = cluster.on(heavy, node), {task: cluster.pids(task) for task in pair.specs}
     after = cluster.seq()
     cluster.kill_agent(node)
@@ -113,7 +112,11 @@ def test_a_stopped_server_of_the_log_disturbs_nobody(pair: Pair) -> None:
         stepped = {task: cluster.traced(task)[-1]["iteration"] for task in pair.specs}
         for task, iteration in stepped.items():
             cluster.wait_traced(task, event="step", iteration=iteration + 5)
+        # Their twins have to train as many iterations as they do from here on.
+        holds = [cluster.hold(task, 0, event="forward") for task in pair.specs]
         time.sleep(max(SERVER_STOPPED_S - (time.monotonic() - begun_s), 0.0))
+        for hold in holds:
+            hold.unlink()
     for task in pair.specs:
         cluster.wait_steps(task)
     assert pair.generations() == before

@@ -113,8 +113,7 @@ def test_a_task_that_loses_all_slots_is_saved_and_goes_on_at_its_iteration(one: 
     assert next(one for one in waits if one["id"] == task)["weight_from"] > 1, waits
     assert cluster.wait_ended(urgent)["state"] == "finished"
     # the last of its generation: one that was due just before may be told of too
-    saved = cluster.told(urgent, "CheckpointSaved", task=task,
-                         generation=order.generation)[-1].body
+    saved = cluster.told(urgent, "CheckpointSaved", task=task, generation=order.generation)[-1].body
     assert cluster.told(urgent, "CheckpointPublished", task=task, path=saved.path)
     cluster.wait_whole(task, 2)
     begun = [record.body for record in cluster.told(urgent, "Reconfigured", task=task)]

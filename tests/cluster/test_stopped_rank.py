@@ -52,8 +52,8 @@ class Story:
 
 
 @pytest.fixture(scope="module")
-def story(two: Any, tmp_path_factory: pytest.TempPathFactory) -> Story:
-    return Story(two, tmp_path_factory.mktemp("out"))
+def story(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Story:
+    return Story(cluster, tmp_path_factory.mktemp("out"))
 
 
 def test_one_that_goes_on_in_time_disturbs_nobody(story: Story) -> None:
@@ -109,7 +109,6 @@ def test_one_that_does_not_is_ended_and_the_others_finish_the_iteration(
 def test_it_is_as_if_nothing_had_happened(story: Story, twins: Twins) -> None:
     cluster, task = story.cluster, story.task
     assert story.held is not None
-    cluster.client().post(f"/v1/tasks/{task}/cancel", {"reason": "the test is done"})
-    assert cluster.wait_ended(task)["state"] == "cancelled"
+    cluster.cancel(task)
     twins.hold(*story.held, cluster.losses(task))
     cluster.verify()

@@ -24,6 +24,7 @@ from unicron.events.records.envelope import Record
 
 T = TypeVar("T")
 Spec = dict[str, Any]
+ENDED = ("finished", "failed", "cancelled")
 HELD_S = 1e6
 """Tests hold ranks by their traces, and this machine may hold them too: nothing is a hang before
 this, except where a test says so."""
@@ -86,6 +87,25 @@ class RealCluster:
 
     def submit(self, spec: Spec) -> int:
         return int(self.client().post("/v1/tasks", spec)["task"])
+
+    def cancel(self, *tasks: int) -> None:
+        """Cancel these tasks, and wait until they have ended."""
+        for task in tasks:
+            self.client().post(f"/v1/tasks/{task}/cancel", {"reason": "the test is done"})
+        for task in tasks:
+            assert self.wait_ended(task)["state"] == "cancelled", self.endings(task)
+
+    def restore(self) -> None:
+        """As after the start: all agents run, no node is drained, no task is left."""
+        view = self.client().get("/v1/state")
+        self.cancel(*(task["id"] for task in view["tasks"] if task["state"] not in ENDED))
+        for node in view["nodes"]:
+            if self.local.find(local_cluster.agent_name(node["id"])) is None:
+                self.start_agent(node["id"])
+            if node["drained"]:
+                self.client().post(f"/v1/nodes/{node['id']}/undrain", {"reason": "a test"})
+        self.local.wait_agents(self.client())
+        self._trace.events.clear()  # each look at the trace of a task goes through all of it
 
     def client(self) -> Client:
         """Of the control plane that leads now; waits until one does."""
@@ -241,7 +261,7 @@ class RealCluster:
     def wait_ended(self, task: int) -> dict[str, Any]:
         def look() -> dict[str, Any] | None:
             view = self.task(task)
-            return view if view["state"] in ("finished", "failed", "cancelled") else None
+            return view if view["state"] in ENDED else None
         return self.wait(look, f"task {task} ends")
 
     def losses(self, task: int, again_rel: float = 0.0) -> list[float]:

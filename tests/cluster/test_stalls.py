@@ -1,12 +1,14 @@
-"""Real ranks that hold the interpreter's lock, loop, are stopped or slow: told, and rightly where.
+"""Real ranks that hold the interpreter's lock, loop, are stopped or slow: where agents find them.
 
-The heart is not asked here: what the agents report is. Each fault has a task of its own.
+The control plane acts on none of it. Each fault has a task of its own.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,16 +16,18 @@ from typing import Any
 import pytest
 from real_cluster import RealCluster, running
 from twins import small
+from unicron.cli.app import run_command
+from unicron.cli.screens import task as task_screen
+from unicron.cli.terminal.format import UNBROKEN
+from unicron.control_plane.history.history import History
 
 VICTIM = 1
 NUM = 4
-WARM_NUM = 24
-"""So many iterations and the usual one is known, for all that a first one and boundaries take."""
 
 
 @pytest.fixture(scope="module")
 def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCluster]:
-    """A cluster that acts on no stall and no stop while a test lasts."""
+    """A cluster that acts on no stall and no stop during a test."""
     with running(tmp_path_factory.mktemp("patient"), policy={
             "stopped_s_max": 600.0, "evidence_s_max": 4.0, "hang_s_min": 600.0}) as made:
         yield made
@@ -48,16 +52,14 @@ def stalls(cluster: RealCluster, task: int, after: int) -> dict[int, Any]:
 def alone(patient: RealCluster) -> Iterator[None]:
     """However a test ends, the next one has all slots."""
     yield
-    for task in patient.client().get("/v1/state")["tasks"]:
-        if task["state"] not in ("finished", "failed", "cancelled"):
-            patient.client().post(f"/v1/tasks/{task['id']}/cancel", {"reason": "the test is done"})
-            patient.wait_ended(task["id"])
+    patient.restore()
 
 
 @pytest.mark.parametrize("then", [
     "gil", pytest.param("loop", marks=pytest.mark.thorough), "stop"])
-def test_a_rank_that_stands_still_is_told_apart_from_those_that_wait(
-        patient: RealCluster, tmp_path: Path, then: str) -> None:
+def test_a_stalled_rank_is_distinguished_from_those_that_wait(
+        patient: RealCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str], then: str
+        ) -> None:
     cluster = patient
     task = begun(cluster, tmp_path, then)
     after = cluster.seq()
@@ -78,6 +80,24 @@ def test_a_rank_that_stands_still_is_told_apart_from_those_that_wait(
         assert waits.collective > 0, waits
     assert {len(cluster.told(after, "RankStalled", task=task, rank=rank))
             for rank in range(NUM)} == {1}
+    if then == "gil":
+        page_names_the_dumps(cluster, task, capsys)
+
+
+def page_names_the_dumps(cluster: RealCluster, task: int, capsys: pytest.CaptureFixture[str]
+                         ) -> None:
+    """The task's page says which folder to give to `unicron locate`, which finds the rank."""
+    view = cluster.client().get("/v1/state")
+    (one,) = [x for x in view["tasks"] if x["id"] == task]
+    page = task_screen.task_status(view, one, History(), now_s=time.time())
+    (line,) = [x.replace(UNBROKEN, " ") for x in page if x.startswith("dumps")]
+    folder = Path(line.partition("unicron locate ")[2].partition(":")[0])
+    (folder / "rank-0.attempt-1.error.json").write_text('{"message": "of an earlier process"}')
+    # The rank that holds the interpreter's lock writes none.
+    cluster.wait(lambda: len(list(folder.glob("flight-rank-*.json"))) >= NUM - 1 or None, "dumps")
+    assert run_command(["locate", str(folder), "-o", "json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert [x["rank"] for x in answer["suspects"]] == [VICTIM], answer
 
 
 def test_a_rank_that_is_held_in_an_overlapped_reduction_is_told_and_goes_on(
