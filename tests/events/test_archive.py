@@ -80,6 +80,7 @@ def edit(old: bytes, new: bytes) -> Callable[[list[bytes]], None]:
     def change(lines: list[bytes]) -> None:
         assert old in lines[4]
         lines[4] = lines[4].replace(old, new)
+
     return change
 
 

@@ -19,12 +19,10 @@ from agent_driver import (
     LIMIT_S,
     TOKEN,
     WAITS,
-    House,
-    Plane,
+    LocalNode,
+    PlaneStub,
     alive,
     ended,
-    go,
-    house,
     plane,
     python,
     until,
@@ -33,7 +31,6 @@ from agent_driver import (
 )
 from unicron.events.errors import UsageError
 from unicron.events.log import embedded_server
-from unicron.events.log.memory import MemoryLog
 from unicron.events.records.orders import InjectFault
 from unicron.events.records.reports import (
     NodeJoined,
@@ -55,170 +52,144 @@ POLITE = ("import signal, sys\nsignal.signal(15, lambda *a: sys.exit(7))\nprint(
           + SLEEP)
 
 
-def test_ranks_die_with_their_agent_and_its_successor_clears_up(
-        own_server: embedded_server.Server, tmp_path: Path) -> None:
-    async def test() -> None:
-        async with plane(own_server.url, tmp_path / "state") as one:
-            first = one.agent()
-            await one.wait(NodeJoined)
-            note = tmp_path / "child"
-            await one.start(CHILD_OF_ITS_OWN, str(note))
-            (started,) = await one.wait(RankStarted)
-            child = int(await until_text(note))
-            first.kill()
-            await ended(first)
-            await until_gone(started.pid)
-            second = one.agent()
-            old, new = await one.wait(NodeJoined, 2)
-            assert new.incarnation > old.incarnation
-            assert not alive(child)
-            await one.start("pass", attempt=2)  # the old StartRank is read again, not obeyed
-            await one.wait(RankExited)
-            assert [s.attempt for s in one.all(RankStarted)] == [1, 2]
-            second.terminate()
-            assert await ended(second) == 0, one.said()
-
-    asyncio.run(asyncio.wait_for(test(), 3 * LIMIT_S))
+async def test_ranks_die_with_their_agent_and_its_successor_clears_up(
+        plane: PlaneStub, tmp_path: Path) -> None:
+    first = plane.agent()
+    await plane.wait(NodeJoined)
+    note = tmp_path / "child"
+    await plane.start(CHILD_OF_ITS_OWN, str(note))
+    (started,) = await plane.wait(RankStarted)
+    child = int(await until_text(note))
+    first.kill()
+    await ended(first)
+    await until_gone(started.pid)
+    second = plane.agent()
+    old, new = await plane.wait(NodeJoined, 2)
+    assert new.incarnation > old.incarnation
+    assert not alive(child)
+    await plane.start("pass", attempt=2)  # the old StartRank is read again, not obeyed
+    await plane.wait(RankExited)
+    assert [s.attempt for s in plane.all(RankStarted)] == [1, 2]
+    second.terminate()
+    assert await ended(second) == 0, plane.said()
 
 
-def test_a_server_killed_and_started_again_loses_and_doubles_nothing(
+async def test_a_server_killed_and_started_again_loses_and_doubles_nothing(
         own_server: embedded_server.Server, tmp_path: Path) -> None:
     """Ranks go on meanwhile; what they did is told afterwards, once, in order."""
-    async def test() -> None:
-        server = own_server
-        async with plane(server.url, tmp_path / "state") as one:
-            agent = one.agent()
-            await one.wait(NodeJoined)
-            for number in range(2):
-                await one.start(WAITS, str(tmp_path / f"go-{number}"), rank=number)
-            await one.wait(RankStarted, 2)
-            for number in range(2):
-                os.kill(server.pid, signal.SIGKILL)
-                await until_gone(server.pid)
-                (tmp_path / f"go-{number}").touch()
-                pid = one.all(RankStarted)[number].pid
-                await until_gone(pid)
-                await asyncio.sleep(0.3)
-                assert agent.poll() is None
-                server = embedded_server.start(tmp_path / "server")
-                assert server.url == own_server.url
-                exits = await one.wait(RankExited, number + 1)
-                assert [e.exit_code for e in exits] == [0] * (number + 1)
-            agent.terminate()
-            assert await ended(agent) == 0, one.said()
-            await one.wait(NodeLeft)
-            logged = await one.log.read(after=0, num_max=1000)
-            numbers = [r.source_seq for r in logged if r.source != "heart"]
-            assert numbers == list(range(1, len(numbers) + 1))
-            assert one.kinds() == ["NodeJoined", "RankStarted", "RankStarted", "RankExited",
-                                   "RankExited", "NodeLeft"]
-            assert one.said().count("the log is unreachable") == 2, one.said()
-
-    asyncio.run(asyncio.wait_for(test(), 3 * LIMIT_S))
-
-
-def test_what_a_killed_agent_had_not_delivered_its_successor_does(
-        own_server: embedded_server.Server, tmp_path: Path) -> None:
-    async def test() -> None:
-        async with plane(own_server.url, tmp_path / "state") as one:
-            first = one.agent()
-            await one.wait(NodeJoined)
-            await one.start(WAITS, str(tmp_path / "go"))
-            (started,) = await one.wait(RankStarted)
-            os.kill(own_server.pid, signal.SIGKILL)
-            await until_gone(own_server.pid)
-            (tmp_path / "go").touch()
-            await until(lambda: not Path(f"/proc/{started.pid}").exists() or None)
-            await asyncio.sleep(0.2)
-            first.kill()
-            await ended(first)
-            second = one.agent()
-            embedded_server.start(tmp_path / "server")
-            await one.wait(NodeJoined, 2)
-            assert one.kinds() == ["NodeJoined", "RankStarted", "RankExited", "NodeJoined"]
-            sources = [r.source for r in one.leader.records if r.source != "heart"]
-            assert sources[0] == sources[1] == sources[2] != sources[3]
-            await until(lambda: len(list((one.state_dir / "agents").glob("*.spool"))) == 1 or None)
-            second.terminate()
-            assert await ended(second) == 0, one.said()
-            assert list((one.state_dir / "agents").glob("*.spool")) == []
-
-    asyncio.run(asyncio.wait_for(test(), 3 * LIMIT_S))
-
-
-def test_a_second_signal_ends_at_once(server: embedded_server.Server, tmp_path: Path) -> None:
-    deaf = "import signal, time\nsignal.signal(15, signal.SIG_IGN)\nprint('up')\ntime.sleep(60)"
-
-    async def test() -> None:
-        async with plane(server.url, tmp_path / "state") as one:
-            agent = one.agent()
-            await one.wait(NodeJoined)
-            await one.start(deaf)
-            (started,) = await one.wait(RankStarted)
-            await until_text(started.log_path)
-            agent.terminate()
-            await asyncio.sleep(0.2)
+    server = own_server
+    async with plane(server.url, tmp_path / "state") as one:
+        agent = one.agent()
+        await one.wait(NodeJoined)
+        for number in range(2):
+            await one.start(WAITS, str(tmp_path / f"go-{number}"), rank=number)
+        await one.wait(RankStarted, 2)
+        for number in range(2):
+            os.kill(server.pid, signal.SIGKILL)
+            await until_gone(server.pid)
+            (tmp_path / f"go-{number}").touch()
+            pid = one.all(RankStarted)[number].pid
+            await until_gone(pid)
+            await asyncio.sleep(0.3)
             assert agent.poll() is None
-            assert alive(started.pid)
-            agent.terminate()
-            assert await ended(agent) == 1, one.said()
-            await until_gone(started.pid)
-            assert len(one.all(NodeLeft)) == 1
+            server = embedded_server.start(tmp_path / "server")
+            assert server.url == own_server.url
+            exits = await one.wait(RankExited, number + 1)
+            assert [e.exit_code for e in exits] == [0] * (number + 1)
+        agent.terminate()
+        assert await ended(agent) == 0, one.said()
+        await one.wait(NodeLeft)
+        logged = await one.log.read(after=0, num_max=1000)
+        numbers = [r.source_seq for r in logged if r.source != "heart"]
+        assert numbers == list(range(1, len(numbers) + 1))
+        assert one.kinds() == ["NodeJoined", "RankStarted", "RankStarted", "RankExited",
+                               "RankExited", "NodeLeft"]
+        assert one.said().count("the log is unreachable") == 2, one.said()
 
-    asyncio.run(asyncio.wait_for(test(), 3 * LIMIT_S))
+
+async def test_what_a_killed_agent_had_not_delivered_its_successor_does(
+        plane: PlaneStub, own_server: embedded_server.Server, tmp_path: Path) -> None:
+    first = plane.agent()
+    await plane.wait(NodeJoined)
+    await plane.start(WAITS, str(tmp_path / "go"))
+    (started,) = await plane.wait(RankStarted)
+    os.kill(own_server.pid, signal.SIGKILL)
+    await until_gone(own_server.pid)
+    (tmp_path / "go").touch()
+    await until(lambda: not Path(f"/proc/{started.pid}").exists() or None)
+    await asyncio.sleep(0.2)
+    first.kill()
+    await ended(first)
+    second = plane.agent()
+    embedded_server.start(tmp_path / "server")
+    await plane.wait(NodeJoined, 2)
+    assert plane.kinds() == ["NodeJoined", "RankStarted", "RankExited", "NodeJoined"]
+    sources = [r.source for r in plane.leader.records if r.source != "heart"]
+    assert sources[0] == sources[1] == sources[2] != sources[3]
+    await until(lambda: len(list((plane.state_dir / "agents").glob("*.spool"))) == 1 or None)
+    second.terminate()
+    assert await ended(second) == 0, plane.said()
+    assert list((plane.state_dir / "agents").glob("*.spool")) == []
 
 
-def test_another_log_under_the_same_address_ends_the_agent(
-        own_server: embedded_server.Server, tmp_path: Path) -> None:
+async def test_a_second_signal_ends_at_once(plane: PlaneStub) -> None:
+    deaf = "import signal, time\nsignal.signal(15, signal.SIG_IGN)\nprint('up')\ntime.sleep(60)"
+    agent = plane.agent()
+    await plane.wait(NodeJoined)
+    await plane.start(deaf)
+    (started,) = await plane.wait(RankStarted)
+    await until_text(started.log_path)
+    agent.terminate()
+    await asyncio.sleep(0.2)
+    assert agent.poll() is None
+    assert alive(started.pid)
+    agent.terminate()
+    assert await ended(agent) == 1, plane.said()
+    await until_gone(started.pid)
+    assert len(plane.all(NodeLeft)) == 1
+
+
+async def test_another_log_under_the_same_address_ends_the_agent(
+        plane: PlaneStub, own_server: embedded_server.Server, tmp_path: Path) -> None:
     """Its ranks would be led by nobody; as a new incarnation it is welcome."""
-    async def test() -> None:
-        async with plane(own_server.url, tmp_path / "state") as one:
-            agent = one.agent()
-            await one.wait(NodeJoined)
-            await one.start("import time; time.sleep(60)")
-            (started,) = await one.wait(RankStarted)
-            own_server.stop(grace_s=1.0)
-            for path in (tmp_path / "server").glob("appendonlydir/*"):
-                path.unlink()
-            embedded_server.start(tmp_path / "server")
-            assert await ended(agent) == 1, one.said()
-            await until_gone(started.pid)
-            assert "replaced by another one" in one.said()
-
-    asyncio.run(asyncio.wait_for(test(), 3 * LIMIT_S))
+    agent = plane.agent()
+    await plane.wait(NodeJoined)
+    await plane.start("import time; time.sleep(60)")
+    (started,) = await plane.wait(RankStarted)
+    own_server.stop(grace_s=1.0)
+    for path in (tmp_path / "server").glob("appendonlydir/*"):
+        path.unlink()
+    embedded_server.start(tmp_path / "server")
+    assert await ended(agent) == 1, plane.said()
+    await until_gone(started.pid)
+    assert "replaced by another one" in plane.said()
 
 
-def test_refusals_are_one_line(server: embedded_server.Server, tmp_path: Path) -> None:
-    async def test() -> None:
-        async with plane(server.url, tmp_path / "state") as one:
-            wrong = one.agent(token="wrong")
-            assert await ended(wrong) == 1
-            assert "does not accept the token" in one.said()
-            first = one.agent()
-            await one.wait(NodeJoined)
-            note = json.loads((one.state_dir / "agents" / "n1.json").read_text())
-            assert note["pid"] == first.pid
-            assert note["start_time"] == embedded_server.start_time(first.pid)
-            second = one.agent()
-            assert await ended(second) == 1
-            assert "already runs" in one.said()
-            first.terminate()
-            assert await ended(first) == 0
-            assert not (one.state_dir / "agents" / "n1.json").exists()
-        assert "Traceback" not in one.said()
-
-    asyncio.run(asyncio.wait_for(test(), 3 * LIMIT_S))
+async def test_refusals_are_one_line(server: embedded_server.Server, tmp_path: Path) -> None:
+    async with plane(server.url, tmp_path / "state") as one:
+        wrong = one.agent(token="wrong")
+        assert await ended(wrong) == 1
+        assert "does not accept the token" in one.said()
+        first = one.agent()
+        await one.wait(NodeJoined)
+        note = json.loads((one.state_dir / "agents" / "n1.json").read_text())
+        assert note["pid"] == first.pid
+        assert note["start_time"] == embedded_server.start_time(first.pid)
+        second = one.agent()
+        assert await ended(second) == 1
+        assert "already runs" in one.said()
+        first.terminate()
+        assert await ended(first) == 0
+        assert not (one.state_dir / "agents" / "n1.json").exists()
+    assert "Traceback" not in one.said()
 
 
-def test_an_unreachable_control_plane_is_tried_and_then_named() -> None:
-    async def test() -> None:
-        began = time.monotonic()
-        with pytest.raises(UsageError, match=r"cannot join http://127\.0\.0\.1:9"):
-            await join("http://127.0.0.1:9", TOKEN, node="n1", host="h", incarnation=1,
-                       labels=Labels(), s_max=0.5)
-        assert 0.1 < time.monotonic() - began < LIMIT_S
-
-    asyncio.run(test())
+async def test_an_unreachable_control_plane_is_tried_and_then_named() -> None:
+    began = time.monotonic()
+    with pytest.raises(UsageError, match=r"cannot join http://127\.0\.0\.1:9"):
+        await join("http://127.0.0.1:9", TOKEN, node="n1", host="h", incarnation=1,
+                   labels=Labels(), s_max=0.5)
+    assert 0.1 < time.monotonic() - began < LIMIT_S
 
 
 # --- faults on purpose, and processes that are stopped for a while -------------------------------
@@ -233,33 +204,24 @@ def is_stopped(pid: int) -> bool | None:
     return True if proc is not None and proc.state == "T" else None
 
 
-@pytest.fixture
-def memory() -> MemoryLog:
-    return MemoryLog(time.monotonic)
+async def test_a_rank_is_killed_on_purpose_and_no_other(node: LocalNode) -> None:
+    for rank in (0, 1):
+        await node.start(python(SLEEP), rank=rank)
+    await node.leader.wait(RankStarted, 2)
+    await node.leader.order(fault("rank", incarnation=6))
+    wrong = [await node.leader.order(fault("rank", attempt=2)),
+             await node.leader.order(fault("stop", rank=5))]
+    await node.leader.order(fault("rank"))
+    (exited,) = await node.leader.wait(RankExited)
+    assert (exited.rank, exited.signal) == (0, signal.SIGKILL)
+    wrong.append(await node.leader.order(fault("rank")))
+    refused = await node.leader.wait(OrderRefused, 3)
+    assert [(r.order, r.why) for r in refused] == [
+        (order, "there is no such rank") for order in wrong]
+    assert len(node.leader.all(RankExited)) == 1
 
 
-def test_a_rank_is_killed_on_purpose_and_no_other(memory: MemoryLog, tmp_path: Path) -> None:
-    async def test() -> None:
-        async with house(memory, tmp_path) as one:
-            for rank in (0, 1):
-                await one.start(python(SLEEP), rank=rank)
-            await one.leader.wait(RankStarted, 2)
-            await one.leader.order(fault("rank", incarnation=6))
-            wrong = [await one.leader.order(fault("rank", attempt=2)),
-                     await one.leader.order(fault("stop", rank=5))]
-            await one.leader.order(fault("rank"))
-            (exited,) = await one.leader.wait(RankExited)
-            assert (exited.rank, exited.signal) == (0, signal.SIGKILL)
-            wrong.append(await one.leader.order(fault("rank")))
-            refused = await one.leader.wait(OrderRefused, 3)
-            assert [(r.order, r.why) for r in refused] == [
-                (order, "there is no such rank") for order in wrong]
-            assert len(one.leader.all(RankExited)) == 1
-
-    go(test)
-
-
-async def _polite(one: House) -> int:
+async def _polite(one: LocalNode) -> int:
     """A rank that would end well on SIGTERM; its pid."""
     await one.start(python(POLITE))
     (started,) = await one.leader.wait(RankStarted)
@@ -267,121 +229,94 @@ async def _polite(one: House) -> int:
     return started.pid
 
 
-async def _halted(one: House, stop_s: float = 0.0) -> None:
+async def _halted(one: LocalNode, stop_s: float = 0.0) -> None:
     """Such a rank, stopped on purpose: for a time, or for ever."""
     pid = await _polite(one)
     await one.leader.order(fault("stop", stop_s=stop_s))
     await until(lambda: is_stopped(pid))
 
 
-def test_a_rank_is_stopped_on_purpose_for_a_time(memory: MemoryLog, tmp_path: Path) -> None:
-    async def test() -> None:
-        async with house(memory, tmp_path) as one:
-            pid = await _polite(one)
-            began_s = time.monotonic()
-            await one.leader.order(fault("stop", stop_s=0.5))
-            await until(lambda: is_stopped(pid))
-            await until(lambda: None if is_stopped(pid) else True)
-            assert time.monotonic() - began_s >= 0.5
-            assert alive(pid)
-            await one.stop_rank(grace_s=LIMIT_S)
-            (exited,) = await one.leader.wait(RankExited)
-            assert exited.exit_code == 7
-
-    go(test)
+async def test_a_rank_is_stopped_on_purpose_for_a_time(node: LocalNode) -> None:
+    pid = await _polite(node)
+    began_s = time.monotonic()
+    await node.leader.order(fault("stop", stop_s=0.5))
+    await until(lambda: is_stopped(pid))
+    await until(lambda: None if is_stopped(pid) else True)
+    assert time.monotonic() - began_s >= 0.5
+    assert alive(pid)
+    await node.stop_rank(grace_s=LIMIT_S)
+    (exited,) = await node.leader.wait(RankExited)
+    assert exited.exit_code == 7
 
 
-def test_a_rank_stopped_for_ever_ends_by_kill_when_its_grace_is_over(
-        memory: MemoryLog, tmp_path: Path) -> None:
-    async def test() -> None:
-        async with house(memory, tmp_path) as one:
-            await _halted(one)
-            began_s = time.monotonic()
-            await one.stop_rank(grace_s=0.5)
-            (exited,) = await one.leader.wait(RankExited)
-            assert time.monotonic() - began_s >= 0.5
-            assert exited.signal == signal.SIGKILL, "it could not hear SIGTERM"
-
-    go(test)
+async def test_a_rank_stopped_for_ever_ends_by_kill_when_its_grace_is_over(node: LocalNode) -> None:
+    await _halted(node)
+    began_s = time.monotonic()
+    await node.stop_rank(grace_s=0.5)
+    (exited,) = await node.leader.wait(RankExited)
+    assert time.monotonic() - began_s >= 0.5
+    assert exited.signal == signal.SIGKILL, "it could not hear SIGTERM"
 
 
-def test_a_higher_attempt_fences_one_that_is_stopped(
-        memory: MemoryLog, tmp_path: Path) -> None:
-    async def test() -> None:
-        async with house(memory, tmp_path) as one:
-            await _halted(one)
-            await one.start(python("pass"), attempt=2)
-            exits = await one.leader.wait(RankExited, 2)
-            assert [(e.attempt, e.exit_code, e.signal) for e in exits] == [
-                (1, None, signal.SIGKILL), (2, 0, None)]
-
-    go(test)
+async def test_a_higher_attempt_fences_one_that_is_stopped(node: LocalNode) -> None:
+    await _halted(node)
+    await node.start(python("pass"), attempt=2)
+    exits = await node.leader.wait(RankExited, 2)
+    assert [(e.attempt, e.exit_code, e.signal) for e in exits] == [
+        (1, None, signal.SIGKILL), (2, 0, None)]
 
 
 @pytest.mark.parametrize(("stop_s", "exit_code"), [(3600.0, 7), (0.0, None)])
-def test_an_agent_that_stops_lets_go_on_who_was_stopped_for_a_time(
-        memory: MemoryLog, tmp_path: Path, stop_s: float, exit_code: int | None) -> None:
-    async def test() -> None:
-        async with house(memory, tmp_path) as one:
-            await _halted(one, stop_s)
-            one.stop.set()
-            (exited,) = await one.leader.wait(RankExited)
-            assert exited.exit_code == exit_code
-            assert exited.signal == (None if exit_code else signal.SIGKILL)
-
-    go(test)
+async def test_an_agent_that_stops_lets_go_on_who_was_stopped_for_a_time(
+        node: LocalNode, stop_s: float, exit_code: int | None) -> None:
+    await _halted(node, stop_s)
+    node.stop.set()
+    (exited,) = await node.leader.wait(RankExited)
+    assert exited.exit_code == exit_code
+    assert exited.signal == (None if exit_code else signal.SIGKILL)
 
 
-def test_it_is_told_once_that_a_rank_is_stopped_and_once_that_it_goes_on(
-        memory: MemoryLog, tmp_path: Path) -> None:
-    async def test() -> None:
-        async with house(memory, tmp_path) as one:
-            for rank in (0, 1):
-                await one.start(python(SLEEP), rank=rank)
-            started = {told.rank: told.pid for told in await one.leader.wait(RankStarted, 2)}
-            for rank in (0, 1):
-                os.kill(started[rank], signal.SIGSTOP)
-                stops = await one.leader.wait(RankSuspended, rank + 1)
-            os.kill(started[0], signal.SIGCONT)
-            (goes_on,) = await one.leader.wait(RankContinued)
-            os.kill(started[0], signal.SIGSTOP)
-            stops = await one.leader.wait(RankSuspended, 3)
-            assert [(told.rank, told.attempt, told.pid) for told in stops] == [
-                (rank, 1, started[rank]) for rank in (0, 1, 0)]
-            assert (goes_on.rank, goes_on.pid) == (0, started[0])
-            os.kill(started[1], signal.SIGKILL)
-            await one.leader.wait(RankExited)
-            await asyncio.sleep(2 * LOOK_S)
-            assert len(one.leader.all(RankContinued)) == 1, "who is killed does not go on"
-            assert len(one.leader.all(RankSuspended)) == 3
-            os.kill(started[0], signal.SIGCONT)  # so that it ends at once
-
-    go(test)
+async def test_it_is_told_once_that_a_rank_is_stopped_and_once_that_it_goes_on(
+        node: LocalNode) -> None:
+    for rank in (0, 1):
+        await node.start(python(SLEEP), rank=rank)
+    started = {told.rank: told.pid for told in await node.leader.wait(RankStarted, 2)}
+    for rank in (0, 1):
+        os.kill(started[rank], signal.SIGSTOP)
+        stops = await node.leader.wait(RankSuspended, rank + 1)
+    os.kill(started[0], signal.SIGCONT)
+    (goes_on,) = await node.leader.wait(RankContinued)
+    os.kill(started[0], signal.SIGSTOP)
+    stops = await node.leader.wait(RankSuspended, 3)
+    assert [(told.rank, told.attempt, told.pid) for told in stops] == [
+        (rank, 1, started[rank]) for rank in (0, 1, 0)]
+    assert (goes_on.rank, goes_on.pid) == (0, started[0])
+    os.kill(started[1], signal.SIGKILL)
+    await node.leader.wait(RankExited)
+    await asyncio.sleep(2 * LOOK_S)
+    assert len(node.leader.all(RankContinued)) == 1, "who is killed does not go on"
+    assert len(node.leader.all(RankSuspended)) == 3
+    os.kill(started[0], signal.SIGCONT)  # so that it ends at once
 
 
-def test_an_agent_in_a_process_of_its_own_is_told_by_the_kernel(
-        own_server: embedded_server.Server, tmp_path: Path) -> None:
+async def test_an_agent_in_a_process_of_its_own_is_told_by_the_kernel(plane: PlaneStub) -> None:
     """Not with its next look: of many stops the most are told well before that."""
-    async def test() -> None:
-        async with plane(own_server.url, tmp_path / "state") as one:
-            agent = one.agent()
-            await one.wait(NodeJoined)
-            await one.start(SLEEP)
-            (started,) = await one.wait(RankStarted)
-            delays_s: list[float] = []
-            for num in range(1, 12):
-                stopped_s = time.time()
-                os.kill(started.pid, signal.SIGSTOP)
-                await one.wait(RankSuspended, num)
-                told = [x for x in one.leader.records if isinstance(x.body, RankSuspended)]
-                delays_s.append(told[-1].occurred_s - stopped_s)
-                os.kill(started.pid, signal.SIGCONT)
-                await one.wait(RankContinued, num)
-            assert median(delays_s) < LOOK_S / 2, delays_s
-            agent.terminate()
-            assert await ended(agent) == 0, one.said()
-
-    asyncio.run(asyncio.wait_for(test(), 2 * LIMIT_S))
+    agent = plane.agent()
+    await plane.wait(NodeJoined)
+    await plane.start(SLEEP)
+    (started,) = await plane.wait(RankStarted)
+    delays_s: list[float] = []
+    for num in range(1, 12):
+        stopped_s = time.time()
+        os.kill(started.pid, signal.SIGSTOP)
+        await plane.wait(RankSuspended, num)
+        told = [x for x in plane.leader.records if isinstance(x.body, RankSuspended)]
+        delays_s.append(told[-1].occurred_s - stopped_s)
+        os.kill(started.pid, signal.SIGCONT)
+        await plane.wait(RankContinued, num)
+    assert median(delays_s) < LOOK_S / 2, delays_s
+    agent.terminate()
+    assert await ended(agent) == 0, plane.said()
 
 
 @contextmanager
@@ -396,54 +331,46 @@ def held_by_a_debugger(pid: int) -> Iterator[None]:
         assert libc.ptrace(17, pid, None, None) == 0  # PTRACE_DETACH
 
 
-def test_a_rank_in_a_debugger_is_not_stopped(memory: MemoryLog, tmp_path: Path) -> None:
+async def test_a_rank_in_a_debugger_is_not_stopped(node: LocalNode) -> None:
     """Somebody looks at it, and knows."""
-    async def test() -> None:
-        async with house(memory, tmp_path) as one:
-            for rank in (0, 1):
-                await one.start(python(SLEEP), rank=rank)
-            pids = {told.rank: told.pid for told in await one.leader.wait(RankStarted, 2)}
-            with held_by_a_debugger(pids[0]):
-                found = linux.read(pids[0])
-                assert found is not None
-                assert found.state == "t"
-                await asyncio.sleep(2 * LOOK_S)
-                os.kill(pids[1], signal.SIGSTOP)
-                (told,) = await one.leader.wait(RankSuspended)
-                assert told.rank == 1
-            os.kill(pids[1], signal.SIGCONT)  # so that it ends at once
-
-    go(test)
+    for rank in (0, 1):
+        await node.start(python(SLEEP), rank=rank)
+    pids = {told.rank: told.pid for told in await node.leader.wait(RankStarted, 2)}
+    with held_by_a_debugger(pids[0]):
+        found = linux.read(pids[0])
+        assert found is not None
+        assert found.state == "t"
+        await asyncio.sleep(2 * LOOK_S)
+        os.kill(pids[1], signal.SIGSTOP)
+        (told,) = await node.leader.wait(RankSuspended)
+        assert told.rank == 1
+    os.kill(pids[1], signal.SIGCONT)  # so that it ends at once
 
 
-def test_a_node_is_lost_on_purpose_once(own_server: embedded_server.Server, tmp_path: Path) -> None:
+async def test_a_node_is_lost_on_purpose_once(plane: PlaneStub, tmp_path: Path) -> None:
     """With all its ranks, also one that is stopped and one whose child has left its group."""
-    async def test() -> None:
-        async with plane(own_server.url, tmp_path / "state") as one:
-            first = one.agent()
-            (joined,) = await one.wait(NodeJoined)
-            note = tmp_path / "child"
-            await one.start(CHILD_OF_ITS_OWN, str(note))
-            await one.start(SLEEP, rank=1)
-            pids = [started.pid for started in await one.wait(RankStarted, 2)]
-            pids.append(int(await until_text(note)))
-            os.kill(pids[1], signal.SIGSTOP)
-            await one.wait(RankSuspended)
-            await one.leader.order(fault("node", incarnation=joined.incarnation))
-            assert await ended(first) == -signal.SIGKILL
-            for pid in pids:
-                await until_gone(pid)
-            second = one.agent()
-            await one.wait(NodeJoined, 2)
-            await one.start("pass", attempt=2)  # it read the order before, and lives
-            await one.wait(RankExited)
-            assert second.poll() is None
-            assert one.kinds() == ["NodeJoined", "RankStarted", "RankStarted", "RankSuspended",
-                                   "NodeJoined", "RankStarted", "RankExited"]
-            second.terminate()
-            assert await ended(second) == 0, one.said()
-
-    asyncio.run(asyncio.wait_for(test(), 3 * LIMIT_S))
+    first = plane.agent()
+    (joined,) = await plane.wait(NodeJoined)
+    note = tmp_path / "child"
+    await plane.start(CHILD_OF_ITS_OWN, str(note))
+    await plane.start(SLEEP, rank=1)
+    pids = [started.pid for started in await plane.wait(RankStarted, 2)]
+    pids.append(int(await until_text(note)))
+    os.kill(pids[1], signal.SIGSTOP)
+    await plane.wait(RankSuspended)
+    await plane.leader.order(fault("node", incarnation=joined.incarnation))
+    assert await ended(first) == -signal.SIGKILL
+    for pid in pids:
+        await until_gone(pid)
+    second = plane.agent()
+    await plane.wait(NodeJoined, 2)
+    await plane.start("pass", attempt=2)  # it read the order before, and lives
+    await plane.wait(RankExited)
+    assert second.poll() is None
+    assert plane.kinds() == ["NodeJoined", "RankStarted", "RankStarted", "RankSuspended",
+                           "NodeJoined", "RankStarted", "RankExited"]
+    second.terminate()
+    assert await ended(second) == 0, plane.said()
 
 
 STOPPED_S = CALL_S_MAX + 1.0
@@ -456,7 +383,7 @@ while True:
 """
 
 
-async def _beats(one: Plane) -> None:
+async def _beats(one: PlaneStub) -> None:
     """Wait for a beat that is younger than two seconds."""
     last_s = time.monotonic() + LIMIT_S
     while not any(beat.age_s < 2.0 for beat in await one.log.beats()):
@@ -475,39 +402,35 @@ async def _stop_and_go_on(pid: int, meanwhile: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("who", ["agent", "server"])
-def test_who_stops_for_a_while_loses_nothing_and_disturbs_no_rank(
-        own_server: embedded_server.Server, tmp_path: Path, who: str) -> None:
-    async def test() -> None:
-        async with plane(own_server.url, tmp_path / "state") as one:
-            agent = one.agent()
-            await one.wait(NodeJoined)
-            count, end = tmp_path / "count", tmp_path / "end"
-            await one.start(COUNTS, str(count))
-            await one.start(WAITS, str(end), rank=1)
-            ranks = await one.wait(RankStarted, 2)
-            await until_text(count)
-            sizes: list[int] = []
+async def test_who_stops_for_a_while_loses_nothing_and_disturbs_no_rank(
+        plane: PlaneStub, own_server: embedded_server.Server, tmp_path: Path, who: str) -> None:
+    agent = plane.agent()
+    await plane.wait(NodeJoined)
+    count, end = tmp_path / "count", tmp_path / "end"
+    await plane.start(COUNTS, str(count))
+    await plane.start(WAITS, str(end), rank=1)
+    ranks = await plane.wait(RankStarted, 2)
+    await until_text(count)
+    sizes: list[int] = []
 
-            def meanwhile() -> None:
-                end.touch()
-                sizes.append(count.stat().st_size)
+    def meanwhile() -> None:
+        end.touch()
+        sizes.append(count.stat().st_size)
 
-            await _stop_and_go_on(agent.pid if who == "agent" else own_server.pid, meanwhile)
-            assert count.stat().st_size > sizes[0] + 10, "the other one worked on"
-            (exited,) = await one.wait(RankExited)
-            assert (exited.rank, exited.exit_code) == (1, 0)
-            await _beats(one)
-            await one.start("pass", rank=1, attempt=2)
-            await one.wait(RankExited, 2)
-            assert alive(ranks[0].pid)
-            assert agent.poll() is None
-            agent.terminate()
-            assert await ended(agent) == 0, one.said()
-            logged = await one.log.read(after=0, num_max=1000)
-            numbers = [r.source_seq for r in logged if r.source != "heart"]
-            assert numbers == list(range(1, len(numbers) + 1))
-            assert one.kinds() == [
-                "NodeJoined", "RankStarted", "RankStarted", "RankExited", "RankStarted",
-                "RankExited", "NodeLeft", "RankExited"]
-
-    asyncio.run(asyncio.wait_for(test(), 4 * LIMIT_S))
+    await _stop_and_go_on(agent.pid if who == "agent" else own_server.pid, meanwhile)
+    assert count.stat().st_size > sizes[0] + 10, "the other one worked on"
+    (exited,) = await plane.wait(RankExited)
+    assert (exited.rank, exited.exit_code) == (1, 0)
+    await _beats(plane)
+    await plane.start("pass", rank=1, attempt=2)
+    await plane.wait(RankExited, 2)
+    assert alive(ranks[0].pid)
+    assert agent.poll() is None
+    agent.terminate()
+    assert await ended(agent) == 0, plane.said()
+    logged = await plane.log.read(after=0, num_max=1000)
+    numbers = [r.source_seq for r in logged if r.source != "heart"]
+    assert numbers == list(range(1, len(numbers) + 1))
+    assert plane.kinds() == [
+        "NodeJoined", "RankStarted", "RankStarted", "RankExited", "RankStarted",
+        "RankExited", "NodeLeft", "RankExited"]

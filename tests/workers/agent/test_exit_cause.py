@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_driver import alive, command, go, house, python, train, until, until_text
+from agent_driver import LocalNode, alive, command, go, local_node, python, train, until, until_text
 from unicron.events.log.memory import MemoryLog
 from unicron.events.records.orders import Resume
 from unicron.events.records.reports import (
@@ -358,9 +358,11 @@ def end_of(memory: MemoryLog, tmp_path: Path) -> Any:
         found: list[RankExited] = []
 
         async def test() -> None:
-            async with house(memory, tmp_path) as one:
+            async with local_node(memory, tmp_path) as one:
                 await one.start(spec)
                 found.extend(await one.leader.wait(RankExited))
+                assert [started.pid for started in one.leader.all(RankStarted)] == [found[0].pid]
+                assert not Path(f"/proc/{found[0].pid}").exists()
 
         go(test)
         return found[0]
@@ -509,22 +511,17 @@ def test_what_torchs_own_record_writes_is_read(end_of: Any) -> None:
     assert "refused" not in told.tail
 
 
-def test_each_process_has_an_error_file_of_its_own(memory: MemoryLog, tmp_path: Path) -> None:
+async def test_each_process_has_an_error_file_of_its_own(node: LocalNode) -> None:
     code = "import os; print(os.environ['TORCHELASTIC_ERROR_FILE'])"
-
-    async def test() -> None:
-        async with house(memory, tmp_path) as one:
-            for rank in (0, 1):
-                await one.start(python(code), rank=rank)
-            told = {exited.tail for exited in await one.leader.wait(RankExited, 2)}
-            logs = [Path(started.log_path) for started in one.leader.all(RankStarted)]
-            assert told == {f"{log.with_suffix('.error.json')}\n" for log in logs}
-
-    go(test)
+    for rank in (0, 1):
+        await node.start(python(code), rank=rank)
+    told = {exited.tail for exited in await node.leader.wait(RankExited, 2)}
+    logs = [Path(started.log_path) for started in node.leader.all(RankStarted)]
+    assert told == {f"{log.with_suffix('.error.json')}\n" for log in logs}
 
 
 # --- the OOM killer -----------------------------------------------------------------------------
-def test_a_kill_that_the_kernel_counted_is_told_apart_from_anybodys(
+async def test_a_kill_that_the_kernel_counted_is_told_apart_from_anybodys(
         memory: MemoryLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The counter is a file of ours: no memory group of this machine is filled for it."""
     counters = [tmp_path / "cgroup" / "memory" / "memory.oom_control",
@@ -537,28 +534,24 @@ def test_a_kill_that_the_kernel_counted_is_told_apart_from_anybodys(
 
     monkeypatch.setattr(exit_report, "Kills", partial(Kills, cgroups=tmp_path / "cgroup"))
     count(4)
-
-    async def test() -> None:
-        async with house(memory, tmp_path) as one:
-            for rank in (0, 1):
-                await one.start(python("print('up'); import time; time.sleep(60)"), rank=rank)
-            for started in await one.leader.wait(RankStarted, 2):
-                await until_text(started.log_path)
-            first, second = one.leader.all(RankStarted)
-            count(5)
-            os.kill(first.pid, signal.SIGKILL)
-            await one.leader.wait(RankExited)
-            os.kill(second.pid, signal.SIGKILL)
-            by_pid = {told.pid: told for told in await one.leader.wait(RankExited, 2)}
-            killed = by_pid[first.pid]
-            assert (killed.status, killed.rule) == (EXITED_ABNORMALLY, "oom-killer")
-            assert "oom_kill 5" in killed.cause
-            assert by_pid[second.pid].cause == "signal 9 (SIGKILL): killed from outside"
-
-    go(test)
+    async with local_node(memory, tmp_path) as node:
+        for rank in (0, 1):
+            await node.start(python("print('up'); import time; time.sleep(60)"), rank=rank)
+        for started in await node.leader.wait(RankStarted, 2):
+            await until_text(started.log_path)
+        first, second = node.leader.all(RankStarted)
+        count(5)
+        os.kill(first.pid, signal.SIGKILL)
+        await node.leader.wait(RankExited)
+        os.kill(second.pid, signal.SIGKILL)
+        by_pid = {told.pid: told for told in await node.leader.wait(RankExited, 2)}
+        killed = by_pid[first.pid]
+        assert (killed.status, killed.rule) == (EXITED_ABNORMALLY, "oom-killer")
+        assert "oom_kill 5" in killed.cause
+        assert by_pid[second.pid].cause == "signal 9 (SIGKILL): killed from outside"
 
 
-def test_the_kernels_own_line_is_asked_for_on_the_agents_loop(
+async def test_the_kernels_own_line_is_asked_for_on_the_agents_loop(
         memory: MemoryLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[bool] = []
 
@@ -567,97 +560,75 @@ def test_the_kernels_own_line_is_asked_for_on_the_agents_loop(
         return f"Out of memory: Killed process {pid} (python)"
 
     monkeypatch.setattr(order_executor, "ExitReporter", lambda _: exit_report.ExitReporter(killed))
-
-    async def test() -> None:
-        async with house(memory, tmp_path) as one:
-            await one.start(python("import os; os.kill(os.getpid(), 9)"))
-            (told,) = await one.leader.wait(RankExited)
-            assert (told.rule, told.cause) == (
-                "oom-killer", f"Out of memory: Killed process {told.pid} (python)")
-            assert threads == [True]
-
-    go(test)
+    async with local_node(memory, tmp_path) as node:
+        await node.start(python("import os; os.kill(os.getpid(), 9)"))
+        (told,) = await node.leader.wait(RankExited)
+        assert (told.rule, told.cause) == (
+            "oom-killer", f"Out of memory: Killed process {told.pid} (python)")
+        assert threads == [True]
 
 
 # --- what the agent knows without looking -------------------------------------------------------
-def test_who_was_told_to_stop_has_no_cause(memory: MemoryLog, tmp_path: Path) -> None:
+async def test_who_was_told_to_stop_has_no_cause(node: LocalNode) -> None:
     code = "import signal, time\nsignal.signal(15, lambda *_: 1 / 0)\nprint('up')\ntime.sleep(60)"
-
-    async def test() -> None:
-        async with house(memory, tmp_path) as one:
-            await one.start(python(code))
-            (started,) = await one.leader.wait(RankStarted)
-            await until_text(started.log_path)
-            await one.stop_rank()
-            (told,) = await one.leader.wait(RankExited)
-            assert (told.exit_code, told.status, told.cause) == (1, "", "")
-            assert "ZeroDivisionError" in told.tail
-
-    go(test)
+    await node.start(python(code))
+    (started,) = await node.leader.wait(RankStarted)
+    await until_text(started.log_path)
+    await node.stop_rank()
+    (told,) = await node.leader.wait(RankExited)
+    assert (told.exit_code, told.status, told.cause) == (1, "", "")
+    assert "ZeroDivisionError" in told.tail
 
 
 @pytest.mark.parametrize(("seed", "cause"), [
     (1, "last words"), (2, "killed by its agent: it violated the pipe protocol: a rank must not")])
-def test_a_training_ranks_own_words_are_its_cause(memory: MemoryLog, tmp_path: Path, seed: int,
-                                                  cause: str) -> None:
-    async def test() -> None:
-        async with house(memory, tmp_path) as one:
-            await one.start(train(seed))
-            await one.leader.wait(RankReady)
-            await one.leader.order(Resume(nodes=("n1",), task=1, generation=0, progress_from=0))
-            (told,) = await one.leader.wait(RankExited)
-            assert told.signal == signal.SIGKILL
-            assert told.cause.startswith(cause)
-            kinds = [type(record.body) for record in one.leader.records]
-            assert seed == 2 or kinds.index(RankErrored) < kinds.index(RankExited)
-
-    go(test)
+async def test_a_training_ranks_own_words_are_its_cause(
+        node: LocalNode, seed: int, cause: str) -> None:
+    await node.start(train(seed))
+    await node.leader.wait(RankReady)
+    await node.leader.order(Resume(nodes=("n1",), task=1, generation=0, progress_from=0))
+    (told,) = await node.leader.wait(RankExited)
+    assert told.signal == signal.SIGKILL
+    assert told.cause.startswith(cause)
+    kinds = [type(record.body) for record in node.leader.records]
+    assert seed == 2 or kinds.index(RankErrored) < kinds.index(RankExited)
 
 
-def test_a_disk_that_does_not_answer_holds_up_no_end(
-        memory: MemoryLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_disk_that_does_not_answer_holds_up_no_end(
+        node: LocalNode, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(process: Process, bytes_max: int) -> bytes:
         time.sleep(3 * exit_report.SEARCH_S_MAX)
         return b""
 
     monkeypatch.setattr(Process, "output", never)
-
-    async def test() -> None:
-        async with house(memory, tmp_path) as one:
-            await one.start(python("import os; os.abort()"))
-            (told,) = await one.leader.wait(RankExited)
-            assert told.cause.startswith("signal 6 (SIGABRT)")
-            assert told.tail == "(no output: reading it took too long)"
-
-    go(test)
+    await node.start(python("import os; os.abort()"))
+    (told,) = await node.leader.wait(RankExited)
+    assert told.cause.startswith("signal 6 (SIGABRT)")
+    assert told.tail == "(no output: reading it took too long)"
 
 
 # --- watched, or not started at all -------------------------------------------------------------
-def test_what_cannot_be_watched_does_not_run(memory: MemoryLog, tmp_path: Path,
-                                             monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_cannot_be_watched_does_not_run(
+        node: LocalNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     note = tmp_path / "pid"
     right = os.pidfd_open
 
     def full(pid: int, flags: int = 0) -> int:
         raise OSError(24, "Too many open files")
 
-    async def test() -> None:
-        async with house(memory, tmp_path) as one:
-            monkeypatch.setattr(os, "pidfd_open", full)
-            seq = await one.start(python(
-                "import os, sys, time\nopen(sys.argv[1], 'w').write(str(os.getpid()))\n"
-                "time.sleep(60)", str(note)))
-            (refused,) = await one.leader.wait(OrderRefused)
-            monkeypatch.setattr(os, "pidfd_open", right)
-            assert refused.order == seq
-            assert "Too many open files" in refused.why
-            assert one.leader.all(RankStarted) == []
-            assert not note.exists() or not alive(int(note.read_text()))
-            await one.start(python("pass"), attempt=2)  # the slot is free
-            (told,) = await one.leader.wait(RankExited)
-            assert told.exit_code == 0
-
-    go(test)
+    monkeypatch.setattr(os, "pidfd_open", full)
+    seq = await node.start(python(
+        "import os, sys, time\nopen(sys.argv[1], 'w').write(str(os.getpid()))\n"
+        "time.sleep(60)", str(note)))
+    (refused,) = await node.leader.wait(OrderRefused)
+    monkeypatch.setattr(os, "pidfd_open", right)
+    assert refused.order == seq
+    assert "Too many open files" in refused.why
+    assert node.leader.all(RankStarted) == []
+    assert not note.exists() or not alive(int(note.read_text()))
+    await node.start(python("pass"), attempt=2)  # the slot is free
+    (told,) = await node.leader.wait(RankExited)
+    assert told.exit_code == 0
 
 
 def test_a_fork_that_ends_before_it_is_adopted_is_waited_for(tmp_path: Path) -> None:

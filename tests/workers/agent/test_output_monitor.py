@@ -13,10 +13,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from agent_driver import go, house, python
+from agent_driver import LocalNode, python
 from hypothesis import given
 from hypothesis import strategies as st
-from unicron.events.log.memory import MemoryLog
 from unicron.events.records.orders import StartRank
 from unicron.events.records.reports import IterationsLogged, RankExited, RankStalled, RankUnstalled
 from unicron.events.records.types import Body, Slot
@@ -31,7 +30,6 @@ from unicron.workers.agent.monitoring.megatron_output import (
 )
 from unicron.workers.agent.monitoring.output_monitor import ANNOUNCED_PAUSE_S, HangLimits
 from unicron.workers.agent.monitoring.output_reader import OutputReader, OutputReaders
-from unicron.workers.host import linux
 
 CORE = (b" [2025-08-01 09:32:10] iteration        2/    5000 | consumed samples:          256 |"
         b" elapsed time per iteration (ms): 25879.2 | throughput per GPU (TFLOP/s/GPU): 116.7 |"
@@ -348,56 +346,41 @@ for i in range(1, 31):
 """
 
 
-def test_a_command_that_floods_its_log_is_followed_all_the_same(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("nothing_left")
+async def test_a_command_that_floods_its_log_is_followed_all_the_same(
+        node: LocalNode, tmp_path: Path) -> None:
     """10 MB/s: most is passed over, what is told is right, and the agent does all else."""
-    memory = MemoryLog(time.monotonic)
-
-    async def test() -> None:
-        async with house(memory, tmp_path) as one:
-            await one.start(python(FLOOD))
-            (exited,) = await one.leader.wait(RankExited)
-            assert exited.exit_code == 0
-            told = one.leader.all(IterationsLogged)
-            assert told[-1].iteration == 30
-            assert {round(body.step_s, 9) for body in told} == {0.1}
-            assert 0 < sum(body.num_iterations for body in told) <= 30 - told[0].iteration
-            assert (tmp_path / "logs/1-job/rank-0.attempt-1.log").stat().st_size > 30_000_000
-
-    try:
-        go(test)
-    finally:
-        assert linux.kill_marked(f"UNICRON_PROCESS={tmp_path}".encode()) == []
+    await node.start(python(FLOOD))
+    (exited,) = await node.leader.wait(RankExited)
+    assert exited.exit_code == 0
+    told = node.leader.all(IterationsLogged)
+    assert told[-1].iteration == 30
+    assert {round(body.step_s, 9) for body in told} == {0.1}
+    assert 0 < sum(body.num_iterations for body in told) <= 30 - told[0].iteration
+    assert (tmp_path / "logs/1-job/rank-0.attempt-1.log").stat().st_size > 30_000_000
 
 
-def test_the_agent_tells_what_a_command_prints(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("nothing_left")
+async def test_the_agent_tells_what_a_command_prints(node: LocalNode) -> None:
     """Also what it printed last, before its end is told."""
-    memory = MemoryLog(time.monotonic)
     code = ("import sys, time\n"
             "for i in range(1, 31):\n"
             f"    print({CORE.decode()!r}.replace('        2/', f'{{i:9d}}/'))\n"
             "    sys.stdout.flush()\n"
             "    time.sleep(0.1 if i < 30 else 0)\n")
-
-    async def test() -> None:
-        async with house(memory, tmp_path) as one:
-            await one.start(python(code))
-            await one.leader.wait(RankExited)
-            told = one.leader.all(IterationsLogged)
-            assert (told[0].num_iterations, told[-1].iteration) == (0, 30)
-            assert sum(body.num_iterations for body in told) == 30 - told[0].iteration
-            assert {(round(body.step_s, 9), body.loss, body.global_batch) for body in told} == {
-                (25.8792, 10.4456, 128)}
-            kinds = [record.kind for record in one.leader.records]
-            assert kinds[-1] == "RankExited"
-            said_s = [record.occurred_s for record in one.leader.records
-                      if record.kind == "IterationsLogged"]
-            assert all(later - sooner > 0.5 for sooner, later in pairwise(said_s[:-2])), (
-                "but for what is left at the end")
-
-    try:
-        go(test)
-    finally:
-        assert linux.kill_marked(f"UNICRON_PROCESS={tmp_path}".encode()) == []
+    await node.start(python(code))
+    await node.leader.wait(RankExited)
+    told = node.leader.all(IterationsLogged)
+    assert (told[0].num_iterations, told[-1].iteration) == (0, 30)
+    assert sum(body.num_iterations for body in told) == 30 - told[0].iteration
+    assert {(round(body.step_s, 9), body.loss, body.global_batch) for body in told} == {
+        (25.8792, 10.4456, 128)}
+    kinds = [record.kind for record in node.leader.records]
+    assert kinds[-1] == "RankExited"
+    said_s = [record.occurred_s for record in node.leader.records
+              if record.kind == "IterationsLogged"]
+    assert all(later - sooner > 0.5 for sooner, later in pairwise(said_s[:-2])), (
+        "but for what is left at the end")
 
 
 # --- lines that stop coming ----------------------------------------------------------------------

@@ -192,94 +192,83 @@ def test_up_remembers_a_folder_absolute_and_forgets_it_by_a_word(tmp_path: Path)
 
 
 # --- rounds -------------------------------------------------------------------------------------
-def test_unhealthy_is_confirmed_and_checks_come_and_go(tmp_path: Path) -> None:
+async def test_unhealthy_is_confirmed_and_checks_come_and_go(tmp_path: Path) -> None:
     """The first bad answer alone is not told; a check that is taken away is healthy again."""
     folder, note = tmp_path / "checks", tmp_path / "runs"
     # Bad at its first run only.
     script(folder, "once", f'echo x >> {note}; [ "$(wc -l < {note})" -gt 1 ] && exit 0; exit 2')
     script(folder, "bad", "echo gpu0: worn; exit 2")
-
-    async def test() -> None:
-        told: list[Finding] = []
-        rounds = CheckSchedule(
-            CheckOptions(folder=folder, every_s=0.1, s_max=20.0),
-            CheckRunner(os.environ, ("UNICRON_PROCESS", f"{tmp_path}:n1/1:")),
-            1,
-            told.append,
-        )
-        running = asyncio.create_task(rounds.run())
-        seen = "checks", "healthy"
-        changes = lambda: [f for f in told if (f.check, f.health) != seen]  # noqa: E731
-        (bad,) = await until(lambda: changes() or None)
-        assert (bad.check, bad.health, bad.why, bad.devices) == ("check/bad", "unhealthy", "worn",
-                                                                 (0,))
-        await until(lambda: len(note.read_text().split()) > 3 or None)
-        (folder / "bad").unlink()
-        script(folder, "new", "exit 1")
-        await until(lambda: changes()[2:] or None)
-        assert sorted((f.check, f.health) for f in changes()[1:]) == [
-            ("check/bad", "healthy"), ("check/new", "degraded")]
-        script(folder, "later", "exit 2", 0o644)
-        *_, none = await until(lambda: changes()[3:] or None)
-        assert (none.check, none.health, none.why) == (
-            "checks/files", "unknown", "not run: later (not executable)")
-        (folder / "later").unlink()
-        *_, well = await until(lambda: changes()[4:] or None)
-        assert (well.check, well.health) == ("checks/files", "healthy"), "told once each"
-        shutil.rmtree(folder)
-        await until(lambda: [f for f in told if (f.check, f.health) == ("checks", "unknown")]
-                    or None)
-        running.cancel()
-        await asyncio.wait((running,))
-
-    go(test)
+    told: list[Finding] = []
+    rounds = CheckSchedule(
+        CheckOptions(folder=folder, every_s=0.1, s_max=20.0),
+        CheckRunner(os.environ, ("UNICRON_PROCESS", f"{tmp_path}:n1/1:")),
+        1,
+        told.append,
+    )
+    running = asyncio.create_task(rounds.run())
+    seen = "checks", "healthy"
+    changes = lambda: [f for f in told if (f.check, f.health) != seen]  # noqa: E731
+    (bad,) = await until(lambda: changes() or None)
+    assert (bad.check, bad.health, bad.why, bad.devices) == ("check/bad", "unhealthy", "worn", (0,))
+    await until(lambda: len(note.read_text().split()) > 3 or None)
+    (folder / "bad").unlink()
+    script(folder, "new", "exit 1")
+    await until(lambda: changes()[2:] or None)
+    assert sorted((f.check, f.health) for f in changes()[1:]) == [
+        ("check/bad", "healthy"), ("check/new", "degraded")]
+    script(folder, "later", "exit 2", 0o644)
+    *_, none = await until(lambda: changes()[3:] or None)
+    assert (none.check, none.health, none.why) == (
+        "checks/files", "unknown", "not run: later (not executable)")
+    (folder / "later").unlink()
+    *_, well = await until(lambda: changes()[4:] or None)
+    assert (well.check, well.health) == ("checks/files", "healthy"), "told once each"
+    shutil.rmtree(folder)
+    await until(lambda: [f for f in told if (f.check, f.health) == ("checks", "unknown")] or None)
+    running.cancel()
+    await asyncio.wait((running,))
 
 
 # --- the agent ----------------------------------------------------------------------------------
-def test_an_agent_tells_of_a_check_that_fails_and_recovers(
+async def test_an_agent_tells_of_a_check_that_fails_and_recovers(
         own_server: embedded_server.Server, tmp_path: Path) -> None:
     """A real agent: its successor tells anew what is not healthy; its end ends the checks."""
     state, folder = tmp_path / "state", tmp_path / "checks"
     script(folder, "scratch", "echo gpu1: fine; exit 0")
     script(folder, "hangs", f"setsid sh -c 'echo $$ > {tmp_path}/hanging; exec sleep 300'\nwait")
-
-    async def test() -> None:
-        async with plane(own_server.url, state) as one:
-            agent = one.agent(UNICRON_HEALTH="on", CHECKS=str(folder))
-            await one.wait(NodeJoined)
-            await asyncio.sleep(0.5)
-            assert _of(one.all(HealthChanged)) == []
-            script(folder, "scratch", "echo gpu1: /scratch is full; exit 2")
-            (bad,) = await until(lambda: _of(one.all(HealthChanged)) or None)
-            assert bad == HealthChanged(
-                node="n1", incarnation=one.all(NodeJoined)[0].incarnation, check="check/scratch",
-                health="unhealthy", why="/scratch is full", devices=(1,), rule="check")
-            agent.kill()
-            agent.wait()
-            hanging = int(await until_text(tmp_path / "hanging"))
-            (tmp_path / "hanging").unlink()
-            second = one.agent(UNICRON_HEALTH="on", CHECKS=str(folder))
-            await until_gone(hanging)  # it had left the session of its check
-            _, again = await until(lambda: (_of(one.all(HealthChanged))[1:] and _of(
-                one.all(HealthChanged))) or None)
-            assert (again.health, again.incarnation) == (
-                "unhealthy", one.all(NodeJoined)[1].incarnation)
-            script(folder, "scratch", "exit 0")
-            *_, well = await until(lambda: (_of(one.all(HealthChanged))[2:] and _of(
-                one.all(HealthChanged))) or None)
-            assert (well.check, well.health, well.why) == ("check/scratch", "healthy",
-                                                           "exit code 0")
-            hanging = int(await until_text(tmp_path / "hanging"))
-            second.send_signal(signal.SIGTERM)
-            assert await until(second.poll) == 0, one.said()
-            await one.wait(NodeLeft)
-            await until_gone(hanging)
-            left = [proc.pid for proc in linux.table()
-                    if any(entry.startswith(f"UNICRON_PROCESS={state}:".encode())
-                           for entry in linux.environ(proc.pid))]
-            assert left == []
-
-    asyncio.run(asyncio.wait_for(test(), 120.0))
+    async with plane(own_server.url, state) as one:
+        agent = one.agent(UNICRON_HEALTH="on", CHECKS=str(folder))
+        await one.wait(NodeJoined)
+        await asyncio.sleep(0.5)
+        assert _of(one.all(HealthChanged)) == []
+        script(folder, "scratch", "echo gpu1: /scratch is full; exit 2")
+        (bad,) = await until(lambda: _of(one.all(HealthChanged)) or None)
+        assert bad == HealthChanged(
+            node="n1", incarnation=one.all(NodeJoined)[0].incarnation, check="check/scratch",
+            health="unhealthy", why="/scratch is full", devices=(1,), rule="check")
+        agent.kill()
+        agent.wait()
+        hanging = int(await until_text(tmp_path / "hanging"))
+        (tmp_path / "hanging").unlink()
+        second = one.agent(UNICRON_HEALTH="on", CHECKS=str(folder))
+        await until_gone(hanging)  # it had left the session of its check
+        _, again = await until(lambda: (_of(one.all(HealthChanged))[1:] and _of(
+            one.all(HealthChanged))) or None)
+        assert (again.health, again.incarnation) == (
+            "unhealthy", one.all(NodeJoined)[1].incarnation)
+        script(folder, "scratch", "exit 0")
+        *_, well = await until(lambda: (_of(one.all(HealthChanged))[2:] and _of(
+            one.all(HealthChanged))) or None)
+        assert (well.check, well.health, well.why) == ("check/scratch", "healthy", "exit code 0")
+        hanging = int(await until_text(tmp_path / "hanging"))
+        second.send_signal(signal.SIGTERM)
+        assert await until(second.poll) == 0, one.said()
+        await one.wait(NodeLeft)
+        await until_gone(hanging)
+        left = [proc.pid for proc in linux.table()
+                if any(entry.startswith(f"UNICRON_PROCESS={state}:".encode())
+                       for entry in linux.environ(proc.pid))]
+        assert left == []
 
 
 def _of(changes: list[HealthChanged]) -> list[HealthChanged]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from agent_driver import go, until
+from agent_driver import until
 from fake_nvml import LIBRARY_NOT_FOUND, FakeGpu, FakeNvml
 from health_driver import Clock, write
 from unicron.events.records.statuses import (
@@ -180,20 +180,16 @@ def test_no_gpu_no_library() -> None:
 
 
 # --- XIDs ---------------------------------------------------------------------------------------
-def test_an_xid_is_heard_at_once(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_xid_is_heard_at_once(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     def by_code(text: str) -> Verdict:
         assert text == "NVRM: Xid (PCI:00000000:1B:00.0): 79, reported by NVML"
         return Verdict(GPU_DRIVER_ERRORS, "xid-79", code=79, device="00000000:1B:00.0")
 
     monkeypatch.setattr(gpus_file, "classify", by_code)
-
-    async def test() -> None:
-        node.library.xids.put((79, node.a))
-        (heard,) = await until(lambda: node.gpus.take_xids() or None)
-        assert (heard.origin, heard.status, heard.devices, heard.code) == (
-            "nvml", GPU_DRIVER_ERRORS, (1,), 79)
-
-    go(test)
+    node.library.xids.put((79, node.a))
+    (heard,) = await until(lambda: node.gpus.take_xids() or None)
+    assert (heard.origin, heard.status, heard.devices, heard.code) == (
+        "nvml", GPU_DRIVER_ERRORS, (1,), 79)
 
 
 # --- the library itself ---------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from agent_driver import go, until
+from agent_driver import until
 from health_driver import Clock, write
 from unicron.events.records.reports import CheckHealth, DeviceErred, HealthChanged
 from unicron.events.records.statuses import LINK_FLAPPING, OTHER_NETWORK
@@ -127,27 +127,24 @@ def test_a_storm_is_bounded_and_says_how_much_it_leaves_out() -> None:
 
 
 # --- calls that hang ----------------------------------------------------------------------------
-def test_a_hung_call_is_late_and_no_second_one_is_begun() -> None:
-    async def test() -> None:
-        aside: DetachedThread[int] = DetachedThread("t")
-        free, num = threading.Event(), 0
+async def test_a_hung_call_is_late_and_no_second_one_is_begun() -> None:
+    aside: DetachedThread[int] = DetachedThread("t")
+    free, num = threading.Event(), 0
 
-        def hangs() -> int:
-            nonlocal num
-            num += 1
-            free.wait(60.0)
-            return num
+    def hangs() -> int:
+        nonlocal num
+        num += 1
+        free.wait(60.0)
+        return num
 
-        for _ in range(3):
-            with pytest.raises(Late):
-                await aside.call(hangs, 0.02)
-        free.set()
-        assert await aside.call(hangs, 30.0) == 1
-        with pytest.raises(OSError, match="gone"):
-            await aside.call(_raises, 30.0)
-        assert await aside.call(lambda: 7, 30.0) == 7
-
-    go(test)
+    for _ in range(3):
+        with pytest.raises(Late):
+            await aside.call(hangs, 0.02)
+    free.set()
+    assert await aside.call(hangs, 30.0) == 1
+    with pytest.raises(OSError, match="gone"):
+        await aside.call(_raises, 30.0)
+    assert await aside.call(lambda: 7, 30.0) == 7
 
 
 def _raises() -> int:
@@ -169,47 +166,42 @@ class Scripted:
         return self.look
 
 
-def test_a_reader_that_hangs_or_cannot_read_is_unknown_then_well_again(tmp_path: Path) -> None:
-    async def test() -> None:
-        told: list[Body] = []
-        reader = Scripted()
-        health = _health(tmp_path, told, reader)
-        running = asyncio.create_task(health.run())
-        await asyncio.sleep(0.1)
-        assert told == []
-        reader.free.clear()
-        await until(lambda: told or None)
-        reader.free.set()
-        await until(lambda: told[1:] or None)
-        assert [(one.check, one.health, one.rule) for one in told
-                if isinstance(one, HealthChanged)] == [("scripted", "unknown", "late"),
-                                                       ("scripted", "healthy", "")]
-        reader.look = Reading([Finding("scripted", BAD, "w", (1,), "ECC errors", "r")],
-                           [DeviceError("network", "link flapping", "r", "t")])
-        await until(lambda: told[3:] or None)
-        running.cancel()
-        assert sorted(told[2:], key=lambda one: type(one).__name__) == [
-            DeviceErred(node="n1", incarnation=7, origin="network", status="link flapping",
-                        rule="r", text="t"),
-            HealthChanged(node="n1", incarnation=7, check="scripted", health=BAD, why="w",
-                          devices=(1,), status="ECC errors", rule="r")]
-
-    go(test)
+async def test_a_reader_that_hangs_or_cannot_read_is_unknown_then_well_again(
+        tmp_path: Path) -> None:
+    told: list[Body] = []
+    reader = Scripted()
+    health = _health(tmp_path, told, reader)
+    running = asyncio.create_task(health.run())
+    await asyncio.sleep(0.1)
+    assert told == []
+    reader.free.clear()
+    await until(lambda: told or None)
+    reader.free.set()
+    await until(lambda: told[1:] or None)
+    assert [(one.check, one.health, one.rule) for one in told
+            if isinstance(one, HealthChanged)] == [("scripted", "unknown", "late"),
+                                                   ("scripted", "healthy", "")]
+    reader.look = Reading([Finding("scripted", BAD, "w", (1,), "ECC errors", "r")],
+                       [DeviceError("network", "link flapping", "r", "t")])
+    await until(lambda: told[3:] or None)
+    running.cancel()
+    assert sorted(told[2:], key=lambda one: type(one).__name__) == [
+        DeviceErred(node="n1", incarnation=7, origin="network", status="link flapping",
+                    rule="r", text="t"),
+        HealthChanged(node="n1", incarnation=7, check="scripted", health=BAD, why="w",
+                      devices=(1,), status="ECC errors", rule="r")]
 
 
-def test_slots_that_a_check_no_longer_names_are_well_again(tmp_path: Path) -> None:
-    async def test() -> None:
-        told: list[Body] = []
-        reader = Scripted()
-        running = asyncio.create_task(_health(tmp_path, told, reader).run())
-        for num, devices in ((1, (0, 1)), (3, (1,)), (4, ())):
-            reader.look = Reading([Finding("c", BAD if devices else "healthy", devices=devices)])
-            await until(lambda num=num: told[num - 1:] or None)
-        running.cancel()
-        assert [(one.health, one.devices) for one in told if isinstance(one, HealthChanged)] == [
-            (BAD, (0, 1)), ("healthy", (0,)), (BAD, (1,)), ("healthy", ())]
-
-    go(test)
+async def test_slots_that_a_check_no_longer_names_are_well_again(tmp_path: Path) -> None:
+    told: list[Body] = []
+    reader = Scripted()
+    running = asyncio.create_task(_health(tmp_path, told, reader).run())
+    for num, devices in ((1, (0, 1)), (3, (1,)), (4, ())):
+        reader.look = Reading([Finding("c", BAD if devices else "healthy", devices=devices)])
+        await until(lambda num=num: told[num - 1:] or None)
+    running.cancel()
+    assert [(one.health, one.devices) for one in told if isinstance(one, HealthChanged)] == [
+        (BAD, (0, 1)), ("healthy", (0,)), (BAD, (1,)), ("healthy", ())]
 
 
 def _health(folder: Path, told: list[Body], *readers: Scripted) -> HealthMonitor:
@@ -231,8 +223,7 @@ def test_this_machines_own_disk_memory_and_processes_are_readable(tmp_path: Path
 
 
 def _room(bavail: int, *, favail: int = 900, flag: int = 0) -> os.statvfs_result:
-    return os.statvfs_result((4096, 4096, 1 << 30, bavail, bavail, 1000, favail, favail, flag,
-                              255))
+    return os.statvfs_result((4096, 4096, 1 << 30, bavail, bavail, 1000, favail, favail, flag, 255))
 
 
 @pytest.mark.parametrize(("room", "health", "words"), [
