@@ -13,7 +13,6 @@ OFF = "unwatched"
 
 def measure(folder: Path, num_pairs: int, say: Say) -> list[Row]:
     """Both train at once and take turns (recovery_overhead.py); copies of state are off."""
-    sides = [UnicronSide(folder / OFF, 0, OFF, watches=False),
-             UnicronSide(folder / "unicron", 0)]
+    sides = [UnicronSide(folder / OFF, 0, OFF, watches=False), UnicronSide(folder / "unicron", 0)]
     blocks = in_turn(sides, num_pairs, say)
     return compared(CASE, OFF, [(one[OFF], one["unicron"]) for one in blocks], num_pairs)

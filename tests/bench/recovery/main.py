@@ -147,8 +147,7 @@ def _held_to(rows: Sequence[Row]) -> list[str]:
     for case, name in (("tp2dp2_sigkill", "unicron"), ("pp2dp2_sigkill", "unicron"),
                        ("zero1_sigkill", "unicron_mirrored"), ("zero1_sigkill", "unicron_sharded")):
         goal(f"{case} {name} fault_to_step_s", found.get((case, name, "fault_to_step_s")), 0.6)
-        goal(f"{case} {name} loss_equal", found.get((case, name, "loss_equal")), 1.0,
-             at_least=True)
+        goal(f"{case} {name} loss_equal", found.get((case, name, "loss_equal")), 1.0, at_least=True)
         if name != "unicron_sharded":  # it has nowhere to take the lost shard from but a copy
             goal(f"{case} {name} iterations_lost", found.get((case, name, "iterations_lost")), 0.0)
     for case, most in (("overhead", 1.01), ("overhead_copies", 1.03)):

@@ -220,8 +220,7 @@ def test_a_rank_with_another_size_or_data_type_is_named(
 
 def test_of_two_that_differ_both_are_named_and_nobody_is_sure() -> None:
     groups = {"0": [0, 1]}
-    where = found({0: dump(shaped(7, [8]), groups=groups),
-                   1: dump(shaped(7, [9]), groups=groups)})
+    where = found({0: dump(shaped(7, [8]), groups=groups), 1: dump(shaped(7, [9]), groups=groups)})
     assert [(one.rank, one.state, one.confidence) for one in where.suspects] == [
         (0, "mismatched", "low"), (1, "mismatched", "low")]
 
@@ -594,8 +593,7 @@ def test_the_pages_of_a_hang_name_them() -> None:
     facts_ = facts(d.log)
     assert {x["folder"] for x in facts_["dumps"]} == {"/tmp"}
     assert {x["node"] for x in facts_["dumps"]} == {"n1", "n2"}
-    assert any(line.startswith("dumps      unicron locate /tmp") for line in
-               incident.page(facts_))
+    assert any(line.startswith("dumps      unicron locate /tmp") for line in incident.page(facts_))
     d.exit(task, 2)
     assert facts(d.log)["dumps"] == facts_["dumps"]
 
