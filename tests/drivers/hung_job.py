@@ -182,8 +182,7 @@ class Job:
         is_p2p = call.source >= 0
         name = call.name
         if is_p2p:
-            one, other = (self.groups[call.group].index(end)
-                          for end in (call.source, call.target))
+            one, other = (self.groups[call.group].index(end) for end in (call.source, call.target))
             name = f"send {one}->{other}" if call.name == "send" else f"recv {other}<-{one}"
         done = index < self.seen(rank)
         return {"record_id": index, "pg_id": 3 * of.index(call.group),

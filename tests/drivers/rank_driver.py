@@ -26,6 +26,7 @@ from unicron.events.records.orders import (
     StartRank,
 )
 from unicron.events.records.reports import (
+    CheckpointSaved,
     Quiesced,
     RankErrored,
     RankFinished,
@@ -123,8 +124,7 @@ class Driver:
     def launch(self, *ranks: int, attempt: int = 1) -> None:
         """Start processes."""
         for rank in ranks:
-            process = Process(rank, attempt, self.by, self.patch, self.folder,
-                              self.trace_dir)
+            process = Process(rank, attempt, self.by, self.patch, self.folder, self.trace_dir)
             self.processes[rank] = process
             self.started.append(process)
             process.send(StartRank(nodes=("n1",), task=TASK, rank=rank, attempt=attempt,
@@ -187,11 +187,16 @@ class Driver:
             assert process.read_all(WAIT_S), self.story()
 
     def says(self, rank: int, text: str, times: int = 1) -> None:
-        """Wait until this stands in the rank's log, so many times."""
-        log, last_s = self.processes[rank].log, time.monotonic() + WAIT_S
-        while log.read_text().count(text) < times:
-            assert time.monotonic() < last_s, self.story()
-            time.sleep(0.01)
+        """Wait until the rank's log has this text, so many times."""
+        log = self.processes[rank].log
+        self.until(lambda: log.read_text().count(text) >= times)
+
+    def until(self, holds: Callable[[], bool], more: object = "") -> None:
+        """Wait until this holds; fails after WAIT_S with the logs, and `more`."""
+        last_s = time.monotonic() + WAIT_S
+        while not holds():
+            assert time.monotonic() < last_s, f"{more}\n{self.story()}"
+            time.sleep(0.005)
 
     def reconfigure(self, ranks: list[int], checkpoint: str = "",
                     copies: tuple[MemoryCheckpoint, ...] = (), axes: Axes | None = None) -> int:
@@ -305,6 +310,15 @@ class Driver:
             assert self.processes[rank].popen.wait(20) == 0, self.story()
         assert not [told for told in self.told(RankErrored) if told.rank in ranks], self.story()
         return told
+
+    def final_checkpoint(self, generation: int | None = None) -> Path:
+        """Where the final checkpoint is; it is of this generation, if one is given."""
+        saved, work = self.told(CheckpointSaved)[-1], self.spec.train or self.spec.loop
+        assert work is not None
+        assert (saved.final, saved.step_version) == (True, work.iterations)
+        if generation is not None:
+            assert saved.path == f"gen-{generation}/iter-{work.iterations}"
+        return Path(work.output) / saved.path
 
     def trace(self, rank: int) -> list[dict[str, Any]]:
         """All lines of a rank's trace; only what is new is read."""

@@ -25,7 +25,6 @@ from unicron.workers.training.checkpoint import checkpoint
 Drive = Callable[..., Any]
 Twins = Callable[[float], Any]
 ITERATIONS = 14
-LOGGED_S_MAX = 30.0
 
 
 @pytest.fixture
@@ -36,14 +35,6 @@ def driver(drive: Drive) -> Any:
 def halves(output: Path) -> list[Path]:
     """What is neither whole nor gone."""
     return [path for path in output.glob("gen-*/*") if path.suffix]
-
-
-def written(log: Path, text: str, num: int) -> None:
-    """Wait until the rank's log says this so often."""
-    last_s = time.monotonic() + LOGGED_S_MAX
-    while log.read_text().count(text) < num:
-        assert time.monotonic() < last_s, log.read_text()
-        time.sleep(0.005)
 
 
 def saved(driver: Any) -> list[tuple[int, int, bool]]:
@@ -64,8 +55,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_is_skipped(
     assert saved(driver)[0] == (1, 3, False)
     assert saved(driver)[-1] == (1, ITERATIONS, True)
     assert "checkpoint skipped" in log.read_text()
-    final = driver.told(CheckpointSaved)[-1]
-    assert twin(0.0).is_equal(Path(driver.spec.train.output) / final.path)
+    assert twin(0.0).is_equal(driver.final_checkpoint())
 
 
 def test_what_was_written_beside_training_is_the_state_of_its_step(
@@ -84,8 +74,7 @@ def test_what_was_written_beside_training_is_the_state_of_its_step(
     assert (came.step_version, came.origin) == (6, "checkpoint")
     driver.finish([0])
     assert sorted(driver.losses()) == list(range(ITERATIONS))
-    final = driver.told(CheckpointSaved)[-1]
-    assert twin(0.0).is_equal(Path(driver.spec.train.output) / final.path)
+    assert twin(0.0).is_equal(driver.final_checkpoint())
 
 
 @pytest.mark.parametrize("event", ["saving", "save_mid", "saved"])
@@ -111,7 +100,7 @@ def test_who_dies_while_it_saves_is_followed_by_one_who_saves(
     assert {generation for generation, _, _ in saved(driver)} == {2}
     assert halves(output) == []
     assert sorted(driver.losses()) == list(range(ITERATIONS))
-    assert twin(0.0).is_equal(output / "gen-2" / f"iter-{ITERATIONS}")
+    assert twin(0.0).is_equal(driver.final_checkpoint(2))
 
 
 @pytest.mark.parametrize("then", ["raise", "fail"])
@@ -138,7 +127,7 @@ def test_a_disk_that_takes_nothing_is_told_once_and_so_is_its_return(driver: Any
     for iteration in (4, 10):
         driver.hold(0, "forward", iteration, micro_batch=0)
         driver.held(0, iteration)
-        written(log, "checkpoint not saved", 1)
+        driver.says(0, "checkpoint not saved")
     assert log.read_text().count("checkpoint not saved; training continues") == 1
     assert f"{output}/gen-1/iter-3: Not a directory" in log.read_text()
     blocked.unlink()
@@ -158,11 +147,8 @@ def test_who_leaves_gives_up_an_older_one_and_saves_what_it_holds(driver: Any) -
     driver.strike(0, iteration=4, event="forward")
     driver.order(Quiesce(nodes=("n1",), task=TASK, generation=1, mode="boundary", ranks=(0,),
                          save=True), [0])
-    last_s = time.monotonic() + LOGGED_S_MAX
-    while not [line for line in driver.trace(0)
-               if line["event"] == "save" and line["iteration"] > 3]:
-        assert time.monotonic() < last_s, driver.story()
-        time.sleep(0.005)
+    driver.until(lambda: any(line["event"] == "save" and line["iteration"] > 3
+                             for line in driver.trace(0)))
     path.unlink()
     held = driver.quiesced([0])[0]
     assert saved(driver) == [(1, held.step_version, False)]
@@ -187,8 +173,7 @@ def test_a_folder_that_cannot_be_listed_is_left_to_the_next_generation(tmp_path:
     assert not half.exists()
 
 
-def test_who_is_not_the_first_any_more_ends_when_it_has_written(
-        driver: Any, twin: Twins) -> None:
+def test_who_is_not_the_first_any_more_ends_when_it_has_written(driver: Any, twin: Twins) -> None:
     """Else its process would leave half of it, of a generation of which nobody publishes."""
     driver.start(0, 1)
     path = driver.hold(0, "save_mid", 3)
@@ -203,7 +188,7 @@ def test_who_is_not_the_first_any_more_ends_when_it_has_written(
     driver.finish([0, 1])
     assert (1, 3, False) not in saved(driver), "what is half of an old generation is cleared away"
     assert halves(Path(driver.spec.train.output)) == []
-    assert twin(0.0).is_equal(Path(driver.spec.train.output) / "gen-2" / f"iter-{ITERATIONS}")
+    assert twin(0.0).is_equal(driver.final_checkpoint(2))
 
 
 def test_a_snapshot_of_an_old_generation_says_so(driver: Any) -> None:
@@ -236,9 +221,8 @@ def _takes_up(drive: Drive, driver: Any, saved: CheckpointSaved, ranks: list[int
             saved.step_version, first.rank, "peer")
     again.finish(ranks)
     assert sorted(again.losses()) == list(range(ITERATIONS)), "what was saved remembers losses"
-    final = again.told(CheckpointSaved)[-1]
-    assert final.final
-    return Path(again.spec.train.output) / final.path
+    final: Path = again.final_checkpoint()
+    return final
 
 
 @pytest.mark.parametrize("mode", ["boundary", "now"])

@@ -1,4 +1,4 @@
-"""A wait for other members that nothing ends: it is left behind, and the rank goes on."""
+"""A wait for other members that nothing ends: it is abandoned, and the rank continues."""
 
 from __future__ import annotations
 
@@ -13,17 +13,29 @@ from unicron.workers.training.process.control_thread import (
     REPLACE_ABANDONED_NUM,
 )
 
-PROGRAM = """
-import os, socket, threading, time
+BEGIN = """
+import gc, os, socket, threading, time, weakref
 from unicron.events.records.orders import Quiesce
-from unicron.workers.training.process.control_thread import (
-    STUCK_S_MAX,
-    Abandoned,
-    Control,
-    Interrupted,
-)
+from unicron.workers.training.process import control_thread as control
 from unicron.workers.ipc.pipe_protocol import Frame, Unpacker, pack
 
+ours, theirs = socket.socketpair()
+rank = control.Control(ours, 0, Unpacker())
+rank.start([])
+
+def leave(generation, *ranks):
+    body = Quiesce(nodes=("n1",), task=1, generation=generation, mode="now", ranks=ranks or (0,))
+    theirs.sendall(pack(Frame(seq=1, epoch=1, body=body)))
+"""
+
+
+def run(program: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, for a rank whose agent is gone ends its process."""
+    return subprocess.run([sys.executable, "-c", BEGIN + program], capture_output=True, text=True,
+                          timeout=60, check=False)
+
+
+ABANDONED = """
 def ends(kind, call):
     try:
         call()
@@ -31,9 +43,6 @@ def ends(kind, call):
         return
     raise AssertionError(f"no {kind.__name__}")
 
-ours, theirs = socket.socketpair()
-control = Control(ours, 0, Unpacker())
-control.start([])
 entered, never, woken = threading.Event(), threading.Event(), threading.Event()
 
 def stuck():
@@ -41,66 +50,45 @@ def stuck():
     never.wait(600)
 
 def again(generation):
-    body = Quiesce(nodes=("n1",), task=1, generation=generation, mode="now", ranks=(0,))
-    threading.Timer(0.3, lambda: theirs.sendall(pack(Frame(seq=3, epoch=1, body=body)))).start()
-    control.run_detached(generation, woken.set, stuck)
+    threading.Timer(0.3, lambda: leave(generation)).start()
+    rank.run_detached(generation, woken.set, stuck)
 
-def order():
+def order(generation):
     assert entered.wait(10)
-    body = Quiesce(nodes=("n1",), task=1, generation=1, mode="now", ranks=(0,))
-    theirs.sendall(pack(Frame(seq=1, epoch=1, body=body)))
+    leave(generation)
 
-threading.Thread(target=order, daemon=True).start()
+threading.Thread(target=order, args=(1,), daemon=True).start()
 began_s = time.monotonic()
-ends(Abandoned, lambda: control.run_detached(1, woken.set, stuck))
+ends(control.Abandoned, lambda: rank.run_detached(1, woken.set, stuck))
 assert woken.is_set(), "it is woken first"
-assert STUCK_S_MAX <= time.monotonic() - began_s
-ends(Interrupted, lambda: control.run_detached(1, woken.set, lambda: 2))
-control.discard_orders(1)
-assert control.run_detached(2, woken.set, lambda: 3) == 3, "another thread serves the next"
-ends(ZeroDivisionError, lambda: control.run_detached(2, woken.set, lambda: 1 // 0))
+assert control.STUCK_S_MAX <= time.monotonic() - began_s
+ends(control.Interrupted, lambda: rank.run_detached(1, woken.set, lambda: 2))
+rank.discard_orders(1)
+assert rank.run_detached(2, woken.set, lambda: 3) == 3, "another thread serves the next"
+ends(ZeroDivisionError, lambda: rank.run_detached(2, woken.set, lambda: 1 // 0))
 
-# What was left behind disturbs no later wait: one in the main thread is still woken.
-def later():
-    assert entered.wait(10)
-    body = Quiesce(nodes=("n1",), task=1, generation=3, mode="now", ranks=(0,))
-    theirs.sendall(pack(Frame(seq=2, epoch=1, body=body)))
-
-ends(Abandoned, lambda: again(2))
-control.discard_orders(2)
+# What was abandoned disturbs no later wait: one in the main thread is still woken.
+ends(control.Abandoned, lambda: again(2))
+rank.discard_orders(2)
 entered.clear()
-threading.Thread(target=later, daemon=True).start()
+threading.Thread(target=order, args=(3,), daemon=True).start()
 freed = threading.Event()
-with control.waiting_for_others(3, freed.set):
+with rank.waiting_for_others(3, freed.set):
     entered.set()
     assert freed.wait(10), "nobody woke it"
 print("went on", flush=True)
 """
 
 
-def test_a_wait_that_nothing_ends_is_left_behind() -> None:
-    """Nor does the process wait for it that has done all it had to."""
-    # In a process of its own: a control whose agent is gone ends its process.
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True,
-                          timeout=60, check=False)
+def test_a_wait_that_nothing_ends_is_abandoned() -> None:
+    """Nor does the process wait for it when it has done all that it had to."""
+    done = run(ABANDONED)
     assert done.stdout == "went on\n", done.stderr
     assert done.returncode == 0
 
 
 REPLICA = """
-import os, socket, threading, time
-from unicron.events.records.orders import Quiesce
-from unicron.workers.training.process import control_thread as control
-from unicron.workers.ipc.pipe_protocol import Frame, Unpacker, pack
-
 control.FINISH_S_MAX = 0.5
-ours, theirs = socket.socketpair()
-rank = control.Control(ours, 0, Unpacker())
-rank.start([])
-
-def leave(generation, *ranks):
-    body = Quiesce(nodes=("n1",), task=1, generation=generation, mode="now", ranks=ranks)
-    theirs.sendall(pack(Frame(seq=1, epoch=1, body=body)))
 
 def waits(generation, *orders, **options):
     woken, entered = threading.Event(), threading.Event()
@@ -126,29 +114,18 @@ os._exit(0)
 """
 
 
-def test_a_replica_that_lives_finishes_what_it_is_in() -> None:
-    """Not one of whose members some are gone, nor for ever; nor whoever waits for all."""
-    done = subprocess.run([sys.executable, "-c", REPLICA], capture_output=True, text=True,
-                          timeout=60, check=False)
-    assert done.stdout.splitlines() == [
-        "finished now", "woken", "woken", "woken", "woken", "woken"], done.stderr
+def test_a_replica_whose_members_live_finishes_its_micro_batch() -> None:
+    """Not if members of it are gone, nor for ever; nor does a member that waits for all."""
+    done = run(REPLICA)
+    assert done.stdout.splitlines() == ["finished now", *["woken"] * 5], done.stderr
 
 
 TOO_MANY = """
-import os, socket, sys, threading, time
-from unicron.events.records.orders import Quiesce
-from unicron.workers.training.process import control_thread as control
-from unicron.workers.ipc.pipe_protocol import Frame, Unpacker, pack
-
 control.STUCK_S_MAX = 0.05
-ours, theirs = socket.socketpair()
-rank = control.Control(ours, 0, Unpacker())
-rank.start([])
 ends = [threading.Event() for _ in range(2 + control.ABANDONED_NUM_MAX)]
 for generation, end in enumerate(ends, 1):
     def stuck(end=end, generation=generation):
-        body = Quiesce(nodes=("n1",), task=1, generation=generation, mode="now", ranks=(0,))
-        theirs.sendall(pack(Frame(seq=1, epoch=1, body=body)))
+        leave(generation)
         end.wait(60)
     try:
         rank.run_detached(generation, lambda: None, stuck)
@@ -162,38 +139,28 @@ for generation, end in enumerate(ends, 1):
 """
 
 
-def test_no_more_is_left_behind_than_memory_bears() -> None:
-    """Each holds a sum of gradients. What has ended meanwhile does not count."""
-    done = subprocess.run([sys.executable, "-c", TOO_MANY], capture_output=True, text=True,
-                          timeout=60, check=False)
+def test_the_number_of_abandoned_collectives_is_bounded() -> None:
+    """Each keeps a sum of gradients in memory. One that has ended since does not count."""
+    done = run(TOO_MANY)
     assert done.returncode == EXIT_STUCK, done.stderr
-    # Worn, it does not end by itself at once: its peers are as worn as it is.
+    # With too many it does not end at once by itself: its peers have as many.
     assert done.stdout == "left\n" * REPLACE_ABANDONED_NUM + "worn\n" * (
         1 + ABANDONED_NUM_MAX - REPLACE_ABANDONED_NUM)
     assert "13 abandoned collectives still wait: this process ends" in done.stderr
 
 
 ENDED_LATE = """
-import gc, os, socket, threading, time, weakref
-from unicron.events.records.orders import Quiesce
-from unicron.workers.training.process import control_thread as control
-from unicron.workers.ipc.pipe_protocol import Frame, Unpacker, pack
-
 control.STUCK_S_MAX = 0.05
 
 class Gradients:
     pass
 
-ours, theirs = socket.socketpair()
-rank = control.Control(ours, 0, Unpacker())
-rank.start([])
 end, seen = threading.Event(), []
 
 def stuck():
     gradients = Gradients()
     seen.append(weakref.ref(gradients))
-    body = Quiesce(nodes=("n1",), task=1, generation=1, mode="now", ranks=(0,))
-    theirs.sendall(pack(Frame(seq=1, epoch=1, body=body)))
+    leave(1)
     end.wait(60)
     raise RuntimeError("the connection was closed")
 
@@ -213,20 +180,17 @@ os._exit(0)
 """
 
 
-def test_what_was_left_behind_keeps_no_memory_after_its_end() -> None:
-    """Nobody asks the rank meanwhile: no later collective is left behind to sweep it up."""
-    done = subprocess.run([sys.executable, "-c", ENDED_LATE], capture_output=True, text=True,
-                          timeout=60, check=False)
+def test_an_abandoned_collective_keeps_no_memory_after_its_end() -> None:
+    """Also if no later collective is abandoned, which would clear it away."""
+    done = run(ENDED_LATE)
     assert done.stdout == "gone\n", done.stderr
 
 
-LAST_WORDS = """
-import os, signal, socket, sys, time
+LAST_REPORTS = """
+import signal, sys
 from unicron.events.records.reports import RankFinished
-from unicron.workers.training.process.control_thread import Control
-from unicron.workers.ipc.pipe_protocol import Unpacker
 
-control = Control(socket.socket(fileno=int(sys.argv[1])), 0, Unpacker())
+control = control.Control(socket.socket(fileno=int(sys.argv[1])), 0, Unpacker())
 for number in range(50):
     control.tell(RankFinished(task=1, rank=0, attempt=1, generation=1, step_version=number,
                               forward_calls=0))
@@ -234,11 +198,11 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_what_was_told_is_told_whatever_becomes_of_the_rank() -> None:
-    """The agent has it, in order, when `tell` returns: no thread has to live to hand it over."""
+def test_a_report_reaches_the_agent_whatever_becomes_of_the_rank() -> None:
+    """The agent has it, in order, when `tell` returns: no thread has to live to send it."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        subprocess.run([sys.executable, "-c", LAST_WORDS, str(theirs.fileno())],
+        subprocess.run([sys.executable, "-c", BEGIN + LAST_REPORTS, str(theirs.fileno())],
                        pass_fds=[theirs.fileno()], timeout=60, check=False)
         theirs.close()
         unpacker, told = Unpacker(), []

@@ -264,8 +264,7 @@ def test_a_rank_that_raises_is_known_by_its_cause_and_its_peers_by_whom_they_los
     driver.start(1)
     driver.form([0, 1, 2])
     told = driver.wait(RankErrored, 1)
-    assert (told.error, told.status, told.second_hand) == (
-        "ValueError", CONNECTION_REFUSED, False)
+    assert (told.error, told.status, told.second_hand) == ("ValueError", CONNECTION_REFUSED, False)
     assert (told.generation, told.iteration) == (1, 1)
     assert told.rule
     assert "ConnectionRefusedError: [Errno 111] Connection refused" in told.text

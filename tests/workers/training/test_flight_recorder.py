@@ -34,10 +34,7 @@ def asked(driver: Driver, folder: Path, ranks: list[int]) -> None:
     paths = [folder / f"flight-rank-{rank}.json" for rank in RANKS]
     for rank, path in zip(RANKS, paths, strict=True):
         driver.processes[rank].send(WriteDump(path=str(path)))
-    last_s = time.monotonic() + APPEARS_S_MAX
-    while not all(paths[rank].exists() for rank in ranks):
-        assert time.monotonic() < last_s, driver.story()
-        time.sleep(0.01)
+    driver.until(lambda: all(paths[rank].exists() for rank in ranks))
 
 
 def hung(driver: Driver, folder: Path, ranks: list[int]) -> HangLocation:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +14,8 @@ import torch
 import torch.distributed as dist
 from matrix.cells import Cell, cells
 from matrix.trial import Trials
-from unicron.events.records.reports import CheckpointSaved, CollectiveFailed
+from nursery import PATCH, Forked, Nursery
+from unicron.events.records.reports import CollectiveFailed
 from unicron.events.spec.job import Model, Train
 from unicron.workers.training.communicators import process_groups
 from unicron.workers.training.model import cpu_device
@@ -47,9 +47,9 @@ AS_IN_BASE = {
 PEER = """
 import sys, time
 import torch.distributed as dist
-dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 2), rank=1, world_size=2)
-print("met", flush=True)
+dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=1, world_size=2)
 time.sleep(60)
+sys.exit()
 """
 FREED_S_MAX = 10.0
 pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
@@ -90,9 +90,7 @@ def finish(driver: Any, ranks: list[int], twin: Any) -> None:
     """To the end: no iteration is lost, and the result is the twin's."""
     driver.finish(ranks)
     assert sorted(driver.losses()) == list(range(14))
-    saved = driver.told(CheckpointSaved)[-1]
-    assert saved.final
-    assert twin.is_equal(Path(driver.spec.train.output) / saved.path)
+    assert twin.is_equal(driver.final_checkpoint())
 
 
 def forwards(driver: Any, ranks: list[int], iteration: int) -> list[int]:
@@ -228,14 +226,14 @@ def test_a_newcomer_in_its_first_iteration_launches_in_the_same_order(
 
 # --- one reduction under way ---------------------------------------------------------------------
 @pytest.fixture
-def peer(tmp_path: Path) -> Any:
-    """Another member, that has come and then does nothing."""
-    made = subprocess.Popen([sys.executable, "-c", PEER, str(tmp_path / "store")],
-                            stdout=subprocess.PIPE)
-    store = dist.FileStore(str(tmp_path / "store"), 2)  # pyright: ignore[reportPrivateImportUsage]
-    dist.init_process_group("gloo", store=store, rank=0, world_size=2)
-    assert made.stdout is not None
-    assert made.stdout.readline() == b"met\n"
+def peer(tmp_path: Path, nursery: Nursery) -> Iterator[Forked]:
+    """Another member, that has joined and then does nothing."""
+    file = str(tmp_path / "store")
+    with (tmp_path / "log").open("wb") as output, open(os.devnull, "rb") as nothing:
+        made = nursery.fork({**os.environ, "UNICRON_RANK": "peer",
+                             PATCH: f"store = {file!r}{PEER}"}, output.fileno(), nothing.fileno())
+    store = dist.FileStore(file, 2)  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=2)  # returns when both are in
     yield made
     made.kill()
     made.wait(10)
@@ -247,7 +245,7 @@ def left_behind() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "abandoned"]
 
 
-def test_what_nothing_ends_holds_nobody_up(peer: subprocess.Popen[bytes]) -> None:
+def test_what_nothing_ends_holds_nobody_up(peer: Forked) -> None:
     flight = OverlappedReduction(torch.zeros(3), 0, lambda: False)
     began_s, woken = time.monotonic(), list[int]()
     flight.end(lambda: woken.append(1))
@@ -264,7 +262,7 @@ def test_what_nothing_ends_holds_nobody_up(peer: subprocess.Popen[bytes]) -> Non
     assert not thread.is_alive()
 
 
-def test_a_bucket_waits_for_its_turn_and_for_the_wish_to_go_on(peer: Any) -> None:
+def test_a_bucket_waits_for_its_turn_and_for_the_wish_to_go_on(peer: Forked) -> None:
     launched, over = list[int](), list[int]()
     flight = OverlappedReduction(torch.zeros(3), 5, lambda: bool(over))
 

@@ -11,7 +11,6 @@ import pytest
 from nursery import Nursery
 from rank_driver import WAIT_S, Driver
 from struck import PP2DP2, TP2DP2, Case, strike
-from unicron.events.records.reports import CheckpointSaved
 from unicron.events.spec.job import parse
 from unicron.events.spec.model import Axes
 from unicron.workers.training.reference import compare
@@ -75,10 +74,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> I
 def saved(driver: Driver, ranks: list[int]) -> Path:
     """To the end; the final checkpoint."""
     driver.finish(ranks)
-    told = driver.told(CheckpointSaved)[-1]
-    assert told.final
-    assert driver.spec.loop is not None
-    return Path(driver.spec.loop.output) / told.path
+    return driver.final_checkpoint()
 
 
 def validations(folder: Path) -> dict[int, float]:

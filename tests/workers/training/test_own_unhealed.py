@@ -115,8 +115,7 @@ def test_a_task_that_does_not_heal_goes_on_from_its_last_checkpoint(
     assert [one.name for one in (tmp_path / "out" / "task-7").iterdir()] == ["iter-4"]
 
 
-def test_ranks_that_do_not_see_the_same_checkpoints_do_not_train(run: Run, tmp_path: Path
-                                                                 ) -> None:
+def test_ranks_that_do_not_see_the_same_checkpoints_do_not_train(run: Run, tmp_path: Path) -> None:
     task = {"micro_batches": 3, "iterations": 4, "output": str(tmp_path / "of-RANK"),
             "checkpoint_every": 4}
     for code, last in ((0, ""), (2, "some ranks resume from iteration 0, others from 4")):

@@ -31,8 +31,7 @@ def test_a_fault_at_this_point_changes_nothing(trials: Trials, cell: Cell) -> No
     assert verdict.outcome == "equal", verdict.why
 
 
-def test_a_run_that_was_changed_is_found_out(
-        nursery: Any, tmp_path: Path, trials: Trials) -> None:
+def test_a_run_that_was_changed_is_found_out(nursery: Any, tmp_path: Path, trials: Trials) -> None:
     cell = next(cell for cell in once() if cell.point.event == "backward_mid")
     driver = Driver(small_spec(tmp_path / "out", **cell.train()), tmp_path, nursery)
     try:

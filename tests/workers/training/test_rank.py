@@ -27,13 +27,6 @@ FREED_S_MAX = 20.0
 25 s at least."""
 
 
-def _final(driver: Any, generation: int) -> Path:
-    saved = driver.told(CheckpointSaved)[-1]
-    assert saved.final
-    assert saved.path == f"gen-{generation}/iter-{ITERATIONS}"
-    return Path(driver.spec.train.output) / saved.path
-
-
 def _forwards(driver: Any, iteration: int) -> list[tuple[int, int]]:
     """(rank, micro-batch) of every forward pass of an iteration."""
     return [(rank, line["micro_batch"]) for rank in ALL for line in driver.trace(rank)
@@ -86,7 +79,7 @@ def test_a_killed_rank_costs_no_micro_batch_and_comes_back(
     assert {rank: driver.processes[rank].popen.pid for rank in left} == {
         rank: pids[rank] for rank in left}
     assert sorted(driver.losses()) == list(range(ITERATIONS))
-    assert twin(dropout).is_equal(_final(driver, 3))
+    assert twin(dropout).is_equal(driver.final_checkpoint(3))
 
 
 def test_undisturbed_ranks_equal_the_twin_and_a_checkpoint_takes_them_up(
@@ -95,7 +88,7 @@ def test_undisturbed_ranks_equal_the_twin_and_a_checkpoint_takes_them_up(
     driver.start(*ALL)
     driver.form(ALL)
     driver.finish(ALL)
-    assert twin(0.1).is_equal(_final(driver, 1))
+    assert twin(0.1).is_equal(driver.final_checkpoint(1))
     told = driver.told(TaskProgressed)
     assert {report.micro_batches for report in told} == {12}
     assert all(report.rate_flops > 0 for report in told)
@@ -113,11 +106,10 @@ def test_undisturbed_ranks_equal_the_twin_and_a_checkpoint_takes_them_up(
     assert (second.step_version, second.source, second.origin) == (6, 0, "peer")
     again.finish([0, 1])
     assert sorted(again.losses()) == list(range(ITERATIONS)), "the checkpoint remembers losses"
-    assert twin(0.1).is_equal(_final(again, 2))
+    assert twin(0.1).is_equal(again.final_checkpoint(2))
 
 
-def test_a_stopped_peer_then_a_second_fault_while_reconfiguring(
-        drive: Drive, twin: Twins) -> None:
+def test_a_stopped_peer_then_a_second_fault_while_reconfiguring(drive: Drive, twin: Twins) -> None:
     driver = drive()
     driver.start(*ALL)
     driver.hold(2, "forward", 3, micro_batch=6)
@@ -151,7 +143,7 @@ def test_a_stopped_peer_then_a_second_fault_while_reconfiguring(
     assert sorted(item for rank in left for item in told[rank].reassigned_micro_batches) == [
         0, 2, 4, 6, 8, 10]
     driver.finish(left)
-    assert twin(0.0).is_equal(_final(driver, 3))
+    assert twin(0.0).is_equal(driver.final_checkpoint(3))
 
 
 def test_survivors_hold_by_themselves_and_nobody_who_knows_is_needed(
@@ -173,7 +165,7 @@ def test_survivors_hold_by_themselves_and_nobody_who_knows_is_needed(
     assert again == held, "told to leave what it has left, a rank says the same again"
     driver.form([0, 2], progress_from=2)
     driver.finish([0, 2])
-    assert twin(0.0).is_equal(_final(driver, 2))
+    assert twin(0.0).is_equal(driver.final_checkpoint(2))
 
 
 BELIEVES_IT_FAILED = """
@@ -203,7 +195,7 @@ def test_members_that_disagree_on_a_step_settle_on_it(drive: Drive, twin: Twins)
     assert told[1].received_bytes == driver.processes[1].ready.state_bytes
     assert told[1].kept_micro_batches == ()
     driver.finish([0, 1, 2])
-    assert twin(0.0).is_equal(_final(driver, 2))
+    assert twin(0.0).is_equal(driver.final_checkpoint(2))
 
 
 IS_SLOW_TO_SCALE = """
@@ -234,7 +226,7 @@ def test_a_busy_member_that_is_told_to_stop_keeps_a_whole_sum(drive: Drive, twin
     time.sleep(3)
     driver.form([1], progress_from=2)
     driver.finish([1])
-    assert twin(0.0).is_equal(_final(driver, 2))
+    assert twin(0.0).is_equal(driver.final_checkpoint(2))
 
 
 IS_SLOW_TO_TAKE = BELIEVES_IT_FAILED + """
@@ -267,7 +259,7 @@ def test_what_was_taken_from_a_peer_counts_though_the_generation_ends(
     driver.kill(2)
     driver.form([1], progress_from=5)
     driver.finish([1])
-    assert twin(0.0).is_equal(_final(driver, 3))
+    assert twin(0.0).is_equal(driver.final_checkpoint(3))
 
 
 SMALL_CHUNKS = """
@@ -314,7 +306,7 @@ def test_a_transfer_broken_off_half_way_leaves_nothing_behind(
     driver.quiesce(left[:-1], "now")
     driver.form(left[:-1], progress_from=2)
     driver.finish(left[:-1])
-    assert twin(0.0).is_equal(_final(driver, 4))
+    assert twin(0.0).is_equal(driver.final_checkpoint(4))
 
 
 def test_half_a_state_and_nobody_left_starts_again(drive: Drive) -> None:
@@ -377,11 +369,10 @@ Iteration._micro_batch = wrong
 
 
 @pytest.mark.parametrize("fault", ["dropped", "doubled"])
-def test_one_wrong_micro_batch_fails_the_comparison(
-        drive: Drive, twin: Twins, fault: str) -> None:
+def test_one_wrong_micro_batch_fails_the_comparison(drive: Drive, twin: Twins, fault: str) -> None:
     driver = drive()
     driver.patch = f"fault = {fault!r}{WRONG}"
     driver.start(0, 1)
     driver.form([0, 1])
     driver.finish([0, 1])
-    assert not twin(0.0).is_equal(_final(driver, 1))
+    assert not twin(0.0).is_equal(driver.final_checkpoint(1))

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from rank_driver import EXEC
 from unicron.events.records.reports import (
-    CheckpointSaved,
     Quiesced,
     RankErrored,
     RankReady,
@@ -33,13 +32,6 @@ def _open(pid: int) -> tuple[int, int]:
     return len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))
 
 
-def _until(driver: Any, holds: Callable[[], bool], more: object = "") -> None:
-    last_s = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < last_s, f"{more}\n{driver.story()}"
-        time.sleep(0.005)
-
-
 def test_generation_after_generation_leaks_nothing_and_reaches_nobody_else(drive: Drive) -> None:
     driver = drive(iterations=10_000)
     driver.start(0)
@@ -52,7 +44,7 @@ def test_generation_after_generation_leaks_nothing_and_reaches_nobody_else(drive
         driver.quiesce([0, 1], "boundary")
         seen.append([_open(pid) for pid in pids])
     # No more than after the third; what was left closes and ends in its own time.
-    _until(driver, lambda: all(now <= then for pid, early in zip(pids, seen[2], strict=True)
+    driver.until(lambda: all(now <= then for pid, early in zip(pids, seen[2], strict=True)
                                for now, then in zip(_open(pid), early, strict=True)), seen)
     versions = [told.step_version for told in driver.told(Quiesced, 0)]
     assert versions == sorted(versions)
@@ -164,7 +156,7 @@ def test_a_sum_that_is_half_sent_holds_nobody(drive: Drive, overlap: bool) -> No
         driver.strike(rank, iteration=2, event="bucket")
     sender = driver.processes[0].popen.pid
     # Not at the bucket's beginning: who is stopped there has not asked for the sum yet.
-    _until(driver, lambda: _unsent_bytes(sender) > PART_BYTES)
+    driver.until(lambda: _unsent_bytes(sender) > PART_BYTES)
     driver.processes[1].signal(signal.SIGSTOP)
     unsent = [0]
 
@@ -174,7 +166,7 @@ def test_a_sum_that_is_half_sent_holds_nobody(drive: Drive, overlap: bool) -> No
         unsent.append(_unsent_bytes(sender))
         return all(unsent[-5:]) and len(set(unsent[-5:])) == 1
 
-    _until(driver, stuck, unsent)
+    driver.until(stuck, unsent)
     held = driver.quiesce([0], "now")
     driver.kill(1)
     assert len(held[0].micro_batches) == 2, "the stop came in the middle of the sum"
@@ -200,12 +192,10 @@ def test_a_reduction_that_wakes_late_begins_nothing_in_the_next_generation(
     time.sleep(0.2)
     driver.resume([0, 2])
     driver.finish([0, 2])
-    final = next(one for one in driver.told(CheckpointSaved) if one.final)
-    assert twin(0.0).is_equal(Path(driver.spec.train.output) / final.path)
+    assert twin(0.0).is_equal(driver.final_checkpoint())
 
 
-def test_buckets_of_the_iteration_before_are_not_told_of_this_one(
-        drive: Drive) -> None:
+def test_buckets_of_the_iteration_before_are_not_told_of_this_one(drive: Drive) -> None:
     driver = drive()
     driver.start(0, 1, 2)
     driver.hold(1, "stats", 4)
@@ -232,8 +222,7 @@ Communicators.up, Communicators.interrupt = up, wake
 """gloo's groups, aborted as NCCL's are: torch knows them no more."""
 
 
-def test_who_is_about_to_use_a_group_that_was_aborted_leaves_as_it_was_told(
-        drive: Drive) -> None:
+def test_who_is_about_to_use_a_group_that_was_aborted_leaves_as_it_was_told(drive: Drive) -> None:
     driver = drive(iterations=3)
     driver.patch = ABORTS
     driver.start(0, 1)
@@ -332,5 +321,4 @@ def test_members_that_are_worn_alike_end_one_by_one_and_never_the_last(
     assert (told.origin, told.source) == ("peer", 1)
     driver.finish([0, 1])
     assert sorted(driver.losses()) == list(range(14))
-    (final,) = driver.told(CheckpointSaved)
-    assert twin(0.1).is_equal(Path(driver.spec.train.output) / final.path)
+    assert twin(0.1).is_equal(driver.final_checkpoint())

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from struck import PP2DP2, TP2DP2, Case, strike
-from unicron.events.records.reports import CheckpointSaved
 from unicron.events.spec.model import Axes
 
 Drive = Callable[..., Any]
@@ -32,9 +30,7 @@ CASES = {
 
 def finish(driver: Any, ranks: list[int], twin: Any) -> None:
     driver.finish(ranks)
-    saved = driver.told(CheckpointSaved)[-1]
-    assert saved.final
-    gap = twin.difference(Path(driver.spec.train.output) / saved.path)
+    gap = twin.difference(driver.final_checkpoint())
     print(gap, twin.noise)
     assert gap.num_losses == NUM_ITERATIONS
     assert gap.loss_rel < 1e-5

@@ -233,8 +233,7 @@ def test_shards_of_the_optimizer_do_too(precision: Any) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_mirror_is_its_owner_bit_by_bit(precision: Any) -> None:
-    worlds.run(4, reshard_work.walk, replace(TRAIN, precision=precision),
-               stops(MIRRORED))
+    worlds.run(4, reshard_work.walk, replace(TRAIN, precision=precision), stops(MIRRORED))
 
 
 def test_a_gated_unit_keeps_its_halves_apart() -> None:

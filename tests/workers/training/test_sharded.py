@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from checkpoint_stores import LocalKeeper, named
-from unicron.events.records.reports import CheckpointSaved, MemoryCheckpointStored
+from unicron.events.records.reports import MemoryCheckpointStored
 from unicron.events.spec.model import Axes
 
 Drive = Callable[..., Any]
@@ -32,10 +31,8 @@ def ready(drive: Drive, ranks: list[int], *, parallel: dict[str, Any] = SHARDED,
 def finish(driver: Any, ranks: list[int], twin: Twins, precision: str = "fp32") -> None:
     """To the end, where it is the twin."""
     driver.finish(ranks)
-    saved = driver.told(CheckpointSaved)[-1]
-    assert saved.final
     gap = twin(iterations=NUM_ITERATIONS, precision=precision).difference(
-        Path(driver.spec.train.output) / saved.path)
+        driver.final_checkpoint())
     print(gap)
     assert gap.num_losses == NUM_ITERATIONS
     assert gap.loss_rel < RELATIVE_MAX[precision]
