@@ -204,9 +204,9 @@ def told(generation: int, rank: int, taken: dict[int, int], settle_s: float = 0.
          origin: str = "peer", received_bytes: int = 0, todo: tuple[int, ...] = ()
          ) -> moved.Record:
     return record_of("Reconfigured", generation, rank=rank, origin=origin, settle_s=settle_s,
-                  received_bytes=received_bytes, kept=[], todo=list(todo),
-                  taken=[{"rank": giver, "node": "n1", "taken_bytes": taken_bytes}
-                         for giver, taken_bytes in taken.items()])
+                     received_bytes=received_bytes, kept=[], todo=list(todo),
+                     taken=[{"rank": giver, "node": "n1", "taken_bytes": taken_bytes}
+                            for giver, taken_bytes in taken.items()])
 
 
 def test_what_moved_is_what_members_took_from_others() -> None:
@@ -299,7 +299,7 @@ def test_each_kind_of_task_has_so_many_replicas_on_four_ranks() -> None:
     for kinds in layouts.CASES.values():
         for kind in kinds.values():
             spec = job.spec("bench", Path("/tmp/out"), size=kind.size,
-                                     parallel=kind.parallel, copy_every=kind.copy_every)
+                            parallel=kind.parallel, copy_every=kind.copy_every)
             train = parse(spec).train
             assert train is not None
             for num_ranks in (3, 4):

@@ -24,7 +24,7 @@ def test_a_stale_generation_publishes_nothing_and_ends_when_it_is_reached(
         assert new.members[0].node != old["node"]
         again = cluster.wait_told(first, "CheckpointPublished", task=task,
                                   path=f"gen-{new.generation}/iter-"
-                                       f"{20 + int(new.checkpoint.rpartition('-')[2])}").seq
+                                  f"{20 + int(new.checkpoint.rpartition('-')[2])}").seq
         # both train at once: nobody could tell the old one, and it saves what it likes
         cluster.wait_traced(task, pid=old["pid"], event="step", iteration=1 + max(
             x["iteration"] for x in cluster.traced(task) if x["pid"] == old["pid"]))

@@ -198,7 +198,7 @@ class LocalNode:
         self.leader = Leader(log)
         self.node = msgspec.structs.replace(
             NodeConfig(name="n1", incarnation=7, cluster="c", host="127.0.0.9", num_slots=2,
-                 state_dir=state_dir, rank_argv=(sys.executable, str(script))), **changes)
+                       state_dir=state_dir, rank_argv=(sys.executable, str(script))), **changes)
         self.stop = asyncio.Event()
         self.agent = Agent(self.node, log, time.time, os.getpid(),
                            spool=Spool(self.node.source, self.node.name, time.time), left=[],

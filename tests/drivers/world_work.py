@@ -84,7 +84,7 @@ def trained(place: int, train: Train, axes: Axes, num_iterations: int
         divisor = trainee.divisor(told[1].item())
         scale = trainee.optimizer.get_loss_scale().item()
         stepped = optimizer_step.step(trainee, told[1].item(), lambda event: None,
-                                norm_square=gate[0].item(), found_inf=gate[1].item() > 0)
+                                      norm_square=gate[0].item(), found_inf=gate[1].item() > 0)
         if not trainee.is_gathered:
             optimizer_step.gather(trainee)
         losses.append(told[0].item() / divisor)

@@ -56,7 +56,7 @@ def main() -> None:
     try:
         for case in (case for case in CASES if case in asked.cases):
             rows += rows_of(case, {name: _trials(folder, name, case, asked.n, say)
-                                 for name in asked.systems})
+                                   for name in asked.systems})
         if OVERHEAD in asked.cases:
             rows += overhead.measure(folder / OVERHEAD, asked.pairs, say)
     except KeyboardInterrupt:

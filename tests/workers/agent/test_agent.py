@@ -26,14 +26,7 @@ from agent_driver import (
     until_text,
 )
 from unicron.events.log.memory import MemoryLog, Outcome
-from unicron.events.records.orders import (
-    PublishCheckpoint,
-    Quiesce,
-    Reconfigure,
-    Resume,
-    StartRank,
-    StopRank,
-)
+from unicron.events.records import orders as o
 from unicron.events.records.reports import (
     CheckpointPublished,
     NodeJoined,
@@ -119,7 +112,7 @@ async def test_stop_gives_grace_then_kills(node: LocalNode) -> None:
 
 async def test_a_stopped_process_ends_too(node: LocalNode) -> None:
     await node.start(python("import signal, time; signal.signal(15, print); print('up');"
-                           "time.sleep(60)"))
+                            "time.sleep(60)"))
     (started,) = await node.leader.wait(RankStarted)
     await until_text(started.log_path)
     os.kill(started.pid, signal.SIGSTOP)
@@ -130,9 +123,9 @@ async def test_a_stopped_process_ends_too(node: LocalNode) -> None:
 
 def test_what_a_rank_is_told_by_its_environment(tmp_path: Path) -> None:
     node = NodeConfig(name="n1", incarnation=7, cluster="c", host="10.0.0.1", num_slots=2,
-                state_dir=tmp_path)
-    order = StartRank(nodes=("n1",), task=5, rank=3, attempt=2, slot=Slot(node="n1", index=1),
-                      spec=train(0), num_seats=4, host="", port=0, checkpoint="")
+                      state_dir=tmp_path)
+    order = o.StartRank(nodes=("n1",), task=5, rank=3, attempt=2, slot=Slot(node="n1", index=1),
+                        spec=train(0), num_seats=4, host="", port=0, checkpoint="")
     on_cpu = environment(order, node, {"UNICRON_MINE": "x"})
     assert on_cpu["UNICRON_MINE"] == "x"
     assert (on_cpu["OMP_NUM_THREADS"], on_cpu["CUDA_VISIBLE_DEVICES"]) == ("1", "")
@@ -154,8 +147,8 @@ async def test_a_slot_is_used_by_one_at_a_time(node: LocalNode) -> None:
     await node.leader.wait(RankStarted)
     await node.start(sleep, task=2)            # waits for the slot
     await node.start(sleep, task=3)            # waits, and is stopped before it starts
-    await node.leader.order(StopRank(nodes=("n1",), task=3, rank=0, attempt=1, grace_s=1.0,
-                                    why="test"))
+    await node.leader.order(o.StopRank(nodes=("n1",), task=3, rank=0, attempt=1, grace_s=1.0,
+                                       why="test"))
     (never,) = await node.leader.wait(RankExited)
     assert (never.task, never.pid, never.signal) == (3, 0, signal.SIGTERM)
     await node.stop_rank(grace_s=0.0)
@@ -208,7 +201,7 @@ async def test_orders_for_a_predecessor_start_nothing(memory: MemoryLog, tmp_pat
 async def test_orders_written_anew_are_duplicates(node: LocalNode, memory: MemoryLog) -> None:
     await node.start(python("pass"))
     await node.leader.wait(RankExited)
-    orders = [r for r in node.leader.records if isinstance(r.body, StartRank)]
+    orders = [r for r in node.leader.records if isinstance(r.body, o.StartRank)]
     node.leader.epoch = await memory.start_epoch("again")
     await memory.rebuild_orders(orders, epoch=node.leader.epoch)
     await node.start(python("pass"), rank=1)
@@ -217,9 +210,9 @@ async def test_orders_written_anew_are_duplicates(node: LocalNode, memory: Memor
 
 
 # --- the pipe -----------------------------------------------------------------------------------
-def reconfigure(*members: int, generation: int = 1) -> Reconfigure:
-    return Reconfigure(nodes=("n1",), task=1, generation=generation, store="x:1", dp=2,
-                       checkpoint="", members=tuple(
+def reconfigure(*members: int, generation: int = 1) -> o.Reconfigure:
+    return o.Reconfigure(nodes=("n1",), task=1, generation=generation, store="x:1", dp=2,
+                         checkpoint="", members=tuple(
                            Member(rank=rank, attempt=1, node="n1", endpoint="x:1")
                            for rank in members))
 
@@ -236,9 +229,9 @@ async def test_a_training_rank_is_led_through_its_pipe(
         assert {r.occurred_s for r in told} == {1234.5}
         await node.leader.order(reconfigure(0))
         resume = await node.leader.order(
-            Resume(nodes=("n1",), task=1, generation=1, progress_from=0))
+            o.Resume(nodes=("n1",), task=1, generation=1, progress_from=0))
         quiesce = await node.leader.order(
-            Quiesce(nodes=("n1",), task=1, generation=1, mode="now", ranks=(0,)))
+            o.Quiesce(nodes=("n1",), task=1, generation=1, mode="now", ranks=(0,)))
         (quiesced,) = await node.leader.wait(Quiesced)
         assert quiesced.rank == 0
         logs = {s.rank: Path(s.log_path).read_text() for s in node.leader.all(RankStarted)}
@@ -253,7 +246,7 @@ async def test_last_words_come_before_the_exit(node: LocalNode) -> None:
     await node.start(train(1))
     await node.leader.wait(RankReady)
     await node.leader.order(reconfigure(0))
-    await node.leader.order(Resume(nodes=("n1",), task=1, generation=1, progress_from=0))
+    await node.leader.order(o.Resume(nodes=("n1",), task=1, generation=1, progress_from=0))
     await node.leader.wait(RankExited)
     bodies = [r.body for r in node.leader.records if r.source == "n1/7"]
     assert [p.first_iteration for p in bodies if isinstance(p, TaskProgressed)] == list(range(500))
@@ -279,7 +272,7 @@ async def test_the_end_of_a_training_rank_is_told_before_all_that_it_left_is_gon
         monkeypatch.setattr(linux, "table", more)
         monkeypatch.setattr(order_executor, "REAP_S_MAX", 2 * LIMIT_S)
         await one.leader.order(reconfigure(0))
-        await one.leader.order(Resume(nodes=("n1",), task=1, generation=1, progress_from=0))
+        await one.leader.order(o.Resume(nodes=("n1",), task=1, generation=1, progress_from=0))
         await one.leader.wait(RankExited)
         await one.start(train(0), attempt=2)
         await asyncio.sleep(0.5)
@@ -293,7 +286,7 @@ async def test_a_rank_that_speaks_nonsense_is_ended(node: LocalNode, seed: int) 
     await node.start(train(seed))
     await node.leader.wait(RankReady)
     await node.leader.order(reconfigure(0))
-    await node.leader.order(Resume(nodes=("n1",), task=1, generation=1, progress_from=0))
+    await node.leader.order(o.Resume(nodes=("n1",), task=1, generation=1, progress_from=0))
     (exited,) = await node.leader.wait(RankExited)
     assert exited.signal == signal.SIGKILL
     assert node.leader.all(NodeLeft) == []
@@ -305,9 +298,9 @@ async def test_publication_moves_forward_only(memory: MemoryLog, tmp_path: Path)
     for path in ("gen-1/iter-5", "gen-1/iter-9"):
         (output / path).mkdir(parents=True)
 
-    def order(path: str) -> PublishCheckpoint:
-        return PublishCheckpoint(nodes=("n1",), task=1, generation=1, output=str(output),
-                                 path=path)
+    def order(path: str) -> o.PublishCheckpoint:
+        return o.PublishCheckpoint(nodes=("n1",), task=1, generation=1, output=str(output),
+                                   path=path)
 
     async with local_node(memory, tmp_path) as one:
         first = await one.leader.order(order("gen-1/iter-5"))

@@ -368,7 +368,7 @@ async def test_a_node_is_lost_on_purpose_once(plane: PlaneStub, tmp_path: Path) 
     await plane.wait(RankExited)
     assert second.poll() is None
     assert plane.kinds() == ["NodeJoined", "RankStarted", "RankStarted", "RankSuspended",
-                           "NodeJoined", "RankStarted", "RankExited"]
+                             "NodeJoined", "RankStarted", "RankExited"]
     second.terminate()
     assert await ended(second) == 0, plane.said()
 

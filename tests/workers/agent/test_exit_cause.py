@@ -17,14 +17,8 @@ from typing import Any
 import pytest
 from agent_driver import LocalNode, alive, command, go, local_node, python, train, until, until_text
 from unicron.events.log.memory import MemoryLog
+from unicron.events.records import reports as r
 from unicron.events.records.orders import Resume
-from unicron.events.records.reports import (
-    OrderRefused,
-    RankErrored,
-    RankExited,
-    RankReady,
-    RankStarted,
-)
 from unicron.events.records.statuses import (
     CONNECTION_REFUSED,
     CONNECTION_RESET,
@@ -354,14 +348,14 @@ def test_a_real_kill_is_counted() -> None:
 @pytest.fixture
 def end_of(memory: MemoryLog, tmp_path: Path) -> Any:
     """Runs a command until its agent has told of its end; what it told."""
-    def run(spec: JobSpec) -> RankExited:
-        found: list[RankExited] = []
+    def run(spec: JobSpec) -> r.RankExited:
+        found: list[r.RankExited] = []
 
         async def test() -> None:
             async with local_node(memory, tmp_path) as one:
                 await one.start(spec)
-                found.extend(await one.leader.wait(RankExited))
-                assert [started.pid for started in one.leader.all(RankStarted)] == [found[0].pid]
+                found.extend(await one.leader.wait(r.RankExited))
+                assert [started.pid for started in one.leader.all(r.RankStarted)] == [found[0].pid]
                 assert not Path(f"/proc/{found[0].pid}").exists()
 
         go(test)
@@ -515,8 +509,8 @@ async def test_each_process_has_an_error_file_of_its_own(node: LocalNode) -> Non
     code = "import os; print(os.environ['TORCHELASTIC_ERROR_FILE'])"
     for rank in (0, 1):
         await node.start(python(code), rank=rank)
-    told = {exited.tail for exited in await node.leader.wait(RankExited, 2)}
-    logs = [Path(started.log_path) for started in node.leader.all(RankStarted)]
+    told = {exited.tail for exited in await node.leader.wait(r.RankExited, 2)}
+    logs = [Path(started.log_path) for started in node.leader.all(r.RankStarted)]
     assert told == {f"{log.with_suffix('.error.json')}\n" for log in logs}
 
 
@@ -537,14 +531,14 @@ async def test_a_kill_that_the_kernel_counted_is_told_apart_from_anybodys(
     async with local_node(memory, tmp_path) as node:
         for rank in (0, 1):
             await node.start(python("print('up'); import time; time.sleep(60)"), rank=rank)
-        for started in await node.leader.wait(RankStarted, 2):
+        for started in await node.leader.wait(r.RankStarted, 2):
             await until_text(started.log_path)
-        first, second = node.leader.all(RankStarted)
+        first, second = node.leader.all(r.RankStarted)
         count(5)
         os.kill(first.pid, signal.SIGKILL)
-        await node.leader.wait(RankExited)
+        await node.leader.wait(r.RankExited)
         os.kill(second.pid, signal.SIGKILL)
-        by_pid = {told.pid: told for told in await node.leader.wait(RankExited, 2)}
+        by_pid = {told.pid: told for told in await node.leader.wait(r.RankExited, 2)}
         killed = by_pid[first.pid]
         assert (killed.status, killed.rule) == (EXITED_ABNORMALLY, "oom-killer")
         assert "oom_kill 5" in killed.cause
@@ -562,7 +556,7 @@ async def test_the_kernels_own_line_is_asked_for_on_the_agents_loop(
     monkeypatch.setattr(order_executor, "ExitReporter", lambda _: exit_report.ExitReporter(killed))
     async with local_node(memory, tmp_path) as node:
         await node.start(python("import os; os.kill(os.getpid(), 9)"))
-        (told,) = await node.leader.wait(RankExited)
+        (told,) = await node.leader.wait(r.RankExited)
         assert (told.rule, told.cause) == (
             "oom-killer", f"Out of memory: Killed process {told.pid} (python)")
         assert threads == [True]
@@ -572,10 +566,10 @@ async def test_the_kernels_own_line_is_asked_for_on_the_agents_loop(
 async def test_who_was_told_to_stop_has_no_cause(node: LocalNode) -> None:
     code = "import signal, time\nsignal.signal(15, lambda *_: 1 / 0)\nprint('up')\ntime.sleep(60)"
     await node.start(python(code))
-    (started,) = await node.leader.wait(RankStarted)
+    (started,) = await node.leader.wait(r.RankStarted)
     await until_text(started.log_path)
     await node.stop_rank()
-    (told,) = await node.leader.wait(RankExited)
+    (told,) = await node.leader.wait(r.RankExited)
     assert (told.exit_code, told.status, told.cause) == (1, "", "")
     assert "ZeroDivisionError" in told.tail
 
@@ -585,13 +579,13 @@ async def test_who_was_told_to_stop_has_no_cause(node: LocalNode) -> None:
 async def test_a_training_ranks_own_words_are_its_cause(
         node: LocalNode, seed: int, cause: str) -> None:
     await node.start(train(seed))
-    await node.leader.wait(RankReady)
+    await node.leader.wait(r.RankReady)
     await node.leader.order(Resume(nodes=("n1",), task=1, generation=0, progress_from=0))
-    (told,) = await node.leader.wait(RankExited)
+    (told,) = await node.leader.wait(r.RankExited)
     assert told.signal == signal.SIGKILL
     assert told.cause.startswith(cause)
     kinds = [type(record.body) for record in node.leader.records]
-    assert seed == 2 or kinds.index(RankErrored) < kinds.index(RankExited)
+    assert seed == 2 or kinds.index(r.RankErrored) < kinds.index(r.RankExited)
 
 
 async def test_a_disk_that_does_not_answer_holds_up_no_end(
@@ -602,7 +596,7 @@ async def test_a_disk_that_does_not_answer_holds_up_no_end(
 
     monkeypatch.setattr(Process, "output", never)
     await node.start(python("import os; os.abort()"))
-    (told,) = await node.leader.wait(RankExited)
+    (told,) = await node.leader.wait(r.RankExited)
     assert told.cause.startswith("signal 6 (SIGABRT)")
     assert told.tail == "(no output: reading it took too long)"
 
@@ -620,14 +614,14 @@ async def test_what_cannot_be_watched_does_not_run(
     seq = await node.start(python(
         "import os, sys, time\nopen(sys.argv[1], 'w').write(str(os.getpid()))\n"
         "time.sleep(60)", str(note)))
-    (refused,) = await node.leader.wait(OrderRefused)
+    (refused,) = await node.leader.wait(r.OrderRefused)
     monkeypatch.setattr(os, "pidfd_open", right)
     assert refused.order == seq
     assert "Too many open files" in refused.why
-    assert node.leader.all(RankStarted) == []
+    assert node.leader.all(r.RankStarted) == []
     assert not note.exists() or not alive(int(note.read_text()))
     await node.start(python("pass"), attempt=2)  # the slot is free
-    (told,) = await node.leader.wait(RankExited)
+    (told,) = await node.leader.wait(r.RankExited)
     assert told.exit_code == 0
 
 

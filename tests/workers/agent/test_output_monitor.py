@@ -150,7 +150,7 @@ def test_what_is_left_out_ends_a_line() -> None:
 
 def line(iteration: int, step_s: float, global_batch: int = 8, **more: int) -> ProgressLine:
     return ProgressLine(iteration, 100, step_s, 2.0, global_batch, more.get("skipped", 0),
-                more.get("nan", 0))
+                        more.get("nan", 0))
 
 
 def test_lines_are_joined_by_their_numbers_of_iterations() -> None:

@@ -11,13 +11,7 @@ from typing import Any
 
 import pytest
 from agent_driver import PlaneStub, alive, ended, until, until_gone
-from unicron.events.records.reports import (
-    NodeJoined,
-    RankErrored,
-    RankExited,
-    RankReady,
-    RankStarted,
-)
+from unicron.events.records import reports as r
 from unicron.events.spec.job import JobSpec, parse
 from unicron.workers.host import linux
 
@@ -45,12 +39,12 @@ def zygotes(agent: int) -> list[int]:
 async def joined(plane: PlaneStub, **env: str) -> AsyncGenerator[int]:
     """An agent that has joined: its pid. It is stopped in the end, if it still runs."""
     agent = plane.agent(**env)
-    await plane.wait(NodeJoined)
+    await plane.wait(r.NodeJoined)
     yield agent.pid
     if agent.poll() is None:
         agent.terminate()
         assert await ended(agent) == 0, plane.said()
-    for started in plane.all(RankStarted):
+    for started in plane.all(r.RankStarted):
         await until_gone(started.pid)
 
 
@@ -59,8 +53,8 @@ async def test_ranks_are_forked_and_are_the_agents_own(plane: PlaneStub, tmp_pat
         assert not zygotes(agent), "who does not train needs none"
         await plane.start_rank(tiny(tmp_path / "a"))
         await plane.start_rank(tiny(tmp_path / "a"), rank=1)
-        first, second = await plane.wait(RankStarted, 2)
-        await plane.wait(RankReady, 2)
+        first, second = await plane.wait(r.RankStarted, 2)
+        await plane.wait(r.RankReady, 2)
         (zygote,) = zygotes(agent)
         for started in (first, second):
             proc = linux.read(started.pid)
@@ -68,23 +62,23 @@ async def test_ranks_are_forked_and_are_the_agents_own(plane: PlaneStub, tmp_pat
             assert (proc.ppid, proc.pgid, proc.sid) == (agent, started.pid, started.pid)
             assert ZYGOTE in words(started.pid), "it was forked, not started by exec"
         os.kill(first.pid, signal.SIGKILL)
-        (killed,) = await plane.wait(RankExited)
+        (killed,) = await plane.wait(r.RankExited)
         assert (killed.pid, killed.signal, killed.exit_code) == (first.pid, signal.SIGKILL, None)
         assert linux.read(first.pid) is None, "reaped"
         await plane.start_rank(tiny(tmp_path / "a"), attempt=2)
-        await plane.wait(RankReady, 3)
+        await plane.wait(r.RankReady, 3)
         assert zygotes(agent) == [zygote]
 
         # A rank that exits by itself: its exit code, and the last words of its log.
         os.kill(second.pid, signal.SIGKILL)
-        await plane.wait(RankExited, 2)
+        await plane.wait(r.RankExited, 2)
         await plane.start_rank(tiny(tmp_path / "b", data=["/nonexistent/text"]), rank=1, attempt=2)
-        *_, exited = await plane.wait(RankExited, 3)
+        *_, exited = await plane.wait(r.RankExited, 3)
         assert (exited.exit_code, exited.signal) == (1, None)
         assert exited.tail.startswith("train.data: /nonexistent/text: No such file")
-        (errored,) = plane.all(RankErrored)
+        (errored,) = plane.all(r.RankErrored)
         assert errored.error == "UsageError"
-        (started,) = [one for one in plane.all(RankStarted) if one.pid == exited.pid]
+        (started,) = [one for one in plane.all(r.RankStarted) if one.pid == exited.pid]
         assert Path(started.log_path).read_text() == exited.tail
 
 
@@ -92,14 +86,14 @@ async def test_a_zygote_that_exits_is_replaced_and_the_agents_exit_ends_all(
         plane: PlaneStub, tmp_path: Path) -> None:
     async with joined(plane) as agent:
         await plane.start_rank(tiny(tmp_path / "a"))
-        await plane.wait(RankReady)
+        await plane.wait(r.RankReady)
         (zygote,) = zygotes(agent)
         os.kill(zygote, signal.SIGKILL)
         await until_gone(zygote)
         await plane.start_rank(tiny(tmp_path / "a"), rank=1)
-        await plane.wait(RankReady, 2)
+        await plane.wait(r.RankReady, 2)
         assert zygotes(agent) != [zygote]
-        pids = [started.pid for started in plane.all(RankStarted)]
+        pids = [started.pid for started in plane.all(r.RankStarted)]
         assert [alive(pid) for pid in pids] == [True, True], "no rank exits with its zygote"
         pids += zygotes(agent)
         assert len(pids) == 3
@@ -120,7 +114,7 @@ async def test_without_a_zygote_ranks_are_started_by_exec(
         env = {"PYTHONPATH": str(tmp_path)}
     async with joined(plane, **env) as agent:
         await plane.start_rank(tiny(tmp_path / "a"))
-        (started,) = await plane.wait(RankStarted)
+        (started,) = await plane.wait(r.RankStarted)
         await until(lambda: True if RANK in words(started.pid) else None)
-        await plane.wait(RankReady)
+        await plane.wait(r.RankReady)
         assert not zygotes(agent)

@@ -391,7 +391,7 @@ class Told(list[tuple[int, str]]):
 async def agents(tmp_path: Path, told: Told, **env: str) -> AsyncIterator[StoreProcess]:
     keeper = StoreProcess("127.0.0.1", SECRET, {**os.environ, **env},
                     ("UNICRON_PROCESS", "test:n1/1:keeper"), tmp_path / "keeper.log", told.hear,
-                    start=5)
+                          start=5)
     try:
         yield keeper
     finally:

@@ -291,7 +291,7 @@ def group_of(*members: str) -> str:
     exec(compile("caught = []\n" + "".join(
         f"try:\n    raise {member}\nexcept Exception as error:\n    caught.append(error)\n"
         for member in members) + "group = ExceptionGroup('connection reset in the workers', "
-        "caught)", "<string>", "exec"), names)
+                 "caught)", "<string>", "exec"), names)
     return "".join(traceback.format_exception(names["group"]))
 
 

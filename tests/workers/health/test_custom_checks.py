@@ -52,7 +52,7 @@ def ask(path: Path, s_max: float = 20.0) -> CheckResult:
     """One run in a loop of its own."""
     async def test() -> None:
         run = CheckRunner({**os.environ, "UNICRON_NODE": "n7", "UNICRON_TOKEN": "secret"},
-                  ("UNICRON_PROCESS", f"{path.parent}:n7/1:"))
+                          ("UNICRON_PROCESS", f"{path.parent}:n7/1:"))
         answers.append(await run(path.name, path, s_max))
         assert run.pids == set()
 

@@ -103,7 +103,7 @@ def test_what_is_normal_or_not_supported_is_healthy(changes: dict[str, object]) 
         setattr(gpu, name, value)
     gpus = Gpus(("0",), FakeNvml(gpu), Clock())
     assert [gpus.read() for _ in range(2)] == [Reading([Finding("gpu/0", "healthy", devices=(0,))],
-                                                    [])] * 2
+                                                       [])] * 2
 
 
 def test_links_that_never_were_up_are_not_missed() -> None:

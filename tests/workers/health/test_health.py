@@ -182,7 +182,7 @@ async def test_a_reader_that_hangs_or_cannot_read_is_unknown_then_well_again(
             if isinstance(one, HealthChanged)] == [("scripted", "unknown", "late"),
                                                    ("scripted", "healthy", "")]
     reader.look = Reading([Finding("scripted", BAD, "w", (1,), "ECC errors", "r")],
-                       [DeviceError("network", "link flapping", "r", "t")])
+                          [DeviceError("network", "link flapping", "r", "t")])
     await until(lambda: told[3:] or None)
     running.cancel()
     assert sorted(told[2:], key=lambda one: type(one).__name__) == [
@@ -397,7 +397,7 @@ def test_flaps_between_two_looks_are_told_and_many_are_flapping(machine: Machine
     "counters/local_link_integrity_errors", "counters/excessive_buffer_overrun_errors",
     "hw_counters/rnr_nak_retry_err"])
 def test_a_fatal_counter_is_an_error_and_twice_in_a_minute_degraded(machine: Machine,
-                                                                   name: str) -> None:
+                                                                    name: str) -> None:
     machine.look()
     grown = machine.look({name: "2"})
     counter = name.rpartition("/")[2]

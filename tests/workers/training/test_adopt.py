@@ -188,7 +188,7 @@ def test_a_step_that_the_others_have_taken_is_taken_and_what_they_may_be_past_is
 def test_where_the_task_is_set_back_the_step_says_which_it_was() -> None:
     made = job(Script([None, 0, 1, -1, 1, 2, 3], [], [""] * 2))
     assert [(iteration, made.step()) for iteration in made] == [(0, 0), (1, 1), (2, 1), (2, 2),
-                                                               (3, 3)]
+                                                                (3, 3)]
 
 
 def test_the_last_step_may_be_the_others() -> None:

@@ -10,15 +10,8 @@ from typing import Any
 
 import pytest
 from rank_driver import TASK
+from unicron.events.records import reports as r
 from unicron.events.records.orders import Quiesce
-from unicron.events.records.reports import (
-    CheckpointSaved,
-    CollectiveFailed,
-    Quiesced,
-    RankErrored,
-    RankFinished,
-    TaskProgressed,
-)
 from unicron.events.records.types import QuiesceMode
 from unicron.workers.training.checkpoint import checkpoint
 
@@ -38,7 +31,7 @@ def halves(output: Path) -> list[Path]:
 
 
 def saved(driver: Any) -> list[tuple[int, int, bool]]:
-    return [(one.generation, one.step_version, one.final) for one in driver.told(CheckpointSaved)]
+    return [(one.generation, one.step_version, one.final) for one in driver.told(r.CheckpointSaved)]
 
 
 def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_is_skipped(
@@ -67,7 +60,7 @@ def test_what_was_written_beside_training_is_the_state_of_its_step(
     driver.held(0, 6)
     driver.strike(0, iteration=8, event="forward")
     path.unlink()
-    told = driver.wait(CheckpointSaved, 0, where=lambda one: one.step_version == 6)
+    told = driver.wait(r.CheckpointSaved, 0, where=lambda one: one.step_version == 6)
     driver.kill(0)
     driver.start(0, attempt=2)
     (came,) = driver.form([0], checkpoint=told.path).values()
@@ -108,7 +101,7 @@ def test_what_the_writing_thread_raises_ends_the_rank(driver: Any, then: str) ->
     driver.start(0)
     driver.hold(0, "saving", 3, then=then)
     driver.form([0])
-    told = driver.wait(RankErrored, 0)
+    told = driver.wait(r.RankErrored, 0)
     assert told.error == {"raise": "InjectedFault", "fail": "RuntimeError"}[then]
     assert "injected: saving of iteration 3" in told.text
     assert told.iteration >= 3
@@ -135,7 +128,7 @@ def test_a_disk_that_takes_nothing_is_told_once_and_so_is_its_return(driver: Any
     driver.finish([0])
     assert saved(driver)[-1] == (1, ITERATIONS, True)
     assert log.read_text().count("checkpoints are saved again") == 1
-    assert driver.told(RankErrored) == []
+    assert driver.told(r.RankErrored) == []
 
 
 def test_who_leaves_gives_up_an_older_one_and_saves_what_it_holds(driver: Any) -> None:
@@ -156,7 +149,7 @@ def test_who_leaves_gives_up_an_older_one_and_saves_what_it_holds(driver: Any) -
     assert [one.name for one in output.glob("gen-1/*")] == [f"iter-{held.step_version}"]
     assert "checkpoint abandoned: a newer one is needed" in log
     assert "not saved" not in log
-    assert driver.told(RankErrored) == []
+    assert driver.told(r.RankErrored) == []
 
 
 def test_a_folder_that_cannot_be_listed_is_left_to_the_next_generation(tmp_path: Path) -> None:
@@ -181,8 +174,8 @@ def test_who_is_not_the_first_any_more_ends_when_it_has_written(driver: Any, twi
     driver.held(0, 3)
     driver.quiesce([0, 1], "now")
     driver.form([1, 0])
-    driver.wait(RankFinished, 1)
-    assert driver.told(RankFinished, 0) == []
+    driver.wait(r.RankFinished, 1)
+    assert driver.told(r.RankFinished, 0) == []
     assert saved(driver)[-1] == (2, ITERATIONS, True)
     path.unlink()
     driver.finish([0, 1])
@@ -200,13 +193,13 @@ def test_a_snapshot_of_an_old_generation_says_so(driver: Any) -> None:
     driver.quiesce([0, 1], "now")
     driver.form([0, 1])
     path.unlink()
-    told = driver.wait(CheckpointSaved, 0)
+    told = driver.wait(r.CheckpointSaved, 0)
     assert (told.generation, told.path) == (1, "gen-1/iter-3")
     driver.finish([0, 1])
 
 
 # --- saved when a task leaves --------------------------------------------------------------------
-def _takes_up(drive: Drive, driver: Any, saved: CheckpointSaved, ranks: list[int]) -> Path:
+def _takes_up(drive: Drive, driver: Any, saved: r.CheckpointSaved, ranks: list[int]) -> Path:
     """Other processes go on from what was saved, to the end; the final checkpoint."""
     for process in driver.started:
         process.popen.kill()
@@ -237,9 +230,9 @@ def test_who_leaves_as_the_first_saves_and_no_iteration_is_lost(
     driver.held(1, 4)
     said = driver.leave([1, 0], mode, path)  # the first to be named, not the generation's first
     saved, held = said[1]
-    assert said[0] == driver.told(Quiesced, 0)
-    assert isinstance(saved, CheckpointSaved)
-    assert isinstance(held, Quiesced)
+    assert said[0] == driver.told(r.Quiesced, 0)
+    assert isinstance(saved, r.CheckpointSaved)
+    assert isinstance(held, r.Quiesced)
     assert saved.step_version == held.step_version >= 4
     assert (saved.generation, held.generation, saved.final) == (1, 1, False)
     assert saved.path == f"gen-1/iter-{held.step_version}"
@@ -255,10 +248,10 @@ def test_who_has_left_already_saves_when_told(drive: Drive, twin: Twins) -> None
     driver.strike(1, iteration=3, event="reduce")
     driver.kill(1)
     held = driver.quiesced([0])[0]
-    assert driver.told(CollectiveFailed, 0)
-    assert not driver.told(CheckpointSaved)
+    assert driver.told(r.CollectiveFailed, 0)
+    assert not driver.told(r.CheckpointSaved)
     saved, again = driver.leave([0], "now")[0]
-    assert isinstance(saved, CheckpointSaved)
+    assert isinstance(saved, r.CheckpointSaved)
     assert again == held
     assert (saved.generation, saved.step_version) == (1, held.step_version)
     # Told twice, it is written once: it may be published, and read, by now.
@@ -288,8 +281,8 @@ def test_a_full_disk_ends_neither_training_nor_leaving_but_the_final_one_is_told
     driver.form([0])
     driver.strike(0, iteration=5, event="forward")
     (held,) = driver.leave([0], "boundary")[0]
-    assert isinstance(held, Quiesced)
-    assert not driver.told(CheckpointSaved)
+    assert isinstance(held, r.Quiesced)
+    assert not driver.told(r.CheckpointSaved)
     assert log.read_text().count("checkpoint not saved") >= 2, "a periodic one, and the last"
     assert list(output.glob("*/*")) == [], "what cannot be whole does not fill the disk"
     _limit_files(driver, resource.RLIM_INFINITY)
@@ -299,7 +292,7 @@ def test_a_full_disk_ends_neither_training_nor_leaving_but_the_final_one_is_told
 
     _limit_files(driver, driver.processes[0].ready.state_bytes // 4)
     driver.form([0], progress_from=held.step_version)
-    told = driver.wait(RankErrored, 0)
+    told = driver.wait(r.RankErrored, 0)
     assert (told.error, told.iteration) == ("NotSaved", ITERATIONS)
     assert f"{output}/gen-2/iter-{ITERATIONS}: " in told.text.splitlines()[-1]
     assert driver.processes[0].popen.wait(20) == 1
@@ -330,7 +323,7 @@ def test_an_agent_that_reads_nothing_holds_up_no_iteration(drive: Drive) -> None
     driver.hears.set()
     driver.finish([0])
     assert sorted(driver.losses()) == list(range(MANY_ITERATIONS))
-    told = driver.told(TaskProgressed)
+    told = driver.told(r.TaskProgressed)
     assert [report.first_iteration for report in told] == [
         sum(len(before.losses) for before in told[:index]) for index in range(len(told))]
     assert len(told) < MANY_ITERATIONS, "what has to wait is told together"

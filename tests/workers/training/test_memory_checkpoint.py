@@ -17,13 +17,8 @@ from checkpoint_stores import SECRET, TASK, WAIT_S, LocalKeeper, alter, named
 from msgspec.structs import replace
 from rank_driver import small_spec
 from structlog.testing import capture_logs
+from unicron.events.records import reports as r
 from unicron.events.records.orders import SetCheckpointStores, StartRank
-from unicron.events.records.reports import (
-    MemoryCheckpointStored,
-    RankErrored,
-    ReconfigureFailed,
-    TaskProgressed,
-)
 from unicron.events.records.types import Body, MemoryCheckpoint, Slot, StoreEndpoint
 from unicron.events.spec.job import JobSpec, Model, Optimizer, Slots, Train
 from unicron.workers.checkpoint_store import protocol
@@ -50,7 +45,7 @@ class Bench:
         self.trainee = trainee
         self.now_s = 100.0
         self.is_behind = False
-        self.told: list[MemoryCheckpointStored] = []
+        self.told: list[r.MemoryCheckpointStored] = []
         self.taken: list[int] = []
         self.done = threading.Event()
         start = StartRank(nodes=("n1",), task=TASK, rank=0, attempt=1, incarnation=1,
@@ -77,7 +72,7 @@ class Bench:
         return True
 
     def _tell(self, body: Body) -> bool:
-        assert isinstance(body, MemoryCheckpointStored)
+        assert isinstance(body, r.MemoryCheckpointStored)
         if not self.is_behind:
             self.told.append(body)
         return not self.is_behind
@@ -239,7 +234,7 @@ def driver(drive: Drive) -> Any:
 def told(driver: Any) -> tuple[MemoryCheckpoint, ...]:
     """What the ranks told of kept copies, the newest first, as an order names them."""
     by_node = {one.keeper.node: one for one in driver.keepers}
-    newest = sorted(driver.told(MemoryCheckpointStored),
+    newest = sorted(driver.told(r.MemoryCheckpointStored),
                     key=lambda kept: (-kept.step_version, kept.node))
     return tuple(named(by_node[kept.node], kept) for kept in newest)
 
@@ -292,7 +287,7 @@ def test_all_die_at_once_and_come_back_from_the_last_copy(driver: Any, twin: Twi
     assert first.step_version == 9, "the newest that the keeper has, also if it was not told"
     assert first.received_bytes == newest.offer.copy_bytes == len(newest.memory)
     assert (second.origin, second.source, second.step_version) == ("peer", 0, 9)
-    assert driver.told(RankErrored) == []
+    assert driver.told(r.RankErrored) == []
     driver.finish([0, 1])
     assert sorted(driver.losses()) == list(range(ITERATIONS))
     assert twin(0.0).is_equal(driver.final_checkpoint())
@@ -395,7 +390,7 @@ def test_a_keeper_that_does_not_answer_holds_up_no_iteration_and_no_end(driver: 
         # Others are skipped while it is on its way.
         assert all(after - before >= 0.9 * protocol.STALL_S_MAX
                    for before, after in itertools.pairwise(begun_s)), begun_s
-        assert driver.told(MemoryCheckpointStored) == []
+        assert driver.told(r.MemoryCheckpointStored) == []
     finally:
         deaf.close()
         good.close()
@@ -425,7 +420,7 @@ def test_a_copy_outlives_its_generation_and_its_connection_is_not_shut(driver: A
     assert driver.keepers[0].stored(TASK) == []
     path.unlink()
     driver.keepers[0].wait(TASK)
-    kept = driver.wait(MemoryCheckpointStored, 0)
+    kept = driver.wait(r.MemoryCheckpointStored, 0)
     assert (kept.generation, kept.step_version, kept.node) == (1, 3, "n1")
     driver.form([0, 1])
     driver.finish([0, 1])
@@ -469,7 +464,7 @@ def test_the_boundary_waits_for_one_pass_over_the_state(drive: Drive) -> None:
             stalls.append(after - line["t"])
     ready = driver.processes[0].ready
     assert ready is not None
-    step_s = sorted(step for one in driver.told(TaskProgressed) for step in one.step_s)
+    step_s = sorted(step for one in driver.told(r.TaskProgressed) for step in one.step_s)
     print(f"state {ready.state_bytes / 1e6:.1f} MB, stalls "
           f"{sorted(round(1e3 * stall, 1) for stall in stalls)} ms, median iteration "
           f"{1e3 * step_s[len(step_s) // 2]:.0f} ms")
@@ -579,7 +574,7 @@ def test_a_rank_that_looks_for_a_copy_heeds_the_next_order(
     connection, _ = deaf.listeners[0].accept()
     with connection:
         driver.ask_to_leave([0, 1], "now")
-        failed = driver.wait(ReconfigureFailed, 0)
+        failed = driver.wait(r.ReconfigureFailed, 0)
     assert failed.error == "stopped; RuntimeError: interrupted while it restored its state"
     assert deaf.num_asked() == [0, 0, 0], "the others are not asked"
     driver.quiesced([0, 1])

@@ -52,7 +52,7 @@ def run(nursery: Nursery) -> Run:
     def run_changed(folder: Path, change: str, num: int, **more: str) -> list[tuple[int, str]]:
         return fork(nursery, changed(folder, change), [
             "--iterations", "4", "--micro-batches", "3", "--losses", str(folder / "losses")],
-            num, **more)
+                    num, **more)
 
     return run_changed
 

@@ -9,12 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from unicron.events.records.reports import (
-    CheckpointSaved,
-    CollectiveFailed,
-    ReconfigureFailed,
-    TaskProgressed,
-)
+from unicron.events.records import reports as r
 from unicron.workers.training.reference import read
 
 Drive = Callable[..., Any]
@@ -89,10 +84,10 @@ def test_undisturbed_ranks_equal_the_twin_and_a_checkpoint_takes_them_up(
     driver.form(ALL)
     driver.finish(ALL)
     assert twin(0.1).is_equal(driver.final_checkpoint(1))
-    told = driver.told(TaskProgressed)
+    told = driver.told(r.TaskProgressed)
     assert {report.micro_batches for report in told} == {12}
     assert all(report.rate_flops > 0 for report in told)
-    assert [saved.path for saved in driver.told(CheckpointSaved)] == [
+    assert [saved.path for saved in driver.told(r.CheckpointSaved)] == [
         "gen-1/iter-6", "gen-1/iter-12", "gen-1/iter-14"]
     half = read(Path(driver.spec.train.output) / "gen-1/iter-6")
     assert half["numbers.step_version"] == 6
@@ -120,7 +115,7 @@ def test_a_stopped_peer_then_a_second_fault_while_reconfiguring(drive: Drive, tw
     for rank in left:
         driver.strike(rank, iteration=3, event="reduce")
     time.sleep(0.5)
-    assert not driver.told(CollectiveFailed), "a stopped peer is silent"
+    assert not driver.told(r.CollectiveFailed), "a stopped peer is silent"
     began_s = time.monotonic()
     held = driver.quiesce(left, "now")
     assert time.monotonic() - began_s < FREED_S_MAX
@@ -138,7 +133,7 @@ def test_a_stopped_peer_then_a_second_fault_while_reconfiguring(drive: Drive, tw
     assert time.monotonic() - began_s < FREED_S_MAX
     assert {rank: again[rank].micro_batches for rank in left} == {
         rank: held[rank].micro_batches for rank in left}
-    assert len(driver.told(ReconfigureFailed)) == 2
+    assert len(driver.told(r.ReconfigureFailed)) == 2
     told = driver.form(left, progress_from=3)
     assert sorted(item for rank in left for item in told[rank].reassigned_micro_batches) == [
         0, 2, 4, 6, 8, 10]
@@ -157,7 +152,7 @@ def test_survivors_hold_by_themselves_and_nobody_who_knows_is_needed(
     driver.kill(1)
     alone = driver.left_by_themselves([0, 2])
     assert alone, "the fault itself has one leave"
-    assert {report.rank for report in driver.told(CollectiveFailed)} == alone
+    assert {report.rank for report in driver.told(r.CollectiveFailed)} == alone
     held = driver.quiesced([0, 2])
     versions = {told.step_version for told in held.values()}
     assert versions == {2}
@@ -324,7 +319,7 @@ def test_half_a_state_and_nobody_left_starts_again(drive: Drive) -> None:
     assert driver.quiesce([1], "now")[1].step_version == -1
     first = driver.losses()[0]
     assert driver.form([1])[1].origin == "seed"
-    told = driver.wait(TaskProgressed, 1)
+    told = driver.wait(r.TaskProgressed, 1)
     assert told.first_iteration == 0
     assert told.losses[0] == pytest.approx(first, rel=1e-6)
 

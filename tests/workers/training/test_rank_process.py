@@ -13,12 +13,7 @@ from typing import Any
 
 import pytest
 from rank_driver import EXEC
-from unicron.events.records.reports import (
-    Quiesced,
-    RankErrored,
-    RankReady,
-    ReconfigureFailed,
-)
+from unicron.events.records import reports as r
 from unicron.workers.training.process.control_thread import EXIT_STUCK
 
 Drive = Callable[..., Any]
@@ -45,22 +40,22 @@ def test_generation_after_generation_leaks_nothing_and_reaches_nobody_else(drive
         seen.append([_open(pid) for pid in pids])
     # No more than after the third; what was left closes and ends in its own time.
     driver.until(lambda: all(now <= then for pid, early in zip(pids, seen[2], strict=True)
-                               for now, then in zip(_open(pid), early, strict=True)), seen)
-    versions = [told.step_version for told in driver.told(Quiesced, 0)]
+                             for now, then in zip(_open(pid), early, strict=True)), seen)
+    versions = [told.step_version for told in driver.told(r.Quiesced, 0)]
     assert versions == sorted(versions)
     assert versions[-1] >= REBUILDS
     # A stale generation, and one that it has left: the first is not answered, the second is.
-    num_told = len(driver.told(Quiesced, 0))
+    num_told = len(driver.told(r.Quiesced, 0))
     driver.generation -= 1
     driver.quiesce([0], "now")
     driver.generation += 1
     driver.quiesce([0], "now")
 
-    def more(body: Quiesced) -> bool:
-        return len(driver.told(Quiesced, 0)) > num_told
+    def more(body: r.Quiesced) -> bool:
+        return len(driver.told(r.Quiesced, 0)) > num_told
 
-    driver.wait(Quiesced, 0, where=more)
-    assert len(driver.told(Quiesced, 0)) == num_told + 1
+    driver.wait(r.Quiesced, 0, where=more)
+    assert len(driver.told(r.Quiesced, 0)) == num_told + 1
     for pid in pids:
         assert _listens_on_loopback_only(pid)
     # Agents gone: ranks end.
@@ -98,17 +93,17 @@ def test_what_ends_a_rank_is_told_first(drive: Drive) -> None:
     driver = drive(data=["/nonexistent/text"])
     driver.by = EXEC  # test_zygote.py has it of a rank that is forked
     driver.launch(0)
-    told = driver.wait(RankErrored, 0)
+    told = driver.wait(r.RankErrored, 0)
     assert told.error == "UsageError"
     assert told.text.startswith("train.data: /nonexistent/text: No such file")
     assert driver.processes[0].popen.wait(WAIT_S) == 1
-    assert not driver.told(RankReady)
+    assert not driver.told(r.RankReady)
 
     other = drive(output="/proc/nowhere")
     other.launch(0)
-    told = other.wait(RankErrored, 0)
+    told = other.wait(r.RankErrored, 0)
     assert told.text.startswith("train.output: /proc/nowhere: no such file")
-    assert not other.told(RankReady)
+    assert not other.told(r.RankReady)
 
 
 def test_a_rank_whose_words_nobody_can_write_down_trains_on(drive: Drive) -> None:
@@ -233,7 +228,7 @@ def test_who_is_about_to_use_a_group_that_was_aborted_leaves_as_it_was_told(driv
     driver.says(1, "woken in 1")
     path.unlink()
     assert set(driver.quiesced([0, 1])) == {0, 1}
-    assert "process group has not been initialized" in driver.told(ReconfigureFailed, 1)[0].error
+    assert "process group has not been initialized" in driver.told(r.ReconfigureFailed, 1)[0].error
     driver.form([0, 1])
     driver.finish([0, 1])
     assert sorted(driver.losses()) == [0, 1, 2]
@@ -283,7 +278,7 @@ def test_what_is_raised_while_it_trains_is_told_and_stands_in_its_log(drive: Dri
     driver.patch = RAISES
     driver.start(0)
     driver.form([0])
-    told = driver.wait(RankErrored, 0)
+    told = driver.wait(r.RankErrored, 0)
     assert (told.error, told.generation, told.iteration) == ("ValueError", 1, 2)
     assert driver.processes[0].popen.wait(WAIT_S) == 1
     log = driver.processes[0].log.read_text()

@@ -59,7 +59,7 @@ def elements(shape: tuple[int, ...], box: Region) -> set[int]:
 def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Region:
     offset = tuple(draw(st.integers(0, size - 1)) for size in shape)
     return Region(offset, tuple(draw(st.integers(1, size - begin))
-                             for size, begin in zip(shape, offset, strict=True)))
+                                for size, begin in zip(shape, offset, strict=True)))
 
 
 @st.composite

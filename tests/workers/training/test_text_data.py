@@ -108,7 +108,7 @@ def test_targets_after_the_end_of_a_document_count_nowhere(alone: Any) -> None:
     others = trainee.loss(other)
     assert trainee.num_tokens(other) == 4
     each = trainee.ddps[0](TOKENS[:, :-1].contiguous(), trainee.positions, None,
-                       labels=TOKENS[:, 1:].contiguous())
+                           labels=TOKENS[:, 1:].contiguous())
     assert others.item() == pytest.approx(before - each[0, 3].item(), rel=1e-5)
 
 
