@@ -81,12 +81,12 @@ def test_iterations_are_lost_where_the_new_world_begins_before_the_old_ones_end(
     assert recovery_watch.iterations_lost(STORY, {**step, "iteration": 1}, BEFORE) == 3
 
 
-def test_how_long_an_iteration_takes_is_told_from_step_to_step_before_the_fault() -> None:
+def test_iteration_times_are_from_step_to_step_before_the_fault() -> None:
     assert recovery_watch.iteration_s(STORY, 100, 10.0) == [1.0]
     assert recovery_watch.iteration_s(STORY, 100, 12.0) == pytest.approx([1.0, 2.8])
 
 
-def test_losses_are_held_to_the_twins_and_missing_ones_are_not_equal() -> None:
+def test_losses_are_compared_with_the_twins_and_missing_ones_differ() -> None:
     twin = [4.0, 3.0, 2.0]
     assert recovery_watch.differs({1: 3.0, 2: 2.0}, twin, 1, 2) == 0.0
     assert recovery_watch.differs({1: 3.3, 2: 2.0}, twin, 1, 2) == pytest.approx(0.1)
@@ -224,14 +224,14 @@ def test_what_moved_is_what_members_took_from_others() -> None:
     assert in_words(TP2) == "TP2xDP1"
 
 
-def test_who_is_back_before_the_others_have_settled_has_nothing() -> None:
+def test_a_member_back_before_the_settlement_has_nothing() -> None:
     records = [order(1, [0, 1, 2, 3], TP2DP2), record_of("Resume", 1),
                order(2, [0, 1, 2, 3], TP2DP2, 2), told(2, 0, {}), told(2, 1, {}),
                told(2, 2, {0: 70}), told(2, 3, {})]
     assert change(records, 2) == Change(TP2DP2, TP2DP2, (0, 1, None, 3), 70, 0.1)
 
 
-def test_who_is_set_back_has_nothing_that_counts() -> None:
+def test_a_member_that_is_rolled_back_has_nothing_that_counts() -> None:
     records = [
         order(1, [0, 1, 2, 3], None), record_of("Resume", 1), order(2, [0, 1, 3], DP3),
         told(2, 0, {0: 10}, origin="copy", received_bytes=600), told(2, 1, {0: 300}, origin="seed"),

@@ -64,8 +64,7 @@ def test_while_frozen_a_killed_rank_is_not_started_and_survivors_hold(one: One) 
                 for record in cluster.told(after, kind) if record.seq < frozen_seq]
     view = cluster.wait_whole(task, 4)
     assert cluster.kept(task, before) == set(survivors)
-    closed = cluster.wait_told(after, "IncidentClosed").body
-    assert (closed.outcome, closed.iterations_lost, closed.ckpt_read) == ("healed", 0, False)
+    cluster.wait_healed(after)
     assert view["iterations_lost"] == 0
 
 

@@ -54,7 +54,6 @@ def test_a_stale_generation_publishes_nothing_and_ends_when_it_is_reached(
 
 def test_a_task_that_lost_both_its_nodes_goes_on_from_its_checkpoint(
         three: Any, tmp_path: Path) -> None:
-    """And the log says what that cost."""
     cluster = three
     task = cluster.submit(small("wide", tmp_path, slots=(1, 2), rates=RATES, checkpoint_every=20))
     nodes = {rank["node"] for rank in cluster.wait_whole(task, 2)["ranks"]}

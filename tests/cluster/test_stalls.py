@@ -100,7 +100,7 @@ def page_names_the_dumps(cluster: RealCluster, task: int, capsys: pytest.Capture
     assert [x["rank"] for x in answer["suspects"]] == [VICTIM], answer
 
 
-def test_a_rank_that_is_held_in_an_overlapped_reduction_is_told_and_goes_on(
+def test_a_rank_stalled_in_an_overlapped_reduction_is_reported(
         patient: RealCluster, tmp_path: Path) -> None:
     cluster = patient
     task = begun(cluster, tmp_path, "held")
@@ -119,8 +119,7 @@ def test_a_rank_that_is_held_in_an_overlapped_reduction_is_told_and_goes_on(
         assert went.stalled_s >= 1.0
 
 
-def test_a_slow_rank_is_told_by_its_own_work_and_no_other(
-        patient: RealCluster, tmp_path: Path) -> None:
+def test_a_slow_rank_is_found_by_its_own_work(patient: RealCluster, tmp_path: Path) -> None:
     cluster = patient
     task = begun(cluster, tmp_path, "slow")
     first = {rank: cluster.told(0, "StepTimeChanged", task=task, rank=rank)[0].body

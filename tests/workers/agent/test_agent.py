@@ -121,7 +121,7 @@ async def test_a_stopped_process_ends_too(node: LocalNode) -> None:
     assert exited.signal == signal.SIGKILL
 
 
-def test_what_a_rank_is_told_by_its_environment(tmp_path: Path) -> None:
+def test_the_environment_of_a_rank(tmp_path: Path) -> None:
     node = NodeConfig(name="n1", incarnation=7, cluster="c", host="10.0.0.1", num_slots=2,
                       state_dir=tmp_path)
     order = o.StartRank(nodes=("n1",), task=5, rank=3, attempt=2, slot=Slot(node="n1", index=1),
@@ -254,7 +254,7 @@ async def test_last_words_come_before_the_exit(node: LocalNode) -> None:
     assert isinstance(bodies[-1], RankExited)
 
 
-async def test_the_end_of_a_training_rank_is_told_before_all_that_it_left_is_gone(
+async def test_the_exit_of_a_rank_is_reported_before_its_children_are_gone(
         memory: MemoryLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Something of it does not die: its slot stays taken, and the task knows at once."""
     table, left = linux.table, [True]

@@ -267,7 +267,7 @@ async def test_a_higher_attempt_fences_one_that_is_stopped(node: LocalNode) -> N
 
 
 @pytest.mark.parametrize(("stop_s", "exit_code"), [(3600.0, 7), (0.0, None)])
-async def test_an_agent_that_stops_lets_go_on_who_was_stopped_for_a_time(
+async def test_an_agent_that_exits_continues_ranks_stopped_for_a_time(
         node: LocalNode, stop_s: float, exit_code: int | None) -> None:
     await _halted(node, stop_s)
     node.stop.set()
@@ -276,8 +276,7 @@ async def test_an_agent_that_stops_lets_go_on_who_was_stopped_for_a_time(
     assert exited.signal == (None if exit_code else signal.SIGKILL)
 
 
-async def test_it_is_told_once_that_a_rank_is_stopped_and_once_that_it_goes_on(
-        node: LocalNode) -> None:
+async def test_a_stop_is_reported_once_and_so_is_its_end(node: LocalNode) -> None:
     for rank in (0, 1):
         await node.start(python(SLEEP), rank=rank)
     started = {told.rank: told.pid for told in await node.leader.wait(RankStarted, 2)}
@@ -299,7 +298,7 @@ async def test_it_is_told_once_that_a_rank_is_stopped_and_once_that_it_goes_on(
     os.kill(started[0], signal.SIGCONT)  # so that it ends at once
 
 
-async def test_an_agent_in_a_process_of_its_own_is_told_by_the_kernel(plane: PlaneStub) -> None:
+async def test_the_kernel_tells_the_agent_of_stops_before_its_next_poll(plane: PlaneStub) -> None:
     """Not with its next look: of many stops the most are told well before that."""
     agent = plane.agent()
     await plane.wait(NodeJoined)
@@ -332,7 +331,6 @@ def held_by_a_debugger(pid: int) -> Iterator[None]:
 
 
 async def test_a_rank_in_a_debugger_is_not_stopped(node: LocalNode) -> None:
-    """Somebody looks at it, and knows."""
     for rank in (0, 1):
         await node.start(python(SLEEP), rank=rank)
     pids = {told.rank: told.pid for told in await node.leader.wait(RankStarted, 2)}
@@ -348,7 +346,6 @@ async def test_a_rank_in_a_debugger_is_not_stopped(node: LocalNode) -> None:
 
 
 async def test_a_node_is_lost_on_purpose_once(plane: PlaneStub, tmp_path: Path) -> None:
-    """With all its ranks, also one that is stopped and one whose child has left its group."""
     first = plane.agent()
     (joined,) = await plane.wait(NodeJoined)
     note = tmp_path / "child"
@@ -402,7 +399,7 @@ async def _stop_and_go_on(pid: int, meanwhile: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("who", ["agent", "server"])
-async def test_who_stops_for_a_while_loses_nothing_and_disturbs_no_rank(
+async def test_an_agent_or_server_that_stops_for_a_while_loses_nothing(
         plane: PlaneStub, own_server: embedded_server.Server, tmp_path: Path, who: str) -> None:
     agent = plane.agent()
     await plane.wait(NodeJoined)

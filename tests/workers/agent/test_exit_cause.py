@@ -219,7 +219,7 @@ def test_a_torn_summary_is_read_as_far_as_it_goes() -> None:
         why(ONE, text[:end])
 
 
-def test_what_a_script_raised_stands_above_the_summary() -> None:
+def test_what_a_script_raised_is_above_the_summary() -> None:
     told = why(ONE, printed("raise-plain"))
     assert (told.status, told.line) == (
         ILLEGAL_MEMORY_ACCESS, "RuntimeError: CUDA error: an illegal memory access was encountered")
@@ -515,7 +515,7 @@ async def test_each_process_has_an_error_file_of_its_own(node: LocalNode) -> Non
 
 
 # --- the OOM killer -----------------------------------------------------------------------------
-async def test_a_kill_that_the_kernel_counted_is_told_apart_from_anybodys(
+async def test_an_oom_kill_is_distinguished_from_any_other_kill(
         memory: MemoryLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The counter is a file of ours: no memory group of this machine is filled for it."""
     counters = [tmp_path / "cgroup" / "memory" / "memory.oom_control",
@@ -563,7 +563,7 @@ async def test_the_kernels_own_line_is_asked_for_on_the_agents_loop(
 
 
 # --- what the agent knows without looking -------------------------------------------------------
-async def test_who_was_told_to_stop_has_no_cause(node: LocalNode) -> None:
+async def test_a_rank_that_was_ordered_to_stop_has_no_cause(node: LocalNode) -> None:
     code = "import signal, time\nsignal.signal(15, lambda *_: 1 / 0)\nprint('up')\ntime.sleep(60)"
     await node.start(python(code))
     (started,) = await node.leader.wait(r.RankStarted)
@@ -588,7 +588,7 @@ async def test_a_training_ranks_own_words_are_its_cause(
     assert seed == 2 or kinds.index(r.RankErrored) < kinds.index(r.RankExited)
 
 
-async def test_a_disk_that_does_not_answer_holds_up_no_end(
+async def test_a_disk_that_does_not_answer_delays_no_exit_report(
         node: LocalNode, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(process: Process, bytes_max: int) -> bytes:
         time.sleep(3 * exit_report.SEARCH_S_MAX)

@@ -288,7 +288,7 @@ def test_a_log_that_is_not_there_is_said_and_no_error(
     assert "cannot be read" in capsys.readouterr().out
 
 
-def test_who_writes_on_after_the_end_is_not_followed(log: Path, reader: OutputReader) -> None:
+def test_output_after_the_end_is_not_followed(log: Path, reader: OutputReader) -> None:
     """A process that does not die may print for ever."""
     write(log, log_line(1) + log_line(2))
     rest = reader.end()
@@ -307,7 +307,7 @@ def test_another_global_batch_is_said_once(log: Path, reader: OutputReader,
     assert capsys.readouterr().out.count("differs from its model") == 1
 
 
-def test_who_prints_first_tells_alone(tmp_path: Path) -> None:
+def test_the_first_rank_that_prints_is_read(tmp_path: Path) -> None:
     told: list[Body] = []
     readers = OutputReaders(lambda body, _: told.append(body))
     logs = [tmp_path / str(rank) for rank in range(3)]
@@ -349,7 +349,6 @@ for i in range(1, 31):
 @pytest.mark.usefixtures("nothing_left")
 async def test_a_command_that_floods_its_log_is_followed_all_the_same(
         node: LocalNode, tmp_path: Path) -> None:
-    """10 MB/s: most is passed over, what is told is right, and the agent does all else."""
     await node.start(python(FLOOD))
     (exited,) = await node.leader.wait(RankExited)
     assert exited.exit_code == 0
@@ -362,7 +361,6 @@ async def test_a_command_that_floods_its_log_is_followed_all_the_same(
 
 @pytest.mark.usefixtures("nothing_left")
 async def test_the_agent_tells_what_a_command_prints(node: LocalNode) -> None:
-    """Also what it printed last, before its end is told."""
     code = ("import sys, time\n"
             "for i in range(1, 31):\n"
             f"    print({CORE.decode()!r}.replace('        2/', f'{{i:9d}}/'))\n"
@@ -421,8 +419,7 @@ def played(tmp_path: Path) -> Iterator[Played]:
         made.readers.drop(order(rank))
 
 
-def test_a_command_that_prints_no_more_is_told_once_and_again_when_it_goes_on(
-        played: Played) -> None:
+def test_a_silent_command_is_reported_once_and_when_it_continues(played: Played) -> None:
     played.print(10)
     played.wait(58.0)
     assert not played.stalls(), "a minute at least, however short iterations are"
@@ -444,7 +441,7 @@ def test_a_command_that_prints_no_more_is_told_once_and_again_when_it_goes_on(
     assert len(played.stalls()) == 2
 
 
-def test_it_is_held_to_its_own_intervals(played: Played) -> None:
+def test_its_own_intervals_set_the_limit(played: Played) -> None:
     played.print(8, every_s=30.0)
     played.wait(290.0)
     assert not played.stalls(), "ten times the average"
@@ -525,7 +522,7 @@ def test_time_in_which_the_agent_did_not_look_counts_for_nobody(played: Played) 
     assert len(played.stalls()) == 2, "nor is it an interval that the command has shown"
 
 
-def test_nobody_is_told_of_where_the_watch_is_off(tmp_path: Path) -> None:
+def test_no_stall_is_reported_where_the_monitor_is_off(tmp_path: Path) -> None:
     told: list[Body] = []
     readers = OutputReaders(lambda body, _: told.append(body), limits=None)
     path = tmp_path / "log"
@@ -548,7 +545,6 @@ for i in itertools.count(1):
 
 
 def test_a_real_process_that_is_stopped_and_goes_on(tmp_path: Path) -> None:
-    """Behind a shell, as commands often are: what its one child does is said."""
     told: list[Body] = []
     readers = OutputReaders(lambda body, _: told.append(body), limits=HangLimits(least_s=1.0))
     path = tmp_path / "rank-0.log"

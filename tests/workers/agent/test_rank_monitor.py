@@ -131,7 +131,6 @@ def test_the_ring_keeps_the_last(page: ProgressPage) -> None:
 
 
 def test_what_another_process_writes_is_whole_also_when_it_is_stopped(page: ProgressPage) -> None:
-    """It is stopped a hundred times, wherever that is: a mark is that before, or that after."""
     os.set_inheritable(page.fd, True)
     with subprocess.Popen([sys.executable, "-P", "-c", WRITER, str(page.fd)],
                           pass_fds=[page.fd], stdout=subprocess.PIPE) as writer:
@@ -218,7 +217,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
     made.close()
 
 
-def test_a_stall_is_told_once_with_where_and_then_that_it_went_on(told: Told) -> None:
+def test_a_stall_is_reported_once_with_its_place_and_then_its_end(told: Told) -> None:
     told.iterate(10)
     (pulse,) = told.ranks
     pulse.begin(1, 50, "usual")
@@ -272,7 +271,7 @@ def test_a_first_iteration_has_a_lenient_limit_and_none_where_nothing_is_known(t
     assert (stalled.generation, stalled.iteration) == (2, 11)
 
 
-def test_one_that_stands_still_in_its_second_iteration_is_told(told: Told) -> None:
+def test_a_stall_in_the_second_iteration_is_reported(told: Told) -> None:
     """A newcomer whose peers died under it, and whose connections do not tell it so."""
     (pulse,) = told.ranks
     pulse.begin(1, 0, "first")
@@ -319,7 +318,7 @@ def test_a_rank_that_waits_for_a_core_is_not_stalled(told: Told, monkeypatch: py
     assert len(told.take(RankStalled)) == 1, "since then it was"
 
 
-def test_the_pace_is_told_when_known_and_when_it_has_changed_for_good(told: Told) -> None:
+def test_the_step_time_is_reported_when_known_and_when_it_has_changed(told: Told) -> None:
     told.iterate(WINDOW_NUM - 1)
     assert told.bodies == []
     told.iterate(1)
@@ -335,7 +334,7 @@ def test_the_pace_is_told_when_known_and_when_it_has_changed_for_good(told: Told
     assert told.bodies == []
 
 
-def test_paces_are_told_at_a_bounded_rate(told: Told) -> None:
+def test_step_times_are_reported_at_a_bounded_rate(told: Told) -> None:
     told.iterate(WINDOW_NUM, own_s=0.01, wait_s=0.01)
     began_s = told.now_s
     num = 0
@@ -346,7 +345,7 @@ def test_paces_are_told_at_a_bounded_rate(told: Told) -> None:
     assert 1 < num <= 2 + (told.now_s - began_s) / REPORT_S / 4, "the window grows each time"
 
 
-def test_an_iteration_that_crawls_is_told_while_it_lasts(told: Told) -> None:
+def test_a_very_slow_iteration_is_reported_while_it_runs(told: Told) -> None:
     told.iterate(WINDOW_NUM)
     told.take(StepTimeChanged)
     (pulse,) = told.ranks
@@ -368,7 +367,7 @@ def test_an_iteration_that_crawls_is_told_while_it_lasts(told: Told) -> None:
     assert told.bodies == []
 
 
-def test_who_waits_for_a_slow_one_is_not_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_waits_for_a_slow_one_is_not_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     told = Told(monkeypatch, 2)
     told.iterate(10)
     slow, waits = told.ranks
@@ -402,8 +401,7 @@ def test_what_is_not_watched_has_no_page(told: Told) -> None:
     told.close()  # and once more when the test ends
 
 
-def test_marks_come_while_a_thread_holds_nothing_up(page: ProgressPage) -> None:
-    """A reader and a writer in one process, at full speed for a moment: every mark is whole."""
+def test_marks_are_whole_at_full_speed(page: ProgressPage) -> None:
     pulse, over = rank_of(page), threading.Event()
 
     def write() -> None:
@@ -432,7 +430,6 @@ def work(in_s: float) -> None:
 
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_work_beside_another_on_one_core_is_all_but_what_was_waited(elsewhere: bool) -> None:
-    """Also where another thread has passed a mark meanwhile."""
     cores = os.sched_getaffinity(0)
     core = min(cores)
     pinned = f"import os\nos.sched_setaffinity(0, {{{core}}})\n{SPIN}"
@@ -524,7 +521,7 @@ def said(code: str, number: signal.Signals | None = None) -> str:
             child.kill()
 
 
-def test_a_process_that_stands_is_described() -> None:
+def test_a_stalled_process_is_described() -> None:
     assert said("while True: pass").startswith("computes")
     assert said("import time; time.sleep(60)").startswith("sleeps in ")
     assert said("import time; time.sleep(60)", signal.SIGSTOP) == "stopped by a signal"

@@ -122,7 +122,7 @@ def _no_memory(*asked: int) -> mmap.mmap:
     raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
 
-def test_a_task_may_replace_its_only_copy_and_it_is_told_when_nothing_is_left() -> None:
+def test_a_task_may_replace_its_only_checkpoint_and_its_loss_is_reported() -> None:
     lost: list[int] = []
     shelf = CheckpointStore(150, lost.append)
     keep(shelf, offer(10))
@@ -177,7 +177,7 @@ def test_a_copy_that_comes_too_late_takes_nobodys_place(newer: Offer, why: str) 
     assert (steps(shelf), shelf.used_bytes) == ([10, newer.step_version], 200)
 
 
-def test_what_is_lost_is_told_also_when_the_one_before_has_just_come() -> None:
+def test_a_loss_is_reported_right_after_the_checkpoint_before() -> None:
     lost: list[int] = []
     shelf = CheckpointStore(150, lost.append)
     one, two = offer(10), offer(20)
@@ -191,7 +191,7 @@ def test_what_is_lost_is_told_also_when_the_one_before_has_just_come() -> None:
 
 
 # --- the protocol --------------------------------------------------------------------------------
-def test_how_much_memory_copies_take_may_be_told() -> None:
+def test_the_memory_for_checkpoints_can_be_set() -> None:
     assert bytes_max({BYTES_MAX: "123"}) == 123
     with pytest.raises(UsageError, match="UNICRON_COPIES_BYTES_MAX is '4GB'"):
         bytes_max({BYTES_MAX: "4GB"})
@@ -271,7 +271,7 @@ def test_what_was_altered_on_the_way_is_refused_and_the_last_one_stays(keeper: L
     assert keeper.shelf.used_bytes == len(sent)
 
 
-def test_who_sends_a_copy_that_comes_too_late_hears_so(keeper: LocalKeeper) -> None:
+def test_a_checkpoint_that_comes_too_late_is_refused(keeper: LocalKeeper) -> None:
     with protocol.connect(keeper.keeper.endpoint, SECRET) as connection:
         protocol.send(connection, offer(10))
         protocol.receive(connection, Go)
@@ -295,7 +295,7 @@ def test_a_sender_that_breaks_off_leaves_nothing(keeper: LocalKeeper) -> None:
         get(keeper.keeper.endpoint, WISH)
 
 
-def test_who_does_not_know_the_secret_is_not_let_in(keeper: LocalKeeper) -> None:
+def test_a_client_without_the_secret_is_refused(keeper: LocalKeeper) -> None:
     with pytest.raises(TransferError, match="of another cluster, or its token has changed"):
         put(keeper.keeper.endpoint, offer(10), bytes(100), secret="guessed")
     with socket.create_connection(("127.0.0.1", keeper.listener.getsockname()[1])) as connection:
@@ -306,8 +306,7 @@ def test_who_does_not_know_the_secret_is_not_let_in(keeper: LocalKeeper) -> None
     assert steps(keeper.shelf) == []
 
 
-def test_a_keeper_that_does_not_know_the_secret_gets_no_state() -> None:
-    """It plays along, and says any answer."""
+def test_a_store_without_the_secret_gets_no_state() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     heard: list[protocol.Message] = []
     more: list[bytes] = []
@@ -347,8 +346,7 @@ def test_nonsense_is_answered_by_hanging_up(keeper: LocalKeeper) -> None:
     assert steps(keeper.shelf) == [10]
 
 
-def test_strangers_who_say_little_are_shown_out_soon(keeper: LocalKeeper) -> None:
-    """As many as there are talks at once, each with a byte from time to time."""
+def test_idle_connections_without_the_secret_are_closed(keeper: LocalKeeper) -> None:
     at = ("127.0.0.1", keeper.listener.getsockname()[1])
     strangers = [socket.create_connection(at) for _ in range(CONNECTIONS_NUM_MAX)]
     done = threading.Event()
@@ -442,7 +440,6 @@ def _nothing(endpoint: str) -> bool:
 
 
 async def test_one_that_ends_at_once_is_left_alone_for_longer_each_time(tmp_path: Path) -> None:
-    """And nothing is told: nobody had a copy there."""
     log = tmp_path / "keeper.log"
     told = Told()
     with capture_logs() as said:
@@ -458,7 +455,7 @@ async def test_one_that_ends_at_once_is_left_alone_for_longer_each_time(tmp_path
         assert BACKOFF_S_MIN * 2**num / 2 <= one["again_s"] <= BACKOFF_S_MIN * 2**num
 
 
-async def test_no_keeper_has_a_number_of_the_next_agents(
+async def test_no_store_takes_a_number_of_the_next_agents(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agents_keeper, "STORES_NUM_MAX", 2)
     told = Told()
@@ -505,7 +502,7 @@ async def test_one_that_does_not_die_is_not_waited_for(
         assert [one["event"] for one in said] == ["the checkpoint store survives SIGKILL"]
 
 
-async def test_what_it_had_to_let_go_is_told_by_the_task(tmp_path: Path) -> None:
+async def test_a_lost_checkpoint_is_reported_with_its_task(tmp_path: Path) -> None:
     told = Told()
     async with agents(tmp_path, told, UNICRON_COPIES_BYTES_MAX="150") as keeper:
         await asyncio.to_thread(put, keeper.endpoint, offer(10), bytes(100))
@@ -539,7 +536,7 @@ def test_what_fails_again_and_again_is_said_once(tmp_path: Path) -> None:
         "task 7: refused: checkpoint of 1001 bytes does not fit into 1000"]
 
 
-async def test_a_keeper_that_can_let_in_nobody_waits_and_goes_on(tmp_path: Path) -> None:
+async def test_a_store_without_descriptors_waits_and_continues(tmp_path: Path) -> None:
     async with agents(tmp_path, Told()) as keeper:
         await asyncio.to_thread(put, keeper.endpoint, offer(10), bytes(100))
         limits = resource.prlimit(keeper.pid, resource.RLIMIT_NOFILE)
@@ -561,7 +558,7 @@ def _ticks(pid: int) -> int:
     return int(fields[11]) + int(fields[12])
 
 
-async def test_a_keeper_that_serves_nobody_any_more_ends(tmp_path: Path) -> None:
+async def test_a_store_whose_socket_is_closed_exits(tmp_path: Path) -> None:
     told = Told()
     async with agents(tmp_path, told) as keeper:
         await asyncio.to_thread(put, keeper.endpoint, offer(10), bytes(100))

@@ -49,11 +49,30 @@ def named(dumps: Dumped) -> list[int]:
     return [one.rank for one in found(dumps).suspects]
 
 
+Captured = pytest.CaptureFixture[str]
+
+
+def refused(capsys: Captured, *paths: Path) -> list[str]:
+    """The two lines that `unicron locate` prints of these: an error and a hint."""
+    assert run_command(["locate", *map(str, paths)]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    lines = said.err.splitlines()
+    assert [line.partition(" ")[0] for line in lines] == ["error:", "hint:"]
+    return lines
+
+
+def answered(capsys: Captured, *paths: Path | str) -> dict[str, Any]:
+    """What `unicron locate -o json` prints of these."""
+    assert run_command(["locate", *map(str, paths), "-o", "json"]) == 0
+    answer: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return answer
+
+
 # --- real dumps -----------------------------------------------------------------------------------
 @pytest.mark.parametrize(("name", "state"), [("lock_gil_1st", "not entered"),
                                              ("gpu_error_1st", "not completed")])
 def test_real_dumps(name: str, state: str) -> None:
-    """Exactly the ranks into which the fault was injected, and all others only wait."""
     document = json.loads((DATA / f"{name}.json").read_text())
     guilty = json.loads(document["ground_truth"].splitlines()[0].partition(":")[2])
     dumps = {int(rank): dump for rank, dump in document["ranks"].items()}
@@ -66,7 +85,6 @@ def test_real_dumps(name: str, state: str) -> None:
 
 @pytest.mark.parametrize("name", ["lock_gil_1st", "gpu_error_1st"])
 def test_real_dumps_without_the_guilty(name: str) -> None:
-    """Where the guilty left no dump, their absence shows them, and nobody else."""
     document = json.loads((DATA / f"{name}.json").read_text())
     guilty = json.loads(document["ground_truth"].splitlines()[0].partition(":")[2])
     where = found({int(rank): dump for rank, dump in document["ranks"].items()
@@ -80,7 +98,6 @@ def test_real_dumps_without_the_guilty(name: str) -> None:
 @given(data=st.data(), layout=LAYOUTS, num=st.integers(1, 3), only_active=st.booleans())
 def test_stopped_ranks_of_a_job_that_waits_for_each_call(
         data: st.DataObject, layout: Layout, num: int, only_active: bool) -> None:
-    """Ranks that stop between two calls are all named, and nobody else is."""
     calls = Job(layout, {}).num_calls_min - 1
     ranks = data.draw(st.sets(st.integers(0, layout.num_ranks - 1), min_size=1,
                               max_size=min(num, layout.num_ranks - 1)))
@@ -206,7 +223,6 @@ def shaped(seq: int, size: list[int], dtype: str = "Float", name: str = "all_red
 @pytest.mark.parametrize("is_out", [False, True])
 def test_a_rank_with_another_size_or_data_type_is_named(
         size: list[int], dtype: str, called: str, name: str, is_out: bool) -> None:
-    """Whether its own call of it has come to an end or not."""
     dumps = {rank: dump(shaped(7, [1024, 4], name=name)) for rank in range(4)}
     odd = shaped(7, size, dtype, name, state="completed" if is_out else "scheduled")
     dumps[2] = dump(odd, *[shaped(8, [3], name=name)] * is_out)
@@ -227,7 +243,7 @@ def test_of_two_that_differ_both_are_named_and_nobody_is_sure() -> None:
 
 @pytest.mark.parametrize("odd", [
     shaped(7, [2, 2048]), shaped(7, [4096, 1]), entry(7), entry(7, input_sizes=[])])
-def test_a_reshaped_tensor_is_no_other_size_nor_one_that_is_not_told(odd: dict[str, Any]) -> None:
+def test_a_reshaped_tensor_or_an_unknown_size_is_no_mismatch(odd: dict[str, Any]) -> None:
     dumps = {rank: dump(shaped(7, [1024, 4])) for rank in range(4)}
     where = found({**dumps, 2: dump(odd)})
     assert (where.verdict, where.suspects) == ("network", ())
@@ -258,40 +274,34 @@ def test_sizes_that_agree_change_no_verdict(data: st.DataObject, layout: Layout,
 @pytest.mark.parametrize("key", ["record_id", "pg_id", "collective_seq_id", "op_id",
                                  "time_created_ns"])
 def test_a_number_that_is_none_is_one_clear_line(
-        key: str, number: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        key: str, number: str, tmp_path: Path, capsys: Captured) -> None:
     text = json.dumps(dump({**entry(1), key: "@"})).replace('"@"', number)
     (tmp_path / "dump_0").write_text(text)
-    assert run_command(["locate", str(tmp_path / "dump_0")]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert [line.partition(" ")[0] for line in said.err.splitlines()] == ["error:", "hint:"]
-    assert "whole number" in said.err or "64 bits" in said.err
+    error, _ = refused(capsys, tmp_path / "dump_0")
+    assert "whole number" in error or "64 bits" in error
 
 
 @pytest.mark.parametrize("text", [
     '{"dumped_ns": 1e999, "entries": []}', '{"ranks": {"' + "1" * 5000 + '": {}}}',
     '{"entries": [{"process_group": ["0", ""], "collective_seq_id": 1, "input_sizes": [[1e999]],'
     ' "input_dtypes": ["Float"], "profiling_name": "nccl:all_reduce"}]}'])
-def test_nor_does_one_elsewhere_stop_it(text: str, tmp_path: Path,
-                                        capsys: pytest.CaptureFixture[str]) -> None:
+def test_nor_does_one_elsewhere_stop_it(text: str, tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "dump_0").write_text(text)
     assert run_command(["locate", str(tmp_path / "dump_0")]) == 2
     assert capsys.readouterr().err.startswith("error:")
 
 
 def test_a_fifo_is_refused_at_once_and_skipped_in_a_folder(
-        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        tmp_path: Path, capsys: Captured) -> None:
     """Nobody writes to it: a plain open would never come back."""
     fifo = tmp_path / "dump_1"
     os.mkfifo(fifo)
     (tmp_path / "dump_0").write_text(json.dumps(dump(entry(1))))
-    assert run_command(["locate", str(fifo)]) == 2
-    assert f"{fifo}: not a regular file" in capsys.readouterr().err
-    assert run_command(["locate", str(tmp_path), "-o", "json"]) == 0
-    assert 1 in json.loads(capsys.readouterr().out)["missing"]
+    assert f"{fifo}: not a regular file" in refused(capsys, fifo)[0]
+    assert 1 in answered(capsys, tmp_path)["missing"]
 
 
-def test_who_waits_behind_a_stuck_collective_is_not_stuck_itself() -> None:
+def test_a_collective_behind_a_stuck_one_is_not_stuck_itself() -> None:
     """All have entered both; the second is held by the first, which is named alone."""
     groups = {"1": [0, 1], "2": [1, 2]}
     first, second = entry(7, group="1", order=0), entry(9, group="2", order=0)
@@ -367,7 +377,7 @@ def test_no_document_breaks_the_reader(document: Any) -> None:
 
 # --- the command ----------------------------------------------------------------------------------
 def test_one_file_per_rank_as_json_or_as_torch_pickles_them(
-        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        tmp_path: Path, capsys: Captured) -> None:
     dumps = hung(Layout(2, 2, 1), {3: 4})
     for rank, one in dumps.items():
         if rank % 2:
@@ -375,15 +385,14 @@ def test_one_file_per_rank_as_json_or_as_torch_pickles_them(
         else:
             (tmp_path / f"flight-rank-{rank}.json").write_text(json.dumps(one))
     (tmp_path / "fault_injection.log").write_text("not a dump")
-    assert run_command(["locate", str(tmp_path), "-o", "json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
+    answer = answered(capsys, tmp_path)
     assert [one["rank"] for one in answer["suspects"]] == [3]
     assert (answer["verdict"], answer["ranks"], answer["missing"]) == ("hang", 4, [])
     assert {"why", "group", "collective", "seq", "state"} <= answer["suspects"][0].keys()
     assert {one["rank"] for one in answer["waiting"]} == {0, 1, 2}
 
 
-def test_the_screen(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_screen(capsys: Captured) -> None:
     assert run_command(["locate", str(DATA / "lock_gil_1st.json")]) == 0
     page = capsys.readouterr().out
     assert page.startswith("hang: ranks 9, 14 of 16 ranks\n")
@@ -414,18 +423,13 @@ class Evil:
     ("dump", b'{"entries": []}', "does not end in a rank"),
     ("dump_0", pickle.dumps(Evil(), protocol=2), "refused"),
 ])
-def test_wrong_files(name: str, data: bytes, words: str, tmp_path: Path,
-                     capsys: pytest.CaptureFixture[str]) -> None:
-    """One line, a hint, exit 2; and nothing in the file is run."""
+def test_wrong_files(name: str, data: bytes, words: str, tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / name).write_bytes(data)
-    assert run_command(["locate", str(tmp_path / name)]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert words in said.err
-    assert [line.partition(" ")[0] for line in said.err.splitlines()] == ["error:", "hint:"]
+    error, _ = refused(capsys, tmp_path / name)
+    assert words in error
 
 
-def test_wrong_paths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_paths(tmp_path: Path, capsys: Captured) -> None:
     one, other = tmp_path / "a_0", tmp_path / "b_0"
     for path in (one, other):
         path.write_text(json.dumps(dump(entry(1))))
@@ -440,23 +444,20 @@ def test_wrong_paths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert run_command(["locate"]) == 2
 
 
-def test_a_file_that_is_too_long(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+def test_a_file_that_is_too_long(tmp_path: Path, capsys: Captured,
                                  monkeypatch: pytest.MonkeyPatch) -> None:
     from unicron.workers.diagnosis import dump_files
 
     monkeypatch.setattr(dump_files, "FILE_BYTES_MAX", 1 << 20)
     with (tmp_path / "dump_0").open("wb") as file:
         file.truncate(3 << 20)
-    assert run_command(["locate", str(tmp_path / "dump_0")]) == 2
-    assert "longer than 1 MiB" in capsys.readouterr().err
+    assert "longer than 1 MiB" in refused(capsys, tmp_path / "dump_0")[0]
 
 
-def test_one_broken_file_of_a_folder_may_be_left_out(
-        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_broken_file_of_a_folder_may_be_left_out(tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "dump_0").write_text(json.dumps(dump(entry(1))))
     (tmp_path / "dump_1").write_bytes(b"\x80\x02}q")
-    assert run_command(["locate", str(tmp_path)]) == 2
-    error, hint = capsys.readouterr().err.splitlines()
+    error, hint = refused(capsys, tmp_path)
     assert error.endswith("dump_1: cut off, or not a flight-recorder dump: its pickle cannot be "
                           "read to the end")
     assert hint.startswith("hint: leave it out")
@@ -480,29 +481,19 @@ def job(num: int, rank: int, **more: Any) -> dict[str, Any]:
             "pg_config": world(num), **more}
 
 
-def refused(capsys: pytest.CaptureFixture[str], *paths: Path) -> list[str]:
-    assert run_command(["locate", *map(str, paths)]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    lines = said.err.splitlines()
-    assert [line.partition(" ")[0] for line in lines] == ["error:", "hint:"]
-    return lines
-
-
-def test_each_nodes_folder_is_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_nodes_folder_is_given(tmp_path: Path, capsys: Captured) -> None:
     """Ranks are numbered across nodes; a file that is named twice counts once."""
     dumps = hung(Layout(2, 2, 1), {3: 4})
     write(tmp_path / "a", {rank: dumps[rank] for rank in (0, 1)})
     write(tmp_path / "b", {rank: dumps[rank] for rank in (2, 3)})
     again = tmp_path / "a" / "flight-rank-0.json"
     folders = [str(tmp_path / "a"), str(again), f"{tmp_path}/b/../b"]
-    assert run_command(["locate", *folders, "-o", "json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
+    answer = answered(capsys, *folders)
     assert [one["rank"] for one in answer["suspects"]] == [3]
     assert (answer["ranks"], answer["missing"]) == (4, [])
 
 
-def test_dumps_of_two_jobs_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dumps_of_two_jobs_are_refused(tmp_path: Path, capsys: Captured) -> None:
     """A larger job that ran there before has left the files of the ranks that this one lacks."""
     write(tmp_path, {rank: job(2, rank) for rank in (0, 1)})
     write(tmp_path, {rank: job(4, rank) for rank in (2, 3)})
@@ -514,8 +505,7 @@ def test_dumps_of_two_jobs_are_refused(tmp_path: Path, capsys: pytest.CaptureFix
     assert hint.startswith("hint: give only the files of one of them")
 
 
-def test_so_are_our_own_of_two_tasks_or_generations(
-        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_so_are_our_own_of_two_tasks_or_generations(tmp_path: Path, capsys: Captured) -> None:
     write(tmp_path / "a", {0: job(2, 0, task=5, generation=1)})
     for at, other in enumerate(({"task": 9, "generation": 1}, {"task": 5, "generation": 2})):
         folder = tmp_path / f"b{at}"
@@ -526,18 +516,15 @@ def test_so_are_our_own_of_two_tasks_or_generations(
     assert run_command(["locate", str(tmp_path / "a"), "-o", "json"]) == 0
 
 
-def test_a_dump_that_does_not_say_of_which_job_is_taken(
-        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dump_that_does_not_say_of_which_job_is_taken(tmp_path: Path, capsys: Captured) -> None:
     """A rank that has not joined a generation yet, or an older torch."""
     write(tmp_path, {0: job(2, 0, task=5, generation=3)})
     write(tmp_path, {1: {"entries": [], "pg_config": {"0": {
         "name": "0", "desc": "default_pg", "ranks": "[]"}}, "task": 5, "generation": 0}})
-    assert run_command(["locate", str(tmp_path), "-o", "json"]) == 0
-    assert json.loads(capsys.readouterr().out)["ranks"] == 2
+    assert answered(capsys, tmp_path)["ranks"] == 2
 
 
-def test_the_same_rank_twice_of_one_job_is_refused(
-        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_rank_twice_of_one_job_is_refused(tmp_path: Path, capsys: Captured) -> None:
     for name in ("a", "b"):
         write(tmp_path / name, {0: job(2, 0)})
     error, hint = refused(capsys, tmp_path / "a", tmp_path / "b")
@@ -545,14 +532,12 @@ def test_the_same_rank_twice_of_one_job_is_refused(
     assert "numbered across all its nodes" in hint
 
 
-def test_error_files_beside_the_dumps_are_left_out(
-        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_files_beside_the_dumps_are_left_out(tmp_path: Path, capsys: Captured) -> None:
     """An agent's folder of a task holds its logs, and what torch wrote of an exception."""
     write(tmp_path, {rank: job(2, rank) for rank in (0, 1)})
     (tmp_path / "rank-0.1.log").write_text("a line\n")
     (tmp_path / "rank-0.1.error.json").write_text('{"message": {"message": "it broke"}}')
-    assert run_command(["locate", str(tmp_path), "-o", "json"]) == 0
-    assert json.loads(capsys.readouterr().out)["ranks"] == 2
+    assert answered(capsys, tmp_path)["ranks"] == 2
 
 
 # --- where they lie -------------------------------------------------------------------------------

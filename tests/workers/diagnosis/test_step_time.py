@@ -97,7 +97,7 @@ def test_a_job_that_is_slower_for_good_is_found(name: str, times_slower: float, 
     assert not monitor.own.is_degraded, "back as it was"
 
 
-def test_that_it_is_over_is_told_within_a_window_however_often_it_was_told() -> None:
+def test_a_return_to_normal_is_reported_within_a_window() -> None:
     monitor = StepTimeMonitor()
     for times in range(3):
         fed([1.0] * 400, monitor)
@@ -114,7 +114,7 @@ def test_that_it_is_over_is_told_within_a_window_however_often_it_was_told() -> 
         assert (told.own_s, monitor.own.is_degraded) == (1.0, False)
 
 
-def test_iterations_that_are_as_they_were_are_told_though_its_own_work_is_not() -> None:
+def test_normal_iterations_are_reported_though_its_own_work_is_slower() -> None:
     monitor = StepTimeMonitor()
     fed_own(monitor, WINDOW_NUM, 1.0, 0.5)
     assert monitor.take_change() is not None
@@ -135,7 +135,7 @@ def fed_own(monitor: StepTimeMonitor, num: int, iteration_s: float, own_s: float
         monitor.add(iteration_s, own_s)
 
 
-def test_what_lasts_a_little_is_not_told() -> None:
+def test_a_short_slowdown_is_not_reported() -> None:
     values = SERIES[LONG][1:]
     monitor = StepTimeMonitor()
     for seed in range(40):
@@ -197,7 +197,7 @@ def test_what_the_job_does_now_and_then_is_usual() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(times, max_size=300))
-def test_any_times_are_borne(values: list[float]) -> None:
+def test_any_times_are_accepted(values: list[float]) -> None:
     monitor = StepTimeMonitor()
     for value in values:
         monitor.add(value, value / 2)
@@ -240,7 +240,6 @@ def test_a_window_is_the_sorted_end(values: list[float], num: int) -> None:
 
 
 def test_memory_is_bounded() -> None:
-    """Not by how long it runs, nor by how wild that is."""
     chance, monitor = random.Random(4), StepTimeMonitor()
     values = iter(lambda: chance.lognormvariate(0, 1), None)
 

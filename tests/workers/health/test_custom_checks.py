@@ -90,7 +90,7 @@ NICE_NUM_MAX = 19
 """Of a process; the tests may be nice themselves."""
 
 
-def test_what_a_check_is_told_and_is_not(tmp_path: Path) -> None:
+def test_the_environment_of_a_check(tmp_path: Path) -> None:
     told = ask(script(tmp_path, "c", 'echo "$UNICRON_NODE $UNICRON_CHECK [$UNICRON_TOKEN]'
                                      ' $(nice) $(cat | wc -c)"'))
     assert told.output.split() == ["n7", "c", "[]", str(min(os.nice(0) + 10, NICE_NUM_MAX)), "0"]
@@ -120,7 +120,7 @@ def test_what_a_check_leaves_behind_is_ended_with_it(tmp_path: Path) -> None:
     assert not alive(int(note.read_text()))
 
 
-def test_a_flood_of_output_is_cut_and_holds_up_nobody(tmp_path: Path) -> None:
+def test_a_flood_of_output_is_cut(tmp_path: Path) -> None:
     answer = ask(script(tmp_path, "c", r"""printf 'bad\033[31m\007 %0900d' 7
         head -c 20000000 /dev/zero | tr '\0' x; exit 2"""))
     assert answer.code == 2
@@ -193,7 +193,6 @@ def test_up_remembers_a_folder_absolute_and_forgets_it_by_a_word(tmp_path: Path)
 
 # --- rounds -------------------------------------------------------------------------------------
 async def test_unhealthy_is_confirmed_and_checks_come_and_go(tmp_path: Path) -> None:
-    """The first bad answer alone is not told; a check that is taken away is healthy again."""
     folder, note = tmp_path / "checks", tmp_path / "runs"
     # Bad at its first run only.
     script(folder, "once", f'echo x >> {note}; [ "$(wc -l < {note})" -gt 1 ] && exit 0; exit 2')

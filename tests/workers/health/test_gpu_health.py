@@ -62,7 +62,7 @@ def node() -> Node:
     return Node()
 
 
-def test_slots_are_told_apart_by_index_and_uuid(node: Node) -> None:
+def test_slots_are_found_by_index_and_uuid(node: Node) -> None:
     slots = node.gpus.slots()
     assert slots.is_known
     assert (slots.find("PCI:0000:9b:00"), slots.find("0000:1b:00.0")) == (0, 1)
@@ -115,7 +115,7 @@ def test_links_that_never_were_up_are_not_missed() -> None:
     assert gpus.read().findings[0].why == "NVLink down: link 0"
 
 
-def test_new_uncorrectable_errors_are_told_and_old_ones_are_not(node: Node) -> None:
+def test_only_new_uncorrectable_errors_are_reported(node: Node) -> None:
     assert node.look().erred == []
     node.a.ecc = 2
     look = node.look()
@@ -272,7 +272,7 @@ def test_where_nobody_knows_whose_gpu_it_is_the_whole_node_is_meant(
         ((), 79), ((), 154), ((), 31), ((), 0)]
 
 
-def test_who_was_killed_for_want_of_memory(log: tuple[KernelLog, int]) -> None:
+def test_processes_killed_for_want_of_memory(log: tuple[KernelLog, int]) -> None:
     reader, fd = log
     assert reader.killed(23793) is None
     os.write(fd, RECORDS)
@@ -377,7 +377,6 @@ def test_slots_by_the_drivers_own_files(tmp_path: Path) -> None:
 
 
 def test_by_the_classifier_itself(tmp_path: Path) -> None:
-    """What means something in those records, and nothing else; NVML's XIDs in the same words."""
     (tmp_path / "kmsg").touch()
     reader = KernelLog(lambda: GpuSlots({0: "0:05:00", 1: "9:01:00", 2: "d:00:00"}, 3),
                        tmp_path / "kmsg")

@@ -61,13 +61,13 @@ def test_one_look_alone_tells_nothing_and_lasting_ones_tell_once() -> None:
     assert says(steady, "healthy", "healthy") == ["healthy"], "three in a row at last"
 
 
-def test_a_fact_is_told_at_once_but_its_end_is_not() -> None:
+def test_a_fact_is_reported_at_once_but_its_end_is_not() -> None:
     steady = Debouncer()
     assert says(steady, BAD, is_fact=True) == [BAD]
     assert says(steady, "healthy", is_fact=True) == []
 
 
-def test_worse_in_changing_ways_is_told_too() -> None:
+def test_changing_kinds_of_bad_are_reported_too() -> None:
     assert says(Debouncer(), "degraded", BAD, "degraded") == [BAD]
 
 
@@ -97,7 +97,7 @@ def test_the_worst_part_speaks_for_the_whole() -> None:
 
 
 # --- bursts -------------------------------------------------------------------------------------
-def test_a_burst_is_told_once_and_again_with_a_count_when_it_goes_on() -> None:
+def test_a_burst_is_reported_once_and_again_with_a_count() -> None:
     bursts, error = BurstFilter(), DeviceError("kernel", "ECC errors", "xid-48", "line", (1,), 48)
     told = [bursts.take(error, at_s) for at_s in (0.0, 0.1, 5.0)]
     assert [one.text for one in told if one] == ["line"]
@@ -315,7 +315,6 @@ def test_only_a_process_that_had_no_turn_for_long_is_blocked(tmp_path: Path) -> 
 
 
 def test_what_health_costs(tmp_path: Path) -> None:
-    """All readers of this machine, each once: what they take a second, at their periods."""
     from unicron.workers.agent.health.network import Network
 
     node_readers = (Network(), Disk(tmp_path), Memory(), BlockedProcesses(b"M="))
@@ -379,7 +378,7 @@ def test_a_port_that_is_gone_is_down(machine: Machine) -> None:
     assert one(machine.look()).rule == "link-down"
 
 
-def test_flaps_between_two_looks_are_told_and_many_are_flapping(machine: Machine) -> None:
+def test_link_downs_between_two_polls_are_errors_and_many_are_flapping(machine: Machine) -> None:
     machine.look({"counters/link_downed": "41"})  # of weeks before: no news
     first = machine.look({"counters/link_downed": "42"})
     assert one(first).health == "healthy"

@@ -53,7 +53,6 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_is_skipped(
 
 def test_what_was_written_beside_training_is_the_state_of_its_step(
         driver: Any, twin: Twins) -> None:
-    """Training has gone on before it is written: what is read back is the snapshot."""
     driver.start(0)
     path = driver.hold(0, "saving", 6)
     driver.form([0])
@@ -71,7 +70,7 @@ def test_what_was_written_beside_training_is_the_state_of_its_step(
 
 
 @pytest.mark.parametrize("event", ["saving", "save_mid", "saved"])
-def test_who_dies_while_it_saves_is_followed_by_one_who_saves(
+def test_a_rank_that_dies_while_it_saves_is_followed_by_one_that_saves(
         driver: Any, twin: Twins, event: str) -> None:
     """Nothing was told, so nothing is published; what is half is gone with the next that is due."""
     driver.start(0, 1)
@@ -109,7 +108,7 @@ def test_what_the_writing_thread_raises_ends_the_rank(driver: Any, then: str) ->
     assert saved(driver) == []
 
 
-def test_a_disk_that_takes_nothing_is_told_once_and_so_is_its_return(driver: Any) -> None:
+def test_a_full_disk_is_logged_once_and_so_is_its_recovery(driver: Any) -> None:
     driver.start(0)
     log, output = driver.processes[0].log, Path(driver.spec.train.output)
     blocked = output / "gen-1"
@@ -131,8 +130,7 @@ def test_a_disk_that_takes_nothing_is_told_once_and_so_is_its_return(driver: Any
     assert driver.told(r.RankErrored) == []
 
 
-def test_who_leaves_gives_up_an_older_one_and_saves_what_it_holds(driver: Any) -> None:
-    """It has the time for one write."""
+def test_a_member_that_leaves_abandons_an_older_checkpoint(driver: Any) -> None:
     driver.start(0)
     path = driver.hold(0, "save_mid", 3)
     driver.form([0])
@@ -166,7 +164,7 @@ def test_a_folder_that_cannot_be_listed_is_left_to_the_next_generation(tmp_path:
     assert not half.exists()
 
 
-def test_who_is_not_the_first_any_more_ends_when_it_has_written(driver: Any, twin: Twins) -> None:
+def test_a_member_that_is_first_no_more_exits_after_its_write(driver: Any, twin: Twins) -> None:
     """Else its process would leave half of it, of a generation of which nobody publishes."""
     driver.start(0, 1)
     path = driver.hold(0, "save_mid", 3)
@@ -185,7 +183,6 @@ def test_who_is_not_the_first_any_more_ends_when_it_has_written(driver: Any, twi
 
 
 def test_a_snapshot_of_an_old_generation_says_so(driver: Any) -> None:
-    """The generation ended while it was written: nobody publishes it."""
     driver.start(0, 1)
     path = driver.hold(0, "saving", 3)
     driver.form([0, 1])
@@ -219,7 +216,7 @@ def _takes_up(drive: Drive, driver: Any, saved: r.CheckpointSaved, ranks: list[i
 
 
 @pytest.mark.parametrize("mode", ["boundary", "now"])
-def test_who_leaves_as_the_first_saves_and_no_iteration_is_lost(
+def test_the_first_to_leave_saves_and_no_iteration_is_lost(
         drive: Drive, twin: Twins, mode: QuiesceMode) -> None:
     driver = drive(dropout=0.1)
     driver.start(0, 1)
@@ -241,7 +238,7 @@ def test_who_leaves_as_the_first_saves_and_no_iteration_is_lost(
     assert twin(0.1).is_equal(_takes_up(drive, driver, saved, [0, 1]))
 
 
-def test_who_has_left_already_saves_when_told(drive: Drive, twin: Twins) -> None:
+def test_a_member_that_has_quiesced_saves_when_asked(drive: Drive, twin: Twins) -> None:
     driver = drive(dropout=0.1)
     driver.start(0, 1, 2)
     driver.form([0, 1])
@@ -272,8 +269,7 @@ def _limit_files(driver: Any, num_bytes: int) -> None:
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (num_bytes, hard))
 
 
-def test_a_full_disk_ends_neither_training_nor_leaving_but_the_final_one_is_told(
-        drive: Drive) -> None:
+def test_a_full_disk_is_an_error_for_the_final_checkpoint_alone(drive: Drive) -> None:
     driver = drive(checkpoint_every=2)
     driver.start(0)
     log, output = driver.processes[0].log, Path(driver.spec.train.output)
@@ -306,7 +302,7 @@ MANY_ITERATIONS = 400
 """More reports than a socket's buffer holds: about 280 on Linux, whatever their size."""
 
 
-def test_an_agent_that_reads_nothing_holds_up_no_iteration(drive: Drive) -> None:
+def test_an_agent_that_reads_nothing_delays_no_iteration(drive: Drive) -> None:
     model = {"num_layers": 1, "hidden": 16, "num_heads": 1, "sequence": 8}
     driver = drive(model=model, batch={"global": 4, "micro": 1}, iterations=MANY_ITERATIONS)
     driver.patch = TELLS_AT_ONCE

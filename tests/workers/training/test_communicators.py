@@ -163,7 +163,6 @@ def test_the_device_is_waited_for_before_what_it_works_on_is_given_away(
 
 
 def test_a_limit_reaches_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of those that serve a model, too: the world's, and that of one member alone."""
     cpu_device.prepare_device()
     monkeypatch.setattr(communicators, "COLLECTIVE_S_MAX", 77.0)
     ours = Communicators("127.0.0.1", torch.device("cpu"))
@@ -178,7 +177,7 @@ def test_a_limit_reaches_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     (DIES_BEFORE_CONNECTING, 0.0),
     (DIES_BEFORE_IT_CONNECTS, 0.5),  # they wait for its connection by then: that cannot be seen
 ])
-def test_a_member_that_dies_while_groups_are_built_holds_nobody(
+def test_a_member_that_dies_while_groups_are_built_blocks_nobody(
         drive: Drive, dies: str, waiting_s: float) -> None:
     driver = drive(iterations=3)
     driver.patch = PATIENT

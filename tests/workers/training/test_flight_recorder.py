@@ -53,7 +53,6 @@ def hung(driver: Driver, folder: Path, ranks: list[int]) -> HangLocation:
 
 def test_the_rank_that_does_not_enter_is_named(
         drive: Callable[..., Driver], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It sits in its own code; its control thread answers, and the others go on unharmed."""
     driver = drive(iterations=6)
     driver.start(*RANKS)
     hold = driver.hold(1, "reduce", 3)
@@ -89,7 +88,6 @@ def test_a_stopped_rank_is_named_by_its_silence(drive: Callable[..., Driver],
 
 
 def test_asking_harms_no_healthy_rank(drive: Callable[..., Driver], tmp_path: Path) -> None:
-    """Asked again and again while it trains; nobody is named, and it finishes."""
     driver = drive(iterations=30)
     driver.start(*RANKS)
     driver.form(RANKS)

@@ -98,8 +98,7 @@ def keeper() -> Iterator[LocalKeeper]:
     made.close()
 
 
-def test_where_no_keeper_takes_it_a_copy_is_tried_less_and_less(
-        bench: Bench, keeper: LocalKeeper) -> None:
+def test_a_refused_checkpoint_is_tried_with_backoff(bench: Bench, keeper: LocalKeeper) -> None:
     room = keeper.shelf.bytes_max
     with capture_logs() as said:
         for pause_s in (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0):
@@ -116,7 +115,7 @@ def test_where_no_keeper_takes_it_a_copy_is_tried_less_and_less(
         "the text is another one each time"
 
 
-def test_one_keeper_that_takes_it_is_enough_and_others_are_tried_at_once(
+def test_one_store_is_enough_and_new_stores_are_tried_at_once(
         bench: Bench, keeper: LocalKeeper) -> None:
     full, new = LocalKeeper("n2", bytes_max=1), LocalKeeper("n3")
     try:
@@ -131,7 +130,7 @@ def test_one_keeper_that_takes_it_is_enough_and_others_are_tried_at_once(
         new.close()
 
 
-def test_no_memory_for_a_copy_is_said_once_and_tried_less_and_less(
+def test_no_memory_for_a_checkpoint_is_logged_once_with_backoff(
         bench: Bench, keeper: LocalKeeper, monkeypatch: pytest.MonkeyPatch) -> None:
     def take(*asked: object) -> None:
         raise RuntimeError(f"not enough memory: {bench.now_s} bytes")
@@ -166,7 +165,7 @@ def test_a_copy_that_cannot_be_sent_is_no_fault(
     assert bench.copy(20, keeper)
 
 
-def test_it_is_told_from_time_to_time_and_when_something_is_new(
+def test_stored_checkpoints_are_reported_at_intervals_and_on_changes(
         bench: Bench, keeper: LocalKeeper) -> None:
     def told() -> list[int]:
         return [one.step_version for one in bench.told]
@@ -315,7 +314,7 @@ def test_what_was_altered_is_not_taken_but_the_next(driver: Any, drive: Drive) -
     driver.finish([0])
 
 
-def test_a_copy_that_is_not_what_was_asked_for_is_left_alone(driver: Any) -> None:
+def test_a_checkpoint_that_was_not_asked_for_is_left_alone(driver: Any) -> None:
     """Of another task, another model, another secret, or nobody there: the next one serves."""
     driver.start(0)
     hold_in(driver, 1)
@@ -356,7 +355,7 @@ def test_a_copy_that_is_not_what_was_asked_for_is_left_alone(driver: Any) -> Non
         assert why in said
 
 
-def test_who_dies_in_the_middle_of_a_copy_leaves_the_last_whole_one(driver: Any) -> None:
+def test_a_rank_that_dies_while_it_sends_leaves_the_last_checkpoint(driver: Any) -> None:
     driver.start(0)
     hold_in(driver, EVERY)
     driver.form([0])
@@ -377,7 +376,7 @@ def test_who_dies_in_the_middle_of_a_copy_leaves_the_last_whole_one(driver: Any)
     driver.finish([0])
 
 
-def test_a_keeper_that_does_not_answer_holds_up_no_iteration_and_no_end(driver: Any) -> None:
+def test_a_store_that_does_not_answer_delays_no_iteration(driver: Any) -> None:
     deaf = socket.create_server(("127.0.0.1", 0))
     good = driver.keepers.pop()
     try:
@@ -406,8 +405,7 @@ class DeafKeeper:
         pass
 
 
-def test_a_copy_outlives_its_generation_and_its_connection_is_not_shut(driver: Any) -> None:
-    """The generation ends while a copy is on its way: it gets there all the same."""
+def test_a_checkpoint_under_way_outlives_its_generation(driver: Any) -> None:
     driver.start(0, 1)
     path = driver.hold(0, "copy_mid", 3)
     there = driver.hold(1, "forward", 4)
@@ -426,7 +424,7 @@ def test_a_copy_outlives_its_generation_and_its_connection_is_not_shut(driver: A
     driver.finish([0, 1])
 
 
-def test_other_keepers_may_be_named_while_it_trains(driver: Any) -> None:
+def test_other_stores_may_be_named_while_it_trains(driver: Any) -> None:
     driver.start(0)
     path = hold_in(driver, 4)
     driver.form([0])
@@ -479,7 +477,7 @@ memory_checkpoint.Snapshot.take = take
 """
 
 
-def test_a_copy_that_there_is_no_room_for_hurts_nobody(drive: Drive) -> None:
+def test_training_continues_without_memory_for_a_checkpoint(drive: Drive) -> None:
     driver = drive(copy_every=EVERY)
     driver.keepers = [LocalKeeper("n1")]
     driver.patch = NO_ROOM
@@ -541,7 +539,7 @@ def trainee(alone: Any, tmp_path: Any) -> model.TrainingModel:
     return model.build(train, cpu_device.prepare_device(), alone)
 
 
-def test_who_is_deaf_is_asked_once_and_all_together_have_one_limit(
+def test_stores_that_do_not_answer_are_asked_once_and_share_one_limit(
         deaf: Deaf, trainee: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "STALL_S_MAX", 0.6)
     monkeypatch.setattr(memory_checkpoint, "RESTORE_S_MAX", 1.0)

@@ -183,7 +183,7 @@ def test_a_store_that_is_down_when_a_state_is_read_is_asked_again(
     assert twin(0.0).is_equal(f"{output}/{again.told(CheckpointSaved)[-1].path}")
 
 
-def test_a_store_that_nobody_can_write_is_told_at_the_start(drive: Drive, bucket: Path) -> None:
+def test_a_store_that_is_not_writable_is_an_error_at_the_start(drive: Drive, bucket: Path) -> None:
     (bucket / "down").touch()
     driver = drive(output="bucket://models/run")
     driver.patch = object_store.KNOWN
@@ -197,7 +197,7 @@ def test_a_store_that_nobody_can_write_is_told_at_the_start(drive: Drive, bucket
     ("s3://bucket/run", "the driver of s3:// is not installed.*Install s3fs"),
     ("nowhere://bucket/run", "fsspec knows no nowhere://.*available_protocols"),
 ])
-def test_a_url_that_cannot_be_spoken_to_is_told_in_a_line(url: str, says: str) -> None:
+def test_a_url_without_a_driver_is_one_line(url: str, says: str) -> None:
     with pytest.raises(UsageError) as told:
         checkpoint.check_output(url)
     assert "\n" not in f"{told.value}{told.value.hint}"

@@ -106,7 +106,6 @@ def buckets(driver: Any, rank: int, iteration: int, generation: int) -> list[tup
 
 
 def test_survivors_who_saw_different_buckets_whole_agree(three: Any, twin: Twins) -> None:
-    """Rank 0 saw bucket 0 whole, rank 2 none, and nobody all: the iteration is not done."""
     three.hold(1, "bucket", STRUCK, bucket=1)
     late = three.hold(2, "bucket_done", STRUCK, bucket=0)
     three.form([0, 1, 2])
@@ -126,7 +125,7 @@ def test_survivors_who_saw_different_buckets_whole_agree(three: Any, twin: Twins
     assert forwards(three, [0, 2], STRUCK) == list(range(12)), "nothing is done twice"
 
 
-def test_a_launch_that_fails_is_told_when_the_backward_has_ended(three: Any, twin: Twins) -> None:
+def test_a_launch_that_fails_is_reported_after_the_backward(three: Any, twin: Twins) -> None:
     """No process dies: the same members meet again, and nobody has anything left to run."""
     three.hold(1, "bucket", STRUCK, then="fail", bucket=1)
     pids = {rank: three.processes[rank].popen.pid for rank in (0, 1, 2)}
@@ -144,8 +143,7 @@ def test_a_launch_that_fails_is_told_when_the_backward_has_ended(three: Any, twi
     assert forwards(three, [0, 1, 2], STRUCK) == list(range(12))
 
 
-def test_told_to_stop_in_the_last_backward_it_ends_and_launches_no_more(
-        three: Any, twin: Twins) -> None:
+def test_quiesced_in_the_last_backward_it_launches_no_more(three: Any, twin: Twins) -> None:
     """Rank 1 in the midst of it; rank 0 waits; rank 2 has two left. All go on with what they have,
     one with a backward left to run, two with none."""
     here = three.hold(1, "bucket", STRUCK, bucket=1)
@@ -170,8 +168,7 @@ def test_told_to_stop_in_the_last_backward_it_ends_and_launches_no_more(
     assert forwards(three, [0, 1, 2], STRUCK) == list(range(12))
 
 
-def test_told_to_stop_as_a_reduction_is_to_begin_it_does_not(three: Any, twin: Twins) -> None:
-    """Nor is it said again that it does, where that was said before."""
+def test_quiesced_before_a_reduction_it_begins_none(three: Any, twin: Twins) -> None:
     here = three.hold(1, "reduce", STRUCK)
     three.form([0, 1, 2])
     three.held(1, STRUCK)
@@ -189,7 +186,7 @@ def test_told_to_stop_as_a_reduction_is_to_begin_it_does_not(three: Any, twin: T
     finish(three, [0, 1, 2], twin(0.0))
 
 
-def test_told_to_stop_at_the_boundary_in_the_last_backward(three: Any, twin: Twins) -> None:
+def test_quiesced_at_the_boundary_in_the_last_backward(three: Any, twin: Twins) -> None:
     """Too late for the stats of this iteration: all stop after the next."""
     here = three.hold(1, "bucket", STRUCK, bucket=1)
     three.form([0, 1, 2])
@@ -245,7 +242,7 @@ def left_behind() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "abandoned"]
 
 
-def test_what_nothing_ends_holds_nobody_up(peer: Forked) -> None:
+def test_a_reduction_that_nothing_ends_is_abandoned(peer: Forked) -> None:
     flight = OverlappedReduction(torch.zeros(3), 0, lambda: False)
     began_s, woken = time.monotonic(), list[int]()
     flight.end(lambda: woken.append(1))
@@ -262,7 +259,7 @@ def test_what_nothing_ends_holds_nobody_up(peer: Forked) -> None:
     assert not thread.is_alive()
 
 
-def test_a_bucket_waits_for_its_turn_and_for_the_wish_to_go_on(peer: Forked) -> None:
+def test_buckets_are_launched_in_order_and_only_while_it_continues(peer: Forked) -> None:
     launched, over = list[int](), list[int]()
     flight = OverlappedReduction(torch.zeros(3), 5, lambda: bool(over))
 

@@ -56,7 +56,6 @@ def test_a_run_that_was_changed_is_found_out(nursery: Any, tmp_path: Path, trial
 
 
 def test_no_cell_is_left_out_silently() -> None:
-    """A cell for every point with every variant; what cannot be run says why."""
     there = list(cells())
     named = {(cell.point.name, cell.variant.name) for cell in there}
     points, variants = ({name[at] for name in named} for at in (0, 1))

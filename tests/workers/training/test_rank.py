@@ -141,8 +141,7 @@ def test_a_stopped_peer_then_a_second_fault_while_reconfiguring(drive: Drive, tw
     assert twin(0.0).is_equal(driver.final_checkpoint(3))
 
 
-def test_survivors_hold_by_themselves_and_nobody_who_knows_is_needed(
-        drive: Drive, twin: Twins) -> None:
+def test_survivors_quiesce_without_an_order(drive: Drive, twin: Twins) -> None:
     """No order comes after the fault: CollectiveFailed, Quiesced, hold; then all goes on."""
     driver = drive()
     driver.start(0, 1, 2)
@@ -207,7 +206,7 @@ DistributedDataParallel.scale_gradients = slow
 """
 
 
-def test_a_busy_member_that_is_told_to_stop_keeps_a_whole_sum(drive: Drive, twin: Twins) -> None:
+def test_a_busy_member_that_is_quiesced_keeps_a_whole_sum(drive: Drive, twin: Twins) -> None:
     """What it does with the others' data takes seconds: a big model, few cores."""
     driver = drive()
     driver.start(0)
@@ -304,7 +303,7 @@ def test_a_transfer_broken_off_half_way_leaves_nothing_behind(
     assert twin(0.0).is_equal(driver.final_checkpoint(4))
 
 
-def test_half_a_state_and_nobody_left_starts_again(drive: Drive) -> None:
+def test_half_a_state_and_no_source_left_starts_again(drive: Drive) -> None:
     """Without a checkpoint, what the seed built is gone: it is built again."""
     driver = drive(iterations=10_000)
     driver.patch = SMALL_CHUNKS
@@ -335,7 +334,7 @@ History.add = add
 """
 
 
-def test_a_newcomer_is_told_of_half_a_million_iterations(drive: Drive) -> None:
+def test_a_newcomer_receives_half_a_million_losses(drive: Drive) -> None:
     driver = drive(iterations=10_000)
     driver.patch = REMEMBERS_MUCH
     driver.start(0)

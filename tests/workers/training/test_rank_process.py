@@ -89,7 +89,7 @@ def _unsent_bytes(pid: int) -> int:
     return max((int(fields[4].split(":")[0], 16) for fields in _tcp(pid)), default=0)
 
 
-def test_what_ends_a_rank_is_told_first(drive: Drive) -> None:
+def test_an_error_is_reported_before_the_rank_exits(drive: Drive) -> None:
     driver = drive(data=["/nonexistent/text"])
     driver.by = EXEC  # test_zygote.py has it of a rank that is forked
     driver.launch(0)
@@ -106,7 +106,7 @@ def test_what_ends_a_rank_is_told_first(drive: Drive) -> None:
     assert not other.told(r.RankReady)
 
 
-def test_a_rank_whose_words_nobody_can_write_down_trains_on(drive: Drive) -> None:
+def test_a_rank_whose_log_is_full_continues(drive: Drive) -> None:
     driver = drive(iterations=3)
     driver.by = ["sh", "-c", 'exec "$@" >/dev/full 2>&1', "sh", *EXEC]
     driver.start(0)
@@ -139,7 +139,7 @@ PART_BYTES = 4096
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_sum_that_is_half_sent_holds_nobody(drive: Drive, overlap: bool) -> None:
+def test_a_sum_that_is_half_sent_blocks_nobody(drive: Drive, overlap: bool) -> None:
     """gloo does not tell every half-done send that its connection is closed."""
     model = {"num_layers": 2, "hidden": 256, "num_heads": 4, "sequence": 16}
     driver = drive(model=model, batch={"global": 4, "micro": 1}, iterations=6, overlap=overlap,
@@ -190,7 +190,7 @@ def test_a_reduction_that_wakes_late_begins_nothing_in_the_next_generation(
     assert twin(0.0).is_equal(driver.final_checkpoint())
 
 
-def test_buckets_of_the_iteration_before_are_not_told_of_this_one(drive: Drive) -> None:
+def test_buckets_of_the_previous_iteration_are_not_reported(drive: Drive) -> None:
     driver = drive()
     driver.start(0, 1, 2)
     driver.hold(1, "stats", 4)
@@ -217,7 +217,7 @@ Communicators.up, Communicators.interrupt = up, wake
 """gloo's groups, aborted as NCCL's are: torch knows them no more."""
 
 
-def test_who_is_about_to_use_a_group_that_was_aborted_leaves_as_it_was_told(drive: Drive) -> None:
+def test_a_member_about_to_use_a_group_that_was_aborted_quiesces(drive: Drive) -> None:
     driver = drive(iterations=3)
     driver.patch = ABORTS
     driver.start(0, 1)
@@ -273,7 +273,7 @@ Iteration._micro_batch = wrong
 """
 
 
-def test_what_is_raised_while_it_trains_is_told_and_stands_in_its_log(drive: Drive) -> None:
+def test_an_exception_in_training_is_reported_and_logged(drive: Drive) -> None:
     driver = drive()
     driver.patch = RAISES
     driver.start(0)
@@ -292,7 +292,7 @@ control.REPLACE_ABANDONED_NUM = 0
 """
 
 
-def test_members_that_are_worn_alike_end_one_by_one_and_never_the_last(
+def test_members_with_too_many_abandoned_exit_one_by_one_and_never_the_last(
         drive: Drive, twin: Twins) -> None:
     """As after stops that each of them left a collective behind in: they reach the limit together.
     """

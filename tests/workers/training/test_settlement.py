@@ -77,7 +77,6 @@ def test_sources_have_the_highest_step_version(case: tuple[list[Claim], int]) ->
 @settings(max_examples=300, deadline=None)
 def test_any_chain_of_faults_loses_and_doubles_nothing(num_items: int, num_members: int,
                                                        data: st.DataObject) -> None:
-    """Members train a part, some die, some come new, again and again, in one iteration."""
     members = [Claim(step_version=7, assigned_in=1,
                      owned=assign_micro_batches(num_items, num_members, place),
                      trained_in=1) for place in range(num_members)]
@@ -173,7 +172,7 @@ def test_a_replicas_sum_counts_only_if_it_is_whole_on_all_its_members() -> None:
     assert {share.kept for share in shares} == {()}, "no part of it stays in a replica"
 
 
-def test_who_was_in_the_gate_steps_with_the_others_and_only_with_them() -> None:
+def test_a_member_at_the_gate_steps_with_the_others_and_only_with_them() -> None:
     stepped = _part(0, version=6, gate=(2.5, 0.0))
     for ready, steps in ((_part(1, ready=True), True), (_part(1), False),
                          (_part(1, ready=True, trained_in=2), False)):

@@ -31,8 +31,7 @@ def ready(drive: Drive, ranks: list[int], *, parallel: dict[str, Any] = SHARDED,
 def finish(driver: Any, ranks: list[int], twin: Twins, precision: str = "fp32") -> None:
     """To the end, where it is the twin."""
     driver.finish(ranks)
-    gap = twin(iterations=NUM_ITERATIONS, precision=precision).difference(
-        driver.final_checkpoint())
+    gap = twin(iterations=NUM_ITERATIONS, precision=precision).difference(driver.final_checkpoint())
     print(gap)
     assert gap.num_losses == NUM_ITERATIONS
     assert gap.loss_rel < RELATIVE_MAX[precision]

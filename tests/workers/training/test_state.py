@@ -229,7 +229,6 @@ def test_history_forgets_what_is_done_again() -> None:
 @pytest.mark.parametrize("shape", [
     TRAIN.model, Model(num_layers=3, hidden=64, num_heads=2, sequence=16, tie_embeddings=False)])
 def test_placement_knows_its_bytes(train: Train, shape: Model, alone: Any) -> None:
-    """From the spec alone."""
     train = replace(train, model=shape)
     trainee = model.build(train, torch.device("cpu"), alone)
     _train(trainee, 0, 2)

@@ -137,7 +137,6 @@ def test_a_rank_is_replaced_with_either_loss(
 
 
 def test_a_checkpoint_takes_16_bits_up_exactly(drive: Drive) -> None:
-    """The same members deal the same: from the checkpoint on, all is the same bit for bit."""
     changes = SMALL | BF16
     driver = drive(**changes, checkpoint_every=4)
     driver.start(0, 1)
