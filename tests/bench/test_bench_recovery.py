@@ -171,11 +171,7 @@ def test_a_wrong_word_is_refused_before_anything_is_laid() -> None:
     done = subprocess.run(
         [sys.executable, "-P", "-m", "bench.recovery.main", "--systems", "unicorn"],
         env={"PYTHONPATH": f"{ROOT}/tests:{ROOT}/tests/drivers", "PATH": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+        capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 2
     assert "unicorn is none of unicron, torchrun" in done.stderr
     assert recovery_rows.CONFIDENCE_RATIO == 0.95

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from real_cluster import RealCluster, Spec, running
-from twins import Twins
+from real_cluster import RealCluster, running
+from twins import Spec, Twins, small
 
 
 @pytest.fixture(scope="session")
@@ -59,18 +58,12 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Twins]:
 
 @pytest.fixture
 def spec(tmp_path: Path) -> Callable[..., Spec]:
-    """A small GPT whose iteration lasts long enough to be struck in the middle."""
-    def make(name: str, **changes: Any) -> Spec:
-        return {
-            "apiVersion": "unicron/v1", "name": name,
-            "slots": {"min": 1, "max": changes.get("slots", 4)},
-            "train": {
-                "model": {"num_layers": 3, "hidden": 128, "num_heads": 4, "sequence": 128,
-                          "dropout": changes.get("dropout", 0.0)},
-                "batch": {"global": 48, "micro": 4},
-                "optimizer": {"lr": 1e-3, "min_lr": 1e-4, "warmup_iterations": 1},
-                "iterations": changes.get("iterations", 40), "seed": 7,
-                "output": str(tmp_path / "out" / name),
-            },
-        }
+    """A small GPT whose iteration lasts long enough for a fault in the middle of it."""
+    def make(name: str, *, dropout: float = 0.0, iterations: int = 40) -> Spec:
+        return small(
+            name, tmp_path / "out", iterations=iterations,
+            model={"num_layers": 3, "hidden": 128, "num_heads": 4, "sequence": 128,
+                   "dropout": dropout},
+            batch={"global": 48, "micro": 4},
+            optimizer={"lr": 1e-3, "min_lr": 1e-4, "warmup_iterations": 1})
     return make

@@ -121,12 +121,4 @@ def test_one_that_works_on_and_on_is_ended_too(story: Story) -> None:
 
 
 def test_it_is_as_if_nothing_had_happened(story: Story, twins: Twins) -> None:
-    cluster, task = story.cluster, story.task
-    healed = cluster.seq()
-    cluster.wait_told(healed, "CheckpointPublished", task=task)
-    ours, twin = twins.start(story.spec)
-    saved = int(ours.name.removeprefix("iter-"))
-    cluster.wait(lambda: cluster.task(task)["iteration"] >= saved or None, "it is told as well")
-    cluster.cancel(task)
-    twins.hold(ours, twin, cluster.losses(task))
-    cluster.verify()
+    twins.compare_and_cancel(story.cluster, story.task, story.spec)

@@ -119,9 +119,4 @@ def test_a_cut_node_is_lost_and_what_it_left_is_stale(
     assert all(int(record.body.path.split("/")[0].removeprefix("gen-")) > generation
                for record in published), published
 
-    held, twin = twins.start(spec)
-    saved = int(held.name.removeprefix("iter-"))
-    cluster.wait(lambda: cluster.task(task)["iteration"] >= saved or None, "it is told as well")
-    cluster.cancel(task)
-    twins.hold(held, twin, cluster.losses(task))
-    cluster.verify()
+    twins.compare_and_cancel(cluster, task, spec)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from real_cluster import RealCluster
-from twins import RATE, Twins, small
+from twins import Twins, small
 from unicron.workers.training.reference import compare, read
 
 ITERATION = 3
@@ -119,9 +119,8 @@ def fails(cluster: Any, task: int, **where: int) -> None:
     (False, 0), pytest.param(True, 1, marks=pytest.mark.thorough)])
 def test_the_same_members_finish_the_iteration(
         cluster: Any, tmp_path: Path, twins: Twins, overlap: bool, bucket: int) -> None:
-    spec = small("again", tmp_path, iterations=REATTEMPT_ITERATIONS)
-    if overlap:
-        spec["train"] |= {"overlap": True, "bucket_params": 20_000}
+    spec = small("again", tmp_path, iterations=REATTEMPT_ITERATIONS, overlap=overlap,
+                 bucket_params=20_000 if overlap else 0)
     after = cluster.seq()
     task = cluster.submit(spec)
     fails(cluster, task, bucket=bucket)
@@ -172,15 +171,9 @@ CASES = {
 def test_a_lost_rank_costs_no_iteration_in_any_layout(cluster: RealCluster, twins: Twins, name: str,
                                                       tmp_path: Path) -> None:
     case = CASES[name]
-    spec: dict[str, Any] = {
-        "apiVersion": "unicron/v1", "name": name, "slots": {"min": 1, "max": 4},
-        "train": {
-            "model": {"num_layers": 6, "hidden": 64, "num_heads": 2, "sequence": 64},
-            "batch": {"global": 16, "micro": 2}, "iterations": ITERATIONS, "seed": 7,
-            "optimizer": {"lr": RATE, "min_lr": RATE, "decay": "constant"},
-            "output": str(tmp_path / "out"), "copy_every": 0, "parallel": case.parallel,
-        },
-    }
+    spec = small(name, tmp_path, iterations=ITERATIONS, copy_every=0, parallel=case.parallel,
+                 model={"num_layers": 6, "hidden": 64, "num_heads": 2, "sequence": 64},
+                 batch={"global": 16, "micro": 2})
     after = cluster.seq()
     task = cluster.submit(spec)
     grown = cluster.hold(task, 0, event="reduce", iteration=GROWN)

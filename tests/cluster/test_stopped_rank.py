@@ -33,7 +33,6 @@ class Story:
         self.spec = small("stands", output, checkpoint_every=20)
         self.task = cluster.submit(self.spec)
         cluster.wait_whole(self.task, 4)
-        self.held: tuple[Path, Path] | None = None
 
     def stop_in_reduction(self) -> tuple[int, int, float]:
         """The iteration, the pid, and when: its sums are known everywhere, its gradients not."""
@@ -70,8 +69,7 @@ def test_one_that_goes_on_in_time_disturbs_nobody(story: Story) -> None:
     assert cluster.task(task)["generation"] == generation
 
 
-def test_one_that_does_not_is_ended_and_the_others_finish_the_iteration(
-        story: Story, twins: Twins) -> None:
+def test_one_that_does_not_is_ended_and_the_others_finish_the_iteration(story: Story) -> None:
     cluster, task, after = story.cluster, story.task, story.cluster.seq()
     before = cluster.pids(task)
     iteration, pid, struck_s = story.stop_in_reduction()
@@ -97,16 +95,7 @@ def test_one_that_does_not_is_ended_and_the_others_finish_the_iteration(
     assert closed.pause_s >= STOPPED_S_MAX, "it stood since the stop"
     assert closed.pause_s == pytest.approx(took_s, abs=BUSY_S_MAX)
     assert cluster.kept(task, before) == set(survivors)
-    healed = cluster.seq()
-    cluster.wait_told(healed, "CheckpointPublished", task=task)
-    story.held = twins.start(story.spec)
-    saved = int(story.held[0].name.removeprefix("iter-"))
-    cluster.wait(lambda: cluster.task(task)["iteration"] >= saved or None, "it is told as well")
 
 
 def test_it_is_as_if_nothing_had_happened(story: Story, twins: Twins) -> None:
-    cluster, task = story.cluster, story.task
-    assert story.held is not None
-    cluster.cancel(task)
-    twins.hold(*story.held, cluster.losses(task))
-    cluster.verify()
+    twins.compare_and_cancel(story.cluster, story.task, story.spec)

@@ -207,23 +207,25 @@ class Driver:
         self.order(o.Resume(nodes=("n1",), task=TASK, generation=self.generation,
                             progress_from=progress_from), ranks)
 
-    def form(
-        self,
-        ranks: list[int],
-        progress_from: int = 0,
-        checkpoint: str = "",
-        copies: tuple[MemoryCheckpoint, ...] = (),
-        axes: Axes | None = None,
-    ) -> dict[int, r.Reconfigured]:
+    def form(self, ranks: list[int], progress_from: int = 0, checkpoint: str = "",
+             copies: tuple[MemoryCheckpoint, ...] = (), axes: Axes | None = None
+             ) -> dict[int, r.Reconfigured]:
         """A new generation, up and training."""
         self.reconfigure(ranks, checkpoint, copies, axes)
         told = self.reconfigured(ranks)
         self.resume(ranks, progress_from)
         return told
 
-    def quiesce(self, ranks: list[int], mode: QuiesceMode) -> dict[int, r.Quiesced]:
-        """Order the current generation to end, and wait until these ranks hold."""
+    def quiesce(self, ranks: list[int], mode: QuiesceMode, hold: Path | None = None
+                ) -> dict[int, r.Quiesced]:
+        """Order the current generation to end, and wait until these ranks have quiesced.
+
+        A `hold` is removed when all have received the order.
+        """
         self.ask_to_leave(ranks, mode)
+        if hold is not None:
+            self.heard(*ranks)
+            hold.unlink()
         return self.quiesced(ranks)
 
     def ask_to_leave(self, ranks: list[int], mode: QuiesceMode) -> None:

@@ -132,15 +132,9 @@ class Walker:
         *,
         staged: bool = False,
     ) -> state_exchange.ExchangeResult:
-        return state_exchange.exchange(
-            have,
-            want,
-            told,
-            step_version=self.step_version,
-            holders=holders,
-            nodes=["a"] * self.num_members,
-            staged=staged,
-        )
+        return state_exchange.exchange(have, want, told, step_version=self.step_version,
+                                       holders=holders, nodes=["a"] * self.num_members,
+                                       staged=staged)
 
     def check(self, held: state_shards.State, when: str) -> None:
         """All of it is what the whole model has there."""

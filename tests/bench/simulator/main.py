@@ -60,9 +60,8 @@ def measured(case: str, systems: Sequence[str], num: int, folder: Path) -> list[
     whole: list[float] = []
     for _ in range(num):
         for system in systems:
-            one = json.loads(
-                _ran(sys.executable, "-P", "-m", "bench.simulator.trial", case, system)
-            )
+            one = json.loads(_ran(sys.executable, "-P", "-m", "bench.simulator.trial", case,
+                                  system))
             told[system].append(one)
             print(f"{case:>7} GPUs  {system:<9} {one['events']} events in {one['cpu_s']:.2f} s, "
                   f"{one['events_per_s']:.0f} a second, {one['peak_mib']:.0f} MiB", flush=True)

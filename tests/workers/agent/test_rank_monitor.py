@@ -553,9 +553,8 @@ def test_once_for_all_ranks_of_a_task_and_again_after_a_minute(tmp_path: Path) -
         return {0: tmp_path / "flight-rank-0.json"}
 
     asker = DumpTrigger(dump, lambda: now_s[0])
-    asker.on_report(
-        RankUnstalled(task=7, rank=0, attempt=1, generation=1, iteration=3, stalled_s=1.0)
-    )
+    asker.on_report(RankUnstalled(task=7, rank=0, attempt=1, generation=1, iteration=3,
+                                  stalled_s=1.0))
     assert asked == []
     for rank in range(3):
         asker.on_report(stalled(7, rank))

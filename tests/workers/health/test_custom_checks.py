@@ -198,12 +198,9 @@ async def test_unhealthy_is_confirmed_and_checks_come_and_go(tmp_path: Path) -> 
     script(folder, "once", f'echo x >> {note}; [ "$(wc -l < {note})" -gt 1 ] && exit 0; exit 2')
     script(folder, "bad", "echo gpu0: worn; exit 2")
     told: list[Finding] = []
-    rounds = CheckSchedule(
-        CheckOptions(folder=folder, every_s=0.1, s_max=20.0),
-        CheckRunner(os.environ, ("UNICRON_PROCESS", f"{tmp_path}:n1/1:")),
-        1,
-        told.append,
-    )
+    rounds = CheckSchedule(CheckOptions(folder=folder, every_s=0.1, s_max=20.0),
+                           CheckRunner(os.environ, ("UNICRON_PROCESS", f"{tmp_path}:n1/1:")), 1,
+                           told.append)
     running = asyncio.create_task(rounds.run())
     seen = "checks", "healthy"
     changes = lambda: [f for f in told if (f.check, f.health) != seen]  # noqa: E731

@@ -117,9 +117,8 @@ def test_a_burst_is_reported_once_and_again_with_a_count() -> None:
 
 def test_a_storm_is_bounded_and_says_how_much_it_leaves_out() -> None:
     bursts = BurstFilter()
-    told = [
-        bursts.take(DeviceError("kernel", "s", f"rule-{n}", "line"), 0.001 * n) for n in range(5000)
-    ]
+    told = [bursts.take(DeviceError("kernel", "s", f"rule-{n}", "line"),
+                        0.001 * n) for n in range(5000)]
     assert sum(one is not None for one in told) == ERRED_NUM_MAX
     after = bursts.take(DeviceError("kernel", "s", "new", "line"), 10.0 + ERRED_WITHIN_S)
     assert after is not None
@@ -206,9 +205,8 @@ async def test_slots_that_a_check_no_longer_names_are_well_again(tmp_path: Path)
 
 def _health(folder: Path, told: list[Body], *readers: Scripted) -> HealthMonitor:
     (folder / "kmsg").touch()
-    node = NodeConfig(
-        name="n1", incarnation=7, cluster="c", host="h", num_slots=2, state_dir=folder
-    )
+    node = NodeConfig(name="n1", incarnation=7, cluster="c", host="h", num_slots=2,
+                      state_dir=folder)
     return HealthMonitor(node, HealthSources(readers=readers, kmsg=folder / "kmsg"), told.append)
 
 
@@ -294,9 +292,8 @@ def _status(switches: int) -> str:
 
 def test_only_a_process_that_had_no_turn_for_long_is_blocked(tmp_path: Path) -> None:
     clock, state, ppid = Clock(), "D", 1
-    reader = BlockedProcesses(
-        b"M=", clock, lambda: [linux.Proc(41, state, ppid, 41, 41, 5)], tmp_path
-    )
+    reader = BlockedProcesses(b"M=", clock, lambda: [linux.Proc(41, state, ppid, 41, 41, 5)],
+                              tmp_path)
 
     def look(after_s: float, switches: int) -> Finding:
         clock.now_s += after_s

@@ -335,15 +335,9 @@ def test_a_checkpoint_that_was_not_asked_for_is_left_alone(driver: Any) -> None:
         MemoryCheckpoint(node=one.keeper.node, endpoint=one.keeper.endpoint, rank=0, generation=1,
              step_version=6, copy_bytes=good.copy_bytes, checksum=good.checksum)
         for one in (stranger, closed, other))
-    later = MemoryCheckpoint(
-        node="n1",
-        endpoint=driver.keepers[0].keeper.endpoint,
-        rank=0,
-        generation=2,
-        step_version=6,
-        copy_bytes=good.copy_bytes,
-        checksum=good.checksum,
-    )
+    later = MemoryCheckpoint(node="n1", endpoint=driver.keepers[0].keeper.endpoint, rank=0,
+                             generation=2, step_version=6, copy_bytes=good.copy_bytes,
+                             checksum=good.checksum)
     driver.start(0, attempt=2)
     log = driver.processes[0].log
     (came,) = driver.form([0], copies=(*wrong, later, good)).values()
@@ -497,18 +491,11 @@ class Deaf:
 
     def copies(self) -> tuple[MemoryCheckpoint, ...]:
         """One on each of them."""
-        return tuple(
-            MemoryCheckpoint(
-                node=f"n{place}",
-                endpoint=f"127.0.0.1:{one.getsockname()[1]}",
-                rank=0,
-                generation=1,
-                step_version=5,
-                copy_bytes=100,
-                checksum="crc32:0",
-            )
-            for place, one in enumerate(self.listeners)
-        )
+        return tuple(MemoryCheckpoint(node=f"n{place}",
+                                      endpoint=f"127.0.0.1:{one.getsockname()[1]}", rank=0,
+                                      generation=1, step_version=5, copy_bytes=100,
+                                      checksum="crc32:0") for place,
+                     one in enumerate(self.listeners))
 
     def num_asked(self) -> list[int]:
         """How many connections came to each of them since the last look."""

@@ -64,9 +64,8 @@ def test_what_is_not_finite_elsewhere_skips_the_step_here(alone: Any, optimizer:
     assert not optimizer_step.has_inf(trainee)
     assert not step(trainee, norm_square=math.inf, found_inf=True)
     assert optimizer_step.has_inf(trainee)
-    assert all(
-        tensor.equal(before[name]) for name, tensor in training_state.tensors(trainee).items()
-    )
+    assert all(tensor.equal(before[name]) for name,
+               tensor in training_state.tensors(trainee).items())
     assert trainee.optimizer.get_loss_scale().item() == 2.0**7
     assert trainee.scheduler.num_steps == 0
 

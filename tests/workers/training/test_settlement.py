@@ -405,9 +405,8 @@ class History:
                         held.axes, dp=1 if held.optimizer == "whole" else held.axes.dp)
                     had.setdefault((version, layout), set()).update(
                         (at.tp, at.pp, dp) for dp in dps)
-        return {
-            version for (version, axes), parts in had.items() if len(parts) == num_positions(axes)
-        }
+        return {version for (version, axes),
+                parts in had.items() if len(parts) == num_positions(axes)}
 
     def _check_state(self, settlement: Settlement) -> None:
         whole = self._whole()

@@ -80,20 +80,14 @@ def test_stopped_anywhere_it_loses_nothing_while_all_live(
     driver.form(ranks)
     hold = driver.hold(1, event, STRUCK)
     stopped(driver, 1, STRUCK, ranks)
-    driver.ask_to_leave(ranks, "now")
-    driver.heard(*ranks)
-    hold.unlink()
-    driver.quiesced(ranks)
+    driver.quiesce(ranks, "now", hold)
     hold = driver.hold(1, event, STRUCK + 1)
     told = driver.form(ranks)
     has_stepped = event in ("step_mid", "gather")
     assert {one.step_version for one in told.values()} == {STRUCK + has_stepped}
     assert {one.origin for one in told.values()} == {"peer" if has_stepped else "own"}
     stopped(driver, 1, STRUCK + 1, ranks)
-    driver.ask_to_leave(ranks, "now")
-    driver.heard(*ranks)
-    hold.unlink()
-    driver.quiesced(ranks)
+    driver.quiesce(ranks, "now", hold)
     kept = [one.kept_micro_batches for one in driver.form(ranks, axes=Axes(dp=2)).values()]
     assert any(kept) == (not has_stepped)
     finish(driver, ranks[:2], twin, precision)
