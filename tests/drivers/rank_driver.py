@@ -31,6 +31,10 @@ START_S = 90.0
 WAIT_S = 60.0
 ALONE_S = 20.0
 TASK = 7
+Drive = Callable[..., Any]
+"""The fixture `drive`: `drive(dropout=0.1, iterations=20)` makes a driver."""
+Twins = Callable[..., Any]
+"""The fixture `twin`: `twin(0.1)` is the undisturbed run with that dropout."""
 EXEC = [sys.executable, "-m", "unicron.workers.training.rank"]
 """Starts a rank as an agent does that has no zygote: seconds of a core."""
 NO_ORDER = o.DropMemoryCheckpoints(nodes=("n1",), task=0)

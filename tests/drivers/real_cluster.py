@@ -145,8 +145,10 @@ class RealCluster:
                          lambda: f"{kind} {wanted} behind {after}\n{self.tail(after)}")
 
     def wait_healed(self, after: int) -> Any:
-        """The body of the first IncidentClosed behind `after`: healed, and nothing was lost."""
-        body: Any = self.wait_told(after, "IncidentClosed").body
+        """The body of the only IncidentClosed behind `after`: healed, and nothing was lost."""
+        self.wait_told(after, "IncidentClosed")
+        (closed,) = self.told(after, "IncidentClosed")
+        body: Any = closed.body
         assert (body.outcome, body.iterations_lost, body.ckpt_read) == (
             "healed", 0, False), self.tail(after)
         return body
@@ -287,6 +289,13 @@ class RealCluster:
                     told[iteration] = loss
         assert sorted(told) == list(range(len(told)))
         return [told[iteration] for iteration in sorted(told)]
+
+    def unicron(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """What the command line says of this cluster."""
+        return subprocess.run(
+            [sys.executable, "-P", "-m", "unicron.cli.main", *arguments,
+             "--state", str(self.state.path)],
+            capture_output=True, text=True, check=False, timeout=LIMIT_S)
 
     def verify(self) -> None:
         """Export the log and decide it again in a fresh process: every decision is the same."""

@@ -7,7 +7,6 @@ docs/guides/bench-detection.md says what is measured, and how.
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import signal
 import tempfile
@@ -20,7 +19,7 @@ from bench.detection.faults import CASES, NotStruck, Trial
 from bench.detection.torchrun import Torchrun
 from bench.detection.unicron import Watched
 from bench.recovery.main import interrupt, words
-from bench.recovery.rows import Row, row, table, write
+from bench.recovery.rows import Row, finish, row
 from bench.recovery.trial import NotStarted
 from bench.recovery.unicron import Unicron
 
@@ -63,13 +62,7 @@ def main() -> None:
         say("interrupted: what was measured by then is told below")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        write(rows, asked.out, {
-            "cores": os.cpu_count(), "load_1min": os.getloadavg()[0],
-            "took_s": round(time.monotonic() - began_s), "paper_s": PAPER_S})
-        print("\n" + table(rows))
-        for line in held_to(rows):
-            print(line)
-        print(f"{len(rows)} rows in {asked.out}", flush=True)
+        finish(rows, asked.out, began_s, held_to(rows), paper_s=PAPER_S)
 
 
 def _trials(folder: Path, name: str, case: str, num: int, say: Say) -> list[Trial]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
-from bench.recovery.rows import Row, ratio, table, write
+from bench.recovery.rows import Row, finish, ratio
 
 ROOT = Path(__file__).resolve().parents[3]
 SYSTEMS = ("unicron", "torchrun", "torchrun_workaround", "torchft_stable", "torchft_fast", "nvrx")
@@ -79,13 +79,7 @@ def _measure(asked: argparse.Namespace) -> None:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         rows += layouts.reshaped(rows)
-        about = {"versions": environment.versions(), "cores": os.cpu_count(),
-                 "took_s": round(time.monotonic() - began_s), "load_1min": os.getloadavg()[0]}
-        write(rows, asked.out, about)
-        print("\n" + table(rows))
-        for line in _held_to(rows):
-            print(line)
-        print(f"{len(rows)} rows in {asked.out}; took {about['took_s']} s", flush=True)
+        finish(rows, asked.out, began_s, _held_to(rows), versions=environment.versions())
 
 
 def _all(folder: Path, asked: argparse.Namespace, began_s: float) -> Iterator[list[Row]]:

@@ -59,6 +59,13 @@ def why(how: Exit, text: str = "", *, path: Path = NO_FILE, kills: dict[int, str
     )
 
 
+def error_file(folder: Path, message: object = REFUSED) -> Path:
+    """A file as torch writes it of an exception."""
+    path = folder / "error.json"
+    path.write_text(json.dumps({"message": message}))
+    return path
+
+
 def raised(innermost: str, wrapper: str) -> str:
     return ('Traceback (most recent call last):\n  File "train.py", line 3, in main\n    step()\n'
             f"{innermost}\n\nThe above exception was the direct cause of the following exception:"
@@ -68,8 +75,7 @@ def raised(innermost: str, wrapper: str) -> str:
 
 # --- who is believed ----------------------------------------------------------------------------
 def test_the_kernel_before_the_file_before_the_output_before_the_signal(tmp_path: Path) -> None:
-    path = tmp_path / "error.json"
-    path.write_text(json.dumps({"message": REFUSED}))
+    path = error_file(tmp_path)
     kills = {7: "Memory cgroup out of memory: Killed process 7 (python)"}
     assert why(KILLED, RESET, path=path, kills=kills) == Cause(
         EXITED_ABNORMALLY, "oom-killer", kills[7])
@@ -82,8 +88,7 @@ def test_the_kernel_before_the_file_before_the_output_before_the_signal(tmp_path
 
 
 def test_what_ended_well_has_no_cause(tmp_path: Path) -> None:
-    path = tmp_path / "error.json"
-    path.write_text(json.dumps({"message": REFUSED}))
+    path = error_file(tmp_path)
     assert why(Exit(0, None), RESET, path=path, kills={0: "oom", 7: "oom"}) == Cause()
 
 
@@ -127,15 +132,14 @@ def test_a_shells_exit_code_says_which_signal() -> None:
     assert why(Exit(255, None)) == Cause()
 
 
-def test_the_last_traceback_comes_before_what_a_retry_printed() -> None:
-    text = f"warning: {REFUSED}, trying again\niteration 7\n" + raised(RESET, "ValueError: no")
+@pytest.mark.parametrize(("text", "status", "line"), [
+    (f"warning: {REFUSED}, trying again\niteration 7\n" + raised(RESET, "ValueError: no"),
+     CONNECTION_RESET, RESET),
+    (raised(REFUSED, "ValueError: the batch could not be made"), CONNECTION_REFUSED, REFUSED),
+], ids=["not what a retry printed", "not its wrapper"])
+def test_the_innermost_of_the_last_traceback_decides(text: str, status: str, line: str) -> None:
     told = why(ONE, text)
-    assert (told.status, told.line) == (CONNECTION_RESET, RESET)
-
-
-def test_the_innermost_of_a_chain_decides_not_its_wrapper() -> None:
-    told = why(ONE, raised(REFUSED, "ValueError: the batch could not be made"))
-    assert (told.status, told.line) == (CONNECTION_REFUSED, REFUSED)
+    assert (told.status, told.line) == (status, line)
 
 
 def test_a_long_line_is_bounded_around_what_decided() -> None:
@@ -150,19 +154,16 @@ def test_a_cause_does_nothing_to_a_screen() -> None:
 
 
 # --- torch's error file -------------------------------------------------------------------------
-def test_a_file_of_an_exception_is_read_whole(tmp_path: Path) -> None:
-    path = tmp_path / "error.json"
-    path.write_text(json.dumps({"message": {"message": "ValueError: no batch", "extraInfo": {
-        "py_callstack": raised(REFUSED, "ValueError: no batch"), "timestamp": "1"}}}))
-    told = why(ONE, path=path)
-    assert (told.status, told.line) == (CONNECTION_REFUSED, REFUSED)
-
-
-def test_an_exception_of_no_row_is_software(tmp_path: Path) -> None:
-    path = tmp_path / "error.json"
-    path.write_text(json.dumps({"message": {"message": "Odd: 7 of 9"}}))
-    told = why(ONE, path=path)
-    assert (told.status, told.line) == (OTHER_SOFTWARE, "Odd: 7 of 9")
+@pytest.mark.parametrize(("message", "status", "line"), [
+    ({"message": "ValueError: no batch", "extraInfo": {
+        "py_callstack": raised(REFUSED, "ValueError: no batch"), "timestamp": "1"}},
+     CONNECTION_REFUSED, REFUSED),
+    ({"message": "Odd: 7 of 9"}, OTHER_SOFTWARE, "Odd: 7 of 9"),  # of no row
+])
+def test_a_file_of_an_exception_is_read_whole(
+        tmp_path: Path, message: object, status: str, line: str) -> None:
+    told = why(ONE, path=error_file(tmp_path, message))
+    assert (told.status, told.line) == (status, line)
 
 
 @pytest.mark.parametrize("data", [

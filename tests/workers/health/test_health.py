@@ -52,23 +52,17 @@ def says(steady: Debouncer, *healths: CheckHealth, is_fact: bool = False) -> lis
 
 
 # --- when it is told ----------------------------------------------------------------------------
-def test_one_look_alone_tells_nothing_and_lasting_ones_tell_once() -> None:
-    assert says(Debouncer(), "healthy", "healthy") == [], "the first healthy is not told"
-    assert says(Debouncer(), BAD, "healthy", BAD, "healthy", BAD) == []
-    assert says(Debouncer(), BAD, BAD, BAD, BAD) == [BAD]
-    steady = Debouncer()
-    assert says(steady, BAD, BAD, "healthy", "healthy", BAD, "healthy", "healthy") == [BAD]
-    assert says(steady, "healthy", "healthy") == ["healthy"], "three in a row at last"
-
-
-def test_a_fact_is_reported_at_once_but_its_end_is_not() -> None:
-    steady = Debouncer()
-    assert says(steady, BAD, is_fact=True) == [BAD]
-    assert says(steady, "healthy", is_fact=True) == []
-
-
-def test_changing_kinds_of_bad_are_reported_too() -> None:
-    assert says(Debouncer(), "degraded", BAD, "degraded") == [BAD]
+@pytest.mark.parametrize(("healths", "is_fact", "reported"), [
+    (["healthy", "healthy"], False, []),  # the first healthy is not reported
+    ([BAD, "healthy", BAD, "healthy", BAD], False, []),
+    ([BAD, BAD, BAD, BAD], False, [BAD]), (["degraded", BAD, "degraded"], False, [BAD]),
+    ([BAD, BAD, "healthy", "healthy", BAD, "healthy", "healthy"], False, [BAD]),
+    ([BAD, BAD, "healthy", "healthy", "healthy"], False, [BAD, "healthy"]),
+    ([BAD], True, [BAD]), ([BAD, "healthy"], True, [BAD]),  # a fact is reported at once
+])
+def test_a_change_that_lasts_is_reported_once(
+        healths: list[CheckHealth], is_fact: bool, reported: list[CheckHealth]) -> None:
+    assert says(Debouncer(), *healths, is_fact=is_fact) == reported
 
 
 def test_figures_are_no_change_but_another_reason_is() -> None:

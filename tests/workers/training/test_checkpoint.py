@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_driver import TASK
+from rank_driver import TASK, Drive, Twins
 from unicron.events.records import reports as r
 from unicron.events.records.orders import Quiesce
 from unicron.events.records.types import QuiesceMode
 from unicron.workers.training.checkpoint import checkpoint
 
-Drive = Callable[..., Any]
-Twins = Callable[[float], Any]
 ITERATIONS = 14
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from rank_driver import Drive
 from unicron.events.records.reports import ReconfigureFailed
 from unicron.events.spec.job import Model, Train
 from unicron.workers.ipc.pipe_protocol import Unpacker
@@ -27,7 +27,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
 TRAIN = Train(model=Model(num_layers=1, hidden=32, num_heads=2, sequence=16), iterations=10,
               output="unused", overlap=True, bucket_params=3_000)
 CLOSED_S_MAX = 60.0
-Drive = Callable[..., Any]
 WAIT_S = 60.0
 DIES_BEFORE_CONNECTING = """
 import os

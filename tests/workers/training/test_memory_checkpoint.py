@@ -15,7 +15,7 @@ import pytest
 import torch
 from checkpoint_stores import SECRET, TASK, WAIT_S, LocalKeeper, alter, named
 from msgspec.structs import replace
-from rank_driver import small_spec
+from rank_driver import Drive, Twins, small_spec
 from structlog.testing import capture_logs
 from unicron.events.records import reports as r
 from unicron.events.records.orders import SetCheckpointStores, StartRank
@@ -32,8 +32,6 @@ from unicron.workers.training.process.trace import Event
 pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
 TRAIN = Train(model=Model(num_layers=1, hidden=32, num_heads=2, sequence=16),
               optimizer=Optimizer(lr=1e-2, warmup_iterations=2), iterations=10, output="unused")
-Drive = Callable[..., Any]
-Twins = Callable[[float], Any]
 EVERY = 3
 ITERATIONS = 14
 

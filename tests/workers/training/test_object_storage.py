@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import fsspec
 import msgspec
 import object_store
 import pytest
+from rank_driver import Drive, Twins
 from unicron.events.errors import UsageError
 from unicron.events.records.reports import CheckpointSaved, RankErrored, ReconfigureFailed
 from unicron.workers.agent.publish import PublishRefused, Superseded, publish
@@ -19,8 +20,6 @@ from unicron.workers.host import object_storage
 from unicron.workers.training.checkpoint import checkpoint
 from unicron.workers.training.reference import read
 
-Drive = Callable[..., Any]
-Twins = Callable[[float], Any]
 ITERATIONS = 14
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from matrix.cells import Cell, cells
 from matrix.trial import Trials
 from nursery import PATCH, Forked, Nursery
+from rank_driver import Drive, Twins
 from unicron.events.records.reports import CollectiveFailed
 from unicron.events.spec.job import Model, Train
 from unicron.workers.training.communicators import process_groups
@@ -26,8 +27,6 @@ from unicron.workers.training.step.overlapped_reduction import (
     OverlappedReduction,
 )
 
-Drive = Callable[..., Any]
-Twins = Callable[[float], Any]
 STRUCK = 4
 """The iteration that is struck; rank 1 of three has micro-batches 1, 4, 7, 10."""
 BUCKETS = 4

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rank_driver import Drive, Twins
 from unicron.events.records import reports as r
 from unicron.workers.training.reference import read
 
-Drive = Callable[..., Any]
-Twins = Callable[[float], Any]
 ALL = [0, 1, 2, 3]
 ITERATIONS = 14
 WAIT_S = 60.0

@@ -7,17 +7,13 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from rank_driver import EXEC
+from rank_driver import EXEC, Drive, Twins
 from unicron.events.records import reports as r
 from unicron.workers.training.process.control_thread import EXIT_STUCK
 
-Drive = Callable[..., Any]
-Twins = Callable[[float], Any]
 WAIT_S = 60.0
 REBUILDS = 12
 

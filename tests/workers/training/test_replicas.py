@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+from rank_driver import Drive, Twins
 from struck import PP2DP2, TP2DP2, Case, strike
 from unicron.events.spec.model import Axes
 
-Drive = Callable[..., Any]
-Twins = Callable[..., Any]
 NUM_ITERATIONS = 6
 MODEL = {"num_layers": 6, "hidden": 64, "num_heads": 4, "sequence": 64, "dropout": 0.0}
 ANY = {"tensor": [1, 2], "pipeline": [1, 2, 3]}

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from checkpoint_stores import LocalKeeper, named
+from rank_driver import Drive, Twins
 from unicron.events.records.reports import MemoryCheckpointStored
 from unicron.events.spec.model import Axes
 
-Drive = Callable[..., Any]
-Twins = Callable[..., Any]
 TASK = 7
 NUM_ITERATIONS = 6
 STRUCK = 4

@@ -8,18 +8,15 @@ two, and dropout is on.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from rank_driver import TASK
+from rank_driver import TASK, Drive, Twins
 from unicron.events.records.orders import Quiesce
 from unicron.events.records.reports import TaskProgressed
 from unicron.workers.training.reference import read
 
-Drive = Callable[..., Any]
-Twins = Callable[..., Any]
 STRUCK = 4
 """The iteration that is struck; rank 1 has micro-batches 1 and 5."""
 GROWN = 6
