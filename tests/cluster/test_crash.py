@@ -14,10 +14,9 @@ ROUNDS = (("RankExited", "RankReady", "IncidentClosed"),
           ("IncidentOpened", "Quiesced", "Resume"),
           ("Quiesce", "Reconfigure", "TaskProgressed"),
           ("StartRank", "RankStarted", "Reconfigured"))
-"""Each kind is struck once, three in one recovery, with another rank killed each time.
+"""The control plane exits once after each kind, three times in one recovery.
 
-Whatever is second or third in its round cannot have come before the crash that precedes it, or
-comes again when the newcomer joins: none is waited for in vain.
+The second and third kind of a round come after the crash before them, or once more later.
 """
 
 

@@ -84,12 +84,12 @@ def test_what_cannot_heal_trains_and_starts_again_as_a_whole(cluster: RealCluste
                                                             ) -> None:
     script = tmp_path / "train.py"
     text = EXAMPLE.read_text()
-    change = ("calculate_per_token_loss=True", "calculate_per_token_loss=False")
     step = "        iteration = job.step()\n"
-    assert change[0] in text
-    assert step in text
-    slow = (step, f"{step}        time.sleep(0.3)\n")
-    script.write_text(text.replace(*change).replace(*slow))
+    for old, new in (("calculate_per_token_loss=True", "calculate_per_token_loss=False"),
+                     (step, f"{step}        time.sleep(0.3)\n")):
+        assert old in text
+        text = text.replace(old, new)
+    script.write_text(text)
     losses = tmp_path / "losses"
     after = cluster.seq()
     task = cluster.submit({

@@ -1,8 +1,7 @@
-"""Two faults at once, and faults in the middle of a transition: real ranks, struck on purpose.
+"""Two faults at once, and faults in the middle of a transition.
 
-The tests are one story on three nodes with two tasks of three ranks, in this order; each strikes
-what the one before left whole. One member of each lives on, so no iteration is lost and no
-checkpoint is read.
+The tests are in this order on two tasks of three ranks, on three nodes. One member of each task
+always lives: no iteration is lost, and no checkpoint is read.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""A real rank hangs in the middle of an iteration: it is found, ended, and nothing is lost.
+"""A real rank hangs in the middle of an iteration: it is located and ended, and nothing is lost.
 
-One story on two nodes with a task of four ranks. First a rank keeps the interpreter's lock for
-ever, then another loops for ever, then one works on, much too slowly. No one stops it, nothing of
-it fails, its collective has no timeout that ends in this test: what shows it are its marks, and
-those of the ranks that wait.
+One task of four ranks: one rank keeps the interpreter's lock, then one loops, then one is far too
+slow. No process exits and no timeout expires: only the marks of their progress show it.
 """
 
 from __future__ import annotations
@@ -19,9 +17,9 @@ from unicron.workers.host import linux
 
 NUM = 4
 HANG_S_MIN = 3.0
-"""Of the cluster's policy; more than a busy machine keeps one of four ranks from its work."""
+"""In the policy; longer than a busy machine delays one of four ranks."""
 SLOW_S = 0.9
-"""At each event, of which an iteration has a dozen: less than what is a stall."""
+"""The delay at each of the dozen events of an iteration: less than a stall."""
 
 
 class Story:

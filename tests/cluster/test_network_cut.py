@@ -1,7 +1,6 @@
-"""The link of a node is cut and mended: the others go on, and what it left over there is stale.
+"""The link of a node is cut and mended: the others continue, and its old ranks are stale.
 
-Two nodes in network namespaces of their own; two ranks of the task's four on each. Nothing dies,
-and nobody is told of anything: packets do not come.
+Two nodes in network namespaces, two of the task's four ranks on each. No process exits.
 """
 
 from __future__ import annotations

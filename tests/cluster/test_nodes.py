@@ -1,7 +1,6 @@
-"""A node lost, an agent stopped, the log's server stopped: two tasks train on and lose nothing.
+"""A node lost, an agent stopped, the log's server stopped: two tasks continue and lose nothing.
 
-The tests are one story, in this order: each strikes what the one before left whole, and the last
-holds both tasks to their undisturbed twins.
+The tests are in this order. The last one compares both tasks with their undisturbed twins.
 """
 
 from __future__ import annotations
@@ -19,10 +18,9 @@ from unicron.events.log import embedded_server
 from unicron.events.log.redis_streams import REPLY_S_MAX
 
 SERVER_STOPPED_S = float(os.environ.get("UNICRON_TEST_SERVER_STOPPED_S", REPLY_S_MAX + 2))
-"""How long the log's server is stopped: whatever waited for an answer has given up by then."""
+"""How long the log's server is stopped: longer than any call waits for its reply."""
 UNTOLD_S_MAX = 2.0
-"""A task tells of its iterations once a second; a cancel ends it in between, and what it told last
-may still have been on its way."""
+"""Iterations are reported once a second, so a cancelled task may have some that are not."""
 
 
 class Pair(cluster_story.Pair):

@@ -1,7 +1,4 @@
-"""What operators ask of a running cluster: freeze healing, drain nodes, run what is heavier.
-
-The tests are one story of one task of four ranks on three nodes of two slots, in this order.
-"""
+"""What operators ask of a running cluster, in this order: freeze, drain nodes, a heavier task."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Real ranks that hold the interpreter's lock, loop, are stopped or slow: where agents find them.
 
-The control plane acts on none of it. Each fault has a task of its own.
+Each fault has a task of its own. The control plane acts on none of them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A real rank is stopped in the middle of a reduction: the others do not wait for a minute.
 
-One story on two nodes with a task of four ranks. The rank is held where it shall be stopped, so
-that the others wait for it in their collective whatever the machine is busy with.
+The rank is first made to wait before its bucket, so that the others wait in their collective.
 """
 
 from __future__ import annotations
@@ -19,10 +18,9 @@ from unicron.workers.host import linux
 
 VICTIM = 2
 STOPPED_S_MAX = 4.0
-"""Of the cluster's policy: whoever goes on within it does so also where the cores are others'."""
+"""In the cluster's policy; long enough for a rank that is continued on a busy machine."""
 BUSY_S_MAX = 30.0
-"""Until the interrupted iteration is stepped by those who are left, where others have the cores;
-every deadline that used to end the wait is a minute or more."""
+"""For the survivors' step on a busy machine; any other deadline is a minute or more."""
 
 
 class Story:

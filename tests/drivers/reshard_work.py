@@ -123,15 +123,9 @@ class Walker:
         gc.collect()
         return found.taken if holders else {}
 
-    def exchange(
-        self,
-        have: state_shards.State,
-        want: state_shards.State,
-        told: training_state.Numbers | None,
-        holders: Collection[int],
-        *,
-        staged: bool = False,
-    ) -> state_exchange.ExchangeResult:
+    def exchange(self, have: state_shards.State, want: state_shards.State,
+                 told: training_state.Numbers | None, holders: Collection[int], *,
+                 staged: bool = False) -> state_exchange.ExchangeResult:
         return state_exchange.exchange(have, want, told, step_version=self.step_version,
                                        holders=holders, nodes=["a"] * self.num_members,
                                        staged=staged)

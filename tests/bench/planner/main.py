@@ -55,8 +55,7 @@ def main() -> None:
             rows += rows_of(case, told, asked.limit)
     except KeyboardInterrupt:
         sys.exit("interrupted")
-    finish(rows, asked.out, began_s, held_to(rows), versions=environment.versions(),
-           rounds=asked.n)
+    finish(rows, asked.out, began_s, held_to(rows), versions=environment.versions(), rounds=asked.n)
 
 
 def measured(case: str, systems: Sequence[str], num: int, limit_s: float) -> dict[str, list[Told]]:

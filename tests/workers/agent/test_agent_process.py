@@ -75,36 +75,35 @@ async def test_ranks_die_with_their_agent_and_its_successor_clears_up(
 
 
 async def test_a_server_killed_and_started_again_loses_and_doubles_nothing(
-        own_server: embedded_server.Server, tmp_path: Path) -> None:
+        plane: PlaneStub, own_server: embedded_server.Server, tmp_path: Path) -> None:
     """Ranks go on meanwhile; what they did is told afterwards, once, in order."""
     server = own_server
-    async with plane(server.url, tmp_path / "state") as one:
-        agent = one.agent()
-        await one.wait(NodeJoined)
-        for number in range(2):
-            await one.start(WAITS, str(tmp_path / f"go-{number}"), rank=number)
-        await one.wait(RankStarted, 2)
-        for number in range(2):
-            os.kill(server.pid, signal.SIGKILL)
-            await until_gone(server.pid)
-            (tmp_path / f"go-{number}").touch()
-            pid = one.all(RankStarted)[number].pid
-            await until_gone(pid)
-            await asyncio.sleep(0.3)
-            assert agent.poll() is None
-            server = embedded_server.start(tmp_path / "server")
-            assert server.url == own_server.url
-            exits = await one.wait(RankExited, number + 1)
-            assert [e.exit_code for e in exits] == [0] * (number + 1)
-        agent.terminate()
-        assert await ended(agent) == 0, one.said()
-        await one.wait(NodeLeft)
-        logged = await one.log.read(after=0, num_max=1000)
-        numbers = [r.source_seq for r in logged if r.source != "heart"]
-        assert numbers == list(range(1, len(numbers) + 1))
-        assert one.kinds() == ["NodeJoined", "RankStarted", "RankStarted", "RankExited",
-                               "RankExited", "NodeLeft"]
-        assert one.said().count("the log is unreachable") == 2, one.said()
+    agent = plane.agent()
+    await plane.wait(NodeJoined)
+    for number in range(2):
+        await plane.start(WAITS, str(tmp_path / f"go-{number}"), rank=number)
+    await plane.wait(RankStarted, 2)
+    for number in range(2):
+        os.kill(server.pid, signal.SIGKILL)
+        await until_gone(server.pid)
+        (tmp_path / f"go-{number}").touch()
+        pid = plane.all(RankStarted)[number].pid
+        await until_gone(pid)
+        await asyncio.sleep(0.3)
+        assert agent.poll() is None
+        server = embedded_server.start(tmp_path / "server")
+        assert server.url == own_server.url
+        exits = await plane.wait(RankExited, number + 1)
+        assert [e.exit_code for e in exits] == [0] * (number + 1)
+    agent.terminate()
+    assert await ended(agent) == 0, plane.said()
+    await plane.wait(NodeLeft)
+    logged = await plane.log.read(after=0, num_max=1000)
+    numbers = [r.source_seq for r in logged if r.source != "heart"]
+    assert numbers == list(range(1, len(numbers) + 1))
+    assert plane.kinds() == ["NodeJoined", "RankStarted", "RankStarted", "RankExited",
+                           "RankExited", "NodeLeft"]
+    assert plane.said().count("the log is unreachable") == 2, plane.said()
 
 
 async def test_what_a_killed_agent_had_not_delivered_its_successor_does(

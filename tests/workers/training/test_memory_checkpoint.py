@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -368,33 +369,55 @@ def test_a_rank_that_dies_while_it_sends_leaves_the_last_checkpoint(driver: Any)
     driver.finish([0])
 
 
-def test_a_store_that_does_not_answer_delays_no_iteration(driver: Any) -> None:
-    deaf = socket.create_server(("127.0.0.1", 0))
-    good = driver.keepers.pop()
-    try:
-        driver.keepers = [DeafKeeper(StoreEndpoint("n9", f"127.0.0.1:{deaf.getsockname()[1]}"))]
-        driver.start(0, 1)
-        driver.form([0, 1])
-        driver.finish([0, 1])
-        begun_s = [line["t"] for line in driver.trace(0) if line["event"] == "copy"]
-        assert begun_s
-        # Others are skipped while it is on its way.
-        assert all(after - before >= 0.9 * protocol.STALL_S_MAX
-                   for before, after in itertools.pairwise(begun_s)), begun_s
-        assert driver.told(r.MemoryCheckpointStored) == []
-    finally:
-        deaf.close()
-        good.close()
+class SilentStores:
+    """Stores that accept connections, and say nothing."""
+
+    def __init__(self, num: int) -> None:
+        self.listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(num)]
+
+    def copies(self) -> tuple[MemoryCheckpoint, ...]:
+        """One on each of them."""
+        return tuple(
+            MemoryCheckpoint(node=f"n{place}", endpoint=f"127.0.0.1:{one.getsockname()[1]}", rank=0,
+                             generation=1, step_version=5, copy_bytes=100, checksum="crc32:0")
+            for place, one in enumerate(self.listeners))
+
+    def num_asked(self) -> list[int]:
+        """How many connections came to each of them since the last look."""
+        return [sum(1 for _ in self._waiting(one)) for one in self.listeners]
+
+    def _waiting(self, listener: socket.socket) -> Iterator[None]:
+        listener.setblocking(False)
+        while True:
+            try:
+                listener.accept()[0].close()
+            except BlockingIOError:
+                return
+            yield
 
 
-class DeafKeeper:
-    """Accepts connections and says nothing."""
+@pytest.fixture
+def silent() -> Iterator[SilentStores]:
+    made = SilentStores(3)
+    yield made
+    for listener in made.listeners:
+        listener.close()
 
-    def __init__(self, keeper: StoreEndpoint) -> None:
-        self.keeper = keeper
 
-    def close(self) -> None:
-        pass
+def test_a_store_that_does_not_answer_delays_no_iteration(driver: Any, silent: SilentStores) -> None:
+    for keeper in driver.keepers:
+        keeper.close()
+    store = StoreEndpoint("n9", silent.copies()[0].endpoint)
+    driver.keepers = [SimpleNamespace(keeper=store, close=lambda: None)]
+    driver.start(0, 1)
+    driver.form([0, 1])
+    driver.finish([0, 1])
+    begun_s = [line["t"] for line in driver.trace(0) if line["event"] == "copy"]
+    assert begun_s
+    # Others are skipped while it is on its way.
+    assert all(after - before >= 0.9 * protocol.STALL_S_MAX
+               for before, after in itertools.pairwise(begun_s)), begun_s
+    assert driver.told(r.MemoryCheckpointStored) == []
 
 
 def test_a_checkpoint_under_way_outlives_its_generation(driver: Any) -> None:
@@ -481,42 +504,6 @@ def test_training_continues_without_memory_for_a_checkpoint(drive: Drive) -> Non
 
 
 # --- stores that do not answer -------------------------------------------------------------------
-class Deaf:
-    """Keepers that accept connections, and say nothing."""
-
-    def __init__(self, num: int) -> None:
-        self.listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(num)]
-
-    def copies(self) -> tuple[MemoryCheckpoint, ...]:
-        """One on each of them."""
-        return tuple(MemoryCheckpoint(node=f"n{place}",
-                                      endpoint=f"127.0.0.1:{one.getsockname()[1]}", rank=0,
-                                      generation=1, step_version=5, copy_bytes=100,
-                                      checksum="crc32:0") for place,
-                     one in enumerate(self.listeners))
-
-    def num_asked(self) -> list[int]:
-        """How many connections came to each of them since the last look."""
-        return [sum(1 for _ in self._waiting(one)) for one in self.listeners]
-
-    def _waiting(self, listener: socket.socket) -> Iterator[None]:
-        listener.setblocking(False)
-        while True:
-            try:
-                listener.accept()[0].close()
-            except BlockingIOError:
-                return
-            yield
-
-
-@pytest.fixture
-def deaf() -> Iterator[Deaf]:
-    made = Deaf(3)
-    yield made
-    for listener in made.listeners:
-        listener.close()
-
-
 @pytest.fixture
 def trainee(alone: Any, tmp_path: Any) -> model.TrainingModel:
     train = small_spec(tmp_path).train
@@ -525,41 +512,42 @@ def trainee(alone: Any, tmp_path: Any) -> model.TrainingModel:
 
 
 def test_stores_that_do_not_answer_are_asked_once_and_share_one_limit(
-        deaf: Deaf, trainee: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        silent: SilentStores, trainee: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "STALL_S_MAX", 0.6)
     monkeypatch.setattr(memory_checkpoint, "RESTORE_S_MAX", 1.0)
-    first, second, third = deaf.copies()
+    first, second, third = silent.copies()
     named = (first, first, second, first, second, third)
     began_s = time.monotonic()
     found = memory_checkpoint.restore(trainee, History(), TASK, named, "5ec3e7", lambda: False)
     took_s = time.monotonic() - began_s
     assert found is None
-    assert deaf.num_asked() == [1, 1, 0], "what is left of the second is all, the third gets none"
+    assert silent.num_asked() == [1, 1, 0], "what is left of the second is all, the third gets none"
     assert took_s >= 0.99
 
 
-def test_nobody_is_asked_any_more_when_the_next_order_has_come(deaf: Deaf, trainee: Any) -> None:
+def test_nobody_is_asked_any_more_when_the_next_order_has_come(
+        silent: SilentStores, trainee: Any) -> None:
     asked = iter([False, True])
-    first, second, third = deaf.copies()
-    deaf.listeners[0].close()
+    first, second, third = silent.copies()
+    silent.listeners[0].close()
     found = memory_checkpoint.restore(trainee, History(), TASK, (first, second, third), "5ec3e7",
                            lambda: next(asked))
     assert found is None
-    assert [sum(1 for _ in deaf._waiting(one)) for one in deaf.listeners[1:]] == [0, 0]
+    assert [sum(1 for _ in silent._waiting(one)) for one in silent.listeners[1:]] == [0, 0]
 
 
 def test_a_rank_that_looks_for_a_copy_heeds_the_next_order(
-        drive: Callable[..., Any], deaf: Deaf) -> None:
+        drive: Callable[..., Any], silent: SilentStores) -> None:
     driver = drive()
     driver.start(0, 1)
-    driver.reconfigure([0, 1], copies=deaf.copies())
-    deaf.listeners[0].settimeout(WAIT_S)
-    connection, _ = deaf.listeners[0].accept()
+    driver.reconfigure([0, 1], copies=silent.copies())
+    silent.listeners[0].settimeout(WAIT_S)
+    connection, _ = silent.listeners[0].accept()
     with connection:
         driver.ask_to_leave([0, 1], "now")
         failed = driver.wait(r.ReconfigureFailed, 0)
     assert failed.error == "stopped; RuntimeError: interrupted while it restored its state"
-    assert deaf.num_asked() == [0, 0, 0], "the others are not asked"
+    assert silent.num_asked() == [0, 0, 0], "the others are not asked"
     driver.quiesced([0, 1])
     told = driver.form([0, 1])
     assert [(one.origin, one.step_version) for one in told.values()] == [("seed", 0)] * 2

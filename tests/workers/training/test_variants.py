@@ -1,8 +1,6 @@
-"""Every precision and loss: a rank dies in an iteration, another takes the state, and the end is
-the twin's.
+"""Every precision and loss: a rank dies, its successor takes the state, and the end is the twin's.
 
-Three survivors of four share eight micro-batches unevenly; the input and output embeddings are
-two, and dropout is on.
+Three survivors share eight micro-batches unevenly; embeddings are not tied, and dropout is on.
 """
 
 from __future__ import annotations
