@@ -404,7 +404,8 @@ def silent() -> Iterator[SilentStores]:
         listener.close()
 
 
-def test_a_store_that_does_not_answer_delays_no_iteration(driver: Any, silent: SilentStores) -> None:
+def test_a_store_that_does_not_answer_delays_no_iteration(
+        driver: Any, silent: SilentStores) -> None:
     for keeper in driver.keepers:
         keeper.close()
     store = StoreEndpoint("n9", silent.copies()[0].endpoint)
