@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import itertools
 import os
 import signal
 import time
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from unicron.workers.host import linux
 
 _numbers = itertools.count(1)
 SHARE_OF_EXAMPLES, EXAMPLES_NUM_MIN = 0.25, 20
+ASYNC_TEST_S_MAX = 160.0
 settings.register_profile("bounded", deadline=None, derandomize=True, database=None)
 settings.register_profile("thorough", deadline=None, print_blob=True)
 settings.load_profile("bounded")
@@ -46,6 +49,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             num = max(EXAMPLES_NUM_MIN, round(SHARE_OF_EXAMPLES * asked.max_examples))
             test._hypothesis_internal_use_settings = settings(
                 asked, max_examples=min(asked.max_examples, num), derandomize=True, database=None)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run an async test in a loop of its own, within those of its fixtures that are contexts."""
+    test = pyfuncitem.obj
+    if not inspect.iscoroutinefunction(test):
+        return None
+
+    async def run() -> None:
+        async with AsyncExitStack() as stack:
+            values = {name: pyfuncitem.funcargs[name]
+                      for name in inspect.signature(test).parameters}
+            for name, value in values.items():
+                if isinstance(value, AbstractAsyncContextManager):
+                    values[name] = await stack.enter_async_context(value)
+            await test(**values)
+
+    asyncio.run(asyncio.wait_for(run(), ASYNC_TEST_S_MAX))
+    return True
 
 
 class Cluster:

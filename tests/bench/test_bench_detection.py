@@ -17,7 +17,7 @@ from unicron.workers.training.process.trace import InjectedFault, Trace
 MS = 0.001
 
 
-def test_a_rank_raises_when_it_was_told_to(tmp_path: Path) -> None:
+def test_a_rank_raises_when_asked_to(tmp_path: Path) -> None:
     """Held first, so that nothing but a look at the file lies between the word and the deed."""
     trace, raised_s = Trace(str(tmp_path), 1, 2, 1), list[float]()
     trace.note("start", 0, 0)
@@ -55,7 +55,7 @@ def test_a_system_that_says_nothing_is_not_waited_for_ever() -> None:
     assert not faults.never([silent] * 5 + [Trial("rank_stopped", "torchrun", 0.2)])
 
 
-def test_rows_are_medians_of_what_was_told() -> None:
+def test_rows_are_medians_of_the_trials() -> None:
     told = {"unicron": [Trial("rank_killed", "unicron", value) for value in (0.03, 0.02, 0.2)],
             "torchrun": [Trial("rank_killed", "torchrun", None, "nothing said")]}
     ours, theirs = main.rows_of("rank_killed", told)

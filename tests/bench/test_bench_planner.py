@@ -29,7 +29,7 @@ def test_a_case_is_a_cluster_that_could_be(seed: int) -> None:
         assert not (wish.faulted and wish.now == 0)
 
 
-def test_a_plan_that_is_worth_more_than_ours_is_told() -> None:
+def test_a_plan_that_is_worth_more_than_ours_is_an_error() -> None:
     assert main.compared([10**9, 5], [10**9, 5], "highs") == (
         "objectives equal to ours, to the last digit")
     assert main.compared([10**9], [10**9 - 1000], "highs") == "up to 0.0001 % below ours"
@@ -37,7 +37,7 @@ def test_a_plan_that_is_worth_more_than_ours_is_told() -> None:
     assert main.compared([10**9], [10**8], "highs").startswith("BROKEN")
 
 
-def test_who_is_late_has_no_figure_and_goals_are_told() -> None:
+def test_a_late_solver_has_no_figure_and_goals_are_listed() -> None:
     told = {"unicron": [{"plan_ms": 4.0, "objective": 7, "explained_ms": 14.0}],
             "glpk_mi": [{"plan_ms": 100.0, "objective": 7}, {"late": True}],
             "highs": [{"plan_ms": 50.0, "objective": 7}],

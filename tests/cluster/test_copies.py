@@ -52,8 +52,7 @@ def test_every_rank_is_killed_at_once_and_the_task_goes_on_from_a_copy(
     cluster.wait_steps(task, 20)
     losses = cluster.losses(task, again_rel=1e-5)
     assert len(losses) > came.step_version + 10
-    cluster.client().post(f"/v1/tasks/{task}/cancel", {"reason": "the test is done"})
-    cluster.wait_ended(task)
+    cluster.cancel(task)
     drop = cluster.wait_told(begin, "DropMemoryCheckpoints", task=task)
     for node in drop.body.nodes:
         cluster.wait_told(begin, "MemoryCheckpointsLost", task=task, node=node, order=drop.seq)
@@ -79,7 +78,5 @@ def test_a_lost_node_takes_one_copy_with_it_and_the_other_serves(
     closed = cluster.wait_told(begin, "IncidentClosed").body
     assert (closed.outcome, closed.origin) == (closed_as(closed), "copy")
     assert closed.iterations_lost <= EVERY
-    cluster.client().post(f"/v1/tasks/{task}/cancel", {"reason": "the test is done"})
-    cluster.wait_ended(task)
-    cluster.start_agent(own)
+    cluster.cancel(task)
     cluster.verify()

@@ -1,8 +1,7 @@
-"""Two faults at once, and faults in the middle of a transition: real ranks, struck on purpose.
+"""Two faults at once, and faults in the middle of a transition.
 
-The tests are one story on three nodes with two tasks of three ranks, in this order; each strikes
-what the one before left whole. One member of each lives on, so no iteration is lost and no
-checkpoint is read.
+The tests are in this order on two tasks of three ranks, on three nodes. One member of each task
+always lives: no iteration is lost, and no checkpoint is read.
 """
 
 from __future__ import annotations
@@ -55,8 +54,7 @@ class Pair(cluster_story.Pair):
         for task in tasks:  # else what the next test strikes has failed too often in too few steps
             self.cluster.wait_steps(task, Policy().restart_iterations)
         closed: list[Record] = self.cluster.told(after, "IncidentClosed")
-        of = {record.seq: record.body.task for record in
-              self.cluster.told(after, "IncidentOpened")}
+        of = {record.seq: record.body.task for record in self.cluster.told(after, "IncidentOpened")}
         assert sorted(set(of.values())) == sorted(tasks), self.cluster.tail(after)
         assert sorted(record.body.of for record in closed) == sorted(of)
         for record in closed:

@@ -3,46 +3,37 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from cluster_story import RATES
-from real_cluster import LIMIT_S
 from twins import small
 from unicron.events.records import codec
-
-
-def unicron(cluster: Any, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-P", "-m", "unicron.cli.main", "plan", *arguments,
-         "--state", str(cluster.state.path)],
-        capture_output=True, text=True, check=False, timeout=LIMIT_S)
 
 
 def test_a_dry_run_is_what_then_happens(cluster: Any, tmp_path: Path) -> None:
     task = cluster.submit(small("job", tmp_path / "out", rates=RATES))
     cluster.wait_whole(task, 4)
-    present = unicron(cluster)
+    present = cluster.unicron("plan")
     assert present.returncode == 0, present.stderr
     assert "job" in present.stdout
 
     seq = cluster.seq()
-    shown = unicron(cluster, "--without", "n2")
+    shown = cluster.unicron("plan", "--without", "n2")
     assert shown.returncode == 0, shown.stderr
     assert "why        job 4 -> 2: " in shown.stdout
     assert "--apply --check" in shown.stdout
-    tried = json.loads(unicron(cluster, "--without", "n2", "-o", "json").stdout)
+    tried = json.loads(cluster.unicron("plan", "--without", "n2", "-o", "json").stdout)
     assert not cluster.told(seq, "NodeDrained"), "nothing is written"
 
-    stale = unicron(cluster, "--without", "n2", "--apply", "--check", str(tried["input"] - 1))
+    stale = cluster.unicron("plan", "--without", "n2", "--apply", "--check",
+                            str(tried["input"] - 1))
     assert stale.returncode == 2
     assert stale.stderr.startswith(f"error: the plan's input is {tried['input']} now, not ")
     assert "hint: unicron plan --without n2 --state " in stale.stderr
     assert not cluster.told(seq, "NodeDrained")
 
-    done = unicron(cluster, "--without", "n2", "--apply", "--check", str(tried["input"]),
+    done = cluster.unicron("plan", "--without", "n2", "--apply", "--check", str(tried["input"]),
                    "--reason", "a test")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("applied  --without n2 (seq ")

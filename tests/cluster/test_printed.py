@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from msgspec import convert
-from real_cluster import LIMIT_S, RealCluster
+from real_cluster import RealCluster
 from unicron.control_plane.throughput.flops import iteration_flops
 from unicron.events.spec.model import MegatronModel
 
@@ -39,15 +38,6 @@ while done < 100_000:
 MODEL: dict[str, Any] = {
     "gpu": "A100-80", "num_layers": 2, "hidden": 64, "num_heads": 2, "sequence": 64,
     "vocabulary": 128, "global_batch": 8}
-
-
-def unicron(cluster: RealCluster, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "unicron.cli.main", *arguments,
-         "--state", str(cluster.state.path)],
-        capture_output=True, text=True, check=False, timeout=LIMIT_S)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def told_from(cluster: RealCluster, task: int, after: int, iteration: int) -> Any:
@@ -80,12 +70,12 @@ def test_what_a_command_prints_measures_it(cluster: RealCluster, tmp_path: Path)
     assert shown["iterations"] == 100_000
     assert shown["loss"] > 0
 
-    page = unicron(cluster, "status", "gpt")
+    page = cluster.unicron("status", "gpt").stdout
     assert " of 100,000, loss " in page
     assert "; measured" in page
-    assert "/100,000 " in unicron(cluster, "status")
-    assert "gpt" in unicron(cluster, "plan")
-    assert "IterationsLogged" in unicron(cluster, "tail", "--task", "gpt")
+    assert "/100,000 " in cluster.unicron("status").stdout
+    assert "gpt" in cluster.unicron("plan").stdout
+    assert "IterationsLogged" in cluster.unicron("tail", "--task", "gpt").stdout
 
     told_from(cluster, task, 0, 20)
     seq, rank = cluster.seq(), cluster.task(task)["ranks"][0]

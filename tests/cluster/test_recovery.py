@@ -1,45 +1,31 @@
-"""A rank of four, killed under a real agent in mid-iteration: the run equals the undisturbed."""
+"""A rank is killed, or its collective fails: the run equals one to which nothing happened."""
 
 from __future__ import annotations
 
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
-from real_cluster import RealCluster, running
-from twins import Twins
-from unicron.workers.training.reference import compare, read
+from real_cluster import RealCluster
+from twins import Twins, small
+from unicron.workers.training.reference import compare, read, tolerance
 
 ITERATION = 3
 VICTIM = 2
 GROWN = 8
 """Here the others wait for the newcomer: the task is no longer than the test needs it."""
-ITERATIONS = 16
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCluster]:
-    """A running cluster of two nodes, for both."""
-    with running(tmp_path_factory.mktemp("recovery")) as made:
-        yield made
+ITERATIONS = 12
+FAILED_ITERATION = 12
+REATTEMPT_ITERATIONS = 40
+Parallel = dict[str, list[int]]
 
 
 def apart(left: list[float], right: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(left, right, strict=True))
-
-
-def apart_most(left: dict[str, Any], right: dict[str, Any]) -> float:
-    """The largest difference between any two tensors of two checkpoints."""
-    import torch
-
-    names = {name for name, value in left.items()
-             if isinstance(value, torch.Tensor) and value.is_floating_point()}
-    assert names == {name for name, value in right.items()
-                     if isinstance(value, torch.Tensor) and value.is_floating_point()}
-    return max(float((left[name] - right[name]).abs().max()) for name in names)
 
 
 @pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.thorough), 0.1])
@@ -65,11 +51,7 @@ def test_a_killed_rank_changes_nothing(cluster: Any, spec: Callable[..., Any],
     assert all(pids[rank] == {before[rank]} for rank in survivors), pids
 
     # the log tells the same incident: nothing lost, everything kept or dealt
-    closed = [record.body for record in cluster.told(after, "IncidentClosed")]
-    assert len(closed) == 1
-    assert closed[0].outcome == "healed"
-    assert closed[0].iterations_lost == 0
-    assert not closed[0].ckpt_read
+    cluster.wait_healed(after)
     progress = cluster.told(after, "TaskProgressed")
     assert {record.body.micro_batches for record in progress} == {12}
 
@@ -98,15 +80,104 @@ def test_a_killed_rank_changes_nothing(cluster: Any, spec: Callable[..., Any],
     twin, reordered = twins.trained(calm), twins.trained(other)
 
     # everything that was told and saved, optimizer and all: equal to what was never struck
-    wanted, noisy, found = read(twin), read(reordered), read(ours)
-    losses = wanted["numbers.losses"]
-    assert len(told) == len(losses) == len(found["numbers.losses"]) == ITERATIONS
-    noise = max(apart(losses, noisy["numbers.losses"]), 1e-7)
-    assert apart(losses, told) <= 3 * noise
-    assert apart(losses, found["numbers.losses"]) <= 3 * noise
-    noise = max(apart_most(wanted, noisy), 1e-8)
-    assert apart_most(wanted, found) <= 3 * noise
-    noise_rel = max(compare(reordered, twin).param_rel, 1e-8)
-    assert compare(ours, twin).param_rel <= 3 * noise_rel
+    gap, noise = compare(ours, twin), compare(reordered, twin)
+    for name in ("loss_rel", "param_rel", "optimizer_rel"):
+        assert getattr(gap, name) <= tolerance([getattr(noise, name)]), (name, gap, noise)
+    losses = read(twin)["numbers.losses"]
+    assert len(told) == len(losses) == gap.num_losses == ITERATIONS
+    noise_abs = max(apart(losses, read(reordered)["numbers.losses"]), 1e-7)
+    assert apart(losses, told) <= 3 * noise_abs
     # and the comparison can fail: a run that lost one iteration is far outside
-    assert apart(losses[1:], losses[:-1]) > 1000 * noise
+    assert apart(losses[1:], losses[:-1]) > 1000 * noise_abs
+
+
+# --- a failed collective: the same processes try again -------------------------------------------
+def fails(cluster: Any, task: int, **where: int) -> None:
+    """As if the victim's connection were cut as it enters this; the others meet it closed."""
+    cluster.hold(task, VICTIM, event="bucket", iteration=FAILED_ITERATION, then="fail", **where)
+
+
+@pytest.mark.parametrize(("overlap", "bucket"), [
+    (False, 0), pytest.param(True, 1, marks=pytest.mark.thorough)])
+def test_the_same_members_finish_the_iteration(
+        cluster: Any, tmp_path: Path, twins: Twins, overlap: bool, bucket: int) -> None:
+    spec = small("again", tmp_path, iterations=REATTEMPT_ITERATIONS, overlap=overlap,
+                 bucket_params=20_000 if overlap else 0)
+    after = cluster.seq()
+    task = cluster.submit(spec)
+    fails(cluster, task, bucket=bucket)
+    assert cluster.wait_ended(task)["state"] == "finished", cluster.endings(task)
+
+    told = cluster.told(after, "CollectiveFailed", task=task)
+    assert any("injected" in record.body.error for record in told)
+    # Who is starved may be told to leave before it meets it.
+    ranks = {record.body.rank for record in told}
+    assert VICTIM in ranks
+    assert len(ranks) > 1, "others met it by themselves"
+    opened = cluster.told(after, "IncidentOpened", task=task)
+    assert [record.body.severity for record in opened] == ["SEV3"]
+    (closed,) = cluster.told(after, "IncidentClosed")
+    assert (closed.body.outcome, closed.body.iterations_lost, closed.body.ckpt_read) == (
+        "healed", 0, False)
+    ordered = cluster.told(after, "Reconfigure", task=task)
+    assert [record.body.generation for record in ordered] == [1, 2]
+    assert not [record for record in cluster.told(after, "RankExited", task=task)
+                if record.seq < closed.seq], "no process ended"
+
+    lines = cluster.traced(task)
+    assert len({line["pid"] for line in lines}) == 4
+    for iteration in range(REATTEMPT_ITERATIONS):
+        assert sorted(line["micro_batch"] for line in lines if line["event"] == "forward"
+                      and line["iteration"] == iteration) == [0, 1, 2, 3]
+    twins.hold(*twins.start(spec), cluster.losses(task))
+    cluster.verify()
+
+
+# --- layouts: the next one goes on without the killed rank ---------------------------------------
+class Case(NamedTuple):
+    """What a task may be, and the layouts (tp, pp, dp) that it goes through when a rank is lost."""
+
+    parallel: Parallel
+    layouts: tuple[tuple[int, int, int], ...]
+    kept: bool
+    """Whether the micro-batches of an intact replica are not done again."""
+
+
+CASES = {
+    "tensor": Case({"tensor": [2]}, ((2, 1, 2), (2, 1, 1), (2, 1, 2)), kept=True),
+    "pipeline": Case({"pipeline": [2, 3]}, ((1, 2, 2), (1, 3, 1), (1, 2, 2)), kept=False),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_lost_rank_costs_no_iteration_in_any_layout(cluster: RealCluster, twins: Twins, name: str,
+                                                      tmp_path: Path) -> None:
+    case = CASES[name]
+    spec = small(name, tmp_path, iterations=ITERATIONS, copy_every=0, parallel=case.parallel,
+                 model={"num_layers": 6, "hidden": 64, "num_heads": 2, "sequence": 64},
+                 batch={"global": 16, "micro": 2})
+    after = cluster.seq()
+    task = cluster.submit(spec)
+    grown = cluster.hold(task, 0, event="reduce", iteration=GROWN)
+    begun = cluster.wait_told(after, "Resume", task=task).seq
+    cluster.hold(task, 3, event="reduce", iteration=ITERATION)
+    line = cluster.wait_held(task, 3, 0.0)
+    before = cluster.pids(task)
+    os.kill(line["pid"], signal.SIGSTOP)
+    # Nor is it there before the others are in the layout without it.
+    came = cluster.hold(task, 3, event="start", iteration=-1)
+    os.kill(line["pid"], signal.SIGKILL)
+    cluster.wait_told(begun, "Resume", task=task)
+    came.unlink()
+    cluster.wait_told(after, "Quiesce", task=task, mode="boundary")
+    grown.unlink()
+    assert cluster.wait_ended(task)["state"] == "finished", cluster.tail(after)
+
+    orders = [record.body.axes for record in cluster.told(after, "Reconfigure", task=task)]
+    assert [(axes.tp, axes.pp, axes.dp) for axes in orders] == list(case.layouts)
+    assert (cluster.wait_healed(after).kept > 0) == case.kept, cluster.tail(after)
+    pids = {(traced["rank"], traced["pid"]) for traced in cluster.traced(task)}
+    assert {(rank, pid) for rank, pid in before.items()} <= pids
+    assert len(pids) == 5, "four, and the one that came instead"
+    twins.hold(*twins.start(spec), cluster.losses(task))
+    cluster.verify()

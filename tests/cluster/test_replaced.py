@@ -24,7 +24,7 @@ def test_a_stale_generation_publishes_nothing_and_ends_when_it_is_reached(
         assert new.members[0].node != old["node"]
         again = cluster.wait_told(first, "CheckpointPublished", task=task,
                                   path=f"gen-{new.generation}/iter-"
-                                       f"{20 + int(new.checkpoint.rpartition('-')[2])}").seq
+                                  f"{20 + int(new.checkpoint.rpartition('-')[2])}").seq
         # both train at once: nobody could tell the old one, and it saves what it likes
         cluster.wait_traced(task, pid=old["pid"], event="step", iteration=1 + max(
             x["iteration"] for x in cluster.traced(task) if x["pid"] == old["pid"]))
@@ -49,16 +49,13 @@ def test_a_stale_generation_publishes_nothing_and_ends_when_it_is_reached(
     assert (closed.body.outcome, closed.body.ckpt_read) == (outcome, True)
     assert cluster.losses(task, again_rel=1e-6)
     cluster.verify()
-    cluster.client().post(f"/v1/tasks/{task}/cancel", {"reason": "the test is done"})
-    cluster.wait_ended(task)
+    cluster.cancel(task)
 
 
 def test_a_task_that_lost_both_its_nodes_goes_on_from_its_checkpoint(
         three: Any, tmp_path: Path) -> None:
-    """And the log says what that cost."""
     cluster = three
-    task = cluster.submit(small("wide", tmp_path, slots=(1, 2), rates=RATES,
-                                checkpoint_every=20))
+    task = cluster.submit(small("wide", tmp_path, slots=(1, 2), rates=RATES, checkpoint_every=20))
     nodes = {rank["node"] for rank in cluster.wait_whole(task, 2)["ranks"]}
     assert len(nodes) == 2
     after = cluster.wait_told(task, "CheckpointPublished", task=task).seq

@@ -148,8 +148,7 @@ class Leader:
             await self._append(report.body, report.source, report.source_seq, report.occurred_s)
             self._last[report.source] = report.source_seq
 
-    async def _append(self, body: Body, source: str, source_seq: int,
-                      occurred_s: float) -> Record:
+    async def _append(self, body: Body, source: str, source_seq: int, occurred_s: float) -> Record:
         async with self._writing:
             record = Record(seq=len(self.records) + 1, epoch=self.epoch, at_s=0.0,
                             occurred_s=occurred_s, source=source, source_seq=source_seq, cause=0,
@@ -190,7 +189,7 @@ async def until_text(path: str | Path) -> str:
     return await until(lambda: (file.read_text() if file.exists() else "") or None)
 
 
-class House:
+class LocalNode:
     """A leader and an agent on one log, in this process; the agent's ranks are real processes."""
 
     def __init__(self, log: LogPort, state_dir: Path, **changes: Any) -> None:
@@ -199,7 +198,7 @@ class House:
         self.leader = Leader(log)
         self.node = msgspec.structs.replace(
             NodeConfig(name="n1", incarnation=7, cluster="c", host="127.0.0.9", num_slots=2,
-                 state_dir=state_dir, rank_argv=(sys.executable, str(script))), **changes)
+                       state_dir=state_dir, rank_argv=(sys.executable, str(script))), **changes)
         self.stop = asyncio.Event()
         self.agent = Agent(self.node, log, time.time, os.getpid(),
                            spool=Spool(self.node.source, self.node.name, time.time), left=[],
@@ -218,8 +217,8 @@ class House:
 
 
 @asynccontextmanager
-async def house(log: LogPort, state_dir: Path, **changes: Any) -> AsyncGenerator[House]:
-    one = House(log, state_dir, **changes)
+async def local_node(log: LogPort, state_dir: Path, **changes: Any) -> AsyncGenerator[LocalNode]:
+    one = LocalNode(log, state_dir, **changes)
     leading = asyncio.create_task(one.leader.run())
     one.serving = asyncio.create_task(one.agent.run(one.stop))
     try:
@@ -262,7 +261,7 @@ def go(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(limited())
 
 
-class Plane:
+class PlaneStub:
     """The doors of a control plane without its heart: join by HTTP, reports in, orders out."""
 
     def __init__(self, url: str, state_dir: Path) -> None:
@@ -318,9 +317,9 @@ async def ended(process: subprocess.Popen[bytes]) -> int:
 
 
 @asynccontextmanager
-async def plane(url: str, state_dir: Path) -> AsyncGenerator[Plane]:
+async def plane(url: str, state_dir: Path) -> AsyncGenerator[PlaneStub]:
     state_dir.mkdir()
-    one = Plane(url, state_dir)
+    one = PlaneStub(url, state_dir)
     app = web.Application()
     app.router.add_post("/v1/join", one.joins)
     runner = web.AppRunner(app)

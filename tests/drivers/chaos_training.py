@@ -37,8 +37,7 @@ FOLDER = Path("build/chaos-training")
 FIGURES = Path("build/bench/chaos-training.json")
 ITERATIONS_PER_FAULT = 10
 NODES_NUM, RANKS_NUM = 3, 4
-POLICY = {"silence_s_max": 2.0, "stopped_s_max": 1.0, "replace_after_s": 10.0,
-          "restarts_max": 1000}
+POLICY = {"silence_s_max": 2.0, "stopped_s_max": 1.0, "replace_after_s": 10.0, "restarts_max": 1000}
 """Faults as many as these are no sign of a bad slot."""
 TWIN_S_MAX = 7200.0
 STALLED_S_MAX = 300.0

@@ -31,10 +31,7 @@ class Pair:
 
     def cancel(self) -> None:
         """Both, and until they have ended."""
-        for task in self.specs:
-            self.cluster.client().post(f"/v1/tasks/{task}/cancel", {"reason": "the test is done"})
-        for task in self.specs:
-            assert self.cluster.wait_ended(task)["state"] == "cancelled", self.cluster.endings(task)
+        self.cluster.cancel(*self.specs)
 
 
 @contextmanager

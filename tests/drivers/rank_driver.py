@@ -18,21 +18,8 @@ from typing import Any
 
 from checkpoint_stores import SECRET, LocalKeeper
 from nursery import PATCH, Forked, Nursery
-from unicron.events.records.orders import (
-    DropMemoryCheckpoints,
-    Quiesce,
-    Reconfigure,
-    Resume,
-    StartRank,
-)
-from unicron.events.records.reports import (
-    Quiesced,
-    RankErrored,
-    RankFinished,
-    RankReady,
-    Reconfigured,
-    TaskProgressed,
-)
+from unicron.events.records import orders as o
+from unicron.events.records import reports as r
 from unicron.events.records.types import Body, Member, MemoryCheckpoint, QuiesceMode, Slot
 from unicron.events.spec.job import JobSpec, parse
 from unicron.events.spec.model import Axes
@@ -44,9 +31,13 @@ START_S = 90.0
 WAIT_S = 60.0
 ALONE_S = 20.0
 TASK = 7
+Drive = Callable[..., Any]
+"""The fixture `drive`: `drive(dropout=0.1, iterations=20)` makes a driver."""
+Twins = Callable[..., Any]
+"""The fixture `twin`: `twin(0.1)` is the undisturbed run with that dropout."""
 EXEC = [sys.executable, "-m", "unicron.workers.training.rank"]
 """Starts a rank as an agent does that has no zygote: seconds of a core."""
-NO_ORDER = DropMemoryCheckpoints(nodes=("n1",), task=0)
+NO_ORDER = o.DropMemoryCheckpoints(nodes=("n1",), task=0)
 """Says nothing to a rank."""
 
 
@@ -70,7 +61,7 @@ class Process:
                 self.popen = subprocess.Popen(
                     [*by, "--fd", str(theirs.fileno())], pass_fds=[theirs.fileno()],
                     stdout=output, stderr=output, env=environment, start_new_session=True)
-        self.ready: RankReady | None = None
+        self.ready: r.RankReady | None = None
 
     def send(self, body: Body) -> None:
         self.socket.sendall(pack(Frame(body=body, seq=1, epoch=1)))
@@ -117,19 +108,18 @@ class Driver:
         """Start processes and wait until all are ready."""
         self.launch(*ranks, attempt=attempt)
         for rank in ranks:
-            self.processes[rank].ready = self.wait(RankReady, rank, attempt=attempt,
+            self.processes[rank].ready = self.wait(r.RankReady, rank, attempt=attempt,
                                                    limit_s=START_S)
 
     def launch(self, *ranks: int, attempt: int = 1) -> None:
         """Start processes."""
         for rank in ranks:
-            process = Process(rank, attempt, self.by, self.patch, self.folder,
-                              self.trace_dir)
+            process = Process(rank, attempt, self.by, self.patch, self.folder, self.trace_dir)
             self.processes[rank] = process
             self.started.append(process)
-            process.send(StartRank(nodes=("n1",), task=TASK, rank=rank, attempt=attempt,
-                                   slot=Slot("n1", rank), spec=self.spec, num_seats=len(ranks),
-                                   host="", port=0, checkpoint=""))
+            process.send(o.StartRank(nodes=("n1",), task=TASK, rank=rank, attempt=attempt,
+                                     slot=Slot("n1", rank), spec=self.spec, num_seats=len(ranks),
+                                     host="", port=0, checkpoint=""))
             threading.Thread(target=self._read, args=(process,), daemon=True).start()
 
     def _read(self, process: Process) -> None:
@@ -187,11 +177,16 @@ class Driver:
             assert process.read_all(WAIT_S), self.story()
 
     def says(self, rank: int, text: str, times: int = 1) -> None:
-        """Wait until this stands in the rank's log, so many times."""
-        log, last_s = self.processes[rank].log, time.monotonic() + WAIT_S
-        while log.read_text().count(text) < times:
-            assert time.monotonic() < last_s, self.story()
-            time.sleep(0.01)
+        """Wait until the rank's log has this text, so many times."""
+        log = self.processes[rank].log
+        self.until(lambda: log.read_text().count(text) >= times)
+
+    def until(self, holds: Callable[[], bool], more: object = "") -> None:
+        """Wait until this holds; fails after WAIT_S with the logs, and `more`."""
+        last_s = time.monotonic() + WAIT_S
+        while not holds():
+            assert time.monotonic() < last_s, f"{more}\n{self.story()}"
+            time.sleep(0.005)
 
     def reconfigure(self, ranks: list[int], checkpoint: str = "",
                     copies: tuple[MemoryCheckpoint, ...] = (), axes: Axes | None = None) -> int:
@@ -202,43 +197,45 @@ class Driver:
             ready = self.processes[rank].ready
             assert ready is not None
             members.append(Member(rank, self.processes[rank].attempt, "n1", ready.endpoint))
-        self.order(Reconfigure(nodes=("n1",), task=TASK, generation=self.generation,
-                               members=tuple(members), store=members[0].endpoint,
-                               dp=len(members) if axes is None else axes.dp,
-                               checkpoint=checkpoint, copies=copies, axes=axes,
-                               keepers=tuple(one.keeper for one in self.keepers)), ranks)
+        self.order(o.Reconfigure(nodes=("n1",), task=TASK, generation=self.generation,
+                                 members=tuple(members), store=members[0].endpoint,
+                                 dp=len(members) if axes is None else axes.dp,
+                                 checkpoint=checkpoint, copies=copies, axes=axes,
+                                 keepers=tuple(one.keeper for one in self.keepers)), ranks)
         return self.generation
 
-    def reconfigured(self, ranks: list[int]) -> dict[int, Reconfigured]:
-        return {rank: self.wait(Reconfigured, rank, where=self._now) for rank in ranks}
+    def reconfigured(self, ranks: list[int]) -> dict[int, r.Reconfigured]:
+        return {rank: self.wait(r.Reconfigured, rank, where=self._now) for rank in ranks}
 
     def resume(self, ranks: list[int], progress_from: int = 0) -> None:
-        self.order(Resume(nodes=("n1",), task=TASK, generation=self.generation,
-                          progress_from=progress_from), ranks)
+        self.order(o.Resume(nodes=("n1",), task=TASK, generation=self.generation,
+                            progress_from=progress_from), ranks)
 
-    def form(
-        self,
-        ranks: list[int],
-        progress_from: int = 0,
-        checkpoint: str = "",
-        copies: tuple[MemoryCheckpoint, ...] = (),
-        axes: Axes | None = None,
-    ) -> dict[int, Reconfigured]:
+    def form(self, ranks: list[int], progress_from: int = 0, checkpoint: str = "",
+             copies: tuple[MemoryCheckpoint, ...] = (), axes: Axes | None = None
+             ) -> dict[int, r.Reconfigured]:
         """A new generation, up and training."""
         self.reconfigure(ranks, checkpoint, copies, axes)
         told = self.reconfigured(ranks)
         self.resume(ranks, progress_from)
         return told
 
-    def quiesce(self, ranks: list[int], mode: QuiesceMode) -> dict[int, Quiesced]:
-        """Order the current generation to end, and wait until these ranks hold."""
+    def quiesce(self, ranks: list[int], mode: QuiesceMode, hold: Path | None = None
+                ) -> dict[int, r.Quiesced]:
+        """Order the current generation to end, and wait until these ranks have quiesced.
+
+        A `hold` is removed when all have received the order.
+        """
         self.ask_to_leave(ranks, mode)
+        if hold is not None:
+            self.heard(*ranks)
+            hold.unlink()
         return self.quiesced(ranks)
 
     def ask_to_leave(self, ranks: list[int], mode: QuiesceMode) -> None:
         """Order the current generation to end."""
-        self.order(Quiesce(nodes=("n1",), task=TASK, generation=self.generation, mode=mode,
-                           ranks=tuple(ranks)), ranks)
+        self.order(o.Quiesce(nodes=("n1",), task=TASK, generation=self.generation, mode=mode,
+                             ranks=tuple(ranks)), ranks)
 
     def leave(self, ranks: list[int], mode: QuiesceMode, hold: Path | None = None
               ) -> dict[int, list[Body]]:
@@ -248,24 +245,24 @@ class Driver:
         """
         with self.changed:
             begin = len(self.reports)
-        self.order(Quiesce(nodes=("n1",), task=TASK, generation=self.generation, mode=mode,
-                           ranks=tuple(ranks), save=True), ranks)
+        self.order(o.Quiesce(nodes=("n1",), task=TASK, generation=self.generation, mode=mode,
+                             ranks=tuple(ranks), save=True), ranks)
         if hold is not None:
             self.heard(*ranks)
             hold.unlink()
 
         def said(rank: int) -> list[Body]:
             return [body for told, _, body in self.reports[begin:]
-                    if told == rank and not isinstance(body, TaskProgressed)]
+                    if told == rank and not isinstance(body, r.TaskProgressed)]
 
         with self.changed:
             assert self.changed.wait_for(
-                lambda: all(any(isinstance(body, Quiesced) for body in said(rank))
+                lambda: all(any(isinstance(body, r.Quiesced) for body in said(rank))
                             for rank in ranks), WAIT_S), self.story()
             return {rank: said(rank) for rank in ranks}
 
-    def quiesced(self, ranks: list[int]) -> dict[int, Quiesced]:
-        return {rank: self.wait(Quiesced, rank, where=self._now) for rank in ranks}
+    def quiesced(self, ranks: list[int]) -> dict[int, r.Quiesced]:
+        return {rank: self.wait(r.Quiesced, rank, where=self._now) for rank in ranks}
 
     def left_by_themselves(self, ranks: list[int]) -> set[int]:
         """Which of these a fault made leave, with no order.
@@ -275,7 +272,7 @@ class Driver:
         """
         def found() -> set[int]:
             return {body.rank for _, _, body in self.reports
-                    if isinstance(body, Quiesced) and self._now(body)} & set(ranks)
+                    if isinstance(body, r.Quiesced) and self._now(body)} & set(ranks)
 
         with self.changed:
             self.changed.wait_for(lambda: len(found()) == len(ranks), ALONE_S)
@@ -299,12 +296,21 @@ class Driver:
         for rank in ranks:
             assert self.processes.pop(rank).popen.wait(20) == EXIT_AGENT_GONE, self.story()
 
-    def finish(self, ranks: list[int]) -> dict[int, RankFinished]:
-        told = {rank: self.wait(RankFinished, rank) for rank in ranks}
+    def finish(self, ranks: list[int]) -> dict[int, r.RankFinished]:
+        told = {rank: self.wait(r.RankFinished, rank) for rank in ranks}
         for rank in ranks:
             assert self.processes[rank].popen.wait(20) == 0, self.story()
-        assert not [told for told in self.told(RankErrored) if told.rank in ranks], self.story()
+        assert not [told for told in self.told(r.RankErrored) if told.rank in ranks], self.story()
         return told
+
+    def final_checkpoint(self, generation: int | None = None) -> Path:
+        """Where the final checkpoint is; it is of this generation, if one is given."""
+        saved, work = self.told(r.CheckpointSaved)[-1], self.spec.train or self.spec.loop
+        assert work is not None
+        assert (saved.final, saved.step_version) == (True, work.iterations)
+        if generation is not None:
+            assert saved.path == f"gen-{generation}/iter-{work.iterations}"
+        return Path(work.output) / saved.path
 
     def trace(self, rank: int) -> list[dict[str, Any]]:
         """All lines of a rank's trace; only what is new is read."""
@@ -353,7 +359,7 @@ class Driver:
 
     def losses(self) -> dict[int, float]:
         """Iteration -> loss, as told; the last word counts."""
-        return {told.first_iteration + index: loss for told in self.told(TaskProgressed)
+        return {told.first_iteration + index: loss for told in self.told(r.TaskProgressed)
                 for index, loss in enumerate(told.losses)}
 
     def close(self) -> None:

@@ -24,6 +24,7 @@ from unicron.events.records.envelope import Record
 
 T = TypeVar("T")
 Spec = dict[str, Any]
+ENDED = ("finished", "failed", "cancelled")
 HELD_S = 1e6
 """Tests hold ranks by their traces, and this machine may hold them too: nothing is a hang before
 this, except where a test says so."""
@@ -87,6 +88,25 @@ class RealCluster:
     def submit(self, spec: Spec) -> int:
         return int(self.client().post("/v1/tasks", spec)["task"])
 
+    def cancel(self, *tasks: int) -> None:
+        """Cancel these tasks, and wait until they have ended."""
+        for task in tasks:
+            self.client().post(f"/v1/tasks/{task}/cancel", {"reason": "the test is done"})
+        for task in tasks:
+            assert self.wait_ended(task)["state"] == "cancelled", self.endings(task)
+
+    def restore(self) -> None:
+        """As after the start: all agents run, no node is drained, no task is left."""
+        view = self.client().get("/v1/state")
+        self.cancel(*(task["id"] for task in view["tasks"] if task["state"] not in ENDED))
+        for node in view["nodes"]:
+            if self.local.find(local_cluster.agent_name(node["id"])) is None:
+                self.start_agent(node["id"])
+            if node["drained"]:
+                self.client().post(f"/v1/nodes/{node['id']}/undrain", {"reason": "a test"})
+        self.local.wait_agents(self.client())
+        self._trace.events.clear()  # each look at the trace of a task goes through all of it
+
     def client(self) -> Client:
         """Of the control plane that leads now; waits until one does."""
         self._client = self.local.wait_control_plane()
@@ -123,6 +143,15 @@ class RealCluster:
         """The first of them."""
         return self.wait(lambda: next(iter(self.told(after, kind, **wanted)), None),
                          lambda: f"{kind} {wanted} behind {after}\n{self.tail(after)}")
+
+    def wait_healed(self, after: int) -> Any:
+        """The body of the only IncidentClosed behind `after`: healed, and nothing was lost."""
+        self.wait_told(after, "IncidentClosed")
+        (closed,) = self.told(after, "IncidentClosed")
+        body: Any = closed.body
+        assert (body.outcome, body.iterations_lost, body.ckpt_read) == (
+            "healed", 0, False), self.tail(after)
+        return body
 
     def tail(self, after: int) -> str:
         """The log behind `after`, as last seen, in short lines, for a failed assertion."""
@@ -241,7 +270,7 @@ class RealCluster:
     def wait_ended(self, task: int) -> dict[str, Any]:
         def look() -> dict[str, Any] | None:
             view = self.task(task)
-            return view if view["state"] in ("finished", "failed", "cancelled") else None
+            return view if view["state"] in ENDED else None
         return self.wait(look, f"task {task} ends")
 
     def losses(self, task: int, again_rel: float = 0.0) -> list[float]:
@@ -260,6 +289,13 @@ class RealCluster:
                     told[iteration] = loss
         assert sorted(told) == list(range(len(told)))
         return [told[iteration] for iteration in sorted(told)]
+
+    def unicron(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """What the command line says of this cluster."""
+        return subprocess.run(
+            [sys.executable, "-P", "-m", "unicron.cli.main", *arguments,
+             "--state", str(self.state.path)],
+            capture_output=True, text=True, check=False, timeout=LIMIT_S)
 
     def verify(self) -> None:
         """Export the log and decide it again in a fresh process: every decision is the same."""

@@ -1,4 +1,4 @@
-"""What the members of test_reshard.py's worlds do: from layout to layout with their state.
+"""What the members of test_resharding.py's worlds do: from layout to layout with their state.
 
 A gradient is drawn whole, by the name of its parameter and the step, and Adam works on each element
 by itself: so after the same steps every layout has the same whole state, bit by bit.
@@ -123,24 +123,12 @@ class Walker:
         gc.collect()
         return found.taken if holders else {}
 
-    def exchange(
-        self,
-        have: state_shards.State,
-        want: state_shards.State,
-        told: training_state.Numbers | None,
-        holders: Collection[int],
-        *,
-        staged: bool = False,
-    ) -> state_exchange.ExchangeResult:
-        return state_exchange.exchange(
-            have,
-            want,
-            told,
-            step_version=self.step_version,
-            holders=holders,
-            nodes=["a"] * self.num_members,
-            staged=staged,
-        )
+    def exchange(self, have: state_shards.State, want: state_shards.State,
+                 told: training_state.Numbers | None, holders: Collection[int], *,
+                 staged: bool = False) -> state_exchange.ExchangeResult:
+        return state_exchange.exchange(have, want, told, step_version=self.step_version,
+                                       holders=holders, nodes=["a"] * self.num_members,
+                                       staged=staged)
 
     def check(self, held: state_shards.State, when: str) -> None:
         """All of it is what the whole model has there."""

@@ -26,11 +26,11 @@ Spec = dict[str, Any]
 
 def small(name: str, output: Path, *, weight: float = 1.0, slots: tuple[int, int] = (1, 4),
           rates: dict[int, float] | None = None, seed: int = 7, iterations: int = 100_000,
-          checkpoint_every: int = 0, copy_every: int = 10) -> Spec:
+          checkpoint_every: int = 0, copy_every: int = 10, **train: Any) -> Spec:
     """A tiny GPT, four micro-batches an iteration.
 
     `rates` are TFLOP/s by slots; it declares those of its sizes. Its learning rate is constant:
-    the first K of many iterations are all of a task of K.
+    the first K of many iterations are all of a task of K. `train` replaces keys of the spec.
     """
     return {
         "apiVersion": "unicron/v1", "name": name, "weight": weight,
@@ -42,8 +42,7 @@ def small(name: str, output: Path, *, weight: float = 1.0, slots: tuple[int, int
             "batch": {"global": 8, "micro": 2},
             "optimizer": {"lr": RATE, "min_lr": RATE, "decay": "constant"},
             "iterations": iterations, "seed": seed, "checkpoint_every": checkpoint_every,
-            "copy_every": copy_every,
-            "output": str(output / name),
+            "copy_every": copy_every, "output": str(output / name), **train,
         },
     }
 
@@ -107,6 +106,16 @@ class Twins:
         # and the comparison can fail: the losses of a run that lost an iteration are far outside
         shifted = [abs(a - b) / b for a, b in zip(wanted[1:], wanted, strict=False)]
         assert max(shifted) > 100 * LOSS_REL_MAX
+
+    def compare_and_cancel(self, cluster: Any, task: int, spec: Spec) -> None:
+        """Hold the task to its twin from its next checkpoint on; it is cancelled."""
+        cluster.wait_told(cluster.seq(), "CheckpointPublished", task=task)
+        ours, twin = self.start(spec)
+        saved = int(ours.name.removeprefix("iter-"))
+        cluster.wait(lambda: cluster.task(task)["iteration"] >= saved or None, "it is reported")
+        cluster.cancel(task)
+        self.hold(ours, twin, cluster.losses(task))
+        cluster.verify()
 
     def stop(self) -> None:
         for process in self._running.values():

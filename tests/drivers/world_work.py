@@ -50,9 +50,8 @@ def roles_of_one_group(place: int, axes: Axes) -> set[tuple[str, ...]]:
 
 def built(place: int, train: Train, axes: Axes) -> dict[str, Any]:
     """What a place of the layout has, as arrays by global name."""
-    trainee = model.build(
-        train, torch.device("cpu"), process_groups.build(axes, LIMIT_S), axes, place
-    )
+    trainee = model.build(train, torch.device("cpu"), process_groups.build(axes, LIMIT_S), axes,
+                          place)
     return {name: tensor.detach().float().numpy()
             for name, tensor in training_state.tensors(trainee).items()}
 
@@ -84,15 +83,13 @@ def trained(place: int, train: Train, axes: Axes, num_iterations: int
         divisor = trainee.divisor(told[1].item())
         scale = trainee.optimizer.get_loss_scale().item()
         stepped = optimizer_step.step(trainee, told[1].item(), lambda event: None,
-                                norm_square=gate[0].item(), found_inf=gate[1].item() > 0)
+                                      norm_square=gate[0].item(), found_inf=gate[1].item() > 0)
         if not trainee.is_gathered:
             optimizer_step.gather(trainee)
         losses.append(told[0].item() / divisor)
         norms.append(math.sqrt(gate[0].item()) / divisor / scale if stepped else SKIPPED)
-    end = {
-        name: tensor.detach().float().numpy()
-        for name, tensor in training_state.tensors(trainee).items()
-    }
+    end = {name: tensor.detach().float().numpy()
+           for name, tensor in training_state.tensors(trainee).items()}
     return losses, norms, end, noted
 
 

@@ -77,7 +77,7 @@ def test_every_kind_comes_back_by_wire_and_by_json(kind: str, data: st.DataObjec
     assert codec.decode_report(codec.encode_report(report)) == report
 
 
-def test_reports_and_orders_are_told_apart() -> None:
+def test_reports_and_orders_are_disjoint() -> None:
     assert "RankExited" in REPORTS
     assert not REPORTS & {order.__name__ for order in orders.ORDERS}
     assert set(KINDS) == REPORTS | {

@@ -8,7 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,12 @@ async def proxied(server: embedded_server.Server) -> AsyncGenerator[Proxy]:
 
 
 @pytest.fixture
+def log(redis_log: Any) -> AbstractAsyncContextManager[RedisLog]:
+    one: AbstractAsyncContextManager[RedisLog] = redis_log()
+    return one
+
+
+@pytest.fixture
 def own_server(tmp_path: Path) -> Any:
     """A server that the test may kill."""
     running = embedded_server.start(tmp_path)
@@ -106,247 +112,205 @@ def own_server(tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize(("fate", "stands"), [("lose replies", True), ("lose requests", False)])
-def test_an_append_without_a_reply_is_ambiguous_and_not_repeated(
+async def test_an_append_without_a_reply_is_ambiguous_and_not_repeated(
         server: embedded_server.Server, redis_log: Any, fate: str, stands: bool) -> None:
-    async def test() -> None:
-        async with proxied(server) as proxy, redis_log(proxy.url) as log, redis_log() as other:
-            epoch = await log.start_epoch("x")
-            await put(log, record(1, epoch))
-            proxy.fate = fate
-            with pytest.raises(Ambiguous):
-                await put(log, record(2, epoch))
-            assert await other.last_seq() == (2 if stands else 1)
-            assert await other.acked("n1/7") == (2 if stands else 1)
-            # The same client goes on with what the log says.
-            last = await log.last_seq()
-            await put(log, record(last + 1, epoch))
-            assert len(await log.read(after=0, num_max=9)) == last + 1
-
-    run(test())
+    async with proxied(server) as proxy, redis_log(proxy.url) as log, redis_log() as other:
+        epoch = await log.start_epoch("x")
+        await put(log, record(1, epoch))
+        proxy.fate = fate
+        with pytest.raises(Ambiguous):
+            await put(log, record(2, epoch))
+        assert await other.last_seq() == (2 if stands else 1)
+        assert await other.acked("n1/7") == (2 if stands else 1)
+        # The same client goes on with what the log says.
+        last = await log.last_seq()
+        await put(log, record(last + 1, epoch))
+        assert len(await log.read(after=0, num_max=9)) == last + 1
 
 
-def test_a_send_without_a_reply_is_ambiguous_and_may_be_sent_again(
+async def test_a_send_without_a_reply_is_ambiguous_and_may_be_sent_again(
         server: embedded_server.Server, redis_log: Any) -> None:
-    async def test() -> None:
-        async with proxied(server) as proxy, redis_log(proxy.url) as log:
-            assert await log.last_seq() == 0
-            proxy.fate = "lose replies"
-            with pytest.raises(Ambiguous):
-                await log.send([report(1), report(2)])
+    async with proxied(server) as proxy, redis_log(proxy.url) as log:
+        assert await log.last_seq() == 0
+        proxy.fate = "lose replies"
+        with pytest.raises(Ambiguous):
             await log.send([report(1), report(2)])
-            taken = (await log.take(after="0-0", num_max=9, wait_s=0)).reports
-            assert [r.source_seq for r in taken] == [1, 2, 1, 2]
-
-    run(test())
+        await log.send([report(1), report(2)])
+        taken = (await log.take(after="0-0", num_max=9, wait_s=0)).reports
+        assert [r.source_seq for r in taken] == [1, 2, 1, 2]
 
 
 @pytest.mark.parametrize("fate", ["lose replies", "lose requests"])
-def test_a_repeatable_call_survives_one_lost_reply(
+async def test_a_repeatable_call_survives_one_lost_reply(
         server: embedded_server.Server, redis_log: Any, fate: str) -> None:
-    async def test() -> None:
-        async with proxied(server) as proxy, redis_log(proxy.url) as log:
-            epoch = await log.start_epoch("x")
-            await put(log, record(1, epoch))
-            calls: list[Callable[[], Coroutine[Any, Any, Any]]] = [
-                log.last_seq, log.cursor, log.beats, lambda: log.read(after=0, num_max=5),
-                lambda: log.acked("n1/7"), lambda: log.beat("n1", 7),
-                lambda: log.take(after="0-0", num_max=5, wait_s=0.05),
-                lambda: log.orders("n1", after="0-0", wait_s=0.05),
-                lambda: log.trim_reports(before="0-0"),
-                lambda: log.rebuild_orders([], epoch=epoch)]
-            for call in calls:
-                await call()  # a first connection that fails is simply no server
-                proxy.fate = fate
-                await call()
+    async with proxied(server) as proxy, redis_log(proxy.url) as log:
+        epoch = await log.start_epoch("x")
+        await put(log, record(1, epoch))
+        calls: list[Callable[[], Coroutine[Any, Any, Any]]] = [
+            log.last_seq, log.cursor, log.beats, lambda: log.read(after=0, num_max=5),
+            lambda: log.acked("n1/7"), lambda: log.beat("n1", 7),
+            lambda: log.take(after="0-0", num_max=5, wait_s=0.05),
+            lambda: log.orders("n1", after="0-0", wait_s=0.05),
+            lambda: log.trim_reports(before="0-0"),
+            lambda: log.rebuild_orders([], epoch=epoch)]
+        for call in calls:
+            await call()  # a first connection that fails is simply no server
             proxy.fate = fate
-            assert await log.start_epoch("y") > epoch
-            proxy.fate = "pass"
+            await call()
+        proxy.fate = fate
+        assert await log.start_epoch("y") > epoch
+        proxy.fate = "pass"
 
-    run(test())
 
-
-def test_a_silent_server_is_given_up_in_time(
+async def test_a_silent_server_is_given_up_in_time(
         server: embedded_server.Server, redis_log: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_log_module, "REPLY_S_MAX", 1.0)
     monkeypatch.setattr(redis_log_module, "CONNECT_S_MAX", 1.0)
-
-    async def test() -> None:
-        async with proxied(server) as proxy, redis_log(proxy.url) as log:
-            epoch = await log.start_epoch("x")
-            await log.take(after="0-0", num_max=9, wait_s=0.01)
-            proxy.fate = "silent"
-            start = time.monotonic()
-            with pytest.raises(Unavailable, match="no reply within"):
-                await log.take(after="0-0", num_max=9, wait_s=0.2)
-            assert 1.1 < time.monotonic() - start < TEST_S_MAX / 2
-            with pytest.raises(Unavailable):
-                await log.orders("n1", after="0-0", wait_s=0.2)  # a new connection, no answer
-            proxy.fate = "pass"
-            assert await log.orders("n1", after="0-0", wait_s=0.2) == []
-            assert await log.last_seq() == 0
-            assert epoch == 1
-
-    run(test())
+    async with proxied(server) as proxy, redis_log(proxy.url) as log:
+        epoch = await log.start_epoch("x")
+        await log.take(after="0-0", num_max=9, wait_s=0.01)
+        proxy.fate = "silent"
+        start = time.monotonic()
+        with pytest.raises(Unavailable, match="no reply within"):
+            await log.take(after="0-0", num_max=9, wait_s=0.2)
+        assert 1.1 < time.monotonic() - start < TEST_S_MAX / 2
+        with pytest.raises(Unavailable):
+            await log.orders("n1", after="0-0", wait_s=0.2)  # a new connection, no answer
+        proxy.fate = "pass"
+        assert await log.orders("n1", after="0-0", wait_s=0.2) == []
+        assert await log.last_seq() == 0
+        assert epoch == 1
 
 
-def test_a_blocking_read_outlives_the_default_socket_timeout(redis_log: Any) -> None:
+async def test_a_blocking_read_outlives_the_default_socket_timeout(redis_log: Any) -> None:
     """redis-py's own is 5 s; a read that blocks longer must end with its report."""
-    async def test() -> None:
-        async with redis_log() as log, redis_log() as agent:
-            start = time.monotonic()
-            waiting = asyncio.create_task(log.take(after="0-0", num_max=9, wait_s=30.0))
-            await asyncio.sleep(5.5)
-            await agent.send([report(1)])
-            assert [r.source_seq for r in (await waiting).reports] == [1]
-            assert time.monotonic() - start < 29.0, "the report ended it"
-
-    run(test())
+    async with redis_log() as log, redis_log() as agent:
+        start = time.monotonic()
+        waiting = asyncio.create_task(log.take(after="0-0", num_max=9, wait_s=30.0))
+        await asyncio.sleep(5.5)
+        await agent.send([report(1)])
+        assert [r.source_seq for r in (await waiting).reports] == [1]
+        assert time.monotonic() - start < 29.0, "the report ended it"
 
 
-def test_a_look_at_the_intake_does_not_wait_behind_who_waits_for_it(redis_log: Any) -> None:
+async def test_a_look_at_the_intake_does_not_wait_behind_who_waits_for_it(log: RedisLog) -> None:
     """The leader looks whether all was read before it lets time decide: else a deadline is late."""
-    async def test() -> None:
-        async with redis_log() as log:
-            await log.start_epoch("a")
-            waiting = asyncio.create_task(log.take(after="0-0", num_max=9, wait_s=30.0))
-            await asyncio.sleep(0.2)
-            for _ in range(3):
-                assert (await log.take(after="0-0", num_max=9, wait_s=0.0)).reports == ()
-            assert not waiting.done()
-            await log.send([report(1)])
-            assert len((await waiting).reports) == 1
-
-    run(asyncio.wait_for(test(), 29.0))
+    await log.start_epoch("a")
+    waiting = asyncio.create_task(log.take(after="0-0", num_max=9, wait_s=30.0))
+    await asyncio.sleep(0.2)
+    for _ in range(3):
+        assert (await log.take(after="0-0", num_max=9, wait_s=0.0)).reports == ()
+    assert not waiting.done()
+    await log.send([report(1)])
+    assert len((await waiting).reports) == 1
 
 
-def test_close_ends_a_call_that_blocks(redis_log: Any) -> None:
-    async def test() -> None:
-        async with redis_log() as log:
-            waiting = asyncio.create_task(log.take(after="0-0", num_max=9, wait_s=50.0))
-            await asyncio.sleep(0.2)
-            start = time.monotonic()
-            await log.close()
-            with pytest.raises(Unavailable, match="closed"):
-                await waiting
-            assert time.monotonic() - start < 45.0
-
-    run(test())
+async def test_close_ends_a_call_that_blocks(log: RedisLog) -> None:
+    waiting = asyncio.create_task(log.take(after="0-0", num_max=9, wait_s=50.0))
+    await asyncio.sleep(0.2)
+    start = time.monotonic()
+    await log.close()
+    with pytest.raises(Unavailable, match="closed"):
+        await waiting
+    assert time.monotonic() - start < 45.0
 
 
-def test_no_server_is_unavailable_and_the_password_stays_unsaid() -> None:
+async def test_no_server_is_unavailable_and_the_password_stays_unsaid() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-
-    async def test() -> None:
-        log = RedisLog(f"redis://:hush@127.0.0.1:{port}/0", "c")
-        for call in (log.last_seq(), put(log, record(1, 1)), log.send([report(1)])):
-            with pytest.raises(Unavailable) as told:
-                await call
-            assert str(port) in str(told.value)
-            assert "hush" not in str(told.value)
-        unix = RedisLog("unix:///nowhere/socket", "c")
-        with pytest.raises(Unavailable):
-            await unix.last_seq()
-
-    run(test())
+    log = RedisLog(f"redis://:hush@127.0.0.1:{port}/0", "c")
+    for call in (log.last_seq(), put(log, record(1, 1)), log.send([report(1)])):
+        with pytest.raises(Unavailable) as told:
+            await call
+        assert str(port) in str(told.value)
+        assert "hush" not in str(told.value)
+    unix = RedisLog("unix:///nowhere/socket", "c")
+    with pytest.raises(Unavailable):
+        await unix.last_seq()
 
 
-def test_a_wrong_password_is_the_users_mistake(server: embedded_server.Server) -> None:
-    async def test() -> None:
-        for secret in (":wrong@", ""):
-            with pytest.raises(UsageError) as told:
-                await connect(f"redis://{secret}127.0.0.1:{server.port}/0", "c")
-            assert told.value.hint
-            assert "wrong@" not in str(told.value)
-
-    run(test())
+async def test_a_wrong_password_is_the_users_mistake(server: embedded_server.Server) -> None:
+    for secret in (":wrong@", ""):
+        with pytest.raises(UsageError) as told:
+            await connect(f"redis://{secret}127.0.0.1:{server.port}/0", "c")
+        assert told.value.hint
+        assert "wrong@" not in str(told.value)
 
 
-def test_a_server_that_evicts_is_refused(own_server: embedded_server.Server) -> None:
-    async def test() -> None:
+async def test_a_server_that_evicts_is_refused(own_server: embedded_server.Server) -> None:
+    with capture_logs() as said:
+        await (await connect(own_server.url, "c")).close()
+    assert said == [], "our own server has nothing to warn of"
+    with Redis.from_url(own_server.url) as client:
+        client.config_set("maxmemory-policy", "allkeys-lru")
+        with pytest.raises(UsageError, match="evict"):
+            await connect(own_server.url, "c")
+        client.config_set("maxmemory-policy", "volatile-lru")
+        client.config_set("appendonly", "no")
         with capture_logs() as said:
             await (await connect(own_server.url, "c")).close()
-        assert said == [], "our own server has nothing to warn of"
-        with Redis.from_url(own_server.url) as client:
-            client.config_set("maxmemory-policy", "allkeys-lru")
-            with pytest.raises(UsageError, match="evict"):
-                await connect(own_server.url, "c")
-            client.config_set("maxmemory-policy", "volatile-lru")
-            client.config_set("appendonly", "no")
-            with capture_logs() as said:
-                await (await connect(own_server.url, "c")).close()
-            assert len(said) == 2
-
-    run(test())
+        assert len(said) == 2
 
 
-def test_a_full_server_refuses_without_half_an_append(own_server: embedded_server.Server) -> None:
-    async def test() -> None:
-        log = RedisLog(own_server.url, "c")
-        epoch = await log.start_epoch("x")
-        with Redis.from_url(own_server.url) as client:
-            client.config_set("maxmemory", "1mb")
-            with pytest.raises(Unavailable, match="memory"):
-                await put(log, record(1, epoch), record(2, epoch))
-            client.config_set("maxmemory", "0")
-        assert await log.last_seq() == 0
-        await put(log, record(1, epoch), record(2, epoch))
+async def test_a_full_server_refuses_without_half_an_append(
+        own_server: embedded_server.Server) -> None:
+    log = RedisLog(own_server.url, "c")
+    epoch = await log.start_epoch("x")
+    with Redis.from_url(own_server.url) as client:
+        client.config_set("maxmemory", "1mb")
+        with pytest.raises(Unavailable, match="memory"):
+            await put(log, record(1, epoch), record(2, epoch))
+        client.config_set("maxmemory", "0")
+    assert await log.last_seq() == 0
+    await put(log, record(1, epoch), record(2, epoch))
+    await log.close()
+
+
+async def test_a_unix_socket_with_a_password(
+        own_server: embedded_server.Server, tmp_path: Path) -> None:
+    config = tmp_path / "valkey.conf"
+    own_server.stop()
+    path = f"/tmp/unicron-test-{os.getpid()}.sock"
+    config.write_text(config.read_text() + f"unixsocket {path}\nunixsocketperm 700\n")
+    process = await asyncio.create_subprocess_exec(
+        str(embedded_server.find_binary()), str(config), stdout=asyncio.subprocess.DEVNULL)
+    try:
+        while not Path(path).exists():
+            await asyncio.sleep(0.02)
+        log = await connect(f"unix://:{own_server.password}@{path}", "c")
+        await put(log, record(1, await log.start_epoch("x")))
+        assert await log.last_seq() == 1
         await log.close()
-
-    run(test())
-
-
-def test_a_unix_socket_with_a_password(own_server: embedded_server.Server, tmp_path: Path) -> None:
-    async def test() -> None:
-        config = tmp_path / "valkey.conf"
-        own_server.stop()
-        path = f"/tmp/unicron-test-{os.getpid()}.sock"
-        config.write_text(config.read_text() + f"unixsocket {path}\nunixsocketperm 700\n")
-        process = await asyncio.create_subprocess_exec(
-            str(embedded_server.find_binary()), str(config), stdout=asyncio.subprocess.DEVNULL)
-        try:
-            while not Path(path).exists():
-                await asyncio.sleep(0.02)
-            log = await connect(f"unix://:{own_server.password}@{path}", "c")
-            await put(log, record(1, await log.start_epoch("x")))
-            assert await log.last_seq() == 1
-            await log.close()
-        finally:
-            process.terminate()
-            await process.wait()
-
-    run(test())
+    finally:
+        process.terminate()
+        await process.wait()
 
 
-def test_foreign_entries_are_named_and_foreign_reports_skipped(
-        server: embedded_server.Server, redis_log: Any) -> None:
-    async def test() -> None:
-        async with redis_log() as log:
-            epoch = await log.start_epoch("x")
-            await put(log, *(record(seq, epoch) for seq in range(1, 6)))
-            prefix = f"{{unicron:{redis_log.name}}}:"
-            with Redis.from_url(server.url) as client:
-                await log.send([report(1)])
-                client.xadd(prefix + "reports", {"r": b"\xff nonsense"})
-                await log.send([report(2)])
-                with capture_logs() as said:
-                    batch = await log.take(after="0-0", num_max=9, wait_s=0)
-                assert [r.source_seq for r in batch.reports] == [1, 2]
-                assert len(said) == 1
-                client.xdel(prefix + "log", f"{epoch}-3")
-                with pytest.raises(CorruptLog) as gap:
-                    await log.read(after=0, num_max=99)
-                assert gap.value.seq == 3
-                client.xadd(prefix + "log", {"r": b"nonsense"}, id=f"{epoch}-6")
-                with pytest.raises(CorruptLog) as foreign:
-                    await log.read(after=5, num_max=99)
-                assert foreign.value.seq == 6
-
-    run(test())
+async def test_foreign_entries_are_named_and_foreign_reports_skipped(
+        log: RedisLog, server: embedded_server.Server, redis_log: Any) -> None:
+    epoch = await log.start_epoch("x")
+    await put(log, *(record(seq, epoch) for seq in range(1, 6)))
+    prefix = f"{{unicron:{redis_log.name}}}:"
+    with Redis.from_url(server.url) as client:
+        await log.send([report(1)])
+        client.xadd(prefix + "reports", {"r": b"\xff nonsense"})
+        await log.send([report(2)])
+        with capture_logs() as said:
+            batch = await log.take(after="0-0", num_max=9, wait_s=0)
+        assert [r.source_seq for r in batch.reports] == [1, 2]
+        assert len(said) == 1
+        client.xdel(prefix + "log", f"{epoch}-3")
+        with pytest.raises(CorruptLog) as gap:
+            await log.read(after=0, num_max=99)
+        assert gap.value.seq == 3
+        client.xadd(prefix + "log", {"r": b"nonsense"}, id=f"{epoch}-6")
+        with pytest.raises(CorruptLog) as foreign:
+            await log.read(after=5, num_max=99)
+        assert foreign.value.seq == 6
 
 
-def test_kill_9_of_the_server_loses_no_acknowledged_record(
+async def test_kill_9_of_the_server_loses_no_acknowledged_record(
         own_server: embedded_server.Server, tmp_path: Path) -> None:
     """Five times under load; the client finds the new server by itself, at the same address."""
 
@@ -367,28 +331,25 @@ def test_kill_9_of_the_server_loses_no_acknowledged_record(
                     except (Ambiguous, Unavailable):
                         await asyncio.sleep(0.02)
 
-    async def test() -> None:
-        log, stop, acknowledged = RedisLog(own_server.url, "c"), asyncio.Event(), list[str]()
-        writer = asyncio.create_task(write(log, acknowledged, stop))
-        running = own_server
-        for _ in range(5):
-            before = len(acknowledged)
-            while len(acknowledged) < before + 50:
-                await asyncio.sleep(0.01)
-            os.kill(running.pid, signal.SIGKILL)
-            while running.is_alive:
-                await asyncio.sleep(0.01)
-            running = await asyncio.to_thread(embedded_server.start, tmp_path)
-            assert running.url == own_server.url
-        stop.set()
-        await writer
-        records = await log.read(after=0, num_max=1_000_000)
-        assert [r.seq for r in records] == list(range(1, len(records) + 1))
-        there = [r.body.reason for r in records if isinstance(r.body, reports.NodeLeft)]
-        assert set(acknowledged) <= set(there)
-        assert len(there) % 7 == 0, "an append stands whole or not at all"
-        assert await log.cursor() == f"1-{len(records)}"
-        assert await log.acked("n1/7") == len(records)
-        await log.close()
-
-    run(test())
+    log, stop, acknowledged = RedisLog(own_server.url, "c"), asyncio.Event(), list[str]()
+    writer = asyncio.create_task(write(log, acknowledged, stop))
+    running = own_server
+    for _ in range(5):
+        before = len(acknowledged)
+        while len(acknowledged) < before + 50:
+            await asyncio.sleep(0.01)
+        os.kill(running.pid, signal.SIGKILL)
+        while running.is_alive:
+            await asyncio.sleep(0.01)
+        running = await asyncio.to_thread(embedded_server.start, tmp_path)
+        assert running.url == own_server.url
+    stop.set()
+    await writer
+    records = await log.read(after=0, num_max=1_000_000)
+    assert [r.seq for r in records] == list(range(1, len(records) + 1))
+    there = [r.body.reason for r in records if isinstance(r.body, reports.NodeLeft)]
+    assert set(acknowledged) <= set(there)
+    assert len(there) % 7 == 0, "an append stands whole or not at all"
+    assert await log.cursor() == f"1-{len(records)}"
+    assert await log.acked("n1/7") == len(records)
+    await log.close()

@@ -1,19 +1,54 @@
-"""A job spec that is malformed or can never run is refused with where, what and what to do."""
+"""Job specs, layouts and the support table: what is refused says where, what and what to do."""
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from unicron.cli.commands import doctor
 from unicron.events.errors import SpecError
 from unicron.events.records import codec, reports
 from unicron.events.spec.job import JobSpec, parse
+from unicron.events.spec.model import Axes
+from unicron.events.spec.parallelism import (
+    coordinates,
+    holders,
+    is_plain,
+    num_positions,
+    position_of,
+    replica,
+)
+from unicron.events.spec.support import ROWS
 
 TRAIN: dict[str, Any] = {"iterations": 10, "output": "out"}
+LAYOUTS = [Axes(tp=tp, pp=pp, dp=dp) for tp in (1, 2, 3) for pp in (1, 2, 4) for dp in (1, 2, 3)]
+ROOT = Path(__file__).resolve().parents[2]
+REFUSED_KEYS: dict[str, dict[str, Any]] = {
+    "sequence parallel": {"parallel": {"sequence": [2]}},
+    "context parallel": {"parallel": {"context": [2]}},
+    "expert parallel": {"parallel": {"expert": [2]}},
+    "experts": {"model": {"num_experts": 2}},
+    "overlapped reduction, other layouts": {"overlap": True, "parallel": {"tensor": [2]}},
+    "overlapped parameter gather": {"overlap_param_gather": True},
+    "several instances of the distributed optimizer": {"parallel": {"optimizer": "partial"}},
+    "FSDP": {"parallel": {"optimizer": "fsdp"}},
+    "Transformer Engine": {"model": {"transformer_impl": "transformer_engine"}},
+    "FP8 or FP4": {"precision": "fp8"},
+    "CUDA graphs": {"cuda_graphs": True},
+    "torch.compile": {"compile": True},
+    "registered communication buffers": {"nccl_ub": True},
+    "activation recomputation": {"model": {"recompute": "full"}},
+    "offloading to the CPU": {"offload": True},
+    "gradients summed in 16 bits": {"grad_reduce_in_fp32": False},
+    "an optimizer other than Adam": {"optimizer": {"name": "sgd"}},
+}
+"""For each row that a training task refuses: how a job file would have to ask for it."""
 
 
 def command(**more: Any) -> dict[str, Any]:
@@ -140,7 +175,7 @@ def test_refused_with_path_and_hint(data: Any, path: str) -> None:
     assert "\n" not in str(told.value)
 
 
-def test_a_slip_of_the_pen_is_told_what_was_perhaps_meant() -> None:
+def test_a_misspelt_key_is_corrected_in_the_hint() -> None:
     with pytest.raises(SpecError, match="is not a field") as told:
         parse(model(hiden=64))
     assert told.value.hint == "did you mean hidden?"
@@ -204,7 +239,7 @@ def test_a_hint_names_what_may_stand_there(data: Any, told: str, hint: str) -> N
 
 @pytest.mark.parametrize(("key", "hint"), [
     ("precision", "one of fp32, bf16, fp16"), ("loss", "one of per_token, per_micro_batch")])
-def test_a_word_that_is_none_of_those_there_are_is_told_them(key: str, hint: str) -> None:
+def test_an_unknown_value_is_answered_with_the_known_ones(key: str, hint: str) -> None:
     with pytest.raises(SpecError, match="fp8") as told:
         parse(train(**{key: "fp8"}))
     assert told.value.hint == hint
@@ -266,10 +301,72 @@ VALUES: st.SearchStrategy[Any] = st.recursive(
 @settings(max_examples=300, deadline=None)
 @given(st.dictionaries(KEYS | st.text(max_size=2), VALUES, max_size=5))
 def test_whatever_is_given_is_a_spec_or_refused_and_a_spec_can_be_written(data: Any) -> None:
-    """Also the end of every spec: it must go into the log."""
     try:
         spec = parse({"apiVersion": "unicron/v1", "name": "a", **data})
     except SpecError:
         return
     assert isinstance(spec, JobSpec)
     codec.encode_body(reports.TaskSubmitted(spec=spec))
+
+
+# --- positions in a layout -----------------------------------------------------------------------
+@pytest.mark.parametrize("axes", LAYOUTS, ids=lambda axes: f"tp{axes.tp}pp{axes.pp}dp{axes.dp}")
+def test_every_place_has_coordinates_of_its_own(axes: Axes) -> None:
+    found = [coordinates(axes, place) for place in range(num_positions(axes))]
+    assert [position_of(axes, at) for at in found] == list(range(num_positions(axes)))
+    assert len(set(found)) == axes.tp * axes.pp * axes.dp
+    assert is_plain(axes) == (num_positions(axes) == axes.dp)
+
+
+@pytest.mark.parametrize("axes", LAYOUTS, ids=lambda axes: f"tp{axes.tp}pp{axes.pp}dp{axes.dp}")
+def test_replicas_part_the_places_and_so_do_holders(axes: Axes) -> None:
+    everybody = list(range(num_positions(axes)))
+    replicas = [replica(axes, dp) for dp in range(axes.dp)]
+    assert sorted(place for members in replicas for place in members) == everybody
+    parts = [holders(axes, tp, pp) for tp in range(axes.tp) for pp in range(axes.pp)]
+    assert sorted(place for members in parts for place in members) == everybody
+    assert all(len(set(members) & set(part)) == 1 for members in replicas for part in parts)
+
+
+def test_the_order_is_megatrons() -> None:
+    axes = Axes(tp=2, pp=2, dp=2)  # Megatron's own docstring of initialize_model_parallel
+    assert [replica(axes, dp) for dp in range(2)] == [(0, 1, 4, 5), (2, 3, 6, 7)]
+    assert holders(axes, 0, 0) == (0, 2)
+
+
+def test_beside_the_layout_there_are_no_coordinates() -> None:
+    with pytest.raises(AssertionError, match="not a position"):
+        coordinates(Axes(tp=2), 2)
+
+
+# --- the support table ---------------------------------------------------------------------------
+def _spec(train: dict[str, Any]) -> dict[str, Any]:
+    return {"apiVersion": "unicron/v1", "name": "t", "slots": {"min": 2, "max": 2},
+            "train": {"iterations": 1, "output": "/tmp/t"} | train}
+
+
+def test_each_row_says_why_and_what_is_shown_is_a_test() -> None:
+    assert len({row.what for row in ROWS}) == len(ROWS)
+    for answer in (answer for row in ROWS for answer in (row.train, row.loop)):
+        assert answer.why
+        assert not answer.shown or (ROOT / answer.shown).is_file()
+        assert not answer.shown or answer.grade != "refused"
+        assert answer.in_words.startswith(answer.grade)
+
+
+def test_what_a_training_task_refuses_is_refused() -> None:
+    assert list(REFUSED_KEYS) == [row.what for row in ROWS if row.train.grade == "refused"]
+    parse(_spec({}))
+    for what, train in REFUSED_KEYS.items():
+        with pytest.raises(SpecError):
+            pytest.fail(f"{what}: {parse(_spec(train))} is taken")
+
+
+def test_doctor_prints_the_table_with_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.print_support(as_json=False) == 0
+    told = capsys.readouterr().out
+    assert all(row.what in told and row.loop.why in told for row in ROWS)
+    assert doctor.print_support(as_json=True) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["what"] for row in rows] == [row.what for row in ROWS]
+    assert {row["loop"]["grade"] for row in rows} == {"exact", "restart", "refused"}

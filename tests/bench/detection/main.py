@@ -7,7 +7,6 @@ docs/guides/bench-detection.md says what is measured, and how.
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import signal
 import tempfile
@@ -15,18 +14,19 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench.detection import faults, network, overhead
+from bench.detection import faults, network
 from bench.detection.faults import CASES, NotStruck, Trial
 from bench.detection.torchrun import Torchrun
 from bench.detection.unicron import Watched
 from bench.recovery.main import interrupt, words
-from bench.recovery.rows import Row, row, table, write
+from bench.recovery.overhead import UnicronSide, compared, in_turn
+from bench.recovery.rows import Row, finish, row
 from bench.recovery.trial import NotStarted
 from bench.recovery.unicron import Unicron
 
 ROOT = Path(__file__).resolve().parents[3]
 SYSTEMS = ("unicron", "torchrun")
-OVERHEAD = "overhead"
+OVERHEAD, OFF = "overhead", "unwatched"
 PAPER_S = {"rank_killed": 1.8, "exception": 0.3, "agent_killed": 5.6}
 """The paper's detection times (rank_killed: as remembered), on other machines."""
 GOALS_S = {"rank_killed": 0.1, "exception": 0.1, "agent_killed": 2.0}
@@ -56,20 +56,14 @@ def main() -> None:
     try:
         for case in (case for case in CASES if case in asked.cases):
             rows += rows_of(case, {name: _trials(folder, name, case, asked.n, say)
-                                 for name in asked.systems})
+                                   for name in asked.systems})
         if OVERHEAD in asked.cases:
-            rows += overhead.measure(folder / OVERHEAD, asked.pairs, say)
+            rows += _overhead(folder / OVERHEAD, asked.pairs, say)
     except KeyboardInterrupt:
         say("interrupted: what was measured by then is told below")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        write(rows, asked.out, {
-            "cores": os.cpu_count(), "load_1min": os.getloadavg()[0],
-            "took_s": round(time.monotonic() - began_s), "paper_s": PAPER_S})
-        print("\n" + table(rows))
-        for line in held_to(rows):
-            print(line)
-        print(f"{len(rows)} rows in {asked.out}", flush=True)
+        finish(rows, asked.out, began_s, held_to(rows), paper_s=PAPER_S)
 
 
 def _trials(folder: Path, name: str, case: str, num: int, say: Say) -> list[Trial]:
@@ -94,6 +88,13 @@ def _trials(folder: Path, name: str, case: str, num: int, say: Say) -> list[Tria
         finally:
             system.stop()
     return found
+
+
+def _overhead(folder: Path, num_pairs: int, say: Say) -> list[Row]:
+    """The iteration with all detection over that with none; both train at once, in turn."""
+    sides = [UnicronSide(folder / OFF, 0, OFF, watches=False), UnicronSide(folder / "unicron", 0)]
+    blocks = in_turn(sides, num_pairs, say)
+    return compared(OVERHEAD, OFF, [(one[OFF], one["unicron"]) for one in blocks], num_pairs)
 
 
 def rows_of(case: str, told: dict[str, list[Trial]]) -> list[Row]:

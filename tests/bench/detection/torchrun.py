@@ -74,8 +74,7 @@ class Torchrun(Peer):
             return faults.inside(self.watch.folder, 1, VICTIM_NUM, case)
         self.watch.look()
         if case != "agent_killed":
-            pid = next(line["pid"] for line in self.watch.lines[::-1]
-                       if line["rank"] == VICTIM_NUM)
+            pid = next(line["pid"] for line in self.watch.lines[::-1] if line["rank"] == VICTIM_NUM)
             return faults.by_signal(pid, case)
         launcher = self.processes["torchrun-1"].pid
         lost = [launcher, *(proc.pid for proc in linux.descendants({launcher}, linux.table()))]

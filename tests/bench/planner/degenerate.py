@@ -22,7 +22,7 @@ def main() -> None:
         choice = planner.choose_plan(asked)
         chosen_s = time.perf_counter()
         others = explain.with_distances(asked, choice.alternatives,
-                                objective_flop(asked, choice.plan.slots))
+                                        objective_flop(asked, choice.plan.slots))
         most = {wish.task: wish.sizes[-1] for wish in asked.demands}
         explain.why(asked, choice, others, explain.binding_constraint(asked, choice, most)[0])
         planner.ideal_waf(asked.demands, num_gpus)

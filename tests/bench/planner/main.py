@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import time
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.planner import solvers as environment
-from bench.recovery.rows import Row, row, table, write
+from bench.recovery.rows import Row, finish, row
 
 ROOT = Path(__file__).resolve().parents[3]
 CASES = ("6x128", "100x4096", "1000x100000")
@@ -56,13 +55,7 @@ def main() -> None:
             rows += rows_of(case, told, asked.limit)
     except KeyboardInterrupt:
         sys.exit("interrupted")
-    write(rows, asked.out, {
-        "versions": environment.versions(), "cores": os.cpu_count(), "rounds": asked.n,
-        "took_s": round(time.monotonic() - began_s), "load_1min": os.getloadavg()[0]})
-    print("\n" + table(rows))
-    for line in held_to(rows):
-        print(line)
-    print(f"{len(rows)} rows in {asked.out}; took {time.monotonic() - began_s:.0f} s", flush=True)
+    finish(rows, asked.out, began_s, held_to(rows), versions=environment.versions(), rounds=asked.n)
 
 
 def measured(case: str, systems: Sequence[str], num: int, limit_s: float) -> dict[str, list[Told]]:

@@ -14,7 +14,6 @@ from bench.recovery.unicron import NUM_AGENTS, Unicron
 
 RANKS = (2, 3, 4)
 TRIALS_NUM = {"1M": 3, "10M": 3, "100M": 1}
-READY_S_MAX = 60.0
 WARM_NUM = 2
 Say = Callable[[str], None]
 

@@ -97,8 +97,7 @@ def _rows_of(folder: Path, case: str, name: str, kind: Kind, twin: list[float], 
 
 
 def _struck(made: Unicron, case: str, kind: Kind, twin: list[float]) -> Struck:
-    trial = strike(made, case, twin, stays=True, victim=VICTIM_NUM,
-                   num_replicas=kind.num_replicas)
+    trial = strike(made, case, twin, stays=True, victim=VICTIM_NUM, num_replicas=kind.num_replicas)
     if trial.step is None:
         return Struck(trial, [], ())
     healed = trial.step["generation"]

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
-from bench.recovery.rows import Row, ratio, table, write
+from bench.recovery.rows import Row, finish, ratio
 
 ROOT = Path(__file__).resolve().parents[3]
 SYSTEMS = ("unicron", "torchrun", "torchrun_workaround", "torchft_stable", "torchft_fast", "nvrx")
@@ -79,13 +79,7 @@ def _measure(asked: argparse.Namespace) -> None:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         rows += layouts.reshaped(rows)
-        about = {"versions": environment.versions(), "cores": os.cpu_count(),
-                 "took_s": round(time.monotonic() - began_s), "load_1min": os.getloadavg()[0]}
-        write(rows, asked.out, about)
-        print("\n" + table(rows))
-        for line in _held_to(rows):
-            print(line)
-        print(f"{len(rows)} rows in {asked.out}; took {about['took_s']} s", flush=True)
+        finish(rows, asked.out, began_s, _held_to(rows), versions=environment.versions())
 
 
 def _all(folder: Path, asked: argparse.Namespace, began_s: float) -> Iterator[list[Row]]:
@@ -147,8 +141,7 @@ def _held_to(rows: Sequence[Row]) -> list[str]:
     for case, name in (("tp2dp2_sigkill", "unicron"), ("pp2dp2_sigkill", "unicron"),
                        ("zero1_sigkill", "unicron_mirrored"), ("zero1_sigkill", "unicron_sharded")):
         goal(f"{case} {name} fault_to_step_s", found.get((case, name, "fault_to_step_s")), 0.6)
-        goal(f"{case} {name} loss_equal", found.get((case, name, "loss_equal")), 1.0,
-             at_least=True)
+        goal(f"{case} {name} loss_equal", found.get((case, name, "loss_equal")), 1.0, at_least=True)
         if name != "unicron_sharded":  # it has nowhere to take the lost shard from but a copy
             goal(f"{case} {name} iterations_lost", found.get((case, name, "iterations_lost")), 0.0)
     for case, most in (("overhead", 1.01), ("overhead_copies", 1.03)):

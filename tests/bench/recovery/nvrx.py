@@ -40,8 +40,7 @@ def main(call_wrapper: inprocess.CallWrapper = None) -> None:
     place, num_members = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore("127.0.0.1", PORT + 2 + call_wrapper.iteration, world_size=num_members,
                           is_master=place == 0, multi_tenant=True, wait_for_workers=True)
-    dist.init_process_group("gloo", store=store, rank=place, world_size=num_members,
-                            timeout=BUILD)
+    dist.init_process_group("gloo", store=store, rank=place, world_size=num_members, timeout=BUILD)
     groups.forget()
     loop.iteration = 0
     loop.build()

@@ -16,13 +16,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
-import msgspec
 from bench.recovery.job import Parallel
 from bench.recovery.peers import Bare
 from bench.recovery.rows import Row, interval, row
 from bench.recovery.trial import START_S_MAX, NotStarted
 from bench.recovery.unicron import Unicron
-from unicron.events.spec.job import Train
 from unicron.workers.host import linux
 
 SPARE_NUM = 2
@@ -34,7 +32,6 @@ STANDS_S = 3600.0
 """No stop of a block may look like a fault."""
 COPY_EVERY_NUM = 10
 """As a job spec has it that says nothing."""
-COPIES = "copy_every"
 WARM_NUM = 8
 Say = Callable[[str], None]
 
@@ -85,8 +82,8 @@ class UnicronSide:
         self.name = name
         self._made = Unicron(
             folder, traced=False, copy_every=copy_every, watches=watches, parallel=parallel,
-            policy={name: STANDS_S for name in ("silence_s_max", "stopped_s_max", "suspect_s_max",
-                                                "hang_s_min") if has_limit(name)})
+            policy=dict.fromkeys(("silence_s_max", "stopped_s_max", "suspect_s_max", "hang_s_min"),
+                                 STANDS_S))
 
     def start(self) -> None:
         self._made.start()
@@ -107,28 +104,17 @@ class UnicronSide:
                 for record in self._made.all("TaskProgressed")]
 
 
-def has_limit(name: str) -> bool:
-    """Whether the policy of this version knows it."""
-    from unicron.events.spec.policy import Policy
-
-    return name in Policy.__struct_fields__
-
-
-def has_copies() -> bool:
-    """Whether this version copies a rank's state to a peer's memory."""
-    return COPIES in {field.name for field in msgspec.structs.fields(Train)}
-
-
 def measure(folder: Path, cases: Sequence[str], num_pairs: int, say: Say) -> list[Row]:
     """The rows of `overhead`, and of `overhead_copies` if asked for."""
-    off = 0 if has_copies() else None
     sides: list[Side] = [BareSide(folder / "bare")]
     if "overhead" in cases:
-        sides.append(UnicronSide(folder / "overhead", off))
-    if "overhead_copies" in cases and has_copies():
+        sides.append(UnicronSide(folder / "overhead", 0))
+    if "overhead_copies" in cases:
         sides.append(UnicronSide(folder / "copies", COPY_EVERY_NUM, "unicron_copies"))
     blocks = in_turn(sides, num_pairs, say)
-    return _rows(blocks, cases, [side.name for side in sides], num_pairs)
+    return [one for case, name in (("overhead", "unicron"), ("overhead_copies", "unicron_copies"))
+            if case in cases for one in compared(
+                case, "bare", [(block["bare"], block[name]) for block in blocks], num_pairs)]
 
 
 def in_turn(sides: Sequence[Side], num_pairs: int, say: Say) -> list[dict[str, float | None]]:
@@ -160,20 +146,6 @@ def in_turn(sides: Sequence[Side], num_pairs: int, say: Say) -> list[dict[str, f
             go_on(side)
             side.stop()
     return [{name: mean_s(steps[name], *span) for name, span in one.items()} for one in spans]
-
-
-def _rows(blocks: Sequence[dict[str, float | None]], cases: Sequence[str],
-          there: Sequence[str], num_pairs: int) -> list[Row]:
-    rows: list[Row] = []
-    for case, name in (("overhead", "unicron"), ("overhead_copies", "unicron_copies")):
-        if case not in cases:
-            continue
-        if name not in there:
-            rows.append(Row(case, "unicron", "iteration_ratio", None, "ratio", 0,
-                            f"train.{COPIES} is not in this version"))
-            continue
-        rows += compared(case, "bare", [(one["bare"], one[name]) for one in blocks], num_pairs)
-    return rows
 
 
 def compared(case: str, other: str, pairs: Sequence[tuple[float | None, float | None]],

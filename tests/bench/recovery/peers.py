@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -169,7 +168,3 @@ class Nvrx(Peer):
 KINDS: dict[str, type[Peer]] = {
     "bare": Bare, "torchrun": Torchrun, "torchrun_workaround": Torchrun,
     "torchft_stable": Torchft, "torchft_fast": Torchft, "nvrx": Nvrx}
-
-
-if __name__ == "__main__":
-    sys.exit("start bench.recovery.main")

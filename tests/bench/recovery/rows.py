@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import time
 from collections.abc import Sequence
@@ -102,6 +103,18 @@ def write(rows: Sequence[Row], file: Path, about: dict[str, Any]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps([one._asdict() for one in rows], indent=1) + "\n")
     stamp(file, about)
+
+
+def finish(rows: Sequence[Row], file: Path, began_s: float, lines: Sequence[str], **about: object
+           ) -> None:
+    """Write the rows, and what they were measured on; print their table, and these lines."""
+    took_s = round(time.monotonic() - began_s)
+    write(rows, file, {"cores": os.cpu_count(), "load_1min": os.getloadavg()[0],
+                       "took_s": took_s, **about})
+    print("\n" + table(rows))
+    for line in lines:
+        print(line)
+    print(f"{len(rows)} rows in {file}; took {took_s} s", flush=True)
 
 
 def stamp(file: Path, about: dict[str, Any] | None = None) -> None:

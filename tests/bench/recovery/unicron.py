@@ -35,7 +35,7 @@ class Unicron:
         self.folder, self.num_ranks = folder, num_ranks
         self.watch = eyes.Watch(folder / TRACE_DIR)
         self.spec = spec("bench", folder / "out", num_ranks=num_ranks, size=size,
-                          copy_every=copy_every, parallel=parallel)
+                         copy_every=copy_every, parallel=parallel)
         self._by_exec = by_exec
         self.state = StateDir(folder / "state")
         self.state.create()
@@ -108,7 +108,7 @@ class Unicron:
         order, = self.all("Reconfigure", task=self.task, generation=step["generation"])
         axes = order["body"]["axes"] or {"tp": 1, "pp": 1}
         parts = sorted(item for record in told for item in (*record["body"]["kept"],
-                                                             *record["body"]["todo"]))
+                                                            *record["body"]["todo"]))
         train = self.spec["train"]
         # All members of a replica tell the same.
         return parts == [item for item in range(train["batch"]["global"] // train["batch"]["micro"])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import time
@@ -17,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from bench.recovery.rows import Row, row, table, write
+from bench.recovery.rows import Row, finish, row
 from bench.simulator.cluster import CASES, POLICIES, scenario
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -45,13 +44,7 @@ def main() -> None:
             rows += measured(case, asked.systems, asked.n, ROOT / "build" / "bench-sim")
     except KeyboardInterrupt:
         sys.exit("interrupted")
-    write(rows, asked.out, {
-        "cores": os.cpu_count(), "rounds": asked.n, "load_1min": os.getloadavg()[0],
-        "took_s": round(time.monotonic() - began_s)})
-    print("\n" + table(rows))
-    for line in (*growth(rows), *held_to(rows)):
-        print(line)
-    print(f"{len(rows)} rows in {asked.out}; took {time.monotonic() - began_s:.0f} s", flush=True)
+    finish(rows, asked.out, began_s, [*growth(rows), *held_to(rows)], rounds=asked.n)
 
 
 def measured(case: str, systems: Sequence[str], num: int, folder: Path) -> list[Row]:
@@ -60,9 +53,8 @@ def measured(case: str, systems: Sequence[str], num: int, folder: Path) -> list[
     whole: list[float] = []
     for _ in range(num):
         for system in systems:
-            one = json.loads(
-                _ran(sys.executable, "-P", "-m", "bench.simulator.trial", case, system)
-            )
+            one = json.loads(_ran(sys.executable, "-P", "-m", "bench.simulator.trial", case,
+                                  system))
             told[system].append(one)
             print(f"{case:>7} GPUs  {system:<9} {one['events']} events in {one['cpu_s']:.2f} s, "
                   f"{one['events_per_s']:.0f} a second, {one['peak_mib']:.0f} MiB", flush=True)

@@ -20,7 +20,7 @@ def main(case: str, policy: str) -> None:
     assert not isinstance(told.trace, str)
     told = scenarios.with_nodes(told, ())
     happenings = generator.draw(told.trace.drawn, told.cluster.names, told.cluster.slots,
-                            told.horizon_s)
+                                told.horizon_s)
     chosen = scenarios.policy(told, policy)
     ground = scenarios.run_input(told, chosen, happenings)
     began_s = time.process_time()

@@ -1,13 +1,17 @@
-"""The agent as a process of its own, with a private server: killed, cut off, stopped, refused."""
+"""The agent's process: killed, cut off, refused; faults on purpose; stopped for a while."""
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import os
 import signal
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 
 import pytest
 from agent_driver import (
@@ -15,181 +19,414 @@ from agent_driver import (
     LIMIT_S,
     TOKEN,
     WAITS,
+    LocalNode,
+    PlaneStub,
     alive,
     ended,
     plane,
+    python,
     until,
     until_gone,
     until_text,
 )
 from unicron.events.errors import UsageError
 from unicron.events.log import embedded_server
-from unicron.events.records.reports import NodeJoined, NodeLeft, RankExited, RankStarted
-from unicron.events.records.types import Labels
+from unicron.events.records.orders import InjectFault
+from unicron.events.records.reports import (
+    NodeJoined,
+    NodeLeft,
+    OrderRefused,
+    RankContinued,
+    RankExited,
+    RankStarted,
+    RankSuspended,
+)
+from unicron.events.records.types import FaultKind, Labels
+from unicron.workers.agent.agent import LOOK_S
 from unicron.workers.agent.delivery.join import join
+from unicron.workers.agent.delivery.log_link import CALL_S_MAX
+from unicron.workers.host import linux
+
+SLEEP = "import time; time.sleep(120)"
+POLITE = ("import signal, sys\nsignal.signal(15, lambda *a: sys.exit(7))\nprint('up', flush=True)\n"
+          + SLEEP)
 
 
-def test_ranks_die_with_their_agent_and_its_successor_clears_up(
-        own_server: embedded_server.Server, tmp_path: Path) -> None:
-    async def test() -> None:
-        async with plane(own_server.url, tmp_path / "state") as one:
-            first = one.agent()
-            await one.wait(NodeJoined)
-            note = tmp_path / "child"
-            await one.start(CHILD_OF_ITS_OWN, str(note))
-            (started,) = await one.wait(RankStarted)
-            child = int(await until_text(note))
-            first.kill()
-            await ended(first)
-            await until_gone(started.pid)
-            second = one.agent()
-            old, new = await one.wait(NodeJoined, 2)
-            assert new.incarnation > old.incarnation
-            assert not alive(child)
-            await one.start("pass", attempt=2)  # the old StartRank is read again, not obeyed
-            await one.wait(RankExited)
-            assert [s.attempt for s in one.all(RankStarted)] == [1, 2]
-            second.terminate()
-            assert await ended(second) == 0, one.said()
-
-    asyncio.run(asyncio.wait_for(test(), 3 * LIMIT_S))
+async def test_ranks_die_with_their_agent_and_its_successor_clears_up(
+        plane: PlaneStub, tmp_path: Path) -> None:
+    first = plane.agent()
+    await plane.wait(NodeJoined)
+    note = tmp_path / "child"
+    await plane.start(CHILD_OF_ITS_OWN, str(note))
+    (started,) = await plane.wait(RankStarted)
+    child = int(await until_text(note))
+    first.kill()
+    await ended(first)
+    await until_gone(started.pid)
+    second = plane.agent()
+    old, new = await plane.wait(NodeJoined, 2)
+    assert new.incarnation > old.incarnation
+    assert not alive(child)
+    await plane.start("pass", attempt=2)  # the old StartRank is read again, not obeyed
+    await plane.wait(RankExited)
+    assert [s.attempt for s in plane.all(RankStarted)] == [1, 2]
+    second.terminate()
+    assert await ended(second) == 0, plane.said()
 
 
-def test_a_server_killed_and_started_again_loses_and_doubles_nothing(
-        own_server: embedded_server.Server, tmp_path: Path) -> None:
+async def test_a_server_killed_and_started_again_loses_and_doubles_nothing(
+        plane: PlaneStub, own_server: embedded_server.Server, tmp_path: Path) -> None:
     """Ranks go on meanwhile; what they did is told afterwards, once, in order."""
-    async def test() -> None:
-        server = own_server
-        async with plane(server.url, tmp_path / "state") as one:
-            agent = one.agent()
-            await one.wait(NodeJoined)
-            for number in range(2):
-                await one.start(WAITS, str(tmp_path / f"go-{number}"), rank=number)
-            await one.wait(RankStarted, 2)
-            for number in range(2):
-                os.kill(server.pid, signal.SIGKILL)
-                await until_gone(server.pid)
-                (tmp_path / f"go-{number}").touch()
-                pid = one.all(RankStarted)[number].pid
-                await until_gone(pid)
-                await asyncio.sleep(0.3)
-                assert agent.poll() is None
-                server = embedded_server.start(tmp_path / "server")
-                assert server.url == own_server.url
-                exits = await one.wait(RankExited, number + 1)
-                assert [e.exit_code for e in exits] == [0] * (number + 1)
-            agent.terminate()
-            assert await ended(agent) == 0, one.said()
-            await one.wait(NodeLeft)
-            logged = await one.log.read(after=0, num_max=1000)
-            numbers = [r.source_seq for r in logged if r.source != "heart"]
-            assert numbers == list(range(1, len(numbers) + 1))
-            assert one.kinds() == ["NodeJoined", "RankStarted", "RankStarted", "RankExited",
-                                   "RankExited", "NodeLeft"]
-            assert one.said().count("the log is unreachable") == 2, one.said()
-
-    asyncio.run(asyncio.wait_for(test(), 3 * LIMIT_S))
+    server = own_server
+    agent = plane.agent()
+    await plane.wait(NodeJoined)
+    for number in range(2):
+        await plane.start(WAITS, str(tmp_path / f"go-{number}"), rank=number)
+    await plane.wait(RankStarted, 2)
+    for number in range(2):
+        os.kill(server.pid, signal.SIGKILL)
+        await until_gone(server.pid)
+        (tmp_path / f"go-{number}").touch()
+        pid = plane.all(RankStarted)[number].pid
+        await until_gone(pid)
+        await asyncio.sleep(0.3)
+        assert agent.poll() is None
+        server = embedded_server.start(tmp_path / "server")
+        assert server.url == own_server.url
+        exits = await plane.wait(RankExited, number + 1)
+        assert [e.exit_code for e in exits] == [0] * (number + 1)
+    agent.terminate()
+    assert await ended(agent) == 0, plane.said()
+    await plane.wait(NodeLeft)
+    logged = await plane.log.read(after=0, num_max=1000)
+    numbers = [r.source_seq for r in logged if r.source != "heart"]
+    assert numbers == list(range(1, len(numbers) + 1))
+    assert plane.kinds() == ["NodeJoined", "RankStarted", "RankStarted", "RankExited",
+                           "RankExited", "NodeLeft"]
+    assert plane.said().count("the log is unreachable") == 2, plane.said()
 
 
-def test_what_a_killed_agent_had_not_delivered_its_successor_does(
-        own_server: embedded_server.Server, tmp_path: Path) -> None:
-    async def test() -> None:
-        async with plane(own_server.url, tmp_path / "state") as one:
-            first = one.agent()
-            await one.wait(NodeJoined)
-            await one.start(WAITS, str(tmp_path / "go"))
-            (started,) = await one.wait(RankStarted)
-            os.kill(own_server.pid, signal.SIGKILL)
-            await until_gone(own_server.pid)
-            (tmp_path / "go").touch()
-            await until(lambda: not Path(f"/proc/{started.pid}").exists() or None)
-            await asyncio.sleep(0.2)
-            first.kill()
-            await ended(first)
-            second = one.agent()
-            embedded_server.start(tmp_path / "server")
-            await one.wait(NodeJoined, 2)
-            assert one.kinds() == ["NodeJoined", "RankStarted", "RankExited", "NodeJoined"]
-            sources = [r.source for r in one.leader.records if r.source != "heart"]
-            assert sources[0] == sources[1] == sources[2] != sources[3]
-            await until(lambda: len(list((one.state_dir / "agents").glob("*.spool"))) == 1 or None)
-            second.terminate()
-            assert await ended(second) == 0, one.said()
-            assert list((one.state_dir / "agents").glob("*.spool")) == []
-
-    asyncio.run(asyncio.wait_for(test(), 3 * LIMIT_S))
+async def test_what_a_killed_agent_had_not_delivered_its_successor_does(
+        plane: PlaneStub, own_server: embedded_server.Server, tmp_path: Path) -> None:
+    first = plane.agent()
+    await plane.wait(NodeJoined)
+    await plane.start(WAITS, str(tmp_path / "go"))
+    (started,) = await plane.wait(RankStarted)
+    os.kill(own_server.pid, signal.SIGKILL)
+    await until_gone(own_server.pid)
+    (tmp_path / "go").touch()
+    await until(lambda: not Path(f"/proc/{started.pid}").exists() or None)
+    await asyncio.sleep(0.2)
+    first.kill()
+    await ended(first)
+    second = plane.agent()
+    embedded_server.start(tmp_path / "server")
+    await plane.wait(NodeJoined, 2)
+    assert plane.kinds() == ["NodeJoined", "RankStarted", "RankExited", "NodeJoined"]
+    sources = [r.source for r in plane.leader.records if r.source != "heart"]
+    assert sources[0] == sources[1] == sources[2] != sources[3]
+    await until(lambda: len(list((plane.state_dir / "agents").glob("*.spool"))) == 1 or None)
+    second.terminate()
+    assert await ended(second) == 0, plane.said()
+    assert list((plane.state_dir / "agents").glob("*.spool")) == []
 
 
-def test_a_second_signal_ends_at_once(server: embedded_server.Server, tmp_path: Path) -> None:
+async def test_a_second_signal_ends_at_once(plane: PlaneStub) -> None:
     deaf = "import signal, time\nsignal.signal(15, signal.SIG_IGN)\nprint('up')\ntime.sleep(60)"
-
-    async def test() -> None:
-        async with plane(server.url, tmp_path / "state") as one:
-            agent = one.agent()
-            await one.wait(NodeJoined)
-            await one.start(deaf)
-            (started,) = await one.wait(RankStarted)
-            await until_text(started.log_path)
-            agent.terminate()
-            await asyncio.sleep(0.2)
-            assert agent.poll() is None
-            assert alive(started.pid)
-            agent.terminate()
-            assert await ended(agent) == 1, one.said()
-            await until_gone(started.pid)
-            assert len(one.all(NodeLeft)) == 1
-
-    asyncio.run(asyncio.wait_for(test(), 3 * LIMIT_S))
+    agent = plane.agent()
+    await plane.wait(NodeJoined)
+    await plane.start(deaf)
+    (started,) = await plane.wait(RankStarted)
+    await until_text(started.log_path)
+    agent.terminate()
+    await asyncio.sleep(0.2)
+    assert agent.poll() is None
+    assert alive(started.pid)
+    agent.terminate()
+    assert await ended(agent) == 1, plane.said()
+    await until_gone(started.pid)
+    assert len(plane.all(NodeLeft)) == 1
 
 
-def test_another_log_under_the_same_address_ends_the_agent(
-        own_server: embedded_server.Server, tmp_path: Path) -> None:
+async def test_another_log_under_the_same_address_ends_the_agent(
+        plane: PlaneStub, own_server: embedded_server.Server, tmp_path: Path) -> None:
     """Its ranks would be led by nobody; as a new incarnation it is welcome."""
-    async def test() -> None:
-        async with plane(own_server.url, tmp_path / "state") as one:
-            agent = one.agent()
-            await one.wait(NodeJoined)
-            await one.start("import time; time.sleep(60)")
-            (started,) = await one.wait(RankStarted)
-            own_server.stop(grace_s=1.0)
-            for path in (tmp_path / "server").glob("appendonlydir/*"):
-                path.unlink()
-            embedded_server.start(tmp_path / "server")
-            assert await ended(agent) == 1, one.said()
-            await until_gone(started.pid)
-            assert "replaced by another one" in one.said()
-
-    asyncio.run(asyncio.wait_for(test(), 3 * LIMIT_S))
+    agent = plane.agent()
+    await plane.wait(NodeJoined)
+    await plane.start("import time; time.sleep(60)")
+    (started,) = await plane.wait(RankStarted)
+    own_server.stop(grace_s=1.0)
+    for path in (tmp_path / "server").glob("appendonlydir/*"):
+        path.unlink()
+    embedded_server.start(tmp_path / "server")
+    assert await ended(agent) == 1, plane.said()
+    await until_gone(started.pid)
+    assert "replaced by another one" in plane.said()
 
 
-def test_refusals_are_one_line(server: embedded_server.Server, tmp_path: Path) -> None:
-    async def test() -> None:
-        async with plane(server.url, tmp_path / "state") as one:
-            wrong = one.agent(token="wrong")
-            assert await ended(wrong) == 1
-            assert "does not accept the token" in one.said()
-            first = one.agent()
-            await one.wait(NodeJoined)
-            note = json.loads((one.state_dir / "agents" / "n1.json").read_text())
-            assert note["pid"] == first.pid
-            assert note["start_time"] == embedded_server.start_time(first.pid)
-            second = one.agent()
-            assert await ended(second) == 1
-            assert "already runs" in one.said()
-            first.terminate()
-            assert await ended(first) == 0
-            assert not (one.state_dir / "agents" / "n1.json").exists()
-        assert "Traceback" not in one.said()
-
-    asyncio.run(asyncio.wait_for(test(), 3 * LIMIT_S))
+async def test_refusals_are_one_line(server: embedded_server.Server, tmp_path: Path) -> None:
+    async with plane(server.url, tmp_path / "state") as one:
+        wrong = one.agent(token="wrong")
+        assert await ended(wrong) == 1
+        assert "does not accept the token" in one.said()
+        first = one.agent()
+        await one.wait(NodeJoined)
+        note = json.loads((one.state_dir / "agents" / "n1.json").read_text())
+        assert note["pid"] == first.pid
+        assert note["start_time"] == embedded_server.start_time(first.pid)
+        second = one.agent()
+        assert await ended(second) == 1
+        assert "already runs" in one.said()
+        first.terminate()
+        assert await ended(first) == 0
+        assert not (one.state_dir / "agents" / "n1.json").exists()
+    assert "Traceback" not in one.said()
 
 
-def test_an_unreachable_control_plane_is_tried_and_then_named() -> None:
-    async def test() -> None:
-        began = time.monotonic()
-        with pytest.raises(UsageError, match=r"cannot join http://127\.0\.0\.1:9"):
-            await join("http://127.0.0.1:9", TOKEN, node="n1", host="h", incarnation=1,
-                       labels=Labels(), s_max=0.5)
-        assert 0.1 < time.monotonic() - began < LIMIT_S
+async def test_an_unreachable_control_plane_is_tried_and_then_named() -> None:
+    began = time.monotonic()
+    with pytest.raises(UsageError, match=r"cannot join http://127\.0\.0\.1:9"):
+        await join("http://127.0.0.1:9", TOKEN, node="n1", host="h", incarnation=1,
+                   labels=Labels(), s_max=0.5)
+    assert 0.1 < time.monotonic() - began < LIMIT_S
 
-    asyncio.run(test())
+
+# --- faults on purpose, and processes that are stopped for a while -------------------------------
+def fault(what: FaultKind, *, rank: int = 0, attempt: int = 1, incarnation: int = 7,
+          stop_s: float = 0.0) -> InjectFault:
+    return InjectFault(nodes=("n1",), what=what, task=1, rank=rank, attempt=attempt,
+                       incarnation=incarnation, stop_s=stop_s)
+
+
+def is_stopped(pid: int) -> bool | None:
+    proc = linux.read(pid)
+    return True if proc is not None and proc.state == "T" else None
+
+
+async def test_a_rank_is_killed_on_purpose_and_no_other(node: LocalNode) -> None:
+    for rank in (0, 1):
+        await node.start(python(SLEEP), rank=rank)
+    await node.leader.wait(RankStarted, 2)
+    await node.leader.order(fault("rank", incarnation=6))
+    wrong = [await node.leader.order(fault("rank", attempt=2)),
+             await node.leader.order(fault("stop", rank=5))]
+    await node.leader.order(fault("rank"))
+    (exited,) = await node.leader.wait(RankExited)
+    assert (exited.rank, exited.signal) == (0, signal.SIGKILL)
+    wrong.append(await node.leader.order(fault("rank")))
+    refused = await node.leader.wait(OrderRefused, 3)
+    assert [(r.order, r.why) for r in refused] == [
+        (order, "there is no such rank") for order in wrong]
+    assert len(node.leader.all(RankExited)) == 1
+
+
+async def _polite(one: LocalNode) -> int:
+    """A rank that would end well on SIGTERM; its pid."""
+    await one.start(python(POLITE))
+    (started,) = await one.leader.wait(RankStarted)
+    await until_text(started.log_path)
+    return started.pid
+
+
+async def _halted(one: LocalNode, stop_s: float = 0.0) -> None:
+    """Such a rank, stopped on purpose: for a time, or for ever."""
+    pid = await _polite(one)
+    await one.leader.order(fault("stop", stop_s=stop_s))
+    await until(lambda: is_stopped(pid))
+
+
+async def test_a_rank_is_stopped_on_purpose_for_a_time(node: LocalNode) -> None:
+    pid = await _polite(node)
+    began_s = time.monotonic()
+    await node.leader.order(fault("stop", stop_s=0.5))
+    await until(lambda: is_stopped(pid))
+    await until(lambda: None if is_stopped(pid) else True)
+    assert time.monotonic() - began_s >= 0.5
+    assert alive(pid)
+    await node.stop_rank(grace_s=LIMIT_S)
+    (exited,) = await node.leader.wait(RankExited)
+    assert exited.exit_code == 7
+
+
+async def test_a_rank_stopped_for_ever_ends_by_kill_when_its_grace_is_over(node: LocalNode) -> None:
+    await _halted(node)
+    began_s = time.monotonic()
+    await node.stop_rank(grace_s=0.5)
+    (exited,) = await node.leader.wait(RankExited)
+    assert time.monotonic() - began_s >= 0.5
+    assert exited.signal == signal.SIGKILL, "it could not hear SIGTERM"
+
+
+async def test_a_higher_attempt_fences_one_that_is_stopped(node: LocalNode) -> None:
+    await _halted(node)
+    await node.start(python("pass"), attempt=2)
+    exits = await node.leader.wait(RankExited, 2)
+    assert [(e.attempt, e.exit_code, e.signal) for e in exits] == [
+        (1, None, signal.SIGKILL), (2, 0, None)]
+
+
+@pytest.mark.parametrize(("stop_s", "exit_code"), [(3600.0, 7), (0.0, None)])
+async def test_an_agent_that_exits_continues_ranks_stopped_for_a_time(
+        node: LocalNode, stop_s: float, exit_code: int | None) -> None:
+    await _halted(node, stop_s)
+    node.stop.set()
+    (exited,) = await node.leader.wait(RankExited)
+    assert exited.exit_code == exit_code
+    assert exited.signal == (None if exit_code else signal.SIGKILL)
+
+
+async def test_a_stop_is_reported_once_and_so_is_its_end(node: LocalNode) -> None:
+    for rank in (0, 1):
+        await node.start(python(SLEEP), rank=rank)
+    started = {told.rank: told.pid for told in await node.leader.wait(RankStarted, 2)}
+    for rank in (0, 1):
+        os.kill(started[rank], signal.SIGSTOP)
+        stops = await node.leader.wait(RankSuspended, rank + 1)
+    os.kill(started[0], signal.SIGCONT)
+    (goes_on,) = await node.leader.wait(RankContinued)
+    os.kill(started[0], signal.SIGSTOP)
+    stops = await node.leader.wait(RankSuspended, 3)
+    assert [(told.rank, told.attempt, told.pid) for told in stops] == [
+        (rank, 1, started[rank]) for rank in (0, 1, 0)]
+    assert (goes_on.rank, goes_on.pid) == (0, started[0])
+    os.kill(started[1], signal.SIGKILL)
+    await node.leader.wait(RankExited)
+    await asyncio.sleep(2 * LOOK_S)
+    assert len(node.leader.all(RankContinued)) == 1, "who is killed does not go on"
+    assert len(node.leader.all(RankSuspended)) == 3
+    os.kill(started[0], signal.SIGCONT)  # so that it ends at once
+
+
+async def test_the_kernel_tells_the_agent_of_stops_before_its_next_poll(plane: PlaneStub) -> None:
+    """Not with its next look: of many stops the most are told well before that."""
+    agent = plane.agent()
+    await plane.wait(NodeJoined)
+    await plane.start(SLEEP)
+    (started,) = await plane.wait(RankStarted)
+    delays_s: list[float] = []
+    for num in range(1, 12):
+        stopped_s = time.time()
+        os.kill(started.pid, signal.SIGSTOP)
+        await plane.wait(RankSuspended, num)
+        told = [x for x in plane.leader.records if isinstance(x.body, RankSuspended)]
+        delays_s.append(told[-1].occurred_s - stopped_s)
+        os.kill(started.pid, signal.SIGCONT)
+        await plane.wait(RankContinued, num)
+    assert median(delays_s) < LOOK_S / 2, delays_s
+    agent.terminate()
+    assert await ended(agent) == 0, plane.said()
+
+
+@contextmanager
+def held_by_a_debugger(pid: int) -> Iterator[None]:
+    """A child of this process is traced, and stands still."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.ptrace(16, pid, None, None) == 0, os.strerror(ctypes.get_errno())  # PTRACE_ATTACH
+    os.waitpid(pid, 0)
+    try:
+        yield
+    finally:
+        assert libc.ptrace(17, pid, None, None) == 0  # PTRACE_DETACH
+
+
+async def test_a_rank_in_a_debugger_is_not_stopped(node: LocalNode) -> None:
+    for rank in (0, 1):
+        await node.start(python(SLEEP), rank=rank)
+    pids = {told.rank: told.pid for told in await node.leader.wait(RankStarted, 2)}
+    with held_by_a_debugger(pids[0]):
+        found = linux.read(pids[0])
+        assert found is not None
+        assert found.state == "t"
+        await asyncio.sleep(2 * LOOK_S)
+        os.kill(pids[1], signal.SIGSTOP)
+        (told,) = await node.leader.wait(RankSuspended)
+        assert told.rank == 1
+    os.kill(pids[1], signal.SIGCONT)  # so that it ends at once
+
+
+async def test_a_node_is_lost_on_purpose_once(plane: PlaneStub, tmp_path: Path) -> None:
+    first = plane.agent()
+    (joined,) = await plane.wait(NodeJoined)
+    note = tmp_path / "child"
+    await plane.start(CHILD_OF_ITS_OWN, str(note))
+    await plane.start(SLEEP, rank=1)
+    pids = [started.pid for started in await plane.wait(RankStarted, 2)]
+    pids.append(int(await until_text(note)))
+    os.kill(pids[1], signal.SIGSTOP)
+    await plane.wait(RankSuspended)
+    await plane.leader.order(fault("node", incarnation=joined.incarnation))
+    assert await ended(first) == -signal.SIGKILL
+    for pid in pids:
+        await until_gone(pid)
+    second = plane.agent()
+    await plane.wait(NodeJoined, 2)
+    await plane.start("pass", attempt=2)  # it read the order before, and lives
+    await plane.wait(RankExited)
+    assert second.poll() is None
+    assert plane.kinds() == ["NodeJoined", "RankStarted", "RankStarted", "RankSuspended",
+                             "NodeJoined", "RankStarted", "RankExited"]
+    second.terminate()
+    assert await ended(second) == 0, plane.said()
+
+
+STOPPED_S = CALL_S_MAX + 1.0
+"""Every limit of a call that was under way has passed by then."""
+COUNTS = """
+import sys, time
+while True:
+    open(sys.argv[1], "a").write("x")
+    time.sleep(0.05)
+"""
+
+
+async def _beats(one: PlaneStub) -> None:
+    """Wait for a beat that is younger than two seconds."""
+    last_s = time.monotonic() + LIMIT_S
+    while not any(beat.age_s < 2.0 for beat in await one.log.beats()):
+        assert time.monotonic() < last_s, one.said()
+        await asyncio.sleep(0.1)
+
+
+async def _stop_and_go_on(pid: int, meanwhile: Callable[[], None]) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        await asyncio.sleep(STOPPED_S / 2)
+        meanwhile()
+        await asyncio.sleep(STOPPED_S / 2)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("who", ["agent", "server"])
+async def test_an_agent_or_server_that_stops_for_a_while_loses_nothing(
+        plane: PlaneStub, own_server: embedded_server.Server, tmp_path: Path, who: str) -> None:
+    agent = plane.agent()
+    await plane.wait(NodeJoined)
+    count, end = tmp_path / "count", tmp_path / "end"
+    await plane.start(COUNTS, str(count))
+    await plane.start(WAITS, str(end), rank=1)
+    ranks = await plane.wait(RankStarted, 2)
+    await until_text(count)
+    sizes: list[int] = []
+
+    def meanwhile() -> None:
+        end.touch()
+        sizes.append(count.stat().st_size)
+
+    await _stop_and_go_on(agent.pid if who == "agent" else own_server.pid, meanwhile)
+    assert count.stat().st_size > sizes[0] + 10, "the other one worked on"
+    (exited,) = await plane.wait(RankExited)
+    assert (exited.rank, exited.exit_code) == (1, 0)
+    await _beats(plane)
+    await plane.start("pass", rank=1, attempt=2)
+    await plane.wait(RankExited, 2)
+    assert alive(ranks[0].pid)
+    assert agent.poll() is None
+    agent.terminate()
+    assert await ended(agent) == 0, plane.said()
+    logged = await plane.log.read(after=0, num_max=1000)
+    numbers = [r.source_seq for r in logged if r.source != "heart"]
+    assert numbers == list(range(1, len(numbers) + 1))
+    assert plane.kinds() == [
+        "NodeJoined", "RankStarted", "RankStarted", "RankExited", "RankStarted",
+        "RankExited", "NodeLeft", "RankExited"]

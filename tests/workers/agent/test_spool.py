@@ -141,7 +141,7 @@ def test_what_was_handed_over_and_dropped_is_lost_only_if_it_does_not_arrive() -
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_happens_every_number_is_told_or_accounted_for(seed: int) -> None:
+def test_every_number_is_delivered_or_counted_as_lost(seed: int) -> None:
     rng = random.Random(seed)
     spool = Spool("n1/7", "n1", clock, bytes_max=6_000)
     spool.put(JOINED)
@@ -169,7 +169,7 @@ def test_whatever_happens_every_number_is_told_or_accounted_for(seed: int) -> No
     assert log[0].body == JOINED
 
 
-def test_a_log_that_forgot_its_end_is_told_of_the_hole() -> None:
+def test_a_log_that_lost_its_end_gets_a_report_of_the_gap() -> None:
     spool = Spool("n1/7", "n1", clock)
     for body in (JOINED, exited(0), exited(1), exited(2)):
         spool.put(body)

@@ -1,4 +1,4 @@
-"""Health of a node: what is told, and when; disk, memory and processes; a call that hangs."""
+"""Health of a node: when a change is reported; disk, memory, processes and network."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
-from agent_driver import go, until
+from agent_driver import until
 from health_driver import Clock, write
 from unicron.events.records.reports import CheckHealth, DeviceErred, HealthChanged
+from unicron.events.records.statuses import LINK_FLAPPING, OTHER_NETWORK
 from unicron.events.records.types import Body
 from unicron.workers.agent.health.blocking_call import BlockingCalls, Late
 from unicron.workers.agent.health.debounce import BurstFilter, Debouncer, Thresholds
@@ -22,12 +23,23 @@ from unicron.workers.agent.health.limits import (
     BURST_S_MAX,
     ERRED_NUM_MAX,
     ERRED_WITHIN_S,
+    FLAPS_WITHIN_S,
+    NETWORK_EVERY_S,
 )
 from unicron.workers.agent.health.machine import BlockedProcesses, Disk, Memory
+from unicron.workers.agent.health.network import Network
 from unicron.workers.agent.processes.launcher import NodeConfig
 from unicron.workers.host import linux
 
 BAD: CheckHealth = "unhealthy"
+# As on a node of eight H100 (mlx5, NDR); counters as ls of a mlx5 port has them.
+PORT = {"state": "4: ACTIVE", "phys_state": "5: LinkUp", "rate": "400 Gb/sec (4X NDR)",
+        "link_layer": "InfiniBand", "counters/symbol_error": "0", "counters/link_downed": "0",
+        "counters/link_error_recovery": "0", "counters/port_rcv_errors": "0",
+        "counters/local_link_integrity_errors": "0",
+        "counters/excessive_buffer_overrun_errors": "0", "counters/port_xmit_wait": "4294967295",
+        "hw_counters/rnr_nak_retry_err": "0", "hw_counters/out_of_sequence": "97"}
+DOWN = {"state": "1: DOWN", "phys_state": "3: Disabled", "rate": "10 Gb/sec (4X SDR)"}
 
 
 def says(steady: Debouncer, *healths: CheckHealth, is_fact: bool = False) -> list[CheckHealth]:
@@ -37,23 +49,17 @@ def says(steady: Debouncer, *healths: CheckHealth, is_fact: bool = False) -> lis
 
 
 # --- when it is told ----------------------------------------------------------------------------
-def test_one_look_alone_tells_nothing_and_lasting_ones_tell_once() -> None:
-    assert says(Debouncer(), "healthy", "healthy") == [], "the first healthy is not told"
-    assert says(Debouncer(), BAD, "healthy", BAD, "healthy", BAD) == []
-    assert says(Debouncer(), BAD, BAD, BAD, BAD) == [BAD]
-    steady = Debouncer()
-    assert says(steady, BAD, BAD, "healthy", "healthy", BAD, "healthy", "healthy") == [BAD]
-    assert says(steady, "healthy", "healthy") == ["healthy"], "three in a row at last"
-
-
-def test_a_fact_is_told_at_once_but_its_end_is_not() -> None:
-    steady = Debouncer()
-    assert says(steady, BAD, is_fact=True) == [BAD]
-    assert says(steady, "healthy", is_fact=True) == []
-
-
-def test_worse_in_changing_ways_is_told_too() -> None:
-    assert says(Debouncer(), "degraded", BAD, "degraded") == [BAD]
+@pytest.mark.parametrize(("healths", "is_fact", "reported"), [
+    (["healthy", "healthy"], False, []),  # the first healthy is not reported
+    ([BAD, "healthy", BAD, "healthy", BAD], False, []),
+    ([BAD, BAD, BAD, BAD], False, [BAD]), (["degraded", BAD, "degraded"], False, [BAD]),
+    ([BAD, BAD, "healthy", "healthy", BAD, "healthy", "healthy"], False, [BAD]),
+    ([BAD, BAD, "healthy", "healthy", "healthy"], False, [BAD, "healthy"]),
+    ([BAD], True, [BAD]), ([BAD, "healthy"], True, [BAD]),  # a fact is reported at once
+])
+def test_a_change_that_lasts_is_reported_once(
+        healths: list[CheckHealth], is_fact: bool, reported: list[CheckHealth]) -> None:
+    assert says(Debouncer(), *healths, is_fact=is_fact) == reported
 
 
 def test_figures_are_no_change_but_another_reason_is() -> None:
@@ -82,7 +88,7 @@ def test_the_worst_part_speaks_for_the_whole() -> None:
 
 
 # --- bursts -------------------------------------------------------------------------------------
-def test_a_burst_is_told_once_and_again_with_a_count_when_it_goes_on() -> None:
+def test_a_burst_is_reported_once_and_again_with_a_count() -> None:
     bursts, error = BurstFilter(), DeviceError("kernel", "ECC errors", "xid-48", "line", (1,), 48)
     told = [bursts.take(error, at_s) for at_s in (0.0, 0.1, 5.0)]
     assert [one.text for one in told if one] == ["line"]
@@ -102,9 +108,8 @@ def test_a_burst_is_told_once_and_again_with_a_count_when_it_goes_on() -> None:
 
 def test_a_storm_is_bounded_and_says_how_much_it_leaves_out() -> None:
     bursts = BurstFilter()
-    told = [
-        bursts.take(DeviceError("kernel", "s", f"rule-{n}", "line"), 0.001 * n) for n in range(5000)
-    ]
+    told = [bursts.take(DeviceError("kernel", "s", f"rule-{n}", "line"),
+                        0.001 * n) for n in range(5000)]
     assert sum(one is not None for one in told) == ERRED_NUM_MAX
     after = bursts.take(DeviceError("kernel", "s", "new", "line"), 10.0 + ERRED_WITHIN_S)
     assert after is not None
@@ -112,27 +117,24 @@ def test_a_storm_is_bounded_and_says_how_much_it_leaves_out() -> None:
 
 
 # --- calls that hang ----------------------------------------------------------------------------
-def test_a_hung_call_is_late_and_no_second_one_is_begun() -> None:
-    async def test() -> None:
-        aside = BlockingCalls[int]("t")
-        free, num = threading.Event(), 0
+async def test_a_hung_call_is_late_and_no_second_one_is_begun() -> None:
+    aside = BlockingCalls[int]("t")
+    free, num = threading.Event(), 0
 
-        def hangs() -> int:
-            nonlocal num
-            num += 1
-            free.wait(60.0)
-            return num
+    def hangs() -> int:
+        nonlocal num
+        num += 1
+        free.wait(60.0)
+        return num
 
-        for _ in range(3):
-            with pytest.raises(Late):
-                await aside.call(hangs, 0.02)
-        free.set()
-        assert await aside.call(hangs, 30.0) == 1
-        with pytest.raises(OSError, match="gone"):
-            await aside.call(_raises, 30.0)
-        assert await aside.call(lambda: 7, 30.0) == 7
-
-    go(test)
+    for _ in range(3):
+        with pytest.raises(Late):
+            await aside.call(hangs, 0.02)
+    free.set()
+    assert await aside.call(hangs, 30.0) == 1
+    with pytest.raises(OSError, match="gone"):
+        await aside.call(_raises, 30.0)
+    assert await aside.call(lambda: 7, 30.0) == 7
 
 
 def _raises() -> int:
@@ -154,54 +156,48 @@ class Scripted:
         return self.look
 
 
-def test_a_reader_that_hangs_or_cannot_read_is_unknown_then_well_again(tmp_path: Path) -> None:
-    async def test() -> None:
-        told: list[Body] = []
-        reader = Scripted()
-        health = _health(tmp_path, told, reader)
-        running = asyncio.create_task(health.run())
-        await asyncio.sleep(0.1)
-        assert told == []
-        reader.free.clear()
-        await until(lambda: told or None)
-        reader.free.set()
-        await until(lambda: told[1:] or None)
-        assert [(one.check, one.health, one.rule) for one in told
-                if isinstance(one, HealthChanged)] == [("scripted", "unknown", "late"),
-                                                       ("scripted", "healthy", "")]
-        reader.look = Reading([Finding("scripted", BAD, "w", (1,), "ECC errors", "r")],
-                           [DeviceError("network", "link flapping", "r", "t")])
-        await until(lambda: told[3:] or None)
-        running.cancel()
-        assert sorted(told[2:], key=lambda one: type(one).__name__) == [
-            DeviceErred(node="n1", incarnation=7, origin="network", status="link flapping",
-                        rule="r", text="t"),
-            HealthChanged(node="n1", incarnation=7, check="scripted", health=BAD, why="w",
-                          devices=(1,), status="ECC errors", rule="r")]
-
-    go(test)
+async def test_a_reader_that_hangs_or_cannot_read_is_unknown_then_well_again(
+        tmp_path: Path) -> None:
+    told: list[Body] = []
+    reader = Scripted()
+    health = _health(tmp_path, told, reader)
+    running = asyncio.create_task(health.run())
+    await asyncio.sleep(0.1)
+    assert told == []
+    reader.free.clear()
+    await until(lambda: told or None)
+    reader.free.set()
+    await until(lambda: told[1:] or None)
+    assert [(one.check, one.health, one.rule) for one in told
+            if isinstance(one, HealthChanged)] == [("scripted", "unknown", "late"),
+                                                   ("scripted", "healthy", "")]
+    reader.look = Reading([Finding("scripted", BAD, "w", (1,), "ECC errors", "r")],
+                          [DeviceError("network", "link flapping", "r", "t")])
+    await until(lambda: told[3:] or None)
+    running.cancel()
+    assert sorted(told[2:], key=lambda one: type(one).__name__) == [
+        DeviceErred(node="n1", incarnation=7, origin="network", status="link flapping",
+                    rule="r", text="t"),
+        HealthChanged(node="n1", incarnation=7, check="scripted", health=BAD, why="w",
+                      devices=(1,), status="ECC errors", rule="r")]
 
 
-def test_slots_that_a_check_no_longer_names_are_well_again(tmp_path: Path) -> None:
-    async def test() -> None:
-        told: list[Body] = []
-        reader = Scripted()
-        running = asyncio.create_task(_health(tmp_path, told, reader).run())
-        for num, devices in ((1, (0, 1)), (3, (1,)), (4, ())):
-            reader.look = Reading([Finding("c", BAD if devices else "healthy", devices=devices)])
-            await until(lambda num=num: told[num - 1:] or None)
-        running.cancel()
-        assert [(one.health, one.devices) for one in told if isinstance(one, HealthChanged)] == [
-            (BAD, (0, 1)), ("healthy", (0,)), (BAD, (1,)), ("healthy", ())]
-
-    go(test)
+async def test_slots_that_a_check_no_longer_names_are_well_again(tmp_path: Path) -> None:
+    told: list[Body] = []
+    reader = Scripted()
+    running = asyncio.create_task(_health(tmp_path, told, reader).run())
+    for num, devices in ((1, (0, 1)), (3, (1,)), (4, ())):
+        reader.look = Reading([Finding("c", BAD if devices else "healthy", devices=devices)])
+        await until(lambda num=num: told[num - 1:] or None)
+    running.cancel()
+    assert [(one.health, one.devices) for one in told if isinstance(one, HealthChanged)] == [
+        (BAD, (0, 1)), ("healthy", (0,)), (BAD, (1,)), ("healthy", ())]
 
 
 def _health(folder: Path, told: list[Body], *readers: Scripted) -> HealthMonitor:
     (folder / "kmsg").touch()
-    node = NodeConfig(
-        name="n1", incarnation=7, cluster="c", host="h", num_slots=2, state_dir=folder
-    )
+    node = NodeConfig(name="n1", incarnation=7, cluster="c", host="h", num_slots=2,
+                      state_dir=folder)
     return HealthMonitor(node, HealthSources(readers=readers, kmsg=folder / "kmsg"), told.append)
 
 
@@ -216,8 +212,7 @@ def test_this_machines_own_disk_memory_and_processes_are_readable(tmp_path: Path
 
 
 def _room(bavail: int, *, favail: int = 900, flag: int = 0) -> os.statvfs_result:
-    return os.statvfs_result((4096, 4096, 1 << 30, bavail, bavail, 1000, favail, favail, flag,
-                              255))
+    return os.statvfs_result((4096, 4096, 1 << 30, bavail, bavail, 1000, favail, favail, flag, 255))
 
 
 @pytest.mark.parametrize(("room", "health", "words"), [
@@ -288,9 +283,8 @@ def _status(switches: int) -> str:
 
 def test_only_a_process_that_had_no_turn_for_long_is_blocked(tmp_path: Path) -> None:
     clock, state, ppid = Clock(), "D", 1
-    reader = BlockedProcesses(
-        b"M=", clock, lambda: [linux.Proc(41, state, ppid, 41, 41, 5)], tmp_path
-    )
+    reader = BlockedProcesses(b"M=", clock, lambda: [linux.Proc(41, state, ppid, 41, 41, 5)],
+                              tmp_path)
 
     def look(after_s: float, switches: int) -> Finding:
         clock.now_s += after_s
@@ -309,7 +303,6 @@ def test_only_a_process_that_had_no_turn_for_long_is_blocked(tmp_path: Path) -> 
 
 
 def test_what_health_costs(tmp_path: Path) -> None:
-    """All readers of this machine, each once: what they take a second, at their periods."""
     from unicron.workers.agent.health.network import Network
 
     node_readers = (Network(), Disk(tmp_path), Memory(), BlockedProcesses(b"M="))
@@ -320,3 +313,117 @@ def test_what_health_costs(tmp_path: Path) -> None:
         reader.read()
         cost_ratio += (time.process_time() - began_s) / reader.every_s
     assert cost_ratio < 0.005, f"{cost_ratio:.2%} of a core"
+
+
+# --- network links -------------------------------------------------------------------------------
+class Machine:
+    """A tree like /sys/class, and its reader."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.clock = root, Clock()
+        self.reader = Network(root, self.clock)
+        self.port = root / "infiniband/mlx5_0/ports/1"
+
+    def look(self, files: dict[str, str] | None = None, *, folder: Path | None = None,
+             after_s: float = NETWORK_EVERY_S) -> Reading:
+        write(folder or self.port, files or {})
+        self.clock.now_s += after_s
+        return self.reader.read()
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    one = Machine(tmp_path)
+    write(one.port, PORT)
+    return one
+
+
+def one(look: Reading) -> Finding:
+    (finding,) = look.findings
+    return finding
+
+
+def test_a_link_that_goes_down_and_comes_back(machine: Machine) -> None:
+    assert one(machine.look()) == Finding("network/mlx5_0/1", "healthy")
+    down = one(machine.look(DOWN))
+    assert (down.health, down.why, down.status) == ("unhealthy", "mlx5_0/1: link down",
+                                                    OTHER_NETWORK)
+    assert one(machine.look(PORT)).health == "healthy"
+    slow = one(machine.look({"rate": "200 Gb/sec (4X HDR)"}))
+    assert (slow.health, slow.why) == ("degraded", "mlx5_0/1: 200 Gb/s, was 400 Gb/s")
+
+
+def test_a_port_that_never_was_up_is_nobodys_business(machine: Machine) -> None:
+    write(machine.port, DOWN)
+    assert one(machine.look()).health == "healthy"
+    assert one(machine.look()).health == "healthy"
+
+
+def test_a_port_that_is_gone_is_down(machine: Machine) -> None:
+    machine.look()
+    for path in sorted(machine.port.rglob("*"), reverse=True):
+        path.unlink() if path.is_file() else path.rmdir()
+    assert one(machine.look()).rule == "link-down"
+
+
+def test_link_downs_between_two_polls_are_errors_and_many_are_flapping(machine: Machine) -> None:
+    machine.look({"counters/link_downed": "41"})  # of weeks before: no news
+    first = machine.look({"counters/link_downed": "42"})
+    assert one(first).health == "healthy"
+    assert [(e.origin, e.status, e.text) for e in first.erred] == [
+        ("network", LINK_FLAPPING, "mlx5_0/1: link went down")]
+    again = machine.look({"counters/link_downed": "44"})
+    assert again.erred[0].text == "mlx5_0/1: link went down 2 times"
+    assert (one(again).health, one(again).status, one(again).why) == (
+        "degraded", LINK_FLAPPING, "mlx5_0/1: link went down 3 times in 5 minutes")
+    calm = machine.look(after_s=FLAPS_WITHIN_S + 1)
+    assert (one(calm).health, calm.erred) == ("healthy", [])
+
+
+@pytest.mark.parametrize("name", [
+    "counters/local_link_integrity_errors", "counters/excessive_buffer_overrun_errors",
+    "hw_counters/rnr_nak_retry_err"])
+def test_a_fatal_counter_is_an_error_and_twice_in_a_minute_degraded(machine: Machine,
+                                                                    name: str) -> None:
+    machine.look()
+    grown = machine.look({name: "2"})
+    counter = name.rpartition("/")[2]
+    assert (one(grown).health, [e.rule for e in grown.erred]) == ("healthy", [counter])
+    assert one(machine.look({name: "3"})).rule == counter
+    assert one(machine.look(after_s=61.0)).health == "healthy"
+
+
+def test_symbol_errors_by_the_second_and_by_the_hour(machine: Machine) -> None:
+    machine.look()
+    assert one(machine.look({"counters/symbol_error": "100"})).health == "healthy"
+    assert one(machine.look({"counters/symbol_error": "130"})).why == (
+        "mlx5_0/1: 130 symbol errors within an hour, 130 in the last minute")
+    assert one(machine.look(after_s=120.0)).health == "healthy"
+    assert one(machine.look(after_s=3600.0)).health == "healthy"
+    fast = one(machine.look({"counters/symbol_error": "900"}))
+    assert (fast.health, fast.rule) == ("degraded", "symbol_error")
+
+
+def test_counters_that_are_set_back_or_that_mean_nothing_are_no_errors(machine: Machine) -> None:
+    machine.look({"counters/link_downed": "7", "hw_counters/out_of_sequence": "1"})
+    look = machine.look({"counters/link_downed": "0", "hw_counters/out_of_sequence": "99999",
+                         "counters/port_rcv_errors": "3"})
+    assert (one(look).health, look.erred) == ("healthy", [])
+    assert one(machine.look({"counters/port_rcv_errors": "10"})).rule == "port_rcv_errors"
+    assert machine.look({"counters/link_downed": "garbage"}).erred == []
+
+
+def test_physical_interfaces_only_and_never_unhealthy(machine: Machine) -> None:
+    net = machine.root / "net"
+    write(net / "eth0", {"operstate": "up", "carrier_changes": "2", "speed": "100000",
+                         "device/vendor": "0x15b3"})
+    write(net / "lo", {"operstate": "unknown", "carrier_changes": "0"})
+    assert [f.check for f in machine.look().findings] == ["network/mlx5_0/1", "network/eth0"]
+    flapped = machine.look({"carrier_changes": "4"}, folder=net / "eth0")
+    assert [e.text for e in flapped.erred] == ["eth0: link went down"]
+    down = machine.look({"operstate": "down", "carrier_changes": "5"}, folder=net / "eth0")
+    assert (down.findings[1].health, down.findings[1].rule) == ("degraded", "link-down")
+    up = machine.look({"operstate": "up", "carrier_changes": "6", "speed": "25000"},
+                      folder=net / "eth0")
+    assert up.erred == [], "the same fall"
+    assert up.findings[1].why == "eth0: 25 Gb/s, was 100 Gb/s"

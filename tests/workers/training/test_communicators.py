@@ -1,4 +1,4 @@
-"""Generations in one process: what one leaves open, or keeps, would hold up the next."""
+"""Communicators of successive generations: what one leaves open would block the next."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from rank_driver import Drive
+from unicron.events.records.reports import ReconfigureFailed
 from unicron.events.spec.job import Model, Train
 from unicron.workers.ipc.pipe_protocol import Unpacker
 from unicron.workers.ipc.progress_page import ProgressWriter
@@ -22,12 +24,53 @@ from unicron.workers.training.process.trace import Marks
 from unicron.workers.training.step.gradient_reduction import Reduction, Stats
 
 pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
-
 TRAIN = Train(model=Model(num_layers=1, hidden=32, num_heads=2, sequence=16), iterations=10,
               output="unused", overlap=True, bucket_params=3_000)
-
-
 CLOSED_S_MAX = 60.0
+WAIT_S = 60.0
+DIES_BEFORE_CONNECTING = """
+import os
+from unicron.workers.training.communicators.communicators import Communicators
+right = Communicators.up
+def up(self, *given):
+    if self.generation == 1:
+        os._exit(9)
+    right(self, *given)
+Communicators.up = up
+"""
+PATIENT = """
+from unicron.workers.training.communicators import communicators
+communicators.GROUP_S_MAX = 600.0
+"""
+"""Whoever waits for a group ends only where it is woken."""
+DIES_BEFORE_IT_CONNECTS = """
+import os
+import torch.distributed as dist
+from unicron.workers.training.communicators.communicators import Communicators
+right = Communicators.up
+HERE, FAR = bytes([127, 0, 0, 1]), bytes([127, 255, 255, 254])
+class Telling(dist.Store):
+    def __init__(self, store):
+        super().__init__()
+        self.store = store
+    def set(self, key, value):
+        told = bytes(value).replace(HERE, FAR)
+        self.store.set(key, told)
+        if FAR in told:
+            os._exit(9)
+    def get(self, key):
+        return self.store.get(key)
+    def wait(self, keys, *limit):
+        self.store.wait(keys, *limit)
+    def add(self, key, number):
+        return self.store.add(key, number)
+def up(self, *given):
+    if self.generation == 1:
+        self.store = Telling(self.store)
+    right(self, *given)
+Communicators.up = up
+"""
+"""Of two, gloo has the one of the lower address wait for the other one's connection."""
 
 
 def handles(thing: Any, seen: set[int]) -> int:
@@ -119,7 +162,6 @@ def test_the_device_is_waited_for_before_what_it_works_on_is_given_away(
 
 
 def test_a_limit_reaches_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of those that serve a model, too: the world's, and that of one member alone."""
     cpu_device.prepare_device()
     monkeypatch.setattr(communicators, "COLLECTIVE_S_MAX", 77.0)
     ours = Communicators("127.0.0.1", torch.device("cpu"))
@@ -127,3 +169,25 @@ def test_a_limit_reaches_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     ours.up()
     assert {limit_s(ours.groups.dp), limit_s(ours.groups.tp)} == {77.0}
     ours.down([])
+
+
+# --- a member exits while groups are built -------------------------------------------------------
+@pytest.mark.parametrize(("dies", "waiting_s"), [
+    (DIES_BEFORE_CONNECTING, 0.0),
+    (DIES_BEFORE_IT_CONNECTS, 0.5),  # they wait for its connection by then: that cannot be seen
+])
+def test_a_member_that_dies_while_groups_are_built_blocks_nobody(
+        drive: Drive, dies: str, waiting_s: float) -> None:
+    driver = drive(iterations=3)
+    driver.patch = PATIENT
+    driver.start(0, 2)
+    driver.patch = dies
+    driver.start(1)
+    driver.reconfigure([0, 1, 2])
+    assert driver.processes[1].popen.wait(WAIT_S) == 9
+    time.sleep(waiting_s)
+    driver.quiesce([0, 2], "now")
+    assert len(driver.told(ReconfigureFailed)) == 2
+    driver.form([0, 2])
+    driver.finish([0, 2])
+    assert sorted(driver.losses()) == [0, 1, 2]

@@ -1,4 +1,4 @@
-"""Undisturbed training in every layout ends where one process alone ends."""
+"""Layouts: groups, initial weights and undisturbed training agree with those of one process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import worlds
 from msgspec.structs import replace
 from unicron.events.spec.job import Batch, DynamicLossScale, Model, Optimizer, Train
 from unicron.events.spec.model import Axes
-from unicron.events.spec.parallelism import Parallel, coordinates
+from unicron.events.spec.parallelism import Parallel, coordinates, holders, num_positions, replica
 from unicron.workers.training.recovery.settlement import assign_micro_batches
 
 NUM_ITERATIONS = 4
@@ -46,6 +46,8 @@ SHARDED: dict[str, tuple[Train, Axes, float]] = {
     "pp2dp2": (TRAIN, PP2_DP2, EXACT),
 }
 Twin = tuple[list[float], list[float], dict[str, Any]]
+WIDE = ("dp", "dp_cp", "intra_dp_cp", "expt_dp", "intra_expt_dp")
+EMBEDDING = "embedding.word_embeddings.weight"
 
 
 @pytest.fixture(scope="module")
@@ -101,3 +103,94 @@ def test_a_layout_ends_where_one_process_ends(case: str, twins: dict[int, Twin])
 def test_a_sharded_optimizer_ends_where_a_whole_one_ends(case: str, twins: dict[int, Twin]) -> None:
     train, axes, rel = SHARDED[case]
     check(replace(train, parallel=Parallel(optimizer="sharded")), axes, rel, twin_of(train, twins))
+
+
+# --- groups --------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("axes", "num_groups"), [
+    (Axes(dp=4), 2), (Axes(tp=2, dp=2), 3), (Axes(pp=2, dp=2), 3), (Axes(tp=2, pp=2), 5),
+    (Axes(pp=4), 4), (Axes(dp=3), 2), (Axes(pp=3), 4),
+], ids=["dp4", "tp2dp2", "pp2dp2", "tp2pp2", "pp4", "dp3 and one beside", "pp3 and one beside"])
+def test_each_member_meets_those_that_its_place_says(axes: Axes, num_groups: int) -> None:
+    told = worlds.run(4, world_work.members_by_role, axes)
+    for place, (met, num) in enumerate(told):
+        if place >= num_positions(axes):
+            assert {tuple(members) for members in met.values()} == {(place,)}, "beside"
+            assert num == 1
+            continue
+        at = coordinates(axes, place)
+        whole = list(replica(axes, at.dp))
+        stages = whole[at.tp::axes.tp]
+        assert met["dp"] == list(holders(axes, at.tp, at.pp))
+        assert met["tp"] == whole[at.pp * axes.tp:(at.pp + 1) * axes.tp]
+        assert met["pp"] == stages
+        assert met["mp"] == whole
+        assert met["embd"] == ([place] if 0 < at.pp < axes.pp - 1 else
+                               sorted({stages[0], stages[-1]}))
+        assert met["intra_dist_opt"] == met["pos_embd"] == met["cp"] == [place]
+        assert all(met[role] == met["dp"] for role in WIDE)
+        assert num <= num_groups
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2)])
+def test_roles_share_a_group_alike_whatever_the_number_of_replicas(tp: int, pp: int) -> None:
+    """Handles are put back by role: a role that shares a group does so in every generation."""
+    told = [worlds.run(4, world_work.roles_of_one_group, Axes(tp=tp, pp=pp, dp=dp))[0]
+            for dp in (1, 2)]
+    assert told[0] == told[1]
+
+
+# --- initial weights -----------------------------------------------------------------------------
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def train(request: pytest.FixtureRequest) -> Train:
+    return replace(TRAIN, model=replace(TRAIN.model, tie_embeddings=request.param))
+
+
+@pytest.fixture(scope="module")
+def whole(train: Train) -> dict[str, Any]:
+    found: dict[str, Any] = worlds.run(1, world_work.built, train, Axes())[0]
+    assert found[f"model.{EMBEDDING}"].std() == pytest.approx(0.02, rel=0.05)
+    inner = found["model.decoder.layers.2.mlp.linear_fc2.weight"]
+    assert inner.std() == pytest.approx(0.02 / np.sqrt(2 * 4), rel=0.05), "as Megatron draws it"
+    drawn = [array.tobytes() for name, array in found.items()
+             if array.ndim > 1 and name.startswith("model.")]
+    assert len(set(drawn)) == len(drawn), "each weight has draws of its own"
+    return found
+
+
+def part(whole: Any, shape: tuple[int, ...], tp: int) -> Any:
+    """The part of a tensor that the place `tp` has: a slice along what is smaller there."""
+    for dim, (mine, all_of_it) in enumerate(zip(shape, whole.shape, strict=True)):
+        if mine != all_of_it:
+            return np.take(whole, range(tp * mine, (tp + 1) * mine), axis=dim)
+    return whole
+
+
+@pytest.mark.parametrize("axes", [Axes(tp=2), Axes(pp=2), Axes(pp=2, chunks=2), Axes(tp=2, pp=2)],
+                         ids=["tp2", "pp2", "pp2 in chunks", "tp2pp2"])
+def test_every_layout_starts_from_the_same_weights(train: Train, whole: dict[str, Any], axes: Axes
+                                                   ) -> None:
+    places = worlds.run(axes.tp * axes.pp, world_work.built, train, axes)
+    for place, mine in enumerate(places):
+        for name, array in mine.items():
+            assert np.array_equal(array, part(whole[name], array.shape, place % axes.tp)), name
+    assert set().union(*places) == set(whole)
+    num_elements = sum(array.size for mine in places[::axes.tp] for array in mine.values())
+    twice = 3 * whole[f"model.{EMBEDDING}"].size if train.model.tie_embeddings else 0
+    if axes.tp == 1:
+        assert num_elements == sum(array.size for array in whole.values()) + twice
+    if axes.chunks > 1:
+        assert {name.split(".")[3] for name in places[0] if name.startswith("model.decoder.lay")
+                } == {"0", "2"}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_sharded_optimizer_has_its_part_of_every_moment(whole: dict[str, Any], precision: str,
+                                                          train: Train) -> None:
+    train = replace(train, precision=precision, parallel=Parallel(optimizer="sharded"))
+    places = worlds.run(2, world_work.built, train, Axes(dp=2))
+    for kind in ("optimizer.exp_avg.", *(["master."] if precision == "bf16" else [])):
+        each = [sum(array.size for name, array in mine.items() if name.startswith(kind))
+                for mine in places]
+        assert sum(each) == sum(array.size for name, array in whole.items()
+                                if name.startswith("model."))
+        assert min(each) > 0.4 * sum(each)

@@ -1,18 +1,32 @@
-"""The reduction overlapped with the last backward: struck anywhere, it is the twin that was not."""
+"""The reduction overlapped with the last backward: a fault at any point changes nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from matrix.cells import Cell, cells
 from matrix.trial import Trials
-from unicron.events.records.reports import CheckpointSaved, CollectiveFailed
+from nursery import PATCH, Forked, Nursery
+from rank_driver import Drive, Twins
+from unicron.events.records.reports import CollectiveFailed
+from unicron.events.spec.job import Model, Train
+from unicron.workers.training.communicators import process_groups
+from unicron.workers.training.model import cpu_device
+from unicron.workers.training.model import trainee as model
+from unicron.workers.training.step.overlapped_reduction import (
+    END_S_MAX,
+    GradientBackup,
+    OverlappedReduction,
+)
 
-Drive = Callable[..., Any]
-Twins = Callable[[float], Any]
 STRUCK = 4
 """The iteration that is struck; rank 1 of three has micro-batches 1, 4, 7, 10."""
 BUCKETS = 4
@@ -29,6 +43,17 @@ AS_IN_BASE = {
     "inside the optimizer step", "after the optimizer step", "schedule update", "iteration done",
 }
 """The reduction is whole here, and goes on as in the base variant, which test_points.py strikes."""
+PEER = """
+import sys, time
+import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=1, world_size=2)
+time.sleep(60)
+sys.exit()
+"""
+FREED_S_MAX = 10.0
+pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
+TRAIN = Train(model=Model(num_layers=1, hidden=32, num_heads=2, sequence=16), iterations=10,
+              output="unused", overlap=True, bucket_params=3_000)
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +89,7 @@ def finish(driver: Any, ranks: list[int], twin: Any) -> None:
     """To the end: no iteration is lost, and the result is the twin's."""
     driver.finish(ranks)
     assert sorted(driver.losses()) == list(range(14))
-    saved = driver.told(CheckpointSaved)[-1]
-    assert saved.final
-    assert twin.is_equal(Path(driver.spec.train.output) / saved.path)
+    assert twin.is_equal(driver.final_checkpoint())
 
 
 def forwards(driver: Any, ranks: list[int], iteration: int) -> list[int]:
@@ -82,7 +105,6 @@ def buckets(driver: Any, rank: int, iteration: int, generation: int) -> list[tup
 
 
 def test_survivors_who_saw_different_buckets_whole_agree(three: Any, twin: Twins) -> None:
-    """Rank 0 saw bucket 0 whole, rank 2 none, and nobody all: the iteration is not done."""
     three.hold(1, "bucket", STRUCK, bucket=1)
     late = three.hold(2, "bucket_done", STRUCK, bucket=0)
     three.form([0, 1, 2])
@@ -102,7 +124,7 @@ def test_survivors_who_saw_different_buckets_whole_agree(three: Any, twin: Twins
     assert forwards(three, [0, 2], STRUCK) == list(range(12)), "nothing is done twice"
 
 
-def test_a_launch_that_fails_is_told_when_the_backward_has_ended(three: Any, twin: Twins) -> None:
+def test_a_launch_that_fails_is_reported_after_the_backward(three: Any, twin: Twins) -> None:
     """No process dies: the same members meet again, and nobody has anything left to run."""
     three.hold(1, "bucket", STRUCK, then="fail", bucket=1)
     pids = {rank: three.processes[rank].popen.pid for rank in (0, 1, 2)}
@@ -120,8 +142,7 @@ def test_a_launch_that_fails_is_told_when_the_backward_has_ended(three: Any, twi
     assert forwards(three, [0, 1, 2], STRUCK) == list(range(12))
 
 
-def test_told_to_stop_in_the_last_backward_it_ends_and_launches_no_more(
-        three: Any, twin: Twins) -> None:
+def test_quiesced_in_the_last_backward_it_launches_no_more(three: Any, twin: Twins) -> None:
     """Rank 1 in the midst of it; rank 0 waits; rank 2 has two left. All go on with what they have,
     one with a backward left to run, two with none."""
     here = three.hold(1, "bucket", STRUCK, bucket=1)
@@ -146,8 +167,7 @@ def test_told_to_stop_in_the_last_backward_it_ends_and_launches_no_more(
     assert forwards(three, [0, 1, 2], STRUCK) == list(range(12))
 
 
-def test_told_to_stop_as_a_reduction_is_to_begin_it_does_not(three: Any, twin: Twins) -> None:
-    """Nor is it said again that it does, where that was said before."""
+def test_quiesced_before_a_reduction_it_begins_none(three: Any, twin: Twins) -> None:
     here = three.hold(1, "reduce", STRUCK)
     three.form([0, 1, 2])
     three.held(1, STRUCK)
@@ -165,7 +185,7 @@ def test_told_to_stop_as_a_reduction_is_to_begin_it_does_not(three: Any, twin: T
     finish(three, [0, 1, 2], twin(0.0))
 
 
-def test_told_to_stop_at_the_boundary_in_the_last_backward(three: Any, twin: Twins) -> None:
+def test_quiesced_at_the_boundary_in_the_last_backward(three: Any, twin: Twins) -> None:
     """Too late for the stats of this iteration: all stop after the next."""
     here = three.hold(1, "bucket", STRUCK, bucket=1)
     three.form([0, 1, 2])
@@ -198,3 +218,131 @@ def test_a_newcomer_in_its_first_iteration_launches_in_the_same_order(
     assert len(old) > 20
     assert not any(inside for _, inside in newcomer)
     assert all(inside for _, inside in old)
+
+
+# --- one reduction under way ---------------------------------------------------------------------
+@pytest.fixture
+def peer(tmp_path: Path, nursery: Nursery) -> Iterator[Forked]:
+    """Another member, that has joined and then does nothing."""
+    file = str(tmp_path / "store")
+    with (tmp_path / "log").open("wb") as output, open(os.devnull, "rb") as nothing:
+        made = nursery.fork({**os.environ, "UNICRON_RANK": "peer",
+                             PATCH: f"store = {file!r}{PEER}"}, output.fileno(), nothing.fileno())
+    store = dist.FileStore(file, 2)  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=2)  # returns when both are in
+    yield made
+    made.kill()
+    made.wait(10)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def left_behind() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "abandoned"]
+
+
+def test_a_reduction_that_nothing_ends_is_abandoned(peer: Forked) -> None:
+    flight = OverlappedReduction(torch.zeros(3), 0, lambda: False)
+    began_s, woken = time.monotonic(), list[int]()
+    flight.end(lambda: woken.append(1))
+    assert woken, "it is tried"
+    assert END_S_MAX <= time.monotonic() - began_s < FREED_S_MAX
+    (thread,) = left_behind()
+    del flight
+    began_s = time.monotonic()
+    dist.destroy_process_group()
+    assert time.monotonic() - began_s < FREED_S_MAX, "it would wait for its works for half an hour"
+    assert thread.is_alive()
+    peer.kill()
+    thread.join(FREED_S_MAX)
+    assert not thread.is_alive()
+
+
+def test_buckets_are_launched_in_order_and_only_while_it_continues(peer: Forked) -> None:
+    launched, over = list[int](), list[int]()
+    flight = OverlappedReduction(torch.zeros(3), 5, lambda: bool(over))
+
+    def launch(bucket: int) -> list[Any]:
+        launched.append(bucket)
+        if bucket == 3:
+            raise RuntimeError("cut")
+        return []
+
+    for bucket, wanted in ((1, []), (2, []), (0, [0, 1, 2]), (0, [0, 1, 2])):
+        flight.ready(bucket, launch)
+        assert launched == wanted
+    over.append(1)
+    flight.ready(3, launch)
+    assert launched == [0, 1, 2]
+    over.clear()
+    flight.ready(3, launch)
+    flight.ready(4, launch)
+    assert launched == [0, 1, 2, 3], "nothing more after one that failed"
+    with pytest.raises(RuntimeError, match="cut"):
+        flight.wait_all(lambda event, bucket=-1: None, lambda: None)
+    peer.kill()
+    peer.wait(10)
+    flight.end(lambda: None)
+    assert not left_behind()
+
+
+# --- the backup of the local sum -----------------------------------------------------------------
+@pytest.fixture
+def trainee() -> Iterator[model.TrainingModel]:
+    """In a world of one."""
+    cpu_device.prepare_device()
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield model.build(TRAIN, torch.device("cpu"), process_groups.build(None, 60))
+    process_groups.clear_globals()
+    dist.destroy_process_group()
+
+
+def backward(trainee: Any) -> None:
+    trainee.draw.at(0, 0)
+    with trainee.ddps[0].no_sync():
+        trainee.loss(torch.arange(34).view(2, 17)).backward()
+
+
+def test_whatever_is_still_written_to_the_old_memory_counts_nowhere(trainee: Any) -> None:
+    """Two buckets had been launched, and the second is still being reduced after all is back."""
+    backward(trainee)
+    (whole,) = (part.clone() for part in trainee.gradients)
+    assert whole.abs().sum() > 0
+    first, second, *others = trainee.bucket_groups
+    assert others
+    kept = GradientBackup(trainee)
+    for group in (first, second):
+        kept.keep(group)
+        group.buckets[0].grad_data.mul_(7)
+    late = second.buckets[0].grad_data
+    assert sum(copy.numel() for copy in kept._copies) == whole.numel(), "4 bytes a parameter"
+    kept.restore()
+    late.fill_(float("nan"))
+    assert trainee.gradients[0].equal(whole)
+
+    # Megatron's own views are of the memory that counts, and it goes on there
+    memory = trainee.gradients[0].untyped_storage().data_ptr()
+    views = [bucket.grad_data for group in trainee.bucket_groups for bucket in group.buckets]
+    views += [param.main_grad for param in trainee.modules[0].parameters()]
+    assert {view.untyped_storage().data_ptr() for view in views} == {memory}
+    backward(trainee)
+    torch.testing.assert_close(trainee.gradients[0], 2 * whole)
+    trainee.ddps[0].zero_grad_buffer()
+    assert not trainee.gradients[0].any()
+
+
+def test_a_whole_reduction_is_what_counts(trainee: Any) -> None:
+    backward(trainee)
+    (whole,) = (part.clone() for part in trainee.gradients)
+    kept = GradientBackup(trainee)
+    for group in trainee.bucket_groups:
+        kept.keep(group)
+    trainee.gradients[0].mul_(3)
+    kept.drop()
+    kept.restore()
+    assert trainee.gradients[0].equal(3 * whole)
+    kept.keep(trainee.bucket_groups[0])
+    trainee.bucket_groups[0].buckets[0].grad_data.zero_()
+    kept.restore()
+    assert trainee.gradients[0].equal(3 * whole), "the rest was never in danger"

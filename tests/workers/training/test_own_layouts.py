@@ -11,7 +11,6 @@ import pytest
 from nursery import Nursery
 from rank_driver import WAIT_S, Driver
 from struck import PP2DP2, TP2DP2, Case, strike
-from unicron.events.records.reports import CheckpointSaved
 from unicron.events.spec.job import parse
 from unicron.events.spec.model import Axes
 from unicron.workers.training.reference import compare
@@ -75,10 +74,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> I
 def saved(driver: Driver, ranks: list[int]) -> Path:
     """To the end; the final checkpoint."""
     driver.finish(ranks)
-    told = driver.told(CheckpointSaved)[-1]
-    assert told.final
-    assert driver.spec.loop is not None
-    return Path(driver.spec.loop.output) / told.path
+    return driver.final_checkpoint()
 
 
 def validations(folder: Path) -> dict[int, float]:
@@ -147,10 +143,7 @@ def test_shards_of_a_loop_go_along_into_another_layout(loops: Loops, undisturbed
     hold = driver.hold(1, "backward", STRUCK)
     driver.form(ranks, axes=TP2DP2)
     driver.held(1, STRUCK)
-    driver.ask_to_leave(ranks, "now")
-    driver.heard(*ranks)
-    hold.unlink()
-    driver.quiesced(ranks)
+    driver.quiesce(ranks, "now", hold)
     told = driver.form(ranks, axes=Axes(pp=2, dp=2))
     assert {one.step_version for one in told.values()} == {STRUCK}
     finish(driver, ranks, undisturbed)
@@ -203,10 +196,7 @@ def test_one_that_a_rank_had_not_come_to_is_skipped_by_all(
     hold = driver.hold(0, "reduced", EVALUATED - 1)
     driver.form([0, 1, 2], axes=Axes(dp=3))
     driver.processes.pop(1).popen.wait(WAIT_S)
-    driver.ask_to_leave([0, 2], "now")
-    driver.heard(0, 2)
-    hold.unlink()
-    left = driver.quiesced([0, 2])
+    left = driver.quiesce([0, 2], "now", hold)
     assert [left[rank].step_version for rank in (0, 2)] == [EVALUATED - 1, EVALUATED]
     told = driver.form([0, 2], axes=Axes(dp=2))
     assert {one.step_version for one in told.values()} == {EVALUATED}

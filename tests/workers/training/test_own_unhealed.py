@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launcher import launch
+from launcher import fork
+from nursery import Nursery
 
 EXAMPLE = Path(__file__).parents[3] / "deploy" / "examples" / "loop.py"
 SHARDED = "use_distributed_optimizer=asked.sharded"
 PER_TOKEN = "calculate_per_token_loss=True"
 STEP = "        iteration = job.step()\n"
+Run = Callable[..., list[tuple[int, str]]]
 CHANGES = {
     "as it is": [],
     "scaled": [(PER_TOKEN, "calculate_per_token_loss=False")],
@@ -43,12 +46,15 @@ def changed(folder: Path, change: str) -> Path:
     return folder / "train.py"
 
 
-def run(folder: Path, change: str, num: int, iterations: int = 4, **more: str
-        ) -> list[tuple[int, str]]:
-    """The exit code of each of `num` processes, and what it said to stderr."""
-    script = changed(folder, change)
-    return launch(script, ["--iterations", str(iterations), "--micro-batches", "3", "--losses",
-                           str(folder / "losses")], num, **more)
+@pytest.fixture(scope="module")
+def run(nursery: Nursery) -> Run:
+    """`run(folder, change, num)`: the exit code of each process, and what it said."""
+    def run_changed(folder: Path, change: str, num: int, **more: str) -> list[tuple[int, str]]:
+        return fork(nursery, changed(folder, change), [
+            "--iterations", "4", "--micro-batches", "3", "--losses", str(folder / "losses")],
+                    num, **more)
+
+    return run_changed
 
 
 def losses(folder: Path) -> list[float]:
@@ -56,7 +62,7 @@ def losses(folder: Path) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def undisturbed(run: Run, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     folder = tmp_path_factory.mktemp("undisturbed")
     assert run(folder, "as it is", 1)[0][0] == 0
     return losses(folder)
@@ -64,13 +70,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 @pytest.mark.parametrize("change", ["scaled", "gathers late"])
 def test_what_only_healing_forbids_trains_by_a_launcher(
-        tmp_path: Path, undisturbed: list[float], change: str) -> None:
+        run: Run, tmp_path: Path, undisturbed: list[float], change: str) -> None:
     found = run(tmp_path, change, 2)
     assert [code for code, _ in found] == [0, 0], found
     assert losses(tmp_path) == pytest.approx(undisturbed, rel=1e-6)
 
 
-def test_another_optimizer_trains(tmp_path: Path, undisturbed: list[float]) -> None:
+def test_another_optimizer_trains(run: Run, tmp_path: Path, undisturbed: list[float]) -> None:
     assert run(tmp_path, "sgd", 1)[0][0] == 0
     found = losses(tmp_path)
     assert len(found) == len(undisturbed)
@@ -85,7 +91,7 @@ def test_another_optimizer_trains(tmp_path: Path, undisturbed: list[float]) -> N
     ("two", "`build` must return three values"),
     ("experts", "expert parallel: its ranks run in lockstep"),
 ])
-def test_what_is_wrong_is_one_line(tmp_path: Path, change: str, line: str) -> None:
+def test_what_is_wrong_is_one_line(run: Run, tmp_path: Path, change: str, line: str) -> None:
     ((code, said),) = run(tmp_path, change, 1)
     assert code == 2, said
     assert "Traceback" not in said
@@ -93,7 +99,7 @@ def test_what_is_wrong_is_one_line(tmp_path: Path, change: str, line: str) -> No
 
 
 def test_a_task_that_does_not_heal_goes_on_from_its_last_checkpoint(
-        tmp_path: Path, undisturbed: list[float]) -> None:
+        run: Run, tmp_path: Path, undisturbed: list[float]) -> None:
     task: dict[str, Any] = {"micro_batches": 3, "iterations": 4, "output": str(tmp_path / "out"),
                             "checkpoint_every": 2}
 
@@ -109,7 +115,7 @@ def test_a_task_that_does_not_heal_goes_on_from_its_last_checkpoint(
     assert [one.name for one in (tmp_path / "out" / "task-7").iterdir()] == ["iter-4"]
 
 
-def test_ranks_that_do_not_see_the_same_checkpoints_do_not_train(tmp_path: Path) -> None:
+def test_ranks_that_do_not_see_the_same_checkpoints_do_not_train(run: Run, tmp_path: Path) -> None:
     task = {"micro_batches": 3, "iterations": 4, "output": str(tmp_path / "of-RANK"),
             "checkpoint_every": 4}
     for code, last in ((0, ""), (2, "some ranks resume from iteration 0, others from 4")):

@@ -31,8 +31,7 @@ def test_a_fault_at_this_point_changes_nothing(trials: Trials, cell: Cell) -> No
     assert verdict.outcome == "equal", verdict.why
 
 
-def test_a_run_that_was_changed_is_found_out(
-        nursery: Any, tmp_path: Path, trials: Trials) -> None:
+def test_a_run_that_was_changed_is_found_out(nursery: Any, tmp_path: Path, trials: Trials) -> None:
     cell = next(cell for cell in once() if cell.point.event == "backward_mid")
     driver = Driver(small_spec(tmp_path / "out", **cell.train()), tmp_path, nursery)
     try:
@@ -57,7 +56,6 @@ def test_a_run_that_was_changed_is_found_out(
 
 
 def test_no_cell_is_left_out_silently() -> None:
-    """A cell for every point with every variant; what cannot be run says why."""
     there = list(cells())
     named = {(cell.point.name, cell.variant.name) for cell in there}
     points, variants = ({name[at] for name in named} for at in (0, 1))

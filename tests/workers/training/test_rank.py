@@ -4,34 +4,20 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from unicron.events.records.reports import (
-    CheckpointSaved,
-    CollectiveFailed,
-    ReconfigureFailed,
-    TaskProgressed,
-)
+from rank_driver import Drive, Twins
+from unicron.events.records import reports as r
 from unicron.workers.training.reference import read
 
-Drive = Callable[..., Any]
-Twins = Callable[[float], Any]
 ALL = [0, 1, 2, 3]
 ITERATIONS = 14
 WAIT_S = 60.0
 FREED_S_MAX = 20.0
 """A member told to stop at once must have stopped by then, on a busy machine; untold, it waits for
 25 s at least."""
-
-
-def _final(driver: Any, generation: int) -> Path:
-    saved = driver.told(CheckpointSaved)[-1]
-    assert saved.final
-    assert saved.path == f"gen-{generation}/iter-{ITERATIONS}"
-    return Path(driver.spec.train.output) / saved.path
 
 
 def _forwards(driver: Any, iteration: int) -> list[tuple[int, int]]:
@@ -86,7 +72,7 @@ def test_a_killed_rank_costs_no_micro_batch_and_comes_back(
     assert {rank: driver.processes[rank].popen.pid for rank in left} == {
         rank: pids[rank] for rank in left}
     assert sorted(driver.losses()) == list(range(ITERATIONS))
-    assert twin(dropout).is_equal(_final(driver, 3))
+    assert twin(dropout).is_equal(driver.final_checkpoint(3))
 
 
 def test_undisturbed_ranks_equal_the_twin_and_a_checkpoint_takes_them_up(
@@ -95,11 +81,11 @@ def test_undisturbed_ranks_equal_the_twin_and_a_checkpoint_takes_them_up(
     driver.start(*ALL)
     driver.form(ALL)
     driver.finish(ALL)
-    assert twin(0.1).is_equal(_final(driver, 1))
-    told = driver.told(TaskProgressed)
+    assert twin(0.1).is_equal(driver.final_checkpoint(1))
+    told = driver.told(r.TaskProgressed)
     assert {report.micro_batches for report in told} == {12}
     assert all(report.rate_flops > 0 for report in told)
-    assert [saved.path for saved in driver.told(CheckpointSaved)] == [
+    assert [saved.path for saved in driver.told(r.CheckpointSaved)] == [
         "gen-1/iter-6", "gen-1/iter-12", "gen-1/iter-14"]
     half = read(Path(driver.spec.train.output) / "gen-1/iter-6")
     assert half["numbers.step_version"] == 6
@@ -113,11 +99,10 @@ def test_undisturbed_ranks_equal_the_twin_and_a_checkpoint_takes_them_up(
     assert (second.step_version, second.source, second.origin) == (6, 0, "peer")
     again.finish([0, 1])
     assert sorted(again.losses()) == list(range(ITERATIONS)), "the checkpoint remembers losses"
-    assert twin(0.1).is_equal(_final(again, 2))
+    assert twin(0.1).is_equal(again.final_checkpoint(2))
 
 
-def test_a_stopped_peer_then_a_second_fault_while_reconfiguring(
-        drive: Drive, twin: Twins) -> None:
+def test_a_stopped_peer_then_a_second_fault_while_reconfiguring(drive: Drive, twin: Twins) -> None:
     driver = drive()
     driver.start(*ALL)
     driver.hold(2, "forward", 3, micro_batch=6)
@@ -128,7 +113,7 @@ def test_a_stopped_peer_then_a_second_fault_while_reconfiguring(
     for rank in left:
         driver.strike(rank, iteration=3, event="reduce")
     time.sleep(0.5)
-    assert not driver.told(CollectiveFailed), "a stopped peer is silent"
+    assert not driver.told(r.CollectiveFailed), "a stopped peer is silent"
     began_s = time.monotonic()
     held = driver.quiesce(left, "now")
     assert time.monotonic() - began_s < FREED_S_MAX
@@ -146,16 +131,15 @@ def test_a_stopped_peer_then_a_second_fault_while_reconfiguring(
     assert time.monotonic() - began_s < FREED_S_MAX
     assert {rank: again[rank].micro_batches for rank in left} == {
         rank: held[rank].micro_batches for rank in left}
-    assert len(driver.told(ReconfigureFailed)) == 2
+    assert len(driver.told(r.ReconfigureFailed)) == 2
     told = driver.form(left, progress_from=3)
     assert sorted(item for rank in left for item in told[rank].reassigned_micro_batches) == [
         0, 2, 4, 6, 8, 10]
     driver.finish(left)
-    assert twin(0.0).is_equal(_final(driver, 3))
+    assert twin(0.0).is_equal(driver.final_checkpoint(3))
 
 
-def test_survivors_hold_by_themselves_and_nobody_who_knows_is_needed(
-        drive: Drive, twin: Twins) -> None:
+def test_survivors_quiesce_without_an_order(drive: Drive, twin: Twins) -> None:
     """No order comes after the fault: CollectiveFailed, Quiesced, hold; then all goes on."""
     driver = drive()
     driver.start(0, 1, 2)
@@ -165,7 +149,7 @@ def test_survivors_hold_by_themselves_and_nobody_who_knows_is_needed(
     driver.kill(1)
     alone = driver.left_by_themselves([0, 2])
     assert alone, "the fault itself has one leave"
-    assert {report.rank for report in driver.told(CollectiveFailed)} == alone
+    assert {report.rank for report in driver.told(r.CollectiveFailed)} == alone
     held = driver.quiesced([0, 2])
     versions = {told.step_version for told in held.values()}
     assert versions == {2}
@@ -173,7 +157,7 @@ def test_survivors_hold_by_themselves_and_nobody_who_knows_is_needed(
     assert again == held, "told to leave what it has left, a rank says the same again"
     driver.form([0, 2], progress_from=2)
     driver.finish([0, 2])
-    assert twin(0.0).is_equal(_final(driver, 2))
+    assert twin(0.0).is_equal(driver.final_checkpoint(2))
 
 
 BELIEVES_IT_FAILED = """
@@ -203,7 +187,7 @@ def test_members_that_disagree_on_a_step_settle_on_it(drive: Drive, twin: Twins)
     assert told[1].received_bytes == driver.processes[1].ready.state_bytes
     assert told[1].kept_micro_batches == ()
     driver.finish([0, 1, 2])
-    assert twin(0.0).is_equal(_final(driver, 2))
+    assert twin(0.0).is_equal(driver.final_checkpoint(2))
 
 
 IS_SLOW_TO_SCALE = """
@@ -220,7 +204,7 @@ DistributedDataParallel.scale_gradients = slow
 """
 
 
-def test_a_busy_member_that_is_told_to_stop_keeps_a_whole_sum(drive: Drive, twin: Twins) -> None:
+def test_a_busy_member_that_is_quiesced_keeps_a_whole_sum(drive: Drive, twin: Twins) -> None:
     """What it does with the others' data takes seconds: a big model, few cores."""
     driver = drive()
     driver.start(0)
@@ -234,7 +218,7 @@ def test_a_busy_member_that_is_told_to_stop_keeps_a_whole_sum(drive: Drive, twin
     time.sleep(3)
     driver.form([1], progress_from=2)
     driver.finish([1])
-    assert twin(0.0).is_equal(_final(driver, 2))
+    assert twin(0.0).is_equal(driver.final_checkpoint(2))
 
 
 IS_SLOW_TO_TAKE = BELIEVES_IT_FAILED + """
@@ -267,7 +251,7 @@ def test_what_was_taken_from_a_peer_counts_though_the_generation_ends(
     driver.kill(2)
     driver.form([1], progress_from=5)
     driver.finish([1])
-    assert twin(0.0).is_equal(_final(driver, 3))
+    assert twin(0.0).is_equal(driver.final_checkpoint(3))
 
 
 SMALL_CHUNKS = """
@@ -314,10 +298,10 @@ def test_a_transfer_broken_off_half_way_leaves_nothing_behind(
     driver.quiesce(left[:-1], "now")
     driver.form(left[:-1], progress_from=2)
     driver.finish(left[:-1])
-    assert twin(0.0).is_equal(_final(driver, 4))
+    assert twin(0.0).is_equal(driver.final_checkpoint(4))
 
 
-def test_half_a_state_and_nobody_left_starts_again(drive: Drive) -> None:
+def test_half_a_state_and_no_source_left_starts_again(drive: Drive) -> None:
     """Without a checkpoint, what the seed built is gone: it is built again."""
     driver = drive(iterations=10_000)
     driver.patch = SMALL_CHUNKS
@@ -332,7 +316,7 @@ def test_half_a_state_and_nobody_left_starts_again(drive: Drive) -> None:
     assert driver.quiesce([1], "now")[1].step_version == -1
     first = driver.losses()[0]
     assert driver.form([1])[1].origin == "seed"
-    told = driver.wait(TaskProgressed, 1)
+    told = driver.wait(r.TaskProgressed, 1)
     assert told.first_iteration == 0
     assert told.losses[0] == pytest.approx(first, rel=1e-6)
 
@@ -348,7 +332,7 @@ History.add = add
 """
 
 
-def test_a_newcomer_is_told_of_half_a_million_iterations(drive: Drive) -> None:
+def test_a_newcomer_receives_half_a_million_losses(drive: Drive) -> None:
     driver = drive(iterations=10_000)
     driver.patch = REMEMBERS_MUCH
     driver.start(0)
@@ -377,11 +361,10 @@ Iteration._micro_batch = wrong
 
 
 @pytest.mark.parametrize("fault", ["dropped", "doubled"])
-def test_one_wrong_micro_batch_fails_the_comparison(
-        drive: Drive, twin: Twins, fault: str) -> None:
+def test_one_wrong_micro_batch_fails_the_comparison(drive: Drive, twin: Twins, fault: str) -> None:
     driver = drive()
     driver.patch = f"fault = {fault!r}{WRONG}"
     driver.start(0, 1)
     driver.form([0, 1])
     driver.finish([0, 1])
-    assert not twin(0.0).is_equal(_final(driver, 1))
+    assert not twin(0.0).is_equal(driver.final_checkpoint(1))

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
+from rank_driver import Drive, Twins
 from struck import PP2DP2, TP2DP2, Case, strike
-from unicron.events.records.reports import CheckpointSaved
 from unicron.events.spec.model import Axes
 
-Drive = Callable[..., Any]
-Twins = Callable[..., Any]
 NUM_ITERATIONS = 6
 MODEL = {"num_layers": 6, "hidden": 64, "num_heads": 4, "sequence": 64, "dropout": 0.0}
 ANY = {"tensor": [1, 2], "pipeline": [1, 2, 3]}
@@ -32,9 +28,7 @@ CASES = {
 
 def finish(driver: Any, ranks: list[int], twin: Any) -> None:
     driver.finish(ranks)
-    saved = driver.told(CheckpointSaved)[-1]
-    assert saved.final
-    gap = twin.difference(Path(driver.spec.train.output) / saved.path)
+    gap = twin.difference(driver.final_checkpoint())
     print(gap, twin.noise)
     assert gap.num_losses == NUM_ITERATIONS
     assert gap.loss_rel < 1e-5

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from checkpoint_stores import LocalKeeper, named
-from unicron.events.records.reports import CheckpointSaved, MemoryCheckpointStored
+from rank_driver import Drive, Twins
+from unicron.events.records.reports import MemoryCheckpointStored
 from unicron.events.spec.model import Axes
 
-Drive = Callable[..., Any]
-Twins = Callable[..., Any]
 TASK = 7
 NUM_ITERATIONS = 6
 STRUCK = 4
@@ -32,10 +29,7 @@ def ready(drive: Drive, ranks: list[int], *, parallel: dict[str, Any] = SHARDED,
 def finish(driver: Any, ranks: list[int], twin: Twins, precision: str = "fp32") -> None:
     """To the end, where it is the twin."""
     driver.finish(ranks)
-    saved = driver.told(CheckpointSaved)[-1]
-    assert saved.final
-    gap = twin(iterations=NUM_ITERATIONS, precision=precision).difference(
-        Path(driver.spec.train.output) / saved.path)
+    gap = twin(iterations=NUM_ITERATIONS, precision=precision).difference(driver.final_checkpoint())
     print(gap)
     assert gap.num_losses == NUM_ITERATIONS
     assert gap.loss_rel < RELATIVE_MAX[precision]
@@ -84,20 +78,14 @@ def test_stopped_anywhere_it_loses_nothing_while_all_live(
     driver.form(ranks)
     hold = driver.hold(1, event, STRUCK)
     stopped(driver, 1, STRUCK, ranks)
-    driver.ask_to_leave(ranks, "now")
-    driver.heard(*ranks)
-    hold.unlink()
-    driver.quiesced(ranks)
+    driver.quiesce(ranks, "now", hold)
     hold = driver.hold(1, event, STRUCK + 1)
     told = driver.form(ranks)
     has_stepped = event in ("step_mid", "gather")
     assert {one.step_version for one in told.values()} == {STRUCK + has_stepped}
     assert {one.origin for one in told.values()} == {"peer" if has_stepped else "own"}
     stopped(driver, 1, STRUCK + 1, ranks)
-    driver.ask_to_leave(ranks, "now")
-    driver.heard(*ranks)
-    hold.unlink()
-    driver.quiesced(ranks)
+    driver.quiesce(ranks, "now", hold)
     kept = [one.kept_micro_batches for one in driver.form(ranks, axes=Axes(dp=2)).values()]
     assert any(kept) == (not has_stepped)
     finish(driver, ranks[:2], twin, precision)

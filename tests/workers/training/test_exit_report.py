@@ -1,0 +1,285 @@
+"""Exit reports of a rank: the innermost cause decides, and is reported before the process ends."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import unicron
+from rank_driver import Driver
+from unicron.events.errors import UsageError
+from unicron.events.records.reports import CollectiveFailed, RankErrored
+from unicron.events.records.statuses import (
+    CONNECTION_REFUSED,
+    CONNECTION_RESET,
+    ILLEGAL_MEMORY_ACCESS,
+    OTHER_SOFTWARE,
+    WRONG_INPUT,
+)
+from unicron.workers.diagnosis.classifier import classify
+from unicron.workers.ipc.pipe_protocol import Unpacker
+from unicron.workers.training.process.exit_report import (
+    OWN_THREADS,
+    TEXT_CHARS_MAX,
+    _walked,
+    bounded,
+    verdict_of,
+)
+
+CUDA = " CUDA error: an illegal memory access was encountered "
+LINE = "ConnectionRefusedError: [Errno 111] Connection refused"
+PROGRAM = """
+import os, socket, sys, threading
+from unicron.events.records.orders import Slot, StartRank
+from unicron.events.spec.job import parse
+from unicron.workers.training.process.control_thread import Control
+from unicron.workers.training.process.exit_report import ExitReporter
+from unicron.workers.ipc.pipe_protocol import Unpacker
+
+spec = parse({"apiVersion": "unicron/v1", "name": "small", "slots": {"min": 1, "max": 1},
+              "command": ["true"]})
+order = StartRank(nodes=("n1",), task=7, rank=2, attempt=1, slot=Slot("n1", 0), spec=spec,
+                  num_seats=1, host="", port=0, checkpoint="")
+control = Control(socket.socket(fileno=int(sys.argv[1])), 2, Unpacker())
+threading.excepthook = ExitReporter(control, order).report_thread
+
+def end(name, error):
+    def fail():
+        raise error
+    thread = threading.Thread(target=fail, name=name)
+    thread.start()
+    thread.join()
+    print(name, "ended", flush=True)
+
+end("QueueFeederThread", OSError("a library's"))
+end("checkpoint", SystemExit(0))
+error = ValueError("ours" + "!" * 10_000)
+error.__cause__ = ConnectionRefusedError(111, "Connection refused")
+end("checkpoint", error)
+"""
+FAILS_IN_ITS_FORWARD = """
+from unicron.workers.training.model import trainee as model
+right, calls = model.TrainingModel.loss, []
+def fails(self, tokens):
+    calls.append(1)
+    if len(calls) == 7:
+        try:
+            raise ConnectionRefusedError(111, "Connection refused")
+        except OSError as error:
+            raise ValueError("the batch could not be made") from error
+    return right(self, tokens)
+model.TrainingModel.loss = fails
+"""
+
+
+def refused() -> None:
+    raise ConnectionRefusedError(111, "Connection refused")
+
+
+def reset() -> None:
+    raise RuntimeError("Connection reset by peer")
+
+
+def plainly() -> None:
+    refused()
+
+
+def from_another() -> None:
+    try:
+        refused()
+    except OSError as error:
+        raise ValueError("the batch could not be made") from error
+
+
+def within_another() -> None:
+    try:
+        from_another()
+    except ValueError:
+        {}["no such key"]
+
+
+def in_a_wrapper_that_means_something() -> None:
+    try:
+        refused()
+    except OSError as error:
+        raise RuntimeError("Connection reset by peer") from error
+
+
+def in_a_key_error_that_means_nothing() -> None:
+    """What names a row comes before what is only software, also where that lies deeper."""
+    try:
+        {}["no such key"]
+    except KeyError:
+        refused()
+
+
+def in_a_group() -> None:
+    caught: list[Exception] = []
+    for fail in (reset, from_another):
+        try:
+            fail()
+        except (RuntimeError, ValueError) as error:
+            caught.append(error)
+    raise ExceptionGroup("two of them", caught)
+
+
+def in_the_cause_of_a_group() -> None:
+    try:
+        refused()
+    except OSError as error:
+        raise ExceptionGroup("all of them", [RuntimeError("Connection reset by peer")]) from error
+
+
+def in_a_circle() -> None:
+    one, other = ValueError("one"), ConnectionRefusedError(111, "Connection refused")
+    one.__cause__, other.__context__ = other, one
+    raise one
+
+
+def deep() -> None:
+    error: Exception = ConnectionRefusedError(111, "Connection refused")
+    for number in range(3000):
+        wrapper = ValueError(f"wrapper {number}")
+        wrapper.__cause__ = error
+        error = wrapper
+    raise error
+
+
+def caught(fail: Callable[[], None]) -> Exception:
+    try:
+        fail()
+    except Exception as error:  # noqa: BLE001 - whatever it is
+        return error
+    raise AssertionError("it raised nothing")
+
+
+@pytest.mark.parametrize("fail", [
+    plainly, from_another, within_another, in_a_wrapper_that_means_something,
+    in_a_key_error_that_means_nothing, in_a_group, in_the_cause_of_a_group,
+    in_a_circle, deep])
+def test_the_innermost_decides(fail: Callable[[], None]) -> None:
+    verdict = verdict_of(caught(fail))
+    assert (verdict.status, verdict.second_hand) == (CONNECTION_REFUSED, False)
+    assert "Connection refused" in verdict.line
+
+
+def test_what_is_hidden_from_a_traceback_does_not_count() -> None:
+    def hidden() -> None:
+        try:
+            refused()
+        except OSError:
+            raise RuntimeError("Connection reset by peer") from None
+
+    assert verdict_of(caught(hidden)).status == CONNECTION_RESET
+
+
+def test_in_a_group_ones_own_error_comes_before_news_of_a_peer() -> None:
+    def members(*errors: Exception) -> ExceptionGroup[Exception]:
+        return ExceptionGroup("connection reset by peer", errors)
+
+    news, own = ConnectionResetError(104, "Connection reset by peer"), ValueError("no such layer")
+    for group in (members(news, own), members(own, news), members(news, members(own))):
+        assert verdict_of(group).status == OTHER_SOFTWARE
+    assert verdict_of(members(news, members(news))).status == CONNECTION_RESET
+    assert verdict_of(members(own, RuntimeError(CUDA), news)).status == ILLEGAL_MEMORY_ACCESS
+
+
+def test_causes_come_before_what_was_raised_from_them() -> None:
+    names = [type(error).__name__ for _, error in _walked(caught(within_another))]
+    assert names == ["ConnectionRefusedError", "ValueError", "KeyError"]
+
+
+def test_wrong_input_is_no_fault_of_the_machines() -> None:
+    verdict = verdict_of(UsageError("Connection refused", hint="name another store"))
+    assert verdict.status == WRONG_INPUT
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+def test_what_cannot_be_read_raises_nothing() -> None:
+    verdict_of(Unspeakable())
+    assert verdict_of(RuntimeError("x" * 10_000_000 + CUDA)).status == ILLEGAL_MEMORY_ACCESS
+    assert verdict_of(RuntimeError(CUDA + "x" * 10_000_000)).status == ILLEGAL_MEMORY_ACCESS
+
+
+def test_a_bound_keeps_the_line_that_decided() -> None:
+    text = f"{LINE}\n" + "frame\n" * 1000 + "ValueError: no batch"
+    told = bounded(text, LINE, 400, end=True)
+    assert len(told) == 400
+    assert told.startswith(f"{LINE}\n[...]\n")
+    assert told.endswith("ValueError: no batch")
+    assert bounded(text, LINE, 400, end=False) == text[:400]
+    assert bounded(text, "ValueError: no batch", 400, end=True) == text[-400:]
+    assert bounded(text, "", 400, end=True) == text[-400:]
+    assert bounded(LINE, LINE, 400, end=True) == LINE
+    assert bounded("ab" * 9000, "q" * 9000, 4000, end=True).startswith("q" * 500 + "\n")
+
+
+# --- threads -------------------------------------------------------------------------------------
+def test_a_thread_that_is_not_ours_ends_no_rank() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        done = subprocess.run([sys.executable, "-c", PROGRAM, str(theirs.fileno())],
+                              pass_fds=[theirs.fileno()], capture_output=True, text=True,
+                              timeout=60, check=False)
+        theirs.close()
+        (frame,) = Unpacker().feed(ours.recv(1 << 16))
+    assert done.stdout == "QueueFeederThread ended\ncheckpoint ended\n", done.stderr
+    assert done.returncode == 1
+    assert "thread QueueFeederThread has ended, training continues: Traceback" in done.stderr
+    assert "OSError: a library's" in done.stderr
+    assert isinstance(frame.body, RankErrored)
+    assert (frame.body.rank, frame.body.error) == (2, "ValueError")
+    assert (frame.body.status, frame.body.second_hand) == (CONNECTION_REFUSED, False)
+    assert len(frame.body.text) == TEXT_CHARS_MAX
+    assert frame.body.text.startswith("ConnectionRefusedError: [Errno 111] Connection refused\n")
+    assert frame.body.text.endswith("!!!\n")
+
+
+def test_every_thread_that_a_rank_starts_is_known_as_its_own() -> None:
+    folder = Path(unicron.__file__).parent / "workers" / "training"
+    source = "".join(path.read_text() for path in folder.rglob("*.py"))
+    starts = re.findall(r"threading\.Thread\(|ThreadPoolExecutor\(", source)
+    names = re.findall(r"threading\.Thread\(.*?name=\"([^\"]+)\"", source, re.DOTALL)
+    names += re.findall(r"ThreadPoolExecutor\(1, \"([^\"]+)\"", source)
+    assert len(names) == len(starts)
+    names += re.findall(r"DetachedThread\(\"([^\"]+)\"", source)
+    optional = {"flight recorder"}  # an error in it is logged, and training continues
+    assert set(names) == {*OWN_THREADS, *optional}
+
+
+# --- a real rank ---------------------------------------------------------------------------------
+def test_a_rank_that_raises_is_known_by_its_cause_and_its_peers_by_whom_they_lost(
+        drive: Callable[..., Driver]) -> None:
+    driver = drive()
+    driver.start(0, 2)
+    driver.patch = FAILS_IN_ITS_FORWARD
+    driver.start(1)
+    driver.form([0, 1, 2])
+    told = driver.wait(RankErrored, 1)
+    assert (told.error, told.status, told.second_hand) == ("ValueError", CONNECTION_REFUSED, False)
+    assert (told.generation, told.iteration) == (1, 1)
+    assert told.rule
+    assert "ConnectionRefusedError: [Errno 111] Connection refused" in told.text
+    assert told.text.endswith("ValueError: the batch could not be made\n")
+    assert driver.processes.pop(1).popen.wait(20) == 1, driver.story()
+    alone = driver.left_by_themselves([0, 2])
+    assert alone, "the fault itself has one leave"
+    for rank in alone:
+        failed = driver.wait(CollectiveFailed, rank)
+        assert failed.status == CONNECTION_RESET, failed
+        verdict = classify(failed.error)
+        assert verdict.second_hand
+        assert (failed.rule, failed.peer) == (verdict.rule, verdict.peer)
+        named = re.search(r"\[([\d.]+)\]:(\d+)", failed.error)  # not in all that gloo says
+        assert failed.peer == (":".join(named.groups()) if named is not None else ""), failed.error
+    driver.form([0, 2], progress_from=1)
+    driver.finish([0, 2])

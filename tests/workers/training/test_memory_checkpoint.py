@@ -1,0 +1,555 @@
+"""In-memory checkpoints: saved beside training, whole or not at all, and restored from."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_stores import SECRET, TASK, WAIT_S, LocalKeeper, alter, named
+from msgspec.structs import replace
+from rank_driver import Drive, Twins, small_spec
+from structlog.testing import capture_logs
+from unicron.events.records import reports as r
+from unicron.events.records.orders import SetCheckpointStores, StartRank
+from unicron.events.records.types import Body, MemoryCheckpoint, Slot, StoreEndpoint
+from unicron.events.spec.job import JobSpec, Model, Optimizer, Slots, Train
+from unicron.workers.checkpoint_store import protocol
+from unicron.workers.checkpoint_store.protocol import Offer
+from unicron.workers.training.checkpoint import memory_checkpoint
+from unicron.workers.training.model import cpu_device, training_state
+from unicron.workers.training.model import trainee as model
+from unicron.workers.training.process.history import History
+from unicron.workers.training.process.trace import Event
+
+pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
+TRAIN = Train(model=Model(num_layers=1, hidden=32, num_heads=2, sequence=16),
+              optimizer=Optimizer(lr=1e-2, warmup_iterations=2), iterations=10, output="unused")
+EVERY = 3
+ITERATIONS = 14
+
+
+class Bench:
+    """A copier with a clock of its own."""
+
+    def __init__(self, trainee: model.TrainingModel) -> None:
+        self.trainee = trainee
+        self.now_s = 100.0
+        self.is_behind = False
+        self.told: list[r.MemoryCheckpointStored] = []
+        self.taken: list[int] = []
+        self.done = threading.Event()
+        start = StartRank(nodes=("n1",), task=TASK, rank=0, attempt=1, incarnation=1,
+                          slot=Slot("n1", 0), num_seats=1, host="", port=0,
+                          spec=JobSpec(api_version="unicron/v1", name="bench", train=TRAIN,
+                                       slots=Slots(min=1, max=1)),
+                          checkpoint="")
+        self.copier = memory_checkpoint.MemorySaver(
+            start, SECRET, spare=lambda descriptor: nullcontext(), tell=self._tell, note=self._note
+        )
+
+    def copy(self, step: int, *keepers: LocalKeeper, generation: int = 1) -> bool:
+        """Whether it took one; returns when it is with the keepers."""
+        self.done.clear()
+        num = len(self.taken)
+        self.copier.copy(self.trainee, step, History(), generation,
+                         tuple(keeper.keeper for keeper in keepers))
+        if len(self.taken) == num:
+            return False
+        assert self.done.wait(WAIT_S)
+        for thread in threading.enumerate():
+            if thread.name == "copies":
+                thread.join(WAIT_S)
+        return True
+
+    def _tell(self, body: Body) -> bool:
+        assert isinstance(body, r.MemoryCheckpointStored)
+        if not self.is_behind:
+            self.told.append(body)
+        return not self.is_behind
+
+    def _note(self, event: Event, generation: int, step: int) -> None:
+        if event == "copy":
+            self.taken.append(step)
+        elif event == "copied":
+            self.done.set()
+
+
+@pytest.fixture
+def bench(alone: Any, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    made = Bench(model.build(TRAIN, torch.device("cpu"), alone))
+    monkeypatch.setattr(memory_checkpoint, "clock", lambda: made.now_s)
+    return made
+
+
+@pytest.fixture
+def keeper() -> Iterator[LocalKeeper]:
+    made = LocalKeeper("n1")
+    yield made
+    made.close()
+
+
+def test_a_refused_checkpoint_is_tried_with_backoff(bench: Bench, keeper: LocalKeeper) -> None:
+    room = keeper.shelf.bytes_max
+    with capture_logs() as said:
+        for pause_s in (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0):
+            keeper.shelf.bytes_max -= 1 if keeper.shelf.bytes_max < room else room - 100
+            assert bench.copy(10, keeper)
+            bench.now_s += pause_s - 0.1
+            assert not bench.copy(20, keeper), "the keeper has refused the last one"
+            bench.now_s += 0.2
+        keeper.shelf.bytes_max = room
+        assert bench.copy(30, keeper)
+        assert bench.copy(40, keeper), "all is well again"
+    assert [one["event"] for one in said] == [
+        "in-memory checkpoint not stored", "in-memory checkpoint stored again"], \
+        "the text is another one each time"
+
+
+def test_one_store_is_enough_and_new_stores_are_tried_at_once(
+        bench: Bench, keeper: LocalKeeper) -> None:
+    full, new = LocalKeeper("n2", bytes_max=1), LocalKeeper("n3")
+    try:
+        assert bench.copy(10, keeper, full)
+        assert bench.copy(20, keeper, full)
+        assert bench.copy(30, full)
+        assert not bench.copy(40, full)
+        assert bench.copy(50, new), "who has not refused any"
+        assert [one.offer.step_version for one in new.stored(TASK)] == [50]
+    finally:
+        full.close()
+        new.close()
+
+
+def test_no_memory_for_a_checkpoint_is_logged_once_with_backoff(
+        bench: Bench, keeper: LocalKeeper, monkeypatch: pytest.MonkeyPatch) -> None:
+    def take(*asked: object) -> None:
+        raise RuntimeError(f"not enough memory: {bench.now_s} bytes")
+
+    with monkeypatch.context() as context, capture_logs() as said:
+        context.setattr(bench.copier._snapshot, "take", take)  # pyright: ignore[reportPrivateUsage]
+        bench.done.set()
+        for pause_s in (1.0, 2.0, 4.0):
+            num = len(bench.taken)
+            bench.copier.copy(bench.trainee, 10, History(), 1, (keeper.keeper,))
+            bench.copier.copy(bench.trainee, 11, History(), 1, (keeper.keeper,))
+            assert len(bench.taken) == num + 1
+            bench.now_s += pause_s + 0.1
+    assert [one["event"] for one in said] == ["in-memory checkpoint not taken"]
+    assert bench.copy(20, keeper)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), MemoryError(),
+                                   ValueError("buffer is not contiguous")])
+def test_a_copy_that_cannot_be_sent_is_no_fault(
+        bench: Bench, keeper: LocalKeeper, monkeypatch: pytest.MonkeyPatch,
+        error: Exception) -> None:
+    def put(*asked: object) -> None:
+        raise error
+
+    with monkeypatch.context() as context, capture_logs() as said:
+        context.setattr(memory_checkpoint.protocol, "put", put)
+        assert bench.copy(10, keeper), "the thread comes to its end"
+    assert [(one["event"], one["why"]) for one in said] == [
+        ("in-memory checkpoint not stored", str(error) or "MemoryError")]
+    bench.now_s += 1.1
+    assert bench.copy(20, keeper)
+
+
+def test_stored_checkpoints_are_reported_at_intervals_and_on_changes(
+        bench: Bench, keeper: LocalKeeper) -> None:
+    def told() -> list[int]:
+        return [one.step_version for one in bench.told]
+
+    bench.is_behind = True
+    assert bench.copy(10, keeper)
+    assert told() == [], "the agent does not take what it has been told"
+    bench.is_behind = False
+    for step in (20, 30, 40):
+        assert bench.copy(step, keeper)
+    assert told() == [20]
+    bench.now_s += memory_checkpoint.REPORT_S
+    assert bench.copy(50, keeper)
+    assert told() == [20, 50]
+    keeper.shelf.start += 1
+    assert bench.copy(60, keeper)
+    assert told() == [20, 50, 60], "another process of that keeper"
+    assert bench.copy(70, keeper, generation=2)
+    assert told() == [20, 50, 60, 70]
+
+
+@pytest.mark.parametrize("change", [
+    {"loss_scales": [training_state.LossScale(scale=1.0, growth_tracker=0, hysteresis_tracker=0)]},
+    {"precision": "bf16"},
+])
+def test_what_does_not_fit_is_found_before_anything_is_changed(
+        bench: Bench, keeper: LocalKeeper, monkeypatch: pytest.MonkeyPatch,
+        change: dict[str, Any]) -> None:
+    numbers = training_state.numbers
+    monkeypatch.setattr(
+        training_state, "numbers", lambda *asked: replace(numbers(*asked), **change)
+    )
+    assert bench.copy(10, keeper)
+    monkeypatch.setattr(training_state, "numbers", numbers)
+    live = training_state.tensors(bench.trainee)
+    for tensor in live.values():
+        tensor.add_(1.0)
+    before = {name: tensor.clone() for name, tensor in live.items()}
+    copy = named(keeper, bench.told[0])
+    with capture_logs() as said:
+        assert memory_checkpoint.restore(bench.trainee, History(), TASK, (copy,), SECRET,
+                              lambda: False) is None
+    assert "does not fit" in said[0]["why"]
+    for name, tensor in live.items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_numbers_are_taken_over_whole_or_not_at_all(bench: Bench) -> None:
+    told = training_state.numbers(bench.trainee, 5, History())
+    wrong = replace(told, adam_step=9.0, precision="fp16")
+    with pytest.raises(ValueError, match="numbers of fp16, not"):
+        training_state.load(bench.trainee, wrong, History())
+    assert training_state.numbers(bench.trainee, 5, History()).adam_step == told.adam_step
+
+
+# --- real ranks ----------------------------------------------------------------------------------
+@pytest.fixture
+def driver(drive: Drive) -> Any:
+    """Ranks that copy their state to two nodes every third iteration."""
+    made = drive(copy_every=EVERY)
+    made.keepers = [LocalKeeper("n1"), LocalKeeper("n2")]
+    return made
+
+
+def told(driver: Any) -> tuple[MemoryCheckpoint, ...]:
+    """What the ranks told of kept copies, the newest first, as an order names them."""
+    by_node = {one.keeper.node: one for one in driver.keepers}
+    newest = sorted(driver.told(r.MemoryCheckpointStored),
+                    key=lambda kept: (-kept.step_version, kept.node))
+    return tuple(named(by_node[kept.node], kept) for kept in newest)
+
+
+def ripe(driver: Any, iteration: int) -> None:
+    """Rank 0 waits in this iteration, and no checkpoint is on its way, or the next is left out."""
+    driver.held(0, iteration)
+
+    def sent() -> bool:
+        events = [line["event"] for line in driver.trace(0)]
+        return events.count("copy") == events.count("copied")
+
+    driver.until(sent)
+
+
+def hold_in(driver: Any, iteration: int) -> Path:
+    """Rank 0 goes no further than into this iteration; the file that says so."""
+    path: Path = driver.hold(0, "forward", iteration, micro_batch=0)
+    return path
+
+
+def walk(driver: Any, begin: int, end: int) -> None:
+    """From one iteration to another, every copy between them taken."""
+    for iteration in range(begin, end):
+        ripe(driver, iteration)
+        hold_in(driver, iteration + 1)
+    ripe(driver, end)
+
+
+def die_at(driver: Any, ranks: list[int], iteration: int) -> None:
+    """Both keepers have every copy before `iteration`; then all die in the middle of it."""
+    walk(driver, 1, iteration)
+    for rank in ranks:
+        driver.kill(rank)
+    (driver.trace_dir / "hold" / f"{TASK}-0").unlink()
+
+
+def test_all_die_at_once_and_come_back_from_the_last_copy(driver: Any, twin: Twins) -> None:
+    driver.start(0, 1)
+    hold_in(driver, 1)
+    driver.form([0, 1])
+    die_at(driver, [0, 1], 11)
+    copies = told(driver)
+    assert copies[-1].step_version == EVERY, "told at once when a generation has its first"
+    assert {copy.node for copy in copies} == {"n1", "n2"}
+    newest = driver.keepers[0].stored(TASK)[-1]
+    driver.start(0, 1, attempt=2)
+    first, second = driver.form([0, 1], copies=copies).values()
+    assert (first.origin, first.origin_node, first.source) == ("copy", "n1", -1)
+    assert first.step_version == 9, "the newest that the keeper has, also if it was not told"
+    assert first.received_bytes == newest.offer.copy_bytes == len(newest.memory)
+    assert (second.origin, second.source, second.step_version) == ("peer", 0, 9)
+    assert driver.told(r.RankErrored) == []
+    driver.finish([0, 1])
+    assert sorted(driver.losses()) == list(range(ITERATIONS))
+    assert twin(0.0).is_equal(driver.final_checkpoint())
+
+
+def test_what_was_altered_is_not_taken_but_the_next(driver: Any, drive: Drive) -> None:
+    driver.start(0)
+    hold_in(driver, 1)
+    driver.form([0])
+    die_at(driver, [0], 7)
+    copies = told(driver)
+    for stored in driver.keepers[0].stored(TASK):
+        alter(stored)
+    driver.start(0, attempt=2)
+    log = driver.processes[0].log
+    (came,) = driver.form([0], copies=copies).values()
+    assert (came.origin, came.origin_node, came.step_version) == ("copy", "n2", 6)
+    assert "checkpoint altered" in log.read_text()
+    for stored in driver.keepers[1].stored(TASK):
+        alter(stored)
+    driver.kill(0)
+    driver.start(0, attempt=3)
+    (came,) = driver.form([0], copies=copies).values()
+    assert (came.origin, came.step_version, came.received_bytes) == ("seed", 0, 0)
+    driver.finish([0])
+
+
+def test_a_checkpoint_that_was_not_asked_for_is_left_alone(driver: Any) -> None:
+    """Of another task, another model, another secret, or nobody there: the next one serves."""
+    driver.start(0)
+    hold_in(driver, 1)
+    driver.form([0])
+    die_at(driver, [0], 7)
+    good = told(driver)[0]
+    stranger, closed = LocalKeeper("n3", secret="another"), LocalKeeper("n4")
+    driver.keepers += [stranger, closed]
+    closed.close()
+    other = LocalKeeper("n5")
+    driver.keepers.append(other)
+    offer = Offer(task=TASK, rank=0, attempt=1, generation=1, step_version=6, layout="0" * 16,
+                  copy_bytes=64, numbers_bytes=0)
+    memory = other.shelf.reserve(offer)
+    other.shelf.add(type(driver.keepers[0].stored(TASK)[0])(
+        offer=offer, checksum="crc32:758d6336", memory=memory))
+    wrong = tuple(
+        MemoryCheckpoint(node=one.keeper.node, endpoint=one.keeper.endpoint, rank=0, generation=1,
+             step_version=6, copy_bytes=good.copy_bytes, checksum=good.checksum)
+        for one in (stranger, closed, other))
+    later = MemoryCheckpoint(node="n1", endpoint=driver.keepers[0].keeper.endpoint, rank=0,
+                             generation=2, step_version=6, copy_bytes=good.copy_bytes,
+                             checksum=good.checksum)
+    driver.start(0, attempt=2)
+    log = driver.processes[0].log
+    (came,) = driver.form([0], copies=(*wrong, later, good)).values()
+    assert (came.origin, came.origin_node, came.step_version) == ("copy", good.node, 6)
+    said = log.read_text()
+    assert said.count("in-memory checkpoint not usable") == 4
+    for why in ("another cluster", "refused", "another model",
+                "no checkpoint of task 7 generation 2"):
+        assert why in said
+
+
+def test_a_rank_that_dies_while_it_sends_leaves_the_last_checkpoint(driver: Any) -> None:
+    driver.start(0)
+    hold_in(driver, EVERY)
+    driver.form([0])
+    ripe(driver, EVERY)
+    driver.hold(0, "copy_mid", 6)
+    driver.held(0, 6)
+    driver.strike(0, iteration=8, event="forward")  # training does not wait for it
+    driver.kill(0)
+    (driver.trace_dir / "hold" / f"{TASK}-0").unlink()
+    for keeper in driver.keepers:
+        assert [one.offer.step_version for one in keeper.stored(TASK)] == [3]
+    first, second = driver.keepers
+    driver.until(lambda: first.shelf.used_bytes == second.shelf.used_bytes,
+                 "the half of a checkpoint is still there")
+    driver.start(0, attempt=2)
+    (came,) = driver.form([0], copies=told(driver)).values()
+    assert (came.origin, came.step_version) == ("copy", 3)
+    driver.finish([0])
+
+
+class SilentStores:
+    """Stores that accept connections, and say nothing."""
+
+    def __init__(self, num: int) -> None:
+        self.listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(num)]
+
+    def copies(self) -> tuple[MemoryCheckpoint, ...]:
+        """One on each of them."""
+        return tuple(
+            MemoryCheckpoint(node=f"n{place}", endpoint=f"127.0.0.1:{one.getsockname()[1]}", rank=0,
+                             generation=1, step_version=5, copy_bytes=100, checksum="crc32:0")
+            for place, one in enumerate(self.listeners))
+
+    def num_asked(self) -> list[int]:
+        """How many connections came to each of them since the last look."""
+        return [sum(1 for _ in self._waiting(one)) for one in self.listeners]
+
+    def _waiting(self, listener: socket.socket) -> Iterator[None]:
+        listener.setblocking(False)
+        while True:
+            try:
+                listener.accept()[0].close()
+            except BlockingIOError:
+                return
+            yield
+
+
+@pytest.fixture
+def silent() -> Iterator[SilentStores]:
+    made = SilentStores(3)
+    yield made
+    for listener in made.listeners:
+        listener.close()
+
+
+def test_a_store_that_does_not_answer_delays_no_iteration(
+        driver: Any, silent: SilentStores) -> None:
+    for keeper in driver.keepers:
+        keeper.close()
+    store = StoreEndpoint("n9", silent.copies()[0].endpoint)
+    driver.keepers = [SimpleNamespace(keeper=store, close=lambda: None)]
+    driver.start(0, 1)
+    driver.form([0, 1])
+    driver.finish([0, 1])
+    begun_s = [line["t"] for line in driver.trace(0) if line["event"] == "copy"]
+    assert begun_s
+    # Others are skipped while it is on its way.
+    assert all(after - before >= 0.9 * protocol.STALL_S_MAX
+               for before, after in itertools.pairwise(begun_s)), begun_s
+    assert driver.told(r.MemoryCheckpointStored) == []
+
+
+def test_a_checkpoint_under_way_outlives_its_generation(driver: Any) -> None:
+    driver.start(0, 1)
+    path = driver.hold(0, "copy_mid", 3)
+    there = driver.hold(1, "forward", 4)
+    driver.form([0, 1])
+    driver.held(0, 3)
+    driver.held(1, 4)
+    driver.ask_to_leave([0, 1], "now")
+    there.unlink()
+    driver.quiesced([0, 1])
+    assert driver.keepers[0].stored(TASK) == []
+    path.unlink()
+    driver.keepers[0].wait(TASK)
+    kept = driver.wait(r.MemoryCheckpointStored, 0)
+    assert (kept.generation, kept.step_version, kept.node) == (1, 3, "n1")
+    driver.form([0, 1])
+    driver.finish([0, 1])
+
+
+def test_other_stores_may_be_named_while_it_trains(driver: Any) -> None:
+    driver.start(0)
+    path = hold_in(driver, 4)
+    driver.form([0])
+    ripe(driver, 4)
+    new = LocalKeeper("n3")
+    driver.keepers.append(new)
+    driver.order(SetCheckpointStores(nodes=("n1",), task=TASK, generation=1,
+                                     keepers=(new.keeper,)), [0])
+    driver.heard(0)
+    walk(driver, 4, 12)
+    path.unlink()
+    driver.finish([0])
+    kept = new.stored(TASK)
+    assert [one.offer.step_version for one in kept] == [9, 12]
+    assert max(one.offer.step_version for one in driver.keepers[0].stored(TASK)) == 3
+
+
+def test_the_boundary_waits_for_one_pass_over_the_state(drive: Drive) -> None:
+    """What a copy costs the main thread, beside what an iteration takes.
+
+    The shortest stall counts: the others may be what the machine did meanwhile.
+    """
+    driver = drive(copy_every=2, iterations=6, batch={"global": 8, "micro": 2}, model={
+        "num_layers": 4, "hidden": 256, "num_heads": 4, "sequence": 64})
+    driver.keepers = [LocalKeeper("n1"), LocalKeeper("n2")]
+    driver.start(0)
+    driver.form([0])
+    driver.finish([0])
+    lines: list[dict[str, Any]] = driver.trace(0)
+    stalls: list[float] = []
+    for line in lines:
+        if line["event"] == "copy":
+            after = min(x["t"] for x in lines if x["event"] == "micro_batch"
+                        and x["iteration"] == line["iteration"] and x["t"] > line["t"])
+            stalls.append(after - line["t"])
+    ready = driver.processes[0].ready
+    assert ready is not None
+    step_s = sorted(step for one in driver.told(r.TaskProgressed) for step in one.step_s)
+    print(f"state {ready.state_bytes / 1e6:.1f} MB, stalls "
+          f"{sorted(round(1e3 * stall, 1) for stall in stalls)} ms, median iteration "
+          f"{1e3 * step_s[len(step_s) // 2]:.0f} ms")
+    assert min(stalls) < step_s[len(step_s) // 2]
+
+
+NO_ROOM = """
+from unicron.workers.training.checkpoint import memory_checkpoint
+def take(self, *args):
+    raise RuntimeError("not enough memory: you tried to allocate a buffer")
+memory_checkpoint.Snapshot.take = take
+"""
+
+
+def test_training_continues_without_memory_for_a_checkpoint(drive: Drive) -> None:
+    driver = drive(copy_every=EVERY)
+    driver.keepers = [LocalKeeper("n1")]
+    driver.patch = NO_ROOM
+    driver.start(0)
+    driver.form([0])
+    driver.finish([0])
+    assert driver.processes[0].log.read_text().count("in-memory checkpoint not taken") == 1
+    assert driver.keepers[0].stored(TASK) == []
+
+
+# --- stores that do not answer -------------------------------------------------------------------
+@pytest.fixture
+def trainee(alone: Any, tmp_path: Any) -> model.TrainingModel:
+    train = small_spec(tmp_path).train
+    assert train is not None
+    return model.build(train, cpu_device.prepare_device(), alone)
+
+
+def test_stores_that_do_not_answer_are_asked_once_and_share_one_limit(
+        silent: SilentStores, trainee: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "STALL_S_MAX", 0.6)
+    monkeypatch.setattr(memory_checkpoint, "RESTORE_S_MAX", 1.0)
+    first, second, third = silent.copies()
+    named = (first, first, second, first, second, third)
+    began_s = time.monotonic()
+    found = memory_checkpoint.restore(trainee, History(), TASK, named, "5ec3e7", lambda: False)
+    took_s = time.monotonic() - began_s
+    assert found is None
+    assert silent.num_asked() == [1, 1, 0], "what is left of the second is all, the third gets none"
+    assert took_s >= 0.99
+
+
+def test_nobody_is_asked_any_more_when_the_next_order_has_come(
+        silent: SilentStores, trainee: Any) -> None:
+    asked = iter([False, True])
+    first, second, third = silent.copies()
+    silent.listeners[0].close()
+    found = memory_checkpoint.restore(trainee, History(), TASK, (first, second, third), "5ec3e7",
+                           lambda: next(asked))
+    assert found is None
+    assert [sum(1 for _ in silent._waiting(one)) for one in silent.listeners[1:]] == [0, 0]
+
+
+def test_a_rank_that_looks_for_a_copy_heeds_the_next_order(
+        drive: Callable[..., Any], silent: SilentStores) -> None:
+    driver = drive()
+    driver.start(0, 1)
+    driver.reconfigure([0, 1], copies=silent.copies())
+    silent.listeners[0].settimeout(WAIT_S)
+    connection, _ = silent.listeners[0].accept()
+    with connection:
+        driver.ask_to_leave([0, 1], "now")
+        failed = driver.wait(r.ReconfigureFailed, 0)
+    assert failed.error == "stopped; RuntimeError: interrupted while it restored its state"
+    assert silent.num_asked() == [0, 0, 0], "the others are not asked"
+    driver.quiesced([0, 1])
+    told = driver.form([0, 1])
+    assert [(one.origin, one.step_version) for one in told.values()] == [("seed", 0)] * 2
+    driver.finish([0, 1])

@@ -1,0 +1,269 @@
+"""Checkpoints at an fsspec URL: torch reads them, nothing is renamed, what is half is not seen."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import msgspec
+import object_store
+import pytest
+from rank_driver import Drive, Twins
+from unicron.events.errors import UsageError
+from unicron.events.records.reports import CheckpointSaved, RankErrored, ReconfigureFailed
+from unicron.workers.agent.publish import PublishRefused, Superseded, publish
+from unicron.workers.host import object_storage
+from unicron.workers.training.checkpoint import checkpoint
+from unicron.workers.training.reference import read
+
+ITERATIONS = 14
+
+
+@pytest.fixture
+def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    folder = tmp_path / "bucket"
+    folder.mkdir()
+    monkeypatch.setenv(object_store.BUCKET, str(folder))
+    door = object_store.Door()
+    monkeypatch.setenv(object_store.DOOR, str(door.port))
+    object_store.Bucket.clear_instance_cache()
+    yield folder
+    door.close()
+
+
+@pytest.fixture(params=["bucket", "file"])
+def output(request: pytest.FixtureRequest, tmp_path: Path, bucket: Path) -> str:
+    return {"bucket": "bucket://models/run", "file": f"file://{tmp_path}/run"}[request.param]
+
+
+def started(drive: Drive, output: str, *ranks: int) -> Any:
+    driver = drive(output=output, checkpoint_every=3, copy_every=0)
+    driver.patch = object_store.KNOWN
+    driver.start(*ranks)
+    return driver
+
+
+def published(output: str, told: CheckpointSaved, order: int = 5, at_s: float = 5.0) -> Any:
+    """Publish it; what `latest` says then."""
+    publish(cluster="c", order=order, at_s=at_s, task=7, generation=told.generation,
+            output=output, path=told.path)
+    with fsspec.open(f"{output}/latest") as file:
+        return msgspec.json.decode(file.read())
+
+
+def test_a_task_comes_back_from_a_url_and_its_final_checkpoint_is_the_twins(
+        drive: Drive, twin: Twins, output: str) -> None:
+    """Both die while the checkpoint after that is half written: nobody sees any of it."""
+    driver = started(drive, output, 0, 1)
+    driver.hold(0, "save_mid", 6)
+    driver.form([0, 1])
+    driver.held(0, 6)
+    (told,) = driver.told(CheckpointSaved)
+    assert (told.path, told.final) == ("gen-1/iter-3", False)
+    assert told.ckpt_bytes > driver.processes[0].ready.state_bytes
+    assert published(output, told)["path"] == "gen-1/iter-3"
+    half = CheckpointSaved(task=7, generation=1, step_version=6, path="gen-1/iter-6",
+                           ckpt_bytes=1, final=False)
+    with pytest.raises(PublishRefused, match="gen-1/iter-6 is missing or incomplete"):
+        published(output, half)
+    driver.kill(0)
+    driver.kill(1)
+
+    again = started(drive, output, 0, 1)
+    again.generation = 1
+    first, second = again.form([0, 1], checkpoint="gen-1/iter-3").values()
+    assert (first.step_version, first.origin, second.origin) == (3, "checkpoint", "peer")
+    again.finish([0, 1])
+    assert sorted(again.losses()) == list(range(ITERATIONS))
+    final = again.told(CheckpointSaved)[-1]
+    assert final.final
+    assert published(output, final, order=9, at_s=9.0)["path"] == f"gen-2/iter-{ITERATIONS}"
+    store = object_storage.Store(output)
+    assert "iter-6" not in store.names("gen-1"), "what was half is cleared away"
+    assert store.has("gen-1/iter-3/.metadata")
+    assert twin(0.0).is_equal(f"{output}/{final.path}")
+
+
+def test_latest_moves_only_forward(output: str, alone: Any) -> None:
+    store = object_storage.Store(output)
+    told = [CheckpointSaved(task=7, generation=generation, step_version=3, ckpt_bytes=1,
+                            path=f"gen-{generation}/iter-3", final=False) for generation in (1, 2)]
+    for one in told:
+        object_storage.Store(f"{output}/{one.path}").check_writable()
+        store.write(f"{one.path}/.metadata", b"whole")
+    assert published(output, told[1], order=40)["path"] == "gen-2/iter-3"
+    with pytest.raises(Superseded, match="order 40 has already published gen-2/iter-3"):
+        published(output, told[0], order=30)
+    assert published(output, told[0], order=2, at_s=6.0)["path"] == "gen-1/iter-3", "a new log"
+
+
+def test_a_store_that_is_down_is_a_warning_and_training_goes_on(
+        drive: Drive, bucket: Path, twin: Twins) -> None:
+    driver = started(drive, "bucket://models/run", 0)
+    log = driver.processes[0].log
+    driver.hold(0, "saving", 3)
+    driver.form([0])
+    driver.held(0, 3)
+    (bucket / "down").touch()
+    driver.hold(0, "forward", 10, micro_batch=0)
+    driver.held(0, 10)
+    driver.says(0, "checkpoint not saved")
+    (bucket / "down").unlink()
+    driver.hold(0, "forward", ITERATIONS)
+    driver.finish([0])
+    final = driver.told(CheckpointSaved)[-1]
+    assert (final.step_version, final.final) == (ITERATIONS, True)
+    assert log.read_text().count("training continues") == 1, "told once"
+    assert "bucket://models/run/gen-1/iter-3: Denied: 403: not now" in log.read_text()
+    assert "checkpoints are saved again" in log.read_text()
+    assert driver.told(RankErrored) == []
+    assert twin(0.0).is_equal(f"bucket://models/run/{final.path}")
+
+
+def test_a_driver_keeps_its_connection_while_generations_come_and_go(
+        drive: Drive, bucket: Path) -> None:
+    """What is under way goes on, what was connected before serves, and who leaves can save."""
+    driver = started(drive, "bucket://models/run", 0, 1)
+    log = driver.processes[0].log
+    path = driver.hold(0, "save_mid", 3)
+    waits = driver.hold(1, "reduce", 5)
+    driver.form([0, 1])
+    driver.held(0, 3)
+    driver.held(1, 5)
+    driver.quiesce([0, 1], "now", waits)
+    waits = driver.hold(1, "reduce", 7)
+    driver.form([0, 1])
+    driver.held(1, 7)
+    path.unlink()
+    told = driver.wait(CheckpointSaved, 0)
+    assert (told.generation, told.path) == (1, "gen-1/iter-3")
+    saved, held = driver.leave([0, 1], "now", waits)[0]
+    assert isinstance(saved, CheckpointSaved)
+    assert saved.path == f"gen-2/iter-{held.step_version}"
+    assert "not saved" not in log.read_text()
+    assert driver.told(RankErrored) == []
+
+
+def test_a_store_that_is_down_when_a_state_is_read_is_asked_again(
+        drive: Drive, bucket: Path, twin: Twins) -> None:
+    output = "bucket://models/run"
+    driver = started(drive, output, 0)
+    driver.hold(0, "forward", 5, micro_batch=0)
+    driver.form([0])
+    told = driver.wait(CheckpointSaved, 0)
+    driver.kill(0)
+    (data,) = bucket.glob("*.distcp")
+    whole = data.read_bytes()
+
+    again = started(drive, output, 0)
+    again.generation = 1
+    for generation, breaks, mends, says in (
+            (2, (bucket / "down").touch, (bucket / "down").unlink, "metadata"),
+            (3, lambda: data.write_bytes(whole[: len(whole) // 2]),
+             lambda: data.write_bytes(whole), "")):
+        breaks()
+        again.reconfigure([0], checkpoint=told.path)
+        failed = again.wait(ReconfigureFailed, 0, where=lambda one, at=generation:
+                            one.generation == at)
+        mends()
+        assert failed.error.startswith(f"RuntimeError: {output}/gen-1/iter-3: {says}")
+        assert "\n" not in failed.error
+        assert again.told(RankErrored) == []
+    (came,) = again.form([0], checkpoint=told.path).values()
+    assert (came.step_version, came.origin) == (3, "checkpoint")
+    again.finish([0])
+    assert twin(0.0).is_equal(f"{output}/{again.told(CheckpointSaved)[-1].path}")
+
+
+def test_a_store_that_is_not_writable_is_an_error_at_the_start(drive: Drive, bucket: Path) -> None:
+    (bucket / "down").touch()
+    driver = drive(output="bucket://models/run")
+    driver.patch = object_store.KNOWN
+    driver.launch(0)
+    told = driver.wait(RankErrored, 0)
+    assert told.error == "UsageError"
+    assert told.text.startswith("train.output: bucket://models/run: denied: 403: not now (name")
+
+
+@pytest.mark.parametrize(("url", "says"), [
+    ("s3://bucket/run", "the driver of s3:// is not installed.*Install s3fs"),
+    ("nowhere://bucket/run", "fsspec knows no nowhere://.*available_protocols"),
+])
+def test_a_url_without_a_driver_is_one_line(url: str, says: str) -> None:
+    with pytest.raises(UsageError) as told:
+        checkpoint.check_output(url)
+    assert "\n" not in f"{told.value}{told.value.hint}"
+    assert re.search(says, f"{told.value} {told.value.hint}")
+
+
+def fails_once(monkeypatch: pytest.MonkeyPatch, call: str, nth: int) -> list[int]:
+    """Have the store refuse its `nth` call of this kind from now on; whether it came to that."""
+    asked = getattr(object_store.Bucket, call)
+    refused: list[int] = []
+    calls = itertools.count()
+
+    def ask(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if next(calls) == nth:
+            refused.append(nth)
+            raise object_store.Denied("503: slow down")
+        return asked(self, *args, **kwargs)
+
+    monkeypatch.setattr(object_store.Bucket, call, ask)
+    return refused
+
+
+@pytest.mark.parametrize("call", ["info", "ls"])
+def test_no_error_of_a_store_makes_a_whole_checkpoint_look_half(bucket: Path, call: str) -> None:
+    output = "bucket://models/run"
+    for nth in itertools.count():
+        store = object_storage.Store(output)
+        for name in ("iter-3/__0_0.distcp", "iter-3/.metadata", "iter-6/__0_0.distcp"):
+            store.write(f"gen-1/{name}", b"written")
+        with pytest.MonkeyPatch.context() as patch:
+            refused = fails_once(patch, call, nth)
+            checkpoint.clear(output, 2)
+        assert store.names("gen-1/iter-3") == [".metadata", "__0_0.distcp"], nth
+        if not refused:
+            break
+    assert nth > 0, "the store was never asked"
+    assert store.names("gen-1") == ["iter-3"], "what is half is cleared away"
+
+
+def test_what_cannot_be_looked_at_is_not_said_to_be_removed(bucket: Path) -> None:
+    store = object_storage.Store("bucket://models/run")
+    store.write("gen-1/iter-3/.metadata", b"whole")
+    for nth in (0, 1):
+        with pytest.MonkeyPatch.context() as patch:
+            refused = fails_once(patch, "info", nth)
+            with pytest.raises(object_storage.Unreachable, match="Denied: 503: slow down"):
+                store.remove("gen-1/iter-3")
+            assert refused == [nth]
+    assert not store.has("gen-1/iter-3/.metadata"), "the mark of being whole goes first"
+
+
+def test_a_save_that_fails_halfway_leaves_nothing(output: str, alone: Any) -> None:
+    import torch
+    from unicron.workers.training.model.training_state import Numbers
+
+    def fails() -> None:
+        raise RuntimeError("the store broke off")
+
+    told = Numbers(precision="fp32", step_version=3, consumed_samples=0, scheduled_samples=0,
+                   adam_step=0.0, loss_scales=[], first_loss=0, losses=[0.5], step_s=[0.1])
+    tensors = {f"model.{number}": torch.full((100,), float(number)) for number in range(8)}
+    url = f"{output}/gen-1/iter-3"
+    num_bytes = checkpoint.write(url, tensors, told)
+    assert num_bytes > 8 * 400
+    assert read(url)["model.7"].eq(7).all()
+    with pytest.raises(checkpoint.NotSaved, match="the store broke off"):
+        checkpoint.write(url, tensors, told, fails)
+    assert object_storage.Store(url).names() == []
+    asked = itertools.count()
+    with pytest.raises(checkpoint.Superseded, match="a newer one is needed"):
+        checkpoint.write(url, tensors, told, is_superseded=lambda: next(asked) == 3)
+    assert object_storage.Store(url).names() == []
+    assert checkpoint.write(url, tensors, told) == num_bytes

@@ -1,0 +1,80 @@
+"""A step that is told what others know of the gradient."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+from unicron.events.spec.job import DynamicLossScale, Model, Optimizer, Train
+from unicron.events.spec.model import Axes
+from unicron.events.spec.parallelism import Parallel
+from unicron.workers.training.model import trainee as model
+from unicron.workers.training.model import training_state
+from unicron.workers.training.step import forward_backward, optimizer_step
+
+pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
+
+TRAIN = Train(model=Model(num_layers=1, hidden=32, num_heads=2, sequence=16), iterations=10,
+              output="unused", optimizer=Optimizer(lr=1e-2, clip_grad=1.0))
+FP16 = replace(TRAIN, precision="fp16", dynamic_loss_scale=DynamicLossScale(initial=2.0**8,
+                                                                            hysteresis=1))
+
+
+def built(train: Train, groups: Any) -> model.TrainingModel:
+    """After a backward pass."""
+    trainee = model.build(train, torch.device("cpu"), groups)
+    tokens = torch.arange(2 * 17).reshape(2, 17) + 1
+    forward_backward.run(trainee, groups, 0, [0], lambda item: tokens, lambda event, item: None)
+    return trainee
+
+
+def step(trainee: model.TrainingModel, **told: Any) -> bool:
+    return optimizer_step.step(trainee, 32, lambda event: None, **told)
+
+
+@pytest.mark.parametrize("optimizer", ["whole", "sharded"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_the_norm_that_is_handed_over_is_the_one_that_megatron_clips_by(
+        alone: Any, precision: str, optimizer: Any) -> None:
+    train = replace(FP16, precision=precision, parallel=Parallel(optimizer=optimizer))
+    one, other, clipped = (built(train, alone) for _ in range(3))
+    found = optimizer_step.norm_square(one)
+    scale = one.optimizer.get_loss_scale().item()
+    assert step(one)
+    assert step(other, norm_square=found)
+    assert step(clipped, norm_square=1e6 * found)
+    moments = [
+        training_state.tensors(each)["optimizer.exp_avg.decoder.final_layernorm.weight"]
+        .norm()
+        .item()
+        for each in (one, other, clipped)
+    ]
+    assert moments[1] == pytest.approx(moments[0], rel=1e-5)
+    assert math.sqrt(found) / 32 / scale > 1, "it was clipped"
+    assert moments[2] == pytest.approx(moments[0] / 1e3, rel=1e-3), "of a thousand times the norm"
+
+
+@pytest.mark.parametrize("optimizer", ["whole", "sharded"])
+def test_what_is_not_finite_elsewhere_skips_the_step_here(alone: Any, optimizer: Any) -> None:
+    trainee = built(replace(FP16, parallel=Parallel(optimizer=optimizer)), alone)
+    before = {name: tensor.clone() for name, tensor in training_state.tensors(trainee).items()}
+    assert not optimizer_step.has_inf(trainee)
+    assert not step(trainee, norm_square=math.inf, found_inf=True)
+    assert optimizer_step.has_inf(trainee)
+    assert all(tensor.equal(before[name]) for name,
+               tensor in training_state.tensors(trainee).items())
+    assert trainee.optimizer.get_loss_scale().item() == 2.0**7
+    assert trainee.scheduler.num_steps == 0
+
+
+@pytest.mark.parametrize(("axes", "num_items", "num_passes"), [
+    (Axes(pp=2), 3, 3), (Axes(pp=2, chunks=2), 3, 4), (Axes(pp=2, chunks=2), 4, 4),
+    (Axes(pp=4, chunks=2), 1, 4), (Axes(pp=4, chunks=2), 9, 12),
+])
+def test_chunks_want_whole_groups_of_micro_batches(axes: Axes, num_items: int, num_passes: int
+                                                   ) -> None:
+    padded = forward_backward.padded(range(num_items), axes.pp, axes.chunks)
+    assert padded == [*range(num_items), *[forward_backward.PADDING] * (num_passes - num_items)]

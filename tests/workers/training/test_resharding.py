@@ -1,0 +1,280 @@
+"""Resharding: each shard is moved once, from the nearest holder, between any two layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import reshard_work
+import torch
+import worlds
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from reshard_work import TRAIN, Layout, Stop
+from unicron.events.spec.model import Axes
+from unicron.workers.training.model import trainee as model
+from unicron.workers.training.model import training_state
+from unicron.workers.training.recovery.resharding import (
+    Missing,
+    Move,
+    Region,
+    Shard,
+    flat_range,
+    intersection,
+    parts,
+    plan_moves,
+    without,
+)
+
+SHAPES = {"a": (5, 4), "b": (3, 2, 3), "c": (7,), "d": ()}
+LARGEST = 5
+NODES = ("red", "", "red", "", "red")
+WHOLE = [Layout(Axes(dp=4)), Layout(Axes(dp=3)), Layout(Axes(tp=2)), Layout(Axes(tp=2, dp=2)),
+         Layout(Axes(pp=2, dp=2)), Layout(Axes(pp=3)), Layout(Axes(tp=2, pp=2)),
+         Layout(Axes(pp=2, chunks=3))]
+SHARDED = [Layout(Axes(dp=2), "sharded"), Layout(Axes(dp=3), "sharded"),
+           Layout(Axes(tp=2, dp=2), "sharded"), Layout(Axes(dp=4)),
+           Layout(Axes(pp=2, dp=2), "sharded"), Layout(Axes(tp=2, pp=2)),
+           Layout(Axes(dp=4), "sharded")]
+MIRRORED = [Layout(Axes(dp=4), "mirrored"), Layout(Axes(dp=3), "mirrored"),
+            Layout(Axes(tp=2, dp=2), "mirrored"), Layout(Axes(dp=3), "sharded"),
+            Layout(Axes(dp=4), "mirrored")]
+
+
+def piece(key: str, box: Region) -> Shard:
+    return Shard(key, f"float32 {SHAPES[key]}", box)
+
+
+def elements(shape: tuple[int, ...], box: Region) -> set[int]:
+    """Brute force: the flat indices of a box."""
+    inside = tuple(slice(begin, begin + size) for begin, size in zip(*box, strict=True))
+    return set(np.arange(np.prod(shape, dtype=int)).reshape(shape)[inside].ravel().tolist())
+
+
+@st.composite
+def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Region:
+    offset = tuple(draw(st.integers(0, size - 1)) for size in shape)
+    return Region(offset, tuple(draw(st.integers(1, size - begin))
+                                for size, begin in zip(shape, offset, strict=True)))
+
+
+@st.composite
+def pieces(draw: st.DrawFn) -> list[Shard]:
+    """Any pieces at all: whole tensors, blocks, flat ranges, overlapping and twice the same."""
+    found: list[Shard] = []
+    for key in draw(st.lists(st.sampled_from(sorted(SHAPES)), max_size=4)):
+        shape = SHAPES[key]
+        size = int(np.prod(shape, dtype=int))
+        match draw(st.sampled_from(["whole", "block", "flat"])):
+            case "whole":
+                found.append(piece(key, Region(tuple(0 for _ in shape), shape)))
+            case "block":
+                found.append(piece(key, draw(boxes(shape))))
+            case _:
+                begin = draw(st.integers(0, size))
+                found += [piece(key, box)
+                          for box in flat_range(shape, begin, draw(st.integers(begin, size)))]
+    return found
+
+
+def by_element(have: Sequence[Sequence[Shard]]) -> dict[tuple[str, int], set[int]]:
+    """Brute force: who has each element."""
+    found: dict[tuple[str, int], set[int]] = {}
+    for place, mine in enumerate(have):
+        for key, _, box in mine:
+            for element in elements(SHAPES[key], box):
+                found.setdefault((key, element), set()).add(place)
+    return found
+
+
+def distance(source: int, target: int) -> int:
+    return 0 if source == target else 1 if NODES[source] == NODES[target] == "red" else 2
+
+
+@given(st.lists(pieces(), min_size=5, max_size=5), st.lists(pieces(), min_size=5, max_size=5))
+@settings(max_examples=300, deadline=None)
+def test_each_wanted_element_comes_once_from_the_nearest(
+        have: list[list[Shard]], want: list[list[Shard]]) -> None:
+    holders = by_element(have)
+    lost = {key for mine in want for key, _, box in mine
+            for element in elements(SHAPES[key], box) if (key, element) not in holders}
+    if lost:
+        with pytest.raises(Missing) as raised:
+            plan_moves(have, want, NODES, LARGEST)
+        assert set(raised.value.keys) == lost
+        return
+    came: dict[tuple[int, int], list[int]] = {}
+    for move in plan_moves(have, want, NODES, LARGEST):
+        wanted, held = want[move.target][move.wanted], have[move.source][move.given]
+        assert wanted.key == held.key
+        assert move.source == move.target or move.region.num_elements <= LARGEST
+        assert intersection(wanted.region, move.region) == move.region
+        assert intersection(held.region, move.region) == move.region
+        for element in elements(SHAPES[wanted.key], move.region):
+            near = min(distance(place, move.target) for place in holders[wanted.key, element])
+            assert distance(move.source, move.target) == near
+            came.setdefault((move.target, move.wanted), []).append(element)
+    for target, mine in enumerate(want):
+        for index, (key, _, box) in enumerate(mine):
+            assert sorted(came.get((target, index), [])) == sorted(elements(SHAPES[key], box))
+
+
+@given(st.sampled_from(sorted(SHAPES.values())), st.data())
+@settings(max_examples=300, deadline=None)
+def test_a_flat_range_is_few_contiguous_boxes_in_order(shape: tuple[int, ...],
+                                                       data: st.DataObject) -> None:
+    size = int(np.prod(shape, dtype=int))
+    begin = data.draw(st.integers(0, size))
+    end = data.draw(st.integers(begin, size))
+    found = flat_range(shape, begin, end)
+    assert [element for box in found for element in sorted(elements(shape, box))] == list(
+        range(begin, end))
+    assert len(found) <= max(1, 2 * len(shape) - 1)
+
+
+@given(boxes((4, 5, 3)), boxes((4, 5, 3)))
+def test_the_rest_and_the_part_are_the_whole(whole: Region, other: Region) -> None:
+    part = intersection(whole, other)
+    mine, theirs = elements((4, 5, 3), whole), elements((4, 5, 3), other)
+    assert (part is None) == (not mine & theirs)
+    if part is not None:
+        rest = [elements((4, 5, 3), box) for box in without(whole, part)]
+        assert elements((4, 5, 3), part) == mine & theirs
+        assert sum(map(len, rest)) == len(mine - theirs)
+        assert set().union(*rest) == mine - theirs
+
+
+@given(boxes((4, 5, 3)), st.integers(1, 60))
+def test_a_large_box_goes_in_parts_of_about_a_size(whole: Region, largest: int) -> None:
+    found = [elements((4, 5, 3), part) for part in parts(whole, largest)]
+    assert [element for part in found for element in sorted(part)] == sorted(
+        elements((4, 5, 3), whole))
+    assert max(map(len, found)) <= largest
+    assert len(found) <= 5 * -(-whole.num_elements // largest)
+
+
+def test_a_large_tensor_comes_from_all_who_have_it() -> None:
+    large = Shard("large", "float32 (300,)", Region((0,), (300,)))
+    moves = plan_moves([[large], [large], [large], []], [[], [], [], [large]], ["a"] * 4, 10)
+    assert given_by(moves) == sorted([0, 1, 2] * 10)
+
+
+def whole(key: str) -> Shard:
+    return piece(key, Region(tuple(0 for _ in SHAPES[key]), SHAPES[key]))
+
+
+def given_by(moves: list[Move]) -> list[int]:
+    return sorted(move.source for move in moves)
+
+
+def test_those_equally_near_give_equally_much() -> None:
+    replica = [Shard(f"layer{index}", "float32 (8,)", Region((0,), (8,))) for index in range(30)]
+    moves = plan_moves([replica, replica, replica, []], [[], [], [], replica], ["a"] * 4, 100)
+    assert given_by(moves) == sorted([0, 1, 2] * 10)
+
+
+def test_what_stays_where_it_is_counts_for_nothing() -> None:
+    large, small = whole("a"), whole("c")
+    moves = plan_moves([[large, small], [small], []], [[large], [], [small]], ["a"] * 3, 100)
+    assert [(move.source, move.target) for move in moves] == [(0, 0), (0, 2)]
+
+
+def test_another_kind_is_another_tensor() -> None:
+    other = whole("a")._replace(kind="bfloat16 (5, 4)")
+    with pytest.raises(Missing, match=r"no holder is left of a$"):
+        plan_moves([[other], []], [[], [whole("a")]], ["a", "b"], 100)
+
+
+def test_what_is_lost_is_named() -> None:
+    with pytest.raises(Missing, match="left of a, b, c and 1 more"):
+        plan_moves([[]], [[whole(key) for key in "dcba"]], ["a"], 100)
+
+
+# --- real members, layout after layout -----------------------------------------------------------
+def all_pairs(layouts: list[Layout]) -> list[Layout]:
+    """A path on which each layout follows each other one once."""
+    left = {index: [other for other in range(len(layouts)) if other != index]
+            for index in range(len(layouts))}
+    path, stack = [], [0]
+    while stack:
+        if left[stack[-1]]:
+            stack.append(left[stack[-1]].pop())
+        else:
+            path.append(layouts[stack.pop()])
+    return path[::-1]
+
+
+def stops(path: list[Layout]) -> list[Stop]:
+    """Now and then the members change places, and where there are replicas, one loses its all."""
+    return [(path[0], 0, ())] + [
+        (layout, int(number % 3 == 0), (number % last.axes.dp * last.axes.tp,)
+         if last.axes.dp > 1 and last.optimizer != "sharded" else ())
+        for number, (last, layout) in enumerate(pairwise(path))]
+
+
+PATH = all_pairs(WHOLE)
+
+
+@pytest.mark.parametrize("path", [PATH[:len(PATH) // 2 + 1], PATH[len(PATH) // 2:]],
+                         ids=["one", "other"])
+def test_every_layout_takes_over_from_every_other(path: list[Layout]) -> None:
+    assert len(set(pairwise(PATH))) == len(WHOLE) * (len(WHOLE) - 1)
+    worlds.run(4, reshard_work.walk, TRAIN, stops(path))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_shards_of_the_optimizer_do_too(precision: Any) -> None:
+    worlds.run(4, reshard_work.walk, replace(TRAIN, precision=precision), stops(SHARDED))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_mirror_is_its_owner_bit_by_bit(precision: Any) -> None:
+    worlds.run(4, reshard_work.walk, replace(TRAIN, precision=precision), stops(MIRRORED))
+
+
+def test_a_gated_unit_keeps_its_halves_apart() -> None:
+    path = [Layout(Axes()), Layout(Axes(tp=2)), Layout(Axes(pp=2)), Layout(Axes(tp=2), "sharded"),
+            Layout(Axes(dp=2), "sharded")]
+    worlds.run(2, reshard_work.gated, TRAIN, stops(path))
+
+
+def test_the_whole_state_comes_to_one_member_and_goes_back(alone: Any) -> None:
+    trainee = model.build(TRAIN, torch.device("cpu"), alone)
+    for keys in worlds.run(4, reshard_work.gather, TRAIN, Layout(Axes(tp=2, pp=2)))[:1]:
+        assert keys == sorted(training_state.tensors(trainee))
+
+
+@pytest.mark.parametrize(("layout", "lost", "gone", "there"), [
+    (Layout(Axes(tp=2)), 1, "model.decoder.layers.0.mlp.linear_fc1.weight",
+     "model.decoder.layers.0.input_layernorm.weight"),
+    (Layout(Axes(pp=2)), 0, "model.decoder.layers.2.mlp.linear_fc1.weight",
+     "model.embedding.word_embeddings.weight"),
+    (Layout(Axes(dp=2), "sharded"), 1, "optimizer.exp_avg.embedding.word_embeddings.weight",
+     "model.embedding.word_embeddings.weight"),
+], ids=["tp", "pp", "sharded"])
+def test_tensors_lost_with_a_rank_are_named(layout: Layout, lost: int, gone: str, there: str
+                                            ) -> None:
+    told = worlds.run(2, reshard_work.lose, TRAIN, layout, lost)
+    assert told[0] == told[1]
+    assert gone in told[0]
+    assert there not in told[0]
+
+
+@pytest.mark.parametrize(("what", "why"), [
+    ("checksum", "wrong checksum"),
+    ("step", "it is of step 0, not 1"),
+    ("layout", "its model.embedding.word_embeddings.weight is float32 256x16x1, not "
+               "float32 256x16"),
+])
+def test_what_is_refused_comes_from_the_next(what: str, why: str) -> None:
+    told = worlds.run(4, reshard_work.refuse, TRAIN, what)
+    assert set(told[3][0]) == {1, 2}, "the newcomer took nothing from the first"
+    assert all(logged == {why} for _, logged in told)
+
+
+def test_a_giver_that_dies_changes_nothing() -> None:
+    worlds.run(2, reshard_work.die, TRAIN)

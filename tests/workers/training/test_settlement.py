@@ -1,0 +1,570 @@
+"""Settlement: every micro-batch is assigned exactly once, whatever the members claim."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from unicron.events.spec.model import Axes
+from unicron.events.spec.parallelism import coordinates, holders, num_positions, replica
+from unicron.workers.training.recovery.settlement import (
+    MemberAssignment,
+    Settlement,
+    assign_micro_batches,
+    settle,
+)
+from unicron.workers.training.recovery.state_sources import NO_STATE, SEVERAL, Claim, HeldState
+
+SHAPES = [Axes(tp=tp, pp=pp, dp=dp) for tp in (1, 2) for pp in (1, 2, 3) for dp in (1, 2, 3)]
+Gate = tuple[float, float]
+
+
+@st.composite
+def claims(draw: st.DrawFn) -> tuple[list[Claim], int]:
+    """Any claims at all: overlapping sums, stale generations, members without state."""
+    num_items = draw(st.integers(1, 16))
+    items = st.lists(st.integers(0, num_items - 1), unique=True).map(lambda x: tuple(sorted(x)))
+    found: list[Claim] = []
+    for _ in range(draw(st.integers(1, 6))):
+        version = draw(st.sampled_from([NO_STATE, 3, 4]))
+        if version == NO_STATE:
+            found.append(Claim())
+            continue
+        owned = draw(items)
+        kept = tuple(item for item in owned if draw(st.booleans()))
+        found.append(Claim(step_version=version, kept=kept, owned=owned,
+                           begun=bool(kept) or draw(st.booleans()),
+                           assigned_in=draw(st.integers(1, 4)), trained_in=draw(st.integers(1, 4))))
+    return found, num_items
+
+
+def _check_partition(settlement: Settlement, num_items: int) -> None:
+    placed = [item for share in settlement.shares for item in (*share.kept, *share.todo)]
+    assert sorted(placed) == list(range(num_items))
+
+
+@given(claims())
+@settings(max_examples=400, deadline=None)
+def test_every_micro_batch_is_in_exactly_one_place(case: tuple[list[Claim], int]) -> None:
+    told, num_items = case
+    settlement = settle(told, num_items)
+    _check_partition(settlement, num_items)
+    for claim, share in zip(told, settlement.shares, strict=True):
+        assert share.kept in ((), claim.kept), "a sum is all or nothing"
+        assert set(share.dealt) <= set(share.todo)
+        if share.kept:
+            assert claim.step_version == settlement.step_version
+
+
+@given(claims())
+@settings(max_examples=200, deadline=None)
+def test_sources_have_the_highest_step_version(case: tuple[list[Claim], int]) -> None:
+    told, num_items = case
+    settlement = settle(told, num_items)
+    assert settlement.step_version == max(claim.step_version for claim in told)
+    for place, (claim, share) in enumerate(zip(told, settlement.shares, strict=True)):
+        if settlement.step_version == NO_STATE:
+            assert share.source == NO_STATE
+        else:
+            assert told[share.source].step_version == settlement.step_version
+            assert (share.source == place) == (claim.step_version == settlement.step_version)
+
+
+@given(st.integers(1, 16), st.integers(1, 6), st.data())
+@settings(max_examples=300, deadline=None)
+def test_any_chain_of_faults_loses_and_doubles_nothing(num_items: int, num_members: int,
+                                                       data: st.DataObject) -> None:
+    members = [Claim(step_version=7, assigned_in=1,
+                     owned=assign_micro_batches(num_items, num_members, place),
+                     trained_in=1) for place in range(num_members)]
+    for generation in range(2, data.draw(st.integers(3, 6))):
+        trained: list[Claim] = []
+        for claim in members:
+            missing = [item for item in claim.owned if item not in claim.kept]
+            num_done = data.draw(st.integers(0, len(missing)))
+            kept = tuple(sorted((*claim.kept, *missing[:num_done])))
+            trained.append(Claim(step_version=7, kept=kept, owned=claim.owned,
+                                 assigned_in=generation - 1, begun=True,
+                                 trained_in=generation - 1))
+        living = [claim for claim in trained if data.draw(st.booleans())] or trained[:1]
+        newcomers = [Claim()] * data.draw(st.integers(0, 2))
+        settlement = settle(living + newcomers, num_items)
+        _check_partition(settlement, num_items)
+        for claim, share in zip(living, settlement.shares, strict=False):
+            assert share.kept == claim.kept, "no double claim, so nothing is dropped"
+            stays = set(claim.owned) - set(claim.kept)
+            assert stays == set(share.todo) - set(share.dealt), "what a living member was dealt"
+        members = [Claim(step_version=7, kept=share.kept,
+                         owned=tuple(sorted((*share.kept, *share.todo))), assigned_in=generation,
+                         trained_in=generation - 1)
+                   for share in settlement.shares]
+
+
+def _begun(generation: int, *, kept: tuple[int, ...], owned: tuple[int, ...]) -> Claim:
+    return Claim(step_version=5, kept=kept, owned=owned, assigned_in=generation, begun=True,
+                 trained_in=generation)
+
+
+def test_a_lost_ranks_micro_batches_go_round_fewest_first() -> None:
+    told = [_begun(1, kept=(0, 4, 8), owned=(0, 4, 8)), _begun(1, kept=(1, 5), owned=(1, 5, 9)),
+            _begun(1, kept=(3,), owned=(3, 7, 11))]
+    shares = settle(told, 12).shares
+    assert [share.kept for share in shares] == [(0, 4, 8), (1, 5), (3,)]
+    assert [share.dealt for share in shares] == [(2, 6), (10,), ()]
+    assert [share.todo for share in shares] == [(2, 6), (9, 10), (7, 11)]
+
+
+def test_of_two_claims_the_later_generation_wins_and_the_other_drops_all() -> None:
+    told = [_begun(1, kept=(0, 1), owned=(0, 1)), _begun(2, kept=(1, 2), owned=(1, 2))]
+    shares = settle(told, 3).shares
+    assert [share.kept for share in shares] == [(), (1, 2)]
+    assert [share.todo for share in shares] == [(0,), ()]
+
+
+def test_a_member_behind_takes_the_state_and_drops_its_sum() -> None:
+    told = [Claim(step_version=4, kept=(0,), owned=(0, 2), assigned_in=1, trained_in=1, begun=True),
+            _begun(1, kept=(), owned=(1, 3))]
+    settlement = settle(told, 4)
+    assert settlement.step_version == 5
+    assert settlement.shares[0].source == 1
+    assert settlement.shares[0].todo == (0, 2)
+
+
+def test_a_first_start_deals_evenly_and_nothing_comes_from_the_gone() -> None:
+    shares = settle([Claim(), Claim(), Claim()], 7).shares
+    assert [share.todo for share in shares] == [(0, 3, 6), (1, 4), (2, 5)]
+    assert all(share.dealt == () and share.source == NO_STATE for share in shares)
+
+
+def test_an_iteration_that_nobody_has_begun_is_dealt_anew_with_the_newcomer() -> None:
+    told = [Claim(step_version=5, owned=(0, 2), assigned_in=1, trained_in=1),
+            Claim(step_version=5, owned=(1, 3), assigned_in=1, trained_in=1), Claim(), Claim()]
+    shares = settle(told, 4).shares
+    assert [share.todo for share in shares] == [(0,), (1,), (2,), (3,)]
+    assert [share.source for share in shares] == [0, 1, 0, 1]
+    assert all(share.dealt == () for share in shares)
+
+
+def test_state_comes_from_the_own_node_and_the_others_feed_the_rest_evenly() -> None:
+    has = Claim(step_version=5)
+    nodes = ["a", "b", "c", "a", "c", "d", "e"]
+    shares = settle([has, has, Claim(), Claim(), has, Claim(), Claim()], 4, nodes=nodes).shares
+    assert [share.source for share in shares] == [0, 1, 4, 0, 4, 1, 0]
+
+
+def _part(place: int, *, version: int = 5, kept: tuple[int, ...] = (), ready: bool = False,
+          gate: tuple[float, ...] = (), trained_in: int = 3, axes: Axes | None = None) -> Claim:
+    return Claim(step_version=version, kept=kept, owned=kept, begun=version == 5, ready=ready,
+                 gate=gate, trained_in=trained_in, assigned_in=3,
+                 held=HeldState(axes=axes or Axes(tp=2, dp=2), place=place))
+
+
+def test_a_replicas_sum_counts_only_if_it_is_whole_on_all_its_members() -> None:
+    whole = [_part(0, kept=(0, 2)), _part(1, kept=(0, 2))]
+    apart = [_part(2, kept=(1, 3)), _part(3, kept=(1,))]
+    shares = settle([*whole, *apart], 4, Axes(tp=2, dp=2)).shares
+    assert [share.kept for share in shares] == [(0, 2), (0, 2), (), ()]
+    assert [share.todo for share in shares] == [(), (), (1, 3), (1, 3)]
+    shares = settle([whole[0], apart[1], whole[1], apart[0]], 4, Axes(tp=2, dp=2)).shares
+    assert {share.kept for share in shares} == {()}, "no part of it stays in a replica"
+
+
+def test_a_member_at_the_gate_steps_with_the_others_and_only_with_them() -> None:
+    stepped = _part(0, version=6, gate=(2.5, 0.0))
+    for ready, steps in ((_part(1, ready=True), True), (_part(1), False),
+                         (_part(1, ready=True, trained_in=2), False)):
+        settlement = settle([stepped, ready, _part(2, version=6), Claim()], 4, Axes(tp=2, dp=1))
+        assert settlement.shares[1].steps == steps
+        assert settlement.gate == ((2.5, 0.0) if steps else ())
+        assert settlement.step_version == (6 if steps else NO_STATE)
+        assert settlement.lost_version == (NO_STATE if steps else 6)
+    taken = settle([_part(0, version=6), _part(1, ready=True)], 4, Axes(tp=2, dp=1))
+    assert taken.step_version == NO_STATE, "it has that state from elsewhere, and no word of a gate"
+    without = settle([_part(0, ready=True), _part(1, ready=True)], 4, Axes(tp=2, dp=1))
+    assert without.step_version == 5
+    assert not any(share.steps for share in without.shares), "nobody has stepped"
+
+
+def test_a_mirrored_shard_counts_on_the_next_of_its_data_parallel_ranks() -> None:
+    def shard(place: int, *, mirrored: bool) -> Claim:
+        return Claim(step_version=5, held=HeldState(axes=Axes(dp=3), place=place,
+                                               optimizer="mirrored" if mirrored else "sharded"))
+
+    def found(*places: int, mirrored: bool) -> int:
+        return settle([shard(place, mirrored=mirrored) for place in places], 4).step_version
+
+    assert found(0, 1, 2, mirrored=False) == 5
+    assert found(0, 2, mirrored=False) == NO_STATE
+    assert found(0, 2, mirrored=True) == 5, "2 has the shard of 1, and 0 that of 2"
+    assert found(1, mirrored=True) == NO_STATE
+
+
+def test_in_another_layout_state_comes_from_many_and_no_sum_counts() -> None:
+    told = [_part(place, kept=(place % 2,), axes=Axes(tp=2, dp=2)) for place in (0, 1, 2)]
+    settlement = settle(told, 5, Axes(dp=3))
+    assert settlement.step_version == 5
+    assert settlement.holders == (0, 1, 2)
+    assert [share.source for share in settlement.shares] == [SEVERAL] * 3
+    assert [share.todo for share in settlement.shares] == [(0, 3), (1, 4), (2,)]
+
+
+def test_of_two_layouts_that_are_whole_the_wanted_goes_on_else_the_one_that_most_hold() -> None:
+    whole = Claim(step_version=5, held=HeldState(axes=Axes(dp=1)))
+    told = [whole, *(_part(place) for place in range(4))]
+    assert settle(told, 4, Axes(dp=5)).holders == (0,)
+    assert settle(told, 4, Axes(pp=2, dp=2)).holders == (1, 2, 3, 4)
+
+
+# --- random histories of faults, against a model that knows every sum ----------------------------
+class Member:
+    """One process: its state, its sum, and what it stands before."""
+
+    def __init__(self, node: str) -> None:
+        self.node = node
+        self.version = NO_STATE
+        self.held: HeldState | None = None
+        self.staged: HeldState | None = None
+        self.sum: list[int] = []
+        self.owned: tuple[int, ...] = ()
+        self.assigned_in = self.trained_in = self.staged_in = 0
+        self.begun = self.ready = False
+        self.gate: tuple[float, ...] = ()
+        self.reduced: Counter[int] = Counter()
+
+    def claim(self) -> Claim:
+        return Claim(step_version=self.version, kept=tuple(sorted(self.sum)), owned=self.owned,
+                     assigned_in=self.assigned_in, begun=self.begun, trained_in=self.trained_in,
+                     held=self.held, staged=self.staged,
+                     staged_in=self.staged_in, ready=self.ready, gate=self.gate)
+
+    def replace(self, version: int, held: HeldState | None) -> None:
+        """Its state is another's now."""
+        self.version, self.held, self.staged = version, held, None
+        self.sum, self.owned, self.begun, self.ready, self.gate = [], (), False, False, ()
+
+    def activate(self, *, keep_sum: bool) -> None:
+        """What was staged; a sum goes along where its member stays of the same part."""
+        mine = self.sum if keep_sum else []
+        self.replace(self.version, self.staged)
+        self.sum = mine
+
+    def step(self, gate: tuple[float, ...]) -> None:
+        self.version, self.gate, self.ready = self.version + 1, gate, False
+        self.sum, self.owned, self.begun = [], (), False
+
+    def take(self, share: MemberAssignment, generation: int, *, begun: bool) -> None:
+        """Go on from a settlement: the sum counts only if the settlement keeps it."""
+        if sorted(self.sum) != list(share.kept):
+            assert not share.kept, "a sum that this member does not have"
+            self.sum = []
+        self.ready, self.begun = False, begun
+        self.owned, self.assigned_in = tuple(sorted((*share.kept, *share.todo))), generation
+
+
+class History:
+    """Generations of one task, with all that can befall them; `rnd` is all there is of chance."""
+
+    def __init__(self, rnd: Random, optimizer: str) -> None:
+        self.rnd, self.optimizer = rnd, optimizer
+        self.num_items = rnd.randint(1, 9)
+        self.present = [self._newcomer() for _ in range(rnd.randint(1, 6))]
+        self.away: list[Member] = []
+        self.generation = 0
+        self.axes = Axes()
+        self.gates: dict[tuple[int, int], Gate] = {}
+        """What the gate of a step of a generation told, where it told anybody."""
+        self.seen: Counter[str] = Counter()
+        self.met: list[Member] = []
+        """Who has met since the last generation came up, and in it."""
+        self.least = NO_STATE
+        """The step version that it settled on, as long as nobody is missed."""
+
+    def run(self, num_generations: int) -> None:
+        for _ in range(num_generations):
+            self.generation += 1
+            if self._meet():
+                self._train()
+            self._strike()
+
+    def _newcomer(self) -> Member:
+        return Member(self.rnd.choice("abc"))
+
+    def _held(self, place: int) -> HeldState | None:
+        if self.optimizer == "whole" and self.axes.tp * self.axes.pp == 1:
+            return None
+        return HeldState(axes=self.axes, optimizer=self.optimizer, place=place)
+
+    # --- meeting --------------------------------------------------------------------------------
+    def _meet(self) -> bool:
+        """Settle, and put it in force, unless a second fault strikes; whether all have."""
+        self._seat()
+        told = [msgspec.msgpack.encode(member.claim()) for member in self.present]
+        settlements = [settle([msgspec.msgpack.decode(each, type=Claim) for each in told],
+                              self.num_items, self.axes, [each.node for each in self.present])
+                       for _ in self.present]
+        assert all(each == settlements[0] for each in settlements)
+        settlement = settlements[0]
+        self._check_state(settlement)
+        self._check_shares(settlement)
+        self.met += self.present
+        reached = [2] * len(self.present)
+        if self.rnd.random() < 0.3:
+            most = self.rnd.choice((1, 2))
+            reached = [self.rnd.randint(most - 1, most) for _ in self.present]
+        version = max(settlement.step_version, 0)
+        for place, member in enumerate(self.present):
+            if reached[place] >= 1:
+                self._have(member, place, settlement)
+        for place, member in enumerate(self.present):
+            if reached[place] == 2:
+                if member.staged is not None and place < num_positions(self.axes):
+                    member.activate(keep_sum=bool(settlement.shares[place].kept))
+                    self.seen["put in force"] += 1
+                elif place < num_positions(self.axes):
+                    member.held = self._held(place)
+                if member.version == version:
+                    member.take(settlement.shares[place], self.generation, begun=settlement.begun)
+        if min(reached) == 2:
+            self.met, self.least = list(self.present), version
+        return min(reached) == 2
+
+    def _seat(self) -> None:
+        """A layout for those who are there; often such that they stay what they were."""
+        few = [axes for axes in SHAPES if num_positions(axes) <= len(self.present)]
+        like = [axes for axes in few if (axes.tp, axes.pp) == (self.axes.tp, self.axes.pp)]
+        self.axes = self.rnd.choice(like if like and self.rnd.random() < 0.7 else few)
+        self.rnd.shuffle(self.present)
+        if self.rnd.random() < 0.3:
+            return
+        seats: list[Member | None] = [None] * len(self.present)
+        rest: list[Member] = []
+        for member in sorted(self.present, key=lambda member: -member.version):
+            held, free = member.held or HeldState(), None
+            if member.version != NO_STATE and held.shape == (self.axes.tp, self.axes.pp, 1):
+                free = next((place for place in range(num_positions(self.axes))
+                             if seats[place] is None
+                             and coordinates(self.axes, place)[:2] == held.part
+                             and self.rnd.random() < 0.9), None)
+            if free is None:
+                rest.append(member)
+            else:
+                seats[free] = member
+        self.present = [rest.pop() if seat is None else seat for seat in seats]
+
+    def _have(self, member: Member, place: int, settlement: Settlement) -> None:
+        """Step, put in force what was staged, and receive what is missing."""
+        share, version = settlement.shares[place], max(settlement.step_version, 0)
+        if share.steps:
+            assert member.ready
+            assert member.version == version - 1, "nobody steps twice"
+            assert settlement.gate == self.gates[member.trained_in, member.version], (
+                "only if somebody had passed, and with what it was told")
+            assert member.reduced == Counter(range(self.num_items))
+            member.step(settlement.gate)
+            self.seen["steps"] += 1
+        elif share.staged:
+            assert member.staged is not None
+            member.activate(keep_sum=False)
+            self.seen["staged"] += 1
+        elif place in settlement.holders:
+            member.staged = None
+        if place >= num_positions(self.axes):
+            return
+        if settlement.step_version == NO_STATE:
+            member.replace(0, self._held(place))
+        elif share.source != place:
+            if member.version == version:
+                member.staged = HeldState(axes=self.axes, optimizer=self.optimizer, place=place)
+                member.staged_in = self.generation
+            else:
+                member.replace(version, self._held(place))
+
+    # --- what has to hold -----------------------------------------------------------------------
+    def _whole(self) -> set[int]:
+        """Step versions of which the members have all parts of some layout."""
+        passed = {(member.trained_in, member.version) for member in self.present if member.gate}
+        had: dict[tuple[int, Axes], set[tuple[int, ...]]] = {}
+        for member in self.present:
+            if member.version == NO_STATE:
+                continue
+            versions = [member.version]
+            if member.ready and (member.trained_in, member.version + 1) in passed:
+                versions.append(member.version + 1)
+            for version in versions:
+                active = member.held or HeldState()
+                for held in {active, member.staged or active}:
+                    if held == member.staged and version != member.version:
+                        continue
+                    at = coordinates(held.axes, held.place)
+                    dps = {"whole": (0,), "sharded": (at.dp,),
+                           "mirrored": (at.dp, (at.dp or held.axes.dp) - 1)}[held.optimizer]
+                    layout = msgspec.structs.replace(
+                        held.axes, dp=1 if held.optimizer == "whole" else held.axes.dp)
+                    had.setdefault((version, layout), set()).update(
+                        (at.tp, at.pp, dp) for dp in dps)
+        return {version for (version, axes),
+                parts in had.items() if len(parts) == num_positions(axes)}
+
+    def _check_state(self, settlement: Settlement) -> None:
+        whole = self._whole()
+        if any(member.staged is not None for member in self.present):
+            assert settlement.step_version in {NO_STATE, *whole}
+        else:
+            assert settlement.step_version == max(whole, default=NO_STATE)
+        if any(member not in self.present for member in self.met):
+            self.least = NO_STATE
+        assert settlement.step_version >= self.least, "lost, and nobody was lost"
+        beyond = max(member.version for member in self.present)
+        assert settlement.lost_version == (beyond if beyond > settlement.step_version else NO_STATE)
+        if settlement.lost_version != NO_STATE:
+            self.seen["lost"] += 1
+        given = {place: self._given(place, settlement) for place in settlement.holders}
+        assert all(given.values()), "a holder without the state"
+        if settlement.step_version == NO_STATE:
+            assert {share.source for share in settlement.shares} == {NO_STATE}
+            return
+        for place, share in enumerate(settlement.shares[:num_positions(self.axes)]):
+            assert share.source == SEVERAL or share.source in settlement.holders
+            if share.source in settlement.holders and self.optimizer == "whole":
+                held = given[share.source]
+                assert held is not None
+                assert held.shape == (self.axes.tp, self.axes.pp, 1)
+                assert held.part == coordinates(self.axes, place)[:2]
+                self._check_near(place, share.source, given)
+
+    def _given(self, place: int, settlement: Settlement) -> HeldState | None:
+        """What the holder at `place` has of the settled state once it did as it is told."""
+        member, share = self.present[place], settlement.shares[place]
+        if share.staged:
+            return member.staged
+        fits = member.version + share.steps == settlement.step_version
+        return (member.held or HeldState()) if fits else None
+
+    def _check_near(self, place: int, source: int, given: dict[int, HeldState | None]) -> None:
+        """No other that has the same is nearer."""
+        far = self._distance(place, source)
+        for other, held in given.items():
+            if held is not None and held.shape == (self.axes.tp, self.axes.pp, 1) and (
+                    held.part == coordinates(self.axes, place)[:2]):
+                assert far <= self._distance(place, other)
+
+    def _distance(self, place: int, other: int) -> int:
+        if place == other:
+            return 0
+        return 1 if self.present[place].node == self.present[other].node else 2
+
+    def _check_shares(self, settlement: Settlement) -> None:
+        found: list[int] = []
+        for dp in range(self.axes.dp):
+            places = replica(self.axes, dp)
+            shares = [settlement.shares[place] for place in places]
+            assert len({(share.kept, share.todo, share.dealt) for share in shares}) == 1
+            assert set(shares[0].dealt) <= set(shares[0].todo)
+            found += [*shares[0].kept, *shares[0].todo]
+            if not shares[0].kept:
+                continue
+            self.seen["kept by several" if len(places) > 1 else "kept by one"] += 1
+            for place in places:
+                member, held = self.present[place], self.present[place].held or HeldState()
+                assert tuple(sorted(member.sum)) == shares[0].kept, "a broken replica's sum"
+                assert member.version == settlement.step_version
+                assert held.shape == (self.axes.tp, self.axes.pp, 1)
+                assert held.part == coordinates(self.axes, place)[:2]
+        assert sorted(found) == list(range(self.num_items))
+        assert settlement.begun == any(
+            member.begun and member.version == settlement.step_version
+            for place, member in enumerate(self.present) if place in settlement.holders)
+        for share in settlement.shares[num_positions(self.axes):]:
+            assert (share.kept, share.todo, share.dealt) == ((), (), ()), "who is beside"
+
+    # --- training -------------------------------------------------------------------------------
+    def _train(self) -> None:
+        """Iterations, until a fault strikes at some point of one."""
+        seated = self.present[:num_positions(self.axes)]
+        for _ in range(self.rnd.randint(1, 3)):
+            for member in seated:
+                member.trained_in, member.begun = self.generation, True
+            if self.rnd.random() < 0.5:
+                self._micro_batches(broken=True)
+                return
+            self._micro_batches(broken=False)
+            if not self._reduce(seated):
+                return
+            for place, member in enumerate(seated):
+                member.owned = assign_micro_batches(
+                    self.num_items, self.axes.dp, coordinates(self.axes, place).dp)
+                member.assigned_in = self.generation
+
+    def _micro_batches(self, *, broken: bool) -> None:
+        """All that is to do; or some, where members of a replica may be one apart."""
+        for dp in range(self.axes.dp):
+            places = replica(self.axes, dp)
+            todo = [item for item in self.present[places[0]].owned
+                    if item not in self.present[places[0]].sum]
+            whole = self.rnd.randint(0, len(todo)) if broken else len(todo)
+            apart = broken and len(places) > 1 and self.rnd.random() < 0.4
+            for place in places:
+                num = whole + self.rnd.randint(0, 1) if apart else whole
+                self.present[place].sum += todo[:num]
+
+    def _reduce(self, seated: list[Member]) -> bool:
+        """The reduction, the gate, the step; whether all have taken it."""
+        for place, member in enumerate(seated):
+            at = coordinates(self.axes, place)
+            member.reduced = Counter(
+                item for peer in holders(self.axes, at.tp, at.pp) for item in seated[peer].sum)
+            assert member.reduced == Counter(range(self.num_items)), "each exactly once"
+        self.seen["reduced"] += 1
+        plain = self.optimizer == "whole" and self.axes.tp * self.axes.pp == 1
+        faulty = self.rnd.random() < 0.5
+        if faulty and not plain and self.rnd.random() < 0.4:
+            for member in seated[1:]:
+                member.ready = self.rnd.random() < 0.7
+            return False
+        gate = () if plain else (float(self.generation), float(seated[0].version))
+        passing = [not faulty or self.rnd.random() < 0.5 for _ in seated]
+        if any(passing) and not plain:
+            self.gates[self.generation, seated[0].version] = (gate[0], gate[1])
+        for member, passes in zip(seated, passing, strict=True):
+            if passes:
+                member.step(gate)
+            else:
+                member.ready = not plain
+        return not faulty
+
+    # --- faults ---------------------------------------------------------------------------------
+    def _strike(self) -> None:
+        """Some die, some stand still for a while, some come back, some come new."""
+        fate = [self.rnd.choices(("stays", "dies", "stops"), (8, 1, 1))[0] for _ in self.present]
+        if "stays" not in fate:
+            fate[0] = "stays"
+        back = [member for member in self.away if self.rnd.random() < 0.4]
+        self.away = [member for member in self.away if member not in back]
+        self.away += [member for member, what in zip(self.present, fate, strict=True)
+                      if what == "stops"]
+        self.present = [member for member, what in zip(self.present, fate, strict=True)
+                        if what == "stays"]
+        self.present += back[:max(0, 8 - len(self.present))]
+        while len(self.present) < 8 and self.rnd.random() < 0.4:
+            self.present.append(self._newcomer())
+
+
+@given(st.randoms(use_true_random=True), st.sampled_from(["whole", "sharded", "mirrored"]))
+@settings(max_examples=100, deadline=None)
+def test_after_any_faults_every_step_is_of_each_micro_batch_once(rnd: Random, optimizer: str
+                                                                 ) -> None:
+    History(rnd, optimizer).run(12)
+
+
+def test_the_model_comes_past_all_that_it_is_to_hold() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(150):
+        history = History(Random(seed), ("whole", "sharded", "mirrored")[seed % 3])
+        history.run(12)
+        seen += history.seen
+    assert min(seen[what] for what in (
+        "kept by one", "kept by several", "steps", "staged", "put in force", "lost",
+        "reduced")) >= 3, seen
