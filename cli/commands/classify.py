@@ -18,16 +18,7 @@ from ...events.records.statuses import NCCL_TIMEOUT, TASK_HANG
 from ...workers.diagnosis.classifier import Verdict
 from ...workers.diagnosis.classifier import classify as verdict_on
 from ..terminal import console
-from ..terminal.format import (
-    SCREEN_COLUMNS,
-    clipped,
-    command,
-    count,
-    labelled,
-    number_of,
-    some,
-    table,
-)
+from ..terminal import format as fmt
 
 READ_BYTES_MAX = 16 * 1024 * 1024
 """A longer line is not parsed as JSON."""
@@ -102,31 +93,31 @@ def screen(name: str, verdicts: Iterator[tuple[int, str, Verdict]]) -> Iterator[
     if not num_lines:
         yield f"0 lines: {f'{name} is empty' if name else 'nothing was piped in?'}"
         return
-    yield (f"{number_of(num_lines, 'line')}: {count(num_speaking)} of a fault, "
-           f"{count(num_lines - num_speaking)} that mean nothing")
+    yield (f"{fmt.number_of(num_lines, 'line')}: {fmt.count(num_speaking)} of a fault, "
+           f"{fmt.count(num_lines - num_speaking)} that mean nothing")
     if not groups:
         return
     found = sorted(groups.values(), key=lambda one: (one.severity, one.first))
     yield ""
     rows = found[:ROWS_NUM_MAX]
-    lines = iter(table(
+    lines = iter(fmt.table(
         ("SEVERITY", "STATUS", "RULE", "LINES", "FIRST"),
-        [[one.severity, one.verdict.status, one.verdict.rule, count(one.num_lines),
-          count(one.first)] for one in rows], right=(3, 4)))
+        [[one.severity, one.verdict.status, one.verdict.rule, fmt.count(one.num_lines),
+          fmt.count(one.first)] for one in rows], right=(3, 4)))
     yield next(lines)
     for line, one in zip(lines, rows, strict=True):
         yield line
-        yield clipped(" " * INDENT_COLUMNS + _said(one.verdict), SCREEN_COLUMNS)
+        yield fmt.clipped(" " * INDENT_COLUMNS + _said(one.verdict), fmt.SCREEN_COLUMNS)
         if one.devices:
             yield f"{'':{INDENT_COLUMNS}}{_gpus(one.devices)}"
     if len(found) > ROWS_NUM_MAX:
-        yield f"and {len(found) - ROWS_NUM_MAX} rules more: {command('-o json')}"
+        yield f"and {len(found) - ROWS_NUM_MAX} rules more: {fmt.command('-o json')}"
     yield ""
     for severity in sorted({one.severity for one in found}):
-        yield from labelled(severity, DONE[severity])
+        yield from fmt.labelled(severity, DONE[severity])
     if any(one.verdict.second_hand for one in found):
-        yield from labelled("(peer)", "reports the end of another process, or a wait for it: find "
-                            "the cause there")
+        yield from fmt.labelled("(peer)", "reports the end of another process, or a wait for it: "
+                                "find the cause there")
     yield from _next(name, found)
 
 
@@ -137,23 +128,23 @@ def _next(name: str, found: list[Group]) -> Iterator[str]:
     steps: list[str] = []
     if devices:
         rules = " ".join(dict.fromkeys(one.verdict.rule for one in of_gpus))
-        steps.append(f"{command(f'unicron drain NODE --reason {shlex.quote(rules)}')}: the node "
-                     f"that wrote it, for {_gpus(devices)}; one slot cannot be drained alone")
+        steps.append(f"{fmt.command(f'unicron drain NODE --reason {shlex.quote(rules)}')}: the "
+                     f"node that wrote it, for {_gpus(devices)}; one slot cannot be drained alone")
     elif found[0].severity == "SEV1":
-        steps.append(f"{command('unicron status nodes')}: whether the node that it names is "
-                     f"out; else {command('unicron drain NODE')}")
+        steps.append(f"{fmt.command('unicron status nodes')}: whether the node that it names is "
+                     f"out; else {fmt.command('unicron drain NODE')}")
     if any(one.verdict.status in (NCCL_TIMEOUT, TASK_HANG) for one in found):
-        steps.append(f"{command('unicron locate DUMP...')}: whom they wait for")
+        steps.append(f"{fmt.command('unicron locate DUMP...')}: whom they wait for")
     if not steps:
         words = " ".join(["unicron classify", *([name] if name else []), "-o json"])
-        steps.append(f"{command(words)}: each line, with the peer that it names")
+        steps.append(f"{fmt.command(words)}: each line, with the peer that it names")
     for label, step in zip(("next", *[""] * len(steps)), steps, strict=False):
-        yield from labelled(label, step)
+        yield from fmt.labelled(label, step)
 
 
 def _gpus(devices: Iterable[str]) -> str:
     """For example `GPU 0000:4e:00, 0000:9b:00`."""
-    return f"GPU {some(list(devices), DEVICES_SHOWN_NUM)}"
+    return f"GPU {fmt.some(list(devices), DEVICES_SHOWN_NUM)}"
 
 
 def _said(verdict: Verdict) -> str:
@@ -228,8 +219,8 @@ def _texts(stream: BinaryIO, name: str) -> Iterator[tuple[int, str, bool]]:
         else:
             if len(raw) > 2 * HALF_BYTES:
                 line = f"{line[:HALF_BYTES]}\n{line[-HALF_BYTES:]}"
-                console.talk(f"line {number} of {name} is longer than {count(2 * HALF_BYTES)} "
-                             f"bytes: its first and its last {count(HALF_BYTES)} are classified")
+                console.talk(f"line {number} of {name} is longer than {fmt.count(2 * HALF_BYTES)} "
+                             f"bytes: its first and last {fmt.count(HALF_BYTES)} are classified")
             yield number, line, False
 
 

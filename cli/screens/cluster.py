@@ -10,25 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..terminal.format import (
-    SCREEN_COLUMNS,
-    clipped,
-    command,
-    count,
-    curve,
-    labelled,
-    lost_cell,
-    lost_in_words,
-    ms,
-    number_of,
-    plan_waf,
-    ranks,
-    rfc3339,
-    scaled,
-    span,
-    table,
-    way_to_act,
-)
+from ..terminal import format as fmt
 from ..terminal.record_line import status_in_words
 from .nodes import disabled_slots, node_news, recovers, slot_use, wanted
 from .task import ENDED, computed, lag_s, waits
@@ -46,8 +28,8 @@ def status(view: Plain, *, cluster: str, now_s: float, option: str = "") -> list
     """The whole cluster: first what needs an operator, then the totals, then the tasks."""
     cluster_view = view["cluster"]
     tasks: list[Plain] = view["tasks"]
-    head = f"{cluster}  {rfc3339(now_s)}  seq {cluster_view['seq']}"
-    lines = [f"unicron status{head.rjust(SCREEN_COLUMNS - len('unicron status'))}",
+    head = f"{cluster}  {fmt.rfc3339(now_s)}  seq {cluster_view['seq']}"
+    lines = [f"unicron status{head.rjust(fmt.SCREEN_COLUMNS - len('unicron status'))}",
              *_needs_you(view, now_s, option), *_incidents(view, now_s, option, are_open=True),
              *_failures(view, now_s, option), *_incidents(view, now_s, option, are_open=False), "",
              *_totals(view, now_s), ""]
@@ -55,7 +37,7 @@ def status(view: Plain, *, cluster: str, now_s: float, option: str = "") -> list
         return [*lines, f"no tasks yet: unicron submit deploy/examples/demo.yaml{option}"]
     live = [task for task in tasks if task["state"] not in ENDED]
     ended = [task for task in tasks if task["state"] in ENDED]
-    lines += table(
+    lines += fmt.table(
         ("ID", "TASK", "STATE", "SLOTS", "LAYOUT", "WEIGHT", "ITERATION", "S/ITER", "LOSS", "WAF",
          "HEALED", "LOST"),
         [_task_row(task) for task in [*live, *ended[-ENDED_SHOWN_NUM:]]],
@@ -65,7 +47,7 @@ def status(view: Plain, *, cluster: str, now_s: float, option: str = "") -> list
                      f"unicron status -o json{option}")
     for task in live:
         if task["why"] or task["needs"]:
-            lines += labelled(clipped(task["name"], NAME_LENGTH_MAX), waits(task))
+            lines += fmt.labelled(fmt.clipped(task["name"], NAME_LENGTH_MAX), waits(task))
     return [*lines, *computed(cluster_view)]
 
 
@@ -77,7 +59,7 @@ def _needs_you(view: Plain, now_s: float, option: str) -> list[str]:
         what = (f"healing is {healing}: faults are reported, not healed"
                 if healing.startswith("frozen") else
                 "observing: all is decided and logged, nothing is done; to have it done")
-        words.append(f"{what}: {command(way_to_act(healing, option))}")
+        words.append(f"{what}: {fmt.command(fmt.way_to_act(healing, option))}")
     names = {task["id"]: task["name"] for task in view["tasks"]}
     for node in view["nodes"]:
         if news := node_news(node, names, now_s, option):
@@ -89,7 +71,7 @@ def _needs_you(view: Plain, now_s: float, option: str) -> list[str]:
     for task in view["tasks"]:
         words += _task_news(task, now_s, option, unreachable)
     words += _blocked_by_drain(view, option)
-    return [line for one in words for line in labelled("NEEDS YOU", one)]
+    return [line for one in words for line in fmt.labelled("NEEDS YOU", one)]
 
 
 def _blocked_by_drain(view: Plain, option: str) -> list[str]:
@@ -104,7 +86,7 @@ def _blocked_by_drain(view: Plain, option: str) -> list[str]:
     if not names:
         return []
     return [f"{node['id']} is drained{_because(node['drain_reason'])}, too few slots are left for "
-            f"{names[0]}: " + command(f"unicron undrain {node['id']}{option}")
+            f"{names[0]}: " + fmt.command(f"unicron undrain {node['id']}{option}")
             for node in view["nodes"] if node["drained"] and node["contact"] == "heard"]
 
 
@@ -125,36 +107,36 @@ def _task_news(task: Plain, now_s: float, option: str, unreachable: set[str]) ->
         words.append(f"{task['name']}, suppressed: {task['withheld']}")
     if task["declined"] and task["state"] not in ENDED:
         words.append(f"{task['name']} starts again as a whole after a fault, since "
-                     f"{task['declined']}: " + command(f"unicron logs {task['name']}{option}"))
+                     f"{task['declined']}: " + fmt.command(f"unicron logs {task['name']}{option}"))
     if task["stands"]:
         stalled_s = max(now_s - task["stands_since_s"], 0.0)
         if task["tier"] == "command":
             words.append(_unprinted(task, stalled_s, option))
             return words
-        words.append(f"{task['name']} has stalled for {span(stalled_s)}: {task['stands']}: "
-                     + command(f"unicron status {task['name']}{option}"))
+        words.append(f"{task['name']} has stalled for {fmt.span(stalled_s)}: {task['stands']}: "
+                     + fmt.command(f"unicron status {task['name']}{option}"))
         return words
-    late_s, look = lag_s(task, now_s), command(f"unicron logs {task['name']} -f{option}")
+    late_s, look = lag_s(task, now_s), fmt.command(f"unicron logs {task['name']} -f{option}")
     away = sorted({one["node"] for one in task["ranks"]} & unreachable)
     if late_s and away:
-        words.append(f"{task['name']}: no report for {span(late_s)}, its reporting rank may be on "
-                     f"{' '.join(away)}: {look}")
+        words.append(f"{task['name']}: no report for {fmt.span(late_s)}, its reporting rank may be "
+                     f"on {' '.join(away)}: {look}")
     elif late_s and task["progressed_s"]:
-        words.append(f"{task['name']}: last progress {span(late_s)} ago, an iteration took "
-                     f"{span(task['step_s'])}: {look}")
+        words.append(f"{task['name']}: last progress {fmt.span(late_s)} ago, an iteration took "
+                     f"{fmt.span(task['step_s'])}: {look}")
     elif late_s:
-        words.append(f"{task['name']}: no iteration reported since it began {span(late_s)} ago: "
-                     f"{look}")
+        words.append(f"{task['name']}: no iteration reported since it began {fmt.span(late_s)} "
+                     f"ago: {look}")
     return words
 
 
 def _unprinted(task: Plain, stalled_s: float, option: str) -> str:
     """A stalled command, as far as its printed progress shows."""
     after_s: float | None = task["hang_after_s"]
-    then = f"; it starts again after {span(after_s)}" if after_s is not None else ""
-    return (f"{task['name']} has printed no line of progress for {span(stalled_s)}, an iteration "
-            f"took {span(task['step_s'])}{then}: "
-            + command(f"unicron logs {task['name']}{option}"))
+    then = f"; it starts again after {fmt.span(after_s)}" if after_s is not None else ""
+    return (f"{task['name']} has printed no line of progress for {fmt.span(stalled_s)}, an "
+            f"iteration took {fmt.span(task['step_s'])}{then}: "
+            + fmt.command(f"unicron logs {task['name']}{option}"))
 
 
 def _failures(view: Plain, now_s: float, option: str) -> list[str]:
@@ -162,8 +144,8 @@ def _failures(view: Plain, now_s: float, option: str) -> list[str]:
     failed = _failed(view["tasks"], now_s)
     of = f"{len(failed)} tasks failed, the last: " if len(failed) > FAILED_SHOWN_NUM else ""
     return [line for task in (failed[-1:] if of else failed)
-            for line in labelled("NEEDS YOU", f"{of}{task['name']} failed: {task['why']}: "
-                                 + command(f"unicron logs {task['id']}{option}"))]
+            for line in fmt.labelled("NEEDS YOU", f"{of}{task['name']} failed: {task['why']}: "
+                                     + fmt.command(f"unicron logs {task['id']}{option}"))]
 
 
 def _failed(tasks: list[Plain], now_s: float) -> list[Plain]:
@@ -183,7 +165,7 @@ def _incidents(view: Plain, now_s: float, option: str, *, are_open: bool) -> lis
                  for line in _incident(view, one, names, now_s, option)]
         for node in view["nodes"]:
             if node["contact"] == "heard" and (back := recovers(node)):
-                lines += labelled("HEALING", f"{node['id']} {back}")
+                lines += fmt.labelled("HEALING", f"{node['id']} {back}")
         return lines
     shown = {task["id"] for task in _failed(view["tasks"], now_s)}  # listed above under NEEDS YOU
     closed = [one for one in found if one["outcome"] and now_s - one["closed_s"] < NEWS_S
@@ -192,21 +174,22 @@ def _incidents(view: Plain, now_s: float, option: str, *, are_open: bool) -> lis
     lines = [line for one in news[:INCIDENTS_SHOWN_NUM]
              for line in _incident(view, one, names, now_s, option)]
     if past := [one for one in closed if one["task"] in over]:
-        lines += labelled("OVER", f"{number_of(len(past), 'incident')} of tasks that have ended, "
-                          "the last: " + command(f"unicron incident {past[0]['id']}{option}"))
+        lines += fmt.labelled("OVER", f"{fmt.number_of(len(past), 'incident')} of tasks that have "
+                              "ended, the last: "
+                              + fmt.command(f"unicron incident {past[0]['id']}{option}"))
     return lines
 
 
 def _incident(view: Plain, one: Plain, names: dict[int, str], now_s: float,
               option: str) -> list[str]:
     who = names.get(one["task"], one["node"] or "cluster")
-    what = (f"inc-{one['id']} {rfc3339(one['opened_s'])[11:16]} {one['severity']} {who} "
-            f"{ranks(one['ranks'])}, {status_in_words(one['status'])}")
-    end = (f"{lost_in_words(one['iterations_lost'])}, pause {ms(one['pause_s'])}"
-           if one["outcome"] else f"since {span(max(now_s - one['opened_s'], 0.0))}")
+    what = (f"inc-{one['id']} {fmt.rfc3339(one['opened_s'])[11:16]} {one['severity']} {who} "
+            f"{fmt.ranks(one['ranks'])}, {status_in_words(one['status'])}")
+    end = (f"{fmt.lost_in_words(one['iterations_lost'])}, pause {fmt.ms(one['pause_s'])}"
+           if one["outcome"] else f"since {fmt.span(max(now_s - one['opened_s'], 0.0))}")
     going_on = "healing" if view["cluster"]["healing"] == "on" else "paused"
-    return labelled((one["outcome"] or going_on).upper(),
-                    f"{what}: {end}: " + command(f"unicron incident {one['id']}{option}"))
+    return fmt.labelled((one["outcome"] or going_on).upper(),
+                        f"{what}: {end}: " + fmt.command(f"unicron incident {one['id']}{option}"))
 
 
 # --- Totals. ---
@@ -223,7 +206,7 @@ def _totals(view: Plain, now_s: float) -> list[str]:
         "slots  " + ", ".join(f"{num} {what}{notes.get(what, '')}" for what, num in slots.items())
         + "     nodes  "
         + (", ".join(f"{num} {name}" for name, num in sorted(health.items())) or "none"),
-        f"log    leader of epoch {cluster['epoch']}, {count(cluster['seq'])} records{lost}, "
+        f"log    leader of epoch {cluster['epoch']}, {fmt.count(cluster['seq'])} records{lost}, "
         f"healing {cluster['healing'].partition(':')[0]}, {cluster['hash']}",
     ]
 
@@ -264,11 +247,11 @@ def _on_unreachable(nodes: list[Plain]) -> str:
 def _waf(view: Plain, now_s: float) -> list[str]:
     """The present WAF, measured, and the mean of each half hour of the last 24 h."""
     waf = math.fsum(task["waf"] for task in view["tasks"] if not lag_s(task, now_s))
-    line = f"WAF    {scaled(waf, 'FLOP/s')} achieved, weighted, measured"
+    line = f"WAF    {fmt.scaled(waf, 'FLOP/s')} achieved, weighted, measured"
     means = earned(view, now_s)
     if len(means) > 1:
         hours = view["cluster"]["earned"][0]["length_s"] * len(means) / 3600
-        line += f"   {hours:.3g} h {curve(means, len(means), 0.0)}"
+        line += f"   {hours:.3g} h {fmt.curve(means, len(means), 0.0)}"
     return [line]
 
 
@@ -300,29 +283,29 @@ def _plan(view: Plain) -> list[str]:
     origins = sorted({task["throughput"]["origin"] for one in given
                       if one["slots"] and (task := tasks.get(one["task"])) is not None
                       and task["throughput"] is not None})
-    waf = plan_waf(plan)
-    ideal = (f" of {scaled(plan['ideal_waf'], 'FLOP/s')} with every slot "
+    waf = fmt.plan_waf(plan)
+    ideal = (f" of {fmt.scaled(plan['ideal_waf'], 'FLOP/s')} with every slot "
              f"({100 * waf / plan['ideal_waf']:.1f} %)" if plan["ideal_waf"] else "")
     compares = "" if origins == ["measured"] else ": compares with plans only"
     by = f", {' and '.join(origins)}{compares}" if origins else ""
-    return labelled("plan", f"{scaled(waf, 'FLOP/s')}{ideal}{by}", indent=7)
+    return fmt.labelled("plan", f"{fmt.scaled(waf, 'FLOP/s')}{ideal}{by}", indent=7)
 
 
 # --- The table. ---
 def done(task: Plain) -> str:
     """Iterations done, of all if known; `-` if a command has printed none."""
     if task["iterations"]:
-        return f"{count(task['iteration'])}/{count(task['iterations'])}"
-    return count(task["iteration"]) if task["iteration"] else "-"
+        return f"{fmt.count(task['iteration'])}/{fmt.count(task['iterations'])}"
+    return fmt.count(task["iteration"]) if task["iteration"] else "-"
 
 
 def _task_row(task: Plain) -> list[str]:
     now, target = task["slots"]["now"], task["slots"]["target"]
     slots = str(now) if now == target else f"{now} of {target}" if now < target else (
         f"{now} -> {target}")
-    return [str(task["id"]), clipped(task["name"], NAME_LENGTH_MAX), task["state"].upper(), slots,
-            task["layout"] or "-",
+    return [str(task["id"]), fmt.clipped(task["name"], NAME_LENGTH_MAX), task["state"].upper(),
+            slots, task["layout"] or "-",
             f"{task['weight']:g}", done(task), f"{task['step_s']:.2f}" if task["step_s"] else "-",
             "-" if task["loss"] is None else f"{task['loss']:.3f}",
-            scaled(task["waf"], "").strip() if task["waf"] else "-",
-            str(task["healed"]), lost_cell(task["iterations_lost"])]
+            fmt.scaled(task["waf"], "").strip() if task["waf"] else "-",
+            str(task["healed"]), fmt.lost_cell(task["iterations_lost"])]

@@ -8,21 +8,7 @@ from collections.abc import Iterable
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from ..terminal.format import (
-    SCREEN_COLUMNS,
-    clipped,
-    command,
-    labelled,
-    lost_cell,
-    lost_in_words,
-    ms,
-    number_of,
-    ranks,
-    rfc3339,
-    scaled,
-    span,
-    table,
-)
+from ..terminal import format as fmt
 from ..terminal.record_line import state_source, status_in_words
 
 if TYPE_CHECKING:
@@ -64,50 +50,52 @@ def in_words(found: list[Plain]) -> str:
     until = "the flight recorders, until it stalls again"
     if len(places) == 1:
         (place,) = places
-        return f"{command(f'unicron locate {shlex.quote(place[1])}')}: {until}"
+        return f"{fmt.command(f'unicron locate {shlex.quote(place[1])}')}: {until}"
     shown = found[:NODES_NUM_MAX]
     more = f" and {len(found) - len(shown)} more" if len(found) > len(shown) else ""
     where = ", ".join(f"{one['node']} {one['host']}:{one['folder']}" for one in shown)
     names = " ".join(one["node"] for one in shown) + " ..." * bool(more)
     return (f"{until}, each node's on itself: {where}{more}; copy each folder to one machine "
-            f"({command('scp -r HOST:FOLDER NODE')}), then {command(f'unicron locate {names}')}")
+            f"({fmt.command('scp -r HOST:FOLDER NODE')}), then "
+            f"{fmt.command(f'unicron locate {names}')}")
 
 
 # --- The page. ---
 def page(facts: Plain, *, option: str = "") -> list[str]:
     """Evidence, decision, plans, effects, phases, cost, and what remains to be done."""
-    who = " ".join(x for x in (facts["name"], ranks(facts["ranks"])) if x)
+    who = " ".join(x for x in (facts["name"], fmt.ranks(facts["ranks"])) if x)
     head = (f"inc-{facts['id']}  {facts['outcome'].upper()}  {facts['severity']} "
             f"{status_in_words(facts['status'])}  {facts['node']}  {who}")
-    lines = [f"{head}  {rfc3339(facts['detected_s']).rjust(SCREEN_COLUMNS - len(head) - 2)}",
+    detected = fmt.rfc3339(facts["detected_s"])
+    lines = [f"{head}  {detected.rjust(fmt.SCREEN_COLUMNS - len(head) - 2)}",
              _cost(facts["cost"], facts["outcome"], over=facts["over"]),
              *bar(facts["phases"]), "", *_state(facts)]
     for one in facts["on_purpose"]:
-        lines += labelled("on purpose", f"{one['what']} (seq {one['seq']})")
+        lines += fmt.labelled("on purpose", f"{one['what']} (seq {one['seq']})")
     if facts["began"]["why"]:
-        lines += labelled("began", facts["began"]["why"])
+        lines += fmt.labelled("began", facts["began"]["why"])
     lines += _evidence(facts)
     if facts["dumps"]:
-        lines += labelled("dumps", in_words(facts["dumps"]))
+        lines += fmt.labelled("dumps", in_words(facts["dumps"]))
     for one in facts["decisions"]:
-        lines += labelled("decided", f"{one['severity']}: {one['why']} (seq {one['seq']}; "
+        lines += fmt.labelled("decided", f"{one['severity']}: {one['why']} (seq {one['seq']}; "
                                      f"{one['rule']})")
     for one in facts["plans"]:
         lines += _plan(one)
     if not facts["plans"]:
-        lines += labelled("plan", "the same slots: nothing was to be planned")
+        lines += fmt.labelled("plan", "the same slots: nothing was to be planned")
     for one in facts["waits"]:
-        lines += labelled("waits", f"{one['task']}: {one['waits']}")
+        lines += fmt.labelled("waits", f"{one['task']}: {one['waits']}")
     if facts["computed_by"]:
-        lines += labelled("computed", f"now, by decider version {facts['computed_by']}")
+        lines += fmt.labelled("computed", f"now, by decider version {facts['computed_by']}")
     lines += ["", *_effects(facts["effects"]), "", *_timeline(facts["timeline"]), ""]
     for words in facts["left"]:
-        lines += labelled("you", TYPED.sub(lambda typed: command(typed[0]), words))
+        lines += fmt.labelled("you", TYPED.sub(lambda typed: fmt.command(typed[0]), words))
     if not facts["left"]:
-        lines += labelled("you", "nothing is left to do" if facts["outcome"] != "open"
-                          else "it is still open: wait, or see "
-                          + command(f"unicron status{option}"))
-    return [*lines, *labelled("verify", command(facts["verify"]))]
+        lines += fmt.labelled("you", "nothing is left to do" if facts["outcome"] != "open"
+                              else "it is still open: wait, or see "
+                              + fmt.command(f"unicron status{option}"))
+    return [*lines, *fmt.labelled("verify", fmt.command(facts["verify"]))]
 
 
 def _cost(cost: Plain, outcome: str, *, over: bool) -> str:
@@ -115,7 +103,8 @@ def _cost(cost: Plain, outcome: str, *, over: bool) -> str:
         return f"not over; {cost['slot_s']:.1f} slot-s so far"
     kept = (f"; {cost['kept']} micro-batches kept, {cost['dealt']} dealt"
             if cost["kept"] or cost["dealt"] else "")
-    return (f"{ms(cost['pause_s'])} pause, {lost_in_words(cost['iterations_lost'], is_over=over)}, "
+    return (f"{fmt.ms(cost['pause_s'])} pause, "
+            f"{fmt.lost_in_words(cost['iterations_lost'], is_over=over)}, "
             f"{cost['slot_s']:.1f} slot-s, {_read(cost)}{kept}")
 
 
@@ -137,28 +126,28 @@ def _evidence(facts: Plain) -> list[str]:
     for alike in groups.values():
         who = list(dict.fromkeys(one["who"] for one in alike))
         by = " ".join(who) if len(who) <= WHO_NUM_MAX else f"{len(who)} nodes"
-        what = clipped(_what(alike[0], len(alike)), EVIDENCE_LENGTH_MAX)
+        what = fmt.clipped(_what(alike[0], len(alike)), EVIDENCE_LENGTH_MAX)
         to = f" to {alike[-1]['seq']}" if len(alike) > 1 else ""
         num = sum(one["later"] for one in alike)
         late = "" if not num else "; later" if num == len(alike) else f"; {num} later"
-        lines += labelled("evidence", f"{by}: {what} (seq {alike[0]['seq']}{to}{late})")
+        lines += fmt.labelled("evidence", f"{by}: {what} (seq {alike[0]['seq']}{to}{late})")
     if facts["evidence_is_cut"]:
-        lines += labelled("", f"there may be more: so many ({len(facts['evidence'])}) are kept")
+        lines += fmt.labelled("", f"there may be more: so many ({len(facts['evidence'])}) are kept")
     return lines
 
 
 def _state(facts: Plain) -> list[str]:
     """Where the state came from that no member held, and why from no nearer source."""
     source = state_source(facts["cost"]) or _from_peers(facts["cost"])
-    lines = labelled("state", source) if source else []
+    lines = fmt.labelled("state", source) if source else []
     if any(word in one for one in facts["layouts"] for word in ("TP ", "PP ", "beside")):
-        lines += labelled("layout", " -> ".join(facts["layouts"]))
+        lines += fmt.labelled("layout", " -> ".join(facts["layouts"]))
     if facts["lost"]:
-        lines += labelled("lost", facts["lost"] + MIRRORS.get(facts["optimizer"], ""))
+        lines += fmt.labelled("lost", facts["lost"] + MIRRORS.get(facts["optimizer"], ""))
     for one in facts["copies_gone"]:
-        lines += labelled("no copy", f"{_what(one, 1)} (seq {one['seq']})")
+        lines += fmt.labelled("no copy", f"{_what(one, 1)} (seq {one['seq']})")
     if facts["no_copies"]:
-        lines += labelled("no copy", facts["no_copies"])
+        lines += fmt.labelled("no copy", facts["no_copies"])
     return lines
 
 
@@ -167,7 +156,7 @@ def _from_peers(cost: Plain) -> str:
     if not cost["peer_bytes"]:
         return ""
     near, far = cost["near_bytes"], cost["peer_bytes"] - cost["near_bytes"]
-    parts = [f"{scaled(num, 'B')} from members on {where}"
+    parts = [f"{fmt.scaled(num, 'B')} from members on {where}"
              for num, where in ((near, "the same node"), (far, "another node")) if num]
     return ", ".join(parts)
 
@@ -179,7 +168,7 @@ def bar(phases: list[Plain]) -> list[str]:
         return []
     blocks = BAR_COLUMNS // max(len(phases), 1)
     parts = [" ".join(filter(None, (PHASE_WORDS.get(one["name"], one["name"]), one["bound"],
-                                    span(one["length_s"]))))
+                                    fmt.span(one["length_s"]))))
              + " " + "█" * round(blocks * one["length_s"] / longest_s) for one in phases]
     return ["▏".join(parts).rstrip()]
 
@@ -187,27 +176,28 @@ def bar(phases: list[Plain]) -> list[str]:
 def _plan(one: Plain) -> list[str]:
     moved = [f"{name} {before} -> {after}" if before != after else f"{name} {after}"
              for name, (before, after) in one["slots"].items()]
-    ideal = f" of {scaled(one['ideal_waf'], 'FLOP/s')} with every slot" if one["ideal_waf"] else ""
+    ideal = (f" of {fmt.scaled(one['ideal_waf'], 'FLOP/s')} with every slot"
+             if one["ideal_waf"] else "")
     by = f", throughput {' and '.join(one['origins'])}" if one["origins"] else ""
-    lines = labelled("plan", f"{one['trigger']}: {number_of(one['num_slots'], 'slot')}: "
-                             f"{', '.join(moved)}: WAF {scaled(one['waf'], 'FLOP/s')}{ideal}{by} "
-                             f"(seq {one['seq']})")
+    lines = fmt.labelled("plan", f"{one['trigger']}: {fmt.number_of(one['num_slots'], 'slot')}: "
+                             f"{', '.join(moved)}: WAF {fmt.scaled(one['waf'], 'FLOP/s')}{ideal}"
+                             f"{by} (seq {one['seq']})")
     if one["why"]:
         reason = one["why"].partition(": ")[2]  # the changes are printed above
-        lines += labelled("  why", f"{reason}; bound by {one['bound']}")
+        lines += fmt.labelled("  why", f"{reason}; bound by {one['bound']}")
     for beaten in one["beaten"]:
         slots = " ".join(f"{name} {num}" for name, num in beaten["slots"].items())
-        lines += labelled("  rejected", f"{scaled(beaten['waf'], 'FLOP/s'):>12}  {slots}: "
+        lines += fmt.labelled("  rejected", f"{fmt.scaled(beaten['waf'], 'FLOP/s'):>12}  {slots}: "
                                     f"{beaten['what']}; {beaten['by']}")
     return lines
 
 
 def _effects(effects: list[Plain]) -> list[str]:
-    return table(("EFFECT ON", "FAULTED", "SLOTS", "PAUSE", "LOST", "SLOT-S"), [
+    return fmt.table(("EFFECT ON", "FAULTED", "SLOTS", "PAUSE", "LOST", "SLOT-S"), [
         [one["task"], "yes" if one["hurt"] else "no",
          f"{one['slots_before']} -> {one['slots']}" if one["slots_before"] != one["slots"]
-         else str(one["slots"]), "waits" if one["slots"] == 0 else ms(one["pause_s"]),
-         lost_cell(one["iterations_lost"]),
+         else str(one["slots"]), "waits" if one["slots"] == 0 else fmt.ms(one["pause_s"]),
+         fmt.lost_cell(one["iterations_lost"]),
          "-" if one["slot_s"] is None else f"{one['slot_s']:.1f}"]
         for one in effects], right=(3, 4, 5))
 
@@ -224,13 +214,13 @@ def _timeline(events: list[Plain]) -> list[str]:
             rows[-1][2] = _what(last, num)
             continue
         last, num = one, 1
-        rows.append([_after(one["after_s"]), clipped(one["who"], WHO_COLUMNS), _what(one, 1),
+        rows.append([_after(one["after_s"]), fmt.clipped(one["who"], WHO_COLUMNS), _what(one, 1),
                      str(one["seq"])])
-    width = SCREEN_COLUMNS - max((len(row[0]) + len(row[1]) + len(row[3]) for row in rows),
-                                 default=0) - 12
+    width = fmt.SCREEN_COLUMNS - max((len(row[0]) + len(row[1]) + len(row[3]) for row in rows),
+                                     default=0) - 12
     for row in rows:
-        row[2] = clipped(row[2], width)
-    return table(("+TIME", "WHO", "WHAT", "SEQ"), rows, right=(0, 3))
+        row[2] = fmt.clipped(row[2], width)
+    return fmt.table(("+TIME", "WHO", "WHAT", "SEQ"), rows, right=(0, 3))
 
 
 def _what(one: Plain, num: int) -> str:
@@ -241,33 +231,33 @@ def _what(one: Plain, num: int) -> str:
 
 
 def _after(after_s: float) -> str:
-    return f"-{span(-after_s)}" if after_s < 0 else span(after_s)
+    return f"-{fmt.span(-after_s)}" if after_s < 0 else fmt.span(after_s)
 
 
 def every(history: History, *, now_s: float, option: str = "") -> list[str]:
     """All incidents, one per line, the newest last."""
     if not history.incidents:
         return [NONE]
-    rows = [row(history, one, SCREEN_COLUMNS, now_s) for one in history.incidents.values()]
+    rows = [row(history, one, fmt.SCREEN_COLUMNS, now_s) for one in history.incidents.values()]
     for cells, one in zip(rows, history.incidents.values(), strict=True):
-        cells[1] = rfc3339(one.detected_s)[:19] + "Z"
-        cells.insert(3, clipped(name_of(history, one.task), NAME_COLUMNS) if one.task else "-")
+        cells[1] = fmt.rfc3339(one.detected_s)[:19] + "Z"
+        cells.insert(3, fmt.clipped(name_of(history, one.task), NAME_COLUMNS) if one.task else "-")
     head = (*HEAD[:3], "TASK", *HEAD[3:])
-    over = max(map(len, table(head, rows))) - SCREEN_COLUMNS
+    over = max(map(len, fmt.table(head, rows))) - fmt.SCREEN_COLUMNS
     what_columns = max(len(cells[4]) for cells in rows) - max(over, 0)
     for cells in rows:
-        cells[4] = clipped(cells[4], what_columns)
-    return [*table(head, rows, right=(6, 7, 8)),
+        cells[4] = fmt.clipped(cells[4], what_columns)
+    return [*fmt.table(head, rows, right=(6, 7, 8)),
             "", f"next       unicron incident {max(history.incidents)}{option}"]
 
 
 def row(history: History, one: IncidentHistory, what_columns: int, now_s: float) -> list[str]:
     """One incident in the columns of `HEAD`."""
     known = one.incident
-    what = f"{ranks(known.ranks)}, {status_in_words(known.status)}"
-    return [f"inc-{one.id}", rfc3339(one.detected_s)[:16] + "Z", known.severity,
-            clipped(what, what_columns), one.outcome,
-            ms(one.pause_s), lost_cell(known.iterations_lost), f"{history.slot_s(one, now_s):.1f}"]
+    what = f"{fmt.ranks(known.ranks)}, {status_in_words(known.status)}"
+    return [f"inc-{one.id}", fmt.rfc3339(one.detected_s)[:16] + "Z", known.severity,
+            fmt.clipped(what, what_columns), one.outcome, fmt.ms(one.pause_s),
+            fmt.lost_cell(known.iterations_lost), f"{history.slot_s(one, now_s):.1f}"]
 
 
 def name_of(history: History, task: int) -> str:

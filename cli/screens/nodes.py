@@ -4,18 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from ..terminal.format import (
-    SCREEN_COLUMNS,
-    clipped,
-    command,
-    labelled,
-    number_of,
-    ranks,
-    rfc3339,
-    some,
-    span,
-    table,
-)
+from ..terminal import format as fmt
 from .stragglers import degraded_news, node_degraded
 
 Plain = dict[str, Any]
@@ -30,14 +19,14 @@ def until(node: Plain) -> str:
     """`quarantined to 2026-11-21 01:14Z`; empty if the node is not quarantined."""
     if not node.get("quarantine"):
         return ""
-    return f"quarantined to {rfc3339(node['quarantine']['until_s'])[:16].replace('T', ' ')}Z"
+    return f"quarantined to {fmt.rfc3339(node['quarantine']['until_s'])[:16].replace('T', ' ')}Z"
 
 
 def quarantine_reason(node: Plain, option: str = "") -> str:
     """Why and by which incidents it is quarantined, and how to end that; else empty."""
     if not node.get("quarantine") or node["contact"] == "lost":  # node_trouble reports lost nodes
         return ""
-    lift = command(f"unicron lift {node['id']}{option}")
+    lift = fmt.command(f"unicron lift {node['id']}{option}")
     return f"{quarantine(node)}: repair it, then {lift}"
 
 
@@ -58,8 +47,8 @@ def recovers(node: Plain) -> str:
     which = ("its slots are" if len(found) == node["num_slots"] else
              f"its {named(found)} {'are' if len(found) > 1 else 'is'}")
     word = "healthy again" if node["health"] == "healthy" else "no longer unhealthy"
-    return (f"{word}, {which} used from {rfc3339(recovery['from_s'])[11:19]}Z "
-            f"({span(recovery['after_s'])} without a complaint)")
+    return (f"{word}, {which} used from {fmt.rfc3339(recovery['from_s'])[11:19]}Z "
+            f"({fmt.span(recovery['after_s'])} without a complaint)")
 
 
 def unhealthy_reason(node: Plain) -> str:
@@ -67,8 +56,8 @@ def unhealthy_reason(node: Plain) -> str:
     if not any(one["health"] == "unhealthy" for one in node["checks"]):
         return ""
     recovery: Plain | None = node["recovers"]
-    back = (f": repair it; its slots are used again {span(recovery['after_s'])} after the check "
-            "says healthy" if recovery is not None else "")
+    back = (f": repair it; its slots are used again {fmt.span(recovery['after_s'])} after the "
+            "check says healthy" if recovery is not None else "")
     return f"{node['sick_why']}{back}"
 
 
@@ -111,7 +100,7 @@ def wanted(tasks: list[Plain]) -> str:
     found = found or [f"{task['name']} runs on {task['slots']['target']} of "
                       f"{task['slots']['max']}" for task in tasks
                       if 0 < task["slots"]["target"] < task["slots"]["max"]]
-    return some(found)
+    return fmt.some(found)
 
 
 # --- The screen. ---
@@ -121,9 +110,9 @@ def nodes(view: Plain, *, now_s: float, option: str = "") -> list[str]:
     letters = _letters({slot["task"]: tasks.get(slot["task"], "?") for node in view["nodes"]
                         for slot in node["slots"] if slot["task"]})
     here = [node for node in view["nodes"] if node["contact"] != "left"]
-    head = (f"{number_of(len(here), 'node')}, "
-            f"{number_of(sum(node['num_slots'] for node in here), 'slot')}")
-    lines = [f"unicron status nodes{head.rjust(SCREEN_COLUMNS - len('unicron status nodes'))}"]
+    head = (f"{fmt.number_of(len(here), 'node')}, "
+            f"{fmt.number_of(sum(node['num_slots'] for node in here), 'slot')}")
+    lines = [f"unicron status nodes{head.rjust(fmt.SCREEN_COLUMNS - len('unicron status nodes'))}"]
     if not view["nodes"]:
         return [*lines, "no nodes yet: unicron up, or unicron agent --url URL"]
     lines += _maps(view["nodes"], letters)
@@ -134,7 +123,7 @@ def nodes(view: Plain, *, now_s: float, option: str = "") -> list[str]:
     left = ["_ left"] if len(here) < len(view["nodes"]) else []
     lines += ["  ".join([*key, ". idle", *ails, *drained, "? unreachable", "x out", *left]), ""]
     switched = any(node["labels"]["switch"] for node in view["nodes"])
-    lines += table(
+    lines += fmt.table(
         ("NODE", *("SWITCH",) * switched, "HEALTH", "SINCE", "SCHEDULING", "SLOTS", "ACCELERATOR",
          "RUNS", "PID", "HOST"),
         [_node_row(node, tasks, now_s, switched=switched) for node in view["nodes"]],
@@ -151,7 +140,7 @@ def _maps(nodes: list[Plain], letters: dict[int, str]) -> list[str]:
         racks.setdefault(node["labels"]["rack"], []).append(maps[node["id"]])
     front = max(map(len, racks)) + 2 if any(racks) else 0
     width = max(map(len, maps.values())) + 3
-    per_line = max((SCREEN_COLUMNS - front) // width, 1)
+    per_line = max((fmt.SCREEN_COLUMNS - front) // width, 1)
     return [(rack or "-" if front and start == 0 else "").ljust(front)
             + "".join(one.ljust(width) for one in found[start:start + per_line]).rstrip()
             for rack, found in racks.items() for start in range(0, len(found), per_line)]
@@ -163,16 +152,16 @@ def _reasons(nodes: list[Plain], option: str) -> list[str]:
     for node in nodes:
         if node["drained"]:
             why = node["drain_reason"] or "no reason given"
-            lines += labelled(node["id"], f"drained: {why}: "
-                              + command(f"unicron undrain {node['id']}{option}"))
+            lines += fmt.labelled(node["id"], f"drained: {why}: "
+                                  + fmt.command(f"unicron undrain {node['id']}{option}"))
         if trouble := node_trouble(node, option=option):
-            lines += labelled(node["id"], trouble)
+            lines += fmt.labelled(node["id"], trouble)
         if kept := quarantine_reason(node, option):
-            lines += labelled(node["id"], kept)
+            lines += fmt.labelled(node["id"], kept)
         for text in filter(None, (recovers(node), why_unhealthy(node))):
-            lines += labelled(node["id"], text)
+            lines += fmt.labelled(node["id"], text)
         if why := node_degraded(node, option):
-            lines += labelled(node["id"], why)
+            lines += fmt.labelled(node["id"], why)
     return ["", *lines] if lines else []
 
 
@@ -187,7 +176,7 @@ def node_trouble(node: Plain, since: str = "", option: str = "") -> str:
                 "machine and network")
     if node["contact"] == "lost":
         then = (f"{quarantine(node)}. It is given tasks when that ends, or after "
-                + command(f"unicron lift {node['id']}{option}")
+                + fmt.command(f"unicron lift {node['id']}{option}")
                 if node["quarantine"] else "it is given tasks at once")
         return f"lost{since}: repair it and start its agent, {then}"
     return disabled_reason(node) if node["contact"] == "heard" else ""
@@ -195,13 +184,14 @@ def node_trouble(node: Plain, since: str = "", option: str = "") -> str:
 
 def node_news(node: Plain, names: dict[int, str], now_s: float, option: str) -> str:
     """The trouble of a node in one line; else empty."""
-    trouble = node_trouble(node, f" for {span(max(now_s - node['since_s'], 0.0))}", option)
+    trouble = node_trouble(node, f" for {fmt.span(max(now_s - node['since_s'], 0.0))}", option)
     kept = quarantine_reason(node, option)
     ill = f"is unhealthy, {said}" if (said := unhealthy_reason(node)) else ""
     words = "; ".join(filter(None, (trouble, kept, ill)))
     if not words:
         return degraded_news(node, names, option)
-    look = "" if kept and not (trouble or ill) else "; " + command(f"unicron status nodes{option}")
+    look = ("" if kept and not (trouble or ill)
+            else f"; {fmt.command(f'unicron status nodes{option}')}")
     return f"{node['id']} {words}{look}"
 
 
@@ -255,13 +245,13 @@ def _node_row(node: Plain, tasks: dict[int, str], now_s: float, *,
     for slot in node["slots"]:
         if slot["task"]:
             runs.setdefault(slot["task"], []).append(slot["rank"])
-    what = ", ".join(f"{tasks.get(task, '?')} {ranks(found)}" for task, found in runs.items())
+    what = ", ".join(f"{tasks.get(task, '?')} {fmt.ranks(found)}" for task, found in runs.items())
     num_busy = sum(1 for slot in node["slots"] if slot["task"])
     if node["contact"] in ("lost", "left"):
         what, busy = "", "-"  # the ranks there count as stopped
     else:
         busy = str(num_busy)
     switch = [node["labels"]["switch"] or "-"] if switched else []
-    return [node["id"], *switch, node["health"], span(max(now_s - node["since_s"], 0.0)),
+    return [node["id"], *switch, node["health"], fmt.span(max(now_s - node["since_s"], 0.0)),
             _scheduling(node), f"{busy}/{node['num_slots']}", node["accelerator"],
-            clipped(what or "-", RUNS_COLUMNS), str(node["pid"]), node["host"]]
+            fmt.clipped(what or "-", RUNS_COLUMNS), str(node["pid"]), node["host"]]

@@ -16,19 +16,7 @@ from ...control_plane.planner.alternative_names import (
     SPARELESS,
     percent,
 )
-from ..terminal.format import (
-    SCREEN_COLUMNS,
-    clipped,
-    command,
-    count,
-    labelled,
-    number_of,
-    scaled,
-    some,
-    span,
-    table,
-    way_to_act,
-)
+from ..terminal import format as fmt
 from .stragglers import degraded_lines
 
 Plain = dict[str, Any]
@@ -46,8 +34,8 @@ BREAKS = {FLOORLESS: ", and leaves a task below its floor", SPARELESS: " until t
 
 def bound_by(plan: Plain, names: Mapping[int, str]) -> str:
     """The binding constraint of a plan (PlanChosen); empty if the log does not have it."""
-    of = some([names.get(task, f"task {task}") for task in plan.get("bound_tasks", ())])
-    return {"slots": number_of(plan["num_slots"], "slot"), "max": f"the max of {of}",
+    of = fmt.some([names.get(task, f"task {task}") for task in plan.get("bound_tasks", ())])
+    return {"slots": fmt.number_of(plan["num_slots"], "slot"), "max": f"the max of {of}",
             "min": f"the min of {of}", "gain_min": "gain_min", "nothing": "nothing",
             "limits": _limits(plan), "floor": f"the floor of {of}",
             "spare": "the hot spare"}.get(plan.get("bound", ""), "")
@@ -73,23 +61,24 @@ def present(found: Plain, *, now_s: float, option: str = "") -> list[str]:
     if plan is None:
         return [_head("unicron plan", f"input {found['input']}"),
                 f"no task, no plan: unicron submit deploy/examples/demo.yaml{option}"]
-    ago = span(max(now_s - found["plan_s"], 0.0))
+    ago = fmt.span(max(now_s - found["plan_s"], 0.0))
     made = f"made {ago} ago (seq {found['plan_seq']})"
-    rows = [[clipped(one["name"], NAME_COLUMNS), _arrow(count, one["slots_before"], one["slots"]),
-             f"{one['weight']:g}", _waf(one["waf"]), one["origin"], one["waits"] and "waits"]
+    rows = [[fmt.clipped(one["name"], NAME_COLUMNS),
+             _arrow(fmt.count, one["slots_before"], one["slots"]), f"{one['weight']:g}",
+             _waf(one["waf"]), one["origin"], one["waits"] and "waits"]
             for one in found["tasks"][:ROWS_NUM_MAX]]
     if (left := len(found["tasks"]) - ROWS_NUM_MAX) > 0:
-        rows.append([f"{count(left)} more", "", "", "", "", ""])
+        rows.append([f"{fmt.count(left)} more", "", "", "", "", ""])
     return [
-        _head("unicron plan", f"input {found['input']}, {number_of(plan['num_slots'], 'slot')}, "
-                              f"{made}"),
-        *labelled("after", plan["trigger"]), *labelled("why", plan["why"]), "",
-        *table(("TASK", "SLOTS", "WEIGHT", "WAF", "BY", ""), rows, right=(2, 3)), "",
+        _head("unicron plan", f"input {found['input']}, "
+                              f"{fmt.number_of(plan['num_slots'], 'slot')}, {made}"),
+        *fmt.labelled("after", plan["trigger"]), *fmt.labelled("why", plan["why"]), "",
+        *fmt.table(("TASK", "SLOTS", "WEIGHT", "WAF", "BY", ""), rows, right=(2, 3)), "",
         *_alternatives(plan), "", *_constraints(found), *_layouts(found["tasks"]), *_waiting(found),
         *_paused(found, option), *_computed(found),
-        *labelled("try", command(f"unicron plan --without NODE{option}") + "   "
-                  + command(f"--with {found['more_slots']}") + "   "
-                  + command("--weight TASK=W") + "   " + command("--submit JOB.yaml"))]
+        *fmt.labelled("try", fmt.command(f"unicron plan --without NODE{option}") + "   "
+                      + fmt.command(f"--with {found['more_slots']}") + "   "
+                      + fmt.command("--weight TASK=W") + "   " + fmt.command("--submit JOB.yaml"))]
 
 
 def dry_run(found: Plain, asked: str, *, option: str = "") -> list[str]:
@@ -99,9 +88,9 @@ def dry_run(found: Plain, asked: str, *, option: str = "") -> list[str]:
     if plan is None:
         return [_head(typed, f"dry run, input {found['input']}"),
                 "no task, no plan: nothing would follow"]
-    num = _arrow(count, found["num_slots_before"], plan["num_slots"])
+    num = _arrow(fmt.count, found["num_slots_before"], plan["num_slots"])
     lines = [_head(typed, f"dry run, input {found['input']}, {num} slots, exact, "
-                          f"{span(found['took_s'])}"), *_gain(found),
+                          f"{fmt.span(found['took_s'])}"), *_gain(found),
              *degraded_lines(found)]
     if found["planned"]:
         lines += ["", *_changes(found), "", *_alternatives(plan)]
@@ -112,27 +101,28 @@ def dry_run(found: Plain, asked: str, *, option: str = "") -> list[str]:
     if not found["planned"]:
         return lines
     if "--with " in f"{asked} ":
-        return [*lines, *labelled("do it", "slots come with machines: "
-                                  + command("unicron agent --url URL") + " there")]
-    return [*lines, *labelled("do it", command(
+        return [*lines, *fmt.labelled("do it", "slots come with machines: "
+                                      + fmt.command("unicron agent --url URL") + " there")]
+    return [*lines, *fmt.labelled("do it", fmt.command(
         f"{typed} --apply --check {found['input']}{option}"))]
 
 
 def offline(found: Plain, path: str, *, has_table: bool) -> list[str]:
     """The plan of a file; `has_table`: the table of events follows."""
     plan = found["plan"]
-    lines = [_head(f"unicron plan --offline {path}",
-                   f"{number_of(plan['num_slots'], 'slot')}, exact, {span(found['took_s'])}"),
+    slots = fmt.number_of(plan["num_slots"], "slot")
+    took = fmt.span(found["took_s"])
+    lines = [_head(f"unicron plan --offline {path}", f"{slots}, exact, {took}"),
              *_gain(found), "", *_changes(found), "", *_alternatives(plan), "",
              *_constraints(found)]
-    return lines if has_table else [*lines, *labelled("next", command(
+    return lines if has_table else [*lines, *fmt.labelled("next", fmt.command(
         f"unicron plan --offline {path} --table"))]
 
 
 # --- Parts of the pages. ---
 def _head(typed: str, note: str) -> str:
-    width = SCREEN_COLUMNS - len(note) - 2
-    return f"{clipped(typed, width):<{width}}  {note}"
+    width = fmt.SCREEN_COLUMNS - len(note) - 2
+    return f"{fmt.clipped(typed, width):<{width}}  {note}"
 
 
 def _gain(found: Plain) -> list[str]:
@@ -145,18 +135,19 @@ def _gain(found: Plain) -> list[str]:
     if found["num_plans"] > 1:  # each step has its own plan; none covers the whole change
         why = (f"{_moved(found)}: of the last of {found['num_plans']} plans, one for each step: "
                f"{why.partition(': ')[2]}")
-    lines = labelled("why", why)
+    lines = fmt.labelled("why", why)
     if not gain and not cost:
         return lines
     share = f" ({'+' if gain > 0 else '-'}{percent(abs(gain) / before)})" if before > 0 else ""
     earns = f"{'+' if gain > 0 else '-'}{_waf(abs(gain))} of WAF{share}" if gain else "the same WAF"
-    return [*lines, *labelled("worth", f"{earns}; the changes cost {scaled(cost, 'FLOP')}")]
+    return [*lines, *fmt.labelled("worth", f"{earns}; the changes cost {fmt.scaled(cost, 'FLOP')}")]
 
 
 def _moved(found: Plain) -> str:
     """The tasks whose number of slots changes."""
-    return some([f"{one['name']} {one['slots_before']} -> {one['slots']}" for one in found["tasks"]
-                 if one["slots"] != one["slots_before"]]) or "every task keeps its number"
+    return fmt.some([f"{one['name']} {one['slots_before']} -> {one['slots']}"
+                     for one in found["tasks"] if one["slots"] != one["slots_before"]]
+                    ) or "every task keeps its number"
 
 
 def _sum(found: Plain, name: str) -> float:
@@ -171,20 +162,21 @@ def _changes(found: Plain) -> list[str]:
     moved = sorted((one for one in found["tasks"] if busy(one)),
                    key=lambda one: -abs(one["waf"] - one["waf_before"]))
     still = [one for one in found["tasks"] if not busy(one)]
-    rows = [[clipped(one["name"], NAME_COLUMNS),
-             _arrow(count, one["slots_before"], one["slots"]),
+    rows = [[fmt.clipped(one["name"], NAME_COLUMNS),
+             _arrow(fmt.count, one["slots_before"], one["slots"]),
              _arrow(_waf, one["waf_before"], one["waf"]),
-             span(one["pause_s"]) if one["pause_s"] else "-", _lost(one)]
+             fmt.span(one["pause_s"]) if one["pause_s"] else "-", _lost(one)]
             for one in moved[:ROWS_NUM_MAX]]
     if len(moved) > ROWS_NUM_MAX:
-        rows.append([f"{count(len(moved) - ROWS_NUM_MAX)} more", "change", "", "", ""])
+        rows.append([f"{fmt.count(len(moved) - ROWS_NUM_MAX)} more", "change", "", "", ""])
     if still:
-        rows.append([f"{number_of(len(still), 'other')}", count(sum(x["slots"] for x in still)),
+        rows.append([fmt.number_of(len(still), "other"),
+                     fmt.count(sum(x["slots"] for x in still)),
                      _waf(math.fsum(x["waf"] for x in still)), "-", "unchanged"])
-    rows.append(["all", _arrow(count, sum(x["slots_before"] for x in found["tasks"]),
+    rows.append(["all", _arrow(fmt.count, sum(x["slots_before"] for x in found["tasks"]),
                                sum(x["slots"] for x in found["tasks"])),
                  _arrow(_waf, _sum(found, "waf_before"), _sum(found, "waf")), "", ""])
-    return table(("TASK", "SLOTS", "WAF", "PAUSE", "LOST"), rows)
+    return fmt.table(("TASK", "SLOTS", "WAF", "PAUSE", "LOST"), rows)
 
 
 def _lost(one: Plain) -> str:
@@ -207,13 +199,14 @@ def _alternatives(plan: Plain) -> list[str]:
     for place, other in enumerate(others, 2):
         behind = other["behind_flop"]
         share = f" ({percent(behind / worth)})" if behind > 0 < worth else ""
-        value = (f"loses {scaled(behind, 'FLOP')}{share}" if behind > 0 else "is worth as much"
-                 if not behind else f"gains {scaled(-behind, 'FLOP')}"
+        value = (f"loses {fmt.scaled(behind, 'FLOP')}{share}" if behind > 0 else "is worth as much"
+                 if not behind else f"gains {fmt.scaled(-behind, 'FLOP')}"
                  + not_taken(plan, other["what"]))
         if behind > 0 and other["waf"] > plan["waf"]:
             value += ": its changes cost more than they earn"
-        rows.append([str(place), clipped(other["what"], WHAT_COLUMNS), _waf(other["waf"]), value])
-    return table(("", "PLAN", "WAF", ""), rows, right=(2,))
+        what = fmt.clipped(other["what"], WHAT_COLUMNS)
+        rows.append([str(place), what, _waf(other["waf"]), value])
+    return fmt.table(("", "PLAN", "WAF", ""), rows, right=(2,))
 
 
 def _by_alpha(plan: Plain, rows: list[list[str]]) -> list[str]:
@@ -226,8 +219,9 @@ def _by_alpha(plan: Plain, rows: list[list[str]]) -> list[str]:
         if behind:
             value = f"{'loses' if behind > 0 else 'gains'} {percent(abs(behind))}{by}" + (
                 "" if behind > 0 else not_taken(plan, other["what"]))
-        rows.append([str(place), clipped(other["what"], WHAT_COLUMNS), _waf(other["waf"]), value])
-    return table(("", "PLAN", "WAF", ""), rows, right=(2,))
+        what = fmt.clipped(other["what"], WHAT_COLUMNS)
+        rows.append([str(place), what, _waf(other["waf"]), value])
+    return fmt.table(("", "PLAN", "WAF", ""), rows, right=(2,))
 
 
 def _constraints(found: Plain, *, with_payback: bool = True) -> list[str]:
@@ -240,18 +234,18 @@ def _constraints(found: Plain, *, with_payback: bool = True) -> list[str]:
     more = (f"{found['more_slots']} more: +{_waf(found['more_waf'])}" if found["more_waf"]
             else f"{found['more_slots']} more would earn nothing"
             + ": sizes, gain_min or the cost of changes" * (plan.get("bound") == "slots"))
-    hold = (f"{span(plan['running_s'])}: so long nothing is expected to fail; worth "
-            f"{scaled(plan['objective_flop'], 'FLOP')}" if plan["running_s"] else "unknown")
-    return [*labelled("bound by", f"{bound} ({more})"),
-            *labelled("horizon", hold),
+    hold = (f"{fmt.span(plan['running_s'])}: so long nothing is expected to fail; worth "
+            f"{fmt.scaled(plan['objective_flop'], 'FLOP')}" if plan["running_s"] else "unknown")
+    return [*fmt.labelled("bound by", f"{bound} ({more})"),
+            *fmt.labelled("horizon", hold),
             *(_paid_back(plan) if with_payback else []), *_spare(plan)]
 
 
 def _paid_back(plan: Plain) -> list[str]:
     """When the loss of healthy tasks is earned back; empty if they keep their slots."""
     back_s = plan.get("paid_back_s", 0.0)
-    return labelled("paid back", f"in {span(back_s)} of {span(plan['running_s'])}, against leaving "
-                                 "healthy tasks as they are") if back_s else []
+    return fmt.labelled("paid back", f"in {fmt.span(back_s)} of {fmt.span(plan['running_s'])}, "
+                                 "against leaving healthy tasks as they are") if back_s else []
 
 
 def _spare(plan: Plain) -> list[str]:
@@ -259,12 +253,12 @@ def _spare(plan: Plain) -> list[str]:
     spare = plan.get("spare")
     if spare is None:
         return []
-    slots = number_of(spare["num_slots"], "slot")
-    cost = f"cost{{}} {scaled(max(spare['cost_flop'], 0.0), 'FLOP')} until the next fault"
+    slots = fmt.number_of(spare["num_slots"], "slot")
+    cost = f"cost{{}} {fmt.scaled(max(spare['cost_flop'], 0.0), 'FLOP')} until the next fault"
     saves = spare["saves_flop"]
-    then = (f"save{{}} {scaled(saves, 'FLOP')}" if saves > 0 else
-            f"lose{{}} {scaled(-saves, 'FLOP')} more" if saves < 0 else "save{} nothing")
-    return labelled("hot spare", {
+    then = (f"save{{}} {fmt.scaled(saves, 'FLOP')}" if saves > 0 else
+            f"lose{{}} {fmt.scaled(-saves, 'FLOP')} more" if saves < 0 else "save{} nothing")
+    return fmt.labelled("hot spare", {
         "kept": f"{slots} kept idle: {cost.format('s')}, {then.format('s')} then",
         "not kept": f"{slots} not kept: would {cost.format('')}, {then.format('')} then",
         "idle anyway": f"{slots} idle anyway: they are the spare, and cost nothing",
@@ -281,8 +275,8 @@ def _moves(found: Plain) -> list[str]:
         words = [f"{word} {_places(slots)}" for word, slots in
                  (("leaves", leaves), ("takes", takes)) if slots]
         if words:
-            lines += labelled("moves" if not lines else "",
-                              f"{one['name']} {', '.join(words)}")
+            lines += fmt.labelled("moves" if not lines else "",
+                                  f"{one['name']} {', '.join(words)}")
     return lines
 
 
@@ -291,7 +285,8 @@ def _layouts(tasks: Sequence[Plain]) -> list[str]:
     layouts = [f"{one['name']} " + _arrow(str, one["layout_before"] or one["layout"],
                                           one["layout"] or one["layout_before"])
                for one in tasks if one["layout"] or one["layout_before"]][:ROWS_NUM_MAX]
-    return [line for i, one in enumerate(layouts) for line in labelled("" if i else "layout", one)]
+    return [line for i, one in enumerate(layouts)
+            for line in fmt.labelled("" if i else "layout", one)]
 
 
 def _places(slots: Sequence[Plain]) -> str:
@@ -310,13 +305,13 @@ def _places(slots: Sequence[Plain]) -> str:
 
 def _waiting(found: Plain) -> list[str]:
     return [line for one in found["tasks"][:ROWS_NUM_MAX] if one["waits"]
-            for line in labelled("waits", f"{one['name']}: {one['waits']}")]
+            for line in fmt.labelled("waits", f"{one['name']}: {one['waits']}")]
 
 
 def _computed(found: Plain) -> list[str]:
     """The decider version that computed what the log does not have, and for which record."""
     left = "; without the plans that break a limit: too many tasks and sizes" * found["is_cut"]
-    return labelled("computed", f"now, by decider version {found['computed_by']}, for seq "
+    return fmt.labelled("computed", f"now, by decider version {found['computed_by']}, for seq "
                                 f"{found['seq']}{left}")
 
 
@@ -325,20 +320,20 @@ def _assumes(found: Plain) -> list[str]:
     by: dict[str, list[str]] = {}
     for one in found["tasks"]:
         by.setdefault(one["origin"] or "unknown", []).append(one["name"])
-    origins = [f"{some(names)} {origin}" for origin, names in by.items()]
-    return labelled("assumes", f"throughput of {'; of '.join(origins)}; nothing fails on the way"
-                    ) if origins else []
+    origins = [f"{fmt.some(names)} {origin}" for origin, names in by.items()]
+    return fmt.labelled("assumes", f"throughput of {'; of '.join(origins)}; nothing fails on the "
+                                   "way") if origins else []
 
 
 def _paused(found: Plain, option: str) -> list[str]:
     if not found["held"]:
         return []
-    return labelled("paused", f"{found['held']}; planned, and nothing is ordered. To act: "
-                    + command(way_to_act(found["held"], option)))
+    return fmt.labelled("paused", f"{found['held']}; planned, and nothing is ordered. To act: "
+                        + fmt.command(fmt.way_to_act(found["held"], option)))
 
 
 def _waf(value: float) -> str:
-    return scaled(value, "FLOP/s")
+    return fmt.scaled(value, "FLOP/s")
 
 
 def _arrow(show: Callable[[Any], str], before: Any, after: Any) -> str:

@@ -6,22 +6,7 @@ import math
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from ..terminal.format import (
-    SCREEN_COLUMNS,
-    clipped,
-    command,
-    count,
-    curve,
-    labelled,
-    marks,
-    number_of,
-    ranks,
-    rfc3339,
-    scaled,
-    span,
-    table,
-    way_to_act,
-)
+from ..terminal import format as fmt
 from . import incident
 from .incident import folders, in_words
 from .stragglers import alike_why, degraded_why, slow_nodes
@@ -61,7 +46,7 @@ def waits(task: Plain) -> str:
     """Why it waits, what it needs to run, and what that would cost the others."""
     words = f"{task['why']}; needs {task['needs']}" if task["needs"] else str(task["why"])
     if task["cost_waf"]:
-        words += f"; costs {scaled(task['cost_waf'], 'FLOP/s')} of WAF"
+        words += f"; costs {fmt.scaled(task['cost_waf'], 'FLOP/s')} of WAF"
     if task["weight_from"] and "weight" not in task["needs"]:
         words += f"; runs from weight {above(task['weight_from'])}"
     return words
@@ -69,8 +54,8 @@ def waits(task: Plain) -> str:
 
 def computed(cluster: Plain) -> list[str]:
     """The decider version that computed the needs of waiting tasks; empty if none were."""
-    return labelled("computed", f"now, by decider version {cluster['computed_by']}"
-                    ) if cluster["computed_by"] else []
+    return fmt.labelled("computed", f"now, by decider version {cluster['computed_by']}"
+                        ) if cluster["computed_by"] else []
 
 
 def above(weight: float) -> str:
@@ -85,42 +70,43 @@ def task_status(view: Plain, task: Plain, history: History, *, now_s: float,
     slow_s = [one["since_s"] for one in task["slow"] if task["state"] == "degraded"]
     since_s = max([task["since_s"], *slow_s[:1], *(one["opened_s"] for one in view["incidents"]
                                       if one["id"] == task["incident"])])
-    since = f"since {rfc3339(since_s)} ({span(max(now_s - since_s, 0.0))})"
+    since = f"since {fmt.rfc3339(since_s)} ({fmt.span(max(now_s - since_s, 0.0))})"
     lines = [f"{task['name']}  {task['state'].upper()} {since}, task {task['id']}, "
              f"weight {task['weight']:g}"]
     late_s = lag_s(task, now_s)
     if late_s:
         what = "last progress" if task["progressed_s"] else "no iteration reported; it began"
-        lines += labelled("silent", f"{what} {span(late_s)} ago, it has stopped training or is "
-                                    "very slow")
+        lines += fmt.labelled("silent", f"{what} {fmt.span(late_s)} ago, it has stopped training "
+                                    "or is very slow")
     if task["stands"]:
-        lines += labelled("stalled", f"{task['stands']} (for "
-                                    f"{span(max(now_s - task['stands_since_s'], 0.0))})")
+        lines += fmt.labelled("stalled", f"{task['stands']} (for "
+                                    f"{fmt.span(max(now_s - task['stands_since_s'], 0.0))})")
         lines += _dumps(task, view)
     if task["why"] or task["needs"]:
-        lines += labelled("why", waits(task))
+        lines += fmt.labelled("why", waits(task))
         lines += computed(view["cluster"]) if task["needs"] else []
     if task["state"] == "degraded":
-        lines += labelled("why", degraded_why(task, view["cluster"]["healing"]))
+        lines += fmt.labelled("why", degraded_why(task, view["cluster"]["healing"]))
     if task["phase"] == "training" and (alike := alike_why(task)):
-        lines += labelled("slower", alike)
+        lines += fmt.labelled("slower", alike)
     if task["declined"] and task["state"] in ENDED:
-        lines += labelled("healed", f"not in memory: {task['declined']}")
+        lines += fmt.labelled("healed", f"not in memory: {task['declined']}")
     elif task["declined"]:
-        lines += labelled("restarts", f"as a whole, and does not heal in memory: "
+        lines += fmt.labelled("restarts", f"as a whole, and does not heal in memory: "
                                       f"{task['declined']}")
     if task["withheld"]:
         healing = view["cluster"]["healing"]
-        lines += labelled("suppressed", f"{task['withheld']} (healing {healing})")
-    lines += labelled("next", _next(task, view, option))
+        lines += fmt.labelled("suppressed", f"{task['withheld']} (healing {healing})")
+    lines += fmt.labelled("next", _next(task, view, option))
     past = history.tasks.get(task["id"])
     lines += ["", *_where(task), *_progress(task, past, history, now_s), *_earns(task),
               *_copies(task, view["nodes"])]
     if task["output"]:
-        lines += labelled("output", task["output"])
+        lines += fmt.labelled("output", task["output"])
     if task["ranks"]:
         has = [one["part"] for one in task["ranks"]]
-        lines += ["", *table(("RANK", "STATE", "NODE/SLOT", "PID", "ATTEMPT", "HAS" * any(has)), [
+        head = ("RANK", "STATE", "NODE/SLOT", "PID", "ATTEMPT", "HAS" * any(has))
+        lines += ["", *fmt.table(head, [
             [str(one["rank"]), one["state"], f"{one['node']}/{one['slot']}", str(one["pid"] or "-"),
              str(one["attempt"]), one["part"]] for one in task["ranks"]], right=(0, 3, 4))]
     return [*lines, *_incidents(task, history, now_s)]
@@ -129,7 +115,7 @@ def task_status(view: Plain, task: Plain, history: History, *, now_s: float,
 def _dumps(task: Plain, view: Plain) -> list[str]:
     """The folders of the flight-recorder dumps; only for train: tasks."""
     found = folders(((one["node"], one["log_path"]) for one in task["ranks"]), view["nodes"])
-    return labelled("dumps", in_words(found)) if found and task["tier"] == "train" else []
+    return fmt.labelled("dumps", in_words(found)) if found and task["tier"] == "train" else []
 
 
 def _next(task: Plain, view: Plain, option: str) -> str:
@@ -140,10 +126,10 @@ def _next(task: Plain, view: Plain, option: str) -> str:
     if task["state"] == "waiting" and task["weight_from"]:
         words.insert(0, f"unicron set-weight {name} {above(task['weight_from'])}{option}")
     if task["withheld"]:
-        words.insert(0, way_to_act(view["cluster"]["healing"], option))
+        words.insert(0, fmt.way_to_act(view["cluster"]["healing"], option))
     if task["incident"]:
         words.insert(0, f"unicron incident {task['incident']}{option}")
-    return "   ".join(map(command, words[:2]))
+    return "   ".join(map(fmt.command, words[:2]))
 
 
 def _where(task: Plain) -> list[str]:
@@ -154,44 +140,44 @@ def _where(task: Plain) -> list[str]:
         nodes[one["node"]] = nodes.get(one["node"], 0) + 1
     places = " ".join(f"{node} x{num}" for node, num in nodes.items())
     if task["tier"] != "train":
-        return labelled("where", places)
+        return fmt.labelled("where", places)
     batch = (f", global batch {task['micro_batches']} micro-batches (never changed)"
              if task["micro_batches"] else "")
     generation = task["generation"]
     if task["layout"]:
-        beside = f", {number_of(task['beside'], 'spare')}" if task["beside"] else ""
+        beside = f", {fmt.number_of(task['beside'], 'spare')}" if task["beside"] else ""
         built = f"{task['layout_in_words'] or task['layout']}{beside}, generation {generation}"
     else:
         built = f"no member left of generation {generation}" if generation else "no generation yet"
-    return labelled("where", f"{places}, {built}{batch}")
+    return fmt.labelled("where", f"{places}, {built}{batch}")
 
 
 def _progress(task: Plain, past: TaskHistory | None, history: History, now_s: float) -> list[str]:
     if not task["iteration"] and not task["iterations"]:
-        return labelled("progress", "a command: is supervised only")
+        return fmt.labelled("progress", "a command: is supervised only")
     loss = "" if task["loss"] is None else f", loss {task['loss']:.4f}"
-    of = f" of {count(task['iterations'])}" if task["iterations"] else ""
+    of = f" of {fmt.count(task['iterations'])}" if task["iterations"] else ""
     printed = "" if task["tier"] == "train" else ", as it prints"
-    lines = labelled("progress", f"{count(task['iteration'])}{of}{loss}{printed}")
+    lines = fmt.labelled("progress", f"{fmt.count(task['iteration'])}{of}{loss}{printed}")
     if past is not None:
         lines += [" " * INDENT_COLUMNS + line for line in loss_curve(past, history)]
         if past.skipped:
-            lines += labelled("skipped", f"{count(past.skipped)} of {count(task['iteration'])} "
-                                         "steps: the gradient was not finite")
+            steps = f"{fmt.count(past.skipped)} of {fmt.count(task['iteration'])} steps"
+            lines += fmt.labelled("skipped", f"{steps}: the gradient was not finite")
     if task["step_s"] and task["state"] in ("running", "degraded"):
         left = task["iterations"] - task["iteration"]
         # ranks that still prepare are not counted
         num = len(past.task.members) if past is not None else 0
         own = past.paces_s.get(num, []) if past is not None else []
         own = own if len(own) >= NORMAL_ITERATIONS_MIN else []
-        normal = (f", own normal on {number_of(num, 'slot')} {span(median(own))} "
-                  f"(median of {count(len(own))})" if own else "")
-        ends = f"{rfc3339(now_s + left * task['step_s'])} at this pace"
+        normal = (f", own normal on {fmt.number_of(num, 'slot')} {fmt.span(median(own))} "
+                  f"(median of {fmt.count(len(own))})" if own else "")
+        ends = f"{fmt.rfc3339(now_s + left * task['step_s'])} at this pace"
         if own and not 1 / SAME_RATIO < task["step_s"] / median(own) < SAME_RATIO:
-            ends += f"; {rfc3339(now_s + left * median(own))} at its own"
-        rate = f"; {scaled(task['rate_flops'], 'FLOP/s')}" if task["rate_flops"] else ""
-        lines += labelled("pace", f"{span(task['step_s'])} an iteration{normal}{rate}")
-        lines += labelled("finish", ends) if task["iterations"] else []
+            ends += f"; {fmt.rfc3339(now_s + left * median(own))} at its own"
+        rate = f"; {fmt.scaled(task['rate_flops'], 'FLOP/s')}" if task["rate_flops"] else ""
+        lines += fmt.labelled("pace", f"{fmt.span(task['step_s'])} an iteration{normal}{rate}")
+        lines += fmt.labelled("finish", ends) if task["iterations"] else []
     return lines
 
 
@@ -201,13 +187,13 @@ def loss_curve(past: TaskHistory, history: History, width: int = CURVE_COLUMNS) 
     if not losses:
         return []
     first = f"{losses[0]:.2f} "
-    lines = [f"{first}{curve(losses, width)} {losses[-1]:.2f}"]
+    lines = [f"{first}{fmt.curve(losses, width)} {losses[-1]:.2f}"]
     faults = [one.iteration for one in history.incidents.values()
               if one.task == past.task.id and one.iteration is not None]
     if faults:
-        line = (" " * len(first) + marks([(at, "!") for at in faults], len(losses), width)
+        line = (" " * len(first) + fmt.marks([(at, "!") for at in faults], len(losses), width)
                 + f"   (!) fault at iteration {', '.join(map(str, faults))}")
-        lines.append(clipped(line, SCREEN_COLUMNS - INDENT_COLUMNS))
+        lines.append(fmt.clipped(line, fmt.SCREEN_COLUMNS - INDENT_COLUMNS))
     return lines
 
 
@@ -219,36 +205,36 @@ def _earns(task: Plain) -> list[str]:
     rows = list(zip(rates["sizes"], rates["rates_flops"], strict=True))
     now = task["slots"]["target"]
     near = sorted(sorted(rows, key=lambda row: abs(row[0] - now))[:RATES_SHOWN_NUM])
-    words = ", ".join(f"{size}: {scaled(rate, 'FLOP/s')}{' (now)' * (size == now)}"
+    words = ", ".join(f"{size}: {fmt.scaled(rate, 'FLOP/s')}{' (now)' * (size == now)}"
                       for size, rate in near)
-    lines = labelled("earns", f"on slots {words}; {rates['origin']}")
+    lines = fmt.labelled("earns", f"on slots {words}; {rates['origin']}")
     layout = task["modelled_layout"]
     if task["model_batch"] and task["logged_batch"] not in (0, task["model_batch"]):
-        lines += labelled("measures", f"nothing: it prints a global batch of "
-                          f"{count(task['logged_batch'])}, its model has "
-                          f"{count(task['model_batch'])}")
-    return lines + (labelled("by model", layout) if layout else [])
+        lines += fmt.labelled("measures", f"nothing: it prints a global batch of "
+                              f"{fmt.count(task['logged_batch'])}, its model has "
+                              f"{fmt.count(task['model_batch'])}")
+    return lines + (fmt.labelled("by model", layout) if layout else [])
 
 
 def _copies(task: Plain, nodes: list[Plain]) -> list[str]:
     """Where the task's state is, and what would be lost if all processes exited."""
     if task["tier"] != "train" or task["state"] in ENDED:
-        return labelled("published", task["checkpoint"]) if task["checkpoint"] else []
+        return fmt.labelled("published", task["checkpoint"]) if task["checkpoint"] else []
     holders = [one for one in task["ranks"]
                if one["state"] in ("member", "stopped") and one["has_state"]]
     if not holders:
-        return labelled("copies", f"no process has its state{_comes_back(task, nodes)}")
+        return fmt.labelled("copies", f"no process has its state{_comes_back(task, nodes)}")
     lost = task["unsaved"]
-    disk = (f"published iteration {count(task['checkpoint_iteration'])} ({task['checkpoint']})"
+    disk = (f"published iteration {fmt.count(task['checkpoint_iteration'])} ({task['checkpoint']})"
             if task["checkpoint"] else "nothing is published yet")
     most = "at most " if task["copies"] else ""  # reported seconds after it is stored
-    disk += (f": {most}{number_of(lost, 'iteration')} would be lost if all processes went"
+    disk += (f": {most}{fmt.number_of(lost, 'iteration')} would be lost if all processes went"
              if lost else "")
     if task["copies"]:
         newest = max(copy["step_version"] for copy in task["copies"])
         where = sorted({copy["node"] for copy in task["copies"]
                         if copy["step_version"] == newest})
-        disk = f"in memory iteration {count(newest)} or newer ({' '.join(where)}); {disk}"
+        disk = f"in memory iteration {fmt.count(newest)} or newer ({' '.join(where)}); {disk}"
     on = list(dict.fromkeys(one["node"] for one in holders))
     if len(holders) == 1:
         live = f"one seat ({on[0]}): no other process has its state"
@@ -257,10 +243,10 @@ def _copies(task: Plain, nodes: list[Plain]) -> list[str]:
         each = task["replica_ranks"]
         of = f" of {each} ranks" if each > 1 else ""
         num = len(holders) // each
-        live = (f"{number_of(num, 'live replica')}{of}, {there}: "
-                f"{ranks(one['rank'] for one in holders)}"
+        live = (f"{fmt.number_of(num, 'live replica')}{of}, {there}: "
+                f"{fmt.ranks(one['rank'] for one in holders)}"
                 f"{SHARDS.get(task['optimizer'], '') if num > 1 else ''}")
-    return labelled("copies", f"{live}; {disk}")
+    return fmt.labelled("copies", f"{live}; {disk}")
 
 
 def _comes_back(task: Plain, nodes: list[Plain]) -> str:
@@ -276,19 +262,19 @@ def _comes_back(task: Plain, nodes: list[Plain]) -> str:
     if tried:
         newest = max(one["step_version"] for one in tried)
         where = " ".join(sorted({x["node"] for x in tried if x["step_version"] == newest}))
-        source = f"it comes back from the copy of iteration {count(newest)} in memory ({where})"
+        source = f"it comes back from the copy of iteration {fmt.count(newest)} in memory ({where})"
     elif task["checkpoint"]:
         newest = task["checkpoint_iteration"]
-        source = f"it comes back from {task['checkpoint']}, of iteration {count(newest)}"
+        source = f"it comes back from {task['checkpoint']}, of iteration {fmt.count(newest)}"
     else:
         newest, source = 0, "no copy and no published checkpoint: it restarts"
     again = max(done - newest, 0)
     if not again:
         return f": {source}, nothing is lost"
-    return f": {source}, {number_of(again, 'iteration')} of {count(done)} are done again"
+    return f": {source}, {fmt.number_of(again, 'iteration')} of {fmt.count(done)} are done again"
 
 
 def _incidents(task: Plain, history: History, now_s: float) -> list[str]:
     rows = [incident.row(history, one, WHAT_COLUMNS, now_s)
             for one in history.incidents.values() if one.task == task["id"]]
-    return ["", *table(incident.HEAD, rows, right=(5, 6, 7))] if rows else []
+    return ["", *fmt.table(incident.HEAD, rows, right=(5, 6, 7))] if rows else []

@@ -29,16 +29,7 @@ from ...events.errors import SpecError, UsageError
 from ...events.log import archive
 from ..files.job_file import FILE_BYTES_MAX, read_text, read_yaml
 from ..terminal import console
-from ..terminal.format import (
-    SCREEN_COLUMNS,
-    clipped,
-    command,
-    labelled,
-    number_of,
-    scaled,
-    span,
-    table,
-)
+from ..terminal import format as fmt
 
 TRACE_BYTES_MAX = 64 << 20
 OURS = "unicron"
@@ -213,43 +204,46 @@ def screen(scenario: Scenario, played: dict[str, RunResult], path: Path, log: Pa
     cluster = scenario.cluster
     num = len(cluster.names)
     took_s = max(one.took_s for one in played.values())
-    lines = [f"{scenario.name}: {number_of(num, 'node')} of {number_of(cluster.slots, 'slot')}, "
-             f"{number_of(len(scenario.tasks), 'task')}, {span(scenario.horizon_s)}; "
-             f"each policy in {span(took_s)} at most", ""]
+    lines = [f"{scenario.name}: {fmt.number_of(num, 'node')} of "
+             f"{fmt.number_of(cluster.slots, 'slot')}, "
+             f"{fmt.number_of(len(scenario.tasks), 'task')}, {fmt.span(scenario.horizon_s)}; "
+             f"each policy in {fmt.span(took_s)} at most", ""]
     best = max(played.values(), key=lambda one: one.outcome.earnings.flop)
     rows = [_row(name, one, best) for name, one in played.items()]
     head = ("POLICY", "EARNED", "OF FULL", "BEHIND", *(HEADS[what] for what in LOSSES))
-    lines += [clipped(line, SCREEN_COLUMNS) for line in table(head, rows, right=range(1, 9))]
-    lines += ["", *labelled("lost", "in % of what the policy earns without a fault: until a fault "
-                            "is reported, in transition to training, without slots, on fewer or "
-                            "slower slots, and recomputed")]
+    lines += [fmt.clipped(line, fmt.SCREEN_COLUMNS)
+              for line in fmt.table(head, rows, right=range(1, 9))]
+    lines += ["", *fmt.labelled("lost", "in % of what the policy earns without a fault: until a "
+                                "fault is reported, in transition to training, without slots, on "
+                                "fewer or slower slots, and recomputed")]
     for task in scenario.tasks:
         if task.slots.min > num * cluster.slots:
-            lines += labelled("waits", f"{task.name} needs {number_of(task.slots.min, 'slot')}, "
-                              f"and the cluster begins with {num * cluster.slots}")
+            needs = fmt.number_of(task.slots.min, "slot")
+            lines += fmt.labelled("waits", f"{task.name} needs {needs}, "
+                                  f"and the cluster begins with {num * cluster.slots}")
     for number, task in enumerate(scenario.tasks):
         idle = [name for name, one in played.items()
                 if not [*one.outcome.earnings.full_slots.values()][number]]
         if idle and task.slots.min <= num * cluster.slots:
-            lines += labelled("waits", f"{task.name} has no slots even without a fault under "
-                              f"{', '.join(idle)}: the other tasks earn more with them")
+            lines += fmt.labelled("waits", f"{task.name} has no slots even without a fault under "
+                                  f"{', '.join(idle)}: the other tasks earn more with them")
     ignored = max(one.outcome.ignored for one in played.values())
     if ignored:
-        lines += labelled("ignored", f"{number_of(ignored, 'line')} of the trace: a fault of an "
-                          "absent node, or a repair of a present one")
+        lines += fmt.labelled("ignored", f"{fmt.number_of(ignored, 'line')} of the trace: a fault "
+                              "of an absent node, or a repair of a present one")
     late = max(one.outcome.late for one in played.values())
     if late:
-        lines += labelled("late", f"{number_of(late, 'fault')} of the trace, after horizon_s, "
-                          f"{scenario.horizon_s:g}: not simulated")
+        lines += fmt.labelled("late", f"{fmt.number_of(late, 'fault')} of the trace, after "
+                              f"horizon_s, {scenario.horizon_s:g}: not simulated")
     then = (f"unicron replay {log} --verify" if log else
             f"unicron simulate --scenario {path} -o json")
-    return [*lines, *labelled("next", command(then))]
+    return [*lines, *fmt.labelled("next", fmt.command(then))]
 
 
 def _row(name: str, one: RunResult, best: RunResult) -> list[str]:
     earnings = one.outcome.earnings
     full = earnings.full_flop
     behind = best.outcome.earnings.flop / earnings.flop if earnings.flop > 0 else 0.0
-    return [name, scaled(earnings.flop, "FLOP"), f"{100 * earnings.share:.2f} %",
+    return [name, fmt.scaled(earnings.flop, "FLOP"), f"{100 * earnings.share:.2f} %",
             f"{behind:.3f} x" if one is not best and behind else "-",
             *(f"{100 * earnings.lost_flop[what] / full:.2f}" if full else "-" for what in LOSSES)]

@@ -33,16 +33,7 @@ from ...events.records.types import Body
 from ...events.spec.job import WEIGHT_RATIO_MAX
 from ..files.job_file import read_yaml
 from ..terminal import console
-from ..terminal.format import (
-    SCREEN_COLUMNS,
-    clipped,
-    command,
-    labelled,
-    number_of,
-    scaled,
-    span,
-    table,
-)
+from ..terminal import format as fmt
 from .compare import HEADS
 
 Plain = dict[str, Any]
@@ -198,42 +189,43 @@ def screen(recording: Recording, played: Sequence[tuple[Choice, RunResult]], pat
     """The recorded run, its simulation, the choices, and a comparison by event."""
     start, horizon_s = recording.start_state, recording.end_s - recording.began_s
     verdict = recording.verdict
-    lines = [f"{path}: {number_of(len(start.slots), 'node')}, "
-             f"{number_of(len(recording.specs), 'task')}, {span(horizon_s)}",
-             *labelled("decided", verdict.words), ""]
+    lines = [f"{path}: {fmt.number_of(len(start.slots), 'node')}, "
+             f"{fmt.number_of(len(recording.specs), 'task')}, {fmt.span(horizon_s)}",
+             *fmt.labelled("decided", verdict.words), ""]
     rows = [_row("recorded", recording.played, None),
             _row("simulated", played[0][1], recording.played.earnings.flop)]
     chosen = played[-1][0]  # all choices have the same settings
     if chosen.weights:
-        again = scaled(reweighted_flop(played[0][1], chosen.weights), "FLOP")
+        again = fmt.scaled(reweighted_flop(played[0][1], chosen.weights), "FLOP")
         rows.append(["simulated, reweighted", again, *["-"] * (len(LOSSES) + 3)])
     rows += [_row(choice.policy, one, reweighted_flop(played[0][1], choice.weights))
              for choice, one in played[1:]]
     head = ("CHOICE", "EARNED", "DIFFERS", "DOWN", "GPU", *(HEADS[what] for what in LOSSES))
-    lines += [clipped(line, SCREEN_COLUMNS) for line in table(head, rows, right=range(1, 10))]
+    lines += [fmt.clipped(line, fmt.SCREEN_COLUMNS)
+              for line in fmt.table(head, rows, right=range(1, 10))]
     if chosen.settings:
-        lines += labelled("set", f"{chosen.settings}, in the rows below `simulated`"
-                          + ("; DIFFERS is from the reweighted row" if chosen.weights else ""))
+        lines += fmt.labelled("set", f"{chosen.settings}, in the rows below `simulated`"
+                              + ("; DIFFERS is from the reweighted row" if chosen.weights else ""))
     lines += ["", *_by_incident(recording, played), ""]
-    lines += labelled("differs", "simulated from recorded: "
-                      f"{_model_error(recording, played[0][1])}; choices from simulated, so that "
-                      "both have the same model error")
-    lines += labelled("lost", "DOWN: task-time without training, GPU: slot-time below full "
-                      "strength; then, in % of what full strength earns: until a fault is "
-                      "reported, in transition to training, without slots, on fewer slots, and "
-                      "recomputed")
+    lines += fmt.labelled("differs", "simulated from recorded: "
+                          f"{_model_error(recording, played[0][1])}; choices from simulated, so "
+                          "that both have the same model error")
+    lines += fmt.labelled("lost", "DOWN: task-time without training, GPU: slot-time below full "
+                          "strength; then, in % of what full strength earns: until a fault is "
+                          "reported, in transition to training, without slots, on fewer slots, and "
+                          "recomputed")
     for number, line in enumerate(counterfactual.sentences(recording, played)):
-        lines += labelled("evidence" if not number else "", line)
-    return [*lines, *labelled("best", _best(played)), *labelled("next", command(
+        lines += fmt.labelled("evidence" if not number else "", line)
+    return [*lines, *fmt.labelled("best", _best(played)), *fmt.labelled("next", fmt.command(
         _next(recording, played, path)))]
 
 
 def _row(name: str, one: RunResult, against: float | None) -> list[str]:
     earnings = one.earnings
     full, down_s = earnings.flop + sum(earnings.lost_flop.values()), sum(earnings.down_s.values())
-    return [clipped(name, NAME_COLUMNS), scaled(earnings.flop, "FLOP"),
-            _percent(earnings.flop, against), span(down_s),
-            span(max(sum(earnings.lost_slot_s.values()), 0.0)),
+    return [fmt.clipped(name, NAME_COLUMNS), fmt.scaled(earnings.flop, "FLOP"),
+            _percent(earnings.flop, against), fmt.span(down_s),
+            fmt.span(max(sum(earnings.lost_slot_s.values()), 0.0)),
             *(f"{100 * earnings.lost_flop[what] / full:.1f}" if full else "-" for what in LOSSES)]
 
 
@@ -259,25 +251,25 @@ def _by_incident(recording: Recording, played: Sequence[tuple[Choice, RunResult]
         shown = sorted(costliest[:SHOWN_NUM_MAX], key=lambda one: one[0])
     if not shown:
         return ["no event occurred within the horizon"]
-    names = ["RECORDED", "SIMULATED", *(clipped(choice.policy, 13)
+    names = ["RECORDED", "SIMULATED", *(fmt.clipped(choice.policy, 13)
                                        for choice, _ in played[1:1 + CHOICES_NUM_MAX])]
     wide = WHAT_COLUMNS + CHOICE_COLUMNS * (2 + CHOICES_NUM_MAX - len(columns))
-    rows = [[f"+{span(one.at_s - recording.began_s)}", clipped(describe(one), wide),
+    rows = [[f"+{fmt.span(one.at_s - recording.began_s)}", fmt.clipped(describe(one), wide),
              *(_fault_cell(column.earnings.losses[number]) for column in columns)]
             for number, one in shown]
-    lines = table(("AT", "LOST FLOP, FULL AGAIN AFTER", *names), rows,
-                  right=range(2, 2 + len(columns)))
+    lines = fmt.table(("AT", "LOST FLOP, FULL AGAIN AFTER", *names), rows,
+                      right=range(2, 2 + len(columns)))
     left = len(every) - len(shown)
-    more = labelled("not shown", f"{number_of(left, 'event')} with smaller losses: -o json"
-                    ) if left else []
-    return [*(clipped(line, SCREEN_COLUMNS) for line in lines), *more]
+    more = fmt.labelled("not shown", f"{fmt.number_of(left, 'event')} with smaller losses: -o json"
+                        ) if left else []
+    return [*(fmt.clipped(line, fmt.SCREEN_COLUMNS) for line in lines), *more]
 
 
 def _fault_cell(loss: EventLoss) -> str:
     if not loss.has_lost and not loss.lost_flop:
         return "-"
-    after = span(loss.recovered_s - loss.at_s) if loss.recovered_s is not None else "never"
-    return f"{scaled(loss.lost_flop, '')} {after}"
+    after = fmt.span(loss.recovered_s - loss.at_s) if loss.recovered_s is not None else "never"
+    return f"{fmt.scaled(loss.lost_flop, '')} {after}"
 
 
 def _best(played: Sequence[tuple[Choice, RunResult]]) -> str:

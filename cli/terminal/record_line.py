@@ -14,18 +14,7 @@ from statistics import median
 from typing import Any
 
 from ...events.records.statuses import NCCL_TIMEOUT
-from .format import (
-    clipped,
-    count,
-    layout_briefly,
-    lost_in_words,
-    ms,
-    plan_waf,
-    ranks,
-    rfc3339,
-    scaled,
-    span,
-)
+from . import format as fmt
 
 Plain = dict[str, Any]
 ESSENTIALS_LENGTH_MAX = 160
@@ -35,9 +24,9 @@ _SOURCE = re.compile(r"\[[^\]\s]{1,400}\.(?:cc|cpp|cu|c|hpp|h):\d{1,6}\] ?")
 
 def line(record: Plain) -> str:
     """For example `    42 2026-11-20T03:20:07.402Z IncidentOpened    SEV2 ...  <41`."""
-    text = clipped(essentials(record["kind"], record["body"]), ESSENTIALS_LENGTH_MAX)
+    text = fmt.clipped(essentials(record["kind"], record["body"]), ESSENTIALS_LENGTH_MAX)
     cause = f"  <{record['cause']}" if record["cause"] else ""
-    return f"{record['seq']:>6} {rfc3339(record['at_s'])} {record['kind']:<17} {text}{cause}"
+    return f"{record['seq']:>6} {fmt.rfc3339(record['at_s'])} {record['kind']:<17} {text}{cause}"
 
 
 def essentials(kind: str, body: Plain) -> str:
@@ -65,8 +54,8 @@ def _because(why: str) -> str:
 
 
 def _drained_earns(waf: float) -> str:
-    return (f"would earn {scaled(waf, 'FLOP/s')}" if waf >= 0 else
-            f"would cost {scaled(-waf, 'FLOP/s')}")
+    return (f"would earn {fmt.scaled(waf, 'FLOP/s')}" if waf >= 0 else
+            f"would cost {fmt.scaled(-waf, 'FLOP/s')}")
 
 
 def _meaning(body: Plain) -> str:
@@ -115,7 +104,7 @@ def _exit(body: Plain) -> str:
 
 
 def _state_source(body: Plain) -> str:
-    got = scaled(body["received_bytes"], "B")
+    got = fmt.scaled(body["received_bytes"], "B")
     return {"copy": f"{got} from a copy on {body.get('origin_node')}",
             "checkpoint": f"{got} from the checkpoint"}.get(
         body.get("origin", ""), {body["rank"]: "own state", -1: "no state yet"}.get(
@@ -128,17 +117,18 @@ def _progress(body: Plain) -> str:
         return str(first)
     last = f"-{first + num - 1}" if num > 1 else ""
     return (f"{first}{last} loss {body['losses'][-1]:.4f}, "
-            f"{span(median(body['step_s']))} each, {scaled(body['rate_flops'], 'FLOP/s')}")
+            f"{fmt.span(median(body['step_s']))} each, {fmt.scaled(body['rate_flops'], 'FLOP/s')}")
 
 
 def _where(body: Plain) -> str:
     return " ".join(filter(None, (
         f"task {body['task']}" if body["task"] else "",
-        ranks(body["ranks"]) if body["ranks"] else "", body["node"])))
+        fmt.ranks(body["ranks"]) if body["ranks"] else "", body["node"])))
 
 
 def _cost(body: Plain) -> str:
-    lost = lost_in_words(body["iterations_lost"], is_over=body["outcome"] in ("failed", "ended"))
+    over = body["outcome"] in ("failed", "ended")
+    lost = fmt.lost_in_words(body["iterations_lost"], is_over=over)
     source = state_source(body)
     return f"{lost}, kept {body['kept']} dealt {body['dealt']}{', ' if source else ''}{source}"
 
@@ -148,12 +138,12 @@ def state_source(cost: Plain) -> str:
 
     `cost`: the body of an IncidentClosed, or the cost on the page of an incident.
     """
-    got = scaled(cost.get("origin_bytes", 0), "B")
-    of = f", of iteration {count(cost.get('origin_step_version', 0))}"
+    got = fmt.scaled(cost.get("origin_bytes", 0), "B")
+    of = f", of iteration {fmt.count(cost.get('origin_step_version', 0))}"
     passed_on = cost.get("peer_bytes", 0)
-    more = f"; {scaled(passed_on, 'B')} from peers" if passed_on else ""
+    more = f"; {fmt.scaled(passed_on, 'B')} from peers" if passed_on else ""
     near = cost.get("near_bytes", 0)
-    more += f", {scaled(near, 'B')} of it on the same node" if near else ""
+    more += f", {fmt.scaled(near, 'B')} of it on the same node" if near else ""
     words = {"copy": f"{got} from a copy on {cost.get('origin_node')}{of}{more}",
              "checkpoint": f"{got} from the checkpoint {cost.get('origin_path')}{of}{more}",
              "seed": "begun again from the seed"}.get(cost.get("origin", ""), "")
@@ -162,16 +152,16 @@ def state_source(cost: Plain) -> str:
 
 def _plan(body: Plain) -> str:
     gives = " ".join(f"{one['task']}:{one['slots']}" for one in body["allocations"])
-    reason = "".join(f"; rejected {other['what']}: {scaled(other['waf'], 'FLOP/s')}"
+    reason = "".join(f"; rejected {other['what']}: {fmt.scaled(other['waf'], 'FLOP/s')}"
                      for other in body["alternatives"][:1])
     if why := body.get("why"):
         reason = f"; {why}; bound by {body['bound']}" if body["bound"] != "nothing" else f"; {why}"
     ideal = body.get("ideal_waf", 0.0)
-    share = f", {100 * plan_waf(body) / ideal:.0f} % of ideal" if ideal else ""
+    share = f", {100 * fmt.plan_waf(body) / ideal:.0f} % of ideal" if ideal else ""
     kept = " ".join(f"{one['task']}:{one['slots']}" for one in body.get("kept", ()))
     alone = f", left alone {kept}" if kept else ""
     return (f"task:slots {gives or 'none'}{alone}, "
-            f"WAF {scaled(plan_waf(body), 'FLOP/s')}{share}{reason}")
+            f"WAF {fmt.scaled(fmt.plan_waf(body), 'FLOP/s')}{share}{reason}")
 
 
 def _sources(body: Plain) -> str:
@@ -192,28 +182,28 @@ def _fault(body: Plain) -> str:
     who += f".{body['attempt']}" if "attempt" in body else ""
     if body["what"] == "rank":
         return f"kill {who}"
-    return f"stop {who} for {span(body['stop_s']) if body['stop_s'] else 'good'}"
+    return f"stop {who} for {fmt.span(body['stop_s']) if body['stop_s'] else 'good'}"
 
 
 FORMATS: dict[str, Callable[[Any], str]] = {
     "because": _because, "cost": _cost, "devices": _devices, "drained": _drained_earns,
     "exit": _exit, "fault": _fault, "first line": _first_line, "last line": _last_line,
-    "len": lambda value: str(len(value)), "layout": layout_briefly,
+    "len": lambda value: str(len(value)), "layout": fmt.layout_briefly,
     "library error": _library_error,
     "labels": lambda labels: "".join(f", {key} {name}" for key, name in labels.items() if name),
     "loss": lambda loss: "" if loss is None else f" loss {loss:.4f}",
-    "meaning": _meaning, "members": lambda members: ranks(member["rank"] for member in members),
-    "ms": ms, "nodes": _nodes, "plan": _plan, "progress": _progress, "ranks": ranks,
+    "meaning": _meaning, "members": lambda members: fmt.ranks(member["rank"] for member in members),
+    "ms": fmt.ms, "nodes": _nodes, "plan": _plan, "progress": _progress, "ranks": fmt.ranks,
     "rates": lambda body: " ".join(
-        f"{size}:{scaled(rate, 'FLOP/s').replace(' ', '')}"
+        f"{size}:{fmt.scaled(rate, 'FLOP/s').replace(' ', '')}"
         for size, rate in zip(body["sizes"], body["rates_flops"], strict=False)),
-    "rfc3339": rfc3339, "seats": lambda seats: " ".join(
+    "rfc3339": fmt.rfc3339, "seats": lambda seats: " ".join(
         f"{seat['rank']}@{seat['slot']['node']}/{seat['slot']['index']}"
         for seat in seats) or "no seats",
-    "sources": _sources, "span": span, "state source": _state_source, "status": status_in_words,
+    "sources": _sources, "span": fmt.span, "state source": _state_source, "status": status_in_words,
     "submitted": _submitted,
-    "took": lambda body: ms(body["down_s"] + body["up_s"] + body["settle_s"]),
-    "where": _where, "window": lambda num: f" (of {count(num)})" if num else " (warming up)",
+    "took": lambda body: fmt.ms(body["down_s"] + body["up_s"] + body["settle_s"]),
+    "where": _where, "window": lambda num: f" (of {fmt.count(num)})" if num else " (warming up)",
     "words": " ".join,
 }
 
@@ -243,7 +233,7 @@ class _Formatter(string.Formatter):
         if value == "":
             return ""
         if sign == "~":
-            return scaled(value, rest)
+            return fmt.scaled(value, rest)
         function = FORMATS.get(format_spec)
         return function(value) if function is not None else format(value, format_spec)
 

@@ -22,21 +22,7 @@ from ..throughput.transition_cost import (
     update_mtbf,
     was_injected,
 )
-from .edits import (
-    clear_deadline,
-    clear_phase_deadlines,
-    close_orders,
-    discard_newer_checkpoints,
-    find_orphan,
-    find_rank,
-    orphan_process,
-    set_deadline,
-    set_health,
-    set_phase,
-    set_stores,
-    settle_phase,
-    update_unreachable_deadline,
-)
+from . import edits
 from .node_health import assign_evidence, count_sev1_fault, disable_slots
 
 
@@ -148,7 +134,7 @@ def _disable(state: ClusterState, task: Task, number: int, why: str) -> None:
         return
     if node.unreachable:
         if node.health == "unreachable":
-            set_health(state, node, "lost")
+            edits.set_health(state, node, "lost")
         state.replan = f"node {node.name} lost"
     else:
         disable_slots(node, (slot.index,), why)
@@ -158,7 +144,7 @@ def _disable(state: ClusterState, task: Task, number: int, why: str) -> None:
             task.disabled_slots[number] = slot
         state.replan = f"slot {slot.node}/{slot.index} is out"
     if rank is not None and (node.health == "lost" or rank.stopping):
-        orphan_process(state, task, rank, "given up")
+        edits.orphan_process(state, task, rank, "given up")
 
 
 def incident_closed(state: ClusterState, record: Record, body: d.IncidentClosed) -> None:
@@ -208,8 +194,8 @@ def task_placed(state: ClusterState, record: Record, body: d.TaskPlaced) -> None
     task.why = ""
     if body.seats and task.phase == "idle":
         transition_began(state, task)
-        set_phase(state, task, "starting")
-    settle_phase(state, task)
+        edits.set_phase(state, task, "starting")
+    edits.settle_phase(state, task)
     transition_completed(state, task)
 
 
@@ -229,9 +215,9 @@ def task_ended(state: ClusterState, record: Record, body: d.TaskEnded) -> None:
     task = state.tasks.get(body.task)
     if task is None or task.phase == "ended":
         return
-    clear_phase_deadlines(state, task)
-    close_orders(state, [task.quiesce_order, task.reconfigure_order, task.resume_order,
-                         task.keep_order, *task.publishing])
+    edits.clear_phase_deadlines(state, task)
+    edits.close_orders(state, [task.quiesce_order, task.reconfigure_order, task.resume_order,
+                               task.keep_order, *task.publishing])
     task.copies, task.keepers = [], ()
     task.target, task.members, task.incident, task.faults = (), (), 0, []
     if body.outcome != "finished":  # the slots are not confirmed as the cause
@@ -244,7 +230,7 @@ def task_ended(state: ClusterState, record: Record, body: d.TaskEnded) -> None:
     task.stalls, task.slow_iterations, task.step_times, task.slow_restarts = {}, {}, {}, {}
     task.outcome, task.ending, task.withheld = body.outcome, "", ""
     task.why = body.why
-    set_phase(state, task, "ended")
+    edits.set_phase(state, task, "ended")
     state.replan = f"task {task.spec.name} {body.outcome}"
 
 
@@ -264,52 +250,53 @@ def start_ordered(state: ClusterState, record: Record, body: o.StartRank) -> Non
     task.attempts[body.rank] = body.attempt
     node.occupants[body.slot.index] = Occupant(body.task, body.rank, body.attempt)
     state.orders[record.seq] = encode_record(record)
-    set_deadline(state, f"start/{task.id}/{body.rank}/{body.attempt}", state.policy.start_s_max)
+    edits.set_deadline(state, f"start/{task.id}/{body.rank}/{body.attempt}",
+                       state.policy.start_s_max)
 
 
 def stop_ordered(state: ClusterState, record: Record, body: o.StopRank) -> None:
     task = state.tasks.get(body.task)
-    rank = find_rank(task, body.rank, body.attempt)
+    rank = edits.find_rank(task, body.rank, body.attempt)
     if rank is None and task is not None:
-        rank = find_orphan(task, body.rank, body.attempt)
+        rank = edits.find_orphan(task, body.rank, body.attempt)
     if task is None or rank is None:
         return
-    close_orders(state, [rank.start_order, *rank.stop_orders])
+    edits.close_orders(state, [rank.start_order, *rank.stop_orders])
     if awaited(task) == "processes" and task.ranks.get(rank.rank) is rank:
         task.num_outstanding -= is_starting(task, rank)
     rank.stop_orders.append(record.seq)
     state.orders[record.seq] = encode_record(record)
     name = f"{task.id}/{rank.rank}/{rank.attempt}"
     for what in ("start", "error", "stopped", "printed"):
-        clear_deadline(state, f"{what}/{name}")
-    set_deadline(state, f"stop/{name}", max(body.grace_s, 0.0) + state.policy.stop_s_max)
+        edits.clear_deadline(state, f"{what}/{name}")
+    edits.set_deadline(state, f"stop/{name}", max(body.grace_s, 0.0) + state.policy.stop_s_max)
 
 
 def quiesce_ordered(state: ClusterState, record: Record, body: o.Quiesce) -> None:
     task = state.tasks.get(body.task)
     if task is None or body.generation != task.generation:
         return
-    clear_phase_deadlines(state, task)
-    close_orders(state, [task.quiesce_order, task.reconfigure_order, task.resume_order])
+    edits.clear_phase_deadlines(state, task)
+    edits.close_orders(state, [task.quiesce_order, task.reconfigure_order, task.resume_order])
     task.quiesce_order, task.mode = record.seq, body.mode
     task.saver = body.ranks[0] if body.save and body.ranks else -1
     state.orders[record.seq] = encode_record(record)
     policy = state.policy
-    set_deadline(state, f"quiesce/{task.id}/{task.generation}",
+    edits.set_deadline(state, f"quiesce/{task.id}/{task.generation}",
         policy.quiesce_s_max if body.mode == "now" else policy.boundary_s_max)
     transition_began(state, task)
-    set_phase(state, task, "quiescing")
-    update_unreachable_deadline(state, task)
+    edits.set_phase(state, task, "quiescing")
+    edits.update_unreachable_deadline(state, task)
 
 
 def reconfigure_ordered(state: ClusterState, record: Record, body: o.Reconfigure) -> None:
     task = state.tasks.get(body.task)
     if task is None or body.generation <= task.generation:
         return
-    clear_phase_deadlines(state, task)
-    close_orders(state, [task.quiesce_order, task.reconfigure_order, task.resume_order,
-                         task.keep_order])
-    set_stores(task, body.keepers)
+    edits.clear_phase_deadlines(state, task)
+    edits.close_orders(state, [task.quiesce_order, task.reconfigure_order, task.resume_order,
+                               task.keep_order])
+    edits.set_stores(task, body.keepers)
     task.reconfigure_order, task.generation, task.members = (
         record.seq, body.generation, body.members)
     task.axes = body.axes
@@ -318,9 +305,10 @@ def reconfigure_ordered(state: ClusterState, record: Record, body: o.Reconfigure
     for rank in task.living_members():
         rank.state = "member"
     state.orders[record.seq] = encode_record(record)
-    set_deadline(state, f"reconfigure/{task.id}/{task.generation}", state.policy.reconfigure_s_max)
-    set_phase(state, task, "reconfiguring")
-    update_unreachable_deadline(state, task)
+    edits.set_deadline(state, f"reconfigure/{task.id}/{task.generation}",
+                       state.policy.reconfigure_s_max)
+    edits.set_phase(state, task, "reconfiguring")
+    edits.update_unreachable_deadline(state, task)
     incident = state.incidents.get(task.incident)
     if incident is not None and incident.down_since_s >= 0:
         incident.kept, incident.dealt = incident.kept_before, incident.dealt_before
@@ -330,11 +318,11 @@ def resume_ordered(state: ClusterState, record: Record, body: o.Resume) -> None:
     task = state.tasks.get(body.task)
     if task is None or body.generation != task.generation:
         return
-    clear_phase_deadlines(state, task)
-    close_orders(state, [task.reconfigure_order])
+    edits.clear_phase_deadlines(state, task)
+    edits.close_orders(state, [task.reconfigure_order])
     task.resume_order = record.seq
     state.orders[record.seq] = encode_record(record)
-    discard_newer_checkpoints(task)
+    edits.discard_newer_checkpoints(task)
     release_standbys(task)
     lost = max(task.iteration - task.settled, 0)
     task.iterations_lost += lost
@@ -342,4 +330,4 @@ def resume_ordered(state: ClusterState, record: Record, body: o.Resume) -> None:
     incident = state.incidents.get(task.incident)
     if incident is not None:
         incident.iterations_lost = (incident.iterations_lost or 0) + lost
-    set_phase(state, task, "training")
+    edits.set_phase(state, task, "training")

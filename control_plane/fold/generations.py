@@ -17,14 +17,7 @@ from ..state.members import (
     take_position,
 )
 from ..state.task import Rank, Task
-from .edits import (
-    add_evidence,
-    record_fault,
-    record_generation_failure,
-    record_origin,
-    set_deadline,
-    update_unreachable_deadline,
-)
+from . import edits
 
 
 def collective_failed(state: ClusterState, record: Record, body: r.CollectiveFailed) -> None:
@@ -33,27 +26,28 @@ def collective_failed(state: ClusterState, record: Record, body: r.CollectiveFai
     if task is None or rank is None or rank.failed == task.generation:
         return
     if task.phase == "reconfiguring":
-        record_generation_failure(task, record, [rank], network_status(body.error),
+        edits.record_generation_failure(task, record, [rank], network_status(body.error),
                 f"rank {rank.rank} could not settle in generation {task.generation}: {body.error}")
         return
     rank.failed, rank.failed_seq = task.generation, record.seq
     own = body.status in OF_DEVICES
     rank.failed_status = (body.status if own or TABLE.get(body.status) == "SEV3"
                           else network_status(body.error))
-    add_evidence(state.incidents.get(task.incident), record)
+    edits.add_evidence(state.incidents.get(task.incident), record)
     if own:
         _device_failed(task, record, rank, body.error)
     if task.failed_s < 0:
         task.failed_s = record.at_s
         if len(task.living_members()) == len(task.members):
-            set_deadline(state, f"evidence/{task.id}/{task.generation}",
-                         state.policy.evidence_s_max)
+            edits.set_deadline(state, f"evidence/{task.id}/{task.generation}",
+                               state.policy.evidence_s_max)
 
 
 def _device_failed(task: Task, record: Record, rank: Rank, error: str) -> None:
     """A device error inside a collective is the rank's own fault: its process is to be restarted.
     If the others do not hold the complete state, decide first reattempts in place."""
-    record_fault(task, record, [rank], rank.failed_status, f"rank {rank.rank}: {last_line(error)}")
+    edits.record_fault(task, record, [rank], rank.failed_status,
+                       f"rank {rank.rank}: {last_line(error)}")
     if is_complete(task, [other for other in task.living_members() if other.is_healthy and (
             other is not rank and not (
                 other.failed == task.generation and other.failed_status in OF_DEVICES))]):
@@ -67,7 +61,7 @@ def quiesced(state: ClusterState, record: Record, body: r.Quiesced) -> None:
         if task.phase == "quiescing" and awaited(task):
             task.num_outstanding -= rank.quiesced != task.generation
         rank.quiesced, rank.step_version = body.generation, body.step_version
-        update_unreachable_deadline(state, task)
+        edits.update_unreachable_deadline(state, task)
 
 
 def reconfigured(state: ClusterState, record: Record, body: r.Reconfigured) -> None:
@@ -83,15 +77,15 @@ def reconfigured(state: ClusterState, record: Record, body: r.Reconfigured) -> N
     if rank.joined_iteration < 0:
         rank.joined_iteration = max(body.step_version, task.max_iteration)
     task.settled = body.step_version
-    update_unreachable_deadline(state, task)
+    edits.update_unreachable_deadline(state, task)
     incident = state.incidents.get(task.incident)
     if incident is None:
         return
     may_be_read = body.origin in ("", "checkpoint")
     order = state.orders.get(task.reconfigure_order) if may_be_read else None
     rebuild = decode_record(order).body if order is not None else None
-    record_origin(incident, body, rebuild.checkpoint if isinstance(rebuild, Reconfigure) else "",
-                rank.slot.node)
+    checkpoint = rebuild.checkpoint if isinstance(rebuild, Reconfigure) else ""
+    edits.record_origin(incident, body, checkpoint, rank.slot.node)
     if incident.down_since_s >= 0 and is_representative(task, rank):
         incident.kept += len(body.kept_micro_batches)
         incident.dealt += len(body.reassigned_micro_batches)
@@ -101,7 +95,7 @@ def reconfigure_failed(state: ClusterState, record: Record, body: r.ReconfigureF
     task = state.tasks.get(body.task)
     rank = current_member(task, body.rank, body.attempt, body.generation)
     if task is not None and rank is not None and task.phase == "reconfiguring":
-        record_generation_failure(task, record, [rank], network_status(body.error),
+        edits.record_generation_failure(task, record, [rank], network_status(body.error),
                 f"rank {rank.rank} did not come up in generation {task.generation}: {body.error}")
 
 
@@ -112,7 +106,8 @@ def rank_finished(state: ClusterState, record: Record, body: r.RankFinished) -> 
         return
     rank.state = "finished"
     if not task.finished:
-        set_deadline(state, f"finish/{task.id}/{task.generation}", state.policy.boundary_s_max)
+        edits.set_deadline(state, f"finish/{task.id}/{task.generation}",
+                           state.policy.boundary_s_max)
     task.finished.append(rank.rank)
     count_outstanding(task)
     task.forward_calls += body.forward_calls

@@ -9,14 +9,7 @@ from ..incidents.hangs import STANDS, WAITED_FOR, WORKS_ON, locate_hang
 from ..state.cluster import ClusterState
 from ..state.members import current_member
 from ..state.task import Rank, SlowIteration, Stall, Task
-from .edits import (
-    EARLY_S,
-    clear_deadline,
-    find_rank,
-    record_fault,
-    set_deadline,
-    update_hang_deadline,
-)
+from . import edits
 
 # --- commands that log no progress ---
 # A slow store, a long evaluation and a hang look the same, and there is no second source. So the
@@ -41,24 +34,24 @@ def stalled_command(state: ClusterState, task: Task) -> tuple[str, float]:
 def command_stalled(state: ClusterState, task: Task, number: int, attempt: int,
                    stall: Stall) -> None:
     """Record a stall of the process whose log counts; other processes are ignored."""
-    rank, logged = find_rank(task, number, attempt), task.logged
+    rank, logged = edits.find_rank(task, number, attempt), task.logged
     if rank is None or logged is None or task.phase != "training" or rank.stopping:
         return
     if (logged.round, logged.rank) != (task.rounds, number):
         return
     task.stalls[number] = stall
     if task.spec.hang_after_s is not None:
-        set_deadline(state, _deadline(task, rank),
+        edits.set_deadline(state, _deadline(task, rank),
             max(stall.since_s + task.spec.hang_after_s - state.at_s, 0.0))
 
 
 def command_unstalled(state: ClusterState, task: Task, number: int, attempt: int) -> None:
     """Clear the stall; cancel a timeout that is still pending because healing was paused."""
-    rank = find_rank(task, number, attempt)
+    rank = edits.find_rank(task, number, attempt)
     if rank is None:
         return
     task.stalls.pop(number, None)
-    clear_deadline(state, _deadline(task, rank))
+    edits.clear_deadline(state, _deadline(task, rank))
     if rank.timeout_reason == UNPRINTED and not rank.stopping:
         rank.timeout_reason = ""
 
@@ -76,10 +69,10 @@ def command_hang_timed_out(state: ClusterState, record: Record, task: Task,
         return
     if (node.unreachable or record.at_s < node.since_s + state.policy.evidence_s_max
             or any(one.is_stopped for one in task.ranks.values())):
-        set_deadline(state, _deadline(task, rank), max(after_s, state.policy.evidence_s_max))
+        edits.set_deadline(state, _deadline(task, rank), max(after_s, state.policy.evidence_s_max))
         return
     rank.timeout_reason = UNPRINTED
-    record_fault(task, record, [rank], TASK_HANG,
+    edits.record_fault(task, record, [rank], TASK_HANG,
           f"{_why(rank, stall)}, {record.at_s - stall.since_s:.3g} s ago", evidence=(stall.seq,),
           since_s=stall.since_s)
 
@@ -122,7 +115,7 @@ def rank_stalled(state: ClusterState, record: Record, body: r.RankStalled) -> No
     task.stalls[rank.rank] = stall
     if stall.where == "collective":
         task.slow_iterations.pop(rank.rank, None)  # its own work has ended
-    update_hang_deadline(state, task, restart=True)
+    edits.update_hang_deadline(state, task, restart=True)
 
 
 def record_slow_iteration(state: ClusterState, record: Record, task: Task,
@@ -135,7 +128,7 @@ def record_slow_iteration(state: ClusterState, record: Record, task: Task,
         normal_s=min(max(body.normal_s, 0.0), NORMAL_S_MAX),
         since_s=record.at_s - min(max(body.iteration_s, 0.0), record.at_s), told_s=record.at_s,
         seq=record.seq)
-    update_hang_deadline(state, task, restart=True)
+    edits.update_hang_deadline(state, task, restart=True)
 
 
 def rank_unstalled(state: ClusterState, record: Record, body: r.RankUnstalled) -> None:
@@ -150,7 +143,7 @@ def rank_unstalled(state: ClusterState, record: Record, body: r.RankUnstalled) -
     task.stalls.pop(rank.rank, None)
     if rank.timeout_reason == STANDS and not rank.stopping:
         rank.timeout_reason = ""
-    update_hang_deadline(state, task, restart=True)
+    edits.update_hang_deadline(state, task, restart=True)
 
 
 def iterations_passed(state: ClusterState, task: Task, iteration: int) -> None:
@@ -161,14 +154,14 @@ def iterations_passed(state: ClusterState, task: Task, iteration: int) -> None:
     if any(stall.iteration < iteration - 1 for stall in task.stalls.values()):
         task.stalls = {number: stall for number, stall in task.stalls.items()
                        if stall.iteration >= iteration - 1}
-        update_hang_deadline(state, task, restart=True)
+        edits.update_hang_deadline(state, task, restart=True)
     for number in [one for one, crawl in task.slow_iterations.items()
                    if crawl.iteration < iteration]:
         del task.slow_iterations[number]
         rank = task.member(number)
         if rank is not None and rank.timeout_reason == WORKS_ON and not rank.stopping:
             rank.timeout_reason = ""  # it ended while healing was paused
-        update_hang_deadline(state, task, restart=True)
+        edits.update_hang_deadline(state, task, restart=True)
     if task.uncaused_generation == task.generation and not task.stalls and not any(
             rank.failed == task.generation for rank in task.living_members()):
         task.uncaused_generation, task.failed_s = 0, -1.0  # it continued while healing was paused
@@ -179,8 +172,8 @@ def hang_timed_out(state: ClusterState, record: Record, task: Task, rest: list[i
     hang = locate_hang(state, task)
     if hang is None or not hang.is_actionable or rest[0] != task.generation:
         return
-    if record.at_s < hang.due_s - EARLY_S:
-        set_deadline(state, f"hang/{task.id}/{task.generation}", hang.due_s - record.at_s)
+    if record.at_s < hang.due_s - edits.EARLY_S:
+        edits.set_deadline(state, f"hang/{task.id}/{task.generation}", hang.due_s - record.at_s)
         return
     ranks = [task.ranks[number] for number in hang.ranks]
     if hang.kind == "silent":
@@ -192,5 +185,5 @@ def hang_timed_out(state: ClusterState, record: Record, task: Task, rest: list[i
     else:
         for rank in ranks:
             rank.timeout_reason = WORKS_ON if hang.kind == "slow" else STANDS
-    record_fault(task, record, ranks, NCCL_TIMEOUT if hang.kind == "network" else TASK_HANG,
-                 hang.why, evidence=hang.evidence, since_s=hang.since_s)
+    edits.record_fault(task, record, ranks, NCCL_TIMEOUT if hang.kind == "network" else TASK_HANG,
+                       hang.why, evidence=hang.evidence, since_s=hang.since_s)

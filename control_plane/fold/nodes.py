@@ -9,18 +9,7 @@ from ...events.records.types import first_store_number
 from ..incidents.node_incidents import update_undecided
 from ..state.cluster import ClusterState
 from ..state.node import NUM_SLOTS_MAX, Node
-from .edits import (
-    clear_deadline,
-    record_fault,
-    remove_node,
-    remove_process,
-    schedule_estimate,
-    set_deadline,
-    set_health,
-    set_resume_deadline,
-    update_unreachable,
-    update_unreachable_deadline,
-)
+from . import edits
 from .node_health import inherit, update_unhealthy_slots
 
 
@@ -28,11 +17,11 @@ def node_unreachable(state: ClusterState, record: Record, body: r.NodeUnreachabl
     node = state.nodes.get(body.node)
     if node is None or node.incarnation != body.incarnation or node.health != "healthy":
         return
-    set_health(state, node, "unreachable")
+    edits.set_health(state, node, "unreachable")
     node.unreachable_seq = record.seq
-    set_deadline(state, f"replace/{node.name}", state.policy.replace_after_s)
+    edits.set_deadline(state, f"replace/{node.name}", state.policy.replace_after_s)
     for task in state.tasks.values():
-        update_unreachable_deadline(state, task)
+        edits.update_unreachable_deadline(state, task)
 
 
 def node_reachable(state: ClusterState, record: Record, body: r.NodeReachable) -> None:
@@ -40,14 +29,14 @@ def node_reachable(state: ClusterState, record: Record, body: r.NodeReachable) -
     if node is None or node.incarnation != body.incarnation:
         return
     if node.unreachable:
-        set_health(state, node, "healthy")
+        edits.set_health(state, node, "healthy")
         node.replace = False
-        clear_deadline(state, f"replace/{node.name}")
+        edits.clear_deadline(state, f"replace/{node.name}")
         for task in state.tasks.values():
-            update_unreachable_deadline(state, task)
+            edits.update_unreachable_deadline(state, task)
             for rank in task.ranks.values():
                 if rank.is_stopped and rank.slot.node == node.name:
-                    set_resume_deadline(state, task, rank)
+                    edits.set_resume_deadline(state, task, rank)
         state.replan = f"node {node.name} is back"
 
 
@@ -57,7 +46,7 @@ def node_joined(state: ClusterState, record: Record, body: r.NodeJoined) -> None
         return
     why = f"the agent of {body.node} started again"
     if old is not None:
-        remove_node(state, record, old, why)
+        edits.remove_node(state, record, old, why)
     state.nodes[body.node] = node = Node(
         name=body.node, incarnation=body.incarnation, host=body.host, pid=body.pid,
         num_slots=min(max(body.num_slots, 0), NUM_SLOTS_MAX), accelerator=body.accelerator,
@@ -69,10 +58,10 @@ def node_joined(state: ClusterState, record: Record, body: r.NodeJoined) -> None
     if old is not None:
         inherit(state, old, node)
     update_unhealthy_slots(state)
-    clear_deadline(state, f"replace/{body.node}")
-    schedule_estimate(state, body.node)
+    edits.clear_deadline(state, f"replace/{body.node}")
+    edits.schedule_estimate(state, body.node)
     _forget_incarnations(state, body.node, old.incarnation if old is not None else 0)
-    update_unreachable(state, node)
+    edits.update_unreachable(state, node)
     update_undecided(state)
     state.num_slots_max = max(state.num_slots_max, sum(
         one.num_slots for one in state.nodes.values() if one.health == "healthy"))
@@ -92,10 +81,10 @@ def node_left(state: ClusterState, record: Record, body: r.NodeLeft) -> None:
     node = state.nodes.get(body.node)
     if node is None or node.incarnation != body.incarnation:
         return
-    remove_node(state, record, node, "")
-    set_health(state, node, "left")
+    edits.remove_node(state, record, node, "")
+    edits.set_health(state, node, "left")
     update_unhealthy_slots(state)
-    clear_deadline(state, f"replace/{node.name}")
+    edits.clear_deadline(state, f"replace/{node.name}")
     state.replan = f"node {node.name} left"
 
 
@@ -107,14 +96,14 @@ def order_refused(state: ClusterState, record: Record, body: r.OrderRefused) -> 
     for task in state.tasks.values():
         for rank in list(task.ranks.values()):
             if rank.start_order == body.order and rank.state == "ordered":
-                remove_process(state, task, rank)
-                record_fault(task, record, [rank], EXITED_ABNORMALLY,
+                edits.remove_process(state, task, rank)
+                edits.record_fault(task, record, [rank], EXITED_ABNORMALLY,
                       f"{body.node} refused to start rank {rank.rank}: {body.why}")
                 return
         for rank in [*task.ranks.values(), *task.orphans]:
             if body.order in rank.stop_orders:
                 # No such process: its StartRank never reached the node.
-                remove_process(state, task, rank)
+                edits.remove_process(state, task, rank)
                 return
         refused = task.publishing.pop(body.order, None)
         if refused is not None:

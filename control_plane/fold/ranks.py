@@ -10,25 +10,12 @@ from ..incidents.severity import classified_status, exit_in_words, last_line, st
 from ..state.cluster import ClusterState
 from ..state.members import awaited, count_outstanding, is_starting
 from ..state.task import Rank, Task
-from .edits import (
-    STOPPED,
-    add_evidence,
-    clear_deadline,
-    end_pause,
-    find_orphan,
-    find_rank,
-    record_fault,
-    remove_process,
-    set_deadline,
-    set_phase,
-    set_resume_deadline,
-    update_hang_deadline,
-)
+from . import edits
 
 
 def rank_started(state: ClusterState, record: Record, body: r.RankStarted) -> None:
     task = state.tasks.get(body.task)
-    rank = find_rank(task, body.rank, body.attempt)
+    rank = edits.find_rank(task, body.rank, body.attempt)
     if task is None or rank is None or rank.state != "ordered":
         return
     if not task.heals_in_memory and awaited(task) == "processes":
@@ -37,15 +24,15 @@ def rank_started(state: ClusterState, record: Record, body: r.RankStarted) -> No
     rank.pid, rank.log_path = body.pid, body.log_path
     state.orders.pop(rank.start_order, None)
     if not task.heals_in_memory:
-        clear_deadline(state, f"start/{task.id}/{rank.rank}/{rank.attempt}")
+        edits.clear_deadline(state, f"start/{task.id}/{rank.rank}/{rank.attempt}")
         _round_started(state, record, task)
 
 
 def _round_started(state: ClusterState, record: Record, task: Task) -> None:
     """Command tier: the task trains when every seat has a process."""
     if all(_runs(task, seat) for seat in reversed(task.target)):  # they start in order
-        set_phase(state, task, "training")
-        end_pause(state, task)
+        edits.set_phase(state, task, "training")
+        edits.end_pause(state, task)
 
 
 def _runs(task: Task, seat: Seat) -> bool:
@@ -55,7 +42,7 @@ def _runs(task: Task, seat: Seat) -> bool:
 
 def rank_ready(state: ClusterState, record: Record, body: r.RankReady) -> None:
     task = state.tasks.get(body.task)
-    rank = find_rank(task, body.rank, body.attempt)
+    rank = edits.find_rank(task, body.rank, body.attempt)
     if task is None or rank is None or rank.state not in ("ordered", "started"):
         return
     if not task.heals_in_memory:
@@ -67,7 +54,7 @@ def rank_ready(state: ClusterState, record: Record, body: r.RankReady) -> None:
     rank.state, rank.endpoint = "ready", body.endpoint
     task.iteration_flops = body.iteration_flops
     state.orders.pop(rank.start_order, None)
-    clear_deadline(state, f"start/{task.id}/{rank.rank}/{rank.attempt}")
+    edits.clear_deadline(state, f"start/{task.id}/{rank.rank}/{rank.attempt}")
 
 
 def is_recovery_unproven(task: Task) -> bool:
@@ -82,7 +69,7 @@ def decline_recovery(state: ClusterState, record: Record, task: Task, why: str) 
     count_outstanding(task)
     for rank in task.ranks.values():
         if rank.state != "ordered":
-            clear_deadline(state, f"start/{task.id}/{rank.rank}/{rank.attempt}")
+            edits.clear_deadline(state, f"start/{task.id}/{rank.rank}/{rank.attempt}")
     _round_started(state, record, task)
 
 
@@ -90,14 +77,14 @@ def recovery_declined(state: ClusterState, record: Record,
                       body: r.InMemoryRecoveryDeclined) -> None:
     """Each process reports it at its start; the first report counts."""
     task = state.tasks.get(body.task)
-    if (task is not None and find_rank(task, body.rank, body.attempt) is not None
+    if (task is not None and edits.find_rank(task, body.rank, body.attempt) is not None
             and is_recovery_unproven(task)):
         decline_recovery(state, record, task, body.why)
 
 
 def rank_errored(state: ClusterState, record: Record, body: r.RankErrored) -> None:
     task = state.tasks.get(body.task)
-    rank = find_rank(task, body.rank, body.attempt)
+    rank = edits.find_rank(task, body.rank, body.attempt)
     if task is None or rank is None or rank.error_seq or rank.state == "finished":
         return
     rank.error, rank.error_text, rank.error_seq = (
@@ -105,25 +92,26 @@ def rank_errored(state: ClusterState, record: Record, body: r.RankErrored) -> No
     rank.second_hand = body.second_hand
     count_outstanding(task)
     if not rank.stopping and not task.ending:
-        set_deadline(state, f"error/{task.id}/{rank.rank}/{rank.attempt}", state.policy.stop_s_max)
+        edits.set_deadline(state, f"error/{task.id}/{rank.rank}/{rank.attempt}",
+                           state.policy.stop_s_max)
         what = last_line(body.text) or body.error
-        record_fault(task, record, [rank], rank.error, f"rank {rank.rank}: {what}", ended=True,
-              second_hand=body.second_hand)
+        edits.record_fault(task, record, [rank], rank.error, f"rank {rank.rank}: {what}",
+                           ended=True, second_hand=body.second_hand)
 
 
 def rank_exited(state: ClusterState, record: Record, body: r.RankExited) -> None:
     task = state.tasks.get(body.task)
     if task is None:
         return
-    orphan = find_orphan(task, body.rank, body.attempt)
+    orphan = edits.find_orphan(task, body.rank, body.attempt)
     if orphan is not None:
-        remove_process(state, task, orphan)
+        edits.remove_process(state, task, orphan)
         return
-    rank = find_rank(task, body.rank, body.attempt)
+    rank = edits.find_rank(task, body.rank, body.attempt)
     if rank is None:
         return
     member = any(m.rank == rank.rank and m.attempt == rank.attempt for m in task.members)
-    remove_process(state, task, rank)
+    edits.remove_process(state, task, rank)
     if is_recovery_unproven(task) and body.exit_code == 0 and not rank.stopping:
         decline_recovery(state, record, task,
                          f"rank {rank.rank} ended without having adopted Unicron")
@@ -131,22 +119,22 @@ def rank_exited(state: ClusterState, record: Record, body: r.RankExited) -> None
         task.finished.append(rank.rank)
         return
     if rank.state == "finished" and task.phase == "starting" and not task.ending:
-        record_fault(task, record, [rank], OTHER_SOFTWARE,
-                     "all are done, but nobody saved the model")
+        edits.record_fault(task, record, [rank], OTHER_SOFTWARE,
+                           "all are done, but nobody saved the model")
     if rank.state == "finished" or task.ending or rank.stopping or rank.timeout_reason:
         return
     if rank.error_seq:
         if rank.second_hand and body.status and not body.second_hand:  # this is the cause
             _ended(task, record, rank, body, hurts=member or None)
         else:
-            add_evidence(state.incidents.get(task.incident), record)
+            edits.add_evidence(state.incidents.get(task.incident), record)
         return
     _ended(task, record, rank, body, hurts=member or None)
 
 
 def _ended(task: Task, record: Record, rank: Rank, body: r.RankExited, *,
            hurts: bool | None) -> None:
-    record_fault(task, record, [rank], classified_status(body.status, EXITED_ABNORMALLY),
+    edits.record_fault(task, record, [rank], classified_status(body.status, EXITED_ABNORMALLY),
           f"rank {rank.rank} on {rank.slot.node}: {exit_in_words(body)}", hurts=hurts,
           ended=True, second_hand=body.second_hand)
 
@@ -154,25 +142,25 @@ def _ended(task: Task, record: Record, rank: Rank, body: r.RankExited, *,
 def rank_suspended(state: ClusterState, record: Record, body: r.RankSuspended) -> None:
     """Set a deadline: the peers wait for the process. Command tier: none, a person stopped it."""
     task = state.tasks.get(body.task)
-    rank = find_rank(task, body.rank, body.attempt)
+    rank = edits.find_rank(task, body.rank, body.attempt)
     if task is None or rank is None or rank.is_stopped:
         return
     rank.suspended_s, rank.suspended_seq = record.at_s, record.seq
     if task.logged is not None:
         task.logged.disturbed = True
-    set_resume_deadline(state, task, rank)
-    update_hang_deadline(state, task, restart=True)
+    edits.set_resume_deadline(state, task, rank)
+    edits.update_hang_deadline(state, task, restart=True)
 
 
 def rank_continued(state: ClusterState, record: Record, body: r.RankContinued) -> None:
     """Cancel a pending timeout if healing was paused: the process need not be ended any more."""
     task = state.tasks.get(body.task)
-    rank = find_rank(task, body.rank, body.attempt)
+    rank = edits.find_rank(task, body.rank, body.attempt)
     if task is None or rank is None or not rank.is_stopped:
         return
     rank.suspended_s, rank.suspended_seq = -1.0, 0
-    clear_deadline(state, f"stopped/{task.id}/{rank.rank}/{rank.attempt}")
-    if rank.timeout_reason == STOPPED and not rank.stopping:
+    edits.clear_deadline(state, f"stopped/{task.id}/{rank.rank}/{rank.attempt}")
+    if rank.timeout_reason == edits.STOPPED and not rank.stopping:
         rank.timeout_reason = ""
         count_outstanding(task)
-    update_hang_deadline(state, task, restart=True)
+    edits.update_hang_deadline(state, task, restart=True)
