@@ -95,8 +95,7 @@ def down(state: State = None) -> None:
 
 @app.command()
 def agent(
-    state: State = None,
-    url: Url = None,
+    state: State = None, url: Url = None,
     node: Annotated[str, typer.Option(metavar="NAME", help="This node's name [the host's].")] = "",
     slots: Annotated[int, typer.Option(min=0, max=64, metavar="K",
                                        help="Slots here; 0: one for each GPU.")] = 0,
@@ -148,9 +147,7 @@ def control_plane(
 @app.command()
 def submit(
     job: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="A job spec.")],
-    state: State = None,
-    url: Url = None,
-    output: Form = "text",
+    state: State = None, url: Url = None, output: Form = "text",
 ) -> None:
     """Submit a task."""
     from .commands import tasks
@@ -164,9 +161,7 @@ def status(
         metavar="TASK|nodes", help="A task's name or id, or the word nodes.")] = "",
     watch: Annotated[bool, typer.Option("--watch", "-w",
                                         help="Refresh every second.")] = False,
-    state: State = None,
-    url: Url = None,
-    output: Form = "text",
+    state: State = None, url: Url = None, output: Form = "text",
 ) -> None:
     """Show the cluster, one task, or the nodes."""
     from .commands import status as commands_status
@@ -184,8 +179,7 @@ def tail(
     task: Annotated[str | None, typer.Option(metavar="T", help="Only this task.")] = None,
     node: Annotated[str | None, typer.Option(metavar="N", help="Only this node.")] = None,
     incident: Annotated[str | None, typer.Option(metavar="I", help="Only this incident.")] = None,
-    state: State = None,
-    url: Url = None,
+    state: State = None, url: Url = None,
     output: Annotated[Literal["text", "json", "jsonl"], typer.Option(
         "-o", "--output", help="text, or jsonl: one JSON object a line.")] = "text",
 ) -> None:
@@ -201,9 +195,7 @@ def incident(
     which: Annotated[str, typer.Argument(
         metavar="ID", help="For example 41 or inc-41 [the newest].", show_default=False)] = "",
     every: Annotated[bool, typer.Option("--all", help="One line for each.")] = False,
-    state: State = None,
-    url: Url = None,
-    output: Form = "text",
+    state: State = None, url: Url = None, output: Form = "text",
 ) -> None:
     """Show a fault: evidence, decision, plans, phases, cost, remaining steps."""
     from .commands import incident as commands_incident
@@ -215,9 +207,7 @@ def incident(
 def cancel(
     task: TaskArg,
     reason: Annotated[str, typer.Option(metavar="TEXT", help="Why; it goes into the log.")] = "",
-    state: State = None,
-    url: Url = None,
-    output: Form = "text",
+    state: State = None, url: Url = None, output: Form = "text",
 ) -> None:
     """Cancel a task."""
     from .commands import tasks
@@ -231,8 +221,7 @@ def logs(
     rank: Annotated[int | None, typer.Option(min=0, metavar="R", help="Only this rank.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f",
                                          help="Print new lines as they arrive.")] = False,
-    state: State = None,
-    url: Url = None,
+    state: State = None, url: Url = None,
 ) -> None:
     """Show what a task's ranks printed, from the files on this machine."""
     from .commands import logs as commands_logs
@@ -250,9 +239,7 @@ def replay(
                                                       "hash after it.")] = False,
     incident: Annotated[str | None, typer.Option(
         "--incident", metavar="ID", help="Show this incident's page.")] = None,
-    state: State = None,
-    url: Url = None,
-    output: Form = "text",
+    state: State = None, url: Url = None, output: Form = "text",
 ) -> None:
     """Fold a log to its final state; needs no server and no torch."""
     from .commands import replay as commands_replay
@@ -264,8 +251,7 @@ def replay(
 @app.command()
 def export(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to; must not exist.")],
-    state: State = None,
-    url: Url = None,
+    state: State = None, url: Url = None,
 ) -> None:
     """Write the running cluster's log to a file, as JSON lines."""
     from .commands import replay as commands_replay
@@ -326,9 +312,7 @@ def plan(
         "--seq", min=1, metavar="N", help="The plan that was in force after record N of the "
         "log.")] = None,
     reason: Reason = "",
-    state: State = None,
-    url: Url = None,
-    output: Form = "text",
+    state: State = None, url: Url = None, output: Form = "text",
 ) -> None:
     """Show which task gets how many GPUs, why, and the alternatives; or a dry run."""
     from .commands.plan import PlanOptions

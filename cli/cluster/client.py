@@ -30,15 +30,7 @@ class Unreachable(UsageError):
     """No server answers at the control plane's address."""
 
 
-class HintedError(UnicronError):
-    """An error that is not the user's, with a hint; exit code 1."""
-
-    def __init__(self, message: str, hint: str = "") -> None:
-        super().__init__(message)
-        self.hint = hint
-
-
-class Unable(HintedError):
+class Unable(UnicronError):
     """The control plane is temporarily unable to answer (5xx)."""
 
 

@@ -18,11 +18,11 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Struct
 
-from ...events.errors import Unavailable, UsageError
+from ...events.errors import Unavailable, UnicronError, UsageError
 from ...events.log import embedded_server
 from ...events.records import types
 from . import processes
-from .client import Client, HintedError, Interrupted, Refused, Unable, Unreachable, connect
+from .client import Client, Interrupted, Refused, Unable, Unreachable, connect
 from .processes import Process
 from .state_dir import StateDir, read_json, write_json
 
@@ -38,7 +38,7 @@ REDIS_URL = "UNICRON_REDIS_URL"
 T = TypeVar("T")
 
 
-class LateError(HintedError):
+class LateError(UnicronError):
     """A process ended or was late; the hint names its log."""
 
 

@@ -32,7 +32,6 @@ def _kinds(*modules: ModuleType) -> dict[str, type[Body]]:
 
 
 KINDS: dict[str, type[Body]] = _kinds(reports, orders, decisions)
-REPORTS: frozenset[str] = frozenset(_kinds(reports))
 
 
 class Report(Struct, frozen=True, kw_only=True):
@@ -73,10 +72,6 @@ class Record(Struct, frozen=True, kw_only=True):
     @property
     def v(self) -> int:
         return VERSIONS.get(self.kind, 1)
-
-    @property
-    def is_report(self) -> bool:
-        return self.kind in REPORTS
 
 
 def incident_of(body: Body) -> int:

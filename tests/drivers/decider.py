@@ -220,7 +220,7 @@ class Driver:
 
 def kinds(records: list[Record]) -> list[str]:
     """The kinds of what was decided."""
-    return [record.kind for record in records if not record.is_report]
+    return [record.kind for record in records if record.cause]
 
 
 def the(kind: type[T], records: list[Record]) -> T:

@@ -69,7 +69,7 @@ class Witness:
 
     def see(self, record: Record) -> str:
         """Take in the next record; the row of the transition table behind it, or empty."""
-        if record.is_report:
+        if not record.cause:
             self._all_rest(record)
         body, task = record.body, self.state.tasks.get(getattr(record.body, "task", 0))
         row = _row(self.state, task, body)

@@ -32,7 +32,7 @@ PAPER_NUM = 20
 
 def affected(d: Driver, records: list[Record]) -> list[int]:
     """By the last report of these, in the state after them."""
-    told = [record for record in records if record.is_report][-1]
+    told = [record for record in records if not record.cause][-1]
     return [task.id for task in affected_tasks(d.state, told)]
 
 

@@ -72,11 +72,11 @@ def test_the_state_survives_a_snapshot(driver: Driver) -> None:
 def test_after_any_record_a_new_leader_goes_on_alike(driver: Driver) -> None:
     """Fold a prefix up to any batch's end, go on with the same reports: the same log."""
     for cut, record in enumerate(driver.log):
-        if not record.is_report:
+        if record.cause:
             continue
         state = replay(driver.log[:cut])
         rest: list[Record] = []
-        for report in [x for x in driver.log[cut:] if x.is_report]:
+        for report in [x for x in driver.log[cut:] if not x.cause]:
             rest += advance(state, Report(source=report.source, source_seq=report.source_seq,
                                           occurred_s=report.occurred_s, body=report.body),
                             epoch=report.epoch, at_s=report.at_s)
@@ -93,7 +93,7 @@ def _edited(record: Record) -> Record:
 
 def test_an_edited_decision_is_named(driver: Driver) -> None:
     for index, record in enumerate(driver.log):
-        if record.is_report:
+        if not record.cause:
             continue
         log = [*driver.log[:index], _edited(record), *driver.log[index + 1:]]
         verdict = verify(log)
