@@ -229,7 +229,7 @@ def test_a_task_without_a_process_says_what_it_comes_back_from() -> None:
     assert "8 iterations would be lost if all processes went" in told(d, task, "copies")
     killed(d, task)
     assert told(d, task, "copies") == (
-        "no process holds its state: it comes back from gen-1/iter-20, of iteration 20, "
+        "no process has its state: it comes back from gen-1/iter-20, of iteration 20, "
         "8 iterations of 28 are done again")
     assert "no member left of generation 1" in told(d, task, "where")
     assert "no generation yet" not in told(d, task, "where")
@@ -242,7 +242,7 @@ def test_a_copy_is_what_it_comes_back_from_while_its_node_is_there(d: Driver) ->
     kept(d, task, "n2", 25)
     killed(d, task)
     assert told(d, task, "copies") == (
-        "no process holds its state: it comes back from the copy of iteration 25 in memory (n2), "
+        "no process has its state: it comes back from the copy of iteration 25 in memory (n2), "
         "3 iterations of 28 are done again")
     d.tell("n2/1", r.MemoryCheckpointsLost(node="n2", incarnation=1, task=0, why="signal 9",
                                            keeper_start=FIRST))
@@ -268,7 +268,7 @@ def test_a_task_without_any_state_restarts_from_the_seed() -> None:
     d, task = without_copies(28)
     killed(d, task)
     assert told(d, task, "copies") == (
-        "no process holds its state: no copy and no published checkpoint: it restarts, "
+        "no process has its state: no copy and no published checkpoint: it restarts, "
         "28 iterations of 28 are done again")
 
 

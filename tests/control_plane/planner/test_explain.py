@@ -178,7 +178,7 @@ def test_the_sentence_and_the_row_tell_the_same_share() -> None:
     assert share != alternative_names.percent(
         nearest.behind_flop / (choice.plan.waf * asked.running_s))
     assert f"is worth {share} less" in why
-    rows = plan_screen._beaten({
+    rows = plan_screen._alternatives({
         "waf": choice.plan.waf, "objective_flop": objective, "alternatives": [
             {"what": x.what, "waf": x.waf, "behind_flop": x.behind_flop} for x in others]})
     assert f"({share})" in rows[2]

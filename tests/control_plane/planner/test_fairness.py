@@ -259,7 +259,7 @@ def test_in_a_cluster_of_alpha_1_all_run_and_the_screens_say_so(d: Driver) -> No
     held = 6e12 * d.state.policy.gain_min * plan.running_s
     assert plan.objective_flop == pytest.approx(
         plan.waf * plan.running_s - plan.transition_flop - held)
-    rows = plan_screen._beaten({
+    rows = plan_screen._alternatives({
         "waf": plan.waf, "alpha": plan.alpha, "objective_flop": plan.objective_flop,
         "alternatives": [{"what": x.what, "objective": x.objective, "waf": x.waf,
                           "behind_flop": x.behind_flop, "behind_share": x.behind_share}
