@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...events.records import reports as r
 from ...events.records.envelope import Record
 from ...events.records.statuses import NCCL_TIMEOUT, TASK_HANG
-from ..incidents.hangs import STANDS, WAITED_FOR, WORKS_ON, locate_hang
+from ..incidents.hangs import STALLED, WAITED_FOR, WORKS_ON, locate_hang
 from ..state.cluster import ClusterState
 from ..state.members import current_member
 from ..state.task import Rank, SlowIteration, Stall, Task
@@ -141,7 +141,7 @@ def rank_unstalled(state: ClusterState, record: Record, body: r.RankUnstalled) -
     if task is None or rank is None:
         return
     task.stalls.pop(rank.rank, None)
-    if rank.timeout_reason == STANDS and not rank.stopping:
+    if rank.timeout_reason == STALLED and not rank.stopping:
         rank.timeout_reason = ""
     edits.update_hang_deadline(state, task, restart=True)
 
@@ -184,6 +184,6 @@ def hang_timed_out(state: ClusterState, record: Record, task: Task, rest: list[i
         task.uncaused_generation, task.failed_s = task.generation, hang.since_s
     else:
         for rank in ranks:
-            rank.timeout_reason = WORKS_ON if hang.kind == "slow" else STANDS
+            rank.timeout_reason = WORKS_ON if hang.kind == "slow" else STALLED
     edits.record_fault(task, record, ranks, NCCL_TIMEOUT if hang.kind == "network" else TASK_HANG,
                        hang.why, evidence=hang.evidence, since_s=hang.since_s)

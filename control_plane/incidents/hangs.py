@@ -14,9 +14,9 @@ from msgspec import Struct
 from ..state.cluster import ClusterState
 from ..state.task import Rank, SlowIteration, Stall, Task
 
-STANDS = "stands still"
+STALLED = "is stalled"
 """Timeout reason of a rank that hangs."""
-WORKS_ON = "works on and on"
+WORKS_ON = "is still working"
 """Timeout reason of a rank that passes progress marks but never ends its own work."""
 WAITED_FOR = "is waited for in a collective"
 """Timeout reason of a rank on an unreachable node."""
@@ -137,7 +137,7 @@ def _slow_hang(state: ClusterState, task: Task, reachable: list[Rank]) -> Hang |
     least_s = max(CRAWLS_TIMES * normal_s, state.policy.hang_s_min)
     sure_s = max(one.told_s for one in known) + normal_s
     who = ", ".join(f"rank {rank.rank} on {rank.slot.node}" for rank in going)
-    verb = "works on and on" if len(going) == 1 else "work on and on"
+    verb = "is still working" if len(going) == 1 else "are still working"
     longest = max(crawls.values(), key=lambda crawl: crawl.own_s)
     others = "1 other waits" if len(waiting) == 1 else f"{len(waiting)} others wait"
     return Hang(
@@ -151,11 +151,11 @@ def _slow_hang(state: ClusterState, task: Task, reachable: list[Rank]) -> Hang |
 
 
 def _of_ranks(guilty: list[Rank], stalls: dict[int, Stall], num_waiting: int) -> str:
-    """For example `rank 2 on n2 stands still (backward) and did not enter collective 1 ...`."""
+    """For example `rank 2 on n2 is stalled (backward) and did not enter collective 1 ...`."""
     stall = min((stalls[rank.rank] for rank in guilty), key=lambda stall: stall.position)
     who = ", ".join(f"rank {rank.rank} on {rank.slot.node}" for rank in guilty)
     after = f" after {stall.what}" if stall.what else ""
-    verb = "stands still" if len(guilty) == 1 else "stand still"
+    verb = "is stalled" if len(guilty) == 1 else "are stalled"
     others = "1 other waits" if num_waiting == 1 else f"{num_waiting} others wait"
     return (f"{who} {verb}{after} in iteration {stall.iteration}, collective "
             f"{stall.collective + 1} not entered; {others}")
@@ -173,7 +173,7 @@ def _of_network(stalls: dict[int, Stall]) -> str:
 def _of_own(stalls: dict[int, Stall], num: int) -> str:
     iteration = min(stall.iteration for stall in stalls.values())
     if len(stalls) == 1:
-        return f"its only member stands in its own work of iteration {iteration}"
+        return f"its only member is stalled in its own work of iteration {iteration}"
     many = f"all {num}" if num == len(stalls) else f"{num} of {len(stalls)}"
-    return (f"{many} members stand in work of their own in iteration {iteration}: a file system, "
-            "a machine, or what all of them read")
+    return (f"{many} members are stalled outside collectives in iteration {iteration}: a file "
+            "system, a machine, or what all of them read")

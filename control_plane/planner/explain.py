@@ -131,7 +131,7 @@ def without_each_limit(problem: PlanProblem, slots: Sequence[int]) -> tuple[Alte
     faulted = [demand.name for demand in problem.demands if demand.faulted]
     shrunk = best_among(problem, lambda one, x: x == one.now or (one.faulted and x < one.now))
     if faulted and shrunk is not None:
-        others.append((f"shrink only the hurt ({_listed(faulted)})", shrunk))
+        others.append((f"shrink only the faulted ({_listed(faulted)})", shrunk))
     share = int(first_terms[every.vector(slots)].sum()) if problem.alpha else 0
     return with_distances(problem, alternatives(problem, plan, others, share),
                   objective_flop(problem, plan.slots))

@@ -242,8 +242,8 @@ def _bar(problem: PlanProblem, demand: TaskDemand, kinds: Sequence[str], *, alon
                           "a higher priority" + " (a higher weight may do)" * peers)}
     whys, needs = [words[kind][0] for kind in kinds], [words[kind][1] for kind in kinds]
     if alone or len(kinds) == 1:
-        return Blocker(why=f"held back by {', and by '.join(whys)}", needs=", or ".join(needs))
-    return Blocker(why=f"held back by the limits of the plan: {', '.join(whys)}",
+        return Blocker(why=f"blocked by {', and by '.join(whys)}", needs=", or ".join(needs))
+    return Blocker(why=f"blocked by the limits of the plan: {', '.join(whys)}",
                needs=f"fewer limits: {', '.join(needs)}")
 
 

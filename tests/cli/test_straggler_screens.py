@@ -157,4 +157,4 @@ def test_a_hang_that_is_about_to_be_healed_is_shown(d: Driver, task: int) -> Non
     for rank in range(4):
         stalled(d, task, rank, "own" if rank == VICTIM else "collective", normal_s=16.0, in_s=50.0)
     told = " ".join(cluster.status(seen(d), cluster="test", now_s=d.now_s))
-    assert "alpha has stalled for 50 s: rank 2 on n2 stands still after backward" in told
+    assert "alpha has stalled for 50 s: rank 2 on n2 is stalled after backward" in told

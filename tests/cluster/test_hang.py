@@ -58,7 +58,7 @@ def test_it_is_ended_and_the_others_finish_the_iteration(
     told = cluster.wait_told(after, "IncidentOpened", task=task)
     opened = told.body
     assert (opened.severity, opened.status, opened.ranks) == ("SEV2", "task hang", (victim,))
-    assert opened.why.startswith(f"rank {victim} on {opened.node} stands still"), opened
+    assert opened.why.startswith(f"rank {victim} on {opened.node} is stalled"), opened
     assert opened.why.endswith("3 others wait"), opened
     waits = {record.body.rank: record.seq
              for record in cluster.told(after, "RankStalled", task=task, where="collective")}
@@ -99,7 +99,7 @@ def test_one_that_works_on_and_on_is_ended_too(story: Story) -> None:
     hold.unlink()
     opened = told.body
     assert (opened.severity, opened.status, opened.ranks) == ("SEV2", "task hang", (victim,))
-    assert opened.why.startswith(f"rank {victim} on {opened.node} works on and on"), opened
+    assert opened.why.startswith(f"rank {victim} on {opened.node} is still working"), opened
     (slow,) = [record for record in cluster.told(after, "StepTimeChanged", task=task, rank=victim)
                if record.seq in opened.evidence]
     assert slow.body.num_iterations == 1

@@ -13,7 +13,7 @@ from simulated.cluster import SimulatedCluster
 from simulated.failing_log import AgentDoor, LeaderLog, Server, WitnessedLog
 from simulated.log_link import CALM, SimulatedLogLink
 from simulated.witness import Witness
-from unicron.control_plane.incidents.hangs import STANDS
+from unicron.control_plane.incidents.hangs import STALLED
 from unicron.control_plane.service.coordinator import Coordinator
 from unicron.control_plane.state.cluster import ClusterState, state_hash
 from unicron.control_plane.state.task import Task
@@ -106,7 +106,7 @@ class World:
     def saw(self, record: Record, row: str) -> None:
         """A record stands in the log, by this row of the transition table (or none)."""
         self.chaos.see(record)
-        if isinstance(record.body, StopRank) and record.body.why == f"it {STANDS}":
+        if isinstance(record.body, StopRank) and record.body.why == f"it {STALLED}":
             self._stands(record.body)
 
     def _stands(self, order: StopRank) -> None:

@@ -20,12 +20,12 @@ def test_a_rank_that_did_not_enter_restarts(d: Driver, task: int) -> None:
     late = d.due(deadline(d, task))
     opened = the(decisions.IncidentOpened, late)
     assert (opened.severity, opened.status, opened.ranks) == ("SEV2", "task hang", (VICTIM,))
-    assert opened.why == ("rank 2 on n2 stands still after backward in iteration 1, collective 1 "
+    assert opened.why == ("rank 2 on n2 is stalled after backward in iteration 1, collective 1 "
                           "not entered; 3 others wait")
     assert opened.evidence == (*seqs, late[0].seq), "each that was asked"
     assert the(o.Quiesce, late).mode == "now"
     stop = the(o.StopRank, late)
-    assert (stop.rank, stop.grace_s, stop.why) == (VICTIM, 0.0, "it stands still")
+    assert (stop.rank, stop.grace_s, stop.why) == (VICTIM, 0.0, "it is stalled")
     new = d.obey(late)
     assert [[m.rank for m in x.body.members] for x in only(o.Reconfigure, new)] == [
         [0, 1, 3], [0, 1, 3, VICTIM]]
@@ -173,8 +173,8 @@ def test_ranks_all_in_their_own_work_are_not_restarted(d: Driver, task: int) -> 
     assert d.state.deadlines[deadline(d, task)].length_s == pytest.approx(1800.0, abs=2.0)
     told = view(d.state)["tasks"][0]
     assert (told["state"], told["stands"]) == ("running", (
-        "all 4 members stand in work of their own in iteration 1: a file system, a machine, or "
-        "what all of them read"))
+        "all 4 members are stalled outside collectives in iteration 1: a file system, a machine, "
+        "or what all of them read"))
     went_on(d, task, 1)
     assert not d.state.deadlines
     stalled(d, task, 1, "own", collective=0)
@@ -187,7 +187,7 @@ def test_ranks_all_in_their_own_work_are_not_restarted(d: Driver, task: int) -> 
 def test_most_ranks_in_their_own_work_have_a_shared_reason(d: Driver, task: int) -> None:
     hung(d, task, 0, 1, 2)
     assert d.state.deadlines[deadline(d, task)].length_s == pytest.approx(1800.0, abs=2.0)
-    assert view(d.state)["tasks"][0]["stands"].startswith("3 of 4 members stand in work of their")
+    assert view(d.state)["tasks"][0]["stands"].startswith("3 of 4 members are stalled outside")
     assert not d.state.incidents
 
 
@@ -334,7 +334,7 @@ def test_a_slow_iteration_is_shown_before_anything_is_done(d: Driver, task: int)
     hang = locate_hang(d.state, task_of(d, task))
     assert hang is not None
     assert (hang.kind, hang.ranks, hang.is_actionable) == ("slow", (VICTIM,), False)
-    why = ("rank 2 on n2 works on and on in iteration 1, for 1.6 s, usual is 0.4 s; "
+    why = ("rank 2 on n2 is still working in iteration 1, for 1.6 s, usual is 0.4 s; "
            "3 others wait")
     assert hang.why == why
     assert view(d.state)["tasks"][0]["stands"] == why

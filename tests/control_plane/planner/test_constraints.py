@@ -198,7 +198,7 @@ def test_a_plan_says_that_a_limit_binds(d: Driver) -> None:
     assert (plan.binding, [x.slots for x in plan.allocations]) == ("limits", [2])
     assert "without quotas it would be worth" in plan.why
     beta = waits_of(d, d.submit(spec(name="beta", team="red")))
-    assert beta.why == "held back by the quota of team red, 2 slots"
+    assert beta.why == "blocked by the quota of team red, 2 slots"
     assert beta.needs == "a larger quota, or weight 1.01"
     assert len(task_of(d, task).target) == 2
 

@@ -94,7 +94,7 @@ def test_what_bars_a_task_is_what_lets_it_run_without(asked: PlanProblem) -> Non
         if not bar.why or quota < one.sizes[0]:
             continue
         named = [kind for kind in lifted if kind in bar.why.replace("floors of", "floors")]
-        if bar.why.startswith("held back by the limits of the plan: "):
+        if bar.why.startswith("blocked by the limits of the plan: "):
             continue
         for kind in named:
             at = lifted[kind]
@@ -106,15 +106,15 @@ def test_what_bars_a_task_is_what_lets_it_run_without(asked: PlanProblem) -> Non
 
 @pytest.mark.parametrize(("first", "second", "limits", "bar"), [
     ({}, {}, {"moves_max": 0},
-     Blocker(why="held back by moves_max 0", needs="a larger moves_max")),
+     Blocker(why="blocked by moves_max 0", needs="a larger moves_max")),
     ({"priority": 1}, {}, {},
-     Blocker(why="held back by priority 0, where others have more", needs="a higher priority")),
+     Blocker(why="blocked by priority 0, where others have more", needs="a higher priority")),
     ({"floor": 1}, {}, {},
-     Blocker(why="held back by the floors of others", needs="smaller floors")),
+     Blocker(why="blocked by the floors of others", needs="smaller floors")),
     ({}, {"team": "a"}, {"quotas": (("a", 1),)},
      Blocker(why="the quota of team a, 1 slot", needs="a quota of 2 slots or more")),
     ({"priority": 1}, {}, {"moves_max": 0},
-     Blocker(why="held back by the limits of the plan: moves_max 0, priority 0, where others "
+     Blocker(why="blocked by the limits of the plan: moves_max 0, priority 0, where others "
              "have more", needs="fewer limits: a larger moves_max, a higher priority")),
 ], ids=["moves_max", "priority", "floor", "quota", "several"])
 def test_the_blocking_limits_are_named(first: dict[str, Any], second: dict[str, Any],
@@ -154,7 +154,7 @@ def test_a_waiting_task_names_the_limit(d: Driver) -> None:
     d.tell("leader/abc", r.PolicySet(policy=Policy(moves_max=0)))
     d.running(spec())
     beta = d.submit(spec(name="beta", weight=3.0))
-    assert waits_of(d, beta).why == "held back by moves_max 0"
+    assert waits_of(d, beta).why == "blocked by moves_max 0"
     assert waits_of(d, beta).needs == "a larger moves_max"
     d.tell("leader/abc", r.PolicySet(policy=Policy(quotas={"red": 1})))
     red = d.submit(spec(name="red", team="red", slots={"min": 2, "max": 2}))
@@ -166,10 +166,10 @@ def test_beyond_the_bound_all_limits_are_named(monkeypatch: pytest.MonkeyPatch) 
     wishes = [wish(1, 2, {1: 1.0, 2: 2.0}), wish(2, 0, {2: 30.0}, team="a")]
     asked = asking(wishes, 2, moves_max=0, quotas=(("a", 2),))
     plan = planner.choose_plan(asked).plan
-    assert pending.blocking_constraints(asked, plan.slots)[2].why == "held back by moves_max 0"
+    assert pending.blocking_constraints(asked, plan.slots)[2].why == "blocked by moves_max 0"
     monkeypatch.setattr(pending, "LIMITED_WORK_NUM_MAX", 0)
     assert pending.blocking_constraints(asked, plan.slots)[2] == Blocker(
-        why="held back by the limits of the plan: moves_max 0, the quota of team a, 2 slots",
+        why="blocked by the limits of the plan: moves_max 0, the quota of team a, 2 slots",
         needs="fewer limits: a larger moves_max, a larger quota")
     assert not pending.prices(asked, plan)
 
