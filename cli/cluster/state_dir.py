@@ -56,7 +56,7 @@ class StateDir:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"{self.path}: {(error.strerror or 'not usable').lower()}",
-                             "name a folder that you may write with --state") from None
+                             "use --state to name a folder that you can write to") from None
 
     def is_held(self) -> bool:
         """Whether an `up` holds the folder's lock."""
@@ -81,7 +81,7 @@ class StateDir:
             file.close()
             raise UsageError(f"{self.path} is locked by {holder}",
                              f"stop it with unicron down {self.option}, "
-                             "or give this one another --state") from None
+                             "or use another --state for the new cluster") from None
         file.seek(0)
         file.truncate()
         file.write(f"unicron up, pid {os.getpid()}")

@@ -1,7 +1,7 @@
-"""Job files: strict YAML to a checked job spec.
+"""Reads a job file, which is strict YAML, into a checked job spec.
 
-Stricter than YAML 1.1 where that is error-prone: no duplicate keys, `1e-3` is a number, `no` and
-`2026-01-01` are text, `010` is ten, and there are no aliases.
+The format differs from YAML 1.1 where YAML 1.1 is error-prone: no duplicate keys, `1e-3` is a
+number, `no` and `2026-01-01` are text, `010` is ten, and there are no aliases.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Loader(yaml.SafeLoader):
         if self.check_event(yaml.AliasEvent):
             mark: yaml.Mark | None = self.peek_event().start_mark  # type: ignore[no-untyped-call]
             raise _refuse(mark,  # pyright: ignore[reportUnknownArgumentType]
-                          "an alias (*) is not supported", "write the value out")
+                          "an alias (*) is not supported", "repeat the value itself")
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -78,7 +78,7 @@ def _construct_float(loader: _Loader, node: yaml.ScalarNode) -> float:
 
 
 RESOLVERS = _Loader.yaml_implicit_resolvers
-"""By the first character of a plain scalar: its possible tags, each with its pattern."""
+"""Maps the first character of a plain scalar to its possible tags, each with its pattern."""
 _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 _Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
 
@@ -97,7 +97,7 @@ def load(path: Path) -> JobSpec:
                      EXAMPLES)
     try:
         spec = with_absolute_paths(parse(read_yaml(text)))
-        # Without fsspec here, only the ranks can check the URL, when they start.
+        # If fsspec is not installed here, the ranks check the URL when they start.
         training = spec.training
         if training is not None and is_url(training.output) and object_storage.is_installed():
             object_storage.check_driver(
@@ -113,7 +113,8 @@ def shown_name(path: Path) -> str:
 
 
 def read_text(path: Path, bytes_max: int, name_it: str, docs: str, shorten_it: str = "") -> str:
-    """The text of a file or of standard input, at most `bytes_max` bytes (a device is endless).
+    """The text of a file or of standard input. At most `bytes_max` bytes are read, because a device
+    file may have no end.
 
     Raises UsageError: with the hint `name_it` if the file cannot be read, with `shorten_it` if it
     is too large, else with `docs`.

@@ -13,14 +13,15 @@ from ..state.cluster import ClusterState
 from .decide import Decide, decide
 
 DECIDER_VERSION = 16
-"""Version of the decisions of `decide`; each epoch of a log records its own (`heart`)."""
+"""Version of the decisions of `decide`. Each epoch of a log records the version used (`heart`)."""
 
 
 def advance(state: ClusterState, report: Report, *, epoch: int, at_s: float,
             decide: Decide = decide) -> list[Record]:
-    """Fold the report, decide, fold the decisions; returns all records as one batch for the log.
-    `at_s` is the leader's clock; the records carry it unless it is behind the log. The caller has
-    checked `accepts` before. `decide`: another policy, in a simulation."""
+    """Fold the report, decide, fold the decisions; return all records as one batch for the log.
+    `at_s` is the time on the leader's clock. If it is before the last record, the new records get
+    the time of the last record. The caller has checked `accepts` before. A simulation may pass
+    another policy as `decide`."""
     record = report_record(state, report, epoch=epoch, at_s=max(at_s, state.at_s))
     fold(state, record)
     records = [record]
@@ -32,7 +33,7 @@ def advance(state: ClusterState, report: Report, *, epoch: int, at_s: float,
 
 
 def report_record(state: ClusterState, report: Report, *, epoch: int, at_s: float) -> Record:
-    """The report as the next record of the log. Its `incident` is the task's open one."""
+    """The report as the next record of the log. Its `incident` is the open incident of the task."""
     return Record(seq=state.seq + 1, epoch=epoch, at_s=at_s, occurred_s=report.occurred_s,
                   source=report.source, source_seq=report.source_seq, cause=0,
                   incident=_incident(state, report.body), body=report.body)

@@ -13,14 +13,14 @@ from ..throughput.transition_cost import void_transitions
 
 
 def forget_requests(state: ClusterState) -> None:
-    """Drop all but the newest requests: repetitions of older ones are not recognised."""
+    """Drop all but the newest requests. A repetition of a dropped request is not recognised."""
     requests = [source for source in state.sources if source.startswith("operator/")]
     for source in requests[: max(len(requests) - NUM_REQUESTS_MAX, 0)]:
         del state.sources[source]
 
 
 def task_submitted(state: ClusterState, record: Record, body: r.TaskSubmitted) -> None:
-    model = body.spec.model  # without one, the ranks report their FLOP (RankReady)
+    model = body.spec.model  # None: the ranks report the FLOP of an iteration (RankReady)
     state.tasks[record.seq] = Task(
         id=record.seq, spec=body.spec, weight=body.spec.weight, submitted_s=record.at_s,
         since_s=record.at_s, modelled=body.modelled,
@@ -30,8 +30,9 @@ def task_submitted(state: ClusterState, record: Record, body: r.TaskSubmitted) -
 
 def cancel_requested(state: ClusterState, record: Record, body: r.TaskCancelRequested) -> None:
     task = state.tasks.get(body.task)
+    # While healing is paused, a failed task is not ended, so it can still be cancelled.
     if task is not None and task.phase != "ended" and (
-            not task.ending or (state.held and task.ending == "failed")):  # paused, it waits
+            not task.ending or (state.held and task.ending == "failed")):
         before = f"; it had failed: {task.why}" if task.ending else ""
         task.ending, task.withheld = "cancelled", ""
         task.why = (f"cancelled: {body.reason}" if body.reason else "cancelled") + before

@@ -1,7 +1,7 @@
-"""Tasks and incidents of a log, in one pass of the fold, with times and curves.
+"""Collects the tasks and incidents of a log, with times and curves, in one pass of the fold.
 
-Times are the leader's (`at_s`). A fault's own time is the reporter's (`occurred_s` of its first
-evidence); a hang's is when it began.
+Times are from the leader's clock (`at_s`). The time of a fault is from the reporter's clock:
+`occurred_s` of its first evidence. The time of a hang is when the hang began.
 """
 
 from __future__ import annotations
@@ -48,26 +48,26 @@ class IncidentHistory(Struct, kw_only=True):
     """One incident and when it reached each phase; None: phase not reached. Times in s."""
 
     incident: Incident
-    """The state's incident; kept after the state dropped it."""
+    """The incident in the cluster state; kept here after the state drops it."""
     evidence: list[int]
     """Seqs of the evidence at the decision; `incident.evidence` also has later evidence."""
     fault_s: float
     detected_s: float
-    """The first evidence is in the log."""
+    """When the first evidence was in the log."""
     decided_s: float
     ordered_s: float | None = None
-    """The first order of the transition is in the log."""
+    """When the first order of the transition was in the log."""
     rebuilt_s: float | None = None
-    """The last member is in the new generation."""
+    """When the last member was in the new generation."""
     resumed_s: float | None = None
     stepped_s: float | None = None
-    """The first iteration after it is reported."""
+    """When the first iteration after the resume was reported."""
     closed_s: float | None = None
     closed_seq: int = 0
     iteration: int | None = None
     """The iteration that was interrupted."""
     first_seq: int
-    """The first sign: evidence, or an earlier failed collective of a peer."""
+    """Seq of the first sign of the fault: evidence, or an earlier failed collective of a peer."""
     layouts: list[str] = field(default_factory=list[str])
     """The task's layouts, starting with the one at the fault."""
     order: Reconfigure | None = None
@@ -80,7 +80,7 @@ class IncidentHistory(Struct, kw_only=True):
     num_slots: int = 0
     """Slots of the task at the fault."""
     num_stepping: int = 0
-    """Number of these that step now."""
+    """How many of these slots step now."""
     slot_s: float = 0.0
     """Slot seconds without progress, until the last record."""
 
@@ -114,13 +114,13 @@ class TaskHistory(Struct, kw_only=True):
     losses: dict[int, float] = field(default_factory=dict[int, float])
     """Current losses; those of lost iterations are removed."""
     paces_s: dict[int, list[float]] = field(default_factory=dict[int, list[float]])
-    """By number of members (of a command: slots): iteration times."""
+    """Iteration times by number of members; for a command, by number of slots."""
     skipped: int = 0
     """Iterations that took no step, as last reported."""
     logs: dict[int, tuple[str, str]] = field(default_factory=dict[int, tuple[str, str]])
     """Rank -> node and log of its last process, also after its exit."""
     micro_batches: set[int] = field(default_factory=set[int])
-    """Reported batch sizes."""
+    """Reported global batch sizes, in micro-batches."""
     transitions: TaskTransitions = field(default_factory=TaskTransitions)
 
     @property
@@ -129,7 +129,7 @@ class TaskHistory(Struct, kw_only=True):
 
     @property
     def num_iterations(self) -> int:
-        """0: of a command."""
+        """0 for a command."""
         return self.task.spec.train.iterations if self.task.spec.train is not None else 0
 
 
@@ -185,7 +185,7 @@ class History(Struct):
         self.injected.add(record)
 
     def slot_s(self, one: IncidentHistory, at_s: float) -> float:
-        """Slot seconds without progress; of an open incident, until `at_s`."""
+        """Slot seconds without progress; for an open incident, until `at_s`."""
         if one.incident.outcome:
             return one.slot_s
         return one.slot_s + max(one.num_slots - one.num_stepping, 0) * max(at_s - self.at_s, 0.0)
@@ -225,7 +225,7 @@ class History(Struct):
             if task is None or number not in (0, task.id):
                 continue
             stepping, since_s = num_stepping(self.state, task), one.incident.down_since_s
-            if not stepping and 0 <= since_s < record.at_s:  # it stalled before the first report
+            if not stepping and 0 <= since_s < record.at_s:  # stepping ended before this record
                 one.slot_s += one.num_stepping * (record.at_s - since_s)
             one.num_stepping = stepping
             if number == task.id:
@@ -269,7 +269,7 @@ class History(Struct):
                 past.paces_s.setdefault(len(task.target), []).append(body.step_s)
             if task.max_iteration > furthest:  # else the iterations are repeated
                 past.skipped += body.skipped
-            if logged is not None and task.logged is not logged:  # back at its own checkpoint
+            if logged is not None and task.logged is not logged:  # the command read its checkpoint
                 last = body.iteration - body.num_iterations
                 past.losses = {key: loss for key, loss in past.losses.items() if key <= last}
             if body.loss is not None:
@@ -297,24 +297,25 @@ def history(records: Iterable[Record]) -> History:
 
 
 def waf(it: History, num_buckets: int) -> Waf:
-    """WAF over time, from the first submission to the last record, in equal buckets. `achieved`:
-    FLOP of an iteration (RankReady) x iterations done for the first time x the weight at that time,
-    spread over the time that they took. `planned`, `ideal`: PlanChosen, as steps; 0 before the
-    first plan and after the last task's end. Raises ValueError on no buckets."""
+    """WAF over time, from the first submission to the last record, in equal buckets. `achieved` is
+    the FLOP of an iteration (RankReady) x the number of iterations done for the first time x the
+    weight at that time, spread over the time that the iterations took. `planned` and `ideal` are
+    constant from one PlanChosen to the next; they are 0 before the first plan and after the end of
+    the last task. Raises ValueError if `num_buckets` is below 1."""
     from_s = min((task.submitted_s for task in it.state.tasks.values()), default=it.at_s)
     return over_time(it.work, it.plans, from_s=from_s, to_s=it.at_s, num_buckets=num_buckets)
 
 
 def layout(order: Reconfigure) -> str:
-    """A generation's layout, for example `TP 2 x DP 1, 1 beside`."""
+    """A generation's layout, as `TP 2 x DP 1, 1 beside`: one member has no position in it."""
     axes = order.axes or Axes(dp=len(order.members))
     num = len(order.members) - num_positions(axes)
     return layout_in_words(axes) + (f", {num} beside" if num else "")
 
 
 def num_stepping(state: ClusterState, task: Task) -> int:
-    """Slots of the task that step now: none from a fault, or from the first member that leaves the
-    generation, until the first iteration of the next one."""
+    """The number of the task's slots that step now. It is 0 from a fault, or from the time when the
+    first member leaves the generation, until the first iteration of the next generation."""
     incident = state.incidents.get(task.incident)
     if incident is not None and incident.down_since_s >= 0:
         return 0
@@ -331,13 +332,14 @@ def num_stepping(state: ClusterState, task: Task) -> int:
 
 
 def _believed(task: Task, body: IterationsLogged) -> bool:
-    """Whether the fold counted the report: only the first rank of a round counts."""
+    """Whether the fold counted the report: of the processes started together, only the first rank
+    that logged progress counts."""
     return (task.logged is not None and task.logged.rank == body.rank
             and task.attempts.get(body.rank) == body.attempt)
 
 
 def _phase(one: IncidentHistory, record: Record, task: Task) -> None:
-    """Note the first time of each phase; a second transition of the same incident starts over."""
+    """Note when each phase is reached. Another Reconfigure clears `rebuilt_s` and `resumed_s`."""
     body, at_s = record.body, record.at_s
     if isinstance(body, Quiesce | Reconfigure | StartRank) and one.ordered_s is None:
         one.ordered_s = at_s

@@ -52,12 +52,12 @@ class Publisher:
                         publish, cluster=self._cluster, order=record.seq, at_s=record.at_s,
                         task=order.task, generation=order.generation, output=order.output,
                         path=order.path)
-            except OSError as error:  # TimeoutError is one
+            except OSError as error:  # also TimeoutError
                 raise PublishRefused(str(error) or "no answer from disk") from None
 
 
 class _Note(Struct, frozen=True, kw_only=True):
-    """The order that moved `latest` last, with its record's `at_s`.
+    """The last order that moved `latest`, and the `at_s` of its record.
 
     Within one log `at_s` never decreases. A new log of the same cluster numbers its orders from 1
     again; `at_s` shows that they are later.

@@ -1,8 +1,9 @@
-"""Classifies error text: the status of the paper's table, the rule, the device or peer.
+"""Classifies error text: finds its status in the paper's table, the rule, the device or peer.
 
 Each line is classified separately: an XID by its number, any other line by the first rule that
-matches (rules/rule.py has the depths), unless an ignore rule says that the line is harmless. Of
-many lines the deepest cause wins, then the first: a watchdog only repeats the error of another.
+matches, unless an ignore rule says that the line is harmless. A rule gives the depth of the cause
+(rules/rule.py). The line with the deepest cause decides, because a watchdog, for example, only
+repeats another error. If causes are equally deep, the first line decides.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Verdict(NamedTuple):
     line: str = ""
     """The deciding line of the text."""
     peer: str = ""
-    """The peer that it names, as host:port or host; "": none."""
+    """The peer that the line names, as host:port or host; "": none."""
     code: int = 0
     """The XID; 0: none."""
     device: str = ""
@@ -74,10 +75,10 @@ _MEMBER = re.compile(r"\+-{16}(?: (?:\d{1,9}|\.{3}) -{16}|-{20})[ \t]*$", re.MUL
 def classify(text: str) -> Verdict:
     """Classify one error: a log line, or a complete traceback.
 
-    Linear in the length of the text. If several rules match, the deepest cause decides. Of equally
-    deep causes the first decides, because Python prints a chain from its root. The members of an
-    exception group are classified separately: direct evidence comes before indirect evidence, and
-    the message of the group itself is ignored.
+    Takes time linear in the length of the text. If several rules match, the deepest cause decides.
+    If causes are equally deep, the first decides: Python prints the root of a chain of exceptions
+    first. The members of an exception group are classified separately: direct evidence comes before
+    indirect evidence, and the message of the group itself is ignored.
     """
     best, best_depth = NOTHING, len(RULES)
     for member in _MEMBER.split(text) if _GROUP in text else [text]:
@@ -91,7 +92,7 @@ def _deepest(text: str) -> tuple[Verdict, int]:
     """The verdict of the first line with the deepest cause, and that depth."""
     best, best_depth = NOTHING, len(RULES)
     for pieces in _messages(text):
-        # A rule may match in a later piece only: the best verdict of the pieces counts.
+        # A rule may match only in a later piece, so the best verdict of all pieces counts.
         found, depth = min(map(_line_verdict, pieces), key=lambda one: (one[1], _order(one[0])))
         if found.rule and depth < best_depth:
             best, best_depth = found, depth
@@ -108,8 +109,9 @@ def _order(verdict: Verdict) -> int:
 def _messages(text: str) -> Iterator[list[str]]:
     """The lines without the source code that tracebacks quote; long lines in pieces.
 
-    The code is below its frame and indented further, after the same prefix (a rank, the margin of
-    an exception group). A frame without source is followed by the next frame or the error.
+    Quoted code follows the line of its frame and is indented further. Both lines have the same
+    prefix, if any (a rank, the margin of an exception group). A frame without source is followed by
+    the next frame or the error.
     """
     column = -1
     for line in text.splitlines():
@@ -174,7 +176,8 @@ _LEVEL_RULE = IgnoreRule("level", (), None)
 
 
 def _xid_verdict(line: str, lowered: str, number: re.Match[str]) -> tuple[Verdict, int]:
-    """The verdict of an XID; if it names an earlier XID as its cause (45 does), of that cause."""
+    """The verdict of an XID. If the line names an earlier XID as the cause (XID 45 does), the
+    status is that of the cause."""
     xid = int(number[1])
     text = lowered[number.end():number.end() + 200]
     cause = _PREVIOUS_XID.search(lowered)

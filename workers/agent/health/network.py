@@ -52,8 +52,8 @@ class GrowthCounter:
 
 
 class _Port:
-    """A port of either kind: link state, best rate, and flaps. A port that was never up is ignored:
-    unused ports are common."""
+    """The link state, best rate and flaps of an InfiniBand or Ethernet port. A port that was never
+    up is ignored, because unused ports are common."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name = name
@@ -74,7 +74,7 @@ class _Port:
         return int(text) if text.isdecimal() else None
 
     def link(self, is_up: bool, rate: str, down: CheckHealth) -> list[Finding]:
-        """The findings on its state and rate."""
+        """The findings on the state and rate of the link."""
         self.was_up |= is_up
         if not is_up:
             return [self.bad(down, "link down", OTHER_NETWORK, "link-down")] if self.was_up else []
@@ -87,7 +87,7 @@ class _Port:
         return []
 
     def flapped(self, num: int, num_within: int) -> tuple[list[Finding], list[DeviceError]]:
-        """`num` flaps since the last look, `num_within` within FLAPS_WITHIN_S."""
+        """Findings and errors for `num` new flaps and `num_within` flaps within FLAPS_WITHIN_S."""
         erred = [DeviceError("network", LINK_FLAPPING, "link-went-down",
                              f"{self.name}: link went down"
                              + (f" {num} times" if num > 1 else ""))] if num else []
@@ -121,7 +121,7 @@ class _Fabric(_Port):
             if grown := counter.see(self.number(file), at_s):
                 erred.append(DeviceError("network", OTHER_NETWORK, name,
                                          f"{self.name}: {name} grew by {grown}"))
-            if counter.num > grown:  # again within a minute
+            if counter.num > grown:  # also grew earlier in this minute
                 found.append(self.bad("degraded", f"{name} grows, {counter.num} in a minute",
                                       OTHER_NETWORK, name))
         symbols = self.number(_SYMBOLS)
@@ -143,14 +143,14 @@ class _Fabric(_Port):
 
 
 class _Interface(_Port):
-    """A physical interface under /sys/class/net. Its use is unknown, so it is never unhealthy."""
+    """A physical interface under /sys/class/net. At worst it is degraded: its use is unknown."""
 
     def look(self, at_s: float) -> tuple[list[Finding], list[DeviceError]]:
         is_up = self.read("operstate") in ("up", "unknown")
         speed = self.number("speed")  # in Mb/s; -1 or EINVAL if unknown
         found = self.link(is_up, f"{(speed or 0) / 1000:g}", "degraded")
         changes = self.number("carrier_changes")
-        # Going down is one change, going up another.
+        # Each loss and each return of the carrier is one change.
         downs = None if changes is None else (changes + 1) // 2
         num = self.flaps.see(downs, at_s) if self.was_up else 0
         flapping, erred = self.flapped(num, self.flaps.num)
@@ -158,7 +158,7 @@ class _Interface(_Port):
 
 
 class Network:
-    """Reads all ports under `sys_class`: one check a port, named `network/PORT`."""
+    """Reads all ports under `sys_class`: one check per port, named `network/PORT`."""
 
     name = "network"
     every_s, s_max = limits.NETWORK_EVERY_S, limits.NETWORK_S_MAX

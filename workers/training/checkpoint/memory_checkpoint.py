@@ -6,7 +6,8 @@ release the interpreter lock. A checkpoint is skipped while the previous one is 
 store rejects one, the rank logs a warning. Training never waits for the thread and never fails
 because of it.
 
-Format: the tensors of training_state.py in sequence, each aligned to ALIGN_BYTES, then the numbers.
+Format: the tensors of training_state.py in sequence, each aligned to ALIGN_BYTES, then `Numbers`:
+the part of the state that is not tensors, in msgpack.
 """
 
 from __future__ import annotations
@@ -35,14 +36,15 @@ from ..step.iteration import clock
 
 ALIGN_BYTES = 64
 REPORT_S = 10.0
-"""Minimum interval between two reports of the same store; the first of a generation and of a store
-process is immediate. A store returns its newest checkpoint of a generation, even if the log knows
-only an older one."""
+"""Minimum interval between two reports about the same store. The first report of a generation, or
+about a new store process, is sent at once. Reports may be this rare, because a store returns its
+newest checkpoint of a generation even if the log has only an older one."""
 PAUSE_S_MIN, PAUSE_S_MAX = 1.0, 60.0
 """Pause after a checkpoint that no store accepted; it doubles each time."""
 RESTORE_S_MAX = 15.0
-"""Limit for all stores together when a generation restores its state: below reconfigure_s_max, so
-that there is time for the checkpoint on disk. A transfer in progress is not interrupted."""
+"""Time limit for all stores together when a generation restores its state. It is below
+reconfigure_s_max, so that time is left to read the checkpoint on disk. A transfer in progress is
+not interrupted."""
 
 log = structlog.get_logger()
 
@@ -50,7 +52,7 @@ log = structlog.get_logger()
 class Snapshot:
     """The whole state after `step_version` steps, in host memory.
 
-    The buffer is reused, because its first use takes longest.
+    The buffer is reused, because a copy into new memory takes longest.
     """
 
     def __init__(self) -> None:
@@ -88,8 +90,8 @@ class Snapshot:
 
 class MemorySaver:
     """Sends in-memory checkpoints of one rank. `spare` excludes a connection from the sockets that
-    an interrupt shuts down. `tell` sends reports, from any thread, and returns False if it does not
-    accept this one now; `note` writes the trace.
+    an interrupt shuts down. `tell` sends a report and can be called from any thread; it returns
+    False if the report is not accepted now. `note` writes the trace.
     """
 
     def __init__(self, start: StartRank, secret: str, *,
@@ -102,7 +104,7 @@ class MemorySaver:
         self._thread: threading.Thread | None = None
         self._generation = 0
         self._reported: dict[str, tuple[int, float]] = {}
-        """By node: the start of the store process in the last report, and the report's time."""
+        """For each node: number of the store process in the last report, and the report's time."""
         self._failing: set[str] = set()
         """Nodes whose store rejected the last checkpoint; "": the snapshot failed on this rank."""
         self._stores: tuple[StoreEndpoint, ...] = ()
@@ -128,7 +130,7 @@ class MemorySaver:
             self._thread = threading.Thread(target=self._send, args=(generation, stores),
                                             name="copies", daemon=True)
             self._thread.start()
-        except (RuntimeError, MemoryError) as error:  # no memory for it, or no thread
+        except (RuntimeError, MemoryError) as error:  # no memory for the snapshot, or no thread
             if is_cuda_error(error):
                 raise
             self._thread = None
@@ -235,9 +237,9 @@ def _padded(tensor: Tensor) -> int:
 def restore(trainee: TrainingModel, history: History, task: int,
             stored: tuple[MemoryCheckpoint, ...], secret: str,
             is_interrupted: Callable[[], bool]) -> tuple[int, MemoryCheckpoint, int] | None:
-    """Load the first usable checkpoint of `stored`: its step version, the entry, its bytes.
+    """Load the first usable checkpoint of `stored`; return its step version, entry and size.
 
-    If none is usable, return None and leave the state unchanged; the log has a reason for each.
+    If none is usable, return None and leave the state unchanged; a warning gives each reason.
     A store that is unreachable or does not answer is tried once. No further store is tried after
     RESTORE_S_MAX or when the next order arrives.
     """

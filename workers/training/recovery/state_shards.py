@@ -1,8 +1,9 @@
-"""Lists the state as shards: each live tensor with its region of a tensor of the whole model.
+"""Lists the state as shards: each live tensor, and the region of the whole model that it holds.
 
-The regions come from Megatron's sharded metadata for checkpoints. A parameter's master and moments
-have its region, or several if Megatron's distributed optimizer has a flat range of it. Names are
-those of the whole model: `model.X`, `master.X`, `optimizer.exp_avg.X`, `buffer.X`.
+The regions come from Megatron's sharded metadata for checkpoints. The master copy and the moments
+of a parameter have the region of the parameter. If Megatron's distributed optimizer holds only a
+flat range of the parameter, they have the regions that make up this range. Names are those of the
+whole model: `model.X`, `master.X`, `optimizer.exp_avg.X`, `buffer.X`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ State = dict[Shard, Tensor]
 
 
 class _Mapped(NamedTuple):
-    """A region of a local tensor; shifted by `shift`, it is a region of the whole tensor `key`."""
+    """The region `inner` of a local tensor; adding `shift` gives the region in the tensor `key`."""
 
     key: str
     shape: Dims
@@ -64,7 +65,7 @@ def list_shards(trainee: TrainingModel) -> State:
 
 
 def stepped(trainee: TrainingModel) -> State:
-    """The valid shards of a model that has stepped but not gathered its parameters."""
+    """The shards that are valid after the optimizer step, before the parameters are gathered."""
     found: State = {}
     params: dict[str, list[Shard]] = {}
     for shard, tensor in trainee.shards.items():
@@ -83,7 +84,7 @@ def stepped(trainee: TrainingModel) -> State:
 
 
 def fill(into: State, whole: State) -> None:
-    """Copy the shards from a whole state. Raises ValueError if that lacks some of them."""
+    """Copy the shards of `into` from `whole`. Raises ValueError if `whole` lacks some of them."""
     by_key: dict[tuple[str, str], list[Shard]] = {}
     for shard in whole:
         by_key.setdefault((shard.key, shard.kind), []).append(shard)
@@ -119,14 +120,14 @@ def _sharded(module: Any) -> Iterator[tuple[Tensor, _Local]]:
                 raise ValueError(f"state that is not a tensor is not supported: {sharded}")
         tensor: Any = sharded.data
         ahead = (1,) * made[0].prepend_axis_num
-        # Megatron's key may be that of another layer specification. If Megatron stacks all layers
-        # into one tensor, use its key.
+        # Use Megatron's key only if Megatron stacks all layers into one tensor. Otherwise its key
+        # may be the name from another layer specification, so use the global name.
         key = made[0].key if ahead else global_name(module, name)
         yield tensor, _Local((*ahead, *tensor.shape), [_map(key, part, tensor) for part in made])
 
 
 def _map(key: str, part: mapping.ShardedTensor, tensor: Tensor) -> _Mapped:
-    """`part` is `tensor` or a view of it; dims that only the whole tensor has are 1."""
+    """Map `part`: `tensor` or a view of it. Dims that only the whole tensor has get size 1."""
     view = part.data
     assert view is not None
     assert tensor.is_contiguous()
@@ -142,8 +143,8 @@ def _map(key: str, part: mapping.ShardedTensor, tensor: Tensor) -> _Mapped:
 
 
 def _add(found: State, kind: str, tensor: Tensor, begin: int, local: _Local) -> None:
-    """Add `tensor`: the elements of a local tensor from `begin`, or its optimizer state for them.
-    """
+    """Add the shards of `tensor`. It holds the elements of a local tensor from index `begin` on, or
+    the optimizer state of these elements."""
     flat = tensor.view(-1)
     for held in flat_range(local.shape, begin, begin + flat.numel()):
         block, flat = flat[:held.num_elements].view(held.shape), flat[held.num_elements:]
@@ -158,7 +159,7 @@ def _add(found: State, kind: str, tensor: Tensor, begin: int, local: _Local) -> 
 
 
 def cut(tensor: Tensor, held: Region, region: Region) -> Tensor:
-    """The view of `region` in a tensor that contains the region `held`."""
+    """A view of the part `region` of `tensor`; the whole of `tensor` is the region `held`."""
     if region == held:
         return tensor
     for dim, (begin, size) in enumerate(zip(*region, strict=True)):
@@ -168,8 +169,8 @@ def cut(tensor: Tensor, held: Region, region: Region) -> Tensor:
 
 def _optimized(trainee: TrainingModel, optimizer: Any
                ) -> Iterator[tuple[Any, int, Tensor, dict[str, Tensor]]]:
-    """Each parameter of this optimizer: its first stepped element, the optimizer's tensor for it,
-    and the moments."""
+    """Each parameter of this optimizer, the index of the first element that the optimizer updates,
+    the optimizer's tensor for the parameter, and the moments."""
     states = {id(main): found for part in parts(optimizer) for main, found in part.state.items()}
     owned, own = shards(optimizer), ranges(optimizer)
     for _, param in trainee.named_parameters():
