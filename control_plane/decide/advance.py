@@ -20,8 +20,8 @@ def advance(state: ClusterState, report: Report, *, epoch: int, at_s: float,
             decide: Decide = decide) -> list[Record]:
     """Fold the report, decide, fold the decisions; return all records as one batch for the log.
     `at_s` is the time on the leader's clock. If it is before the last record, the new records get
-    the time of the last record. The caller has checked `accepts` before. A simulation may pass
-    another policy as `decide`."""
+    the time of the last record. The caller must have checked the report with `accepts`. A
+    simulation may pass another policy as `decide`."""
     record = report_record(state, report, epoch=epoch, at_s=max(at_s, state.at_s))
     fold(state, record)
     records = [record]

@@ -23,24 +23,24 @@ from . import transition
 
 Decide = Callable[[ClusterState, Record], Iterator[t.Body]]
 Plan = Callable[[ClusterState], Iterator[t.Body]]
-"""Makes the plan: slots per task, their placement, and the reasons."""
+"""Yields the plan: slots per task, their placement, and the reasons of waiting tasks."""
 _ANSWERS = (r.RankStarted, r.RankReady, r.Quiesced, r.Reconfigured)
 _AFFECTING_ALL = (r.EpochStarted, r.NodeJoined, r.NodeLeft, r.NodeUnreachable, r.NodeReachable,
                   r.PolicySet, r.OrderRefused, r.HealingFrozen, r.HealingResumed, r.DeviceErred,
                   r.HealthChanged, r.QuarantineLifted)
-"""Reports that may affect every task: nodes, the policy, healing on or paused."""
+"""Reports that may affect every task: of nodes, of the policy, of healing paused or on."""
 _PROGRESS = (r.TaskProgressed, r.IterationsLogged)
 
 
 def decide(state: ClusterState, record: Record) -> Iterator[t.Body]:
-    """The decisions after the folded report. The caller folds each before it takes the next one."""
+    """The decisions after the folded report. The caller folds each one before it takes the next."""
     yield from decisions(state, record, plan)
     for name in list(state.to_price):
         yield straggler_cost.node_cost(state, name)
 
 
 def decisions(state: ClusterState, record: Record, plan: Plan) -> Iterator[t.Body]:
-    """The decisions, with this plan function."""
+    """As `decide`, with this plan function and without costs of degraded nodes."""
     if isinstance(record.body, r.TaskSubmitted):
         yield table.table(record.seq, record.body.spec,
                           state.slot_flops or table.SLOT_FLOPS, record.body.modelled)
@@ -62,18 +62,18 @@ def decisions(state: ClusterState, record: Record, plan: Plan) -> Iterator[t.Bod
 
 
 def _can_plan(state: ClusterState) -> bool:
-    """True if a plan may change any task; else `state.replan` stays set until one may."""
+    """True if a plan may change any task. Else `state.replan` stays set until this is possible."""
     return any(not task.ending and not is_pinned(state, task) for task in live_tasks(state))
 
 
 def affected_tasks(state: ClusterState, record: Record) -> list[Task]:
     """The tasks for which decisions may follow from the record, by id.
 
-    Records about nodes or the policy may affect every task; all others affect the task that they
-    name, or whose deadline it is. The exit of a process also affects tasks with a seat without a
-    process, which may wait for its slot. Progress affects a task only if it has faults or an
-    incident: it may close the incident, or show a straggler. An answer affects no task while other
-    answers are outstanding.
+    Records about nodes or the policy may affect every task. Any other record affects the task that
+    it names, or the task of its deadline. The exit of a process also affects each task that has a
+    seat without a process, since the seat may wait for the slot. Progress affects only a task with
+    faults or an incident: progress may close the incident, or show a straggler. An answer to an
+    order has no effect while other answers are outstanding.
     """
     body = record.body
     number: int = getattr(body, "task", 0)
@@ -90,7 +90,7 @@ def affected_tasks(state: ClusterState, record: Record) -> list[Task]:
         return []
     if isinstance(body, _PROGRESS):
         return [task] if task.incident or task.faults else []
-    # No order waits for the RankReady of a command's process.
+    # The RankReady of a command's process answers no order.
     unsolicited = isinstance(body, r.RankReady) and not task.heals_in_memory
     if isinstance(body, _ANSWERS) and task.num_outstanding and not unsolicited:
         return []
@@ -103,7 +103,7 @@ def task_decisions(state: ClusterState, tasks: Iterable[Task]) -> Iterator[t.Bod
 
 
 def plan(state: ClusterState) -> Iterator[t.Body]:
-    """Slots per task for the whole cluster, then seats, then the reasons of waiting tasks."""
+    """The slots per task for the whole cluster, then seats, then the reasons of waiting tasks."""
     snapshot = planning_snapshot(state)
     open_tasks = [state.tasks[demand.task] for demand in snapshot.problem.demands]
     choice = hot_spare.with_hot_spare(snapshot.problem)
@@ -113,19 +113,19 @@ def plan(state: ClusterState) -> Iterator[t.Body]:
     short = constraints.below_floor(snapshot.problem, choice.plan.slots)
     by_quota = constraints.blocked_by_quota(snapshot.problem, short)
     for task, count in zip(open_tasks, choice.plan.slots, strict=True):
-        if task.target:  # healing is paused: it keeps training
+        if task.target:  # it has seats, or keeps them while healing is paused
             continue
         if count == 0:
             yield from pending.record_waiting(
                 state, task, len(snapshot.slots), short.get(task.id, 0),
                 by_quota=task.id in by_quota)
-        elif state.held:  # it has no seats yet
+        elif state.held:  # it gets no seats while healing is paused
             yield from pending.record_reason(task, state.held)
 
 
 def place(state: ClusterState, tasks: list[Task], counts: tuple[int, ...],
           slots: Sequence[Slot]) -> Iterator[t.Body]:
-    """The seats of all tasks; tasks that do not grow come first."""
+    """Record the changed seats of all tasks. Tasks that do not grow come first."""
     labels = {name: node.labels for name, node in state.nodes.items()}
     seats = placement.place(tasks, counts, slots, labels)
     for task in sorted(tasks, key=lambda task: (len(seats[task.id]) > len(task.target), task.id)):

@@ -1,10 +1,10 @@
 """Membership of the next generation: its ranks, their layout and their positions.
 
-Every rank that holds and has a seat is a member. Members without a position in the layout are
-standby members: spares, and ranks with state that no other rank has. In a replica of the same shape
-a rank keeps its part of the model. Otherwise ranks are ordered node by node, so that
-tensor-parallel groups, then whole replicas, are on one node, and the copies of each part of the
-model on as many nodes as possible.
+Every waiting rank that has a seat is a member. Members without a position in the layout are
+standby members: spares, and ranks that alone have some state. If the shape of the replicas stays,
+each rank keeps its part of the model. Otherwise ranks are ordered node by node: first
+tensor-parallel groups, then whole replicas, are kept on one node. The copies of each part of the
+model are on as many nodes as possible.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .preemption import is_starting
 
 
 class Membership(NamedTuple):
-    """Members in order of position. `axes` None: all of them are data-parallel."""
+    """Members in order of position. If `axes` is None, the layout is data-parallel only."""
 
     axes: Axes | None
     members: list[Rank]
@@ -34,9 +34,9 @@ NO_MEMBERS = Membership(None, [])
 
 
 def next_membership(state: ClusterState, task: Task) -> Membership:
-    """The ranks that hold and have a seat; NO_MEMBERS if they are too few for any layout. Ranks
-    without a seat stay members while newcomers are starting, or to hand over what only they have:
-    state at all, a part of it, or a step that no other rank has finished."""
+    """The waiting ranks that have a seat; NO_MEMBERS if they are too few for any layout. Ranks
+    without a seat stay members while newcomers are starting. They also stay if only they have the
+    state, a part of it, or the newest step: then the others receive it from them."""
     train = task.spec.training
     assert train is not None
     holding = [rank for key in sorted(task.ranks) if _holds(task, rank := task.ranks[key])]
@@ -51,7 +51,7 @@ def next_membership(state: ClusterState, task: Task) -> Membership:
         most = max(rank.step_version for rank in seated)
         if any(rank.step_version > most for rank in others):
             seated += others
-        # A rank with state comes first, since the first member reports progress.
+        # The first member reports progress, so it must be a rank with state.
         return Membership(None, sorted(seated, key=lambda rank: (not rank.has_state, rank.rank)))
     axes = layout_within(train, len(seated))
     if axes is None:
@@ -70,8 +70,8 @@ def _holds(task: Task, rank: Rank) -> bool:
 
 # --- the order of members ---
 def order_members(axes: Axes, ranks: Sequence[Rank], *, apart: bool = False) -> list[Rank]:
-    """The ranks by position, standby members last. There are enough ranks for the layout. `apart`:
-    consecutive replicas are on different nodes, since each mirrors the one before."""
+    """The ranks by position, then the standby members. The ranks must suffice for the layout. With
+    `apart`, consecutive replicas are on different nodes, since each mirrors the one before it."""
     last = max((rank.held for rank in ranks if rank.held is not None),
                key=lambda held: held.generation, default=None)
     parts: dict[Slot, Coordinates] = {}
@@ -94,7 +94,7 @@ def order_members(axes: Axes, ranks: Sequence[Rank], *, apart: bool = False) -> 
 
 
 def _kept_positions(axes: Axes, parts: dict[Slot, Coordinates], *, same: bool) -> dict[int, Slot]:
-    """By position: the slot that has its part, in the fullest replicas. `same`: dp is unchanged."""
+    """The slot of each position that is kept, from the fullest replicas. `same`: dp is unchanged."""
     replicas: dict[int, dict[Slot, Coordinates]] = {}
     for slot, at in parts.items():
         replicas.setdefault(at.dp, {})[slot] = at
@@ -104,7 +104,7 @@ def _kept_positions(axes: Axes, parts: dict[Slot, Coordinates], *, same: bool) -
 
 
 def _alternate_nodes(groups: Sequence[list[Slot]]) -> list[list[Slot]]:
-    """The groups in turn, one from each node."""
+    """The groups reordered: the first group of each node, then the second of each, and so on."""
     on: dict[str, list[list[Slot]]] = {}
     for group in groups:
         on.setdefault(group[0].node, []).append(group)
@@ -122,7 +122,7 @@ def _fill_holes(axes: Axes, own: Sequence[int], places: dict[int, Slot], left: l
         peers = {places[place].node for place in own if place in places}
         near = {places[place].node for place in own
                 if place in places and coordinates(axes, place).pp == pp}
-        # A group on two nodes slows every iteration; moving its state costs once.
+        # A group on two nodes slows every iteration, whereas moving its state costs time once.
         places[hole] = slot = min(left, key=lambda slot: (
             bool(near) and slot.node not in near, parts.get(slot, (-1, -1))[:2] != (tp, pp),
             slot.node not in peers, slot))

@@ -14,10 +14,10 @@ NUM_STORES_MAX = 2
 
 
 def checkpoint_stores(state: ClusterState, task: Task, first: str) -> tuple[StoreEndpoint, ...]:
-    """The checkpoint stores of a first member on node `first`: its own node, then another. The
-    other node is preferably one without members, since they are not lost together. A node that
-    stores checkpoints already is kept; else it is the next node by name, so that tasks on different
-    nodes use different stores."""
+    """The stores of a task whose first member is on node `first`: on this node, then on another.
+    The other node is preferably without ranks of the task, so that one fault does not take both.
+    Among such nodes a present store is kept; else the next node by name is taken, so that tasks on
+    different nodes use different stores."""
     train = task.spec.training
     if train is None or not train.copy_every:
         return ()
@@ -34,10 +34,10 @@ def checkpoint_stores(state: ClusterState, task: Task, first: str) -> tuple[Stor
 
 def recovery_sources(state: ClusterState, task: Task,
                      members: Sequence[Rank]) -> tuple[MemoryCheckpoint, ...]:
-    """The in-memory checkpoints for members that have no state, or each a part of it (they find out
-    themselves if that is complete): the newest first, then the nearest to the first member.
-    Checkpoints older than the published one are left out. An unreachable node comes last: only its
-    agent may have failed, and it may have the only checkpoint. A lost node is not used."""
+    """The in-memory checkpoints to recover from: the newest first, then those on the first member's
+    node. If each member has only a part of the state, the members check whether they need one.
+    Checkpoints older than the published one are left out, as are lost nodes. Unreachable nodes come
+    last: perhaps only the agent failed, and the node may have the only checkpoint."""
     if not has_layouts(task) and any(rank.has_state for rank in members):
         return ()
     here = members[0].slot.node
@@ -49,8 +49,8 @@ def recovery_sources(state: ClusterState, task: Task,
 
 
 def replace_stores(state: ClusterState, task: Task) -> Iterator[Body]:
-    """While the task trains, replace a lost store, or move to a node without members. Until then
-    members use the store of a lost node, since only its agent may have failed."""
+    """While the task trains, replace a lost store, or move a store to a node without members. Until
+    then members use the store of a lost node, since perhaps only its agent failed."""
     first = task.members[0].node if task.members else ""
     node = state.nodes.get(first)
     if task.phase != "training" or node is None or node.health != "healthy":
@@ -62,7 +62,7 @@ def replace_stores(state: ClusterState, task: Task) -> Iterator[Body]:
 
 
 def drop_checkpoints(state: ClusterState, task: Task) -> Iterator[Body]:
-    """After the end of the task, order its stores to drop its checkpoints."""
+    """After the end of the task, order the stores to drop the task's checkpoints."""
     there = [name for name in task.store_nodes
              if name in state.nodes and state.nodes[name].health != "left"]
     if task.outcome and there and not task.drop_order:

@@ -10,14 +10,14 @@ from .processes import slot_free
 
 
 def is_preempted(state: ClusterState, task: Task) -> bool:
-    """True if the task has members and no slots, or only slots that wait for its own."""
+    """True if the task has members but no seats, or must leave its slots first (_blocks_others)."""
     return bool(task.members) and (not task.target or _blocks_others(state, task))
 
 
 def checkpoint_writer(task: Task) -> Rank | None:
-    """The member that writes the checkpoint; None if no member can, or if it is too late. The
-    member already ordered to, unless all have reported their steps and another has more. If each
-    member has a part, the first one: they gather it at the iteration's end, without faults."""
+    """The member that writes the checkpoint; None if no member can, or if it is too late. This is
+    the member that already has the order, unless all have reported and another has a newer step.
+    If each member has a part of the state, see `_first_writer`."""
     if has_layouts(task):
         return _first_writer(task)
     able = [rank for rank in task.living_members() if rank.has_state and rank.is_healthy]
@@ -31,6 +31,7 @@ def checkpoint_writer(task: Task) -> Rank | None:
 
 
 def _first_writer(task: Task) -> Rank | None:
+    """The first member, which gathers all parts at the iteration's end. None during a fault."""
     living = task.living_members()
     first = living[0] if living else None
     if (first is None or len(living) < len(task.members) or task.save_late == task.generation
@@ -40,29 +41,29 @@ def _first_writer(task: Task) -> Rank | None:
     if first.rank != task.saver:
         return first if all(rank.quiesced != task.generation for rank in living) else None
     could = task.saved is not None or bool(task.publishing) or num_unsaved(task) == 0
-    return first if could or first.quiesced != task.generation else None  # it saves, then reports
+    return first if could or first.quiesced != task.generation else None  # it saves first
 
 
 def all_quiesced(task: Task) -> bool:
-    """True if every living member has left the generation and holds."""
+    """True if every living member has left the generation and waits."""
     return all(rank.quiesced == task.generation for rank in task.living_members())
 
 
 def save_not_ordered(state: ClusterState, task: Task) -> bool:
-    """True if the task is preempted and no living member has the order to write its checkpoint."""
+    """True if the task is preempted and its checkpoint writer has no order to write yet."""
     leaving = is_preempted(state, task) and not may_end(state, task)
     first = checkpoint_writer(task) if leaving else None
     return first is not None and first.rank != task.saver
 
 
 def may_end(state: ClusterState, task: Task) -> bool:
-    """True if the members may end: their state is published, or never can be."""
+    """True if the members may end: their state is published, or no member can write it."""
     return task.phase == "quiescing" and is_preempted(state, task) and (
         checkpoint_writer(task) is None or (all_quiesced(task) and num_unsaved(task) == 0))
 
 
 def num_unsaved(task: Task) -> int:
-    """Iterations done since the published checkpoint, as far as members have reported."""
+    """Iterations done since the published checkpoint, as far as living members have reported."""
     versions = [rank.step_version for rank in task.living_members()]
     return max([0, *(version - task.saved_iteration for version in versions)])
 
@@ -76,8 +77,8 @@ def is_starting(state: ClusterState, task: Task, seat: Seat) -> bool:
 
 
 def _blocks_others(state: ClusterState, task: Task) -> bool:
-    """True if no member keeps its seat, no newcomer can start, and others wait for its slots. Such
-    tasks can wait for each other in a cycle, so one of them must leave its slots first."""
+    """True if no rank keeps its seat, no newcomer can start, and other tasks wait for its slots.
+    Such tasks can wait for each other in a cycle, so one task must leave its slots first."""
     if any(seat.rank in task.ranks or is_starting(state, task, seat) for seat in task.target):
         return False
     own = [rank.slot for rank in task.living_members()]

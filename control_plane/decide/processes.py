@@ -20,7 +20,7 @@ NUM_PORTS = 10_000
 
 
 def rendezvous_port(task: Task) -> int:
-    """A command's rendezvous port: another in each round, since the last may be in use."""
+    """A command's rendezvous port. It changes in each round, since the last may still be in use."""
     return PORT_FIRST + (task.id * 131 + task.rounds * 17) % NUM_PORTS if task.spec.command else 0
 
 
@@ -28,7 +28,7 @@ def start_rank(state: ClusterState, task: Task, seat: Seat, port: int) -> StartR
     """The order that starts the seat's next process."""
     spec = task.spec
     host = state.nodes[task.target[0].slot.node].host if spec.command else ""
-    if task.declined:  # from now on it is restarted as a plain command
+    if task.declined:  # from now on the task is restarted as a plain command
         spec = replace(spec, heal=None)
     return StartRank(
         nodes=(seat.slot.node,), task=task.id, rank=seat.rank,
@@ -46,14 +46,14 @@ def stop_rank(task: Task, rank: Rank, grace_s: float, why: str) -> StopRank:
 
 
 def stop_pending(state: ClusterState, task: Task, rank: Rank) -> bool:
-    """True if another StopRank would be too early, or exceed NUM_STOPS_MAX."""
+    """True if another StopRank order would be too early, or one more than NUM_STOPS_MAX."""
     armed = f"stop/{task.id}/{rank.rank}/{rank.attempt}" in state.deadlines
     return armed or len(rank.stop_orders) >= NUM_STOPS_MAX
 
 
 def slot_free(state: ClusterState, seat: Seat) -> bool:
-    """True if a process can be started in the seat's slot: its last process is reaped. On a drained
-    node nothing is started, even for tasks whose seats still have to move."""
+    """True if a process can be started in the seat's slot: no process occupies the slot any more.
+    On a drained node nothing is started, even for tasks whose seats still have to move."""
     node = state.nodes.get(seat.slot.node)
     return (node is not None and node.takes_tasks and seat.slot.index not in node.occupants
             and not node.is_disabled(seat.slot.index))
@@ -61,9 +61,9 @@ def slot_free(state: ClusterState, seat: Seat) -> bool:
 
 # --- Healing paused: orders are suppressed and described ---
 def suppress_orders(state: ClusterState, task: Task, bodies: Iterable[Body]) -> Iterator[Body]:
-    """Yield the decisions; instead of the orders, one OrderSuppressed that describes them and the
-    changes of the plan. `bodies` must not depend on the fold of its orders. A second call yields
-    nothing new."""
+    """Yield the decisions among `bodies`. Replace the orders by one OrderSuppressed that describes
+    them and the changes of the plan; if it is already in the log, yield none. `bodies` must not
+    depend on the fold of its orders."""
     words = _plan_changes(state, task)
     for body in bodies:
         if isinstance(body, o.ORDERS):
@@ -76,7 +76,7 @@ def suppress_orders(state: ClusterState, task: Task, bodies: Iterable[Body]) -> 
 
 
 def _plan_changes(state: ClusterState, task: Task) -> list[str]:
-    """The changes of the last plan for this task."""
+    """The changes that the last plan has for this task, and the nodes that it has to leave."""
     given = [x.slots for x in state.plan.allocations if x.task == task.id] if state.plan else []
     num = len(task.target)
     words = [f"from {num} to {slots} slot{'s' * (slots != 1)}, by the plan"

@@ -18,10 +18,10 @@ from .decide import decide
 
 
 class Verdict(Struct, kw_only=True):
-    """The result of `verify`. `seq` is the first record that differs, 0 if none does. `differ`
-    counts by kind the decisions of epochs of another decider version that this version would not
-    make; that is no corruption. Data on which no decision depends (a loss, a text) can only be
-    compared as a whole: `log_hash` is over every byte of every record."""
+    """The result of `verify`. `seq` is the first record that differs, or 0. `differ` counts, by
+    kind, recorded decisions of another decider version that this version would not make; they are
+    no corruption. Replay cannot check data on which no decision depends (a loss, a text). For these
+    compare `log_hash`, which covers every byte of every record."""
 
     seq: int = 0
     problem: str = ""
@@ -75,8 +75,8 @@ def replay(records: Iterable[Record]) -> ClusterState:
 
 def verify(records: Iterable[Record], *, complete: bool = True,
            watch: Callable[[ClusterState, Record], None] | None = None) -> Verdict:
-    """Fold the log, recompute and compare every decision; errors are in the verdict. `complete`
-    False: it may end inside a batch. `watch` gets each record after its fold."""
+    """Fold the log, recompute and compare every decision; errors are in the verdict. If `complete`
+    is False, the log may end inside a batch. `watch` is called with each record after its fold."""
     verdict, state = Verdict(), ClusterState()
     try:
         _Check(verdict, state, complete, watch).run(records)
@@ -91,7 +91,7 @@ def verify(records: Iterable[Record], *, complete: bool = True,
 
 
 class _Check:
-    """One pass over the log, one record ahead."""
+    """One pass over the log, with a look-ahead of one record."""
 
     def __init__(self, verdict: Verdict, state: ClusterState, complete: bool,
                  watch: Callable[[ClusterState, Record], None] | None) -> None:
@@ -148,7 +148,7 @@ class _Check:
             self._unexpected(self._ahead, "a decision that the decider does not make")
 
     def _unexpected(self, record: Record, problem: str) -> None:
-        """A decision that this decider does not make: valid only from another version."""
+        """Take a decision that this decider does not make; only another version may make it."""
         self._envelope(record)
         if self._is_same_version():
             raise _Difference(record.seq, problem, None, record)

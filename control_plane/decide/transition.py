@@ -1,9 +1,8 @@
 """The transition of a task: one literal table, its conditions and its orders.
 
-`next_decisions` compares the target (the seats) with the present (the processes) and yields the
-next orders. It reads levels, not events: called again in the same state it yields nothing, so a
-takeover needs nothing special. The table is ARCHITECTURE's. The fold changes the phase when it
-folds the order of a row.
+`next_decisions` compares the target state (the seats) with the actual state (the processes) and
+yields the next orders. It is level-triggered: a second call in the same state yields nothing, so a
+new leader needs no special case. The fold of an order changes the phase.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ from .processes import (
 )
 
 NUM_ROWS_MAX = 8
-"""The most rows of the table that one record can trigger; more is a bug."""
+"""The most rows of the table that one record can trigger. More rows are a bug."""
 
 Condition = Callable[[ClusterState, Task], bool]
 Action = Callable[[ClusterState, Task], Iterator[Body]]
 
 
 class Row(NamedTuple):
-    """In `phase`, if `on` is true, `then` yields an order whose fold leads to phase `to`."""
+    """If `on` is true in `phase`, `then` yields an order. The fold of the order sets phase `to`."""
 
     phase: Phase
     on: Condition
@@ -56,27 +55,27 @@ class Row(NamedTuple):
 
 # --- conditions ---
 def every_seat_ready(state: ClusterState, task: Task) -> bool:
-    """Every seat has a healthy rank that holds (RankReady), and they are enough for a layout."""
+    """Every seat has a healthy rank that is ready (RankReady). The ranks suffice for a layout."""
     return bool(task.target) and not _awaits_plan(state, task) and all(
         _ready(task.ranks.get(seat.rank), seat) for seat in task.target) and (
             bool(next_membership(state, task).members))
 
 
 def member_gone(state: ClusterState, task: Task) -> bool:
-    """A process of the generation has ended, has timed out, or has a StopRank."""
+    """A process of the generation has ended, has timed out, or has been ordered to stop."""
     living = task.living_members()
     return len(living) < len(task.members) or any(
         rank.timeout_reason or rank.stop_orders for rank in living)
 
 
 def no_root_cause(state: ClusterState, task: Task) -> bool:
-    """A collective failed, and evidence_s_max passed without a root cause."""
+    """A collective of the generation failed, and no root cause was found within evidence_s_max."""
     return task.uncaused_generation == task.generation
 
 
 def seats_differ(state: ClusterState, task: Task) -> bool:
-    """Newcomers hold, or members have lost their seat; no other newcomer is starting. A seat whose
-    slot is still occupied by another task delays nothing if any member keeps its seat."""
+    """A newcomer is ready, or some members have lost their seat and others keep theirs. No other
+    newcomer is starting: the task does not wait for a slot that another task still occupies."""
     if not task.target or task.failed_s >= 0 or _unreachable(state, task):
         return False
     if any(is_starting(state, task, seat) for seat in task.target):
@@ -93,14 +92,14 @@ def no_slots(state: ClusterState, task: Task) -> bool:
 
 
 def boundary_disturbed(state: ClusterState, task: Task) -> bool:
-    """The iteration's end cannot be reached: a member is gone or its collective failed. If all
-    members have left the generation, it was reached."""
+    """The members cannot reach the end of the iteration: a member is gone or a collective failed.
+    Once all members have left the generation, they have reached the end."""
     return (task.mode == "boundary" and (task.failed_s >= 0 or member_gone(state, task))
             and not may_end(state, task) and not all_quiesced(task))
 
 
 def every_member_quiesced(state: ClusterState, task: Task) -> bool:
-    """Every living member has left the generation and holds, and they are enough for a layout."""
+    """Every living member has left the generation, and the waiting ranks suffice for a layout."""
     return (all_quiesced(task) and not _awaits_plan(state, task)
             and bool(next_membership(state, task).members))
 
@@ -112,7 +111,7 @@ def generation_broken(state: ClusterState, task: Task) -> bool:
 
 
 def every_member_reconfigured(state: ClusterState, task: Task) -> bool:
-    """All members are in the generation, have settled and hold."""
+    """All members have joined the generation and settled it. They wait for Resume."""
     return all(rank.reconfigured == task.generation for rank in task.living_members())
 
 
@@ -126,7 +125,7 @@ def _unreachable(state: ClusterState, task: Task) -> bool:
 
 
 def _awaits_plan(state: ClusterState, task: Task) -> bool:
-    """A plan follows in the same batch: a rank with state but no seat may get one."""
+    """A plan follows in the same batch. It may give a seat to a rank that has state but no seat."""
     return bool(state.replan) and not task.ending and not is_pinned(state, task)
 
 
@@ -140,13 +139,13 @@ def quiesce_boundary(state: ClusterState, task: Task) -> Iterator[Body]:
 
 
 def quiesce_again(state: ClusterState, task: Task) -> Iterator[Body]:
-    """Repeat the Quiesce, with the order to write a checkpoint."""
+    """Repeat the Quiesce order, now with the request to write a checkpoint."""
     wait = task.mode == "boundary" and not all_quiesced(task)
     yield _quiesce(state, task, "boundary" if wait else "now")
 
 
 def _quiesce(state: ClusterState, task: Task, mode: QuiesceMode) -> Quiesce:
-    """The order to all living members; the checkpoint writer comes first."""
+    """The Quiesce order to all living members, with the checkpoint writer as the first of them."""
     first = checkpoint_writer(task) if is_preempted(state, task) else None
     living = sorted(task.living_members(), key=lambda rank: rank is not first)
     return Quiesce(nodes=_nodes([rank.slot.node for rank in living]), task=task.id,
@@ -155,7 +154,7 @@ def _quiesce(state: ClusterState, task: Task, mode: QuiesceMode) -> Quiesce:
 
 
 def reconfigure(state: ClusterState, task: Task) -> Iterator[Body]:
-    """Form the next generation of the ranks that hold and have a seat."""
+    """Form the next generation from the members that `next_membership` selects."""
     yield from network_incident(state, task)
     axes, ranks = next_membership(state, task)
     members = tuple(Member(rank.rank, rank.attempt, rank.slot.node, rank.endpoint)
@@ -170,7 +169,7 @@ def reconfigure(state: ClusterState, task: Task) -> Iterator[Body]:
 
 
 def resume(state: ClusterState, task: Task) -> Iterator[Body]:
-    """Train. `progress_from` repeats progress that a lost first member did not report."""
+    """Train on. From `progress_from` on, progress is reported anew: a report may have been lost."""
     yield Resume(nodes=_nodes([member.node for member in task.members]), task=task.id,
                  generation=task.generation, progress_from=min(task.iteration, task.settled))
 
@@ -214,7 +213,7 @@ def next_decisions(state: ClusterState, task: Task) -> Iterator[Body]:
         yield from _transition(state, task)
         yield from _stop(state, task)
         yield from _start(state, task)
-        # last, since it avoids the nodes of processes just started
+        # This comes last, since it avoids the nodes of processes that were just started.
         yield from memory_checkpoints.replace_stores(state, task)
     yield from _publish_and_close(state, task)
 
@@ -243,7 +242,7 @@ def _publish_and_close(state: ClusterState, task: Task) -> Iterator[Body]:
 
 
 def _next_orders(state: ClusterState, task: Task) -> Iterator[Body]:
-    """The orders that would follow; none of them depends on the fold of another."""
+    """The orders that would follow if healing were on. None depends on the fold of another."""
     yield from _stop_orphans(state, task)
     if task.ending:
         yield from _end(state, task)
@@ -265,14 +264,14 @@ def _transition(state: ClusterState, task: Task) -> Iterator[Body]:
     for _ in range(NUM_ROWS_MAX):
         row = _row(state, task)
         if row is None or (state.held and task.phase == "training"):
-            return  # while paused one transition is completed and no other begun
+            return  # while healing is paused, no new transition begins
         yield from row.then(state, task)
         assert task.phase == row.to, f"task {task.id}: {row} led to {task.phase}"
     raise AssertionError(f"task {task.id}: transitions do not end")
 
 
 def _stop(state: ClusterState, task: Task) -> Iterator[Body]:
-    """Stop processes that have timed out or have no seat any more."""
+    """Stop processes that have timed out, and processes that no longer have a seat."""
     slots = task.seats_at
     for key in sorted(task.ranks):
         rank = task.ranks[key]
@@ -288,7 +287,7 @@ def _stop(state: ClusterState, task: Task) -> Iterator[Body]:
 
 
 def _stop_orphans(state: ClusterState, task: Task) -> Iterator[Body]:
-    """Stop processes that the task has replaced, once their node is reachable again."""
+    """Stop replaced processes once their node is reachable again."""
     for orphan in list(task.orphans):
         node = state.nodes.get(orphan.slot.node)
         if node is not None and node.health == "healthy" and not stop_pending(state, task, orphan):
@@ -303,7 +302,7 @@ def _start(state: ClusterState, task: Task) -> Iterator[Body]:
 
 
 def _publish(state: ClusterState, task: Task) -> Iterator[Body]:
-    """Have the checkpoint published by the writer's node, or by another if that node is gone."""
+    """Order the writer's node to publish; if it is gone, another publishes a final checkpoint."""
     if task.spec.training is None:
         return
     output = task.spec.training.output
@@ -344,7 +343,7 @@ def _finish(state: ClusterState, task: Task) -> Iterator[Body]:
 
 
 def _end(state: ClusterState, task: Task) -> Iterator[Body]:
-    """Cancelled or failed: stop all processes; the task ends when all are reaped."""
+    """The task is cancelled or has failed: stop all processes. It ends when all are reaped."""
     for key in sorted(task.ranks):
         rank = task.ranks[key]
         if not rank.stopping or (rank.timeout_reason and not stop_pending(state, task, rank)):
