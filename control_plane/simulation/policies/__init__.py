@@ -1,7 +1,7 @@
 """The policies that a simulation compares, with the published and measured source of each constant.
 
-Read `policy` first, then `unicron`, then the others. A policy replaces `decide`; all policies go
-through the same fold and the same transitions.
+Read `policy` first, then `unicron`, then the others. A policy supplies `decide`; the fold and the
+transitions are the same for all policies.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Common parts of the policies other than Unicron's: they only choose the assignment of slots.
+"""Common parts of the policies other than Unicron's, which only choose the assignment of slots.
 
-Until the first fault they plan as Unicron does, without their spare nodes, so that all policies
-start from the same plan. After it, `allocate` assigns the slots of each task. Allocation rules
-assign from the start. The transitions are those of the decider's table.
+Until the first fault these policies use Unicron's planner on all nodes but their spares, so that
+all start from the same plan. After the first fault `allocate` assigns the slots of each task.
+Allocation rules assign slots from the start. All transitions are those of the decider's table.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ...state.task import Task
 from ...throughput import table
 
 Seats = Mapping[int, tuple[Seat, ...]]
-"""By task."""
+"""The assignments of each task, by the number of the task."""
 Allocate = Callable[[ClusterState, Mapping[int, int]], Seats]
 """The assignment of each task, given the sizes that tasks had before the first fault."""
 Due = Callable[[TaskDemand], float]
@@ -34,7 +34,7 @@ Due = Callable[[TaskDemand], float]
 
 
 def following(allocate: Allocate, num_spares: int = 0) -> Decide:
-    """A `decide` for one run: at first `num_spares` idle nodes, after a fault `allocate`."""
+    """A `decide` for one run: the planner with `num_spares` idle nodes; after a fault `allocate`."""
     sizes: dict[int, int] = {}
     allocated: dict[int, _Last] = {}
 
@@ -51,7 +51,7 @@ def following(allocate: Allocate, num_spares: int = 0) -> Decide:
 
 
 def _with_newcomers(state: ClusterState, seats: Seats, sizes: dict[int, int]) -> Seats:
-    """A task submitted after the first fault gets the most free slots, in order of submission."""
+    """Give each task submitted after the first fault, in order, its largest size that is free."""
     found = {**seats}
     for task in live_tasks(state):
         if task.id in sizes or found.get(task.id):
@@ -72,7 +72,7 @@ def has_failed(state: ClusterState) -> bool:
 
 
 def sharing(due: Due) -> Decide:
-    """A `decide` for one run: each task has its share, whatever its throughput."""
+    """A `decide` for one run: each task gets its share by `due`, whatever its throughput."""
     def plan(state: ClusterState) -> Iterator[t.Body]:
         snapshot = planning_snapshot(state)
         yield from _records(
@@ -82,8 +82,8 @@ def sharing(due: Due) -> Decide:
 
 
 def shared(problem: PlanProblem, due: Due) -> tuple[int, ...]:
-    """For each task the largest size within its share. Slots left over go, size by size, to the
-    task whose next size exceeds its share least, then to the first."""
+    """Give each task the largest size within its share. Then, while a larger size of some task
+    fits, choose the one that exceeds the task's share least; in a tie, that of the first task."""
     dues = [due(demand) for demand in problem.demands]
     whole = math.fsum(dues)
     shares = [problem.num_slots * one / whole for one in dues]
@@ -100,7 +100,7 @@ def shared(problem: PlanProblem, due: Due) -> tuple[int, ...]:
 
 
 def _initial_plan(state: ClusterState, num_spares: int) -> Seats:
-    """The planner's assignment without the last `num_spares` nodes."""
+    """The planner's assignment if the last `num_spares` nodes, by name, are left idle."""
     snapshot = planning_snapshot(state)
     names = sorted({slot.node for slot in snapshot.slots})
     spare = set(names[len(names) - num_spares:] if num_spares else ())
@@ -125,7 +125,7 @@ class _Last(NamedTuple):
 
 
 def _records(state: ClusterState, seats: Seats, known: dict[int, _Last]) -> Iterator[t.Body]:
-    """The records of an assignment. `known`: the last allocation by task."""
+    """The records of an assignment. `known` has the last allocation of each task."""
     tasks, waf = live_tasks(state), 0.0
     for task in tasks:
         slots = len(task.target), len(seats.get(task.id, ()))
@@ -152,7 +152,7 @@ def kept(state: ClusterState, sizes: Mapping[int, int]) -> Seats:
 
 
 def moved(state: ClusterState, sizes: Mapping[int, int]) -> Seats:
-    """A task replaces its lost slots by free ones if there are enough of them; else it waits."""
+    """A task replaces its lost slots by free slots. If these are too few, the task waits."""
     return _refilled(state, sizes, whole=True)
 
 
@@ -175,7 +175,7 @@ def _refilled(state: ClusterState, sizes: Mapping[int, int], *, whole: bool) -> 
     taken.update(*own.values())
     free = [slot for slot in allocatable_slots(state) if slot not in taken]
     grows = True
-    while grows:  # slots that one task frees may serve another
+    while grows:  # another task may use the slots that one task frees
         grows = False
         for task in changed:
             lacks = sizes.get(task.id, 0) - len(own[task.id])

@@ -1,11 +1,11 @@
 """Policies that continue with the nodes that are left: torchft, Oobleck, Bamboo, Varuna.
 
-Each constant is the one more favourable to the policy: the published value or what this project's
-benches measured. "Bench" and "trial" as in restarting.py.
+Of the published value and the value that this project measured, each constant is the one that
+favours the policy more. restarting.py explains "bench" and "trial".
 
 | constant | published | measured |
 |---|---|---|
-| shrink: fault to next step | no | 0.53 s (trial), 1.85 s, its release 4.66 s (bench) |
+| shrink: fault to next step | no | 0.53 s (trial), 1.85 s (bench), 4.66 s (bench, release) |
 | shrink: a hang | no | 2.12 s to the next step (bench, SIGSTOP) |
 | the others: a node is lost | 5.6 s (Unicron, table 2) | 1.17 s (bench, Unicron) |
 | the others: a process has ended | 1.8 s (the same) | 0.076 s (the same) |
@@ -17,12 +17,12 @@ benches measured. "Bench" and "trial" as in restarting.py.
 | Varuna restarts | 701 s | no |
 | speed of Oobleck, Bamboo, Varuna | 0.27 to 0.32, 0.22 to 0.26, 0.21 to 0.25 (derived) | no |
 
-Shrink is torchft's nightly with a heartbeat of 500 ms. 10, 450 and 701 s are of a model of 6.7 B
-(Oobleck's artifact, SOSP'23, 30 A40). Bamboo's 30 s for what redundancy cannot cover, and that it
-is 1.5 times slower until it has rebalanced, are left out in its favour. When these three notice a
-fault is published nowhere: they notice it as early as Unicron. Their speed without a fault,
-relative to Megatron's, is what Unicron's paper implies by its ratios; the upper end is taken. So
-those ratios are no evidence here, and docs/guides/paper.md shows the ratios at Megatron's speed.
+Shrink is torchft's nightly with a heartbeat of 500 ms. The 10, 450 and 701 s are for a model of
+6.7 B (Oobleck's artifact, SOSP'23, 30 A40). In Bamboo's favour two costs are left out: 30 s where
+redundancy is not enough, and being 1.5 times slower until it has rebalanced. No publication says
+when these three notice a fault: here they do as early as Unicron. Their speed without a fault is
+the upper end of what the ratios in Unicron's paper imply. So these ratios prove nothing here;
+docs/guides/paper.md also shows them with the three at Megatron's speed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SHRINK = Policy(
     what="the failed job continues smaller, until its nodes are back",
     heals=True, decides=lambda _, __: following(shrunk),
     costs=Costs(
-        # 0.5 s is the heartbeat's limit, which is nearly all of it.
+        # Of the 0.53 s until the next step, 0.5 s is the limit of the heartbeat.
         detect_s=dict.fromkeys((s.NCCL_TIMEOUT, s.LINK_FLAPPING, s.TASK_HANG), 2.09),
         detect_other_s=0.5, start_s=START_S, regroup_s=0.03, checkpoint_s=1800.0))
 _RESILIENT = Costs(
@@ -58,5 +58,5 @@ BAMBOO = Policy(
 VARUNA = Policy(
     what="the job restarts from a checkpoint, on the nodes left",
     heals=False, decides=lambda _, __: following(shrunk),
-    # A checkpoint every ten iterations, whose 120 s are in its speed.
+    # A checkpoint every ten iterations. The 120 s that it takes are part of Varuna's speed.
     costs=replace(_RESILIENT, start_s=701.0, checkpoint_s=100.0, speed=0.25))

@@ -10,14 +10,14 @@ from ...decide.decide import Decide
 
 
 class Costs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How long the steps of one policy take, in seconds. The file of the policy names the sources.
+    """How long the steps of one policy take, in seconds. The policy's module names the sources.
 
     `detect_s`: from a fault until it is reported, by cause; `detect_other_s` for all other causes.
     A cause in `detect_iterations` takes at least this number of iterations. `start_s`: from the
     order to start a process until it trains, or, in a task that heals in memory, until it is ready.
-    `quiesce_s`: until a member has left its generation after the order to leave at once.
-    `regroup_s`: until the members are in the next generation, with their parts of the state. A
-    checkpoint is made every `checkpoint_s` of training, one in memory every `copy_s`, 0 for none.
+    `quiesce_s`: from an order to leave a generation at once until a member has left it.
+    `regroup_s`: from an order to join the next generation until a member has joined, with its state.
+    `checkpoint_s`, `copy_s`: training time between two checkpoints, on disk and in memory; 0: none.
     `speed`: training speed without a fault, relative to Megatron's. `num_spares` nodes are idle.
     """
 
@@ -33,15 +33,15 @@ class Costs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     num_spares: int = 0
 
     def detection_s(self, cause: str, iteration_s: float) -> float:
-        """From a fault of this cause until it is reported, if an iteration takes `iteration_s`."""
+        """The time from a fault of this cause to its report, given the time of an iteration."""
         return max(self.detect_s.get(cause, self.detect_other_s),
                    self.detect_iterations.get(cause, 0.0) * iteration_s)
 
 
 class Policy(Struct, frozen=True, kw_only=True):
-    """`heals`: members continue in memory; otherwise all processes of a task restart together.
-    `escalates`: nodes are quarantined and tasks fail by the limits. `decides` makes the `decide` of
-    a run from its costs and the model sizes by task; `by_params`: it needs these."""
+    """`heals`: after a fault the surviving members keep their state; if not, all processes of the
+    task restart. `escalates`: the limits can quarantine a node and fail a task. `decides` makes the
+    `decide` of a run from its costs and, if `by_params`, the model size of each task."""
 
     what: str
     heals: bool

@@ -1,8 +1,8 @@
 """Policies that restart the whole job from a checkpoint.
 
-Each constant is the one more favourable to the policy: the published value or what this project's
-benches measured with four ranks over gloo on two cores. "Bench" is docs/guides/bench-detection.md
-and docs/guides/bench-recovery.md; "trial" is an earlier run of the same fault, also on four ranks.
+Of the published value and the value that this project measured (four ranks over gloo, two cores),
+each constant is the one that favours the policy more. "Bench" is docs/guides/bench-detection.md and
+docs/guides/bench-recovery.md; "trial" is an earlier run of the same fault, also on four ranks.
 
 | constant | published | measured |
 |---|---|---|
@@ -15,14 +15,14 @@ and docs/guides/bench-recovery.md; "trial" is an earlier run of the same fault, 
 | Slurm notices a lost node | 300 s (SlurmdTimeout) | no |
 | Kubernetes notices a lost node | 40 s and 300 s (below) | no |
 | Kubernetes starts a container again | 10 s (first back-off) | no |
-| spares: noticed, restarted | 60 s (ByteRobust), 45 s (HyperPod: 105 s in all) | 2.6 s (trial) |
+| spares: to notice, to restart | 60 s (ByteRobust), 45 s (HyperPod: 105 s in all) | 2.6 s (trial) |
 | spares: a hang is noticed | 60 s (ByteRobust) | 2.06 s (bench) |
-| checkpoint | each 1,800 s: 15 min are done again (Unicron) | a setting |
+| checkpoint | every 1,800 s: 15 min of work are repeated (Unicron) | a setting |
 
-4.0 s: torchrun's restart took 4.2 s (trial; 7.5 s in the bench) until the next step, 0.21 s of it
-to notice. Without a GPU, so less than CUDA and NCCL need. Scheduling takes 454 s at 2,048 GPUs, the
-least published (ByteRobust, arXiv 2509.16293, table 7). Kubernetes: node-monitor-grace-period 40 s,
-then pods tolerate an unreachable node for 300 s (DefaultTolerationSeconds).
+4.0 s: in the trial torchrun's next step came after 4.2 s, of which it took 0.21 s to notice the
+fault (bench: 7.5 s). CUDA and NCCL on a GPU take longer. 454 s: the shortest published scheduling
+time, at 2,048 GPUs (ByteRobust, arXiv 2509.16293, table 7). Kubernetes: node-monitor-grace-period
+40 s, then pods tolerate an unreachable node for 300 s (DefaultTolerationSeconds).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .baseline import following, kept, moved
 from .policy import Costs, Policy
 
 START_S = 4.0
-"""torchrun's restart: processes that import, build the model and load a checkpoint."""
+"""torchrun's restart: its processes import, build the model and load a checkpoint."""
 NODE_S, EXIT_S, RAISED_S = 1.17, 0.21, 1.08
 COLLECTIVE_S = 600.0
 _SILENT = dict.fromkeys((s.OTHER_NETWORK, s.NCCL_TIMEOUT, s.LINK_FLAPPING, s.TASK_HANG),
@@ -66,9 +66,9 @@ SPARES = Policy(
     what="a spare node takes over; the job restarts in its processes",
     heals=False, decides=lambda costs, _: following(moved, costs.num_spares),
     costs=Costs(
-        # NVRx was 1.85 s later after SIGSTOP than after SIGKILL. A lost node as by torchrun.
+        # NVRx noticed SIGSTOP 1.85 s later than SIGKILL. A lost node takes as long as by torchrun.
         detect_s={s.LOST_CONNECTION: NODE_S, **dict.fromkeys(_SILENT, EXIT_S + 1.85)},
         detect_other_s=EXIT_S, start_s=2.6 - EXIT_S,
-        # State comes from a peer's memory, so that one iteration is done again (AWS, HyperPod):
-        # 10 s in the paper's scenarios.
+        # The state comes from a peer's memory, so only one iteration is repeated (AWS, HyperPod).
+        # In the paper's scenarios an iteration takes 10 s.
         checkpoint_s=10.0, num_spares=1))

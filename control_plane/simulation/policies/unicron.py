@@ -1,4 +1,4 @@
-"""Unicron: the decider as it is, with the durations that its steps take by measurement."""
+"""Unicron: the unchanged decider, with the measured durations of its steps."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ POLICY = Policy(
     heals=True, escalates=True, decides=lambda _, __: decide.decide,
     costs=Costs(
         # docs/guides/bench-detection.md: medians of ten faults each on two cores. A hang, or a
-        # collective in which others wait, is reported after three iterations, a second at least.
+        # collective in which others wait, is reported after three iterations, but at least 1 s.
         detect_s={s.EXITED_ABNORMALLY: 0.076, s.LOST_CONNECTION: 1.17, s.OTHER_NETWORK: 1.35,
                   s.NCCL_TIMEOUT: 1.18, s.LINK_FLAPPING: 1.18, s.TASK_HANG: 1.18},
         detect_other_s=0.019,
         detect_iterations={s.NCCL_TIMEOUT: 3.0, s.LINK_FLAPPING: 3.0, s.TASK_HANG: 3.0},
-        # A guess for GPUs: a rank with a CUDA context and NCCL is ready in tens of seconds. On
-        # gloo, without a GPU, it is 1.4 s (docs/guides/bench-recovery.md, `restart`).
+        # A guess: with CUDA and NCCL a rank on a GPU is ready after tens of seconds. On gloo,
+        # without a GPU, it is ready after 1.4 s (docs/guides/bench-recovery.md, `restart`).
         start_s=30.0,
-        # docs/guides/bench-recovery.md, `breakdown` and the layouts: on gloo, 0.3 to 0.6 s in all.
+        # Together 0.3 to 0.6 s on gloo (docs/guides/bench-recovery.md, `breakdown` and layouts).
         quiesce_s=0.3, regroup_s=0.3,
         checkpoint_s=1800.0, copy_s=300.0))
