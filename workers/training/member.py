@@ -37,9 +37,9 @@ from .step.gradient_reduction import Outcome, is_cuda_error
 from .step.iteration import Iteration, clock
 
 PROGRESS_S = 1.0
-"""Interval at which the member at position 0 reports progress."""
+"""Minimum time between two progress reports of the member at position 0."""
 WHY_CHARS_MAX = 1000
-"""Characters of the error of a collective or of a join that are reported."""
+"""Characters that are reported of the error of a collective or of a join."""
 
 log = structlog.get_logger()
 
@@ -47,8 +47,8 @@ log = structlog.get_logger()
 class Member:
     """One rank's process, from RankReady to RankFinished.
 
-    `generation` is the newest one that an order named; `joined`: the member is in it. Outside a
-    generation the member waits for the next order and keeps its state.
+    `generation` is the newest generation that an order named. `joined` tells whether the member is
+    in it. Outside a generation, the member keeps its state and waits for the next order.
     """
 
     def __init__(self, control: Control, start: StartRank, environment: Mapping[str, str],
@@ -96,12 +96,12 @@ class Member:
                                       tell=control.tell, note=self.trace.note)
         self.digest = words.digest
         self.settled = 0
-        """The step version at which the current generation starts."""
+        """The step version from which the current generation trains."""
         self.resume_iteration: Callable[[], None] | None = None
         """Resumes the iteration once all members have their parts of the model."""
         self.reported_to = 0
         self.reported_s = 0.0
-        # Objects built so far live for ever. Without this, a collection costs 100 to 500 ms.
+        # The objects built so far stay. If they are not frozen, a collection takes 100 to 500 ms.
         gc.collect()
         gc.freeze()
 
@@ -115,7 +115,7 @@ class Member:
 
     @property
     def is_standby(self) -> bool:
-        """Whether this member is a standby: it provides state and trains nothing."""
+        """Whether this is a standby member, which provides state and trains nothing."""
         return self.communicators.place >= num_positions(self.axes)
 
     def run_to_completion(self) -> None:
@@ -124,8 +124,8 @@ class Member:
             pass
 
     def steps(self) -> Generator[int | None]:
-        """`run_to_completion` as a generator. Yields None where a generation starts to train, and
-        each iteration that all members have stepped. `run_collectively` may be used there."""
+        """`run_to_completion` as a generator. Yields None when a generation starts to train, and
+        each iteration that all members have stepped. Then `run_collectively` may be called."""
         self.control.tell(reports.RankReady(
             **self._ids, endpoint=self.communicators.endpoint,
             num_params=sum(param.numel() for _, param in self.trainee.named_parameters()),
@@ -187,7 +187,7 @@ class Member:
         self._report_quiesced()
 
     def _join_generation(self, order: Reconfigure, place: int) -> reports.Reconfigured:
-        """Build communicators, exchange claims, recover missing state. Raises RuntimeError."""
+        """Exchange claims, build communicators, recover missing state. Raises RuntimeError."""
         began_s = clock()
         self._note("meet")
         claim_bytes = self.communicators.meet(
@@ -221,7 +221,6 @@ class Member:
             origin_node=recovered.node, received_from=recovered.taken)
 
     def _replica(self, place: int) -> frozenset[int]:
-        """The ranks of this member's replica."""
         if self.is_standby:
             return frozenset((self.start.rank,))
         dp = coordinates(self.axes, place).dp
@@ -229,7 +228,7 @@ class Member:
 
     # --- training -------------------------------------------------------------------------------
     def _train(self, order: Resume) -> Generator[int | None, None, bool]:
-        """Train until an order to stop, a failure or the last iteration; True at the last."""
+        """Train until an order to stop, a failure or the end. Returns True at the end."""
         self.recovery.activate()
         if self.resume_iteration is not None:
             self.resume_iteration()
@@ -251,7 +250,7 @@ class Member:
                 outcome = self._take_due_checkpoints(at, outcome)
                 if outcome in ("stepped", "boundary"):
                     yield at - 1
-                if not self.joined:  # the generation was left meanwhile
+                if not self.joined:  # `run_collectively` has left the generation
                     return False
         self.pulse.mark("boundary", OUTSIDE_CODE)
         self._report_progress()
@@ -288,7 +287,7 @@ class Member:
         return outcome
 
     def _gather(self, at: int, to: int, outcome: Outcome) -> Outcome:
-        """Gather the full state at position `to`, unless each member has it; the outcome."""
+        """Gather the full state at `to`, unless each member has it. Returns the new outcome."""
         if is_fully_replicated(self.axes, self.train.parallel):
             return outcome
         failed = self.iteration.reduction.run_collectively(
@@ -296,8 +295,8 @@ class Member:
         return outcome if failed is None else failed
 
     def run_collectively(self, call: Callable[[], None]) -> bool:
-        """Run a collective of all members between two steps. True if it succeeded. If not, this
-        member has left its generation, and the next item of `steps` is in another one."""
+        """Run a collective of all members between two steps. Returns whether it succeeded. If not,
+        this member has left its generation, and `steps` continues in another generation."""
         failed = self.iteration.beside(self.control, self.communicators, call)
         if failed is None:
             return True
@@ -314,8 +313,9 @@ class Member:
             rule=verdict.rule, peer=verdict.peer))
 
     def _exit_if_too_many_abandoned(self, outcome: Outcome) -> None:
-        """At most one member exits after a step. No state is lost: its peers are at this or the
-        previous step. A member stays if it is alone, has an order to stop, or is done."""
+        """Exit if too many abandoned collectives wait. At most one member exits after a step, and
+        its peers hold its state of this or the previous step. No member exits if it has no such
+        peer, has an order to stop, or is done."""
         num_members = self.communicators.num_members
         if (outcome == "stepped" and self.step_version < self.train.iterations
                 and self.axes.dp > 1 and self.train.parallel.optimizer != "sharded"
@@ -324,7 +324,7 @@ class Member:
             self.control.exit_too_many_abandoned()
 
     def _report_progress(self) -> None:
-        """Report all iterations not yet reported. The member at position 0 reports."""
+        """Report all iterations not yet reported, if this member is at position 0."""
         if self.communicators.place == 0:
             for report in self.history.tell(
                     self.reported_to, task=self.start.task, generation=self.generation,
@@ -347,7 +347,7 @@ class Member:
                          self.generation, stores)
 
     def _is_due(self, at: int, every: int) -> bool:
-        """Whether something is due at this boundary. The last boundary has its own save."""
+        """Whether a checkpoint is due after `at` iterations. The last one has its own save."""
         return every > 0 and at % every == 0 and at < self.train.iterations
 
     def _save(self, *, final: bool) -> None:
@@ -356,8 +356,8 @@ class Member:
                                    self.generation, final=final)
 
     def _finish(self) -> None:
-        # A second barrier, whose outcome does not matter. A member that exits while another still
-        # waits for the first barrier's result would look like a fault to that member.
+        # The outcome of this second barrier does not matter. Without it, a member could exit while
+        # another still waits for the result of the first barrier, which would then report a fault.
         self.iteration.meet(self.control, self.communicators)
         self.checkpoint_saver.wait()
         self.control.tell(reports.RankFinished(
@@ -366,7 +366,7 @@ class Member:
 
     # --- leaving --------------------------------------------------------------------------------
     def _leave(self, order: Quiesce | None = None) -> None:
-        """Leave the generation, if in one; report what this member has."""
+        """Leave the generation if the member is in one, and report Quiesced."""
         if self.joined:
             self.joined = False
             self._tear_down()
@@ -377,7 +377,7 @@ class Member:
         self.communicators.down(self.trainee.roots)
 
     def _report_quiesced(self, order: Quiesce | None = None) -> None:
-        """Report Quiesced in reply to `order`. A later order to stop replaces it."""
+        """Save if ordered, and report Quiesced in reply to `order` or to a later order to stop."""
         order = self.control.discard_orders(self.generation) or order
         if (order is not None and order.save and order.ranks[:1] == (self.start.rank,)
                 and self.recovery.has_full_state):

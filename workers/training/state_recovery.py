@@ -1,9 +1,9 @@
 """State recovery: where a member's state comes from when it joins a generation.
 
-Each shard comes from the nearest member that holds it (resharding.py). A member whose part of the
-model changes builds the new part beside the old one, and keeps the old one until the new one is
-complete. If no member holds a state, the member at position 0 loads an in-memory checkpoint, the
-persistent checkpoint, or the seed, and the others receive their shards from it.
+Each shard comes from the nearest member that holds it (resharding.py). If a member's part of the
+model changes, the member builds the new part beside the old part, and keeps the old part until the
+new one is complete. If no member holds a state, the member at position 0 loads an in-memory
+checkpoint, the checkpoint on disk, or the seed. The others receive their shards from this member.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SEED = Recovered(0, "seed", "", 0, NO_STATE)
 
 
 class StateRecovery:
-    """Recovers the state of a member into the model of `iteration`."""
+    """Recovers the state of one member into the model of its `iteration`."""
 
     def __init__(self, start: StartRank, work: Workload, communicators: Communicators,
                  iteration: Iteration, secret: str,
@@ -73,17 +73,17 @@ class StateRecovery:
     # --- recovery into this member ---
     def recover(self, order: Reconfigure, place: int, claims: Sequence[Claim],
                 settlement: Settlement) -> Recovered:
-        """Recover the settled state, in this member's part of the order's layout.
+        """Recover this member's part of the settled state, in the layout of the order.
 
-        If the member had that state for another part of the model, both are kept until `activate`.
-        Raises RuntimeError; the member then keeps its state, of the step that it reports.
+        If the member has the same step of another part of the model, it keeps both until
+        `activate`. If this raises RuntimeError, the state is still of the step that is reported.
         """
         axes = order.axes or Axes(dp=len(order.members))
         restored, step_version, holders = SEED, settlement.step_version, settlement.holders
         if step_version == NO_STATE:
             restored = self._restore(order) if place == 0 else SEED
             step_version = self._broadcast(restored.step_version)
-            # If position 0 trains a whole replica, the restored state is already in it.
+            # If position 0 trains a whole replica, it already has the restored state.
             begin = int(is_fully_replicated(axes, self._train.parallel))
             receivers = list(range(begin, num_positions(axes)))
             source, holders = self.full_state() if place == 0 else None, (0,)
@@ -103,7 +103,7 @@ class StateRecovery:
                 numbers, taken = self._exchange(order, step_version, holders, source,
                                                 trainee if place in receivers else None)
             if numbers is None and step_version and trainee is not self._iteration.trainee:
-                # Restored state, or its own: an abandoned pass still holds the old model.
+                # Copy the restored state, or this member's if an abandoned pass holds its model.
                 numbers = self._copy_state(
                     trainee, source if restored is not SEED else None, step_version)
             if not self._communicators.woken:
@@ -114,24 +114,24 @@ class StateRecovery:
         return self._result(order, place, step_version, restored, taken)
 
     def claim(self) -> Claim:
-        """This member's claim to a settlement: the state it trains, and the staged one."""
+        """This member's claim to a settlement: the state that it trains, and its staged state."""
         claim = self._iteration.claim()
         if self._staged is None:
             return claim
         return replace(claim, staged=held_by(self._staged), staged_in=self._staged_in)
 
     def become_standby(self) -> None:
-        """Train nothing from here on: the state that this member provided becomes outdated."""
+        """Train nothing from now on. The state that this member provided becomes outdated."""
         self._is_overwritten = True
         self._iteration.reset_to(NO_STATE)
 
     def leave(self) -> None:
-        """Leave the generation: the staged model is bound to no communicators."""
+        """Leave the generation: remove its process groups from the staged model."""
         if self._staged is not None:
             self._communicators.unbind(self._staged.roots)
 
     def activate(self) -> None:
-        """All members have their parts: replace the model by the staged one, or discard that."""
+        """Train the staged model, or discard it. Called when all members have their parts."""
         if self._staged is not None and self.is_staged_next:
             self._note("commit")
             self._replace_model(self._staged, self._staged_numbers)
@@ -145,12 +145,12 @@ class StateRecovery:
         return staged or self._iteration.trainee
 
     def _receivers(self, axes: Axes, settlement: Settlement, claims: Sequence[Claim]) -> list[int]:
-        """Positions of the members that do not have all of their own part of the settled state."""
+        """Positions of the members that lack some of their own part of the settled state."""
         optimizer = self._train.parallel.optimizer
 
         def has(place: int) -> bool:
             share, claim = settlement.shares[place], claims[place]
-            # A member that steps at the settlement has only its own shard.
+            # A member that steps during the settlement then has only its own optimizer shard.
             is_gathered = not (claim.stale or (share.steps and optimizer != "whole"))
             return is_gathered and place in settlement.holders and _same_part(
                 claim.held, HeldState(axes=axes, optimizer=optimizer, place=place))
@@ -159,8 +159,8 @@ class StateRecovery:
 
     def _model_for(self, axes: Axes, place: int, *, begins: bool,
                    is_overwritten: bool) -> TrainingModel:
-        """The model to train: the current one if it is the same part, else a new one. A standby
-        keeps its model and trains nothing."""
+        """The model to train: the current model if it is for the same part and can be used, else a
+        new one. A standby member keeps its model and trains nothing."""
         mine = self._iteration.trainee
         if place >= num_positions(axes):
             return mine
@@ -177,9 +177,9 @@ class StateRecovery:
     def _exchange(self, order: Reconfigure, step_version: int, holders: Sequence[int],
                   source: TrainingModel | None, target: TrainingModel | None
                   ) -> tuple[training_state.Numbers | None, tuple[ReceivedState, ...]]:
-        """Exchange shards. What `target` receives is active in it when this returns its numbers."""
+        """Exchange shards. When this returns numbers, `target` has the received state."""
         mine = self._iteration
-        # The overwritten data is worthless, or is the source itself.
+        # Write directly if the overwritten data is worthless or is the source itself.
         in_place = (target is not mine.trainee or target is source or mine.step_version == NO_STATE)
         self._is_overwritten = self._is_overwritten or (in_place and target is mine.trainee)
         numbers = training_state.numbers(source, step_version, mine.history) if source else None
@@ -206,12 +206,12 @@ class StateRecovery:
                 step_version=step_version, holders=holders, nodes=nodes, staged=staged,
                 note=self._note, goes_on=lambda: not self._communicators.woken)
         except Missing as missing:
-            # All members find the same: the last holder was rejected by its peers.
+            # Every member raises this: its peers have excluded the last holder of some part.
             raise RuntimeError(str(missing)) from None
 
     def _copy_state(self, trainee: TrainingModel, restored: TrainingModel | None, step_version: int
               ) -> training_state.Numbers:
-        """Copy the `restored` state, else this member's own, into `trainee` of the same part."""
+        """Copy `restored`, or else this member's own state, into `trainee` of the same part."""
         iteration = self._iteration
         source = restored or iteration.trainee
         live = training_state.tensors(source)
@@ -221,8 +221,8 @@ class StateRecovery:
 
     def _set_state(self, trainee: TrainingModel, numbers: training_state.Numbers | None,
                    step_version: int) -> None:
-        """Make it this member's state, even if the rest of the join fails: the step version that
-        the member reports must always be that of its tensors."""
+        """Make `trainee` this member's state, even if the rest of the join fails, because the step
+        version that the member reports must always be that of its tensors."""
         iteration = self._iteration
         self.is_staged_next = False
         if trainee is iteration.trainee:
@@ -278,7 +278,7 @@ class StateRecovery:
         return int(restored.item())
 
     def _restore(self, order: Reconfigure) -> Recovered:
-        """Restore the order's in-memory checkpoint, else its checkpoint, else the seed (step 0)."""
+        """Restore the order's in-memory checkpoint, or its checkpoint, or the seed (step 0)."""
         whole, history = self.full_state(), self._iteration.history
         is_mine = whole is self._iteration.trainee
         copied = memory_checkpoint.restore(whole, history, self._start.task, order.copies,
@@ -299,7 +299,7 @@ class StateRecovery:
 
     # --- the full state ---
     def full_state(self) -> TrainingModel:
-        """A whole replica of this member: the model that it trains, or one for storage only."""
+        """This member's whole replica: the model that it trains, or one for storage only."""
         mine = self._iteration.trainee
         if mine.is_plain:
             return mine
@@ -316,9 +316,9 @@ class StateRecovery:
         return built
 
     def gather(self, step_version: int, nodes: Sequence[str], to: int) -> None:
-        """Gather the full state at position `to`. All members call it. Raises RuntimeError.
+        """Gather the full state at position `to`. Raises RuntimeError.
 
-        A standby takes part and contributes nothing.
+        All members call this. A standby member contributes nothing.
         """
         iteration, place = self._iteration, self._communicators.place
         sources = range(num_positions(self._communicators.axes))
@@ -334,14 +334,14 @@ class StateRecovery:
 
     @property
     def has_full_state(self) -> bool:
-        """Whether `full_state` is at this member's step version."""
+        """Whether `full_state` has this member's step version."""
         step_version = self._iteration.step_version
         return step_version != NO_STATE and (
             self._iteration.trainee.is_plain or self._gathered == step_version)
 
 
 def with_shards(trainee: TrainingModel) -> TrainingModel:
-    """The same model with its shards listed. Needs communicators."""
+    """List the shards of the model, and return the model. Needs communicators."""
     if trainee.shards is None:
         trainee.shards = state_shards.list_shards(trainee)
     return trainee

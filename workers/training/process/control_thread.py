@@ -1,11 +1,11 @@
 """The control thread: receives the agent's orders while the main thread trains, or hangs.
 
-It does four things: it queues orders; it closes the generation's connections, repeatedly, until the
-main thread stops waiting for other members, when an immediate order to stop arrives; it has the
-flight recorder written (flight_recorder.py); and it ends the process when the agent is gone.
+It has four tasks. It queues orders. When an immediate order to stop arrives, it has the
+generation's connections closed repeatedly, until the main thread no longer waits for other members.
+It has the flight recorder written (flight_recorder.py). It ends the process if the agent is gone.
 
-An agent that does not read (it is stopped, or its machine swaps) never blocks the rank: data that
-the socket does not take waits in memory, and a temporary thread sends it.
+An agent that does not read (because it is stopped, or its machine swaps) never blocks the rank.
+Data that the socket does not take waits in memory, and a temporary thread sends it.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ SEND_BYTES = 1 << 16
 WAKE_S = 0.02
 """Interval between two attempts to interrupt the main thread."""
 STUCK_S_MAX = 1.0
-"""A wait that does not end in this time after an interrupt is taken as stuck for ever."""
+"""A wait that does not end within this time after an interrupt counts as stuck for ever."""
 BUILDING_S_MAX = 10.0
-"""Additional time if the interrupted wait is the building of a generation."""
+"""Additional time for a wait outside a detached thread, such as the building of a generation."""
 FINISH_S_MAX = 30.0
-"""Time in which a replica whose members all live may finish its current work after an immediate
-order to stop. Less than the control plane waits for Quiesced (policy: quiesce_s_max)."""
+"""Time that a replica whose members all live has after an immediate order to stop, to finish its
+current work. It is shorter than the control plane's wait for Quiesced (policy: quiesce_s_max)."""
 EXIT_AGENT_GONE = 3
 """Exit code of a rank whose agent is gone."""
 REPLACE_ABANDONED_NUM = 5
-"""Number of abandoned collectives at which the rank should be replaced. Each keeps its buffers in
-memory until it ends, at the latest by its own limit (communicators.COLLECTIVE_S_MAX)."""
+"""With this many abandoned collectives, a new process should replace the rank. An abandoned
+collective keeps its buffers until it ends, at its own timeout (communicators.COLLECTIVE_S_MAX)."""
 ABANDONED_NUM_MAX = 12
-"""With more abandoned collectives the rank exits in any case, to bound its memory."""
+"""If a rank has more abandoned collectives, it exits in any case, to bound its memory."""
 EXIT_STUCK = 4
-"""Exit code of a rank stuck in building a generation, or with too many abandoned collectives."""
+"""Exit code of a rank with a wait that does not end, or with too many abandoned collectives."""
 
 
 class Interrupted(Exception):
@@ -56,7 +56,7 @@ class Interrupted(Exception):
 
 
 class Abandoned(Exception):
-    """The collective could not be interrupted; it still waits in a detached thread."""
+    """The collective could not be interrupted. Its call still waits in a detached thread."""
 
 
 class Control:
@@ -80,9 +80,9 @@ class Control:
         self._abandoned_waits: list[Callable[[], bool]] = []
         self._detached = DetachedThread("collective")
         self.keep: SetCheckpointStores | None = None
-        """The newest SetCheckpointStores: the stores of in-memory checkpoints from now on."""
+        """The newest SetCheckpointStores order; it names the stores for in-memory checkpoints."""
         self.write_dump: Callable[[str], None] | None = None
-        """Writes the flight recorder to this path, without blocking."""
+        """A function that writes the flight recorder to a path, without blocking."""
 
     def start(self, early: list[Frame]) -> None:
         """Start the control thread. `early`: orders that arrived with the first frame."""
@@ -93,8 +93,8 @@ class Control:
     def tell(self, body: Body) -> None:
         """Send a report; never blocks. Ends the process when the agent is gone.
 
-        Data goes to the socket directly, so that the agent has it whatever happens to this process:
-        a thread that always sends would come some 10 ms after a busy main thread.
+        The calling thread itself writes to the socket, so that the agent has the report even if
+        this process dies. A sending thread would have to wait some 10 ms for a busy main thread.
         """
         data = pack(Frame(body=body, at_s=time.time()))
         with self._sending:
@@ -107,11 +107,11 @@ class Control:
 
     @property
     def is_behind(self) -> bool:
-        """Whether reports wait for the agent. Then optional reports should be skipped."""
+        """Whether unsent reports wait. If so, optional reports should be skipped."""
         return bool(self._unsent)
 
     def tell_unless_behind(self, body: Body) -> bool:
-        """Send an optional report unless reports already wait; whether it was sent."""
+        """Send an optional report, unless reports already wait. Returns whether it was sent."""
         if self.is_behind:
             return False
         self.tell(body)
@@ -123,7 +123,7 @@ class Control:
             self._sending.wait_for(lambda: not self._unsent)
 
     def next_order(self) -> Body:
-        """The next order; blocks without limit: a waiting rank ends only with its agent."""
+        """The next order. Blocks without limit, because a waiting rank ends only with its agent."""
         with self._changed:
             self._changed.wait_for(lambda: self._orders)
             return self._orders.popleft()
@@ -133,8 +133,8 @@ class Control:
         """Run `call` as in `waiting_for_others`, but in a detached thread.
 
         A wait that cannot be interrupted then costs STUCK_S_MAX and a sleeping thread, not the
-        process. The effects of `call` after its wait must not matter once it was abandoned. Raises
-        Interrupted, Abandoned, and whatever `call` raises.
+        process. An abandoned `call` may still continue later, so its later effects must not matter.
+        Raises Interrupted, Abandoned, and whatever `call` raises.
         """
         with self.waiting_for_others(generation, wake, replica):
             with self._changed:
@@ -150,16 +150,16 @@ class Control:
                 raise Abandoned
             error = future.exception()
             if isinstance(error, RuntimeError):
-                # Without its traceback, whose frames would keep the generation's groups alive.
+                # Drop the traceback: its frames would keep the generation's groups alive.
                 raise error.with_traceback(None)
             return future.result()
 
     def abandon(self, waits: Callable[[], bool]) -> None:
         """Count an abandoned collective while `waits` returns True.
 
-        One order makes all survivors abandon one collective, so their counts are equal. If each
-        exited at the same count, all would exit together and the state would be lost. See
-        `exit_too_many_abandoned`.
+        One order makes all survivors abandon the same collective, so their counts are equal. If all
+        exited at REPLACE_ABANDONED_NUM, they would exit together and the state would be lost.
+        Therefore the member decides which one exits (member.py).
         """
         self._abandoned_waits.append(waits)
         if self._num_abandoned() > ABANDONED_NUM_MAX:
@@ -167,11 +167,11 @@ class Control:
 
     @property
     def has_too_many_abandoned(self) -> bool:
-        """Whether so many collectives were abandoned that a new process should replace this one."""
+        """Whether a new process should replace this one: too many abandoned collectives wait."""
         return self._num_abandoned() >= REPLACE_ABANDONED_NUM
 
     def exit_too_many_abandoned(self) -> NoReturn:
-        """End the process. Call it only when other members hold its state."""
+        """End the process. Call this only if other members hold the state of this rank."""
         _exit_stuck(f"{self._num_abandoned()} abandoned collectives still wait")
 
     def _num_abandoned(self) -> int:
@@ -183,7 +183,7 @@ class Control:
             self._changed.notify_all()
 
     def pending_quiesce(self, generation: int) -> QuiesceMode | None:
-        """Whether a queued order ends this generation, and its mode."""
+        """The mode in which queued orders end this generation; None if none does."""
         with self._changed:
             return self._pending_quiesce(generation)
 
@@ -194,7 +194,7 @@ class Control:
                        and order.ranks[:1] == (self._rank,) for order in self._orders)
 
     def discard_orders(self, generation: int) -> Quiesce | None:
-        """Discard the orders to leave `generation`, which has been left; the last Quiesce."""
+        """Discard orders of the left generations, up to `generation`. Returns the last Quiesce."""
         with self._changed:
             last = next((order for order in reversed(self._orders) if isinstance(order, Quiesce)
                          and order.generation <= generation), None)
@@ -207,9 +207,9 @@ class Control:
                            replica: frozenset[int] = frozenset()) -> Generator[None]:
         """In this context the main thread may wait for other members of `generation`.
 
-        An immediate order to stop calls `wake` from another thread. Raises Interrupted if such an
-        order is already queued. `replica`: the only ranks that it waits for. An order that keeps
-        all of them alive then takes effect later, after at most FINISH_S_MAX.
+        At an immediate order to stop, another thread calls `wake`. Raises Interrupted if such an
+        order is already queued. `replica`: the thread waits for these ranks only. An order that
+        names them all, because they all live, interrupts the wait only after FINISH_S_MAX.
         """
         with self._changed:
             if self._pending_quiesce(generation, replica) == "now":
@@ -225,7 +225,7 @@ class Control:
             with self._changed:
                 self._wake = None
                 self._changed.notify_all()
-                # The next wait must not be interrupted by the thread that interrupts this one.
+                # The thread that interrupts this wait must not interrupt the next one.
                 self._changed.wait_for(lambda: not self._is_interrupting)
 
     def _pending_quiesce(self, generation: int, replica: frozenset[int] = frozenset()
@@ -264,7 +264,7 @@ class Control:
             self._start_grace_period()
 
     def _start_grace_period(self) -> None:
-        """Give the replica time to finish, but not for ever: its own connections may be cut."""
+        """Let the replica finish, but limit the time: its own connections may be cut."""
         timer = threading.Timer(FINISH_S_MAX, self._end_grace_period, (self._num_waits,))
         timer.daemon = True
         timer.start()
@@ -276,12 +276,12 @@ class Control:
                 self._interrupt_if_ordered()
 
     def _interrupt_until_done(self) -> None:
-        """Interrupt the main thread until its wait ends: it may open another connection.
+        """Interrupt the main thread until its wait ends: the thread may open more connections.
 
-        gloo reports a closed connection to the sends and receives that have not begun, but not to
-        one that is half done (Pair::signalException skips those): such a wait lasts for the full
-        timeout. It is abandoned if it runs in a detached thread. Otherwise the process ends: its
-        peers hold the same state, and a new process receives it from them.
+        If a connection is closed, gloo fails the sends and receives that have not begun, but not
+        those that are half done (Pair::signalException skips them). Such a wait lasts for the full
+        timeout. If it runs in a detached thread, it is abandoned. Otherwise the process ends, and a
+        new process receives the state from its peers.
         """
         deadline_s = time.monotonic() + STUCK_S_MAX
         with self._changed:
@@ -299,7 +299,7 @@ class Control:
             self._changed.notify_all()
 
     def _send(self, data: bytes, flags: int = 0) -> int:
-        """Number of bytes of `data` that the socket took."""
+        """Send `data`. Returns the number of bytes that the socket took."""
         try:
             return self._connection.send(data, flags)
         except BlockingIOError:
@@ -331,10 +331,10 @@ class Control:
 
 
 def _is_running(future: Future[T]) -> Callable[[], bool]:
-    """A function that says whether `future` still runs, without a reference to its result.
+    """A function that tells whether `future` still runs, and holds only a weak reference to it.
 
-    The thread that runs the call keeps the future until then. A failed future holds its exception,
-    whose traceback holds every frame, and the gradients in them.
+    The thread that runs the call keeps the future alive until the call ends. A failed future holds
+    its exception, and the frames of the traceback hold gradients.
     """
     alive = weakref.ref(future)
 

@@ -20,20 +20,20 @@ from .control_thread import Control
 # --- Classification of an exception with its causes ---
 
 WALK_NUM_MAX = 10_000
-"""Exceptions walked to find the innermost ones, READ_NUM_MAX of which are read."""
+"""Limit of the search for the innermost exceptions, of which READ_NUM_MAX are classified."""
 READ_NUM_MAX = 64
 READ_CHARS_MAX = 16_384
-"""Characters read of one exception; of a longer one, its two ends."""
+"""Characters that are classified of one exception. Of a longer text, both ends are used."""
 LINE_CHARS_MAX = 500
 
 
 def verdict_of(error: BaseException) -> Verdict:
-    """Classify `error` by the exceptions that it carries; NOTHING if none of them means anything.
+    """Classify `error` by itself and its causes; NOTHING if no rule matches any of them.
 
-    An exception that was raised from another, or while another was handled, is its wrapper. An
-    exception with a specific status outranks one that is only software (a KeyError within the error
-    that matters). The members of a group are classified separately, each with its causes. Among
-    them, evidence on this rank outranks evidence on a peer, even if it is only software.
+    The innermost exception decides, because an exception raised from another wraps it. But a
+    specific status outranks OTHER_SOFTWARE, such as that of a KeyError inside the error that
+    matters. Members of an exception group are classified separately, each with its causes. Among
+    them, evidence about this rank outranks evidence about a peer, even if it is OTHER_SOFTWARE.
     """
     if isinstance(error, UsageError):
         return Verdict(WRONG_INPUT, "usage-error", line=f"{error} ({error.hint})")
@@ -48,8 +48,8 @@ def verdict_of(error: BaseException) -> Verdict:
 
 
 def _walked(error: BaseException) -> list[tuple[int, BaseException]]:
-    """(chain number, exception), in the order in which a traceback prints them: causes first. Each
-    member of a group starts a chain. `raise X from None` hides the context, as in a traceback."""
+    """Pairs of chain number and exception, causes first, as a traceback prints them. Each member
+    of a group starts a chain. `raise X from None` hides the context, as in a traceback."""
     found: list[tuple[int, BaseException]] = []
     seen: set[int] = set()
     remaining, num_chains = [(0, error)], 1
@@ -70,7 +70,7 @@ def _walked(error: BaseException) -> list[tuple[int, BaseException]]:
 
 
 def bounded(text: str, line: str, chars_max: int, *, end: bool) -> str:
-    """The end or the beginning of `text`, preceded by `line` if that is not in it."""
+    """The end or the beginning of `text`. If this part lacks `line`, `line` is put before it."""
     part = text[-chars_max:] if end else text[:chars_max]
     if len(text) <= chars_max or not line or line in part:
         return part
@@ -80,20 +80,20 @@ def bounded(text: str, line: str, chars_max: int, *, end: bool) -> str:
 
 
 def _own_text(error: BaseException) -> str:
-    """The exception's own text, without its causes; of a very long text, both ends."""
+    """The text of the exception without its causes. Of a very long text, both ends are returned."""
     text = "".join(traceback.format_exception_only(error))
     if len(text) > READ_CHARS_MAX:
         text = text[:READ_CHARS_MAX // 2] + "\n" + text[-READ_CHARS_MAX // 2:]
     return text
 
 OWN_THREADS = ("control", "wake", "reports", "collective", "abandoned", "checkpoint", "copies")
-"""Name prefixes of the threads that a rank starts and cannot train without."""
+"""Name prefixes of the rank's own threads. It cannot train without them."""
 TEXT_CHARS_MAX = 4000
-"""Characters of an error that are reported: its end, and the line that decided."""
+"""Characters of an error that are reported: its end, and the line that determined the status."""
 
 
 class ExitReporter:
-    """Reports RankErrored for the exception that ends the process, and ends it."""
+    """Reports RankErrored for the exception that ends the process, then ends the process."""
 
     def __init__(self, control: Control, order: StartRank) -> None:
         self._control = control
@@ -102,7 +102,7 @@ class ExitReporter:
 
     def report(self, kind: type[BaseException], error: BaseException,
                trace: TracebackType | None) -> None:
-        """Use as sys.excepthook."""
+        """The sys.excepthook of a rank."""
         if isinstance(error, UsageError):
             text = f"{error} ({error.hint})"
         else:
@@ -118,9 +118,9 @@ class ExitReporter:
         exit_process(self._control, 1)
 
     def report_thread(self, args: threading.ExceptHookArgs) -> None:
-        """Use as threading.excepthook: an error of one of OWN_THREADS ends the process.
+        """The threading.excepthook of a rank: an error in one of OWN_THREADS ends the process.
 
-        A library's thread is no part of the training: its error is logged.
+        Training does not need any other thread, such as a library's, so its error is only logged.
         """
         if args.exc_type is SystemExit:
             return
@@ -133,7 +133,7 @@ class ExitReporter:
 
 
 def exit_process(control: Control, code: int) -> NoReturn:
-    """Exit after sending all reports, without torch's own shutdown, which waits for peers."""
+    """Send all reports and exit, without torch's own shutdown, because that waits for peers."""
     control.flush()
     LogStream(sys.stdout).flush()
     LogStream(sys.stderr).flush()

@@ -1,10 +1,10 @@
 """torch's flight recorder: always on in a rank, written to a file when the agent asks for it.
 
-torch records each collective as it is entered in a ring in memory, gloo's too (measured in a world
-of one: 31 us per all-reduce of one number, with and without it). The control thread receives the
-request and a temporary thread writes the dump. A rank that hangs in a collective therefore writes
-one; a rank that holds the GIL or is stopped does not, which is evidence too. Nothing here waits for
-a device, a peer or the main thread; errors are logged.
+torch records each collective in a ring buffer when it is entered, with gloo too (measured in a
+world of one: 31 us per all-reduce of one number, with and without the recorder). The control thread
+receives the request, and a temporary thread writes the dump. A rank that hangs in a collective can
+therefore write a dump. A rank that holds the GIL or is stopped cannot, and the missing dump is
+evidence too. Nothing here waits for a device, a peer or the main thread; errors are logged.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch._C._distributed_c10d as c10d
 from ....events.process_io import LogStream
 
 DUMP_BYTES_MAX = 8 << 20
-"""A longer dump is reduced to the unfinished collectives; if still longer, it is not written."""
+"""A longer dump keeps only the unfinished collectives. If it is still longer, none is written."""
 
 
 class Recorder:
@@ -38,11 +38,11 @@ class Recorder:
         self._is_writing = False
 
     def begin(self, generation: int, ranks: Sequence[int]) -> None:
-        """A generation of these ranks begins: earlier entries are ignored."""
+        """Begin a generation of these ranks. Dumps ignore earlier entries."""
         self._began = generation, time.time_ns(), tuple(ranks)
 
     def start_write(self, path: str) -> None:
-        """Write to `path` in a temporary thread. Of several pending paths, the last is used."""
+        """Write a dump to `path` in a temporary thread. If several paths wait, the last is used."""
         with self._changing:
             self._next_path = path
             if self._is_writing:
@@ -67,7 +67,7 @@ class Recorder:
         return Path(path) if path is not None else None
 
     def _text(self) -> str:
-        """The dump, with the task's ranks in place of the generation's."""
+        """The dump; its ranks are those of the task, not of torch.distributed."""
         generation, began_ns, ranks = self._began
         for only_active in (False, True):
             data = _dump(only_active)
@@ -85,7 +85,7 @@ class Recorder:
 
 
 def _dump(only_active: bool) -> bytes:
-    """torch's own JSON: of NCCL if this torch has it and used it, else of gloo."""
+    """torch's own JSON: NCCL's collectives if this torch has and used NCCL, else gloo's."""
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
         dump = getattr(c10d, name, None)
         data: bytes = (dump(includeCollectives=True, onlyActive=only_active)

@@ -13,9 +13,9 @@ REPORT_ITERATIONS_MAX = 4096
 
 
 class History:
-    """Losses and step times from iteration `first` on.
+    """Losses and step times of iterations from `first` on.
 
-    Every member keeps all of them, so that any member can take over the reports.
+    Every member keeps the whole history, so that any member can take over the reports.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class History:
         return (self.losses[-1], self.step_s[-1]) if self.losses else (0.0, 0.0)
 
     def add(self, iteration: int, loss: float, step_s: float) -> None:
-        """Record iteration `iteration`; discard what was recorded of it and of later ones."""
+        """Record `iteration`; discard earlier records of it and of later iterations."""
         if not self.first <= iteration <= self.end:
             self.replace(iteration, [], [])
         del self.losses[iteration - self.first :], self.step_s[iteration - self.first :]
@@ -46,10 +46,10 @@ class History:
 
     def tell(self, begin: int, *, task: int, generation: int, micro_batches: int,
              flops: float, skipped: int) -> Iterator[Body]:
-        """Reports of all iterations from `begin` on. `flops` is per iteration; `skipped` is the
-        number of all iterations so far that took no step.
+        """The reports of all iterations from `begin` on. `flops` is per iteration; `skipped` is the
+        number of iterations without an optimizer step since the start of training.
 
-        A loss that is not finite ends a run of losses and is a report of its own.
+        A TaskProgressed ends before a loss that is not finite, which gets a LossNotFinite.
         """
         begin = max(begin, self.first)
         while begin < self.end:

@@ -1,28 +1,28 @@
 """A trace of every phase of every micro-batch, for observation and for fault injection in tests.
 
-Off unless UNICRON_TRACE_DIR names a folder. One line of JSON per event, written as the phase
-begins, in `<task>-<rank>.jsonl`: `t` (seconds since 1970), task, rank, attempt, pid, generation,
+The trace is on if UNICRON_TRACE_DIR names a folder. When a phase begins, the rank writes one line
+of JSON to `<task>-<rank>.jsonl`: `t` (seconds since 1970), task, rank, attempt, pid, generation,
 iteration, micro_batch and bucket (-1 if meaningless), event.
 
-If the reduction overlaps with the last backward (`train.overlap`), `reduce` and `stats` come
-between the forward and the backward of a rank's last micro-batch, and `bucket` as each bucket is
-launched: during that backward, with its micro-batch's number, or after it, in a rank's first
+With `train.overlap`, the reduction overlaps with the last backward. `reduce` and `stats` then come
+between the forward and the backward of a rank's last micro-batch. `bucket` comes as each bucket is
+launched: during that backward, with the number of its micro-batch, or after it in a rank's first
 iteration and if no backward remained. `bucket_done` comes after the backward, as each bucket
-completes, in order, and `reduced` when all have. Without overlap there is one bucket.
+completes, in order. `reduced` comes when all have completed. Without overlap there is one bucket.
 
-If a replica is several ranks: `tensor` comes before the last part of a layer, which its
-tensor-parallel ranks then add up, `stage` before a stage sends to another or waits for one,
-`embedding` before the gradients of the two copies of a tied embedding are added up. `gate` is the
-entry of the step barrier, `passed` its exit. A rank that has received its part of another layout
-writes `staged`, and `commit` before it activates that part.
+If a replica has several ranks, `tensor` comes before the last part of a layer, whose results the
+tensor-parallel ranks then add up. `stage` comes before a stage sends to another or waits for one.
+`embedding` comes before the gradients of the two copies of a tied embedding are added up. `gate` is
+the entry of the step barrier, `passed` its exit. A rank that has received its part of another
+layout writes `staged`, and writes `commit` before it activates that part.
 
-Tests can hold a rank at an event to inject a fault there. Before each event the rank reads
-`hold/<task>-<rank>` in the folder: JSON of event and iteration, and micro_batch or bucket if they
-matter. If it matches the event, the rank writes `held` and continues when the file is gone or names
-something else. `"then"` selects another action:
+Tests can hold a rank at an event to inject a fault there. After it has written an event, the rank
+reads `hold/<task>-<rank>` in the folder: JSON of event and iteration, and micro_batch or bucket if
+they matter. If the file matches the event, the rank writes `held`. It continues when the file is
+gone or names something else. `"then"` selects another action:
 
 - `"raise"`: remove the file and raise InjectedFault;
-- `"fail"`: the same with a RuntimeError, like a collective whose connection is cut;
+- `"fail"`: remove the file and raise a RuntimeError, like a collective whose connection is cut;
 - `"gil"`: remove the file and sleep for ever in C code that holds the interpreter's lock, so that
   the whole process stops;
 - `"loop"`: remove the file and loop for ever;
@@ -63,7 +63,7 @@ class Note(Protocol):
 
 
 class InjectedFault(Exception):
-    """An injected fault: never treated as the failure of a collective."""
+    """An injected fault, which is never treated as the failure of a collective."""
 
 
 RAISED: dict[str, type[Exception]] = {"raise": InjectedFault, "fail": RuntimeError}
@@ -84,7 +84,7 @@ BLOCKING: dict[str, Callable[[], NoReturn]] = {"gil": _hold_gil, "loop": _loop}
 
 
 class Trace:
-    """Writes nothing and never holds the rank if `folder` is empty."""
+    """The trace of one rank. If `folder` is empty, it writes nothing and never holds the rank."""
 
     def __init__(self, folder: str, task: int, rank: int, attempt: int) -> None:
         self._head = {"task": task, "rank": rank, "attempt": attempt, "pid": os.getpid()}
@@ -101,7 +101,7 @@ class Trace:
 
     def note(self, event: Event, generation: int, iteration: int, *, micro_batch: int = -1,
              bucket: int = -1) -> None:
-        """Record a phase; return when the rank may continue. Raises an injected fault."""
+        """Record a phase. Returns when the rank may continue. Raises an injected fault."""
         if not self.is_on:
             return
         where = {"generation": generation, "iteration": iteration, "micro_batch": micro_batch,
@@ -140,8 +140,8 @@ class Trace:
 # --- Trace events as progress marks, and the phase that each one starts ---
 #
 # Without overlap, a member waits in each collective that it enters. With overlap, it only starts
-# them in its last backward and waits for all of them after it. If its replica has several members,
-# it may wait for them anywhere in its passes: no phase there is its own work alone.
+# the collectives in its last backward and waits for all of them afterwards. In a replica of several
+# members, it may wait for the others anywhere in its passes: no phase there is its own work alone.
 
 _ENTERS = {"stats", "bucket", "embedding", "gate", "gather"}
 _PASSES = {"micro_batch", "forward", "forward_mid", "backward", "backward_mid", "tensor", "stage"}
@@ -153,7 +153,7 @@ class Marks:
     def __init__(self, pulse: ProgressWriter, *, overlap: bool) -> None:
         self.pulse = pulse
         self.passes: Phase = OWN_CODE
-        """The phase during its passes."""
+        """The phase during the member's passes."""
         self._on_entry: Phase = OWN_CODE if overlap else COLLECTIVE_CODE
         self._between: Phase = COLLECTIVE_CODE if overlap else OWN_CODE
         self._mine = threading.get_ident()
@@ -163,7 +163,7 @@ class Marks:
         self.pulse.begin(generation, iteration, kind)
 
     def note(self, event: Event) -> None:
-        """The phase of `event` has begun."""
+        """Mark the beginning of the phase of `event`."""
         if not self._counts():
             return
         if event in _ENTERS:
@@ -176,22 +176,22 @@ class Marks:
             self.pulse.mark(event, OWN_CODE)
 
     def stats_received(self) -> None:
-        """The stats have arrived: the member's own work follows."""
+        """Mark that the stats have arrived. The member's own work follows."""
         if self._counts():
             self.pulse.mark("stats_done", OWN_CODE)
 
     def wait_begins(self) -> None:
-        """From now on the member waits for all collectives that it has started."""
+        """Mark that the member waits for all collectives that it has started."""
         if self._counts():
             self.pulse.mark("land", COLLECTIVE_CODE)
 
     def _counts(self) -> bool:
-        """False in the thread of an abandoned reduction, whose events do not count."""
+        """False in the thread of an abandoned reduction: its events do not count."""
         return self._is_in_collective or threading.get_ident() == self._mine
 
     @contextmanager
     def in_collective(self) -> Generator[None]:
-        """In this context, another thread may pass marks."""
+        """In this context, marks from another thread count too."""
         self._is_in_collective = True
         try:
             yield
