@@ -1,9 +1,9 @@
 """Classifies error text: finds its status in the paper's table, the rule, the device or peer.
 
-Each line is classified separately: an XID by its number, any other line by the first rule that
-matches, unless an ignore rule says that the line is harmless. A rule gives the depth of the cause
-(rules/rule.py). The line with the deepest cause decides, because a watchdog, for example, only
-repeats another error. If causes are equally deep, the first line decides.
+Each line is classified separately. An XID is classified by its number, any other line by the first
+rule that matches, unless an ignore rule says that the line is harmless. A rule gives the depth of
+the cause (rules/rule.py). The line with the deepest cause decides, because a watchdog, for example,
+only repeats another error. If causes are equally deep, the first line decides.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from .rules.software import ENDED_RULES, PROCESS_RULES
 
 
 class Verdict(NamedTuple):
-    """The result for a text. `status` is a status of the table, "" for harmless text."""
+    """The result for a text. `status` is from the paper's table; "": harmless or unknown text."""
 
     status: str
     rule: str
     """The rule that matched; "": none did."""
     second_hand: bool = False
-    """Indirect evidence: the error is about a peer, or a wait for it, not this process."""
+    """Indirect evidence: the error is not about this process, but about a peer or a wait for it."""
     line: str = ""
     """The deciding line of the text."""
     peer: str = ""
@@ -75,10 +75,10 @@ _MEMBER = re.compile(r"\+-{16}(?: (?:\d{1,9}|\.{3}) -{16}|-{20})[ \t]*$", re.MUL
 def classify(text: str) -> Verdict:
     """Classify one error: a log line, or a complete traceback.
 
-    Takes time linear in the length of the text. If several rules match, the deepest cause decides.
-    If causes are equally deep, the first decides: Python prints the root of a chain of exceptions
-    first. The members of an exception group are classified separately: direct evidence comes before
-    indirect evidence, and the message of the group itself is ignored.
+    Takes time linear in the length of the text. The deepest cause decides, and the first of equally
+    deep causes, because Python prints the root of a chain of exceptions first. The members of an
+    exception group are classified separately. Of equally deep causes, direct evidence decides
+    before indirect evidence. The message of the group itself is ignored.
     """
     best, best_depth = NOTHING, len(RULES)
     for member in _MEMBER.split(text) if _GROUP in text else [text]:
@@ -102,16 +102,16 @@ def _deepest(text: str) -> tuple[Verdict, int]:
 
 
 def _order(verdict: Verdict) -> int:
-    """The index of its rule in RULES; -1 for an XID."""
+    """The index in RULES of the verdict's rule; -1 if it is not there, as for an XID."""
     return _ORDER.get(verdict.rule, -1)
 
 
 def _messages(text: str) -> Iterator[list[str]]:
-    """The lines without the source code that tracebacks quote; long lines in pieces.
+    """Yield each line, in pieces if it is long. The frames and code of tracebacks are left out.
 
-    Quoted code follows the line of its frame and is indented further. Both lines have the same
-    prefix, if any (a rank, the margin of an exception group). A frame without source is followed by
-    the next frame or the error.
+    A line of code follows the line of its frame and is indented further. If the frame has a prefix
+    (a rank, the margin of an exception group), the code has the same prefix. A frame without code
+    is followed by the next frame or the error.
     """
     column = -1
     for line in text.splitlines():
@@ -125,9 +125,9 @@ def _messages(text: str) -> Iterator[list[str]]:
 
 
 def _line_verdict(line: str) -> tuple[Verdict, int]:
-    """The verdict of one line and its depth; an ignored line ranks before an unknown one."""
+    """The verdict of one line, and its depth. An ignored line comes before an unknown line."""
     lowered = line.lower()
-    if len(lowered) != len(line):  # a letter whose lower case is longer, as the Turkish I
+    if len(lowered) != len(line):  # the lower case of some letters is longer (Turkish I)
         line = lowered
     if "xid" in lowered:
         number = _XID.search(lowered)

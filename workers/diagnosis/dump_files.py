@@ -1,7 +1,8 @@
 """Flight-recorder dump files: JSON, or torch's pickles, read without executing code.
 
-A file has the dump of one rank, and its name ends in the rank (`nccl_trace_rank_7`, `_dump_7`,
-`flight-rank-7.json`), or the dumps of all ranks under `ranks`. A folder means all such files.
+A file has either the dump of one rank, or the dumps of all ranks under the key `ranks`. The name of
+a file of one rank ends in the rank (`nccl_trace_rank_7`, `_dump_7`, `flight-rank-7.json`). If a
+folder is given, all such files in it are read.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ FILE_BYTES_MAX = 256 << 20
 FILES_NUM_MAX = 100_000
 RANK_CHARS_MAX = 9
 JOBS_NUM_MAX = 3
-"""Jobs named in an error about several."""
+"""Maximum number of jobs that the error about several jobs names."""
 OTHER_FILES = (".error.json",)
-"""Other files in the folder of Unicron's dumps: torch's error files."""
+"""Endings of other files in the folder of Unicron's dumps: these are torch's error files."""
 HINT = "give the files that torch's flight recorder wrote, one per rank, or their folder"
 _NAMED = re.compile(r"(\d+)(?:\.(?:json|pickle|pkl))?$")
 
 
 def read_files(paths: Iterable[Path]) -> list[Dump]:
-    """Read all dumps, sorted by rank; a file that is named twice is read once. Raises UsageError
-    for an invalid file, dumps of several jobs, or two dumps of one rank."""
+    """Read all dumps, sorted by rank. A file that is named twice is read once. Raises UsageError if
+    a file is invalid, if the dumps are of several jobs, or if a rank has two dumps."""
     read_dumps: list[tuple[Dump, Path]] = []
     for path, is_inside in _distinct(_files(paths)):
         try:
@@ -59,9 +60,9 @@ def read_files(paths: Iterable[Path]) -> list[Dump]:
 
 
 def _refuse_several_jobs(dumps_of: Iterable[tuple[Dump, Path]]) -> None:
-    """Raise UsageError: ranks of different jobs would be reported as missing or behind."""
+    """Raise UsageError for several jobs: their ranks would be reported as missing or behind."""
     jobs: dict[Job, list[Path]] = {}
-    for path, dumps in groupby(dumps_of, key=itemgetter(1)):  # one file is of one job
+    for path, dumps in groupby(dumps_of, key=itemgetter(1)):  # the dumps of a file are of one job
         job = next((dump.job for dump, _ in dumps if dump.job.world), None)
         if job is not None:
             jobs.setdefault(job, []).append(path)
@@ -93,7 +94,7 @@ def _distinct(files: Iterable[tuple[Path, bool]]) -> Iterator[tuple[Path, bool]]
 
 
 def _files(paths: Iterable[Path]) -> Iterator[tuple[Path, bool]]:
-    """Yield (file, whether its folder was given instead of it)."""
+    """Yield each file, and whether its folder was given instead of the file."""
     for path in paths:
         if not path.is_dir():
             yield path, False
@@ -138,13 +139,13 @@ def _read_all(ranks: Mapping[str, Any]) -> list[Dump]:
 
 
 def _rank_of(path: Path, document: object) -> int:
-    """The rank in the dump, if Unicron wrote it, else the rank in the file name."""
+    """The rank that the dump names (Unicron's dumps do), else the rank in the file name."""
     rank = _field(document, "rank")
     if isinstance(rank, int) and rank >= 0:
         return rank
     named = _NAMED.search(path.name)
     if named is None:
-        read(0, document)  # if it is not a dump, raise that error first
+        read(0, document)  # if the document is not a dump, raise that error
         raise UsageError(f"{path}: its name does not end in a rank",
                          "name each file after its rank, as torch does: nccl_trace_rank_7")
     return int(named[1])
@@ -183,7 +184,7 @@ def _open(path: str, flags: int) -> int:
 
 
 def _in_words(error: Exception) -> str:
-    """A plain message for an error of Python's readers."""
+    """A plain message for an error of Python's JSON or pickle reader."""
     if isinstance(error, json.JSONDecodeError):
         return f"no JSON from line {error.lineno}, column {error.colno} on"
     if isinstance(error, UnicodeDecodeError):
@@ -196,7 +197,7 @@ class _ImportRefused(Exception):
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Reads plain values only: torch writes no others, and others could run code."""
+    """Reads only plain values. torch writes no other values, and other values could run code."""
 
     def find_class(self, module_name: str, global_name: str) -> NoReturn:
         raise _ImportRefused(f"{module_name}.{global_name}")

@@ -1,12 +1,12 @@
 """Reads PyTorch's flight-recorder dumps: groups, entered collectives, incomplete collectives.
 
-torch writes one dump per rank (NCCL since 2.5, gloo since 2.10). Its numbers need care:
+torch writes one dump per rank (for NCCL since torch 2.5, for gloo since 2.10).
 
-- The keys of `pg_status` are local to the rank; entries map them to group names. If a group has no
-  entry left, both lists are in the order of creation.
-- In a group with sends and receives, `pg_status` counts those too, so only entries are used.
-- A rank that has rebuilt its groups has several of one name: only the newest is used.
-- gloo never reports that a collective has completed, only that it was retired.
+- The keys of `pg_status` are group numbers that are local to the rank; an entry has the number and
+  the name. A group without an entry is found by its position: both tables are in creation order.
+- `pg_status` also counts sends and receives. In a group that has them only entries are used.
+- A rank that has rebuilt its groups has several groups of one name. Only the newest is used.
+- gloo never reports that a collective has completed. A retired one counts as complete.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DIMENSIONS_NUM_MAX = 64
 """Maximum number of tensor dimensions in torch."""
 
 _SAME_INPUT = ("reduce", "all_gather", "allgather", "broadcast")
-"""Collectives whose input has the same size and type on all ranks. all_to_all may be uneven."""
+"""Collectives whose input has one size and type on all ranks; that of all_to_all may differ."""
 _ENDS = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
 
 
@@ -32,14 +32,14 @@ class NotADump(ValueError):
 
 
 class Op(NamedTuple):
-    """One entry: a collective of `group`, or a send or receive between two ranks of it."""
+    """One entry: a collective of `group`, or a send or receive between two ranks of the group."""
 
     group: str
     seq: int
     """Number of the collective in its group; sends and receives are counted separately."""
     name: str
     at_ns: int
-    """When it was entered, by the clock of the rank (nanoseconds since 1970)."""
+    """When the rank entered the operation, by its own clock (nanoseconds since 1970)."""
     order: int
     """Its index among all operations of this rank."""
     has_started: bool = False
@@ -47,8 +47,8 @@ class Op(NamedTuple):
     """The sending rank of a send or receive; -1: this is a collective."""
     target: int = -1
     tensors: str = ""
-    """Elements and data type of the rank's input, `4096 Float`. Only for collectives that need the
-    same input size on all ranks; "": unknown, or sizes may differ."""
+    """Number of elements and data type of the rank's input, as in `4096 Float`. "": unknown, or the
+    ranks may have inputs of different sizes."""
 
     @property
     def is_p2p(self) -> bool:
@@ -56,7 +56,7 @@ class Op(NamedTuple):
 
     @property
     def key(self) -> tuple[str, int, int, int]:
-        """Equal for all participants. Sends are matched in order, not by number."""
+        """Equal for all participants. Sends and receives are matched in order, not by number."""
         if self.is_p2p:
             return self.group, -1, self.source, self.target
         return self.group, self.seq, -1, -1
@@ -77,14 +77,14 @@ class Dump(NamedTuple):
 
     rank: int
     members: dict[str, tuple[int, ...]]
-    """Group -> its ranks; without groups whose ranks are unknown."""
+    """Group -> its ranks. A group whose ranks are unknown is absent."""
     entered: dict[str, int]
     """Group -> the last collective that this rank entered."""
     completed: dict[str, int]
     status: dict[str, tuple[int, int]]
     """Group -> entered and completed by `pg_status`, which includes sends and receives."""
     pending: tuple[Op, ...]
-    """Entered and not complete according to this rank, oldest first."""
+    """The operations that this rank entered and does not see as complete, oldest first."""
     ended: tuple[Op, ...]
     """The last complete collective of each group, according to this rank."""
     mixed: frozenset[str]
@@ -94,7 +94,7 @@ class Dump(NamedTuple):
     is_truncated: bool
     """Whether older entries have been overwritten."""
     dumped_ns: int
-    """When it was written; 0: unknown."""
+    """When the dump was written; 0: unknown."""
     job: Job
 
 
@@ -144,7 +144,7 @@ def _read(rank: int, dump: Json) -> Dump:
 
 
 def _job(dump: Json, config: Mapping[str, Json]) -> Job:
-    """The job by its default group (all ranks), and by the fields that Unicron adds to dumps."""
+    """The job: its ranks are in the default group, task and generation in Unicron's own fields."""
     worlds = [found for one in config.values() if one.get("desc") == "default_pg"
               and (found := _ranks(one.get("ranks")))]
     if not worlds:
@@ -154,12 +154,12 @@ def _job(dump: Json, config: Mapping[str, Json]) -> Job:
 
 
 def _table(value: object) -> dict[str, Json]:
-    """The mapping with text keys: torch's pickles may have numbers."""
+    """The mapping with its keys as text: in torch's pickles they may be numbers."""
     return {str(key): one for key, one in cast(Mapping[object, Json], value or {}).items()}
 
 
 def _of_groups(entries: Iterable[Json]) -> list[Json]:
-    """The entries that belong to a group; other recorder entries have none."""
+    """The entries that belong to a process group; some entries of the recorder belong to none."""
     return [entry for entry in entries if entry.get("process_group")]
 
 
@@ -177,7 +177,7 @@ def _seq(entry: Json) -> int:
 
 
 def _ranks(text: object) -> tuple[int, ...]:
-    """Ranks of a list that torch writes as text."""
+    """The ranks in a list. torch writes the list as text."""
     found: object = json.loads(text) if isinstance(text, str) else text
     return tuple(_whole(one) for one in cast(Iterable[int], found or ()))
 
@@ -192,7 +192,7 @@ def _newest(entries: Iterable[Json]) -> dict[str, int]:
 
 def _status(status: Mapping[str, Json], config: Mapping[str, Json],
             newest: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """Group -> (entered, completed), for the numbers that can be mapped to a name."""
+    """Group -> (entered, completed), for each group number that can be mapped to a name."""
     named = {number: group for group, number in newest.items()}
     if (len(status) == len(config)
             and all(name.isdigit() for name in config) and all(one.isdigit() for one in status)):
@@ -242,7 +242,7 @@ def _tensors(entry: Json, name: str) -> str:
 
 
 def _whole(value: object) -> int:
-    """Check a 64-bit integer, as torch writes them; JSON also allows longer ones, inf and NaN."""
+    """Accept a 64-bit integer, as torch writes it. JSON also allows longer ones, inf and NaN."""
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{value} where a whole number belongs")
     found = int(cast(int, value))

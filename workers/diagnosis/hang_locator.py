@@ -1,13 +1,14 @@
 """Locates a hang: finds the ranks that all others wait for in the flight-recorder dumps.
 
-A rank waits for another if it is in a collective that the other has not entered, or if its send or
-receive has no counterpart. If all ranks enter collectives in one global order, such waits have no
-cycle, and the ranks that wait for no other are the suspects. Other signs of a stalled rank:
+A rank waits for a second rank if it is in a collective that the second rank has not entered, or if
+its send or receive has no counterpart there. If all ranks enter collectives in one global order,
+these waits form no cycle, and the ranks that wait for no other rank are the suspects. Other signs
+of a stalled rank:
 
-- its kernel has not started, while those of its peers have;
-- a collective has completed on its peers but not on it: its device no longer answers;
+- its kernel has not started, while the kernels of its peers have;
+- a collective has completed on its peers but not on this rank: its device no longer answers;
 - it left no dump, and others wait for it;
-- it called another collective than its peers, or with another size or data type;
+- it called a different collective than its peers, or passed a different size or data type;
 - it waits for nothing while all others wait.
 
 If all ranks have entered a collective that does not complete, no rank is named: the cause is the
@@ -23,26 +24,26 @@ from .flight_recorder import Dump, Op
 from .wait_graph import WaitGraph, sink_components
 
 WAIT_S_MIN = 1.0
-"""A shorter wait is not a hang, if the dumps have the time at which they were written."""
+"""If the longest wait is shorter, there is no hang. Dumps without a time always count."""
 TENSORS_CHARS_MAX = 80
 
 
 class Suspect(NamedTuple):
-    """A rank that stalled on its own, with the wait that shows it best."""
+    """A rank that stalled by itself, and the wait of other ranks that shows this best."""
 
     rank: int
     why: str
     state: str
-    """not entered, not started, not completed, mismatched, no dump, idle."""
+    """One of: not entered, not started, not completed, mismatched, no dump, idle."""
     confidence: str
-    """high, medium, low."""
+    """One of: high, medium, low."""
     group: str = ""
     collective: str = ""
     seq: int = -1
     behind: int = 0
-    """How many collectives of the group it is behind the foremost."""
+    """How many collectives the rank is behind the foremost member of the group."""
     waited_by: tuple[int, ...] = ()
-    """The ranks that wait for it in that collective."""
+    """The ranks that wait for this rank in the collective."""
 
 
 class WaitingRank(NamedTuple):
@@ -50,14 +51,14 @@ class WaitingRank(NamedTuple):
 
     rank: int
     ranks: tuple[int, ...]
-    """The ranks it waits for; (): all have entered, and one of them is blocked elsewhere."""
+    """The ranks that it waits for; (): all have entered, and none is known to be blocked."""
     group: str
     collective: str
     seq: int
 
 
 class StuckCollective(NamedTuple):
-    """A collective that all ranks have entered, with no rank blocked elsewhere, and that hangs."""
+    """A collective that hangs although all its ranks have entered and none is blocked elsewhere."""
 
     group: str
     collective: str
@@ -78,9 +79,9 @@ class HangLocation(NamedTuple):
 
 
 def locate(dumps: Iterable[Dump]) -> HangLocation:
-    """Find the ranks that the others wait for; of equal explanations the smallest.
+    """Find the ranks that the others wait for. Between equal waits the lowest rank decides.
 
-    Linear in the entries and in the waits between ranks.
+    Takes time linear in the number of entries and in the number of waits between ranks.
     """
     waits = WaitGraph({dump.rank: dump for dump in dumps})
     ranks = waits.ranks
@@ -112,7 +113,7 @@ def locate(dumps: Iterable[Dump]) -> HangLocation:
 
 def _judge(waits: WaitGraph, sink: Sequence[int], found: dict[int, Suspect],
            stuck: dict[tuple[str, int, int, int], StuckCollective]) -> None:
-    """Classify a sink of the wait graph: one rank, or several that wait for each other."""
+    """Judge a sink component of the wait graph: one rank, or several that wait for each other."""
     if len(sink) > 1:
         _judge_cycle(waits, sink, found)
         return
@@ -128,15 +129,15 @@ def _judge(waits: WaitGraph, sink: Sequence[int], found: dict[int, Suspect],
 
 
 def _is_passed(waits: WaitGraph, rank: int) -> bool:
-    """Whether a peer went past this rank's operation, and waits for it in a later one."""
+    """Whether a peer also entered this operation, and waits for this rank in a later operation."""
     key = waits.pending(rank)[0].key
     return any(op.key == key for one in waits.waiters(rank) for op in waits.pending(one)
                if op.order < waits.edges(one)[rank].order)
 
 
 def _judge_cycle(waits: WaitGraph, sink: Sequence[int], found: dict[int, Suspect]) -> None:
-    """Ranks that wait for each other: different orders of collectives, or several faults. The
-    target of the oldest wait is named, with low confidence."""
+    """Judge ranks that wait for each other: they enter collectives in different orders, or several
+    ranks have a fault. Name the targets of the oldest wait, with low confidence."""
     if any(rank in found for rank in sink):
         return
     inside = frozenset(sink)
@@ -152,7 +153,7 @@ def _judge_cycle(waits: WaitGraph, sink: Sequence[int], found: dict[int, Suspect
 
 
 def _judge_missing(waits: WaitGraph, found: dict[int, Suspect]) -> None:
-    """Name ranks without a dump that others wait for, unless most ranks left none."""
+    """Name the ranks without a dump that others wait for, unless most ranks left no dump."""
     if 2 * len(waits.missing) > len(waits.ranks):
         return
     for rank in (one for one in waits.missing if waits.waiters(one)):
@@ -163,7 +164,7 @@ def _judge_missing(waits: WaitGraph, found: dict[int, Suspect]) -> None:
 
 
 def _behind(waits: WaitGraph, rank: int) -> Suspect:
-    """The suspect that has not entered what others have, or whose kernel has not started."""
+    """A suspect that has not entered an operation of its peers, or whose kernel has not started."""
     waiter, op = waits.first_waiter(rank)
     late = op.key in waits.unstarted(rank)
     if late:
@@ -231,7 +232,7 @@ def _op_in_words(op: Op, waits: WaitGraph) -> str:
 
 
 def rank_ranges(ranks: Sequence[int], *, bare: bool = False) -> str:
-    """1, 2, 3, 5 as `ranks 1-3, 5`; `bare`: without the word; cut after six runs."""
+    """Write ranks 1, 2, 3, 5 as `ranks 1-3, 5`, or as `1-3, 5` if `bare`; cut after six runs."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:

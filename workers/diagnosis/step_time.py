@@ -5,11 +5,11 @@ degraded. To avoid false alarms on a shared cluster:
 
 - The running average is a median. One slow iteration does not change it.
 - A duration that this job has shown several times (`SHOWN_NUM`) is not a fault, up to a bound.
-- Degraded needs persistence: three quarters of a window exceed 1.1 x the known level, and three
-  times the noise of single iterations. A noisier job has a longer window, except for an obvious
-  change. The window doubles with each reported change, to limit the number of reports.
-- The end of a degradation is reported immediately: a shortest window is below 1.1 x the usual level
-  again, or iterations are a tenth faster than reported.
+- Degraded needs persistence: three quarters of a window must exceed the known level by 10 %, and by
+  three times the noise of single iterations. A noisier job has a longer window, unless the change
+  is obvious. The window doubles with each reported change, to limit the number of reports.
+- The end of a degradation is reported after the shortest window: three quarters of it are below
+  1.1 x the usual level again, or iterations are 1.1 x faster than reported.
 
 Memory and time per iteration are bounded.
 """
@@ -23,37 +23,37 @@ from typing import Literal, NamedTuple
 
 Verdict = Literal["well", "degraded", "slow"]
 Kind = Literal["usual", "boundary", "first"]
-"""Kind of an iteration. Only usual ones enter the average. boundary: a checkpoint of the state, on
-disk or in memory, precedes it; its limit is learnt from this kind. first: it follows a
-reconfiguration or evaluates; its limit is lenient."""
+"""Kind of an iteration. Only usual iterations enter the average. A boundary iteration follows a
+checkpoint on disk or in memory; its limit is learnt from earlier boundary iterations. A first
+iteration follows a reconfiguration, or includes an evaluation; its limit is lenient."""
 
 STALLED_TIMES = 3.0
 DEGRADED_TIMES = 1.1
 WARM_UP_NUM = 5
-"""Before this many usual iterations none is slow, and only LENIENT_S limits a stall."""
+"""Before this many usual iterations none is slow, and the limit of a stall is lenient."""
 AVERAGE_NUM = 500
 """The running average is the median of this many iterations."""
 SHOWN_NUM = 3
 SHOWN_TIMES, SHOWN_TIMES_MAX = 1.25, 10.0
-"""A duration reached SHOWN_NUM times among those is usual, up to 1.25 x of it."""
+"""1.25 x the SHOWN_NUM-th longest of these durations is usual; it counts up to 10 x the average."""
 LENIENT_TIMES, LENIENT_S = 10.0, 60.0
-"""With little evidence (a first iteration, a warm-up): the larger of the two."""
+"""The lenient limit (first iterations, warm-up) is the larger of 10 averages and 60 s."""
 BOUNDARIES_NUM = 50
 WINDOW_NUM, WINDOW_NUM_MAX = 20, 800
 PLAIN_TIMES, PLAIN_SHARE = 1.5, 0.98
-"""The shortest window is enough if it is slower by this factor and than this share of before."""
+"""A change is obvious if it is 1.5 x the level and 1.1 x slower than 98 % of the reference."""
 REFERENCE_NUM = 400
 """Maximum number of values in the reference level."""
 NOISE_TIMES = 3.0
 QUIET_SHARE = 0.03
-"""A job with a smaller standard deviation of single iterations is quiet."""
+"""Below this relative standard deviation of single iterations a job has the shortest window."""
 DOUBLINGS_NUM_MAX = 4
 DEVIATION_TIMES = 2.563
 """Standard deviations between the 10 % and 90 % quantiles of a normal distribution."""
 
 
 class StepTimeChange(NamedTuple):
-    """Step time: medians of the last `num_iterations`; `normal_s` is the usual own time."""
+    """Medians of the last `num_iterations`; `own_s` excludes waits, `normal_s` is its usual value."""
 
     num_iterations: int
     iteration_s: float
@@ -122,7 +122,7 @@ class Level:
         again = 1 << min(self._num_changes, DOUBLINGS_NUM_MAX)
         noisier = max(1.0, (self.noise / QUIET_SHARE) ** 2)
         num = int(min(WINDOW_NUM_MAX, WINDOW_NUM * noisier * again))
-        while len(self._recent) > num:  # values older than the window are the reference
+        while len(self._recent) > num:  # values older than the window enter the reference
             older = self._recent.popleft()
             if len(self._reference) < REFERENCE_NUM:
                 self._reference.add(older)
@@ -135,7 +135,7 @@ class Level:
                                       max(DEGRADED_TIMES, 1 + NOISE_TIMES * self.noise)))
 
     def _has_recovered(self) -> bool:
-        """Whether three of four of the last values are usual again after a degradation."""
+        """Whether three quarters of the last values are usual again; adopt their level."""
         if not self.is_degraded or len(self._recent) < WINDOW_NUM:
             return False
         usual = sorted(value for value in list(self._recent)[-WINDOW_NUM:]
@@ -147,7 +147,7 @@ class Level:
         return True
 
     def _has_changed(self, num: int, level: float, factor: float) -> bool:
-        """Whether three of four of the last `num` values differ by `factor`; adopt their level."""
+        """Whether 3/4 of the last `num` values differ by `factor` from `level`; adopt the change."""
         if len(self._recent) < num:
             return False
         last = list(self._recent)[-num:]
@@ -173,7 +173,7 @@ class Level:
 class StepTimeMonitor:
     """Monitors the iterations of one rank or one job.
 
-    `before_s` is the average of an earlier configuration; it is used only for the lenient limit.
+    `before_s` is the average of an earlier configuration, used until the first usual iteration.
     """
 
     def __init__(self, before_s: float = 0.0) -> None:
@@ -206,7 +206,7 @@ class StepTimeMonitor:
         return max(STALLED_TIMES * average_s, SHOWN_TIMES * shown_s)
 
     def add(self, iteration_s: float, own_s: float | None = None, kind: Kind = "usual") -> Verdict:
-        """Add a finished iteration. `own_s`: without waiting for others; None: all of it."""
+        """Add an iteration. `own_s` is its time without waiting for others; None: all its time."""
         if iteration_s <= 0:
             return "well"
         if kind == "boundary":
@@ -225,7 +225,7 @@ class StepTimeMonitor:
         return "degraded" if self.own.is_degraded else "well"
 
     def _has_improved(self) -> bool:
-        """Whether it was reported as degraded, and iterations are faster now."""
+        """Whether a degradation was reported, and iterations are 1.1 x faster now."""
         return (self.own.is_degraded and self._reported_s > 0
                 and self.recent().iteration_s * DEGRADED_TIMES <= self._reported_s)
 

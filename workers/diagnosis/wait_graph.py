@@ -11,7 +11,7 @@ from .flight_recorder import Dump, Op
 Key = tuple[str, int, int, int]
 _ALL_TAKE_PART = ("all_reduce", "allreduce", "all_gather", "allgather", "reduce_scatter",
                   "all_to_all", "alltoall", "barrier")
-"""Collectives that no rank completes before all ranks have entered."""
+"""Collectives that complete on no rank before all ranks have entered them."""
 
 
 class WaitGraph:
@@ -79,7 +79,7 @@ class WaitGraph:
         return self._pending[rank] if rank in self._dumps else ()
 
     def is_idle(self, rank: int) -> bool:
-        """Whether its dump shows earlier communication and no pending operation."""
+        """Whether the dump of the rank shows earlier communication and no pending operation."""
         dump = self._dumps.get(rank)
         return (dump is not None and not dump.pending and rank not in self._contradicted
                 and bool(dump.entered or any(last for last, _ in dump.status.values())))
@@ -87,8 +87,8 @@ class WaitGraph:
     # --- all together --------------------------------------------------------------------------
     @cached_property
     def _contradicted(self) -> frozenset[int]:
-        """Ranks that report the completion of a collective that others have not entered: they gave
-        up, or were the source of a broadcast."""
+        """Ranks that report the completion of a collective that others have not entered. Such a
+        rank gave up, or was the source of a broadcast."""
         return frozenset(
             rank for group, members in self._members.items()
             if (dumped := [one for one in members if one in self._dumps])
@@ -97,10 +97,11 @@ class WaitGraph:
 
     @cached_property
     def stale(self) -> dict[int, tuple[Op, int, tuple[int, ...]]]:
-        """Rank -> the first collective that completed for others only, how many, and those others.
+        """Rank -> the first collective that completed only on others, the number of such
+        collectives, and these others.
 
-        If a collective that needs all members completed on one, all have entered it. If most
-        members do not see the completion, those that do gave up, and nothing is reported.
+        If a collective that needs all members completed on one member, all have entered it. If it
+        completed only on a minority, these members gave up, and nothing is reported.
         """
         found: dict[int, tuple[Op, int, tuple[int, ...]]] = {}
         for rank in sorted(self._dumps):
@@ -111,7 +112,7 @@ class WaitGraph:
         return found
 
     def _completed_by(self, op: Op) -> tuple[int, ...]:
-        """The ranks on which it completed; () if that is not reliable."""
+        """The ranks on which `op` completed; () if their reports are not reliable."""
         if op.is_p2p or not any(word in op.name for word in _ALL_TAKE_PART):
             return ()
         members = [one for one in self.participants(op) if one in self._dumps]
@@ -132,10 +133,7 @@ class WaitGraph:
     @cached_property
     def mismatched(self) -> dict[int, tuple[Op, Op, tuple[int, ...], bool]]:
         """Rank -> its call, the different call of others in its group, these others, and whether
-        they are the majority.
-
-        Without a majority all of them are named.
-        """
+        one call is more frequent than all other calls. If none is, all the ranks are named."""
         found: dict[int, tuple[Op, Op, tuple[int, ...], bool]] = {}
         for ops in self._called.values():
             by_call: dict[tuple[str, str], list[int]] = defaultdict(list)
@@ -154,8 +152,8 @@ class WaitGraph:
 
     @cached_property
     def _called(self) -> dict[Key, dict[int, Op]]:
-        """Each incomplete collective -> the call of each rank in its position, including ranks on
-        which it completed: with two sizes the smaller may complete."""
+        """Each incomplete collective -> the call of each rank at that position in the group. Ranks
+        on which it completed count too: if sizes differ, the smaller call may complete."""
         called: dict[Key, dict[int, Op]] = defaultdict(dict)
         for rank in sorted(self._dumps):
             for op in self.pending(rank):
@@ -188,7 +186,7 @@ class WaitGraph:
         return found
 
     def not_entered(self, rank: int, op: Op) -> tuple[int, ...]:
-        """The ranks that have not entered this operation; ranks without a dump only if no other."""
+        """The ranks that have not entered `op`; if all with a dump have, the ranks without one."""
         if op.is_p2p:
             other = op.target if rank == op.source else op.source
             return () if self._is_matched(rank, other, op) else (other,)
@@ -199,25 +197,25 @@ class WaitGraph:
         return self._not_entered[op.key]
 
     def _is_matched(self, rank: int, other: int, op: Op) -> bool:
-        """Whether the other side has posted the counterpart; they match in order."""
+        """Whether the other side has posted the counterpart. Sends match receives in order."""
         mine = [one.order for one in self._dumps[rank].pending if one.key == op.key]
         theirs = self._dumps[other].pending if other in self._dumps else ()
         return mine.index(op.order) < sum(one.key == op.key for one in theirs)
 
     def _unstarted_peers(self, rank: int, op: Op) -> tuple[int, ...]:
-        """The ranks that entered it but whose kernel has not started, while its own has."""
+        """The peers whose kernel has not started although they entered `op`, if ours has."""
         return tuple(other for other in self.participants(op) if op.key in self.unstarted(other)
                      ) if op.has_started else ()
 
     def unstarted(self, rank: int) -> frozenset[Key]:
-        """Operations started on others but not here, if this recorder records starts."""
+        """The operations started on others but not on this rank; {} if it records no starts."""
         if rank not in self._dumps or not self._dumps[rank].records_starts:
             return frozenset()
         return frozenset(op.key for op in self.pending(rank)
                          if not op.has_started and self._started.get(op.key))
 
     def started(self, op: Op) -> tuple[int, ...]:
-        """The ranks on which its kernel has started."""
+        """The ranks on which the kernel of `op` has started."""
         return tuple(self._started.get(op.key, ()))
 
     def _is_blocked(self, other: int, op: Op) -> bool:
@@ -245,7 +243,7 @@ class WaitGraph:
         return tuple(self._waiters.get(rank, ()))
 
     def first_waiter(self, rank: int) -> tuple[int, Op]:
-        """The rank that has waited longest for it, and the operation; collectives before sends."""
+        """The rank that has waited longest for `rank`, and in what; collectives before sends."""
         waits = {one: self.edges(one)[rank] for one in self._waiters[rank]}
         waiter = min(waits, key=lambda one: (waits[one].is_p2p, waits[one].at_ns, one))
         return waiter, waits[waiter]

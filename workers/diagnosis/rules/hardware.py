@@ -80,7 +80,7 @@ MACHINE_RULES = (
     )),
     *rules(statuses.INVALID_DMA_MAPPING, HARDWARE, (
         ("iommu-fault", "dmar|amd-vi|smmu|iommu|io_page_fault|swiotlb",
-         # not "default", which each boot logs for its IOMMU domain
+         # `fault`, but not "default", which the kernel logs for its IOMMU domain at each boot
          r"dmar: \[|dmar.{0,40}(?:(?<!de)fault|error)|io_page_fault|iotlb_inv_timeout"
          r"|amd-vi: event logged|completion-wait loop timed out|illegal_dev_table"
          r"|smmu.{0,60}(?:(?<!de)fault|event 0x)|not addressable by gpu"
@@ -208,9 +208,9 @@ MACHINE_RULES = (
 
 # --- XIDs, NVIDIA's numbers of GPU faults, and the status of each ---
 #
-# Source: NVIDIA's catalogue of XIDs, r590. We derive the status from its "immediate action": reset,
-# reboot or replace is a fault of the GPU or link, restart the application is a CUDA error, ignore
-# is harmless. The complete table is tests/data/xid_catalog.csv.
+# Source: NVIDIA's catalogue of XIDs, r590; the complete table is tests/data/xid_catalog.csv. The
+# status follows from the "immediate action" of the catalogue. Reset, reboot and replace mean a
+# fault of the GPU or link; "restart the application" a CUDA error; "ignore" that it is harmless.
 
 _SPANS = {
     statuses.GPU_DRIVER_ERRORS:
@@ -241,9 +241,9 @@ RECOVERY_ACTION_CODE = 154
 def xid_status(xid: int, text: str) -> str:
     """The status of an XID, by its number and the lower-case text after it; "": harmless.
 
-    The text of 144 to 150 says whether the error is fatal. 154 names the recovery action that the
-    driver requests: any action other than none means that the node must be drained. An unknown XID
-    is harmless.
+    The text of XIDs 144 to 150 says whether the error is fatal. The text of XID 154 names the
+    recovery action that the driver requests: any action other than none means that the node must be
+    drained. An unknown XID is harmless.
     """
     if xid in NVLINK_5 and ("nonfatal" in text or "non-fatal" in text):
         return ""

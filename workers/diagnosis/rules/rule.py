@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 HARDWARE, DEVICE, KILLED, FABRIC, RAISED, CARRIER, WRAPPER, TRACE = range(8)
-"""Depth of a cause, deepest first. In a text of many lines the deepest cause wins, then the first.
-Hardware or a dead node; CUDA; a process killed or stuck in the kernel; storage or the fabric; an
-exception or the exit of a peer; a library's own message about it; the message of a launcher."""
+"""Depth of a cause, deepest first: hardware or a dead node; CUDA; a process that was killed or is
+blocked in the kernel; storage or the network fabric; an exception, or the exit of a peer; a
+library's message about such an error; a launcher's message; any other line about a failure."""
 
 
 class Rule(NamedTuple):

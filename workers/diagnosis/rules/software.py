@@ -24,7 +24,7 @@ ENDED_RULES = (
          r"|container|worker)\S{0,40} .{0,60}\bevicted\b|\bevicted\b +\d+ "),
     )),
 )
-"""Launcher messages about an exited process; tried before the causes that such lines suggest."""
+"""A launcher's messages about an exited process: tried before the causes that they seem to name."""
 PROCESS_RULES = (
     *rules(statuses.WRONG_INPUT, FABRIC, (
         ("wrong-input", "unicron.events.errors.usageerror"),
@@ -93,7 +93,7 @@ PROCESS_RULES = (
          r"(?:worker|actor|rank|process|trainer)\w{0,10} .{0,40}(?:is dead|was killed)"),
     )),
     *rules(statuses.OTHER_NETWORK, TRACE, (
-        # messages of a failure; not a condition, a count or a neural network
+        # matches the message of a failure, but no condition, no count and no neural network
         ("network-told", "nccl|rccl|rdma|infiniband|mlx|libfabric|net/|ucx|gloo|tcpstore|rendezvous"
          "|ceph|nfs|lustre|beegfs|weka|network|connection|socket", r"^(?!.{0,4096}\b(?:if|unless"
          r"|in case|where|falls? ?back|falling back|retrying)\b).{0,4096}?(?:(?:\b[nr]ccl|rdma"
