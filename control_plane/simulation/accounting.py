@@ -24,13 +24,13 @@ LOSSES: tuple[Loss, ...] = ("detection", "transition", "waiting", "sub-healthy",
 
 
 class WafAccount:
-    """Weighted FLOP of tasks whose WAF changes in steps: earned, and lost by reason.
+    """Weighted FLOP of tasks: earned, and lost by reason. The WAF of a task changes in steps.
 
     detection: a fault has stopped the task and was not reported yet. transition: the task is on
     its way back to training. waiting: it has no slots, or its slots are absent. sub-healthy: it
-    earns less than at full strength (negative: more). recomputed: it was earned, but is done again.
-    Earned and lost always add up to what the cluster would have earned at full strength. The same
-    holds for slot-seconds.
+    trains below full strength (negative: above). recomputed: work that was earned, but is repeated.
+    Earned and lost FLOP always add up to what the cluster would have earned at full strength. The
+    same holds for slot-seconds.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class WafAccount:
         self._since_s: dict[int, float] = {}
 
     def begin(self, at_s: float) -> None:
-        """Start to count. What each task earns now is its full strength."""
+        """Start to count. The current WAF of each task is its full strength."""
         self.full, self.full_slots = dict(self.waf), dict(self.slots)
         self.flop, self.lost_flop = 0.0, dict.fromkeys(LOSSES, 0.0)
         self.flop_of = dict.fromkeys(self.waf, 0.0)
@@ -70,7 +70,7 @@ class WafAccount:
 
     @property
     def share(self) -> float:
-        """The part of it that was earned."""
+        """The part of `full_flop` that was earned."""
         return self.flop / self.full_flop if self.full_flop else 0.0
 
     @property
@@ -81,7 +81,7 @@ class WafAccount:
         return total
 
     def set_waf(self, at_s: float, task: int, waf: float, slots: int, why: Loss) -> None:
-        """Set the task's WAF and slots from now on. `why` is the reason for earning no more."""
+        """Set the task's WAF and slots from now on. `why`: the reason if they are not full."""
         if self.waf.get(task) == waf and self._why.get(task) == why:
             return
         self.settle(at_s, task)
@@ -104,7 +104,7 @@ class WafAccount:
             self._changed(at_s)
 
     def settle(self, at_s: float, task: int) -> None:
-        """Add what the task earned until `at_s`."""
+        """Add what the task earned and lost until `at_s`."""
         past_s = at_s - self._since_s.get(task, at_s)
         self._since_s[task] = at_s
         self.flop_of.setdefault(task, 0.0)
@@ -121,7 +121,7 @@ class WafAccount:
             self.down_s[why] += past_s
 
     def undo(self, task: int, flop: float, slot_s: float) -> None:
-        """Move `flop` from earned to recomputed; the task repeats it in `slot_s` slot-seconds."""
+        """Move `flop` from earned to recomputed. Repeating them takes `slot_s` slot-seconds."""
         self.flop -= flop
         self.flop_of[task] = self.flop_of.get(task, 0.0) - flop
         self.lost_flop["recomputed"] += flop
@@ -129,7 +129,7 @@ class WafAccount:
         self.lost_slot_s["recomputed"] += slot_s
 
     def end(self, at_s: float) -> None:
-        """Add up all tasks."""
+        """Add what all tasks earned and lost until `at_s`."""
         for task in self.waf:
             self.settle(at_s, task)
 
@@ -149,14 +149,14 @@ Key = tuple[int, int, int]
 REQUESTS = (r.TaskSubmitted, r.TaskWeightSet, r.TaskCancelRequested, d.TaskEnded)
 """After one of these the next plan defines the full strength of the cluster."""
 _REPLIES = (r.Quiesced, r.Reconfigured, r.RankReady)
-"""These have no effect of their own: the order that follows the last one has."""
+"""These replies change no task's progress. The order that follows the last reply does."""
 NODE_EVENTS = (r.NodeReachable, r.NodeDrained, r.NodeUndrained, d.NodeQuarantined,
                r.QuarantineLifted, d.IncidentEscalated)
 """After one of these a task may start or stop waiting for a node."""
 
 
 class Accounting:
-    """`opens` makes the progress of a newly submitted task. Times are those of the log."""
+    """`opens` creates the TaskProgress of a newly submitted task. Times are those of the log."""
 
     def __init__(self, state: ClusterState, earnings: WafAccount,
                  opens: Callable[[Task], TaskProgress]) -> None:
@@ -168,7 +168,7 @@ class Accounting:
         """Receives, for each task, the number of slots on which it trains, or why it does not."""
         self._opens = opens
         self._unreported: dict[str, list[int]] = {}
-        """By node: tasks stopped by a fault of the node that was not reported yet."""
+        """By node: the tasks that a fault of the node stopped, until that fault is reported."""
         self._left: set[int] = set()
         self._has_begun = self._is_requested = False
 
@@ -186,7 +186,8 @@ class Accounting:
 
     # --- faults ---------------------------------------------------------------------------------
     def stop_processes(self, at_s: float, keys: Iterable[Key], node: str = "") -> list[int]:
-        """End or stall processes; a report about `node` reports it. Returns the tasks that stop."""
+        """Return the tasks that stop because these processes end or stall. If `node` is given, a
+        report about that node also reports their fault."""
         stopped = sorted({key[0] for key in keys if self._stops_with(key)})
         for number in stopped:
             job = self.jobs[number]
@@ -198,7 +199,7 @@ class Accounting:
         return stopped
 
     def _stops_with(self, key: Key) -> bool:
-        """Whether the task stops with this process; one that has yet to join is not needed."""
+        """Whether the task stops if this process does. It trains on without a future member."""
         task = self.state.tasks[key[0]]
         return not task.heals_in_memory or not task.members or any(
             (member.rank, member.attempt) == key[1:] for member in task.members)
@@ -213,7 +214,7 @@ class Accounting:
         self.update(at_s, number)
 
     def undo(self, number: int, flop: float) -> None:
-        """The task has to repeat this much work."""
+        """Count `flop` as recomputed: the task has to repeat them."""
         if self._has_begun and number in self.earnings.waf:
             slots = self.earnings.full_slots.get(number, 0)
             rate = table.rate_at(self.jobs[number].table, slots)
@@ -267,7 +268,7 @@ class Accounting:
             self.earnings.end_task(at_s, number)
 
     def _starts(self, at_s: float, number: int) -> None:
-        """All processes of a command start; a restart continues from the saved state."""
+        """All processes of a command start together. A restart continues from the saved state."""
         task, job = self.state.tasks[number], self.jobs[number]
         if not task.heals_in_memory and job.round != task.rounds:
             job.round = task.rounds
@@ -289,7 +290,7 @@ class Accounting:
 
     # --- rates of tasks ---------------------------------------------------------------------------
     def update(self, at_s: float, number: int) -> None:
-        """Update the task's rate, and the reason why it is not higher."""
+        """Update the task's rate, and the reason for which the task does not earn more."""
         if number in self._left:
             return
         task, job = self.state.tasks[number], self.jobs[number]
@@ -315,7 +316,7 @@ class Accounting:
 #
 # A loss is attributed to the latest event that increased the loss rate. While an earlier event
 # still causes a loss, a later one is charged only with the additional loss. An event is over when
-# the loss rate is back at its value before the event. An event without a loss ends nothing.
+# the loss rate is back at its value before the event. A later event without a loss ends no other.
 
 MARGIN_SHARE = 1e-9
 """Relative to full strength: float sums are inexact."""
@@ -324,7 +325,7 @@ Level = tuple[float, float, float]
 
 
 class EventLoss(Struct, kw_only=True):
-    """The loss due to one event, until the rate before it is restored. Negative is a gain."""
+    """The loss due to one event, until the loss rate is as before. A negative loss is a gain."""
 
     at_s: float
     before: Level
@@ -332,7 +333,7 @@ class EventLoss(Struct, kw_only=True):
     lost_slot_s: float = 0.0
     down_s: float = 0.0
     recovered_s: float | None = None
-    """None: not recovered by the end, or no loss occurred."""
+    """None: the event was not over at the end, or it caused no loss."""
     has_lost: bool = False
     recomputed_flop: float = 0.0
     """The recomputed part of the loss."""
@@ -382,7 +383,6 @@ class AttributedWaf(WafAccount):
         self._charge(at_s)
 
     def _update_level(self, at_s: float) -> None:
-        """Update the loss rate from now on."""
         self._charge(at_s)
         flop = slots = down = 0.0
         for task, full in self.full.items():
@@ -401,7 +401,7 @@ class AttributedWaf(WafAccount):
         self._active = [loss for loss in self._active if loss.recovered_s is None]
 
     def _charge(self, at_s: float) -> None:
-        """Charge the loss since the last update: the newest event first, each above its base."""
+        """Charge the loss since the last update, newest event first: each with its own excess."""
         past_s, self._at_s = at_s - self._at_s, at_s
         if not past_s:
             return

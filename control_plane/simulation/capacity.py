@@ -54,7 +54,7 @@ def mtbf(base: Scenario, seeds: int) -> list[Point]:
 
 
 def spares(base: Scenario, seeds: int, most: int) -> list[Point]:
-    """0 to `most` spare nodes under policies that keep some, Unicron with 0. Raises SpecError."""
+    """Policies with spares, at 0 to `most` of them, and Unicron without. Raises SpecError."""
     spared = [name for name in base.policies if policy(base, name).costs.num_spares]
     need(bool(spared), "policies", "has none that keeps spares", "add spares: {}")
     found: list[Point] = []
@@ -86,7 +86,7 @@ def _points(base: Scenario, at: float, events: Sequence[ExternalEvent], seed: in
 
 
 def _drawn(base: Scenario, seed: int, ratio: float = 1.0) -> list[ExternalEvent]:
-    """The trace, drawn with another seed and faults rarer by `ratio`."""
+    """The trace, drawn with `seed` added to its seed, and with faults `ratio` times as rare."""
     if not isinstance(base.trace, DrawnTrace):
         raise SpecError("trace", "is a file: only a drawn trace has other seeds and rates", HINT)
     drawn = base.trace.drawn
@@ -118,7 +118,7 @@ def mtbf_gpu_h(base: Scenario) -> float:
 
 
 class BreakEven(NamedTuple):
-    """At `at` two systems earn the same; below it `below` earns more."""
+    """At `at` two systems earn the same. Below it `below` earns more, above it `above`."""
 
     at: float
     below: str
@@ -127,7 +127,7 @@ class BreakEven(NamedTuple):
 
 def break_evens(curves: Mapping[str, Sequence[tuple[float, float]]], *, geometric: bool
                 ) -> list[BreakEven]:
-    """Crossings of two curves over the same points, by interpolation between neighbours."""
+    """Where two curves over the same points cross, interpolated between neighbouring points."""
     found: list[BreakEven] = []
     for one, other in combinations(curves, 2):
         gaps = [(at, mine - its) for (at, mine), (_, its) in

@@ -19,15 +19,15 @@ from .policies.policy import Costs
 
 # --- Slot time: what each slot was used for; the kinds sum to all slot-seconds. ---
 #
-# trained: the slot holds a process of a task that trains. detection, transition, waiting: its task
-# does not train, for that reason; transition is also a new process of a task that trains. idle: no
-# process, even if a task waits for other slots. away: the node is absent.
+# trained: the process on the slot trains. detection, transition, waiting: the task of the process
+# does not train, for this reason. A new process of a task that trains also counts as transition.
+# idle: no process, even if a task waits for other slots. away: the node is absent.
 
 KINDS: tuple[str, ...] = ("trained", "detection", "transition", "waiting", "idle", "away")
 
 
 class SlotTime:
-    """Slot-seconds by kind. It counts the real processes, not the state of the decider."""
+    """Slot-seconds by kind, from the simulated processes and not from the decider's state."""
 
     def __init__(self) -> None:
         self.slot_s = dict.fromkeys(KINDS, 0.0)
@@ -60,7 +60,7 @@ class SlotTime:
         self.now["idle"] -= num
 
     def set_training(self, at_s: float, task: int, trains: int, why: str) -> None:
-        """The task trains on `trains` slots from now on; `why` is the reason for 0."""
+        """The task trains on `trains` slots from now on. `why`: the reason if that is 0."""
         known = self._tasks.get(task, (0, 0, "transition"))
         if known[1:] != (trains, why):
             self._set(at_s, task, (known[0], trains, why))
@@ -105,7 +105,7 @@ class SimulatedNode:
 
 
 PendingReport = tuple[Key, SimulatedNode, Callable[[], Body]]
-"""A process of a task, its node, and the report that it makes together with others."""
+"""A process of a task, its node, and the function that makes its report."""
 
 
 class SimulatedCluster:
@@ -133,15 +133,15 @@ class SimulatedCluster:
             num_slots=node.num_slots))
 
     def leave(self, name: str) -> None:
-        """Stop the agent on purpose, and its processes with it."""
+        """Stop the agent and its processes; the agent reports that the node leaves."""
         node = self.nodes[name]
         self._clear(node)
         self.engine.report(node.source, r.NodeLeft(node=name, incarnation=node.incarnation,
                                                  reason="it leaves"))
 
     def lose_node(self, name: str, silence_s: float, with_peers: Collection[int]) -> None:
-        """Lose the node without a report; the leader notices after `silence_s`. Peers report the
-        loss for the tasks in `with_peers`. A command ordered to start there since fails then."""
+        """Lose the node without a report. The leader notices after `silence_s`; commands ordered to
+        start there meanwhile fail then. Peers report the loss for the tasks in `with_peers`."""
         node = self.nodes[name]
         self._clear(node)
         incarnation = node.incarnation
@@ -177,7 +177,7 @@ class SimulatedCluster:
             self.slot_time.add_processes(self.engine.now_s, key[0], -1)
 
     def report_later(self, name: str, in_s: float, body: Body) -> None:
-        """The node reports, after `in_s`, what occurs now: only if its agent still runs then."""
+        """After `in_s`, report what occurs now on the node, if its agent still runs by then."""
         node = self.nodes[name]
         incarnation, now_s = node.incarnation, self.engine.now_s
 
@@ -216,7 +216,7 @@ class SimulatedCluster:
             self._report_all(0.0, reports, SimulatedNode.is_unreported)
 
     def _start(self, order: o.StartRank, starting: dict[int, list[PendingReport]]) -> None:
-        """`starting`: by task, the reports of its command processes, which start together."""
+        """`starting` collects, by task, the reports of a command's processes, sent together."""
         node, key = self.nodes[order.slot.node], (order.task, order.rank, order.attempt)
         if not node.up:
             return
@@ -239,7 +239,7 @@ class SimulatedCluster:
     def _report_all(self, in_s: float, reports: Sequence[PendingReport],
                     may: Callable[[SimulatedNode, int, Key], bool] = SimulatedNode.is_running,
                     occurred_s: float | None = None) -> None:
-        """Report for each of these processes after `in_s`, in order, if `may` still holds."""
+        """After `in_s`, send these reports in order: each only if `may` is true by then."""
         pending = [(node, node.incarnation, key, made) for key, node, made in reports]
 
         def send() -> None:
@@ -273,7 +273,8 @@ class SimulatedCluster:
             iteration=self.jobs[key[0]].iteration, error=status or "closed by peer", status=status)
 
     def report_peer_loss(self, number: int, in_s: float) -> None:
-        """After `in_s` a peer reports the loss: a member pauses, a command's process exits."""
+        """After `in_s` a peer reports the loss: a member's collective fails, or a command's process
+        exits."""
         task, now_s = self._task(number), self.engine.now_s
         began = task.rounds, task.generation
 
@@ -286,7 +287,7 @@ class SimulatedCluster:
     def _peer_sees(self, number: int, occurred_s: float) -> None:
         task = self._task(number)
         lives = next((one for one in self._ranks(task) if one[1] in one[0].processes), None)
-        # If no process lives, take one that ended before.
+        # If no process lives, use a process that has ended and was not reported yet.
         found = lives or next((one for one in self._ranks(task) if one[1] in one[0].ended), None)
         if found is None:  # no node could carry out an order either
             for node in [one[0] for one in self._ranks(task)] if not task.heals_in_memory else ():
@@ -307,8 +308,7 @@ class SimulatedCluster:
             yield self.nodes[rank.slot.node], (task.id, number, rank.attempt)
 
     def _stop(self, order: o.StopRank, ending: dict[int, list[PendingReport]]) -> None:
-        """Stop a process, if it still runs. `ending`: by task, the reports that are made
-        together."""
+        """Stop a process, if its node is up. `ending` collects the reports by task."""
         node, key = self.nodes[order.nodes[0]], (order.task, order.rank, order.attempt)
         if node.up:
             self._ends(node, key)
@@ -341,7 +341,7 @@ class SimulatedCluster:
             self.account.reach_boundary(self.engine.now_s, order.task)
 
     def report_progress(self, number: int) -> None:
-        """Report the last completed iteration at its time: the task did not stall before it."""
+        """Report when the last iteration completed: a stall of the task began no earlier."""
         task, job, now_s = self._task(number), self.jobs[number], self.engine.now_s
         job.settle(now_s)
         reporter = next((member for member in task.members if (

@@ -17,7 +17,7 @@ LEADER = "leader/simulated"
 
 
 class Deadlines(dict[str, Deadline]):
-    """Deadlines of a state, with the earliest one in O(1). A deadline is never changed in place."""
+    """Deadlines of a state, and a heap of them by time. A deadline is never changed in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Deadlines(dict[str, Deadline]):
         heappush(self._due, (deadline.due_s, name))
 
     def next(self) -> tuple[float, str]:
-        """The earliest due time and its name, (inf, "") if there is none; ties go by name."""
+        """Time and name of the earliest deadline, by name in a tie; (inf, "") if there is none."""
         while self._due:
             due_s, name = self._due[0]
             current = self.get(name)
@@ -39,8 +39,8 @@ class Deadlines(dict[str, Deadline]):
 
 
 class Engine:
-    """One leader, its state, and the queue of future events. `decide` is the policy. `on_records`
-    is called with the records of each report, after all of them are folded."""
+    """One leader, its state, and the queue of future events. `decide` comes from the policy.
+    `on_records` is called with the records of each report, after all of them are folded."""
 
     def __init__(self, decide: Decide) -> None:
         self._deadlines = Deadlines()
@@ -59,7 +59,7 @@ class Engine:
         heappush(self._due, (self.now_s + in_s, self._num_due, call))
 
     def report(self, source: str, body: Body, occurred_s: float | None = None) -> None:
-        """Fold a report and decide on it. It occurred at `occurred_s`, by default now."""
+        """Fold a report of what occurred at `occurred_s`, by default now, and decide on it."""
         report = Report(source=source, source_seq=self._next(source), body=body,
                         occurred_s=self.now_s if occurred_s is None else occurred_s)
         records = advance(self.state, report, epoch=1, at_s=self.now_s, decide=self._decide)
@@ -71,7 +71,7 @@ class Engine:
         return seq
 
     def run(self, until_s: float) -> None:
-        """Process all events due by `until_s`. At the same time a deadline comes first."""
+        """Process all events due by `until_s`. A deadline precedes a call due at the same time."""
         while True:
             due_s = self._due[0][0] if self._due else inf
             deadline_s, name = self._deadlines.next()

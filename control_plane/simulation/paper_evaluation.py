@@ -26,7 +26,7 @@ from .trace.generator import STUDIES
 NODES_NUM, NODE_SLOTS_NUM = 16, 8
 DAY_S = 86400.0
 SEED = 1
-"""Of the trace that has the paper's name."""
+"""The seed of the trace that is named as in the paper."""
 
 
 def _gpt(layers: int, hidden: int, heads: int, batch: int) -> MegatronModel:
@@ -34,8 +34,8 @@ def _gpt(layers: int, hidden: int, heads: int, batch: int) -> MegatronModel:
                          vocabulary=50257, global_batch=batch, gpu="A800-80")
 
 
-# Layers and widths of GPT-3 (arXiv 2005.14165, table 2.1) and of Megatron's weak scaling for 70 B;
-# batches near theirs, in sequences.
+# Layers and widths are those of GPT-3 (arXiv 2005.14165, table 2.1), for 70 B those of Megatron's
+# weak scaling. The batches, in sequences, are close to the batches of these sources.
 MODELS: dict[str, MegatronModel] = {
     "1.3B": _gpt(24, 2048, 16, 512), "7B": _gpt(32, 4096, 32, 1024),
     "13B": _gpt(40, 5120, 40, 1024), "70B": _gpt(80, 8192, 64, 1536),
@@ -45,13 +45,13 @@ WEIGHTS = (0.5, 0.8, 1.1, 1.4, 1.7, 2.0)
 CASES: dict[int, tuple[tuple[str, ...], tuple[float, ...]]] = {
     1: (("7B",) * 6, (1.0,) * 6), 2: (("7B",) * 6, WEIGHTS), 3: (SIZES, (1.0,) * 6),
     4: (SIZES, WEIGHTS), 5: (SIZES, WEIGHTS[::-1])}
-"""By number: the models and the weights of six tasks."""
+"""By case number: the models and the weights of six tasks."""
 
 _SHARES = STUDIES["unicron"]
 SEV1_SHARES = {**{cause: share for cause, share in _SHARES.items() if TABLE[cause] == "SEV1"},
                LOST_CONNECTION: 3.3}
 OTHER_SHARES = {cause: share for cause, share in _SHARES.items() if TABLE[cause] != "SEV1"}
-"""Per cent of tasks, as the paper reports. Its "others" (3.3) count as lost nodes here."""
+"""Per cent of tasks, as the paper reports. The paper's "others" (3.3) are lost nodes here."""
 
 
 class Trace(NamedTuple):
@@ -65,13 +65,13 @@ class Trace(NamedTuple):
 
 TRACES: dict[str, Trace] = {
     "trace-a": Trace(56 * DAY_S, 10, 33, (1 * DAY_S, 7 * DAY_S)),
-    # Twenty times the rate. To keep as many nodes in the pool, repairs are as much shorter.
+    # Twenty times the fault rate of trace-a. Repairs are 20 times shorter, to keep as many nodes.
     "trace-b": Trace(7 * DAY_S, 26, 80, (DAY_S / 20, 7 * DAY_S / 20))}
 """10 SEV1 and 33 other faults in 8 weeks; 26 and 80 in a week."""
 
 
 def events(trace: Trace, seed: int, repair_ratio: float = 1.0) -> list[ExternalEvent]:
-    """Times and nodes are uniform over the present nodes; causes follow their shares."""
+    """Times are uniform; nodes are uniform over the present nodes; causes follow their shares."""
     rng = Random(f"{seed}")
     times = [(rng.uniform(0, trace.horizon_s), hard)
              for hard, num in ((True, trace.num_sev1), (False, trace.num_others))
@@ -98,7 +98,7 @@ def tasks(case: int) -> tuple[SimulatedTask, ...]:
 
 
 def scenario(name: str, policies: Sequence[str]) -> Scenario:
-    """A trace of the paper over case 5. T_necessary: each task has at least one node."""
+    """Case 5 under a trace of the paper. `floor` (T_necessary): each task has at least a node."""
     return Scenario(
         api_version=API_VERSION, name=name,
         cluster=Cluster(nodes=NODES_NUM, slots=NODE_SLOTS_NUM), tasks=tasks(5),
@@ -114,11 +114,11 @@ REPORTED: dict[tuple[str, str], float] = {
     ("trace-a", "megatron"): 1.2, ("trace-b", "megatron"): 1.9, ("trace-a", "oobleck"): 3.7,
     ("trace-b", "oobleck"): 3.8, ("trace-a", "varuna"): 4.8, ("trace-b", "varuna"): 5.8,
     ("trace-a", "bamboo"): 4.6, ("trace-b", "bamboo"): 4.8}
-"""Accumulated WAF of Unicron over the system's, as reported; Bamboo's are from memory."""
+"""Unicron's accumulated WAF over the system's, by the paper. Bamboo's are quoted from memory."""
 
 
 class EvaluationRun(NamedTuple):
-    """One run of the evaluation. `changed` names the changed constant, empty for none."""
+    """One run of the evaluation. `changed` names the changed constant; empty: none is changed."""
 
     case: str
     system: str
@@ -129,17 +129,17 @@ class EvaluationRun(NamedTuple):
 
 
 class Change(NamedTuple):
-    """Another value of a constant: of the costs of some policies, or of the trace."""
+    """Other values of a constant: of policies' costs, of the trace's repairs, or of the limits."""
 
     what: str
     costs: Mapping[str, Mapping[str, Any]] = {}
-    """By policy."""
+    """The changed costs, by policy."""
     repair_ratio: float = 1.0
     limits: Mapping[str, Any] = {}
 
     @property
     def systems(self) -> tuple[str, ...]:
-        """The systems to run: Unicron and those that it is compared with."""
+        """The systems to run: Unicron, and the systems to compare it with."""
         return (OURS, *([name for name in self.costs if name != OURS] or [THEIRS]))
 
 
@@ -163,7 +163,7 @@ SENSITIVITY: tuple[Change, ...] = (
         name: {"speed": 1.0} for name in ("oobleck", "bamboo", "varuna")}),
     Change("tasks may get nothing (no T_necessary)", limits={"floor": False}),
 )
-"""Constants on which the conclusions may depend; each is changed alone."""
+"""Constants on which the conclusions may depend. Each run changes one of them."""
 
 
 def all_policies(seeds: int) -> list[EvaluationRun]:
@@ -203,12 +203,12 @@ def allocation_cases() -> list[EvaluationRun]:
 
 
 class PauseEstimate(NamedTuple):
-    """Parts of the pause of one task on all GPUs of a cluster that loses a node."""
+    """Parts of the pause of a task that trains on all GPUs of a cluster, if a node is lost."""
 
     gpus: int
     detect_s: float
     change_s: float
-    """Leave the generation and join the next one over gloo, as measured on four ranks."""
+    """Time to leave a generation and join the next over gloo, measured on four ranks."""
     nccl_s: float
     """Additional time for NCCL's communicators, as published."""
 
@@ -224,7 +224,7 @@ GPUS_NUMS = (16, 128, 1_024, 2_048, 4_096, 10_240)
 
 
 def growth(gpus: int) -> PauseEstimate:
-    """The parts of the pause: measured on four ranks, or published."""
+    """The parts of the pause on `gpus` GPUs: measured on four ranks, or published."""
     costs = POLICIES[OURS].costs
     (low, low_s), (high, high_s) = next(
         pair for pair in pairwise(NCCL_POINTS) if gpus <= pair[1][0])
@@ -234,7 +234,7 @@ def growth(gpus: int) -> PauseEstimate:
 
 
 def planning_problem(gpus: int) -> PlanProblem:
-    """The plan problem after the loss of a node in such a cluster, with the tasks of case 5."""
+    """The plan problem of the tasks of case 5 on `gpus` GPUs, after the loss of a node."""
     tables = [modelled(MODELS[size], NODES_NUM * NODE_SLOTS_NUM) for size in SIZES]
     each = gpus // len(tables) // 8 * 8
     wishes = tuple(TaskDemand(

@@ -38,8 +38,8 @@ WARM_TRIES_NUM = 12
 
 
 class RunInput(NamedTuple):
-    """The input that all policies of a scenario share. `slots` by node, the rest by task name:
-    `params` of the model; `iterations_s` at the largest size, where it is not `iteration_s`."""
+    """The input of a run, besides the policy. `slots`: by node. `params`: by task name, of the
+    model. `iterations_s`: iteration times at a task's largest size that are not `iteration_s`."""
 
     slots: dict[str, int]
     tasks: tuple[JobSpec, ...]
@@ -58,12 +58,12 @@ class Outcome(NamedTuple):
 
     earnings: WafAccount
     began_s: float
-    """Start of the horizon on the log's clock: every task with slots trained by then."""
+    """Start of the horizon on the log's clock. By then every task with slots trains."""
     transitions: int
     counts: Counter[str]
     """Number of records by kind."""
     ignored: int
-    """Events without a target: the node or process is absent, or the node needs no repair."""
+    """Events without a target: the node or process was absent, or the node needed no repair."""
     late: int = 0
     """External events that can cause a loss, but came after the horizon."""
     slot_s: Mapping[str, float] = {}
@@ -114,7 +114,7 @@ class Run:
                        self.ignored, late, slot_s)
 
     def _warm_up(self) -> None:
-        """Run until every task that has slots trains."""
+        """Run until every task that has slots trains; at most WARM_TRIES_NUM intervals."""
         costs = self.costs
         step_s = costs.start_s + costs.quiesce_s + costs.regroup_s + 12 * self.run_input.iteration_s
         for _ in range(WARM_TRIES_NUM):
@@ -199,7 +199,7 @@ class Run:
             self.engine.call_later(detection_s, lambda: self._drain(node.name, cause))
 
     def _on_process_fault(self, one: ExternalEvent) -> None:
-        """Apply a fault to one living process, if any."""
+        """Apply the fault to the process on its slot or of its rank (or lowest rank), if alive."""
         state, number = self.engine.state, self._number(one.task)
         if one.slot >= 0:
             node = state.nodes.get(one.node)
@@ -242,7 +242,7 @@ class Run:
         self.ignored += 1
 
     def _drain(self, name: str, cause: str) -> None:
-        """The site takes the node out for repair."""
+        """Drain the node for its repair, unless it was repaired before the fault was detected."""
         if name in self._drained:
             self._request(reports.NodeDrained(node=name, reason=cause))
 
@@ -251,7 +251,7 @@ class Run:
         return self._stop_processes([*node.processes, *sorted(node.ended)], node.name)
 
     def _stop_processes(self, keys: Collection[Key], node: str = "") -> list[int]:
-        """Stop these processes now. Work done before is reported first. Returns stopped tasks."""
+        """Report the work done, then stop these processes. Returns the tasks that stop."""
         for number in sorted({key[0] for key in keys}):
             self.cluster.report_progress(number)
         return self.account.stop_processes(self.engine.now_s, keys, node)

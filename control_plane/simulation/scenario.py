@@ -32,11 +32,11 @@ from .trace.trace_file import check_name
 # --- Slot aggregation: a simulated slot represents several GPUs if the result is the same. ---
 #
 # If all sizes of tasks and the slots of a node are multiples of some number of GPUs, no plan splits
-# such a group. One simulated slot then represents a group: with 8 GPUs, an eighth of the processes
-# and of the time. The accumulated WAF is the same. Two effects are coarser: a device failure takes
-# its whole group until the node is drained, which is immediate, and with several slots per node
-# the groups beside it. A task that heals in memory is placed on two nodes if possible; so if a
-# task fits on one group, slots are not aggregated.
+# a group of so many. One simulated slot then represents a group. With groups of 8, a run has an
+# eighth of the processes and takes an eighth of the time. The accumulated WAF is the same. A device
+# failure is coarser: until the node is drained, which is immediate, it takes the whole group, and
+# on a node of several groups those beside it. A task that heals in memory is placed on two nodes if
+# possible. So if such a task can be smaller than two groups, slots are not aggregated.
 
 
 def gpus_per_slot(num_slots: int, every: Sequence[JobSpec]) -> int:
@@ -83,8 +83,8 @@ BY_CAUSE = ("detect_s", "detect_iterations")
 
 
 class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A number of nodes, named n0, n1 and so on, or the names of nodes; each has `slots` GPUs.
-    Without `nodes`, a trace of churn defines them."""
+    """`nodes`: the names of the nodes, or their number; then their names are n0, n1 and so on. Each
+    has `slots` GPUs. Without `nodes`, a trace of churn defines the nodes."""
 
     NOT_KEYS: ClassVar[dict[str, str]] = {"gpus": "a slot is a GPU: write slots, of each node"}
     nodes: int | tuple[str, ...] | None = None
@@ -97,8 +97,8 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class SimulatedTask(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The part of a job spec that a plan depends on: FLOP/s by size, or a model. `params`, of the
-    model, is needed without `model` by a policy that uses the model size."""
+    """The part of a job spec that a plan depends on. A task has `throughput`, its FLOP/s by size,
+    or `model`. With `throughput`, a policy that uses the model size also needs `params`."""
 
     name: str
     weight: float = 1.0
@@ -114,11 +114,11 @@ class SimulatedTask(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Scenario(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`policies`: by name, the constants that change. `trace` is the path of a file relative to
-    the scenario, or a drawn trace.
+    """`policies`: by policy name, the constants to change. `trace` is a drawn trace, or the path of
+    a file relative to the scenario.
 
     An iteration takes `iteration_s` at a task's largest size. `limits` are fields of the policy
-    file. `whole_nodes`: no two tasks share a node, and a task may be on one node alone.
+    file. `whole_nodes`: each node has one task at most, and a task may have a single node.
     """
 
     api_version: str = field(name="apiVersion")
@@ -166,9 +166,9 @@ def parse(data: object) -> Scenario:
 
 
 def _as_mapping(policies: Any) -> Any:
-    """A list of names becomes a mapping without constants."""
+    """Turn a list of policy names into a mapping in which no constant changes."""
     need(policies is not None, "policies", "is missing", f"name some of {', '.join(POLICIES)}")
-    listed: Any = policies  # isinstance would narrow the type of the returned value
+    listed: Any = policies  # isinstance on `policies` would narrow its type
     names: list[Any] = [*listed] if isinstance(listed, list) else []
     if names and all(isinstance(name, str) for name in names):
         return {name: dict[str, Any]() for name in names}
@@ -246,13 +246,13 @@ def policy(scenario: Scenario, name: str) -> Policy:
 
 def limits(chosen: Policy, given: dict[Any, Any], iteration_s: float,
            usual: Limits | None = None) -> Limits:
-    """The limits of a run: `usual`, extended for the policy, then `given`. Raises SpecError."""
+    """The limits of a run: `usual`, adapted to the policy, then `given`. Raises SpecError."""
     costs, usual = chosen.costs, usual or Limits()
     longest_s = 10 * (costs.start_s + costs.quiesce_s + costs.regroup_s + iteration_s)
     bounds = {name: max(getattr(usual, name), min(longest_s, BOUNDS[name][1])) for name in (
         "start_s_max", "quiesce_s_max", "boundary_s_max", "reconfigure_s_max")}
     if not chosen.escalates:
-        bounds["replace_after_s"] = 0.0  # its constants alone define when a node counts as lost
+        bounds["replace_after_s"] = 0.0  # the policy's `detect_s` defines when a node is lost
     if not chosen.heals:
         bounds["stop_s_max"] = STOP_S  # published restart times include the end of processes
     try:
@@ -282,7 +282,7 @@ def run_input(scenario: Scenario, chosen: Policy, happenings: Sequence[ExternalE
         slots=dict.fromkeys(scenario.cluster.names, num_slots // by),
         tasks=tuple(aggregate_job(spec, by) for spec in tasks),
         iteration_s=scenario.iteration_s, events=happenings, horizon_s=scenario.horizon_s,
-        limits=replace(bounds, mtbf_gpu_s=bounds.mtbf_gpu_s / by),  # it fails `by` times as often
+        limits=replace(bounds, mtbf_gpu_s=bounds.mtbf_gpu_s / by),  # slots fail `by` times as often
         params={task.name: task.size for task in scenario.tasks}, gpus_per_slot=by)
 
 
@@ -304,8 +304,8 @@ def _job(scenario: Scenario, number: int, chosen: Policy) -> JobSpec:
 
 def simulated_job(chosen: Policy, name: str, weight: float, slots: Slots,
                   rates: Mapping[int, float], *, heals: bool = True, **more: Any) -> JobSpec:
-    """The spec of a simulated task: FLOP/s by size at the policy's speed, and its way of healing.
-    `heals`: False for a task that no policy heals in memory. Raises SpecError."""
+    """The spec of a simulated task, with the policy's speed and way of healing. `rates`: FLOP/s by
+    size. `heals`: False for a task that no policy heals in memory. Raises SpecError."""
     given: dict[str, Any] = {
         "apiVersion": API_VERSION, "name": name, "weight": weight, "command": ["on-paper"],
         "slots": {key: value for key, value in msgspec.to_builtins(slots).items() if value},

@@ -10,7 +10,7 @@ from ...events.records.types import Origin
 
 @dataclass
 class SavedState:
-    """A kind of saved state, saved after every `every_s` of training; 0 for never."""
+    """The newest saved state of one kind. It is saved every `every_s` of training, 0 for never."""
 
     every_s: float
     done_flop: float = 0.0
@@ -28,8 +28,8 @@ class SavedState:
 
 @dataclass
 class TaskProgress:
-    """`table` holds the true throughput, whatever the state says. `iteration_flop` is the work of
-    one iteration at any size. FLOP are not weighted."""
+    """`table` has the true throughput; the decider's state may have another. `iteration_flop` is
+    the work of one iteration at any size. FLOP are not weighted."""
 
     task: int
     table: ThroughputSet
@@ -42,17 +42,17 @@ class TaskProgress:
     is_stalled: bool = False
     """A fault has stopped the task, and it has not resumed since."""
     is_reported: bool = True
-    """Whether that fault has been reported."""
+    """Whether the fault that has stopped the task has been reported."""
     at_boundary: bool = False
     """The members have reached the point at which they leave their generation."""
     round: int = 0
-    """Of a command: the number of times that all its processes were started."""
+    """For a command: how many times all its processes were started."""
     began_flop: float = 0.0
     """`done_flop` at the start of the horizon."""
     holders: set[str] = field(default_factory=set[str])
     """Nodes, by name and incarnation, that hold part of the in-memory checkpoint."""
     origin: Origin = "seed"
-    """Where the state came from when no member had it last."""
+    """Source of the state that was restored last, after no member had the state."""
 
     @property
     def iteration(self) -> int:
@@ -77,7 +77,7 @@ class TaskProgress:
 
     @property
     def iteration_s(self) -> float:
-        """At the current rate; 0.0 if the task does not train."""
+        """Time of an iteration at the current rate; 0.0 if the task does not train."""
         return self.iteration_flop / self.rate_flops if self.rate_flops else 0.0
 
     def until_boundary_s(self, at_s: float) -> float:
@@ -91,22 +91,22 @@ class TaskProgress:
         return max(self.done_flop - self.iteration * self.iteration_flop, 0.0) / self.rate_flops
 
     def save_all(self, at_s: float) -> None:
-        """Save all work done, in a checkpoint and in memory. Later losses start from here."""
+        """Save all work done, in both saved states. Only work after `at_s` can be lost."""
         self.settle(at_s)
         for saved in (self.checkpoint, self.memory_checkpoint):
             saved.done_flop, saved.since_s = self.done_flop, 0.0
         self.began_flop = self.done_flop
 
     def remove_holder(self, holder: str) -> None:
-        """A node is lost. If no holder is left, the in-memory checkpoint is lost."""
+        """A node is lost. The in-memory checkpoint is lost with its last holder."""
         if holder in self.holders:
             self.holders.remove(holder)
             if not self.holders:
                 self.memory_checkpoint.done_flop = self.memory_checkpoint.since_s = 0.0
 
     def restore(self, at_s: float) -> float:
-        """No process has the state: restore the newest saved state. Returns the lost FLOP. The
-        intervals to the next checkpoint and in-memory checkpoint start again."""
+        """Restore the newest saved state, as no process has the state. Returns the lost FLOP. The
+        intervals until the next checkpoint and in-memory checkpoint start again."""
         self.settle(at_s)
         to = max(self.checkpoint.done_flop, self.memory_checkpoint.done_flop)
         self.origin = ("seed" if not to else "copy" if to > self.checkpoint.done_flop

@@ -34,7 +34,7 @@ Due = Callable[[TaskDemand], float]
 
 
 def following(allocate: Allocate, num_spares: int = 0) -> Decide:
-    """A `decide` for one run: the planner with `num_spares` idle nodes; after a fault `allocate`."""
+    """For one run: the planner with `num_spares` idle nodes; after the first fault `allocate`."""
     sizes: dict[int, int] = {}
     allocated: dict[int, _Last] = {}
 

@@ -16,7 +16,7 @@ class Costs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     A cause in `detect_iterations` takes at least this number of iterations. `start_s`: from the
     order to start a process until it trains, or, in a task that heals in memory, until it is ready.
     `quiesce_s`: from an order to leave a generation at once until a member has left it.
-    `regroup_s`: from an order to join the next generation until a member has joined, with its state.
+    `regroup_s`: from an order to join a generation until a member has joined it, with its state.
     `checkpoint_s`, `copy_s`: training time between two checkpoints, on disk and in memory; 0: none.
     `speed`: training speed without a fault, relative to Megatron's. `num_spares` nodes are idle.
     """
