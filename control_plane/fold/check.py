@@ -1,7 +1,7 @@
 """Invariants of the state: derived fields equal a fresh count, references resolve.
 
-Tests and seeded simulations check after every record, long runs after every thousandth. Timed runs
-never check: the cost is linear in the whole state.
+Tests and seeded simulations check the state after every record, long runs after every thousandth.
+Timed runs never check it, because the cost is linear in the whole state.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ def check(state: ClusterState) -> list[str]:
 
 
 def _counts(state: ClusterState) -> Iterator[str]:
-    """Fields that are derived from others."""
     running = sum(len(task.ranks) for task in state.tasks.values())
     if state.num_running != running:
         yield f"num_running is {state.num_running}, {running} processes run"

@@ -58,8 +58,8 @@ def publish_ordered(state: ClusterState, record: Record, body: o.PublishCheckpoi
 
 # --- in-memory checkpoints ---
 def checkpoint_stored(state: ClusterState, record: Record, body: r.MemoryCheckpointStored) -> None:
-    """Record an in-memory checkpoint of the current generation; older ones are not used. The rank's
-    agent reports it, the store's agent the store's end. Either may come first."""
+    """Record an in-memory checkpoint of the current generation; older ones are not used. The agent
+    of the rank reports it. The agent of the store may report the store's end before or after."""
     task, node = state.tasks.get(body.task), state.nodes.get(body.node)
     if task is None or node is None or node.health == "left" or not node.keeper:
         return
@@ -99,7 +99,7 @@ def checkpoints_lost(state: ClusterState, record: Record, body: r.MemoryCheckpoi
 
 
 def _store_ended(state: ClusterState, node: Node, start: int) -> None:
-    """In-memory checkpoints of earlier stores of this node are lost."""
+    """A new store has begun: in-memory checkpoints of the node's earlier stores are lost."""
     node.keeper_start = start
     for task in state.tasks.values():
         _remove_checkpoints(task, node)

@@ -18,7 +18,6 @@ from .ranks import decline_recovery, is_recovery_unproven
 
 
 def _late_rank(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
-    """A rank did not start or get ready in time."""
     rank = find_rank(task, rest[0], rest[1])
     if rank is not None and is_recovery_unproven(task):
         decline_recovery(state, record, task, f"no process has adopted Unicron within "
@@ -35,20 +34,20 @@ def _late_exit(state: ClusterState, record: Record, task: Task, rest: list[int])
 
 
 def _late_stopped(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
-    """A rank is stopped for too long. On an unreachable node, wait until the node is reachable."""
+    """A rank is stopped for too long. If its node is unreachable, wait until the node returns."""
     rank = find_rank(task, rest[0], rest[1])
     node = state.nodes.get(rank.slot.node) if rank is not None else None
     if rank is None or rank.timeout_reason or task.ending or node is None or node.unreachable:
         return
     rank.timeout_reason = STOPPED
-    if rank.state != "finished" and not rank.error_seq:  # else only its exit is missing
+    if rank.state != "finished" and not rank.error_seq:  # otherwise only its exit is awaited
         record_fault(task, record, [rank], TASK_HANG, f"rank {rank.rank} on {node.name} {STOPPED}",
               evidence=(rank.suspended_seq,), since_s=rank.suspended_s)
 
 
 def _late_quiesce(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
     late = _time_out_unanswered(record, task)
-    waited = task.mode == "now" or not late  # at a boundary, only those that never reached it count
+    waited = task.mode == "now" or not late  # at a boundary: not while others are late
     if task.saver >= 0 and waited and all(rank.rank != task.saver for rank in late):
         task.save_late = task.generation
 
@@ -106,7 +105,7 @@ _LATE: dict[str, Callable[[ClusterState, Record, Task, list[int]], None]] = {
 
 
 def deadline_reached(state: ClusterState, record: Record, body: DeadlineReached) -> None:
-    """Handle a deadline of the state. A stale or early report has no effect."""
+    """Handle a deadline that has passed. A stale or early report of one has no effect."""
     deadline = state.deadlines.get(body.deadline)
     if deadline is None or record.at_s < deadline.due_s:
         return

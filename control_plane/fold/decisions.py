@@ -55,7 +55,7 @@ def _was_injected(state: ClusterState, task: Task | None, name: str) -> bool:
 
 
 def _update_evidence(incident: Incident, task: Task, *, opened: bool) -> None:
-    """Update whether the incident rests on indirect evidence, and its failure locations."""
+    """Update the incident's failure locations, and whether all of its evidence is indirect."""
     indirect = bool(task.faults) and all(fault.second_hand for fault in task.faults)
     incident.second_hand = indirect and (opened or incident.second_hand)
     strikes = [strike for fault in task.faults for strike in fault.strikes]
@@ -72,7 +72,7 @@ def incident_escalated(state: ClusterState, record: Record, body: d.IncidentEsca
     known = incident.ranks
     if body.root or worse(incident.severity, body.severity) != incident.severity:
         if (body.root or incident.severity == "SEV3") and body.ranks:
-            known = []  # they reported consequences; this is the cause
+            known = []  # the known ranks reported only consequences
         incident.severity, incident.why = body.severity, body.why
         incident.status = body.status or incident.status
         incident.node = body.node or incident.node
@@ -84,7 +84,7 @@ def incident_escalated(state: ClusterState, record: Record, body: d.IncidentEsca
 
 
 def _down_since_s(state: ClusterState, task: Task, ranks: tuple[int, ...]) -> float:
-    """When the downtime began: for an unreachable node, when the others started to wait."""
+    """When the downtime began: now, or when ranks began to wait for an unreachable node."""
     if any(rank.rank in ranks and rank.timeout_reason == WAITED_FOR
            for rank in task.ranks.values()):
         return min((stall.since_s for stall in task.stalls.values()), default=state.at_s)
@@ -93,7 +93,7 @@ def _down_since_s(state: ClusterState, task: Task, ranks: tuple[int, ...]) -> fl
 
 def _settle_faults(state: ClusterState, task: Task, incident: Incident,
              body: d.IncidentOpened | d.IncidentEscalated) -> None:
-    """Clear the decided faults. SEV1 disables the slots that the ranks ran on."""
+    """Clear the faults that this decision handles. SEV1 disables the slots of its ranks."""
     severity, ranks = body.severity, body.ranks
     down_s = [fault.at_s for fault in task.faults if fault.hurts]
     if task.failed_s >= 0:
@@ -115,7 +115,7 @@ def _settle_faults(state: ClusterState, task: Task, incident: Incident,
 
 
 def _restart(task: Task, ranks: tuple[int, ...]) -> None:
-    """Reattempts in place did not help: the processes are to be restarted."""
+    """Mark the processes for a restart, because reattempts in place did not help."""
     task.reattempts = 0
     for number in ranks:
         rank = task.member(number)
@@ -140,7 +140,7 @@ def _disable(state: ClusterState, task: Task, number: int, why: str) -> None:
         disable_slots(node, (slot.index,), why)
         task.restarts.pop(number, None)
         proved = any(slot.index in erred.devices and erred.incident for erred in node.erred)
-        if not proved and (rank is None or not rank.stopping):  # a stuck process occupies it
+        if not proved and (rank is None or not rank.stopping):  # else a stuck process occupies it
             task.disabled_slots[number] = slot
         state.replan = f"slot {slot.node}/{slot.index} is out"
     if rank is not None and (node.health == "lost" or rank.stopping):
@@ -176,8 +176,8 @@ def throughput_set(state: ClusterState, record: Record, body: d.ThroughputSet) -
     task.throughput = body
     if body.origin == "measured":
         learn_slot(state, task, body)
-    # Replan also if no count changes: the plan's WAF has changed. A pinned task needs none: a plan
-    # follows when its pin ends.
+    # Replan even if no number of slots will change, because the plan's WAF does. A pinned task
+    # needs no replan: a plan follows when the task is not pinned any more.
     if not is_pinned(state, task):
         state.replan = state.replan or f"throughput of {task.spec.name} {body.origin}"
 
@@ -220,7 +220,7 @@ def task_ended(state: ClusterState, record: Record, body: d.TaskEnded) -> None:
                                task.keep_order, *task.publishing])
     task.copies, task.keepers = [], ()
     task.target, task.members, task.incident, task.faults = (), (), 0, []
-    if body.outcome != "finished":  # the slots are not confirmed as the cause
+    if body.outcome != "finished":  # its disabled slots are not confirmed as the cause
         for slot in task.disabled_slots.values():
             if slot.node in state.nodes:
                 node = state.nodes[slot.node]

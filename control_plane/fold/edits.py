@@ -32,16 +32,16 @@ from ..throughput.transition_cost import (
 )
 
 STOPPED = "is stopped (SIGSTOP)"
-"""Timeout reason of a rank whose process is stopped for too long."""
+"""Timeout reason of a rank whose process has been stopped for too long."""
 EARLY_S = 1e-3
-"""Tolerance of deadlines: sums of seconds since 1970 are not exact."""
+"""Tolerance of deadlines: float sums of seconds since 1970 are not exact."""
 _NODE_DEADLINES = frozenset(("replace", "price", "device", "recovered", "quarantine"))
 PRICE_S = 60.0
 """Minimum time between two cost estimates of a degraded node."""
 
 
 def task_of_deadline(name: str) -> int:
-    """The task of a deadline; 0: it belongs to a node, or the name is unknown."""
+    """The task of a deadline; 0: the deadline is a node's, or its name is unknown."""
     what, _, rest = name.partition("/")
     number = rest.partition("/")[0]
     return int(number) if what not in _NODE_DEADLINES and number.isdecimal() else 0
@@ -81,7 +81,7 @@ def update_unreachable(state: ClusterState, node: Node) -> None:
 
 
 def find_rank(task: Task | None, number: int, attempt: int) -> Rank | None:
-    """The process of this attempt, if it belongs to the task."""
+    """The process of this attempt, if the task has it."""
     rank = task.ranks.get(number) if task is not None else None
     return rank if rank is not None and rank.attempt == attempt else None
 
@@ -117,8 +117,8 @@ def forget_step_time(state: ClusterState, task: Task, rank: Rank) -> None:
 
 
 def schedule_estimate(state: ClusterState, name: str) -> None:
-    """Schedule a cost estimate of the node after its health changed, at most once in PRICE_S. Drop
-    the estimate if the node is not degraded any more."""
+    """Schedule a cost estimate of the node after its health changed, at most one in PRICE_S. If the
+    node is not degraded any more, drop its estimate."""
     priced = state.degraded.get(name)
     was = priced is not None or name in state.to_price
     state.to_price = [other for other in state.to_price if other != name]
@@ -160,7 +160,7 @@ def remove_process(state: ClusterState, task: Task, rank: Rank) -> None:
 
 
 def orphan_process(state: ClusterState, task: Task, rank: Rank, why: str) -> None:
-    """Orphan a process: remove it without proof of its end. Its slot stays occupied."""
+    """Orphan a process whose end is not confirmed: remove it, but keep its slot occupied."""
     forget_rank(state, task, rank)
     del task.ranks[rank.rank]
     state.num_running -= 1
@@ -173,7 +173,7 @@ def orphan_process(state: ClusterState, task: Task, rank: Rank, why: str) -> Non
 
 
 def settle_phase(state: ClusterState, task: Task) -> None:
-    """Restart the task, or make it idle, if no process with its state is left."""
+    """If no process with the task's state is left, the task starts again, or becomes idle."""
     if task.phase == "ended":
         return
     if not task.heals_in_memory:
@@ -196,9 +196,9 @@ def settle_phase(state: ClusterState, task: Task) -> None:
 
 
 def update_unreachable_deadline(state: ClusterState, task: Task) -> None:
-    """Set or clear the deadline for members on unreachable nodes. It runs while only these keep the
-    task waiting: the others have left the generation, or cannot build the next one without them,
-    and hold the complete state. Its length is that of waiting for a second source."""
+    """Set or clear the deadline of members on unreachable nodes. It runs while the task waits for
+    these members (`_silent_alone`) and the others hold the complete state. It is as long as the
+    wait for a second source (evidence_s_max)."""
     name = f"silent/{task.id}/{task.generation}"
     if not state.unreachable or not _silent_alone(state, task) or not is_complete(task, [
             rank for rank in task.living_members() if not is_unreachable(state, rank)]):
@@ -209,7 +209,8 @@ def update_unreachable_deadline(state: ClusterState, task: Task) -> None:
 
 
 def _silent_alone(state: ClusterState, task: Task) -> bool:
-    """Whether the task waits only, while reconfiguring also, for unreachable members."""
+    """Whether the task waits for unreachable members. While it quiesces: only for these, as the
+    others have left. While it reconfigures, the others cannot build the generation without them."""
     unreachable = [
         rank for name in state.unreachable for one in state.nodes[name].occupants.values()
         if one.task == task.id and (rank := find_rank(task, one.rank, one.attempt)) is not None]
@@ -223,7 +224,7 @@ def _silent_alone(state: ClusterState, task: Task) -> bool:
 
 
 def update_hang_deadline(state: ClusterState, task: Task, *, restart: bool = False) -> None:
-    """Set or clear the hang deadline of a stalled task. `restart`: other ranks stall now."""
+    """Set or clear the hang deadline of a stalled task. `restart`: anew, as other ranks stall."""
     name = f"hang/{task.id}/{task.generation}"
     if not task.stalls and name not in state.deadlines:
         return
@@ -235,15 +236,15 @@ def update_hang_deadline(state: ClusterState, task: Task, *, restart: bool = Fal
 
 
 def set_resume_deadline(state: ClusterState, task: Task, rank: Rank) -> None:
-    """Set a deadline for a stopped training rank to resume; not for one that is to end."""
+    """Set the deadline for a stopped training rank to continue, unless it is to end anyway."""
     if task.heals_in_memory and not task.ending and not rank.stopping and not rank.timeout_reason:
         set_deadline(state, f"stopped/{task.id}/{rank.rank}/{rank.attempt}",
                      state.policy.stopped_s_max)
 
 
 def remove_node(state: ClusterState, record: Record, node: Node, why: str) -> None:
-    """Remove all processes and in-memory checkpoints of this incarnation of the node. A non-empty
-    `why` makes it a fault of the affected tasks, dated at its first sign."""
+    """Remove all processes and in-memory checkpoints of this incarnation of the node. If `why` is
+    not empty, record a fault of each affected task, dated at the first sign of the loss."""
     there = {one.task for one in node.occupants.values()}
     for number in sorted(state.tasks):
         task = state.tasks[number]
@@ -271,8 +272,8 @@ def remove_node(state: ClusterState, record: Record, node: Node, why: str) -> No
 
 
 def _first_sign(state: ClusterState, task: Task, node: Node) -> tuple[float, tuple[int, ...]]:
-    """When the task stopped because of this node, and the seqs that show it (failed collectives,
-    missed heartbeats). If there is no such record, the time at which the next iteration was due."""
+    """When the task stopped because of this node: at the earliest of a failed collective, missed
+    heartbeats and the due time of the next iteration. Also the seqs that show it."""
     failed = sorted(rank.failed_seq for rank in task.living_members()
                     if task.failed_s >= 0 and rank.failed == task.generation and rank.failed_seq)
     since_s = task.failed_s if failed else state.at_s
@@ -289,8 +290,8 @@ def _first_sign(state: ClusterState, task: Task, node: Node) -> tuple[float, tup
 def record_fault(task: Task, record: Record, ranks: list[Rank], status: str, why: str, *,
           evidence: tuple[int, ...] = (), hurts: bool | None = None, ended: bool = False,
           second_hand: bool = False, since_s: float = -1.0) -> None:
-    """Record a fault at `since_s` (below 0: now). `hurts` None: if it ended a member, or none
-    runs."""
+    """Record a fault, dated `since_s` (below 0: now). With `hurts` None, it interrupts training if
+    one of `ranks` is a member, or if no member runs."""
     if hurts is None:
         living = task.living_members()
         hurts = not living or any(task.member(rank.rank) is rank for rank in ranks)
@@ -313,7 +314,7 @@ def record_fault(task: Task, record: Record, ranks: list[Rank], status: str, why
 
 
 def _count_repeated(task: Task, status: str) -> None:
-    """Count a repeated failure: one that ended a process without a new step since the last one."""
+    """Count a failure that ended a process. It is repeated if status and iteration are the same."""
     generation = task.generation if task.heals_in_memory else task.rounds
     series = task.repeated_failure
     if series is None or (series.status, series.iteration) != (status, task.max_iteration):
@@ -325,7 +326,7 @@ def _count_repeated(task: Task, status: str) -> None:
 
 def record_generation_failure(task: Task, record: Record, ranks: list[Rank], status: str,
                               why: str) -> None:
-    """Record that the generation did not come up; a repeated report is ignored."""
+    """Record that the generation did not come up. Further reports of it are ignored."""
     if any(rank.failed == task.generation for rank in task.living_members()) or not ranks:
         return
     for rank in ranks:
@@ -340,7 +341,7 @@ def add_evidence(incident: Incident | None, record: Record) -> None:
 
 
 def end_pause(state: ClusterState, task: Task) -> None:
-    """The task steps: end the pause; save the values to restore if the next attempt fails."""
+    """The task steps: end the pause, and save the values that the next failed attempt restores."""
     incident = state.incidents.get(task.incident)
     if incident is not None:
         if incident.down_since_s >= 0:
@@ -351,13 +352,13 @@ def end_pause(state: ClusterState, task: Task) -> None:
 
 
 def set_stores(task: Task, keepers: tuple[StoreEndpoint, ...]) -> None:
-    """Set the task's checkpoint stores. Former stores still hold their in-memory checkpoints."""
+    """Set the task's checkpoint stores. Former stores still hold in-memory checkpoints."""
     task.keepers = keepers
     task.store_nodes = sorted({*task.store_nodes, *(keeper.node for keeper in keepers)})
 
 
 def forget_store(state: ClusterState, task: Task, node: str) -> None:
-    """The node's store holds nothing of the task any more; the last one closes the drop order."""
+    """The node's store no longer holds anything of the task. The last one closes the drop order."""
     task.store_nodes = [name for name in task.store_nodes if name != node]
     if task.drop_order and not task.store_nodes:
         close_orders(state, [task.drop_order])
@@ -365,8 +366,8 @@ def forget_store(state: ClusterState, task: Task, node: str) -> None:
 
 
 def discard_newer_checkpoints(task: Task) -> None:
-    """Discard in-memory checkpoints of steps beyond `settled`: the task continues from there. This
-    also limits unreported ones: a store may have newer ones of that generation."""
+    """Discard in-memory checkpoints of steps beyond `settled`, from which the task continues. Limit
+    `step_version_max` too: a store may have newer checkpoints that it has not reported."""
     for place, copy in enumerate(task.copies):
         most = copy.step_version_max if copy.step_version_max >= 0 else task.settled
         task.copies[place] = replace(copy, step_version_max=min(most, task.settled))
@@ -374,8 +375,8 @@ def discard_newer_checkpoints(task: Task) -> None:
 
 
 def record_origin(incident: Incident, body: Reconfigured, checkpoint: str, node: str) -> None:
-    """Update the incident's source of state: the farthest of all members, of this attempt if none
-    had state. `checkpoint`: the path in the order; `node`: the member's node."""
+    """Update the incident's source of state: the farthest source of all members. If no member had
+    the state, forget earlier attempts. `checkpoint`: the order's path; `node`: the member's."""
     origin = body.origin
     if not origin and body.source == -1 and body.step_version > 0:  # reported by an older rank
         origin = "checkpoint"

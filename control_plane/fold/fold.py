@@ -1,8 +1,8 @@
 """The fold: apply one record to the state.
 
-Total: a report about an unknown task or rank, or of an old attempt or generation, changes nothing.
-The fold never plans or orders. It leaves conditions (a fault, a timed-out rank, an outdated plan)
-that `decide` acts upon.
+A report about an unknown task or rank, or of an old attempt or generation, changes nothing. The
+fold never plans or gives orders. It marks in the state (a fault, a timed-out rank, an outdated
+plan) what `decide` acts upon.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def fold(state: ClusterState, record: Record) -> None:
 
 
 def _remember_source(state: ClusterState, record: Record) -> None:
-    """Remember the last report of the source, to recognise repetitions."""
+    """Remember the number of the source's last report, to recognise repetitions."""
     last = state.sources.get(record.source, 0)
     if record.source_seq > last:
         state.sources[record.source] = record.source_seq
@@ -63,7 +63,7 @@ def _recorded(state: ClusterState, record: Record, body: t.Body) -> None:
 def _epoch_started(state: ClusterState, record: Record, body: r.EpochStarted) -> None:
     state.nonce, state.heart = body.nonce, body.heart
     for name, deadline in state.deadlines.items():
-        if not name.startswith("quarantine/"):  # it also runs while no leader is active
+        if not name.startswith("quarantine/"):  # a quarantine also runs without a leader
             deadline.due_s = record.at_s + deadline.length_s
     for source in list(state.sources):
         if source.startswith("leader/") and source != record.source:

@@ -44,8 +44,8 @@ def collective_failed(state: ClusterState, record: Record, body: r.CollectiveFai
 
 
 def _device_failed(task: Task, record: Record, rank: Rank, error: str) -> None:
-    """A device error inside a collective is the rank's own fault: its process is to be restarted.
-    If the others do not hold the complete state, decide first reattempts in place."""
+    """A device error in a collective is the rank's own fault: mark its process for a restart. If
+    the other members do not hold the complete state, decide first reattempts in place."""
     edits.record_fault(task, record, [rank], rank.failed_status,
                        f"rank {rank.rank}: {last_line(error)}")
     if is_complete(task, [other for other in task.living_members() if other.is_healthy and (

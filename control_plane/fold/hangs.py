@@ -12,11 +12,11 @@ from ..state.task import Rank, SlowIteration, Stall, Task
 from . import edits
 
 # --- commands that log no progress ---
-# A slow store, a long evaluation and a hang look the same, and there is no second source. So the
+# Slow storage, a long evaluation and a hang look the same, and there is no second source. So the
 # stall is only shown, unless the job spec sets a time limit (`hang_after_s`) for a restart.
 
 UNPRINTED = "has printed no line of progress"
-"""Timeout reason of the process that logs progress."""
+"""Timeout reason of a stalled command: of its process that logs progress."""
 
 
 def stalled_command(state: ClusterState, task: Task) -> tuple[str, float]:
@@ -58,8 +58,8 @@ def command_unstalled(state: ClusterState, task: Task, number: int, attempt: int
 
 def command_hang_timed_out(state: ClusterState, record: Record, task: Task,
                            rest: list[int]) -> None:
-    """The stall exceeds the spec's limit: restart all processes. Not while the log may be delayed,
-    nor while a process is stopped: the person who stopped it intends that."""
+    """The stall exceeds the spec's limit: record a fault, so that all processes restart. Wait while
+    the node's log may be delayed, or while a process is stopped, which a person intends."""
     stalled, after_s = _stalled(task), task.spec.hang_after_s
     if stalled is None or after_s is None or [stalled[0].rank, stalled[0].attempt] != rest:
         return
@@ -120,7 +120,7 @@ def rank_stalled(state: ClusterState, record: Record, body: r.RankStalled) -> No
 
 def record_slow_iteration(state: ClusterState, record: Record, task: Task,
                           body: r.StepTimeChanged) -> None:
-    """Record a slow iteration: a member's own work takes too long and has not ended."""
+    """Record a slow iteration: a member's own work takes too long and has not ended yet."""
     if task.phase not in ("training", "quiescing") or body.iteration < task.iteration:
         return
     task.slow_iterations[body.rank] = SlowIteration(
@@ -147,10 +147,10 @@ def rank_unstalled(state: ClusterState, record: Record, body: r.RankUnstalled) -
 
 
 def iterations_passed(state: ClusterState, task: Task, iteration: int) -> None:
-    """Clear the stalls that a finished iteration disproves. A member may still be stalled at the
-    end of the last iteration: a collective can end for some members only, or the member hangs in
-    its own work after it. That stall is reported once and holds until RankUnstalled. No member is
-    stalled in earlier iterations: all have entered the next."""
+    """Clear the stalls that a finished iteration disproves. No member is stalled in iterations
+    before the last: all have entered the last one. At its end a member may still be stalled, since
+    a collective can end for some members only, or the member hangs in its own work after the
+    collective. Such a stall is reported once and stays until RankUnstalled."""
     if any(stall.iteration < iteration - 1 for stall in task.stalls.values()):
         task.stalls = {number: stall for number, stall in task.stalls.items()
                        if stall.iteration >= iteration - 1}
@@ -160,15 +160,15 @@ def iterations_passed(state: ClusterState, task: Task, iteration: int) -> None:
         del task.slow_iterations[number]
         rank = task.member(number)
         if rank is not None and rank.timeout_reason == WORKS_ON and not rank.stopping:
-            rank.timeout_reason = ""  # it ended while healing was paused
+            rank.timeout_reason = ""  # the iteration ended while healing was paused
         edits.update_hang_deadline(state, task, restart=True)
     if task.uncaused_generation == task.generation and not task.stalls and not any(
             rank.failed == task.generation for rank in task.living_members()):
-        task.uncaused_generation, task.failed_s = 0, -1.0  # it continued while healing was paused
+        task.uncaused_generation, task.failed_s = 0, -1.0  # the task steps; healing was paused
 
 
 def hang_timed_out(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
-    """The hang deadline has passed: a fault of the ranks that caused it, else of a collective."""
+    """The hang deadline has passed: record a fault of the ranks that hang, or of the network."""
     hang = locate_hang(state, task)
     if hang is None or not hang.is_actionable or rest[0] != task.generation:
         return

@@ -28,7 +28,8 @@ from .edits import EARLY_S, add_evidence, clear_deadline, schedule_estimate, set
 
 NUM_NAMED_MAX = 3
 RECOVERED_S = 60.0
-"""Time without an unhealthy check before a slot is used again: flapping moves a task once."""
+"""Time without an unhealthy check before a slot is used again. A flapping check moves a task
+once."""
 UNSURE = "; now it cannot say: "
 
 
@@ -45,7 +46,7 @@ def device_erred(state: ClusterState, record: Record, body: DeviceErred) -> None
 
 
 def health_changed(state: ClusterState, record: Record, body: HealthChanged) -> None:
-    """Store the check's result; an unhealthy one with a row of the table is evidence too."""
+    """Store the check's result. A confirmed unhealthy result is also evidence of a device error."""
     node = _node(state, body)
     if node is None:
         return
@@ -76,13 +77,13 @@ def health_changed(state: ClusterState, record: Record, body: HealthChanged) -> 
 
 
 def _is_of(one: Check, body: HealthChanged, devices: tuple[int, ...]) -> bool:
-    """Whether the new result replaces this one: same check, overlapping devices."""
+    """Whether the new result replaces `one`: the same check, and overlapping devices."""
     return one.check == body.check and not (
         devices and one.devices and not set(devices) & set(one.devices))
 
 
 def _cannot_say(node: Node, body: HealthChanged, devices: tuple[int, ...]) -> bool:
-    """Keep an unhealthy result, if any, while the check cannot run: the cause may be the same."""
+    """Keep an unhealthy result while the check cannot run: the fault may last. False: none kept."""
     held = [one for one in node.checks if one.health == "unhealthy" and _is_of(one, body, devices)]
     for one in held:
         why = f"{one.why.partition(UNSURE)[0]}{UNSURE}{body.why}"[:TEXT_CHARS_MAX]
@@ -91,13 +92,13 @@ def _cannot_say(node: Node, body: HealthChanged, devices: tuple[int, ...]) -> bo
 
 
 def _node(state: ClusterState, body: DeviceErred | HealthChanged) -> Node | None:
-    """The node if it is in this incarnation; reports of older ones are stale."""
+    """The reporting node; None if the report is stale, from another incarnation."""
     node = state.nodes.get(body.node)
     return node if node is not None and node.incarnation == body.incarnation else None
 
 
 def _devices(state: ClusterState, node: Node, named: tuple[int, ...], pid: int) -> tuple[int, ...]:
-    """The affected slots: those named, else the slot of the named process."""
+    """The affected slots: the named slots; without any, the slot of the process `pid`."""
     devices = tuple(sorted({index for index in named if 0 <= index < node.num_slots}))
     if devices or not pid:
         return devices
@@ -110,7 +111,7 @@ def _devices(state: ClusterState, node: Node, named: tuple[int, ...], pid: int) 
 
 
 def _evidence(state: ClusterState, record: Record, node: Node, erred: DeviceError) -> None:
-    """Store the error. A repetition, or one of slots disabled already, joins that incident."""
+    """Store the error. A repetition, or an error of disabled slots, joins the earlier incident."""
     for other in reversed(node.erred):
         if other.incident and ((_is_open(state, other) and other.is_like(erred))
                                or _is_out_for(node, other, erred)):
@@ -130,7 +131,7 @@ def _is_open(state: ClusterState, erred: DeviceError) -> bool:
 
 
 def _is_out_for(node: Node, other: DeviceError, erred: DeviceError) -> bool:
-    """Whether all slots that it can affect are already disabled for a related error."""
+    """Whether all slots that `erred` can affect are already disabled for a related error."""
     slots = erred.devices or tuple(range(node.num_slots))
     return (all(index in node.slots_disabled for index in slots)
             and (not other.devices or bool(set(slots) & set(other.devices))))
@@ -138,16 +139,16 @@ def _is_out_for(node: Node, other: DeviceError, erred: DeviceError) -> bool:
 
 # --- slots that a check disables ---
 def _is_confirmed(check: Check) -> bool:
-    """Whether a driver reports it with a SEV1 status. A site's own command may be wrong."""
+    """Whether a driver reports the result, with a SEV1 status. A site's own check may be wrong."""
     return (check.health == "unhealthy" and not check.check.startswith("check/")
             and TABLE.get(check.status) == "SEV1")
 
 
 def update_unhealthy_slots(state: ClusterState) -> None:
-    """Fold: update the slots that checks disable; slots that recovered are enabled after a time. Of
-    nodes with only unconfirmed checks, the first few count: if many fail, the check itself is
-    suspect. A node that counts stays so until its slots are used again. Otherwise a check that
-    recovers on one node after the other would disable them all in turn."""
+    """Fold: update the slots that checks disable. Recovered slots are enabled after a time. Of
+    nodes with only unconfirmed checks, the first few are believed: if many fail, the check itself
+    is suspect. A node stays believed until its slots are used again. Otherwise a check that
+    recovers on one node after the other would disable all in turn."""
     if not any(node.checks or node.slots_unhealthy or node.slots_recovering or node.unhealthy_why
                for node in state.nodes.values()):
         return
@@ -173,7 +174,7 @@ def update_unhealthy_slots(state: ClusterState) -> None:
 
 
 def _still_out(believed: set[str], unhealthy: dict[str, list[Check]]) -> str:
-    """Name the nodes that count although none of their checks fails any more."""
+    """Name the nodes that are still believed although none of their checks fails any more."""
     names = [name for name in sorted(believed) if not unhealthy[name]]
     if not names:
         return ""
@@ -190,7 +191,7 @@ def _set_sick(state: ClusterState, node: Node, slots: list[int], why: str) -> No
                        for index in node.slots_unhealthy if index not in slots}
     if node.slots_recovering:
         due, due_s = state.deadlines.get(name), min(node.slots_recovering.values()) + RECOVERED_S
-        if due is None or due.due_s < due_s:  # a new leader may have set it later
+        if due is None or due.due_s < due_s:  # a new leader may have moved it
             set_deadline(state, name, max(due_s - state.at_s, 0.0))
         why = why or node.unhealthy_why
     else:
@@ -199,7 +200,7 @@ def _set_sick(state: ClusterState, node: Node, slots: list[int], why: str) -> No
 
 
 def _recovered(state: ClusterState, node: Node) -> None:
-    """Enable slots that were healthy for RECOVERED_S; the others keep waiting."""
+    """Enable the slots that have been healthy for RECOVERED_S. The others keep waiting."""
     well = sorted(index for index, since_s in node.slots_recovering.items()
                   if state.at_s >= since_s + RECOVERED_S - EARLY_S)
     node.slots_unhealthy = [index for index in node.slots_unhealthy if index not in well]
@@ -212,7 +213,7 @@ def _recovered(state: ClusterState, node: Node) -> None:
 
 # --- deadlines ---
 def node_deadline_reached(state: ClusterState, what: str, rest: str) -> None:
-    """Handle a node deadline: an error counts alone, slots recover, or a quarantine ends."""
+    """Handle a node deadline: an error is judged alone, slots recover, or a quarantine ends."""
     name, _, seq = rest.rpartition("/") if what == "device" else (rest, "", "0")
     node = state.nodes.get(name)
     if node is None:
@@ -231,7 +232,7 @@ def node_deadline_reached(state: ClusterState, what: str, rest: str) -> None:
 # --- decisions ---
 def assign_evidence(state: ClusterState, incident: Incident,
                   body: IncidentOpened | IncidentEscalated) -> None:
-    """Assign device errors to the incident. At SEV1, disable the slots that they name."""
+    """Assign device errors to the incident. At SEV1, disable the slots that the errors name."""
     for node in _named(state, body):
         for erred in node.erred:
             if erred.seq not in body.evidence:
@@ -312,7 +313,7 @@ def quarantine_lifted(state: ClusterState, record: Record, body: QuarantineLifte
 
 
 def inherit(state: ClusterState, old: Node, new: Node) -> None:
-    """Copy what a restart of the agent does not change: node faults and quarantine."""
+    """Copy what a restart of the agent does not change: node faults, quarantine, incident."""
     new.quarantine = replace(old.quarantine) if old.quarantine is not None else None
     new.node_faults = old.node_faults
     new.incident = old.incident

@@ -69,7 +69,7 @@ def node_joined(state: ClusterState, record: Record, body: r.NodeJoined) -> None
 
 
 def _forget_incarnations(state: ClusterState, name: str, oldest: int) -> None:
-    """Drop sources older than `oldest`: only the previous agent may still have spooled reports."""
+    """Drop incarnations before `oldest`: only the previous agent may still have spooled reports."""
     own = f"{name}/"
     for source in [source for source in state.sources if source.startswith(own)] if oldest else ():
         node, _, incarnation = source.rpartition("/")

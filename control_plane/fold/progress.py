@@ -61,7 +61,7 @@ def _stepped_to(state: ClusterState, task: Task, iteration: int) -> None:
     # A late report of iterations before the fault does not end the interruption.
     whole = len(living) == len(task.members) and not any(
         rank.error_seq or rank.timeout_reason for rank in living)
-    # An iteration counts while the generation quiesces at its boundary for a new member.
+    # An iteration also counts while the generation quiesces at a boundary for a new member.
     at_boundary = task.phase == "quiescing" and task.mode == "boundary"
     if iteration > task.settled and (task.phase == "training" or at_boundary) and whole:
         task.stepped = task.generation
@@ -73,7 +73,7 @@ def _stepped_to(state: ClusterState, task: Task, iteration: int) -> None:
 def iterations_logged(state: ClusterState, record: Record, body: IterationsLogged) -> None:
     """Record progress of a command, from the first rank of a round that logs any. A command counts
     its own iterations. After a restart it continues from its own checkpoint. Work before its first
-    report does not count. Restarts are forgiven after `restart_iterations` new iterations."""
+    report does not count. `restart_iterations` new iterations clear the count of restarts."""
     task = state.tasks.get(body.task)
     rank = find_rank(task, body.rank, body.attempt)
     if task is None or rank is None or task.heals_in_memory or task.phase == "ended":
@@ -102,8 +102,8 @@ def iterations_logged(state: ClusterState, record: Record, body: IterationsLogge
 
 
 def _round_begins(state: ClusterState, task: Task, iteration: int) -> None:
-    """A new round logs its first line: count iterations that are repeated. The newest incident is
-    charged, unless its loss is already known: then a plan moved the task."""
+    """A new round logs its first line: count the iterations that it repeats. Add them to the newest
+    incident, unless that is closed and its loss known: then a plan has moved the task."""
     lost = max(task.iteration - iteration + 1, 0) if task.logged is not None else 0
     task.iterations_lost += lost
     for incident in reversed(state.incidents.values()):

@@ -29,7 +29,7 @@ def rank_started(state: ClusterState, record: Record, body: r.RankStarted) -> No
 
 
 def _round_started(state: ClusterState, record: Record, task: Task) -> None:
-    """Command tier: the task trains when every seat has a process."""
+    """Of a command: the task trains when every seat has a process."""
     if all(_runs(task, seat) for seat in reversed(task.target)):  # they start in order
         edits.set_phase(state, task, "training")
         edits.end_pause(state, task)
@@ -64,7 +64,7 @@ def is_recovery_unproven(task: Task) -> bool:
 
 
 def decline_recovery(state: ClusterState, record: Record, task: Task, why: str) -> None:
-    """Disable in-memory recovery: the processes continue, and restart together from now on."""
+    """Disable in-memory recovery. The processes continue; from now on they restart together."""
     task.declined, task.rounds = why, 1
     count_outstanding(task)
     for rank in task.ranks.values():
@@ -75,7 +75,7 @@ def decline_recovery(state: ClusterState, record: Record, task: Task, why: str) 
 
 def recovery_declined(state: ClusterState, record: Record,
                       body: r.InMemoryRecoveryDeclined) -> None:
-    """Each process reports it at its start; the first report counts."""
+    """Each process reports at its start that it declines; the first report counts."""
     task = state.tasks.get(body.task)
     if (task is not None and edits.find_rank(task, body.rank, body.attempt) is not None
             and is_recovery_unproven(task)):
@@ -124,7 +124,7 @@ def rank_exited(state: ClusterState, record: Record, body: r.RankExited) -> None
     if rank.state == "finished" or task.ending or rank.stopping or rank.timeout_reason:
         return
     if rank.error_seq:
-        if rank.second_hand and body.status and not body.second_hand:  # this is the cause
+        if rank.second_hand and body.status and not body.second_hand:  # the exit has the cause
             _ended(task, record, rank, body, hurts=member or None)
         else:
             edits.add_evidence(state.incidents.get(task.incident), record)
@@ -140,7 +140,7 @@ def _ended(task: Task, record: Record, rank: Rank, body: r.RankExited, *,
 
 
 def rank_suspended(state: ClusterState, record: Record, body: r.RankSuspended) -> None:
-    """Set a deadline: the peers wait for the process. Command tier: none, a person stopped it."""
+    """Set a deadline, as peers wait for the process. A command gets none: a person stopped it."""
     task = state.tasks.get(body.task)
     rank = edits.find_rank(task, body.rank, body.attempt)
     if task is None or rank is None or rank.is_stopped:
@@ -153,7 +153,7 @@ def rank_suspended(state: ClusterState, record: Record, body: r.RankSuspended) -
 
 
 def rank_continued(state: ClusterState, record: Record, body: r.RankContinued) -> None:
-    """Cancel a pending timeout if healing was paused: the process need not be ended any more."""
+    """The process runs again. If its timeout was not acted upon (healing was paused), cancel it."""
     task = state.tasks.get(body.task)
     rank = edits.find_rank(task, body.rank, body.attempt)
     if task is None or rank is None or not rank.is_stopped:

@@ -17,7 +17,7 @@ from .edits import record_fault, schedule_estimate
 from .hangs import record_slow_iteration
 
 SLOWED = f"is more than {FAULT_RATIO:g} times too slow"
-"""Timeout reason of a persistent straggler."""
+"""Timeout reason of a persistent straggler (`at_fault`)."""
 NUM_ITERATIONS_MIN = 5
 """Iterations that a step time must cover to count."""
 CHANGED_RATIO = 1.05
@@ -34,7 +34,7 @@ def step_time_changed(state: ClusterState, record: Record, body: r.StepTimeChang
     if body.num_iterations == 1:
         record_slow_iteration(state, record, task, body)
     if body.num_iterations < NUM_ITERATIONS_MIN:
-        return  # one slow iteration is no step time
+        return  # too few iterations for a step time
     task.step_times[body.rank] = _pace(task, record.seq, body, task.step_times.get(body.rank))
     before, task.slow = task.slow, slow_ranks(task, record.at_s)
     for number in sorted(before.keys() | task.slow.keys()):
@@ -47,12 +47,12 @@ def step_time_changed(state: ClusterState, record: Record, body: r.StepTimeChang
     if body.rank not in task.slow and body.own_s < SLOW_RATIO * body.normal_s:
         task.slow_restarts.pop(_slot_key(rank.slot.node, rank.slot.index), None)
         if rank.timeout_reason == SLOWED and not rank.stopping:
-            rank.timeout_reason = ""  # it was set while healing was paused
+            rank.timeout_reason = ""  # set while healing was paused
     restart_stragglers(state, record, task)
 
 
 def _pace(task: Task, seq: int, body: r.StepTimeChanged, old: StepTime | None) -> StepTime:
-    """The new step time. Its reference is the fastest with as many micro-batches, or the first."""
+    """The new step time. It keeps an old reference of as many micro-batches that was no slower."""
     num = _num_micro_batches(task, body.rank)
     new = StepTime(generation=body.generation, num_micro_batches=num, iteration_s=body.iteration_s,
                own_s=body.own_s, normal_s=body.normal_s, normal_num=num,
@@ -64,7 +64,7 @@ def _pace(task: Task, seq: int, body: r.StepTimeChanged, old: StepTime | None) -
 
 
 def _num_micro_batches(task: Task, number: int) -> int:
-    """The member's micro-batches of an iteration, as its generation assigns them."""
+    """The number of micro-batches per iteration that the generation assigns to the member."""
     train = task.spec.training
     position = next(i for i, member in enumerate(task.members) if member.rank == number)
     if train is None:
@@ -77,8 +77,8 @@ def _num_micro_batches(task: Task, number: int) -> int:
 
 
 def restart_stragglers(state: ClusterState, record: Record, task: Task) -> None:
-    """Restart persistent stragglers; the others finish the iteration. A slot where it repeats is
-    disabled. Iterations do not reset this count, since a straggler makes progress too."""
+    """Restart persistent stragglers; the others finish the iteration. A slot with repeated restarts
+    is disabled. Progress does not reset `slow_restarts`, since a straggler progresses too."""
     if not task.slow or task.phase != "training" or task.incident or task.ending or (
             len(task.living_members()) < len(task.members)):
         return

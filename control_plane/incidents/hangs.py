@@ -1,8 +1,8 @@
 """Hang localisation: which ranks stall a task, and how certain that is.
 
-A rank that stalls in its own work waits for no other. Its peers, stalled in a collective that it
-has not entered, are the second source. If all ranks are in collectives, the network stalls. If most
-are in their own work, they share a cause (a file system, a machine), and none of them is faulty.
+A rank that stalls in its own work waits for no other. Its peers are the second source: they stall
+in a collective that it has not entered. If all ranks are in collectives, the network stalls. If
+most are in their own work, they share a cause (a file system, a machine), and none is faulty.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ WORKS_ON = "is still working"
 WAITED_FOR = "is waited for in a collective"
 """Timeout reason of a rank on an unreachable node."""
 STANDS_TIMES = 3.0
-"""Times the average iteration: the Unicron paper's threshold of a fault."""
+"""Threshold of a fault, in times of the average iteration: that of the Unicron paper."""
 CRAWLS_TIMES = 10.0
-"""Threshold for a rank that passes progress marks: it may be slow for a moment only."""
+"""Threshold for a rank that passes progress marks: it may be slow only for a moment."""
 NETWORK_TIMES = 2.0
-"""Factor on the threshold if all ranks wait in collectives: no rank is behind."""
+"""Factor on the threshold if all ranks wait in collectives, so that no rank is the cause."""
 UNKNOWN_TIMES = 30.0
 UNKNOWN_S_MIN = 1800.0
-"""Threshold if most ranks are in their own work: the timeout of a collective (NCCL)."""
+"""Thresholds if most ranks are in their own work: the timeout of a collective (NCCL)."""
 
 
 class Hang(Struct, frozen=True, kw_only=True):
@@ -36,25 +36,25 @@ class Hang(Struct, frozen=True, kw_only=True):
 
     kind: Literal["rank", "slow", "silent", "network", "unknown"]
     ranks: tuple[int, ...]
-    """The cause (`slow`: it passes progress marks). `silent`: ranks on unreachable nodes;
-    `network`: all stalled ranks; `unknown`: all in their own work."""
+    """`rank`: the cause; `slow`: the cause, which still passes progress marks; `silent`: ranks on
+    unreachable nodes; `network`: all stalled ranks; `unknown`: all ranks in their own work."""
     since_s: float
-    """When the first of them, or of those that wait for `silent` ranks, last made progress."""
+    """When the first of `ranks` last made progress (`silent`: the first of the waiting ranks)."""
     due_s: float
     """When the stall is long enough to act upon."""
     why: str
     evidence: tuple[int, ...]
     is_actionable: bool = True
-    """False: it is shown, but never acted upon."""
+    """False: the hang is shown, but not acted upon."""
 
 
 def locate_hang(state: ClusterState, task: Task) -> Hang | None:
     """Locate the hang of a task; None if a rank may still progress or another fault explains the
     stall.
 
-    Stopped ranks (SIGSTOP) have a deadline of their own, and the state of ranks on unreachable
-    nodes is unknown: neither counts. While there are such ranks, only a rank that waits for no
-    other can be the cause. If there is none, the others wait for those on unreachable nodes.
+    Stopped ranks (SIGSTOP) do not count: they have a deadline of their own. Nor do ranks on
+    unreachable nodes: their state is unknown. While there are such ranks, only a rank that stalls
+    in its own work can be the cause. Without one, all wait for the ranks on unreachable nodes.
     """
     if not task.stalls or task.finished or task.ending or task.failed_s >= 0:
         return None
@@ -85,7 +85,7 @@ def _classify(state: ClusterState, task: Task, reachable: list[Rank],
     limits_s = {number: max(STANDS_TIMES * stall.normal_s, state.policy.hang_s_min)
                 for number, stall in stalls.items()}
     evidence = tuple(stalls[rank.rank].seq for rank in reachable)
-    # A machine that was paused with its agent reports stalls and then continues.
+    # After a pause of a whole machine, its agent reports stalls of ranks that then continue.
     sure_s = max(stall.told_s + stall.normal_s for stall in stalls.values())
     num_waiting = len(reachable) - len(own)
     if own and num_waiting and 2 * len(own) <= len(reachable):
@@ -96,8 +96,8 @@ def _classify(state: ClusterState, task: Task, reachable: list[Rank],
                                         for number in numbers)),
                     why=_of_ranks(own, stalls, num_waiting))
     if unreachable and not own:
-        # The expired lease is one source, unless the node is back immediately. The waiting of all
-        # others is the second.
+        # The expired lease is one source, unless the node returns within evidence_s_max. The stalls
+        # of all other ranks are the second.
         back_s = max(state.nodes[task.ranks[number].slot.node].since_s for number in unreachable)
         due_s = max(stall.since_s + limits_s[number] for number, stall in stalls.items())
         return Hang(kind="silent", ranks=unreachable, evidence=evidence, why=_of_network(stalls),
@@ -121,8 +121,8 @@ def _classify(state: ClusterState, task: Task, reachable: list[Rank],
 
 
 def _slow_hang(state: ClusterState, task: Task, reachable: list[Rank]) -> Hang | None:
-    """The hang of a task whose other ranks all wait for slow iterations; None if less is known. The
-    own work itself must be long enough: it may have ended since."""
+    """The hang of a task in which all other ranks wait for slow iterations; None if not all do. It
+    is actionable if the reported own work is long enough: this work may have ended since then."""
     going = [rank for rank in reachable if rank.rank not in task.stalls]
     waiting = [task.stalls[rank.rank] for rank in reachable if rank.rank in task.stalls]
     if 2 * len(going) > len(reachable) or any(

@@ -14,7 +14,7 @@ from .root_cause import root_cause
 from .severity import worse
 
 NUM_STOPS_MAX = 3
-"""StopRank orders for one process before it is orphaned."""
+"""StopRank orders for a process before it counts as impossible to end and is orphaned."""
 
 
 def open_incidents(state: ClusterState, task: Task) -> Iterator[Body]:
@@ -72,14 +72,14 @@ def _from_faults(state: ClusterState, task: Task) -> Iterator[Body]:
 
 
 def _budget_spent(state: ClusterState) -> str:
-    """Why the restart budget is used up; restarts before enough progress do not count."""
+    """Why the restart budget is used up. Enough new iterations restore the budget."""
     limit, num = state.policy.restarts_max, state.policy.restart_iterations
     return (f"failed {limit + 1} times without {num} new iterations in between" if limit else
             "failed, and restarts_max is 0")
 
 
 def network_incident(state: ClusterState, task: Task) -> Iterator[Body]:
-    """A collective failed and nothing else did: SEV3, before the reattempt in place."""
+    """Open a SEV3 incident if only a collective failed, before the reattempt in place."""
     failed = [rank for rank in task.living_members() if rank.failed == task.generation]
     if failed and task.failed_s >= 0 and not task.incident:
         yield _open_or_escalate(state, task, "SEV3", failed[0].failed_status,
@@ -117,7 +117,7 @@ def _open_or_escalate(state: ClusterState, task: Task, severity: Severity, statu
                       root: bool = False) -> Body:
     incident = state.incidents.get(task.incident)
     if incident is not None and not incident.outcome:
-        # The severity of the new evidence: SEV1 disables slots, and only those of these ranks.
+        # The severity is that of the new evidence: SEV1 disables only the slots of `ranks`.
         return IncidentEscalated(of=incident.id, severity=severity, ranks=ranks, why=why,
                                  evidence=evidence, status=status, node=node, root=root)
     return IncidentOpened(severity=severity, status=status, task=task.id, node=node, ranks=ranks,

@@ -44,7 +44,7 @@ def is_open(state: ClusterState, node: Node) -> bool:
 
 
 def _join(state: ClusterState, node: Node) -> Iterator[Body]:
-    """Escalate the task's incident if an error, reported later, is its cause."""
+    """Escalate a task's incident if a device error that was reported later explains it."""
     for erred in [one for one in node.erred if not one.incident]:
         severity = severity_of(erred.status)
         for key in sorted(state.tasks):
@@ -65,7 +65,7 @@ def _join(state: ClusterState, node: Node) -> Iterator[Body]:
 
 
 def _open(state: ClusterState, node: Node) -> Iterator[Body]:
-    """Open or escalate an incident of the node if no rank failed of the error in time."""
+    """Open or escalate the node's incident if no rank failed because of the error in time."""
     for erred in list(node.erred):
         if erred.incident or not erred.due or not _slots(state, node, erred):
             continue
@@ -84,8 +84,8 @@ def _open(state: ClusterState, node: Node) -> Iterator[Body]:
 
 
 def _slots(state: ClusterState, node: Node, erred: DeviceError) -> list[int]:
-    """Slots that an error alone disables: those it names; all, if a second source confirms it. Only
-    SEV1 disables slots. Without a named device, a single source disables none."""
+    """Slots that a device error disables without a failed rank: at SEV1, those that it names. If it
+    names none, it disables all slots, but only if a second source confirms it."""
     if severity_of(erred.status) != "SEV1":
         return []
     if erred.devices:
@@ -96,7 +96,7 @@ def _slots(state: ClusterState, node: Node, erred: DeviceError) -> list[int]:
 
 
 def _confirms(state: ClusterState, erred: DeviceError, other: DeviceError) -> bool:
-    """Whether another error of the whole node, of another source or kind, confirms it."""
+    """Whether `other` confirms `erred`: both of the whole node, of different source or rule."""
     return (not erred.devices and not other.devices and severity_of(other.status) == "SEV1"
             and is_near(state, erred, other.at_s)
             and (other.origin, other.rule) != (erred.origin, erred.rule))

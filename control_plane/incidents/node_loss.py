@@ -14,7 +14,7 @@ from ..state.task import Rank, Task
 
 
 class NodeLoss(NamedTuple):
-    """The loss of a node, for one task: its ranks there, the reason, and the seqs that show it."""
+    """The loss of a node, for one task: the task's ranks there, the reason, and its evidence."""
 
     node: str
     ranks: tuple[int, ...]
@@ -23,8 +23,8 @@ class NodeLoss(NamedTuple):
 
 
 def lost_nodes(state: ClusterState, task: Task) -> Iterator[NodeLoss]:
-    """The unreachable nodes of the task whose loss a second source confirms: a failed collective of
-    a peer, a rank that missed a deadline, or time, if the whole task is on unreachable nodes."""
+    """The task's unreachable nodes whose loss a second source confirms: a failed collective of a
+    peer, a missed deadline of a rank there, or replace_after_s if all its nodes are unreachable."""
     silent = [name for name in state.unreachable
               if any(rank.slot.node == name for rank in task.ranks.values())]
     for name in silent:
@@ -48,15 +48,15 @@ def lost_nodes(state: ClusterState, task: Task) -> Iterator[NodeLoss]:
 
 
 def _is_replaced(state: ClusterState, task: Task) -> bool:
-    """Whether the nodes of all its members, else processes, are unreachable for that long."""
+    """Whether all nodes of the task (without members: of its processes) are to be replaced."""
     nodes = [state.nodes.get(rank.slot.node)
              for rank in task.living_members() or task.ranks.values()]
     return all(node is not None and node.replace for node in nodes)
 
 
 def suspects(state: ClusterState) -> set[str]:
-    """Nodes whose members may have failed a collective or stall it: members elsewhere report it,
-    and none of theirs does. A suspect has a shorter lease, no other effect."""
+    """Nodes that may be the cause of a failed or stalled collective: members on other nodes report
+    it, and no member on these nodes does. The only effect is a shorter lease."""
     found: set[str] = set()
     for task in state.tasks.values():
         # A collective of this generation failed, or the generation did not come up.
@@ -70,7 +70,7 @@ def suspects(state: ClusterState) -> set[str]:
 
 
 def _without_report(task: Task, reporting: list[Rank]) -> list[str]:
-    """Nodes without a report of any member, if another node has one."""
+    """Nodes without a report of any member, if a member on another node has reported."""
     reported = {rank.slot.node for rank in reporting}
     return [rank.slot.node for rank in task.living_members()
             if reported and rank.slot.node not in reported]

@@ -17,14 +17,14 @@ COUNTING_STATUSES = frozenset((*(status for status, own in TABLE.items() if own 
                                TASK_HANG))
 """SEV1 statuses that count: device errors, lost connection, a process that cannot be stopped."""
 UNUSUAL_SHARE_MAX = 0.05
-"""Significance level: by chance, some node has that many faults less often than this (Poisson tail
-at the mean of the other nodes, times the number of nodes)."""
+"""Significance level. A node's faults are unusual if the probability that any node has so many by
+chance is smaller (Poisson tail at the mean of the other nodes, times the number of nodes)."""
 
 
 def count_fault(state: ClusterState, *, incident: int, node: str, status: str, why: str) -> bool:
-    """Fold: count a fault against the node; one fault of several tasks counts once. True:
-    quarantine is due. Faults on a drained node do not count. Each loss of a restarted agent counts,
-    however soon. A device error may be repeated by the next agent and then counts once."""
+    """Fold: count a fault against the node, and return whether a quarantine is due. A fault of
+    several tasks counts once. Faults on a drained node do not count. Each loss of a restarted agent
+    counts, however soon. A device error that the next agent repeats counts once."""
     found = state.nodes.get(node)
     if found is None or status not in COUNTING_STATUSES or found.drained:
         return False
@@ -41,7 +41,7 @@ def count_fault(state: ClusterState, *, incident: int, node: str, status: str, w
 
 
 def is_due(state: ClusterState, node: Node) -> bool:
-    """Whether the node has enough faults for a quarantine, one of them after the last one."""
+    """Whether the node has enough faults for a quarantine, and one since the last quarantine."""
     if node.quarantine is not None or not any(one.fresh for one in node.node_faults):
         return False
     if len(node.node_faults) < state.policy.quarantine_faults:
@@ -59,7 +59,7 @@ def _is_unusual(state: ClusterState, node: Node, num: int) -> bool:
 
 
 def counting(state: ClusterState, node: Node) -> list[NodeFault]:
-    """Faults that count now. Many nodes lost at the same time are the network's fault."""
+    """Faults that count now. If many nodes are lost at the same time, the network is at fault."""
     since_s = state.at_s - state.policy.quarantine_window_s
     return [one for one in node.node_faults if one.at_s >= since_s
             and not (one.status == LOST_CONNECTION and _is_shared(state, one))]

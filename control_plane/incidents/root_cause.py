@@ -22,14 +22,14 @@ class Cause(Struct, frozen=True, kw_only=True):
     why: str
     evidence: tuple[int, ...]
     root: bool
-    """It replaces the assumed cause of an open incident."""
+    """This cause replaces the assumed cause of an open incident."""
     is_indirect: bool
-    """Only indirect evidence: processes ended because others did. No reason to disable a slot."""
+    """All evidence is indirect: processes ended because others did. No slot is disabled for it."""
 
 
 def root_cause(state: ClusterState, task: Task) -> Cause:
     """The root cause of the task's faults (at least one) and of device errors near them. Indirect
-    evidence counts if there is no other; a device error precedes what it explains."""
+    evidence counts only without direct evidence. A device error overrides what it explains."""
     first = [fault for fault in task.faults if not fault.second_hand]
     direct = first or task.faults
     severities: list[Severity] = [
@@ -79,12 +79,12 @@ def matches(node: Node, erred: DeviceError, strike: FailureLocation) -> bool:
 
 
 def is_near(state: ClusterState, erred: DeviceError, at_s: float) -> bool:
-    """Whether it occurred within the time window for evidence of one fault."""
+    """Whether the error occurred within evidence_s_max of a fault at `at_s`."""
     return abs(erred.at_s - at_s) <= state.policy.evidence_s_max
 
 
 def _near(state: ClusterState, task: Task, strike: FailureLocation) -> list[DeviceError]:
-    """Device errors near the failure, or those that its slot is disabled for."""
+    """Device errors near the failure, or errors for which its slot is already disabled."""
     node = state.nodes.get(strike.slot.node)
     return [erred for erred in node.erred if matches(node, erred, strike) and (
         is_near(state, erred, strike.at_s)

@@ -27,12 +27,12 @@ TABLE: dict[str, Severity] = {
     s.NCCL_TIMEOUT: "SEV3",
     s.LINK_FLAPPING: "SEV3",
     s.TASK_HANG: "SEV2",
-    # ours
+    # not in the paper's table
     s.WRONG_INPUT: "SEV2",
 }
 OF_DEVICES = frozenset((s.ILLEGAL_MEMORY_ACCESS, s.ECC_ERRORS, s.INVALID_DMA_MAPPING, s.CUDA_ERRORS,
                         s.NVLINK_ERRORS, s.GPU_DRIVER_ERRORS))
-"""Rows that concern the reporting rank's own device: never indirect evidence."""
+"""Statuses that concern the reporting rank's own device: never indirect evidence."""
 HANDLING: dict[Severity, tuple[str, str, str]] = {
     "SEV3": ("reattempt in place: the communicators are built again, every process lives",
              "restarts_max reattempts within restart_iterations iterations",
@@ -56,15 +56,15 @@ SIGNALS = {1: "SIGHUP", 2: "SIGINT", 3: "SIGQUIT", 4: "SIGILL", 5: "SIGTRAP", 6:
            7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL", 10: "SIGUSR1", 11: "SIGSEGV", 12: "SIGUSR2",
            13: "SIGPIPE", 14: "SIGALRM", 15: "SIGTERM", 24: "SIGXCPU", 25: "SIGXFSZ",
            31: "SIGSYS"}
-"""Names of Linux signals. A fixed table: a log reads the same on every machine."""
+"""Names of Linux signals. Fixed, so that a log reads the same on every machine."""
 CAUSE_CHARS_MAX = 120
-"""Length of a cause in a sentence; the record has all of it."""
+"""Maximum length of a cause in a sentence; the record has the whole text."""
 _ORDER: dict[Severity, int] = {"SEV1": 1, "SEV2": 2, "SEV3": 3}
 _BY_WORD = {**{status.lower(): status for status in TABLE}, "usageerror": s.WRONG_INPUT}
 
 
 def row_of(word: str) -> str:
-    """The row for text written by hand (`Lost connection`, `ECC error`); empty: none."""
+    """The table's row for text that a person wrote (`ECC error`); empty: there is none."""
     plain = word.strip().lower().replace("_", " ")
     if plain == "usageerror":  # Python's name, not the table's
         return ""
@@ -72,12 +72,12 @@ def row_of(word: str) -> str:
 
 
 def status_of(error: str) -> str:
-    """The row of the table for a reported error; unknown errors are other software."""
+    """The table's row for a reported error; an unknown error is OTHER_SOFTWARE."""
     return _BY_WORD.get(error.strip().lower(), s.OTHER_SOFTWARE)
 
 
 def classified_status(classified: str, else_: str) -> str:
-    """The classifier's status if it is in the table, and the rank reports no error of the spec."""
+    """The classifier's status if it is in the table, unless the rank reports WRONG_INPUT."""
     return classified if classified in TABLE and else_ != s.WRONG_INPUT else else_
 
 
@@ -93,8 +93,8 @@ def worse(one: Severity, other: Severity) -> Severity:
 
 
 def network_status(error: str) -> str:
-    """The network row of a failed collective without root cause, by the messages of gloo, torch's
-    store and NCCL. The name of an exception ("RuntimeError") is ignored."""
+    """The table's network row for a failed collective without a root cause, from the messages of
+    gloo, torch's store and NCCL. The name of an exception ("RuntimeError") is ignored."""
     said = error.lower()
     for status, words in _NETWORK.items():
         if any(word in said for word in words):
@@ -116,7 +116,7 @@ def exit_in_words(body: RankExited) -> str:
     cause = " ".join(body.cause.split())
     if len(cause) > CAUSE_CHARS_MAX:
         cause = cause[: CAUSE_CHARS_MAX - 3] + "..."
-    if not cause or cause.startswith(how):  # the cause may begin with it
+    if not cause or cause.startswith(how):  # the cause may begin with `how`
         return cause or how
     return f"{how}: {cause}"
 

@@ -11,29 +11,29 @@ from statistics import median
 from ..state.task import Rank, StepTime, Straggler, Task
 
 SLOW_RATIO = 1.1
-"""Smaller ratios are normal variation: the Unicron paper's threshold (our reading)."""
+"""Smaller ratios are normal variation. This is the Unicron paper's threshold (our reading)."""
 FAULT_RATIO = 3.0
-"""A larger delay of iterations by one rank is a fault."""
+"""A rank that makes iterations longer by more than this factor is at fault."""
 RATIO_MAX = 1e6
 """Limit of a reported ratio."""
 CONFIRMED_SHARE = 0.8
-"""Share of the straggler's iteration time that a waiting peer must reach to confirm it."""
+"""A peer confirms a straggler if its iterations take at least this share of the straggler's."""
 NUM_PEERS_MIN = 7
-"""Peers with as many micro-batches that a comparison needs: the others of an 8-slot node."""
+"""A comparison needs this many peers with as many micro-batches: a node of 8 slots has 7."""
 MOST_SHARE = 0.9
-"""Share of the peers that a straggler must be slower than."""
+"""Quantile of the peers' own work that a straggler's delay is measured from."""
 SPREAD_TIMES = 3.0
 LASTS_S = 60.0
-"""Time that a rank must be slow before draining its node is advised."""
+"""A rank must be slow for this time before advice to drain its node is given."""
 DEVIATION_TIMES = 1.4826
 """Factor from median deviation to standard deviation (normal distribution)."""
 
 
 def slow_ranks(task: Task, at_s: float) -> dict[int, Straggler]:
-    """Find the stragglers: by rank, the ratio of its own work and of the iteration time. A rank
-    with more own work is no straggler unless iterations are slower too: on a shared machine it may
-    have waited less instead. If the others' work has grown equally, the whole task is slower
-    (`slower_alike`)."""
+    """Find the stragglers: by rank, the ratios of its own work and of the iteration time. A rank
+    with more own work is a straggler only if iterations are slower too: on a shared machine it may
+    have waited less instead. If the own work of all ranks has grown equally, there is no straggler
+    (`uniform_slowdown`)."""
     if len(task.members) < 2:
         return {}
     found: dict[int, tuple[float, float]] = {}
@@ -53,8 +53,8 @@ def slow_ranks(task: Task, at_s: float) -> dict[int, Straggler]:
 
 
 def _last_to_arrive(task: Task, found: dict[int, tuple[float, float]]) -> dict[int, float]:
-    """The slow ranks that arrive last: that with the longest work, and those about as slow. Other
-    slow ranks arrive earlier and delay nothing now."""
+    """The slow ranks that arrive last: the rank with the longest own work, and ranks about as slow.
+    Other slow ranks arrive earlier, so they delay nothing now."""
     late = sorted(found, key=lambda number: (-task.step_times[number].own_s, number))
     for num in range(1, len(late)):
         times = _held_up(task.step_times[late[0]], task.step_times[late[num]].own_s)
@@ -64,7 +64,7 @@ def _last_to_arrive(task: Task, found: dict[int, tuple[float, float]]) -> dict[i
 
 
 def _beside_itself(pace: StepTime, others: list[StepTime]) -> tuple[float, float]:
-    """Own work and iteration time relative to the rank's past, less growth that all share."""
+    """Own work and iteration time relative to the rank's past, without growth that all share."""
     known = [_grown(other) for other in others if _is_comparable(other)]
     if not _may_be_slow(pace) or not known:
         return 1.0, 1.0
@@ -79,7 +79,7 @@ def _beside_itself(pace: StepTime, others: list[StepTime]) -> tuple[float, float
 
 
 def _is_comparable(pace: StepTime) -> bool:
-    """Whether it has as many micro-batches as its reference."""
+    """Whether the step time has as many micro-batches as its reference."""
     return pace.num_micro_batches == pace.normal_num and pace.normal_s > 0
 
 
@@ -88,7 +88,7 @@ def _grown(pace: StepTime) -> float:
 
 
 def uniform_slowdown(task: Task) -> float:
-    """Ratio of iteration times if most members are slower and there is no straggler; 1: not so. The
+    """Ratio of iteration times if most members are slower without a straggler; otherwise 1. The
     cause (machines, network or job) cannot be determined from the ranks."""
     if task.slow or len(task.members) < 2:
         return 1.0
@@ -104,7 +104,7 @@ def _may_be_slow(pace: StepTime) -> bool:
 
 
 def _beside_peers(pace: StepTime, others: list[StepTime]) -> tuple[float, float]:
-    """Own work and iteration time relative to the peers, if outside their spread."""
+    """Own work and iteration time relative to the peers; 1 if within their spread."""
     peers_s = [other.own_s for other in others if other.num_micro_batches == pace.num_micro_batches]
     if len(peers_s) < NUM_PEERS_MIN:
         return 1.0, 1.0
@@ -117,7 +117,7 @@ def _beside_peers(pace: StepTime, others: list[StepTime]) -> tuple[float, float]
 
 
 def _differs(paces: dict[int, StepTime], pace: StepTime) -> bool:
-    """Whether most others have less own work: a cheap check before the full comparison."""
+    """Whether most other ranks have less own work: a cheap check before the full comparison."""
     num = len([other for other in paces.values() if other.own_s * SLOW_RATIO <= pace.own_s])
     return 2 * num >= len(paces) - 1
 
@@ -134,13 +134,13 @@ def slow_on(task: Task, node: str) -> list[int]:
 
 
 def slowdown(task: Task, *, without: str = "") -> float:
-    """Ratio of iteration times caused by stragglers, leaving out those on node `without`."""
+    """Ratio of iteration times caused by stragglers, except stragglers on node `without`."""
     return max((slow.holds_up for number, slow in task.slow.items()
                 if number in task.ranks and task.ranks[number].slot.node != without), default=1.0)
 
 
 def at_fault(task: Task) -> list[Rank]:
-    """Stragglers slow enough to be a fault, if a peer confirms it: its iterations take as long."""
+    """Stragglers slow enough to be a fault, if a peer confirms that iterations take as long."""
     if not any(slow.holds_up > FAULT_RATIO for slow in task.slow.values()):
         return []
     found: list[Rank] = []

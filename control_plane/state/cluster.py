@@ -30,7 +30,7 @@ NUM_WORK_SPANS_MAX = 48
 
 
 class Deadline(Struct):
-    """Due at `due_s`. A new epoch restarts it with its full length."""
+    """A deadline, due at `due_s`. A new epoch restarts it with its full length."""
 
     due_s: float
     length_s: float
@@ -39,9 +39,9 @@ class Deadline(Struct):
 class ClusterState(Struct, kw_only=True):
     """The whole input of the decider, folded from the log.
 
-    It holds no caches. A few fields could be counted from the others, but that would take too long
-    (`num_running`, `unreachable`, `undecided`, `Task.num_outstanding`). They are part of the state
-    and of its hash; tests compare them with a fresh count (check.py).
+    It holds no caches. `num_running`, `unreachable`, `undecided` and `Task.num_outstanding` follow
+    from other fields, but counting them each time would take too long. They are part of the state
+    and of its hash. Tests compare them with a fresh count (check.py).
     """
 
     seq: int = 0
@@ -79,9 +79,9 @@ class ClusterState(Struct, kw_only=True):
     num_running: int = 0
     """Processes of all tasks' ranks, without orphaned ones."""
     observed_slot_s: float = 0.0
-    """Total slot time of these processes while a leader was active."""
+    """Total slot time of the processes in `num_running` while a leader was active."""
     num_faults: int = 0
-    """Faults in that time (transition_cost.py defines which count)."""
+    """Faults during `observed_slot_s` (transition_cost.py defines which faults count)."""
     mtbf_gpu_s: float = 0.0
     """Mean time between faults of one slot, as the planner uses it."""
     degraded: dict[str, StragglerCost] = field(default_factory=dict[str, StragglerCost])
@@ -103,8 +103,8 @@ _decoder = msgspec.msgpack.Decoder(ClusterState)
 
 
 def encode_state(state: ClusterState) -> bytes:
-    """The whole state as msgpack. Maps keep the order in which the log filled them, so one log has
-    one encoding, also when the fold continues from a snapshot."""
+    """The whole state as msgpack. Maps keep the order in which the log filled them. So a log has
+    exactly one encoding, even if the fold continued from a snapshot."""
     return _encoder.encode(state)
 
 
@@ -119,7 +119,7 @@ def state_hash(state: ClusterState) -> str:
 
 
 def open_orders(state: ClusterState) -> list[Record]:
-    """Orders that are not yet acknowledged, by seq. The order streams hold these."""
+    """Orders that are not yet acknowledged, by seq. The order streams hold the same orders."""
     return [decode_record(state.orders[seq]) for seq in sorted(state.orders)]
 
 

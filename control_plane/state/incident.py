@@ -18,19 +18,19 @@ NUM_EVIDENCE_MAX = 256
 
 
 class Source(Struct, frozen=True, kw_only=True):
-    """Where a member's state came from; for an incident, the farthest of all its members."""
+    """Where a member's state came from. An incident has the farthest source of all members."""
 
     origin: Origin = ""
     node: str = ""
     step_version: int = 0
     path: str = ""
-    """Of a checkpoint, relative to the task's output folder."""
+    """Path of the checkpoint, relative to the task's output folder."""
     num_bytes: int = 0
-    """Received from there, without what peers forwarded."""
+    """State bytes that came from this source, without bytes that peers forwarded."""
 
 
 class FailureLocation(Struct, frozen=True):
-    """Where and when a rank failed. Device errors of this slot near this time belong to it."""
+    """Where and when a rank failed. Device errors of this slot near this time are its evidence."""
 
     rank: int
     slot: Slot
@@ -38,12 +38,12 @@ class FailureLocation(Struct, frozen=True):
 
 
 class RepeatedFailure(Struct, kw_only=True):
-    """A repeated failure: the same status at the same iteration, in any rank."""
+    """A series of failures with the same status at the same iteration, in any rank."""
 
     status: str
     iteration: int
     generation: int
-    """When it was counted last: failures of several ranks in one generation count once."""
+    """The generation of the last one counted: failures of several ranks in it count once."""
     num: int = 1
 
 
@@ -63,7 +63,7 @@ class Fault(Struct, frozen=True, kw_only=True):
     on_purpose: bool = False
     """It was injected (FaultRequested)."""
     second_hand: bool = False
-    """It reports another process's end, so it is no cause if the evidence holds one."""
+    """Indirect evidence, such as another process's end: the cause only if no fault is direct."""
     strikes: tuple[FailureLocation, ...] = ()
 
 
@@ -83,7 +83,7 @@ class Incident(Struct, kw_only=True):
     """When the task stopped stepping; below 0: it steps."""
     pause_s: float = 0.0
     iterations_lost: int | None = 0
-    """None: of a command that has not logged an iteration since its restart."""
+    """None: the task is a command that has not logged an iteration since its restart."""
     kept: int = 0
     dealt: int = 0
     kept_before: int = 0
@@ -93,14 +93,14 @@ class Incident(Struct, kw_only=True):
     source: Source = Source()
     """The farthest source of any member's state."""
     ckpt_read_before: bool = False
-    """The value when the task last stepped; `source_before` likewise."""
+    """The value of `ckpt_read` when the task last stepped; `source_before` likewise."""
     source_before: Source = Source()
     received_bytes: int = 0
     """State bytes received by all members, in all attempts."""
     peer_bytes: int = 0
-    """Part of these from other members."""
+    """Part of `received_bytes` that came from other members."""
     near_bytes: int = 0
-    """Part of these from members on the same node."""
+    """Part of `peer_bytes` that came from members on the same node."""
     outcome: str = ""
     closed_s: float = 0.0
     second_hand: bool = False

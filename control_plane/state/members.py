@@ -14,8 +14,8 @@ from .task import HeldState, Rank, Task
 
 
 def awaited(task: Task) -> Literal["", "processes", "members"]:
-    """Which processes the task waits for: in quiescing and reconfiguring, its members; otherwise
-    those that start. When some ranks have finished, each ends on its own."""
+    """Which processes the task waits for: its members while it quiesces or reconfigures, otherwise
+    starting processes. Once a rank has finished, it waits for none: each rank ends on its own."""
     if task.heals_in_memory and task.finished:
         return ""
     return "members" if task.phase in ("quiescing", "reconfiguring") else "processes"
@@ -40,7 +40,7 @@ def is_starting(task: Task, rank: Rank) -> bool:
 
 
 def count_outstanding(task: Task) -> None:
-    """Fold: recount after a change that is not an answer."""
+    """Fold: count the outstanding answers again, after a change other than an answer."""
     task.num_outstanding = outstanding(task)
 
 
@@ -67,9 +67,9 @@ def has_layouts(task: Task) -> bool:
 
 
 def is_complete(task: Task, ranks: Sequence[Rank], step_version: int = -1) -> bool:
-    """Whether these ranks hold the complete state, one of them at `step_version` or later. Within
-    one generation some ranks may be one step ahead. The others reached the end of the same
-    iteration and can take the step as well, so both versions count as the same state."""
+    """Whether these ranks hold the complete state, at least one of them at `step_version` or later.
+    Some ranks of a generation may be one step ahead. The others reached the end of the same
+    iteration and can take this step too, so both versions count as the same state."""
     train = task.spec.training
     if train is None or train.parallel.is_plain:
         return any(rank.has_state and rank.step_version >= step_version for rank in ranks)
@@ -84,7 +84,7 @@ def is_complete(task: Task, ranks: Sequence[Rank], step_version: int = -1) -> bo
 
 
 def take_position(task: Task, rank: Rank, step_version: int) -> None:
-    """Fold: the rank came up and holds the state of its position. A standby keeps what it had."""
+    """Fold: the rank came up and holds the state of its position. A standby keeps its old state."""
     if task.axes is None:
         rank.held, rank.step_version = None, step_version
     elif (place := position_of(task, rank)) < num_positions(task.axes):
@@ -114,8 +114,8 @@ def is_representative(task: Task, rank: Rank) -> bool:
 
 
 def is_pinned(state: ClusterState, task: Task) -> bool:
-    """Whether the plan must not change the task: it has ranks on an unreachable node, or it is a
-    running command on unusable slots, where leaving them would cost unsaved work."""
+    """Whether the plan must not change the task. Either it has ranks on an unreachable node, or it
+    is a command that runs on unusable slots: moving a command loses its unsaved work."""
     if not task.heals_in_memory and not task.incident and _runs_where_nothing_starts(state, task):
         return True
     return bool(state.unreachable) and any(state.nodes[rank.slot.node].unreachable
@@ -123,22 +123,22 @@ def is_pinned(state: ClusterState, task: Task) -> bool:
 
 
 def _runs_where_nothing_starts(state: ClusterState, task: Task) -> bool:
-    """A command runs on disabled slots or on a quarantined node."""
+    """Whether a process is on a disabled slot or a quarantined node that is not drained."""
     return any(not (node := state.nodes[rank.slot.node]).drained
                and (node.quarantine is not None or node.is_disabled(rank.slot.index))
                for rank in task.ranks.values())
 
 
 def is_whole(task: Task) -> bool:
-    """Whether no member of the target is missing."""
+    """Whether all seats of the target have a member (of a command: whether any process runs)."""
     if task.heals_in_memory:
         return len(task.living_members()) == len(task.target)
     return bool(task.ranks)
 
 
 def inject_fault(state: ClusterState, request: FaultRequested) -> InjectFault | None:
-    """The InjectFault order for a request; None if not allowed or the target does not exist. An
-    unreachable node gets none either: the request is for a fault now, not later."""
+    """The InjectFault order for a request. None if injection is not allowed, the target does not
+    exist, or its node is unreachable: the order would arrive later, but the fault is wanted now."""
     task = state.tasks.get(request.task)
     rank = task.ranks.get(request.rank) if task is not None else None
     name = request.node if request.what == "node" else rank.slot.node if rank else ""

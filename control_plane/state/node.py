@@ -9,7 +9,7 @@ from msgspec import Struct, field
 from ...events.records.types import Labels, Slot
 
 # --- health of a node ---
-# Failing checks, device errors, faults. All are bounded; the log keeps the rest.
+# Failing checks, device errors, faults. The number of each is bounded; the log keeps all.
 
 NUM_CHECKS_MAX = 64
 NUM_DEVICE_ERRORS_MAX = 32
@@ -29,7 +29,7 @@ class Check(Struct, frozen=True, kw_only=True):
     rule: str
     seq: int
     at_s: float
-    """Since when the check reports this health, for any reason."""
+    """Since when the check has reported this health, whatever the reason."""
     incident: int = 0
     """The incident that it is evidence of."""
 
@@ -49,10 +49,10 @@ class DeviceError(Struct, kw_only=True):
     incident: int = 0
     """The incident that it is evidence of; 0: none yet."""
     due: bool = False
-    """The time limit for a related rank failure has passed: the error counts alone."""
+    """The time limit for a related rank failure has passed, so the error is judged alone."""
 
     def is_like(self, other: DeviceError) -> bool:
-        """Whether both report the same: an equal XID, or the same rule, on the same devices."""
+        """Whether both report the same error: the same XID or rule, on the same devices."""
         same = self.code == other.code if self.code and other.code else self.rule == other.rule
         return same and self.devices == other.devices
 
@@ -104,17 +104,17 @@ class Node(Struct, kw_only=True):
     keeper: str = ""
     """Address of its checkpoint store, host:port; empty: it has none."""
     keeper_start: int = 0
-    """The current checkpoint store. What earlier ones stored is lost."""
+    """Number of the current checkpoint store. In-memory checkpoints of earlier stores are lost."""
     labels: Labels = Labels()
     health: Health = "healthy"
     since_s: float = 0.0
     improved_s: float = 0.0
-    """When its health last improved: not unhealthy any more, or not degraded any more."""
+    """When the node last ceased to be unhealthy or degraded."""
     unreachable_seq: int = 0
     replace: bool = False
-    """Unreachable for replace_after_s."""
+    """The node has been unreachable for replace_after_s (policy)."""
     drained: bool = False
-    """An operator drains it. It stays drained when its agent joins again."""
+    """An operator drains the node. It stays drained when its agent joins again."""
     drain_reason: str = ""
     fault_injected_s: float = -1.0
     """When a fault was injected into it; below 0: none was."""
@@ -125,9 +125,9 @@ class Node(Struct, kw_only=True):
     slots_unhealthy: list[int] = field(default_factory=list[int])
     """Slots that a check reports unhealthy. They are enabled after a time without such a report."""
     slots_recovering: dict[int, float] = field(default_factory=dict[int, float])
-    """By slot of these: since when no check reports it unhealthy."""
+    """By slot in `slots_unhealthy`: since when no check has reported it unhealthy."""
     unhealthy_why: str = ""
-    """Why these slots are disabled, or why a check's report is not acted upon."""
+    """Why `slots_unhealthy` are disabled, or why a check's report is not acted upon."""
     checks: list[Check] = field(default_factory=list[Check])
     """Checks that do not report healthy, the oldest first."""
     erred: list[DeviceError] = field(default_factory=list[DeviceError])

@@ -21,15 +21,15 @@ class CommandProgress(Struct, kw_only=True):
     rank: int
     """The rank whose log counts: the first of the round that logged progress."""
     first: int
-    """The first iteration that it logged."""
+    """The first iteration that this rank logged."""
     iterations: int
     """Planned iterations; 0: unknown."""
     size: int
     """Slots of the round."""
     max_iteration: int
-    """The largest iteration before the round, or at its first report."""
+    """The largest iteration before the round; if there was none, the first that it reported."""
     global_batch: int = 0
-    """As last logged; 0: never."""
+    """Global batch size, as last logged; 0: never logged."""
     disturbed: bool = False
     """A process of the round was stopped after the last report."""
 
@@ -40,9 +40,9 @@ class OngoingTransition(Struct, kw_only=True):
     size: int
     """Members before; 0: the task had no slots."""
     since_s: float
-    """The last report of an iteration before it stalled; below 0: it steps again."""
+    """When the task last reported an iteration before it stalled; below 0: it steps again."""
     iteration: int
-    """Iterations finished then."""
+    """Iterations finished at `since_s`."""
     iteration_s: float
     """Undisturbed time of one iteration; 0: unknown."""
     downtime_s: float = 0.0
@@ -50,7 +50,7 @@ class OngoingTransition(Struct, kw_only=True):
     axes: Axes | None = None
     """The layout before the transition."""
     void: bool = False
-    """Healing was paused meanwhile, so the downtime is not a measurement."""
+    """Healing was paused during the transition, so the downtime is not used as a measurement."""
 
 
 class Stall(Struct, frozen=True, kw_only=True):
@@ -61,7 +61,7 @@ class Stall(Struct, frozen=True, kw_only=True):
     what: str
     collective: int
     since_s: float
-    """When it passed its last progress mark, by the log's clock; rather late than early."""
+    """When it passed its last progress mark, by the log's clock. May be late, never early."""
     normal_s: float
     told_s: float
     seq: int
@@ -71,12 +71,12 @@ class Stall(Struct, frozen=True, kw_only=True):
 
     @property
     def position(self) -> tuple[int, int]:
-        """Sort key of its progress: own work counts as after its collective and before the next."""
+        """Sort key of progress: own work comes after the last collective and before the next."""
         return self.iteration, 2 * self.collective + (self.where == "own")
 
 
 class SlowIteration(Struct, frozen=True, kw_only=True):
-    """A member passes progress marks, but its iteration does not end (last StepTimeChanged)."""
+    """A member that passes progress marks, but whose iteration does not end (StepTimeChanged)."""
 
     iteration: int
     own_s: float
@@ -84,7 +84,7 @@ class SlowIteration(Struct, frozen=True, kw_only=True):
     normal_s: float
     """Usual own work of an iteration."""
     since_s: float
-    """When the iteration began, by the log's clock; rather late than early."""
+    """When the iteration began, by the log's clock. May be late, never early."""
     told_s: float
     seq: int
 
@@ -95,24 +95,24 @@ class StepTime(Struct, frozen=True, kw_only=True):
     generation: int
     """0: measured on an earlier process of the rank, as a reference."""
     num_micro_batches: int
-    """Its micro-batches of an iteration then."""
+    """Micro-batches that the rank ran per iteration when this was measured."""
     iteration_s: float
     own_s: float
     normal_s: float
     normal_num: int
-    """Its micro-batches when `normal_s` was first reported."""
+    """Micro-batches per iteration when `normal_s` was first reported."""
     normal_iteration_s: float
-    """Iteration time then."""
+    """Iteration time when `normal_s` was reported."""
     seq: int
 
 
 class Straggler(Struct, frozen=True, kw_only=True):
-    """A straggler: it progresses, but the others wait for it."""
+    """A straggler: a rank that progresses, but that the other ranks wait for."""
 
     ratio: float
-    """Own work relative to its own past, or to its peers."""
+    """Own work relative to the rank's own past, or to its peers."""
     holds_up: float
-    """Iteration time relative to that without the delay."""
+    """Iteration time relative to the iteration time without the straggler's delay."""
     since_s: float
 
 
@@ -153,32 +153,32 @@ class Rank(Struct, kw_only=True):
     log_path: str = ""
     endpoint: str = ""
     quiesced: int = 0
-    """The last generation that it left by Quiesce."""
+    """The last generation that the process left by Quiesce."""
     step_version: int = -1
-    """Optimizer steps of its state then."""
+    """Step version of its state, as last reported by Quiesced or Reconfigured; -1: none."""
     reconfigured: int = 0
-    """The last generation that it came up in."""
+    """The last generation that the process came up in."""
     failed: int = 0
-    """The last generation in which a collective or the setup failed on it."""
+    """The last generation in which a collective or the setup failed in this process."""
     failed_seq: int = 0
     failed_status: str = ""
     timeout_reason: str = ""
-    """Which deadline it missed; decide stops it immediately."""
+    """Which deadline the process missed; decide orders it to stop immediately."""
     suspended_s: float = -1.0
-    """When its process was stopped (SIGSTOP); below 0: it is not."""
+    """When the process was stopped (SIGSTOP); below 0: it is not stopped."""
     suspended_seq: int = 0
     """The record that reports it."""
     fault_injected_s: float = -1.0
-    """When a fault was injected into it; below 0: none was."""
+    """When a fault was injected into the process; below 0: none was."""
     has_state: bool = False
-    """It came up in some generation. With layouts, `held` says which part it holds."""
+    """It came up in a generation and is no standby member. With layouts: `held` is its part."""
     held: HeldState | None = None
     joined_iteration: int = -1
     error: str = ""
     error_text: str = ""
     error_seq: int = 0
     second_hand: bool = False
-    """Its error is indirect evidence: another process ended."""
+    """The error is indirect evidence: it reports the end of another process."""
 
     @property
     def is_stopped(self) -> bool:
@@ -186,12 +186,12 @@ class Rank(Struct, kw_only=True):
 
     @property
     def stopping(self) -> bool:
-        """Whether it was ordered to stop."""
+        """Whether the process was ordered to stop."""
         return bool(self.stop_orders)
 
     @property
     def is_healthy(self) -> bool:
-        """Whether it is to continue: not stopping, no missed deadline, no error."""
+        """Whether the process may continue: no stop order, no missed deadline, no error."""
         return not (self.stopping or self.timeout_reason or self.error_seq)
 
 
@@ -212,7 +212,7 @@ class Task(Struct, kw_only=True):
     id: int
     spec: JobSpec
     weight: float
-    """w(t) of the Unicron paper; from the spec until an operator sets another."""
+    """w(t) of the Unicron paper. The spec's weight, until an operator sets another."""
     submitted_s: float
     since_s: float
     phase: Phase = "idle"
@@ -231,15 +231,15 @@ class Task(Struct, kw_only=True):
     """Orphaned processes, to be stopped when their node is reachable again."""
     attempts: dict[int, int] = field(default_factory=dict[int, int])
     restarts: dict[int, int] = field(default_factory=dict[int, int])
-    """Faults by rank since it last made progress."""
+    """By rank: its faults since it last made enough progress (restart_iterations)."""
     disabled_slots: dict[int, Slot] = field(default_factory=dict[int, Slot])
-    """By rank: the slot disabled for its faults. Progress on another slot confirms the cause."""
+    """By rank: the slot disabled for its faults. Progress elsewhere confirms the slot's fault."""
     repeated_failure: RepeatedFailure | None = None
     reattempts: int = 0
     declined: str = ""
     """Why its processes cannot recover in memory, although the spec asks for it."""
     rounds: int = 0
-    """Command tier: how often all processes were started."""
+    """Of a command: how often all processes were started."""
     generation: int = 0
     members: tuple[Member, ...] = ()
     axes: Axes | None = None
@@ -247,7 +247,7 @@ class Task(Struct, kw_only=True):
     mode: str = ""
     """Mode of the quiesce in progress: now, boundary."""
     uncaused_generation: int = 0
-    """The generation whose failed collective got no root cause in time."""
+    """The generation in which a collective failed or hung, and no root cause was found in time."""
     failed_s: float = -1.0
     """When a collective of this generation first failed; below 0: none did."""
     stepped: int = 0
@@ -263,17 +263,17 @@ class Task(Struct, kw_only=True):
     saver: int = -1
     """The rank ordered to save a checkpoint on preemption; -1: none in this generation."""
     save_late: int = 0
-    """The generation whose checkpoint on preemption came too late."""
+    """The generation whose checkpoint on preemption was not saved in time."""
     saved: Checkpoint | None = None
-    """Complete; its publication is not ordered yet."""
+    """A complete checkpoint whose publication is not ordered yet."""
     publishing: dict[int, Checkpoint] = field(default_factory=dict[int, Checkpoint])
-    """By seq of the publish order."""
+    """By seq of the publish order: checkpoints whose publication is not confirmed."""
     checkpoint: Checkpoint | None = None
     keepers: tuple[StoreEndpoint, ...] = ()
     """The checkpoint stores that receive its in-memory checkpoints."""
     keep_order: int = 0
     copies: list[MemoryCheckpoint] = field(default_factory=list[MemoryCheckpoint])
-    """In-memory checkpoints as reported: the two newest of each node, newest last."""
+    """Reported in-memory checkpoints: the two newest of each node, the newest last."""
     store_nodes: list[str] = field(default_factory=list[str])
     """Nodes whose stores may hold in-memory checkpoints of the task."""
     drop_order: int = 0
@@ -282,7 +282,7 @@ class Task(Struct, kw_only=True):
     """Iterations reported as finished."""
     logged: CommandProgress | None = None
     max_iteration: int = 0
-    """The maximum of `iteration`. Repeated iterations are no progress."""
+    """The maximum of `iteration`: iterations that are done again do not count as progress."""
     progressed_s: float = 0.0
     """When it last reported an iteration; 0: never."""
     iteration_flops: float = 0.0
@@ -306,7 +306,7 @@ class Task(Struct, kw_only=True):
     slow: dict[int, Straggler] = field(default_factory=dict[int, Straggler])
     """By rank: the stragglers."""
     slow_restarts: dict[str, int] = field(default_factory=dict[str, int])
-    """By slot (node/index): restarts of its process for being slow."""
+    """By slot (node/index): restarts of stragglers there."""
     incident: int = 0
     healed: int = 0
     iterations_lost: int = 0
@@ -328,7 +328,7 @@ class Task(Struct, kw_only=True):
         return self.checkpoint.path if self.checkpoint is not None else ""
 
     def lost_with(self, node: str = "") -> int:
-        """Iterations lost if all its processes and this node's in-memory checkpoints are lost."""
+        """Iterations that are lost if all processes and the in-memory checkpoints on `node` are."""
         copied = [copy.step_version for copy in self.copies if copy.node != node]
         return max(self.iteration - max([self.saved_iteration, *copied]), 0)
 
