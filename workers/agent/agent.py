@@ -33,7 +33,7 @@ FLUSH_S_MAX = 5.0
 """How long a stopping agent waits for the log to acknowledge its last reports."""
 SWEEP_S = 1.0
 LOOK_S = 0.2
-"""Between two looks at the ranks: a stopped rank is reported at most this much later."""
+"""Time between two looks at the ranks. A stopped rank is reported at most this much later."""
 LOOK_S_MIN = 0.01
 
 _log = structlog.get_logger("agent")
@@ -65,9 +65,9 @@ class Agent:
 
         Start: the agent spools NodeJoined behind the reports of earlier incarnations. Then the
         loops run concurrently. No rank starts before NodeJoined is in the log.
-        Stop: orders and health end; the agent reports NodeLeft, stops and reaps the ranks (SIGTERM,
-        SIGKILL after STOP_GRACE_S) and flushes reports for at most FLUSH_S_MAX; reports and
-        heartbeats end. The spool's file keeps unacknowledged reports.
+        Stop: the agent ends the loops of orders and health and reports NodeLeft. It stops and reaps
+        the ranks (SIGTERM, SIGKILL after STOP_GRACE_S), flushes reports for at most FLUSH_S_MAX,
+        and ends the other loops. The spool's file keeps unacknowledged reports.
         Cancel, or an error in a loop: the agent kills the ranks and neither reports nor flushes.
         Raises LogReplaced if the log was replaced by another one.
         """
@@ -136,7 +136,7 @@ class Agent:
                 partial(self._port.orders, self._node.name, after=cursor, wait_s=ORDERS_WAIT_S),
                 ORDERS_WAIT_S + CALL_S_MAX)
             if sent and not self._has_joined:
-                # Check after the read: if NodeJoined is not in the log now, it was not then.
+                # Checked after the read: if NodeJoined is not in the log now, it was not earlier.
                 acked = await self._link.retry(lambda: self._port.acked(self._node.source))
                 self._has_joined = acked >= 1
             again = cursor == "0-0" or not self._has_joined
@@ -155,10 +155,10 @@ class Agent:
             await asyncio.sleep(BEAT_S)
 
     async def _look(self, ranks: OrderExecutor) -> None:
-        """Find ranks that were stopped or continued; their peers wait for them in a collective.
+        """Find stopped and continued ranks: the peers of a stopped rank wait in a collective.
 
-        SIGCHLD triggers a look. Every LOOK_S a look finds changes without a signal: a lost signal,
-        or a process that is not a direct child.
+        SIGCHLD triggers a look. A look every LOOK_S also finds changes without SIGCHLD: the signal
+        was lost, or the process is not a direct child.
         """
         child_changed = asyncio.Event()
         loop = asyncio.get_running_loop()

@@ -1,9 +1,9 @@
 """Runs the node's checkpoint store: the process that holds in-memory checkpoints of ranks.
 
 The agent owns the listening socket. It starts the store (workers/checkpoint_store) at the first
-connection and restarts it at the next connection after an exit: a node without checkpoints has no
-such process, and the address never changes. If the store exits before it held a checkpoint, nothing
-was lost, and the agent waits longer before each restart.
+connection, and after an exit of the store at the next connection. So a node without checkpoints has
+no such process, and the address never changes. If the store exits before it held a checkpoint,
+nothing was lost, and the agent waits longer before each restart.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BACKLOG_NUM = 64
 RESTART_S_MAX = 60.0
 """Longest wait before a restart if the store keeps exiting before it holds a checkpoint."""
 END_S_MAX = 1.0
-"""How long `close` waits for the exit; a later one is reaped with the agent's other children."""
+"""How long `close` waits for the exit. The agent reaps a later exit with its other children."""
 
 _log = structlog.get_logger("agent")
 
@@ -38,7 +38,7 @@ class CheckpointStore:
     """Listens on `host`. Calls `lost` with the task that lost its checkpoints (0: all) and why.
 
     `start` is the number of the current or next process; it grows by one after each process that
-    held a checkpoint. At most STORES_NUM_MAX run: further numbers belong to the next agent.
+    held a checkpoint. At most STORES_NUM_MAX numbers are used: the next belong to the next agent.
     """
 
     def __init__(self, host: str, secret: str, env: Mapping[str, str], marker: tuple[str, str],
@@ -68,7 +68,7 @@ class CheckpointStore:
     def forget(self, task: int) -> None:
         """Drop the checkpoints of a task that has ended."""
         if self._socket is not None:
-            with suppress(OSError):  # it has exited or does not read; its memory is bounded anyway
+            with suppress(OSError):  # the store has exited or does not read: its memory is bounded
                 self._socket.send(task.to_bytes(protocol.TASK_BYTES, "big"))
 
     def close(self) -> None:

@@ -45,7 +45,7 @@ class AgentNote(Struct, frozen=True, kw_only=True):
 
 
 class PidFile:
-    """A locked file for as long as the agent runs; removed when the agent stops on request."""
+    """The PID file, locked while the agent runs. Only an agent that is killed leaves the file."""
 
     def __init__(self, state_dir: Path, node: str) -> None:
         self._folder = state_dir / "agents"
@@ -55,7 +55,7 @@ class PidFile:
     def take(self, now_s: float) -> int:
         """Lock and write the file; return the incarnation: `now_s` in ms, above all earlier ones.
 
-        The lock file stores the last incarnation, so a clock set back does no harm. Raises
+        The lock file stores the last incarnation, so a clock that was set back does no harm. Raises
         UsageError if another agent holds the lock.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -89,13 +89,13 @@ class PidFile:
             self._lock = -1
 
 CONNECT_S_MAX = 60.0
-"""How long the agent retries the log's server at startup. Later it retries without limit."""
+"""How long the agent retries to reach the log's server at startup. Later there is no limit."""
 EXIT_S_MAX = 1.0
-"""How long a second signal waits for a clean exit."""
+"""How long the agent may take for a clean exit after a signal has cancelled it."""
 HEALTH = "UNICRON_HEALTH"
 """Environment variable. "off" disables the health checks, a site's custom checks included."""
 OLD_SPOOLS_NUM_MAX = 8
-"""Spools of earlier incarnations that are still delivered; older spools are deleted."""
+"""So many spools of earlier incarnations are still delivered; older spools are deleted."""
 
 _log = structlog.get_logger("agent")
 
@@ -103,8 +103,8 @@ _log = structlog.get_logger("agent")
 class AgentOptions(Struct, frozen=True, kw_only=True):
     """The options of `unicron agent`.
 
-    `host` is the address of this node's ranks. An empty `redis_url` takes the URL that the
-    control plane returns. `devices` None takes CUDA_VISIBLE_DEVICES: one entry per slot, else CPU.
+    `host` is the address of this node's ranks. If `redis_url` is empty, the control plane names the
+    URL. If `devices` is None, CUDA_VISIBLE_DEVICES has one entry per slot; without any, CPU.
     """
 
     node: str
@@ -186,7 +186,7 @@ async def _run(options: AgentOptions, incarnation: int) -> int:
 
 
 class _Signals:
-    """SIGTERM and SIGINT: the first requests a clean stop, the second cancels."""
+    """SIGTERM and SIGINT: the first stops a serving agent cleanly; the second cancels it."""
 
     def __init__(self, stop: asyncio.Event) -> None:
         self.num_received = 0

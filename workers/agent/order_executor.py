@@ -72,8 +72,8 @@ class OrderExecutor:
     def execute(self, record: Record, *, stale: bool = False, again: bool = False) -> None:
         """Execute one order.
 
-        `stale`: the order is older than this agent's NodeJoined. `again`: it may be older; an
-        earlier incarnation may have answered it.
+        `stale`: the order is older than this agent's NodeJoined. `again`: the order may be older,
+        and an earlier incarnation may have answered it.
         """
         match record.body:
             case orders.StartRank() as order:
@@ -84,7 +84,7 @@ class OrderExecutor:
                 if rank is not None:
                     self._stop(rank, order.grace_s)
                 elif not stale:
-                    # Its StartRank never arrived (unreachable, then withdrawn), or it has exited.
+                    # Its StartRank was withdrawn before it could arrive, or the rank has exited.
                     self._refuse(record.seq, "there is no such rank")
             case orders.Quiesce() as order:
                 self._forward(record, [rank for rank in self._of(order.task)
@@ -139,7 +139,7 @@ class OrderExecutor:
         return request_dumps((rank.order.rank, rank.process, rank.pipe) for rank in self._of(task))
 
     async def stop_all(self, grace_s: float = STOP_GRACE_S) -> None:
-        """Stop every rank and publication; returns when all have ended, or after their limits."""
+        """Stop every rank. Return when ranks and publications have ended, or after the limit."""
         self._stopping = True
         for rank in list(self._ranks.values()):
             self._continue(rank)  # a stopped process would not handle SIGTERM
@@ -251,7 +251,7 @@ class OrderExecutor:
             del self._ranks[order.task, order.rank, order.attempt]
 
     def _spawn(self, rank: RankAttempt) -> bool:
-        """Start the process. False, after an OrderRefused, if the system refuses."""
+        """Start the process. If the system refuses, report OrderRefused and return False."""
         order = rank.order
         pipe: Pipe | None = None
         if order.spec.training is not None:
@@ -286,7 +286,7 @@ class OrderExecutor:
         try:
             how = await rank.until_end()
             # An unexpected exit of a training rank is reported before its children are cleaned up:
-            # other ranks wait for the report, and the search takes longer on a busy node.
+            # other ranks wait for the report, and a busy node takes longer to find the children.
             is_reported = rank.pipe is not None and rank.stop_at is None
             if is_reported:
                 process.signal_group(signal.SIGKILL)
@@ -330,7 +330,7 @@ class OrderExecutor:
             rank.error = frame.body
         if rank.process is not None and isinstance(
                 frame.body, (reports.RankFinished, reports.InMemoryRecoveryDeclined)):
-            rank.process.unfollow()  # from here on the exit of its command counts
+            rank.process.unfollow()  # from now on only the exit of the command counts
         try:
             self._report(frame.body, frame.at_s or None)
         except ValueError as error:
@@ -348,7 +348,7 @@ class OrderExecutor:
         try:
             await self._publisher.publish(order, record)
         except Superseded as error:
-            if not again:  # else the incarnation that executed the later order answers for both
+            if not again:  # else the incarnation that executed the later order answers both
                 self._refuse(record.seq, f"checkpoint not published: {error}")
         except PublishRefused as error:
             self._refuse(record.seq, f"checkpoint not published: {error}")

@@ -1,9 +1,9 @@
 """Publishes a checkpoint: moves `<output>/latest` forward, never back.
 
 In a folder, `latest` is a symbolic link that is replaced atomically under a lock. An fsspec URL has
-neither links nor locks: there `latest` is a small object that names the checkpoint, written in one
-request. If two agents publish to a URL at the same moment, the older checkpoint may remain. A
-restart is not affected: it reads the published checkpoint from the log.
+neither links nor locks. There `latest` is a small object that names the checkpoint and is written
+in one request. If two agents publish to a URL at the same moment, `latest` may name the older
+checkpoint. A restart is not affected: the log says which checkpoint is published.
 """
 
 from __future__ import annotations

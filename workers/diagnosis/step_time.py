@@ -53,7 +53,7 @@ DEVIATION_TIMES = 2.563
 
 
 class StepTimeChange(NamedTuple):
-    """Medians of the last `num_iterations`; `own_s` excludes waits, `normal_s` is its usual value."""
+    """Medians of the last `num_iterations`. `own_s` excludes waits; `normal_s` is usual for it."""
 
     num_iterations: int
     iteration_s: float
@@ -147,7 +147,7 @@ class Level:
         return True
 
     def _has_changed(self, num: int, level: float, factor: float) -> bool:
-        """Whether 3/4 of the last `num` values differ by `factor` from `level`; adopt the change."""
+        """Whether 3/4 of the last `num` values differ by `factor` from `level`; adopt theirs."""
         if len(self._recent) < num:
             return False
         last = list(self._recent)[-num:]

@@ -15,7 +15,7 @@ from ....events.records.types import Labels
 from .log_link import backoff_s
 
 JOIN_S_MAX = 60.0
-"""How long an unreachable or leaderless server is retried."""
+"""How long the join is retried while the server is unreachable or has no leader."""
 ANSWER_S_MAX = 5.0
 RETRY_S_MAX = 1.0
 
@@ -59,7 +59,7 @@ async def join(url: str, token: str, *, node: str, host: str, incarnation: int,
 
 async def _post(session: aiohttp.ClientSession, url: str, headers: Mapping[str, str],
                 body: Mapping[str, object]) -> Joined:
-    """One try. Raises UsageError (final), or ClientError or TimeoutError (retry)."""
+    """Send one request. Raises UsageError if a retry is useless, else ClientError, TimeoutError."""
     try:
         reply = await session.post(f"{url.rstrip('/')}/v1/join", json=body, headers=headers)
     except aiohttp.InvalidURL:
@@ -82,7 +82,7 @@ async def _post(session: aiohttp.ClientSession, url: str, headers: Mapping[str, 
 
 
 def _error(data: bytes) -> _Error:
-    """The decoded error body; else the first line of the text."""
+    """The decoded error body. If it cannot be decoded, the first line of the text."""
     try:
         return msgspec.json.decode(data, type=_Error)
     except msgspec.MsgspecError:

@@ -20,7 +20,7 @@ _log = structlog.get_logger("agent")
 
 
 def backoff_s(num_tries: int, s_max: float = BACKOFF_S_MAX) -> float:
-    """Wait before try `num_tries` + 1: exponential backoff with jitter (50 to 100 %)."""
+    """The wait before retry `num_tries` + 1: exponential backoff with jitter (50 to 100 %)."""
     full = min(s_max, BACKOFF_S_MIN * 2.0 ** min(num_tries, 16))
     return full * random.uniform(0.5, 1.0)
 
@@ -32,7 +32,7 @@ class LogLink:
         self._up = True
 
     async def call(self, make: Callable[[], Awaitable[T]], s_max: float = CALL_S_MAX) -> T:
-        """One try. Raises Unavailable, or Ambiguous (also after `s_max`)."""
+        """Call once. Raises Unavailable, or Ambiguous (also after `s_max`)."""
         try:
             async with asyncio.timeout(s_max):
                 value = await make()
@@ -43,7 +43,7 @@ class LogLink:
             self._log_change(False, str(error))
             raise
         except (LogError, UsageError) as error:
-            # A refusing server (changed password, damaged stream) must not stop a rank either.
+            # A server that refuses (changed password, damaged stream) must not stop a rank either.
             self._log_change(False, str(error))
             raise Unavailable(str(error)) from None
         self._log_change(True, "")

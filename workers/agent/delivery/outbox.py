@@ -15,10 +15,10 @@ from .spool import Spool
 
 NUM_BATCH = 256
 NUM_WINDOW = 1024
-"""Reports sent and not acknowledged: without a leader they must not fill the server's memory."""
+"""Maximum of sent reports without acknowledgement: if there is no leader, they use memory there."""
 ACK_POLL_S = 0.1
 IDLE_POLL_S = 5.0
-"""Between two polls of the cursor if all is acknowledged: this finds a replaced log."""
+"""Time between polls of the cursor if all is acknowledged. These polls find a replaced log."""
 RESEND_S_MIN, RESEND_S_MAX = 5.0, 300.0
 """Unacknowledged reports are sent again after this long, doubled each time."""
 
@@ -112,7 +112,7 @@ class Outbox:
             channel.sent = max(channel.sent, batch[-1].source_seq)
 
     async def _poll_cursor(self, channel: _Channel) -> None:
-        """Poll the log's cursor; trim up to it, or send again from there."""
+        """Poll the log's cursor. Trim the spool up to the cursor, or send again from there."""
         spool, now = channel.spool, asyncio.get_running_loop().time()
         acked = await self._link.call(lambda: self._port.acked(spool.source))
         if acked < spool.acked:
@@ -120,7 +120,7 @@ class Outbox:
                 raise LogReplaced(f"the log no longer knows {spool.source}")
             spool.mark_lost(acked)
             channel.sent = acked
-        # Nothing unacknowledged, or progress: no reason to send again.
+        # The cursor moved, or every sent report is acknowledged: no reason to send again.
         moved = acked > spool.acked or channel.sent <= spool.acked
         if acked > spool.acked:
             spool.trim(acked)

@@ -4,15 +4,15 @@
              trimmed by the      sent, may be      not sent yet
              log's cursor        sent again
 
-`put` numbers a report for good. A full spool drops reports in this order: a MemoryCheckpointStored
-if a newer one of the same rank and store follows; then the oldest TaskProgressed or
-IterationsLogged (the loss curve gets a gap); then the oldest of all but NodeJoined, without which
-the log would not know the node. A ReportsLost with the number of the last dropped report replaces
-them; adjacent ones are merged. If a dropped report was already sent, it may still reach the log;
-its ReportsLost then counts as a duplicate.
+The number that `put` gives to a report never changes. A full spool drops first each
+MemoryCheckpointStored that a newer one of the same rank and store follows; then the oldest
+TaskProgressed and IterationsLogged (the loss curve gets a gap); then the oldest of the rest, except
+NodeJoined, without which the log would not know the node. Adjacent dropped reports are replaced by
+one ReportsLost with the number of the last. If a dropped report was already sent, it may still
+reach the log; its ReportsLost then counts as a duplicate.
 
-The next incarnation delivers the file. It survives SIGKILL, not a power cut. If the disk is full or
-gone, the agent continues and holds reports in memory until it can write the file again.
+The next incarnation delivers the file. The file survives SIGKILL, but not a power cut. If the disk
+is full or gone, the agent holds reports in memory until it can write the file again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ....events.records.types import Body
 SPOOL_BYTES_MAX = 16 << 20
 """Some 50,000 reports."""
 _SHRINK_RATIO = 0.9
-"""A full spool is emptied down to this share, so that not every new report has to drop others."""
+"""A full spool drops reports down to this share, so that the next report does not fill it again."""
 _FILE_SLACK_BYTES = 64 << 10
 _HEAD = struct.Struct(">I")
 _log = structlog.get_logger("agent")
@@ -116,7 +116,7 @@ class Spool:
             self._rewrite()
 
     def mark_lost(self, acked: int) -> None:
-        """Put a ReportsLost first: the log has lost acknowledged reports behind `acked`."""
+        """Put a ReportsLost first: the log has lost acknowledged reports after `acked`."""
         assert acked < self.acked
         self._entries.appendleft(self._lost(self.acked, self.acked - acked, self._clock()))
         self._num_bytes += len(self._entries[0].wire)
@@ -212,7 +212,7 @@ class Spool:
 def load_spool(path: Path, node: str, clock: Callable[[], float]) -> Spool | None:
     """Load the spool of an earlier incarnation, to deliver under its own source; None if empty.
 
-    A truncated last entry is dropped, and everything behind an invalid entry.
+    The first truncated or invalid entry is dropped, and everything behind it.
     """
     data = path.read_bytes()
     entries: list[_Entry] = []
@@ -231,7 +231,7 @@ def load_spool(path: Path, node: str, clock: Callable[[], float]) -> Spool | Non
 
 
 def _is_superseded(entries: list[_Entry]) -> Callable[[_Entry], bool]:
-    """A predicate: the entry reports an in-memory checkpoint, and a later entry a newer one."""
+    """A predicate: a later entry reports a newer in-memory checkpoint of that rank and node."""
     newest: dict[tuple[int, int, str], _Entry] = {}
     for entry in entries:
         if isinstance(body := entry.report.body, reports.MemoryCheckpointStored):
