@@ -17,14 +17,14 @@ from .transition_cost import num_slots
 NUM_WARM_UP = 2
 """Iterations after a Resume that do not count: the interrupted one, and one to warm up."""
 NUM_TIMES_MAX = 256
-"""Limit of times in the state per task and size, whatever the policy sets."""
+"""How many times the state keeps per task and size, whatever the policy sets."""
 NUM_SIZES_MAX = 16
-"""Limit of sizes per task; the one measured longest ago is dropped first."""
+"""How many sizes the state keeps per task; the size measured longest ago is dropped first."""
 
 
 def keep_times(state: ClusterState, task: Task, body: TaskProgressed) -> None:
-    """Fold: store the times of undisturbed iterations at this number of members. A size during a
-    transition does not count: a rank that restarts on the same machine slows the others."""
+    """Fold: store the times of undisturbed iterations at this number of members. Times during a
+    transition do not count: a rank that restarts on the same machine slows the others."""
     if not _counts(state, task) or task.failed_s >= 0 or len(task.members) != len(task.target):
         return
     first = body.first_iteration
@@ -34,8 +34,9 @@ def keep_times(state: ClusterState, task: Task, body: TaskProgressed) -> None:
 
 
 def keep_logged(state: ClusterState, task: Task, body: IterationsLogged) -> None:
-    """Fold: store the iteration times in a command's log. A report is a mean of iterations and
-    counts for each, up to a third of a measurement, so that one outlier does not decide."""
+    """Fold: store the iteration times that a command logged. A report states the mean of some
+    iterations. The mean is stored once for each of them, but for at most a third of the iterations
+    that a measurement needs, so that one outlier does not decide."""
     logged = task.logged
     if logged is None or not _counts(state, task) or not batch_counts(task):
         return
@@ -77,8 +78,8 @@ def forget_times(state: ClusterState, task: Task, num: int) -> None:
 
 
 def calibrate(state: ClusterState, task: Task) -> Iterator[Body]:
-    """Yield a new table if the measured rate differs enough from the one in use. The FLOP/s of a
-    slot, from the first measured task, updates all modelled tables."""
+    """Yield a new table if the measured rate differs enough from the rate in the present table. The
+    FLOP/s of a slot, which the first measured task sets, update all modelled tables."""
     size, table, rates = num_slots(task), task.throughput, measured(state, task)
     if table is None or task.ending or size not in rates or size not in table.sizes:
         return
@@ -95,7 +96,7 @@ def calibrate(state: ClusterState, task: Task) -> Iterator[Body]:
 
 
 def measured(state: ClusterState, task: Task) -> dict[int, float]:
-    """Size -> FLOP/s for each size with enough iterations: FLOP over the median time."""
+    """Size -> FLOP/s of each size with enough times: FLOP of an iteration / the median time."""
     num = _num_times(state)
     if not num or task.iteration_flops <= 0:
         return {}
@@ -104,8 +105,9 @@ def measured(state: ClusterState, task: Task) -> dict[int, float]:
 
 
 def learn_slot(state: ClusterState, task: Task, table: ThroughputSet) -> None:
-    """Fold: set the FLOP/s of one slot from the smallest measured size. The first measured task
-    sets it until it ends; not a task with a model of its own, whose shape is not proportional."""
+    """Fold: set the FLOP/s of one slot from the smallest measured size of the task. Until it ends,
+    only the first measured task sets them. A task with a `model` never does: its shape is not
+    relative to one slot."""
     known = dict(zip(table.sizes, table.rates_flops, strict=False))
     sizes = [size for size in measured(state, task) if size in known]
     source = state.tasks.get(state.slot_flops_of)

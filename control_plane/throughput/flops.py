@@ -1,7 +1,7 @@
 """Parameters and FLOPs of a GPT: dense, with grouped queries, with experts.
 
-Counted as in Megatron: a multiply-add is two, attention scores count fully although half of them
-are masked, norms and other element-wise work do not count.
+They are counted as in Megatron: a multiply-add is two FLOPs, and attention scores count fully
+although half of them are masked. Norms and other element-wise work do not count.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ...events.spec.model import MegatronModel
 
 
 class Parameters(Struct, frozen=True, kw_only=True):
-    """Numbers of parameters. Experts are separate: another group shards them."""
+    """Numbers of parameters. Experts are separate, because another process group shards them."""
 
     shared_layer: int
     """One layer without experts."""
@@ -30,7 +30,8 @@ class Parameters(Struct, frozen=True, kw_only=True):
 
 
 def parameters(model: MegatronModel) -> Parameters:
-    """Count weights, biases and norms of a GPT, and a router for each layer of experts."""
+    """Count the weights of a GPT, its norms but the last, and a router for each layer of experts.
+    Biases of linear layers and position embeddings are not counted."""
     hidden = model.hidden
     mlp = 2 * hidden * model.ffn + (hidden * model.ffn if model.swiglu else 0)
     shared = attention_weights(model) + 4 * hidden
@@ -50,7 +51,7 @@ def attention_weights(model: MegatronModel) -> int:
 
 
 def mlp_weights(model: MegatronModel) -> int:
-    """MLP weights that one token passes in one layer, with the router."""
+    """Weights of the MLP, or of the router and `top_k` experts, that one token uses in a layer."""
     mlp = (3 if model.swiglu else 2) * model.hidden * model.ffn
     return model.top_k * mlp + model.hidden * model.num_experts
 
@@ -67,9 +68,9 @@ def head_flops(model: MegatronModel) -> int:
 
 
 def iteration_flops(model: MegatronModel) -> float:
-    """Model FLOPs of one iteration: forward, and twice that backward. Dense with ffn = 4 h: 72 B s
-    l h^2 (1 + s/6h + V/12lh) (Narayanan et al., SC'21, without its recomputation; Korthikanti et
-    al., 2022)."""
+    """Model FLOPs of one iteration: forward, and twice as many backward. For a dense model with ffn
+    = 4 h: 72 B s l h^2 (1 + s/6h + V/12lh) (Narayanan et al., SC'21, without the recomputation in
+    their formula; Korthikanti et al., 2022)."""
     weights, scores = layer_flops(model)
     forward = model.num_layers * (weights + scores) + head_flops(model)
     return float(3 * model.global_batch * forward)

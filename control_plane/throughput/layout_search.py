@@ -1,8 +1,8 @@
 """Layout search: the fastest layout for each number of GPUs, and what limits it.
 
-It tries all `layouts.shapes` under the memory model, with each dp that reduces the micro-batches of
-the fullest replica: other dp would shorten the optimizer step only. The time of a shape is computed
-once, and what depends on dp for all dp together.
+The search tries each of `layouts.shapes` that fits into memory, with each dp that lowers the number
+of micro-batches of the fullest replica: another dp would shorten only the optimizer step. The time
+of a micro-batch is computed once per layout, and the terms that depend on dp for all dp together.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from .memory import capacity, memory
 from .step_time import Floats, bubble, constants_of, ending, parts
 
 GAIN_RATIO_MIN = 1.005
-"""Smaller gains are not mentioned."""
+"""A gain below this ratio is not mentioned."""
 AMPLE_TIMES = 2
-"""Memory binds if this factor of memory gives a faster layout."""
+"""Memory is the limit if this many times the memory allows a faster layout."""
 _GIB_BYTES = 1 << 30
 Ints = NDArray[np.int64]
 
@@ -51,7 +51,7 @@ class Search:
         self._dp_steps: dict[int, Ints] = {}
         self._before: Layout | None = None
         self._done: set[int] = set()
-        """Chunks with which the previous shape fits at each dp."""
+        """Numbers of chunks with which the previous shape fits at every dp."""
         for layout in shapes(model, num_gpus):
             self._try(layout)
 
@@ -66,7 +66,7 @@ class Search:
                     layout=replace(layout, dp=size // layout.model_parallel))
 
     def _try(self, layout: Layout) -> None:
-        """Try all dp and chunks of a shape, except chunks that fit with less recomputation."""
+        """Try all dp and chunks of a shape. Skip the chunks with which less recomputation fits."""
         if self._before is None or replace(self._before, recompute=layout.recompute) != layout:
             self._done.clear()
         least, self._before = layout.dp, layout
@@ -96,7 +96,7 @@ class Search:
         return counts[self._first(layout, counts)]
 
     def _first(self, layout: Layout, counts: range | list[int]) -> int:
-        """The index of the first dp that fits: a larger dp never needs more memory."""
+        """The index of the first dp that fits, by bisection: a larger dp never needs more."""
         if self._fits(layout, counts[0]):
             return 0
         return bisect_left(counts, True, key=lambda dp: self._fits(layout, dp))
@@ -105,7 +105,7 @@ class Search:
         return memory(self.model, replace(layout, dp=dp)).total <= self.memory_bytes
 
     def _steps(self, num: int) -> Ints:
-        """Each dp whose fullest replica has fewer of `num` micro-batches than at dp - 1."""
+        """Each dp at which the fullest replica has fewer of `num` micro-batches than at dp - 1."""
         if num not in self._dp_steps:
             each = np.unique(-(-num // np.arange(1, num + 1)))
             self._dp_steps[num] = np.unique(-(-num // each))
@@ -128,8 +128,8 @@ class Search:
 
 @lru_cache(maxsize=64)
 def modelled(model: MegatronModel, num_gpus: int) -> Modelled:
-    """T(t, x) of the model for x up to `num_gpus`, with layouts and what limits them; cached. It
-    takes tenths of a second and is never part of a decision."""
+    """T(t, x) of the model for x up to `num_gpus`, with layouts and what limits them; cached. The
+    search takes tenths of a second and is never part of a decision."""
     room = capacity(model)
     found = Search(model, num_gpus, room).best()
     if not found:
@@ -145,7 +145,7 @@ def modelled(model: MegatronModel, num_gpus: int) -> Modelled:
 
 
 def describe(model: MegatronModel, best: Best, free: Best) -> str:
-    """Describe the layout and what limits it. `free`: the best with AMPLE_TIMES the memory."""
+    """Describe a layout and its limit. `free` is the best layout with AMPLE_TIMES the memory."""
     used = memory(model, best.layout).total / _GIB_BYTES
     text = f"{best.layout.told()}; {used:.1f} of {capacity(model) / _GIB_BYTES:.1f} GiB"
     if free.rate_flops > best.rate_flops * GAIN_RATIO_MIN:
@@ -178,7 +178,7 @@ def losses(model: MegatronModel, layout: Layout) -> list[tuple[str, float]]:
 
 
 def _refused(model: MegatronModel, num_gpus: int) -> str:
-    """Why no layout fits, by the one that needs least memory."""
+    """Why no layout fits: names the layout that needs the least memory."""
     nearest, least = "", math.inf
     for shape in shapes(model, num_gpus):
         most = min(model.global_batch // shape.micro, num_gpus // shape.model_parallel)

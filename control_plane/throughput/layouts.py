@@ -13,9 +13,9 @@ from ...events.spec.model import Axes, MegatronModel
 
 Recomputed = Literal["none", "selective", "full"]
 MICRO_NUM_MAX = 8
-"""Largest micro-batch that the search tries if the model leaves it open."""
+"""Largest micro-batch that the search tries if the spec does not set one."""
 CONTEXT_LENGTH = 4096
-"""Fewest tokens of a sample per rank: shorter sequences are not split."""
+"""Context parallelism leaves each rank at least this many tokens of a sample."""
 CHUNKS_NUM_MAX = 32
 
 
@@ -24,7 +24,7 @@ class Layout(Struct, frozen=True, kw_only=True):
 
     `ep` GPUs with the same layers and different samples share the experts. `chunks` is Megatron's
     number of virtual pipeline stages: the layers of one GPU form that many groups of consecutive
-    layers. Sequence parallel whenever tp > 1. `shards` is what is sharded over data-parallel ranks:
+    layers. `sequence_parallel` has an effect if tp > 1. `shards` is what data-parallel ranks shard:
     `optimizer` is ZeRO-1, `all` is FSDP (ZeRO-3), which the search does not use.
     """
 
@@ -41,12 +41,12 @@ class Layout(Struct, frozen=True, kw_only=True):
 
     @property
     def model_parallel(self) -> int:
-        """GPUs of one replica: the size is this times dp."""
+        """GPUs of one replica; the layout has dp times as many."""
         return self.tp * self.cp * self.pp
 
     @property
     def axes(self) -> Axes:
-        """The axes that a command gets."""
+        """The layout in the form that a command gets."""
         return Axes(tp=self.tp, pp=self.pp, cp=self.cp, ep=self.ep, dp=self.dp,
                     micro_batch=self.micro, chunks=self.chunks, recompute=self.recompute)
 
@@ -63,8 +63,9 @@ class Layout(Struct, frozen=True, kw_only=True):
 
 
 def refusal(model: MegatronModel, layout: Layout) -> str:
-    """Why Megatron would not start with this layout; empty if it would. Rules of megatron-core 0.16
-    (TransformerConfig, parallel_state, schedules), and our own: tensor parallel inside one node."""
+    """Why Megatron would not start with this layout; empty if it would. The rules are those of
+    megatron-core 0.16 (TransformerConfig, parallel_state, schedules). One rule is our own: tensor
+    parallelism stays inside a node."""
     tp, pp, cp, ep = layout.tp, layout.pp, layout.cp, layout.ep
     rules = (
         (tp > model.gpus_per_node, f"TP {tp} is more than a node's {model.gpus_per_node} GPUs"),
@@ -102,8 +103,8 @@ def divisors(number: int, most: int) -> list[int]:
 
 def shapes(model: MegatronModel, num_gpus: int) -> Iterator[Layout]:
     """Every layout of at most `num_gpus` GPUs, with the smallest dp and without chunks. Context
-    parallel if each rank keeps CONTEXT_LENGTH tokens; expert parallel if there are experts. Layouts
-    that differ only in recomputation are ordered by it, least first."""
+    parallelism is tried if each rank keeps CONTEXT_LENGTH tokens, expert parallelism if there are
+    experts. Layouts that differ only in recomputation follow each other, least first."""
     micros = [model.micro_batch] if model.micro_batch else divisors(
         model.global_batch, MICRO_NUM_MAX)
     shards: Literal["none", "optimizer"] = "optimizer" if model.zero1 else "none"
@@ -122,7 +123,7 @@ def shapes(model: MegatronModel, num_gpus: int) -> Iterator[Layout]:
 
 
 def recomputes(model: MegatronModel) -> tuple[Recomputed, ...]:
-    """Permitted recomputation, from least to most. Flash attention always recomputes the scores."""
+    """Permitted recomputation, least first. Flash attention always recomputes: no `selective`."""
     if model.recompute != "any":
         return (model.recompute,)
     return ("none", "full") if model.flash_attention else ("none", "selective", "full")

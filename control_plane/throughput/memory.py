@@ -1,8 +1,8 @@
 """The memory model: bytes on the fullest GPU of a layout.
 
-Weights, gradients and optimizer as Megatron's `theoretical_memory_usage.py` counts them (18 bytes a
-parameter, with ZeRO-1 6 + 12 / d), activations by Korthikanti et al., "Reducing Activation
-Recomputation in Large Transformer Models" (2022), equations 1 to 6.
+Weights, gradients and optimizer state are counted as in Megatron's `theoretical_memory_usage.py`:
+18 bytes a parameter; with ZeRO-1 6 + 12 / d. Activations are counted as in Korthikanti et al.,
+"Reducing Activation Recomputation in Large Transformer Models" (2022), equations 1 to 6.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .gpus import KINDS
 from .layouts import Layout
 
 WEIGHT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES, KEPT_BYTES = 2, 4, 12, 4
-"""Bytes per parameter: 16-bit weight; fp32 gradient; fp32 master and Adam's two moments; fp32
+"""Bytes per parameter: 16-bit weight; fp32 gradient; fp32 master copy and Adam's two moments; fp32
 accumulated local gradient."""
 FSDP_BYTES = 16
 """Bytes per parameter with FSDP: fp32 weight, gradient and Adam's two moments."""
@@ -56,7 +56,7 @@ def memory(model: MegatronModel, layout: Layout) -> Memory:
 
 def rank_parameters(model: MegatronModel, layout: Layout, num_embeddings: int) -> tuple[float,
                                                                                         float]:
-    """(without experts, experts): parameters per GPU of a stage with so many embeddings."""
+    """(without experts, of experts): parameters per GPU of a stage with `num_embeddings`."""
     has = parameters(model)
     layers = model.num_layers / layout.pp
     shared = (has.shared_layer * layers + has.embedding * num_embeddings) / layout.tp
@@ -84,7 +84,7 @@ def _stage(model: MegatronModel, layout: Layout, *, first: bool = True,
 
 
 def _activations(model: MegatronModel, layout: Layout, *, first: bool, last: bool) -> float:
-    """Activations kept for outstanding backward passes."""
+    """Bytes of the activations that outstanding backward passes need."""
     tokens = model.sequence * layout.micro / layout.cp
     spread = layout.tp if layout.sequence_parallel else 1
     layer = layer_activations(model, layout)
@@ -113,10 +113,10 @@ def in_flight(model: MegatronModel, layout: Layout, *, first: bool) -> float:
 
 
 def layer_activations(model: MegatronModel, layout: Layout) -> float:
-    """Bytes of one layer and micro-batch on one GPU, without scores: 34 s b h with dropout.
-    Attention 3 + (4 + 4 g/a) / t, the MLP 3 + 4 f/h / t (6 f/h if gated), norms 4, each times s b
-    h, less two masks of 1 without dropout; with sequence parallel, everything over t. A token that
-    passes `top_k` experts is as many tokens to the MLP."""
+    """Bytes of one layer and micro-batch on one GPU, without scores: 34 s b h with dropout. In
+    units of s b h: attention 3 + (4 + 4 g/a) / t, the MLP 3 + 4 f/h / t (6 f/h if gated), norms 4.
+    Without dropout, two masks of 1 are absent. With sequence parallelism, every term is divided by
+    t. A token that passes `top_k` experts counts as `top_k` tokens of the MLP."""
     tokens = model.sequence * layout.micro / layout.cp * model.hidden
     split = 4 + 4 * model.num_groups / model.num_heads
     split += (6 if model.swiglu else 4) * model.ffn / model.hidden * model.top_k
@@ -126,7 +126,7 @@ def layer_activations(model: MegatronModel, layout: Layout) -> float:
 
 
 def layer_scores(model: MegatronModel, layout: Layout) -> float:
-    """Bytes of one layer's softmax: 2 a s^2 b, or 5 with its mask and what that leaves."""
+    """Bytes of one layer's softmax: 2 a s^2 b. With dropout 5, for its mask and its output."""
     if model.flash_attention:
         return 0.0
     each = 5 if model.dropout else 2

@@ -11,12 +11,12 @@ from .training_layouts import layout_within, megatron_model
 
 WEIGHT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 OPTIMIZER_BYTES = {"fp32": 8, "bf16": 12, "fp16": 12}
-"""Bytes per parameter: two fp32 moments, and an fp32 master of 16-bit weights."""
+"""Bytes per parameter: two fp32 moments, and the fp32 master copy of 16-bit weights."""
 
 
 def seat_bytes(task: Task, count: int) -> int:
-    """Bytes that one of `count` seats holds: a training rank its part of the model, a command its
-    share of what its model describes; 0 without a model."""
+    """Bytes of state on one of `count` slots. For training, it is a rank's part of the model. For a
+    command, it is an equal share of the state of its `model`; 0 without a model."""
     train = task.spec.train
     if train is not None:
         return trained_bytes(train, count)
@@ -26,13 +26,13 @@ def seat_bytes(task: Task, count: int) -> int:
 
 
 def trained_bytes(train: Train, count: int) -> int:
-    """Bytes of one of `count` ranks: its part of a GPT with learned positions, with its shards."""
+    """Bytes of state of one of `count` ranks: its part of the GPT and of the optimizer state."""
     axes = layout_within(train, count) or Axes()
     shards = {"whole": axes.dp, "sharded": 1, "mirrored": min(2, axes.dp)}[train.parallel.optimizer]
     bytes_of_each = (WEIGHT_BYTES[train.precision]
                      + OPTIMIZER_BYTES[train.precision] * shards / axes.dp)
     model = train.model
-    # `parameters` counts neither biases nor the last norm.
+    # `parameters` counts neither learned positions nor biases nor the last norm.
     more = model.hidden * (model.sequence + 9 * model.num_layers + 2)
     total = parameters(megatron_model(train)).total + more
     return int(bytes_of_each * total) // len(replica(axes, 0))

@@ -1,9 +1,9 @@
 """The analytical model: the iteration time of a layout.
 
-The terms: arithmetic at a share of the peak, element-wise work at a share of the memory bandwidth,
-tensor parallel over NVLink, other communication over NVLink or the network, the pipeline bubble,
-the reduction of gradients, the optimizer step. No power, exponent or logarithm: the same bits on
-every machine.
+Its terms are arithmetic at a share of the peak, element-wise work at the memory bandwidth, tensor
+parallelism over NVLink, other communication over NVLink or the network, the pipeline bubble, the
+reduction of gradients, and the optimizer step. It uses no power, exponent or logarithm, so the
+result has the same bits on every machine.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Constants(Struct, frozen=True, kw_only=True):
     gemm_share: float
     """Share of the peak in a large matrix product."""
     scores_share: float
-    """Share of the peak in attention scores, counted fully."""
+    """Share of the peak in attention scores; masked scores count too."""
     passes: float
-    """Moves of an activation byte in a forward and backward pass."""
+    """How often an activation byte is read or written in a forward and backward pass."""
     link_share: float
     """Share of NVLink's rate in a collective."""
     network_share: float
@@ -49,7 +49,7 @@ class Parts(Struct, frozen=True, kw_only=True):
     experts_s: float
     pipeline_s: float
     gather_s: float
-    """FSDP's weights and gradients."""
+    """Communication of weights and gradients with FSDP."""
 
     @property
     def total_s(self) -> float:
@@ -78,7 +78,7 @@ class Ending(Struct, frozen=True, kw_only=True):
     """Part of the reduction that overlaps the last micro-batch."""
 
     def seconds(self, dp: int) -> tuple[float, float]:
-        """(reduction that is not overlapped, step)."""
+        """(the part of the reduction that overlaps nothing, the optimizer step)."""
         ranks = dp * self.cp
         alike, near = ranks / self.ep, ranks <= self.node_ranks
         sent_s = self.shared_bytes * (ranks - 1) / ranks / (
@@ -88,7 +88,7 @@ class Ending(Struct, frozen=True, kw_only=True):
         return max(sent_s - self.hidden_s, 0.0), self.step_s / (ranks if self.spread else 1)
 
     def seconds_each(self, dp: Floats) -> Floats:
-        """The sum of both for each dp, bit-identical to `seconds`."""
+        """The sum of both values of `seconds` for each dp, bit-identical."""
         ranks = dp * self.cp
         alike, near = ranks / self.ep, ranks <= self.node_ranks
         sent_s = self.shared_bytes * (ranks - 1) / ranks / np.where(
@@ -106,8 +106,8 @@ def bubble(layout: Layout) -> float:
 
 
 def iteration_s(model: MegatronModel, layout: Layout, constants: Constants) -> float:
-    """The time of one iteration of a layout that Megatron accepts: that of the replica with most
-    micro-batches; with chunks, Megatron needs a multiple of the pipeline's size."""
+    """The time of one iteration of a layout that Megatron accepts, on the replica with the most
+    micro-batches. With chunks, their number is rounded up to a multiple of pp for Megatron."""
     num = -(-(model.global_batch // layout.micro) // layout.dp)
     if layout.chunks > 1:
         num = -(-num // layout.pp) * layout.pp
@@ -131,8 +131,8 @@ def parts(model: MegatronModel, layout: Layout, constants: Constants) -> Parts:
 
 
 def ending(model: MegatronModel, layout: Layout, constants: Constants, micro_s: float) -> Ending:
-    """The end of an iteration: gradients all-reduced; with ZeRO-1 reduced, and 16-bit weights
-    gathered. In fp32, except with precision fp16: Megatron then sums in fp16 by default."""
+    """The end of an iteration: gradients are all-reduced; with ZeRO-1 they are reduced, and 16-bit
+    weights gathered. Gradients are fp32, but fp16 with precision fp16 (Megatron's default)."""
     kind = KINDS[model.gpu]
     shared, experts = rank_parameters(model, layout, 1)
     gradient = 2 if model.precision == "fp16" else 4
@@ -150,7 +150,7 @@ def ending(model: MegatronModel, layout: Layout, constants: Constants, micro_s: 
 
 
 def _arithmetic_s(model: MegatronModel, layout: Layout, kind: GpuKind, is_: Constants) -> float:
-    """Matrix products of one layer, forward and backward; attention is always in 16 bits."""
+    """Matrix products of one layer, forward and backward; scores are always in 16 bits."""
     weights, scores = layer_flops(model)
     share = layout.micro / (layout.tp * layout.cp)
     peak = kind.fp8_flops if model.precision == "fp8" else kind.peak_flops
@@ -177,7 +177,7 @@ def _tensor_s(model: MegatronModel, layout: Layout, kind: GpuKind, is_: Constant
 
 
 def _context_s(model: MegatronModel, layout: Layout, kind: GpuKind, is_: Constants) -> float:
-    """Ring exchange of keys and values, twice as much backward, overlapped with the scores."""
+    """Ring exchange of keys and values, twice as much backward; less its overlap with scores."""
     if layout.cp == 1:
         return 0.0
     keys = model.hidden // model.num_heads * model.num_groups
@@ -189,7 +189,7 @@ def _context_s(model: MegatronModel, layout: Layout, kind: GpuKind, is_: Constan
 
 
 def _experts_s(model: MegatronModel, layout: Layout, kind: GpuKind, is_: Constants) -> float:
-    """Tokens to their experts and back, in each pass."""
+    """All-to-all of tokens to their experts and back, in each pass."""
     if layout.ep == 1:
         return 0.0
     num = 6 if layout.recompute == "full" else 4
@@ -208,7 +208,7 @@ def _head_s(model: MegatronModel, layout: Layout, kind: GpuKind,
 
 
 def _pipeline_s(model: MegatronModel, layout: Layout, kind: GpuKind, is_: Constants) -> float:
-    """Activations to the next stage, gradients to the one before; more often with chunks."""
+    """Activations to the next stage, gradients to the previous one; more often with chunks."""
     if layout.pp == 1:
         return 0.0
     size = 2 * model.sequence * layout.micro * model.hidden / (layout.tp * layout.cp)
@@ -225,9 +225,9 @@ def _gather_s(model: MegatronModel, layout: Layout, kind: GpuKind, is_: Constant
 
 
 def _rate(model: MegatronModel, span: int, groups: int, kind: GpuKind, is_: Constants) -> float:
-    """Bytes per second of a collective among GPUs within `span` neighbours. Beyond a node, the
-    `groups` that communicate at the same time share the node's network; data inside a node is
-    combined over NVLink first."""
+    """Bytes per second of a collective among GPUs within `span` consecutive ranks. If it leaves the
+    node, the node's `groups` communicate at the same time and share its network; data inside a node
+    is combined over NVLink first."""
     link = kind.nvlink_bytes_s * is_.link_share
     if span <= model.gpus_per_node:
         return link
@@ -237,8 +237,8 @@ def _rate(model: MegatronModel, span: int, groups: int, kind: GpuKind, is_: Cons
 
 # --- constants, as `make bench-throughput` fits them ---
 # Fitted to 246 published rows of A100 and H100 in 16 bits, with equal weight of each source.
-# docs/guides/throughput-model.md has the accuracy in and out of sample. A kind without rows takes
-# the constants of the most similar kind: its level is a guess that one measured point corrects.
+# docs/guides/throughput-model.md has the accuracy in and out of sample. A kind of GPU without rows
+# takes the constants of the most similar kind. One measured point corrects its level of throughput.
 
 AMPERE = Constants(gemm_share=0.679, scores_share=0.556, passes=6.94, link_share=0.628,
                    network_share=0.993)

@@ -12,18 +12,18 @@ from ...events.spec.model import Axes, Modelled
 from .training_layouts import layout_within, speed
 
 SLOT_FLOPS = 1e12
-"""Prior of the FLOP/s of one slot. Nominal: until a task is measured, modelled rates are only
-relative. A task whose spec has a `model` has its own rates."""
+"""Prior of the FLOP/s of one slot. It is nominal: until a task is measured, modelled rates are only
+relative. A task whose spec has a `model` gets its rates from that model."""
 
 
 def table(task: int, spec: JobSpec, slot_flops: float = SLOT_FLOPS,
           modelled: Modelled | None = None) -> ThroughputSet:
-    """The declared table if there is one, else the modelled one, for each size that the spec
-    allows.
+    """The declared table if there is one, else the modelled one, over the allowed sizes.
 
-    Declared: a size in between has the rate of the next smaller declared size; below the smallest,
-    0. With a model, it follows the model's shape from the nearest declared size. Modelled: the
-    model's rate, or `slot_flops` times the shape.
+    In a declared table, a size that is not declared has the rate of the next smaller declared size,
+    or 0 if there is none. If the spec has a `model`, the size follows the model's shape from the
+    nearest declared size instead. In a modelled table, a size has the model's rate, or without a
+    model `slot_flops` times the shape.
     """
     allowed = set(spec.slots.counts)
     declared = {size: rate for size, rate in spec.throughput.items() if size in allowed}
@@ -40,9 +40,9 @@ def table(task: int, spec: JobSpec, slot_flops: float = SLOT_FLOPS,
 
 def table_through(task: int, origin: Literal["declared", "measured"], spec: JobSpec,
                   rates: dict[int, float], modelled: Modelled | None = None) -> ThroughputSet:
-    """A table through known sizes; each other size follows the shape from the nearest one. `rates`:
-    size -> FLOP/s, at least one. Of two equally near sizes the smaller counts; one where the shape
-    is 0 counts for itself only. No size exceeds the rate of a larger known one."""
+    """A table through the known `rates` (size -> FLOP/s, at least one). Any other size follows the
+    shape from the nearest known size, of two equally near ones from the smaller. A known size with
+    shape 0 sets only its own rate. No other size exceeds the rate of a larger known one."""
     sizes = _sizes(spec, modelled)
     if modelled is not None:
         sizes = tuple(sorted({*sizes, *rates}))
@@ -57,8 +57,8 @@ def table_through(task: int, origin: Literal["declared", "measured"], spec: JobS
 
 
 def shape(spec: JobSpec, size: int, modelled: Modelled | None = None) -> float:
-    """Relative throughput of `size` slots, by the model. Training: by its layout, 0 if there is
-    none. A command: the model's FLOP/s; without a model, `size`."""
+    """Relative throughput of `size` slots: with a `model`, its FLOP/s; for training, the speed of
+    the fastest layout, or 0 if there is none; for a command without a model, `size`."""
     if modelled is not None:
         at = bisect_right(modelled.sizes, size)
         return modelled.rates_flops[at - 1] if at else 0.0
@@ -82,8 +82,8 @@ def axes(spec: JobSpec, modelled: Modelled | None, size: int) -> Axes | None:
 
 
 def _sizes(spec: JobSpec, modelled: Modelled | None) -> tuple[int, ...]:
-    """Sizes of the table: all that the spec allows (of training, with a layout); with a model, the
-    first allowed size of each of its steps, and the floor; if none is left, the largest."""
+    """The sizes of the table. Without a model: all allowed sizes, for training those with a layout.
+    With a model: the next allowed size from each modelled one (else the largest), and the floor."""
     counts = spec.slots.counts
     if modelled is None:
         return counts if spec.training is None else tuple(
@@ -99,14 +99,14 @@ def _below(rates: Mapping[int, float], size: int) -> float:
 
 
 def rate_at(throughput: ThroughputSet | None, size: int) -> float:
-    """T(t, size) of any size: slots may idle, so T(x) = max over y <= x. Sizes ascend."""
+    """T(t, size) of any size. Slots may idle, so T(x) is the maximum over y <= x."""
     return max(throughput.rates_flops[:bisect_right(throughput.sizes, size)],
                default=0.0) if throughput is not None else 0.0
 
 
 def candidates(throughput: ThroughputSet, now: int, floor: int = 0) -> list[tuple[int, float]]:
-    """(size, FLOP/s) of candidate sizes in order, with rates as in `rate_at`. A size that is not
-    faster than a smaller one is left out, except the present size (`now`) and the floor."""
+    """(size, FLOP/s) of the candidate sizes, ascending, with rates as in `rate_at`. A size that is
+    no faster than a smaller one is left out, except the present size (`now`) and the floor."""
     found: list[tuple[int, float]] = []
     best = 0.0
     for size, rate in sorted(zip(throughput.sizes, throughput.rates_flops, strict=True)):

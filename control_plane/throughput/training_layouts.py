@@ -1,8 +1,8 @@
 """Layouts of a training task: the fastest one on a number of slots, and its speed.
 
-It uses the terms of the analytical model, so the shape of T(t, x) equals that of a command with a
-`model`; the level is measured. A spec names no GPU: the shape is that of an A100. The model of a
-custom loop is unknown: only micro-batches and bubbles distinguish its layouts.
+The speed comes from the analytical model, so T(t, x) has the same shape as for a command with a
+`model`; the level is measured. The spec names no GPU, so the shape is that of an A100. The model of
+a custom loop is unknown: only micro-batches and bubbles distinguish its layouts.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def megatron_model(train: Train) -> MegatronModel:
 
 
 def speed(train: Train | Loop, num_slots: int) -> float:
-    """Speed of `num_slots` slots relative to one; 0: there is no layout. Data-parallel only: an
-    iteration takes ceil(micro-batches / slots) times one micro-batch."""
+    """Speed of `num_slots` slots relative to one; 0 if there is no layout. In a data-parallel task,
+    an iteration takes the time of ceil(micro-batches / slots) micro-batches."""
     if train.parallel.is_plain:
         num = train.num_micro_batches
         return num / -(-num // num_slots)
@@ -39,7 +39,7 @@ def speed(train: Train | Loop, num_slots: int) -> float:
 
 
 def layout_of(train: Train | Loop, num_slots: int) -> Axes | None:
-    """The fastest permitted layout of exactly `num_slots`, the first of equals; None: none."""
+    """The fastest permitted layout of exactly `num_slots`, of equals the first; None if none."""
     return None if train.parallel.is_plain else _fastest(train, num_slots)[1]
 
 

@@ -1,8 +1,8 @@
 """Measured reliability: the MTBF of the cluster, and the downtime of transitions.
 
-Every incident is a fault, except injected ones (FaultRequested) and wrong input in the job spec. A
-node that interrupts several tasks is one fault. Only the time of running processes counts, while a
-leader is active.
+Every incident counts as a fault, except injected faults (FaultRequested) and wrong input in the job
+spec. A node that interrupts several tasks is one fault. Slot time counts only while a process runs
+on the slot and a leader is active.
 
 The downtime of a transition is the time between two reported iterations, less the undisturbed time
 of the iterations between them. A command that continues from its own checkpoint reports old
@@ -26,7 +26,7 @@ from ..state.task import OngoingTransition, Task
 
 
 class Transition(Struct, frozen=True, kw_only=True):
-    """D_transition by kind of change: for that time the task loses its present throughput."""
+    """D_transition by kind of change: how long the task loses its present throughput."""
 
     same_s: float
     """To the same number of slots, after a fault."""
@@ -43,7 +43,7 @@ class Transition(Struct, frozen=True, kw_only=True):
                    reshape_s=length_s)
 
 INJECTED_S_MAX = 600.0
-"""An injected fault that is older has had no effect."""
+"""An injected fault older than this is taken to have had no effect."""
 NUM_DOWNTIMES_MAX = 16
 """Downtimes of one kind that the state keeps per task."""
 NUM_DOWNTIMES_MIN = 3
@@ -53,7 +53,7 @@ MTBF_S_MIN = 1.0
 
 # --- MTBF ---
 def observe_time(state: ClusterState, record: Record) -> None:
-    """Fold, before the record's time is set: add slot time, except that without a leader."""
+    """Fold, before the record's time is set: add slot time, but not the time without a leader."""
     if not isinstance(record.body, EpochStarted):
         state.observed_slot_s += state.num_running * max(record.at_s - state.at_s, 0.0)
     update_mtbf(state)
@@ -65,7 +65,7 @@ def was_injected(harmed_s: float, at_s: float) -> bool:
 
 
 def is_fault(state: ClusterState, task: Task, incident: Incident) -> bool:
-    """Whether an incident counts as a fault, while it is opened (the task still has its faults)."""
+    """Whether an incident counts as a fault. Called when it opens: `task.faults` is still full."""
     nodes = [state.nodes.get(rank.slot.node) for rank in task.ranks.values()]
     harmed = [rank.fault_injected_s for rank in task.ranks.values()]
     harmed += [node.fault_injected_s for node in nodes if node is not None]
@@ -79,8 +79,8 @@ def is_fault(state: ClusterState, task: Task, incident: Incident) -> bool:
 
 
 def update_mtbf(state: ClusterState) -> None:
-    """Fold: update the MTBF of one slot from the prior and the observations (a Gamma prior). The
-    value changes only if it is off by `calibrate_min`, or if it is not finite (old logs)."""
+    """Fold: update the MTBF of one slot from a Gamma prior and the observations. The value changes
+    only if the new one differs by `calibrate_min` (a share), or if it is not finite (old logs)."""
     policy, last = state.policy, state.mtbf_gpu_s
     num = policy.mtbf_faults + state.num_faults
     seen_s = policy.mtbf_faults * policy.mtbf_gpu_s + state.observed_slot_s
@@ -110,12 +110,12 @@ def transition(state: ClusterState, task: Task) -> Transition:
 
 
 def num_slots(task: Task) -> int:
-    """Slots that the task trains on: of a command, all of its target."""
+    """Slots that the task trains on; for a command, all of its target."""
     return len(task.members) if task.heals_in_memory else len(task.target)
 
 
 def transition_began(state: ClusterState, task: Task) -> None:
-    """Fold: the task stalls, from its last reported iteration on, unless it stalls already."""
+    """Fold: a transition begins at the last reported iteration, unless one is in progress."""
     if not task.heals_in_memory:
         return
     size = len(task.members)
@@ -129,8 +129,8 @@ def transition_began(state: ClusterState, task: Task) -> None:
 
 
 def command_stopped(state: ClusterState, task: Task) -> None:
-    """Fold: the last process of a command ended. If it logged iterations, the transition began at
-    the last one. A command without slots waits for others: that is no transition."""
+    """Fold: the last process of a command ended. If the command logged iterations, the transition
+    began at the last one. A command without a target waits for slots: that is no transition."""
     logged = task.logged
     if not task.target or logged is None:
         task.transition = None
@@ -178,7 +178,7 @@ def transition_to_idle(state: ClusterState, task: Task) -> None:
 
 
 def void_transitions(state: ClusterState) -> None:
-    """Fold: while healing is paused, transitions wait for a person and measure nothing."""
+    """Fold: while healing is paused, transitions wait for an operator and are not measured."""
     for task in state.tasks.values() if state.held else ():
         if task.transition is not None:
             task.transition.void = True

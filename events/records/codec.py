@@ -21,8 +21,8 @@ from .types import Body
 
 # --- Floats must be finite: find the first NaN or infinity in a body ---
 #
-# One checker per struct type, built once from its annotations, so a kind without floats costs
-# nothing. Source: msgspec writes NaN as null in JSON and cannot read it back.
+# Each struct type has one checker, built once from its annotations, so a kind without floats costs
+# nothing. The reason: msgspec writes NaN as null in JSON and cannot read it back.
 
 Checker = Callable[[Any], str]
 """Returns the path of the first float in a value that is not finite, "" if there is none."""
@@ -99,7 +99,7 @@ def _tuple_items(inner: list[Checker | None]) -> Checker | None:
 
 
 def _one_of(kind: inspect.UnionType) -> Checker | None:
-    """The checker of a union of None and a float or struct; other unions hold no float."""
+    """The checker of a union of None and a float or struct. Other unions contain no floats."""
     inner = [checker for one in kind.types if (checker := _checker(one)) is not None]
     assert len(inner) <= 1, f"two kinds of floats in {kind}"
     if not inner:

@@ -9,10 +9,9 @@ from msgspec import Struct
 from .types import Body, Origin, Outcome, Seat, Severity
 
 
-# --- decisions ----------------------------------------------------------------------------------
 class IncidentOpened(Body, frozen=True):
-    """The seq of this record is the id of the incident. `evidence` lists seqs; `status` is a row of
-    the status table of the Unicron paper (events/records/statuses.py)."""
+    """The seq of this record is the id of the incident. `evidence` lists the seqs of reports.
+    `status` is a row of the status table of the Unicron paper (events/records/statuses.py)."""
 
     severity: Severity
     status: str
@@ -28,7 +27,7 @@ class IncidentEscalated(Body, frozen=True):
     """New evidence of an open incident; `severity`, `status` and `node` are those of the new fault.
 
     They replace those of the incident if the new fault is more severe or is the root cause. `root`:
-    it is the root cause, and the incident was based on indirect evidence so far.
+    the new fault is the root cause, and so far the incident was based on indirect evidence.
     """
 
     of: int
@@ -42,15 +41,15 @@ class IncidentEscalated(Body, frozen=True):
 
 
 class IncidentClosed(Body, frozen=True):
-    """`healed`: the task steps again on the slots of the plan without losing an iteration.
-    `set back`: it steps again, and iterations were lost. `pause_s`: detection to first step.
+    """`healed`: the task steps again on the slots of the plan and has lost no iteration. `set
+    back`: it steps again and has lost iterations. `pause_s` is from detection to the first step.
 
-    `kept` and `dealt` count the micro-batches of the interrupted iteration whose gradients were
-    kept, and those that were reassigned. `iterations_lost` counts steps that were done again (None:
-    a command has not printed its iteration yet). `ckpt_read`: a checkpoint was read. `origin` is
-    the most remote source of a member's state in the successful attempt, with its node, path, step
-    version and bytes. `received_bytes` of state went to all members in all attempts, `peer_bytes`
-    of it between members, `near_bytes` of that between members on the same node.
+    Of the micro-batches of the interrupted iteration, the gradients of `kept` were kept, and
+    `dealt` were reassigned. `iterations_lost` counts steps that were done again (None: a command
+    has not printed its iteration yet). `ckpt_read`: a checkpoint was read. `origin` is the most
+    remote source of a member's state in the successful attempt, with its node, path, step version
+    and bytes. `received_bytes` is all state that members received, in all attempts. `peer_bytes` of
+    it came from other members, and `near_bytes` of those from members on the same node.
     """
 
     of: int
@@ -90,7 +89,7 @@ class Allocation(Struct, frozen=True):
     waf_before: float = 0.0
     """Its WAF on `slots_before`, by the same throughput table."""
     transition_s: float = 0.0
-    """D_transition, for which the plan charges `waf_before`; 0: the task does not change."""
+    """D_transition: for so long the plan charges `waf_before`; 0: the task does not change."""
 
 
 class Alternative(Struct, frozen=True):
@@ -103,10 +102,10 @@ class Alternative(Struct, frozen=True):
     behind_flop: float = 0.0
     """How far its objective is below that of the chosen plan; negative if limits excluded it."""
     transition_flop: float = 0.0
-    """The cost of its changes, in weighted FLOP."""
+    """The cost of the changes that this plan makes, in weighted FLOP."""
     behind_share: float = 0.0
-    """With alpha: the difference of objectives as an equal slowdown (share) of all tasks; also 0 if
-    other tasks wait (objective -2^53)."""
+    """With alpha: the difference of objectives, as the share by which all tasks would have to slow
+    down alike; also 0 if other tasks wait than in the chosen plan (objective -2^53)."""
 
 
 Binding = Literal["", "slots", "max", "min", "gain_min", "limits", "floor", "spare", "nothing"]
@@ -122,18 +121,18 @@ class HotSpare(Struct, frozen=True, kw_only=True):
     verdict: Literal["kept", "not kept", "idle anyway", "not priced"]
     """`idle anyway`: the plan leaves as many slots idle. `not priced`: too many tasks."""
     cost_flop: float = 0.0
-    """Loss of objective value until the next fault, compared with the best plan without it."""
+    """Loss of objective value until the next fault, compared with the best plan without a spare."""
     saves_flop: float = 0.0
-    """Expected gain after the next fault, if that fault takes a node."""
+    """Expected gain after the next fault, if this fault takes a node."""
 
 
 class PlanChosen(Body, frozen=True, rename={
         "binding": "bound", "below_floor": "short", "hot_spare": "spare"}):
     """Slots per task for the whole cluster. `objective` is G scaled to an integer (law 10).
 
-    G is the weighted FLOP of the plan within `running_s`, less the cost of its changes, less
-    `gain_min` of the FLOP in that time of each healthy task that changes. `why`: the reason in one
-    sentence.
+    G is the weighted FLOP of the plan within `running_s`, less the cost of its changes. For each
+    healthy task that changes, it is also less by the share `gain_min` of the task's FLOP in that
+    time. `why`: the reason in one sentence.
     """
 
     trigger: str
@@ -145,11 +144,11 @@ class PlanChosen(Body, frozen=True, rename={
     ideal_waf: float = 0.0
     """WAF of the best plan on all slots of all nodes that have not left."""
     input: int = 0
-    """A 52-bit digest of the planner's input; up to decider version 15, a count of its changes."""
+    """A 52-bit digest of the planner's input; up to decider version 15, how often it changed."""
     objective_flop: float = 0.0
     """The objective in weighted FLOP."""
     transition_flop: float = 0.0
-    """Cost of its changes: weighted FLOP not achieved during the transitions."""
+    """Cost of the plan's changes: weighted FLOP not achieved during the transitions."""
     running_s: float = 0.0
     """D_running: how long the plan is expected to last."""
     binding: Binding = ""
@@ -158,8 +157,8 @@ class PlanChosen(Body, frozen=True, rename={
     left unchanged."""
     why: str = ""
     paid_back_s: float = 0.0
-    """Up to decider version 15: the time after which its gain exceeded the cost of its changes. Now
-    computed on request."""
+    """Up to decider version 15: the time after which the plan's gain exceeded the cost of its
+    changes. It is now computed on request."""
     alpha: float = 0.0
     """The alpha of alpha-fairness. Above 0 `objective` is the sum of utilities; `waf`,
     `objective_flop` and other FLOP fields describe the resulting plan."""
@@ -181,11 +180,11 @@ class TaskPlaced(Body, frozen=True):
 
 
 class TaskWaiting(Body, frozen=True):
-    """The task has no slots, and why. What it needs to run is computed on request.
+    """Why the task has no slots. What it needs to run is computed on request.
 
-    Up to decider version 15 the record also had these fields. `cost_waf` is the WAF that the other
-    tasks would lose if it ran, less its own WAF. From weight
-    `weight_from` on the plan would give it slots (both 0 if there are not enough slots).
+    The other fields were set up to decider version 15. `cost_waf` is the WAF that the other tasks
+    would lose if this task ran, less its own WAF. With a weight of `weight_from` or more, the plan
+    would give it slots. Both are 0 if there are not enough slots.
     """
 
     task: int
@@ -196,8 +195,7 @@ class TaskWaiting(Body, frozen=True):
 
 
 class OrderSuppressed(Body, frozen=True):
-    """The action that would start now if recovery were not frozen and the policy did not only
-    observe."""
+    """An action that does not start, because healing is frozen or the policy only observes."""
 
     task: int
     what: str
@@ -232,7 +230,7 @@ class StragglerCostEstimated(Body, frozen=True):
     cost_waf: float
     """WAF that the degraded node costs now."""
     drain_waf: float
-    """WAF gain of the best plan without the node over now; negative: a loss."""
+    """How much more WAF the best plan without the node has than now; negative: less."""
     why: str
     now_waf: float = 0.0
     """WAF achieved now, the reference of `drain_waf`; 0: not recorded."""

@@ -20,8 +20,8 @@ FORMER_NAMES: dict[str, str] = {
     "HealingDeclined": "InMemoryRecoveryDeclined", "DegradedPriced": "StragglerCostEstimated",
     "OrderWithheld": "OrderSuppressed",
 }
-"""Kind in logs of version 0.1 -> current kind. The codec reads both and writes the current one; the
-bodies did not change."""
+"""Kind in logs of version 0.1 -> current kind. The codec reads both names and writes the current
+name; the bodies did not change."""
 
 
 def _kinds(*modules: ModuleType) -> dict[str, type[Body]]:

@@ -1,7 +1,7 @@
 """The bodies of orders (imperatives).
 
-An order states a complete target and is addressed to nodes. Its id is its seq. Agents refuse a
-lower epoch or generation; a repeated delivery is harmless.
+An order states a complete target and is addressed to nodes. Its id is its seq. Agents refuse an
+order of a lower epoch or generation. Repeated delivery of an order is harmless.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from ..spec.model import Axes
 from .types import Body, FaultKind, Member, MemoryCheckpoint, QuiesceMode, Slot, StoreEndpoint
 
 
-# --- orders -------------------------------------------------------------------------------------
 class StartRank(Body, frozen=True):
     """Start one process on a slot. `num_seats` is the WORLD_SIZE of a `command:` task.
 
     For `command:` tasks `host` and `port` are MASTER_ADDR and MASTER_PORT; else empty and 0.
     `checkpoint` is the published checkpoint that a first generation loads, or empty. The order is
-    for the agent of `incarnation`; another one that reads the same stream ignores it. 0: any that
-    has joined. `axes`: the layout that the plan assumed, for a command with a `model`.
+    for the agent of `incarnation`, or for any that has joined (0); other agents that read the same
+    stream ignore it. `axes`: the layout that the plan assumed, for a command with a `model`.
     """
 
     nodes: tuple[str, ...]
@@ -36,7 +35,7 @@ class StartRank(Body, frozen=True):
 
 
 class StopRank(Body, frozen=True):
-    """Stop the process and its group: SIGTERM, after `grace_s` SIGKILL; 0: SIGKILL only."""
+    """Stop the process and its group: SIGTERM, then SIGKILL after `grace_s`; 0: SIGKILL only."""
 
     nodes: tuple[str, ...]
     task: int
@@ -47,7 +46,7 @@ class StopRank(Body, frozen=True):
 
 
 class Quiesce(Body, frozen=True):
-    """Leave generation `generation`: `now`, after the micro-batch, or at the next `boundary`.
+    """Leave a generation: `now`, after the current micro-batch; `boundary`, after the iteration.
 
     `save`: the task loses all its slots. `ranks[0]` writes a checkpoint of its state and reports
     CheckpointSaved before Quiesced, so that no iteration is lost.
@@ -64,10 +63,10 @@ class Quiesce(Body, frozen=True):
 class Reconfigure(Body, frozen=True):
     """Form generation `generation` from these members, in this order, in layout `axes`.
 
-    Members beyond its positions are standby (events/spec/parallelism.py): they send their state,
-    and do not train. `axes` None: data-parallel with all members. `store` is the endpoint of the
-    member that hosts the rendezvous. The members agree on step version, kept micro-batches and
-    state sources; members with the highest step version send the state.
+    Members beyond the layout's positions are standby (events/spec/parallelism.py): they send their
+    state, and do not train. `axes` None: data-parallel with all members. `store` is the endpoint of
+    the member that hosts the rendezvous. The members agree on step version, kept micro-batches and
+    state sources. Members with the highest step version send the state.
     """
 
     nodes: tuple[str, ...]
@@ -77,8 +76,8 @@ class Reconfigure(Body, frozen=True):
     store: str
     dp: int
     checkpoint: str
-    """The first member reads it if no member and no in-memory checkpoint has the state; empty:
-    start at iteration 0."""
+    """The checkpoint that the first member reads if no member and no in-memory checkpoint has the
+    state; empty: start at iteration 0."""
     copies: tuple[MemoryCheckpoint, ...] = ()
     """If no member has the state: the in-memory checkpoints to try first, in this order."""
     keepers: tuple[StoreEndpoint, ...] = ()
@@ -108,8 +107,8 @@ class SetCheckpointStores(Body, frozen=True):
 
 
 class DropMemoryCheckpoints(Body, frozen=True):
-    """The task has ended: delete its in-memory checkpoints. Open until each node has reported
-    MemoryCheckpointsLost."""
+    """The task has ended: delete its in-memory checkpoints. The order is open until each node has
+    reported MemoryCheckpointsLost."""
 
     nodes: tuple[str, ...]
     task: int
@@ -128,7 +127,7 @@ class PublishCheckpoint(Body, frozen=True):
 class InjectFault(Body, frozen=True):
     """Inject a fault (FaultRequested): kill or stop a rank, or kill the agent.
 
-    Carried out once: it is not an open order, and an agent of another `incarnation` ignores it.
+    It is carried out once: it is never an open order, and other incarnations ignore it.
     """
 
     nodes: tuple[str, ...]

@@ -92,7 +92,7 @@ class NodeUndrained(Body, frozen=True):
 
 
 class FaultRequested(Body, frozen=True):
-    """Inject a fault into `rank` of `task`, or into `node` ("" and -1: not used)."""
+    """Inject a fault into `rank` of `task`, or into `node`. -1 or "": not used."""
 
     what: FaultKind
     task: int = 0
@@ -109,7 +109,7 @@ class NodeJoined(Body, frozen=True):
 
     `incarnation` is the start time of the agent in ms since 1970; the newest wins. `host` is the
     address of its ranks, `keeper` the endpoint of its checkpoint store ("": it has none). `labels`
-    are those given to the agent at its start.
+    are the labels that the agent was started with.
     """
 
     node: str
@@ -131,11 +131,11 @@ class NodeLeft(Body, frozen=True):
 
 
 class MemoryCheckpointsLost(Body, frozen=True):
-    """The node's checkpoint store has no in-memory checkpoints of the task any more; `task` 0: of
-    any task, because the store has exited.
+    """The node's checkpoint store has no in-memory checkpoints of the task any more. `task` 0: it
+    has none of any task, because the store has exited.
 
     `keeper_start` is the number of the store; later stores of the node are not affected. `order` is
-    the DropMemoryCheckpoints that was carried out (0: none).
+    the seq of the DropMemoryCheckpoints that was carried out (0: none).
     """
 
     node: str
@@ -171,7 +171,7 @@ class RankStarted(RankReport, frozen=True):
 
 
 class RankReady(RankReport, frozen=True):
-    """Model and data are ready, communicators are not. `endpoint` is its store, host:port."""
+    """Model and data are ready, communicators are not. `endpoint`: the rank's store, host:port."""
 
     endpoint: str
     num_params: int
@@ -197,15 +197,16 @@ class RankErrored(RankReport, frozen=True):
 class RankExited(RankReport, frozen=True):
     """The process has exited. Exactly one of exit_code, signal is set.
 
-    The slot is free when all of its child processes have exited too. A training rank that exited on
-    its own is reported immediately, others when the slot is free or after a timeout.
+    The slot is free when all child processes of the rank have exited too. A training rank that
+    exited on its own is reported at once. Any other is reported when the slot is free, or after a
+    timeout.
     """
 
     pid: int
     exit_code: int | None
     signal: int | None
     tail: str = ""
-    """The last lines of its stderr."""
+    """The last lines of the process's stderr."""
     status: str = ""
     """The status of the failure, from `cause`; "": unknown."""
     rule: str = ""
@@ -240,8 +241,8 @@ class CollectiveFailed(RankReport, frozen=True):
 class Quiesced(RankReport, frozen=True):
     """The rank left generation `generation` and is paused.
 
-    `step_version` is the number of optimizer steps it has taken. `micro_batches` are those of
-    iteration `step_version` whose gradients are complete in its accumulated local gradient.
+    `step_version` is the number of iterations in its state. `micro_batches` are the micro-batches
+    of iteration `step_version` whose gradients are complete in its accumulated local gradient.
     """
 
     generation: int
@@ -256,11 +257,11 @@ class Reconfigured(RankReport, frozen=True, rename={
         "reassigned_micro_batches": "dealt", "received_from": "taken"}):
     """The rank is in generation `generation`, has settled with its peers, and is paused.
 
-    Of iteration `step_version`: `kept_micro_batches` are complete in its local gradient, it will
-    run `remaining_micro_batches`, of which `reassigned_micro_batches` belonged to a lost rank.
-    `source` is the rank that sent its state: itself, another, or -1 if the state comes from an
-    in-memory checkpoint, the checkpoint or the seed (`origin`). `origin_node` is the node of the
-    peer or of the in-memory checkpoint. `received_from`: bytes from each peer. Times in seconds.
+    In iteration `step_version`, `kept_micro_batches` are complete in the rank's local gradient. The
+    rank will run `remaining_micro_batches`; `reassigned_micro_batches` of them belonged to a lost
+    rank. `source` is the rank that the state comes from: itself, another, or -1 for an in-memory
+    checkpoint, the checkpoint or the seed (`origin`). `origin_node` is the node of the peer or of
+    the in-memory checkpoint. `received_from`: bytes from each peer. Times in seconds.
     """
 
     generation: int
@@ -279,14 +280,14 @@ class Reconfigured(RankReport, frozen=True, rename={
 
 
 class ReconfigureFailed(RankReport, frozen=True):
-    """The new communicators could not be built; the rank keeps its state, in no generation."""
+    """New communicators could not be built. The rank keeps its state and is in no generation."""
 
     generation: int
     error: str
 
 
 class TaskProgressed(Body, frozen=True):
-    """Finished iterations, from the first member: after Resume, then at most every second.
+    """Finished iterations, reported by the first member: after Resume, then at most every second.
 
     `losses[i]` and `step_s[i]` belong to iteration `first_iteration + i`.
     """
@@ -299,7 +300,7 @@ class TaskProgressed(Body, frozen=True):
     rate_flops: float
     """Achieved aggregate FLOP/s over these iterations."""
     micro_batches: int
-    """Micro-batches in each optimizer step: the global batch, never changed."""
+    """Micro-batches in each optimizer step: always the whole global batch."""
     skipped: int = 0
     """Iterations so far that took no step because their gradient was not finite."""
 
@@ -316,8 +317,8 @@ class LossNotFinite(Body, frozen=True):
 class MemoryCheckpointStored(RankReport, frozen=True):
     """The checkpoint store of `node` holds a complete copy of this rank's state at `step_version`.
 
-    The newest is reported, at most every 10 s. `checksum` is `crc32:` and 8 hex digits over all
-    `copy_bytes`. The copy is lost with the process of the store, whose number is `keeper_start`.
+    Only the newest copy is reported, at most every 10 s. `checksum` is `crc32:` and 8 hex digits
+    over all `copy_bytes`. The copy is lost when the store process with number `keeper_start` ends.
     """
 
     generation: int
@@ -368,8 +369,8 @@ Whereabouts = Literal["own", "collective"]
 
 # --- sent by a rank ---------------------------------------------------------------------------
 class InMemoryRecoveryDeclined(RankReport, frozen=True):
-    """The loop of a command cannot recover in memory: the task is handled as any other command, and
-    this process trains on, or exits, as one."""
+    """The loop of a command cannot recover in memory. From now on the task is handled as any other
+    command. This process continues to train, or exits, as that of a plain command."""
 
     why: str
 
@@ -378,8 +379,8 @@ class InMemoryRecoveryDeclined(RankReport, frozen=True):
 class HealthChanged(Body, frozen=True):
     """The result of a node check has changed; an initial "healthy" is not reported.
 
-    `check` is its name ("gpu", "memory", "check/NAME" of a custom check). `devices` are the
-    affected slots; empty: the whole node.
+    `check` is the name of the check ("gpu", "memory"; "check/NAME" for a custom check). `devices`
+    are the affected slots; empty: the whole node.
     """
 
     node: str
@@ -395,8 +396,8 @@ class HealthChanged(Body, frozen=True):
 class DeviceErred(Body, frozen=True):
     """The kernel or a driver logged an error: evidence, one report per burst of equal errors.
 
-    `devices` are the slots whose GPU it names; empty: the whole node, or unknown. `code` is the XID
-    (0: none), `pid` the process that it names (0: none).
+    `devices` are the slots of the GPUs that the error names; empty: the whole node, or unknown.
+    `code` is the XID (0: none), `pid` the process that the error names (0: none).
     """
 
     node: str
@@ -414,10 +415,10 @@ class DeviceErred(Body, frozen=True):
 class RankStalled(RankReport, frozen=True):
     """The rank has passed no progress mark for more than three times its average iteration.
 
-    First, evaluation, checkpoint and reconfiguration do not count. Each rank of a stalled task is
-    reported, so that they can be compared. `collective` counts the collectives of this iteration
-    that it has entered, including the current one; `what` names the last mark; `stack` is its
-    current stack, if it could be read.
+    Each rank of a stalled task is reported, so that the ranks can be compared. `collective` counts
+    the collectives that the rank has entered in this iteration, including the current one. `what`
+    names the last mark, and `stack` is the rank's current stack, if it could be read. First
+    iterations, evaluations, checkpoints and reconfigurations have other limits.
     """
 
     generation: int
@@ -443,10 +444,10 @@ class RankUnstalled(RankReport, frozen=True):
 class StepTimeChanged(RankReport, frozen=True):
     """The step time of the rank: reported when first known, and after a lasting change.
 
-    Medians over the last `num_iterations`. `own_s` is the rank's own work of an iteration, without
-    waiting for others in collectives; `normal_s` is the first known value of it. `num_iterations`
-    1: an unfinished iteration takes too long because of the rank's own work, though it passes
-    marks; reported again each time its duration has doubled.
+    The times are medians over the last `num_iterations`. `own_s` is the rank's own work in an
+    iteration, without the wait for others in collectives; `normal_s` is its first known value.
+    `num_iterations` 1: an unfinished iteration takes too long because of the rank's own work,
+    although the rank passes marks. It is reported again each time its duration has doubled.
     """
 
     generation: int
@@ -471,8 +472,8 @@ class QuarantineLifted(Body, frozen=True):
 class IterationsLogged(RankReport, frozen=True):
     """A command printed Megatron-LM's progress line; reported by the agent that reads its output.
 
-    At most every second, with the lines of one process combined. Only the rank that prints progress
-    lines causes reports.
+    The agent reports at most once a second and combines the lines of one process. Only the rank
+    that prints progress lines causes reports.
     """
 
     iteration: int
@@ -487,5 +488,5 @@ class IterationsLogged(RankReport, frozen=True):
     global_batch: int = 0
     """In samples; 0: not printed."""
     skipped: int = 0
-    """Iterations since the last report that took no step; `nan` likewise."""
+    """Iterations since the last report that took no step; `nan`: those with a NaN."""
     nan: int = 0

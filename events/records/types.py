@@ -70,7 +70,7 @@ class Body(Struct, frozen=True, kw_only=True, forbid_unknown_fields=False):
 
 
 class RankReport(Body, frozen=True):
-    """Base class of the reports about one process of a rank: the attempt numbers its processes."""
+    """Base class of reports about one process of a rank. `attempt` is the number of the process."""
 
     task: int
     rank: int
@@ -137,8 +137,7 @@ STORES_NUM_MAX = 1 << 10
 
 
 def first_store_number(incarnation: int) -> int:
-    """The number of its first store; each incarnation has STORES_NUM_MAX, above all earlier ones.
-
-    An incarnation may be only one above the last, if a clock was set back.
-    """
+    """The number of the first store of an incarnation. Each incarnation has STORES_NUM_MAX numbers,
+    which are larger than those of earlier incarnations, even if it is only one above the last
+    (after a clock was set back)."""
     return incarnation * STORES_NUM_MAX

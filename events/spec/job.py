@@ -64,7 +64,7 @@ def _need_scale(value: float, path: str) -> None:
 # --- Checkpoint destination: a folder or an fsspec URL ---
 
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.:-]*)://(.*)", re.DOTALL)
-"""A colon in the scheme means a chain of URLs."""
+"""A colon in the scheme indicates a chain of URLs."""
 
 
 def is_url(output: str) -> bool:
@@ -90,9 +90,9 @@ def _check_output(output: str, path: str) -> None:
 class Loop(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the control plane needs to know about the loop of a command that has adopted Unicron.
 
-    The script decides the rest (workers/training/adopt/adoption.py). `micro_batches` counts those
-    of one iteration over all ranks; the batch never changes. `output`, `checkpoint_every` and
-    `copy_every` are as in `train:`. `parallel`: the layouts in which the script can build its
+    The script decides the rest (workers/training/adopt/adoption.py). `micro_batches` is the number
+    of micro-batches of one iteration over all ranks; it never changes. `output`, `checkpoint_every`
+    and `copy_every` are as in `train:`. `parallel`: the layouts in which the script can build its
     model.
     """
 
@@ -128,10 +128,10 @@ def _check_loop(loop: Loop, counts: Sequence[int], floor: int) -> None:
 API_VERSION = "unicron/v1"
 NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?\Z")
 RESERVED_NAMES = ("nodes",)
-"""Words that commands accept in place of a task name, with another meaning."""
+"""Words that have another meaning where a command takes the name of a task."""
 SLOTS_NUM_MAX = 100_000
 WEIGHT_RATIO_MAX = 1e6
-"""Weights lie between its inverse and it, so that the planner adds products exactly."""
+"""Largest weight; its inverse is the smallest. So the planner adds products exactly."""
 PRIORITY_NUM_MAX = 9
 RATE_FLOPS_MAX = 1e24
 """A million GPUs of 1e18 FLOP/s."""
@@ -142,9 +142,9 @@ HANG_AFTER_S_MAX = 1e6
 class Slots(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How many slots (GPUs) a task may hold; `min` is T_necessary of the Unicron paper.
 
-    Permitted: each number from `min` to `max`; only multiples of `multiple_of` (whole nodes); or
-    the list `sizes`, whose ends are then `min` and `max`. The plan gives at least `floor`, one of
-    these numbers, unless the floors of all tasks do not fit together; 0: no floor.
+    Permitted is each number from `min` to `max` that is a multiple of `multiple_of` (whole nodes),
+    or instead the list `sizes`, whose ends are then `min` and `max`. `floor` is one of these
+    numbers, or 0: the plan gives at least so many, unless the floors of all tasks do not fit.
     """
 
     min: int = 1
@@ -172,7 +172,7 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class Batch(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
             rename={"global_": "global"}):
-    """Samples per iteration and per micro-batch; the global batch never changes."""
+    """Samples per iteration (`global`) and per micro-batch. The global batch never changes."""
 
     global_: int = 16
     micro: int = 2
@@ -196,19 +196,18 @@ class Train(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A training task that recovers in memory.
 
     `data` empty: the byte-level text of the documentation of the running Python.
-    `output` is a folder: it receives `gen-G/iter-N/` in torch's distributed checkpoint format, and
-    a link `latest` that is moved only to a checkpoint published in the log. Or an fsspec URL, where
-    `latest` is a small object that names the checkpoint.
+    `output` is a folder or an fsspec URL. It receives `gen-G/iter-N/` in torch's distributed
+    checkpoint format, and `latest`, which is moved only to a checkpoint published in the log.
+    `latest` is a link in a folder, and at a URL a small object that names the checkpoint.
     `checkpoint_every` is in iterations; 0 writes only the final model. `copy_every` is the interval
-    in iterations of in-memory checkpoints on two nodes; 0: never.
-    `precision` is that of the model and its passes; with bf16 and fp16 the optimizer keeps fp32
-    masters, and gradients are summed in fp32. `loss_scale` is constant; none means no scale in fp32
-    and bf16, and the dynamic scale in fp16.
-    `loss` selects the loss that is differentiated. per_token: the sum over the tokens of the batch,
-    divided by their number. per_micro_batch: the mean over micro-batches of the mean of each.
-    `overlap` reduces gradients during the last backward pass, in buckets of about `bucket_params`
-    parameters; 0: Megatron's default, 40 million. `parallel`: the layouts that the planner may
-    choose from; default: data-parallel only.
+    in iterations of in-memory checkpoints on two nodes; 0: never. `precision` is that of the model
+    in its forward and backward passes. With bf16 and fp16, the optimizer keeps fp32 master copies,
+    and gradients are summed in fp32. `loss_scale` is constant; without it there is no scale in fp32
+    and bf16, and the dynamic scale in fp16. `loss` selects the loss that is differentiated.
+    per_token: the sum over the tokens of the batch, divided by their number. per_micro_batch: each
+    micro-batch's mean, averaged over micro-batches. `overlap` reduces gradients during the last
+    backward pass, in buckets of about `bucket_params` parameters; 0: Megatron's default, 40
+    million. `parallel`: the layouts that the planner may choose from; default: data-parallel only.
     """
 
     model: Model = field(default_factory=Model)
@@ -237,16 +236,16 @@ class Train(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class JobSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One task. Exactly one of `train` and `command` is given.
 
-    `heal`: the command's processes have adopted Unicron and recover in memory, as `train` does;
-    `loop` is what the control plane needs to know about them.
+    `heal`: the command's processes have adopted Unicron and recover in memory, as with `train`.
+    `loop` is what the control plane needs to know about these processes.
 
-    `weight` is w(t) of the Unicron paper. A higher `priority` comes first, whatever the throughput
-    of the others. The policy may give a `team` a quota of slots. `throughput` maps a number of
-    slots to its declared achieved aggregate FLOP/s; a size in between has the rate of the next
-    smaller declared size.
-    `model` describes the model that a command trains with Megatron: its throughput is then
-    modelled, and a declared point calibrates the model. `hang_after_s`: a command that is reported
-    as stalled and printed no progress line for this long is restarted; none: it is only reported.
+    `weight` is w(t) of the Unicron paper. A task of higher `priority` comes first, whatever the
+    throughput of the others. The policy may give a `team` a quota of slots. `throughput` maps a
+    number of slots to its declared achieved aggregate FLOP/s; a size in between has the rate of the
+    next smaller declared size. `model` describes the model that a command trains with Megatron. The
+    throughput is then modelled, and a declared point calibrates it. `hang_after_s`: a command is
+    restarted if it is reported as stalled and has printed no progress line for this long; none: it
+    is only reported.
     """
 
     api_version: str = field(name="apiVersion")

@@ -23,11 +23,11 @@ class MegatronModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """A GPT, how it is trained, and on which GPUs. The names are those of Megatron's arguments.
 
     0 selects a default: `num_query_groups` is then `num_heads`, and `ffn_hidden` 4 times `hidden`.
-    The layout search chooses `micro_batch: 0` and `recompute: any`. `num_experts` above 0 makes
-    each layer a mixture of experts: a token passes `top_k` of them, and `ffn_hidden` is the width
-    of one. `dropout` above 0 stores masks. `flash_attention` does not write the scores to memory.
-    `overlap` reduces gradients during the backward pass. `kept_sum` adds the memory of in-memory
-    recovery: the local gradients of a rank until their reduction has succeeded.
+    With `micro_batch: 0` and `recompute: any`, the layout search chooses the value. `num_experts`
+    above 0 makes each layer a mixture of experts: a token passes `top_k` experts, and `ffn_hidden`
+    is the width of one. `dropout` above 0 stores masks. `flash_attention` does not write the scores
+    to memory. `overlap` reduces gradients during the backward pass. `kept_sum` adds the memory of
+    in-memory recovery: a rank's local gradients until their reduction has succeeded.
     """
 
     num_layers: int
@@ -101,9 +101,8 @@ def _check_sizes(model: MegatronModel) -> None:
 
 
 class Axes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A Megatron layout on tp * cp * pp * dp GPUs, in Megatron's rank order: `tp` consecutive ranks
-    form a tensor-parallel group. `chunks`: virtual pipeline stages per rank. `ep`: expert-parallel
-    size.
+    """A layout on tp * cp * pp * dp GPUs, in Megatron's rank order: `tp` consecutive ranks form a
+    tensor-parallel group. `chunks`: virtual pipeline stages per rank. `ep`: expert-parallel size.
     """
 
     tp: int = 1
@@ -117,7 +116,7 @@ class Axes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Modelled(Struct, frozen=True, forbid_unknown_fields=True):
-    """T(t, x) by the analytical model: only sizes with a higher rate than all smaller ones."""
+    """T(t, x) by the analytical model. It has only sizes that are faster than all smaller ones."""
 
     sizes: tuple[int, ...]
     rates_flops: tuple[float, ...]

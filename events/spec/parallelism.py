@@ -14,7 +14,7 @@ from .validation import need
 
 AXIS_NUM_MAX = 1024
 VOCABULARY = 256
-"""Of the model of `train:`: a token is a byte."""
+"""Vocabulary of the model of `train:`: a token is a byte."""
 _FILLS_UP = "leave it out: data parallelism takes the remaining slots"
 _NO_AXIS = "there is no such axis: unicron doctor --support"
 Sharding = Literal["whole", "sharded", "mirrored"]
@@ -26,10 +26,10 @@ class Parallel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     takes the remaining slots.
 
     `chunks` is Megatron's number of virtual pipeline stages per rank, used with a pipeline.
-    `optimizer`: `whole`, each rank holds the optimizer state of its model part; `sharded`,
-    Megatron's distributed optimizer (ZeRO-1), where losing the only holder of a shard sets the task
-    back to its last in-memory checkpoint; `mirrored`, the same with each shard also on the next
-    data-parallel rank, so that no iteration is lost.
+    `optimizer`: with `whole`, each rank holds the optimizer state of its part of the model.
+    `sharded` is Megatron's distributed optimizer (ZeRO-1): if the only holder of a shard is lost,
+    the task goes back to its last in-memory checkpoint. With `mirrored`, each shard is also on the
+    next data-parallel rank, so that no iteration is lost.
     """
 
     NOT_KEYS: ClassVar[dict[str, str]] = {
@@ -37,7 +37,7 @@ class Parallel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         "vpp": "did you mean chunks?", "zero": "did you mean optimizer?",
         "data": f"{_FILLS_UP}; files are under train.data", "dp": _FILLS_UP,
         **dict.fromkeys(("expert", "experts", "ep", "context", "cp", "sequence", "sp"), _NO_AXIS)}
-    """Hints for words that are not keys but that users write here (validation.py)."""
+    """Hints for words that users write here and that are not keys (validation.py)."""
     tensor: tuple[int, ...] = (1,)
     pipeline: tuple[int, ...] = (1,)
     chunks: int = 1
@@ -89,7 +89,7 @@ def check_parallel(parallel: Parallel, num_layers: int, num_heads: int, *, overl
 
 
 def check_sizes(parallel: Parallel, path: str) -> None:
-    """Check the sizes without the model, at the spec's path. Raises SpecError."""
+    """Check the sizes at `path` of the spec, without the model. Raises SpecError."""
     for name, sizes in (("tensor", parallel.tensor), ("pipeline", parallel.pipeline)):
         need(bool(sizes), f"{path}.{name}", "names no size", "leave it out for size 1")
         for size in sizes:
@@ -161,7 +161,7 @@ def holders(axes: Axes, tp: int, pp: int) -> tuple[int, ...]:
 
 
 def shape(axes: Axes) -> tuple[int, int, int]:
-    """How one replica is split. Equal shapes: equal coordinates hold the same part."""
+    """How one replica is split. With equal shapes, equal coordinates hold the same part."""
     return axes.tp, axes.pp, axes.chunks
 
 
@@ -172,7 +172,7 @@ def has_every_part(axes: Axes, optimizer: Sharding, positions: Collection[int]) 
 
 def missing_parts(axes: Axes, optimizer: Sharding,
                   positions: Collection[int]) -> Iterator[tuple[int, ...]]:
-    """For each part of the state that no member at these positions holds: the positions that do."""
+    """For each part of the state that none of `positions` holds: the positions that hold it."""
     given = set(positions)
     if optimizer == "whole":
         parts = (holders(axes, tp, pp) for tp in range(axes.tp) for pp in range(axes.pp))
@@ -184,8 +184,7 @@ def missing_parts(axes: Axes, optimizer: Sharding,
 
 
 def mirror(axes: Axes, position: int) -> int:
-    """The next position on the data-parallel ring, which mirrors the optimizer shard of this one.
-    """
+    """The position that mirrors this one's optimizer shard: the next on the data-parallel ring."""
     at = coordinates(axes, position)
     return position_of(axes, at._replace(dp=(at.dp + 1) % axes.dp))
 

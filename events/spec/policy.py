@@ -13,7 +13,7 @@ from .job import NAME
 from .validation import spec_error
 
 ALPHAS = (0.0, 0.5, 1.0, 2.0)
-"""The values that a policy may set."""
+"""The values of `alpha` that a policy may set."""
 _WAIT = (1e-3, 1e6)
 _SPAN = (1e-3, 1e15)
 _NUM_MAX = 2**31 - 1
@@ -45,8 +45,8 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "calibrate_iterations": (1, 10_000),
     "calibrate_min": (0, 1),
 }
-"""Bounds of the numbers in a policy file, both ends included. Within them every planned value is
-finite and every record can be written. `gain_min` and `alpha` are checked separately."""
+"""Bounds of the numbers in a policy file, both ends included. Within these bounds every planned
+value is finite and every record can be written. `gain_min` and `alpha` are checked separately."""
 
 
 class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,11 +55,11 @@ class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     silence_s_max: float = 5.0
     """A node without a heartbeat for this long is unreachable."""
     evidence_s_max: float = 1.0
-    """How long a failed collective waits for a report of its root cause before a reattempt in
-    place, and how long paused members wait for members on unreachable nodes."""
+    """How long the report of a root cause is awaited after a failed collective, before a retry in
+    place; and how long paused members wait for members on unreachable nodes."""
     start_s_max: float = 180.0
     quiesce_s_max: float = 60.0
-    """How long a rank may take to quiesce `now` (it finishes its micro-batch first)."""
+    """How long a rank may take to quiesce `now`, after its current micro-batch."""
     boundary_s_max: float = 600.0
     """How long a rank may take to quiesce at the end of an iteration."""
     reconfigure_s_max: float = 30.0
@@ -69,53 +69,53 @@ class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     suspect_s_max: float = 1.2
     """Silence after which a node is suspect if members of its task report a failed collective."""
     hang_s_min: float = 2.0
-    """A stalled rank is not a hang before this, however short its iterations are."""
+    """A rank counts as hung only if it stalls this long, however short its iterations are."""
     quarantine_faults: int = 2
-    """A node is quarantined after this many faults within `quarantine_window_s`, if that is more
-    than the fault rate of the other nodes predicts."""
+    """A node is quarantined after this many faults within `quarantine_window_s`, if the fault rate
+    of the other nodes predicts fewer."""
     quarantine_window_s: float = 30 * 86400.0
     quarantine_s: float = 86400.0
     """How long a quarantined node gets no tasks, unless an operator lifts the quarantine."""
     unconfirmed_share_max: float = 0.1
-    """At most this share of all nodes (at least one) is disabled on unconfirmed evidence: if a
-    site's check fails everywhere, the check itself is faulty."""
+    """At most this share of all nodes (at least one) is disabled on unconfirmed evidence. If a
+    site's check fails on all nodes, the check itself is faulty."""
     restarts_max: int = 3
-    """Restarts of one rank, or of a whole task, without progress between them."""
+    """Maximum restarts of one rank, or of a whole task, without progress between them."""
     restart_iterations: int = 10
     """Iterations of progress after which earlier restarts are not counted."""
     replace_after_s: float = 60.0
-    """A task whose nodes are all unreachable is moved to other nodes after this."""
+    """A task whose nodes are all unreachable for this long is moved to other nodes."""
     mtbf_gpu_s: float = 2_000.0 * 3600
-    """Prior: mean time between faults of one GPU (the order of Llama 3: 419 in 54 days)."""
+    """Prior: mean time between faults of one GPU (the order of Llama 3: 419 faults in 54 days)."""
     mtbf_faults: float = 10.0
-    """Weight of that prior, as a number of observed faults at its rate."""
+    """Weight of the prior `mtbf_gpu_s`: it counts as this many observed faults."""
     transition_s: float = 10.0
     """Prior: downtime of a task for one change, until enough changes were measured."""
     reshape_s: float = 20.0
-    """The same for a change to a layout that splits the model differently, so that members build
-    and receive new parts: twice as long (measured: 2.1 times, both ways;
+    """The same prior for a change to a layout that splits the model differently, where members
+    build and receive new parts: twice as long (measured: 2.1 times, in both directions;
     docs/decisions/limits-of-plans.md)."""
     gain_min: float = 0.005
-    """A plan changes a healthy task only for a gain of this share of the cluster's WAF; below 1."""
+    """A plan changes a healthy task only if it gains this share of the cluster's WAF; below 1."""
     moves_max: int | None = None
     """Maximum number of healthy tasks that one plan changes, unless no plan fits otherwise."""
     quotas: dict[str, int] = field(default_factory=dict[str, int])
     """By team (`team:` in the job spec): the maximum slots of all its tasks together."""
     floor: bool = False
     """Whether a plan gives each task at least the fewest slots at which its throughput is above 0.
-    If those of all tasks do not fit together: in order of priority, weight and age."""
+    If there are too few slots for all, tasks get them in order of priority, weight and age."""
     alpha: float = 0.0
-    """What plans maximise. 0: the WAF of all tasks. 0.5, 1 (proportional fairness) or 2: the sum
-    of the alpha-fair utilities of their FLOP/s; larger values are more equal."""
+    """What plans maximise. 0: the WAF of all tasks. 0.5, 1 (proportional fairness) or 2: the sum of
+    the alpha-fair utilities of their FLOP/s. A larger alpha makes the shares more equal."""
     hot_spare: bool = False
     """Keep the slots of one node idle if that gains more at the next fault than it costs."""
     repair_s: float = 355.0 * 60
-    """How long a lost node is away, which bounds the gain of a hot spare (LANL's mean; its median:
-    54 min, Schroeder and Gibson, 2006)."""
+    """How long a lost node is away. It bounds the gain of a hot spare. (The mean at LANL; the
+    median there is 54 min: Schroeder and Gibson, 2006.)"""
     calibrate_iterations: int = 20
     """Undisturbed iterations at one size before their times count as measured throughput."""
     calibrate_min: float = 0.1
-    """A throughput table is replaced only if a measured rate differs from it by this share."""
+    """A throughput table is replaced only if a measured rate differs by this share from its own."""
     observe: bool = False
     """Decide, price and log everything, but send no orders."""
     allow_inject: bool = False
@@ -126,7 +126,7 @@ class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 DOCS = "docs/reference/records.md, Policy: its fields, times in seconds"
 FLAGS_ONLY = ("observe", "allow_inject")
-"""Fields that a policy file must not set, so that an old file cannot disable recovery or enable
+"""Fields that a policy file must not set. So an old file can neither disable recovery nor enable
 fault injection."""
 
 

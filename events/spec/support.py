@@ -14,10 +14,9 @@ Grade = Literal["exact", "restart", "refused"]
 
 
 class Support(Struct, frozen=True):
-    """`exact`: it recovers in memory, and the result equals that of an undisturbed task. `restart`:
-    it trains, and a fault restarts the processes. `refused`: it does not start. `shown` is the test
-    of `exact` or `restart`; "": not tested here.
-    """
+    """`exact`: a task with the feature recovers in memory, and its result equals that of an
+    undisturbed task. `restart`: it trains, and a fault restarts its processes. `refused`: it does
+    not start. `shown` is the test that shows `exact` or `restart`; "": not tested here."""
 
     grade: Grade
     why: str
@@ -34,7 +33,7 @@ class Support(Struct, frozen=True):
 
 
 class Row(Struct, frozen=True):
-    """`train`: support in a task with `train:`. `loop`: in a script that has adopted Unicron."""
+    """`train`: support in a task with `train:`. `loop`: support in a script with Unicron."""
 
     what: str
     train: Support

@@ -1,4 +1,4 @@
-"""Checks of a spec, and error messages: the path, the problem, and the key that was meant."""
+"""Checks of a spec, and its error messages: the path, the problem, a suggested key."""
 
 from __future__ import annotations
 
@@ -38,10 +38,8 @@ def need_count(count: int, path: str, least: int = 1) -> None:
 def spec_error(text: str, root: type[Struct], hint: str, *, given: object = None,
                excluded: Collection[str] = ()) -> SpecError:
     """Turn msgspec's error `text` about `given` into a SpecError: path, one line, a suggestion.
-
     `root` is the type of the whole document, `hint` the default hint, and `excluded` the fields of
-    the root that must not be in `given`.
-    """
+    the root that must not be in `given`."""
     message, _, at = text.partition(" - at ")
     path = at.rpartition(" in ")[2].strip("`").removeprefix("$").removeprefix(".")
     if missing := re.fullmatch("Object missing required field `(.*)`", message):
@@ -64,8 +62,8 @@ def spec_error(text: str, root: type[Struct], hint: str, *, given: object = None
 
 def _suggestion(key: str, path: str, root: type[Struct], given: Any,
                 excluded: Collection[str]) -> str:
-    """Suggest a key: the same key at another path, a similar one that is missing at this path, or
-    a similar one at another path; "" for none."""
+    """Suggest where the key belongs, a similar key that is missing at this path, or a similar key
+    at another path; "" for none."""
     parts, at = _types(root), _without_indices(path)
     not_keys: dict[str, str] = getattr(parts.get(at), "NOT_KEYS", {})
     if key in not_keys:
