@@ -105,7 +105,7 @@ _LATE: dict[str, Callable[[ClusterState, Record, Task, list[int]], None]] = {
 
 
 def deadline_reached(state: ClusterState, record: Record, body: DeadlineReached) -> None:
-    """Handle a deadline that has passed. A stale or early report of one has no effect."""
+    """Handle the report of a passed deadline. A stale or early report has no effect."""
     deadline = state.deadlines.get(body.deadline)
     if deadline is None or record.at_s < deadline.due_s:
         return

@@ -314,7 +314,7 @@ def record_fault(task: Task, record: Record, ranks: list[Rank], status: str, why
 
 
 def _count_repeated(task: Task, status: str) -> None:
-    """Count a failure that ended a process. It is repeated if status and iteration are the same."""
+    """Count a failure that ended a process. The same status and iteration: it is repeated."""
     generation = task.generation if task.heals_in_memory else task.rounds
     series = task.repeated_failure
     if series is None or (series.status, series.iteration) != (status, task.max_iteration):
@@ -358,7 +358,7 @@ def set_stores(task: Task, keepers: tuple[StoreEndpoint, ...]) -> None:
 
 
 def forget_store(state: ClusterState, task: Task, node: str) -> None:
-    """The node's store no longer holds anything of the task. The last one closes the drop order."""
+    """The node's store has nothing of the task any more. If no store has, close the drop order."""
     task.store_nodes = [name for name in task.store_nodes if name != node]
     if task.drop_order and not task.store_nodes:
         close_orders(state, [task.drop_order])

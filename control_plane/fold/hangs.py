@@ -46,7 +46,7 @@ def command_stalled(state: ClusterState, task: Task, number: int, attempt: int,
 
 
 def command_unstalled(state: ClusterState, task: Task, number: int, attempt: int) -> None:
-    """Clear the stall; cancel a timeout that is still pending because healing was paused."""
+    """Clear the stall. Cancel its timeout if that was not acted upon, as healing was paused."""
     rank = edits.find_rank(task, number, attempt)
     if rank is None:
         return
@@ -132,7 +132,7 @@ def record_slow_iteration(state: ClusterState, record: Record, task: Task,
 
 
 def rank_unstalled(state: ClusterState, record: Record, body: r.RankUnstalled) -> None:
-    """Clear the stall; cancel a timeout that is still pending because healing was paused."""
+    """Clear the stall. Cancel its timeout if that was not acted upon, as healing was paused."""
     task = state.tasks.get(body.task)
     if task is not None and not task.heals_in_memory:
         command_unstalled(state, task, body.rank, body.attempt)
@@ -177,7 +177,7 @@ def hang_timed_out(state: ClusterState, record: Record, task: Task, rest: list[i
         return
     ranks = [task.ranks[number] for number in hang.ranks]
     if hang.kind == "silent":
-        for rank in ranks:  # the unreachable node opens the incident
+        for rank in ranks:  # the loss of their node opens the incident
             rank.timeout_reason = rank.timeout_reason or WAITED_FOR
         return
     if hang.kind == "network":

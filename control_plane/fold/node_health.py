@@ -28,8 +28,7 @@ from .edits import EARLY_S, add_evidence, clear_deadline, schedule_estimate, set
 
 NUM_NAMED_MAX = 3
 RECOVERED_S = 60.0
-"""Time without an unhealthy check before a slot is used again. A flapping check moves a task
-once."""
+"""Time without an unhealthy check before a slot is used again: flapping moves a task only once."""
 UNSURE = "; now it cannot say: "
 
 

@@ -30,7 +30,7 @@ def rank_started(state: ClusterState, record: Record, body: r.RankStarted) -> No
 
 def _round_started(state: ClusterState, record: Record, task: Task) -> None:
     """Of a command: the task trains when every seat has a process."""
-    if all(_runs(task, seat) for seat in reversed(task.target)):  # they start in order
+    if all(_runs(task, seat) for seat in reversed(task.target)):  # the ranks start in order
         edits.set_phase(state, task, "training")
         edits.end_pause(state, task)
 

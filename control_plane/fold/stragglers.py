@@ -52,7 +52,7 @@ def step_time_changed(state: ClusterState, record: Record, body: r.StepTimeChang
 
 
 def _pace(task: Task, seq: int, body: r.StepTimeChanged, old: StepTime | None) -> StepTime:
-    """The new step time. It keeps an old reference of as many micro-batches that was no slower."""
+    """The new step time. The old reference stays if it is no slower, for as many micro-batches."""
     num = _num_micro_batches(task, body.rank)
     new = StepTime(generation=body.generation, num_micro_batches=num, iteration_s=body.iteration_s,
                own_s=body.own_s, normal_s=body.normal_s, normal_num=num,

@@ -32,7 +32,7 @@ UNKNOWN_S_MIN = 1800.0
 
 
 class Hang(Struct, frozen=True, kw_only=True):
-    """A stalled task: all reachable ranks are stalled."""
+    """A stalled task: all reachable ranks are stalled or in a slow iteration."""
 
     kind: Literal["rank", "slow", "silent", "network", "unknown"]
     ranks: tuple[int, ...]

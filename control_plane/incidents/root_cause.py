@@ -13,7 +13,7 @@ from .severity import severity_of, worse
 
 
 class Cause(Struct, frozen=True, kw_only=True):
-    """The cause of an incident; direct evidence precedes indirect evidence."""
+    """The cause of an incident; direct evidence takes precedence over indirect evidence."""
 
     severity: Severity
     status: str

@@ -77,7 +77,7 @@ def status_of(error: str) -> str:
 
 
 def classified_status(classified: str, else_: str) -> str:
-    """The classifier's status if it is in the table, unless the rank reports WRONG_INPUT."""
+    """The classifier's status if the table has it, and `else_` is not WRONG_INPUT; else `else_`."""
     return classified if classified in TABLE and else_ != s.WRONG_INPUT else else_
 
 
@@ -88,7 +88,7 @@ def severity_of(status: str, *, process_ended: bool = False) -> Severity:
 
 
 def worse(one: Severity, other: Severity) -> Severity:
-    """The more severe of two: SEV1, SEV2, SEV3."""
+    """The more severe of the two; SEV1 is the most severe."""
     return one if _ORDER[one] <= _ORDER[other] else other
 
 

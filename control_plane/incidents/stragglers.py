@@ -123,7 +123,7 @@ def _differs(paces: dict[int, StepTime], pace: StepTime) -> bool:
 
 
 def _held_up(pace: StepTime, usual_s: float) -> float:
-    """Iteration time relative to one with own work of `usual_s`."""
+    """Iteration time relative to that of an iteration with `usual_s` of own work."""
     return pace.iteration_s / max(pace.iteration_s - (pace.own_s - usual_s), usual_s)
 
 

@@ -43,7 +43,7 @@ class RepeatedFailure(Struct, kw_only=True):
     status: str
     iteration: int
     generation: int
-    """The generation of the last one counted: failures of several ranks in it count once."""
+    """The generation of the last failure that counted. Several failures in it count once."""
     num: int = 1
 
 

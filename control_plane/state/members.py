@@ -114,8 +114,8 @@ def is_representative(task: Task, rank: Rank) -> bool:
 
 
 def is_pinned(state: ClusterState, task: Task) -> bool:
-    """Whether the plan must not change the task. Either it has ranks on an unreachable node, or it
-    is a command that runs on unusable slots: moving a command loses its unsaved work."""
+    """Whether the plan must not change the task: it has ranks on an unreachable node, or it is a
+    command on unusable slots. To move a running command would lose its unsaved work."""
     if not task.heals_in_memory and not task.incident and _runs_where_nothing_starts(state, task):
         return True
     return bool(state.unreachable) and any(state.nodes[rank.slot.node].unreachable

@@ -54,7 +54,7 @@ class OngoingTransition(Struct, kw_only=True):
 
 
 class Stall(Struct, frozen=True, kw_only=True):
-    """A stalled member: reported by RankStalled, not revoked by RankUnstalled."""
+    """A stalled member: reported by RankStalled and not revoked by RankUnstalled."""
 
     iteration: int
     where: Whereabouts
@@ -102,7 +102,7 @@ class StepTime(Struct, frozen=True, kw_only=True):
     normal_num: int
     """Micro-batches per iteration when `normal_s` was first reported."""
     normal_iteration_s: float
-    """Iteration time when `normal_s` was reported."""
+    """Shortest iteration time since `normal_s` was first reported."""
     seq: int
 
 
@@ -328,7 +328,8 @@ class Task(Struct, kw_only=True):
         return self.checkpoint.path if self.checkpoint is not None else ""
 
     def lost_with(self, node: str = "") -> int:
-        """Iterations that are lost if all processes and the in-memory checkpoints on `node` are."""
+        """Iterations that a loss of all processes and of in-memory checkpoints on `node` would
+        cost."""
         copied = [copy.step_version for copy in self.copies if copy.node != node]
         return max(self.iteration - max([self.saved_iteration, *copied]), 0)
 
