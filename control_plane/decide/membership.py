@@ -94,7 +94,7 @@ def order_members(axes: Axes, ranks: Sequence[Rank], *, apart: bool = False) -> 
 
 
 def _kept_positions(axes: Axes, parts: dict[Slot, Coordinates], *, same: bool) -> dict[int, Slot]:
-    """The slot of each position that is kept, from the fullest replicas. `same`: dp is unchanged."""
+    """The slot of each kept position, from the fullest replicas. `same`: dp is unchanged."""
     replicas: dict[int, dict[Slot, Coordinates]] = {}
     for slot, at in parts.items():
         replicas.setdefault(at.dp, {})[slot] = at

@@ -21,17 +21,17 @@ UNCHANGED = "keep as it is"
 ALPHALESS = "the best by WAF, without alpha"
 SPARELESS = "without a hot spare"
 NOT_COMPARABLE_NUM = -(1 << 53)
-"""Objective of a plan that cannot be compared, since other tasks have no slots in it."""
+"""Objective of a plan that cannot be compared, since another set of tasks has no slots in it."""
 SHARE_PERCENT_MIN = 0.001
-"""Smaller shares are printed as "under" this."""
+"""Smaller percentages are printed as "under" this value."""
 WHOLE_PERCENT_MIN = 99.5
-"""From here on `.2g` would print a power of ten."""
+"""At and above this value `.2g` would print a power of ten."""
 POWER_PERCENT_MIN = 1e9
-"""From here on a power of ten is shorter."""
+"""At and above this value a power of ten is printed, since it is shorter."""
 
 
 def percent(share: float) -> str:
-    """Format 0.214 as `21 %`: two digits, from 100 % on all digits, grouped by three."""
+    """Format 0.214 as `21 %`: two digits below 100 %, else all digits, grouped by three."""
     value = 100 * share
     if value < SHARE_PERCENT_MIN:
         return f"under {SHARE_PERCENT_MIN:g} %"

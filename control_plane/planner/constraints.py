@@ -1,9 +1,9 @@
 """Plans under limits: the most moves, quotas of teams, priorities, floors.
 
-A dynamic programme over slots and moves. A team with a quota is solved by its own programme, which
-gives one row of many candidates. If priorities differ, values are compared priority by priority,
-the highest first. The cost is slots times moves for each candidate, so `knapsack` alone makes plans
-without limits, and a plan of `knapsack` that satisfies the limits is final.
+A dynamic programme over slots and moves. A team with a quota has a dynamic programme of its own,
+whose results are the candidates of one row. If priorities differ, values are compared priority by
+priority, the highest first. The cost is slots times moves for each candidate. So plans without
+limits are made by `knapsack` alone. A plan of `knapsack` that satisfies the limits is final.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from .solver.dynamic_program import IMPOSSIBLE
 
 
 def best(rows: Candidates, capacity: int, limits: PlanLimits) -> SlotsAndGain | None:
-    """The best plan that fits and satisfies the limits, None if nothing fits. If every plan exceeds
-    `moves_max`, the best plan with the fewest moves. Ties are deterministic."""
+    """The best plan that fits and satisfies the limits; None if no plan fits. If every plan exceeds
+    `moves_max`, it is the best plan with the fewest moves. The choice on a tie is deterministic."""
     found = within_limits(rows, capacity, limits)
     if found is None and limits.moves_max is not None:
         few = within_limits(_moves_as_losses(rows, limits), capacity,
@@ -41,7 +41,7 @@ def within_limits(rows: Candidates, capacity: int, limits: PlanLimits) -> SlotsA
 
 
 def _moves_as_losses(rows: Candidates, limits: PlanLimits) -> Candidates:
-    """The rows with gain -1 for a move, else 0."""
+    """The rows with other gains: -1 for a move of a healthy task, else 0."""
     row_of = rows.row_of
     healthy, now = np.array(limits.healthy)[row_of], np.array(limits.now)[row_of]
     return Candidates(sizes=rows.sizes, starts=rows.starts,
@@ -56,11 +56,11 @@ class _Option(Struct, frozen=True):
 
 
 class _Layer(Struct, frozen=True):
-    """One unit added before the others: the option that each state takes; moves x slots."""
+    """The step of one unit (a task or a team): the option that is best in each state."""
 
     options: list[_Option]
     choices: NDArray[np.unsignedinteger[Any]]
-    """In the smallest type that counts the options; 0 also for unreachable states."""
+    """[moves, slots]: the option's index, in the smallest integer type; 0 if unreachable."""
 
 
 class _Search:
@@ -74,7 +74,7 @@ class _Search:
         self._priorities = sorted(set(limits.priorities), reverse=True) or [0]
 
     def slots(self) -> tuple[int, ...] | None:
-        """The sizes by row, None if nothing fits."""
+        """The sizes by row; None if no plan fits."""
         team_of = {row: (team, quota) for team, quota in self._limits.teams for row in team}
         units: list[tuple[tuple[int, ...], int | None]] = []
         for row in range(self._rows.num):
@@ -132,7 +132,7 @@ def _most(rows: Candidates) -> int:
 
 
 def _add(values: Ints, options: list[_Option]) -> tuple[Ints, _Layer]:
-    """Add one unit before the others: the best option by state, the last one on a tie."""
+    """Add one unit before the others. Each state takes the best option, on a tie the last."""
     found = np.full_like(values, IMPOSSIBLE)
     choices = np.zeros(values.shape[1:], dtype=np.min_scalar_type(max(len(options) - 1, 0)))
     _, num_moves, num_slots = values.shape
@@ -149,7 +149,7 @@ def _add(values: Ints, options: list[_Option]) -> tuple[Ints, _Layer]:
 
 
 def _at_least(new: Ints, old: Ints) -> NDArray[np.bool_]:
-    """By state: True if the new values are not lower, compared from the first priority on."""
+    """By state: True if the new values are not lower. The first priority is compared first."""
     found: NDArray[np.bool_] = new[-1] >= old[-1]
     for priority in range(len(new) - 2, -1, -1):
         found = (new[priority] > old[priority]) | ((new[priority] == old[priority]) & found)
@@ -157,7 +157,7 @@ def _at_least(new: Ints, old: Ints) -> NDArray[np.bool_]:
 
 
 def _useful(values: Ints) -> list[_Option]:
-    """The team's results by slots and moves, without those that fewer slots give too."""
+    """The team's results by slots and moves. Results that fewer slots also give are left out."""
     new = np.ones(values.shape[1:], dtype=np.bool_)
     new[:, 1:] = (values[:, :, 1:] != values[:, :, :-1]).any(axis=0)
     new &= values[0] > IMPOSSIBLE // 2
@@ -167,12 +167,12 @@ def _useful(values: Ints) -> list[_Option]:
 
 # --- Floors: the fewest slots that a plan gives a task ---
 #
-# If not all floors fit, they are granted in order while they fit: a higher priority first, then a
-# higher weight, then the earlier task. A task whose floor is not granted has none in this plan.
+# If not all floors fit, they are granted in order, each if it still fits: by priority, then by
+# weight (higher first), then by task id. A task whose floor is not granted has none in this plan.
 
 
 def has_floors(problem: PlanProblem) -> bool:
-    """True if any task of the problem requests a floor or has one by alpha."""
+    """True if any task has a floor: by its job, by the policy, or because alpha is 1 or more."""
     all_ask = problem.floor or problem.alpha >= 1
     return any((all_ask or one.floor) and floors_of(problem, one) for one in problem.demands)
 
@@ -183,10 +183,10 @@ def has_requested_floors(problem: PlanProblem) -> bool:
 
 
 def floors_of(problem: PlanProblem, demand: TaskDemand) -> tuple[int, ...]:
-    """The floors that the task may be granted, its own request first; usually none or one. If its
-    own floor does not fit, its smallest size with a WAF above 0 is tried, if the policy requests
-    that for each task, or if with alpha 0 slots have minus infinity. A task without any WAF has no
-    floor."""
+    """The floors that the task may be granted, in order; usually none or one. The first is the one
+    that its job requests. If this does not fit, the task's smallest size with a WAF above 0 is
+    tried, provided that the policy requests it or alpha is 1 or more (then 0 slots have the utility
+    minus infinity). A task without any WAF has no floor."""
     least = problem.floor or problem.alpha >= 1
     levels = (*([demand.floor] if demand.floor else []), *([0] if least else []))
     found = (next((size for size, waf in zip(demand.sizes, demand.wafs, strict=True)
@@ -195,7 +195,7 @@ def floors_of(problem: PlanProblem, demand: TaskDemand) -> tuple[int, ...]:
 
 
 def without_floors(problem: PlanProblem) -> PlanProblem:
-    """The problem without requested floors; those of alpha stay."""
+    """The problem without the floors of jobs and policy. The floors of alpha stay."""
     return replace(problem, floor=False, demands=tuple(
         replace(demand, floor=0) if demand.floor else demand for demand in problem.demands))
 
@@ -211,7 +211,7 @@ def kinds_of_limits(problem: PlanProblem) -> list[str]:
 
 
 def without_limits(problem: PlanProblem, kinds: Sequence[str], team: str = "") -> PlanProblem:
-    """The problem without these kinds of limits. `team`: only its quota is removed; empty: all."""
+    """The problem without these kinds of limits. With `team`, only the quota of this team goes."""
     if "moves_max" in kinds:
         problem = replace(problem, moves_max=None)
     if "quota" in kinds:
@@ -225,7 +225,7 @@ def without_limits(problem: PlanProblem, kinds: Sequence[str], team: str = "") -
 
 
 def granted_floors(problem: PlanProblem) -> tuple[int, ...]:
-    """By demand: its granted floor, 0 for none. Together they fit the slots and the quotas."""
+    """By demand: its granted floor, or 0. All granted floors together fit the slots and quotas."""
     demands, found = problem.demands, [0] * len(problem.demands)
     left, quota_left = problem.num_slots, dict(problem.quotas)
     for i in sorted(range(len(demands)), key=lambda i: _order(demands[i])):
@@ -245,7 +245,7 @@ def _order(demand: TaskDemand) -> tuple[int, float, int]:
 
 
 def allowed(problem: PlanProblem, rows: Candidates) -> NDArray[np.bool_]:
-    """By candidate: True if the floors allow it. From alpha 1 on, no floor means no slots."""
+    """By candidate: True if the floors allow it. From alpha 1 on, an ungranted floor: 0 slots."""
     least, row_of = np.array(granted_floors(problem), dtype=np.int64), rows.row_of
     found: NDArray[np.bool_] = rows.sizes >= least[row_of]
     if problem.alpha >= 1:
@@ -256,13 +256,13 @@ def allowed(problem: PlanProblem, rows: Candidates) -> NDArray[np.bool_]:
 
 
 def unserved_tasks(problem: PlanProblem, slots: Sequence[int]) -> tuple[int, ...]:
-    """Tasks with a WAF of 0 that could have more."""
+    """Tasks that have a WAF of 0 in this plan, although some size has a WAF above 0."""
     return tuple(demand.task for demand, x in zip(problem.demands, slots, strict=True)
                  if not waf_of(demand, x) and any(demand.wafs))
 
 
 def below_floor(problem: PlanProblem, slots: Sequence[int]) -> dict[int, int]:
-    """By task that the plan gives less than its requested floor: its smallest floor above that."""
+    """The tasks below their first floor. By task: its smallest floor above its slots."""
     found: dict[int, int] = {}
     for demand, x in zip(problem.demands, slots, strict=True):
         floors = floors_of(problem, demand)
@@ -272,7 +272,7 @@ def below_floor(problem: PlanProblem, slots: Sequence[int]) -> dict[int, int]:
 
 
 def blocked_by_quota(problem: PlanProblem, tasks: Iterable[int]) -> tuple[int, ...]:
-    """Those of `tasks` that would have a floor if only their own team had no quota."""
+    """The tasks among `tasks` that would get a floor if their own team had no quota."""
     found: list[int] = []
     row_of = {demand.task: row for row, demand in enumerate(problem.demands)}
     quotas, teams = dict(problem.quotas), dict[str, tuple[int, ...]]()

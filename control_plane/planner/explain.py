@@ -1,7 +1,7 @@
 """Explains a plan: its value and costs, its distance to the alternatives, the binding constraint.
 
-`plan_record` makes the record in the log. `without_each_limit` and `paid_back_s` are computed on
-request, from the problem.
+`plan_record` makes the record in the log. `without_each_limit` and `paid_back_s` are computed from
+the problem when they are requested.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from .problem import PlanProblem, TaskDemand, waf_of
 from .problem_of_state import PlanningSnapshot, digest
 
 NUM_NAMED_MAX = 3
-"""The most tasks that the sentence names."""
+"""The most tasks that a list in the explanation names."""
 UNBOUND = (*LIMITS_BY_NAME, FLOORLESS, SPARELESS, ALPHALESS)
-"""Plans that violate a limit, or that solve another problem."""
+"""Names of plans that violate a limit of the problem, or that solve another problem."""
 
 
 def plan_record(state: ClusterState, snapshot: PlanningSnapshot, choice: Choice) -> PlanChosen:
@@ -56,7 +56,7 @@ def plan_record(state: ClusterState, snapshot: PlanningSnapshot, choice: Choice)
 
 
 def record_of(problem: PlanProblem, choice: Choice, most: Mapping[int, int]) -> PlanChosen:
-    """The record without the fields that need a state. `most`: slots.max by task."""
+    """The record without the fields that need the cluster state. `most`: slots.max by task."""
     plan = choice.plan
     objective = objective_flop(problem, plan.slots)
     others = with_distances(problem, choice.alternatives, objective)
@@ -71,7 +71,7 @@ def record_of(problem: PlanProblem, choice: Choice, most: Mapping[int, int]) -> 
 
 
 def _kept(snapshot: PlanningSnapshot) -> tuple[Allocation, ...]:
-    """The slots and the WAF of tasks that the plan does not change."""
+    """The slots and the WAF of tasks that the plan may not change."""
     planned = {demand.task for demand in snapshot.problem.demands}
     return tuple(Allocation(task=demand.task, slots_before=demand.now, slots=demand.now,
                             waf=waf_of(demand, demand.now), waf_before=waf_of(demand, demand.now))
@@ -80,7 +80,7 @@ def _kept(snapshot: PlanningSnapshot) -> tuple[Allocation, ...]:
 
 def with_distances(problem: PlanProblem, others: Sequence[Alternative], objective: float
            ) -> tuple[Alternative, ...]:
-    """The other plans with their distance from `objective`, that of the chosen plan."""
+    """The other plans with their distance from `objective`, the chosen plan's objective."""
     return tuple(replace(other, behind_flop=objective - objective_flop(problem, slots),
                          transition_flop=transition_flop(problem, slots))
                  for other in others for slots in [tuple(num for _, num in other.slots)])
@@ -88,13 +88,13 @@ def with_distances(problem: PlanProblem, others: Sequence[Alternative], objectiv
 
 def binding_constraint(problem: PlanProblem, choice: Choice,
             most: Mapping[int, int]) -> tuple[Binding, tuple[int, ...]]:
-    """(the constraint that binds the plan, the tasks that it concerns).
+    """(the constraint that binds the plan, the tasks that it concerns). `most`: slots.max by task.
 
-    `slots`: with more slots the objective would be larger. `min`: slots are left, but fewer than
-    the smallest size of a waiting task. `max`: every task has its preferred slots, some their
-    slots.max. `limits`, `floor`: without limits, or without the floors of these tasks, the
-    objective would be larger. `spare`: the slots of a node are kept idle. `most`: slots.max by
-    task.
+    `slots`: the objective would be larger with more slots. `min`: slots are left, but fewer than
+    the smallest size of a waiting task. `max`: every task has its preferred number of slots, and
+    for these tasks the number is their slots.max. `limits`: the objective would be larger without
+    limits. `floor`: it would be larger without the floors of these tasks. `spare`: the slots of one
+    node are kept idle. `nothing`: none of these.
     """
     plan = choice.plan
     if choice.spare is not None and choice.spare.verdict == "kept":
@@ -117,9 +117,9 @@ def binding_constraint(problem: PlanProblem, choice: Choice,
 
 # --- on request ---
 def without_each_limit(problem: PlanProblem, slots: Sequence[int]) -> tuple[Alternative, ...]:
-    """The plans without each single limit, without floors, without alpha, without a hot spare or
-    with one, and the plan in which only faulted tasks shrink, each compared with the plan `slots`.
-    One solve for each. A plan equal to `slots` or to an earlier one is left out."""
+    """Other plans, each compared with the plan `slots`: without one of the limits, floors included,
+    without gain_min, without alpha, without and with a hot spare, and the plan in which only
+    faulted tasks shrink. Each takes one solve. A plan that is not new is left out."""
     every, first_terms = all_rows(problem)
 
     def valued(counts: Sequence[int]) -> Plan:
@@ -138,7 +138,7 @@ def without_each_limit(problem: PlanProblem, slots: Sequence[int]) -> tuple[Alte
 
 
 def _problems_without(problem: PlanProblem) -> Iterator[tuple[str, PlanProblem]]:
-    """(the plan's name, the problem without one limit)."""
+    """(the plan's name, the problem that it solves)."""
     kinds = constraints.kinds_of_limits(problem)
     for kind, name in zip(("moves_max", "quota", "priority", "floor"), LIMIT_NAMES, strict=True):
         if kind in kinds:
@@ -155,8 +155,8 @@ def _problems_without(problem: PlanProblem) -> Iterator[tuple[str, PlanProblem]]
 
 
 def paid_back_s(problem: PlanProblem, slots: Sequence[int]) -> float:
-    """The time until the WAF gained by changes of healthy tasks has paid for their transitions (one
-    solve). 0 if nothing is to be paid, and with alpha, which does not maximise the WAF."""
+    """The time until the changes of healthy tasks have earned the cost of their transitions. Takes
+    one solve. 0 if there is no cost, and with alpha, since alpha does not maximise the WAF."""
     def is_kept(demand: TaskDemand, x: int) -> bool:
         return demand.faulted or x == demand.now or demand.now not in demand.sizes
 
@@ -232,7 +232,7 @@ def _reason(problem: PlanProblem, choice: Choice, others: Sequence[Alternative],
 
 
 def _by_priority(problem: PlanProblem, plan: Plan, most: Alternative) -> str:
-    """The tasks that gain and lose slots by priority: `priority: a (1) comes before b (0); `."""
+    """The tasks that gain or lose slots by priority: `priority: a (1) comes before b (0); `."""
     changes = [(demand, x - y) for demand, x, (_, y) in
               zip(problem.demands, plan.slots, most.slots, strict=True)]
     gives = [demand for demand, more in changes if more < 0]

@@ -1,7 +1,7 @@
 """Hot spare: decides whether the slots of one node stay idle for the next fault.
 
-The look-ahead is one event, as in the plan itself: the plan gains its G until the next fault, which
-takes one node of one task. One event takes no second node, so a second spare node never pays.
+The look-ahead is one event, as in the plan itself: the plan earns its G until the next fault, and
+this fault takes one node. It takes no second node, so a second spare node never pays.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from .planner import Choice
 from .problem import PlanProblem, waf_of
 
 WORK_NUM_MAX = 1 << 18
-"""Limit of tasks times all their sizes: below 200 ms. Above it no spare is priced."""
+"""Limit of tasks times all their sizes, below 200 ms. Above the limit no spare is priced."""
 LIMITED_WORK_NUM_MAX = 1 << 21
-"""The same under limits, times slots and moves, since each plan searches over both."""
+"""The limit if plans have limits. The product then includes the slots and moves of a search."""
 
 
 def with_hot_spare(problem: PlanProblem) -> Choice:
-    """The plan, with the slots of one node kept idle if and only if the expected value is larger.
+    """The plan. It keeps one node's slots idle if and only if this has a larger expected value.
 
-    The expected value is G of the plan plus the expected G of the plan after the next fault: task i
-    loses a node with probability x_i / n, `choose_plan` plans on the slots that are left, and that
-    plan lasts until the node is repaired or until the fault after it. On a tie nothing is kept
+    The expected value is G of the plan plus the expected G of the plan after the next fault. Task i
+    loses a node with probability x_i / n. Then `choose_plan` plans on the slots that are left, and
+    this plan lasts until the node is repaired or until the next fault. On a tie nothing is kept
     idle. A spare stops no running task and puts no task below its floor.
     """
     free, num = planner.choose_plan(problem), problem.spare_slots
@@ -65,28 +65,28 @@ def exceeds_work_limit(problem: PlanProblem) -> bool:
 
 
 class _AfterFault(Struct, frozen=True):
-    """The problem at the next fault, after a plan is carried out and every task is healthy."""
+    """The problem at the next fault. Before it the plan is in force and every task is healthy."""
 
     problem: PlanProblem
-    """On the slots that are left; no task is faulted yet."""
+    """Its slots are those left after the fault. No task is marked as faulted yet."""
     values: Objective
     """G until the node is back or the next fault comes."""
     restart_flop: Floats
-    """By task: its transition cost if it loses the node and keeps its slots."""
+    """By task: the transition cost if the task loses the node and keeps its number of slots."""
 
     @property
     def most(self) -> list[float]:
-        """By task: an upper bound of its values."""
+        """By task: an upper bound of |G| and of the restart cost."""
         return [*map(max, self.values.most(), self.restart_flop.tolist())]
 
     def total(self, num_slots: int, shift: int) -> int:
-        """The expected value times 2^shift and `num_slots`; each slot fails as often."""
+        """The expected value times 2^shift and `num_slots`. All slots fail equally often."""
         demands, rows = self.problem.demands, self.values.rows(shift)[0]
         restarts = objective.to_fixed_point(self.restart_flop, shift).tolist()
         num_idle = num_slots - sum(demand.now for demand in demands)
         total = num_idle * rows.sums(rows.vector(planner.solve(self.problem).slots))[0]
         for i, demand in enumerate(demands):
-            if demand.now:  # it loses a node; `problem` has only the slots that are left
+            if demand.now:  # the task loses a node, and `problem` has only the slots left
                 lost = problem_after(self.problem, Event(what="node lost", task=demand.task), 0)
                 slots = planner.solve(lost).slots
                 value = rows.sums(rows.vector(slots))[0]
@@ -107,7 +107,7 @@ def _after_fault(problem: PlanProblem, slots: Sequence[int]) -> _AfterFault:
 
 def _compared(problem: PlanProblem, free: Sequence[int],
               kept: Sequence[int]) -> tuple[bool, HotSpare]:
-    """(True if the plan `kept` with the spare pays more than `free`, the record); in integers."""
+    """(True if `kept`, the plan with the spare, is worth more, in integers; the record)."""
     num = problem.num_slots
     values = objective.objective_values(problem.demands, problem.running_s, num)
     thens = [_after_fault(problem, slots) for slots in (free, kept)]

@@ -1,7 +1,7 @@
 """Plans for every possible next event, as in the paper's precomputed table.
 
-Computed on request (`unicron plan --offline --table`); no decision reads it. It takes the time of
-one plan for each event.
+Computed on request (`unicron plan --offline --table`); no decision reads these plans. Each event
+takes the time of one plan.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ EventKind = Literal["gpu lost", "node lost", "node joined", "task ended"]
 
 
 class Event(Struct, frozen=True, kw_only=True):
-    """A possible next event. `task`: the task that loses the GPU or node, or that ends; 0: a node
-    joins. A submission is not included, since its demand is not known."""
+    """A possible next event. `task`: the task that loses the GPU or node, or that ends; 0 if a node
+    joins. A submission is not among the events, since its demand is not known."""
 
     what: EventKind
     task: int = 0
@@ -33,9 +33,9 @@ class NextEventPlans(Struct, frozen=True, kw_only=True):
     problem: PlanProblem
     gpus_per_node: int
     plans: dict[Event, Plan]
-    """By event: slots by task, without a task that ended."""
+    """By event: the plan for the remaining tasks, without a task that ended."""
     num_left: int = 0
-    """Events that were left out for lack of time."""
+    """The number of events that were left out for lack of time."""
 
     @property
     def num_bytes(self) -> int:
@@ -44,7 +44,7 @@ class NextEventPlans(Struct, frozen=True, kw_only=True):
 
 def plan_next_events(problem: PlanProblem, gpus_per_node: int,
             is_late: Callable[[], bool] = lambda: False) -> NextEventPlans:
-    """Plan for each event until `is_late` returns True. Takes the time of one plan for each."""
+    """Plan for one event after the other, until `is_late` returns True."""
     every, plans = list(events(problem, gpus_per_node)), dict[Event, Plan]()
     for event in every:
         if is_late():
@@ -55,7 +55,7 @@ def plan_next_events(problem: PlanProblem, gpus_per_node: int,
 
 
 def events(problem: PlanProblem, gpus_per_node: int) -> Iterator[Event]:
-    """A lost GPU and a lost node of each task with slots, the end of each task, one more node."""
+    """For each task with slots: a lost GPU, a lost node. For each task: its end. One more node."""
     losses: tuple[tuple[EventKind, int], ...] = (("gpu lost", 1), ("node lost", gpus_per_node))
     for what, num in losses:
         if num <= problem.num_slots:

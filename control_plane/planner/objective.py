@@ -7,18 +7,18 @@ The paper (section 4) maximises the sum of G over all tasks t:
 - F(t, x) = w(t) T(t, x): weighted achieved FLOP/s (WAF) on x slots; `TaskDemand.wafs`.
 - D_running: expected time until the next fault; `PlanProblem.running_s`.
 - D_transition: downtime of the change, by kind of change; `TaskDemand.transition`. It is 0 for a
-  healthy task that keeps its slots (the paper's indicator 1); a faulted task pays in any case.
-- H, our addition (hysteresis): `gain_min` D_running if the task is healthy, could keep its slots
-  and x is another number, else 0. So a healthy task changes only if the change gains at least
-  `gain_min` of the task's current WAF.
+  healthy task that keeps its slots (the paper's indicator 1). A faulted task always has a downtime.
+- H: hysteresis, our addition to the paper. It is `gain_min` D_running if a healthy task could keep
+  its slots but gets another number, else 0. So a healthy task changes only if the change gains at
+  least `gain_min` of the task's current WAF.
 
-With alpha-fairness, U(T) replaces T in the first term, and T U'(T) in the second:
-U(T) = T^(1 - alpha) / (1 - alpha), for alpha 1 the logarithm (Mo and Walrand, "Fair end-to-end
+With alpha-fairness, U(T) replaces T in the first term, and T U'(T) replaces T in the second term:
+U(T) = T^(1 - alpha) / (1 - alpha), and ln T for alpha 1 (Mo and Walrand, "Fair end-to-end
 window-based congestion control", 2000).
 
 The objective is computed in floats (`objective_values`), then rounded once to integers of one
-scale (`rows`), so the order of summation cannot change the plan. Utilities use + - * / and the
-square root alone, which every machine rounds correctly. FLOP here are weighted.
+scale (`rows`). So the order of summation cannot change the plan. Utilities use only + - * / and the
+square root, which every machine rounds correctly. All FLOP in this module are weighted.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ from .solver.core import Ints
 
 Floats = NDArray[np.float64]
 SUM_BITS = 52
-"""The sum over tasks of the largest |G| is below 2^(SUM_BITS + 1)."""
+"""The scale is such that the sum over tasks of the largest |G| is below 2^(SUM_BITS + 1)."""
 RATIO_BITS = 200
-"""With alpha: the lowest rate is 2^-200 of the unit; lower rates are raised to it."""
+"""With alpha: lower rates, except 0, are raised to 2^-200 of the unit (`in_units`)."""
 _NO_SIZES, _NO_WAFS = np.zeros(0, np.int64), np.zeros(0, np.float64)
 _LN2_HIGH, _LN2_LOW = 6.93147180369123816490e-01, 1.90821492927058770002e-10
 """Their sum is ln 2. The product of _LN2_HIGH and an exponent is exact."""
@@ -78,7 +78,7 @@ def cost_flop(demand: TaskDemand, slots: int) -> float:
 
 
 def hysteresis_flop(problem: PlanProblem, demand: TaskDemand, slots: int) -> float:
-    """F(t, now) H: FLOP that a change of a healthy task must gain."""
+    """F(t, now) H: the FLOP that a change of a healthy task must gain."""
     if demand.faulted or slots == demand.now or demand.now > problem.num_slots:
         return 0.0
     return waf_of(demand, demand.now) * problem.gain_min * problem.running_s
@@ -86,9 +86,9 @@ def hysteresis_flop(problem: PlanProblem, demand: TaskDemand, slots: int) -> flo
 
 # --- all candidates ---
 class Objective(Struct, frozen=True, kw_only=True):
-    """The two terms of G in floats, by candidate: each task's sizes and 0, as in `Candidates`. A
-    size above the number of slots has the first term of the largest size that fits, so that it does
-    not affect the scale."""
+    """The two terms of G in floats, by candidate: 0 and each task's sizes, as in `Candidates`. A
+    size above the number of slots gets the first term of the largest size that fits, so that this
+    size does not affect the scale."""
 
     sizes: Ints
     running_flop: Floats
@@ -97,7 +97,7 @@ class Objective(Struct, frozen=True, kw_only=True):
     """The second term."""
     starts: Ints
     marginal_flop: Floats | None = None
-    """With alpha: T U'(T) D_running, the gain per relative gain in rate; else None."""
+    """With alpha: T U'(T) D_running, the derivative of the first term by ln T. Else None."""
 
     def most(self) -> list[float]:
         """By task: an upper bound of |G|."""
@@ -110,10 +110,10 @@ class Objective(Struct, frozen=True, kw_only=True):
         return most
 
     def rows(self, shift: int) -> tuple[Candidates, Ints]:
-        """(G by candidate, the first term by candidate), both times 2^shift. Rounds by slot:
-        throughput that is linear in slots stays linear to the last bit, and a size that gains
-        nothing over a smaller one keeps its value. With alpha nothing is linear, and the second
-        result is `marginal_flop`."""
+        """(G by candidate, the first term by candidate), both times 2^shift. The first term is
+        rounded per slot, so throughput that is linear in slots stays linear to the last bit. A size
+        that has the first term of a smaller size keeps it exactly. With alpha nothing is linear:
+        terms are rounded as they are, and the second result is `marginal_flop`."""
         changes = to_fixed_point(self.change_flop, shift)
         if self.marginal_flop is not None:
             gains = to_fixed_point(self.running_flop, shift) - changes
@@ -129,7 +129,7 @@ class Objective(Struct, frozen=True, kw_only=True):
 
 
 def fixed_point_shift(most: Sequence[float]) -> int:
-    """The exponent of the scale on which the sum of the largest gains is below 2^53."""
+    """The exponent of the scale on which the sum of the largest |G| is below 2^53."""
     total = math.fsum(most)
     return SUM_BITS - 1 - math.frexp(total)[1] if total > 0 else 0
 
@@ -182,7 +182,7 @@ def _transition_s(demands: Sequence[TaskDemand], sizes: Ints, now: Ints, faulted
 
 # --- utilities of alpha-fairness ---
 def in_units(rates: Floats) -> Floats:
-    """The rates divided by the power of two above the largest one, so that none exceeds 1."""
+    """The rates divided by the power of two above the largest rate, so that no rate exceeds 1."""
     largest = float(rates.max(initial=0.0))
     unit_bits = int(np.frexp(largest)[1]) if largest > 0 else 0
     found: Floats = np.where(rates > 0, np.maximum(np.ldexp(rates, -unit_bits), 2.0**-RATIO_BITS),
@@ -191,7 +191,7 @@ def in_units(rates: Floats) -> Floats:
 
 
 def utility(rates: Floats, alpha: float) -> Floats:
-    """U(T). 0 for a rate of 0, where U is not defined from alpha 1 on."""
+    """U(T). It is set to 0 for a rate of 0, where U is not defined if alpha is 1 or more."""
     known = np.where(rates > 0, rates, 1.0)
     found = (2.0 * np.sqrt(known) if alpha == 0.5 else logarithm(known) if alpha == 1.0
              else -1.0 / known if alpha == 2.0 else known)
@@ -200,7 +200,7 @@ def utility(rates: Floats, alpha: float) -> Floats:
 
 
 def marginal(rates: Floats, alpha: float) -> Floats:
-    """T U'(T) = T^(1 - alpha), the gain per relative gain in rate. 0 for a rate of 0."""
+    """T U'(T) = T^(1 - alpha), the derivative of U by ln T. It is 0 for a rate of 0."""
     known = np.where(rates > 0, rates, 1.0)
     found = (np.sqrt(known) if alpha == 0.5 else np.ones_like(known) if alpha == 1.0
              else 1.0 / known if alpha == 2.0 else known)
@@ -209,9 +209,9 @@ def marginal(rates: Floats, alpha: float) -> Floats:
 
 
 def logarithm(values: Floats) -> Floats:
-    """ln of numbers above 0, with a relative error below 2^-50. ln m = 2 atanh(s), s = (m - 1) / (m
-    + 1), for a mantissa m from sqrt(1/2) to sqrt(2). s^2 is below 0.0295, so the truncated series
-    has a relative error below 2^-60."""
+    """ln of numbers above 0, with a relative error below 2^-50. For a mantissa m from sqrt(1/2) to
+    sqrt(2), ln m = 2 atanh(s) with s = (m - 1) / (m + 1). s^2 is below 0.0295, so the truncated
+    series has a relative error below 2^-60."""
     mantissas, exponents = np.frexp(values)
     low = mantissas < _SQRT_HALF_RATIO
     mantissas = np.where(low, 2.0 * mantissas, mantissas)

@@ -24,43 +24,43 @@ from .problem_of_state import planning_snapshot
 from .solver.candidates import Candidates, SlotsAndGain
 from .solver.dynamic_program import IMPOSSIBLE, LeaveOneOut
 
-# --- Price of a waiting task: its cost for the others, and the weight from which it runs ---
+# --- Price of a waiting task: what the others would lose, and the weight from which it runs ---
 
 WORK_NUM_MAX = 5 << 22
 """Limit of candidates times slots in `prices`: about 0.1 s and 100 MB."""
 _SLOTS_NUM, _SIZES_NUM = 1 << 12, 4
-"""Fixed cost of a candidate, in slots; memory of a row, in candidates."""
+"""For WORK_NUM_MAX: a candidate's fixed cost, in slots; a row's memory, in candidates."""
 VECTORS_NUM_MAX = 1 << 13
-"""Limit of priced tasks times all tasks: 50 % more time."""
+"""Limit of priced tasks times all tasks. At the limit pricing takes 50 % more time."""
 
 LIMITED_WORK_NUM_MAX = 1 << 24
-"""Limit of states times candidates of all searches of prices under limits: about 30 ms."""
+"""Limit of states times candidates, summed over all searches under limits: about 30 ms."""
 CANDIDATE_NUM = 8192
 """Fixed cost of a candidate in a search, in states."""
 
 
 class Price(Struct, frozen=True, kw_only=True):
-    """The price of running one task that the chosen plan gives no slots."""
+    """The price of running one task to which the chosen plan gives no slots."""
 
     cost_waf: float
-    """The loss of total WAF if the task ran, at least 0."""
+    """The total WAF that would be lost if the task ran, at least 0."""
     times: float
-    """Above this multiple of its weight the next plan gives it slots; may be below 1."""
+    """Above this multiple of its weight the next plan gives the task slots. May be below 1."""
     plan: Plan
-    """The best plan in which it runs."""
+    """The best plan in which the task runs."""
 
 
 def prices(problem: PlanProblem, plan: Plan) -> dict[int, Price]:
-    """By task: the price of each that `plan` gives no slots, if its smallest size would fit.
+    """The price of each task to which `plan` gives no slots, if one of its sizes fits; by task.
 
-    The price applies after the plan is carried out, when every task is healthy: then `choose_plan`
-    gives the task slots if its weight is more than `times` its present weight, and none if it is
-    less, all else equal. Hysteresis (`gain_min`) is included as a cost of change.
+    The price holds once the plan is carried out and every task is healthy. All else equal,
+    `choose_plan` then gives the task slots if its weight is more than `times` its present weight,
+    and none if its weight is less. Hysteresis (`gain_min`) is included as a cost of change.
 
-    The work is O(num_slots) for each size of each task. No prices beyond WORK_NUM_MAX; of very many
-    waiting tasks only the first are priced (VECTORS_NUM_MAX), under limits as many as
-    LIMITED_WORK_NUM_MAX permits. No prices under floors, alpha, different priorities or a possible
-    hot spare: there no single weight decides.
+    The work is O(num_slots) for each size of each task. Beyond WORK_NUM_MAX there are no prices. Of
+    many waiting tasks only the first are priced, up to VECTORS_NUM_MAX, or up to
+    LIMITED_WORK_NUM_MAX under limits. There are no prices under floors, alpha, different priorities
+    or a possible hot spare, since no single weight decides there.
     """
     if not has_prices(problem) or _is_too_large(problem):
         return {}
@@ -98,7 +98,7 @@ def has_prices(problem: PlanProblem) -> bool:
 
 
 def exceeds_work_limit(problem: PlanProblem) -> bool:
-    """True if `prices` leaves out tasks because pricing all would take too long."""
+    """True if `prices` leaves out tasks, since pricing all tasks would take too long."""
     if not has_prices(problem):
         return False
     num = len(problem.demands)
@@ -109,7 +109,7 @@ def exceeds_work_limit(problem: PlanProblem) -> bool:
 
 
 def _is_too_large(problem: PlanProblem) -> bool:
-    """True if the problem is too large for a single price."""
+    """True if the problem is too large for even one price."""
     num_sizes = sum(len(demand.sizes) + 1 for demand in problem.demands)
     return (num_sizes * (problem.num_slots + _SLOTS_NUM)
             + _SIZES_NUM * len(problem.demands) * problem.num_slots) > WORK_NUM_MAX
@@ -117,7 +117,7 @@ def _is_too_large(problem: PlanProblem) -> bool:
 
 def _limited(after: PlanProblem, rows: Candidates, plan: Plan,
              options: Mapping[int, Sequence[tuple[int, int]]]) -> dict[int, Price]:
-    """`prices` under limits, by a search for each size. A task that no weight can run has none."""
+    """`prices` under limits: one search per size. A task that no weight can run has no price."""
     limits, left, found = after.limits, LIMITED_WORK_NUM_MAX, dict[int, Price]()
     assert limits is not None
     for i, sizes in options.items():
@@ -141,14 +141,14 @@ def _limited(after: PlanProblem, rows: Candidates, plan: Plan,
 
 def _beside(rows: Candidates, row: int, sizes: Sequence[tuple[int, int]], num_slots: int,
             limits: PlanLimits) -> dict[int, SlotsAndGain | None]:
-    """By size of the row, 0 included: the best plan with that size."""
+    """By size of the row, 0 included: the best plan in which the row has that size."""
     return {size: constraints.within_limits(
         rows.only((rows.row_of != row) | (rows.sizes == size)), num_slots, limits)
         for size in (0, *(size for size, _ in sizes))}
 
 
 def work_under_limits(problem: PlanProblem) -> int:
-    """States times candidates of one search under limits, with the fixed cost of a candidate."""
+    """Work of one search under limits: each candidate costs the states and a fixed amount."""
     num = sum(len(demand.sizes) + 1 for demand in problem.demands)
     num_moves = min(problem.moves_max or 0, len(problem.demands)) + 1
     num_priorities = len({demand.priority for demand in problem.demands})
@@ -156,33 +156,33 @@ def work_under_limits(problem: PlanProblem) -> int:
 
 
 def _times(sizes: Sequence[tuple[int, int]], num_slots: int, rest: Callable[[int], int]) -> float:
-    """The factor on the gains of `sizes` from which `choose_plan` gives the task slots: with factor
-    f, size x has the objective rest(n - x) + f g(x); without the task it is rest(n)."""
+    """The lowest factor on the task's gains with which `choose_plan` gives it slots. With factor f
+    the objective at size x is rest(n - x) + f g(x). Without the task the objective is rest(n)."""
     return min(((rest(num_slots) - value) / gain for size, gain in sizes
                 if (value := rest(num_slots - size)) > IMPOSSIBLE // 2), default=float("inf"))
 
 
-# --- Blocking constraints: the limit without which the plan would give a waiting task slots ---
+# --- Blocking constraint of a waiting task: without this limit the plan would give it slots ---
 
 NUM_SOLVES = 3
-"""Solves of one plan under limits."""
+"""The number of solves that one plan under limits takes."""
 
 
 class Blocker(Struct, frozen=True, kw_only=True):
-    """The limit that blocks one task without slots; all empty if no limit does."""
+    """The limit that blocks one task without slots. All fields are empty if no limit blocks it."""
 
     why: str = ""
     needs: str = ""
     within: str = ""
-    """More slots would run it only within this limit, its team's quota."""
+    """The quota of its team, if more slots would help the task only within this quota."""
 
 
 def blocking_constraints(problem: PlanProblem, slots: Sequence[int],
            num_idle: int = 0) -> dict[int, Blocker]:
-    """By task that the plan `slots` gives no slots: the limit that blocks it. Empty without limits.
-    `num_idle`: slots that are kept idle as a hot spare. The plan without any limit is always made.
-    If that plan runs the task and several limits exist, each is removed singly; beyond
-    LIMITED_WORK_NUM_MAX all of them are named."""
+    """The limit that blocks each task without slots in the plan `slots`, by task; empty if there
+    are no limits. `num_idle`: slots that are kept idle as a hot spare. The plan without any limit
+    is always computed. If this plan runs the task and there are several limits, each limit is
+    removed on its own. Beyond LIMITED_WORK_NUM_MAX all limits are named instead."""
     kinds = constraints.kinds_of_limits(problem)
     if not kinds:
         return {}
@@ -216,8 +216,8 @@ def blocking_constraints(problem: PlanProblem, slots: Sequence[int],
 
 def _alone(problem: PlanProblem, row: int, kinds: Sequence[str], plans: dict[str, Sequence[int]],
            most: int) -> list[str]:
-    """The kinds of which each blocks the task alone: without that one limit the plan runs it.
-    `plans`: cache of the plans without one limit, at most `most` of them."""
+    """The kinds of limits that each block the task alone: the plan without this limit runs it.
+    `plans`: a cache of at most `most` plans without one limit."""
     found: list[str] = []
     for kind in kinds:
         team = problem.demands[row].team if kind == "quota" else ""
@@ -231,8 +231,8 @@ def _alone(problem: PlanProblem, row: int, kinds: Sequence[str], plans: dict[str
 
 def _bar(problem: PlanProblem, demand: TaskDemand, kinds: Sequence[str], *, alone: bool,
          peers: bool) -> Blocker:
-    """`alone`: each of these limits blocks the task alone; else all of them do, or an unknown one.
-    `peers`: tasks of its own priority have slots, which a higher weight may win."""
+    """`alone`: each limit in `kinds` blocks the task alone. Else all together do, or it is unknown
+    which. `peers`: tasks of its priority have slots that a higher weight may win."""
     quota = dict(problem.quotas).get(demand.team)
     words = {"moves_max": (f"moves_max {problem.moves_max}", "a larger moves_max"),
              "quota": (_quota(demand.team, quota) if quota is not None else "quotas of teams",
@@ -252,7 +252,7 @@ def _quota(team: str, quota: int) -> str:
 
 
 def _within(problem: PlanProblem, demand: TaskDemand, slots: Sequence[int]) -> str:
-    """Its team's quota, if the task does not fit it; else empty."""
+    """The quota of the task's team if the task does not fit into it, else empty."""
     quota = dict(problem.quotas).get(demand.team)
     used = sum(x for x, one in zip(slots, problem.demands, strict=True) if one.team == demand.team)
     if quota is None or used + demand.sizes[0] <= quota:
@@ -263,26 +263,26 @@ def _within(problem: PlanProblem, demand: TaskDemand, slots: Sequence[int]) -> s
 # --- Reasons, in the log and on request ---
 
 NOT_CHOSEN = "the plan gives it no slots"
-"""The reason in the log if there would be enough slots for the task."""
+"""The reason in the log if the task would have enough slots in another plan."""
 NOT_PRICED = "; the weight is not computed: too many tasks and sizes"
 _SHOWN = Context(prec=3, rounding=ROUND_CEILING)
 
 
 class WaitExplanation(Struct, frozen=True, kw_only=True):
-    """Why one task has no slots, and what it needs; computed from the state."""
+    """Why one task has no slots, and what it needs. It is computed from the state."""
 
     why: str
     needs: str
     cost_waf: float = 0.0
-    """The loss of total WAF if it ran."""
+    """The total WAF that would be lost if the task ran."""
     weight_from: float = 0.0
-    """The weight from which the plan gives it slots; 0: not enough slots, or not known."""
+    """The weight from which the plan gives the task slots; 0: too few slots, or not known."""
 
 
 def record_waiting(state: ClusterState, task: Task, num_slots: int, floor: int = 0, *,
          by_quota: bool = False) -> Iterator[Body]:
-    """Record that the plan gives a task no slots. `num_slots`: allocated by the plan. `floor`:
-    requested, not granted. `by_quota`: it would be granted without its team's quota."""
+    """Record that the plan gives a task no slots. `num_slots`: slots that the plan may allocate.
+    `floor`: a floor that is not granted. `by_quota`: only the quota of its team prevents it."""
     why = _missing(state, task, num_slots, floor, by_quota=by_quota)[0] or NOT_CHOSEN
     yield from record_reason(task, why)
 
@@ -294,9 +294,9 @@ def record_reason(task: Task, why: str) -> Iterator[Body]:
 
 
 def explain_waiting(state: ClusterState) -> dict[int, WaitExplanation]:
-    """By waiting task: the reason, what it needs, and what that would cost the others. Compares the
-    plan in force with other plans of the present problem. Takes as long as a few plans; `prices`
-    and `blocking_constraints` say what is left out if there are too many tasks."""
+    """By waiting task: the reason, what the task needs, and what the other tasks would lose.
+    Compares the plan in force with other plans of the present problem. Takes as long as a few
+    plans. For too many tasks, `prices` and `blocking_constraints` define what is left out."""
     if not is_any_waiting(state) or state.plan is None:
         return {}
     snapshot = planning_snapshot(state)
@@ -317,7 +317,7 @@ def explain_waiting(state: ClusterState) -> dict[int, WaitExplanation]:
         if demand.task not in given or not is_waiting(task):
             continue
         if x:
-            if state.held:  # else its seats follow in the same batch
+            if state.held:  # else TaskPlaced follows in the same batch
                 found[task.id] = WaitExplanation(why=state.held, needs="healing to be on")
             continue
         why, needs = _missing(state, task, len(snapshot.slots), short.get(task.id, 0),
@@ -345,7 +345,7 @@ def is_waiting(task: Task) -> bool:
 
 def _missing(state: ClusterState, task: Task, num_slots: int, floor: int, *,
              by_quota: bool) -> tuple[str, str]:
-    """(why the task cannot run under any plan, what it needs); empty if it could run."""
+    """(why no plan can run the task, what the task needs); both empty if a plan could run it."""
     low = _smallest(task)
     if low > state.num_slots_max:
         return ("too large",
@@ -377,26 +377,26 @@ def _not_chosen(state: ClusterState, problem: PlanProblem, task: Task, slots: Se
     if not why:
         why = ("the plan has better use for the slots" if price is None
                else _who_earns_more(state, problem, slots, price))
-        # The number is not known: other tasks may get the first additional slots.
+        # How many is not known, since other tasks may get the first additional slots.
         needs = f"more slots within {bar.within}" if bar.within else "more slots"
-        needs += ", or more weight" * state.policy.hot_spare  # which has no prices
+        needs += ", or more weight" * state.policy.hot_spare  # there are no prices then
     if price is None:
         return WaitExplanation(why=why, needs=needs + NOT_PRICED * exceeds_work_limit(problem))
     weight = task.weight * price.times
-    weight = weight if weight <= WEIGHT_RATIO_MAX else 0.0  # no valid weight runs it
+    weight = weight if weight <= WEIGHT_RATIO_MAX else 0.0  # else no valid weight runs it
     if weight:
         needs += f", or weight {_SHOWN.create_decimal(Decimal(weight)).normalize():f}"
     return WaitExplanation(why=why, needs=needs, cost_waf=price.cost_waf, weight_from=weight)
 
 
 def _no_room(state: ClusterState, task: Task, floor: int, *, by_quota: bool) -> tuple[str, str]:
-    """(why its floor is not granted, what would grant it)."""
+    """(why the task's floor is not granted, what the task needs for it)."""
     team = task.spec.team
     quota = state.policy.quotas.get(team, floor)
     if quota < floor:
         return (f"the quota of team {team} is {slots_in_words(quota)}",
                 f"a quota of {slots_in_words(floor)}, its floor")
-    first = "or a higher priority (a higher weight may do)"  # the order of floors
+    first = "or a higher priority (a higher weight may do)"  # floors are granted in this order
     if by_quota:
         return (f"its floor does not fit the quota of team {team}, {slots_in_words(quota)}, beside "
                 "those before it", f"a larger quota, {first}")
@@ -405,7 +405,7 @@ def _no_room(state: ClusterState, task: Task, floor: int, *, by_quota: bool) -> 
 
 
 def _smallest(task: Task) -> int:
-    """Its smallest size with a throughput above 0."""
+    """The task's smallest size with a throughput above 0."""
     table = task.throughput
     pairs = zip(table.sizes, table.rates_flops, strict=True) if table is not None else ()
     return min((size for size, rate in pairs if rate > 0), default=task.spec.slots.min)
@@ -413,7 +413,7 @@ def _smallest(task: Task) -> int:
 
 def _who_earns_more(state: ClusterState, problem: PlanProblem, slots: Sequence[int],
                     price: Price) -> str:
-    """The tasks that hold the slots on which it would run."""
+    """The tasks whose slots the waiting task would get at its price."""
     names = [demand.name for demand, x, then in
              zip(problem.demands, slots, price.plan.slots, strict=True) if then < x]
     if not names:

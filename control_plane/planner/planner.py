@@ -1,11 +1,11 @@
 """Choosing a plan: slots per task with the largest objective, and the alternatives to it.
 
 A multiple-choice knapsack over the candidate sizes of each task maximises the sum of the objective
-(objective.py). The objective is in integers, so the optimum does not depend on the algorithm. Of
-tied plans the one that gives most to the first task, by id, is chosen.
+(objective.py). The objective is in integers, so the optimum does not depend on the algorithm. Among
+tied plans, the plan that gives most slots to the first task, by id, is chosen.
 
-`choose_plan` solves at most twice: first without limits and floors, which gives the plan if it
-satisfies them; then either under limits and floors, or for the runner-up.
+`choose_plan` solves at most twice. The first solve is without limits and floors. If its plan
+satisfies them, the second solve finds the runner-up; else it finds the plan under them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from .solver.knapsack import Solution, best
 
 NEXT_BEST = "the next best"
 NEAREST = "the best found that changes two tasks"
-"""Replaces NEXT_BEST if finding the next best would take too long."""
+"""The name of the alternative if the search for the next best would take too long."""
 RUNNERS_WORK_NUM_MAX = 1 << 22
-"""Limit of candidates times states for the next best: about 10 ms."""
+"""Limit of candidates times states in the search for the next best: about 10 ms."""
 
 
 class Plan(Struct, frozen=True, kw_only=True):
@@ -80,7 +80,7 @@ def solve(problem: PlanProblem) -> Plan:
 
 
 def allowed_candidates(problem: PlanProblem) -> Candidates:
-    """The objective of each task and size, 0 included, that the floors allow, in integers."""
+    """The candidates that the floors allow, size 0 included, with their objective in integers."""
     every = all_rows(problem)[0]
     if not constraints.has_floors(problem):
         return every
@@ -88,14 +88,14 @@ def allowed_candidates(problem: PlanProblem) -> Candidates:
 
 
 def all_rows(problem: PlanProblem) -> tuple[Candidates, Ints]:
-    """(the objective of every candidate without floors, its first term by candidate)."""
+    """(all candidates, regardless of floors, with their objective; its first term by candidate)."""
     found = objective_values(problem.demands, problem.running_s, problem.num_slots,
                              alpha=problem.alpha, gain_min=problem.gain_min)
     return found.rows(fixed_point_shift(found.most()))
 
 
 def best_among(problem: PlanProblem, allowed: Callable[[TaskDemand, int], bool]) -> Plan | None:
-    """The best plan with the sizes of a task that `allowed` accepts; None if there is none."""
+    """The best plan in which `allowed` accepts the size of every task; None if there is none."""
     every = all_rows(problem)[0]
     bounds = _Bounds.of(problem, every)
     row_of: list[int] = every.row_of.tolist()
@@ -113,7 +113,7 @@ def best_among(problem: PlanProblem, allowed: Callable[[TaskDemand, int], bool])
 
 
 def preferred_slots(problem: PlanProblem) -> tuple[int, ...]:
-    """By task: the best number of slots if slots were unlimited and there were no hysteresis."""
+    """By task: the best number of slots if slots were unlimited and hysteresis did not apply."""
     most = sum(demand.sizes[-1] for demand in problem.demands if demand.sizes)
     found = objective_values(problem.demands, problem.running_s, most, alpha=problem.alpha)
     rows = found.rows(fixed_point_shift(found.most()))[0]
@@ -139,7 +139,7 @@ def plan_of(demands: Sequence[TaskDemand], found: SlotsAndGain) -> Plan:
 
 
 def comparable(problem: PlanProblem, plan: Plan, other: Plan) -> Plan:
-    """The other plan; NOT_COMPARABLE_NUM if, from alpha 1 on, other tasks have no slots in it."""
+    """`other`; marked NOT_COMPARABLE_NUM if alpha >= 1 and not the same tasks have a WAF of 0."""
     if problem.alpha >= 1 and (constraints.unserved_tasks(problem, plan.slots)
                                != constraints.unserved_tasks(problem, other.slots)):
         return replace(other, objective=NOT_COMPARABLE_NUM)
@@ -149,7 +149,7 @@ def comparable(problem: PlanProblem, plan: Plan, other: Plan) -> Plan:
 def alternatives(problem: PlanProblem, plan: Plan, others: Sequence[tuple[str, Plan]],
                  running: int) -> tuple[Alternative, ...]:
     """The other plans that differ from `plan` and from each other. `running`: with alpha, the first
-    term of `plan` on the scale of its objective."""
+    term of the objective of `plan`, on the scale of this objective."""
     found: list[Alternative] = []
     seen = [plan.slots]
     for what, other in others:
@@ -179,7 +179,7 @@ class _Bounds(Struct, frozen=True):
                    constraints.allowed(problem, every) if constraints.has_floors(problem) else None)
 
     def violated(self, slots: Sequence[int]) -> tuple[str, ...]:
-        """The LIMIT_NAMES that a plan violates, and priorities: only a solve shows these."""
+        """The LIMIT_NAMES that a plan violates, and priorities, which only a solve can check."""
         limits, names = self.limits, list[str]()
         if limits is not None:
             names += ["moves_max"] * (not limits.allow_moves(slots))
@@ -190,11 +190,11 @@ class _Bounds(Struct, frozen=True):
         return tuple(names)
 
     def allow(self, slots: Sequence[int]) -> bool:
-        """True if a plan satisfies all limits but the priorities."""
+        """True if a plan satisfies all limits and floors, priorities not considered."""
         return not set(self.violated(slots)) - {"priorities"}
 
     def best(self, violated: Sequence[str]) -> SlotsAndGain:
-        """The best plan that satisfies all. `violated`: by the unconstrained optimum."""
+        """The best plan under all limits and floors. `violated`: what the free optimum violates."""
         num_slots, limits = self.problem.num_slots, self.limits
         rows = self.every if self.kept is None else self.every.only(self.kept)
         found = None
@@ -211,13 +211,13 @@ class _Solutions(Struct, frozen=True, kw_only=True):
 
     bounds: _Bounds
     first_terms: Ints
-    """By candidate."""
+    """The first term of the objective, by candidate."""
     solved: Solution
-    """Without limits and floors."""
+    """The solver's result without limits and floors."""
     free: Plan
     plan: Plan
     violated: tuple[str, ...]
-    """The limits that `free` violates. Empty: `free` is the plan."""
+    """The limits that `free` violates. If empty, `free` is the plan."""
 
     @classmethod
     def of(cls, problem: PlanProblem) -> _Solutions:
@@ -250,7 +250,7 @@ class _Solutions(Struct, frozen=True, kw_only=True):
             yield UNCHANGED, plan_of(problem.demands, (slots, every.sums(vector)[0]))
 
     def runner_up(self) -> Iterator[tuple[str, Plan]]:
-        """The next best plan; a plan that changes two tasks if the search would take too long."""
+        """The next best plan. If the search would take too long: a plan that changes two tasks."""
         what, found = NEXT_BEST, self.solved.next_best(RUNNERS_WORK_NUM_MAX)
         if found is None:
             what, found = NEAREST, next(iter(self.solved.swaps(self.plan.slots)), None)

@@ -14,7 +14,7 @@ from ..throughput.transition_cost import Transition
 
 NUM_KINDS = 6
 SAME, SHRINK, GROW, STOP, RESHAPE, NO_CHANGE = range(NUM_KINDS)
-"""Kinds of change, as in `TaskDemand.costs_s`; SAME: a faulted task keeps its slots."""
+"""Kinds of change, in the order of `TaskDemand.costs_s`. SAME: a faulted task keeps its slots."""
 
 
 class PlanLimits(Struct, frozen=True, kw_only=True):
@@ -23,12 +23,12 @@ class PlanLimits(Struct, frozen=True, kw_only=True):
     now: tuple[int, ...]
     """By row: the task's current slots."""
     healthy: tuple[bool, ...]
-    """By row: the task trains without a fault; another number of slots is a move."""
+    """By row: the task trains without a fault, so a change of its slots is a move."""
     moves_max: int | None
     teams: tuple[tuple[tuple[int, ...], int], ...]
-    """(rows, quota): the rows have at most `quota` slots together. A row is in one team at most."""
+    """(rows, quota): these rows may have `quota` slots together. A row is in at most one team."""
     priorities: tuple[int, ...]
-    """By row; a higher one comes first. Empty: all tasks have the same."""
+    """By row: the task's priority, higher ones first. Empty: all tasks have the same priority."""
 
     def allow(self, slots: Sequence[int]) -> bool:
         """True if a plan satisfies `moves_max` and the quotas."""
@@ -59,9 +59,9 @@ class TaskDemand(Struct, frozen=True, kw_only=True, dict=True):
     priority: int = 0
     team: str = ""
     weight: float = 1.0
-    """`wafs` include it."""
+    """It is already included in `wafs`."""
     shapes: tuple[int, ...] = ()
-    """By size: the number of the layout's replica shape. Empty: all sizes have one shape."""
+    """By size: a number for the replica shape of its layout. Empty: all sizes have one shape."""
     floor: int = 0
     """The fewest slots that the job requests; 0: no floor."""
 
@@ -92,26 +92,26 @@ class PlanProblem(Struct, frozen=True, kw_only=True):
     """The complete input of the planner."""
 
     demands: tuple[TaskDemand, ...]
-    """By task id; the planner breaks ties in favour of the first."""
+    """By task id. The planner breaks ties in favour of the first task."""
     num_slots: int
-    """n' of the paper."""
+    """The paper's n'."""
     mtbf_gpu_s: float
     gain_min: float = 0.0
     """Hysteresis: a change of a healthy task must gain this share of its WAF."""
     moves_max: int | None = None
     """The most healthy tasks that a plan may change."""
     quotas: tuple[tuple[str, int], ...] = ()
-    """(team, the most slots of its tasks together)."""
+    """(team, the most slots that its tasks may have together)."""
     floor: bool = False
     """Each task has a floor: its smallest size with a WAF above 0."""
     alpha: float = 0.0
-    """Of alpha-fairness (objective.py); 0: maximise the sum of all WAF."""
+    """The alpha of alpha-fairness (objective.py). 0: the sum of all WAF is maximised."""
     spare_slots: int = 0
-    """Size of a hot spare (hot_spare.py), the slots of one node; 0: never keep one."""
+    """Size of a hot spare (hot_spare.py): the slots of one node. 0: never keep a hot spare."""
     repair_s: float = 0.0
     """The time until a lost node is back."""
     kept_slots: int = 0
-    """Idle slots beside `num_slots`; they fail as often as the others."""
+    """Idle slots beside `num_slots`. They fail as often as the others."""
 
     @property
     def running_s(self) -> float:
@@ -134,7 +134,7 @@ class PlanProblem(Struct, frozen=True, kw_only=True):
 
 
 def allocation(demand: TaskDemand, slots: int) -> Allocation:
-    """The record of `slots` slots for the task."""
+    """The log record that the task gets `slots` slots."""
     return Allocation(task=demand.task, slots_before=demand.now, slots=slots,
                       waf=waf_of(demand, slots), waf_before=waf_of(demand, demand.now),
                       transition_s=transition_cost_s(demand, slots))
@@ -148,7 +148,7 @@ def waf_of(demand: TaskDemand, slots: int) -> float:
 
 
 def reshapes(demand: TaskDemand) -> tuple[bool, ...]:
-    """By size: whether the replica shape differs from the current one, so that all state moves."""
+    """By size: True if the replica shape differs from the current one, so that all state moves."""
     pairs = zip(demand.sizes, demand.shapes, strict=False)
     known = [kind for size, kind in pairs if size <= demand.now]
     if not known:

@@ -1,6 +1,6 @@
 """Builds the planner's problem from the cluster's state.
 
-`decide` and every dry run use this one function, so the two cannot differ.
+`decide` and all dry runs use the same function, `planning_snapshot`, so their problems are equal.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from ..throughput.training_layouts import layout_within
 from .problem import PlanProblem, TaskDemand
 
 _SPARE_BITS = 64 - 52
-"""JSON readers hold integers as doubles, which are exact to 53 bits."""
+"""Bits cut off a digest: JSON readers store integers as doubles, which are exact to 53 bits."""
 
 
 class PlanningSnapshot(Struct, frozen=True, kw_only=True):
     """The planner's problem, and the slots that it may allocate."""
 
     problem: PlanProblem
-    """Its demands are those of the tasks that the plan may change, by id."""
+    """It has the demands of the tasks that the plan may change, by id."""
     slots: tuple[Slot, ...]
-    """Slots that the plan may allocate, in order; `problem.num_slots` of them."""
+    """The slots that the plan may allocate, in order. Their number is `problem.num_slots`."""
     all_demands: tuple[TaskDemand, ...]
-    """Of each live task that is not ending, also of tasks that the plan does not change."""
+    """The demand of each live task that is not ending; the plan may not change some of them."""
     num_slots_all: int
     """Slots of all nodes that have not left."""
 
 
 def planning_snapshot(state: ClusterState, *, without: str = "") -> PlanningSnapshot:
-    """The snapshot for a plan made now, or for a plan after a drain of the node `without`. Tasks
-    that are ending, or that have ranks on an unreachable node, keep their slots: the plan cannot
-    allocate these, unless they are already the target of another task."""
+    """The snapshot for a plan made now, or for a plan after a drain of the node `without`. A task
+    that is ending, or that has ranks on an unreachable node, keeps its slots: the plan cannot
+    allocate them. An exception is a slot in which another task already has a seat."""
     slots = [slot for slot in allocatable_slots(state) if slot.node != without] if without else (
         allocatable_slots(state))
     open_tasks: list[Task] = []
@@ -59,7 +59,7 @@ def planning_snapshot(state: ClusterState, *, without: str = "") -> PlanningSnap
     policy = state.policy
     all_demands = {task.id: _demand(state, task, without)
              for task in live_tasks(state) if not task.ending}
-    spares = policy.hot_spare and not policy.alpha  # a hot spare is priced in WAF
+    spares = policy.hot_spare and not policy.alpha  # its price is in WAF
     problem = PlanProblem(
         demands=tuple(all_demands[task.id] for task in open_tasks), num_slots=len(free),
         mtbf_gpu_s=state.mtbf_gpu_s or policy.mtbf_gpu_s, gain_min=policy.gain_min,
@@ -84,7 +84,7 @@ def input_digest(state: ClusterState) -> int:
 
 
 def node_slots(state: ClusterState) -> int:
-    """The most frequent number of slots of a node, the larger one on a tie; 0 without nodes."""
+    """The most frequent number of slots per node; the largest on a tie; 0 without nodes."""
     counts = Counter(node.num_slots for node in state.nodes.values()
                      if node.health != "left" and node.num_slots)
     return max(counts, key=lambda num: (counts[num], num), default=0)
@@ -105,7 +105,7 @@ def _demand(state: ClusterState, task: Task, without: str) -> TaskDemand:
 
 
 def shapes(task: Task, found: list[tuple[int, float]]) -> tuple[int, ...]:
-    """By candidate: the number of its layout's replica shape. Empty: all have the same shape."""
+    """By candidate: a number for the replica shape of its layout. Empty: all have one shape."""
     train = task.spec.training
     layouts = [layout_within(train, size) for size, _ in found] if train is not None else []
     known = [shape(axes) if axes is not None else None for axes in layouts]

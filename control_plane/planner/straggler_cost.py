@@ -14,8 +14,8 @@ from .problem_of_state import planning_snapshot
 
 
 def node_cost(state: ClusterState, name: str) -> StragglerCostEstimated:
-    """The WAF that the node costs now, and the gain of the best plan without it (one plan), by the
-    throughput tables. A loss that several nodes cause counts for each."""
+    """The WAF that the node costs now, and the gain of the best plan without it, both by the
+    throughput tables. Takes one plan. A loss that several nodes cause counts fully for each."""
     here = [task for task in live_tasks(state) if slow_on(task, name)]
     now = planning_snapshot(state).problem
     snapshot = planning_snapshot(state, without=name)

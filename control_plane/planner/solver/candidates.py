@@ -15,8 +15,8 @@ SlotsAndGain = tuple[tuple[int, ...], int]
 
 
 class Candidates(Struct, frozen=True, kw_only=True):
-    """Row r has the candidates starts[r]..starts[r + 1] of `sizes` and `gains`; at least one. Sizes
-    are distinct, 0 or more, ascending. The sum over rows of the largest |gain| is below 2^53."""
+    """Row r has the candidates from starts[r] to before starts[r + 1], at least one. The sizes of a
+    row are distinct, 0 or more, ascending. The rows' largest |gain| sum to less than 2^53."""
 
     sizes: Ints
     gains: Ints
@@ -32,20 +32,20 @@ class Candidates(Struct, frozen=True, kw_only=True):
         return np.repeat(np.arange(self.num), np.diff(self.starts))
 
     def only(self, kept: NDArray[np.bool_]) -> Candidates:
-        """The rows with only these candidates; every row must keep one."""
+        """The rows with only these candidates. Every row must keep at least one candidate."""
         counts = np.bincount(self.row_of[kept], minlength=self.num)
         starts = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)))
         return Candidates(sizes=self.sizes[kept], gains=self.gains[kept], starts=starts)
 
     def part(self, begin: int, end: int) -> Candidates:
-        """Rows begin..end."""
+        """The rows from `begin` to before `end`."""
         starts = self.starts[begin:end + 1]
         inner = slice(int(starts[0]), int(starts[-1]))
         return Candidates(sizes=self.sizes[inner], gains=self.gains[inner],
                     starts=starts - starts[0])
 
     def sums(self, vector: Ints) -> tuple[int, int]:
-        """(gain, slots) of one candidate per row."""
+        """(the sum of gains, the sum of slots) of one candidate per row."""
         return int(self.gains[vector].sum()), int(self.sizes[vector].sum())
 
     def vector(self, slots: Sequence[int]) -> Ints:

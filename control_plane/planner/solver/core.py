@@ -1,6 +1,6 @@
 """The core of a knapsack: all vectors whose total reduced cost is within a budget.
 
-A vector is one candidate per row. A loss is a candidate's reduced cost against the bound.
+A vector is one candidate per row. A candidate's loss, or reduced cost, is what it lowers the bound.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ Ints = NDArray[np.int64]
 LOSS_NUM_MAX = 1 << 61
 """Above any loss: there is no vector."""
 _LEVELS_NUM_MAX = 8
-"""The most distinct sums of losses for `BitsetCore`."""
+"""The most distinct sums of losses that `BitsetCore` is used for."""
 
 
 class CoreProblem(Struct, frozen=True, kw_only=True):
-    """The candidates with a loss of at most `budget`, in the open rows: those with two or more. A
-    state is the number of slots left, less the slots of the picks of the remaining rows."""
+    """The candidates with a loss of at most `budget`, in the open rows. A row is open if it has two
+    or more of them. A state is the slots left less the slots of the remaining rows' picks."""
 
     picks: Ints
-    """The relaxed choice by row, all rows included: the candidate with loss 0."""
+    """The choice of the relaxation for every row, open or not: a candidate with loss 0."""
     rows: tuple[int, ...]
     candidates: Ints
     moves: Ints
     """By candidate: its size less the size of the pick; ascending within a row."""
     losses: Ints
     starts: tuple[int, ...]
-    """By open row: the index of its first candidate; then the end."""
+    """By open row: the index of its first candidate. The last entry is the end."""
     start: int
     """The state before the first row."""
     price: int
@@ -68,7 +68,7 @@ class CoreProblem(Struct, frozen=True, kw_only=True):
         return [(self.start, self.start), *zip(low.tolist(), high.tolist(), strict=True)]
 
     def work(self) -> int:
-        """Upper bound of candidates times states, summed over rows."""
+        """An upper bound of candidates times states, summed over rows."""
         if not self.num:
             return 0
         firsts, counts = np.array(self.starts[:-1]), np.diff(np.array(self.starts))
@@ -79,7 +79,7 @@ class CoreProblem(Struct, frozen=True, kw_only=True):
         return int((counts * np.maximum(high - low + 1, 1)).sum())
 
     def levels(self) -> tuple[int, ...] | None:
-        """The sums of losses within the budget; None if they are more than _LEVELS_NUM_MAX."""
+        """The sums of losses within the budget; None if there are more than _LEVELS_NUM_MAX."""
         some = self.losses[self.losses > 0]
         if len(set(some[:_LEVELS_NUM_MAX].tolist())) == _LEVELS_NUM_MAX:
             return None
@@ -102,22 +102,22 @@ class Core(Protocol):
 
     @property
     def least(self) -> int:
-        """The loss of the optimum; above the budget if no vector is within it."""
+        """The loss of the optimum; above the budget if no vector is within the budget."""
         ...
 
     def vector(self) -> Ints:
-        """The optimum, as a candidate per row, if the budget is large enough."""
+        """The optimum, as one candidate per row. The budget must be large enough."""
         ...
 
     def second(self, vector: Ints) -> Ints | None:
-        """The best vector except the optimum `vector`; None if none is within the budget. It is
-        found by the first row that differs: rows before are as in `vector`, those after optimal."""
+        """The best vector except the optimum `vector`; None if none is within the budget. For each
+        row as the first that differs, the rows before it are as in `vector`, the later optimal."""
         ...
 
 
 # --- Core for many distinct sums of losses: the least loss of every state, as an array ---
 class LossTable(Struct, frozen=True):
-    """The least loss by state, from the state `first` on; no vector elsewhere."""
+    """The least loss by state, from the state `first` on. Other states have no vector."""
 
     first: int
     losses: Ints
@@ -127,7 +127,7 @@ class LossTable(Struct, frozen=True):
         return int(self.losses[place]) if 0 <= place < len(self.losses) else LOSS_NUM_MAX
 
     def of(self, states: Ints) -> Ints:
-        """By state."""
+        """`at` for many states."""
         if not len(self.losses):
             return np.full(len(states), LOSS_NUM_MAX, dtype=np.int64)
         places = states - self.first
@@ -141,7 +141,7 @@ class ArrayCore:
     def __init__(self, kept: CoreProblem) -> None:
         self._kept = kept
         self._moves = [kept.moves[kept.part(i)] for i in range(kept.num)]
-        """By open row, ascending."""
+        """By open row: its moves, ascending."""
         self._losses = [kept.losses[kept.part(i)] for i in range(kept.num)]
         self._reached = kept.reached()
         self._after = self._backward()
@@ -177,20 +177,20 @@ class ArrayCore:
         return chosen
 
     def _follow(self, chosen: Ints, i: int, state: int) -> None:
-        """Choose from open row `i` on with the least loss, the largest sizes first."""
+        """Choose candidates from open row `i` on with the least loss: on a tie the largest."""
         for row in range(i, self._kept.num):
             state -= self._taken(chosen, row, self._after[row + 1], state - self._moves[row],
                                  self._after[row].at(state))
 
     def _taken(self, chosen: Ints, i: int, table: LossTable, states: Ints, want: int) -> int:
-        """Put into `chosen` the largest candidate with which the row and `table` have the loss
-        `want`, and return its move. `states`: the state after each of the row's candidates."""
+        """Put the row's choice into `chosen` and return its move. It is the largest candidate whose
+        loss and loss in `table` sum to `want`. `states`: the state after each of the candidates."""
         option = int(np.flatnonzero(table.of(states) + self._losses[i] == want)[-1])
         chosen[self._kept.rows[i]] = self._kept.candidates[self._kept.part(i)][option]
         return int(self._moves[i][option])
 
     def _backward(self) -> list[LossTable]:
-        """By open row, and after the last: the least losses of the rows from it on."""
+        """By open row: the least losses of this and all later rows. Last: those without any row."""
         kept = self._kept
         idle = self._reached[-1][1]
         if kept.price:

@@ -1,7 +1,7 @@
 """Core for few distinct sums of losses: for each sum a set of states, as bits of one integer.
 
-This is the case of many ties. A row then costs a few shifts of one long integer, for any number of
-candidates, as long as their sizes form few arithmetic progressions.
+This serves inputs with many ties. If the sizes of a row form few arithmetic progressions, the row
+costs a few shifts of one long integer, whatever its number of candidates.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .core import LOSS_NUM_MAX, CoreProblem, Ints
 
 
 class _Run(Struct, frozen=True):
-    """The moves first, first + step, ..., `count` of them, all with the same loss."""
+    """`count` moves with the same loss: first, first + step, first + 2 step, ..."""
 
     first: int
     step: int
@@ -24,7 +24,7 @@ class _Run(Struct, frozen=True):
 
 
 class _States(Struct, frozen=True):
-    """By level: the states from `first` on, as bits."""
+    """By level: a set of states as bits. Bit 0 is the state `first`."""
 
     first: int
     bits: tuple[int, ...]
@@ -35,7 +35,7 @@ class _States(Struct, frozen=True):
 
 
 class BitsetCore:
-    """By row and sum of losses: the states from which the remaining rows have that loss."""
+    """By row and sum of losses: the states from which the remaining rows can have this sum."""
 
     def __init__(self, kept: CoreProblem, levels: tuple[int, ...]) -> None:
         self._kept, self._levels = kept, levels
@@ -82,7 +82,7 @@ class BitsetCore:
         return None
 
     def _follow(self, chosen: Ints, i: int, state: int, level: int) -> None:
-        """Choose from open row i on with the loss of `level`, the largest sizes first."""
+        """Choose from open row i on, with the total loss of `level`: in each row the largest."""
         kept = self._kept
         for row in range(i, kept.num):
             part, after = kept.part(row), self._after[row + 1]
@@ -100,7 +100,7 @@ class BitsetCore:
             state -= int(kept.moves[part][at])
 
     def _largest(self, row: int, loss: int, place: int, bits: int) -> int | None:
-        """The largest candidate of the row with this loss that leads from `place` into `bits`."""
+        """The row's largest candidate with this loss that leads from `place` into `bits`."""
         part = self._kept.part(row)
         moves = self._kept.moves[part]
         most = int(moves[-1])
@@ -151,7 +151,7 @@ def _shifted(bits: int, shift: int) -> int:
 
 
 def _repeated(bits: int, step: int, count: int) -> int:
-    """The bits `count` times, each `step` after the one before."""
+    """The union of `count` copies of the bits, each shifted by `step` from the copy before."""
     done = 1
     while done < count:
         more = min(done, count - done)
@@ -161,7 +161,7 @@ def _repeated(bits: int, step: int, count: int) -> int:
 
 
 def _runs(kept: CoreProblem) -> list[list[_Run]]:
-    """By open row: its moves as arithmetic progressions, each with one loss."""
+    """By open row: its moves as arithmetic progressions, each of equal loss."""
     row_of: Ints = np.repeat(np.arange(kept.num), np.diff(np.array(kept.starts)))
     order: Ints = np.lexsort((kept.moves, kept.losses, row_of))
     rows, moves, losses = row_of[order], kept.moves[order], kept.losses[order]

@@ -1,6 +1,6 @@
 """Plain dynamic programming: the optima by first row and slots left, and without any one row.
 
-O(capacity) for each candidate. For a single optimum `knapsack.best` is faster and gives the same.
+O(capacity) for each candidate. For a single optimum `knapsack.best` gives the same result faster.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from .candidates import Candidates
 from .core import Ints
 
 IMPOSSIBLE = -(1 << 60)
-"""Values below half of it: no vector fits."""
+"""A value below IMPOSSIBLE / 2 means that no vector fits."""
 _FEW_NUM = 8
-"""Sizes that are tried singly before the vectorised search."""
+"""The number of sizes that are tried one by one before the vectorised search."""
 
 
 def suffixes(rows: Candidates, capacity: int) -> Ints:
@@ -47,7 +47,7 @@ def _add(rows: Candidates, row: int, rest: Ints, into: Ints) -> None:
 
 
 def backtrack(rows: Candidates, after: Ints, left: int, first: int = 0) -> list[int]:
-    """The sizes of the optimum of rows `first`.. with `left` slots; on a tie the largest first."""
+    """The optimum's sizes by row, for the rows `first`.. and `left` slots; on a tie the largest."""
     chosen: list[int] = []
     for row in range(first, rows.num):
         chosen.append(_largest(rows, row, after[row + 1], left, int(after[row, left])))
@@ -56,7 +56,7 @@ def backtrack(rows: Candidates, after: Ints, left: int, first: int = 0) -> list[
 
 
 def _largest(rows: Candidates, row: int, rest: Ints, left: int, want: int) -> int:
-    """The largest size with which the row and the rest reach `want` with `left` slots."""
+    """The largest size with which the row and `rest` together gain `want` on `left` slots."""
     begin, end = int(rows.starts[row]), int(rows.starts[row + 1])
     sizes = rows.sizes[begin:end]
     sizes = sizes[:int(sizes.searchsorted(left, side="right"))]
@@ -68,24 +68,24 @@ def _largest(rows: Candidates, row: int, rest: Ints, left: int, want: int) -> in
 
 
 class LeaveOneOut:
-    """The optimum of all rows but one, by the slots left for them."""
+    """The optimum of all rows except one, by the number of slots left for these rows."""
 
     def __init__(self, rows: Candidates, capacity: int) -> None:
         self.rows = rows
         self.before, self.after = prefixes(rows, capacity), suffixes(rows, capacity)
 
     def without(self, row: int, left: int) -> tuple[int, int]:
-        """(the optimum within `left` slots, how many of them the rows before this one take)."""
+        """(the others' optimum on `left` slots, how many of these the rows before `row` take)."""
         value = self.before[row, :left + 1] + self.after[row + 1, :left + 1][::-1]
         at = int(np.argmax(value))
         return int(value[at]), at
 
     def beside(self, row: int) -> Callable[[int], int]:
-        """The optimum of all rows but this one, as a function of the slots left for them."""
+        """The optimum of all rows except `row`, as a function of the slots left for them."""
         return lambda left: self.without(row, left)[0]
 
     def vector(self, row: int, size: int, left: int, at: int) -> tuple[int, ...]:
-        """The sizes by row of the result of `without`, with `size` for this row."""
+        """The sizes by row in the result `at` of `without(row, left)`, with `size` for `row`."""
         rest = backtrack(self.rows, self.after, left - at, row + 1)
         first: list[int] = []
         for other in range(row - 1, -1, -1):

@@ -1,8 +1,8 @@
 """The multiple-choice knapsack: one candidate of each row, the largest gain within a capacity.
 
-Exact, in integers. The bound of the Lagrangian relaxation excludes candidates that no optimum has;
-a dynamic programme over the others finds the optimum. Of tied optima the one whose first row is
-largest is chosen, then by the second row, and so on.
+Exact, in integers. The bound of the Lagrangian relaxation excludes candidates that are in no
+optimum. A dynamic programme over the others finds the optimum. Among tied optima, the optimum with
+the largest size in the first row is chosen, then in the second row, and so on.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from .core_bitset import BitsetCore
 from .dynamic_program import IMPOSSIBLE, backtrack, suffixes
 
 PLAIN_NUM_MAX = 1 << 14
-"""Candidates times slots up to which plain dynamic programming is the fastest."""
+"""Up to this number of candidates times slots, plain dynamic programming is the fastest."""
 _BUDGET_BITS, _BUDGET_STEP_BITS = 9, 3
 _SMALL_NUM = 48
-"""Up to so many candidates beside one per row, one core is built instead of several."""
+"""Up to this number of candidates beside one per row, one core is built instead of several."""
 _ROUNDS_NUM = 16
-"""Rounds of filling up a vector."""
+"""The most rounds in which `_filled` improves a vector."""
 _LIKELY_NUM, _SWAPS_NUM = 64, 8
-"""Candidates of each kind that are tried in pairs; pairs that are returned."""
+"""The most candidates of each kind that are tried in pairs; the most pairs that are returned."""
 _SHORT_NUM = 4096
-"""Up to so many candidates all are evaluated without narrowing them down."""
+"""Up to this number, all candidates are evaluated; more are narrowed down before."""
 _PRICE_BITS = 58
-"""Price times size plus a gain fits into 64 bits."""
+"""With prices up to 2^58 / capacity, price times size plus a gain fits into 64 bits."""
 _DENOMINATOR_NUM_MAX = 32
-"""The largest denominator of a price; a gain times it fits into 64 bits too."""
+"""The largest denominator of a price. A gain times this denominator fits into 64 bits, too."""
 
 
 def best(rows: Candidates, capacity: int) -> SlotsAndGain | None:
-    """The optimum, None if nothing fits."""
+    """The optimum; None if nothing fits."""
     if len(rows.sizes) * capacity <= PLAIN_NUM_MAX:
         after = suffixes(rows, capacity)
         most = int(after[0, capacity])
@@ -48,17 +48,17 @@ def best(rows: Candidates, capacity: int) -> SlotsAndGain | None:
 
 
 class Relaxation(Struct, frozen=True, kw_only=True):
-    """The Lagrangian relaxation with a price per slot. `price`, `bound` and `losses` are in parts
-    of a gain, 1 / `denominator` each. No vector that fits gains more than `bound`."""
+    """The Lagrangian relaxation with a price per slot. `price`, `bound` and `losses` are multiples
+    of 1 / `denominator` of the unit of gain. No vector that fits gains more than `bound`."""
 
     denominator: int
     price: int
     bound: int
     losses: Ints
-    """The reduced cost by candidate: its distance to its row's best at this price, at least 0;
-    LOSS_NUM_MAX if it does not fit beside the smallest candidates of the other rows."""
+    """The reduced cost by candidate: its distance from the best of its row at this price, 0 or
+    more. It is LOSS_NUM_MAX if the candidate does not fit (`_fits`)."""
     picks: Ints
-    """The relaxed choice by row: the smallest candidate with loss 0."""
+    """The choice of the relaxation by row: the smallest candidate with loss 0."""
 
 
 class Solution(Struct, frozen=True, kw_only=True):
@@ -67,12 +67,12 @@ class Solution(Struct, frozen=True, kw_only=True):
     rows: Candidates
     capacity: int
     units: Candidates
-    """The rows in units of the gcd of all sizes that fit, as is `relaxed`; others rounded up."""
+    """The rows in units of the gcd of all sizes that fit. Other sizes are rounded up."""
     units_num: int
-    """The capacity in units."""
+    """The capacity in these units, which `relaxed` uses as well."""
     relaxed: Relaxation
     vector: Ints
-    """The candidate by row."""
+    """The chosen candidate by row."""
     gain: int
 
     @classmethod
@@ -98,7 +98,7 @@ class Solution(Struct, frozen=True, kw_only=True):
                    relaxed=relaxed, vector=vector, gain=rows.sums(vector)[0])
 
     def next_best(self, work_num_max: int | None = None) -> SlotsAndGain | None:
-        """The best vector except the optimum; None: there is none, or not within the work."""
+        """The best vector except the optimum; None if there is none or the work is too much."""
         if not self.rows.num:
             return None
         rows, relaxed = self.rows, self.relaxed
@@ -113,7 +113,7 @@ class Solution(Struct, frozen=True, kw_only=True):
         return None
 
     def _budget(self) -> int:
-        """Upper bound of the loss of the next best: by the best change of one or two rows."""
+        """An upper bound of the next best's loss, from the best change of one or two rows."""
         rows, vector = self.rows, self.vector
         now = vector[rows.row_of]
         extra = rows.sizes - rows.sizes[now]
@@ -126,7 +126,7 @@ class Solution(Struct, frozen=True, kw_only=True):
         return self.relaxed.bound - self.relaxed.denominator * (gain - max(least, 0))
 
     def swaps(self, chosen: Sequence[int]) -> list[SlotsAndGain]:
-        """Vectors in which two rows of `chosen` change, among the likeliest changes, best first."""
+        """Vectors that change two rows of `chosen`, by the likeliest changes; the best first."""
         rows, vector = self.rows, self.rows.vector(chosen)
         row_of, (gain, slots) = rows.row_of, rows.sums(vector)
         at, with_, best = self._pairs(vector, slots)
@@ -140,7 +140,7 @@ class Solution(Struct, frozen=True, kw_only=True):
         return found
 
     def _pairs(self, vector: Ints, slots: int) -> tuple[Ints, Ints, Ints]:
-        """(likely candidates, their best partners, the pairs' gains; -LOSS_NUM_MAX: none fits)."""
+        """(likely candidates, the best partner of each, the pair's gain; -LOSS_NUM_MAX: none)."""
         rows, row_of = self.rows, self.rows.row_of
         at = self._likely(vector, row_of)
         rows_at = row_of[at]
@@ -153,7 +153,7 @@ class Solution(Struct, frozen=True, kw_only=True):
         return at, with_, sums[np.arange(len(at)), with_]
 
     def _likely(self, vector: Ints, row_of: Ints) -> Ints:
-        """Likely candidates outside `vector`: its neighbours, and those with the least loss."""
+        """Likely candidates: the least losses among neighbours of `vector` and among all others."""
         losses = self.relaxed.losses
         beside = np.zeros(len(row_of), dtype=np.bool_)
         for step in (-1, 1):
@@ -172,7 +172,7 @@ def _solved(problem: CoreProblem) -> Core:
 
 
 def _least(numbers: Ints, losses: Ints) -> Ints:
-    """At most _LIKELY_NUM of these candidates: those with the least loss, the first on a tie."""
+    """The _LIKELY_NUM candidates among `numbers` with the least loss, on a tie the first ones."""
     if len(numbers) <= _LIKELY_NUM:
         return numbers
     most = np.partition(losses[numbers], _LIKELY_NUM)[_LIKELY_NUM]
@@ -186,7 +186,7 @@ def _core_problem(rows: Candidates, capacity: int, relaxed: Relaxation, budget: 
 
 
 def _budgets(relaxed: Relaxation, least: int, most: int) -> Iterator[int]:
-    """Ascending budgets up to `most`, which is sufficient: small cores are tried first."""
+    """Ascending budgets, so that small cores are tried first. The last, `most`, is sufficient."""
     if np.count_nonzero(relaxed.losses <= most) <= len(relaxed.picks) + _SMALL_NUM:
         least = most
     if least < most:
@@ -198,17 +198,17 @@ def _budgets(relaxed: Relaxation, least: int, most: int) -> Iterator[int]:
 
 
 class _Part(Struct, frozen=True):
-    """Candidates that contain each row's best at all prices still to be tried."""
+    """Candidates that include the best of each row at every price still to be tried."""
 
     numbers: Ints
     sizes: Ints
     gains: Ints
     row_of: Ints
     firsts: Ints
-    """By row: the index of its first candidate here."""
+    """By row: the index of its first candidate in this part."""
 
     def between(self, low: Ints, high: Ints) -> _Part:
-        """By row the candidates from `low` to `high`; all candidates if they are few."""
+        """The candidates from `low` to `high` of each row; all candidates if they are few."""
         if len(self.numbers) <= _SHORT_NUM:
             return self
         return self.only((self.numbers >= low[self.row_of]) & (self.numbers <= high[self.row_of]))
@@ -224,7 +224,7 @@ class _Part(Struct, frozen=True):
                      np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)[:-1])))
 
     def picked(self, price: int, capacity: int) -> tuple[Ints, int]:
-        """(the smallest best candidate of each row at this price, the bound)."""
+        """(the best candidate of each row at this price, the smallest on a tie; the bound)."""
         left = self.gains - price * self.sizes
         most = np.maximum.reduceat(left, self.firsts)
         numbers = np.where(left == most[self.row_of], self.numbers, self.numbers[-1] + 1)
@@ -232,12 +232,12 @@ class _Part(Struct, frozen=True):
 
 
 def _relax(rows: Candidates, capacity: int) -> tuple[Relaxation, Ints, Ints] | None:
-    """(the relaxation at or near the price of the lowest bound, two vectors that fit), None if
-    nothing fits. The second vector gives the first rows their choice at the next lower price.
+    """(the relaxation at or near the price with the lowest bound, two vectors that fit); None if
+    nothing fits. In the second vector the first rows have their choice at the next lower price.
 
-    Newton's method on a convex, piecewise linear function: the next price is the one at which the
-    vector that is too large and the one that fits have equal value. The choice of a row lies
-    between its choices at the two enclosing prices.
+    Newton's method on a convex, piecewise linear function. One vector is too large, another fits;
+    the next price is the price at which both have equal value. The choice of a row lies between its
+    choices at the two enclosing prices.
     """
     row_of = rows.row_of
     price_max = (1 << _PRICE_BITS) // max(capacity, 1)
