@@ -1,14 +1,14 @@
 """The protocol between a rank and a checkpoint store: in-memory checkpoints over TCP.
 
-One request per connection. Both sides first prove that they know the cluster's secret, each by its
-answer to the other's nonce, so that the secret is never sent: Greeting, Proof, Proof. Then the rank
-sends one of:
+One request per connection. First, both sides prove that they know the cluster's secret: Greeting,
+Proof, Proof. Each side answers the nonce of the other, so the secret itself is never sent. Then the
+rank sends one of:
 
 - Offer: the store replies Go, receives `copy_bytes` bytes and a Checksum, and replies StoredReply;
 - CheckpointRequest: the store replies with an Offer, the checkpoint's bytes, and a Checksum.
 
 Refused may replace each reply. A message is 4 bytes of length, big-endian, and msgpack. Nothing is
-encrypted: the network between the nodes is trusted as it is for the tensors themselves.
+encrypted. The network between the nodes is trusted, as training trusts it with its tensors.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ import msgspec
 from msgspec import Struct
 
 TASK_BYTES = 8
-"""Length of a task number between agent and store: a task that ended, or lost its checkpoints."""
+"""Length of a task number between agent and store: the task ended, or lost its checkpoints."""
 FIRST_CHECKPOINT_CODE = 0
 """The store sends this in place of a task number when it has its first checkpoint."""
 SECRET = "UNICRON_COPIES_SECRET"
 """Environment variable of stores and ranks: the shared secret, in hex digits."""
 MESSAGE_BYTES_MAX = 64 << 10
 CHUNK_BYTES = 1 << 20
-"""Checksummed and sent while it is still in the processor's cache."""
+"""A chunk is sent while it is still in the processor's cache from the checksum."""
 NONCE_LENGTH = 32
 CHECKSUM = "crc32"
 CONNECT_S_MAX = 2.0
 STALL_S_MAX = 10.0
 """Time limit for the other side's next bytes, and for each reply."""
 GREET_S_MAX = 2.0
-"""Time limit in all for a client that has not authenticated yet."""
+"""Limit of the total time in which a client must authenticate."""
 
 
 M = TypeVar("M", bound="Message")
@@ -59,7 +59,7 @@ class Greeting(Message, frozen=True, kw_only=True):
 
 
 class Proof(Message, frozen=True, kw_only=True):
-    """`answer` proves the secret; the first one brings the nonce that the second one answers."""
+    """`answer` proves the secret. The rank's Proof has a nonce, which the store's Proof answers."""
 
     answer: bytes
     nonce: bytes = b""
@@ -68,7 +68,7 @@ class Proof(Message, frozen=True, kw_only=True):
 class Offer(Message, frozen=True, kw_only=True):
     """An in-memory checkpoint: its task, rank, step and layout, and its size.
 
-    The last `numbers_bytes` of it are not tensors.
+    The last `numbers_bytes` of the checkpoint are not tensors.
     """
 
     task: int
@@ -84,7 +84,7 @@ class Offer(Message, frozen=True, kw_only=True):
 class CheckpointRequest(Message, frozen=True, kw_only=True, tag="Wish"):
     """A request for the newest checkpoint of this generation, of `step_version` steps or more.
 
-    At most `step_version_max` steps, unless that is negative.
+    The checkpoint has at most `step_version_max` steps, unless this limit is negative.
     """
 
     task: int
@@ -103,13 +103,13 @@ class Go(Message, frozen=True, kw_only=True):
 
 
 class Checksum(Message, frozen=True, kw_only=True, tag="Sum"):
-    """Follows the bytes: their checksum, as computed by the sender."""
+    """Follows the bytes: the checksum that the sender computed."""
 
     checksum: str
 
 
 class StoredReply(Message, frozen=True, kw_only=True, tag="Kept"):
-    """The checkpoint is complete. `start`: the start number of the store, which it lives in."""
+    """The checkpoint is complete. `start`: the start number of the store that has it."""
 
     start: int
 
@@ -203,7 +203,7 @@ def format_checksum(code: int) -> str:
 def connect(endpoint: str, secret: str, wait_s: float = STALL_S_MAX) -> socket.socket:
     """Connect to the store at `endpoint`; both sides authenticate.
 
-    No wait on it is longer than `wait_s`. Raises OSError, TransferError.
+    No single wait on the connection is longer than `wait_s`. Raises OSError, TransferError.
     """
     host, _, port = endpoint.rpartition(":")
     connection = socket.create_connection((host, int(port)), timeout=min(CONNECT_S_MAX, wait_s))
@@ -254,7 +254,7 @@ def put(connection: socket.socket, offer: Offer, parts: Iterable[memoryview],
 
 def get(connection: socket.socket, request: CheckpointRequest,
         allocate: Callable[[Offer], memoryview]) -> tuple[Offer, str]:
-    """Receive a checkpoint into the memory that `allocate` returns; its Offer and its checksum.
+    """Receive a checkpoint into the memory from `allocate`; returns its Offer and its checksum.
 
     Raises OSError, and TransferError if it is missing, does not match the request, or was altered.
     """

@@ -3,10 +3,10 @@
 Options: `--fd N --listen M --start NUMBER`. It serves the listening socket M, which its agent also
 holds, so that a restarted store has the same address. Over socket N the agent sends the number of
 each task that has ended. The store sends the number of a task that has lost all its checkpoints
-before its end, and FIRST_CHECKPOINT_CODE with the first checkpoint. It exits with its agent.
+before its end. With its first checkpoint, it sends FIRST_CHECKPOINT_CODE. It exits with its agent.
 
 Environment: UNICRON_COPIES_SECRET (protocol.py); UNICRON_COPIES_BYTES_MAX, the memory for
-checkpoints (default: a quarter of what is available at the start, to its container if it is in
+checkpoints (default: a quarter of what is available at the start, within its container if it has
 one).
 """
 
@@ -102,7 +102,7 @@ class FailureLog:
 
 
 def _serve_for_ever(listener: socket.socket, store: CheckpointStore, secret: str) -> NoReturn:
-    """Serve; exit if that ends, so that the agent starts another store."""
+    """Serve; exit if serving ends, so that the agent starts another store."""
     try:
         serve(listener, store, secret)
         log_line("the socket is closed")

@@ -14,7 +14,7 @@ from ...events.records.types import CHECKPOINTS_NUM_MAX
 from .protocol import CheckpointRequest, Offer
 
 ENDED_NUM_MAX = 1024
-"""Number of ended tasks that are remembered."""
+"""The store remembers this many ended tasks."""
 
 
 class StoreRefused(Exception):
@@ -22,7 +22,7 @@ class StoreRefused(Exception):
 
 
 class StoredCheckpoint(Struct, frozen=True, kw_only=True, eq=False):
-    """A complete checkpoint. A reader of `memory` may continue after its removal from the store."""
+    """A complete checkpoint. A reader of `memory` may continue after the store has removed it."""
 
     offer: Offer
     checksum: str
@@ -33,8 +33,8 @@ class CheckpointStore:
     """At most `bytes_max` bytes of checkpoints, complete and incoming. Thread-safe.
 
     `lost` is called with a task that has not ended and has no checkpoint left; `first` is called
-    when the first checkpoint of all is complete, before any other report of it. `start` is the
-    store's start number: a later store of its node has a higher one.
+    when the very first checkpoint is complete, before its rank gets the reply. `start` is the
+    store's start number: a later store of its node has a higher number.
     """
 
     def __init__(self, bytes_max: int, lost: Callable[[int], None],
@@ -53,7 +53,7 @@ class CheckpointStore:
         self._newest: dict[int, int] = {}
         """By task: the highest generation that offered a checkpoint."""
         self._ended: dict[int, None] = {}
-        """The last ended tasks: an orphaned rank may still send checkpoints of them."""
+        """The last ended tasks, because an orphaned rank may still send checkpoints of them."""
         self._lock = threading.Lock()
 
     @property
@@ -65,9 +65,9 @@ class CheckpointStore:
     def reserve(self, offer: Offer) -> mmap.mmap:
         """Reserve memory for an incoming checkpoint. Raises StoreRefused.
 
-        If memory is short, checkpoints are removed: first those with a newer one, oldest first;
-        then the task's own. Another task's only checkpoint is never removed. If the new one is
-        refused, none is removed.
+        If memory is short, checkpoints are removed: first those whose task has a newer one, in
+        order of arrival; then the last one of this task. The last checkpoint of another task is
+        never removed. If the new checkpoint is refused, none is removed.
         """
         with self._lock:
             if offer.task in self._ended:
@@ -90,7 +90,7 @@ class CheckpointStore:
             return memory
 
     def add(self, stored: StoredCheckpoint) -> None:
-        """Add a complete checkpoint. The task's checkpoints beyond the newest are removed. Raises
+        """Add a complete checkpoint. The task keeps only its newest CHECKPOINTS_NUM_MAX. Raises
         StoreRefused if the task has ended meanwhile, or has a newer checkpoint."""
         offer = stored.offer
         with self._lock:
@@ -153,7 +153,7 @@ class CheckpointStore:
                                f"it has checkpoints of generation {newest}")
 
     def _to_remove_for(self, offer: Offer) -> list[StoredCheckpoint]:
-        """The checkpoints to remove for it, in order. Raises StoreRefused if that is not enough."""
+        """The checkpoints to remove for `offer`. Raises StoreRefused if that is not enough."""
         older = [one for one in self._stored if one is not self._of(one.offer.task)[-1]]
         removed: list[StoredCheckpoint] = []
         over_bytes = self.used_bytes + offer.copy_bytes - self.bytes_max
@@ -191,8 +191,8 @@ _V2 = _Files("memory.max", "memory.current", ("inactive_file", "active_file"))
 def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
     """The least of MemAvailable and of the free memory of each cgroup of this process.
 
-    `proc` and `cgroups` are where Linux shows them: proc(5), and "Control Group v2" and "Memory
-    Resource Controller" (v1) in the kernel's documentation.
+    `proc` and `cgroups` are the kernel's folders. Their files are described in proc(5), and in
+    "Control Group v2" and "Memory Resource Controller" (v1) in the kernel's documentation.
     """
     lines = (proc / "meminfo").read_text(encoding="ascii").splitlines()
     available_kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
@@ -200,8 +200,8 @@ def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cg
 
 
 def _left_bytes(proc: Path, cgroups: Path) -> Iterator[int]:
-    """Free bytes of each cgroup with a limit. In a container the path may be the host's; then the
-    root is read. Pages of files count as free, as in MemAvailable: the kernel can drop them."""
+    """Free bytes of each cgroup with a limit. In a container the path may be the host's; then only
+    the root is read. The page cache counts as free, as in MemAvailable: the kernel can drop it."""
     yield 1 << 62
     try:
         lines = (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines()

@@ -21,9 +21,9 @@ def cpu_wait_s(pid: int) -> float:
 
 
 class CpuWait:
-    """CPU wait of all threads that call `in_s`, added up: only one of them works at a time.
+    """The sum of the CPU waits of all threads that call `in_s`: only one works at a time.
 
-    A thread starts at zero with its first call. Call it from one thread at a time.
+    Each thread counts from its first call on. Call `in_s` from one thread at a time.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class CpuWait:
 
     def _begin(self) -> None:
         if len(self._fds) >= NUM_THREADS_MAX:
-            self._drop(list(self._fds)[1])  # the first thread works most
+            self._drop(list(self._fds)[1])  # not the first thread, which works most
         thread = threading.get_ident()
         try:
             fd = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)

@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-# PyDLL keeps the interpreter's lock: the call is made between fork and exec, where no other thread
-# exists that could release it.
+# PyDLL keeps the interpreter's lock. The calls are made between fork and exec, where no other
+# thread exists that could release the lock.
 _libc = ctypes.PyDLL(None, use_errno=True)
 _PDEATHSIG_CODE = 1
 _NAME_CODE = 15
@@ -76,7 +76,7 @@ def table() -> list[Proc]:
 
 
 def environ(pid: int) -> list[bytes]:
-    """The environment of a process, `NAME=value`; empty if it is gone or not ours to read."""
+    """The environment of a process, `NAME=value`; empty if it is gone or may not be read."""
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:

@@ -2,7 +2,7 @@
 
 Most of these stores write object by object: nothing is renamed or locked, and a small object that
 is written last marks a complete folder. A driver may raise anything, including errors of its
-transport: every error that is no OSError is raised as Unreachable.
+transport: every error that is not an OSError is raised as Unreachable.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, cast
 from ...events.errors import UsageError
 
 COMPLETE_MARK = ".metadata"
-"""torch writes it last: a checkpoint folder that has it is complete."""
+"""torch writes this file last: a checkpoint folder that has it is complete."""
 
 
 class Unreachable(OSError):
@@ -69,7 +69,7 @@ def check_driver(url: str, key: str = "output") -> None:
 class Store:
     """One folder and everything below it; `fs` is fsspec's, `root` the folder in its notation.
 
-    Every method raises UsageError without a driver, and OSError for everything else.
+    Without a driver, the constructor raises UsageError. Other failures raise OSError.
     """
 
     def __init__(self, url: str) -> None:
@@ -111,7 +111,7 @@ class Store:
             return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
 
     def remove(self, name: str = "") -> None:
-        """Remove a folder and its contents, its completion mark first. It may be missing."""
+        """Remove a folder, its completion mark first. No effect if the folder is missing."""
         with as_os_errors(), suppress(FileNotFoundError):
             self.fs.invalidate_cache()
             for path in (self._at(f"{name}/{COMPLETE_MARK}".lstrip("/")), self._at(name)):

@@ -1,8 +1,8 @@
 """The pipe between an agent and a rank: length-prefixed msgpack over a socket pair.
 
 Agent to rank: orders with their seq and epoch, StartRank first; WriteDump, which is no record. Rank
-to agent: reports with the rank's clock; Adopted, which is no record. A rank exits when the pipe is
-closed: its agent is gone.
+to agent: reports with the rank's clock; Adopted, which is no record. A closed pipe means that the
+agent is gone: the rank exits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Frame(Struct, frozen=True, kw_only=True):
 
 
 class WriteDump(Body, frozen=True):
-    """Agent to rank, if it seems to hang: write the flight recorder to `path`, if possible."""
+    """Agent to a rank that seems to hang: write the flight recorder to `path`, if possible."""
 
     path: str
 

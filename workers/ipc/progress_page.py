@@ -6,8 +6,8 @@ also while the rank holds the interpreter's lock, loops or is stopped. The page 
 at the start like the pipe.
 
 Layout: two places for the newest mark, written in turn, so that one is always complete; then a ring
-of the last finished iterations. Each record is between two equal counters. Times are of
-CLOCK_MONOTONIC, which is the same for all processes of a host.
+of the last finished iterations. A complete record begins and ends with the same counter. Times are
+of CLOCK_MONOTONIC, which is the same for all processes of a host.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ assert _RING_BYTES + RING_NUM * _DONE_BYTES <= PAGE_BYTES
 Phase = Literal[0, 1, 2]
 KINDS: tuple[Kind, ...] = ("first", "usual", "boundary")
 OUTSIDE_CODE: Phase = 0
-"""Not training: the rank joins, settles, recovers, saves or waits for orders. Not counted."""
+"""Not training: the rank joins, settles, recovers, saves or waits for orders: not counted."""
 OWN_CODE: Phase = 1
 """The rank's own work."""
 COLLECTIVE_CODE: Phase = 2
@@ -42,7 +42,7 @@ COLLECTIVE_CODE: Phase = 2
 
 
 class Mark(NamedTuple):
-    """The newest mark. `num` counts them, 0: none yet. `at_s`, `began_s`: monotonic.
+    """The newest mark. `num` counts from 1. `began_s` is of the iteration. Times are monotonic.
 
     `waited_s` is the time in collectives in this iteration, without the current one.
     """
@@ -61,10 +61,10 @@ class Mark(NamedTuple):
 
 
 class FinishedIteration(NamedTuple):
-    """A finished iteration. `num` counts them from 1.
+    """A finished iteration. `num` counts the finished iterations from 1.
 
-    `own_s` excludes waits for other ranks, and waits for a core: on a shared machine the latter say
-    nothing about the rank.
+    `own_s` excludes waits for other ranks, and waits for a core. On a shared machine, waits for a
+    core say nothing about the rank.
     """
 
     num: int
@@ -94,7 +94,7 @@ class ProgressWriter:
         self._began_s = self._waited_s = self._waits_from_s = 0.0
         self._cpu_wait = CpuWait()
         self._starved_s = self._starved_from_s = 0.0
-        """CPU waits in the rank's own work of this iteration; the counter when that began."""
+        """CPU wait in the rank's own work of this iteration; the counter when the phase began."""
 
     def begin(self, generation: int, iteration: int, kind: Kind) -> None:
         """An iteration begins, or continues in another generation."""
@@ -181,7 +181,7 @@ class ProgressPage:
                     what.rstrip(b"\0").decode("ascii", "replace"), at_s, began_s, waited_s)
 
     def done(self, after: int) -> list[FinishedIteration]:
-        """The finished iterations after number `after`, oldest first, as far as they are kept."""
+        """The finished iterations after number `after` that the ring still has, oldest first."""
         found: list[FinishedIteration] = []
         while (done := self._done(after + 1)) is not None and done.num == after + 1:
             found.append(done)

@@ -4,11 +4,11 @@ The keys are those of training_state.py: `model.<parameter>`, `master.<parameter
 parameters, `optimizer.exp_avg.<parameter>` and so on, and `numbers`, plain values.
 torch.distributed.checkpoint reads them without Unicron.
 
-A folder is a path or an fsspec URL (object_storage.py). A path appears only when it is complete; at
-a URL a checkpoint is complete when it has `.metadata`, which is written last.
+A folder is a path or an fsspec URL (object_storage.py). A checkpoint at a path appears only when it
+is complete. A checkpoint at a URL is complete when it has `.metadata`, which is written last.
 
 This module calls torch's planner and writer, not its `save`: `save` uses the process group, which
-another thread may destroy at that time.
+another thread may destroy meanwhile.
 """
 
 from __future__ import annotations
@@ -96,9 +96,9 @@ def write(folder: str, tensors: Mapping[str, Tensor], numbers: training_state.Nu
     """Write a whole state into `folder`; returns its bytes.
 
     An existing checkpoint in `folder` belongs to another task with the same output and is replaced.
-    `on_half` is called when about half is written, and `is_superseded` before each tensor.
-    It may run in a thread beside the main one.
-    Raises NotSaved if the write fails, Superseded; nothing is left in the folder then.
+    `on_half` is called when about half is written, and `is_superseded` before each tensor. May run
+    in a thread beside the main one. Raises NotSaved if the write fails, and Superseded if
+    `is_superseded` returns True. Nothing is then left of this write.
     """
     data: dict[str, Any] = {**tensors, "numbers": msgspec.to_builtins(numbers)}
     write_there = _write_url if is_url(folder) else _write_path
@@ -143,8 +143,8 @@ def _write_url(url: str, data: dict[str, Any], planner: _Planner) -> int:
 def clear(output: str, generation: int) -> None:
     """Remove partial checkpoints of earlier generations.
 
-    A member of an earlier generation that is still writing fails; its checkpoint would not be
-    published. If a removal fails, the next generation tries again.
+    If a member of an earlier generation is still writing, its write then fails: its checkpoint
+    would not be published. If a removal fails, the next generation tries again.
     """
     with suppress(OSError):
         if is_url(output):

@@ -3,8 +3,8 @@
 The main thread copies the state into a buffer and continues. A thread sends the buffer to one
 checkpoint store after another (workers/checkpoint_store/protocol.py); checksums, sends and waits
 release the interpreter lock. A checkpoint is skipped while the previous one is being sent. If a
-store rejects one, the rank logs a warning. Training never waits for the thread and never fails
-because of it.
+store rejects a checkpoint, the rank logs a warning. Training never waits for the thread and never
+fails because of it.
 
 Format: the tensors of training_state.py in sequence, each aligned to ALIGN_BYTES, then `Numbers`:
 the part of the state that is not tensors, in msgpack.
@@ -38,7 +38,7 @@ ALIGN_BYTES = 64
 REPORT_S = 10.0
 """Minimum interval between two reports about the same store. The first report of a generation, or
 about a new store process, is sent at once. Reports may be this rare, because a store returns its
-newest checkpoint of a generation even if the log has only an older one."""
+newest checkpoint of a generation even if the log names only an older one."""
 PAUSE_S_MIN, PAUSE_S_MAX = 1.0, 60.0
 """Pause after a checkpoint that no store accepted; it doubles each time."""
 RESTORE_S_MAX = 15.0
@@ -104,7 +104,7 @@ class MemorySaver:
         self._thread: threading.Thread | None = None
         self._generation = 0
         self._reported: dict[str, tuple[int, float]] = {}
-        """For each node: number of the store process in the last report, and the report's time."""
+        """By node: the start number of the store in the last report, and the report's time."""
         self._failing: set[str] = set()
         """Nodes whose store rejected the last checkpoint; "": the snapshot failed on this rank."""
         self._stores: tuple[StoreEndpoint, ...] = ()
@@ -114,8 +114,8 @@ class MemorySaver:
 
     def copy(self, trainee: TrainingModel, step_version: int, history: History, generation: int,
              stores: tuple[StoreEndpoint, ...]) -> None:
-        """Take a snapshot and send it in the background. Does nothing while the previous one is
-        being sent, or during the pause after one that no store accepted."""
+        """Take a snapshot and send it in the background. Does nothing while the previous snapshot
+        is being sent, or in the pause after a snapshot that no store accepted."""
         if not stores or (self._thread is not None and self._thread.is_alive()):
             return
         if generation != self._generation:

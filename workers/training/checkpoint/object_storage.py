@@ -20,7 +20,7 @@ class _Files(FileSystem):
     """torch's fsspec layer without renames and without cached listings."""
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """Write a small object under another name and remove the first."""
+        """Write a small object again under another name, then remove the original."""
         assert self.fs is not None
         self.fs.pipe_file(new_path, self.fs.cat_file(path))
         self.fs.rm_file(path)

@@ -1,10 +1,10 @@
 """Checkpoints of one member: periodic ones in the background, blocking ones at the end.
 
 A periodic save takes a snapshot of the state (memory_checkpoint.py) and writes it in a thread. It
-is skipped while the previous one is being written. The member reports CheckpointSaved when the
-checkpoint is complete, with the generation of the snapshot: the decider publishes it only if that
-generation is still current. An exception in the thread ends the process (rank.py). A failed write
-is a warning in the rank's log.
+is skipped while the previous snapshot is being written. When a checkpoint is complete, the member
+reports CheckpointSaved with the generation of the snapshot. The decider publishes the checkpoint
+only if that generation is still current. If a write fails, the rank logs a warning. Any other
+exception in the thread ends the process (rank.py).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Saver:
             self._thread = threading.Thread(target=self._write, args=(generation,),
                                             name="checkpoint", daemon=True)
             self._thread.start()
-        except (RuntimeError, MemoryError) as error:  # no memory for it, or no thread
+        except (RuntimeError, MemoryError) as error:  # no memory for the snapshot, or no thread
             if is_cuda_error(error):
                 raise
             self._thread = None
@@ -77,8 +77,8 @@ class Saver:
              final: bool) -> None:
         """Save the current state and report it before returning.
 
-        A preempted member has time for one write: an older write in progress is abandoned, and a
-        failure is a warning. The final checkpoint waits for an older write and raises NotSaved.
+        A preempted member has time for only one write: it abandons an older write in progress, and
+        only logs a failure. The final checkpoint waits for an older write, and raises NotSaved.
         """
         path = checkpoint.relative_path(generation, step_version)
         self._is_superseded = not final and self._writing != path

@@ -64,9 +64,9 @@ def sync_mirror(mirror: Any, optimizer: Any) -> None:
 def without_collectives() -> Generator[None]:
     """Within this context, Megatron builds an optimizer without its collective.
 
-    Megatron gathers the parameter groups of all ranks, in case a stage lacks one. No stage does:
-    each has a layer, with weights that decay and biases that do not. The members do not build at
-    the same time, so a collective would stall.
+    Megatron gathers the parameter groups of all ranks, in case a stage lacks a group. No stage
+    lacks one: each has a layer, with weights that decay and biases that do not. The members do not
+    build at the same time, so a collective would stall.
     """
     def local(gathered: list[Any], mine: Any, group: Any = None) -> None:
         gathered[:] = [mine] * len(gathered)
@@ -81,7 +81,7 @@ def without_collectives() -> Generator[None]:
 def prepare(ddps: Sequence[Any], optimizer: Any) -> None:
     """Configure a new optimizer for optimizer_step.py and allocate all of its state."""
     if is_sharded(optimizer):
-        for ddp in ddps:  # gather the parameters after the step, not in it
+        for ddp in ddps:  # gather the parameters after the step, not during the step
             ddp.overlap_param_gather_with_optimizer_step = True
     if not not_adam(optimizer):
         _materialise(optimizer)
@@ -111,7 +111,7 @@ def scalers(optimizer: Any) -> list[Any]:
 
 
 def not_adam(optimizer: Any) -> list[str]:
-    """The types of torch optimizers in it whose state is unknown."""
+    """The types of the torch optimizers that are not AdamW: their state is unknown."""
     kinds = [type(part.optimizer) for part in chained(optimizer) if part.optimizer is not None]
     return [f"{kind.__module__}.{kind.__name__}" for kind in kinds
             if not issubclass(kind, torch.optim.AdamW)]
@@ -125,9 +125,9 @@ def parts(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 
 def shards(optimizer: Any) -> dict[int, Any]:
-    """id of a parameter -> this member's shard of it, flat fp32, if the optimizer is sharded.
+    """id of a parameter -> this member's shard of the parameter, in flat fp32.
 
-    Only parameters of which it has a shard. Empty if the optimizer is whole.
+    Only parameters of which this member has a shard. Empty if the optimizer is whole.
     """
     found: dict[int, Any] = {}
     for part in chained(optimizer):

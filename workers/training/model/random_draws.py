@@ -26,7 +26,7 @@ def seed_of(*parts: int) -> int:
 
 class Draw:
     """The current micro-batch and iteration, from which all generators of a forward pass are
-    seeded. Dropout is therefore equal on every rank, and a repeated micro-batch is bit-identical.
+    seeded. So dropout is equal on every rank, and a repeated micro-batch is bit-identical.
     """
 
     def __init__(self, seed: int) -> None:
@@ -67,7 +67,7 @@ OUTPUT = "output_layer.weight"
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
 _METHODS = ("init_method", "output_layer_init_method", "embedding_init_method")
 _INTO_HIDDEN = (".linear_proj.weight", ".linear_fc2.weight")
-"""Megatron reduces the standard deviation of these with the number of layers."""
+"""The more layers, the smaller the standard deviation that Megatron uses for these weights."""
 
 
 def global_name(module: Any, name: str) -> str:

@@ -16,7 +16,7 @@ END_CODE = 0
 
 
 class Text:
-    """A byte string. `digest` identifies it: `sha256:` of the bytes and their number."""
+    """A byte string. `digest` identifies it: `sha256:`, the hash of the bytes, and their number."""
 
     def __init__(self, data: bytes, origin: str) -> None:
         self.origin = origin

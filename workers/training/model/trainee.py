@@ -84,7 +84,7 @@ class TrainingModel:
 
     @property
     def optimizers(self) -> Parts:
-        """Its own optimizer and the one of the mirrored shard, if any."""
+        """Its own optimizer, and the optimizer of the mirrored shard if it has one."""
         return (self.optimizer,) if self.mirror is None else (self.optimizer, self.mirror)
 
     @property
@@ -155,10 +155,10 @@ class TrainingModel:
                 bucket.grad_data = None
 
     def loss(self, tokens: Tensor) -> Tensor:
-        """A micro-batch's [rows, sequence + 1] contribution to its iteration's loss, times divisor.
+        """What a micro-batch [rows, sequence + 1] adds to the sum that `divisor` divides.
 
-        Per token: the sum over its tokens. Per micro-batch: its mean divided by the number of
-        micro-batches. A micro-batch without tokens that carry loss adds 0, but is counted.
+        With `loss: per_token`: the sum over its tokens. With `per_micro_batch`: its mean divided by
+        the number of micro-batches. Micro-batches without tokens that carry loss add 0, but count.
         """
         tokens = self.given(tokens)
         return self.loss_of(self.forward(self.ddps[0], tokens), tokens)
@@ -178,7 +178,7 @@ class TrainingModel:
         return out
 
     def loss_of(self, per_token: Tensor, tokens: Tensor) -> Tensor:
-        """`loss`, from the loss of each token."""
+        """The same as `loss`, from the loss of each token."""
         loss = (per_token.float() * carries_loss(tokens)).sum()
         if self.train.loss == "per_token":
             return loss
@@ -189,7 +189,7 @@ class TrainingModel:
         return int(carries_loss(tokens).sum().item())
 
     def divisor(self, num_tokens: float) -> float:
-        """The divisor of the sum over all micro-batches, which have `num_tokens` tokens."""
+        """The divisor of the loss sum of all micro-batches, with `num_tokens` tokens in all."""
         return max(num_tokens, 1.0) if self.train.loss == "per_token" else 1.0
 
 
@@ -198,9 +198,9 @@ def build(train: Train, device: torch.device, groups: Any = None, axes: Axes | N
     """Build the model at a position of a layout; `axes` None: a whole replica.
 
     The initial weights depend only on the seed and are equal in all layouts. With `draws=False`
-    they are undefined; the caller loads a state. Needs torch.distributed, but does not communicate.
-    `groups` is the position's ProcessGroupCollection; None means Megatron's parallel state of one
-    process.
+    they are undefined, and the caller loads a state. Needs torch.distributed, but does not
+    communicate. `groups` is the position's ProcessGroupCollection; None means Megatron's parallel
+    state of one process.
     """
     axes = axes or Axes()
     at = coordinates(axes, place)
@@ -265,11 +265,11 @@ def _config(train: Train, axes: Axes) -> Any:
         attention_dropout=model.dropout, use_cpu_initialization=True,
         tensor_model_parallel_size=axes.tp, pipeline_model_parallel_size=axes.pp,
         virtual_pipeline_model_parallel_size=axes.chunks if axes.chunks > 1 else None,
-        # With chunks, a stage's next and previous stage can be the same one, and Megatron would mix
-        # up their messages within a batch.
+        # With chunks, the next and the previous stage can be the same stage. Megatron would mix up
+        # their messages within a batch.
         overlap_p2p_comm=axes.chunks > 1, batch_p2p_comm=axes.chunks == 1,
-        # The gradient's scale must not depend on the assignment of micro-batches: with this option
-        # Megatron sums without a division, for either loss.
+        # The scale of the gradient must not depend on the assignment of micro-batches. With this
+        # option Megatron sums without a division, for either loss.
         calculate_per_token_loss=True,
         bf16=train.precision == "bf16", fp16=train.precision == "fp16",
         params_dtype=DTYPES[train.precision], pipeline_dtype=DTYPES[train.precision],

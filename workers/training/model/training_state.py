@@ -6,7 +6,7 @@ It lists everything that changes during training, for the state exchange and for
 - numbers: Adam's step count, the loss scale and its trackers, the schedule's position in samples
   (a skipped iteration does not advance it), the step version and the consumed samples (a skipped
   iteration advances them), and the losses so far.
-Derived from the spec and the iteration, hence not state: the order of the data, the random
+Not state, because derived from the spec and the iteration: the order of the data, the random
 generators (random_draws.py), learning rate and weight decay (the schedule's position).
 """
 
@@ -111,7 +111,7 @@ def numbers(trainee: TrainingModel, step_version: int, history: History) -> Numb
 
 
 def check_numbers(trainee: TrainingModel, new: Numbers) -> None:
-    """Raise ValueError if `adopt` could not load these numbers."""
+    """Raise ValueError if these numbers do not fit the model, so that `load` cannot load them."""
     if new.precision != trainee.train.precision:
         raise ValueError(f"numbers of {new.precision}, not {trainee.train.precision}")
     if len(new.loss_scales) != (own_num := len(_dynamic(trainee))):
@@ -133,7 +133,7 @@ def load(trainee: TrainingModel, new: Numbers, history: History) -> int:
 
 
 def _dynamic(trainee: TrainingModel) -> list[Any]:
-    """Megatron's scalers with a state, without constant ones."""
+    """Megatron's dynamic loss scalers. A constant scaler has no state."""
     return [scaler for scaler in scalers(trainee.optimizer) if scaler.state_dict()]
 
 

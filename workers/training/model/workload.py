@@ -55,7 +55,7 @@ class Workload(Protocol):
         ...
 
     def begin(self, trainee: TrainingModel, whole: Callable[[], TrainingModel]) -> None:
-        """No member has a state: set this model to the state of the first iteration.
+        """Set this model to the state of the first iteration. Called if no member has a state.
 
         `whole` builds a whole replica in its initial state.
         """

@@ -41,7 +41,7 @@ class Shard(NamedTuple):
 class Move(NamedTuple):
     """The transfer of a tensor region from place `source` to place `target`, which may be equal.
 
-    `given` is the index of the shard among those that `source` has, `wanted` among those that
+    `given` is an index into the shards that `source` has, `wanted` an index into the shards that
     `target` wants.
     """
 
@@ -53,7 +53,7 @@ class Move(NamedTuple):
 
 
 class Missing(Exception):
-    """No member has some of the wanted regions: `keys` are their tensors, ascending."""
+    """No member has some of the wanted regions. `keys` are the tensors of the regions, sorted."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         self.keys = tuple(keys)
@@ -63,7 +63,7 @@ class Missing(Exception):
 
 
 class _Atom(NamedTuple):
-    """A region to transfer and its equally near senders, each a place and a shard's index."""
+    """A region to transfer, and its nearest senders. A sender is a place and a shard's index."""
 
     region: Region
     target: int
@@ -72,7 +72,7 @@ class _Atom(NamedTuple):
 
 
 Holders = dict[Region, list[tuple[int, int]]]
-"""The holders of each region of one tensor, each a place and a shard's index."""
+"""The holders of each region of one tensor. A holder is a place and the index of a shard."""
 
 
 def intersection(one: Region, other: Region) -> Region | None:
@@ -84,7 +84,7 @@ def intersection(one: Region, other: Region) -> Region | None:
 
 
 def without(whole: Region, part: Region) -> list[Region]:
-    """`whole` without `part`, which is inside it, as at most two regions per dim."""
+    """`whole` without the region `part` inside it, as at most two regions per dim."""
     rest: list[Region] = []
     offset, shape = list(whole.offset), list(whole.shape)
     for dim, (begin, size) in enumerate(zip(*part, strict=True)):
@@ -144,8 +144,8 @@ def plan_moves(have: Sequence[Sequence[Shard]], want: Sequence[Sequence[Shard]],
 
     `have`, `want` and `nodes` (empty: unknown) are by place. Each element comes from the nearest
     holder: the place itself, then the same node, then any; the load is balanced among equally near
-    holders. A move between places has at most `largest` elements. The order is equal on all
-    members. Raises Missing. O(wanted shards x distinct regions of their tensors, and moves).
+    holders. A move between places has at most `largest` elements. All members get the same order.
+    Raises Missing. O(wanted shards x distinct regions of their tensors, and moves).
     """
     holders: dict[tuple[str, str], Holders] = {}
     for place, shards in enumerate(have):
@@ -205,7 +205,7 @@ def _distance(source: int, target: int, nodes: Sequence[str]) -> int:
 
 
 def _choose_senders(atoms: Sequence[_Atom], num_places: int) -> list[tuple[int, int]]:
-    """The sender of each: the largest first, from the least loaded. Local moves cost nothing."""
+    """The least loaded sender of each atom, chosen for the largest first. Local moves are free."""
     chosen: list[tuple[int, int]] = [atom.senders[0] for atom in atoms]
     sent = [0] * num_places
     for index in sorted(range(len(atoms)), key=lambda index: -atoms[index].region.num_elements):

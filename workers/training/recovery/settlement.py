@@ -17,12 +17,12 @@ from .state_sources import NO_STATE, Claim, StateHolders, assign_sources, find_s
 
 class MemberAssignment(Struct, frozen=True, kw_only=True):
     """A member's assignment: the micro-batches that it keeps (`kept`), the ones that it will run
-    (`todo`), and the part of these that lost members had (`dealt`).
+    (`todo`), and the part of `todo` that lost members had (`dealt`).
 
-    `source` is the place of the member that sends its state; its own place if it receives none;
-    NO_STATE if no member has a state; SEVERAL if more than one member sends. Before it sends, it
-    activates its `staged` state, or it `steps`: it divides and steps the reduced sum with the
-    result of the step barrier.
+    `source` is the place of the member that sends the state to this member: its own place if it
+    receives none, NO_STATE if no member has a state, SEVERAL if more than one member sends. With
+    `staged`, this member first activates its staged state. With `steps`, it first takes the
+    optimizer step from the reduced sum, with the result of the step barrier.
     """
 
     kept: tuple[int, ...]
@@ -41,11 +41,11 @@ class Settlement(Struct, frozen=True, kw_only=True):
     """True if a member had begun the iteration; otherwise all micro-batches are assigned again."""
     shares: tuple[MemberAssignment, ...]
     holders: tuple[int, ...] = ()
-    """Places that hold the state in one layout; together they have all of it."""
+    """The places whose members hold the state in one layout; together they have all of it."""
     gate: tuple[float, ...] = ()
     """The step barrier's result, for the members that still have to step."""
     lost_version: int = NO_STATE
-    """The highest step version of which the members have only a part: it is lost."""
+    """The highest step version, if the members have only a part of its state: it is lost."""
 
 
 def assign_micro_batches(num_micro_batches: int, num_replicas: int, dp: int) -> tuple[int, ...]:
@@ -57,10 +57,10 @@ def settle(claims: Sequence[Claim], num_micro_batches: int, axes: Axes | None = 
            nodes: Sequence[str] = ()) -> Settlement:
     """Settle an iteration among the members with these claims, in order of place.
 
-    `axes` is the new layout; None: all members are data-parallel. `nodes` are the members' nodes,
-    so that state comes from the nearest. Every micro-batch ends in exactly one replica's `kept` or
-    `todo`, equal on all its members. If no member has begun the iteration, all its micro-batches
-    are assigned again, so that new members get their part.
+    `axes` is the new layout; None: all members are data-parallel. `nodes` are the members' nodes: a
+    state comes from the nearest member. Afterwards every micro-batch is in `kept` or `todo` of
+    exactly one replica, and all members of a replica have the same lists. If no member has begun
+    the iteration, all its micro-batches are assigned again, so that new members get their part.
     O(members x (micro-batches + step versions)).
     """
     assert claims, "a generation has members"
@@ -98,7 +98,7 @@ def settle(claims: Sequence[Claim], num_micro_batches: int, axes: Axes | None = 
 
 
 def _has_sum(claim: Claim, place: int, state: StateHolders, axes: Axes) -> bool:
-    """True if its partial sum is for the part of the model that the new layout has at `place`."""
+    """True if this member's sum is for the part of the model at `place` in the new layout."""
     holder = state.holders.get(place)
     if holder is None or holder.steps or holder.staged:
         return False
@@ -108,8 +108,8 @@ def _has_sum(claim: Claim, place: int, state: StateHolders, axes: Axes) -> bool:
 
 def _kept(claims: Sequence[Claim], members: Sequence[Sequence[int]], continuing: Sequence[int]
           ) -> list[tuple[int, ...]]:
-    """By replica: the micro-batches of a valid sum, equal on all its members. A sum cannot be
-    split: if another valid sum has one of its micro-batches, it is discarded."""
+    """By replica: the micro-batches that it keeps, if they are the same on all its members. A sum
+    cannot be split: if it shares a micro-batch with a replica that trained later, it is dropped."""
     newest_first = sorted(continuing, key=lambda dp: (
         -min(claims[place].trained_in for place in members[dp]), dp))
     kept: list[tuple[int, ...]] = [() for _ in members]
@@ -132,7 +132,7 @@ def _owners(claims: Sequence[Claim], members: Sequence[Sequence[int]], continuin
 
 def _assign_remaining(kept: Sequence[Sequence[int]], owner: dict[int, int], num_micro_batches: int
                       ) -> tuple[list[list[int]], list[list[int]]]:
-    """By replica: the micro-batches to run, and those among them without a continuing owner."""
+    """By replica: the micro-batches to run, and the part of them without a continuing owner."""
     done = {item for items in kept for item in items}
     todo: list[list[int]] = [[] for _ in kept]
     reassigned: list[list[int]] = [[] for _ in kept]

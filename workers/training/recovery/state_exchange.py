@@ -1,9 +1,9 @@
 """Exchanges state between the members of a generation, from live memory into live memory.
 
 All members call `exchange`. Each member publishes the shards that it has and wants, all compute the
-same plan (resharding.py), and each receives the missing shards from the nearest holder. A sender is
-excluded on all members, and the plan repeated, if its data fails a checksum or is of another step
-or model. The active state does not change before `activate`, or if the exchange fails.
+same plan (resharding.py), and each receives the missing shards from the nearest holder. If the data
+of a sender fails a checksum, or is of another step or model, all members exclude this sender and
+plan again. The active state changes only in `activate`, so never if the exchange fails.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from .state_sources import NO_STATE
 
 # --- Transfer of tensors in chunks of bytes, each with a checksum ---
 #
-# Small tensors share a chunk, because messages are expensive. A chunk is packed and its checksum
-# computed while the previous one is in transit.
+# Small tensors share a chunk, because messages are expensive. While a chunk is in transit, the next
+# one is packed and its checksum computed.
 
 CHUNK_BYTES = 4 << 20
-"""Size of a message between two members. Two are in memory; a larger tensor is not split."""
+"""Size of a message; two are in memory at a time. A larger tensor is sent in one message."""
 ALIGN_BYTES = 8
 """Alignment of a tensor in its chunk; the checksum follows the last tensor."""
 
@@ -53,8 +53,8 @@ def transfer(give: Mapping[int, Sequence[Tensor]], take: Mapping[int, Sequence[T
              goes_on: Callable[[], bool]) -> set[int]:
     """Send (`give`) and receive (`take`) tensors by place, in the same order on both sides.
 
-    Returns the places with a wrong checksum; their chunks are not written to the tensors. `goes_on`
-    is called after each wait; if it returns False, raises RuntimeError and writes no more.
+    Returns the places that sent a wrong checksum; such a chunk is not written. `goes_on` is called
+    after each wait. If it returns False, `transfer` raises RuntimeError and writes no more.
     """
     device = comm_device()
     sending = {place: list(_chunks(tensors)) for place, tensors in give.items()}
@@ -76,7 +76,7 @@ def transfer(give: Mapping[int, Sequence[Tensor]], take: Mapping[int, Sequence[T
 
 
 def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The tensors in groups of about CHUNK_BYTES; equal on both sides, because the sizes are."""
+    """The tensors in groups of about CHUNK_BYTES. Equal sizes give equal groups on both sides."""
     part: list[Tensor] = []
     part_bytes = 0
     for tensor in tensors:
@@ -121,7 +121,7 @@ def _views(chunk: Tensor, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, T
 
 
 def _pack(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    # Zeros, because the checksum covers the padding.
+    # Filled with zeros, because the checksum covers the padding too.
     chunk = torch.zeros(_size(tensors), dtype=torch.uint8, device=device)
     for view, tensor in _views(chunk, tensors):
         view.copy_(tensor)
@@ -142,17 +142,17 @@ def _sum(chunk: Tensor) -> int:
     return zlib.crc32(chunk[:-ALIGN_BYTES].cpu().numpy().data)
 
 LARGEST_NUM = CHUNK_BYTES // 4
-"""Maximum elements of a move: a larger region comes from several holders, if there are several."""
+"""Maximum elements of a move. A larger region is split, so that several holders can send it."""
 NUMBERS = Shard("numbers", "", Region((0,), (1,)))
-"""Represents the numbers of the state; the sender's offer has their size."""
+"""Stands for the numbers of the state in a plan. The sender's offer has their size."""
 Note = Callable[[Literal["give", "receive"]], None]
 
 log = structlog.get_logger()
 
 
 class ExchangeResult(NamedTuple):
-    """The received numbers, and the bytes received by place (`taken`). `activate` writes the staged
-    tensors."""
+    """The numbers of the state, and the bytes received from each place (`taken`). `activate` copies
+    the staged tensors into the active state."""
 
     numbers: training_state.Numbers
     activate: Callable[[], None]
@@ -180,7 +180,7 @@ class _Memory(NamedTuple):
 
 
 class _Side(NamedTuple):
-    """What one member sends and receives, by place, and the staged tensors: active and new one."""
+    """What one member sends and receives, by place; `staged` are pairs of active and new tensor."""
 
     give: dict[int, list[Tensor]]
     take: dict[int, list[Tensor]]
@@ -193,11 +193,11 @@ def exchange(have: State, want: State, numbers: training_state.Numbers | None, *
              ) -> ExchangeResult:
     """Fill `want` with the state after `step_version` steps from the members at `holders`.
 
-    Every member of the world calls it, with its shards and its `numbers` (None: it has no
-    valid state). `nodes` is by place. With `staged`, `want` is active: it does not change before
-    `activate`, and the received data needs additional memory. Otherwise `want` is written directly.
-    `goes_on` returns False if the exchange is obsolete; it is called after each wait, before a
-    write. Raises RuntimeError, and on all members resharding.Missing if the holders lack a part.
+    All members call it, each with its shards and its `numbers` (None: it has no valid state).
+    `nodes` is by place. With `staged`, `want` is the active state: it changes only in `activate`,
+    and the received data needs additional memory. Otherwise `want` is written directly. `goes_on`
+    is called after each wait, before a write: it returns False if the exchange is obsolete. Raises
+    RuntimeError. If the holders lack a part, all members raise resharding.Missing.
     """
     me = dist.get_rank()
     encoded = b"" if numbers is None else msgspec.msgpack.encode(numbers)
@@ -253,7 +253,7 @@ def _gather_offers(mine: MemberOffer) -> list[MemberOffer]:
 
 
 def _agree(bad: Collection[int], num_members: int) -> set[int]:
-    """The places that any member excludes. When it returns, all members have their data."""
+    """The places in `bad` of any member. Returns when all members have received their data."""
     flags = torch.tensor([int(place in bad) for place in range(num_members)], device=comm_device())
     dist.all_reduce(flags, dist.ReduceOp.MAX)
     return {place for place, flag in enumerate(flags.tolist()) if flag}
@@ -300,7 +300,7 @@ def _numbers_buffer(moves: Sequence[Move], offers: Sequence[MemberOffer],
 
 
 def _side(me: int, moves: Sequence[Move], mine: _Memory, theirs: _Memory, *, staged: bool) -> _Side:
-    """This member's part of the plan; data that it has itself is copied immediately."""
+    """This member's part of the plan. Data that the member has itself is copied immediately."""
     side = _Side({}, {}, [])
     for region, source, given, target, wanted in moves:
         if source == me != target:
@@ -336,5 +336,5 @@ def _encoded(shards: Iterable[Shard]) -> bytes:
 
 @lru_cache(maxsize=64)
 def _decoded(data: bytes) -> tuple[Shard, ...]:
-    """Cached, because many members have equal shards, and keep them between generations."""
+    """Cached, because many members have equal shards, also in later generations."""
     return msgspec.msgpack.decode(data, type=tuple[Shard, ...])

@@ -127,7 +127,7 @@ def _sharded(module: Any) -> Iterator[tuple[Tensor, _Local]]:
 
 
 def _map(key: str, part: mapping.ShardedTensor, tensor: Tensor) -> _Mapped:
-    """Map `part`: `tensor` or a view of it. Dims that only the whole tensor has get size 1."""
+    """Map `part` (`tensor` or a view of it). Dims that only the whole tensor has get size 1."""
     view = part.data
     assert view is not None
     assert tensor.is_contiguous()
@@ -143,8 +143,8 @@ def _map(key: str, part: mapping.ShardedTensor, tensor: Tensor) -> _Mapped:
 
 
 def _add(found: State, kind: str, tensor: Tensor, begin: int, local: _Local) -> None:
-    """Add the shards of `tensor`. It holds the elements of a local tensor from index `begin` on, or
-    the optimizer state of these elements."""
+    """Add the shards of `tensor`, which holds the elements of a local tensor from index `begin` on,
+    or the optimizer state of these elements."""
     flat = tensor.view(-1)
     for held in flat_range(local.shape, begin, begin + flat.numel()):
         block, flat = flat[:held.num_elements].view(held.shape), flat[held.num_elements:]

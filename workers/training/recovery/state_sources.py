@@ -34,7 +34,7 @@ class HeldState(Struct, frozen=True, kw_only=True):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """The model split. In one shape, equal (tp, pp) ranks have equal parts of the model."""
+        """The model split. Members with the same shape and (tp, pp) ranks have the same part."""
         return shape(self.axes)
 
     @property
@@ -45,7 +45,7 @@ class HeldState(Struct, frozen=True, kw_only=True):
 
     @property
     def part_of_model(self) -> tuple[int, ...]:
-        """The gradients of members with equal values are for the same parameters."""
+        """Members with equal values have gradients of the same parameters."""
         return (*self.shape, *self.part)
 
     @property
@@ -63,17 +63,17 @@ class HeldState(Struct, frozen=True, kw_only=True):
 class Claim(Struct, frozen=True, kw_only=True):
     """What a member brings into a new generation.
 
-    `step_version` counts its optimizer steps (NO_STATE: it has no valid state). In that iteration,
-    `kept` are the micro-batches in its partial sum and `owned` those that it was last assigned, in
-    generation `assigned_in`; `begun`: it has begun the iteration. `trained_in` is the generation in
-    which it last trained.
+    `step_version` is the number of iterations in its state (NO_STATE: it has no valid state). In
+    the next iteration, `kept` are the micro-batches in its partial sum, and `owned` are the ones
+    that it was last assigned, in generation `assigned_in`. `begun`: it has begun this iteration.
+    `trained_in` is the generation in which it last trained.
 
-    `held` is the part of its state and its sum (None: the whole model). `staged` is the part of the
-    same state at another position, complete on this member but perhaps not on all, received in
-    generation `staged_in`. `ready`: it has the reduced sum and has entered the step barrier, but
-    does not know whether all members have. `gate` is the barrier's result on a member that passed
-    it, until it trains on or receives another state. `stale`: it has stepped its shard of the
-    optimizer, but has not gathered the parameters of the other shards.
+    `held` is the part of the model that its state and its sum are for (None: the whole model).
+    `staged` is another position, whose part of the same state it received in generation
+    `staged_in`; other members may not have received theirs. `ready`: it has the reduced sum and has
+    entered the step barrier, but does not know whether all members have. `gate` is the result of
+    the barrier, kept until the member trains in another generation or receives another state.
+    `stale`: it has stepped its shard of the optimizer, but not gathered the other parameters.
     """
 
     step_version: int = NO_STATE
@@ -95,7 +95,7 @@ class StateHolder(NamedTuple):
 
     held: HeldState
     steps: bool
-    """True if it has the state only after the step for which it is ready."""
+    """True if the member must first take the step for which it is ready."""
     staged: bool
     """True if it is the member's staged state."""
 
@@ -106,8 +106,8 @@ class _Layout(NamedTuple):
     shape: tuple[int, int, int]
     dp: int
     staged_in: int
-    """A member that staged in this generation counts with its staged state, else with its active
-    one."""
+    """If a member staged a state in this generation, its staged state is preferred, otherwise its
+    active state."""
 
 
 class StateHolders(NamedTuple):
@@ -125,8 +125,8 @@ NO_HOLDERS = StateHolders(NO_STATE, {}, ())
 def find_state(claims: Sequence[Claim], axes: Axes) -> StateHolders:
     """The highest step version whose whole state the members have in one layout.
 
-    Among several layouts, prefer that of `axes`, which needs no transfer, then the one with the
-    most holders. O(members x step versions).
+    Among several layouts, prefer the layout of `axes`, which needs no transfer, and then the layout
+    with the most holders. O(members x step versions).
     """
     versions = {claim.step_version for claim in claims if claim.step_version != NO_STATE}
     for version in sorted(versions, reverse=True):
@@ -141,10 +141,10 @@ def find_state(claims: Sequence[Claim], axes: Axes) -> StateHolders:
 
 def _holders(claims: Sequence[Claim], version: int
              ) -> tuple[dict[_Layout, dict[int, StateHolder]], tuple[float, ...]]:
-    """The holders of the state after that step, by layout; the result of its step barrier.
+    """The holders of the state of `version`, by layout; and the result of its step barrier.
 
-    The barrier returns only after all members have entered it: if one member has stepped, all
-    members may step, and must.
+    The barrier returns only after all members have entered it. So if one member has stepped, all
+    others can step, and must.
     """
     results = {claim.trained_in: claim.gate for claim in reversed(claims)
                if claim.gate and claim.step_version == version}
@@ -159,8 +159,8 @@ def _holders(claims: Sequence[Claim], version: int
         has = [StateHolder(claim.held or WHOLE, steps=steps, staged=False)]
         if claim.staged is not None and not steps:
             has.append(StateHolder(claim.staged, steps=False, staged=True))
-        # The active and the staged state may have the same layout, but different positions: states
-        # staged in the same generation are combined.
+        # The active and the staged state of a member may have the same layout, but different
+        # positions. So staged states are combined only if they were staged in the same generation.
         for staged_in in sorted({0, *(claim.staged_in for claim in claims)}):
             for holder in has if staged_in != claim.staged_in else reversed(has):
                 layout = _Layout(holder.held.shape, holder.held.dp_of_shards, staged_in)
@@ -169,7 +169,7 @@ def _holders(claims: Sequence[Claim], version: int
 
 
 def _is_whole(holders: dict[int, StateHolder]) -> bool:
-    """True if these have the whole state. If it is not sharded over dp, their dp may differ."""
+    """True if they have the whole state. If the optimizer is not sharded, their dp may differ."""
     held = [holder.held for holder in holders.values()]
     axes, optimizer = held[0].axes, held[0].optimizer
     if optimizer != "whole":
@@ -188,7 +188,7 @@ def _is_whole(holders: dict[int, StateHolder]) -> bool:
 def assign_sources(holders: dict[int, StateHolder], axes: Axes, nodes: Sequence[str]) -> list[int]:
     """By place: the place of the nearest member that has all of the receiver's new state.
 
-    The member itself is nearest, then members of its node, then others; equally near senders take
+    The receiver itself is nearest, then members of its node, then others. Equally near senders take
     turns. A standby member receives nothing. `nodes` are the members' nodes; an empty name is an
     unknown node.
     """
@@ -199,7 +199,7 @@ def assign_sources(holders: dict[int, StateHolder], axes: Axes, nodes: Sequence[
     receivers = [(place, _senders(holders, axes, place))
                  for place in range(axes.tp * axes.pp * axes.dp)]
     receivers = [(place, senders) for place, senders in receivers if place not in senders]
-    # Receivers with a sender on their node first, so that the others use the less loaded senders.
+    # Receivers with a sender on their node come first. The others then use less loaded senders.
     for local in (True, False):
         for place, senders in receivers:
             near = [sender for sender in senders if nodes[place] and nodes[sender] == nodes[place]]

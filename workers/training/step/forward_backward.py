@@ -1,7 +1,7 @@
 """Forward and backward of a replica of several members, into each member's local gradients.
 
-Tensor-parallel members run each micro-batch together; pipeline stages run all of them in Megatron's
-own schedule. Everything here waits for the other members of the replica only.
+Tensor-parallel members run each micro-batch together; pipeline stages run all micro-batches in
+Megatron's own schedule. This module waits only for other members of the same replica.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Note = Callable[[Literal["forward", "backward", "stage"], int], None]
 
 def run(trainee: TrainingModel, groups: Any, iteration: int, items: Sequence[int], sample: Sample,
         note: Note, *, forward_only: bool = False) -> tuple[float, int]:
-    """Run these micro-batches of an iteration; returns the sum of their losses, and their tokens.
+    """Run these micro-batches of an iteration; returns the sum of the losses and of the tokens.
 
-    All members of the replica call it with the same items. Only one of them, on the last stage,
+    All members of the replica call it with the same items. Only one member, on the last stage,
     returns the values; the others return 0. Raises RuntimeError if another member is gone: the
     local gradients are then worthless.
     """
@@ -46,7 +46,7 @@ def run(trainee: TrainingModel, groups: Any, iteration: int, items: Sequence[int
 
 
 def padded(items: Sequence[int], num_stages: int, num_chunks: int) -> list[int]:
-    """The items, padded for Megatron's interleaved schedule: it runs groups of `num_stages`."""
+    """The items, padded for Megatron's interleaved schedule, which runs groups of `num_stages`."""
     num_more = -len(items) % num_stages if num_chunks > 1 else 0
     return [*items, *[PADDING] * num_more]
 
@@ -82,7 +82,7 @@ def _whole(trainee: TrainingModel, iteration: int, item: int, sample: Sample, no
 
 def _schedule(trainee: TrainingModel, groups: Any, iteration: int, items: list[int], sample: Sample,
               note: Note, *, forward_only: bool) -> list[tuple[float, int]]:
-    """Megatron's 1F1B schedule, interleaved with chunks. The last stage alone returns values."""
+    """Megatron's 1F1B schedule, interleaved with chunks. Only the last stage returns values."""
     axes, train = trainee.axes, trainee.train
     config = trainee.ddps[0].config
     config.grad_scale_func = trainee.optimizer.scale_loss
@@ -112,8 +112,8 @@ class _Stages(P2PCommunicator):  # type: ignore[misc, unused-ignore]
 
 def _forward(trainee: TrainingModel, iteration: int, sample: Sample, note: Note,
              items: Iterator[int], ddp: Any) -> tuple[Tensor, Any]:
-    """One micro-batch in one chunk, for Megatron's schedule: its output, and its loss function.
-    Dropout is drawn as if the micro-batch ran alone, whichever others are in the pipeline."""
+    """Run one micro-batch in one chunk, for Megatron's schedule. Returns the output and a loss
+    function. Dropout does not depend on the other micro-batches in the pipeline."""
     item = next(items)
     trainee.draw.at(iteration, item)
     if item == PADDING:

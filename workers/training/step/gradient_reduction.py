@@ -1,7 +1,7 @@
 """The gradient reduction: the local gradients of all members added up in place, with a backup.
 
-Its result counts only if all of it is known to be good and no member had begun to abort it. It
-overlaps with the last backward (overlapped_reduction.py), or follows it.
+The result counts only if the whole reduction is known to be good and no member had begun to abort
+it. The reduction overlaps with the last backward (overlapped_reduction.py), or follows it.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from .phase_hooks import PhaseHooks
 
 T = TypeVar("T")
 Outcome = Literal["stepped", "boundary", "quiesced", "failed"]
-"""`boundary`: stepped, all members stop here. `quiesced`: ordered to stop. `failed`: see `why`."""
+"""`boundary`: stepped, and all members stop. `quiesced`: ordered to stop. `failed`: see `why`."""
 
 
 class Stats(NamedTuple):
-    """Of this member before the reduction, of all members after it."""
+    """Values of this member before the reduction, sums over all members after it."""
 
     loss_sum: float
     num_tokens: float
     num_stopping: float = 0.0
     """Number of members with an order to stop at this boundary."""
     saver_position: float = 0.0
-    """Position + 1 of the member ordered to save at this boundary before it leaves; 0: none."""
+    """Position + 1 of the member that has an order to save at this boundary; 0: none."""
 
 
 class StepBarrier(NamedTuple):
-    """What a step needs of all gradients if each member has only a part: see `step_barrier`."""
+    """Values over all gradients that a step needs if a member has only a part (`step_barrier`)."""
 
     norm_square: float
     num_not_finite: float = 0.0
@@ -52,9 +52,8 @@ class StepBarrier(NamedTuple):
 class Reduction:
     """Adds up the gradients in Megatron's buffers.
 
-    `why` is the error of the last failed reduction, `verdict` its classification.
-
-    `num_complete` is the number of buckets completed, in order, in a reduction that failed.
+    `why` is the error of the last failed reduction, `verdict` its classification. `num_complete` is
+    the number of buckets completed, in order, in a reduction that failed.
     """
 
     def __init__(self, trainee: TrainingModel, note: Note, marks: Marks, *, closely: bool) -> None:
@@ -62,7 +61,7 @@ class Reduction:
         self.verdict = NOTHING
         self.num_complete = 0
         self.was_abandoned = False
-        """Whether the last wait was abandoned: its thread may still hold the model."""
+        """Whether the last wait was abandoned: the waiting thread may still hold the model."""
         self._trainee = trainee
         self._note = note
         self._marks = marks
@@ -72,11 +71,11 @@ class Reduction:
                          if trainee.train.overlap else None)
 
     def begin(self, control: Control, communicators: Communicators, mine: Stats) -> None:
-        """Launch the stats before the last backward, which then launches buckets.
+        """Launch the stats before the last backward, which then launches the buckets.
 
-        The stats are those of all local gradients, including the last micro-batch, and go before
-        the first bucket: if a member dies, both are lost. Does nothing without overlap, or if this
-        member has an immediate order to stop: its last backward is then like any other.
+        The stats cover all local gradients, including the last micro-batch. They are launched
+        before the first bucket: if a member dies, both are lost. Does nothing without overlap, or
+        if this member has an immediate order to stop: its last backward then launches no bucket.
         """
         if self._buckets is None:
             return
@@ -94,14 +93,14 @@ class Reduction:
         self._buckets.begin(self._own_stats(control, communicators, mine), must_stop)
 
     def backward(self) -> AbstractContextManager[None]:
-        """Context of every backward: it launches buckets only if a reduction was begun for it."""
+        """Context of every backward, which launches buckets only if a reduction has begun."""
         if self._buckets is None or self._buckets.current is not None:
             return nullcontext()
         nothing: AbstractContextManager[None] = self._trainee.ddps[0].no_sync()
         return nothing
 
     def run(self, control: Control, communicators: Communicators, mine: Stats) -> Stats | Outcome:
-        """Reduce; the stats of all members, or a failure with the local gradients unchanged."""
+        """Reduce. Returns the stats of all members; a failure restores the local gradients."""
         if self._buckets is None:
             found = self._run_at_once(control, communicators, mine)
         else:
@@ -125,8 +124,8 @@ class Reduction:
                      ) -> StepBarrier | Outcome:
         """The step barrier: exchange the global values that a step needs.
 
-        A member that leaves the barrier steps, whatever happens to the others: the barrier ends for
-        no member before all have entered it, with their parts reduced.
+        A member that passes the barrier steps, whatever happens to the others: the barrier returns
+        only after all members have entered it, with their parts reduced.
         """
         def exchange() -> StepBarrier:
             values = torch.tensor(mine, dtype=torch.float64, device=self._trainee.device)
@@ -174,21 +173,21 @@ class Reduction:
                     control.abandon(waiter.is_alive)
             buckets.reset()
         else:
-            # Nothing here waits any more: Megatron records what has ended.
+            # All collectives have ended, so this does not wait: Megatron only records their end.
             finalize_model_grads(self._trainee.ddps, None, pg_collection=communicators.groups)
             buckets.current = None
             self._note("reduced")
         return found
 
     def meet(self, control: Control, communicators: Communicators, mine: Stats) -> Stats | Outcome:
-        """Exchange the stats alone: every member has reached this point."""
+        """Exchange only the stats. Returns when every member has reached this point."""
         return self.run_collectively(control, communicators, partial(
             self._stats, self._own_stats(control, communicators, mine), dist.group.WORLD))
 
     def run_collectively(self, control: Control, communicators: Communicators,
                          collective: Callable[[], T], replica: frozenset[int] = frozenset()
                  ) -> T | Outcome:
-        """Run a collective of all members, or of `replica`; returns its result, or the outcome."""
+        """Run a collective of all members, or of `replica`. Returns its result or the outcome."""
         found: T | Outcome = "failed"
         self.was_abandoned = False
         self.why, self.verdict = "", NOTHING
@@ -214,7 +213,7 @@ class Reduction:
 
     def _call(self, control: Control, communicators: Communicators,
               collective: Callable[[], T], replica: frozenset[int]) -> T:
-        """Run detached with gloo, which has waits that nothing interrupts; NCCL is aborted."""
+        """With gloo, run in a detached thread: nothing interrupts some waits. NCCL is aborted."""
         if communicators.backend == "nccl":
             with control.waiting_for_others(communicators.generation, communicators.interrupt,
                                             replica):
@@ -243,9 +242,9 @@ class Reduction:
                 check_active: Callable[[], None]) -> Stats:
         """Exchange the stats, then run Megatron's own reduction.
 
-        Without Megatron's division by the token count: after an abandoned wait that could still run
-        on gradients that count. For the same reason it uses the groups of its own generation, and
-        checks before each phase that the generation is active.
+        Megatron's division by the token count is left out: after an abandoned wait, it could still
+        change gradients that count. For the same reason, this method uses the groups of its own
+        generation, and checks before each phase that the generation is active.
         """
         self._until_computed()
         self._note("stats")
@@ -281,5 +280,5 @@ def _check_of(communicators: Communicators) -> Callable[[], None]:
 
 
 def is_cuda_error(error: BaseException) -> bool:
-    """Whether this error has ruined the process's CUDA context: only a new process helps."""
+    """Whether this error has ruined the CUDA context, so that only a new process helps."""
     return "CUDA error" in str(error)

@@ -2,8 +2,8 @@
 
 Every phase can be interrupted and repeated. Until the reduction, the local gradients only grow, by
 whole micro-batches; a failed reduction leaves them unchanged (gradient_reduction.py). The step
-(optimizer_step.py) starts only when the whole reduction is known to be good. For a member that has
-only a part of the gradients, that is after the step barrier.
+(optimizer_step.py) starts only when the whole reduction is known to be good. A member that has only
+a part of the gradients knows this only after the step barrier.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Iteration:
     """The current iteration of this member, and its progress in it.
 
     `step_version` is the number of steps taken; NO_STATE until the first settlement. `history`
-    receives the loss and the time of each step, the time counted from the iteration's first
-    micro-batch: it includes a recovery, so that a rate computed from it is never too high.
-    `after_boundary`: a checkpoint, persistent or in memory, was due after the last iteration, on
-    any member.
+    receives the loss and the time of each step. The time begins with the iteration's first
+    micro-batch and includes a recovery, so a rate computed from it is never too high.
+    `after_boundary` is True if a checkpoint, persistent or in memory, was due on any member after
+    the last iteration.
     """
 
     def __init__(self, trainee: TrainingModel, text: Samples, trace: Trace, pulse: ProgressWriter,
@@ -58,9 +58,9 @@ class Iteration:
         self.forward_calls = 0
         self.after_boundary = False
         self.saver_position = NO_STATE
-        """Position of the member that saves when all leave after the last step; NO_STATE: none."""
+        """Position of the member that saves after the last step, when all leave; NO_STATE: none."""
         self.is_ready = False
-        """Whether it is between the step barrier and its step: the reduced gradients wait."""
+        """Whether it has entered the step barrier, but not stepped: it has the reduced sum."""
         self.is_stuck = False
         """Whether an abandoned pass still waits in a detached thread and holds the model."""
         self._reduced = Stats(0.0, 0.0)
@@ -78,8 +78,8 @@ class Iteration:
         self._clear()
 
     def replace_model(self, trainee: TrainingModel) -> None:
-        """Train `trainee`, which has the same state, from now on. The local gradients move along if
-        it is the same part of the model."""
+        """Train `trainee`, which has the same state, from now on. It gets the local gradients if it
+        is the same part of the model and no abandoned pass holds the previous model."""
         before, is_stuck = self.trainee, self.is_stuck
         self._use_model(trainee)
         if is_stuck or held_by(before).part_of_model != held_by(trainee).part_of_model:
@@ -103,14 +103,14 @@ class Iteration:
                      held=held_by(self.trainee), stale=not self.trainee.is_gathered)
 
     def reset_to(self, step_version: int) -> None:
-        """The member's state was replaced by one of `step_version` steps, without gradients."""
+        """The member's state was replaced by a state of `step_version` steps, without gradients."""
         self._undo()
         self._clear()
         self.step_version = step_version
         self.owned, self.begun, self._gate = (), False, None
 
     def finish_step(self, settlement: Settlement, share: MemberAssignment) -> None:
-        """Take the step that others took after the step barrier, if the settlement says so."""
+        """If the settlement says so, take the step that others took after the step barrier."""
         if share.steps:
             self._step(StepBarrier(*settlement.gate))
             self.marks.pulse.finish()
@@ -146,7 +146,7 @@ class Iteration:
 
     def run_as_standby(self, control: Control, communicators: Communicators, iteration: int
                        ) -> Outcome:
-        """Run the iteration as a standby: take part only in the collectives of all members."""
+        """Run the iteration as a standby member: only the collectives of all members."""
         self.marks.begin(communicators.generation, iteration, "first")
         stats = self.reduction.meet(control, communicators, Stats(0.0, 0))
         if isinstance(stats, str):
@@ -187,8 +187,8 @@ class Iteration:
                        ) -> Outcome | None:
         """Run the passes with the other members of this replica. None when all are done.
 
-        Before each unit the members agree to continue, so that all stop after the same one. A unit
-        is a micro-batch, or with a pipeline all of them: it has one schedule.
+        Before each unit the members agree to continue, so that all stop after the same unit. A unit
+        is one micro-batch, or with a pipeline all micro-batches, because they have one schedule.
         """
         items = tuple(todo)
         units = [items] if self.trainee.axes.pp > 1 and items else [(item,) for item in items]
@@ -212,7 +212,7 @@ class Iteration:
 
     def _unit(self, control: Control, communicators: Communicators, unit: tuple[int, ...]
               ) -> tuple[float, float] | None:
-        """None if a member has an order to stop; all members see it. Raises RuntimeError."""
+        """Run a unit. None, on all members, if one has an order to stop. Raises RuntimeError."""
         must_stop = control.pending_quiesce(communicators.generation) == "now"
         flag = torch.tensor(float(must_stop), device=self.trainee.device)
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=communicators.groups.mp)
@@ -236,7 +236,7 @@ class Iteration:
         self._item = -1
 
     def _micro_batch(self, item: int, begin: Callable[[Stats], None] | None) -> None:
-        """Forward and backward. `begin` is called between those of the last micro-batch."""
+        """Run forward and backward. `begin` is called between them, for the last micro-batch."""
         trainee = self.trainee
         self._item = item
         self._note("micro_batch")
@@ -285,8 +285,8 @@ class Iteration:
         return self._boundary(stats)
 
     def _gather(self, control: Control, communicators: Communicators) -> Outcome | None:
-        """Gather the parameters that the other replicas have stepped. None if all arrived.
-        Otherwise the step still counts: the next settlement recovers them (state_recovery.py)."""
+        """Gather the parameters that the other replicas have stepped. None if all arrived. If not,
+        the step still counts: the next settlement recovers the rest (state_recovery.py)."""
         self._note("gather")
         found = self.reduction.run_collectively(control, communicators,
                                                 partial(gather, self.trainee))
@@ -321,7 +321,7 @@ class Iteration:
         self.owned, self.begun = (), False
 
     def _undo(self) -> None:
-        """Undo a reduction whose step was not taken, by this member or any other."""
+        """If this member is ready for a step that it will not take, undo the reduction."""
         if self.is_ready:
             self.is_ready = False
             self.reduction.undo()
@@ -349,7 +349,7 @@ class Iteration:
 
 
 def held_by(trainee: TrainingModel) -> HeldState:
-    """The part of the model that `trainee` is."""
+    """The part of the model that `trainee` has."""
     return HeldState(axes=trainee.axes, optimizer=trainee.train.parallel.optimizer,
                      place=trainee.place)
 

@@ -1,10 +1,10 @@
 """The step: from the reduced gradients to the next state, the same on every member.
 
-Megatron's own chain of in-place phases, none of which may run twice. Nothing here therefore waits
-for another member or is interrupted: the step starts when the whole reduction is known to be good,
-and it ends. A member that has only a part of the gradients needs global values first: the sum of
-`norm_square` and any `has_inf` of all members. With a sharded optimizer, `gather` follows: it waits
-for other members and can be repeated.
+The step is Megatron's own chain of in-place phases, none of which may run twice. So no phase waits
+for another member, and none is interrupted: once the whole reduction is known to be good, the step
+starts and runs to its end. A member that has only a part of the gradients first needs two values:
+the sum of `norm_square` of all members, and whether any member `has_inf`. With a sharded optimizer,
+`gather` follows. It waits for other members and can be repeated.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = structlog.get_logger()
 def norm_square(trainee: TrainingModel) -> float:
     """This member's part of the squared norm of the reduced gradients.
 
-    Over all members, every element of the model counts once.
+    In the sum over all members, every element of the model counts once.
     """
     return math.fsum(torch.linalg.vector_norm(own, dtype=torch.float64).item() ** 2
                      for own in _counted(trainee))
@@ -39,11 +39,11 @@ def has_inf(trainee: TrainingModel) -> bool:
 
 def step(trainee: TrainingModel, num_tokens: float, note: Callable[[Event], None], *,
          norm_square: float | None = None, found_inf: bool = False) -> bool:
-    """Divide by the loss's divisor, step the optimizer, then its schedule; whether it stepped.
+    """Divide by the loss's divisor, step the optimizer and its schedule; returns if it stepped.
 
     If a scaled gradient is not finite, Megatron's optimizer skips its step and lowers the scale,
-    and the schedule does not advance; the iteration counts. All members see the same gradients and
-    decide the same; if they see parts, `norm_square` and `found_inf` are those of all members.
+    and the schedule does not advance, but the iteration counts. Members with the same gradients
+    decide the same. If each has only a part, `norm_square` and `found_inf` are of all members.
     """
     note("scale")
     divisor = trainee.divisor(num_tokens)
@@ -81,7 +81,7 @@ def gather(trainee: TrainingModel) -> None:
 
 
 def _set_norm(trainee: TrainingModel, scaled_norm: float) -> None:
-    """Make Megatron clip by this norm, of gradients that still contain the loss scale."""
+    """Make Megatron clip by this norm. `scaled_norm` still contains the loss scale."""
     norm = scaled_norm / trainee.optimizer.get_loss_scale().item()
     for optimizer in trainee.optimizers:
         (part,) = optimizer.chained_optimizers
@@ -89,7 +89,7 @@ def _set_norm(trainee: TrainingModel, scaled_norm: float) -> None:
 
 
 def _counted(trainee: TrainingModel) -> Iterator[Tensor]:
-    """The gradients that this member counts, as Megatron chooses them for its norm."""
+    """The gradients that this member adds to the norm. Megatron chooses the same for its norm."""
     owned = ranges(trainee.optimizer)
     is_sharded = trainee.is_sharded
     if trainee.at.dp and not is_sharded:

@@ -1,12 +1,12 @@
 """The overlapped reduction: launched bucket by bucket during the last backward.
 
-Megatron launches a bucket as soon as its gradients are complete. That order follows from the graph
-of the backward, which a member in its first iteration, or without a remaining micro-batch, does not
-have. A bucket therefore waits here for its turn, which is the same on all members, as in torch's
-DDP (reducer.cpp, mark_bucket_ready).
+Megatron launches a bucket as soon as its gradients are complete, in an order that follows from the
+graph of the backward. A member in its first iteration, or without a remaining micro-batch, does not
+have this order. A bucket therefore waits here for its turn, which is the same on all members, as in
+torch's DDP (reducer.cpp, mark_bucket_ready).
 
-An error at a launch is not raised through the backward: it is stored, nothing more is launched, and
-the backward ends, so that its micro-batch is complete.
+An error at a launch is not raised through the backward. It is stored and nothing more is launched,
+but the backward ends, so that its micro-batch is complete.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..process.trace import Note
 #
 # Each bucket is copied before its reduction. If the reduction fails, the copy replaces Megatron's
 # buffer. Nothing is copied back, because an abandoned reduction may still write into the old memory
-# at any time. That memory is freed with its last user.
+# at any time. The old memory is freed when nothing uses it any more.
 
 
 class GradientBackup:
@@ -89,8 +89,8 @@ Works = list[Any]
 class OverlappedReduction:
     """The launched collectives of one reduction: the stats of all members, then each bucket.
 
-    Only `wait_all` may run outside the launching thread. `is_over` says whether the reduction must
-    be left. `why` is the error at a launch.
+    Only `wait_all` may run outside the launching thread. `is_over` returns whether the reduction
+    must be left. `why` is the error of a launch.
     """
 
     def __init__(self, stats: Tensor, num_buckets: int, is_over: Callable[[], bool]) -> None:
@@ -101,8 +101,8 @@ class OverlappedReduction:
         self._is_over = is_over
         self._ready = [False] * num_buckets
         self._works: list[Works] = []
-        # gloo's group waits for its works before it is destroyed. If a work is stuck, the thread
-        # that waits for it must drop the group, not the main thread.
+        # A gloo group waits for its works before it is destroyed. If a work is stuck, the thread
+        # that waits for this work must drop the group last, not the main thread.
         self._group = dist.group.WORLD
         self._try(lambda: [dist.all_reduce(stats, async_op=True)])
 
@@ -123,8 +123,8 @@ class OverlappedReduction:
     def wait_all(self, note: Note, check_active: Callable[[], None]) -> list[float]:
         """Wait for all collectives; returns the stats. Raises RuntimeError.
 
-        `check_active` raises it as soon as the reduction must be left: an aborted collective also
-        looks complete.
+        `check_active` raises RuntimeError once the reduction must be left. It is called after each
+        wait, because an aborted collective also looks complete.
         """
         if self.why:
             raise RuntimeError(self.why)
@@ -198,7 +198,7 @@ class BucketLauncher:
         return works
 
     def reset(self) -> None:
-        """Clear a failed reduction from Megatron's groups, which do not expect one."""
+        """Clear a failed reduction from Megatron's groups, which do not expect a failure."""
         self.current = None
         for group in self._groups:
             group.grad_reduce_handle = None

@@ -22,10 +22,10 @@ from ..process.trace import Note
 
 
 class PhaseHooks:
-    """Hooks on the model's buckets and its optimizer; `closely`: also inside its passes.
+    """Hooks on the model's buckets and its optimizer; with `closely`, also inside the passes.
 
-    An abandoned reduction may still run in a detached thread (control_thread.py): its events do not
-    count.
+    An abandoned reduction may still run in a detached thread (control_thread.py): events of this
+    thread do not count.
     """
 
     def __init__(self, trainee: TrainingModel, note: Note, *, closely: bool) -> None:
@@ -56,7 +56,7 @@ class PhaseHooks:
 
     @contextmanager
     def reduction(self, complete: list[bool], check_active: Callable[[], None]) -> Generator[None]:
-        """In this context, `complete` gets an entry per bucket begun: whether it was completed.
+        """In this context, `complete` gets an entry per begun bucket: True if it was completed.
 
         `check_active` raises as soon as the reduction must be left.
         """
@@ -79,7 +79,7 @@ class PhaseHooks:
         self._local.complete[-1] = True
 
     def _embedding(self) -> None:
-        """Megatron reads the tied weight before it adds up its two gradients, and in passes."""
+        """Megatron calls this before it adds up the tied weight's two gradients, and in passes."""
         if getattr(self._local, "is_in", False):
             self._note("embedding")
             self._local.check_active()
