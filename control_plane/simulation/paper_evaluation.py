@@ -163,7 +163,7 @@ SENSITIVITY: tuple[Change, ...] = (
         name: {"speed": 1.0} for name in ("oobleck", "bamboo", "varuna")}),
     Change("tasks may get nothing (no T_necessary)", limits={"floor": False}),
 )
-"""Constants on which the conclusions may depend. Each run changes one of them."""
+"""Constants on which the conclusions may depend. Each change is simulated alone."""
 
 
 def all_policies(seeds: int) -> list[EvaluationRun]:

@@ -1,5 +1,5 @@
 """A recorded log, simulated again with other choices.
 
-Read `counterfactual`, then what is read from the log: `recorded_faults`, `recorded_costs`,
+Read `counterfactual`, then the modules that read the log: `recorded_faults`, `recorded_costs`,
 `recorded_earnings`. Pure. Imports `simulation`.
 """

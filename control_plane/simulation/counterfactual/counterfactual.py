@@ -34,7 +34,7 @@ SWITCHED_OFF: dict[str, Any] = {"observe": False, "allow_inject": False}
 
 
 class RunResult(NamedTuple):
-    """`earned` by task name, weighted, and `work`, the same without weights; in FLOP."""
+    """`earned`: weighted FLOP by task name. `work`: the same without weights."""
 
     outcome: Outcome
     earnings: AttributedWaf
@@ -43,7 +43,7 @@ class RunResult(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """A log, read: what it earned, and the input of a simulated run. Times are those of the log."""
+    """The earnings of a log, and the input of a simulated run. Times are those of the log."""
 
     verdict: Verdict
     faults: RecordedFaults
@@ -60,12 +60,12 @@ class Recording(NamedTuple):
 
     @property
     def events(self) -> list[AnyEvent]:
-        """Events within the horizon, by time; the n-th that can cause a loss is `losses[n]`."""
+        """Events in the horizon, by time. The n-th that can cause a loss belongs to `losses[n]`."""
         return [one for one in self.faults.events if self.began_s < one.at_s <= self.end_s]
 
 
 class Choice(Struct, frozen=True, kw_only=True):
-    """The changes of a run: weights by task name, fields of the policy file, the policy."""
+    """What a run changes: weights by task name, fields of the policy file, the policy."""
 
     weights: dict[str, float] = field(default_factory=dict[str, float])
     fields: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -91,7 +91,7 @@ def _plain(value: Any) -> str:
 
 
 def read(records: Callable[[], Iterable[Record]], source: str) -> Recording:
-    """Verify a log, then measure it. Raises UsageError if it does not verify or has no task."""
+    """Verify a log, then measure it. Raises UsageError if that fails, or if no task trained."""
     reader, specs, tables = FaultReader(), dict[int, JobSpec](), dict[int, ThroughputSet]()
 
     def watch(state: ClusterState, record: Record) -> None:
@@ -125,7 +125,7 @@ def _played(outcome: Outcome, earnings: AttributedWaf, account: Accounting, name
 
 
 def play(recording: Recording, choice: Choice) -> RunResult:
-    """Simulate the same faults and requests. Raises SpecError for a policy that cannot run."""
+    """Simulate the log's faults and requests. Raises SpecError for a policy that cannot run."""
     chosen, earnings = _policy(recording, choice), AttributedWaf()
     need(not chosen.by_params or all(recording.measured.params.get(task, 0) > 0
                                      for task in recording.specs), f"--policy {choice.policy}",
@@ -137,12 +137,12 @@ def play(recording: Recording, choice: Choice) -> RunResult:
 
 
 def as_measured(choice: Choice) -> bool:
-    """Whether the policy has Unicron's steps, whose durations come from the log."""
+    """Whether the policy has Unicron's steps. Their durations are those measured in the log."""
     return POLICIES[choice.policy].costs == POLICIES[OURS].costs
 
 
 def _policy(recording: Recording, choice: Choice) -> Policy:
-    """Unicron's steps take their durations in this log; those of others, the published ones."""
+    """The policy. Unicron's steps take as long as in this log, others as long as in POLICIES."""
     known = POLICIES[choice.policy]
     if not as_measured(choice):
         return known
@@ -173,7 +173,7 @@ def _setup(recording: Recording, choice: Choice, chosen: Policy) -> RunInput:
 
 
 def _cost_changes(recording: Recording, choice: Choice, chosen: Policy) -> list[CostChange]:
-    """The durations of steps, from each event of the log until the next."""
+    """The durations of the steps that began between each event of the log and the next."""
     if not as_measured(choice):
         return []
     times_s = [recording.began_s, *(one.at_s for one in recording.events), float("inf")]
@@ -183,7 +183,7 @@ def _cost_changes(recording: Recording, choice: Choice, chosen: Policy) -> list[
 
 def _translated(recording: Recording, one: AnyEvent, choice: Choice, chosen: Policy
                 ) -> AnyEvent | None:
-    """The event on the horizon's clock, as it would be under this choice."""
+    """The event under this choice. Its time is counted from the start of the horizon."""
     at_s = one.at_s - recording.began_s
     if isinstance(one, ExternalEvent):
         changed = one._replace(at_s=at_s)
@@ -207,7 +207,7 @@ def _translated(recording: Recording, one: AnyEvent, choice: Choice, chosen: Pol
 
 
 def _job(recording: Recording, number: int, weight: float, chosen: Policy) -> JobSpec:
-    """The spec of the simulated task: its throughput table, and the policy's way of healing."""
+    """The spec of the simulated task, with its throughput table and the policy's healing."""
     spec, table = recording.specs[number], recording.measured.tables[number]
     return scenario.simulated_job(
         chosen, recording.names[number], weight, spec.slots,
@@ -229,7 +229,7 @@ def limits_of(recording: Recording, fields: dict[str, Any]) -> Limits:
                            replace(recording.start_state.policy, **SWITCHED_OFF))
 
 
-# --- what a log contains and does not contain for a counterfactual, in plain sentences ---
+# --- sentences for users: which inputs of a counterfactual the log has, and which it lacks ---
 
 WORDS = {"start_s": "start", "quiesce_s": "quiesce", "regroup_s": "regroup",
          "checkpoint_s": "between checkpoints", "copy_s": "between in-memory checkpoints"}

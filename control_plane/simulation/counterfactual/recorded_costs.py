@@ -36,7 +36,7 @@ class RecordedCosts:
         self.tables, self._history = tables, history
         self.samples: dict[str, list[Sample]] = {name: [] for name in (*STEPS, *KEPT)}
         self.params: dict[int, float] = {}
-        """By task: of the model, as its processes reported."""
+        """By task: the number of parameters of its model, as its processes reported it."""
         self._starts_s: dict[Key, float] = {}
         self._quiesces_s: dict[int, float] = {}
         self._regroups_s: dict[tuple[int, int], float] = {}
@@ -86,7 +86,7 @@ class RecordedCosts:
 
     # --- results --------------------------------------------------------------------------------
     def costs(self, usual: Costs, from_s: float, faults: Iterable[ExternalEvent]) -> Costs:
-        """Medians since `from_s`, else of the whole log, else `usual`."""
+        """The median of each step since `from_s`, else in the whole log, else as in `usual`."""
         found: dict[str, Any] = {}
         for name, samples in self.samples.items():
             recent = [one for one in samples if one.at_s >= from_s] or samples
@@ -96,7 +96,7 @@ class RecordedCosts:
             cause: median(each) for cause, each in detected(faults).items()})
 
     def costs_between(self, usual: Costs, from_s: float, to_s: float) -> Costs:
-        """Medians of the steps that began in this interval, else `usual`."""
+        """The median of each step that began in this interval, else as in `usual`."""
         took_s = {name: [one.took_s for one in self.samples[name] if from_s <= one.at_s < to_s]
                   for name in STEPS}
         return replace(usual, **{name: median(each) for name, each in took_s.items() if each})
@@ -108,7 +108,7 @@ class RecordedCosts:
         return {size: times_s for size, times_s in by_size.items() if size and times_s}
 
     def iteration_s(self, task: int) -> float:
-        """At the largest size, derived from the size with most samples; 0.0 without any."""
+        """Iteration time at the largest size, from the size with most samples; 0.0 without any."""
         times_s, table = self.times_s(task), self.tables[task]
         if not times_s:
             return 0.0

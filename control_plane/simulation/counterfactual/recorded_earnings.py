@@ -1,4 +1,4 @@
-"""WAF accounting of a recorded log, by the same account as for a simulated run."""
+"""WAF accounting of a recorded log, with the same classes as for a simulated run."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from .recorded_faults import ProcessLoss, RecordedFaults
 
 @dataclass
 class RecordedProgress(TaskProgress):
-    """A task of a log that reports its iterations, and the work credited for them."""
+    """Progress of a task of a log, corrected by the iterations that the task reports."""
 
     anchors: list[tuple[int, float, float]] = field(default_factory=list[tuple[int, float, float]])
     """Completed iterations, FLOP credited for them, and FLOP of one iteration; ascending."""
     before: tuple[int, float] | None = None
-    """Of a command that starts again: its round, and the work done before."""
+    """Of a command that started again: its round, and the work done before that start."""
 
     def restore(self, at_s: float) -> float:
-        """A command reports its start iteration later: keep the work, correct it then."""
+        """Keep the work for now; `_logged` corrects it when the command reports an iteration."""
         self.settle(at_s)
         self.before = (self.round, self.done_flop)
         return 0.0
 
     def on_iterations(self, at_s: float, since_s: float, iterations: int, iteration_flop: float
                       ) -> None:
-        """`iterations` were completed `since_s` ago."""
+        """The last of `iterations` completed iterations was completed `since_s` ago."""
         self.settle(at_s)
         done_flop = max(self.done_flop - self.rate_flops * since_s, 0.0)
         self.anchors.append((iterations, done_flop, iteration_flop))
@@ -68,7 +68,7 @@ class RecordedProgress(TaskProgress):
 
 
 class StartState(NamedTuple):
-    """The cluster at the start of the horizon: tasks with weights, nodes with slots."""
+    """The cluster at the start of the horizon: weights of tasks, numbers of slots of nodes."""
 
     tasks: dict[int, float]
     slots: dict[str, int]
@@ -93,7 +93,7 @@ class LogAccounting:
         self._losses, self._behind_s = faults.losses[::-1], faults.behind_s
         self._marks_s = [one.at_s for one in faults.events if causes_loss(one)][::-1]
         self._unreported: dict[int, list[Key]] = {}
-        """By the seq that reports it: processes that have ended."""
+        """Processes that have ended, by the seq of the record that reports their end."""
         self._jobs: dict[int, RecordedProgress] = {}
 
     def _new_progress(self, task: Task) -> TaskProgress:
@@ -149,7 +149,7 @@ class LogAccounting:
         self.account.begin(at_s)
 
     def _advance(self, at_s: float) -> None:
-        """Apply the faults and events until `at_s`."""
+        """Apply the losses and events until `at_s`; begin the horizon if `begin_s` has passed."""
         if self.began_s < 0 and self._begin_s is not None and at_s > self._begin_s:
             self._apply_until(self._begin_s)
             self._begin(self._begin_s)
@@ -185,7 +185,7 @@ class LogAccounting:
             self.account.reach_boundary(at_s, body.task)
 
     def _update_progress(self, at_s: float, record: Record) -> None:
-        """Update the task's number of iterations and where it resumes from."""
+        """Update the task's progress: its iterations, its resumption, its lost work, its end."""
         body = record.body
         task = self.state.tasks.get(getattr(body, "task", 0))
         if task is None or task.id not in self._jobs:
@@ -209,13 +209,13 @@ class LogAccounting:
             self.account.end_task(at_s, task.id)
 
     def _since_s(self, record: Record) -> float:
-        """How long ago the record's event occurred."""
+        """How long before the record the reported event occurred."""
         node = record.source.rpartition("/")[0]
         return max(record.at_s - record.occurred_s - self._behind_s.get(node, 0.0), 0.0)
 
     def _logged(self, record: Record, task: Task, job: RecordedProgress,
                 body: reports.IterationsLogged) -> None:
-        """A command reports its iteration; after a restart the first report shows the loss."""
+        """A command reports its iteration. The first report after a restart shows the lost work."""
         at_s = record.at_s
         if job.before is not None and job.before[0] == task.rounds:
             job.settle(at_s)

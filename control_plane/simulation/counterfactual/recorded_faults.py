@@ -18,14 +18,14 @@ from ..accounting import Key
 from ..trace.external_event import ExternalEvent, NodeReport, OperatorRequest
 
 HARM_S = 10.0
-"""An injected fault shows within this time."""
+"""A fault of the target that is reported within this time after an injection was injected."""
 REQUESTS = (r.TaskCancelRequested, r.TaskWeightSet, r.HealingFrozen, r.HealingResumed,
             r.NodeDrained, r.NodeUndrained, r.QuarantineLifted)
 
 
 class ProcessLoss(NamedTuple):
-    """Processes that ended or stalled at `at_s`: one, or all of a node. Record `seq` reports it.
-    `generation`: of a failed collective, whose process lives."""
+    """Processes that ended or stalled at `at_s`: all of `node`, or the one with `key`. Record `seq`
+    reports the loss. `generation`: if only a collective of the process failed, its generation."""
 
     at_s: float
     seq: int
@@ -35,7 +35,7 @@ class ProcessLoss(NamedTuple):
 
 
 class SilentNode(NamedTuple):
-    """A node that was unreachable until it was reachable again, rejoined, or the log ended."""
+    """A node that was unreachable, until it was reachable or joined again or the log ended."""
 
     from_s: float
     reported_s: float
@@ -46,7 +46,7 @@ class SilentNode(NamedTuple):
 
 class RecordedFaults(NamedTuple):
     """Times are those of the log. `num_indirect`: faults that only other processes reported.
-    `behind_s`: how far each node's clock is behind the leader's, at least."""
+    `behind_s`: how far each node's clock is behind the leader's, at most."""
 
     losses: list[ProcessLoss]
     events: list[ExternalEvent | OperatorRequest | NodeReport]
@@ -59,21 +59,21 @@ class FaultReader:
 
     def __init__(self) -> None:
         self.names: dict[int, str] = {}
-        """Of tasks; a repeated name gets a number."""
+        """Names of tasks by number. A name that occurs again gets a suffix."""
         self._events: list[ExternalEvent | OperatorRequest | NodeReport] = []
         self._losses: list[tuple[ProcessLoss, str]] = []
-        """With the node whose clock its time is from; empty: the leader's."""
+        """Each with the node whose clock gave its time; empty: the leader's clock."""
         self._behind_s: dict[str, float] = {}
-        """By node: the largest delay that is certain so far."""
+        """By node: the smallest difference so far between the times of a report and its event."""
         self._faults: list[tuple[ProcessLoss, str, Fault, float]] = []
         self._unreachable: dict[str, SilentNode] = {}
         self._lost: list[SilentNode] = []
         self._reported_s: dict[int, float] = {}
-        """By seq: when failed collectives were reported."""
+        """When failed collectives were reported, by the seq of their report."""
         self._up: dict[str, int] = {}
         self._injected: dict[Key | str, float] = {}
         self._failed: dict[int, ProcessLoss] = {}
-        """By seq: failed collectives."""
+        """Failed collectives, by the seq of their report."""
         self._rounds: set[tuple[int, int]] = set()
         self._stop_orders_s: dict[Key, float] = {}
         """When processes were ordered to stop."""
@@ -145,7 +145,7 @@ class FaultReader:
         name, silence = body.node, self._unreachable.pop(body.node, None)
         if silence is not None:
             self._lost.append(silence)
-        elif self._up.get(name, body.incarnation) < body.incarnation:  # its agent died unnoticed
+        elif self._up.get(name, body.incarnation) < body.incarnation:  # the last agent died unnoticed
             faults = [fault for task in state.tasks.values() for fault in task.faults
                       if record.seq in fault.evidence]
             at_s = min((fault.at_s for fault in faults), default=record.at_s)
@@ -189,7 +189,7 @@ class FaultReader:
         if isinstance(record.body, r.DeadlineReached) and fault.second_hand and failed:
             self._network(failed, fault.status, fault.node)
             return
-        if not task.heals_in_memory:  # the loss of one process ends all of them
+        if not task.heals_in_memory:  # if one process ends, the others are ended
             if (number, task.rounds) in self._rounds:
                 return
             self._rounds.add((number, task.rounds))
@@ -215,7 +215,7 @@ class FaultReader:
             self._network(failed, body.status, body.node)
 
     def _network(self, failed: list[ProcessLoss], status: str, node: str) -> None:
-        """Only a collective failed."""
+        """Add a network fault: collectives have failed, and there is no other cause."""
         first = min(failed)
         for one in failed:
             self._failed.pop(one.seq, None)
@@ -226,12 +226,12 @@ class FaultReader:
 
     # --- results ----------------------------------------------------------------------------------
     def _dated(self) -> Iterator[tuple[ProcessLoss, float]]:
-        """Losses by the leader's clock."""
+        """The losses, with their times on the leader's clock."""
         for loss, node in self._losses:
             yield loss, loss.at_s + self._behind_s.get(node, 0.0)
 
     def _node_loss(self, silence: SilentNode) -> tuple[ProcessLoss, ExternalEvent]:
-        """The loss of a node, from its first evidence."""
+        """The loss of a node, at the time of its first evidence."""
         name = silence.body.node
         evidence = sorted((at_s, loss.seq) for loss, at_s in self._dated()
                        if loss.key[0] in silence.tasks
@@ -242,7 +242,7 @@ class FaultReader:
             peers_detect_in_s=max(self._reported_s.get(seq, at_s) - at_s, 0.0) if seq else -1.0)
 
     def all(self) -> RecordedFaults:
-        """Everything, when the log has been read."""
+        """The faults and requests of the log. Call it after the last record."""
         node_losses = [self._node_loss(one) for one in (*self._lost, *self._unreachable.values())]
         events = [*self._events, *(one for _, one in node_losses)]
         for loss, node, fault, reported_s in self._faults:

@@ -15,9 +15,9 @@ AT_S_MAX = 1e12
 class ExternalEvent(NamedTuple):
     """An event of a node, at `at_s` of the scenario.
 
-    fault: with `cause`, a row of the paper's table. repaired: the node is available again after a
-    fault. joined: the node is new, or back. A fault may concern one process, on `slot` of the node
-    or with `rank` of `task`; the node is then not drained.
+    fault: its `cause` is a row of the paper's table. repaired: the node is available again after a
+    fault. joined: the node is new, or back. A fault may hit a single process: the one on `slot` of
+    the node, or the one with `rank` in `task`. Such a fault does not drain the node.
     """
 
     at_s: float
@@ -28,15 +28,15 @@ class ExternalEvent(NamedTuple):
     rank: int = -1
     slot: int = -1
     num_slots: int = 0
-    """Of a node that joins; 0: as the other nodes."""
+    """Of a node that joins; 0: as in the scenario, for a new node the largest number there."""
     detected_in_s: float = -1.0
     """Time until the fault is reported; negative: the policy's time for its cause."""
     peers_detect_in_s: float = -1.0
-    """Time until peers of a lost node report; negative: as `detected_in_s`."""
+    """Time until peers report the loss of the node; negative: as until the fault is reported."""
 
 
 class OperatorRequest(NamedTuple):
-    """An operator's request, about the task of this name; or a new policy file."""
+    """An operator's request, or a new policy file. `task`: the name of the task it is about."""
 
     at_s: float
     body: Body
@@ -52,7 +52,7 @@ class NodeReport(NamedTuple):
 
 
 class CostChange(NamedTuple):
-    """From now on the steps of the policy have these durations."""
+    """From `at_s` on, the steps of the policy take the durations in `costs`."""
 
     at_s: float
     costs: Costs
@@ -62,6 +62,6 @@ AnyEvent = ExternalEvent | OperatorRequest | NodeReport | CostChange
 
 
 def causes_loss(one: AnyEvent) -> bool:
-    """Whether losses may be attributed to it. The time until a repair belongs to the fault."""
+    """Whether this event can cause a loss. Losses until a repair are attributed to the fault."""
     return not isinstance(one, CostChange) and not (
         isinstance(one, ExternalEvent) and one.event in ("joined", "repaired"))

@@ -1,10 +1,10 @@
 """Drawn traces: times, causes and durations of faults, bursts, and nodes with repeated faults.
 
 The same seed draws the same trace on every machine: all values come from the generator's
-`random()`, which Python guarantees, and times are rounded to milliseconds. Independent quantities
-have independent streams, per node where they belong to a node: other repairs or causes keep the
-times of faults, and a larger cluster keeps those of the nodes that it had. A node that is away has
-no fault: a fault drawn for it then is not in the trace.
+`random()`, which Python guarantees, and times are rounded to milliseconds. Each quantity has its
+own random stream, and if it belongs to a node, one stream per node. So the times of faults stay the
+same if repairs or causes change, and those of existing nodes if nodes are added. A fault that is
+drawn for a node while the node is away is left out of the trace.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ from . import repair_time
 from .external_event import ExternalEvent
 from .repair_time import Repair
 
-# --- published shares of causes, which a drawn trace may name instead of its own ---
+# --- published shares of causes: a drawn trace may name a study instead of its own shares ---
 #
 # `tests/data/failure_categories.csv` maps the terms of each study to rows of the paper's table; a
-# test adds them up to these values. Studies with other severities than the table's rows (FT-HSDP,
-# Fire-Flyer 2, Philly, Meta's lemon nodes) are left out: the row of their faults would be a guess.
+# test adds them up to these values. Studies whose severities differ from the table's (FT-HSDP,
+# Fire-Flyer 2, Philly, Meta's lemon nodes) are left out: the rows of their faults would be guesses.
 
 STUDIES: dict[str, dict[str, float]] = {
-    # Unicron, arXiv 2401.00134, table 1: per cent of all tasks of a month. Its "others", 3.3, are
-    # left out.
+    # Unicron, arXiv 2401.00134, table 1: per cent of a month's tasks, without 3.3 of "others".
     "unicron": {
         s.NCCL_TIMEOUT: 10.1, s.ECC_ERRORS: 5.0, s.NVLINK_ERRORS: 4.5, s.OTHER_NETWORK: 4.0,
         s.LINK_FLAPPING: 3.9, s.TASK_HANG: 3.1, s.ILLEGAL_MEMORY_ACCESS: 2.1,
@@ -47,8 +46,8 @@ STUDIES: dict[str, dict[str, float]] = {
         s.CUDA_ERRORS: 19968, s.OTHER_SOFTWARE: 11130, s.EXITED_ABNORMALLY: 6348,
         s.TASK_HANG: 5506, s.OTHER_NETWORK: 1727, s.LOST_CONNECTION: 250, s.ECC_ERRORS: 188,
         s.GPU_DRIVER_ERRORS: 76},
-    # Acme, arXiv 2403.07648, table 3: by number, most of them errors of scripts. By lost GPU time,
-    # NVLink and CUDA errors lead.
+    # Acme, arXiv 2403.07648, table 3: numbers of faults, most of them errors of scripts. NVLink and
+    # CUDA errors lost the most GPU time.
     "acme": {
         s.OTHER_SOFTWARE: 2274, s.CONNECTION_REFUSED: 147, s.NVLINK_ERRORS: 54, s.CUDA_ERRORS: 35,
         s.OTHER_NETWORK: 25, s.LOST_CONNECTION: 16, s.ECC_ERRORS: 12, s.NCCL_TIMEOUT: 6,
@@ -65,14 +64,14 @@ OTHER = "other"
 
 
 class Repeat(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The mean time between a node's faults before fault number `incidents` is `ratio` of the one
-    before the first; it shrinks by the same factor from fault to fault, then stays."""
+    """A node's mean time to its next fault shrinks by the same factor with each fault. Before fault
+    number `incidents` it is `ratio` times the time before the first; then it stays the same."""
 
     ratio: float
     incidents: int = 20
 
     def shrunk(self, num_before: int) -> float:
-        """The factor of the mean time after this number of faults."""
+        """The ratio of the mean time after this number of faults to the first mean time."""
         steps = self.incidents - 1
         return math.pow(self.ratio, min(num_before, steps) / steps)
 
@@ -84,8 +83,8 @@ OFFENDERS = {
 
 class Bursts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Several nodes fail together; they are neighbours in the cluster's list (a rack, a switch).
-    One burst per `every_h` hours on average in the whole cluster, or `count` over the horizon.
-    `sizes`: number of nodes, and the share of such bursts."""
+    The whole cluster has one burst in `every_h` hours on average, or `count` over the horizon.
+    `sizes`: the shares of bursts, by number of nodes."""
 
     sizes: dict[int, float]
     every_h: float | None = None
@@ -94,11 +93,12 @@ class Bursts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Drawn(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One mean time between faults (of each GPU or node, as a Poisson process), or a `count` over
-    the horizon: in all, or by severity, where `other` are all severities not named.
+    """The rate: a mean time between faults (a Poisson process for each GPU or node), or a `count`
+    over the horizon, in all or by severity. `other` counts for all severities that are not named.
 
-    `causes`: a study, or shares by cause. A SEV1 takes its node away for a `repair`, also a study;
-    other faults need none. `repeat`: nodes fail repeatedly. Without a rate, only bursts occur.
+    `causes`: shares by cause, or a study. `repair`: the time (or a study of it) for which a SEV1
+    takes its node away; other faults need no repair. `repeat`: nodes fail repeatedly. Without a
+    rate, only bursts occur.
     """
 
     seed: int = 1
@@ -119,7 +119,7 @@ class DrawnTrace(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class _Fault(NamedTuple):
-    """`nodes` by number; empty: `quantile` selects a present node. `lasts`: repair times."""
+    """`nodes`: by number; if empty, `quantile` selects a present node. `lasts`: repair times."""
 
     at_s: float
     nodes: tuple[int, ...]
@@ -217,7 +217,7 @@ def draw(drawn: Drawn, nodes: Sequence[str], num_slots: int, horizon_s: float
 
 def _events(drawn: Drawn, nodes: Sequence[str], faults: Iterable[_Fault]
             ) -> Iterator[ExternalEvent]:
-    """The faults of present nodes, and the repairs of the nodes that they take away."""
+    """The faults of present nodes, and the repairs of the nodes that a SEV1 takes away."""
     away_until_s: dict[int, float] = {}
     num_before: dict[int, int] = {}
     repeat = _repeat(drawn)
@@ -244,7 +244,7 @@ def _events(drawn: Drawn, nodes: Sequence[str], faults: Iterable[_Fault]
 
 # --- faults -------------------------------------------------------------------------------------
 def _faults(drawn: Drawn, num_nodes: int, num_slots: int, horizon_s: float) -> Iterator[_Fault]:
-    """Each node has its own process, which continues while the node is away."""
+    """Each node has its own Poisson process of faults, which continues while the node is away."""
     mean_s, repeat = _mean_s(drawn, num_slots), _repeat(drawn)
     mix, lasts = _mix(drawn.causes), repair_time.chosen(drawn.repair, "trace.drawn.repair")
     if mean_s == math.inf:
@@ -351,5 +351,5 @@ def _stream(drawn: Drawn, *names: object) -> Random:
 
 
 def _rounded(at_s: float) -> float:
-    """Rounded to milliseconds: the differences between math libraries are far below."""
+    """Round to milliseconds: math libraries differ by far less, so that the result is the same."""
     return round(at_s, 3)

@@ -24,7 +24,7 @@ class Lognormal(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Repair(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Exactly one of these, in seconds. `parts_s`: (share, least, most), uniform in each part."""
+    """Exactly one is set, in seconds. `parts_s`: (share, least, most), uniform in each part."""
 
     constant_s: float | None = None
     uniform_s: tuple[float, float] | None = None
@@ -55,15 +55,15 @@ class Repair(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 STUDIES: dict[str, Repair] = {
     # Schroeder and Gibson, DSN 2006: all repairs of 22 systems of LANL, mean 355 min, median 54.
     "lanl": Repair(lognormal_s=Lognormal(median=54 * 60.0, mean=355 * 60.0)),
-    # SuperBench (Azure A100): 61.9 % on the same day, 38.1 % later, 10.3 % after two weeks. The
-    # upper end of the last part, 28 days, is our guess.
+    # SuperBench (Azure A100): 61.9 % of repairs end on the same day, 38.1 % later, 10.3 % after two
+    # weeks. The upper end of the last part, 28 days, is our guess.
     "superbench": Repair(parts_s=(
         (0.619, 0.0, DAY_S), (0.278, DAY_S, 14 * DAY_S), (0.103, 14 * DAY_S, 28 * DAY_S))),
 }
 
 
 def chosen(repair: Repair | str, path: str) -> Repair:
-    """The distribution named or given, checked. Raises SpecError."""
+    """The distribution, given as such or by its study, after a check. Raises SpecError."""
     if isinstance(repair, str):
         need(repair in STUDIES, path, f"{repair[:40]!r} is no study",
              f"{', '.join(STUDIES)}, or {HINT}")

@@ -34,14 +34,14 @@ DOCS = "see docs/guides/simulate.md"
 
 
 class Trace(NamedTuple):
-    """External events by time. `nodes` at the start, if the file names them (churn)."""
+    """External events by time. `nodes`: the nodes at the start, if the file names them (churn)."""
 
     events: list[ExternalEvent]
     nodes: tuple[str, ...] = ()
 
 
 class Line(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One JSON line. The node of a fault is `repaired` after `repair_s`, 0 for never."""
+    """One event of a file. The node of a fault is `repaired` after `repair_s`, unless that is 0."""
 
     at_s: float
     node: str
@@ -51,7 +51,7 @@ class Line(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def read(text: str, source: str) -> Trace:
-    """Read a trace, sorted by time, else in file order. Raises UsageError that names the line."""
+    """Read a trace and sort it by time, then by line. Raises UsageError, which names the line."""
     lines = ["" if line.lstrip().startswith("#") else line
              for line in text.removeprefix("\ufeff").splitlines()]
     first = next((line for line in lines if line.strip()), "")
@@ -155,7 +155,7 @@ def _shown(words: Sequence[str]) -> str:
 
 # --- churn --------------------------------------------------------------------------------------
 def _churn(lines: Iterable[str], source: str) -> Trace:
-    """A spot node is lost without notice; its replacement has another name."""
+    """Read churn: a spot node is lost without notice, and its replacement has another name."""
     events: list[tuple[ExternalEvent, str]] = []
     for where, row in _rows(lines, source):
         words = [word.strip() for word in row]
