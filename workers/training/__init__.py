@@ -1,5 +1,5 @@
 """Inside the rank: communicator generations, iterations, state. The only package with torch.
 
-Read `rank` (the process), `member` (one member of a generation), `state_recovery`. `adopt` and
-`megatron_lm` are what users' scripts import.
+Read `rank` (the process), `member` (one member of a generation), `state_recovery`. Users' scripts
+import `adopt` and `megatron_lm`.
 """

@@ -1,8 +1,8 @@
 """Megatron-LM's `pretrain` with in-memory recovery; deploy/megatron/pretrain_gpt.patch calls it.
 
-Written against core_v0.16.1. It uses from `megatron.training`: `initialize_megatron` (arguments and
-globals, no communicators), `setup_model_and_optimizer` and `get_args`; and the script's providers
-and `forward_step`. The loops below replace Megatron-LM's `train` and `evaluate`:
+Written against core_v0.16.1. From Megatron-LM's `megatron.training` it uses `initialize_megatron`
+(arguments and globals, no communicators), `setup_model_and_optimizer` and `get_args`. From the
+script it uses the providers and `forward_step`. Its loops replace `train` and `evaluate`:
 
 - samples are read from the dataset by index, in the order of Megatron-LM's sequential sampler, so
   that a sample is equal on every rank;
@@ -73,14 +73,14 @@ class Plan:
 def healing(pretrain: Callable[..., None], on_rebuild: Callable[[Any], Any] | None = None
             ) -> Callable[..., None]:
     """Wrap Megatron-LM's `pretrain`. Without an agent, return it unchanged. If in-memory recovery
-    does not support the arguments, run the script again without Unicron, as a plain command."""
+    does not support the arguments, the wrapper runs the script again without Unicron."""
     if FD not in os.environ:
         return pretrain
 
     def adopted(datasets: Callable[..., Any], model_provider: Any, model_type: Any,
                 forward_step: Any, *rest: Any, extra_args_provider: Any = None,
                 args_defaults: Any = None, **more: Any) -> None:
-        # Describe one replica, so that the number of micro-batches is that of the whole batch.
+        # Describe one replica, so that Megatron counts the micro-batches of the whole batch.
         original = dict(os.environ)
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
         _megatron("initialize").initialize_megatron(
@@ -102,7 +102,7 @@ def _megatron(name: str) -> Any:
 
 
 def _run_without_unicron(environment: Mapping[str, str]) -> NoReturn:
-    """Restart the same script in this process without Unicron."""
+    """Restart the same script in this process without Unicron, as a plain command."""
     sys.stderr.flush()
     sys.stdout.flush()
     plain = {name: value for name, value in environment.items() if name != FD}
@@ -112,7 +112,7 @@ def _run_without_unicron(environment: Mapping[str, str]) -> NoReturn:
 def _train(plan: Plan, datasets: Callable[..., Any], model_provider: Any, model_type: Any,
            forward_step: Any, on_rebuild: Callable[[Any], Any] | None) -> None:
     args, rows = plan.args, plan.rows
-    # Megatron must not scale gradients by the number of replicas: the step divides their sum.
+    # Megatron must not scale gradients by the number of replicas: Unicron's step divides the sum.
     args.calculate_per_token_loss = True
     args.enable_gloo_process_groups = False
     eval_iters = int(args.eval_iters or 0)

@@ -5,7 +5,7 @@ import torch and Megatron; build model, data and optimizer without communication
 then carry out orders while the agent lives (member.py). The process exits
 
 - with code 0 after RankFinished;
-- with code 1 after RankErrored, whatever was raised, in any of its own threads;
+- with code 1 after RankErrored, at any exception that ends one of its own threads;
 - with code 3 as soon as the agent's end of the socket is closed;
 - with code 4 if it has an order to stop and its current wait cannot be interrupted, or if it has
   abandoned too many collectives (process/control_thread.py);
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def run_rank(fd: int, pulse: int = -1) -> NoReturn:
-    """Run the rank at the other end of socket `fd` in this process. Never returns.
+    """Run a rank in this process, for the agent at the other end of socket `fd`. Never returns.
 
     Progress marks are written to the page of file `pulse` (workers/ipc/progress_page.py); -1: none.
     """
@@ -72,8 +72,8 @@ def run_rank(fd: int, pulse: int = -1) -> NoReturn:
 
 
 def connect_agent(fd: int) -> tuple[Control, StartRank, ExitReporter]:
-    """Read the first order from socket `fd` and start the control thread. From here on, an
-    exception that ends this process, in any of its own threads, is reported first."""
+    """Read the first order from socket `fd` and start the control thread. From then on, if an
+    exception in any of the process's own threads ends the process, it is reported first."""
     connection = socket.socket(fileno=fd)
     connection.set_inheritable(False)
     unpacker = Unpacker()
@@ -88,13 +88,13 @@ def connect_agent(fd: int) -> tuple[Control, StartRank, ExitReporter]:
 
 
 def preload() -> None:
-    """Import torch and Megatron. It takes seconds; a zygote does it before it forks."""
+    """Import torch and Megatron. This takes seconds, so a zygote does it before it forks."""
     ignore_warnings()
     from .model import cpu_device
 
     with cpu_device.uncompiled():
-        # Otherwise the first optimizer of each process imports torch._dynamo. Measured: 0.8 of the
-        # 1.0 s of CPU time of a rank forked from a zygote, while the survivors change their layout.
+        # Otherwise the first optimizer of each process imports torch._dynamo. For a rank forked
+        # from a zygote, while the survivors change their layout, this was 0.8 of 1.0 s of CPU time.
         import torch._dynamo
 
         from . import member as training_member
@@ -104,7 +104,7 @@ def preload() -> None:
 
 
 def _first(connection: socket.socket, unpacker: Unpacker) -> tuple[StartRank, list[Frame]]:
-    """StartRank, and the frames that arrived with it."""
+    """Read StartRank, and the frames that arrive together with it."""
     while True:
         data = connection.recv(RECEIVE_BYTES)
         if not data:

@@ -3,13 +3,13 @@
 `python -m unicron.workers.training.reference --spec FILE.json --out DIR [--iterations N]
 [--order K] [--keep N ...] [--compare CKPT]`, or `--compare CKPT ... --to CKPT ...`.
 
-It shares with the rank only the model, the data and the draws. Everything that could hide a fault
-of the recovery is stock: Megatron's parallel state, its forward-backward schedule, its gradient
-finalisation. FILE is a job spec as JSON. `--iterations` stops early, on the schedule of the whole
-task. `--order` chooses the order in which the micro-batches are summed (see `orders`). The
-differences between the orders are the noise: two equal trainings may differ by that much. `--keep`
-saves the state after N iterations, too. Prints JSON lines: one per iteration, then the result, then
-one per comparison.
+It shares with a rank only the model, the data and the random draws. Everything that could hide an
+error of the recovery is Megatron's own: the parallel state, the forward-backward schedule and the
+gradient finalisation. FILE is a job spec as JSON. `--iterations` stops early, but the optimizer
+schedule is that of the whole task. `--order` chooses the order in which the micro-batches are
+summed (see `orders`). The differences between the orders are the noise: two equal trainings may
+differ by that much. `--keep` saves the state after N iterations, too. The output is JSON lines: one
+for each iteration, then the result, then one for each comparison.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ if TYPE_CHECKING:
 
 
 NOISE_TIMES_MAX = 3
-"""The tolerance of `tolerance`, in units of the largest measured noise."""
+"""The result of `tolerance`, in units of the largest measured noise."""
 ROUNDING_RATIO = 2.0**-23
-"""Relative resolution of float32. A few samples of the noise can be smaller than it by chance."""
+"""Relative resolution of float32. Noise that is measured a few times can be smaller by chance."""
 NUM_ORDERS = 3
 
 
 class Difference(Struct, frozen=True, kw_only=True):
-    """The largest differences between two trainings; of parameters, their fp32 masters.
+    """The largest differences between two trainings. Parameters are their fp32 masters, if any.
 
-    `param_rel` is |a - b| / |b| of all parameters as one vector, Euclidean: a tensor whose true
-    gradient is zero (the bias of the keys) holds nothing but noise, and would drown the others.
-    `optimizer_rel` is the same of Adam's first and second moments, the larger of the two; infinite
-    where the numbers of optimizer steps differ.
+    `param_rel` is |a - b| / |b| of all parameters as one vector, with Euclidean norms. A tensor
+    whose true gradient is zero (the bias of the keys) is only noise, and would have the largest
+    ratio if each tensor had its own. `optimizer_rel` is the larger of the same ratios of Adam's
+    first and second moments. It is infinite if the numbers of optimizer steps differ.
     """
 
     num_losses: int
@@ -65,7 +65,7 @@ class Difference(Struct, frozen=True, kw_only=True):
 
 
 class Result(Struct, frozen=True, kw_only=True):
-    """Losses of all iterations, and the final parameters: their digest and where they lie."""
+    """The losses of all iterations, and the digest and the path of the final parameters."""
 
     losses: list[float]
     digest: str
@@ -73,15 +73,15 @@ class Result(Struct, frozen=True, kw_only=True):
 
 
 def orders(num: int) -> list[list[int]]:
-    """NUM_ORDERS orders in which `num` micro-batches are summed: up, down, shuffled."""
+    """The NUM_ORDERS orders to sum `num` micro-batches in: ascending, descending, shuffled."""
     up = list(range(num))
     return [up, up[::-1], random.Random(num).sample(up, num)]
 
 
 def tolerance(noises: Sequence[float]) -> float:
-    """How far from the reference run still counts as equal, by the noise of the other orders.
+    """The largest difference that counts as equal, from the noises between orders of summation.
 
-    NaN, which nothing is below, where a noise is not finite.
+    It is NaN if a noise is not finite. No difference is below NaN.
     """
     if not all(map(math.isfinite, noises)):
         return math.nan
@@ -89,7 +89,7 @@ def tolerance(noises: Sequence[float]) -> float:
 
 
 def state_folder(out: Path, iteration: int) -> Path:
-    """Where `train_undisturbed` saves the state after that many iterations, if it is kept."""
+    """Where `train_undisturbed` saves the state after `iteration` iterations, if in `keep`."""
     return out / f"iter-{iteration}"
 
 
@@ -99,8 +99,8 @@ def train_undisturbed(train: Train, out: Path, *, order: Sequence[int] | None = 
     """Train; the final state goes to `out`/final.
 
     `order` is the order in which an iteration's micro-batches are summed (default: 0, 1, ...).
-    `num_iterations` stops after so many, as a task that is cancelled (default: all).
-    `keep` has the numbers of iterations after which the state goes to `state_folder`, too.
+    Training stops after `num_iterations` (default: all), like that of a cancelled task.
+    `keep` has the numbers of iterations after which the state also goes to `state_folder`.
     """
     import torch
     import torch.distributed as dist
@@ -123,13 +123,13 @@ def train_undisturbed(train: Train, out: Path, *, order: Sequence[int] | None = 
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(),
                             rank=0, world_size=1)
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
-    # Alone there is nothing to overlap: Megatron's plain reduction, whatever the spec says.
+    # One process has nothing to overlap, so it uses Megatron's plain reduction for every spec.
     trainee = model.build(replace(train, overlap=False, bucket_params=0,
                                   parallel=Parallel()), device)
     trainee.ddps[0].config.finalize_model_grads_func = finalize_model_grads
     trainee.ddps[0].config.grad_scale_func = trainee.optimizer.scale_loss
-    # Megatron's name of the two losses. Without it, its schedule divides each micro-batch's sum by
-    # its own tokens and by the number of micro-batches, as its own training loop has it.
+    # If this is False, Megatron's schedule divides the loss sum of each micro-batch by its number
+    # of tokens and by the number of micro-batches, as in Megatron's own training loop.
     trainee.ddps[0].config.calculate_per_token_loss = train.loss == "per_token"
     words = text_data.load(train.data, train.model.sequence)
     items = list(order if order is not None else range(train.num_micro_batches))
@@ -164,7 +164,7 @@ def train_undisturbed(train: Train, out: Path, *, order: Sequence[int] | None = 
 
 def _forward(trainee: TrainingModel, words: Text, iterator: Iterator[tuple[int, int]], ddp: Any
              ) -> tuple[Any, Any]:
-    """One micro-batch, as Megatron's schedule wants it: its losses, and what sums them up."""
+    """The forward_step of Megatron's schedule: a micro-batch's losses, and their sum function."""
     import torch
 
     iteration, item = next(iterator)
@@ -191,7 +191,7 @@ def _digest(module: Any) -> str:
 
 
 def _loss(train: Train, sums: Sequence[tuple[float, int]]) -> float:
-    """The loss of an iteration, of the sum and the number of tokens of each micro-batch."""
+    """The loss of an iteration, from the loss sum and the token count of each micro-batch."""
     if train.loss == "per_token":
         return math.fsum(part for part, _ in sums) / max(sum(number for _, number in sums), 1)
     return math.fsum(part / max(number, 1) for part, number in sums) / len(sums)
@@ -215,7 +215,7 @@ def compare(one: Path | str, other: Path | str) -> Difference:
 
 
 def _gap(mine: dict[str, Any], theirs: dict[str, Any], kind: str) -> tuple[float, float]:
-    """Of all tensors of that kind as one vector: the largest and the relative difference."""
+    """The largest and the relative difference of all tensors of a kind, as one vector."""
     largest, gaps, norms = [0.0], [0.0], [1e-300]
     for name, wanted in theirs.items():
         if name.startswith(kind):
@@ -228,7 +228,7 @@ def _gap(mine: dict[str, Any], theirs: dict[str, Any], kind: str) -> tuple[float
 
 
 def read(folder: Path | str) -> dict[str, Any]:
-    """All tensors and numbers of a checkpoint, a folder or a URL, without knowing the model."""
+    """Read all tensors and numbers of a checkpoint (a folder or a URL). Needs no model."""
     import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -250,19 +250,19 @@ def read(folder: Path | str) -> dict[str, Any]:
 
 
 def _ratio(gap: float, whole: float) -> float:
-    """A loss is 0 where no token carries any: whatever differs from that does so wholly."""
+    """The relative gap; a loss without tokens is 0, and every gap from 0 is infinite."""
     if whole:
         return gap / whole
     return math.inf if gap else 0.0
 
 
 def _most(values: Sequence[float]) -> float:
-    """The largest; a NaN is larger than everything."""
+    """The largest value. It is infinite if any value is NaN."""
     return math.inf if any(math.isnan(value) for value in values) else max(values, default=0.0)
 
 
 def main() -> None:
-    """Train if a spec is given; compare if asked."""
+    """Train if a spec is given, and compare checkpoints if some are named."""
     parser = argparse.ArgumentParser(prog="unicron.workers.training.reference")
     parser.add_argument("--spec", type=Path, help="a job spec as JSON: train it")
     parser.add_argument("--out", type=Path, help="where the final state goes, in final/")

@@ -5,8 +5,8 @@ ForkReply on socket N, and then forks one rank for each ForkRequest. A fork of a
 threads, an event loop or a CUDA context is broken. The zygote therefore exits with code 1 if an
 import has started a thread; the agent then starts ranks by exec, which is slower.
 
-The rank is forked twice, so it is no child of the zygote: the agent adopts it, and watches, signals
-and reaps it like a process that it has started itself. The zygote exits with its agent.
+A rank is forked twice, so it is not a child of the zygote. The agent adopts the rank, and watches,
+signals and reaps it like a process that it has started itself. The zygote exits with its agent.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ADOPTED_S_MAX = 5.0
 
 
 def main() -> None:
-    """Import, then fork on request, until the agent's end of the socket is closed."""
+    """Import torch and Megatron, then fork on request until the agent closes the socket."""
     parser = argparse.ArgumentParser(prog="unicron.workers.training.zygote")
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--agent", type=int, required=True)
@@ -68,7 +68,7 @@ def _fork(connection: socket.socket, agent: int, request: ForkRequest, fds: list
 
 def _run_rank(connection: socket.socket, agent: int, request: ForkRequest, fds: list[int]
               ) -> NoReturn:
-    """Run the rank as `rank.py` does when started by exec."""
+    """Run the rank as if rank.py had been started by exec."""
     os.setsid()
     connection.close()
     log, pipe, *pulse = fds

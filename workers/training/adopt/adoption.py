@@ -10,8 +10,8 @@ docs/guides/scripts.md lists what such a loop may contain.
                 job.evaluate(lambda: validate(job.model))
 
 `job.step()` returns when all members have stepped. If a member fails during the step, the others
-keep their partial sums, rebuild the communicators and finish the iteration. The replacement process
-runs the same script and receives the state before its first `job.step()`.
+keep their local gradients, rebuild the communicators and finish the iteration. The replacement
+process runs the same script, and receives the state before its first `job.step()`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ log = structlog.get_logger()
 
 class Declined(UsageError):
     """In-memory recovery does not support this loop; the message gives the reason. The control
-    plane knows it: after a fault it restarts all processes of the task."""
+    plane has been told, and restarts all processes of the task after a fault."""
 
 
 class Job:
@@ -82,7 +82,7 @@ class Job:
 
     @property
     def model(self) -> Any:
-        """The first chunk: the only one without interleaving."""
+        """The first chunk. Without interleaving it is the only chunk."""
         return self.chunks[0]
 
     @property
@@ -108,7 +108,7 @@ class Job:
 
     @property
     def num_members(self) -> int:
-        """The current number of processes. A cached world size becomes stale."""
+        """The current number of processes. Do not cache it, because generations change it."""
         return self._driver.communicators.num_members
 
     @property
@@ -145,7 +145,7 @@ class Job:
     # --- methods ----------------------------------------------------------------------------------
     def __iter__(self) -> Iterator[int]:
         """Yield the remaining iterations. Call `step` once for each. If the task rolls back to an
-        earlier iteration, the loop continues from that one."""
+        earlier iteration, the loop continues from that iteration."""
         if not self._began:
             self._advance()
         while not self._ended and self.iteration < self._work.train.iterations:
@@ -155,10 +155,10 @@ class Job:
         """Run the next step, with any recovery that it needs. Returns the completed iteration, or
         -1 if none was left.
 
-        The result may differ from the expected iteration: if every holder of a state is lost, the
-        task rolls back. If a member fails when only some members have stepped, the others receive
-        the state after the step. They skip evaluations until the next step, because the members
-        that stepped may have finished theirs.
+        The result may differ from the expected iteration, because the task rolls back if every
+        holder of a state is lost. If a member fails when only some members have stepped, the others
+        receive the state after the step. These others skip evaluations until the next step, because
+        the members that stepped may have finished the evaluations already.
         """
         self._is_void, self._num_evaluated = False, 0
         expected = self.iteration
@@ -173,13 +173,12 @@ class Job:
                 return self.iteration - 1
 
     def evaluate(self, call: Callable[[], T]) -> T | None:
-        """Between two steps: run `call` on all members and return its result. It may use
-        collectives.
+        """Between two steps: run `call` on all members and return its result.
 
-        With gloo, `call` runs in a separate thread. If a member fails during `call`, it runs again
-        if all members of the next generation had reached it. Otherwise this rank and all ranks
-        that had not finished it skip it, and all further evaluations before the next step: the
-        result is None. `call` must not change the model or the optimizer.
+        `call` may use collectives. It must not change the model or the optimizer. With gloo, it
+        runs in a separate thread. If a member fails during `call`, and all members of the next
+        generation were in this evaluation, `call` runs again. Otherwise every rank that has not
+        finished the evaluation returns None from it, and from all others before the next step.
         """
         if self._is_void:
             return None
@@ -201,8 +200,8 @@ class Job:
     def mean_loss(self, num: int, batch_of: Callable[[int], Any]) -> float:
         """In an evaluation: the mean loss of `num` batches, in the unit of `loss` of `adopt`.
 
-        The current replicas share the batches; the result is equal on every rank. `batch_of(i)`
-        returns batch i, from 0.
+        The current replicas share the batches. The result is equal on every rank. `batch_of(i)`
+        returns batch i, counted from 0.
         """
         communicators, trainee = self._driver.communicators, self._driver.iteration.trainee
         axes, local = communicators.axes, (0.0, 0)
@@ -224,7 +223,7 @@ class Job:
     # --- private ----------------------------------------------------------------------------------
     def _advance(self) -> int | None:
         """Run to the next step and return its iteration, or to the next generation and return
-        None. Sets `_ended` at the end of training."""
+        None. At the end of training, set `_ended`."""
         try:
             stepped = next(self._steps)
         except StopIteration:
@@ -237,12 +236,12 @@ class Job:
         return stepped
 
     def _advance_to_generation(self) -> bool:
-        """Recover; True if all members were in the same evaluation."""
+        """Recover. Returns whether all members were in the same evaluation."""
         stepped = self._advance()
         return stepped is None and not self._ended and self._is_agreed
 
     def _agree(self) -> bool:
-        """Once in a generation, the members exchange the name of their current evaluation."""
+        """Called once per generation. Returns whether all members are in the same evaluation."""
         communicators, mine = self._driver.communicators, self._evaluating
         keys = [f"between/{place}" for place in range(communicators.num_members)]
         try:
@@ -264,29 +263,29 @@ def adopt(*, build: Build, sample: Sample, forward: Forward, iterations: int = 0
           falls_back: bool = True, environment: Mapping[str, str] = os.environ) -> Generator[Job]:
     """Train the model of `build`, with in-memory recovery if an agent has started this process.
 
-    `build(groups, axes, place)` returns the model chunks at position `place` of the layout `axes`,
-    wrapped in Megatron's DistributedDataParallel, Megatron's optimizer and its
+    `build(groups, axes, place)` returns three values for position `place` of the layout `axes`: the
+    model chunks, wrapped in Megatron's DistributedDataParallel; Megatron's optimizer; its
     OptimizerParamScheduler. `groups` is a ProcessGroupCollection. `build` draws the same weights on
     every rank and uses no collectives. It runs for each layout that this process joins.
     `sample(iteration, micro_batch)` returns the data by random access; `micro_batch` counts over
-    all ranks. `forward(chunk, batch)` returns the sum of the token losses and the token count, or
-    an output and a function of it that returns these two, as Megatron's forward_step.
+    all ranks. `forward(chunk, batch)` returns the sum of the token losses and the token count. Or
+    it returns an output and a function of it that returns these two, as Megatron's forward_step.
 
     `iterations` and `micro_batches` (of one iteration, over all ranks) must equal the job's
     `loop:`; they are required only without an agent. `samples`: samples in a micro-batch, the unit
     of the schedule. `sequence`: tokens in a sample; pipeline layouts need it. `loss`: as
-    `train.loss` of a job file. `seed`: with the micro-batch's position it seeds the generators for
-    each micro-batch. `flops`: FLOPs of one iteration; 0 counts 6 for each parameter and
-    micro-batch. All members call `on_rebuild(groups)` in each generation, to create custom groups;
-    its result is `job.own` until the generation ends. `axes`: the layout of a replica without an
-    agent. `check`: functions that run at the start and return "" or the reason why in-memory
+    `train.loss` of a job file. `seed`: together with the position of a micro-batch, it seeds the
+    generators. `flops`: FLOPs of one iteration; 0 counts 6 for each parameter and micro-batch.
+    `on_rebuild(groups)`: all members call it in each generation, to create custom groups; its
+    result is `job.own` until the generation ends. `axes`: the layout of a replica, used without an
+    agent only. `check`: functions that run at the start and return "" or the reason why in-memory
     recovery does not support this loop.
 
-    If in-memory recovery does not support the loop, a warning gives the reason and the loop trains
-    without it: a fault restarts all processes of the task. With `falls_back=False`, `adopt` raises
-    Declined before training. Invalid arguments, and a loop that `job.step()` cannot train, print
-    one line and end the process, and with an agent the task. The agent reports any other exception
-    as this rank's error.
+    If in-memory recovery does not support the loop, a warning gives the reason. The loop then
+    trains without it, and a fault restarts all processes of the task. With `falls_back=False`,
+    `adopt` raises Declined before training. Invalid arguments, or a loop that `job.step()` cannot
+    train, print one line and end the process; with an agent, they end the task. With an agent, any
+    other exception is reported as this rank's error.
     """
     def work(loop: Loop) -> LoopWorkload:
         for name, spec, given in (("iterations", loop.iterations, iterations),
@@ -321,7 +320,7 @@ def adopt(*, build: Build, sample: Sample, forward: Forward, iterations: int = 0
 def _connect(validate: Callable[[], None], work: Callable[[Loop], LoopWorkload],
              check: Sequence[Callable[[], str]], environment: Mapping[str, str], *,
              falls_back: bool) -> tuple[Driver, LoopWorkload]:
-    """The member of this process's task, or a driver without in-memory recovery as fallback."""
+    """This process's member, or a restart-only driver if recovery does not support the loop."""
     control, start, exit_report = connect_agent(int(environment[FD]))
     control.tell(Adopted(pid=os.getpid()))
     loop = start.spec.loop
@@ -354,7 +353,7 @@ def _connect(validate: Callable[[], None], work: Callable[[Loop], LoopWorkload],
 
 
 def _loop_without_agent(iterations: int, micro_batches: int, replica: Axes) -> Loop:
-    """The loop spec that an agent would send. Raises UsageError."""
+    """The loop spec, which otherwise the agent sends. Raises UsageError."""
     for name, given in (("iterations", iterations), ("micro_batches", micro_batches)):
         if given < 1:
             raise UsageError(f"{name} is not given", "without an agent the script must give it")

@@ -47,8 +47,8 @@ def check_arguments(call: Callable[P, T]) -> Callable[P, T]:
 
 @contextmanager
 def usage_errors_reported(environment: Mapping[str, str]) -> Generator[None]:
-    """A UsageError prints one line and ends the process. With an agent it propagates to the exit
-    report."""
+    """A UsageError prints one line and ends the process. With an agent, the error propagates to the
+    exit report."""
     try:
         yield
     except UsageError as error:

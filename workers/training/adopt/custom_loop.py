@@ -43,7 +43,7 @@ class BuiltLoop(NamedTuple):
 
 def unsupported(config: Any, ddp: Any = None, optimizer: Any = None, *,
                 parallel: Parallel | None = None, modules: Sequence[Any] = ()) -> list[Row]:
-    """The table rows that apply to this loop and are not exact for a script, in table order.
+    """The support table's rows that apply to this loop and are not `exact`, in table order.
 
     `config` is a TransformerConfig, `ddp` a DistributedDataParallelConfig, `optimizer` an
     OptimizerConfig, `modules` the modules inside DDP. Transformer Engine and compilers are detected
@@ -132,7 +132,7 @@ Sample = Callable[[int, int], Any]
 Forward = Callable[[Any, Any], tuple[Any, Any]]
 """(chunk, batch) -> the sum of the token losses and the token count; or, as Megatron's
 forward_step, the output and a function of it that returns these two first. A pipeline needs the
-second form, because a chunk other than the last sends its output to the next chunk."""
+second form, because every chunk except the last sends its output to the next chunk."""
 
 OnRebuild = Callable[[Any], Any]
 """(groups) -> the script's objects for this generation's groups."""
@@ -143,7 +143,7 @@ class NotRecoverable(UsageError):
 
 
 class NotTrainable(NotRecoverable):
-    """`job.step()` cannot train it either: invalid input, with or without an agent."""
+    """`job.step()` cannot train what was built: invalid input, with or without an agent."""
 
 
 class Padding(NamedTuple):
@@ -193,7 +193,7 @@ class LoopTrainingModel(TrainingModel):
 
 class LoopWorkload:
     """The workload of a custom loop. `samples_num`: samples in a micro-batch, the unit of the
-    schedule. `sequence`: tokens in a sample, from which pipeline stages know their message sizes.
+    schedule. `sequence`: tokens in a sample; pipeline stages compute message sizes from it.
     """
 
     def __init__(self, loop: Loop, build: Build, sample: Sample, forward: Forward, *,
@@ -209,7 +209,7 @@ class LoopWorkload:
         self.made: Any = None
         """The result of `on_rebuild` for the current generation."""
         self.heals = True
-        """False: train without in-memory recovery, so that fewer restrictions apply."""
+        """If False, the loop trains without in-memory recovery, and fewer restrictions apply."""
         self._on_rebuild = on_rebuild
         self._groups: Any = None
         self._build, self._sample, self._forward = build, sample, forward
@@ -229,14 +229,14 @@ class LoopWorkload:
 
     def build(self, device: torch.device, groups: Any, axes: Axes, place: int, *,
               begins: bool = True) -> TrainingModel:
-        """Call the script's `build`, which ignores `begins`. Raises NotRecoverable, UsageError."""
+        """Call the script's `build`. `begins` is ignored. Raises NotRecoverable, UsageError."""
         draw = Draw(self.train.seed)
         draw.at(0, 0)  # seed the generators, so that all ranks draw the same initial weights
         build_groups = groups_for_building(groups)
         publish_globals(build_groups, axes.chunks)
         with optimizers.without_collectives():
             ddps, optimizer, scheduler = _unpack(self._build(build_groups, axes, place))
-        # The built layout may differ from the trained one: a whole replica, to load a checkpoint.
+        # `build` may have been for a whole replica, to load a checkpoint. Restore the globals.
         publish_globals(self._groups, self.train.parallel.chunks)
         parallel = self.train.parallel
         if self.heals:
@@ -260,8 +260,8 @@ class LoopWorkload:
         return self.build(device, groups, Axes(), 0)
 
     def begin(self, trainee: TrainingModel, whole: Callable[[], TrainingModel]) -> None:
-        """Copy the initial weights from a whole replica, because the script's initial weights may
-        depend on the layout."""
+        """Copy the initial weights from a whole replica. Those of the script's `build` may depend
+        on the layout."""
         if trainee.replica_size > 1:
             state_shards.fill(trainee.shards, whole().shards)
 
@@ -300,8 +300,8 @@ def check_trainable(ddps: Sequence[Any], optimizer: Any, scheduler: Any, train: 
 
 
 def disable_overlap(ddps: Sequence[Any], optimizer: Any) -> None:
-    """Disable Megatron's overlapped communication and its division of gradients. The step divides
-    by the divisor of `loss` of `adopt`, so the gradients are unchanged."""
+    """Disable Megatron's overlapped communication and its division of gradients. Unicron's step
+    divides the gradients instead, as `loss` of `adopt` says, so the result is the same."""
     for ddp in ddps:
         if ddp.use_forward_hook:
             ddp.disable_forward_pre_hook(param_sync=False)
@@ -319,7 +319,7 @@ def disable_overlap(ddps: Sequence[Any], optimizer: Any) -> None:
 
 def _check_rows(ddps: Sequence[Any], optimizer: Any, train: Train, grade: Grade,
                 error: type[NotRecoverable]) -> None:
-    """Raises `error` for the support table's rows of this grade that apply."""
+    """Raises `error` if rows of the support table with this grade apply."""
     found = unsupported(ddps[0].config, ddps[0].ddp_config, optimizers.chained(optimizer)[0].config,
                         parallel=train.parallel, modules=[_inner(ddp) for ddp in ddps])
     if rows := [row for row in found if row.loop.grade == grade]:

@@ -1,7 +1,7 @@
 """The drivers of a custom loop: with in-memory recovery (the member) or restart-only.
 
-Without an agent, or if in-memory recovery does not support the loop, the same iterations run, and a
-fault ends the processes: the agent or launcher that started them restarts them.
+Without an agent, or if in-memory recovery does not support the loop, the same iterations run. A
+fault then ends the processes, and the agent or launcher that started them restarts them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ log = structlog.get_logger()
 
 
 class Driver(Protocol):
-    """What a loop needs from its driver; member.py documents `steps` and `together`."""
+    """What a loop needs from its driver. member.py documents `steps` and `run_collectively`."""
 
     communicators: Communicators
     control: Control
@@ -103,7 +103,7 @@ class RestartOnlyDriver:
                          "start another number of processes")
 
     def _agreed(self, step_version: int, device: torch.device) -> int:
-        """Check that all ranks loaded the same step version: `output` may not be shared."""
+        """Check that all ranks loaded the same step version: nodes may not share `output`."""
         extremes = torch.tensor([step_version, -step_version], device=device)
         if dist.is_initialized():
             dist.all_reduce(extremes, dist.ReduceOp.MAX)
@@ -124,7 +124,7 @@ class RestartOnlyDriver:
             if self._place == 0:
                 self._checkpoint.save(self.iteration, self.history)
             yield self.iteration.step_version - 1
-        # A process that exits before its peers have its last message would fail them.
+        # A peer fails if this process exits before the peer has received the last message.
         self.iteration.meet(self.control, self.communicators)
         self.iteration.meet(self.control, self.communicators)
 
@@ -137,10 +137,10 @@ class RestartOnlyDriver:
 
 
 class RestartCheckpoint:
-    """The last checkpoint of a task without in-memory recovery, in the folder `task-N` of its
-    output.
+    """The last checkpoint of a restart-only task, in the folder `task-N` of its output.
 
-    There is none without an agent, or if no rank has the whole state of a known optimizer.
+    There is none without an agent, if the output is not a folder, or if no rank has the whole state
+    of a known optimizer.
     """
 
     def __init__(self, train: Train, trainee: TrainingModel, task: str) -> None:
@@ -156,7 +156,7 @@ class RestartCheckpoint:
                         why="no rank has the whole state to write to a folder")
 
     def load(self, trainee: TrainingModel, history: History) -> int:
-        """Load the newest checkpoint; its step version, 0 without one."""
+        """Load the newest checkpoint. Returns its step version, or 0 if there is none."""
         saved = self._saved()
         return checkpoint.load(str(saved[-1]), trainee, history) if saved else 0
 

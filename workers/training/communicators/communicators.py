@@ -2,19 +2,19 @@
 state within one process.
 
 Rules, each derived from a hang or a wrong result:
-- gloo waits for an unreachable peer without limit; only closing its sockets ends the wait
+- gloo waits for an unreachable peer without limit. Only a shutdown of the sockets ends the wait
   (`interrupt`).
-- gloo closes its sockets when its last reference is gone. `down` therefore removes every handle
-  first. Never call it inside an `except`, whose traceback keeps references.
-- Megatron gives its groups a timeout of 30 minutes and does not clear all its globals; this package
+- gloo closes a group's sockets when the last reference to the group is gone. `down` therefore
+  first removes every handle. Never call `down` inside an `except`: tracebacks keep references.
+- Megatron gives its groups a timeout of 30 minutes and does not clear all its globals. This package
   corrects both.
 - An interrupted thread may open another connection: callers repeat `interrupt` until it returns.
-- A gloo pair that waits to be connected has no socket to close: `interrupt` connects to it
-  (sockets.connect_to_listeners).
+- A gloo pair that waits for a connection has no socket to shut down. `interrupt` therefore connects
+  to it (sockets.connect_to_listeners).
 - Sockets of a storage driver belong to no generation (`exclude_new_sockets`).
-- The result of a collective is valid only if `interrupt` had not begun when it returned.
-- For NCCL, `interrupt` aborts. torch drops its groups immediately, even if another thread is about
-  to use one; `down` synchronizes the device before it releases the memory.
+- The result of a collective is valid only if it returned before `interrupt` began.
+- For NCCL, `interrupt` aborts the groups. torch then drops them immediately, even if another thread
+  is about to use one. `down` synchronizes the device before it releases the memory.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from .group_handles import Handles
 from .process_groups import GROUP_S_MAX
 
 COLLECTIVE_S_MAX = 1800.0
-"""Timeout of a collective: it covers the slowest member and the wait for the next order."""
+"""Timeout of a collective. It covers the slowest member and the wait for the next order."""
 RENDEZVOUS_S_MAX = 25.0
-"""Timeout of the rendezvous; below the control plane's limit for it."""
+"""Timeout of the rendezvous. It is below the control plane's limit for the rendezvous."""
 CONNECT_S_MAX = 1.0
 """Timeout of one attempt to connect to a store."""
 REACH_S = 0.05
 """Pause between two attempts to connect to a store."""
 ABORTED = (KeyError, ValueError)
-"""What torch raises, besides RuntimeError, when an aborted group is used."""
+"""Exceptions, besides RuntimeError, that torch raises when an aborted group is used."""
 
 
 class Communicators:
-    """This process's membership in one generation at a time, and the store that it hosts.
+    """This process's communicators of one generation at a time, and the store that it hosts.
 
-    `interrupt`, `spare` and `exclude_new_sockets` may be called from any thread; everything else
-    only from the training thread.
+    Any thread may call `interrupt`, `spare` and `exclude_new_sockets`. Only the training thread may
+    call the other methods.
     """
 
     def __init__(self, host: str, device: torch.device) -> None:
@@ -84,8 +84,8 @@ class Communicators:
         self._is_building = False
         self.down_s = 0.0
         self.on_groups: Callable[[Any], None] = lambda groups: None
-        """Called with each generation's groups after they are built, and with None before they are
-        destroyed: the callee must then drop its own groups."""
+        """Called with each generation's groups after they are built. Called with None before they
+        are destroyed; the function must then drop its own groups."""
 
     @property
     def is_up(self) -> bool:
@@ -94,9 +94,9 @@ class Communicators:
     def meet(self, generation: int, place: int, num_members: int, endpoint: str,
              news: bytes) -> list[bytes]:
         """Rendezvous: connect to the generation's store and exchange `news` with all members.
-        Returns their news in order of place.
+        Returns the news of all members, by place.
 
-        Raises RuntimeError if a member is missing after RENDEZVOUS_S_MAX, or when interrupted.
+        Raises RuntimeError if a member is missing after RENDEZVOUS_S_MAX, or if interrupted.
         """
         assert not self.is_up
         self.generation, self.place, self.num_members = generation, place, num_members
@@ -111,7 +111,7 @@ class Communicators:
     def up(self, axes: Axes | None = None, replica: frozenset[int] = frozenset()) -> None:
         """Build the groups of a layout; `bind` puts them into the model. Raises RuntimeError.
 
-        `axes` None: all members are data-parallel. `replica`: the ranks of this member's replica.
+        If `axes` is None, all members are data-parallel. `replica`: the ranks of this replica.
         """
         assert self.store is not None, "rendezvous first"
         excepthook = sys.excepthook
@@ -123,8 +123,8 @@ class Communicators:
             self.groups = process_groups.build(axes, COLLECTIVE_S_MAX)
         finally:
             self._is_building = False
-            # In each generation torch wraps the excepthook in one that buffers stderr until the
-            # hook returns. Ours ends the process, so the traceback would be lost.
+            # In each generation torch wraps sys.excepthook, and buffers stderr until the wrapped
+            # hook returns. The rank's hook ends the process, so the traceback would be lost.
             sys.excepthook = excepthook
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=COLLECTIVE_S_MAX))
         self.axes = axes or Axes(dp=self.num_members)
@@ -137,7 +137,7 @@ class Communicators:
         self._handles.put(process_groups.by_role(self.groups))
 
     def borrow_groups(self) -> AbstractContextManager[None]:
-        """A context in which the old model holds the new groups; it must not use them."""
+        """A context in which the old model holds the new groups. The model must not use them."""
         return self._handles.borrow_groups(process_groups.by_role(self.groups))
 
     def discard_handles(self) -> None:
@@ -154,7 +154,7 @@ class Communicators:
         return process_groups.single_member(self.groups)
 
     def _reach(self, host: str, port: int) -> dist.TCPStore:
-        """A client of the store. torch's own attempts cannot be interrupted, so each is short."""
+        """Connect to the store. Each attempt of torch is short: it cannot be interrupted."""
         last_s = time.monotonic() + RENDEZVOUS_S_MAX
         while True:
             why = ""
@@ -171,7 +171,7 @@ class Communicators:
             time.sleep(REACH_S)
 
     def down(self, roots: Iterable[Any]) -> None:
-        """Leave the generation in any state. Peers that wait for this member get an error."""
+        """Leave the generation, even a failed one. Peers that wait for this member get an error."""
         began_s = time.monotonic()
         self.interrupt()
         if self.backend == "nccl":
@@ -184,8 +184,8 @@ class Communicators:
         process_groups.clear_globals()
         if self.is_up:
             dist.destroy_process_group()
-        # A group's name and store keys contain a counter of groups. A member whose last attempt
-        # failed half-way must restart the counter, like the others.
+        # Names and store keys of groups contain a counter. All members must restart it, because
+        # the counters differ if some member's last attempt failed half-way.
         dist.distributed_c10d._world.group_count = 0
         self.store = None
         self.woken = False
@@ -193,8 +193,8 @@ class Communicators:
 
     @contextmanager
     def single_member(self) -> Generator[list[Any]]:
-        """A single-member generation. `down` removes the handles of the objects put into the
-        list."""
+        """A generation of this member alone. At its end, `down` removes the handles of the objects
+        that were put into the list."""
         roots: list[Any] = []
         self.meet(0, 0, 1, self.endpoint, b"")
         self.up()
@@ -205,7 +205,7 @@ class Communicators:
 
     @contextmanager
     def spare(self, descriptor: int) -> Generator[None]:
-        """Within the context this socket belongs to no generation: `interrupt` does not shut it
+        """Within the context, this socket belongs to no generation, so `interrupt` does not shut it
         down."""
         inode = os.fstat(descriptor).st_ino
         self._excluded[inode] = descriptor
@@ -219,8 +219,8 @@ class Communicators:
         """Connections that Python code opens within the context belong to no generation until they
         close.
 
-        A storage driver also connects from its own threads, and reuses connections. Therefore all
-        threads count, except the training thread if it has not entered such a context.
+        A storage driver also connects from its own threads, and reuses connections. Therefore the
+        connections of all threads count, but of the training thread only within its own context.
         """
         if not self._is_watching:
             self._is_watching = True
@@ -238,13 +238,13 @@ class Communicators:
             self._driver_sockets.add(inode)
 
     def _forget_closed(self) -> None:
-        # Copy the set before listing the open sockets, so that a socket opened meanwhile stays.
+        # Copy the set before the open sockets are listed, so that a socket opened meanwhile stays.
         known = tuple(self._driver_sockets)
         for inode in frozenset(known).difference(sockets.inodes()):
             self._driver_sockets.discard(inode)
 
     def interrupt(self) -> None:
-        """End every wait of this generation in this process with an error. From any thread."""
+        """End every wait of this process in this generation with an error."""
         self.woken = True
         if self.backend == "nccl" and self.is_up:
             dist.distributed_c10d._abort_process_group()  # type: ignore[attr-defined, unused-ignore]

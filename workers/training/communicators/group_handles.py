@@ -1,8 +1,8 @@
 """Removes the process-group handles from Megatron's objects and puts new ones in, by role.
 
-gloo closes its sockets only when the last reference to a group is gone, and a model, its DDP and
-its optimizer hold dozens. Before a generation ends, every handle is removed and its slot recorded
-with its role (`dp`, `tp`, ...). In the next generation the role's new group goes into the slot.
+gloo closes the sockets of a group only when the last reference to the group is gone. A model, its
+DDP and its optimizer hold dozens. Before a generation ends, every handle is removed, and its slot
+is recorded with its role (`dp`, `tp`, ...). The next generation's group of that role replaces it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Handles:
         self._slots: list[Slot] = []
 
     def take(self, roots: Iterable[Any], groups: dict[str, Any]) -> None:
-        """Remove every handle. A handle without a known role is a bug."""
+        """Remove every handle. Raises KeyError for a handle without a known role: that is a bug."""
         roles: dict[int, str] = {}
         for role, group in groups.items():
             roles.setdefault(id(group), role)
@@ -45,7 +45,7 @@ class Handles:
 
     @contextmanager
     def borrow_groups(self, groups: dict[str, Any]) -> Generator[None]:
-        """Fill the slots within the context. The layout may differ, so no collective may run."""
+        """Fill the slots within the context. No collective may run, as the layout may differ."""
         try:
             for container, key, role in self._slots:
                 container[key] = groups[role]

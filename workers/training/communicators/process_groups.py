@@ -27,23 +27,23 @@ PIPELINE_PARALLEL = ("pp",)
 EMBEDDING = ("embd",)
 REPLICA = ("mp", "tp_ep_pp")
 ALONE = ("cp", "ep", "pos_embd", "intra_dist_opt")
-"""Roles with one member. Megatron reduces a sharded gradient's norm over `intra_dist_opt`; here all
-members have reduced it before the step (optimizer_step.py)."""
+"""Roles with one member. Megatron reduces the norm of a sharded gradient over `intra_dist_opt`.
+Here all members have reduced the norm before the step (optimizer_step.py)."""
 ROLES = (*DATA_PARALLEL, *TENSOR_PARALLEL, *PIPELINE_PARALLEL, *EMBEDDING, *REPLICA, *ALONE)
 GROUP_S_MAX = 10.0
-"""Timeout for building groups after the rendezvous; gloo waits five times as long for a peer to
-connect."""
+"""Timeout for the building of groups after the rendezvous. gloo waits five times as long for a peer
+to connect."""
 
 
 def build(axes: Axes | None, timeout_s: float) -> Any:
-    """The ProcessGroupCollection of this member, whose position is its rank.
+    """Build this member's ProcessGroupCollection. Its position is its torch.distributed rank.
 
-    `axes` None: every member is one replica. A standby member gets single-member groups.
+    If `axes` is None, every member is one replica. A standby member gets single-member groups.
     `timeout_s` is the timeout of every collective.
 
-    Roles share groups, because each group is expensive: pure data parallelism has two, the world
-    and a single-member one. Two roles share a group only if they do so in every layout that differs
-    only in dp, because handles are put back by role (group_handles.py).
+    Roles share groups, because each group is expensive. Pure data parallelism has two groups: the
+    world and a single-member group. Two roles share a group only if they also share it in all
+    layouts that differ only in dp, because handles are replaced by role (group_handles.py).
     """
     place, world_size = dist.get_rank(), dist.get_world_size()
     axes = axes or Axes(dp=world_size)
@@ -64,11 +64,11 @@ def build(axes: Axes | None, timeout_s: float) -> Any:
             groups |= dict.fromkeys(REPLICA, groups["pp"])
         if axes.tp > 1 and axes.pp > 1:
             groups |= dict.fromkeys(REPLICA, _group(replica(axes, at.dp), timeout_s))
-        if axes.pp > 2:  # last, because torch numbers a group by its members' earlier groups
+        if axes.pp > 2:  # last: torch numbers a group by the earlier groups of its members
             ends = (stages[0], stages[-1])
             groups["embd"] = _group(ends, timeout_s) if place in ends else alone
-    # Megatron still reads two globals when a collection is given: its cross entropy reads the
-    # first, its sharded metadata of a tied embedding the second.
+    # Megatron reads these globals even if a collection is given. Its cross entropy reads the first,
+    # and its sharded metadata of a tied embedding read the second.
     parallel_state._TENSOR_MODEL_PARALLEL_GROUP = groups["tp"]
     parallel_state._DATA_PARALLEL_GROUP_WITH_CP = groups["dp_cp"]
     return ProcessGroupCollection(**groups)
@@ -82,9 +82,9 @@ def single_member(groups: Any) -> Any:
 def groups_for_building(groups: Any) -> Any:
     """The groups with which a model is built, such that neither the build nor a step communicates.
 
-    Megatron's first and last stage would exchange their embedding, which here is drawn or received
-    with the state. Its optimizer would reduce over the replica what all members have reduced before
-    (optimizer_step.py).
+    Megatron's first and last stage would exchange their embedding. Here the embedding is drawn, or
+    received with the state. Megatron's optimizer would reduce values over the replica that all
+    members have reduced before (optimizer_step.py).
     """
     build_groups = copy.copy(groups)
     build_groups.embd, build_groups.mp = None, build_groups.intra_dist_opt
@@ -92,7 +92,7 @@ def groups_for_building(groups: Any) -> Any:
 
 
 def _group(places: tuple[int, ...], timeout_s: float) -> Any:
-    """A group that only its members create; all use the same timeout."""
+    """Create a group. Only its members take part; `timeout_s` limits its collectives."""
     group: Any = dist.new_group(list(places), timeout=datetime.timedelta(seconds=GROUP_S_MAX),
                                 use_local_synchronization=True)
     dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), group)
@@ -105,7 +105,7 @@ def by_role(groups: Any) -> dict[str, Any]:
 
 
 def clear_globals() -> None:
-    """Clear Megatron's group globals, including those that its destroy leaves set."""
+    """Clear Megatron's group globals, also those that its own destroy function leaves set."""
     parallel_state.destroy_model_parallel()
     for name, value in list(vars(parallel_state).items()):
         if isinstance(value, dist.ProcessGroup):
@@ -114,8 +114,8 @@ def clear_globals() -> None:
 
 # --- Megatron's group globals, which a script reads through `parallel_state` (mpu) ---
 #
-# They belong to one generation: `clear_globals` clears them at its end, with the world sizes and
-# ranks that Megatron caches. A script that reads them each time gets current values.
+# They belong to one generation. At its end, `clear_globals` clears them, and the world sizes and
+# ranks that Megatron caches. A script that reads them anew each time gets current values.
 
 _BY_ROLE = {
     "tp": ("_TENSOR_MODEL_PARALLEL_GROUP", "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS"),
@@ -156,7 +156,7 @@ def publish_globals(groups: Any, chunks: int) -> None:
 
 
 class _CpuTracker:
-    """Megatron's RNG tracker without CUDA: model-parallel ranks draw from the only generator, which
+    """Megatron's RNG tracker without CUDA. Model-parallel ranks draw from the only generator, which
     is seeded for each micro-batch."""
 
     def is_initialized(self) -> bool:

@@ -30,10 +30,10 @@ def inodes() -> dict[Inode, int]:
 
 
 def watch_connections(on_connect: Callable[[Inode], None]) -> None:
-    """Call `on_connect` before every connection that Python code makes, for the rest of the
-    process, in the connecting thread.
+    """From now on, call `on_connect` before every connection that Python code makes, in the
+    connecting thread.
 
-    torch, gloo and NCCL connect in C++, so their connections are not reported. A socket that is
+    The connections of torch, gloo and NCCL are made in C++ and are not reported. A socket that is
     encrypted later keeps its inode. Source: Python's audit event `socket.connect`.
     """
     def hook(event: str, details: tuple[Any, ...]) -> None:
@@ -45,7 +45,7 @@ def watch_connections(on_connect: Callable[[Inode], None]) -> None:
 
 
 def shut_down(excluded: Iterable[Inode], server_port: int) -> int:
-    """Shut down every connection except `excluded` and those of our own store; returns the number.
+    """Shut down all connections except `excluded` and those of our own store. Returns the number.
 
     A shutdown wakes both ends immediately; gloo has no such function. Listening sockets are left
     open, because shutting one down aborts the process.
@@ -63,8 +63,8 @@ def connect_to_listeners(excluded: Iterable[Inode], server_port: int, num: int) 
     """Connect `num` peers, which disconnect immediately, to every listener except `excluded` and
     that of our own store.
 
-    A gloo pair that waits to be connected has no socket to shut down, and waits for five times its
-    group's timeout. A peer that connects sends the number of the pair, from 0.
+    A gloo pair that waits for a connection has no socket to shut down, and waits for five times the
+    timeout of its group. A peer that connects sends the number of the pair, counted from 0.
     Source: gloo/transport/tcp, Pair::waitUntilConnected and Device::connectAsInitiator.
     """
     for listener in _others(excluded, server_port):
@@ -75,8 +75,8 @@ def connect_to_listeners(excluded: Iterable[Inode], server_port: int, num: int) 
 
 
 def _others(excluded: Iterable[Inode], server_port: int) -> Iterator[socket.socket]:
-    """Each TCP socket except `excluded` and our own store's, as a duplicate that is closed
-    afterwards.
+    """Yield each TCP socket except `excluded` and those of our own store, as a duplicate that is
+    closed afterwards.
 
     The inode is checked again after the duplication, because the descriptor may have been reused.
     """
