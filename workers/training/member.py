@@ -313,9 +313,9 @@ class Member:
             rule=verdict.rule, peer=verdict.peer))
 
     def _exit_if_too_many_abandoned(self, outcome: Outcome) -> None:
-        """Exit if too many abandoned collectives wait. At most one member exits after a step, and
-        its peers hold its state of this or the previous step. No member exits if it has no such
-        peer, has an order to stop, or is done."""
+        """Exit if too many abandoned collectives wait. At most one member exits after a step. Its
+        peers hold its state of this or the previous step. A member does not exit if no peer holds
+        its state, if it has an order to stop, or if it is done."""
         num_members = self.communicators.num_members
         if (outcome == "stepped" and self.step_version < self.train.iterations
                 and self.axes.dp > 1 and self.train.parallel.optimizer != "sharded"
@@ -347,7 +347,7 @@ class Member:
                          self.generation, stores)
 
     def _is_due(self, at: int, every: int) -> bool:
-        """Whether a checkpoint is due after `at` iterations. The last one has its own save."""
+        """Whether a checkpoint is due after `at` iterations. The end has a save of its own."""
         return every > 0 and at % every == 0 and at < self.train.iterations
 
     def _save(self, *, final: bool) -> None:
@@ -357,7 +357,7 @@ class Member:
 
     def _finish(self) -> None:
         # The outcome of this second barrier does not matter. Without it, a member could exit while
-        # another still waits for the result of the first barrier, which would then report a fault.
+        # another waits for the result of the first barrier. The other would then report a fault.
         self.iteration.meet(self.control, self.communicators)
         self.checkpoint_saver.wait()
         self.control.tell(reports.RankFinished(

@@ -328,7 +328,7 @@ def _check_rows(ddps: Sequence[Any], optimizer: Any, train: Train, grade: Grade,
 
 
 def _unpack(built: Any) -> tuple[list[Any], Any, Any]:
-    """The three results of `build`. Raises UsageError."""
+    """The three results of `build`. Raises UsageError for other results."""
     match built:
         case ([_, *_] as chunks, optimizer, scheduler):
             return list(chunks), optimizer, scheduler

@@ -167,7 +167,7 @@ class Control:
 
     @property
     def has_too_many_abandoned(self) -> bool:
-        """Whether a new process should replace this one: too many abandoned collectives wait."""
+        """Whether a new process should replace this one, because of abandoned collectives."""
         return self._num_abandoned() >= REPLACE_ABANDONED_NUM
 
     def exit_too_many_abandoned(self) -> NoReturn:
