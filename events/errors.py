@@ -16,8 +16,8 @@ A bug raises AssertionError instead. A fault of the cluster is a record, not an 
 
 
 class UnicronError(Exception):
-    """Base class of the errors that Unicron raises deliberately: `str()` is one line; `hint` is the
-    suggested next command or what to check, "" for none."""
+    """Base class of the errors that Unicron raises deliberately. `str()` is one line. `hint` says
+    what to type or to check next; "": there is none."""
 
     hint = ""
 
@@ -31,7 +31,7 @@ class UsageError(UnicronError):
 
 
 class SpecError(UsageError):
-    """A job spec is refused; `path` is the field, for example `train.batch.global`."""
+    """A job spec is refused. `path` names the field, for example `train.batch.global`."""
 
     def __init__(self, path: str, message: str, hint: str = "") -> None:
         super().__init__(f"{path}: {message}" if path else message, hint)

@@ -16,8 +16,8 @@ from typing import TextIO
 class LogStream(io.TextIOBase):
     """Wraps `stream` for a logger; drops output on a write error (full disk, closed terminal).
 
-    Without it, one failed log line would end a control plane, an agent with all its ranks, or a
-    rank.
+    Without this class, one failed log line would end a control plane, an agent with all its ranks,
+    or a rank.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -41,7 +41,7 @@ class LogStream(io.TextIOBase):
 
 @contextmanager
 def defer_signals() -> Generator[None]:
-    """Defer SIGINT and SIGTERM to the end of the block. Children do not inherit this."""
+    """Defer SIGINT and SIGTERM to the end of the block. Child processes do not defer them."""
     if threading.current_thread() is not threading.main_thread():  # signals go to the main thread
         yield
         return

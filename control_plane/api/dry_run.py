@@ -1,7 +1,7 @@
 """Dry runs: the plan after a hypothetical change, and the explained present plan.
 
-A dry run folds the reports of the change into a copy of the state and decides. So the change leads
-to the same plan when it is carried out, as long as the plan's input is the same.
+A dry run folds the reports of the change into a copy of the state and runs the decider. So the
+change leads to the same plan when it is carried out, as long as the plan's input is the same.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .requests import Refusal
 MORE_NUM_MAX = 100_000
 """The most slots that a dry run may add."""
 LIFTED_WORK_NUM_MAX = 1 << 28
-"""Limit of states times candidates of a plan under limits: 0.5 s. Up to eight are made."""
+"""Most work of one plan under limits, as states times candidates: 0.5 s. There are up to eight."""
 _NODE_SLOTS_NUM = 8
 """Slots of an added node if the cluster has no node."""
 
@@ -51,7 +51,7 @@ class Change(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     without: tuple[str, ...] = ()
     """Nodes to drain, one after the other."""
     weights: dict[str, float] = field(default_factory=dict[str, float])
-    """New weights by task id, as text."""
+    """Task id, as text -> new weight."""
     submit: dict[str, Any] | None = None
     """A job spec."""
 
@@ -67,11 +67,11 @@ class TaskDiff(Struct, frozen=True, kw_only=True):
     slots_before: int
     slots: int
     waf_before: float
-    """The WAF on its present slots, by its table and the weight of the dry run."""
+    """The WAF on the task's present slots, by its throughput table and the dry run's weight."""
     waf: float
     pause_s: float
-    """The expected downtime of its change from before to after, independent of the number of plans
-    between. If its slots are the same in the end: the longest downtime on the way."""
+    """The expected downtime of the change from `slots_before` to `slots`, however many plans lie
+    between. If both are the same: the longest downtime that one of these plans expects."""
     origin: str
     """The origin of its throughput table."""
     seats_before: tuple[Seat, ...]
@@ -120,12 +120,12 @@ class DryRunResult(Struct, frozen=True, kw_only=True):
     is_cut: bool = False
     """True if the plans without each limit are left out because they would take too long."""
     degraded: tuple[StragglerCostEstimated, ...] = ()
-    """The nodes to drain that slow tasks now, each with the cost as if it alone were drained. The
-    throughput tables of the plans do not include stragglers."""
+    """Those nodes to drain that slow down tasks now, each with its cost as if only it were drained.
+    The throughput tables of the plans do not include stragglers."""
 
 
 def run_dry(data: bytes, change: Change) -> DryRunResult:
-    """Run the change on a copy of the state. Raises as an operator's request for it would."""
+    """Run the change on a copy of the state. Raises what an operator's request would raise."""
     old, state = decode_state(data), decode_state(data)
     problem = planning_snapshot(state).problem
     plans: list[PlanChosen] = []
@@ -167,7 +167,7 @@ def of_input(problem: PlanProblem, more: int) -> DryRunResult:
 
 
 def operator_requests(data: bytes, change: Change, reason: str) -> list[t.Body]:
-    """The requests that carry out the change. Raises as `run_dry`, and Refusal for slots."""
+    """The requests that carry out the change. Raises what `run_dry` raises; Refusal for slots."""
     if change.slots:
         raise Refusal(422, "slots that are not there cannot be applied",
                       "unicron agent, on a new machine, has it join")
@@ -195,7 +195,7 @@ def _reports(state: ClusterState, change: Change, reason: str = "") -> Iterator[
 
 
 def _decisions(state: ClusterState, body: t.Body) -> Iterator[t.Body]:
-    """Fold one report and yield each decision before its fold (as `advance`)."""
+    """Fold one report, then yield each decision before it is folded (as in `advance`)."""
     report = Report(source="operator/dry-run", source_seq=state.sources.get(
         "operator/dry-run", 0) + 1, occurred_s=state.at_s, body=body)
     record = report_record(state, report, epoch=state.epoch, at_s=state.at_s)
@@ -228,7 +228,7 @@ def _add_nodes(state: ClusterState, num: int) -> t.Body:
 # --- the result ---
 def _result(old: ClusterState, state: ClusterState, problem: PlanProblem,
            plans: Sequence[PlanChosen], first: Mapping[int, TaskDemand]) -> DryRunResult:
-    """`problem`: of the last plan. `first`: by task, its demand in the first plan that has it."""
+    """`problem` is that of the last plan. `first`: task -> its demand in its first plan."""
     plan = plans[-1] if plans else old.plan if live_tasks(state) else None
     plan = _with_explanations(plan, problem) if plan is not None else None
     given = {x.task: x.slots for x in plan.allocations} if plan is not None else {}
@@ -298,13 +298,13 @@ def _diff(old: Task | None, task: Task, slots: int, pause_s: float,
 
 
 def _layout(task: Task, slots: int) -> str:
-    """In short form: `TP2xDP2`."""
+    """The layout in short form: `TP2xDP2`."""
     on = axes(task.spec, task.modelled, slots) if slots else None
     return layout_label(on) if on is not None else ""
 
 
 def _waf(task: Task, slots: int) -> float:
-    """The WAF as in the planner, where slots may idle."""
+    """The WAF as the planner computes it: slots may idle."""
     table = task.throughput
     if table is None or not slots:
         return 0.0

@@ -42,7 +42,7 @@ OPEN_TO_ALL = ("/v1/health",)
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Request = Callable[[ClusterState, Any, str], Body]
-"""From the state, the body and the name in the path to a report. Raises Refusal."""
+"""Makes a report from the state, the body and the name in the path. Raises Refusal."""
 
 
 class Address(Struct, frozen=True, kw_only=True):
@@ -73,7 +73,7 @@ class HttpApi:
         self._coordinator, self._log = coordinator, log
         self._token, self._address = token.encode(), address
         self._writing = asyncio.Lock()
-        """Serialises writes, so that each is checked against the ones before."""
+        """Serialises writes, so that each is checked against the earlier writes."""
         self._computing = asyncio.Lock()
         """Serialises computations, so that many requests do not slow the leader."""
 
@@ -137,8 +137,8 @@ class HttpApi:
 
     def _write(self, make: Request, *names: str,
                ahead: Callable[[Any], None] | None = None) -> Handler:
-        """A call that writes one report. Its answer is the report's seq, under `names`. `ahead`
-        runs in a thread before the write, so that it does not delay other writes."""
+        """A handler that writes one report and answers with its seq, under each of `names`. Before
+        the write, `ahead` runs in a thread, so that it does not delay other writes."""
         async def call(request: web.Request) -> web.StreamResponse:
             key, body = _key(request), await _body(request)
             if ahead is not None:
@@ -198,7 +198,7 @@ class HttpApi:
         return _json({"seq": seq})
 
     async def _in_thread(self, call: Callable[[bytes], T], check: Check | None = None) -> T:
-        """Call with a copy of the state in a thread, without blocking the leader's loop."""
+        """Run `call` on a copy of the state in a thread; the leader's event loop runs on."""
         async with self._computing:
             state = await self._coordinator.settled()
             if check is not None:

@@ -1,4 +1,4 @@
-"""Operators' requests: from a JSON body and the state to a report, or to a refusal."""
+"""Operators' requests: turn a JSON body into a report, or refuse it."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ class _Fault(Struct, frozen=True, forbid_unknown_fields=True):
     reason: str = ""
 
 
-# Each function makes one report of a body and of the name in the path; all raise Refusal.
+# Each function makes one report from a body and the name in the path. All raise Refusal.
 def submit(state: ClusterState, body: Any, _: str) -> t.Body:
-    """Submit a task. Raises SpecError too."""
+    """Submit a task. Raises SpecError as well."""
     job = parse(body)
     _admit(state, job)
     return r.TaskSubmitted(spec=job, modelled=_modelled(job))
@@ -69,7 +69,7 @@ def search_layouts(body: Any) -> None:
 
 
 def _modelled(job: JobSpec) -> Modelled | None:
-    """T(t, x) of the job's model; cached, so that the second call is free."""
+    """T(t, x) of the job's model. The result is cached, so a second call costs nothing."""
     return modelled(job.model, job.slots.max) if job.model is not None else None
 
 
@@ -89,7 +89,7 @@ def set_weight(state: ClusterState, body: Any, task: str) -> t.Body:
 
 
 def freeze(state: ClusterState, body: Any, _: str) -> t.Body:
-    """Pause healing. The first reason stays: a second freeze is refused."""
+    """Pause healing. A second freeze is refused, so the first reason stays."""
     request = convert(body, _Reason)
     if state.frozen:
         raise Refusal(409, f"healing is frozen already: {state.frozen}",
@@ -197,7 +197,7 @@ def _admit(state: ClusterState, job: JobSpec) -> None:
 
 
 def convert(body: Any, kind: type[T]) -> T:
-    """The body as a `kind`. Raises Refusal that names the wrong field."""
+    """The body as a `kind`. Raises a Refusal that names the invalid field."""
     try:
         return msgspec.convert(body, kind)
     except msgspec.ValidationError as error:

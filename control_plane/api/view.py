@@ -26,8 +26,8 @@ _PHASES = {"idle": "waiting", "starting": "starting", "training": "running",
 
 
 def view(state: ClusterState, *, explain: bool = False) -> dict[str, Any]:
-    """Cluster, nodes, tasks, incidents, plan, deadlines; times in seconds since 1970. `explain`:
-    also what each waiting task needs, which takes as long as a few plans (in a thread)."""
+    """Cluster, nodes, tasks, incidents, plan, deadlines; times in seconds since 1970. `explain`
+    adds what each waiting task needs. It takes as long as a few plans: call it in a thread."""
     waits = explain_waiting(state) if explain else {}
     return {
         "cluster": {
@@ -127,7 +127,7 @@ def _slots_degraded(state: ClusterState, node: Node) -> set[int]:
 
 
 def _recovers(state: ClusterState, node: Node) -> dict[str, Any] | None:
-    """Slots that a check disabled. `from_s`: when all are used again; None while it fails."""
+    """Slots that a check disabled. `from_s`: when all are in use again; None while checks fail."""
     if not node.slots_unhealthy:
         return None
     due = state.deadlines.get(f"recovered/{node.name}")
@@ -190,7 +190,7 @@ def _task(state: ClusterState, task: Task, waits: WaitExplanation | None) -> dic
 
 
 def _layout(task: Task, num_living: int) -> dict[str, Any]:
-    """The generation's layout while it has living members. `replica_ranks`: ranks of a replica."""
+    """The generation's layout if it has living members. `replica_ranks`: ranks of one replica."""
     axes = task.axes
     if not num_living or axes is None:
         return {"layout": f"DP{num_living}" if num_living else "", "layout_in_words": "",

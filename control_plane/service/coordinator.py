@@ -32,7 +32,7 @@ class Limits(Struct, frozen=True, kw_only=True):
 
     batch_reports_max: int = 256
     take_wait_s: float = 5.0
-    """Duration of one blocking read of the intake, before it is renewed."""
+    """Longest duration of one blocking read of the intake; then the next one begins."""
     call_s_max: float = 10.0
     """Time after which a call of the log counts as failed."""
     retry_s_min: float = 0.05
@@ -62,16 +62,16 @@ class _Write(Struct):
 class Coordinator:
     """The leadership of one control plane over one log.
 
-    Start order of `run`: a new epoch (older leaders are fenced); the log is folded; the orders
-    streams are restored; EpochStarted is appended, and PolicySet if the policy differs; the
-    heartbeat watch starts; the loop. Each turn takes the new reports and operators' writes, and, if
-    the intake is known to be empty, expired deadlines and leases. It decides on them in order and
-    appends the records in one write. Only then it answers, publishes and trims.
+    `run` starts a new epoch, which fences older leaders. It folds the log, rebuilds the orders
+    streams, and appends EpochStarted, and PolicySet if the policy differs. Then it starts the
+    heartbeat watch and the loop. Each turn takes the new reports and operators' writes. If the
+    intake is known to be empty, it also takes expired deadlines and leases. It decides on them in
+    order and appends the records in one write. Only then it answers, publishes and trims.
 
-    After Conflict, Ambiguous or Unavailable the state is discarded and the log is folded again;
-    after Unavailable without a limit of retries, since ranks continue without a leader. Stop order:
-    `stop` lets the current turn end; then the blocking read and the heartbeat watch are cancelled.
-    A cancel ends all at the next await. Nothing is lost: the intake's cursor moves only with the
+    After Conflict, Ambiguous or Unavailable the state is discarded and the log is folded again.
+    Retries after Unavailable have no limit, since ranks continue without a leader. After `stop` the
+    current turn ends; then the blocking read and the heartbeat watch are cancelled. A cancel of
+    `run` ends all at the next await. Nothing is lost: the intake's cursor moves only with the
     append, an append in flight is atomic, and the next leader folds the log.
     """
 
@@ -109,8 +109,8 @@ class Coordinator:
         return self._leader.answers.get(f"operator/{request_id}")
 
     async def settled(self) -> ClusterState:
-        """The state, when it matches the log exactly. Read it before the next await. Raises
-        Unavailable when the log cannot be reached for `call_s_max`."""
+        """Wait until the state matches the log exactly, and return it. Read it before the next
+        await. Raises Unavailable when the log cannot be reached for `call_s_max`."""
         await self._with_timeout(self._committed.wait(), Unavailable("the log cannot be reached"))
         return self._leader.state
 
@@ -118,10 +118,10 @@ class Coordinator:
         """Append an operator's write and return its seq. The same id is written only once.
 
         Several bodies are written in one append, each followed by its decisions; the seq of the
-        first is returned. `check` runs on the state directly before the write; its error is raised
-        here and nothing is written. Raises Unavailable when too many writes wait, or when this one
-        has waited for `call_s_max`: it may still be written, and a retry with the same id returns
-        its seq.
+        first is returned. `check` runs on the state directly before the write. If it raises, the
+        error is raised here and nothing is written. Raises Unavailable when too many writes wait,
+        or when this write has waited for `call_s_max`. The write may then still be appended; a
+        retry with the same id returns its seq.
         """
         if len(self._writes) >= self._limits.writes_max or self._stopping:
             raise Unavailable("the control plane takes no more writes at the moment")
@@ -160,7 +160,7 @@ class Coordinator:
         async with asyncio.TaskGroup() as group:
             try:
                 await self._retry(self._leader.take_over)
-                # Once: a fenced leader that repeated this would take the log back.
+                # `take_over` runs once: a fenced leader that repeated it would take the log back.
                 await self._retry(self._recover)
                 watch = group.create_task(self._watch_heartbeats(), name="heartbeats")
                 try:
@@ -337,7 +337,7 @@ class Coordinator:
         self._wake.set()
 
     def _take_result(self) -> Batch:
-        """The result of the blocking read; empty if the position has changed since it began."""
+        """The result of the blocking read; empty if the position has changed since its start."""
         taken, self._taken = self._taken, None
         if taken is None or taken[0] != self._leader.position:
             return Batch(reports=(), cursor=self._leader.position)

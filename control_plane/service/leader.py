@@ -34,12 +34,12 @@ class Leader:
         self.epoch = 0
         self.state = ClusterState()
         self.position = "0-0"
-        """The intake's cursor: this state includes all reports up to it."""
+        """The intake's cursor: the state includes all reports up to this cursor."""
         self.answers: dict[str, int] = {}
-        """Operators' sources to the seq of their first report, the latest NUM_REQUESTS_MAX."""
+        """Operator's source -> seq of its first report, for the latest NUM_REQUESTS_MAX sources."""
 
     def now_s(self) -> float:
-        """The clock, but never before the log's last time; it may be from a faster host's clock."""
+        """The clock, but never before the log's last time: another host's clock may be ahead."""
         return self._clock() + self._offset_s
 
     def report(self, body: Body) -> Report:
@@ -54,8 +54,8 @@ class Leader:
     async def recover(self) -> None:
         """Fold the log, in pages, start this epoch, restore the orders. Safe to repeat."""
         state, answers = await self._fold_log()
-        # Read the cursor after the fold: an append of ours that is still in flight moves both, and
-        # the next append then finds its seq taken.
+        # Read the cursor after the fold. If an append of ours still arrives in between, it moves
+        # log and cursor. The next append then finds its seq taken, which is a Conflict.
         position = await self._log.cursor()
         if state.epoch > self.epoch:
             raise Fenced(f"epoch {state.epoch} holds the log, this is {self.epoch}")
@@ -64,7 +64,7 @@ class Leader:
         if state.epoch == self.epoch:
             # This epoch has started before; its appends wrote log and streams atomically.
             return
-        # Before the first order of this epoch, so that open orders keep their place.
+        # Before the first order of this epoch, so that open orders come before new orders.
         await self._log.rebuild_orders(open_orders(state), epoch=self.epoch)
         await self.commit(self._epoch_reports())
 
@@ -78,9 +78,10 @@ class Leader:
     async def commit(self, reports: Iterable[Report], *, cursor: str = "") -> list[Record]:
         """Decide on each report in order, then append all records in one write and return them.
 
-        `reports` is consumed one at a time, so that a generator sees the state after the reports
-        before. A report that is not the next of its source is dropped: a duplicate is in the log
-        already, and a later one will be sent again. `cursor` is the intake's position after them.
+        `reports` is consumed one at a time, so that a generator sees the state after the earlier
+        reports. A report that is not the next of its source is dropped: a duplicate is in the log
+        already, and a later one will be sent again. `cursor` is the intake's cursor behind these
+        reports.
         """
         now_s, expect = self.now_s(), self.state.seq
         records: list[Record] = []

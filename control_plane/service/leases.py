@@ -20,13 +20,12 @@ class _LastBeat(Struct, frozen=True):
 
 
 class Leases:
-    """The last heartbeat of each node, in the leader's own seconds.
+    """The last heartbeat of each node, by the leader's clock.
 
-    A leader that has not read heartbeats for a while (a takeover, a stall, an unreachable server)
-    cannot tell a silent node from its own gap: `grant` gives every node a full lease from then on.
-
-    A node suspected by other members of a task (incidents/node_loss.py) has a shorter lease,
-    `suspect_s_max`; a shorter gap then counts.
+    After a time without reads (a takeover, a stall, an unreachable server), a leader cannot know
+    which nodes were silent. So `grant` gives every node a full lease from then on. A node that
+    other members of a task suspect (incidents/node_loss.py) has a shorter lease, `suspect_s_max`;
+    for its lease, a shorter time without reads counts.
     """
 
     def __init__(self) -> None:
@@ -39,8 +38,8 @@ class Leases:
 
     def observe(self, beats: Iterable[Heartbeat], now_s: float, *, pause_s: float,
                 policy: Policy) -> None:
-        """Read the latest heartbeats; their age is measured by the server, not by our clock. A read
-        that is later than `pause_s` by half a lease counts as a gap of the leader."""
+        """Read the latest heartbeats. The server, not our clock, measures their age. If a read is
+        more than half a lease late (it is due after `pause_s`), leases start again."""
         late_s = now_s - self._observed_s - pause_s
         if late_s > policy.silence_s_max / 2:
             self._granted_s = now_s
@@ -51,8 +50,8 @@ class Leases:
             self._last_beats[beat.node] = _LastBeat(beat.incarnation, now_s - beat.age_s)
 
     def verdicts(self, state: ClusterState) -> Iterator[Body]:
-        """Changes of nodes at the last observation that the state does not have yet, by node. Later
-        heartbeats are unknown, so the time of the observation counts, not the current time."""
+        """Yield, by node, the changes at the last observation that the state does not have yet.
+        Later heartbeats are unknown, so the time of the observation counts, not the present."""
         policy, now_s = state.policy, self._observed_s
         suspected = suspects(state)
         for name in sorted(state.nodes):
@@ -62,7 +61,7 @@ class Leases:
             beat = self._last_beats.get(name)
             beat_s = beat.at_s if beat and beat.incarnation == node.incarnation else 0.0
             if node.health != "healthy":
-                # The beat must be more recent than the shortest lease.
+                # The heartbeat must be more recent than the shortest lease.
                 if now_s - beat_s <= min(policy.silence_s_max, policy.suspect_s_max):
                     yield NodeReachable(node=name, incarnation=node.incarnation)
                 continue

@@ -1,7 +1,7 @@
 """Calls in a detached daemon thread that the exit of the process does not wait for.
 
-The default executor of asyncio is joined at exit, however long its calls take: at 1,000 tasks on
-100,000 slots under limits that is half a minute. Results of these calls are not needed at exit.
+At exit, Python waits for the calls in asyncio's default executor: with limits, at 1,000 tasks on
+100,000 slots, a call takes half a minute. Results of these calls are not needed at exit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ T = TypeVar("T")
 
 
 async def aside(call: Callable[[], T]) -> T:
-    """Run `call` in a new thread. Returns its result or raises its error; a cancel detaches it."""
+    """Run `call` in a new thread. Return its result or raise its error. A cancel ends only the
+    wait, not the thread."""
     done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
     threading.Thread(target=_Work(call, done).run, name="aside", daemon=True).start()
     return await done
@@ -39,7 +40,7 @@ class _Work(Generic[T]):
         return True
 
     def _post(self, set_result: Callable[[], None]) -> None:
-        """Run in the loop, if it still runs and the caller still waits."""
+        """Call `set_result` in the event loop, if the loop runs and the caller still waits."""
         loop = self._done.get_loop()
         try:
             loop.call_soon_threadsafe(lambda: None if self._done.done() else set_result())

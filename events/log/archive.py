@@ -1,8 +1,8 @@
 """Exported log files: JSON lines with a hash chain, read with constant memory.
 
-Line 1 is a header, then one record a line as `codec.to_plain` returns it, the last line a footer.
-Each line carries `chain`: the SHA-256 of the previous line's chain and of this line without it.
-An edited, dropped, swapped or duplicated record is thus detected at its position, a truncated file
+The first line is a header, the last a footer, and each line between a record (`codec.to_plain`).
+Each line carries `chain`: the SHA-256 of the previous line's chain and of this line without it. So
+an edited, dropped, swapped or duplicated record is detected at its position, and a truncated file
 by its missing footer. The chain detects accidents and careless edits; it is not a signature.
 """
 
@@ -29,7 +29,7 @@ EXPORT_HINT = "unicron export FILE writes one"
 
 
 class Header(Struct, frozen=True, kw_only=True):
-    """Line 1: the cluster, the version of the code that wrote the file, and its first seq."""
+    """Line 1: the cluster, the version of the code that wrote the file, and the first seq."""
 
     format: str
     version: int
@@ -44,7 +44,7 @@ class _Footer(Struct, frozen=True, kw_only=True):
 
 
 class Writer:
-    """Writes one file, line by line; made by `create`."""
+    """Writes one file, line by line. Use `create` to get a writer."""
 
     def __init__(self, path: Path, file: IO[bytes], header: Header) -> None:
         self._path = path
@@ -78,8 +78,8 @@ class Writer:
 
 @contextlib.contextmanager
 def create(path: Path, *, cluster: str, code: str, first_seq: int = 1) -> Generator[Writer]:
-    """Yield a writer. The complete file appears at `path` when the block ends without an error.
-    Raises UsageError if the file cannot be written there."""
+    """Yield a writer. When the block ends without an error, the complete file appears at `path`.
+    Raises UsageError if the file cannot be written."""
     new = path.with_name(f".{path.name}.{os.getpid()}.new")
     header = Header(format=FORMAT, version=FORMAT_VERSION, cluster=cluster, code=code,
                     first_seq=first_seq)
@@ -123,10 +123,10 @@ def header(path: Path) -> Header:
 
 
 def read(path: Path) -> Iterator[Record]:
-    """Yield the records of an exported file, each checked first.
+    """Check and yield the records of an exported file, one after the other.
 
-    Raises UsageError if the file is not an exported log. Raises CorruptLog with the first bad seq,
-    after yielding the valid records before it.
+    Raises UsageError if the file is not an exported log. Raises CorruptLog at the first invalid
+    record, after the valid records before it.
     """
     with _open(path) as file:
         head, chain = _header(path, file)
@@ -182,7 +182,7 @@ def _header(path: Path, file: IO[bytes]) -> tuple[Header, str]:
 
 
 def _refuse_tail_output(file: IO[bytes], first: int) -> None:
-    """Refuse lines of `unicron tail -o jsonl`, which have no header, chain or footer."""
+    """Refuse a file from `unicron tail -o jsonl`, which has neither header, chain nor footer."""
     last = first
     while line := file.readline(LINE_BYTES_MAX):
         body, _ = _parse(line, last + 1, f"{last - first + 1} records")

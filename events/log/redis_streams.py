@@ -1,7 +1,7 @@
 """The log on Redis or Valkey streams, fenced by epoch: the only module that imports redis.
 
-Only the connection and parser of redis-py are used. Its client retries automatically, so an append
-whose reply was lost would be written twice. Here every call states what a lost reply means.
+Only the connection and the parser of redis-py are used. Its client retries automatically, so it
+would write an append twice if the reply was lost. Here every call states what a lost reply means.
 """
 
 from __future__ import annotations
@@ -123,15 +123,15 @@ return {redis.call('TIME'), redis.call('HGETALL', KEYS[1])}
 
 CONNECT_S_MAX = 5.0
 REPLY_S_MAX = 10.0
-"""Added to the time that the call itself waits on the server."""
+"""Time for a reply, in addition to the time that the command itself waits on the server."""
 TRIES_MAX = 2
-"""For calls that may be repeated: a pooled connection may belong to an earlier server."""
+"""Tries of a call that may be repeated: an open connection may belong to an earlier server."""
 SEND_NUM_MAX = 500
 """Reports in one pipeline."""
 ORDERS_NUM_MAX = 1000
-"""Orders in one reply; the caller asks for the next after the last."""
+"""Orders in one reply; the caller continues after the last of these."""
 READ_NUM_MAX = 5000
-"""Records in one reply; a longer read takes several."""
+"""Records in one reply; a longer read takes several replies."""
 VERSION_MIN = (6, 2)
 URL_HINT = "redis://:PASSWORD@HOST:PORT/0, rediss://... or unix://:PASSWORD@/PATH"
 TRANSIENT = (exceptions.OutOfMemoryError, exceptions.ReadOnlyError, exceptions.ClusterDownError,
@@ -143,7 +143,7 @@ _logger: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
 
 class _Lost(Exception):
-    """No reply came; the request may have been executed. `slow`: the wait timed out."""
+    """No reply came; the server may have executed the request. `slow`: the wait timed out."""
 
     def __init__(self, message: str, slow: bool) -> None:
         super().__init__(message)
@@ -151,7 +151,7 @@ class _Lost(Exception):
 
 
 class _Link:
-    """One connection with one request at a time; reconnects after an error."""
+    """A connection that carries one request at a time and reconnects after an error."""
 
     def __init__(self, url: str) -> None:
         self._where = re.sub(r"//[^/@]*@", "//", url)  # without the password
@@ -160,7 +160,8 @@ class _Link:
         except ValueError as error:
             raise UsageError(f"{self._where}: {error}", URL_HINT) from None
         make = options.pop("connection_class", Connection)
-        # No socket timeout: each call has its own. RESP2, so the server pushes nothing.
+        # No socket timeout: each call has a timeout of its own. With RESP2 the server pushes
+        # nothing.
         options |= {"socket_timeout": None, "socket_connect_timeout": CONNECT_S_MAX,
                     "retry": Retry(NoBackoff(), 0), "protocol": 2, "driver_info": None}
         self._connection: Any = make(**options)
@@ -192,7 +193,7 @@ class _Link:
                 what = f"no reply within {wait_s:g} s" if slow else str(error)
                 raise _Lost(f"{self._where}: {what}", slow) from None
             except BaseException:
-                # The next request would read the reply that is still pending.
+                # Otherwise the next request would read the reply that is still pending.
                 await connection.disconnect(nowait=True)
                 raise
 
@@ -227,8 +228,8 @@ class _Link:
 class RedisLog:
     """The log of one cluster on the server at `url`, with every port; connects at the first call.
 
-    For one event loop. Each blocking reader (the intake, each node's orders) has its own
-    connection; all other calls share one.
+    It belongs to one event loop. Each blocking reader (of the intake, of a node's orders) has a
+    connection of its own; all other calls share one connection.
     """
 
     def __init__(self, url: str, cluster: str) -> None:
@@ -269,7 +270,7 @@ class RedisLog:
 
     # --- the leader -----------------------------------------------------------------------------
     async def start_epoch(self, nonce: str) -> int:
-        """Start a new epoch above all earlier ones; a lost reply skips one."""
+        """Start a new epoch above all earlier ones. After a lost reply one epoch is unused."""
         return int(await self._run(START_EPOCH, self._keys("log", "epoch"), (nonce,)))
 
     async def append(self, records: Sequence[Record], *, epoch: int, expect: int,
@@ -291,12 +292,11 @@ class RedisLog:
         _check_result(await self._run(APPEND, keys, args, repeatable=False), epoch, expect)
 
     async def cursor(self) -> str:
-        """The intake's cursor of the last append."""
         (reply,) = await self._ask([("GET", *self._keys("cursor"))])
         return reply.decode() if reply else "0-0"
 
     async def take(self, *, after: str, num_max: int, wait_s: float) -> Batch:
-        """Reports after `after`; an unreadable one is skipped and logged."""
+        """Reports after `after`. An unreadable report is skipped, with a warning."""
         reports: list[Report] = []
         for entry, wire in await self._follow("reports", after, num_max, wait_s):
             after = entry
@@ -318,7 +318,7 @@ class RedisLog:
         return sorted(beats, key=lambda beat: beat.node)
 
     async def rebuild_orders(self, open_orders: Sequence[Record], *, epoch: int) -> None:
-        """Rebuild the streams of all nodes with ids of this epoch: agents read open orders again.
+        """Rebuild the streams of all nodes with ids of this epoch; agents read open orders again.
 
         Call it before the epoch's first order. Raises Fenced.
         """
@@ -365,7 +365,6 @@ class RedisLog:
         return found.decode() if found else ""
 
     async def last_seq(self) -> int:
-        """The last seq, 0 for an empty log."""
         (top,) = await self._ask([("XREVRANGE", *self._keys("log"), "+", "-", "COUNT", 1)])
         return int(top[0][0].decode().partition("-")[2]) if top else 0
 
@@ -379,7 +378,6 @@ class RedisLog:
                              for wire in wires[start : start + SEND_NUM_MAX]], repeatable=False)
 
     async def acked(self, source: str) -> int:
-        """The highest source_seq of this source that is in the log."""
         (reply,) = await self._ask([("HGET", *self._keys("acked"), source)])
         return int(reply or 0)
 
@@ -389,7 +387,7 @@ class RedisLog:
         return [SentOrder(record=_record(entry, wire), cursor=entry) for entry, wire in found]
 
     async def beat(self, node: str, incarnation: int) -> None:
-        """Record a heartbeat; one of an older incarnation is ignored."""
+        """Record a heartbeat; the heartbeat of an older incarnation is ignored."""
         await self._run(BEAT, self._keys("beats"), (node, incarnation))
 
     # --- calls ----------------------------------------------------------------------------------
@@ -407,7 +405,7 @@ class RedisLog:
         command = ("XREAD", "COUNT", num_max, *block, "STREAMS", *self._keys(name), after)
         if block and name not in self._readers:
             self._readers[name] = _Link(self._url)
-        # A call that does not wait must not queue behind one that does.
+        # A call that does not wait must not queue behind a call that waits.
         link = self._readers[name] if block else self._link
         (reply,) = await self._ask([command], link=link, wait_s=max(0.0, wait_s) + REPLY_S_MAX)
         return [(entry.decode(), fields[1]) for entry, fields in reply[0][1]] if reply else []
