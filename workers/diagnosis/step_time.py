@@ -53,7 +53,8 @@ DEVIATION_TIMES = 2.563
 
 
 class StepTimeChange(NamedTuple):
-    """Medians of the last `num_iterations`. `own_s` excludes waits; `normal_s` is usual for it."""
+    """Medians of the last `num_iterations`. `own_s` is the time without waiting for other ranks;
+    `normal_s` is the usual `own_s`."""
 
     num_iterations: int
     iteration_s: float
@@ -147,7 +148,8 @@ class Level:
         return True
 
     def _has_changed(self, num: int, level: float, factor: float) -> bool:
-        """Whether 3/4 of the last `num` values differ by `factor` from `level`; adopt theirs."""
+        """Whether three quarters of the last `num` values differ from `level` by `factor`. If so,
+        adopt their level."""
         if len(self._recent) < num:
             return False
         last = list(self._recent)[-num:]

@@ -17,7 +17,7 @@ class Late(Exception):
 
 
 class BlockingCalls(Generic[T]):
-    """Makes one call at a time. While a call hangs no other begins: threads cannot pile up."""
+    """Makes one call at a time. No other call begins while one hangs, so threads do not pile up."""
 
     def __init__(self, name: str) -> None:
         self._thread = DetachedThread(name)

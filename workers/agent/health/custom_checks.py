@@ -29,7 +29,7 @@ CODES: tuple[CheckHealth, ...] = ("healthy", "degraded", "unhealthy", "unknown")
 FILES = "checks/files"
 """The check that reports files in the folder that cannot be run as checks."""
 HIDDEN_ENV = ("UNICRON_TOKEN", "UNICRON_REDIS_URL")
-# sh is on the node's own disk: if the check's disk hangs, only the check's process hangs.
+# The agent starts sh from the node's own disk. If the check's disk hangs, only sh hangs.
 _START = f'exec nice -n {limits.CHECK_NICE_NUM} "$0"'
 _DEVICES = re.compile(r"^gpu(\d+)((?:[, ]+gpu\d+)*): ", re.IGNORECASE)
 _log = structlog.get_logger("agent")
@@ -44,7 +44,7 @@ class CheckOptions(Struct, frozen=True, kw_only=True):
 
 
 class CheckResult(NamedTuple):
-    """The result of a run: the exit code and output, or None and the reason."""
+    """The result of a run: its exit code and output. Without an exit code `why` has the reason."""
 
     code: int | None
     output: str
@@ -133,7 +133,7 @@ class CheckRunner:
         self._left: dict[str, linux.Proc] = {}
 
     async def __call__(self, name: str, path: Path, s_max: float) -> CheckResult:
-        """One run, after waiting for a free place; takes at most `s_max` plus END_S_MAX."""
+        """Run a check when a place is free. The run takes at most `s_max` plus CHECK_END_S_MAX."""
         left = self._left.get(name)
         now = linux.read(left.pid) if left is not None else None
         if left is not None and now is not None and now.start_ticks == left.start_ticks \
@@ -173,7 +173,7 @@ class CheckRunner:
 
 
 def _start(path: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Raises OSError. The kernel kills it when the agent, or this thread of it, ends."""
+    """Start a check. The kernel kills it when the agent or this thread ends. Raises OSError."""
     parent = os.getpid()
     return subprocess.Popen(
         ["/bin/sh", "-c", _START, str(path)], stdin=subprocess.DEVNULL,
@@ -182,8 +182,7 @@ def _start(path: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes
 
 
 class _Output:
-    """The beginning of a check's output; the rest is read and dropped, so the check never blocks.
-    """
+    """Keeps the beginning of a check's output; reads and drops the rest, so no check blocks."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd

@@ -29,7 +29,7 @@ class Debouncer:
         if step == 0 and _key(finding) == _key(self.reported):
             self._direction, self._num_looks = None, 0
             return None
-        # All worse findings count as one direction; a new reason at the same level counts apart.
+        # All worse findings are one direction; at the same level each new reason is a direction.
         direction: object = _key(finding) if step == 0 else step > 0
         self._num_looks = self._num_looks + 1 if direction == self._direction else 1
         self._direction = direction
@@ -47,7 +47,7 @@ class Debouncer:
 
 
 def _key(finding: Finding) -> object:
-    """The parts in which equal findings agree; the numbers in the reason may differ."""
+    """The fields in which equal findings agree. Their reasons may have different numbers."""
     if finding.health == "healthy":
         return finding.health
     return finding.health, finding.devices, finding.status, finding.rule
@@ -69,7 +69,7 @@ class Thresholds:
         return self._level
 
 
-# --- Bursts of equal errors: each is reported once, all together at a bounded rate. ---
+# --- Bursts of equal errors: each burst is reported once, and the rate of reports is bounded. ---
 
 _KEYS_NUM_MAX = 256
 

@@ -21,7 +21,7 @@ class Finding(NamedTuple):
     status: str = ""
     rule: str = ""
     is_fact: bool = False
-    """Stated by a driver or a counter: reported without debouncing."""
+    """A driver or a counter states this finding: it is reported without debouncing."""
 
 
 class DeviceError(NamedTuple):

@@ -44,7 +44,7 @@ class Event(Protocol):
 
 
 class Value(Protocol):
-    """c_nvmlFieldValue_t; `value` is a union that `valueType` opens."""
+    """c_nvmlFieldValue_t; `valueType` says which member of the union `value` is set."""
 
     fieldId: int
     valueType: int
@@ -53,7 +53,7 @@ class Value(Protocol):
 
 
 class Nvml(Protocol):
-    """The used functions of nvidia-ml-py. Each raises NVMLError, with a `value`."""
+    """The functions of nvidia-ml-py that we use. Each raises NVMLError; its `value` is the code."""
 
     NVMLError: type[Exception]
 
@@ -143,7 +143,7 @@ class Gpu:
         return worst(f"gpu/{self._slot}", found)._replace(devices=(self._slot,)), erred
 
     def _call(self, call: Callable[[], T]) -> T | None:
-        """None if the GPU or driver does not support the call. Raises NVMLError if it is lost."""
+        """Call NVML; None if it cannot. Raises NVMLError if the GPU is lost or needs a reset."""
         try:
             return call()
         except self._nvml.NVMLError as error:

@@ -21,7 +21,7 @@ _log = structlog.get_logger("agent")
 
 
 class Gpus:
-    """The reader of all GPUs. `devices`: an entry of CUDA_VISIBLE_DEVICES (index or UUID) a slot.
+    """Reads all GPUs. `devices`: for each slot an entry of CUDA_VISIBLE_DEVICES (index or UUID).
 
     `read` calls the driver and may hang; the other methods do not.
     """
@@ -130,7 +130,7 @@ class Gpus:
                     _log.warning("XIDs are seen in kernel messages only", why=str(error))
                     return
                 continue
-            # In the kernel's format, so that the same rules classify both.
+            # The line has the kernel's format, so that the same rules classify it.
             line = f"NVRM: Xid (PCI:{address}): {int(event.eventData)}, reported by NVML"
             erred = device_error_of("nvml", classify(line), line, self._slots)
             if erred is not None:

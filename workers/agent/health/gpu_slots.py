@@ -25,8 +25,7 @@ class GpuSlots:
 
 
 def normalize_address(address: str) -> str:
-    """Normalize a PCI address to domain:bus:device; the kernel, NVML and tools pad it differently.
-    """
+    """Normalize a PCI address to domain:bus:device; kernel, NVML and tools pad it differently."""
     found = _ADDRESS.search(address.strip())
     if found is None:
         return address.strip().lower()

@@ -33,11 +33,11 @@ class HealthSources(Struct, frozen=True, kw_only=True):
     checks: CheckOptions | None = None
     kmsg: Path = KMSG
     readers: Sequence[Reader] | None = None
-    """None: GPUs where the node has any, network, disk, memory, processes."""
+    """None: the readers of GPUs (if the node has any), network, disk, memory and processes."""
 
 
 class HealthMonitor:
-    """Runs the readers of one node. A hanging reader is a finding itself, and blocks no other."""
+    """Runs the readers of one node. A reader that hangs is a finding, and blocks no other one."""
 
     def __init__(self, node: NodeConfig, sources: HealthSources,
                  report: Callable[[Body], None]) -> None:
@@ -73,7 +73,7 @@ class HealthMonitor:
     async def run(self) -> None:
         """Run until cancelled: a loop for each reader, the kernel log, and the site's checks.
 
-        At cancellation running checks are killed; a thread that hangs in a driver is abandoned.
+        When cancelled, it kills running checks and abandons a thread that hangs in a driver.
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -125,7 +125,7 @@ class HealthMonitor:
                 self._report_change(changed)
 
     def _report_check(self, finding: Finding) -> None:
-        """A site's check is already debounced; a finding on the folder is not."""
+        """Report a site's check, which is already debounced; debounce a finding on the folder."""
         if "/" in finding.check:
             self._report_change(finding)
         else:

@@ -18,21 +18,21 @@ from .gpu_slots import GpuSlots
 
 KMSG = Path("/dev/kmsg")
 _KERNEL_CODE, _USER_CODE = 0, 1
-"""Accepted facilities: the kernel's, and the user facility, which only root can write (a drill)."""
+"""Accepted facilities: the kernel's own, and `user`, in which only root can write (for tests)."""
 _READS_NUM_MAX = 1000
 _PENDING_BYTES_MAX = 1 << 16
-# mm/oom_kill.c: the process that requested memory, a summary, the killed process, its freed memory.
+# mm/oom_kill.c logs which process requested memory, a summary, the killed process, freed memory.
 _OOM = re.compile(r"^oom[-_]|^(?:Memory cgroup out|Out) of memory\b|\binvoked oom-killer:")
 _KILLED = re.compile(r"\bKill(?:ed)? process (\d+)\b|^oom-kill:.*\bpid=(\d+)\b")
-# An XID's line, a hung task's.
+# The pid in the line of an XID, and in the line of a hung task.
 _PID = re.compile(r"\bpid='?(\d+)\b|^INFO: task \S+:(\d+) blocked ")
 _log = structlog.get_logger("agent")
 
 
 class KernelLog:
-    """Reads messages newer than itself. `slots` maps the GPU of a line to its slot.
+    """Reads the messages after its own creation. `slots` maps the GPU of a line to its slot.
 
-    If the log cannot be read, it logs this once and never finds anything.
+    If the kernel log cannot be read, this is logged once, and nothing is ever found.
     """
 
     def __init__(self, slots: Callable[[], GpuSlots], path: Path = KMSG) -> None:
@@ -97,7 +97,7 @@ class KernelLog:
         if int(priority) >> 3 not in (_KERNEL_CODE, _USER_CODE):
             return
         if _OOM.search(text):
-            # Reported with the exit of its process, through `killed`.
+            # An OOM kill is reported with the exit of the killed process, through `killed`.
             found = _KILLED.search(text)
             if found is None:
                 return
@@ -117,7 +117,7 @@ class KernelLog:
 
 def device_error_of(origin: str, verdict: Verdict, line: str,
                     slots: GpuSlots) -> DeviceError | None:
-    """The error in a line; None without one, or if the GPU is not ours."""
+    """The error in a line. None if there is none, or if the GPU is not one of this agent."""
     if not verdict.status or verdict.second_hand:
         return None
     devices: tuple[int, ...] = ()

@@ -7,15 +7,15 @@ GPU_EVERY_S, GPU_S_MAX = 10.0, 20.0
 NETWORK_EVERY_S, NETWORK_S_MAX = 5.0, 10.0
 MEMORY_EVERY_S, MEMORY_S_MAX = 10.0, 10.0
 DISK_EVERY_S, DISK_S_MAX = 30.0, 20.0
-"""If a small write takes this long, every checkpoint is delayed (our choice)."""
+"""If a small write takes longer than DISK_S_MAX, every checkpoint is delayed (our choice)."""
 BLOCKED_EVERY_S, BLOCKED_S_MAX = 15.0, 10.0
-"""It reads one file for each process of the node: about 20 us each (measured)."""
+"""This check reads one file for each process of the node: about 20 us each (measured)."""
 KERNEL_EVERY_S = 0.25
 XID_WAIT_MS = 5000
 RETRY_S = 60.0
-"""Between two tries to open a driver that failed."""
+"""Time between two tries to open a driver that failed."""
 LOOKS_WORSE_NUM, LOOKS_BETTER_NUM = 2, 3
-"""Consecutive readings needed for a report: a single one may be noise (our choice)."""
+"""Consecutive readings needed for a report, because one reading may be noise (our choice)."""
 
 # --- GPU ----------------------------------------------------------------------------------------
 RETIRED_PAGES_NUM_MAX = 63
@@ -25,7 +25,8 @@ NVLINK_CRC_HZ_MAX = 100.0
 
 # --- network ------------------------------------------------------------------------------------
 # Source of the fatal counters and the three rates: NVIDIA NVSentinel, NIC health monitor. It
-# replaces the machine on the first fatal count; we report it, and degrade the port if it repeats.
+# replaces the machine at the first fatal count. Unicron reports the count, and degrades the port if
+# there is another one within a minute.
 SYMBOL_ERRORS_HZ_MAX = 10.0
 SYMBOL_ERRORS_PER_HOUR_NUM_MAX = 120
 """Above the bit error rate of 1e-12 that the InfiniBand specification allows."""
@@ -38,16 +39,15 @@ FLAPS_WITHIN_S = 300.0
 FREE_BYTES_DEGRADED, FREE_BYTES_UNHEALTHY = 1 << 30, 64 << 20
 """`unicron doctor` requires 1 GiB; 64 MiB is too little for a rank's log (our choice)."""
 INODES_SHARE_DEGRADED, INODES_SHARE_UNHEALTHY = 0.05, 0.002
-"""5 %: the kubelet's nodefs.inodesFree. Below 0.2 % a checkpoint of many files fails (our choice).
-"""
+"""5 %: the kubelet's nodefs.inodesFree. At 0.2 % a checkpoint of many files fails (our choice)."""
 PROBE_BYTES = 4096
 PROBE_S_DEGRADED = 5.0
 """A write of PROBE_BYTES and its fsync; a healthy disk takes milliseconds (our choice)."""
 
 # --- memory -------------------------------------------------------------------------------------
 AVAILABLE_SHARE_DEGRADED = 0.03
-"""Of the machine's memory or the container's limit (our choice). Never "unhealthy": the task is
-usually the cause, and would take the shortage to the next node."""
+"""Share of the machine's memory, or of the container's limit (our choice). Low memory is never
+"unhealthy": usually the task is the cause, and would use up the memory of the next node too."""
 STALLED_PERCENT_DEGRADED = 20.0
 """PSI "full avg10": the share of time in which all processes stalled on memory (our choice;
 systemd-oomd kills at 60)."""
@@ -56,7 +56,7 @@ BACK_RATIO = 1.25
 
 # --- processes ----------------------------------------------------------------------------------
 BLOCKED_S = 30.0
-"""In state D without running in between; the kernel's own watchdog waits for 120 s."""
+"""Time in state D without running. The kernel's own watchdog for this waits for 120 s."""
 
 # --- kernel messages ----------------------------------------------------------------------------
 RECORD_BYTES_MAX = 8192
@@ -66,7 +66,7 @@ LINES_NUM_MAX = 50
 LINE_CHARS_MAX = 400
 KILLED_NUM_MAX = 256
 BURST_QUIET_S, BURST_S_MAX = 10.0, 60.0
-"""A burst of equal errors ends at a pause; a longer burst is reported again."""
+"""A burst ends after BURST_QUIET_S without an error. After BURST_S_MAX it is reported again."""
 ERRED_NUM_MAX, ERRED_WITHIN_S = 20, 60.0
 
 # --- a site's checks ----------------------------------------------------------------------------
@@ -74,7 +74,7 @@ CHECKS_EVERY_S, CHECKS_S_MAX = 60.0, 30.0
 CHECKS_NUM_MAX = 64
 CHECKS_CONCURRENT_NUM = 2
 CHECKS_CONFIRM_S = 1.0
-"""Until a worse result is checked again."""
+"""Time until a worse result is checked again."""
 CHECK_LOOKS_BETTER_NUM = 2
 CHECK_NICE_NUM = 10
 CHECK_READ_BYTES = 4096

@@ -20,7 +20,7 @@ _PERSISTENT = (errno.EROFS, errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE)
 
 
 class Disk:
-    """The disk of a folder. A write that hangs ends as Late: the disk is then "unknown"."""
+    """The disk of a folder. If a write hangs, the call raises Late, and the disk is "unknown"."""
 
     name = "disk"
     every_s, s_max = limits.DISK_EVERY_S, limits.DISK_S_MAX
@@ -120,7 +120,7 @@ class Memory:
         return None if found is None else float(found[1])
 
     def _of_container(self) -> float | None:
-        """The free share of our own limit; None without a limit. Page cache counts as free."""
+        """The free share (with page cache) of our container's limit; None without a limit."""
         for limit, used, stat, cache in (
                 ("memory.max", "memory.current", "memory.stat", "inactive_file"),
                 ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat",
@@ -138,7 +138,7 @@ class Memory:
         return None
 
     def _folders(self, controller: str) -> list[Path]:
-        """Folders where our cgroup may be, on the machine and inside a container."""
+        """The folders that may be our cgroup's, on the machine and inside a container."""
         top = self._root / "sys/fs/cgroup" / controller
         folders = [top]
         try:
@@ -166,7 +166,7 @@ def _fields(path: Path) -> dict[str, int]:
 
 _SWITCHES = re.compile(r"^(?:non)?voluntary_ctxt_switches:\s*(\d+)", re.MULTILINE)
 _KTHREADD_NUM = 2
-"""kthreadd: its children are kernel threads, and some are always in state D."""
+"""The pid of kthreadd. Its children are kernel threads, and some are always in state D."""
 
 
 class _Waits(NamedTuple):
@@ -176,7 +176,7 @@ class _Waits(NamedTuple):
 
 
 class BlockedProcesses:
-    """Checks the main thread of each process. `mark`: prefix of our marker environment entry."""
+    """Checks each process's main thread. `mark` begins an environment entry of our processes."""
 
     name = "processes"
     every_s, s_max = limits.BLOCKED_EVERY_S, limits.BLOCKED_S_MAX
@@ -191,7 +191,7 @@ class BlockedProcesses:
         self._waits: dict[int, _Waits] = {}
 
     def read(self) -> Reading:
-        """Name the process that has waited longest, at least BLOCKED_S; count the others."""
+        """Name the process, ours first, that waits longest (at least BLOCKED_S); count the rest."""
         now_s = self._clock()
         waits: dict[int, _Waits] = {}
         for proc in self._table():
@@ -213,11 +213,11 @@ class BlockedProcesses:
         more = f", and {len(stuck) - 1} others" if len(stuck) > 1 else ""
         why = (f"{self._text(pid, 'comm') or '?'} (pid {pid}{', ours' if ours else ''}) cannot be "
                f"killed: in {where} for {now_s - since_s:.0f} s{more}")
-        # BLOCKED_S already spans many readings.
+        # No debouncing: BLOCKED_S already spans several readings.
         return Reading([Finding(self.name, "degraded", why, rule="process-blocked", is_fact=True)])
 
     def _switches(self, pid: int) -> int:
-        """Context switches: a process that reads a slow disk has many and is not blocked."""
+        """The context switches. They grow while a process reads a slow disk: it is not blocked."""
         found: list[str] = _SWITCHES.findall(self._text(pid, "status"))
         return sum(int(number) for number in found)
 

@@ -15,7 +15,7 @@ from .finding import DeviceError, Finding, Reading, worst
 
 SYS_CLASS = Path("/sys/class")
 MINUTE_S, HOUR_S = 60.0, 3600.0
-# Any growth means that data or a connection was lost.
+# Any growth of these counters means that data or a connection was lost.
 _FATAL = ("counters/excessive_buffer_overrun_errors", "counters/local_link_integrity_errors",
           "hw_counters/rnr_nak_retry_err", "hw_counters/req_transport_retries_exceeded")
 _SYMBOLS = "counters/symbol_error"
@@ -143,7 +143,7 @@ class _Fabric(_Port):
 
 
 class _Interface(_Port):
-    """A physical interface under /sys/class/net. At worst it is degraded: its use is unknown."""
+    """A physical interface under /sys/class/net. It is at most degraded: its use is unknown."""
 
     def look(self, at_s: float) -> tuple[list[Finding], list[DeviceError]]:
         is_up = self.read("operstate") in ("up", "unknown")

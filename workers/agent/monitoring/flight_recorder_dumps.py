@@ -17,7 +17,7 @@ from ..processes.process import Process
 Dumps = dict[int, Path]
 """Rank -> path of its dump."""
 DUMP_INTERVAL_S = 60.0
-"""Between two dumps of one task: its ranks stall together and are reported one by one."""
+"""Least time between two dumps of a task: its ranks stall together but are reported one by one."""
 _log = structlog.get_logger("agent")
 
 
@@ -33,7 +33,7 @@ def request_dumps(ranks: Iterable[tuple[int, Process | None, Pipe | None]]) -> D
         if process is None or pipe is None:  # a command without a pipe, or not started yet
             continue
         path = process.log_path.parent / f"flight-rank-{rank}.json"
-        path.unlink(missing_ok=True)  # of an earlier hang
+        path.unlink(missing_ok=True)  # the dump of an earlier hang
         if pipe.send(Frame(body=WriteDump(path=str(path)))):
             paths[rank] = path
     return paths

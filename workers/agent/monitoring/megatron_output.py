@@ -4,9 +4,9 @@
  per iteration (ms): 33186.0 | ... | global batch size:   128 | lm loss: 1.045013E+01 | ... |
 
 A line needs `iteration N/M |` and `elapsed time per iteration (ms)` or `(s)`. Optional: the global
-batch, the loss, and the numbers of skipped and NaN iterations since the previous line. Lines with a
-prefix (torchrun's `[default7]:`) are accepted, and those of Megatron-DeepSpeed, GPT-NeoX and
-Primus, which prints `16601.3/17219.3`: the mean of this interval and of the whole run.
+batch, the loss, and the numbers of skipped and NaN iterations since the previous line. A line may
+have a prefix (torchrun's `[default7]:`), and may be of Megatron-DeepSpeed, GPT-NeoX or Primus.
+Primus prints two times, `16601.3/17219.3`: the mean of this interval and of the whole run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LINE_BYTES_MAX = 16 << 10
 """A longer line is not one of Megatron's."""
 STEP_S_MAX = 1e6
 _WAITING_NUM_MAX = 8
-"""Unreported ranges of lines that cannot be merged."""
+"""Maximum number of ranges that wait to be reported, because they cannot be merged."""
 _MARK = b"elapsed time per iteration ("
 _PAUSE_MARKS = (b" checkpoint ", b"valuating ", b"validation")
 """Parts of the lines that Megatron-LM and GPT-NeoX print about a checkpoint (`saving checkpoint
@@ -137,7 +137,7 @@ class IterationRanges:
 
     The first line does not say how many iterations it averages. Newer Megatron also prints the
     very first iteration without restarting its timer, so the next line averages that iteration too.
-    Its number is then not a multiple of the distance (1, then 10: 10 iterations, not 9).
+    That line's number is then no multiple of the distance (1, then 10: 10 iterations, not 9).
     """
 
     def __init__(self) -> None:

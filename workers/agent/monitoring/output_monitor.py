@@ -1,9 +1,9 @@
 """Detects a hang of a command: its progress lines have stopped.
 
 The agent cannot see what a command does between two lines, so the evidence is weak. The limit is at
-least a minute and follows the intervals between the command's own lines. It is long after the
-command announced a pause (a checkpoint or an evaluation). Time in which the agent did not look does
-not count.
+least a minute and follows the intervals between the command's own lines. If the command announced a
+pause (a checkpoint or an evaluation), the limit is longer. Time in which the agent did not look
+does not count.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class OutputMonitor:
         self._line_s = 0.0
         """When the last line was read."""
         self._missed_s = 0.0
-        """How long the agent did not look since then."""
+        """How long the agent did not look since the last line."""
         self._is_cut = False
-        """The time since then is unknown."""
+        """The time since the last line is unknown."""
         self._before: process_state.ProcessState | None = None
         self._busy_pid = pid
         self._stalled_s = -1.0
@@ -69,7 +69,7 @@ class OutputMonitor:
             self._missed_s += late_s
 
     def add_line(self, line: IterationsLogged, now_s: float) -> list[Body]:
-        """Record a progress line. Returns the reports that precede it."""
+        """Record a progress line. Return the reports that must be sent before it."""
         reports: list[Body] = []
         in_s = now_s - self._line_s - self._missed_s
         if self._line is not None and not self._is_cut:
@@ -111,7 +111,7 @@ class OutputMonitor:
             stack=process_state.describe(self._busy_pid, self._before))
 
     def _has_printed_all(self, line: IterationsLogged) -> bool:
-        """After the last iteration come a checkpoint and a test, but no more lines."""
+        """Whether the last iteration is done: a checkpoint and a test follow, but no more lines."""
         return 0 < line.iterations <= line.iteration
 
     def _starved_s(self) -> float:
@@ -121,7 +121,7 @@ class OutputMonitor:
 
 
 def _innermost(pid: int) -> int:
-    """Follow single children down: the program of a shell or launcher."""
+    """The program that a shell or launcher runs: follow single children down."""
     procs = linux.table() if pid else []
     while True:
         children = [proc.pid for proc in procs if proc.ppid == pid and proc.state != "Z"]

@@ -20,7 +20,7 @@ from .megatron_output import IterationRange, IterationRanges, ProgressLines
 from .output_monitor import DEFAULT_LIMITS, HangLimits, OutputMonitor
 
 LOOK_S = 1.0
-"""Between two looks, and two reports of one process."""
+"""Time between two looks, and between two reports of one process."""
 LOOK_BYTES_MAX = 1 << 20
 """Ordinary output takes 4 ms, output of progress lines only 40 ms (measured)."""
 RANK_BYTES_MIN = 64 << 10
@@ -30,7 +30,7 @@ _log = structlog.get_logger("agent")
 
 
 class OutputReaders:
-    """The output of all commands of a node. One process a task reports: the first with progress."""
+    """Reads all commands of a node. Of each task only the first process with progress reports."""
 
     def __init__(self, report: Callable[[Body, float | None], None],
                  limits: HangLimits | None = DEFAULT_LIMITS) -> None:
@@ -48,7 +48,7 @@ class OutputReaders:
             self._watched[_key(order)] = OutputMonitor(order, pid, self._limits)
 
     def look(self, now_s: float) -> None:
-        """Report new progress, at most one report a task, and commands that stall.
+        """Report commands that stall, and new progress (at most one report for each task).
         `now_s` is the monotonic clock."""
         late_s = now_s - self._looked_s - LOOK_S if self._looked_s is not None else 0.0
         self._looked_s = now_s
@@ -79,8 +79,8 @@ class OutputReaders:
         self._report(report, None)
 
     def _is_paused(self, one: OutputReader) -> bool:
-        """One of the task's processes here has announced a pause since the last progress line.
-        Megatron's last rank prints progress, its first rank prints checkpoints."""
+        """Whether a process of the task on this node announced a pause after the last progress
+        line. Megatron's last rank prints progress, its first rank prints checkpoints."""
         return one.is_pause_announced or any(other.announces_pause() for other in self._others(one))
 
     def _others(self, one: OutputReader) -> list[OutputReader]:
@@ -134,7 +134,7 @@ class OutputReader:
 
     @property
     def is_pause_announced(self) -> bool:
-        """A checkpoint or an evaluation was printed since the last progress line."""
+        """Whether a checkpoint or an evaluation was printed since the last progress line."""
         return self._lines.is_pause_announced
 
     def skip_to_end(self) -> None:
@@ -144,7 +144,7 @@ class OutputReader:
             self._at = os.fstat(self._fd).st_size
 
     def announces_pause(self) -> bool:
-        """A checkpoint or an evaluation was printed since `skip_to_end`."""
+        """Whether a checkpoint or an evaluation was printed since `skip_to_end`."""
         if self._fd >= 0:
             try:
                 end = os.fstat(self._fd).st_size - RANK_BYTES_MIN

@@ -15,7 +15,7 @@ from ...host.cpu_wait import cpu_wait_s
 
 _TICKS_HZ = os.sysconf("SC_CLK_TCK")
 COMPUTES_SHARE = 0.5
-"""CPU time per second of available core time since the first look; from here on it computes."""
+"""A process computes if it has used this share of the available core time since the first look."""
 _SYSCALLS = {0: "read", 1: "write", 7: "poll", 23: "select", 35: "nanosleep", 45: "recvfrom",
              61: "wait4", 74: "fsync", 202: "futex", 230: "clock_nanosleep", 232: "epoll_wait",
              247: "waitid", 271: "ppoll", 281: "epoll_pwait"}
@@ -47,7 +47,7 @@ def look(pid: int) -> ProcessState | None:
 def describe(pid: int, before: ProcessState | None) -> str:
     """Describe in words what the process does; "" if unknown.
 
-    `before` is an earlier look, from which its CPU use is measured.
+    `before` is an earlier look. The CPU use of the process is measured from there on.
     """
     now = look(pid)
     if now is None:
@@ -65,7 +65,7 @@ def describe(pid: int, before: ProcessState | None) -> str:
 
 
 def _inside(pid: int) -> str:
-    """Where in the kernel its main thread waits; "" without permission to read it."""
+    """Where in the kernel the main thread waits; "" without permission to read this."""
     try:
         place = Path(f"/proc/{pid}/wchan").read_text(encoding="ascii").strip()
     except OSError:

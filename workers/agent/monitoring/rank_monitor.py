@@ -4,8 +4,8 @@ One look reads a page of shared memory for each rank. It reads the state of a pr
 rank becomes late. Each event is reported once: a stall, its end, and a lasting change of step time.
 
 The monitor itself causes no false alarm. Time in which it did not run (the agent was stopped, the
-machine paused or overloaded) does not count; after PAUSE_S of it every rank gets its full limit
-again. Time in which a rank waited for a core does not count either.
+machine paused or overloaded) does not count. After PAUSE_S of such time every rank gets its full
+limit again. Time in which a rank waited for a core does not count either.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from . import process_state
 WATCH_S = 0.05
 """Between two looks."""
 STALL_S_MIN = 1.0
-"""Lower bound of the limit, however short iterations are: shorter pauses are machine noise."""
+"""The limit is at least this long, even if iterations are short: a shorter pause is noise."""
 LATE_S = 0.25
 """If a look is later than this, the missed time does not count."""
 PAUSE_S = 1.0
 """After this much missed time every rank gets its full limit again."""
 SLOW_AGAIN_TIMES = 2.0
-"""A slow iteration still running is reported again when it has lasted this many times longer."""
+"""A slow iteration that still runs is reported again when its work took this many times longer."""
 REPORT_S = 10.0
 """Between two step-time reports of one rank in the same generation."""
 
@@ -55,7 +55,7 @@ class RankMonitors:
             self._watched[_key(order)] = RankMonitor(order, page, pid)
 
     def adopted(self, order: StartRank, pid: int) -> None:
-        """`pid` is the process that trains."""
+        """Monitor `pid`, the process that trains."""
         if (watched := self._watched.get(_key(order))) is not None:
             watched.pid = pid
 
@@ -97,14 +97,14 @@ class RankMonitor:
         self._slow: tuple[int, int] | None = None
         """Generation and iteration of the running slow iteration that was reported."""
         self._slow_s = 0.0
-        """The rank's own work in it at that report."""
+        """The rank's own work in that iteration, at the time of the last report."""
         self._slow_look: process_state.ProcessState | None = None
-        """The process state at its first report."""
+        """The process state when that iteration was first reported."""
         self._waiting: StepTimeChange | None = None
         """A step-time report held back because the last one was sent less than REPORT_S ago."""
 
     def exclude(self, from_s: float | None, late_s: float) -> None:
-        """Do not count the last `late_s`; with `from_s`, count from there only."""
+        """Do not count the last `late_s`. If `from_s` is given, count only time after `from_s`."""
         self._before = None
         if from_s is None:
             self._missed_s += late_s
@@ -197,7 +197,7 @@ class RankMonitor:
         return [self._step_time(mark.iteration, change, now_s)]
 
     def _follow_up(self, generation: int, iteration: int) -> None:
-        """After a reported slow iteration, also report the step time since."""
+        """Some iterations after a reported slow iteration, report the step time since then."""
         if (self._slow is not None and self._slow[0] == generation
                 and iteration >= self._slow[1] + 2 * WARM_UP_NUM and self._waiting is None):
             self._slow = None

@@ -60,16 +60,16 @@ class ExitEvidence(NamedTuple):
     path: Path
     """Its error file."""
     killed: Callable[[int], str]
-    """Takes a pid, 0 if unknown; returns the kernel's line on its OOM kill, or "". Called only if
-    something was killed."""
+    """Takes a pid (0: unknown) and returns the kernel's line on the OOM kill of this process or "".
+    Called only if a process was killed."""
     pid: int
 
 
 def cause_of(end: ExitEvidence) -> Cause:
     """Find the cause. Precedence: OOM killer, error file, printed output, signal or exit code.
 
-    Exit code 0 has no cause. Printed output does not explain a signal from outside (SIGKILL,
-    SIGTERM). Reads the error files. About 1 ms for 64 KiB of ordinary output (measured).
+    Exit code 0 has no cause. Printed output does not explain a signal from outside, as SIGKILL or
+    SIGTERM. Reads the error files. Takes about 1 ms for 64 KiB of ordinary output (measured).
     """
     how = end.how
     if how.exit_code == 0:
@@ -105,10 +105,10 @@ def cause_of_error(report: RankErrored) -> Cause:
 
 
 def deciding_verdict(text: str) -> Verdict:
-    """Classify the output: first the last traceback with its chained exceptions, then all of it.
+    """Classify the last traceback with its chained exceptions, and the whole output if necessary.
 
-    If the traceback is only OTHER_SOFTWARE, the rest of the output decides, unless it shows errors
-    that are also printed before a successful retry.
+    If the traceback is only OTHER_SOFTWARE, the whole output decides, unless it is only indirect
+    evidence, or an error that is also printed before a successful retry.
     """
     at = text.rfind(_TRACEBACK)
     if at < 0:
@@ -136,7 +136,7 @@ def describe_exit(how: Exit) -> str:
 
 
 def clipped(line: str) -> str:
-    """One line to display: bounded, without control characters."""
+    """The text as one line to display: of bounded length, without control characters."""
     return " ".join("".join(c if c.isprintable() else " " for c in line).split())[:CAUSE_CHARS_MAX]
 
 
@@ -154,7 +154,7 @@ def _cause_of_torch_error(error: TorchError) -> Cause:
 
 
 def _cause_under_torchrun(root: RootCause) -> Cause:
-    """torchrun's summary names the first failure, but rarely its cause, which is printed above."""
+    """torchrun's summary names the first failure, but rarely the cause, which is printed above."""
     verdict = deciding_verdict(root.trace)
     if not verdict.status and -root.exit_code not in _FROM_OUTSIDE:
         verdict = deciding_verdict(root.before)

@@ -37,11 +37,11 @@ class ExitReporter:
         self._killed = killed
 
     def watch(self, pid: int) -> MemoryCgroup | None:
-        """The memory cgroup of a new process; hold it while the process runs."""
+        """The memory cgroup of a new process. Keep the reference while the process runs."""
         return self._kills.group(pid)
 
     def look(self) -> None:
-        """Date new OOM kills; call it regularly."""
+        """Record the time of new OOM kills. Call this regularly."""
         self._kills.look(self._loop.time())
 
     async def report(self, order: StartRank, process: Process, how: Exit,
@@ -49,8 +49,8 @@ class ExitReporter:
                      known: str | None) -> RankExited:
         """Build the report. A thread reads the disk for at most SEARCH_S_MAX.
 
-        `error` is the rank's own error report. `known` is why the agent has ended the rank, "" for
-        a stop by order: then no search is needed.
+        `error` is the rank's own error report. `known` is why the agent has ended the rank ("": by
+        order); the cause is searched only if `known` is None.
         """
         find = partial(self._find_cause, process, how, group, error, is_known=known is not None,
                        bytes_max=READ_BYTES if order.spec.command else RANK_READ_BYTES)

@@ -24,7 +24,7 @@ from .zygote import Zygote
 MARKER = "UNICRON_PROCESS"
 """Environment variable of every process that an agent starts: identifies its owner."""
 FD_ENV = {"--fd": FD, "--pulse": PULSE}
-"""Option of a rank -> environment variable of a command."""
+"""Option of a rank -> the environment variable that a command gets instead."""
 RANK_ARGV = (sys.executable, "-P", "-m", "unicron.workers.training.rank")
 
 
@@ -72,7 +72,7 @@ class Launcher:
                                   node.state_dir / "logs" / f"zygote-{node.name}.log")
 
     async def prepare(self, order: StartRank) -> None:
-        """Call before `start`: waits for the zygote if used. Takes seconds the first time."""
+        """Wait for the zygote if the rank needs it: seconds the first time. Call before `start`."""
         if self._zygote is not None and order.spec.train is not None:
             await self._zygote.is_ready()
 
@@ -85,7 +85,7 @@ class Launcher:
         marker = (MARKER,
                   f"{node.mark}{node.incarnation}:{order.task}.{order.rank}.{order.attempt}")
         errors = torch_files.error_file_of(log_path)
-        with suppress(OSError):  # left by a task with this number in an earlier log
+        with suppress(OSError):  # in an earlier log a task with this number may have left a file
             errors.unlink()
         env = {**environment(order, node, os.environ), torch_files.ERROR_FILE_ENV: str(errors)}
         files = {"--fd": pipe.theirs.fileno()} if pipe is not None else {}
@@ -110,7 +110,7 @@ class Launcher:
 
 
 def environment(order: StartRank, node: NodeConfig, inherited: Mapping[str, str]) -> dict[str, str]:
-    """A rank's environment: the agent's, plus the variables of its task's tier."""
+    """A rank's environment: the agent's, plus the variables for its kind of task."""
     env = {"PYTHONUNBUFFERED": "1", **inherited}
     env |= {"UNICRON_HOST": node.host, "UNICRON_NODE": node.name, "UNICRON_TASK": str(order.task),
             "UNICRON_RANK": str(order.rank), "UNICRON_ATTEMPT": str(order.attempt)}

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 RECENT_S_MAX = 30.0
-"""A kill explains an exit that is seen at most this much later. The kernel first counts the kill,
-then frees the memory, which takes seconds for hundreds of GB."""
+"""A kill explains an exit that is seen at most this much later. The kernel counts the kill before
+it frees the memory, which takes seconds for hundreds of GB."""
 _LINE = "oom_kill "
 
 
@@ -47,10 +47,10 @@ class MemoryCgroup:
 
 
 class Kills:
-    """The memory cgroups of the monitored processes. Times are of any clock that never goes back.
+    """The memory cgroups of the monitored processes. Any clock will do that never goes back.
 
-    Sources: `proc`: proc(5); `cgroups`: `oom_kill` of memory.events and memory.oom_control in the
-    kernel's "Control Group v2" and "Memory Resource Controller" (v1).
+    Sources: proc(5) for `proc`; for `cgroups` `oom_kill` of memory.events and memory.oom_control in
+    the kernel's "Control Group v2" and "Memory Resource Controller" (v1).
     """
 
     def __init__(self, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> None:
@@ -71,14 +71,14 @@ class Kills:
         return None
 
     def look(self, now_s: float) -> None:
-        """Read all counts, to date each kill: about 20 us for each cgroup (measured)."""
+        """Read all counts and record the time of new kills: about 20 us a cgroup (measured)."""
         for group in list(self._groups.values()):
             group.look(now_s)
 
 
 def _files(proc: Path, cgroups: Path, pid: int) -> Iterator[Path]:
-    """Where the count may be. In a container the path may be the host's; the root is correct then.
-    """
+    """Yield the files that may have the count. In a container the path may be the host's. Then the
+    file in the root of `cgroups` is correct."""
     try:
         lines = (proc / str(pid) / "cgroup").read_text("utf-8", "replace").splitlines()
     except OSError:

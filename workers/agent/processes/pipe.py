@@ -16,10 +16,10 @@ _READ_BYTES = 256 << 10
 
 
 class Pipe:
-    """Sends frames with `send`; calls `on_frame` for each received one, `on_broken` if invalid.
+    """Sends frames. Calls `on_frame` for each received frame, `on_broken` for an invalid one.
 
-    A closed pipe is not an event here: the pidfd reports the rank's exit. `drain` reads what a dead
-    rank had written.
+    A closed pipe is not reported, because the pidfd reports the rank's exit. `drain` reads what a
+    dead rank has written.
     """
 
     def __init__(self, on_frame: Callable[[Frame], None], on_broken: Callable[[str], None]) -> None:

@@ -1,7 +1,7 @@
 """One process of a rank: starts it, monitors its pidfd, ends and reaps it with its descendants.
 
 The process leads its own session, dies with the agent (PR_SET_PDEATHSIG), and writes to a file. Its
-pidfd reports the exit. The agent reaps it last, after all processes of its group: until then the
+pidfd reports the exit. The agent reaps the process after all others of its group. Until then the
 kernel cannot reuse its pid, which is also the id of its group and session.
 """
 
@@ -20,9 +20,9 @@ from ...host import linux
 from .zygote import Zygote
 
 ADOPTED_S_MAX = 5.0
-"""A fork of the zygote becomes the agent's child after the intermediate process has exited."""
+"""A fork of the zygote becomes the agent's child when the process between them has exited."""
 FOLLOW_S = 0.1
-"""Grace for the command around a followed process to exit after it."""
+"""After the exit of a followed process, the command that started it has this long to exit too."""
 _POLL_S_MIN, _POLL_S_MAX = 0.002, 0.1
 
 
@@ -119,14 +119,14 @@ class Process:
         return True
 
     def unfollow(self) -> None:
-        """Stop following: the descendant may end first. A second call does nothing."""
+        """Stop following, so that the descendant may end first. A second call does nothing."""
         if self._followed_fd >= 0:
             self._loop.remove_reader(self._followed_fd)
             os.close(self._followed_fd)
             self._followed, self._followed_fd = 0, -1
 
     def _see_followed_end(self) -> None:
-        """Let the shell around it exit with its exit code; kill a shell that continues."""
+        """Let the command exit with the exit code of the descendant; kill it after FOLLOW_S."""
         self.unfollow()
         self._loop.call_later(FOLLOW_S, self._end_alone)
 
@@ -188,7 +188,7 @@ class Process:
             self._ended.set_result(None)
 
     async def _until_adopted(self) -> None:
-        """A fork that was killed early may still be the child of the intermediate process."""
+        """Wait until a fork is our child: it may have been killed before it was adopted."""
         deadline = self._loop.time() + ADOPTED_S_MAX
         while ((proc := linux.read(self.pid)) is not None and proc.ppid != os.getpid()
                and self._loop.time() < deadline):
@@ -206,7 +206,7 @@ class Process:
         return True
 
     def _descendants(self) -> list[linux.Proc]:
-        """Live processes of its session and group, and its orphans, which the agent adopted."""
+        """Live processes of the session and group, and the orphans that the agent has adopted."""
         procs, me = linux.table(), os.getpid()
         roots: set[int] = set()
         for proc in procs:

@@ -28,17 +28,17 @@ class RankAttempt:
         """Loop time at which the grace period ends; None: no stop was ordered."""
         self.stop = asyncio.Event()
         self.continue_timer: asyncio.TimerHandle | None = None
-        """Set while an injected fault of limited duration keeps it stopped."""
+        """Set while an injected fault of limited duration keeps the process stopped."""
         self.is_suspended = False
-        """The last reported state."""
+        """Whether the last report says that the process is stopped."""
         self.memory: MemoryCgroup | None = None
         self.error: RankErrored | None = None
         """The rank's own report of its error."""
         self.fault = ""
-        """Why the agent killed it without an order."""
+        """Why the agent killed the process without an order."""
 
     async def until_end(self) -> Exit:
-        """Wait until its process has ended; kill it at the end of the grace period."""
+        """Wait until the process has ended. Kill it at the end of the grace period."""
         process, loop = self.process, asyncio.get_running_loop()
         assert process is not None
         ending = asyncio.ensure_future(process.wait())

@@ -14,7 +14,7 @@ ERROR_FILE_ENV = "TORCHELASTIC_ERROR_FILE"
 FILE_BYTES_MAX = 1 << 20
 """A larger file is not torch's."""
 TEXT_CHARS_MAX = 1 << 15
-"""Length of a message or traceback; of a longer one only the two ends are kept."""
+"""Maximum length of a message or traceback. Of a longer text only the two ends are kept."""
 
 
 class TorchError(NamedTuple):
@@ -127,7 +127,7 @@ def root_cause(text: str) -> RootCause | None:
 
 
 def _before(text: str) -> str:
-    """Drop the summary's beginning, torchrun's own traceback and its lines on each process."""
+    """Drop torchrun's own traceback with the summary's beginning, and its lines on each process."""
     at = text.rfind(_TRACEBACK)
     if at >= 0 and "ChildFailedError" in text[at:]:
         text = text[:at]

@@ -1,8 +1,8 @@
 """The zygote: a process that loads torch and Megatron once and forks ranks.
 
-By exec, each rank needs seconds of CPU time to load them (measured: 3.5 s; a node of eight on few
-cores: half a minute). The agent starts the zygote for the node's first training rank, which waits
-for it. If the zygote cannot be used, the agent starts ranks by exec.
+A rank that is started by exec needs seconds of CPU time to load them (measured: 3.5 s; half a
+minute for eight ranks on few cores). The agent starts the zygote for the node's first training
+rank, and this rank waits for it. If the zygote cannot be used, the agent starts ranks by exec.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ...ipc.fork_protocol import REQUEST_BYTES_MAX, ForkReply, ForkRequest
 ARGV = (sys.executable, "-P", "-m", "unicron.workers.training.zygote")
 LOAD_S_MAX = 60.0
 FORK_S_MAX = 2.0
-"""A fork takes milliseconds; the agent blocks on it, so that no process can reuse the pid."""
+"""A fork takes milliseconds. The agent blocks until it is done, so that no pid is reused."""
 TRIES_NUM_MAX = 3
 """Starts of the zygote; afterwards ranks are always started by exec."""
 ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "MKL", "OPENBLAS")}
@@ -46,12 +46,12 @@ class Zygote:
         self._loading: asyncio.Future[bool] | None = None
 
     def can_fork(self, env: Mapping[str, str]) -> bool:
-        """Whether it can fork a rank with this environment now."""
+        """Whether the zygote can now fork a rank with this environment."""
         return (self._socket is not None and self._loading is not None and self._loading.done()
                 and len(_request(env)) <= REQUEST_BYTES_MAX)
 
     async def is_ready(self) -> bool:
-        """Start it if necessary and wait until it can fork; False: use exec."""
+        """Start the zygote if necessary and wait until it can fork; False: use exec."""
         if self._popen is not None and self._popen.poll() is not None:
             _log.warning("the zygote has exited", code=self._popen.returncode)
             self.close()
@@ -69,10 +69,10 @@ class Zygote:
         return await asyncio.shield(self._loading)
 
     def fork(self, env: Mapping[str, str], *files: int) -> int:
-        """Fork a rank; return its pid, a child of this process. Raises OSError and closes itself.
+        """Fork a rank and return its pid. On failure, close the zygote and raise OSError.
 
-        `files`: the rank's log, its end of the pipe, and its progress page if it has one. If the
-        fork succeeded despite an OSError, the rank exits because its pipe is closed.
+        `files`: the rank's log, its end of the pipe, and its progress page if it has one. The rank
+        becomes a child of this process. If it exists despite an OSError, its closed pipe ends it.
         """
         assert self._socket is not None, "the zygote does not run"
         try:
@@ -106,7 +106,7 @@ class Zygote:
         self._socket = ours
 
     async def _load(self) -> bool:
-        """Wait for its first message."""
+        """Wait for the first message of the zygote; return whether it came."""
         loop, connection = asyncio.get_running_loop(), self._socket
         assert connection is not None
         connection.setblocking(False)
