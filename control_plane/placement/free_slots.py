@@ -12,26 +12,26 @@ ANYWHERE = ""
 
 
 def domain(node: str, where: Mapping[str, Labels]) -> str:
-    """The failure domain of a node: its rack; without that label, the node itself."""
+    """The failure domain of a node: its rack, or the node itself if it has no rack label."""
     rack = where.get(node, NOWHERE).rack
     return f"rack {rack}" if rack else f"node {node}"
 
 
 def switch(node: str, where: Mapping[str, Labels]) -> str:
-    """The node's switch; without that label, the node itself."""
+    """The node's switch, or the node itself if it has no switch label."""
     found = where.get(node, NOWHERE).switch
     return f"switch {found}" if found else f"node {node}"
 
 
 def neighbours(nodes: Iterable[str], where: Mapping[str, Labels]) -> tuple[
         dict[str, None], dict[str, None]]:
-    """The switches and racks of the nodes, for nodes with these labels."""
+    """(the switches, the racks) of those nodes that have these labels."""
     return (dict.fromkeys(switch(node, where) for node in nodes if where.get(node, NOWHERE).switch),
             dict.fromkeys(domain(node, where) for node in nodes if where.get(node, NOWHERE).rack))
 
 
 class FreeSlots:
-    """The unassigned ones of `slots`. A query is logarithmic in the nodes."""
+    """The slots among `slots` that are not assigned. A query is logarithmic in the nodes."""
 
     def __init__(self, slots: Sequence[Slot], given: Collection[Slot],
                  where: Mapping[str, Labels]) -> None:
@@ -44,7 +44,7 @@ class FreeSlots:
         self._groups: dict[str, list[str]] = {}
         """By node: its groups (all nodes, its rack, its switch)."""
         self._heaps: dict[str, list[tuple[int, str]]] = {ANYWHERE: []}
-        """Heaps by group. An entry is out of date if the node's free slots changed."""
+        """By group: a heap of its nodes. An entry is outdated if the node's free slots changed."""
         for node, free in self._free.items():
             labels = where.get(node, NOWHERE)
             self._groups[node] = [
@@ -60,8 +60,8 @@ class FreeSlots:
 
     def most_free(self, group: str = ANYWHERE,
                  but: Callable[[str], bool] | None = None) -> str | None:
-        """The node of a group with most free slots, by name among equals; `but` excludes nodes.
-        None: no free slot. Excluded nodes with more free slots each cost one more step."""
+        """The node of a group with the most free slots, on a tie the first by name; None if no slot
+        is free. `but` excludes nodes. Each excluded node with more free slots costs one step."""
         heap = self._heaps.get(group, [])
         passed: list[tuple[int, str]] = []
         found = None
@@ -78,7 +78,8 @@ class FreeSlots:
         return found
 
     def nearest(self, groups: Iterable[Iterable[str]], least: int = 1) -> str | None:
-        """The node with most free slots in the first groups with `least` on one, else of all."""
+        """The node with the most free slots, at least `least`. The first item of `groups` that has
+        such a node comes first, then the other items, then all nodes. None: no such node."""
         for keys in (*groups, (ANYWHERE,)):
             found = [node for key in keys if (node := self.most_free(key)) is not None
                      and self.on(node) >= least]
@@ -87,7 +88,7 @@ class FreeSlots:
         return None
 
     def take(self, node: str, num: int, wanted: Collection[Slot] = ()) -> list[Slot]:
-        """Take `num` free slots of a node that has them, `wanted` ones first."""
+        """Take `num` free slots of a node, slots in `wanted` first. The node must have as many."""
         free = self._free[node]
         if wanted:
             free.sort(key=lambda slot: (slot not in wanted, slot), reverse=True)

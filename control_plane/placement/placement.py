@@ -1,14 +1,13 @@
 """From counts to seats: which task runs where.
 
 The topology spread constraint (topology_spread.py): a training task of two or more seats is on two
-nodes, and on two racks if nodes are labelled, so that its state survives the loss of either. It
-holds wherever it needs no move of an unchanged task: a healthy task is never moved for the spread.
-A new task, or one that grows, shrinks or lost a seat, may have more seats moved for the constraint,
-as few as possible.
+nodes, and on two racks if nodes are labelled. Its state then survives the loss of one node or rack.
+The constraint holds wherever this needs no move of an unchanged healthy task. If a task is new,
+grows, shrinks or has lost a seat, the constraint may move more of its seats, as few as possible.
 
-Otherwise every possible seat is kept, and new ones are as near as possible (the same node, switch,
-rack, then anywhere) on few nodes. The task with more state chooses first; of equal numbers of
-seats, those with least state move. A tensor-parallel group of a command is on one node if possible
+Otherwise every possible seat is kept. New seats are on few nodes and as near as possible: the same
+node, switch, rack, then anywhere. The task with more state chooses first. Among moves of equally
+many seats, the least state moves. A tensor-parallel group is on one node if possible
 (tensor_groups.py).
 """
 
@@ -43,14 +42,14 @@ def place(tasks: Sequence[Task], counts: Sequence[int],
     dealt, room = tensor_groups.assign_groups(grouped, wanted, slots, given, where)
     taken |= dealt
     short = [task for task in tasks if len(taken[task.id]) < wanted[task.id]]
-    for task in sorted(short, key=lambda task: (  # a task without state is near to no node
+    for task in sorted(short, key=lambda task: (  # a task without slots has no near node
             not taken[task.id], -seat_bytes(task, wanted[task.id]), task.id)):
         own = taken[task.id]
         own += _choose(room, own, wanted[task.id] - len(own), where)
     movable = [task for task in tasks if len(task.target) != wanted[task.id]
                or any(seat.slot not in usable for seat in task.target)]
     spread([task for task in movable if task.id not in dealt], taken, room, where)
-    if dealt:  # a group is split only if the constraint cannot hold otherwise
+    if dealt:  # groups may be split only here, if the constraint cannot hold otherwise
         spread(movable, taken, room, where)
     return {task.id: _seats(task, taken[task.id]) for task in tasks}
 
@@ -58,8 +57,8 @@ def place(tasks: Sequence[Task], counts: Sequence[int],
 # --- kept slots ---
 def _claims(tasks: Sequence[Task], wanted: dict[int, int], usable: set[Slot],
             where: Where) -> Taken:
-    """The slots that each task keeps: first seats with a process, then processes that were to
-    leave, then empty seats. So two tasks never wait for each other's slots."""
+    """The slots that each task keeps. Seats with a process come first, then slots of processes that
+    were to leave, then empty seats. So no two tasks wait for each other's slots."""
     taken: Taken = {}
     for task in tasks:
         here = [seat for seat in task.target if seat.slot in usable and seat.rank in task.ranks]
@@ -77,7 +76,7 @@ def _claims(tasks: Sequence[Task], wanted: dict[int, int], usable: set[Slot],
 
 
 def _processes(task: Task) -> list[Slot]:
-    """Slots of members that may stay."""
+    """The slots of members that may stay, also of members without a seat."""
     return sorted(rank.slot for rank in task.living_members() if rank.is_healthy)
 
 
@@ -86,10 +85,10 @@ def _empty(task: Task) -> list[Slot]:
 
 
 def _keep(seats: Sequence[Seat], count: int, where: Where) -> list[Seat]:
-    """Drop seats until `count` are left, keeping two racks and few nodes.
+    """Drop seats until `count` are left, such that two racks and few nodes remain.
 
-    With two racks, drop from the fuller one, else from the emptiest; there from the emptiest node,
-    of the last two nodes from the fuller one. Among equals, drop the highest rank.
+    If two racks are left, drop from the fuller rack, else from the emptiest; in a rack, from the
+    emptiest node. If all seats are on one rack, nodes count as racks. Drop the highest rank first.
     """
     drop = len(seats) - count
     if drop <= 0:
@@ -102,7 +101,7 @@ def _keep(seats: Sequence[Seat], count: int, where: Where) -> list[Seat]:
     heap = [(len(own), -own[-1].rank, rack) for rack, own in racks.items()]
     heapify(heap)
     while drop > 0 and (len(racks) != 2 or count < 2):
-        _, _, rack = heappop(heap)  # the emptiest rack stays so until it is empty
+        _, _, rack = heappop(heap)  # it remains the emptiest rack until it is empty
         num = min(drop, len(racks[rack]))
         racks[rack] = _emptiest_first(racks[rack])[num:]
         drop -= num
@@ -117,7 +116,7 @@ def _keep(seats: Sequence[Seat], count: int, where: Where) -> list[Seat]:
 
 
 def _emptiest_first(seats: Sequence[Seat]) -> list[Seat]:
-    """Seats by node, emptiest node first, then highest rank; on a node the highest rank first."""
+    """Seats by node, the emptiest node first, then by rank; the highest rank comes first."""
     on: dict[str, list[Seat]] = {}
     for seat in sorted(seats, reverse=True):
         on.setdefault(seat.slot.node, []).append(seat)
@@ -127,7 +126,7 @@ def _emptiest_first(seats: Sequence[Seat]) -> list[Seat]:
 
 # --- new slots ---
 def _choose(room: FreeSlots, own: Sequence[Slot], count: int, where: Where) -> list[Slot]:
-    """Choose `count` slots, own nodes first, then the nearest; two racks or nodes if possible."""
+    """Choose `count` slots on own, then near nodes; on two racks or nodes if possible."""
     chosen: list[Slot] = []
     nodes = dict.fromkeys(sorted(slot.node for slot in own))
     racks = dict.fromkeys(domain(node, where) for node in nodes)
@@ -154,7 +153,7 @@ def _choose(room: FreeSlots, own: Sequence[Slot], count: int, where: Where) -> l
 
 def _elsewhere(room: FreeSlots, nodes: Collection[str], racks: Collection[str],
                where: Where) -> str | None:
-    """The node for the last seat, so that not all are on one rack or one node; None: any."""
+    """A node for the last seat, if else all seats were on one rack or node; None: any node."""
     if len(racks) != 1:
         return None
     found = room.most_free(but=lambda node: domain(node, where) in racks)
@@ -164,7 +163,7 @@ def _elsewhere(room: FreeSlots, nodes: Collection[str], racks: Collection[str],
 
 
 def _seats(task: Task, slots: Sequence[Slot]) -> tuple[Seat, ...]:
-    """Assign ranks to the slots: existing seats and processes keep theirs."""
+    """Assign ranks to the slots. Existing seats and processes keep their rank."""
     if sorted(slots) == sorted(seat.slot for seat in task.target):
         return task.target
     if not task.heals_in_memory:
@@ -179,7 +178,7 @@ def _seats(task: Task, slots: Sequence[Slot]) -> tuple[Seat, ...]:
 
 
 def why_placed(task: Task, seats: Sequence[Seat], slots: Sequence[Slot], where: Where) -> str:
-    """Explain the placement: the cost of losing a node, why all seats are on one node or rack."""
+    """Explain the placement: what the loss of a node costs; why all are on one node or rack."""
     nodes = sorted({seat.slot.node for seat in seats})
     if not task.heals_in_memory or len(nodes) > 1:
         text = (f"{len(seats)} seat{'s' * (len(seats) > 1)} on {' '.join(nodes)}"

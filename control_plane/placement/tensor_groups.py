@@ -1,7 +1,7 @@
 """Tensor-parallel groups: consecutive ranks that belong on one node.
 
-A command restarts all its processes if a seat changes. So a changed command gets whole groups first
-and keeps what slots it can; an unchanged one stays.
+If a seat of a command changes, all its processes restart. So if a command changes, whole groups
+have precedence over the slots that it could keep. An unchanged command stays where it is.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from .topology_spread import Taken, num_elsewhere
 
 
 def size(task: Task, count: int) -> int:
-    """Ranks of a group at `count` slots: TP of the layout; for training without TP, the ranks of a
-    replica, so that another replica can be on another node. 1: no groups."""
+    """The ranks of one group if the task has `count` slots: TP of the layout. For training without
+    TP: the ranks of a replica, so that another replica can be on another node. 1: no groups."""
     train = task.spec.training
     axes = table.axes(task.spec, task.modelled, count)
     if axes is None:
@@ -28,10 +28,10 @@ def size(task: Task, count: int) -> int:
 
 def assign_groups(tasks: Sequence[Task], wanted: Mapping[int, int], slots: Sequence[Slot],
          given: Collection[Slot], where: Mapping[str, Labels]) -> tuple[Taken, FreeSlots]:
-    """Assign slots to whole groups: slots by task, and the remaining free slots. `given`: assigned
-    to others. The largest groups come first. If sizes divide one another, as powers of two do, all
-    groups fit whenever possible: the free slots for smaller groups do not depend on the nodes of
-    larger ones. Groups that are on one node stay, unless that leaves fewer seats in groups."""
+    """Assign slots to whole groups: (slots by task, the remaining free slots). `given`: slots of
+    other tasks. The largest groups come first. If sizes divide one another, as powers of two do,
+    all groups fit if this is possible at all: the choice of nodes for larger groups does not change
+    how many smaller ones fit. Groups on one node stay, unless then fewer seats are in groups."""
     room = FreeSlots(slots, given, where)
     found = _deal(tasks, wanted, room, where, stay=True)
     num = sum(map(len, found.values()))
@@ -45,7 +45,7 @@ def assign_groups(tasks: Sequence[Task], wanted: Mapping[int, int], slots: Seque
 
 def _deal(tasks: Sequence[Task], wanted: Mapping[int, int], room: FreeSlots,
           where: Mapping[str, Labels], *, stay: bool) -> Taken:
-    """`stay`: all tasks keep their whole groups before any gets new ones."""
+    """With `stay`, all tasks keep their whole groups before any task gets new groups."""
     assignments = [_GroupAssignment(task, wanted[task.id], room, where) for task in tasks]
     assignments.sort(key=lambda one: (-one.each, -one.num_bytes, one.key))
     for assignment in assignments if stay else ():
@@ -65,21 +65,21 @@ class _GroupAssignment:
         self.taken: list[Slot] = []
         self._left: int = count // self.each
         self._most = (count - away) // self.each if (away := num_elsewhere(task, count)) else count
-        """Limit of groups on one node, while another node has free slots."""
+        """The most groups on one node, as long as other nodes can take the rest."""
         self._room, self._where = room, where
         self._own: dict[str, list[Slot]] = {}
-        """Present slots by node."""
+        """The task's present slots by node."""
         for seat in task.target:
             self._own.setdefault(seat.slot.node, []).append(seat.slot)
 
     def keep(self) -> None:
-        """Keep whole groups of present slots."""
+        """Keep present slots that make up whole groups on a node."""
         free = {node: self._free(node) for node in self._own}
         for node in sorted(free, key=lambda node: (-len(free[node]), node)):
             self._take(node, len(free[node]) // self.each)
 
     def fill(self) -> None:
-        """Assign the remaining groups, near the present slots if possible."""
+        """Assign the remaining groups, as near to the present slots as possible."""
         self._fill()
         self._most = self._left + len(self.taken)
         self._fill()
@@ -105,16 +105,15 @@ class _GroupAssignment:
         return self._room.most_free(but=lambda node: not self._may(node))
 
     def _may(self, node: str) -> int:
-        """Number of groups that fit on the node."""
+        """The number of further groups that the node may get."""
         there = sum(slot.node == node for slot in self.taken) // self.each
         return max(min(self._room.on(node) // self.each, self._most - there), 0)
 
     def _free(self, node: str) -> set[Slot]:
-        """Present slots on the node that are not assigned."""
+        """The task's present slots on the node that are free."""
         return set(self._room.slots(node)).intersection(self._own.get(node, ()))
 
     def _take(self, node: str, num: int) -> None:
-        """Take up to `num` groups on the node."""
         num = min(num, self._left, self._may(node))
         if num:
             self.taken += self._room.take(node, num * self.each, self._free(node))
@@ -122,7 +121,7 @@ class _GroupAssignment:
 
 
 def ranked(slots: Sequence[Slot], *sizes: int) -> list[Slot]:
-    """Slots in rank order: groups of the first size by node, then of the next, then the rest."""
+    """Slots in rank order: by node, groups of the first size, then of the next, then the rest."""
     on: dict[str, list[Slot]] = {}
     for slot in sorted(slots):
         on.setdefault(slot.node, []).append(slot)
@@ -135,14 +134,14 @@ def ranked(slots: Sequence[Slot], *sizes: int) -> list[Slot]:
 
 
 def num_split(seats: Sequence[Seat], each: int) -> int:
-    """Number of groups of `each` ranks that are split across nodes, incomplete ones excluded."""
+    """The number of whole groups of `each` ranks that are split across nodes."""
     nodes = [seat.slot.node for seat in sorted(seats)]
     return sum(len(set(nodes[at:at + each])) > 1
                for at in range(0, len(nodes) // each * each, each))
 
 
 def why_split(task: Task, seats: Sequence[Seat], slots: Sequence[Slot]) -> str:
-    """Explain why groups are split across nodes; empty if none is."""
+    """Explain why groups are split across nodes. Empty if no group is split."""
     each = size(task, len(seats))
     if not (num := num_split(seats, each)):
         return ""

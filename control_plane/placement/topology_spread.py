@@ -3,8 +3,8 @@ labelled.
 
 Seats of movable tasks move between nodes until no node, and then no rack, holds all seats of a
 training task. This is a flow from tasks through racks to nodes. The bound on each edge is one seat
-less than the task has. Each task that violates the constraint needs one cheapest augmenting path;
-without a path, the constraint cannot hold for more tasks.
+less than the task has. Each task that violates the constraint needs one cheapest augmenting path.
+If there is no path, the constraint cannot hold for more tasks.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ Taken = dict[int, list[Slot]]
 Move = tuple[int, str, str]
 """A move of one seat: (task, from node, to node)."""
 SAME_NODE, SAME_SWITCH, SAME_RACK, ANYWHERE = range(4)
-"""Cost of moving a process, by its distance to the nearest state."""
+"""The additional cost of a moved process, by its distance to the nearest seat of its task."""
 BYTE, MOVED, BROKEN, FAR = 1 << 20, 1 << 90, 1 << 120, 1 << 150
-"""Weights of a moved byte, of a moved process, and of a task brought onto one rack: each exceeds
-all lower terms of a path. FAR: unreachable."""
+"""Weights of a moved byte, of a moved process, and of a task brought onto one rack. Each weight
+exceeds the sum of all smaller terms of a path. FAR: unreachable."""
 
 
 def num_elsewhere(task: Task, count: int) -> int:
-    """Seats of a training task that belong on another node than the rest: those of one replica, so
-    that each part of the model is on two nodes. 0: one replica, or no training task."""
+    """The number of seats that belong on another node than the task's other seats: one replica, so
+    that each part of the model is on two nodes. 0: only one replica, or no training task."""
     train = task.spec.training
     axes = layout_within(train, count) if train is not None else None
     if train is None or count < 2:
@@ -46,7 +46,7 @@ def num_elsewhere(task: Task, count: int) -> int:
 
 def spread(movable: Sequence[Task], taken: Taken, room: FreeSlots,
            where: Mapping[str, Labels]) -> None:
-    """Change `taken` so that the constraint holds for most movable tasks, with few moves."""
+    """Change `taken`, with few moves, until the constraint holds for as many tasks as possible."""
     one_rack = [task.id for task in movable if num_elsewhere(task, len(taken[task.id])) == 1
                 and len({domain(slot.node, where) for slot in taken[task.id]}) == 1]
     if not one_rack:
@@ -61,11 +61,11 @@ def spread(movable: Sequence[Task], taken: Taken, room: FreeSlots,
 
 
 LOOK_NUM_MAX = 1024
-"""Nodes that a search visits after it has found a path; it then stops looking for a cheaper one."""
+"""After so many nodes, a search that has found a path stops looking for a cheaper path."""
 
 
 class _Step(Struct, frozen=True, order=True):
-    """A step of a path: the cost of the node, the task that moves, from where ("": first)."""
+    """A step of a path: the cost so far, the task that moves, the node it leaves ("": first)."""
 
     cost: int
     task: int
@@ -73,7 +73,7 @@ class _Step(Struct, frozen=True, order=True):
 
 
 class SeatMoves:
-    """The assignment by node and rack while seats are moved."""
+    """The seats by node and by rack while seats are moved."""
 
     def __init__(self, movable: Sequence[Task], taken: Taken, room: FreeSlots,
                  where: Mapping[str, Labels]) -> None:
@@ -87,7 +87,7 @@ class SeatMoves:
         self.nodes = room.nodes
         self.rack = {node: domain(node, where) for node in self.nodes}
         self.near: dict[str, list[str]] = {}
-        """Nodes by rack and by switch."""
+        """The nodes of each rack and of each switch."""
         for node in self.nodes:
             for group in self._groups(node):
                 self.near.setdefault(group, []).append(node)
@@ -104,29 +104,29 @@ class SeatMoves:
         return [self.rack[node], f"switch {switch}"] if switch else [self.rack[node]]
 
     def mend(self, key: int, *, own: int) -> None:
-        """Move seats until a task is spread. `own`: cost of staying on one rack; 0: forbidden."""
+        """Spread a task. `own`: the cost of staying on one rack; 0: staying is forbidden."""
         path = self._direct(key) or Search(self, key, own).path()
         if path is not None:
             self._follow(path)
 
     # --- costs ----------------------------------------------------------------------------------
     def leaves(self, key: int, node: str) -> int:
-        """The gain of a seat that leaves: 0 if all of the task's seats here have a process."""
+        """The cost if a seat leaves: negative if a seat here has no process, else 0."""
         return -self.moved[key] if self.on[key][node] > self.mine[key][node] else 0
 
     def leaving(self, key: int) -> str:
-        """The node where a seat is cheapest to give up: without a process, on the emptiest node."""
+        """The node to give up a seat on: where a seat has no process, else the emptiest node."""
         on = self.on[key]
         return min(sorted(on), key=lambda node: (self.leaves(key, node), on[node]))
 
     def comes(self, key: int, node: str) -> int:
-        """The cost of a new seat: 0 if a process of the task is there, else by distance."""
+        """The cost of a new seat: 0 if the task has a process without a seat there, else a move."""
         if self.on[key][node] < self.mine[key][node]:
             return 0
         return self.moved[key] + self.distance(key, node)
 
     def distance(self, key: int, node: str) -> int:
-        """Distance of a node from the task's seats."""
+        """The distance of a node from the task's nearest seat."""
         if self.on[key][node]:
             return SAME_NODE
         switch = self.where.get(node, NOWHERE).switch
@@ -135,16 +135,16 @@ class SeatMoves:
         return SAME_RACK if self.racks[key][self.rack[node]] else ANYWHERE
 
     def may_come(self, key: int, node: str) -> bool:
-        """Whether another seat on this node leaves the task on two nodes."""
+        """True if the task is still on two nodes with one more seat on this node."""
         return not self.ruled[key] or self.on[key][node] < len(self.taken[key]) - 1
 
     def one_rack(self, key: int, rack: str) -> int:
-        """The cost of one more seat on a rack."""
+        """BROKEN if one more seat on this rack brings the whole task onto the rack, else 0."""
         alone = self.ruled[key] and self.racks[key][rack] >= len(self.taken[key]) - 1
         return BROKEN if alone else 0
 
     def special(self, key: int) -> dict[str, None]:
-        """Nodes where a seat of the task costs less than elsewhere."""
+        """The nodes where a seat of the task may cost less than on most nodes."""
         found = dict.fromkeys([*self.on[key], *self.mine[key]])
         for node in self.on[key]:
             for group in self._groups(node):
@@ -153,7 +153,7 @@ class SeatMoves:
 
     # --- moves ----------------------------------------------------------------------------------
     def _direct(self, key: int) -> list[Move] | None:
-        """A single move into a free slot on another rack, if no other path is cheaper."""
+        """A single move into a free slot on another rack, if no longer path can be cheaper."""
         home, old = self.racks[key], self.leaving(key)
         spare = [node for node in self.mine[key]
                  if self.rack[node] not in home and self.mine[key][node]]
@@ -168,7 +168,7 @@ class SeatMoves:
         return [(key, old, new)] if new is not None else None
 
     def _follow(self, path: Sequence[Move]) -> None:
-        """Execute the moves from last to first, each into the slot freed before."""
+        """Execute the moves. Each takes the slot that the next one frees, the last a free slot."""
         left = [max((slot not in self.at[key], slot in self.at[into], slot)
                     for slot in self.taken[key] if slot.node == node)[2]
                 for (key, node, _), (into, _, _) in zip(path, [path[-1], *path], strict=False)]
@@ -186,7 +186,7 @@ class SeatMoves:
             self._settle(key, node)
 
     def _settle(self, key: int, node: str) -> None:
-        """Exchange slots on a node, so that the task gets those of its own processes."""
+        """Exchange slots on a node, so that the task gets the slots of its own processes."""
         own = self.taken[key]
         for want in sorted(slot for slot in self.at[key] if slot.node == node and slot not in own):
             spare = sorted(slot for slot in own if slot.node == node and slot not in self.at[key])
@@ -212,7 +212,7 @@ class SeatMoves:
 
 
 def _kept(task: Task) -> Iterator[Slot]:
-    """Slots of processes that may stay: with a seat, or healthy without one."""
+    """The slots of processes that may stay: they have a seat, or they are healthy."""
     seats = set(task.target)
     for rank in task.ranks.values():
         if rank.is_healthy or Seat(rank.rank, rank.slot) in seats:
@@ -220,21 +220,21 @@ def _kept(task: Task) -> Iterator[Slot]:
 
 
 class Search:
-    """The cheapest path for one task: Dijkstra over nodes. A seat that has left its node is offered
-    to all nodes together, at one cost for most. Nodes with a cheaper offer are skipped."""
+    """The cheapest path for one task, by Dijkstra's algorithm. A seat that has left its node is
+    offered to all nodes at once, since most have the same cost. Cheaper nodes are skipped."""
 
     def __init__(self, board: SeatMoves, first: int, own: int) -> None:
         self._board, self._first, self._own = board, first, own
         self._home = sorted(board.on[first])
         self._found: dict[str, _Step] = {}
         self._hand: dict[tuple[int, str], int] = {}
-        """Cheapest cost by task and by the rack that its seat stays on ("": any rack)."""
+        """The least cost of an offered seat, by task and by the rack it must stay on ("": any)."""
         self._todo: list[tuple[int, str]] = []
         self._open: dict[int, list[str]] = {0: board.nodes}
-        """By cost of an offer to all: nodes that were more expensive after it."""
+        """By cost of an offer to all nodes: the nodes that were still more expensive after it."""
         self._leaving = board.leaving(first)
         self._best: tuple[int, str, str] | None = None
-        """The cheapest end so far: (cost, node, node that the first seat leaves)."""
+        """The cheapest path's end so far: (cost, node, the node that the first seat leaves)."""
         self._done: dict[str, None] = {}
 
     def path(self) -> list[Move] | None:
@@ -259,7 +259,7 @@ class Search:
         return self._moves(best[1], best[2])
 
     def _find(self, node: str, step: _Step) -> None:
-        """A node is reached at a lower cost; the path may end here."""
+        """Record that a step reaches the node at a lower cost. The path may end at this node."""
         board, home = self._board, node in self._home
         self._found[node] = step
         heappush(self._todo, (step.cost, node))
@@ -270,7 +270,7 @@ class Search:
                 self._best = end
 
     def _expand(self, node: str, cost: int) -> None:
-        """Offer the seats of other tasks on this node, in exchange for the one that comes."""
+        """Offer to others the seats of other tasks here, in exchange for the seat that comes."""
         board, rack = self._board, self._board.rack[node]
         for key in sorted(board.guests[node]):
             if key == self._first:
@@ -285,7 +285,7 @@ class Search:
                         self._offer(key, node, hand)
 
     def _offer(self, key: int, node: str, hand: int) -> None:
-        """Offer a seat that left `node` and may leave its rack to all nodes."""
+        """Offer to all nodes a seat that has left `node`; it may leave its rack."""
         board, special = self._board, self._board.special(key)
         for other in special:
             self._reach(other, key, node, hand + board.one_rack(key, board.rack[other]))

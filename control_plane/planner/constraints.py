@@ -245,7 +245,7 @@ def _order(demand: TaskDemand) -> tuple[int, float, int]:
 
 
 def allowed(problem: PlanProblem, rows: Candidates) -> NDArray[np.bool_]:
-    """By candidate: True if the floors allow it. From alpha 1 on, an ungranted floor: 0 slots."""
+    """By candidate: True if floors allow it. From alpha 1 on, no granted floor means no slots."""
     least, row_of = np.array(granted_floors(problem), dtype=np.int64), rows.row_of
     found: NDArray[np.bool_] = rows.sizes >= least[row_of]
     if problem.alpha >= 1:

@@ -1,6 +1,6 @@
 """The core of a knapsack: all vectors whose total reduced cost is within a budget.
 
-A vector is one candidate per row. A candidate's loss, or reduced cost, is what it lowers the bound.
+A vector is one candidate per row. A loss is a reduced cost: how far a candidate lowers the bound.
 """
 
 from __future__ import annotations
