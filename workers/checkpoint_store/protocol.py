@@ -244,7 +244,7 @@ def _answer(secret: str, role: str, nonce: bytes) -> bytes:
 # --- requests of a rank ---
 def put(connection: socket.socket, offer: Offer, parts: Iterable[memoryview],
         check_active: Callable[[], None] = lambda: None) -> tuple[str, int]:
-    """Store a checkpoint; its checksum and the store's start. Raises OSError, TransferError."""
+    """Store a checkpoint. Returns checksum and store start. Raises OSError, TransferError."""
     send(connection, offer)
     receive(connection, Go)
     checksum = send_parts(connection, parts, check_active)

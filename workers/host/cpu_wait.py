@@ -1,6 +1,6 @@
 """CPU wait: how long a thread has waited for a core, as counted by the kernel.
 
-The second number of /proc/PID/schedstat. A read takes about a microsecond.
+It is the second number of /proc/PID/schedstat. A read takes about a microsecond.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def cpu_wait_s(pid: int) -> float:
 
 
 class CpuWait:
-    """The sum of the CPU waits of all threads that call `in_s`: only one works at a time.
+    """The sum of the CPU waits of all threads that call `in_s`. Only one of them works at a time.
 
     Each thread counts from its first call on. Call `in_s` from one thread at a time.
     """

@@ -8,7 +8,7 @@ FDS_NUM_MAX = 3
 """Files that come with a ForkRequest: the rank's log, its end of the pipe to the agent, and its
 progress page if the agent monitors it."""
 REQUEST_BYTES_MAX = 128 << 10
-"""Size limit of an environment, sent in one message. A rank with a larger one starts by exec."""
+"""Size limit of an environment in one message. With a larger one, the rank is started by exec."""
 
 
 class ForkRequest(Struct, frozen=True, kw_only=True):

@@ -34,7 +34,7 @@ assert _RING_BYTES + RING_NUM * _DONE_BYTES <= PAGE_BYTES
 Phase = Literal[0, 1, 2]
 KINDS: tuple[Kind, ...] = ("first", "usual", "boundary")
 OUTSIDE_CODE: Phase = 0
-"""Not training: the rank joins, settles, recovers, saves or waits for orders: not counted."""
+"""Not training, so not counted: the rank joins, settles, recovers, saves or waits for orders."""
 OWN_CODE: Phase = 1
 """The rank's own work."""
 COLLECTIVE_CODE: Phase = 2

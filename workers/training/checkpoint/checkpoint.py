@@ -207,7 +207,7 @@ def _replace(partial: Path, folder: Path) -> None:
 
 
 def reader(folder: str) -> dcp.FileSystemReader:
-    """torch's reader of a checkpoint. Raises UsageError, OSError for a URL."""
+    """torch's reader of a checkpoint. For a URL, raises UsageError, OSError."""
     if not is_url(folder):
         return dcp.FileSystemReader(folder)
     from . import object_storage as remote

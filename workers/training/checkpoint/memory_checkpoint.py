@@ -52,7 +52,7 @@ log = structlog.get_logger()
 class Snapshot:
     """The whole state after `step_version` steps, in host memory.
 
-    The buffer is reused, because a copy into new memory takes longest.
+    The buffer is reused, because copying into newly allocated memory is slow.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Checkpoints at an fsspec URL, in torch's file format and without renames.
 
 torch writes `.metadata` under another name and renames it. Most object stores have no rename, so
-this module writes it a second time under its final name, after all other files. A checkpoint
+this module writes the file a second time under its final name, after all others. A checkpoint
 without `.metadata` is partial.
 """
 

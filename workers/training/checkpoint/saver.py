@@ -48,7 +48,7 @@ class Saver:
         self._writing = ""
         """Path of the thread's current or last write."""
         self._is_superseded = False
-        """True: the thread shall abandon its write."""
+        """True if the thread must abandon its write."""
         self._cleared = 0
         self._failing = ""
         """Why the last periodic save failed; logged on change."""
@@ -77,8 +77,8 @@ class Saver:
              final: bool) -> None:
         """Save the current state and report it before returning.
 
-        A preempted member has time for only one write: it abandons an older write in progress, and
-        only logs a failure. The final checkpoint waits for an older write, and raises NotSaved.
+        A preempted member has time for one write: it abandons an older write in progress, and only
+        logs a failure. The final save waits for an older write; its own failure raises NotSaved.
         """
         path = checkpoint.relative_path(generation, step_version)
         self._is_superseded = not final and self._writing != path

@@ -16,8 +16,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 # --- The mirrored shard: a member also steps the shard of the previous data-parallel rank ---
 #
 # The mirror is a second instance of Megatron's distributed optimizer over the same buffers, built
-# for that rank. It takes the owner's step with the same code on the same reduced gradients, so its
-# state is bit-identical to the owner's.
+# for the previous rank, the owner. It takes the same step with the same code on the same reduced
+# gradients, so its state is bit-identical to the owner's.
 
 
 class PreviousRank(NamedTuple):
@@ -46,7 +46,7 @@ def as_previous_rank(ddps: Sequence[Any]) -> Generator[None]:
     finally:
         for buffer, group in zip(buffers, groups, strict=True):
             buffer.data_parallel_group = group
-        for param, main in mains.items():  # restore the own shard's master
+        for param, main in mains.items():  # restore the master of this member's own shard
             param.main_param = main
 
 

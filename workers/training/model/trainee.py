@@ -157,8 +157,8 @@ class TrainingModel:
     def loss(self, tokens: Tensor) -> Tensor:
         """What a micro-batch [rows, sequence + 1] adds to the sum that `divisor` divides.
 
-        With `loss: per_token`: the sum over its tokens. With `per_micro_batch`: its mean divided by
-        the number of micro-batches. Micro-batches without tokens that carry loss add 0, but count.
+        With `per_token` loss: the sum over its tokens. With `per_micro_batch`: its mean divided by
+        the number of micro-batches; those without tokens that carry loss add 0, but are counted.
         """
         tokens = self.given(tokens)
         return self.loss_of(self.forward(self.ddps[0], tokens), tokens)

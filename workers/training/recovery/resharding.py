@@ -39,7 +39,7 @@ class Shard(NamedTuple):
 
 
 class Move(NamedTuple):
-    """The transfer of a tensor region from place `source` to place `target`, which may be equal.
+    """The transfer of a tensor region from place `source` to `target`, possibly the same place.
 
     `given` is an index into the shards that `source` has, `wanted` an index into the shards that
     `target` wants.
@@ -143,7 +143,7 @@ def plan_moves(have: Sequence[Sequence[Shard]], want: Sequence[Sequence[Shard]],
     """The moves after which each place has each wanted element exactly once.
 
     `have`, `want` and `nodes` (empty: unknown) are by place. Each element comes from the nearest
-    holder: the place itself, then the same node, then any; the load is balanced among equally near
+    holder: the place itself, then the same node, then any. The load is balanced among equally near
     holders. A move between places has at most `largest` elements. All members get the same order.
     Raises Missing. O(wanted shards x distinct regions of their tensors, and moves).
     """

@@ -73,9 +73,10 @@ class Reduction:
     def begin(self, control: Control, communicators: Communicators, mine: Stats) -> None:
         """Launch the stats before the last backward, which then launches the buckets.
 
-        The stats cover all local gradients, including the last micro-batch. They are launched
-        before the first bucket: if a member dies, both are lost. Does nothing without overlap, or
-        if this member has an immediate order to stop: its last backward then launches no bucket.
+        The stats cover all local gradients, including the last micro-batch. They may be launched
+        before the first bucket, because if a member then dies, stats and buckets are lost together.
+        Does nothing without overlap, or if this member has an immediate order to stop: its last
+        backward then launches no bucket.
         """
         if self._buckets is None:
             return

@@ -35,9 +35,9 @@ from .optimizer_step import gather, has_inf, norm_square, step
 class Iteration:
     """The current iteration of this member, and its progress in it.
 
-    `step_version` is the number of steps taken; NO_STATE until the first settlement. `history`
-    receives the loss and the time of each step. The time begins with the iteration's first
-    micro-batch and includes a recovery, so a rate computed from it is never too high.
+    `step_version` is the number of complete iterations; NO_STATE until the first settlement.
+    `history` receives the loss and the time of each step. The time begins with the iteration's
+    first micro-batch and includes a recovery, so a rate computed from it is never too high.
     `after_boundary` is True if a checkpoint, persistent or in memory, was due on any member after
     the last iteration.
     """
@@ -65,7 +65,7 @@ class Iteration:
         """Whether an abandoned pass still waits in a detached thread and holds the model."""
         self._reduced = Stats(0.0, 0.0)
         self._gate: StepBarrier | None = None
-        """The step barrier's values of its last step in the current generation."""
+        """The values of the step barrier at the last step in the current generation."""
         self.marks = Marks(pulse, overlap=trainee.train.overlap)
         self._began_s: float | None = None
         self._item = -1

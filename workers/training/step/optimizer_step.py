@@ -39,7 +39,7 @@ def has_inf(trainee: TrainingModel) -> bool:
 
 def step(trainee: TrainingModel, num_tokens: float, note: Callable[[Event], None], *,
          norm_square: float | None = None, found_inf: bool = False) -> bool:
-    """Divide by the loss's divisor, step the optimizer and its schedule; returns if it stepped.
+    """Divide by the loss's divisor, then step optimizer and schedule; returns whether it stepped.
 
     If a scaled gradient is not finite, Megatron's optimizer skips its step and lowers the scale,
     and the schedule does not advance, but the iteration counts. Members with the same gradients
