@@ -81,7 +81,7 @@ class WafAccount:
         return total
 
     def set_waf(self, at_s: float, task: int, waf: float, slots: int, why: Loss) -> None:
-        """Set the task's WAF and slots from now on. `why`: the reason if they are not full."""
+        """Set the task's WAF and slots from now on. `why`: the reason that they are not higher."""
         if self.waf.get(task) == waf and self._why.get(task) == why:
             return
         self.settle(at_s, task)
@@ -199,7 +199,7 @@ class Accounting:
         return stopped
 
     def _stops_with(self, key: Key) -> bool:
-        """Whether the task stops if this process does. It trains on without a future member."""
+        """Whether the task stops with this process. A process that is to join later is not needed."""
         task = self.state.tasks[key[0]]
         return not task.heals_in_memory or not task.members or any(
             (member.rank, member.attempt) == key[1:] for member in task.members)
@@ -290,7 +290,7 @@ class Accounting:
 
     # --- rates of tasks ---------------------------------------------------------------------------
     def update(self, at_s: float, number: int) -> None:
-        """Update the task's rate, and the reason for which the task does not earn more."""
+        """Update the task's rate, and the reason why the rate is not higher."""
         if number in self._left:
             return
         task, job = self.state.tasks[number], self.jobs[number]
@@ -316,7 +316,7 @@ class Accounting:
 #
 # A loss is attributed to the latest event that increased the loss rate. While an earlier event
 # still causes a loss, a later one is charged only with the additional loss. An event is over when
-# the loss rate is back at its value before the event. A later event without a loss ends no other.
+# the loss rate is back at its value before the event. An event without a loss ends no other.
 
 MARGIN_SHARE = 1e-9
 """Relative to full strength: float sums are inexact."""
@@ -401,7 +401,7 @@ class AttributedWaf(WafAccount):
         self._active = [loss for loss in self._active if loss.recovered_s is None]
 
     def _charge(self, at_s: float) -> None:
-        """Charge the loss since the last update, newest event first: each with its own excess."""
+        """Charge the loss since the last update: to each event, newest first, what it has added."""
         past_s, self._at_s = at_s - self._at_s, at_s
         if not past_s:
             return

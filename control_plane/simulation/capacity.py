@@ -54,7 +54,7 @@ def mtbf(base: Scenario, seeds: int) -> list[Point]:
 
 
 def spares(base: Scenario, seeds: int, most: int) -> list[Point]:
-    """Policies with spares, at 0 to `most` of them, and Unicron without. Raises SpecError."""
+    """The policies with spare nodes, at 0 to `most` spares; Unicron at 0. Raises SpecError."""
     spared = [name for name in base.policies if policy(base, name).costs.num_spares]
     need(bool(spared), "policies", "has none that keeps spares", "add spares: {}")
     found: list[Point] = []

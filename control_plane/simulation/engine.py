@@ -17,7 +17,7 @@ LEADER = "leader/simulated"
 
 
 class Deadlines(dict[str, Deadline]):
-    """Deadlines of a state, and a heap of them by time. A deadline is never changed in place."""
+    """Deadlines of a state, with a heap by due time. A deadline is never changed in place."""
 
     def __init__(self) -> None:
         super().__init__()

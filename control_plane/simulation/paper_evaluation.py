@@ -114,7 +114,7 @@ REPORTED: dict[tuple[str, str], float] = {
     ("trace-a", "megatron"): 1.2, ("trace-b", "megatron"): 1.9, ("trace-a", "oobleck"): 3.7,
     ("trace-b", "oobleck"): 3.8, ("trace-a", "varuna"): 4.8, ("trace-b", "varuna"): 5.8,
     ("trace-a", "bamboo"): 4.6, ("trace-b", "bamboo"): 4.8}
-"""Unicron's accumulated WAF over the system's, by the paper. Bamboo's are quoted from memory."""
+"""The paper's ratios of Unicron's accumulated WAF to the system's. Bamboo's are from memory."""
 
 
 class EvaluationRun(NamedTuple):

@@ -38,8 +38,8 @@ WARM_TRIES_NUM = 12
 
 
 class RunInput(NamedTuple):
-    """The input of a run, besides the policy. `slots`: by node. `params`: by task name, of the
-    model. `iterations_s`: iteration times at a task's largest size that are not `iteration_s`."""
+    """The input of a run, besides the policy. `slots`: by node. `params` of the models: by task
+    name. `iterations_s`: by task name, the iteration time at the largest size, if another."""
 
     slots: dict[str, int]
     tasks: tuple[JobSpec, ...]
@@ -199,7 +199,7 @@ class Run:
             self.engine.call_later(detection_s, lambda: self._drain(node.name, cause))
 
     def _on_process_fault(self, one: ExternalEvent) -> None:
-        """Apply the fault to the process on its slot or of its rank (or lowest rank), if alive."""
+        """Apply a fault to one process, if it lives. If the task lacks the rank, use its lowest."""
         state, number = self.engine.state, self._number(one.task)
         if one.slot >= 0:
             node = state.nodes.get(one.node)

@@ -32,7 +32,7 @@ from .trace.trace_file import check_name
 # --- Slot aggregation: a simulated slot represents several GPUs if the result is the same. ---
 #
 # If all sizes of tasks and the slots of a node are multiples of some number of GPUs, no plan splits
-# a group of so many. One simulated slot then represents a group. With groups of 8, a run has an
+# a group of that many. One simulated slot then represents a group. With groups of 8, a run has an
 # eighth of the processes and takes an eighth of the time. The accumulated WAF is the same. A device
 # failure is coarser: until the node is drained, which is immediate, it takes the whole group, and
 # on a node of several groups those beside it. A task that heals in memory is placed on two nodes if

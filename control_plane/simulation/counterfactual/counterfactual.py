@@ -137,12 +137,12 @@ def play(recording: Recording, choice: Choice) -> RunResult:
 
 
 def as_measured(choice: Choice) -> bool:
-    """Whether the policy has Unicron's steps. Their durations are those measured in the log."""
+    """Whether the policy has Unicron's steps, so that the log has measured their durations."""
     return POLICIES[choice.policy].costs == POLICIES[OURS].costs
 
 
 def _policy(recording: Recording, choice: Choice) -> Policy:
-    """The policy. Unicron's steps take as long as in this log, others as long as in POLICIES."""
+    """The policy. If it has Unicron's steps, they take as long as in this log."""
     known = POLICIES[choice.policy]
     if not as_measured(choice):
         return known

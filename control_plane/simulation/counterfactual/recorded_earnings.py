@@ -43,7 +43,7 @@ class RecordedProgress(TaskProgress):
 
     def on_iterations(self, at_s: float, since_s: float, iterations: int, iteration_flop: float
                       ) -> None:
-        """The last of `iterations` completed iterations was completed `since_s` ago."""
+        """The task had just completed `iterations` iterations `since_s` ago."""
         self.settle(at_s)
         done_flop = max(self.done_flop - self.rate_flops * since_s, 0.0)
         self.anchors.append((iterations, done_flop, iteration_flop))
@@ -68,7 +68,7 @@ class RecordedProgress(TaskProgress):
 
 
 class StartState(NamedTuple):
-    """The cluster at the start of the horizon: weights of tasks, numbers of slots of nodes."""
+    """The cluster at the start of the horizon: the weight of each task, the slots of each node."""
 
     tasks: dict[int, float]
     slots: dict[str, int]

@@ -18,7 +18,7 @@ from ..accounting import Key
 from ..trace.external_event import ExternalEvent, NodeReport, OperatorRequest
 
 HARM_S = 10.0
-"""A fault of the target that is reported within this time after an injection was injected."""
+"""A fault that is reported within this time after an injection is the injected fault."""
 REQUESTS = (r.TaskCancelRequested, r.TaskWeightSet, r.HealingFrozen, r.HealingResumed,
             r.NodeDrained, r.NodeUndrained, r.QuarantineLifted)
 
@@ -35,7 +35,7 @@ class ProcessLoss(NamedTuple):
 
 
 class SilentNode(NamedTuple):
-    """A node that was unreachable, until it was reachable or joined again or the log ended."""
+    """A node that was unreachable until it was reachable again, joined again, or the log ended."""
 
     from_s: float
     reported_s: float
@@ -59,7 +59,7 @@ class FaultReader:
 
     def __init__(self) -> None:
         self.names: dict[int, str] = {}
-        """Names of tasks by number. A name that occurs again gets a suffix."""
+        """Names of tasks, by task number. A repeated name gets a number as suffix."""
         self._events: list[ExternalEvent | OperatorRequest | NodeReport] = []
         self._losses: list[tuple[ProcessLoss, str]] = []
         """Each with the node whose clock gave its time; empty: the leader's clock."""
@@ -145,7 +145,7 @@ class FaultReader:
         name, silence = body.node, self._unreachable.pop(body.node, None)
         if silence is not None:
             self._lost.append(silence)
-        elif self._up.get(name, body.incarnation) < body.incarnation:  # the last agent died unnoticed
+        elif self._up.get(name, body.incarnation) < body.incarnation:  # the agent died unnoticed
             faults = [fault for task in state.tasks.values() for fault in task.faults
                       if record.seq in fault.evidence]
             at_s = min((fault.at_s for fault in faults), default=record.at_s)
@@ -189,7 +189,7 @@ class FaultReader:
         if isinstance(record.body, r.DeadlineReached) and fault.second_hand and failed:
             self._network(failed, fault.status, fault.node)
             return
-        if not task.heals_in_memory:  # if one process ends, the others are ended
+        if not task.heals_in_memory:  # the end of one process ends all others
             if (number, task.rounds) in self._rounds:
                 return
             self._rounds.add((number, task.rounds))

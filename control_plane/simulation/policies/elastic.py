@@ -18,11 +18,11 @@ favours the policy more. restarting.py explains "bench" and "trial".
 | speed of Oobleck, Bamboo, Varuna | 0.27 to 0.32, 0.22 to 0.26, 0.21 to 0.25 (derived) | no |
 
 Shrink is torchft's nightly with a heartbeat of 500 ms. The 10, 450 and 701 s are for a model of
-6.7 B (Oobleck's artifact, SOSP'23, 30 A40). In Bamboo's favour two costs are left out: 30 s where
-redundancy is not enough, and being 1.5 times slower until it has rebalanced. No publication says
-when these three notice a fault: here they do as early as Unicron. Their speed without a fault is
-the upper end of what the ratios in Unicron's paper imply. So these ratios prove nothing here;
-docs/guides/paper.md also shows them with the three at Megatron's speed.
+6.7 B parameters (Oobleck's artifact, SOSP'23, 30 A40). In Bamboo's favour two costs are left out:
+30 s where redundancy is not enough, and 1.5 times slower steps until it has rebalanced. No source
+says when these three notice a fault: here they notice it as early as Unicron. Their speed relative
+to Megatron's, without a fault, is the upper end of what the ratios in Unicron's paper imply. So
+these ratios are no evidence here; docs/guides/paper.md shows the ratios at Megatron's speed.
 """
 
 from __future__ import annotations

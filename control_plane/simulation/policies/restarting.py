@@ -19,10 +19,10 @@ docs/guides/bench-recovery.md; "trial" is an earlier run of the same fault, also
 | spares: a hang is noticed | 60 s (ByteRobust) | 2.06 s (bench) |
 | checkpoint | every 1,800 s: 15 min of work are repeated (Unicron) | a setting |
 
-4.0 s: in the trial torchrun's next step came after 4.2 s, of which it took 0.21 s to notice the
-fault (bench: 7.5 s). CUDA and NCCL on a GPU take longer. 454 s: the shortest published scheduling
-time, at 2,048 GPUs (ByteRobust, arXiv 2509.16293, table 7). Kubernetes: node-monitor-grace-period
-40 s, then pods tolerate an unreachable node for 300 s (DefaultTolerationSeconds).
+4.0 s: torchrun took 4.2 s until the next step (trial; 7.5 s in the bench), and 0.21 s of this time
+to notice the fault. CUDA and NCCL would take longer. 454 s: the shortest published scheduling time,
+at 2,048 GPUs (ByteRobust, arXiv 2509.16293, table 7). Kubernetes: node-monitor-grace-period 40 s,
+then pods tolerate an unreachable node for 300 s (DefaultTolerationSeconds).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ SPARES = Policy(
     what="a spare node takes over; the job restarts in its processes",
     heals=False, decides=lambda costs, _: following(moved, costs.num_spares),
     costs=Costs(
-        # NVRx noticed SIGSTOP 1.85 s later than SIGKILL. A lost node takes as long as by torchrun.
+        # NVRx noticed SIGSTOP 1.85 s later than SIGKILL. A lost node is noticed as by torchrun.
         detect_s={s.LOST_CONNECTION: NODE_S, **dict.fromkeys(_SILENT, EXIT_S + 1.85)},
         detect_other_s=EXIT_S, start_s=2.6 - EXIT_S,
         # The state comes from a peer's memory, so only one iteration is repeated (AWS, HyperPod).

@@ -11,7 +11,7 @@ POLICY = Policy(
     heals=True, escalates=True, decides=lambda _, __: decide.decide,
     costs=Costs(
         # docs/guides/bench-detection.md: medians of ten faults each on two cores. A hang, or a
-        # collective in which others wait, is reported after three iterations, but at least 1 s.
+        # collective in which others wait, is reported after three iterations and at least 1 s.
         detect_s={s.EXITED_ABNORMALLY: 0.076, s.LOST_CONNECTION: 1.17, s.OTHER_NETWORK: 1.35,
                   s.NCCL_TIMEOUT: 1.18, s.LINK_FLAPPING: 1.18, s.TASK_HANG: 1.18},
         detect_other_s=0.019,

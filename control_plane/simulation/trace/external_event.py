@@ -28,11 +28,11 @@ class ExternalEvent(NamedTuple):
     rank: int = -1
     slot: int = -1
     num_slots: int = 0
-    """Of a node that joins; 0: as in the scenario, for a new node the largest number there."""
+    """Of a node that joins. 0: as in the scenario; a new node has as many as the largest there."""
     detected_in_s: float = -1.0
     """Time until the fault is reported; negative: the policy's time for its cause."""
     peers_detect_in_s: float = -1.0
-    """Time until peers report the loss of the node; negative: as until the fault is reported."""
+    """Time until peers report the node's loss; negative: the time until the fault is reported."""
 
 
 class OperatorRequest(NamedTuple):

@@ -2,9 +2,9 @@
 
 The same seed draws the same trace on every machine: all values come from the generator's
 `random()`, which Python guarantees, and times are rounded to milliseconds. Each quantity has its
-own random stream, and if it belongs to a node, one stream per node. So the times of faults stay the
-same if repairs or causes change, and those of existing nodes if nodes are added. A fault that is
-drawn for a node while the node is away is left out of the trace.
+own random stream, and if it belongs to a node, one stream per node. So other repairs or causes do
+not change the times of faults, and additional nodes do not change the faults of the other nodes. A
+fault that is drawn for a node while the node is away is left out of the trace.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Bursts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class Drawn(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The rate: a mean time between faults (a Poisson process for each GPU or node), or a `count`
-    over the horizon, in all or by severity. `other` counts for all severities that are not named.
+    over the horizon, in all or by severity. `other`: all severities that are not named.
 
     `causes`: shares by cause, or a study. `repair`: the time (or a study of it) for which a SEV1
     takes its node away; other faults need no repair. `repeat`: nodes fail repeatedly. Without a

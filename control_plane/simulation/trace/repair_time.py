@@ -63,7 +63,7 @@ STUDIES: dict[str, Repair] = {
 
 
 def chosen(repair: Repair | str, path: str) -> Repair:
-    """The distribution, given as such or by its study, after a check. Raises SpecError."""
+    """Look up the study, or check the distribution that is given. Raises SpecError."""
     if isinstance(repair, str):
         need(repair in STUDIES, path, f"{repair[:40]!r} is no study",
              f"{', '.join(STUDIES)}, or {HINT}")
