@@ -1,10 +1,10 @@
 """Membership of the next generation: its ranks, their layout and their positions.
 
-Every waiting rank that has a seat is a member. Members without a position in the layout are
-standby members: spares, and ranks that alone have some state. If the shape of the replicas stays,
-each rank keeps its part of the model. Otherwise ranks are ordered node by node: first
-tensor-parallel groups, then whole replicas, are kept on one node. The copies of each part of the
-model are on as many nodes as possible.
+Every waiting rank that has a seat is a member. Members without a position in the layout are standby
+members: spares, and ranks that alone have some state. If the shape of a replica stays the same,
+each rank keeps its part of the model. Otherwise the ranks are ordered node by node: first
+tensor-parallel groups, then whole replicas, are on one node if possible. The copies of each part of
+the model are on as many nodes as possible.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def checkpoint_stores(state: ClusterState, task: Task, first: str) -> tuple[Stor
 def recovery_sources(state: ClusterState, task: Task,
                      members: Sequence[Rank]) -> tuple[MemoryCheckpoint, ...]:
     """The in-memory checkpoints to recover from: the newest first, then those on the first member's
-    node. If each member has only a part of the state, the members check whether they need one.
+    node. If each member has only a part of the state, the members find out if all is there.
     Checkpoints older than the published one are left out, as are lost nodes. Unreachable nodes come
     last: perhaps only the agent failed, and the node may have the only checkpoint."""
     if not has_layouts(task) and any(rank.has_state for rank in members):

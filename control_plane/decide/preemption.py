@@ -16,8 +16,8 @@ def is_preempted(state: ClusterState, task: Task) -> bool:
 
 def checkpoint_writer(task: Task) -> Rank | None:
     """The member that writes the checkpoint; None if no member can, or if it is too late. This is
-    the member that already has the order, unless all have reported and another has a newer step.
-    If each member has a part of the state, see `_first_writer`."""
+    the member that already has the order, unless all have reported and another has a newer step. If
+    each member has a part of the state, see `_first_writer`."""
     if has_layouts(task):
         return _first_writer(task)
     able = [rank for rank in task.living_members() if rank.has_state and rank.is_healthy]

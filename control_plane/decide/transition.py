@@ -169,7 +169,7 @@ def reconfigure(state: ClusterState, task: Task) -> Iterator[Body]:
 
 
 def resume(state: ClusterState, task: Task) -> Iterator[Body]:
-    """Train on. From `progress_from` on, progress is reported anew: a report may have been lost."""
+    """Continue to train. `progress_from` repeats reports that a lost first member did not send."""
     yield Resume(nodes=_nodes([member.node for member in task.members]), task=task.id,
                  generation=task.generation, progress_from=min(task.iteration, task.settled))
 

@@ -221,7 +221,7 @@ def _kept(task: Task) -> Iterator[Slot]:
 
 class Search:
     """The cheapest path for one task, by Dijkstra's algorithm. A seat that has left its node is
-    offered to all nodes at once, since most have the same cost. Cheaper nodes are skipped."""
+    offered to all nodes at once, at one cost for most. Nodes with a cheaper offer are skipped."""
 
     def __init__(self, board: SeatMoves, first: int, own: int) -> None:
         self._board, self._first, self._own = board, first, own
@@ -270,7 +270,7 @@ class Search:
                 self._best = end
 
     def _expand(self, node: str, cost: int) -> None:
-        """Offer to others the seats of other tasks here, in exchange for the seat that comes."""
+        """Offer other tasks' seats on this node, in exchange for the seat that comes to it."""
         board, rack = self._board, self._board.rack[node]
         for key in sorted(board.guests[node]):
             if key == self._first:

@@ -262,7 +262,7 @@ def unserved_tasks(problem: PlanProblem, slots: Sequence[int]) -> tuple[int, ...
 
 
 def below_floor(problem: PlanProblem, slots: Sequence[int]) -> dict[int, int]:
-    """The tasks below their first floor. By task: its smallest floor above its slots."""
+    """By task with fewer slots than its requested floor: its smallest floor above its slots."""
     found: dict[int, int] = {}
     for demand, x in zip(problem.demands, slots, strict=True):
         floors = floors_of(problem, demand)

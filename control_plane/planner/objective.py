@@ -16,8 +16,8 @@ With alpha-fairness, U(T) replaces T in the first term, and T U'(T) replaces T i
 U(T) = T^(1 - alpha) / (1 - alpha), and ln T for alpha 1 (Mo and Walrand, "Fair end-to-end
 window-based congestion control", 2000).
 
-The objective is computed in floats (`objective_values`), then rounded once to integers of one
-scale (`rows`). So the order of summation cannot change the plan. Utilities use only + - * / and the
+The objective is computed in floats (`objective_values`), then rounded once to integers of one scale
+(`rows`). So the order of summation cannot change the plan. Utilities use only + - * / and the
 square root, which every machine rounds correctly. All FLOP in this module are weighted.
 """
 

@@ -179,7 +179,7 @@ class _Bounds(Struct, frozen=True):
                    constraints.allowed(problem, every) if constraints.has_floors(problem) else None)
 
     def violated(self, slots: Sequence[int]) -> tuple[str, ...]:
-        """The LIMIT_NAMES that a plan violates, and priorities, which only a solve can check."""
+        """The LIMIT_NAMES that a plan violates. Priorities count: only a solve can check them."""
         limits, names = self.limits, list[str]()
         if limits is not None:
             names += ["moves_max"] * (not limits.allow_moves(slots))

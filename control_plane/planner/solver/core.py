@@ -110,8 +110,8 @@ class Core(Protocol):
         ...
 
     def second(self, vector: Ints) -> Ints | None:
-        """The best vector except the optimum `vector`; None if none is within the budget. For each
-        row as the first that differs, the rows before it are as in `vector`, the later optimal."""
+        """The best vector except the optimum `vector`; None if none is within the budget. Each row
+        is tried as the first that differs: earlier rows stay, later rows are optimal."""
         ...
 
 
