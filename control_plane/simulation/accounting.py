@@ -199,7 +199,7 @@ class Accounting:
         return stopped
 
     def _stops_with(self, key: Key) -> bool:
-        """Whether the task stops with this process. A process that is to join later is not needed."""
+        """Whether the task stops with this process. A process that joins later is not needed."""
         task = self.state.tasks[key[0]]
         return not task.heals_in_memory or not task.members or any(
             (member.rank, member.attempt) == key[1:] for member in task.members)
