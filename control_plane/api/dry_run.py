@@ -60,7 +60,7 @@ class TaskDiff(Struct, frozen=True, kw_only=True):
     """One task before and after the change."""
 
     task: int
-    """0: the task is part of the change."""
+    """0: the change submits this task."""
     name: str
     tier: str
     weight: float
@@ -92,8 +92,8 @@ class DryRunResult(Struct, frozen=True, kw_only=True):
     input: int
     """Digest of the plan's input before the change."""
     plan: PlanChosen | None
-    """The last plan of the change; None if there is nothing to plan. In addition to the record it
-    has the plans without each limit, and `paid_back_s`."""
+    """The last plan of the change; None if there is nothing to plan. Unlike the record in the log,
+    it has the plans without each limit, and `paid_back_s`."""
     planned: bool
     """True if the change leads to a plan; otherwise `plan` is the present one."""
     plan_s: float

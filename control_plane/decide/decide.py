@@ -54,11 +54,14 @@ def decisions(state: ClusterState, record: Record, plan: Plan) -> Iterator[t.Bod
     yield from node_incidents.decide_nodes(state, record)
     for _ in range(2 * len(state.tasks) + 2):
         if not state.replan or not _can_plan(state):
-            return
+            break
         yield from plan(state)
-        yield from task_decisions(state, [state.tasks[key] for key in sorted(state.tasks)])
+        yield from task_decisions(state, _all_tasks(state))
         yield from node_incidents.decide_nodes(state, record)
-    raise AssertionError(f"seq {record.seq}: planning does not come to rest: {state.replan}")
+    else:
+        raise AssertionError(f"seq {record.seq}: planning does not come to rest: {state.replan}")
+    if state.held:  # any record may change what would be ordered, and that is recorded
+        yield from task_decisions(state, _all_tasks(state))
 
 
 def _can_plan(state: ClusterState) -> bool:
@@ -73,18 +76,18 @@ def affected_tasks(state: ClusterState, record: Record) -> list[Task]:
     it names, or the task of its deadline. The exit of a process also affects each task that has a
     seat without a process, since the seat may wait for the slot. Progress affects only a task with
     faults or an incident: progress may close the incident, or show a straggler. An answer to an
-    order has no effect while other answers are outstanding.
+    order has no effect while other answers are outstanding. While healing is paused, `decisions`
+    looks at every task after each record.
     """
     body = record.body
     number: int = getattr(body, "task", 0)
     if isinstance(body, r.DeadlineReached):
         number = task_of_deadline(body.deadline)
     if isinstance(body, _AFFECTING_ALL) or (isinstance(body, r.DeadlineReached) and not number):
-        return [state.tasks[key] for key in sorted(state.tasks)]
+        return _all_tasks(state)
     if isinstance(body, r.RankExited):
-        return [state.tasks[key] for key in sorted(state.tasks)
-                if key == number or any(seat.rank not in state.tasks[key].ranks
-                                        for seat in state.tasks[key].target)]
+        return [task for task in _all_tasks(state) if task.id == number or any(
+            seat.rank not in task.ranks for seat in task.target)]
     task = state.tasks.get(number)
     if task is None:
         return []
@@ -95,6 +98,10 @@ def affected_tasks(state: ClusterState, record: Record) -> list[Task]:
     if isinstance(body, _ANSWERS) and task.num_outstanding and not unsolicited:
         return []
     return [task]
+
+
+def _all_tasks(state: ClusterState) -> list[Task]:
+    return [state.tasks[key] for key in sorted(state.tasks)]
 
 
 def task_decisions(state: ClusterState, tasks: Iterable[Task]) -> Iterator[t.Body]:

@@ -126,7 +126,7 @@ def layer_activations(model: MegatronModel, layout: Layout) -> float:
 
 
 def layer_scores(model: MegatronModel, layout: Layout) -> float:
-    """Bytes of one layer's softmax: 2 a s^2 b. With dropout 5, for its mask and its output."""
+    """Bytes of one layer's softmax: 2 a s^2 b; 5 a s^2 b with the mask and output of dropout."""
     if model.flash_attention:
         return 0.0
     each = 5 if model.dropout else 2

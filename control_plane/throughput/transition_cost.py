@@ -79,8 +79,8 @@ def is_fault(state: ClusterState, task: Task, incident: Incident) -> bool:
 
 
 def update_mtbf(state: ClusterState) -> None:
-    """Fold: update the MTBF of one slot from a Gamma prior and the observations. The value changes
-    only if the new one differs by `calibrate_min` (a share), or if it is not finite (old logs)."""
+    """Fold: update the MTBF of one slot from a Gamma prior and the observations. It changes only by
+    more than the share `calibrate_min`, or if the old value is not finite (old logs)."""
     policy, last = state.policy, state.mtbf_gpu_s
     num = policy.mtbf_faults + state.num_faults
     seen_s = policy.mtbf_faults * policy.mtbf_gpu_s + state.observed_slot_s

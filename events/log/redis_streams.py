@@ -160,8 +160,7 @@ class _Link:
         except ValueError as error:
             raise UsageError(f"{self._where}: {error}", URL_HINT) from None
         make = options.pop("connection_class", Connection)
-        # No socket timeout: each call has a timeout of its own. With RESP2 the server pushes
-        # nothing.
+        # No socket timeout: each call has its own timeout. With RESP2 the server pushes nothing.
         options |= {"socket_timeout": None, "socket_connect_timeout": CONNECT_S_MAX,
                     "retry": Retry(NoBackoff(), 0), "protocol": 2, "driver_info": None}
         self._connection: Any = make(**options)

@@ -131,8 +131,8 @@ class PlanChosen(Body, frozen=True, rename={
     """Slots per task for the whole cluster. `objective` is G scaled to an integer (law 10).
 
     G is the weighted FLOP of the plan within `running_s`, less the cost of its changes. For each
-    healthy task that changes, it is also less by the share `gain_min` of the task's FLOP in that
-    time. `why`: the reason in one sentence.
+    healthy task that changes, the share `gain_min` of the task's FLOP in that time is subtracted
+    too. `why`: the reason in one sentence.
     """
 
     trigger: str
@@ -221,7 +221,7 @@ class NodeQuarantined(Body, frozen=True):
 class StragglerCostEstimated(Body, frozen=True):
     """The cost of a degraded node, and the gain of draining it. For information only.
 
-    Its `tasks` are slowed down, each to `1 / ratios[i]` of its speed.
+    The node slows down `tasks`, each to `1 / ratios[i]` of its speed.
     """
 
     node: str

@@ -51,8 +51,9 @@ class Record(Struct, frozen=True, kw_only=True):
     """One entry of the log.
 
     `seq` is contiguous from 1, also across epochs; `at_s` is stamped by the leader and never
-    decreases. `cause` is the seq of the record that caused this one (0: none), `incident` the seq
-    of the IncidentOpened that it belongs to (0: none). Decisions have source `heart`, source_seq 0.
+    decreases. `cause` is the seq of the record that caused this one (0: none). `incident` is the
+    seq of the IncidentOpened that this record belongs to (0: none). Decisions have source `heart`
+    and source_seq 0.
     """
 
     seq: int

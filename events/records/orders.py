@@ -127,7 +127,7 @@ class PublishCheckpoint(Body, frozen=True):
 class InjectFault(Body, frozen=True):
     """Inject a fault (FaultRequested): kill or stop a rank, or kill the agent.
 
-    It is carried out once: it is never an open order, and other incarnations ignore it.
+    It is carried out once: it is no open order, and agents of another `incarnation` ignore it.
     """
 
     nodes: tuple[str, ...]

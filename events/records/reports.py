@@ -46,7 +46,8 @@ class NodeReachable(Body, frozen=True):
 
 # --- sent by an operator ------------------------------------------------------------------------
 class TaskSubmitted(Body, frozen=True):
-    """The seq of this record is the task's id. `modelled`: its throughput, if it has a model."""
+    """The seq of this record is the task's id. `modelled`: T(t, x) of the spec's `model`, if any.
+    """
 
     spec: JobSpec
     modelled: Modelled | None = None
@@ -78,7 +79,7 @@ class HealingResumed(Body, frozen=True):
 
 
 class NodeDrained(Body, frozen=True):
-    """Tasks must leave the node; it gets none until NodeUndrained, even if it joins again."""
+    """Tasks must leave the node. It gets no task until NodeUndrained, even if it joins again."""
 
     node: str
     reason: str = ""
@@ -198,8 +199,8 @@ class RankExited(RankReport, frozen=True):
     """The process has exited. Exactly one of exit_code, signal is set.
 
     The slot is free when all child processes of the rank have exited too. A training rank that
-    exited on its own is reported at once. Any other is reported when the slot is free, or after a
-    timeout.
+    exited on its own is reported at once. Any other rank is reported when the slot is free, or
+    after a timeout.
     """
 
     pid: int

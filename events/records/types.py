@@ -138,6 +138,6 @@ STORES_NUM_MAX = 1 << 10
 
 def first_store_number(incarnation: int) -> int:
     """The number of the first store of an incarnation. Each incarnation has STORES_NUM_MAX numbers,
-    which are larger than those of earlier incarnations, even if it is only one above the last
-    (after a clock was set back)."""
+    all above those of earlier incarnations. This also holds for an incarnation that is only one
+    above the last, because a clock was set back."""
     return incarnation * STORES_NUM_MAX

@@ -131,7 +131,7 @@ RESERVED_NAMES = ("nodes",)
 """Words that have another meaning where a command takes the name of a task."""
 SLOTS_NUM_MAX = 100_000
 WEIGHT_RATIO_MAX = 1e6
-"""Largest weight; its inverse is the smallest. So the planner adds products exactly."""
+"""Largest weight; its inverse is the smallest. Within these the planner adds products exactly."""
 PRIORITY_NUM_MAX = 9
 RATE_FLOPS_MAX = 1e24
 """A million GPUs of 1e18 FLOP/s."""
@@ -142,9 +142,9 @@ HANG_AFTER_S_MAX = 1e6
 class Slots(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How many slots (GPUs) a task may hold; `min` is T_necessary of the Unicron paper.
 
-    Permitted is each number from `min` to `max` that is a multiple of `multiple_of` (whole nodes),
-    or instead the list `sizes`, whose ends are then `min` and `max`. `floor` is one of these
-    numbers, or 0: the plan gives at least so many, unless the floors of all tasks do not fit.
+    Each number from `min` to `max` that is a multiple of `multiple_of` (whole nodes) is permitted;
+    with `sizes`, only the numbers in that list, whose ends are `min` and `max`. The plan gives at
+    least `floor`, a permitted number or 0, unless the floors of all tasks do not fit together.
     """
 
     min: int = 1

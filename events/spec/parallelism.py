@@ -104,7 +104,7 @@ def check_sizes(parallel: Parallel, path: str) -> None:
 
 def check_fits(parallel: Parallel, num_micro_batches: int, counts: Sequence[int], floor: int,
                path: str) -> None:
-    """Raises SpecError unless a layout fits one of `counts` (slots, ascending), and the floor."""
+    """Raises SpecError unless a layout fits one of `counts` (ascending), and one fits the floor."""
     need(any(True for count in counts for _ in parallel.layouts(count, num_micro_batches)),
          path, f"no layout of it has a number of slots that slots permits, of {counts[0]} to "
          f"{counts[-1]}", "raise slots.max, or name other sizes")

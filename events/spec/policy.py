@@ -59,7 +59,7 @@ class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     place; and how long paused members wait for members on unreachable nodes."""
     start_s_max: float = 180.0
     quiesce_s_max: float = 60.0
-    """How long a rank may take to quiesce `now`, after its current micro-batch."""
+    """How long a rank may take to quiesce `now`, including the rest of its micro-batch."""
     boundary_s_max: float = 600.0
     """How long a rank may take to quiesce at the end of an iteration."""
     reconfigure_s_max: float = 30.0

@@ -24,8 +24,9 @@ NUM_SEEDS = int(os.environ.get("UNICRON_SIM_SEEDS", "150"))
 """A share of what `make simulation` runs."""
 NUM_FEW = 50
 """What `make test` runs of them."""
-ONCE_FAILED = (328,)
-"""A checkpoint was read after slots were left on purpose, and then came another fault."""
+ONCE_FAILED = (328, 508, 818, 1099)
+"""328: a checkpoint was read after slots were left on purpose, and then came another fault. The
+others: while healing was paused, what was suppressed changed by a record that names no task."""
 
 
 @pytest.fixture(autouse=True)

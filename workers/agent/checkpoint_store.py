@@ -1,9 +1,9 @@
 """Runs the node's checkpoint store: the process that holds in-memory checkpoints of ranks.
 
-The agent owns the listening socket. It starts the store (workers/checkpoint_store) at the first
-connection, and after an exit of the store at the next connection. So a node without checkpoints has
-no such process, and the address never changes. If the store exits before it held a checkpoint,
-nothing was lost, and the agent waits longer before each restart.
+The agent owns the listening socket. It starts the store (workers/checkpoint_store) when a rank
+connects and no store runs. So a node without checkpoints has no such process, and the address never
+changes. If the store exits before it held a checkpoint, nothing was lost, and the agent waits
+longer before each restart.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class CheckpointStore:
     """Listens on `host`. Calls `lost` with the task that lost its checkpoints (0: all) and why.
 
     `start` is the number of the current or next process; it grows by one after each process that
-    held a checkpoint. At most STORES_NUM_MAX numbers are used: the next belong to the next agent.
+    held a checkpoint. At most STORES_NUM_MAX numbers are used: higher ones are the next agent's.
     """
 
     def __init__(self, host: str, secret: str, env: Mapping[str, str], marker: tuple[str, str],

@@ -95,7 +95,7 @@ EXIT_S_MAX = 1.0
 HEALTH = "UNICRON_HEALTH"
 """Environment variable. "off" disables the health checks, a site's custom checks included."""
 OLD_SPOOLS_NUM_MAX = 8
-"""So many spools of earlier incarnations are still delivered; older spools are deleted."""
+"""At most this many spools of earlier incarnations are delivered; older spools are deleted."""
 
 _log = structlog.get_logger("agent")
 
@@ -103,8 +103,8 @@ _log = structlog.get_logger("agent")
 class AgentOptions(Struct, frozen=True, kw_only=True):
     """The options of `unicron agent`.
 
-    `host` is the address of this node's ranks. If `redis_url` is empty, the control plane names the
-    URL. If `devices` is None, CUDA_VISIBLE_DEVICES has one entry per slot; without any, CPU.
+    `host` is the address of this node's ranks. If `redis_url` is empty, the control plane gives it.
+    If `devices` is None, CUDA_VISIBLE_DEVICES gives one GPU per slot; without any, slots are CPU.
     """
 
     node: str

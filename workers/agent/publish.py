@@ -77,8 +77,7 @@ def publish(*, cluster: str, order: int, at_s: float, task: int, generation: int
 
     In a folder this is one compare-and-set under a lock file. An order older than the last executed
     one is refused; a repeated order does no harm. `at_s` is the time of the order. Blocks on the
-    disk: call it in a thread.
-    Raises PublishRefused, Superseded, OSError.
+    disk: call it in a thread. Raises PublishRefused, Superseded, OSError.
     """
     relative = PurePosixPath(path)
     if relative.is_absolute() or ".." in relative.parts or not relative.parts:

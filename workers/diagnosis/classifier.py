@@ -160,7 +160,6 @@ def _match(rule: Rule, line: str, lowered: str) -> int:
 
 
 def _ignored_by(line: str, lowered: str) -> IgnoreRule | None:
-    """The ignore rule that matches the line."""
     if "retrying (" in lowered and LAST_TRY.search(lowered) is not None:
         return None
     if LEVEL.search(line[:LEVEL_COLUMNS]) is not None:

@@ -2,8 +2,9 @@
 
 torch writes one dump per rank (for NCCL since torch 2.5, for gloo since 2.10).
 
-- The keys of `pg_status` are group numbers that are local to the rank; an entry has the number and
-  the name. A group without an entry is found by its position: both tables are in creation order.
+- The keys of `pg_status` are group numbers that are local to the rank. An entry has the number and
+  the name of its group. Groups without an entry are matched by position, because `pg_status` and
+  `pg_config` are both in the order of creation.
 - `pg_status` also counts sends and receives. In a group that has them only entries are used.
 - A rank that has rebuilt its groups has several groups of one name. Only the newest is used.
 - gloo never reports that a collective has completed. A retired one counts as complete.

@@ -24,7 +24,7 @@ from .flight_recorder import Dump, Op
 from .wait_graph import WaitGraph, sink_components
 
 WAIT_S_MIN = 1.0
-"""If the longest wait is shorter, there is no hang. Dumps without a time always count."""
+"""If the longest wait is shorter, there is no hang. Dumps without a time are not checked."""
 TENSORS_CHARS_MAX = 80
 
 

@@ -35,7 +35,8 @@ AVERAGE_NUM = 500
 """The running average is the median of this many iterations."""
 SHOWN_NUM = 3
 SHOWN_TIMES, SHOWN_TIMES_MAX = 1.25, 10.0
-"""1.25 x the SHOWN_NUM-th longest of these durations is usual; it counts up to 10 x the average."""
+"""A duration up to 1.25 x the SHOWN_NUM-th longest of these iterations is usual. The SHOWN_NUM-th
+longest counts as at most 10 x the average."""
 LENIENT_TIMES, LENIENT_S = 10.0, 60.0
 """The lenient limit (first iterations, warm-up) is the larger of 10 averages and 60 s."""
 BOUNDARIES_NUM = 50

@@ -186,7 +186,8 @@ class WaitGraph:
         return found
 
     def not_entered(self, rank: int, op: Op) -> tuple[int, ...]:
-        """The ranks that have not entered `op`; if all with a dump have, the ranks without one."""
+        """The ranks that have not entered `op`. Ranks without a dump are named only if all ranks
+        with a dump have entered it."""
         if op.is_p2p:
             other = op.target if rank == op.source else op.source
             return () if self._is_matched(rank, other, op) else (other,)
@@ -203,12 +204,12 @@ class WaitGraph:
         return mine.index(op.order) < sum(one.key == op.key for one in theirs)
 
     def _unstarted_peers(self, rank: int, op: Op) -> tuple[int, ...]:
-        """The peers whose kernel has not started although they entered `op`, if ours has."""
+        """The peers that entered `op` but have not started its kernel, if this rank has."""
         return tuple(other for other in self.participants(op) if op.key in self.unstarted(other)
                      ) if op.has_started else ()
 
     def unstarted(self, rank: int) -> frozenset[Key]:
-        """The operations started on others but not on this rank; {} if it records no starts."""
+        """The operations that only others have started; empty if this rank records no starts."""
         if rank not in self._dumps or not self._dumps[rank].records_starts:
             return frozenset()
         return frozenset(op.key for op in self.pending(rank)
@@ -243,7 +244,7 @@ class WaitGraph:
         return tuple(self._waiters.get(rank, ()))
 
     def first_waiter(self, rank: int) -> tuple[int, Op]:
-        """The rank that has waited longest for `rank`, and in what; collectives before sends."""
+        """The rank that waits longest for `rank`, and its operation; collectives before sends."""
         waits = {one: self.edges(one)[rank] for one in self._waiters[rank]}
         waiter = min(waits, key=lambda one: (waits[one].is_p2p, waits[one].at_ns, one))
         return waiter, waits[waiter]

@@ -143,7 +143,7 @@ class Gpu:
         return worst(f"gpu/{self._slot}", found)._replace(devices=(self._slot,)), erred
 
     def _call(self, call: Callable[[], T]) -> T | None:
-        """Call NVML; None if it cannot. Raises NVMLError if the GPU is lost or needs a reset."""
+        """Call NVML; None if unsupported. Raises NVMLError if the GPU is lost or needs a reset."""
         try:
             return call()
         except self._nvml.NVMLError as error:

@@ -120,7 +120,6 @@ class Gpus:
                          daemon=True).start()
 
     def _collect_xids(self, nvml: Nvml, events: object) -> None:
-        """Collect XIDs without end, in a daemon thread."""
         while True:
             try:
                 event = nvml.nvmlEventSetWait_v2(events, limits.XID_WAIT_MS)

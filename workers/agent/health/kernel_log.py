@@ -21,7 +21,7 @@ _KERNEL_CODE, _USER_CODE = 0, 1
 """Accepted facilities: the kernel's own, and `user`, in which only root can write (for tests)."""
 _READS_NUM_MAX = 1000
 _PENDING_BYTES_MAX = 1 << 16
-# mm/oom_kill.c logs which process requested memory, a summary, the killed process, freed memory.
+# The lines of mm/oom_kill.c: the requesting process, a summary, the killed process, its memory.
 _OOM = re.compile(r"^oom[-_]|^(?:Memory cgroup out|Out) of memory\b|\binvoked oom-killer:")
 _KILLED = re.compile(r"\bKill(?:ed)? process (\d+)\b|^oom-kill:.*\bpid=(\d+)\b")
 # The pid in the line of an XID, and in the line of a hung task.
@@ -91,7 +91,7 @@ class KernelLog:
         """One record, `priority,seq,timestamp,flags;text` (Documentation/ABI/testing/dev-kmsg)."""
         head, semicolon, text = record.partition(";")
         priority = head.partition(",")[0]
-        # Lines that begin with a space are a record's dictionary.
+        # A line that begins with a space is not a record, but part of a record's dictionary.
         if not semicolon or not (priority.isascii() and priority.isdigit()):
             return
         if int(priority) >> 3 not in (_KERNEL_CODE, _USER_CODE):

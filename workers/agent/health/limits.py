@@ -24,12 +24,12 @@ NVLINK_CRC_HZ_MAX = 100.0
 """NVIDIA DCGM, the same file: CRC errors matter from 100 a second on."""
 
 # --- network ------------------------------------------------------------------------------------
-# Source of the fatal counters and the three rates: NVIDIA NVSentinel, NIC health monitor. It
-# replaces the machine at the first fatal count. Unicron reports the count, and degrades the port if
-# there is another one within a minute.
+# Source of the fatal counters and the three rates: NVIDIA NVSentinel, NIC health monitor.
+# NVSentinel replaces the machine at the first fatal count. Unicron reports the count, and degrades
+# the port if the counter grows again within a minute.
 SYMBOL_ERRORS_HZ_MAX = 10.0
 SYMBOL_ERRORS_PER_HOUR_NUM_MAX = 120
-"""Above the bit error rate of 1e-12 that the InfiniBand specification allows."""
+"""This is above the bit error rate of 1e-12 that the InfiniBand specification allows."""
 RECOVERIES_PER_MINUTE_NUM_MAX = 5
 FLAPS_NUM_MAX = 3
 FLAPS_WITHIN_S = 300.0

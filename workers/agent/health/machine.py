@@ -191,7 +191,7 @@ class BlockedProcesses:
         self._waits: dict[int, _Waits] = {}
 
     def read(self) -> Reading:
-        """Name the process, ours first, that waits longest (at least BLOCKED_S); count the rest."""
+        """Name the longest wait (at least BLOCKED_S), our processes first; count the others."""
         now_s = self._clock()
         waits: dict[int, _Waits] = {}
         for proc in self._table():

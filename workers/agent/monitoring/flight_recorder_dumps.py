@@ -17,7 +17,7 @@ from ..processes.process import Process
 Dumps = dict[int, Path]
 """Rank -> path of its dump."""
 DUMP_INTERVAL_S = 60.0
-"""Least time between two dumps of a task: its ranks stall together but are reported one by one."""
+"""Minimum time between dumps of a task: its ranks stall together but are reported one by one."""
 _log = structlog.get_logger("agent")
 
 

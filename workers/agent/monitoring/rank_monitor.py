@@ -20,7 +20,7 @@ from ...ipc.progress_page import COLLECTIVE_CODE, OUTSIDE_CODE, Mark, ProgressPa
 from . import process_state
 
 WATCH_S = 0.05
-"""Between two looks."""
+"""Time between two looks."""
 STALL_S_MIN = 1.0
 """The limit is at least this long, even if iterations are short: a shorter pause is noise."""
 LATE_S = 0.25
@@ -30,7 +30,7 @@ PAUSE_S = 1.0
 SLOW_AGAIN_TIMES = 2.0
 """A slow iteration that still runs is reported again when its work took this many times longer."""
 REPORT_S = 10.0
-"""Between two step-time reports of one rank in the same generation."""
+"""Minimum time between two step-time reports of one rank in the same generation."""
 
 Key = tuple[int, int, int]
 
@@ -95,7 +95,7 @@ class RankMonitor:
         self._stalled: Mark | None = None
         self._reported_s = -REPORT_S
         self._slow: tuple[int, int] | None = None
-        """Generation and iteration of the running slow iteration that was reported."""
+        """Generation and iteration of the last slow iteration that was reported."""
         self._slow_s = 0.0
         """The rank's own work in that iteration, at the time of the last report."""
         self._slow_look: process_state.ProcessState | None = None

@@ -107,8 +107,8 @@ def cause_of_error(report: RankErrored) -> Cause:
 def deciding_verdict(text: str) -> Verdict:
     """Classify the last traceback with its chained exceptions, and the whole output if necessary.
 
-    If the traceback is only OTHER_SOFTWARE, the whole output decides, unless it is only indirect
-    evidence, or an error that is also printed before a successful retry.
+    If the traceback is only OTHER_SOFTWARE, the whole output decides, unless its verdict is
+    indirect evidence, or an error that is also printed before a successful retry.
     """
     at = text.rfind(_TRACEBACK)
     if at < 0:

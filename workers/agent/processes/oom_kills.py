@@ -47,10 +47,10 @@ class MemoryCgroup:
 
 
 class Kills:
-    """The memory cgroups of the monitored processes. Any clock will do that never goes back.
+    """The memory cgroups of the monitored processes. Times are of any clock that never goes back.
 
-    Sources: proc(5) for `proc`; for `cgroups` `oom_kill` of memory.events and memory.oom_control in
-    the kernel's "Control Group v2" and "Memory Resource Controller" (v1).
+    Source for `proc`: proc(5). Source for `cgroups`: `oom_kill` of memory.events and
+    memory.oom_control in the kernel's "Control Group v2" and "Memory Resource Controller" (v1).
     """
 
     def __init__(self, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> None:

@@ -20,7 +20,7 @@ from ...host import linux
 from .zygote import Zygote
 
 ADOPTED_S_MAX = 5.0
-"""A fork of the zygote becomes the agent's child when the process between them has exited."""
+"""Maximum wait until a fork is the agent's child: the intermediate process must exit first."""
 FOLLOW_S = 0.1
 """After the exit of a followed process, the command that started it has this long to exit too."""
 _POLL_S_MIN, _POLL_S_MAX = 0.002, 0.1

@@ -22,8 +22,8 @@ def _ignore(name: str, words: str, pattern: str = "", *, depth_max: int = -1) ->
                       depth_max)
 
 
-# The log level is at the beginning of a line. Not ignored are "INFO: task ... blocked", which comes
-# from the kernel, and "INFO - [rank0]: ", with which a launcher forwards an exception of torch.
+# The log level is at the beginning of a line. Two forms are not ignored: "INFO: task ... blocked"
+# is from the kernel, and "INFO - [rank0]: " is an exception of torch that a launcher forwards.
 LEVEL_COLUMNS = 200
 LEVEL = re.compile(
     r"(?<![\w.=/'\"-])(?:INFO|DEBUG|TRACE)(?![\w=])(?!:? ?(?:task |rcu|kernel))"
