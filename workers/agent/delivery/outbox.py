@@ -15,7 +15,7 @@ from .spool import Spool
 
 NUM_BATCH = 256
 NUM_WINDOW = 1024
-"""Limit of sent, unacknowledged reports: without a leader they must not fill the server's memory."""
+"""Limit of unacknowledged reports: without a leader they must not fill the memory of the server."""
 ACK_POLL_S = 0.1
 IDLE_POLL_S = 5.0
 """Time between polls of the cursor if all is acknowledged. These polls find a replaced log."""
