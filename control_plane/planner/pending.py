@@ -419,6 +419,6 @@ def _who_earns_more(state: ClusterState, problem: PlanProblem, slots: Sequence[i
     if not names:
         return "the plan has better use for the slots"
     if price.cost_waf == 0.0:
-        return (f"{', '.join(names)}: changed only for {100 * state.policy.gain_min:g} % "
-                "of the WAF")
+        return (f"{', '.join(names)} keep{'s' * (len(names) == 1)} the slots: a change must gain "
+                f"{100 * state.policy.gain_min:g} % of the WAF")
     return f"{', '.join(names)} earn{'s' * (len(names) == 1)} more with the slots"
