@@ -6,14 +6,12 @@ tenth of a second, where their defaults are one to five, and its limits for a ra
 progress to seconds, where they are minutes.
 """
 
-from __future__ import annotations
-
 import datetime
 import os
 
 import nvidia_resiliency_ext.inprocess as inprocess
 import torch.distributed as dist
-from bench.recovery.loop import BUILD, COLLECTIVE, Loop, groups
+from bench.recovery.loop import BUILD, COLLECTIVE, Loop, process_groups
 
 # No `from __future__ import annotations`: the wrapper reads its function's as classes.
 
@@ -41,7 +39,7 @@ def main(call_wrapper: inprocess.CallWrapper = None) -> None:
     store = dist.TCPStore("127.0.0.1", PORT + 2 + call_wrapper.iteration, world_size=num_members,
                           is_master=place == 0, multi_tenant=True, wait_for_workers=True)
     dist.init_process_group("gloo", store=store, rank=place, world_size=num_members, timeout=BUILD)
-    groups.forget()
+    process_groups.clear_globals()
     loop.iteration = 0
     loop.build()
     loop.load()
