@@ -94,10 +94,10 @@ bench-paper: setup types ## the rows of unicron simulate paper (N=5 seeds)
 	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m bench.paper -n $(N)
 
 figures: setup types ## write what was measured into README and the guides, with commit and date
-	@PYTHONPATH=tests:.typing $(BIN)/python docs/reference/figures.py
+	@PYTHONPATH=tests:tests/drivers:.typing $(BIN)/python docs/reference/figures.py
 
 disasters: setup types ## play other people's disasters and write their figures into the guide
-	@PYTHONPATH=tests:.typing $(BIN)/python docs/reference/figures.py disasters
+	@PYTHONPATH=tests:tests/drivers:.typing $(BIN)/python docs/reference/figures.py disasters
 
 check: setup types ## rules: ruff, mypy and pyright strict, the house tests
 	@$(BIN)/ruff check --output-format concise .
