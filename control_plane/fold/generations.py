@@ -38,6 +38,7 @@ def collective_failed(state: ClusterState, record: Record, body: r.CollectiveFai
         _device_failed(task, record, rank, body.error)
     if task.failed_s < 0:
         task.failed_s = record.at_s
+        edits.update_hang_deadline(state, task)  # the failed collective is decided on instead
         if len(task.living_members()) == len(task.members):
             edits.set_deadline(state, f"evidence/{task.id}/{task.generation}",
                                state.policy.evidence_s_max)

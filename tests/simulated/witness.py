@@ -148,8 +148,6 @@ class Witness:
         task = self.state.tasks.get(int(of[0])) if what == "hang" else None
         if task is None or record.at_s < self.state.deadlines[body.deadline].due_s:
             return
-        if task.failed_s >= 0:  # the failed collective is decided on, and no hang is located
-            return
         silent = {node.name for node in self.state.nodes.values() if node.unreachable}
         asked = [rank for rank in task.living_members()
                  if not rank.is_stopped and rank.slot.node not in silent]
