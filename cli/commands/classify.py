@@ -144,7 +144,7 @@ def _next(name: str, found: list[Group]) -> Iterator[str]:
 
 def _gpus(devices: Iterable[str]) -> str:
     """For example `GPU 0000:4e:00, 0000:9b:00`."""
-    return f"GPU {fmt.some(list(devices), DEVICES_SHOWN_NUM)}"
+    return f"GPU {fmt.listed(list(devices), DEVICES_SHOWN_NUM)}"
 
 
 def _said(verdict: Verdict) -> str:

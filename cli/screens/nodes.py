@@ -100,7 +100,7 @@ def wanted(tasks: list[Plain]) -> str:
     found = found or [f"{task['name']} runs on {task['slots']['target']} of "
                       f"{task['slots']['max']}" for task in tasks
                       if 0 < task["slots"]["target"] < task["slots"]["max"]]
-    return fmt.some(found)
+    return fmt.listed(found)
 
 
 # --- The screen. ---

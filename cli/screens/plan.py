@@ -34,7 +34,7 @@ BREAKS = {FLOORLESS: ", and leaves a task below its floor", SPARELESS: " until t
 
 def bound_by(plan: Plain, names: Mapping[int, str]) -> str:
     """The binding constraint of a plan (PlanChosen); empty if the log does not have it."""
-    of = fmt.some([names.get(task, f"task {task}") for task in plan.get("bound_tasks", ())])
+    of = fmt.listed([names.get(task, f"task {task}") for task in plan.get("bound_tasks", ())])
     return {"slots": fmt.number_of(plan["num_slots"], "slot"), "max": f"the max of {of}",
             "min": f"the min of {of}", "gain_min": "gain_min", "nothing": "nothing",
             "limits": _limits(plan), "floor": f"the floor of {of}",
@@ -145,7 +145,7 @@ def _gain(found: Plain) -> list[str]:
 
 def _moved(found: Plain) -> str:
     """The tasks whose number of slots changes."""
-    return fmt.some([f"{one['name']} {one['slots_before']} -> {one['slots']}"
+    return fmt.listed([f"{one['name']} {one['slots_before']} -> {one['slots']}"
                      for one in found["tasks"] if one["slots"] != one["slots_before"]]
                     ) or "every task keeps its number"
 
@@ -320,7 +320,7 @@ def _assumes(found: Plain) -> list[str]:
     by: dict[str, list[str]] = {}
     for one in found["tasks"]:
         by.setdefault(one["origin"] or "unknown", []).append(one["name"])
-    origins = [f"{fmt.some(names)} {origin}" for origin, names in by.items()]
+    origins = [f"{fmt.listed(names)} {origin}" for origin, names in by.items()]
     return fmt.labelled("assumes", f"throughput of {'; of '.join(origins)}; nothing fails on the "
                                    "way") if origins else []
 

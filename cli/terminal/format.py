@@ -158,7 +158,7 @@ def clipped(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
-def some(names: Sequence[str], num_max: int = 3) -> str:
+def listed(names: Sequence[str], num_max: int = 3) -> str:
     """The first `num_max` names and the number of the others: `a, b, c and 2 more`."""
     left = len(names) - num_max
     return ", ".join(names[:num_max]) + (f" and {left} more" if left > 0 else "")
