@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -86,8 +87,10 @@ def incident(state: StateDir, url: str | None, which: str, *, every: bool, as_js
 
 def print_all(history: History, *, now_s: float, as_json: bool, option: str) -> None:
     """Print all incidents of a log, the newest last."""
-    console.show([plain(history, one, now_s) for one in history.incidents.values()],
-                 incident_screen.every(history, now_s=now_s, option=option), as_json=as_json)
+    if as_json:
+        console.out(json.dumps([plain(history, x, now_s) for x in history.incidents.values()]))
+    else:
+        console.lines(incident_screen.every(history, now_s=now_s, option=option))
 
 
 def plain(history: History, one: IncidentHistory, now_s: float) -> Plain:
