@@ -314,8 +314,8 @@ def test_a_log_that_cannot_be_trusted_is_refused(log, harm):
 
 def test_a_closed_pipe_is_no_error(log):
     told = subprocess.run(
-        f"{sys.executable} -P -m unicron.cli.main replay {log} --step | head -c 1", shell=True,
-        text=True, capture_output=True, check=False, timeout=LIMIT_S)
+        f"'{sys.executable}' -P -m unicron.cli.main replay '{log}' --step | head -c 1",
+        shell=True, text=True, capture_output=True, check=False, timeout=LIMIT_S)
     assert told.stderr == ""
 
 

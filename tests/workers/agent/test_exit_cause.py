@@ -380,8 +380,8 @@ def test_an_end_that_nothing_explains(end_of: Any, code: str, exit_code: int | N
 
 
 def test_a_shell_whose_program_is_killed(end_of: Any) -> None:
-    told = end_of(command("sh", "-c", f"{sys.executable} -c 'import ctypes; ctypes.string_at(0)'\n"
-                                      "exit $?"))
+    told = end_of(command("sh", "-c", "\"$0\" -c 'import ctypes; ctypes.string_at(0)'\n"
+                                      "exit $?", sys.executable))
     assert told.exit_code == 139
     assert "egmentation fault" in told.cause, "what the shell printed, or else what its code means"
 

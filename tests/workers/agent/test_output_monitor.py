@@ -551,8 +551,8 @@ def test_a_real_process_that_is_stopped_and_goes_on(tmp_path: Path) -> None:
     program = tmp_path / "prints.py"
     program.write_text(PRINTS)
     with path.open("wb") as log:
-        shell = subprocess.Popen(["sh", "-c", f"{sys.executable} -S {program}; true"], stdout=log,
-                                 start_new_session=True)
+        shell = subprocess.Popen(["sh", "-c", f"'{sys.executable}' -S '{program}'; true"],
+                                 stdout=log, start_new_session=True)
 
     def until(kind: type[Body]) -> Body:
         give_up_s = time.monotonic() + 60

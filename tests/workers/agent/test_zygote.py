@@ -64,7 +64,7 @@ async def test_ranks_are_forked_and_are_the_agents_own(plane: PlaneStub, tmp_pat
         os.kill(first.pid, signal.SIGKILL)
         (killed,) = await plane.wait(r.RankExited)
         assert (killed.pid, killed.signal, killed.exit_code) == (first.pid, signal.SIGKILL, None)
-        assert linux.read(first.pid) is None, "reaped"
+        await until(lambda: True if linux.read(first.pid) is None else None)  # it is reaped
         await plane.start_rank(tiny(tmp_path / "a"), attempt=2)
         await plane.wait(r.RankReady, 3)
         assert zygotes(agent) == [zygote]
