@@ -1,4 +1,4 @@
-"""A command that prints no line of progress any more: told; acted upon where its spec says so."""
+"""A command that stops printing progress is reported, and restarts if its spec says so."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_printed_line_ends_the_hang(d: Driver, task: int, how: str) -> None:
     assert not d.state.incidents
 
 
-def test_while_paused_a_line_takes_it_back(d: Driver, task: int) -> None:
+def test_while_paused_a_printed_line_clears_the_timeout(d: Driver, task: int) -> None:
     d.tell("operator/freeze", r.HealingFrozen(reason="look"))
     stalled(d, task)
     assert not only(o.StopRank, d.due(deadlines(d)[0]))
@@ -121,7 +121,7 @@ def test_no_restart_while_its_node_is_unreachable_or_a_rank_stopped(d: Driver, t
     d.obey(d.log[-30:])
 
 
-def test_its_budget_is_that_of_any_failure(d: Driver, task: int) -> None:
+def test_hangs_of_a_command_use_the_restart_budget(d: Driver, task: int) -> None:
     for _ in range(d.state.policy.restarts_max + 1):
         stalled(d, task)
         last = d.due(deadlines(d)[0])

@@ -67,7 +67,7 @@ def test_progress_ends_a_hang_of_earlier_iterations(d: Driver, task: int) -> Non
 
 
 def test_a_hang_in_an_iteration_that_others_finished(d: Driver, task: int) -> None:
-    """It reports its stall once; progress is reported by a rank whose collective ended."""
+    """The hung rank reports its stall once. A rank whose collective ended reports the progress."""
     stalled(d, task, VICTIM, "own", iteration=d.steps[task], collective=3)
     d.progress(task)
     for rank in (0, 1, 3):
@@ -77,7 +77,7 @@ def test_a_hang_in_an_iteration_that_others_finished(d: Driver, task: int) -> No
 
 
 def test_a_hang_on_the_way_to_a_boundary(d: Driver, task: int) -> None:
-    """The task is to leave its slots at the iteration's end, which never comes."""
+    """The task must leave its slots at the end of the iteration, but the iteration does not end."""
     told = d.tell("operator/drain", r.NodeDrained(node="n2", reason="fans"))
     assert the(o.Quiesce, told).mode == "boundary"
     hung(d, task, VICTIM)
@@ -124,7 +124,7 @@ def test_the_deadline_is_three_times_the_own_iteration(d: Driver, task: int) -> 
 
 
 def test_a_rank_paused_with_its_agent_gets_one_iteration(d: Driver, task: int) -> None:
-    """The machine stopped: what its agent reports then is out of date."""
+    """The whole machine was paused, so the first report of the agent is out of date."""
     for rank in range(4):
         stalled(d, task, rank, "own" if rank == VICTIM else IN, collective=int(rank != VICTIM),
                 in_s=900.0)
@@ -168,7 +168,7 @@ def test_failed_retries_of_the_network_end_in_a_restart(d: Driver, task: int) ->
 
 
 def test_ranks_all_in_their_own_work_are_not_restarted(d: Driver, task: int) -> None:
-    """A hung file system: a restart of all would cost their state, and would not help."""
+    """For example a hung file system: a restart of all would lose their state and not help."""
     hung(d, task, 0, 1, 2, 3)
     assert d.state.deadlines[deadline(d, task)].length_s == pytest.approx(1800.0, abs=2.0)
     told = view(d.state)["tasks"][0]
@@ -219,7 +219,7 @@ def test_ranks_on_an_unreachable_node_are_unknown(d: Driver, task: int) -> None:
     d.obey(late)
 
 
-def test_a_node_that_is_reachable_again_is_asked(d: Driver, task: int) -> None:
+def test_a_node_that_is_reachable_again_clears_the_deadline(d: Driver, task: int) -> None:
     for rank in (0, 1):
         stalled(d, task, rank, "own" if rank else IN, collective=1 - rank, in_s=60.0)
     d.tell("leader/abc", r.NodeUnreachable(node="n2", incarnation=1, silence_s=6.0))
@@ -326,8 +326,8 @@ def test_a_new_leader_restarts_the_deadline(d: Driver, task: int) -> None:
     assert task_of(d, task).ranks[VICTIM].attempt == 2
 
 
-# --- an iteration that does not end, though its rank makes progress ------------------------------
-def test_a_slow_iteration_is_shown_before_anything_is_done(d: Driver, task: int) -> None:
+# --- slow iterations: the rank works, but its iteration does not end -----------------------------
+def test_a_slow_iteration_is_shown_before_any_action(d: Driver, task: int) -> None:
     waited_for(d, task)
     assert locate_hang(d.state, task_of(d, task)) is None, "nobody has said why"
     assert kinds(crawls(d, task, VICTIM, 1.6)) == []
@@ -342,7 +342,7 @@ def test_a_slow_iteration_is_shown_before_anything_is_done(d: Driver, task: int)
 
 
 @pytest.mark.parametrize("last", ["slow", "waits"])
-def test_beyond_ten_times_the_rank_restarts(d: Driver, task: int, last: str) -> None:
+def test_a_rank_in_a_very_slow_iteration_restarts(d: Driver, task: int, last: str) -> None:
     waits = waited_for(d, task) if last == "slow" else []
     crawls(d, task, VICTIM, 1.6)
     slow = crawls(d, task, VICTIM, 6.4)[0].seq
@@ -378,14 +378,14 @@ def test_too_little_evidence_of_a_slow_iteration(d: Driver, task: int) -> None:
     assert not only(decisions.IncidentOpened, d.log)
 
 
-def test_nobody_is_blamed_where_most_still_work(d: Driver, task: int) -> None:
+def test_no_hang_is_located_if_most_ranks_still_work(d: Driver, task: int) -> None:
     for rank in (1, 2, 3):
         crawls(d, task, rank, 50.0)
     stalled(d, task, 0)
     assert locate_hang(d.state, task_of(d, task)) is None
 
 
-def test_a_slow_rank_that_then_entered_is_not_to_blame(d: Driver, task: int) -> None:
+def test_a_slow_rank_that_enters_later_is_not_the_cause(d: Driver, task: int) -> None:
     waited_for(d, task)
     crawls(d, task, VICTIM, 6.4)
     stalled(d, task, VICTIM)
@@ -407,7 +407,7 @@ def test_stale_reports_of_a_slow_iteration_change_nothing(d: Driver, task: int) 
     assert not task_of(d, task).slow_iterations, "the iteration is done"
 
 
-def test_while_paused_a_slow_iteration_that_ends_is_forgiven(d: Driver, task: int) -> None:
+def test_while_paused_a_slow_iteration_that_ends_restarts_no_rank(d: Driver, task: int) -> None:
     d.tell("operator/freeze", r.HealingFrozen(reason="a test"))
     waited_for(d, task)
     crawls(d, task, VICTIM, 6.4)

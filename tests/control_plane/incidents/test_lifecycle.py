@@ -1,4 +1,4 @@
-"""From its first sign to its close: how long an incident paused a task, and what it lost."""
+"""Incidents from the first sign to the close: the pause, lost iterations, origin of the state."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from unicron.events.records import reports as r
 LATE_S = 2.0
 
 
-def again(d: Driver, node: str) -> decisions.IncidentOpened:
-    """The agent was killed with its ranks; its successor speaks late."""
+def rejoin(d: Driver, node: str) -> decisions.IncidentOpened:
+    """The agent was killed with its ranks; the new agent joins LATE_S later."""
     d.now_s += LATE_S
     told = d.join(node, incarnation=8)
     d.obey(told)
@@ -41,7 +41,7 @@ def test_without_a_sign_the_pause_begins_at_the_next_iteration(d: Driver) -> Non
     name = task_of(d, task).ranks[0].slot.node
     d.progress(task)  # iterations of 0.2 s
     stood_s = d.now_s + 0.2
-    opened = again(d, name)
+    opened = rejoin(d, name)
     assert opened.why == f"the agent of {name} started again"
     (incident,) = d.state.incidents.values()
     assert incident.down_since_s == pytest.approx(stood_s)
@@ -51,7 +51,7 @@ def test_without_a_sign_the_pause_begins_at_the_next_iteration(d: Driver) -> Non
 
 def test_a_collective_that_failed_before_begins_the_pause(d: Driver, task: int) -> None:
     told = failed(d, task, 0)
-    opened = again(d, "n2")
+    opened = rejoin(d, "n2")
     assert opened.evidence[0] == told[0].seq
     (incident,) = d.state.incidents.values()
     assert incident.down_since_s <= told[0].at_s
@@ -63,7 +63,7 @@ def test_silence_begins_the_pause_and_is_evidence(d: Driver) -> None:
     assert len(task_of(d, task).ranks) == 4
     silenced = d.tell(f"leader/{d.state.nonce}", r.NodeUnreachable(
         node="n2", incarnation=1, silence_s=1.0))[0]
-    opened = again(d, "n2")
+    opened = rejoin(d, "n2")
     assert opened.evidence[0] == silenced.seq
     (incident,) = d.state.incidents.values()
     assert incident.pause_s == pytest.approx(d.now_s - silenced.at_s, abs=0.1)
@@ -99,7 +99,7 @@ TWO: dict[str, Any] = {"min": 1, "max": 2}
 
 
 def back(d: Driver, task: int, origin: str, node: str, step: int) -> decisions.IncidentClosed:
-    """All processes are killed; the first finds state there, the second has it from the first."""
+    """All processes are killed. Rank 0 restores from `origin`, rank 1 from rank 0 or the seed."""
     order = ordered_anew(d, task)
     seed = origin == "seed"
     came(d, order, 1, "seed" if seed else "peer", "" if seed else "n1", 10 * (not seed), step)
@@ -120,7 +120,7 @@ def without_copies(iterations: int) -> tuple[Driver, int]:
 
 
 def with_a_checkpoint() -> tuple[Driver, int]:
-    """At 28 iterations, of which 20 are published."""
+    """28 iterations are done; the checkpoint of iteration 20 is published."""
     d = Driver(nodes=3)
     task = d.running(spec(slots=TWO))
     d.progress(task, 19)
@@ -177,7 +177,7 @@ def test_checkpoints_stored_meanwhile_are_not_on_the_page(d: Driver, task: int) 
     assert "MemoryCheckpointStored" not in [x["kind"] for x in facts(d.log)["timeline"]]
 
 
-def test_a_checkpoint_is_named_with_what_became_of_the_copies() -> None:
+def test_a_restore_from_a_checkpoint_names_the_lost_copies() -> None:
     d, task = with_a_checkpoint()
     for node in ("n1", "n2"):
         kept(d, task, node, 25)
@@ -200,16 +200,16 @@ def test_a_checkpoint_is_named_with_what_became_of_the_copies() -> None:
     assert [x["seq"] for x in found["timeline"]][:2] == lost
 
 
-def test_no_checkpoints_in_memory_is_said_too() -> None:
+def test_a_task_without_memory_checkpoints_says_so() -> None:
     d, task = without_copies(30)
     back(d, task, "seed", "", 0)
     assert "no copy    none are kept: train.copy_every is 0" in page(facts(d.log))
     assert view(d.state)["incidents"][-1]["outcome"] == "set back"
 
 
-# --- before it is back --------------------------------------------------------------------------
+# --- while the task is down ---------------------------------------------------------------------
 def told(d: Driver, task: int, label: str) -> str:
-    """One labelled text of the task's screen, as it is now."""
+    """The text of one label on the task's screen."""
     cluster = seen(d)
     one = next(x for x in cluster["tasks"] if x["id"] == task)
     lines = task_screen.task_status(cluster, one, history(d.log), now_s=d.now_s)
@@ -224,7 +224,7 @@ def killed(d: Driver, task: int) -> None:
         d.exit(task, rank)
 
 
-def test_a_task_without_a_process_says_what_it_comes_back_from() -> None:
+def test_a_task_without_processes_shows_its_restore_source() -> None:
     d, task = with_a_checkpoint()
     assert "8 iterations would be lost if all processes went" in told(d, task, "copies")
     killed(d, task)
@@ -235,7 +235,7 @@ def test_a_task_without_a_process_says_what_it_comes_back_from() -> None:
     assert "no generation yet" not in told(d, task, "where")
 
 
-def test_a_copy_is_what_it_comes_back_from_while_its_node_is_there(d: Driver) -> None:
+def test_a_memory_checkpoint_is_shown_while_its_node_is_there(d: Driver) -> None:
     task = d.running(spec(slots=TWO))
     d.progress(task, 27)
     kept(d, task, "n1", 20)
@@ -249,8 +249,8 @@ def test_a_copy_is_what_it_comes_back_from_while_its_node_is_there(d: Driver) ->
     assert "8 iterations of 28 are done again" in told(d, task, "copies")
 
 
-def test_what_it_comes_back_from_is_what_is_tried_first() -> None:
-    """A newer copy on a node that is unreachable is tried behind one on a healthy node."""
+def test_the_shown_restore_source_is_tried_first() -> None:
+    """An older copy on a healthy node comes before a newer copy on an unreachable node."""
     d = Driver(nodes=3)
     task = d.running(spec(slots=TWO))
     d.progress(task, 27)

@@ -1,4 +1,4 @@
-"""Suspicion, then loss: a short silence is enough where a task's other members point at it."""
+"""Suspicion, then loss: a short silence is enough if the task's other members wait for the node."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOOK_S = 0.3
 
 
 class Cluster(Driver):
-    """With heartbeats each half second, looked at as the coordinator does."""
+    """A cluster with a heartbeat every 0.5 s. It observes leases as the coordinator does."""
 
     def __init__(self, *, nodes: int = 3) -> None:
         super().__init__(nodes=nodes, slots=1)
@@ -25,7 +25,7 @@ class Cluster(Driver):
         self.quiet: set[str] = set()
 
     def pass_s(self, length_s: float, *, blind: bool = False) -> list[Record]:
-        """Time passes; what was told of leases and deadlines meanwhile. `blind`: nobody looks."""
+        """Time passes. Returns lease and deadline records. `blind`: the leader is paused."""
         told: list[Record] = []
         until_s = self.now_s + length_s
         while self.now_s < until_s - 1e-9:
@@ -67,7 +67,7 @@ def three(d: Cluster) -> int:
 
 
 def test_a_killed_agent_is_lost_in_two_seconds() -> None:
-    """Its ranks end with it: the others tell of a collective, and then its silence is short."""
+    """The ranks end with their agent, so other ranks report a failed collective at once."""
     d = Cluster()
     task = three(d)
     killed_s = d.now_s
@@ -92,7 +92,7 @@ def test_a_killed_agent_is_lost_in_two_seconds() -> None:
 
 
 def waits(d: Cluster, task: int, *ranks: int) -> None:
-    """They have stood in their collective for 1.5 s."""
+    """These ranks report that they have waited in a collective for 1.5 s."""
     for rank in ranks:
         it = task_of(d, task)
         d.tell(d.source(it.ranks[rank].slot.node), r.RankStalled(
@@ -100,8 +100,8 @@ def waits(d: Cluster, task: int, *ranks: int) -> None:
             where="collective", what="reduce", collective=1, in_s=1.5, normal_s=0.4))
 
 
-def test_a_node_that_is_cut_off_is_lost_where_all_others_wait_for_it() -> None:
-    """Its connections do not close: nobody is told of a collective, they only wait in it."""
+def test_a_node_that_all_others_wait_for_is_lost() -> None:
+    """The connections stay open: the other ranks wait in the collective and report no error."""
     d = Cluster()
     task = three(d)
     d.quiet.add("n3")
@@ -143,8 +143,8 @@ def test_a_cut_that_ends_in_time_changes_nothing() -> None:
     at_rest(d)
 
 
-def test_without_a_second_source_a_silence_is_long_and_harms_nobody() -> None:
-    """A stopped agent, or its network cut, for 3 s: nothing at all; for 20 s: records."""
+def test_silence_without_a_second_source_changes_no_task() -> None:
+    """A stopped agent or a network cut. 3 s cause no record; 20 s cause records but no action."""
     d = Cluster()
     task = three(d)
     d.quiet.add("n2")
@@ -181,7 +181,7 @@ def test_a_node_that_reports_the_collective_is_reachable() -> None:
     at_rest(d)
 
 
-def test_suspicion_concerns_the_nodes_of_the_task_alone() -> None:
+def test_only_nodes_of_the_task_are_suspected() -> None:
     d = Cluster(nodes=4)
     task = d.running(spec(slots={"min": 2, "max": 2}))
     assert not suspects(d.state)
@@ -191,8 +191,8 @@ def test_suspicion_concerns_the_nodes_of_the_task_alone() -> None:
     assert not d.pass_s(0.9), "its beats come: it is heard, and the others wait for the evidence"
 
 
-def test_a_leader_that_did_not_look_knows_nothing_of_a_short_silence() -> None:
-    """The server stood, and with it all heartbeats: their age says nothing of the nodes."""
+def test_a_leader_that_was_paused_suspects_no_node() -> None:
+    """The server was paused, and so were all heartbeats. Their age says nothing about the nodes."""
     d = Cluster()
     task = three(d)
     failed(d, task, 0)

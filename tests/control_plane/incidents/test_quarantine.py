@@ -1,4 +1,4 @@
-"""Quarantine: a node that fails again and again gets no tasks; a person may lift it."""
+"""Quarantine: a node that fails repeatedly gets no tasks; an operator may lift the quarantine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.nodes(3)
 
 
 def xid(d: Driver, node: str, slot: int) -> list[Record]:
-    """A device errs alone; what was decided when its time was over."""
+    """A device error without a failed rank. Returns the decisions at its deadline."""
     told = d.tell(d.source(node), reports.DeviceErred(
         node=node, incarnation=d.state.nodes[node].incarnation, origin="kernel",
         status=statuses.GPU_DRIVER_ERRORS, rule="xid-79", text="fallen off the bus",
@@ -56,7 +56,7 @@ def test_the_second_fault_quarantines(d: Driver) -> None:
     assert {x.slot.node for x in task_of(d, task).ranks.values()} == {"n1", "n2"}
 
 
-def test_it_stays_so_when_its_agent_joins_again_and_ends_in_time(d: Driver) -> None:
+def test_quarantine_survives_restarts_and_expires(d: Driver) -> None:
     twice(d)
     task = d.running(spec(slots={"min": 1, "max": 6}))
     d.obey(repaired(d, "n3"))
@@ -93,15 +93,15 @@ def test_a_task_leaves_a_quarantined_node_without_loss(d: Driver, task: int) -> 
     assert task_of(d, task).iterations_lost == 0
 
 
-def test_old_faults_count_no_more(d: Driver) -> None:
+def test_old_faults_do_not_count(d: Driver) -> None:
     xid(d, "n3", 0)
     d.now_s += 31 * 86400
     repaired(d, "n3")
     assert "NodeQuarantined" not in kinds(xid(d, "n3", 1))
 
 
-def test_nodes_that_all_fail_alike_are_not_quarantined(d: Driver) -> None:
-    """A fault of each: the second of one of them is what comes to pass. Its fifth is not."""
+def test_nodes_that_all_fail_equally_are_not_quarantined(d: Driver) -> None:
+    """One fault of each node: a second fault of n3 can be chance, a fifth cannot."""
     for node in ("n1", "n2", "n3"):
         xid(d, node, 0)
         d.now_s += 3600
@@ -132,7 +132,7 @@ def test_one_fault_of_several_tasks_counts_once(d: Driver) -> None:
 
 
 def lost(d: Driver, task: int, node: str) -> list[Record]:
-    """Its agent is killed: collectives fail without a root cause, then it is silent."""
+    """The agent is killed: collectives fail without a root cause, then the node is unreachable."""
     num, generation = len(d.log), task_of(d, task).generation
     there = [x for x in task_of(d, task).living_members() if x.slot.node != node]
     for rank in there:
@@ -164,7 +164,7 @@ def test_a_restarted_agent_that_is_lost_again_counts_twice(d: Driver, task: int)
 
 @pytest.mark.nodes(2)
 def test_a_link_that_is_cut_again_at_once_counts_once(d: Driver, task: int) -> None:
-    """No agent was started in between: it is one bad cable until a minute has passed."""
+    """No agent was started in between, so the second loss counts as the same fault."""
     lost(d, task, "n1")
     d.obey(d.tell("leader/abc", reports.NodeReachable(node="n1", incarnation=1)))
     d.progress(task, 3)
@@ -185,7 +185,7 @@ def test_an_injected_fault_does_not_count(d: Driver) -> None:
     d.obey(told)
 
 
-def test_a_bug_of_the_task_is_not_the_nodes(d: Driver, task: int) -> None:
+def test_a_bug_of_the_task_is_no_node_fault(d: Driver, task: int) -> None:
     for _ in range(3):
         d.obey(d.exit(task, 2, signal=None, code=1))
         d.progress(task, 11)
@@ -208,13 +208,13 @@ def test_many_unreachable_nodes_are_a_network_fault() -> None:
     assert len(only(NodeQuarantined, d.log)) <= 1, "the first one came before it was known"
 
 
-# --- people ---------------------------------------------------------------------------------------
+# --- operators ------------------------------------------------------------------------------------
 def lift(d: Driver, node: str, reason: str = "a new cable") -> list[Record]:
     return d.tell(f"operator/{len(d.log)}",
                   requests.lift_quarantine(d.state, {"reason": reason}, node))
 
 
-def test_an_operator_lifts_it(d: Driver) -> None:
+def test_an_operator_lifts_the_quarantine(d: Driver) -> None:
     twice(d)
     task = d.running(spec(slots={"min": 1, "max": 6}))
     d.obey(repaired(d, "n3"))
@@ -229,15 +229,15 @@ def test_an_operator_lifts_it(d: Driver) -> None:
 @pytest.mark.parametrize(("node", "body", "status", "why"), [
     ("n1", {}, 409, "node n1 is not quarantined"), ("n9", {}, 404, "there is no node 'n9'"),
     ("n1", {"why": "x"}, 400, "unknown field")])
-def test_what_cannot_be_lifted_is_refused(d: Driver, node: str, body: Any, status: int,
-                                          why: str) -> None:
+def test_a_wrong_lift_request_is_refused(d: Driver, node: str, body: Any, status: int,
+                                         why: str) -> None:
     with pytest.raises(Refusal) as refused:
         requests.lift_quarantine(d.state, body, node)
     assert refused.value.status == status
     assert why in str(refused.value)
 
 
-def test_the_screens_say_so_and_what_to_type(d: Driver) -> None:
+def test_the_screens_show_the_quarantine_and_the_command(d: Driver) -> None:
     twice(d)
     d.running(spec(slots={"min": 1, "max": 6}))
     for screen in (nodes.nodes(seen(d), now_s=d.now_s),
@@ -253,7 +253,7 @@ def test_the_screens_say_so_and_what_to_type(d: Driver) -> None:
     assert "n3: " in told
 
 
-def test_a_task_that_it_leaves_without_room_waits_and_says_why(d: Driver) -> None:
+def test_a_task_that_waits_due_to_a_quarantine_says_so(d: Driver) -> None:
     twice(d)
     task = d.submit(spec(slots={"min": 5, "max": 6}))
     assert "n3 quarantined" in waits_of(d, task).needs

@@ -1,4 +1,4 @@
-"""From evidence to a root cause: what devices, ranks and peers tell, joined."""
+"""Root causes: reports of devices, ranks and peers are joined to one cause."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def errored(d: Driver, task: int, rank: int, text: str, *, status: str = "",
 
 
 def on(d: Driver, task: int, node: str, slot: int = 0) -> int:
-    """The task's rank there."""
+    """The task's rank on this slot."""
     (found,) = (x.rank for x in task_of(d, task).ranks.values() if x.slot == t.Slot(node, slot))
     return found
 
@@ -43,7 +43,7 @@ def incident(d: Driver) -> Any:
     return found
 
 
-# --- the severity is the table's ------------------------------------------------------------
+# --- severity by status ---------------------------------------------------------------------
 @pytest.mark.parametrize(("status", "severity"), [
     (statuses.ECC_ERRORS, "SEV1"), (statuses.CUDA_ERRORS, "SEV2"),
     (statuses.NCCL_TIMEOUT, "SEV2"), ("", "SEV2"), ("no such row", "SEV2")])
@@ -58,7 +58,7 @@ def test_an_error_has_the_severity_of_its_status(
     d.obey([*d.exit(task, 0, code=1), *told])
 
 
-def test_an_exit_is_called_by_its_cause(d: Driver, task: int) -> None:
+def test_an_exit_has_the_status_of_its_cause(d: Driver, task: int) -> None:
     process = task_of(d, task).ranks[0]
     told = d.tell(d.source("n1"), reports.RankExited(
         task=task, rank=0, attempt=process.attempt, pid=process.pid, exit_code=None, signal=9,
@@ -69,9 +69,9 @@ def test_an_exit_is_called_by_its_cause(d: Driver, task: int) -> None:
     d.obey(told)
 
 
-# --- second-hand evidence ---------------------------------------------------------------------
-def test_second_hand_evidence_is_not_the_cause(d: Driver, task: int) -> None:
-    """The first word is second-hand; the cause comes after it, and the incident has its name."""
+# --- indirect evidence ------------------------------------------------------------------------
+def test_indirect_evidence_is_not_the_cause(d: Driver, task: int) -> None:
+    """Indirect evidence comes first. The later cause becomes the status of the incident."""
     first = errored(d, task, 1, CLOSED, status=statuses.CONNECTION_RESET, second_hand=True)
     assert the(decisions.IncidentOpened, first).ranks == (1,)
     assert incident(d).second_hand
@@ -89,7 +89,7 @@ def test_second_hand_evidence_is_not_the_cause(d: Driver, task: int) -> None:
     assert one.outcome == "healed"
 
 
-def test_first_hand_evidence_comes_first_and_all_is_in(d: Driver, task: int) -> None:
+def test_direct_evidence_comes_first(d: Driver, task: int) -> None:
     seen = [failed(d, task, rank, CLOSED)[0].seq for rank in (0, 1)]
     told = d.exit(task, 3)
     opened = the(decisions.IncidentOpened, told)
@@ -101,7 +101,7 @@ def test_first_hand_evidence_comes_first_and_all_is_in(d: Driver, task: int) -> 
 
 
 def test_a_device_error_under_a_collective_restarts_that_rank(d: Driver, task: int) -> None:
-    """A broken CUDA context does not come back by building the communicator again."""
+    """A new communicator does not repair a broken CUDA context."""
     it, process = task_of(d, task), task_of(d, task).ranks[2]
     told = d.tell(d.source("n2"), reports.CollectiveFailed(
         task=task, rank=2, attempt=process.attempt, generation=it.generation, iteration=3,
@@ -114,9 +114,9 @@ def test_a_device_error_under_a_collective_restarts_that_rank(d: Driver, task: i
     assert task_of(d, task).ranks[2].attempt == 2
 
 
-# --- a device and its rank --------------------------------------------------------------------
+# --- device errors ----------------------------------------------------------------------------
 def test_an_xid_is_the_root_cause_of_its_ranks_error(d: Driver, task: int) -> None:
-    """As in the mock-up: XID 79, then a CUDA error (alone SEV2), then all others second-hand."""
+    """XID 79, then a CUDA error of the rank (alone SEV2), then indirect evidence of the others."""
     rank = on(d, task, "n2")
     xid = erred(d)
     assert kinds(xid) == [], "nothing is done before its rank has said something"
@@ -138,7 +138,7 @@ def test_an_xid_is_the_root_cause_of_its_ranks_error(d: Driver, task: int) -> No
     assert task_of(d, task).iterations_lost == 0
 
 
-def test_an_xid_that_comes_after_its_rank_decides_too(d: Driver, task: int) -> None:
+def test_an_xid_after_the_error_of_its_rank_escalates(d: Driver, task: int) -> None:
     rank = on(d, task, "n2")
     told = errored(d, task, rank, "CUDA error: unspecified launch failure",
                    status=statuses.CUDA_ERRORS)
@@ -167,7 +167,7 @@ def test_a_pid_names_the_slot(d: Driver, task: int) -> None:
     assert d.state.nodes["n2"].erred[0].devices == (1,)
 
 
-def test_a_rank_that_goes_on_leaves_its_slot_in_order(d: Driver, task: int) -> None:
+def test_a_rank_that_continues_leaves_its_slot_without_loss(d: Driver, task: int) -> None:
     told = alone(d, erred(d))
     opened = the(decisions.IncidentOpened, told)
     assert (opened.task, opened.node, opened.severity, opened.ranks) == (0, "n2", "SEV1", ())
@@ -185,7 +185,7 @@ def test_a_rank_that_goes_on_leaves_its_slot_in_order(d: Driver, task: int) -> N
     d.obey(again)
 
 
-def test_a_rank_that_fails_on_its_way_out_is_the_same_fault(d: Driver, task: int) -> None:
+def test_a_rank_that_fails_while_it_leaves_is_the_same_fault(d: Driver, task: int) -> None:
     rank = on(d, task, "n2")
     alone(d, erred(d))
     d.now_s += 5
@@ -196,7 +196,7 @@ def test_a_rank_that_fails_on_its_way_out_is_the_same_fault(d: Driver, task: int
     d.obey(told)
 
 
-def test_an_idle_slot_is_taken_out_too(d: Driver) -> None:
+def test_an_idle_slot_is_disabled_too(d: Driver) -> None:
     four(d)
     told = alone(d, erred(d, "n3", devices=(1,)))
     assert kinds(told)[:2] == ["IncidentOpened", "IncidentClosed"]
@@ -235,7 +235,7 @@ def test_an_error_without_a_device_needs_a_second_source(d: Driver, task: int) -
     assert task_of(d, task).iterations_lost == 0
 
 
-def test_its_rank_is_the_second_source_for_its_slot_alone(d: Driver, task: int) -> None:
+def test_a_rank_is_the_second_source_only_for_its_slot(d: Driver, task: int) -> None:
     erred(d, devices=())
     told = d.exit(task, on(d, task, "n2", 1))
     assert the(decisions.IncidentOpened, told).severity == "SEV1"
@@ -243,7 +243,7 @@ def test_its_rank_is_the_second_source_for_its_slot_alone(d: Driver, task: int) 
     d.obey(told)
 
 
-def test_the_same_twice_is_one_incident(d: Driver, task: int) -> None:
+def test_repeated_device_errors_are_one_incident(d: Driver, task: int) -> None:
     first = erred(d)
     nvml = erred(d, origin="nvml", rule="nvml-xid", text="XID 79")
     told = alone(d, first)
@@ -268,7 +268,7 @@ def test_degraded_and_unknown_checks_change_no_plan(d: Driver, task: int) -> Non
     assert kinds(d.progress(task, 3)) == []
 
 
-def test_a_driver_that_calls_a_device_unhealthy_is_believed(d: Driver, task: int) -> None:
+def test_an_unhealthy_device_needs_no_confirmation(d: Driver, task: int) -> None:
     told = health(d, "n2", "unhealthy", devices=(0,), status=statuses.ECC_ERRORS)
     assert kinds(told)[0] == "PlanChosen"
     d.obey(told)
@@ -285,8 +285,8 @@ def test_a_driver_that_calls_a_device_unhealthy_is_believed(d: Driver, task: int
     assert not d.state.nodes["n2"].slots_unhealthy
 
 
-def test_a_site_check_that_fails_everywhere_is_not_believed(d: Driver, task: int) -> None:
-    """One node may be taken out unconfirmed; of the others it is told why not."""
+def test_a_site_check_that_fails_everywhere_disables_one_node(d: Driver, task: int) -> None:
+    """At most one node is disabled without confirmation. Other nodes report why they are not."""
     told = health(d, "n2", "unhealthy", check="check/disk", why="/data is read-only")
     d.obey(told)
     d.progress(task)
@@ -314,7 +314,7 @@ def test_a_check_that_flaps_moves_a_task_once(d: Driver, task: int) -> None:
     d.due("recovered/n2")
 
 
-def test_a_command_that_runs_is_left_where_it_is(d: Driver) -> None:
+def test_a_running_command_is_not_moved(d: Driver) -> None:
     task = d.submit(spec(train=None, command=["sleep", "9"], slots={"min": 2, "max": 2}))
     d.obey(d.log[-6:])
     slot = task_of(d, task).ranks[0].slot
@@ -339,7 +339,7 @@ def test_reports_of_an_older_agent_are_stale(d: Driver) -> None:
 
 # --- budgets ------------------------------------------------------------------------------------
 def test_a_fault_that_comes_again_at_the_same_iteration_ends(d: Driver, task: int) -> None:
-    """In another rank each time, so that no rank's own restarts are spent: not 44 times."""
+    """Each time another rank fails, so that no rank uses up its own restarts."""
     for number in range(44):
         d.obey(d.exit(task, number % 4, signal=None, code=1))
         if task_of(d, task).outcome:

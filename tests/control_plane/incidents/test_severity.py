@@ -1,4 +1,4 @@
-"""What a fault is called: the row of the table by what was said, the ranks that it struck."""
+"""Statuses of faults: the row of the severity table by error text, and the affected ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CLOSED = ("RuntimeError: [../gloo/transport/tcp/pair.cc:547] Connection closed b
     ("RuntimeError: Timed out waiting 30000ms for recv operation", "NCCL timeout"),
     ("DistBackendError: Watchdog caught collective operation timeout", "NCCL timeout"),
     ("RuntimeError: unexpected size of a message", "other network errors")])
-def test_a_failed_collective_is_called_by_what_was_said(said: str, status: str) -> None:
+def test_a_failed_collective_has_the_status_of_its_text(said: str, status: str) -> None:
     assert network_status(said) == status
     assert TABLE[status] == "SEV3"
 
@@ -48,8 +48,8 @@ def test_a_known_cause_replaces_the_ranks_of_failed_collectives(d: Driver, task:
         assert not any("0-3" in x or "NCCL" in x for x in screen), screen
 
 
-def test_a_cause_in_the_same_decision_replaces_them_too() -> None:
-    d = Driver()  # no fixture: these faults are in no log
+def test_a_cause_in_the_same_decision_replaces_the_ranks() -> None:
+    d = Driver()  # not the fixture, which verifies the log
     it = d.state.tasks[d.running()]
     it.faults = [
         Fault(ranks=(0, 1), node="n1", status="connection reset", why="a collective failed",
@@ -62,7 +62,7 @@ def test_a_cause_in_the_same_decision_replaces_them_too() -> None:
         "SEV2", "exited abnormally", "n2", (3,), (5, 6))
 
 
-def test_a_timeout_has_a_name_that_fits_gloo(d: Driver, task: int) -> None:
+def test_a_timeout_is_shown_without_the_word_nccl(d: Driver, task: int) -> None:
     for rank in range(4):
         failed(d, task, rank, "RuntimeError: Timed out waiting 30000ms for recv operation")
     d.due(f"evidence/{task}/1")
@@ -94,7 +94,7 @@ def test_an_exit_is_described_with_its_cause(signal: int | None, code: int | Non
                                       signal=signal, cause=cause)) == words
 
 
-def test_a_task_that_fails_again_and_again_says_why(d: Driver) -> None:
+def test_a_task_that_fails_repeatedly_shows_the_cause(d: Driver) -> None:
     task = d.submit(spec(train=None, command=["train"], slots={"min": 1, "max": 1}))
     d.obey(d.log[-20:])
     for _ in range(4):

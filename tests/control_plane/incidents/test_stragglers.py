@@ -1,4 +1,4 @@
-"""Stragglers: each is reported with its cost; only a confirmed, very slow one restarts."""
+"""Stragglers: each is reported with its cost; only a confirmed, very slow rank restarts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_slow_rank_is_reported_with_its_cost(d: Driver, task: int) -> None:
     assert not only(o.StopRank, d.log)
 
 
-def test_what_draining_earns_is_what_a_dry_run_finds(d: Driver, task: int) -> None:
+def test_the_gain_of_draining_equals_a_dry_run(d: Driver, task: int) -> None:
     known(d, task)
     priced = the(StragglerCostEstimated, paced(d, task, VICTIM, 2.8, iteration_s=2.9))
     tried = run_dry(encode_state(d.state), Change(without=("n2",)))
@@ -51,7 +51,7 @@ def test_what_draining_earns_is_what_a_dry_run_finds(d: Driver, task: int) -> No
     assert view(d.state)["nodes"][0]["degraded"] is None
 
 
-def test_a_node_with_nothing_to_spare_is_dearer_drained(d: Driver, task: int) -> None:
+def test_draining_can_cost_more_than_the_straggler(d: Driver, task: int) -> None:
     known(d, task)
     priced = the(StragglerCostEstimated, paced(d, task, VICTIM, 1.15, iteration_s=1.25))
     assert priced.cost_waf > 0
@@ -72,7 +72,7 @@ def eight() -> tuple[Driver, int]:
 
 
 @pytest.mark.parametrize("own_s", [1.2, 1.6])
-def test_one_that_is_slower_than_its_peers_from_the_first(own_s: float) -> None:
+def test_a_rank_slower_than_its_peers_from_the_start(own_s: float) -> None:
     d, task = eight()
     for rank in (0, 1, 3, 4, 5, 6, 7):
         assert kinds(paced(d, task, rank, 1 + rank / 100, iteration_s=own_s + 0.1)) == []
@@ -82,15 +82,15 @@ def test_one_that_is_slower_than_its_peers_from_the_first(own_s: float) -> None:
     at_rest(d)
 
 
-def test_peers_that_differ_do_not_say_what_is_usual() -> None:
+def test_peers_that_differ_give_no_reference() -> None:
     d, task = eight()
     for rank, own_s in enumerate((1.0, 0.4, 1.6, 0.7, 1.1, 1.3, 0.5, 0.9)):
         assert kinds(paced(d, task, rank, own_s, normal_s=own_s, iteration_s=1.7)) == []
     at_rest(d)
 
 
-def test_longer_work_that_delays_nobody_is_not_slow(d: Driver, task: int) -> None:
-    """Measured with four ranks on two busy cores: more computing is less waiting."""
+def test_longer_work_without_a_delay_is_not_slow(d: Driver, task: int) -> None:
+    """Measured with four ranks on two busy cores: a rank that computes longer waits less."""
     for rank, own_s in enumerate((0.056, 0.048, 0.055, 0.018)):
         assert kinds(paced(d, task, rank, own_s, normal_s=own_s, iteration_s=0.115)) == []
     assert kinds(paced(d, task, 1, 0.020, normal_s=0.020, iteration_s=0.065)) == []
@@ -110,7 +110,7 @@ def test_one_long_iteration_is_no_straggler(d: Driver, task: int) -> None:
     assert not task_of(d, task).slow
 
 
-def test_in_a_new_generation_it_is_still_known_what_it_could_do(d: Driver, task: int) -> None:
+def test_a_new_generation_keeps_the_usual_step_time(d: Driver, task: int) -> None:
     known(d, task)
     paced(d, task, VICTIM, 1.5, iteration_s=1.6)
     d.obey(d.exit(task, 0))
@@ -124,14 +124,14 @@ def test_in_a_new_generation_it_is_still_known_what_it_could_do(d: Driver, task:
     assert not task_of(d, task).slow
 
 
-def test_two_ranks_cannot_say_which_is_slow(d: Driver) -> None:
+def test_two_ranks_do_not_show_which_is_slow(d: Driver) -> None:
     task = d.running(spec(slots={"sizes": [2]}))
     assert kinds(paced(d, task, 0)) == []
     assert kinds(paced(d, task, 1, 2.0, normal_s=2.0)) == []
 
 
 def test_more_micro_batches_are_not_slow(d: Driver) -> None:
-    """Ten micro-batches on four members: two have three of them."""
+    """Ten micro-batches on four members: two members have three, two have two."""
     task = d.running(spec(train={"iterations": 50, "output": "/tmp/out",
                                  "batch": {"global": 20, "micro": 2}}))
     for rank, own_s in enumerate((3.0, 3.0, 2.0, 2.0)):
@@ -182,7 +182,7 @@ def test_a_degraded_check_has_a_cost_too(d: Driver, task: int) -> None:
     assert not d.state.degraded
 
 
-def test_it_is_over_with_the_process(d: Driver, task: int) -> None:
+def test_a_straggler_ends_with_its_process(d: Driver, task: int) -> None:
     known(d, task)
     paced(d, task, VICTIM, 1.5)
     d.obey(d.exit(task, VICTIM))
@@ -199,7 +199,7 @@ def test_stale_or_absurd_step_times_change_nothing(d: Driver, task: int) -> None
     assert not task_of(d, task).slow
 
 
-# --- beyond measure ------------------------------------------------------------------------------
+# --- restarts of very slow ranks -----------------------------------------------------------------
 def test_a_very_slow_rank_restarts_when_another_confirms_it(d: Driver, task: int) -> None:
     known(d, task)
     told = paced(d, task, VICTIM, 4.0, iteration_s=4.1)
@@ -217,7 +217,7 @@ def test_a_very_slow_rank_restarts_when_another_confirms_it(d: Driver, task: int
     assert not d.state.degraded
 
 
-def test_the_first_members_iterations_confirm_it_too(d: Driver, task: int) -> None:
+def test_iteration_times_of_the_first_member_confirm_it(d: Driver, task: int) -> None:
     known(d, task)
     paced(d, task, VICTIM, 4.0, iteration_s=4.1)
     assert kinds(d.progress(task, times_s=[1.1])) == [], "they did not grow"
@@ -233,7 +233,7 @@ def test_its_own_report_alone_is_not_enough(d: Driver, task: int) -> None:
     assert kinds(d.progress(task, times_s=[4.1])) == [], "rank 0 tells progress"
 
 
-def test_a_slot_that_makes_everything_slow_is_taken_out(d: Driver, task: int) -> None:
+def test_a_slot_that_is_slow_after_restarts_is_disabled(d: Driver, task: int) -> None:
     for times in range(1, d.state.policy.restarts_max + 2):
         known_ranks = [rank for rank in sorted(task_of(d, task).ranks) if rank != VICTIM]
         for rank in known_ranks:
@@ -248,7 +248,7 @@ def test_a_slot_that_makes_everything_slow_is_taken_out(d: Driver, task: int) ->
     assert [node.slots_disabled for node in d.state.nodes.values()] == [[], [0]]
 
 
-def test_a_slot_that_is_as_usual_in_between_is_forgiven(d: Driver, task: int) -> None:
+def test_a_slot_at_usual_speed_in_between_is_not_disabled(d: Driver, task: int) -> None:
     for _ in range(d.state.policy.restarts_max + 2):
         known(d, task)
         paced(d, task, 1, iteration_s=4.1)
@@ -269,8 +269,8 @@ def test_while_paused_a_very_slow_rank_is_only_reported(d: Driver, task: int) ->
     assert "StopRank" not in kinds(d.tell("operator/unfreeze", r.HealingResumed()))
 
 
-# --- beside other things -------------------------------------------------------------------------
-def test_slow_iterations_are_not_what_the_task_can_do(d: Driver, task: int) -> None:
+# --- calibration and draining --------------------------------------------------------------------
+def test_slow_iterations_are_not_used_for_calibration(d: Driver, task: int) -> None:
     known(d, task)
     d.progress(task, times_s=[1.1] * 8)
     size = len(task_of(d, task).members)
@@ -286,7 +286,7 @@ def test_slow_iterations_are_not_what_the_task_can_do(d: Driver, task: int) -> N
 
 
 def test_draining_may_give_slots_to_another_task(d: Driver) -> None:
-    """Two tasks: the plan without the node gives what is left to whom it earns most."""
+    """The plan without the node gives the remaining slots where they have the most WAF."""
     first = d.submit(train("alpha", 2.0, {2: 2e12, 4: 3e12}))
     d.join("n3")
     carry_out(d, d.log[-30:])
@@ -304,7 +304,7 @@ def test_draining_may_give_slots_to_another_task(d: Driver) -> None:
     assert priced.drain_waf == pytest.approx(best - (6e12 / times + 1e12))
 
 
-# --- slower together -----------------------------------------------------------------------------
+# --- ranks that are slower together --------------------------------------------------------------
 @pytest.mark.parametrize("first", [0, 1])
 def test_of_two_ranks_the_slower_one_is_the_straggler(d: Driver, first: int) -> None:
     task = d.running(spec(slots={"sizes": [2]}))
@@ -323,8 +323,8 @@ def test_of_two_ranks_the_slower_one_is_the_straggler(d: Driver, first: int) -> 
     assert (told["slow"], told["slower_alike"], d.state.degraded) == ([], 1.0, {})
 
 
-def test_what_the_others_are_slower_by_too_is_not_counted(d: Driver) -> None:
-    """A busy machine: both work longer, one of them by half of that again."""
+def test_a_common_slowdown_is_not_counted(d: Driver) -> None:
+    """A busy machine: both ranks work longer, and rank 1 works 50 % longer than rank 0."""
     task = d.running(spec(slots={"sizes": [2]}))
     known(d, task)
     paced(d, task, 0, 2.0, iteration_s=3.1)
@@ -333,7 +333,7 @@ def test_what_the_others_are_slower_by_too_is_not_counted(d: Driver) -> None:
     assert (slow.ratio, slow.holds_up) == (pytest.approx(3.0), pytest.approx(3.1 / 2.1))
 
 
-def test_ranks_that_are_slower_together_delay_nobody(d: Driver, task: int) -> None:
+def test_ranks_that_are_slower_together_are_no_stragglers(d: Driver, task: int) -> None:
     known(d, task)
     for rank in (0, 1, 2):
         paced(d, task, rank, 1.4 + rank / 100, iteration_s=1.54)
@@ -347,7 +347,7 @@ def test_ranks_that_are_slower_together_delay_nobody(d: Driver, task: int) -> No
     assert told["slower_alike"] == 1.0
 
 
-def test_all_beyond_measure_alike_are_left_alone(d: Driver) -> None:
+def test_very_slow_ranks_do_not_restart_if_all_are_slow(d: Driver) -> None:
     task = d.running(spec(slots={"sizes": [2]}))
     known(d, task)
     assert kinds(paced(d, task, 1, 4.0, iteration_s=4.1)) == ["StragglerCostEstimated"]
@@ -356,12 +356,12 @@ def test_all_beyond_measure_alike_are_left_alone(d: Driver) -> None:
     assert not d.state.incidents
 
 
-# --- the last to arrive --------------------------------------------------------------------------
+# --- the rank that arrives last ------------------------------------------------------------------
 def slow_of(d: Driver, task: int) -> dict[int, float]:
     return {number: round(slow.holds_up, 3) for number, slow in task_of(d, task).slow.items()}
 
 
-def test_a_slow_rank_that_is_not_the_last_delays_nobody(d: Driver, task: int) -> None:
+def test_a_slow_rank_that_is_not_the_last_is_no_straggler(d: Driver, task: int) -> None:
     known(d, task)
     paced(d, task, 0, 1.5, iteration_s=1.6)
     assert slow_of(d, task) == {0: pytest.approx(1.6 / 1.1, abs=1e-3)}
@@ -385,7 +385,7 @@ def test_two_that_arrive_last_together_delay_the_others(d: Driver, task: int) ->
 
 @pytest.mark.parametrize("own_s", [0.060, 0.075])
 def test_a_busy_machine_has_no_stragglers(d: Driver, task: int, own_s: float) -> None:
-    """Waits for cores are no work: what is left grows a little, the iterations by half."""
+    """Waiting for cores is not work: own work grows by at most 25 %, iterations by half."""
     for rank in range(4):
         assert kinds(paced(d, task, rank, 0.060, normal_s=0.060, iteration_s=0.140)) == []
     for rank in range(4):
@@ -396,7 +396,7 @@ def test_a_busy_machine_has_no_stragglers(d: Driver, task: int, own_s: float) ->
     assert not d.state.degraded
 
 
-def test_it_is_over_when_iterations_are_as_they_were(d: Driver, task: int) -> None:
+def test_normal_iterations_end_a_straggler(d: Driver, task: int) -> None:
     known(d, task)
     paced(d, task, VICTIM, 1.5, iteration_s=1.6)
     assert slow_of(d, task)
@@ -405,7 +405,7 @@ def test_it_is_over_when_iterations_are_as_they_were(d: Driver, task: int) -> No
     assert view(d.state)["tasks"][0]["state"] == "running"
 
 
-def test_draining_is_advised_only_after_it_has_lasted() -> None:
+def test_draining_is_advised_only_for_a_lasting_straggler() -> None:
     d, alpha, _ = two_tasks({1: 1.5e12, 2: 2.4e12})
     known(d, alpha)
     paced(d, alpha, VICTIM, 2.6, iteration_s=2.7)

@@ -1,5 +1,5 @@
-"""What operators and users bind a plan by: each constraint holds, and the plan is the best of all
-that keep it."""
+"""Limits of a plan: sizes, max changed tasks, quotas and priorities. Each limit holds, and no plan
+within the limits is better."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from wished import asking, wish
 pytestmark = pytest.mark.nodes(3)
 
 
-# --- which sizes --------------------------------------------------------------------------------
+# --- allowed sizes ------------------------------------------------------------------------------
 @pytest.mark.parametrize(("slots", "begins", "shrinks"), [
     ({"sizes": [1, 6]}, 6, 1), ({"multiple_of": 2, "max": 6}, 6, 4), ({"max": 6}, 6, 5)])
 def test_a_plan_gives_what_the_spec_allows(d: Driver, slots: object, begins: int,
@@ -44,13 +44,13 @@ def test_a_plan_gives_what_the_spec_allows(d: Driver, slots: object, begins: int
     d.progress(task)
 
 
-# --- moves, quotas, priorities: held against every plan there is --------------------------------
+# --- max changed tasks, quotas, priorities: compared with brute force ---------------------------
 Case = tuple[list[list[tuple[int, int]]], int, PlanLimits]
 
 
 @st.composite
 def limited(draw: st.DrawFn) -> Case:
-    """(size, gain) by row, a capacity, and limits that often bind."""
+    """(size, gain) by row; a capacity; limits that often bind."""
     num = draw(st.integers(1, 4))
     unit = draw(st.sampled_from([1, 1, 2]))
     rows: list[list[tuple[int, int]]] = []
@@ -70,7 +70,7 @@ def limited(draw: st.DrawFn) -> Case:
 
 
 def the_best(case: Case) -> tuple[int, ...]:
-    """By brute force: the sums by priority of the best plan that keeps the limits."""
+    """By brute force: the gains by priority of the best plan within the limits."""
     rows, capacity, limits = case
     fits = [plan for plan in itertools.product(*rows)
             if sum(size for size, _ in plan) <= capacity
@@ -84,7 +84,7 @@ def the_best(case: Case) -> tuple[int, ...]:
 
 
 def by_priority(limits: PlanLimits, gains: list[int]) -> tuple[int, ...]:
-    """Sums of what the rows gain, the highest priority first."""
+    """The sum of the gains by priority, the highest priority first."""
     priorities = limits.priorities or (0,) * len(gains)
     return tuple(sum(gain for gain, own in zip(gains, priorities, strict=True) if own == one)
                  for one in sorted(set(priorities), reverse=True))
@@ -92,7 +92,7 @@ def by_priority(limits: PlanLimits, gains: list[int]) -> tuple[int, ...]:
 
 @given(limited())
 @settings(max_examples=600, deadline=None)
-def test_the_best_of_all_that_keep_the_limits(case: Case) -> None:
+def test_the_best_plan_within_the_limits(case: Case) -> None:
     rows, capacity, limits = case
     made = candidates_of(rows)
     found = constraints.best(made, capacity, limits)
@@ -108,7 +108,7 @@ def test_the_best_of_all_that_keep_the_limits(case: Case) -> None:
 
 @given(limited())
 @settings(max_examples=100, deadline=None)
-def test_limits_that_bind_nothing_change_no_value(case: Case) -> None:
+def test_limits_that_do_not_bind_change_no_value(case: Case) -> None:
     rows, capacity, limits = case
     none = PlanLimits(now=limits.now, healthy=limits.healthy, moves_max=len(rows),
                   teams=((tuple(range(len(rows))), 99),), priorities=())
@@ -119,13 +119,13 @@ def test_limits_that_bind_nothing_change_no_value(case: Case) -> None:
     assert found[1] == free[1]
 
 
-# --- what the planner makes of them --------------------------------------------------------------
+# --- choices of the planner ----------------------------------------------------------------------
 def choose(wishes: list[TaskDemand], num_slots: int, **limits: Any) -> planner.Choice:
     return planner.choose_plan(asking(wishes, num_slots, **limits))
 
 
-def test_no_more_healthy_tasks_move_than_may() -> None:
-    """Three would each give one slot for the fourth; one may."""
+def test_at_most_moves_max_healthy_tasks_change() -> None:
+    """Without a limit tasks 1 to 3 each give a slot to task 4. `moves_max` limits how many do."""
     wishes = [wish(task, 2, {1: 9.0, 2: 10.0}) for task in (1, 2, 3)]
     wishes.append(wish(4, 0, {1: 6.0, 2: 12.0, 3: 18.0}))
     assert choose(wishes, 6).plan.slots == (1, 1, 1, 3)
@@ -137,13 +137,13 @@ def test_no_more_healthy_tasks_move_than_may() -> None:
         assert ("without moves_max" in told) == (most < 3)
 
 
-def test_faulted_and_new_tasks_are_no_moves() -> None:
+def test_faulted_and_new_tasks_do_not_count_as_moves() -> None:
     wishes = [wish(1, 4, {2: 5.0, 4: 9.0}, faulted=True), wish(2, 0, {1: 3.0}),
               wish(3, 2, {2: 9.0})]
     assert choose(wishes, 5, moves_max=0).plan.slots == (2, 1, 2)
 
 
-def test_where_nothing_fits_without_more_moves_there_are_as_few_as_can_be() -> None:
+def test_moves_max_is_exceeded_by_as_little_as_possible() -> None:
     wishes = [wish(task, 2, {1: 9.0, 2: 10.0}, team="blue") for task in (1, 2, 3)]
     choice = choose(wishes, 6, moves_max=0, quotas=(("blue", 4),))
     assert sorted(choice.plan.slots) == [0, 2, 2], "one gives all, not two one each"
@@ -157,7 +157,7 @@ def test_a_team_has_at_most_its_quota() -> None:
     assert choose(wishes, 4, quotas=(("red", 0), ("none", 2))).plan.slots == (0, 0, 3)
 
 
-def test_a_higher_priority_comes_first_whatever_the_others_earn() -> None:
+def test_a_higher_priority_comes_first_at_any_throughput() -> None:
     wishes = [wish(1, 0, {2: 1e6, 4: 2e6}), wish(2, 0, {1: 1.0, 3: 1.5})]
     assert choose(wishes, 4).plan.slots == (4, 0)
     limited = [replace(one, priority=p) for one, p in zip(wishes, (0, 1), strict=True)]
@@ -165,15 +165,15 @@ def test_a_higher_priority_comes_first_whatever_the_others_earn() -> None:
     assert choose(limited, 5).plan.slots == (2, 3)
 
 
-def test_gain_min_is_of_the_priority_that_gains() -> None:
-    """1 of 10 that it has is enough for the first, whatever the last would lose."""
+def test_gain_min_applies_within_one_priority() -> None:
+    """Task 2 has the higher priority and gains 10 %. What task 1 loses does not count."""
     wishes = [wish(1, 3, {2: 900.0, 3: 1000.0}), wish(2, 1, {1: 10.0, 2: 11.0}, priority=1)]
     assert choose(wishes, 4, gain_min=0.05).plan.slots == (2, 2)
     assert choose(wishes, 4, gain_min=0.2).plan.slots == (3, 1)
 
 
-def test_limits_that_do_not_bind_cost_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A search over slots and moves takes seconds where slots are 100,000."""
+def test_limits_that_do_not_bind_skip_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits that cannot bind skip the search, which takes seconds on 100,000 slots."""
     wishes = [wish(1, 2, {1: 5.0, 2: 9.0, 3: 10.0}, team="red"), wish(2, 1, {1: 4.0}, faulted=True)]
     free = PlanProblem(demands=tuple(wishes), num_slots=3, mtbf_gpu_s=7.2e6)
     bound = replace(free, quotas=(("red", 3),), moves_max=1)
@@ -181,7 +181,7 @@ def test_limits_that_do_not_bind_cost_no_search(monkeypatch: pytest.MonkeyPatch)
     assert planner.choose_plan(bound) == planner.choose_plan(free)
 
 
-def test_doing_nothing_is_a_plan_and_can_win() -> None:
+def test_the_unchanged_plan_can_be_chosen() -> None:
     now = [wish(1, 2, {2: 10.0, 3: 10.2}), wish(2, 2, {1: 5.0, 2: 5.1})]
     short = planner.choose_plan(PlanProblem(demands=tuple(now), num_slots=4, mtbf_gpu_s=4 * 20.0))
     assert short.plan.slots == (2, 2), "20 s of 0.1 more do not pay 10 s of 15.1"
@@ -190,7 +190,7 @@ def test_doing_nothing_is_a_plan_and_can_win() -> None:
     assert "keep as it is" in {other.what for other in long.alternatives}
 
 
-def test_a_plan_says_that_a_limit_binds(d: Driver) -> None:
+def test_the_plan_record_names_a_binding_limit(d: Driver) -> None:
     d.tell("leader/abc", r.PolicySet(policy=Policy(quotas={"red": 2})))
     task = d.running(spec(team="red"))
     plan = d.state.plan
@@ -203,7 +203,7 @@ def test_a_plan_says_that_a_limit_binds(d: Driver) -> None:
     assert len(task_of(d, task).target) == 2
 
 
-def test_a_priority_that_costs_something_is_named(d: Driver) -> None:
+def test_a_priority_that_lowers_the_objective_is_named(d: Driver) -> None:
     for alpha in (0.0, 1.0):
         wishes = [wish(1, 4, {1: 8e12, 2: 14e12, 3: 18e12, 4: 22e12}),
                   wish(2, 2, {1: 2e12, 2: 5e12, 4: 9e12}),
@@ -218,7 +218,7 @@ def test_a_priority_that_costs_something_is_named(d: Driver) -> None:
         assert "gain_min" not in why
 
 
-def test_gain_min_is_named_where_a_change_earns_less_than_it_asks_for() -> None:
+def test_the_reason_names_gain_min_if_a_change_gains_less() -> None:
     wishes = [wish(1, 3, {2: 90e12, 3: 100e12}), wish(2, 1, {1: 10e12, 2: 11e12, 3: 12e12})]
     asked = PlanProblem(demands=tuple(wishes), num_slots=5, mtbf_gpu_s=7.2e6, gain_min=0.2)
     choice, _, why = explained(asked)
@@ -261,7 +261,7 @@ LEVELS = ((0.0, 1.0, 1.5, 2.0, 3.0), (0.0, 1.0, 1e12, 3e12, 1e-9), (1.0, 2.0, 3.
 
 
 def mixed(seed: int) -> PlanProblem:
-    """Floors and alpha too; ties are frequent, and some tasks have slots that earn nothing."""
+    """Also with floors and alpha. Ties are frequent, and some sizes have a WAF of 0."""
     random = Random(seed)
     levels = random.choice(LEVELS)
     return PlanProblem(
@@ -289,7 +289,7 @@ def mixed_wish(random: Random, task: int, levels: tuple[float, ...]) -> TaskDema
 @given(inputs() | st.integers(0, 2**32 - 1).map(mixed))
 @settings(max_examples=600, deadline=None)
 def test_no_plan_within_the_limits_is_worth_more(asked: PlanProblem) -> None:
-    """Of every plan that there is."""
+    """Compared with all plans."""
     wishes, rows, quotas = asked.demands, planner.allowed_candidates(asked), dict(asked.quotas)
     flat = list(zip(rows.sizes.tolist(), rows.gains.tolist(), strict=True))
     by_row = [flat[begin:end] for begin, end in itertools.pairwise(rows.starts.tolist())]
@@ -305,7 +305,7 @@ def test_no_plan_within_the_limits_is_worth_more(asked: PlanProblem) -> None:
     check_best(asked, worths)
 
 
-def test_a_policy_that_plans_follow_from_is_planned_by_at_once(d: Driver) -> None:
+def test_a_policy_that_changes_plans_triggers_a_plan(d: Driver) -> None:
     task = d.running(spec(slots={"min": 1, "max": 4}, team="red"))
     seats = task_of(d, task).target
     told = d.tell("leader/abc", r.PolicySet(policy=Policy(stop_s_max=7.0)))

@@ -1,4 +1,4 @@
-"""Why a plan: figures that agree with the planner's, what binds it, and one sentence."""
+"""The explanation of a plan: its figures, its binding constraint and its reason."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_objective_in_flop_is_the_planners(
                         -hysteresis_flop(asked, one, x)])
              for one in asked.demands for x in (0, *one.sizes) if x <= asked.num_slots]
     gains = rows.gains[rows.sizes <= asked.num_slots].tolist()
-    # Integers on one scale: what one unit of it is comes from the largest of each.
+    # The planner's integers share one scale. The largest candidates give the size of its unit.
     unit = max((abs(flop / number) for flop, number in zip(whole, gains, strict=True)
                 if abs(number) > 1 << 40), default=0.0)
     assert objective == pytest.approx(choice.plan.objective * unit, rel=1e-9,
@@ -65,9 +65,9 @@ def test_the_objective_in_flop_is_the_planners(
 
 @given(wishes(), st.sampled_from([0.0, 0.005, 0.3]))
 @settings(max_examples=200, deadline=None)
-def test_changes_are_paid_back_while_the_plan_holds(
+def test_the_payback_time_agrees_with_brute_force(
         case: tuple[list[TaskDemand], int], gain_min: float) -> None:
-    """Against the best of all plans that leave them alone."""
+    """The reference is the best of the plans that change no healthy task."""
     asked = asking(*case, gain_min=gain_min)
     choice = planner.choose_plan(asked)
     found = explain.paid_back_s(asked, choice.plan.slots)
@@ -98,21 +98,21 @@ def test_changes_are_paid_back_while_the_plan_holds(
     ([wish("t1", 2, {1: 3.0, 2: 5.0}), wish("t2", 0, {1: 4.0})], 2, TRANSITION_S * 5 / 2),
     ([wish("t1", 2, {1: 3.0, 2: 5.0}), wish("t2", 0, {1: 4.0})], 3, 0.0),
     ([wish("t1", 2, {1: 3.0, 2: 5.0}), wish("t2", 1, {1: 4.0})], 2, 0.0)])
-def test_when_a_change_is_paid_back(found: list[TaskDemand], num_slots: int, back_s: float) -> None:
-    """t1 earns 5, and with t2 both earn 2 more; with room for all there is nothing to pay back."""
+def test_payback_time_of_a_change(found: list[TaskDemand], num_slots: int, back_s: float) -> None:
+    """t1 has WAF 5. A plan that also runs t2 has WAF 7. If both fit, no change costs anything."""
     asked = asking(found, num_slots)
     assert explain.paid_back_s(asked, planner.choose_plan(asked).plan.slots) == pytest.approx(
         back_s)
 
 
-def test_who_waits_for_want_of_slots_alone_is_bound_by_them() -> None:
+def test_a_task_that_waits_only_for_slots_is_bound_by_slots() -> None:
     found = [wish("t1", 2, {2: 3.0}), wish("t2", 0, {2: 3.0})]
     for alpha in (0.0, 1.0, 2.0):
         asked = replace(asking(found, 2), alpha=alpha)
         assert explain.binding_constraint(asked, planner.choose_plan(asked), {}) == ("slots", ())
 
 
-def test_a_share_of_nearly_all_is_a_number_too() -> None:
+def test_a_share_of_nearly_100_percent() -> None:
     asked = asking([wish("t1", 0, {1: 1000.0}), wish("t2", 0, {1: 1.0})], 1)
     assert explained(asked)[2] == "t1 begins on 1: the runner-up is worth 100 % less"
 
@@ -126,9 +126,9 @@ def test_a_share_of_nearly_all_is_a_number_too() -> None:
     ([], 6, 0.0, "nothing", ()),
     ([wish("t1", 2, {2: 100.0, 3: 100.4}), wish("t2", 2, {1: 50.0, 2: 50.1})], 4, 0.005,
      "slots", ())])
-def test_what_binds(found: list[TaskDemand], num_slots: int, gain_min: float, bound: Binding,
-                    whose: tuple[int, ...]) -> None:
-    """t1 and t2 allow no more than their largest size; t3 would, and earns no more."""
+def test_binding(found: list[TaskDemand], num_slots: int, gain_min: float, bound: Binding,
+                 whose: tuple[int, ...]) -> None:
+    """t1 and t2 allow no more than their largest size. t3 allows more, but gains nothing."""
     asked = asking(found, num_slots, gain_min=gain_min)
     most = {one.task: one.sizes[-1] + 4 * (one.name == "t3") for one in found}
     assert explain.binding_constraint(asked, planner.choose_plan(asked), most) == (bound, whose)
@@ -155,19 +155,19 @@ def test_what_binds(found: list[TaskDemand], num_slots: int, gain_min: float, bo
     ([wish("t1", 2, {2: 5.0}), wish("t2", 0, {2: 50.0})], 2,
      "t1 gives up its 2, t2 begins on 2: the runner-up (keep as it is) is worth 90 % less"),
     ([], 4, "no task moves: there is nothing that could earn anything")])
-def test_one_sentence_says_why(found: list[TaskDemand], num_slots: int, told: str) -> None:
+def test_the_reason_in_one_sentence(found: list[TaskDemand], num_slots: int, told: str) -> None:
     assert explained(asking(found, num_slots))[2] == told
 
 
 @pytest.mark.parametrize(("share", "words"), [
     (0.0, "under 0.001 %"), (0.00021, "0.021 %"), (0.214, "21 %"), (0.994, "99 %"),
     (0.995, "100 %"), (0.9999, "100 %"), (1.0, "100 %"), (3999.0, "399,900 %")])
-def test_a_share_is_told_alike_everywhere(share: float, words: str) -> None:
+def test_a_share_in_words(share: float, words: str) -> None:
     assert alternative_names.percent(share) == words
 
 
-def test_the_sentence_and_the_row_tell_the_same_share() -> None:
-    """Of G, what the changes cost taken off: where a plan holds shortly that is another number."""
+def test_the_reason_and_the_screen_show_the_same_share() -> None:
+    """The share is of G, so transition costs count. With a short MTBF a share of WAF differs."""
     asked = PlanProblem(demands=(wish("t1", 4, {2: 4.0, 4: 9.0}, faulted=True),
                               wish("t2", 2, {1: 3.0, 2: 4.0})), num_slots=6,
                       mtbf_gpu_s=6 * 1.5 * TRANSITION_S)
@@ -203,7 +203,7 @@ def test_every_plan_in_the_log_is_explained() -> None:
     assert (last.binding, last.bound_tasks) == ("slots", ())
 
 
-def test_the_most_that_a_task_allows_binds() -> None:
+def test_the_max_of_a_task_binds() -> None:
     d, alpha, beta = two_tasks({1: 1.5e12, 2: 2.4e12})
     d.tell("operator/w", r.TaskCancelRequested(task=beta))
     d.obey(d.log[-6:])

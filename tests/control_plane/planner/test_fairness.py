@@ -1,4 +1,4 @@
-"""Alpha-fairness: its arithmetic, the plans that it leads to, and what is told of them."""
+"""Alpha-fairness: arithmetic, plans, and what the plan record reports."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FAIR = (0.5, 1.0, 2.0)
 
 
 def wish(task: int, now: int, rates: dict[int, float], **more: Any) -> TaskDemand:
-    """`rates`: by slots, not weighed yet."""
+    """`rates`: throughput by slots, without the weight."""
     weight = more.get("weight", 1.0)
     return wished.wish(task, now, {x: weight * rate for x, rate in rates.items()}, **more)
 
@@ -58,7 +58,7 @@ def test_the_logarithm_is_within_its_bound(value: float) -> None:
     assert abs(found - math.log(value)) <= 2.0**-50 * abs(math.log(value))
 
 
-def test_logarithms_of_powers_and_of_neighbours_of_one() -> None:
+def test_logarithms_of_powers_and_next_to_one() -> None:
     values = np.array([1.0, 2.0, 0.5, 2.0**-1000, np.nextafter(1.0, 2.0), np.nextafter(1.0, 0.0)])
     found = objective.logarithm(values)
     assert found[0] == 0.0
@@ -77,7 +77,7 @@ def test_the_marginal_is_the_slope_of_the_utility(alpha: float) -> None:
     assert objective.utility(none, alpha) == objective.marginal(none, alpha) == 0.0
 
 
-def test_rates_are_taken_relative_to_the_largest() -> None:
+def test_rates_are_scaled_by_the_largest() -> None:
     found = objective.in_units(np.array([0.0, 3e15, 1e15, 1e-300])).tolist()
     assert found[0] == 0.0
     assert 0.5 <= found[1] < 1.0
@@ -85,8 +85,8 @@ def test_rates_are_taken_relative_to_the_largest() -> None:
     assert objective.in_units(np.zeros(2)).tolist() == [0.0, 0.0]
 
 
-# --- what users expect --------------------------------------------------------------------------
-def test_equal_tasks_share_by_weight_and_the_more_equally_the_larger_alpha_is() -> None:
+# --- examples -----------------------------------------------------------------------------------
+def test_a_larger_alpha_shares_more_equally() -> None:
     wishes = [linear(1), linear(2, weight=3.0)]
     given_ = {alpha: slots(asking(wishes, 8, alpha)) for alpha in ALPHAS}
     assert given_ == {0.0: (0, 8), 0.5: (1, 7), 1.0: (2, 6), 2.0: (3, 5)}
@@ -94,7 +94,7 @@ def test_equal_tasks_share_by_weight_and_the_more_equally_the_larger_alpha_is() 
     assert nine == {0.5: (0, 8), 1.0: (1, 7), 2.0: (2, 6)}
 
 
-def test_a_slower_task_has_as_much_by_alpha_1_and_more_by_alpha_2() -> None:
+def test_slots_of_a_slower_task_grow_with_alpha() -> None:
     wishes = [linear(1, 9.0), linear(2)]
     assert slots(asking(wishes, 8, 0.0)) == (8, 0)
     assert slots(asking(wishes, 8, 0.5)) == (7, 1)
@@ -103,7 +103,7 @@ def test_a_slower_task_has_as_much_by_alpha_1_and_more_by_alpha_2() -> None:
 
 
 @pytest.mark.parametrize("alpha", [1.0, 2.0])
-def test_nobody_has_nothing_where_all_fit_and_else_the_heaviest_come_first(alpha: float) -> None:
+def test_all_tasks_run_if_they_fit_else_the_heaviest(alpha: float) -> None:
     wishes = [linear(1, 1e3, weight=5.0), linear(2, 1e-3), linear(3, weight=2.0),
               wish(4, 0, {1: 0.0})]
     assert all(slots(asking(wishes, 3, alpha))[:3])
@@ -117,8 +117,8 @@ def test_nobody_has_nothing_where_all_fit_and_else_the_heaviest_come_first(alpha
 
 
 @pytest.mark.parametrize("alpha", FAIR)
-def test_a_change_is_charged_with_what_it_costs_by_the_same_measure(alpha: float) -> None:
-    """It is worth while as soon as D U(T') - D U(T) exceeds d T^(1 - alpha)."""
+def test_a_change_costs_by_the_same_utility(alpha: float) -> None:
+    """The task grows if and only if D (U(T') - U(T)) exceeds d T^(1 - alpha)."""
     def u(rate: float) -> float:
         return 2 * math.sqrt(rate) if alpha == 0.5 else math.log(rate) if alpha == 1 else -1 / rate
 
@@ -129,14 +129,14 @@ def test_a_change_is_charged_with_what_it_costs_by_the_same_measure(alpha: float
 
 
 @pytest.mark.parametrize("alpha", FAIR)
-def test_gain_min_is_the_share_by_which_each_would_have_to_run_faster(alpha: float) -> None:
+def test_gain_min_is_the_least_speedup_of_a_change(alpha: float) -> None:
     wishes = [wish(1, 2, {2: 1.0, 4: 1.02}, transition_s=0.0),
               wish(2, 2, {2: 1.0}, transition_s=0.0)]
-    for share, x in ((0.019, 4), (0.021, 2)):  # it runs 2 % faster
+    for share, x in ((0.019, 4), (0.021, 2)):  # on 4 slots it is 2 % faster
         assert slots(asking(wishes, 6, alpha, gain_min=share)) == (x, 2)
 
 
-# --- held against every plan there is -----------------------------------------------------------
+# --- compared with brute force ------------------------------------------------------------------
 @st.composite
 def inputs(draw: st.DrawFn) -> PlanProblem:
     wishes: list[TaskDemand] = []
@@ -153,7 +153,7 @@ def inputs(draw: st.DrawFn) -> PlanProblem:
 
 
 def by_hand(one: TaskDemand, x: int, asked: PlanProblem) -> float:
-    """D w U(T) - (d + gain_min D) w T(now)^(1 - alpha), by the libraries' own functions."""
+    """D w U(T) - (d + gain_min D) w T(now)^(1 - alpha), computed with the math module."""
     alpha, rate, had = asked.alpha, waf_of(one, x) / one.weight, waf_of(one, one.now) / one.weight
     made = 0.0 if not rate else math.log(rate) if alpha == 1 else rate**(1 - alpha) / (1 - alpha)
     held_s = (
@@ -164,7 +164,7 @@ def by_hand(one: TaskDemand, x: int, asked: PlanProblem) -> float:
 
 @given(inputs())
 @settings(max_examples=400, deadline=None)
-def test_of_every_plan_there_is_it_is_the_fairest(asked: PlanProblem) -> None:
+def test_no_plan_is_fairer(asked: PlanProblem) -> None:
     wishes, least = asked.demands, constraints.granted_floors(asked)
     priorities = sorted({one.priority for one in wishes}, reverse=True)
     worths: dict[tuple[int, ...], list[float]] = {}
@@ -185,7 +185,7 @@ def test_of_every_plan_there_is_it_is_the_fairest(asked: PlanProblem) -> None:
 @given(st.floats(1e-12, 1e12), inputs())
 @settings(max_examples=60, deadline=None)
 def test_the_unit_of_rates_does_not_matter(unit: float, asked: PlanProblem) -> None:
-    """A power of two, so that nothing is rounded otherwise."""
+    """The unit is a power of two, so scaling changes no rounding."""
     times = 2.0 ** round(math.log2(unit))
     scaled = replace(asked, demands=tuple(
         replace(one, wafs=tuple(times * waf for waf in one.wafs)) for one in asked.demands))
@@ -203,7 +203,7 @@ def test_large_clusters(alpha: float) -> None:
     assert choice.plan.waf < most.waf
 
 
-# --- what is told -------------------------------------------------------------------------------
+# --- what is reported ---------------------------------------------------------------------------
 def test_the_plan_says_by_how_much_the_runner_up_is_less_fair() -> None:
     asked = asking([linear(1, 9.0), linear(2, 6.0)], 8, 1.0)
     choice, _, why = explained(asked)
@@ -216,7 +216,7 @@ def test_the_plan_says_by_how_much_the_runner_up_is_less_fair() -> None:
     assert pending.prices(asked, choice.plan) == {}
 
 
-def test_what_fairness_costs_in_waf_is_told_when_asked_for() -> None:
+def test_the_waf_cost_of_fairness_is_computed_on_request() -> None:
     asked = asking([linear(1, 9.0), linear(2, 6.0)], 8, 1.0)
     by_what = {
         x.what: x for x in explain.without_each_limit(asked, planner.choose_plan(asked).plan.slots)}
@@ -225,7 +225,7 @@ def test_what_fairness_costs_in_waf_is_told_when_asked_for() -> None:
     assert (most.objective, most.behind_share) == (alternative_names.NOT_COMPARABLE_NUM, 0.0)
 
 
-def test_without_alpha_nothing_of_it_is_told() -> None:
+def test_without_alpha_no_fairness_is_reported() -> None:
     asked = asking([linear(1, 9.0), linear(2, 6.0)], 8, 0.0)
     choice, _, why = explained(asked)
     assert explain.without_each_limit(asked, choice.plan.slots) == ()
@@ -233,20 +233,20 @@ def test_without_alpha_nothing_of_it_is_told() -> None:
     assert "alpha" not in why
 
 
-def test_gain_min_holds_a_task_by_the_same_measure() -> None:
+def test_gain_min_holds_with_alpha() -> None:
     asked = asking([wish(1, 2, {2: 1.0, 4: 1.02}), wish(2, 2, {2: 1.0})], 6, 1.0, gain_min=0.5)
     assert planner.choose_plan(asked).plan.slots == (2, 2)
     assert planner.choose_plan(replace(asked, gain_min=0.0)).plan.slots == (4, 2)
 
 
-def test_no_spare_is_kept_by_another_measure(d: Driver) -> None:
+def test_alpha_keeps_no_hot_spare(d: Driver) -> None:
     d.tell("leader/abc", r.PolicySet(policy=Policy(alpha=0.5, hot_spare=True)))
     d.running(spec())
     assert d.state.plan is not None
     assert d.state.plan.hot_spare is None
 
 
-def test_in_a_cluster_of_alpha_1_all_run_and_the_screens_say_so(d: Driver) -> None:
+def test_with_alpha_1_all_tasks_run_and_the_screen_says_so(d: Driver) -> None:
     d.tell("leader/abc", r.PolicySet(policy=Policy(alpha=1.0)))
     table = {x: 1e12 * x for x in range(1, 7)}
     first = d.running(spec(slots={"max": 6}, throughput=table))

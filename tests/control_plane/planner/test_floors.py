@@ -1,4 +1,4 @@
-"""Floors: no task is starved where all floors fit, and else they are given in order."""
+"""Floors: every task has its floor if all floors fit; else floors are granted in order."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ pytestmark = pytest.mark.nodes(3)
 CLOSE_RATIO = 1e-9
 
 
-# --- one by one ---------------------------------------------------------------------------------
-def test_a_floor_is_kept_and_what_it_costs_is_told() -> None:
+# --- single problems ----------------------------------------------------------------------------
+def test_a_floor_holds_and_its_cost_is_reported() -> None:
     wishes = [wish(1, 0, {1: 9.0, 2: 18.0, 3: 27.0}), wish(2, 0, {1: 1.0, 2: 2.0})]
     assert slots(asking(wishes, 3)) == (3, 0)
     asked = asking([wishes[0], replace(wishes[1], floor=2)], 3)
@@ -38,7 +38,7 @@ def test_a_floor_is_kept_and_what_it_costs_is_told() -> None:
     assert "without floors it would be worth" in why
 
 
-def test_by_policy_each_has_the_least_with_which_it_earns_anything() -> None:
+def test_the_policy_floor_is_the_smallest_size_with_a_waf() -> None:
     wishes = [wish(1, 0, {1: 9.0, 4: 90.0}), wish(2, 0, {1: 0.0, 2: 0.5, 3: 0.6}),
               wish(3, 0, {1: 0.0, 2: 0.0})]
     assert slots(asking(wishes, 4)) == (4, 0, 0)
@@ -46,7 +46,7 @@ def test_by_policy_each_has_the_least_with_which_it_earns_anything() -> None:
     assert slots(asking(wishes, 6, floor=True)) == (4, 2, 0)
 
 
-def test_a_floor_that_costs_nothing_is_not_told() -> None:
+def test_a_floor_without_cost_is_not_reported() -> None:
     asked = asking([wish(1, 0, {1: 9.0}, floor=1), wish(2, 0, {1: 5.0}, floor=1)], 4, floor=True)
     choice = planner.choose_plan(asked)
     assert alternative_names.FLOORLESS not in [other.what for other in choice.alternatives]
@@ -58,7 +58,7 @@ def test_a_floor_that_costs_nothing_is_not_told() -> None:
     (2, (2, 0, 0, 0)), (1, (0, 0, 0, 0))])
 def test_floors_are_granted_by_priority_then_weight_then_age(
         num_slots: int, given_: tuple[int, ...]) -> None:
-    """The third comes first by priority, the second by weight; who does not fit is passed over."""
+    """Task 3 is first by priority, task 2 by weight. A floor that does not fit is skipped."""
     wishes = [wish(1, 0, {2: 5.0}, floor=2), wish(2, 0, {3: 5.0}, floor=3, weight=2.0),
               wish(3, 0, {4: 1.0}, floor=4, priority=1), wish(4, 0, {1: 0.0}, floor=1)]
     asked = asking(wishes, num_slots)
@@ -66,7 +66,7 @@ def test_floors_are_granted_by_priority_then_weight_then_age(
     assert all(x >= floor for x, floor in zip(slots(asked), given_, strict=True))
 
 
-def test_who_has_no_room_for_its_own_floor_has_the_least_of_all() -> None:
+def test_a_floor_that_does_not_fit_falls_back_to_the_policy_floor() -> None:
     wishes = [wish(1, 0, {1: 1.0, 4: 4.0}, floor=4), wish(2, 0, {1: 9.0, 3: 27.0}, floor=2)]
     asked = asking(wishes, 4, floor=True)
     assert constraints.granted_floors(asked) == (4, 0)
@@ -84,9 +84,9 @@ def test_a_quota_comes_before_floors() -> None:
 
 
 @pytest.mark.parametrize("more", [{}, {"moves_max": 0}, {"quotas": (("none", 0), ("all", 8))}])
-def test_who_gives_a_slot_for_a_floor_pays_the_hysteresis_too(more: dict[str, Any]) -> None:
-    """A cluster is full, and one who must have a slot comes: one gives it, and the others change
-    for gain_min alone. By itself the second loses least; it also has more to pay."""
+def test_hysteresis_counts_for_a_task_that_gives_slots_for_a_floor(more: dict[str, Any]) -> None:
+    """A new task with a floor joins a full cluster. Task 3 gives the slot: task 2 would lose less
+    throughput, but it has the larger hysteresis."""
     wishes = [wish(1, 3, {1: 10.0, 2: 20.0, 3: 30.0}, team="all"),
               wish(2, 3, {1: 10.0, 2: 20.2, 3: 30.0}, team="all"),
               wish(3, 2, {1: 10.1, 2: 20.0, 3: 30.5}, team="all")]
@@ -101,21 +101,21 @@ def test_who_gives_a_slot_for_a_floor_pays_the_hysteresis_too(more: dict[str, An
         assert slots(replace(asked, gain_min=0.0)) == (2, 2, 3, 1)
 
 
-def test_a_healthy_task_below_its_floor_grows_and_above_it_stays() -> None:
+def test_a_healthy_task_grows_only_to_its_floor() -> None:
     wishes = [wish(1, 1, {1: 10.0, 2: 10.1, 3: 10.2}, floor=2), wish(2, 3, {2: 20.0, 3: 30.0})]
     assert slots(asking(wishes, 4, gain_min=0.1)) == (2, 2)
     wishes = [replace(wishes[0], floor=1), wishes[1]]
     assert slots(asking(wishes, 4, gain_min=0.1)) == (1, 3)
 
 
-def test_no_price_is_told_with_floors() -> None:
+def test_floors_have_no_prices() -> None:
     asked = asking([wish(1, 0, {2: 9.0}), wish(2, 0, {2: 5.0})], 2)
     assert pending.prices(asked, planner.choose_plan(asked).plan)
     asked = replace(asked, floor=True)
     assert not pending.prices(asked, planner.choose_plan(asked).plan)
 
 
-# --- held against every plan there is -----------------------------------------------------------
+# --- compared with brute force ------------------------------------------------------------------
 @st.composite
 def inputs(draw: st.DrawFn) -> PlanProblem:
     wishes: list[TaskDemand] = []
@@ -132,7 +132,7 @@ def inputs(draw: st.DrawFn) -> PlanProblem:
 
 
 def by_hand(asked: PlanProblem) -> list[int]:
-    """Whose floors there is room for, task by task."""
+    """The granted floors, task by task."""
     found: dict[int, int] = {}
     used = {"": 0, "red": 0}
     for one in sorted(asked.demands, key=lambda one: (-one.priority, -one.weight, one.task)):
@@ -149,7 +149,7 @@ def by_hand(asked: PlanProblem) -> list[int]:
 
 @given(inputs())
 @settings(max_examples=400, deadline=None)
-def test_of_every_plan_that_keeps_the_floors_it_is_the_best(asked: PlanProblem) -> None:
+def test_the_best_plan_that_keeps_the_floors(asked: PlanProblem) -> None:
     held_s = asked.gain_min * asked.running_s
     wishes, least, quota = asked.demands, by_hand(asked), dict(asked.quotas).get("red", 99)
     priorities = sorted({one.priority for one in wishes}, reverse=True)
@@ -166,8 +166,8 @@ def test_of_every_plan_that_keeps_the_floors_it_is_the_best(asked: PlanProblem) 
     check_best(asked, worths, CLOSE_RATIO * size)
 
 
-def test_whom_it_costs_least_moves() -> None:
-    """Each of the three could give the slots that the newcomer must have."""
+def test_the_cheapest_task_changes() -> None:
+    """Each of three tasks could give the slots for the floor of a new task."""
     for cheap in (1, 2, 3):
         wishes = [wish(task, 4, {2: 9.0 if task == cheap else 8.0, 4: 10.0}) for task in (1, 2, 3)]
         found = slots(asking([*wishes, wish(4, 0, {2: 1.0}, floor=2)], 12, gain_min=9.0))
@@ -175,7 +175,7 @@ def test_whom_it_costs_least_moves() -> None:
 
 
 @pytest.mark.parametrize(("num_tasks", "num_gpus"), [(12, 256), (100, 4096)])
-def test_large_clusters_with_a_newcomer_that_must_run(num_tasks: int, num_gpus: int) -> None:
+def test_large_clusters_with_a_new_task_that_has_a_floor(num_tasks: int, num_gpus: int) -> None:
     asked = case(num_tasks, num_gpus, 3, gain_min=0.005)
     now = slots(replace(asked, gain_min=0.0))
     settled = [
@@ -193,7 +193,7 @@ def test_large_clusters_with_a_newcomer_that_must_run(num_tasks: int, num_gpus: 
     assert choice.plan.objective == gains.sums(gains.vector(choice.plan.slots))[0]
 
 
-# --- in the cluster -----------------------------------------------------------------------------
+# --- decisions of the control plane -------------------------------------------------------------
 def test_a_task_with_a_floor_is_not_starved_by_a_heavier_one(d: Driver) -> None:
     first = d.running(spec(slots={"min": 1, "max": 6, "floor": 2}, throughput={
         x: 1e12 * x for x in range(1, 7)}))
@@ -207,7 +207,7 @@ def test_a_task_with_a_floor_is_not_starved_by_a_heavier_one(d: Driver) -> None:
     assert (plan.binding, plan.bound_tasks, plan.below_floor) == ("floor", (first,), ())
 
 
-def test_a_task_without_room_for_its_floor_says_so(d: Driver) -> None:
+def test_a_waiting_task_reports_that_its_floor_does_not_fit(d: Driver) -> None:
     d.tell("leader/abc", r.PolicySet(policy=Policy(floor=True, quotas={"red": 1})))
     d.running(spec(slots={"min": 4, "max": 6}))
     beta = d.submit(spec(name="beta", weight=0.5, slots={"min": 3, "max": 3}))
@@ -224,8 +224,8 @@ def test_a_task_without_room_for_its_floor_says_so(d: Driver) -> None:
     assert len(task_of(d, beta).target) == 3, "the heavier floor comes first"
 
 
-def test_a_floor_that_its_quota_bars_needs_quota(d: Driver) -> None:
-    """One of four slots stays idle: slots are not what it needs."""
+def test_a_floor_blocked_by_a_quota_needs_a_larger_quota(d: Driver) -> None:
+    """One of four slots is idle, so the missing floor needs a larger quota, not more slots."""
     d.tell("leader/abc", r.PolicySet(policy=Policy(floor=True, quotas={"audio": 2})))
     first = d.running(spec(team="audio", slots={"min": 2, "max": 2}))
     beta = d.submit(spec(name="beta", team="audio", weight=0.5, slots={"min": 1, "max": 1}))

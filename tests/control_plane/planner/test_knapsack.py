@@ -1,4 +1,4 @@
-"""The knapsack is exact: brute force agrees on values, vectors, runners-up and ties."""
+"""The knapsack solver against brute force: values, vectors, runners-up and ties."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Plan = tuple[tuple[int, ...], int]
 
 @st.composite
 def row(draw: st.DrawFn, most: int = 10) -> Row:
-    """Equal gains are frequent, and some rows have no 0."""
+    """(size, gain) pairs. Equal gains are frequent, and some rows lack size 0."""
     sizes = sorted(draw(st.sets(st.integers(0, most), min_size=1, max_size=5)))
     if draw(st.integers(0, 4)):
         sizes = sorted({0, *sizes})
@@ -41,7 +41,7 @@ capacities = st.integers(0, 20)
 
 
 def all_plans(found: list[Row], capacity: int) -> list[Plan]:
-    """Best first; of equal ones the one in which the first row takes most."""
+    """All plans that fit, best first; on a tie, more slots for the first row come first."""
     every = [(tuple(size for size, _ in plan), sum(gain for _, gain in plan))
              for plan in itertools.product(*found)]
     return sorted((plan for plan in every if sum(plan[0]) <= capacity),
@@ -50,7 +50,7 @@ def all_plans(found: list[Row], capacity: int) -> list[Plan]:
 
 @pytest.fixture(autouse=True, scope="module")
 def by_cores() -> Iterator[None]:
-    """However small: here it is not plain dynamic programming that is tested."""
+    """Use the core solver for every problem size: small problems use plain dynamic programming."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(knapsack, "PLAIN_NUM_MAX", -1)
         yield
@@ -58,7 +58,7 @@ def by_cores() -> Iterator[None]:
 
 @given(rows, capacities)
 @settings(max_examples=500, deadline=None)
-def test_the_optimum_is_that_of_brute_force(found: list[Row], capacity: int) -> None:
+def test_the_optimum_equals_brute_force(found: list[Row], capacity: int) -> None:
     plans = all_plans(found, capacity)
     assert knapsack.best(candidates_of(found), capacity) == (plans[0] if plans else None)
     with pytest.MonkeyPatch.context() as patched:
@@ -68,7 +68,7 @@ def test_the_optimum_is_that_of_brute_force(found: list[Row], capacity: int) -> 
 
 @given(rows, capacities)
 @settings(max_examples=300, deadline=None)
-def test_the_next_best_is_that_of_brute_force(found: list[Row], capacity: int) -> None:
+def test_the_next_best_equals_brute_force(found: list[Row], capacity: int) -> None:
     plans = all_plans(found, capacity)
     solved = Solution.of(candidates_of(found), capacity)
     if solved is None:
@@ -98,8 +98,8 @@ def test_the_tables_have_every_optimum(found: list[Row], capacity: int) -> None:
 
 @given(st.integers(0, 2**32 - 1))
 @settings(max_examples=20, deadline=None)
-def test_larger_ones_agree_with_plain_dynamic_programming(seed: int) -> None:
-    """Concave, convex and linear rows: the bound is tight, loose, and tied everywhere."""
+def test_larger_problems_agree_with_plain_dynamic_programming(seed: int) -> None:
+    """Concave, convex and linear rows: the bound is tight, loose or tied everywhere."""
     random = np.random.default_rng(seed)
     num, capacity = 20, 400
     found: list[Row] = []
@@ -114,8 +114,8 @@ def test_larger_ones_agree_with_plain_dynamic_programming(seed: int) -> None:
 
 
 @st.composite
-def alike(draw: st.DrawFn) -> list[Row]:
-    """Rows that hardly differ: of a few kinds, linear, constant, or in steps; some pay to move."""
+def similar_rows(draw: st.DrawFn) -> list[Row]:
+    """Similar rows of a few kinds: linear, constant or stepped. Some have a cost of change."""
     unit = draw(st.sampled_from([1, 1, 3, 8]))
     rates = draw(st.sampled_from([[0], [7], [7, 7, 9], [3, 10**9], [-1, 0, 1]]))
     shift = draw(st.sampled_from([0, 0, 1, 5]))
@@ -130,10 +130,10 @@ def alike(draw: st.DrawFn) -> list[Row]:
     return found
 
 
-@given(alike(), st.integers(0, 300))
+@given(similar_rows(), st.integers(0, 300))
 @settings(max_examples=600, deadline=None)
 def test_among_ties_plain_dynamic_programming_agrees(found: list[Row], capacity: int) -> None:
-    """Values, and of equal plans the one in which the first row takes most."""
+    """Equal values; on a tie both give the first row most."""
     flat = candidates_of(found)
     after = dynamic_program.suffixes(flat, capacity)
     if after[0, capacity] <= dynamic_program.IMPOSSIBLE // 2:
@@ -143,7 +143,7 @@ def test_among_ties_plain_dynamic_programming_agrees(found: list[Row], capacity:
     assert knapsack.best(flat, capacity) == (slots, int(after[0, capacity]))
 
 
-@given(alike(), st.integers(0, 120))
+@given(similar_rows(), st.integers(0, 120))
 @settings(max_examples=300, deadline=None)
 def test_among_ties_the_next_best_differs_in_a_size(found: list[Row], capacity: int) -> None:
     solved = Solution.of(flat := candidates_of(found), capacity)
@@ -164,7 +164,7 @@ def test_among_ties_the_next_best_differs_in_a_size(found: list[Row], capacity: 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_degenerate_family_is_planned_as_by_plain_dynamic_programming(family: str) -> None:
+def test_degenerate_families_agree_with_plain_dynamic_programming(family: str) -> None:
     for seed in range(3):
         asked = degenerate(family, 24, 768, seed)
         flat = planner.allowed_candidates(asked)
@@ -174,14 +174,14 @@ def test_each_degenerate_family_is_planned_as_by_plain_dynamic_programming(famil
             int(after[0, asked.num_slots]))
 
 
-def test_no_row_is_no_plan_to_make() -> None:
+def test_no_rows_and_rows_that_do_not_fit() -> None:
     assert knapsack.best(candidates_of([]), 5) == ((), 0)
     assert knapsack.best(candidates_of([[(6, 1)]]), 5) is None
 
 
 @pytest.mark.parametrize("size", [5, 1 << 40, 1 << 62])
-def test_what_does_not_fit_is_as_if_it_were_not_there(size: int) -> None:
-    """Nor does the unit of all others' sizes follow it."""
+def test_a_size_that_does_not_fit_has_no_effect(size: int) -> None:
+    """A size above the capacity changes neither the result nor the unit of all sizes."""
     pairs = [(0, 0), (2, 4), (4, 6), (size, 100)]
     solved = Solution.of(candidates_of([pairs] * 3), 4)
     assert solved is not None
@@ -190,7 +190,7 @@ def test_what_does_not_fit_is_as_if_it_were_not_there(size: int) -> None:
 
 
 def test_the_next_best_skips_infeasible_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Floors that leave three slots: so many can be had by anyone, however much each could lose."""
+    """Floors leave three spare slots. Only states up to these three slots are searched."""
     found = [[(floor, 5 * floor), *((floor + x, 5 * floor + 3 * x + (x + i) % 7)
                                     for x in range(1, 60))] for i, floor in enumerate([40] * 60)]
     rows = candidates_of(found)
@@ -205,7 +205,7 @@ def test_the_next_best_skips_infeasible_states(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(core.ArrayCore, "_step", counted)
     solved = Solution.of(rows, 40 * 60 + 3)
     assert solved is not None
-    monkeypatch.setattr(CoreProblem, "levels", lambda _: None)  # losses have few sums here
+    monkeypatch.setattr(CoreProblem, "levels", lambda _: None)  # sums are few here
     told = solved.next_best()
     assert told is not None
     assert told[0] != rows.slots(solved.vector)
@@ -213,8 +213,8 @@ def test_the_next_best_skips_infeasible_states(monkeypatch: pytest.MonkeyPatch) 
     assert max(sizes) <= 4
 
 
-def test_a_first_plan_loads_nothing() -> None:
-    """A first call of some numpy functions imports numpy.ma: longer than the largest plan."""
+def test_the_first_plan_imports_no_module() -> None:
+    """Some numpy functions import numpy.ma at their first call, longer than the largest plan."""
     found = subprocess.run([sys.executable, "-P", "-c", textwrap.dedent(f"""
         import sys
         from planner_cases import case

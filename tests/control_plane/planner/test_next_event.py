@@ -1,4 +1,4 @@
-"""The table of single events: every event once, each with the plan that would be made."""
+"""The plan table of next events: each possible event once, with the plan for it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unicron.control_plane.planner.problem import PlanProblem
 
 @given(inputs())
 @settings(max_examples=100, deadline=None)
-def test_every_plan_of_the_table_is_the_plan_on_demand(given_: tuple[PlanProblem, int]) -> None:
+def test_each_plan_of_the_table_equals_a_new_plan(given_: tuple[PlanProblem, int]) -> None:
     asked, gpus_per_node = given_
     table = plan_next_events(asked, gpus_per_node)
     assert table.num_left == 0
@@ -33,7 +33,7 @@ def test_the_table_has_every_event_once() -> None:
         Event(what="node joined")}
 
 
-def test_an_event_is_what_it_says() -> None:
+def test_the_problem_after_each_kind_of_event() -> None:
     asked = case(12, 256, 1)
     task = next(wish.task for wish in asked.demands if wish.now and not wish.faulted)
     for what, num in (("gpu lost", 255), ("node lost", 248)):
@@ -46,7 +46,7 @@ def test_an_event_is_what_it_says() -> None:
     assert problem_after(asked, Event(what="node joined"), 8) == replace(asked, num_slots=264)
 
 
-def test_what_there_is_no_time_for_is_left_out_and_counted() -> None:
+def test_events_beyond_the_time_limit_are_left_out_and_counted() -> None:
     asked, late = case(12, 256, 1), iter([False, False, True])
     every, table = plan_next_events(asked, 8), plan_next_events(asked, 8, lambda: next(late))
     assert list(table.plans.items()) == list(every.plans.items())[:2]

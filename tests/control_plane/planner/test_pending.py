@@ -1,4 +1,4 @@
-"""What bars a task that waits under limits, and the weight from which it runs all the same."""
+"""What blocks a waiting task under limits, and the weight from which the task runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from wished import asking, wish
 pytestmark = pytest.mark.nodes(1)
 
 WEIGHT = 1e-6
-"""A share of a weight above and below the one that is told."""
+"""Relative distance of the tested weights from the reported price."""
 
 
 @st.composite
@@ -42,8 +42,8 @@ def limited(draw: st.DrawFn) -> PlanProblem:
 
 @given(limited())
 @settings(max_examples=300, deadline=None, derandomize=True)
-def test_from_its_weight_on_a_task_runs_under_limits_too(asked: PlanProblem) -> None:
-    """And where no weight is told, the largest there is does not let it run."""
+def test_a_task_runs_from_its_price_on_under_limits(asked: PlanProblem) -> None:
+    """If no weight is reported, even the largest weight does not run the task."""
     asked = replace(asked, demands=tuple(replace(one, priority=0, floor=0)
                                         for one in asked.demands))
     plan = planner.choose_plan(asked).plan
@@ -69,7 +69,7 @@ def test_from_its_weight_on_a_task_runs_under_limits_too(asked: PlanProblem) -> 
 
 @given(limited())
 @settings(max_examples=400, deadline=None, derandomize=True)
-def test_what_bars_a_task_is_what_lets_it_run_without(asked: PlanProblem) -> None:
+def test_a_task_runs_without_its_blocking_limits(asked: PlanProblem) -> None:
     slots = planner.choose_plan(asked).plan.slots
     bars = pending.blocking_constraints(asked, slots)
     free = replace(asked, moves_max=None, quotas=(), floor=False, demands=tuple(
@@ -98,7 +98,7 @@ def test_what_bars_a_task_is_what_lets_it_run_without(asked: PlanProblem) -> Non
             continue
         for kind in named:
             at = lifted[kind]
-            if kind == "quota" and one.team in dict(asked.quotas):  # else all of others are
+            if kind == "quota" and one.team in dict(asked.quotas):  # else drop all quotas
                 at = replace(at, quotas=tuple(x for x in asked.quotas if x[0] != one.team))
             other = planner.choose_plan(at).plan.slots[one.task - 1]
             assert other > 0, f"without {kind}"
@@ -119,7 +119,7 @@ def test_what_bars_a_task_is_what_lets_it_run_without(asked: PlanProblem) -> Non
 ], ids=["moves_max", "priority", "floor", "quota", "several"])
 def test_the_blocking_limits_are_named(first: dict[str, Any], second: dict[str, Any],
                                        limits: dict[str, Any], bar: Blocker) -> None:
-    """t2 earns more than t1."""
+    """Task 2 has the higher WAF."""
     asked = asking([wish(1, 2, {1: 1.0, 2: 2.0}, **first), wish(2, 0, {2: 30.0}, **second)], 2,
                    **limits)
     plan = planner.choose_plan(asked).plan
@@ -128,8 +128,8 @@ def test_the_blocking_limits_are_named(first: dict[str, Any], second: dict[str, 
     assert 2 not in pending.prices(asked, plan), "no weight would change it"
 
 
-def test_where_its_own_priority_has_slots_a_weight_may_do() -> None:
-    """t3, of priority 0, would run at the weight at which it earns more than t2 of the same."""
+def test_a_weight_may_do_if_its_priority_has_slots() -> None:
+    """Task 3 has priority 0. With more WAF than task 2 of the same priority, it would run."""
     wishes = [wish(1, 1, {1: 1.0}, priority=1), wish(2, 1, {1: 5.0}), wish(3, 0, {1: 4.0})]
     asked = asking(wishes, 2, gain_min=0.0)
     plan = planner.choose_plan(asked).plan
@@ -140,8 +140,8 @@ def test_where_its_own_priority_has_slots_a_weight_may_do() -> None:
     assert planner.choose_plan(heavier).plan.slots == (1, 0, 1)
 
 
-def test_where_no_limit_is_the_cause_none_is_named() -> None:
-    """t2 earns less than t1, and has a team whose quota t1 fills."""
+def test_a_task_that_no_limit_blocks_names_none() -> None:
+    """Task 2 has a lower WAF than task 1. Task 1 fills the quota of their team."""
     wishes = [wish(1, 2, {1: 10.0, 2: 20.0}, team="a"), wish(2, 0, {1: 1.0}, team="a")]
     asked = asking(wishes, 2, quotas=(("a", 2),), gain_min=0.0)
     plan = planner.choose_plan(asked).plan
@@ -162,7 +162,7 @@ def test_a_waiting_task_names_the_limit(d: Driver) -> None:
     assert waits_of(d, red).needs == "a quota of 2 slots or more"
 
 
-def test_beyond_the_bound_all_limits_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_above_the_work_limit_all_limits_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     wishes = [wish(1, 2, {1: 1.0, 2: 2.0}), wish(2, 0, {2: 30.0}, team="a")]
     asked = asking(wishes, 2, moves_max=0, quotas=(("a", 2),))
     plan = planner.choose_plan(asked).plan
@@ -174,7 +174,7 @@ def test_beyond_the_bound_all_limits_are_named(monkeypatch: pytest.MonkeyPatch) 
     assert not pending.prices(asked, plan)
 
 
-def test_slots_that_are_kept_idle_are_no_limit() -> None:
+def test_slots_kept_idle_are_not_a_limit() -> None:
     asked = asking([wish(1, 2, {1: 10.0, 2: 20.0}), wish(2, 0, {1: 1.0})], 3, moves_max=0)
     assert pending.blocking_constraints(asked, (2, 0), 1) == {2: Blocker()}
     assert pending.blocking_constraints(asked, (2, 0))[2].why

@@ -1,4 +1,4 @@
-"""The planner is exact: brute force agrees, ties are settled alike, and it says what it beat."""
+"""The planner is exact: brute force agrees, ties are deterministic, alternatives are reported."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def pairs(rows: Candidates) -> list[list[tuple[int, int]]]:
 
 def brute_force(rows: list[list[tuple[int, int]]],
                 num_slots: int) -> list[tuple[int, tuple[int, ...]]]:
-    """(objective, slots) of every plan that fits, best first, ties by who comes first."""
+    """(objective, slots) of all plans that fit, best first; a tie goes to the first task."""
     plans = [(sum(gain for _, gain in plan), tuple(size for size, _ in plan))
              for plan in itertools.product(*rows)
              if sum(size for size, _ in plan) <= num_slots]
@@ -39,7 +39,7 @@ def brute_force(rows: list[list[tuple[int, int]]],
 
 @given(wishes())
 @settings(max_examples=300, deadline=None)
-def test_the_best_is_the_best(case: tuple[list[TaskDemand], int]) -> None:
+def test_the_solver_finds_the_best_plan(case: tuple[list[TaskDemand], int]) -> None:
     found, num_slots = case
     rows = planner.allowed_candidates(asking(found, num_slots))
     plans = brute_force(pairs(rows), num_slots)
@@ -53,24 +53,24 @@ def test_sums_stay_exact_in_a_double(case: tuple[list[TaskDemand], int]) -> None
     assert sum(max(abs(gain) for _, gain in row) for row in pairs(rows)) < 2**53
 
 
-def test_what_is_linear_in_slots_stays_linear_to_the_last_bit() -> None:
-    """Rates of which no multiple is exact: each slot of a task gains the same integer."""
+def test_linear_rates_stay_linear_to_the_last_bit() -> None:
+    """No multiple of these rates is exact. Still each slot of a task gains the same integer."""
     found = [_wish(task, 0, {size: 1e14 / (3 + task) * size for size in range(1, 200)})
              for task in range(1, 101)]
     for row in pairs(planner.allowed_candidates(asking(found, 4096))):
         assert [gain for _, gain in row] == [row[1][1] * size for size, _ in row]
 
 
-def test_a_size_that_earns_no_more_gains_no_more() -> None:
-    """A third of it for each slot is no integer."""
+def test_sizes_with_equal_rates_have_equal_gains() -> None:
+    """The rate is constant over several sizes, but its value per slot is no integer."""
     found = [_wish(task, 0, {1: 1.0, 2: 1.0, 3: 1.0, 7: 1.5, 9: 1.5}) for task in range(1, 4)]
     for row in pairs(planner.allowed_candidates(asking(found, 7))):
         assert row[1][1] == row[2][1] == row[3][1] < row[4][1] == row[5][1]
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0, 2.0])
-def test_a_size_that_cannot_be_had_makes_no_other_too_small_to_count(alpha: float) -> None:
-    """Not even where it is what the task has: a node was lost."""
+def test_a_size_above_the_capacity_does_not_affect_the_scale(alpha: float) -> None:
+    """Also if the task has this size now, because a node was lost."""
     for now in (0, 3):
         found = [_wish(1, now, {1: 1.0, 2: 1.5, 3: 1e300}, transition_s=0.0),
                  _wish(2, 0, {1: 1.0, 2: 1.5, 1 << 40: 1e308})]
@@ -79,7 +79,7 @@ def test_a_size_that_cannot_be_had_makes_no_other_too_small_to_count(alpha: floa
 
 @given(wishes())
 @settings(max_examples=200, deadline=None)
-def test_the_choice_holds(case: tuple[list[TaskDemand], int]) -> None:
+def test_the_choice_is_consistent(case: tuple[list[TaskDemand], int]) -> None:
     found, num_slots = case
     choice = planner.choose_plan(asking(found, num_slots))
     assert sum(x.slots for x in choice.allocations) <= num_slots
@@ -112,7 +112,7 @@ def test_a_healthy_task_gives_a_slot() -> None:
     assert [other.waf for other in choice.alternatives] == [6.16]
 
 
-def test_the_unchanged_plan_and_the_next_best_are_told() -> None:
+def test_the_unchanged_plan_and_the_next_best_are_reported() -> None:
     choice = _choose([_wish(1, 2, {2: 3.2, 4: 5.0}), _wish(2, 0, {2: 2.5})], 4)
     assert choice.plan.slots == (2, 2)
     assert [(x.what, x.slots, x.waf) for x in choice.alternatives] == [
@@ -146,21 +146,21 @@ def test_a_small_gain_changes_no_healthy_task() -> None:
 
 
 @pytest.mark.parametrize(("more", "changes"), [(0.0049, False), (0.0051, True)])
-def test_a_change_is_worth_it_by_what_the_task_itself_earns(more: float, changes: bool) -> None:
+def test_gain_min_is_relative_to_the_task_itself(more: float, changes: bool) -> None:
     found = [_wish(1, 2, {2: 1e9}), _wish(2, 1, {1: 1.0, 2: 1.0 + more}, transition_s=0.0)]
     assert _choose(found, 4).plan.slots == (2, 2 if changes else 1)
 
 
 def test_costs_of_faulted_tasks_do_not_lower_gain_min() -> None:
-    """Faults are so frequent that the sum of G is below 0."""
+    """The MTBF is so short that the objective is below 0."""
     found = [_wish(1, 2, {2: 1e5}, faulted=True), _wish(2, 1, {1: 1.0, 2: 1.004}, transition_s=0.0)]
     choice = planner.choose_plan(asking(found, 4, mtbf_gpu_s=4.0))
     assert choice.plan.objective < 0
     assert choice.plan.slots == (2, 1)
 
 
-def by_the_paper(asked: PlanProblem, slots: tuple[int, ...]) -> Fraction:
-    """The objective of a plan by the equation of worth.py, exactly."""
+def exact_objective(asked: PlanProblem, slots: tuple[int, ...]) -> Fraction:
+    """The objective of a plan by the equation of objective.py, as an exact fraction."""
     total, running_s = Fraction(0), Fraction(asked.running_s)
     for wish, x in zip(asked.demands, slots, strict=True):
         waf = {0: 0.0, **dict(zip(wish.sizes, wish.wafs, strict=True))}
@@ -177,9 +177,9 @@ def by_the_paper(asked: PlanProblem, slots: tuple[int, ...]) -> Fraction:
 @settings(max_examples=200, deadline=None)
 def test_no_plan_is_worth_more_by_the_equation(case: tuple[list[TaskDemand], int], gain_min: float,
                                                mtbf_gpu_s: float) -> None:
-    """All plans that there are, in fractions; the planner's integers round each size once."""
+    """Compared with all plans, in fractions. The planner rounds each size once to an integer."""
     asked = asking(*case, gain_min=gain_min, mtbf_gpu_s=mtbf_gpu_s)
-    worth = {slots: by_the_paper(asked, slots)
+    worth = {slots: exact_objective(asked, slots)
              for slots in itertools.product(*((0, *wish.sizes) for wish in asked.demands))
              if sum(slots) <= asked.num_slots}
     choice = planner.choose_plan(asked)
@@ -197,14 +197,14 @@ def test_equal_plans_go_to_the_first_task() -> None:
     assert _choose([_wish(1, 0, {2: 5.0}), _wish(2, 0, {2: 5.0})], 2).plan.slots == (2, 0)
 
 
-def test_a_hundred_tasks_are_planned_at_once() -> None:
+def test_a_hundred_tasks_fill_the_cluster() -> None:
     found = [_wish(task, 0, {size: size * (1.0 + task / 100) for size in range(8, 136, 8)})
              for task in range(1, 101)]
     choice = _choose(found, 1024)
     assert sum(choice.plan.slots) == 1024
 
 
-def test_declared_sizes_in_between_earn_the_next_smaller() -> None:
+def test_sizes_between_declared_ones_have_the_lower_rate() -> None:
     table = throughput.table(7, spec(throughput={2: 10.0, 4: 30.0}))
     assert table.origin == "declared"
     assert dict(zip(table.sizes, table.rates_flops, strict=True)) == {
@@ -213,7 +213,7 @@ def test_declared_sizes_in_between_earn_the_next_smaller() -> None:
     assert throughput.candidates(table, 3) == [(2, 10.0), (3, 10.0), (4, 30.0)]
 
 
-def test_modelled_time_goes_by_the_fullest_rank() -> None:
+def test_modelled_time_follows_the_fullest_rank() -> None:
     table = throughput.table(7, spec(train={"iterations": 5, "output": "/o",
                                             "batch": {"global": 10, "micro": 2}}))
     assert table.origin == "modelled"
@@ -223,20 +223,20 @@ def test_modelled_time_goes_by_the_fullest_rank() -> None:
     assert [size for size, _ in throughput.candidates(table, 0)] == [1, 2, 3]
 
 
-def test_a_command_task_earns_by_slots() -> None:
+def test_a_command_task_has_a_rate_linear_in_slots() -> None:
     table = throughput.table(7, spec(train=None, command=["true"]))
     assert table.rates_flops[3] == 4 * table.rates_flops[0]
 
 
-def test_workers_may_idle() -> None:
+def test_a_size_with_idle_workers_has_the_rate_of_fewer() -> None:
     table = ThroughputSet(task=1, origin="measured", sizes=(1, 2, 3), rates_flops=(4.0, 9.0, 7.0))
     assert throughput.candidates(table, 3) == [(1, 4.0), (2, 9.0), (3, 9.0)]
 
 
-# --- what a task that waits would cost ----------------------------------------------------------
+# --- the price of a waiting task ----------------------------------------------------------------
 @st.composite
 def crowded(draw: st.DrawFn) -> tuple[list[TaskDemand], int, float]:
-    """More wishes than slots, with rates that a weight can make up for."""
+    """More demand than slots, and rates that a weight can outbid."""
     rate = st.floats(0.5, 50.0, allow_nan=False)
     found: list[TaskDemand] = []
     for task in range(1, draw(st.integers(2, 4)) + 1):
@@ -251,8 +251,8 @@ def crowded(draw: st.DrawFn) -> tuple[list[TaskDemand], int, float]:
 
 @given(crowded())
 @settings(max_examples=400, deadline=None)
-def test_from_its_weight_on_a_task_runs(case: tuple[list[TaskDemand], int, float]) -> None:
-    """Slightly above the price the next plan gives slots, slightly below it gives none."""
+def test_a_task_runs_from_its_price_on(case: tuple[list[TaskDemand], int, float]) -> None:
+    """Slightly above the price, the next plan gives slots to the task; slightly below, none."""
     found, num_slots, gain_min = case
     asked = asking(found, num_slots, gain_min=gain_min)
     plan = planner.choose_plan(asked).plan
@@ -278,7 +278,7 @@ def test_from_its_weight_on_a_task_runs(case: tuple[list[TaskDemand], int, float
 
 
 def test_a_price_in_numbers() -> None:
-    """Without a threshold: what it costs is what its weight lacks."""
+    """Without hysteresis the cost in WAF is what the WAF of the task lacks: 2 of 10."""
     found = [_wish(1, 4, {2: 20.0, 4: 30.0}, transition_s=0.0), _wish(2, 0, {2: 8.0})]
     asked = asking(found, 4, mtbf_gpu_s=1e9, gain_min=0.0)
     price = pending.prices(asked, planner.choose_plan(asked).plan)[2]
@@ -286,7 +286,7 @@ def test_a_price_in_numbers() -> None:
     assert math.isclose(price.times, 10.0 / 8.0)
 
 
-def test_of_very_many_waiting_tasks_the_first_have_a_price(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_waiting_tasks_only_the_first_have_prices(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [_wish(1, 4, {4: 30.0}), *(_wish(i, 0, {2: 8.0}) for i in range(2, 6))]
     asked = asking(found, 4)
     plan = planner.choose_plan(asked).plan
@@ -296,7 +296,7 @@ def test_of_very_many_waiting_tasks_the_first_have_a_price(monkeypatch: pytest.M
     assert pending.prices(asked, plan) == {i: every[i] for i in (2, 3)}
 
 
-def test_a_threshold_raises_the_price() -> None:
+def test_gain_min_raises_the_price() -> None:
     found = [_wish(1, 4, {2: 20.0, 4: 30.0}), _wish(2, 0, {2: 10.01})]
     assert _choose(found, 4).plan.slots == (4, 0), "0.01 of 30 is no reason to disturb anybody"
     price = pending.prices(asking(found, 4), _choose(found, 4).plan)[2]
@@ -304,7 +304,7 @@ def test_a_threshold_raises_the_price() -> None:
     assert price.times > 10.15 / 10.01
 
 
-def test_the_ideal_needs_no_change_and_counts_every_slot() -> None:
+def test_the_ideal_waf_ignores_changes_and_faults() -> None:
     found = [_wish(1, 2, {2: 20.0, 4: 30.0}, faulted=True), _wish(2, 0, {2: 8.0})]
     assert planner.ideal_waf(found, 6) == 38.0
     assert planner.ideal_waf(found, 4) == 30.0

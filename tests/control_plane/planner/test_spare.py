@@ -1,4 +1,4 @@
-"""A node's slots stay idle where that is worth more, by brute force; and what is told of it."""
+"""Hot spares: the slots of one node stay idle if this has a larger value; and what is reported."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TRAIN = {"iterations": 50, "batch": {"global": 24, "micro": 2}}
 
 @st.composite
 def with_spares(draw: st.DrawFn) -> PlanProblem:
-    """As clusters are; or all full, faults frequent and changes dear, so that spares often pay."""
+    """Random problems. In about half, the cluster is full and faults are frequent."""
     asked, node = draw(inputs())
     asked = replace(asked, demands=asked.demands[:4], spare_slots=node,
                     floor=draw(st.sampled_from([False, False, True])),
@@ -46,7 +46,7 @@ def with_spares(draw: st.DrawFn) -> PlanProblem:
 
 @given(with_spares())
 @settings(max_examples=300, deadline=None)
-def test_a_spare_is_kept_exactly_where_it_earns_more_than_it_costs(asked: PlanProblem) -> None:
+def test_a_spare_is_kept_only_if_it_saves_more_than_it_costs(asked: PlanProblem) -> None:
     choice = hot_spare.with_hot_spare(asked)
     free, told = planner.choose_plan(asked), choice.spare
     if not asked.demands:
@@ -64,10 +64,10 @@ def test_a_spare_is_kept_exactly_where_it_earns_more_than_it_costs(asked: PlanPr
     assert choice.plan.slots == both(asked)[told.verdict == "kept"]
 
 
-# --- where one pays, and where none does ---------------------------------------------------------
+# --- examples ------------------------------------------------------------------------------------
 def fixed(mtbf_gpu_s: float, **more: Any) -> PlanProblem:
-    """Two that are worth much and one that is worth little, each on four slots of a node or none:
-    when one of the first is hit, the last has to leave, which is dear."""
+    """Three tasks, each on four slots of one node or none: two of high WAF and one of low WAF. If a
+    fault hits one of the first two, the last must stop, and the cost of stopping is high."""
     wafs = (100.0, 100.0, 5.0)
     dear = Transition(same_s=10.0, shrink_s=10.0, grow_s=10.0, stop_s=600.0)
     return PlanProblem(
@@ -77,7 +77,7 @@ def fixed(mtbf_gpu_s: float, **more: Any) -> PlanProblem:
 
 
 def planned(asked: PlanProblem) -> tuple[planner.Choice, HotSpare]:
-    """The choice, and what it says of the spare."""
+    """The choice and its hot-spare record."""
     choice = hot_spare.with_hot_spare(asked)
     assert choice.spare is not None
     return choice, choice.spare
@@ -88,13 +88,13 @@ def running(asked: PlanProblem, *nows: int) -> PlanProblem:
                                        for one, now in zip(asked.demands, nows, strict=True)))
 
 
-def test_a_spare_pays_where_faults_are_frequent_and_changes_dear() -> None:
+def test_a_spare_pays_if_faults_are_frequent() -> None:
     often = running(fixed(12 * 60.0), 4, 4, 0)
     choice, spare = planned(often)
     assert choice.plan.slots == (4, 4, 0)
     assert spare.verdict == "kept"
     assert spare.cost_flop == pytest.approx(5.0 * 60.0)
-    # Whoever is hit, the last would have to leave. Two of three faults hit one of the first two.
+    # Any fault would stop the last task. Two of three faults hit one of the first two.
     after_s = 12 * 60.0 / 8
     kept = 200.0 * after_s - 2 / 3 * 100.0 * 10.0
     free = 200.0 * after_s - 2 / 3 * 100.0 * 10.0 - 5.0 * 600.0
@@ -102,11 +102,11 @@ def test_a_spare_pays_where_faults_are_frequent_and_changes_dear() -> None:
     others = {other.what: other for other in choice.alternatives}
     beaten = others[alternative_names.SPARELESS]
     assert beaten.slots == ((1, 4), (2, 4), (3, 4))
-    # Idle slots fail as the others do: both are worth what they earn within the same time.
+    # Idle slots fail as often as used slots, so both plans have the same D_running.
     assert choice.plan.objective / beaten.objective == pytest.approx(200.0 / 205.0)
 
 
-def test_a_spare_does_not_pay_where_faults_are_rare() -> None:
+def test_a_spare_does_not_pay_if_faults_are_rare() -> None:
     rare = running(fixed(7.2e6), 4, 4, 0)
     choice, spare = planned(rare)
     assert choice.plan == planner.choose_plan(rare).plan
@@ -115,8 +115,8 @@ def test_a_spare_does_not_pay_where_faults_are_rare() -> None:
     assert spare.cost_flop > spare.saves_flop > 0
 
 
-def test_no_task_that_runs_stops_for_a_spare() -> None:
-    """Not even the faulted one, though to leave later would cost more than it earns until then."""
+def test_no_running_task_stops_for_a_spare() -> None:
+    """The faulted task also goes on, although a later stop costs more than it earns until then."""
     dear = Transition.uniform(600.0)
     often = replace(fixed(8 * 60.0), num_slots=8, demands=tuple(
         replace(wish(i, 4, {4: 100.0}, faulted=i == 1), transition=dear) for i in (1, 2)))
@@ -125,7 +125,7 @@ def test_no_task_that_runs_stops_for_a_spare() -> None:
     assert (spare.verdict, choice.plan.slots) == ("not kept", (4, 4))
 
 
-def test_no_task_is_left_below_its_floor_for_a_spare() -> None:
+def test_no_task_falls_below_its_floor_for_a_spare() -> None:
     often = running(fixed(12 * 60.0), 4, 4, 0)
     floored = replace(often, floor=True)
     assert [hot_spare.with_hot_spare(one).plan.slots for one in (often, floored)] == [
@@ -135,14 +135,14 @@ def test_no_task_is_left_below_its_floor_for_a_spare() -> None:
     assert told.saves_flop > told.cost_flop
 
 
-def test_what_is_idle_anyway_is_a_spare_at_no_cost() -> None:
+def test_slots_idle_anyway_are_a_spare_at_no_cost() -> None:
     choice, spare = planned(replace(fixed(7.2e6), num_slots=16))
     assert choice.plan.slots == (4, 4, 4)
     assert (spare.verdict, spare.cost_flop) == ("idle anyway", 0.0)
 
 
 def test_a_tie_keeps_nothing_idle() -> None:
-    """Four slots earn what two do, and changes cost nothing; where they do, fewer are hit."""
+    """Four slots have the WAF of two. With transition costs two stay idle; without, it is a tie."""
     same = wish(1, 0, {2: 5.0, 4: 5.0})
     dear = PlanProblem(demands=(same,), num_slots=4, mtbf_gpu_s=400.0, spare_slots=2, repair_s=60.0)
     assert hot_spare.with_hot_spare(dear).plan.slots == (2,)
@@ -152,13 +152,13 @@ def test_a_tie_keeps_nothing_idle() -> None:
     assert (spare.verdict, spare.cost_flop, spare.saves_flop) == ("not kept", 0.0, 0.0)
 
 
-def test_where_a_node_is_all_there_is_none_is_kept() -> None:
+def test_the_only_node_is_not_kept_as_a_spare() -> None:
     choice, spare = planned(replace(fixed(12.0), num_slots=4))
     assert (spare.verdict, sum(choice.plan.slots)) == ("not kept", 4)
 
 
 def test_after_a_fault_the_spare_is_used_and_the_healthy_go_on(d: Driver) -> None:
-    """beta would earn 1 % more on twice as many slots; a fault is due within two minutes."""
+    """beta would gain 1 % on twice as many slots. The MTBF of the cluster is two minutes."""
     policy = Policy(hot_spare=True, mtbf_gpu_s=8 * 120.0, mtbf_faults=1e6)
     d.tell("leader/abc", r.PolicySet(policy=policy))
     alpha = d.running(spec(slots={"sizes": [4]}, throughput={4: 1e12}))
@@ -194,7 +194,7 @@ def test_after_a_fault_the_spare_is_used_and_the_healthy_go_on(d: Driver) -> Non
     assert d.state.plan.hot_spare.verdict == "idle anyway", "to grow costs beta more than it earns"
 
 
-def test_one_slot_is_told_as_one() -> None:
+def test_one_slot_is_singular_in_the_reason() -> None:
     made = Driver(nodes=8, slots=1)
     made.tell("leader/abc", r.PolicySet(policy=Policy(
         hot_spare=True, mtbf_gpu_s=8 * 120.0, mtbf_faults=1e6)))
@@ -204,8 +204,8 @@ def test_one_slot_is_told_as_one() -> None:
     assert ": 1 slot idle as a hot spare, which costs " in made.state.plan.why
 
 
-def test_a_task_that_waits_for_a_spare_says_so(d: Driver) -> None:
-    """A change stands longer than it is until the next fault: a newcomer had better not begin."""
+def test_a_task_that_waits_for_a_spare_names_the_spare(d: Driver) -> None:
+    """A transition takes longer than the time to the next fault, so a new task does not start."""
     policy = Policy(hot_spare=True, mtbf_gpu_s=8 * 60.0, mtbf_faults=1e6, transition_s=600.0)
     d.tell("leader/abc", r.PolicySet(policy=policy))
     d.running(spec(slots={"sizes": [6]}, throughput={6: 1e12}))
@@ -218,13 +218,13 @@ def test_a_task_that_waits_for_a_spare_says_so(d: Driver) -> None:
     assert d.state.plan.hot_spare is None
 
 
-def test_none_is_asked_for_and_none_is_told() -> None:
+def test_no_spare_is_reported_unless_requested() -> None:
     asked = replace(fixed(12 * 60.0), spare_slots=0)
     assert hot_spare.with_hot_spare(asked) == planner.choose_plan(asked)
     assert hot_spare.with_hot_spare(asked).spare is None
 
 
-def test_clusters_of_a_hundred_tasks_are_priced_and_larger_ones_told_not_to_be() -> None:
+def test_spares_are_priced_up_to_a_work_limit() -> None:
     asked = replace(case(100, 4096, 1, gain_min=0.005), spare_slots=8, repair_s=21_300.0)
     choice, spare = planned(asked)
     assert spare.verdict in ("kept", "not kept")
@@ -238,7 +238,7 @@ def test_clusters_of_a_hundred_tasks_are_priced_and_larger_ones_told_not_to_be()
     assert not hot_spare.exceeds_work_limit(asked)
 
 
-def test_no_price_is_told_where_a_spare_may_be_kept() -> None:
+def test_a_possible_spare_leaves_no_prices() -> None:
     asked = running(fixed(12 * 60.0), 4, 4, 0)
     choice = hot_spare.with_hot_spare(asked)
     assert pending.prices(replace(asked, spare_slots=0), choice.plan)

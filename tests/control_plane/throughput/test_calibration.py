@@ -1,4 +1,4 @@
-"""Calibration: what tasks measure of themselves corrects the model, and noise moves nobody."""
+"""Calibration: measured iteration times correct the model, and noise moves no task."""
 
 from __future__ import annotations
 
@@ -42,23 +42,23 @@ def test_enough_undisturbed_iterations_are_a_measurement(d: Driver, task: int) -
     assert the(decisions.ThroughputSet, slower).rates_flops[3] == 2e9
 
 
-def test_what_was_interrupted_does_not_count(d: Driver, task: int) -> None:
+def test_iterations_during_an_incident_do_not_count(d: Driver, task: int) -> None:
     d.progress(task, times_s=[0.2] * 11)
     assert len(task_of(d, task).times_s[4]) == 10
     d.obey(d.exit(task, 2))
     assert len(task_of(d, task).members) == 4
-    d.progress(task, times_s=[7.0, 0.3, 0.2])  # it heals by these
+    d.progress(task, times_s=[7.0, 0.3, 0.2])  # these close the incident
     assert len(task_of(d, task).times_s[4]) == 10
     d.progress(task, times_s=[0.2])
     assert task_of(d, task).times_s == {4: [*[0.2] * 10, 0.2]}
     late = d.exit(task, 2)
-    d.progress(task, times_s=[0.2])  # told while survivors are quiesced
+    d.progress(task, times_s=[0.2])  # reported while the survivors quiesce
     assert len(task_of(d, task).times_s[4]) == 11
     d.obey(late)
 
 
-def test_a_size_that_is_only_passed_through_does_not_count(d: Driver, task: int) -> None:
-    """Three of four on two cores may be faster than four: the lost rank comes back all the same."""
+def test_a_temporary_size_does_not_count(d: Driver, task: int) -> None:
+    """On two cores three ranks may be faster than four. The lost rank still restarts."""
     d.progress(task, times_s=[0.25] * 21)
     lost = d.exit(task, 2)
     d.obey(lost, start=False)
@@ -71,7 +71,7 @@ def test_a_size_that_is_only_passed_through_does_not_count(d: Driver, task: int)
     assert len(task_of(d, task).members) == 4
 
 
-def test_measured_sizes_stand_for_themselves(d: Driver, task: int) -> None:
+def test_measured_sizes_keep_their_rates(d: Driver, task: int) -> None:
     d.progress(task, times_s=[0.25] * 21)
     for node in ("n2", "n3"):
         d.obey(d.tell(f"operator/{node}", r.NodeDrained(node=node)))
@@ -119,8 +119,8 @@ def test_the_first_measured_task_sets_the_scale_for_all(d: Driver) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_noise_moves_nobody(d: Driver, seed: int) -> None:
-    """Two tasks with nothing between them but chance: beta could grow by what alpha gave."""
+def test_noise_moves_no_task(d: Driver, seed: int) -> None:
+    """Two equal tasks with random noise. beta could grow by the slots that alpha would give."""
     rng = random.Random(seed)
     noise = [[rng.uniform(0.95, 1.05) for _ in range(300)] for _ in range(2)]
     both = [d.running(spec(slots={"min": 1, "max": 3})),
@@ -135,7 +135,7 @@ def test_noise_moves_nobody(d: Driver, seed: int) -> None:
     assert told.count("ThroughputSet") == 2, "alpha's, and beta's by alpha's scale"
 
 
-def test_a_task_that_is_worth_more_than_modelled_gets_more(d: Driver) -> None:
+def test_a_task_faster_than_modelled_gets_more_slots(d: Driver) -> None:
     alpha = d.running(spec(slots={"min": 1, "max": 4}))
     beta = d.running(spec(name="beta", slots={"min": 1, "max": 4}))
     assert [len(task_of(d, task).target) for task in (alpha, beta)] == [4, 2]
@@ -150,7 +150,7 @@ def test_a_task_that_is_worth_more_than_modelled_gets_more(d: Driver) -> None:
     assert d.state.incidents == {}
 
 
-def test_the_state_keeps_no_more_than_it_says(d: Driver) -> None:
+def test_the_number_of_stored_times_is_limited(d: Driver) -> None:
     count_only(d, 10_000)
     task = d.running(spec(slots={"min": 1, "max": 6}))
     d.progress(task, times_s=[0.25] * 400)
@@ -160,12 +160,12 @@ def test_the_state_keeps_no_more_than_it_says(d: Driver) -> None:
     assert table.origin == "measured"
 
 
-def test_a_task_that_has_ended_leaves_no_times_behind(d: Driver, task: int) -> None:
+def test_an_ended_task_has_no_times(d: Driver, task: int) -> None:
     d.progress(task, times_s=[0.25] * 9)
     d.obey(d.tell("operator/cancel", r.TaskCancelRequested(task=task)))
     assert (task_of(d, task).outcome, task_of(d, task).times_s) == ("cancelled", {})
 
 
-def test_others_follow_the_shape_from_the_nearest_measured() -> None:
+def test_other_sizes_scale_from_the_nearest_measured_one() -> None:
     table = throughput.table_through(1, "measured", spec(), {2: 10.0, 4: 12.0})
     assert table.rates_flops == (5.0, 10.0, 12.0, 12.0)

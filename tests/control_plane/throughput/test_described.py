@@ -1,4 +1,4 @@
-"""A command that says what it trains: its throughput is modelled, declared points set the level."""
+"""Commands that describe their model: throughput is modelled; declared points set its level."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from unicron.events.spec.model import Modelled
 pytestmark = pytest.mark.nodes(3)
 
 
-def test_what_is_submitted_brings_its_throughput() -> None:
+def test_a_submitted_task_has_a_modelled_throughput() -> None:
     body = submitted(job())
     assert body.modelled is not None
     assert body.modelled.sizes == (1, 2, 3, 4, 5, 6)
@@ -35,7 +35,7 @@ def test_what_is_submitted_brings_its_throughput() -> None:
     assert submitted(plain).modelled is None
 
 
-def test_searching_ahead_is_what_submit_finds() -> None:
+def test_the_layout_search_checks_the_model() -> None:
     requests.search_layouts(job({"hidden": 1024}))
     with pytest.raises(SpecError, match=r"model\.hidden"):
         requests.search_layouts(job({"hidden": 1000, "num_heads": 16}))
@@ -52,7 +52,7 @@ def test_searching_ahead_is_what_submit_finds() -> None:
     ({"dropout": 1.0}, "model.dropout: must be in [0, 1)"),
     ({"num_layers": 0}, "model.num_layers: must be at least 1"),
     ({"gpu": "A100"}, "model.gpu: "), ({"layers": 3}, "model.layers: is not a field")])
-def test_what_is_wrong_with_a_model_is_said_in_one_line(model: dict[str, Any], path: str) -> None:
+def test_an_invalid_model_is_refused_in_one_line(model: dict[str, Any], path: str) -> None:
     with pytest.raises(SpecError) as error:
         parse(job(model))
     assert str(error.value).startswith(path)
@@ -65,7 +65,7 @@ def test_a_train_task_has_a_model_of_its_own() -> None:
 
 
 def test_modelled_declared_measured() -> None:
-    """The model alone; its shape through one point; points stand for themselves."""
+    """No point: the model. One point: the model, scaled to the point. Two points: as declared."""
     plain = parse(job())
     alone = throughput.table(7, plain, modelled=KNOWN)
     assert (alone.origin, alone.sizes) == ("modelled", (1, 2, 4))
@@ -80,13 +80,13 @@ def test_modelled_declared_measured() -> None:
     assert told.rates_flops == pytest.approx((2e14, 3.8e14, 7e14))
 
 
-def test_of_allowed_sizes_the_first_for_each_step() -> None:
-    """From 3 on there are 3 and 4; on 3 the task has what it has on 2."""
+def test_only_the_smallest_allowed_size_of_each_step() -> None:
+    """With `slots.min` 3 the sizes are 3 and 4. On 3 slots the rate is that of 2."""
     table = throughput.table(7, parse(job(slots={"min": 3, "max": 6})), modelled=KNOWN)
     assert (table.sizes, table.rates_flops) == ((3, 4), (1.9e14, 3.5e14))
 
 
-def test_a_size_that_the_model_refuses_and_somebody_measured() -> None:
+def test_a_declared_size_that_the_model_refuses() -> None:
     late = Modelled(sizes=(4,), rates_flops=(4e14,), layouts=("four",))
     table = throughput.table(7, parse(job(throughput={2: 1e14})), modelled=late)
     assert dict(zip(table.sizes, table.rates_flops, strict=True)) == {2: 1e14, 4: 0}
@@ -105,7 +105,7 @@ def test_the_plan_follows_the_model(d: Driver) -> None:
 
 
 def test_iteration_times_correct_the_level_and_keep_the_shape(d: Driver) -> None:
-    """And tell nothing of what a slot is worth to tasks without a model."""
+    """They do not set the rate per slot of tasks without a model."""
     begun = d.tell("operator/a", r.TaskSubmitted(spec=spec(), modelled=KNOWN))
     task = begun[0].seq
     d.obey(begun)
@@ -118,7 +118,7 @@ def test_iteration_times_correct_the_level_and_keep_the_shape(d: Driver) -> None
     assert d.state.slot_flops == 0
 
 
-def test_a_model_that_fits_nowhere_waits_and_says_why(d: Driver) -> None:
+def test_a_task_waits_if_its_model_fits_nowhere(d: Driver) -> None:
     body = submitted(job({"num_layers": 96, "hidden": 12288, "num_heads": 96}))
     begun = d.tell("operator/a", body)
     waits = the(decisions.TaskWaiting, begun)
@@ -127,13 +127,13 @@ def test_a_model_that_fits_nowhere_waits_and_says_why(d: Driver) -> None:
     assert "TaskPlaced" not in kinds(begun)
 
 
-def test_what_was_submitted_before_there_were_models_is_read() -> None:
+def test_specs_without_a_model_are_valid() -> None:
     old: JobSpec = parse({"apiVersion": "unicron/v1", "name": "x", "command": ["true"]})
     assert old.model is None
     assert r.TaskSubmitted(spec=old).modelled is None
 
 
-def test_over_http_the_search_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_over_http_the_search_runs_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
     search = requests.search_layouts
 

@@ -1,4 +1,4 @@
-"""What the plan charges is what was seen: how often it breaks, how long each change stood."""
+"""The plan uses measured values: the MTBF, and the downtime of each kind of change."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def set_policy(d: Driver, policy: Policy) -> None:
 
 
 def planned_s(d: Driver) -> float:
-    """The time between two faults of one slot that a plan of now takes."""
+    """The MTBF of one slot that a new plan uses."""
     task = d.state.tasks[min(d.state.tasks)]
     d.tell("operator/weight", r.TaskWeightSet(task=task.id, weight=15.0 - task.weight))
     assert d.state.plan is not None
@@ -43,8 +43,8 @@ def test_a_young_cluster_keeps_the_prior(d: Driver, task: int) -> None:
     assert planned_s(d) == Policy().mtbf_gpu_s, "1 fault beside the prior's 10"
 
 
-def test_time_without_faults_and_faults_move_it(d: Driver) -> None:
-    """As a Gamma prior: 10 faults at the prior's rate, and what was seen, over 10 and those."""
+def test_the_mtbf_follows_time_and_faults(d: Driver) -> None:
+    """As with a Gamma prior: (10 times the prior + observed time) / (10 + number of faults)."""
     set_policy(d, Policy(calibrate_min=0.0, calibrate_iterations=0))
     task, prior_s = d.running(), Policy().mtbf_gpu_s
     observed_s = d.state.observed_slot_s
@@ -62,15 +62,15 @@ def test_time_without_faults_and_faults_move_it(d: Driver) -> None:
     assert (shown["num_faults"], shown["mtbf_gpu_s"]) == (3, now_s)
 
 
-def test_a_time_without_end_of_an_old_policy_does_not_stand() -> None:
+def test_an_infinite_mtbf_is_replaced_by_the_prior() -> None:
     state = ClusterState()
-    state.mtbf_gpu_s = math.inf  # of mtbf_faults: 1e308, which files could once say
+    state.mtbf_gpu_s = math.inf  # from `mtbf_faults: 1e308` in an old policy
     transition_cost.update_mtbf(state)
     assert state.mtbf_gpu_s == Policy().mtbf_gpu_s
 
 
-def test_the_value_stands_until_it_is_off_by_a_tenth(d: Driver) -> None:
-    """Else every second would be another input of the plan; and a change of it is counted."""
+def test_the_mtbf_changes_only_if_it_is_off_by_a_tenth(d: Driver) -> None:
+    """Smaller differences are ignored, so that the input of the plan rarely changes."""
     d.running()
     num = input_digest(d.state)
     d.now_s += 1e6
@@ -82,7 +82,7 @@ def test_the_value_stands_until_it_is_off_by_a_tenth(d: Driver) -> None:
     assert planned_s(d) > 1.1 * Policy().mtbf_gpu_s
 
 
-def test_a_prior_of_no_weight_gives_way_to_the_first_fault(d: Driver) -> None:
+def test_a_prior_without_weight_ends_with_the_first_fault(d: Driver) -> None:
     set_policy(d, Policy(mtbf_faults=0.0))
     task = d.running()
     assert planned_s(d) == Policy().mtbf_gpu_s
@@ -91,7 +91,7 @@ def test_a_prior_of_no_weight_gives_way_to_the_first_fault(d: Driver) -> None:
     assert math.isclose(planned_s(d), 4000.0, rel_tol=1e-2)
 
 
-def test_time_that_no_leader_watched_does_not_count(d: Driver) -> None:
+def test_time_without_a_leader_does_not_count(d: Driver) -> None:
     d.running()
     before_s = d.state.observed_slot_s
     d.now_s += YEAR_S
@@ -100,7 +100,7 @@ def test_time_that_no_leader_watched_does_not_count(d: Driver) -> None:
     assert d.state.observed_slot_s == before_s
 
 
-def test_time_counts_for_what_runs(d: Driver) -> None:
+def test_time_without_a_task_does_not_count(d: Driver) -> None:
     d.now_s += YEAR_S
     d.running()
     assert d.state.observed_slot_s < 60.0
@@ -111,7 +111,7 @@ def inject(d: Driver, fault: r.FaultRequested) -> None:
     assert only(o.InjectFault, d.tell("operator/inject", fault))
 
 
-def test_what_was_broken_on_purpose_is_no_fault(d: Driver, task: int) -> None:
+def test_an_injected_fault_is_not_counted(d: Driver, task: int) -> None:
     inject(d, r.FaultRequested(what="rank", task=task, rank=2))
     assert only(decisions.IncidentOpened, d.exit(task, 2))
     d.obey(d.log[-6:])
@@ -121,7 +121,7 @@ def test_what_was_broken_on_purpose_is_no_fault(d: Driver, task: int) -> None:
     assert d.state.num_faults == 1, "nobody asked for this one"
 
 
-def test_a_node_killed_on_purpose_is_no_fault(d: Driver, task: int) -> None:
+def test_an_injected_node_loss_is_not_counted(d: Driver, task: int) -> None:
     inject(d, r.FaultRequested(what="node", node="n1"))
     told = d.join("n1", incarnation=2)
     assert only(decisions.IncidentOpened, told)
@@ -130,20 +130,20 @@ def test_a_node_killed_on_purpose_is_no_fault(d: Driver, task: int) -> None:
     assert d.state.num_faults == 0
 
 
-def test_a_request_is_forgotten_when_nothing_came_of_it(d: Driver, task: int) -> None:
+def test_an_injection_without_effect_expires(d: Driver, task: int) -> None:
     inject(d, r.FaultRequested(what="rank", task=task, rank=2))
     d.now_s += transition_cost.INJECTED_S_MAX + 1
     d.obey(d.exit(task, 2))
     assert d.state.num_faults == 1
 
 
-def test_a_request_that_is_refused_excuses_nothing(d: Driver, task: int) -> None:
+def test_a_refused_injection_excuses_no_fault(d: Driver, task: int) -> None:
     d.tell("operator/inject", r.FaultRequested(what="rank", task=task, rank=2))
     d.obey(d.exit(task, 2))
     assert d.state.num_faults == 1
 
 
-def test_a_node_that_takes_two_tasks_with_it_is_one_fault() -> None:
+def test_a_node_loss_under_two_tasks_is_one_fault() -> None:
     d = Driver(nodes=1, slots=4)
     small = {"min": 1, "max": 2}
     for name in ("alpha", "beta"):
@@ -153,7 +153,7 @@ def test_a_node_that_takes_two_tasks_with_it_is_one_fault() -> None:
     assert d.state.num_faults == 1
 
 
-def test_a_job_that_names_what_is_not_there_is_no_fault(d: Driver) -> None:
+def test_wrong_input_is_not_counted_as_a_fault(d: Driver) -> None:
     task = d.submit(spec())
     d.tell("n1/1", r.RankErrored(task=task, rank=0, attempt=1, generation=0,
                                     error="UsageError", text="no data", iteration=-1))
@@ -162,9 +162,9 @@ def test_a_job_that_names_what_is_not_there_is_no_fault(d: Driver) -> None:
     d.obey(d.log[-12:])
 
 
-# --- changes ------------------------------------------------------------------------------------
-def stands(d: Driver, task: int, num: int, *, pause_s: float = 5.0) -> None:
-    """A rank dies and comes back, `num` times; each time it costs `pause_s` to step again."""
+# --- transitions --------------------------------------------------------------------------------
+def exit_and_restart(d: Driver, task: int, num: int, *, pause_s: float = 5.0) -> None:
+    """A rank exits and restarts, `num` times. The survivors continue after `pause_s`."""
     for _ in range(num):
         lost = d.exit(task, 2)
         d.obey(lost, start=False)
@@ -174,13 +174,13 @@ def stands(d: Driver, task: int, num: int, *, pause_s: float = 5.0) -> None:
         d.progress(task, 12)
 
 
-def test_what_was_measured_is_charged_once_there_is_enough(d: Driver, task: int) -> None:
+def test_enough_measured_transitions_replace_the_prior(d: Driver, task: int) -> None:
     d.progress(task, 12)
-    stands(d, task, 2)
+    exit_and_restart(d, task, 2)
     assert transition_cost.transition(d.state, task_of(d, task)) == replace(
         Transition.uniform(10.0), reshape_s=Policy().reshape_s)
     num = input_digest(d.state)
-    stands(d, task, 1, pause_s=500.0)
+    exit_and_restart(d, task, 1, pause_s=500.0)
     assert input_digest(d.state) != num
     found = task_of(d, task).downtime_s
     assert set(found) == {"start", "same"}
@@ -191,7 +191,7 @@ def test_what_was_measured_is_charged_once_there_is_enough(d: Driver, task: int)
     assert view(d.state)["tasks"][0]["transition"]["same_s"] == charged.same_s
 
 
-def test_iterations_done_meanwhile_are_no_time_that_it_stood(d: Driver, task: int) -> None:
+def test_iterations_during_a_transition_reduce_its_downtime(d: Driver, task: int) -> None:
     d.progress(task, times_s=[0.2] * 30)
     d.now_s += 0.8
     lost = d.exit(task, 2)
@@ -200,7 +200,7 @@ def test_iterations_done_meanwhile_are_no_time_that_it_stood(d: Driver, task: in
     d.progress(task, times_s=[0.2] * 4 + [0.3])
     standing = task_of(d, task).transition
     assert standing is not None
-    at_four = 5 * 0.2 * 4 / 3  # three of four do it
+    at_four = 5 * 0.2 * 4 / 3  # three ranks do the work of four
     assert math.isclose(standing.downtime_s, 1.8 - at_four, abs_tol=0.2)
     d.obey([x for x in lost if isinstance(x.body, o.StartRank)])
     d.progress(task)
@@ -225,13 +225,13 @@ def test_a_change_of_size_is_a_kind_of_its_own(d: Driver, task: int) -> None:
     assert charged.stop_s == 10.0
 
 
-def test_leaving_costs_leaving_and_coming_back(d: Driver) -> None:
+def test_the_cost_of_stopping_includes_the_restart(d: Driver) -> None:
     alpha = d.running(spec(slots={"min": 4, "max": 4}))
     for _ in range(3):
         for node in ("n2", "n3"):
             d.obey(d.tell(f"operator/{len(d.log)}", r.NodeDrained(node=node)))
         assert task_of(d, alpha).phase == "idle"
-        d.now_s += 1e4  # it waits, which is nothing that the change costs
+        d.now_s += 1e4  # waiting for slots is no cost of the change
         new = d.tell(f"operator/{len(d.log)}", r.NodeUndrained(node="n2"))
         new += d.tell(f"operator/{len(d.log)}", r.NodeUndrained(node="n3"))
         d.now_s += 40.0
@@ -245,7 +245,7 @@ def test_leaving_costs_leaving_and_coming_back(d: Driver) -> None:
                         + math.fsum(sorted(stood_s["start"])[1:3]) / 2)
 
 
-def test_what_waits_for_a_person_says_nothing(d: Driver, task: int) -> None:
+def test_a_transition_while_paused_is_not_measured(d: Driver, task: int) -> None:
     d.progress(task, 12)
     lost = d.exit(task, 2)
     d.tell("operator/freeze", r.HealingFrozen(reason="look"))
@@ -258,12 +258,12 @@ def test_what_waits_for_a_person_says_nothing(d: Driver, task: int) -> None:
 
 
 def test_the_history_is_bounded(d: Driver, task: int) -> None:
-    stands(d, task, transition_cost.NUM_DOWNTIMES_MAX + 3)
+    exit_and_restart(d, task, transition_cost.NUM_DOWNTIMES_MAX + 3)
     assert len(task_of(d, task).downtime_s["same"]) == transition_cost.NUM_DOWNTIMES_MAX
 
 
-# --- what the planner does with it --------------------------------------------------------------
-def test_each_kind_of_change_is_charged_its_own_length() -> None:
+# --- use in the planner -------------------------------------------------------------------------
+def test_each_kind_of_change_has_its_own_cost() -> None:
     kinds = Transition(same_s=1.0, shrink_s=2.0, grow_s=4.0, stop_s=8.0)
     wish = TaskDemand(task=1, name="t1", now=2, faulted=True, transition=kinds, sizes=(1, 2, 3),
                 wafs=(64.0, 128.0, 192.0))
@@ -277,7 +277,7 @@ def test_each_kind_of_change_is_charged_its_own_length() -> None:
     assert healthy.gains[2] == 128 * 32 * (healthy.gains[1] // (64 * 32 - 2 * 128))
 
 
-def test_a_task_that_is_dear_to_grow_is_left_and_another_grows() -> None:
+def test_the_task_that_is_cheaper_to_grow_grows() -> None:
     def wish(task: int, grow_s: float) -> TaskDemand:
         kinds = Transition(same_s=1.0, shrink_s=1.0, grow_s=grow_s, stop_s=1.0)
         return TaskDemand(task=task, name=f"t{task}", now=1, faulted=False, transition=kinds,
@@ -287,15 +287,15 @@ def test_a_task_that_is_dear_to_grow_is_left_and_another_grows() -> None:
     assert planner.choose_plan(asked).plan.slots == (1, 2)
 
 
-def test_the_record_tells_what_the_plan_took(d: Driver) -> None:
+def test_the_plan_record_has_its_running_time(d: Driver) -> None:
     d.submit(spec())
     assert the(decisions.PlanChosen, d.log).running_s == Policy().mtbf_gpu_s / 6
     d.obey(d.log[-6:])
     d.progress(min(d.state.tasks))
 
 
-def test_to_split_the_model_in_another_way_is_charged_as_that() -> None:
-    """Of two slots as of one, each a whole replica; on three all of the state moves."""
+def test_a_new_replica_shape_costs_a_reshape() -> None:
+    """One and two slots have the same replica shape. On three slots all of the state moves."""
     kinds = Transition(same_s=1.0, shrink_s=2.0, grow_s=4.0, stop_s=8.0, reshape_s=16.0)
     wish = TaskDemand(task=1, name="t1", now=2, faulted=True, transition=kinds, sizes=(1, 2, 3),
                 wafs=(1.0, 2.0, 3.0), shapes=(0, 0, 1))
@@ -304,7 +304,7 @@ def test_to_split_the_model_in_another_way_is_charged_as_that() -> None:
         8.0, 16.0, 16.0, 1.0]
 
 
-def test_what_is_told_of_a_change_is_what_is_charged() -> None:
+def test_the_reported_cost_is_the_cost_in_the_objective() -> None:
     kinds = Transition(same_s=1.0, shrink_s=2.0, grow_s=4.0, stop_s=8.0, reshape_s=16.0)
     for hurt, now, shapes in ((False, 2, ()), (True, 2, ()), (True, 0, ()), (False, 0, ()),
                               (False, 2, (0, 0, 1)), (True, 2, (0, 1, 1)), (True, 0, (0, 1, 1))):

@@ -59,7 +59,7 @@ MIXTRAL = gpt(num_query_groups=8, ffn_hidden=14336, swiglu=True, num_experts=8, 
               sequence=4096, vocabulary=32000, tie_embeddings=False, gpu="H100-80")
 
 
-# --- counting ------------------------------------------------------------------------------------
+# --- FLOPs and parameters ------------------------------------------------------------------------
 def test_the_formulas_of_the_papers() -> None:
     model = gpt(num_layers=96, hidden=12288, num_heads=96, global_batch=1536)
     batch, s, v, h, layers = 1536, 2048, 51200, 12288, 96
@@ -74,11 +74,11 @@ def test_the_formulas_of_the_papers() -> None:
     (LLAMA_70B, 68.98), (MIXTRAL, 46.70),
     (replace(MIXTRAL, num_experts=0, top_k=1, vocabulary=128256), 8.03)],
     ids=["Llama 2 70B", "Mixtral 8x7B", "Llama 3 8B"])
-def test_parameters_as_their_authors_count_them(model: MegatronModel, billions: float) -> None:
+def test_parameters_equal_the_published_counts(model: MegatronModel, billions: float) -> None:
     assert parameters(model).total / 1e9 == pytest.approx(billions, abs=0.01)
 
 
-def test_a_token_passes_some_experts_only() -> None:
+def test_a_token_passes_only_top_k_experts() -> None:
     dense = replace(MIXTRAL, num_experts=0, top_k=1)
     one, two = iteration_flops(replace(MIXTRAL, top_k=1)), iteration_flops(MIXTRAL)
     mlp = 6 * 3 * 4096 * 14336 * 32 * 4096 * 512
@@ -87,8 +87,8 @@ def test_a_token_passes_some_experts_only() -> None:
     assert one - iteration_flops(dense) == router
 
 
-def test_published_rows_are_counted_as_they_count() -> None:
-    """Where a row has its iteration's time, that time and our FLOPs give the rate that it tells."""
+def test_published_rates_match_our_flops() -> None:
+    """If a row has an iteration time, our FLOPs divided by this time give the row's rate."""
     times = {row.line: float(line.split(",fp16,")[1].split(",")[0])
              for row in ROWS if row.source == "megatron 2020"
              for line in [_line(row.line)]}
@@ -105,8 +105,8 @@ def _line(number: int) -> str:
     return lines[number - 1]
 
 
-def test_published_parameters_are_ours() -> None:
-    """To their rounding; MPT counts learned positions too."""
+def test_published_parameters_match_ours() -> None:
+    """Within their rounding. The counts of MPT include learned positions."""
     for row in ROWS:
         ours = parameters(row.model).total
         if row.source == "llm-foundry":
@@ -116,7 +116,7 @@ def test_published_parameters_are_ours() -> None:
 
 # --- memory --------------------------------------------------------------------------------------
 def test_activations_of_korthikanti() -> None:
-    """Equation 1: s b h (34 + 5 a s / h); 2: 10 + 24 / t; 4: all over t."""
+    """Equation 1: s b h (34 + 5 a s / h). Equation 2: 10 + 24 / t. Equation 4: all divided by t."""
     model, size = gpt(dropout=0.1, flash_attention=False), 2048 * 4096
     one = Layout()
     assert layer_activations(model, one) == 34 * size
@@ -138,7 +138,7 @@ def test_states_as_megatron_counts_them() -> None:
     assert kept.total - plain.total == 4 * parameters(model).total
 
 
-def test_less_is_kept_where_more_is_computed_again() -> None:
+def test_more_recomputation_stores_fewer_activations() -> None:
     model = gpt(flash_attention=False, dropout=0.1)
     ways: tuple[Recomputed, ...] = ("none", "selective", "full")
     none, selective, full = (memory(model, Layout(recompute=way)).activations for way in ways)
@@ -147,8 +147,8 @@ def test_less_is_kept_where_more_is_computed_again() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.line}-{row.name}")
-def test_what_was_published_is_not_refused(row: Published) -> None:
-    """Each row ran; what it says of its layout, recomputation included, must be acceptable."""
+def test_published_layouts_are_accepted(row: Published) -> None:
+    """Each run worked, so its layout and recomputation must be accepted."""
     assert row.layouts, "Megatron would not start with it"
     assert any(fits(row.model, layout) for layout in row.layouts)
 
@@ -161,7 +161,7 @@ def test_what_was_published_is_not_refused(row: Published) -> None:
     (gpt(sequence=65536), Layout(tp=2, dp=8, shards="optimizer")),  # activations alone
     (gpt(flash_attention=False, sequence=16384), Layout(tp=4, dp=8, shards="optimizer")),
     (MIXTRAL, Layout(tp=2, dp=8, ep=1, shards="optimizer"))])
-def test_what_cannot_fit_is_refused(model: MegatronModel, layout: Layout) -> None:
+def test_layouts_that_exceed_the_memory_do_not_fit(model: MegatronModel, layout: Layout) -> None:
     assert refusal(model, layout) == ""
     assert not fits(model, layout)
 
@@ -170,14 +170,14 @@ def test_expert_parallel_makes_the_mixture_fit() -> None:
     assert fits(MIXTRAL, Layout(tp=2, pp=2, dp=8, ep=8, shards="optimizer", recompute="full"))
 
 
-# --- what Megatron accepts -----------------------------------------------------------------------
+# --- layouts that Megatron rejects ---------------------------------------------------------------
 @pytest.mark.parametrize(("changes", "why"), [
     ({"tp": 16}, "a node's 8 GPUs"), ({"tp": 3}, "32 heads"), ({"pp": 5}, "32 layers"),
     ({"pp": 4, "chunks": 3}, "32 layers"), ({"chunks": 2}, "without a pipeline"),
     ({"dp": 513}, "512 micro-batches"), ({"micro": 3}, "the batch of 512"),
     ({"pp": 8, "chunks": 2, "dp": 48}, "must divide the micro-batches"),
     ({"ep": 2, "dp": 2}, "0 experts"), ({"cp": 3}, "the sequence of 2048")])
-def test_what_megatron_would_not_start_with(changes: dict[str, Any], why: str) -> None:
+def test_layouts_that_megatron_rejects_are_refused(changes: dict[str, Any], why: str) -> None:
     assert why in refusal(gpt(), Layout(**changes))
 
 
@@ -204,8 +204,8 @@ SMALL = {
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_the_search_finds_what_trying_all_finds(name: str) -> None:
-    """One by one, the same rates to the last bit. Of dp that deal alike, the first that fits."""
+def test_the_search_agrees_with_brute_force(name: str) -> None:
+    """Equal to the last bit. For equally full replicas only the smallest DP that fits counts."""
     model, gib = SMALL[name]
     num_gpus, best, seen = 24, defaultdict[int, float](float), set[object]()
     for layout in _all(model, num_gpus):
@@ -245,7 +245,7 @@ def _all(model: MegatronModel, num_gpus: int) -> list[Layout]:
             if not refusal(model, layout)]
 
 
-def test_what_ends_an_iteration_is_the_same_one_by_one_and_at_once() -> None:
+def test_the_vectorised_ending_equals_the_scalar_one() -> None:
     for model, layout in ((LLAMA_70B, Layout(tp=4, pp=4, shards="optimizer")),
                           (MIXTRAL, Layout(tp=2, ep=8, dp=8, shards="optimizer")),
                           (gpt(zero1=False, overlap=False), Layout(tp=2))):
@@ -256,7 +256,7 @@ def test_what_ends_an_iteration_is_the_same_one_by_one_and_at_once() -> None:
         assert each == [sum(found.seconds(int(dp))) for dp in counts.tolist()]
 
 
-def test_uneven_dealing_is_as_slow_as_its_fullest_replica() -> None:
+def test_an_uneven_split_is_as_slow_as_its_fullest_replica() -> None:
     model, constants = gpt(global_batch=12, zero1=False, overlap=False), constants_of(gpt())
     flat = replace(constants, link_share=1e9, network_share=1e9)
     times = [iteration_s(model, Layout(dp=dp), flat) for dp in (4, 5, 6)]
@@ -264,7 +264,7 @@ def test_uneven_dealing_is_as_slow_as_its_fullest_replica() -> None:
     assert times[2] < times[1]
 
 
-def test_the_reason_says_what_binds() -> None:
+def test_the_layout_text_names_the_bottleneck() -> None:
     found = modelled(LLAMA_70B, 64)
     assert found.sizes[0] == 16
     assert found.layouts[0] == (
@@ -275,7 +275,7 @@ def test_the_reason_says_what_binds() -> None:
     assert "of 79.2 GiB; most is lost to element-wise work: " in roomy.layouts[-1]
 
 
-def test_losses_and_arithmetic_are_the_whole_iteration() -> None:
+def test_losses_and_arithmetic_add_up_to_the_iteration() -> None:
     layout = Layout(tp=4, pp=4, dp=7, chunks=1, shards="optimizer")
     constants = constants_of(LLAMA_70B)
     one = parts(LLAMA_70B, layout, constants)
@@ -284,7 +284,7 @@ def test_losses_and_arithmetic_are_the_whole_iteration() -> None:
     assert lost + 512 / 7 * one.arithmetic_s / whole == pytest.approx(1)
 
 
-def test_a_model_that_fits_nowhere_says_by_how_much() -> None:
+def test_a_model_that_fits_nowhere_is_refused_with_figures() -> None:
     found = modelled(LLAMA_70B, 8)
     assert found.sizes == ()
     assert found.refused.startswith(
@@ -309,7 +309,7 @@ def test_every_kind_of_gpu_is_complete() -> None:
         assert (kind.fp8_flops > 0) == (name[0] in "HB")
 
 
-# --- against what was published ------------------------------------------------------------------
+# --- against published runs ----------------------------------------------------------------------
 SOURCES = {("A100", "megatron 2021-04"): 3.5, ("A100", "megatron 2021-01"): 4.0,
            ("A100", "megatron 2020"): 5.0, ("H100", "megatron-core 0.8"): 4.5,
            ("A100", "llm-foundry"): 8.5, ("H100", "llm-foundry"): 8.5}
@@ -323,7 +323,7 @@ def by_source() -> dict[tuple[str, str], list[Published]]:
     return found
 
 
-def test_the_constants_predict_what_they_were_fitted_to() -> None:
+def test_the_constants_predict_the_published_rates() -> None:
     groups = by_source()
     assert groups.keys() == SOURCES.keys()
     for group, most in SOURCES.items():
@@ -333,7 +333,7 @@ def test_the_constants_predict_what_they_were_fitted_to() -> None:
 
 
 def test_no_constant_would_fit_much_better_a_tenth_away() -> None:
-    """What stands in the code is a least of the fit, not a number that somebody left there."""
+    """The constants in the code are a local minimum of the error of the fit."""
     values = [AMPERE.gemm_share, HOPPER.gemm_share, AMPERE.scores_share, HOPPER.scores_share,
               AMPERE.passes, AMPERE.link_share, AMPERE.network_share]
     assert replace(AMPERE, gemm_share=0, scores_share=0) == replace(
@@ -354,7 +354,7 @@ def test_no_constant_would_fit_much_better_a_tenth_away() -> None:
 
 
 def test_constants_are_used() -> None:
-    """Each of the five changes what is predicted of some published row."""
+    """Each constant changes the prediction for at least one published row."""
     for name in Constants.__struct_fields__:
         changed = {row.line: replace(constants_of(row.model), **{name: 0.9 * getattr(
             constants_of(row.model), name)}) for row in ROWS}
@@ -364,6 +364,6 @@ def test_constants_are_used() -> None:
                 row, constants_of(row.model))[0] for row in ROWS[::7]))
 
 
-def test_capacity_is_of_the_kind() -> None:
+def test_capacity_depends_on_the_kind_of_gpu() -> None:
     assert capacity(gpt(gpu="H200-141")) > capacity(gpt(gpu="H100-80")) > capacity(
         gpt(gpu="A100-40"))
