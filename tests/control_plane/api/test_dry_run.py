@@ -1,4 +1,4 @@
-"""A dry run is what the heart then decides, and an operator's write may be held to its input."""
+"""Dry runs: the result equals the later decision, and is applied only to an unchanged input."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def jobs(name: str, low_max: int) -> st.SearchStrategy[Plain]:
 
 @st.composite
 def lives(draw: st.DrawFn) -> Driver:
-    """A small cluster somewhere in its life: some tasks train, some are hurt, some only placed."""
+    """A small cluster: some tasks train, some are degraded by a fault, some are only placed."""
     d = Driver(nodes=draw(st.integers(1, 4)), slots=draw(st.integers(1, 3)))
     for number in range(draw(st.integers(1, 3))):
         begin = len(d.log)
@@ -49,7 +49,7 @@ def lives(draw: st.DrawFn) -> Driver:
     running = [(task.id, rank) for task in d.state.tasks.values() for rank in task.ranks
                if task.phase != "ended"]
     if running and draw(st.integers(0, 2)) == 0:
-        d.exit(*draw(st.sampled_from(running)))  # nobody has healed it yet
+        d.exit(*draw(st.sampled_from(running)))  # not healed yet
     if draw(st.integers(0, 3)) == 0:
         d.tell("operator/frozen", r.HealingFrozen(reason="a test"))
     return d
@@ -57,7 +57,7 @@ def lives(draw: st.DrawFn) -> Driver:
 
 @st.composite
 def changes(draw: st.DrawFn, d: Driver) -> tuple[Change, list[t.Body]]:
-    """A change, and what is told when it really happens."""
+    """A change, and the reports that carry it out."""
     kind = draw(st.sampled_from(["without", "slots", "weights", "submit", "all"]))
     told: list[t.Body] = []
     found: Plain = {}
@@ -83,7 +83,7 @@ def changes(draw: st.DrawFn, d: Driver) -> tuple[Change, list[t.Body]]:
 
 @given(st.data())
 @settings(max_examples=150, deadline=None)
-def test_a_dry_run_is_what_the_heart_then_decides(data: st.DataObject) -> None:
+def test_a_dry_run_equals_the_later_decision(data: st.DataObject) -> None:
     d = data.draw(lives())
     change, told = data.draw(changes(d))
     before = state_hash(d.state)
@@ -101,7 +101,7 @@ def test_a_dry_run_is_what_the_heart_then_decides(data: st.DataObject) -> None:
 
 
 def _agree(tried: DryRunResult, records: list[Record], state: ClusterState) -> None:
-    """The outcome against what was decided."""
+    """Compare the result of a dry run with the later decisions."""
     plans = [record.body for record in records if isinstance(record.body, PlanChosen)]
     assert tried.planned == bool(plans)
     recorded = plans[-1] if plans else state.plan
@@ -145,7 +145,7 @@ def test_the_present_plan_is_the_last_one() -> None:
     assert (found.more_slots, found.more_waf) == (2, pytest.approx(2.0 * 0.1e12 + 0.9e12))
 
 
-def test_what_is_wrong_is_refused_as_the_request_would_be() -> None:
+def test_a_wrong_change_is_refused_like_the_request() -> None:
     d, alpha, _ = two_tasks({1: 1.5e12, 2: 2.4e12})
     data = encode_state(d.state)
     for change, told in [
@@ -167,7 +167,7 @@ def test_what_is_wrong_is_refused_as_the_request_would_be() -> None:
         dry_run.operator_requests(data, Change(), "")
 
 
-def test_many_slots_come_in_nodes_as_large_as_most() -> None:
+def test_new_slots_come_in_nodes_of_the_usual_size() -> None:
     d, _, _ = two_tasks({1: 1.5e12, 2: 2.4e12})
     tried = dry_run.run_dry(encode_state(d.state), Change(slots=5, submit=job(
         "wide", 1.0, 1, [1] * 5)))
@@ -179,8 +179,8 @@ def test_many_slots_come_in_nodes_as_large_as_most() -> None:
 
 
 def test_each_change_of_several_steps_counts_once() -> None:
-    """alpha goes 4 -> 3 -> 2 -> 0 in three plans told in one append: it stops once. beta goes
-    2 -> 1 -> 0 -> 2: it has what it had, and is interrupted on the way, once."""
+    """One append makes three plans. alpha goes 4 -> 3 -> 2 -> 0 and pauses once. beta goes
+    2 -> 1 -> 0 -> 2: it ends with as many slots as before, but it also pauses once."""
     d, alpha, beta = two_tasks({1: 1.5e12, 2: 2.4e12})
     change = Change(without=("n1", "n2"), weights={str(beta): 100.0})
     tried = dry_run.run_dry(encode_state(d.state), change)
@@ -197,7 +197,7 @@ def test_each_change_of_several_steps_counts_once() -> None:
 
 # --- over HTTP, with the check at the moment of the write ---------------------------------------
 async def _two_nodes(site: Site) -> int:
-    """n1 and n2 of two slots each, and a task; its id."""
+    """n1 and n2 with two slots each, and a task. Returns the task's id."""
     for node in ("n1", "n2"):
         joined = r.NodeJoined(node=node, incarnation=9, host="", pid=1, num_slots=2)
         await site.log.send([Report(source=f"{node}/9", source_seq=1, occurred_s=1.0, body=joined)])
@@ -217,7 +217,7 @@ async def test_a_dry_run_is_applied_if_nothing_has_changed(site: Site) -> None:
     assert tried["took_s"] > 0
     before = site.coordinator.seq
     body = {"change": change, "check": tried["input"], "reason": " a\ntest "}
-    for _ in range(2):  # under one key it is written once
+    for _ in range(2):  # with the same key it is written once
         status, answer = await site.ask("POST", "/v1/plan/apply", body, Idempotency_Key="apply")
         assert (status, answer) == (200, {"seq": before + 1})
     records = await site.log.read(after=before, num_max=999)
@@ -232,7 +232,7 @@ async def test_a_dry_run_is_applied_if_nothing_has_changed(site: Site) -> None:
 
 
 @real
-async def test_what_has_changed_since_refuses_it(site: Site) -> None:
+async def test_apply_is_refused_if_the_input_has_changed(site: Site) -> None:
     task = await _two_nodes(site)
     _, tried = await site.ask("POST", "/v1/plan/dry-run", {"without": ["n2"]})
     await site.ask("POST", f"/v1/tasks/{task}/weight", {"weight": 5.0})
@@ -249,7 +249,7 @@ async def test_what_has_changed_since_refuses_it(site: Site) -> None:
 
 @real
 async def test_the_check_is_made_at_the_moment_of_the_write(site: Site) -> None:
-    """What another asks at the same moment is in the append before it: the check sees it."""
+    """A concurrent write is appended first, and the check sees its effect."""
     task = await _two_nodes(site)
     coordinator = site.coordinator
     known = input_digest(await coordinator.settled())
@@ -291,7 +291,7 @@ async def test_nonsense_over_http_is_refused(site: Site) -> None:
 
 @real
 async def test_half_a_surrogate_pair_is_refused(site: Site) -> None:
-    """It could be written neither to the log nor into an answer."""
+    """The log and the answers cannot encode it."""
     half = b'"\\ud800"'
     for path, body in (("/v1/freeze", b'{"reason": %s}'), ("/v1/plan/dry-run", b'{%s: 1}'),
                        ("/v1/plan/dry-run", b'{"weights": {%s: 1}}'),

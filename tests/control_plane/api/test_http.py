@@ -1,4 +1,4 @@
-"""The HTTP port: every call over a real socket, every refusal one line with a hint."""
+"""The HTTP API: each call over a real socket, each refusal in one line with a hint."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def test_health_needs_no_token(site: Site) -> None:
 
 
 @real
-async def test_everything_else_needs_the_token(site: Site) -> None:
+async def test_all_other_calls_need_the_token(site: Site) -> None:
     for token in ("", "Bearer wrong", "secret", "Bearer secret\x80"):
         assert "token" in await site.refused(401, "GET", "/v1/state", Authorization=token)
     await site.refused(401, "POST", "/v1/tasks", JOB, Authorization="Bearer wrong")
@@ -64,7 +64,7 @@ async def test_submit_state_cancel(site: Site) -> None:
     assert "no task x" in await site.refused(404, "POST", "/v1/tasks/x/cancel", {})
 
 
-# --- what operators ask for ----------------------------------------------------------------------
+# --- requests of operators -----------------------------------------------------------------------
 @real
 async def test_a_weight_is_set(site: Site) -> None:
     await site.ask("POST", "/v1/tasks", JOB)
@@ -87,7 +87,7 @@ async def test_a_weight_is_set(site: Site) -> None:
 
 
 @real
-async def test_healing_is_frozen_once_and_on_again(site: Site) -> None:
+async def test_healing_is_frozen_and_resumed(site: Site) -> None:
     assert "not frozen" in await site.refused(409, "POST", "/v1/unfreeze", {})
     body = await site.written_once("HealingFrozen", "/v1/freeze", {"reason": "switches change"})
     assert body.reason == "switches change"
@@ -101,7 +101,7 @@ async def test_healing_is_frozen_once_and_on_again(site: Site) -> None:
 
 
 @under(allow_inject=True)
-async def test_a_reason_that_is_too_long_is_refused_wherever_one_is_given(site: Site) -> None:
+async def test_a_reason_that_is_too_long_is_refused(site: Site) -> None:
     await site.tell(N1)
     task = (await site.ask("POST", "/v1/tasks", COMMAND))[1]["task"]
     await site.tell(RankStarted(task=task, rank=0, attempt=1, node="n1", pid=7, log_path="/log"))
@@ -131,7 +131,7 @@ async def test_of_two_freezes_at_once_the_first_wins(site: Site) -> None:
 
 
 @real
-async def test_what_a_task_needs_is_computed_on_request_also_for_a_past_seq(site: Site) -> None:
+async def test_explanations_are_computed_on_request_for_any_seq(site: Site) -> None:
     await site.tell(N1)
     await site.ask("POST", "/v1/tasks", {**COMMAND, "slots": {"min": 2, "max": 2}})
     _, told = await site.ask("POST", "/v1/tasks", {**COMMAND, "name": "waits"})
@@ -155,7 +155,7 @@ async def test_what_a_task_needs_is_computed_on_request_also_for_a_past_seq(site
 
 
 @under(observe=True)
-async def test_who_only_observes_is_not_frozen(site: Site) -> None:
+async def test_an_observing_control_plane_cannot_be_unfrozen(site: Site) -> None:
     told, hint = await site.refusal(409, "POST", "/v1/unfreeze", {})
     assert "--observe" in told
     assert "--act" in hint
@@ -179,7 +179,7 @@ async def test_a_node_is_drained_and_undrained(site: Site) -> None:
 
 
 @real
-async def test_no_fault_on_purpose_where_that_is_not_allowed(site: Site) -> None:
+async def test_fault_injection_must_be_allowed(site: Site) -> None:
     await site.tell(N1)
     told, hint = await site.refusal(403, "POST", "/v1/inject", {"what": "node", "node": "n1"})
     assert "does not allow" in told
@@ -188,7 +188,7 @@ async def test_no_fault_on_purpose_where_that_is_not_allowed(site: Site) -> None
 
 
 @under(allow_inject=True)
-async def test_a_fault_on_purpose(site: Site) -> None:
+async def test_fault_injection(site: Site) -> None:
     await site.tell(N1)
     await site.ask("POST", "/v1/tasks", COMMAND)
     task = (await site.ask("GET", "/v1/state"))[1]["tasks"][0]["id"]
@@ -214,7 +214,7 @@ async def test_a_fault_on_purpose(site: Site) -> None:
                                             {"what": "node", "node": "n1"})
 
 
-def test_the_ranks_there_are_come_in_order(d: Driver) -> None:
+def test_a_refusal_lists_the_ranks_in_order(d: Driver) -> None:
     task = d.state.tasks[d.running()]
     task.ranks = {number: task.ranks[number] for number in (2, 0, 3, 1)}
     d.state.policy = Policy(allow_inject=True)
@@ -224,7 +224,7 @@ def test_the_ranks_there_are_come_in_order(d: Driver) -> None:
 
 
 @real
-async def test_a_task_in_anothers_way_is_refused(site: Site) -> None:
+async def test_a_name_or_output_in_use_is_refused(site: Site) -> None:
     at_once = [site.ask("POST", "/v1/tasks", JOB) for _ in range(3)]
     assert sorted([status for status, _ in await asyncio.gather(*at_once)]) == [200, 409, 409]
     seq = site.coordinator.seq

@@ -1,7 +1,7 @@
-"""Which tasks a record affects, and the fields of the state that this rests on.
+"""Which tasks a record affects, and the redundant fields of the state that decide this.
 
-That no decision is missed is shown by every seeded simulation: its witness looks at all tasks
-before each report (simulated_witness.py), and counts every redundant field anew.
+Seeded simulations check that no decision is missed: simulated_witness.py looks at all tasks before
+each report and recounts every redundant field.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from unicron.events.records import types as t
 from unicron.events.records.codec import UnknownBody
 from unicron.events.records.envelope import KINDS, Record
 
-PAPER_NUM = 20
-"""On paper the state is looked at after so many records."""
+CHECK_NUM = 20
+"""Number of records between two checks of a simulation's state."""
 
 
 def affected(d: Driver, records: list[Record]) -> list[int]:
-    """By the last report of these, in the state after them."""
+    """The tasks that the last report of these records affects, in the state after all of them."""
     told = [record for record in records if not record.cause][-1]
     return [task.id for task in affected_tasks(d.state, told)]
 
@@ -46,21 +46,21 @@ def test_every_kind_of_record_has_a_handler() -> None:
     assert set(HANDLERS) == {*KINDS.values(), UnknownBody}
 
 
-def test_what_a_task_tells_affects_that_task() -> None:
+def test_a_report_affects_its_task() -> None:
     d, alpha, beta = two_tasks()
     assert affected(d, failed(d, beta, min(d.state.tasks[beta].ranks))[:1]) == [beta]
-    assert affected(d, drain(d, "n2")) == []  # the plan that follows looks at all
+    assert affected(d, drain(d, "n2")) == []  # the plan that follows covers all tasks
     assert affected(d, d.tell("operator/x", r.HealingFrozen(reason="a test"))) == [alpha, beta]
 
 
-def test_progress_affects_a_task_only_where_something_is_wrong_with_it() -> None:
+def test_progress_affects_a_task_only_in_an_incident() -> None:
     d, alpha, _ = two_tasks()
     assert affected(d, d.progress(alpha)) == []
     d.state.tasks[alpha].incident = 1
     assert [task.id for task in affected_tasks(d.state, d.log[-1])] == [alpha]
 
 
-def test_an_answer_affects_its_task_when_no_other_is_outstanding(d: Driver, task: int) -> None:
+def test_only_the_last_outstanding_answer_affects_a_task(d: Driver, task: int) -> None:
     lost = d.exit(task, 2)
     for kind in (o.Quiesce, o.Reconfigure):
         [order] = only(kind, lost)
@@ -76,7 +76,7 @@ def test_an_answer_affects_its_task_when_no_other_is_outstanding(d: Driver, task
         assert len(lost) > 1, "the last one's next order"
 
 
-def test_processes_that_start_are_waited_for_alike(d: Driver) -> None:
+def test_starting_processes_are_outstanding_too(d: Driver) -> None:
     task = d.submit(spec())
     starts = only(o.StartRank, d.log)
     assert d.state.tasks[task].num_outstanding == len(starts) == 4
@@ -86,24 +86,24 @@ def test_processes_that_start_are_waited_for_alike(d: Driver) -> None:
         assert bool(only(o.Reconfigure, told)) == (not left)
 
 
-def test_one_that_is_told_to_stop_is_waited_for_no_more(d: Driver) -> None:
+def test_a_process_with_an_order_to_stop_is_not_outstanding(d: Driver) -> None:
     task = d.submit(spec())
     d.tell("operator/c", r.TaskCancelRequested(task=task, reason=""))
     assert d.state.tasks[task].num_outstanding == 0
 
 
-def test_no_task_is_passed_over_on_paper_either() -> None:
+def test_no_task_is_missed_in_simulations() -> None:
     for stage in command.load(EXAMPLE)[1].values():
-        assert played(stage.run_input, stage.policy) > 10 * PAPER_NUM
+        assert played(stage.run_input, stage.policy) > 10 * CHECK_NUM
 
 
 def played(ground: RunInput, policy: Policy) -> int:
-    """One policy's life, watched; the number of its records."""
+    """Simulate one policy and check the state on the way. Returns the number of records."""
     log: list[Record] = []
 
     def keep(record: Record) -> None:
         log.append(record)
-        if len(log) % PAPER_NUM == 0:
+        if len(log) % CHECK_NUM == 0:
             state = run.engine.state
             assert check(state) == []
             for task in state.tasks.values():
@@ -114,7 +114,7 @@ def played(ground: RunInput, policy: Policy) -> int:
     return len(log)
 
 
-# --- fields that repeat others -------------------------------------------------------------------
+# --- redundant fields ----------------------------------------------------------------------------
 def first(state: ClusterState) -> Task:
     return next(iter(state.tasks.values()))
 
@@ -135,7 +135,7 @@ def on_one_slot(state: ClusterState) -> None:
     (on_one_slot, "two ranks have one slot"),
     (lambda state: state.deadlines.update({
         "quiesce/77/1": next(iter(state.deadlines.values()))}), "has no task")])
-def test_the_check_finds(d: Driver, breaks: Callable[[ClusterState], object], says: str) -> None:
+def test_check_finds(d: Driver, breaks: Callable[[ClusterState], object], says: str) -> None:
     task = d.submit(spec())
     assert d.state.tasks[task].ranks
     assert d.state.deadlines

@@ -1,4 +1,4 @@
-"""Who of a task with layouts is in its next generation, and at which place."""
+"""The members of a task's next generation, and their positions in the layout."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def seats(order: o.Reconfigure) -> list[int]:
 
 
 # --- layouts ------------------------------------------------------------------------------------
-def test_the_layout_of_so_many_slots_is_the_fastest_that_is_permitted() -> None:
+def test_the_fastest_permitted_layout_is_chosen() -> None:
     both = train_of(job(tensor=[1, 2], pipeline=[1, 2, 3], optimizer="sharded"))
     for num in range(1, 9):
         found = layout_of(both, num)
@@ -57,7 +57,7 @@ def test_the_layout_of_so_many_slots_is_the_fastest_that_is_permitted() -> None:
     assert layout_within(pairs, 1) is None
 
 
-def test_data_parallel_alone_names_no_layout() -> None:
+def test_plain_data_parallelism_has_no_layout() -> None:
     plain = train_of(spec())
     assert layout_of(plain, 4) is layout_within(plain, 4) is None
     assert speed(plain, 4) == 4.0
@@ -71,7 +71,7 @@ def test_no_more_replicas_than_micro_batches() -> None:
     assert layout_of(few, 4) == Axes(tp=2, dp=2)
 
 
-def test_chunks_run_a_multiple_of_the_pipeline() -> None:
+def test_chunks_need_a_multiple_of_the_pipeline_size() -> None:
     five, six = (train_of(job(batch=num, pipeline=[2], chunks=2)) for num in (5, 6))
     assert speed(five, 2) == pytest.approx(speed(six, 2) * 5 / 6, rel=0.05)
 
@@ -87,8 +87,8 @@ def test_a_spec_needs_a_layout_for_some_number_of_slots(
     assert raised.value.path == path
 
 
-def test_the_state_is_covered_as_the_optimizer_has_it() -> None:
-    axes = Axes(tp=2, dp=2)  # places 0 1 are a replica, 2 3 the other
+def test_state_coverage_depends_on_the_optimizer() -> None:
+    axes = Axes(tp=2, dp=2)  # one replica: positions 0 1, the other: 2 3
     assert has_every_part(axes, "whole", [0, 1])
     assert has_every_part(axes, "whole", [0, 3])
     assert not has_every_part(axes, "whole", [0, 2])
@@ -100,17 +100,17 @@ def test_the_state_is_covered_as_the_optimizer_has_it() -> None:
     assert not has_every_part(Axes(dp=1), "mirrored", [])
 
 
-# --- places -------------------------------------------------------------------------------------
-def test_tensor_groups_then_replicas_lie_on_one_node(d: Driver) -> None:
+# --- positions ----------------------------------------------------------------------------------
+def test_each_node_has_one_replica(d: Driver) -> None:
     task = d.running(job(pipeline=[2]))
     found = the(o.Reconfigure, d.log)
     assert (found.axes, found.dp) == (Axes(pp=2, dp=2), 2)
-    # A replica on each node: no node has all that there is of a stage.
+    # Each node has one replica, so no node has all copies of a stage.
     assert [member.node for member in found.members] == ["n1", "n2", "n1", "n2"]
     assert d.state.tasks[task].axes == found.axes
 
 
-def test_a_lost_rank_leaves_the_whole_replica_and_a_spare(d: Driver) -> None:
+def test_a_lost_rank_leaves_a_replica_and_a_standby(d: Driver) -> None:
     task = d.running(job(tensor=[2]))
     assert seats(the(o.Reconfigure, d.log)) == [0, 1, 2, 3]
     lost = d.exit(task, 1)
@@ -124,8 +124,8 @@ def test_a_lost_rank_leaves_the_whole_replica_and_a_spare(d: Driver) -> None:
     assert the(decisions.IncidentClosed, d.progress(task)).outcome == "healed"
 
 
-def test_survivors_keep_their_places_where_the_layout_stays(d: Driver) -> None:
-    """Both tensor-parallel ranks 0 are there once: one replica goes on, nothing moves."""
+def test_survivors_of_two_replicas_form_one(d: Driver) -> None:
+    """One rank of each tensor position survives. The two form one replica, and no state moves."""
     task = d.running(job(tensor=[2]))
     lost = [*d.exit(task, 0), *d.exit(task, 3)]
     healed = only(o.Reconfigure, d.obey(lost, start=False))[-1].body
@@ -135,8 +135,8 @@ def test_survivors_keep_their_places_where_the_layout_stays(d: Driver) -> None:
     d.progress(task)
 
 
-def test_who_alone_has_a_part_is_waited_for(d: Driver) -> None:
-    """TP 2 alone, one lost: there is no layout of one slot; the survivor holds."""
+def test_a_survivor_without_a_layout_waits(d: Driver) -> None:
+    """TP 2 has no layout for one slot, so the survivor waits for the restarted rank."""
     task = d.running(job({"min": 1, "max": 2}, tensor=[2]))
     lost = d.exit(task, 0)
     assert "Reconfigure" not in kinds(d.obey(lost, start=False))
@@ -154,9 +154,9 @@ SHAPES = st.builds(Axes, tp=st.sampled_from([1, 2, 3]), pp=st.sampled_from([1, 2
 
 @given(SHAPES, SHAPES, st.integers(1, 6), st.integers(0, 10), st.randoms(use_true_random=False))
 @settings(max_examples=200, deadline=None)
-def test_any_order_has_each_rank_once_and_keeps_replicas(
+def test_each_rank_is_ordered_once_and_replicas_stay(
         old: Axes, new: Axes, each: int, more: int, random: Any) -> None:
-    """`each` slots of a node; some survive of the old layout, `more` newcomers come."""
+    """Nodes have `each` slots. Some ranks of the old layout survive, and `more` new ranks join."""
     ranks = [Rank(rank=number, attempt=1, slot=Slot(f"n{number // each}", number % each),
                   held=HeldState(generation=3, axes=old, place=number))
              for number in range(num_positions(old))]
@@ -181,8 +181,8 @@ def test_any_order_has_each_rank_once_and_keeps_replicas(
     assert stay >= min(len(whole), new.dp)
 
 
-def test_whose_part_nobody_else_has_stays_beside_until_it_has_given_it(d: Driver) -> None:
-    """A node is drained that has two of four shards of the optimizer."""
+def test_ranks_with_the_only_shards_leave_after_sending_them(d: Driver) -> None:
+    """The drained node has two of the four shards of the optimizer."""
     task = d.running(job(optimizer="sharded"))
     assert the(o.Reconfigure, d.log).axes == Axes(dp=4)
     lines = d.tell("operator/drain", r.NodeDrained(node="n2"))
@@ -193,8 +193,8 @@ def test_whose_part_nobody_else_has_stays_beside_until_it_has_given_it(d: Driver
 
 
 @pytest.mark.parametrize("optimizer", ["whole", "mirrored"])
-def test_whose_part_others_have_leaves_at_once(d: Driver, optimizer: str) -> None:
-    """Of two replicas one leaves; of a ring of mirrors every second."""
+def test_ranks_whose_state_others_have_leave_at_once(d: Driver, optimizer: str) -> None:
+    """One of two replicas leaves, or every second rank of a ring of mirrors."""
     task = d.running(job(tensor=[2]) if optimizer == "whole" else job(optimizer=optimizer))
     if optimizer == "mirrored":
         members = [member.node for member in the(o.Reconfigure, d.log).members]
@@ -205,7 +205,7 @@ def test_whose_part_others_have_leaves_at_once(d: Driver, optimizer: str) -> Non
     assert set(d.state.tasks[task].ranks) == {0, 1}
 
 
-def test_copies_are_named_where_each_has_a_part_alone(d: Driver) -> None:
+def test_memory_checkpoints_are_named_without_a_full_replica(d: Driver) -> None:
     task = d.running(job({"min": 1, "max": 2}, tensor=[2]))
     it = d.state.tasks[task]
     d.tell(d.source("n1"), r.MemoryCheckpointStored(
@@ -217,7 +217,7 @@ def test_copies_are_named_where_each_has_a_part_alone(d: Driver) -> None:
     d.progress(task)
 
 
-def test_a_task_that_leaves_brings_its_state_to_the_first_member(d: Driver) -> None:
+def test_a_preempted_task_saves_on_its_first_member(d: Driver) -> None:
     task = d.running(job(tensor=[2]))
     saves = d.tell("operator/drain", r.NodeDrained(node="n1"))
     saves += d.obey(saves)
@@ -229,7 +229,7 @@ def test_a_task_that_leaves_brings_its_state_to_the_first_member(d: Driver) -> N
     assert (d.state.tasks[task].saved_iteration, d.state.tasks[task].phase) == (1, "idle")
 
 
-def test_a_task_that_is_broken_when_it_leaves_goes_back_to_its_last_copy(d: Driver) -> None:
+def test_a_preempted_task_without_its_full_state_does_not_save(d: Driver) -> None:
     task = d.running(job({"min": 4, "max": 4}, tensor=[2]))
     d.exit(task, 0)
     for node in ("n1", "n2"):
@@ -239,9 +239,9 @@ def test_a_task_that_is_broken_when_it_leaves_goes_back_to_its_last_copy(d: Driv
     assert d.state.tasks[task].phase in ("idle", "starting", "quiescing")
 
 
-# --- seats --------------------------------------------------------------------------------------
+# --- placement ----------------------------------------------------------------------------------
 def nodes_of(slots: list[int], one: JobSpec) -> list[list[str]]:
-    """By replica: the nodes on which a task is seated, on nodes n1, n2, ... with so many slots."""
+    """By replica: the nodes of a task, on nodes n1, n2, ... with these numbers of slots."""
     d = Driver(nodes=0)
     for number, num in enumerate(slots, 1):
         d.join(f"n{number}", slots=num)
@@ -254,7 +254,7 @@ def nodes_of(slots: list[int], one: JobSpec) -> list[list[str]]:
 
 
 def test_one_replica_is_on_one_node() -> None:
-    """To part it would save nothing: each node's loss would still take some of the model."""
+    """A split saves no state: the loss of either node would still take a part of the model."""
     assert nodes_of([2, 2], job({"min": 1, "max": 2}, tensor=[2])) == [["n1", "n1"]]
     assert nodes_of([3, 3], job({"min": 1, "max": 3}, pipeline=[3])) == [["n1"] * 3]
 
@@ -266,6 +266,6 @@ def test_a_second_replica_is_on_another_node(parallel: dict[str, Any]) -> None:
     assert nodes_of([3, 1], job(**parallel)) == [["n1", "n1"], ["n1", "n2"]]
 
 
-def test_shards_without_a_replica_are_spread_as_whole_ones_are() -> None:
+def test_optimizer_shards_are_spread_over_nodes() -> None:
     assert sorted({node for one in nodes_of([4, 4], job(optimizer="sharded")) for node in one}) == [
         "n1", "n2"]

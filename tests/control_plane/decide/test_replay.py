@@ -30,7 +30,7 @@ from unicron.events.records.envelope import Record, Report
 
 @pytest.fixture(scope="module")
 def driver() -> Driver:
-    """A task that lost a rank and healed, then the control plane started again."""
+    """A task loses a rank and heals; then a new leader starts."""
     it = Driver()
     task = it.running()
     lost = it.exit(task, 2)
@@ -69,8 +69,8 @@ def test_the_state_survives_a_snapshot(driver: Driver) -> None:
     assert [x.seq for x in open_orders(again)] == sorted(driver.state.orders)
 
 
-def test_after_any_record_a_new_leader_goes_on_alike(driver: Driver) -> None:
-    """Fold a prefix up to any batch's end, go on with the same reports: the same log."""
+def test_a_new_leader_decides_the_same_after_any_batch(driver: Driver) -> None:
+    """Fold the batches of a prefix, then decide on the remaining reports again: an equal log."""
     for cut, record in enumerate(driver.log):
         if record.cause:
             continue
@@ -102,7 +102,7 @@ def test_an_edited_decision_is_named(driver: Driver) -> None:
         assert verdict.recorded == to_plain(log[index])
 
 
-def test_an_edited_report_is_named_where_it_first_matters(driver: Driver) -> None:
+def test_an_edited_report_is_found_at_its_first_decision(driver: Driver) -> None:
     index = next(i for i, record in enumerate(driver.log) if record.kind == "RankExited")
     body = msgspec.structs.replace(driver.log[index].body, rank=1)
     log = list(driver.log)
@@ -124,8 +124,8 @@ def test_swapped_records_are_named(driver: Driver) -> None:
         assert verify(log).seq == index + 1
 
 
-def test_dropped_and_renumbered_is_named_too(driver: Driver) -> None:
-    """Who hides a gap by numbering anew still breaks a source's own count, or a decision."""
+def test_dropped_and_renumbered_records_are_found(driver: Driver) -> None:
+    """The new numbers hide the gap, but the numbers of a source or a decision no longer match."""
     for index, gone in enumerate(driver.log[:-1]):
         if gone.source.startswith("operator/"):
             continue
@@ -140,7 +140,7 @@ def test_a_log_cut_inside_a_batch(driver: Driver) -> None:
     assert verify(driver.log[:cut], complete=False).ok
 
 
-def test_another_hearts_log_is_not_corrupt(driver: Driver) -> None:
+def test_a_log_of_another_version_is_not_corrupt(driver: Driver) -> None:
     log = list(driver.log)
     for index, record in enumerate(log):
         if isinstance(record.body, r.EpochStarted):
@@ -155,13 +155,13 @@ def test_another_hearts_log_is_not_corrupt(driver: Driver) -> None:
     assert "differ" in verdict.words
 
 
-def test_a_log_of_heart_4_is_not_corrupt() -> None:
+def test_a_log_of_version_4_is_not_corrupt() -> None:
     """tests/golden/heart-4.jsonl is the log of test_checkpoints.py's
     `test_all_die_and_the_order_names_the_newest_copy_then_the_nearest` at commit af1f586.
 
-    Its agents number no keepers, and its copies count all the same: the Reconfigure that names
-    them is made again. What an incident says of what it cost, and a plan of the time between
-    faults, has changed since; what follows from a plan is not compared either.
+    Its agents do not number their checkpoint stores, but the Reconfigure that names its in-memory
+    checkpoints is recomputed. The costs of an incident and the MTBF of a plan have changed since,
+    so these decisions and those that follow from a plan differ.
     """
     path = Path(__file__).parents[2] / "golden" / "heart-4.jsonl"
     log = [from_plain(json.loads(line)) for line in path.read_text().splitlines()]
@@ -173,7 +173,7 @@ def test_a_log_of_heart_4_is_not_corrupt() -> None:
     assert any(isinstance(record.body, o.Reconfigure) and record.body.copies for record in log)
 
 
-def test_nothing_and_nonsense() -> None:
+def test_an_empty_log_and_a_stray_decision() -> None:
     assert verify([]).ok
     stray = Record(seq=1, epoch=0, at_s=0.0, occurred_s=0.0, source="heart", source_seq=0, cause=0,
                    incident=0, body=o.Resume(nodes=(), task=9, generation=1, progress_from=0))
@@ -182,7 +182,7 @@ def test_nothing_and_nonsense() -> None:
 
 # --- logs of older deciders ----------------------------------------------------------------------
 # tests/golden/heart-15.jsonl is the log of a seeded simulation, written by the last code of decider
-# version 15; heart-15-states.json holds its state, as that code folded it, by seq.
+# version 15. heart-15-states.json holds states that the same code folded, by seq.
 GOLDEN = Path(__file__).parents[2] / "golden"
 REMOVED = {"num_inputs", "needs", "cost_waf", "weight_from"}
 """Fields of the state and of its tasks that later versions do not have."""
@@ -195,10 +195,10 @@ RENAMED = {
     "slots_well": "slots_recovering", "sick_why": "unhealthy_why", "eased_s": "improved_s",
     "offences": "node_faults", "silenced_seq": "unreachable_seq",
     "evidence_over": "uncaused_generation", "series": "repeated_failure"}
-"""Fields of the state by their names of version 15."""
+"""Fields of the state: the name in version 15 and the present name."""
 
 
-def test_a_log_of_version_15_folds_to_the_same_entities() -> None:
+def test_a_log_of_version_15_folds_to_an_equal_state() -> None:
     states = _renamed(json.loads((GOLDEN / "heart-15-states.json").read_text()))
     state, compared = ClusterState(), 0
     for record in archive.read(GOLDEN / "heart-15.jsonl"):
@@ -222,14 +222,14 @@ def _renamed(old: Any) -> Any:
 
 
 def _common(one: Any, other: Any) -> Any:
-    """The value without what was removed, and without fields that the other one does not have."""
+    """`one` without removed fields and without fields that `other` does not have."""
     if isinstance(one, dict) and isinstance(other, dict):
         return {key: _common(value, other.get(key)) for key, value in one.items()
                 if key.isdecimal() or (key in other and key not in REMOVED)}
     return one
 
 
-def test_its_decisions_differ_and_it_is_not_corrupt() -> None:
+def test_decisions_of_version_15_may_differ() -> None:
     verdict = verify(archive.read(GOLDEN / "heart-15.jsonl"))
     assert verdict.ok, verdict.words
     assert verdict.hearts == [15]

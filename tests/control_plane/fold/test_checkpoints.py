@@ -1,4 +1,4 @@
-"""Copies in the heart's eyes: who takes them, which count, and what a task comes back from."""
+"""In-memory checkpoints: where they are stored, which ones count, what a task restores from."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def keepers(d: Driver, task: int) -> list[str]:
 
 
 def wipe(d: Driver, task: int) -> list[o.Reconfigure]:
-    """All its processes die at once; what is ordered until it trains again."""
+    """All processes die at once. Returns the Reconfigure orders until the task trains again."""
     begin = len(d.log)
     for rank in sorted(task_of(d, task).ranks):
         d.exit(task, rank)
@@ -39,7 +39,7 @@ def wipe(d: Driver, task: int) -> list[o.Reconfigure]:
 
 
 @pytest.mark.nodes(4)
-def test_the_first_members_node_and_one_without_members_take_copies(d: Driver) -> None:
+def test_stores_are_on_the_first_node_and_one_without_members(d: Driver) -> None:
     task = d.running(spec(slots={"min": 1, "max": 4}))
     order = only(o.Reconfigure, d.log)[-1].body
     assert [member.node for member in order.members] == ["n1", "n1", "n2", "n2"]
@@ -47,7 +47,7 @@ def test_the_first_members_node_and_one_without_members_take_copies(d: Driver) -
     assert keepers(d, task) == ["n1", "n3"]
 
 
-def test_without_copies_asked_for_or_another_node_there_are_none() -> None:
+def test_stores_without_copy_every_or_a_second_node() -> None:
     d = Driver(nodes=2)
     train = {"iterations": 50, "output": "/tmp/out", "copy_every": 0,
              "batch": {"global": 24, "micro": 2}}
@@ -72,7 +72,7 @@ def test_an_unreachable_or_drained_store_is_replaced(d: Driver) -> None:
 
 
 @pytest.mark.nodes(2)
-def test_a_node_without_members_takes_the_place_of_one_that_has_some(d: Driver) -> None:
+def test_a_node_without_members_replaces_one_with_members(d: Driver) -> None:
     task = d.running(spec(slots={"min": 1, "max": 4}))
     assert keepers(d, task) == ["n1", "n2"], "both have members"
     kept(d, task, "n2", 10)
@@ -83,7 +83,7 @@ def test_a_node_without_members_takes_the_place_of_one_that_has_some(d: Driver) 
     assert keepers(d, task) == ["n1", "n3"], "among equals who has it stays"
 
 
-def test_copies_of_the_current_generation_count_and_two_of_each_node_stay(d: Driver) -> None:
+def test_two_checkpoints_of_each_node_are_kept(d: Driver) -> None:
     task = d.running(spec(**ONE))
     for step in (10, 20, 30):
         kept(d, task, "n1", step)
@@ -135,7 +135,7 @@ def test_late_reports_of_an_ended_store_do_not_count(d: Driver) -> None:
     assert copies(d, task) == [("n1", 20)], "of the agent before, also if its clock was ahead"
 
 
-def test_what_would_be_lost_counts_copies_elsewhere(d: Driver) -> None:
+def test_the_possible_loss_counts_checkpoints_elsewhere(d: Driver) -> None:
     task = d.running(spec(**ONE))
     d.progress(task, 30)
     it = task_of(d, task)
@@ -146,13 +146,13 @@ def test_what_would_be_lost_counts_copies_elsewhere(d: Driver) -> None:
 
 
 @pytest.mark.nodes(3)
-def test_all_die_and_the_order_names_the_newest_copy_then_the_nearest(d: Driver) -> None:
+def test_the_newest_then_the_nearest_checkpoint_comes_first(d: Driver) -> None:
     task = d.running(spec(slots={"min": 1, "max": 2}))
     d.progress(task, 30)
     kept(d, task, "n2", 10)
     kept(d, task, "n1", 20)
     kept(d, task, "n2", 20)
-    d.steps[task] = 20  # what the members will say that they came back with
+    d.steps[task] = 20  # the version that the members will report
     (order,) = wipe(d, task)
     assert [(x.node, x.step_version, x.generation, x.endpoint) for x in order.copies] == [
         ("n1", 20, 1, "n1:1"), ("n2", 20, 1, "n2:1"), ("n2", 10, 1, "n2:1")]
@@ -181,7 +181,7 @@ def test_checkpoints_of_unreachable_nodes_come_last() -> None:
     assert [x.node for x in order.copies] == ["n2"]
 
 
-def test_the_line_of_a_reconfigure_names_what_is_tried() -> None:
+def test_the_line_of_a_reconfigure_names_the_sources() -> None:
     d = Driver(nodes=3)
     task = d.running(spec(slots={"min": 1, "max": 2}))
     for node in ("n1", "n2"):
@@ -191,7 +191,7 @@ def test_the_line_of_a_reconfigure_names_what_is_tried() -> None:
     assert told.endswith("generation 2: ranks 0 1, DP2, tries copies on n1 n2, then the seed")
 
 
-def test_copies_that_did_not_serve_are_counted_on_no_more() -> None:
+def test_checkpoints_that_were_not_usable_do_not_count() -> None:
     d = Driver(nodes=3)
     task = d.running(spec(slots={"min": 1, "max": 2}))
     d.progress(task, 30)
@@ -203,8 +203,8 @@ def test_copies_that_did_not_serve_are_counted_on_no_more() -> None:
 
 
 @pytest.mark.nodes(3)
-def test_an_abandoned_branch_does_not_come_back(d: Driver) -> None:
-    """n2 reported step 10, and may have 20 by now: the task went on from 12 on n1."""
+def test_checkpoints_of_abandoned_iterations_are_not_used(d: Driver) -> None:
+    """n2 reported step 10 and may have step 20 by now. The task continued from step 12 of n1."""
     task = d.running(spec(slots={"min": 1, "max": 2}))
     d.progress(task, 30)
     kept(d, task, "n1", 12)
@@ -225,7 +225,7 @@ def test_an_abandoned_branch_does_not_come_back(d: Driver) -> None:
     assert [x.step_version_max for x in task_of(d, task).copies] == [11], "not once more"
 
 
-def test_a_generation_that_fails_before_anybody_stepped_costs_no_copy() -> None:
+def test_a_generation_without_a_step_keeps_the_checkpoints() -> None:
     d = Driver(nodes=3)
     task = d.running(spec(slots={"min": 1, "max": 2}))
     d.progress(task, 30)
@@ -235,7 +235,7 @@ def test_a_generation_that_fails_before_anybody_stepped_costs_no_copy() -> None:
     assert first.copies
 
 
-def test_a_copy_older_than_the_published_checkpoint_is_left_out() -> None:
+def test_checkpoints_older_than_the_published_one_are_left_out() -> None:
     d = Driver(nodes=3)
     task = d.running(spec(slots={"min": 1, "max": 2}))
     kept(d, task, "n1", 10)
@@ -249,7 +249,7 @@ def test_a_copy_older_than_the_published_checkpoint_is_left_out() -> None:
     assert [copy.step_version for copy in order.copies] == [20], "memory is nearer than the disk"
 
 
-def test_while_a_member_has_state_no_copy_is_named() -> None:
+def test_no_checkpoint_is_named_while_a_member_has_state() -> None:
     d = Driver(nodes=2)
     task = d.running(spec())
     kept(d, task, "n1", 1)
@@ -260,7 +260,7 @@ def test_while_a_member_has_state_no_copy_is_named() -> None:
     assert all(order.copies == () for order in orders)
 
 
-def test_an_incident_tells_the_farthest_origin_and_all_bytes() -> None:
+def test_an_incident_has_the_farthest_origin_and_all_bytes() -> None:
     d = Driver(nodes=2)
     task = d.running(spec(slots={"min": 1, "max": 2}))
     d.progress(task, 5)
@@ -288,7 +288,7 @@ def test_the_origin_is_that_of_the_last_attempt() -> None:
     assert closed.received_bytes == 34
 
 
-def test_when_a_task_has_ended_its_copies_are_dropped_once(d: Driver) -> None:
+def test_checkpoints_of_an_ended_task_are_dropped_once(d: Driver) -> None:
     task = d.running(spec(**ONE))
     kept(d, task, "n1", 10)
     done = finish(d, task)

@@ -1,4 +1,4 @@
-"""The fold is total: whatever is told, whenever, changes nothing that it must not."""
+"""The fold accepts any report at any time, and stale reports change nothing."""
 
 from __future__ import annotations
 
@@ -85,9 +85,9 @@ BODIES: st.SearchStrategy[t.Body] = st.one_of(
     _rank(r.StepTimeChanged, generation=SMALL, iteration=SMALL, num_iterations=SMALL,
           iteration_s=TIMES, own_s=TIMES, normal_s=TIMES))
 DUE = st.just("due")
-"""The next deadline that the state holds passes."""
+"""The next deadline of the state passes."""
 OBEY = st.just("obey")
-"""The newest order that is open is carried out."""
+"""The newest open order is carried out."""
 
 
 def _play(driver: Driver, acts: list[t.Body | str]) -> None:
@@ -107,7 +107,7 @@ def _play(driver: Driver, acts: list[t.Body | str]) -> None:
 @given(st.lists(BODIES | DUE | OBEY, max_size=25), st.booleans())
 @settings(max_examples=250, deadline=None)
 def test_any_reports_in_any_order(acts: list[t.Body | str], trains: bool) -> None:
-    """Nothing raises, the log verifies, the state survives a snapshot and shows itself."""
+    """No call raises, the log verifies, and the state survives a snapshot and can be viewed."""
     driver = Driver()
     if trains:
         assert driver.running() == 4
@@ -149,7 +149,7 @@ def _stale(body: t.Body) -> t.Body | None:
     return None
 
 
-def test_a_source_is_taken_in_order() -> None:
+def test_reports_of_a_source_are_taken_in_order() -> None:
     driver = Driver()
 
     def told(source: str, seq: int, body: t.Body | None = None) -> str:
@@ -170,7 +170,7 @@ def test_a_source_is_taken_in_order() -> None:
     assert driver.state.reports_lost == 7
 
 
-def test_a_new_epoch_grants_every_deadline_anew() -> None:
+def test_a_new_epoch_restarts_every_deadline() -> None:
     driver = Driver()
     driver.submit(spec())
     lengths = {name: x.length_s for name, x in driver.state.deadlines.items()}
@@ -183,7 +183,7 @@ def test_a_new_epoch_grants_every_deadline_anew() -> None:
     assert [x for x in driver.state.sources if x.startswith("leader/")] == ["leader/def"]
 
 
-def test_an_early_deadline_is_none() -> None:
+def test_an_early_deadline_report_is_ignored() -> None:
     driver = Driver()
     driver.submit(spec())
     name = next(iter(driver.state.deadlines))
@@ -199,7 +199,7 @@ def test_time_never_runs_backwards() -> None:
     assert driver.state.at_s == before_s
 
 
-def test_a_kind_from_the_future_is_recorded() -> None:
+def test_an_unknown_kind_is_recorded() -> None:
     state = ClusterState()
     fold(state, Record(seq=1, epoch=1, at_s=1.0, occurred_s=1.0, source="n1/1", source_seq=1,
                        cause=0, incident=0,
@@ -214,9 +214,9 @@ def test_sources_of_operators_are_bounded() -> None:
     assert len([x for x in driver.state.sources if x.startswith("operator/")]) == NUM_REQUESTS_MAX
 
 
-def test_a_state_of_another_shape_has_another_name() -> None:
-    """SCHEMA is part of every hash: hashes of two shapes are not to be compared. Where this fails,
-    give it a new name (once between two releases), and write the shape's digest here.
+def test_a_state_of_another_shape_has_another_schema() -> None:
+    """SCHEMA is part of every hash, so that hashes of different shapes are never equal. If this
+    test fails, give SCHEMA a new name (once between two releases) and update the digest below.
     """
     shape = "\n".join(sorted(_fields(inspect.type_info(ClusterState))))
     digest = hashlib.blake2b(shape.encode(), digest_size=4).hexdigest()
@@ -224,7 +224,7 @@ def test_a_state_of_another_shape_has_another_name() -> None:
 
 
 def _fields(kind: inspect.Type) -> set[str]:
-    """`Struct.field: type` of each struct that can be reached from this one, as it is encoded."""
+    """`Struct.field: type` of each struct that is reachable from `kind`, as encoded."""
     found, todo = set[str](), [kind]
     seen: list[Any] = []
     while todo:

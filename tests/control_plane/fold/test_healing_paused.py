@@ -1,4 +1,4 @@
-"""Healing held: frozen or observing, everything is decided and logged, nothing is ordered."""
+"""Healing paused (frozen or observing): decisions are made and logged, but no order is sent."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_while_paused_a_killed_rank_is_only_reported(d: Driver, task: int) -> No
         assert kinds(failed(d, task, rank)) == [], "told once, not with every report"
 
 
-def test_resuming_carries_out_what_was_withheld(d: Driver, task: int) -> None:
+def test_resuming_carries_out_the_suppressed_orders(d: Driver, task: int) -> None:
     freeze(d)
     d.exit(task, 2)
     for rank in (0, 1, 3):
@@ -72,7 +72,7 @@ def test_a_new_task_is_planned_and_waits(d: Driver) -> None:
     assert task_of(d, told[0].seq).why == ""
 
 
-def test_cancel_is_asked_for_and_so_done(d: Driver, task: int) -> None:
+def test_a_cancel_request_is_carried_out_while_paused(d: Driver, task: int) -> None:
     freeze(d)
     told = d.tell("operator/cancel", r.TaskCancelRequested(task=task))
     assert orders(told) == ["StopRank"] * 4
@@ -113,7 +113,7 @@ def test_a_task_wholly_on_a_silent_node_is_not_given_up(d: Driver) -> None:
     assert "StartRank" in orders(thaw(d)), "still silent: replaced now"
 
 
-def test_observing_acts_on_nothing_until_the_policy_says_so(d: Driver) -> None:
+def test_observing_orders_nothing_until_the_policy_changes(d: Driver) -> None:
     d.tell("leader/abc", r.PolicySet(policy=policy.Policy(observe=True)))
     task = d.submit(spec())
     assert task_of(d, task).withheld
@@ -123,7 +123,7 @@ def test_observing_acts_on_nothing_until_the_policy_says_so(d: Driver) -> None:
     assert orders(told) == ["StartRank"] * 4
 
 
-def test_why_a_task_waits_keeps_up_with_the_plan(d: Driver) -> None:
+def test_the_wait_reason_follows_the_plan(d: Driver) -> None:
     d.tell("leader/abc", r.PolicySet(policy=policy.Policy(observe=True)))
     for node in ("n1", "n2"):
         d.tell(f"operator/{node}", r.NodeDrained(node=node))
@@ -147,7 +147,7 @@ def test_a_command_task_is_not_started_again(d: Driver) -> None:
     assert "StopRank" in orders(thaw(d))
 
 
-def test_faults_on_purpose_only_where_that_is_allowed(d: Driver, task: int) -> None:
+def test_fault_injection_must_be_allowed(d: Driver, task: int) -> None:
     ask = r.FaultRequested(what="rank", task=task, rank=2)
     assert kinds(d.tell("operator/a", ask)) == []
     d.tell("leader/abc", r.PolicySet(policy=policy.Policy(allow_inject=True)))
@@ -171,7 +171,7 @@ def test_a_drained_node_stays_so_when_its_agent_joins_again(d: Driver) -> None:
     assert the(decisions.PlanChosen, told).trigger == "node n1 undrained"
 
 
-def test_weights_are_the_operators(d: Driver, task: int) -> None:
+def test_operators_set_weights(d: Driver, task: int) -> None:
     other = d.submit(spec(name="beta", weight=0.5))
     before = len(task_of(d, other).target)
     told = d.tell("operator/w", r.TaskWeightSet(task=other, weight=50.0))
@@ -210,7 +210,7 @@ def test_a_failed_task_can_be_cancelled_while_paused(d: Driver) -> None:
     assert task_of(d, task).why.startswith("cancelled; it had failed: failed, and restarts_max")
 
 
-def test_a_replaced_rank_is_in_the_withheld_orders(d: Driver) -> None:
+def test_a_replaced_rank_is_in_the_suppressed_orders(d: Driver) -> None:
     task = d.running(spec(slots={"min": 2, "max": 4}))
     d.tell("leader/abc", r.NodeUnreachable(node="n2", incarnation=1, silence_s=6.0))
     d.obey(failed(d, task, 0))

@@ -1,4 +1,4 @@
-"""Moving and leaving: newcomers first, and nothing is lost by who has to go."""
+"""Moves and preemption: new ranks start first, and no iteration is lost by ranks that leave."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ pytestmark = pytest.mark.nodes(3)
 
 
 def steps(d: Driver, task: int) -> None:
-    """It goes on where it was: no iteration is lost."""
+    """The task trains on, and no iteration is lost."""
     at = task_of(d, task).iteration
     d.progress(task)
     assert (task_of(d, task).iteration, task_of(d, task).iterations_lost) == (at + 1, 0)
 
 
-# --- moving -------------------------------------------------------------------------------------
-def test_a_drained_task_trains_on_until_all_newcomers_are_ready(d: Driver, task: int) -> None:
+# --- moves --------------------------------------------------------------------------------------
+def test_a_drained_task_trains_until_all_new_ranks_are_ready(d: Driver, task: int) -> None:
     moved = drain(d, "n2")
     assert kinds(moved) == ["PlanChosen", "TaskPlaced", "StartRank", "StartRank"]
     starts = only(o.StartRank, moved)
@@ -40,7 +40,7 @@ def test_a_drained_task_trains_on_until_all_newcomers_are_ready(d: Driver, task:
     assert not d.state.nodes["n2"].occupants
 
 
-def test_an_overdue_newcomer_is_not_waited_for(d: Driver, task: int) -> None:
+def test_a_new_rank_that_timed_out_is_not_waited_for(d: Driver, task: int) -> None:
     starts = only(o.StartRank, drain(d, "n2"))
     d.obey(starts[:1])
     late = d.due(f"start/{task}/5/1")
@@ -50,7 +50,7 @@ def test_an_overdue_newcomer_is_not_waited_for(d: Driver, task: int) -> None:
     d.progress(task)
 
 
-def test_a_newcomer_that_dies_is_started_again_and_waited_for(d: Driver, task: int) -> None:
+def test_a_new_rank_that_dies_is_restarted_and_waited_for(d: Driver, task: int) -> None:
     starts = only(o.StartRank, drain(d, "n2"))
     d.obey(starts[:1])
     assert kinds(d.exit(task, 5)) == ["IncidentOpened", "StartRank"]
@@ -60,7 +60,7 @@ def test_a_newcomer_that_dies_is_started_again_and_waited_for(d: Driver, task: i
     d.progress(task)
 
 
-def test_a_pure_shrink_waits_for_nobody(d: Driver) -> None:
+def test_a_pure_shrink_quiesces_at_once(d: Driver) -> None:
     task = d.running(spec(throughput={2: 10.0, 4: 15.0, 6: 16.0}, slots={"min": 2, "max": 6}))
     assert len(task_of(d, task).members) == 6
     d.submit(spec(name="beta", throughput={2: 10.0}, slots={"min": 2, "max": 2}))
@@ -68,7 +68,7 @@ def test_a_pure_shrink_waits_for_nobody(d: Driver) -> None:
     assert (quiesce.task, quiesce.mode) == (task, "boundary")
 
 
-def test_a_member_that_dies_while_newcomers_start(d: Driver, task: int) -> None:
+def test_a_member_that_dies_while_new_ranks_start(d: Driver, task: int) -> None:
     starts = only(o.StartRank, drain(d, "n2"))
     lost = d.exit(task, 3)
     assert kinds(lost) == ["IncidentOpened", "Quiesce"]
@@ -81,14 +81,14 @@ def test_a_member_that_dies_while_newcomers_start(d: Driver, task: int) -> None:
 
 
 def placed(d: Driver, task: int, *seats: t.Seat) -> None:
-    """Seats that placement itself does not choose: told to the fold, as a plan would."""
+    """Fold a placement that the planner would not choose."""
     body = decisions.TaskPlaced(task=task, why="a trade", seats=seats)
     fold(d.state, decision_record(d.state, body, cause=d.log[-1]))
 
 
 @pytest.mark.parametrize("keep", [1, 0])
 def test_two_tasks_that_trade_slots_do_not_wait_for_each_other(keep: int) -> None:
-    """One seat each is kept and goes on; or none, and who goes first saves what it holds."""
+    """One seat each: both tasks train on. No seat: the first task to go saves its state."""
     d = Driver(nodes=2)
     job = {"slots": {"min": 2, "max": 2}}
     alpha, beta = d.running(spec(**job)), d.running(spec(name="beta", **job))
@@ -110,7 +110,7 @@ def test_two_tasks_that_trade_slots_do_not_wait_for_each_other(keep: int) -> Non
     assert d.state.incidents == {}
 
 
-def test_a_step_that_only_a_leaver_has_finished_is_handed_over(d: Driver, task: int) -> None:
+def test_a_step_that_only_a_leaving_rank_finished_is_kept(d: Driver, task: int) -> None:
     starts = only(o.StartRank, drain(d, "n2"))
     begun = d.do(starts[0].body) + d.do(starts[1].body)
     assert the(o.Quiesce, begun).ranks == (0, 1, 2, 3)
@@ -137,7 +137,7 @@ def test_nothing_starts_on_a_drained_node(d: Driver, task: int) -> None:
     d.progress(task)
 
 
-# --- leaving ------------------------------------------------------------------------------------
+# --- preemption ---------------------------------------------------------------------------------
 def test_a_drain_without_room_loses_no_iteration(d: Driver) -> None:
     task = d.running(spec(slots={"min": 6, "max": 6}))
     d.progress(task, 7)
@@ -161,7 +161,7 @@ def test_a_drain_without_room_loses_no_iteration(d: Driver) -> None:
     assert d.state.incidents == {}
 
 
-def test_slots_that_come_back_in_time_let_it_go_on_from_memory(d: Driver) -> None:
+def test_slots_that_return_in_time_cancel_the_preemption(d: Driver) -> None:
     task = d.running(spec(slots={"min": 6, "max": 6}))
     drain(d, "n2")
     for rank in range(3):
@@ -201,7 +201,7 @@ def test_a_save_that_never_comes_has_a_deadline(d: Driver, quiesced: bool) -> No
     assert task_of(d, task).iterations_lost == 8
 
 
-def test_survivors_too_few_to_go_on_save_at_once(d: Driver) -> None:
+def test_too_few_survivors_save_at_once(d: Driver) -> None:
     task = d.running(spec(slots={"min": 5, "max": 6}))
     d.progress(task, 3)
     d.tell(f"leader/{d.state.nonce}", r.NodeUnreachable(node="n1", incarnation=1, silence_s=5.0))
@@ -255,7 +255,7 @@ def test_if_the_saving_rank_dies_another_saves(d: Driver) -> None:
     assert the(decisions.IncidentClosed, d.progress(task)).iterations_lost == 0
 
 
-def test_a_heavier_task_gets_the_slots_only_when_all_is_saved(d: Driver) -> None:
+def test_a_heavier_task_gets_the_slots_after_the_save(d: Driver) -> None:
     light = d.running(spec(slots={"min": 6, "max": 6}))
     heavy = d.submit(spec(name="heavy", weight=50.0, slots={"min": 6, "max": 6}))
     assert task_of(d, light).target == ()
@@ -278,7 +278,7 @@ def test_a_task_without_progress_saves_nothing(d: Driver) -> None:
 
 
 def test_a_superseded_save_does_not_win(d: Driver) -> None:
-    """Rank 0 had begun to write when rank 4, a step further, was told to save instead."""
+    """Rank 0 was writing when rank 4, one step ahead, got the order to save instead."""
     task = d.running(spec(slots={"min": 6, "max": 6}))
     drain(d, "n2")
     old, process = d.steps[task], task_of(d, task).ranks[0]
@@ -296,10 +296,10 @@ def test_a_superseded_save_does_not_win(d: Driver) -> None:
     assert task_of(d, task).phase == "idle"
 
 
-# --- one plan for all ---------------------------------------------------------------------------
+# --- one plan for several tasks -----------------------------------------------------------------
 @pytest.mark.parametrize("first", ["silence", "collective"])
 def test_a_lost_node_is_one_plan_for_both_tasks(d: Driver, first: str) -> None:
-    """The affected one has fewer seats left than slots: it is placed after the one that gives."""
+    """alpha has fewer seats left than slots, so it is placed after beta, which gives a slot."""
     alpha = d.running(spec(throughput={2: 3.2, 3: 4.7, 4: 6.16}, slots={"min": 2, "max": 4}))
     beta = d.running(spec(name="beta", throughput={1: 1.5, 2: 2.5}, slots={"min": 1, "max": 2}))
     assert {seat.slot.node for seat in task_of(d, beta).target} == {"n3"}

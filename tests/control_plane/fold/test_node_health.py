@@ -1,4 +1,4 @@
-"""Checks of the site that say unhealthy in many places: which nodes they are believed of."""
+"""Unhealthy site checks: how many nodes they disable, and when slots are enabled again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unicron.events.records import reports, statuses
 pytestmark = pytest.mark.nodes(3)
 
 
-def test_a_check_that_ends_on_one_node_after_the_other_takes_none_out_in_turn(d: Driver) -> None:
+def test_a_check_that_ends_node_by_node_disables_no_other_node(d: Driver) -> None:
     task = d.running(spec(slots={"min": 2, "max": 4}))
     d.progress(task, 3)
     for node in ("n3", "n1", "n2"):
@@ -31,7 +31,7 @@ def test_a_check_that_ends_on_one_node_after_the_other_takes_none_out_in_turn(d:
     d.progress(task)
 
 
-def test_a_driver_that_confirms_one_node_makes_room_for_another(d: Driver) -> None:
+def test_a_confirmed_node_allows_another_unconfirmed_one(d: Driver) -> None:
     for node in ("n3", "n1"):
         health(d, node, "unhealthy", check="check/disk")
     count = input_digest(d.state)
@@ -40,15 +40,15 @@ def test_a_driver_that_confirms_one_node_makes_room_for_another(d: Driver) -> No
     assert input_digest(d.state) != count
 
 
-# --- each slot has a time of its own --------------------------------------------------------------
+# --- each slot has its own recovery time ----------------------------------------------------------
 DUE = "recovered/n2"
 
 
-def sick(d: Driver) -> list[int]:
+def unhealthy_slots(d: Driver) -> list[int]:
     return d.state.nodes["n2"].slots_unhealthy
 
 
-def test_two_checks_that_recover_one_after_the_other_wait_each_for_themselves(d: Driver) -> None:
+def test_each_slot_waits_for_its_own_recovery(d: Driver) -> None:
     for slot in (0, 1):
         health(d, "n2", "unhealthy", check=f"check/fan{slot}", devices=(slot,))
     first_s = d.now_s
@@ -59,15 +59,15 @@ def test_two_checks_that_recover_one_after_the_other_wait_each_for_themselves(d:
     (told,) = [x["recovers"] for x in seen(d)["nodes"] if x["id"] == "n2"]
     assert told["from_s"] == last_s + RECOVERED_S, "when all are back"
     d.due(DUE)
-    assert sick(d) == [1], "it was well for ten seconds only"
+    assert unhealthy_slots(d) == [1], "it was well for ten seconds only"
     assert d.now_s - first_s < RECOVERED_S + 1
     d.due(DUE)
-    assert sick(d) == []
+    assert unhealthy_slots(d) == []
     assert d.state.at_s >= last_s + RECOVERED_S
     assert DUE not in d.state.deadlines
 
 
-def test_one_that_flaps_while_another_recovers_waits_anew(d: Driver) -> None:
+def test_a_flapping_slot_starts_its_recovery_again(d: Driver) -> None:
     for slot in (0, 1):
         health(d, "n2", "unhealthy", check=f"check/fan{slot}", devices=(slot,))
         health(d, "n2", "healthy", check=f"check/fan{slot}", devices=(slot,))
@@ -75,29 +75,29 @@ def test_one_that_flaps_while_another_recovers_waits_anew(d: Driver) -> None:
     health(d, "n2", "unhealthy", check="check/fan0", devices=(0,))
     health(d, "n2", "healthy", check="check/fan0", devices=(0,))
     d.due(DUE)
-    assert sick(d) == [0]
+    assert unhealthy_slots(d) == [0]
     d.due(DUE)
-    assert sick(d) == []
+    assert unhealthy_slots(d) == []
 
 
-def test_of_the_same_slot_the_last_check_counts(d: Driver) -> None:
+def test_the_last_check_of_a_slot_decides(d: Driver) -> None:
     health(d, "n2", "unhealthy", check="check/disk")
     health(d, "n2", "unhealthy", check="check/fan", devices=(1,))
     health(d, "n2", "healthy", check="check/disk")
     d.due(DUE)
-    assert sick(d) == [1], "the whole node is well but for this"
+    assert unhealthy_slots(d) == [1], "the whole node is well but for this"
     assert DUE not in d.state.deadlines
     health(d, "n2", "healthy", check="check/fan", devices=(1,))
-    assert sick(d) == [1]
+    assert unhealthy_slots(d) == [1]
     d.due(DUE)
-    assert sick(d) == []
+    assert unhealthy_slots(d) == []
 
 
-def test_a_check_that_cannot_say_any_more_brings_no_slot_back(d: Driver) -> None:
+def test_an_unknown_check_enables_no_slot(d: Driver) -> None:
     health(d, "n2", "unhealthy", check="check/disk")
     for _ in range(2):
         assert kinds(health(d, "n2", "unknown", check="check/disk")) == []
-    assert sick(d) == [0, 1]
+    assert unhealthy_slots(d) == [0, 1]
     assert DUE not in d.state.deadlines
     assert d.state.nodes["n2"].unhealthy_why == (
         "check/disk: check/disk is unhealthy; now it cannot say: check/disk is unknown")
@@ -106,19 +106,19 @@ def test_a_check_that_cannot_say_any_more_brings_no_slot_back(d: Driver) -> None
         ("check/disk", "unhealthy"), ("check/other", "unknown")]
     health(d, "n2", "degraded", check="check/disk")
     d.due(DUE)
-    assert sick(d) == []
+    assert unhealthy_slots(d) == []
 
 
-def test_all_that_recover_at_once_come_back_at_once(d: Driver) -> None:
+def test_slots_that_recover_together_are_one_plan(d: Driver) -> None:
     task = d.running(spec(slots={"min": 1, "max": 6}))
     d.obey(health(d, "n2", "unhealthy", check="check/disk"))
     d.progress(task)
     d.obey(health(d, "n2", "healthy", check="check/disk"))
     assert kinds(d.due(DUE)).count("PlanChosen") == 1
-    assert sick(d) == []
+    assert unhealthy_slots(d) == []
 
 
-def test_a_new_leader_lets_nobody_back_too_early(d: Driver) -> None:
+def test_a_new_leader_starts_every_recovery_again(d: Driver) -> None:
     for slot in (0, 1):
         health(d, "n2", "unhealthy", check=f"check/fan{slot}", devices=(slot,))
     health(d, "n2", "healthy", check="check/fan0", devices=(0,))
@@ -128,5 +128,5 @@ def test_a_new_leader_lets_nobody_back_too_early(d: Driver) -> None:
     d.epoch = 2
     d.tell("leader/next", reports.EpochStarted(nonce="next", code="test", heart=d.state.heart))
     d.due(DUE)
-    assert sick(d) == [], "the whole time again, of both"
+    assert unhealthy_slots(d) == [], "the whole time again, of both"
     assert d.state.at_s >= well_s + RECOVERED_S

@@ -1,4 +1,4 @@
-"""Progress that a command prints: it calibrates its table, and shows what a restart costs."""
+"""Progress that a command prints calibrates its throughput and shows what a restart costs."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ def times(d: Driver, task: int) -> dict[int, list[float]]:
 
 
 def measured(d: Driver, task: int, step_s: float = 1.0) -> list[Record]:
-    """From the first line on until it has a table of its own."""
+    """Print lines until the task has a measured table. Returns the records of the last line."""
     printed(d, task, 10, 0, 9.0)
     for iteration in (20, 30):
         assert kinds(printed(d, task, iteration, step_s=step_s)) == []
     return printed(d, task, 40, step_s=step_s)
 
 
-def test_what_it_prints_becomes_its_table(d: Driver, task: int) -> None:
-    """Three reports at least: each is a mean, and one that is off must not decide."""
+def test_printed_times_become_the_measured_table(d: Driver, task: int) -> None:
+    """At least three reports are needed: each is a mean, and one outlier must not decide."""
     before = input_digest(d.state)
     new = measured(d, task)
     table = the(decisions.ThroughputSet, new)
@@ -78,7 +78,7 @@ def test_single_iterations_count_each(d: Driver, task: int) -> None:
     assert "ThroughputSet" in kinds(printed(d, task, 22, 1))
 
 
-def test_what_is_disturbed_does_not_count(d: Driver, task: int) -> None:
+def test_disturbed_iterations_do_not_count(d: Driver, task: int) -> None:
     printed(d, task, 10, 0)
     printed(d, task, 20, skipped=1)
     process = task_of(d, task).ranks[0]
@@ -92,7 +92,7 @@ def test_what_is_disturbed_does_not_count(d: Driver, task: int) -> None:
     assert times(d, task) == {4: [1.0] * 7}
 
 
-def test_another_global_batch_calibrates_nothing_and_says_so(d: Driver, task: int) -> None:
+def test_another_global_batch_does_not_calibrate(d: Driver, task: int) -> None:
     for iteration in range(10, 100, 10):
         assert kinds(printed(d, task, iteration, global_batch=12)) == []
     assert times(d, task) == {}
@@ -101,12 +101,12 @@ def test_another_global_batch_calibrates_nothing_and_says_so(d: Driver, task: in
     shown = next(one for one in view(d.state)["tasks"] if one["id"] == task)
     told = task_screen.task_status(view(d.state), shown, History(), now_s=d.now_s)
     assert "measures   nothing: it prints a global batch of 12, its model has 24" in told
-    for iteration in (100, 110, 120):  # it has grown to what it was to be
+    for iteration in (100, 110, 120):  # now it prints the model's global batch
         new = printed(d, task, iteration)
     assert "ThroughputSet" in kinds(new)
 
 
-def test_an_old_attempt_another_rank_and_nonsense_are_not_heard(d: Driver, task: int) -> None:
+def test_lines_of_old_attempts_and_other_ranks_are_ignored(d: Driver, task: int) -> None:
     printed(d, task, 10, 0)
     printed(d, task, 500, rank=2)
     printed(d, task, 500, attempt=7)
@@ -129,7 +129,7 @@ def test_a_declared_table_is_never_overridden(d: Driver) -> None:
     assert (times(d, task), task_of(d, task).iteration) == ({}, 40)
 
 
-def test_without_a_model_there_is_progress_and_no_table(d: Driver) -> None:
+def test_without_a_model_progress_does_not_calibrate(d: Driver) -> None:
     task = begin(d, model=None, slots={"min": 4, "max": 4})
     assert kinds(measured(d, task)) == []
     it = task_of(d, task)
@@ -151,8 +151,8 @@ def restart(d: Driver, task: int) -> None:
     assert task_of(d, task).phase == "training"
 
 
-def test_a_restart_takes_what_was_lost_and_done_again(d: Driver, task: int) -> None:
-    """From 40 back to 30; 45 s later the next line tells 40 again: 45 s passed, none is new."""
+def test_the_downtime_includes_repeated_iterations(d: Driver, task: int) -> None:
+    """Iteration 40 is printed again 45 s after the last line, so the downtime is 45 s."""
     prior_s = d.state.policy.transition_s
     measured(d, task)
     for time in range(3):
@@ -174,8 +174,8 @@ def test_a_restart_takes_what_was_lost_and_done_again(d: Driver, task: int) -> N
     assert task_of(d, task).downtime_s["same"][3] == pytest.approx(35.0), "10 are new, 1 s each"
 
 
-def test_the_losses_follow_the_iterations_as_they_are_now(d: Driver, task: int) -> None:
-    """From 40 back to 20: what was beyond is lost, and what is done again has its new value."""
+def test_losses_after_a_restart_replace_the_old_ones(d: Driver, task: int) -> None:
+    """A restart from iteration 20 drops the later losses; repeated iterations replace old ones."""
     for iteration, loss in ((10, 5.0), (20, 4.0), (30, 3.0), (40, 2.0)):
         printed(d, task, iteration, loss=loss)
     restart(d, task)
@@ -186,11 +186,11 @@ def test_the_losses_follow_the_iterations_as_they_are_now(d: Driver, task: int) 
 
     assert losses() == {10: 5.0, 20: 4.0, 25: 3.9}
     printed(d, task, 35, loss=3.1)
-    printed(d, task, 30, loss=3.5)  # by the same process: told late, nothing is lost
+    printed(d, task, 30, loss=3.5)  # late, but of the same process: nothing is lost
     assert losses() == {10: 5.0, 20: 4.0, 25: 3.9, 30: 3.5, 35: 3.1}
 
 
-def test_restarts_are_forgiven_to_who_gets_further_than_before(d: Driver, task: int) -> None:
+def test_new_iterations_reset_the_restart_count(d: Driver, task: int) -> None:
     measured(d, task)
     restart(d, task)
     printed(d, task, 35, 0)
@@ -200,7 +200,7 @@ def test_restarts_are_forgiven_to_who_gets_further_than_before(d: Driver, task: 
     assert task_of(d, task).restarts == {}
 
 
-def test_a_round_that_fails_before_its_first_line_is_one_transition(d: Driver, task: int) -> None:
+def test_two_restarts_without_a_line_are_one_transition(d: Driver, task: int) -> None:
     measured(d, task)
     told_s = d.now_s
     for _ in range(2):
@@ -224,7 +224,7 @@ def test_a_task_that_waited_for_slots_has_no_transition(d: Driver, task: int) ->
     assert task_of(d, task).downtime_s == {}
 
 
-def test_fewer_slots_are_a_change_of_their_own(d: Driver, task: int) -> None:
+def test_fewer_slots_are_a_shrink_transition(d: Driver, task: int) -> None:
     measured(d, task)
     told_s = d.now_s
     for node in ("n2", "n3"):
@@ -240,7 +240,7 @@ def test_fewer_slots_are_a_change_of_their_own(d: Driver, task: int) -> None:
     assert (rates[2], rates[4]) == pytest.approx((FLOPS / 1.5, FLOPS))
 
 
-def test_work_counts_once_and_not_before_it_was_heard_of(d: Driver, task: int) -> None:
+def test_work_counts_once_from_the_first_line_on(d: Driver, task: int) -> None:
     printed(d, task, 400_000, 0)
     assert sum(d.state.earned.values()) == 0, "read from a checkpoint"
     printed(d, task, 400_010)
@@ -254,7 +254,7 @@ def test_work_counts_once_and_not_before_it_was_heard_of(d: Driver, task: int) -
     assert sum(waf(told, 10).achieved) > 0
 
 
-def test_the_screens_say_how_far_it_is(d: Driver, task: int) -> None:
+def test_the_screens_show_the_progress(d: Driver, task: int) -> None:
     measured(d, task)
     seen = view(d.state)
     shown = next(one for one in seen["tasks"] if one["id"] == task)
@@ -273,9 +273,9 @@ def test_the_screens_say_how_far_it_is(d: Driver, task: int) -> None:
     assert view(d.state)["tasks"][0]["waf"] == pytest.approx(FLOPS)
 
 
-# --- pages of incidents -------------------------------------------------------------------------
+# --- incidents, injected faults, skipped iterations ---------------------------------------------
 def test_the_page_of_an_incident_has_no_line_of_progress(d: Driver, task: int) -> None:
-    """Of another task that moves, it has the first line of progress, and no more."""
+    """For another task that moves, the page has its first line of progress and no more."""
     measured(d, task)
     d.tell("operator/freeze", r.HealingFrozen(reason="a look at it"))
     d.exit(task, 1)
@@ -300,7 +300,7 @@ def test_the_page_of_an_incident_has_no_line_of_progress(d: Driver, task: int) -
     assert other.others == {task: "done"}
 
 
-def test_a_fault_on_purpose_is_over_where_a_command_prints_on(d: Driver) -> None:
+def test_an_injected_fault_ends_when_the_command_prints(d: Driver) -> None:
     d.tell("leader/abc", r.PolicySet(policy=policy.Policy(allow_inject=True)))
     task = begin(d)
     printed(d, task, 10, 0)
@@ -326,7 +326,7 @@ def test_skipped_iterations_count_once(d: Driver, task: int) -> None:
 
 # --- iterations that a command repeats after a restart -------------------------------------------
 def failed(d: Driver, task: int) -> decisions.IncidentClosed:
-    """Rank 0 dies, all start again; nothing is printed yet."""
+    """Rank 0 dies, and all ranks start again. No line is printed yet."""
     new = d.exit(task, 0)
     while any(isinstance(one.body, o.StopRank | o.StartRank) for one in new):
         new = d.obey(new)
@@ -334,13 +334,13 @@ def failed(d: Driver, task: int) -> decisions.IncidentClosed:
 
 
 def told_of(d: Driver, task: int) -> tuple[Any, Any]:
-    """The view's task and newest incident."""
+    """The task and the newest incident, as the view shows them."""
     seen = view(d.state)
     mine = next(one for one in seen["tasks"] if one["id"] == task)
     return mine, seen["incidents"][-1]
 
 
-def test_what_a_restarted_command_does_again_is_lost(d: Driver, task: int) -> None:
+def test_iterations_repeated_after_a_restart_are_lost(d: Driver, task: int) -> None:
     printed(d, task, 370)
     printed(d, task, 380)
     assert view(d.state)["tasks"][0]["iterations_lost"] == 0
@@ -366,7 +366,7 @@ def test_what_a_restarted_command_does_again_is_lost(d: Driver, task: int) -> No
     assert lost_in_words(1) == "1 iteration lost"
 
 
-def test_a_command_that_goes_on_where_it_was_has_lost_nothing(d: Driver, task: int) -> None:
+def test_a_command_that_continues_has_lost_nothing(d: Driver, task: int) -> None:
     printed(d, task, 380)
     failed(d, task)
     printed(d, task, 381, 1)
@@ -375,7 +375,7 @@ def test_a_command_that_goes_on_where_it_was_has_lost_nothing(d: Driver, task: i
     assert (incident["iterations_lost"], incident["outcome"]) == (0, "healed")
 
 
-def test_what_a_plan_makes_a_command_do_again_is_the_tasks_loss(d: Driver, task: int) -> None:
+def test_iterations_repeated_after_a_move_are_lost(d: Driver, task: int) -> None:
     printed(d, task, 380, 0)
     node = task_of(d, task).ranks[0].slot.node
     new = d.tell("operator/drain", r.NodeDrained(node=node))

@@ -1,4 +1,4 @@
-"""Nodes that fall silent together, and newcomers beside them: who can be heard goes on."""
+"""Several unreachable nodes, some with new ranks: the reachable members continue."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.nodes(3, slots=1)
 
 @pytest.fixture
 def task(d: Driver) -> int:
-    """A task of one rank on each of three nodes, some iterations on."""
+    """A task with one rank on each of three nodes, after some iterations."""
     task = d.running(spec(slots={"min": 1, "max": 3}))
     d.progress(task, 5)
     return task
@@ -40,7 +40,7 @@ def lasts_s(d: Driver, deadline: str) -> float:
 
 
 def test_an_unreachable_node_changes_no_plan(d: Driver, task: int) -> None:
-    """No new plan follows from what is measured meanwhile, until the node is reachable."""
+    """New measurements cause no plan until the node is reachable again."""
     plan, seats = d.state.plan_seq, task_of(d, task).target
     silence(d, "n3")
     num = len(d.log)
@@ -56,8 +56,8 @@ def test_an_unreachable_node_changes_no_plan(d: Driver, task: int) -> None:
 
 @pytest.mark.nodes(10, slots=1)
 def test_a_rank_with_state_is_kept_until_all_losses_are_known(d: Driver) -> None:
-    """Ten ranks, sizes of 6 and 10: the first loss frees three that live, and the second, told
-    while these hold, needs one of them: it goes on, with what it has in memory."""
+    """Ten ranks, sizes 6 and 10. The first loss leaves three live ranks without a seat. The second
+    loss comes before they stop and needs one of them, which continues with its state."""
     task = d.running(spec(slots={"min": 2, "max": 10}, throughput={2: 2e12, 6: 6e12, 10: 1e13}))
     d.progress(task, 5)
     failed(d, task, 0)
@@ -153,7 +153,7 @@ def test_a_reachable_slow_member_keeps_its_deadline(d: Driver, task: int) -> Non
 
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_node_lost_while_a_generation_is_built(d: Driver, task: int, is_known: bool) -> None:
-    """The others cannot build it alone. `is_known`: they have said that it did not come up."""
+    """The others cannot build it alone. `is_known`: they have reported that they failed."""
     d.exit(task, 0)
     d.quiesced(task, 1)
     built = d.quiesced(task, 2)
@@ -176,7 +176,7 @@ def test_a_node_lost_while_a_generation_is_built(d: Driver, task: int, is_known:
     assert task_of(d, task).iterations_lost == 0
 
 
-def test_a_node_that_is_reachable_again_gets_its_whole_time(d: Driver, task: int) -> None:
+def test_a_node_that_is_reachable_again_has_its_full_deadline(d: Driver, task: int) -> None:
     failed(d, task, 0)
     silence(d, "n2")
     silence(d, "n3")
@@ -191,7 +191,7 @@ def test_a_node_that_is_reachable_again_gets_its_whole_time(d: Driver, task: int
 
 
 def test_unreachable_ranks_that_alone_have_the_state(d: Driver, task: int) -> None:
-    """To go on without them would lose iterations, and they may be back."""
+    """A restart without them would lose iterations, and their nodes may return."""
     silence(d, "n2")
     silence(d, "n3")
     lost = d.exit(task, 0)
@@ -232,8 +232,8 @@ def test_an_unreachable_node_does_not_interrupt_a_save(d: Driver) -> None:
     assert task_of(d, task).phase == "idle"
 
 
-def test_a_newcomer_does_not_keep_a_task_on_a_lost_node(d: Driver) -> None:
-    """It was about to move when all that trained fell silent: replaced in time all the same."""
+def test_a_new_rank_does_not_keep_a_task_on_a_lost_node(d: Driver) -> None:
+    """The task was moving when its only node fell silent. It is still replaced at the deadline."""
     task = d.running(spec(slots={"min": 1, "max": 1}))
     home = task_of(d, task).target[0].slot.node
     moved = d.tell("operator/drain", r.NodeDrained(node=home))
@@ -247,16 +247,16 @@ def test_a_newcomer_does_not_keep_a_task_on_a_lost_node(d: Driver) -> None:
     assert (closed.outcome, closed.iterations_lost) == ("set back", 1), "nobody had its state"
 
 
-# --- newcomers with an error --------------------------------------------------------------------
+# --- new ranks with an error --------------------------------------------------------------------
 def errored(d: Driver, task: int, rank: int) -> list[Record]:
-    """It says why it will end; its process is there until it is reaped."""
+    """The rank reports an error. Its process remains until it is reaped."""
     process = task_of(d, task).ranks[rank]
     return d.tell(d.source(process.slot.node), r.RankErrored(
         task=task, rank=rank, attempt=process.attempt, generation=0, iteration=0,
         error="RuntimeError", text="out of memory"))
 
 
-def test_a_newcomer_with_an_error_is_no_reason_for_a_round(d: Driver) -> None:
+def test_a_generation_waits_for_a_new_rank_with_an_error(d: Driver) -> None:
     task = d.submit(spec(slots={"min": 2, "max": 2}))
     starts = d.log[-2:]
     d.do(starts[0].body)
@@ -269,7 +269,7 @@ def test_a_newcomer_with_an_error_is_no_reason_for_a_round(d: Driver) -> None:
     d.progress(task)
 
 
-def test_where_every_newcomer_has_an_error_there_is_no_generation(d: Driver) -> None:
+def test_no_generation_begins_if_all_new_ranks_have_errors(d: Driver) -> None:
     task = d.running(spec(slots={"min": 1, "max": 1}))
     home = task_of(d, task).target[0].slot.node
     moved = d.tell("operator/drain", r.NodeDrained(node=home))

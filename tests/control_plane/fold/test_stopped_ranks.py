@@ -1,4 +1,4 @@
-"""A rank that is stopped (SIGSTOP): after a time its process is ended, the others go on."""
+"""A stopped rank (SIGSTOP): its process is ended after a time, and the others continue."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_stopped_rank_that_is_killed_has_exited(d: Driver, task: int) -> None:
     assert deadline(task) not in d.state.deadlines
 
 
-def test_two_at_once_are_one_incident(d: Driver, task: int) -> None:
+def test_two_stopped_ranks_are_one_incident(d: Driver, task: int) -> None:
     suspended(d, task)
     suspended(d, task, 3)
     first = d.due(deadline(task))
@@ -102,7 +102,7 @@ def test_two_at_once_are_one_incident(d: Driver, task: int) -> None:
     assert task_of(d, task).iterations_lost == 0
 
 
-def test_a_stopped_rank_that_prepares(d: Driver) -> None:
+def test_a_stopped_rank_that_is_not_ready_yet(d: Driver) -> None:
     task = d.submit(spec())
     orders = only(o.StartRank, d.log)
     d.obey([x for x in orders if x.body.rank != VICTIM])
@@ -129,8 +129,8 @@ def test_a_stopped_rank_that_a_transition_waits_for(d: Driver, task: int) -> Non
     assert {m.rank: m.attempt for m in task_of(d, task).members} == {0: 1, 1: 1, 2: 2, 3: 2}
 
 
-def test_a_member_of_the_generation_that_is_built(d: Driver, task: int) -> None:
-    """The others cannot come up without it: a new generation is made at once."""
+def test_a_stopped_member_of_a_generation_that_is_built(d: Driver, task: int) -> None:
+    """The others cannot build it without the stopped rank, so a new generation begins at once."""
     d.exit(task, 3)
     for rank in (0, 1, VICTIM):
         d.quiesced(task, rank)
@@ -194,7 +194,7 @@ def test_a_command_that_is_stopped_is_left_alone(d: Driver) -> None:
     assert kinds(continued(d, task)) == []
 
 
-def test_the_screen_says_so_and_that_nothing_is_earned(d: Driver, task: int) -> None:
+def test_the_view_shows_a_stopped_rank_and_a_waf_of_0(d: Driver, task: int) -> None:
     assert view(d.state)["tasks"][0]["waf"] > 0
     suspended(d, task)
     (told,) = view(d.state)["tasks"]
@@ -204,7 +204,7 @@ def test_the_screen_says_so_and_that_nothing_is_earned(d: Driver, task: int) -> 
     assert [x["state"] for x in view(d.state)["tasks"][0]["ranks"]][VICTIM] == "stopping"
 
 
-# --- held, silent, taken over -------------------------------------------------------------------
+# --- healing paused, unreachable nodes, new leaders ---------------------------------------------
 @pytest.mark.parametrize("held", ["frozen", "observing"])
 def test_while_paused_a_stopped_rank_is_only_reported(d: Driver, task: int, held: str) -> None:
     hold(d, held)
@@ -212,7 +212,7 @@ def test_while_paused_a_stopped_rank_is_only_reported(d: Driver, task: int, held
     late = d.due(deadline(task))
     assert kinds(late) == ["IncidentOpened", "OrderSuppressed"]
     assert "stop rank 2: it is stopped (SIGSTOP)" in the(decisions.OrderSuppressed, late).what
-    d.progress(task)  # of an iteration that was done before it was stopped, told late
+    d.progress(task)  # a late report of an iteration before the stop
     assert not only(decisions.IncidentClosed, d.log)
     d.obey(let_go(d, held))
     d.progress(task)
@@ -248,7 +248,7 @@ def let_go(d: Driver, held: str) -> list[Record]:
 
 
 def test_a_stop_on_an_unreachable_node_counts_when_it_is_reachable(d: Driver, task: int) -> None:
-    """It may have gone on meanwhile, and nobody could tell."""
+    """The rank may have continued meanwhile without a report."""
     suspended(d, task)
     d.tell("leader/abc", r.NodeUnreachable(node="n2", incarnation=1, silence_s=5.0))
     assert kinds(d.due(deadline(task))) == []
@@ -270,7 +270,7 @@ def test_a_new_leader_restarts_the_deadline(d: Driver, task: int) -> None:
     assert not d.state.incidents
 
 
-def test_a_task_that_finishes_meanwhile_forgets_it(d: Driver, task: int) -> None:
+def test_a_finished_task_has_no_deadline_for_a_stop(d: Driver, task: int) -> None:
     suspended(d, task)
     continued(d, task)
     finish(d, task)

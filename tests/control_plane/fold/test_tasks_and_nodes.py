@@ -1,4 +1,4 @@
-"""Nodes that come and go, several tasks, their ends, and the command tier: decision by decision."""
+"""Decisions about nodes that join and leave, several tasks, the end of tasks, and commands."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_two_sources_make_a_node_lost(d: Driver, task: int, first: str) -> None:
     assert [x.rank for x in the(o.Reconfigure, more).members] == [0, 1]
     d.obey(more)
     assert the(decisions.IncidentClosed, d.progress(task)).outcome == "healed"
-    # reached again: what it still runs is stopped before its slots are used
+    # reachable again: its orphaned ranks are stopped before its slots are used
     heard = d.tell(leader, r.NodeReachable(node="n2", incarnation=1))
     assert kinds(heard) == [
         "StopRank", "StopRank", "SetCheckpointStores", "PlanChosen", "TaskPlaced"]
@@ -91,7 +91,7 @@ def test_a_node_that_leaves_is_no_incident(d: Driver, task: int) -> None:
     assert len(task_of(d, task).members) == 4
 
 
-def test_waiting_says_for_what(d: Driver) -> None:
+def test_a_waiting_task_names_the_missing_slots(d: Driver) -> None:
     task = d.submit(spec(slots={"min": 9, "max": 9}))
     assert the(decisions.TaskWaiting, d.log[-3:]).why == "too large"
     assert waits_of(d, task).needs == "9 slots; the cluster has had at most 4"
@@ -100,7 +100,7 @@ def test_waiting_says_for_what(d: Driver) -> None:
     assert len(task_of(d, task).target) == 9
 
 
-def test_waiting_asks_for_what_earns_something(d: Driver) -> None:
+def test_a_waiting_task_needs_a_size_with_a_waf(d: Driver) -> None:
     d.tell("operator/drain", r.NodeDrained(node="n2", reason=""))
     task = d.submit(spec(throughput={4: 30.0}))
     assert the(decisions.TaskWaiting, d.log[-3:]).why == "not enough slots"
@@ -110,7 +110,7 @@ def test_waiting_asks_for_what_earns_something(d: Driver) -> None:
     assert waits_of(d, beta).needs.startswith("1 slot; there are 0 (n1 n2 ")
 
 
-def test_waiting_names_its_price(d: Driver) -> None:
+def test_a_waiting_task_has_a_price(d: Driver) -> None:
     first = d.running(spec(throughput={2: 20.0, 4: 30.0}))
     beta = spec(name="beta", throughput={2: 8.0}, slots={"min": 2, "max": 2})
     second = d.submit(beta)
@@ -162,7 +162,7 @@ def test_a_cancelled_waiting_task_has_no_price(d: Driver) -> None:
     assert pending.explain_waiting(d.state) == {}
 
 
-def test_the_ideal_counts_every_slot_of_every_node_that_has_not_left(d: Driver) -> None:
+def test_the_ideal_waf_counts_drained_nodes_until_they_leave(d: Driver) -> None:
     task = d.running(spec(throughput={2: 20.0, 4: 30.0}))
     drained = d.tell("operator/drain", r.NodeDrained(node="n2"))
     plan = the(decisions.PlanChosen, drained)
@@ -192,7 +192,7 @@ def test_a_healthy_task_gives_slots_to_a_new_one(d: Driver) -> None:
     assert len(task_of(d, first).members) == 4
 
 
-# --- the end ------------------------------------------------------------------------------------
+# --- the end of a task --------------------------------------------------------------------------
 def test_a_task_finishes(d: Driver, task: int) -> None:
     done = finish(d, task)
     assert kinds(done) == ["PublishCheckpoint", "TaskEnded", "DropMemoryCheckpoints"]
@@ -239,8 +239,8 @@ def test_another_node_publishes_when_the_first_is_gone(d: Driver, task: int) -> 
     assert the(decisions.TaskEnded, d.obey(left)).outcome == "finished"
 
 
-def test_a_final_checkpoint_that_a_later_one_overtook_fails_nothing(d: Driver, task: int) -> None:
-    """n1 was slow to publish the first; a fault came, and another generation saved anew."""
+def test_a_superseded_final_checkpoint_fails_no_task(d: Driver, task: int) -> None:
+    """n1 was slow to publish the first one; after a fault another generation saved its own."""
 
     def save(node: str) -> int:
         generation = task_of(d, task).generation
@@ -290,7 +290,7 @@ def test_cancel_in_the_middle_of_healing(d: Driver, task: int) -> None:
     assert the(decisions.TaskEnded, done).outcome == "cancelled"
 
 
-# --- the command tier ---------------------------------------------------------------------------
+# --- commands -----------------------------------------------------------------------------------
 @pytest.fixture
 def command(d: Driver) -> int:
     task = d.submit(spec(train=None, command=["true"], slots={"min": 2, "max": 2}))
@@ -312,7 +312,7 @@ def test_command_finishes(d: Driver, command: int) -> None:
     assert task_of(d, command).outcome == "finished"
 
 
-def test_command_one_fails_all_start_again(d: Driver, command: int) -> None:
+def test_a_failed_process_restarts_the_whole_command(d: Driver, command: int) -> None:
     new = d.exit(command, 0, code=1)
     assert kinds(new) == ["IncidentOpened", "StopRank"]
     assert the(o.StopRank, new).why == "another process of the task failed"
@@ -349,7 +349,7 @@ def test_wrong_input_ends_a_task_that_never_stepped_at_once(d: Driver) -> None:
     assert d.state.tasks[task].ending == "failed"
 
 
-def test_wrong_input_of_a_newcomer_harms_no_task_that_trains(d: Driver, task: int) -> None:
+def test_wrong_input_of_a_new_rank_ends_no_training_task(d: Driver, task: int) -> None:
     lost = d.exit(task, 2)
     d.obey(lost, start=False)
     d.progress(task, 2)
@@ -359,7 +359,7 @@ def test_wrong_input_of_a_newcomer_harms_no_task_that_trains(d: Driver, task: in
     assert d.state.tasks[task].ending == ""
 
 
-def test_an_incident_is_named_by_its_gravest_fault(d: Driver, task: int) -> None:
+def test_an_incident_has_the_status_of_its_worst_fault(d: Driver, task: int) -> None:
     failed(d, task, 0)
     d.due(f"evidence/{task}/1")
     incident = d.state.incidents[task_of(d, task).incident]

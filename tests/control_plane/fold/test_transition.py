@@ -19,9 +19,9 @@ from unicron.events.records import types as t
 from unicron.events.records.envelope import Record
 
 
-# --- the first start ----------------------------------------------------------------------------
+# --- the table and the first start --------------------------------------------------------------
 def test_the_table_is_closed() -> None:
-    """Every phase that a row leads to is left by another; no row stays where it is for ever."""
+    """Every phase that a row leads to is also left by a row."""
     left = {row.phase for row in TABLE}
     assert {row.to for row in TABLE} <= left
     assert [(row.phase, row.on.__name__, row.to) for row in TABLE] == [
@@ -49,7 +49,7 @@ def test_a_submitted_task_is_planned_placed_and_started(d: Driver) -> None:
     assert [record.seq for record in open_orders(d.state)] == [x.seq for x in batch[4:]]
 
 
-def test_when_all_are_ready_they_meet_and_train(d: Driver) -> None:
+def test_a_task_trains_when_all_ranks_are_ready(d: Driver) -> None:
     task = d.submit(spec())
     records = d.obey(d.log[-4:])
     order = the(o.Reconfigure, records)
@@ -132,7 +132,7 @@ def test_a_step_on_the_way_to_a_boundary_ends_the_pause(d: Driver, task: int) ->
     assert (closed.kept, closed.dealt) == (6, 3)
 
 
-def test_late_news_from_before_the_fault_does_not_end_the_pause(d: Driver, task: int) -> None:
+def test_late_progress_from_before_a_fault_does_not_end_its_pause(d: Driver, task: int) -> None:
     lost = d.exit(task, 2)
     assert kinds(d.progress(task, 2)) == []
     assert task_of(d, task).iteration == 3
@@ -142,7 +142,7 @@ def test_late_news_from_before_the_fault_does_not_end_the_pause(d: Driver, task:
     assert d.state.incidents[lost[1].seq].pause_s == pytest.approx(d.state.at_s - lost[0].at_s)
 
 
-def test_an_iteration_without_a_finite_loss_is_an_iteration(d: Driver, task: int) -> None:
+def test_an_iteration_without_a_finite_loss_counts(d: Driver, task: int) -> None:
     d.obey(d.exit(task, 2))
     it = task_of(d, task)
     told = d.tell(d.source("n1"), r.LossNotFinite(
@@ -240,7 +240,7 @@ def test_all_members_lost_start_again_from_the_checkpoint(d: Driver, task: int) 
     assert (task_of(d, task).iterations_lost, task_of(d, task).iteration) == (5, 2)
 
 
-def test_one_rank_that_never_comes_back_loses_its_slot(d: Driver, task: int) -> None:
+def test_a_rank_that_fails_repeatedly_loses_its_slot(d: Driver, task: int) -> None:
     d.obey(d.exit(task, 2), start=False)
     d.progress(task)
     for _ in range(2):
@@ -257,7 +257,7 @@ def test_one_rank_that_never_comes_back_loses_its_slot(d: Driver, task: int) -> 
     assert d.state.nodes["n2"].disabled_why == {0: f"alpha, {why}"}
 
 
-def test_faults_that_follow_a_rank_are_the_tasks_own(d: Driver) -> None:
+def test_faults_that_follow_a_rank_are_faults_of_the_task(d: Driver) -> None:
     task = d.running(spec(slots={"min": 2, "max": 2}))
     first = task_of(d, task).ranks[1].slot
     last: list[Record] = []
@@ -279,7 +279,7 @@ def test_faults_that_follow_a_rank_are_the_tasks_own(d: Driver) -> None:
     assert not any(node.slots_disabled for node in d.state.nodes.values())  # it was not the slot
 
 
-def test_progress_forgives_restarts(d: Driver, task: int) -> None:
+def test_progress_resets_the_restart_count(d: Driver, task: int) -> None:
     for _ in range(6):
         lost = d.exit(task, 2)
         d.obey(lost)
@@ -288,13 +288,13 @@ def test_progress_forgives_restarts(d: Driver, task: int) -> None:
     assert task_of(d, task).healed == 6
 
 
-def test_the_same_iterations_again_are_no_progress(d: Driver) -> None:
+def test_repeated_iterations_are_no_progress(d: Driver) -> None:
     """A task that always dies at the same point must not train again from 0 for ever."""
     task = d.running(spec(slots={"min": 1, "max": 1}))
     for _ in range(12):
         d.progress(task, 20 - d.steps[task])
         lost = d.exit(task, 0)
-        d.steps[task] = 0  # nobody else has state, and there is no checkpoint
+        d.steps[task] = 0  # no other rank has state, and there is no checkpoint
         d.obey(lost)
         if task_of(d, task).phase == "ended":
             break
@@ -314,7 +314,7 @@ def test_an_error_before_the_exit_is_one_incident(d: Driver, task: int) -> None:
     assert len(d.state.incidents) == 1
 
 
-def test_an_error_of_the_hardware_takes_the_slot_out(d: Driver, task: int) -> None:
+def test_a_hardware_error_disables_the_slot(d: Driver, task: int) -> None:
     told = d.tell(d.source("n2"), r.RankErrored(
         task=task, rank=2, attempt=1, generation=1, iteration=1, error="ECC errors", text="row 7"))
     assert kinds(told) == ["IncidentOpened", "PlanChosen", "TaskPlaced", "Quiesce"]
@@ -374,7 +374,7 @@ def test_reattempts_that_do_not_help_become_restarts(d: Driver, task: int) -> No
 
 # --- a second fault ------------------------------------------------------------------------------
 NUM_SEEDS_MIN, NUM_SEEDS_MAX = 2, 10
-"""Worlds for each pair: more than the least only until the fault has struck."""
+"""Simulations per row and fault. After the minimum they stop once the fault has occurred."""
 
 
 @pytest.mark.usefixtures("silence")
@@ -382,7 +382,7 @@ NUM_SEEDS_MIN, NUM_SEEDS_MAX = 2, 10
 @pytest.mark.parametrize("row", ROWS)
 def test_a_second_fault_is_healed_from_every_row(
         request: pytest.FixtureRequest, row: str, fault: str) -> None:
-    """All invariants of the simulation hold, and the fault really came while the row was on."""
+    """All invariants of the simulation hold, and the fault occurred at this row."""
     hits: Counter[tuple[str, str]] = Counter()
     unscripted = (row, fault) in UNSCRIPTED
     for seed in range(NUM_SEEDS_MAX):

@@ -1,4 +1,4 @@
-"""Two nodes and two racks for every task that can have them, nobody moved without need."""
+"""Placement: two nodes and two racks for each task if possible; seats move only if necessary."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def splits(count: int, room: Held) -> Iterator[Held]:
 
 
 Score = tuple[int, int, int, int]
-"""(tasks on one node, tasks on one rack, seats moved, bytes moved): the less the better, the first
-first."""
+"""(tasks on one node, tasks on one rack, moved seats, moved bytes), compared in this order. Less is
+better."""
 
 
 def score(held: Held, kept: Held, count: int, where: Where, heavy: int) -> Score:
@@ -41,7 +41,7 @@ def score(held: Held, kept: Held, count: int, where: Where, heavy: int) -> Score
 
 def brute_force(counts: Sequence[int], kept: Sequence[Held], room: Held, where: Where,
                 heavy: Sequence[int]) -> Score:
-    """The least score of all ways to seat these tasks."""
+    """The least score of all placements of these tasks."""
     if not counts:
         return 0, 0, 0, 0
     found: list[Score] = []
@@ -62,7 +62,7 @@ TRAININGS = clusters(trains, each_max=3, tasks_max=3, count_max=4)
 
 @given(TRAININGS)
 @settings(max_examples=1000, deadline=None, derandomize=True)
-def test_two_nodes_and_two_racks_wherever_there_are_two(case: Case) -> None:
+def test_the_placement_has_the_best_score(case: Case) -> None:
     tasks, counts, slots, where = case
     seats = placement.place(tasks, counts, slots, where)
     used = [seat.slot for key in seats for seat in seats[key]]
@@ -93,7 +93,7 @@ def test_two_nodes_and_two_racks_wherever_there_are_two(case: Case) -> None:
 
 @given(TRAININGS)
 @settings(max_examples=100, deadline=None, derandomize=True)
-def test_the_order_of_what_is_told_changes_nothing(case: Case) -> None:
+def test_the_order_of_the_input_changes_nothing(case: Case) -> None:
     tasks, counts, slots, where = case
     seats = placement.place(tasks, counts, slots, where)
     for task in tasks:
@@ -114,9 +114,9 @@ def nodes_of(seats: Sequence[Seat]) -> int:
 @pytest.mark.parametrize("lost", NODES)
 @pytest.mark.parametrize("after", [(3, 1), (2, 2), (1, 3)])
 @pytest.mark.parametrize("before", PAIRS)
-def test_a_node_goes_and_comes_back(before: tuple[int, int], after: tuple[int, int],
-                                    lost: str) -> None:
-    """Both tasks on two nodes before, between and after; who stays as it is, stays."""
+def test_a_node_is_lost_and_comes_back(before: tuple[int, int], after: tuple[int, int],
+                                       lost: str) -> None:
+    """Each task is on two nodes before, during and after the loss. Unchanged tasks do not move."""
     tasks = [task_at(1, []), task_at(2, [])]
     for counts, slots in ((before, SLOTS), (after, [x for x in SLOTS if x.node != lost]),
                           (before, SLOTS)):
@@ -129,7 +129,7 @@ def test_a_node_goes_and_comes_back(before: tuple[int, int], after: tuple[int, i
 
 
 def test_a_healthy_task_is_not_moved_for_the_spread() -> None:
-    """All of t1 on n1, as it is: the rule waits until it is changed anyway."""
+    """All seats of t1 are on n1. They are spread only when t1 changes anyway."""
     tasks = [task_at(1, SLOTS[:2]), task_at(2, [])]
     seats = placement.place(tasks, [2, 2], SLOTS[:4], {})
     assert seats[1] == tasks[0].target
@@ -138,8 +138,8 @@ def test_a_healthy_task_is_not_moved_for_the_spread() -> None:
     assert [nodes_of(both[1]), nodes_of(both[2])] == [2, 2]
 
 
-def test_one_that_changes_gives_way_to_a_new_one() -> None:
-    """t1 shrinks to two seats on n1 and n2 anyway, so that t2 need not sit on one node."""
+def test_a_task_that_changes_makes_room_for_a_new_one() -> None:
+    """t1 shrinks to one seat on n1 and one on n2, so that t2 can be on two nodes."""
     tasks = [task_at(1, [*SLOTS[:2], SLOTS[2], SLOTS[3]]), task_at(2, [])]
     seats = placement.place(tasks, [2, 2], SLOTS[:4], {})
     assert [nodes_of(seats[1]), nodes_of(seats[2])] == [2, 2]
@@ -154,14 +154,14 @@ ON_RACKS = {"n1": Labels(rack="r1", switch="s1"), "n2": Labels(rack="r1", switch
 @pytest.mark.parametrize(("count", "nodes"), [
     (3, {"n1": 2, "n4": 1}), (4, {"n1": 3, "n4": 1}), (6, {"n1": 3, "n3": 2, "n4": 1}),
     (8, {"n1": 3, "n3": 3, "n2": 1, "n4": 1}), (11, {"n1": 3, "n3": 3, "n2": 3, "n4": 2})])
-def test_what_is_new_is_as_near_as_there_is_room(count: int, nodes: Held) -> None:
-    """The same node, the same switch, the same rack; and the last seat on another rack."""
+def test_new_seats_are_as_near_as_possible(count: int, nodes: Held) -> None:
+    """First the same node, then its switch, then its rack. One seat is on another rack."""
     seats = placement.place([task_at(1, FOUR[:1])], [count], FOUR, ON_RACKS)
     assert of([seat.slot for seat in seats[1]]) == nodes
 
 
 def test_a_seat_that_must_move_goes_to_the_nearest() -> None:
-    """One of t1's seats has to leave rack r1; n5 is at its switch, n4 has more room."""
+    """One seat must leave rack r1. n5 is at the same switch; n4 has more free slots."""
     where = ON_RACKS | {"n5": Labels(rack="r2", switch="s1")}
     task = task_at(1, [*FOUR[:2], Slot("n9", 0)])
     seats = placement.place([task], [2], [*FOUR, Slot("n5", 0)], where)
@@ -170,8 +170,8 @@ def test_a_seat_that_must_move_goes_to_the_nearest() -> None:
 
 @given(st.data())
 @settings(max_examples=500, deadline=None, derandomize=True)
-def test_nobody_has_a_slot_that_is_nearer_to_more_bytes(data: st.DataObject) -> None:
-    """Of two tasks that grow, the heavier would not be nearer on what the lighter was given."""
+def test_nearer_slots_go_to_the_heavier_task(data: st.DataObject) -> None:
+    """Two tasks grow. To the heavier one, no new slot of the lighter is nearer than its own."""
     nodes = [f"n{i}" for i in range(data.draw(st.integers(3, 6)))]
     where = {node: Labels(rack=data.draw(st.sampled_from(["r1", "r2", "r3"])),
                           switch=data.draw(st.sampled_from(["", "s1", "s2"]))) for node in nodes}
@@ -188,13 +188,13 @@ def test_nobody_has_a_slot_that_is_nearer_to_more_bytes(data: st.DataObject) -> 
         ruled = any(len({where[seat.slot.node].rack for seat in task.target}) == 1
                     for task in (heavy, light))
         if seat_bytes(heavy, 1) <= seat_bytes(light, 1) or ruled:
-            continue  # who is on one rack has a seat on another first
+            continue  # a task on one rack first gets a seat on another
         for node, other in itertools.product(new[heavy.id], new[light.id]):
             assert far(heavy, node, where) <= far(heavy, other, where)
 
 
 def far(task: Task, node: str, where: Where) -> int:
-    """From its seats: on the node, at its switch, in its rack, elsewhere."""
+    """Distance from the task's seats. 0: same node, 1: same switch, 2: same rack, 3: elsewhere."""
     near = [where[seat.slot.node] for seat in task.target]
     tests = (any(seat.slot.node == node for seat in task.target),
              any(label.switch == where[node].switch != "" for label in near),
@@ -202,8 +202,8 @@ def far(task: Task, node: str, where: Where) -> int:
     return tests.index(True)
 
 
-def test_what_moves_for_the_spread_has_least_state() -> None:
-    """Three tasks change; t3 has one node, and only t1 or t2 can make room on the other."""
+def test_the_task_with_the_least_state_moves_for_the_spread() -> None:
+    """Three tasks change. t3 is on one node, and t1 or t2 must move to make room on the other."""
     for layers, moved in (((1, 2), 1), ((2, 1), 2)):
         tasks = [task_at(1, [SLOTS[2]], num_layers=layers[0]),
                  task_at(2, [SLOTS[3]], num_layers=layers[1]), task_at(3, SLOTS[:2])]
@@ -215,7 +215,7 @@ def test_what_moves_for_the_spread_has_least_state() -> None:
         assert [key for key in (1, 2) if seats[key][0].slot.node != "n2"] == [moved]
 
 
-def test_who_shrinks_stays_on_two_racks() -> None:
+def test_a_shrinking_task_stays_on_two_racks() -> None:
     task = task_at(1, [*FOUR[:8], FOUR[9]])
     for count in range(2, 10):
         seats = placement.place([task], [count], FOUR, ON_RACKS)[1]
@@ -223,8 +223,8 @@ def test_who_shrinks_stays_on_two_racks() -> None:
         assert set(seats) <= set(task.target)
 
 
-def test_a_large_cluster_is_placed_whole() -> None:
-    """A rack of 16 nodes is lost under 40 tasks: who lost a seat, and who had one rack, has two."""
+def test_a_large_cluster_that_loses_a_rack() -> None:
+    """A rack of 16 nodes is lost under 40 tasks. Then each task is on two racks again."""
     nodes = [f"n{i:03}" for i in range(128)]
     where = {node: Labels(rack=f"r{i // 16}", switch=f"s{i // 8}") for i, node in enumerate(nodes)}
     every = [Slot(node, index) for node in nodes for index in range(8)]
@@ -240,14 +240,14 @@ def test_a_large_cluster_is_placed_whole() -> None:
         assert len(set(kept) & set(seats[task.id])) == min(len(kept), most)
 
 
-def test_what_would_be_lost_is_named() -> None:
+def test_the_possible_loss_is_named() -> None:
     task = task_at(1, SLOTS[:2])
     here = SLOTS[:2]
     assert placement.why_placed(task, task.target, here, {}) == (
         "all 2 seats on n1, no state elsewhere: its loss would cost all since its start; there is "
         "no other node")
     assert placement.why_placed(task, task.target, SLOTS, {}).endswith("; no other node has room")
-    task.max_iteration, task.iteration = 90, 40  # 50 were lost once, and are not there to be lost
+    task.max_iteration, task.iteration = 90, 40  # 50 iterations are lost already
     assert placement.why_placed(task, task.target[:1], here, {}) == (
         "one seat on n1, no state elsewhere: its loss would cost the 40 iterations since its start")
     task.checkpoint = Checkpoint(generation=1, step_version=30, path="gen-1/iter-30", final=False)
@@ -270,8 +270,8 @@ def test_what_would_be_lost_is_named() -> None:
     ({}, 4, 1.0), ({"optimizer": "sharded"}, 4, (4 + 8 / 4) / 12),
     ({"optimizer": "mirrored"}, 4, (4 + 8 / 2) / 12), ({"optimizer": "mirrored"}, 1, 1.0),
     ({"tensor": [2]}, 4, 0.5), ({"tensor": [2], "optimizer": "sharded"}, 4, (4 + 8 / 2) / 24)])
-def test_a_seat_has_its_part_and_its_shards(parallel: dict[str, Any], count: int, share: float
-                                            ) -> None:
+def test_the_state_size_of_one_seat(parallel: dict[str, Any], count: int, share: float
+                                    ) -> None:
     def of(**parallel: Any) -> Train:
         found = spec(slots={"min": 1, "max": 4}, train={
             "iterations": 9, "output": "/o", "batch": {"global": 24, "micro": 1},

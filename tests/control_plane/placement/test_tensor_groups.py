@@ -1,4 +1,4 @@
-"""Tensor-parallel groups: ranks that follow one another are on one node, if there is any way to."""
+"""Tensor-parallel groups: the ranks of a group are on one node if the free slots permit it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.nodes(1)
 
 
 def modelled(each: int) -> Modelled:
-    """Any number of slots, in groups of `each`."""
+    """A model that runs on any number of slots, in groups of `each`."""
     return Modelled(sizes=(1,), rates_flops=(1e14,), layouts=("",), axes=(Axes(tp=each),))
 
 
@@ -40,7 +40,7 @@ def command_at(number: int, slots: Sequence[Slot], each: int) -> Task:
 
 
 def ways(sizes: Sequence[int], room: Held) -> bool:
-    """Whether groups of these sizes can each have a node's slots: every way is tried."""
+    """True if each group of these sizes fits on one node; tries every assignment."""
     if not sizes:
         return True
     return any(ways(sizes[1:], room | {node: room[node] - sizes[0]})
@@ -56,8 +56,8 @@ COMMANDS = clusters(commands, each_max=5, tasks_max=4, count_max=8)
 
 @given(COMMANDS)
 @settings(max_examples=1000, deadline=None, derandomize=True)
-def test_all_groups_are_whole_wherever_they_can_be(case: Case) -> None:
-    """Beside commands that stay as they are, and what others keep: none is moved for a group."""
+def test_no_group_is_split_without_need(case: Case) -> None:
+    """Commands that do not change keep their seats: no group moves them."""
     tasks, counts, slots, where = case
     seats = placement.place(tasks, counts, slots, where)
     used = [seat.slot for key in seats for seat in seats[key]]
@@ -83,8 +83,8 @@ def test_all_groups_are_whole_wherever_they_can_be(case: Case) -> None:
 
 @given(COMMANDS)
 @settings(max_examples=300, deadline=None, derandomize=True)
-def test_of_whole_groups_those_that_keep_most(case: Case) -> None:
-    """One command alone: as many seats stay as in any way to have its groups whole."""
+def test_whole_groups_keep_the_most_seats(case: Case) -> None:
+    """One command alone: no other placement with whole groups keeps more seats."""
     tasks, counts, slots, where = case
     task, count = tasks[0], counts[0]
     each = tensor_groups.size(task, count)
@@ -104,7 +104,7 @@ def test_of_whole_groups_those_that_keep_most(case: Case) -> None:
 
 @given(COMMANDS)
 @settings(max_examples=100, deadline=None, derandomize=True)
-def test_the_order_of_what_is_told_changes_nothing(case: Case) -> None:
+def test_the_order_of_the_input_changes_nothing(case: Case) -> None:
     tasks, counts, slots, where = case
     seats = placement.place(tasks, counts, slots, where)
     assert placement.place(tasks, counts, slots[::-1], dict(reversed(where.items()))) == seats
@@ -113,16 +113,16 @@ def test_the_order_of_what_is_told_changes_nothing(case: Case) -> None:
 TWELVE = [Slot(node, index) for node in ("n1", "n2", "n3") for index in range(4)]
 
 
-def test_a_training_task_takes_what_groups_leave() -> None:
-    """It comes first by id, and would take a slot of the roomiest nodes."""
+def test_a_training_task_takes_slots_that_groups_leave() -> None:
+    """The training task comes first by id. Alone it would take slots of the emptiest nodes."""
     train, command = task_at(1, []), command_at(2, [], 4)
     seats = placement.place([train, command], [3, 8], [*TWELVE, Slot("n4", 0)], {})
     assert of([seat.slot for seat in seats[2]]) == {"n1": 4, "n2": 4}
     assert of([seat.slot for seat in seats[1]]) == {"n3": 2, "n4": 1}
 
 
-def test_the_hard_rule_tears_a_group() -> None:
-    """With 12 slots and 12 seats the training task has two nodes only if a group has not one."""
+def test_the_spread_over_nodes_can_split_a_group() -> None:
+    """12 seats on 12 slots: the training task has two nodes only if a group is split."""
     train, command = task_at(1, []), command_at(2, [], 4)
     seats = placement.place([train, command], [4, 8], TWELVE, {})
     assert len(of([seat.slot for seat in seats[1]])) == 2
@@ -131,7 +131,7 @@ def test_the_hard_rule_tears_a_group() -> None:
         "; 1 of 2 tensor-parallel groups of 4 is not on one node: too few nodes have 4 together")
 
 
-def test_a_group_that_no_node_can_hold_is_told() -> None:
+def test_a_group_larger_than_any_node_is_reported() -> None:
     command = command_at(1, [], 8)
     seats = placement.place([command], [8], TWELVE, {})[1]
     assert placement.why_placed(command, seats, TWELVE, {}) == (
@@ -139,8 +139,8 @@ def test_a_group_that_no_node_can_hold_is_told() -> None:
         "no node has more than 4 slots")
 
 
-def test_new_groups_are_as_near_as_there_is_room() -> None:
-    """Two of a group on n4 would be kept by nobody: whole ones near n1 come first."""
+def test_new_groups_are_as_near_as_possible() -> None:
+    """The order is: on n1, at the switch of n1 (n4), in the rack of n1 (n3), elsewhere."""
     where = {"n1": Labels(rack="r1", switch="s1"), "n2": Labels(rack="r2", switch="s2"),
              "n3": Labels(rack="r1", switch="s3"), "n4": Labels(rack="r3", switch="s1")}
     slots = [*TWELVE, *(Slot("n4", index) for index in range(2))]
@@ -160,8 +160,8 @@ def test_ranks_beyond_the_last_group_come_last() -> None:
     assert set(nodes[8:]) <= {"n0", "n1"}
 
 
-def test_the_command_learns_the_layout_that_the_plan_counted_on() -> None:
-    """From the model to the record, the order, the seats and the environment."""
+def test_the_command_receives_the_layout_of_the_plan() -> None:
+    """The layout is in the record, the order, the seats and the environment."""
     large = {**MODEL, "hidden": 8192, "num_heads": 64, "num_layers": 32, "global_batch": 64}
     body = submitted(job(large, slots={"min": 8, "max": 16, "multiple_of": 8}))
     assert body.modelled is not None
@@ -190,7 +190,7 @@ def test_the_command_learns_the_layout_that_the_plan_counted_on() -> None:
 
 @pytest.mark.parametrize("known", [None, Modelled(sizes=(1,), rates_flops=(1e14,), layouts=("a",))])
 def test_without_a_layout_there_are_no_groups(d: Driver, known: Modelled | None) -> None:
-    """A command without a model, and one that was submitted to an earlier release."""
+    """A command without a model, and a command submitted to an earlier release."""
     spec = parse(job(slots={"min": 2, "max": 2}))
     begun = d.tell("operator/a", r.TaskSubmitted(spec=spec, modelled=known))
     order = next(record.body for record in begun if isinstance(record.body, o.StartRank))

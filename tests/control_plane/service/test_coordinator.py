@@ -1,4 +1,4 @@
-"""The coordinator: a batch is decided and appended once, whatever the log does meanwhile."""
+"""The coordinator decides on each batch and appends it once, also if calls of the log fail."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def job(name: str = "job", slots: int = 1) -> r.TaskSubmitted:
         "train": ITERATIONS}))
 
 
-def told(number: int, body: Body, source: str = "n1/1") -> Report:
+def reported(number: int, body: Body, source: str = "n1/1") -> Report:
     return Report(source=source, source_seq=number, occurred_s=1.0, body=body)
 
 
@@ -50,7 +50,7 @@ def virtual_clock() -> float:
 @asynccontextmanager
 async def leading(log: LogPort, nonce: str = "a", *, clock: Callable[[], float] = virtual_clock,
                   policy: Policy = POLICY) -> AsyncIterator[Coordinator]:
-    """A coordinator that leads; it is cancelled at the end, as a dying process would be."""
+    """A coordinator that leads. At the end it is cancelled, as if its process had died."""
     coordinator = Coordinator(log, clock=clock, nonce=nonce, code="test", policy=policy)
     task = asyncio.create_task(coordinator.run())
     try:
@@ -77,7 +77,7 @@ def kinds(records: list[Record]) -> list[str]:
 
 
 def virtual(test: Callable[[MemoryLog], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    """The test in virtual time, with a log in memory."""
+    """Run the test in virtual time, with a log in memory."""
 
     def run() -> None:
         async def main() -> None:
@@ -97,7 +97,7 @@ async def test_an_empty_log_gets_its_policy(log: MemoryLog) -> None:
 
 
 @virtual
-async def test_the_leaders_policy_is_in_force_whatever_the_log_had(log: MemoryLog) -> None:
+async def test_the_policy_of_the_leader_replaces_that_of_the_log(log: MemoryLog) -> None:
     for nonce, silence_s in (("a", 7.0), ("b", 7.0), ("c", 9.0)):
         async with leading(log, nonce, policy=Policy(silence_s_max=silence_s)) as leader:
             assert (await leader.settled()).policy.silence_s_max == silence_s
@@ -122,21 +122,21 @@ async def test_a_write_is_answered_with_its_seq_and_written_once(log: MemoryLog)
 @virtual
 async def test_reports_are_taken_in_order_each_once(log: MemoryLog) -> None:
     async with leading(log):
-        await log.send([told(2, r.RankStarted(task=9, rank=0, attempt=1, node="n1", pid=1,
-                                              log_path=""))])
-        await log.send([told(1, joined()), told(1, joined())])
+        await log.send([reported(2, r.RankStarted(task=9, rank=0, attempt=1, node="n1", pid=1,
+                                                  log_path=""))])
+        await log.send([reported(1, joined()), reported(1, joined())])
         await until(log, "NodeJoined")
         await asyncio.sleep(1.0)
         assert await log.acked("n1/1") == 1, "report 2 came before its turn"
-        await log.send([told(2, r.RankStarted(task=9, rank=0, attempt=1, node="n1", pid=1,
-                                              log_path=""))])
+        await log.send([reported(2, r.RankStarted(task=9, rank=0, attempt=1, node="n1", pid=1,
+                                                  log_path=""))])
         records = await until(log, "RankStarted")
     assert await log.acked("n1/1") == 2
     assert [x.source_seq for x in records if x.source == "n1/1"] == [1, 2]
 
 
 @virtual
-async def test_a_rival_fences(log: MemoryLog) -> None:
+async def test_a_second_leader_fences_the_first(log: MemoryLog) -> None:
     first = Coordinator(log, clock=virtual_clock, nonce="a", code="test", policy=POLICY)
     task = asyncio.create_task(first.run())
     await first.settled()
@@ -150,13 +150,13 @@ async def test_a_rival_fences(log: MemoryLog) -> None:
 
 
 @pytest.mark.parametrize("outcome", ["lost", "applied", "unavailable"])
-def test_a_lost_reply_neither_loses_nor_doubles(outcome: Outcome) -> None:
+def test_a_lost_reply_neither_loses_nor_repeats_a_record(outcome: Outcome) -> None:
     async def main() -> None:
         log = MemoryLog(virtual_clock)
         async with leading(log) as leader:
             left = [outcome, outcome, outcome]
             log.fault = lambda call: left.pop() if call == "append" and left else "done"
-            await log.send([told(1, joined())])
+            await log.send([reported(1, joined())])
             seq = await leader.write("x", job())
             records = await until(log, "StartRank")
             assert records[seq - 1].kind == "TaskSubmitted"
@@ -181,7 +181,7 @@ async def test_an_unreachable_log_is_waited_for(log: MemoryLog) -> None:
 
 
 @virtual
-async def test_nothing_is_shown_before_it_stands(log: MemoryLog) -> None:
+async def test_the_state_is_shown_only_after_the_append(log: MemoryLog) -> None:
     async with leading(log) as leader:
         append, held = log.append, asyncio.Event()
 
@@ -204,7 +204,7 @@ async def test_nothing_is_shown_before_it_stands(log: MemoryLog) -> None:
 @virtual
 async def test_a_deadline_waits_for_the_backlog(log: MemoryLog) -> None:
     async with leading(log, policy=Policy(start_s_max=30.0, silence_s_max=1e6)) as leader:
-        await log.send([told(1, joined())])
+        await log.send([reported(1, joined())])
         task = await leader.write("x", job())
         take = log.take
 
@@ -218,8 +218,8 @@ async def test_a_deadline_waits_for_the_backlog(log: MemoryLog) -> None:
         await asyncio.sleep(20.0)
         ready = r.RankReady(task=task, rank=0, attempt=1, endpoint="h:1", num_params=1,
                             state_bytes=1, iteration_flops=1.0, data_digest="")
-        await log.send([told(2, r.RankStarted(task=task, rank=0, attempt=1, node="n1", pid=5,
-                                              log_path="")), told(3, ready)])
+        await log.send([reported(2, r.RankStarted(task=task, rank=0, attempt=1, node="n1", pid=5,
+                                                  log_path="")), reported(3, ready)])
         records = await until(log, "Reconfigure")
         assert "DeadlineReached" not in kinds(records)
 
@@ -227,7 +227,7 @@ async def test_a_deadline_waits_for_the_backlog(log: MemoryLog) -> None:
 @virtual
 async def test_a_deadline_is_a_record(log: MemoryLog) -> None:
     async with leading(log, policy=Policy(start_s_max=30.0, silence_s_max=1e6)) as leader:
-        await log.send([told(1, joined())])
+        await log.send([reported(1, joined())])
         await leader.write("x", job())
         records = await until(log, "DeadlineReached")
     reached = next(x for x in records if x.kind == "DeadlineReached")
@@ -237,9 +237,9 @@ async def test_a_deadline_is_a_record(log: MemoryLog) -> None:
 
 
 @virtual
-async def test_time_goes_on_behind_a_faster_hosts_log(log: MemoryLog) -> None:
+async def test_time_never_goes_back_with_a_slower_clock(log: MemoryLog) -> None:
     async with leading(log, "a", policy=Policy(start_s_max=30.0, silence_s_max=1e6)) as leader:
-        await log.send([told(1, joined())])
+        await log.send([reported(1, joined())])
         await leader.write("x", job())
     async with leading(log, "b", clock=lambda: virtual_clock() - 10_000.0):
         records = await until(log, "DeadlineReached")
@@ -249,9 +249,9 @@ async def test_time_goes_on_behind_a_faster_hosts_log(log: MemoryLog) -> None:
 
 
 @virtual
-async def test_silence_is_reported_and_taken_back(log: MemoryLog) -> None:
+async def test_silence_and_its_end_are_reported(log: MemoryLog) -> None:
     async with leading(log):
-        await log.send([told(1, joined())])
+        await log.send([reported(1, joined())])
         for _ in range(20):
             await log.beat("n1", 1)
             await asyncio.sleep(1.0)
@@ -266,7 +266,7 @@ async def test_silence_is_reported_and_taken_back(log: MemoryLog) -> None:
 @virtual
 async def test_a_new_leader_grants_a_full_lease(log: MemoryLog) -> None:
     async with leading(log, "a"):
-        await log.send([told(1, joined())])
+        await log.send([reported(1, joined())])
         await log.beat("n1", 1)
         await until(log, "NodeJoined")
     await asyncio.sleep(100.0)
@@ -277,9 +277,9 @@ async def test_a_new_leader_grants_a_full_lease(log: MemoryLog) -> None:
 
 
 @virtual
-async def test_a_deaf_leader_blames_nobody(log: MemoryLog) -> None:
+async def test_a_leader_that_reads_no_heartbeats_suspects_no_node(log: MemoryLog) -> None:
     async with leading(log):
-        await log.send([told(1, joined())])
+        await log.send([reported(1, joined())])
         await log.beat("n1", 1)
         await asyncio.sleep(2.0)
         log.fault = lambda call: "unavailable" if call in ("beats", "beat") else "done"
@@ -315,17 +315,17 @@ def test_on_a_real_server_a_report_wakes_the_leader(redis_log: Any) -> None:
     async def main() -> None:
         async with redis_log() as log, redis_log() as agent:
             async with leading(log, "a", clock=real_clock) as leader:
-                await agent.send([told(1, joined())])
+                await agent.send([reported(1, joined())])
                 await until(agent, "NodeJoined", s_max=10.0)
                 spans: list[float] = []
                 for number in range(2, 22):
                     began_s = time.perf_counter()
-                    await agent.send([told(number, r.RankStarted(
+                    await agent.send([reported(number, r.RankStarted(
                         task=9, rank=0, attempt=1, node="n1", pid=1, log_path=""))])
                     while leader.seq < number + 2:
                         await asyncio.sleep(0.0005)
                     spans.append(time.perf_counter() - began_s)
-                # Woken by the report: a leader that waited its take out would need far longer.
+                # The report wakes the leader, which does not wait for the end of its blocking read.
                 assert sorted(spans)[10] < Limits().take_wait_s / 5, f"{spans}"
                 seq = await leader.write("x", job())
                 orders = await agent.orders("n1", after="0-0", wait_s=5.0)
@@ -364,14 +364,14 @@ def test_real_server_dies_and_returns(tmp_path: Path) -> None:
 
 
 @virtual
-async def test_a_stop_of_what_never_started_is_over_when_refused(log: MemoryLog) -> None:
+async def test_a_refused_stop_of_an_unstarted_rank_ends_the_task(log: MemoryLog) -> None:
     async with leading(log, policy=Policy(silence_s_max=1e6)) as leader:
-        await log.send([told(1, joined())])
+        await log.send([reported(1, joined())])
         task = await leader.write("x", job())
         await until(log, "StartRank")
         await leader.write("y", r.TaskCancelRequested(task=task))
         stop = next(x for x in await until(log, "StopRank") if x.kind == "StopRank")
-        await log.send([told(2, r.OrderRefused(node="n1", order=stop.seq, why="no such rank"))])
+        await log.send([reported(2, r.OrderRefused(node="n1", order=stop.seq, why="no such rank"))])
         records = await until(log, "TaskEnded")
         assert kinds(records).count("StopRank") == 1
         assert not (await leader.settled()).nodes["n1"].occupants

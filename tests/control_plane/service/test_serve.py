@@ -1,4 +1,4 @@
-"""The control plane's process: real server, real port, real signals."""
+"""The process of the control plane, with a real server, a real port and real signals."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Running:
         self.process, self.state = process, state
 
     def note(self) -> dict[str, Any]:
-        """control_plane.json, once this process has written it."""
+        """The content of control_plane.json, once this process has written it."""
         path, deadline = self.state / "control_plane.json", time.monotonic() + 60
         while time.monotonic() < deadline:
             if path.exists():
@@ -136,7 +136,7 @@ def test_start_note_token_stop(server: Server, tmp_path: Path) -> None:
         assert second.end() == 0
 
 
-def test_a_newer_one_fences_with_one_line(server: Server, tmp_path: Path) -> None:
+def test_a_newer_leader_fences_the_older_one(server: Server, tmp_path: Path) -> None:
     with control_plane(tmp_path / "a", server.url, cluster="serve-2") as first:
         first.wait_leading()
         with control_plane(tmp_path / "b", server.url, cluster="serve-2") as second:
@@ -154,7 +154,7 @@ def test_a_newer_one_fences_with_one_line(server: Server, tmp_path: Path) -> Non
             assert second.process.poll() is None
 
 
-def test_a_taken_port_fences_nobody(server: Server, tmp_path: Path) -> None:
+def test_a_taken_port_fences_no_leader(server: Server, tmp_path: Path) -> None:
     with control_plane(tmp_path / "a", server.url, cluster="serve-3") as first:
         port = int(first.wait_leading() and first.note()["url"].rpartition(":")[2])
         with control_plane(tmp_path / "b", server.url, port=port, cluster="serve-3") as second:
@@ -175,7 +175,7 @@ def test_an_unreachable_server_is_wrong_input(tmp_path: Path) -> None:
 
 
 def test_killed_around_an_append(server: Server, tmp_path: Path) -> None:
-    """Before: the record is not there. After: it is. The next leader goes on either way."""
+    """The record is missing if killed before, and present if killed after. A new leader starts."""
     for number, (environment, expected) in enumerate((
         ({"UNICRON_CRASH_BEFORE_KIND": "EpochStarted"}, []),
         ({"UNICRON_CRASH_AFTER_KIND": "EpochStarted:1"}, ["EpochStarted", "PolicySet"]),
@@ -192,7 +192,7 @@ def test_killed_around_an_append(server: Server, tmp_path: Path) -> None:
             assert policies == 1, "every limit is in the log, once"
 
 
-def test_the_switches_are_the_policys_and_never_left_over(server: Server, tmp_path: Path) -> None:
+def test_switches_apply_to_one_start_only(server: Server, tmp_path: Path) -> None:
     limits = '{"silence_s_max": 7}'
     for policy, switches in (("", ("allow_inject",)), (limits, ("observe",)), ("", ())):
         with control_plane(tmp_path, server.url, cluster="serve-switches",

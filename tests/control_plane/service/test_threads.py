@@ -1,4 +1,4 @@
-"""Work aside: its result comes back, and nobody waits for it at the end."""
+"""Detached threads: results are returned, and the process does not wait for them at its exit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ print("over")
 """
 
 
-def test_it_runs_in_another_thread_and_tells_what_came_of_it() -> None:
+def test_results_and_errors_of_another_thread_are_returned() -> None:
     def refuse() -> None:
         raise UsageError("no", "a hint")
 
@@ -44,13 +44,13 @@ def test_it_runs_in_another_thread_and_tells_what_came_of_it() -> None:
     asyncio.run(main())
 
 
-def test_a_process_ends_while_it_still_works() -> None:
+def test_a_process_exits_while_a_thread_still_works() -> None:
     done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True,
                           timeout=60, check=True)
     assert (done.stdout, done.stderr) == ("over\n", "")
 
 
-def test_what_comes_after_the_loop_is_closed_is_forgotten() -> None:
+def test_a_result_after_the_loop_is_closed_is_dropped() -> None:
     release, threads = threading.Event(), set(threading.enumerate())
 
     async def main() -> None:
