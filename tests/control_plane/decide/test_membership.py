@@ -194,7 +194,7 @@ def test_ranks_with_the_only_shards_leave_after_sending_them(d: Driver) -> None:
 
 @pytest.mark.parametrize("optimizer", ["whole", "mirrored"])
 def test_ranks_whose_state_others_have_leave_at_once(d: Driver, optimizer: str) -> None:
-    """One of two replicas leaves, or every second rank of a ring of mirrors."""
+    """whole: one of two replicas leaves. mirrored: every second rank of the ring leaves."""
     task = d.running(job(tensor=[2]) if optimizer == "whole" else job(optimizer=optimizer))
     if optimizer == "mirrored":
         members = [member.node for member in the(o.Reconfigure, d.log).members]
@@ -241,7 +241,7 @@ def test_a_preempted_task_without_its_full_state_does_not_save(d: Driver) -> Non
 
 # --- placement ----------------------------------------------------------------------------------
 def nodes_of(slots: list[int], one: JobSpec) -> list[list[str]]:
-    """By replica: the nodes of a task, on nodes n1, n2, ... with these numbers of slots."""
+    """By replica: the nodes of a task, if nodes n1, n2, ... have these numbers of slots."""
     d = Driver(nodes=0)
     for number, num in enumerate(slots, 1):
         d.join(f"n{number}", slots=num)

@@ -81,14 +81,14 @@ def test_a_member_that_dies_while_new_ranks_start(d: Driver, task: int) -> None:
 
 
 def placed(d: Driver, task: int, *seats: t.Seat) -> None:
-    """Fold a placement that the planner would not choose."""
+    """Fold seats that the placement would not choose."""
     body = decisions.TaskPlaced(task=task, why="a trade", seats=seats)
     fold(d.state, decision_record(d.state, body, cause=d.log[-1]))
 
 
 @pytest.mark.parametrize("keep", [1, 0])
 def test_two_tasks_that_trade_slots_do_not_wait_for_each_other(keep: int) -> None:
-    """One seat each: both tasks train on. No seat: the first task to go saves its state."""
+    """One seat each: both tasks train on. No seat: the first task to leave saves its state."""
     d = Driver(nodes=2)
     job = {"slots": {"min": 2, "max": 2}}
     alpha, beta = d.running(spec(**job)), d.running(spec(name="beta", **job))

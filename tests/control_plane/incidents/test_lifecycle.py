@@ -250,7 +250,7 @@ def test_a_memory_checkpoint_is_shown_while_its_node_is_there(d: Driver) -> None
 
 
 def test_the_shown_restore_source_is_tried_first() -> None:
-    """An older copy on a healthy node comes before a newer copy on an unreachable node."""
+    """An older checkpoint on a healthy node comes before a newer one on an unreachable node."""
     d = Driver(nodes=3)
     task = d.running(spec(slots=TWO))
     d.progress(task, 27)

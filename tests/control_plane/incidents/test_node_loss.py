@@ -144,7 +144,7 @@ def test_a_cut_that_ends_in_time_changes_nothing() -> None:
 
 
 def test_silence_without_a_second_source_changes_no_task() -> None:
-    """A stopped agent or a network cut. 3 s cause no record; 20 s cause records but no action."""
+    """A silence of 3 s causes no record. A silence of 20 s causes records, but no action."""
     d = Cluster()
     task = three(d)
     d.quiet.add("n2")

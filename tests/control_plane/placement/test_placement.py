@@ -155,7 +155,7 @@ ON_RACKS = {"n1": Labels(rack="r1", switch="s1"), "n2": Labels(rack="r1", switch
     (3, {"n1": 2, "n4": 1}), (4, {"n1": 3, "n4": 1}), (6, {"n1": 3, "n3": 2, "n4": 1}),
     (8, {"n1": 3, "n3": 3, "n2": 1, "n4": 1}), (11, {"n1": 3, "n3": 3, "n2": 3, "n4": 2})])
 def test_new_seats_are_as_near_as_possible(count: int, nodes: Held) -> None:
-    """First the same node, then its switch, then its rack. One seat is on another rack."""
+    """The order is: the same node, its switch, its rack. One seat is on another rack."""
     seats = placement.place([task_at(1, FOUR[:1])], [count], FOUR, ON_RACKS)
     assert of([seat.slot for seat in seats[1]]) == nodes
 

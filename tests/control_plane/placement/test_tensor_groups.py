@@ -140,7 +140,7 @@ def test_a_group_larger_than_any_node_is_reported() -> None:
 
 
 def test_new_groups_are_as_near_as_possible() -> None:
-    """The order is: on n1, at the switch of n1 (n4), in the rack of n1 (n3), elsewhere."""
+    """Groups are placed on n1, then at its switch (n4), then in its rack (n3), then elsewhere."""
     where = {"n1": Labels(rack="r1", switch="s1"), "n2": Labels(rack="r2", switch="s2"),
              "n3": Labels(rack="r1", switch="s3"), "n4": Labels(rack="r3", switch="s1")}
     slots = [*TWELVE, *(Slot("n4", index) for index in range(2))]

@@ -261,7 +261,7 @@ LEVELS = ((0.0, 1.0, 1.5, 2.0, 3.0), (0.0, 1.0, 1e12, 3e12, 1e-9), (1.0, 2.0, 3.
 
 
 def mixed(seed: int) -> PlanProblem:
-    """Also with floors and alpha. Ties are frequent, and some sizes have a WAF of 0."""
+    """Problems also have floors and alpha. Ties are frequent, and some sizes have a WAF of 0."""
     random = Random(seed)
     levels = random.choice(LEVELS)
     return PlanProblem(
@@ -289,7 +289,7 @@ def mixed_wish(random: Random, task: int, levels: tuple[float, ...]) -> TaskDema
 @given(inputs() | st.integers(0, 2**32 - 1).map(mixed))
 @settings(max_examples=600, deadline=None)
 def test_no_plan_within_the_limits_is_worth_more(asked: PlanProblem) -> None:
-    """Compared with all plans."""
+    """The chosen plan is compared with all plans."""
     wishes, rows, quotas = asked.demands, planner.allowed_candidates(asked), dict(asked.quotas)
     flat = list(zip(rows.sizes.tolist(), rows.gains.tolist(), strict=True))
     by_row = [flat[begin:end] for begin, end in itertools.pairwise(rows.starts.tolist())]

@@ -58,7 +58,7 @@ def test_a_floor_without_cost_is_not_reported() -> None:
     (2, (2, 0, 0, 0)), (1, (0, 0, 0, 0))])
 def test_floors_are_granted_by_priority_then_weight_then_age(
         num_slots: int, given_: tuple[int, ...]) -> None:
-    """Task 3 is first by priority, task 2 by weight. A floor that does not fit is skipped."""
+    """Task 3 comes first by priority, then task 2 by weight. Floors that do not fit are skipped."""
     wishes = [wish(1, 0, {2: 5.0}, floor=2), wish(2, 0, {3: 5.0}, floor=3, weight=2.0),
               wish(3, 0, {4: 1.0}, floor=4, priority=1), wish(4, 0, {1: 0.0}, floor=1)]
     asked = asking(wishes, num_slots)

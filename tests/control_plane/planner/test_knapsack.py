@@ -205,7 +205,7 @@ def test_the_next_best_skips_infeasible_states(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(core.ArrayCore, "_step", counted)
     solved = Solution.of(rows, 40 * 60 + 3)
     assert solved is not None
-    monkeypatch.setattr(CoreProblem, "levels", lambda _: None)  # sums are few here
+    monkeypatch.setattr(CoreProblem, "levels", lambda _: None)  # avoid the search by levels
     told = solved.next_best()
     assert told is not None
     assert told[0] != rows.slots(solved.vector)
@@ -214,7 +214,7 @@ def test_the_next_best_skips_infeasible_states(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_first_plan_imports_no_module() -> None:
-    """Some numpy functions import numpy.ma at their first call, longer than the largest plan."""
+    """The first call of some numpy functions imports numpy.ma, which takes longer than any plan."""
     found = subprocess.run([sys.executable, "-P", "-c", textwrap.dedent(f"""
         import sys
         from planner_cases import case

@@ -70,7 +70,7 @@ def test_sizes_with_equal_rates_have_equal_gains() -> None:
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0, 2.0])
 def test_a_size_above_the_capacity_does_not_affect_the_scale(alpha: float) -> None:
-    """Also if the task has this size now, because a node was lost."""
+    """This holds also if the task has this size now, because a node was lost."""
     for now in (0, 3):
         found = [_wish(1, now, {1: 1.0, 2: 1.5, 3: 1e300}, transition_s=0.0),
                  _wish(2, 0, {1: 1.0, 2: 1.5, 1 << 40: 1e308})]
@@ -177,7 +177,7 @@ def exact_objective(asked: PlanProblem, slots: tuple[int, ...]) -> Fraction:
 @settings(max_examples=200, deadline=None)
 def test_no_plan_is_worth_more_by_the_equation(case: tuple[list[TaskDemand], int], gain_min: float,
                                                mtbf_gpu_s: float) -> None:
-    """Compared with all plans, in fractions. The planner rounds each size once to an integer."""
+    """The plan is compared with all plans, in fractions. The planner rounds each size once."""
     asked = asking(*case, gain_min=gain_min, mtbf_gpu_s=mtbf_gpu_s)
     worth = {slots: exact_objective(asked, slots)
              for slots in itertools.product(*((0, *wish.sizes) for wish in asked.demands))

@@ -105,7 +105,7 @@ def test_the_plan_follows_the_model(d: Driver) -> None:
 
 
 def test_iteration_times_correct_the_level_and_keep_the_shape(d: Driver) -> None:
-    """They do not set the rate per slot of tasks without a model."""
+    """Iteration times do not set the rate per slot of tasks without a model."""
     begun = d.tell("operator/a", r.TaskSubmitted(spec=spec(), modelled=KNOWN))
     task = begun[0].seq
     d.obey(begun)

@@ -44,7 +44,7 @@ def test_a_young_cluster_keeps_the_prior(d: Driver, task: int) -> None:
 
 
 def test_the_mtbf_follows_time_and_faults(d: Driver) -> None:
-    """As with a Gamma prior: (10 times the prior + observed time) / (10 + number of faults)."""
+    """The MTBF has a Gamma prior: (10 times the prior + observed time) / (10 + faults)."""
     set_policy(d, Policy(calibrate_min=0.0, calibrate_iterations=0))
     task, prior_s = d.running(), Policy().mtbf_gpu_s
     observed_s = d.state.observed_slot_s

@@ -106,7 +106,7 @@ def _line(number: int) -> str:
 
 
 def test_published_parameters_match_ours() -> None:
-    """Within their rounding. The counts of MPT include learned positions."""
+    """The counts agree within the published rounding. Those of MPT include learned positions."""
     for row in ROWS:
         ours = parameters(row.model).total
         if row.source == "llm-foundry":
@@ -205,7 +205,7 @@ SMALL = {
 
 @pytest.mark.parametrize("name", SMALL)
 def test_the_search_agrees_with_brute_force(name: str) -> None:
-    """Equal to the last bit. For equally full replicas only the smallest DP that fits counts."""
+    """The rates are equal to the last bit. Of equal splits only the least DP that fits counts."""
     model, gib = SMALL[name]
     num_gpus, best, seen = 24, defaultdict[int, float](float), set[object]()
     for layout in _all(model, num_gpus):
