@@ -24,7 +24,7 @@ def main() -> None:
         if handled:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         code = run_command(sys.argv[1:])
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command has finished
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command is over: ignore a late Ctrl-C
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     sys.exit(code)

@@ -15,7 +15,7 @@ from .state_dir import StateDir, default, read_json
 
 REPLY_S_MAX = 10.0
 DRY_RUN_S_MAX = 120.0
-"""A dry run of the largest job on 100,000 slots takes ten seconds, with limits longer."""
+"""A dry run of the largest job on 100,000 slots takes ten seconds; with limits, it takes longer."""
 
 
 class Refused(UsageError):
@@ -61,7 +61,7 @@ class Client:
             return _json(answer)
 
     def post(self, path: str, body: object, limit_s: float = REPLY_S_MAX) -> Any:
-        """The JSON response of a POST. A broken connection is retried once with the same key."""
+        """The JSON response of a POST. If the connection breaks, it is sent again with its key."""
         key = secrets.token_hex(16)
         for last in (False, True):
             try:

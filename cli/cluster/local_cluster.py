@@ -1,7 +1,7 @@
 """A cluster on this machine: server, control plane, agents, each in its own session.
 
 The processes outlive the command that started them; a later command finds them by their pid files.
-The server has its own (events/log/embedded_server.py).
+events/log/embedded_server.py writes the pid file of the server.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CONTROL_PLANE = "control-plane"
 UP = "up"
 START_S_MAX = 30.0
 AGENT_GRACE_S = 15.0
-"""An agent first ends its ranks."""
+"""An agent ends its ranks before it exits."""
 CONTROL_PLANE_GRACE_S = 10.0
 POLL_S = 0.05
 HOST = "127.0.0.1"
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class LateError(UnicronError):
-    """A process ended or was late; the hint names its log."""
+    """A process ended, or was not ready in time; the hint names its log."""
 
 
 class ClusterOptions(Struct, frozen=True, kw_only=True):
@@ -105,7 +105,7 @@ class LocalCluster:
         return server
 
     def ensure(self, name: str) -> tuple[Process, bool]:
-        """Start the process if it does not run. Returns it, and whether it already ran."""
+        """Start the process if it does not run. Returns the process, and whether it already ran."""
         if found := self.find(name):
             return found, True
         return self.start(name), False
@@ -153,7 +153,7 @@ class LocalCluster:
 
     # --- wait -----------------------------------------------------------------------------------
     def wait_control_plane(self, limit_s: float = START_S_MAX) -> Client:
-        """Wait until it leads and answers. Raises UnicronError if it ends or is late."""
+        """Wait until the control plane leads and answers. Raises LateError."""
         see_log = f"see {self.state.logs / (CONTROL_PLANE + '.log')}"
 
         def answers() -> Client | None:
@@ -171,7 +171,7 @@ class LocalCluster:
         return wait_for(answers, limit_s, "the control plane does not answer", see_log)
 
     def wait_agents(self, client: Client, limit_s: float = START_S_MAX) -> None:
-        """Wait until every agent has joined. Raises UnicronError."""
+        """Wait until every agent has joined. Raises LateError."""
         wait_for(lambda: self._joined(client) or None, limit_s, "an agent does not join",
                  f"see {self.state.logs}")
 
@@ -193,9 +193,9 @@ class LocalCluster:
 
 
 def stop_all(state: StateDir, *, grace: bool = True) -> list[str]:
-    """Stop agents, control plane, server, in this order, but not `up`; returns their names.
+    """Stop the agents, the control plane and the server, in this order, but not `up`.
 
-    The data is kept."""
+    Returns the names of the stopped processes. The data is kept."""
     stopped: list[str] = []
     for prefix, grace_s in (("agent-", AGENT_GRACE_S), (CONTROL_PLANE, CONTROL_PLANE_GRACE_S)):
         found = [process for name in processes.names(state) if name.startswith(prefix)
@@ -239,7 +239,7 @@ def agent_name(node: str) -> str:
 
 
 def wait_for(attempt: Callable[[], T | None], limit_s: float, late: str, hint: str = "") -> T:
-    """Call until it returns a value. Raises LateError after `limit_s`."""
+    """Call `attempt` until it returns a value. Raises LateError after `limit_s`."""
     deadline_s = time.monotonic() + limit_s
     while (answer := attempt()) is None:
         if time.monotonic() > deadline_s:

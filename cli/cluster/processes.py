@@ -25,7 +25,7 @@ WORD = re.compile(r"[^\W_]")
 
 
 class Process(Struct, frozen=True):
-    """One of our processes; `started` distinguishes it from a later one with the same pid."""
+    """One of our processes; `started` distinguishes it from a later process with the same pid."""
 
     name: str
     pid: int
@@ -33,7 +33,7 @@ class Process(Struct, frozen=True):
 
 
 def alive(process: Process) -> bool:
-    """Whether it still runs; a zombie does not. Reaps it if it is our child."""
+    """Whether the process still runs; a zombie counts as ended."""
     return start_time(process.pid) == process.started
 
 
@@ -69,12 +69,12 @@ def start(state: StateDir, name: str, argv: Sequence[str],
         child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                                  start_new_session=True,
                                  env={**os.environ, **(environment or {})})
-        child.returncode = 0  # alive() reaps it; this keeps Popen from warning when it is dropped
+        child.returncode = 0  # nothing waits for it; this keeps Popen from warning
         return record(state, name, child.pid)
 
 
 def stop_together(state: StateDir, together: Sequence[Process], grace_s: float) -> None:
-    """Send SIGTERM to all, after `grace_s` SIGKILL to the rest; wait until all have ended."""
+    """Send SIGTERM to all, and SIGKILL to the rest after `grace_s`; wait until all have ended."""
     for process in together:
         signal_to(process, signal.SIGTERM if grace_s else signal.SIGKILL)
     deadline_s = time.monotonic() + grace_s
@@ -86,7 +86,7 @@ def stop_together(state: StateDir, together: Sequence[Process], grace_s: float) 
 
 
 def signal_to(process: Process, number: int) -> None:
-    """Signal it if it still runs."""
+    """Send a signal to the process if it still runs."""
     if alive(process):
         try:
             os.kill(process.pid, number)
@@ -95,7 +95,7 @@ def signal_to(process: Process, number: int) -> None:
 
 
 def wait_gone(process: Process, limit_s: float) -> bool:
-    """True when it has ended within `limit_s`."""
+    """Wait until the process has ended; False if it still runs after `limit_s`."""
     deadline_s = time.monotonic() + limit_s
     while alive(process):
         if time.monotonic() >= deadline_s:
@@ -105,12 +105,12 @@ def wait_gone(process: Process, limit_s: float) -> bool:
 
 
 def last_output(state: StateDir, name: str) -> str:
-    """The last line of its output, for a one-line error."""
+    """The last line of a process's output; an `error:` line among the last two is preferred."""
     try:
         text = (state.logs / f"{name}.log").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-    # An exception group's traceback ends with a border and prefixes each line.
+    # The traceback of an exception group has a prefix on each line and a border at its end.
     lines = [line.strip(" |+-") for line in text.splitlines() if WORD.search(line)]
     lines = lines or ["no output"]
     errors = [line.removeprefix("error: ") for line in lines[-2:] if line.startswith("error: ")]

@@ -21,7 +21,7 @@ def default() -> Path:
 
 
 def shown(path: Path) -> str:
-    """The path as a user would write it here."""
+    """The path as a user would type it: relative if it is below the working directory."""
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
 
 

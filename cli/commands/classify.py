@@ -23,12 +23,12 @@ from ..terminal import format as fmt
 READ_BYTES_MAX = 16 * 1024 * 1024
 """A longer line is not parsed as JSON."""
 HALF_BYTES = 512 * 1024
-"""Of a longer line, only the first and the last HALF_BYTES are classified."""
+"""Of a line longer than 2 x HALF_BYTES, only its beginning and its end are classified."""
 LOOK_BYTES = 8192
 ROWS_NUM_MAX = 40
 INDENT_COLUMNS = 10
 KEYS = ("event", "msg", "message", "log", "error", "exception")
-"""Keys that hold the message of a JSON object without `text`; if none is set, the line itself."""
+"""Keys that hold the message of a JSON object without `text`. Without these: the whole line."""
 PACKED = {b"\x1f\x8b": ("gzip", "zcat"), b"\xfd7zXZ": ("xz", "xzcat"),
           b"(\xb5/\xfd": ("zstd", "zstdcat"), b"BZh": ("bzip2", "bzcat")}
 HINT = "give a log as it is, or one JSON object with text a line"
@@ -49,7 +49,7 @@ class Group(Struct):
     """The number of the first line, from 1."""
     num_lines: int = 0
     devices: dict[str, None] = {}
-    """The GPUs that these lines name, in order, at most DEVICES_NUM_MAX."""
+    """The first DEVICES_NUM_MAX GPUs that these lines name, in order."""
 
 
 def classify(file: Path | None, *, as_json: bool) -> None:
@@ -78,7 +78,7 @@ def plain(text: str, verdict: Verdict) -> dict[str, Any]:
 
 def screen(name: str, verdicts: Iterator[tuple[int, str, Verdict]]) -> Iterator[str]:
     """The page: each status and rule once, the most severe first; then the handling and the next
-    command. Memory does not grow with the length of the log."""
+    command. The memory in use does not grow with the length of the log."""
     groups: dict[tuple[str, str], Group] = {}
     num_lines = num_speaking = 0
     for number, _, verdict in verdicts:
@@ -122,7 +122,7 @@ def screen(name: str, verdicts: Iterator[tuple[int, str, Verdict]]) -> Iterator[
 
 
 def _next(name: str, found: list[Group]) -> Iterator[str]:
-    """Commands for the most severe status. A line names its GPU, but not the node that wrote it."""
+    """The next commands, for the most severe status. A line names its GPU, but not its node."""
     of_gpus = [one for one in found if one.severity == "SEV1" and one.devices]
     devices = dict.fromkeys(device for one in of_gpus for device in one.devices)
     steps: list[str] = []
@@ -173,7 +173,7 @@ def _opened(file: Path | None, stack: ExitStack) -> BinaryIO:
 
 
 def _begins(stream: BinaryIO) -> bytes:
-    """The first bytes, without consuming them."""
+    """The first bytes of the stream, without consuming them."""
     peek = getattr(stream, "peek", None)
     return bytes(peek(LOOK_BYTES))[:LOOK_BYTES] if peek is not None else b""
 
@@ -191,8 +191,8 @@ def _check(head: bytes, name: str, file: str) -> None:
 
 
 def _verdicts(texts: Iterator[tuple[int, str, bool]]) -> Iterator[tuple[int, str, Verdict]]:
-    """Each text with its verdict. A line of a log is classified together with the line before it:
-    source code that a traceback quotes is not an error."""
+    """Each text with its verdict. A line below the `File` line of a traceback is classified
+    together with that line: quoted source code is not an error."""
     ahead = ""
     for number, text, whole in texts:
         yield number, text, verdict_on(text if whole or not ahead else f"{ahead}\n{text}")
@@ -200,8 +200,8 @@ def _verdicts(texts: Iterator[tuple[int, str, bool]]) -> Iterator[tuple[int, str
 
 
 def _texts(stream: BinaryIO, name: str) -> Iterator[tuple[int, str, bool]]:
-    """(line number, text, is_whole) of each line: the text in its JSON object (whole), or the line.
-    """
+    """(line number, text, is_whole) of each line: the text in its JSON object (whole), or the line
+    itself."""
     number = 0
     while raw := stream.readline(READ_BYTES_MAX):
         number += 1
@@ -225,7 +225,7 @@ def _texts(stream: BinaryIO, name: str) -> Iterator[tuple[int, str, bool]]:
 
 
 def _text_of(words: str) -> str | None:
-    """The text of a JSON object; None if it is not JSON or has no text."""
+    """The text of a JSON object; None if the line is not JSON or has no text."""
     try:
         fields = json.loads(words)
     except (ValueError, RecursionError):

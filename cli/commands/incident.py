@@ -130,9 +130,9 @@ def show(history: History, one: IncidentHistory, records: Iterable[Record], *, v
 
 
 def waits_of(history: History, found: IncidentRecords, plan_at: Callable[[int], Plain]) -> Plain:
-    """What the tasks need that a plan of this incident left waiting: from the log if it is old,
-    else computed for the last of these records. `computed_by`: the decider's version; 0 if nothing
-    was computed."""
+    """What each task needs that a plan of this incident left waiting. An old log holds the needs;
+    else they are computed as of the last TaskWaiting. `computed_by`: the version of the decider
+    that computed them, or 0."""
     records = [(x.seq, x.body) for x in found.records if isinstance(x.body, TaskWaiting)]
     words = {body.task: f"{body.why}; needs {body.needs}" for _, body in records if body.needs}
     plan: Plain = {"computed_by": 0, "tasks": []}
@@ -207,11 +207,11 @@ def _cost(history: History, one: IncidentHistory, now_s: float) -> Plain:
 
 
 STALL_PHASES = {"stopped": "stopped", "hang": "stood", "printed": "stood"}
-"""Deadlines within which a stalled task may resume -> the name of that phase."""
+"""The phase's name for each deadline until which a stalled task may resume."""
 
 
 def _stalled_until(one: IncidentHistory, evidence: list[Record]) -> tuple[str, float]:
-    """Until when a stalled task could resume, with the phase's name; "" if it was not stalled."""
+    """The name and the end of the phase in which a stalled task could resume; "" without one."""
     due = [(STALL_PHASES[name], x.at_s) for x in evidence if isinstance(x.body, DeadlineReached)
            and (name := x.body.deadline.partition("/")[0]) in STALL_PHASES
            and x.at_s <= one.decided_s]
@@ -222,10 +222,10 @@ def phases(one: IncidentHistory, silence_s: float = 0.0, *, stalled: tuple[str, 
            began: FaultStart | None = None, paused: bool = False) -> list[Plain]:
     """The length of each phase that the incident has reached.
 
-    `silence_s`: how long the node was unreachable before detection; replaces the detect phase.
-    `stalled`: end of the time in which a stalled task could resume; not part of deciding. `began`:
-    what is known of the fault's start; if unknown, there is no detect phase. `paused`: orders were
-    suppressed; not part of rebuilding.
+    `silence_s`: how long the node was unreachable before detection; this replaces the detect phase.
+    `stalled`: the name and the end of the phase in which a stalled task could resume; it precedes
+    the decide phase. `began`: the fault's start; if unknown, there is no detect phase. `paused`:
+    orders were suppressed; this time precedes the rebuild phase.
     """
     found: list[Plain] = []
     for name, from_, to in PAUSED_PHASES if paused else PHASES:
@@ -282,7 +282,7 @@ SAME_EVENT = {"CollectiveFailed": ("task", "generation", "status"),
          "RankStalled": ("task", "where", "iteration", "collective"),
          "DeviceErred": ("node", "origin", "rule", "devices"),
          "HealthChanged": ("node", "check", "health", "devices")}
-"""Kinds of which many report the same event, with the fields that identify the event."""
+"""Kinds of which several records can report one event, with the fields that identify it."""
 
 
 def _who(record: Plain) -> str:
@@ -348,7 +348,7 @@ def _unfaulted_task(history: History, task: int, found: IncidentRecords) -> Plai
     mine = [one for one in history.transitions if one.seq in seqs]
     left_seq, resumed_seq = (max((x.seq for x in records if isinstance(x.body, kind)), default=0)
                              for kind in (Quiesced, Resume))
-    waits = left_seq > resumed_seq  # until later plans give it slots
+    waits = left_seq > resumed_seq  # a later plan gives it slots again
     pause_s = None if waits else math.fsum(one.still_s for one in mine)
     return {"task": name_of(history, task), "hurt": False, "slots_before": slots_before,
             "slots": placed[-1] if placed else slots_before, "pause_s": pause_s,
@@ -358,7 +358,7 @@ def _unfaulted_task(history: History, task: int, found: IncidentRecords) -> Plai
 
 def left(one: IncidentHistory, task: Task | None, found: IncidentRecords, view: Plain,
          option: str) -> list[str]:
-    """What an operator has to do as of now; empty: nothing."""
+    """What an operator still has to do, one step a line."""
     words: list[str] = []
     evidence = [x for x in found.records if x.seq in one.evidence]
     touched = {one.incident.node, *(getattr(x.body, "node", x.source.partition("/")[0])

@@ -50,7 +50,7 @@ class _File(Struct):
 
 
 def logs(state: StateDir, url: str | None, task: str, rank: int | None, *, follow: bool) -> None:
-    """Print them, each line behind its rank and attempt. Raises UsageError."""
+    """Print the output of a task, each line after its rank and attempt. Raises UsageError."""
     client = connect(state, url)
     number = resolve(client, task)
     files: dict[str, _File] = {}

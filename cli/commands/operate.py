@@ -20,7 +20,7 @@ WEIGHT, WEIGHT_HINT = "a weight is above 0", "for example unicron set-weight alp
 
 
 def _request(client: Client, path: str, reason: str, **body: object) -> Outcome:
-    """Append the request to the log; read the decisions that follow from it."""
+    """Send the request; return the decisions that follow from it."""
     answer = client.post(path, {**body, "reason": reason_or_user(reason)})
     return outcome_of(client, int(answer["seq"]))
 
@@ -76,7 +76,7 @@ def lift(state: StateDir, url: str | None, node: str, reason: str, *, as_json: b
 
 
 def _unhealthy_note(view: Plain, node: str) -> str:
-    """Why the node stays without tasks: a failed check is independent of the operator."""
+    """A note that a failed check still keeps the node without tasks; else empty."""
     recovers = next((one["recovers"] for one in view["nodes"] if one["id"] == node), None)
     if not recovers:
         return ""
@@ -146,7 +146,7 @@ def inject_node(state: StateDir, url: str | None, node: str, reason: str, *,
 # --- Output. ---
 def _print_outcome(state: StateDir, head: str, followed: Outcome, view: Plain, undo: str = "", *,
           waited: list[str] | None = None, as_json: bool) -> None:
-    """Print the request, the resulting plan with the alternatives, and the tasks that change."""
+    """Print the request, the resulting plan with its alternatives, and the tasks that change."""
     if as_json:
         console.out(followed.as_json())
         return

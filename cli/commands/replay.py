@@ -97,7 +97,7 @@ def _incident(read: Callable[[], Iterator[Record]], which: str, *, log: str, opt
 
     history = read_history(read())
     one = commands_incident.pick(history, which)
-    if one is None:  # `--incident ""`: the newest, of none
+    if one is None:  # `--incident ""` asks for the newest one, and there is none
         raise UsageError("the log has no incident", "nothing had failed so far")
     commands_incident.show(history, one, read(), view=view(history.state), now_s=history.at_s,
                            log=log, option=option, as_json=as_json, plan_at=plan_at)

@@ -39,7 +39,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
 def outcome_of(client: Client, seq: int) -> Outcome:
     """Read the records that a request caused.
 
-    Requests of one write share one append, and so the decisions of that append.
+    The control plane may append several requests at once; then their decisions are one set.
     """
     found: list[Plain] = []
     source, causes = "", {seq}
@@ -71,7 +71,7 @@ def _explained(client: Client, waiting: list[Plain]) -> list[Plain]:
 
 
 def _joined(plans: list[Plain]) -> Plain | None:
-    """The last plan, with the slots before the first plan."""
+    """The last of several plans, with `slots_before` as before the first plan."""
     if not plans:
         return None
     before = {one["task"]: one["slots_before"] for plan in reversed(plans)
@@ -109,7 +109,7 @@ def plan_lines(followed: Outcome, view: Plain) -> list[str]:
                      + number_of(one["slots"], "slot")
                      + _placement(tasks.get(number), placed.get(number), waiting.get(number)))
     waits = _waits([body for body in followed.waiting if body["task"] not in names], tasks)
-    if waits:  # else nothing changed for waiting tasks
+    if waits:  # otherwise nothing has changed for waiting tasks
         given = {one["task"]: one["slots"] for one in plan["allocations"]}
         rest = [task["name"] for number, task in tasks.items() if number not in waiting
                 and number not in names and task["state"] == "waiting" and not given.get(number)]

@@ -1,6 +1,6 @@
 """The long-lived processes behind `unicron control-plane` and `unicron agent`.
 
-Each writes its own pid file: its parent may exit before it could.
+Each process writes its own pid file, because its parent may exit first.
 """
 
 from __future__ import annotations

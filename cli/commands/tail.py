@@ -95,14 +95,14 @@ def _check(client: Client, view: Plain, wanted: Filter, after: int | None) -> No
 
 
 def _is_incident(client: Client, number: int) -> bool:
-    """Reads the log: the state drops old incidents."""
+    """True if the log has an incident of that id; the state drops old incidents."""
     opened = next(client.records(max(number - 1, 0), follow=False), None)
     return opened is not None and (opened["seq"], opened["kind"]) == (number, "IncidentOpened")
 
 
 def _records(state: StateDir, url: str | None, client: Client, after: int, *,
              follow: bool) -> Iterator[Plain]:
-    """The records of the log; --follow resumes after the last one if the control plane restarts."""
+    """The records of the log. --follow goes on after a restart of the control plane."""
     unreachable_s: float | None = None
     while True:
         try:

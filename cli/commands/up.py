@@ -170,7 +170,7 @@ def _policy(path: Path | str) -> object:
 
 
 def _policy_kept(path: str, state: StateDir) -> None:
-    """Raises UsageError if the policy kept from an earlier `up` is invalid: nothing could start."""
+    """Raises UsageError if the policy kept from an earlier `up` is invalid now."""
     try:
         _policy(path)
     except UsageError as error:
@@ -195,7 +195,7 @@ def _start(cluster: LocalCluster, policy: Path | None) -> None:
         console.out(_line("server", f"127.0.0.1:{server.port}", server.pid, adopted))
     if policy is not None:
         kept = job_file.read_text(policy, job_file.FILE_BYTES_MAX, "name a policy file", "")
-        state.policy.write_text(kept, encoding="utf-8")  # `policy` may be this copy
+        state.policy.write_text(kept, encoding="utf-8")  # `policy` may name this very file
     cluster.save()
     started = {name: cluster.ensure(name) for name in cluster.names()}
     client = cluster.wait_control_plane()
@@ -342,7 +342,7 @@ def _detach(state: StateDir, asked: UpOptions) -> None:
         said = path.read_text(encoding="utf-8", errors="replace")
         if "\nstop " in said:
             console.out(said.replace("Ctrl-C, or ", "").rstrip())
-            child.returncode = 0  # it goes on after this process
+            child.returncode = 0  # the child outlives this process
             return
         if time.monotonic() > deadline_s:
             child.terminate()
@@ -361,7 +361,7 @@ def _raise_as(said: str, code: int) -> None:
 
 
 def down(state: StateDir) -> None:
-    """Stop `up` and all its processes, even if `up` itself is gone."""
+    """Stop `up` and the processes that it started, even if `up` has ended."""
     watching = processes.find(state, UP)
     console.lines(_unfinished(state))
     has_server = embedded_server.adopt(state.server) is not None

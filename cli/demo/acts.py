@@ -91,7 +91,7 @@ def start(stage: Stage, alpha: Player, beta: Player) -> None:
 
 
 def nodes(stage: Stage, task: int) -> str:
-    """The nodes of its placement."""
+    """The nodes of the task's newest placement."""
     return " ".join(sorted(set(stage.seats(task).values())))
 
 
@@ -102,7 +102,7 @@ def full(stage: Stage, want: dict[int, int]) -> bool:
 
 # --- A rank is killed. ---
 class Kill(Struct):
-    """A rank that was killed, and where in the iteration."""
+    """A killed rank: the time, and its last event in the trace."""
 
     at_s: float
     event: Plain
@@ -148,7 +148,7 @@ def kill_rank(stage: Stage, player: Player) -> None:
 
 
 def _kill(stage: Stage, task: int) -> Kill:
-    """SIGKILL as the victim begins the backward pass of an iteration's second micro-batch."""
+    """SIGKILL the victim when it begins the backward pass of an iteration's second micro-batch."""
     trace = stage.trace
     deadline_s = time.monotonic() + KILL_S_MAX
     trace.look()
@@ -175,7 +175,7 @@ def _healed(stage: Stage, player: Player, kill: Kill, incident: int,
                      for record in stage.all("Reconfigured", after=incident, task=player.task)
                      if record["at_s"] <= (one.resumed_s or 0.0))
     members = stage.all("Reconfigured", task=player.task, generation=generation)
-    # On a loaded machine the restarted rank may be ready before the rebuild, and join it.
+    # On a loaded machine the restarted rank may be ready in time to join the rebuild.
     survivors = sorted(record["body"]["rank"] for record in members
                        if record["body"]["rank"] != VICTIM_NUM)
     same = same_pids(stage, player.task, before, survivors)
@@ -200,7 +200,7 @@ def same_pids(stage: Stage, task: int, before: dict[int, int], who: list[int]) -
 
 
 def _gradients(stage: Stage, player: Player, kill: Kill, members: list[Plain]) -> None:
-    """The micro-batches kept and reassigned, checked against the forward passes in the trace."""
+    """Check the kept and the reassigned micro-batches against the forward passes in the trace."""
     bodies = [record["body"] for record in members]
     kept = {item for body in bodies for item in body["kept"]}
     todo = [item for body in bodies for item in body["todo"]]
@@ -238,7 +238,7 @@ def _return(stage: Stage, player: Player, kill: Kill) -> None:
 
 
 def from_memory(body: Plain) -> str:
-    """Where the state of a new member came from; `body`: its Reconfigured."""
+    """The source of a new member's state. `body`: its Reconfigured."""
     if body["source"] < 0:
         return "its state from no replica's memory"
     return f"{scaled(body['received_bytes'], 'B')} from rank {body['source']}'s memory"
@@ -252,7 +252,7 @@ def promise_from_memory(stage: Stage, body: Plain) -> None:
 
 # --- The control plane is killed. ---
 def kill_control_plane(stage: Stage, players: list[Player]) -> None:
-    """SIGKILL the control plane, wait, restart it, and check what it recovers."""
+    """SIGKILL the control plane, wait, restart it, and check its state and the ranks."""
     before = {player.task: stage.trace.iteration(player.task) for player in players}
     stage.wait(lambda: all(stage.trace.iteration(task) > at for task, at in before.items()),
                HEAL_S_MAX, "a step")
@@ -278,7 +278,7 @@ def kill_control_plane(stage: Stage, players: list[Player]) -> None:
 
 
 def _train_on(stage: Stage, first: dict[int, int]) -> dict[int, int]:
-    """Wait for AWAY_S, on a loaded machine until each task steps; the iteration of each."""
+    """Wait AWAY_S, or longer until each task has stepped; returns the iteration of each task."""
     began_s = time.monotonic()
     while True:
         time.sleep(AWAY_S)
@@ -320,7 +320,7 @@ def _short(state_hash: str) -> str:
 
 # --- A node is lost. ---
 def lose_node(stage: Stage, faulted: Player, other: Player) -> None:
-    """SIGKILL an agent and so its ranks; one plan for both tasks heals it."""
+    """SIGKILL an agent, and with it its ranks; one plan for both tasks heals the loss."""
     pids = {player.task: stage.trace.pids(player.task) for player in (faulted, other)}
     members = stage.members(faulted.task)
     gone = sorted(rank for rank, node in members.items() if node == NODE)
@@ -360,7 +360,7 @@ def lose_node(stage: Stage, faulted: Player, other: Player) -> None:
 
 
 def _say_earned(stage: Stage, player: Player, num: int) -> None:
-    """The weighted throughput that the last of `num` slots adds, by the task's table in the log."""
+    """Print the weighted throughput that the last of `num` slots adds, by the table in the log."""
     body = stage.all("ThroughputSet", task=player.task)[-1]["body"]
     rates = dict(zip(body["sizes"], body["rates_flops"], strict=True))
     earned = player.spec.weight * (rates[num] - rates.get(num - 1, 0.0))
@@ -391,7 +391,7 @@ def _suspect_then_lost(stage: Stage, faulted: Player, seq: int, at_s: float) -> 
 
 
 def say_moves(stage: Stage, seq: int) -> None:
-    """Each transition since `seq`, and its cost; checks that it lost no iteration."""
+    """Print each transition since `seq` with its cost; check that it lost no iteration."""
     for move in stage.history.transitions:
         if move.seq <= seq or not move.num_before:
             continue
@@ -417,7 +417,7 @@ def _order(stage: Stage, body: Plain) -> Plain:
 
 
 def _prepared(stage: Stage, body: Plain) -> str:
-    """How long the new rank took to be ready, and what its task did in that time."""
+    """How long a new rank took to be ready, and what the other ranks did in that time."""
     ready = stage.find("RankReady", task=body["task"], rank=body["rank"], attempt=body["attempt"])
     assert ready is not None, "no member before it was ready"
     stage.trace.look()

@@ -1,7 +1,7 @@
 """`demo`: two real tasks on three nodes, several faults, and the proof that nothing was lost.
 
-It runs what a user runs (`up`, `submit`, `kill -9`, `cancel`, `tail`, `export`, `replay`) and
-measures.
+It does what a user does (`up`, `submit`, `kill -9`, `cancel`, `tail`, `export`, `replay`) and
+measures the effects.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ NUM_SLOTS = {"alpha": 4, "beta": 2, "gamma": 2}
 NUM_CORES = 2
 KEPT_ITERATIONS = 100_000
 CHECKPOINT_EVERY_NUM = 8
-"""Iterations. These checkpoints are compared with the reference runs after each fault; no recovery
-of the demo reads them."""
+"""Iterations between two checkpoints. After each fault one is compared with the reference runs; no
+recovery of the demo reads a checkpoint."""
 
 
 def demo(*, keep: bool, num_iterations: int) -> int:
-    """Run it; 0 if every check passed. Raises UsageError before it starts anything."""
+    """Run the demo; 0 if every check passed. Raises UsageError before it starts a process."""
     _check()
     players = [_player(name, num_iterations) for name in NUM_SLOTS]
     stage = Stage(FOLDER)

@@ -67,7 +67,7 @@ def verify(stage: Stage, path: Path) -> None:
 
 
 def timeline(stage: Stage) -> None:
-    """The phases of the incidents since the fault; for the control plane, its downtime."""
+    """Print the phases of each incident from the kill on, and the control plane's downtime."""
     stage.say("timeline", "since the kill; from the log's records")
     rows = [_phases(stage, one) for one in stage.history.incidents.values()]
     rows.append(["-", "control plane killed", "-", "-", "-", ms(stage.away_s), "-", "-"])
@@ -94,7 +94,7 @@ def _phases(stage: Stage, one: IncidentHistory) -> list[str]:
 
 
 def waf(stage: Stage) -> None:
-    """The measured WAF, the WAF of the plans, and the ideal."""
+    """Print the measured WAF, the WAF of the plans, and the ideal."""
     series = waf_of(stage.history, WAF_COLUMNS)
     mean = math.fsum(series.achieved) / len(series.achieved)
     stage.say("WAF", f"from the first task to the last end, {series.bucket_s:.1f} s a column")
@@ -112,7 +112,7 @@ def waf(stage: Stage) -> None:
 
 
 def loss(stage: Stage, task: int) -> None:
-    """The loss curve with the faults marked."""
+    """Print the loss curve, with marks at the faults."""
     for number, line in enumerate(loss_curve(stage.history.tasks[task], stage.history)):
         if number:
             stage.note(None, f"{'':6}{line}")

@@ -91,7 +91,7 @@ PROGRESS_S = 3.0
 NUM_AGENTS, NUM_SLOTS = 3, 2
 NICE_NUM = 10
 SILENCE_S_MAX, EVIDENCE_S_MAX = 1.5, 3.0
-"""A lost node is detected sooner than by default; evidence from a peer is kept until then."""
+"""These detect a lost node sooner than the defaults; evidence from a peer is kept until then."""
 
 
 class BrokenError(UnicronError):
@@ -126,7 +126,7 @@ class Stage:
 
     # --- The cluster. ---
     def open(self) -> None:
-        """Create a fresh folder. Raises UsageError if a demo runs on it, or it is not a demo's."""
+        """Create a fresh folder. Raises UsageError if a demo uses it now, or it is not a demo's."""
         path = self.state.path
         if path.exists():
             if any(path.iterdir()) and not (path / "up.lock").exists():
@@ -170,7 +170,7 @@ class Stage:
             self._lock.close()
 
     def restart_control_plane(self) -> Process:
-        """Restart it, and wait until it leads."""
+        """Restart the control plane, and wait until it leads."""
         process = self.cluster.start(CONTROL_PLANE)
         self._client = self.cluster.wait_control_plane()
         return process
@@ -213,7 +213,7 @@ class Stage:
         self._said_s = time.monotonic()
 
     def promise(self, holds: bool, what: str) -> None:
-        """Record a check; print a failed one immediately."""
+        """Record a check of the demo; print it at once if it failed."""
         if not holds:
             self.broken.append(what)
             self.say("BROKEN", what)
@@ -234,7 +234,7 @@ class Stage:
         return new
 
     def wait(self, attempt: Callable[[], T | None], limit_s: float, what: str) -> T:
-        """Poll until `attempt` returns a true value, printing the progress. Raises BrokenError."""
+        """Poll until `attempt` returns a true value; print the progress. Raises BrokenError."""
         deadline_s = time.monotonic() + limit_s
         self.look()
         while not (answer := attempt()):
@@ -279,21 +279,21 @@ class Stage:
                                           for one in placed["body"]["seats"]}
 
     def is_full(self, task: int, num: int) -> bool:
-        """True if it trains with exactly this placement, `num` ranks."""
+        """True if the task trains with `num` ranks, exactly those of its newest placement."""
         members, order = self.members(task), self.last("Reconfigure", task=task)
         return (order is not None and members == self.seats(task) and len(members) == num
                 and self.find("TaskProgressed", task=task,
                               generation=order["body"]["generation"]) is not None)
 
     def _give_way(self, ready: Plain) -> None:
-        """Lower the priority of a ready rank: ranks that prepare share the two cores with it."""
+        """Lower the priority of a ready rank, so that ranks that still prepare come first."""
         started = self.find("RankStarted", task=ready["task"], rank=ready["rank"],
                             attempt=ready["attempt"])
         pid = int(started["body"]["pid"]) if started is not None else 0
         for thread in Path(f"/proc/{pid}/task").glob("*"):
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, int(thread.name), NICE_NUM)
-        with contextlib.suppress(OSError):  # with autogroups the group's priority counts
+        with contextlib.suppress(OSError):  # with autogroups, the priority of the group counts
             if os.getsid(pid) == pid:
                 Path(f"/proc/{pid}/autogroup").write_text(str(NICE_NUM))
 

@@ -1,9 +1,9 @@
 """The demo's comparison with reference runs: losses, parameters and optimizer state of each task.
 
-A reference run trains a task without faults, in one process. Each task has several, one per order
-of summing its micro-batches; the differences between them are the noise of equal trainings. The
-demo's task must match the first within a few times the noise: its losses, and its checkpoints after
-each fault and at the end. Two processes run at a time.
+A reference run trains a task without faults, in one process. Each task has several reference runs,
+which sum its micro-batches in different orders. Their differences are the numerical noise. The
+losses of the demo's task, and its checkpoints after each fault and at the end, must match the first
+run within a few times the noise. Two processes run at a time.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def saved_states(stage: Stage, player: Player) -> list[SavedState]:
 
 
 class ReferenceRuns:
-    """Runs the reference runs and compares. Call `run`, and `stop` in any case."""
+    """Starts the reference runs and compares. Call `run`, and `stop` in any case."""
 
     def __init__(self, stage: Stage, players: list[Player]) -> None:
         self._stage, self._players = stage, players
@@ -93,7 +93,7 @@ class ReferenceRuns:
         self._jobs += [self._comparison(player) for player in players]
 
     def _training(self, player: Player, order: int) -> Job:
-        """As many iterations as the task has done, without faults."""
+        """The training of as many iterations as the task has done, without faults."""
         name = f"{player.name}{ORDERS[order]}"
         out = self._folder / name
         out.mkdir()
@@ -105,7 +105,7 @@ class ReferenceRuns:
             "--keep", *(str(state.iteration) for state in self._states[player.task])])
 
     def _comparison(self, player: Player) -> Job:
-        """Compares each checkpoint, and its states in the other orders, with the first order."""
+        """The comparison of each checkpoint, and of the other orders, with the first order."""
         runs = [f"{player.name}{end}" for end in ORDERS]
         ones: list[str] = []
         others: list[str] = []
@@ -192,8 +192,8 @@ class ReferenceRuns:
                          f"one rounding of float32 ({ROUNDING_RATIO:.1e})")
 
     def _differences(self, player: Player) -> list[tuple[Any, ...]]:
-        """For each compared item: its name, our difference from the first order, and those of the
-        other orders."""
+        """For each compared item: its name, the difference of the demo's task from the first order,
+        and the differences of the other orders."""
         first, *others = (self._losses(f"{player.name}{end}") for end in ORDERS)
         losses = self._stage.losses(player.task)
         found: list[tuple[Any, ...]] = [(

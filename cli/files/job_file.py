@@ -28,7 +28,7 @@ class _Loader(yaml.SafeLoader):
     """YAML's core schema: null, true and false, integers, floats, text."""
 
     docs = EXAMPLES
-    """Hint: where the format is documented."""
+    """The hint of errors: where the format is documented."""
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (as its base declares it)
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
@@ -113,11 +113,11 @@ def shown_name(path: Path) -> str:
 
 
 def read_text(path: Path, bytes_max: int, name_it: str, docs: str, shorten_it: str = "") -> str:
-    """The text of a file or of standard input. At most `bytes_max` bytes are read, because a device
+    """The text of a file or of standard input. The length of the read is limited, because a device
     file may have no end.
 
-    Raises UsageError: with the hint `name_it` if the file cannot be read, with `shorten_it` if it
-    is too large, else with `docs`.
+    Raises UsageError: with the hint `name_it` if the file cannot be read, with `shorten_it` if the
+    text is longer than `bytes_max`, else with `docs`.
     """
     try:
         with sys.stdin.buffer if path == STDIN else path.open("rb") as file:
@@ -153,7 +153,7 @@ def read_yaml(text: str, docs: str = EXAMPLES) -> Any:
 
 
 def with_absolute_paths(spec: JobSpec) -> JobSpec:
-    """The spec with absolute paths: agents run in other folders."""
+    """The spec with absolute paths, because agents run in other folders."""
     train, loop = spec.train, spec.loop
     if loop is not None:
         spec = msgspec.structs.replace(

@@ -25,8 +25,8 @@ DOCS = "see docs/guides/plan-offline.md"
 
 # --- fast reader for large files: the job file's YAML, from libyaml's stream of events ---
 #
-# It returns the same data. Where it finds an error or a special case, the job file's reader reads
-# the text again and reports the error.
+# Both readers return the same data. If the fast reader finds an error or a special case, the job
+# file's reader reads the text again and reports the error.
 
 LOADER: Any = getattr(yaml, "CSafeLoader", None)
 DIGITS_NUM_MAX = 19
@@ -115,18 +115,18 @@ class TaskInFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     current: int = 0
     faulted: bool = False
     transition_s: float | None = None
-    """D_transition; optional if `current` is 0."""
+    """D_transition, the cost of a change in seconds; optional if `current` is 0."""
 
 
 class PlanFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A plan file."""
 
     gpus: int
-    """n', after the event."""
+    """n' of the paper: the number of GPUs after the event."""
     mtbf_gpu_s: float
     tasks: list[TaskInFile]
     gpus_per_node: int = 8
-    """The GPUs that a lost node removes and a new node adds (`--table`)."""
+    """With `--table`: the number of GPUs that a lost node removes and a new node adds."""
 
 
 class Offline(Struct, frozen=True):
@@ -150,7 +150,7 @@ def load(path: Path) -> Offline:
 
 
 def parse(data: Any) -> Offline:
-    """Make it from plain data. Raises SpecError with the path and a hint."""
+    """Check plain data and return its content. Raises SpecError with the path and a hint."""
     try:
         plan_file = msgspec.convert(data, PlanFile, strict=True, str_keys=True)
     except (msgspec.ValidationError, UnicodeEncodeError) as error:

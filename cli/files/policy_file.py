@@ -12,10 +12,7 @@ from .job_file import FILE_BYTES_MAX, read_text, read_yaml
 
 
 def load(path: Path) -> Policy:
-    """The policy in a YAML or JSON file; an empty file gives the defaults.
-
-    Raises UsageError with the wrong field.
-    """
+    """The policy in a YAML or JSON file; an empty file means the defaults. Raises UsageError."""
     text = read_text(path, FILE_BYTES_MAX, "name a policy file, YAML", DOCS)
     try:
         return parse(read_yaml(text, DOCS))

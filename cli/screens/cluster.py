@@ -21,7 +21,7 @@ ENDED_SHOWN_NUM = 8
 FAILED_SHOWN_NUM = 3
 NAME_LENGTH_MAX = 24
 NEWS_S = 24 * 3600.0
-"""Older ends are not shown."""
+"""Failures and closed incidents are shown for this long."""
 
 
 def status(view: Plain, *, cluster: str, now_s: float, option: str = "") -> list[str]:
@@ -131,7 +131,7 @@ def _task_news(task: Plain, now_s: float, option: str, unreachable: set[str]) ->
 
 
 def _unprinted(task: Plain, stalled_s: float, option: str) -> str:
-    """A stalled command, as far as its printed progress shows."""
+    """The line for a command that has stopped printing its progress."""
     after_s: float | None = task["hang_after_s"]
     then = f"; it starts again after {fmt.span(after_s)}" if after_s is not None else ""
     return (f"{task['name']} has printed no line of progress for {fmt.span(stalled_s)}, an "
@@ -149,14 +149,14 @@ def _failures(view: Plain, now_s: float, option: str) -> list[str]:
 
 
 def _failed(tasks: list[Plain], now_s: float) -> list[Plain]:
-    """Recently failed tasks without a later, not failed task of the same name."""
+    """Recently failed tasks, unless a later task of the same name has not failed."""
     last = {task["name"]: task["id"] for task in tasks if task["state"] != "failed"}
     return [task for task in tasks if task["state"] == "failed"
             and task["id"] > last.get(task["name"], 0) and now_s - task["since_s"] < NEWS_S]
 
 
 def _incidents(view: Plain, now_s: float, option: str, *, are_open: bool) -> list[str]:
-    """All open incidents, or the newest closed ones; incidents of ended tasks are only counted."""
+    """All open incidents; or the newest closed ones, with the number of those of ended tasks."""
     names = {task["id"]: task["name"] for task in view["tasks"]}
     over = {task["id"] for task in view["tasks"] if task["state"] in ENDED}
     found = sorted(view["incidents"], key=lambda one: -int(one["id"]))
@@ -256,9 +256,9 @@ def _waf(view: Plain, now_s: float) -> list[str]:
 
 
 def earned(view: Plain, now_s: float) -> list[float]:
-    """The mean weighted FLOP/s of each span that the state stores, until now.
+    """The mean weighted FLOP/s of each time span in the state.
 
-    The first span counts from the first submission, the running one until now.
+    The first span counts from the first submission, and the last one until now.
     """
     spans: list[Plain] = view["cluster"]["earned"]
     if not spans:
@@ -275,7 +275,7 @@ def earned(view: Plain, now_s: float) -> list[float]:
 
 
 def _plan(view: Plain) -> list[str]:
-    """The plan compared with the ideal, in the units of its throughput tables."""
+    """The WAF of the plan and the ideal, both by the throughput tables of the plan."""
     plan, tasks = view["plan"], {task["id"]: task for task in view["tasks"]}
     if plan is None or not any(task["state"] not in ENDED for task in tasks.values()):
         return []
@@ -293,7 +293,7 @@ def _plan(view: Plain) -> list[str]:
 
 # --- The table. ---
 def done(task: Plain) -> str:
-    """Iterations done, of all if known; `-` if a command has printed none."""
+    """Iterations done, with their total if it is known; `-` if a command has printed none."""
     if task["iterations"]:
         return f"{fmt.count(task['iteration'])}/{fmt.count(task['iterations'])}"
     return fmt.count(task["iteration"]) if task["iteration"] else "-"

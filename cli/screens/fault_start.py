@@ -15,7 +15,7 @@ from ..terminal.format import ranks, span
 
 EXACT_KINDS = frozenset({"RankExited", "RankErrored", "RankSuspended", "DeviceErred",
                            "NodeUnreachable", "NodeJoined", "NodeLeft"})
-"""Kinds that carry the time of the event, or since when it lasts (NodeUnreachable)."""
+"""Kinds that carry the time of the event, or how long it has lasted (NodeUnreachable)."""
 
 
 class FaultStart(Struct, frozen=True):
@@ -35,7 +35,7 @@ def began(one: IncidentHistory, evidence: list[Record]) -> FaultStart:
         return FaultStart()
     step_times = [(x.at_s, x.body) for x in first if isinstance(x.body, StepTimeChanged)]
     slow_iterations = [(at_s, x) for at_s, x in step_times if x.num_iterations == 1]
-    if slow_iterations:  # a slow iteration: it has not ended, but the rank makes progress
+    if slow_iterations:  # the iteration has not ended, and the rank still passes marks
         since_s = min(at_s - max(x.iteration_s, 0.0) for at_s, x in slow_iterations)
         length_s = max(one.detected_s - since_s, 0.0)
         return FaultStart("at most", length_s, f"after that iteration began, {span(length_s)} "

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 Plain = dict[str, Any]
 PHASE_WORDS = {"held": "paused", "stood": "stalled"}
-"""Phases of which the page prints another word than the JSON."""
+"""The page's words for phases that have another name in the JSON."""
 BAR_COLUMNS = 40
 WHO_COLUMNS = 10
 WHO_NUM_MAX = 3
@@ -36,8 +36,8 @@ NODES_NUM_MAX = 4
 
 # --- The flight-recorder dumps of a stalled task. ---
 def folders(ranks: Iterable[tuple[str, str]], nodes: list[Plain]) -> list[Plain]:
-    """Node, its host and the folder of the dumps there, for (node, log) of each rank: an agent
-    writes the dumps beside the log."""
+    """Each node with its host and dump folder. `ranks`: the node and the log path of each rank; an
+    agent writes the dumps beside the log."""
     hosts = {node["id"]: str(node["host"]) for node in nodes}
     found = dict.fromkeys((node, str(PurePosixPath(log).parent)) for node, log in ranks if log)
     return [{"node": node, "host": hosts.get(node, ""), "folder": folder}
@@ -45,7 +45,7 @@ def folders(ranks: Iterable[tuple[str, str]], nodes: list[Plain]) -> list[Plain]
 
 
 def in_words(found: list[Plain]) -> str:
-    """The command for one folder of dumps, or how to collect several folders first."""
+    """The command that reads one folder of dumps, or how to collect several folders first."""
     places = {(one["host"], one["folder"]) for one in found}
     until = "the flight recorders, until it stalls again"
     if len(places) == 1:
@@ -117,8 +117,8 @@ def _read(cost: Plain) -> str:
 
 
 def _evidence(facts: Plain) -> list[str]:
-    """Each piece of evidence once, with the number of equal ones and of those after the decision.
-    """
+    """A line for each group of equal records: the source, the text, and how many came after the
+    decision."""
     lines: list[str] = []
     groups: dict[str, list[Plain]] = {}
     for one in facts["evidence"]:
@@ -137,7 +137,7 @@ def _evidence(facts: Plain) -> list[str]:
 
 
 def _state(facts: Plain) -> list[str]:
-    """Where the state came from that no member held, and why from no nearer source."""
+    """The source of the state, the layouts, the lost parts, and why no nearer source had them."""
     source = state_source(facts["cost"]) or _from_peers(facts["cost"])
     lines = fmt.labelled("state", source) if source else []
     if any(word in one for one in facts["layouts"] for word in ("TP ", "PP ", "beside")):
@@ -152,7 +152,7 @@ def _state(facts: Plain) -> list[str]:
 
 
 def _from_peers(cost: Plain) -> str:
-    """The bytes received from other members, if no farther source was used."""
+    """The bytes that members received from other members."""
     if not cost["peer_bytes"]:
         return ""
     near, far = cost["near_bytes"], cost["peer_bytes"] - cost["near_bytes"]

@@ -23,7 +23,7 @@ def until(node: Plain) -> str:
 
 
 def quarantine_reason(node: Plain, option: str = "") -> str:
-    """Why and by which incidents it is quarantined, and how to end that; else empty."""
+    """Why a node is quarantined, and how to end that; empty if it is not, or is lost."""
     if not node.get("quarantine") or node["contact"] == "lost":  # node_trouble reports lost nodes
         return ""
     lift = fmt.command(f"unicron lift {node['id']}{option}")
@@ -31,7 +31,7 @@ def quarantine_reason(node: Plain, option: str = "") -> str:
 
 
 def quarantine(node: Plain) -> str:
-    """Until when it is quarantined, why, and by which incidents."""
+    """The end of a node's quarantine, its reason, and its incidents."""
     quarantined: Plain = node["quarantine"]
     which = " ".join(f"inc-{number}" for number in quarantined["incidents"])
     return f"{until(node)}: {quarantined['why']} ({which})"
@@ -39,7 +39,7 @@ def quarantine(node: Plain) -> str:
 
 # --- Failed checks. ---
 def recovers(node: Plain) -> str:
-    """After a check has recovered: when the slots are used again; else empty."""
+    """When slots are used again after their check has recovered; empty if none recovers."""
     recovery: Plain | None = node["recovers"]
     if recovery is None or recovery["from_s"] is None:
         return ""
@@ -52,7 +52,7 @@ def recovers(node: Plain) -> str:
 
 
 def unhealthy_reason(node: Plain) -> str:
-    """What its checks report as unhealthy, and when its slots return; else empty."""
+    """What the checks of a node report as unhealthy, and when its slots return; else empty."""
     if not any(one["health"] == "unhealthy" for one in node["checks"]):
         return ""
     recovery: Plain | None = node["recovers"]
@@ -62,7 +62,7 @@ def unhealthy_reason(node: Plain) -> str:
 
 
 def why_unhealthy(node: Plain) -> str:
-    """The reports of its checks, also degraded and unknown, and their consequences."""
+    """What all checks of a node report, also degraded and unknown, and when its slots return."""
     words = [unhealthy_reason(node)] if unhealthy_reason(node) else []
     words += [f"{one['check']} {one['health']}: {one['why']}" for one in node["checks"]
               if one["health"] != "unhealthy"]
@@ -71,7 +71,7 @@ def why_unhealthy(node: Plain) -> str:
 
 # --- Disabled slots. ---
 def disabled_slots(node: Plain) -> list[int]:
-    """Slots that are disabled until the agent joins again; not those that a check has disabled."""
+    """The slots that stay disabled until the agent joins again; a check has not disabled them."""
     failed: list[int] = node["recovers"]["slots"] if node["recovers"] else []
     return [slot["index"] for slot in node["slots"] if slot["out"] and slot["index"] not in failed]
 
@@ -81,7 +81,7 @@ def named(found: list[int]) -> str:
 
 
 def disabled_reason(node: Plain) -> str:
-    """Why slots are disabled, and how to repair them; empty if none is."""
+    """Why slots are disabled, and how to repair them; empty if no slot is disabled."""
     found = disabled_slots(node)
     if not found:
         return ""
@@ -147,7 +147,7 @@ def _maps(nodes: list[Plain], letters: dict[int, str]) -> list[str]:
 
 
 def _reasons(nodes: list[Plain], option: str) -> list[str]:
-    """Why nodes or slots get no tasks or slow them, and how to end that."""
+    """Why nodes or slots get no tasks, or slow their tasks, and how to end that."""
     lines: list[str] = []
     for node in nodes:
         if node["drained"]:
@@ -166,9 +166,9 @@ def _reasons(nodes: list[Plain], option: str) -> list[str]:
 
 
 def node_trouble(node: Plain, since: str = "", option: str = "") -> str:
-    """What is wrong with a node, and how to repair it; empty if nothing is.
+    """What is wrong with a node, and how to repair it; empty if nothing is wrong.
 
-    `since`: text for how long its health has been so.
+    `since`: a text that says how long the node has been in this state.
     """
     if node["contact"] == "unreachable":
         runs = any(slot["task"] for slot in node["slots"])
@@ -183,7 +183,7 @@ def node_trouble(node: Plain, since: str = "", option: str = "") -> str:
 
 
 def node_news(node: Plain, names: dict[int, str], now_s: float, option: str) -> str:
-    """The trouble of a node in one line; else empty."""
+    """All that is wrong with a node, in one line; empty if nothing is wrong."""
     trouble = node_trouble(node, f" for {fmt.span(max(now_s - node['since_s'], 0.0))}", option)
     kept = quarantine_reason(node, option)
     ill = f"is unhealthy, {said}" if (said := unhealthy_reason(node)) else ""
@@ -227,8 +227,8 @@ def _slot_sign(node: Plain, slot: Plain, letters: dict[int, str]) -> str:
 
 
 def _scheduling(node: Plain) -> str:
-    """eligible, drained, or the disabled slots; `as it was` while a node is unreachable: its ranks
-    go on, nothing is started."""
+    """`eligible`, `drained`, or the disabled slots. `as it was` while a node is unreachable: its
+    ranks continue, and no rank is started there."""
     out = [slot["index"] for slot in node["slots"] if slot["out"]]
     if node["contact"] != "heard":
         word = "as it was" if node["contact"] == "unreachable" else "out"

@@ -42,7 +42,7 @@ def bound_by(plan: Plain, names: Mapping[int, str]) -> str:
 
 
 def _limits(plan: Plain) -> str:
-    """Those that the best plan without them breaks."""
+    """The limits that the best plan without them breaks; if unknown, all that can bind."""
     some = next((LIMITS_BY_NAME[other["what"]] for other in plan.get("alternatives", ())
                  if other["what"] in LIMITS_BY_NAME), ("moves_max", "quotas", "priorities"))
     return f"{', '.join(some[:-1])}{' or ' * (len(some) > 1)}{some[-1]}"
@@ -94,7 +94,7 @@ def dry_run(found: Plain, asked: str, *, option: str = "") -> list[str]:
              *degraded_lines(found)]
     if found["planned"]:
         lines += ["", *_changes(found), "", *_alternatives(plan)]
-    # The payback time belongs to one plan: not shown for several plans, or none.
+    # The payback time belongs to one plan: it is not shown for several plans, or for none.
     lines += ["", *_constraints(found, with_payback=found["num_plans"] == 1), *_moves(found),
               *_layouts([one for one in found["tasks"] if one["layout"] != one["layout_before"]]),
               *_waiting(found), *_assumes(found), *_paused(found, option)]
@@ -126,7 +126,7 @@ def _head(typed: str, note: str) -> str:
 
 
 def _gain(found: Plain) -> list[str]:
-    """What changes and why, and its value."""
+    """Why the plan changes, what the change gains, and what it costs."""
     if not found["planned"]:
         return ["no plan would follow from it: all stays as it is"]
     before, after = _sum(found, "waf_before"), _sum(found, "waf")
@@ -155,7 +155,7 @@ def _sum(found: Plain, name: str) -> float:
 
 
 def _changes(found: Plain) -> list[str]:
-    """Tasks that change or pause, by change of WAF; the others counted; the total."""
+    """Tasks that change or pause, by change of WAF; then the other tasks in sum, and the total."""
     def busy(one: Plain) -> bool:
         return bool(one["slots"] != one["slots_before"] or one["pause_s"] or not one["task"])
 
@@ -180,8 +180,7 @@ def _changes(found: Plain) -> list[str]:
 
 
 def _lost(one: Plain) -> str:
-    """The iterations that the change costs the task: none if it moves in memory or is saved first.
-    """
+    """The iterations that the change costs a task; 0 if its state moves in memory, or is saved."""
     if not one["pause_s"] or not one["tier"]:
         return "-" if one["slots"] else "waits"
     if one["tier"] == "command":
@@ -210,8 +209,8 @@ def _alternatives(plan: Plain) -> list[str]:
 
 
 def _by_alpha(plan: Plain, rows: list[list[str]]) -> list[str]:
-    """The same under alpha-fairness: how much slower each task would have to run for the same
-    value."""
+    """The same under alpha-fairness. The difference of an alternative is a share: by how much all
+    tasks would have to slow down for the same objective."""
     others = sorted(plan["alternatives"], key=lambda other: -other["objective"])
     for place, other in enumerate(others, 2):
         behind, by = other["behind_share"], f" by alpha-fairness {plan['alpha']:g}"
@@ -225,7 +224,7 @@ def _by_alpha(plan: Plain, rows: list[list[str]]) -> list[str]:
 
 
 def _constraints(found: Plain, *, with_payback: bool = True) -> list[str]:
-    """The binding constraint of the plan, and its horizon. `with_payback`: the payback too."""
+    """The binding constraint of the plan, its horizon, its payback time and its hot spare."""
     plan = found["plan"]
     names: dict[int, str] = {one["task"]: one["name"] for one in found["tasks"]}
     if found["planned"] and 0 in names:  # a task of the dry run has no id yet
@@ -242,7 +241,7 @@ def _constraints(found: Plain, *, with_payback: bool = True) -> list[str]:
 
 
 def _paid_back(plan: Plain) -> list[str]:
-    """When the loss of healthy tasks is earned back; empty if they keep their slots."""
+    """When the loss of tasks without a fault is earned back; empty if they keep their slots."""
     back_s = plan.get("paid_back_s", 0.0)
     return fmt.labelled("paid back", f"in {fmt.span(back_s)} of {fmt.span(plan['running_s'])}, "
                                  "against leaving healthy tasks as they are") if back_s else []
@@ -309,14 +308,14 @@ def _waiting(found: Plain) -> list[str]:
 
 
 def _computed(found: Plain) -> list[str]:
-    """The decider version that computed what the log does not have, and for which record."""
+    """The decider version that computed what the log does not hold, and the record it is for."""
     left = "; without the plans that break a limit: too many tasks and sizes" * found["is_cut"]
     return fmt.labelled("computed", f"now, by decider version {found['computed_by']}, for seq "
                                 f"{found['seq']}{left}")
 
 
 def _assumes(found: Plain) -> list[str]:
-    """The origins of the throughput tables; no further faults."""
+    """What the dry run assumes: the origins of the throughput tables, and no further faults."""
     by: dict[str, list[str]] = {}
     for one in found["tasks"]:
         by.setdefault(one["origin"] or "unknown", []).append(one["name"])

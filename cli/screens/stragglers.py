@@ -1,4 +1,4 @@
-"""Stragglers on the screens: whom they slow, what that costs, and the command to drain them."""
+"""Stragglers on the screens: the tasks they slow, the cost, and the command to drain them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def degraded_news(node: Plain, names: dict[int, str], option: str) -> str:
 
 
 def node_degraded(node: Plain, option: str) -> str:
-    """The same for the nodes' screen, with the reason."""
+    """Why a node is degraded, and what draining it would gain; for the screen of the nodes."""
     degraded: Plain | None = node["degraded"]
     if degraded is None or node["contact"] != "heard" or node["drained"]:
         return ""
@@ -51,7 +51,7 @@ def _undone(slow: list[Plain], healing: str) -> str:
 
 
 def alike_why(task: Plain) -> str:
-    """For a task whose ranks are all equally slower; else empty."""
+    """A line for a task whose ranks are all equally slower than before; else empty."""
     if task["slower_alike"] <= 1:
         return ""
     return (f"all ranks alike, {task['slower_alike']:.3g} x slower than it was: the machines, the "
@@ -59,7 +59,7 @@ def alike_why(task: Plain) -> str:
 
 
 def slow_nodes(task: Plain, nodes: list[Plain]) -> list[str]:
-    """The node of the most expensive rank, if it is worth draining."""
+    """The node of the rank that slows the others most, if the node is worth draining."""
     slow = sorted(task["slow"], key=lambda one: -float(one["holds_up"]))
     worth = [node["id"] for node in nodes
              if node["degraded"] and node["degraded"]["worth_draining"]]
@@ -74,7 +74,7 @@ def _what(degraded: Plain, names: dict[int, str]) -> str:
 
 
 def _worth(node: str, degraded: Plain, option: str) -> str:
-    """The share of all WAF that draining gains, with the command if it is enough."""
+    """The share of all WAF that draining gains, with the command if the gain is enough."""
     share = float(degraded["drain_share"])
     if not share:
         return "draining it would earn nothing"
@@ -88,7 +88,7 @@ def _worth(node: str, degraded: Plain, option: str) -> str:
 
 
 def degraded_lines(found: Plain) -> list[str]:
-    """For a dry run: what degraded nodes cost now; the plan's tables do not contain it."""
+    """For a dry run: what degraded nodes cost now. The plan's tables do not contain this cost."""
     names = {one["task"]: one["name"] for one in found["tasks"]}
     lines: list[str] = []
     for one in found["degraded"]:

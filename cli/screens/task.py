@@ -24,15 +24,13 @@ SHARDS = {"sharded": "; each has its shard of the optimizer alone: to lose any s
 LAG_TIMES = 3.0
 LAG_S_MIN = 10.0
 NORMAL_ITERATIONS_MIN = 5
-"""Own iterations at one size before their median counts as its normal step time."""
+"""The median of this many iterations on one number of slots is the normal step time there."""
 SAME_RATIO = 1.05
 RATES_SHOWN_NUM = 8
 
 
 def lag_s(task: Plain, now_s: float) -> float:
-    """How long a training task has reported no progress, if that is far above its step time.
-
-    Above 3 iterations and 10 s; else 0.
+    """Seconds since the last progress of a training task; 0 up to three step times, and up to 10 s.
     """
     if task["phase"] != "training" or task["state"] not in ("running", "degraded", "healing"):
         return 0.0
@@ -43,7 +41,7 @@ def lag_s(task: Plain, now_s: float) -> float:
 
 
 def waits(task: Plain) -> str:
-    """Why it waits, what it needs to run, and what that would cost the others."""
+    """Why a task waits, what it needs to run, and what that would cost the others."""
     words = f"{task['why']}; needs {task['needs']}" if task["needs"] else str(task["why"])
     if task["cost_waf"]:
         words += f"; costs {fmt.scaled(task['cost_waf'], 'FLOP/s')} of WAF"
@@ -182,7 +180,7 @@ def _progress(task: Plain, past: TaskHistory | None, history: History, now_s: fl
 
 
 def loss_curve(past: TaskHistory, history: History, width: int = CURVE_COLUMNS) -> list[str]:
-    """The losses as blocks between the first and last value, and a `!` below each incident."""
+    """The losses as blocks between the first and last value, with a `!` below each incident."""
     losses = [past.losses[key] for key in sorted(past.losses)]
     if not losses:
         return []
@@ -198,7 +196,7 @@ def loss_curve(past: TaskHistory, history: History, width: int = CURVE_COLUMNS) 
 
 
 def _earns(task: Plain) -> list[str]:
-    """T(t, x) and its origin; of many sizes only those near the present one."""
+    """T(t, x) and its origin; if there are many sizes, only those near the present one."""
     rates = task["throughput"]
     if rates is None or task["state"] in ENDED:
         return []
@@ -227,7 +225,7 @@ def _copies(task: Plain, nodes: list[Plain]) -> list[str]:
     lost = task["unsaved"]
     disk = (f"published iteration {fmt.count(task['checkpoint_iteration'])} ({task['checkpoint']})"
             if task["checkpoint"] else "nothing is published yet")
-    most = "at most " if task["copies"] else ""  # reported seconds after it is stored
+    most = "at most " if task["copies"] else ""  # a copy is reported seconds after it is stored
     disk += (f": {most}{fmt.number_of(lost, 'iteration')} would be lost if all processes went"
              if lost else "")
     if task["copies"]:
@@ -256,7 +254,7 @@ def _comes_back(task: Plain, nodes: list[Plain]) -> str:
         return ": it begins at iteration 0"
     contact = {one["id"]: one["contact"] for one in nodes}
     copies = [one for one in task["copies"] if one["step_version"] >= task["checkpoint_iteration"]]
-    # In the order of control_plane/decide/memory_checkpoints.py: unreachable nodes last.
+    # The order of control_plane/decide/memory_checkpoints.py: unreachable nodes come last.
     heard = [one for one in copies if contact.get(one["node"]) == "heard"]
     tried = heard or [one for one in copies if contact.get(one["node"]) == "unreachable"]
     if tried:

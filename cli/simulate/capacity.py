@@ -24,7 +24,7 @@ Row = dict[str, Any]
 
 
 class Result(NamedTuple):
-    """The result: a value by system at each point `across`, formatted with `form`."""
+    """The values of each system at the points of the quantity `across`. `form` formats a point."""
 
     scenario: Scenario
     what: str
@@ -82,7 +82,7 @@ def spares(scenario: Path | None, *, most: int, seeds: int, report: Path | None,
             share, num = max((share, -at) for at, share in curve)
             sentences.append(f"{name}: {number_of(round(-num), 'idle node')} earn most, "
                          f"{100 * share:.2f} %" + _compared(curves, share))
-    if OURS in curves:  # without spares: a line to compare with
+    if OURS in curves:  # a constant, to compare with: Unicron keeps no idle nodes
         curves[OURS] = [(float(num), curves[OURS][0][1]) for num in range(most + 1)]
     picture = Picture(
         "spares", "The best number of spares", "Relative to what the cluster earns under Unicron's "
@@ -161,14 +161,14 @@ def _simulate(path: Path | None, points: Callable[[], list[Point]]
 
 
 def _ideal(points: Sequence[Point], played: Sequence[RunResult]) -> float:
-    """What the cluster earns without a fault, under Unicron's plan if it was simulated."""
+    """What the cluster earns without a fault, under Unicron's plan if that was simulated."""
     whole = [(point.system == OURS, one.outcome.earnings.full_flop)
              for point, one in zip(points, played, strict=True)]
     return max(whole)[1]
 
 
 def _curves(points: Sequence[Point], played: Sequence[RunResult]) -> dict[str, Curve]:
-    """For each system the earned FLOP at each point, as the mean over the seeds."""
+    """The FLOP that each system earns at each point: means over the seeds."""
     every: dict[str, dict[float, list[float]]] = {}
     for point, one in zip(points, played, strict=True):
         every.setdefault(point.system, {}).setdefault(point.at, []).append(

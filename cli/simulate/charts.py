@@ -17,7 +17,7 @@ DPI_NUM = 150
 
 
 class Picture(NamedTuple):
-    """`draw` receives an empty matplotlib figure. Sizes in inches."""
+    """A chart. `draw` receives an empty matplotlib figure; sizes are in inches."""
 
     name: str
     title: str
@@ -28,7 +28,7 @@ class Picture(NamedTuple):
 
 
 def svg(picture: Picture, folder: Path | None = None) -> str:
-    """The chart as an SVG element of a page; with `folder` also as SVG and PNG files.
+    """The chart as an SVG element of a page. `folder`: write it there too, as SVG and PNG.
 
     Raises UsageError if matplotlib is not installed.
     """

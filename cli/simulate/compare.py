@@ -40,7 +40,7 @@ HEADS: dict[Loss, str] = {"detection": "DETECT", "transition": "TRANSIT", "waiti
 
 # --- runs in parallel, one per core ---
 class RunSpec(NamedTuple):
-    """The input of one run. `log`: the file to write its log to; `cluster`: the log's cluster."""
+    """The input of one run. `log`: the file for its log; `cluster`: the cluster in the log."""
 
     policy: Policy
     run_input: RunInput
@@ -57,11 +57,11 @@ class RunResult(NamedTuple):
 
 
 _stages: Sequence[RunSpec] = ()
-"""Of the current call. The workers are forks, so that the functions of a policy are not sent."""
+"""The runs of the current call. Workers are forks: the functions of a policy need no pickling."""
 
 
 def play(stages: Sequence[RunSpec]) -> list[RunResult]:
-    """Simulate each, results in the same order. Shows a progress bar if stderr is a terminal."""
+    """Simulate each run; results in the same order. A terminal on stderr shows a progress bar."""
     global _stages
     num = min(len(os.sched_getaffinity(0)), len(stages))
     with ExitStack() as stack:
@@ -108,7 +108,7 @@ def simulate(path: Path, *, log: Path | None, as_json: bool) -> None:
 
 
 def load(path: Path, *, whole: bool = False) -> tuple[Scenario, dict[str, RunSpec]]:
-    """The scenario and the run of each policy; with `whole` Unicron's slots are not aggregated.
+    """The scenario, and the run of each policy. `whole`: Unicron's slots are not aggregated.
 
     Raises UsageError.
     """
@@ -123,7 +123,7 @@ def load(path: Path, *, whole: bool = False) -> tuple[Scenario, dict[str, RunSpe
 
 
 def read(path: Path) -> tuple[Scenario, list[ExternalEvent]]:
-    """A scenario with all its nodes, and its external events. A trace of the paper by its name.
+    """A scenario with all its nodes, and its external events. `path` may name a trace of the paper.
 
     Raises UsageError and SpecError.
     """
@@ -152,7 +152,7 @@ def read(path: Path) -> tuple[Scenario, list[ExternalEvent]]:
 
 
 def _check_known(scenario: Scenario, happenings: list[ExternalEvent], trace: Path) -> None:
-    """Each node exists from the start, or joins before its first event."""
+    """Raises UsageError if an event comes before its node exists."""
     names = scenario.cluster.names
     known = set(names)
     for one in happenings:

@@ -63,8 +63,8 @@ def from_log(path: Path, *, settings: Sequence[str], policies: Sequence[str], as
 
 
 def chosen(recording: Recording, settings: Sequence[str], policies: Sequence[str]) -> list[Choice]:
-    """One choice per policy with these settings. With settings it includes Unicron, with which the
-    others are compared by the same weights. Raises UsageError, SpecError."""
+    """One choice per policy, with these settings. With settings, Unicron's policy is included, so
+    that all choices are compared by the same weights. Raises UsageError, SpecError."""
     weights: dict[str, float] = {}
     fields: Plain = {}
     for setting in settings:
@@ -111,7 +111,7 @@ def describe(one: AnyEvent) -> str:
     match one:
         case ExternalEvent(event="fault", cause=cause, detected_in_s=0.0) if (
                 cause == LOST_CONNECTION):
-            return f"{one.node} started again"  # its agent died, and no fault was detected
+            return f"{one.node} started again"  # its agent had ended, and no fault was detected
         case ExternalEvent() if one.event == "fault":
             subject = f"{one.task} rank {one.rank}, {one.node}" if one.task else one.node
             return f"{subject}: {one.cause}"
@@ -140,7 +140,7 @@ def _request_name(body: Body) -> str:
 
 # --- as data ------------------------------------------------------------------------------------
 def as_data(recording: Recording, played: Sequence[tuple[Choice, RunResult]]) -> Plain:
-    """All results as JSON; FLOP are weighted, times in seconds from the start of the horizon."""
+    """All results as JSON. FLOP are weighted; times are seconds from the start of the horizon."""
     began_s, verdict = recording.began_s, recording.verdict
     return {
         "began_s": began_s, "horizon_s": recording.end_s - began_s,
@@ -178,7 +178,7 @@ def _loss(loss: EventLoss) -> Plain:
 NAME_COLUMNS = 20
 WHAT_COLUMNS, CHOICE_COLUMNS = 32, 14
 CHOICES_NUM_MAX = 2
-"""Choices in the comparison by event; -o json has all."""
+"""The number of choices in the comparison by event; -o json has all choices."""
 EQUAL_SHARE = 5e-5
 """Below this relative difference, two choices earn the same."""
 SHOWN_NUM_MAX = 12
@@ -242,7 +242,7 @@ def _model_error(recording: Recording, baseline: RunResult) -> str:
 
 
 def _by_incident(recording: Recording, played: Sequence[tuple[Choice, RunResult]]) -> list[str]:
-    """The loss of each event until full strength; the most costly events if there are many."""
+    """The loss of each event until full strength; of many events, only the most costly ones."""
     every = shown = incidents(recording)
     columns = [recording.played, *(one for _, one in played[:1 + CHOICES_NUM_MAX])]
     if len(shown) > SHOWN_NUM_MAX:
@@ -290,7 +290,7 @@ def _best(played: Sequence[tuple[Choice, RunResult]]) -> str:
 
 
 def _next(recording: Recording, played: Sequence[tuple[Choice, RunResult]], path: Path) -> str:
-    """The next command: a first choice to try, or the log."""
+    """The next command: a first choice to try, or the verification of the log."""
     if len(played) < 2:
         return (f"unicron simulate --from-log {path} --policy megatron "
                 f"--set weight.{next(iter(recording.names.values()))}=2")

@@ -34,9 +34,9 @@ DAY_S = 86400.0
 PARTS_NUM = 168
 PAPER_MARK, TRACE_COLOURS = "D", (COLOURS[2], COLOURS[0])
 FLAT_S = {"Oobleck": 10.0, "Bamboo": 450.0, "Varuna": 701.0}
-"""Of a 6.7 B model; does not depend on the cluster (Oobleck's artifact)."""
+"""Recovery times with a 6.7 B model, at every cluster size (Oobleck's artifact)."""
 REQUEUE_S = ((2_048, 454.0), (4_096, 545.0), (8_192, 635.0), (16_384, 768.0))
-"""Only to schedule the whole job again (ByteRobust, arXiv 2509.16293, table 7)."""
+"""GPUs, and seconds to schedule the whole job again (ByteRobust, arXiv 2509.16293, table 7)."""
 
 
 def of_ratios(found: Evaluation, value: Values) -> Picture:
@@ -272,7 +272,7 @@ def folder(path: Path) -> None:
 
 
 def page(title: str, lead: str, body: Sequence[str], foot: str) -> str:
-    """A whole page. `body` is HTML, the rest text."""
+    """A whole page. `body` is HTML; the rest is text."""
     return "\n".join([
         "<!doctype html>", '<html lang="en">', "<head>", '<meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
@@ -289,23 +289,23 @@ def figures(shown: Sequence[tuple[str, str]]) -> str:
 
 
 def section(title: str, caption: str, *parts: str) -> str:
-    """A card. `parts` are HTML."""
+    """A card with a title. `parts` are HTML."""
     return (f'<section><h2>{escape(title)}</h2><p class="caption">{escape(caption)}</p>'
             f"{''.join(parts)}</section>")
 
 
 def pictured(picture: Picture, folder: Path | None, *parts: str) -> str:
-    """A card with a chart, and more HTML below it."""
+    """A card with a chart, and below it more HTML."""
     return section(picture.title, picture.caption, svg(picture, folder), *parts)
 
 
 def words(sentences: Sequence[str]) -> str:
-    """One paragraph each."""
+    """Each sentence as a paragraph."""
     return "".join(f"<p>{escape(one)}</p>" for one in sentences)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], ours: str = "") -> str:
-    """Cells are text. The row that begins with `ours` is highlighted."""
+    """A table; cells are text. The row that begins with `ours` is highlighted."""
     lines = ["<table><tr>", *(f"<th>{escape(cell)}</th>" for cell in head), "</tr>"]
     for row in rows:
         lines.append('<tr class="ours">' if ours and row[0] == ours else "<tr>")

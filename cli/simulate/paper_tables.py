@@ -27,13 +27,13 @@ from .compare import HEADS, RunResult, RunSpec, play
 PLAN_ROUNDS_NUM = 5
 Row = dict[str, Any]
 Key = tuple[str, str, int, str]
-"""Case, system, seed, changed constant."""
+"""Case, system, seed, changed constant (or "")."""
 Values = dict[tuple[str, str, str], Row]
 """Each row by its case, system and metric."""
 
 
 class Evaluation(NamedTuple):
-    """All runs with their results, and the time that plans took."""
+    """All runs with their results, and by cluster size the time of a plan."""
 
     parts: dict[Key, EvaluationRun]
     played: dict[Key, RunResult]
@@ -81,7 +81,7 @@ def _plan_s(gpus: int) -> float:
 
 # --- as data ------------------------------------------------------------------------------------
 def rows_of(found: Evaluation) -> list[Row]:
-    """Rows as in benchmark results: the median with the least and the most."""
+    """Rows in the format of benchmark results: the median, the least and the most."""
     return [*_of_traces(found), *_of_cases(found), *_of_changes(found), *_of_growth(found)]
 
 
@@ -197,7 +197,7 @@ def _change_table(found: Evaluation, value: Values) -> list[str]:
 
 
 def change_rows(found: Evaluation, value: Values) -> list[list[str]]:
-    """The ratios without a change, then with each change of the constants; of the first seed."""
+    """The ratios with the first seed: without a change, then with each change of the constants."""
     rows = [["no change", THEIRS, *(f"{ratios(found, case, THEIRS)[0]:.3f} x"
                                     for case in paper_evaluation.TRACES)]]
     for change in paper_evaluation.SENSITIVITY:

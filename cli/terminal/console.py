@@ -9,8 +9,8 @@ from collections.abc import Iterable
 
 
 def open_streams() -> None:
-    """Open closed standard streams (`>&-`, cron) on /dev/null: otherwise the next file that is
-    opened gets the number of a standard stream."""
+    """Open each closed standard stream (`>&-`, cron) on /dev/null. Otherwise the next opened file
+    would get the number of that stream."""
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:
             os.fstat(number)
@@ -19,7 +19,7 @@ def open_streams() -> None:
             if null != number:
                 os.dup2(null, number)
                 os.close(null)
-            os.set_inheritable(number, True)  # child processes need it too
+            os.set_inheritable(number, True)  # child processes need the stream too
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
 
@@ -29,7 +29,7 @@ class PipeClosed(Exception):
 
 
 def out(text: str = "") -> None:
-    """Print one line on stdout and flush it for followers. Raises PipeClosed."""
+    """Print one line on stdout and flush it for readers of a pipe. Raises PipeClosed."""
     try:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()

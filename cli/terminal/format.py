@@ -51,8 +51,8 @@ def ms(length_s: float | None) -> str:
 
 
 def scaled(value: float, unit: str) -> str:
-    """With a decimal prefix: `11 MB`, `8.06 GFLOP/s`; a unit that starts with a space keeps it: `1
-    M of`."""
+    """The value with a decimal prefix: `11 MB`, `8.06 GFLOP/s`. A leading space of the unit is
+    kept: `1 M of`."""
     if value == 0:
         return f"0 {unit}".rstrip()
     power = min(max(math.floor(math.log10(abs(value)) / 3), 0), 8)
@@ -77,9 +77,9 @@ def ranks(numbers: Iterable[int]) -> str:
 
 def curve(values: Sequence[float], width: int, floor: float | None = None,
           top: float | None = None) -> str:
-    """The values as text blocks, at most `width` wide (means of equal ranges).
+    """The values as at most `width` text blocks; each block is the mean of an equal range.
 
-    `floor` and `top` are the values of `▁` and `█`; by default the lowest and the highest value. No
+    `floor` and `top` are the values of `▁` and `█`; by default the lowest and the highest mean. No
     value may be above `top`.
     """
     if not values:
@@ -96,7 +96,7 @@ def curve(values: Sequence[float], width: int, floor: float | None = None,
 
 
 def marks(places: Iterable[tuple[int, str]], length: int, width: int) -> str:
-    """Signs under a curve of `length` values: each (index, sign) is below its block."""
+    """A line below a curve of `length` values: each sign is below the block of its index."""
     width = min(width, length)
     line = [" "] * width
     for index, sign in places:
@@ -105,7 +105,7 @@ def marks(places: Iterable[tuple[int, str]], length: int, width: int) -> str:
 
 
 def labelled(label: str, text: str, indent: int = 11) -> list[str]:
-    """`label     text`, wrapped, with the text from column `indent` on."""
+    """`label     text`, wrapped; in each line the text begins in column `indent`."""
     lines = textwrap.wrap(text, SCREEN_COLUMNS, initial_indent=f"{label:<{indent - 1}} ",
                           subsequent_indent=" " * indent, break_on_hyphens=False,
                           break_long_words=False)
@@ -130,21 +130,20 @@ def number_of(num: int, word: str) -> str:
 
 
 def lost_in_words(num: int | None, *, is_over: bool = False) -> str:
-    """`3 iterations lost`. None: unknown until the command prints its iteration, unless it is over.
-    """
+    """`3 iterations lost`. None: not known yet, or never if the task `is_over`."""
     if num is None:
         return f"iterations lost unknown{'' if is_over else ' until it prints one'}"
     return f"{number_of(num, 'iteration')} lost"
 
 
 def lost_cell(num: int | None) -> str:
-    """The same for a table cell."""
+    """The number of lost iterations for a table cell; `-` if unknown."""
     return "-" if num is None else str(num)
 
 
 def plan_waf(plan: dict[str, Any], of: Collection[int] | None = None) -> float:
     """The WAF of all tasks under a plan (PlanChosen), including tasks that the plan leaves
-    unchanged; with `of`, only of these tasks if others of the plan have ended since."""
+    unchanged. `of`: count only these tasks, because others may have ended since."""
     kept = plan.get("kept", ())
     if of is not None and any(one["task"] not in of for one in plan["allocations"]):
         return math.fsum(one["waf"] for one in [*plan["allocations"], *kept]
@@ -166,8 +165,7 @@ def listed(names: Sequence[str], num_max: int = 3) -> str:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]],
           right: Iterable[int] = ()) -> list[str]:
-    """Columns as wide as their widest cell, two blanks between; columns `right` are right-aligned.
-    """
+    """The lines of a table: two blanks between columns, the columns `right` right-aligned."""
     flush = set(right)
     widths = [max(len(line[i]) for line in [head, *rows]) for i in range(len(head))]
     return ["  ".join(cell.rjust(widths[i]) if i in flush else cell.ljust(widths[i])
@@ -183,14 +181,14 @@ PARTS_NUM_MAX = 3
 
 
 def layout_briefly(order: Plain) -> str:
-    """For example `TP2xDP1 +1`."""
+    """The layout, and the number of members without a position: `TP2xDP1 +1`."""
     axes = convert(order["axes"], Axes) if order.get("axes") else Axes(dp=len(order["members"]))
     num = len(order["members"]) - num_positions(axes)
     return layout_label(axes) + (f" +{num}" if num else "")
 
 
 def lost_state(order: Reconfigure, optimizer: Sharding, alive: Collection[tuple[int, int]]) -> str:
-    """The parts of the state that no surviving member holds; `alive`: (rank, attempt)."""
+    """The parts of the state that no survivor holds. `alive`: (rank, attempt) of each survivor."""
     members = order.members
     axes = order.axes or Axes(dp=len(members))
     there = [place for place, member in enumerate(members[:num_positions(axes)])
@@ -199,7 +197,7 @@ def lost_state(order: Reconfigure, optimizer: Sharding, alive: Collection[tuple[
     for places in missing_parts(axes, optimizer, there):
         part = part_in_words(axes, places[0], sharded=optimizer != "whole")
         if not part:
-            return ""  # every member had the whole state, and all are gone
+            return ""  # each member had the whole state: there are no parts to name
         holders = ranks(sorted({members[place].rank for place in places}))
         parts.append(f"{part} (only {holders} had it)")
     more = f" and {len(parts) - PARTS_NUM_MAX} parts more" if len(parts) > PARTS_NUM_MAX else ""

@@ -23,7 +23,7 @@ _SOURCE = re.compile(r"\[[^\]\s]{1,400}\.(?:cc|cpp|cu|c|hpp|h):\d{1,6}\] ?")
 
 
 def line(record: Plain) -> str:
-    """For example `    42 2026-11-20T03:20:07.402Z IncidentOpened    SEV2 ...  <41`."""
+    """One line, for example `    42 2026-11-20T03:20:07.402Z IncidentOpened    SEV2 ...  <41`."""
     text = fmt.clipped(essentials(record["kind"], record["body"]), ESSENTIALS_LENGTH_MAX)
     cause = f"  <{record['cause']}" if record["cause"] else ""
     return f"{record['seq']:>6} {fmt.rfc3339(record['at_s'])} {record['kind']:<17} {text}{cause}"
@@ -38,13 +38,13 @@ def essentials(kind: str, body: Plain) -> str:
 
 
 def _last_line(text: str) -> str:
-    """The last line that is not empty, for example the exception at the end of a traceback."""
+    """The last line that is not blank, for example the exception at the end of a traceback."""
     lines = [line for line in text.splitlines() if line.strip()]
     return " ".join(lines[-1].split()) if lines else ""
 
 
 def _first_line(text: str) -> str:
-    """The first line that is not empty: an error without the advice and the frames below it."""
+    """The first line that is not blank: an error without the advice and the frames below it."""
     lines = [line for line in text.splitlines() if line.strip()]
     return " ".join(lines[0].split()) if lines else ""
 
@@ -59,7 +59,7 @@ def _drained_earns(waf: float) -> str:
 
 
 def _meaning(body: Plain) -> str:
-    """The status of the error in parentheses; empty if unknown."""
+    """The status of the error in parentheses; empty if the status is unknown."""
     if not body.get("status"):
         return ""
     from_ = ", second-hand" if body.get("second_hand") else ""
@@ -99,7 +99,7 @@ def _exit(body: Plain) -> str:
     how = (f"signal {body['signal']}" if body["signal"] is not None
            else f"exit code {body['exit_code']}")
     why = body.get("cause") or (_last_line(body["tail"]) if body["exit_code"] else "")
-    how = "" if why.startswith(how) else f" {how}"  # the cause may begin with it
+    how = "" if why.startswith(how) else f" {how}"  # the cause may begin with the same words
     return f"{how}{_meaning(body)}{_because(why)}"
 
 
@@ -134,7 +134,7 @@ def _cost(body: Plain) -> str:
 
 
 def state_source(cost: Plain) -> str:
-    """Where the state came from that no member held, and its size; empty: a member held it.
+    """The source and size of the state if no member held it; empty if a member held it.
 
     `cost`: the body of an IncidentClosed, or the cost on the page of an incident.
     """
@@ -175,7 +175,7 @@ def _nodes(there: list[Plain]) -> str:
 
 
 def _fault(body: Plain) -> str:
-    """The fault to inject, of a request or an order."""
+    """The fault that a request or an order injects."""
     if body["what"] == "node":
         return f"kill the agent of {body.get('node') or ' '.join(body['nodes'])} and its ranks"
     who = f"task {body['task']} rank {body['rank']}"
@@ -209,16 +209,16 @@ FORMATS: dict[str, Callable[[Any], str]] = {
 
 
 class _Formatter(string.Formatter):
-    """Python's template syntax and these format specs:
+    """Python's template syntax with these format specs. An absent field is empty.
 
-    a name of FORMATS: that function, of the field or (`{:name}`) of the whole body;
-    `~unit`: the number with a decimal prefix; `|text`: the text if the field is empty;
-    `?text`: the text, or nothing if the field is empty. An absent field is empty.
+    A name of FORMATS: the result of that function for the field, or with `{:name}` for the body.
+    `~unit`: the number with a decimal prefix. `|text`: the field, or the text if it is empty.
+    `?text`: the text, or nothing if the field is empty.
     """
 
     def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if field_name.isdigit():
-            return args[0], field_name  # `{:name}`, however many of them
+            return args[0], field_name  # Python numbers each `{:name}`; all mean the body
         try:
             return super().get_field(field_name, args, kwargs)
         except KeyError:
@@ -324,7 +324,7 @@ def matches(record: Plain, *, kinds: frozenset[str], task: int | None, node: str
              incident: int | None, incidents: Container[int] = ()) -> bool:
     """True if the record passes the filters of `tail`; an empty or None filter passes all.
 
-    `incidents`: those of `task`; IncidentEscalated and IncidentClosed name only the incident.
+    `incidents`: the incidents of `task`. IncidentEscalated and IncidentClosed do not name a task.
     """
     body: Plain = record["body"]
     if kinds and record["kind"] not in kinds:
