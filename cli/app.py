@@ -52,16 +52,16 @@ def up(
         metavar="FILE", help="Limits and priors, as YAML; an empty file: the defaults. The folder "
         "keeps a copy [the last one given].")] = None,
     observe: Annotated[bool, typer.Option(
-        "--observe", help="Decide and log everything, act on nothing [as the last "
+        "--observe", help="Decide and log everything, but give no orders [as the last "
         "time].")] = False,
-    act: Annotated[bool, typer.Option("--act", help="Act again [as the last time, at first "
-                                                    "yes].")] = False,
+    act: Annotated[bool, typer.Option(
+        "--act", help="Give orders, unlike --observe [as the last time; at first on].")] = False,
     allow_inject: Annotated[bool, typer.Option(
         "--allow-inject", help="Let unicron inject cause faults; never "
         "remembered.")] = False,
     label: Annotated[list[str] | None, typer.Option(
-        metavar="[NODE:]KEY=VALUE", help="rack or switch of all nodes here, or of one; again for "
-        "more; none: forget them [the last ones given].")] = None,
+        metavar="[NODE:]KEY=VALUE", help="rack or switch of all nodes here, or of one node; may be "
+        "repeated; none: forget them [the last ones given].")] = None,
     no_watch: Annotated[bool, typer.Option(
         "--no-watch", help="Do not monitor the progress of ranks; never remembered.")] = False,
     checks: Annotated[Path | None, typer.Option(
@@ -70,7 +70,7 @@ def up(
     checks_every: Annotated[float | None, typer.Option(
         min=1, metavar="S", help="Seconds between two runs of each check [60].")] = None,
     detach: Annotated[bool, typer.Option("--detach", "-d",
-                                         help="Leave it in the background.")] = False,
+                                         help="Run it in the background.")] = False,
 ) -> None:
     """Start a cluster on this machine; Ctrl-C stops it."""
     from .commands import up as command
@@ -102,11 +102,11 @@ def agent(
     host: Annotated[str, typer.Option(
         metavar="ADDRESS", help="Where other nodes reach this one.")] = "127.0.0.1",
     label: Annotated[list[str] | None, typer.Option(
-        metavar="KEY=VALUE", help="The place of this node: rack=NAME, switch=NAME; again for the "
-        "other.")] = None,
+        metavar="KEY=VALUE", help="The place of this node: rack=NAME or switch=NAME; may be "
+        "repeated.")] = None,
     redis: Annotated[str, typer.Option(
         metavar="URL", envvar="UNICRON_REDIS_URL", show_envvar=False,
-        help="The log, if the control plane's address of it is not ours "
+        help="The log, if this node cannot use the address that the control plane gives "
         "[$UNICRON_REDIS_URL].")] = "",
     no_watch: Annotated[bool, typer.Option(
         "--no-watch", help="Do not monitor the progress of ranks: no stall, no straggler is "
@@ -275,7 +275,7 @@ def demo(
 def doctor(
     state: State = None, output: Form = "text",
     support: Annotated[bool, typer.Option(
-        "--support", help="Only list what of Megatron heals in memory, with the reasons.")] = False,
+        "--support", help="Only list which features of Megatron heal in memory, and why.")] = False,
 ) -> None:
     """Check what this machine provides and lacks; list what heals in memory."""
     from .commands import doctor as commands_doctor
@@ -290,8 +290,8 @@ def plan(
     without: Annotated[list[str] | None, typer.Option(
         "--without", metavar="NODE", help="Dry run: the node is drained; may be repeated.")] = None,
     slots: Annotated[list[int] | None, typer.Option(
-        "--with", min=1, max=100_000, metavar="N", help="Dry run: N slots (GPUs) more, in new "
-        "nodes as large as most.")] = None,
+        "--with", min=1, max=100_000, metavar="N", help="Dry run: N more slots (GPUs), in new "
+        "nodes of the most common size.")] = None,
     weight: Annotated[list[str] | None, typer.Option(
         "--weight", metavar="TASK=W", help="Dry run: the task has weight W; may be "
         "repeated.")] = None,
@@ -303,11 +303,11 @@ def plan(
         "--check", min=0, metavar="INPUT", help="The input that the dry run printed: if it has "
         "changed since, nothing is done.")] = None,
     offline: Annotated[Path | None, typer.Option(
-        "--offline", metavar="FILE", help="Plan what this YAML file says, without a cluster; "
+        "--offline", metavar="FILE", help="Plan for this YAML file, without a cluster; "
         "-: standard input.")] = None,
     table: Annotated[bool, typer.Option(
-        "--table", help="With --offline: the plan of every single event that may come next "
-        "too.")] = False,
+        "--table", help="With --offline: also the plan after each single event that may come "
+        "next.")] = False,
     seq: Annotated[int | None, typer.Option(
         "--seq", min=1, metavar="N", help="The plan that was in force after record N of the "
         "log.")] = None,
@@ -344,8 +344,8 @@ RankArg = Annotated[int | None, typer.Argument(
 @app.command("set-weight")
 def set_weight(
     task: TaskArg,
-    weight: Annotated[float, typer.Argument(metavar="WEIGHT", help="Only the ratio to the others' "
-                                                                   "counts; 1 is usual.")],
+    weight: Annotated[float, typer.Argument(
+        metavar="WEIGHT", help="Only its ratio to other tasks' weights matters; 1 is usual.")],
     reason: Reason = "", state: State = None, url: Url = None, output: Form = "text",
 ) -> None:
     """Set the weight of a task; a new plan follows."""
@@ -413,7 +413,7 @@ def inject_stop(
     task: TaskArg, rank: RankArg = None,
     for_s: Annotated[float, typer.Option(
         "--for", min=0.0, max=86_400.0, metavar="S", show_default=False,
-        help="Continue it after so many seconds [never].")] = 0.0,
+        help="Continue the rank after this many seconds [never].")] = 0.0,
     reason: Reason = "", state: State = None, url: Url = None, output: Form = "text",
 ) -> None:
     """Stop one rank of a task where it is, so that it hangs."""
@@ -435,8 +435,8 @@ def inject_node(node: NodeArg, reason: Reason = "", state: State = None, url: Ur
 @file_tools.command()
 def classify(
     file: Annotated[Path | None, typer.Argument(
-        metavar="FILE", help="Error text: a log, or one JSON object with `text` (or a log's "
-        "`event`, `msg`, `message`, ...) a line; none, or -: standard input.")] = None,
+        metavar="FILE", help="A log, or on each line a JSON object with `text` (or a log's "
+        "`event`, `msg`, `message`, ...); none, or -: standard input.")] = None,
     output: Form = "text",
 ) -> None:
     """Classify lines of error text: status, severity, and the rule that matched."""
@@ -448,8 +448,8 @@ def classify(
 @file_tools.command()
 def locate(
     dumps: Annotated[list[Path], typer.Argument(
-        metavar="DUMP...", help="Flight-recorder dumps, one per rank or all in one, or their "
-        "folder; of several nodes: each node's.")],
+        metavar="DUMP...", help="Flight-recorder dumps (a file for each rank, or one file), or "
+        "folders of them: the folder of each node.")],
     output: Form = "text",
 ) -> None:
     """Name the ranks that a hung job waits for, from PyTorch's flight-recorder dumps."""
@@ -466,13 +466,13 @@ def simulate(
         "faults, and how long (docs/guides/simulate.md); or trace-a or trace-b, the paper's.")]
     = None,
     recorded: Annotated[Path | None, typer.Option(
-        "--from-log", metavar="FILE", help="Instead: the faults in a cluster's log, as "
-        "`export` writes it, under other settings.")] = None,
+        "--from-log", metavar="FILE", help="Instead of a scenario: the faults in a cluster's log "
+        "(written by `export`), with other settings.")] = None,
     settings: Annotated[list[str] | None, typer.Option(
         "--set", metavar="KEY=VALUE", help="With --from-log: weight.TASK=2, or policy.FIELD=VALUE, "
         "a field of the policy file.")] = None,
     policies: Annotated[list[str] | None, typer.Option(
-        "--policy", metavar="NAME", help="With --from-log: another policy than Unicron's.")] = None,
+        "--policy", metavar="NAME", help="With --from-log: a policy other than Unicron's.")] = None,
     log: Annotated[Path | None, typer.Option(
         "--log", metavar="FILE", help="Write the log of the policy `unicron`, as `export` "
         "does.")] = None,
@@ -550,10 +550,10 @@ def mtbf(scenario: Drawn = None, seeds: Seeds = 3, report: Report = None,
 def spares(
     scenario: Drawn = None,
     most: Annotated[int, typer.Option(
-        "--most", min=1, max=1000, metavar="N", help="Up to so many idle nodes.")] = 4,
+        "--most", min=1, max=1000, metavar="N", help="Try up to this many idle nodes.")] = 4,
     seeds: Seeds = 3, report: Report = None, output: Form = "text",
 ) -> None:
-    """How many spare nodes pay."""
+    """How many idle nodes are worth their cost, by policy."""
     from .simulate import capacity
 
     capacity.spares(scenario, most=most, seeds=seeds, report=report, as_json=output == "json")
@@ -561,7 +561,7 @@ def spares(
 
 @simulation.command()
 def weights(
-    task: Annotated[str, typer.Option("--task", metavar="TASK", help="Whose weight is another.")],
+    task: Annotated[str, typer.Option("--task", metavar="TASK", help="Vary this task's weight.")],
     scenario: Drawn = None, seeds: Seeds = 3, report: Report = None, output: Form = "text",
 ) -> None:
     """What a task gains from its weight, and what that costs the others."""
@@ -604,7 +604,7 @@ def run_command(arguments: Sequence[str]) -> int:
     except (KeyboardInterrupt, Abort):
         return EXIT_INTERRUPTED
     except console.PipeClosed:
-        # keep the interpreter from complaining at its end
+        # otherwise the interpreter prints an error when it exits
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_DONE
     except OSError as error:
@@ -616,7 +616,7 @@ def run_command(arguments: Sequence[str]) -> int:
 
 
 def _plain_words(message: str) -> str:
-    """Typer's error message in plain words, without its names of types."""
+    """Typer's error message in plain words, without the names of types."""
     for theirs, ours in (("Value error, ", ""),
                          ("Input should be greater than or equal to", "must be at least"),
                          ("Input should be less than or equal to", "must be at most"),

@@ -31,8 +31,8 @@ NodeArg = Annotated[str, typer.Argument(metavar="NODE", help="A node's name.")]
 Reason = Annotated[str, typer.Option(
     "--reason", metavar="TEXT", help="Why; it goes into the log [your login name].")]
 Checks = Annotated[Path | None, typer.Option(
-    "--checks", metavar="DIR", help="Your own checks of the node: each executable in it is run by "
-    "the clock; it exits 0 healthy, 1 degraded, 2 unhealthy, 3 unknown.")]
+    "--checks", metavar="DIR", help="Your own checks of the node: each executable in DIR is run "
+    "periodically; it exits with 0 healthy, 1 degraded, 2 unhealthy, 3 unknown.")]
 
 
 def folder(given: Path | None) -> StateDir:
