@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from msgspec import Struct
 
@@ -67,9 +67,9 @@ def classify(file: Path | None, *, as_json: bool) -> None:
             console.lines(screen(name if file is not None else "", verdicts))
 
 
-def plain(text: str, verdict: Verdict) -> dict[str, Any]:
+def plain(text: str, verdict: Verdict) -> fmt.Plain:
     """One verdict as plain data, without empty fields."""
-    fields: dict[str, Any] = {"text": text, "status": verdict.status or NONE,
+    fields: fmt.Plain = {"text": text, "status": verdict.status or NONE,
                             "severity": _severity(verdict), "rule": verdict.rule}
     rest = {"line": verdict.line, "peer": verdict.peer, "second_hand": verdict.second_hand,
             "code": verdict.code, "device": verdict.device}

@@ -7,7 +7,6 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import msgspec
 
@@ -39,13 +38,12 @@ from ..screens.incident import folders, name_of
 from ..screens.nodes import node_trouble, quarantine_reason
 from ..screens.plan import bound_by, not_taken
 from ..terminal import console
-from ..terminal.format import lost_state, plan_waf, way_to_act
+from ..terminal.format import Plain, lost_state, plan_waf, way_to_act
 from ..terminal.record_line import essentials, status_in_words
 from .request_outcome import hidden
 from .tail import incident_id
 from .tasks import option_for
 
-Plain = dict[str, Any]
 NEWEST_NUM = 5
 NOT_SHOWN = ("incident", "num_stepping", "logs", "opened_s", "down_since_s", "kept_before",
              "dealt_before", "source", "ckpt_read_before", "source_before", "second_hand",

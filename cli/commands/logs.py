@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 from msgspec import Struct
 
@@ -12,7 +11,7 @@ from ...events.errors import UsageError
 from ..cluster.client import Client, Interrupted, Unable, Unreachable, connect
 from ..cluster.state_dir import StateDir
 from ..terminal import console
-from ..terminal.format import ranks
+from ..terminal.format import Plain, ranks
 from .tasks import resolve
 
 CHUNK_BYTES = 1 << 16
@@ -102,7 +101,7 @@ def _find(client: Client, task: int, rank: int | None, files: dict[str, _File], 
     ended."""
     has_ended = False
     for record in client.records(after, follow=False):
-        body: dict[str, Any] = record["body"]
+        body: Plain = record["body"]
         after = int(record["seq"])
         if record["kind"] == "TaskEnded" and body["task"] == task:
             has_ended = True

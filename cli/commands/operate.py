@@ -5,17 +5,15 @@ from __future__ import annotations
 import getpass
 import math
 import os
-from typing import Any
 
 from ...events.errors import UnicronError, UsageError
 from ..cluster.client import Client, connect
 from ..cluster.state_dir import StateDir
 from ..terminal import console
-from ..terminal.format import number_of, span, way_to_act
+from ..terminal.format import Plain, number_of, span, way_to_act
 from .request_outcome import Outcome, outcome_of, plan_lines
 from .tasks import option_for, pick
 
-Plain = dict[str, Any]
 WEIGHT, WEIGHT_HINT = "a weight is above 0", "for example unicron set-weight alpha 2"
 
 

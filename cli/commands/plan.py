@@ -6,7 +6,6 @@ import math
 import shlex
 import time
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -17,11 +16,11 @@ from ..cluster.state_dir import StateDir
 from ..files import job_file
 from ..screens import plan as plan_screen
 from ..terminal import console
+from ..terminal.format import Plain
 from .operate import WEIGHT, paused_lines, pick_node, reason_or_user
 from .request_outcome import outcome_of, plan_lines, view_before
 from .tasks import option_for, pick
 
-Plain = dict[str, Any]
 CHANGED_CODE = 412
 """HTTP status if the input differs from --check."""
 

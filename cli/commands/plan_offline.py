@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -18,9 +17,8 @@ from ...control_plane.planner.problem import PlanProblem, allocation, waf_of
 from ..files import plan_file
 from ..screens import plan as plan_screen
 from ..terminal import console
-from ..terminal.format import SCREEN_COLUMNS, clipped, count, scaled, span, table
+from ..terminal.format import SCREEN_COLUMNS, Plain, clipped, count, scaled, span, table
 
-Plain = dict[str, Any]
 NAME_COLUMNS = 24
 TABLE_S_MAX = 10.0
 """Events that are not planned by then are left out and counted."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from unicron import __version__
 
@@ -16,11 +15,9 @@ from ...events.records.envelope import Record
 from ..cluster.client import connect
 from ..cluster.state_dir import StateDir
 from ..terminal import console
-from ..terminal.format import count, labelled, lost_cell, table
+from ..terminal.format import Plain, count, labelled, lost_cell, table
 from ..terminal.record_line import line
 from .tasks import option_for
-
-Plain = dict[str, Any]
 
 
 class CorruptError(UnicronError):

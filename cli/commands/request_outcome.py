@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
 
 import msgspec
 from msgspec import Struct
 
 from ..cluster.client import Client
-from ..terminal.format import labelled, number_of, plan_waf, scaled
+from ..terminal.format import Plain, labelled, number_of, plan_waf, scaled
 
-Plain = dict[str, Any]
 NAME_COLUMNS_MIN = 8
 EXPLAINED = ("why", "needs", "cost_waf", "weight_from")
 """Fields of a waiting task that are computed on request."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...events.errors import UsageError
 from ...events.records.codec import from_plain
@@ -15,12 +15,12 @@ from ..screens import cluster as cluster_screen
 from ..screens import nodes
 from ..screens import task as task_screen
 from ..terminal import console
+from ..terminal.format import Plain
 from .tasks import option_for, pick
 
 if TYPE_CHECKING:
     from ...control_plane.history.history import History
 
-Plain = dict[str, Any]
 WATCH_S = 1.0
 CLEAR = "\x1b[H\x1b[J"
 

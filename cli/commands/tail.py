@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from msgspec import Struct
 
@@ -13,11 +12,11 @@ from ...events.errors import UsageError
 from ..cluster.client import Client, Interrupted, Unable, Unreachable, connect
 from ..cluster.state_dir import StateDir
 from ..terminal import console
+from ..terminal.format import Plain
 from ..terminal.record_line import line, matches
 from .operate import pick_node
 from .tasks import pick
 
-Plain = dict[str, Any]
 UNREACHABLE_S_MAX = 120.0
 """Give up after the control plane was unreachable for this long."""
 RETRY_S = 0.5

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -14,9 +13,8 @@ from ..cluster.client import Client, connect
 from ..cluster.state_dir import StateDir, default
 from ..files import job_file
 from ..terminal import console
+from ..terminal.format import Plain
 from .request_outcome import outcome_of, plan_lines, view_before
-
-Plain = dict[str, Any]
 
 
 def submit(state: StateDir, url: str | None, path: Path, *, as_json: bool) -> int:

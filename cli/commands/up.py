@@ -14,7 +14,6 @@ import subprocess
 import time
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from msgspec import Struct, structs
 
@@ -29,7 +28,7 @@ from ..cluster.state_dir import StateDir, shown
 from ..files import job_file
 from ..screens.task import ENDED
 from ..terminal import console
-from ..terminal.format import way_to_act
+from ..terminal.format import Plain, way_to_act
 from . import serve
 from .tasks import option_for
 
@@ -209,7 +208,7 @@ def _start(cluster: LocalCluster, policy: Path | None) -> None:
     cluster.wait_agents(client)
 
 
-def _mode(cluster: dict[str, Any], option: str) -> list[str]:
+def _mode(cluster: Plain, option: str) -> list[str]:
     """Whether the cluster heals, and whether faults may be injected."""
     healing: str = cluster["healing"]
     if healing == "on":

@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -16,11 +15,10 @@ from ..cluster import processes
 from ..cluster.local_cluster import CONTROL_PLANE, agent_name
 from ..cluster.state_dir import shown
 from ..commands.request_outcome import hidden
-from ..terminal.format import lost_in_words, ms, ranks, rfc3339, scaled, span
+from ..terminal.format import Plain, lost_in_words, ms, ranks, rfc3339, scaled, span
 from . import proof
 from .stage import BrokenError, Stage, is_running
 
-Plain = dict[str, Any]
 NODE = "n2"
 VICTIM_NUM = 2
 KILL_ITERATION_NUM = 6

@@ -8,16 +8,14 @@ import os
 import subprocess
 import textwrap
 from pathlib import Path
-from typing import Any
 
 from ...control_plane.history.history import IncidentHistory
 from ...control_plane.history.history import waf as waf_of
 from ..cluster.local_cluster import program
 from ..screens.task import loss_curve
-from ..terminal.format import curve, lost_cell, ms, ranks, scaled, table
+from ..terminal.format import Plain, curve, lost_cell, ms, ranks, scaled, table
 from .stage import BrokenError, Stage
 
-Plain = dict[str, Any]
 COMPARE_S_MAX = 60.0
 NOTE_COLUMNS = 80
 WAF_COLUMNS = 50

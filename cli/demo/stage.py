@@ -13,7 +13,7 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, TypeVar
 
 from ...control_plane.history.history import History
 from ...events.errors import UnicronError, UsageError
@@ -27,11 +27,10 @@ from ..cluster.local_cluster import CONTROL_PLANE, ClusterOptions, LocalCluster
 from ..cluster.processes import Process
 from ..cluster.state_dir import StateDir, shown
 from ..terminal import console
-from ..terminal.format import ms, span
+from ..terminal.format import Plain, ms, span
 
 # --- The ranks' trace: every phase of every micro-batch. ---
 
-Plain = dict[str, Any]
 
 
 class Trace:

@@ -21,11 +21,10 @@ import msgspec
 from msgspec import Struct
 
 from ...workers.training.reference import NOISE_TIMES_MAX, ROUNDING_RATIO, state_folder, tolerance
-from ..terminal.format import span, table
+from ..terminal.format import Plain, span, table
 from .acts import Player
 from .stage import BrokenError, Stage
 
-Plain = dict[str, Any]
 STALLED_S_MAX = 300.0
 PROGRESS_S = 6.0
 LOOK_S = 0.05

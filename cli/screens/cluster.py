@@ -8,14 +8,13 @@ the totals, the table.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from ..terminal import format as fmt
+from ..terminal.format import Plain
 from ..terminal.record_line import status_in_words
 from .nodes import disabled_slots, node_news, recovers, slot_use, wanted
 from .task import ENDED, computed, lag_s, waits
 
-Plain = dict[str, Any]
 INCIDENTS_SHOWN_NUM = 3
 ENDED_SHOWN_NUM = 8
 FAILED_SHOWN_NUM = 3

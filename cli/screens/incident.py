@@ -6,15 +6,15 @@ import re
 import shlex
 from collections.abc import Iterable
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..terminal import format as fmt
+from ..terminal.format import Plain
 from ..terminal.record_line import state_source, status_in_words
 
 if TYPE_CHECKING:
     from ...control_plane.history.history import History, IncidentHistory
 
-Plain = dict[str, Any]
 PHASE_WORDS = {"held": "paused", "stood": "stalled"}
 """The page's words for phases that have another name in the JSON."""
 BAR_COLUMNS = 40

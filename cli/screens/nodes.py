@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from ..terminal import format as fmt
+from ..terminal.format import Plain
 from .stragglers import degraded_news, node_degraded
 
-Plain = dict[str, Any]
 SlotUse = Literal["train", "idle", "drained", "out", "unreachable", "left"]
 DEGRADED = "!"
 RUNS_COLUMNS = 28

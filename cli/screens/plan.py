@@ -17,9 +17,9 @@ from ...control_plane.planner.alternative_names import (
     percent,
 )
 from ..terminal import format as fmt
+from ..terminal.format import Plain
 from .stragglers import degraded_lines
 
-Plain = dict[str, Any]
 ROWS_NUM_MAX = 20
 """Tasks that are listed; the rest are counted."""
 PLACES_NUM_MAX = 8

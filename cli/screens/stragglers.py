@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ...control_plane.incidents.stragglers import FAULT_RATIO, LASTS_S
 from ...control_plane.planner.alternative_names import percent
-from ..terminal.format import command, labelled, number_of, scaled
-
-Plain = dict[str, Any]
+from ..terminal.format import Plain, command, labelled, number_of, scaled
 
 
 def degraded_news(node: Plain, names: dict[int, str], option: str) -> str:

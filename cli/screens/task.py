@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..terminal import format as fmt
+from ..terminal.format import Plain
 from . import incident
 from .incident import folders, in_words
 from .stragglers import alike_why, degraded_why, slow_nodes
@@ -14,7 +15,6 @@ from .stragglers import alike_why, degraded_why, slow_nodes
 if TYPE_CHECKING:
     from ...control_plane.history.history import History, TaskHistory
 
-Plain = dict[str, Any]
 CURVE_COLUMNS = 60
 WHAT_COLUMNS = 36
 INDENT_COLUMNS = 11

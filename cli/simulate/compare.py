@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from multiprocessing import get_context
 from pathlib import Path
 from signal import SIG_DFL, SIGINT, signal
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import typer
 from unicron import __version__
@@ -30,10 +30,10 @@ from ...events.log import archive
 from ..files.job_file import FILE_BYTES_MAX, read_text, read_yaml
 from ..terminal import console
 from ..terminal import format as fmt
+from ..terminal.format import Plain
 
 TRACE_BYTES_MAX = 64 << 20
 OURS = "unicron"
-Plain = dict[str, Any]
 HEADS: dict[Loss, str] = {"detection": "DETECT", "transition": "TRANSIT", "waiting": "WAIT",
                           "sub-healthy": "SUB", "recomputed": "AGAIN"}
 

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ...control_plane.simulation.accounting import LOSSES, EventLoss
 from ...control_plane.simulation.counterfactual import counterfactual
@@ -34,9 +33,9 @@ from ...events.spec.job import WEIGHT_RATIO_MAX
 from ..files.job_file import read_yaml
 from ..terminal import console
 from ..terminal import format as fmt
+from ..terminal.format import Plain
 from .compare import HEADS
 
-Plain = dict[str, Any]
 HINT = "--set weight.TASK=2, or --set policy.FIELD=VALUE (docs/reference/records.md, Policy)"
 
 

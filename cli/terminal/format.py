@@ -20,6 +20,8 @@ from ...events.spec.parallelism import (
     part_in_words,
 )
 
+Plain = dict[str, Any]
+"""A JSON object: a record, a response of the control plane, or `-o json`."""
 BLOCKS = "▁▂▃▄▅▆▇█"
 SCREEN_COLUMNS = 100
 UNBROKEN = "\u00a0"
@@ -141,7 +143,7 @@ def lost_cell(num: int | None) -> str:
     return "-" if num is None else str(num)
 
 
-def plan_waf(plan: dict[str, Any], of: Collection[int] | None = None) -> float:
+def plan_waf(plan: Plain, of: Collection[int] | None = None) -> float:
     """The WAF of all tasks under a plan (PlanChosen), including tasks that the plan leaves
     unchanged. `of`: count only these tasks, because others may have ended since."""
     kept = plan.get("kept", ())
@@ -175,7 +177,6 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]],
 
 # --- The layout of a generation, from its Reconfigure. ---
 
-Plain = dict[str, Any]
 PARTS_NUM_MAX = 3
 """Lost parts of the state that are listed."""
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from ...events.records.statuses import NCCL_TIMEOUT
 from . import format as fmt
+from .format import Plain
 
-Plain = dict[str, Any]
 ESSENTIALS_LENGTH_MAX = 160
 _SOURCE = re.compile(r"\[[^\]\s]{1,400}\.(?:cc|cpp|cu|c|hpp|h):\d{1,6}\] ?")
 """The source position in a C++ error, as in `[/pytorch/third_party/gloo/tcp/pair.cc:598] `."""
