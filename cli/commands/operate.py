@@ -5,6 +5,8 @@ from __future__ import annotations
 import getpass
 import math
 import os
+from collections.abc import Iterable, Iterator
+from itertools import chain
 
 from ...events.errors import UnicronError, UsageError
 from ..cluster.client import Client, connect
@@ -44,7 +46,7 @@ def set_weight(state: StateDir, url: str | None, task: str, weight: float, reaso
     followed = _request(client, f"/v1/tasks/{found['id']}/weight", reason, weight=weight)
     head = (f"{_who(found)}  weight {found['weight']:g} -> {weight:g}"
             if weight != found["weight"] else f"{_who(found)}  weight {weight:g}, as before")
-    _print_outcome(state, head, followed, view, as_json=as_json)
+    _show(state, head, followed, _effects(state, followed, view), as_json=as_json)
 
 
 def drain(state: StateDir, url: str | None, node: str, reason: str, *, as_json: bool) -> None:
@@ -54,15 +56,15 @@ def drain(state: StateDir, url: str | None, node: str, reason: str, *, as_json: 
     on_it = {slot["task"] for slot in found["slots"] if slot["task"]}
     names = ", ".join(task["name"] for task in view["tasks"] if task["id"] in on_it)
     head = f"{node}  drained; {f'{names} shall leave it' if names else 'it was empty'}"
-    undo = f"undo     unicron undrain {node}{option_for(state)}"
-    _print_outcome(state, head, followed, view, undo, as_json=as_json)
+    _show(state, head, followed, _effects(state, followed, view),
+          undo=f"undo     unicron undrain {node}{option_for(state)}", as_json=as_json)
 
 
 def undrain(state: StateDir, url: str | None, node: str, reason: str, *, as_json: bool) -> None:
     """Allow tasks on a drained node again."""
     view, followed = _node_request(state, url, node, "undrain", reason)
     head = f"{node}  may have tasks again{_unhealthy_note(view, node)}"
-    _print_outcome(state, head, followed, view, as_json=as_json)
+    _show(state, head, followed, _effects(state, followed, view), as_json=as_json)
 
 
 def lift(state: StateDir, url: str | None, node: str, reason: str, *, as_json: bool) -> None:
@@ -70,7 +72,7 @@ def lift(state: StateDir, url: str | None, node: str, reason: str, *, as_json: b
     view, followed = _node_request(state, url, node, "lift", reason)
     head = (f"{node}  quarantined no longer; its next fault is its first"
             f"{_unhealthy_note(view, node)}")
-    _print_outcome(state, head, followed, view, as_json=as_json)
+    _show(state, head, followed, _effects(state, followed, view), as_json=as_json)
 
 
 def _unhealthy_note(view: Plain, node: str) -> str:
@@ -86,13 +88,9 @@ def freeze(state: StateDir, url: str | None, reason: str, *, as_json: bool) -> N
     """Pause healing."""
     why = reason_or_user(reason)
     followed = _request(connect(state, url), "/v1/freeze", why)
-    if as_json:
-        console.out(followed.as_json())
-        return
-    console.out(f"healing is frozen: {why} (seq {followed.seq})")
-    console.out("         tasks train on; what has begun is completed; of what comes, nothing is "
-            "ordered")
-    _next(state, f"undo     unicron unfreeze{option_for(state)}")
+    _show(state, f"healing is frozen: {why}", followed, [
+        "         tasks train on; what has begun is completed; of what comes, nothing is ordered"],
+        undo=f"undo     unicron unfreeze{option_for(state)}", as_json=as_json)
 
 
 def unfreeze(state: StateDir, url: str | None, reason: str, *, as_json: bool) -> None:
@@ -105,7 +103,7 @@ def unfreeze(state: StateDir, url: str | None, reason: str, *, as_json: bool) ->
     head = "healing is on" if observes == "on" else f"no longer frozen, but {observes}"
     waited = [f"waited   {task['name']}: {task['withheld']}" for task in view["tasks"]
               if task["withheld"]]
-    _print_outcome(state, head, followed, view, waited=waited, as_json=as_json)
+    _show(state, head, followed, chain(waited, _effects(state, followed, view)), as_json=as_json)
 
 
 def inject_rank(state: StateDir, url: str | None, task: str, rank: int | None, reason: str, *,
@@ -142,16 +140,20 @@ def inject_node(state: StateDir, url: str | None, node: str, reason: str, *,
 
 
 # --- Output. ---
-def _print_outcome(state: StateDir, head: str, followed: Outcome, view: Plain, undo: str = "", *,
-          waited: list[str] | None = None, as_json: bool) -> None:
-    """Print the request, the resulting plan with its alternatives, and the tasks that change."""
+def _show(state: StateDir, head: str, followed: Outcome, lines: Iterable[str] = (), *,
+          look: str = "", undo: str = "", as_json: bool) -> None:
+    """Print the request, the lines on its effects, and the next commands."""
     if as_json:
         console.out(followed.as_json())
         return
-    console.out(f"{head} (seq {followed.seq})")
-    console.lines([*(waited or []), *plan_lines(followed, view),
-                   *paused_lines(view, option_for(state))])
-    _next(state, undo)
+    watch = f"look     {look}unicron status -w{option_for(state)}"
+    console.lines([f"{head} (seq {followed.seq})", *lines, watch, *([undo] if undo else [])])
+
+
+def _effects(state: StateDir, followed: Outcome, view: Plain) -> Iterator[str]:
+    """The resulting plan with its alternatives, and the tasks that change."""
+    yield from plan_lines(followed, view)
+    yield from paused_lines(view, option_for(state))
 
 
 def paused_lines(view: Plain, option: str) -> list[str]:
@@ -165,17 +167,7 @@ def _print_fault(state: StateDir, followed: Outcome, head: str, look: str, *,
                 as_json: bool) -> None:
     if "InjectFault" not in followed.orders:
         raise UnicronError("the target exited before the fault; nothing was done")
-    if as_json:
-        console.out(followed.as_json())
-        return
-    console.out(f"{head} (seq {followed.seq})")
-    _next(state, look=f"{look}{option_for(state)}   ")
-
-
-def _next(state: StateDir, undo: str = "", *, look: str = "") -> None:
-    console.out(f"look     {look}unicron status -w{option_for(state)}")
-    if undo:
-        console.out(undo)
+    _show(state, head, followed, look=f"{look}{option_for(state)}   ", as_json=as_json)
 
 
 def _who(task: Plain) -> str:
