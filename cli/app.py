@@ -590,16 +590,16 @@ def run_command(arguments: Sequence[str]) -> int:
     try:
         code: object = app(args=list(arguments), prog_name="unicron", standalone_mode=False)
     except UnicronError as error:
-        console.error(str(error), str(getattr(error, "hint", "")))
-        wrong_input = isinstance(error, UsageError)
-        return EXIT_USAGE if wrong_input else EXIT_FAILED
+        console.error(str(error), error.hint)
+        return EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILED
     except TyperException as error:
         if _is_negative_weight(error):
             from .commands.operate import WEIGHT, WEIGHT_HINT
 
             console.error(WEIGHT, WEIGHT_HINT)
         else:
-            console.error(_plain_words(error.format_message()).rstrip("."), _help_of(error))
+            command = getattr(getattr(error, "ctx", None), "command_path", "unicron")
+            console.error(_plain_words(error.format_message()).rstrip("."), f"{command} --help")
         return EXIT_USAGE
     except (KeyboardInterrupt, Abort):
         return EXIT_INTERRUPTED
@@ -633,8 +633,3 @@ def _is_negative_weight(error: TyperException) -> bool:
     option = str(getattr(error, "option_name", ""))
     return (getattr(getattr(error, "ctx", None), "info_name", "") == "set-weight"
             and option[:1] == "-" and option[1:2] in tuple("0123456789."))
-
-
-def _help_of(error: TyperException) -> str:
-    context = getattr(error, "ctx", None)
-    return f"{context.command_path if context is not None else 'unicron'} --help"

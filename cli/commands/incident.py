@@ -72,7 +72,8 @@ def incident(state: StateDir, url: str | None, which: str, *, every: bool, as_js
     history = read_history(read())
     now_s = time.time()
     if every:
-        print_all(history, now_s=now_s, as_json=as_json, option=option)
+        console.lines([json.dumps([plain(history, x, now_s) for x in history.incidents.values()])]
+                      if as_json else incident_screen.every(history, now_s=now_s, option=option))
         return
     one = pick(history, which)
     if one is None:
@@ -81,14 +82,6 @@ def incident(state: StateDir, url: str | None, which: str, *, every: bool, as_js
     show(history, one, read(), view=client.get("/v1/state"), now_s=now_s,
          log=f"--live{option}", option=option, as_json=as_json,
          plan_at=lambda seq: client.get("/v1/plan", DRY_RUN_S_MAX, seq=seq))
-
-
-def print_all(history: History, *, now_s: float, as_json: bool, option: str) -> None:
-    """Print all incidents of a log, the newest last."""
-    if as_json:
-        console.out(json.dumps([plain(history, x, now_s) for x in history.incidents.values()]))
-    else:
-        console.lines(incident_screen.every(history, now_s=now_s, option=option))
 
 
 def plain(history: History, one: IncidentHistory, now_s: float) -> Plain:
@@ -225,11 +218,9 @@ def phases(one: IncidentHistory, silence_s: float = 0.0, *, stalled: tuple[str, 
     the decide phase. `began`: the fault's start; if unknown, there is no detect phase. `paused`:
     orders were suppressed; this time precedes the rebuild phase.
     """
-    found: list[Plain] = []
-    for name, from_, to in PAUSED_PHASES if paused else PHASES:
-        from_s, to_s = getattr(one, from_), getattr(one, to)
-        if from_s is not None and to_s is not None and to_s >= from_s:
-            found.append({"name": name, "from_s": from_s, "length_s": to_s - from_s, "bound": ""})
+    found = [_phase(name, from_s, to_s) for name, from_, to in (PAUSED_PHASES if paused else PHASES)
+             if (from_s := getattr(one, from_)) is not None
+             and (to_s := getattr(one, to)) is not None and to_s >= from_s]
     if silence_s:
         silent = _phase("silent", one.detected_s - silence_s, one.detected_s)
         found = [silent, *(x for x in found if x["name"] != "detect")]

@@ -12,7 +12,7 @@ from ..cluster.client import Client, Interrupted, Unable, Unreachable, connect
 from ..cluster.state_dir import StateDir
 from ..terminal import console
 from ..terminal.format import Plain, ranks
-from .tasks import resolve
+from .tasks import pick
 
 CHUNK_BYTES = 1 << 16
 POLL_S = 0.2
@@ -51,7 +51,7 @@ class _File(Struct):
 def logs(state: StateDir, url: str | None, task: str, rank: int | None, *, follow: bool) -> None:
     """Print the output of a task, each line after its rank and attempt. Raises UsageError."""
     client = connect(state, url)
-    number = resolve(client, task)
+    number = int(pick(client.get("/v1/state")["tasks"], task)["id"])
     files: dict[str, _File] = {}
     seq, has_ended = _find(client, number, rank, files, after=0)
     if not files and (has_ended or not follow):

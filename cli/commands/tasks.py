@@ -9,7 +9,7 @@ import msgspec
 
 from ...events.errors import UsageError
 from ...events.spec.job import Slots
-from ..cluster.client import Client, connect
+from ..cluster.client import connect
 from ..cluster.state_dir import StateDir, default
 from ..files import job_file
 from ..terminal import console
@@ -54,12 +54,6 @@ def cancel(state: StateDir, url: str | None, task: str, reason: str, *, as_json:
     console.out(f"task {found['id']}  {found['name']} cancelled (seq {answer['seq']})")
     console.talk(f"next: unicron status{option_for(state)}   (the others are planned again at its "
                  "end)")
-
-
-def resolve(client: Client, wanted: str) -> int:
-    """A task's id from its name (the newest of that name) or its id. Raises UsageError."""
-    tasks: list[Plain] = client.get("/v1/state")["tasks"]
-    return int(pick(tasks, wanted)["id"])
 
 
 def pick(tasks: list[Plain], wanted: str) -> Plain:

@@ -144,7 +144,10 @@ def up(state: StateDir, asked: UpOptions, *, detach: bool) -> None:
     try:
         _start(cluster, asked.policy)
         stop.begin()
-        _say_next(state)
+        option = option_for(state)
+        console.out(f"next     unicron submit deploy/examples/demo.yaml{option}")
+        console.out(f"look     unicron status -w{option}        unicron tail -f{option}")
+        console.out(f"stop     Ctrl-C, or unicron down{option}")
         _Watch(cluster).run(stop)
     except (UnicronError, KeyboardInterrupt):
         if not before:  # no process ran before: leave none
@@ -220,13 +223,6 @@ def _mode(cluster: Plain, option: str) -> list[str]:
     if cluster["allow_inject"]:
         lines.append("faults   allowed on purpose: unicron inject --help")
     return lines
-
-
-def _say_next(state: StateDir) -> None:
-    option = option_for(state)
-    console.out(f"next     unicron submit deploy/examples/demo.yaml{option}")
-    console.out(f"look     unicron status -w{option}        unicron tail -f{option}")
-    console.out(f"stop     Ctrl-C, or unicron down{option}")
 
 
 def _line(what: str, where: str, pid: int, adopted: bool) -> str:

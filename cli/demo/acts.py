@@ -399,13 +399,9 @@ def say_moves(stage: Stage, seq: int) -> None:
         stage.promise(move.lost == 0, f"{stage.name(move.task)} lost no iteration")
         for body in map(msgspec.to_builtins, move.newcomers):
             promise_from_memory(stage, body)
-            stage.note(None, f"  rank {body['rank']} on {_place(stage, body)}: "
+            slot = _order(stage, body)["body"]["slot"]
+            stage.note(None, f"  rank {body['rank']} on {slot['node']}/{slot['index']}: "
                              f"{from_memory(body)}{_prepared(stage, body)}")
-
-
-def _place(stage: Stage, body: Plain) -> str:
-    order = _order(stage, body)
-    return f"{order['body']['slot']['node']}/{order['body']['slot']['index']}"
 
 
 def _order(stage: Stage, body: Plain) -> Plain:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from msgspec import Struct, field
 
 from ...control_plane.planner.problem import PlanProblem, TaskDemand
 from ...control_plane.throughput.transition_cost import Transition
-from ...events.errors import SpecError, UsageError
+from ...events.errors import SpecError, UsageError, need
 from ...events.spec.job import RATE_FLOPS_MAX, WEIGHT_RATIO_MAX
 from ...events.spec.validation import spec_error
 from .job_file import EXAMPLES, RESOLVERS, read_text, read_yaml, shown_name
@@ -22,6 +23,7 @@ GPUS_NUM_MAX = 10_000_000
 SPAN_S_MIN, SPAN_S_MAX = 1e-3, 1e15
 NAME_CHARS_MAX = 100
 DOCS = "see docs/guides/plan-offline.md"
+_need = partial(need, hint=DOCS)
 
 # --- fast reader for large files: the job file's YAML, from libyaml's stream of events ---
 #
@@ -186,7 +188,7 @@ def _check(task: TaskInFile, path: str) -> None:
     _within(f"{path}.current", task.current, 0, GPUS_NUM_MAX)
     if task.transition_s is None:
         _need(task.current == 0, f"{path}.transition_s", "is missing",
-              "write the cost of a change, in seconds; 0: none")
+              hint="write the cost of a change, in seconds; 0: none")
     else:
         _need(0 <= task.transition_s <= SPAN_S_MAX, f"{path}.transition_s",
               f"must be between 0 and {SPAN_S_MAX:g}")
@@ -199,8 +201,3 @@ def _check(task: TaskInFile, path: str) -> None:
 
 def _within(path: str, value: int, least: int, most: int) -> None:
     _need(least <= value <= most, path, f"must be between {least} and {most}")
-
-
-def _need(holds: bool, path: str, message: str, hint: str = DOCS) -> None:
-    if not holds:
-        raise SpecError(path, message, hint)

@@ -246,11 +246,9 @@ def _node_row(node: Plain, tasks: dict[int, str], now_s: float, *,
         if slot["task"]:
             runs.setdefault(slot["task"], []).append(slot["rank"])
     what = ", ".join(f"{tasks.get(task, '?')} {fmt.ranks(found)}" for task, found in runs.items())
-    num_busy = sum(1 for slot in node["slots"] if slot["task"])
+    busy = str(sum(1 for slot in node["slots"] if slot["task"]))
     if node["contact"] in ("lost", "left"):
         what, busy = "", "-"  # the ranks there count as stopped
-    else:
-        busy = str(num_busy)
     switch = [node["labels"]["switch"] or "-"] if switched else []
     return [node["id"], *switch, node["health"], fmt.span(max(now_s - node["since_s"], 0.0)),
             _scheduling(node), f"{busy}/{node['num_slots']}", node["accelerator"],

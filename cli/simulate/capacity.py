@@ -43,9 +43,8 @@ def mtbf(scenario: Path | None, *, seeds: int, report: Path | None, as_json: boo
     """Compare the policies at several MTBFs."""
     loaded = _scenario(scenario, report)
     points, played = _simulate(scenario, lambda: capacity.mtbf(loaded, seeds))
-    unit_h, ideal = capacity.mtbf_gpu_h(loaded), _ideal(points, played)
-    curves = {name: [(at * (unit_h or 1.0), flop / ideal) for at, flop in curve]
-              for name, curve in _curves(points, played).items()}
+    unit_h = capacity.mtbf_gpu_h(loaded)
+    curves = _curves(points, played, unit_h or 1.0)
     evens = capacity.break_evens(curves, geometric=True)
     what = "MTBF OF A GPU, H" if unit_h else "MTBF, TIMES"
     sentences = [f"{one.below} and {one.above} earn the same at {one.at:,.0f} h: below it "
@@ -73,15 +72,15 @@ def spares(scenario: Path | None, *, most: int, seeds: int, report: Path | None,
     if most >= len(loaded.cluster.names):
         raise UsageError(f"--most {most} leaves no node", f"fewer than {len(loaded.cluster.names)}")
     points, played = _simulate(scenario, lambda: capacity.spares(loaded, seeds, most))
-    ideal = _ideal(points, played)
-    curves = {name: [(at, flop / ideal) for at, flop in curve]
-              for name, curve in _curves(points, played).items()}
+    curves = _curves(points, played)
     sentences: list[str] = []
-    for name, curve in curves.items():
-        if name != OURS:
-            share, num = max((share, -at) for at, share in curve)
-            sentences.append(f"{name}: {number_of(round(-num), 'idle node')} earn most, "
-                         f"{100 * share:.2f} %" + _compared(curves, share))
+    ours = curves[OURS][0][1] if OURS in curves else None
+    for name in (x for x in curves if x != OURS):
+        share, num = max((share, -at) for at, share in curves[name])
+        compared = "" if ours is None else (
+            f"; {OURS} with none earns {100 * ours:.2f} %, {ours / share:.3f} x as much")
+        sentences.append(f"{name}: {number_of(round(-num), 'idle node')} earn most, "
+                         f"{100 * share:.2f} %{compared}")
     if OURS in curves:  # a constant, to compare with: Unicron keeps no idle nodes
         curves[OURS] = [(float(num), curves[OURS][0][1]) for num in range(most + 1)]
     picture = Picture(
@@ -91,13 +90,6 @@ def spares(scenario: Path | None, *, most: int, seeds: int, report: Path | None,
     _show(Result(loaded, "spares", seeds, "IDLE NODES", curves, sentences, picture, ".0f",
                  _command("spares", scenario), capacity.break_evens(curves, geometric=False)),
           report, as_json)
-
-
-def _compared(curves: dict[str, Curve], share: float) -> str:
-    if OURS not in curves:
-        return ""
-    ours = curves[OURS][0][1]
-    return f"; {OURS} with none earns {100 * ours:.2f} %, {ours / share:.3f} x as much"
 
 
 def weights(scenario: Path | None, *, task: str, seeds: int, report: Path | None, as_json: bool
@@ -160,21 +152,18 @@ def _simulate(path: Path | None, points: Callable[[], list[Point]]
     return found, play([RunSpec(point.policy, point.run_input) for point in found])
 
 
-def _ideal(points: Sequence[Point], played: Sequence[RunResult]) -> float:
-    """What the cluster earns without a fault, under Unicron's plan if that was simulated."""
-    whole = [(point.system == OURS, one.outcome.earnings.full_flop)
-             for point, one in zip(points, played, strict=True)]
-    return max(whole)[1]
-
-
-def _curves(points: Sequence[Point], played: Sequence[RunResult]) -> dict[str, Curve]:
-    """The FLOP that each system earns at each point: means over the seeds."""
+def _curves(points: Sequence[Point], played: Sequence[RunResult], unit: float = 1.0
+            ) -> dict[str, Curve]:
+    """The FLOP that each system earns at each point (in `unit`s): means over the seeds, as a share
+    of what the cluster earns without a fault, under Unicron's plan if that was simulated."""
+    _, ideal = max((point.system == OURS, one.outcome.earnings.full_flop)
+                   for point, one in zip(points, played, strict=True))
     every: dict[str, dict[float, list[float]]] = {}
     for point, one in zip(points, played, strict=True):
         every.setdefault(point.system, {}).setdefault(point.at, []).append(
             one.outcome.earnings.flop)
-    return {name: [(at, fsum(flops) / len(flops)) for at, flops in sorted(curve.items())]
-            for name, curve in every.items()}
+    return {name: [(at * unit, fsum(flops) / len(flops) / ideal)
+                   for at, flops in sorted(curve.items())] for name, curve in every.items()}
 
 
 def _plot(curves: dict[str, Curve], across: str, up: str, *, log: bool) -> Callable[[Any], None]:

@@ -50,11 +50,8 @@ def from_log(path: Path, *, settings: Sequence[str], policies: Sequence[str], as
     except CorruptLog as error:
         raise UsageError(f"{path}: {error}", "the records before that seq are valid; "
                          "export the log again") from None
-    try:
-        choices = [Choice(), *chosen(recording, settings, policies)]
-        played = [(choice, counterfactual.play(recording, choice)) for choice in choices]
-    except SpecError as error:
-        raise UsageError(str(error), error.hint) from None
+    choices = [Choice(), *chosen(recording, settings, policies)]
+    played = [(choice, counterfactual.play(recording, choice)) for choice in choices]
     if as_json:
         console.out(json.dumps(as_data(recording, played)))
     else:
@@ -206,8 +203,9 @@ def screen(recording: Recording, played: Sequence[tuple[Choice, RunResult]], pat
         lines += fmt.labelled("set", f"{chosen.settings}, in the rows below `simulated`"
                               + ("; DIFFERS is from the reweighted row" if chosen.weights else ""))
     lines += ["", *_by_incident(recording, played), ""]
+    error_share = _percent(played[0][1].earnings.flop, recording.played.earnings.flop)
     lines += fmt.labelled("differs", "simulated from recorded: "
-                          f"{_model_error(recording, played[0][1])}; choices from simulated, so "
+                          f"{error_share} earned with the same choices; choices from simulated, so "
                           "that both have the same model error")
     lines += fmt.labelled("lost", "DOWN: task-time without training, GPU: slot-time below full "
                           "strength; then, in % of what full strength earns: until a fault is "
@@ -233,11 +231,6 @@ def _percent(flop: float, against: float | None) -> str:
         return "-"
     more = round(100 * (flop / against - 1), 2)
     return f"{more:+.2f} %" if more else "0.00 %"
-
-
-def _model_error(recording: Recording, baseline: RunResult) -> str:
-    error_share = _percent(baseline.earnings.flop, recording.played.earnings.flop)
-    return f"{error_share} earned with the same choices"
 
 
 def _by_incident(recording: Recording, played: Sequence[tuple[Choice, RunResult]]) -> list[str]:

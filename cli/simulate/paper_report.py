@@ -74,21 +74,20 @@ def of_time(found: Evaluation) -> Picture:
     def draw(figure: Any) -> None:
         every = figure.subplots(2, 1)
         for axes, case in zip(every, paper_evaluation.TRACES, strict=True):
-            full = 0.0
+            full, horizon_s = 0.0, paper_evaluation.TRACES[case].horizon_s
+            edges_d = [horizon_s / DAY_S * at / PARTS_NUM for at in range(PARTS_NUM + 1)]
             for number, name in enumerate(OVER_TIME):
-                outcome = found.played[case, name, 1, ""].outcome
-                means = _means(outcome, paper_evaluation.TRACES[case].horizon_s)
+                means = _means(found.played[case, name, 1, ""].outcome, horizon_s)
                 full = max(full, *means)
-                axes.stairs([mean / 1e15 for mean in means], _edges_d(case), baseline=None,
+                axes.stairs([mean / 1e15 for mean in means], edges_d, baseline=None,
                             label=name, color=OURS_COLOUR if name == OURS else COLOURS[number - 1],
                             linewidth=2.0 if name == OURS else 1.0,
                             zorder=3 if name == OURS else 2)
             _faults(axes, found, case, full / 1e15)
-            part_h = paper_evaluation.TRACES[case].horizon_s / PARTS_NUM / 3600
-            axes.set_title(f"{case}, seed 1: means of {part_h:.3g} h each", loc="left", fontsize=9,
-                           color=MUTED)
+            axes.set_title(f"{case}, seed 1: means of {horizon_s / PARTS_NUM / 3600:.3g} h each",
+                           loc="left", fontsize=9, color=MUTED)
             axes.set_ylabel("WAF, PFLOP/s")
-            axes.set_xlim(0, paper_evaluation.TRACES[case].horizon_s / DAY_S)
+            axes.set_xlim(0, horizon_s / DAY_S)
         every[-1].set_xlabel("days")
         every[-1].legend(ncols=len(OVER_TIME), loc="upper center", bbox_to_anchor=(0.5, -0.22))
     return Picture(
@@ -97,11 +96,6 @@ def of_time(found: Evaluation) -> Picture:
         "until it is repaired; grey SEV2 and SEV3. Unicron keeps each task on at least one node "
         "(T_necessary): it is below a policy that leaves a light task without slots.", draw,
         height=6.4)
-
-
-def _edges_d(case: str) -> list[float]:
-    horizon_d = paper_evaluation.TRACES[case].horizon_s / DAY_S
-    return [horizon_d * at / PARTS_NUM for at in range(PARTS_NUM + 1)]
 
 
 def _means(outcome: Outcome, horizon_s: float) -> list[float]:
@@ -371,12 +365,10 @@ def _verdict(value: Values, num_seeds: int) -> str:
     return ((f"Unicron earned less{some} than {', '.join(behind)}. " if behind else
              f"Unicron earned more than every other policy, on both traces{each}. ")
             + (f"Below the paper's ratio: {', '.join(below)}. " if below else "")
-            + ("Reasons: docs/guides/paper.md."
-               if behind or below else ""))
+            + ("Reasons: docs/guides/paper.md." if behind or below else ""))
 
 
-def _trace_rows(case: str, value: Values
-                ) -> tuple[list[str], list[list[str]]]:
+def _trace_rows(case: str, value: Values) -> tuple[list[str], list[list[str]]]:
     rows: list[list[str]] = []
     for name in POLICIES:
         ratio, reported = value[case, name, "waf_ratio"], REPORTED.get((case, name))
