@@ -28,7 +28,7 @@ app = typer.Typer(
 inject = typer.Typer(help="Inject a fault (up --allow-inject).")
 file_tools = typer.Typer()
 simulation = typer.Typer(invoke_without_command=True)
-# The order in which the help lists them, after the commands of `app`.
+# The help lists these groups in this order, after the commands of `app`.
 app.add_typer(inject, name="inject")
 app.add_typer(file_tools)
 app.add_typer(simulation, name="simulate")
@@ -75,7 +75,7 @@ def up(
     """Start a cluster on this machine; Ctrl-C stops it."""
     from .commands import up as command
 
-    os.environ.pop("UNICRON_REDIS_URL", None)  # passed only to the processes that need it
+    os.environ.pop("UNICRON_REDIS_URL", None)  # given only to the processes that need it
     if observe and act:
         raise UsageError("--observe and --act do not go together", "give one of them, or neither")
     command.up(folder(state), command.UpOptions(
@@ -120,7 +120,7 @@ def agent(
     """Run the agent of one node; it joins the control plane by HTTP."""
     from .commands import serve
 
-    os.environ.pop("UNICRON_REDIS_URL", None)  # it may hold a password: not for the ranks
+    os.environ.pop("UNICRON_REDIS_URL", None)  # the URL may hold a password: keep it from the ranks
     serve.agent(folder(state), url=url, node=node, num_slots=slots, host=host, redis_url=redis,
               label=label or (), watch=not no_watch, checks=checks, checks_every_s=checks_every,
               checks_s_max=checks_limit)

@@ -28,7 +28,7 @@ LOOK_BYTES = 8192
 ROWS_NUM_MAX = 40
 INDENT_COLUMNS = 10
 KEYS = ("event", "msg", "message", "log", "error", "exception")
-"""Keys that hold the message of a JSON object without `text`. Without these: the whole line."""
+"""Keys that hold the message of a JSON object without `text`; without them, the line is used."""
 PACKED = {b"\x1f\x8b": ("gzip", "zcat"), b"\xfd7zXZ": ("xz", "xzcat"),
           b"(\xb5/\xfd": ("zstd", "zstdcat"), b"BZh": ("bzip2", "bzcat")}
 HINT = "give a log as it is, or one JSON object with text a line"

@@ -121,9 +121,9 @@ def show(history: History, one: IncidentHistory, records: Iterable[Record], *, v
 
 
 def waits_of(history: History, found: IncidentRecords, plan_at: Callable[[int], Plain]) -> Plain:
-    """What each task needs that a plan of this incident left waiting. An old log holds the needs;
-    else they are computed as of the last TaskWaiting. `computed_by`: the version of the decider
-    that computed them, or 0."""
+    """The needs of the tasks that a plan of this incident left waiting. An old log holds them; else
+    they are computed as of the last TaskWaiting. `computed_by`: the version of the decider that
+    computed them, or 0."""
     records = [(x.seq, x.body) for x in found.records if isinstance(x.body, TaskWaiting)]
     words = {body.task: f"{body.why}; needs {body.needs}" for _, body in records if body.needs}
     plan: Plain = {"computed_by": 0, "tasks": []}
@@ -202,7 +202,7 @@ STALL_PHASES = {"stopped": "stopped", "hang": "stood", "printed": "stood"}
 
 
 def _stalled_until(one: IncidentHistory, evidence: list[Record]) -> tuple[str, float]:
-    """The name and the end of the phase in which a stalled task could resume; "" without one."""
+    """The name and the end of the phase in which a stalled task could resume, or "" and 0."""
     due = [(STALL_PHASES[name], x.at_s) for x in evidence if isinstance(x.body, DeadlineReached)
            and (name := x.body.deadline.partition("/")[0]) in STALL_PHASES
            and x.at_s <= one.decided_s]

@@ -90,7 +90,7 @@ PROGRESS_S = 3.0
 NUM_AGENTS, NUM_SLOTS = 3, 2
 NICE_NUM = 10
 SILENCE_S_MAX, EVIDENCE_S_MAX = 1.5, 3.0
-"""These detect a lost node sooner than the defaults; evidence from a peer is kept until then."""
+"""The silence is shorter than by default; the wait for a root cause is longer than the silence."""
 
 
 class BrokenError(UnicronError):

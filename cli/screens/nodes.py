@@ -23,7 +23,7 @@ def until(node: Plain) -> str:
 
 
 def quarantine_reason(node: Plain, option: str = "") -> str:
-    """Why a node is quarantined, and how to end that; empty if it is not, or is lost."""
+    """Why a node is quarantined, and how to end that; empty for lost and all other nodes."""
     if not node.get("quarantine") or node["contact"] == "lost":  # node_trouble reports lost nodes
         return ""
     lift = fmt.command(f"unicron lift {node['id']}{option}")
@@ -71,7 +71,7 @@ def why_unhealthy(node: Plain) -> str:
 
 # --- Disabled slots. ---
 def disabled_slots(node: Plain) -> list[int]:
-    """The slots that stay disabled until the agent joins again; a check has not disabled them."""
+    """The slots disabled until the agent joins again, without those that a check disabled."""
     failed: list[int] = node["recovers"]["slots"] if node["recovers"] else []
     return [slot["index"] for slot in node["slots"] if slot["out"] and slot["index"] not in failed]
 

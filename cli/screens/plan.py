@@ -42,7 +42,7 @@ def bound_by(plan: Plain, names: Mapping[int, str]) -> str:
 
 
 def _limits(plan: Plain) -> str:
-    """The limits that the best plan without them breaks; if unknown, all that can bind."""
+    """The limits that bind, by the alternative that breaks them; without one, all limits."""
     some = next((LIMITS_BY_NAME[other["what"]] for other in plan.get("alternatives", ())
                  if other["what"] in LIMITS_BY_NAME), ("moves_max", "quotas", "priorities"))
     return f"{', '.join(some[:-1])}{' or ' * (len(some) > 1)}{some[-1]}"
@@ -289,7 +289,7 @@ def _layouts(tasks: Sequence[Plain]) -> list[str]:
 
 
 def _places(slots: Sequence[Plain]) -> str:
-    """`n1/0 n2/0-7`."""
+    """The slots as text, for example `n1/0 n2/0-7`."""
     of: dict[str, list[int]] = {}
     for slot in slots:
         of.setdefault(slot["node"], []).append(slot["index"])

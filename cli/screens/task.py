@@ -24,14 +24,13 @@ SHARDS = {"sharded": "; each has its shard of the optimizer alone: to lose any s
 LAG_TIMES = 3.0
 LAG_S_MIN = 10.0
 NORMAL_ITERATIONS_MIN = 5
-"""The median of this many iterations on one number of slots is the normal step time there."""
+"""The normal step time on a number of slots is the median of at least so many iterations."""
 SAME_RATIO = 1.05
 RATES_SHOWN_NUM = 8
 
 
 def lag_s(task: Plain, now_s: float) -> float:
-    """Seconds since the last progress of a training task; 0 up to three step times, and up to 10 s.
-    """
+    """Seconds since the last progress of a training task; 0 below 3 step times or below 10 s."""
     if task["phase"] != "training" or task["state"] not in ("running", "degraded", "healing"):
         return 0.0
     if task["tier"] != "train":
@@ -51,13 +50,13 @@ def waits(task: Plain) -> str:
 
 
 def computed(cluster: Plain) -> list[str]:
-    """The decider version that computed the needs of waiting tasks; empty if none were."""
+    """The decider version that computed the needs of waiting tasks; empty if none has needs."""
     return fmt.labelled("computed", f"now, by decider version {cluster['computed_by']}"
                         ) if cluster["computed_by"] else []
 
 
 def above(weight: float) -> str:
-    """Rounded up to three digits, so that the printed weight is sufficient."""
+    """The weight, rounded up to three digits, so that the printed weight is sufficient."""
     unit = 10.0 ** (math.floor(math.log10(weight)) - 2)
     return f"{math.ceil(weight / unit - 1e-9) * unit:.3g}"
 

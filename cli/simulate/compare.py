@@ -176,7 +176,7 @@ def print_trace(path: Path) -> None:
 
 # --- as data ------------------------------------------------------------------------------------
 def as_data(scenario: Scenario, played: dict[str, RunResult]) -> Plain:
-    """All results as JSON; FLOP are weighted, times in seconds from the start of the horizon."""
+    """All results as JSON. FLOP are weighted; times are seconds from the start of the horizon."""
     names = [task.name for task in scenario.tasks]
     return {"scenario": scenario.name, "horizon_s": scenario.horizon_s,
             "policies": {name: _policy(one, names) for name, one in played.items()}}

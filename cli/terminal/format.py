@@ -132,7 +132,7 @@ def number_of(num: int, word: str) -> str:
 
 
 def lost_in_words(num: int | None, *, is_over: bool = False) -> str:
-    """`3 iterations lost`. None: not known yet, or never if the task `is_over`."""
+    """`3 iterations lost`. None means unknown; if the task `is_over`, it stays unknown."""
     if num is None:
         return f"iterations lost unknown{'' if is_over else ' until it prints one'}"
     return f"{number_of(num, 'iteration')} lost"
@@ -155,7 +155,7 @@ def plan_waf(plan: Plain, of: Collection[int] | None = None) -> float:
 
 
 def clipped(text: str, width: int) -> str:
-    """At most `width` wide; a longer text ends with `...`."""
+    """The text, at most `width` wide; a longer text is cut and ends with `...`."""
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
