@@ -591,7 +591,7 @@ def run_command(arguments: Sequence[str]) -> int:
         code: object = app(args=list(arguments), prog_name="unicron", standalone_mode=False)
     except UnicronError as error:
         console.error(str(error), error.hint)
-        return EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILED
+        return error.exit_code
     except TyperException as error:
         if _is_negative_weight(error):
             from .commands.operate import WEIGHT, WEIGHT_HINT

@@ -1,6 +1,6 @@
 """The error tree.
 
-UnicronError
+UnicronError              exit code 1; cli/cluster/client.py, Unreachable: 3
 ├── UsageError            wrong user input: one line, a hint, exit code 2
 │   └── SpecError         a job spec is malformed or can never fit; names the path
 ├── LogError
@@ -20,6 +20,7 @@ class UnicronError(Exception):
     what to type or to check next; "": there is none."""
 
     hint = ""
+    exit_code = 1
 
     def __init__(self, message: str = "", hint: str = "") -> None:
         super().__init__(message)
@@ -28,6 +29,8 @@ class UnicronError(Exception):
 
 class UsageError(UnicronError):
     """Wrong user input."""
+
+    exit_code = 2
 
 
 class SpecError(UsageError):

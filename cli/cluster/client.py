@@ -26,8 +26,10 @@ class Refused(UsageError):
         self.status = status
 
 
-class Unreachable(UsageError):
-    """No server answers at the control plane's address."""
+class Unreachable(UnicronError):
+    """No server answers at the control plane's address, or no cluster runs on the state folder."""
+
+    exit_code = 3
 
 
 class Unable(UnicronError):

@@ -18,9 +18,9 @@ page. From a checkout, write `.venv/bin/unicron`.
 
 - Data goes to stdout, messages to stderr. Every command that reads has `-o json`.
 - Times are RFC 3339. `NO_COLOR` is respected.
-- Exit codes: 0 done, 1 failed, 2 wrong input or usage, 130 interrupted. An error is one line, and a
-  line `hint:` with what to type next. Ctrl-C ends these commands with 0: `up` once the cluster
-  runs, `status -w`, `tail -f`, `logs -f`.
+- Exit codes: 0 done, 1 failed, 2 wrong input or usage, 3 the control plane cannot be reached, 130
+  interrupted. An error is one line, and a line `hint:` with what to type next. Ctrl-C ends these
+  commands with 0: `up` once the cluster runs, `status -w`, `tail -f`, `logs -f`.
 - Most commands speak HTTP to the control plane of `--state`, or of `--url` with the token in
   `$UNICRON_TOKEN`. `up`, `down` and `replay FILE` need none.
 - The fields of a policy file (`up --policy`) are those of
