@@ -13,7 +13,7 @@ from typer.exceptions import Abort, TyperException
 
 from ..events.errors import UnicronError, UsageError
 from .terminal import console
-from .terminal.options import Checks, Form, NodeArg, Reason, State, TaskArg, Url, folder
+from .terminal.options import Checks, Form, NodeArg, NodesArg, Reason, State, TaskArg, Url, folder
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -355,7 +355,7 @@ def set_weight(
 
 
 @app.command()
-def drain(node: NodeArg, reason: Reason = "", state: State = None, url: Url = None,
+def drain(node: NodesArg, reason: Reason = "", state: State = None, url: Url = None,
           output: Form = "text") -> None:
     """Remove the tasks from a node; no iteration is lost."""
     from .commands import operate
@@ -364,7 +364,7 @@ def drain(node: NodeArg, reason: Reason = "", state: State = None, url: Url = No
 
 
 @app.command()
-def undrain(node: NodeArg, reason: Reason = "", state: State = None, url: Url = None,
+def undrain(node: NodesArg, reason: Reason = "", state: State = None, url: Url = None,
             output: Form = "text") -> None:
     """Allow tasks on a drained node again."""
     from .commands import operate
@@ -373,7 +373,7 @@ def undrain(node: NodeArg, reason: Reason = "", state: State = None, url: Url = 
 
 
 @app.command()
-def lift(node: NodeArg, reason: Reason = "", state: State = None, url: Url = None,
+def lift(node: NodesArg, reason: Reason = "", state: State = None, url: Url = None,
          output: Form = "text") -> None:
     """End the quarantine of a node that failed repeatedly."""
     from .commands import operate

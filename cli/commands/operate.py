@@ -25,13 +25,14 @@ def _request(client: Client, path: str, reason: str, **body: object) -> Outcome:
     return outcome_of(client, int(answer["seq"]))
 
 
-def _node_request(state: StateDir, url: str | None, node: str, what: str, reason: str
-                  ) -> tuple[Plain, Outcome]:
-    """Request `what` of a node. Returns the view before it, and the decisions that follow."""
+def _node_request(state: StateDir, url: str | None, names: str, what: str, reason: str
+                  ) -> tuple[Plain, list[Plain], Outcome]:
+    """Request `what` of one node, or of several with commas between, in one append. Returns the
+    view before it, the nodes in it, and the decisions that follow."""
     client = connect(state, url)
     view: Plain = client.get("/v1/state")
-    pick_node(view["nodes"], node)
-    return view, _request(client, f"/v1/nodes/{node}/{what}", reason)
+    nodes = pick_nodes(view["nodes"], names)
+    return view, nodes, _request(client, f"/v1/nodes/{names}/{what}", reason)
 
 
 # --- Commands. Each raises UsageError. ---
@@ -50,34 +51,33 @@ def set_weight(state: StateDir, url: str | None, task: str, weight: float, reaso
 
 
 def drain(state: StateDir, url: str | None, node: str, reason: str, *, as_json: bool) -> None:
-    """Remove the tasks from a node."""
-    view, followed = _node_request(state, url, node, "drain", reason)
-    found = pick_node(view["nodes"], node)
-    on_it = {slot["task"] for slot in found["slots"] if slot["task"]}
-    names = ", ".join(task["name"] for task in view["tasks"] if task["id"] in on_it)
-    head = f"{node}  drained; {f'{names} shall leave it' if names else 'it was empty'}"
+    """Remove the tasks from a node, or from several with commas between."""
+    view, nodes, followed = _node_request(state, url, node, "drain", reason)
+    there = {slot["task"] for found in nodes for slot in found["slots"] if slot["task"]}
+    names = ", ".join(task["name"] for task in view["tasks"] if task["id"] in there)
+    it, they_were = ("them", "they were") if len(nodes) > 1 else ("it", "it was")
+    head = f"{node}  drained; {f'{names} shall leave {it}' if names else f'{they_were} empty'}"
     _show(state, head, followed, _effects(state, followed, view),
           undo=f"undo     unicron undrain {node}{option_for(state)}", as_json=as_json)
 
 
 def undrain(state: StateDir, url: str | None, node: str, reason: str, *, as_json: bool) -> None:
-    """Allow tasks on a drained node again."""
-    view, followed = _node_request(state, url, node, "undrain", reason)
-    head = f"{node}  may have tasks again{_unhealthy_note(view, node)}"
+    """Allow tasks on a drained node again, or on several."""
+    view, nodes, followed = _node_request(state, url, node, "undrain", reason)
+    head = f"{node}  may have tasks again{_unhealthy_note(nodes)}"
     _show(state, head, followed, _effects(state, followed, view), as_json=as_json)
 
 
 def lift(state: StateDir, url: str | None, node: str, reason: str, *, as_json: bool) -> None:
-    """End the quarantine of a node."""
-    view, followed = _node_request(state, url, node, "lift", reason)
-    head = (f"{node}  quarantined no longer; its next fault is its first"
-            f"{_unhealthy_note(view, node)}")
+    """End the quarantine of a node, or of several."""
+    view, nodes, followed = _node_request(state, url, node, "lift", reason)
+    head = f"{node}  quarantined no longer; the next fault is the first{_unhealthy_note(nodes)}"
     _show(state, head, followed, _effects(state, followed, view), as_json=as_json)
 
 
-def _unhealthy_note(view: Plain, node: str) -> str:
-    """A note that a failed check still keeps the node without tasks; else empty."""
-    recovers = next((one["recovers"] for one in view["nodes"] if one["id"] == node), None)
+def _unhealthy_note(nodes: list[Plain]) -> str:
+    """A note that a failed check still keeps slots without tasks; else empty."""
+    recovers = next((one["recovers"] for one in nodes if one["recovers"]), None)
     if not recovers:
         return ""
     return (f"; a check has taken slots out, they are used {recovers['after_s']:g} s after it says "
@@ -182,6 +182,15 @@ def pick_node(nodes: list[Plain], wanted: str) -> Plain:
     names = ", ".join(str(node["id"]) for node in nodes[:8])
     raise UsageError(f"no node {wanted!r}", f"there is {names}" if names else
                      "there are none yet: unicron up, or unicron agent --url URL")
+
+
+def pick_nodes(nodes: list[Plain], wanted: str) -> list[Plain]:
+    """The nodes of those comma-separated names. Raises UsageError, also for a name given twice."""
+    names = wanted.split(",")
+    for at, name in enumerate(names):
+        if name in names[:at]:
+            raise UsageError(f"node {name} is named twice", "name each node once")
+    return [pick_node(nodes, name) for name in names]
 
 
 def reason_or_user(given: str) -> str:

@@ -17,7 +17,7 @@ from ..files import job_file
 from ..screens import plan as plan_screen
 from ..terminal import console
 from ..terminal.format import Plain
-from .operate import WEIGHT, paused_lines, pick_node, reason_or_user
+from .operate import WEIGHT, paused_lines, pick_nodes, reason_or_user
 from .request_outcome import outcome_of, plan_lines, view_before
 from .tasks import option_for, pick
 
@@ -125,11 +125,8 @@ def _validate(asked: PlanOptions) -> None:
 def _change(view: Plain, asked: PlanOptions) -> Plain:
     """The change in the control plane's format. Raises UsageError for unknown nodes and tasks."""
     change: Plain = {"slots": asked.slots or 0}
-    change["without"] = [name for words in asked.without for name in words.split(",")]
-    for at, name in enumerate(change["without"]):
-        pick_node(view["nodes"], name)
-        if name in change["without"][:at]:
-            raise UsageError(f"node {name} is named twice", "name each node once")
+    change["without"] = [node["id"] for node in pick_nodes(view["nodes"], ",".join(asked.without))
+                         ] if asked.without else []
     change["weights"] = {}
     for words in asked.weights:
         name, equals, number = words.rpartition("=")

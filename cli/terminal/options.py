@@ -28,6 +28,8 @@ Url = Annotated[str | None, typer.Option(
 Form = Annotated[Literal["text", "json"], typer.Option("-o", "--output", help="text or json.")]
 TaskArg = Annotated[str, typer.Argument(metavar="TASK", help="A task's name or id.")]
 NodeArg = Annotated[str, typer.Argument(metavar="NODE", help="A node's name.")]
+NodesArg = Annotated[str, typer.Argument(
+    metavar="NODE", help="A node's name, or several with commas between.")]
 Reason = Annotated[str, typer.Option(
     "--reason", metavar="TEXT", help="Why; it goes into the log [your login name].")]
 Checks = Annotated[Path | None, typer.Option(

@@ -137,8 +137,9 @@ class HttpApi:
 
     def _write(self, make: Request, *names: str,
                ahead: Callable[[Any], None] | None = None) -> Handler:
-        """A handler that writes one report and answers with its seq, under each of `names`. Before
-        the write, `ahead` runs in a thread, so that it does not delay other writes."""
+        """A handler that writes a report for each comma-separated name in the path, in one append,
+        and answers with the seq of the first, under each of `names`. Before the write, `ahead` runs
+        in a thread, so that it does not delay other writes."""
         async def call(request: web.Request) -> web.StreamResponse:
             key, body = _key(request), await _body(request)
             if ahead is not None:
@@ -147,8 +148,9 @@ class HttpApi:
                 state = await self._coordinator.settled()
                 seq = self._coordinator.answer(key)
                 if seq is None:
-                    report = make(state, body, request.match_info.get("of", ""))
-                    seq = await self._coordinator.write(key, report)
+                    of = dict.fromkeys(request.match_info.get("of", "").split(","))
+                    reports = [make(state, body, name) for name in of]
+                    seq = await self._coordinator.write(key, *reports)
             return _json(dict.fromkeys(names or ("seq",), seq))
         return call
 

@@ -11,7 +11,7 @@ import pytest
 from decider import Driver
 from two_tasks import gives, plain, seen, train, two_tasks
 from unicron.cli.cluster.state_dir import StateDir
-from unicron.cli.commands import logs, tail
+from unicron.cli.commands import logs, operate, tail
 from unicron.cli.commands.request_outcome import Outcome, outcome_of, plan_lines
 from unicron.events.errors import UsageError
 from unicron.events.records import reports as r
@@ -78,6 +78,35 @@ def test_a_rank_that_never_was_names_those_there_are(told: Told, tmp_path: Path)
             logs.logs(StateDir(tmp_path), None, task, 77, follow=False)
         assert str(refused.value) == f"rank 77 of task {task} has not started yet"
         assert refused.value.hint == there
+
+
+# --- nodes --------------------------------------------------------------------------------------
+@pytest.mark.parametrize("command", [operate.drain, operate.undrain, operate.lift])
+@pytest.mark.parametrize(("names", "error"), [
+    ("n1,n9", "no node 'n9'"), ("n1,", "no node ''"), ("n1,n3,n1", "node n1 is named twice")])
+def test_all_names_of_nodes_are_checked_before_the_request(
+        monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: Any, names: str, error: str
+        ) -> None:
+    client = mock.Mock(get=lambda path: seen(gives()[0]))
+    monkeypatch.setattr(operate, "connect", lambda state, url: client)
+    with pytest.raises(UsageError, match=error) as refused:
+        command(StateDir(tmp_path), None, names, "fans", as_json=False)
+    assert refused.value.hint
+    client.post.assert_not_called()
+
+
+def test_several_nodes_are_drained_by_one_request(
+        monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+        ) -> None:
+    d, _, _ = two_tasks({1: 1.5e12, 2: 2.4e12})
+    client = mock.Mock(get=lambda path: seen(d), records=lambda after, follow: iter(()),
+                       post=mock.Mock(return_value={"seq": 9}))
+    monkeypatch.setattr(operate, "connect", lambda state, url: client)
+    operate.drain(StateDir(tmp_path), None, "n1,n2", "fans", as_json=False)
+    client.post.assert_called_once_with("/v1/nodes/n1,n2/drain", {"reason": "fans"})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "n1,n2  drained; alpha shall leave them (seq 9)"
+    assert lines[-1].startswith("undo     unicron undrain n1,n2")
 
 
 # --- plans --------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import msgspec
 import pytest
 from decider import Driver
 from http_site import JOB, Site, Test, real, serving
@@ -176,6 +177,24 @@ async def test_a_node_is_drained_and_undrained(site: Site) -> None:
     assert await site.refusal(404, "POST", "/v1/nodes/n7/undrain", {}) == (
         "there is no node 'n7'", "there is n1")
     await site.written_once("NodeUndrained", "/v1/nodes/n1/undrain", {})
+
+
+@real
+async def test_several_nodes_are_drained_in_one_append_or_none_is(site: Site) -> None:
+    await site.tell(N1)
+    await site.tell(msgspec.structs.replace(N1, node="n2"))
+
+    async def drained() -> list[bool]:
+        _, state = await site.ask("GET", "/v1/state")
+        return [node["drained"] for node in state["nodes"]]
+
+    assert "no node 'n7'" in await site.refused(404, "POST", "/v1/nodes/n1,n7/drain", {})
+    assert await drained() == [False, False]
+    await site.ask("POST", "/v1/nodes/n1,n2,n1/drain", {"reason": "fans"})
+    assert await drained() == [True, True]
+    assert "already" in await site.refused(409, "POST", "/v1/nodes/n1,n2/drain", {})
+    await site.ask("POST", "/v1/nodes/n2,n1/undrain", {})
+    assert await drained() == [False, False]
 
 
 @real
