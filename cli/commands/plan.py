@@ -19,7 +19,7 @@ from ..terminal import console
 from ..terminal.format import Plain
 from .operate import WEIGHT, paused_lines, pick_nodes, reason_or_user
 from .request_outcome import outcome_of, plan_lines, view_before
-from .tasks import option_for, pick
+from .tasks import check_files, option_for, pick
 
 CHANGED_CODE = 412
 """HTTP status if the input differs from --check."""
@@ -68,7 +68,8 @@ def plan(state: StateDir, url: str | None, asked: PlanOptions, *, as_json: bool)
                      as_json=as_json)
         return
     change = _change(client.get("/v1/state"), asked)
-    if job is not None:
+    if job is not None and asked.submit is not None:
+        check_files(job, client, url, asked.submit)
         change["submit"] = msgspec.to_builtins(job, str_keys=True)
     if asked.apply:
         _apply(state, client, asked, change, as_json=as_json)

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import msgspec
 
 from ...events.errors import UsageError
-from ...events.spec.job import Slots
-from ..cluster.client import connect
+from ...events.spec.job import JobSpec, Slots
+from ..cluster.client import Client, connect
 from ..cluster.state_dir import StateDir, default
 from ..files import job_file
 from ..terminal import console
 from ..terminal.format import Plain
 from .request_outcome import outcome_of, plan_lines, view_before
 
+LOOPBACK = {"127.0.0.1", "localhost", "::1"}
+
 
 def submit(state: StateDir, url: str | None, path: Path, *, as_json: bool) -> int:
     """Validate the job file and submit it; returns the task's id. Raises UsageError."""
     spec = job_file.load(path)
     client = connect(state, url)
+    check_files(spec, client, url, path)
     before: Plain = {} if as_json else client.get("/v1/state")
     answer = client.post("/v1/tasks", msgspec.to_builtins(spec, str_keys=True))
     if as_json:
@@ -41,6 +45,23 @@ def submit(state: StateDir, url: str | None, path: Path, *, as_json: bool) -> in
     option = option_for(state)
     console.talk(f"next: unicron status {spec.name}{option}   unicron logs {spec.name} -f{option}")
     return int(answer["task"])
+
+
+def check_files(spec: JobSpec, client: Client, url: str | None, path: Path) -> None:
+    """Raises UsageError for a data file that is missing where the ranks run.
+
+    If they may run on other hosts, the file may exist there: only a warning is printed.
+    """
+    missing = [f"train.data[{index}]: {name} is not a readable file"
+               for index, name in enumerate(spec.train.data if spec.train is not None else ())
+               if not (os.path.isfile(name) and os.access(name, os.R_OK))]
+    if not missing:
+        return
+    hosts = {node["host"] for node in client.get("/v1/state")["nodes"] if node["contact"] != "left"}
+    if not (url or os.environ.get("UNICRON_URL")) and hosts and hosts <= LOOPBACK:
+        raise UsageError(f"{path}: {missing[0]}",
+                         f"correct the path; a relative one begins at {Path.cwd()}")
+    console.talk(f"note: {missing[0]} on this host; each node needs it at the same path")
 
 
 def cancel(state: StateDir, url: str | None, task: str, reason: str, *, as_json: bool) -> None:

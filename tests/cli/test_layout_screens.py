@@ -23,6 +23,7 @@ from unicron.control_plane.api.dry_run import Change
 from unicron.control_plane.api.view import view
 from unicron.control_plane.history.history import history
 from unicron.control_plane.state.cluster import encode_state
+from unicron.events.errors import UsageError
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
 from unicron.events.records.envelope import Record
@@ -58,6 +59,38 @@ def test_submit_prints_the_layout(
                     "train: {iterations: 9, output: out, parallel: {tensor: [2]}}}")
     tasks.submit(StateDir(tmp_path), None, path, as_json=False)
     assert "layout   wide TP 2 x DP 1" in capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize(("hosts", "url", "words"), [
+    (["127.0.0.1", "127.0.0.1"], None, ""),
+    (["127.0.0.1", "10.0.0.2"], None, "note: "),
+    (["127.0.0.1"], "http://127.0.0.1:1", "note: "),
+    ([], None, "note: ")])
+def test_a_missing_data_file_is_refused_where_the_ranks_run_on_this_host(
+        monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+        hosts: list[str], url: str | None, words: str) -> None:
+    client = mock.Mock(get=lambda path: {"nodes": [{"host": host, "contact": "heard"}
+                                                   for host in hosts]})
+    client.post.return_value = {"task": 7}
+    monkeypatch.setattr(tasks, "connect", lambda state, url: client)
+    monkeypatch.delenv("UNICRON_URL", raising=False)
+    monkeypatch.chdir(tmp_path)
+    path = Path("job.yaml")
+    path.write_text("{apiVersion: unicron/v1, name: a, train: {iterations: 9, output: out, "
+                    "data: [job.yaml, absent.txt]}}")
+    missing = f"train.data[1]: {tmp_path}/absent.txt is not a readable file"
+    if words:
+        assert tasks.submit(StateDir(tmp_path), url, path, as_json=True) == 7
+        assert capsys.readouterr().err == (
+            f"{words}{missing} on this host; each node needs it at the same path\n")
+    else:
+        with pytest.raises(UsageError) as refused:
+            tasks.submit(StateDir(tmp_path), url, path, as_json=True)
+        assert (str(refused.value), refused.value.hint) == (
+            f"job.yaml: {missing}", f"correct the path; a relative one begins at {tmp_path}")
+        client.post.assert_not_called()
+    Path("absent.txt").write_text("now it is there")
+    assert tasks.submit(StateDir(tmp_path), url, path, as_json=True) == 7
 
 
 def test_a_layout_that_lost_a_rank_and_grew_again() -> None:
