@@ -97,7 +97,7 @@ def task_status(view: Plain, task: Plain, history: History, *, now_s: float,
     lines += fmt.labelled("next", _next(task, view, option))
     past = history.tasks.get(task["id"])
     lines += ["", *_where(task), *_progress(task, past, history, now_s), *_earns(task),
-              *_copies(task, view["nodes"])]
+              *_copies(task, view["nodes"], past, now_s)]
     if task["output"]:
         lines += fmt.labelled("output", task["output"])
     if task["ranks"]:
@@ -213,8 +213,11 @@ def _earns(task: Plain) -> list[str]:
     return lines + (fmt.labelled("by model", layout) if layout else [])
 
 
-def _copies(task: Plain, nodes: list[Plain]) -> list[str]:
-    """Where the task's state is, and what would be lost if all processes exited."""
+def _copies(task: Plain, nodes: list[Plain], past: TaskHistory | None, now_s: float) -> list[str]:
+    """Where the task's state is, and what would be lost if all processes exited.
+
+    In-memory checkpoints are reported seldom: a store may have a newer one than the last report.
+    """
     if task["tier"] != "train" or task["state"] in ENDED:
         return fmt.labelled("published", task["checkpoint"]) if task["checkpoint"] else []
     holders = [one for one in task["ranks"]
@@ -224,14 +227,17 @@ def _copies(task: Plain, nodes: list[Plain]) -> list[str]:
     lost = task["unsaved"]
     disk = (f"published iteration {fmt.count(task['checkpoint_iteration'])} ({task['checkpoint']})"
             if task["checkpoint"] else "nothing is published yet")
-    most = "at most " if task["copies"] else ""  # a copy is reported seconds after it is stored
-    disk += (f": {most}{fmt.number_of(lost, 'iteration')} would be lost if all processes went"
-             if lost else "")
+    what = ("what came after the newest of these" if task["copies"]
+            else fmt.number_of(lost, "iteration"))
+    disk += f": {what} would be lost if all processes went" if lost else ""
     if task["copies"]:
         newest = max(copy["step_version"] for copy in task["copies"])
         where = sorted({copy["node"] for copy in task["copies"]
                         if copy["step_version"] == newest})
-        disk = f"in memory iteration {fmt.count(newest)} or newer ({' '.join(where)}); {disk}"
+        ago = (f", as of {fmt.span(max(now_s - past.copied_s, 0.0))} ago"
+               if past is not None and past.copied_s else "")
+        disk = (f"in memory iteration {fmt.count(newest)} or newer ({' '.join(where)}{ago}; one is "
+                f"due every {fmt.number_of(task['copy_every'], 'iteration')}); {disk}")
     on = list(dict.fromkeys(one["node"] for one in holders))
     if len(holders) == 1:
         live = f"one seat ({on[0]}): no other process has its state"
@@ -255,11 +261,13 @@ def _comes_back(task: Plain, nodes: list[Plain]) -> str:
     copies = [one for one in task["copies"] if one["step_version"] >= task["checkpoint_iteration"]]
     # The order of control_plane/decide/memory_checkpoints.py: unreachable nodes come last.
     heard = [one for one in copies if contact.get(one["node"]) == "heard"]
-    tried = heard or [one for one in copies if contact.get(one["node"]) == "unreachable"]
+    most, tried = "", heard or [one for one in copies if contact.get(one["node"]) == "unreachable"]
     if tried:
         newest = max(one["step_version"] for one in tried)
         where = " ".join(sorted({x["node"] for x in tried if x["step_version"] == newest}))
-        source = f"it comes back from the copy of iteration {fmt.count(newest)} in memory ({where})"
+        source = (f"it comes back from the copy of iteration {fmt.count(newest)} or newer in "
+                  f"memory ({where})")
+        most = "at most "
     elif task["checkpoint"]:
         newest = task["checkpoint_iteration"]
         source = f"it comes back from {task['checkpoint']}, of iteration {fmt.count(newest)}"
@@ -268,7 +276,8 @@ def _comes_back(task: Plain, nodes: list[Plain]) -> str:
     again = max(done - newest, 0)
     if not again:
         return f": {source}, nothing is lost"
-    return f": {source}, {fmt.number_of(again, 'iteration')} of {fmt.count(done)} are done again"
+    return (f": {source}, {most}{fmt.number_of(again, 'iteration')} of {fmt.count(done)} are done "
+            "again")
 
 
 def _incidents(task: Plain, history: History, now_s: float) -> list[str]:

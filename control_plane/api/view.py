@@ -185,6 +185,7 @@ def _task(state: ClusterState, task: Task, waits: WaitExplanation | None) -> dic
         "checkpoint_iteration": task.saved_iteration, "unsaved": task.lost_with(),
         "unpublished": max(task.iteration - task.saved_iteration, 0),
         "copies": [msgspec.to_builtins(copy) for copy in task.copies],
+        "copy_every": spec.training.copy_every if spec.training is not None else 0,
         "ranks": [_rank(task, task.ranks[key]) for key in sorted(task.ranks)],
     }
 

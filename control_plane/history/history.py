@@ -25,6 +25,7 @@ from ...events.records.reports import (
     CollectiveFailed,
     IterationsLogged,
     LossNotFinite,
+    MemoryCheckpointStored,
     RankStarted,
     Reconfigured,
     TaskProgressed,
@@ -117,6 +118,8 @@ class TaskHistory(Struct, kw_only=True):
     """Iteration times by number of members; for a command, by number of slots."""
     skipped: int = 0
     """Iterations that took no step, as last reported."""
+    copied_s: float = 0.0
+    """When an in-memory checkpoint was last reported; 0: never."""
     logs: dict[int, tuple[str, str]] = field(default_factory=dict[int, tuple[str, str]])
     """Rank -> node and log of its last process, also after its exit."""
     micro_batches: set[int] = field(default_factory=set[int])
@@ -244,6 +247,8 @@ class History(Struct):
         elif isinstance(body, TaskPlaced):
             past.logs = {seat.rank: past.logs[seat.rank] for seat in body.seats
                          if seat.rank in past.logs}
+        elif isinstance(body, MemoryCheckpointStored):
+            past.copied_s = record.at_s if body.generation == task.generation else past.copied_s
         elif isinstance(body, Reconfigure):
             past.order = body
         elif isinstance(body, Resume):

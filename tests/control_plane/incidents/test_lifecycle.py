@@ -219,6 +219,24 @@ def told(d: Driver, task: int, label: str) -> str:
     return " ".join(" ".join(lines[at:end]).split()).removeprefix(f"{label} ")
 
 
+def test_the_age_of_a_reported_copy_is_shown_and_no_number_of_lost_iterations(d: Driver) -> None:
+    """A store may have a newer copy than the last report, so the loss is not known."""
+    task = d.running(spec(slots=TWO))
+    d.progress(task, 27)
+    kept(d, task, "n2", 20)
+    d.now_s += 6.0
+    d.progress(task, 60)
+    copies = told(d, task, "copies")
+    assert "in memory iteration 20 or newer (n2, as of " in copies
+    assert copies.endswith(
+        " s ago; one is due every 10 iterations); nothing is published yet: what came after the "
+        "newest of these would be lost if all processes went")
+    assert "68" not in copies
+    d.tell("n2/1", r.MemoryCheckpointsLost(node="n2", incarnation=1, task=0, why="signal 9",
+                                           keeper_start=FIRST))
+    assert "88 iterations would be lost if all processes went" in told(d, task, "copies")
+
+
 def killed(d: Driver, task: int) -> None:
     for rank in sorted(task_of(d, task).ranks):
         d.exit(task, rank)
@@ -242,8 +260,8 @@ def test_a_memory_checkpoint_is_shown_while_its_node_is_there(d: Driver) -> None
     kept(d, task, "n2", 25)
     killed(d, task)
     assert told(d, task, "copies") == (
-        "no process has its state: it comes back from the copy of iteration 25 in memory (n2), "
-        "3 iterations of 28 are done again")
+        "no process has its state: it comes back from the copy of iteration 25 or newer in memory "
+        "(n2), at most 3 iterations of 28 are done again")
     d.tell("n2/1", r.MemoryCheckpointsLost(node="n2", incarnation=1, task=0, why="signal 9",
                                            keeper_start=FIRST))
     assert "8 iterations of 28 are done again" in told(d, task, "copies")
@@ -261,7 +279,7 @@ def test_the_shown_restore_source_is_tried_first() -> None:
     first = memory_checkpoints.recovery_sources(
         d.state, task_of(d, task), list(task_of(d, task).ranks.values()))[0]
     assert (first.node, first.step_version) == ("n2", 20)
-    assert "the copy of iteration 20 in memory (n2)" in told(d, task, "copies")
+    assert "the copy of iteration 20 or newer in memory (n2)" in told(d, task, "copies")
 
 
 def test_a_task_without_any_state_restarts_from_the_seed() -> None:
