@@ -144,14 +144,16 @@ def _failures(view: Plain, now_s: float, option: str) -> list[str]:
     of = f"{len(failed)} tasks failed, the last: " if len(failed) > FAILED_SHOWN_NUM else ""
     return [line for task in (failed[-1:] if of else failed)
             for line in fmt.labelled("NEEDS YOU", f"{of}{task['name']} failed: {task['why']}: "
-                                     + fmt.command(f"unicron logs {task['id']}{option}"))]
+                                     + fmt.command(f"unicron logs {task['id']}{option}")
+                                     + "; shown for a day, or until you submit "
+                                     f"{task['name']} again")]
 
 
 def _failed(tasks: list[Plain], now_s: float) -> list[Plain]:
-    """Recently failed tasks, unless a later task of the same name has not failed."""
-    last = {task["name"]: task["id"] for task in tasks if task["state"] != "failed"}
+    """Recently failed tasks without a later task of the same name."""
+    last = {task["name"]: task["id"] for task in tasks}
     return [task for task in tasks if task["state"] == "failed"
-            and task["id"] > last.get(task["name"], 0) and now_s - task["since_s"] < NEWS_S]
+            and task["id"] == last[task["name"]] and now_s - task["since_s"] < NEWS_S]
 
 
 def _incidents(view: Plain, now_s: float, option: str, *, are_open: bool) -> list[str]:
