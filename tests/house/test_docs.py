@@ -171,10 +171,12 @@ def test_every_job_shown_in_a_page_is_a_job(tmp_path: Path) -> None:
              for block in re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
              if "apiVersion" in block and "horizon_s" not in block]
     assert len(shown) >= 2
-    for at, (_, block) in enumerate(shown):
+    for at, (name, block) in enumerate(shown):
         path = tmp_path / f"{at}.yaml"
         path.write_text(block, encoding="utf-8")
-        assert job_file.load(path).name
+        train = job_file.load(path).train
+        if name.startswith("docs/guides/") and train is not None:
+            assert train.checkpoint_every, f"{name}: down loses every iteration of this task"
 
 
 def test_every_scenario_is_one(tmp_path: Path) -> None:
