@@ -1,4 +1,4 @@
-"""Agents for tests, in the process of the test or in one of their own; their ranks are real."""
+"""Fixtures that run agents, in the test process or in separate processes. Their ranks are real."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from unicron.events.log import embedded_server
 
 @pytest.fixture
 def node(memory: MemoryLog, tmp_path: Path) -> AbstractAsyncContextManager[LocalNode]:
-    """A leader and an agent in this process, while an async test runs."""
+    """Async context manager that runs a leader and an agent in this process."""
     return agent_driver.local_node(memory, tmp_path)
 
 
 @pytest.fixture
 def plane(own_server: embedded_server.Server, tmp_path: Path
           ) -> AbstractAsyncContextManager[PlaneStub]:
-    """A control plane that agents in processes of their own can join, while an async test runs."""
+    """Async context manager that runs a control plane for agents in separate processes."""
     return agent_driver.plane(own_server.url, tmp_path / "state")

@@ -1,4 +1,4 @@
-"""The checkpoint store: checkpoints in bounded memory, its protocol, its process by an agent."""
+"""The checkpoint store: bounded memory, the transfer protocol, and its process under an agent."""
 
 from __future__ import annotations
 
@@ -58,39 +58,39 @@ from unicron.workers.checkpoint_store.store import (
 from unicron.workers.host import linux
 
 
-def wish(generation: int, step_version: int, step_version_max: int = -1) -> CheckpointRequest:
+def request(generation: int, step_version: int, step_version_max: int = -1) -> CheckpointRequest:
     return CheckpointRequest(task=TASK, generation=generation, step_version=step_version,
                 step_version_max=step_version_max)
 
 
-def test_the_two_newest_copies_of_each_task_stay() -> None:
+def test_the_two_newest_checkpoints_of_a_task_are_kept() -> None:
     shelf = CheckpointStore(10_000, lambda task: None)
     for step in (10, 20, 30):
         keep(shelf, offer(step))
         keep(shelf, offer(step + 1, task=8))
     assert (steps(shelf), steps(shelf, 8)) == ([20, 30], [21, 31])
     assert shelf.used_bytes == 400
-    found = shelf.find(wish(1, 20))
+    found = shelf.find(request(1, 20))
     assert found is not None
     assert found.offer.step_version == 30, "the newest that is as new as was asked for"
-    assert shelf.find(wish(1, 31)) is None
-    assert shelf.find(wish(2, 10)) is None
-    found = shelf.find(wish(1, 10, 29))
+    assert shelf.find(request(1, 31)) is None
+    assert shelf.find(request(2, 10)) is None
+    found = shelf.find(request(1, 10, 29))
     assert found is not None
     assert found.offer.step_version == 20, "what is beyond was left behind"
-    assert shelf.find(wish(1, 10, 19)) is None
+    assert shelf.find(request(1, 10, 19)) is None
     shelf.forget(TASK)
     assert (steps(shelf), steps(shelf, 8), shelf.used_bytes) == ([], [21, 31], 200)
 
 
-def test_memory_is_bounded_and_what_has_a_newer_one_goes_first() -> None:
+def test_superseded_checkpoints_are_evicted_first() -> None:
     lost: list[int] = []
     shelf = CheckpointStore(450, lost.append)
     keep(shelf, offer(10))
     keep(shelf, offer(10, task=8))
     keep(shelf, offer(20, task=8))
     keep(shelf, offer(20))
-    keep(shelf, offer(30))  # takes the place of the oldest of those that have a newer one
+    keep(shelf, offer(30))  # evicts the oldest checkpoint whose task has a newer one
     assert (steps(shelf), steps(shelf, 8)) == ([20, 30], [10, 20])
     keep(shelf, offer(5, task=9, size=250))
     assert [steps(shelf, task) for task in (TASK, 8, 9)] == [[30], [20], [5]]
@@ -102,7 +102,7 @@ def test_memory_is_bounded_and_what_has_a_newer_one_goes_first() -> None:
     assert lost == []
 
 
-def test_none_goes_for_one_that_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_checkpoint_evicts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     lost: list[int] = []
     shelf = CheckpointStore(400, lost.append)
     for task in (TASK, 8):
@@ -135,16 +135,16 @@ def test_a_task_may_replace_its_only_checkpoint_and_its_loss_is_reported() -> No
     assert lost == [TASK], "there was nothing to lose"
 
 
-def test_a_member_of_an_old_generation_takes_nobodys_place() -> None:
+def test_an_offer_of_an_old_generation_is_refused() -> None:
     shelf = CheckpointStore(1000, lambda task: None)
     keep(shelf, offer(10, generation=3))
     with pytest.raises(StoreRefused, match="generation 2 of task 7 is over"):
         shelf.reserve(offer(50, generation=2))
-    keep(shelf, offer(8, generation=4))  # from an older copy, in a later generation
+    keep(shelf, offer(8, generation=4))  # an older step, but a newer generation
     assert steps(shelf) == [10, 8]
 
 
-def test_a_copy_on_its_way_to_a_task_that_ended_is_not_taken() -> None:
+def test_a_checkpoint_that_arrives_after_its_task_ended_is_refused() -> None:
     shelf = CheckpointStore(1000, lambda task: None)
     one = offer(10)
     memory = shelf.reserve(one)
@@ -158,14 +158,14 @@ def test_a_copy_on_its_way_to_a_task_that_ended_is_not_taken() -> None:
         shelf.reserve(offer(20))
     for task in range(10_000, 10_000 + ENDED_NUM_MAX):
         shelf.forget(task)
-    shelf.reserve(offer(20))  # what it knows of the past is bounded
+    shelf.reserve(offer(20))  # the store remembers only the last ENDED_NUM_MAX ended tasks
 
 
 @pytest.mark.parametrize(("newer", "why"), [
     (offer(8, generation=2), "generation 1 of task 7 is over"),
     (offer(30), "task 7 has a newer checkpoint than generation 1 step 20"),
 ])
-def test_a_copy_that_comes_too_late_takes_nobodys_place(newer: Offer, why: str) -> None:
+def test_a_checkpoint_that_was_overtaken_is_refused(newer: Offer, why: str) -> None:
     shelf = CheckpointStore(1000, lambda task: None)
     keep(shelf, offer(10))
     late = offer(20)
@@ -177,20 +177,20 @@ def test_a_copy_that_comes_too_late_takes_nobodys_place(newer: Offer, why: str) 
     assert (steps(shelf), shelf.used_bytes) == ([10, newer.step_version], 200)
 
 
-def test_a_loss_is_reported_right_after_the_checkpoint_before() -> None:
+def test_a_loss_is_reported_if_the_previous_transfer_ends_later() -> None:
     lost: list[int] = []
     shelf = CheckpointStore(150, lost.append)
     one, two = offer(10), offer(20)
     memory = shelf.reserve(one)
     shelf.add(StoredCheckpoint(offer=one, checksum="", memory=memory))
-    after = shelf.reserve(two)  # before the talk that brought the first one is over
+    after = shelf.reserve(two)  # before the transfer of the first one has ended
     shelf.cancel(one, memory)
     assert lost == []
     shelf.cancel(two, after)
     assert lost == [TASK]
 
 
-# --- the protocol --------------------------------------------------------------------------------
+# --- how much memory the store may use -----------------------------------------------------------
 def test_the_memory_for_checkpoints_can_be_set() -> None:
     assert bytes_max({BYTES_MAX: "123"}) == 123
     with pytest.raises(UsageError, match="UNICRON_COPIES_BYTES_MAX is '4GB'"):
@@ -214,21 +214,21 @@ def test_the_memory_for_checkpoints_can_be_set() -> None:
     ("4:memory:/a\n0::/", {"memory/memory.limit_in_bytes": str((1 << 63) - 4096),
                            "memory/memory.usage_in_bytes": "8000"}, 8_000_000 * 1024),
 ])
-def test_what_is_available_is_what_the_container_has_left(
+def test_available_memory_is_what_the_cgroup_has_left(
         tmp_path: Path, line: str, files: dict[str, str], expected: int) -> None:
     proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
-    told = {proc / "self" / "cgroup": f"{line}\n",
+    contents = {proc / "self" / "cgroup": f"{line}\n",
             proc / "meminfo": "MemTotal: 16000000 kB\nMemAvailable: 8000000 kB\n"}
     for name, text in files.items():
-        told.setdefault((cgroups / name).with_name("memory.stat"), "anon 1")
-        told[cgroups / name] = text
-    for path, text in told.items():
+        contents.setdefault((cgroups / name).with_name("memory.stat"), "anon 1")
+        contents[cgroups / name] = text
+    for path, text in contents.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     assert store.available_bytes(proc, cgroups) == expected
 
 
-# --- the conversation ---------------------------------------------------------------------------
+# --- the protocol --------------------------------------------------------------------------------
 @pytest.fixture
 def keeper() -> Iterator[LocalKeeper]:
     made = LocalKeeper("n1")
@@ -237,11 +237,11 @@ def keeper() -> Iterator[LocalKeeper]:
 
 
 def data(size: int = 3_000_001) -> bytes:
-    """Longer than a chunk and than what a socket takes at once."""
+    """Bytes that need several chunks and several socket writes."""
     return bytes(range(256)) * (size // 256) + bytes(size % 256)
 
 
-def test_a_copy_comes_back_as_it_was_sent(keeper: LocalKeeper) -> None:
+def test_get_returns_the_bytes_that_were_put(keeper: LocalKeeper) -> None:
     sent = data()
     one = offer(10, size=len(sent))
     checksum, _ = put(keeper.keeper.endpoint, one, sent)
@@ -249,7 +249,7 @@ def test_a_copy_comes_back_as_it_was_sent(keeper: LocalKeeper) -> None:
     assert get(keeper.keeper.endpoint, WISH) == (one, sent)
 
 
-def test_what_was_altered_while_it_was_kept_is_noticed(keeper: LocalKeeper) -> None:
+def test_a_checkpoint_altered_in_memory_is_detected(keeper: LocalKeeper) -> None:
     sent = data()
     put(keeper.keeper.endpoint, offer(10, size=len(sent)), sent)
     alter(keeper.stored(TASK)[0])
@@ -257,7 +257,7 @@ def test_what_was_altered_while_it_was_kept_is_noticed(keeper: LocalKeeper) -> N
         get(keeper.keeper.endpoint, WISH)
 
 
-def test_what_was_altered_on_the_way_is_refused_and_the_last_one_stays(keeper: LocalKeeper) -> None:
+def test_a_checkpoint_altered_in_transit_is_refused(keeper: LocalKeeper) -> None:
     sent = data()
     put(keeper.keeper.endpoint, offer(10, size=len(sent)), sent)
     with protocol.connect(keeper.keeper.endpoint, SECRET) as connection:
@@ -283,7 +283,7 @@ def test_a_checkpoint_that_comes_too_late_is_refused(keeper: LocalKeeper) -> Non
     assert steps(keeper.shelf) == [8]
 
 
-def test_a_sender_that_breaks_off_leaves_nothing(keeper: LocalKeeper) -> None:
+def test_a_partial_transfer_is_discarded(keeper: LocalKeeper) -> None:
     sent = data()
     with protocol.connect(keeper.keeper.endpoint, SECRET) as connection:
         protocol.send(connection, offer(10, size=len(sent)))
@@ -329,7 +329,7 @@ def test_a_store_without_the_secret_gets_no_state() -> None:
     assert SECRET.encode() not in heard[0].answer  # type: ignore[attr-defined]
 
 
-def test_nonsense_is_answered_by_hanging_up(keeper: LocalKeeper) -> None:
+def test_malformed_input_closes_the_connection(keeper: LocalKeeper) -> None:
     for nonsense in (b"\xff\xff\xff\xff", b"\x00\x00\x00\x03abc", b"GET / HTTP/1.1\r\n\r\n"):
         with socket.create_connection(("127.0.0.1", keeper.listener.getsockname()[1])) as one:
             protocol.receive(one, protocol.Greeting)
@@ -340,7 +340,7 @@ def test_nonsense_is_answered_by_hanging_up(keeper: LocalKeeper) -> None:
                 assert one.recv(100) == b""
             except TimeoutError:
                 raise
-            except OSError:  # it has hung up already, and nobody is connected any more
+            except OSError:  # the store has already closed the connection
                 pass
     put(keeper.keeper.endpoint, offer(10), bytes(100))
     assert steps(keeper.shelf) == [10]
@@ -371,24 +371,24 @@ def test_idle_connections_without_the_secret_are_closed(keeper: LocalKeeper) -> 
     assert steps(keeper.shelf) == [10]
 
 
-def test_a_secret_is_of_one_cluster_and_one_token() -> None:
+def test_the_secret_depends_on_cluster_and_token() -> None:
     secrets = {protocol.secret_of(token, cluster) for token in ("a", "b") for cluster in ("c", "d")}
     assert len(secrets) == 4
     assert all(re.fullmatch("[0-9a-f]{64}", secret) for secret in secrets)
 
 
 # --- the process, as an agent starts and ends it -------------------------------------------------
-class Told(list[tuple[int, str]]):
-    """What the agent heard of its keeper."""
+class Losses(list[tuple[int, str]]):
+    """(task, reason) of each loss that the store process reports to its agent."""
 
     def hear(self, task: int, why: str) -> None:
         self.append((task, why))
 
 
 @asynccontextmanager
-async def agents(tmp_path: Path, told: Told, **env: str) -> AsyncIterator[StoreProcess]:
+async def store_process(tmp_path: Path, losses: Losses, **env: str) -> AsyncIterator[StoreProcess]:
     keeper = StoreProcess("127.0.0.1", SECRET, {**os.environ, **env},
-                    ("UNICRON_PROCESS", "test:n1/1:keeper"), tmp_path / "keeper.log", told.hear,
+                    ("UNICRON_PROCESS", "test:n1/1:keeper"), tmp_path / "keeper.log", losses.hear,
                           start=5)
     try:
         yield keeper
@@ -403,9 +403,9 @@ async def until(look: Callable[[], object], what: str) -> None:
         await asyncio.sleep(0.01)
 
 
-async def test_it_is_started_when_it_is_wanted_and_anew_where_it_was(tmp_path: Path) -> None:
-    told = Told()
-    async with agents(tmp_path, told, UNICRON_COPIES_BYTES_MAX="1000") as keeper:
+async def test_the_store_starts_on_demand_and_restarts_on_the_same_port(tmp_path: Path) -> None:
+    losses = Losses()
+    async with store_process(tmp_path, losses, UNICRON_COPIES_BYTES_MAX="1000") as keeper:
         endpoint = keeper.endpoint
         assert keeper.pid == 0
         assert (await asyncio.to_thread(put, endpoint, offer(10), bytes(100)))[1] == 5
@@ -416,8 +416,8 @@ async def test_it_is_started_when_it_is_wanted_and_anew_where_it_was(tmp_path: P
         with pytest.raises(TransferError, match="checkpoint of 1001 bytes does not fit into"):
             await asyncio.to_thread(put, endpoint, offer(20, size=1001), bytes(1001))
         os.kill(first, signal.SIGKILL)
-        await until(lambda: told, "its end is heard of")
-        assert told == [(0, "the checkpoint store has exited")]
+        await until(lambda: losses, "its end is heard of")
+        assert losses == [(0, "the checkpoint store has exited")]
         assert (await asyncio.to_thread(put, endpoint, offer(30), bytes(100)))[1] == 6
         assert keeper.pid not in (0, first)
         assert (await asyncio.to_thread(get, endpoint, WISH))[0] == offer(30)
@@ -425,7 +425,7 @@ async def test_it_is_started_when_it_is_wanted_and_anew_where_it_was(tmp_path: P
         await until(lambda: _nothing(endpoint), "the task is forgotten")
         last = keeper.pid
     assert linux.read(last) is None or linux.read(last).state == "Z"  # type: ignore[union-attr]
-    assert told == [(0, "the checkpoint store has exited")], "close reports no loss"
+    assert losses == [(0, "the checkpoint store has exited")], "close reports no loss"
     with pytest.raises(ConnectionRefusedError):
         put(endpoint, offer(40), bytes(100))
     assert "refused: checkpoint of 1001 bytes" in (tmp_path / "keeper.log").read_text()
@@ -439,39 +439,39 @@ def _nothing(endpoint: str) -> bool:
     return False
 
 
-async def test_one_that_ends_at_once_is_left_alone_for_longer_each_time(tmp_path: Path) -> None:
+async def test_restarts_of_a_store_that_exits_at_once_back_off(tmp_path: Path) -> None:
     log = tmp_path / "keeper.log"
-    told = Told()
+    losses = Losses()
     with capture_logs() as said:
-        async with agents(tmp_path, told, UNICRON_COPIES_BYTES_MAX="4 GB") as keeper:
+        async with store_process(tmp_path, losses, UNICRON_COPIES_BYTES_MAX="4 GB") as keeper:
             host, _, port = keeper.endpoint.rpartition(":")
             with socket.create_connection((host, int(port))):
                 await until(lambda: len(said) >= 10, "it ends five times")
     assert log.read_text().count("UsageError") >= 5
-    assert told == []
+    assert losses == []
     assert keeper.start == 5, "no number is spent on it"
     for num, one in enumerate([one for one in said if "again_s" in one][:5]):
         assert one["event"] == "the checkpoint store has exited before it held a checkpoint"
         assert BACKOFF_S_MIN * 2**num / 2 <= one["again_s"] <= BACKOFF_S_MIN * 2**num
 
 
-async def test_no_store_takes_a_number_of_the_next_agents(
+async def test_an_agent_starts_no_more_stores_than_it_has_numbers(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agents_keeper, "STORES_NUM_MAX", 2)
-    told = Told()
-    async with agents(tmp_path, told) as keeper:
+    losses = Losses()
+    async with store_process(tmp_path, losses) as keeper:
         for start in (5, 6):
-            told.clear()
+            losses.clear()
             sent = await asyncio.to_thread(put, keeper.endpoint, offer(10), bytes(100))
             assert sent[1] == start
             os.kill(keeper.pid, signal.SIGKILL)
-            await until(lambda: told, "its end is heard of")
+            await until(lambda: losses, "its end is heard of")
         with pytest.raises(ConnectionRefusedError):
             await asyncio.to_thread(put, keeper.endpoint, offer(20), bytes(100))
         assert keeper.pid == 0
 
 
-async def test_an_agent_that_cannot_start_one_tries_again(
+async def test_an_agent_that_cannot_start_a_store_tries_again(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = socket.socketpair
 
@@ -479,7 +479,7 @@ async def test_an_agent_that_cannot_start_one_tries_again(
         monkeypatch.setattr(socket, "socketpair", pair)
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    async with agents(tmp_path, Told()) as keeper:
+    async with store_process(tmp_path, Losses()) as keeper:
         with capture_logs() as said:
             monkeypatch.setattr(socket, "socketpair", none_is_left)
             await asyncio.to_thread(put, keeper.endpoint, offer(10), bytes(100))
@@ -487,14 +487,14 @@ async def test_an_agent_that_cannot_start_one_tries_again(
         "the checkpoint store cannot start", "started the checkpoint store"]
 
 
-async def test_one_that_does_not_die_is_not_waited_for(
+async def test_close_does_not_wait_for_a_store_that_survives_sigkill(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel may take long to end it: its memory is freed first."""
+    """The kernel frees the memory of a killed process before it exits, which may take long."""
     def wait_in_vain(popen: subprocess.Popen[bytes], timeout: float | None = None) -> NoReturn:
         assert timeout is not None, "it would be waited for without end"
         raise subprocess.TimeoutExpired("keeper", timeout)
 
-    async with agents(tmp_path, Told()) as keeper:
+    async with store_process(tmp_path, Losses()) as keeper:
         await asyncio.to_thread(put, keeper.endpoint, offer(10), bytes(100))
         monkeypatch.setattr(subprocess.Popen, "wait", wait_in_vain)
         with capture_logs() as said:
@@ -503,22 +503,22 @@ async def test_one_that_does_not_die_is_not_waited_for(
 
 
 async def test_a_lost_checkpoint_is_reported_with_its_task(tmp_path: Path) -> None:
-    told = Told()
-    async with agents(tmp_path, told, UNICRON_COPIES_BYTES_MAX="150") as keeper:
+    losses = Losses()
+    async with store_process(tmp_path, losses, UNICRON_COPIES_BYTES_MAX="150") as keeper:
         await asyncio.to_thread(put, keeper.endpoint, offer(10), bytes(100))
         connection = await asyncio.to_thread(protocol.connect, keeper.endpoint, SECRET)
         with connection:
             protocol.send(connection, offer(20))
             await asyncio.to_thread(protocol.receive, connection, Go)
-        await until(lambda: told, "it is told")
-        assert [task for task, _ in told] == [TASK]
+        await until(lambda: losses, "it is told")
+        assert [task for task, _ in losses] == [TASK]
 
 
-def test_what_fails_again_and_again_is_said_once(tmp_path: Path) -> None:
+def test_repeated_failures_are_logged_once(tmp_path: Path) -> None:
     path = tmp_path / "keeper.log"
 
     async def live() -> None:
-        async with agents(tmp_path, Told(), UNICRON_COPIES_BYTES_MAX="1000") as keeper:
+        async with store_process(tmp_path, Losses(), UNICRON_COPIES_BYTES_MAX="1000") as keeper:
             for size in (1001, 1002, 1003):
                 with pytest.raises(TransferError, match=f"checkpoint of {size} bytes does not"):
                     await asyncio.to_thread(put, keeper.endpoint, offer(10, size=size), b"")
@@ -537,7 +537,7 @@ def test_what_fails_again_and_again_is_said_once(tmp_path: Path) -> None:
 
 
 async def test_a_store_without_descriptors_waits_and_continues(tmp_path: Path) -> None:
-    async with agents(tmp_path, Told()) as keeper:
+    async with store_process(tmp_path, Losses()) as keeper:
         await asyncio.to_thread(put, keeper.endpoint, offer(10), bytes(100))
         limits = resource.prlimit(keeper.pid, resource.RLIMIT_NOFILE)
         resource.prlimit(keeper.pid, resource.RLIMIT_NOFILE, (3, limits[1]))
@@ -553,22 +553,22 @@ async def test_a_store_without_descriptors_waits_and_continues(tmp_path: Path) -
 
 
 def _ticks(pid: int) -> int:
-    """How much of a core it has used, in ticks of 10 ms."""
+    """CPU time of the process, in ticks of 10 ms."""
     fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
     return int(fields[11]) + int(fields[12])
 
 
 async def test_a_store_whose_socket_is_closed_exits(tmp_path: Path) -> None:
-    told = Told()
-    async with agents(tmp_path, told) as keeper:
+    losses = Losses()
+    async with store_process(tmp_path, losses) as keeper:
         await asyncio.to_thread(put, keeper.endpoint, offer(10), bytes(100))
         _shut(keeper.endpoint)
-        await until(lambda: told, "its end is heard of")
+        await until(lambda: losses, "its end is heard of")
     assert "the socket is closed" in (tmp_path / "keeper.log").read_text()
 
 
 def _shut(endpoint: str) -> None:
-    """The socket that is listened on: this process has it too."""
+    """Shut down the store's listening socket. This process holds a descriptor of it."""
     host, _, port = endpoint.rpartition(":")
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -582,12 +582,12 @@ def _shut(endpoint: str) -> None:
     raise AssertionError(f"nobody listens on {endpoint}")
 
 
-def test_it_ends_with_its_agent(tmp_path: Path) -> None:
+def test_the_store_exits_with_its_agent(tmp_path: Path) -> None:
     read, write = os.pipe()
     agent = os.fork()
     if agent == 0:
         async def live() -> None:
-            async with agents(tmp_path, Told()) as keeper:
+            async with store_process(tmp_path, Losses()) as keeper:
                 await asyncio.to_thread(put, keeper.endpoint, offer(10), bytes(100))
                 os.write(write, b"%d\n" % keeper.pid)
                 await asyncio.sleep(WAIT_S)
@@ -597,8 +597,8 @@ def test_it_ends_with_its_agent(tmp_path: Path) -> None:
         finally:
             os._exit(0)
     os.close(write)
-    with os.fdopen(read) as told:
-        pid = int(told.readline())
+    with os.fdopen(read) as pipe:
+        pid = int(pipe.readline())
     assert linux.read(pid) is not None
     os.kill(agent, signal.SIGKILL)
     os.waitpid(agent, 0)

@@ -1,4 +1,4 @@
-"""Drivers of real ranks for tests, and the undisturbed twins that they are held to."""
+"""Fixtures that drive real ranks, and the undisturbed twins that tests compare them with."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rank_twin import Twin
 
 @pytest.fixture
 def drive(tmp_path: Path, nursery: Nursery) -> Iterator[Callable[..., Driver]]:
-    """Makes drivers, whose ranks are forked: `drive(dropout=0.1, iterations=20)`."""
+    """Factory of drivers whose ranks are forked: `drive(dropout=0.1, iterations=20)`."""
     made: list[Driver] = []
 
     def make(**changes: Any) -> Driver:
@@ -32,7 +32,7 @@ def drive(tmp_path: Path, nursery: Nursery) -> Iterator[Callable[..., Driver]]:
 
 @pytest.fixture
 def alone() -> Iterator[Any]:
-    """A world of one; its groups."""
+    """The process groups of a world of one process."""
     import torch.distributed as dist
     from unicron.workers.training.communicators import process_groups
     from unicron.workers.training.model import cpu_device
@@ -47,7 +47,7 @@ def alone() -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    """Ranks in a tenth of the time, for tests that need many."""
+    """Forks ranks from a zygote, in a tenth of the time that an exec takes."""
     made = Nursery(tmp_path_factory.mktemp("nursery") / "zygote.log")
     yield made
     made.close()
@@ -55,7 +55,7 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
 
 @pytest.fixture(scope="session")
 def twin(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Callable[..., Twin]:
-    """`twin(dropout, **changes)` of `small_spec`, trained once for all who ask for the same."""
+    """`twin(dropout, **changes)`: the undisturbed run of `small_spec`, trained once per variant."""
     made: dict[str, Twin] = {}
 
     def of(dropout: float = 0.0, **changes: Any) -> Twin:

@@ -1,4 +1,4 @@
-"""Checkpoints: written beside training or when a task leaves, whole or not at all."""
+"""Checkpoints: written during training or on preemption, completely or not at all."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def driver(drive: Drive) -> Any:
     return drive(checkpoint_every=3, copy_every=0)
 
 
-def halves(output: Path) -> list[Path]:
-    """What is neither whole nor gone."""
+def partial_checkpoints(output: Path) -> list[Path]:
+    """Partial checkpoints that were not removed."""
     return [path for path in output.glob("gen-*/*") if path.suffix]
 
 
@@ -48,7 +48,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_is_skipped(
     assert twin(0.0).is_equal(driver.final_checkpoint())
 
 
-def test_what_was_written_beside_training_is_the_state_of_its_step(
+def test_a_checkpoint_written_during_training_is_the_state_of_its_step(
         driver: Any, twin: Twins) -> None:
     driver.start(0)
     path = driver.hold(0, "saving", 6)
@@ -67,9 +67,9 @@ def test_what_was_written_beside_training_is_the_state_of_its_step(
 
 
 @pytest.mark.parametrize("event", ["saving", "save_mid", "saved"])
-def test_a_rank_that_dies_while_it_saves_is_followed_by_one_that_saves(
+def test_after_a_death_while_saving_the_next_generation_saves(
         driver: Any, twin: Twins, event: str) -> None:
-    """Nothing was told, so nothing is published; what is half is gone with the next that is due."""
+    """The unfinished checkpoint is not reported. The next checkpoint removes it."""
     driver.start(0, 1)
     driver.hold(0, event, 3)
     waits = driver.hold(1, "reduce", 4)
@@ -79,7 +79,7 @@ def test_a_rank_that_dies_while_it_saves_is_followed_by_one_that_saves(
     driver.kill(0)
     waits.unlink()
     output = Path(driver.spec.train.output)
-    assert bool(halves(output)) == (event == "save_mid")
+    assert bool(partial_checkpoints(output)) == (event == "save_mid")
     assert (output / "gen-1/iter-3").exists() == (event == "saved")
     assert saved(driver) == []
     driver.quiesce([1], "now")
@@ -87,13 +87,13 @@ def test_a_rank_that_dies_while_it_saves_is_followed_by_one_that_saves(
     driver.finish([1])
     assert (saved(driver)[0], saved(driver)[-1]) == ((2, 6, False), (2, ITERATIONS, True))
     assert {generation for generation, _, _ in saved(driver)} == {2}
-    assert halves(output) == []
+    assert partial_checkpoints(output) == []
     assert sorted(driver.losses()) == list(range(ITERATIONS))
     assert twin(0.0).is_equal(driver.final_checkpoint(2))
 
 
 @pytest.mark.parametrize("then", ["raise", "fail"])
-def test_what_the_writing_thread_raises_ends_the_rank(driver: Any, then: str) -> None:
+def test_an_error_in_the_writing_thread_ends_the_rank(driver: Any, then: str) -> None:
     driver.start(0)
     driver.hold(0, "saving", 3, then=then)
     driver.form([0])
@@ -161,8 +161,8 @@ def test_a_folder_that_cannot_be_listed_is_left_to_the_next_generation(tmp_path:
     assert not half.exists()
 
 
-def test_a_member_that_is_first_no_more_exits_after_its_write(driver: Any, twin: Twins) -> None:
-    """Else its process would leave half of it, of a generation of which nobody publishes."""
+def test_a_former_first_member_writes_before_it_exits(driver: Any, twin: Twins) -> None:
+    """An earlier exit would leave a partial checkpoint of an old generation."""
     driver.start(0, 1)
     path = driver.hold(0, "save_mid", 3)
     driver.form([0, 1])
@@ -175,11 +175,11 @@ def test_a_member_that_is_first_no_more_exits_after_its_write(driver: Any, twin:
     path.unlink()
     driver.finish([0, 1])
     assert (1, 3, False) not in saved(driver), "what is half of an old generation is cleared away"
-    assert halves(Path(driver.spec.train.output)) == []
+    assert partial_checkpoints(Path(driver.spec.train.output)) == []
     assert twin(0.0).is_equal(driver.final_checkpoint(2))
 
 
-def test_a_snapshot_of_an_old_generation_says_so(driver: Any) -> None:
+def test_a_late_checkpoint_reports_the_generation_it_was_taken_in(driver: Any) -> None:
     driver.start(0, 1)
     path = driver.hold(0, "saving", 3)
     driver.form([0, 1])
@@ -192,9 +192,9 @@ def test_a_snapshot_of_an_old_generation_says_so(driver: Any) -> None:
     driver.finish([0, 1])
 
 
-# --- saved when a task leaves --------------------------------------------------------------------
-def _takes_up(drive: Drive, driver: Any, saved: r.CheckpointSaved, ranks: list[int]) -> Path:
-    """Other processes go on from what was saved, to the end; the final checkpoint."""
+# --- saved on preemption -------------------------------------------------------------------------
+def _resumed(drive: Drive, driver: Any, saved: r.CheckpointSaved, ranks: list[int]) -> Path:
+    """Resume in new processes from `saved` and finish; return the final checkpoint."""
     for process in driver.started:
         process.popen.kill()
     again = drive(dropout=driver.spec.train.model.dropout, output=driver.spec.train.output)
@@ -213,16 +213,16 @@ def _takes_up(drive: Drive, driver: Any, saved: r.CheckpointSaved, ranks: list[i
 
 
 @pytest.mark.parametrize("mode", ["boundary", "now"])
-def test_the_first_to_leave_saves_and_no_iteration_is_lost(
+def test_the_first_named_member_saves_and_no_iteration_is_lost(
         drive: Drive, twin: Twins, mode: QuiesceMode) -> None:
     driver = drive(dropout=0.1)
     driver.start(0, 1)
-    # In its second: whoever saves has taken the step before, and has a sum to leave behind. The
-    # other may be a step behind it yet: a reduction is not done everywhere at one moment.
+    # Held in its second micro-batch, rank 1 has taken the step before and has a sum to discard.
+    # Rank 0 may still be a step behind, because ranks complete a reduction at different times.
     path = driver.hold(1, "backward", 4, micro_batch=3)
     driver.form([0, 1])
     driver.held(1, 4)
-    said = driver.leave([1, 0], mode, path)  # the first to be named, not the generation's first
+    said = driver.leave([1, 0], mode, path)  # rank 1 is named first, but rank 0 is member 0
     saved, held = said[1]
     assert said[0] == driver.told(r.Quiesced, 0)
     assert isinstance(saved, r.CheckpointSaved)
@@ -232,7 +232,7 @@ def test_the_first_to_leave_saves_and_no_iteration_is_lost(
     assert saved.path == f"gen-1/iter-{held.step_version}"
     assert held.micro_batches == ((1, 3) if mode == "now" else ())
     assert saved.ckpt_bytes > driver.processes[1].ready.state_bytes
-    assert twin(0.1).is_equal(_takes_up(drive, driver, saved, [0, 1]))
+    assert twin(0.1).is_equal(_resumed(drive, driver, saved, [0, 1]))
 
 
 def test_a_member_that_has_quiesced_saves_when_asked(drive: Drive, twin: Twins) -> None:
@@ -248,25 +248,25 @@ def test_a_member_that_has_quiesced_saves_when_asked(drive: Drive, twin: Twins) 
     assert isinstance(saved, r.CheckpointSaved)
     assert again == held
     assert (saved.generation, saved.step_version) == (1, held.step_version)
-    # Told twice, it is written once: it may be published, and read, by now.
+    # A repeated order writes nothing, because the checkpoint may already be published and in use.
     folder = Path(driver.spec.train.output) / saved.path
     inode = folder.stat().st_ino
     assert driver.leave([0], "now")[0] == [saved, again]
     assert folder.stat().st_ino == inode
-    # Who is ready and was in no generation has nothing to save.
+    # A ready rank that was in no generation has nothing to save.
     (empty,) = driver.leave([2], "now")[2]
     assert (empty.generation, empty.step_version) == (1, -1)
-    assert twin(0.1).is_equal(_takes_up(drive, driver, saved, [0]))
+    assert twin(0.1).is_equal(_resumed(drive, driver, saved, [0]))
 
 
 def _limit_files(driver: Any, num_bytes: int) -> None:
-    """From now on the rank's files may grow to this and no further, as on a full disk."""
+    """Limit the size of the files that rank 0 writes from now on, as a full disk does."""
     pid = driver.processes[0].popen.pid
     hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)[1]
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (num_bytes, hard))
 
 
-def test_a_full_disk_is_an_error_for_the_final_checkpoint_alone(drive: Drive) -> None:
+def test_a_full_disk_is_an_error_only_for_the_final_checkpoint(drive: Drive) -> None:
     driver = drive(checkpoint_every=2)
     driver.start(0)
     log, output = driver.processes[0].log, Path(driver.spec.train.output)
@@ -296,7 +296,7 @@ from unicron.workers.training import member
 member.PROGRESS_S = 0.0
 """
 MANY_ITERATIONS = 400
-"""More reports than a socket's buffer holds: about 280 on Linux, whatever their size."""
+"""More reports than a socket buffer holds, which is about 280 on Linux, whatever their size."""
 
 
 def test_an_agent_that_reads_nothing_delays_no_iteration(drive: Drive) -> None:
@@ -309,7 +309,7 @@ def test_an_agent_that_reads_nothing_delays_no_iteration(drive: Drive) -> None:
     driver.hears.clear()
     driver.resume([0])
     for iteration in (*range(50, MANY_ITERATIONS, 50), MANY_ITERATIONS - 1):
-        driver.strike(0, iteration=iteration, event="step")  # each in its time, on a busy machine
+        driver.strike(0, iteration=iteration, event="step")  # one limit each, for a busy machine
     assert not driver.losses(), "it is deaf"
     time.sleep(1.0)
     assert driver.processes[0].popen.poll() is None, "it has not told all"

@@ -1,4 +1,4 @@
-"""Communicators of successive generations: what one leaves open would block the next."""
+"""Communicators of successive generations: each releases every handle and socket it opened."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TRAIN = Train(model=Model(num_layers=1, hidden=32, num_heads=2, sequence=16), it
               output="unused", overlap=True, bucket_params=3_000)
 CLOSED_S_MAX = 60.0
 WAIT_S = 60.0
-DIES_BEFORE_CONNECTING = """
+DIES_BEFORE_PUBLISHING = """
 import os
 from unicron.workers.training.communicators.communicators import Communicators
 right = Communicators.up
@@ -42,8 +42,8 @@ PATIENT = """
 from unicron.workers.training.communicators import communicators
 communicators.GROUP_S_MAX = 600.0
 """
-"""Whoever waits for a group ends only where it is woken."""
-DIES_BEFORE_IT_CONNECTS = """
+"""A rank that waits for a group stops waiting only when it is interrupted."""
+DIES_AFTER_PUBLISHING = """
 import os
 import torch.distributed as dist
 from unicron.workers.training.communicators.communicators import Communicators
@@ -70,11 +70,11 @@ def up(self, *given):
     right(self, *given)
 Communicators.up = up
 """
-"""Of two, gloo has the one of the lower address wait for the other one's connection."""
+"""Publishes a high address and exits. gloo makes the rank with the lower address wait for it."""
 
 
-def handles(thing: Any, seen: set[int]) -> int:
-    """How many process groups can be reached from here."""
+def groups_in(thing: Any, seen: set[int]) -> int:
+    """The number of process groups that are reachable from `thing`."""
     if isinstance(thing, dist.ProcessGroup):
         return 1
     if id(thing) in seen or isinstance(thing, (torch.Tensor, str, type)):
@@ -82,7 +82,7 @@ def handles(thing: Any, seen: set[int]) -> int:
     seen.add(id(thing))
     parts = (list(thing.values()) if isinstance(thing, dict)
              else list(thing) if isinstance(thing, (list, tuple, set)) else [])
-    return sum(handles(part, seen) for part in [*parts, *getattr(thing, "__dict__", {}).values()])
+    return sum(groups_in(part, seen) for part in [*parts, *getattr(thing, "__dict__", {}).values()])
 
 
 def limit_s(group: Any) -> float:
@@ -95,15 +95,15 @@ def globals_kept() -> list[str]:
             if isinstance(value, dist.ProcessGroup)]
 
 
-def test_a_generation_that_was_left_is_gone_with_all_its_handles_and_sockets() -> None:
+def test_leaving_a_generation_releases_its_handles_and_sockets() -> None:
     cpu_device.prepare_device()
     ours = Communicators("127.0.0.1", torch.device("cpu"))
-    before = set(sockets.inodes())  # some may be garbage, and go meanwhile
+    before = set(sockets.inodes())  # some may be garbage that is collected meanwhile
     ours.meet(0, 0, 1, ours.endpoint, b"")
     ours.up()
     trainee = model.build(TRAIN, torch.device("cpu"), ours.groups)
     roots = list(trainee.roots)
-    num_handles = handles(roots, set())
+    num_handles = groups_in(roots, set())
     assert num_handles > 10
     for generation in (1, 2):
         group = ours.groups.dp
@@ -112,21 +112,21 @@ def test_a_generation_that_was_left_is_gone_with_all_its_handles_and_sockets() -
         assert limit_s(group) == COLLECTIVE_S_MAX
         del group
         ours.down(roots)
-        assert not handles(roots, set())
+        assert not groups_in(roots, set())
         assert not globals_kept()
         last_s = time.monotonic() + CLOSED_S_MAX
-        while set(sockets.inodes()) - before:  # by gloo, in a thread of its own
+        while set(sockets.inodes()) - before:  # gloo closes them in its own thread
             assert time.monotonic() < last_s, "gloo closes them with its last reference"
             time.sleep(0.01)
         ours.meet(generation, 0, 1, ours.endpoint, b"")
         ours.up()
         ours.bind()
-        assert handles(roots, set()) == num_handles, "each is back in its role"
+        assert groups_in(roots, set()) == num_handles, "each is back in its role"
     ours.down(roots)
 
 
-def test_a_group_that_is_gone_is_an_order_to_leave_only_where_there_was_one() -> None:
-    """torch forgets groups that it aborts; here gloo's, aborted as NCCL's are."""
+def test_an_aborted_group_means_quiesced_only_after_an_interrupt() -> None:
+    """torch forgets aborted groups. Here gloo's groups are aborted as NCCL's would be."""
     cpu_device.prepare_device()
     ours = Communicators("127.0.0.1", torch.device("cpu"))
     ours.meet(0, 0, 1, ours.endpoint, b"")
@@ -146,9 +146,9 @@ def test_a_group_that_is_gone_is_an_order_to_leave_only_where_there_was_one() ->
     ours.down(trainee.roots)
 
 
-def test_the_device_is_waited_for_before_what_it_works_on_is_given_away(
+def test_the_device_is_synchronized_before_its_groups_are_released(
         monkeypatch: pytest.MonkeyPatch) -> None:
-    """As NCCL is left, here with gloo's groups: aborted first, or nothing would end."""
+    """The groups are aborted first, as NCCL requires, or the device would never finish."""
     cpu_device.prepare_device()
     ours = Communicators("127.0.0.1", torch.device("cpu"))
     ours.meet(0, 0, 1, ours.endpoint, b"")
@@ -161,7 +161,7 @@ def test_the_device_is_waited_for_before_what_it_works_on_is_given_away(
     assert seen == [(False, True)]
 
 
-def test_a_limit_reaches_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_collective_timeout_reaches_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu_device.prepare_device()
     monkeypatch.setattr(communicators, "COLLECTIVE_S_MAX", 77.0)
     ours = Communicators("127.0.0.1", torch.device("cpu"))
@@ -173,10 +173,10 @@ def test_a_limit_reaches_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # --- a member exits while groups are built -------------------------------------------------------
 @pytest.mark.parametrize(("dies", "waiting_s"), [
-    (DIES_BEFORE_CONNECTING, 0.0),
-    (DIES_BEFORE_IT_CONNECTS, 0.5),  # they wait for its connection by then: that cannot be seen
+    (DIES_BEFORE_PUBLISHING, 0.0),
+    (DIES_AFTER_PUBLISHING, 0.5),  # by then they wait for its connection; no event shows that
 ])
-def test_a_member_that_dies_while_groups_are_built_blocks_nobody(
+def test_a_death_while_groups_are_built_does_not_block_the_others(
         drive: Drive, dies: str, waiting_s: float) -> None:
     driver = drive(iterations=3)
     driver.patch = PATIENT

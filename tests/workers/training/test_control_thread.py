@@ -1,4 +1,4 @@
-"""A wait for other members that nothing ends: it is abandoned, and the rank continues."""
+"""A wait for other members that cannot be ended is abandoned, and the rank continues."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def leave(generation, *ranks):
 
 
 def run(program: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own, for a rank whose agent is gone ends its process."""
+    """Run it in a separate process, because a rank whose agent is gone ends its process."""
     return subprocess.run([sys.executable, "-c", BEGIN + program], capture_output=True, text=True,
                           timeout=60, check=False)
 
@@ -80,8 +80,8 @@ print("went on", flush=True)
 """
 
 
-def test_a_wait_that_nothing_ends_is_abandoned() -> None:
-    """Nor does the process wait for it when it has done all that it had to."""
+def test_a_wait_that_cannot_be_ended_is_abandoned() -> None:
+    """When the process has finished, its exit does not wait for the abandoned thread either."""
     done = run(ABANDONED)
     assert done.stdout == "went on\n", done.stderr
     assert done.returncode == 0
@@ -115,7 +115,7 @@ os._exit(0)
 
 
 def test_a_replica_whose_members_live_finishes_its_micro_batch() -> None:
-    """Not if members of it are gone, nor for ever; nor does a member that waits for all."""
+    """It is interrupted if a replica member is gone, after FINISH_S_MAX, or without a replica."""
     done = run(REPLICA)
     assert done.stdout.splitlines() == ["finished now", *["woken"] * 5], done.stderr
 
@@ -140,10 +140,10 @@ for generation, end in enumerate(ends, 1):
 
 
 def test_the_number_of_abandoned_collectives_is_bounded() -> None:
-    """Each keeps a sum of gradients in memory. One that has ended since does not count."""
+    """Each holds a sum of gradients in memory. A collective that has ended since does not count."""
     done = run(TOO_MANY)
     assert done.returncode == EXIT_STUCK, done.stderr
-    # With too many it does not end at once by itself: its peers have as many.
+    # A rank with too many does not exit at once, because its peers have as many.
     assert done.stdout == "left\n" * REPLACE_ABANDONED_NUM + "worn\n" * (
         1 + ABANDONED_NUM_MAX - REPLACE_ABANDONED_NUM)
     assert "13 abandoned collectives still wait: this process ends" in done.stderr
@@ -181,7 +181,7 @@ os._exit(0)
 
 
 def test_an_abandoned_collective_keeps_no_memory_after_its_end() -> None:
-    """Also if no later collective is abandoned, which would clear it away."""
+    """This must not depend on a later abandoned collective, which would free the memory too."""
     done = run(ENDED_LATE)
     assert done.stdout == "gone\n", done.stderr
 
@@ -198,8 +198,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_report_reaches_the_agent_whatever_becomes_of_the_rank() -> None:
-    """The agent has it, in order, when `tell` returns: no thread has to live to send it."""
+def test_a_report_reaches_the_agent_even_if_the_rank_dies() -> None:
+    """When `tell` returns, the agent's socket has the report: no thread has to live to send it."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         subprocess.run([sys.executable, "-c", BEGIN + LAST_REPORTS, str(theirs.fileno())],

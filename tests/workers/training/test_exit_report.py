@@ -1,4 +1,4 @@
-"""Exit reports of a rank: the innermost cause decides, and is reported before the process ends."""
+"""Exit reports: the innermost cause decides, and the rank reports it before its process ends."""
 
 from __future__ import annotations
 
@@ -103,15 +103,15 @@ def within_another() -> None:
         {}["no such key"]
 
 
-def in_a_wrapper_that_means_something() -> None:
+def in_a_wrapper_with_a_status() -> None:
     try:
         refused()
     except OSError as error:
         raise RuntimeError("Connection reset by peer") from error
 
 
-def in_a_key_error_that_means_nothing() -> None:
-    """What names a row comes before what is only software, also where that lies deeper."""
+def from_a_key_error_without_a_status() -> None:
+    """An error with a status of its own outranks a software error, even one that lies deeper."""
     try:
         {}["no such key"]
     except KeyError:
@@ -153,22 +153,22 @@ def deep() -> None:
 def caught(fail: Callable[[], None]) -> Exception:
     try:
         fail()
-    except Exception as error:  # noqa: BLE001 - whatever it is
+    except Exception as error:  # noqa: BLE001 - any exception
         return error
     raise AssertionError("it raised nothing")
 
 
 @pytest.mark.parametrize("fail", [
-    plainly, from_another, within_another, in_a_wrapper_that_means_something,
-    in_a_key_error_that_means_nothing, in_a_group, in_the_cause_of_a_group,
+    plainly, from_another, within_another, in_a_wrapper_with_a_status,
+    from_a_key_error_without_a_status, in_a_group, in_the_cause_of_a_group,
     in_a_circle, deep])
-def test_the_innermost_decides(fail: Callable[[], None]) -> None:
+def test_the_innermost_cause_decides(fail: Callable[[], None]) -> None:
     verdict = verdict_of(caught(fail))
     assert (verdict.status, verdict.second_hand) == (CONNECTION_REFUSED, False)
     assert "Connection refused" in verdict.line
 
 
-def test_what_is_hidden_from_a_traceback_does_not_count() -> None:
+def test_a_suppressed_cause_does_not_count() -> None:
     def hidden() -> None:
         try:
             refused()
@@ -178,7 +178,7 @@ def test_what_is_hidden_from_a_traceback_does_not_count() -> None:
     assert verdict_of(caught(hidden)).status == CONNECTION_RESET
 
 
-def test_in_a_group_ones_own_error_comes_before_news_of_a_peer() -> None:
+def test_in_a_group_an_own_error_outranks_a_peers_failure() -> None:
     def members(*errors: Exception) -> ExceptionGroup[Exception]:
         return ExceptionGroup("connection reset by peer", errors)
 
@@ -189,12 +189,12 @@ def test_in_a_group_ones_own_error_comes_before_news_of_a_peer() -> None:
     assert verdict_of(members(own, RuntimeError(CUDA), news)).status == ILLEGAL_MEMORY_ACCESS
 
 
-def test_causes_come_before_what_was_raised_from_them() -> None:
+def test_causes_are_walked_before_their_effects() -> None:
     names = [type(error).__name__ for _, error in _walked(caught(within_another))]
     assert names == ["ConnectionRefusedError", "ValueError", "KeyError"]
 
 
-def test_wrong_input_is_no_fault_of_the_machines() -> None:
+def test_a_usage_error_is_wrong_input_whatever_it_says() -> None:
     verdict = verdict_of(UsageError("Connection refused", hint="name another store"))
     assert verdict.status == WRONG_INPUT
 
@@ -204,13 +204,13 @@ class Unspeakable(Exception):
         raise ValueError("no words")
 
 
-def test_what_cannot_be_read_raises_nothing() -> None:
+def test_unprintable_and_huge_errors_are_classified() -> None:
     verdict_of(Unspeakable())
     assert verdict_of(RuntimeError("x" * 10_000_000 + CUDA)).status == ILLEGAL_MEMORY_ACCESS
     assert verdict_of(RuntimeError(CUDA + "x" * 10_000_000)).status == ILLEGAL_MEMORY_ACCESS
 
 
-def test_a_bound_keeps_the_line_that_decided() -> None:
+def test_a_bounded_text_keeps_the_deciding_line() -> None:
     text = f"{LINE}\n" + "frame\n" * 1000 + "ValueError: no batch"
     told = bounded(text, LINE, 400, end=True)
     assert len(told) == 400
@@ -224,7 +224,7 @@ def test_a_bound_keeps_the_line_that_decided() -> None:
 
 
 # --- threads -------------------------------------------------------------------------------------
-def test_a_thread_that_is_not_ours_ends_no_rank() -> None:
+def test_an_error_in_a_foreign_thread_ends_no_rank() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         done = subprocess.run([sys.executable, "-c", PROGRAM, str(theirs.fileno())],
@@ -257,7 +257,7 @@ def test_every_thread_that_a_rank_starts_is_known_as_its_own() -> None:
 
 
 # --- a real rank ---------------------------------------------------------------------------------
-def test_a_rank_that_raises_is_known_by_its_cause_and_its_peers_by_whom_they_lost(
+def test_a_rank_reports_its_cause_and_its_peers_name_the_lost_peer(
         drive: Callable[..., Driver]) -> None:
     driver = drive()
     driver.start(0, 2)
@@ -279,7 +279,7 @@ def test_a_rank_that_raises_is_known_by_its_cause_and_its_peers_by_whom_they_los
         verdict = classify(failed.error)
         assert verdict.second_hand
         assert (failed.rule, failed.peer) == (verdict.rule, verdict.peer)
-        named = re.search(r"\[([\d.]+)\]:(\d+)", failed.error)  # not in all that gloo says
+        named = re.search(r"\[([\d.]+)\]:(\d+)", failed.error)  # some gloo messages name no peer
         assert failed.peer == (":".join(named.groups()) if named is not None else ""), failed.error
     driver.form([0, 2], progress_from=1)
     driver.finish([0, 2])

@@ -1,4 +1,4 @@
-"""A real hang of gloo ranks: the agent asks for their flight recorders, and these show where."""
+"""A real hang of gloo ranks: the flight recorder dumps that the agent requests locate it."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from unicron.workers.ipc.pipe_protocol import Unpacker, WriteDump
 
 RANKS = [0, 1, 2]
 HUNG_S = 1.2
-"""Longer than locate.WAIT_S_MIN, after which a wait is a hang."""
+"""Longer than hang_locator.WAIT_S_MIN. A longer wait counts as a hang."""
 APPEARS_S_MAX = 20.0
 
 
-def asked(driver: Driver, folder: Path, ranks: list[int]) -> None:
-    """Have these write their dumps, as the agent does, and wait for the files."""
+def request_dumps(driver: Driver, folder: Path, ranks: list[int]) -> None:
+    """Ask all ranks for dumps, as the agent does, and wait for the files of `ranks`."""
     folder.mkdir(exist_ok=True)
     paths = [folder / f"flight-rank-{rank}.json" for rank in RANKS]
     for rank, path in zip(RANKS, paths, strict=True):
@@ -37,14 +37,14 @@ def asked(driver: Driver, folder: Path, ranks: list[int]) -> None:
     driver.until(lambda: all(paths[rank].exists() for rank in ranks))
 
 
-def hung(driver: Driver, folder: Path, ranks: list[int]) -> HangLocation:
-    """Ask until these have waited long enough for a hang."""
+def wait_for_hang(driver: Driver, folder: Path, ranks: list[int]) -> HangLocation:
+    """Request dumps until these ranks have waited long enough for a hang."""
     last_s = time.monotonic() + APPEARS_S_MAX
     while True:
         time.sleep(HUNG_S)
         for old in (folder / "dumps").glob("*.json"):
             old.unlink()
-        asked(driver, folder / "dumps", ranks)
+        request_dumps(driver, folder / "dumps", ranks)
         found = locate(read_files([folder / "dumps"]))
         if found.verdict != "none":
             return found
@@ -58,7 +58,7 @@ def test_the_rank_that_does_not_enter_is_named(
     hold = driver.hold(1, "reduce", 3)
     driver.form(RANKS)
     driver.strike(1, iteration=3, event="held")
-    hung(driver, tmp_path, RANKS)
+    wait_for_hang(driver, tmp_path, RANKS)
     assert run_command(["locate", str(tmp_path / "dumps"), "-o", "json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [(one["rank"], one["state"]) for one in found["suspects"]] == [(1, "not entered")]
@@ -67,9 +67,9 @@ def test_the_rank_that_does_not_enter_is_named(
     driver.finish(RANKS)
 
 
-def test_a_stopped_rank_is_named_by_its_silence(drive: Callable[..., Driver],
-                                                tmp_path: Path) -> None:
-    """Also in a second generation, whose members have other places than ranks."""
+def test_a_stopped_rank_is_named_by_its_missing_dump(drive: Callable[..., Driver],
+                                                     tmp_path: Path) -> None:
+    """The hang is in a second generation, in which a member's position differs from its rank."""
     driver = drive(iterations=400)
     driver.start(*RANKS)
     driver.form(RANKS)
@@ -80,25 +80,24 @@ def test_a_stopped_rank_is_named_by_its_silence(drive: Callable[..., Driver],
     driver.strike(2, iteration=6, event="step")
     driver.processes[0].signal(signal.SIGSTOP)
     try:
-        found = hung(driver, tmp_path, [1, 2])
+        found = wait_for_hang(driver, tmp_path, [1, 2])
     finally:
         driver.processes[0].signal(signal.SIGCONT)
     assert [(one.rank, one.state) for one in found.suspects] == [(0, "no dump")]
     assert {one.rank for one in found.waiting} == {1, 2}
 
 
-def test_asking_harms_no_healthy_rank(drive: Callable[..., Driver], tmp_path: Path) -> None:
+def test_dump_requests_harm_no_healthy_rank(drive: Callable[..., Driver], tmp_path: Path) -> None:
     driver = drive(iterations=30)
     driver.start(*RANKS)
     driver.form(RANKS)
     for turn in range(5):
-        asked(driver, tmp_path / f"dumps-{turn}", RANKS)
+        request_dumps(driver, tmp_path / f"dumps-{turn}", RANKS)
         assert locate(read_files([tmp_path / f"dumps-{turn}"])).verdict == "none"
     driver.finish(RANKS)
 
 
-def test_a_place_that_cannot_be_written_is_a_line_in_the_log(drive: Callable[..., Driver],
-                                                             tmp_path: Path) -> None:
+def test_an_unwritable_dump_path_is_logged(drive: Callable[..., Driver], tmp_path: Path) -> None:
     driver = drive(iterations=6)
     driver.start(*RANKS)
     driver.processes[0].send(WriteDump(path=str(tmp_path / "none" / "flight-rank-0.json")))
@@ -107,8 +106,8 @@ def test_a_place_that_cannot_be_written_is_a_line_in_the_log(drive: Callable[...
     driver.finish(RANKS)
 
 
-def test_the_agent_asks_each_of_its_ranks(tmp_path: Path) -> None:
-    """Beside its log, where an earlier hang's dump is taken away first."""
+def test_the_agent_requests_a_dump_of_each_rank(tmp_path: Path) -> None:
+    """The dump lies next to the rank's log. A dump of an earlier hang is removed first."""
     old = tmp_path / "flight-rank-5.json"
     old.write_text("{}")
 
@@ -117,10 +116,10 @@ def test_the_agent_asks_each_of_its_ranks(tmp_path: Path) -> None:
                                 log_path=tmp_path / "rank-5.attempt-1.log")
         pipe = Pipe(lambda frame: None, lambda why: None)
         try:
-            asked = flight_recorder_dumps.request_dumps(
+            requested = flight_recorder_dumps.request_dumps(
                 [(5, process, pipe), (6, None, None), (7, process, None)]
             )
-            assert asked == {5: old}
+            assert requested == {5: old}
             (frame,) = Unpacker().feed(pipe.theirs.recv(1 << 16))
             assert frame.body == WriteDump(path=str(old))
         finally:
@@ -138,7 +137,7 @@ def test_the_agent_asks_each_of_its_ranks(tmp_path: Path) -> None:
                               "TORCH_NCCL_ENABLE_MONITORING"))])
 def test_torch_knows_the_variables_that_are_set_or_named(header: str, names: tuple[str, ...]
                                                          ) -> None:
-    """By its own headers, for NCCL's are in no library of a torch without CUDA."""
+    """Reads torch's headers, because a torch without CUDA contains no NCCL library."""
     found = importlib.util.find_spec("torch")
     assert found is not None
     assert found.origin is not None

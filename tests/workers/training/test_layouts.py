@@ -27,8 +27,8 @@ PER_MICRO_BATCH = replace(TRAIN, loss="per_micro_batch")
 TP2, PP2, PP2_CHUNKS = Axes(tp=2), Axes(pp=2), Axes(pp=2, chunks=2)
 TP2_DP2, PP2_DP2, TP2_PP2 = Axes(tp=2, dp=2), Axes(pp=2, dp=2), Axes(tp=2, pp=2)
 EXACT, BIT, ROUNDED = 1e-5, 5e-4, 2e-3
-"""Relative. With 16 bits, a rounding may fall otherwise, and tensor-parallel members that add up
-parts of one sum round each."""
+"""Relative tolerances. In 16 bits a value may round the other way (BIT), and tensor-parallel
+members round their partial sums separately (ROUNDED)."""
 CASES: dict[str, tuple[Train, Axes, float]] = {
     "tp2": (TRAIN, TP2, EXACT), "pp2": (TRAIN, PP2, EXACT),
     "pp2-chunks": (TRAIN, PP2_CHUNKS, EXACT),
@@ -62,7 +62,7 @@ def twin_of(train: Train, twins: dict[int, Twin]) -> Twin:
 
 
 def gap(parts: dict[str, Any], end: dict[str, Any], num_tp: int, tp: int) -> float:
-    """Between a place's parameters and the same of the whole model, each as one vector."""
+    """Relative distance of a position's parameters from the same parameters of the whole model."""
     gaps, norms = [], []
     for name, array in parts.items():
         if name.startswith("model."):
@@ -110,7 +110,7 @@ def test_a_sharded_optimizer_ends_where_a_whole_one_ends(case: str, twins: dict[
     (Axes(dp=4), 2), (Axes(tp=2, dp=2), 3), (Axes(pp=2, dp=2), 3), (Axes(tp=2, pp=2), 5),
     (Axes(pp=4), 4), (Axes(dp=3), 2), (Axes(pp=3), 4),
 ], ids=["dp4", "tp2dp2", "pp2dp2", "tp2pp2", "pp4", "dp3 and one beside", "pp3 and one beside"])
-def test_each_member_meets_those_that_its_place_says(axes: Axes, num_groups: int) -> None:
+def test_each_group_has_the_members_of_its_position(axes: Axes, num_groups: int) -> None:
     told = worlds.run(4, world_work.members_by_role, axes)
     for place, (met, num) in enumerate(told):
         if place >= num_positions(axes):
@@ -132,8 +132,8 @@ def test_each_member_meets_those_that_its_place_says(axes: Axes, num_groups: int
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2)])
-def test_roles_share_a_group_alike_whatever_the_number_of_replicas(tp: int, pp: int) -> None:
-    """Handles are put back by role: a role that shares a group does so in every generation."""
+def test_the_roles_of_a_group_do_not_depend_on_dp(tp: int, pp: int) -> None:
+    """Handles are restored by role, so the same roles must share a group in every generation."""
     told = [worlds.run(4, world_work.roles_of_one_group, Axes(tp=tp, pp=pp, dp=dp))[0]
             for dp in (1, 2)]
     assert told[0] == told[1]
@@ -158,7 +158,7 @@ def whole(train: Train) -> dict[str, Any]:
 
 
 def part(whole: Any, shape: tuple[int, ...], tp: int) -> Any:
-    """The part of a tensor that the place `tp` has: a slice along what is smaller there."""
+    """The shard of a tensor at tensor-parallel position `tp`: a slice along the split dimension."""
     for dim, (mine, all_of_it) in enumerate(zip(shape, whole.shape, strict=True)):
         if mine != all_of_it:
             return np.take(whole, range(tp * mine, (tp + 1) * mine), axis=dim)

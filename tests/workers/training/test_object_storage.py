@@ -1,4 +1,4 @@
-"""Checkpoints at an fsspec URL: torch reads them, nothing is renamed, what is half is not seen."""
+"""Checkpoints at an fsspec URL: torch reads them, nothing is renamed, partial ones stay hidden."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ def started(drive: Drive, output: str, *ranks: int) -> Any:
 
 
 def published(output: str, told: CheckpointSaved, order: int = 5, at_s: float = 5.0) -> Any:
-    """Publish it; what `latest` says then."""
+    """Publish the checkpoint; return what `latest` then contains."""
     publish(cluster="c", order=order, at_s=at_s, task=7, generation=told.generation,
             output=output, path=told.path)
     with fsspec.open(f"{output}/latest") as file:
         return msgspec.json.decode(file.read())
 
 
-def test_a_task_comes_back_from_a_url_and_its_final_checkpoint_is_the_twins(
+def test_a_task_resumes_from_a_url_and_ends_as_its_twin(
         drive: Drive, twin: Twins, output: str) -> None:
-    """Both die while the checkpoint after that is half written: nobody sees any of it."""
+    """Both ranks die while the next checkpoint is half written. The partial one is never read."""
     driver = started(drive, output, 0, 1)
     driver.hold(0, "save_mid", 6)
     driver.form([0, 1])
@@ -124,9 +124,9 @@ def test_a_store_that_is_down_is_a_warning_and_training_goes_on(
     assert twin(0.0).is_equal(f"bucket://models/run/{final.path}")
 
 
-def test_a_driver_keeps_its_connection_while_generations_come_and_go(
+def test_an_fsspec_driver_keeps_its_connection_across_generations(
         drive: Drive, bucket: Path) -> None:
-    """What is under way goes on, what was connected before serves, and who leaves can save."""
+    """A running save completes, the open connection still works, and a leaving rank can save."""
     driver = started(drive, "bucket://models/run", 0, 1)
     log = driver.processes[0].log
     path = driver.hold(0, "save_mid", 3)
@@ -148,7 +148,7 @@ def test_a_driver_keeps_its_connection_while_generations_come_and_go(
     assert driver.told(RankErrored) == []
 
 
-def test_a_store_that_is_down_when_a_state_is_read_is_asked_again(
+def test_a_failed_checkpoint_read_is_retried_in_the_next_generation(
         drive: Drive, bucket: Path, twin: Twins) -> None:
     output = "bucket://models/run"
     driver = started(drive, output, 0)
@@ -193,7 +193,7 @@ def test_a_store_that_is_not_writable_is_an_error_at_the_start(drive: Drive, buc
     ("s3://bucket/run", "the driver of s3:// is not installed.*Install s3fs"),
     ("nowhere://bucket/run", "fsspec knows no nowhere://.*available_protocols"),
 ])
-def test_a_url_without_a_driver_is_one_line(url: str, says: str) -> None:
+def test_a_url_without_a_driver_is_a_one_line_error(url: str, says: str) -> None:
     with pytest.raises(UsageError) as told:
         checkpoint.check_output(url)
     assert "\n" not in f"{told.value}{told.value.hint}"
@@ -201,7 +201,7 @@ def test_a_url_without_a_driver_is_one_line(url: str, says: str) -> None:
 
 
 def fails_once(monkeypatch: pytest.MonkeyPatch, call: str, nth: int) -> list[int]:
-    """Have the store refuse its `nth` call of this kind from now on; whether it came to that."""
+    """Make the store refuse the `nth` `call` from now on. The result is empty until then."""
     asked = getattr(object_store.Bucket, call)
     refused: list[int] = []
     calls = itertools.count()
@@ -217,7 +217,7 @@ def fails_once(monkeypatch: pytest.MonkeyPatch, call: str, nth: int) -> list[int
 
 
 @pytest.mark.parametrize("call", ["info", "ls"])
-def test_no_error_of_a_store_makes_a_whole_checkpoint_look_half(bucket: Path, call: str) -> None:
+def test_no_store_error_makes_a_whole_checkpoint_look_partial(bucket: Path, call: str) -> None:
     output = "bucket://models/run"
     for nth in itertools.count():
         store = object_storage.Store(output)
@@ -233,7 +233,7 @@ def test_no_error_of_a_store_makes_a_whole_checkpoint_look_half(bucket: Path, ca
     assert store.names("gen-1") == ["iter-3"], "what is half is cleared away"
 
 
-def test_what_cannot_be_looked_at_is_not_said_to_be_removed(bucket: Path) -> None:
+def test_removing_from_an_unreachable_store_is_an_error(bucket: Path) -> None:
     store = object_storage.Store("bucket://models/run")
     store.write("gen-1/iter-3/.metadata", b"whole")
     for nth in (0, 1):

@@ -1,4 +1,4 @@
-"""A step that is told what others know of the gradient."""
+"""The optimizer step with a gradient norm and an overflow flag that other members computed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FP16 = replace(TRAIN, precision="fp16", dynamic_loss_scale=DynamicLossScale(init
 
 
 def built(train: Train, groups: Any) -> model.TrainingModel:
-    """After a backward pass."""
+    """A model after one backward pass."""
     trainee = model.build(train, torch.device("cpu"), groups)
     tokens = torch.arange(2 * 17).reshape(2, 17) + 1
     forward_backward.run(trainee, groups, 0, [0], lambda item: tokens, lambda event, item: None)
@@ -37,7 +37,7 @@ def step(trainee: model.TrainingModel, **told: Any) -> bool:
 
 @pytest.mark.parametrize("optimizer", ["whole", "sharded"])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_the_norm_that_is_handed_over_is_the_one_that_megatron_clips_by(
+def test_a_given_norm_is_the_one_that_megatron_clips_by(
         alone: Any, precision: str, optimizer: Any) -> None:
     train = replace(FP16, precision=precision, parallel=Parallel(optimizer=optimizer))
     one, other, clipped = (built(train, alone) for _ in range(3))
@@ -58,7 +58,7 @@ def test_the_norm_that_is_handed_over_is_the_one_that_megatron_clips_by(
 
 
 @pytest.mark.parametrize("optimizer", ["whole", "sharded"])
-def test_what_is_not_finite_elsewhere_skips_the_step_here(alone: Any, optimizer: Any) -> None:
+def test_an_overflow_on_another_member_skips_the_step(alone: Any, optimizer: Any) -> None:
     trainee = built(replace(FP16, parallel=Parallel(optimizer=optimizer)), alone)
     before = {name: tensor.clone() for name, tensor in training_state.tensors(trainee).items()}
     assert not optimizer_step.has_inf(trainee)
@@ -74,7 +74,7 @@ def test_what_is_not_finite_elsewhere_skips_the_step_here(alone: Any, optimizer:
     (Axes(pp=2), 3, 3), (Axes(pp=2, chunks=2), 3, 4), (Axes(pp=2, chunks=2), 4, 4),
     (Axes(pp=4, chunks=2), 1, 4), (Axes(pp=4, chunks=2), 9, 12),
 ])
-def test_chunks_want_whole_groups_of_micro_batches(axes: Axes, num_items: int, num_passes: int
-                                                   ) -> None:
+def test_chunks_pad_micro_batches_to_whole_groups(axes: Axes, num_items: int, num_passes: int
+                                                  ) -> None:
     padded = forward_backward.padded(range(num_items), axes.pp, axes.chunks)
     assert padded == [*range(num_items), *[forward_backward.PADDING] * (num_passes - num_items)]

@@ -1,4 +1,4 @@
-"""The reduction overlapped with the last backward: a fault at any point changes nothing."""
+"""Reduction overlapped with the last backward pass: no fault changes the result of training."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from unicron.workers.training.step.overlapped_reduction import (
 )
 
 STRUCK = 4
-"""The iteration that is struck; rank 1 of three has micro-batches 1, 4, 7, 10."""
+"""The iteration in which the fault occurs. Rank 1 of three has micro-batches 1, 4, 7, 10."""
 BUCKETS = 4
 KILLED = {
     "inside backward", "before the reduction", "token count", "entering a bucket",
@@ -42,7 +42,7 @@ AS_IN_BASE = {
     "scaling", "unscale, found-inf", "norm", "clip", "before the optimizer step",
     "inside the optimizer step", "after the optimizer step", "schedule update", "iteration done",
 }
-"""The reduction is whole here, and goes on as in the base variant, which test_points.py strikes."""
+"""At these points the reduction is complete, as in the base variant that test_points.py covers."""
 PEER = """
 import sys, time
 import torch.distributed as dist
@@ -62,7 +62,7 @@ def trials(nursery: Any, tmp_path_factory: pytest.TempPathFactory) -> Trials:
 
 
 def overlapped() -> list[Any]:
-    """A rank is killed at every point from the last backward on; in the third bucket it raises."""
+    """Cells that kill a rank at each point from the last backward on, and a cell that raises."""
     there = [cell for cell in cells() if cell.variant.name == "overlapped" and not cell.absent
              and ((cell.point.name in KILLED and cell.fault == "SIGKILL")
                   or (cell.point.name in RAISING and cell.fault == "exception"))]
@@ -79,14 +79,14 @@ def test_a_fault_at_this_point_changes_nothing(trials: Trials, cell: Cell) -> No
 
 @pytest.fixture
 def three(drive: Drive) -> Any:
-    """Three ranks that overlap."""
+    """A driver with three ranks that overlap the reduction."""
     driver = drive(overlap=True, bucket_params=20_000)
     driver.start(0, 1, 2)
     return driver
 
 
 def finish(driver: Any, ranks: list[int], twin: Any) -> None:
-    """To the end: no iteration is lost, and the result is the twin's."""
+    """Finish; check that no iteration is lost and that the result equals the twin's."""
     driver.finish(ranks)
     assert sorted(driver.losses()) == list(range(14))
     assert twin.is_equal(driver.final_checkpoint())
@@ -98,13 +98,13 @@ def forwards(driver: Any, ranks: list[int], iteration: int) -> list[int]:
 
 
 def buckets(driver: Any, rank: int, iteration: int, generation: int) -> list[tuple[int, bool]]:
-    """Which buckets the rank launched, in order, and whether in the midst of a backward."""
+    """(bucket, whether a backward pass was running) of each launch, in order."""
     return [(line["bucket"], line["micro_batch"] >= 0) for line in driver.trace(rank)
             if line["event"] == "bucket"
             and (line["iteration"], line["generation"]) == (iteration, generation)]
 
 
-def test_survivors_who_saw_different_buckets_whole_agree(three: Any, twin: Twins) -> None:
+def test_survivors_with_different_complete_buckets_agree(three: Any, twin: Twins) -> None:
     three.hold(1, "bucket", STRUCK, bucket=1)
     late = three.hold(2, "bucket_done", STRUCK, bucket=0)
     three.form([0, 1, 2])
@@ -125,7 +125,7 @@ def test_survivors_who_saw_different_buckets_whole_agree(three: Any, twin: Twins
 
 
 def test_a_launch_that_fails_is_reported_after_the_backward(three: Any, twin: Twins) -> None:
-    """No process dies: the same members meet again, and nobody has anything left to run."""
+    """No process dies: the same members form again, and no micro-batch remains to be run."""
     three.hold(1, "bucket", STRUCK, then="fail", bucket=1)
     pids = {rank: three.processes[rank].popen.pid for rank in (0, 1, 2)}
     three.form([0, 1, 2])
@@ -142,9 +142,9 @@ def test_a_launch_that_fails_is_reported_after_the_backward(three: Any, twin: Tw
     assert forwards(three, [0, 1, 2], STRUCK) == list(range(12))
 
 
-def test_quiesced_in_the_last_backward_it_launches_no_more(three: Any, twin: Twins) -> None:
-    """Rank 1 in the midst of it; rank 0 waits; rank 2 has two left. All go on with what they have,
-    one with a backward left to run, two with none."""
+def test_a_quiesce_in_the_last_backward_stops_bucket_launches(three: Any, twin: Twins) -> None:
+    """Rank 0 waits, rank 1 is inside its last backward, rank 2 has two micro-batches left. In the
+    next generation only rank 2 has a backward pass to run."""
     here = three.hold(1, "bucket", STRUCK, bucket=1)
     there = three.hold(2, "backward", STRUCK, micro_batch=8)
     three.form([0, 1, 2])
@@ -167,7 +167,7 @@ def test_quiesced_in_the_last_backward_it_launches_no_more(three: Any, twin: Twi
     assert forwards(three, [0, 1, 2], STRUCK) == list(range(12))
 
 
-def test_quiesced_before_a_reduction_it_begins_none(three: Any, twin: Twins) -> None:
+def test_a_quiesce_before_the_reduction_starts_none(three: Any, twin: Twins) -> None:
     here = three.hold(1, "reduce", STRUCK)
     three.form([0, 1, 2])
     three.held(1, STRUCK)
@@ -185,8 +185,8 @@ def test_quiesced_before_a_reduction_it_begins_none(three: Any, twin: Twins) -> 
     finish(three, [0, 1, 2], twin(0.0))
 
 
-def test_quiesced_at_the_boundary_in_the_last_backward(three: Any, twin: Twins) -> None:
-    """Too late for the stats of this iteration: all stop after the next."""
+def test_a_boundary_quiesce_in_the_last_backward(three: Any, twin: Twins) -> None:
+    """The order comes too late for the stats of this iteration, so all stop after the next one."""
     here = three.hold(1, "bucket", STRUCK, bucket=1)
     three.form([0, 1, 2])
     three.held(1, STRUCK)
@@ -202,8 +202,8 @@ def test_quiesced_at_the_boundary_in_the_last_backward(three: Any, twin: Twins) 
 
 def test_a_newcomer_in_its_first_iteration_launches_in_the_same_order(
         drive: Drive, twin: Twins) -> None:
-    """A bucket for every parameter: in a backward they are ready in another order than Megatron's
-    list of them, by which a rank in its first iteration goes."""
+    """Each parameter has its own bucket. A backward pass completes buckets in another order than
+    Megatron's list, which a rank in its first iteration follows."""
     driver = drive(overlap=True, bucket_params=1)
     driver.start(0, 1)
     driver.form([0, 1])
@@ -223,13 +223,13 @@ def test_a_newcomer_in_its_first_iteration_launches_in_the_same_order(
 # --- one reduction under way ---------------------------------------------------------------------
 @pytest.fixture
 def peer(tmp_path: Path, nursery: Nursery) -> Iterator[Forked]:
-    """Another member, that has joined and then does nothing."""
+    """A second member that joins the group and then does nothing."""
     file = str(tmp_path / "store")
     with (tmp_path / "log").open("wb") as output, open(os.devnull, "rb") as nothing:
         made = nursery.fork({**os.environ, "UNICRON_RANK": "peer",
                              PATCH: f"store = {file!r}{PEER}"}, output.fileno(), nothing.fileno())
     store = dist.FileStore(file, 2)  # pyright: ignore[reportPrivateImportUsage]
-    dist.init_process_group("gloo", store=store, rank=0, world_size=2)  # returns when both are in
+    dist.init_process_group("gloo", store=store, rank=0, world_size=2)  # returns when both joined
     yield made
     made.kill()
     made.wait(10)
@@ -237,17 +237,17 @@ def peer(tmp_path: Path, nursery: Nursery) -> Iterator[Forked]:
         dist.destroy_process_group()
 
 
-def left_behind() -> list[threading.Thread]:
+def abandoned_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "abandoned"]
 
 
-def test_a_reduction_that_nothing_ends_is_abandoned(peer: Forked) -> None:
+def test_a_reduction_that_cannot_be_ended_is_abandoned(peer: Forked) -> None:
     flight = OverlappedReduction(torch.zeros(3), 0, lambda: False)
     began_s, woken = time.monotonic(), list[int]()
     flight.end(lambda: woken.append(1))
     assert woken, "it is tried"
     assert END_S_MAX <= time.monotonic() - began_s < FREED_S_MAX
-    (thread,) = left_behind()
+    (thread,) = abandoned_threads()
     del flight
     began_s = time.monotonic()
     dist.destroy_process_group()
@@ -258,7 +258,7 @@ def test_a_reduction_that_nothing_ends_is_abandoned(peer: Forked) -> None:
     assert not thread.is_alive()
 
 
-def test_buckets_are_launched_in_order_and_only_while_it_continues(peer: Forked) -> None:
+def test_buckets_are_launched_in_order_until_the_reduction_ends(peer: Forked) -> None:
     launched, over = list[int](), list[int]()
     flight = OverlappedReduction(torch.zeros(3), 5, lambda: bool(over))
 
@@ -283,13 +283,13 @@ def test_buckets_are_launched_in_order_and_only_while_it_continues(peer: Forked)
     peer.kill()
     peer.wait(10)
     flight.end(lambda: None)
-    assert not left_behind()
+    assert not abandoned_threads()
 
 
 # --- the backup of the local sum -----------------------------------------------------------------
 @pytest.fixture
 def trainee() -> Iterator[model.TrainingModel]:
-    """In a world of one."""
+    """A model in a world of one process."""
     cpu_device.prepare_device()
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -304,8 +304,8 @@ def backward(trainee: Any) -> None:
         trainee.loss(torch.arange(34).view(2, 17)).backward()
 
 
-def test_whatever_is_still_written_to_the_old_memory_counts_nowhere(trainee: Any) -> None:
-    """Two buckets had been launched, and the second is still being reduced after all is back."""
+def test_late_writes_to_reduced_buckets_are_ignored(trainee: Any) -> None:
+    """Two buckets were launched. The second is still being reduced after the backup is restored."""
     backward(trainee)
     (whole,) = (part.clone() for part in trainee.gradients)
     assert whole.abs().sum() > 0
@@ -321,7 +321,7 @@ def test_whatever_is_still_written_to_the_old_memory_counts_nowhere(trainee: Any
     late.fill_(float("nan"))
     assert trainee.gradients[0].equal(whole)
 
-    # Megatron's own views are of the memory that counts, and it goes on there
+    # Megatron's views refer to the restored memory, and the next backward pass adds to it.
     memory = trainee.gradients[0].untyped_storage().data_ptr()
     views = [bucket.grad_data for group in trainee.bucket_groups for bucket in group.buckets]
     views += [param.main_grad for param in trainee.modules[0].parameters()]
@@ -332,7 +332,7 @@ def test_whatever_is_still_written_to_the_old_memory_counts_nowhere(trainee: Any
     assert not trainee.gradients[0].any()
 
 
-def test_a_whole_reduction_is_what_counts(trainee: Any) -> None:
+def test_a_dropped_backup_restores_nothing(trainee: Any) -> None:
     backward(trainee)
     (whole,) = (part.clone() for part in trainee.gradients)
     kept = GradientBackup(trainee)

@@ -1,4 +1,4 @@
-"""Loops of one's own in layouts: broken anywhere, they go on in what is left as if nothing was."""
+"""Custom loops in layouts: after a fault they continue in another layout with an equal result."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from unicron.workers.training.reference import compare
 EXAMPLE = Path(__file__).parents[3] / "deploy" / "examples" / "loop.py"
 ITERATIONS, MICRO_BATCHES, STRUCK = 6, 6, 2
 EVALUATED = 5
-"""After so many iterations the example evaluates."""
+"""The number of iterations after which the example evaluates."""
 RELATIVE_MAX = 1e-5
 SCRIPT = """
 import os, runpy, sys
@@ -46,7 +46,7 @@ def loop(folder: Path, nursery: Nursery, *words: str, copy_every: int = 0, **par
 
 @pytest.fixture
 def loops(tmp_path: Path, nursery: Nursery) -> Iterator[Loops]:
-    """`loops("--sharded", pipeline=[2])`, once in a test."""
+    """Factory of drivers: `loops("--sharded", pipeline=[2])`. Call it once in a test."""
     made: list[Driver] = []
 
     def make(*words: str, **asked: Any) -> Driver:
@@ -60,7 +60,7 @@ def loops(tmp_path: Path, nursery: Nursery) -> Iterator[Loops]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Iterator[Driver]:
-    """What one rank ends with to which nothing happens."""
+    """A driver whose only rank trains without a fault."""
     driver = loop(tmp_path_factory.mktemp("undisturbed"), nursery)
     try:
         driver.start(0)
@@ -72,13 +72,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> I
 
 
 def saved(driver: Driver, ranks: list[int]) -> Path:
-    """To the end; the final checkpoint."""
+    """Finish; return the final checkpoint."""
     driver.finish(ranks)
     return driver.final_checkpoint()
 
 
 def validations(folder: Path) -> dict[int, float]:
-    """What the evaluations have found, by iteration; each is told once."""
+    """Validation loss by iteration. Checks that each evaluation is written once."""
     lines = [json.loads(line) for line in (folder / "losses").read_text().splitlines()]
     found = [(line["iteration"], line["validation"]) for line in lines if "validation" in line]
     assert len(dict(found)) == len(found)
@@ -102,7 +102,7 @@ ANY = {"tensor": [1, 2], "pipeline": [1, 2, 4]}
     TP2DP2, pytest.param(PP2DP2, marks=pytest.mark.thorough),
     pytest.param(Axes(tp=2, pp=2), marks=pytest.mark.thorough), Axes(pp=2, chunks=2)],
                          ids=lambda axes: f"tp{axes.tp}pp{axes.pp}dp{axes.dp}x{axes.chunks}")
-def test_undisturbed_it_is_as_one_rank(loops: Loops, undisturbed: Driver, axes: Axes) -> None:
+def test_an_undisturbed_loop_equals_one_rank(loops: Loops, undisturbed: Driver, axes: Axes) -> None:
     driver = loops(**ANY | {"chunks": axes.chunks})
     ranks = list(range(axes.tp * axes.pp * axes.dp))
     driver.start(*ranks)
@@ -123,12 +123,12 @@ CASES = {
 
 
 AS_IN_REPLICAS = {"tp2dp2_to_tp2", "pp2dp2_to_pp2", "dp4_to_tp2_beside"}
-"""test_replicas.py goes the same way with a task of ours."""
+"""Cases that test_replicas.py covers with a task that has no custom loop."""
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.thorough] * (
     name in AS_IN_REPLICAS)) for name in CASES])
-def test_a_rank_is_lost(loops: Loops, undisturbed: Driver, name: str) -> None:
+def test_training_continues_after_a_lost_rank(loops: Loops, undisturbed: Driver, name: str) -> None:
     case = CASES[name]
     driver = loops(**ANY)
     told = strike(driver, case)
@@ -136,7 +136,7 @@ def test_a_rank_is_lost(loops: Loops, undisturbed: Driver, name: str) -> None:
     finish(driver, list(case.members), undisturbed)
 
 
-def test_shards_of_a_loop_go_along_into_another_layout(loops: Loops, undisturbed: Driver) -> None:
+def test_shards_of_a_loop_move_to_another_layout(loops: Loops, undisturbed: Driver) -> None:
     ranks = [0, 1, 2, 3]
     driver = loops("--sharded", **ANY, optimizer="sharded")
     driver.start(*ranks)
@@ -165,7 +165,7 @@ def evaluating(*given, evaluate=adoption.evaluate, rank=os.environ["UNICRON_RANK
 
 adoption.evaluate = evaluating
 """
-"""Rank 1 dies in the evaluation that so many others have come to."""
+"""Rank 1 dies in its evaluation, after `others` other ranks have entered theirs."""
 
 
 def dies_evaluating(driver: Driver, others: int) -> None:
@@ -174,7 +174,7 @@ def dies_evaluating(driver: Driver, others: int) -> None:
 
 @pytest.mark.parametrize(("before", "left", "after"), [
     (Axes(dp=3), [0, 2], Axes(dp=2)), (TP2DP2, [2, 3], Axes(tp=2))], ids=["dp3", "tp2dp2"])
-def test_an_evaluation_that_a_rank_dies_in_is_done_again(
+def test_an_evaluation_in_which_a_rank_dies_is_repeated(
         loops: Loops, undisturbed: Driver, before: Axes, left: list[int], after: Axes) -> None:
     driver = loops(**ANY)
     ranks = list(range(before.tp * before.dp))
@@ -188,7 +188,7 @@ def test_an_evaluation_that_a_rank_dies_in_is_done_again(
     finish(driver, left, undisturbed)
 
 
-def test_one_that_a_rank_had_not_come_to_is_skipped_by_all(
+def test_an_evaluation_that_a_rank_did_not_reach_is_skipped(
         loops: Loops, undisturbed: Driver) -> None:
     driver = loops(**ANY)
     dies_evaluating(driver, 1)

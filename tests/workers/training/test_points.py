@@ -1,6 +1,6 @@
-"""A fault at every point of a task's life: the others finish the iteration, nothing is lost.
+"""A fault at every point of a task's life: the survivors finish the iteration and lose nothing.
 
-Each point once, the faults in turn; `make fault-matrix` runs all cells.
+Each point runs once, with the faults in rotation. `make fault-matrix` runs all cells.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def test_a_fault_at_this_point_changes_nothing(trials: Trials, cell: Cell) -> No
     assert verdict.outcome == "equal", verdict.why
 
 
-def test_a_run_that_was_changed_is_found_out(nursery: Any, tmp_path: Path, trials: Trials) -> None:
+def test_the_judge_detects_a_manipulated_run(nursery: Any, tmp_path: Path, trials: Trials) -> None:
     cell = next(cell for cell in once() if cell.point.event == "backward_mid")
     driver = Driver(small_spec(tmp_path / "out", **cell.train()), tmp_path, nursery)
     try:
@@ -71,7 +71,7 @@ def test_no_cell_is_left_out_silently() -> None:
     (["--faults", "SIGSTOPP"], "FAULTS: none begins with 'SIGSTOPP'; there are SIGKILL, SIGSTOP,"),
     (["--faults", "two at once", "--variants", "bf16"], "no point of these meets such a fault"),
 ])
-def test_cells_that_are_not_there_are_not_left_out_unsaid(
+def test_unknown_points_and_faults_are_errors(
         arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["run", *arguments])

@@ -1,4 +1,4 @@
-"""Real ranks: a generation up and down in the same process, and nothing lost on the way."""
+"""Real ranks: generations end and form again in the same processes, without losing work."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ ALL = [0, 1, 2, 3]
 ITERATIONS = 14
 WAIT_S = 60.0
 FREED_S_MAX = 20.0
-"""A member told to stop at once must have stopped by then, on a busy machine; untold, it waits for
-25 s at least."""
+"""Limit for a member to stop after an order to stop at once, on a busy machine. Without an order it
+waits for at least 25 s."""
 
 
 def _forwards(driver: Any, iteration: int) -> list[tuple[int, int]]:
@@ -35,7 +35,7 @@ def test_a_killed_rank_costs_no_micro_batch_and_comes_back(
     path = driver.hold(2, "forward", 4, micro_batch=10)
     driver.form(ALL)
     left = [0, 1, 3]
-    for rank in left:  # a reduction is not done everywhere at one moment
+    for rank in left:  # ranks complete a reduction at different times
         driver.strike(rank, iteration=4, event="forward")
     driver.held(2, 4)
     driver.kill(2)
@@ -75,7 +75,7 @@ def test_a_killed_rank_costs_no_micro_batch_and_comes_back(
     assert twin(dropout).is_equal(driver.final_checkpoint(3))
 
 
-def test_undisturbed_ranks_equal_the_twin_and_a_checkpoint_takes_them_up(
+def test_undisturbed_ranks_equal_the_twin_and_resume_from_a_checkpoint(
         drive: Drive, twin: Twins) -> None:
     driver = drive(dropout=0.1, checkpoint_every=6)
     driver.start(*ALL)
@@ -120,7 +120,7 @@ def test_a_stopped_peer_then_a_second_fault_while_reconfiguring(drive: Drive, tw
     assert all(len(told.micro_batches) == 3 for told in held.values())
     driver.kill(2)
 
-    # The member whose store was named stops, and dies, while the others wait for it.
+    # Rank 0, which hosts the rendezvous store, stops and dies while the others wait for it.
     driver.processes[0].signal(signal.SIGSTOP)
     driver.reconfigure(left)
     time.sleep(0.5)
@@ -140,7 +140,7 @@ def test_a_stopped_peer_then_a_second_fault_while_reconfiguring(drive: Drive, tw
 
 
 def test_survivors_quiesce_without_an_order(drive: Drive, twin: Twins) -> None:
-    """No order comes after the fault: CollectiveFailed, Quiesced, hold; then all goes on."""
+    """A survivor whose collective fails reports CollectiveFailed and Quiesced, and then waits."""
     driver = drive()
     driver.start(0, 1, 2)
     driver.hold(1, "reduce", 2)
@@ -160,7 +160,7 @@ def test_survivors_quiesce_without_an_order(drive: Drive, twin: Twins) -> None:
     assert twin(0.0).is_equal(driver.final_checkpoint(2))
 
 
-BELIEVES_IT_FAILED = """
+FAILS_AFTER_REDUCTION = """
 from unicron.workers.training.step import gradient_reduction as reduction
 right, calls = reduction.finalize_model_grads, []
 def whole_and_yet_failed(*args, **options):
@@ -172,10 +172,10 @@ reduction.finalize_model_grads = whole_and_yet_failed
 
 
 def test_members_that_disagree_on_a_step_settle_on_it(drive: Drive, twin: Twins) -> None:
-    """One saw the reduction fail after the others had it whole: they stepped, it did not."""
+    """A reduction fails on rank 1 and completes on ranks 0 and 2: they step, rank 1 does not."""
     driver = drive()
     driver.start(0, 2)
-    driver.patch = BELIEVES_IT_FAILED
+    driver.patch = FAILS_AFTER_REDUCTION
     driver.start(1)
     driver.form([0, 1, 2])
     held = driver.quiesced([0, 1, 2])
@@ -190,7 +190,7 @@ def test_members_that_disagree_on_a_step_settle_on_it(drive: Drive, twin: Twins)
     assert twin(0.0).is_equal(driver.final_checkpoint(2))
 
 
-IS_SLOW_TO_SCALE = """
+SCALES_SLOWLY = """
 import time
 from megatron.core.distributed import DistributedDataParallel
 right, calls = DistributedDataParallel.scale_gradients, []
@@ -204,11 +204,11 @@ DistributedDataParallel.scale_gradients = slow
 """
 
 
-def test_a_busy_member_that_is_quiesced_keeps_a_whole_sum(drive: Drive, twin: Twins) -> None:
-    """What it does with the others' data takes seconds: a big model, few cores."""
+def test_a_member_quiesced_while_it_scales_keeps_its_sum(drive: Drive, twin: Twins) -> None:
+    """Rank 0 dies while rank 1 scales gradients for seconds, as with a big model on few cores."""
     driver = drive()
     driver.start(0)
-    driver.patch = IS_SLOW_TO_SCALE
+    driver.patch = SCALES_SLOWLY
     driver.start(1)
     driver.form([0, 1])
     driver.says(1, "scaling")
@@ -221,7 +221,7 @@ def test_a_busy_member_that_is_quiesced_keeps_a_whole_sum(drive: Drive, twin: Tw
     assert twin(0.0).is_equal(driver.final_checkpoint(2))
 
 
-IS_SLOW_TO_TAKE = BELIEVES_IT_FAILED + """
+LOADS_SLOWLY = FAILS_AFTER_REDUCTION + """
 import time
 from unicron.workers.training.model import training_state
 load = training_state.load
@@ -233,12 +233,12 @@ training_state.load = slow
 """
 
 
-def test_what_was_taken_from_a_peer_counts_though_the_generation_ends(
+def test_a_state_loaded_while_the_generation_ends_is_kept(
         drive: Drive, twin: Twins) -> None:
-    """Told to stop while it puts a peer's state in force, and then the only one left."""
+    """Rank 1 is told to quiesce while it loads a peer's state. Then it is the only rank left."""
     driver = drive()
     driver.start(0, 2)
-    driver.patch = IS_SLOW_TO_TAKE
+    driver.patch = LOADS_SLOWLY
     driver.start(1)
     driver.form([0, 1, 2])
     assert driver.quiesced([0, 1, 2])[1].step_version == 4
@@ -270,7 +270,7 @@ state_exchange._unpack = slow
 
 
 @pytest.mark.parametrize("victim", ["giver", "taker"])
-def test_a_transfer_broken_off_half_way_leaves_nothing_behind(
+def test_an_interrupted_transfer_leaves_no_partial_state(
         drive: Drive, twin: Twins, victim: str) -> None:
     driver = drive()
     driver.patch = SMALL_CHUNKS
@@ -290,7 +290,7 @@ def test_a_transfer_broken_off_half_way_leaves_nothing_behind(
     assert told[1].micro_batches == held[1].micro_batches, "a survivor keeps its sum"
     if victim == "giver":
         assert told[2].step_version == -1, "half a state is none"
-    # Between Reconfigured and Resume another one dies: what was settled is settled anew.
+    # Another rank dies between Reconfigured and Resume: the remaining ranks settle again.
     driver.reconfigure(left)
     again = driver.reconfigured(left)
     assert len({report.step_version for report in again.values()}) == 1
@@ -301,8 +301,8 @@ def test_a_transfer_broken_off_half_way_leaves_nothing_behind(
     assert twin(0.0).is_equal(driver.final_checkpoint(4))
 
 
-def test_half_a_state_and_no_source_left_starts_again(drive: Drive) -> None:
-    """Without a checkpoint, what the seed built is gone: it is built again."""
+def test_a_partial_state_without_a_source_restarts_from_the_seed(drive: Drive) -> None:
+    """The partial transfer overwrote the initial weights, so the rank builds them again."""
     driver = drive(iterations=10_000)
     driver.patch = SMALL_CHUNKS
     driver.start(0)

@@ -1,4 +1,4 @@
-"""The life of one rank's process: what ends it, what it says, and that it leaks nothing."""
+"""The lifetime of a rank's process: why it ends, what it reports, and that it leaks nothing."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ REBUILDS = 12
 
 
 def _open(pid: int) -> tuple[int, int]:
-    """Descriptors and threads of a process."""
+    """The numbers of open descriptors and of threads of a process."""
     return len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))
 
 
-def test_generation_after_generation_leaks_nothing_and_reaches_nobody_else(drive: Drive) -> None:
+def test_rebuilds_leak_nothing_and_listen_on_loopback_only(drive: Drive) -> None:
     driver = drive(iterations=10_000)
     driver.start(0)
-    driver.by = EXEC  # torch is imported when the interface is known: what is forked has it before
+    driver.by = EXEC  # imports torch after the interface is known; a forked rank has it before
     driver.start(1)
     pids = [driver.processes[rank].popen.pid for rank in (0, 1)]
     seen: list[list[tuple[int, int]]] = []
@@ -34,13 +34,13 @@ def test_generation_after_generation_leaks_nothing_and_reaches_nobody_else(drive
         driver.form([0, 1])
         driver.quiesce([0, 1], "boundary")
         seen.append([_open(pid) for pid in pids])
-    # No more than after the third; what was left closes and ends in its own time.
+    # No more than after the third rebuild. What the last rebuild left closes asynchronously.
     driver.until(lambda: all(now <= then for pid, early in zip(pids, seen[2], strict=True)
                              for now, then in zip(_open(pid), early, strict=True)), seen)
     versions = [told.step_version for told in driver.told(r.Quiesced, 0)]
     assert versions == sorted(versions)
     assert versions[-1] >= REBUILDS
-    # A stale generation, and one that it has left: the first is not answered, the second is.
+    # The rank does not answer an order for a stale generation, and repeats one for its last.
     num_told = len(driver.told(r.Quiesced, 0))
     driver.generation -= 1
     driver.quiesce([0], "now")
@@ -54,7 +54,7 @@ def test_generation_after_generation_leaks_nothing_and_reaches_nobody_else(drive
     assert len(driver.told(r.Quiesced, 0)) == num_told + 1
     for pid in pids:
         assert _listens_on_loopback_only(pid)
-    # Agents gone: ranks end.
+    # A rank ends when its agent is gone, and on SIGTERM.
     driver.processes[0].socket.shutdown(socket.SHUT_RDWR)
     assert driver.processes[0].popen.wait(WAIT_S) == 3
     driver.processes[1].signal(signal.SIGTERM)
@@ -62,7 +62,7 @@ def test_generation_after_generation_leaks_nothing_and_reaches_nobody_else(drive
 
 
 def _tcp(pid: int) -> list[list[str]]:
-    """The process's TCP sockets: their fields in /proc/net/tcp. Source: proc_net_tcp in Linux."""
+    """Fields in /proc/net/tcp of the process's TCP sockets. Source: proc_net_tcp in Linux."""
     inodes = set[str]()
     for name in os.listdir(f"/proc/{pid}/fd"):
         try:
@@ -81,13 +81,13 @@ def _listens_on_loopback_only(pid: int) -> bool:
 
 
 def _unsent_bytes(pid: int) -> int:
-    """What the process has sent on one of its TCP sockets, and nobody has taken."""
+    """The largest number of unacknowledged bytes in a TCP send queue of the process."""
     return max((int(fields[4].split(":")[0], 16) for fields in _tcp(pid)), default=0)
 
 
 def test_an_error_is_reported_before_the_rank_exits(drive: Drive) -> None:
     driver = drive(data=["/nonexistent/text"])
-    driver.by = EXEC  # test_zygote.py has it of a rank that is forked
+    driver.by = EXEC  # test_zygote.py checks a forked rank
     driver.launch(0)
     told = driver.wait(r.RankErrored, 0)
     assert told.error == "UsageError"
@@ -128,15 +128,15 @@ def run(self, *given):
     return right(self, *given)
 Iteration.run = run
 """
-"""Half a minute for what rank 0 sends of the third iteration's sum, whatever the cores are busy
-with, and no more room on its way than a small part of it."""
+"""Paces rank 0 to half a minute for its part of the third iteration's sum, however busy the cores
+are. The socket buffers hold only a small part of that sum."""
 PART_BYTES = 4096
-"""More than anything has on its way but that sum."""
+"""More than any other message has in a send queue."""
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_sum_that_is_half_sent_blocks_nobody(drive: Drive, overlap: bool) -> None:
-    """gloo does not tell every half-done send that its connection is closed."""
+def test_a_half_sent_sum_does_not_block_a_quiesce(drive: Drive, overlap: bool) -> None:
+    """gloo does not fail every half-done send when its connection is closed."""
     model = {"num_layers": 2, "hidden": 256, "num_heads": 4, "sequence": 16}
     driver = drive(model=model, batch={"global": 4, "micro": 1}, iterations=6, overlap=overlap,
                    bucket_params=400_000 if overlap else 0)
@@ -146,13 +146,13 @@ def test_a_sum_that_is_half_sent_blocks_nobody(drive: Drive, overlap: bool) -> N
     for rank in (0, 1):
         driver.strike(rank, iteration=2, event="bucket")
     sender = driver.processes[0].popen.pid
-    # Not at the bucket's beginning: who is stopped there has not asked for the sum yet.
+    # A rank that is stopped at the start of the bucket has not requested the sum yet.
     driver.until(lambda: _unsent_bytes(sender) > PART_BYTES)
     driver.processes[1].signal(signal.SIGSTOP)
     unsent = [0]
 
     def stuck() -> bool:
-        """Whether nobody takes what it sends."""
+        """Whether the send queue is not empty and has not changed in five readings."""
         time.sleep(0.1)
         unsent.append(_unsent_bytes(sender))
         return all(unsent[-5:]) and len(set(unsent[-5:])) == 1
@@ -167,9 +167,9 @@ def test_a_sum_that_is_half_sent_blocks_nobody(drive: Drive, overlap: bool) -> N
 
 
 @pytest.mark.parametrize("event", ["stats", "bucket"])
-def test_a_reduction_that_wakes_late_begins_nothing_in_the_next_generation(
+def test_a_late_reduction_starts_nothing_in_the_next_generation(
         drive: Drive, twin: Twins, event: str) -> None:
-    """Starved for longer than anybody waits for it: the others have gone on meanwhile."""
+    """The reduction of rank 2 is held until the next generation has formed."""
     driver = drive()
     driver.start(0, 1, 2)
     path = driver.hold(2, event, 4)
@@ -210,14 +210,14 @@ def wake(self):
     print("woken in", self.generation, flush=True)
 Communicators.up, Communicators.interrupt = up, wake
 """
-"""gloo's groups, aborted as NCCL's are: torch knows them no more."""
+"""Aborts gloo's groups as NCCL's are aborted: torch no longer knows them."""
 
 
 def test_a_member_about_to_use_a_group_that_was_aborted_quiesces(drive: Drive) -> None:
     driver = drive(iterations=3)
     driver.patch = ABORTS
     driver.start(0, 1)
-    path = driver.hold(1, "settle", -1)  # before it is told what state there is
+    path = driver.hold(1, "settle", -1)  # before it learns which states there are
     driver.reconfigure([0, 1])
     driver.held(1, -1)
     driver.ask_to_leave([0, 1], "now")
@@ -243,10 +243,10 @@ rank.main()
 """
 
 
-def test_what_was_built_is_never_looked_through_again(drive: Drive) -> None:
-    """A collection in mid-iteration would cost 100 to 500 ms."""
+def test_built_objects_are_frozen_for_the_garbage_collector(drive: Drive) -> None:
+    """A full garbage collection during an iteration would take 100 to 500 ms."""
     driver = drive(iterations=3)
-    driver.by = [sys.executable, "-c", COUNTS]  # a zygote has frozen what it forks
+    driver.by = [sys.executable, "-c", COUNTS]  # a zygote freezes its objects before it forks
     driver.start(0)
     driver.form([0])
     driver.finish([0])
@@ -282,7 +282,7 @@ def test_an_exception_in_training_is_reported_and_logged(drive: Drive) -> None:
     assert "ValueError: raised on purpose" in log
 
 
-WORN = """
+REPLACED_AFTER_ONE = """
 from unicron.workers.training.process import control_thread as control
 control.REPLACE_ABANDONED_NUM = 0
 """
@@ -290,10 +290,9 @@ control.REPLACE_ABANDONED_NUM = 0
 
 def test_members_with_too_many_abandoned_exit_one_by_one_and_never_the_last(
         drive: Drive, twin: Twins) -> None:
-    """As after stops that each of them left a collective behind in: they reach the limit together.
-    """
+    """All members reach the limit together, because each stop abandons a collective on each."""
     driver = drive(dropout=0.1)
-    driver.patch = WORN
+    driver.patch = REPLACED_AFTER_ONE
     driver.start(0, 1)
     driver.form([0, 1])
     left = driver.quiesced([0])[0]

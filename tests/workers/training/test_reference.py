@@ -1,4 +1,4 @@
-"""The comparison with reference runs: it notices one lost micro-batch, and no order of summing."""
+"""The comparison with reference runs detects a lost micro-batch and ignores the order of sums."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rank_twin import TWIN_S, Twin
 from unicron.workers.training.reference import tolerance
 
 ITERATIONS_NUM = 14
-"""Of `small_spec`, whose twin other tests train too."""
+"""The iterations of `small_spec`, whose twin other tests also use."""
 LOST = f"""
 import json, os, random, sys
 from pathlib import Path
@@ -36,14 +36,14 @@ order = items if lost is not None else random.Random(1).sample(items, len(items)
 reference.train_undisturbed(train, Path(folder), order=order)
 sys.exit()
 """
-"""Trains `spec` into `folder`. Two iterations before the end, the gradient of micro-batch `lost` is
-zero, while its loss is reported as ever. If `lost` is None, the micro-batches are summed in an
-order that is none of `orders`.
+"""Trains `spec` into `folder`. In the last iteration but one, micro-batch `lost` has a zero
+gradient and its usual loss. If `lost` is None, the micro-batches are summed in an order that no
+reference run uses.
 """
 
 
 @pytest.mark.parametrize("lost", [3, None], ids=["lost", "reordered"])
-def test_a_micro_batch_lost_two_iterations_before_the_end_is_noticed(
+def test_a_lost_micro_batch_is_detected_and_a_reordered_sum_is_not(
         lost: int | None, twin: Callable[..., Twin], tmp_path: Path, nursery: Nursery) -> None:
     right = twin(0.0)
     spec = msgspec.json.encode(small_spec(tmp_path / "out"))

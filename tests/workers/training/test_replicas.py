@@ -1,4 +1,4 @@
-"""Tasks whose replicas are several ranks: broken anywhere, they go on in what layout is left."""
+"""Tasks whose replicas span several ranks: after a fault they continue in another layout."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def finish(driver: Any, ranks: list[int], twin: Any) -> None:
 
 
 @pytest.mark.parametrize("axes", [
-    pytest.param(Axes(tp=2), marks=pytest.mark.thorough),  # a part of TP2DP2
+    pytest.param(Axes(tp=2), marks=pytest.mark.thorough),  # TP2DP2 covers it
     pytest.param(Axes(pp=2), marks=pytest.mark.thorough), TP2DP2, PP2DP2, Axes(pp=3)],
                          ids=lambda axes: f"tp{axes.tp}pp{axes.pp}dp{axes.dp}")
-def test_undisturbed_it_is_the_twin(drive: Drive, twin: Twins, axes: Axes) -> None:
+def test_an_undisturbed_task_equals_the_twin(drive: Drive, twin: Twins, axes: Axes) -> None:
     driver = drive(iterations=NUM_ITERATIONS, model=MODEL, parallel=ANY)
     ranks = list(range(axes.tp * axes.pp * axes.dp))
     driver.start(*ranks)
@@ -48,7 +48,7 @@ def test_undisturbed_it_is_the_twin(drive: Drive, twin: Twins, axes: Axes) -> No
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_rank_is_lost(drive: Drive, twin: Twins, name: str) -> None:
+def test_training_continues_after_a_lost_rank(drive: Drive, twin: Twins, name: str) -> None:
     case = CASES[name]
     driver = drive(iterations=NUM_ITERATIONS, model=MODEL, parallel=ANY)
     told = strike(driver, case)

@@ -50,7 +50,7 @@ def piece(key: str, box: Region) -> Shard:
 
 
 def elements(shape: tuple[int, ...], box: Region) -> set[int]:
-    """Brute force: the flat indices of a box."""
+    """The flat indices of a box, by brute force."""
     inside = tuple(slice(begin, begin + size) for begin, size in zip(*box, strict=True))
     return set(np.arange(np.prod(shape, dtype=int)).reshape(shape)[inside].ravel().tolist())
 
@@ -64,7 +64,7 @@ def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Region:
 
 @st.composite
 def pieces(draw: st.DrawFn) -> list[Shard]:
-    """Any pieces at all: whole tensors, blocks, flat ranges, overlapping and twice the same."""
+    """Arbitrary shards: whole tensors, blocks and flat ranges, some overlapping or repeated."""
     found: list[Shard] = []
     for key in draw(st.lists(st.sampled_from(sorted(SHAPES)), max_size=4)):
         shape = SHAPES[key]
@@ -82,7 +82,7 @@ def pieces(draw: st.DrawFn) -> list[Shard]:
 
 
 def by_element(have: Sequence[Sequence[Shard]]) -> dict[tuple[str, int], set[int]]:
-    """Brute force: who has each element."""
+    """The holders of each element, by brute force."""
     found: dict[tuple[str, int], set[int]] = {}
     for place, mine in enumerate(have):
         for key, _, box in mine:
@@ -97,7 +97,7 @@ def distance(source: int, target: int) -> int:
 
 @given(st.lists(pieces(), min_size=5, max_size=5), st.lists(pieces(), min_size=5, max_size=5))
 @settings(max_examples=300, deadline=None)
-def test_each_wanted_element_comes_once_from_the_nearest(
+def test_each_wanted_element_comes_once_from_the_nearest_holder(
         have: list[list[Shard]], want: list[list[Shard]]) -> None:
     holders = by_element(have)
     lost = {key for mine in want for key, _, box in mine
@@ -137,7 +137,7 @@ def test_a_flat_range_is_few_contiguous_boxes_in_order(shape: tuple[int, ...],
 
 
 @given(boxes((4, 5, 3)), boxes((4, 5, 3)))
-def test_the_rest_and_the_part_are_the_whole(whole: Region, other: Region) -> None:
+def test_intersection_and_remainder_make_the_whole(whole: Region, other: Region) -> None:
     part = intersection(whole, other)
     mine, theirs = elements((4, 5, 3), whole), elements((4, 5, 3), other)
     assert (part is None) == (not mine & theirs)
@@ -149,7 +149,7 @@ def test_the_rest_and_the_part_are_the_whole(whole: Region, other: Region) -> No
 
 
 @given(boxes((4, 5, 3)), st.integers(1, 60))
-def test_a_large_box_goes_in_parts_of_about_a_size(whole: Region, largest: int) -> None:
+def test_a_large_box_is_split_into_parts_of_bounded_size(whole: Region, largest: int) -> None:
     found = [elements((4, 5, 3), part) for part in parts(whole, largest)]
     assert [element for part in found for element in sorted(part)] == sorted(
         elements((4, 5, 3), whole))
@@ -157,7 +157,7 @@ def test_a_large_box_goes_in_parts_of_about_a_size(whole: Region, largest: int) 
     assert len(found) <= 5 * -(-whole.num_elements // largest)
 
 
-def test_a_large_tensor_comes_from_all_who_have_it() -> None:
+def test_a_large_tensor_comes_from_all_its_holders() -> None:
     large = Shard("large", "float32 (300,)", Region((0,), (300,)))
     moves = plan_moves([[large], [large], [large], []], [[], [], [], [large]], ["a"] * 4, 10)
     assert given_by(moves) == sorted([0, 1, 2] * 10)
@@ -171,32 +171,32 @@ def given_by(moves: list[Move]) -> list[int]:
     return sorted(move.source for move in moves)
 
 
-def test_those_equally_near_give_equally_much() -> None:
+def test_equally_near_holders_give_equal_amounts() -> None:
     replica = [Shard(f"layer{index}", "float32 (8,)", Region((0,), (8,))) for index in range(30)]
     moves = plan_moves([replica, replica, replica, []], [[], [], [], replica], ["a"] * 4, 100)
     assert given_by(moves) == sorted([0, 1, 2] * 10)
 
 
-def test_what_stays_where_it_is_counts_for_nothing() -> None:
+def test_a_local_move_adds_no_load() -> None:
     large, small = whole("a"), whole("c")
     moves = plan_moves([[large, small], [small], []], [[large], [], [small]], ["a"] * 3, 100)
     assert [(move.source, move.target) for move in moves] == [(0, 0), (0, 2)]
 
 
-def test_another_kind_is_another_tensor() -> None:
+def test_a_shard_of_another_dtype_is_another_tensor() -> None:
     other = whole("a")._replace(kind="bfloat16 (5, 4)")
     with pytest.raises(Missing, match=r"no holder is left of a$"):
         plan_moves([[other], []], [[], [whole("a")]], ["a", "b"], 100)
 
 
-def test_what_is_lost_is_named() -> None:
+def test_lost_tensors_are_named_in_the_error() -> None:
     with pytest.raises(Missing, match="left of a, b, c and 1 more"):
         plan_moves([[]], [[whole(key) for key in "dcba"]], ["a"], 100)
 
 
 # --- real members, layout after layout -----------------------------------------------------------
 def all_pairs(layouts: list[Layout]) -> list[Layout]:
-    """A path on which each layout follows each other one once."""
+    """A path in which each layout follows every other layout exactly once."""
     left = {index: [other for other in range(len(layouts)) if other != index]
             for index in range(len(layouts))}
     path, stack = [], [0]
@@ -209,7 +209,7 @@ def all_pairs(layouts: list[Layout]) -> list[Layout]:
 
 
 def stops(path: list[Layout]) -> list[Stop]:
-    """Now and then the members change places, and where there are replicas, one loses its all."""
+    """The stops of a path. Some stops reorder the members, and a replica may lose its state."""
     return [(path[0], 0, ())] + [
         (layout, int(number % 3 == 0), (number % last.axes.dp * last.axes.tp,)
          if last.axes.dp > 1 and last.optimizer != "sharded" else ())
@@ -227,16 +227,16 @@ def test_every_layout_takes_over_from_every_other(path: list[Layout]) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_shards_of_the_optimizer_do_too(precision: Any) -> None:
+def test_optimizer_shards_move_between_layouts(precision: Any) -> None:
     worlds.run(4, reshard_work.walk, replace(TRAIN, precision=precision), stops(SHARDED))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_mirror_is_its_owner_bit_by_bit(precision: Any) -> None:
+def test_a_mirror_equals_its_owner_bit_by_bit(precision: Any) -> None:
     worlds.run(4, reshard_work.walk, replace(TRAIN, precision=precision), stops(MIRRORED))
 
 
-def test_a_gated_unit_keeps_its_halves_apart() -> None:
+def test_a_gated_linear_unit_keeps_its_halves_apart() -> None:
     path = [Layout(Axes()), Layout(Axes(tp=2)), Layout(Axes(pp=2)), Layout(Axes(tp=2), "sharded"),
             Layout(Axes(dp=2), "sharded")]
     worlds.run(2, reshard_work.gated, TRAIN, stops(path))
@@ -270,7 +270,7 @@ def test_tensors_lost_with_a_rank_are_named(layout: Layout, lost: int, gone: str
     ("layout", "its model.embedding.word_embeddings.weight is float32 256x16x1, not "
                "float32 256x16"),
 ])
-def test_what_is_refused_comes_from_the_next(what: str, why: str) -> None:
+def test_a_refused_source_is_replaced_by_the_next(what: str, why: str) -> None:
     told = worlds.run(4, reshard_work.refuse, TRAIN, what)
     assert set(told[3][0]) == {1, 2}, "the newcomer took nothing from the first"
     assert all(logged == {why} for _, logged in told)

@@ -1,4 +1,4 @@
-"""Tasks whose optimizer is sharded: what a loss costs, and that what goes on is the twin."""
+"""Tasks with a sharded optimizer: what a lost rank costs, and that the result equals the twin's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def ready(drive: Drive, ranks: list[int], *, parallel: dict[str, Any] = SHARDED,
 
 
 def finish(driver: Any, ranks: list[int], twin: Twins, precision: str = "fp32") -> None:
-    """To the end, where it is the twin."""
+    """Finish, and compare the result with the twin's."""
     driver.finish(ranks)
     gap = twin(iterations=NUM_ITERATIONS, precision=precision).difference(driver.final_checkpoint())
     print(gap)
@@ -37,7 +37,7 @@ def finish(driver: Any, ranks: list[int], twin: Twins, precision: str = "fp32") 
 
 
 def stopped(driver: Any, held: int, iteration: int, ranks: list[int]) -> None:
-    """One is held in this iteration, and the others have passed all their micro-batches of it."""
+    """Wait until rank `held` is held and the others have run their micro-batches of `iteration`."""
     driver.held(held, iteration)
     for rank in ranks:
         if rank != held:
@@ -45,16 +45,16 @@ def stopped(driver: Any, held: int, iteration: int, ranks: list[int]) -> None:
 
 
 def copied(driver: Any) -> tuple[Any, ...]:
-    """The copy after EVERY iterations, as an order names it, as soon as a keeper has it."""
+    """Wait for the in-memory checkpoint of step EVERY; return it as an order names it."""
     (keeper,) = driver.keepers
     keeper.wait(TASK, lambda stored: stored.offer.step_version == EVERY)
     return (named(keeper, driver.wait(MemoryCheckpointStored, 0)),)
 
 
 def pairs(fp32: tuple[str, ...]) -> list[Any]:
-    """Every event with every precision; `make test` strikes each event once.
+    """Every event with every precision. `make test` runs each event once.
 
-    `fp32`: the events that it strikes with that precision, the others with bf16.
+    `fp32`: the events that `make test` runs in fp32. It runs the others in bf16.
     """
     return [pytest.param(precision, event, marks=[pytest.mark.thorough] * (
                 (event in fp32) != (precision == "fp32")))
@@ -62,7 +62,7 @@ def pairs(fp32: tuple[str, ...]) -> list[Any]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_undisturbed_it_is_the_twin(drive: Drive, twin: Twins, precision: str) -> None:
+def test_an_undisturbed_task_equals_the_twin(drive: Drive, twin: Twins, precision: str) -> None:
     ranks = [0, 1, 2]
     driver = ready(drive, ranks, precision=precision)
     driver.form(ranks)
@@ -70,9 +70,9 @@ def test_undisturbed_it_is_the_twin(drive: Drive, twin: Twins, precision: str) -
 
 
 @pytest.mark.parametrize(("precision", "event"), pairs(fp32=("backward", "gate")))
-def test_stopped_anywhere_it_loses_nothing_while_all_live(
+def test_a_quiesce_at_any_event_loses_nothing(
         drive: Drive, twin: Twins, precision: str, event: str) -> None:
-    """Also in another layout, where the sums of an iteration under way go along."""
+    """The second quiesce also changes the layout, which keeps the sums of the iteration."""
     ranks = [0, 1, 2]
     driver = ready(drive, ranks, precision=precision)
     driver.form(ranks)
@@ -92,7 +92,7 @@ def test_stopped_anywhere_it_loses_nothing_while_all_live(
 
 
 @pytest.mark.parametrize("event", ["backward", "gate", "gather"])
-def test_a_lost_shard_sets_it_back_to_the_copy(drive: Drive, twin: Twins, event: str) -> None:
+def test_a_lost_shard_restores_the_checkpoint(drive: Drive, twin: Twins, event: str) -> None:
     driver = drive(iterations=NUM_ITERATIONS, parallel=SHARDED, copy_every=EVERY)
     driver.keepers = [LocalKeeper("n1")]
     driver.start(0, 1, 2)
@@ -108,7 +108,7 @@ def test_a_lost_shard_sets_it_back_to_the_copy(drive: Drive, twin: Twins, event:
     finish(driver, [0, 2], twin)
 
 
-def test_without_any_copy_it_begins_anew(drive: Drive, twin: Twins) -> None:
+def test_without_a_checkpoint_training_restarts_from_the_seed(drive: Drive, twin: Twins) -> None:
     driver = ready(drive, [0, 1])
     driver.hold(1, "backward", 2)
     driver.form([0, 1])
@@ -126,7 +126,7 @@ MIRRORED = {"optimizer": "mirrored"}
 @pytest.mark.parametrize(("precision", "event"), pairs(fp32=("step_mid", "gather")))
 def test_with_mirrors_a_lost_shard_costs_no_iteration(
         drive: Drive, twin: Twins, precision: str, event: str) -> None:
-    """Twice: the second one is of the mirrors that were filled after the first."""
+    """Two ranks are lost in turn. The second loss uses mirrors that were filled after the first."""
     driver = ready(drive, [0, 1, 2, 3], parallel=MIRRORED, precision=precision)
     ranks = [0, 1, 2, 3]
     driver.form(ranks)
@@ -144,9 +144,9 @@ def test_with_mirrors_a_lost_shard_costs_no_iteration(
 
 
 @pytest.mark.parametrize("victim", [0, 3])
-def test_a_mirror_is_there_of_each_tensor_parallel_part(
+def test_each_tensor_parallel_shard_has_a_mirror(
         drive: Drive, twin: Twins, victim: int) -> None:
-    """The one who is left over is beside, and has what its own part's other member has lost."""
+    """The third survivor is a standby member until the layout becomes dp=3."""
     driver = ready(drive, [0, 1, 2, 3], parallel={**MIRRORED, "tensor": [1, 2]})
     driver.form([0, 1, 2, 3], axes=Axes(tp=2, dp=2))
     driver.hold(victim, "gather", 2)
@@ -161,7 +161,7 @@ def test_a_mirror_is_there_of_each_tensor_parallel_part(
     finish(driver, left, twin)
 
 
-def test_a_shard_lost_with_its_mirror_sets_it_back_to_the_copy(drive: Drive, twin: Twins) -> None:
+def test_a_shard_lost_with_its_mirror_restores_the_checkpoint(drive: Drive, twin: Twins) -> None:
     driver = drive(iterations=NUM_ITERATIONS, parallel=MIRRORED, copy_every=EVERY)
     driver.keepers = [LocalKeeper("n1")]
     driver.start(0, 1, 2, 3)

@@ -1,4 +1,4 @@
-"""The whole state is listed: whatever else changes in training must be named here first."""
+"""The training state is complete: every other value that training changes is listed here."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ UNSEEN = (type, ModuleType, FunctionType)
 pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
 TRAIN = Train(model=Model(num_layers=1, hidden=32, num_heads=2, sequence=16, dropout=0.1),
               optimizer=Optimizer(lr=1e-2, warmup_iterations=2), iterations=10, output="unused")
-# The scale is doubled every other iteration, until that is too much.
+# The loss scale doubles every second iteration, until it overflows.
 FP16 = DynamicLossScale(initial=2.0**12, window=2)
 PRECISIONS = {
     "fp32": TRAIN, "bf16": replace(TRAIN, precision="bf16"),
     "bf16-scaled": replace(TRAIN, precision="bf16", loss_scale=1024.0),
     "fp16": replace(TRAIN, precision="fp16", dynamic_loss_scale=FP16),
 }
-# Beside the tensors of the state, what changes while training: carried in Numbers, or a
-# consequence of what is, or worth nothing between two iterations.
+# What training changes besides the tensors of the state. Each entry is stored in Numbers, follows
+# from the state, or has no meaning between two iterations.
 CHANGES = {
     "adam_step": r"\.state\[\d+\]\[step\]",
     "scheduled_samples": r"scheduler\.num_steps",
@@ -52,7 +52,7 @@ CHANGES = {
 
 
 def leaves(roots: dict[str, Any]) -> dict[str, Any]:
-    """Path -> value of all that can be reached; of a tensor its address and its digest."""
+    """Path -> value of everything reachable from `roots`; for a tensor, its address and digest."""
     found: dict[str, Any] = {}
     seen: dict[int, Any] = {}
     todo = list(roots.items())[::-1]
@@ -61,7 +61,7 @@ def leaves(roots: dict[str, Any]) -> dict[str, Any]:
         if isinstance(thing, PLAIN):
             found[path] = thing
         elif id(thing) not in seen and not isinstance(thing, UNSEEN):
-            seen[id(thing)] = thing  # kept, so that no other is given its id
+            seen[id(thing)] = thing  # keeps it alive, so that no other object gets its id
             if isinstance(thing, torch.Tensor):
                 found[path] = (thing.data_ptr(), digest(thing))
             elif isinstance(thing, torch.Generator):
@@ -71,7 +71,7 @@ def leaves(roots: dict[str, Any]) -> dict[str, Any]:
 
 
 def inside(thing: Any) -> list[tuple[str, Any]]:
-    """What a thing consists of, each with its step from there."""
+    """(path step, value) of each part of a thing."""
     if isinstance(thing, dict):
         return [(f"[{key if isinstance(key, PLAIN) else number}]", value)
                 for number, (key, value) in enumerate(thing.items())]
@@ -91,7 +91,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """The paths that are in one alone, or whose content is another."""
+    """Paths that only one of the two has, or whose content differs."""
     def content(value: Any) -> Any:
         return value[1] if isinstance(value, tuple) else value
 
@@ -106,7 +106,7 @@ def train(request: pytest.FixtureRequest) -> Train:
 
 
 def _train(trainee: model.TrainingModel, first: int, last: int) -> list[bool]:
-    """Train; whether each iteration stepped."""
+    """Train iterations `first` to `last` - 1; return whether each one stepped."""
     words = text_data.load((), 16)
     stepped: list[bool] = []
     for iteration in range(first, last):
@@ -125,7 +125,7 @@ def _same(one: model.TrainingModel, other: model.TrainingModel) -> bool:
 
 
 def _unlisted(trainee: model.TrainingModel, first: int, last: int) -> list[str]:
-    """What changes in these iterations, and is neither state nor known to be none."""
+    """Paths that change in these iterations, are not state, and are not listed in CHANGES."""
     roots = {"module": trainee.modules[0], "ddp": trainee.ddps[0],
              "optimizer": trainee.optimizer, "scheduler": trainee.scheduler}
     before = leaves(roots)
@@ -142,13 +142,13 @@ def _unlisted(trainee: model.TrainingModel, first: int, last: int) -> list[str]:
             if not is_state(path) and not known.search(path)]
 
 
-def test_whatever_changes_in_training_is_listed(alone: Any, train: Train) -> None:
+def test_all_that_training_changes_is_listed(alone: Any, train: Train) -> None:
     trainee = model.build(train, torch.device("cpu"), alone)
-    _train(trainee, 0, 1)  # what is made at its first use is there
+    _train(trainee, 0, 1)  # creates what is created at first use
     assert not _unlisted(trainee, 1, 6)
 
 
-def test_an_entry_that_nobody_lists_is_seen(alone: Any) -> None:
+def test_an_unlisted_entry_is_detected(alone: Any) -> None:
     trainee = model.build(TRAIN, torch.device("cpu"), alone)
     layer = trainee.modules[0].decoder.layers[0]
     layer.seen, layer.notes = torch.zeros(3), [{"times": 0}]
@@ -163,13 +163,13 @@ def test_an_entry_that_nobody_lists_is_seen(alone: Any) -> None:
         "[times]", ".seen"]
 
 
-def test_a_buffer_is_carried(alone: Any) -> None:
+def test_a_buffer_is_part_of_the_state(alone: Any) -> None:
     trainee = model.build(TRAIN, torch.device("cpu"), alone)
     trainee.modules[0].register_buffer("expert_bias", torch.zeros(4))
     assert "buffer.expert_bias" in training_state.tensors(trainee)
 
 
-def test_a_copy_of_the_listed_state_trains_on_the_same(
+def test_a_copy_of_the_state_trains_identically(
         alone: Any, train: Train, tmp_path: Path) -> None:
     giver = model.build(train, torch.device("cpu"), alone)
     history = History()
@@ -231,8 +231,8 @@ def test_a_checkpoint_of_another_precision_is_refused(alone: Any, tmp_path: Path
                tensor in training_state.tensors(reader).items())
 
 
-def test_an_earlier_tasks_checkpoint_is_not_taken_for_ones_own(alone: Any, tmp_path: Path) -> None:
-    """Generations count from 1 in every task: the same output folder has the same paths."""
+def test_a_checkpoint_of_an_earlier_task_is_replaced(alone: Any, tmp_path: Path) -> None:
+    """Generations count from 1 in every task, so tasks with one output folder share paths."""
     earlier = model.build(TRAIN, torch.device("cpu"), alone)
     checkpoint.save(str(tmp_path / "gen-1" / "iter-3"), earlier, 3, History())
     trainee = model.build(TRAIN, torch.device("cpu"), alone)
@@ -249,7 +249,7 @@ def test_the_same_seed_builds_the_same_model(alone: Any) -> None:
                  model.build(TRAIN, torch.device("cpu"), alone))
 
 
-def test_dropout_depends_on_the_place_alone(alone: Any) -> None:
+def test_dropout_depends_on_iteration_and_micro_batch_alone(alone: Any) -> None:
     trainee = model.build(TRAIN, torch.device("cpu"), alone)
     tokens = text_data.load((), 16).sample(1, 0, 0, rows=2, sequence=16)
     losses: list[float] = []
@@ -260,7 +260,7 @@ def test_dropout_depends_on_the_place_alone(alone: Any) -> None:
     assert len(set(losses)) == 3
 
 
-def test_a_loss_that_is_no_number_is_a_report_of_its_own() -> None:
+def test_a_nan_loss_is_a_separate_report() -> None:
     history = History()
     for iteration, loss in enumerate([3.0, 2.0, float("nan"), 1.0]):
         history.add(iteration, loss, 0.5)
@@ -272,7 +272,7 @@ def test_a_loss_that_is_no_number_is_a_report_of_its_own() -> None:
     assert told[0].rate_flops == pytest.approx(20.0)
 
 
-def test_history_forgets_what_is_done_again() -> None:
+def test_history_drops_iterations_that_are_repeated() -> None:
     history = History()
     for iteration in range(5):
         history.add(iteration, float(iteration), 0.1)
@@ -284,7 +284,7 @@ def test_history_forgets_what_is_done_again() -> None:
 
 @pytest.mark.parametrize("shape", [
     TRAIN.model, Model(num_layers=3, hidden=64, num_heads=2, sequence=16, tie_embeddings=False)])
-def test_placement_knows_its_bytes(train: Train, shape: Model, alone: Any) -> None:
+def test_placement_computes_the_state_size(train: Train, shape: Model, alone: Any) -> None:
     train = replace(train, model=shape)
     trainee = model.build(train, torch.device("cpu"), alone)
     _train(trainee, 0, 2)

@@ -1,6 +1,6 @@
-"""Every precision and loss: a rank dies, its successor takes the state, and the end is the twin's.
+"""Every precision and loss: a rank dies, a successor joins, and the result equals the twin's.
 
-Three survivors share eight micro-batches unevenly; embeddings are not tied, and dropout is on.
+Three survivors share eight micro-batches unevenly. Embeddings are untied, and dropout is on.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from unicron.events.records.reports import TaskProgressed
 from unicron.workers.training.reference import read
 
 STRUCK = 4
-"""The iteration that is struck; rank 1 has micro-batches 1 and 5."""
+"""The iteration in which rank 1 dies. It has micro-batches 1 and 5."""
 GROWN = 6
 """The iteration after which the newcomer joins."""
 ALL = [0, 1, 2, 3]
@@ -33,7 +33,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bf16-overlapped": BF16 | {"overlap": True, "bucket_params": 8_000},
     "fp16": {"precision": "fp16",
              "dynamic_loss_scale": {"initial": 2.0**11, "window": 2, "hysteresis": 2}},
-    # Too much until after the iteration that is struck: it is skipped.
+    # The loss scale is too large until after iteration STRUCK, so that step is skipped.
     "fp16-skipped": {"precision": "fp16",
                      "dynamic_loss_scale": {"initial": 2.0**17, "hysteresis": 1}},
 }
@@ -42,9 +42,9 @@ CONVENTIONS = ("per_token", "per_micro_batch")
 
 @pytest.fixture(scope="session")
 def documents(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Text with an end of a document every few bytes, every few hundred, or for long stretches.
+    """A file of documents of 0 to 400 bytes, and of long runs of end-of-document bytes.
 
-    So some micro-batches have all their tokens, some half, and some none.
+    Some micro-batches therefore have all their tokens, some half, and some none.
     """
     draw = random.Random(7)
     text = b""
@@ -57,7 +57,7 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def forwards(driver: Any, iteration: int, *, but: int = -1) -> list[int]:
-    """The micro-batches of an iteration, over all ranks `but` one, each as often as it was run."""
+    """The micro-batches that all ranks except `but` ran in an iteration, with repetitions."""
     return sorted(line["micro_batch"] for rank in range(4) if rank != but
                   for line in driver.trace(rank)
                   if line["event"] == "forward" and line["iteration"] == iteration)
@@ -68,7 +68,7 @@ def events(driver: Any, rank: int, iteration: int) -> list[str]:
 
 
 def strike_and_replace(driver: Any) -> None:
-    """Rank 1 dies with half of its share done; its successor joins later, by memory."""
+    """Rank 1 dies with half of its share done. Its successor joins later, with a peer's state."""
     driver.start(*ALL)
     driver.hold(1, "forward", STRUCK, micro_batch=5)
     driver.form(ALL)
@@ -103,7 +103,7 @@ def test_a_rank_is_replaced_in_every_precision(drive: Drive, twin: Twins, varian
     changes = SMALL | VARIANTS[variant]
     driver = drive(**changes)
     strike_and_replace(driver)
-    # A constant scale that is a power of two leaves no trace, nor does the moment of a reduction.
+    # Neither a constant power-of-two loss scale nor an overlapped reduction changes the result.
     alike = SMALL | BF16 if variant.startswith("bf16") else changes
     assert twin(**alike).is_equal(driver.final_checkpoint())
 
@@ -131,7 +131,7 @@ def test_a_rank_is_replaced_with_either_loss(
     assert differs, "they are two"
 
 
-def test_a_checkpoint_takes_16_bits_up_exactly(drive: Drive) -> None:
+def test_a_bf16_task_resumes_exactly_from_a_checkpoint(drive: Drive) -> None:
     changes = SMALL | BF16
     driver = drive(**changes, checkpoint_every=4)
     driver.start(0, 1)
