@@ -1,4 +1,4 @@
-"""The agent and its processes: how they end, which orders it obeys, what it reports."""
+"""The agent: how its processes end, which orders it carries out, and what it reports."""
 
 from __future__ import annotations
 
@@ -102,15 +102,15 @@ async def test_stop_gives_grace_then_kills(node: LocalNode) -> None:
         await until_text(started.log_path)
     for rank in (0, 1):
         await node.stop_rank(rank, grace_s=0.3)
-        await node.stop_rank(rank, grace_s=0.3)  # told twice
+        await node.stop_rank(rank, grace_s=0.3)  # the same order twice
     by_rank = {e.rank: e for e in await node.leader.wait(RankExited, 2)}
     assert by_rank[0].exit_code == 7
     assert by_rank[1].signal == signal.SIGKILL
-    await node.stop_rank(0)  # gone already: harmless
+    await node.stop_rank(0)  # the rank has already exited: no error
     assert node.leader.all(OrderRefused) == []
 
 
-async def test_a_stopped_process_ends_too(node: LocalNode) -> None:
+async def test_a_suspended_process_is_killed_after_its_grace(node: LocalNode) -> None:
     await node.start(python("import signal, time; signal.signal(15, print); print('up');"
                             "time.sleep(60)"))
     (started,) = await node.leader.wait(RankStarted)
@@ -140,8 +140,8 @@ def test_the_environment_of_a_rank(tmp_path: Path) -> None:
     assert "CUDA_VISIBLE_DEVICES" not in told, "a command chooses by LOCAL_RANK"
 
 
-# --- which orders are obeyed --------------------------------------------------------------------
-async def test_a_slot_is_used_by_one_at_a_time(node: LocalNode) -> None:
+# --- which orders are carried out ---------------------------------------------------------------
+async def test_a_slot_is_used_by_one_rank_at_a_time(node: LocalNode) -> None:
     sleep = python("import time; time.sleep(60)")
     await node.start(sleep)
     await node.leader.wait(RankStarted)
@@ -162,14 +162,14 @@ async def test_a_higher_attempt_fences_the_lower(node: LocalNode) -> None:
     sleep = python("import time; time.sleep(60)")
     await node.start(sleep, attempt=2)
     await node.leader.wait(RankStarted)
-    await node.start(sleep, attempt=1)         # overtaken
+    await node.start(sleep, attempt=1)         # lower than the running attempt
     await node.start(sleep, attempt=3)
     await node.leader.wait(RankStarted, 2)
     assert [s.attempt for s in node.leader.all(RankStarted)] == [2, 3]
     assert [e.attempt for e in node.leader.all(RankExited)] == [2]
 
 
-async def test_refused_with_a_reason(node: LocalNode) -> None:
+async def test_orders_are_refused_with_a_reason(node: LocalNode) -> None:
     seqs = [await node.start(command("/no/such/program")),
             await node.start(python("pass"), slot=Slot(node="n1", index=2)),
             await node.start(python("pass"), slot=Slot(node="n2", index=0))]
@@ -184,7 +184,7 @@ async def test_orders_for_a_predecessor_start_nothing(memory: MemoryLog, tmp_pat
     before = LocalNode(memory, tmp_path)
     leading = asyncio.create_task(before.leader.run())
     await until(lambda: before.leader.epoch or None)
-    # One given before the agent joins, of no incarnation; one that races with its joining.
+    # The first order precedes the join and names no incarnation; the second races with the join.
     await before.start(python("pass"), incarnation=0)
     await before.start(python("pass"), rank=1, incarnation=6)
     serving = asyncio.create_task(before.agent.run(before.stop))
@@ -198,7 +198,7 @@ async def test_orders_for_a_predecessor_start_nothing(memory: MemoryLog, tmp_pat
     leading.cancel()
 
 
-async def test_orders_written_anew_are_duplicates(node: LocalNode, memory: MemoryLog) -> None:
+async def test_rewritten_orders_are_duplicates(node: LocalNode, memory: MemoryLog) -> None:
     await node.start(python("pass"))
     await node.leader.wait(RankExited)
     orders = [r for r in node.leader.records if isinstance(r.body, o.StartRank)]
@@ -217,7 +217,7 @@ def reconfigure(*members: int, generation: int = 1) -> o.Reconfigure:
                            for rank in members))
 
 
-async def test_a_training_rank_is_led_through_its_pipe(
+async def test_a_training_rank_receives_orders_through_its_pipe(
         memory: MemoryLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     async with local_node(memory, tmp_path) as node:
@@ -242,7 +242,7 @@ async def test_a_training_rank_is_led_through_its_pipe(
         assert len(logs[1].splitlines()) == 1, "what concerns another is not told"
 
 
-async def test_last_words_come_before_the_exit(node: LocalNode) -> None:
+async def test_the_error_report_precedes_the_exit(node: LocalNode) -> None:
     await node.start(train(1))
     await node.leader.wait(RankReady)
     await node.leader.order(reconfigure(0))
@@ -256,7 +256,7 @@ async def test_last_words_come_before_the_exit(node: LocalNode) -> None:
 
 async def test_the_exit_of_a_rank_is_reported_before_its_children_are_gone(
         memory: MemoryLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Something of it does not die: its slot stays taken, and the task knows at once."""
+    """A child of the rank survives: the slot stays taken, and the exit is reported at once."""
     table, left = linux.table, [True]
 
     def more() -> list[linux.Proc]:
@@ -282,7 +282,7 @@ async def test_the_exit_of_a_rank_is_reported_before_its_children_are_gone(
 
 
 @pytest.mark.parametrize("seed", [2, 3])
-async def test_a_rank_that_speaks_nonsense_is_ended(node: LocalNode, seed: int) -> None:
+async def test_a_rank_that_violates_the_protocol_is_killed(node: LocalNode, seed: int) -> None:
     await node.start(train(seed))
     await node.leader.wait(RankReady)
     await node.leader.order(reconfigure(0))
@@ -312,8 +312,8 @@ async def test_publication_moves_forward_only(memory: MemoryLog, tmp_path: Path)
         outside = await one.leader.order(order("../elsewhere"))
         refused = await one.leader.wait(OrderRefused, 2)
         assert {r.order for r in refused} == {missing, outside}
-    # An agent that starts again reads the same orders: what was overtaken moves nothing back,
-    # and was answered when it was.
+    # A restarted agent reads the same orders. An overtaken order does not move `latest` back, and
+    # is not answered again.
     two = LocalNode(memory, tmp_path, incarnation=8)
     two.leader = one.leader
     leading = asyncio.create_task(one.leader.run())
@@ -323,7 +323,7 @@ async def test_publication_moves_forward_only(memory: MemoryLog, tmp_path: Path)
     assert os.readlink(output / "latest") == "gen-1/iter-9"
     refused = (await one.leader.wait(OrderRefused, 4))[2:]
     assert [r.order for r in refused] == [missing, outside]
-    # What it is told only now it answers, also when another node has overtaken it.
+    # A new order is answered even if another node has overtaken it.
     publish(cluster="c", order=10_000, at_s=9e9, task=1, generation=1, output=str(output),
             path="gen-1/iter-9")
     late = await one.leader.order(order("gen-1/iter-5"))
@@ -335,8 +335,8 @@ async def test_publication_moves_forward_only(memory: MemoryLog, tmp_path: Path)
     leading.cancel()
 
 
-def test_a_new_log_of_the_same_name_publishes_over_the_old_ones(tmp_path: Path) -> None:
-    """Its orders count from 1 again; the old log's late ones are still refused."""
+def test_a_new_log_of_the_same_name_publishes_over_the_old_one(tmp_path: Path) -> None:
+    """The orders of a new log count from 1 again. Late orders of the old log are still refused."""
     (tmp_path / "gen-1/iter-9").mkdir(parents=True)
     (tmp_path / "gen-2/iter-9").mkdir(parents=True)
 
@@ -356,7 +356,7 @@ def test_a_new_log_of_the_same_name_publishes_over_the_old_ones(tmp_path: Path) 
 
 
 # --- stopping -----------------------------------------------------------------------------------
-async def test_stop_ends_ranks_then_says_that_the_node_left(node: LocalNode) -> None:
+async def test_stop_reports_the_leaving_node_and_then_the_exits(node: LocalNode) -> None:
     for rank in (0, 1):
         await node.start(python("import time; time.sleep(60)"), rank=rank)
     await node.leader.wait(RankStarted, 2)
@@ -367,7 +367,7 @@ async def test_stop_ends_ranks_then_says_that_the_node_left(node: LocalNode) -> 
     assert kinds[-3:] == ["NodeLeft", "RankExited", "RankExited"]
 
 
-async def test_cancel_kills_and_says_nothing(memory: MemoryLog, tmp_path: Path) -> None:
+async def test_cancel_kills_and_reports_nothing(memory: MemoryLog, tmp_path: Path) -> None:
     one = LocalNode(memory, tmp_path)
     leading = asyncio.create_task(one.leader.run())
     serving = asyncio.create_task(one.agent.run(one.stop))
@@ -382,7 +382,7 @@ async def test_cancel_kills_and_says_nothing(memory: MemoryLog, tmp_path: Path) 
     leading.cancel()
 
 
-# --- a server that comes and goes ---------------------------------------------------------------
+# --- a log server that fails at times -----------------------------------------------------------
 @pytest.mark.parametrize("seed", range(3))
 async def test_lost_replies_double_and_lose_nothing(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)

@@ -1,4 +1,4 @@
-"""The agent's process: killed, cut off, refused; faults on purpose; stopped for a while."""
+"""The agent's process: kills, disconnections and refusals, injected faults, and pauses."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ async def test_ranks_die_with_their_agent_and_its_successor_clears_up(
     old, new = await plane.wait(NodeJoined, 2)
     assert new.incarnation > old.incarnation
     assert not alive(child)
-    await plane.start("pass", attempt=2)  # the old StartRank is read again, not obeyed
+    await plane.start("pass", attempt=2)  # the agent reads the old StartRank again and ignores it
     await plane.wait(RankExited)
     assert [s.attempt for s in plane.all(RankStarted)] == [1, 2]
     second.terminate()
@@ -76,7 +76,7 @@ async def test_ranks_die_with_their_agent_and_its_successor_clears_up(
 
 async def test_a_server_killed_and_started_again_loses_and_doubles_nothing(
         plane: PlaneStub, own_server: embedded_server.Server, tmp_path: Path) -> None:
-    """Ranks go on meanwhile; what they did is told afterwards, once, in order."""
+    """Ranks continue meanwhile. The agent reports their exits afterwards, once and in order."""
     server = own_server
     agent = plane.agent()
     await plane.wait(NodeJoined)
@@ -106,7 +106,7 @@ async def test_a_server_killed_and_started_again_loses_and_doubles_nothing(
     assert plane.said().count("the log is unreachable") == 2, plane.said()
 
 
-async def test_what_a_killed_agent_had_not_delivered_its_successor_does(
+async def test_a_successor_delivers_the_reports_of_a_killed_agent(
         plane: PlaneStub, own_server: embedded_server.Server, tmp_path: Path) -> None:
     first = plane.agent()
     await plane.wait(NodeJoined)
@@ -131,7 +131,7 @@ async def test_what_a_killed_agent_had_not_delivered_its_successor_does(
     assert list((plane.state_dir / "agents").glob("*.spool")) == []
 
 
-async def test_a_second_signal_ends_at_once(plane: PlaneStub) -> None:
+async def test_a_second_signal_ends_the_agent_at_once(plane: PlaneStub) -> None:
     deaf = "import signal, time\nsignal.signal(15, signal.SIG_IGN)\nprint('up')\ntime.sleep(60)"
     agent = plane.agent()
     await plane.wait(NodeJoined)
@@ -150,7 +150,7 @@ async def test_a_second_signal_ends_at_once(plane: PlaneStub) -> None:
 
 async def test_another_log_under_the_same_address_ends_the_agent(
         plane: PlaneStub, own_server: embedded_server.Server, tmp_path: Path) -> None:
-    """Its ranks would be led by nobody; as a new incarnation it is welcome."""
+    """Its ranks would have no control plane. The agent may join again as a new incarnation."""
     agent = plane.agent()
     await plane.wait(NodeJoined)
     await plane.start("import time; time.sleep(60)")
@@ -191,7 +191,7 @@ async def test_an_unreachable_control_plane_is_tried_and_then_named() -> None:
     assert 0.1 < time.monotonic() - began < LIMIT_S
 
 
-# --- faults on purpose, and processes that are stopped for a while -------------------------------
+# --- injected faults, and processes that are suspended -------------------------------------------
 def fault(what: FaultKind, *, rank: int = 0, attempt: int = 1, incarnation: int = 7,
           stop_s: float = 0.0) -> InjectFault:
     return InjectFault(nodes=("n1",), what=what, task=1, rank=rank, attempt=attempt,
@@ -203,7 +203,7 @@ def is_stopped(pid: int) -> bool | None:
     return True if proc is not None and proc.state == "T" else None
 
 
-async def test_a_rank_is_killed_on_purpose_and_no_other(node: LocalNode) -> None:
+async def test_an_injected_kill_hits_only_its_rank(node: LocalNode) -> None:
     for rank in (0, 1):
         await node.start(python(SLEEP), rank=rank)
     await node.leader.wait(RankStarted, 2)
@@ -221,21 +221,21 @@ async def test_a_rank_is_killed_on_purpose_and_no_other(node: LocalNode) -> None
 
 
 async def _polite(one: LocalNode) -> int:
-    """A rank that would end well on SIGTERM; its pid."""
+    """Start a rank that exits with code 7 on SIGTERM; return its pid."""
     await one.start(python(POLITE))
     (started,) = await one.leader.wait(RankStarted)
     await until_text(started.log_path)
     return started.pid
 
 
-async def _halted(one: LocalNode, stop_s: float = 0.0) -> None:
-    """Such a rank, stopped on purpose: for a time, or for ever."""
+async def _stopped(one: LocalNode, stop_s: float = 0.0) -> None:
+    """Start such a rank and inject a stop of `stop_s` seconds; 0 is a stop without end."""
     pid = await _polite(one)
     await one.leader.order(fault("stop", stop_s=stop_s))
     await until(lambda: is_stopped(pid))
 
 
-async def test_a_rank_is_stopped_on_purpose_for_a_time(node: LocalNode) -> None:
+async def test_an_injected_stop_ends_after_its_time(node: LocalNode) -> None:
     pid = await _polite(node)
     began_s = time.monotonic()
     await node.leader.order(fault("stop", stop_s=0.5))
@@ -248,8 +248,8 @@ async def test_a_rank_is_stopped_on_purpose_for_a_time(node: LocalNode) -> None:
     assert exited.exit_code == 7
 
 
-async def test_a_rank_stopped_for_ever_ends_by_kill_when_its_grace_is_over(node: LocalNode) -> None:
-    await _halted(node)
+async def test_a_rank_stopped_without_end_is_killed_after_its_grace(node: LocalNode) -> None:
+    await _stopped(node)
     began_s = time.monotonic()
     await node.stop_rank(grace_s=0.5)
     (exited,) = await node.leader.wait(RankExited)
@@ -258,7 +258,7 @@ async def test_a_rank_stopped_for_ever_ends_by_kill_when_its_grace_is_over(node:
 
 
 async def test_a_higher_attempt_fences_one_that_is_stopped(node: LocalNode) -> None:
-    await _halted(node)
+    await _stopped(node)
     await node.start(python("pass"), attempt=2)
     exits = await node.leader.wait(RankExited, 2)
     assert [(e.attempt, e.exit_code, e.signal) for e in exits] == [
@@ -268,7 +268,7 @@ async def test_a_higher_attempt_fences_one_that_is_stopped(node: LocalNode) -> N
 @pytest.mark.parametrize(("stop_s", "exit_code"), [(3600.0, 7), (0.0, None)])
 async def test_an_agent_that_exits_continues_ranks_stopped_for_a_time(
         node: LocalNode, stop_s: float, exit_code: int | None) -> None:
-    await _halted(node, stop_s)
+    await _stopped(node, stop_s)
     node.stop.set()
     (exited,) = await node.leader.wait(RankExited)
     assert exited.exit_code == exit_code
@@ -294,11 +294,11 @@ async def test_a_stop_is_reported_once_and_so_is_its_end(node: LocalNode) -> Non
     await asyncio.sleep(2 * LOOK_S)
     assert len(node.leader.all(RankContinued)) == 1, "who is killed does not go on"
     assert len(node.leader.all(RankSuspended)) == 3
-    os.kill(started[0], signal.SIGCONT)  # so that it ends at once
+    os.kill(started[0], signal.SIGCONT)  # lets it end at once
 
 
 async def test_the_kernel_tells_the_agent_of_stops_before_its_next_poll(plane: PlaneStub) -> None:
-    """Not with its next look: of many stops the most are told well before that."""
+    """The median delay of several reports is less than half the polling interval."""
     agent = plane.agent()
     await plane.wait(NodeJoined)
     await plane.start(SLEEP)
@@ -319,7 +319,7 @@ async def test_the_kernel_tells_the_agent_of_stops_before_its_next_poll(plane: P
 
 @contextmanager
 def held_by_a_debugger(pid: int) -> Iterator[None]:
-    """A child of this process is traced, and stands still."""
+    """Trace a child of this process, which stops the child."""
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.ptrace(16, pid, None, None) == 0, os.strerror(ctypes.get_errno())  # PTRACE_ATTACH
     os.waitpid(pid, 0)
@@ -341,10 +341,10 @@ async def test_a_rank_in_a_debugger_is_not_stopped(node: LocalNode) -> None:
         os.kill(pids[1], signal.SIGSTOP)
         (told,) = await node.leader.wait(RankSuspended)
         assert told.rank == 1
-    os.kill(pids[1], signal.SIGCONT)  # so that it ends at once
+    os.kill(pids[1], signal.SIGCONT)  # lets it end at once
 
 
-async def test_a_node_is_lost_on_purpose_once(plane: PlaneStub, tmp_path: Path) -> None:
+async def test_an_injected_node_loss_happens_once(plane: PlaneStub, tmp_path: Path) -> None:
     first = plane.agent()
     (joined,) = await plane.wait(NodeJoined)
     note = tmp_path / "child"
@@ -360,7 +360,7 @@ async def test_a_node_is_lost_on_purpose_once(plane: PlaneStub, tmp_path: Path) 
         await until_gone(pid)
     second = plane.agent()
     await plane.wait(NodeJoined, 2)
-    await plane.start("pass", attempt=2)  # it read the order before, and lives
+    await plane.start("pass", attempt=2)  # the new agent has read the fault order and survived it
     await plane.wait(RankExited)
     assert second.poll() is None
     assert plane.kinds() == ["NodeJoined", "RankStarted", "RankStarted", "RankSuspended",
@@ -370,7 +370,7 @@ async def test_a_node_is_lost_on_purpose_once(plane: PlaneStub, tmp_path: Path) 
 
 
 STOPPED_S = CALL_S_MAX + 1.0
-"""Every limit of a call that was under way has passed by then."""
+"""Long enough for every time limit of a call in progress to pass."""
 COUNTS = """
 import sys, time
 while True:
@@ -379,8 +379,8 @@ while True:
 """
 
 
-async def _beats(one: PlaneStub) -> None:
-    """Wait for a beat that is younger than two seconds."""
+async def _wait_for_heartbeat(one: PlaneStub) -> None:
+    """Wait for a heartbeat that is younger than two seconds."""
     last_s = time.monotonic() + LIMIT_S
     while not any(beat.age_s < 2.0 for beat in await one.log.beats()):
         assert time.monotonic() < last_s, one.said()
@@ -417,7 +417,7 @@ async def test_an_agent_or_server_that_stops_for_a_while_loses_nothing(
     assert count.stat().st_size > sizes[0] + 10, "the other one worked on"
     (exited,) = await plane.wait(RankExited)
     assert (exited.rank, exited.exit_code) == (1, 0)
-    await _beats(plane)
+    await _wait_for_heartbeat(plane)
     await plane.start("pass", rank=1, attempt=2)
     await plane.wait(RankExited, 2)
     assert alive(ranks[0].pid)

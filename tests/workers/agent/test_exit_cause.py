@@ -1,4 +1,4 @@
-"""Why a process ended: which evidence is believed, on texts and files, and by a real agent."""
+"""Why a process ended: the order of the evidence, on texts and files and with a real agent."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 
 def why(how: Exit, text: str = "", *, path: Path = NO_FILE, kills: dict[int, str] | None = None
         ) -> Cause:
-    """`kills` is what the kernel says of a process's number."""
+    """The cause that this evidence gives. `kills`: pid -> the kernel's line about an OOM kill."""
     said = kills or {}
     return cause_of(
         ExitEvidence(how=how, text=text, path=path, killed=lambda pid: said.get(pid, ""), pid=7)
@@ -60,7 +60,7 @@ def why(how: Exit, text: str = "", *, path: Path = NO_FILE, kills: dict[int, str
 
 
 def error_file(folder: Path, message: object = REFUSED) -> Path:
-    """A file as torch writes it of an exception."""
+    """An error file of an exception, as torch writes it."""
     path = folder / "error.json"
     path.write_text(json.dumps({"message": message}))
     return path
@@ -73,8 +73,8 @@ def raised(innermost: str, wrapper: str) -> str:
             f"    main()\n{wrapper}\n")
 
 
-# --- who is believed ----------------------------------------------------------------------------
-def test_the_kernel_before_the_file_before_the_output_before_the_signal(tmp_path: Path) -> None:
+# --- which evidence is believed -----------------------------------------------------------------
+def test_the_evidence_order_is_kernel_file_output_signal(tmp_path: Path) -> None:
     path = error_file(tmp_path)
     kills = {7: "Memory cgroup out of memory: Killed process 7 (python)"}
     assert why(KILLED, RESET, path=path, kills=kills) == Cause(
@@ -87,12 +87,12 @@ def test_the_kernel_before_the_file_before_the_output_before_the_signal(tmp_path
     assert why(Exit(None, signal.SIGABRT, dumped=True)).line.endswith(", core dumped")
 
 
-def test_what_ended_well_has_no_cause(tmp_path: Path) -> None:
+def test_a_successful_exit_has_no_cause(tmp_path: Path) -> None:
     path = error_file(tmp_path)
     assert why(Exit(0, None), RESET, path=path, kills={0: "oom", 7: "oom"}) == Cause()
 
 
-def test_of_an_exception_group_every_member_is_read() -> None:
+def test_every_member_of_an_exception_group_is_read() -> None:
     group = ("  + Exception Group Traceback (most recent call last):\n"
              '  |   File "train.py", line 9, in main\n  | ExceptionGroup: two (2 sub-exceptions)\n'
              "  +-+---------------- 1 ----------------\n    | Traceback (most recent call last):\n"
@@ -105,20 +105,20 @@ def test_of_an_exception_group_every_member_is_read() -> None:
         ILLEGAL_MEMORY_ACCESS)
 
 
-def test_what_means_nothing_has_no_cause() -> None:
+def test_output_without_an_error_has_no_cause() -> None:
     assert why(ONE, "iteration 7 of 9\nsaved\n") == Cause()
     assert why(ONE) == Cause()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
-def test_what_others_send_is_not_explained_by_what_was_printed(number: int) -> None:
+def test_a_signal_from_outside_is_not_explained_by_the_output(number: int) -> None:
     told = why(Exit(None, number), RESET)
     assert told.status == ""
     assert told.line.startswith(f"signal {number} (SIG")
     assert why(Exit(None, signal.SIGABRT), RESET).status == CONNECTION_RESET
 
 
-def test_the_oom_killer_of_a_child_is_believed_only_where_a_child_was_killed() -> None:
+def test_an_oom_kill_of_a_child_counts_only_if_a_child_was_killed() -> None:
     kills = {0: "the OOM killer"}
     text = "RuntimeError: DataLoader worker (pid 8) is killed by signal: Killed. \n"
     assert why(ONE, text, kills=kills).rule == "oom-killer"
@@ -142,14 +142,14 @@ def test_the_innermost_of_the_last_traceback_decides(text: str, status: str, lin
     assert (told.status, told.line) == (status, line)
 
 
-def test_a_long_line_is_bounded_around_what_decided() -> None:
+def test_a_long_line_is_bounded_around_the_deciding_text() -> None:
     told = why(ONE, "x" * 40_000 + " Connection refused " + "y" * 20_000)
     assert told.status == CONNECTION_REFUSED
     assert len(told.line) <= CAUSE_CHARS_MAX
     assert "Connection refused" in told.line
 
 
-def test_a_cause_does_nothing_to_a_screen() -> None:
+def test_a_cause_contains_no_control_characters() -> None:
     assert clipped("a\x1b[2Jb\0\tc\r\n d\u202e") == "a [2Jb c d"
 
 
@@ -158,9 +158,9 @@ def test_a_cause_does_nothing_to_a_screen() -> None:
     ({"message": "ValueError: no batch", "extraInfo": {
         "py_callstack": raised(REFUSED, "ValueError: no batch"), "timestamp": "1"}},
      CONNECTION_REFUSED, REFUSED),
-    ({"message": "Odd: 7 of 9"}, OTHER_SOFTWARE, "Odd: 7 of 9"),  # of no row
+    ({"message": "Odd: 7 of 9"}, OTHER_SOFTWARE, "Odd: 7 of 9"),  # matches no rule
 ])
-def test_a_file_of_an_exception_is_read_whole(
+def test_an_error_file_is_read_completely(
         tmp_path: Path, message: object, status: str, line: str) -> None:
     told = why(ONE, path=error_file(tmp_path, message))
     assert (told.status, told.line) == (status, line)
@@ -177,8 +177,8 @@ def test_garbage_is_no_error_file(tmp_path: Path, data: bytes) -> None:
     assert torch_files.read(path) is None
 
 
-def test_only_a_regular_file_of_ones_own_is_read(tmp_path: Path) -> None:
-    """A pipe would hold the reader for ever; a link may lead anywhere."""
+def test_only_an_own_regular_file_is_read(tmp_path: Path) -> None:
+    """A pipe would block the reader, and a link may point anywhere."""
     real = tmp_path / "real"
     real.write_text(json.dumps({"message": REFUSED}))
     os.mkfifo(tmp_path / "pipe")
@@ -213,20 +213,20 @@ def test_the_root_cause_is_read_from_a_summary() -> None:
     assert torch_files.root_cause("no summary\n") is None
 
 
-def test_a_torn_summary_is_read_as_far_as_it_goes() -> None:
+def test_a_truncated_summary_raises_nothing() -> None:
     text = printed("raise-record")
     for end in range(text.index("Root Cause"), len(text), 7):
         torch_files.root_cause(text[:end])
         why(ONE, text[:end])
 
 
-def test_what_a_script_raised_is_above_the_summary() -> None:
+def test_the_exception_of_a_script_is_found_above_the_summary() -> None:
     told = why(ONE, printed("raise-plain"))
     assert (told.status, told.line) == (
         ILLEGAL_MEMORY_ACCESS, "RuntimeError: CUDA error: an illegal memory access was encountered")
 
 
-def test_the_traceback_of_a_summary_decides_and_its_error_file_before_it(tmp_path: Path) -> None:
+def test_the_error_file_of_a_summary_outranks_its_traceback(tmp_path: Path) -> None:
     text = printed("raise-record").replace(
         "RuntimeError: CUDA error: an illegal memory access was encountered\n", f"{REFUSED}\n")
     path = tmp_path / "error.json"
@@ -246,7 +246,7 @@ def test_a_rank_that_was_killed_under_torchrun_is_named() -> None:
 
 # --- the OOM killer's count ---------------------------------------------------------------------
 class Machine:
-    """A tree as Linux shows it, with one process in one memory group."""
+    """A /proc and cgroup tree with one process in one memory cgroup."""
 
     def __init__(self, folder: Path, line: str, file: str) -> None:
         self.file = folder / "cgroup" / file
@@ -265,10 +265,10 @@ class Machine:
 
 @pytest.mark.parametrize(("line", "file"), [
     ("0::/job/7\n", "job/7/memory.events"),
-    ("0::/docker/7\n", "memory.events"),  # in a container that does not know its path
+    ("0::/docker/7\n", "memory.events"),  # in a container, which does not see the whole path
     ("4:memory:/job\n1:cpu:/\n0::/\n", "memory/job/memory.oom_control"),
     ("4:cpu,memory:/docker/7\n0::/\n", "memory/memory.oom_control")])
-def test_a_kill_explains_one_end(tmp_path: Path, line: str, file: str) -> None:
+def test_an_oom_kill_explains_one_exit(tmp_path: Path, line: str, file: str) -> None:
     machine = Machine(tmp_path, line, file)
     machine.count(3)
     kills = machine.kills()
@@ -296,7 +296,7 @@ def test_an_old_kill_explains_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "oom_kill x\n", "oom 7\n", "oom_kill\n"])
-def test_what_counts_nothing_tells_nothing(tmp_path: Path, text: str) -> None:
+def test_a_malformed_counter_is_ignored(tmp_path: Path, text: str) -> None:
     machine = Machine(tmp_path, "0::/job\n", "job/memory.events")
     machine.file.write_text(text)
     assert machine.kills().group(7) is None
@@ -305,7 +305,7 @@ def test_what_counts_nothing_tells_nothing(tmp_path: Path, text: str) -> None:
     assert machine.kills().group(7) is None
 
 
-def test_a_group_that_is_gone_keeps_its_count(tmp_path: Path) -> None:
+def test_a_removed_cgroup_explains_nothing(tmp_path: Path) -> None:
     machine = Machine(tmp_path, "0::/job\n", "job/memory.events")
     group = machine.kills().group(7)
     assert group is not None
@@ -326,7 +326,7 @@ while True:
 
 
 def test_a_real_kill_is_counted() -> None:
-    """Only where a person names a memory group that may be filled: its limit at most 1 GiB."""
+    """Runs only if UNICRON_TEST_CGROUP names a memory cgroup with a limit of at most 1 GiB."""
     folder = os.environ.get("UNICRON_TEST_CGROUP", "")
     if not folder:
         pytest.skip("UNICRON_TEST_CGROUP names no memory group (cgroup) that may be filled")
@@ -348,7 +348,7 @@ def test_a_real_kill_is_counted() -> None:
 # --- real processes of a real agent --------------------------------------------------------------
 @pytest.fixture
 def end_of(memory: MemoryLog, tmp_path: Path) -> Any:
-    """Runs a command until its agent has told of its end; what it told."""
+    """Function that runs a command and returns the agent's report of its exit."""
     def run(spec: JobSpec) -> r.RankExited:
         found: list[r.RankExited] = []
 
@@ -372,8 +372,8 @@ def end_of(memory: MemoryLog, tmp_path: Path) -> Any:
     ("import os; os.kill(os.getpid(), 9)", None, 9, "signal 9 (SIGKILL): killed from outside"),
     ("import ctypes; ctypes.string_at(0)", None, 11, "signal 11 (SIGSEGV): "),
     ("import os; os.abort()", None, 6, "signal 6 (SIGABRT): ")])
-def test_an_end_that_nothing_explains(end_of: Any, code: str, exit_code: int | None,
-                                      number: int | None, cause: str) -> None:
+def test_the_cause_of_an_unexplained_exit(end_of: Any, code: str, exit_code: int | None,
+                                          number: int | None, cause: str) -> None:
     told = end_of(python(code))
     assert (told.exit_code, told.signal, told.status) == (exit_code, number, "")
     assert told.cause.startswith(cause) if cause else told.cause == ""
@@ -428,12 +428,12 @@ def test_a_huge_last_line_is_read_at_its_end(end_of: Any) -> None:
     assert len(told.tail) == exit_report.TAIL_BYTES
 
 
-def test_binary_garbage_means_nothing(end_of: Any) -> None:
+def test_binary_output_has_no_cause(end_of: Any) -> None:
     told = end_of(python("import os, sys\nos.write(2, bytes(range(256)) * 1000)\nsys.exit(1)"))
     assert (told.exit_code, told.status, told.cause) == (1, "", "")
 
 
-def test_a_log_that_was_removed_hides_nothing_else(end_of: Any) -> None:
+def test_a_removed_log_does_not_hide_the_exit_code(end_of: Any) -> None:
     told = end_of(python("import os\nos.unlink(os.readlink('/proc/self/fd/1'))\n" + FAILS))
     assert told.exit_code == 1
     assert told.tail == "(no output: No such file or directory)"
@@ -448,7 +448,7 @@ def test_a_log_that_was_emptied_is_read_from_its_beginning(end_of: Any, tmp_path
     assert (told.tail, told.status) == ("odd\n", "")
 
 
-def test_only_what_this_attempt_printed_counts(end_of: Any, tmp_path: Path) -> None:
+def test_only_the_output_of_this_attempt_counts(end_of: Any, tmp_path: Path) -> None:
     log = tmp_path / "logs" / "1-job" / "rank-0.attempt-1.log"
     log.parent.mkdir(parents=True)
     log.write_text(f"{REFUSED}\n")
@@ -457,7 +457,7 @@ def test_only_what_this_attempt_printed_counts(end_of: Any, tmp_path: Path) -> N
     assert (told.tail, told.status, told.cause) == ("odd\n", "", "")
 
 
-def test_children_that_outlive_it_hide_no_cause(end_of: Any, tmp_path: Path) -> None:
+def test_surviving_children_hide_no_cause(end_of: Any, tmp_path: Path) -> None:
     linux.adopt_orphans()
     note = tmp_path / "child"
     told = end_of(python(
@@ -493,14 +493,14 @@ except ValueError:
 """
 
 
-def test_an_error_file_says_more_than_the_output(end_of: Any) -> None:
+def test_an_error_file_outranks_the_output(end_of: Any) -> None:
     told = end_of(python(RECORDS, f"Traceback (most recent call last):\n{REFUSED}\n"))
     assert (told.status, told.cause) == (CONNECTION_REFUSED, REFUSED)
     assert "reset by peer" in told.tail
 
 
-def test_what_torchs_own_record_writes_is_read(end_of: Any) -> None:
-    """The script itself prints nothing of it."""
+def test_the_file_of_torchs_record_decorator_is_read(end_of: Any) -> None:
+    """The script itself does not print the exception."""
     told = end_of(python(UNDER_RECORD))
     assert (told.exit_code, told.status, told.cause) == (1, CONNECTION_REFUSED, REFUSED)
     assert "refused" not in told.tail
@@ -518,7 +518,7 @@ async def test_each_process_has_an_error_file_of_its_own(node: LocalNode) -> Non
 # --- the OOM killer -----------------------------------------------------------------------------
 async def test_an_oom_kill_is_distinguished_from_any_other_kill(
         memory: MemoryLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The counter is a file of ours: no memory group of this machine is filled for it."""
+    """The OOM counter is a file of the test, so no memory cgroup has to be filled."""
     counters = [tmp_path / "cgroup" / "memory" / "memory.oom_control",
                 tmp_path / "cgroup" / "memory.events"]
 
@@ -546,7 +546,7 @@ async def test_an_oom_kill_is_distinguished_from_any_other_kill(
         assert by_pid[second.pid].cause == "signal 9 (SIGKILL): killed from outside"
 
 
-async def test_the_kernels_own_line_is_asked_for_on_the_agents_loop(
+async def test_the_kernel_log_is_read_on_the_agents_loop(
         memory: MemoryLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[bool] = []
 
@@ -563,7 +563,7 @@ async def test_the_kernels_own_line_is_asked_for_on_the_agents_loop(
         assert threads == [True]
 
 
-# --- what the agent knows without looking -------------------------------------------------------
+# --- causes that the agent knows without evidence -----------------------------------------------
 async def test_a_rank_that_was_ordered_to_stop_has_no_cause(node: LocalNode) -> None:
     code = "import signal, time\nsignal.signal(15, lambda *_: 1 / 0)\nprint('up')\ntime.sleep(60)"
     await node.start(python(code))
@@ -577,7 +577,7 @@ async def test_a_rank_that_was_ordered_to_stop_has_no_cause(node: LocalNode) -> 
 
 @pytest.mark.parametrize(("seed", "cause"), [
     (1, "last words"), (2, "killed by its agent: it violated the pipe protocol: a rank must not")])
-async def test_a_training_ranks_own_words_are_its_cause(
+async def test_a_training_ranks_error_report_or_violation_is_its_cause(
         node: LocalNode, seed: int, cause: str) -> None:
     await node.start(train(seed))
     await node.leader.wait(r.RankReady)
@@ -602,8 +602,8 @@ async def test_a_disk_that_does_not_answer_delays_no_exit_report(
     assert told.tail == "(no output: reading it took too long)"
 
 
-# --- watched, or not started at all -------------------------------------------------------------
-async def test_what_cannot_be_watched_does_not_run(
+# --- processes that cannot be watched -----------------------------------------------------------
+async def test_a_process_that_cannot_be_watched_is_not_started(
         node: LocalNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     note = tmp_path / "pid"
     right = os.pidfd_open
@@ -627,7 +627,7 @@ async def test_what_cannot_be_watched_does_not_run(
 
 
 def test_a_fork_that_ends_before_it_is_adopted_is_waited_for(tmp_path: Path) -> None:
-    """Its status is its parent's to take, until that has ended and the agent is its parent."""
+    """Only its parent can reap it, until the parent exits and the agent adopts it."""
     linux.adopt_orphans()
     note = tmp_path / "pid"
     between = os.fork()

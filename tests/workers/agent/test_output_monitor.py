@@ -1,4 +1,4 @@
-"""Megatron's lines in a command's output: parsed, reported, and missed when they stop."""
+"""Megatron's progress lines in a command's output: parsing, reports, and stalls."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ ASIDES = (
     (b" iteration 30/25 | elapsed time per iteration (ms): 548.5",
      ProgressLine(30, 0, 0.5485, None, 0, 0, 0)),
 ])
-def test_lines_of_all_versions(line: bytes, told: ProgressLine) -> None:
+def test_progress_lines_of_all_versions_are_parsed(line: bytes, told: ProgressLine) -> None:
     found = parse(line)
     assert found is not None
     assert found._replace(step_s=0.0) == told._replace(step_s=0.0)
@@ -100,7 +100,7 @@ def test_lines_of_all_versions(line: bytes, told: ProgressLine) -> None:
     b" iteration 8/25 | elapsed time per iteration (h): 5 |",
     b" subiteration 8/25 | elapsed time per iteration (ms): 5 |",
     b" iteration 99999999999999/99999999999999 | elapsed time per iteration (ms): 5 |"])
-def test_what_is_no_such_line(line: bytes) -> None:
+def test_other_lines_are_not_parsed(line: bytes) -> None:
     assert parse(line) is None
 
 
@@ -113,7 +113,7 @@ NOISE = st.lists(st.one_of(
 
 
 @given(NOISE, st.data())
-def test_however_it_is_cut_the_same_is_found(printed: bytes, data: st.DataObject) -> None:
+def test_lines_are_found_however_the_output_is_cut(printed: bytes, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(printed)), max_size=8)))
     one, cut = ProgressLines(), ProgressLines()
     whole = one.feed(printed + b"\n")
@@ -124,14 +124,14 @@ def test_however_it_is_cut_the_same_is_found(printed: bytes, data: st.DataObject
 
 
 @given(st.binary(max_size=300))
-def test_nothing_that_is_printed_raises(printed: bytes) -> None:
+def test_parsing_never_raises(printed: bytes) -> None:
     for line in (printed, b" iteration 1/2 | " + printed, CORE + printed, printed + CORE,
                  CORE[:len(printed)] + printed + CORE[len(printed):]):
         told = parse(line)
         assert told is None or (math.isfinite(told.step_s) and told.iteration >= 1)
 
 
-def test_whole_lines_alone_and_none_that_is_too_long() -> None:
+def test_only_complete_lines_of_bounded_length_are_parsed() -> None:
     lines = ProgressLines()
     assert lines.feed(CORE) == []
     assert [line.iteration for line in lines.feed(b"\n" + DEEPSPEED + b"\r\n" + NEOX)] == [2, 12695]
@@ -140,7 +140,7 @@ def test_whole_lines_alone_and_none_that_is_too_long() -> None:
     assert [line.iteration for line in lines.feed(CORE + b"\n")] == [2]
 
 
-def test_what_is_left_out_ends_a_line() -> None:
+def test_skipped_output_ends_a_line() -> None:
     lines = ProgressLines()
     lines.feed(CORE[:60])
     lines.skip()
@@ -154,7 +154,7 @@ def line(iteration: int, step_s: float, global_batch: int = 8, **more: int) -> P
 
 
 def test_lines_are_joined_by_their_numbers_of_iterations() -> None:
-    """The first stands alone: it does not say of how many iterations it is."""
+    """The first line stays separate, because it does not say how many iterations it covers."""
     told = IterationRanges()
     for one in (line(10, 9.0), line(20, 1.0), line(50, 2.0, skipped=1), line(51, 2.5, nan=1)):
         told.add(one)
@@ -169,7 +169,7 @@ def test_lines_are_joined_by_their_numbers_of_iterations() -> None:
     assert told.take() == (60, 100, 9, 3.0, 2.0, 8, 0, 0)
 
 
-def test_another_batch_is_not_joined_and_a_line_that_goes_back_begins_anew() -> None:
+def test_lines_of_another_batch_or_an_earlier_iteration_are_not_joined() -> None:
     told = IterationRanges()
     for one in (line(1, 1.0), line(2, 1.0), line(3, 1.5, 16), line(2, 4.0, 16), line(4, 1.0, 16)):
         told.add(one)
@@ -181,16 +181,16 @@ def test_another_batch_is_not_joined_and_a_line_that_goes_back_begins_anew() -> 
 @pytest.mark.parametrize(("iterations", "nums"), [
     ((1, 10, 20, 30), (0, 0, 20)), ((51, 60, 70), (0, 0, 10)), ((1, 2, 3), (0, 2)),
     ((10, 20, 30), (0, 20)), ((1, 3, 6), (0, 0, 3)), ((60, 120, 51, 60, 120), (0, 60, 0, 0, 60))])
-def test_the_first_iteration_is_in_the_mean_of_the_line_after_it_too(
+def test_a_separate_first_iteration_is_also_in_the_next_mean(
         iterations: tuple[int, ...], nums: tuple[int, ...]) -> None:
-    """Where it is printed on its own, measuring goes on."""
+    """A line for the first iteration alone does not restart the measurement of the mean."""
     told = IterationRanges()
     for iteration in iterations:
         told.add(line(iteration, 1.0))
     assert [one.num for one in iter(told.take, None) if one is not None] == list(nums)
 
 
-def test_what_several_ranks_print_into_one_log_counts_once() -> None:
+def test_lines_of_several_ranks_in_one_log_count_once() -> None:
     told = IterationRanges()
     for iteration in (1, 1, 1, 2, 2, 2, 3, 3, 3):
         told.add(line(iteration, 1.0))
@@ -198,7 +198,7 @@ def test_what_several_ranks_print_into_one_log_counts_once() -> None:
     assert [one and (one.iteration, one.num) for one in found] == [(1, 0), (3, 2), None]
 
 
-def test_what_waits_is_bounded() -> None:
+def test_pending_ranges_are_bounded() -> None:
     told = IterationRanges()
     for iteration in range(1, 101):
         told.add(line(iteration, 1.0, 8 + iteration % 2))
@@ -239,7 +239,7 @@ def reader(log: Path) -> Iterator[OutputReader]:
     made.close()
 
 
-def test_only_its_own_output_and_each_line_once(log: Path, reader: OutputReader) -> None:
+def test_each_line_of_the_attempt_is_reported_once(log: Path, reader: OutputReader) -> None:
     assert reader.look() is None
     write(log, log_line(1, 900.0) + log_line(2)[:30])
     assert reader.look() == IterationsLogged(
@@ -265,7 +265,7 @@ def test_a_log_that_grows_too_fast_is_read_at_its_end(
     assert capsys.readouterr().out.count("faster than the agent reads") == 1
 
 
-def test_a_log_that_is_emptied_or_renamed_is_read_on(log: Path, reader: OutputReader) -> None:
+def test_a_log_that_is_emptied_or_renamed_is_still_read(log: Path, reader: OutputReader) -> None:
     write(log, log_line(1))
     reader.look()
     os.truncate(log, 0)
@@ -280,7 +280,7 @@ def test_a_log_that_is_emptied_or_renamed_is_read_on(log: Path, reader: OutputRe
     assert (told.iteration, again and again.iteration) == (2, 3)
 
 
-def test_a_log_that_is_not_there_is_said_and_no_error(
+def test_a_missing_log_is_logged_and_is_no_error(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     reader = OutputReader(order(), tmp_path / "nowhere", 0)
     assert reader.look() is None
@@ -289,7 +289,7 @@ def test_a_log_that_is_not_there_is_said_and_no_error(
 
 
 def test_output_after_the_end_is_not_followed(log: Path, reader: OutputReader) -> None:
-    """A process that does not die may print for ever."""
+    """A process that survives may print indefinitely."""
     write(log, log_line(1) + log_line(2))
     rest = reader.end()
     told = [next(iter(rest)).iteration]
@@ -300,8 +300,8 @@ def test_output_after_the_end_is_not_followed(log: Path, reader: OutputReader) -
     assert told == [1, 2]
 
 
-def test_another_global_batch_is_said_once(log: Path, reader: OutputReader,
-                                           capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_global_batch_is_logged_once(log: Path, reader: OutputReader,
+                                             capsys: pytest.CaptureFixture[str]) -> None:
     write(log, log_line(1, batch=16) + log_line(2, batch=16))
     assert [told.global_batch for told in (reader.look(), reader.look()) if told] == [16, 16]
     assert capsys.readouterr().out.count("differs from its model") == 1
@@ -328,7 +328,7 @@ def test_the_first_rank_that_prints_is_read(tmp_path: Path) -> None:
         (7, 1, 1), (8, 2, 1), (7, 1, 2), (8, 2, 2), (7, 1, 3), (8, 2, 3)]
 
 
-def test_what_one_look_reads_is_bounded() -> None:
+def test_one_look_reads_a_bounded_amount() -> None:
     assert output_reader.read_bytes_max(1) == output_reader.LOOK_BYTES_MAX
     assert 16 * output_reader.read_bytes_max(16) <= output_reader.LOOK_BYTES_MAX
     assert output_reader.read_bytes_max(10_000) == output_reader.RANK_BYTES_MIN
@@ -347,7 +347,7 @@ for i in range(1, 31):
 
 
 @pytest.mark.usefixtures("nothing_left")
-async def test_a_command_that_floods_its_log_is_followed_all_the_same(
+async def test_a_command_that_floods_its_log_is_still_followed(
         node: LocalNode, tmp_path: Path) -> None:
     await node.start(python(FLOOD))
     (exited,) = await node.leader.wait(RankExited)
@@ -360,7 +360,7 @@ async def test_a_command_that_floods_its_log_is_followed_all_the_same(
 
 
 @pytest.mark.usefixtures("nothing_left")
-async def test_the_agent_tells_what_a_command_prints(node: LocalNode) -> None:
+async def test_the_agent_reports_the_lines_of_a_command(node: LocalNode) -> None:
     code = ("import sys, time\n"
             "for i in range(1, 31):\n"
             f"    print({CORE.decode()!r}.replace('        2/', f'{{i:9d}}/'))\n"
@@ -383,7 +383,7 @@ async def test_the_agent_tells_what_a_command_prints(node: LocalNode) -> None:
 
 # --- lines that stop coming ----------------------------------------------------------------------
 class Played:
-    """Logs of one task, read on paper time: a look every second, as the agent does."""
+    """Logs of one task, read in simulated time: one look per second, as the agent does."""
 
     def __init__(self, folder: Path, num_ranks: int = 1) -> None:
         self.told: list[Body] = []
@@ -441,7 +441,7 @@ def test_a_silent_command_is_reported_once_and_when_it_continues(played: Played)
     assert len(played.stalls()) == 2
 
 
-def test_its_own_intervals_set_the_limit(played: Played) -> None:
+def test_the_intervals_of_a_command_set_its_limit(played: Played) -> None:
     played.print(8, every_s=30.0)
     played.wait(290.0)
     assert not played.stalls(), "ten times the average"
@@ -449,7 +449,7 @@ def test_its_own_intervals_set_the_limit(played: Played) -> None:
     assert len(played.stalls()) == 1
 
 
-def test_one_long_interval_among_the_last_is_usual(played: Played) -> None:
+def test_one_long_interval_among_the_last_raises_the_limit(played: Played) -> None:
     played.print(6)
     played.print(1, every_s=50.0)
     played.print(20)
@@ -459,7 +459,7 @@ def test_one_long_interval_among_the_last_is_usual(played: Played) -> None:
     assert len(played.stalls()) == 1
 
 
-def test_before_five_intervals_nothing_is_known(played: Played) -> None:
+def test_before_five_intervals_no_stall_is_reported(played: Played) -> None:
     played.print(5)
     played.wait(3600.0)
     assert not played.stalls()
@@ -469,7 +469,7 @@ def test_before_five_intervals_nothing_is_known(played: Played) -> None:
 
 
 @pytest.mark.parametrize("said", ASIDES)
-def test_what_it_says_it_does_is_waited_for(played: Played, said: str) -> None:
+def test_an_announced_pause_extends_the_limit(played: Played, said: str) -> None:
     played.print(10)
     write(played.logs[0], f"{said}\n".encode())
     played.wait(ANNOUNCED_PAUSE_S - 10)
@@ -478,15 +478,15 @@ def test_what_it_says_it_does_is_waited_for(played: Played, said: str) -> None:
     assert len(played.stalls()) == 1, "not for ever"
 
 
-def test_what_was_said_before_the_last_line_is_over(played: Played) -> None:
+def test_an_announcement_before_the_last_line_does_not_count(played: Played) -> None:
     played.print(10)
     write(played.logs[0], b"saving checkpoint at iteration 10 to /ckpt\n" + log_line(11, 2000.0))
     played.wait(70.0)
     assert len(played.stalls()) == 1
 
 
-def test_rank_0_says_so_and_the_last_rank_prints(tmp_path: Path) -> None:
-    """As Megatron does: of checkpoints rank 0, of iterations the last rank."""
+def test_rank_0_announces_and_the_last_rank_prints(tmp_path: Path) -> None:
+    """In Megatron, rank 0 announces checkpoints and the last rank prints iterations."""
     played = Played(tmp_path, num_ranks=2)
     write(played.logs[0], b"saving checkpoint at iteration 1 to /ckpt\n")
     played.print(10)
@@ -502,14 +502,14 @@ def test_rank_0_says_so_and_the_last_rank_prints(tmp_path: Path) -> None:
         played.readers.drop(order(rank))
 
 
-def test_after_its_last_iteration_no_line_is_waited_for(played: Played) -> None:
+def test_after_the_last_iteration_no_stall_is_reported(played: Played) -> None:
     played.iteration = 90
     played.print(10)
     played.wait(2 * ANNOUNCED_PAUSE_S)
     assert not played.stalls()
 
 
-def test_time_in_which_the_agent_did_not_look_counts_for_nobody(played: Played) -> None:
+def test_time_in_which_the_agent_was_paused_does_not_count(played: Played) -> None:
     played.print(10)
     played.wait(55.0)
     played.now_s += 3600.0
@@ -544,7 +544,7 @@ for i in itertools.count(1):
 """
 
 
-def test_a_real_process_that_is_stopped_and_goes_on(tmp_path: Path) -> None:
+def test_a_real_process_that_is_stopped_and_continued(tmp_path: Path) -> None:
     told: list[Body] = []
     readers = OutputReaders(lambda body, _: told.append(body), limits=HangLimits(least_s=1.0))
     path = tmp_path / "rank-0.log"

@@ -1,4 +1,4 @@
-"""A rank's progress page, what its agent concludes from it, and the evidence that it collects."""
+"""A rank's progress page, the agent's conclusions from it, and the evidence the agent collects."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_mark_is_read_as_it_was_written(page: ProgressPage) -> None:
     assert (mark.collective, mark.micro_batches, mark.waited_s) == (0, 0, 0.0)
 
 
-def test_every_event_has_room(page: ProgressPage) -> None:
+def test_every_event_name_fits_into_a_mark(page: ProgressPage) -> None:
     pulse = rank_of(page)
     for event in (*get_args(Event), "stats_done"):
         pulse.mark(event, OWN_CODE)
@@ -118,7 +118,7 @@ def test_a_rank_without_a_page_writes_nothing() -> None:
     pulse.finish()
 
 
-def test_the_ring_keeps_the_last(page: ProgressPage) -> None:
+def test_the_ring_keeps_the_last_iterations(page: ProgressPage) -> None:
     pulse = rank_of(page)
     for iteration in range(10 * RING_NUM + 7):
         pulse.begin(1, iteration, "usual")
@@ -130,7 +130,7 @@ def test_the_ring_keeps_the_last(page: ProgressPage) -> None:
     assert found == list(range(found[0], 10 * RING_NUM + 7)), "in order, up to the last"
 
 
-def test_what_another_process_writes_is_whole_also_when_it_is_stopped(page: ProgressPage) -> None:
+def test_a_page_is_consistent_when_its_writer_is_stopped(page: ProgressPage) -> None:
     os.set_inheritable(page.fd, True)
     with subprocess.Popen([sys.executable, "-P", "-c", WRITER, str(page.fd)],
                           pass_fds=[page.fd], stdout=subprocess.PIPE) as writer:
@@ -157,9 +157,9 @@ def test_what_another_process_writes_is_whole_also_when_it_is_stopped(page: Prog
             writer.kill()
 
 
-# --- the watch ----------------------------------------------------------------------------------
-class Told:
-    """A watch over ranks that this process plays, by a clock that is ours."""
+# --- the monitor --------------------------------------------------------------------------------
+class Monitored:
+    """Monitors of ranks that this process simulates, with a simulated clock."""
 
     def __init__(self, patch: pytest.MonkeyPatch, num_ranks: int = 1) -> None:
         self.now_s = 1000.0
@@ -198,7 +198,7 @@ class Told:
         self.go(WATCH_S)
 
     def go(self, in_s: float) -> None:
-        """Time passes, and the watch looks as often as it does."""
+        """Advance the clock by `in_s`; the monitor looks every WATCH_S."""
         until_s = self.now_s + in_s
         while self.now_s < until_s:
             self.now_s = min(until_s, self.now_s + WATCH_S)
@@ -211,197 +211,196 @@ class Told:
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
-    made = Told(monkeypatch)
+def monitored(monkeypatch: pytest.MonkeyPatch) -> Iterator[Monitored]:
+    made = Monitored(monkeypatch)
     yield made
     made.close()
 
 
-def test_a_stall_is_reported_once_with_its_place_and_then_its_end(told: Told) -> None:
-    told.iterate(10)
-    (pulse,) = told.ranks
+def test_a_stall_is_reported_once_with_its_place_and_then_its_end(monitored: Monitored) -> None:
+    monitored.iterate(10)
+    (pulse,) = monitored.ranks
     pulse.begin(1, 50, "usual")
     pulse.mark("forward", OWN_CODE)
-    told.go(STALL_S_MIN - WATCH_S)
-    assert told.bodies == []
-    told.go(10)
-    (stalled,) = told.take(RankStalled)
+    monitored.go(STALL_S_MIN - WATCH_S)
+    assert monitored.bodies == []
+    monitored.go(10)
+    (stalled,) = monitored.take(RankStalled)
     assert (stalled.iteration, stalled.where, stalled.what, stalled.collective) == (
         50, "own", "forward", 0)
     assert STALL_S_MIN < stalled.in_s <= STALL_S_MIN + 2 * WATCH_S
     assert stalled.normal_s == pytest.approx(0.2)
     assert stalled.stack
     pulse.enter("stats")
-    told.go(WATCH_S)
-    (went,) = told.take(RankUnstalled)
-    assert (went.iteration, told.bodies) == (50, [])
+    monitored.go(WATCH_S)
+    (went,) = monitored.take(RankUnstalled)
+    assert (went.iteration, monitored.bodies) == (50, [])
     assert went.stalled_s == pytest.approx(10 + STALL_S_MIN - WATCH_S)
-    told.go(10)
-    (stalled,) = told.take(RankStalled)
+    monitored.go(10)
+    (stalled,) = monitored.take(RankStalled)
     assert (stalled.where, stalled.collective) == ("collective", 1)
 
 
-def test_a_long_iteration_has_three_times_as_long(told: Told) -> None:
-    told.iterate(10, own_s=1.5, wait_s=0.5)
-    told.ranks[0].begin(1, 50, "usual")
-    told.go(6.0)
-    assert told.bodies == []
-    told.go(2 * WATCH_S)
-    assert len(told.take(RankStalled)) == 1
+def test_the_stall_limit_of_long_iterations_is_three_times_as_long(monitored: Monitored) -> None:
+    monitored.iterate(10, own_s=1.5, wait_s=0.5)
+    monitored.ranks[0].begin(1, 50, "usual")
+    monitored.go(6.0)
+    assert monitored.bodies == []
+    monitored.go(2 * WATCH_S)
+    assert len(monitored.take(RankStalled)) == 1
 
 
-def test_outside_of_training_nobody_stalls(told: Told) -> None:
-    told.iterate(10)
-    told.ranks[0].mark("save", OUTSIDE_CODE)
-    told.go(2 * LENIENT_S)
-    assert told.bodies == []
+def test_no_stall_is_reported_outside_training(monitored: Monitored) -> None:
+    monitored.iterate(10)
+    monitored.ranks[0].mark("save", OUTSIDE_CODE)
+    monitored.go(2 * LENIENT_S)
+    assert monitored.bodies == []
 
 
-def test_a_first_iteration_has_a_lenient_limit_and_none_where_nothing_is_known(told: Told) -> None:
-    (pulse,) = told.ranks
+def test_a_first_iteration_has_a_lenient_limit_or_none(monitored: Monitored) -> None:
+    (pulse,) = monitored.ranks
     pulse.begin(1, 0, "first")
-    told.go(2 * LENIENT_S)
-    assert told.bodies == []
-    told.iterate(10)
+    monitored.go(2 * LENIENT_S)
+    assert monitored.bodies == []
+    monitored.iterate(10)
     pulse.begin(2, 11, "first")
-    told.go(LENIENT_S)
-    assert told.bodies == []
-    told.go(2 * WATCH_S)
-    (stalled,) = told.take(RankStalled)
+    monitored.go(LENIENT_S)
+    assert monitored.bodies == []
+    monitored.go(2 * WATCH_S)
+    (stalled,) = monitored.take(RankStalled)
     assert (stalled.generation, stalled.iteration) == (2, 11)
 
 
-def test_a_stall_in_the_second_iteration_is_reported(told: Told) -> None:
-    """A newcomer whose peers died under it, and whose connections do not tell it so."""
-    (pulse,) = told.ranks
+def test_a_stall_in_the_second_iteration_is_reported(monitored: Monitored) -> None:
+    """The rank is a newcomer whose peers have died while its connections report no error."""
+    (pulse,) = monitored.ranks
     pulse.begin(1, 0, "first")
-    told.go(9.0)
+    monitored.go(9.0)
     pulse.finish()
     pulse.begin(1, 1, "usual")
     pulse.enter("stats")
-    told.go(10 * 9.0)
-    assert told.bodies == []
-    told.go(3 * WATCH_S)
-    assert told.take(RankStalled)[0].iteration == 1
+    monitored.go(10 * 9.0)
+    assert monitored.bodies == []
+    monitored.go(3 * WATCH_S)
+    assert monitored.take(RankStalled)[0].iteration == 1
 
 
 @pytest.mark.parametrize("away_s", [0.6, PAUSE_S + 0.5, 500.0])
-def test_a_watch_that_was_away_lets_everybody_show_themselves_first(told: Told, away_s: float
-                                                                    ) -> None:
-    told.iterate(10)
-    told.ranks[0].begin(1, 50, "usual")
-    told.go(0.5)
-    told.now_s += away_s
-    told.watch.look(told.now_s)
-    assert told.bodies == [], "it came back this moment"
+def test_a_paused_monitor_lets_ranks_report_first(monitored: Monitored, away_s: float) -> None:
+    monitored.iterate(10)
+    monitored.ranks[0].begin(1, 50, "usual")
+    monitored.go(0.5)
+    monitored.now_s += away_s
+    monitored.watch.look(monitored.now_s)
+    assert monitored.bodies == [], "it came back this moment"
     left_s = STALL_S_MIN - 0.5 if away_s < PAUSE_S else STALL_S_MIN
-    told.go(left_s - 2 * WATCH_S)
-    assert told.bodies == []
-    told.go(4 * WATCH_S)
-    assert len(told.take(RankStalled)) == 1
+    monitored.go(left_s - 2 * WATCH_S)
+    assert monitored.bodies == []
+    monitored.go(4 * WATCH_S)
+    assert len(monitored.take(RankStalled)) == 1
 
 
-def test_a_rank_that_waits_for_a_core_is_not_stalled(told: Told, monkeypatch: pytest.MonkeyPatch
-                                                     ) -> None:
-    told.iterate(10)
-    told.ranks[0].begin(1, 50, "usual")
-    began_s = told.now_s
+def test_a_rank_that_waits_for_a_core_is_not_stalled(
+        monitored: Monitored, monkeypatch: pytest.MonkeyPatch) -> None:
+    monitored.iterate(10)
+    monitored.ranks[0].begin(1, 50, "usual")
+    began_s = monitored.now_s
 
     def look(pid: int) -> process_state.ProcessState:
-        at_s = told.now_s - began_s
-        return process_state.ProcessState(told.now_s, "R", 0.0, min(at_s, 5.0))
+        at_s = monitored.now_s - began_s
+        return process_state.ProcessState(monitored.now_s, "R", 0.0, min(at_s, 5.0))
 
     monkeypatch.setattr(process_state, "look", look)
-    told.go(5.0)
-    assert told.bodies == [], "it was given no core"
-    told.go(STALL_S_MIN)
-    assert len(told.take(RankStalled)) == 1, "since then it was"
+    monitored.go(5.0)
+    assert monitored.bodies == [], "it was given no core"
+    monitored.go(STALL_S_MIN)
+    assert len(monitored.take(RankStalled)) == 1, "since then it was"
 
 
-def test_the_step_time_is_reported_when_known_and_when_it_has_changed(told: Told) -> None:
-    told.iterate(WINDOW_NUM - 1)
-    assert told.bodies == []
-    told.iterate(1)
-    (first,) = told.take(StepTimeChanged)
+def test_the_step_time_is_reported_when_known_and_when_it_has_changed(monitored: Monitored) -> None:
+    monitored.iterate(WINDOW_NUM - 1)
+    assert monitored.bodies == []
+    monitored.iterate(1)
+    (first,) = monitored.take(StepTimeChanged)
     assert first.num_iterations == WINDOW_NUM
     assert (first.own_s, first.normal_s, first.iteration_s) == pytest.approx((0.1, 0.1, 0.2))
-    told.iterate(WINDOW_NUM, own_s=0.1, wait_s=0.4)
-    assert told.bodies == [], "it waits longer for others; its own work is as it was"
-    told.iterate(2 * WINDOW_NUM, own_s=0.15)
-    (second,) = told.take(StepTimeChanged)
+    monitored.iterate(WINDOW_NUM, own_s=0.1, wait_s=0.4)
+    assert monitored.bodies == [], "it waits longer for others; its own work is as it was"
+    monitored.iterate(2 * WINDOW_NUM, own_s=0.15)
+    (second,) = monitored.take(StepTimeChanged)
     assert (second.own_s, second.normal_s) == pytest.approx((0.15, 0.1))
-    told.iterate(10 * WINDOW_NUM, own_s=0.15)
-    assert told.bodies == []
+    monitored.iterate(10 * WINDOW_NUM, own_s=0.15)
+    assert monitored.bodies == []
 
 
-def test_step_times_are_reported_at_a_bounded_rate(told: Told) -> None:
-    told.iterate(WINDOW_NUM, own_s=0.01, wait_s=0.01)
-    began_s = told.now_s
+def test_step_times_are_reported_at_a_bounded_rate(monitored: Monitored) -> None:
+    monitored.iterate(WINDOW_NUM, own_s=0.01, wait_s=0.01)
+    began_s = monitored.now_s
     num = 0
     for _ in range(100):
-        told.iterate(WINDOW_NUM, own_s=0.05, wait_s=0.01)
-        told.iterate(WINDOW_NUM, own_s=0.01, wait_s=0.01)
-        num += len(told.take(StepTimeChanged))
-    assert 1 < num <= 2 + (told.now_s - began_s) / REPORT_S / 4, "the window grows each time"
+        monitored.iterate(WINDOW_NUM, own_s=0.05, wait_s=0.01)
+        monitored.iterate(WINDOW_NUM, own_s=0.01, wait_s=0.01)
+        num += len(monitored.take(StepTimeChanged))
+    assert 1 < num <= 2 + (monitored.now_s - began_s) / REPORT_S / 4, "the window grows each time"
 
 
-def test_a_very_slow_iteration_is_reported_while_it_runs(told: Told) -> None:
-    told.iterate(WINDOW_NUM)
-    told.take(StepTimeChanged)
-    (pulse,) = told.ranks
+def test_a_very_slow_iteration_is_reported_while_it_runs(monitored: Monitored) -> None:
+    monitored.iterate(WINDOW_NUM)
+    monitored.take(StepTimeChanged)
+    (pulse,) = monitored.ranks
     pulse.begin(1, 50, "usual")
-    while told.now_s < 1000 + 60 and not told.bodies:
-        told.go(0.2)
+    while monitored.now_s < 1000 + 60 and not monitored.bodies:
+        monitored.go(0.2)
         pulse.mark("micro_batch", OWN_CODE)
-    (slow,) = told.take(StepTimeChanged)
-    assert (slow.iteration, slow.num_iterations, told.bodies) == (50, 1, [])
+    (slow,) = monitored.take(StepTimeChanged)
+    assert (slow.iteration, slow.num_iterations, monitored.bodies) == (50, 1, [])
     assert slow.own_s == pytest.approx(STALL_S_MIN, abs=0.3)
     pulse.enter("stats")
     pulse.mark("reduced", OWN_CODE)
     pulse.finish()
-    told.iteration = 50
-    told.iterate(WINDOW_NUM)
-    told.go(REPORT_S)
-    (again,) = told.take(StepTimeChanged)
+    monitored.iteration = 50
+    monitored.iterate(WINDOW_NUM)
+    monitored.go(REPORT_S)
+    (again,) = monitored.take(StepTimeChanged)
     assert again.own_s == pytest.approx(0.1), "as it has been since"
-    assert told.bodies == []
+    assert monitored.bodies == []
 
 
 def test_a_rank_that_waits_for_a_slow_one_is_not_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = Told(monkeypatch, 2)
-    told.iterate(10)
-    slow, waits = told.ranks
-    for pulse in told.ranks:
+    monitored = Monitored(monkeypatch, 2)
+    monitored.iterate(10)
+    slow, waits = monitored.ranks
+    for pulse in monitored.ranks:
         pulse.begin(1, 50, "usual")
     waits.enter("stats")
     for _ in range(45):
         slow.mark("forward", OWN_CODE)
-        told.go(0.1)
-    paced = told.take(StepTimeChanged)
+        monitored.go(0.1)
+    paced = monitored.take(StepTimeChanged)
     assert [one.rank for one in paced] == [0] * 3
     assert [one.own_s for one in paced] == pytest.approx([1.0, 2.0, 4.0], abs=0.3)
-    (stalled,) = told.take(RankStalled)
+    (stalled,) = monitored.take(RankStalled)
     assert (stalled.rank, stalled.where) == (1, "collective")
-    told.close()
+    monitored.close()
 
 
-def test_a_watch_that_was_away_for_many_iterations_reads_the_last(told: Told) -> None:
-    (pulse,) = told.ranks
+def test_a_monitor_paused_for_many_iterations_reads_the_last(monitored: Monitored) -> None:
+    (pulse,) = monitored.ranks
     for iteration in range(10 * RING_NUM):
         pulse.begin(1, iteration, "usual")
-        told.now_s += 0.1
+        monitored.now_s += 0.1
         pulse.finish()
-    told.watch.look(told.now_s)
-    (paced,) = told.take(StepTimeChanged)
+    monitored.watch.look(monitored.now_s)
+    (paced,) = monitored.take(StepTimeChanged)
     assert paced.own_s == pytest.approx(0.1)
 
 
-def test_what_is_not_watched_has_no_page(told: Told) -> None:
-    assert RankMonitors(lambda body, at_s: None, is_on=False).open(told.orders[0]) is None
-    told.close()  # and once more when the test ends
+def test_without_monitoring_a_rank_has_no_page(monitored: Monitored) -> None:
+    assert RankMonitors(lambda body, at_s: None, is_on=False).open(monitored.orders[0]) is None
+    monitored.close()  # the fixture closes it again
 
 
-def test_marks_are_whole_at_full_speed(page: ProgressPage) -> None:
+def test_marks_are_consistent_at_full_speed(page: ProgressPage) -> None:
     pulse, over = rank_of(page), threading.Event()
 
     def write() -> None:
@@ -422,30 +421,30 @@ def test_marks_are_whole_at_full_speed(page: ProgressPage) -> None:
 
 # --- time without a core -------------------------------------------------------------------------
 def work(in_s: float) -> None:
-    """So much work of this thread's own, however long that takes."""
+    """Use `in_s` seconds of CPU time in this thread."""
     end_s = time.thread_time() + in_s
     while time.thread_time() < end_s:
         pass
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_work_beside_another_on_one_core_is_all_but_what_was_waited(elsewhere: bool) -> None:
+def test_cpu_wait_is_the_time_without_a_shared_core(elsewhere: bool) -> None:
     cores = os.sched_getaffinity(0)
     core = min(cores)
     pinned = f"import os\nos.sched_setaffinity(0, {{{core}}})\n{SPIN}"
     other = subprocess.Popen([sys.executable, "-c", pinned])
-    told = CpuWait()
+    cpu = CpuWait()
     try:
         os.sched_setaffinity(0, {core})
         time.sleep(0.3)
-        before_s, began_s = told.in_s(), time.monotonic()
+        before_s, began_s = cpu.in_s(), time.monotonic()
         work(0.15)
         if elsewhere:
-            thread = threading.Thread(target=told.in_s)
+            thread = threading.Thread(target=cpu.in_s)
             thread.start()
             thread.join()
         work(0.15)
-        took_s, waited_s = time.monotonic() - began_s, told.in_s() - before_s
+        took_s, waited_s = time.monotonic() - began_s, cpu.in_s() - before_s
     finally:
         os.sched_setaffinity(0, cores)
         other.kill()
@@ -456,36 +455,36 @@ def test_work_beside_another_on_one_core_is_all_but_what_was_waited(elsewhere: b
 
 
 def test_a_sleep_is_no_wait_for_a_core() -> None:
-    told = CpuWait()
-    before_s = told.in_s()
+    cpu = CpuWait()
+    before_s = cpu.in_s()
     time.sleep(1.0)
-    assert told.in_s() - before_s < 0.75
+    assert cpu.in_s() - before_s < 0.75
 
 
-def test_threads_that_hand_over_to_each_other_are_one_and_few() -> None:
-    told = CpuWait()
+def test_cpu_waits_of_many_threads_keep_few_files_open() -> None:
+    cpu = CpuWait()
     before = len(os.listdir("/proc/self/fd"))
-    told.in_s()
+    cpu.in_s()
     for _ in range(3 * NUM_THREADS_MAX):
-        thread = threading.Thread(target=told.in_s)
+        thread = threading.Thread(target=cpu.in_s)
         thread.start()
         thread.join()
-    assert told.in_s() >= 0
+    assert cpu.in_s() >= 0
     assert len(os.listdir("/proc/self/fd")) <= before + NUM_THREADS_MAX
 
 
-def test_where_the_kernel_does_not_say_it_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*told: object) -> int:
+def test_without_kernel_support_the_cpu_wait_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*cpu: object) -> int:
         raise PermissionError
 
     monkeypatch.setattr(cpu_wait.os, "open", refuse)
-    told = CpuWait()
+    cpu = CpuWait()
     work(0.01)
-    assert (told.in_s(), told.in_s()) == (0.0, 0.0)
+    assert (cpu.in_s(), cpu.in_s()) == (0.0, 0.0)
     assert cpu_wait.cpu_wait_s(2**22 + 1) == 0.0
 
 
-def test_waits_for_a_core_are_no_work_of_its_own() -> None:
+def test_cpu_wait_does_not_count_as_own_work() -> None:
     page = ProgressPage()
     pulse, waited_s = ProgressWriter(os.dup(page.fd)), 0.0
     pulse._cpu_wait = mock.Mock(in_s=lambda: waited_s)
@@ -493,7 +492,7 @@ def test_waits_for_a_core_are_no_work_of_its_own() -> None:
     time.sleep(0.05)
     waited_s = 0.03
     pulse.enter("stats")
-    waited_s = 7.0  # in a collective that counts as waiting for others
+    waited_s = 7.0  # during a collective, it counts as waiting for others
     time.sleep(0.02)
     pulse.mark("stats_done", OWN_CODE)
     waited_s += 0.01
@@ -529,7 +528,7 @@ def test_a_stalled_process_is_described() -> None:
     assert said(thread).startswith("sleeps")
 
 
-def test_a_process_that_is_gone_is_not() -> None:
+def test_a_process_that_is_gone_has_no_description() -> None:
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait(30)
     assert process_state.look(child.pid) is None
@@ -542,7 +541,7 @@ def stalled(task: int, rank: int = 0) -> RankStalled:
                        what="backward", collective=0, in_s=2.0, normal_s=0.5)
 
 
-def test_once_for_all_ranks_of_a_task_and_again_after_a_minute(tmp_path: Path) -> None:
+def test_dumps_are_requested_once_per_task_and_interval(tmp_path: Path) -> None:
     asked: list[int] = []
     now_s = [100.0]
 

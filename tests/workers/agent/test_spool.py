@@ -1,4 +1,4 @@
-"""The agent's spool: numbers, trimming, what goes when it is full, what its file keeps."""
+"""The agent's spool: numbering, trimming, what a full spool drops, and what its file keeps."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def exited(rank: int) -> RankExited:
 
 
 def accept(reports: list[Report], last: int = 0) -> tuple[list[Report], int]:
-    """What a leader takes into the log: the next of the source, or a ReportsLost above it."""
+    """What a leader appends: the next report of the source, or a ReportsLost above it."""
     taken: list[Report] = []
     for report in reports:
         above = isinstance(report.body, ReportsLost) and report.source_seq > last
@@ -48,7 +48,7 @@ def accept(reports: list[Report], last: int = 0) -> tuple[list[Report], int]:
     return taken, last
 
 
-def test_numbers_from_one_and_sends_again_what_is_behind_the_cursor() -> None:
+def test_reports_count_from_one_and_are_sent_again_until_trimmed() -> None:
     spool = Spool("n1/7", "n1", clock)
     for body in (JOINED, exited(0), progressed(1)):
         spool.put(body)
@@ -69,7 +69,7 @@ def test_a_report_that_cannot_be_written_takes_no_number() -> None:
     assert spool.put(JOINED).source_seq == 1
 
 
-def test_full_drops_progress_first_and_says_so_in_its_place() -> None:
+def test_a_full_spool_drops_progress_first_and_reports_the_loss() -> None:
     spool = Spool("n1/7", "n1", clock, bytes_max=20_000)
     spool.put(JOINED)
     for number in range(200):
@@ -87,7 +87,7 @@ def test_full_drops_progress_first_and_says_so_in_its_place() -> None:
     assert len(taken) == len(bodies), "nothing behind a hole"
 
 
-def test_full_drops_first_what_tells_of_copies_that_have_a_newer_one() -> None:
+def test_a_full_spool_drops_reports_of_superseded_checkpoints_first() -> None:
     spool = Spool("n1/7", "n1", clock, bytes_max=40_000)
     spool.put(JOINED)
     for number in range(40):
@@ -114,7 +114,7 @@ def test_full_drops_first_what_tells_of_copies_that_have_a_newer_one() -> None:
     assert (len(taken), last) == (len(bodies), spool.last), "nothing behind a hole"
 
 
-def test_full_of_facts_drops_the_oldest_but_never_node_joined() -> None:
+def test_a_full_spool_drops_the_oldest_but_never_node_joined() -> None:
     spool = Spool("n1/7", "n1", clock, bytes_max=10_000)
     spool.put(JOINED)
     for number in range(500):
@@ -128,7 +128,7 @@ def test_full_of_facts_drops_the_oldest_but_never_node_joined() -> None:
         range(lost.body.num_lost, 500))
 
 
-def test_what_was_handed_over_and_dropped_is_lost_only_if_it_does_not_arrive() -> None:
+def test_a_dropped_report_that_arrived_is_not_lost() -> None:
     spool = Spool("n1/7", "n1", clock, bytes_max=10_000)
     intake: list[Report] = []
     spool.put(JOINED)
@@ -164,7 +164,7 @@ def test_every_number_is_delivered_or_counted_as_lost(seed: int) -> None:
     log += taken
     assert last == spool.last
     told = sum(r.body.num_lost if isinstance(r.body, ReportsLost) else 1 for r in log)
-    # A ReportsLost may name more than is missing: what reached the log before it was dropped.
+    # A ReportsLost may also count reports that reached the log before they were dropped.
     assert told >= spool.last
     assert log[0].body == JOINED
 
@@ -209,7 +209,7 @@ def test_another_nodes_spools_are_not_ours(tmp_path: Path) -> None:
         spool.put(JOINED)
 
 
-def test_a_torn_end_is_dropped_and_empty_files_vanish(tmp_path: Path) -> None:
+def test_a_truncated_end_is_dropped_and_empty_files_vanish(tmp_path: Path) -> None:
     path = tmp_path / "n1.7.spool"
     spool = Spool("n1/7", "n1", clock, file=path)
     assert load_spool(path, "n1", clock) is None
@@ -239,8 +239,8 @@ def test_the_file_is_bounded_and_holds_what_memory_holds(tmp_path: Path) -> None
     assert left.behind(0, 10_000) == spool.behind(0, 10_000)
 
 
-def test_a_full_disk_ends_nobody_and_the_file_comes_back(tmp_path: Path) -> None:
-    """A limit on file sizes stands for the disk: writes fail half-way, with OSError."""
+def test_a_full_disk_raises_nothing_and_the_file_is_restored(tmp_path: Path) -> None:
+    """A limit on file sizes replaces the full disk: a write fails halfway with OSError."""
     path = tmp_path / "n1.7.spool"
     spool = Spool("n1/7", "n1", clock, file=path)
     spool.put(JOINED)

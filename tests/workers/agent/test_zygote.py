@@ -1,4 +1,4 @@
-"""Ranks out of a zygote: forked from what has loaded torch once, and the agent's own children."""
+"""Ranks that a zygote forks, which has loaded torch once. They are children of the agent."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ def tiny(output: Path, **changes: Any) -> JobSpec:
         "iterations": 9, "output": str(output), **changes}})
 
 
-def words(pid: int) -> str:
+def command_line(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
 
 
 def zygotes(agent: int) -> list[int]:
-    """A forked rank has the zygote's words too, but calls itself otherwise."""
+    """The agent's zygotes. A forked rank has the same command line, but another process name."""
     children = [proc.pid for proc in linux.table() if proc.ppid == agent and proc.state != "Z"]
-    return [pid for pid in children if ZYGOTE in words(pid)
+    return [pid for pid in children if ZYGOTE in command_line(pid)
             and not Path(f"/proc/{pid}/comm").read_text().startswith("rank ")]
 
 
 @asynccontextmanager
 async def joined(plane: PlaneStub, **env: str) -> AsyncGenerator[int]:
-    """An agent that has joined: its pid. It is stopped in the end, if it still runs."""
+    """Run an agent that has joined; yield its pid. Stop the agent at the end if it still runs."""
     agent = plane.agent(**env)
     await plane.wait(r.NodeJoined)
     yield agent.pid
@@ -48,7 +48,7 @@ async def joined(plane: PlaneStub, **env: str) -> AsyncGenerator[int]:
         await until_gone(started.pid)
 
 
-async def test_ranks_are_forked_and_are_the_agents_own(plane: PlaneStub, tmp_path: Path) -> None:
+async def test_ranks_are_forked_as_children_of_the_agent(plane: PlaneStub, tmp_path: Path) -> None:
     async with joined(plane) as agent:
         assert not zygotes(agent), "who does not train needs none"
         await plane.start_rank(tiny(tmp_path / "a"))
@@ -60,7 +60,7 @@ async def test_ranks_are_forked_and_are_the_agents_own(plane: PlaneStub, tmp_pat
             proc = linux.read(started.pid)
             assert proc is not None
             assert (proc.ppid, proc.pgid, proc.sid) == (agent, started.pid, started.pid)
-            assert ZYGOTE in words(started.pid), "it was forked, not started by exec"
+            assert ZYGOTE in command_line(started.pid), "it was forked, not started by exec"
         os.kill(first.pid, signal.SIGKILL)
         (killed,) = await plane.wait(r.RankExited)
         assert (killed.pid, killed.signal, killed.exit_code) == (first.pid, signal.SIGKILL, None)
@@ -69,7 +69,7 @@ async def test_ranks_are_forked_and_are_the_agents_own(plane: PlaneStub, tmp_pat
         await plane.wait(r.RankReady, 3)
         assert zygotes(agent) == [zygote]
 
-        # A rank that exits by itself: its exit code, and the last words of its log.
+        # A rank that exits by itself: its exit code and the tail of its log.
         os.kill(second.pid, signal.SIGKILL)
         await plane.wait(r.RankExited, 2)
         await plane.start_rank(tiny(tmp_path / "b", data=["/nonexistent/text"]), rank=1, attempt=2)
@@ -106,7 +106,7 @@ async def test_a_zygote_that_exits_is_replaced_and_the_agents_exit_ends_all(
 async def test_without_a_zygote_ranks_are_started_by_exec(
         plane: PlaneStub, tmp_path: Path, why: str) -> None:
     env = {"UNICRON_ZYGOTE": "0"}
-    if why == "cannot":  # a thread of somebody's, as soon as torch is there
+    if why == "cannot":  # a second thread in the zygote, which therefore does not fork
         (tmp_path / "sitecustomize.py").write_text(
             "import sys, threading, time\n"
             f"if any('{ZYGOTE}' in word for word in sys.orig_argv):\n"
@@ -115,6 +115,6 @@ async def test_without_a_zygote_ranks_are_started_by_exec(
     async with joined(plane, **env) as agent:
         await plane.start_rank(tiny(tmp_path / "a"))
         (started,) = await plane.wait(r.RankStarted)
-        await until(lambda: True if RANK in words(started.pid) else None)
+        await until(lambda: True if RANK in command_line(started.pid) else None)
         await plane.wait(r.RankReady)
         assert not zygotes(agent)

@@ -1,4 +1,4 @@
-"""A custom loop: what can be recovered in memory, how it is driven, and without an agent."""
+"""Custom loops: what can be recovered in memory, how a driver runs them, and without an agent."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
 }
 
 
-# --- what it may be -------------------------------------------------------------------------------
+# --- what can be recovered in memory --------------------------------------------------------------
 @pytest.mark.parametrize(("change", "why"), [
     ("none", ""),
     ("bare", "GPTModel is not megatron.core.distributed.DistributedDataParallel"),
@@ -75,7 +75,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     ("no length", "pipeline stages need the length of a sample"),
     ("no names", "the parameters of a Sequential in a pipeline have no unique names"),
 ])
-def test_what_cannot_be_healed_is_named(alone: Any, change: str, why: str) -> None:
+def test_the_reason_against_in_memory_recovery_is_named(alone: Any, change: str, why: str) -> None:
     import torch
     from msgspec.structs import replace
     from unicron.workers.training.adopt import custom_loop
@@ -112,9 +112,9 @@ def test_what_cannot_be_healed_is_named(alone: Any, change: str, why: str) -> No
     assert str(unfit.value).startswith(why)
 
 
-# --- how it is driven -----------------------------------------------------------------------------
+# --- how a driver runs a loop ---------------------------------------------------------------------
 class Others(dict[str, bytes]):
-    """The store of a generation, in which the other member has said what it is in."""
+    """The generation's store. It contains where the other member is between two steps."""
 
     def set(self, key: str, value: str) -> None:
         self[key] = value.encode()
@@ -124,8 +124,8 @@ class Others(dict[str, bytes]):
 
 
 class Script:
-    """A driver whose steps are written down: None is a generation, a number an iteration, and a
-    negative one a generation whose state has had so many steps."""
+    """A driver with scripted steps: None is a new generation, a number >= 0 an iteration, and -n a
+    new generation whose state has taken n steps."""
 
     def __init__(self, steps: list[int | None], fails: list[bool], others: list[str]) -> None:
         self.settled = 0
@@ -159,20 +159,20 @@ def job(script: Script, iterations: int = 4) -> Any:
         train=SimpleNamespace(iterations=iterations), made=None))
 
 
-def test_a_loop_sees_each_iteration_once_whatever_is_healed_in_it() -> None:
+def test_a_loop_sees_each_iteration_once_despite_new_generations() -> None:
     made = job(Script([None, 0, None, None, 1, 2, 3], [], [""] * 3))
     assert [(iteration, made.step()) for iteration in made] == [(n, n) for n in range(4)]
     made.finish()
 
 
-def test_one_who_comes_later_begins_where_the_others_are() -> None:
+def test_a_newcomer_begins_at_the_iteration_of_the_others() -> None:
     script = Script([None, 2, 3], [], [""])
     made = job(script)
     script.settled = 2
     assert [(iteration, made.step()) for iteration in made] == [(2, 2), (3, 3)]
 
 
-def test_a_step_that_the_others_have_taken_is_taken_and_what_they_may_be_past_is_skipped() -> None:
+def test_a_step_of_the_others_is_taken_and_their_evaluation_skipped() -> None:
     made = job(Script([None, 0, -2, 2, 3], [False, False], [""] * 2))
     called: list[int] = []
     seen = []
@@ -185,20 +185,20 @@ def test_a_step_that_the_others_have_taken_is_taken_and_what_they_may_be_past_is
     assert called == [1, 3]
 
 
-def test_where_the_task_is_set_back_the_step_says_which_it_was() -> None:
+def test_after_a_rollback_step_returns_the_repeated_iteration() -> None:
     made = job(Script([None, 0, 1, -1, 1, 2, 3], [], [""] * 2))
     assert [(iteration, made.step()) for iteration in made] == [(0, 0), (1, 1), (2, 1), (2, 2),
                                                                 (3, 3)]
 
 
-def test_the_last_step_may_be_the_others() -> None:
+def test_the_last_step_may_come_from_the_others() -> None:
     made = job(Script([None, 0, 1, 2, -4], [], [""] * 2))
     assert [made.step() for _ in made] == [0, 1, 2, 3]
     made.finish()
     assert made.step() == -1
 
 
-def test_an_evaluation_that_all_were_in_is_done_again() -> None:
+def test_an_evaluation_that_all_had_begun_is_repeated() -> None:
     made = job(Script([None, 0, None, 1], [True, False], ["", "1.1"]))
     for _ in made:
         made.step()
@@ -206,7 +206,7 @@ def test_an_evaluation_that_all_were_in_is_done_again() -> None:
     assert made.evaluate(lambda: 7) == 7
 
 
-def test_one_that_a_newcomer_knows_nothing_of_is_skipped_and_all_others_until_the_step() -> None:
+def test_an_evaluation_unknown_to_a_newcomer_is_skipped() -> None:
     made = job(Script([None, 0, None, 1], [True, False], ["", ""]))
     called: list[int] = []
     for _ in made:
@@ -221,7 +221,7 @@ def test_one_that_a_newcomer_knows_nothing_of_is_skipped_and_all_others_until_th
 
 # --- without an agent -----------------------------------------------------------------------------
 def run(folder: Path, name: str, num: int) -> list[dict[str, Any]]:
-    """The example, by `num` processes as a launcher starts them; its lines."""
+    """Run the example in `num` processes, as a launcher starts them; return its log lines."""
     found = launch(EXAMPLE, ["--iterations", "5", "--micro-batches", "4", "--losses",
                              str(folder / name)], num)
     assert [code for code, _ in found] == [0] * num, found
@@ -264,7 +264,7 @@ def _found(case: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize(("what", "case"), [
     pytest.param(what, case, id=f"{what} {num}")
     for what, cases in CASES.items() for num, case in enumerate(cases)])
-def test_what_does_not_heal_is_found(what: str, case: dict[str, Any]) -> None:
+def test_an_unsupported_configuration_is_found(what: str, case: dict[str, Any]) -> None:
     assert what in _found(case)
 
 
@@ -281,11 +281,11 @@ def test_what_does_not_heal_is_found(what: str, case: dict[str, Any]) -> None:
     {"config": {"recompute_granularity": "full", "recompute_method": "uniform",
                 "recompute_num_layers": 1}},
 ])
-def test_what_heals_is_not_found(case: dict[str, Any]) -> None:
+def test_a_supported_configuration_is_not_found(case: dict[str, Any]) -> None:
     assert _found(case) == []
 
 
-def test_each_row_that_is_not_exact_is_looked_for() -> None:
+def test_each_inexact_row_of_the_support_table_has_a_check() -> None:
     wanted = [row.what for row in ROWS if row.loop.grade != "exact"]
     assert list(ROW_CHECKS) == wanted
     assert list(CASES) == wanted

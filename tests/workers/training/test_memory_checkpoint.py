@@ -1,4 +1,4 @@
-"""In-memory checkpoints: saved beside training, whole or not at all, and restored from."""
+"""In-memory checkpoints: saved during training, completely or not at all, and restored."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ITERATIONS = 14
 
 
 class Bench:
-    """A copier with a clock of its own."""
+    """A MemorySaver with a clock of its own."""
 
     def __init__(self, trainee: model.TrainingModel) -> None:
         self.trainee = trainee
@@ -57,7 +57,7 @@ class Bench:
         )
 
     def copy(self, step: int, *keepers: LocalKeeper, generation: int = 1) -> bool:
-        """Whether it took one; returns when it is with the keepers."""
+        """Save, and wait until the stores have it; return whether a checkpoint was taken."""
         self.done.clear()
         num = len(self.taken)
         self.copier.copy(self.trainee, step, History(), generation,
@@ -149,7 +149,7 @@ def test_no_memory_for_a_checkpoint_is_logged_once_with_backoff(
 
 @pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), MemoryError(),
                                    ValueError("buffer is not contiguous")])
-def test_a_copy_that_cannot_be_sent_is_no_fault(
+def test_a_checkpoint_that_cannot_be_sent_is_no_fault(
         bench: Bench, keeper: LocalKeeper, monkeypatch: pytest.MonkeyPatch,
         error: Exception) -> None:
     def put(*asked: object) -> None:
@@ -166,31 +166,31 @@ def test_a_copy_that_cannot_be_sent_is_no_fault(
 
 def test_stored_checkpoints_are_reported_at_intervals_and_on_changes(
         bench: Bench, keeper: LocalKeeper) -> None:
-    def told() -> list[int]:
+    def reported() -> list[int]:
         return [one.step_version for one in bench.told]
 
     bench.is_behind = True
     assert bench.copy(10, keeper)
-    assert told() == [], "the agent does not take what it has been told"
+    assert reported() == [], "the agent does not take what it has been told"
     bench.is_behind = False
     for step in (20, 30, 40):
         assert bench.copy(step, keeper)
-    assert told() == [20]
+    assert reported() == [20]
     bench.now_s += memory_checkpoint.REPORT_S
     assert bench.copy(50, keeper)
-    assert told() == [20, 50]
+    assert reported() == [20, 50]
     keeper.shelf.start += 1
     assert bench.copy(60, keeper)
-    assert told() == [20, 50, 60], "another process of that keeper"
+    assert reported() == [20, 50, 60], "another process of that keeper"
     assert bench.copy(70, keeper, generation=2)
-    assert told() == [20, 50, 60, 70]
+    assert reported() == [20, 50, 60, 70]
 
 
 @pytest.mark.parametrize("change", [
     {"loss_scales": [training_state.LossScale(scale=1.0, growth_tracker=0, hysteresis_tracker=0)]},
     {"precision": "bf16"},
 ])
-def test_what_does_not_fit_is_found_before_anything_is_changed(
+def test_a_checkpoint_that_does_not_fit_changes_nothing(
         bench: Bench, keeper: LocalKeeper, monkeypatch: pytest.MonkeyPatch,
         change: dict[str, Any]) -> None:
     numbers = training_state.numbers
@@ -212,7 +212,7 @@ def test_what_does_not_fit_is_found_before_anything_is_changed(
         assert torch.equal(tensor, before[name]), name
 
 
-def test_numbers_are_taken_over_whole_or_not_at_all(bench: Bench) -> None:
+def test_numbers_are_loaded_completely_or_not_at_all(bench: Bench) -> None:
     told = training_state.numbers(bench.trainee, 5, History())
     wrong = replace(told, adam_step=9.0, precision="fp16")
     with pytest.raises(ValueError, match="numbers of fp16, not"):
@@ -223,22 +223,22 @@ def test_numbers_are_taken_over_whole_or_not_at_all(bench: Bench) -> None:
 # --- real ranks ----------------------------------------------------------------------------------
 @pytest.fixture
 def driver(drive: Drive) -> Any:
-    """Ranks that copy their state to two nodes every third iteration."""
+    """Ranks that store in-memory checkpoints on two nodes every third iteration."""
     made = drive(copy_every=EVERY)
     made.keepers = [LocalKeeper("n1"), LocalKeeper("n2")]
     return made
 
 
-def told(driver: Any) -> tuple[MemoryCheckpoint, ...]:
-    """What the ranks told of kept copies, the newest first, as an order names them."""
+def reported(driver: Any) -> tuple[MemoryCheckpoint, ...]:
+    """The checkpoints that the ranks reported as stored, newest first, as an order names them."""
     by_node = {one.keeper.node: one for one in driver.keepers}
     newest = sorted(driver.told(r.MemoryCheckpointStored),
                     key=lambda kept: (-kept.step_version, kept.node))
     return tuple(named(by_node[kept.node], kept) for kept in newest)
 
 
-def ripe(driver: Any, iteration: int) -> None:
-    """Rank 0 waits in this iteration, and no checkpoint is on its way, or the next is left out."""
+def wait_until_sent(driver: Any, iteration: int) -> None:
+    """Wait until rank 0 is held and sends no checkpoint: a pending one makes it skip the next."""
     driver.held(0, iteration)
 
     def sent() -> bool:
@@ -249,33 +249,33 @@ def ripe(driver: Any, iteration: int) -> None:
 
 
 def hold_in(driver: Any, iteration: int) -> Path:
-    """Rank 0 goes no further than into this iteration; the file that says so."""
+    """Hold rank 0 at the start of this iteration; return the hold file."""
     path: Path = driver.hold(0, "forward", iteration, micro_batch=0)
     return path
 
 
 def walk(driver: Any, begin: int, end: int) -> None:
-    """From one iteration to another, every copy between them taken."""
+    """Move rank 0 from one iteration to another such that it skips no checkpoint between them."""
     for iteration in range(begin, end):
-        ripe(driver, iteration)
+        wait_until_sent(driver, iteration)
         hold_in(driver, iteration + 1)
-    ripe(driver, end)
+    wait_until_sent(driver, end)
 
 
 def die_at(driver: Any, ranks: list[int], iteration: int) -> None:
-    """Both keepers have every copy before `iteration`; then all die in the middle of it."""
+    """Kill the ranks in `iteration`, when both stores have every earlier checkpoint."""
     walk(driver, 1, iteration)
     for rank in ranks:
         driver.kill(rank)
     (driver.trace_dir / "hold" / f"{TASK}-0").unlink()
 
 
-def test_all_die_at_once_and_come_back_from_the_last_copy(driver: Any, twin: Twins) -> None:
+def test_all_ranks_die_and_resume_from_the_last_checkpoint(driver: Any, twin: Twins) -> None:
     driver.start(0, 1)
     hold_in(driver, 1)
     driver.form([0, 1])
     die_at(driver, [0, 1], 11)
-    copies = told(driver)
+    copies = reported(driver)
     assert copies[-1].step_version == EVERY, "told at once when a generation has its first"
     assert {copy.node for copy in copies} == {"n1", "n2"}
     newest = driver.keepers[0].stored(TASK)[-1]
@@ -291,12 +291,12 @@ def test_all_die_at_once_and_come_back_from_the_last_copy(driver: Any, twin: Twi
     assert twin(0.0).is_equal(driver.final_checkpoint())
 
 
-def test_what_was_altered_is_not_taken_but_the_next(driver: Any, drive: Drive) -> None:
+def test_an_altered_checkpoint_is_skipped_for_the_next(driver: Any, drive: Drive) -> None:
     driver.start(0)
     hold_in(driver, 1)
     driver.form([0])
     die_at(driver, [0], 7)
-    copies = told(driver)
+    copies = reported(driver)
     for stored in driver.keepers[0].stored(TASK):
         alter(stored)
     driver.start(0, attempt=2)
@@ -313,13 +313,13 @@ def test_what_was_altered_is_not_taken_but_the_next(driver: Any, drive: Drive) -
     driver.finish([0])
 
 
-def test_a_checkpoint_that_was_not_asked_for_is_left_alone(driver: Any) -> None:
-    """Of another task, another model, another secret, or nobody there: the next one serves."""
+def test_unusable_checkpoints_are_skipped_for_the_next(driver: Any) -> None:
+    """Unusable: another cluster's store, a closed store, another model, a missing generation."""
     driver.start(0)
     hold_in(driver, 1)
     driver.form([0])
     die_at(driver, [0], 7)
-    good = told(driver)[0]
+    good = reported(driver)[0]
     stranger, closed = LocalKeeper("n3", secret="another"), LocalKeeper("n4")
     driver.keepers += [stranger, closed]
     closed.close()
@@ -352,10 +352,10 @@ def test_a_rank_that_dies_while_it_sends_leaves_the_last_checkpoint(driver: Any)
     driver.start(0)
     hold_in(driver, EVERY)
     driver.form([0])
-    ripe(driver, EVERY)
+    wait_until_sent(driver, EVERY)
     driver.hold(0, "copy_mid", 6)
     driver.held(0, 6)
-    driver.strike(0, iteration=8, event="forward")  # training does not wait for it
+    driver.strike(0, iteration=8, event="forward")  # training does not wait for the transfer
     driver.kill(0)
     (driver.trace_dir / "hold" / f"{TASK}-0").unlink()
     for keeper in driver.keepers:
@@ -364,26 +364,26 @@ def test_a_rank_that_dies_while_it_sends_leaves_the_last_checkpoint(driver: Any)
     driver.until(lambda: first.shelf.used_bytes == second.shelf.used_bytes,
                  "the half of a checkpoint is still there")
     driver.start(0, attempt=2)
-    (came,) = driver.form([0], copies=told(driver)).values()
+    (came,) = driver.form([0], copies=reported(driver)).values()
     assert (came.origin, came.step_version) == ("copy", 3)
     driver.finish([0])
 
 
 class SilentStores:
-    """Stores that accept connections, and say nothing."""
+    """Stores that accept connections and never answer."""
 
     def __init__(self, num: int) -> None:
         self.listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(num)]
 
     def copies(self) -> tuple[MemoryCheckpoint, ...]:
-        """One on each of them."""
+        """One checkpoint at each store."""
         return tuple(
             MemoryCheckpoint(node=f"n{place}", endpoint=f"127.0.0.1:{one.getsockname()[1]}", rank=0,
                              generation=1, step_version=5, copy_bytes=100, checksum="crc32:0")
             for place, one in enumerate(self.listeners))
 
     def num_asked(self) -> list[int]:
-        """How many connections came to each of them since the last look."""
+        """The number of connections to each store since the last call."""
         return [sum(1 for _ in self._waiting(one)) for one in self.listeners]
 
     def _waiting(self, listener: socket.socket) -> Iterator[None]:
@@ -415,7 +415,7 @@ def test_a_store_that_does_not_answer_delays_no_iteration(
     driver.finish([0, 1])
     begun_s = [line["t"] for line in driver.trace(0) if line["event"] == "copy"]
     assert begun_s
-    # Others are skipped while it is on its way.
+    # The saver skips later checkpoints while one is being sent.
     assert all(after - before >= 0.9 * protocol.STALL_S_MAX
                for before, after in itertools.pairwise(begun_s)), begun_s
     assert driver.told(r.MemoryCheckpointStored) == []
@@ -440,11 +440,11 @@ def test_a_checkpoint_under_way_outlives_its_generation(driver: Any) -> None:
     driver.finish([0, 1])
 
 
-def test_other_stores_may_be_named_while_it_trains(driver: Any) -> None:
+def test_the_stores_may_change_during_training(driver: Any) -> None:
     driver.start(0)
     path = hold_in(driver, 4)
     driver.form([0])
-    ripe(driver, 4)
+    wait_until_sent(driver, 4)
     new = LocalKeeper("n3")
     driver.keepers.append(new)
     driver.order(SetCheckpointStores(nodes=("n1",), task=TASK, generation=1,
@@ -459,9 +459,9 @@ def test_other_stores_may_be_named_while_it_trains(driver: Any) -> None:
 
 
 def test_the_boundary_waits_for_one_pass_over_the_state(drive: Drive) -> None:
-    """What a copy costs the main thread, beside what an iteration takes.
+    """An in-memory checkpoint stalls the main thread for less than an iteration.
 
-    The shortest stall counts: the others may be what the machine did meanwhile.
+    The shortest stall counts, because other load of the machine may lengthen the others.
     """
     driver = drive(copy_every=2, iterations=6, batch={"global": 8, "micro": 2}, model={
         "num_layers": 4, "hidden": 256, "num_heads": 4, "sequence": 64})
@@ -526,7 +526,7 @@ def test_stores_that_do_not_answer_are_asked_once_and_share_one_limit(
     assert took_s >= 0.99
 
 
-def test_nobody_is_asked_any_more_when_the_next_order_has_come(
+def test_no_store_is_asked_after_the_next_order(
         silent: SilentStores, trainee: Any) -> None:
     asked = iter([False, True])
     first, second, third = silent.copies()
@@ -537,7 +537,7 @@ def test_nobody_is_asked_any_more_when_the_next_order_has_come(
     assert [sum(1 for _ in silent._waiting(one)) for one in silent.listeners[1:]] == [0, 0]
 
 
-def test_a_rank_that_looks_for_a_copy_heeds_the_next_order(
+def test_a_rank_that_restores_its_state_obeys_the_next_order(
         drive: Callable[..., Any], silent: SilentStores) -> None:
     driver = drive()
     driver.start(0, 1)

@@ -1,4 +1,4 @@
-"""Loops that cannot heal in memory: trained all the same, and what nobody can train is one line."""
+"""Loops without in-memory recovery: they still train, or fail with a one-line error."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CHANGES = {
 
 
 def changed(folder: Path, change: str) -> Path:
-    """The example with one thing in it changed."""
+    """Write the example with the replacements of one change; return its path."""
     text = EXAMPLE.read_text()
     for old, new in CHANGES[change]:
         assert old in text
@@ -48,7 +48,7 @@ def changed(folder: Path, change: str) -> Path:
 
 @pytest.fixture(scope="module")
 def run(nursery: Nursery) -> Run:
-    """`run(folder, change, num)`: the exit code of each process, and what it said."""
+    """`run(folder, change, num)`: (exit code, output) of each process."""
     def run_changed(folder: Path, change: str, num: int, **more: str) -> list[tuple[int, str]]:
         return fork(nursery, changed(folder, change), [
             "--iterations", "4", "--micro-batches", "3", "--losses", str(folder / "losses")],
@@ -69,7 +69,7 @@ def undisturbed(run: Run, tmp_path_factory: pytest.TempPathFactory) -> list[floa
 
 
 @pytest.mark.parametrize("change", ["scaled", "gathers late"])
-def test_what_only_healing_forbids_trains_by_a_launcher(
+def test_loops_without_in_memory_recovery_train_by_a_launcher(
         run: Run, tmp_path: Path, undisturbed: list[float], change: str) -> None:
     found = run(tmp_path, change, 2)
     assert [code for code, _ in found] == [0, 0], found
@@ -91,14 +91,14 @@ def test_another_optimizer_trains(run: Run, tmp_path: Path, undisturbed: list[fl
     ("two", "`build` must return three values"),
     ("experts", "expert parallel: its ranks run in lockstep"),
 ])
-def test_what_is_wrong_is_one_line(run: Run, tmp_path: Path, change: str, line: str) -> None:
+def test_a_wrong_loop_is_a_one_line_error(run: Run, tmp_path: Path, change: str, line: str) -> None:
     ((code, said),) = run(tmp_path, change, 1)
     assert code == 2, said
     assert "Traceback" not in said
     assert line in said.splitlines()[-1]
 
 
-def test_a_task_that_does_not_heal_goes_on_from_its_last_checkpoint(
+def test_a_task_without_recovery_resumes_from_its_last_checkpoint(
         run: Run, tmp_path: Path, undisturbed: list[float]) -> None:
     task: dict[str, Any] = {"micro_batches": 3, "iterations": 4, "output": str(tmp_path / "out"),
                             "checkpoint_every": 2}

@@ -24,7 +24,7 @@ Gate = tuple[float, float]
 
 @st.composite
 def claims(draw: st.DrawFn) -> tuple[list[Claim], int]:
-    """Any claims at all: overlapping sums, stale generations, members without state."""
+    """Arbitrary claims: overlapping sums, stale generations, members without state."""
     num_items = draw(st.integers(1, 16))
     items = st.lists(st.integers(0, num_items - 1), unique=True).map(lambda x: tuple(sorted(x)))
     found: list[Claim] = []
@@ -48,7 +48,7 @@ def _check_partition(settlement: Settlement, num_items: int) -> None:
 
 @given(claims())
 @settings(max_examples=400, deadline=None)
-def test_every_micro_batch_is_in_exactly_one_place(case: tuple[list[Claim], int]) -> None:
+def test_every_micro_batch_is_assigned_exactly_once(case: tuple[list[Claim], int]) -> None:
     told, num_items = case
     settlement = settle(told, num_items)
     _check_partition(settlement, num_items)
@@ -75,8 +75,8 @@ def test_sources_have_the_highest_step_version(case: tuple[list[Claim], int]) ->
 
 @given(st.integers(1, 16), st.integers(1, 6), st.data())
 @settings(max_examples=300, deadline=None)
-def test_any_chain_of_faults_loses_and_doubles_nothing(num_items: int, num_members: int,
-                                                       data: st.DataObject) -> None:
+def test_no_chain_of_faults_loses_or_doubles_a_micro_batch(num_items: int, num_members: int,
+                                                           data: st.DataObject) -> None:
     members = [Claim(step_version=7, assigned_in=1,
                      owned=assign_micro_batches(num_items, num_members, place),
                      trained_in=1) for place in range(num_members)]
@@ -108,7 +108,7 @@ def _begun(generation: int, *, kept: tuple[int, ...], owned: tuple[int, ...]) ->
                  trained_in=generation)
 
 
-def test_a_lost_ranks_micro_batches_go_round_fewest_first() -> None:
+def test_lost_micro_batches_go_to_the_members_with_least_to_do() -> None:
     told = [_begun(1, kept=(0, 4, 8), owned=(0, 4, 8)), _begun(1, kept=(1, 5), owned=(1, 5, 9)),
             _begun(1, kept=(3,), owned=(3, 7, 11))]
     shares = settle(told, 12).shares
@@ -117,14 +117,14 @@ def test_a_lost_ranks_micro_batches_go_round_fewest_first() -> None:
     assert [share.todo for share in shares] == [(2, 6), (9, 10), (7, 11)]
 
 
-def test_of_two_claims_the_later_generation_wins_and_the_other_drops_all() -> None:
+def test_of_two_claims_the_later_generation_wins() -> None:
     told = [_begun(1, kept=(0, 1), owned=(0, 1)), _begun(2, kept=(1, 2), owned=(1, 2))]
     shares = settle(told, 3).shares
     assert [share.kept for share in shares] == [(), (1, 2)]
     assert [share.todo for share in shares] == [(0,), ()]
 
 
-def test_a_member_behind_takes_the_state_and_drops_its_sum() -> None:
+def test_a_member_behind_receives_the_state_and_drops_its_sum() -> None:
     told = [Claim(step_version=4, kept=(0,), owned=(0, 2), assigned_in=1, trained_in=1, begun=True),
             _begun(1, kept=(), owned=(1, 3))]
     settlement = settle(told, 4)
@@ -133,13 +133,13 @@ def test_a_member_behind_takes_the_state_and_drops_its_sum() -> None:
     assert settlement.shares[0].todo == (0, 2)
 
 
-def test_a_first_start_deals_evenly_and_nothing_comes_from_the_gone() -> None:
+def test_a_first_start_assigns_evenly_and_reassigns_nothing() -> None:
     shares = settle([Claim(), Claim(), Claim()], 7).shares
     assert [share.todo for share in shares] == [(0, 3, 6), (1, 4), (2, 5)]
     assert all(share.dealt == () and share.source == NO_STATE for share in shares)
 
 
-def test_an_iteration_that_nobody_has_begun_is_dealt_anew_with_the_newcomer() -> None:
+def test_an_iteration_not_begun_is_assigned_anew_with_the_newcomers() -> None:
     told = [Claim(step_version=5, owned=(0, 2), assigned_in=1, trained_in=1),
             Claim(step_version=5, owned=(1, 3), assigned_in=1, trained_in=1), Claim(), Claim()]
     shares = settle(told, 4).shares
@@ -148,7 +148,7 @@ def test_an_iteration_that_nobody_has_begun_is_dealt_anew_with_the_newcomer() ->
     assert all(share.dealt == () for share in shares)
 
 
-def test_state_comes_from_the_own_node_and_the_others_feed_the_rest_evenly() -> None:
+def test_state_comes_from_the_own_node_or_evenly_from_the_others() -> None:
     has = Claim(step_version=5)
     nodes = ["a", "b", "c", "a", "c", "d", "e"]
     shares = settle([has, has, Claim(), Claim(), has, Claim(), Claim()], 4, nodes=nodes).shares
@@ -162,7 +162,7 @@ def _part(place: int, *, version: int = 5, kept: tuple[int, ...] = (), ready: bo
                  held=HeldState(axes=axes or Axes(tp=2, dp=2), place=place))
 
 
-def test_a_replicas_sum_counts_only_if_it_is_whole_on_all_its_members() -> None:
+def test_a_replicas_sum_counts_only_if_all_its_members_have_it() -> None:
     whole = [_part(0, kept=(0, 2)), _part(1, kept=(0, 2))]
     apart = [_part(2, kept=(1, 3)), _part(3, kept=(1,))]
     shares = settle([*whole, *apart], 4, Axes(tp=2, dp=2)).shares
@@ -172,7 +172,7 @@ def test_a_replicas_sum_counts_only_if_it_is_whole_on_all_its_members() -> None:
     assert {share.kept for share in shares} == {()}, "no part of it stays in a replica"
 
 
-def test_a_member_at_the_gate_steps_with_the_others_and_only_with_them() -> None:
+def test_a_member_at_the_barrier_steps_only_if_the_others_stepped() -> None:
     stepped = _part(0, version=6, gate=(2.5, 0.0))
     for ready, steps in ((_part(1, ready=True), True), (_part(1), False),
                          (_part(1, ready=True, trained_in=2), False)):
@@ -188,7 +188,7 @@ def test_a_member_at_the_gate_steps_with_the_others_and_only_with_them() -> None
     assert not any(share.steps for share in without.shares), "nobody has stepped"
 
 
-def test_a_mirrored_shard_counts_on_the_next_of_its_data_parallel_ranks() -> None:
+def test_a_mirrored_shard_is_on_the_next_data_parallel_rank() -> None:
     def shard(place: int, *, mirrored: bool) -> Claim:
         return Claim(step_version=5, held=HeldState(axes=Axes(dp=3), place=place,
                                                optimizer="mirrored" if mirrored else "sharded"))
@@ -202,7 +202,7 @@ def test_a_mirrored_shard_counts_on_the_next_of_its_data_parallel_ranks() -> Non
     assert found(1, mirrored=True) == NO_STATE
 
 
-def test_in_another_layout_state_comes_from_many_and_no_sum_counts() -> None:
+def test_another_layout_has_several_sources_and_drops_the_sums() -> None:
     told = [_part(place, kept=(place % 2,), axes=Axes(tp=2, dp=2)) for place in (0, 1, 2)]
     settlement = settle(told, 5, Axes(dp=3))
     assert settlement.step_version == 5
@@ -211,7 +211,7 @@ def test_in_another_layout_state_comes_from_many_and_no_sum_counts() -> None:
     assert [share.todo for share in settlement.shares] == [(0, 3), (1, 4), (2,)]
 
 
-def test_of_two_layouts_that_are_whole_the_wanted_goes_on_else_the_one_that_most_hold() -> None:
+def test_of_two_complete_layouts_the_wanted_or_most_held_one_wins() -> None:
     whole = Claim(step_version=5, held=HeldState(axes=Axes(dp=1)))
     told = [whole, *(_part(place) for place in range(4))]
     assert settle(told, 4, Axes(dp=5)).holders == (0,)
@@ -220,7 +220,7 @@ def test_of_two_layouts_that_are_whole_the_wanted_goes_on_else_the_one_that_most
 
 # --- random histories of faults, against a model that knows every sum ----------------------------
 class Member:
-    """One process: its state, its sum, and what it stands before."""
+    """One process: its state, its gradient sum, and whether it waits at the step barrier."""
 
     def __init__(self, node: str) -> None:
         self.node = node
@@ -241,12 +241,12 @@ class Member:
                      staged_in=self.staged_in, ready=self.ready, gate=self.gate)
 
     def replace(self, version: int, held: HeldState | None) -> None:
-        """Its state is another's now."""
+        """Take over another member's state, without a sum."""
         self.version, self.held, self.staged = version, held, None
         self.sum, self.owned, self.begun, self.ready, self.gate = [], (), False, False, ()
 
     def activate(self, *, keep_sum: bool) -> None:
-        """What was staged; a sum goes along where its member stays of the same part."""
+        """Activate the staged state. `keep_sum`: the gradient sum stays valid."""
         mine = self.sum if keep_sum else []
         self.replace(self.version, self.staged)
         self.sum = mine
@@ -256,7 +256,7 @@ class Member:
         self.sum, self.owned, self.begun = [], (), False
 
     def take(self, share: MemberAssignment, generation: int, *, begun: bool) -> None:
-        """Go on from a settlement: the sum counts only if the settlement keeps it."""
+        """Continue from a settlement. The sum counts only if the settlement keeps it."""
         if sorted(self.sum) != list(share.kept):
             assert not share.kept, "a sum that this member does not have"
             self.sum = []
@@ -265,7 +265,7 @@ class Member:
 
 
 class History:
-    """Generations of one task, with all that can befall them; `rnd` is all there is of chance."""
+    """Generations of one task with random faults. `rnd` is the only source of randomness."""
 
     def __init__(self, rnd: Random, optimizer: str) -> None:
         self.rnd, self.optimizer = rnd, optimizer
@@ -275,12 +275,12 @@ class History:
         self.generation = 0
         self.axes = Axes()
         self.gates: dict[tuple[int, int], Gate] = {}
-        """What the gate of a step of a generation told, where it told anybody."""
+        """(generation, step version) -> the values of the step barrier, if a member passed it."""
         self.seen: Counter[str] = Counter()
         self.met: list[Member] = []
-        """Who has met since the last generation came up, and in it."""
+        """The members of the last complete generation and of every attempt since."""
         self.least = NO_STATE
-        """The step version that it settled on, as long as nobody is missed."""
+        """The step version of the last complete generation, or NO_STATE if one of `met` is gone."""
 
     def run(self, num_generations: int) -> None:
         for _ in range(num_generations):
@@ -299,7 +299,7 @@ class History:
 
     # --- meeting --------------------------------------------------------------------------------
     def _meet(self) -> bool:
-        """Settle, and put it in force, unless a second fault strikes; whether all have."""
+        """Settle and apply the result, unless a second fault occurs. True if all applied it."""
         self._seat()
         told = [msgspec.msgpack.encode(member.claim()) for member in self.present]
         settlements = [settle([msgspec.msgpack.decode(each, type=Claim) for each in told],
@@ -332,7 +332,7 @@ class History:
         return min(reached) == 2
 
     def _seat(self) -> None:
-        """A layout for those who are there; often such that they stay what they were."""
+        """Choose a layout for the present members, often one in which they keep their parts."""
         few = [axes for axes in SHAPES if num_positions(axes) <= len(self.present)]
         like = [axes for axes in few if (axes.tp, axes.pp) == (self.axes.tp, self.axes.pp)]
         self.axes = self.rnd.choice(like if like and self.rnd.random() < 0.7 else few)
@@ -355,7 +355,7 @@ class History:
         self.present = [rest.pop() if seat is None else seat for seat in seats]
 
     def _have(self, member: Member, place: int, settlement: Settlement) -> None:
-        """Step, put in force what was staged, and receive what is missing."""
+        """Apply a settlement: step, activate the staged state, or receive the missing state."""
         share, version = settlement.shares[place], max(settlement.step_version, 0)
         if share.steps:
             assert member.ready
@@ -382,9 +382,9 @@ class History:
             else:
                 member.replace(version, self._held(place))
 
-    # --- what has to hold -----------------------------------------------------------------------
+    # --- invariants -----------------------------------------------------------------------------
     def _whole(self) -> set[int]:
-        """Step versions of which the members have all parts of some layout."""
+        """Step versions for which the present members hold all parts of some layout."""
         passed = {(member.trained_in, member.version) for member in self.present if member.gate}
         had: dict[tuple[int, Axes], set[tuple[int, ...]]] = {}
         for member in self.present:
@@ -436,7 +436,7 @@ class History:
                 self._check_near(place, share.source, given)
 
     def _given(self, place: int, settlement: Settlement) -> HeldState | None:
-        """What the holder at `place` has of the settled state once it did as it is told."""
+        """What the holder at `place` has of the settled state after it applied the settlement."""
         member, share = self.present[place], settlement.shares[place]
         if share.staged:
             return member.staged
@@ -444,7 +444,7 @@ class History:
         return (member.held or HeldState()) if fits else None
 
     def _check_near(self, place: int, source: int, given: dict[int, HeldState | None]) -> None:
-        """No other that has the same is nearer."""
+        """Check that no other holder of the same part is nearer."""
         far = self._distance(place, source)
         for other, held in given.items():
             if held is not None and held.shape == (self.axes.tp, self.axes.pp, 1) and (
@@ -482,7 +482,7 @@ class History:
 
     # --- training -------------------------------------------------------------------------------
     def _train(self) -> None:
-        """Iterations, until a fault strikes at some point of one."""
+        """Train some iterations, or until a fault occurs in one of them."""
         seated = self.present[:num_positions(self.axes)]
         for _ in range(self.rnd.randint(1, 3)):
             for member in seated:
@@ -499,7 +499,7 @@ class History:
                 member.assigned_in = self.generation
 
     def _micro_batches(self, *, broken: bool) -> None:
-        """All that is to do; or some, where members of a replica may be one apart."""
+        """Run all micro-batches; if `broken`, only some: members of a replica may differ by one."""
         for dp in range(self.axes.dp):
             places = replica(self.axes, dp)
             todo = [item for item in self.present[places[0]].owned
@@ -511,7 +511,7 @@ class History:
                 self.present[place].sum += todo[:num]
 
     def _reduce(self, seated: list[Member]) -> bool:
-        """The reduction, the gate, the step; whether all have taken it."""
+        """Run the reduction, the step barrier and the step. True if all members stepped."""
         for place, member in enumerate(seated):
             at = coordinates(self.axes, place)
             member.reduced = Counter(
@@ -537,7 +537,7 @@ class History:
 
     # --- faults ---------------------------------------------------------------------------------
     def _strike(self) -> None:
-        """Some die, some stand still for a while, some come back, some come new."""
+        """Some members die, some pause, some return, and new members join."""
         fate = [self.rnd.choices(("stays", "dies", "stops"), (8, 1, 1))[0] for _ in self.present]
         if "stays" not in fate:
             fate[0] = "stays"
@@ -554,12 +554,11 @@ class History:
 
 @given(st.randoms(use_true_random=True), st.sampled_from(["whole", "sharded", "mirrored"]))
 @settings(max_examples=100, deadline=None)
-def test_after_any_faults_every_step_is_of_each_micro_batch_once(rnd: Random, optimizer: str
-                                                                 ) -> None:
+def test_faults_leave_each_step_with_each_micro_batch_once(rnd: Random, optimizer: str) -> None:
     History(rnd, optimizer).run(12)
 
 
-def test_the_model_comes_past_all_that_it_is_to_hold() -> None:
+def test_the_model_covers_all_cases() -> None:
     seen: Counter[str] = Counter()
     for seed in range(150):
         history = History(Random(seed), ("whole", "sharded", "mirrored")[seed % 3])

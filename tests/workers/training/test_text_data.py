@@ -1,4 +1,4 @@
-"""Training text and losses: a micro-batch depends on its place alone; each token counts once."""
+"""Training text and losses: a sample depends only on its position, and each token counts once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_default_is_pythons_own_documentation() -> None:
     assert words.digest.startswith("sha256:")
 
 
-def test_a_sample_is_a_pure_function_of_its_place() -> None:
+def test_a_sample_is_a_pure_function_of_its_position() -> None:
     words = Text(bytes(range(256)) * 8, "test")
     one = words.sample(1, 5, 3, rows=4, sequence=16)
     assert one.shape == (4, 17)
@@ -67,7 +67,7 @@ def test_files_are_read_in_order_and_named_by_their_bytes(tmp_path: Path) -> Non
     assert one.digest != other.digest
 
 
-def test_what_follows_the_end_of_a_document_carries_no_loss() -> None:
+def test_the_target_after_a_document_end_carries_no_loss() -> None:
     tokens = torch.tensor([[97, 98, END_CODE, 99, 100], [END_CODE, END_CODE, 97, 98, END_CODE]])
     assert carries_loss(tokens).tolist() == [[True, True, False, True], [False, False, True, True]]
 
@@ -79,7 +79,7 @@ def test_topics_of_the_default_text_are_documents() -> None:
     assert any(inside)
 
 
-def test_a_missing_or_short_file_is_one_line_and_a_hint(tmp_path: Path) -> None:
+def test_a_missing_or_short_file_is_an_error_with_a_hint(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="No such file") as missing:
         load((str(tmp_path / "nothing"),), 16)
     assert missing.value.hint
@@ -88,7 +88,7 @@ def test_a_missing_or_short_file_is_one_line_and_a_hint(tmp_path: Path) -> None:
         load((str(tmp_path / "short"),), 17 - 1)
 
 
-def test_seeds_differ_by_every_part_and_its_place() -> None:
+def test_seeds_differ_by_every_part_and_its_position() -> None:
     seeds = {seed_of(*parts) for parts in ((), (0,), (1,), (0, 0), (0, 1), (1, 0), (-1,))}
     assert len(seeds) == 7
     assert all(0 <= seed < 1 << 63 for seed in seeds)
@@ -99,12 +99,12 @@ def built(alone: Any, loss: str) -> model.TrainingModel:
     return model.build(replace(TRAIN, loss=loss), torch.device("cpu"), alone)
 
 
-def test_targets_after_the_end_of_a_document_count_nowhere(alone: Any) -> None:
+def test_targets_after_a_document_end_are_not_counted(alone: Any) -> None:
     trainee = built(alone, "per_token")
     assert trainee.num_tokens(TOKENS) == 5
     before = trainee.loss(TOKENS).item()
     other = TOKENS.clone()
-    other[0, 3] = 0  # a target that counts nowhere; as an input it takes the next one out as well
+    other[0, 3] = 0  # this target does not count; as an input, it excludes the next target too
     others = trainee.loss(other)
     assert trainee.num_tokens(other) == 4
     each = trainee.ddps[0](TOKENS[:, :-1].contiguous(), trainee.positions, None,
