@@ -1,4 +1,4 @@
-"""The classifier on real lines: each row of the table, lines that mean nothing, any text at all."""
+"""The classifier: real lines for each status of the table, harmless lines, and arbitrary text."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ QUIET = [line["text"] for line in LABELLED if not line["status"]]
 
 
 @pytest.mark.parametrize("line", LABELLED, ids=lambda line: line["text"][:60])
-def test_each_labelled_line_gets_its_row(line: dict[str, Any]) -> None:
+def test_each_labelled_line_gets_its_status(line: dict[str, Any]) -> None:
     verdict = classify(line["text"])
     assert verdict.status == line["status"], verdict
     assert TABLE.get(verdict.status, "NONE") == line["severity"], verdict
 
 
 HARMLESS = [
-    # words of networks that are no fault
+    # words of networks without a fault
     "Loaded the network from net.pt, unexpected keys: []",
     "The network failed to converge within 10 epochs, validation error 0.31",
     "network loss 0.3, reconstruction error 0.02",
@@ -65,7 +65,7 @@ HARMLESS = [
     "nfs4_callback: failover partner is nas-2", "nfs_cache: 12 hits, 0 failed",
     "nfs4_state: reclaim complete, no failed locks",
     " 12%|#2 | 120/1000 [00:10<01:12, 12.2it/s, val_error=0.3]",
-    # what is tried again by the program that prints it
+    # harmless failures, and failures that the program retries
     "nvidia_peermem: module verification failed: signature and/or required key missing",
     "Error: Driver 'pcspkr' is already registered, aborting...",
     "nvme nvme0: I/O 512 QID 3 timeout, aborting", "nvme nvme0: Abort status: 0x371",
@@ -75,13 +75,13 @@ HARMLESS = [
     "broken by 'NewConnectionError(': [Errno 111] Connection refused')': /api/5",
     "urllib3.connectionpool Retrying (9 attempts remain) after connection broken by "
     "'ReadTimeoutError(\"Read timed out.\")': /path",
-    # what amdgpu prints of a reset that went well, or counts again
+    # amdgpu: successful resets and repeated totals
     "amdgpu 0000:c6:00.0: amdgpu: no uncorrectable hardware errors detected in umc block",
     "amdgpu 0000:c6:00.0: amdgpu: 9 uncorrectable hardware errors detected in total in umc block",
     "amdgpu 0000:c6:00.0: amdgpu: GPU reset(2) succeeded!",
     "amdgpu 0000:c6:00.0: amdgpu: GPU reset end with ret = 0",
     "amdgpu: Failed to send message 0x26, response 0x1",
-    # what a healthy machine prints as it boots
+    # boot messages of a healthy machine
     *(line for line in (DATA / "boot_lines.txt").read_text(encoding="utf-8").splitlines()
       if not line.startswith("#")),
 ]
@@ -104,11 +104,11 @@ def test_lines_that_look_like_faults_and_are_none(text: str) -> None:
     ("requests.exceptions.ConnectionError: Max retries exceeded with url: /api",
      "other network errors"),
 ])
-def test_what_is_like_it_and_does_fail_keeps_its_row(text: str, status: str) -> None:
+def test_similar_lines_of_real_faults_keep_their_status(text: str, status: str) -> None:
     assert classify(text).status == status, classify(text)
 
 
-def test_a_call_of_rdma_that_failed_is_ones_own_whatever_it_failed_with() -> None:
+def test_a_failed_rdma_call_is_an_own_fault_for_any_reason() -> None:
     for why in ("Connection timed out", "Connection refused", "Connection reset by peer"):
         verdict = classify("n1:118:220 [0] ibvwrap.c:118 NCCL WARN Call to ibv_modify_qp failed "
                            f"with error {why}")
@@ -121,16 +121,16 @@ def test_a_call_of_rdma_that_failed_is_ones_own_whatever_it_failed_with() -> Non
     "weka: backend 3 is unreachable", "UCX: cannot connect to 10.0.0.4",
     "12%|#2 | 120/1000 [00:10<01:12, 12.2it/s][rank0]: OSError: [Errno 113] No route to host",
 ])
-def test_what_networks_tell_as_failed_is_a_fault(text: str) -> None:
+def test_a_failure_that_a_network_layer_reports_is_a_fault(text: str) -> None:
     assert TABLE[classify(text).status] == "SEV3", classify(text)
 
 
-def test_the_samples_hold_every_row_with_many_lines_that_mean_nothing() -> None:
+def test_the_samples_have_every_status_and_many_harmless_lines() -> None:
     assert {line["status"] for line in LABELLED} == {"", *TABLE} - {"wrong input"}
     assert len(QUIET) >= 50
 
 
-def test_the_page_holds_the_tables_that_come_out_today() -> None:
+def test_the_page_contains_the_current_tables() -> None:
     page = (DATA.parent.parent / "docs/guides/detection.md").read_text(encoding="utf-8")
     assert tables() in page, "make confusion prints them anew"
 
@@ -143,13 +143,13 @@ def test_the_xids_are_those_of_the_catalogue() -> None:
 
 
 @pytest.mark.parametrize("xid", sorted(set(XIDS) - {154}))
-def test_an_xid_is_read_by_its_number_in_every_spelling(xid: int) -> None:
+def test_an_xid_is_found_in_every_spelling(xid: int) -> None:
     for text in (f"[1.2] NVRM: Xid (PCI:0000:05:00): {xid}, pid=1, name=python3, Ch 00000008",
                  f"NVRM: Xid (0000:05:00): {xid}, Channel 1", f"XID errors: {xid}", f"xid={xid}"):
         assert (classify(text).status, classify(text).code) == (XIDS[xid], xid), text
 
 
-def test_codes_that_need_their_text() -> None:
+def test_codes_whose_status_depends_on_the_text() -> None:
     def nvlink(word: str) -> str:
         return f"NVRM: Xid (PCI:0000:04:00): 145, RLW_CTRL {word} XC0 i0 Link 00 (0x00000003)"
 
@@ -168,8 +168,8 @@ def test_codes_that_need_their_text() -> None:
 @pytest.mark.parametrize(("cause", "status"), [
     (149, "NVLink errors"), (48, "ECC errors"), (79, "GPU driver errors"),
     (13, "illegal memory access"), (45, "exited abnormally"), (63, "exited abnormally")])
-def test_an_xid_that_names_its_cause_has_the_row_of_the_cause(cause: int, status: str) -> None:
-    """A cause without a consequence (63) leaves it its own row: the process ended."""
+def test_an_xid_that_names_its_cause_has_the_status_of_the_cause(cause: int, status: str) -> None:
+    """A cause without a status of its own (63) leaves the status of XID 45."""
     verdict = classify("NVRM: Xid (PCI:0000:dc:00): 45, pid=1, name=python3, Ch 00000001 caused by "
                        f"previous Xid {cause}")
     assert (verdict.status, verdict.code, verdict.second_hand) == (status, 45, True)
@@ -178,7 +178,7 @@ def test_an_xid_that_names_its_cause_has_the_row_of_the_cause(cause: int, status
 @pytest.mark.parametrize(("error", "status"), [
     ("No route to host", "other network errors"), ("Connection refused", "connection refused"),
     ("Connection timed out", "other network errors")])
-def test_the_last_try_is_a_fault_and_those_before_it_are_none(error: str, status: str) -> None:
+def test_only_the_last_try_is_a_fault(error: str, status: str) -> None:
     def tried(num: int) -> str:
         return classify("n1:118:220 [0] NCCL INFO socketPollConnect: connect to 10.0.0.4<43893> "
                         f"returned {error}, retrying ({num}/34) after sleep for 100 msec").status
@@ -196,7 +196,7 @@ def test_the_last_try_is_a_fault_and_those_before_it_are_none(error: str, status
      ""),
     ("vllm: Sequence group 12 is preempted by PreemptionMode.RECOMPUTE", ""),
     ("Linux version 6.8.0 #1 SMP PREEMPT_DYNAMIC", "")])
-def test_the_word_preempted_alone_excuses_nothing(text: str, status: str) -> None:
+def test_the_word_preempted_alone_does_not_hide_a_fault(text: str, status: str) -> None:
     assert classify(text).status == status, classify(text)
 
 
@@ -217,7 +217,7 @@ def test_the_word_preempted_alone_excuses_nothing(text: str, status: str) -> Non
      "Connection reset by peer", "b.local:20000"),
     ("OSError: [Errno 104] Connection reset by peer", ""),
 ])
-def test_whom_a_line_names_at_the_other_end(text: str, peer: str) -> None:
+def test_the_peer_that_a_line_names(text: str, peer: str) -> None:
     assert classify(text).peer == peer
 
 
@@ -228,11 +228,11 @@ def test_whom_a_line_names_at_the_other_end(text: str, peer: str) -> None:
     ("for CUDA device ordinal 3: CUDA_ERROR_ECC_UNCORRECTABLE: uncorrectable ECC error", "3"),
     ("RuntimeError: CUDA error: uncorrectable ECC error encountered", ""),
 ])
-def test_which_gpu_a_line_names(text: str, device: str) -> None:
+def test_the_gpu_that_a_line_names(text: str, device: str) -> None:
     assert classify(text).device == device
 
 
-def test_a_carrier_gives_way_to_what_it_carries() -> None:
+def test_a_wrapper_gives_way_to_the_error_that_it_contains() -> None:
     watchdog = "[Rank 1] NCCL watchdog thread terminated with exception: "
     for inner, status in (("CUDA error: uncorrectable ECC error encountered", "ECC errors"),
                           ("CUDA error: an illegal memory access", "illegal memory access"),
@@ -244,7 +244,7 @@ def test_a_carrier_gives_way_to_what_it_carries() -> None:
     assert classify(text)[:2] == ("connection refused", "connection-refused")
 
 
-def test_a_peers_end_is_second_hand_while_a_fault_of_ones_own_is_not() -> None:
+def test_the_loss_of_a_peer_is_indirect_and_an_own_fault_is_not() -> None:
     for text in ("Connection closed by peer [10.0.0.1]:4", "remote process exited or there was a "
                  "network error", "Watchdog caught collective operation timeout"):
         assert classify(text).second_hand, text
@@ -253,7 +253,7 @@ def test_a_peers_end_is_second_hand_while_a_fault_of_ones_own_is_not() -> None:
         assert not classify(text).second_hand, text
 
 
-def test_of_a_traceback_the_innermost_exception_decides() -> None:
+def test_the_innermost_exception_of_a_traceback_decides() -> None:
     text = ('Traceback (most recent call last):\n  File "train.py", line 3, in step\n'
             '    raise ConnectionResetError("CUDA error: uncorrectable ECC error")\n'
             "ValueError: no such layer\n\nDuring handling of the above exception, another "
@@ -264,7 +264,7 @@ def test_of_a_traceback_the_innermost_exception_decides() -> None:
                               line="ValueError: no such layer")
 
 
-def test_the_code_that_a_traceback_quotes_says_nothing_behind_a_prefix_either() -> None:
+def test_source_lines_in_a_traceback_do_not_count() -> None:
     for prefix in ("", "[rank3]: ", "(Worker pid=12) ", "  | "):
         text = "\n".join(prefix + line for line in (
             "Traceback (most recent call last):", '  File "train.py", line 3, in step',
@@ -274,9 +274,9 @@ def test_the_code_that_a_traceback_quotes_says_nothing_behind_a_prefix_either() 
         assert classify(text).line.endswith("ValueError: no such layer"), prefix
 
 
-# --- an exception group: each member stands alone ------------------------------------------------
+# --- an exception group: each member is read alone -----------------------------------------------
 def group_of(*members: str) -> str:
-    """As Python prints it: `members` are the statements that raise; no sources at hand."""
+    """A group as Python prints it, without source lines. `members` are the exceptions to raise."""
     names: dict[str, Any] = {}
     exec(compile("caught = []\n" + "".join(
         f"try:\n    raise {member}\nexcept Exception as error:\n    caught.append(error)\n"
@@ -296,7 +296,7 @@ SOFTWARE = "ValueError('no such layer')"
     ((SOFTWARE, RESET), "other software errors"), ((RESET,), "connection reset"),
     ((f"ExceptionGroup('inner', [{SOFTWARE}, {ECC}])", RESET), "ECC errors"),
 ])
-def test_a_groups_members_are_read_each_alone(members: tuple[str, ...], status: str) -> None:
+def test_each_member_of_a_group_is_read_alone(members: tuple[str, ...], status: str) -> None:
     text = group_of(*members)
     assert '  |   File "' in text or len(members) == 1, text
     for prefix in ("", "[rank1]: "):
@@ -304,13 +304,13 @@ def test_a_groups_members_are_read_each_alone(members: tuple[str, ...], status: 
         assert classify(told).status == status, told
 
 
-def test_a_groups_own_message_is_its_wrapper() -> None:
+def test_the_message_of_a_group_does_not_count() -> None:
     verdict = classify(group_of(SOFTWARE))
     assert verdict.line.endswith("ValueError: no such layer")
     assert not classify("ExceptionGroup: connection reset in it (2 sub-exceptions)").status
 
 
-def test_in_a_chain_the_first_raised_decides_and_in_a_member_too() -> None:
+def test_the_first_exception_of_a_chain_decides_also_in_a_group() -> None:
     chain = ("ConnectionResetError: [Errno 104] Connection reset by peer\n\nThe above exception "
              "was the direct cause of the following exception:\n\nValueError: no batch")
     assert classify(chain).rule == "connection-reset"
@@ -320,14 +320,14 @@ def test_in_a_chain_the_first_raised_decides_and_in_a_member_too() -> None:
     assert classify(group).rule == "connection-reset"
 
 
-def test_a_wrong_job_is_its_own_row() -> None:
+def test_a_usage_error_is_wrong_input() -> None:
     assert classify("unicron.events.errors.UsageError: no such shard").status == "wrong input"
 
 
 # --- any text at all -----------------------------------------------------------------------------
 @settings(deadline=None)
 @given(st.text())
-def test_any_text_gets_a_row_of_the_table_or_nothing(text: str) -> None:
+def test_any_text_gets_a_status_of_the_table_or_none(text: str) -> None:
     verdict = classify(text)
     assert verdict.status in {"", *TABLE}
     assert verdict.rule or verdict == NOTHING
@@ -336,7 +336,7 @@ def test_any_text_gets_a_row_of_the_table_or_nothing(text: str) -> None:
 @settings(deadline=None)
 @given(st.sampled_from(LABELLED), st.lists(st.sampled_from(QUIET), max_size=4),
        st.lists(st.sampled_from(QUIET), max_size=4))
-def test_lines_that_mean_nothing_change_no_verdict(
+def test_harmless_lines_change_no_verdict(
         line: dict[str, Any], before: list[str], behind: list[str]) -> None:
     assert classify("\n".join([*before, line["text"], *behind])).status == line["status"]
 
@@ -356,7 +356,7 @@ def test_a_cause_far_inside_a_long_line_is_found(line: dict[str, Any], ahead: in
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.sampled_from([word for rule in RULES for word in rule.words]), min_size=1,
                 max_size=3), st.sampled_from(["", " ", "=", ":0", "a" * 50, "\n"]))
-def test_time_is_linear_in_the_text_whatever_it_repeats(words: list[str], between: str) -> None:
+def test_the_time_is_linear_in_the_length_of_any_repetition(words: list[str], between: str) -> None:
     unit = between.join(words) + between
 
     def cost_s(num_chars: int) -> float:
@@ -377,7 +377,7 @@ FRAGMENTS = [*sorted({word for rule in (*RULES, *IGNORE_RULES) for word in rule.
 
 @settings(deadline=None, max_examples=300)
 @given(st.lists(st.sampled_from(FRAGMENTS), max_size=40), st.sampled_from(["", " ", "\n", ": "]))
-def test_whatever_rules_look_for_in_whatever_order_raises_nothing(
+def test_no_combination_of_the_words_of_rules_raises(
         fragments: list[str], between: str) -> None:
     verdict = classify(between.join(fragments))
     assert verdict.status in {"", *TABLE}
@@ -385,14 +385,14 @@ def test_whatever_rules_look_for_in_whatever_order_raises_nothing(
 
 @pytest.mark.parametrize("unit", ["a", " ", "0", "(", "|", "-", ":a", "nfs ", "nccl ", "network ",
                                   "lustreerror ", "nvrm: ", "error ", "1.1.1.1:", "[0] "])
-def test_repeats_of_a_quarter_megabyte_are_judged_within_seconds(unit: str) -> None:
+def test_a_quarter_megabyte_of_repeats_is_classified_within_seconds(unit: str) -> None:
     text = unit * (250_000 // len(unit))
     begun_s = time.process_time()
     classify(text)
     assert time.process_time() - begun_s < 10.0  # measured: at most 0.6 s
 
 
-def test_a_megabyte_in_one_line_is_judged_within_seconds() -> None:
+def test_a_megabyte_in_one_line_is_classified_within_seconds() -> None:
     begun_s = time.process_time()
     assert classify("x" * 1_000_000 + " CUDA error: unknown error").status == "CUDA errors"
     assert time.process_time() - begun_s < 10.0  # measured: 0.4 s

@@ -1,4 +1,4 @@
-"""Where a hang is: real and synthetic dumps, of one job, from one folder or several."""
+"""Locating a hang: real and synthetic dumps of one job, from one or several folders."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Layout(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A collective, or a send or receive as `source`, `target` say."""
+    """A collective, or a send or receive if `source` and `target` are set."""
 
     group: str
     name: str
@@ -65,14 +65,14 @@ class Call(NamedTuple):
 
 @dataclass
 class Job:
-    """The programs of all ranks, and how far each has come."""
+    """A simulated job: the calls of all ranks, and how far each rank has come."""
 
     layout: Layout
     stopped: dict[int, int]
-    """Rank -> how many calls it enters before it stops."""
+    """Rank -> the number of calls that it enters before it stops."""
     window: int = 1
     unseen: dict[int, int] = field(default_factory=dict[int, int])
-    """Rank -> of how many of its last complete calls it has not seen the end."""
+    """Rank -> the number of its last completed calls whose end it has not seen."""
     num_iterations: int = 2
     num_micro_batches: int = 2
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
@@ -142,11 +142,11 @@ class Job:
         return min(map(len, self.programs))
 
     def run(self) -> None:
-        """Until nothing goes on."""
+        """Run until no rank can proceed."""
         now_ns = START_NS
-        goes_on = True
-        while goes_on:
-            goes_on = False
+        progressed = True
+        while progressed:
+            progressed = False
             for rank, program in enumerate(self.programs):
                 limit = min(self.stopped.get(rank, len(program)), len(program),
                             self.completed[rank] + self.window)
@@ -154,8 +154,8 @@ class Job:
                     now_ns += STEP_NS
                     self.entered_ns[rank, self.entered[rank]] = now_ns
                     self.entered[rank] += 1
-                    goes_on = True
-            goes_on |= self._complete()
+                    progressed = True
+            progressed |= self._complete()
 
     def _complete(self) -> bool:
         heads: dict[tuple[str, int, int, int], list[int]] = {}
@@ -174,7 +174,7 @@ class Job:
         return max(self.completed[rank] - self.unseen.get(rank, 0), 0)
 
     def dump(self, rank: int, *, only_active: bool, with_status: bool = True) -> dict[str, Any]:
-        """As torch writes it."""
+        """The rank's dump in torch's format."""
         of = [group for group, ranks in self.groups.items() if rank in ranks]
         entries = [self._entry(rank, index, of) for index in range(self.entered[rank])
                    if not only_active or index >= self.seen(rank)]
@@ -236,7 +236,7 @@ Captured = pytest.CaptureFixture[str]
 
 
 def refused(capsys: Captured, *paths: Path) -> list[str]:
-    """The two lines that `unicron locate` prints of these: an error and a hint."""
+    """Check that `unicron locate` refuses these paths; return its error line and hint line."""
     assert run_command(["locate", *map(str, paths)]) == 2
     said = capsys.readouterr()
     assert said.out == ""
@@ -246,7 +246,7 @@ def refused(capsys: Captured, *paths: Path) -> list[str]:
 
 
 def answered(capsys: Captured, *paths: Path | str) -> dict[str, Any]:
-    """What `unicron locate -o json` prints of these."""
+    """The JSON answer of `unicron locate` for these paths."""
     assert run_command(["locate", *map(str, paths), "-o", "json"]) == 0
     answer: dict[str, Any] = json.loads(capsys.readouterr().out)
     return answer
@@ -267,7 +267,7 @@ def test_real_dumps(name: str, state: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["lock_gil_1st", "gpu_error_1st"])
-def test_real_dumps_without_the_guilty(name: str) -> None:
+def test_real_dumps_without_those_of_the_faulty_ranks(name: str) -> None:
     document = json.loads((DATA / f"{name}.json").read_text())
     guilty = json.loads(document["ground_truth"].splitlines()[0].partition(":")[2])
     where = found({int(rank): dump for rank, dump in document["ranks"].items()
@@ -276,10 +276,10 @@ def test_real_dumps_without_the_guilty(name: str) -> None:
     assert {one.state for one in where.suspects} == {"no dump"}
 
 
-# --- jobs on paper --------------------------------------------------------------------------------
+# --- simulated jobs -------------------------------------------------------------------------------
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), layout=LAYOUTS, num=st.integers(1, 3), only_active=st.booleans())
-def test_stopped_ranks_of_a_job_that_waits_for_each_call(
+def test_stopped_ranks_are_named_if_each_call_is_waited_for(
         data: st.DataObject, layout: Layout, num: int, only_active: bool) -> None:
     calls = Job(layout, {}).num_calls_min - 1
     ranks = data.draw(st.sets(st.integers(0, layout.num_ranks - 1), min_size=1,
@@ -295,7 +295,7 @@ def test_stopped_ranks_of_a_job_that_waits_for_each_call(
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), layout=LAYOUTS, window=st.integers(2, 9), only_active=st.booleans(),
        with_status=st.booleans())
-def test_one_stopped_rank_of_a_job_that_runs_ahead(
+def test_a_stopped_rank_is_named_if_ranks_run_ahead(
         data: st.DataObject, layout: Layout, window: int, only_active: bool,
         with_status: bool) -> None:
     rank = data.draw(st.integers(0, layout.num_ranks - 1))
@@ -306,9 +306,9 @@ def test_one_stopped_rank_of_a_job_that_runs_ahead(
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data(), layout=LAYOUTS, window=st.integers(2, 9))
-def test_nobody_innocent_is_named_where_several_stop(
+def test_only_stopped_ranks_are_named_if_several_stop(
         data: st.DataObject, layout: Layout, window: int) -> None:
-    """One that stopped while it waited for another that stopped cannot be told from a waiter."""
+    """Not all are named: a rank that stopped while it waited for another looks like a waiter."""
     ranks = data.draw(st.sets(st.integers(0, layout.num_ranks - 1), min_size=1,
                               max_size=max(layout.num_ranks // 4, 1)))
     calls = Job(layout, {}).num_calls_min - 1
@@ -320,7 +320,7 @@ def test_nobody_innocent_is_named_where_several_stop(
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), layout=LAYOUTS, window=st.integers(1, 6))
-def test_a_rank_without_a_dump(data: st.DataObject, layout: Layout, window: int) -> None:
+def test_a_rank_without_a_dump_is_named(data: st.DataObject, layout: Layout, window: int) -> None:
     rank = data.draw(st.integers(0, layout.num_ranks - 1))
     at = data.draw(st.integers(1, Job(layout, {}).num_calls_min - 1))
     dumps = hung(layout, {rank: at}, window)
@@ -331,7 +331,7 @@ def test_a_rank_without_a_dump(data: st.DataObject, layout: Layout, window: int)
 
 
 @given(layout=LAYOUTS, only_active=st.booleans())
-def test_a_job_that_does_not_hang(layout: Layout, only_active: bool) -> None:
+def test_a_job_that_does_not_hang_has_no_suspects(layout: Layout, only_active: bool) -> None:
     where = found(hung(layout, {}, only_active=only_active))
     assert (where.verdict, where.suspects, where.waiting) == ("none", (), ())
 
@@ -341,7 +341,7 @@ def test_a_job_that_does_not_hang(layout: Layout, only_active: bool) -> None:
        window=st.integers(1, 6), unseen=st.integers(3, 9), only_active=st.booleans())
 def test_a_device_that_no_longer_answers(data: st.DataObject, layout: Layout, window: int,
                                          unseen: int, only_active: bool) -> None:
-    """It sees no end any more of what its peers finish with it, and stops soon after."""
+    """The rank does not see that its last calls completed on its peers, and stops soon after."""
     rank = data.draw(st.integers(0, layout.num_ranks - 1))
     at = data.draw(st.integers(unseen + 1, Job(layout, {}).num_calls_min - 1))
     job = Job(layout, {rank: at}, window, {rank: unseen})
@@ -367,15 +367,15 @@ def dump(*entries: dict[str, Any], groups: dict[str, list[int]] | None = None,
             **more}
 
 
-def test_all_in_the_same_collective_is_the_network() -> None:
+def test_all_ranks_in_one_collective_is_a_network_fault() -> None:
     where = found({rank: dump(entry(7)) for rank in range(4)})
     assert (where.verdict, where.suspects) == ("network", ())
     assert [(one.seq, one.ranks) for one in where.stuck] == [(7, (0, 1, 2, 3))]
     assert len(where.waiting) == 4
 
 
-def test_a_kernel_that_has_not_started() -> None:
-    """All have entered; the recorder notes starts, and one rank's device is busy elsewhere."""
+def test_a_rank_whose_kernel_has_not_started_is_named() -> None:
+    """All ranks have entered. The recorder shows that one rank's kernel has not started."""
     dumps = {rank: dump(entry(6, state="completed"), entry(7, state="started"))
              for rank in range(4)}
     dumps[2] = dump(entry(6, state="completed", time_discovered_started_ns=5), entry(7))
@@ -383,7 +383,7 @@ def test_a_kernel_that_has_not_started() -> None:
     assert (suspect.rank, suspect.state, suspect.seq) == (2, "not started", 7)
 
 
-def test_another_collective_than_its_peers() -> None:
+def test_a_rank_in_another_collective_is_named() -> None:
     dumps = {rank: dump(entry(7)) for rank in range(4)}
     dumps[3] = dump(entry(7, "broadcast"))
     (suspect,) = found(dumps).suspects
@@ -417,7 +417,7 @@ def test_a_rank_with_another_size_or_data_type_is_named(
                            f"{name} of 4096 Float")
 
 
-def test_of_two_that_differ_both_are_named_and_nobody_is_sure() -> None:
+def test_of_two_ranks_that_differ_both_are_named_with_low_confidence() -> None:
     groups = {"0": [0, 1]}
     where = found({0: dump(shaped(7, [8]), groups=groups), 1: dump(shaped(7, [9]), groups=groups)})
     assert [(one.rank, one.state, one.confidence) for one in where.suspects] == [
@@ -433,7 +433,7 @@ def test_a_reshaped_tensor_or_an_unknown_size_is_no_mismatch(odd: dict[str, Any]
 
 
 @pytest.mark.parametrize("name", ["all_to_all", "gather", "scatter", "all_reduce_sparse"])
-def test_collectives_into_which_ranks_may_put_different_sizes(name: str) -> None:
+def test_collectives_that_allow_different_sizes(name: str) -> None:
     where = found({rank: dump(shaped(7, [rank + 1], name=name)) for rank in range(4)})
     assert (where.verdict, where.suspects) == ("network", ())
 
@@ -456,7 +456,7 @@ def test_sizes_that_agree_change_no_verdict(data: st.DataObject, layout: Layout,
 @pytest.mark.parametrize("number", ["Infinity", "-Infinity", "NaN", "1e999", "1" * 400])
 @pytest.mark.parametrize("key", ["record_id", "pg_id", "collective_seq_id", "op_id",
                                  "time_created_ns"])
-def test_a_number_that_is_none_is_one_clear_line(
+def test_an_invalid_number_is_a_one_line_error(
         key: str, number: str, tmp_path: Path, capsys: Captured) -> None:
     text = json.dumps(dump({**entry(1), key: "@"})).replace('"@"', number)
     (tmp_path / "dump_0").write_text(text)
@@ -468,7 +468,7 @@ def test_a_number_that_is_none_is_one_clear_line(
     '{"dumped_ns": 1e999, "entries": []}', '{"ranks": {"' + "1" * 5000 + '": {}}}',
     '{"entries": [{"process_group": ["0", ""], "collective_seq_id": 1, "input_sizes": [[1e999]],'
     ' "input_dtypes": ["Float"], "profiling_name": "nccl:all_reduce"}]}'])
-def test_nor_does_one_elsewhere_stop_it(text: str, tmp_path: Path, capsys: Captured) -> None:
+def test_an_invalid_number_elsewhere_is_an_error(text: str, tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "dump_0").write_text(text)
     assert run_command(["locate", str(tmp_path / "dump_0")]) == 2
     assert capsys.readouterr().err.startswith("error:")
@@ -476,7 +476,7 @@ def test_nor_does_one_elsewhere_stop_it(text: str, tmp_path: Path, capsys: Captu
 
 def test_a_fifo_is_refused_at_once_and_skipped_in_a_folder(
         tmp_path: Path, capsys: Captured) -> None:
-    """Nobody writes to it: a plain open would never come back."""
+    """The FIFO has no writer, so a blocking open would never return."""
     fifo = tmp_path / "dump_1"
     os.mkfifo(fifo)
     (tmp_path / "dump_0").write_text(json.dumps(dump(entry(1))))
@@ -485,7 +485,7 @@ def test_a_fifo_is_refused_at_once_and_skipped_in_a_folder(
 
 
 def test_a_collective_behind_a_stuck_one_is_not_stuck_itself() -> None:
-    """All have entered both; the second is held by the first, which is named alone."""
+    """All members have entered both collectives. The first blocks the second and is named alone."""
     groups = {"1": [0, 1], "2": [1, 2]}
     first, second = entry(7, group="1", order=0), entry(9, group="2", order=0)
     where = found({0: dump(first, groups=groups), 2: dump(second, groups=groups),
@@ -496,7 +496,7 @@ def test_a_collective_behind_a_stuck_one_is_not_stuck_itself() -> None:
 
 
 def test_ranks_that_wait_for_each_other() -> None:
-    """Two groups entered in two orders: a circle; the oldest wait's is named, without certainty."""
+    """Two ranks enter two groups in opposite orders: the one with the longest waiter is named."""
     groups = {"1": [0, 1], "2": [0, 1]}
     where = found({0: dump(entry(1, group="1", at_s=1), groups=groups),
                    1: dump(entry(1, group="2", at_s=2), groups=groups)})
@@ -504,15 +504,15 @@ def test_ranks_that_wait_for_each_other() -> None:
     assert "circle" in where.suspects[0].why
 
 
-def test_one_who_gave_up_accuses_nobody() -> None:
-    """Aborted work looks finished: it shows nothing of those who have not finished it."""
+def test_an_aborted_collective_blames_no_rank() -> None:
+    """Aborted work looks completed, so it is no evidence against the other ranks."""
     dumps = {rank: dump(entry(7)) for rank in range(3)}
     dumps[3] = dump(entry(7, state="completed"), entry(8, state="completed"))
     assert 0 not in {one.rank for one in found(dumps).suspects}
 
 
-def test_groups_of_one_name_the_newest_counts() -> None:
-    """A rank that has rebuilt its groups: entries of the old ones never end."""
+def test_of_groups_with_one_name_the_newest_counts() -> None:
+    """After a rank has rebuilt its groups, entries of the old groups never end."""
     old = entry(90, order=1)
     dumps = {rank: dump(old, entry(3, order=2, pg_id=5)) for rank in range(3)}
     dumps[3] = dump(old, entry(2, order=2, pg_id=5, state="completed"))
@@ -529,7 +529,7 @@ def test_a_short_wait_is_no_hang() -> None:
     assert named(at(14.0)) == [3]
 
 
-def test_one_dump_alone_blames_nobody() -> None:
+def test_a_single_dump_blames_no_rank() -> None:
     where = found({0: dump(entry(7))})
     assert (where.verdict, where.suspects, where.missing) == ("hang", (), (1, 2, 3))
 
@@ -664,8 +664,8 @@ def job(num: int, rank: int, **more: Any) -> dict[str, Any]:
             "pg_config": world(num), **more}
 
 
-def test_each_nodes_folder_is_given(tmp_path: Path, capsys: Captured) -> None:
-    """Ranks are numbered across nodes; a file that is named twice counts once."""
+def test_folders_of_several_nodes_are_read_together(tmp_path: Path, capsys: Captured) -> None:
+    """Ranks are numbered across nodes. A file that is given twice counts once."""
     dumps = hung(Layout(2, 2, 1), {3: 4})
     write(tmp_path / "a", {rank: dumps[rank] for rank in (0, 1)})
     write(tmp_path / "b", {rank: dumps[rank] for rank in (2, 3)})
@@ -677,7 +677,7 @@ def test_each_nodes_folder_is_given(tmp_path: Path, capsys: Captured) -> None:
 
 
 def test_dumps_of_two_jobs_are_refused(tmp_path: Path, capsys: Captured) -> None:
-    """A larger job that ran there before has left the files of the ranks that this one lacks."""
+    """An earlier, larger job has left the files of ranks that this job does not have."""
     write(tmp_path, {rank: job(2, rank) for rank in (0, 1)})
     write(tmp_path, {rank: job(4, rank) for rank in (2, 3)})
     error, hint = refused(capsys, tmp_path)
@@ -688,7 +688,7 @@ def test_dumps_of_two_jobs_are_refused(tmp_path: Path, capsys: Captured) -> None
     assert hint.startswith("hint: give only the files of one of them")
 
 
-def test_so_are_our_own_of_two_tasks_or_generations(tmp_path: Path, capsys: Captured) -> None:
+def test_dumps_of_two_tasks_or_generations_are_refused(tmp_path: Path, capsys: Captured) -> None:
     write(tmp_path / "a", {0: job(2, 0, task=5, generation=1)})
     for at, other in enumerate(({"task": 9, "generation": 1}, {"task": 5, "generation": 2})):
         folder = tmp_path / f"b{at}"
@@ -699,8 +699,8 @@ def test_so_are_our_own_of_two_tasks_or_generations(tmp_path: Path, capsys: Capt
     assert run_command(["locate", str(tmp_path / "a"), "-o", "json"]) == 0
 
 
-def test_a_dump_that_does_not_say_of_which_job_is_taken(tmp_path: Path, capsys: Captured) -> None:
-    """A rank that has not joined a generation yet, or an older torch."""
+def test_a_dump_that_names_no_job_is_accepted(tmp_path: Path, capsys: Captured) -> None:
+    """It is from a rank that has not joined a generation yet, or from an older torch."""
     write(tmp_path, {0: job(2, 0, task=5, generation=3)})
     write(tmp_path, {1: {"entries": [], "pg_config": {"0": {
         "name": "0", "desc": "default_pg", "ranks": "[]"}}, "task": 5, "generation": 0}})
@@ -716,14 +716,14 @@ def test_the_same_rank_twice_of_one_job_is_refused(tmp_path: Path, capsys: Captu
 
 
 def test_error_files_beside_the_dumps_are_left_out(tmp_path: Path, capsys: Captured) -> None:
-    """An agent's folder of a task holds its logs, and what torch wrote of an exception."""
+    """An agent's folder of a task also contains its logs and torch's error files."""
     write(tmp_path, {rank: job(2, rank) for rank in (0, 1)})
     (tmp_path / "rank-0.1.log").write_text("a line\n")
     (tmp_path / "rank-0.1.error.json").write_text('{"message": {"message": "it broke"}}')
     assert answered(capsys, tmp_path)["ranks"] == 2
 
 
-# --- where they lie -------------------------------------------------------------------------------
+# --- where the dumps are --------------------------------------------------------------------------
 def hosts(*found: str) -> list[dict[str, Any]]:
     return [{"id": f"n{at}", "host": host} for at, host in enumerate(found, start=1)]
 
@@ -740,7 +740,7 @@ def test_on_one_machine_one_folder_is_named() -> None:
     assert told(found).startswith("unicron locate /srv/u/logs/5-a: the flight recorders")
 
 
-def test_of_several_machines_it_says_how_to_bring_them_together() -> None:
+def test_for_several_machines_the_text_says_how_to_collect_dumps() -> None:
     found = folders([(f"n{at}", "/srv/u/logs/5-a/r.log") for at in range(1, 7)],
                     hosts(*(f"10.0.0.{at}" for at in range(1, 7))))
     words = told(found)
@@ -749,7 +749,7 @@ def test_of_several_machines_it_says_how_to_bring_them_together() -> None:
     assert words.endswith("(scp -r HOST:FOLDER NODE), then unicron locate n1 n2 n3 n4 ...")
 
 
-def test_the_pages_of_a_hang_name_them() -> None:
+def test_the_pages_of_a_hang_name_the_dumps() -> None:
     d = Driver()
     task = d.running()
     hung_ranks(d, task, 2)
@@ -766,7 +766,7 @@ def test_the_pages_of_a_hang_name_them() -> None:
     assert facts(d.log)["dumps"] == facts_["dumps"]
 
 
-def test_a_fault_that_is_no_hang_has_none() -> None:
+def test_a_fault_that_is_no_hang_has_no_dumps() -> None:
     d = Driver()
     task = d.running()
     d.exit(task, 2)

@@ -1,8 +1,8 @@
-"""Iteration times to verdicts: no cry on what real jobs did, and a find of what was made slow.
+"""Verdicts on iteration times: no alarm on healthy real jobs, and an alarm if a job slows down.
 
 tests/data/iteration_times.jsonl is real: two Megatron logs of bigscience-workshop/bigscience
-(Apache-2.0) and two shared-cluster jobs of alibaba/clusterdata (cluster-trace-gpu-v2020), each line
-with its source. The first value of each is its first iteration, which does not count.
+(Apache-2.0) and two shared-cluster jobs of alibaba/clusterdata (cluster-trace-gpu-v2020). Each line
+names its source. The first value of each is its first iteration, which does not count.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ HEALTHY_NUM = 100_000
 times = st.floats(min_value=1e-6, max_value=1e6)
 
 
-def lasts(monitor: StepTimeMonitor, in_s: float, kind: Kind = "usual") -> str:
-    """What the agent makes of `in_s` without a mark."""
+def verdict_after(monitor: StepTimeMonitor, in_s: float, kind: Kind = "usual") -> str:
+    """The agent's verdict after `in_s` seconds without a progress mark."""
     return "stalled" if 0 < monitor.limit_s(kind) < in_s else "well"
 
 
@@ -48,7 +48,7 @@ def fed(values: list[float], monitor: StepTimeMonitor | None = None) -> Counter[
 
 
 def drawn(values: list[float], num: int, block: int, seed: int) -> list[float]:
-    """A bootstrap: blocks of neighbours, as long as the series is."""
+    """A bootstrap sample of `num` values, from random blocks of consecutive values."""
     chance, made = random.Random(seed), list[float]()
     while len(made) < num:
         at = chance.randrange(max(1, len(values) - block + 1))
@@ -57,7 +57,7 @@ def drawn(values: list[float], num: int, block: int, seed: int) -> list[float]:
 
 
 @pytest.mark.parametrize("name", sorted(SERIES))
-def test_the_whole_of_each_real_series_is_well(name: str) -> None:
+def test_each_real_series_is_healthy(name: str) -> None:
     assert set(fed(SERIES[name][1:])) == {"well"}
     first = StepTimeMonitor()
     assert first.add(SERIES[name][0], kind="first") == "well"
@@ -68,10 +68,10 @@ def test_the_whole_of_each_real_series_is_well(name: str) -> None:
 @pytest.mark.parametrize("block", [1, 10, 100, 1000])
 def test_no_alarm_in_many_healthy_iterations(name: str, block: int) -> None:
     values = SERIES[name][1:]
-    num = HEALTHY_NUM // 16  # 16 of them: 100,000 together
+    num = HEALTHY_NUM // 16  # 16 combinations of parameters: 100,000 iterations together
     monitor, lasting = StepTimeMonitor(), Counter[str]()
     for value in drawn(values, num, min(block, len(values)), seed=block):
-        lasting[lasts(monitor, value)] += 1
+        lasting[verdict_after(monitor, value)] += 1
         lasting[monitor.add(value)] += 1
     assert set(lasting) == {"well"}
 
@@ -79,8 +79,7 @@ def test_no_alarm_in_many_healthy_iterations(name: str, block: int) -> None:
 @pytest.mark.parametrize(("name", "times_slower", "num_max"), [
     (LONG, 1.15, 16), (LONG, 1.3, 16), (SHORT, 1.15, 16), (SHORT, 1.3, 16), (SHORT, 2.9, 16),
     ("job_1_norm", 1.3, 90), ("job_1_norm", 2.0, 16), ("job_2_norm", 2.0, 16)])
-def test_a_job_that_is_slower_for_good_is_found(name: str, times_slower: float, num_max: int
-                                                ) -> None:
+def test_a_lasting_slowdown_is_found(name: str, times_slower: float, num_max: int) -> None:
     values = SERIES[name][1:]
     monitor = StepTimeMonitor()
     assert set(fed(drawn(values, 800, 1, seed=1), monitor)) == {"well"}
@@ -120,7 +119,7 @@ def test_a_return_to_normal_is_reported_within_a_window() -> None:
         assert (told.own_s, monitor.own.is_degraded) == (1.0, False)
 
 
-def test_normal_iterations_are_reported_though_its_own_work_is_slower() -> None:
+def test_a_normal_iteration_time_is_reported_despite_slower_own_work() -> None:
     monitor = StepTimeMonitor()
     fed_own(monitor, WINDOW_NUM, 1.0, 0.5)
     assert monitor.take_change() is not None
@@ -152,24 +151,24 @@ def test_a_short_slowdown_is_not_reported() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(SERIES))
-def test_one_iteration_of_over_three_times_is_found_at_once(name: str) -> None:
+def test_one_iteration_of_over_three_times_the_average_is_found(name: str) -> None:
     values = SERIES[name][1:]
     monitor = StepTimeMonitor()
     fed(values[:-1], monitor)
     three_s = 3.01 * monitor.average_s
-    assert lasts(monitor, three_s) == "stalled"
-    assert lasts(monitor, three_s, "first") == "well"
+    assert verdict_after(monitor, three_s) == "stalled"
+    assert verdict_after(monitor, three_s, "first") == "well"
     assert monitor.add(three_s, kind="first") == "well"
     assert monitor.add(three_s) == "slow"
     assert monitor.add(values[-1]) == "well"
 
 
-def test_nothing_is_known_before_the_first_that_counts() -> None:
+def test_the_limit_before_and_after_the_warm_up() -> None:
     monitor = StepTimeMonitor()
     assert monitor.limit_s() == 0.0
-    assert lasts(monitor, 1e9) == "well"
+    assert verdict_after(monitor, 1e9) == "well"
     monitor.add(5.0, kind="first")
-    assert lasts(monitor, 1e9) == "well"
+    assert verdict_after(monitor, 1e9) == "well"
     for _ in range(WARM_UP_NUM - 1):
         monitor.add(1.0)
         assert monitor.limit_s() == LENIENT_S
@@ -181,22 +180,22 @@ def test_nothing_is_known_before_the_first_that_counts() -> None:
     )
 
 
-def test_what_a_checkpoint_costs_is_learnt() -> None:
+def test_the_cost_of_a_checkpoint_is_learnt() -> None:
     monitor = StepTimeMonitor()
     for _ in range(3):
         fed([1.0] * 9, monitor)
         monitor.add(5.0, kind="boundary")
-    assert lasts(monitor, 6.0) == "stalled"
-    assert lasts(monitor, 6.0, "boundary") == "well"
-    assert lasts(monitor, 6.3, "boundary") == "stalled"
+    assert verdict_after(monitor, 6.0) == "stalled"
+    assert verdict_after(monitor, 6.0, "boundary") == "well"
+    assert verdict_after(monitor, 6.3, "boundary") == "stalled"
     assert monitor.average_s == 1.0
 
 
-def test_what_the_job_does_now_and_then_is_usual() -> None:
-    """Evaluations that nobody marked as such: the third of them is no news."""
+def test_recurring_long_iterations_become_normal() -> None:
+    """Evaluations that the job does not mark: the first three are slow, the later ones are not."""
     monitor, values = StepTimeMonitor(), ([1.0] * 50 + [4.0]) * 20
     assert fed(values, monitor) == {"well": len(values) - 3, "slow": 3}
-    assert lasts(monitor, 5.1) == "stalled"
+    assert verdict_after(monitor, 5.1) == "stalled"
     fed([1000.0] * 5, monitor)
     assert monitor.limit_s() <= 12.5, "nor does any number of faults make a fault usual"
 
@@ -215,7 +214,7 @@ def test_any_times_are_accepted(values: list[float]) -> None:
 @settings(max_examples=50, deadline=None)
 @given(st.floats(min_value=0.001, max_value=1000), st.integers(0, 2**32),
        st.floats(min_value=0.0, max_value=0.2))
-def test_any_even_noise_is_none(level: float, seed: int, spread: float) -> None:
+def test_uniform_noise_is_no_slowdown(level: float, seed: int, spread: float) -> None:
     chance = random.Random(seed)
     values = [level * (1 + chance.uniform(-spread, spread)) for _ in range(1500)]
     assert set(fed(values)) == {"well"}
@@ -224,7 +223,7 @@ def test_any_even_noise_is_none(level: float, seed: int, spread: float) -> None:
 @settings(max_examples=25, deadline=None)
 @given(st.floats(min_value=0.001, max_value=1000), st.floats(min_value=1.11, max_value=2.9),
        st.integers(0, 2**32))
-def test_a_quiet_job_that_is_slower_is_found_within_a_window(level: float, slower: float, seed: int
+def test_a_slowdown_of_a_steady_job_is_found_within_a_window(level: float, slower: float, seed: int
                                                              ) -> None:
     chance, level_now = random.Random(seed), Level()
     for _ in range(100):
@@ -234,7 +233,7 @@ def test_a_quiet_job_that_is_slower_is_found_within_a_window(level: float, slowe
 
 
 @given(st.lists(times, min_size=1, max_size=60), st.integers(1, 20))
-def test_a_window_is_the_sorted_end(values: list[float], num: int) -> None:
+def test_a_window_contains_the_last_values_sorted(values: list[float], num: int) -> None:
     window = Window(num)
     for value in values:
         window.add(value)

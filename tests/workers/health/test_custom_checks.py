@@ -1,4 +1,4 @@
-"""A site's own checks: real executables that answer, hang, flood, leave children, come and go."""
+"""A site's own checks: executables that answer, hang, flood their output or leave children."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def script(folder: Path, name: str, text: str, mode: int = 0o755) -> Path:
     path = folder / f".{name}.new"
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(mode)
-    path.rename(folder / name)  # whole at once: another run may begin at any moment
+    path.rename(folder / name)  # atomically, because another run may begin at any moment
     return folder / name
 
 
 def ask(path: Path, s_max: float = 20.0) -> CheckResult:
-    """One run in a loop of its own."""
+    """Run a check once, in an event loop of its own."""
     async def test() -> None:
         run = CheckRunner({**os.environ, "UNICRON_NODE": "n7", "UNICRON_TOKEN": "secret"},
                           ("UNICRON_PROCESS", f"{path.parent}:n7/1:"))
@@ -73,7 +73,7 @@ def test_an_exit_code_is_an_answer(tmp_path: Path, text: str, code: int | None, 
     assert (answer.code, found.check, found.health, found.why) == (code, "check/c", health, why)
 
 
-def test_what_is_no_program_is_unknown(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_executed_is_unknown(tmp_path: Path) -> None:
     path = tmp_path / "c"
     path.write_text("#!/no/such/interpreter\n")
     path.chmod(0o755)
@@ -83,7 +83,7 @@ def test_what_is_no_program_is_unknown(tmp_path: Path) -> None:
 
 
 NICE_NUM_MAX = 19
-"""Of a process; the tests may be nice themselves."""
+"""The highest nice value of a process. The tests themselves may already have a nice value."""
 
 
 def test_the_environment_of_a_check(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_a_hanging_check_ends_with_all_that_it_started(tmp_path: Path) -> None:
     assert not any(alive(pid) for pid in pids)
 
 
-def test_what_a_check_leaves_behind_is_ended_with_it(tmp_path: Path) -> None:
+def test_child_processes_of_a_check_end_with_it(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     answer = ask(script(tmp_path / "checks", "c", f"sleep 300 & echo $! > {note}; echo well"))
     assert (answer.code, answer.output) == (0, "well\n")
@@ -126,7 +126,7 @@ def test_a_flood_of_output_is_cut(tmp_path: Path) -> None:
     assert len(found.why) == REASON_CHARS_MAX
 
 
-def test_output_that_is_no_text(tmp_path: Path) -> None:
+def test_output_that_is_not_utf8(tmp_path: Path) -> None:
     assert finding("c", ask(script(tmp_path, "c", r"printf '\377\376 x'; exit 1")), 1).why == "�� x"
 
 
@@ -160,7 +160,7 @@ def test_which_files_are_checks(tmp_path: Path) -> None:
     assert len(find_checks(tmp_path)[0]) == CHECKS_NUM_MAX
 
 
-def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for name in ("none", "file"):
         with pytest.raises(UsageError, match=rf"--checks .*{name}: no") as refused:
@@ -168,8 +168,8 @@ def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
         assert "detection.md" in refused.value.hint
 
 
-def test_the_command_line_refuses_it_in_one_line(tmp_path: Path,
-                                                 capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_cli_refuses_a_missing_folder_in_one_line(tmp_path: Path,
+                                                      capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("agent", "up"):
         assert run_command([command, "--state", str(tmp_path / "s"), "--checks", "absent"]) == 2
         told = capsys.readouterr().err.splitlines()
@@ -177,7 +177,7 @@ def test_the_command_line_refuses_it_in_one_line(tmp_path: Path,
         assert told[1].startswith("hint: name a folder of executables")
 
 
-def test_up_remembers_a_folder_absolute_and_forgets_it_by_a_word(tmp_path: Path) -> None:
+def test_up_stores_the_absolute_folder_and_none_removes_it(tmp_path: Path) -> None:
     state = StateDir(tmp_path)
     wanted = UpOptions(checks=Path("mine"), checks_every_s=5.0).wanted(None, state)
     assert (wanted.checks, wanted.checks_every_s) == (str(Path.cwd() / "mine"), 5.0)
@@ -190,7 +190,7 @@ def test_up_remembers_a_folder_absolute_and_forgets_it_by_a_word(tmp_path: Path)
 # --- rounds -------------------------------------------------------------------------------------
 async def test_unhealthy_is_confirmed_and_checks_come_and_go(tmp_path: Path) -> None:
     folder, note = tmp_path / "checks", tmp_path / "runs"
-    # Bad at its first run only.
+    # Unhealthy at its first run only.
     script(folder, "once", f'echo x >> {note}; [ "$(wc -l < {note})" -gt 1 ] && exit 0; exit 2')
     script(folder, "bad", "echo gpu0: worn; exit 2")
     told: list[Finding] = []
@@ -222,9 +222,9 @@ async def test_unhealthy_is_confirmed_and_checks_come_and_go(tmp_path: Path) -> 
 
 
 # --- the agent ----------------------------------------------------------------------------------
-async def test_an_agent_tells_of_a_check_that_fails_and_recovers(
+async def test_an_agent_reports_a_check_that_fails_and_recovers(
         own_server: embedded_server.Server, tmp_path: Path) -> None:
-    """A real agent: its successor tells anew what is not healthy; its end ends the checks."""
+    """A restarted agent reports an unhealthy check again. When the agent exits, its checks end."""
     state, folder = tmp_path / "state", tmp_path / "checks"
     script(folder, "scratch", "echo gpu1: fine; exit 0")
     script(folder, "hangs", f"setsid sh -c 'echo $$ > {tmp_path}/hanging; exec sleep 300'\nwait")
@@ -243,7 +243,7 @@ async def test_an_agent_tells_of_a_check_that_fails_and_recovers(
         hanging = int(await until_text(tmp_path / "hanging"))
         (tmp_path / "hanging").unlink()
         second = one.agent(UNICRON_HEALTH="on", CHECKS=str(folder))
-        await until_gone(hanging)  # it had left the session of its check
+        await until_gone(hanging)  # it runs outside the session of its check
         _, again = await until(lambda: (_of(one.all(HealthChanged))[1:] and _of(
             one.all(HealthChanged))) or None)
         assert (again.health, again.incarnation) == (
@@ -264,7 +264,7 @@ async def test_an_agent_tells_of_a_check_that_fails_and_recovers(
 
 
 def _of(changes: list[HealthChanged]) -> list[HealthChanged]:
-    """What this test is about: the machine that runs it may have news of its own."""
+    """The changes of the check under test. The machine may report changes of its own."""
     return [change for change in changes if change.check == "check/scratch"]
 
 
@@ -276,7 +276,7 @@ def _shipped(name: str, tmp_path: Path, **env: str) -> Finding:
     return finding(name, CheckResult(done.returncode, done.stdout), 4)
 
 
-def test_the_shipped_check_of_room(tmp_path: Path) -> None:
+def test_the_shipped_check_of_free_space(tmp_path: Path) -> None:
     here = {"UNICRON_CHECK_FOLDERS": str(tmp_path)}
     assert _shipped("scratch-room", tmp_path, **here).health == "healthy"
     full = _shipped("scratch-room", tmp_path, **here, UNICRON_CHECK_FREE_PERCENT="101")
@@ -299,7 +299,7 @@ SMI = "0, 0000:1B:00.0, {}, No\n1, 0000:9B:00.0, {}, {}"
 ])
 def test_the_shipped_check_of_gpu_memory(tmp_path: Path, said: str, health: str,
                                          devices: tuple[int, ...], why: str) -> None:
-    """Over a program that prints what nvidia-smi does: no GPU is here."""
+    """A fake nvidia-smi prints the output, so the test needs no GPU."""
     script(tmp_path, "nvidia-smi", f"cat <<'X'\n{said}\nX\n"
            + ("exit 15" if said.startswith("Unable") else ""))
     found = _shipped("gpu-ecc", tmp_path)

@@ -1,4 +1,4 @@
-"""GPU health by NVML and by the kernel's log: which slot an error belongs to, and floods."""
+"""GPU health from NVML and the kernel log: the slot of each error, and floods of messages."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ RECORDS = (Path(__file__).parents[2] / "data/health/kmsg.log").read_bytes()
 
 
 class NVMLError(Exception):
-    """As pynvml's: its number is `value`."""
+    """Like pynvml's NVMLError: `value` is the error number."""
 
     def __init__(self, value: int) -> None:
         super().__init__(f"NVML error {value}")
@@ -48,7 +48,7 @@ class NVMLError(Exception):
 
 
 class FakeGpu:
-    """One GPU as its driver describes it; None: not supported."""
+    """One GPU as its driver describes it. None means that a value is not supported."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -59,12 +59,12 @@ class FakeGpu:
         self.pages_pending = 0
         self.links: list[int] = [1] * 18
         self.fields: dict[int, int] = {38: 0, 45: 0, 52: 0, 59: 0, 230: 0}
-        self.reasons = 0x4  # a power cap: how a busy GPU is run
+        self.reasons = 0x4  # a power cap, which is normal for a busy GPU
         self.clock_mhz = 1980
 
 
 class FakeNvml:
-    """Functions by the names of pynvml, with the same arguments and errors."""
+    """A fake pynvml: functions with the same names, arguments and errors."""
 
     NVMLError = NVMLError
 
@@ -152,7 +152,7 @@ class FakeNvml:
 
 
 class Node:
-    """Two GPUs and their reader, which has looked once."""
+    """Two GPUs and a reader that has read them once."""
 
     def __init__(self) -> None:
         self.a, self.b = FakeGpu("00000000:1B:00.0"), FakeGpu("00000000:9B:00.0")
@@ -194,8 +194,8 @@ def test_slots_are_found_by_index_and_uuid(node: Node) -> None:
     ({"reasons": 0x88, "clock_mhz": 345}, SLOW, "", "power brake, 1980 -> 345 MHz"),
     ({"lost": True}, BAD, GPU_DRIVER_ERRORS, "GPU is lost"),
 ])
-def test_what_a_gpu_says(node: Node, changes: dict[str, object], health: str, status: str,
-                         why: str) -> None:
+def test_the_state_of_a_gpu_decides_its_health(node: Node, changes: dict[str, object], health: str,
+                                               status: str, why: str) -> None:
     for name, value in changes.items():
         setattr(node.a, name, value)
     found = node.slot(1)
@@ -208,7 +208,7 @@ def test_what_a_gpu_says(node: Node, changes: dict[str, object], health: str, st
 @pytest.mark.parametrize("changes", [
     {"reasons": 0x4}, {"reasons": 0x1}, {"ecc": None}, {"rows": None}, {"fields": {}},
     {"links": []}, {"ecc": None, "rows": None, "fields": {}, "links": [], "reasons": None}])
-def test_what_is_normal_or_not_supported_is_healthy(changes: dict[str, object]) -> None:
+def test_normal_or_unsupported_values_are_healthy(changes: dict[str, object]) -> None:
     gpu = FakeGpu("0:1:0.0")
     for name, value in changes.items():
         setattr(gpu, name, value)
@@ -217,7 +217,7 @@ def test_what_is_normal_or_not_supported_is_healthy(changes: dict[str, object]) 
                                                        [])] * 2
 
 
-def test_links_that_never_were_up_are_not_missed() -> None:
+def test_links_that_never_were_up_are_not_reported() -> None:
     gpu = FakeGpu("0:1:0.0")
     gpu.links = [1] * 12 + [0] * 6
     gpus = Gpus(("0",), FakeNvml(gpu), Clock())
@@ -252,16 +252,16 @@ def test_nvlink_errors_by_kind_and_rate(node: Node) -> None:
     assert node.slot(1).why == "300 NVLink CRC errors a second"
 
 
-# --- a library or a driver that is not there ------------------------------------------------------
-def test_without_the_library_nothing_is_asked(monkeypatch: pytest.MonkeyPatch,
-                                              capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", None)  # an import of it fails
+# --- a missing library or driver ------------------------------------------------------------------
+def test_without_the_library_there_are_no_findings(monkeypatch: pytest.MonkeyPatch,
+                                                   capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # makes its import fail
     gpus = Gpus(("0",), clock=Clock())
     assert [list(gpus.read().findings) for _ in range(3)] == [[]] * 3
     assert capsys.readouterr().out.count("nvidia-ml-py is not installed") == 1
 
 
-def test_a_driver_that_does_not_answer_is_said_once_and_asked_again(
+def test_a_driver_that_fails_is_logged_once_and_retried(
         capsys: pytest.CaptureFixture[str]) -> None:
     library, clock = FakeNvml(FakeGpu("0:1:0.0"), init_error=LIBRARY_NOT_FOUND), Clock()
     gpus = Gpus(("0",), library, clock)
@@ -286,12 +286,12 @@ def test_a_gpu_that_is_lost_before_the_agent_starts(node: Node) -> None:
     assert [f.health for f in gpus.read().findings] == ["healthy", "healthy"]
 
 
-def test_no_gpu_no_library() -> None:
+def test_without_gpus_no_slot_is_known() -> None:
     assert not Gpus(()).slots().is_known
 
 
 # --- XIDs ---------------------------------------------------------------------------------------
-async def test_an_xid_is_heard_at_once(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_xid_is_reported_at_once(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     def by_code(text: str) -> Verdict:
         assert text == "NVRM: Xid (PCI:00000000:1B:00.0): 79, reported by NVML"
         return Verdict(GPU_DRIVER_ERRORS, "xid-79", code=79, device="00000000:1B:00.0")
@@ -304,7 +304,7 @@ async def test_an_xid_is_heard_at_once(node: Node, monkeypatch: pytest.MonkeyPat
 
 
 # --- the library itself ---------------------------------------------------------------------------
-def test_all_that_is_called_is_there_in_the_library_and_in_its_double(tmp_path: Path) -> None:
+def test_pynvml_and_the_fake_have_every_function_that_is_called(tmp_path: Path) -> None:
     names = {name for name, _ in inspect.getmembers(nvml.Nvml) if name.startswith("nvml")}
     assert len(names) == 16
     assert all(callable(getattr(FakeNvml, name)) for name in names)
@@ -327,14 +327,14 @@ def test_all_that_is_called_is_there_in_the_library_and_in_its_double(tmp_path: 
     value = library.c_nvmlFieldValue_t()
     value.valueType, value.value.usVal = 6, 7
     assert nvml.number_of(value) == 7
-    with pytest.raises(library.NVMLError) as missing:  # no driver where tests run, as a rule
+    with pytest.raises(library.NVMLError) as missing:  # test machines usually have no driver
         library.nvmlDeviceGetHandleByIndex(10_000)
     assert nvml.code_of(missing.value) > 0
 
 
 # --- the kernel's log ----------------------------------------------------------------------------
 def by_these_rules(text: str) -> Verdict:
-    """Three rules, so that these tests are of the log and not of the classifier."""
+    """Three simple rules, so that these tests do not depend on the classifier."""
     if found := re.search(r"Xid \(PCI:([0-9a-f:]+)\): (\d+)", text):
         code = int(found[2])
         status = ILLEGAL_MEMORY_ACCESS if code == 31 else GPU_DRIVER_ERRORS
@@ -348,7 +348,7 @@ def by_these_rules(text: str) -> Verdict:
 
 @pytest.fixture
 def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[KernelLog, int]]:
-    """A log that reads a pipe, and where to write records."""
+    """A KernelLog that reads a pipe, and the descriptor to write records to."""
     monkeypatch.setattr(kernel_log, "classify", by_these_rules)
     os.mkfifo(tmp_path / "kmsg")
     reader = KernelLog(lambda: GpuSlots({0: "00000000:05:00.0", 1: "0000000D:00:00.0"}, 2),
@@ -363,16 +363,16 @@ def test_real_records_become_errors_of_the_right_slots(log: tuple[KernelLog, int
     reader, fd = log
     assert reader.look() == []
     os.write(fd, RECORDS[:-100])
-    os.write(fd, RECORDS[-100:])  # in the middle of a record
+    os.write(fd, RECORDS[-100:])  # the first write ends within a record
     assert [(one.status, one.devices, one.code, one.pid) for one in reader.look()] == [
         (GPU_DRIVER_ERRORS, (0,), 79, 0),
-        # PCI:0009:01:00 is on this machine, and not a slot of this agent
+        # PCI:0009:01:00 is a GPU of this machine, but not a slot of this agent
         (ILLEGAL_MEMORY_ACCESS, (1,), 31, 3234),
         (TASK_HANG, (), 0, 136986)]
     assert reader.look() == [], "each once"
 
 
-def test_where_nobody_knows_whose_gpu_it_is_the_whole_node_is_meant(
+def test_without_known_slots_an_error_concerns_the_whole_node(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_log, "classify", by_these_rules)
     path = tmp_path / "kmsg"
@@ -383,11 +383,11 @@ def test_where_nobody_knows_whose_gpu_it_is_the_whole_node_is_meant(
         ((), 79), ((), 154), ((), 31), ((), 0)]
 
 
-def test_processes_killed_for_want_of_memory(log: tuple[KernelLog, int]) -> None:
+def test_processes_killed_by_the_oom_killer_are_found(log: tuple[KernelLog, int]) -> None:
     reader, fd = log
     assert reader.killed(23793) is None
     os.write(fd, RECORDS)
-    said = reader.killed(23793)  # it reads by itself: nobody looked in between
+    said = reader.killed(23793)  # `killed` reads the log itself, without a call of `look`
     assert said is not None
     assert said.startswith("Memory cgroup out of memory: Killed process 23793 (leaker)")
     assert reader.killed(3234) is None, "named, but not killed"
@@ -398,17 +398,17 @@ def test_processes_killed_for_want_of_memory(log: tuple[KernelLog, int]) -> None
     assert [one.code for one in reader.look()] == [79, 31, 0], "no error of a device"
 
 
-def test_what_other_programs_write_there_is_not_believed(log: tuple[KernelLog, int]) -> None:
+def test_messages_of_other_programs_are_ignored(log: tuple[KernelLog, int]) -> None:
     reader, fd = log
     xid = b"NVRM: Xid (PCI:0000:05:00): 79, GPU has fallen off the bus."
-    os.write(fd, b"30,1,1,-;systemd[1]: " + xid + b"\n")  # facility 3: a daemon's
+    os.write(fd, b"30,1,1,-;systemd[1]: " + xid + b"\n")  # facility 3: a daemon
     os.write(fd, b"nonsense\n;\nx,1,1,-;" + xid + b"\n\xff\xfe,1;\n")
     assert reader.look() == []
-    os.write(fd, b"12,2,1,-;" + xid + b"\n")  # facility 1: what root writes, a drill
+    os.write(fd, b"12,2,1,-;" + xid + b"\n")  # facility 1: written by root, as in a drill
     assert [one.code for one in reader.look()] == [79]
 
 
-def test_a_flood_is_read_to_its_end_and_judged_in_part(log: tuple[KernelLog, int]) -> None:
+def test_a_flood_is_read_to_its_end_and_classified_in_part(log: tuple[KernelLog, int]) -> None:
     reader, fd = log
     os.set_blocking(fd, False)
     line = b"3,1,1,-;INFO: task sh:7 blocked for more than 120 seconds.\n"
@@ -419,15 +419,15 @@ def test_a_flood_is_read_to_its_end_and_judged_in_part(log: tuple[KernelLog, int
     assert reader.look() == []
 
 
-def test_second_hand_news_are_no_error_of_a_device(log: tuple[KernelLog, int]) -> None:
+def test_indirect_evidence_is_no_device_error(log: tuple[KernelLog, int]) -> None:
     reader, fd = log
     os.write(fd, b"3,1,1,-;nfs: server not responding, timed out\n")
     assert reader.look() == []
 
 
-def test_records_lost_meanwhile_and_a_log_that_breaks(
+def test_reading_continues_after_lost_records_and_ends_on_an_error(
         log: tuple[KernelLog, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """EPIPE is how /dev/kmsg says that it went on without us; a pipe cannot say so."""
+    """/dev/kmsg returns EPIPE if records were overwritten. A pipe does not, so the test does."""
     reader, fd = log
     os.write(fd, RECORDS)
     real, errors = os.read, [OSError(32, "Broken pipe")]
@@ -444,15 +444,15 @@ def test_records_lost_meanwhile_and_a_log_that_breaks(
     assert (reader.look(), reader.look()) == ([], []), "closed"
 
 
-def test_a_log_that_may_not_be_read_is_said_once(
+def test_an_unreadable_log_is_logged(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     reader = KernelLog(GpuSlots, tmp_path / "no-such")
     assert (reader.look(), reader.killed(1)) == ([], None)
     assert "kernel messages cannot be read" in capsys.readouterr().out
 
 
-def test_this_machines_own_log_from_now_on() -> None:
-    """Where it may be read: nothing of what was said before is taken for news."""
+def test_the_log_of_this_machine_is_read_from_now_on() -> None:
+    """If the log is readable, messages from before the start are not reported."""
     if not os.access(KMSG, os.R_OK):
         pytest.skip("/dev/kmsg may not be read here")
     reader = KernelLog(GpuSlots)
@@ -464,8 +464,8 @@ def test_this_machines_own_log_from_now_on() -> None:
         reader.close()
 
 
-# --- whose GPU ----------------------------------------------------------------------------------
-def test_an_address_is_the_same_however_it_is_written() -> None:
+# --- the slot of a GPU --------------------------------------------------------------------------
+def test_all_spellings_of_an_address_are_normalized() -> None:
     ways = ("0000:05:00", "00000000:05:00.0", "0000:05:00.0", "05:00", "PCI:0000:05:00",
             "0000:05:00.0 ")
     assert {normalize_address(way) for way in ways} == {"0000:05:00"}
@@ -473,7 +473,7 @@ def test_an_address_is_the_same_however_it_is_written() -> None:
     assert normalize_address("GPU-1") == "gpu-1"
 
 
-def test_slots_by_the_drivers_own_files(tmp_path: Path) -> None:
+def test_slots_from_the_drivers_files(tmp_path: Path) -> None:
     for address, uuid in (("0000:9b:00.0", "GPU-bb"), ("0000:1b:00.0", "GPU-aa"),
                           ("0001:00:00.0", "GPU-ab")):
         write(tmp_path / address, {"information": f"Model: \t\t NVIDIA H100\nGPU UUID: \t {uuid}"})
@@ -487,7 +487,7 @@ def test_slots_by_the_drivers_own_files(tmp_path: Path) -> None:
     assert not slots_from_driver(("0",), tmp_path / "none").is_known
 
 
-def test_by_the_classifier_itself(tmp_path: Path) -> None:
+def test_real_records_with_the_real_classifier(tmp_path: Path) -> None:
     (tmp_path / "kmsg").touch()
     reader = KernelLog(lambda: GpuSlots({0: "0:05:00", 1: "9:01:00", 2: "d:00:00"}, 3),
                        tmp_path / "kmsg")

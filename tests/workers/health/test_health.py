@@ -1,4 +1,4 @@
-"""Health of a node: when a change is reported; disk, memory, processes and network."""
+"""Node health: when a change is reported, and the checks of disk, memory, processes and network."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from unicron.workers.agent.processes.launcher import NodeConfig
 from unicron.workers.host import linux
 
 BAD: CheckHealth = "unhealthy"
-# As on a node of eight H100 (mlx5, NDR); counters as ls of a mlx5 port has them.
+# A port of a node with eight H100 (mlx5, NDR), with the counters that a mlx5 port has.
 PORT = {"state": "4: ACTIVE", "phys_state": "5: LinkUp", "rate": "400 Gb/sec (4X NDR)",
         "link_layer": "InfiniBand", "counters/symbol_error": "0", "counters/link_downed": "0",
         "counters/link_error_recovery": "0", "counters/port_rcv_errors": "0",
@@ -42,13 +42,13 @@ PORT = {"state": "4: ACTIVE", "phys_state": "5: LinkUp", "rate": "400 Gb/sec (4X
 DOWN = {"state": "1: DOWN", "phys_state": "3: Disabled", "rate": "10 Gb/sec (4X SDR)"}
 
 
-def says(steady: Debouncer, *healths: CheckHealth, is_fact: bool = False) -> list[CheckHealth]:
-    """What is told of looks in a row."""
+def changes(steady: Debouncer, *healths: CheckHealth, is_fact: bool = False) -> list[CheckHealth]:
+    """The health changes that are reported for these readings in a row."""
     told = (steady.see(Finding("c", health, "why", is_fact=is_fact)) for health in healths)
     return [one.health for one in told if one is not None]
 
 
-# --- when it is told ----------------------------------------------------------------------------
+# --- when a change is reported ------------------------------------------------------------------
 @pytest.mark.parametrize(("healths", "is_fact", "reported"), [
     (["healthy", "healthy"], False, []),  # the first healthy is not reported
     ([BAD, "healthy", BAD, "healthy", BAD], False, []),
@@ -59,12 +59,12 @@ def says(steady: Debouncer, *healths: CheckHealth, is_fact: bool = False) -> lis
 ])
 def test_a_change_that_lasts_is_reported_once(
         healths: list[CheckHealth], is_fact: bool, reported: list[CheckHealth]) -> None:
-    assert says(Debouncer(), *healths, is_fact=is_fact) == reported
+    assert changes(Debouncer(), *healths, is_fact=is_fact) == reported
 
 
-def test_figures_are_no_change_but_another_reason_is() -> None:
+def test_new_figures_are_no_change_but_a_new_rule_is() -> None:
     steady = Debouncer()
-    assert says(steady, "degraded", "degraded") == ["degraded"]
+    assert changes(steady, "degraded", "degraded") == ["degraded"]
     assert steady.see(Finding("c", "degraded", "other figures")) is None
     assert steady.see(Finding("c", "degraded", rule="r")) is None
     changed = steady.see(Finding("c", "degraded", rule="r"))
@@ -80,7 +80,7 @@ def test_a_value_at_its_limit_does_not_flap() -> None:
         "unhealthy", "unhealthy", "unhealthy", "degraded", "degraded", "healthy"]
 
 
-def test_the_worst_part_speaks_for_the_whole() -> None:
+def test_the_worst_finding_decides() -> None:
     parts = [Finding("", "degraded", "slow"), Finding("", "unhealthy", "a", rule="r"),
              Finding("", "unhealthy", "b")]
     assert worst("gpu/0", parts) == Finding("gpu/0", "unhealthy", "a; b", rule="r")
@@ -106,7 +106,7 @@ def test_a_burst_is_reported_once_and_again_with_a_count() -> None:
     assert later.text == "line", "it had ended, and nothing was untold"
 
 
-def test_a_storm_is_bounded_and_says_how_much_it_leaves_out() -> None:
+def test_a_storm_of_errors_is_bounded_and_counts_what_it_omits() -> None:
     bursts = BurstFilter()
     told = [bursts.take(DeviceError("kernel", "s", f"rule-{n}", "line"),
                         0.001 * n) for n in range(5000)]
@@ -142,7 +142,7 @@ def _raises() -> int:
 
 
 class Scripted:
-    """A reader that says what the test has set; it hangs while `free` is not set."""
+    """A reader whose readings the test sets. It hangs while `free` is not set."""
 
     name, every_s, s_max = "scripted", 0.01, 0.05
 
@@ -156,7 +156,7 @@ class Scripted:
         return self.look
 
 
-async def test_a_reader_that_hangs_or_cannot_read_is_unknown_then_well_again(
+async def test_a_reader_that_hangs_is_unknown_until_it_answers(
         tmp_path: Path) -> None:
     told: list[Body] = []
     reader = Scripted()
@@ -182,7 +182,7 @@ async def test_a_reader_that_hangs_or_cannot_read_is_unknown_then_well_again(
                       devices=(1,), status="ECC errors", rule="r")]
 
 
-async def test_slots_that_a_check_no_longer_names_are_well_again(tmp_path: Path) -> None:
+async def test_slots_that_a_check_no_longer_names_are_healthy_again(tmp_path: Path) -> None:
     told: list[Body] = []
     reader = Scripted()
     running = asyncio.create_task(_health(tmp_path, told, reader).run())
@@ -222,8 +222,8 @@ def _room(bavail: int, *, favail: int = 900, flag: int = 0) -> os.statvfs_result
     (_room(1 << 20, favail=40), "degraded", "4.0% of inodes free"),
     (_room(1 << 20, flag=os.ST_RDONLY), "unhealthy", "mounted read-only"),
 ])
-def test_a_disk_by_its_room(tmp_path: Path, room: os.statvfs_result, health: str,
-                            words: str) -> None:
+def test_disk_health_by_free_space(tmp_path: Path, room: os.statvfs_result, health: str,
+                                   words: str) -> None:
     (found,) = Disk(tmp_path, look_at=lambda _: room).read().findings
     assert (found.health, words in found.why) == (health, True)
 
@@ -246,7 +246,7 @@ def _memory(root: Path, available: int = 20_000_000, **more: str) -> Finding:
     return found
 
 
-def test_memory_of_the_machine_of_the_container_and_the_pressure(tmp_path: Path) -> None:
+def test_memory_of_machine_and_container_and_memory_pressure(tmp_path: Path) -> None:
     assert _memory(tmp_path).health == "healthy"
     low = _memory(tmp_path, 500_000)
     assert (low.health, low.why) == ("degraded", "2.0% of memory is available")
@@ -266,7 +266,7 @@ def test_memory_of_the_machine_of_the_container_and_the_pressure(tmp_path: Path)
                                        "memory-container-low")
 
 
-def test_memory_in_a_group_of_the_old_hierarchy(tmp_path: Path) -> None:
+def test_memory_in_a_cgroup_v1(tmp_path: Path) -> None:
     write(tmp_path, {"proc/self/cgroup": "4:memory:/job\n0::/"})
     group = tmp_path / "sys/fs/cgroup/memory"
     write(group, {"memory.limit_in_bytes": "9223372036854771712"})
@@ -281,7 +281,7 @@ def _status(switches: int) -> str:
     return f"Name:\tpython\nvoluntary_ctxt_switches:\t{switches}\nnonvoluntary_ctxt_switches:\t1"
 
 
-def test_only_a_process_that_had_no_turn_for_long_is_blocked(tmp_path: Path) -> None:
+def test_only_a_process_that_did_not_run_for_long_is_blocked(tmp_path: Path) -> None:
     clock, state, ppid = Clock(), "D", 1
     reader = BlockedProcesses(b"M=", clock, lambda: [linux.Proc(41, state, ppid, 41, 41, 5)],
                               tmp_path)
@@ -302,7 +302,7 @@ def test_only_a_process_that_had_no_turn_for_long_is_blocked(tmp_path: Path) -> 
     assert [look(40.0, 5).health for _ in range(3)] == ["healthy"] * 3, "the kernel's own"
 
 
-def test_what_health_costs(tmp_path: Path) -> None:
+def test_health_checks_use_little_cpu(tmp_path: Path) -> None:
     from unicron.workers.agent.health.network import Network
 
     node_readers = (Network(), Disk(tmp_path), Memory(), BlockedProcesses(b"M="))
@@ -317,7 +317,7 @@ def test_what_health_costs(tmp_path: Path) -> None:
 
 # --- network links -------------------------------------------------------------------------------
 class Machine:
-    """A tree like /sys/class, and its reader."""
+    """A tree like /sys/class, and a Network reader of that tree."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.clock = root, Clock()
@@ -353,7 +353,7 @@ def test_a_link_that_goes_down_and_comes_back(machine: Machine) -> None:
     assert (slow.health, slow.why) == ("degraded", "mlx5_0/1: 200 Gb/s, was 400 Gb/s")
 
 
-def test_a_port_that_never_was_up_is_nobodys_business(machine: Machine) -> None:
+def test_a_port_that_never_was_up_is_healthy(machine: Machine) -> None:
     write(machine.port, DOWN)
     assert one(machine.look()).health == "healthy"
     assert one(machine.look()).health == "healthy"
@@ -367,7 +367,7 @@ def test_a_port_that_is_gone_is_down(machine: Machine) -> None:
 
 
 def test_link_downs_between_two_polls_are_errors_and_many_are_flapping(machine: Machine) -> None:
-    machine.look({"counters/link_downed": "41"})  # of weeks before: no news
+    machine.look({"counters/link_downed": "41"})  # counted before the agent started: no error
     first = machine.look({"counters/link_downed": "42"})
     assert one(first).health == "healthy"
     assert [(e.origin, e.status, e.text) for e in first.erred] == [
@@ -404,7 +404,7 @@ def test_symbol_errors_by_the_second_and_by_the_hour(machine: Machine) -> None:
     assert (fast.health, fast.rule) == ("degraded", "symbol_error")
 
 
-def test_counters_that_are_set_back_or_that_mean_nothing_are_no_errors(machine: Machine) -> None:
+def test_counters_that_are_reset_or_harmless_are_no_errors(machine: Machine) -> None:
     machine.look({"counters/link_downed": "7", "hw_counters/out_of_sequence": "1"})
     look = machine.look({"counters/link_downed": "0", "hw_counters/out_of_sequence": "99999",
                          "counters/port_rcv_errors": "3"})
