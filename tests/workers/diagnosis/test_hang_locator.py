@@ -468,7 +468,7 @@ def test_an_invalid_number_is_a_one_line_error(
     '{"dumped_ns": 1e999, "entries": []}', '{"ranks": {"' + "1" * 5000 + '": {}}}',
     '{"entries": [{"process_group": ["0", ""], "collective_seq_id": 1, "input_sizes": [[1e999]],'
     ' "input_dtypes": ["Float"], "profiling_name": "nccl:all_reduce"}]}'])
-def test_an_invalid_number_elsewhere_is_an_error(text: str, tmp_path: Path, capsys: Captured) -> None:
+def test_an_invalid_number_elsewhere_fails(text: str, tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "dump_0").write_text(text)
     assert run_command(["locate", str(tmp_path / "dump_0")]) == 2
     assert capsys.readouterr().err.startswith("error:")
