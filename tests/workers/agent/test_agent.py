@@ -135,9 +135,9 @@ def test_the_environment_of_a_rank(tmp_path: Path) -> None:
     on_gpu = environment(order, traced, {})
     assert on_gpu["CUDA_VISIBLE_DEVICES"] == "5"
     assert on_gpu["UNICRON_TRACE_DIR"] == str(tmp_path / "trace")
-    told = environment(msgspec.structs.replace(order, spec=python("pass")), traced, {})
-    assert (told["RANK"], told["WORLD_SIZE"], told["LOCAL_RANK"]) == ("3", "4", "1")
-    assert "CUDA_VISIBLE_DEVICES" not in told, "a command chooses by LOCAL_RANK"
+    env = environment(msgspec.structs.replace(order, spec=python("pass")), traced, {})
+    assert (env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"]) == ("3", "4", "1")
+    assert "CUDA_VISIBLE_DEVICES" not in env, "a command chooses by LOCAL_RANK"
 
 
 # --- which orders are carried out ---------------------------------------------------------------
@@ -225,8 +225,8 @@ async def test_a_training_rank_receives_orders_through_its_pipe(
             await node.start(train(0), rank=rank)
         ready = await node.leader.wait(RankReady, 2)
         assert {(r.endpoint, r.data_digest) for r in ready} == {("127.0.0.9:1", "1")}
-        told = [r for r in node.leader.records if isinstance(r.body, RankReady)]
-        assert {r.occurred_s for r in told} == {1234.5}
+        records = [r for r in node.leader.records if isinstance(r.body, RankReady)]
+        assert {r.occurred_s for r in records} == {1234.5}
         await node.leader.order(reconfigure(0))
         resume = await node.leader.order(
             o.Resume(nodes=("n1",), task=1, generation=1, progress_from=0))

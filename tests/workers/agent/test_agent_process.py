@@ -278,7 +278,7 @@ async def test_an_agent_that_exits_continues_ranks_stopped_for_a_time(
 async def test_a_stop_is_reported_once_and_so_is_its_end(node: LocalNode) -> None:
     for rank in (0, 1):
         await node.start(python(SLEEP), rank=rank)
-    started = {told.rank: told.pid for told in await node.leader.wait(RankStarted, 2)}
+    started = {report.rank: report.pid for report in await node.leader.wait(RankStarted, 2)}
     for rank in (0, 1):
         os.kill(started[rank], signal.SIGSTOP)
         stops = await node.leader.wait(RankSuspended, rank + 1)
@@ -286,7 +286,7 @@ async def test_a_stop_is_reported_once_and_so_is_its_end(node: LocalNode) -> Non
     (goes_on,) = await node.leader.wait(RankContinued)
     os.kill(started[0], signal.SIGSTOP)
     stops = await node.leader.wait(RankSuspended, 3)
-    assert [(told.rank, told.attempt, told.pid) for told in stops] == [
+    assert [(report.rank, report.attempt, report.pid) for report in stops] == [
         (rank, 1, started[rank]) for rank in (0, 1, 0)]
     assert (goes_on.rank, goes_on.pid) == (0, started[0])
     os.kill(started[1], signal.SIGKILL)
@@ -308,8 +308,8 @@ async def test_the_kernel_tells_the_agent_of_stops_before_its_next_poll(plane: P
         stopped_s = time.time()
         os.kill(started.pid, signal.SIGSTOP)
         await plane.wait(RankSuspended, num)
-        told = [x for x in plane.leader.records if isinstance(x.body, RankSuspended)]
-        delays_s.append(told[-1].occurred_s - stopped_s)
+        records = [x for x in plane.leader.records if isinstance(x.body, RankSuspended)]
+        delays_s.append(records[-1].occurred_s - stopped_s)
         os.kill(started.pid, signal.SIGCONT)
         await plane.wait(RankContinued, num)
     assert median(delays_s) < LOOK_S / 2, delays_s
@@ -332,15 +332,15 @@ def held_by_a_debugger(pid: int) -> Iterator[None]:
 async def test_a_rank_in_a_debugger_is_not_stopped(node: LocalNode) -> None:
     for rank in (0, 1):
         await node.start(python(SLEEP), rank=rank)
-    pids = {told.rank: told.pid for told in await node.leader.wait(RankStarted, 2)}
+    pids = {report.rank: report.pid for report in await node.leader.wait(RankStarted, 2)}
     with held_by_a_debugger(pids[0]):
         found = linux.read(pids[0])
         assert found is not None
         assert found.state == "t"
         await asyncio.sleep(2 * LOOK_S)
         os.kill(pids[1], signal.SIGSTOP)
-        (told,) = await node.leader.wait(RankSuspended)
-        assert told.rank == 1
+        (report,) = await node.leader.wait(RankSuspended)
+        assert report.rank == 1
     os.kill(pids[1], signal.SIGCONT)  # lets it end at once
 
 

@@ -112,9 +112,9 @@ def test_output_without_an_error_has_no_cause() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_from_outside_is_not_explained_by_the_output(number: int) -> None:
-    told = why(Exit(None, number), RESET)
-    assert told.status == ""
-    assert told.line.startswith(f"signal {number} (SIG")
+    cause = why(Exit(None, number), RESET)
+    assert cause.status == ""
+    assert cause.line.startswith(f"signal {number} (SIG")
     assert why(Exit(None, signal.SIGABRT), RESET).status == CONNECTION_RESET
 
 
@@ -138,15 +138,15 @@ def test_a_shells_exit_code_says_which_signal() -> None:
     (raised(REFUSED, "ValueError: the batch could not be made"), CONNECTION_REFUSED, REFUSED),
 ], ids=["not what a retry printed", "not its wrapper"])
 def test_the_innermost_of_the_last_traceback_decides(text: str, status: str, line: str) -> None:
-    told = why(ONE, text)
-    assert (told.status, told.line) == (status, line)
+    cause = why(ONE, text)
+    assert (cause.status, cause.line) == (status, line)
 
 
 def test_a_long_line_is_bounded_around_the_deciding_text() -> None:
-    told = why(ONE, "x" * 40_000 + " Connection refused " + "y" * 20_000)
-    assert told.status == CONNECTION_REFUSED
-    assert len(told.line) <= CAUSE_CHARS_MAX
-    assert "Connection refused" in told.line
+    cause = why(ONE, "x" * 40_000 + " Connection refused " + "y" * 20_000)
+    assert cause.status == CONNECTION_REFUSED
+    assert len(cause.line) <= CAUSE_CHARS_MAX
+    assert "Connection refused" in cause.line
 
 
 def test_a_cause_contains_no_control_characters() -> None:
@@ -162,8 +162,8 @@ def test_a_cause_contains_no_control_characters() -> None:
 ])
 def test_an_error_file_is_read_completely(
         tmp_path: Path, message: object, status: str, line: str) -> None:
-    told = why(ONE, path=error_file(tmp_path, message))
-    assert (told.status, told.line) == (status, line)
+    cause = why(ONE, path=error_file(tmp_path, message))
+    assert (cause.status, cause.line) == (status, line)
 
 
 @pytest.mark.parametrize("data", [
@@ -221,8 +221,8 @@ def test_a_truncated_summary_raises_nothing() -> None:
 
 
 def test_the_exception_of_a_script_is_found_above_the_summary() -> None:
-    told = why(ONE, printed("raise-plain"))
-    assert (told.status, told.line) == (
+    cause = why(ONE, printed("raise-plain"))
+    assert (cause.status, cause.line) == (
         ILLEGAL_MEMORY_ACCESS, "RuntimeError: CUDA error: an illegal memory access was encountered")
 
 
@@ -374,16 +374,16 @@ def end_of(memory: MemoryLog, tmp_path: Path) -> Any:
     ("import os; os.abort()", None, 6, "signal 6 (SIGABRT): ")])
 def test_the_cause_of_an_unexplained_exit(end_of: Any, code: str, exit_code: int | None,
                                           number: int | None, cause: str) -> None:
-    told = end_of(python(code))
-    assert (told.exit_code, told.signal, told.status) == (exit_code, number, "")
-    assert told.cause.startswith(cause) if cause else told.cause == ""
+    report = end_of(python(code))
+    assert (report.exit_code, report.signal, report.status) == (exit_code, number, "")
+    assert report.cause.startswith(cause) if cause else report.cause == ""
 
 
 def test_a_shell_whose_program_is_killed(end_of: Any) -> None:
-    told = end_of(command("sh", "-c", "\"$0\" -c 'import ctypes; ctypes.string_at(0)'\n"
-                                      "exit $?", sys.executable))
-    assert told.exit_code == 139
-    assert "egmentation fault" in told.cause, "what the shell printed, or else what its code means"
+    ended = end_of(command("sh", "-c", "\"$0\" -c 'import ctypes; ctypes.string_at(0)'\n"
+                                       "exit $?", sys.executable))
+    assert ended.exit_code == 139
+    assert "egmentation fault" in ended.cause, "what the shell printed, or else what its code means"
 
 
 CHAIN = """
@@ -414,38 +414,38 @@ def test_an_exception_is_known_by_its_innermost_line(end_of: Any, tmp_path: Path
                                                      code: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(code)
-    told = end_of(command(sys.executable, str(script)))
-    assert (told.exit_code, told.status, told.second_hand) == (1, CONNECTION_REFUSED, False)
-    assert told.cause.endswith(REFUSED)
-    assert told.rule
+    report = end_of(command(sys.executable, str(script)))
+    assert (report.exit_code, report.status, report.second_hand) == (1, CONNECTION_REFUSED, False)
+    assert report.cause.endswith(REFUSED)
+    assert report.rule
 
 
 def test_a_huge_last_line_is_read_at_its_end(end_of: Any) -> None:
-    told = end_of(python(LONG))
-    assert told.status == CONNECTION_REFUSED
-    assert len(told.cause) <= CAUSE_CHARS_MAX
-    assert "Connection refused" in told.cause
-    assert len(told.tail) == exit_report.TAIL_BYTES
+    report = end_of(python(LONG))
+    assert report.status == CONNECTION_REFUSED
+    assert len(report.cause) <= CAUSE_CHARS_MAX
+    assert "Connection refused" in report.cause
+    assert len(report.tail) == exit_report.TAIL_BYTES
 
 
 def test_binary_output_has_no_cause(end_of: Any) -> None:
-    told = end_of(python("import os, sys\nos.write(2, bytes(range(256)) * 1000)\nsys.exit(1)"))
-    assert (told.exit_code, told.status, told.cause) == (1, "", "")
+    report = end_of(python("import os, sys\nos.write(2, bytes(range(256)) * 1000)\nsys.exit(1)"))
+    assert (report.exit_code, report.status, report.cause) == (1, "", "")
 
 
 def test_a_removed_log_does_not_hide_the_exit_code(end_of: Any) -> None:
-    told = end_of(python("import os\nos.unlink(os.readlink('/proc/self/fd/1'))\n" + FAILS))
-    assert told.exit_code == 1
-    assert told.tail == "(no output: No such file or directory)"
-    assert (told.status, told.cause) == ("", "")
+    report = end_of(python("import os\nos.unlink(os.readlink('/proc/self/fd/1'))\n" + FAILS))
+    assert report.exit_code == 1
+    assert report.tail == "(no output: No such file or directory)"
+    assert (report.status, report.cause) == ("", "")
 
 
 def test_a_log_that_was_emptied_is_read_from_its_beginning(end_of: Any, tmp_path: Path) -> None:
     log = tmp_path / "logs" / "1-job" / "rank-0.attempt-1.log"
     log.parent.mkdir(parents=True)
     log.write_text("of a predecessor: Connection refused\n" * 100)
-    told = end_of(python("import os, sys\nos.truncate(1, 0)\nprint('odd')\nsys.exit(1)"))
-    assert (told.tail, told.status) == ("odd\n", "")
+    report = end_of(python("import os, sys\nos.truncate(1, 0)\nprint('odd')\nsys.exit(1)"))
+    assert (report.tail, report.status) == ("odd\n", "")
 
 
 def test_only_the_output_of_this_attempt_counts(end_of: Any, tmp_path: Path) -> None:
@@ -453,19 +453,19 @@ def test_only_the_output_of_this_attempt_counts(end_of: Any, tmp_path: Path) -> 
     log.parent.mkdir(parents=True)
     log.write_text(f"{REFUSED}\n")
     log.with_suffix(".error.json").write_text(json.dumps({"message": REFUSED}))
-    told = end_of(python("import sys\nprint('odd')\nsys.exit(1)"))
-    assert (told.tail, told.status, told.cause) == ("odd\n", "", "")
+    report = end_of(python("import sys\nprint('odd')\nsys.exit(1)"))
+    assert (report.tail, report.status, report.cause) == ("odd\n", "", "")
 
 
 def test_surviving_children_hide_no_cause(end_of: Any, tmp_path: Path) -> None:
     linux.adopt_orphans()
     note = tmp_path / "child"
-    told = end_of(python(
+    report = end_of(python(
         "import subprocess, sys\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'],\n"
         "                         start_new_session=True)\n"
         "open(sys.argv[1], 'w').write(str(child.pid))\n" + FAILS, str(note)))
-    assert told.status == CONNECTION_REFUSED
+    assert report.status == CONNECTION_REFUSED
     assert not alive(int(note.read_text()))
 
 
@@ -494,25 +494,25 @@ except ValueError:
 
 
 def test_an_error_file_outranks_the_output(end_of: Any) -> None:
-    told = end_of(python(RECORDS, f"Traceback (most recent call last):\n{REFUSED}\n"))
-    assert (told.status, told.cause) == (CONNECTION_REFUSED, REFUSED)
-    assert "reset by peer" in told.tail
+    report = end_of(python(RECORDS, f"Traceback (most recent call last):\n{REFUSED}\n"))
+    assert (report.status, report.cause) == (CONNECTION_REFUSED, REFUSED)
+    assert "reset by peer" in report.tail
 
 
 def test_the_file_of_torchs_record_decorator_is_read(end_of: Any) -> None:
     """The script itself does not print the exception."""
-    told = end_of(python(UNDER_RECORD))
-    assert (told.exit_code, told.status, told.cause) == (1, CONNECTION_REFUSED, REFUSED)
-    assert "refused" not in told.tail
+    report = end_of(python(UNDER_RECORD))
+    assert (report.exit_code, report.status, report.cause) == (1, CONNECTION_REFUSED, REFUSED)
+    assert "refused" not in report.tail
 
 
 async def test_each_process_has_an_error_file_of_its_own(node: LocalNode) -> None:
     code = "import os; print(os.environ['TORCHELASTIC_ERROR_FILE'])"
     for rank in (0, 1):
         await node.start(python(code), rank=rank)
-    told = {exited.tail for exited in await node.leader.wait(r.RankExited, 2)}
+    tails = {exited.tail for exited in await node.leader.wait(r.RankExited, 2)}
     logs = [Path(started.log_path) for started in node.leader.all(r.RankStarted)]
-    assert told == {f"{log.with_suffix('.error.json')}\n" for log in logs}
+    assert tails == {f"{log.with_suffix('.error.json')}\n" for log in logs}
 
 
 # --- the OOM killer -----------------------------------------------------------------------------
@@ -539,7 +539,7 @@ async def test_an_oom_kill_is_distinguished_from_any_other_kill(
         os.kill(first.pid, signal.SIGKILL)
         await node.leader.wait(r.RankExited)
         os.kill(second.pid, signal.SIGKILL)
-        by_pid = {told.pid: told for told in await node.leader.wait(r.RankExited, 2)}
+        by_pid = {report.pid: report for report in await node.leader.wait(r.RankExited, 2)}
         killed = by_pid[first.pid]
         assert (killed.status, killed.rule) == (EXITED_ABNORMALLY, "oom-killer")
         assert "oom_kill 5" in killed.cause
@@ -557,9 +557,9 @@ async def test_the_kernel_log_is_read_on_the_agents_loop(
     monkeypatch.setattr(order_executor, "ExitReporter", lambda _: exit_report.ExitReporter(killed))
     async with local_node(memory, tmp_path) as node:
         await node.start(python("import os; os.kill(os.getpid(), 9)"))
-        (told,) = await node.leader.wait(r.RankExited)
-        assert (told.rule, told.cause) == (
-            "oom-killer", f"Out of memory: Killed process {told.pid} (python)")
+        (report,) = await node.leader.wait(r.RankExited)
+        assert (report.rule, report.cause) == (
+            "oom-killer", f"Out of memory: Killed process {report.pid} (python)")
         assert threads == [True]
 
 
@@ -570,9 +570,9 @@ async def test_a_rank_that_was_ordered_to_stop_has_no_cause(node: LocalNode) -> 
     (started,) = await node.leader.wait(r.RankStarted)
     await until_text(started.log_path)
     await node.stop_rank()
-    (told,) = await node.leader.wait(r.RankExited)
-    assert (told.exit_code, told.status, told.cause) == (1, "", "")
-    assert "ZeroDivisionError" in told.tail
+    (report,) = await node.leader.wait(r.RankExited)
+    assert (report.exit_code, report.status, report.cause) == (1, "", "")
+    assert "ZeroDivisionError" in report.tail
 
 
 @pytest.mark.parametrize(("seed", "cause"), [
@@ -582,9 +582,9 @@ async def test_a_training_ranks_error_report_or_violation_is_its_cause(
     await node.start(train(seed))
     await node.leader.wait(r.RankReady)
     await node.leader.order(Resume(nodes=("n1",), task=1, generation=0, progress_from=0))
-    (told,) = await node.leader.wait(r.RankExited)
-    assert told.signal == signal.SIGKILL
-    assert told.cause.startswith(cause)
+    (report,) = await node.leader.wait(r.RankExited)
+    assert report.signal == signal.SIGKILL
+    assert report.cause.startswith(cause)
     kinds = [type(record.body) for record in node.leader.records]
     assert seed == 2 or kinds.index(r.RankErrored) < kinds.index(r.RankExited)
 
@@ -597,9 +597,9 @@ async def test_a_disk_that_does_not_answer_delays_no_exit_report(
 
     monkeypatch.setattr(Process, "output", never)
     await node.start(python("import os; os.abort()"))
-    (told,) = await node.leader.wait(r.RankExited)
-    assert told.cause.startswith("signal 6 (SIGABRT)")
-    assert told.tail == "(no output: reading it took too long)"
+    (report,) = await node.leader.wait(r.RankExited)
+    assert report.cause.startswith("signal 6 (SIGABRT)")
+    assert report.tail == "(no output: reading it took too long)"
 
 
 # --- processes that cannot be watched -----------------------------------------------------------
@@ -622,8 +622,8 @@ async def test_a_process_that_cannot_be_watched_is_not_started(
     assert node.leader.all(r.RankStarted) == []
     assert not note.exists() or not alive(int(note.read_text()))
     await node.start(python("pass"), attempt=2)  # the slot is free
-    (told,) = await node.leader.wait(r.RankExited)
-    assert told.exit_code == 0
+    (report,) = await node.leader.wait(r.RankExited)
+    assert report.exit_code == 0
 
 
 def test_a_fork_that_ends_before_it_is_adopted_is_waited_for(tmp_path: Path) -> None:

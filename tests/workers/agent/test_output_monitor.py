@@ -127,8 +127,8 @@ def test_lines_are_found_however_the_output_is_cut(printed: bytes, data: st.Data
 def test_parsing_never_raises(printed: bytes) -> None:
     for line in (printed, b" iteration 1/2 | " + printed, CORE + printed, printed + CORE,
                  CORE[:len(printed)] + printed + CORE[len(printed):]):
-        told = parse(line)
-        assert told is None or (math.isfinite(told.step_s) and told.iteration >= 1)
+        progress = parse(line)
+        assert progress is None or (math.isfinite(progress.step_s) and progress.iteration >= 1)
 
 
 def test_only_complete_lines_of_bounded_length_are_parsed() -> None:
@@ -155,25 +155,25 @@ def line(iteration: int, step_s: float, global_batch: int = 8, **more: int) -> P
 
 def test_lines_are_joined_by_their_numbers_of_iterations() -> None:
     """The first line stays separate, because it does not say how many iterations it covers."""
-    told = IterationRanges()
+    ranges = IterationRanges()
     for one in (line(10, 9.0), line(20, 1.0), line(50, 2.0, skipped=1), line(51, 2.5, nan=1)):
-        told.add(one)
-    first, rest = told.take(), told.take()
+        ranges.add(one)
+    first, rest = ranges.take(), ranges.take()
     assert first is not None
     assert (first.iteration, first.num, first.step_s) == (10, 0, 9.0)
     assert rest is not None
     assert (rest.iteration, rest.num, rest.skipped, rest.nan) == (51, 41, 1, 1)
     assert rest.step_s == pytest.approx((10 * 1.0 + 30 * 2.0 + 2.5) / 41)
-    assert told.take() is None
-    told.add(line(60, 3.0))
-    assert told.take() == (60, 100, 9, 3.0, 2.0, 8, 0, 0)
+    assert ranges.take() is None
+    ranges.add(line(60, 3.0))
+    assert ranges.take() == (60, 100, 9, 3.0, 2.0, 8, 0, 0)
 
 
 def test_lines_of_another_batch_or_an_earlier_iteration_are_not_joined() -> None:
-    told = IterationRanges()
+    ranges = IterationRanges()
     for one in (line(1, 1.0), line(2, 1.0), line(3, 1.5, 16), line(2, 4.0, 16), line(4, 1.0, 16)):
-        told.add(one)
-    found = [told.take() for _ in range(5)]
+        ranges.add(one)
+    found = [ranges.take() for _ in range(5)]
     assert [one and (one.iteration, one.num) for one in found] == [
         (1, 0), (2, 1), (3, 1), (2, 0), (4, 2)]
 
@@ -184,25 +184,26 @@ def test_lines_of_another_batch_or_an_earlier_iteration_are_not_joined() -> None
 def test_a_separate_first_iteration_is_also_in_the_next_mean(
         iterations: tuple[int, ...], nums: tuple[int, ...]) -> None:
     """A line for the first iteration alone does not restart the measurement of the mean."""
-    told = IterationRanges()
+    ranges = IterationRanges()
     for iteration in iterations:
-        told.add(line(iteration, 1.0))
-    assert [one.num for one in iter(told.take, None) if one is not None] == list(nums)
+        ranges.add(line(iteration, 1.0))
+    assert [one.num for one in iter(ranges.take, None) if one is not None] == list(nums)
 
 
 def test_lines_of_several_ranks_in_one_log_count_once() -> None:
-    told = IterationRanges()
+    ranges = IterationRanges()
     for iteration in (1, 1, 1, 2, 2, 2, 3, 3, 3):
-        told.add(line(iteration, 1.0))
-    found = [told.take() for _ in range(3)]
+        ranges.add(line(iteration, 1.0))
+    found = [ranges.take() for _ in range(3)]
     assert [one and (one.iteration, one.num) for one in found] == [(1, 0), (3, 2), None]
 
 
 def test_pending_ranges_are_bounded() -> None:
-    told = IterationRanges()
+    ranges = IterationRanges()
     for iteration in range(1, 101):
-        told.add(line(iteration, 1.0, 8 + iteration % 2))
-    assert [one.iteration for one in iter(told.take, None) if one is not None] == [*range(93, 101)]
+        ranges.add(line(iteration, 1.0, 8 + iteration % 2))
+    assert [one.iteration for one in iter(ranges.take, None) if one is not None] == [
+        *range(93, 101)]
 
 
 def order(rank: int = 0, *, task: int = 7) -> StartRank:
@@ -247,19 +248,19 @@ def test_each_line_of_the_attempt_is_reported_once(log: Path, reader: OutputRead
         loss=2.5, global_batch=8)
     assert reader.look() is None
     write(log, log_line(2)[30:] + log_line(3, 100.0))
-    told = reader.look()
-    assert told is not None
-    assert (told.iteration, told.num_iterations, told.step_s) == (3, 2, pytest.approx(0.15))
+    report = reader.look()
+    assert report is not None
+    assert (report.iteration, report.num_iterations, report.step_s) == (3, 2, pytest.approx(0.15))
 
 
 def test_a_log_that_grows_too_fast_is_read_at_its_end(
         log: Path, reader: OutputReader, capsys: pytest.CaptureFixture[str]) -> None:
     write(log, log_line(1) + log_line(2))
-    assert [told and told.iteration for told in (reader.look(), reader.look())] == [1, 2]
+    assert [report and report.iteration for report in (reader.look(), reader.look())] == [1, 2]
     write(log, log_line(3) + os.urandom(300_000) + b"\n" + log_line(4, 100.0))
-    told = reader.look(1000)
-    assert told is not None
-    assert (told.iteration, told.num_iterations, told.step_s) == (4, 2, 0.1)
+    report = reader.look(1000)
+    assert report is not None
+    assert (report.iteration, report.num_iterations, report.step_s) == (4, 2, 0.1)
     write(log, b"x" * 5000 + log_line(5))
     assert reader.look(1000) is None, "the beginning of its line was left out"
     assert capsys.readouterr().out.count("faster than the agent reads") == 1
@@ -271,13 +272,13 @@ def test_a_log_that_is_emptied_or_renamed_is_still_read(log: Path, reader: Outpu
     os.truncate(log, 0)
     assert reader.look() is None
     write(log, b"rest\n" + log_line(2))
-    told = reader.look()
-    assert told is not None
+    report = reader.look()
+    assert report is not None
     moved = log.rename(log.with_suffix(".1"))
     log.touch()
     write(moved, log_line(3))
     again = reader.look()
-    assert (told.iteration, again and again.iteration) == (2, 3)
+    assert (report.iteration, again and again.iteration) == (2, 3)
 
 
 def test_a_missing_log_is_logged_and_is_no_error(
@@ -292,24 +293,24 @@ def test_output_after_the_end_is_not_followed(log: Path, reader: OutputReader) -
     """A process that survives may print indefinitely."""
     write(log, log_line(1) + log_line(2))
     rest = reader.end()
-    told = [next(iter(rest)).iteration]
+    iterations = [next(iter(rest)).iteration]
     for one in rest:
-        write(log, log_line(len(told) + 2))
-        told.append(one.iteration)
-        assert len(told) < 9
-    assert told == [1, 2]
+        write(log, log_line(len(iterations) + 2))
+        iterations.append(one.iteration)
+        assert len(iterations) < 9
+    assert iterations == [1, 2]
 
 
 def test_another_global_batch_is_logged_once(log: Path, reader: OutputReader,
                                              capsys: pytest.CaptureFixture[str]) -> None:
     write(log, log_line(1, batch=16) + log_line(2, batch=16))
-    assert [told.global_batch for told in (reader.look(), reader.look()) if told] == [16, 16]
+    assert [report.global_batch for report in (reader.look(), reader.look()) if report] == [16, 16]
     assert capsys.readouterr().out.count("differs from its model") == 1
 
 
 def test_the_first_rank_that_prints_is_read(tmp_path: Path) -> None:
-    told: list[Body] = []
-    readers = OutputReaders(lambda body, _: told.append(body))
+    reports: list[Body] = []
+    readers = OutputReaders(lambda body, _: reports.append(body))
     logs = [tmp_path / str(rank) for rank in range(3)]
     for rank, path in enumerate(logs):
         path.touch()
@@ -323,7 +324,7 @@ def test_the_first_rank_that_prints_is_read(tmp_path: Path) -> None:
     for rank in range(3):
         write(logs[rank], log_line(3))
         readers.end(order(rank, task=7 + rank // 2))
-    assert [(body.task, body.rank, body.iteration) for body in told
+    assert [(body.task, body.rank, body.iteration) for body in reports
             if isinstance(body, IterationsLogged)] == [
         (7, 1, 1), (8, 2, 1), (7, 1, 2), (8, 2, 2), (7, 1, 3), (8, 2, 3)]
 
@@ -352,10 +353,10 @@ async def test_a_command_that_floods_its_log_is_still_followed(
     await node.start(python(FLOOD))
     (exited,) = await node.leader.wait(RankExited)
     assert exited.exit_code == 0
-    told = node.leader.all(IterationsLogged)
-    assert told[-1].iteration == 30
-    assert {round(body.step_s, 9) for body in told} == {0.1}
-    assert 0 < sum(body.num_iterations for body in told) <= 30 - told[0].iteration
+    reports = node.leader.all(IterationsLogged)
+    assert reports[-1].iteration == 30
+    assert {round(body.step_s, 9) for body in reports} == {0.1}
+    assert 0 < sum(body.num_iterations for body in reports) <= 30 - reports[0].iteration
     assert (tmp_path / "logs/1-job/rank-0.attempt-1.log").stat().st_size > 30_000_000
 
 
@@ -368,10 +369,10 @@ async def test_the_agent_reports_the_lines_of_a_command(node: LocalNode) -> None
             "    time.sleep(0.1 if i < 30 else 0)\n")
     await node.start(python(code))
     await node.leader.wait(RankExited)
-    told = node.leader.all(IterationsLogged)
-    assert (told[0].num_iterations, told[-1].iteration) == (0, 30)
-    assert sum(body.num_iterations for body in told) == 30 - told[0].iteration
-    assert {(round(body.step_s, 9), body.loss, body.global_batch) for body in told} == {
+    reports = node.leader.all(IterationsLogged)
+    assert (reports[0].num_iterations, reports[-1].iteration) == (0, 30)
+    assert sum(body.num_iterations for body in reports) == 30 - reports[0].iteration
+    assert {(round(body.step_s, 9), body.loss, body.global_batch) for body in reports} == {
         (25.8792, 10.4456, 128)}
     kinds = [record.kind for record in node.leader.records]
     assert kinds[-1] == "RankExited"
@@ -424,12 +425,12 @@ def test_a_silent_command_is_reported_once_and_when_it_continues(played: Played)
     played.wait(58.0)
     assert not played.stalls(), "a minute at least, however short iterations are"
     played.wait(100.0)
-    (told,) = played.stalls()
-    assert (told.task, told.rank, told.where, told.what, told.collective, told.iteration) == (
+    (stall,) = played.stalls()
+    assert (stall.task, stall.rank, stall.where, stall.what, stall.collective, stall.iteration) == (
         7, 0, "own", "no line of progress", 0, 10)
-    assert told.normal_s == pytest.approx(STEP_S)
-    assert 60 < told.in_s < 63
-    assert told.stack, "what its process does"
+    assert stall.normal_s == pytest.approx(STEP_S)
+    assert 60 < stall.in_s < 63
+    assert stall.stack, "what its process does"
     played.print()
     went, last = played.told[-2:]
     assert isinstance(went, RankUnstalled)
@@ -491,7 +492,7 @@ def test_rank_0_announces_and_the_last_rank_prints(tmp_path: Path) -> None:
     write(played.logs[0], b"saving checkpoint at iteration 1 to /ckpt\n")
     played.print(10)
     played.wait(70.0)
-    assert [told.rank for told in played.stalls()] == [1], "that was before"
+    assert [report.rank for report in played.stalls()] == [1], "that was before"
     played.print(1)
     write(played.logs[0], b"x" * 200_000 + b"\nsaving checkpoint at iteration 11 to /ckpt\n")
     played.wait(600.0)
@@ -523,8 +524,8 @@ def test_time_in_which_the_agent_was_paused_does_not_count(played: Played) -> No
 
 
 def test_no_stall_is_reported_where_the_monitor_is_off(tmp_path: Path) -> None:
-    told: list[Body] = []
-    readers = OutputReaders(lambda body, _: told.append(body), limits=None)
+    reports: list[Body] = []
+    readers = OutputReaders(lambda body, _: reports.append(body), limits=None)
     path = tmp_path / "log"
     path.touch()
     readers.begin(order(), path, 0, os.getpid())
@@ -532,7 +533,7 @@ def test_no_stall_is_reported_where_the_monitor_is_off(tmp_path: Path) -> None:
         if at < 20:
             write(path, log_line(at))
         readers.look(float(at))
-    assert {type(body) for body in told} == {IterationsLogged}
+    assert {type(body) for body in reports} == {IterationsLogged}
     readers.drop(order())
 
 
@@ -545,8 +546,8 @@ for i in itertools.count(1):
 
 
 def test_a_real_process_that_is_stopped_and_continued(tmp_path: Path) -> None:
-    told: list[Body] = []
-    readers = OutputReaders(lambda body, _: told.append(body), limits=HangLimits(least_s=1.0))
+    reports: list[Body] = []
+    readers = OutputReaders(lambda body, _: reports.append(body), limits=HangLimits(least_s=1.0))
     path = tmp_path / "rank-0.log"
     program = tmp_path / "prints.py"
     program.write_text(PRINTS)
@@ -558,15 +559,15 @@ def test_a_real_process_that_is_stopped_and_continued(tmp_path: Path) -> None:
         give_up_s = time.monotonic() + 60
         while time.monotonic() < give_up_s:
             readers.look(time.monotonic())
-            if found := [body for body in told if isinstance(body, kind)]:
+            if found := [body for body in reports if isinstance(body, kind)]:
                 return found[0]
             time.sleep(0.05)
-        raise AssertionError(f"no {kind.__name__} in {told[-3:]}")
+        raise AssertionError(f"no {kind.__name__} in {reports[-3:]}")
 
     try:
         readers.begin(order(), path, 0, shell.pid)
         for _ in range(15):
-            told.clear()
+            reports.clear()
             until(IterationsLogged)
         os.killpg(shell.pid, signal.SIGSTOP)
         stalled = until(RankStalled)

@@ -163,9 +163,9 @@ def test_every_number_is_delivered_or_counted_as_lost(seed: int) -> None:
     taken, last = accept(spool.behind(spool.acked, 10_000), last)
     log += taken
     assert last == spool.last
-    told = sum(r.body.num_lost if isinstance(r.body, ReportsLost) else 1 for r in log)
+    num_accounted = sum(r.body.num_lost if isinstance(r.body, ReportsLost) else 1 for r in log)
     # A ReportsLost may also count reports that reached the log before they were dropped.
-    assert told >= spool.last
+    assert num_accounted >= spool.last
     assert log[0].body == JOINED
 
 

@@ -300,8 +300,8 @@ def test_each_member_of_a_group_is_read_alone(members: tuple[str, ...], status: 
     text = group_of(*members)
     assert '  |   File "' in text or len(members) == 1, text
     for prefix in ("", "[rank1]: "):
-        told = "\n".join(prefix + line for line in text.splitlines())
-        assert classify(told).status == status, told
+        prefixed = "\n".join(prefix + line for line in text.splitlines())
+        assert classify(prefixed).status == status, prefixed
 
 
 def test_the_message_of_a_group_does_not_count() -> None:

@@ -728,7 +728,7 @@ def hosts(*found: str) -> list[dict[str, Any]]:
     return [{"id": f"n{at}", "host": host} for at, host in enumerate(found, start=1)]
 
 
-def told(found: list[dict[str, Any]]) -> str:
+def text_of(found: list[dict[str, Any]]) -> str:
     return in_words(found).replace(UNBROKEN, " ")
 
 
@@ -737,13 +737,13 @@ def test_on_one_machine_one_folder_is_named() -> None:
                      ("n2", "/srv/u/logs/5-a/rank-2.log")], hosts("127.0.0.1", "127.0.0.1"))
     assert [(one["node"], one["folder"]) for one in found] == [
         ("n1", "/srv/u/logs/5-a"), ("n2", "/srv/u/logs/5-a")]
-    assert told(found).startswith("unicron locate /srv/u/logs/5-a: the flight recorders")
+    assert text_of(found).startswith("unicron locate /srv/u/logs/5-a: the flight recorders")
 
 
 def test_for_several_machines_the_text_says_how_to_collect_dumps() -> None:
     found = folders([(f"n{at}", "/srv/u/logs/5-a/r.log") for at in range(1, 7)],
                     hosts(*(f"10.0.0.{at}" for at in range(1, 7))))
-    words = told(found)
+    words = text_of(found)
     assert "n1 10.0.0.1:/srv/u/logs/5-a, n2 10.0.0.2:/srv/u/logs/5-a, " in words
     assert "n4 10.0.0.4:/srv/u/logs/5-a and 2 more; " in words
     assert words.endswith("(scp -r HOST:FOLDER NODE), then unicron locate n1 n2 n3 n4 ...")

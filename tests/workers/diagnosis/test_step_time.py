@@ -89,16 +89,16 @@ def test_a_lasting_slowdown_is_found(name: str, times_slower: float, num_max: in
     slower = [times_slower * value for value in drawn(values, num_max, 1, seed=2)]
     found = [monitor.add(value) for value in slower]
     assert found[-1] == "degraded"
-    told = monitor.take_change()
-    assert told is not None
-    assert told.normal_s == known.normal_s
+    change = monitor.take_change()
+    assert change is not None
+    assert change.normal_s == known.normal_s
     assert monitor.own.now == pytest.approx(times_slower * known.normal_s, rel=0.1)
     assert monitor.take_change() is None, "it is told once"
     assert set(fed(slower, monitor)) == {"degraded"}
     again = fed(drawn(values, 8 * num_max, 1, seed=3), monitor)
     assert again["well"] > 0
-    told = monitor.take_change()
-    assert told is not None
+    change = monitor.take_change()
+    assert change is not None
     assert not monitor.own.is_degraded, "back as it was"
 
 
@@ -114,9 +114,9 @@ def test_a_return_to_normal_is_reported_within_a_window() -> None:
         assert num <= WINDOW_NUM << times
         assert monitor.take_change() is not None
         fed([1.0] * 2 * WINDOW_NUM, monitor)
-        told = monitor.take_change()
-        assert told is not None
-        assert (told.own_s, monitor.own.is_degraded) == (1.0, False)
+        change = monitor.take_change()
+        assert change is not None
+        assert (change.own_s, monitor.own.is_degraded) == (1.0, False)
 
 
 def test_a_normal_iteration_time_is_reported_despite_slower_own_work() -> None:
@@ -128,9 +128,9 @@ def test_a_normal_iteration_time_is_reported_despite_slower_own_work() -> None:
     assert slow is not None
     assert (slow.iteration_s, slow.own_s) == (1.4, 0.8)
     fed_own(monitor, WINDOW_NUM, 1.0, 0.8)
-    told = monitor.take_change()
-    assert told is not None, "it holds up nobody"
-    assert (told.iteration_s, told.own_s, told.normal_s) == (1.0, 0.8, 0.5)
+    change = monitor.take_change()
+    assert change is not None, "it holds up nobody"
+    assert (change.iteration_s, change.own_s, change.normal_s) == (1.0, 0.8, 0.5)
     fed_own(monitor, 4 * WINDOW_NUM, 1.0, 0.8)
     assert monitor.take_change() is None, "once"
 

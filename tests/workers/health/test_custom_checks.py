@@ -87,9 +87,9 @@ NICE_NUM_MAX = 19
 
 
 def test_the_environment_of_a_check(tmp_path: Path) -> None:
-    told = ask(script(tmp_path, "c", 'echo "$UNICRON_NODE $UNICRON_CHECK [$UNICRON_TOKEN]'
+    answer = ask(script(tmp_path, "c", 'echo "$UNICRON_NODE $UNICRON_CHECK [$UNICRON_TOKEN]'
                                      ' $(nice) $(cat | wc -c)"'))
-    assert told.output.split() == ["n7", "c", "[]", str(min(os.nice(0) + 10, NICE_NUM_MAX)), "0"]
+    assert answer.output.split() == ["n7", "c", "[]", str(min(os.nice(0) + 10, NICE_NUM_MAX)), "0"]
 
 
 def test_a_hanging_check_ends_with_all_that_it_started(tmp_path: Path) -> None:
@@ -172,9 +172,9 @@ def test_the_cli_refuses_a_missing_folder_in_one_line(tmp_path: Path,
                                                       capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("agent", "up"):
         assert run_command([command, "--state", str(tmp_path / "s"), "--checks", "absent"]) == 2
-        told = capsys.readouterr().err.splitlines()
-        assert told[0].endswith("absent: no such file or directory")
-        assert told[1].startswith("hint: name a folder of executables")
+        lines = capsys.readouterr().err.splitlines()
+        assert lines[0].endswith("absent: no such file or directory")
+        assert lines[1].startswith("hint: name a folder of executables")
 
 
 def test_up_stores_the_absolute_folder_and_none_removes_it(tmp_path: Path) -> None:
@@ -193,13 +193,13 @@ async def test_unhealthy_is_confirmed_and_checks_come_and_go(tmp_path: Path) -> 
     # Unhealthy at its first run only.
     script(folder, "once", f'echo x >> {note}; [ "$(wc -l < {note})" -gt 1 ] && exit 0; exit 2')
     script(folder, "bad", "echo gpu0: worn; exit 2")
-    told: list[Finding] = []
+    found: list[Finding] = []
     rounds = CheckSchedule(CheckOptions(folder=folder, every_s=0.1, s_max=20.0),
                            CheckRunner(os.environ, ("UNICRON_PROCESS", f"{tmp_path}:n1/1:")), 1,
-                           told.append)
+                           found.append)
     running = asyncio.create_task(rounds.run())
     seen = "checks", "healthy"
-    changes = lambda: [f for f in told if (f.check, f.health) != seen]  # noqa: E731
+    changes = lambda: [f for f in found if (f.check, f.health) != seen]  # noqa: E731
     (bad,) = await until(lambda: changes() or None)
     assert (bad.check, bad.health, bad.why, bad.devices) == ("check/bad", "unhealthy", "worn", (0,))
     await until(lambda: len(note.read_text().split()) > 3 or None)
@@ -216,7 +216,7 @@ async def test_unhealthy_is_confirmed_and_checks_come_and_go(tmp_path: Path) -> 
     *_, well = await until(lambda: changes()[4:] or None)
     assert (well.check, well.health) == ("checks/files", "healthy"), "told once each"
     shutil.rmtree(folder)
-    await until(lambda: [f for f in told if (f.check, f.health) == ("checks", "unknown")] or None)
+    await until(lambda: [f for f in found if (f.check, f.health) == ("checks", "unknown")] or None)
     running.cancel()
     await asyncio.wait((running,))
 

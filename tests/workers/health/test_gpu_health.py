@@ -497,6 +497,6 @@ def test_real_records_with_the_real_classifier(tmp_path: Path) -> None:
         (ILLEGAL_MEMORY_ACCESS, (2,), 31), (TASK_HANG, (), 0)]
     reader.close()
     line = "NVRM: Xid (PCI:00000000:05:00.0): 79, reported by NVML"
-    told = kernel_log.device_error_of("nvml", classify(line), line, GpuSlots({0: "0:05:00"}, 1))
-    assert told is not None
-    assert (told.origin, told.devices, told.code) == ("nvml", (0,), 79)
+    error = kernel_log.device_error_of("nvml", classify(line), line, GpuSlots({0: "0:05:00"}, 1))
+    assert error is not None
+    assert (error.origin, error.devices, error.code) == ("nvml", (0,), 79)

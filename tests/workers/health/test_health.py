@@ -44,8 +44,8 @@ DOWN = {"state": "1: DOWN", "phys_state": "3: Disabled", "rate": "10 Gb/sec (4X 
 
 def changes(steady: Debouncer, *healths: CheckHealth, is_fact: bool = False) -> list[CheckHealth]:
     """The health changes that are reported for these readings in a row."""
-    told = (steady.see(Finding("c", health, "why", is_fact=is_fact)) for health in healths)
-    return [one.health for one in told if one is not None]
+    found = (steady.see(Finding("c", health, "why", is_fact=is_fact)) for health in healths)
+    return [one.health for one in found if one is not None]
 
 
 # --- when a change is reported ------------------------------------------------------------------
@@ -90,8 +90,8 @@ def test_the_worst_finding_decides() -> None:
 # --- bursts -------------------------------------------------------------------------------------
 def test_a_burst_is_reported_once_and_again_with_a_count() -> None:
     bursts, error = BurstFilter(), DeviceError("kernel", "ECC errors", "xid-48", "line", (1,), 48)
-    told = [bursts.take(error, at_s) for at_s in (0.0, 0.1, 5.0)]
-    assert [one.text for one in told if one] == ["line"]
+    taken = [bursts.take(error, at_s) for at_s in (0.0, 0.1, 5.0)]
+    assert [one.text for one in taken if one] == ["line"]
     nvml = error._replace(origin="nvml", text="the same by NVML")
     assert bursts.take(nvml, 6.0) is None, "one XID, told from two sides"
     assert bursts.take(error._replace(devices=(2,)), 6.0) is not None, "another GPU"
@@ -108,9 +108,9 @@ def test_a_burst_is_reported_once_and_again_with_a_count() -> None:
 
 def test_a_storm_of_errors_is_bounded_and_counts_what_it_omits() -> None:
     bursts = BurstFilter()
-    told = [bursts.take(DeviceError("kernel", "s", f"rule-{n}", "line"),
-                        0.001 * n) for n in range(5000)]
-    assert sum(one is not None for one in told) == ERRED_NUM_MAX
+    taken = [bursts.take(DeviceError("kernel", "s", f"rule-{n}", "line"),
+                         0.001 * n) for n in range(5000)]
+    assert sum(one is not None for one in taken) == ERRED_NUM_MAX
     after = bursts.take(DeviceError("kernel", "s", "new", "line"), 10.0 + ERRED_WITHIN_S)
     assert after is not None
     assert after.text == f"line ({5000 - ERRED_NUM_MAX} other errors were not reported)"
@@ -158,24 +158,24 @@ class Scripted:
 
 async def test_a_reader_that_hangs_is_unknown_until_it_answers(
         tmp_path: Path) -> None:
-    told: list[Body] = []
+    reports: list[Body] = []
     reader = Scripted()
-    health = _health(tmp_path, told, reader)
+    health = _health(tmp_path, reports, reader)
     running = asyncio.create_task(health.run())
     await asyncio.sleep(0.1)
-    assert told == []
+    assert reports == []
     reader.free.clear()
-    await until(lambda: told or None)
+    await until(lambda: reports or None)
     reader.free.set()
-    await until(lambda: told[1:] or None)
-    assert [(one.check, one.health, one.rule) for one in told
+    await until(lambda: reports[1:] or None)
+    assert [(one.check, one.health, one.rule) for one in reports
             if isinstance(one, HealthChanged)] == [("scripted", "unknown", "late"),
                                                    ("scripted", "healthy", "")]
     reader.look = Reading([Finding("scripted", BAD, "w", (1,), "ECC errors", "r")],
                           [DeviceError("network", "link flapping", "r", "t")])
-    await until(lambda: told[3:] or None)
+    await until(lambda: reports[3:] or None)
     running.cancel()
-    assert sorted(told[2:], key=lambda one: type(one).__name__) == [
+    assert sorted(reports[2:], key=lambda one: type(one).__name__) == [
         DeviceErred(node="n1", incarnation=7, origin="network", status="link flapping",
                     rule="r", text="t"),
         HealthChanged(node="n1", incarnation=7, check="scripted", health=BAD, why="w",
@@ -183,22 +183,22 @@ async def test_a_reader_that_hangs_is_unknown_until_it_answers(
 
 
 async def test_slots_that_a_check_no_longer_names_are_healthy_again(tmp_path: Path) -> None:
-    told: list[Body] = []
+    reports: list[Body] = []
     reader = Scripted()
-    running = asyncio.create_task(_health(tmp_path, told, reader).run())
+    running = asyncio.create_task(_health(tmp_path, reports, reader).run())
     for num, devices in ((1, (0, 1)), (3, (1,)), (4, ())):
         reader.look = Reading([Finding("c", BAD if devices else "healthy", devices=devices)])
-        await until(lambda num=num: told[num - 1:] or None)
+        await until(lambda num=num: reports[num - 1:] or None)
     running.cancel()
-    assert [(one.health, one.devices) for one in told if isinstance(one, HealthChanged)] == [
+    assert [(one.health, one.devices) for one in reports if isinstance(one, HealthChanged)] == [
         (BAD, (0, 1)), ("healthy", (0,)), (BAD, (1,)), ("healthy", ())]
 
 
-def _health(folder: Path, told: list[Body], *readers: Scripted) -> HealthMonitor:
+def _health(folder: Path, reports: list[Body], *readers: Scripted) -> HealthMonitor:
     (folder / "kmsg").touch()
     node = NodeConfig(name="n1", incarnation=7, cluster="c", host="h", num_slots=2,
                       state_dir=folder)
-    return HealthMonitor(node, HealthSources(readers=readers, kmsg=folder / "kmsg"), told.append)
+    return HealthMonitor(node, HealthSources(readers=readers, kmsg=folder / "kmsg"), reports.append)
 
 
 # --- disk ---------------------------------------------------------------------------------------

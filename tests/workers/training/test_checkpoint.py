@@ -56,10 +56,10 @@ def test_a_checkpoint_written_during_training_is_the_state_of_its_step(
     driver.held(0, 6)
     driver.strike(0, iteration=8, event="forward")
     path.unlink()
-    told = driver.wait(r.CheckpointSaved, 0, where=lambda one: one.step_version == 6)
+    report = driver.wait(r.CheckpointSaved, 0, where=lambda one: one.step_version == 6)
     driver.kill(0)
     driver.start(0, attempt=2)
-    (came,) = driver.form([0], checkpoint=told.path).values()
+    (came,) = driver.form([0], checkpoint=report.path).values()
     assert (came.step_version, came.origin) == (6, "checkpoint")
     driver.finish([0])
     assert sorted(driver.losses()) == list(range(ITERATIONS))
@@ -97,10 +97,10 @@ def test_an_error_in_the_writing_thread_ends_the_rank(driver: Any, then: str) ->
     driver.start(0)
     driver.hold(0, "saving", 3, then=then)
     driver.form([0])
-    told = driver.wait(r.RankErrored, 0)
-    assert told.error == {"raise": "InjectedFault", "fail": "RuntimeError"}[then]
-    assert "injected: saving of iteration 3" in told.text
-    assert told.iteration >= 3
+    report = driver.wait(r.RankErrored, 0)
+    assert report.error == {"raise": "InjectedFault", "fail": "RuntimeError"}[then]
+    assert "injected: saving of iteration 3" in report.text
+    assert report.iteration >= 3
     assert driver.processes[0].popen.wait(20) == 1
     assert saved(driver) == []
 
@@ -187,8 +187,8 @@ def test_a_late_checkpoint_reports_the_generation_it_was_taken_in(driver: Any) -
     driver.quiesce([0, 1], "now")
     driver.form([0, 1])
     path.unlink()
-    told = driver.wait(r.CheckpointSaved, 0)
-    assert (told.generation, told.path) == (1, "gen-1/iter-3")
+    report = driver.wait(r.CheckpointSaved, 0)
+    assert (report.generation, report.path) == (1, "gen-1/iter-3")
     driver.finish([0, 1])
 
 
@@ -285,9 +285,9 @@ def test_a_full_disk_is_an_error_only_for_the_final_checkpoint(drive: Drive) -> 
 
     _limit_files(driver, driver.processes[0].ready.state_bytes // 4)
     driver.form([0], progress_from=held.step_version)
-    told = driver.wait(r.RankErrored, 0)
-    assert (told.error, told.iteration) == ("NotSaved", ITERATIONS)
-    assert f"{output}/gen-2/iter-{ITERATIONS}: " in told.text.splitlines()[-1]
+    report = driver.wait(r.RankErrored, 0)
+    assert (report.error, report.iteration) == ("NotSaved", ITERATIONS)
+    assert f"{output}/gen-2/iter-{ITERATIONS}: " in report.text.splitlines()[-1]
     assert driver.processes[0].popen.wait(20) == 1
 
 
@@ -316,7 +316,7 @@ def test_an_agent_that_reads_nothing_delays_no_iteration(drive: Drive) -> None:
     driver.hears.set()
     driver.finish([0])
     assert sorted(driver.losses()) == list(range(MANY_ITERATIONS))
-    told = driver.told(r.TaskProgressed)
-    assert [report.first_iteration for report in told] == [
-        sum(len(before.losses) for before in told[:index]) for index in range(len(told))]
-    assert len(told) < MANY_ITERATIONS, "what has to wait is told together"
+    reports = driver.told(r.TaskProgressed)
+    assert [report.first_iteration for report in reports] == [
+        sum(len(before.losses) for before in reports[:index]) for index in range(len(reports))]
+    assert len(reports) < MANY_ITERATIONS, "what has to wait is told together"

@@ -205,7 +205,7 @@ def test_a_report_reaches_the_agent_even_if_the_rank_dies() -> None:
         subprocess.run([sys.executable, "-c", BEGIN + LAST_REPORTS, str(theirs.fileno())],
                        pass_fds=[theirs.fileno()], timeout=60, check=False)
         theirs.close()
-        unpacker, told = Unpacker(), []
+        unpacker, versions = Unpacker(), []
         while data := ours.recv(1 << 16):
-            told += [frame.body.step_version for frame in unpacker.feed(data)]
-    assert told == list(range(50))
+            versions += [frame.body.step_version for frame in unpacker.feed(data)]
+    assert versions == list(range(50))

@@ -212,10 +212,10 @@ def test_unprintable_and_huge_errors_are_classified() -> None:
 
 def test_a_bounded_text_keeps_the_deciding_line() -> None:
     text = f"{LINE}\n" + "frame\n" * 1000 + "ValueError: no batch"
-    told = bounded(text, LINE, 400, end=True)
-    assert len(told) == 400
-    assert told.startswith(f"{LINE}\n[...]\n")
-    assert told.endswith("ValueError: no batch")
+    kept = bounded(text, LINE, 400, end=True)
+    assert len(kept) == 400
+    assert kept.startswith(f"{LINE}\n[...]\n")
+    assert kept.endswith("ValueError: no batch")
     assert bounded(text, LINE, 400, end=False) == text[:400]
     assert bounded(text, "ValueError: no batch", 400, end=True) == text[-400:]
     assert bounded(text, "", 400, end=True) == text[-400:]
@@ -264,12 +264,13 @@ def test_a_rank_reports_its_cause_and_its_peers_name_the_lost_peer(
     driver.patch = FAILS_IN_ITS_FORWARD
     driver.start(1)
     driver.form([0, 1, 2])
-    told = driver.wait(RankErrored, 1)
-    assert (told.error, told.status, told.second_hand) == ("ValueError", CONNECTION_REFUSED, False)
-    assert (told.generation, told.iteration) == (1, 1)
-    assert told.rule
-    assert "ConnectionRefusedError: [Errno 111] Connection refused" in told.text
-    assert told.text.endswith("ValueError: the batch could not be made\n")
+    report = driver.wait(RankErrored, 1)
+    assert (report.error, report.status, report.second_hand) == (
+        "ValueError", CONNECTION_REFUSED, False)
+    assert (report.generation, report.iteration) == (1, 1)
+    assert report.rule
+    assert "ConnectionRefusedError: [Errno 111] Connection refused" in report.text
+    assert report.text.endswith("ValueError: the batch could not be made\n")
     assert driver.processes.pop(1).popen.wait(20) == 1, driver.story()
     alone = driver.left_by_themselves([0, 2])
     assert alone, "the fault itself has one leave"

@@ -76,13 +76,13 @@ def gap(parts: dict[str, Any], end: dict[str, Any], num_tp: int, tp: int) -> flo
 
 
 def check(train: Train, axes: Axes, rel: float, twin: Twin) -> list[list[tuple[str, int]]]:
-    told = worlds.run(axes.tp * axes.pp * axes.dp, world_work.trained, train, axes, NUM_ITERATIONS)
+    ends = worlds.run(axes.tp * axes.pp * axes.dp, world_work.trained, train, axes, NUM_ITERATIONS)
     losses, norms, end = twin
-    for place, (mine, own_norms, parts, _) in enumerate(told):
+    for place, (mine, own_norms, parts, _) in enumerate(ends):
         assert mine == pytest.approx(losses, rel=rel)
         assert own_norms == pytest.approx(norms, rel=10 * rel), "the same gradient, and clipping"
         assert gap(parts, end, axes.tp, place % axes.tp) <= rel
-    return [noted for *_, noted in told]
+    return [noted for *_, noted in ends]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -111,8 +111,8 @@ def test_a_sharded_optimizer_ends_where_a_whole_one_ends(case: str, twins: dict[
     (Axes(pp=4), 4), (Axes(dp=3), 2), (Axes(pp=3), 4),
 ], ids=["dp4", "tp2dp2", "pp2dp2", "tp2pp2", "pp4", "dp3 and one beside", "pp3 and one beside"])
 def test_each_group_has_the_members_of_its_position(axes: Axes, num_groups: int) -> None:
-    told = worlds.run(4, world_work.members_by_role, axes)
-    for place, (met, num) in enumerate(told):
+    results = worlds.run(4, world_work.members_by_role, axes)
+    for place, (met, num) in enumerate(results):
         if place >= num_positions(axes):
             assert {tuple(members) for members in met.values()} == {(place,)}, "beside"
             assert num == 1
@@ -134,9 +134,9 @@ def test_each_group_has_the_members_of_its_position(axes: Axes, num_groups: int)
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2)])
 def test_the_roles_of_a_group_do_not_depend_on_dp(tp: int, pp: int) -> None:
     """Handles are restored by role, so the same roles must share a group in every generation."""
-    told = [worlds.run(4, world_work.roles_of_one_group, Axes(tp=tp, pp=pp, dp=dp))[0]
-            for dp in (1, 2)]
-    assert told[0] == told[1]
+    results = [worlds.run(4, world_work.roles_of_one_group, Axes(tp=tp, pp=pp, dp=dp))[0]
+               for dp in (1, 2)]
+    assert results[0] == results[1]
 
 
 # --- initial weights -----------------------------------------------------------------------------

@@ -213,11 +213,11 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(
 
 
 def test_numbers_are_loaded_completely_or_not_at_all(bench: Bench) -> None:
-    told = training_state.numbers(bench.trainee, 5, History())
-    wrong = replace(told, adam_step=9.0, precision="fp16")
+    numbers = training_state.numbers(bench.trainee, 5, History())
+    wrong = replace(numbers, adam_step=9.0, precision="fp16")
     with pytest.raises(ValueError, match="numbers of fp16, not"):
         training_state.load(bench.trainee, wrong, History())
-    assert training_state.numbers(bench.trainee, 5, History()).adam_step == told.adam_step
+    assert training_state.numbers(bench.trainee, 5, History()).adam_step == numbers.adam_step
 
 
 # --- real ranks ----------------------------------------------------------------------------------
@@ -550,6 +550,6 @@ def test_a_rank_that_restores_its_state_obeys_the_next_order(
     assert failed.error == "stopped; RuntimeError: interrupted while it restored its state"
     assert silent.num_asked() == [0, 0, 0], "the others are not asked"
     driver.quiesced([0, 1])
-    told = driver.form([0, 1])
-    assert [(one.origin, one.step_version) for one in told.values()] == [("seed", 0)] * 2
+    reports = driver.form([0, 1])
+    assert [(one.origin, one.step_version) for one in reports.values()] == [("seed", 0)] * 2
     driver.finish([0, 1])

@@ -47,10 +47,10 @@ def started(drive: Drive, output: str, *ranks: int) -> Any:
     return driver
 
 
-def published(output: str, told: CheckpointSaved, order: int = 5, at_s: float = 5.0) -> Any:
+def published(output: str, report: CheckpointSaved, order: int = 5, at_s: float = 5.0) -> Any:
     """Publish the checkpoint; return what `latest` then contains."""
-    publish(cluster="c", order=order, at_s=at_s, task=7, generation=told.generation,
-            output=output, path=told.path)
+    publish(cluster="c", order=order, at_s=at_s, task=7, generation=report.generation,
+            output=output, path=report.path)
     with fsspec.open(f"{output}/latest") as file:
         return msgspec.json.decode(file.read())
 
@@ -62,10 +62,10 @@ def test_a_task_resumes_from_a_url_and_ends_as_its_twin(
     driver.hold(0, "save_mid", 6)
     driver.form([0, 1])
     driver.held(0, 6)
-    (told,) = driver.told(CheckpointSaved)
-    assert (told.path, told.final) == ("gen-1/iter-3", False)
-    assert told.ckpt_bytes > driver.processes[0].ready.state_bytes
-    assert published(output, told)["path"] == "gen-1/iter-3"
+    (report,) = driver.told(CheckpointSaved)
+    assert (report.path, report.final) == ("gen-1/iter-3", False)
+    assert report.ckpt_bytes > driver.processes[0].ready.state_bytes
+    assert published(output, report)["path"] == "gen-1/iter-3"
     half = CheckpointSaved(task=7, generation=1, step_version=6, path="gen-1/iter-6",
                            ckpt_bytes=1, final=False)
     with pytest.raises(PublishRefused, match="gen-1/iter-6 is missing or incomplete"):
@@ -90,15 +90,16 @@ def test_a_task_resumes_from_a_url_and_ends_as_its_twin(
 
 def test_latest_moves_only_forward(output: str, alone: Any) -> None:
     store = object_storage.Store(output)
-    told = [CheckpointSaved(task=7, generation=generation, step_version=3, ckpt_bytes=1,
-                            path=f"gen-{generation}/iter-3", final=False) for generation in (1, 2)]
-    for one in told:
+    reports = [CheckpointSaved(task=7, generation=generation, step_version=3, ckpt_bytes=1,
+                               path=f"gen-{generation}/iter-3", final=False)
+               for generation in (1, 2)]
+    for one in reports:
         object_storage.Store(f"{output}/{one.path}").check_writable()
         store.write(f"{one.path}/.metadata", b"whole")
-    assert published(output, told[1], order=40)["path"] == "gen-2/iter-3"
+    assert published(output, reports[1], order=40)["path"] == "gen-2/iter-3"
     with pytest.raises(Superseded, match="order 40 has already published gen-2/iter-3"):
-        published(output, told[0], order=30)
-    assert published(output, told[0], order=2, at_s=6.0)["path"] == "gen-1/iter-3", "a new log"
+        published(output, reports[0], order=30)
+    assert published(output, reports[0], order=2, at_s=6.0)["path"] == "gen-1/iter-3", "a new log"
 
 
 def test_a_store_that_is_down_is_a_warning_and_training_goes_on(
@@ -139,8 +140,8 @@ def test_an_fsspec_driver_keeps_its_connection_across_generations(
     driver.form([0, 1])
     driver.held(1, 7)
     path.unlink()
-    told = driver.wait(CheckpointSaved, 0)
-    assert (told.generation, told.path) == (1, "gen-1/iter-3")
+    report = driver.wait(CheckpointSaved, 0)
+    assert (report.generation, report.path) == (1, "gen-1/iter-3")
     saved, held = driver.leave([0, 1], "now", waits)[0]
     assert isinstance(saved, CheckpointSaved)
     assert saved.path == f"gen-2/iter-{held.step_version}"
@@ -154,7 +155,7 @@ def test_a_failed_checkpoint_read_is_retried_in_the_next_generation(
     driver = started(drive, output, 0)
     driver.hold(0, "forward", 5, micro_batch=0)
     driver.form([0])
-    told = driver.wait(CheckpointSaved, 0)
+    report = driver.wait(CheckpointSaved, 0)
     driver.kill(0)
     (data,) = bucket.glob("*.distcp")
     whole = data.read_bytes()
@@ -166,14 +167,14 @@ def test_a_failed_checkpoint_read_is_retried_in_the_next_generation(
             (3, lambda: data.write_bytes(whole[: len(whole) // 2]),
              lambda: data.write_bytes(whole), "")):
         breaks()
-        again.reconfigure([0], checkpoint=told.path)
+        again.reconfigure([0], checkpoint=report.path)
         failed = again.wait(ReconfigureFailed, 0, where=lambda one, at=generation:
                             one.generation == at)
         mends()
         assert failed.error.startswith(f"RuntimeError: {output}/gen-1/iter-3: {says}")
         assert "\n" not in failed.error
         assert again.told(RankErrored) == []
-    (came,) = again.form([0], checkpoint=told.path).values()
+    (came,) = again.form([0], checkpoint=report.path).values()
     assert (came.step_version, came.origin) == (3, "checkpoint")
     again.finish([0])
     assert twin(0.0).is_equal(f"{output}/{again.told(CheckpointSaved)[-1].path}")
@@ -184,9 +185,9 @@ def test_a_store_that_is_not_writable_is_an_error_at_the_start(drive: Drive, buc
     driver = drive(output="bucket://models/run")
     driver.patch = object_store.KNOWN
     driver.launch(0)
-    told = driver.wait(RankErrored, 0)
-    assert told.error == "UsageError"
-    assert told.text.startswith("train.output: bucket://models/run: denied: 403: not now (name")
+    report = driver.wait(RankErrored, 0)
+    assert report.error == "UsageError"
+    assert report.text.startswith("train.output: bucket://models/run: denied: 403: not now (name")
 
 
 @pytest.mark.parametrize(("url", "says"), [
@@ -194,10 +195,10 @@ def test_a_store_that_is_not_writable_is_an_error_at_the_start(drive: Drive, buc
     ("nowhere://bucket/run", "fsspec knows no nowhere://.*available_protocols"),
 ])
 def test_a_url_without_a_driver_is_a_one_line_error(url: str, says: str) -> None:
-    with pytest.raises(UsageError) as told:
+    with pytest.raises(UsageError) as raised:
         checkpoint.check_output(url)
-    assert "\n" not in f"{told.value}{told.value.hint}"
-    assert re.search(says, f"{told.value} {told.value.hint}")
+    assert "\n" not in f"{raised.value}{raised.value.hint}"
+    assert re.search(says, f"{raised.value} {raised.value.hint}")
 
 
 def fails_once(monkeypatch: pytest.MonkeyPatch, call: str, nth: int) -> list[int]:
@@ -252,18 +253,18 @@ def test_a_save_that_fails_halfway_leaves_nothing(output: str, alone: Any) -> No
     def fails() -> None:
         raise RuntimeError("the store broke off")
 
-    told = Numbers(precision="fp32", step_version=3, consumed_samples=0, scheduled_samples=0,
-                   adam_step=0.0, loss_scales=[], first_loss=0, losses=[0.5], step_s=[0.1])
+    numbers = Numbers(precision="fp32", step_version=3, consumed_samples=0, scheduled_samples=0,
+                      adam_step=0.0, loss_scales=[], first_loss=0, losses=[0.5], step_s=[0.1])
     tensors = {f"model.{number}": torch.full((100,), float(number)) for number in range(8)}
     url = f"{output}/gen-1/iter-3"
-    num_bytes = checkpoint.write(url, tensors, told)
+    num_bytes = checkpoint.write(url, tensors, numbers)
     assert num_bytes > 8 * 400
     assert read(url)["model.7"].eq(7).all()
     with pytest.raises(checkpoint.NotSaved, match="the store broke off"):
-        checkpoint.write(url, tensors, told, fails)
+        checkpoint.write(url, tensors, numbers, fails)
     assert object_storage.Store(url).names() == []
     asked = itertools.count()
     with pytest.raises(checkpoint.Superseded, match="a newer one is needed"):
-        checkpoint.write(url, tensors, told, is_superseded=lambda: next(asked) == 3)
+        checkpoint.write(url, tensors, numbers, is_superseded=lambda: next(asked) == 3)
     assert object_storage.Store(url).names() == []
-    assert checkpoint.write(url, tensors, told) == num_bytes
+    assert checkpoint.write(url, tensors, numbers) == num_bytes

@@ -31,8 +31,8 @@ def built(train: Train, groups: Any) -> model.TrainingModel:
     return trainee
 
 
-def step(trainee: model.TrainingModel, **told: Any) -> bool:
-    return optimizer_step.step(trainee, 32, lambda event: None, **told)
+def step(trainee: model.TrainingModel, **options: Any) -> bool:
+    return optimizer_step.step(trainee, 32, lambda event: None, **options)
 
 
 @pytest.mark.parametrize("optimizer", ["whole", "sharded"])

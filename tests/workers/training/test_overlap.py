@@ -115,10 +115,10 @@ def test_survivors_with_different_complete_buckets_agree(three: Any, twin: Twins
     assert three.wait(CollectiveFailed, 0).iteration == STRUCK
     held = three.quiesce([0, 2], "now")
     late.unlink()
-    assert {rank: (told.step_version, told.buckets_reduced, told.num_buckets)
-            for rank, told in held.items()} == {0: (STRUCK, 1, BUCKETS), 2: (STRUCK, 0, BUCKETS)}
-    told = three.form([0, 2])
-    assert {rank: told[rank].kept_micro_batches for rank in (0, 2)} == {
+    assert {rank: (report.step_version, report.buckets_reduced, report.num_buckets)
+            for rank, report in held.items()} == {0: (STRUCK, 1, BUCKETS), 2: (STRUCK, 0, BUCKETS)}
+    reports = three.form([0, 2])
+    assert {rank: reports[rank].kept_micro_batches for rank in (0, 2)} == {
         0: (0, 3, 6, 9), 2: (2, 5, 8, 11)}
     finish(three, [0, 2], twin(0.0))
     assert forwards(three, [0, 2], STRUCK) == list(range(12)), "nothing is done twice"
@@ -135,8 +135,8 @@ def test_a_launch_that_fails_is_reported_after_the_backward(three: Any, twin: Tw
     held = three.quiesced([0, 1, 2])
     assert held[1].micro_batches == (1, 4, 7, 10)
     assert buckets(three, 1, STRUCK, 1) == [(0, True), (1, True)]
-    told = three.form([0, 1, 2])
-    assert not any(told[rank].remaining_micro_batches for rank in told)
+    reports = three.form([0, 1, 2])
+    assert not any(reports[rank].remaining_micro_batches for rank in reports)
     finish(three, [0, 1, 2], twin(0.0))
     assert {line["pid"] for rank in pids for line in three.trace(rank)} == set(pids.values())
     assert forwards(three, [0, 1, 2], STRUCK) == list(range(12))
@@ -159,8 +159,9 @@ def test_a_quiesce_in_the_last_backward_stops_bucket_launches(three: Any, twin: 
     assert held[1].micro_batches == (1, 4, 7, 10), "the one it was in is whole"
     assert held[2].micro_batches == (2, 5, 8)
     assert buckets(three, 1, STRUCK, 1) == [(0, True), (1, True)]
-    told = three.form([0, 1, 2])
-    assert {rank: told[rank].remaining_micro_batches for rank in told} == {0: (), 1: (), 2: (11,)}
+    reports = three.form([0, 1, 2])
+    assert {rank: reports[rank].remaining_micro_batches for rank in reports} == {
+        0: (), 1: (), 2: (11,)}
     finish(three, [0, 1, 2], twin(0.0))
     for rank, in_backward in ((0, False), (1, False), (2, True)):
         assert buckets(three, rank, STRUCK, 2) == [(n, in_backward) for n in range(BUCKETS)]
@@ -178,9 +179,9 @@ def test_a_quiesce_before_the_reduction_starts_none(three: Any, twin: Twins) -> 
     here.unlink()
     held = three.quiesced([0, 1, 2])
     assert held[1].micro_batches == (1, 4, 7, 10), "its backward is as any other"
-    told = [line["event"] for line in three.trace(1) if line["iteration"] == STRUCK]
-    assert told.count("reduce") == 1
-    assert "stats" not in told
+    events = [line["event"] for line in three.trace(1) if line["iteration"] == STRUCK]
+    assert events.count("reduce") == 1
+    assert "stats" not in events
     three.form([0, 1, 2])
     finish(three, [0, 1, 2], twin(0.0))
 
@@ -195,7 +196,7 @@ def test_a_boundary_quiesce_in_the_last_backward(three: Any, twin: Twins) -> Non
     three.ask_to_leave([0, 1, 2], "boundary")
     here.unlink()
     held = three.quiesced([0, 1, 2])
-    assert {told.step_version for told in held.values()} == {STRUCK + 2}
+    assert {report.step_version for report in held.values()} == {STRUCK + 2}
     three.form([0, 1, 2])
     finish(three, [0, 1, 2], twin(0.0))
 

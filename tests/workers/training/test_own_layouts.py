@@ -131,8 +131,8 @@ AS_IN_REPLICAS = {"tp2dp2_to_tp2", "pp2dp2_to_pp2", "dp4_to_tp2_beside"}
 def test_training_continues_after_a_lost_rank(loops: Loops, undisturbed: Driver, name: str) -> None:
     case = CASES[name]
     driver = loops(**ANY)
-    told = strike(driver, case)
-    assert {one.step_version for one in told.values()} <= {case.iteration, case.iteration + 1}
+    reports = strike(driver, case)
+    assert {one.step_version for one in reports.values()} <= {case.iteration, case.iteration + 1}
     finish(driver, list(case.members), undisturbed)
 
 
@@ -144,8 +144,8 @@ def test_shards_of_a_loop_move_to_another_layout(loops: Loops, undisturbed: Driv
     driver.form(ranks, axes=TP2DP2)
     driver.held(1, STRUCK)
     driver.quiesce(ranks, "now", hold)
-    told = driver.form(ranks, axes=Axes(pp=2, dp=2))
-    assert {one.step_version for one in told.values()} == {STRUCK}
+    reports = driver.form(ranks, axes=Axes(pp=2, dp=2))
+    assert {one.step_version for one in reports.values()} == {STRUCK}
     finish(driver, ranks, undisturbed)
 
 
@@ -183,8 +183,8 @@ def test_an_evaluation_in_which_a_rank_dies_is_repeated(
     driver.form(ranks, axes=before)
     driver.processes.pop(1).popen.wait(WAIT_S)
     driver.quiesce([rank for rank in ranks if rank != 1], "now")
-    told = driver.form(left, axes=after)
-    assert {one.step_version for one in told.values()} == {EVALUATED}
+    reports = driver.form(left, axes=after)
+    assert {one.step_version for one in reports.values()} == {EVALUATED}
     finish(driver, left, undisturbed)
 
 
@@ -198,8 +198,8 @@ def test_an_evaluation_that_a_rank_did_not_reach_is_skipped(
     driver.processes.pop(1).popen.wait(WAIT_S)
     left = driver.quiesce([0, 2], "now", hold)
     assert [left[rank].step_version for rank in (0, 2)] == [EVALUATED - 1, EVALUATED]
-    told = driver.form([0, 2], axes=Axes(dp=2))
-    assert {one.step_version for one in told.values()} == {EVALUATED}
+    reports = driver.form([0, 2], axes=Axes(dp=2))
+    assert {one.step_version for one in reports.values()} == {EVALUATED}
     gap = compare(saved(driver, [0, 2]), saved(undisturbed, []))
     assert gap.loss_rel < RELATIVE_MAX
     assert gap.param_rel < RELATIVE_MAX

@@ -39,12 +39,12 @@ def test_the_judge_detects_a_manipulated_run(nursery: Any, tmp_path: Path, trial
         play.run()
         assert not list(complaints(play, trials.twin(cell)))
         other = next(cell for cell in cells() if cell.variant.name == "dropout")
-        assert any("Difference" in told for told in complaints(play, trials.twin(other)))
-        (told, *_), twin = play.settled.values(), trials.twin(cell)
-        play.settled[told.rank] = msgspec.structs.replace(
-            told, remaining_micro_batches=told.remaining_micro_batches[1:])
-        assert any("their shares are" in told for told in complaints(play, twin))
-        play.settled[told.rank] = told
+        assert any("Difference" in complaint for complaint in complaints(play, trials.twin(other)))
+        (report, *_), twin = play.settled.values(), trials.twin(cell)
+        play.settled[report.rank] = msgspec.structs.replace(
+            report, remaining_micro_batches=report.remaining_micro_batches[1:])
+        assert any("their shares are" in complaint for complaint in complaints(play, twin))
+        play.settled[report.rank] = report
         trace = driver.trace_dir / f"{TASK}-{play.survivors[0]}.jsonl"
         forward = next(line for line in driver.trace(play.survivors[0])
                        if line["event"] == "forward")

@@ -41,27 +41,27 @@ def test_a_killed_rank_costs_no_micro_batch_and_comes_back(
     driver.kill(2)
     path.unlink()
     held = driver.quiesce(left, "now")
-    assert all(told.step_version == 4 for told in held.values())
-    told = driver.form(left, progress_from=4)
-    assert [told[rank].kept_micro_batches for rank in left] == [
+    assert all(report.step_version == 4 for report in held.values())
+    reports = driver.form(left, progress_from=4)
+    assert [reports[rank].kept_micro_batches for rank in left] == [
         held[rank].micro_batches for rank in left]
-    dealt = sorted(item for rank in left for item in told[rank].reassigned_micro_batches)
+    dealt = sorted(item for rank in left for item in reports[rank].reassigned_micro_batches)
     assert dealt == [2, 6, 10], "what the dead rank had been dealt, and nothing else"
-    assert all(told[rank].source == rank for rank in left)
+    assert all(reports[rank].source == rank for rank in left)
 
     driver.strike(0, iteration=7, event="forward")
     stopped = driver.quiesce(left, "boundary")
-    assert len({told.step_version for told in stopped.values()}) == 1
-    assert all(told.micro_batches == () for told in stopped.values())
+    assert len({report.step_version for report in stopped.values()}) == 1
+    assert all(report.micro_batches == () for report in stopped.values())
     driver.start(2, attempt=2)
-    told = driver.form(ALL, progress_from=stopped[0].step_version)
+    reports = driver.form(ALL, progress_from=stopped[0].step_version)
     ready = driver.processes[2].ready
-    assert {one.rank for one in told[2].received_from} == set(left), "each gives a part"
-    assert told[2].source in left
-    assert told[2].received_bytes == ready.state_bytes
+    assert {one.rank for one in reports[2].received_from} == set(left), "each gives a part"
+    assert reports[2].source in left
+    assert reports[2].received_bytes == ready.state_bytes
     assert sorted(item for rank in ALL
-                  for item in told[rank].remaining_micro_batches) == list(range(12))
-    assert not any(told[rank].reassigned_micro_batches for rank in ALL)
+                  for item in reports[rank].remaining_micro_batches) == list(range(12))
+    assert not any(reports[rank].reassigned_micro_batches for rank in ALL)
     driver.finish(ALL)
 
     struck = _forwards(driver, 4)
@@ -82,9 +82,9 @@ def test_undisturbed_ranks_equal_the_twin_and_resume_from_a_checkpoint(
     driver.form(ALL)
     driver.finish(ALL)
     assert twin(0.1).is_equal(driver.final_checkpoint(1))
-    told = driver.told(r.TaskProgressed)
-    assert {report.micro_batches for report in told} == {12}
-    assert all(report.rate_flops > 0 for report in told)
+    reports = driver.told(r.TaskProgressed)
+    assert {report.micro_batches for report in reports} == {12}
+    assert all(report.rate_flops > 0 for report in reports)
     assert [saved.path for saved in driver.told(r.CheckpointSaved)] == [
         "gen-1/iter-6", "gen-1/iter-12", "gen-1/iter-14"]
     half = read(Path(driver.spec.train.output) / "gen-1/iter-6")
@@ -117,7 +117,7 @@ def test_a_stopped_peer_then_a_second_fault_while_reconfiguring(drive: Drive, tw
     began_s = time.monotonic()
     held = driver.quiesce(left, "now")
     assert time.monotonic() - began_s < FREED_S_MAX
-    assert all(len(told.micro_batches) == 3 for told in held.values())
+    assert all(len(report.micro_batches) == 3 for report in held.values())
     driver.kill(2)
 
     # Rank 0, which hosts the rendezvous store, stops and dies while the others wait for it.
@@ -132,8 +132,8 @@ def test_a_stopped_peer_then_a_second_fault_while_reconfiguring(drive: Drive, tw
     assert {rank: again[rank].micro_batches for rank in left} == {
         rank: held[rank].micro_batches for rank in left}
     assert len(driver.told(r.ReconfigureFailed)) == 2
-    told = driver.form(left, progress_from=3)
-    assert sorted(item for rank in left for item in told[rank].reassigned_micro_batches) == [
+    reports = driver.form(left, progress_from=3)
+    assert sorted(item for rank in left for item in reports[rank].reassigned_micro_batches) == [
         0, 2, 4, 6, 8, 10]
     driver.finish(left)
     assert twin(0.0).is_equal(driver.final_checkpoint(3))
@@ -151,7 +151,7 @@ def test_survivors_quiesce_without_an_order(drive: Drive, twin: Twins) -> None:
     assert alone, "the fault itself has one leave"
     assert {report.rank for report in driver.told(r.CollectiveFailed)} == alone
     held = driver.quiesced([0, 2])
-    versions = {told.step_version for told in held.values()}
+    versions = {report.step_version for report in held.values()}
     assert versions == {2}
     again = driver.quiesce([0, 2], "now")
     assert again == held, "told to leave what it has left, a rank says the same again"
@@ -179,13 +179,13 @@ def test_members_that_disagree_on_a_step_settle_on_it(drive: Drive, twin: Twins)
     driver.start(1)
     driver.form([0, 1, 2])
     held = driver.quiesced([0, 1, 2])
-    assert {rank: told.step_version for rank, told in held.items()} == {0: 5, 1: 4, 2: 5}
+    assert {rank: report.step_version for rank, report in held.items()} == {0: 5, 1: 4, 2: 5}
     assert len(held[1].micro_batches) == 4
-    told = driver.form([0, 1, 2], progress_from=5)
-    assert {report.step_version for report in told.values()} == {5}
-    assert [told[rank].source == rank for rank in (0, 1, 2)] == [True, False, True]
-    assert told[1].received_bytes == driver.processes[1].ready.state_bytes
-    assert told[1].kept_micro_batches == ()
+    reports = driver.form([0, 1, 2], progress_from=5)
+    assert {report.step_version for report in reports.values()} == {5}
+    assert [reports[rank].source == rank for rank in (0, 1, 2)] == [True, False, True]
+    assert reports[1].received_bytes == driver.processes[1].ready.state_bytes
+    assert reports[1].kept_micro_batches == ()
     driver.finish([0, 1, 2])
     assert twin(0.0).is_equal(driver.final_checkpoint(2))
 
@@ -244,9 +244,9 @@ def test_a_state_loaded_while_the_generation_ends_is_kept(
     assert driver.quiesced([0, 1, 2])[1].step_version == 4
     driver.reconfigure([0, 1, 2])
     driver.says(1, "taking")
-    told = driver.quiesce([0, 1, 2], "now")
-    assert {rank: report.step_version for rank, report in told.items()} == {0: 5, 1: 5, 2: 5}
-    assert told[1].micro_batches == (), "its sum was of the step before"
+    reports = driver.quiesce([0, 1, 2], "now")
+    assert {rank: report.step_version for rank, report in reports.items()} == {0: 5, 1: 5, 2: 5}
+    assert reports[1].micro_batches == (), "its sum was of the step before"
     driver.kill(0)
     driver.kill(2)
     driver.form([1], progress_from=5)
@@ -280,16 +280,16 @@ def test_an_interrupted_transfer_leaves_no_partial_state(
     driver.form([0, 1])
     driver.strike(1, iteration=2, event="forward", nth=2)
     held = driver.quiesce([0, 1], "now")
-    assert any(told.micro_batches for told in held.values())
+    assert any(report.micro_batches for report in held.values())
     driver.reconfigure([0, 1, 2])
     driver.says(2, "taking", 9)
     dead = {"giver": 0, "taker": 2}[victim]
     driver.kill(dead)
     left = [rank for rank in (0, 1, 2) if rank != dead]
-    told = driver.quiesce(left, "now")
-    assert told[1].micro_batches == held[1].micro_batches, "a survivor keeps its sum"
+    reports = driver.quiesce(left, "now")
+    assert reports[1].micro_batches == held[1].micro_batches, "a survivor keeps its sum"
     if victim == "giver":
-        assert told[2].step_version == -1, "half a state is none"
+        assert reports[2].step_version == -1, "half a state is none"
     # Another rank dies between Reconfigured and Resume: the remaining ranks settle again.
     driver.reconfigure(left)
     again = driver.reconfigured(left)
@@ -316,9 +316,9 @@ def test_a_partial_state_without_a_source_restarts_from_the_seed(drive: Drive) -
     assert driver.quiesce([1], "now")[1].step_version == -1
     first = driver.losses()[0]
     assert driver.form([1])[1].origin == "seed"
-    told = driver.wait(r.TaskProgressed, 1)
-    assert told.first_iteration == 0
-    assert told.losses[0] == pytest.approx(first, rel=1e-6)
+    report = driver.wait(r.TaskProgressed, 1)
+    assert report.first_iteration == 0
+    assert report.losses[0] == pytest.approx(first, rel=1e-6)
 
 
 REMEMBERS_MUCH = """
@@ -340,8 +340,8 @@ def test_a_newcomer_receives_half_a_million_losses(drive: Drive) -> None:
     driver.start(1)
     driver.form([0])
     driver.quiesce([0], "boundary")
-    told = driver.form([0, 1])
-    assert {rank: report.source for rank, report in told.items()} == {0: 0, 1: 0}
+    reports = driver.form([0, 1])
+    assert {rank: report.source for rank, report in reports.items()} == {0: 0, 1: 0}
     driver.quiesce([0, 1], "boundary")
 
 

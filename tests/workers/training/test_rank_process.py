@@ -37,7 +37,7 @@ def test_rebuilds_leak_nothing_and_listen_on_loopback_only(drive: Drive) -> None
     # No more than after the third rebuild. What the last rebuild left closes asynchronously.
     driver.until(lambda: all(now <= then for pid, early in zip(pids, seen[2], strict=True)
                              for now, then in zip(_open(pid), early, strict=True)), seen)
-    versions = [told.step_version for told in driver.told(r.Quiesced, 0)]
+    versions = [report.step_version for report in driver.told(r.Quiesced, 0)]
     assert versions == sorted(versions)
     assert versions[-1] >= REBUILDS
     # The rank does not answer an order for a stale generation, and repeats one for its last.
@@ -89,16 +89,16 @@ def test_an_error_is_reported_before_the_rank_exits(drive: Drive) -> None:
     driver = drive(data=["/nonexistent/text"])
     driver.by = EXEC  # test_zygote.py checks a forked rank
     driver.launch(0)
-    told = driver.wait(r.RankErrored, 0)
-    assert told.error == "UsageError"
-    assert told.text.startswith("train.data: /nonexistent/text: No such file")
+    report = driver.wait(r.RankErrored, 0)
+    assert report.error == "UsageError"
+    assert report.text.startswith("train.data: /nonexistent/text: No such file")
     assert driver.processes[0].popen.wait(WAIT_S) == 1
     assert not driver.told(r.RankReady)
 
     other = drive(output="/proc/nowhere")
     other.launch(0)
-    told = other.wait(r.RankErrored, 0)
-    assert told.text.startswith("train.output: /proc/nowhere: no such file")
+    report = other.wait(r.RankErrored, 0)
+    assert report.text.startswith("train.output: /proc/nowhere: no such file")
     assert not other.told(r.RankReady)
 
 
@@ -194,8 +194,8 @@ def test_buckets_of_the_previous_iteration_are_not_reported(drive: Drive) -> Non
     driver.held(1, 4)
     driver.kill(1)
     held = driver.quiesced([0, 2])
-    assert {told.step_version for told in held.values()} == {4}
-    assert not any(told.buckets_reduced for told in held.values()), "none was begun"
+    assert {report.step_version for report in held.values()} == {4}
+    assert not any(report.buckets_reduced for report in held.values()), "none was begun"
 
 
 ABORTS = """
@@ -274,8 +274,8 @@ def test_an_exception_in_training_is_reported_and_logged(drive: Drive) -> None:
     driver.patch = RAISES
     driver.start(0)
     driver.form([0])
-    told = driver.wait(r.RankErrored, 0)
-    assert (told.error, told.generation, told.iteration) == ("ValueError", 1, 2)
+    report = driver.wait(r.RankErrored, 0)
+    assert (report.error, report.generation, report.iteration) == ("ValueError", 1, 2)
     assert driver.processes[0].popen.wait(WAIT_S) == 1
     log = driver.processes[0].log.read_text()
     assert "Traceback" in log
@@ -307,8 +307,8 @@ def test_members_with_too_many_abandoned_exit_one_by_one_and_never_the_last(
     driver.quiesced([1])
     assert driver.processes[0].popen.wait(20) == EXIT_STUCK
     driver.start(0, attempt=2)
-    (told, _) = driver.form([0, 1]).values()
-    assert (told.origin, told.source) == ("peer", 1)
+    (report, _) = driver.form([0, 1]).values()
+    assert (report.origin, report.source) == ("peer", 1)
     driver.finish([0, 1])
     assert sorted(driver.losses()) == list(range(14))
     assert twin(0.1).is_equal(driver.final_checkpoint())

@@ -51,7 +51,7 @@ def test_an_undisturbed_task_equals_the_twin(drive: Drive, twin: Twins, axes: Ax
 def test_training_continues_after_a_lost_rank(drive: Drive, twin: Twins, name: str) -> None:
     case = CASES[name]
     driver = drive(iterations=NUM_ITERATIONS, model=MODEL, parallel=ANY)
-    told = strike(driver, case)
-    assert {one.step_version for one in told.values()} <= {2, 3}
-    assert len({one.step_version for one in told.values()}) == 1
+    reports = strike(driver, case)
+    assert {one.step_version for one in reports.values()} <= {2, 3}
+    assert len({one.step_version for one in reports.values()}) == 1
     finish(driver, list(case.members), twin(iterations=NUM_ITERATIONS, model=MODEL))

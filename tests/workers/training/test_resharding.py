@@ -258,10 +258,10 @@ def test_the_whole_state_comes_to_one_member_and_goes_back(alone: Any) -> None:
 ], ids=["tp", "pp", "sharded"])
 def test_tensors_lost_with_a_rank_are_named(layout: Layout, lost: int, gone: str, there: str
                                             ) -> None:
-    told = worlds.run(2, reshard_work.lose, TRAIN, layout, lost)
-    assert told[0] == told[1]
-    assert gone in told[0]
-    assert there not in told[0]
+    results = worlds.run(2, reshard_work.lose, TRAIN, layout, lost)
+    assert results[0] == results[1]
+    assert gone in results[0]
+    assert there not in results[0]
 
 
 @pytest.mark.parametrize(("what", "why"), [
@@ -271,9 +271,9 @@ def test_tensors_lost_with_a_rank_are_named(layout: Layout, lost: int, gone: str
                "float32 256x16"),
 ])
 def test_a_refused_source_is_replaced_by_the_next(what: str, why: str) -> None:
-    told = worlds.run(4, reshard_work.refuse, TRAIN, what)
-    assert set(told[3][0]) == {1, 2}, "the newcomer took nothing from the first"
-    assert all(logged == {why} for _, logged in told)
+    results = worlds.run(4, reshard_work.refuse, TRAIN, what)
+    assert set(results[3][0]) == {1, 2}, "the newcomer took nothing from the first"
+    assert all(logged == {why} for _, logged in results)
 
 
 def test_a_giver_that_dies_changes_nothing() -> None:

@@ -49,10 +49,10 @@ def _check_partition(settlement: Settlement, num_items: int) -> None:
 @given(claims())
 @settings(max_examples=400, deadline=None)
 def test_every_micro_batch_is_assigned_exactly_once(case: tuple[list[Claim], int]) -> None:
-    told, num_items = case
-    settlement = settle(told, num_items)
+    members, num_items = case
+    settlement = settle(members, num_items)
     _check_partition(settlement, num_items)
-    for claim, share in zip(told, settlement.shares, strict=True):
+    for claim, share in zip(members, settlement.shares, strict=True):
         assert share.kept in ((), claim.kept), "a sum is all or nothing"
         assert set(share.dealt) <= set(share.todo)
         if share.kept:
@@ -62,14 +62,14 @@ def test_every_micro_batch_is_assigned_exactly_once(case: tuple[list[Claim], int
 @given(claims())
 @settings(max_examples=200, deadline=None)
 def test_sources_have_the_highest_step_version(case: tuple[list[Claim], int]) -> None:
-    told, num_items = case
-    settlement = settle(told, num_items)
-    assert settlement.step_version == max(claim.step_version for claim in told)
-    for place, (claim, share) in enumerate(zip(told, settlement.shares, strict=True)):
+    members, num_items = case
+    settlement = settle(members, num_items)
+    assert settlement.step_version == max(claim.step_version for claim in members)
+    for place, (claim, share) in enumerate(zip(members, settlement.shares, strict=True)):
         if settlement.step_version == NO_STATE:
             assert share.source == NO_STATE
         else:
-            assert told[share.source].step_version == settlement.step_version
+            assert members[share.source].step_version == settlement.step_version
             assert (share.source == place) == (claim.step_version == settlement.step_version)
 
 
@@ -109,25 +109,25 @@ def _begun(generation: int, *, kept: tuple[int, ...], owned: tuple[int, ...]) ->
 
 
 def test_lost_micro_batches_go_to_the_members_with_least_to_do() -> None:
-    told = [_begun(1, kept=(0, 4, 8), owned=(0, 4, 8)), _begun(1, kept=(1, 5), owned=(1, 5, 9)),
-            _begun(1, kept=(3,), owned=(3, 7, 11))]
-    shares = settle(told, 12).shares
+    members = [_begun(1, kept=(0, 4, 8), owned=(0, 4, 8)), _begun(1, kept=(1, 5), owned=(1, 5, 9)),
+               _begun(1, kept=(3,), owned=(3, 7, 11))]
+    shares = settle(members, 12).shares
     assert [share.kept for share in shares] == [(0, 4, 8), (1, 5), (3,)]
     assert [share.dealt for share in shares] == [(2, 6), (10,), ()]
     assert [share.todo for share in shares] == [(2, 6), (9, 10), (7, 11)]
 
 
 def test_of_two_claims_the_later_generation_wins() -> None:
-    told = [_begun(1, kept=(0, 1), owned=(0, 1)), _begun(2, kept=(1, 2), owned=(1, 2))]
-    shares = settle(told, 3).shares
+    members = [_begun(1, kept=(0, 1), owned=(0, 1)), _begun(2, kept=(1, 2), owned=(1, 2))]
+    shares = settle(members, 3).shares
     assert [share.kept for share in shares] == [(), (1, 2)]
     assert [share.todo for share in shares] == [(0,), ()]
 
 
 def test_a_member_behind_receives_the_state_and_drops_its_sum() -> None:
-    told = [Claim(step_version=4, kept=(0,), owned=(0, 2), assigned_in=1, trained_in=1, begun=True),
-            _begun(1, kept=(), owned=(1, 3))]
-    settlement = settle(told, 4)
+    members = [Claim(step_version=4, kept=(0,), owned=(0, 2), assigned_in=1, trained_in=1,
+                     begun=True), _begun(1, kept=(), owned=(1, 3))]
+    settlement = settle(members, 4)
     assert settlement.step_version == 5
     assert settlement.shares[0].source == 1
     assert settlement.shares[0].todo == (0, 2)
@@ -140,9 +140,9 @@ def test_a_first_start_assigns_evenly_and_reassigns_nothing() -> None:
 
 
 def test_an_iteration_not_begun_is_assigned_anew_with_the_newcomers() -> None:
-    told = [Claim(step_version=5, owned=(0, 2), assigned_in=1, trained_in=1),
-            Claim(step_version=5, owned=(1, 3), assigned_in=1, trained_in=1), Claim(), Claim()]
-    shares = settle(told, 4).shares
+    members = [Claim(step_version=5, owned=(0, 2), assigned_in=1, trained_in=1),
+               Claim(step_version=5, owned=(1, 3), assigned_in=1, trained_in=1), Claim(), Claim()]
+    shares = settle(members, 4).shares
     assert [share.todo for share in shares] == [(0,), (1,), (2,), (3,)]
     assert [share.source for share in shares] == [0, 1, 0, 1]
     assert all(share.dealt == () for share in shares)
@@ -203,8 +203,8 @@ def test_a_mirrored_shard_is_on_the_next_data_parallel_rank() -> None:
 
 
 def test_another_layout_has_several_sources_and_drops_the_sums() -> None:
-    told = [_part(place, kept=(place % 2,), axes=Axes(tp=2, dp=2)) for place in (0, 1, 2)]
-    settlement = settle(told, 5, Axes(dp=3))
+    members = [_part(place, kept=(place % 2,), axes=Axes(tp=2, dp=2)) for place in (0, 1, 2)]
+    settlement = settle(members, 5, Axes(dp=3))
     assert settlement.step_version == 5
     assert settlement.holders == (0, 1, 2)
     assert [share.source for share in settlement.shares] == [SEVERAL] * 3
@@ -213,9 +213,9 @@ def test_another_layout_has_several_sources_and_drops_the_sums() -> None:
 
 def test_of_two_complete_layouts_the_wanted_or_most_held_one_wins() -> None:
     whole = Claim(step_version=5, held=HeldState(axes=Axes(dp=1)))
-    told = [whole, *(_part(place) for place in range(4))]
-    assert settle(told, 4, Axes(dp=5)).holders == (0,)
-    assert settle(told, 4, Axes(pp=2, dp=2)).holders == (1, 2, 3, 4)
+    members = [whole, *(_part(place) for place in range(4))]
+    assert settle(members, 4, Axes(dp=5)).holders == (0,)
+    assert settle(members, 4, Axes(pp=2, dp=2)).holders == (1, 2, 3, 4)
 
 
 # --- random histories of faults, against a model that knows every sum ----------------------------
@@ -301,8 +301,8 @@ class History:
     def _meet(self) -> bool:
         """Settle and apply the result, unless a second fault occurs. True if all applied it."""
         self._seat()
-        told = [msgspec.msgpack.encode(member.claim()) for member in self.present]
-        settlements = [settle([msgspec.msgpack.decode(each, type=Claim) for each in told],
+        encoded = [msgspec.msgpack.encode(member.claim()) for member in self.present]
+        settlements = [settle([msgspec.msgpack.decode(each, type=Claim) for each in encoded],
                               self.num_items, self.axes, [each.node for each in self.present])
                        for _ in self.present]
         assert all(each == settlements[0] for each in settlements)

@@ -80,10 +80,10 @@ def test_a_quiesce_at_any_event_loses_nothing(
     stopped(driver, 1, STRUCK, ranks)
     driver.quiesce(ranks, "now", hold)
     hold = driver.hold(1, event, STRUCK + 1)
-    told = driver.form(ranks)
+    reports = driver.form(ranks)
     has_stepped = event in ("step_mid", "gather")
-    assert {one.step_version for one in told.values()} == {STRUCK + has_stepped}
-    assert {one.origin for one in told.values()} == {"peer" if has_stepped else "own"}
+    assert {one.step_version for one in reports.values()} == {STRUCK + has_stepped}
+    assert {one.origin for one in reports.values()} == {"peer" if has_stepped else "own"}
     stopped(driver, 1, STRUCK + 1, ranks)
     driver.quiesce(ranks, "now", hold)
     kept = [one.kept_micro_batches for one in driver.form(ranks, axes=Axes(dp=2)).values()]
@@ -115,8 +115,8 @@ def test_without_a_checkpoint_training_restarts_from_the_seed(drive: Drive, twin
     driver.held(1, 2)
     driver.kill(1)
     driver.quiesce([0], "now")
-    (told,) = driver.form([0]).values()
-    assert (told.origin, told.step_version) == ("seed", 0)
+    (report,) = driver.form([0]).values()
+    assert (report.origin, report.step_version) == ("seed", 0)
     finish(driver, [0], twin)
 
 
@@ -136,10 +136,10 @@ def test_with_mirrors_a_lost_shard_costs_no_iteration(
         driver.kill(victim)
         ranks.remove(victim)
         driver.quiesce(ranks, "now")
-        told = driver.form(ranks, axes=Axes(dp=len(ranks)))
+        reports = driver.form(ranks, axes=Axes(dp=len(ranks)))
         has_stepped = event in ("step_mid", "gather")
-        assert {one.step_version for one in told.values()} == {struck + has_stepped}
-        assert any(one.kept_micro_batches for one in told.values()) == (not has_stepped)
+        assert {one.step_version for one in reports.values()} == {struck + has_stepped}
+        assert any(one.kept_micro_batches for one in reports.values()) == (not has_stepped)
     finish(driver, ranks, twin, precision)
 
 
@@ -154,8 +154,8 @@ def test_each_tensor_parallel_shard_has_a_mirror(
     driver.kill(victim)
     left = [rank for rank in range(4) if rank != victim]
     driver.quiesce(left, "now")
-    told = driver.form(left, axes=Axes(tp=2))
-    assert {one.step_version for one in told.values()} == {3}
+    reports = driver.form(left, axes=Axes(tp=2))
+    assert {one.step_version for one in reports.values()} == {3}
     driver.quiesce(left, "boundary")
     driver.form(left, axes=Axes(dp=3))
     finish(driver, left, twin)

@@ -177,17 +177,17 @@ def test_a_copy_of_the_state_trains_identically(
     assert bool(skipped) == (train.precision == "fp16"), "2^12 is too much for fp16 at first"
     for iteration in range(5):
         history.add(iteration, 5.0 - iteration, 0.1)
-    told = msgspec.msgpack.decode(
+    numbers = msgspec.msgpack.decode(
         msgspec.msgpack.encode(training_state.numbers(giver, 5, history)),
         type=training_state.Numbers)
-    assert (told.consumed_samples - told.scheduled_samples) / train.batch.global_ == skipped
+    assert (numbers.consumed_samples - numbers.scheduled_samples) / train.batch.global_ == skipped
 
     taker, theirs = model.build(train, torch.device("cpu"), alone), History()
     for mine, other in zip(
         training_state.tensors(taker).values(), training_state.tensors(giver).values(), strict=True
     ):
         mine.copy_(other)
-    assert training_state.load(taker, told, theirs) == 5
+    assert training_state.load(taker, numbers, theirs) == 5
     assert theirs.losses == history.losses
 
     checkpoint.save(str(tmp_path / "five"), giver, 5, history)
@@ -224,9 +224,9 @@ def test_a_checkpoint_of_another_precision_is_refused(alone: Any, tmp_path: Path
     checkpoint.save(str(tmp_path / "one"), giver, 1, History())
     reader = model.build(TRAIN, torch.device("cpu"), alone)
     before = {name: tensor.clone() for name, tensor in training_state.tensors(reader).items()}
-    with pytest.raises(UsageError, match="holds a state of bf16, not fp32") as told:
+    with pytest.raises(UsageError, match="holds a state of bf16, not fp32") as raised:
         checkpoint.load(str(tmp_path / "one"), reader, History())
-    assert told.value.hint.startswith("set train.precision: bf16")
+    assert raised.value.hint.startswith("set train.precision: bf16")
     assert all(tensor.equal(before[name]) for name,
                tensor in training_state.tensors(reader).items())
 
@@ -264,12 +264,12 @@ def test_a_nan_loss_is_a_separate_report() -> None:
     history = History()
     for iteration, loss in enumerate([3.0, 2.0, float("nan"), 1.0]):
         history.add(iteration, loss, 0.5)
-    told = list(history.tell(1, task=1, generation=1, micro_batches=4, flops=10.0, skipped=0))
-    assert [type(report) for report in told] == [TaskProgressed, LossNotFinite, TaskProgressed]
-    assert [report.first_iteration for report in told if isinstance(report, TaskProgressed)] == [
+    reports = list(history.tell(1, task=1, generation=1, micro_batches=4, flops=10.0, skipped=0))
+    assert [type(report) for report in reports] == [TaskProgressed, LossNotFinite, TaskProgressed]
+    assert [report.first_iteration for report in reports if isinstance(report, TaskProgressed)] == [
         1, 3]
-    assert isinstance(told[0], TaskProgressed)
-    assert told[0].rate_flops == pytest.approx(20.0)
+    assert isinstance(reports[0], TaskProgressed)
+    assert reports[0].rate_flops == pytest.approx(20.0)
 
 
 def test_history_drops_iterations_that_are_repeated() -> None:

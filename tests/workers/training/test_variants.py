@@ -78,10 +78,10 @@ def strike_and_replace(driver: Any) -> None:
     driver.kill(1)
     held = driver.quiesce(LEFT, "now")
     grown = driver.hold(0, "forward", GROWN)
-    told = driver.form(LEFT)
-    assert {rank: told[rank].kept_micro_batches for rank in LEFT} == {
+    reports = driver.form(LEFT)
+    assert {rank: reports[rank].kept_micro_batches for rank in LEFT} == {
         rank: held[rank].micro_batches for rank in LEFT} == {0: (0, 4), 2: (2, 6), 3: (3, 7)}
-    assert sorted(len(told[rank].reassigned_micro_batches) for rank in LEFT) == [0, 1, 1]
+    assert sorted(len(reports[rank].reassigned_micro_batches) for rank in LEFT) == [0, 1, 1]
 
     driver.held(0, GROWN)
     driver.start(1, attempt=2)
@@ -89,8 +89,8 @@ def strike_and_replace(driver: Any) -> None:
                          ranks=tuple(LEFT)), LEFT)
     grown.unlink()
     driver.quiesced(LEFT)
-    told = driver.form(ALL)
-    assert told[1].received_bytes == driver.processes[1].ready.state_bytes
+    reports = driver.form(ALL)
+    assert reports[1].received_bytes == driver.processes[1].ready.state_bytes
     driver.finish(ALL)
     for iteration in range(SMALL["iterations"]):
         assert forwards(driver, iteration, but=1 if iteration == STRUCK else -1) == list(range(8))
@@ -140,8 +140,8 @@ def test_a_bf16_task_resumes_exactly_from_a_checkpoint(drive: Drive) -> None:
     again = drive(**changes, output=driver.spec.train.output)
     again.start(0, 1)
     again.generation = 1
-    told = again.form([0, 1], checkpoint="gen-1/iter-4")
-    assert {report.step_version for report in told.values()} == {4}
+    reports = again.form([0, 1], checkpoint="gen-1/iter-4")
+    assert {report.step_version for report in reports.values()} == {4}
     again.finish([0, 1])
     assert forwards(again, 3) == [], "what was done is not done again"
     one, other = read(driver.final_checkpoint()), read(again.final_checkpoint())
