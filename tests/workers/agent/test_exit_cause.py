@@ -53,9 +53,9 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 def why(how: Exit, text: str = "", *, path: Path = NO_FILE, kills: dict[int, str] | None = None
         ) -> Cause:
     """The cause that this evidence gives. `kills`: pid -> the kernel's line about an OOM kill."""
-    said = kills or {}
+    by_pid = kills or {}
     return cause_of(
-        ExitEvidence(how=how, text=text, path=path, killed=lambda pid: said.get(pid, ""), pid=7)
+        ExitEvidence(how=how, text=text, path=path, killed=lambda pid: by_pid.get(pid, ""), pid=7)
     )
 
 

@@ -432,10 +432,10 @@ def test_a_silent_command_is_reported_once_and_when_it_continues(played: Played)
     assert 60 < stall.in_s < 63
     assert stall.stack, "what its process does"
     played.print()
-    went, last = played.told[-2:]
-    assert isinstance(went, RankUnstalled)
+    ended, last = played.told[-2:]
+    assert isinstance(ended, RankUnstalled)
     assert isinstance(last, IterationsLogged)
-    assert went.stalled_s == pytest.approx(161, abs=2)
+    assert ended.stalled_s == pytest.approx(161, abs=2)
     played.wait(400.0)
     assert len(played.stalls()) == 1, "what it has shown is waited for three times"
     played.wait(100.0)
@@ -575,9 +575,9 @@ def test_a_real_process_that_is_stopped_and_continued(tmp_path: Path) -> None:
         assert (stalled.stack, stalled.in_s >= 1.0) == ("stopped by a signal", True)
         assert stalled.normal_s == pytest.approx(0.05)
         os.killpg(shell.pid, signal.SIGCONT)
-        went = until(RankUnstalled)
-        assert isinstance(went, RankUnstalled)
-        assert went.stalled_s >= stalled.in_s
+        ended = until(RankUnstalled)
+        assert isinstance(ended, RankUnstalled)
+        assert ended.stalled_s >= stalled.in_s
     finally:
         os.killpg(shell.pid, signal.SIGKILL)
         shell.wait()

@@ -233,9 +233,9 @@ def test_a_stall_is_reported_once_with_its_place_and_then_its_end(monitored: Mon
     assert stalled.stack
     pulse.enter("stats")
     monitored.go(WATCH_S)
-    (went,) = monitored.take(RankUnstalled)
-    assert (went.iteration, monitored.bodies) == (50, [])
-    assert went.stalled_s == pytest.approx(10 + STALL_S_MIN - WATCH_S)
+    (ended,) = monitored.take(RankUnstalled)
+    assert (ended.iteration, monitored.bodies) == (50, [])
+    assert ended.stalled_s == pytest.approx(10 + STALL_S_MIN - WATCH_S)
     monitored.go(10)
     (stalled,) = monitored.take(RankStalled)
     assert (stalled.where, stalled.collective) == ("collective", 1)
@@ -504,7 +504,7 @@ def test_cpu_wait_does_not_count_as_own_work() -> None:
 
 
 # --- the state of a process without progress -----------------------------------------------------
-def said(code: str, number: signal.Signals | None = None) -> str:
+def described(code: str, number: signal.Signals | None = None) -> str:
     with subprocess.Popen([sys.executable, "-c", f"print('up', flush=True)\n{code}"],
                           stdout=subprocess.PIPE) as child:
         try:
@@ -521,11 +521,11 @@ def said(code: str, number: signal.Signals | None = None) -> str:
 
 
 def test_a_stalled_process_is_described() -> None:
-    assert said("while True: pass").startswith("computes")
-    assert said("import time; time.sleep(60)").startswith("sleeps in ")
-    assert said("import time; time.sleep(60)", signal.SIGSTOP) == "stopped by a signal"
+    assert described("while True: pass").startswith("computes")
+    assert described("import time; time.sleep(60)").startswith("sleeps in ")
+    assert described("import time; time.sleep(60)", signal.SIGSTOP) == "stopped by a signal"
     thread = "import threading, time; threading.Lock().acquire(); time.sleep(60)"
-    assert said(thread).startswith("sleeps")
+    assert described(thread).startswith("sleeps")
 
 
 def test_a_process_that_is_gone_has_no_description() -> None:
@@ -542,11 +542,11 @@ def stalled(task: int, rank: int = 0) -> RankStalled:
 
 
 def test_dumps_are_requested_once_per_task_and_interval(tmp_path: Path) -> None:
-    asked: list[int] = []
+    requested: list[int] = []
     now_s = [100.0]
 
     def dump(task: int) -> Dumps:
-        asked.append(task)
+        requested.append(task)
         if task == 8:
             raise PermissionError("read only")
         return {0: tmp_path / "flight-rank-0.json"}
@@ -554,11 +554,11 @@ def test_dumps_are_requested_once_per_task_and_interval(tmp_path: Path) -> None:
     asker = DumpTrigger(dump, lambda: now_s[0])
     asker.on_report(RankUnstalled(task=7, rank=0, attempt=1, generation=1, iteration=3,
                                   stalled_s=1.0))
-    assert asked == []
+    assert requested == []
     for rank in range(3):
         asker.on_report(stalled(7, rank))
     asker.on_report(stalled(8))
-    assert asked == [7, 8]
+    assert requested == [7, 8]
     now_s[0] += DUMP_INTERVAL_S
     asker.on_report(stalled(7))
-    assert asked == [7, 8, 7]
+    assert requested == [7, 8, 7]

@@ -1,4 +1,4 @@
-"""Ranks that a zygote forks, which has loaded torch once. They are children of the agent."""
+"""Ranks forked by a zygote. The zygote loads torch once; the ranks are the agent's children."""
 
 from __future__ import annotations
 

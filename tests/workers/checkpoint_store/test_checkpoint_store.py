@@ -64,101 +64,101 @@ def request(generation: int, step_version: int, step_version_max: int = -1) -> C
 
 
 def test_the_two_newest_checkpoints_of_a_task_are_kept() -> None:
-    shelf = CheckpointStore(10_000, lambda task: None)
+    stored = CheckpointStore(10_000, lambda task: None)
     for step in (10, 20, 30):
-        keep(shelf, offer(step))
-        keep(shelf, offer(step + 1, task=8))
-    assert (steps(shelf), steps(shelf, 8)) == ([20, 30], [21, 31])
-    assert shelf.used_bytes == 400
-    found = shelf.find(request(1, 20))
+        keep(stored, offer(step))
+        keep(stored, offer(step + 1, task=8))
+    assert (steps(stored), steps(stored, 8)) == ([20, 30], [21, 31])
+    assert stored.used_bytes == 400
+    found = stored.find(request(1, 20))
     assert found is not None
     assert found.offer.step_version == 30, "the newest that is as new as was asked for"
-    assert shelf.find(request(1, 31)) is None
-    assert shelf.find(request(2, 10)) is None
-    found = shelf.find(request(1, 10, 29))
+    assert stored.find(request(1, 31)) is None
+    assert stored.find(request(2, 10)) is None
+    found = stored.find(request(1, 10, 29))
     assert found is not None
     assert found.offer.step_version == 20, "what is beyond was left behind"
-    assert shelf.find(request(1, 10, 19)) is None
-    shelf.forget(TASK)
-    assert (steps(shelf), steps(shelf, 8), shelf.used_bytes) == ([], [21, 31], 200)
+    assert stored.find(request(1, 10, 19)) is None
+    stored.forget(TASK)
+    assert (steps(stored), steps(stored, 8), stored.used_bytes) == ([], [21, 31], 200)
 
 
 def test_superseded_checkpoints_are_evicted_first() -> None:
     lost: list[int] = []
-    shelf = CheckpointStore(450, lost.append)
-    keep(shelf, offer(10))
-    keep(shelf, offer(10, task=8))
-    keep(shelf, offer(20, task=8))
-    keep(shelf, offer(20))
-    keep(shelf, offer(30))  # evicts the oldest checkpoint whose task has a newer one
-    assert (steps(shelf), steps(shelf, 8)) == ([20, 30], [10, 20])
-    keep(shelf, offer(5, task=9, size=250))
-    assert [steps(shelf, task) for task in (TASK, 8, 9)] == [[30], [20], [5]]
+    stored = CheckpointStore(450, lost.append)
+    keep(stored, offer(10))
+    keep(stored, offer(10, task=8))
+    keep(stored, offer(20, task=8))
+    keep(stored, offer(20))
+    keep(stored, offer(30))  # evicts the oldest checkpoint whose task has a newer one
+    assert (steps(stored), steps(stored, 8)) == ([20, 30], [10, 20])
+    keep(stored, offer(5, task=9, size=250))
+    assert [steps(stored, task) for task in (TASK, 8, 9)] == [[30], [20], [5]]
     with pytest.raises(StoreRefused, match="does not fit beside the 450 of 450 in use"):
-        shelf.reserve(offer(1, task=10))
+        stored.reserve(offer(1, task=10))
     with pytest.raises(StoreRefused, match="checkpoint of 451 bytes does not fit into 450"):
-        shelf.reserve(offer(40, size=451))
-    assert [steps(shelf, task) for task in (TASK, 8, 9)] == [[30], [20], [5]], "nothing went"
+        stored.reserve(offer(40, size=451))
+    assert [steps(stored, task) for task in (TASK, 8, 9)] == [[30], [20], [5]], "nothing went"
     assert lost == []
 
 
 def test_a_refused_checkpoint_evicts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     lost: list[int] = []
-    shelf = CheckpointStore(400, lost.append)
+    stored = CheckpointStore(400, lost.append)
     for task in (TASK, 8):
-        keep(shelf, offer(10, task=task))
-        keep(shelf, offer(20, task=task))
+        keep(stored, offer(10, task=task))
+        keep(stored, offer(20, task=task))
     with pytest.raises(StoreRefused, match="checkpoint of 301 bytes does not fit beside the 400"):
-        shelf.reserve(offer(1, task=9, size=301))
+        stored.reserve(offer(1, task=9, size=301))
     with pytest.raises(StoreRefused, match="checkpoint of 350 bytes does not fit beside the 400"):
-        shelf.reserve(offer(30, size=350))
+        stored.reserve(offer(30, size=350))
     monkeypatch.setattr("unicron.workers.checkpoint_store.store.mmap.mmap", _no_memory)
     with pytest.raises(StoreRefused, match="no memory for 100 bytes"):
-        shelf.reserve(offer(30))
-    assert (steps(shelf), steps(shelf, 8), lost) == ([10, 20], [10, 20], [])
+        stored.reserve(offer(30))
+    assert (steps(stored), steps(stored, 8), lost) == ([10, 20], [10, 20], [])
 
 
-def _no_memory(*asked: int) -> mmap.mmap:
+def _no_memory(*args: int) -> mmap.mmap:
     raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
 
 def test_a_task_may_replace_its_only_checkpoint_and_its_loss_is_reported() -> None:
     lost: list[int] = []
-    shelf = CheckpointStore(150, lost.append)
-    keep(shelf, offer(10))
-    keep(shelf, offer(20))
-    assert (steps(shelf), lost) == ([20], [])
+    stored = CheckpointStore(150, lost.append)
+    keep(stored, offer(10))
+    keep(stored, offer(20))
+    assert (steps(stored), lost) == ([20], [])
     broken = offer(30)
-    shelf.cancel(broken, shelf.reserve(broken))
-    assert (steps(shelf), lost, shelf.used_bytes) == ([], [TASK], 0)
-    shelf.cancel(broken, shelf.reserve(broken))
+    stored.cancel(broken, stored.reserve(broken))
+    assert (steps(stored), lost, stored.used_bytes) == ([], [TASK], 0)
+    stored.cancel(broken, stored.reserve(broken))
     assert lost == [TASK], "there was nothing to lose"
 
 
 def test_an_offer_of_an_old_generation_is_refused() -> None:
-    shelf = CheckpointStore(1000, lambda task: None)
-    keep(shelf, offer(10, generation=3))
+    stored = CheckpointStore(1000, lambda task: None)
+    keep(stored, offer(10, generation=3))
     with pytest.raises(StoreRefused, match="generation 2 of task 7 is over"):
-        shelf.reserve(offer(50, generation=2))
-    keep(shelf, offer(8, generation=4))  # an older step, but a newer generation
-    assert steps(shelf) == [10, 8]
+        stored.reserve(offer(50, generation=2))
+    keep(stored, offer(8, generation=4))  # an older step, but a newer generation
+    assert steps(stored) == [10, 8]
 
 
 def test_a_checkpoint_that_arrives_after_its_task_ended_is_refused() -> None:
-    shelf = CheckpointStore(1000, lambda task: None)
+    stored = CheckpointStore(1000, lambda task: None)
     one = offer(10)
-    memory = shelf.reserve(one)
-    shelf.forget(TASK)
-    assert shelf.used_bytes == 0
+    memory = stored.reserve(one)
+    stored.forget(TASK)
+    assert stored.used_bytes == 0
     with pytest.raises(StoreRefused, match="task 7 has ended"):
-        shelf.add(StoredCheckpoint(offer=one, checksum="", memory=memory))
-    shelf.cancel(one, memory)
-    assert (steps(shelf), shelf.used_bytes) == ([], 0)
+        stored.add(StoredCheckpoint(offer=one, checksum="", memory=memory))
+    stored.cancel(one, memory)
+    assert (steps(stored), stored.used_bytes) == ([], 0)
     with pytest.raises(StoreRefused, match="task 7 has ended"):
-        shelf.reserve(offer(20))
+        stored.reserve(offer(20))
     for task in range(10_000, 10_000 + ENDED_NUM_MAX):
-        shelf.forget(task)
-    shelf.reserve(offer(20))  # the store remembers only the last ENDED_NUM_MAX ended tasks
+        stored.forget(task)
+    stored.reserve(offer(20))  # the store remembers only the last ENDED_NUM_MAX ended tasks
 
 
 @pytest.mark.parametrize(("newer", "why"), [
@@ -166,27 +166,27 @@ def test_a_checkpoint_that_arrives_after_its_task_ended_is_refused() -> None:
     (offer(30), "task 7 has a newer checkpoint than generation 1 step 20"),
 ])
 def test_a_checkpoint_that_was_overtaken_is_refused(newer: Offer, why: str) -> None:
-    shelf = CheckpointStore(1000, lambda task: None)
-    keep(shelf, offer(10))
+    stored = CheckpointStore(1000, lambda task: None)
+    keep(stored, offer(10))
     late = offer(20)
-    memory = shelf.reserve(late)
-    keep(shelf, newer)
+    memory = stored.reserve(late)
+    keep(stored, newer)
     with pytest.raises(StoreRefused, match=why):
-        shelf.add(StoredCheckpoint(offer=late, checksum="", memory=memory))
-    shelf.cancel(late, memory)
-    assert (steps(shelf), shelf.used_bytes) == ([10, newer.step_version], 200)
+        stored.add(StoredCheckpoint(offer=late, checksum="", memory=memory))
+    stored.cancel(late, memory)
+    assert (steps(stored), stored.used_bytes) == ([10, newer.step_version], 200)
 
 
 def test_a_loss_is_reported_if_the_previous_transfer_ends_later() -> None:
     lost: list[int] = []
-    shelf = CheckpointStore(150, lost.append)
+    stored = CheckpointStore(150, lost.append)
     one, two = offer(10), offer(20)
-    memory = shelf.reserve(one)
-    shelf.add(StoredCheckpoint(offer=one, checksum="", memory=memory))
-    after = shelf.reserve(two)  # before the transfer of the first one has ended
-    shelf.cancel(one, memory)
+    memory = stored.reserve(one)
+    stored.add(StoredCheckpoint(offer=one, checksum="", memory=memory))
+    after = stored.reserve(two)  # before the transfer of the first one has ended
+    stored.cancel(one, memory)
     assert lost == []
-    shelf.cancel(two, after)
+    stored.cancel(two, after)
     assert lost == [TASK]
 
 
@@ -308,14 +308,14 @@ def test_a_client_without_the_secret_is_refused(keeper: LocalKeeper) -> None:
 
 def test_a_store_without_the_secret_gets_no_state() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
-    heard: list[protocol.Message] = []
+    received: list[protocol.Message] = []
     more: list[bytes] = []
 
     def play() -> None:
         connection, _ = listener.accept()
         with connection:
             protocol.send(connection, protocol.Greeting(nonce=bytes(32)))
-            heard.append(protocol.receive(connection, protocol.Proof))
+            received.append(protocol.receive(connection, protocol.Proof))
             protocol.send(connection, protocol.Proof(answer=bytes(32)))
             connection.settimeout(WAIT_S)
             more.append(connection.recv(1))
@@ -326,7 +326,7 @@ def test_a_store_without_the_secret_gets_no_state() -> None:
         put(f"127.0.0.1:{listener.getsockname()[1]}", offer(10), bytes(100))
     thread.join(WAIT_S)
     assert more == [b""], "nothing else was said to it"
-    assert SECRET.encode() not in heard[0].answer  # type: ignore[attr-defined]
+    assert SECRET.encode() not in received[0].answer  # type: ignore[attr-defined]
 
 
 def test_malformed_input_closes_the_connection(keeper: LocalKeeper) -> None:
@@ -442,15 +442,15 @@ def _nothing(endpoint: str) -> bool:
 async def test_restarts_of_a_store_that_exits_at_once_back_off(tmp_path: Path) -> None:
     log = tmp_path / "keeper.log"
     losses = Losses()
-    with capture_logs() as said:
+    with capture_logs() as logs:
         async with store_process(tmp_path, losses, UNICRON_COPIES_BYTES_MAX="4 GB") as keeper:
             host, _, port = keeper.endpoint.rpartition(":")
             with socket.create_connection((host, int(port))):
-                await until(lambda: len(said) >= 10, "it ends five times")
+                await until(lambda: len(logs) >= 10, "it ends five times")
     assert log.read_text().count("UsageError") >= 5
     assert losses == []
     assert keeper.start == 5, "no number is spent on it"
-    for num, one in enumerate([one for one in said if "again_s" in one][:5]):
+    for num, one in enumerate([one for one in logs if "again_s" in one][:5]):
         assert one["event"] == "the checkpoint store has exited before it held a checkpoint"
         assert BACKOFF_S_MIN * 2**num / 2 <= one["again_s"] <= BACKOFF_S_MIN * 2**num
 
@@ -475,15 +475,15 @@ async def test_an_agent_that_cannot_start_a_store_tries_again(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = socket.socketpair
 
-    def none_is_left(*asked: int) -> NoReturn:
+    def none_is_left(*args: int) -> NoReturn:
         monkeypatch.setattr(socket, "socketpair", pair)
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     async with store_process(tmp_path, Losses()) as keeper:
-        with capture_logs() as said:
+        with capture_logs() as logs:
             monkeypatch.setattr(socket, "socketpair", none_is_left)
             await asyncio.to_thread(put, keeper.endpoint, offer(10), bytes(100))
-    assert [one["event"] for one in said] == [
+    assert [one["event"] for one in logs] == [
         "the checkpoint store cannot start", "started the checkpoint store"]
 
 
@@ -497,9 +497,9 @@ async def test_close_does_not_wait_for_a_store_that_survives_sigkill(
     async with store_process(tmp_path, Losses()) as keeper:
         await asyncio.to_thread(put, keeper.endpoint, offer(10), bytes(100))
         monkeypatch.setattr(subprocess.Popen, "wait", wait_in_vain)
-        with capture_logs() as said:
+        with capture_logs() as logs:
             keeper.close()
-        assert [one["event"] for one in said] == ["the checkpoint store survives SIGKILL"]
+        assert [one["event"] for one in logs] == ["the checkpoint store survives SIGKILL"]
 
 
 async def test_a_lost_checkpoint_is_reported_with_its_task(tmp_path: Path) -> None:

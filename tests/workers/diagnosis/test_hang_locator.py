@@ -238,9 +238,9 @@ Captured = pytest.CaptureFixture[str]
 def refused(capsys: Captured, *paths: Path) -> list[str]:
     """Check that `unicron locate` refuses these paths; return its error line and hint line."""
     assert run_command(["locate", *map(str, paths)]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    lines = said.err.splitlines()
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    lines = printed.err.splitlines()
     assert [line.partition(" ")[0] for line in lines] == ["error:", "hint:"]
     return lines
 
@@ -255,7 +255,7 @@ def answered(capsys: Captured, *paths: Path | str) -> dict[str, Any]:
 # --- real dumps -----------------------------------------------------------------------------------
 @pytest.mark.parametrize(("name", "state"), [("lock_gil_1st", "not entered"),
                                              ("gpu_error_1st", "not completed")])
-def test_real_dumps(name: str, state: str) -> None:
+def test_real_dumps_name_the_faulty_ranks(name: str, state: str) -> None:
     document = json.loads((DATA / f"{name}.json").read_text())
     guilty = json.loads(document["ground_truth"].splitlines()[0].partition(":")[2])
     dumps = {int(rank): dump for rank, dump in document["ranks"].items()}
@@ -575,7 +575,7 @@ def test_one_file_per_rank_as_json_or_as_torch_pickles_them(
     assert {one["rank"] for one in answer["waiting"]} == {0, 1, 2}
 
 
-def test_the_screen(capsys: Captured) -> None:
+def test_the_text_output(capsys: Captured) -> None:
     assert run_command(["locate", str(DATA / "lock_gil_1st.json")]) == 0
     page = capsys.readouterr().out
     assert page.startswith("hang: ranks 9, 14 of 16 ranks\n")

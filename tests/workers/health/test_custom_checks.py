@@ -66,8 +66,8 @@ def ask(path: Path, s_max: float = 20.0) -> CheckResult:
     ("no-such-command", 127, "unknown", "exit code 127, it cannot be run"),
     ("kill -9 $$", None, "unknown", "ended by signal 9"),
 ])
-def test_an_exit_code_is_an_answer(tmp_path: Path, text: str, code: int | None, health: str,
-                                   why: str) -> None:
+def test_the_exit_code_decides_the_health(tmp_path: Path, text: str, code: int | None, health: str,
+                                          why: str) -> None:
     answer = ask(script(tmp_path, "c", text))
     found = finding("c", answer, 2)
     assert (answer.code, found.check, found.health, found.why) == (code, "check/c", health, why)

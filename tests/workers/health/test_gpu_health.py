@@ -298,8 +298,8 @@ async def test_an_xid_is_reported_at_once(node: Node, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(gpus_file, "classify", by_code)
     node.library.xids.put((79, node.a))
-    (heard,) = await until(lambda: node.gpus.take_xids() or None)
-    assert (heard.origin, heard.status, heard.devices, heard.code) == (
+    (error,) = await until(lambda: node.gpus.take_xids() or None)
+    assert (error.origin, error.status, error.devices, error.code) == (
         "nvml", GPU_DRIVER_ERRORS, (1,), 79)
 
 
@@ -310,9 +310,9 @@ def test_pynvml_and_the_fake_have_every_function_that_is_called(tmp_path: Path) 
     assert all(callable(getattr(FakeNvml, name)) for name in names)
     library = pytest.importorskip("pynvml", reason="nvidia-ml-py is an extra")
     for name in names:
-        asked = list(inspect.signature(getattr(nvml.Nvml, name)).parameters)[1:]
+        ours = list(inspect.signature(getattr(nvml.Nvml, name)).parameters)[1:]
         there = list(inspect.signature(getattr(library, name)).parameters)
-        assert len(asked) == len(there), name
+        assert len(ours) == len(there), name
     assert library.nvmlEventTypeXidCriticalError == nvml.XID_MASK
     assert library.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION == nvml.ACTION_CODE
     assert (library.NVML_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL,
@@ -387,9 +387,9 @@ def test_processes_killed_by_the_oom_killer_are_found(log: tuple[KernelLog, int]
     reader, fd = log
     assert reader.killed(23793) is None
     os.write(fd, RECORDS)
-    said = reader.killed(23793)  # `killed` reads the log itself, without a call of `look`
-    assert said is not None
-    assert said.startswith("Memory cgroup out of memory: Killed process 23793 (leaker)")
+    line = reader.killed(23793)  # `killed` reads the log itself, without a call of `look`
+    assert line is not None
+    assert line.startswith("Memory cgroup out of memory: Killed process 23793 (leaker)")
     assert reader.killed(3234) is None, "named, but not killed"
     for text in ("Out of memory: Killed process 123, UID 48, (httpd).",
                  "Out of memory: Kill process 456 (python) score 50 or sacrifice child"):
@@ -427,7 +427,7 @@ def test_indirect_evidence_is_no_device_error(log: tuple[KernelLog, int]) -> Non
 
 def test_reading_continues_after_lost_records_and_ends_on_an_error(
         log: tuple[KernelLog, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """/dev/kmsg returns EPIPE if records were overwritten. A pipe does not, so the test does."""
+    """/dev/kmsg returns EPIPE if records were overwritten. A pipe does not: the test raises it."""
     reader, fd = log
     os.write(fd, RECORDS)
     real, errors = os.read, [OSError(32, "Broken pipe")]
@@ -452,7 +452,7 @@ def test_an_unreadable_log_is_logged(
 
 
 def test_the_log_of_this_machine_is_read_from_now_on() -> None:
-    """If the log is readable, messages from before the start are not reported."""
+    """Needs a readable log. Messages from before the start are not reported."""
     if not os.access(KMSG, os.R_OK):
         pytest.skip("/dev/kmsg may not be read here")
     reader = KernelLog(GpuSlots)

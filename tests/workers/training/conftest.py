@@ -59,11 +59,11 @@ def twin(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Callable
     made: dict[str, Twin] = {}
 
     def of(dropout: float = 0.0, **changes: Any) -> Twin:
-        asked = json.dumps({**changes, "dropout": dropout}, sort_keys=True)
-        if asked not in made:
+        key = json.dumps({**changes, "dropout": dropout}, sort_keys=True)
+        if key not in made:
             folder = tmp_path_factory.mktemp("twin")
             spec = small_spec(folder / "out", dropout=dropout, **changes)
-            made[asked] = Twin(spec, folder, nursery)
-        return made[asked]
+            made[key] = Twin(spec, folder, nursery)
+        return made[key]
 
     return of

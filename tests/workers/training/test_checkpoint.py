@@ -222,9 +222,9 @@ def test_the_first_named_member_saves_and_no_iteration_is_lost(
     path = driver.hold(1, "backward", 4, micro_batch=3)
     driver.form([0, 1])
     driver.held(1, 4)
-    said = driver.leave([1, 0], mode, path)  # rank 1 is named first, but rank 0 is member 0
-    saved, held = said[1]
-    assert said[0] == driver.told(r.Quiesced, 0)
+    reports = driver.leave([1, 0], mode, path)  # rank 1 is named first, but rank 0 is member 0
+    saved, held = reports[1]
+    assert reports[0] == driver.told(r.Quiesced, 0)
     assert isinstance(saved, r.CheckpointSaved)
     assert isinstance(held, r.Quiesced)
     assert saved.step_version == held.step_version >= 4
@@ -296,7 +296,7 @@ from unicron.workers.training import member
 member.PROGRESS_S = 0.0
 """
 MANY_ITERATIONS = 400
-"""More reports than a socket buffer holds, which is about 280 on Linux, whatever their size."""
+"""A socket buffer holds about 280 reports on Linux, whatever their size. These are more."""
 
 
 def test_an_agent_that_reads_nothing_delays_no_iteration(drive: Drive) -> None:
@@ -309,7 +309,7 @@ def test_an_agent_that_reads_nothing_delays_no_iteration(drive: Drive) -> None:
     driver.hears.clear()
     driver.resume([0])
     for iteration in (*range(50, MANY_ITERATIONS, 50), MANY_ITERATIONS - 1):
-        driver.strike(0, iteration=iteration, event="step")  # one limit each, for a busy machine
+        driver.strike(0, iteration=iteration, event="step")  # each wait has its own time limit
     assert not driver.losses(), "it is deaf"
     time.sleep(1.0)
     assert driver.processes[0].popen.poll() is None, "it has not told all"

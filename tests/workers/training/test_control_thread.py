@@ -30,7 +30,7 @@ def leave(generation, *ranks):
 
 
 def run(program: str) -> subprocess.CompletedProcess[str]:
-    """Run it in a separate process, because a rank whose agent is gone ends its process."""
+    """Run a program in a separate process: a rank whose agent is gone ends its process."""
     return subprocess.run([sys.executable, "-c", BEGIN + program], capture_output=True, text=True,
                           timeout=60, check=False)
 
@@ -115,7 +115,7 @@ os._exit(0)
 
 
 def test_a_replica_whose_members_live_finishes_its_micro_batch() -> None:
-    """It is interrupted if a replica member is gone, after FINISH_S_MAX, or without a replica."""
+    """The wait is interrupted after FINISH_S_MAX, if a replica member is gone, or without replica."""
     done = run(REPLICA)
     assert done.stdout.splitlines() == ["finished now", *["woken"] * 5], done.stderr
 

@@ -99,7 +99,7 @@ def keeper() -> Iterator[LocalKeeper]:
 
 def test_a_refused_checkpoint_is_tried_with_backoff(bench: Bench, keeper: LocalKeeper) -> None:
     room = keeper.shelf.bytes_max
-    with capture_logs() as said:
+    with capture_logs() as logs:
         for pause_s in (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0):
             keeper.shelf.bytes_max -= 1 if keeper.shelf.bytes_max < room else room - 100
             assert bench.copy(10, keeper)
@@ -109,7 +109,7 @@ def test_a_refused_checkpoint_is_tried_with_backoff(bench: Bench, keeper: LocalK
         keeper.shelf.bytes_max = room
         assert bench.copy(30, keeper)
         assert bench.copy(40, keeper), "all is well again"
-    assert [one["event"] for one in said] == [
+    assert [one["event"] for one in logs] == [
         "in-memory checkpoint not stored", "in-memory checkpoint stored again"], \
         "the text is another one each time"
 
@@ -131,10 +131,10 @@ def test_one_store_is_enough_and_new_stores_are_tried_at_once(
 
 def test_no_memory_for_a_checkpoint_is_logged_once_with_backoff(
         bench: Bench, keeper: LocalKeeper, monkeypatch: pytest.MonkeyPatch) -> None:
-    def take(*asked: object) -> None:
+    def take(*args: object) -> None:
         raise RuntimeError(f"not enough memory: {bench.now_s} bytes")
 
-    with monkeypatch.context() as context, capture_logs() as said:
+    with monkeypatch.context() as context, capture_logs() as logs:
         context.setattr(bench.copier._snapshot, "take", take)  # pyright: ignore[reportPrivateUsage]
         bench.done.set()
         for pause_s in (1.0, 2.0, 4.0):
@@ -143,7 +143,7 @@ def test_no_memory_for_a_checkpoint_is_logged_once_with_backoff(
             bench.copier.copy(bench.trainee, 11, History(), 1, (keeper.keeper,))
             assert len(bench.taken) == num + 1
             bench.now_s += pause_s + 0.1
-    assert [one["event"] for one in said] == ["in-memory checkpoint not taken"]
+    assert [one["event"] for one in logs] == ["in-memory checkpoint not taken"]
     assert bench.copy(20, keeper)
 
 
@@ -152,13 +152,13 @@ def test_no_memory_for_a_checkpoint_is_logged_once_with_backoff(
 def test_a_checkpoint_that_cannot_be_sent_is_no_fault(
         bench: Bench, keeper: LocalKeeper, monkeypatch: pytest.MonkeyPatch,
         error: Exception) -> None:
-    def put(*asked: object) -> None:
+    def put(*args: object) -> None:
         raise error
 
-    with monkeypatch.context() as context, capture_logs() as said:
+    with monkeypatch.context() as context, capture_logs() as logs:
         context.setattr(memory_checkpoint.protocol, "put", put)
         assert bench.copy(10, keeper), "the thread comes to its end"
-    assert [(one["event"], one["why"]) for one in said] == [
+    assert [(one["event"], one["why"]) for one in logs] == [
         ("in-memory checkpoint not stored", str(error) or "MemoryError")]
     bench.now_s += 1.1
     assert bench.copy(20, keeper)
@@ -195,7 +195,7 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(
         change: dict[str, Any]) -> None:
     numbers = training_state.numbers
     monkeypatch.setattr(
-        training_state, "numbers", lambda *asked: replace(numbers(*asked), **change)
+        training_state, "numbers", lambda *args: replace(numbers(*args), **change)
     )
     assert bench.copy(10, keeper)
     monkeypatch.setattr(training_state, "numbers", numbers)
@@ -204,10 +204,10 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(
         tensor.add_(1.0)
     before = {name: tensor.clone() for name, tensor in live.items()}
     copy = named(keeper, bench.told[0])
-    with capture_logs() as said:
+    with capture_logs() as logs:
         assert memory_checkpoint.restore(bench.trainee, History(), TASK, (copy,), SECRET,
                               lambda: False) is None
-    assert "does not fit" in said[0]["why"]
+    assert "does not fit" in logs[0]["why"]
     for name, tensor in live.items():
         assert torch.equal(tensor, before[name]), name
 
@@ -341,11 +341,11 @@ def test_unusable_checkpoints_are_skipped_for_the_next(driver: Any) -> None:
     log = driver.processes[0].log
     (came,) = driver.form([0], copies=(*wrong, later, good)).values()
     assert (came.origin, came.origin_node, came.step_version) == ("copy", good.node, 6)
-    said = log.read_text()
-    assert said.count("in-memory checkpoint not usable") == 4
+    text = log.read_text()
+    assert text.count("in-memory checkpoint not usable") == 4
     for why in ("another cluster", "refused", "another model",
                 "no checkpoint of task 7 generation 2"):
-        assert why in said
+        assert why in text
 
 
 def test_a_rank_that_dies_while_it_sends_leaves_the_last_checkpoint(driver: Any) -> None:
@@ -458,7 +458,7 @@ def test_the_stores_may_change_during_training(driver: Any) -> None:
     assert max(one.offer.step_version for one in driver.keepers[0].stored(TASK)) == 3
 
 
-def test_the_boundary_waits_for_one_pass_over_the_state(drive: Drive) -> None:
+def test_an_in_memory_checkpoint_stalls_less_than_an_iteration(drive: Drive) -> None:
     """An in-memory checkpoint stalls the main thread for less than an iteration.
 
     The shortest stall counts, because other load of the machine may lengthen the others.
@@ -528,11 +528,11 @@ def test_stores_that_do_not_answer_are_asked_once_and_share_one_limit(
 
 def test_no_store_is_asked_after_the_next_order(
         silent: SilentStores, trainee: Any) -> None:
-    asked = iter([False, True])
+    answers = iter([False, True])
     first, second, third = silent.copies()
     silent.listeners[0].close()
     found = memory_checkpoint.restore(trainee, History(), TASK, (first, second, third), "5ec3e7",
-                           lambda: next(asked))
+                           lambda: next(answers))
     assert found is None
     assert [sum(1 for _ in silent._waiting(one)) for one in silent.listeners[1:]] == [0, 0]
 

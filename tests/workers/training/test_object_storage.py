@@ -203,7 +203,7 @@ def test_a_url_without_a_driver_is_a_one_line_error(url: str, says: str) -> None
 
 def fails_once(monkeypatch: pytest.MonkeyPatch, call: str, nth: int) -> list[int]:
     """Make the store refuse the `nth` `call` from now on. The result is empty until then."""
-    asked = getattr(object_store.Bucket, call)
+    original = getattr(object_store.Bucket, call)
     refused: list[int] = []
     calls = itertools.count()
 
@@ -211,7 +211,7 @@ def fails_once(monkeypatch: pytest.MonkeyPatch, call: str, nth: int) -> list[int
         if next(calls) == nth:
             refused.append(nth)
             raise object_store.Denied("503: slow down")
-        return asked(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
 
     monkeypatch.setattr(object_store.Bucket, call, ask)
     return refused
@@ -263,8 +263,8 @@ def test_a_save_that_fails_halfway_leaves_nothing(output: str, alone: Any) -> No
     with pytest.raises(checkpoint.NotSaved, match="the store broke off"):
         checkpoint.write(url, tensors, numbers, fails)
     assert object_storage.Store(url).names() == []
-    asked = itertools.count()
+    calls = itertools.count()
     with pytest.raises(checkpoint.Superseded, match="a newer one is needed"):
-        checkpoint.write(url, tensors, numbers, is_superseded=lambda: next(asked) == 3)
+        checkpoint.write(url, tensors, numbers, is_superseded=lambda: next(calls) == 3)
     assert object_storage.Store(url).names() == []
     assert checkpoint.write(url, tensors, numbers) == num_bytes

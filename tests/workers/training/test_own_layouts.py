@@ -49,8 +49,8 @@ def loops(tmp_path: Path, nursery: Nursery) -> Iterator[Loops]:
     """Factory of drivers: `loops("--sharded", pipeline=[2])`. Call it once in a test."""
     made: list[Driver] = []
 
-    def make(*words: str, **asked: Any) -> Driver:
-        made.append(loop(tmp_path, nursery, *words, **asked))
+    def make(*words: str, **options: Any) -> Driver:
+        made.append(loop(tmp_path, nursery, *words, **options))
         return made[-1]
 
     yield make

@@ -92,10 +92,10 @@ def test_another_optimizer_trains(run: Run, tmp_path: Path, undisturbed: list[fl
     ("experts", "expert parallel: its ranks run in lockstep"),
 ])
 def test_a_wrong_loop_is_a_one_line_error(run: Run, tmp_path: Path, change: str, line: str) -> None:
-    ((code, said),) = run(tmp_path, change, 1)
-    assert code == 2, said
-    assert "Traceback" not in said
-    assert line in said.splitlines()[-1]
+    ((code, output),) = run(tmp_path, change, 1)
+    assert code == 2, output
+    assert "Traceback" not in output
+    assert line in output.splitlines()[-1]
 
 
 def test_a_task_without_recovery_resumes_from_its_last_checkpoint(
@@ -121,4 +121,4 @@ def test_ranks_that_do_not_see_the_same_checkpoints_do_not_train(run: Run, tmp_p
     for code, last in ((0, ""), (2, "some ranks resume from iteration 0, others from 4")):
         found = run(tmp_path, "apart", 2, UNICRON_TASK="7", UNICRON_LOOP=json.dumps(task))
         assert [one for one, _ in found] == [code, code], found
-        assert all(last in said for _, said in found)
+        assert all(last in output for _, output in found)

@@ -34,13 +34,13 @@ def test_rebuilds_leak_nothing_and_listen_on_loopback_only(drive: Drive) -> None
         driver.form([0, 1])
         driver.quiesce([0, 1], "boundary")
         seen.append([_open(pid) for pid in pids])
-    # No more than after the third rebuild. What the last rebuild left closes asynchronously.
+    # No more are open than after the third rebuild. Those of the last one close after a delay.
     driver.until(lambda: all(now <= then for pid, early in zip(pids, seen[2], strict=True)
                              for now, then in zip(_open(pid), early, strict=True)), seen)
     versions = [report.step_version for report in driver.told(r.Quiesced, 0)]
     assert versions == sorted(versions)
     assert versions[-1] >= REBUILDS
-    # The rank does not answer an order for a stale generation, and repeats one for its last.
+    # A rank ignores an order for a stale generation, and answers one for its last generation.
     num_told = len(driver.told(r.Quiesced, 0))
     driver.generation -= 1
     driver.quiesce([0], "now")

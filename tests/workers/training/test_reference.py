@@ -47,11 +47,11 @@ def test_a_lost_micro_batch_is_detected_and_a_reordered_sum_is_not(
         lost: int | None, twin: Callable[..., Twin], tmp_path: Path, nursery: Nursery) -> None:
     right = twin(0.0)
     spec = msgspec.json.encode(small_spec(tmp_path / "out"))
-    asked = f"spec, folder, lost = {spec!r}, {str(tmp_path)!r}, {lost}{LOST}"
+    program = f"spec, folder, lost = {spec!r}, {str(tmp_path)!r}, {lost}{LOST}"
     log = tmp_path / "log"
     with log.open("wb") as output, open(os.devnull, "rb") as nothing:
         run = nursery.fork({**os.environ, "OMP_NUM_THREADS": "1", "UNICRON_RANK": "reference",
-                            PATCH: asked},
+                            PATCH: program},
                            output.fileno(), nothing.fileno())
     assert run.wait(TWIN_S) == 0, log.read_text()
     ours = right.difference(tmp_path / "final")

@@ -72,7 +72,7 @@ def test_an_undisturbed_task_equals_the_twin(drive: Drive, twin: Twins, precisio
 @pytest.mark.parametrize(("precision", "event"), pairs(fp32=("backward", "gate")))
 def test_a_quiesce_at_any_event_loses_nothing(
         drive: Drive, twin: Twins, precision: str, event: str) -> None:
-    """The second quiesce also changes the layout, which keeps the sums of the iteration."""
+    """A change of layout after a quiesce also keeps the sums of an unfinished iteration."""
     ranks = [0, 1, 2]
     driver = ready(drive, ranks, precision=precision)
     driver.form(ranks)

@@ -110,8 +110,8 @@ def test_a_rank_is_replaced_in_every_precision(drive: Drive, twin: Twins, varian
     end = read(driver.final_checkpoint())
     num_skipped = (end["numbers.consumed_samples"] - end["numbers.scheduled_samples"]) / 8
     assert (num_skipped > 0) == (driver.spec.train.precision == "fp16")
-    said = driver.started[0].log.read_text().count("step skipped")
-    assert said == num_skipped, "each is a line in the log"
+    num_logged = driver.started[0].log.read_text().count("step skipped")
+    assert num_logged == num_skipped, "each is a line in the log"
     assert driver.told(TaskProgressed)[-1].skipped == num_skipped, "and of the report"
     stepped = {rank: "step" in events(driver, rank, STRUCK) for rank in LEFT}
     assert set(stepped.values()) == {variant != "fp16-skipped"}, "all decide alike"
