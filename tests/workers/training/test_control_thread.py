@@ -115,7 +115,7 @@ os._exit(0)
 
 
 def test_a_replica_whose_members_live_finishes_its_micro_batch() -> None:
-    """The wait is interrupted after FINISH_S_MAX, if a replica member is gone, or without replica."""
+    """The wait ends early if a replica member is gone, after FINISH_S_MAX, or without a replica."""
     done = run(REPLICA)
     assert done.stdout.splitlines() == ["finished now", *["woken"] * 5], done.stderr
 
