@@ -257,7 +257,7 @@ async def test_a_rank_stopped_without_end_is_killed_after_its_grace(node: LocalN
     assert exited.signal == signal.SIGKILL, "it could not hear SIGTERM"
 
 
-async def test_a_higher_attempt_fences_one_that_is_stopped(node: LocalNode) -> None:
+async def test_a_higher_attempt_fences_a_stopped_rank(node: LocalNode) -> None:
     await _stopped(node)
     await node.start(python("pass"), attempt=2)
     exits = await node.leader.wait(RankExited, 2)
@@ -283,12 +283,12 @@ async def test_a_stop_is_reported_once_and_so_is_its_end(node: LocalNode) -> Non
         os.kill(started[rank], signal.SIGSTOP)
         stops = await node.leader.wait(RankSuspended, rank + 1)
     os.kill(started[0], signal.SIGCONT)
-    (goes_on,) = await node.leader.wait(RankContinued)
+    (continued,) = await node.leader.wait(RankContinued)
     os.kill(started[0], signal.SIGSTOP)
     stops = await node.leader.wait(RankSuspended, 3)
     assert [(report.rank, report.attempt, report.pid) for report in stops] == [
         (rank, 1, started[rank]) for rank in (0, 1, 0)]
-    assert (goes_on.rank, goes_on.pid) == (0, started[0])
+    assert (continued.rank, continued.pid) == (0, started[0])
     os.kill(started[1], signal.SIGKILL)
     await node.leader.wait(RankExited)
     await asyncio.sleep(2 * LOOK_S)
@@ -387,7 +387,7 @@ async def _wait_for_heartbeat(one: PlaneStub) -> None:
         await asyncio.sleep(0.1)
 
 
-async def _stop_and_go_on(pid: int, meanwhile: Callable[[], None]) -> None:
+async def _pause(pid: int, meanwhile: Callable[[], None]) -> None:
     os.kill(pid, signal.SIGSTOP)
     try:
         await asyncio.sleep(STOPPED_S / 2)
@@ -413,7 +413,7 @@ async def test_an_agent_or_server_that_stops_for_a_while_loses_nothing(
         end.touch()
         sizes.append(count.stat().st_size)
 
-    await _stop_and_go_on(agent.pid if who == "agent" else own_server.pid, meanwhile)
+    await _pause(agent.pid if who == "agent" else own_server.pid, meanwhile)
     assert count.stat().st_size > sizes[0] + 10, "the other one worked on"
     (exited,) = await plane.wait(RankExited)
     assert (exited.rank, exited.exit_code) == (1, 0)

@@ -24,7 +24,7 @@ from unicron.workers.ipc.pipe_protocol import Unpacker, WriteDump
 
 RANKS = [0, 1, 2]
 HUNG_S = 1.2
-"""Longer than hang_locator.WAIT_S_MIN. A longer wait counts as a hang."""
+"""A wait of this length counts as a hang: it is longer than hang_locator.WAIT_S_MIN."""
 APPEARS_S_MAX = 20.0
 
 
