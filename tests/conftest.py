@@ -1,4 +1,4 @@
-"""Real parts for every test: one private server, and a log on it with a name of its own."""
+"""Fixtures for every test: a private log server, and a uniquely named log on it."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ settings.load_profile("bounded")
 
 
 def pytest_configure() -> None:
-    """SIGTERM ends as Ctrl-C does: what the tests have started is stopped, and not left behind."""
+    """SIGTERM acts as Ctrl-C, so that fixtures stop the processes that the tests started."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    # The machine that runs the tests may be short of memory, or have news in its kernel's log:
-    # that is no business of theirs. Tests of health turn it on.
+    # The test machine may be short of memory or have errors in its kernel log. Tests must not
+    # depend on that: only tests of health checks turn health monitoring on.
     os.environ["UNICRON_HEALTH"] = "off"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A property is tried with a quarter of its examples, always the same ones.
+    """Try each property with a quarter of its examples, always the same ones.
 
-    `--hypothesis-profile thorough` tries all that its test states, drawn anew.
+    `--hypothesis-profile thorough` tries all examples that the test states, drawn at random.
     """
     if settings.get_current_profile_name() == "thorough":
         return
@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run an async test in a loop of its own, within those of its fixtures that are contexts."""
+    """Run an async test in its own event loop, inside its fixtures that are context managers."""
     test = pyfuncitem.obj
     if not inspect.iscoroutinefunction(test):
         return None
@@ -72,7 +72,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 class Cluster:
-    """A cluster's log on the test's server: `async with cluster() as log`, as often as wanted."""
+    """A cluster's log on the test's server; open it with `async with cluster() as log`."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -89,7 +89,7 @@ class Cluster:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[embedded_server.Server]:
-    """A private server for the whole session, stopped at its end."""
+    """A private server for the whole session."""
     directory: Path = tmp_path_factory.mktemp("server")
     running = embedded_server.start(directory)
     yield running
@@ -113,7 +113,7 @@ def redis_log(server: embedded_server.Server) -> Cluster:
 
 @pytest.fixture
 def silence() -> Iterator[None]:
-    """For tests of the simulation: thousands of leaders need not say that they lead."""
+    """Suppress log messages in simulation tests: thousands of leaders would each log a line."""
     from simulated.seeds import quiet
 
     quiet()
@@ -128,6 +128,6 @@ def memory() -> MemoryLog:
 
 @pytest.fixture
 def nothing_left(tmp_path: Path) -> Iterator[None]:
-    """No process that a test's agent started outlives the test."""
+    """Check that no process of the test's agent outlives the test."""
     yield
     assert linux.kill_marked(f"UNICRON_PROCESS={tmp_path}".encode()) == []

@@ -1,8 +1,8 @@
-"""Runs the tests in three lanes side by side: much of what two of them do is waiting.
+"""Runs the tests in three concurrent lanes; two of them mostly wait.
 
-`make test` leaves out what is marked `thorough`, and tries a quarter of each property's examples.
-`make test-thorough` runs everything and writes its counts to docs/guides/test-runs.md. Exits with
-1 when a lane has failed. The output of a lane that failed is shown; all of it stays in build/tests.
+`make test` skips tests marked `thorough` and tries a quarter of each property's examples.
+`make test-thorough` runs everything and writes its counts to docs/guides/test-runs.md. The exit
+status is 1 if a lane fails. Output of failed lanes is printed; all output is in build/tests.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ LANES = {
     "ranks": ["tests/workers/training"],
     "others": ["tests", "--ignore=tests/cluster", "--ignore=tests/workers/training"],
 }
-"""What one pytest runs, one test at a time. A lane of real ranks has at most six at once."""
+"""Lane -> arguments of its pytest, which runs one test at a time and at most six real ranks."""
 POLL_S, STOP_S = 0.2, 50.0
 
 
 class Lane:
-    """One pytest, its output and its counts."""
+    """One pytest process, its output and its counts."""
 
     def __init__(self, name: str, options: list[str]) -> None:
         self.name = name
@@ -44,10 +44,10 @@ class Lane:
                  f"--junitxml={self.counts_file}", "-o", "faulthandler_timeout=300",
                  "-o", f"cache_dir=.pytest_cache/{name}"],
                 cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                start_new_session=True)  # Ctrl-C reaches it once, through `stop`
+                start_new_session=True)  # Ctrl-C must reach it only once, through `stop`
 
     def tell(self) -> bool:
-        """Say how it has ended; whether that is well."""
+        """Print how the lane ended; returns True if it passed."""
         text = self.output.read_text(errors="replace").rstrip()
         if self.process.returncode:
             print(text)
@@ -57,7 +57,7 @@ class Lane:
         return self.process.returncode == 0
 
     def counts(self) -> Counter[str]:
-        """How many tests it has run, and how they ended."""
+        """How many tests the lane ran, and their results."""
         if not self.counts_file.exists():
             return Counter()
         suite = ET.parse(self.counts_file).getroot().find("testsuite")
@@ -66,7 +66,7 @@ class Lane:
                         for key in ("tests", "failures", "errors", "skipped")})
 
     def stop(self) -> None:
-        """End it, so that its tests end what they have started (conftest.py)."""
+        """Terminate the lane; its tests then end the processes that they started (conftest.py)."""
         if self.process.poll() is None:
             self.process.terminate()
         try:
@@ -106,7 +106,7 @@ def main() -> int:
 
 
 def _wait(lanes: list[Lane]) -> bool:
-    """Until all have ended, each told as it ends; whether all have ended well."""
+    """Wait for all lanes and print each result; returns True if all passed."""
     running, well = list(lanes), True
     while running:
         time.sleep(POLL_S)
@@ -123,7 +123,7 @@ def _said(counts: Counter[str]) -> str:
 
 
 def _commit() -> str:
-    """The commit that is checked out, and whether files differ from it."""
+    """The checked-out commit, marked if tracked files differ from it."""
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True,
                               check=False).stdout.strip()
@@ -132,7 +132,7 @@ def _commit() -> str:
 
 
 def _write(counts: Counter[str], commit: str, lasted_s: float) -> None:
-    """The page's last run."""
+    """Replace the last run on the page."""
     before, _, _ = PAGE.read_text().partition(BEGIN)
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     PAGE.write_text(f"{before}{BEGIN}\n"

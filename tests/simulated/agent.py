@@ -1,4 +1,4 @@
-"""Agents on paper: what they run, tell and carry out, behind the agents' port."""
+"""Simulated agents: they run ranks, send reports and execute orders through the agents' port."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from unicron.events.records import reports as r
 from unicron.events.records.envelope import Report
 from unicron.events.records.types import Body, first_store_number
 
-# --- A command on paper: it prints how far it is, and goes on from a checkpoint of its own. ---
+# --- A simulated command: it prints its progress and resumes from its own checkpoint. ---
 
 STEP_S = (0.1, 0.15)
-"""An iteration on one slot; on more it takes that much less."""
+"""Seconds of one iteration on one slot; on n slots an iteration takes 1/n of that."""
 ITERATIONS_NUM = 100_000
 SAVE_ITERATIONS = 10
 
 
 class SimulatedLines:
-    """The last rank's output, as its agent tells of it, until `end`."""
+    """The training lines that a command's last rank prints, reported by its agent until `end`."""
 
     def __init__(self, net: Environment, order: o.StartRank, say: Callable[[Body], None]) -> None:
         self._net, self._order, self._say = net, order, say
@@ -36,11 +36,11 @@ class SimulatedLines:
         self._timer = net.later(self._rng.uniform(*net.tempo.load_s), self._print)
 
     def end(self) -> None:
-        """It prints no more."""
+        """Stop printing."""
         self._timer.cancel()
 
     def _print(self) -> None:
-        """What it did since it printed last; the first line does not say of how many it is."""
+        """Report the iterations since the last line; the first line gives no number of them."""
         order, net = self._order, self._net
         step_s = self._rng.uniform(*STEP_S) / order.num_seats
         num = max(int(net.tempo.progress_s / step_s), 1)
@@ -64,7 +64,7 @@ LOOK_S = (0.001, 0.2)
 
 
 class SimulatedProcess(Struct):
-    """What runs on a slot: a training rank, or a command, of which the last rank prints."""
+    """The process on a slot: a training rank, or one rank of a command (its last rank prints)."""
 
     order: o.StartRank
     pid: int
@@ -73,14 +73,14 @@ class SimulatedProcess(Struct):
     lines: SimulatedLines | None = None
     stopping: bool = False
     is_suspended: bool = False
-    """As last told."""
+    """As last reported."""
 
 
 class SimulatedAgent:
     """One incarnation of a node's agent, with its spool and its processes.
 
-    `run` until cancelled; `crash` is the sudden end of the agent with all its ranks. What it has
-    spooled is lost with it, as when the whole machine is gone.
+    `run` until cancelled. `crash` ends the agent and all its ranks at once, as when the machine is
+    lost: unsent reports in the spool are lost too.
     """
 
     def __init__(self, net: Environment, port: AgentPort, *, node: str, incarnation: int,
@@ -92,7 +92,7 @@ class SimulatedAgent:
         self._keeper_start = first_store_number(incarnation)
         self.alive = True
         self.processes: dict[int, SimulatedProcess] = {}
-        """Slot -> what runs there."""
+        """Slot -> the process on that slot."""
         self.spool: list[Report] = []
         self._told = 0
         self._seen: set[int] = set()
@@ -102,7 +102,7 @@ class SimulatedAgent:
 
     # --- life ------------------------------------------------------------------------------------
     async def run(self) -> None:
-        """Join, then send, listen and beat, each in a task of its own."""
+        """Join the cluster, then send, listen, beat and watch, each in its own asyncio task."""
         self.say(r.NodeJoined(node=self.node, incarnation=self.incarnation, pid=self.net.next_pid(),
                               host=f"{self.node}.paper", num_slots=self.num_slots,
                               keeper=f"{self.node}.paper:1"))
@@ -114,38 +114,38 @@ class SimulatedAgent:
             group.create_task(self._watch(), name=f"{self.source} watch")
 
     def crash(self) -> None:
-        """The node is gone: nothing is told, peers see their connections close."""
+        """The node fails: it reports nothing, and its peers see their connections close."""
         self.alive = False
         self.net.keepers.close(self.node)
         for process in list(self.processes.values()):
             self._end(process)
 
     def leave(self) -> None:
-        """Stop on purpose: end the ranks, say so, take no more orders."""
+        """Shut down on purpose: end the ranks, report NodeLeft, accept no more orders."""
         self.net.keepers.close(self.node)
         for process in list(self.processes.values()):
             self._exit(process, exit_code=None, signal=15)
         self.say(r.NodeLeft(node=self.node, incarnation=self.incarnation, reason="asked to stop"))
 
     async def stop(self, stop_s: float) -> None:
-        """SIGSTOP to the agent, and SIGCONT after `stop_s`: its ranks go on, nobody hears of it."""
+        """SIGSTOP the agent, and SIGCONT it after `stop_s`; its ranks continue, unobserved."""
         self._goes_on.clear()
         await asyncio.sleep(stop_s)
         self.go_on()
 
     def go_on(self) -> None:
-        """SIGCONT."""
+        """SIGCONT the agent."""
         self._goes_on.set()
         for process in list(self.processes.values()):
             self._look(process)
 
     @property
     def sees(self) -> bool:
-        """Whether it runs: a stopped one sees nothing."""
+        """True while the agent runs; a stopped agent observes nothing."""
         return self._goes_on.is_set()
 
     def say(self, body: Body) -> None:
-        """Spool a report; it is sent until the log has it."""
+        """Spool a report. The agent sends it until the log acknowledges it."""
         if not self.alive:
             return
         self._told += 1
@@ -155,18 +155,18 @@ class SimulatedAgent:
 
     # --- faults ----------------------------------------------------------------------------------
     def kill(self, process: SimulatedProcess) -> None:
-        """SIGKILL from outside."""
+        """SIGKILL by something other than the control plane."""
         self._exit(process, exit_code=None, signal=9)
 
     def halt(self, process: SimulatedProcess, stop_s: float) -> None:
-        """SIGSTOP to a rank, and SIGCONT after `stop_s` (0: never); the agent sees it soon."""
+        """SIGSTOP a rank, and SIGCONT it after `stop_s` (0: never). The agent notices both soon."""
         if process.rank is not None:
             process.rank.stop(stop_s)
             for in_s in (0.0, process.rank.suspended_s):
                 self.net.later(in_s + self.net.draw(LOOK_S), lambda: self._look(process))
 
     def lose_copies(self) -> None:
-        """Its keeper ends, and another one starts."""
+        """The node's checkpoint store ends, and a new one starts."""
         self.say(r.MemoryCheckpointsLost(
             node=self.node, incarnation=self.incarnation, task=0, why="the keeper has ended",
             keeper_start=self._keeper_start))
@@ -174,7 +174,7 @@ class SimulatedAgent:
         self.net.keepers.open(self.node, self._keeper_start)
 
     def raise_in(self, process: SimulatedProcess, error: str) -> None:
-        """An exception in the rank: it tells of it, then its process ends with code 1."""
+        """Raise an exception in the rank: it reports the error and exits with code 1."""
         rank, order = process.rank, process.order
         if rank is not None:
             self.say(r.RankErrored(task=order.task, rank=order.rank, attempt=order.attempt,
@@ -183,7 +183,7 @@ class SimulatedAgent:
         self._exit(process, exit_code=1, signal=None)
 
     def _look(self, process: SimulatedProcess) -> None:
-        """Tell whether the rank stands still, when that is news; a stopped agent sees nothing."""
+        """Report a change between suspended and running. A stopped agent observes nothing."""
         rank, order = process.rank, process.order
         there = self.processes.get(order.slot.index) is process
         if rank is None or not there or not self._goes_on.is_set():
@@ -261,7 +261,7 @@ class SimulatedAgent:
             return
         self._seen.add(seq)
         if isinstance(body, o.StartRank):
-            # The heart had this incarnation in mind, so it knows that it has joined.
+            # StartRank names this incarnation, so the control plane has its NodeJoined.
             if body.incarnation == self.incarnation:
                 self._start(seq, body)
         elif isinstance(body, o.StopRank):
@@ -330,7 +330,7 @@ class SimulatedAgent:
             return
         process.stopping = True
         self.net.num_stopped += 1
-        # A process that stands still heeds no SIGTERM; SIGKILL ends it.
+        # A suspended process ignores SIGTERM; SIGKILL ends it.
         stopped_s = process.rank.stopped_s if process.rank else 0.0
         signal = 15 if order.grace_s > stopped_s else 9
         self.net.later(self.net.draw(self.net.tempo.exit_s) + min(stopped_s, order.grace_s),

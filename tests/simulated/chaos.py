@@ -1,4 +1,4 @@
-"""All that goes wrong in a simulated cluster, and all that people do to it, at random moments."""
+"""Random faults and operator actions in a simulated cluster."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 STORM = Weather(lost=0.1, doubled=0.1, delayed=0.2, unanswered=0.1, repeated=0.2)
 AIMED_AT = ("Quiesce", "Quiesced", "Reconfigure", "Reconfigured", "Resume", "StartRank",
             "RankReady", "PublishCheckpoint", "CheckpointSaved", "TaskPlaced", "StopRank")
-"""A fault may strike in the instant in which a record of such a kind is appended."""
+"""Record kinds at which an aimed fault can strike: in the instant in which one is appended."""
 Fault = Callable[[], Awaitable[None]]
 
 
 class Chaos:
-    """Seeded faults and operators. Each method is one of them, from its begin to its end."""
+    """Seeded faults and operator actions. Each async method runs one of them from start to end."""
 
     def __init__(self, world: World) -> None:
         self.world, self.rng = world, world.rng
@@ -35,7 +35,7 @@ class Chaos:
         self.noise = Noise(world)
 
     def kinds(self, *, only_leaders: bool) -> list[Fault]:
-        """What may happen, by how often."""
+        """The faults to choose from; a fault that is listed twice is twice as likely."""
         leaders: list[Fault] = [self.kill_leader, self.doom_leader, self.rival, self.trouble]
         if only_leaders:
             return leaders
@@ -44,7 +44,7 @@ class Chaos:
         ranks: list[Fault] = [self.kill_rank, self.kill_rank, self.raise_in, self.blip,
                               self.stop_rank, self.aim, self.aim, self.aim, self.wipe,
                               self.hang, self.hang, self.jam, self.slow]
-        if random.Random(f"stalls {self.world.seed}").random() < 0.25:  # little else goes wrong
+        if random.Random(f"stalls {self.world.seed}").random() < 0.25:  # mostly stalls
             return [self.hang, self.hang, self.hang, self.jam, self.slow, self.slow,
                     self.kill_leader, self.cut, self.storm, self.stop_agent, self.kill_rank]
         people: list[Fault] = [self.weigh, self.drain, self.freeze, self.observe, self.cancel,
@@ -52,7 +52,7 @@ class Chaos:
         return [*leaders, *nodes, *ranks, *ranks, *people, *self.noise.kinds()]
 
     async def run(self, until_s: float, *, only_leaders: bool) -> None:
-        """One fault after the other, now and then two in the same instant."""
+        """Start one fault after the other; in one of ten cases two at the same instant."""
         rate_s = self.rng.choice([1.0, 3.0, 8.0])
         kinds = self.kinds(only_leaders=only_leaders)
         while self.world.loop.time() < until_s:
@@ -61,7 +61,7 @@ class Chaos:
                 self.begin(self.rng.choice(kinds))
 
     def begin(self, fault: Fault, *, aimed: str = "") -> None:
-        """Let it happen now, beside all that goes on."""
+        """Start the fault now, concurrently with everything else."""
         self.world.tell(aimed or fault.__name__)  # type: ignore[attr-defined]
         self._tasks.append(asyncio.create_task(fault(), name=f"fault {len(self._tasks)}"))
 
@@ -71,7 +71,7 @@ class Chaos:
         self._aims = []
 
     def see(self, record: Record) -> None:
-        """A record was appended: what was aimed at its kind strikes now."""
+        """Strike with the faults that are aimed at the kind of this appended record."""
         task = getattr(record.body, "task", 0)
         for aim in [aim for aim in self._aims if aim[0] == record.kind]:
             self._aims.remove(aim)
@@ -109,7 +109,7 @@ class Chaos:
             agent.kill(process)
 
     async def wipe(self) -> None:
-        """Every process of a task at once: nobody has its state."""
+        """Kill every process of a task at once: no surviving rank has its state."""
         running = self.world.cluster.running()
         if running:
             task = self.rng.choice(running)[1].order.task
@@ -133,7 +133,7 @@ class Chaos:
             agent.halt(process, self.rng.choice([0.5, 5.0, 20.0, 0.0]))
 
     async def hang(self) -> None:
-        """A rank stands still in an iteration and is not stopped: for a moment, or for ever."""
+        """Stall a rank inside an iteration, without SIGSTOP: for seconds, or for ever."""
         running = [x for x in self.world.cluster.running() if x[1].rank and x[1].rank.iterates]
         if running:
             rank = self.rng.choice(running)[1].rank
@@ -141,12 +141,12 @@ class Chaos:
             rank.freeze(self.rng.choice([0.4, 1.5, 6.0, 0.0, 0.0]))
 
     async def jam(self) -> None:
-        """A task's collectives do not end, and nobody says why."""
+        """A task's collectives do not end and report no error."""
         for task in self.world.tasks_running():
             self.world.cluster.jam(task, self.rng.choice([1.0, 8.0, 1e6]))
 
     async def slow(self) -> None:
-        """A process takes longer for its own work from now on."""
+        """Slow down one process's own work from now on."""
         running = [x[1].rank for x in self.world.cluster.running() if x[1].rank]
         if running:
             self.rng.choice(running).marks.slow = self.rng.choice([1.2, 1.6, 5.0, 40.0])
@@ -156,7 +156,7 @@ class Chaos:
             self.world.cluster.cut(task)
 
     async def aim(self) -> None:
-        """Strike when a record of a kind is appended next."""
+        """Aim a fault at a record kind: strike when a record of that kind is appended next."""
         kind = self.rng.choice(AIMED_AT)
         strike = self.rng.choice([self._strike_rank, self._strike_rank, self._strike_node,
                                   self._strike_network, self._strike_leader, self._strike_stop])
@@ -169,7 +169,7 @@ class Chaos:
             self.world.tell("aimed: kill_rank")
 
     def strike_rank(self, task: int, *, rank: int = -1) -> bool:
-        """Kill one of the task's processes (this rank's); whether there was one."""
+        """Kill a process of the task (of this rank, if given). True if there was one."""
         running = [x for x in self.world.cluster.running() if x[1].order.task == task
                    and rank in (-1, x[1].order.rank)]
         if not running:
@@ -196,7 +196,7 @@ class Chaos:
 
     # --- nodes -----------------------------------------------------------------------------------
     async def crash(self, task: int = 0) -> None:
-        """A whole machine, with all that runs on it; one of this task's, if it has any."""
+        """Lose a machine with all its processes; a machine of this task, if the task has any."""
         world = self.world
         there = sorted({x.node for x, process in world.cluster.running()
                         if process.order.task == task})
@@ -236,7 +236,7 @@ class Chaos:
             await self.world.cluster.agents[node].stop(self.rng.uniform(0.5, 40))
 
     async def lose_copies(self) -> None:
-        """A keeper ends, and is started anew."""
+        """A node's checkpoint store ends, and a new one starts."""
         node = self.rng.choice(sorted(self.world.nodes))
         if self.world.cluster.is_up(node):
             self.world.cluster.agents[node].lose_copies()
@@ -267,7 +267,7 @@ class Chaos:
         await self.world.ask("unfreeze", r.HealingResumed())
 
     async def observe(self) -> None:
-        """A control plane that only looks on, and then one that acts."""
+        """Run a control plane that only observes, then one that acts."""
         world = self.world
         world.policy = replace(world.policy, observe=True)
         await self.kill_leader()
@@ -281,7 +281,7 @@ class Chaos:
             await self.world.ask("cancel", r.TaskCancelRequested(task=task, reason="a test"))
 
     async def inject(self) -> None:
-        """As `unicron inject` does: the heart orders it, an agent carries it out."""
+        """As `unicron inject`: the control plane orders the fault, an agent executes the order."""
         running = self.world.cluster.running()
         if running:
             agent, process = self.rng.choice(running)

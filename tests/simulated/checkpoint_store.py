@@ -1,4 +1,4 @@
-"""Keepers on paper: what each node holds of the tasks' states, and lets go with its agent."""
+"""Simulated checkpoint stores: the in-memory checkpoints that each node holds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ COPY_BYTES = 16_000
 
 
 class SimulatedCheckpoint(Struct, frozen=True, kw_only=True):
-    """A state: its digest after so many steps, as a member of a generation had it."""
+    """The state of a member of `generation`: its digest after `step_version` steps."""
 
     generation: int
     step_version: int
@@ -22,7 +22,7 @@ class SimulatedCheckpoint(Struct, frozen=True, kw_only=True):
 
 
 class SimulatedStores:
-    """The keepers of all nodes that are up."""
+    """The checkpoint stores of all nodes that are up."""
 
     def __init__(self) -> None:
         self._shelves: dict[str, dict[int, list[SimulatedCheckpoint]]] = {}
@@ -30,15 +30,15 @@ class SimulatedStores:
         self.num_kept = self.num_served = 0
 
     def open(self, node: str, start: int) -> None:
-        """A keeper starts, with nothing; `start` is its number."""
+        """Start an empty store on the node; `start` is the store's number."""
         self._shelves[node], self._starts[node] = {}, start
 
     def close(self, node: str) -> None:
-        """The node's agent has ended, or its keeper alone: nothing is left."""
+        """The node's agent, or its store alone, has ended: its checkpoints are lost."""
         self._shelves.pop(node, None)
 
     def put(self, node: str, task: int, copy: SimulatedCheckpoint) -> int:
-        """The number of the keeper that takes it; 0: none, or it knows of a later generation."""
+        """Store a checkpoint; the store's number. 0: no store, or it has a later generation."""
         shelf = self._shelves.get(node)
         if shelf is None:
             return 0
@@ -53,7 +53,7 @@ class SimulatedStores:
         self._shelves.get(node, {}).pop(task, None)
 
     def find(self, task: int, wanted: MemoryCheckpoint) -> SimulatedCheckpoint | None:
-        """The newest of that generation on that node, of as many steps or more."""
+        """The newest checkpoint of the wanted generation and node that fits the step versions."""
         wish = CheckpointRequest(task=task, generation=wanted.generation,
                     step_version=wanted.step_version,
                     step_version_max=wanted.step_version_max)

@@ -1,4 +1,4 @@
-"""What must hold of a simulated cluster when its life is over."""
+"""Invariants of a simulated cluster, checked when its life is over."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unicron.events.records.reports import Reconfigured, TaskCancelRequested, Ta
 
 
 def check(world: World, records: list[Record]) -> None:
-    """All invariants over one finished world."""
+    """Check all invariants of one finished world."""
     assert not world.witness.violations, world.witness.violations[:5]
     assert not world.cluster.net.violations, world.cluster.net.violations[:5]
     assert [r.seq for r in records] == list(range(1, len(records) + 1)), "the log has a hole"
@@ -35,7 +35,7 @@ def check(world: World, records: list[Record]) -> None:
 
 
 def _check_models(world: World, records: list[Record]) -> None:
-    """Every task that nobody cancelled has finished, with the model of an undisturbed run."""
+    """Every task that was not cancelled finished with the model of an undisturbed run."""
     for task in world.last_state.tasks.values():
         cancelled = any(isinstance(r.body, TaskCancelRequested) and r.body.task == task.id
                         for r in records)
@@ -52,7 +52,7 @@ def _check_models(world: World, records: list[Record]) -> None:
 
 
 def _check_economics(world: World, records: list[Record]) -> None:
-    """Slots and their time are counted right, and no more faults than there were incidents."""
+    """Slots and slot seconds add up, and there are no more faults than incidents."""
     state = world.last_state
     assert state.num_running == sum(len(task.ranks) for task in state.tasks.values())
     num = sum(isinstance(record.body, IncidentOpened) for record in records)
@@ -104,7 +104,7 @@ def _check_progress(records: list[Record]) -> None:
 
 
 def _check_incidents(world: World, records: list[Record]) -> None:
-    """Each is closed once, and the tasks count what their incidents tell."""
+    """Every incident is closed once, and the tasks' counters agree with their incidents."""
     opened = {r.seq: r.body.task for r in records if isinstance(r.body, IncidentOpened)}
     closed = [r.body for r in records if isinstance(r.body, IncidentClosed)]
     assert sorted(body.of for body in closed) == sorted(opened), "an incident is left open"

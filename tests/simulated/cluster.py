@@ -1,4 +1,4 @@
-"""A cluster on paper: agents and their processes behind the agents' port, with a seed."""
+"""A simulated cluster: agents and their processes behind the agents' port, driven by a seed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unicron.events.log.port import AgentPort
 
 
 class SimulatedCluster:
-    """All nodes on paper. `port_of` gives each its way to the log; `clock` is in seconds."""
+    """All simulated nodes. `port_of` makes a node's port to the log; `clock` is in seconds."""
 
     def __init__(self, seed: int, *, port_of: Callable[[str], AgentPort],
                  clock: Callable[[], float], tempo: Tempo | None = None) -> None:
@@ -32,7 +32,7 @@ class SimulatedCluster:
         self._running[node] = asyncio.create_task(agent.run(), name=f"agent {agent.source}")
 
     def crash(self, node: str) -> None:
-        """The node is gone with all that runs on it."""
+        """The node fails with all its processes."""
         self.agents[node].crash()
         self._running.pop(node).cancel()
 
@@ -40,13 +40,13 @@ class SimulatedCluster:
         return node in self._running
 
     def running(self) -> list[tuple[SimulatedAgent, SimulatedProcess]]:
-        """Every process of every living node, in a fixed order."""
+        """Every process of every node that is up, in a fixed order."""
         return [(self.agents[node], self.agents[node].processes[slot])
                 for node in sorted(self._running) for slot in sorted(self.agents[node].processes)]
 
     def cut(self, task: int) -> bool:
-        """The connections of the task's generation are gone: its next collective, or the one that
-        is going on, fails under every member. Whether there was such a generation."""
+        """Break the connections of the task's generation: the running collective, or the next one,
+        fails on every member. True if there was such a generation."""
         groups = {p.rank.group: None for _, p in self.running()
                   if p.rank and p.rank.task == task and p.rank.group and not p.rank.group.broken}
         for group in groups:
@@ -54,13 +54,13 @@ class SimulatedCluster:
         return bool(groups)
 
     def jam(self, task: int, jam_s: float) -> None:
-        """The collectives of the task's generation do not end for so long."""
+        """Let no collective of the task's generation end for `jam_s` seconds."""
         for group in {p.rank.group: None for _, p in self.running()
                       if p.rank and p.rank.task == task and p.rank.iterates}:
             if group is not None:
                 group.jam(jam_s)
 
     def stop(self) -> None:
-        """End everything, telling nobody."""
+        """Crash every node that is up."""
         for node in list(self._running):
             self.crash(node)

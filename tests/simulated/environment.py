@@ -1,4 +1,4 @@
-"""What processes on paper share: time, chance, generations, files."""
+"""What simulated processes share: time, random numbers, generations, files."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from unicron.events.records.orders import Reconfigure
 
 
 class Tempo(Struct, frozen=True, kw_only=True):
-    """How long things take on paper: seconds, each drawn between its two ends."""
+    """Durations of the simulation in seconds; a pair is the range to draw from."""
 
     load_s: tuple[float, float] = (0.5, 3.0)
     micro_batch_s: tuple[float, float] = (0.02, 0.12)
     reduce_s: tuple[float, float] = (0.01, 0.05)
     notice_s: tuple[float, float] = (0.02, 0.05)
-    """How long until a peer's closed connection shows."""
+    """Until a peer notices a closed connection."""
     meet_s: tuple[float, float] = (0.05, 0.2)
     meet_s_max: float = 20.0
     save_s: tuple[float, float] = (0.05, 0.5)
@@ -29,7 +29,7 @@ class Tempo(Struct, frozen=True, kw_only=True):
 
 
 class Environment:
-    """What processes share: time, chance, generations, files; and what must never have happened."""
+    """Time, random numbers, generations and files; and violations of what must never happen."""
 
     def __init__(self, seed: int, tempo: Tempo) -> None:
         self.loop = asyncio.get_running_loop()
@@ -40,11 +40,11 @@ class Environment:
         """(output, path) -> step version and digest of a complete checkpoint."""
         self.keepers = SimulatedStores()
         self.latest: dict[str, tuple[tuple[int, int], str]] = {}
-        """output -> generation, order and path of what was published last."""
+        """output -> (generation, order seq) and path of the checkpoint published last."""
         self.printed: dict[int, int] = {}
-        """Task -> iterations in the checkpoint of a command's own."""
+        """Task -> iterations in a command's own checkpoint."""
         self.gone_on: dict[int, list[tuple[int, int]]] = {}
-        """Task -> each generation that was resumed, and the step it went on from."""
+        """Task -> (generation, step version) of every resume of a member."""
         self.violations: list[str] = []
         self.num_steps = self.num_stopped = 0
         self._pid = 100
@@ -63,7 +63,7 @@ class Environment:
         self.violations.append(f"at {self.loop.time():.3f} s: {what}")
 
     def meet(self, order: Reconfigure) -> SimulatedGeneration:
-        """The generation's meeting point, one for all its members."""
+        """The rendezvous of a generation, shared by all its members."""
         found = self.generations.get((order.task, order.generation))
         if found is None:
             found = SimulatedGeneration(self, order)

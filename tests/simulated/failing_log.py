@@ -1,4 +1,4 @@
-"""The log of a simulated cluster: its server may stop, a leader may die in a call of it."""
+"""The log of a simulated cluster: its server can stop, and a leader can die during a call."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from unicron.events.log.port import SentOrder
 from unicron.events.records.envelope import Record, Report
 
 CALL_S_MAX = 5.0
-"""How long an agent waits for a server that stands still."""
+"""Seconds that an agent waits for a server that does not answer."""
 LEADER_CALLS = ("start_epoch", "append", "cursor", "take", "beats", "rebuild_orders",
                 "trim_reports", "read")
 
 
 class WitnessedLog(MemoryLog):
-    """Tells of every append that stands, in the instant in which it does."""
+    """Passes every successful append to `appended`, at the instant of the append."""
 
     def __init__(self, clock: Callable[[], float],
                  appended: Callable[[Sequence[Record]], None]) -> None:
@@ -32,7 +32,7 @@ class WitnessedLog(MemoryLog):
 
 
 class Server:
-    """Whether the log's server runs: else it refuses connections, or stands still."""
+    """The log server: it runs, refuses connections, or hangs."""
 
     def __init__(self) -> None:
         self._runs = asyncio.Event()
@@ -40,7 +40,7 @@ class Server:
         self.refuses = False
 
     async def stop(self, stop_s: float, *, refuses: bool) -> None:
-        """Down for so long, or standing still: what it was asked meanwhile it then answers."""
+        """Refuse or hang for `stop_s` seconds. A hung server answers its calls afterwards."""
         self.refuses = refuses
         self._runs.clear()
         await asyncio.sleep(stop_s)
@@ -55,7 +55,7 @@ class Server:
         return self._runs.is_set()
 
     async def passed(self) -> None:
-        """Through to the server, when it runs."""
+        """Return when the server runs. Raises Unavailable if it refuses connections."""
         if self.refuses:
             raise Unavailable("connection refused")
         if not self._runs.is_set():
@@ -63,7 +63,7 @@ class Server:
 
 
 class AgentDoor:
-    """The server as an agent's link finds it."""
+    """The server as an agent's link reaches it: a call to a hung server times out."""
 
     def __init__(self, log: MemoryLog, server: Server) -> None:
         self._log, self._server = log, server
@@ -95,14 +95,14 @@ class AgentDoor:
 
 
 class LeaderLog:
-    """The log as one leader sees it: it may lose calls, replies, and the leader itself."""
+    """The log of one leader: calls and replies can be lost, and the leader can die in a call."""
 
     def __init__(self, log: MemoryLog, server: Server, rng: random.Random,
                  die: Callable[[], Awaitable[None]]) -> None:
         self._log, self._server, self._rng, self._die = log, server, rng, die
         self.trouble = False
         self.doom, self.doom_seq = "", 0
-        """Die before or after an append: the next one, or the one that holds this seq."""
+        """Die "before" or "after" an append: the next one, or the one that holds `doom_seq`."""
 
     def __getattr__(self, call: str) -> Callable[..., Awaitable[object]]:
         assert call in LEADER_CALLS, call
@@ -129,7 +129,7 @@ class LeaderLog:
 
     async def _ask(self, call: Callable[..., Awaitable[object]], args: tuple[object, ...],
                    named: dict[str, object]) -> object:
-        """What a server that stands still was asked, it does when it goes on: nobody may listen."""
+        """A hung server executes the call when it continues, even if the caller is gone by then."""
         if self._server.running or self._server.refuses:
             await self._server.passed()
             return await call(*args, **named)

@@ -1,4 +1,4 @@
-"""One generation of a task on paper: complete, or broken for all its members."""
+"""One simulated generation of a task: complete, or broken for all its members."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 def first_digest(seed: int) -> int:
-    """What the parameters are before the first step."""
+    """Digest of the parameters before the first step."""
     return zlib.crc32(f"seed {seed}".encode())
 
 
 def next_digest(digest: int, iteration: int, batch: tuple[int, ...]) -> int:
-    """What the parameters are after a step over these micro-batches."""
+    """Digest of the parameters after a step over these micro-batches."""
     return zlib.crc32(f"{digest} {iteration} {batch}".encode())
 
 
@@ -41,7 +41,7 @@ class SimulatedGeneration:
         self.axes = order.axes
         self.layout = order.axes or Axes(dp=len(order.members))
         self.step_version = NO_STATE
-        """On which it settled."""
+        """The step version on which the members settled."""
         self.ranks: list[SimulatedRank] = []
         self.broken = self.stop = self._jammed = False
         self._entered: list[SimulatedRank] = []
@@ -58,12 +58,12 @@ class SimulatedGeneration:
             self.net.later(self.net.draw(self.net.tempo.meet_s), self._settle)
 
     def place(self, rank: SimulatedRank) -> int | None:
-        """The member's place in the layout; None: it is beside."""
+        """The member's position in the layout; None: it is a standby member."""
         place = self.ranks.index(rank)
         return place if place < num_positions(self.layout) else None
 
     def dealt(self, rank: SimulatedRank) -> tuple[int, ...]:
-        """Its replica's micro-batches of a new iteration."""
+        """The micro-batches of the rank's replica in a new iteration."""
         place = self.place(rank)
         if place is None:
             return ()
@@ -71,7 +71,7 @@ class SimulatedGeneration:
                     coordinates(self.layout, place).dp)
 
     def enter(self, rank: SimulatedRank) -> None:
-        """The rank is in the iteration's reduction; complete when all are."""
+        """The rank enters the iteration's reduction, which completes when all ranks are in it."""
         if self.broken:
             self._notice(rank)
             return
@@ -80,7 +80,7 @@ class SimulatedGeneration:
             self._complete()
 
     def jam(self, jam_s: float) -> None:
-        """Its collectives do not end for `jam_s`, and nobody hears of it."""
+        """Let no collective of this generation end for `jam_s` seconds, without an error."""
         self._jammed = True
         self.net.later(jam_s, self._flow)
 
@@ -106,19 +106,19 @@ class SimulatedGeneration:
                 self.net.draw(self.net.tempo.reduce_s), self._stepper(each, batch, self.stop))
 
     def close(self, rank: SimulatedRank) -> None:
-        """A member that has taken its step closes: what it sent before still reaches the others."""
+        """Break the generation. What `rank` sent for its finished step still reaches the others."""
         self.broken = True
         for each in self.ranks:
             if each.phase == "reducing" and each.group is self and each.key not in self._pending:
                 self._notice(each)
 
     def lose(self, rank: SimulatedRank) -> None:
-        """A member died or left: whoever waits for it fails."""
+        """A member died or left: members that wait for it fail."""
         self._forget(rank)
         self.hiccup()
 
     def hiccup(self) -> None:
-        """The connections are gone: who is in a collective fails, the others in their next one."""
+        """Break the connections: a member in a collective fails now, the others in their next."""
         self.broken = True
         for each in self.ranks:
             if each.phase in ("reducing", "meeting") and each.group is self:
@@ -126,7 +126,7 @@ class SimulatedGeneration:
                 self._notice(each)
 
     def _forget(self, rank: SimulatedRank) -> None:
-        """It takes no step any more."""
+        """Cancel the rank's pending step."""
         pending = self._pending.pop(rank.key, None)
         if pending:
             pending.cancel()
@@ -172,7 +172,7 @@ class SimulatedGeneration:
             self.net.never(f"{where}: two members are the same rank")
 
     def _settle(self) -> None:
-        """Members settle by the rules that real ranks use."""
+        """Settle the members by the rules that real ranks use."""
         if self.broken:
             return
         stopped_s = max(rank.stopped_s for rank in self.ranks)
@@ -226,7 +226,7 @@ class SimulatedGeneration:
                           taken_bytes=COPY_BYTES // len(givers)) for giver in givers)))
 
     def _restored(self) -> tuple[tuple[int, int], Origin, str]:
-        """The state that the first member of a generation without any finds, and where."""
+        """The state to restore when no member has one: its source and the source's node."""
         for wanted in self.copies:
             copy = self.net.keepers.find(self.task, wanted)
             if copy is not None:

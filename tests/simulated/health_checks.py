@@ -1,4 +1,4 @@
-"""What must hold of nodes' health at every record: nobody is moved, or ended, for noise alone."""
+"""Invariants of node health at every record: no task moves or ends because of noise alone."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from unicron.events.records.reports import DeviceErred, HealthChanged
 
 
 class HealthWitness:
-    """What nodes told, kept by other means than the heart's."""
+    """The nodes' health reports, kept independently of the fold."""
 
     def __init__(self) -> None:
         self._told: dict[int, tuple[DeviceErred, float]] = {}
-        """seq -> what a node told of a device, and when."""
+        """seq -> a device error report, and its time."""
         self._noise: set[int] = set()
         self._unhealthy: dict[tuple[str, int], dict[str, int]] = {}
-        """(node, incarnation) -> check -> since which seq it says unhealthy."""
+        """(node, incarnation) -> check -> seq since which the check reports unhealthy."""
         self._ill_s: dict[tuple[str, int], float] = {}
-        """(node, incarnation) -> until when a check said so last; they name no slots here."""
+        """(node, incarnation) -> time at which a check last stopped being unhealthy."""
         self._was: dict[str, tuple[int, set[int], set[int]]] = {}
 
     def before(self, state: ClusterState, record: Record) -> str:
-        """What is wrong with a decision, by the state that it was made in."""
+        """What is wrong with a decision, given the state in which it was made; empty: nothing."""
         match record.body:
             case DeviceErred() as body:
                 self._told[record.seq] = body, record.at_s
@@ -36,7 +36,7 @@ class HealthWitness:
                 self._noise.add(record.seq)
                 told = self._unhealthy.setdefault((body.node, body.incarnation), {})
                 if body.health == "unknown":
-                    return ""  # what it has said before stands
+                    return ""  # "unknown" keeps the earlier verdict
                 if told.pop(body.check, 0):
                     self._ill_s[body.node, body.incarnation] = record.at_s
                 if body.health == "unhealthy":
@@ -47,10 +47,10 @@ class HealthWitness:
                     return f"on {node.name}, which is quarantined"
                 if slot.index in node.slots_disabled or slot.index in node.slots_unhealthy:
                     return f"on {slot}, which is out"
-            case o.Quiesce(mode="now", task=task, save=False):  # to save is asked of who holds
+            case o.Quiesce(mode="now", task=task, save=False):  # save=True is a preemption
                 it = state.tasks[task]
                 incident = state.incidents.get(it.incident)
-                # A failed collective is reason enough; what lies behind it may be known later.
+                # A failed collective is reason enough; its cause may be found later.
                 if (incident is None or incident.outcome) and it.failed_s < 0:
                     return "now, by no fault of the task"
             case d.IncidentOpened(task=0) as body:
@@ -76,7 +76,7 @@ class HealthWitness:
         return ""
 
     def after(self, state: ClusterState, record: Record) -> str:
-        """What is wrong with the slots that went out by this record."""
+        """What is wrong with the slots that this record disabled or enabled; empty: nothing."""
         wrong = ""
         for node in state.nodes.values():
             out, sick = set(node.slots_disabled), set(node.slots_unhealthy)
@@ -100,7 +100,7 @@ class HealthWitness:
              slots: set[int]) -> str:
         of = body.of if isinstance(body, d.IncidentEscalated) else 0
         task = state.incidents[of].task if of else getattr(body, "task", 0)
-        if task:  # a rank failed too: one source more
+        if task:  # a rank failed too: a second source
             return "" if body.severity == "SEV1" else f"takes out {node}/{slots} at {body.severity}"
         told = [self._told[seq][0] for seq in body.evidence if seq in self._told]
         named = {index for one in told for index in one.devices if TABLE[one.status] == "SEV1"}
@@ -108,7 +108,7 @@ class HealthWitness:
         return "" if slots <= named or whole else f"takes out {node}/{slots}, told was {named}"
 
     def _is_believed(self, state: ClusterState, name: str) -> bool:
-        """Whether its check says so, and no more nodes are out for such than may be."""
+        """True if a check reports the node unhealthy and the share of such nodes is allowed."""
         there = [node for node in state.nodes.values() if node.health != "left"]
         most = max(int(state.policy.unconfirmed_share_max * len(there)), 1)
         return (bool(self._unhealthy.get((name, state.nodes[name].incarnation)))
@@ -116,7 +116,7 @@ class HealthWitness:
 
 
 def _is_enough(told: list[DeviceErred]) -> bool:
-    """A SEV1 that names a device, or two sources for the whole node."""
+    """True for a SEV1 that names a device, or two sources that report the whole node."""
     grave = [one for one in told if TABLE[one.status] == "SEV1"]
     whole = {(one.origin, one.rule) for one in grave if not one.devices}
     return any(one.devices for one in grave) or len(whole) > 1

@@ -1,4 +1,4 @@
-"""The way between an agent on paper and the log: slow, lossy, doubling, and sometimes cut."""
+"""The link between a simulated agent and the log: slow, lossy, duplicating, sometimes cut."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from unicron.events.records.envelope import Report
 
 
 class Weather(Struct, frozen=True, kw_only=True):
-    """How bad the way is: shares of reports (or calls) between 0 and 1, delays in seconds."""
+    """Link faults: shares of reports (or calls) between 0 and 1, delays in seconds."""
 
     lost: float = 0.0
     doubled: float = 0.0
     delayed: float = 0.0
     delay_s_max: float = 3.0
     unanswered: float = 0.0
-    """Calls that raise Ambiguous after they were done."""
+    """Calls that raise Ambiguous after they were executed."""
     repeated: float = 0.0
-    """Reads of the orders that start again from the stream's beginning."""
+    """Reads of orders that start again at the beginning of the stream."""
     latency_s: float = 0.001
 
 
@@ -30,7 +30,7 @@ CALM = Weather()
 
 
 class SimulatedLogLink:
-    """An AgentPort over another one. `cut` makes the log unreachable; `weather` may change."""
+    """Wraps an AgentPort. `cut` makes the log unreachable; `weather` can be changed."""
 
     def __init__(self, inner: AgentPort, rng: random.Random, weather: Weather = CALM) -> None:
         self._inner, self._rng = inner, rng
@@ -39,7 +39,7 @@ class SimulatedLogLink:
         self._late: set[asyncio.Task[None]] = set()
 
     async def send(self, reports: Sequence[Report]) -> None:
-        """Hand over what the weather leaves of it; the rest comes late, twice or never."""
+        """Send the reports; each may be lost, duplicated or delayed."""
         await self._pass()
         now: list[Report] = []
         for report in reports:
@@ -72,7 +72,7 @@ class SimulatedLogLink:
         await self._inner.beat(node, incarnation)
 
     def close(self) -> None:
-        """Forget what is still on its way."""
+        """Discard the delayed reports."""
         for task in sorted(self._late, key=lambda task: task.get_name()):
             task.cancel()
 

@@ -1,4 +1,4 @@
-"""What nodes of a simulated cluster tell of their health: noise, and now and then the truth."""
+"""Health reports of simulated nodes: mostly noise, sometimes real faults."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHECKS = ("disk", "check/network", "check/dcgm")
 
 
 class Noise:
-    """Each method of `kinds` is one story that a node tells, from its begin to its end."""
+    """Each method in `kinds` runs one sequence of health reports from start to end."""
 
     def __init__(self, world: World) -> None:
         self.world, self.rng = world, world.rng
@@ -30,21 +30,21 @@ class Noise:
                 self.unknown, self.lift]
 
     def end(self) -> None:
-        """All is well again, by every check of every node."""
+        """Report every check of every node as healthy."""
         for node in sorted(self.world.nodes):
             for check in CHECKS:
                 self._check(node, check, "healthy")
 
     # --- devices ---------------------------------------------------------------------------------
     async def harmless(self) -> None:
-        """A row that is no SEV1, told again and again."""
+        """Repeat an error whose severity is below SEV1."""
         node, (status, code) = self._node(), self.rng.choice(HARMLESS)
         for _ in range(self.rng.randint(1, 4)):
             self._err(node, status, code, self._devices(node))
             await asyncio.sleep(self.rng.uniform(0.0, 0.5))
 
     async def device_and_rank(self) -> None:
-        """A device errs, and the rank on it fails: one first, then the other, within the window."""
+        """A device reports an error and its rank fails, in either order, within 0.8 s."""
         running = self.world.cluster.running()
         if not running:
             return
@@ -62,7 +62,7 @@ class Noise:
             self._err(agent.node, status, code, (slot,))
 
     async def device_alone(self) -> None:
-        """A device errs, in kernel and driver alike, and its rank goes on; or it has none."""
+        """A device reports errors, from kernel or driver; its rank (if it has any) continues."""
         node, (status, code) = self._node(), self.rng.choice(GRAVE)
         devices = (self.rng.randrange(self.world.nodes[node]),)
         for _ in range(self.rng.randint(1, 3)):
@@ -91,7 +91,7 @@ class Noise:
         await self._says(self._node(), "check/network", "unhealthy", self.rng.uniform(1, 40))
 
     async def site_check_everywhere(self) -> None:
-        """It is the check's own fault."""
+        """The check itself is broken: it fails on every node."""
         nodes = sorted(self.world.nodes)
         self.rng.shuffle(nodes)
         for node in nodes:
@@ -108,7 +108,7 @@ class Noise:
             await self.world.ask("lift", QuarantineLifted(node=self.rng.choice(kept),
                                                           reason="a test"))
 
-    # --- in words of an agent --------------------------------------------------------------------
+    # --- reports of an agent ---------------------------------------------------------------------
     def _node(self) -> str:
         return self.rng.choice(sorted(self.world.nodes))
 

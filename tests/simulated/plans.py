@@ -1,4 +1,4 @@
-"""Plans of a simulated cluster, compared with every vector of slots that there is."""
+"""Checks plans of a simulated cluster against every possible vector of slots."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ NUM_TASKS_MAX = 4
 NUM_SLOTS_MAX = 8
 CLOSE_RATIO = 1e-9
 RATE_FLOPS = 1e9
-"""The unit of rates where fairness is asked for."""
+"""The unit of rates where alpha (fairness) is not 0."""
 
 
 class Option(Struct, frozen=True):
-    """One task on one number of slots: the objective, and what of that it earns before the change
-    is paid. With alpha: its utility, and what a share of its rate is worth."""
+    """One task on one number of slots: `gain` is its objective value, `earned` is that value before
+    transition costs. With alpha, `gain` uses the utility and `earned` the marginal utility."""
 
     slots: int
     gain: float
     earned: float
     moves: bool
-    """A healthy task would have other slots."""
+    """A task without a fault would change its number of slots."""
 
 
 def is_small(body: PlanChosen) -> bool:
-    """Whether all vectors can be tried."""
+    """True if all vectors can be tried."""
     return len(body.allocations) <= NUM_TASKS_MAX and body.num_slots <= NUM_SLOTS_MAX
 
 
 def wrong_plan(state: ClusterState, body: PlanChosen) -> str:
-    """What is wrong with a small plan that is about to be folded into `state`; empty: nothing."""
+    """What is wrong with a small plan, before it is folded into `state`; empty: nothing."""
     for given in body.allocations:
         slots = state.tasks[given.task].spec.slots
         if given.slots and not (slots.min <= given.slots <= slots.max
@@ -53,7 +53,7 @@ def wrong_plan(state: ClusterState, body: PlanChosen) -> str:
     if over:
         return f"team {over[0]} has more than its quota"
     if len({state.tasks[x.task].spec.priority for x in body.allocations}) > 1:
-        return ""  # sums of several priorities are not compared here
+        return ""  # sums over several priorities are not compared here
     rows = _options(state, body)
     floors = _floors(state, body)
     vectors = [vector for vector in itertools.product(*rows) if _fits(state, body, vector)
@@ -77,7 +77,7 @@ def wrong_plan(state: ClusterState, body: PlanChosen) -> str:
 
 
 def _wrong_spare(state: ClusterState, body: PlanChosen) -> str:
-    """Whether a node's slots stay idle exactly where that is worth more."""
+    """What is wrong with the hot spare: a node's slots stay idle exactly if that is worth more."""
     asked, told = planning_snapshot(state).problem, body.hot_spare
     if not asked.spare_slots or not body.allocations:
         return "" if told is None else "it tells of a hot spare that nobody asked for"
@@ -97,13 +97,13 @@ def _wrong_spare(state: ClusterState, body: PlanChosen) -> str:
 
 
 def _num_given(body: PlanChosen) -> int:
-    """Slots that the plan gives at most: without those of a hot spare that is kept."""
+    """Slots that the plan can give: all but those of a hot spare that is kept."""
     spare = body.hot_spare
     return body.num_slots - (spare.num_slots if spare and spare.verdict == "kept" else 0)
 
 
 def _fits(state: ClusterState, body: PlanChosen, vector: tuple[Option, ...]) -> bool:
-    """Whether there are the slots, also in each team's quota."""
+    """True if the vector fits into the slots and into each team's quota."""
     return sum(option.slots for option in vector) <= _num_given(body) and all(
         sum(option.slots for option, x in zip(vector, body.allocations, strict=True)
             if state.tasks[x.task].spec.team == team) <= quota
@@ -111,7 +111,7 @@ def _fits(state: ClusterState, body: PlanChosen, vector: tuple[Option, ...]) -> 
 
 
 def _floors(state: ClusterState, body: PlanChosen) -> list[int]:
-    """The least that each task must have: in the order of floors, as long as they fit."""
+    """The minimum slots of each task, granted in the order of the floors as long as they fit."""
     tasks = [state.tasks[x.task] for x in body.allocations]
     of_team: dict[str, int] = {}
     found: dict[int, int] = {}
@@ -129,7 +129,7 @@ def _floors(state: ClusterState, body: PlanChosen) -> list[int]:
 
 
 def _may_have(option: Option, floor: int, row: list[Option], alpha: float) -> bool:
-    """From alpha 1 on, nothing is without measure worse: who has no floor waits."""
+    """True if the option meets the floor. From alpha 1 on, a task whose floor did not fit waits."""
     starves = alpha >= 1 and not floor and any(one.earned for one in row)
     return option.slots >= floor and not (starves and option.slots)
 
@@ -153,7 +153,7 @@ def _options(state: ClusterState, body: PlanChosen) -> list[list[Option]]:
             rate = rates.get(slots, 0.0)
             earned = times * _marginal(rate, state.policy.alpha)
             made = times * _utility(rate, state.policy.alpha)
-            used = slots if slots == now else min(  # what is given beyond that idles
+            used = slots if slots == now else min(  # slots beyond `used` stay idle
                 (size for size, other in rates.items() if other == rate), default=0)
             moves = now > 0 and not hurt and slots != now
             lost_s = _stood_s(state, task, now, slots, used) if hurt or slots != now else 0.0
@@ -165,7 +165,7 @@ def _options(state: ClusterState, body: PlanChosen) -> list[list[Option]]:
 
 
 def _utility(rate: float, alpha: float) -> float:
-    """U(T) of T in GFLOP/s; of a task with nothing 0, where that is told apart."""
+    """U(T) for T in GFLOP/s; 0 for a rate of 0."""
     rate /= RATE_FLOPS if alpha else 1.0
     return (0.0 if not rate else math.log(rate) if alpha == 1 else rate**(1 - alpha) / (1 - alpha))
 
@@ -176,7 +176,7 @@ def _marginal(rate: float, alpha: float) -> float:
 
 
 def _stood_s(state: ClusterState, task: Task, now: int, slots: int, used: int) -> float:
-    """D_transition, from what the state keeps of this task's changes; of `slots`, `used` train."""
+    """D_transition from the downtimes of the task's changes; of `slots`, `used` train."""
     def usual_s(kind: str) -> float:
         known = sorted(task.downtime_s.get(kind, []))
         if len(known) < 3:
@@ -196,7 +196,7 @@ def _stood_s(state: ClusterState, task: Task, now: int, slots: int, used: int) -
 
 
 def _rates(state: ClusterState, number: int) -> dict[int, float]:
-    """T(t, x) of each size: idle slots harm nobody, so it never falls."""
+    """T(t, x) by size. Idle slots cost nothing, so the rate never falls with the size."""
     table = state.tasks[number].throughput
     assert table is not None
     pairs = sorted(zip(table.sizes, table.rates_flops, strict=True))
@@ -204,7 +204,7 @@ def _rates(state: ClusterState, number: int) -> dict[int, float]:
 
 
 def wrong_price(state: ClusterState, number: int, weight_from: float) -> str:
-    """Whether `weight_from` is where the next plan turns, once this one is carried out."""
+    """What is wrong with `weight_from`: a new plan must give slots just above it, none below."""
     assert state.plan is not None
     told, num_slots = state.tasks[number].weight, state.plan.num_slots
     for times, runs in ((1.0001, True), (0.9999, False)):

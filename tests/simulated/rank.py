@@ -1,4 +1,4 @@
-"""Training processes on paper: they hold, meet, settle, step and fail as the protocol says."""
+"""Simulated training processes: they join generations, settle, step and fail as real ranks do."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from unicron.events.records import reports as r
 from unicron.events.records.types import Body, StoreEndpoint
 from unicron.workers.training.recovery.state_sources import NO_STATE, Claim, HeldState
 
-# --- The marks that a rank on paper passes: when it was where, and how long iterations took. ---
+# --- The progress marks of a simulated rank and its iteration times ---
 
 NUM_NORMAL = 20
-"""Iterations of the running average."""
+"""Iterations in the running average."""
 FIRST_S = 2.0
-"""Taken for it before one was finished: the first is slow."""
+"""The average before one iteration has finished; the first iteration is slow."""
 NUM_PACED = 8
 
 
 class Marks:
-    """Of one process. Times in seconds of the loop's clock."""
+    """The marks of one process. Times are seconds of the loop's clock."""
 
     def __init__(self) -> None:
         self.slow = 1.0
-        """So many times longer its own work takes than it should."""
+        """Factor by which the process's own work takes longer than normal."""
         self.num_froze = 0
         self.frozen_until_s = 0.0
         self._frozen_s = self._began_s = self._entered_s = -1.0
         self._generation = 0
         self.took_s: list[float] = []
-        """The last iterations of this generation, without its first."""
+        """Durations of this generation's last iterations, without its first."""
 
     def freeze(self, at_s: float, left_s: float) -> None:
-        """It stands still; `left_s`: it did already, for so much longer."""
+        """The process stalls; `left_s`: how much longer an earlier stall lasts (0: none)."""
         self.num_froze += 1
         if left_s <= 0:
             self._frozen_s = at_s
@@ -50,7 +50,7 @@ class Marks:
             self._generation, self.took_s, self._began_s = generation, [], -1.0
         self._entered_s = -1.0
         if self._began_s < 0:
-            self._began_s = 0.0  # the generation's first does not count
+            self._began_s = 0.0  # the generation's first iteration does not count
         else:
             self._began_s = at_s
 
@@ -64,31 +64,31 @@ class Marks:
 
     @property
     def normal_s(self) -> float:
-        """The running average of an iteration."""
+        """The running average of iteration times."""
         return fmean(self.took_s) if self.took_s else FIRST_S
 
     @property
     def iteration_s(self) -> float:
-        """The median of the last ones; 0: there were too few."""
+        """The median of the last NUM_PACED iteration times; 0: fewer have finished."""
         return median(self.took_s[-NUM_PACED:]) if len(self.took_s) >= NUM_PACED else 0.0
 
     def works_s(self, now_s: float) -> float:
-        """For how long it has been at its own work of this iteration; 0: it is not, or its
-        generation's first."""
+        """Time spent so far on the rank's own work of this iteration. 0: the rank is in a
+        collective, or in its generation's first iteration."""
         return now_s - self._began_s if self._began_s > 0 and self._entered_s < 0 else 0.0
 
     def last_s(self, now_s: float, *, computes: bool, frozen: bool) -> float:
-        """When it passed its last mark: work passes them all the time, unless it stands."""
+        """Time of the last mark: work passes marks continuously, unless the rank is frozen."""
         if not computes and self._entered_s >= 0:
             return self._entered_s
         return self._frozen_s if frozen else now_s
 
 FLOPS = 1e9
-"""FLOPs of one iteration on paper."""
+"""FLOPs of one simulated iteration."""
 FOR_GOOD_S = 1e7
-"""Longer than any day on paper."""
+"""Longer than any simulation."""
 INSTANT_S = 1e-9
-"""Less is nothing: sums of seconds are not exact."""
+"""Durations below this count as 0: sums of seconds are not exact."""
 Phase = Literal["loading", "holding", "meeting", "settled", "computing", "reducing"]
 
 
@@ -105,7 +105,7 @@ class SimulatedRank:
         self.phase: Phase = "loading"
         self.alive = True
         self.seen = 0
-        """The highest generation that it was told of."""
+        """The highest generation that the rank knows of."""
         self.group: SimulatedGeneration | None = None
         self.step_version, self.digest, self.trained_in = -1, 0, 0
         self.kept: tuple[int, ...] = ()
@@ -113,17 +113,17 @@ class SimulatedRank:
         self.owned: tuple[int, ...] = ()
         self.assigned_in, self.begun = 0, False
         self.held: HeldState | None = None
-        """Of which part of the model its state is; None: of all of it."""
+        """The part of the model that its state covers; None: the whole model."""
         self.ready, self.gate, self.beside = False, tuple[float, ...](), False
-        """`beside`: it counts the steps of others, and has no state."""
+        """`beside`: a standby member, which only counts the steps of others and has no state."""
         self.keepers: tuple[StoreEndpoint, ...] = ()
         self._kept_s: dict[str, float] = {}
-        """When it last told that a node's keeper has a copy."""
+        """Node -> when the rank last reported that the node's store has a copy."""
         self.told = 0
-        """Iterations below this one were told by a first member, as far as this one knows."""
+        """Iterations below this one have been reported, as far as this rank knows."""
         self._began_s = self._micro_batch_s = self._told_s = 0.0
         self._saves = False
-        """It leaves for good, as the first: what it holds is written before it says Quiesced."""
+        """The task loses all its slots and this rank is to save: it writes before Quiesced."""
         self._finished = False
         self.goes_on_s = self._continues_s = 0.0
         self.marks = Marks()
@@ -132,21 +132,21 @@ class SimulatedRank:
         self._call: Callable[[], None] = self._ready
         self._after(net.draw(net.tempo.load_s), self._ready)
 
-    # --- what the agent hands over ---------------------------------------------------------
+    # --- called by the agent -----------------------------------------------------------------
     def die(self) -> None:
-        """The process is gone at once; peers notice by its closed connections."""
+        """The process is gone at once; peers notice its closed connections."""
         self.alive = False
         self._leave()
 
     @property
     def stopped_s(self) -> float:
-        """How long it still stands still; 0: it does not."""
+        """How long the rank is still stopped or frozen; 0: it runs."""
         left_s = self.goes_on_s - self.net.loop.time()
-        return left_s if left_s > INSTANT_S else 0.0  # a timer for then may come a rounding early
+        return left_s if left_s > INSTANT_S else 0.0  # its timer may fire a rounding error early
 
     @property
     def suspended_s(self) -> float:
-        """How long it is still stopped (SIGSTOP); 0: it is not, but may stand still."""
+        """How long the rank is still stopped by SIGSTOP; 0: it is not, but may be frozen."""
         return max(self._continues_s - self.net.loop.time(), 0.0)
 
     def stop(self, stop_s: float) -> None:
@@ -156,7 +156,7 @@ class SimulatedRank:
         self.freeze(stop_s)
 
     def freeze(self, stop_s: float) -> None:
-        """It computes and reads nothing for `stop_s` (0: for ever); its connections stand."""
+        """Compute and read nothing for `stop_s` (0: for ever); the connections stay open."""
         stop_s = stop_s or FOR_GOOD_S
         self.marks.freeze(self.net.loop.time(), self.stopped_s)
         now_s, added_s = self.net.loop.time(), max(stop_s - self.stopped_s, 0.0)
@@ -170,7 +170,7 @@ class SimulatedRank:
         self.net.later(self.stopped_s, self._read)
 
     def take(self, order: o.Order) -> None:
-        """An order comes in by the pipe: read at once, or when the process goes on."""
+        """Accept an order. The rank reads it at once, or when the process continues."""
         self._unread.append(order)
         self._read()
 
@@ -230,7 +230,7 @@ class SimulatedRank:
 
     # --- iterations --------------------------------------------------------------------------
     def begin(self) -> None:
-        """Run what is to do of the iteration, then meet in its reduction."""
+        """Compute the remaining micro-batches of the iteration, then enter its reduction."""
         self.phase, self._began_s, self.begun = "computing", self.net.loop.time(), True
         self._micro_batch_s = self.net.draw(self.net.tempo.micro_batch_s) * self.marks.slow
         self.marks.begin(self._began_s, self.seen)
@@ -241,7 +241,7 @@ class SimulatedRank:
         self._after(busy_s, self._final if last else self._reduce)
 
     def step(self, batch: tuple[int, ...], stop: bool) -> None:
-        """The reduction is complete on this rank: take the optimizer's step."""
+        """The reduction has completed on this rank: take the optimizer step."""
         assert self.group is not None
         if self.step_version >= self.train.iterations:
             self.say(r.RankFinished(task=self.task, rank=self.rank, attempt=self.attempt,
@@ -280,11 +280,11 @@ class SimulatedRank:
         self.ready, self.gate = False, (1.0,)
 
     def fail(self) -> None:
-        """A collective failed under this rank: leave, hold, say so."""
+        """A collective failed on this rank: leave the generation and report the failure."""
         assert self.group is not None
         number, self.seen = self.group.number, max(self.seen, self.group.number)
         was = self.phase
-        self._saves = self._saves and self.group.axes is None  # each has a part alone
+        self._saves = self._saves and self.group.axes is None  # a rank of a layout has one part
         self._keep_whole()
         self._leave()
         if was == "meeting":
@@ -302,24 +302,24 @@ class SimulatedRank:
                             micro_batches=self.kept, buckets_reduced=0, num_buckets=1))
 
     def claim(self) -> Claim:
-        """What it brings into a new generation."""
+        """The state and micro-batches that this rank brings into a new generation."""
         return Claim(step_version=NO_STATE if self.beside else self.step_version, kept=self.kept,
                      owned=self.owned, assigned_in=self.assigned_in, begun=self.begun,
                      trained_in=self.trained_in, held=self.held, ready=self.ready,
                      gate=self.gate)
 
     def hold(self, kept: tuple[int, ...], todo: tuple[int, ...], begun: bool) -> None:
-        """Settled: this is its part of the iteration."""
+        """Take the rank's part of the iteration after the settlement."""
         self.phase, self.kept, self.todo, self.begun = "settled", kept, todo, begun
         self.owned = tuple(sorted((*kept, *todo)))
 
     @property
     def iterates(self) -> bool:
-        """Whether it is in an iteration: neither between generations nor after the last one."""
+        """True in an iteration: not between generations, and not after the last iteration."""
         trains = self.phase in ("computing", "reducing") and self.trained_in == self.seen
         return self.alive and trains and (0 <= self.step_version < self.train.iterations)
 
-    # --- inside ------------------------------------------------------------------------------
+    # --- internals ---------------------------------------------------------------------------
     @property
     def _is_first(self) -> bool:
         return self.group is not None and self.group.ranks[0] is self
@@ -347,7 +347,7 @@ class SimulatedRank:
         self.group.enter(self)
 
     def _final(self) -> None:
-        """After the last iteration: the first member writes, then all meet once more."""
+        """After the last iteration: the first member saves, then all enter one more collective."""
         assert self.group is not None
         if self._is_first:
             self._save(final=True)
@@ -362,7 +362,7 @@ class SimulatedRank:
                                    final=final))
 
     def _send_copy(self, node: str, copy: SimulatedCheckpoint) -> None:
-        """A copy arrives, if its sender still lives and runs; a keeper's word at most a second."""
+        """Store a copy if the rank still runs; report it at most once per second and node."""
         at_s, every_s = self.net.loop.time(), self.net.tempo.progress_s
         if not self.alive or self.stopped_s:
             return
@@ -389,7 +389,7 @@ class SimulatedRank:
         self.told, self._told_s = self.step_version, at_s
 
     def _keep_whole(self) -> None:
-        """Of an interrupted computation, keep the micro-batches that are whole."""
+        """Keep the completed micro-batches of an interrupted computation."""
         if self.phase == "computing" and self._micro_batch_s and self.todo:
             num = floor((self.net.loop.time() - self._began_s) / self._micro_batch_s)
             self.kept = tuple(sorted((*self.kept, *self.todo[:num])))
@@ -402,7 +402,7 @@ class SimulatedRank:
         self._answer()
 
     def _answer(self) -> None:
-        """Quiesced; whoever leaves for good as the first saves before, while nothing else runs."""
+        """Report Quiesced; if the rank is to save, after it has written the checkpoint."""
         if self._saves and self.step_version >= 0 and not self._finished:
             self._after(self.net.draw(self.net.tempo.save_s), self._leave_a_checkpoint)
         else:

@@ -1,4 +1,4 @@
-"""An agent's eye on its ranks on paper: who passes no mark, and how fast they work."""
+"""A simulated agent's monitor of its ranks: it reports stalled ranks and step times."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from unicron.events.records.types import Body
 WATCH_S = 0.25
 STANDS_TIMES = 3.0
 FALSE_SHARE = 0.002
-"""Of all looks at a rank: it is called stalled, and is not."""
+"""Share of looks at a rank that report a false stall."""
 OWN_NOISE = (0.96, 1.04)
 CHANGED_RATIO = 1.08
 SLOW_AGAIN_TIMES = 2.0
-"""What was told of an iteration while it lasted is told again when it has lasted so much longer."""
+"""A slow iteration that still runs is reported again after this many times its reported time."""
 
 
 class Told(Struct):
-    """What was last told of one process."""
+    """The last reports about one process."""
 
     generation: int
     stalled_s: float = -1.0
-    """The mark after which it is told to stand; below 0: it is not."""
+    """The progress mark after which the rank was reported stalled; below 0: not stalled."""
     slow: int = -1
-    """The iteration that was told while it lasted, too long by the rank's own work."""
+    """The iteration that was reported as slow while it ran: too long in the rank's own work."""
     slow_s: float = 0.0
-    """For how long then."""
+    """How long it had taken by then."""
     own_s: float = 0.0
     normal_s: float = 0.0
 
 
 class SimulatedRankMonitor:
-    """Looks at one node's ranks. Where it says `own` or `collective`, that is so."""
+    """Monitors one node's ranks. The place that it reports (`own`, `collective`) is correct."""
 
     def __init__(self, net: Environment, say: Callable[[Body], None]) -> None:
         self.net, self.say = net, say

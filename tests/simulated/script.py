@@ -1,4 +1,4 @@
-"""Lives of a simulated cluster by script: every row of the table, and one more fault."""
+"""Scripted lives of a simulated cluster: every row of the transition table, and one more fault."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from unicron.events.spec import job as spec
 
 SLOW = Weather(latency_s=0.15)
 PATIENCE_S = 60.0
-"""How long a scene waits for what it needs; a second fault may have made that impossible."""
+"""How long a scene waits for its condition; a second fault can make the condition impossible."""
 
 
 def job(name: str, low: int, high: int, iterations: int, weight: float = 1.0) -> TaskSubmitted:
-    """A training task of which every slot earns alike."""
+    """A training task whose throughput grows by the same amount with every slot."""
     return TaskSubmitted(spec=spec.parse({
         "apiVersion": spec.API_VERSION, "name": name, "weight": weight,
         "slots": {"min": low, "max": high},
@@ -26,7 +26,7 @@ def job(name: str, low: int, high: int, iterations: int, weight: float = 1.0) ->
 
 
 class OneRank(World):
-    """One task on two nodes, one rank killed, and one leader that dies around one append."""
+    """One task on two nodes: one rank is killed, and the first leader dies around one append."""
 
     def __init__(self, doom: str, doom_seq: int) -> None:
         super().__init__(7, only_leaders=True)
@@ -54,15 +54,14 @@ class OneRank(World):
 
 
 class SecondFault(World):
-    """A life that passes every row of the transition table, and a fault right after one record.
+    """A life that passes every row of the transition table, with one fault after one record.
 
-    The fault strikes once, in the instant of the append of the `nth` record by which `row` is
-    carried out.
+    The fault strikes once, at the instant of the `nth` append of a record that executes `row`.
     """
 
     def __init__(self, seed: int, row: str, fault: str, nth: int) -> None:
         super().__init__(seed)
-        # Reports that come late shall find their rank a member, and not lost already.
+        # Reports that arrive late must find their rank a member, and not lost already.
         self.policy = replace(self.policy, suspect_s_max=self.policy.silence_s_max)
         self.row, self.fault, self.nth = row, fault, nth
         self.nodes = {"n0": 2, "n1": 2, "n2": 1}
@@ -104,9 +103,9 @@ class SecondFault(World):
         await self.chaos.kill_leader()
 
     async def _cut(self, task: int) -> None:
-        """As soon as there is a collective; the witness counts it when its failure is told.
+        """Break the next collective. The witness counts the fault when its failure is reported.
 
-        Orders are slow meanwhile: who fails in a collective says so before it reads any.
+        Orders are slow meanwhile, so that members report the failure before they read any order.
         """
         for _ in range(500):
             if self.cluster.cut(task):
@@ -131,7 +130,7 @@ class SecondFault(World):
         return await self.finish()
 
     async def _a_rank_dies(self, main: int) -> None:
-        """Also while it comes back, and while the generation after that comes up."""
+        """Kill a rank, another one during the recovery, and one in the generation after that."""
         def a_member_dies(task: int) -> None:
             member = self.rng.choice(self.witness.state.tasks[task].members)
             self.chaos.strike_rank(task, rank=member.rank)
@@ -143,7 +142,7 @@ class SecondFault(World):
         await self._healthy(main)
 
     async def _the_network_fails(self, main: int) -> None:
-        """And one node tells so late that the others count as all that there is."""
+        """Break the network; one node reports so late that its members are left out."""
         link = self.links["n1"]
         self.cluster.cut(main)
         link.cut = True
@@ -152,9 +151,9 @@ class SecondFault(World):
         await self._healthy(main)
 
     async def _it_gives_way(self, main: int) -> None:
-        """Another task takes all slots, so this one saves and leaves, and comes back later.
+        """Another task takes all slots, so this one saves and stops, and starts again later.
 
-        In every other life the one who is to save dies, and so does who is told to after it.
+        With an odd seed the rank that is to save dies, and so does the rank that replaces it.
         """
         def saver_dies(task: int) -> None:
             self.chaos.strike_rank(task, rank=self.witness.state.tasks[task].saver)

@@ -1,4 +1,4 @@
-"""The simulation: seeds on all cores, each a cluster's life in virtual time; counts at the end."""
+"""Runs simulations on all cores, each seed one cluster's life in virtual time; prints counts."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from unicron.events.records.envelope import Record
 
 AnyWorld = TypeVar("AnyWorld", bound=World)
 NUM_FAILED_MAX = 5
-"""Seeds that are told in full; of the others the number."""
+"""Seeds that are printed with their traceback; the others only by number."""
 
 
 def quiet() -> None:
-    """Thousands of leaders need not say that they lead."""
+    """Suppress log messages: thousands of leaders would each log that they lead."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
 
 
 def simulate(make: Callable[[], AnyWorld], again: str = "") -> tuple[AnyWorld, list[Record]]:
-    """One world's life and its log, checked; what happened in it is printed when it ends badly."""
+    """Run one world and check its log. On failure, print the faults that happened in it."""
 
     async def live() -> tuple[AnyWorld, list[Record]]:
         world = make()
@@ -47,7 +47,7 @@ def simulate(make: Callable[[], AnyWorld], again: str = "") -> tuple[AnyWorld, l
 
 
 def counts_of(world: World) -> Counter[str]:
-    """All that is counted in one world, by `what: of which kind`."""
+    """All counters of one world, by "group: name"."""
     found = Counter({f"fault: {name}": num for name, num in world.counts.items()})
     for name in ("records", "decisions verified", "models exact", "virtual s", "requests",
                  "tasks too large"):
@@ -64,7 +64,7 @@ def _one(seed: int) -> tuple[int, Counter[str], str]:
     quiet()
     try:
         return seed, counts_of(simulate(lambda: World(seed))[0]), ""
-    except BaseException:  # noqa: BLE001 - a seed's end, whatever it is, is told by its number
+    except BaseException:  # noqa: BLE001 - the parent process prints every failure with its seed
         return seed, Counter(), traceback.format_exc()
 
 
@@ -76,7 +76,7 @@ def _told(counts: Counter[str], num_seeds: int, wall_s: float) -> None:
 
 
 def main() -> int:
-    """0 when every seed holds."""
+    """Exit status: 0 when every seed passes."""
     asks = argparse.ArgumentParser(description=__doc__)
     asks.add_argument("--seeds", type=int, default=2000, help="how many seeds")
     asks.add_argument("--first", type=int, default=0, help="the first seed")

@@ -1,4 +1,4 @@
-"""A cluster's worst days in virtual time: seeded faults first, then peace, and what must hold."""
+"""Simulated clusters in virtual time: seeded faults, then none, then the invariants."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from unicron.events.spec.job import JobSpec
 from unicron.events.spec.model import MegatronModel
 
 NUM_SEEDS = int(os.environ.get("UNICRON_SIM_SEEDS", "150"))
-"""A share of what `make simulation` runs."""
+"""How many seeds the thorough tests run; `make simulation` runs more."""
 NUM_FEW = 50
-"""What `make test` runs of them."""
+"""How many of these `make test` runs."""
 ONCE_FAILED = (328, 508, 818, 1099, 1613)
-"""328: a checkpoint was read after slots were left on purpose, and then came another fault. 1613: a
-collective failed while a hang was due. The others: while healing was paused, what was suppressed
-changed by a record that names no task."""
+"""Seeds that failed once. 328: a checkpoint was read after a preemption, then another fault came.
+1613: a collective failed while a hang deadline was set. The others: while healing was paused, a
+record that names no task changed which orders were suppressed."""
 
 
 @pytest.fixture(autouse=True)
 def silence() -> Iterator[None]:
-    """Hundreds of leaders need not say that they lead."""
+    """Suppress log messages: hundreds of leaders would each log that they lead."""
     quiet()
     yield
     structlog.reset_defaults()
@@ -45,13 +45,13 @@ def test_faults_then_peace(seed: int) -> None:
 
 
 def lose_a_rank(doom: str = "", doom_seq: int = 0) -> tuple[World, list[Record]]:
-    """The one world in which a rank dies, with a leader that dies around append `doom_seq`."""
+    """Run the world in which one rank dies; its leader dies before or after append `doom_seq`."""
     return simulate(lambda: OneRank(doom, doom_seq))
 
 
 @pytest.mark.parametrize("doom", ["before", "after"])
 def test_a_leader_may_die_around_any_append(doom: str) -> None:
-    """Around every record of a first start and of a whole recovery, one world for each."""
+    """One world for every record of a first start and a recovery: the leader dies there."""
     _, undisturbed = lose_a_rank()
     for seq in range(1, len(undisturbed) + 1):
         where = f"{doom} seq {seq} {undisturbed[seq - 1].kind}"
@@ -67,7 +67,7 @@ def test_a_leader_may_die_around_any_append(doom: str) -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_a_dead_control_plane_hurts_nobody(seed: int) -> None:
-    """Only leaders die here, are cut off, or fight: no rank is stopped, none starts again."""
+    """Only leaders die, are cut off or compete: no rank is stopped or started again."""
     world, records = simulate(lambda: World(seed, only_leaders=True))
     assert world.num_leaders > 2
     assert world.cluster.net.num_stopped == 0
@@ -77,7 +77,7 @@ def test_a_dead_control_plane_hurts_nobody(seed: int) -> None:
 
 
 def test_commands_are_measured_by_what_they_print() -> None:
-    """Through faults and restarts no measured rate is off from what they really achieve."""
+    """Through faults and restarts every measured rate matches the command's real step time."""
     num_measured = 0
     for seed in range(60):
         seats: dict[int, int] = {}

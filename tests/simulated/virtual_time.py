@@ -1,4 +1,4 @@
-"""An asyncio event loop whose time passes only when nothing is left to do at this instant."""
+"""An asyncio event loop whose clock advances only when no callback is ready to run."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ T = TypeVar("T")
 
 
 class Stalled(RuntimeError):
-    """Every task waits for another and no timer runs: in real time this would hang for ever."""
+    """Every task waits for another and no timer runs: in real time this would hang."""
 
 
 class _Instant(selectors.SelectSelector):
-    """Moves its clock forward where a real selector would wait."""
+    """Advances its clock where a real selector would wait."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class _Instant(selectors.SelectSelector):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """Hours in milliseconds: no sockets, threads or processes, and the same run every time."""
+    """Runs hours in milliseconds and deterministically; no sockets, threads or processes."""
 
     def __init__(self) -> None:
         self._instant = _Instant()

@@ -1,4 +1,4 @@
-"""Who sees every record in the instant of its append: what must hold at each, and what happened."""
+"""Checks invariants at every appended record, and counts what happened."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from unicron.events.spec.parallelism import num_positions, replica
 
 FAULTS = ("rank killed", "node lost", "collective failed", "leader died")
 SEATED = "idle/seats_given"
-"""The row of the table that the heart has as a level: StartRank for each seat."""
+"""Orders that no row of the table gives: StartRank for each assigned slot."""
 ROWS = (SEATED, *(f"{row.phase}/{row.on.__name__}" for row in transition.TABLE))
 UNSCRIPTED = {(SEATED, "collective failed"), ("quiescing/save_not_ordered", "collective failed")}
-"""Pairs that no script brings about: nobody is in a generation yet, or most have left theirs.
+"""Pairs that no script produces: no rank is in a generation yet, or most have left theirs.
 
-What a link delivers late still makes them: a few of the seeds meet each.
+Late deliveries still produce these pairs: a few seeds meet each of them.
 """
 NUM_PLANS_MAX = 20
 NUM_PRICES_MAX = 5
-"""Of one world: so many are computed again."""
+"""How many plans and prices are computed again per world."""
 
 
 class Witness:
-    """The state as the log tells it, one record after the other, and what is wrong with them."""
+    """Folds the log record by record, and keeps the violations that it finds."""
 
     def __init__(self) -> None:
         self.state = ClusterState()
@@ -49,26 +49,26 @@ class Witness:
         self.health = HealthWitness()
         self.rows: Counter[str] = Counter()
         self.hits: Counter[tuple[str, str]] = Counter()
-        """(row of the table, fault): how often the fault came while that row was the last."""
+        """(row of the table, fault) -> how often the fault struck while that row was the last."""
         self.counts: Counter[str] = Counter()
         self.row_of: dict[int, str] = {}
-        """Task -> the row that was last carried out for it."""
+        """Task -> the row that was last executed for it."""
         self._settled: dict[int, list[r.Reconfigured]] = {}
         self._version: dict[tuple[int, int], tuple[int, int, int]] = {}
-        """(task, rank) -> attempt, generation and step version when it last said Quiesced."""
+        """(task, rank) -> attempt, generation and step version of the rank's last Quiesced."""
         self._best: dict[int, int] = {}
-        """Task -> the highest step version of all that could be asked at the last Reconfigure."""
+        """Task -> the highest step version of all reachable ranks at the last Reconfigure."""
         self._whole: dict[int, bool] = {}
-        """Whether these had the whole state between them."""
+        """Task -> whether these ranks had the complete state between them."""
         self._lost: Counter[int] = Counter()
         self._from: dict[int, list[r.Reconfigured]] = defaultdict(list)
-        """Incident -> what its members told of where their state came from, which then counted."""
+        """Incident -> the members' Reconfigured reports that count for the state's origin."""
         self._received_bytes: Counter[int] = Counter()
         self._resumes: Counter[int] = Counter()
         self._published: dict[int, tuple[int, int]] = {}
 
     def see(self, record: Record) -> str:
-        """Take in the next record; the row of the transition table behind it, or empty."""
+        """Check and fold the next record; returns its row of the transition table, or ""."""
         if not record.cause:
             self._all_rest(record)
         body, task = record.body, self.state.tasks.get(getattr(record.body, "task", 0))
@@ -91,8 +91,8 @@ class Witness:
         return row
 
     def _all_rest(self, record: Record) -> None:
-        """Before the next report nothing more follows for any task from all reports before: none
-        was passed over (decide.py, `affected_tasks`)."""
+        """Before each report no task has a decision left: the control plane passed over none
+        (`affected_tasks` in decide.py)."""
         for task in self.state.tasks.values():
             more = next(transition.next_decisions(self.state, task), None)
             self._check(record, more is None, f"comes before task {task.id} got its {more}")
@@ -133,7 +133,7 @@ class Witness:
         self._check(record, body.slot.index not in node.occupants, f"{body.slot} is taken")
 
     def _stop(self, record: Record, body: o.StopRank) -> None:
-        """Who is ended because it stood still did so for long enough, and not a moment ago."""
+        """A rank that is ended as stopped was stopped for at least `stopped_s_max`."""
         rank = self.state.tasks[body.task].ranks.get(body.rank)
         if rank is not None and rank.timeout_reason == STOPPED and not rank.stopping:
             stood_s = record.at_s - rank.suspended_s if rank.is_stopped else 0.0
@@ -143,7 +143,7 @@ class Witness:
             self.counts["slow ranks ended"] += 1
 
     def _deadline(self, record: Record, body: r.DeadlineReached) -> None:
-        """What is done about a hang is done when all that can be asked stand, for long enough."""
+        """A hang is acted on only after every reachable member has stalled for long enough."""
         what, *of = body.deadline.split("/")
         task = self.state.tasks.get(int(of[0])) if what == "hang" else None
         if task is None or record.at_s < self.state.deadlines[body.deadline].due_s:
@@ -186,7 +186,7 @@ class Witness:
         self._check(record, len({rank for rank, _ in members}) == len(members), "a rank twice")
 
     def _known(self, task: Task, number: int) -> int:
-        """The step version that a rank told of, if it can still be asked; else -1."""
+        """The step version that a rank reported, if the rank can still be reached; else -1."""
         rank, node = task.ranks[number], self.state.nodes[task.ranks[number].slot.node]
         attempt, generation, version = self._version.get((task.id, number), (0, 0, -1))
         fit = (
@@ -315,7 +315,7 @@ def _row(state: ClusterState, task: Task | None, body: t.Body) -> str:
 
 
 def _forbidden(task: Task, body: t.Body) -> bool:
-    """What nobody asked for and no transition that has begun needs."""
+    """True for an order that was not requested and that no transition in progress needs."""
     match body:
         case o.StartRank() | d.TaskPlaced():
             return True

@@ -1,4 +1,4 @@
-"""A simulated cluster: its log, its leaders, its nodes, its users, and a whole life of it."""
+"""A simulated cluster with its log, leaders, nodes and users, from start to end."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from unicron.events.spec.policy import Policy
 
 MODEL = {"gpu": "A100-80", "num_layers": 2, "hidden": 64, "num_heads": 2, "sequence": 64,
          "vocabulary": 128, "global_batch": 8}
-"""What some commands say that they train."""
+"""The model that some commands declare."""
 
 START_S = 1_700_000_000.0
 PEACE_S_MAX = 6_000.0
-"""A task of one rank that hangs is waited for as long as a collective's timeout would."""
+"""A hanging task of one rank ends only after a collective's timeout."""
 NEWS_S = 1.0
-"""So long after a rank goes on its agent may not have told so."""
+"""How long after a rank continues its agent may not have reported that yet."""
 REST_S = 20.0
-"""After the last task: what is still late comes, and finds nobody."""
+"""Seconds after the last task in which late messages still arrive."""
 POLICY = Policy(start_s_max=20.0, quiesce_s_max=10.0, boundary_s_max=30.0, reconfigure_s_max=30.0,
                 stop_s_max=5.0, restarts_max=100_000, replace_after_s=15.0, allow_inject=True,
                 quarantine_s=20.0)
 
 
 class World:
-    """One simulated cluster. `faults` tells what happened in it, for whom a seed fails."""
+    """One simulated cluster. `faults` lists what happened in it, to explain a failed seed."""
 
     def __init__(self, seed: int, *, only_leaders: bool = False) -> None:
         self.seed, self.only_leaders = seed, only_leaders
@@ -71,7 +71,7 @@ class World:
         self._spare(random.Random(f"spares {seed}"))
 
     def _limit(self, rng: random.Random) -> None:
-        """In some worlds the operator binds plans; each task alone fits into its team's quota."""
+        """In some worlds plans are limited; each task alone fits into its team's quota."""
         self._teams = ["", "red", "blue"] if rng.random() < 0.3 else [""]
         self._priorities = [0, 1, 2] if rng.random() < 0.2 else [0]
         most = max(6, sum(self.nodes.values()) // 2)
@@ -81,7 +81,7 @@ class World:
             alpha=rng.choice([0.5, 1.0, 2.0]) if rng.random() < 0.25 else 0.0)
 
     def _spare(self, rng: random.Random) -> None:
-        """In some worlds a node's slots may stay idle: faults are due soon, and changes dear."""
+        """In some worlds hot spares pay: faults are frequent, and transitions expensive."""
         if rng.random() < 0.3:
             self.policy = replace(
                 self.policy, hot_spare=True, repair_s=rng.choice([5.0, 300.0, 21_300.0]),
@@ -95,7 +95,7 @@ class World:
         return START_S + self.loop.time()
 
     def tell(self, fault: str) -> None:
-        """Count a fault, and note its time."""
+        """Count and log a fault."""
         self.counts[fault] += 1
         self.faults.append(f"{self.loop.time():.3f} {fault}")
 
@@ -104,14 +104,14 @@ class World:
             self.saw(record, self.witness.see(record))
 
     def saw(self, record: Record, row: str) -> None:
-        """A record stands in the log, by this row of the transition table (or none)."""
+        """Called for each appended record, with its row of the transition table (or "")."""
         self.chaos.see(record)
         if isinstance(record.body, StopRank) and record.body.why == f"it {STALLED}":
             self._stands(record.body)
 
     def _stands(self, order: StopRank) -> None:
-        """Who is ended for standing still does so, or its agent has had no time to tell that it
-        goes on."""
+        """Check a rank that is ended as hung: it is stalled, or its agent cannot have reported yet
+        that it continues."""
         for agent, process in self.cluster.running():
             rank, told = process.rank, process.order
             if rank is None or (told.task, told.rank, told.attempt) != (
@@ -131,7 +131,7 @@ class World:
         return self.links[node]
 
     def tasks_running(self, node: str = "") -> list[int]:
-        """Tasks that have a process (on this node)."""
+        """Tasks that have a process (on this node, if given)."""
         return sorted({process.order.task for agent, process in self.cluster.running()
                        if node in ("", agent.node)})
 
@@ -164,7 +164,7 @@ class World:
             found[2].cancel()
 
     def lose_leaders(self) -> None:
-        """No control plane lives."""
+        """Kill every leader."""
         for name in list(self.leaders):
             self.kill_leader(name)
 
@@ -176,7 +176,7 @@ class World:
         return [port for _, port, _ in self.leaders.values()]
 
     def trouble(self, on: bool) -> None:
-        """Whether leaders lose calls and replies."""
+        """Set whether leaders lose calls and replies."""
         self._trouble = on
         for port in self.leader_ports():
             port.trouble = on
@@ -185,7 +185,7 @@ class World:
         return next((c for c, _, _ in reversed(self.leaders.values()) if c.leading), None)
 
     def _spread(self, data: dict[str, Any], rng: random.Random) -> None:
-        """Some tasks have layouts, if there is one of a number of slots that they may have."""
+        """Give some tasks layouts, if one of their sizes allows a layout."""
         if rng.random() > 0.4:
             return
         layouts = {"tensor": rng.choice([[1], [2], [1, 2]]),
@@ -201,7 +201,7 @@ class World:
 
     # --- operators -------------------------------------------------------------------------------
     async def write(self, key: str, body: Body) -> int:
-        """As a client does: ask with the same key until answered."""
+        """Write as a client does: repeat the request with the same key until it is answered."""
         while True:
             leader = self.coordinator()
             if leader:
@@ -214,12 +214,12 @@ class World:
             await asyncio.sleep(0.5)
 
     async def ask(self, what: str, body: Body) -> int:
-        """A request of its own."""
+        """Write a request under a new key."""
         self.counts["requests"] += 1
         return await self.write(f"{what}-{self.counts['requests']}", body)
 
     def job(self, number: int) -> r.TaskSubmitted:
-        """A task of any kind; now and then one that the cluster will never hold."""
+        """A task of a random kind; one in twenty is larger than the cluster."""
         rng, total = self.rng, sum(self.nodes.values())
         high = rng.randint(1, min(6, total))
         low = rng.randint(1, high)
@@ -259,10 +259,10 @@ class World:
 
     # --- a whole life ----------------------------------------------------------------------------
     async def live(self) -> list[Record]:
-        """Faults, then peace until all tasks have ended; the log.
+        """Run faults, then none until all tasks have ended; returns the log.
 
-        What a witness finds strikes a leader that appends: it ends the world, or who waits for an
-        answer would wait for ever.
+        The witness raises inside the leader that appends. That error cancels this task, because
+        a client would otherwise wait for its answer for ever.
         """
         self._life = asyncio.current_task()
         try:
@@ -283,7 +283,7 @@ class World:
         return await self.finish()
 
     def begin(self) -> None:
-        """A leader and all nodes."""
+        """Start a leader and all nodes."""
         self.start_leader()
         for node, num_slots in self.nodes.items():
             self.cluster.boot(node, num_slots)
@@ -293,7 +293,7 @@ class World:
         await self.write(f"submit-{number}", self.job(number))
 
     async def make_peace(self) -> None:
-        """Nothing is broken any more, held or drained."""
+        """End all faults, pauses, drains and quarantines."""
         self.chaos.end()
         self.server.start()
         self.trouble(False)
@@ -315,7 +315,7 @@ class World:
                 await self.ask("lift", r.QuarantineLifted(node=node))
 
     async def finish(self) -> list[Record]:
-        """Peace until all tasks have ended, then the end; the log."""
+        """Wait until all tasks have ended, then stop the cluster; returns the log."""
         peace_s = self.loop.time()
         while self._unfinished(await self._settled()):
             state = await self._settled()
@@ -348,7 +348,7 @@ class World:
         return await leader.settled()
 
     def _unfinished(self, state: ClusterState) -> list[Task]:
-        """Tasks that should end by themselves: all but those that never fit."""
+        """Tasks that must still end: all but those that never fit."""
         total = sum(self.nodes.values())
         return [task for task in state.tasks.values() if task.phase != "ended"
                 and task.throughput is not None and any(
@@ -356,7 +356,7 @@ class World:
                         task.throughput.sizes, task.throughput.rates_flops, strict=True))]
 
     async def _repair(self) -> None:
-        """Slots that are out come back when somebody has seen to them: the agent starts again."""
+        """Restart the agents of nodes with disabled slots, as an operator does after a repair."""
         state = await self._settled()
         if all(task.phase in ("idle", "ended") for task in state.tasks.values()):
             for node in [node.name for node in state.nodes.values() if node.slots_disabled]:
