@@ -1,4 +1,4 @@
-"""Clusters of real processes that all tests share, and the twins of their tasks."""
+"""Clusters of real processes that several test modules share, and reference runs of their tasks."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def three_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCluste
 def cluster(two_nodes: RealCluster) -> Iterator[RealCluster]:
     """A running cluster of two nodes; a stopped rank has a few seconds to continue.
 
-    All modules share it, since each node's first task loads torch and Megatron. It is restored
-    when a module has ended.
+    All modules share one cluster, because each node's first task must load torch and Megatron. The
+    cluster is restored after each module.
     """
     yield two_nodes
     two_nodes.restore()
@@ -38,9 +38,9 @@ def cluster(two_nodes: RealCluster) -> Iterator[RealCluster]:
 
 @pytest.fixture(scope="module")
 def three(three_nodes: RealCluster) -> Iterator[RealCluster]:
-    """A running cluster of three nodes, shared in the same way; a lost node is detected soon.
+    """A running cluster of three nodes, shared like `cluster`; a lost node is detected soon.
 
-    A stopped rank has longer to continue than any test here stops one.
+    No test stops a rank for as long as `stopped_s_max`.
     """
     yield three_nodes
     three_nodes.restore()
@@ -48,7 +48,7 @@ def three(three_nodes: RealCluster) -> Iterator[RealCluster]:
 
 @pytest.fixture(scope="session")
 def twins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Twins]:
-    """Undisturbed trainings to compare with, each trained once."""
+    """Undisturbed reference runs to compare with; each is trained once."""
     made = Twins(tmp_path_factory.mktemp("twins"))
     try:
         yield made
@@ -58,7 +58,7 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Twins]:
 
 @pytest.fixture
 def spec(tmp_path: Path) -> Callable[..., Spec]:
-    """A small GPT whose iteration lasts long enough for a fault in the middle of it."""
+    """A small GPT whose iterations last long enough to inject a fault inside one."""
     def make(name: str, *, dropout: float = 0.0, iterations: int = 40) -> Spec:
         return small(
             name, tmp_path / "out", iterations=iterations,

@@ -1,4 +1,4 @@
-"""The script of a chaos training is its seed's alone; its picture shows what it was given."""
+"""The fault script of a chaos training depends on its seed only; its picture on its data only."""
 
 from __future__ import annotations
 

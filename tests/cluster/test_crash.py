@@ -1,4 +1,4 @@
-"""The control plane is killed after each kind of record of a transition; training goes on."""
+"""The control plane is killed after each kind of record of a transition; training continues."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ ROUNDS = (("RankExited", "RankReady", "IncidentClosed"),
           ("IncidentOpened", "Quiesced", "Resume"),
           ("Quiesce", "Reconfigure", "TaskProgressed"),
           ("StartRank", "RankStarted", "Reconfigured"))
-"""The control plane exits once after each kind, three times in one recovery.
+"""The control plane exits once after a record of each kind, three times during one recovery.
 
-The second and third kind of a round come after the crash before them, or once more later.
+The second and third kind of a round are appended after the crash before them.
 """
 
 

@@ -21,7 +21,7 @@ VICTIM, STRUCK, GROWN = 1, 3, 8
 LOOP_S = 200.0
 PATCH = ROOT / "deploy" / "megatron" / "pretrain_gpt.patch"
 STANDIN = ROOT / "tests" / "megatron_standin"
-LAID_AS = {"exports.py": "__init__.py", "batches.py": "utils.py"}
+INSTALLED_AS = {"exports.py": "__init__.py", "batches.py": "utils.py"}
 CHANGED_LINES_MAX = 60
 
 
@@ -35,12 +35,12 @@ def lines(file: Path) -> dict[int, dict[str, Any]]:
     return {line["iteration"]: line for line in told}
 
 
-def test_a_killed_rank_of_a_loop_changes_nothing(cluster: RealCluster, tmp_path: Path) -> None:
+def test_a_killed_rank_of_a_loop_changes_no_result(cluster: RealCluster, tmp_path: Path) -> None:
     undisturbed = subprocess.Popen([sys.executable, *words(tmp_path / "alone")],
                                    stdin=subprocess.DEVNULL)
     try:
         after = cluster.seq()
-        # a shell around it, which lives on when that is killed: what counts is who adopted
+        # The shell survives a kill of its child; the process that adopted Unicron counts.
         task = cluster.submit({
             "apiVersion": "unicron/v1", "name": "loop", "slots": {"min": 1, "max": 3},
             "command": ["sh", "-c", '"$0" "$@" && exit; sleep 300', sys.executable,
@@ -80,8 +80,7 @@ def test_a_killed_rank_of_a_loop_changes_nothing(cluster: RealCluster, tmp_path:
     assert struck[4]["validation"] is not None
 
 
-def test_what_cannot_heal_trains_and_starts_again_as_a_whole(cluster: RealCluster, tmp_path: Path
-                                                            ) -> None:
+def test_a_loop_that_declines_restarts_as_a_whole(cluster: RealCluster, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     text = EXAMPLE.read_text()
     step = "        iteration = job.step()\n"
@@ -117,13 +116,13 @@ def test_what_cannot_heal_trains_and_starts_again_as_a_whole(cluster: RealCluste
 # --- the patch for pretrain_gpt.py of Megatron-LM ------------------------------------------------
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
-    """The stand-in's script in Megatron-LM's folder, with the patch applied as the guide says."""
+    """The stand-in's script in Megatron-LM's folders, with the patch applied as in the guide."""
     found = tmp_path / "megatron-lm" / "pretrain_gpt.py"
     training = found.parent / "megatron" / "training"
     training.mkdir(parents=True)
     for file in STANDIN.glob("*.py"):
         folder = found.parent if file.name == found.name else training
-        shutil.copy(file, folder / LAID_AS.get(file.name, file.name))
+        shutil.copy(file, folder / INSTALLED_AS.get(file.name, file.name))
     subprocess.run(["git", "apply", str(PATCH)], cwd=found.parent, check=True,
                    env={**os.environ, "GIT_CEILING_DIRECTORIES": str(tmp_path)})
     changed = [line for line in PATCH.read_text().splitlines()
@@ -140,7 +139,7 @@ def job(name: str, script: Path, slots: int, *words: str) -> dict[str, Any]:
                      "output": str(script.parent / name)}}
 
 
-def test_the_patched_script_heals(cluster: RealCluster, script: Path) -> None:
+def test_the_patched_script_recovers_in_memory(cluster: RealCluster, script: Path) -> None:
     after = cluster.seq()
     struck = cluster.submit(job("struck", script, 3))
     twin = cluster.submit(job("twin", script, 1))
@@ -151,7 +150,7 @@ def test_the_patched_script_heals(cluster: RealCluster, script: Path) -> None:
     for task in (struck, twin):
         ended = cluster.wait_ended(task)
         assert ended["state"] == "finished", (ended, cluster.endings(task))
-    # "ended" where the task was done before a newcomer had loaded
+    # The outcome is "ended" if the task finished before a replacement rank had loaded.
     (closed,) = [record.body for record in cluster.told(after, "IncidentClosed")]
     assert closed.outcome in ("healed", "ended")  # type: ignore[attr-defined]
     assert (closed.iterations_lost, closed.ckpt_read) == (0, False)  # type: ignore[attr-defined]
@@ -161,13 +160,12 @@ def test_the_patched_script_heals(cluster: RealCluster, script: Path) -> None:
     assert len(losses) == ITERATIONS
     assert losses == pytest.approx(cluster.losses(twin), rel=1e-6)
     said = "".join(log.read_text() for log in cluster.state.logs.glob(f"{struck}-*/*.log"))
-    for iteration in range(1, ITERATIONS + 1):  # by the last rank, whichever that was
+    for iteration in range(1, ITERATIONS + 1):  # printed by the last rank at that time
         assert said.count(f"iteration {iteration:8d}/{ITERATIONS:8d} |") == 1, said
     assert said.count(" validation loss at iteration ") == 2
 
 
-def test_what_cannot_heal_says_so_and_trains_as_any_command(cluster: RealCluster, script: Path
-                                                            ) -> None:
+def test_a_script_that_declines_trains_as_a_command(cluster: RealCluster, script: Path) -> None:
     after = cluster.seq()
     task = cluster.submit(job("declined", script, 2, "--use-torch-fsdp2"))
     told: Any = cluster.wait_told(after, "InMemoryRecoveryDeclined", task=task).body

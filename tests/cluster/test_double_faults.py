@@ -1,7 +1,7 @@
 """Two faults at once, and faults in the middle of a transition.
 
-The tests are in this order on two tasks of three ranks, on three nodes. One member of each task
-always lives: no iteration is lost, and no checkpoint is read.
+The tests run in this order on two tasks of three ranks, on three nodes. One member of each task
+always survives, so no iteration is lost and no checkpoint is read.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from unicron.events.spec.policy import Policy
 from unicron.workers.diagnosis.step_time import WARM_UP_NUM
 
 PAUSE_S_MAX = 30.0
-"""Nobody holds until a deadline of a minute for who is dead or silent."""
+"""Below the deadline of one minute for dead or unreachable ranks, so no deadline was awaited."""
 
 
 class Pair(cluster_story.Pair):
-    """Two equal tasks; what they went through is judged by the log alone."""
+    """Two equal tasks; their incidents are checked in the log only."""
 
     def __init__(self, cluster: Any, output: Path) -> None:
         super().__init__(cluster, *(
@@ -32,26 +32,26 @@ class Pair(cluster_story.Pair):
             for name, seed in (("one", 7), ("two", 8))))
         self.one, self.two = self.specs
         self.held: dict[int, tuple[Path, Path]] = {}
-        """What was published after the faults inside transitions, and its twin, by task."""
+        """Task -> its checkpoint published after the faults in transitions, and its twin's."""
 
     def kill(self, task: int, *ranks: int) -> None:
         pids = self.cluster.pids(task)
         for rank in ranks:
             os.kill(pids[rank], signal.SIGKILL)
 
-    def gone(self, task: int, pid: int, after: int) -> None:
-        """Until the log knows of a kill: before that the task still looks whole."""
+    def wait_exit(self, task: int, pid: int, after: int) -> None:
+        """Wait until the log has the exit of a killed rank: until then the task looks complete."""
         self.cluster.wait_told(after, "RankExited", task=task, pid=pid)
 
     def healed(self, after: int, *tasks: int, num: int = 3) -> list[Record]:
-        """Both whole again; only `tasks` had incidents, lost nothing and read nothing.
+        """Check that both are complete again, and that only `tasks` had incidents, without loss.
 
-        A second strike that comes late, when the first is healed, is an incident of its own.
+        A second kill that comes after the recovery of the first opens an incident of its own.
         """
         for task in tasks:
             self.cluster.wait_told(after, "IncidentOpened", task=task)
         self.wait_whole(num, num)
-        for task in tasks:  # else what the next test strikes has failed too often in too few steps
+        for task in tasks:  # enough steps that the next test's fault does not exhaust the budget
             self.cluster.wait_steps(task, Policy().restart_iterations)
         closed: list[Record] = self.cluster.told(after, "IncidentClosed")
         of = {record.seq: record.body.task for record in self.cluster.told(after, "IncidentOpened")}
@@ -70,25 +70,25 @@ def pair(three: Any, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return Pair(three, tmp_path_factory.mktemp("out"))
 
 
-def test_two_ranks_of_two_nodes_and_a_survivor_that_has_quiesced(pair: Pair) -> None:
+def test_two_ranks_on_two_nodes_die_and_a_quiesced_survivor(pair: Pair) -> None:
     cluster, after = pair.cluster, pair.cluster.seq()
     before = {task: cluster.pids(task) for task in pair.specs}
     ranks = {rank["node"]: rank["rank"] for rank in cluster.task(pair.two)["ranks"]}
     assert len(ranks) == 2
     pair.kill(pair.two, *ranks.values())
     victim, second, third = before[pair.one]
-    with stopped(before[pair.one][third]):  # it does not answer: the task goes on quiescing
+    with stopped(before[pair.one][third]):  # it does not answer, so the task remains quiescing
         pair.kill(pair.one, victim)
         cluster.wait_told(after, "Quiesced", task=pair.one, rank=second)
         os.kill(before[pair.one][second], signal.SIGKILL)
-        pair.gone(pair.one, before[pair.one][second], after)
+        pair.wait_exit(pair.one, before[pair.one][second], after)
         assert not cluster.told(after, "Reconfigure", task=pair.one)
     assert len(pair.healed(after, pair.one, pair.two)) == 2, "one incident of each"
     for task, killed in ((pair.one, {victim, second}), (pair.two, set(ranks.values()))):
         assert cluster.kept(task, before[task]) == set(before[task]) - killed
 
 
-def test_a_member_of_the_next_generation_and_a_newcomer_that_has_joined(pair: Pair) -> None:
+def test_a_member_of_the_next_generation_dies_and_a_joined_newcomer(pair: Pair) -> None:
     cluster, after = pair.cluster, pair.cluster.seq()
     before = {task: cluster.pids(task) for task in pair.specs}
     victim, *_ = before[pair.one]
@@ -103,23 +103,23 @@ def test_a_member_of_the_next_generation_and_a_newcomer_that_has_joined(pair: Pa
                                attempt=newcomer.attempt).body
     os.kill(newcomer.pid, signal.SIGKILL)
     assert joined.received_bytes > 0
-    pair.gone(pair.two, newcomer.pid, after)
+    pair.wait_exit(pair.two, newcomer.pid, after)
     assert len(pair.healed(after, pair.one, pair.two)) == 2, "one incident of each"
     for task, killed in ((pair.one, {victim, second}), (pair.two, {first})):
         assert cluster.kept(task, before[task]) == set(before[task]) - killed
 
 
-def test_a_newcomer_in_its_first_micro_batch(pair: Pair, twins: Twins) -> None:
+def test_a_newcomer_dies_in_its_first_micro_batch(pair: Pair, twins: Twins) -> None:
     cluster, after = pair.cluster, pair.cluster.seq()
     before, calm = cluster.pids(pair.one), cluster.task(pair.two)["generation"]
     victim, *_ = before
-    hold = cluster.hold(pair.one, victim, event="forward")  # its process is killed, the next held
+    hold = cluster.hold(pair.one, victim, event="forward")  # holds the replacement process
     pair.kill(pair.one, victim)
     started = cluster.wait_told(after, "RankStarted", task=pair.one).body
     line = cluster.wait_traced(pair.one, event="held", pid=started.pid)
     os.kill(line["pid"], signal.SIGKILL)
     hold.unlink()
-    pair.gone(pair.one, line["pid"], after)
+    pair.wait_exit(pair.one, line["pid"], after)
     assert sum(line["event"] == "forward" for line in cluster.traced(pair.one)
                if line["pid"] == started.pid) <= 1, "it was killed late"
     pair.healed(after, pair.one)
@@ -131,13 +131,13 @@ def test_a_newcomer_in_its_first_micro_batch(pair: Pair, twins: Twins) -> None:
         pair.held[task] = twins.start(spec)
 
 
-def test_a_rank_and_then_the_agent_of_its_node(pair: Pair) -> None:
+def test_a_rank_dies_and_then_the_agent_of_its_node(pair: Pair) -> None:
     cluster, after = pair.cluster, pair.cluster.seq()
     on = {node: cluster.on(pair.one, node) for node in NODES}
     node = next(node for node in NODES if len(on[node]) == 2)
     victim = cluster.pids(pair.one)[on[node][0]]
     os.kill(victim, signal.SIGKILL)
-    pair.gone(pair.one, victim, after)  # else the agent dies before it tells: one fault, not two
+    pair.wait_exit(pair.one, victim, after)  # else the agent may die before it reports the exit
     cluster.kill_agent(node)
     cluster.wait_told(after, "IncidentEscalated", node=node, severity="SEV1")
     pair.healed(after, pair.one, num=2)
@@ -147,10 +147,10 @@ def test_a_rank_and_then_the_agent_of_its_node(pair: Pair) -> None:
     assert not cluster.told(back, "IncidentOpened")
 
 
-def test_two_nodes_of_three_and_both_tasks_live_on_the_third(pair: Pair) -> None:
+def test_two_of_three_nodes_are_lost_and_both_tasks_continue(pair: Pair) -> None:
     cluster, after = pair.cluster, pair.cluster.seq()
-    for task in pair.specs:  # the newcomers know how long an iteration lasts: gloo may not tell
-        cluster.wait_steps(task, 2 * WARM_UP_NUM)  # them of a peer's end, which is a hang then
+    for task in pair.specs:  # new ranks must know their step time: gloo may not report a peer's
+        cluster.wait_steps(task, 2 * WARM_UP_NUM)  # exit to them, which then counts as a hang
     third = next((node for node in NODES
                   if all(cluster.on(task, node) for task in pair.specs)), None)
     assert third, [cluster.task(task)["ranks"] for task in pair.specs]
@@ -164,9 +164,9 @@ def test_two_nodes_of_three_and_both_tasks_live_on_the_third(pair: Pair) -> None
         assert cluster.losses(task)
 
 
-def test_both_are_as_if_nothing_had_happened(pair: Pair, twins: Twins) -> None:
-    """Until the faults inside transitions were healed; the log is sound to its end."""
-    pair.cancel()  # the twins give way to whatever trains
+def test_both_tasks_equal_their_undisturbed_twins(pair: Pair, twins: Twins) -> None:
+    """Compares checkpoints after the faults in transitions, and verifies the whole log."""
+    pair.cancel()  # the twins yield to any task that trains
     for task in pair.specs:
         twins.hold(*pair.held[task], pair.cluster.losses(task))
     pair.cluster.verify()

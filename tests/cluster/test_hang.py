@@ -1,7 +1,7 @@
-"""A real rank hangs in the middle of an iteration: it is located and ended, and nothing is lost.
+"""A rank hangs inside an iteration: the hang is located, the rank ended, and no iteration lost.
 
-One task of four ranks: one rank keeps the interpreter's lock, then one loops, then one is far too
-slow. No process exits and no timeout expires: only the marks of their progress show it.
+One task of four ranks. In turn one rank holds the GIL, one loops, and one is far too slow. No
+process exits and no timeout expires; only the ranks' progress marks show the hang.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from unicron.workers.host import linux
 
 NUM = 4
 HANG_S_MIN = 3.0
-"""In the policy; longer than a busy machine delays one of four ranks."""
+"""In the policy; longer than the delay of a rank on a busy machine."""
 SLOW_S = 0.9
-"""The delay at each of the dozen events of an iteration: less than a stall."""
+"""The delay at each of the dozen events of an iteration: shorter than a stall."""
 
 
 class Story:
-    """The task, and what of it is held to its twin."""
+    """The task, and its spec for the comparison with its twin."""
 
     def __init__(self, cluster: RealCluster, output: Path) -> None:
         self.cluster = cluster
@@ -40,7 +40,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
 
 @pytest.mark.parametrize(("then", "victim", "does"), [("gil", 1, "sleeps"),
                                                       ("loop", 2, "computes")])
-def test_it_is_ended_and_the_others_finish_the_iteration(
+def test_a_hung_rank_is_ended_and_the_others_finish_the_iteration(
         story: Story, then: str, victim: int, does: str) -> None:
     cluster, task = story.cluster, story.task
     cluster.wait_paced(task, NUM)
@@ -51,7 +51,7 @@ def test_it_is_ended_and_the_others_finish_the_iteration(
     iteration, pid = line["iteration"], line["pid"]
     assert pid == before[victim]
 
-    # it is located: its own mark, and those of all others, that wait for it
+    # the victim is reported in its own work, and all others as waiting for it in a collective
     stalled = cluster.wait_told(after, "RankStalled", task=task, rank=victim)
     assert (stalled.body.where, stalled.body.iteration) == ("own", iteration), stalled
     assert stalled.body.stack.startswith(does), stalled
@@ -65,7 +65,7 @@ def test_it_is_ended_and_the_others_finish_the_iteration(
     assert set(waits) == set(before) - {victim}, cluster.tail(after)
     assert {stalled.seq, *waits.values()} <= set(opened.evidence)
 
-    # its process is ended; those who are left have stepped the very iteration, in their processes
+    # its process is killed; the survivors complete the same iteration in the same processes
     cluster.wait_told(after, "RankExited", task=task, rank=victim, pid=pid,
                       signal=int(signal.SIGKILL))
     proc = linux.read(pid)
@@ -76,7 +76,7 @@ def test_it_is_ended_and_the_others_finish_the_iteration(
     assert min(step["generation"] for step in steps) > generation
     assert min(step["t"] for step in steps) - line["t"] >= HANG_S_MIN
 
-    # the rank is there again, in one incident, and nobody else was started anew
+    # the rank is replaced within one incident, and no other rank was restarted
     cluster.wait_whole(task, NUM)
     ended = cluster.wait_told(after, "IncidentClosed")
     closed = ended.body
@@ -90,7 +90,7 @@ def test_it_is_ended_and_the_others_finish_the_iteration(
     assert len(cluster.told(after, "IncidentOpened")) == 1, cluster.tail(after)
 
 
-def test_one_that_works_on_and_on_is_ended_too(story: Story) -> None:
+def test_a_rank_that_is_far_too_slow_is_ended(story: Story) -> None:
     cluster, task, victim = story.cluster, story.task, 3
     cluster.wait_paced(task, NUM)
     before, after = cluster.pids(task), cluster.seq()
@@ -118,5 +118,5 @@ def test_one_that_works_on_and_on_is_ended_too(story: Story) -> None:
     assert len(cluster.told(after, "IncidentOpened")) == 1, cluster.tail(after)
 
 
-def test_it_is_as_if_nothing_had_happened(story: Story, twins: Twins) -> None:
+def test_the_task_equals_its_undisturbed_twin(story: Story, twins: Twins) -> None:
     twins.compare_and_cancel(story.cluster, story.task, story.spec)

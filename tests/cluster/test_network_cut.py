@@ -1,4 +1,4 @@
-"""The link of a node is cut and mended: the others continue, and its old ranks are stale.
+"""A node's link is cut and restored: the other ranks continue, and the cut node's are stale.
 
 Two nodes in network namespaces, two of the task's four ranks on each. No process exits.
 """
@@ -25,7 +25,7 @@ HANG_S_MIN = 3.0
 
 
 class PartedCluster(RealCluster):
-    """Its second node is over there."""
+    """A cluster whose second node is in the network namespace `far`."""
 
     def __init__(self, path: Path, far: str, policy: dict[str, float]) -> None:
         super().__init__(path, len(NODES), policy)
@@ -66,7 +66,7 @@ def cluster(tmp_path: Path) -> Iterator[PartedCluster]:
             made.stop()
 
 
-def test_a_cut_node_is_lost_and_what_it_left_is_stale(
+def test_a_cut_node_is_lost_and_its_old_ranks_are_stale(
         cluster: PartedCluster, tmp_path: Path, twins: Twins) -> None:
     spec = small("parted", tmp_path / "out", checkpoint_every=20, rates=RATES)
     task = cluster.submit(spec)
@@ -77,7 +77,7 @@ def test_a_cut_node_is_lost_and_what_it_left_is_stale(
     assert len(ours) == len(theirs) == NUM // 2
     network_namespaces.cut(cluster.far)
 
-    # silent, which is suspicious; lost, when those over here wait for those over there
+    # unreachable first; lost only when the near ranks also report that they wait for the far ones
     silenced = cluster.wait_told(after, "NodeUnreachable", node=FAR)
     told = cluster.wait_told(after, "IncidentOpened")
     opened = told.body
@@ -95,7 +95,7 @@ def test_a_cut_node_is_lost_and_what_it_left_is_stale(
     assert not cluster.told(after, "NodeReachable"), cluster.tail(after)
     assert all(start_time(before[rank]) for rank in theirs), "nobody can reach them"
 
-    # reached again, they are ended; the node has its part again
+    # once the node is reachable again its old ranks are ended, and it gets new ones
     mended = cluster.seq()
     network_namespaces.mend(cluster.far)
     heard = cluster.wait_told(mended, "NodeReachable", node=FAR).seq
@@ -107,7 +107,7 @@ def test_a_cut_node_is_lost_and_what_it_left_is_stale(
     cluster.wait_told(cluster.seq(), "CheckpointPublished", task=task)
     assert cluster.kept(task, before) == set(ours)
 
-    # what was told late of the old generation changed nothing, and it published nothing
+    # late reports of the old generation caused nothing but StopRank, and it published nothing
     late = {record.seq for record in cluster.records(mended)
             if record.source.startswith(f"{FAR}/")
             and getattr(record.body, "generation", 0) == generation}

@@ -1,6 +1,6 @@
-"""A node lost, an agent stopped, the log's server stopped: two tasks continue and lose nothing.
+"""A node is lost, an agent stopped, the log's server stopped: two tasks lose no iteration.
 
-The tests are in this order. The last one compares both tasks with their undisturbed twins.
+The tests run in this order. The last one compares both tasks with their undisturbed twins.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from unicron.events.log import embedded_server
 from unicron.events.log.redis_streams import REPLY_S_MAX
 
 SERVER_STOPPED_S = float(os.environ.get("UNICRON_TEST_SERVER_STOPPED_S", REPLY_S_MAX + 2))
-"""How long the log's server is stopped: longer than any call waits for its reply."""
+"""How long the log's server is stopped: longer than any call waits for a reply."""
 UNTOLD_S_MAX = 2.0
 """Iterations are reported once a second, so a cancelled task may have some that are not."""
 
@@ -42,7 +42,7 @@ def pair(three: Any, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return Pair(three, tmp_path_factory.mktemp("out"))
 
 
-def test_a_lost_node_is_one_plan_and_comes_back(pair: Pair) -> None:
+def test_a_lost_node_takes_one_plan_and_rejoins(pair: Pair) -> None:
     cluster, heavy, light = pair.cluster, pair.heavy, pair.light
     node = next(node for node in NODES if cluster.on(heavy, node) and not cluster.on(light, node))
     hurt, before = cluster.on(heavy, node), {task: cluster.pids(task) for task in pair.specs}
@@ -50,7 +50,7 @@ def test_a_lost_node_is_one_plan_and_comes_back(pair: Pair) -> None:
     cluster.kill_agent(node)
     pair.wait_whole(3, 1)
 
-    # two sources, and only then the node is lost
+    # the node counts as lost only after a second source
     opened = cluster.told(after, "IncidentOpened")
     assert [record.body.task for record in opened] == [heavy], cluster.tail(after)
     assert (opened[0].body.severity, opened[0].body.node) == ("SEV1", node)
@@ -58,7 +58,7 @@ def test_a_lost_node_is_one_plan_and_comes_back(pair: Pair) -> None:
     evidence = [cluster.records()[seq - 1].kind for seq in opened[0].body.evidence]
     assert "NodeUnreachable" in evidence, evidence
     assert len(set(evidence)) > 1 or "too late" in opened[0].body.why, opened[0]
-    # one plan for both: the unhurt task gives the slot that earns more elsewhere
+    # one plan for both: the task without a fault yields the slot that is worth more elsewhere
     (plan,) = cluster.told(after, "PlanChosen")
     assert plan.cause == opened[0].cause
     assert {x.task: (x.slots_before, x.slots) for x in plan.body.allocations} == {
@@ -84,7 +84,7 @@ def test_a_lost_node_is_one_plan_and_comes_back(pair: Pair) -> None:
     assert not cluster.told(back, "IncidentOpened")
 
 
-def test_a_stopped_agent_disturbs_nobody(pair: Pair) -> None:
+def test_a_stopped_agent_interrupts_no_task(pair: Pair) -> None:
     cluster, before, after = pair.cluster, pair.generations(), pair.cluster.seq()
     with stopped(cluster.agent("n3").pid):
         cluster.wait_told(after, "NodeUnreachable", node="n3")
@@ -99,7 +99,7 @@ def test_a_stopped_agent_disturbs_nobody(pair: Pair) -> None:
         assert not cluster.told(after, kind), cluster.tail(after)
 
 
-def test_a_stopped_server_of_the_log_disturbs_nobody(pair: Pair) -> None:
+def test_a_stopped_log_server_interrupts_no_task(pair: Pair) -> None:
     cluster, before, after = pair.cluster, pair.generations(), pair.cluster.seq()
     server = embedded_server.adopt(cluster.state.server)
     assert server is not None
@@ -109,7 +109,7 @@ def test_a_stopped_server_of_the_log_disturbs_nobody(pair: Pair) -> None:
         stepped = {task: cluster.traced(task)[-1]["iteration"] for task in pair.specs}
         for task, iteration in stepped.items():
             cluster.wait_traced(task, event="step", iteration=iteration + 5)
-        # Their twins have to train as many iterations as they do from here on.
+        # The twins must train all iterations from here on, so rank 0 of each task is held.
         holds = [cluster.hold(task, 0, event="forward") for task in pair.specs]
         time.sleep(max(SERVER_STOPPED_S - (time.monotonic() - begun_s), 0.0))
         for hold in holds:
@@ -122,8 +122,8 @@ def test_a_stopped_server_of_the_log_disturbs_nobody(pair: Pair) -> None:
         assert not cluster.told(after, kind), cluster.tail(after)
 
 
-def test_both_are_as_if_nothing_had_happened(pair: Pair, twins: Twins) -> None:
-    """What they published, and all that they told until then: equal to their twins'."""
+def test_both_tasks_equal_their_undisturbed_twins(pair: Pair, twins: Twins) -> None:
+    """The published checkpoints and the losses reported by then equal the twins'."""
     cluster, after = pair.cluster, pair.cluster.seq()
     for task in pair.specs:
         cluster.wait_told(after, "CheckpointPublished", task=task)

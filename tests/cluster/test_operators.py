@@ -1,4 +1,4 @@
-"""What operators ask of a running cluster, in this order: freeze, drain nodes, a heavier task."""
+"""Operators' requests to a running cluster, in this order: freeze, drain, submit a heavier task."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_FAULT = ("IncidentOpened", "RankErrored", "CollectiveFailed")
 
 
 class One:
-    """The task, and what is asked of the cluster."""
+    """The task, and requests to its cluster."""
 
     def __init__(self, cluster: Any, output: Path) -> None:
         self.cluster, self.output = cluster, output
@@ -28,7 +28,7 @@ class One:
         return int(self.cluster.client().post(path, {"reason": reason})["seq"])
 
     def drain(self, node: str, num: int) -> int:
-        """Until the task steps with `num` members, none of them on the node; the request's seq."""
+        """Drain the node; wait until `num` members train on other nodes. The request's seq."""
         seq = self.post(f"/v1/nodes/{node}/drain")
         self.cluster.wait_whole(self.task, num)
         assert not self.cluster.on(self.task, node)
@@ -45,7 +45,7 @@ def one(three: Any, tmp_path_factory: pytest.TempPathFactory) -> One:
     return One(three, tmp_path_factory.mktemp("out"))
 
 
-def test_while_frozen_a_killed_rank_is_not_started_and_survivors_hold(one: One) -> None:
+def test_while_frozen_a_killed_rank_is_not_started(one: One) -> None:
     cluster, task, before = one.cluster, one.task, one.cluster.pids(one.task)
     after = one.post("/v1/freeze", "the switch is being replaced")
     os.kill(before[1], signal.SIGKILL)
@@ -65,13 +65,13 @@ def test_while_frozen_a_killed_rank_is_not_started_and_survivors_hold(one: One) 
     assert view["iterations_lost"] == 0
 
 
-def test_a_drained_node_is_left_by_way_of_successors(one: One) -> None:
+def test_ranks_of_a_drained_node_are_replaced_before_they_stop(one: One) -> None:
     cluster, task = one.cluster, one.task
     node = next(node for node in NODES if cluster.on(task, node))
     leaving = {rank: cluster.pids(task)[rank] for rank in cluster.on(task, node)}
     staying = {rank: pid for rank, pid in cluster.pids(task).items() if rank not in leaving}
     after = one.drain(node, 4)
-    # the successors are members and have the state before anybody of the drained node is stopped
+    # the successors have the state and are ready before any rank of the drained node is stopped
     joined = [record for record in cluster.told(after, "Reconfigured", task=task)
               if record.body.received_bytes > 0]
     assert len(joined) == len(leaving)
@@ -94,7 +94,7 @@ def test_a_drained_node_is_left_by_way_of_successors(one: One) -> None:
     assert cluster.pids(task) == now, "no churn: it stays where it is"
 
 
-def test_a_task_that_loses_all_slots_is_saved_and_goes_on_at_its_iteration(one: One) -> None:
+def test_a_preempted_task_is_saved_and_continues_at_its_iteration(one: One) -> None:
     cluster, task = one.cluster, one.task
     home = next(node for node in NODES if len(cluster.on(task, node)) == 2)
     for num, node in zip((4, 2), [node for node in NODES if node != home], strict=True):
@@ -108,7 +108,7 @@ def test_a_task_that_loses_all_slots_is_saved_and_goes_on_at_its_iteration(one: 
     waits = cluster.client().get("/v1/state", explain=1)["tasks"]
     assert next(one for one in waits if one["id"] == task)["weight_from"] > 1, waits
     assert cluster.wait_ended(urgent)["state"] == "finished"
-    # the last of its generation: one that was due just before may be told of too
+    # the last save of the generation: a periodic one may have come just before
     saved = cluster.told(urgent, "CheckpointSaved", task=task, generation=order.generation)[-1].body
     assert cluster.told(urgent, "CheckpointPublished", task=task, path=saved.path)
     cluster.wait_whole(task, 2)

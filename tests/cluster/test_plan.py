@@ -1,4 +1,4 @@
-"""`unicron plan` on a running cluster: a dry run, refused when stale, and carried out."""
+"""`unicron plan` on a running cluster: a dry run, a stale plan that is refused, and --apply."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from twins import small
 from unicron.events.records import codec
 
 
-def test_a_dry_run_is_what_then_happens(cluster: Any, tmp_path: Path) -> None:
+def test_a_dry_run_equals_the_applied_plan(cluster: Any, tmp_path: Path) -> None:
     task = cluster.submit(small("job", tmp_path / "out", rates=RATES))
     cluster.wait_whole(task, 4)
     present = cluster.unicron("plan")

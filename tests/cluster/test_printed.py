@@ -1,4 +1,4 @@
-"""A real command that prints Megatron's line of progress, under real agents, is measured by it."""
+"""The throughput of a real command is measured from the Megatron progress lines that it prints."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ MODEL: dict[str, Any] = {
     "vocabulary": 128, "global_batch": 8}
 
 
-def told_from(cluster: RealCluster, task: int, after: int, iteration: int) -> Any:
-    """The first report behind `after` of an iteration from this one on."""
+def wait_logged(cluster: RealCluster, task: int, after: int, iteration: int) -> Any:
+    """The first report after seq `after` of this iteration or a later one."""
     def look() -> Any:
         return next((record for record in cluster.told(after, "IterationsLogged", task=task)
                      if record.body.iteration >= iteration), None)  # type: ignore[attr-defined]
     return cluster.wait(look, f"iteration {iteration} of task {task}")
 
 
-def test_what_a_command_prints_measures_it(cluster: RealCluster, tmp_path: Path) -> None:
+def test_printed_progress_gives_a_measured_throughput(cluster: RealCluster, tmp_path: Path) -> None:
     job = {"apiVersion": "unicron/v1", "name": "gpt", "slots": {"min": 2, "max": 4},
            "command": [sys.executable, "-c", TRAINS, str(tmp_path / "done")], "model": MODEL}
     task = cluster.submit(job)
@@ -77,7 +77,7 @@ def test_what_a_command_prints_measures_it(cluster: RealCluster, tmp_path: Path)
     assert "gpt" in cluster.unicron("plan").stdout
     assert "IterationsLogged" in cluster.unicron("tail", "--task", "gpt").stdout
 
-    told_from(cluster, task, 0, 20)
+    wait_logged(cluster, task, 0, 20)
     seq, rank = cluster.seq(), cluster.task(task)["ranks"][0]
     done = cluster.task(task)["iteration"]
     os.kill(rank["pid"], signal.SIGKILL)
@@ -87,5 +87,5 @@ def test_what_a_command_prints_measures_it(cluster: RealCluster, tmp_path: Path)
         None), "the first line of the new round")
     assert restarted.body.iteration > 10, "it went on from its own checkpoint"
     assert restarted.body.attempt == 2
-    told_from(cluster, task, restarted.seq, done + 1)
+    wait_logged(cluster, task, restarted.seq, done + 1)
     cluster.verify()

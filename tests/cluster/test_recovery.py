@@ -1,4 +1,4 @@
-"""A rank is killed, or its collective fails: the run equals one to which nothing happened."""
+"""A rank is killed, or its collective fails: the result equals that of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from unicron.workers.training.reference import compare, read, tolerance
 ITERATION = 3
 VICTIM = 2
 GROWN = 8
-"""Here the others wait for the newcomer: the task is no longer than the test needs it."""
+"""In this iteration the others wait for the newcomer, so the task can be short."""
 ITERATIONS = 12
 FAILED_ITERATION = 12
 REATTEMPT_ITERATIONS = 40
 Parallel = dict[str, list[int]]
 
 
-def apart(left: list[float], right: list[float]) -> float:
+def max_difference(left: list[float], right: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(left, right, strict=True))
 
 
 @pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.thorough), 0.1])
-def test_a_killed_rank_changes_nothing(cluster: Any, spec: Callable[..., Any],
+def test_a_killed_rank_changes_no_result(cluster: Any, spec: Callable[..., Any],
                                        twins: Twins, dropout: float) -> None:
     struck = spec("struck", dropout=dropout, iterations=ITERATIONS)
     after = cluster.seq()
@@ -50,12 +50,12 @@ def test_a_killed_rank_changes_nothing(cluster: Any, spec: Callable[..., Any],
     survivors = set(before) - {VICTIM}
     assert all(pids[rank] == {before[rank]} for rank in survivors), pids
 
-    # the log tells the same incident: nothing lost, everything kept or dealt
+    # the log reports the incident as healed, without loss, and every micro-batch as trained
     cluster.wait_healed(after)
     progress = cluster.told(after, "TaskProgressed")
     assert {record.body.micro_batches for record in progress} == {12}
 
-    # forward calls: each micro-batch once, and again exactly those that the dead rank had begun
+    # forward calls: each micro-batch once, and those twice that the dead rank had begun
     generations = [traced["generation"] for traced in cluster.traced(struck_task)
                    if traced["pid"] == line["pid"] and traced["event"] == "forward"]
     assert len(set(generations)) == 1
@@ -79,38 +79,38 @@ def test_a_killed_rank_changes_nothing(cluster: Any, spec: Callable[..., Any],
     _, other = twins.start(struck, "--order", "1")
     twin, reordered = twins.trained(calm), twins.trained(other)
 
-    # everything that was told and saved, optimizer and all: equal to what was never struck
+    # losses, parameters and optimizer state equal those of the undisturbed run
     gap, noise = compare(ours, twin), compare(reordered, twin)
     for name in ("loss_rel", "param_rel", "optimizer_rel"):
         assert getattr(gap, name) <= tolerance([getattr(noise, name)]), (name, gap, noise)
     losses = read(twin)["numbers.losses"]
     assert len(told) == len(losses) == gap.num_losses == ITERATIONS
-    noise_abs = max(apart(losses, read(reordered)["numbers.losses"]), 1e-7)
-    assert apart(losses, told) <= 3 * noise_abs
-    # and the comparison can fail: a run that lost one iteration is far outside
-    assert apart(losses[1:], losses[:-1]) > 1000 * noise_abs
+    noise_abs = max(max_difference(losses, read(reordered)["numbers.losses"]), 1e-7)
+    assert max_difference(losses, told) <= 3 * noise_abs
+    # the comparison can fail: a run that lost one iteration is far outside the tolerance
+    assert max_difference(losses[1:], losses[:-1]) > 1000 * noise_abs
 
 
-# --- a failed collective: the same processes try again -------------------------------------------
-def fails(cluster: Any, task: int, **where: int) -> None:
-    """As if the victim's connection were cut as it enters this; the others meet it closed."""
+# --- a failed collective: the same processes continue ---------------------------------------------
+def fail_collective(cluster: Any, task: int, **where: int) -> None:
+    """Fail the victim's collective as if its connection were cut; the others find it closed."""
     cluster.hold(task, VICTIM, event="bucket", iteration=FAILED_ITERATION, then="fail", **where)
 
 
 @pytest.mark.parametrize(("overlap", "bucket"), [
     (False, 0), pytest.param(True, 1, marks=pytest.mark.thorough)])
-def test_the_same_members_finish_the_iteration(
+def test_after_a_failed_collective_the_same_members_continue(
         cluster: Any, tmp_path: Path, twins: Twins, overlap: bool, bucket: int) -> None:
     spec = small("again", tmp_path, iterations=REATTEMPT_ITERATIONS, overlap=overlap,
                  bucket_params=20_000 if overlap else 0)
     after = cluster.seq()
     task = cluster.submit(spec)
-    fails(cluster, task, bucket=bucket)
+    fail_collective(cluster, task, bucket=bucket)
     assert cluster.wait_ended(task)["state"] == "finished", cluster.endings(task)
 
     told = cluster.told(after, "CollectiveFailed", task=task)
     assert any("injected" in record.body.error for record in told)
-    # Who is starved may be told to leave before it meets it.
+    # A rank without CPU time may be ordered to quiesce before it notices the failure.
     ranks = {record.body.rank for record in told}
     assert VICTIM in ranks
     assert len(ranks) > 1, "others met it by themselves"
@@ -133,14 +133,14 @@ def test_the_same_members_finish_the_iteration(
     cluster.verify()
 
 
-# --- layouts: the next one goes on without the killed rank ---------------------------------------
+# --- layouts: the next layout excludes the killed rank --------------------------------------------
 class Case(NamedTuple):
-    """What a task may be, and the layouts (tp, pp, dp) that it goes through when a rank is lost."""
+    """A task's layout options, and its layouts (tp, pp, dp) before, without and with the rank."""
 
     parallel: Parallel
     layouts: tuple[tuple[int, int, int], ...]
     kept: bool
-    """Whether the micro-batches of an intact replica are not done again."""
+    """True if the micro-batches of an intact replica are kept."""
 
 
 CASES = {
@@ -164,7 +164,7 @@ def test_a_lost_rank_costs_no_iteration_in_any_layout(cluster: RealCluster, twin
     line = cluster.wait_held(task, 3, 0.0)
     before = cluster.pids(task)
     os.kill(line["pid"], signal.SIGSTOP)
-    # Nor is it there before the others are in the layout without it.
+    # The replacement must not start before the others train in the layout without it.
     came = cluster.hold(task, 3, event="start", iteration=-1)
     os.kill(line["pid"], signal.SIGKILL)
     cluster.wait_told(begun, "Resume", task=task)

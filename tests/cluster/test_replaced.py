@@ -1,4 +1,4 @@
-"""A task whose nodes are all silent for long goes on elsewhere, and what it left there is stale."""
+"""A task whose nodes are all unreachable continues elsewhere; its old ranks become stale."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from twins import small
 from unicron.events.log.embedded_server import start_time
 
 
-def test_a_stale_generation_publishes_nothing_and_ends_when_it_is_reached(
+def test_a_stale_generation_publishes_nothing_and_is_ended(
         three: Any, tmp_path: Path) -> None:
     cluster, output = three, tmp_path / "solo"
     task = cluster.submit(small("solo", tmp_path, slots=(1, 1), checkpoint_every=20))
@@ -25,7 +25,7 @@ def test_a_stale_generation_publishes_nothing_and_ends_when_it_is_reached(
         again = cluster.wait_told(first, "CheckpointPublished", task=task,
                                   path=f"gen-{new.generation}/iter-"
                                   f"{20 + int(new.checkpoint.rpartition('-')[2])}").seq
-        # both train at once: nobody could tell the old one, and it saves what it likes
+        # both train at once: the old rank cannot receive orders, and still writes checkpoints
         cluster.wait_traced(task, pid=old["pid"], event="step", iteration=1 + max(
             x["iteration"] for x in cluster.traced(task) if x["pid"] == old["pid"]))
     heard = cluster.wait_told(again, "NodeReachable", node=old["node"]).seq
@@ -34,7 +34,7 @@ def test_a_stale_generation_publishes_nothing_and_ends_when_it_is_reached(
     cluster.wait_told(heard, "RankExited", task=task, attempt=old["attempt"])
     cluster.wait_told(cluster.seq(), "CheckpointPublished", task=task)
 
-    # what it saved lies there, and is nobody's: the log and the link know the new generation alone
+    # its checkpoints exist but are unused: the log and `latest` name the new generation only
     saved = sorted(int(path.name.removeprefix("iter-"))
                    for path in (output / "gen-1").iterdir() if path.name[5:].isdecimal())
     assert saved[-1] > int(new.checkpoint.rpartition("-")[2])
@@ -52,7 +52,7 @@ def test_a_stale_generation_publishes_nothing_and_ends_when_it_is_reached(
     cluster.cancel(task)
 
 
-def test_a_task_that_lost_both_its_nodes_goes_on_from_its_checkpoint(
+def test_a_task_that_lost_both_its_nodes_resumes_from_its_checkpoint(
         three: Any, tmp_path: Path) -> None:
     cluster = three
     task = cluster.submit(small("wide", tmp_path, slots=(1, 2), rates=RATES, checkpoint_every=20))

@@ -1,6 +1,6 @@
-"""Real ranks that hold the interpreter's lock, loop, are stopped or slow: where agents find them.
+"""Real ranks that hold the GIL, loop, are stopped or are slow: what the agents report.
 
-Each fault has a task of its own. The control plane acts on none of them.
+Each fault has its own task. The control plane acts on none of these faults.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ NUM = 4
 
 @pytest.fixture(scope="module")
 def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCluster]:
-    """A cluster that acts on no stall and no stop during a test."""
+    """A cluster whose control plane acts on no stall and no stop during a test."""
     with running(tmp_path_factory.mktemp("patient"), policy={
             "stopped_s_max": 600.0, "evidence_s_max": 4.0, "hang_s_min": 600.0}) as made:
         yield made
 
 
 def begun(cluster: RealCluster, output: Path, name: str) -> int:
-    """A task of four ranks whose pace is known."""
+    """Submit a task of four ranks and wait until their step times are known."""
     task = cluster.submit(small(name, output, checkpoint_every=0))
     cluster.wait_whole(task, NUM)
     cluster.wait_paced(task, NUM)
@@ -50,7 +50,7 @@ def stalls(cluster: RealCluster, task: int, after: int) -> dict[int, Any]:
 
 @pytest.fixture(autouse=True)
 def alone(patient: RealCluster) -> Iterator[None]:
-    """However a test ends, the next one has all slots."""
+    """Free all slots after each test, also after a failed one."""
     yield
     patient.restore()
 
@@ -86,14 +86,14 @@ def test_a_stalled_rank_is_distinguished_from_those_that_wait(
 
 def page_names_the_dumps(cluster: RealCluster, task: int, capsys: pytest.CaptureFixture[str]
                          ) -> None:
-    """The task's page says which folder to give to `unicron locate`, which finds the rank."""
+    """The task screen names the dump folder for `unicron locate`, which finds the hung rank."""
     view = cluster.client().get("/v1/state")
     (one,) = [x for x in view["tasks"] if x["id"] == task]
     page = task_screen.task_status(view, one, History(), now_s=time.time())
     (line,) = [x.replace(UNBROKEN, " ") for x in page if x.startswith("dumps")]
     folder = Path(line.partition("unicron locate ")[2].partition(":")[0])
     (folder / "rank-0.attempt-1.error.json").write_text('{"message": "of an earlier process"}')
-    # The rank that holds the interpreter's lock writes none.
+    # The rank that holds the GIL writes no dump.
     cluster.wait(lambda: len(list(folder.glob("flight-rank-*.json"))) >= NUM - 1 or None, "dumps")
     assert run_command(["locate", str(folder), "-o", "json"]) == 0
     answer = json.loads(capsys.readouterr().out)
@@ -126,7 +126,7 @@ def test_a_slow_rank_is_found_by_its_own_work(patient: RealCluster, tmp_path: Pa
              for rank in range(NUM)}
     after = cluster.seq()
     each_s = max(0.4, first[VICTIM].iteration_s)  # type: ignore[attr-defined]
-    hold = cluster.hold(task, VICTIM, then="slow", slow_s=each_s)  # at every event: it passes marks
+    hold = cluster.hold(task, VICTIM, then="slow", slow_s=each_s)  # delays every event
     slow = cluster.wait(lambda: next(
         (record.body for record in cluster.told(after, "StepTimeChanged", task=task, rank=VICTIM)
          if record.body.own_s >= 2 * record.body.normal_s), None),  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
-"""A real rank is stopped in the middle of a reduction: the others do not wait for a minute.
+"""A rank is stopped (SIGSTOP) in the middle of a reduction: the others do not wait for a minute.
 
-The rank is first made to wait before its bucket, so that the others wait in their collective.
+The rank is first held before its bucket, so that the others wait in their collective.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from unicron.workers.host import linux
 
 VICTIM = 2
 STOPPED_S_MAX = 4.0
-"""In the cluster's policy; long enough for a rank that is continued on a busy machine."""
+"""In the cluster's policy; enough time to continue a rank on a busy machine."""
 BUSY_S_MAX = 30.0
-"""For the survivors' step on a busy machine; any other deadline is a minute or more."""
+"""Limit for the survivors' step on a busy machine; any other deadline is a minute or more."""
 
 
 class Story:
-    """The task, and the way to stop its rank in the midst of an iteration's reduction."""
+    """The task, and the way to stop one of its ranks inside a reduction."""
 
     def __init__(self, cluster: Any, output: Path) -> None:
         self.cluster = cluster
@@ -33,16 +33,16 @@ class Story:
         cluster.wait_whole(self.task, 4)
 
     def stop_in_reduction(self) -> tuple[int, int, float]:
-        """The iteration, the pid, and when: its sums are known everywhere, its gradients not."""
+        """Stop the victim in the reduction of its gradients; the iteration, pid and time."""
         cluster, task = self.cluster, self.task
         asked_s = time.time()
-        hold = cluster.hold(task, VICTIM, event="bucket")  # of whichever iteration is next
+        hold = cluster.hold(task, VICTIM, event="bucket")  # in the next iteration
         line = cluster.wait_held(task, VICTIM, asked_s)
         iteration = line["iteration"]
         for rank in range(4):
-            if rank != VICTIM:  # it waits in the collective that the victim does not enter
+            if rank != VICTIM:  # in the collective that the victim does not enter
                 cluster.wait_traced(task, event="bucket", iteration=iteration, rank=rank)
-        struck_s = time.time()  # before: who strikes may himself be kept from the cores
+        struck_s = time.time()  # before the kill, because this process may lose its core there
         os.kill(line["pid"], signal.SIGSTOP)
         hold.unlink()
         return iteration, line["pid"], struck_s
@@ -53,7 +53,7 @@ def story(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Story:
     return Story(cluster, tmp_path_factory.mktemp("out"))
 
 
-def test_one_that_goes_on_in_time_disturbs_nobody(story: Story) -> None:
+def test_a_rank_that_continues_in_time_opens_no_incident(story: Story) -> None:
     cluster, task, after = story.cluster, story.task, story.cluster.seq()
     before, generation = cluster.pids(task), cluster.task(task)["generation"]
     iteration, pid, _ = story.stop_in_reduction()
@@ -67,7 +67,7 @@ def test_one_that_goes_on_in_time_disturbs_nobody(story: Story) -> None:
     assert cluster.task(task)["generation"] == generation
 
 
-def test_one_that_does_not_is_ended_and_the_others_finish_the_iteration(story: Story) -> None:
+def test_a_stopped_rank_is_ended_and_the_others_finish_the_iteration(story: Story) -> None:
     cluster, task, after = story.cluster, story.task, story.cluster.seq()
     before = cluster.pids(task)
     iteration, pid, struck_s = story.stop_in_reduction()
@@ -81,7 +81,7 @@ def test_one_that_does_not_is_ended_and_the_others_finish_the_iteration(story: S
     proc = linux.read(pid)
     assert proc is None or proc.state in "ZX", "nobody has to let it go on"
 
-    # those who are left have stepped the very iteration, by the bound
+    # the survivors completed the same iteration within the limit
     survivors = {rank: own for rank, own in before.items() if rank != VICTIM}
     steps = [cluster.wait_traced(task, event="done", iteration=iteration, pid=own)
              for own in survivors.values()]
@@ -95,5 +95,5 @@ def test_one_that_does_not_is_ended_and_the_others_finish_the_iteration(story: S
     assert cluster.kept(task, before) == set(survivors)
 
 
-def test_it_is_as_if_nothing_had_happened(story: Story, twins: Twins) -> None:
+def test_the_task_equals_its_undisturbed_twin(story: Story, twins: Twins) -> None:
     twins.compare_and_cancel(story.cluster, story.task, story.spec)

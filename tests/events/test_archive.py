@@ -1,4 +1,4 @@
-"""An exported log comes back as it was; whatever was done to the file is found at its place."""
+"""An exported log reads back unchanged, and any change of the file is reported with its seq."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from unicron.events.records.types import Body
 from unicron.events.spec.job import parse
 
 NUM = 9
-FIRST_LINE = 1  # of the records: line 0 is the header
+FIRST_LINE = 1  # index of the first record's line: line 0 is the header
 
 
 def record(seq: int, body: Body | None = None) -> Record:
@@ -42,7 +42,7 @@ def exported(tmp_path: Path) -> Path:
 
 
 def read_all(path: Path) -> tuple[int, CorruptLog | None]:
-    """(good records before it, what was told)."""
+    """(number of good records, the error after them)."""
     num = 0
     try:
         for _ in archive.read(path):
@@ -52,7 +52,7 @@ def read_all(path: Path) -> tuple[int, CorruptLog | None]:
     return num, None
 
 
-def test_round_trip_header_and_no_file_left_beside(exported: Path) -> None:
+def test_round_trip_with_header_and_no_other_file(exported: Path) -> None:
     head = archive.header(exported)
     assert (head.cluster, head.code, head.first_seq) == ("c", "1.0", 1)
     assert [path.name for path in exported.parent.iterdir()] == [exported.name]
@@ -68,7 +68,7 @@ def test_an_empty_log_and_one_that_starts_later(tmp_path: Path) -> None:
     assert [r.seq for r in archive.read(path)] == [41, 42]
 
 
-def test_a_kind_of_a_newer_version_survives(tmp_path: Path) -> None:
+def test_a_kind_of_a_newer_version_is_kept(tmp_path: Path) -> None:
     _, _, raw = codec.encode_body(reports.NodeLeft(node="n", incarnation=1, reason=""))
     newer = record(1, UnknownBody(kind="GpuMelted", version=3, raw=raw))
     archive.write(tmp_path / "log", [newer], cluster="c", code="9")
@@ -99,7 +99,7 @@ TAMPERED: dict[str, Callable[[list[bytes]], None]] = {
     "doubled": lambda lines: lines.insert(4, lines[3]),
     "cut within a line": lambda lines: lines.__setitem__(slice(4, None), [lines[4][:50]]),
 }
-"""What is done to the line of record 4."""
+"""How the line of record 4, or the lines after it, are changed."""
 
 
 @pytest.mark.parametrize("change", TAMPERED.values(), ids=TAMPERED)
@@ -113,7 +113,7 @@ def test_tampering_names_the_first_seq_that_differs(
     assert (told.seq, num_good) == (4, 3), "the records before it are good"
 
 
-def test_the_first_and_the_last_record_are_guarded_too(exported: Path) -> None:
+def test_a_missing_first_or_last_record_is_found(exported: Path) -> None:
     whole = exported.read_bytes().splitlines(keepends=True)
     for place, seq in ((FIRST_LINE, 1), (NUM, NUM)):
         exported.write_bytes(b"".join(whole[:place] + whole[place + 1:]))
@@ -123,7 +123,7 @@ def test_the_first_and_the_last_record_are_guarded_too(exported: Path) -> None:
 
 
 @pytest.mark.parametrize("num_lines", range(1, NUM + 1))
-def test_a_cut_file_tells_how_much_is_there(exported: Path, num_lines: int) -> None:
+def test_a_cut_file_is_reported_with_its_length(exported: Path, num_lines: int) -> None:
     lines = exported.read_bytes().splitlines(keepends=True)[:num_lines]
     exported.write_bytes(b"".join(lines))
     num_good, told = read_all(exported)
@@ -132,7 +132,7 @@ def test_a_cut_file_tells_how_much_is_there(exported: Path, num_lines: int) -> N
     assert f"truncated after {num_lines - 1} records" in str(told)
 
 
-def test_a_record_of_another_log_is_foreign(exported: Path, tmp_path: Path) -> None:
+def test_a_record_of_another_log_is_found(exported: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     archive.write(other, [submitted(1), *(record(seq) for seq in range(2, NUM + 1))],
                   cluster="another", code="1.0")
@@ -146,7 +146,7 @@ def test_a_record_of_another_log_is_foreign(exported: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("old", "new"), [(b'"c"', b'"d"'), (b'"first_seq":1', b'"first_seq":2'),
                                           (b'"first_seq":1', b'"first_seq":"x"')])
-def test_an_edited_header_and_an_edited_end(exported: Path, old: bytes, new: bytes) -> None:
+def test_an_edited_header_or_footer_is_found(exported: Path, old: bytes, new: bytes) -> None:
     text = exported.read_bytes()
     exported.write_bytes(text.replace(old, new, 1))
     assert read_all(exported)[1] is not None
@@ -174,7 +174,7 @@ def test_lines_as_tail_prints_them_count_as_truncated(tmp_path: Path) -> None:
     b"", b"\n", b"hello\n", b"{}\n", b"[1]\n", b"\x89PNG\r\n\x1a\n\x00\xff", b"7\n",
     b'{"format":"other","version":1}\n', b'{"format":"unicron-log","version":99}\n', b"\x00" * 99,
 ])
-def test_a_foreign_file_is_the_users_mistake(tmp_path: Path, content: bytes) -> None:
+def test_a_foreign_file_is_a_usage_error(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "file"
     path.write_bytes(content)
     with pytest.raises(UsageError) as told:
@@ -183,7 +183,7 @@ def test_a_foreign_file_is_the_users_mistake(tmp_path: Path, content: bytes) -> 
     assert "\n" not in str(told.value)
 
 
-def test_no_file_and_a_folder(tmp_path: Path) -> None:
+def test_a_missing_file_or_a_folder_is_a_usage_error(tmp_path: Path) -> None:
     for path in (tmp_path / "none", tmp_path):
         with pytest.raises(UsageError):
             list(archive.read(path))
@@ -198,7 +198,7 @@ def test_a_write_that_fails_leaves_the_old_file(exported: Path) -> None:
     assert [path.name for path in exported.parent.iterdir()] == [exported.name]
     with pytest.raises(UsageError):
         archive.write(exported.parent / "no" / "folder", [], cluster="c", code="1.0")
-    with pytest.raises(OSError, match="of the source"):  # not ours to explain
+    with pytest.raises(OSError, match="of the source"):  # errors of the source pass through
         archive.write(exported, (_fail() for _ in "1"), cluster="c", code="1.0")
 
 

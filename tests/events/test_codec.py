@@ -1,4 +1,4 @@
-"""Every kind comes back as it was, on both ways, and the bytes of today stay readable."""
+"""Every record kind round-trips by wire and by JSON, and logs of earlier versions stay readable."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def record(body: Body, seq: int = 1) -> Record:
                   source_seq=9, cause=3, incident=4, body=body)
 
 
-# --- any body of a kind, from its annotations ----------------------------------------------------
-def of_type(kind: inspect.Type) -> st.SearchStrategy[Any]:
+# --- a random body of a kind, from its annotations -----------------------------------------------
+def values_of(kind: inspect.Type) -> st.SearchStrategy[Any]:
     match kind:
         case inspect.FloatType():
             return st.floats(allow_nan=False, allow_infinity=False)
@@ -50,15 +50,15 @@ def of_type(kind: inspect.Type) -> st.SearchStrategy[Any]:
         case inspect.LiteralType():
             return st.sampled_from(kind.values)
         case inspect.StructType():
-            return st.builds(kind.cls, **{one.name: of_type(one.type) for one in kind.fields})
+            return st.builds(kind.cls, **{one.name: values_of(one.type) for one in kind.fields})
         case inspect.VarTupleType():
-            return st.lists(of_type(kind.item_type), max_size=3).map(tuple)
+            return st.lists(values_of(kind.item_type), max_size=3).map(tuple)
         case inspect.TupleType():
-            return st.tuples(*(of_type(one) for one in kind.item_types))
+            return st.tuples(*(values_of(one) for one in kind.item_types))
         case inspect.DictType():
-            return st.dictionaries(of_type(kind.key_type), of_type(kind.value_type), max_size=3)
+            return st.dictionaries(values_of(kind.key_type), values_of(kind.value_type), max_size=3)
         case inspect.UnionType():
-            return st.one_of(*(of_type(one) for one in kind.types))
+            return st.one_of(*(values_of(one) for one in kind.types))
         case _:
             raise AssertionError(f"a body holds {kind}: teach this test")
 
@@ -66,8 +66,8 @@ def of_type(kind: inspect.Type) -> st.SearchStrategy[Any]:
 @pytest.mark.parametrize("kind", sorted(KINDS))
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
-def test_every_kind_comes_back_by_wire_and_by_json(kind: str, data: st.DataObject) -> None:
-    body: Body = data.draw(of_type(inspect.type_info(KINDS[kind])))
+def test_every_kind_round_trips_by_wire_and_json(kind: str, data: st.DataObject) -> None:
+    body: Body = data.draw(values_of(inspect.type_info(KINDS[kind])))
     assert not_finite(body) == ""
     there = record(body)
     assert codec.decode_record(codec.encode_record(there)) == there
@@ -85,8 +85,8 @@ def test_each_kind_is_a_report_an_order_or_a_decision() -> None:
 
 
 # --- golden bytes --------------------------------------------------------------------------------
-def of_example(kind: inspect.Type, hint: str = "x") -> Any:
-    """One fixed value of a type: what the golden bytes hold."""
+def example_value(kind: inspect.Type, hint: str = "x") -> Any:
+    """One fixed value of a type, as in the golden file."""
     match kind:
         case inspect.FloatType():
             return 0.1 + len(hint)
@@ -101,27 +101,27 @@ def of_example(kind: inspect.Type, hint: str = "x") -> Any:
         case inspect.StructType():
             if kind.cls is type(parse(SPEC)):
                 return parse(SPEC)
-            return kind.cls(**{one.name: of_example(one.type, one.name) for one in kind.fields})
+            return kind.cls(**{one.name: example_value(one.type, one.name) for one in kind.fields})
         case inspect.VarTupleType():
-            return (of_example(kind.item_type, hint), of_example(kind.item_type, hint + "2"))
+            return (example_value(kind.item_type, hint), example_value(kind.item_type, hint + "2"))
         case inspect.TupleType():
-            return tuple(of_example(one, hint) for one in kind.item_types)
+            return tuple(example_value(one, hint) for one in kind.item_types)
         case inspect.DictType():
-            return {of_example(kind.key_type, hint): of_example(kind.value_type, hint)}
+            return {example_value(kind.key_type, hint): example_value(kind.value_type, hint)}
         case inspect.UnionType():
-            return of_example(kind.types[0], hint)
+            return example_value(kind.types[0], hint)
         case _:
             raise AssertionError(f"a body holds {kind}: teach this test")
 
 
 def example(kind: str) -> Record:
-    body: Body = of_example(inspect.type_info(KINDS[kind]))
+    body: Body = example_value(inspect.type_info(KINDS[kind]))
     return record(body)
 
 
-def test_the_bytes_written_before_are_read_today() -> None:
-    """A line that fails means: logs in the field can no longer be read. Give the body a default
-    for a new field, or a new version and an upcaster. WRITE_GOLDEN=1 adds the lines of new kinds.
+def test_golden_records_are_readable() -> None:
+    """A failure here means that existing logs cannot be read any more. Give the body a default
+    for a new field, or a new version with an upcaster. WRITE_GOLDEN=1 adds lines for new kinds.
     """
     if os.environ.get("WRITE_GOLDEN"):
         write_golden()
@@ -134,24 +134,24 @@ def test_the_bytes_written_before_are_read_today() -> None:
         assert codec.from_plain(line["plain"]) == back
         told = codec.to_plain(back)
         body = msgspec.to_builtins(told, str_keys=True)["body"]
-        assert _holds(body, line["plain"]["body"]), line["kind"]
+        assert _contains(body, line["plain"]["body"]), line["kind"]
         today = FORMER_NAMES.get(line["kind"], line["kind"])
         assert {**told, "body": 0, "v": 0} == {**line["plain"], "kind": today, "body": 0, "v": 0}
 
 
-def _holds(told: Any, written: Any) -> bool:
-    """Whether all that was written is told, at every depth; a newer field may stand beside it."""
+def _contains(told: Any, written: Any) -> bool:
+    """True if all written values were read, at every depth; newer fields may be added."""
     if isinstance(written, dict):
         return isinstance(told, dict) and all(
-            key in told and _holds(told[key], value) for key, value in written.items())
+            key in told and _contains(told[key], value) for key, value in written.items())
     if isinstance(written, list):
         told = list(told)
-        return len(told) == len(written) and all(map(_holds, told, written))
+        return len(told) == len(written) and all(map(_contains, told, written))
     return bool(told == written)
 
 
 def write_golden() -> None:
-    """Adds the kinds that are missing; a line that stands is never written again."""
+    """Add lines for new kinds; existing lines are never rewritten."""
     lines = GOLDEN.read_text().splitlines() if GOLDEN.exists() else []
     named = [json.loads(line)["kind"] for line in lines]
     have = {FORMER_NAMES.get(kind, kind) for kind in named}
@@ -164,14 +164,14 @@ def write_golden() -> None:
 
 
 # --- former names --------------------------------------------------------------------------------
-def test_a_former_name_is_of_no_kind_today_and_leads_to_one() -> None:
+def test_former_names_map_to_current_kinds() -> None:
     assert not FORMER_NAMES.keys() & KINDS.keys()
     assert set(FORMER_NAMES.values()) <= set(KINDS)
 
 
 @pytest.mark.parametrize("former", sorted(FORMER_NAMES))
-def test_a_log_with_a_former_name_is_read_and_written_anew_with_todays(former: str) -> None:
-    """By wire, by JSON lines, and as a report of an agent that was not upgraded yet."""
+def test_a_former_name_is_read_and_the_current_one_written(former: str) -> None:
+    """By wire, by JSON lines, and as a report of an agent that is not upgraded yet."""
     today = FORMER_NAMES[former]
     there = example(today)
     assert there.kind == today
@@ -199,10 +199,10 @@ FIELDS = {
     "Reconfigured": "task rank attempt generation step_version kept todo dealt source "
                     "received_bytes down_s up_s settle_s origin origin_node taken",
 }
-"""Of the kinds with fields that Python calls otherwise: the names on the wire, in their order."""
+"""The wire names, in order, of kinds whose Python field names differ from the wire."""
 
 
-def test_a_field_that_python_calls_otherwise_has_the_bytes_of_before() -> None:
+def test_a_renamed_field_keeps_its_wire_name() -> None:
     assert set(FIELDS) == {kind for kind, body in KINDS.items()
                            if body.__struct_fields__ != body.__struct_encode_fields__}
     for kind, names in FIELDS.items():
@@ -236,7 +236,7 @@ def test_a_newer_version_of_a_known_kind_keeps_its_bytes() -> None:
     assert codec.encode_body(newer) == (kind, v + 1, raw)
 
 
-def test_an_old_version_is_brought_up_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_version_is_upcast_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
     def rename(data: dict[str, Any]) -> dict[str, Any]:
         return {**data, "node": data["host"]}
 
@@ -259,7 +259,7 @@ def test_an_old_version_is_brought_up_step_by_step(monkeypatch: pytest.MonkeyPat
         codec.decode_body("NodeLeft", 1, msgspec.msgpack.encode({"no": "host"}))
 
 
-def test_a_field_that_a_newer_version_added_is_passed_over() -> None:
+def test_an_unknown_field_is_ignored() -> None:
     raw = msgspec.msgpack.encode({"node": "n", "incarnation": 1, "reason": "", "new": [1]})
     assert codec.decode_body("NodeLeft", 1, raw) == reports.NodeLeft(
         node="n", incarnation=1, reason="")
@@ -274,7 +274,7 @@ def progressed(**changed: Any) -> reports.TaskProgressed:
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
-def test_no_number_that_is_not_finite_is_written_or_read(number: float) -> None:
+def test_non_finite_numbers_are_neither_written_nor_read(number: float) -> None:
     spec = msgspec.structs.replace(parse(SPEC), throughput={1: 1.0, 4: number})
     plan = decisions.PlanChosen(
         trigger="", num_slots=1, allocations=(), waf=1.0, objective=1, alternatives=(
@@ -291,7 +291,7 @@ def test_no_number_that_is_not_finite_is_written_or_read(number: float) -> None:
         with pytest.raises(ValueError, match=r"is (nan|-?inf)"):
             codec.encode_record(record(body))
         name = type(body).__name__
-        with pytest.raises(msgspec.MsgspecError):  # of a foreign writer
+        with pytest.raises(msgspec.MsgspecError):  # from a writer without this check
             codec.decode_body(name, 1, msgspec.msgpack.encode(body))
     good = record(progressed())
     for field in ("at_s", "occurred_s"):
@@ -299,8 +299,8 @@ def test_no_number_that_is_not_finite_is_written_or_read(number: float) -> None:
             codec.encode_record(msgspec.structs.replace(good, **{field: number}))
 
 
-# --- nonsense ------------------------------------------------------------------------------------
-def test_broken_bytes_are_msgspec_errors_and_nothing_else() -> None:
+# --- invalid bytes and data ----------------------------------------------------------------------
+def test_broken_bytes_raise_only_msgspec_errors() -> None:
     draw = random.Random(5)
     wires = [codec.encode_record(example(kind)) for kind in sorted(KINDS)]
     for _ in range(20000):

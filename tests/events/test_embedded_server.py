@@ -1,4 +1,4 @@
-"""The private server: private, alone on its directory, alive after its parent, found again."""
+"""The embedded server is private, owns its directory, outlives its parent and is adopted again."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ CHILD_S_MAX = 60.0
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Iterator[Path]:
-    """Where a test may start a server; whatever runs there at the end is stopped."""
+    """A server directory; a server that still runs there after the test is stopped."""
     place = tmp_path / 'a "server" directory'
     yield place
     if left := embedded_server.adopt(place):
         left.stop(grace_s=1.0)
 
 
-def test_it_keeps_its_data_its_address_and_its_password(directory: Path) -> None:
+def test_a_restart_keeps_data_address_and_password(directory: Path) -> None:
     first = embedded_server.start(directory)
     with Redis.from_url(first.url) as client:
         client.set("k", "v")
@@ -52,7 +52,7 @@ def test_it_keeps_its_data_its_address_and_its_password(directory: Path) -> None
         assert client.get("k") == b"v"
 
 
-def test_it_is_private_and_loses_nothing_by_its_configuration(directory: Path) -> None:
+def test_the_configuration_is_private_and_durable(directory: Path) -> None:
     server = embedded_server.start(directory)
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     for name in ("password", "valkey.conf", "server.json", "lock"):
@@ -82,7 +82,7 @@ def test_a_second_start_is_refused_and_adopt_finds_the_first(directory: Path) ->
     assert embedded_server.ensure(directory) == server
 
 
-def test_it_outlives_a_killed_parent_and_is_adopted(directory: Path) -> None:
+def test_a_server_outlives_a_killed_parent_and_is_adopted(directory: Path) -> None:
     program = ("import os, sys, signal\nfrom pathlib import Path\n"
                "from unicron.events.log import embedded_server\n"
                "embedded_server.start(Path(sys.argv[1]))\n"
@@ -111,7 +111,7 @@ def test_after_kill_9_the_directory_is_free_at_once(directory: Path) -> None:
         server = again
 
 
-def test_a_pid_that_belongs_to_another_process_now_is_left_alone(directory: Path) -> None:
+def test_a_reused_pid_is_left_alone(directory: Path) -> None:
     server = embedded_server.start(directory)
     server.stop()
     bystander = subprocess.Popen(["sleep", "60"])
@@ -129,7 +129,7 @@ def test_a_pid_that_belongs_to_another_process_now_is_left_alone(directory: Path
         bystander.wait()
 
 
-def test_a_server_that_hangs_is_stopped_all_the_same(directory: Path) -> None:
+def test_a_hanging_server_is_stopped(directory: Path) -> None:
     server = embedded_server.start(directory)
     os.kill(server.pid, signal.SIGSTOP)
     start = time.monotonic()
@@ -149,7 +149,7 @@ def test_a_port_in_use_is_an_error(directory: Path) -> None:
     assert embedded_server.start(directory, port=port).port == port
 
 
-def test_the_last_port_taken_by_a_stranger_gives_another(
+def test_another_port_is_used_if_the_last_is_taken(
         directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedded_server, "PORT_WAIT_S_MAX", 0.1)
     server = embedded_server.start(directory)
@@ -161,7 +161,7 @@ def test_the_last_port_taken_by_a_stranger_gives_another(
         assert embedded_server.start(directory).port != server.port
 
 
-def test_a_broken_log_says_what_the_server_said(directory: Path) -> None:
+def test_a_broken_log_reports_the_servers_error(directory: Path) -> None:
     server = embedded_server.start(directory)
     with Redis.from_url(server.url) as client:
         for number in range(100):
@@ -234,7 +234,7 @@ def test_a_deferred_signal_arrives_afterwards() -> None:
 
 
 # --- log output that cannot be written -----------------------------------------------------------
-def test_a_full_disk_takes_the_words_and_not_the_speaker() -> None:
+def test_a_full_disk_does_not_end_a_process_that_logs() -> None:
     stream = Path("/dev/full").open("w", encoding="utf-8")  # noqa: SIM115, its close fails
     talk = structlog.PrintLogger(cast(TextIO, LogStream(stream)))
     for _ in range(3):
@@ -246,7 +246,7 @@ def test_a_full_disk_takes_the_words_and_not_the_speaker() -> None:
     raise AssertionError("the stream is not full")
 
 
-def test_what_can_be_written_is() -> None:
+def test_a_writable_stream_gets_the_output() -> None:
     stream = io.StringIO()
     structlog.PrintLogger(cast(TextIO, LogStream(stream))).info("heard")
     assert stream.getvalue() == "heard\n"

@@ -1,4 +1,4 @@
-"""Labels of nodes: from the option to the state and the screen, strict on the way in."""
+"""Node labels: strict parsing, in the state and on the screens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_labels_are_read() -> None:
     (["rack="], "'' is not 1 to 63"), (["rack=r 1"], "'r 1' is not"), (["rack=-"], "'-' is not"),
     (["rack=" + "r" * 64], "is not 1 to 63"), (["rack=r1\n"], "is not 1 to 63"),
 ])
-def test_nonsense_is_refused_in_one_line(texts: list[str], words: str) -> None:
+def test_invalid_labels_are_refused_in_one_line(texts: list[str], words: str) -> None:
     with pytest.raises(UsageError) as refusal:
         parse_labels(texts)
     assert words in str(refusal.value)
@@ -50,7 +50,7 @@ def test_up_labels_all_nodes_or_one() -> None:
         check_labels(("n1:rack=r1", "n1:rack=r2"), ["n1", "n2"])
 
 
-def test_up_remembers_labels_and_changes_none_of_what_runs(tmp_path) -> None:
+def test_up_remembers_labels_and_refuses_to_change_them(tmp_path) -> None:
     state, before = StateDir(tmp_path), ClusterOptions(labels=("rack=r1",))
     assert UpOptions().wanted(before, state).labels == ("rack=r1",)
     assert UpOptions(labels=()).wanted(before, state).labels == ()
@@ -59,7 +59,7 @@ def test_up_remembers_labels_and_changes_none_of_what_runs(tmp_path) -> None:
         UpOptions(labels=("rack=r2",)).refuse_other(before, state)
 
 
-def test_the_state_holds_what_the_newest_agent_says() -> None:
+def test_the_state_holds_the_newest_agents_labels() -> None:
     d = Driver(nodes=2)
     assert d.state.nodes["n1"].labels == Labels()
     for incarnation, labels in ((7, Labels(rack="r1", switch="s1")), (8, Labels(rack="r2"))):

@@ -1,4 +1,4 @@
-"""One suite for every log: what the port promises, on the real server and in memory."""
+"""The promises of the log's port, tested on a real server and in memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(test: Coroutine[Any, Any, None]) -> None:
 
 @pytest.fixture(params=["memory", "redis"])
 def opened(request: pytest.FixtureRequest) -> Open:
-    """Another client of one fresh log at each call."""
+    """Opens a new client of one fresh log at each call."""
     if request.param == "redis":
         cluster: Open = request.getfixturevalue("redis_log")
         return cluster
@@ -85,19 +85,19 @@ async def test_an_empty_log(log: LogPort) -> None:
     await log.trim_reports(before="0-0")
 
 
-async def test_records_come_back_as_they_were_across_epochs(opened: Open) -> None:
+async def test_records_read_back_unchanged_across_epochs(opened: Open) -> None:
     async with opened() as log, opened() as other:
         written: list[Record] = []
         for _ in range(7):
             epoch = await log.start_epoch("x")
-            for num in (1, 0, 3):  # an epoch of one batch, of an empty one, of three
+            for num in (1, 0, 3):  # one record, none, three
                 batch = [record(len(written) + 1 + i, epoch) for i in range(num)]
                 await log.append(batch, epoch=epoch, expect=len(written), cursor="", acked={})
                 written += batch
             await log.start_epoch("an epoch without records")
         assert await log.last_seq() == len(written) == 28
         assert await log.read(after=0, num_max=100) == written
-        for after in range(30):  # from every place, by a reader that has read nothing before
+        for after in range(30):  # from every seq, by a client that has read nothing before
             assert await other.read(after=after, num_max=3) == written[after : after + 3]
         tail = await other.read(after=20, num_max=4)
         assert await other.read(after=tail[-1].seq, num_max=99) == written[24:]
@@ -113,7 +113,7 @@ async def test_an_older_epoch_is_fenced_and_changes_nothing(opened: Open) -> Non
             await put(old, order(2, first, "n1"), cursor="9-9", acked={"n1/7": 9})
         with pytest.raises(Fenced):
             await old.rebuild_orders([order(1, first, "n1")], epoch=first)
-        with pytest.raises(Fenced):  # fenced comes before conflict: it is the stronger word
+        with pytest.raises(Fenced):  # both apply: Fenced takes precedence over Conflict
             await old.append([], epoch=first, expect=77, cursor="", acked={})
         await put(new, record(2, second))
         assert [r.epoch for r in await new.read(after=0, num_max=9)] == [first, second]
@@ -122,7 +122,7 @@ async def test_an_older_epoch_is_fenced_and_changes_nothing(opened: Open) -> Non
         assert await new.orders("n1", after="0-0", wait_s=0) == []
 
 
-async def test_a_wrong_place_is_a_conflict_and_changes_nothing(log: LogPort) -> None:
+async def test_a_wrong_seq_is_a_conflict_and_changes_nothing(log: LogPort) -> None:
     epoch = await log.start_epoch("x")
     await put(log, record(1, epoch), record(2, epoch))
     for seq in (1, 2, 4, 9):
@@ -134,7 +134,7 @@ async def test_a_wrong_place_is_a_conflict_and_changes_nothing(log: LogPort) -> 
     assert await log.orders("n1", after="0-0", wait_s=0) == []
 
 
-async def test_append_moves_everything_in_one_step(log: LogPort, agent: LogPort) -> None:
+async def test_append_is_atomic(log: LogPort, agent: LogPort) -> None:
     epoch = await log.start_epoch("x")
     quiesce = record(2, epoch, Quiesce(nodes=("n1", "n2"), task=1, generation=1,
                                        mode="now", ranks=(0, 1)))
@@ -195,7 +195,7 @@ async def test_reports_are_taken_in_order_behind_a_cursor(log: LogPort, agent: L
     assert [r.source_seq for r in after_trim.reports] == [8]
 
 
-async def test_a_blocking_take_ends_with_the_first_report_or_in_time(
+async def test_a_blocking_take_ends_with_a_report_or_a_timeout(
         log: LogPort, agent: LogPort) -> None:
     start = time.monotonic()
     assert (await log.take(after="0-0", num_max=9, wait_s=0.3)).reports == ()
@@ -218,12 +218,12 @@ async def test_blocking_orders_of_two_nodes_through_one_client(
     await put(log, order(1, epoch, "n2"))
     assert [sent.record.seq for sent in await two] == [1]
     assert not one.done()
-    await log.rebuild_orders([], epoch=epoch)  # deletes under the waiting reader
+    await log.rebuild_orders([], epoch=epoch)  # deletes the stream that a client waits for
     await put(log, order(2, epoch, "n1"))
     assert [sent.record.seq for sent in await one] == [2]
 
 
-async def test_a_cancelled_wait_leaves_the_client_whole(log: LogPort) -> None:
+async def test_a_cancelled_wait_leaves_the_client_usable(log: LogPort) -> None:
     for _ in range(3):
         waiting = asyncio.create_task(log.take(after="0-0", num_max=9, wait_s=20.0))
         await asyncio.sleep(0.05)
@@ -239,7 +239,7 @@ async def test_beats_keep_the_newest_incarnation(log: LogPort, agent: LogPort) -
     await agent.beat("n1", 1700000000005)
     await asyncio.sleep(0.2)
     await agent.beat("n1", 1700000000009)
-    await agent.beat("n1", 1700000000005)  # late, of an agent that is gone
+    await agent.beat("n1", 1700000000005)  # a late beat of an earlier incarnation
     one, two = await log.beats()
     assert (one.node, one.incarnation) == ("n1", 1700000000009)
     assert (two.node, two.incarnation) == ("n2", 1700000000001)
@@ -247,7 +247,7 @@ async def test_beats_keep_the_newest_incarnation(log: LogPort, agent: LogPort) -
     assert two.age_s >= 0.19
 
 
-async def test_a_number_that_is_not_finite_is_refused_before_it_is_written(log: LogPort) -> None:
+async def test_a_non_finite_number_is_refused(log: LogPort) -> None:
     epoch = await log.start_epoch("x")
     bad = reports.NodeUnreachable(node="n1", incarnation=1, silence_s=math.nan)
     with pytest.raises(ValueError, match="silence_s is nan"):
@@ -298,8 +298,8 @@ def test_a_cluster_name_is_checked() -> None:
 
 
 # --- the log in memory: virtual time, and faults on demand ---------------------------------------
-class _Leaping(selectors.DefaultSelector):
-    """A selector that does not wait: it moves the clock to the next timer."""
+class _VirtualSelector(selectors.DefaultSelector):
+    """A selector that does not wait: it advances the clock to the next timer."""
 
     now_s = 0.0
 
@@ -311,7 +311,7 @@ class _Leaping(selectors.DefaultSelector):
 
 class VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
-        self.leaping = _Leaping()
+        self.leaping = _VirtualSelector()
         super().__init__(self.leaping)
 
     def time(self) -> float:
@@ -354,7 +354,7 @@ def test_a_day_of_waiting_takes_no_time() -> None:
 @pytest.mark.parametrize(("outcome", "error", "stands"), [
     ("unavailable", Unavailable, False), ("lost", Ambiguous, False), ("applied", Ambiguous, True),
 ])
-def test_a_fault_on_demand(outcome: Outcome, error: type[Exception], stands: bool) -> None:
+def test_an_injected_fault_raises_its_error(outcome: Outcome, error: type[Exception], stands: bool) -> None:
     faults: dict[str, Outcome] = {}
     log = MemoryLog(clock=lambda: 0.0, fault=lambda call: faults.pop(call, "done"))
 
@@ -374,7 +374,7 @@ def test_a_fault_on_demand(outcome: Outcome, error: type[Exception], stands: boo
         faults["start_epoch"] = outcome
         with pytest.raises(error):
             await log.start_epoch("y")
-        if stands:  # the caller does not know, but it is fenced by itself
+        if stands:  # the epoch began although the caller got an error, so its old epoch is fenced
             with pytest.raises(Fenced):
                 await log.append([], epoch=epoch, expect=1, cursor="", acked={})
         for call in (log.read(after=0, num_max=1), log.beats(), log.orders("n", after="0-0",

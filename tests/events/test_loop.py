@@ -1,4 +1,4 @@
-"""A command whose loop has adopted Unicron, as the heart sees it; one that has not, or cannot."""
+"""Commands with `heal: in-memory` in the decider: loops that adopt Unicron, decline, or neither."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def d() -> Iterator[Driver]:
     ({"loop": LOOP | {"parallel": {"tensor": [2, 2]}}}, "loop.parallel.tensor: names a size twice"),
     ({"hang_after_s": 60}, "hang_after_s: is for a command that is only restarted"),
 ])
-def test_what_is_refused(changes: dict[str, Any], path: str) -> None:
+def test_invalid_loop_specs_are_refused(changes: dict[str, Any], path: str) -> None:
     with pytest.raises(SpecError) as refused:
         spec(**{"train": None, "command": ["x"], "heal": "in-memory", "loop": LOOP} | changes)
     assert str(refused.value).startswith(path)
@@ -53,7 +53,7 @@ def test_a_replica_of_several_ranks_needs_one_micro_batch() -> None:
     assert layout_of(made.training, 4) == Axes(tp=2, dp=2)
 
 
-def test_a_loop_that_has_adopted_heals_as_a_training_task_does(d: Driver) -> None:
+def test_a_loop_that_adopts_recovers_like_a_training_task(d: Driver) -> None:
     task = d.submit(spec(train=None, command=["x"], heal="in-memory", loop=LOOP))
     d.obey(d.log[-4:])
     start = next(x.body for x in d.log if isinstance(x.body, o.StartRank))
@@ -62,8 +62,8 @@ def test_a_loop_that_has_adopted_heals_as_a_training_task_does(d: Driver) -> Non
     assert "Quiesce" in kinds(d.exit(task, 2))
 
 
-def _declines(d: Driver, said: bool) -> int:
-    """A task of four whose processes run, and are no members."""
+def _not_adopted(d: Driver, said: bool) -> int:
+    """A task of four ranks whose processes run but are no members; with `said` they decline."""
     task = d.submit(spec(train=None, command=["x"], heal="in-memory", loop=LOOP))
     for start in [x.body for x in d.log if isinstance(x.body, o.StartRank)]:
         source = d.source(start.slot.node)
@@ -75,7 +75,7 @@ def _declines(d: Driver, said: bool) -> int:
 
 
 def test_a_loop_that_declines_is_a_command(d: Driver) -> None:
-    task = _declines(d, said=True)
+    task = _not_adopted(d, said=True)
     assert (task_of(d, task).phase, task_of(d, task).declined) == (
         "training", "FSDP cannot be healed")
     new = d.exit(task, 0, code=1)
@@ -85,21 +85,21 @@ def test_a_loop_that_declines_is_a_command(d: Driver) -> None:
     assert view(d.state)["tasks"][0]["tier"] == "command"
 
 
-def test_a_script_without_unicron_is_a_command_after_its_time(d: Driver) -> None:
-    task = _declines(d, said=False)
+def test_a_script_without_unicron_is_a_command_after_the_deadline(d: Driver) -> None:
+    task = _not_adopted(d, said=False)
     assert task_of(d, task).phase == "starting"
     d.due(f"start/{task}/0/1")
     assert task_of(d, task).phase == "training"
     assert task_of(d, task).declined == "no process has adopted Unicron within 180 s"
     assert not any(name.startswith("start/") for name in d.state.deadlines)
-    # one that comes now is too late: all start again, with no way to their agent
+    # an adoption that comes now is too late: all ranks start again as a plain command
     new = d.tell("n1/1", r.RankReady(task=task, rank=0, attempt=1, endpoint="h:1", num_params=1,
                                      state_bytes=1, iteration_flops=1.0, data_digest=""))
     assert "it adopted Unicron too late" in [x.body.why for x in only(o.StopRank, new)]
 
 
 def test_a_script_without_unicron_that_ends_is_a_command(d: Driver) -> None:
-    task = _declines(d, said=False)
+    task = _not_adopted(d, said=False)
     for number in range(4):
         last = d.exit(task, number, code=0)
     assert kinds(last) == ["TaskEnded"]

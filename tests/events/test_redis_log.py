@@ -1,4 +1,4 @@
-"""What the log on Redis does when its server or the way to it fails."""
+"""The log on Redis when its server or the connection fails."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def put(log: RedisLog, *records: Record) -> None:
 
 
 class Proxy:
-    """A way to the server that can lose requests, lose replies, or fall silent."""
+    """A proxy to the server that can lose requests, lose replies, or stop forwarding."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -122,7 +122,7 @@ async def test_an_append_without_a_reply_is_ambiguous_and_not_repeated(
             await put(log, record(2, epoch))
         assert await other.last_seq() == (2 if stands else 1)
         assert await other.acked("n1/7") == (2 if stands else 1)
-        # The same client goes on with what the log says.
+        # The same client continues from the log's state.
         last = await log.last_seq()
         await put(log, record(last + 1, epoch))
         assert len(await log.read(after=0, num_max=9)) == last + 1
@@ -154,7 +154,7 @@ async def test_a_repeatable_call_survives_one_lost_reply(
             lambda: log.trim_reports(before="0-0"),
             lambda: log.rebuild_orders([], epoch=epoch)]
         for call in calls:
-            await call()  # a first connection that fails is simply no server
+            await call()  # connects first: a failed first connection raises Unavailable
             proxy.fate = fate
             await call()
         proxy.fate = fate
@@ -162,7 +162,7 @@ async def test_a_repeatable_call_survives_one_lost_reply(
         proxy.fate = "pass"
 
 
-async def test_a_silent_server_is_given_up_in_time(
+async def test_a_server_without_replies_is_given_up(
         server: embedded_server.Server, redis_log: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_log_module, "REPLY_S_MAX", 1.0)
     monkeypatch.setattr(redis_log_module, "CONNECT_S_MAX", 1.0)
@@ -175,7 +175,7 @@ async def test_a_silent_server_is_given_up_in_time(
             await log.take(after="0-0", num_max=9, wait_s=0.2)
         assert 1.1 < time.monotonic() - start < TEST_S_MAX / 2
         with pytest.raises(Unavailable):
-            await log.orders("n1", after="0-0", wait_s=0.2)  # a new connection, no answer
+            await log.orders("n1", after="0-0", wait_s=0.2)  # a new connection, also without reply
         proxy.fate = "pass"
         assert await log.orders("n1", after="0-0", wait_s=0.2) == []
         assert await log.last_seq() == 0
@@ -183,7 +183,7 @@ async def test_a_silent_server_is_given_up_in_time(
 
 
 async def test_a_blocking_read_outlives_the_default_socket_timeout(redis_log: Any) -> None:
-    """redis-py's own is 5 s; a read that blocks longer must end with its report."""
+    """redis-py's default timeout is 5 s; a read that blocks longer must end with its report."""
     async with redis_log() as log, redis_log() as agent:
         start = time.monotonic()
         waiting = asyncio.create_task(log.take(after="0-0", num_max=9, wait_s=30.0))
@@ -193,8 +193,8 @@ async def test_a_blocking_read_outlives_the_default_socket_timeout(redis_log: An
         assert time.monotonic() - start < 29.0, "the report ended it"
 
 
-async def test_a_look_at_the_intake_does_not_wait_behind_who_waits_for_it(log: RedisLog) -> None:
-    """The leader looks whether all was read before it lets time decide: else a deadline is late."""
+async def test_a_poll_does_not_wait_for_a_blocking_take(log: RedisLog) -> None:
+    """The leader reads the whole intake before it checks deadlines, which must not be delayed."""
     await log.start_epoch("a")
     waiting = asyncio.create_task(log.take(after="0-0", num_max=9, wait_s=30.0))
     await asyncio.sleep(0.2)
@@ -215,7 +215,7 @@ async def test_close_ends_a_call_that_blocks(log: RedisLog) -> None:
     assert time.monotonic() - start < 45.0
 
 
-async def test_no_server_is_unavailable_and_the_password_stays_unsaid() -> None:
+async def test_no_server_is_unavailable_and_the_password_is_hidden() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -230,7 +230,7 @@ async def test_no_server_is_unavailable_and_the_password_stays_unsaid() -> None:
         await unix.last_seq()
 
 
-async def test_a_wrong_password_is_the_users_mistake(server: embedded_server.Server) -> None:
+async def test_a_wrong_password_is_a_usage_error(server: embedded_server.Server) -> None:
     for secret in (":wrong@", ""):
         with pytest.raises(UsageError) as told:
             await connect(f"redis://{secret}127.0.0.1:{server.port}/0", "c")
@@ -253,7 +253,7 @@ async def test_a_server_that_evicts_is_refused(own_server: embedded_server.Serve
         assert len(said) == 2
 
 
-async def test_a_full_server_refuses_without_half_an_append(
+async def test_a_full_server_refuses_the_whole_append(
         own_server: embedded_server.Server) -> None:
     log = RedisLog(own_server.url, "c")
     epoch = await log.start_epoch("x")
@@ -287,7 +287,7 @@ async def test_a_unix_socket_with_a_password(
         await process.wait()
 
 
-async def test_foreign_entries_are_named_and_foreign_reports_skipped(
+async def test_invalid_records_are_named_and_invalid_reports_skipped(
         log: RedisLog, server: embedded_server.Server, redis_log: Any) -> None:
     epoch = await log.start_epoch("x")
     await put(log, *(record(seq, epoch) for seq in range(1, 6)))
@@ -312,7 +312,7 @@ async def test_foreign_entries_are_named_and_foreign_reports_skipped(
 
 async def test_kill_9_of_the_server_loses_no_acknowledged_record(
         own_server: embedded_server.Server, tmp_path: Path) -> None:
-    """Five times under load; the client finds the new server by itself, at the same address."""
+    """Kills it five times under load; the client reconnects to the new server by itself."""
 
     async def write(log: RedisLog, acknowledged: list[str], stop: asyncio.Event) -> None:
         epoch, seq = await log.start_epoch("w"), await log.last_seq()

@@ -1,4 +1,4 @@
-"""Job specs, layouts and the support table: what is refused says where, what and what to do."""
+"""Job specs, layouts and the support table: every refusal has a path, a reason and a hint."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ REFUSED_KEYS: dict[str, dict[str, Any]] = {
     "gradients summed in 16 bits": {"grad_reduce_in_fp32": False},
     "an optimizer other than Adam": {"optimizer": {"name": "sgd"}},
 }
-"""For each row that a training task refuses: how a job file would have to ask for it."""
+"""Row of the support table that a training task refuses -> the keys that would request it."""
 
 
 def command(**more: Any) -> dict[str, Any]:
@@ -155,8 +155,8 @@ REFUSED: list[tuple[Any, str]] = [
       for value in (-1, 10)),
     *((train(parallel=sizes, model={"num_layers": 4, "num_heads": 6, "hidden": 96}), path)
       for sizes, path in (
-        ({"tensor": [4]}, "train.parallel.tensor"),  # no share of the heads
-        ({"tensor": [3]}, "train.parallel.tensor"),  # of the vocabulary
+        ({"tensor": [4]}, "train.parallel.tensor"),  # does not divide the heads
+        ({"tensor": [3]}, "train.parallel.tensor"),  # does not divide the vocabulary
         ({"tensor": []}, "train.parallel.tensor"), ({"tensor": [2, 2]}, "train.parallel.tensor"),
         ({"pipeline": [3]}, "train.parallel.pipeline"), ({"chunks": 2}, "train.parallel.chunks"),
         ({"pipeline": [2], "chunks": 4}, "train.parallel.pipeline"),
@@ -231,7 +231,7 @@ HINTED: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("data", "told", "hint"), HINTED)
-def test_a_hint_names_what_may_stand_there(data: Any, told: str, hint: str) -> None:
+def test_a_hint_names_the_valid_keys(data: Any, told: str, hint: str) -> None:
     with pytest.raises(SpecError) as refused:
         parse(data)
     assert (str(refused.value), refused.value.hint) == (told, hint)
@@ -245,7 +245,7 @@ def test_an_unknown_value_is_answered_with_the_known_ones(key: str, hint: str) -
     assert told.value.hint == hint
 
 
-def test_as_many_tokens_as_can_be_counted_and_more_where_none_are() -> None:
+def test_the_token_count_is_limited_for_per_token_loss_only() -> None:
     most: dict[str, Any] = {"batch": {"global": 2**20 - 1, "micro": 1},
                             "model": {"sequence": 2**11}}
     assert parse(train(**most)).train is not None
@@ -279,7 +279,7 @@ def test_which_numbers_of_slots_a_task_may_have(slots: Any, normal: Any, counts:
     assert parse(msgspec.to_builtins(found, str_keys=True)) == found
 
 
-def test_the_normal_form_is_read_back_from_json_and_from_the_log() -> None:
+def test_the_normal_form_round_trips_by_json_and_log() -> None:
     for data in (train(seed=2**53 - 1), command(
             slots={"max": 8}, throughput={1: 0.0, 8: 1e24}, weight=1e6)):
         spec = parse(data)
@@ -300,7 +300,7 @@ VALUES: st.SearchStrategy[Any] = st.recursive(
 
 @settings(max_examples=300, deadline=None)
 @given(st.dictionaries(KEYS | st.text(max_size=2), VALUES, max_size=5))
-def test_whatever_is_given_is_a_spec_or_refused_and_a_spec_can_be_written(data: Any) -> None:
+def test_any_input_is_refused_or_gives_a_writable_spec(data: Any) -> None:
     try:
         spec = parse({"apiVersion": "unicron/v1", "name": "a", **data})
     except SpecError:
@@ -311,7 +311,7 @@ def test_whatever_is_given_is_a_spec_or_refused_and_a_spec_can_be_written(data: 
 
 # --- positions in a layout -----------------------------------------------------------------------
 @pytest.mark.parametrize("axes", LAYOUTS, ids=lambda axes: f"tp{axes.tp}pp{axes.pp}dp{axes.dp}")
-def test_every_place_has_coordinates_of_its_own(axes: Axes) -> None:
+def test_every_position_has_unique_coordinates(axes: Axes) -> None:
     found = [coordinates(axes, place) for place in range(num_positions(axes))]
     assert [position_of(axes, at) for at in found] == list(range(num_positions(axes)))
     assert len(set(found)) == axes.tp * axes.pp * axes.dp
@@ -319,7 +319,7 @@ def test_every_place_has_coordinates_of_its_own(axes: Axes) -> None:
 
 
 @pytest.mark.parametrize("axes", LAYOUTS, ids=lambda axes: f"tp{axes.tp}pp{axes.pp}dp{axes.dp}")
-def test_replicas_part_the_places_and_so_do_holders(axes: Axes) -> None:
+def test_replicas_and_holders_partition_the_positions(axes: Axes) -> None:
     everybody = list(range(num_positions(axes)))
     replicas = [replica(axes, dp) for dp in range(axes.dp)]
     assert sorted(place for members in replicas for place in members) == everybody
@@ -328,13 +328,13 @@ def test_replicas_part_the_places_and_so_do_holders(axes: Axes) -> None:
     assert all(len(set(members) & set(part)) == 1 for members in replicas for part in parts)
 
 
-def test_the_order_is_megatrons() -> None:
-    axes = Axes(tp=2, pp=2, dp=2)  # Megatron's own docstring of initialize_model_parallel
+def test_the_rank_order_is_megatrons() -> None:
+    axes = Axes(tp=2, pp=2, dp=2)  # the example in Megatron's initialize_model_parallel
     assert [replica(axes, dp) for dp in range(2)] == [(0, 1, 4, 5), (2, 3, 6, 7)]
     assert holders(axes, 0, 0) == (0, 2)
 
 
-def test_beside_the_layout_there_are_no_coordinates() -> None:
+def test_a_standby_position_has_no_coordinates() -> None:
     with pytest.raises(AssertionError, match="not a position"):
         coordinates(Axes(tp=2), 2)
 
@@ -345,7 +345,7 @@ def _spec(train: dict[str, Any]) -> dict[str, Any]:
             "train": {"iterations": 1, "output": "/tmp/t"} | train}
 
 
-def test_each_row_says_why_and_what_is_shown_is_a_test() -> None:
+def test_each_support_row_has_a_reason_and_an_existing_test() -> None:
     assert len({row.what for row in ROWS}) == len(ROWS)
     for answer in (answer for row in ROWS for answer in (row.train, row.loop)):
         assert answer.why
@@ -354,7 +354,7 @@ def test_each_row_says_why_and_what_is_shown_is_a_test() -> None:
         assert answer.in_words.startswith(answer.grade)
 
 
-def test_what_a_training_task_refuses_is_refused() -> None:
+def test_refused_features_are_refused_in_a_spec() -> None:
     assert list(REFUSED_KEYS) == [row.what for row in ROWS if row.train.grade == "refused"]
     parse(_spec({}))
     for what, train in REFUSED_KEYS.items():

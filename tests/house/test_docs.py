@@ -1,4 +1,4 @@
-"""The pages keep up with the code: every record, key, command and dependency has its words."""
+"""The documentation agrees with the code: records, keys, commands, dependencies, links."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Rule = Callable[[Path], list[str]]
 
 
 def pages(root: Path) -> Iterator[tuple[str, str]]:
-    """Every page by its path from the root, with its text."""
+    """(path from the root, text) of every Markdown page."""
     found = [root.glob(p) for p in ("*.md", "docs/**/*.md", "deploy/**/*.md")]
     for path in sorted(path for paths in found for path in paths):
         yield path.relative_to(root).as_posix(), path.read_text(encoding="utf-8")
@@ -44,28 +44,28 @@ def every_dependency_has_a_page(root: Path) -> list[str]:
 
 
 def every_command_is_documented(root: Path) -> list[str]:
-    """docs/reference/cli.md is what the commands say of themselves today."""
+    """docs/reference/cli.md equals the generated text of the current commands."""
     page = root / "docs/reference/cli.md"
     fresh = page.exists() and page.read_text(encoding="utf-8") == script("commands").render()
     return [] if fresh else ["docs/reference/cli.md is stale: make docs"]
 
 
 def every_record_is_documented(root: Path) -> list[str]:
-    """docs/reference/records.md is what its generator writes from the docstrings today."""
+    """docs/reference/records.md equals the text generated from the current docstrings."""
     page = root / "docs/reference/records.md"
     fresh = page.exists() and page.read_text(encoding="utf-8") == script("generate").render(root)
     return [] if fresh else ["docs/reference/records.md is stale: make docs"]
 
 
 def the_support_table_is_documented(root: Path) -> list[str]:
-    """docs/reference/support.md is the table of events/spec/support.py."""
+    """docs/reference/support.md equals the table of events/spec/support.py."""
     page = root / "docs/reference/support.md"
     fresh = (page.exists() and page.read_text(encoding="utf-8")
              == script("generate").render_support())
     return [] if fresh else ["docs/reference/support.md is stale: make docs"]
 
 
-def the_picture_is_of_the_output(root: Path) -> list[str]:
+def the_picture_shows_the_output(root: Path) -> list[str]:
     """docs/demo.svg shows the output in docs/guides/demo.md."""
     page, output = root / "docs/demo.svg", root / "docs/guides/demo.md"
     fresh = page.exists() and output.exists() and page.read_text(encoding="utf-8") == script(
@@ -74,7 +74,7 @@ def the_picture_is_of_the_output(root: Path) -> list[str]:
 
 
 def every_file_is_on_the_map(root: Path) -> list[str]:
-    """The code map of ARCHITECTURE.md is what its generator writes from the captions today."""
+    """The code map of ARCHITECTURE.md equals the one generated from the current docstrings."""
     page = root / "docs/ARCHITECTURE.md"
     text = page.read_text(encoding="utf-8") if page.exists() else ""
     fresh = text != "" and script("generate").with_map(text, root) == text
@@ -82,7 +82,7 @@ def every_file_is_on_the_map(root: Path) -> list[str]:
 
 
 def every_spec_key_is_documented(root: Path) -> list[str]:
-    """Each field of each struct of the job spec has a row of its own in the reference."""
+    """The reference has a row for each field of each struct of the job spec."""
     page = root / "docs/reference/job-spec.md"
     text = page.read_text(encoding="utf-8") if page.exists() else ""
     found: list[str] = []
@@ -109,7 +109,7 @@ def every_link_leads_somewhere(root: Path) -> list[str]:
 
 
 def every_file_named_exists(root: Path) -> list[str]:
-    """A page that names `tests/test_x.py` or `events/log/port.py` names a file of this tree."""
+    """A page that names a file such as `events/log/port.py` names an existing file."""
     named = re.compile(r"(?<![\w/.-])((?:tests|events|control_plane|workers|cli|deploy)/[\w/.-]+\."
                        r"(?:py|yaml|service))\b")
     return [f"{name} names {path}" for name, text in pages(root) for path in named.findall(text)
@@ -118,7 +118,7 @@ def every_file_named_exists(root: Path) -> list[str]:
 
 PROJECT = '[project]\ndependencies = ["leftpad>=1"]\n'
 REPORTS = '"""R."""\nclass Body: ...\nclass Fell(Body):\n    """It fell."""\n    node: str\n'
-# Each rule, and the smallest tree that breaks it: path -> text.
+# Rule -> the smallest tree that violates it: path -> text.
 RULES: dict[Rule, dict[str, str]] = {
     every_command_is_documented: {"docs/reference/cli.md": "# Commands\n"},
     every_dependency_has_a_page: {"pyproject.toml": PROJECT},
@@ -127,7 +127,7 @@ RULES: dict[Rule, dict[str, str]] = {
         "events/records/orders.py": REPORTS,
     },
     the_support_table_is_documented: {"docs/reference/support.md": "# What heals\n"},
-    the_picture_is_of_the_output: {"docs/guides/demo.md": "# R\n"},
+    the_picture_shows_the_output: {"docs/guides/demo.md": "# R\n"},
     every_file_is_on_the_map: {"docs/ARCHITECTURE.md": "# A\n", "events/a.py": "\n"},
     every_spec_key_is_documented: {"events/spec/job.py": "class JobSpec:\n    name: str\n"},
     every_link_leads_somewhere: {"docs/a.md": "see [b](b.md)\n"},
@@ -135,20 +135,20 @@ RULES: dict[Rule, dict[str, str]] = {
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_the_pages_keep(rule: Rule) -> None:
+def test_each_rule_holds(rule: Rule) -> None:
     complaints = rule(ROOT)
     assert not complaints, "\n".join(complaints)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_a_breach_is_seen(rule: Rule, tmp_path: Path) -> None:
+def test_each_rule_finds_a_violation(rule: Rule, tmp_path: Path) -> None:
     for name, text in RULES[rule].items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
     assert len(rule(tmp_path)) >= 1
 
 
-def test_a_recorded_output_replaces_the_last_one() -> None:
+def test_a_recorded_output_replaces_the_previous_one() -> None:
     page = (ROOT / "docs/guides/demo.md").read_text(encoding="utf-8")
     screen = script("screen")
     fresh = screen.record(page, "  0.0 s  setup    now\n", "abc1234", "2026-12-24")
@@ -162,11 +162,11 @@ JOBS = [*sorted(ROOT.glob("deploy/examples/*.yaml"))]
 
 
 @pytest.mark.parametrize("path", JOBS, ids=lambda path: path.name)
-def test_every_example_is_a_job(path: Path) -> None:
+def test_every_example_is_a_valid_job(path: Path) -> None:
     assert job_file.load(path).name
 
 
-def test_every_job_shown_in_a_page_is_a_job(tmp_path: Path) -> None:
+def test_every_job_in_a_page_is_valid(tmp_path: Path) -> None:
     shown = [(name, block) for name, text in pages(ROOT)
              for block in re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
              if "apiVersion" in block and "horizon_s" not in block]
@@ -179,7 +179,7 @@ def test_every_job_shown_in_a_page_is_a_job(tmp_path: Path) -> None:
             assert train.checkpoint_every, f"{name}: down loses every iteration of this task"
 
 
-def test_every_scenario_is_one(tmp_path: Path) -> None:
+def test_every_scenario_shown_or_shipped_is_valid(tmp_path: Path) -> None:
     blocks = [block for _, text in pages(ROOT)
               for block in re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
               if "horizon_s" in block]
@@ -195,7 +195,7 @@ def test_every_scenario_is_one(tmp_path: Path) -> None:
         compare.load(path)
 
 
-def test_every_policy_shown_in_a_page_is_a_policy(tmp_path: Path) -> None:
+def test_every_policy_in_a_page_is_valid(tmp_path: Path) -> None:
     shown = [block for _, text in pages(ROOT)
              for block in re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
              if "moves_max" in block]

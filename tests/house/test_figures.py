@@ -1,4 +1,4 @@
-"""`make figures`: blocks are written from rows with their stamp, and stay without them."""
+"""`make figures`: blocks with stamped rows are written; blocks without them stay unchanged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STAMP = {"commit": "abc1234", "at": "2026-11-23T10:00:00Z", "cores": 2, "version
 
 
 def measured(folder: Path, name: str, rows: list[dict[str, Any]], *, stamp: bool = True) -> str:
-    """The page of the block after `make figures` over these rows; what the command says."""
+    """The block's page after `make figures` ran over these rows."""
     block = figures.BLOCKS[name]
     page = folder / block.page
     page.parent.mkdir(parents=True, exist_ok=True)
@@ -51,7 +51,7 @@ def test_a_block_is_written_from_the_rows_of_a_bench(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("rows", "stamp"), [(DETECTED[:4], True), (DETECTED, False), ([], True)],
                          ids=["some cases", "no stamp", "no rows"])
-def test_a_block_that_was_not_measured_stays(tmp_path: Path, rows: list[dict[str, Any]],
+def test_a_block_without_all_its_rows_stays_unchanged(tmp_path: Path, rows: list[dict[str, Any]],
                                              stamp: bool) -> None:
     assert measured(tmp_path, "detection", rows, stamp=stamp) == PAGE.format("detection")
 
@@ -63,8 +63,8 @@ def test_a_page_without_the_block_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [name for name in figures.BLOCKS if figures.BLOCKS[name].rows
                                   and name not in ("chaos-training", "throughput")])
-def test_every_block_is_rendered_from_what_its_bench_writes(name: str, tmp_path: Path) -> None:
-    """Each metric of each case and system that the block may ask for."""
+def test_every_block_is_rendered_from_its_bench_rows(name: str, tmp_path: Path) -> None:
+    """The rows hold every metric of every case and system that a block can use."""
     metrics = ("waf_ratio", "detect_s", "plan_ms", "iteration_s", "cpu_s", "events", "faults",
                "events_per_s", "peak_mib", "fault_to_step_s", "fault_to_resume_s",
                "iterations_lost", "grow_pause_s", "fault_moved_bytes", "fault_least_bytes",
@@ -77,7 +77,7 @@ def test_every_block_is_rendered_from_what_its_bench_writes(name: str, tmp_path:
     assert re.search(r"0\.1[23]", page)
 
 
-def test_every_block_lies_in_its_page_with_its_stamp() -> None:
+def test_every_block_is_on_its_page_with_a_stamp() -> None:
     for name, block in figures.BLOCKS.items():
         page = (ROOT / block.page).read_text(encoding="utf-8")
         found = re.findall(f"<!-- figures: {name} -->\n(.*?)<!-- end -->", page, re.DOTALL)

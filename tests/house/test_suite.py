@@ -1,4 +1,4 @@
-"""The tools that run the tests: lanes, the page of runs, and an end that leaves no process."""
+"""The tools that run the tests: lanes, the page of runs, and a clean stop on SIGTERM."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_every_test_is_in_one_lane() -> None:
     assert all(list((suite.ROOT / path).glob("test_*.py")) for path in folders)
 
 
-def test_a_run_is_appended_to_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_replaces_the_previous_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "docs" / "test-runs.md"
     page.parent.mkdir()
     page.write_text(f"# Runs\n\nWords.\n\n{suite.BEGIN}\nan older run\n")
@@ -52,7 +52,7 @@ def test_a_run_is_appended_to_the_page(tmp_path: Path, monkeypatch: pytest.Monke
     assert "older" not in text
 
 
-def test_the_page_is_there() -> None:
+def test_the_page_has_the_marker() -> None:
     assert suite.BEGIN in suite.PAGE.read_text()
 
 
@@ -70,7 +70,7 @@ WAIT_S = 60.0
 TESTS = Path(__file__).parents[1]
 
 
-def test_tests_that_are_terminated_stop_what_they_started(tmp_path: Path) -> None:
+def test_terminated_tests_stop_their_processes(tmp_path: Path) -> None:
     (tmp_path / "test_sleeps.py").write_text(SLEEPS)
     tests = subprocess.Popen(
         [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "test_sleeps.py"], cwd=tmp_path,

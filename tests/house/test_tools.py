@@ -1,4 +1,4 @@
-"""The project's own tools refuse what cannot be, before they begin anything."""
+"""The project's tools refuse impossible arguments before they start anything."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from matrix import run
     (run, ["--faults", "SIGSTOP", "--variants", "bf16"], "no point of these meets such a fault"),
     (main, ["-n", "0"], "-n must be at least 1"),
     (main, ["--systems", "slurm"], "slurm is none of unicron, torchrun")])
-def test_impossible_arguments_are_refused_at_once(
+def test_impossible_arguments_are_refused(
         tool: ModuleType, arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["tool", *arguments])

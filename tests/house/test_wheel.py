@@ -1,4 +1,4 @@
-"""The wheel holds every package of ours and nothing else, and imports from anywhere."""
+"""The wheel holds every package of the project and nothing else, and imports without a checkout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BUILD_S_MAX = 120
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy of what the wheel is made of, so that no build/ is left in the tree."""
+    """A wheel built from a copy of the checkout, so that the checkout gets no build/ folder."""
     source = tmp_path_factory.mktemp("source") / "checkout"
     skipped = shutil.ignore_patterns(".*", "build", "dist", "__pycache__", "*.egg-info")
     shutil.copytree(ROOT, source, ignore=skipped, symlinks=True)
@@ -30,7 +30,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def test_every_module_and_nothing_else_is_in_it(wheel: Path) -> None:
+def test_the_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
@@ -43,7 +43,7 @@ def test_every_module_and_nothing_else_is_in_it(wheel: Path) -> None:
     assert not any(name.startswith("unicron/tests") for name in names)
 
 
-def test_the_licence_and_the_command_are_in_it(wheel: Path) -> None:
+def test_the_wheel_holds_the_licence_and_the_command(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         (entry,) = (name for name in names if name.endswith("entry_points.txt"))
@@ -51,8 +51,8 @@ def test_the_licence_and_the_command_are_in_it(wheel: Path) -> None:
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
-def test_its_version_imports_from_it_alone(wheel: Path, tmp_path: Path) -> None:
-    """-S and -P: neither the editable install nor the working directory can answer instead."""
+def test_the_version_imports_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
+    """With -S and -P neither the editable install nor the working directory can be imported."""
     code = (f"import sys; sys.path.insert(0, {str(wheel)!r}); import unicron;"
             "print(unicron.__version__, unicron.__file__)")
     done = subprocess.run([sys.executable, "-S", "-P", "-c", code], cwd=tmp_path, check=True,
