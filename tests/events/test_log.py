@@ -354,7 +354,7 @@ def test_a_day_of_waiting_takes_no_time() -> None:
 @pytest.mark.parametrize(("outcome", "error", "stands"), [
     ("unavailable", Unavailable, False), ("lost", Ambiguous, False), ("applied", Ambiguous, True),
 ])
-def test_an_injected_fault_raises_its_error(outcome: Outcome, error: type[Exception], stands: bool) -> None:
+def test_injected_faults(outcome: Outcome, error: type[Exception], stands: bool) -> None:
     faults: dict[str, Outcome] = {}
     log = MemoryLog(clock=lambda: 0.0, fault=lambda call: faults.pop(call, "done"))
 

@@ -320,11 +320,11 @@ def test_every_position_has_unique_coordinates(axes: Axes) -> None:
 
 @pytest.mark.parametrize("axes", LAYOUTS, ids=lambda axes: f"tp{axes.tp}pp{axes.pp}dp{axes.dp}")
 def test_replicas_and_holders_partition_the_positions(axes: Axes) -> None:
-    everybody = list(range(num_positions(axes)))
+    every_position = list(range(num_positions(axes)))
     replicas = [replica(axes, dp) for dp in range(axes.dp)]
-    assert sorted(place for members in replicas for place in members) == everybody
+    assert sorted(place for members in replicas for place in members) == every_position
     parts = [holders(axes, tp, pp) for tp in range(axes.tp) for pp in range(axes.pp)]
-    assert sorted(place for members in parts for place in members) == everybody
+    assert sorted(place for members in parts for place in members) == every_position
     assert all(len(set(members) & set(part)) == 1 for members in replicas for part in parts)
 
 
