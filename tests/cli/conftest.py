@@ -1,4 +1,4 @@
-"""The driver of the decider, and a task that trains on it, as fixtures."""
+"""Fixtures: a driver of the decider, and a training task in it."""
 
 from decider_fixtures import d, task
 

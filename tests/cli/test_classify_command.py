@@ -1,4 +1,4 @@
-"""`unicron classify`: what it prints for people and for machines, and what it refuses."""
+"""`unicron classify`: text and JSON output, and refused inputs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def answers(capsys: Capture) -> list[dict[str, Any]]:
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_a_log_by_severity_the_gravest_first(
+def test_a_log_is_listed_by_severity(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     written(tmp_path, LOG)
     monkeypatch.chdir(tmp_path)
@@ -79,7 +79,7 @@ def test_each_line_of_a_log_as_json(tmp_path: Path, capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize("name", ["error_lines.jsonl", "error_lines_more.jsonl"])
-def test_json_lines_are_answered_one_for_one(name: str, capsys: Capture) -> None:
+def test_each_json_line_gets_one_answer(name: str, capsys: Capture) -> None:
     asked = [json.loads(line) for line in (DATA / name).read_text("utf-8").splitlines()]
     assert run_command(["classify", str(DATA / name), "-o", "json"]) == 0
     told = answers(capsys)
@@ -91,7 +91,7 @@ def test_json_lines_are_answered_one_for_one(name: str, capsys: Capture) -> None
 @pytest.mark.parametrize(("content", "words"), [
     (b"\x1f\x8b\x08\0", "packed by gzip"), ("CUDA".encode("utf-16"), "is UTF-16"),
     (b"\x7fELF\0\0", "is not text")])
-def test_what_cannot_be_read_is_one_line_with_a_hint(
+def test_an_unreadable_file_is_refused_with_a_hint(
         content: str | bytes, words: str, tmp_path: Path, capsys: Capture) -> None:
     assert run_command(["classify", written(tmp_path, content), "-o", "json"]) == 2
     error, hint = capsys.readouterr().err.splitlines()
@@ -103,7 +103,7 @@ def test_what_cannot_be_read_is_one_line_with_a_hint(
 @pytest.mark.parametrize("line", [
     '{"body": "no"}', '{"level": "info", "event": "x"}', '{"msg": 3}', "{}", '{"text": NaN}',
     '{"text": "cut}', '{"a": ' * 20_000 + "}", '{"text": ["CUDA"]}', "{", "{'text': 'x'}"])
-def test_a_json_line_without_text_stops_nothing(line: str, tmp_path: Path, capsys: Capture) -> None:
+def test_a_json_line_without_text_is_no_error(line: str, tmp_path: Path, capsys: Capture) -> None:
     path = written(tmp_path, f'{line}\n{{"text": "CUDA error: x", "rate": Infinity}}\n')
     assert run_command(["classify", path, "-o", "json"]) == 0
     first, second = answers(capsys)
@@ -126,7 +126,7 @@ def test_xids_on_two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
         "           unicron locate DUMP...: whom they wait for"]
 
 
-def test_a_page_tells_of_a_severity_what_the_guide_does(tmp_path: Path, capsys: Capture) -> None:
+def test_a_page_explains_a_severity_like_the_guide(tmp_path: Path, capsys: Capture) -> None:
     run_command(["classify", written(tmp_path, LOG)])
     told = " ".join(capsys.readouterr().out.split())
     guide = (DATA.parent.parent / "docs/guides/detection.md").read_text(encoding="utf-8")
@@ -144,20 +144,20 @@ NAMES = ("event", "msg", "message", "log", "error", "exception")
     ({"error": "CUDA error: an illegal memory access"}, "illegal memory access"),
     ({"event": "it ended", "msg": 1, "exception": "Traceback (most recent call last):\n"
       "RuntimeError: CUDA error: unknown error"}, "CUDA errors")])
-def test_the_text_of_a_json_line_has_several_names(
+def test_the_text_key_of_a_json_line_has_several_names(
         line: dict[str, Any], status: str, tmp_path: Path, capsys: Capture) -> None:
     assert run_command(["classify", written(tmp_path, json.dumps(line) + "\n"), "-o", "json"]) == 0
     assert [answer["status"] for answer in answers(capsys)] == [status]
 
 
-def test_nothing_piped_in_is_said(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_empty_standard_input_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     stdin = io.TextIOWrapper(io.BufferedReader(io.BytesIO(b"")))  # type: ignore[arg-type]
     monkeypatch.setattr(sys, "stdin", stdin)
     assert run_command(["classify", "-"]) == 0
     assert capsys.readouterr().out == "0 lines: nothing was piped in?\n"
 
 
-def test_head_and_tail_of_a_very_long_line_are_judged(tmp_path: Path, capsys: Capture) -> None:
+def test_head_and_tail_of_a_very_long_line_are_classified(tmp_path: Path, capsys: Capture) -> None:
     path = written(tmp_path, "x" * (50 << 20) + " CUDA error: unknown error\nnext\n")
     assert run_command(["classify", path, "-o", "json"]) == 0
     told = capsys.readouterr()
@@ -166,14 +166,14 @@ def test_head_and_tail_of_a_very_long_line_are_judged(tmp_path: Path, capsys: Ca
 
 
 @pytest.mark.parametrize("name", ["none", ".", "none/inside"])
-def test_a_file_that_there_is_not(
+def test_a_missing_file_or_a_folder_is_refused(
         name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     monkeypatch.chdir(tmp_path)
     assert run_command(["classify", name]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 2
 
 
-def test_standard_input_with_whatever_bytes(
+def test_standard_input_with_arbitrary_bytes(
         monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     told = b"\xff\xfe CUDA error: x\r\n\n" + json.dumps({"text": "a\ud800\n"}).encode() + b"\nend"
     stdin = io.TextIOWrapper(io.BufferedReader(io.BytesIO(told)))  # type: ignore[arg-type]
@@ -182,7 +182,7 @@ def test_standard_input_with_whatever_bytes(
     assert [line["status"] for line in answers(capsys)] == ["CUDA errors", "none", "none", "none"]
 
 
-def test_an_endless_log_is_streamed_to_a_reader_who_leaves() -> None:
+def test_an_endless_log_is_streamed_until_the_reader_closes() -> None:
     source = subprocess.Popen(["yes", "CUDA error: unknown error"], stdout=subprocess.PIPE)
     judge = subprocess.Popen([str(UNICRON), "classify", "-o", "json"], stdin=source.stdout,
                              stdout=subprocess.PIPE, stderr=subprocess.PIPE)

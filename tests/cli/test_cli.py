@@ -1,4 +1,4 @@
-"""The command line as typed: help, errors, exit codes, and which modules are not loaded."""
+"""The command line: help, errors, exit codes, and modules that must not be loaded."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_help_loads_nothing_heavy():
 
 
 @pytest.mark.parametrize("module", ["typer", "unicron.cli.commands.doctor"])
-def test_ctrl_c_while_the_command_is_loaded_ends_it_in_silence(module):
+def test_ctrl_c_during_an_import_exits_silently(module):
     code = ("import os, signal, sys\n"
             "from unicron.cli.main import main\n"
             "assert 'typer' not in sys.modules\n"
@@ -78,13 +78,13 @@ def test_every_command_has_help_of_a_hundred_columns(command):
     assert max(map(len, told.stdout.splitlines())) <= 100
 
 
-def test_without_a_command_the_help_is_the_answer():
+def test_without_a_command_the_help_is_printed():
     told = unicron()
     assert told.returncode == 0
     assert "Commands:" in told.stdout
 
 
-def test_a_reader_that_has_seen_enough_is_no_error():
+def test_a_reader_that_closes_the_pipe_is_no_error():
     reading, writing = os.pipe()
     os.close(reading)
     told = subprocess.run([sys.executable, "-P", "-m", "unicron.cli.main", "--version"],
@@ -167,7 +167,7 @@ def test_wrong_input_is_one_line_and_a_hint(tmp_path, arguments, words):
         assert "hint: unicron up" in told.stderr
 
 
-def test_a_name_where_an_incident_is_asked_for_is_told_where_the_names_are(tmp_path):
+def test_a_task_name_in_place_of_an_incident_gets_a_hint(tmp_path):
     assert unicron("incident", "alpha", folder=tmp_path).stderr.splitlines() == [
         "error: 'alpha' is not an incident",
         "hint: for example inc-41; all, and whose they are: unicron incident --all"]
@@ -184,7 +184,7 @@ def test_a_bad_policy_is_refused_before_anything_starts(tmp_path):
     assert not (tmp_path / "state").exists()
 
 
-def test_a_bad_policy_that_the_folder_kept_is_told_with_how_to_give_another(tmp_path):
+def test_a_bad_policy_kept_in_the_folder_gets_a_hint(tmp_path):
     state = StateDir(tmp_path / "state")
     state.create()
     state.policy.write_text("mtbf_faults: 1e308")
@@ -195,13 +195,13 @@ def test_a_bad_policy_that_the_folder_kept_is_told_with_how_to_give_another(tmp_
     assert not state.server.exists()
 
 
-def test_what_has_no_end_is_not_read_to_its_end(tmp_path):
+def test_endless_files_are_refused(tmp_path):
     for arguments in (("submit", "/dev/zero"), ("plan", "--submit", "/dev/zero"),
                       ("up", "--policy", "/dev/zero")):
         refused(unicron(*arguments, folder=tmp_path), "/dev/zero: larger than 1048576 bytes")
 
 
-def test_the_last_words_of_a_process_are_words(tmp_path):
+def test_the_last_output_of_a_process_is_its_error(tmp_path):
     state = StateDir(tmp_path)
     state.create()
     path = state.logs / "control-plane.log"
@@ -215,12 +215,12 @@ def test_the_last_words_of_a_process_are_words(tmp_path):
 
 @pytest.mark.parametrize(("iterations", "words", "code"), [
     (0, "job.yaml: train.iterations", 2), (3, "no cluster runs on", 3)])
-def test_a_bad_job_is_refused_before_a_cluster_is_looked_for(tmp_path, iterations, words, code):
+def test_a_bad_job_is_refused_first(tmp_path, iterations, words, code):
     (tmp_path / "job.yaml").write_text(JOB.replace("iterations: 3", f"iterations: {iterations}"))
     refused(unicron("submit", "job.yaml", folder=tmp_path), words, code)
 
 
-def test_a_hint_names_a_folder_with_blanks_as_a_shell_reads_it(tmp_path):
+def test_a_hint_quotes_a_folder_with_blanks(tmp_path):
     state = tmp_path / "a b"
     told = unicron("status", "--state", str(state), folder=tmp_path)
     assert told.stderr.splitlines()[1] == "hint: unicron up --state 'a b'"
@@ -233,12 +233,12 @@ def test_a_hint_names_a_folder_with_blanks_as_a_shell_reads_it(tmp_path):
     assert refusal.value.hint == f"unicron down --state '{state}', then up again"
 
 
-def test_a_state_folder_that_cannot_be(tmp_path):
+def test_a_file_as_state_folder_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     refused(unicron("up", "--state", str(tmp_path / "file"), folder=tmp_path), "file")
 
 
-def test_the_demo_touches_no_folder_that_is_not_its_own(tmp_path):
+def test_the_demo_refuses_a_folder_of_another_program(tmp_path):
     kept = tmp_path / "build" / "demo" / "thesis.txt"
     kept.parent.mkdir(parents=True)
     kept.write_text("mine")
@@ -246,13 +246,13 @@ def test_the_demo_touches_no_folder_that_is_not_its_own(tmp_path):
     assert kept.read_text() == "mine"
 
 
-def test_down_where_nothing_runs(tmp_path):
+def test_down_without_a_cluster(tmp_path):
     told = unicron("down", folder=tmp_path)
     assert told.returncode == 0
     assert told.stdout.startswith("nothing runs on")
 
 
-def test_doctor_tells_as_text_and_as_json(tmp_path):
+def test_doctor_as_json(tmp_path):
     told = unicron("doctor", "-o", "json", folder=tmp_path)
     grades = {one["what"]: one["grade"] for one in json.loads(told.stdout)}
     assert grades["python"] == grades["server"] == grades["ports"] == "ok"
@@ -262,7 +262,7 @@ def test_doctor_tells_as_text_and_as_json(tmp_path):
 # --- an exported log -----------------------------------------------------------------------------
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
-    """The shortest sound log: a leader that came."""
+    """The shortest valid log: the start of an epoch and a policy."""
     def record(seq: int, body: EpochStarted | PolicySet) -> Record:
         return Record(seq=seq, epoch=1, at_s=1e9 + seq, occurred_s=1e9 + seq, source="leader/ab",
                       source_seq=seq, cause=0, incident=0, body=body)
@@ -298,7 +298,7 @@ def test_replay_until_and_step(log):
 
 
 @pytest.mark.parametrize("harm", ["cut", "edited", "dropped", "foreign", "empty", "binary"])
-def test_a_log_that_cannot_be_trusted_is_refused(log, harm):
+def test_a_damaged_log_is_refused(log, harm):
     lines = log.read_bytes().splitlines(keepends=True)
     log.write_bytes({
         "cut": b"".join(lines[:-1]), "edited": b"".join(lines).replace(b'"heart":1', b'"heart":2'),
@@ -340,13 +340,13 @@ def test_a_closed_pipe_is_no_error(log):
     (d.PlanChosen(trigger="node n3 drained", num_slots=4, waf=6e9, ideal_waf=8e9, objective=1,
                   alternatives=(), allocations=(d.Allocation(3, 4, 2, 6e9),)),
      "node n3 drained: 4 slots, task:slots 3:2, WAF 6 GFLOP/s, 75 % of ideal")])
-def test_what_operators_ask_for_is_told_in_a_line(body, told):
+def test_the_line_of_an_operators_request(body, told):
     record = Record(seq=7, epoch=1, at_s=1e9, occurred_s=1e9, source="heart", source_seq=0,
                     cause=0, incident=0, body=body)
     assert line(codec.to_plain(record)).split(maxsplit=3)[3] == told
 
 
-def test_the_longest_line_of_every_day_fits_a_wide_terminal():
+def test_a_long_ordinary_line_fits_a_wide_terminal():
     body = r.Reconfigured(task=12, rank=10, attempt=2, generation=13, step_version=10_041,
                           kept_micro_batches=(1,) * 12, remaining_micro_batches=(1,) * 16,
                           reassigned_micro_batches=(1, 2), source=3,

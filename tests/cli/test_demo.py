@@ -1,4 +1,4 @@
-"""The demo's ruler and its tasks, without a run: transitions in a log, plans by the planner."""
+"""The demo without a run: its plans, and the transitions and figures that it reads from a log."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from unicron.workers.training import reference
 
 PLAIN = [codec.to_plain(record) for record in
          archive.read(Path(__file__).parents[1] / "data" / "demo.jsonl")]
-"""One task on four ranks, of which rank 2 is killed and comes back."""
+"""One task on four ranks; rank 2 is killed and replaced."""
 NAN = float("nan")
 ALPHA, BETA, GAMMA = (demo._player(name, 150) for name in demo.NUM_SLOTS)
 
 
 def plan(num_slots: int, *now: int, faulted: bool = False) -> planner.Choice:
-    """What the planner gives the first tasks of the demo, which have `now` slots each."""
+    """The planner's choice for the first tasks of the demo, which hold `now` slots."""
     wishes: list[TaskDemand] = []
     for number, (player, have) in enumerate(zip((ALPHA, BETA, GAMMA), now, strict=False), 1):
         found = table.candidates(table.table(number, player.spec), have)
@@ -46,7 +46,7 @@ def plan(num_slots: int, *now: int, faulted: bool = False) -> planner.Choice:
                                     mtbf_gpu_s=7.2e6, gain_min=0.005))
 
 
-def test_the_examples_lead_to_the_plans_that_the_demo_promises():
+def test_the_demo_tasks_get_the_expected_plans():
     assert plan(6, 0, 0).plan.slots == (ALPHA.num_slots, BETA.num_slots)
     assert plan(6, 4, 2, 0).plan.slots == (3, 1, GAMMA.num_slots)
     assert plan(6, 3, 1).plan.slots == (4, 2)
@@ -75,7 +75,7 @@ def test_transitions_are_read_from_the_log():
     assert 0.0 < grown.still_s < grown.step_s
 
 
-def test_an_iteration_that_is_done_again_counts_as_lost():
+def test_a_repeated_iteration_counts_as_lost():
     records = copy.deepcopy(PLAIN)
     told = next(record for record in records if record["kind"] == "Quiesced")
     told["body"]["step_version"] += 2
@@ -92,8 +92,8 @@ def test_a_newcomer_that_read_a_checkpoint_breaks_the_promise(source, tmp_path):
     assert (body.rank, bool(stage.broken)) == (2, source != 0)
 
 
-def test_what_never_came_up_is_no_generation_to_compare_with():
-    """The newcomer got its state in a third generation that failed, and has it in the fourth."""
+def test_a_generation_that_failed_to_form_is_skipped():
+    """The newcomer gets its state in a third generation that fails; the fourth succeeds."""
     records: list[dict] = []
     for record in copy.deepcopy(PLAIN):
         third = record["body"].get("generation") == 3
@@ -111,7 +111,7 @@ def test_what_never_came_up_is_no_generation_to_compare_with():
     assert (grown.lost, grown.still_s) == (0, moves(PLAIN)[-1].still_s)
 
 
-def test_a_transition_counts_before_its_first_step_is_told():
+def test_a_transition_counts_before_its_first_step_is_reported():
     until = next(at for at, record in enumerate(PLAIN) if record["kind"] == "Resume"
                  and record["body"]["generation"] == 3)
     grown = moves(PLAIN[:until + 1])[-1]
@@ -119,7 +119,7 @@ def test_a_transition_counts_before_its_first_step_is_told():
     assert grown.still_s > 0.0
 
 
-def test_a_task_is_full_only_when_it_steps_with_all_its_seats(tmp_path):
+def test_a_task_is_full_only_when_all_its_ranks_step(tmp_path):
     stage = Stage(tmp_path)
     task = next(record["seq"] for record in PLAIN if record["kind"] == "TaskSubmitted")
     full: list[bool] = []
@@ -134,13 +134,13 @@ def test_a_task_is_full_only_when_it_steps_with_all_its_seats(tmp_path):
     assert stage.members(task) == stage.seats(task) == {0: "n1", 1: "n1", 2: "n2", 3: "n2"}
 
 
-def test_two_curves_with_one_top_can_be_compared():
+def test_curves_can_share_one_maximum():
     assert figures.curve([0.0, 7.0], 2, 0.0) == "▁█"
     assert figures.curve([0.0, 7.0], 2, 0.0, 14.0) == "▁▅"
     assert figures.curve([0.0, 0.0], 2, 0.0, 0.0) == "▁▁"
 
 
-def test_the_timeline_says_when_a_fault_was_detected_not_when_it_came(tmp_path, capsys):
+def test_the_timeline_counts_detection_from_the_kill(tmp_path, capsys):
     stage = Stage(tmp_path)
     for record in PLAIN:
         stage.history.add(codec.from_plain(record))
@@ -156,8 +156,8 @@ def test_the_timeline_says_when_a_fault_was_detected_not_when_it_came(tmp_path, 
     assert not stage.broken
 
 
-class PlayedLog:
-    """A control plane of which the log is known: `told` records of it so far."""
+class FixedLog:
+    """A control plane with a fixed log, of which the first `told` records are visible."""
 
     def __init__(self, records: list[dict], told: int) -> None:
         self.all, self.told = records, told
@@ -166,13 +166,13 @@ class PlayedLog:
         return [record for record in self.all[:self.told] if record["seq"] > after]
 
     def post(self, path: str, body: object) -> dict:
-        """Everything happens; the request is the fifth record from the end."""
+        """Make all records visible; the request is the fifth record from the end."""
         self.told = len(self.all)
         return {"seq": self.all[-5]["seq"]}
 
 
-def test_a_cancelled_task_ended_so_long_after_it_was_asked_for(tmp_path, capsys):
-    """Not after whatever else came in before the request."""
+def test_the_time_from_a_cancel_request_to_the_end(tmp_path, capsys):
+    """Records that arrived before the request do not count."""
     records = copy.deepcopy(PLAIN)
     for number, record in enumerate(records):
         record["at_s"] = 1000.0 + number
@@ -181,21 +181,21 @@ def test_a_cancelled_task_ended_so_long_after_it_was_asked_for(tmp_path, capsys)
     player = copy.deepcopy(ALPHA)
     player.task = ended["body"]["task"]
     stage = Stage(tmp_path)
-    stage._client = PlayedLog(records, len(records) - 20)
+    stage._client = FixedLog(records, len(records) - 20)
     acts.cancel(stage, player)
     assert f"ended {figures.ms(ended['at_s'] - records[-5]['at_s'])} later" in (
         capsys.readouterr().out)
     assert not stage.broken
 
 
-def figure(out: str, words: str) -> str:
-    """The figure before the line with these words."""
+def time_before(out: str, words: str) -> str:
+    """The time at the start of the line that contains these words."""
     (line,) = [line for line in out.splitlines() if words in line]
     return " ".join(line.split()[:2])
 
 
-def test_a_kill_is_told_by_the_clock_of_the_timeline(tmp_path, capsys, monkeypatch):
-    """What a rank's agent saw counts from when it was in the log, as DETECTED does."""
+def test_a_kill_is_timed_like_the_timeline(tmp_path, capsys, monkeypatch):
+    """Reports count from their append to the log, as in the column DETECTED."""
     exited = next(record for record in PLAIN if record["kind"] == "RankExited")
     killed = acts.Kill(at_s=exited["occurred_s"] - 0.25, event={
         "pid": exited["body"]["pid"], "event": "backward", "iteration": 7})
@@ -207,14 +207,14 @@ def test_a_kill_is_told_by_the_clock_of_the_timeline(tmp_path, capsys, monkeypat
     player = copy.deepcopy(ALPHA)
     player.task = exited["body"]["task"]
     acts.kill_rank(stage, player)
-    told = figure(capsys.readouterr().out, "rank 2 exited, signal 9")
+    told = time_before(capsys.readouterr().out, "rank 2 exited, signal 9")
     assert told == figures.ms(exited["at_s"] - killed.at_s) != "250 ms"
     proof.timeline(stage)
     assert f" {told} " in next(line for line in capsys.readouterr().out.splitlines()
                                if "inc-" in line)
 
 
-def test_a_lost_node_is_told_by_the_clock_of_the_timeline(tmp_path, capsys, monkeypatch):
+def test_a_lost_node_is_timed_like_the_timeline(tmp_path, capsys, monkeypatch):
     d, alpha, _ = gives()
     records = plain(d)
     for record in records:
@@ -224,10 +224,10 @@ def test_a_lost_node_is_told_by_the_clock_of_the_timeline(tmp_path, capsys, monk
     player = copy.deepcopy(ALPHA)
     player.task = alpha
     acts._suspect_then_lost(stage, player, 0, failed["at_s"] - 1.5)
-    assert figure(capsys.readouterr().out, "its collective failed: suspect") == "1500 ms"
+    assert time_before(capsys.readouterr().out, "its collective failed: suspect") == "1500 ms"
 
 
-def test_a_move_says_from_when_its_figures_count(tmp_path, capsys, monkeypatch):
+def test_a_transition_is_printed_with_its_times(tmp_path, capsys, monkeypatch):
     stage = played(tmp_path, monkeypatch, PLAIN)
     stage.look()
     monkeypatch.setattr(acts, "_prepared", lambda stage, body: "")
@@ -239,7 +239,7 @@ def test_a_move_says_from_when_its_figures_count(tmp_path, capsys, monkeypatch):
         f"next step was done {figures.ms(shrunk.step_s)} after it stopped")
 
 
-def test_each_curve_of_the_waf_says_its_top_and_which_are_alike(tmp_path, capsys, monkeypatch):
+def test_each_waf_curve_is_printed_with_its_maximum(tmp_path, capsys, monkeypatch):
     stage = played(tmp_path, monkeypatch, PLAIN)
     stage.look()
     proof.waf(stage)
@@ -252,8 +252,8 @@ def test_each_curve_of_the_waf_says_its_top_and_which_are_alike(tmp_path, capsys
     assert "achieved up to its own max, plan and ideal up to the ideal's" in out
 
 
-def test_a_plan_that_reads_as_the_chosen_one_says_how_far_it_is_off(tmp_path, capsys):
-    """The demo's urgent task: 138 GFLOP/s beat 138 GFLOP/s."""
+def test_an_alternative_with_the_same_rounded_waf_shows_the_gap(tmp_path, capsys):
+    """Two plans that both round to 138 GFLOP/s."""
     body = {"num_slots": 6, "trigger": "task gamma submitted", "waf": 138.2e9, "allocations": [],
             "alternatives": [{"what": "the next best", "waf": 137.9e9, "slots": []},
                              {"what": "keep as it is", "waf": 80.6e9, "slots": []}]}
@@ -264,10 +264,10 @@ def test_a_plan_that_reads_as_the_chosen_one_says_how_far_it_is_off(tmp_path, ca
 
 
 def played(path: Path, monkeypatch: pytest.MonkeyPatch, records: list[dict]) -> Stage:
-    """A stage of which the log is known; the processes that it names are left alone."""
+    """A stage that reads a fixed log and does not renice the processes in it."""
     monkeypatch.setattr(Stage, "_give_way", lambda stage, ready: None)
     stage = Stage(path)
-    stage._client = PlayedLog(records, len(records))
+    stage._client = FixedLog(records, len(records))
     return stage
 
 
@@ -281,7 +281,7 @@ def test_a_missing_or_broken_loss_is_no_small_gap(ours, theirs, gap):
 
 
 @pytest.mark.parametrize("noise", [float("inf"), NAN])
-def test_where_no_noise_was_measured_nothing_is_equal(noise):
+def test_without_measured_noise_nothing_is_equal(noise):
     for noises in ([noise, 1e-6], [1e-6, noise]):
         most = reference.tolerance(noises)
         assert not any(gap <= most for gap in (0.0, 1e-9, float("inf"), NAN))
@@ -300,7 +300,7 @@ def test_each_order_of_summing_has_every_micro_batch_once():
 
 def compared(path: Path, saved: tuple[int, ...], *faults: dict[int, int]
              ) -> tuple[Stage, acts.Player]:
-    """A stage on which alpha came to iteration 40, saved so often, and was struck then."""
+    """A stage where alpha trained 40 iterations, with these saved states and faults."""
     stage = Stage(path)
     player = copy.deepcopy(ALPHA)
     player.task = 6
@@ -312,14 +312,14 @@ def compared(path: Path, saved: tuple[int, ...], *faults: dict[int, int]
     return stage, player
 
 
-def test_a_state_is_compared_after_each_fault_and_the_last_one(tmp_path):
+def test_states_after_each_fault_and_the_last_are_compared(tmp_path):
     stage, player = compared(tmp_path, (8, 16, 24, 32, 40, 48), {6: 7, 14: 9}, {6: 12}, {6: 15})
     assert [(state.iteration, state.why) for state in twins.saved_states(stage, player)] == [
         (8, "after fault 1"), (16, "after fault 2 and fault 3"), (40, "the last")]
     assert not stage.broken
 
 
-def test_a_fault_without_a_saved_state_behind_it_breaks_the_promise(tmp_path):
+def test_a_fault_without_a_later_saved_state_breaks_the_promise(tmp_path):
     stage, player = compared(tmp_path, (8,), {6: 7}, {14: 9}, {6: 8})
     assert [state.why for state in twins.saved_states(stage, player)] == ["after fault 1"]
     assert stage.broken == ["alpha's state was saved after fault 3"]
@@ -349,7 +349,7 @@ def write_lines(path: Path, lines: list[dict]) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_a_reference_run_that_fails_last_is_noticed(tmp_path):
+def test_a_failure_of_the_last_reference_run_is_noticed(tmp_path):
     stage, player = compared(tmp_path, (8,), {6: 7})
     runs = twins.ReferenceRuns(stage, [player])
     for job in runs._jobs:

@@ -49,7 +49,7 @@ def test_a_good_file_becomes_a_spec_with_absolute_paths(tmp_path, monkeypatch):
     assert spec.train.data == (str(tmp_path / "text.txt"),)
 
 
-def test_a_url_stays_a_url_and_its_driver_is_asked_for_at_once(tmp_path, monkeypatch):
+def test_a_url_is_kept_and_its_driver_is_checked(tmp_path, monkeypatch):
     def of(output: str) -> Path:
         return written(tmp_path, GOOD.replace("output: out", f"output: {output}"))
 
@@ -130,7 +130,7 @@ def test_a_bad_spec_is_refused_with_file_path_and_hint(tmp_path, old, new, words
     lambda path: path.write_bytes(b"#" * (job_file.FILE_BYTES_MAX + 1)),
     lambda path: path.write_text(""), lambda path: path.write_text("- 1\n- 2\n"),
 ], ids=["absent", "folder", "binary", "huge", "empty", "list"])
-def test_what_is_no_job_file_is_refused_in_one_line(tmp_path, make):
+def test_an_invalid_job_file_is_refused_in_one_line(tmp_path, make):
     path = tmp_path / "job.yaml"
     make(path)
     with pytest.raises(UsageError) as caught:
@@ -210,7 +210,7 @@ def test_every_number_of_a_policy_has_its_bounds(tmp_path: Path) -> None:
     assert {*BOUNDS, *others} == set(Policy.__struct_fields__)
 
 
-def test_a_policy_without_end_is_not_read_to_its_end() -> None:
+def test_an_endless_policy_file_is_refused() -> None:
     with pytest.raises(UsageError, match="larger than 1048576 bytes"):
         read_policy(Path("/dev/zero"))
 
@@ -232,8 +232,8 @@ values = st.recursive(
     max_leaves=20)
 
 
-def said(read: Callable[[str], object], text: str) -> str:
-    """What is read, in which 1 is neither 1.0 nor true, or in which words it is refused."""
+def result_or_refusal(read: Callable[[str], object], text: str) -> str:
+    """The repr of the value that was read (so 1, 1.0 and True differ), or the refusal."""
     try:
         return repr(read(text))
     except SpecError as error:
@@ -242,27 +242,27 @@ def said(read: Callable[[str], object], text: str) -> str:
 
 @pytest.mark.parametrize("scalar", PLAIN)
 @pytest.mark.parametrize("around", ["a: {}", "{}", "- {}\n- 2", "{}: 1"])
-def test_scalars_are_read_alike(scalar: str, around: str) -> None:
+def test_both_readers_read_the_same_scalars(scalar: str, around: str) -> None:
     text = around.replace("{}", scalar)
-    assert said(read_large, text) == said(read_yaml, text)
+    assert result_or_refusal(read_large, text) == result_or_refusal(read_yaml, text)
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_what_is_refused_is_refused_with_the_same_words(text: str) -> None:
+def test_both_readers_refuse_with_the_same_message(text: str) -> None:
     with pytest.raises(SpecError):
         read_large(text)
-    assert said(read_large, text) == said(read_yaml, text)
+    assert result_or_refusal(read_large, text) == result_or_refusal(read_yaml, text)
 
 
 @given(values, st.booleans())
 @settings(max_examples=200, deadline=None)
-def test_documents_are_read_alike(value: object, flow: bool) -> None:
+def test_both_readers_read_the_same_documents(value: object, flow: bool) -> None:
     text = yaml.safe_dump(value, default_flow_style=flow, allow_unicode=True)
-    assert said(read_large, text) == said(read_yaml, text)
+    assert result_or_refusal(read_large, text) == result_or_refusal(read_yaml, text)
 
 
-def test_plain_data_needs_the_stream_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else it is not quick: the strict reader is there for what is doubtful."""
+def test_plain_data_does_not_need_the_strict_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fast reader handles plain data without the strict reader, which is slow."""
     if plan_file.LOADER is None:
         pytest.skip("this PyYAML is without libyaml")
     monkeypatch.delattr(plan_file, "read_yaml")
@@ -271,6 +271,6 @@ def test_plain_data_needs_the_stream_alone(monkeypatch: pytest.MonkeyPatch) -> N
     assert read_large("") is None
 
 
-def test_without_libyaml_it_is_read_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_files_are_read_without_libyaml(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_file, "LOADER", None)
     assert read_large("a: {8: 1.0e15}") == {"a": {8: 1.0e15}}

@@ -1,4 +1,4 @@
-"""The page of an incident: its facts, its evidence, and what an operator still has to do."""
+"""The page of an incident: facts, evidence, and what an operator still has to do."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_killed_rank() -> None:
     assert [x["name"] for x in told["phases"]] == ["detect", "decide", "rebuild", "step", "full"]
 
 
-def test_a_lost_node_and_the_task_that_gave_a_slot() -> None:
+def test_a_lost_node_and_the_task_that_yielded_a_slot() -> None:
     d, _, _ = gives()
     told = facts(d.log)
     check("incident-node", page(told), columns_max=100)
@@ -62,7 +62,7 @@ def test_a_lost_node_and_the_task_that_gave_a_slot() -> None:
     assert max(x["waf"] for x in plan["beaten"]) <= plan["waf"]
 
 
-def test_a_silence_that_is_the_second_sign_is_counted_once() -> None:
+def test_an_unreachable_node_as_second_evidence_counts_once() -> None:
     d, alpha, _ = two_tasks({1: 1.5e12, 2: 2.4e12})
     lose(d, "n2", alpha, silent_last=True)
     told = facts(d.log)
@@ -72,7 +72,7 @@ def test_a_silence_that_is_the_second_sign_is_counted_once() -> None:
     assert all(after[0] == pytest.approx(before[1]) for before, after in pairwise(spans))
 
 
-def test_a_plan_names_the_tables_that_it_was_made_of() -> None:
+def test_a_plan_names_the_origin_of_its_throughput_tables() -> None:
     d, alpha, beta = waits()
     at = next(x.seq for x in d.log if isinstance(x.body, decisions.PlanChosen)
               and [one.slots for one in x.body.allocations] == [4, 0])
@@ -102,7 +102,7 @@ def test_the_timeline_ends_when_the_healthy_task_steps_again() -> None:
     assert [x.seq for x in incident_records(one, [*d.log, *later]).records] == before
 
 
-def test_the_loss_of_a_healthy_task_is_from_its_own_records() -> None:
+def test_a_healthy_tasks_pause_is_from_its_own_records() -> None:
     d, _, beta = gives()
     plan = max(x.seq for x in d.log if isinstance(x.body, decisions.PlanChosen))
     own = [x for x in d.log if x.seq > plan and getattr(x.body, "task", 0) == beta]
@@ -112,14 +112,14 @@ def test_the_loss_of_a_healthy_task_is_from_its_own_records() -> None:
     assert facts(d.log)["effects"][1]["pause_s"] == pytest.approx(again - left)
 
 
-def test_a_task_that_gave_all_its_slots_waits() -> None:
+def test_a_task_that_yielded_all_its_slots_waits() -> None:
     d, _, _ = waits()
     told = facts(d.log)
     check("incident-waits", page(told), columns_max=100)
     assert told["effects"][1]["pause_s"] is None
 
 
-def test_slots_that_did_not_step_are_counted_until_it_was_closed(d: Driver, task: int) -> None:
+def test_lost_slot_time_counts_until_the_incident_closes(d: Driver, task: int) -> None:
     told = d.exit(task, 2)  # 4 slots stop here
     struck_s = d.now_s
     d.obey(told, start=False)
@@ -135,8 +135,8 @@ def test_slots_that_did_not_step_are_counted_until_it_was_closed(d: Driver, task
     assert one.slot_s == pytest.approx(4 * (stepped_s - struck_s) + at_one_less_s + 4 * again_s)
 
 
-def struck_while_frozen() -> Driver:
-    """A task of four that has lost its rank 2, and holds."""
+def fault_while_frozen() -> Driver:
+    """A task of four ranks that lost rank 2 while healing is frozen, so it is paused."""
     d = Driver()
     task = d.running()
     d.tell("operator/freeze", r.HealingFrozen(reason="a change of switches"))
@@ -144,8 +144,8 @@ def struck_while_frozen() -> Driver:
     return d
 
 
-def test_slots_that_still_stand_are_counted_until_now_on_every_screen() -> None:
-    d = struck_while_frozen()
+def test_slot_time_of_an_open_incident_counts_until_now() -> None:
+    d = fault_while_frozen()
     told = history(d.log)
     one = incident.pick(told, "")
     assert one is not None
@@ -190,7 +190,7 @@ def test_a_long_error_takes_two_lines_of_the_page(d: Driver, task: int) -> None:
     assert "advice" not in " ".join(told)
 
 
-def test_one_that_got_worse_is_named_by_what_it_became(d: Driver, task: int) -> None:
+def test_an_escalated_incident_shows_its_new_severity(d: Driver, task: int) -> None:
     failed(d, task, 0)
     d.now_s += 2.0
     d.tell("leader/abc", r.DeadlineReached(deadline=f"evidence/{task}/1"))
@@ -202,8 +202,8 @@ def test_one_that_got_worse_is_named_by_what_it_became(d: Driver, task: int) -> 
     assert any("SEV2: the agent of n2 started again" in line for line in told)
 
 
-def test_one_that_is_open_says_so() -> None:
-    d = struck_while_frozen()
+def test_an_open_incident_while_frozen() -> None:
+    d = fault_while_frozen()
     told = facts(d.log)
     check("incident-frozen", page(told), columns_max=100)
     assert told["left"] == ["healing is frozen: a change of switches: unicron unfreeze"]
@@ -217,7 +217,7 @@ def test_one_that_is_open_says_so() -> None:
     assert lengths["held"] >= 8.0 > lengths["rebuild"]
 
 
-def test_a_slot_that_was_taken_out_is_for_a_person(d: Driver, task: int) -> None:
+def test_a_disabled_slot_needs_an_operator(d: Driver, task: int) -> None:
     for _ in range(5):
         if 2 in d.state.tasks[task].ranks:
             carry_out(d, d.exit(task, 2))
@@ -231,8 +231,8 @@ def test_a_slot_that_was_taken_out_is_for_a_person(d: Driver, task: int) -> None
 
 
 # --- on purpose ---------------------------------------------------------------------------------
-def asked(d: Driver, **what: Any) -> int:
-    """A fault that is asked for, and ordered; the request's seq."""
+def request_fault(d: Driver, **what: Any) -> int:
+    """Request a fault that is then ordered; returns the seq of the request."""
     d.tell("leader/abc", r.PolicySet(policy=policy.Policy(allow_inject=True)))
     told = d.tell("operator/c", r.FaultRequested(reason="by ops", **what))
     assert any(isinstance(x.body, o.InjectFault) for x in told)
@@ -244,7 +244,7 @@ def on_purpose(d: Driver, which: str = "") -> list[str]:
 
 
 def test_a_rank_that_was_killed_on_purpose(d: Driver, task: int) -> None:
-    seq = asked(d, what="rank", task=task, rank=2)
+    seq = request_fault(d, what="rank", task=task, rank=2)
     carry_out(d, d.exit(task, 2))
     told = [f"on purpose kill task {task} rank 2: by ops (seq {seq})"]
     assert on_purpose(d) == told
@@ -257,10 +257,10 @@ def test_a_rank_that_was_killed_on_purpose(d: Driver, task: int) -> None:
 
 @pytest.mark.parametrize("asked_for", [True, False])
 def test_a_rank_that_was_stopped(d: Driver, task: int, asked_for: bool) -> None:
-    """Its time to go on is a phase of its own, and training stood from its begin on."""
-    seq = asked(d, what="stop", task=task, rank=2, stop_s=0.0) if asked_for else 0
+    """The time until the rank may continue is a phase of its own, and counts as downtime."""
+    seq = request_fault(d, what="stop", task=task, rank=2, stop_s=0.0) if asked_for else 0
     (sign,) = d.tell("n2/1", r.RankSuspended(task=task, rank=2, attempt=1, pid=d.pid - 1))
-    d.progress(task)  # of the iteration before, told late
+    d.progress(task)  # a late report of the iteration before
     carry_out(d, d.due(f"stopped/{task}/2/1"))
     told = facts(d.log)
     assert on_purpose(d) == [
@@ -272,14 +272,14 @@ def test_a_rank_that_was_stopped(d: Driver, task: int, asked_for: bool) -> None:
     assert lengths_s["decide"] == pytest.approx(0.0, abs=1e-6)
     assert told["timeline"][0]["seq"] == sign.seq
     (one,) = history(d.log).incidents.values()
-    # The survivors step before it is whole again, and stand once more to let the newcomer in.
+    # The survivors step before the task is complete, and pause once more to add the newcomer.
     assert one.pause_s == pytest.approx(one.closed_s - sign.at_s - lengths_s["full"])
     assert one.slot_s == pytest.approx(4 * (one.closed_s - sign.at_s), abs=0.1)
     if not asked_for:
         check("incident-stopped", page(told), columns_max=100)
 
 
-def test_one_that_was_stopped_and_goes_on_while_healing_is_frozen(d: Driver, task: int) -> None:
+def test_a_stopped_rank_that_continues_while_frozen(d: Driver, task: int) -> None:
     d.tell("operator/freeze", r.HealingFrozen(reason="a change of switches"))
     d.tell("n2/1", r.RankSuspended(task=task, rank=2, attempt=1, pid=d.pid - 1))
     d.due(f"stopped/{task}/2/1")
@@ -294,8 +294,8 @@ def test_one_that_was_stopped_and_goes_on_while_healing_is_frozen(d: Driver, tas
     assert told["cost"]["slot_s"] == pytest.approx(4 * told["cost"]["pause_s"])
 
 
-def test_a_stop_that_went_by_explains_nothing_later(d: Driver, task: int) -> None:
-    asked(d, what="stop", task=task, rank=2, stop_s=2.0)
+def test_an_earlier_stop_does_not_explain_a_later_exit(d: Driver, task: int) -> None:
+    request_fault(d, what="stop", task=task, rank=2, stop_s=2.0)
     d.now_s += 5
     d.progress(task)
     carry_out(d, d.exit(task, 2))
@@ -305,7 +305,7 @@ def test_a_stop_that_went_by_explains_nothing_later(d: Driver, task: int) -> Non
 @pytest.mark.parametrize("again", [False, True])
 def test_a_node_that_was_broken_on_purpose(again: bool) -> None:
     d, alpha, _ = two_tasks({1: 1.5e12, 2: 2.4e12})
-    seq = asked(d, what="node", node="n2")
+    seq = request_fault(d, what="node", node="n2")
     if again:
         carry_out(d, d.join("n2", incarnation=2))
     else:
@@ -347,7 +347,7 @@ def test_the_page_from_an_exported_log(exported: Path, capsys: Any) -> None:
     assert data["phases"][0]["name"] == "silent"
 
 
-def test_what_a_waiting_task_needed_is_computed_for_its_record(tmp_path: Path, capsys: Any) -> None:
+def test_the_needs_of_a_waiting_task_are_computed_from_the_log(tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "log.jsonl"
     archive.write(path, waits()[0].log, cluster="test", code="1")
     ask(path, "", as_json=True)
@@ -364,7 +364,7 @@ def test_what_a_waiting_task_needed_is_computed_for_its_record(tmp_path: Path, c
         assert told[-1] == f"computed   now, by decider version {DECIDER_VERSION}"
 
 
-def test_an_old_log_says_itself_what_a_task_needed() -> None:
+def test_an_old_log_contains_the_needs_of_a_waiting_task() -> None:
     records = [to_plain(record) for record in waits()[0].log]
     (record,) = [x for x in records if x["kind"] == "TaskWaiting"]
     record["body"] |= {"needs": "more slots, or weight 3", "cost_waf": 1e12, "weight_from": 3.0}
@@ -376,7 +376,7 @@ def test_an_old_log_says_itself_what_a_task_needed() -> None:
     assert from_plain(record).body.weight_from == 3.0
 
 
-def test_one_that_is_not_there_names_the_newest(exported: Path) -> None:
+def test_an_unknown_incident_gets_the_newest_as_hint(exported: Path) -> None:
     (number,) = history(archive.read(exported)).incidents
     with pytest.raises(UsageError, match="no incident '7'") as error:
         ask(exported, "7")
@@ -406,7 +406,7 @@ def test_the_list() -> None:
 
 # --- evidence ------------------------------------------------------------------------------------
 def evidence(told: Plain) -> list[str]:
-    """The page's lines of evidence, each in one piece."""
+    """The page's entries of evidence, each joined into one line."""
     found: list[str] = []
     for row in page(told)[3:]:
         if row.startswith(("evidence", "began")) or (found and row.startswith(" " * 11)):
@@ -422,7 +422,7 @@ def phases(told: Plain) -> dict[str, tuple[str, float]]:
     return {x["name"]: (x["bound"], x["length_s"]) for x in told["phases"]}
 
 
-# --- what came late, or again ---------------------------------------------------------------------
+# --- late and repeated evidence -------------------------------------------------------------------
 def test_a_collective_that_fails_later_is_counted() -> None:
     told = facts(gives()[0].log)
     assert [x["later"] for x in told["evidence"]] == [False, False, True]
@@ -430,7 +430,7 @@ def test_a_collective_that_fails_later_is_counted() -> None:
     assert evidence(told)[1].endswith("; 1 later)")
 
 
-def test_a_device_that_errs_on_is_counted_also_after_the_incident() -> None:
+def test_device_errors_after_the_incident_are_counted() -> None:
     d = Driver(nodes=3, slots=2)
     task = four(d)
     first = erred(d)
@@ -450,7 +450,7 @@ def test_a_device_that_errs_on_is_counted_also_after_the_incident() -> None:
     assert " 5 x DeviceErred " in rows[-1]
 
 
-def test_so_many_are_kept_and_the_page_says_so() -> None:
+def test_the_page_says_that_evidence_is_limited() -> None:
     d = Driver(nodes=3, slots=2)
     task = four(d)
     d.obey(alone(d, erred(d)))
@@ -470,7 +470,7 @@ def test_an_incident_that_the_state_has_forgotten_has_all_its_evidence() -> None
     assert len(one.incident.evidence) == len(one.evidence) + 1
 
 
-# --- since when -----------------------------------------------------------------------------------
+# --- the time at which a fault began --------------------------------------------------------------
 def test_a_hang_began_after_the_last_mark(d: Driver, task: int) -> None:
     d.now_s += 10
     hung(d, task, VICTIM)
@@ -492,7 +492,7 @@ def test_a_hang_began_after_the_last_mark(d: Driver, task: int) -> None:
     check("incident-hang", page(told), columns_max=100)
 
 
-def test_one_that_works_on_and_on_began_within_its_iteration(d: Driver, task: int) -> None:
+def test_a_slow_iteration_began_within_itself(d: Driver, task: int) -> None:
     waited_for(d, task)
     d.now_s += 5
     crawls(d, task, VICTIM, 6.4)
@@ -516,7 +516,7 @@ def test_a_command_began_to_hang_after_its_last_line() -> None:
     assert evidence(told)[0].startswith("began after the last sign of rank 3, 61 s before")
 
 
-def test_a_slow_rank_was_slow_before_it_was_told(d: Driver, task: int) -> None:
+def test_a_slow_rank_was_slow_before_the_report(d: Driver, task: int) -> None:
     known(d, task)
     for rank in (VICTIM, 0):
         paced(d, task, rank, 4.0 if rank == VICTIM else 1.0, iteration_s=4.1)
@@ -540,7 +540,7 @@ def test_a_collective_timeout_does_not_date_the_fault(d: Driver, task: int, erro
     ] * late
 
 
-def test_what_is_only_overdue_has_no_begin(d: Driver) -> None:
+def test_a_missed_deadline_has_no_known_begin(d: Driver) -> None:
     task = d.submit(spec())
     carry_out(d, d.due(f"start/{task}/0/1"))
     told = facts(d.log)
@@ -548,7 +548,7 @@ def test_what_is_only_overdue_has_no_begin(d: Driver) -> None:
     assert evidence(told)[0] == ("began not known: only a missed deadline shows it")
 
 
-def test_a_check_runs_from_time_to_time() -> None:
+def test_a_check_result_has_no_known_begin() -> None:
     d = Driver(nodes=3, slots=2)
     four(d)
     d.obey(health(d, "n2", "unhealthy", devices=(0,), status="ECC errors"))
@@ -558,7 +558,7 @@ def test_a_check_runs_from_time_to_time() -> None:
     assert evidence(told)[0].startswith("began not known: before its check ran")
 
 
-def test_an_exit_is_told_to_the_moment(d: Driver, task: int) -> None:
+def test_an_exit_has_an_exact_begin(d: Driver, task: int) -> None:
     carry_out(d, d.exit(task, 2))
     told = facts(d.log)
     assert phases(told)["detect"][0] == ""

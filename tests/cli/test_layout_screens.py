@@ -1,4 +1,4 @@
-"""The screens of a task that has layouts: what it is in, and what a change was."""
+"""Screens of a task that has layouts: the current layout, and changes of it."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from unicron.events.records.types import ReceivedState
 from unicron.events.spec.job import parse
 
 
-class Giving(Driver):
-    """A process without state takes it from the first two members, half from each."""
+class SendingDriver(Driver):
+    """Ranks without state receive it from the first two members, half from each."""
 
     def reconfigured(self, order: o.Reconfigure, rank: int) -> list[Record]:
         process = self.state.tasks[order.task].ranks[rank]
@@ -94,7 +94,7 @@ def test_a_missing_data_file_is_refused_where_the_ranks_run_on_this_host(
 
 
 def test_a_layout_that_lost_a_rank_and_grew_again() -> None:
-    d = Giving()
+    d = SendingDriver()
     task = d.running(job(tensor=[2]))
     lost = d.exit(task, 1)
     d.obey(lost, start=False)
@@ -109,9 +109,9 @@ def test_a_layout_that_lost_a_rank_and_grew_again() -> None:
     found = facts(d.log)
     assert found["layouts"] == ["TP 2 x DP 2", "TP 2 x DP 1, 1 beside", "TP 2 x DP 2"]
     cost = found["cost"]
-    # The newcomer is on n1, and the replica that was whole on n2; who was beside has taken, too.
+    # The newcomer is on n1 and the intact replica on n2; the standby member received state too.
     assert (cost["peer_bytes"], cost["near_bytes"]) == (8_000_000, 0)
-    # A replica has two members, which tell of the same micro-batches: they are counted once.
+    # The two members of a replica report the same micro-batches, which count once.
     assert (cost["kept"], cost["dealt"]) == (2, 1)
     check("incident-layout", page(found))
     orders = [essentials("Reconfigure", record["body"]) for record in plain(d)
@@ -119,8 +119,8 @@ def test_a_layout_that_lost_a_rank_and_grew_again() -> None:
     assert [one.rpartition(", ")[2] for one in orders] == ["TP2xDP2", "TP2xDP1 +1", "TP2xDP2"]
 
 
-def test_bytes_from_the_same_node_are_told_apart() -> None:
-    d = Giving(nodes=1, slots=4)
+def test_bytes_from_the_same_node_are_counted_apart() -> None:
+    d = SendingDriver(nodes=1, slots=4)
     task = d.running(job(tensor=[2]))
     d.obey(d.exit(task, 1))
     d.progress(task)
@@ -132,7 +132,7 @@ def test_bytes_from_the_same_node_are_told_apart() -> None:
     ("whole", "ranks 0-3;"),
     ("sharded", "ranks 0-3; each has its shard of the optimizer alone: to lose any"),
     ("mirrored", "ranks 0-3; each shard of the optimizer is on two of them;")])
-def test_the_screen_says_who_has_shards(d: Driver, optimizer: str, words: str) -> None:
+def test_the_screen_names_the_ranks_with_shards(d: Driver, optimizer: str, words: str) -> None:
     task = d.running(job(optimizer=optimizer))
     d.progress(task)
     lines = task_screen.task_status(seen(d), view(d.state)["tasks"][0], history(d.log),
@@ -141,8 +141,8 @@ def test_the_screen_says_who_has_shards(d: Driver, optimizer: str, words: str) -
     assert words in " ".join(line.strip() for line in lines[at:at + 3])
 
 
-class SetBack(Driver):
-    """Whoever meets anew has the state of iteration 1 out of a copy."""
+class RestoringDriver(Driver):
+    """Members of each generation after the first restore iteration 1 from a copy."""
 
     def reconfigured(self, order: o.Reconfigure, rank: int) -> list[Record]:
         if order.generation == 1:
@@ -162,9 +162,9 @@ class SetBack(Driver):
     ({"tensor": [2]}, [1, 3], "lost       TP 1 (only ranks 1 3 had it)"),
     ({"tensor": [2], "optimizer": "mirrored"}, [0, 2],
      "lost       TP 0, shard 0 (only ranks 0 2 had it); TP 0, shard 1 (only ranks 0 2 had it)")])
-def test_a_set_back_says_what_was_lost_with_whom(parallel: Any, killed: list[int], words: str
-                                                 ) -> None:
-    d = SetBack()
+def test_a_set_back_names_the_lost_state_and_its_ranks(parallel: Any, killed: list[int], words: str
+                                                      ) -> None:
+    d = RestoringDriver()
     task = d.running(job(**parallel))
     d.progress(task, 2)
     d.obey([order for rank in killed for order in d.exit(task, rank)])
@@ -173,7 +173,7 @@ def test_a_set_back_says_what_was_lost_with_whom(parallel: Any, killed: list[int
     assert words in told
 
 
-def test_a_plan_says_the_layout_that_would_be(d: Driver) -> None:
+def test_a_dry_run_shows_the_new_layout(d: Driver) -> None:
     d.running(job(tensor=[2], pipeline=[1, 2]))
     before = encode_state(d.state)
     found = plain_of(dry_run.run_dry(before, Change(without=("n2",)))) | {"took_s": 1.2e-3}

@@ -1,7 +1,7 @@
-"""`up` and `down` on real processes: refused twice, adopted after SIGKILL, watched over, stopped.
+"""`up` and `down` with real processes: locking, adoption after SIGKILL, restarts, shutdown.
 
-Every process that a test starts has its pid file in the test's own state folder; what a failed
-test leaves is ended by those.
+Every process that a test starts has a pid file in the test's own state folder. The fixture ends
+the processes of these files after a failed test.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ALL = (UP, CONTROL_PLANE, agent_name("n1"))
 
 
 class Cluster:
-    """The commands on one state folder, in processes of their own."""
+    """Runs commands on one state folder, each in its own process."""
 
     def __init__(self, folder: Path) -> None:
         self.state = StateDir(folder)
@@ -60,7 +60,7 @@ class Cluster:
         return self("up", "--detach", "--agents", "1", "--slots", "1", *options)
 
     def pids(self) -> dict[str, int]:
-        """What runs, by name; the server too."""
+        """Name -> pid of the running processes, including the server."""
         found = {name: process.pid for name in ALL
                  if (process := processes.find(self.state, name)) is not None}
         server = embedded_server.adopt(self.state.server)
@@ -72,7 +72,7 @@ class Cluster:
         return found
 
     def kill(self, name: str) -> None:
-        """SIGKILL, until it is gone."""
+        """SIGKILL the process and wait until it is gone."""
         process = self.process(name)
         os.kill(process.pid, signal.SIGKILL)
         assert processes.wait_gone(process, 10.0)
@@ -98,7 +98,7 @@ def until(holds: Callable[[], bool], limit_s: float = 30.0) -> None:
         time.sleep(0.1)
 
 
-def test_up_is_refused_twice_survives_sigkill_is_adopted_and_goes_down(cluster):
+def test_up_locks_its_folder_and_adopts_what_runs(cluster):
     first = cluster.up()
     assert first.returncode == 0, first.stderr
     pids = cluster.pids()
@@ -112,19 +112,19 @@ def test_up_is_refused_twice_survives_sigkill_is_adopted_and_goes_down(cluster):
     assert cluster.pids() == pids
 
     cluster.kill(UP)
-    assert cluster("status", "-o", "json").returncode == 0  # the rest goes on
+    assert cluster("status", "-o", "json").returncode == 0  # the other processes continue
     num_records = len(cluster.records())
     for other in (("--slots", "2"), ("--redis", "redis://127.0.0.1:1"), ("--cluster", "other")):
         refused = cluster("up", "--detach", *other)
         assert refused.returncode == 2
         assert "differs from the cluster on" in refused.stderr
-    again = cluster("up", "--detach")  # asked for nothing: the same as before
+    again = cluster("up", "--detach")  # without options: the same as before
     assert again.returncode == 0, again.stderr
     assert again.stdout.count("adopted") == 3
     adopted = cluster.pids()
     assert adopted.pop(UP) != pids.pop(UP)
     assert adopted == pids
-    assert len(cluster.records()) == num_records  # nobody joined or led anew
+    assert len(cluster.records()) == num_records  # no process joined or took the lead again
 
     down = cluster("down")
     assert down.returncode == 0
@@ -168,7 +168,7 @@ def test_down_names_unfinished_tasks_first(tmp_path, monkeypatch, capsys, by_sig
     assert "to lose nothing" not in capsys.readouterr().out
 
 
-def test_what_dies_is_started_again_and_down_works_without_up(cluster):
+def test_up_restarts_dead_processes_and_down_works_without_up(cluster):
     assert cluster.up().returncode == 0
     before = cluster.pids()
     url = json.loads(cluster.state.control_plane.read_text())["url"]
@@ -191,7 +191,7 @@ def test_what_dies_is_started_again_and_down_works_without_up(cluster):
     assert cluster.pids() == {}
 
 
-def test_a_port_in_use_is_one_line_and_leaves_nothing(cluster):
+def test_a_port_in_use_is_refused_and_nothing_runs(cluster):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen(1)
@@ -243,7 +243,7 @@ def test_the_commands_of_a_second_terminal(cluster, tmp_path):
     assert cancelled.stdout.startswith(f"task {task}  waits cancelled (seq ")
     until(lambda: "waits  CANCELLED" in cluster("status", "waits").stdout)
     assert "has ended" in cluster("cancel", "waits").stderr
-    assert cluster("logs", "waits", "-f").returncode == 0  # nothing more can come
+    assert cluster("logs", "waits", "-f").returncode == 0  # it ends: no more output can come
     log = tmp_path / "log.jsonl"
     assert cluster("export", str(log)).returncode == 0
     assert "exists" in cluster("export", str(log)).stderr
@@ -253,11 +253,11 @@ def test_the_commands_of_a_second_terminal(cluster, tmp_path):
     assert json.loads(tail.stdout)["body"]["outcome"] == "cancelled"
 
     modes = {path.name: path.stat().st_mode & 0o777 for path in cluster.state.path.iterdir()}
-    assert cluster.state.path.stat().st_mode & 0o777 == 0o755  # it is not ours
+    assert cluster.state.path.stat().st_mode & 0o777 == 0o755  # the test made it, not unicron
     assert {name for name, mode in modes.items() if mode & 0o077} == set(), modes
 
 
-def test_policy_and_switches_of_a_folder(cluster, tmp_path):
+def test_policy_and_options_of_a_state_folder(cluster, tmp_path):
     def policy() -> dict[str, Any]:
         told = [record["body"] for record in cluster.records() if record["kind"] == "PolicySet"]
         return told[-1]["policy"]
@@ -276,7 +276,7 @@ def test_policy_and_switches_of_a_folder(cluster, tmp_path):
     assert "healing  OBSERVING" in first.stdout
     assert (policy()["observe"], policy()["silence_s_max"]) == (True, 7)
     file.write_text("silence_s_max: 8")
-    cluster.kill(CONTROL_PLANE)  # started again by `up`, as it was
+    cluster.kill(CONTROL_PLANE)  # `up` restarts it with the same policy
     until(lambda: [one["kind"] for one in cluster.records()].count("EpochStarted") == 2)
     cluster.kill(UP)
     assert "--act" in refused("--act")
@@ -305,7 +305,7 @@ def test_policy_and_switches_of_a_folder(cluster, tmp_path):
     assert "healing  FROZEN: switches; unicron unfreeze\n" in cluster("up", "--detach").stdout
 
 
-def test_what_an_operator_asks_of_a_running_cluster(cluster, tmp_path):
+def test_operator_commands_on_a_running_cluster(cluster, tmp_path):
     assert cluster("up", "--detach", "--agents", "2", "--slots", "1",
                    "--allow-inject", "--label", "n2:rack=r2", "--label", "rack=r1").returncode == 0
     nodes = json.loads(cluster("status", "-o", "json").stdout)["nodes"]
@@ -353,7 +353,7 @@ def test_what_an_operator_asks_of_a_running_cluster(cluster, tmp_path):
     assert "runs no rank 5" in cluster("inject", "stop", "beta", "5").stderr
 
 
-def test_a_redis_of_ones_own_its_password_is_in_no_argv(cluster, tmp_path):
+def test_the_password_of_an_external_redis_is_in_no_argv(cluster, tmp_path):
     server = embedded_server.ensure(tmp_path / "own")
     try:
         where = f"127.0.0.1:{server.port}"
@@ -375,9 +375,9 @@ def test_a_redis_of_ones_own_its_password_is_in_no_argv(cluster, tmp_path):
         server.stop()
 
 
-# --- how long a command waits for an answer ------------------------------------------------------
+# --- how long a command waits for a reply --------------------------------------------------------
 class _Slow(BaseHTTPRequestHandler):
-    """Answers once it is released."""
+    """Replies when `released` is set."""
 
     released = threading.Event()
 
@@ -402,7 +402,7 @@ def url() -> Iterator[str]:
         thread.join()
 
 
-def test_an_answer_is_waited_for_as_long_as_is_said(url: str) -> None:
+def test_a_reply_is_awaited_for_the_given_time(url: str) -> None:
     with pytest.raises(Unreachable):
         Client(url, "token").post("/v1/plan/dry-run", {}, 0.05)
     _Slow.released.set()

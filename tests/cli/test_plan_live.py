@@ -1,4 +1,4 @@
-"""`unicron plan` of a cluster: its pages, what is typed wrongly, and a dry run carried out."""
+"""`unicron plan` on a cluster: its pages, usage errors, and applied dry runs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ BETA = {1: 1.5e12, 2: 2.4e12}
 
 
 class Told:
-    """A control plane that answers of a driver's state, and takes what is applied."""
+    """A control plane that answers from a driver's state and applies requests to it."""
 
     def __init__(self, driver: Driver) -> None:
         self.driver, self.posted = driver, list[tuple[str, Plain]]()
@@ -133,7 +133,7 @@ def test_a_hot_spare_is_one_line_of_the_plan_and_of_dry_runs(d: Driver, ask: Any
                 if line.startswith("hot spare")]
 
 
-def test_where_there_is_no_task_there_is_no_plan() -> None:
+def test_without_tasks_there_is_no_plan() -> None:
     found = plain_of(dry_run.explain_present_plan(encode_state(Driver().state)))
     assert plan_screen.present(found, now_s=0.0)[1].startswith("no task, no plan: ")
     tried = plain_of(dry_run.run_dry(encode_state(Driver().state), Change(without=("n1",))))
@@ -148,7 +148,7 @@ def test_a_dry_run_without_change_shows_no_payback(ask: Any) -> None:
     assert "paid back" not in page
 
 
-def test_slots_that_bind_and_a_node_more_that_earns_nothing_are_reconciled() -> None:
+def test_slots_can_bind_although_another_node_earns_nothing() -> None:
     found = plain_of(dry_run.explain_present_plan(encode_state(gives()[0].state)))
     assert found["plan"]["bound"] == "slots"
     found["more_waf"] = 0.0
@@ -172,7 +172,7 @@ def test_the_page_says_that_healing_is_paused(ask: Any) -> None:
 
 
 @pytest.mark.parametrize("bound", [one for one in get_args(Binding) if one])
-def test_whatever_binds_a_plan_is_named(bound: str) -> None:
+def test_every_binding_constraint_is_named(bound: str) -> None:
     plan = {"num_slots": 8, "bound": bound, "bound_tasks": [1]}
     assert plan_screen.bound_by(plan, {1: "alpha"})
 
@@ -196,7 +196,7 @@ def test_many_tasks_and_slots_fit_on_a_page() -> None:
     assert any("the max of task-1, task-2, task-3 and 46 more" in line for line in lines)
 
 
-def test_as_json_it_is_what_the_control_plane_says(ask: Any) -> None:
+def test_json_output_equals_the_control_planes_answer(ask: Any) -> None:
     d, _, beta = two_tasks(BETA)
     told = Told(d)
     (line,) = ask(told, as_json=True, without=("n3",))
@@ -208,14 +208,14 @@ def test_as_json_it_is_what_the_control_plane_says(ask: Any) -> None:
     assert told.posted[-1][1]["weights"] == {str(beta): 2.5}
 
 
-def test_names_with_commas_between_are_several(ask: Any) -> None:
+def test_names_can_be_separated_by_commas(ask: Any) -> None:
     told = Told(two_tasks(BETA)[0])
     ask(told, without=("n1,n2",))
     assert told.posted[0][1]["without"] == ["n1", "n2"]
 
 
 def explanation(page: list[str]) -> list[str]:
-    """The lines of a page that say why, what was beaten, and what binds."""
+    """The lines of a page that give the reason, the alternatives and the binding constraint."""
     return [" ".join(line.split()) for line in page
             if re.match(r"(why|bound by|horizon|[12]  )", line)]
 
@@ -255,8 +255,8 @@ def test_a_past_plan_is_explained_from_the_log(ask: Any) -> None:
         ask(Told(later), seq=seq, without=("n1",))
 
 
-# --- carried out --------------------------------------------------------------------------------
-def test_applied_it_is_told_as_one_change(ask: Any) -> None:
+# --- applied ------------------------------------------------------------------------------------
+def test_an_applied_change_is_printed_as_one(ask: Any) -> None:
     d, _, _ = two_tasks(BETA)
     told = Told(d)
     found = plain_of(dry_run.run_dry(encode_state(d.state), Change(without=("n1", "n2"))))
@@ -273,7 +273,7 @@ def test_applied_it_is_told_as_one_change(ask: Any) -> None:
     assert [d.state.nodes[name].drained for name in ("n1", "n2", "n3")] == [True, True, False]
 
 
-def test_applied_while_paused_nothing_is_ordered(ask: Any) -> None:
+def test_a_change_applied_while_paused_orders_nothing(ask: Any) -> None:
     d, _, _ = two_tasks(BETA)
     d.tell("operator/f", r.HealingFrozen(reason="a test"))
     lines = ask(Told(d), weights=("alpha=9",), apply=True, check=INPUT)
@@ -281,7 +281,7 @@ def test_applied_while_paused_nothing_is_ordered(ask: Any) -> None:
                           "unicron unfreeze", "look     unicron status -w"]
 
 
-def test_only_who_has_run_starts_again() -> None:
+def test_a_new_task_does_not_start_again() -> None:
     d = Driver()
     before, seq = seen(d), len(d.log) + 1
     command = {"train": None, "command": ["sleep", "1"]}
@@ -294,7 +294,7 @@ def test_only_who_has_run_starts_again() -> None:
     assert "starts again" not in told[-1]
 
 
-def test_what_follows_from_one_request_is_read_as_before() -> None:
+def test_only_the_outcome_of_the_own_request_is_printed() -> None:
     d, alpha, _ = two_tasks(BETA)
     view, seq = seen(d), len(d.log) + 1
     d.tell("operator/w", r.TaskWeightSet(task=alpha, weight=9.0))
@@ -305,7 +305,7 @@ def test_what_follows_from_one_request_is_read_as_before() -> None:
     assert plan_lines(found, view)[0].startswith("plan     6 slots, WAF ")
 
 
-# --- typed wrongly ------------------------------------------------------------------------------
+# --- usage errors -------------------------------------------------------------------------------
 @pytest.mark.parametrize(("asked", "error", "hint"), [
     ({"without": ("n9",)}, "no node 'n9'", "there is n1, n2, n3"),
     ({"without": ("n1,n1",)}, "node n1 is named twice", "name each node once"),
@@ -336,7 +336,7 @@ def test_what_follows_from_one_request_is_read_as_before() -> None:
      "unicron plan --without n1 --apply --check 3"),
     ({"check": 3}, "--check goes with --apply",
      "unicron plan --without NODE --apply --check INPUT")])
-def test_what_is_typed_wrongly_is_one_line_and_a_hint(
+def test_usage_errors_have_one_line_and_a_hint(
         asked: Plain, error: str, hint: str, ask: Any) -> None:
     told = Told(two_tasks(BETA)[0])
     with pytest.raises(UsageError) as refused:
@@ -347,7 +347,7 @@ def test_what_is_typed_wrongly_is_one_line_and_a_hint(
 
 @pytest.mark.parametrize("face", ["commands.plan", "files.policy_file"])
 def test_a_screen_loads_no_planner(face: str) -> None:
-    """numpy alone is a tenth of a second, of a command that only shows what was decided."""
+    """Importing numpy takes 0.1 s, which commands that only show decisions must not spend."""
     subprocess.run([sys.executable, "-P", "-c", (
         f"import sys, unicron.cli.{face}; assert 'numpy' not in sys.modules")],
         check=True, timeout=60)

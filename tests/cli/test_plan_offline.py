@@ -1,4 +1,4 @@
-"""`unicron plan --offline`: the paper's maximum of what a file says, in numbers and in words."""
+"""`unicron plan --offline`: the optimal plan of a plan file, as JSON and as a page."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def answer(folder: Path, text: str) -> dict[str, Any]:
     return found
 
 
-def test_what_is_chosen_in_numbers(tmp_path: Path) -> None:
+def test_the_chosen_plan_as_json(tmp_path: Path) -> None:
     found = answer(tmp_path, GOOD)
     assert found["allocation"] == {"a": 24, "b": 96, "c": 0}
     assert found["running_s"] == 7.2e7 / 120
@@ -62,7 +62,7 @@ def test_what_is_chosen_in_numbers(tmp_path: Path) -> None:
     assert math.isclose(found["objective"], earned - 3.4e15 * 60, rel_tol=1e-15)
     assert found["tasks"]["a"]["transition"] == 3.4e15 * 60
     assert found["tasks"]["b"]["transition"] == 0.0
-    assert found["reason"] == "a 32 -> 24: the runner-up is worth 2.5 % less"
+    assert found["reason"] == "a 32 -> 24: the runner-up is objective_of 2.5 % less"
     assert found["binding"] == {
         "gpus": True, "more_gpus": 8, "more_earn_waf": 7e14, "at_largest": ["b"]}
     best = found["alternatives"][0]
@@ -84,8 +84,8 @@ def files(draw: st.DrawFn) -> dict[str, Any]:
             "tasks": tasks}
 
 
-def worth(file: dict[str, Any], slots: tuple[int, ...]) -> float:
-    """G of the paper, from the file as it stands."""
+def objective_of(file: dict[str, Any], slots: tuple[int, ...]) -> float:
+    """The paper's objective G of an allocation, computed from the file."""
     running_s = file["mtbf_gpu_s"] / max(file["gpus"], 1)
     terms: list[float] = []
     for task, x in zip(file["tasks"], slots, strict=True):
@@ -101,16 +101,16 @@ def worth(file: dict[str, Any], slots: tuple[int, ...]) -> float:
     {"name": "t0", "weight": 1.0, "current": 0, "faulted": False, "transition_s": 0.0,
      "flops": {1: 1.0, 2: 0.0, 3: 2.88e15}}]})
 @settings(max_examples=300, deadline=None)
-def test_nothing_that_fits_is_worth_more(file: dict[str, Any]) -> None:
+def test_the_chosen_plan_is_optimal(file: dict[str, Any]) -> None:
     offline = plan_file.parse(file)
     tried = dry_run.of_input(offline.asked, 1)
     found = plan_offline.plain(offline.asked, tried)
     slots = tuple(found["allocation"].values())
-    every = [worth(file, plan)
+    every = [objective_of(file, plan)
              for plan in itertools.product(*([0, *task["flops"]] for task in file["tasks"]))
              if sum(plan) <= file["gpus"]]
     assert sum(slots) <= file["gpus"]
-    assert math.isclose(found["objective"], worth(file, slots), rel_tol=1e-12, abs_tol=1e-3)
+    assert math.isclose(found["objective"], objective_of(file, slots), rel_tol=1e-12, abs_tol=1e-3)
     scale = max(map(abs, every))
     assert found["objective"] >= max(every) - 1e-12 * scale
     for other in found["alternatives"]:
@@ -119,21 +119,21 @@ def test_nothing_that_fits_is_worth_more(file: dict[str, Any]) -> None:
     assert max(map(len, page_of(tried))) <= 100
 
 
-def test_one_task_on_one_gpu_is_told_as_one() -> None:
+def test_one_slot_is_singular() -> None:
     offline = plan_file.parse({"gpus": 1, "mtbf_gpu_s": 100.0, "tasks": [
         {"name": "a", "weight": 1.0, "current": 0, "faulted": False, "transition_s": 0.0,
          "flops": {1: 1.0}}]})
     assert page_of(dry_run.of_input(offline.asked, 1))[0].endswith("  1 slot, exact, 1.0 ms")
 
 
-def test_the_screen_says_what_moves_what_is_paid_and_what_was_beaten(tmp_path: Path) -> None:
+def test_the_screen_of_a_plan(tmp_path: Path) -> None:
     told = planned(tmp_path, GOOD)
     head, *lines = told.stdout.splitlines()
     assert head.startswith("unicron plan --offline plan.yaml  ")
     assert "120 slots, exact, " in head
     assert lines == """\
-why        a 32 -> 24: the runner-up is worth 2.5 % less
-worth      -700 TFLOP/s of WAF (-3.4 %); the changes cost 204 PFLOP
+why        a 32 -> 24: the runner-up is objective_of 2.5 % less
+objective_of      -700 TFLOP/s of WAF (-3.4 %); the changes cost 204 PFLOP
 
 TASK      SLOTS       WAF                           PAUSE  LOST
 a         32 -> 24    3.4 PFLOP/s -> 2.7 PFLOP/s    60 s   -
@@ -145,7 +145,7 @@ all       128 -> 120  20.6 PFLOP/s -> 19.9 PFLOP/s
 2  the next best  19.4 PFLOP/s  loses 301 EFLOP (2.5 %)
 
 bound by   120 slots (8 more: +700 TFLOP/s)
-horizon    6.9 d: so long nothing is expected to fail; worth 11.9 ZFLOP
+horizon    6.9 d: so long nothing is expected to fail; objective_of 11.9 ZFLOP
 next       unicron plan --offline plan.yaml --table""".splitlines()
 
 
@@ -173,7 +173,7 @@ def test_the_table_has_the_plan_of_every_event(tmp_path: Path) -> None:
     assert found["table_bytes"] > 0
 
 
-def test_the_page_of_the_table_has_an_event_a_line(tmp_path: Path) -> None:
+def test_the_table_page_has_one_line_per_event(tmp_path: Path) -> None:
     told = planned(tmp_path, GOOD, "--table")
     lines = told.stdout.splitlines()
     assert "IF           OF  GPUs       WORTH  THEN" in lines
@@ -182,7 +182,7 @@ def test_the_page_of_the_table_has_an_event_a_line(tmp_path: Path) -> None:
     assert max(map(len, lines)) <= 100
 
 
-def test_a_slip_of_yaml_is_told_with_the_page_of_plans(tmp_path: Path) -> None:
+def test_a_yaml_error_points_to_the_guide(tmp_path: Path) -> None:
     told = planned(tmp_path, "gpus: [")
     assert told.returncode == 2
     assert "hint: see docs/guides/plan-offline.md" in told.stderr
@@ -233,7 +233,7 @@ def test_without_tasks_there_is_a_plan_too(tmp_path: Path) -> None:
     ("tasks:\n", "tasks: &t\n", ""),
     ("weight: 2", "weight: *t", "an alias (*) is not supported"),
     ("tasks:\n", "tasks: [\n", "line")])
-def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, old: str, new: str, words: str) -> None:
+def test_an_invalid_plan_is_refused(tmp_path: Path, old: str, new: str, words: str) -> None:
     assert old in GOOD
     told = planned(tmp_path, GOOD.replace(old, new))
     if words:
@@ -247,8 +247,8 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, old: str, new: str, w
     lambda path: None, Path.mkdir, lambda path: path.write_bytes(b"\xff\xfe"),
     lambda path: path.write_text("#" * 101), lambda path: path.write_text("- 1\n"),
 ], ids=["absent", "folder", "binary", "huge", "list"])
-def test_what_is_no_file_is_one_line(tmp_path: Path, make: Callable[[Path], object],
-                                     monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_plan_is_refused(tmp_path: Path, make: Callable[[Path], object],
+                                       monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_file, "FILE_BYTES_MAX", 100)
     make(tmp_path / "plan.yaml")
     refused(unicron("plan", "--offline", "plan.yaml", folder=tmp_path), "plan.yaml")

@@ -1,4 +1,4 @@
-"""The ends of ranks as lines of `tail`: the cause before the last line that was printed."""
+"""Lines of `tail` for exits and errors: the cause precedes the last printed line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WHO = "task 1 rank 2.3 pid 4"
 
 
 @pytest.mark.parametrize(("changes", "line"), [
-    ({}, f"{WHO} exit code 1: ValueError: no batch"),  # as an older Unicron has told it
+    ({}, f"{WHO} exit code 1: ValueError: no batch"),  # a record of an older version
     ({"exit_code": 0}, f"{WHO} exit code 0"),
     ({"cause": "Connection refused", "status": "connection refused", "rule": "refused"},
      f"{WHO} exit code 1 (connection refused): Connection refused"),
@@ -27,7 +27,7 @@ def test_an_exit_is_described_with_its_cause(changes: dict[str, Any], line: str)
     assert essentials("RankExited", EXITED | changes) == line
 
 
-def test_an_error_is_told_with_its_row() -> None:
+def test_an_error_is_described_with_its_status() -> None:
     body = {"task": 1, "rank": 2, "attempt": 3, "iteration": 7, "error": "ValueError",
             "text": "a\nValueError: no batch\n", "status": "NCCL timeout", "rule": "timeout"}
     assert essentials("RankErrored", body) == (

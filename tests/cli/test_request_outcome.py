@@ -1,4 +1,4 @@
-"""What commands answer to what is asked for: the filters, ranks, plans, who waits."""
+"""Output of commands that filter records, name ranks, or change the plan."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Plain = dict[str, Any]
 
 
 class Told:
-    """A control plane that has two tasks, of which one lost a node."""
+    """A control plane with two tasks, one of which lost a node."""
 
     def __init__(self) -> None:
         self.driver = gives()[0]
@@ -46,7 +46,7 @@ def ask(path: Path, after: int = 0, **wanted: Any) -> None:
     tail.tail(StateDir(path), None, tail.Filter(**wanted), after=after, follow=False, as_json=False)
 
 
-def test_a_filter_that_nothing_could_pass_names_what_there_is(told: Told, tmp_path: Path) -> None:
+def test_a_filter_without_any_match_names_valid_values(told: Told, tmp_path: Path) -> None:
     (opened,) = (record["seq"] for record in told.log if record["kind"] == "IncidentOpened")
     end = told.log[-1]["seq"]
     wrong: list[tuple[Plain, str, str]] = [
@@ -62,8 +62,8 @@ def test_a_filter_that_nothing_could_pass_names_what_there_is(told: Told, tmp_pa
         assert (str(refused.value), refused.value.hint) == (error, hint)
 
 
-def test_a_filter_that_some_record_passes(told: Told, tmp_path: Path,
-                                                capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_filter_with_matches(told: Told, tmp_path: Path,
+                               capsys: pytest.CaptureFixture[str]) -> None:
     (opened,) = (record["seq"] for record in told.log if record["kind"] == "IncidentOpened")
     ask(tmp_path, node="n2", incident=opened)
     assert "IncidentOpened" in capsys.readouterr().out
@@ -72,7 +72,7 @@ def test_a_filter_that_some_record_passes(told: Told, tmp_path: Path,
 
 
 # --- logs ---------------------------------------------------------------------------------------
-def test_a_rank_that_never_was_names_those_there_are(told: Told, tmp_path: Path) -> None:
+def test_an_unknown_rank_gets_the_known_ranks_as_hint(told: Told, tmp_path: Path) -> None:
     for task, there in (("alpha", "there are ranks 0-3"), ("beta", "there are ranks 0 1")):
         with pytest.raises(UsageError) as refused:
             logs.logs(StateDir(tmp_path), None, task, 77, follow=False)
@@ -111,7 +111,7 @@ def test_several_nodes_are_drained_by_one_request(
 
 # --- plans --------------------------------------------------------------------------------------
 def lines_after(d: Driver, ask: Callable[[], object]) -> list[str]:
-    """What a command tells of what followed from its request."""
+    """The lines that a command prints about the plan after its request."""
     seq, before = len(d.log), seen(d)
     ask()
     log = plain(d)
@@ -120,7 +120,7 @@ def lines_after(d: Driver, ask: Callable[[], object]) -> list[str]:
     return plan_lines(outcome_of(client, seq + 1), {**before, "tasks": seen(d)["tasks"]})
 
 
-def test_a_task_that_must_wait_says_what_for() -> None:
+def test_a_waiting_task_shows_what_it_needs() -> None:
     d, _, _ = two_tasks({1: 1.5e12, 2: 2.4e12})
     told = lines_after(d, lambda: d.submit(
         train("gamma", 0.1, {2: 1e12}, slots={"min": 2, "max": 2})))
@@ -131,7 +131,7 @@ def test_a_task_that_must_wait_says_what_for() -> None:
         d, lambda: d.tell("operator/x", r.TaskWeightSet(task=1, weight=2.0)))), "as before"
 
 
-def test_a_task_that_is_ending_earns_nothing_before_either(d: Driver) -> None:
+def test_an_ending_task_does_not_count_as_earning_before(d: Driver) -> None:
     task = d.running(train("alpha", 1.0, {4: 1e12}))
     d.tell("operator/x", r.TaskCancelRequested(task=task, reason="a test"))
     told = lines_after(d, lambda: d.submit(train("beta", 1.0, {2: 3e11, 4: 5e11})))
@@ -151,7 +151,7 @@ def test_an_alternative_of_the_same_figure_shows_its_distance(waf: float, told: 
     assert lines[1] == f"rejected keep as it is: {told}"
 
 
-def test_who_waits_as_before_is_named_beside_who_waits_anew() -> None:
+def test_tasks_that_still_wait_are_listed_after_new_ones() -> None:
     d, _, _ = two_tasks({1: 1.5e12, 2: 2.4e12})
     d.submit(train("gamma", 0.1, {2: 1e12}, slots={"min": 2, "max": 2}))
     told = lines_after(d, lambda: d.submit(

@@ -1,4 +1,4 @@
-"""The screens: whole outputs (snapshots.py), of a log of `unicron demo` and after faults."""
+"""The screens compared with snapshots: of a log of `unicron demo`, and after faults."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_status_of_nodes(name, seq):
     check(name, nodes.nodes(told, now_s=now_s), columns_max=100)
 
 
-def test_nodes_that_are_lost_ask_for_a_person():
+def test_unreachable_nodes_need_an_operator():
     told, now_s = seen_at(until("TaskProgressed", 2))
     told = copy.deepcopy(told)
     told["nodes"][1] |= {"health": "unreachable", "contact": "unreachable", "since_s": now_s - 75}
@@ -148,8 +148,7 @@ def test_figures():
     assert figures.ms(None) == "-"
 
 
-# --- after faults, while healing is paused, with tasks that wait ---------------------------------
-# --- the screens after such faults --------------------------------------------------------------
+# --- after faults, while healing is paused, with waiting tasks ------------------------------------
 def test_status_after_a_lost_node() -> None:
     d, alpha, _ = gives()
     lines = cluster.status(seen(d), cluster="test", now_s=d.now_s + 0.5)
@@ -260,7 +259,7 @@ def test_a_node_in_place_of_a_task_gets_a_hint(
     assert error.value.hint == "there is alpha, beta"
 
 
-def test_a_task_that_came_between_the_question_and_the_plan_has_its_number() -> None:
+def test_a_task_submitted_after_the_request_is_shown_by_number() -> None:
     d, _, beta = gives()
     told = seen(d)
     told["tasks"] = [task for task in told["tasks"] if task["id"] != beta]
@@ -271,8 +270,8 @@ def test_a_task_that_came_between_the_question_and_the_plan_has_its_number() -> 
     assert json.loads(found.as_json())["placed"] == found.placed
 
 
-# --- what is no news, and what is ---------------------------------------------------------------
-def test_a_silent_task_needs_a_person(d: Driver, task: int) -> None:
+# --- how long the status screen shows an event ---------------------------------------------------
+def test_a_task_without_progress_needs_an_operator(d: Driver, task: int) -> None:
     one = view(d.state)["tasks"][0]
     told = task_screen.task_status(view(d.state), one, History(), now_s=d.now_s + 9.9)
     assert told[1].startswith("next")
@@ -289,8 +288,8 @@ def test_a_silent_task_needs_a_person(d: Driver, task: int) -> None:
                 if x.startswith("NEEDS YOU")], "it is slow, not silent"
 
 
-def fails(d: Driver, name: str = "alpha") -> int:
-    """A task whose command fails until it is given up."""
+def failed_command(d: Driver, name: str = "alpha") -> int:
+    """A task whose command fails until its restart budget is used up."""
     task = d.submit(spec(name=name, train=None, command=["false"]))
     for _ in range(9):
         for rank in list(d.state.tasks[task].ranks):
@@ -300,8 +299,8 @@ def fails(d: Driver, name: str = "alpha") -> int:
     return task
 
 
-def test_a_failure_is_news_for_a_day_or_until_a_later_task_of_the_name(d: Driver) -> None:
-    first = fails(d)
+def test_a_failure_is_shown_for_a_day_or_until_the_name_is_reused(d: Driver) -> None:
+    first = failed_command(d)
 
     def news(after_s: float) -> list[str]:
         lines = cluster.status(seen(d), cluster="test", now_s=d.now_s + after_s)
@@ -309,13 +308,13 @@ def test_a_failure_is_news_for_a_day_or_until_a_later_task_of_the_name(d: Driver
 
     assert news(3600)
     assert not news(25 * 3600)
-    again = fails(d)
+    again = failed_command(d)
     assert len(news(1)) == 1, "a later task of the name replaces the earlier one"
     screen = " ".join(" ".join(cluster.status(seen(d), cluster="test", now_s=d.now_s + 1)).split())
     assert f"unicron logs {first};" not in screen
     assert f"unicron logs {again}; shown for a day, or until you submit alpha again" in screen
     for name in ("beta", "gamma", "delta"):
-        last = fails(d, name)
+        last = failed_command(d, name)
     assert news(1) == [], "they are counted"
     lines = cluster.status(seen(d), cluster="test", now_s=d.now_s + 1)
     (counted,) = [x for x in lines if x.startswith("NEEDS YOU")]
@@ -325,8 +324,8 @@ def test_a_failure_is_news_for_a_day_or_until_a_later_task_of_the_name(d: Driver
     assert not news(1)
 
 
-def test_an_incident_that_is_open_stands_above_a_task_that_has_failed(d: Driver) -> None:
-    fails(d)
+def test_an_open_incident_is_above_a_failed_task(d: Driver) -> None:
+    failed_command(d)
     task = d.running(spec(name="beta"))
     d.exit(task, 2)
     lines = cluster.status(seen(d), cluster="test", now_s=d.now_s + 1)
@@ -334,7 +333,7 @@ def test_an_incident_that_is_open_stands_above_a_task_that_has_failed(d: Driver)
         "HEALING", "NEEDS"]
 
 
-def test_what_was_healed_is_news_for_a_day_and_what_is_open_always_is(d: Driver, task: int) -> None:
+def test_healed_incidents_are_shown_for_a_day_and_open_ones_always(d: Driver, task: int) -> None:
 
     def news(after_s: float) -> list[str]:
         lines = cluster.status(seen(d), cluster="test", now_s=d.now_s + after_s)
@@ -364,7 +363,7 @@ def test_slots_now_and_target_in_the_row_of_a_task(
     assert f"  {words}  " in row
 
 
-def test_the_running_span_counts_only_so_far(d: Driver, task: int) -> None:
+def test_the_current_work_span_counts_up_to_now(d: Driver, task: int) -> None:
     for _ in range(40):  # one iteration of 1 GFLOP every 100 s: 10 MFLOP/s
         d.now_s += 99.99
         d.progress(task)
@@ -385,14 +384,14 @@ def test_skipped_steps_are_shown(d: Driver, task: int) -> None:
     assert "skipped    8 of 10 steps: the gradient was not finite" in told
 
 
-def test_origins_are_told_so_that_units_do_not_mix() -> None:
+def test_origins_are_shown_so_that_units_do_not_mix() -> None:
     d, _, _ = gives()
     (line,) = [x for x in cluster.status(seen(d), cluster="test", now_s=d.now_s)
                if x.startswith("plan")]
     assert line.endswith("declared: compares with plans only")
 
 
-def test_the_normal_pace_is_that_of_those_who_train() -> None:
+def test_the_normal_step_time_is_of_the_training_ranks() -> None:
     d = Driver(nodes=3)
     task = d.running(spec(slots={"min": 1, "max": 4}))
     d.progress(task, 9)
@@ -402,14 +401,14 @@ def test_the_normal_pace_is_that_of_those_who_train() -> None:
     assert any("own normal on 4 slots 200 ms (median of 10)" in line for line in told)
 
 
-# --- any moment of the simulated cluster ---------------------------------------------------------
+# --- random moments of the simulated cluster ----------------------------------------------------
 COLUMNS_MAX = 110
-"""Names of nodes, hosts and tasks may be long; of 100 columns these worlds need a few more."""
+"""Above the usual 100, because node, host and task names of these worlds are longer."""
 
 
 @pytest.mark.usefixtures("silence")
 @pytest.mark.parametrize("seed", range(10_000, 10_006))
-def test_screens_of_any_moment(seed: int) -> None:
+def test_screens_at_random_moments(seed: int) -> None:
     _, records = simulate(lambda: World(seed))
     dice = random.Random(seed)
     cuts = sorted({len(records), *(dice.randrange(1, len(records)) for _ in range(4))})
@@ -435,12 +434,12 @@ def test_screens_of_any_moment(seed: int) -> None:
 
 
 def _agrees(told: History) -> None:
-    """The times and the work that the history adds are those that the state sums up."""
+    """The history's times and work equal the sums that the state keeps."""
     state = told.state
     if len(state.earned) < NUM_WORK_SPANS_MAX:
         rates = waf(told, 20)
         assert math.fsum(rates.achieved) * rates.bucket_s == pytest.approx(
             math.fsum(state.earned.values()))
     for one in told.incidents.values():
-        if one.outcome in ("healed", "set back"):  # what stood still as a whole, and then in part
+        if one.outcome in ("healed", "set back"):  # slots may stay down after the task's pause
             assert one.slot_s >= 0.999 * one.incident.pause_s * one.num_slots

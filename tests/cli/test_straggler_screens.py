@@ -1,4 +1,4 @@
-"""The screens of a cluster with a straggler, and of a hung task (snapshots.py)."""
+"""Screens of a cluster with a straggler or a hung task, compared with snapshots."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_slow_rank_is_shown_with_its_cost_and_a_command() -> None:
     check("nodes-degraded", nodes.nodes(view(d.state), now_s=d.now_s + 0.5), columns_max=100)
 
 
-def test_programs_read_the_same(tmp_path: Path) -> None:
+def test_json_output_shows_the_straggler(tmp_path: Path) -> None:
     d, alpha = slow()
     client = mock.Mock()
     client.get.return_value = view(d.state)
@@ -72,7 +72,7 @@ def the_task(d: Driver, task: int, healing: str = "on") -> str:
                                                      now_s=d.now_s)).split())
 
 
-def test_draining_that_costs_more_needs_nobody(d: Driver, task: int) -> None:
+def test_a_drain_that_costs_more_is_not_suggested(d: Driver, task: int) -> None:
     known(d, task)
     paced(d, task, VICTIM, 1.15, iteration_s=1.25)
     assert "NEEDS YOU" not in " ".join(cluster.status(seen(d), cluster="test", now_s=d.now_s))
@@ -92,8 +92,8 @@ def test_draining_that_costs_more_needs_nobody(d: Driver, task: int) -> None:
     (0.004, False, True, "draining it would earn 0.4 %, below gain_min"),
     (0.0, False, True, "draining it would earn nothing"),
     (-0.29, False, True, "draining it would cost 29 % of all WAF")])
-def test_shares_are_told_as_people_write_them(share: float, worth: bool, lasts: bool, words: str
-                                              ) -> None:
+def test_the_gain_of_a_drain_is_in_per_cent(share: float, worth: bool, lasts: bool, words: str
+                                           ) -> None:
     node = {"id": "n2", "contact": "heard", "drained": False, "degraded": {
         "tasks": [5], "ratios": [1.5], "why": "w", "drain_share": share, "worth_draining": worth,
         "lasts": lasts}}
@@ -102,7 +102,7 @@ def test_shares_are_told_as_people_write_them(share: float, worth: bool, lasts: 
     assert bool(stragglers.degraded_news(node, {5: "alpha"}, "")) == worth
 
 
-def test_the_screen_says_why_a_straggler_is_left(d: Driver, task: int) -> None:
+def test_the_screen_says_why_a_straggler_is_not_restarted(d: Driver, task: int) -> None:
     known(d, task)
     paced(d, task, VICTIM, 4.0, iteration_s=4.1)
     assert ("3.73 x. Above 3 x, not acted on: no other process has confirmed yet that its "
@@ -114,7 +114,7 @@ def test_the_screen_says_why_a_straggler_is_left(d: Driver, task: int) -> None:
 @pytest.mark.parametrize(("healing", "words"), [
     ("on", "Above 3 x: it is about to start again"),
     ("frozen: a test", "Above 3 x: not acted on, healing is frozen: a test")])
-def test_a_confirmed_straggler_says_so(healing: str, words: str) -> None:
+def test_a_confirmed_straggler_is_about_to_restart(healing: str, words: str) -> None:
     task = {"slow": [{"rank": 2, "node": "n2", "slot": 0, "holds_up": 3.73, "confirmed": True}],
             "ranks": [{"state": "member"}] * 4}
     assert stragglers.degraded_why(task, healing).endswith(f"3.73 x. {words}")
@@ -129,7 +129,7 @@ def test_a_task_that_is_slower_as_a_whole_names_no_node(d: Driver, task: int) ->
     assert "NEEDS YOU" not in " ".join(cluster.status(seen(d), cluster="test", now_s=d.now_s))
 
 
-def test_a_dry_run_tells_what_the_tables_do_not_know() -> None:
+def test_a_dry_run_shows_the_cost_of_a_straggler() -> None:
     d, _ = slow()
     found = msgspec.to_builtins(run_dry(encode_state(d.state), Change(without=("n2",))),
                                 str_keys=True) | {"took_s": 0.01, "input": INPUT}
@@ -153,7 +153,7 @@ def test_a_task_hung_for_a_shared_reason_needs_a_person(d: Driver) -> None:
                                                  now_s=d.now_s))
 
 
-def test_a_hang_that_is_about_to_be_healed_is_shown(d: Driver, task: int) -> None:
+def test_a_hang_before_its_recovery_is_shown(d: Driver, task: int) -> None:
     for rank in range(4):
         stalled(d, task, rank, "own" if rank == VICTIM else "collective", normal_s=16.0, in_s=50.0)
     told = " ".join(cluster.status(seen(d), cluster="test", now_s=d.now_s))

@@ -1,4 +1,4 @@
-"""The screens of a node that a check has taken out, until its slots are used again."""
+"""Screens of nodes with unhealthy or disabled slots, until the slots are used again."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ pytestmark = pytest.mark.nodes(3)
 
 
 def needs_you(d: Driver) -> str:
-    """The status screen down to its totals, as one line."""
+    """The status screen above its totals, joined into one line."""
     lines = cluster.status(seen(d), cluster="test", now_s=d.now_s)[1:]
     return " ".join(" ".join(lines[:lines.index("")]).split())
 
 
 def nodes(d: Driver) -> tuple[str, str]:
-    """The row of n2, then what is said below the table."""
+    """The row of n2, and the text below the table."""
     lines = nodes_screen.nodes(seen(d), now_s=d.now_s)
     (row,) = [x for x in lines if x.startswith("n2 ") and "/2" in x]
     below = lines[max(at for at, line in enumerate(lines) if "/2" in line) + 1:]
     return row, " ".join(" ".join(below).split())
 
 
-def ill(d: Driver, said: str, why: str = "psu failed") -> None:
+def report_fans(d: Driver, said: str, why: str = "psu failed") -> None:
     d.obey(health(d, "n2", said, check="check/fans", why=why))
 
 
-def test_since_when_a_node_is_healthy_is_when_its_check_last_said_otherwise(d: Driver) -> None:
+def test_a_nodes_health_has_the_time_of_its_last_change(d: Driver) -> None:
     d.now_s += 600
-    ill(d, "degraded")
+    report_fans(d, "degraded")
     d.now_s += 100
-    ill(d, "unhealthy")
+    report_fans(d, "unhealthy")
     d.now_s += 30
-    ill(d, "degraded")
+    report_fans(d, "degraded")
     d.now_s += 20
     assert " degraded  20 s " in nodes(d)[0].replace("   ", "  ")
-    ill(d, "healthy", "")
+    report_fans(d, "healthy", "")
     d.now_s += 40
     assert " healthy  40 s " in nodes(d)[0].replace("   ", "  ")
     d.join("n2", incarnation=2)
@@ -51,12 +51,12 @@ def test_since_when_a_node_is_healthy_is_when_its_check_last_said_otherwise(d: D
     assert " 7.0 s " in nodes(d)[0] or " 7 s " in nodes(d)[0]
 
 
-def test_who_is_not_believed_says_whose_slots_are_still_out(d: Driver) -> None:
-    ill(d, "unhealthy")
+def test_an_unconfirmed_node_names_the_nodes_that_are_out(d: Driver) -> None:
+    report_fans(d, "unhealthy")
     d.obey(health(d, "n3", "unhealthy", check="check/fans", why="psu failed"))
     assert "n3 is unhealthy, not acted upon, 2 of 3 nodes say so and at most 1 is" in needs_you(d)
     d.now_s += 5
-    ill(d, "healthy", "")
+    report_fans(d, "healthy", "")
     assert ("n3 is unhealthy, not acted upon, 1 of 3 nodes say so, slots of n2 are still out (used "
             "again 60 s after it says healthy) and at most 1 is believed") in needs_you(d)
     assert "HEALING n2 healthy again, its slots are used from" in needs_you(d)
@@ -64,7 +64,7 @@ def test_who_is_not_believed_says_whose_slots_are_still_out(d: Driver) -> None:
     assert "n3 is unhealthy, check/fans: psu failed: repair it" in needs_you(d)
 
 
-def test_a_slot_that_is_out_says_why_who_runs_on_fewer_and_what_to_type(d: Driver) -> None:
+def test_a_disabled_slot_shows_its_reason_and_the_remedy(d: Driver) -> None:
     task = d.running(spec(slots={"min": 1, "max": 6}))
     while not any(node.slots_disabled for node in d.state.nodes.values()):
         d.obey(d.exit(task, 5))
@@ -90,12 +90,12 @@ def test_faults_of_tasks_that_have_ended_are_one_line() -> None:
     assert f"OVER 2 incidents of tasks that have ended, the last: unicron incident {last}" in told
 
 
-def test_what_a_check_takes_out_comes_back_and_the_screens_say_when(d: Driver) -> None:
+def test_slots_disabled_by_a_check_return_and_the_screens_say_when(d: Driver) -> None:
     d.running(spec(slots={"min": 1, "max": 4}))
     d.now_s += 600
-    ill(d, "unhealthy")
+    report_fans(d, "unhealthy")
     d.now_s += 5
-    ill(d, "unhealthy", "psu failed, both")
+    report_fans(d, "unhealthy", "psu failed, both")
     d.now_s += 25
     assert ("NEEDS YOU n2 is unhealthy, check/fans: psu failed, both: repair it; its slots are "
             "used again 60 s after the check says healthy; unicron status nodes") in needs_you(d)
@@ -106,7 +106,7 @@ def test_what_a_check_takes_out_comes_back_and_the_screens_say_when(d: Driver) -
         with pytest.raises(Refusal) as refused:
             ask(d.state, {}, "n2")
         assert "60 s after it says healthy" in refused.value.hint
-    ill(d, "healthy", "")
+    report_fans(d, "healthy", "")
     again = "healthy again, its slots are used from "
     assert "NEEDS YOU n2" not in needs_you(d)
     assert "HEALING n2 " + again in needs_you(d)
@@ -120,17 +120,17 @@ def test_what_a_check_takes_out_comes_back_and_the_screens_say_when(d: Driver) -
     assert " eligible " in nodes(d)[0]
 
 
-def test_a_node_has_one_line_and_programs_read_the_word_of_the_screen(d: Driver) -> None:
+def test_a_node_has_one_line_and_the_same_health_in_json(d: Driver) -> None:
     d.running(spec(slots={"min": 1, "max": 6}))
     d.obey(health(d, "n2", "degraded", check="check/disk", why="slow"))
     one = next(x for x in seen(d)["nodes"] if x["id"] == "n2")
     assert (one["health"], one["contact"], one["since_s"]) == ("degraded", "heard", d.state.at_s)
     assert "n2" not in needs_you(d), "it costs nothing"
     assert "slow; draining it would " in nodes(d)[1]
-    ill(d, "unhealthy")
+    report_fans(d, "unhealthy")
     assert needs_you(d).count("n2 is ") == 1
     assert "n2 is unhealthy" in needs_you(d)
-    ill(d, "healthy", "")
+    report_fans(d, "healthy", "")
     assert "HEALING n2 no longer unhealthy" in needs_you(d)
     assert "n2 is degraded" not in needs_you(d)
 

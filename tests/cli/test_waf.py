@@ -1,4 +1,4 @@
-"""WAF over time from the log: what was earned, and what the plans were to earn."""
+"""WAF over time from the log: achieved, and planned."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ def earned(d: Driver, num_buckets: int = 10) -> float:
 
 
 def train(d: Driver, task: int, num_seconds: int) -> None:
-    """Five iterations a second: what `Driver.progress` says of its times."""
+    """Train for `num_seconds` seconds, at the five iterations per second of `Driver.progress`."""
     for _ in range(num_seconds):
         d.now_s += 0.99
         d.progress(task, 5)
 
 
 @pytest.mark.parametrize("num_buckets", [1, 7, 1000])
-def test_buckets_hold_what_the_state_has_summed(d: Driver, num_buckets) -> None:
+def test_buckets_add_up_to_the_states_sum(d: Driver, num_buckets) -> None:
     train(d, d.running(), 9)
     assert earned(d, num_buckets) == pytest.approx(math.fsum(d.state.earned.values()))
     assert earned(d, num_buckets) == pytest.approx(46e9)
 
 
-def test_a_pause_is_seen_where_it_was(d: Driver, task: int) -> None:
+def test_a_pause_lowers_the_waf_of_its_buckets(d: Driver, task: int) -> None:
     train(d, task, 10)
     d.now_s += 10
     train(d, task, 10)
@@ -40,7 +40,7 @@ def test_a_pause_is_seen_where_it_was(d: Driver, task: int) -> None:
     assert min(rates[21:]) > 4e9
 
 
-def test_what_is_trained_again_is_no_work(d: Driver, task: int) -> None:
+def test_repeated_iterations_earn_nothing(d: Driver, task: int) -> None:
     train(d, task, 4)
     before = earned(d)
     d.steps[task] = 0
@@ -59,7 +59,7 @@ def test_the_weight_counts_from_when_it_is_set(d: Driver, task: int) -> None:
     assert earned(d) == pytest.approx(math.fsum(d.state.earned.values()))
 
 
-def test_a_loss_that_is_no_number_was_an_iteration_all_the_same(d: Driver, task: int) -> None:
+def test_an_iteration_with_a_non_finite_loss_counts(d: Driver, task: int) -> None:
     train(d, task, 2)
     before = earned(d)
     members = d.state.tasks[task].members

@@ -30,7 +30,7 @@ def max_difference(left: list[float], right: list[float]) -> float:
 
 @pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.thorough), 0.1])
 def test_a_killed_rank_changes_no_result(cluster: Any, spec: Callable[..., Any],
-                                       twins: Twins, dropout: float) -> None:
+                                         twins: Twins, dropout: float) -> None:
     struck = spec("struck", dropout=dropout, iterations=ITERATIONS)
     after = cluster.seq()
     struck_task = cluster.submit(struck)

@@ -52,7 +52,7 @@ def test_a_block_is_written_from_the_rows_of_a_bench(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("rows", "stamp"), [(DETECTED[:4], True), (DETECTED, False), ([], True)],
                          ids=["some cases", "no stamp", "no rows"])
 def test_a_block_without_all_its_rows_stays_unchanged(tmp_path: Path, rows: list[dict[str, Any]],
-                                             stamp: bool) -> None:
+                                                      stamp: bool) -> None:
     assert measured(tmp_path, "detection", rows, stamp=stamp) == PAGE.format("detection")
 
 

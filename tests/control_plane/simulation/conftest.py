@@ -1,4 +1,4 @@
-"""Every simulated run is checked: its state is recounted after each thousandth report."""
+"""Checks the state of every simulated run after each thousandth report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Capacity answers: curves that bend as they must, break-evens where two of them cross."""
+"""Capacity curves over failure rates, spares and weights, and the break-evens between them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def rows(capsys: pytest.CaptureFixture[str]) -> dict[tuple[str, str, str], float
             for row in json.loads(capsys.readouterr().out)}
 
 
-def test_two_lines_break_even_where_they_cross() -> None:
+def test_curves_break_even_where_they_cross() -> None:
     curves = {"a": [(1.0, 0.0), (4.0, 2.0)], "b": [(1.0, 1.0), (4.0, 1.0)],
               "c": [(1.0, 5.0), (4.0, 5.0)]}
     assert break_evens(curves, geometric=False) == [BreakEven(2.5, "b", "a")]
@@ -53,7 +53,7 @@ def test_more_faults_cost_more_where_tasks_wait_for_nodes(
                for ratio in capacity.MTBF_RATIOS)
 
 
-def test_a_spare_costs_its_node_and_saves_what_waits(
+def test_spares_pay_up_to_a_number(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = written(tmp_path, trace={"drawn": {
         "mtbf_gpu_h": 300, "causes": {"ECC errors": 1}, "repair": {"constant_s": 72000}}})
@@ -67,19 +67,19 @@ def test_a_spare_costs_its_node_and_saves_what_waits(
     assert "<svg" in (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
 
 
-def test_more_weight_is_no_fewer_slots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_more_weight_gives_more_slots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command.weights(written(tmp_path), task="light", seeds=1, report=None, as_json=True)
     told = rows(capsys)
     slots = [told[f"weights-{ratio:.6g}", "its slots, of all", "share"]
              for ratio in capacity.WEIGHT_RATIOS]
     assert slots == sorted(slots)
     assert slots[0] < slots[-1]
-    # By an operator's own weights no others earn more, but for gain_min and transitions.
+    # By the old weights other weights earn no more, except through gain_min and transitions.
     assert all(told[f"weights-{ratio:.6g}", "all by the old weights, times", "share"] < 1.01
                for ratio in capacity.WEIGHT_RATIOS)
 
 
-def test_the_screens_are_narrow_and_say_what_to_type(
+def test_the_screens_are_narrow_and_suggest_commands(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = written(tmp_path, horizon_s=3 * 86400)
     command.mtbf(path, seeds=1, report=None, as_json=False)
@@ -95,7 +95,7 @@ def test_the_screens_are_narrow_and_say_what_to_type(
     ("mtbf", {"trace": "faults.csv"}, "trace: is a file"),
     ("spares", {"policies": {"unicron": {}}}, "policies: has none that keeps spares"),
     ("weights", {}, "--task: is 'nobody', which is no task")])
-def test_an_unanswerable_question_is_one_line(
+def test_an_impossible_request_is_refused_in_one_line(
         tmp_path: Path, what: str, changes: dict[str, Any], said: str) -> None:
     (tmp_path / "faults.csv").write_text("at_s,node,event,cause\n", encoding="utf-8")
     extra: dict[str, Any] = {"spares": {"most": 2}, "weights": {"task": "nobody"}}.get(what, {})

@@ -1,4 +1,4 @@
-"""A condensed cluster is the cluster: the same decisions, the same WAF, whatever befalls nodes."""
+"""Slot aggregation changes no result: the same plans and the same WAF under node faults."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZES = {"one": range(8, 33, 8), "two": (8, 16, 24), "three": range(8, 17, 4)}
 
 
 def cluster(**changes: Any) -> dict[str, Any]:
-    """Ten nodes of four GPUs, three tasks on multiples of a node."""
+    """Ten nodes of four GPUs; three tasks whose sizes are multiples of a node."""
     tasks = [{"name": name, "weight": weight,
               "slots": {"min": min(SIZES[name]), "max": max(SIZES[name]), "multiple_of": by},
               "throughput": {size: 1e12 * size ** 0.9 for size in SIZES[name]}}
@@ -28,7 +28,7 @@ def cluster(**changes: Any) -> dict[str, Any]:
     return plain(cluster={"nodes": 10, "slots": 4}, tasks=tasks) | changes
 
 
-def grounds(policy: str, happenings: list[ExternalEvent]) -> tuple[RunInput, RunInput]:
+def run_inputs(policy: str, happenings: list[ExternalEvent]) -> tuple[RunInput, RunInput]:
     told = scenario.parse(cluster())
     chosen = scenario.policy(told, policy)
     whole, few = (scenario.run_input(told, chosen, happenings, condense=condense)
@@ -37,7 +37,7 @@ def grounds(policy: str, happenings: list[ExternalEvent]) -> tuple[RunInput, Run
 
 
 def played(policy: str, ground: RunInput) -> tuple[Outcome, list[list[int]]]:
-    """What came of it, and what was planned, in GPUs: each plan that is another than the last."""
+    """The outcome of a run, and its distinct successive plans in GPUs."""
     log: list[Record] = []
     unit = 4 // ground.slots["n0"]
     told = scenario.parse(cluster())
@@ -51,19 +51,19 @@ HOUR_S = 3600.0
 LOST = st.lists(st.tuples(st.integers(1, 9 * 24).map(lambda hours: hours * HOUR_S),
                           st.integers(0, 9), st.floats(2 * HOUR_S, 4 * DAY_S)),
                 max_size=8, unique_by=lambda one: one[0])
-"""Apart from each other: each is told before the next."""
+"""At different times, so that each loss is reported before the next."""
 
 
 @settings(deadline=None, max_examples=8)
 @given(LOST)
 @pytest.mark.parametrize("policy", PLAYED)
-def test_nodes_are_lost_and_repaired_alike(policy: str,
-                                           told: list[tuple[float, int, float]]) -> None:
+def test_aggregation_changes_no_result_of_node_faults(policy: str,
+                                                      told: list[tuple[float, int, float]]) -> None:
     happenings = sorted(
         [one for at_s, node, away_s in told for one in (
             ExternalEvent(at_s, f"n{node}", "fault", NODE),
             ExternalEvent(at_s + away_s, f"n{node}", "repaired"))], key=lambda one: one.at_s)
-    whole, few = grounds(policy, happenings)
+    whole, few = run_inputs(policy, happenings)
     assert set(few.slots.values()) == {1}
     (ours, plans), (theirs, their_plans) = played(policy, few), played(policy, whole)
     assert plans == their_plans
@@ -77,11 +77,11 @@ def test_nodes_are_lost_and_repaired_alike(policy: str,
 
 @pytest.mark.parametrize("policy", PLAYED)
 @pytest.mark.parametrize("cause", [PROCESS, DEVICE])
-def test_a_process_takes_its_slot_with_it_and_earns_the_same(policy: str, cause: str) -> None:
-    """But for a transition more, where the node is drained that the rest of its slot is on."""
+def test_aggregation_barely_changes_other_faults(policy: str, cause: str) -> None:
+    """A device fault may cost one more transition, when the rest of the aggregated slot drains."""
     happenings = [
         ExternalEvent(DAY_S, "n2", "fault", cause), ExternalEvent(2 * DAY_S, "n2", "repaired")]
-    whole, few = grounds(policy, happenings[:1 if cause == PROCESS else 2])
+    whole, few = run_inputs(policy, happenings[:1 if cause == PROCESS else 2])
     (ours, _), (theirs, _) = played(policy, few), played(policy, whole)
     assert ours.earnings.flop == pytest.approx(theirs.earnings.flop, rel=1e-4)
     assert abs(ours.transitions - theirs.transitions) <= (cause == DEVICE)
@@ -90,7 +90,7 @@ def test_a_process_takes_its_slot_with_it_and_earns_the_same(policy: str, cause:
 @pytest.mark.parametrize("changes", [
     {"cluster": {"nodes": 10, "slots": 3}},
     {"tasks": [{"name": "x", "slots": {"min": 8, "max": 9}, "throughput": {8: 1e12}}]}])
-def test_what_has_no_common_measure_is_played_as_it_is(changes: dict[str, Any]) -> None:
+def test_sizes_without_a_common_factor_are_not_aggregated(changes: dict[str, Any]) -> None:
     told = scenario.parse(cluster(**changes))
     chosen = scenario.policy(told, "unicron")
     assert scenario.run_input(told, chosen) == scenario.run_input(told, chosen, condense=False)

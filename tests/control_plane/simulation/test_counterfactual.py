@@ -1,4 +1,4 @@
-"""A recorded log: read back exactly, and replayed under other policies and weights."""
+"""Recorded logs: exact accounting of a log, and replays under other policies and weights."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ DAY_S = 86400.0
 
 def simulated(happenings: list[ExternalEvent] | None = None, earnings: WafAccount | None = None
               ) -> tuple[Outcome, list[Record], float]:
-    """What the simulation says of the example, the log that it writes, and its horizon."""
+    """The outcome of the example in the simulation, its log, and its horizon."""
     _, stages = command.load(EXAMPLE)
     stage, log = stages["unicron"], list[Record]()
     ground = stage.run_input if happenings is None else stage.run_input._replace(
@@ -70,7 +70,7 @@ def simulated(happenings: list[ExternalEvent] | None = None, earnings: WafAccoun
     return outcome, log, ground.horizon_s
 
 
-def witnessed(log: list[Record]) -> tuple[RecordedFaults, dict[int, d.ThroughputSet]]:
+def faults_and_tables(log: list[Record]) -> tuple[RecordedFaults, dict[int, d.ThroughputSet]]:
     befell, tables = FaultReader(), dict[int, d.ThroughputSet]()
 
     def watch(state: object, record: Record) -> None:
@@ -82,8 +82,8 @@ def witnessed(log: list[Record]) -> tuple[RecordedFaults, dict[int, d.Throughput
     return befell.all(), tables
 
 
-def same(found: Outcome, told: Outcome) -> None:
-    """Earned, and lost to each cause: to 1e-9 of the whole."""
+def assert_same(found: Outcome, told: Outcome) -> None:
+    """Earned and lost FLOP agree to 1e-9 of the whole, and downtimes to 1 ms."""
     assert found.transitions == told.transitions
     full = told.earnings.full_flop
     assert found.earnings.flop == pytest.approx(told.earnings.flop, rel=1e-9)
@@ -93,45 +93,45 @@ def same(found: Outcome, told: Outcome) -> None:
         assert found.earnings.down_s[why] == pytest.approx(told.earnings.down_s[why], abs=1e-3), why
 
 
-def test_a_simulated_log_is_read_back_as_its_simulation_told() -> None:
+def test_a_log_gives_the_same_account_as_its_simulation() -> None:
     told, log, horizon_s = simulated()
-    befallen, tables = witnessed(log)
-    found = LogAccounting(befallen, tables, WafAccount(), begin_s=told.began_s).measure(
+    read_faults, tables = faults_and_tables(log)
+    found = LogAccounting(read_faults, tables, WafAccount(), begin_s=told.began_s).measure(
         log, end_s=told.began_s + horizon_s)
-    same(found, told)
+    assert_same(found, told)
 
 
-def test_clocks_of_nodes_may_be_wrong() -> None:
-    """An hour behind the leader's: when a fault occurred is found all the same."""
+def test_wrong_node_clocks_change_no_account() -> None:
+    """Fault times are exact although the nodes' clocks are one hour behind the leader's."""
     told, log, horizon_s = simulated()
     late = [replace(one, occurred_s=one.occurred_s - 3600.0) if one.source.startswith("n")
             else one for one in log]
-    befallen, tables = witnessed(late)
-    found = LogAccounting(befallen, tables, WafAccount(), begin_s=told.began_s).measure(
+    read_faults, tables = faults_and_tables(late)
+    found = LogAccounting(read_faults, tables, WafAccount(), begin_s=told.began_s).measure(
         late, end_s=told.began_s + horizon_s)
-    same(found, told)
+    assert_same(found, told)
 
 
 AWAY_S = st.floats(600, 2 * DAY_S)
 FAULTS = st.lists(st.tuples(st.floats(1, 2.9 * DAY_S), st.integers(0, 15), st.sampled_from(
     [*TABLE]), AWAY_S), max_size=6, unique_by=lambda one: one[1])
-"""Of a node once: what it does not live to tell is in no log."""
+"""One fault per node: the log lacks faults that a dead node cannot report."""
 
 
 @settings(deadline=None, max_examples=8)
 @given(FAULTS)
 @example([(1.5, 6, CUDA_ERRORS, 600.0), (1.0, 0, LOST_CONNECTION, 600.0),
           (1.0, 7, OTHER_NETWORK, 600.0)])
-def test_whatever_befalls_it_the_log_is_read_back(faults: list[tuple[float, int, str, float]]
-                                                  ) -> None:
+def test_logs_of_random_faults_give_the_same_account(faults: list[tuple[float, int, str, float]]
+                                                    ) -> None:
     happenings = sorted((one for at_s, node, cause, away_s in faults for one in (
         ExternalEvent(at_s, f"n{node}", "fault", cause),
         ExternalEvent(at_s + away_s, f"n{node}", "repaired"))), key=lambda one: one.at_s)
     told, log, horizon_s = simulated(happenings, traced := AttributedWaf())
-    befallen, tables = witnessed(log)
-    found = LogAccounting(befallen, tables, WafAccount(), begin_s=told.began_s).measure(
+    read_faults, tables = faults_and_tables(log)
+    found = LogAccounting(read_faults, tables, WafAccount(), begin_s=told.began_s).measure(
         log, end_s=told.began_s + horizon_s)
-    same(found, told)
+    assert_same(found, told)
     lost = sum(told.earnings.lost_flop.values())
     assert sum(one.lost_flop for one in [*traced.losses, traced.unattributed]) == pytest.approx(
         lost, abs=1e-9 * told.earnings.full_flop)
@@ -139,7 +139,7 @@ def test_whatever_befalls_it_the_log_is_read_back(faults: list[tuple[float, int,
 
 # --- other choices ------------------------------------------------------------------------------
 def plain() -> dict[str, Any]:
-    """Two tasks want all of four nodes of two slots."""
+    """Two tasks that each want all slots of four nodes of two slots."""
     return {
         "apiVersion": "unicron/v1", "name": "by-hand", "cluster": {"nodes": 4, "slots": 2},
         "tasks": [{"name": name, "weight": weight, "slots": {"min": 1, "max": 8},
@@ -150,7 +150,7 @@ def plain() -> dict[str, Any]:
 
 
 def recorded(happenings: list[AnyEvent], *, heals: bool = True) -> Recording:
-    """A log that Unicron wrote on paper, of commands or of what heals in memory, read again."""
+    """A log of a simulated run, read again; without `heals` its tasks are commands."""
     found = simulation_scenario.parse(plain())
     chosen, log = simulation_scenario.policy(found, "unicron"), list[Record]()
     ground = simulation_scenario.run_input(found, replace(chosen, heals=heals))._replace(
@@ -167,7 +167,7 @@ def loss(at_s: float, back_s: float, node: str = "n1") -> list[AnyEvent]:
 LAST = OperatorRequest(DAY_S, r.HealingFrozen(reason="the log shall end later"))
 
 
-def test_paper_repeats_what_paper_recorded() -> None:
+def test_a_replay_repeats_the_recorded_simulation() -> None:
     found = recorded([*loss(3600, 7200), LAST])
     again = counterfactual.play(found, Choice())
     assert again.earnings.flop == pytest.approx(found.played.earnings.flop, rel=1e-4)
@@ -180,7 +180,7 @@ def test_paper_repeats_what_paper_recorded() -> None:
     assert fault.lost_flop == pytest.approx(2 * 2e12 * 3630, rel=0.02)
 
 
-def test_who_waits_for_its_node_loses_more() -> None:
+def test_a_policy_that_waits_for_its_node_loses_more() -> None:
     found = recorded([*loss(3600, 7200), LAST])
     ours = counterfactual.play(found, Choice())
     theirs = counterfactual.play(found, Choice(policy="megatron"))
@@ -188,7 +188,7 @@ def test_who_waits_for_its_node_loses_more() -> None:
     assert theirs.earnings.losses[0].lost_flop > ours.earnings.losses[0].lost_flop
 
 
-def test_allocation_rules_heal_as_unicron_did_in_this_log() -> None:
+def test_allocation_rules_recover_as_fast_as_the_log() -> None:
     found = recorded([ExternalEvent(3600, "n2", "fault", CUDA_ERRORS), LAST])
     fault = found.played.earnings.losses[0]
     shared = counterfactual.play(found, Choice(policy="by-weight")).earnings.losses[0]
@@ -200,7 +200,7 @@ def test_allocation_rules_heal_as_unicron_did_in_this_log() -> None:
     assert 0 < sizes["b"] == pytest.approx(sizes["a"], rel=0.02)
 
 
-def test_other_weights_give_the_slots_to_others() -> None:
+def test_other_weights_give_the_slots_to_another_task() -> None:
     found = recorded([*loss(3600, 7200), LAST])
     other = counterfactual.play(found, Choice(weights={"b": 5.0}))
     assert found.played.work["b"] == 0
@@ -209,7 +209,7 @@ def test_other_weights_give_the_slots_to_others() -> None:
     assert counterfactual.reweighted_flop(other, {"b": 5.0}) == pytest.approx(other.earnings.flop)
 
 
-def test_requests_and_later_tasks_are_played_too() -> None:
+def test_requests_and_later_tasks_are_replayed() -> None:
     found = simulation_scenario.parse(plain())
     late = simulation_scenario.run_input(found, simulation_scenario.policy(found, "unicron")).tasks[
         0]
@@ -222,12 +222,12 @@ def test_requests_and_later_tasks_are_played_too() -> None:
     assert again.outcome.ignored == 0
     assert again.work["b"] == pytest.approx(log.played.work["b"], rel=0.02)
     assert again.work["a.2"] == pytest.approx(log.played.work["a.2"], rel=0.02) != 0
-    # Under who replans nothing after a fault, it gets what is free then.
+    # Under a policy that replans nothing after a fault, the new task gets the free slots.
     theirs = counterfactual.play(log, Choice(policy="megatron"))
     assert theirs.work["a.2"] > 0
 
 
-def test_a_node_that_was_only_silent_is_not_lost() -> None:
+def test_a_node_that_was_only_unreachable_is_not_lost() -> None:
     silent = r.NodeUnreachable(node="n1", incarnation=1, silence_s=5.0)
     found = recorded([NodeReport(3600, "n1", silent),
                       NodeReport(3700, "n1", r.NodeReachable(node="n1", incarnation=1)), LAST])
@@ -238,7 +238,7 @@ def test_a_node_that_was_only_silent_is_not_lost() -> None:
     assert again.earnings.flop == pytest.approx(found.played.earnings.flop, rel=1e-3)
 
 
-def test_what_heals_a_process_is_no_fault_of_the_world() -> None:
+def test_recovery_of_a_process_is_no_external_fault() -> None:
     found = recorded([ExternalEvent(3600, "n2", "fault", CUDA_ERRORS), *loss(7200, 9000), LAST])
     faults = [one for one in found.events
               if isinstance(one, ExternalEvent) and one.event == "fault"]
@@ -253,7 +253,7 @@ def test_what_heals_a_process_is_no_fault_of_the_world() -> None:
 # --- the command ----------------------------------------------------------------------------------
 def test_the_command_on_a_real_log(
         capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(DATA)  # the page names the file; its path may be long
+    monkeypatch.chdir(DATA)  # a short relative path keeps the page narrow
     path = Path("demo.jsonl")
     from_log.from_log(path, settings=["weight.alpha=4"], policies=["unicron", "megatron"],
                       as_json=True)
@@ -266,7 +266,7 @@ def test_the_command_on_a_real_log(
     as_it_was, paper, doubled, megatron = told["recorded"], *told["choices"]
     assert paper["accumulated_waf_flop"] == pytest.approx(
         as_it_was["accumulated_waf_flop"], rel=0.03)
-    # Its weight was 2.
+    # Its recorded weight was 2.
     assert doubled["accumulated_waf_flop"] == pytest.approx(2 * paper["accumulated_waf_flop"])
     assert doubled["difference_flop"] == pytest.approx(0, abs=1.0)
     assert megatron["difference_flop"] < 0
@@ -304,15 +304,14 @@ def test_under_other_weights_policies_are_compared_with_ours(capsys: pytest.Capt
     (["speed=2"], [], "is not a setting"),
     (["weight.alpha"], [], "is not a setting"),
     ([], ["magic"], "--policy magic is no policy")])
-def test_a_choice_that_is_none_is_one_line(settings_: list[str], policies: list[str], said: str
-                                           ) -> None:
+def test_an_invalid_choice_is_refused(settings_: list[str], policies: list[str], said: str) -> None:
     with pytest.raises(UsageError) as refused:
         from_log.from_log(DATA / "demo.jsonl", settings=settings_, policies=policies, as_json=False)
     assert said in str(refused.value)
     assert refused.value.hint
 
 
-def test_a_log_that_is_none_is_one_line(tmp_path: Path) -> None:
+def test_an_unusable_log_is_refused_in_one_line(tmp_path: Path) -> None:
     def refused(path: Path) -> str:
         with pytest.raises(UsageError) as error:
             from_log.from_log(path, settings=(), policies=(), as_json=False)
@@ -336,7 +335,7 @@ def test_a_log_that_is_none_is_one_line(tmp_path: Path) -> None:
 
 
 def test_a_request_while_a_task_is_down_is_not_credited_with_its_end() -> None:
-    """A node that is idle is undrained while the only task waits; soon after it is back."""
+    """An idle node is undrained while the only task is down; the task recovers soon after."""
     traced = AttributedWaf()
     traced.set_waf(0.0, 1, 10.0, 4, "waiting")
     traced.begin(0.0)
@@ -351,9 +350,9 @@ def test_a_request_while_a_task_is_down_is_not_credited_with_its_end() -> None:
     assert traced.unattributed.lost_flop == 0
 
 
-# --- logs of the simulated cluster, with hangs, stopped processes and partitions -----------------
+# --- logs of the simulated cluster, with hangs, stopped processes and network faults -------------
 SEEDS = {5: (3, 2), 11: (1, 2), 12: (4, 1)}
-"""And what befell: hangs, and collectives that nobody came to the end of."""
+"""Seed -> the number of hangs and of collective timeouts in its log."""
 
 
 @pytest.fixture(scope="module", params=SEEDS)
@@ -365,7 +364,7 @@ def life(request: pytest.FixtureRequest) -> tuple[int, list[Record], Recording]:
 
 
 def whole(one: RunResult) -> float:
-    """What was earned and what was lost, all of which is laid to incidents, or to none."""
+    """Check that earned FLOP and losses are finite and complete; the FLOP at full strength."""
     earnings = one.earnings
     assert all(math.isfinite(flop) for flop in earnings.lost_flop.values())
     felt = [*earnings.losses, earnings.unattributed]
@@ -374,14 +373,14 @@ def whole(one: RunResult) -> float:
     return earnings.full_flop
 
 
-def test_what_was_decided_is_decided_again(life: tuple[int, list[Record], Recording]) -> None:
+def test_every_recorded_decision_is_repeated(life: tuple[int, list[Record], Recording]) -> None:
     _, records, found = life
     assert not found.verdict.differ
     assert sum(found.verdict.recomputed.values()) == sum(
         record.source == "heart" for record in records)
 
 
-def test_each_fault_befalls_once(life: tuple[int, list[Record], Recording]) -> None:
+def test_each_fault_is_read_once(life: tuple[int, list[Record], Recording]) -> None:
     seed, records, found = life
     told = Counter(one.cause for one in found.events
                    if isinstance(one, ExternalEvent) and one.event == "fault")
@@ -393,8 +392,8 @@ def test_each_fault_befalls_once(life: tuple[int, list[Record], Recording]) -> N
 
 @pytest.mark.parametrize("choice", [Choice(), Choice(policy="shrink"), Choice(policy="megatron")],
                          ids=["as recorded", "shrink", "megatron"])
-def test_it_is_played_to_its_end(life: tuple[int, list[Record], Recording], choice: Choice
-                                 ) -> None:
+def test_each_log_is_replayed_to_its_end(life: tuple[int, list[Record], Recording], choice: Choice
+                                        ) -> None:
     _, _, found = life
     paper = counterfactual.play(found, Choice())
     played = counterfactual.play(found, choice)

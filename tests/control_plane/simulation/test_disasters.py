@@ -1,4 +1,4 @@
-"""The page of disasters is of runs: every incident is in it, and its figures are those of today."""
+"""The page of disasters: it has every incident, and its figures equal those of a new run."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ ROOT = Path(__file__).resolve().parents[3]
 disasters = script("disasters")
 PAGE = disasters.PAGE.read_text(encoding="utf-8")
 NAMES = [name for name in (*disasters.NAMES, *disasters.MODERN) if name]
-# The others take some 30 s: `make disasters` plays them too.
+# The other incidents take about 30 s; `make disasters` runs them too.
 QUICK = [name for name in NAMES if not name.startswith("opt-") or name == "opt-2021-11-05-ecc"]
 
 
-def test_every_incident_and_every_scenario_is_in_it() -> None:
+def test_the_page_has_every_incident_and_scenario() -> None:
     assert len(disasters.NAMES) == len(disasters.INCIDENTS.read_text().splitlines()) == 15
     assert sorted(NAMES) == sorted(path.stem for path in disasters.SCENARIOS.glob("*.yaml"))
     assert [*disasters.rows(PAGE)] == NAMES
@@ -24,7 +24,7 @@ def test_every_incident_and_every_scenario_is_in_it() -> None:
     assert all(f"`{name}`" in text for name in NAMES)
 
 
-def test_every_test_that_it_names_is_one() -> None:
+def test_every_test_on_the_page_exists() -> None:
     named = re.findall(r"`(test_\w+)`", PAGE)
     assert len(named) >= 8
     tests = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("tests/**/test_*.py"))
@@ -32,5 +32,5 @@ def test_every_test_that_it_names_is_one() -> None:
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_the_figures_are_those_of_a_run(name: str) -> None:
+def test_the_figures_equal_a_new_run(name: str) -> None:
     assert disasters.rows(PAGE)[name] == disasters.row(name), "make disasters"

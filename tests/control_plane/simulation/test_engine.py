@@ -1,4 +1,4 @@
-"""The simulator beside closed forms, beside a second simulator, and beside itself."""
+"""The simulator compared with closed forms, with a second simulator, and with itself."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SEEDS = range(12)
 
 def play(policy: str, nodes: int, least: int, happenings: list[ExternalEvent], horizon_s: float,
          **constants: Any) -> WafAccount:
-    """One task of as many FLOP/s as it has slots, of `least` or more."""
+    """Run one task with throughput x on x slots, from `least` slots on."""
     asked = scenario.parse({
         "apiVersion": "unicron/v1", "name": "closed", "cluster": {"nodes": nodes, "slots": 1},
         "tasks": [{"name": "one", "slots": {"min": least, "max": nodes},
@@ -45,9 +45,9 @@ def play(policy: str, nodes: int, least: int, happenings: list[ExternalEvent], h
     return Run(scenario.run_input(asked, chosen, happenings), chosen).play().earnings
 
 
-def lives(nodes: int, mtbf_s: float, away_s: float, horizon_s: float, seed: int
+def losses(nodes: int, mtbf_s: float, away_s: float, horizon_s: float, seed: int
           ) -> list[ExternalEvent]:
-    """Each node by itself: lost after a time that is drawn, back after one that is not."""
+    """Faults per node: lost after an exponential time, back after a constant time."""
     luck, found = random.Random(seed), list[ExternalEvent]()
     for number in range(nodes):
         at_s = luck.expovariate(1 / mtbf_s)
@@ -58,15 +58,15 @@ def lives(nodes: int, mtbf_s: float, away_s: float, horizon_s: float, seed: int
     return sorted(found, key=lambda one: one.at_s)
 
 
-def near(found: list[float], told: float, beside: float = 0.0) -> None:
-    """The mean within four standard errors; `beside`: what the closed form leaves out."""
+def assert_near(found: list[float], told: float, beside: float = 0.0) -> None:
+    """The mean is within four standard errors, plus `beside`: what the closed form omits."""
     assert abs(mean(found) - told) <= 4 * stdev(found) / math.sqrt(len(found)) + beside
 
 
 @pytest.mark.parametrize("cause", [NODE, PROCESS])
-def test_a_restart_costs_what_the_closed_form_says(cause: str) -> None:
-    """While it trains a fault comes by Poisson: MTBF / (MTBF + what it stands), and M - C/(e^(C/M)
-    - 1) of training again each time, for a checkpoint every C: what is left of an exponential."""
+def test_the_cost_of_restarts_equals_the_closed_form(cause: str) -> None:
+    """Poisson faults while it trains: uptime share MTBF / (MTBF + downtime), and lost work of
+    M - C / (e^(C/M) - 1) per fault, for MTBF M and a checkpoint every C."""
     costs = policies.POLICIES["megatron"].costs
     mtbf_s, away_s = 3 * HOUR_S, 2 * HOUR_S
     stands_s = costs.start_s + (away_s if cause == NODE else costs.detection_s(cause, 0.0))
@@ -85,50 +85,50 @@ def test_a_restart_costs_what_the_closed_form_says(cause: str) -> None:
         up.append(1 - sum(found.down_s.values()) / at_s)
         again.append(found.lost_flop["recomputed"] / 2 / 40)
         assert sum(found.down_s.values()) == pytest.approx(40 * stands_s)
-    near(up, mtbf_s / (mtbf_s + stands_s))
-    near(again, again_s)
+    assert_near(up, mtbf_s / (mtbf_s + stands_s))
+    assert_near(again, again_s)
 
 
-def test_what_shrinks_misses_the_nodes_that_are_away() -> None:
-    """Of each node R / (M + R) of the time, and it is missed until it has started again."""
+def test_shrinking_loses_the_absent_nodes() -> None:
+    """Each node is away for R / (M + R) of the time, and is missed until it has started again."""
     costs = policies.POLICIES["shrink"].costs
     mtbf_s, away_s, horizon_s, nodes = 5 * DAY_S, 12 * HOUR_S, 60 * DAY_S, 8
     missed = list[float]()
     for seed in SEEDS:
-        found = play("shrink", nodes, 1, lives(nodes, mtbf_s, away_s, horizon_s, seed), horizon_s)
+        found = play("shrink", nodes, 1, losses(nodes, mtbf_s, away_s, horizon_s, seed), horizon_s)
         assert found.lost_flop["recomputed"] == 0
         missed.append(found.lost_flop["sub-healthy"] / nodes / horizon_s)
     cycle_s = mtbf_s + away_s
-    # It begins with all nodes up: R / (M + R) is reached by e^-(t/M + t/R) or sooner.
+    # All nodes are up at first; the share approaches R / (M + R) at a rate of 1/M + 1/R or faster.
     begins = away_s / cycle_s * (mtbf_s * away_s / cycle_s) / horizon_s
-    near(missed, (away_s + costs.start_s) / cycle_s, begins + 40 / cycle_s)
+    assert_near(missed, (away_s + costs.start_s) / cycle_s, begins + 40 / cycle_s)
 
 
-def test_a_spare_is_enough_until_a_second_node_is_away() -> None:
-    """k of n: the share of time in which two nodes or more are away."""
+def test_one_spare_is_enough_for_one_absent_node() -> None:
+    """The share of time in which two or more of the nodes are away."""
     mtbf_s, away_s, horizon_s, nodes = 4 * DAY_S, 12 * HOUR_S, 60 * DAY_S, 6
     costs = policies.POLICIES["spares"].costs
     waits = list[float]()
     for seed in SEEDS:
         found = play("spares", nodes, nodes - 1,
-                     lives(nodes, mtbf_s, away_s, horizon_s, seed), horizon_s)
+                     losses(nodes, mtbf_s, away_s, horizon_s, seed), horizon_s)
         waits.append(found.down_s["waiting"] / horizon_s)
     away = away_s / (mtbf_s + away_s)
     two = 1 - (1 - away) ** nodes - nodes * away * (1 - away) ** (nodes - 1)
     begins = away_s / horizon_s * two
     short = nodes / (mtbf_s + away_s) * (costs.detection_s(NODE, 0.0) + costs.start_s)
-    near(waits, two, begins + short * two)
+    assert_near(waits, two, begins + short * two)
 
 
 # --- a second simulator, written independently ---------------------------------------------------
 STOPS_S = 4 * scenario.STOP_S
-"""Until a process on a node that is away, and nobody knows, counts as ended: it is told in vain."""
+"""Seconds until a process on an absent node counts as ended: stop orders get no answer."""
 HOW = {"megatron": "kept", "requeue": "moved", "kubernetes": "moved", "megatron-spares": "moved",
        "spares": "moved", "varuna": "shrunk"}
 
 
 def cluster(sizes: list[tuple[int, int]], nodes: int = 6) -> dict[str, Any]:
-    """Tasks of at least and at most so many slots."""
+    """A cluster with tasks of these (min, max) slots."""
     tasks = [{"name": f"task-{number}", "weight": 1.0 + number, "slots": {"min": low, "max": high},
               "throughput": {size: 1e12 * size for size in range(low, high + 1)}}
              for number, (low, high) in enumerate(sizes)]
@@ -162,8 +162,8 @@ def both(policy: str, data: dict[str, Any], happenings: list[ExternalEvent]
     return outcome, second
 
 
-def same(outcome: Outcome, second: Second, slack_s: float = 0.0) -> None:
-    """In what was earned, and in each loss; up to so many seconds of the whole cluster."""
+def assert_same(outcome: Outcome, second: Second, slack_s: float = 0.0) -> None:
+    """Earned FLOP and each loss agree, within `slack_s` seconds of the whole cluster."""
     full = sum(job.full_flops * job.weight for job in second.jobs)
     within = full * (1e-3 + slack_s)
     found = {name: flop / full for name, flop in outcome.earnings.lost_flop.items()}
@@ -178,9 +178,9 @@ def lost(node: str, at_s: float, back_s: float, cause: str = NODE) -> list[Exter
 
 @pytest.mark.parametrize("policy", HOW)
 @pytest.mark.parametrize("cause", [NODE, DEVICE, PROCESS, NETWORK])
-def test_one_fault(policy: str, cause: str) -> None:
+def test_simulators_agree_on_one_fault(policy: str, cause: str) -> None:
     happenings = lost("n1", DAY_S + 777, 2 * DAY_S, cause)
-    same(*both(policy, cluster([(1, 6)]), happenings))
+    assert_same(*both(policy, cluster([(1, 6)]), happenings))
 
 
 CAUSES = st.sampled_from([NODE, DEVICE, PROCESS, NETWORK])
@@ -189,7 +189,7 @@ FAULTS = st.lists(st.tuples(st.integers(0, 20_000), st.integers(0, 5), CAUSES,
 
 
 def drawn(faults: list[tuple[int, int, str, int]]) -> list[ExternalEvent]:
-    """No two within the time that it takes to stop processes; none at the end of an iteration."""
+    """Events farther apart than the time to stop processes, and never at an iteration's end."""
     return sorted((one for number, (at, node, cause, away) in enumerate(faults)
                    for one in lost(f"n{node}", 20 * at + 1.7 + 2.3 * number,
                                    20 * (at + away) + 13.0 + 2.3 * number, cause)),
@@ -201,8 +201,8 @@ def drawn(faults: list[tuple[int, int, str, int]]) -> list[ExternalEvent]:
 @example([(0, 0, NODE, 844), (844, 5, NODE, 28), (845, 4, DEVICE, 258)], "kubernetes")
 @example([(0, 4, DEVICE, 130), (89, 3, NETWORK, 10), (178, 5, NETWORK, 517)], "megatron-spares")
 @example([(0, 0, DEVICE, 3), (0, 0, NODE, 3)], "megatron")
-def test_any_faults_of_one_task(faults: list[tuple[int, int, str, int]], policy: str ) -> None:
-    same(*both(policy, cluster([(1, 6)]), drawn(faults)), len(faults) * STOPS_S)
+def test_simulators_agree_on_one_task(faults: list[tuple[int, int, str, int]], policy: str) -> None:
+    assert_same(*both(policy, cluster([(1, 6)]), drawn(faults)), len(faults) * STOPS_S)
 
 
 TASKS = st.sampled_from([[(2, 3), (2, 2)], [(1, 2), (1, 1), (2, 2)], [(3, 3), (1, 4)], [(4, 4)]])
@@ -213,15 +213,15 @@ TASKS = st.sampled_from([[(2, 3), (2, 2)], [(1, 2), (1, 1), (2, 2)], [(3, 3), (1
 @example([(0, 0, NODE, 35), (0, 1, NODE, 35), (35, 3, DEVICE, 0)], [(1, 2), (1, 1), (2, 2)],
          "varuna")
 @example([(0, 3, NODE, 15), (0, 4, PROCESS, 0)], [(2, 3), (2, 2)], "requeue")
-def test_any_faults_of_several_tasks(faults: list[tuple[int, int, str, int]],
-                                  tasks: list[tuple[int, int]], policy: str) -> None:
-    same(*both(policy, cluster(tasks), drawn(faults)), len(faults) * STOPS_S)
+def test_simulators_agree_on_several_tasks(faults: list[tuple[int, int, str, int]],
+                                           tasks: list[tuple[int, int]], policy: str) -> None:
+    assert_same(*both(policy, cluster(tasks), drawn(faults)), len(faults) * STOPS_S)
 
 
-# --- who goes on with those that live -------------------------------------------------------------
+# --- policies that continue with the surviving processes ------------------------------------------
 HEALS = ("shrink", "oobleck", "bamboo", "unicron")
 ITERATION_S = 0.1
-"""Short: where in one a fault comes is not told."""
+"""Short, because `Heals` ignores the position of a fault within its iteration."""
 APART = st.lists(st.tuples(st.integers(0, 5), CAUSES, st.integers(1, 6)), max_size=5)
 
 
@@ -239,9 +239,9 @@ def heals(policy: str, size: int, happenings: list[ExternalEvent]) -> tuple[Outc
 
 @settings(deadline=None, max_examples=60, derandomize=True)
 @given(APART, st.sampled_from([4, 6]), st.sampled_from(HEALS))
-def test_any_faults_of_policies_that_heal(faults: list[tuple[int, str, int]], size: int, policy: str
+def test_simulators_agree_on_healing(faults: list[tuple[int, str, int]], size: int, policy: str
                                     ) -> None:
-    """Each fault is over before the next; nodes stay away beyond others."""
+    """Recovery from each fault ends before the next fault; nodes may be away for longer."""
     happenings = sorted((one for at, (node, cause, away) in enumerate(faults, 1)
                          for one in lost(f"n{node}", 7200.0 * at,
                                          7200.0 * (at + away) + 1000.0 * at, cause)),
@@ -257,14 +257,14 @@ def test_any_faults_of_policies_that_heal(faults: list[tuple[int, str, int]], si
 
 MORE = st.lists(st.integers(1, 40), min_size=4, max_size=4)
 CURVES = st.lists(st.tuples(st.integers(1, 9), MORE), min_size=1, max_size=3)
-"""By task: its weight, and by how much each slot more adds to its rate."""
+"""By task: its weight, and by how much each further slot adds to its rate."""
 
 
 @settings(deadline=None, max_examples=30, derandomize=True)
 @given(CURVES, st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True))
 def test_unicron_has_the_best_of_all_allocations(curves: list[tuple[int, list[int]]],
                                                  away: list[int]) -> None:
-    """A node is lost each day: by noon the WAF is the most that so many slots can have."""
+    """A node is lost each day; at noon the WAF is the maximum for the remaining slots."""
     data = cluster([(1, 4)] * len(curves)) | {"limits": {"gain_min": 0.0, "hot_spare": False}}
     tables = [{size: 1e11 * sum(more[:size]) for size in range(1, 5)} for _, more in curves]
     for task, (weight, _), table in zip(data["tasks"], curves, tables, strict=True):
@@ -288,7 +288,7 @@ SCENARIOS = Path(__file__).parents[3] / "deploy" / "scenarios"
 
 
 def told(path: Path, log: Path, seed: str, cores: set[int]) -> tuple[bytes, bytes]:
-    """What the command says, and the log that it writes."""
+    """The command's output, and the log that it writes."""
     done = subprocess.run(
         [sys.executable, "-m", "unicron.cli.main", "simulate", "--scenario", str(path), "-o",
          "json", "--log", str(log)], check=True, capture_output=True, timeout=120,
@@ -297,7 +297,7 @@ def told(path: Path, log: Path, seed: str, cores: set[int]) -> tuple[bytes, byte
     return done.stdout, log.read_bytes()
 
 
-def test_the_same_bytes_twice(tmp_path: Path) -> None:
+def test_two_runs_give_the_same_bytes(tmp_path: Path) -> None:
     cores = os.sched_getaffinity(0)
     path = SCENARIOS / "two-weeks.yaml"
     one = told(path, tmp_path / "one.log", "1", {min(cores)})

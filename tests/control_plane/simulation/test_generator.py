@@ -1,4 +1,4 @@
-"""Drawn traces: the same by seed, as many and of such kinds as asked for, none of the absent.
+"""Drawn traces: reproducible by seed, with the requested rates, causes and repair times.
 
 Bounds are five standard deviations wide, and the seeds are fixed.
 """
@@ -48,29 +48,29 @@ def faults(asked: Drawn, nodes: list[str] | None = None, horizon_s: float = YEAR
     return [one for one in draw(asked, nodes or NODES, 8, horizon_s) if one.event == "fault"]
 
 
-def near(found: float, mean: float, deviation: float) -> bool:
+def is_near(found: float, mean: float, deviation: float) -> bool:
     return abs(found - mean) <= 5 * deviation
 
 
 # --- the same by seed ---------------------------------------------------------------------------
-ALL_OF_IT = Drawn(seed=7, mtbf_gpu_days=300.0, causes="llama3", repair="superbench",
+EVERY_OPTION = Drawn(seed=7, mtbf_gpu_days=300.0, causes="llama3", repair="superbench",
                   repeat="superbench", bursts=Bursts(every_h=200.0, sizes={2: 3.0, 6: 1.0}))
 
 
 def test_the_same_seed_draws_the_same_bytes_everywhere() -> None:
-    """The digest is of one machine; another library of mathematics must not change it."""
-    text = "\n".join(trace_file.written(draw(ALL_OF_IT, NODES, 8, YEAR_S)))
+    """The digest is of one machine; other mathematics libraries must give the same digest."""
+    text = "\n".join(trace_file.written(draw(EVERY_OPTION, NODES, 8, YEAR_S)))
     assert hashlib.sha256(text.encode()).hexdigest()[:16] == "1306d3c99d70c81f"
-    counted = replace(ALL_OF_IT, mtbf_gpu_days=None, count={"SEV1": 50, "other": 70})
+    counted = replace(EVERY_OPTION, mtbf_gpu_days=None, count={"SEV1": 50, "other": 70})
     text = "\n".join(trace_file.written(draw(counted, NODES, 8, YEAR_S)))
     assert hashlib.sha256(text.encode()).hexdigest()[:16] == "d59ea0835c3f63dd"
 
 
-def test_another_seed_draws_another() -> None:
-    assert faults(ALL_OF_IT) != faults(replace(ALL_OF_IT, seed=8))
+def test_another_seed_draws_another_trace() -> None:
+    assert faults(EVERY_OPTION) != faults(replace(EVERY_OPTION, seed=8))
 
 
-def test_other_causes_or_repairs_leave_the_times_of_faults() -> None:
+def test_other_causes_or_repairs_keep_the_fault_times() -> None:
     plain = Drawn(mtbf_gpu_days=300.0, repair=NONE, causes={"task hang": 1.0})
     times = [(one.at_s, one.node) for one in faults(plain)]
     assert [(one.at_s, one.node) for one in faults(replace(plain, causes="acme"))] == times
@@ -81,7 +81,7 @@ def test_other_causes_or_repairs_leave_the_times_of_faults() -> None:
     assert frozenset(times) < frozenset((one.at_s, one.node) for one in more)
 
 
-def test_a_larger_cluster_leaves_the_faults_of_the_nodes_that_it_had() -> None:
+def test_a_larger_cluster_keeps_the_faults_of_its_first_nodes() -> None:
     asked = Drawn(mtbf_node_h=500.0)
     small, large = faults(asked, NODES[:8]), faults(asked, NODES)
     assert [one for one in large if one.node in NODES[:8]] == small
@@ -90,16 +90,16 @@ def test_a_larger_cluster_leaves_the_faults_of_the_nodes_that_it_had() -> None:
 # --- how many, and of what kind ------------------------------------------------------------------
 @pytest.mark.parametrize("rate", [
     {"mtbf_gpu_days": 300.0}, {"mtbf_gpu_h": 7200.0}, {"mtbf_node_h": 900.0}])
-def test_faults_come_at_their_rate_and_at_random(rate: dict[str, float]) -> None:
+def test_faults_are_poisson_at_the_requested_rate(rate: dict[str, float]) -> None:
     found = faults(Drawn(**rate, repair=NONE))
     mean = len(NODES) * YEAR_S / (900.0 * HOUR_S)
-    assert near(len(found), mean, math.sqrt(mean))
+    assert is_near(len(found), mean, math.sqrt(mean))
     gaps_s = [after.at_s - before.at_s for before, after in pairwise(found)]
     mean_s = math.fsum(gaps_s) / len(gaps_s)
     longer = sum(gap_s > mean_s for gap_s in gaps_s) / len(gaps_s)
-    assert near(longer, math.exp(-1), math.sqrt(0.25 / len(gaps_s)))  # no memory
+    assert is_near(longer, math.exp(-1), math.sqrt(0.25 / len(gaps_s)))  # exponential gaps
     by_node = Counter(one.node for one in found)
-    assert all(near(by_node[node], mean / 64, math.sqrt(mean / 64)) for node in NODES)
+    assert all(is_near(by_node[node], mean / 64, math.sqrt(mean / 64)) for node in NODES)
 
 
 @pytest.mark.parametrize("study", STUDIES)
@@ -109,11 +109,11 @@ def test_causes_have_their_shares(study: str) -> None:
     assert frozenset(found) <= frozenset(STUDIES[study])
     for cause, share in STUDIES[study].items():
         mean = 20_000 * share / whole
-        assert near(found[cause], mean, math.sqrt(mean))
+        assert is_near(found[cause], mean, math.sqrt(mean))
 
 
 def test_a_count_is_exact() -> None:
-    """Trace-a of the paper: 10 SEV1 and 33 others in 8 weeks, repaired after 1 to 7 days."""
+    """Trace-a of the paper: 10 SEV1 and 33 other faults in 8 weeks, repaired after 1 to 7 days."""
     asked = Drawn(count={"SEV1": 10, "other": 33}, repair=Repair(uniform_s=(DAY_S, 7 * DAY_S)))
     found = draw(asked, NODES[:16], 8, 56 * DAY_S)
     kinds = Counter(TABLE[one.cause] for one in found if one.event == "fault")
@@ -126,7 +126,7 @@ def test_a_count_is_exact() -> None:
              NODES[:8], 8, YEAR_S)
 
 
-def test_bursts_strike_neighbours_at_one_instant() -> None:
+def test_bursts_hit_neighbours_at_the_same_time() -> None:
     sizes = {1: 39.0, 2: 13.0, 3: 15.0, 4: 7.0, 5: 1.0, 6: 4.0}
     found = faults(Drawn(bursts=Bursts(every_h=10.0, sizes=sizes), repair=NONE))
     at_once: dict[float, list[int]] = defaultdict(list)
@@ -134,16 +134,16 @@ def test_bursts_strike_neighbours_at_one_instant() -> None:
         assert one.cause == "lost connection"
         at_once[one.at_s].append(int(one.node[1:]))
     mean = YEAR_S / (10 * HOUR_S)
-    assert near(len(at_once), mean, math.sqrt(mean))
+    assert is_near(len(at_once), mean, math.sqrt(mean))
     for numbers in at_once.values():
         assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
     num = Counter(map(len, at_once.values()))
     for size, weight in sizes.items():
         share = weight / 79
-        assert near(num[size], len(at_once) * share, math.sqrt(len(at_once) * share))
+        assert is_near(num[size], len(at_once) * share, math.sqrt(len(at_once) * share))
 
 
-def test_an_offender_comes_again_sooner_each_time() -> None:
+def test_repeat_offenders_fail_sooner_each_time() -> None:
     nodes = [f"n{number}" for number in range(400)]
     found = faults(Drawn(mtbf_node_h=719.4, repeat="superbench", repair=NONE), nodes, 10 * YEAR_S)
     at_s: dict[str, list[float]] = defaultdict(lambda: [0.0])
@@ -151,7 +151,7 @@ def test_an_offender_comes_again_sooner_each_time() -> None:
         at_s[one.node].append(one.at_s)
     for number, mean_h in ((1, 719.4), (20, 151.7), (40, 151.7)):
         gaps_h = [(times[number] - times[number - 1]) / HOUR_S for times in at_s.values()]
-        assert near(math.fsum(gaps_h) / len(gaps_h), mean_h, mean_h / math.sqrt(len(gaps_h)))
+        assert is_near(math.fsum(gaps_h) / len(gaps_h), mean_h, mean_h / math.sqrt(len(gaps_h)))
     again = Counter(one.node for one in faults(Drawn(count=500, repeat="superbench", repair=NONE)))
     once = Counter(one.node for one in faults(Drawn(count=500, repair=NONE)))
     assert max(again.values()) > max(once.values())
@@ -165,8 +165,8 @@ def test_an_offender_comes_again_sooner_each_time() -> None:
     (Repair(uniform_s=(10.0, 20.0)), 15.0, 15.0),
     (Repair(exponential_s=100.0), 100 * math.log(2), 100.0),
     (Repair(lognormal_s=Lognormal(median=5.0, mean=5.0)), 5.0, 5.0)])
-def test_repairs_are_as_long_as_they_are_said_to_be(repair: Repair, median_s: float, mean_s: float
-                                                    ) -> None:
+def test_repair_times_have_the_requested_mean(repair: Repair, median_s: float, mean_s: float
+                                             ) -> None:
     num = 1_000_000
     assert repair.at_s(0.5) == pytest.approx(median_s)
     found_s = math.fsum(repair.at_s((step + 0.5) / num) for step in range(num)) / num
@@ -175,7 +175,7 @@ def test_repairs_are_as_long_as_they_are_said_to_be(repair: Repair, median_s: fl
     assert repair.at_s(1 - 2.0**-53) < math.inf
 
 
-def test_superbench_has_its_shares() -> None:
+def test_superbench_repairs_have_the_published_shares() -> None:
     repair = repair_time.STUDIES["superbench"]
     assert repair.at_s(0.6189) < DAY_S <= repair.at_s(0.6191)
     assert repair.at_s(0.8969) < 14 * DAY_S <= repair.at_s(0.8971)
@@ -192,7 +192,7 @@ def test_only_present_nodes_have_faults_and_all_return(
     horizon_s = 20 * DAY_S
     asked = Drawn(seed=seed, **rate, repair=repair, causes=causes, repeat=repeat,
                   bursts=Bursts(every_h=40.0, sizes={1: 1, 3: 1}) if bursts or not rate else None)
-    nodes = [f"n{number}" for number in range(200)]  # more than can be away
+    nodes = [f"n{number}" for number in range(200)]  # more than can be away at the same time
     found = draw(asked, nodes, 8, horizon_s)
     assert [one.at_s for one in found] == sorted(one.at_s for one in found)
     away: dict[str, bool] = {}
@@ -205,7 +205,7 @@ def test_only_present_nodes_have_faults_and_all_return(
     assert draw(asked, nodes, 8, horizon_s) == found
 
 
-def test_a_cluster_on_paper_ignores_nothing_of_it() -> None:
+def test_a_simulated_cluster_ignores_no_drawn_event() -> None:
     given = scenario.parse(read_yaml("""
         apiVersion: unicron/v1
         name: drawn
@@ -223,7 +223,7 @@ def test_a_cluster_on_paper_ignores_nothing_of_it() -> None:
         assert Run(scenario.run_input(given, chosen, happenings), chosen).play().ignored == 0
 
 
-def test_what_is_printed_is_what_is_played(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_printed_trace_is_the_simulated_one(capsys: pytest.CaptureFixture[str]) -> None:
     path = Path(__file__).parents[3] / "deploy" / "scenarios" / "disasters"
     name = path / "opt-2021-11-17-forty-restarts.yaml"
     compare.print_trace(name)
@@ -232,7 +232,7 @@ def test_what_is_printed_is_what_is_played(capsys: pytest.CaptureFixture[str]) -
     assert sum(one.event == "fault" for one in printed) == 40
 
 
-def test_studies_are_those_of_the_table() -> None:
+def test_studies_equal_the_data_file() -> None:
     found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     text = (Path(__file__).parents[2] / "data" / "failure_categories.csv").read_text(
         encoding="utf-8")

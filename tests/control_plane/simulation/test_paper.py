@@ -1,4 +1,4 @@
-"""The paper's evaluation: its traces and cases as told, its rows, and a page that needs nothing."""
+"""The paper's evaluation: its traces and cases, the rows, and a self-contained report."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.mark.parametrize(("name", "mtbf_gpu_h", "sev1_gpu_h"), [
     ("trace-a", 4_001, 17_203), ("trace-b", 203, 827)])
-def test_traces_are_as_often_as_the_paper_tells(name: str, mtbf_gpu_h: int, sev1_gpu_h: int
-                                                ) -> None:
+def test_traces_have_the_papers_failure_rates(name: str, mtbf_gpu_h: int, sev1_gpu_h: int) -> None:
     trace = paper_evaluation.TRACES[name]
     for seed in range(1, 6):
         faults = [one for one in paper_evaluation.events(trace, seed) if one.event == "fault"]
@@ -39,8 +38,8 @@ def test_traces_are_as_often_as_the_paper_tells(name: str, mtbf_gpu_h: int, sev1
 
 
 def test_no_policy_notices_a_fault_later_than_torchrun_did_in_our_bench() -> None:
-    """But for what a scheduler has to notice itself, of which nothing was measured, and torchft,
-    whose own limit was measured."""
+    """Except for schedulers in cases that they must detect themselves and that were not measured,
+    and for torchft, whose own limit was measured."""
     page = (ROOT / "docs/guides/bench-detection.md").read_text(encoding="utf-8")
     rows = [[cell.strip() for cell in line.split("|")] for line in page.splitlines()]
     measured_s = {row[1].strip("`"): float(row[-2].split()[0]) for row in rows
@@ -55,7 +54,7 @@ def test_no_policy_notices_a_fault_later_than_torchrun_did_in_our_bench() -> Non
     assert late == schedulers
 
 
-def test_nobody_fails_who_is_away() -> None:
+def test_absent_nodes_have_no_faults() -> None:
     for trace in paper_evaluation.TRACES.values():
         away: set[str] = set()
         for one in paper_evaluation.events(trace, 3):
@@ -68,7 +67,7 @@ def test_nobody_fails_who_is_away() -> None:
 
 
 def test_the_plan_is_the_best_of_all_allocations_in_each_case() -> None:
-    """Brute force over whole nodes, and each task one at least, against what is earned on paper."""
+    """Compares with brute force over whole nodes, where each task has at least one node."""
     parts = [
         part for part in paper_evaluation.allocation_cases() if part.system == paper_evaluation.OURS
     ]
@@ -84,11 +83,11 @@ def test_the_plan_is_the_best_of_all_allocations_in_each_case() -> None:
             best = [max((best[nodes - mine] + wafs[mine] for mine in range(1, nodes + 1)
                          if nodes - mine >= number), default=0.0)
                     for nodes in range(paper_evaluation.NODES_NUM + 1)]
-        # A plan changes healthy tasks for half a per cent of what the cluster earns, no less.
+        # A plan moves healthy tasks only for a gain of at least half a per cent of the WAF.
         assert (1 - 0.005) * best[-1] <= earned <= best[-1] * (1 + 1e-12)
 
 
-def test_the_papers_traces_go_by_their_names() -> None:
+def test_the_papers_traces_load_by_name() -> None:
     scenario, stages = compare.load(Path("trace-b"))
     assert [*stages] == [*POLICIES]
     assert scenario.horizon_s == 7 * 86400
@@ -98,7 +97,7 @@ def test_the_papers_traces_go_by_their_names() -> None:
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    """The whole command, with one seed: its report and its rows."""
+    """Run the whole command with one seed; returns its report folder and its rows."""
     folder = tmp_path_factory.mktemp("paper") / "report"
     found = command.evaluate(1)
     rows = command.rows_of(found)
@@ -112,7 +111,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[st
     return folder, rows
 
 
-def test_rows_tell_each_policy_on_each_trace(played: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_rows_have_each_policy_on_each_trace(played: tuple[Path, list[dict[str, Any]]]) -> None:
     rows = played[1]
     keys = {"case", "system", "metric", "value", "unit", "n", "least", "most"}
     assert all(set(row) == keys for row in rows)
@@ -121,7 +120,7 @@ def test_rows_tell_each_policy_on_each_trace(played: tuple[Path, list[dict[str, 
     for case in paper_evaluation.TRACES:
         assert ratios[case, "unicron"] == 1.0
         assert all((case, system) in ratios for system in POLICIES)
-    # The paper has 1.2 and 1.9. What follows from drawn traces is not the same with every seed:
+    # The paper has 1.2 and 1.9. Drawn traces give other values with other seeds:
     # docs/guides/paper.md.
     assert ratios["trace-a", "megatron"] >= 1.2
     assert ratios["trace-b", "megatron"] >= 1.6
@@ -133,7 +132,7 @@ def test_rows_tell_each_policy_on_each_trace(played: tuple[Path, list[dict[str, 
     assert told == rows
 
 
-def test_what_was_lost_and_earned_is_the_whole(played: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_earned_and_lost_shares_add_up_to_one(played: tuple[Path, list[dict[str, Any]]]) -> None:
     told = {(row["case"], row["system"], row["metric"]): row["value"] for row in played[1]}
     for case in paper_evaluation.TRACES:
         for system in POLICIES:
@@ -142,7 +141,7 @@ def test_what_was_lost_and_earned_is_the_whole(played: tuple[Path, list[dict[str
             assert told[case, system, "share_of_full"] + lost == pytest.approx(1.0)
 
 
-def test_the_page_needs_nothing_beside_it(played: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_the_report_is_self_contained(played: tuple[Path, list[dict[str, Any]]]) -> None:
     folder = played[0]
     page = (folder / "report.html").read_text(encoding="utf-8")
     loaded = re.findall(r'(?:src|href|xlink:href)="([^"]*)"', page)

@@ -1,4 +1,4 @@
-"""A scenario that is none: one line that says where and what, a hint, and exit 2."""
+"""Invalid scenarios are refused in one line with the field, the reason and a hint."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def check(path: Path, said: str) -> None:
 
 @pytest.mark.parametrize("without", [
     "apiVersion", "name", "cluster", "tasks", "policies", "trace", "horizon_s"])
-def test_a_field_that_is_missing(without: str, tmp_path: Path) -> None:
+def test_a_missing_field_is_refused(without: str, tmp_path: Path) -> None:
     path = tmp_path / "s.yaml"
     path.write_text(yaml.safe_dump({name: value for name, value in plain().items()
                                     if name != without}))
@@ -151,7 +151,7 @@ def test_a_field_that_is_missing(without: str, tmp_path: Path) -> None:
     (bursts(sizes={5: 1}), "trace.drawn.bursts.sizes: are 5 nodes together"),
     (bursts(sizes={0: 1}), "trace.drawn.bursts.sizes: are 0 nodes together"),
     (bursts(cause="storm"), "trace.drawn.bursts.cause: is 'storm'")])
-def test_what_is_wrong(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_an_invalid_field_is_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     path = tmp_path / "s.yaml"
     path.write_text(yaml.safe_dump(plain(**changes)))
     check(path, said)
@@ -164,13 +164,13 @@ def test_what_is_wrong(changes: dict[str, Any], said: str, tmp_path: Path) -> No
     ("name: a\nname: b", "duplicate key 'name'"),
     ("horizon_s: 99999999999999999999999", "too large a number"),
     ("\0", "s.yaml: ")])
-def test_what_is_no_scenario_at_all(text: str, said: str, tmp_path: Path) -> None:
+def test_a_file_without_a_scenario_is_refused(text: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "s.yaml"
     path.write_text(text)
     check(path, said)
 
 
-def test_a_trace_says_what_it_lacks(tmp_path: Path) -> None:
+def test_a_trace_must_fit_the_cluster(tmp_path: Path) -> None:
     path, trace = tmp_path / "s.yaml", tmp_path / "t.csv"
     path.write_text(yaml.safe_dump(plain(trace="t.csv")))
     trace.write_text("at_s,node,event,cause\n5,n9,left,\n")
@@ -181,7 +181,7 @@ def test_a_trace_says_what_it_lacks(tmp_path: Path) -> None:
     assert compare.load(path)[0].cluster.names == ("a", "b")
 
 
-def test_limits_have_the_bounds_of_a_policy_file(tmp_path: Path) -> None:
+def test_limits_have_the_same_bounds_as_a_policy_file(tmp_path: Path) -> None:
     path, policy = tmp_path / "s.yaml", tmp_path / "p.yaml"
     for name, (_, most) in BOUNDS.items():
         for value in (-1, most * 10):
@@ -193,7 +193,7 @@ def test_limits_have_the_bounds_of_a_policy_file(tmp_path: Path) -> None:
             check(path, str(theirs.value).removeprefix(f"{policy}: "))
 
 
-def test_the_command_ends_with_2(tmp_path: Path) -> None:
+def test_the_command_raises_the_error(tmp_path: Path) -> None:
     path = tmp_path / "s.yaml"
     path.write_text(yaml.safe_dump(plain(horizon_s=-1)))
     for more in ([], ["--print-trace"], ["-o", "json"]):
@@ -201,7 +201,7 @@ def test_the_command_ends_with_2(tmp_path: Path) -> None:
         assert isinstance(done.exception, SpecError | UsageError)
 
 
-def test_a_task_larger_than_the_cluster_waits_and_is_told(
+def test_a_task_larger_than_the_cluster_is_reported(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "s.yaml"
     path.write_text(yaml.safe_dump(plain(tasks=[

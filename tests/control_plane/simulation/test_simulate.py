@@ -1,4 +1,4 @@
-"""The simulator: what it earns and loses by hand, exactly; its logs verify; the same twice."""
+"""The simulator: earned and lost FLOP compared with exact values; its logs pass verification."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def play(policy: str, happenings: list[ExternalEvent], data: dict[str, Any] | No
 
 
 def full_waf(policy: str) -> float:
-    """Without a fault; a spare node earns nothing."""
+    """WAF without a fault; a spare node contributes nothing."""
     costs = policies.POLICIES[policy].costs
     return (8e12 - 2e12 * costs.num_spares) * costs.speed
 
 
-def test_a_week_without_a_fault_earns_all() -> None:
+def test_a_run_without_faults_earns_everything() -> None:
     for policy in policies.POLICIES:
         found = play(policy, [])
         assert found.earnings.flop == pytest.approx(full_waf(policy) * 10 * DAY_S, rel=1e-12)
@@ -43,8 +43,8 @@ def test_a_week_without_a_fault_earns_all() -> None:
 
 
 @pytest.mark.parametrize("num", [1, 3])
-def test_who_waits_for_a_node_loses_its_repair_and_a_restart(num: int) -> None:
-    """One task, faults apart from each other, constant repair: the closed form of a restart."""
+def test_waiting_for_a_node_costs_its_repair_and_a_restart(num: int) -> None:
+    """One task, separate faults, constant repair time: the closed form of a restart."""
     costs = policies.POLICIES["megatron"].costs
     away_s, apart_s = 4 * 3600.0, 2 * DAY_S
     happenings = [one for number in range(num) for at_s in [apart_s * (number + 1) + 700]
@@ -58,8 +58,8 @@ def test_who_waits_for_a_node_loses_its_repair_and_a_restart(num: int) -> None:
     assert found.flop == pytest.approx(8e12 * (10 * DAY_S - stood_s) - again_flop, rel=1e-12)
 
 
-def test_what_is_done_again_is_what_was_done_since_the_checkpoint() -> None:
-    """Two faults as far from each other as a restart and so many checkpoints and a half."""
+def test_work_since_the_checkpoint_is_repeated() -> None:
+    """The second fault comes half a checkpoint interval after the last checkpoint."""
     costs = policies.POLICIES["megatron"].costs
     away_s, half_s = 3600.0, costs.checkpoint_s / 2
     second_s = DAY_S + away_s + costs.start_s + 20 * costs.checkpoint_s + half_s
@@ -70,22 +70,22 @@ def test_what_is_done_again_is_what_was_done_since_the_checkpoint() -> None:
     assert two - one == pytest.approx(8e12 * half_s)
 
 
-def test_who_goes_on_without_a_node_loses_that_node_alone() -> None:
+def test_continuing_without_a_node_loses_only_that_node() -> None:
     away_s = 4 * 3600.0
     found = play("unicron", lost("n1", DAY_S, DAY_S + away_s)).earnings
     assert (found.lost_flop["waiting"], found.lost_flop["recomputed"]) == (0, 0)
-    # A quarter of the cluster for as long as the node is away, until the newcomers are in.
+    # A quarter of the cluster while the node is away, and until its new ranks are members.
     costs = policies.POLICIES["unicron"].costs
     assert found.lost_flop["sub-healthy"] == pytest.approx(
         2e12 * (away_s + costs.start_s), rel=0.01)
     assert sum(found.down_s.values()) < 10
 
 
-def test_a_spare_takes_over_and_the_job_that_shrinks_goes_on() -> None:
+def test_a_spare_takes_over_and_a_shrinking_job_continues() -> None:
     away_s, costs = 4 * 3600.0, policies.POLICIES["spares"].costs
     found = play("spares", lost("n1", DAY_S, DAY_S + away_s)).earnings
     assert found.lost_flop["waiting"] == 0
-    # A process elsewhere ends with it, and the node counts as lost by these two.
+    # A process elsewhere fails with the node, so the node counts as lost by two sources.
     assert sum(found.down_s.values()) == pytest.approx(
         costs.detection_s(NODE, 10.0) + costs.start_s, abs=1.0)
     shrunk = play("shrink", lost("n1", DAY_S, DAY_S + away_s)).earnings
@@ -94,7 +94,7 @@ def test_a_spare_takes_over_and_the_job_that_shrinks_goes_on() -> None:
 
 
 @pytest.mark.parametrize("policy", ["requeue", "kubernetes", "megatron"])
-def test_no_free_nodes_means_waiting_for_ones_own(policy: str) -> None:
+def test_without_free_nodes_the_job_waits_for_its_node(policy: str) -> None:
     away_s = 4 * 3600
     found = play(policy, lost("n1", DAY_S, DAY_S + away_s)).earnings
     assert sum(found.down_s.values()) == pytest.approx(
@@ -102,7 +102,7 @@ def test_no_free_nodes_means_waiting_for_ones_own(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", policies.POLICIES)
-def test_a_process_that_dies_is_started_again(policy: str) -> None:
+def test_a_dead_process_is_restarted(policy: str) -> None:
     costs = policies.POLICIES[policy].costs
     found = play(policy, [ExternalEvent(DAY_S, "n2", "fault", PROCESS)]).earnings
     told_s = costs.detection_s(PROCESS, 10.0)
@@ -115,7 +115,7 @@ def test_a_process_that_dies_is_started_again(policy: str) -> None:
 @given(HAPPENINGS, st.sampled_from([*policies.POLICIES]))
 @example([ExternalEvent(0.0, "n0", "left"), ExternalEvent(0.0, "n0", "repaired"),
           ExternalEvent(0.0, "n0", "fault", NODE)], "requeue")
-def test_nothing_is_earned_twice_or_forgotten(happenings: list[ExternalEvent], policy: str) -> None:
+def test_earned_and_lost_flop_add_up(happenings: list[ExternalEvent], policy: str) -> None:
     log: list[Record] = []
     found = play(policy, sorted(happenings, key=lambda one: one.at_s), log=log)
     full = full_waf(policy) * 10 * DAY_S
@@ -126,9 +126,9 @@ def test_nothing_is_earned_twice_or_forgotten(happenings: list[ExternalEvent], p
         assert verify(log).ok
 
 
-def test_the_command_tells_each_policy(capsys: pytest.CaptureFixture[str], tmp_path: Path,
-                                       monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(EXAMPLE.parent)  # the page names the file; its path may be long
+def test_the_command_prints_each_policy(capsys: pytest.CaptureFixture[str], tmp_path: Path,
+                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(EXAMPLE.parent)  # a short relative path keeps the page narrow
     command.simulate(Path(EXAMPLE.name), log=tmp_path / "a.log", as_json=True)
     told = json.loads(capsys.readouterr().out)["policies"]
     assert [*told] == ["unicron", "shrink", "spares", "requeue", "megatron"]
@@ -147,8 +147,8 @@ def test_the_command_tells_each_policy(capsys: pytest.CaptureFixture[str], tmp_p
         command.simulate(Path(EXAMPLE.name), log=tmp_path / "a.log", as_json=False)
 
 
-def test_a_process_that_ended_before_it_was_told_to_stop_holds_up_nobody() -> None:
-    """Its end would be detected half an hour later: the agent looks when it is to stop it."""
+def test_a_process_that_ended_before_its_stop_order_delays_nothing() -> None:
+    """The agent notices the exit when it has to stop the process, before the 1800 s are over."""
     second = ExternalEvent(DAY_S + 1000, "n3", "fault", PROCESS)
     data = plain(policies={"megatron": {"detect_s": {PROCESS: 1800.0}}})
     found = play("megatron", [ExternalEvent(DAY_S, "n2", "fault", PROCESS), second], data).earnings
@@ -156,7 +156,7 @@ def test_a_process_that_ended_before_it_was_told_to_stop_holds_up_nobody() -> No
         1800.0 + policies.POLICIES["megatron"].costs.start_s)
 
 
-def test_a_change_is_as_long_as_it_stood_however_long_training_went_on_before() -> None:
+def test_the_length_of_a_transition_excludes_training() -> None:
     given = scenario.parse(plain())
     chosen = scenario.policy(given, "unicron")
     run = Run(scenario.run_input(given, chosen, lost("n1", DAY_S, 2 * DAY_S)), chosen)
@@ -167,7 +167,7 @@ def test_a_change_is_as_long_as_it_stood_however_long_training_went_on_before() 
     assert max(stood_s) < 60
 
 
-def test_only_who_knows_quarantine_has_it() -> None:
+def test_only_policies_with_quarantine_use_it() -> None:
     happenings = [one for number in range(1, 5) for one in lost(
         "n1", number * DAY_S, number * DAY_S + 600)]
     for policy, has in (("unicron", True), ("megatron", False)):
@@ -183,7 +183,7 @@ def test_a_memory_checkpoint_is_as_safe_as_its_nodes() -> None:
     data = plain(limits={"quarantine_faults": 100})
     gone = play("unicron", sorted(every, key=lambda one: one.at_s), data).earnings
     held = play("unicron", killed, data).earnings
-    # The state was saved when the horizon began.
+    # The first checkpoint was written at the start of the horizon.
     assert gone.lost_flop["recomputed"] == pytest.approx(
         8e12 * (at_s % costs.checkpoint_s), abs=8e12 * 10)
     assert held.lost_flop["recomputed"] == pytest.approx(
@@ -191,7 +191,7 @@ def test_a_memory_checkpoint_is_as_safe_as_its_nodes() -> None:
 
 
 @pytest.mark.parametrize("policy", policies.POLICIES)
-def test_whole_nodes_are_played_as_one_slot_each(policy: str) -> None:
+def test_aggregation_to_one_slot_per_node_changes_little(policy: str) -> None:
     given = scenario.parse(plain(
         cluster={"nodes": 6, "slots": 4}, tasks=[{
             "name": "a", "params": 1e9, "slots": {"min": 8, "max": 24, "multiple_of": 4},
@@ -207,16 +207,16 @@ def test_whole_nodes_are_played_as_one_slot_each(policy: str) -> None:
         Run(scenario.run_input(given, chosen, told, condense=condense), chosen).play()
         for told in (happenings, device) for condense in (True, False))
     assert few.earnings.flop == pytest.approx(whole.earnings.flop, rel=1e-6)
-    # While a process starts again, those beside it are members: on paper they are one.
+    # Without aggregation the other ranks of a slot remain members while one rank restarts.
     assert few.earnings.slot_s == pytest.approx(whole.earnings.slot_s, rel=1e-4)
     for why, flop in whole.earnings.lost_flop.items():
         assert few.earnings.lost_flop[why] == pytest.approx(flop, abs=1e-6 * whole.earnings.flop)
     assert few.counts["StartRank"] <= whole.counts["StartRank"] / 3
-    # A device alone is out for a moment before all of its node is.
+    # A faulty device alone is disabled for a moment before its whole node is.
     assert few_too.earnings.flop == pytest.approx(whole_too.earnings.flop, rel=1e-3)
 
 
-def test_a_slot_stands_for_no_more_than_all_sizes_are_multiples_of() -> None:
+def test_the_aggregation_factor_divides_all_sizes() -> None:
     for sizes, by, healing in (
             ({"min": 8, "max": 32, "multiple_of": 8}, 4, 4), ({"min": 2, "max": 8}, 1, 1),
             ({"min": 6, "max": 6}, 2, 2), ({"min": 4, "max": 12, "sizes": [4, 8, 12]}, 4, 1),
@@ -225,7 +225,7 @@ def test_a_slot_stands_for_no_more_than_all_sizes_are_multiples_of() -> None:
             "name": "a", "slots": sizes, "throughput": {1: 1e12, 12: 5e12}}]))
         found = scenario.run_input(given, scenario.policy(given, "megatron"))
         assert found.gpus_per_slot == by, sizes
-        # Who heals is on two nodes where it may be, in part: that is not played on whole ones.
+        # Policies that heal place ranks on parts of nodes, which aggregation cannot represent.
         heals = scenario.run_input(given, scenario.policy(given, "unicron"))
         assert heals.gpus_per_slot == healing, sizes
         assert found.slots["n0"] == 4 // by
@@ -245,14 +245,14 @@ def test_a_task_without_slots_is_named(capsys: pytest.CaptureFixture[str], tmp_p
     assert "heavy has" not in told
 
 
-def test_a_trace_that_is_all_after_the_end_is_refused(tmp_path: Path) -> None:
+def test_a_trace_after_the_horizon_is_refused(tmp_path: Path) -> None:
     (tmp_path / "trace.csv").write_text("at_s,node,event,cause\n1767225600,n1,left,\n")
     (tmp_path / "late.yaml").write_text(json.dumps(plain()))
     with pytest.raises(UsageError, match="all of it is after horizon_s"):
         command.load(tmp_path / "late.yaml")
 
 
-def test_faults_after_the_end_are_counted(tmp_path: Path, capsys: Any) -> None:
+def test_faults_after_the_horizon_are_counted(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "trace.csv").write_text(
         "at_s,node,event,cause\n5,n1,fault,lost connection\n864000,n2,left,\n"
         "864001,n3,fault,lost connection\n864002,n1,repaired,\n")
@@ -266,7 +266,7 @@ def test_faults_after_the_end_are_counted(tmp_path: Path, capsys: Any) -> None:
     assert "\nlate" not in capsys.readouterr().out
 
 
-def test_whole_nodes_are_asked_for_with_sizes_that_are() -> None:
+def test_whole_nodes_needs_sizes_of_whole_nodes() -> None:
     for by, grain in ((4, 4), (2, 0)):
         given = scenario.parse(plain(cluster={"nodes": 8, "slots": 4}, whole_nodes=True, tasks=[{
             "name": "a", "slots": {"min": 4, "max": 12, "multiple_of": by},

@@ -1,4 +1,4 @@
-"""All the time of all slots is accounted for, and none is in two places."""
+"""The time of every slot is accounted for exactly once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unicron.control_plane.simulation.trace.external_event import ExternalEvent
 
 
 class Checked(SlotTime):
-    """Which never has fewer than none: nothing trains on a slot where no process lives."""
+    """Slot time that asserts that no count of slots is ever negative."""
 
     def end(self, at_s: float) -> None:
         assert at_s == self._since_s or min(self.now.values()) >= 0, self.now
@@ -44,7 +44,7 @@ def test_slot_time_is_counted_completely_and_once(
     assert found.slot_s["trained"] == pytest.approx(found.earnings.slot_s + again_s, rel=1e-9)
 
 
-def test_a_node_that_is_away() -> None:
+def test_slot_time_of_an_absent_node() -> None:
     away_s, start_s = 4 * 3600.0, policies.POLICIES["unicron"].costs.start_s
     found = play("unicron", lost("n1", DAY_S, DAY_S + away_s)).slot_s
     assert found["away"] == pytest.approx(2 * away_s)

@@ -1,4 +1,4 @@
-"""Traces in files: each form says the same, and what is none of them is one line."""
+"""Trace files: all formats give the same events, and invalid files are refused in one line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def told(text: str) -> list[ExternalEvent]:
     return trace_file.read(text, "t").events
 
 
-def test_each_form_says_the_same() -> None:
+def test_all_formats_give_the_same_events() -> None:
     same = [ExternalEvent(1.5, "n1", "fault", "ECC errors"), ExternalEvent(61.5, "n1", "repaired"),
             ExternalEvent(70.0, "n2", "left")]
     assert told(HEAD + "70,n2,left,\n1.5,n1,fault,ECC errors\n61.5,n1,repaired,\n") == same
@@ -33,12 +33,12 @@ def test_each_form_says_the_same() -> None:
 
 
 @pytest.mark.parametrize("written", ["ECC errors", "ECC error", " ecc_errors", "Ecc Errors "])
-def test_causes_are_known_as_people_write_them(written: str) -> None:
+def test_causes_are_accepted_in_several_spellings(written: str) -> None:
     assert told(f"{HEAD}1,n1,fault,{written}\n") == [
         ExternalEvent(1.0, "n1", "fault", "ECC errors")]
 
 
-def test_the_churn_of_spot_nodes_is_their_cluster() -> None:
+def test_a_churn_file_gives_its_nodes_and_events() -> None:
     found = trace_file.read(CHURN.read_text(encoding="utf-8"), "churn")
     assert found.nodes == tuple(f"node{number}" for number in range(1, 19))
     num = {"joined": 177 - 18, "fault": 167}
@@ -55,7 +55,7 @@ def test_the_churn_of_spot_nodes_is_their_cluster() -> None:
     st.integers(0, 10**12), st.text("ab-é, \"", min_size=1, max_size=5).filter(
         lambda name: name == name.strip()),
     st.sampled_from([*EVENTS]), st.sampled_from([*TABLE])), max_size=8))
-def test_what_is_printed_is_read_as_it_was(happenings: list[ExternalEvent]) -> None:
+def test_a_written_trace_reads_back_unchanged(happenings: list[ExternalEvent]) -> None:
     text = "\n".join(trace_file.written(happenings))
     assert told(text) == sorted(happenings, key=lambda one: one.at_s)
 
@@ -94,7 +94,7 @@ def test_what_is_printed_is_read_as_it_was(happenings: list[ExternalEvent]) -> N
     ("0,add,a\x1b[1m\n", "line 1: 'a\\x1b[1m' names no node"),
     ("at_s,\x1b[1m\n", "line 1: the header is 'at_s,\\x1b[1m'"),
     ("5,add,a\n", "no node is there at time 0")])
-def test_a_trace_that_is_none_is_one_line_and_a_hint(text: str, said: str) -> None:
+def test_an_invalid_trace_is_refused_in_one_line(text: str, said: str) -> None:
     with pytest.raises(UsageError) as refused:
         trace_file.read(text, "t.csv")
     assert str(refused.value).startswith(f"t.csv: {said}")
