@@ -62,7 +62,7 @@ def test_the_chosen_plan_as_json(tmp_path: Path) -> None:
     assert math.isclose(found["objective"], earned - 3.4e15 * 60, rel_tol=1e-15)
     assert found["tasks"]["a"]["transition"] == 3.4e15 * 60
     assert found["tasks"]["b"]["transition"] == 0.0
-    assert found["reason"] == "a 32 -> 24: the runner-up is objective_of 2.5 % less"
+    assert found["reason"] == "a 32 -> 24: the runner-up is worth 2.5 % less"
     assert found["binding"] == {
         "gpus": True, "more_gpus": 8, "more_earn_waf": 7e14, "at_largest": ["b"]}
     best = found["alternatives"][0]
@@ -132,8 +132,8 @@ def test_the_screen_of_a_plan(tmp_path: Path) -> None:
     assert head.startswith("unicron plan --offline plan.yaml  ")
     assert "120 slots, exact, " in head
     assert lines == """\
-why        a 32 -> 24: the runner-up is objective_of 2.5 % less
-objective_of      -700 TFLOP/s of WAF (-3.4 %); the changes cost 204 PFLOP
+why        a 32 -> 24: the runner-up is worth 2.5 % less
+worth      -700 TFLOP/s of WAF (-3.4 %); the changes cost 204 PFLOP
 
 TASK      SLOTS       WAF                           PAUSE  LOST
 a         32 -> 24    3.4 PFLOP/s -> 2.7 PFLOP/s    60 s   -
@@ -145,7 +145,7 @@ all       128 -> 120  20.6 PFLOP/s -> 19.9 PFLOP/s
 2  the next best  19.4 PFLOP/s  loses 301 EFLOP (2.5 %)
 
 bound by   120 slots (8 more: +700 TFLOP/s)
-horizon    6.9 d: so long nothing is expected to fail; objective_of 11.9 ZFLOP
+horizon    6.9 d: so long nothing is expected to fail; worth 11.9 ZFLOP
 next       unicron plan --offline plan.yaml --table""".splitlines()
 
 
