@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 from simulated.agent import SimulatedAgent, SimulatedProcess
-from simulated.log_link import CALM, Weather
+from simulated.log_link import NO_FAULTS, LinkFaults
 from simulated.noise import Noise
 from unicron.events.records import reports as r
 from unicron.events.records.envelope import Record
@@ -17,7 +17,7 @@ from unicron.events.records.envelope import Record
 if TYPE_CHECKING:
     from simulated.world import World
 
-STORM = Weather(lost=0.1, doubled=0.1, delayed=0.2, unanswered=0.1, repeated=0.2)
+HEAVY_FAULTS = LinkFaults(lost=0.1, doubled=0.1, delayed=0.2, unanswered=0.1, repeated=0.2)
 AIMED_AT = ("Quiesce", "Quiesced", "Reconfigure", "Reconfigured", "Resume", "StartRank",
             "RankReady", "PublishCheckpoint", "CheckpointSaved", "TaskPlaced", "StopRank")
 """Record kinds at which an aimed fault can strike: in the instant in which one is appended."""
@@ -243,10 +243,10 @@ class Chaos:
 
     async def storm(self) -> None:
         for link in self.world.links.values():
-            link.weather = STORM
+            link.link_faults = HEAVY_FAULTS
         await asyncio.sleep(self.rng.uniform(2, 20))
         for link in self.world.links.values():
-            link.weather = CALM
+            link.link_faults = NO_FAULTS
 
     # --- people ----------------------------------------------------------------------------------
     async def weigh(self) -> None:

@@ -62,7 +62,7 @@ class Server:
             await self._runs.wait()
 
 
-class AgentDoor:
+class AgentLog:
     """The server as an agent's link reaches it: a call to a hung server times out."""
 
     def __init__(self, log: MemoryLog, server: Server) -> None:

@@ -12,7 +12,7 @@ from unicron.events.log.port import AgentPort, SentOrder
 from unicron.events.records.envelope import Report
 
 
-class Weather(Struct, frozen=True, kw_only=True):
+class LinkFaults(Struct, frozen=True, kw_only=True):
     """Link faults: shares of reports (or calls) between 0 and 1, delays in seconds."""
 
     lost: float = 0.0
@@ -26,15 +26,16 @@ class Weather(Struct, frozen=True, kw_only=True):
     latency_s: float = 0.001
 
 
-CALM = Weather()
+NO_FAULTS = LinkFaults()
 
 
 class SimulatedLogLink:
-    """Wraps an AgentPort. `cut` makes the log unreachable; `weather` can be changed."""
+    """Wraps an AgentPort. `cut` makes the log unreachable; `link_faults` can be changed."""
 
-    def __init__(self, inner: AgentPort, rng: random.Random, weather: Weather = CALM) -> None:
+    def __init__(self, inner: AgentPort, rng: random.Random,
+                 link_faults: LinkFaults = NO_FAULTS) -> None:
         self._inner, self._rng = inner, rng
-        self.weather = weather
+        self.link_faults = link_faults
         self.cut = False
         self._late: set[asyncio.Task[None]] = set()
 
@@ -43,12 +44,12 @@ class SimulatedLogLink:
         await self._pass()
         now: list[Report] = []
         for report in reports:
-            if self._chance(self.weather.lost):
+            if self._chance(self.link_faults.lost):
                 continue
-            copies = 2 if self._chance(self.weather.doubled) else 1
+            copies = 2 if self._chance(self.link_faults.doubled) else 1
             for _ in range(copies):
-                if self._chance(self.weather.delayed):
-                    self._send_late(report, self._rng.uniform(0.0, self.weather.delay_s_max))
+                if self._chance(self.link_faults.delayed):
+                    self._send_late(report, self._rng.uniform(0.0, self.link_faults.delay_s_max))
                 else:
                     now.append(report)
         if now:
@@ -61,7 +62,7 @@ class SimulatedLogLink:
 
     async def orders(self, node: str, *, after: str, wait_s: float) -> list[SentOrder]:
         await self._pass()
-        if self._chance(self.weather.repeated):
+        if self._chance(self.link_faults.repeated):
             after = "0-0"
         found = await self._inner.orders(node, after=after, wait_s=wait_s)
         await self._pass()
@@ -77,12 +78,12 @@ class SimulatedLogLink:
             task.cancel()
 
     async def _pass(self) -> None:
-        await asyncio.sleep(self.weather.latency_s)
+        await asyncio.sleep(self.link_faults.latency_s)
         if self.cut:
             raise Unavailable("the log cannot be reached")
 
     def _answer(self) -> None:
-        if self._chance(self.weather.unanswered):
+        if self._chance(self.link_faults.unanswered):
             raise Ambiguous("the reply was lost")
 
     def _chance(self, share: float) -> bool:

@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from msgspec.structs import replace
-from simulated.log_link import CALM, Weather
+from simulated.log_link import NO_FAULTS, LinkFaults
 from simulated.world import World
 from unicron.events.records.envelope import Record
 from unicron.events.records.reports import NodeDrained, NodeUndrained, TaskSubmitted
 from unicron.events.spec import job as spec
 
-SLOW = Weather(latency_s=0.15)
+SLOW = LinkFaults(latency_s=0.15)
 PATIENCE_S = 60.0
 """How long a scene waits for its condition; a second fault can make the condition impossible."""
 
@@ -82,7 +82,7 @@ class SecondFault(World):
         self.tell(f"{self.fault} at {self.row}")
         if self.fault == "collective failed":
             for link in self.links.values():
-                link.weather = SLOW
+                link.link_faults = SLOW
         self._struck = asyncio.create_task(self._faults()[self.fault](task))
 
     def _faults(self) -> dict[str, Callable[[int], Awaitable[None]]]:
@@ -113,7 +113,7 @@ class SecondFault(World):
             await asyncio.sleep(0.001)
         await asyncio.sleep(1.0)
         for link in self.links.values():
-            link.weather = CALM
+            link.link_faults = NO_FAULTS
 
     # --- the scenes ------------------------------------------------------------------------------
     async def live(self) -> list[Record]:

@@ -40,7 +40,7 @@ def silence() -> Iterator[None]:
 
 @pytest.mark.parametrize("seed", [*range(NUM_FEW), *ONCE_FAILED, *(
     pytest.param(seed, marks=pytest.mark.thorough) for seed in range(NUM_FEW, NUM_SEEDS))])
-def test_faults_then_peace(seed: int) -> None:
+def test_invariants_hold_for_a_seed(seed: int) -> None:
     simulate(lambda: World(seed))
 
 
@@ -66,7 +66,7 @@ def test_a_leader_may_die_around_any_append(doom: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_dead_control_plane_hurts_nobody(seed: int) -> None:
+def test_leader_faults_stop_no_rank(seed: int) -> None:
     """Only leaders die, are cut off or compete: no rank is stopped or started again."""
     world, records = simulate(lambda: World(seed, only_leaders=True))
     assert world.num_leaders > 2

@@ -10,8 +10,8 @@ from typing import Any
 from msgspec.structs import replace
 from simulated.chaos import Chaos
 from simulated.cluster import SimulatedCluster
-from simulated.failing_log import AgentDoor, LeaderLog, Server, WitnessedLog
-from simulated.log_link import CALM, SimulatedLogLink
+from simulated.failing_log import AgentLog, LeaderLog, Server, WitnessedLog
+from simulated.log_link import NO_FAULTS, SimulatedLogLink
 from simulated.witness import Witness
 from unicron.control_plane.incidents.hangs import STALLED
 from unicron.control_plane.service.coordinator import Coordinator
@@ -126,7 +126,7 @@ class World:
 
     def _port_of(self, node: str) -> AgentPort:
         if node not in self.links:
-            self.links[node] = SimulatedLogLink(AgentDoor(self.log, self.server),
+            self.links[node] = SimulatedLogLink(AgentLog(self.log, self.server),
                                          random.Random(f"{self.seed} {node}"))
         return self.links[node]
 
@@ -298,7 +298,7 @@ class World:
         self.server.start()
         self.trouble(False)
         for node, num_slots in self.nodes.items():
-            self.links[node].cut, self.links[node].weather = False, CALM
+            self.links[node].cut, self.links[node].link_faults = False, NO_FAULTS
             if self.cluster.is_up(node) and node in self.chaos.left:
                 self.cluster.crash(node)
             if not self.cluster.is_up(node):

@@ -67,7 +67,7 @@ def test_spares_pay_up_to_a_number(
     assert "<svg" in (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
 
 
-def test_more_weight_gives_more_slots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_more_weight_takes_no_slots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command.weights(written(tmp_path), task="light", seeds=1, report=None, as_json=True)
     told = rows(capsys)
     slots = [told[f"weights-{ratio:.6g}", "its slots, of all", "share"]

@@ -176,7 +176,7 @@ def test_only_policies_with_quarantine_use_it() -> None:
         assert any(one.kind == "NodeQuarantined" for one in log) == has
 
 
-def test_a_memory_checkpoint_is_as_safe_as_its_nodes() -> None:
+def test_memory_checkpoints_are_lost_with_their_nodes() -> None:
     costs, at_s = policies.POLICIES["unicron"].costs, DAY_S + 1000
     every = [one for name in ("n0", "n1", "n2", "n3") for one in lost(name, at_s, at_s + 600)]
     killed = [ExternalEvent(at_s, "n0", "fault", PROCESS, "one", rank) for rank in range(8)]
