@@ -1,4 +1,4 @@
-"""An environment of a bench's own: laid once in build/, and again when its pins change."""
+"""A virtual environment for a bench in build/. It is built once, and again when its pins change."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STEP_S_MAX = 1200.0
 
 
 def lay(place: Path, pins: Sequence[Path], what: str, install: Callable[[], None]) -> None:
-    """A bare venv in `place`, then `install`. Raises CalledProcessError with the command's words.
+    """Create a bare venv in `place`, then call `install`. Raises CalledProcessError (pip's stderr).
     """
     stamp = place / "stamp"
     wanted = hashlib.sha256(b"".join(file.read_bytes() for file in pins)).hexdigest()
@@ -28,7 +28,7 @@ def lay(place: Path, pins: Sequence[Path], what: str, install: Callable[[], None
 
 
 def pip(place: Path, pins: Sequence[Path], *arguments: str) -> None:
-    """Install into the environment in `place`, within the pins."""
+    """Install into the environment in `place`, constrained by the pins."""
     held = [word for file in pins for word in ("-c", str(file))]
     _run([str(place / "venv" / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "-q",
           "install", *held, *arguments])

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def main() -> None:
-    """Play every policy on both traces, and write the rows and the stamp."""
+    """Simulate every policy on both traces; write the rows and the stamp."""
     parser = argparse.ArgumentParser(prog="make bench-paper")
     parser.add_argument("-n", type=int, default=5, help="seeds")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench" / "paper.json")

@@ -1,4 +1,4 @@
-"""The bench of detection: faults strike when it says they do, and rows say what was told."""
+"""The detection bench: faults strike at the reported time, and the rows are right."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MS = 0.001
 
 
 def test_a_rank_raises_when_asked_to(tmp_path: Path) -> None:
-    """Held first, so that nothing but a look at the file lies between the word and the deed."""
+    """The rank raises after the time that `inside` returns, and is no longer held."""
     trace, raised_s = Trace(str(tmp_path), 1, 2, 1), list[float]()
     trace.note("start", 0, 0)
 
@@ -73,7 +73,7 @@ def test_a_cut_link_carries_nothing_until_it_is_mended() -> None:
             return subprocess.run(["ip", "netns", "exec", near, "python3", "-c", (
                 "import socket; s = socket.socket(); s.settimeout(0.5);\n"
                 "try: s.connect(('10.231.7.2', 9))\n"
-                "except ConnectionRefusedError: pass")],  # it is there, and says so
+                "except ConnectionRefusedError: pass")],  # a refusal is an answer
                 capture_output=True, timeout=30, check=False).returncode == 0
 
         assert answers()

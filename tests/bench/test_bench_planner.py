@@ -1,4 +1,4 @@
-"""The planner bench: its own solvers agree, and what it compares is compared rightly."""
+"""The planner bench: the solvers agree, and results are compared correctly."""
 
 from __future__ import annotations
 

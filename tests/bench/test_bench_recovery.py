@@ -1,4 +1,4 @@
-"""The benchmark of recovery: what is read from traces and records, and its cases of layouts."""
+"""The recovery bench: values read from traces and records, and the cases of layouts."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def line(t: float, rank: int, event: str, iteration: int, generation: int = 1,
             "generation": generation, "micro_batch": micro_batch}
 
 
-# Rank 1 dies at 10.0 in iteration 4. Rank 0 finishes a micro-batch of the old world, then runs two
-# in the new one, of 0.5 s and 0.3 s, and waits 0.1 s for rank 2, which runs one of 1.2 s.
+# Rank 1 dies at 10.0 in iteration 4. Rank 0 finishes a micro-batch of the old generation. It then
+# runs two in the new one, of 0.5 s and 0.3 s. Rank 2 runs one of 1.2 s; rank 0 waits for it.
 STORY = [
     line(8.0, 0, "done", 2), line(8.0, 1, "done", 2), line(8.0, 2, "done", 2),
     line(9.0, 0, "done", 3), line(9.1, 1, "done", 3), line(9.1, 2, "done", 3),
@@ -62,7 +62,7 @@ def test_the_step_is_the_first_of_the_new_world() -> None:
     assert step is not None
     assert (step["t"], step["rank"], step["iteration"]) == (11.8, 0, 4)
     assert recovery_watch.first_step(STORY, {100: 2, 102: 2}, 10.0) is None
-    # a newer generation that stepped before the fault is of an earlier story
+    # A newer generation that stepped before `from_s` does not count.
     assert recovery_watch.first_step(STORY, BEFORE, 12.0)["t"] == 12.6  # type: ignore[index]
 
 
@@ -136,7 +136,7 @@ def test_the_phases_of_a_recovery_add_up_to_it() -> None:
 
 def test_the_interval_is_the_sign_tests() -> None:
     values = [float(value) for value in range(20)]
-    # Of 20, the sixth from either side: 95.9 %; the seventh would be 88.5 %.
+    # Of 20, the sixth value from either side: 95.9 %; the seventh would be 88.5 %.
     assert interval(values[::-1]) == (5.0, 14.0)
     assert interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
     assert interval([float(value) for value in range(6)]) == (0.0, 5.0)
@@ -191,7 +191,7 @@ def record_of(kind: str, generation: int, **body: Any) -> moved.Record:
 
 def order(generation: int, ranks: list[int], axes: moved.Axes | None,
           again: int = -1) -> moved.Record:
-    """`again` is in a new process."""
+    """`again`: this rank is in a new process."""
     return record_of("Reconfigure", generation, axes=axes, members=[
         {"rank": rank, "node": "n1", "attempt": 1 + (rank == again)} for rank in ranks])
 
@@ -208,14 +208,14 @@ def told(generation: int, rank: int, taken: dict[int, int], settle_s: float = 0.
 def test_what_moved_is_what_members_took_from_others() -> None:
     records = [
         order(1, [0, 1, 2, 3], TP2DP2), record_of("Resume", 1),
-        # 2 is gone; the generation after that never trains. 3 is beside the third, and gives.
+        # Rank 2 is lost. Generation 2 never trains. In 3, rank 3 is standby and gives state.
         order(2, [0, 1, 3], TP2), order(3, [1, 0, 3], TP2), record_of("Resume", 3),
         told(3, 1, {1: 500, 3: 40}), told(3, 0, {}, 0.3, origin="own"), told(3, 3, {}),
         order(4, [1, 0, 3, 2], TP2DP2, 2), told(4, 1, {}), told(4, 3, {1: 100}),
         told(4, 2, {0: 70}), told(4, 0, {}),
     ]
     assert change(records, 3) == Change(TP2DP2, TP2, (1, 0), 40, 0.3)
-    # What 3 still had of the second generation is older than what the others have.
+    # Rank 3's state is of generation 1 and thus older than the state of the others.
     assert change(records, 4) == Change(TP2, TP2DP2, (0, 1, None, None), 170, 0.1)
     assert in_words(TP2) == "TP2xDP1"
 
@@ -240,7 +240,7 @@ def test_the_least_is_what_a_member_has_not_itself() -> None:
     own = [["model.a", "float32 4x6", [0, 0], [2, 6]], ["model.a", "float32 4x6", [2, 0], [1, 3]]]
     wanted = [["model.a", "float32 4x6", [1, 2], [3, 2]], ["model.b", "bfloat16 5", [0], [5]],
               ["model.c", "float32 ", [], []]]
-    # Of the six of a, row 1 is there and of row 2 its first column.
+    # Of the six elements of a, row 1 is there, and the first column of row 2.
     assert lacking_bytes(wanted, own) == 4 * 3 + 2 * 5 + 4
     assert lacking_bytes(wanted, wanted) == 0
     assert lacking_bytes(own, []) == 4 * 15
@@ -257,10 +257,10 @@ def test_a_built_layout_says_what_each_member_lacks(monkeypatch: pytest.MonkeyPa
     each = [lacking_bytes(part["pieces"], ()) for part in (first, second)]
     assert none == 0
     assert both == sum(each)
-    # Parameters and two moments, all fp32; its gradients are no state.
+    # Parameters and two moments, all fp32; gradients are not state.
     assert each[0] == 3 * first["param_bytes"] == 3 * first["gradient_bytes"]
     assert first["optimizer_bytes"] == 2 * first["param_bytes"]
-    # One crosses over from the second part to the first: layer norms and biases are in both.
+    # One rank moves from the second part to the first: layer norms and biases are in both.
     assert each[1] < other < sum(each)
 
 

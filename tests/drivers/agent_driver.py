@@ -1,4 +1,4 @@
-"""A small leader without a heart; agents, in this process or their own, whose ranks are real."""
+"""A leader without decisions, and agents whose ranks are real processes."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"],
 open(sys.argv[1], "w").write(f"{child.pid} ")
 time.sleep(120)
 """
-"""A rank whose child has left its group; it writes the child's pid where it is told."""
+"""A rank whose child leaves its process group. The rank writes the child's pid to a file."""
 WAITS = """
 import os, sys, time
 while not os.path.exists(sys.argv[1]):
     time.sleep(0.01)
 """
-"""A rank that ends when a file is there."""
+"""A rank that ends when a file exists."""
 _numbers = itertools.count(1)
 
 RANK = '''
@@ -114,7 +114,7 @@ while data := link.recv(65536):
 
 
 class Leader:
-    """Takes reports into the log in the order of their sources, and gives orders. No heart."""
+    """Appends reports to the log in source order, and issues orders. Decides nothing."""
 
     def __init__(self, log: LogPort) -> None:
         self.log = log
@@ -124,7 +124,7 @@ class Leader:
         self._writing = asyncio.Lock()
 
     async def run(self) -> None:
-        """For ever; after any doubt, the log is read again."""
+        """Run for ever. After a failed or ambiguous call, read the log again in a new epoch."""
         cursor = "0-0"
         while True:
             try:
@@ -165,12 +165,12 @@ class Leader:
         return [record.body for record in self.records if isinstance(record.body, kind)]
 
     async def wait(self, kind: type[B], num: int = 1) -> list[B]:
-        """Until the log holds `num` of a kind."""
+        """Wait until the log holds `num` records of a kind."""
         return await until(lambda: found if len(found := self.all(kind)) >= num else None)
 
 
 async def until(look: Callable[[], T | None]) -> T:
-    """What `look` finds, once it finds something."""
+    """Poll `look`; return its first result that is not None."""
     deadline = time.monotonic() + LIMIT_S
     while (found := look()) is None:
         assert time.monotonic() < deadline, "it did not happen"
@@ -179,18 +179,18 @@ async def until(look: Callable[[], T | None]) -> T:
 
 
 async def until_gone(pid: int) -> None:
-    """Until no such process runs; a zombie does not."""
+    """Wait until the process has ended; a zombie has ended."""
     await until(lambda: None if alive(pid) else True)
 
 
 async def until_text(path: str | Path) -> str:
-    """What a file says, once it says something."""
+    """The text of a file, once it is not empty."""
     file = Path(path)
     return await until(lambda: (file.read_text() if file.exists() else "") or None)
 
 
 class LocalNode:
-    """A leader and an agent on one log, in this process; the agent's ranks are real processes."""
+    """A leader and an agent in this process, on one log. The agent's ranks are real processes."""
 
     def __init__(self, log: LogPort, state_dir: Path, **changes: Any) -> None:
         script = state_dir / "rank.py"
@@ -262,7 +262,7 @@ def go(test: Callable[[], Awaitable[None]]) -> None:
 
 
 class PlaneStub:
-    """The doors of a control plane without its heart: join by HTTP, reports in, orders out."""
+    """The interface of a control plane without decisions: join by HTTP, reports in, orders out."""
 
     def __init__(self, url: str, state_dir: Path) -> None:
         self.cluster = f"agent-{os.getpid()}-{next(_numbers)}"
@@ -308,7 +308,7 @@ class PlaneStub:
         return self.leader.all(kind)
 
     def kinds(self) -> list[str]:
-        """What agents said, as logged."""
+        """The kinds of the agents' reports, as logged."""
         return [r.kind for r in self.leader.records if r.source != "heart"]
 
 

@@ -1,4 +1,4 @@
-"""The planner's choice, compared with every plan that there is."""
+"""The planner's choice, compared with every possible plan."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from unicron.control_plane.planner.problem import PlanProblem
 
 def check_best(asked: PlanProblem, worths: dict[tuple[int, ...], list[float]],
                close: float = 0.0) -> None:
-    """The choice is the best of these plans within `moves_max`, or with the fewest moves.
+    """The choice is the best plan within `moves_max` changed tasks, or within the fewest possible.
 
-    `worths`: what each plan is worth, by priority, the highest first. `close`: so far its worth
-    may be from the best.
+    `worths`: the objective value of each plan by priority, highest first. `close`: tolerance.
     """
     moves = {slots: sum(one.now > 0 and not one.faulted and x != one.now
                         for one, x in zip(asked.demands, slots, strict=True)) for slots in worths}

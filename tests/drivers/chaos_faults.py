@@ -1,4 +1,4 @@
-"""Faults of a training cluster, drawn from a seed: which, when, whom; and how each is made."""
+"""Random faults of a training cluster: the script from a seed, and the injection of each fault."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ EVENTS = ("micro_batch", "forward", "forward_mid", "backward", "backward_mid", "
           "bucket", "scale", "unscale", "norm", "clip", "step", "step_mid", "stepped", "schedule",
           "done")
 CALM_ITERATIONS = 10
-"""At both ends nothing is struck."""
+"""No faults in the first and last iterations."""
 DELAY_S_MAX = 0.3
 AWAY_S = (0.2, 3.0)
-"""How long agents and control planes stay away."""
+"""How long agents and control planes stay down."""
 AGAIN_S = 2.0
-"""Until what was started, and has ended at once, is started again."""
+"""Seconds before another restart of a process that ended right after its start."""
 STRIKE_S_MAX = 120.0
 TAIL_BYTES = 1000
 Rank = dict[str, Any]
 
 
 class Fault(NamedTuple):
-    """One fault of the script. `dice` in [0, 1) picks among those that may be struck then."""
+    """One fault of the script. `dice` in [0, 1) selects the victim among the candidates."""
 
     kind: str
     iteration: int
@@ -45,7 +45,7 @@ class Fault(NamedTuple):
 
 
 def draw(seed: int, rounds: int, iterations: int) -> list[Fault]:
-    """The script: the same for the same seed. What it meets depends on the machine."""
+    """The script; the same for the same seed. The state that a fault meets depends on timing."""
     rolls = random.Random(seed)
     at = sorted(rolls.choices(range(CALM_ITERATIONS, iterations - CALM_ITERATIONS), k=rounds))
     kinds = rolls.choices(list(WEIGHTS), list(WEIGHTS.values()), k=rounds)
@@ -55,7 +55,7 @@ def draw(seed: int, rounds: int, iterations: int) -> list[Fault]:
 
 
 class Striker:
-    """Makes faults on a cluster's task, of which one member with the state always stays."""
+    """Injects faults into a task. At least one member with the state always survives."""
 
     def __init__(self, cluster: RealCluster, task: int) -> None:
         self.cluster, self.task = cluster, task
@@ -65,7 +65,7 @@ class Striker:
         self._away_until_s: dict[str, float] = {}
 
     def look(self) -> dict[str, Any]:
-        """The task as the control plane sees it; as it last did while there is none."""
+        """The task's view from the control plane; the last known view while that is down."""
         try:
             told = self._client.get("/v1/state")["tasks"]
             self.view = next(task for task in told if task["id"] == self.task)
@@ -78,7 +78,7 @@ class Striker:
         return max((_last(file) for file in self.folder.glob(f"{self.task}-*.jsonl")), default=-1)
 
     def bring_back(self) -> None:
-        """Start again what has ended and been away for long enough, as a service manager would."""
+        """Restart processes that have been down for long enough, as a service manager would."""
         now_s = time.monotonic()
         for name in self.cluster.local.names():
             if self.cluster.local.find(name) is None and now_s > self._away_until_s.get(name, 0):
@@ -89,7 +89,7 @@ class Striker:
         self._away_until_s[name] = time.monotonic() + fault.away_s
 
     def strike(self, fault: Fault) -> str:
-        """Make the fault, as soon as there is somebody to strike; what was done."""
+        """Inject the fault as soon as there is a victim; return a description."""
         makers: dict[str, Callable[[Fault], str]] = {
             "rank killed": self._kill, "two ranks killed": self._kill, "rank stopped": self._stop,
             "exception": self._raise, "agent killed": self._kill_agent,
@@ -104,7 +104,7 @@ class Striker:
         raise AssertionError(f"nobody to strike for {STRIKE_S_MAX:.0f} s: {fault}\n{self.view}")
 
     def _members(self) -> list[Rank]:
-        """Those that have the state and run."""
+        """The members that have the state and run."""
         return [rank for rank in self.view["ranks"] if rank["state"] == "member"
                 and rank["has_state"] and _runs(rank["pid"])]
 
@@ -128,7 +128,7 @@ class Striker:
         return ""
 
     def _raise(self, fault: Fault) -> str:
-        """Have the rank raise when it begins an event of a coming iteration; it may die before."""
+        """Make the rank raise at an event of a coming iteration. The rank may die before that."""
         for rank in self._victims(fault, 1):
             file = self.folder / "hold" / f"{self.task}-{rank['rank']}"
             file.parent.mkdir(exist_ok=True)
@@ -148,7 +148,7 @@ class Striker:
         return ""
 
     def _kill_agent(self, fault: Fault) -> str:
-        """A node whose loss leaves another with a member."""
+        """Kill the agent of one node. At least one other node must have a member."""
         members = self._members()
         nodes = sorted({rank["node"] for rank in members})
         name = local_cluster.agent_name(nodes[int(fault.dice * len(nodes))]) if nodes else ""
@@ -168,13 +168,13 @@ class Striker:
 
 
 def _runs(pid: int) -> bool:
-    """Whether the process is there, and goes on."""
+    """True if the process exists and is not stopped."""
     process = linux.read(pid)
     return process is not None and process.state not in "ZXTt"
 
 
 def _last(file: Path) -> int:
-    """The iteration of the last whole line of a trace."""
+    """The iteration of the last complete line of a trace."""
     with file.open("rb") as trace:
         trace.seek(max(0, file.stat().st_size - TAIL_BYTES))
         lines = trace.read().split(b"\n")

@@ -1,4 +1,4 @@
-"""Two loss curves over each other, the faults marked, and their difference below."""
+"""The loss curves of two runs, with the faults marked, and the difference between them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ COLOURS = {"rank killed": "#d62728", "two ranks killed": "#8c1d1d", "rank stoppe
 
 
 class Curves(NamedTuple):
-    """What is drawn: losses by iteration, of `reordered` with the micro-batches summed backwards;
-    and (kind, iteration) of each fault."""
+    """Losses by iteration, and (kind, iteration) of each fault. In `reordered` the micro-batches
+    are summed in reverse order."""
 
     ours: Sequence[float]
     twin: Sequence[float]
@@ -21,7 +21,7 @@ class Curves(NamedTuple):
 
 
 def draw(curves: Curves, title: str, files: Sequence[Path]) -> None:
-    """Write the picture, in the format of each file's name."""
+    """Write the figure; each file's suffix gives the format."""
     import matplotlib as mpl
 
     mpl.use("agg")
@@ -53,7 +53,7 @@ def _losses(axes: Any, curves: Curves) -> None:
 
 
 def _difference(axes: Any, curves: Curves) -> None:
-    """Of each loss from the twin's, relative: ours, and what another order of summing does."""
+    """Relative differences from the reference run: of this run, and of another summation order."""
     for losses, colour, width, label in (
             (curves.reordered, "#c9c9c9", 2.0, "twin, micro-batches summed backwards"),
             (curves.ours, "#111111", 0.7, "through the faults")):

@@ -1,9 +1,9 @@
-"""One long training through faults drawn at random, held to its undisturbed twin.
+"""One long training run with random faults, compared with an undisturbed reference run.
 
-`make chaos-training ROUNDS=100 SEED=4`: a whole cluster of real processes on this machine, three
-nodes of two slots, a GPT on four ranks, ten iterations for every fault. Exits with 1 when losses or
-parameters are not the twin's, an iteration was lost or a checkpoint read. With PICTURE=docs the
-picture is README's, and `make figures` writes the text below it from the run.
+`make chaos-training ROUNDS=100 SEED=4`: real processes, three nodes of two slots, a GPT on four
+ranks, ten iterations per fault. The exit code is 1 if losses or parameters differ from the
+reference run, an iteration was lost, or a checkpoint was read. PICTURE=docs writes the figure of
+README; then `make figures` writes its caption.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ FIGURES = Path("build/bench/chaos-training.json")
 ITERATIONS_PER_FAULT = 10
 NODES_NUM, RANKS_NUM = 3, 4
 POLICY = {"silence_s_max": 2.0, "stopped_s_max": 1.0, "replace_after_s": 10.0, "restarts_max": 1000}
-"""Faults as many as these are no sign of a bad slot."""
+"""Limits high enough that this many faults do not disable a slot."""
 TWIN_S_MAX = 7200.0
 STALLED_S_MAX = 300.0
 TOLD_ITERATIONS = 100
 
 
 class Struck(NamedTuple):
-    """A fault that was made, and when (seconds since 1970)."""
+    """A fault that was injected, and when (seconds since 1970)."""
 
     kind: str
     iteration: int
@@ -53,7 +53,7 @@ class Struck(NamedTuple):
 
 
 class Run:
-    """The training, its faults, and what is said of them."""
+    """The training run and its faults."""
 
     def __init__(self, cluster: RealCluster, seed: int, rounds: int) -> None:
         self.cluster = cluster
@@ -62,7 +62,7 @@ class Run:
         self.script = draw(seed, rounds, self.iterations)
         self.faults: list[Struck] = []
         self.load = 0.0
-        """Of the machine in the last five minutes, when it had trained."""
+        """Load average of the machine over five minutes, at the end of the training."""
         self.began_s = time.monotonic()
         self.task = cluster.submit(self.spec)
         self.striker = Striker(cluster, self.task)
@@ -71,7 +71,7 @@ class Run:
         print(f"{time.monotonic() - self.began_s:7.1f} s  {what}", flush=True)
 
     def train(self) -> None:
-        """To the end, through all faults."""
+        """Train to the last iteration, through all faults."""
         self.cluster.wait_whole(self.task, RANKS_NUM)
         for number, fault in enumerate(self.script, 1):
             self._until(fault.iteration)
@@ -85,7 +85,7 @@ class Run:
         self.say("all iterations done")
 
     def _until(self, iteration: int) -> None:
-        """Until the task has come to this iteration; to its end, if that is its end."""
+        """Wait until the task reaches this iteration; for the last one, until it has finished."""
         newest, changed_s = -1, time.monotonic()
         while self.striker.look().get("state") not in ("failed", "cancelled"):
             self.striker.bring_back()
@@ -104,9 +104,10 @@ class Run:
         raise AssertionError(self._tail())
 
     def recoveries(self) -> dict[str, list[float]]:
-        """By kind of fault, seconds until a step was done in a generation after the fault's.
+        """By kind of fault, seconds until the first step in a generation after the fault's.
 
-        With all that was done again for it. A control plane's end makes no new generation.
+        Recomputed work is included. A fault of the control plane starts no generation and is left
+        out.
         """
         steps = [(float(line["t"]), int(line["generation"]))
                  for line in self.cluster.traced(self.task) if line["event"] == "done"]
@@ -124,7 +125,7 @@ class Run:
 
 
 def main() -> None:
-    """Train, strike, compare, draw."""
+    """Train, inject faults, compare, draw."""
     asked = _asked()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     shutil.rmtree(FOLDER, ignore_errors=True)
@@ -149,7 +150,7 @@ def main() -> None:
 
 def _judge(run: Run, losses: list[float], told: History, twin: Twin, lasted_s: float,
            picture: Path) -> int:
-    """Print the result, write figures and picture; the exit code."""
+    """Print the result, write numbers and figure; return the exit code."""
     final = (Path(run.spec["train"]["output"]) / "latest").resolve()
     gap = twin.difference(final)
     calm = [list(read(twin.path.parents[1] / str(order) / "final")["numbers.losses"])
@@ -195,7 +196,7 @@ def _judge(run: Run, losses: list[float], told: History, twin: Twin, lasted_s: f
 
 
 def _write(run: Run, figures: dict[str, tuple[float, str]], equal: bool, picture: Path) -> None:
-    """The rows; and, of the run whose picture is README's, the text below it for `make figures`."""
+    """Write the rows. For README's figure, also write the caption for `make figures`."""
     case = f"chaos, {len(run.faults)} faults"
     rows: list[dict[str, Any]] = [
         {"case": case, "system": "unicron", "metric": name, "value": value, "unit": unit, "n": 1}
@@ -206,7 +207,7 @@ def _write(run: Run, figures: dict[str, tuple[float, str]], equal: bool, picture
 
 
 def _caption(run: Run, figures: dict[str, tuple[float, str]], equal: bool) -> str:
-    """What this run was."""
+    """A description of the run in words."""
     kinds = Counter(fault.kind for fault in run.faults)
     number = {name: f"{value:.2g}" for name, (value, _) in figures.items()}
     return (

@@ -1,4 +1,4 @@
-"""The product's keeper in a thread of the tests: they look at its shelf, and alter it."""
+"""A checkpoint store in a thread of the test process, so that tests can read and change it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BYTES_MAX = 1 << 30
 WAIT_S = 60.0
 TASK = 7
 WISH = CheckpointRequest(task=TASK, generation=1, step_version=1)
-"""Any copy of that task."""
+"""Requests any copy of the task."""
 
 
 def offer(step: int, *, task: int = TASK, generation: int = 1, size: int = 100) -> Offer:
@@ -36,7 +36,7 @@ def steps(shelf: CheckpointStore, task: int = TASK) -> list[int]:
 
 
 class LocalKeeper:
-    """Listens on loopback, as node `node`."""
+    """A checkpoint store that listens on loopback, as the store of node `node`."""
 
     def __init__(self, node: str, *, bytes_max: int = BYTES_MAX, secret: str = SECRET) -> None:
         self.lost: list[int] = []
@@ -48,12 +48,12 @@ class LocalKeeper:
         self._thread.start()
 
     def stored(self, task: int) -> list[StoredCheckpoint]:
-        """Its whole copies of a task, the newest last."""
+        """Its complete copies of a task, the newest last."""
         return self.shelf.of(task)
 
     def wait(self, task: int, where: Callable[[StoredCheckpoint], bool] = lambda stored: True
              ) -> StoredCheckpoint:
-        """Until it has such a copy: the newest of them."""
+        """Wait until it has a matching copy; return the newest."""
         last_s = time.monotonic() + WAIT_S
         while time.monotonic() < last_s:
             found = [one for one in self.stored(task) if where(one)]
@@ -63,7 +63,7 @@ class LocalKeeper:
         raise AssertionError(f"{self.keeper.node} never had it")
 
     def close(self) -> None:
-        """Nobody can connect any more."""
+        """Stop listening."""
         try:
             self.listener.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -73,12 +73,12 @@ class LocalKeeper:
 
 
 def alter(stored: StoredCheckpoint) -> None:
-    """One bit of a copy flips in its memory."""
+    """Flip one bit of a stored copy."""
     stored.memory[len(stored.memory) // 2] ^= 1
 
 
 def named(keeper: LocalKeeper, told: MemoryCheckpointStored) -> MemoryCheckpoint:
-    """A copy as an order names it."""
+    """The copy as an order refers to it."""
     return MemoryCheckpoint(node=told.node, endpoint=keeper.keeper.endpoint, rank=told.rank,
                 generation=told.generation, step_version=told.step_version,
                 copy_bytes=told.copy_bytes, checksum=told.checksum)

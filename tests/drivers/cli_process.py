@@ -1,4 +1,4 @@
-"""The face as a person types it: help, errors, exit codes, and what is not loaded."""
+"""The CLI as a user runs it: output, errors, exit codes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LIMIT_S = 60
 
 
 def unicron(*arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run the command as installed, with no cluster in the environment."""
+    """Run the command with no cluster in the environment. All but `up` run in this process."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith("UNICRON_")}
     clean |= {"COLUMNS": "100", "NO_COLOR": "1"}
     if folder is not None:
@@ -30,7 +30,7 @@ def unicron(*arguments: str, folder: Path | None = None) -> subprocess.Completed
 
 def in_process(arguments: tuple[str, ...], folder: Path | None,
                environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """The same through `run_command`, without the start of an interpreter."""
+    """Run the command through `run_command`, without starting an interpreter."""
     out, err = io.StringIO(), io.StringIO()
     with (mock.patch.dict(os.environ, environment, clear=True), contextlib.redirect_stdout(out),
           contextlib.redirect_stderr(err), contextlib.chdir(folder or Path.cwd())):
@@ -39,7 +39,7 @@ def in_process(arguments: tuple[str, ...], folder: Path | None,
 
 
 def refused(told: subprocess.CompletedProcess[str], words: str, code: int = 2) -> None:
-    """One line of error, one of hint, nothing on stdout."""
+    """The command failed with one error line, one hint line and nothing on stdout."""
     assert told.returncode == code, told.stderr
     assert told.stdout == ""
     error, hint = told.stderr.splitlines()

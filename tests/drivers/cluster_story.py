@@ -1,4 +1,4 @@
-"""What the stories on three nodes share: their nodes, what tasks declare to earn, and the tasks."""
+"""Shared by tests of clusters with three nodes: the nodes, declared throughputs, two tasks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from twins import Spec
 
 NODES = ("n1", "n2", "n3")
 RATES = {1: 1.0, 2: 1.9, 3: 2.7, 4: 3.2}
-"""TFLOP/s by slots that a task declares: each further slot earns less."""
+"""Declared TFLOP/s by number of slots. Each further slot adds less."""
 
 
 class Pair:
-    """Two tasks on one cluster, that a module's tests share."""
+    """Two tasks on one cluster, shared by a module's tests."""
 
     def __init__(self, cluster: Any, *specs: Spec) -> None:
         self.cluster = cluster
@@ -24,19 +24,19 @@ class Pair:
         self.wait_whole()
 
     def wait_whole(self, *nums: int) -> None:
-        """Until each steps with so many members, none given: as many as it has when all is well."""
+        """Wait until each task steps with this many members; default: its maximum."""
         wanted = nums or tuple(spec["slots"]["max"] for spec in self.specs.values())
         for task, num in zip(self.specs, wanted, strict=True):
             self.cluster.wait_whole(task, num)
 
     def cancel(self) -> None:
-        """Both, and until they have ended."""
+        """Cancel both tasks and wait until they have ended."""
         self.cluster.cancel(*self.specs)
 
 
 @contextmanager
 def stopped(pid: int) -> Iterator[None]:
-    """The process does nothing meanwhile."""
+    """The process is stopped inside the context."""
     os.kill(pid, signal.SIGSTOP)
     try:
         yield

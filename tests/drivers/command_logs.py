@@ -1,4 +1,4 @@
-"""A command's own lines of progress: they calibrate it, and say how long a restart takes it."""
+"""Progress lines of a command: they calibrate its throughput and give its restart time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unicron.events.spec.job import parse
 
 
 def begin(d: Driver, **more: Any) -> int:
-    """A command on four slots."""
+    """Submit a command with four slots, and start it."""
     data = {**job(), **more}
     begun = d.tell(f"operator/{len(d.seqs)}", r.TaskSubmitted(
         spec=parse({key: value for key, value in data.items() if value is not None}),

@@ -1,6 +1,6 @@
-"""How the classifier does on the labelled lines, by status, by severity: run by `make confusion`.
+"""Confusion matrices of the classifier on labelled lines, by status and by severity.
 
-The tables in docs/guides/detection.md are this text; test_classify.py compares them.
+`make confusion` prints the tables of docs/guides/detection.md; test_classify.py compares them.
 """
 
 from __future__ import annotations

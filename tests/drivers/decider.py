@@ -1,4 +1,4 @@
-"""A synchronous cluster for tests of the heart: agents and ranks that do as they are told."""
+"""A synchronous cluster for tests of the decider: agents and ranks that follow orders."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def spec(**changes: Any) -> JobSpec:
 
 
 def sound(state: ClusterState) -> None:
-    """Each field that repeats others is as counted anew."""
+    """Assert that each redundant field of the state equals its recomputed value."""
     wrong = check(state)
     assert not wrong, wrong
 
 
 def checked(state: ClusterState, record: Record) -> Iterator[t.Body]:
-    """`decide`, with a look at the state after the fold of every record."""
+    """`decide`, with a check of the state after the fold of every record."""
     sound(state)
     for body in decide(state, record):
         yield body
@@ -49,7 +49,7 @@ def checked(state: ClusterState, record: Record) -> Iterator[t.Body]:
 
 
 class Driver:
-    """Tells reports to the heart, one after the other, and plays obedient nodes on request."""
+    """Sends reports to the decider, one at a time. On request, plays nodes that follow orders."""
 
     def __init__(self, *, nodes: int = 2, slots: int = 2) -> None:
         self.state = ClusterState()
@@ -78,7 +78,7 @@ class Driver:
         return records
 
     def bodies(self, source: str, body: t.Body) -> list[t.Body]:
-        """What was decided upon it."""
+        """The decisions that a report causes."""
         return [record.body for record in self.tell(source, body)[1:]]
 
     def join(self, node: str, *, incarnation: int = 1, slots: int = 2) -> list[Record]:
@@ -91,7 +91,7 @@ class Driver:
         return self.tell(name, r.TaskSubmitted(spec=job))[0].seq
 
     def due(self, deadline: str) -> list[Record]:
-        """The clock passes a deadline that the state holds."""
+        """Advance the clock to a deadline of the state, and report it."""
         self.now_s = max(self.now_s, self.state.deadlines[deadline].due_s)
         return self.tell(f"leader/{self.state.nonce}", r.DeadlineReached(deadline=deadline))
 
@@ -107,7 +107,7 @@ class Driver:
 
     # --- obedience ------------------------------------------------------------------------------
     def obey(self, records: list[Record], *, start: bool = True) -> list[Record]:
-        """Carry out the orders in `records`, then those that follow, until none is left."""
+        """Carry out the orders in `records` and all orders that follow from them."""
         todo: list[Record] = list(records)
         done: list[Record] = []
         while todo:
@@ -152,7 +152,7 @@ class Driver:
                 return []
 
     def do_any(self, order: t.Body) -> None:
-        """Carry out an order as far as the processes that it names still live."""
+        """Carry out an order, as far as its processes still exist."""
         try:
             self.do(order)
         except KeyError:
@@ -178,7 +178,7 @@ class Driver:
             iteration_flops=1e9, data_digest="d"))
 
     def save(self, task: int, rank: int) -> list[Record]:
-        """The rank writes a checkpoint of what it holds; nobody has published it yet."""
+        """The rank writes a checkpoint of its state; it is not published yet."""
         it, step = self.state.tasks[task], self.steps.get(task, 0)
         return self.tell(self.source(it.ranks[rank].slot.node), r.CheckpointSaved(
             task=task, generation=it.generation, step_version=step,
@@ -202,7 +202,7 @@ class Driver:
 
     def progress(self, task: int, num: int = 1, *,
                  times_s: Sequence[float] = ()) -> list[Record]:
-        """The task tells of `num` iterations, or of as many as there are times."""
+        """Report the progress of `num` iterations, or of one iteration for each time."""
         it, times_s = self.state.tasks[task], tuple(times_s) or (0.2,) * num
         first, num = self.steps.get(task, 0), len(times_s)
         self.steps[task] = first + num
@@ -211,7 +211,7 @@ class Driver:
             losses=(2.5,) * num, step_s=times_s, rate_flops=1e9, micro_batches=12))
 
     def running(self, job: JobSpec | None = None) -> int:
-        """A task that trains."""
+        """Submit a task and bring it to training."""
         task = self.submit(job or spec())
         self.obey(self.log[-20:])
         self.progress(task)
@@ -219,7 +219,7 @@ class Driver:
 
 
 def kinds(records: list[Record]) -> list[str]:
-    """The kinds of what was decided."""
+    """The kinds of the decisions among these records."""
     return [record.kind for record in records if record.cause]
 
 
@@ -236,7 +236,7 @@ def only(kind: type[t.Body], records: list[Record]) -> list[Any]:
 
 
 def failed(d: Driver, task: int, rank: int, error: str = "closed by peer") -> list[Record]:
-    """A member's collective failed: it says so, then that it holds."""
+    """A member's collective failed: it reports the failure, then that it is quiesced."""
     it = d.state.tasks[task]
     process = it.ranks[rank]
     told = d.tell(d.source(process.slot.node), r.CollectiveFailed(
@@ -246,7 +246,7 @@ def failed(d: Driver, task: int, rank: int, error: str = "closed by peer") -> li
 
 
 def finish(d: Driver, task: int, *, save: bool = True) -> list[Record]:
-    """The last iteration is done: the final checkpoint, the last reduction, exit 0."""
+    """The last iteration is done: the final checkpoint, RankFinished of all members, exit 0."""
     it = d.state.tasks[task]
     done: list[Record] = []
     if save:
@@ -277,7 +277,7 @@ def waits_of(d: Driver, task: int) -> WaitExplanation:
 
 
 def at_rest(d: Driver) -> None:
-    """The log verifies, and asking again in the same state orders nothing."""
+    """The log verifies, and a second decision in the same state orders nothing."""
     verdict = verify(d.log)
     assert verdict.ok, verdict.words
     before = state_hash(d.state)

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of decisions; a folder's conftest.py imports them."""
+"""Fixtures for tests of decisions; a folder's conftest.py imports them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from decider import Driver, at_rest
 
 @pytest.fixture
 def d(request: pytest.FixtureRequest) -> Iterator[Driver]:
-    """Two nodes with two slots each; `pytest.mark.nodes(3, slots=1)` asks for others.
+    """Two nodes with two slots each; `pytest.mark.nodes(3, slots=1)` changes that.
 
-    After the test, its log verifies and nothing is left to decide.
+    After the test, the log must verify and no decision may be pending.
     """
     marker = request.node.get_closest_marker("nodes")
     made = Driver(nodes=marker.args[0], **marker.kwargs) if marker else Driver()

@@ -1,4 +1,4 @@
-"""A command that says what it trains: its throughput is modelled, declared points set the level."""
+"""Commands that describe their model: throughput is modelled, then scaled to declared points."""
 
 from __future__ import annotations
 

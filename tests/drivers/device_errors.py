@@ -1,4 +1,4 @@
-"""From evidence to a root cause: what devices, ranks and peers tell, joined."""
+"""Reports of device errors and of health changes, for tests of root causes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def health(d: Driver, node: str, said: Any, *, check: str = "gpu", why: str = ""
 
 
 def four(d: Driver) -> int:
-    """A task of four ranks on n1 and n2; n3 is idle."""
+    """A task of four ranks on n1 and n2; n3 has no ranks."""
     task = d.running()
     d.progress(task, 3)
     assert {x.slot.node for x in task_of(d, task).ranks.values()} == {"n1", "n2"}

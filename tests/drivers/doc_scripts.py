@@ -1,4 +1,4 @@
-"""The scripts of docs/reference, which is no package."""
+"""Loads the scripts of docs/reference, which is not a package."""
 
 from __future__ import annotations
 

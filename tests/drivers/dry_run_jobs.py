@@ -1,4 +1,4 @@
-"""A dry run is what the heart then decides, and an operator's write may be held to its input."""
+"""Job specs for tests of the dry run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Plain = dict[str, Any]
 
 
 def job(name: str, weight: float, low: int, rates: list[int], *, command: bool = False) -> Plain:
-    """A job spec as a user writes it: from `low` slots on, each size earns so much more."""
+    """A job spec as a user writes it. `rates`: TFLOP/s at `low` slots, then the gain per slot."""
     table = {low + at: 1e12 * sum(rates[:at + 1]) for at in range(len(rates))}
     made: Plain = {"apiVersion": "unicron/v1", "name": name, "weight": weight, "throughput": table,
                    "slots": {"min": low, "max": low + len(rates)}}

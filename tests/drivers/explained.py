@@ -1,4 +1,4 @@
-"""A plan as its record explains it."""
+"""A plan with the explanation that its record has."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from unicron.events.records.decisions import Alternative
 
 
 def explained(asked: PlanProblem) -> tuple[planner.Choice, tuple[Alternative, ...], str]:
-    """The planner's choice, its alternatives with their distances, and the sentence that says why.
+    """The planner's choice, its alternatives with their distances, and the explanation.
 
     No task allows more than its largest size.
     """

@@ -1,4 +1,4 @@
-"""A task that stands: who keeps it waiting, and what is done about it, decision by decision."""
+"""Reports of a stalled task, for tests of hangs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def went_on(d: Driver, task: int, rank: int) -> list[Record]:
 
 
 def hung(d: Driver, task: int, *victims: int) -> list[int]:
-    """All stand, the victims in work of their own; the seqs that tell so."""
+    """All ranks stall, the victims outside collectives. Returns the seqs of the reports."""
     told = [stalled(d, task, rank, *(("own",) if rank in victims else ()),
                     collective=0 if rank in victims else 1)
             for rank in sorted(task_of(d, task).ranks)]

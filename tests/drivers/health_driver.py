@@ -1,4 +1,4 @@
-"""What tests of health share: a clock that is set, and a tree of files as the kernel's."""
+"""Shared by tests of health: a clock that the test sets, and files like the kernel's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Clock:
 
 
 def write(root: Path, files: dict[str, str]) -> None:
-    """Files under `root`, by path."""
+    """Write files under `root`, by path."""
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The HTTP port: every call over a real socket, every refusal one line with a hint."""
+"""A control plane's HTTP API on a real socket, with a client for tests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ JOB: dict[str, Any] = {
 
 
 class Site:
-    """One control plane and a client of it."""
+    """One control plane and an HTTP client of it."""
 
     def __init__(self, log: MemoryLog, coordinator: Coordinator, client: aiohttp.ClientSession,
                  url: str) -> None:
@@ -59,7 +59,7 @@ class Site:
         return str(answer["error"]), str(answer["hint"])
 
     async def written_once(self, kind: str, path: str, body: object) -> Any:
-        """Asked twice under one key: answered alike, written once. The record's body."""
+        """Two requests with one key get the same answer and write one record. Returns its body."""
         _, first = await self.ask("POST", path, body, Idempotency_Key=kind)
         status, again = await self.ask("POST", path, body, Idempotency_Key=kind)
         assert (status, first) == (200, again)
@@ -70,7 +70,7 @@ class Site:
 
 
     async def tell(self, *bodies: Body) -> None:
-        """As the agent of n1; returns when the log has it."""
+        """Send reports as the agent of n1; return when they are in the log."""
         for body in bodies:
             self.told += 1
             await self.log.send([Report(source="n1/9", source_seq=self.told, occurred_s=1.0,

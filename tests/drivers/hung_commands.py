@@ -1,4 +1,4 @@
-"""A command that prints no line of progress any more: told; acted upon where its spec says so."""
+"""Commands that stop printing progress lines, for tests of hangs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes of a script, started as torchrun would; one alone is told of no others."""
+"""Starts the processes of a script like torchrun. A single process gets no rendezvous variables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LIMIT_S = 120.0
 
 
 def launch(script: Path, words: Sequence[str], num: int, **more: str) -> list[tuple[int, str]]:
-    """The exit code of each, and what it said to stderr. `more` goes into their environment."""
+    """The exit code and stderr of each process. `more` is added to their environment."""
     started: list[subprocess.Popen[str]] = []
     try:
         for environment in _environments(num, more):
@@ -33,7 +33,7 @@ def launch(script: Path, words: Sequence[str], num: int, **more: str) -> list[tu
 
 def fork(nursery: Nursery, script: Path, words: Sequence[str], num: int, **more: str
          ) -> list[tuple[int, str]]:
-    """As `launch`, without the seconds in which each process loads torch and Megatron."""
+    """As `launch`, but by fork: the processes need not load torch and Megatron."""
     argv = [str(script), *words]
     code = (f"import os, runpy, sys\nsys.argv = {argv!r}\ndel os.environ['UNICRON_RANK']\n"
             "runpy.run_path(sys.argv[0], run_name='__main__')\nsys.exit()\n")

@@ -1,4 +1,4 @@
-"""Who of a task with layouts is in its next generation, and at which place."""
+"""Job specs with layouts, for tests of membership."""
 
 from __future__ import annotations
 

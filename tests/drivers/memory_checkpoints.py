@@ -1,4 +1,4 @@
-"""Copies in the heart's eyes: who takes them, which count, and what a task comes back from."""
+"""Reports about in-memory checkpoints, for tests of the decider."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FIRST = first_store_number(1)
 
 def kept(d: Driver, task: int, node: str, step: int, *, generation: int = 0,
          start: int = FIRST) -> None:
-    """The first member tells that a node's keeper has a copy."""
+    """The first member reports that a node's store has a copy."""
     it = d.state.tasks[task]
     first = it.members[0]
     d.tell(d.source(first.node), r.MemoryCheckpointStored(
@@ -22,7 +22,7 @@ def kept(d: Driver, task: int, node: str, step: int, *, generation: int = 0,
 
 
 def ordered_anew(d: Driver, task: int) -> o.Reconfigure:
-    """All its processes die, and start again: what they are ordered then, and have not done."""
+    """Kill all processes of the task and start them again. Returns the order that they then get."""
     begin = len(d.log)
     for rank in sorted(task_of(d, task).ranks):
         d.exit(task, rank)
@@ -33,7 +33,7 @@ def ordered_anew(d: Driver, task: int) -> o.Reconfigure:
 
 def came(d: Driver, order: o.Reconfigure, rank: int, origin: str, node: str, size: int,
          step: int = 4) -> None:
-    """The rank is in the generation, with state from there."""
+    """The rank has joined the generation, with state from that origin."""
     process = d.state.tasks[order.task].ranks[rank]
     d.tell(d.source(process.slot.node), r.Reconfigured(
         task=order.task, rank=rank, attempt=process.attempt, generation=order.generation,

@@ -1,8 +1,8 @@
-"""Two nodes in network namespaces of their own, and the link between them, to cut it.
+"""Two nodes in two network namespaces, and a link between them that can be cut.
 
-The cluster's server and its control plane listen on loopback, as ever; in their namespace a relay
-takes what comes over the link. Nothing of it is reached from the machine's own network. Needs the
-rights to make namespaces, and `ip`.
+The log server and the control plane listen on loopback. In their namespace, a relay forwards
+connections from the link to them. The machine's own network has no access. Needs the rights to
+create namespaces, and `ip`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from unicron.events.log.embedded_server import Server, free_port
 
 HERE, THERE = "10.231.7.1", "10.231.7.2"
 NODES = ("n1", "n2")
-"""The first is where the control plane is, the second in the far namespace."""
+"""The first runs beside the control plane, the second in the far namespace."""
 RELAY_BYTES = 1 << 16
 IP_S_MAX = 30.0
 CLONE_NEWNET = 0x40000000
 
 
 def why_not() -> str:
-    """What keeps us from making namespaces here; empty: nothing."""
+    """The reason why namespaces cannot be created here, or ""."""
     if shutil.which("ip") is None:
         return "there is no `ip`"
     tried = subprocess.run(["unshare", "-n", "true"], capture_output=True, text=True,
@@ -41,7 +41,7 @@ def why_not() -> str:
 
 @contextmanager
 def namespaces(mark: str) -> Iterator[tuple[str, str]]:
-    """Two network namespaces with a link between them; gone afterwards."""
+    """Two network namespaces with a link between them; removed at the end."""
     near, far = f"{mark}-a", f"{mark}-b"
     try:
         for name in (near, far):
@@ -63,7 +63,7 @@ def _ip(*words: str) -> None:
 
 
 def cut(far: str) -> float:
-    """Take the link down; when."""
+    """Take the link down; return the time."""
     at_s = time.time()
     _ip("-n", far, "link", "set", "far", "down")
     return at_s
@@ -75,7 +75,7 @@ def mend(far: str) -> None:
 
 @contextmanager
 def within(name: str) -> Iterator[None]:
-    """This thread is in a namespace meanwhile, and all threads and processes that it starts."""
+    """Run this thread, and all threads and processes that it starts, in a namespace."""
     with open("/proc/thread-self/ns/net") as before:
         _enter(Path("/run/netns") / name)
         try:
@@ -97,7 +97,7 @@ def _enter_fd(fd: int) -> None:
 
 # --- in the near namespace -----------------------------------------------------------------------
 class Relay:
-    """Whatever comes to HERE goes on to a port of loopback, from this thread's namespace."""
+    """Forwards connections at HERE to a loopback port, in this thread's namespace."""
 
     def __init__(self, to_port: int) -> None:
         self.port = free_port()
@@ -150,7 +150,7 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 class Agents:
-    """The agents of both nodes, which know the control plane and the server by the relays alone."""
+    """The agents of both nodes. They reach the control plane and the log server by relays only."""
 
     def __init__(self, folder: Path, far: str, server: Server, client: Client, port: int, *,
                  num_slots: int, trace: Path) -> None:
@@ -172,7 +172,7 @@ class Agents:
                     stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True))
 
     def stop(self) -> None:
-        """Killed: their ranks die with them."""
+        """Kill the agents; their ranks die with them."""
         for agent in self._running:
             agent.kill()
             agent.wait()

@@ -1,4 +1,4 @@
-"""The table of single events: every event once, each with the plan that would be made."""
+"""Random planning problems for tests of the one-event plan table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from unicron.control_plane.throughput.transition_cost import Transition
 
 @st.composite
 def inputs(draw: st.DrawFn) -> tuple[PlanProblem, int]:
-    """Ties are frequent, and so are changes that cost more than they earn."""
+    """Ties are frequent, and so are changes that cost more than they gain."""
     wafs = st.sampled_from([0.0, 1.0, 1.5, 2.0, 3.0, 1e12]) | st.floats(0, 1e15, allow_nan=False)
     spans = st.sampled_from([0.0, 10.0, 1e4])
     linear, bound = draw(st.booleans()), draw(st.sampled_from([False, False, True]))

@@ -1,4 +1,4 @@
-"""Many training ranks in little time: the product's zygote, whose ranks are the tests' children."""
+"""Starts training ranks quickly: a zygote whose ranks become children of the test process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from unicron.workers.ipc.fork_protocol import REQUEST_BYTES_MAX, ForkReply, Fork
 
 START_S = 90.0
 PATCH = "UNICRON_TEST_PATCH"
-"""In a rank's environment: what it runs before it is a rank, of the agent at the end of `fd`."""
+"""Environment variable of a rank: code that it runs first. `fd` is the socket to the agent."""
 ZYGOTE = f"""
 import os
 from unicron.workers.training import rank, zygote
@@ -31,7 +31,7 @@ zygote.main()
 
 
 class Forked:
-    """A child that was forked for us, with what the tests use of a Popen."""
+    """A forked child, with the methods of Popen that the tests need."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -61,7 +61,7 @@ class Forked:
 
 
 class Nursery:
-    """The product's zygote, whose ranks become children of the tests."""
+    """The product's zygote; its ranks become children of the test process."""
 
     def __init__(self, log: Path) -> None:
         linux.adopt_orphans()

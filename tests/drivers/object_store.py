@@ -1,11 +1,11 @@
-"""An object store for tests, behind fsspec as `bucket://`: objects appear whole, and never move.
+"""An object store for tests, behind fsspec as `bucket://`.
 
-It keeps them as files of the folder that UNICRON_TEST_BUCKET names, so that every process sees
-them. There are no folders but what names imply, and there is no rename. While there is a file
-`down` beside them, it refuses all with an error that is no OSError, as some drivers do. Like a
-driver of sftp it makes one connection, to the Door that UNICRON_TEST_DOOR names, and asks through
-that for ever: once it is broken, all is refused.
-Imported, it is registered; a rank that runs `KNOWN` before it is one knows it.
+The objects are files in the folder UNICRON_TEST_BUCKET, so that every process sees them. Objects
+appear when complete. There is no rename, and folders exist only as prefixes of names. While a file
+`down` exists in the folder, every call fails with an error that is not an OSError, as with some
+drivers. Like an sftp driver, a process keeps one connection, to the Door in UNICRON_TEST_DOOR: when
+that breaks, every call fails. Importing this module registers it; a rank registers it by running
+`KNOWN` first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KNOWN = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import
 
 
 class Door:
-    """A server at `port` that gives back each byte, until it is closed."""
+    """A TCP server at `port` that echoes each byte until it is closed."""
 
     def __init__(self) -> None:
         self._server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), _Echo)
@@ -49,7 +49,7 @@ class _Echo(socketserver.BaseRequestHandler):
 
 
 class Denied(Exception):
-    """What this store says when it is down."""
+    """The error of every call while the store is down."""
 
 
 class _Upload(io.BytesIO):
@@ -126,7 +126,7 @@ class Bucket(AbstractFileSystem):
                 self._rm(name)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """There are none."""
+        """Do nothing: the store has no folders."""
 
     def cp_file(self, path1: str, path2: str, **kwargs: Any) -> None:
         raise NotImplementedError("nothing moves here")

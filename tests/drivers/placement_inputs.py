@@ -1,4 +1,4 @@
-"""Two nodes and two racks for every task that can have them, nobody moved without need."""
+"""Random clusters and tasks for tests of placement."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from unicron.control_plane.state.task import Rank, Task
 from unicron.events.records.types import Labels, Member, Seat, Slot
 
 Held = dict[str, int]
-"""Seats of one task by node."""
+"""Number of a task's seats by node."""
 Where = dict[str, Labels]
 Case = tuple[list[Task], list[int], list[Slot], Where]
 Sits = Callable[[st.DrawFn, int, Sequence[Slot]], Task]
-"""Makes the task of this number, which has these slots."""
+"""Makes the task with this number on these slots."""
 
 
 def task_at(number: int, slots: Sequence[Slot], *, started: bool = True,
             num_layers: int = 1) -> Task:
-    """A task that trains on these slots, or that only wants to."""
+    """A task that trains on these slots, or that is only assigned to them."""
     train = {"iterations": 50, "output": "/tmp/out", "batch": {"global": 24, "micro": 2},
              "model": {"num_layers": num_layers}}
     task = Task(id=number, spec=spec(name=f"t{number}", train=train), weight=1.0, submitted_s=0.0,
@@ -42,9 +42,9 @@ def of(slots: Sequence[Slot]) -> Held:
 @st.composite
 def clusters(draw: st.DrawFn, sits: Sits, *, each_max: int, tasks_max: int,
              count_max: int) -> Case:
-    """Tasks that sit somewhere, some of whose slots are gone, and what the plan gives them now.
+    """Tasks on slots of which some are lost; their new numbers of slots; the slots; labels.
 
-    On nodes of at most `each_max` slots; a task has had so many at most.
+    `each_max`: most slots of a node, and of a task before. `count_max`: most slots of a task now.
     """
     nodes = [(f"n{i}", draw(st.integers(1, each_max))) for i in range(draw(st.integers(2, 4)))]
     where = {name: Labels(rack=draw(st.sampled_from(["", "r1", "r2"])),

@@ -1,7 +1,6 @@
-"""`unicron plan` of a cluster: its pages, what is typed wrongly, and a dry run carried out.
+"""`unicron plan` of a cluster, for tests of its screens.
 
-`UNICRON_SNAPSHOTS=write pytest tests/cli/test_plan_live.py` writes the pages anew; read the
-difference.
+`UNICRON_SNAPSHOTS=write pytest tests/cli/test_plan_live.py` rewrites the screens; check the diff.
 """
 
 from __future__ import annotations
@@ -17,6 +16,6 @@ INPUT = 9
 
 
 def plain_of(found: dry_run.DryRunResult) -> Plain:
-    """As the control plane answers; another digest of the plan's input would be another screen."""
+    """The answer of the control plane, with a fixed digest of the plan's input."""
     told: Plain = msgspec.json.decode(msgspec.json.encode(found))
     return {**told, "input": INPUT, "computed_by": VERSION}

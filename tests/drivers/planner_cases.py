@@ -1,7 +1,7 @@
-"""Clusters as planners meet them, from a seed: tasks that run, a few of them hurt, some that wait.
+"""Random planning problems: running tasks, a few of them faulted, and waiting tasks.
 
-T(t, x) is that of data parallelism over a model of so many GPUs: an iteration's micro-batches are
-dealt to the replicas, and the fullest one makes the pace, so that it rises in steps, ever less.
+T(t, x) is that of data parallelism. The micro-batches of an iteration are divided among replicas;
+the replica with the most sets the speed. So T rises in steps that become smaller.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def candidates_of(found: Sequence[Sequence[tuple[int, int]]]) -> Candidates:
 
 
 def case(num_tasks: int, num_gpus: int, seed: int = 0, *, gain_min: float = 0.0) -> PlanProblem:
-    """So many tasks on so many GPUs; all that run fit, and one in fifty is hurt."""
+    """A problem with these tasks and GPUs. All running tasks fit; one in fifty is faulted."""
     random = Random(f"{seed} {num_tasks} {num_gpus}")
     most = max(4 * num_gpus // max(num_tasks, 1), 2 * NODE_NUM)
     wishes = [_wish(random, task, most) for task in range(1, num_tasks + 1)]
@@ -56,7 +56,7 @@ def _wish(random: Random, task: int, most: int) -> TaskDemand:
     rounds = 0
     for replicas in range(1, min(micro, most // model) + 1):
         if -(-micro // replicas) == rounds:
-            continue  # as fast as with fewer
+            continue  # not faster than fewer replicas
         rounds = -(-micro // replicas)
         speed = model * micro / rounds / (1 + reduce_share * replicas)
         sizes.append(model * replicas)
@@ -67,7 +67,7 @@ def _wish(random: Random, task: int, most: int) -> TaskDemand:
 
 
 def _greedy(wishes: list[TaskDemand], num_gpus: int) -> list[int]:
-    """What each has: the steps that earn most for each GPU, while one fits."""
+    """Sizes by a greedy choice: the step with the largest gain per GPU, while one fits."""
     now, left = [-1] * len(wishes), num_gpus
     heap = [(-wish.wafs[0] / wish.sizes[0], i) for i, wish in enumerate(wishes)]
     heapq.heapify(heap)
@@ -86,16 +86,16 @@ def _greedy(wishes: list[TaskDemand], num_gpus: int) -> list[int]:
 
 # --- inputs that tell the candidates apart by little, or not at all ------------------------------
 Curve = Callable[[int], float]
-"""What so many slots earn."""
+"""Throughput by number of slots."""
 
 
 def degenerate(family: str, num_tasks: int, num_gpus: int, seed: int = 0) -> PlanProblem:
-    """A cluster of one of FAMILIES; each task may take up to twice its part of the GPUs."""
+    """A problem of one of FAMILIES. Each task may use up to twice its share of the GPUs."""
     return FAMILIES[family](Random(f"{family} {seed} {num_tasks} {num_gpus}"), num_tasks, num_gpus)
 
 
 def _asked(num_gpus: int, tasks: list[tuple[list[int], Curve]]) -> PlanProblem:
-    """Nobody has anything yet."""
+    """A problem in which no task has slots yet."""
     return PlanProblem(demands=tuple(
         TaskDemand(task=task, name=f"t{task}", now=0, faulted=False,
              transition=Transition.uniform(30.0),
@@ -120,7 +120,7 @@ def _all(power: float, step: int = 1, rates: Callable[[Random], float] = lambda 
 
 
 def _huge(power: float) -> Callable[[Random, int, int], PlanProblem]:
-    """One task that may have every GPU, beside small ones."""
+    """One task that may use every GPU, beside small ones."""
     return lambda random, num_tasks, num_gpus: _asked(num_gpus, [
         (list(range(1, num_gpus + 1)), _curve(GPU_FLOPS, power)),
         *((list(range(1, 9)), _curve(GPU_FLOPS * random.uniform(0.6, 1.4), 0.9))
@@ -128,7 +128,7 @@ def _huge(power: float) -> Callable[[Random, int, int], PlanProblem]:
 
 
 def _one_size(more: float) -> Callable[[Random, int, int], PlanProblem]:
-    """Each task has one size; with `more` each of them earns so many slots' worth besides."""
+    """Each task has one size. It earns as much as `more` additional slots would."""
     def made(random: Random, num_tasks: int, num_gpus: int) -> PlanProblem:
         most = 4 * num_gpus // num_tasks
         return _asked(num_gpus, [([random.randint(2, most)], lambda size: GPU_FLOPS * (size + more))
@@ -137,7 +137,7 @@ def _one_size(more: float) -> Callable[[Random, int, int], PlanProblem]:
 
 
 def _noisy(share: float) -> Callable[[Random, int, int], PlanProblem]:
-    """Linear but for so much."""
+    """Linear, except for a random share of this size."""
     def made(random: Random, num_tasks: int, num_gpus: int) -> PlanProblem:
         return _asked(num_gpus, [
             (_upto(num_tasks, num_gpus),
@@ -148,7 +148,7 @@ def _noisy(share: float) -> Callable[[Random, int, int], PlanProblem]:
 
 def _faulty(make: Callable[[Random, int, int], PlanProblem]
             ) -> Callable[[Random, int, int], PlanProblem]:
-    """Everybody trains, then a node is lost, and the tasks on it are hurt."""
+    """All tasks train; then one node is lost, and two tasks are faulted."""
     def made(random: Random, num_tasks: int, num_gpus: int) -> PlanProblem:
         asked = make(random, num_tasks, num_gpus)
         left, wishes = num_gpus, list[TaskDemand]()

@@ -1,4 +1,4 @@
-"""The planner is exact: brute force agrees, ties are settled alike, and it says what it beat."""
+"""Random planning problems for tests that compare the planner with brute force."""
 
 from __future__ import annotations
 

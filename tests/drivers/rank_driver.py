@@ -1,4 +1,4 @@
-"""A driver that plays agent and control plane to real rank processes over the real wire."""
+"""Plays agent and control plane for real rank processes over the real protocol."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ TASK = 7
 Drive = Callable[..., Any]
 """The fixture `drive`: `drive(dropout=0.1, iterations=20)` makes a driver."""
 Twins = Callable[..., Any]
-"""The fixture `twin`: `twin(0.1)` is the undisturbed run with that dropout."""
+"""The fixture `twin`: `twin(0.1)` is the reference run with that dropout."""
 EXEC = [sys.executable, "-m", "unicron.workers.training.rank"]
-"""Starts a rank as an agent does that has no zygote: seconds of a core."""
+"""Starts a rank without a zygote, as an agent does; takes seconds of CPU time."""
 NO_ORDER = o.DropMemoryCheckpoints(nodes=("n1",), task=0)
-"""Says nothing to a rank."""
+"""An order that a rank ignores."""
 
 
 class Process:
-    """One rank's process and our end of its socket: forked by a nursery, or started by exec."""
+    """One rank's process and the driver's end of its socket. Forked by a nursery, or by exec."""
 
     def __init__(self, rank: int, attempt: int, by: Nursery | list[str], patch: str,
                  folder: Path, trace: Path) -> None:
@@ -67,7 +67,7 @@ class Process:
         self.socket.sendall(pack(Frame(body=body, seq=1, epoch=1)))
 
     def read_all(self, limit_s: float) -> bool:
-        """Wait until it has read all that it was sent; whether it did. Source: tcp(7), SIOCOUTQ."""
+        """Wait until the process has read everything sent to it. Source: tcp(7), SIOCOUTQ."""
         last_s = time.monotonic() + limit_s
         while any(fcntl.ioctl(self.socket, termios.TIOCOUTQ, bytes(4))):
             if time.monotonic() > last_s:
@@ -80,13 +80,13 @@ class Process:
 
 
 class Driver:
-    """A task of real ranks. Every wait has a limit; `close` ends what was started, by its pid."""
+    """A task of real ranks. Every wait has a limit. `close` kills the started processes."""
 
     def __init__(self, spec: JobSpec, folder: Path, nursery: Nursery) -> None:
         self.by: Nursery | list[str] = nursery
-        """Who forks the ranks that are launched from now on, or what is executed for each."""
+        """Forks the ranks that are launched from now on, or the command that starts each."""
         self.patch = ""
-        """What those that are forked run first."""
+        """Code that forked ranks run first."""
         self.spec = spec
         self.folder = folder
         self.trace_dir = folder / "trace"
@@ -94,14 +94,14 @@ class Driver:
         self.started: list[Process] = []
         self.generation = 0
         self.keepers: list[LocalKeeper] = []
-        """Who takes copies, from the next generation on."""
+        """The stores that receive copies, from the next generation on."""
         self.reports: list[tuple[int, int, Body]] = []
         self.changed = threading.Condition()
         self._num_held: dict[int, int] = {}
         self._traces: dict[int, tuple[int, tuple[dict[str, Any], ...]]] = {}
-        """How far each rank's trace is read, and its lines."""
+        """By rank: the offset up to which the trace is read, and its lines."""
         self.hears = threading.Event()
-        """Cleared, it is as an agent that is stopped: it reads nothing."""
+        """While it is cleared, the driver reads nothing, like a stopped agent."""
         self.hears.set()
 
     def start(self, *ranks: int, attempt: int = 1) -> None:
@@ -126,7 +126,7 @@ class Driver:
         unpacker = Unpacker()
         while True:
             try:
-                process.socket.recv(1, socket.MSG_PEEK)  # who has gone deaf meanwhile takes nothing
+                process.socket.recv(1, socket.MSG_PEEK)  # peek: consume nothing if stopped
                 self.hears.wait()
                 data = process.socket.recv(1 << 16)
             except OSError:
@@ -169,15 +169,15 @@ class Driver:
             self.processes[rank].send(body)
 
     def heard(self, *ranks: int) -> None:
-        """Wait until these know of every order that they were sent."""
+        """Wait until these ranks have received every order sent to them."""
         for rank in ranks:
             process = self.processes[rank]
             assert process.read_all(WAIT_S), self.story()
-            process.send(NO_ORDER)  # what came before is taken before this is read
+            process.send(NO_ORDER)  # a rank handles earlier orders before it reads this one
             assert process.read_all(WAIT_S), self.story()
 
     def says(self, rank: int, text: str, times: int = 1) -> None:
-        """Wait until the rank's log has this text, so many times."""
+        """Wait until the rank's log has this text `times` times."""
         log = self.processes[rank].log
         self.until(lambda: log.read_text().count(text) >= times)
 
@@ -190,7 +190,7 @@ class Driver:
 
     def reconfigure(self, ranks: list[int], checkpoint: str = "",
                     copies: tuple[MemoryCheckpoint, ...] = (), axes: Axes | None = None) -> int:
-        """Order a new generation of these ranks, in this layout; its number."""
+        """Order a new generation of these ranks, in this layout; return its number."""
         self.generation += 1
         members: list[Member] = []
         for rank in ranks:
@@ -214,7 +214,7 @@ class Driver:
     def form(self, ranks: list[int], progress_from: int = 0, checkpoint: str = "",
              copies: tuple[MemoryCheckpoint, ...] = (), axes: Axes | None = None
              ) -> dict[int, r.Reconfigured]:
-        """A new generation, up and training."""
+        """Start a new generation and let it train."""
         self.reconfigure(ranks, checkpoint, copies, axes)
         told = self.reconfigured(ranks)
         self.resume(ranks, progress_from)
@@ -239,9 +239,9 @@ class Driver:
 
     def leave(self, ranks: list[int], mode: QuiesceMode, hold: Path | None = None
               ) -> dict[int, list[Body]]:
-        """Order these to leave, the first of them to save; what each says of it until it holds.
+        """Order these ranks to quiesce, the first with a checkpoint; their reports until then.
 
-        A `hold` is taken away when all have heard.
+        A `hold` is removed when all have received the order.
         """
         with self.changed:
             begin = len(self.reports)
@@ -265,10 +265,10 @@ class Driver:
         return {rank: self.wait(r.Quiesced, rank, where=self._now) for rank in ranks}
 
     def left_by_themselves(self, ranks: list[int]) -> set[int]:
-        """Which of these a fault made leave, with no order.
+        """The ranks that a fault made quiesce without an order.
 
-        gloo tells a closed connection to no wait that is half done (control.py), which is rare: who
-        sits in one is told to leave, as the control plane tells all.
+        Rarely, gloo does not report a closed connection to a wait in progress. Those ranks get an
+        order to quiesce, as from the control plane.
         """
         def found() -> set[int]:
             return {body.rank for _, _, body in self.reports
@@ -284,13 +284,13 @@ class Driver:
         return bool(body.generation == self.generation)
 
     def kill(self, rank: int) -> None:
-        """SIGKILL, and reaped, as an agent would."""
+        """SIGKILL and reap, as an agent would."""
         process = self.processes.pop(rank)
         process.popen.kill()
         process.popen.wait(10)
 
     def lose_agents(self, *ranks: int) -> None:
-        """Their agents are gone: each of these ends itself as soon as it sees that."""
+        """Close the agents' sockets. Each rank must end as soon as it sees that."""
         for rank in ranks:
             self.processes[rank].socket.shutdown(socket.SHUT_RDWR)
         for rank in ranks:
@@ -304,7 +304,7 @@ class Driver:
         return told
 
     def final_checkpoint(self, generation: int | None = None) -> Path:
-        """Where the final checkpoint is; it is of this generation, if one is given."""
+        """The final checkpoint's path. Its generation is checked if one is given."""
         saved, work = self.told(r.CheckpointSaved)[-1], self.spec.train or self.spec.loop
         assert work is not None
         assert (saved.final, saved.step_version) == (True, work.iterations)
@@ -313,20 +313,20 @@ class Driver:
         return Path(work.output) / saved.path
 
     def trace(self, rank: int) -> list[dict[str, Any]]:
-        """All lines of a rank's trace; only what is new is read."""
+        """All lines of a rank's trace; only new lines are read from the file."""
         path = self.trace_dir / f"{TASK}-{rank}.jsonl"
         begin, lines = self._traces.get(rank, (0, ()))
         if path.exists() and path.stat().st_size > begin:
             with path.open("rb") as file:
                 file.seek(begin)
                 new = file.read()
-            whole = new[: new.rfind(b"\n") + 1]  # a line may still be on its way
+            whole = new[: new.rfind(b"\n") + 1]  # the last line may be incomplete
             lines = (*lines, *map(json.loads, whole.splitlines()))
             self._traces[rank] = begin + len(whole), lines
         return list(lines)
 
     def strike(self, rank: int, *, iteration: int, event: str, nth: int = 1) -> None:
-        """Return the moment rank begins its `nth` `event` of this iteration."""
+        """Return when the rank starts its `nth` `event` of this iteration."""
         last_s = time.monotonic() + WAIT_S
         while time.monotonic() < last_s:
             seen = [line for line in self.trace(rank)
@@ -338,7 +338,7 @@ class Driver:
 
     def hold(self, rank: int, event: str, iteration: int, *, then: str = "wait",
              **where: int) -> Path:
-        """Have the rank stop, or raise, as soon as it begins this; the file that says so."""
+        """Make the rank wait, or raise, at this event; return the file that requests it."""
         file = self.trace_dir / "hold" / f"{TASK}-{rank}"
         file.parent.mkdir(parents=True, exist_ok=True)
         self._num_held[rank] = self._times_held(rank, iteration)
@@ -349,7 +349,7 @@ class Driver:
         return file
 
     def held(self, rank: int, iteration: int) -> dict[str, Any]:
-        """Wait until the rank is held; the line of its trace that says where."""
+        """Wait until the rank is held; return the line of its trace."""
         self.strike(rank, iteration=iteration, event="held", nth=self._num_held[rank] + 1)
         return next(line for line in self.trace(rank)[::-1] if line["event"] == "held")
 
@@ -358,7 +358,7 @@ class Driver:
                    for line in self.trace(rank))
 
     def losses(self) -> dict[int, float]:
-        """Iteration -> loss, as told; the last word counts."""
+        """Iteration -> loss, as last reported."""
         return {told.first_iteration + index: loss for told in self.told(r.TaskProgressed)
                 for index, loss in enumerate(told.losses)}
 

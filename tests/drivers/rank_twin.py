@@ -1,4 +1,4 @@
-"""The reference run of a small task, and how far from it still counts as equal."""
+"""The reference run of a small task, and the tolerance for comparisons with it."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ for number, order in enumerate(orders(train.num_micro_batches)):
     sys.exit()
 sys.exit(any(os.waitpid(child, 0)[1] for child in trained))
 """
-"""Of `spec` into `folder`, all three beside each other, by a process that is no rank."""
+"""Trains `spec` into `folder` in three summation orders at once; not a rank."""
 
 
 class Twin:
-    """The undisturbed twin, and the noise of summing its micro-batches in another order."""
+    """The reference run, and the noise of summing its micro-batches in another order."""
 
     def __init__(self, spec: JobSpec, folder: Path, nursery: Nursery, limit_s: float = TWIN_S
                  ) -> None:
@@ -57,7 +57,7 @@ class Twin:
         return compare(path, self.path)
 
     def is_equal(self, path: Path) -> bool:
-        """Losses and parameters of the checkpoint are the twin's, but for that noise."""
+        """True if losses and parameters equal the reference run's, within the noise."""
         found = self.difference(path)
         print(f"difference: {found}")
         return self.allows(found)

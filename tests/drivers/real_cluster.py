@@ -1,4 +1,4 @@
-"""A whole cluster of real processes: server, control plane, agents, ranks."""
+"""A complete cluster of real processes: log server, control plane, agents, ranks."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ T = TypeVar("T")
 Spec = dict[str, Any]
 ENDED = ("finished", "failed", "cancelled")
 HELD_S = 1e6
-"""Tests hold ranks by their traces, and this machine may hold them too: nothing is a hang before
-this, except where a test says so."""
+"""Hang limit. Tests hold ranks, and a loaded machine delays them: neither may look like a hang,
+unless a test says otherwise."""
 LIMIT_S = 120.0
-"""What is waited for has come by then, also where other work has the cores."""
+"""Limit of every wait; enough on a loaded machine."""
 POLL_S = 0.02
-"""A look asks the control plane: more of them take the cores from what is waited for."""
+"""Each poll asks the control plane. Shorter intervals would take CPU time from the cluster."""
 
 
 class RealCluster:
-    """Nodes of two slots, and eyes on the log and on the ranks' traces."""
+    """A cluster with nodes of two slots; reads the log and the ranks' traces."""
 
     def __init__(self, path: Path, num_agents: int = 2,
                  policy: Mapping[str, float] | None = None) -> None:
@@ -63,7 +63,7 @@ class RealCluster:
         return client
 
     def start_control_plane(self, crash_after: str = "") -> None:
-        """Anew; with `crash_after` it kills itself after (before: `-`) that record."""
+        """Start a new one, which kills itself after (with `-`: before) a `crash_after` record."""
         self._client = None
         environment = {"UNICRON_CRASH_AFTER_KIND": crash_after} if crash_after else {}
         os.environ.update(environment)
@@ -96,7 +96,7 @@ class RealCluster:
             assert self.wait_ended(task)["state"] == "cancelled", self.endings(task)
 
     def restore(self) -> None:
-        """As after the start: all agents run, no node is drained, no task is left."""
+        """Restore the initial state: all agents run, no node is drained, no task is left."""
         view = self.client().get("/v1/state")
         self.cancel(*(task["id"] for task in view["tasks"] if task["state"] not in ENDED))
         for node in view["nodes"]:
@@ -105,15 +105,15 @@ class RealCluster:
             if node["drained"]:
                 self.client().post(f"/v1/nodes/{node['id']}/undrain", {"reason": "a test"})
         self.local.wait_agents(self.client())
-        self._trace.events.clear()  # each look at the trace of a task goes through all of it
+        self._trace.events.clear()  # each search of a trace reads all of its lines
 
     def client(self) -> Client:
-        """Of the control plane that leads now; waits until one does."""
+        """A client of the leading control plane; waits until there is one."""
         self._client = self.local.wait_control_plane()
         return self._client
 
     def _ask(self, ask: Callable[[Client], T]) -> T:
-        """Of the control plane that answered last, of its successor if it does not."""
+        """Call the control plane that answered last, or its successor."""
         if self._client is not None:
             try:
                 return ask(self._client)
@@ -122,7 +122,7 @@ class RealCluster:
         return ask(self.client())
 
     def records(self, after: int = 0) -> list[Record]:
-        """The log behind `after`; only what is new is fetched."""
+        """The log after `after`; only new records are fetched."""
         last = self._log[-1].seq if self._log else 0
         new = [from_plain(line) for line in self._ask(
             lambda client: list(client.records(last, follow=False)))]
@@ -131,21 +131,21 @@ class RealCluster:
         return self._log[after:]
 
     def seq(self) -> int:
-        """The end of the log as it is now."""
+        """The current end of the log."""
         return self.records()[-1].seq
 
     def told(self, after: int, kind: str, **wanted: object) -> list[Record]:
-        """Records of a kind behind `after` whose bodies have these values."""
+        """Records of a kind after `after` whose bodies have these values."""
         return [record for record in self.records(after) if record.kind == kind
                 and all(getattr(record.body, key) == value for key, value in wanted.items())]
 
     def wait_told(self, after: int, kind: str, **wanted: object) -> Record:
-        """The first of them."""
+        """The first such record, as soon as there is one."""
         return self.wait(lambda: next(iter(self.told(after, kind, **wanted)), None),
                          lambda: f"{kind} {wanted} behind {after}\n{self.tail(after)}")
 
     def wait_healed(self, after: int) -> Any:
-        """The body of the only IncidentClosed behind `after`: healed, and nothing was lost."""
+        """The body of the only IncidentClosed after `after`. It must be healed without any loss."""
         self.wait_told(after, "IncidentClosed")
         (closed,) = self.told(after, "IncidentClosed")
         body: Any = closed.body
@@ -154,7 +154,7 @@ class RealCluster:
         return body
 
     def tail(self, after: int) -> str:
-        """The log behind `after`, as last seen, in short lines, for a failed assertion."""
+        """The log after `after`, as last read, in short lines, for a failed assertion."""
         return "\n".join(f"{record.seq} {record.kind} {str(record.body)[:200]}"
                          for record in self._log[after:]
                          if record.kind != "TaskProgressed" and "Checkpoint" not in record.kind)
@@ -166,18 +166,18 @@ class RealCluster:
         return process
 
     def kill_agent(self, node: str) -> None:
-        """The agent, and with it its ranks: a node lost."""
+        """Kill the agent. Its ranks die with it, as if the node was lost."""
         os.kill(self.agent(node).pid, signal.SIGKILL)
 
     def start_agent(self, node: str) -> None:
-        """A killed one comes back, as a new incarnation."""
+        """Restart a killed agent as a new incarnation."""
         name = local_cluster.agent_name(node)
         self.wait(lambda: self.local.find(name) is None or None, f"the agent of {node} is gone")
         self.local.start(name)
 
     def hold(self, task: int, rank: int, **asked: Any) -> Path:
-        """Have a rank do what its trace can be asked for (workers/training/process/trace.py); it is
-        asked no more when the file is gone."""
+        """Request an action of a rank's trace (workers/training/process/trace.py). Deleting the
+        returned file ends the request."""
         hold = self.path / "trace" / "hold" / f"{task}-{rank}"
         hold.parent.mkdir(exist_ok=True)
         new = hold.with_suffix(".new")
@@ -186,23 +186,23 @@ class RealCluster:
         return hold
 
     def wait_held(self, task: int, rank: int, after_s: float) -> dict[str, Any]:
-        """The line of its trace that says it; after a time of its clock."""
+        """The trace line that says that the rank is held, with a time after `after_s`."""
         return self.wait(lambda: next(
             (line for line in self.traced(task) if line["event"] == "held"
              and line["rank"] == rank and line["t"] >= after_s), None), f"rank {rank} is held")
 
     def wait_paced(self, task: int, num: int) -> None:
-        """Until it is known of `num` ranks how fast they usually are in this generation."""
+        """Wait until the normal step time of `num` ranks in this generation is reported."""
         generation = self.task(task)["generation"]
         for rank in range(num):
             self.wait_told(0, "StepTimeChanged", task=task, rank=rank, generation=generation)
 
     def pids(self, task: int) -> dict[int, int]:
-        """The process of each rank."""
+        """The pid of each rank."""
         return {rank["rank"]: rank["pid"] for rank in self.task(task)["ranks"]}
 
     def kept(self, task: int, before: Mapping[int, int]) -> set[int]:
-        """The ranks whose processes are the same as `before`."""
+        """The ranks whose processes are the same as in `before`."""
         now = self.pids(task)
         return {rank for rank, pid in before.items() if now.get(rank) == pid}
 
@@ -211,7 +211,7 @@ class RealCluster:
         return [rank["rank"] for rank in self.task(task)["ranks"] if rank["node"] == node]
 
     def wait_whole(self, task: int, num: int) -> dict[str, Any]:
-        """Until the task steps, unhurt, with `num` members and none beside them."""
+        """Wait until the task steps with exactly `num` members and no standby."""
         def look() -> dict[str, Any] | None:
             view = self.task(task)
             assert view["state"] not in ("failed", "finished"), (view, self.endings(task))
@@ -225,7 +225,7 @@ class RealCluster:
         return self.wait(look, f"task {task} steps with {num} members")
 
     def wait_steps(self, task: int, num: int = 3) -> None:
-        """Until the task has told of `num` more iterations."""
+        """Wait until the task has reported `num` more iterations."""
         begun = self.task(task)["iteration"]
         self.wait(lambda: self.task(task)["iteration"] >= begun + num or None,
                   f"task {task} makes {num} steps from {begun}")
@@ -235,13 +235,13 @@ class RealCluster:
         return next(item for item in view["tasks"] if item["id"] == task)
 
     def traced(self, task: int) -> list[dict[str, Any]]:
-        """What the ranks of a task wrote about their work, oldest first."""
+        """The trace lines of a task's ranks, oldest first."""
         self._trace.look()
         return sorted((line for line in self._trace.events if line["task"] == task),
                       key=lambda line: float(line["t"]))
 
     def wait(self, look: Callable[[], T | None], what: str | Callable[[], str]) -> T:
-        """What `look` finds; AssertionError, with what is known then, if that is nothing."""
+        """Poll `look` until it returns a result; AssertionError with `what` after LIMIT_S."""
         deadline_s = time.monotonic() + LIMIT_S
         while time.monotonic() < deadline_s:
             try:
@@ -255,7 +255,7 @@ class RealCluster:
         raise AssertionError(f"not within {LIMIT_S:.0f} s: {said}")
 
     def wait_traced(self, task: int, **wanted: object) -> dict[str, Any]:
-        """The newest trace line with these values; only what is new is looked at again."""
+        """The newest trace line with these values; only new lines are searched again."""
         num_seen = 0
 
         def look() -> dict[str, Any] | None:
@@ -274,9 +274,9 @@ class RealCluster:
         return self.wait(look, f"task {task} ends")
 
     def losses(self, task: int, again_rel: float = 0.0) -> list[float]:
-        """The loss of every iteration, from the log alone; each told with one value.
+        """The loss of every iteration, from the log. All reports of an iteration must agree.
 
-        What was done again from a checkpoint may differ by `again_rel`; the last counts.
+        Iterations repeated from a checkpoint may differ by `again_rel`; the last value counts.
         """
         told: dict[int, float] = {}
         for record in self.records():
@@ -291,14 +291,14 @@ class RealCluster:
         return [told[iteration] for iteration in sorted(told)]
 
     def unicron(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """What the command line says of this cluster."""
+        """Run a command of the CLI on this cluster."""
         return subprocess.run(
             [sys.executable, "-P", "-m", "unicron.cli.main", *arguments,
              "--state", str(self.state.path)],
             capture_output=True, text=True, check=False, timeout=LIMIT_S)
 
     def verify(self) -> None:
-        """Export the log and decide it again in a fresh process: every decision is the same."""
+        """Export the log and replay it in a new process: every decision must be the same."""
         file = self.path / "log.unicron"
         for words in (["export", str(file), "--state", str(self.state.path)],
                       ["replay", str(file), "--verify"]):
@@ -309,7 +309,7 @@ class RealCluster:
         file.unlink()
 
     def endings(self, task: int) -> str:
-        """Why processes of a task ended, and the last words of each: for a failed assertion."""
+        """Why processes of a task ended, and the end of each log: for a failed assertion."""
         told = [f"{record.seq} {record.kind} {record.body}" for record in self.records()
                 if record.kind in ("RankExited", "RankErrored", "IncidentOpened", "StopRank")]
         logs = [f"{file.name}: {file.read_text()[-400:]}"
@@ -323,7 +323,7 @@ class RealCluster:
 @contextmanager
 def running(path: Path, num_agents: int = 2,
             policy: Mapping[str, float] | None = None) -> Iterator[RealCluster]:
-    """Started, and stopped by pid afterwards."""
+    """A started cluster; its processes are stopped by pid at the end."""
     made = RealCluster(path, num_agents, policy)
     try:
         made.start()

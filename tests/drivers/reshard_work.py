@@ -1,7 +1,7 @@
-"""What the members of test_resharding.py's worlds do: from layout to layout with their state.
+"""The work of the members in test_resharding.py: changes of layout with state transfer.
 
-A gradient is drawn whole, by the name of its parameter and the step, and Adam works on each element
-by itself: so after the same steps every layout has the same whole state, bit by bit.
+A gradient depends only on the parameter's name and the step, and Adam works on each element
+separately. So after the same steps every layout has the same complete state, bit by bit.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Layout(NamedTuple):
 
 
 Stop = tuple[Layout, int, tuple[int, ...]]
-"""What Walker.go takes."""
+"""The arguments of Walker.go."""
 
 
 class Walker:
-    """One member of the world, with its state. `turn`: by how many its place is from its number."""
+    """One member of the world, with its state. Its position is its number plus `turn`."""
 
     def __init__(self, number: int, train: Train) -> None:
         self.number, self.num_members = number, dist.get_world_size()
@@ -65,11 +65,11 @@ class Walker:
             self.whole = self.build(Layout(Axes()), 0, made)
             _take_handles(self.whole, made)
         self.expected = _pieces_of(training_state.tensors(self.whole))
-        gc.freeze()  # what goes with a trainee is all that a collection has to look through
+        gc.freeze()  # a collection then has to search only the objects of a training model
 
     @contextmanager
     def up(self, axes: Axes) -> Generator[Any]:
-        """A generation of all members; its groups."""
+        """The groups of a new generation of all members."""
         self.generation += 1
         dist.init_process_group("gloo", store=dist.PrefixStore(str(self.generation), self.store),
                                 rank=(self.number + self.turn) % self.num_members,
@@ -89,9 +89,9 @@ class Walker:
         return model.build(train, torch.device("cpu"), made, layout.axes, place)
 
     def go(self, layout: Layout, turn: int = 0, lost: Collection[int] = ()) -> dict[int, int]:
-        """Take the state over into the next layout, and a step in it; what came from where.
+        """Take over the state into the next layout, and step; the source of each part of the state.
 
-        `lost` are places of the last layout whose members have lost all that they had.
+        `lost`: positions of the last layout whose members have lost their state.
         """
         last = (self.number + self.turn) % self.num_members
         seated = range(num_positions(self.layout.axes))
@@ -131,7 +131,7 @@ class Walker:
                                        staged=staged)
 
     def check(self, held: state_shards.State, when: str) -> None:
-        """All of it is what the whole model has there."""
+        """Assert that all of it equals the whole model's state."""
         by_key = {piece.key: (piece, tensor) for piece, tensor in self.expected.items()}
         odd = []
         for piece, tensor in held.items():
@@ -167,13 +167,13 @@ def _step(trainee: model.TrainingModel, held: state_shards.State, step: int) -> 
 
 
 def _pieces_of(tensors: dict[str, torch.Tensor]) -> state_shards.State:
-    """Each tensor, whole, by the name of its key."""
+    """Each tensor as one whole shard, by key."""
     return {_whole(Shard(key, state_shards.kind_of(tensor, tuple(tensor.shape)), Region((), ()))):
             tensor for key, tensor in tensors.items()}
 
 
 def _whole(piece: Shard) -> Shard:
-    """The whole tensor that it is a piece of."""
+    """The whole tensor of which this is a shard."""
     shape = tuple(int(size) for size in piece.kind.partition(" ")[2].split("x") if size)
     return piece._replace(region=Region((0,) * len(shape), shape))
 
@@ -183,7 +183,7 @@ def _take_handles(trainee: model.TrainingModel, made: Any) -> None:
 
 
 def walk(number: int, train: Train, path: Sequence[Stop]) -> list[dict[int, int]]:
-    """Along a path of layouts; what came from where at each."""
+    """Go along a path of layouts; return the sources of the state at each."""
     walker = Walker(number, train)
     return [walker.go(*stop) for stop in path]
 
@@ -198,14 +198,14 @@ def gated(number: int, train: Train, path: Sequence[Stop]) -> None:
         return made
 
     model._config = config
-    # and Megatron's own draw counts: ours knows no two halves
+    # Megatron's own random initialisation, too: Unicron's does not support the two halves.
     model.without_initialisation = nullcontext
     model.draw_weights = lambda *given, **named: None
     walk(number, train, path)
 
 
 def gather(number: int, train: Train, layout: Layout) -> list[str]:
-    """The whole state comes to the first member, as for a copy of it, and goes back to all."""
+    """Gather the whole state at the first member, as for a copy, and give it back to all."""
     walker = Walker(number, train)
     walker.go(layout)
     with walker.up(layout.axes):
@@ -222,7 +222,7 @@ def gather(number: int, train: Train, layout: Layout) -> list[str]:
 
 
 def lose(number: int, train: Train, layout: Layout, lost: int) -> tuple[str, ...]:
-    """A member of a layout has lost all; what nobody has then."""
+    """A member of a layout has lost its state; returns the keys that no member has."""
     walker = Walker(number, train)
     walker.go(layout)
     with pytest.raises(Missing) as raised:
@@ -231,7 +231,7 @@ def lose(number: int, train: Train, layout: Layout, lost: int) -> tuple[str, ...
 
 
 def refuse(number: int, train: Train, what: str) -> tuple[dict[int, int], set[str]]:
-    """One of three replicas gives what is not to be taken; what each took, and what was logged."""
+    """One of three replicas sends invalid state; what each member took, and what was logged."""
     walker = Walker(number, train)
     walker.go(Layout(Axes(dp=3)))
     if number == 0:
@@ -253,8 +253,8 @@ def refuse(number: int, train: Train, what: str) -> tuple[dict[int, int], set[st
 
 
 def die(number: int, train: Train) -> None:
-    """The giver is gone in the middle of it: what the taker had is what it was. Then it goes well.
-    """
+    """The sender dies during the transfer: the receiver keeps its state. A second transfer
+    succeeds."""
     walker = Walker(number, train)
     walker.go(Layout(Axes(dp=2)))
     right, packed = state_exchange._pack, 0

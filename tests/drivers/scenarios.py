@@ -1,4 +1,4 @@
-"""The simulator: what it earns and loses by hand, exactly; its logs verify; the same twice."""
+"""Scenarios of the simulator, small enough to check by hand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NODE, DEVICE, PROCESS = "lost connection", "ECC errors", "exited abnormally"
 
 
 def plain(**changes: Any) -> dict[str, Any]:
-    """Four nodes of two slots, one task on all of them that earns 1e12 a slot."""
+    """Four nodes of two slots; one task that may use all of them, at 1e12 FLOP/s per slot."""
     return {
         "apiVersion": "unicron/v1", "name": "by-hand", "cluster": {"nodes": 4, "slots": 2},
         "tasks": [{"name": "one", "slots": {"min": 1, "max": 8}, "params": 1e9,
@@ -30,7 +30,7 @@ def plain(**changes: Any) -> dict[str, Any]:
 
 def two_tasks(happenings: list[ExternalEvent], weight: float = 1.0, **changes: Any
               ) -> tuple[RunInput, Policy]:
-    """Two under Unicron that want all slots together; the second has this weight."""
+    """Two tasks under Unicron whose maxima add up to all slots; `weight` is the second's."""
     tasks = [{"name": name, "weight": its, "slots": {"min": 1, "max": most},
               "throughput": {size: 1e12 * size ** 0.9 for size in range(1, most + 1)}}
              for name, its, most in (("one", 1.0, 5), ("two", weight, 3))]

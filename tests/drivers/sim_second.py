@@ -1,8 +1,8 @@
-"""A second simulator, small and apart from the first: what restarts, as sums over intervals.
+"""A second simulator of the restarting policies, independent of the first.
 
-Made from docs/guides/simulate.md and what the policies say of themselves. A node is a slot. It
-knows no heart, no records and no protocol: a task trains, stands, waits or starts, and each change
-of that is an event. Nothing of the simulator is taken over but the names of what happens.
+Source: docs/guides/simulate.md and the policies' own descriptions. A node is a slot. There is no
+decider, record or protocol. A task trains, is stalled, waits or starts; each change is an event. It
+shares only the names of events with the simulator.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NODE = "lost connection"
 
 @dataclass
 class Job:
-    """A task. `status`: trains; stands, and nobody was told; starts; waits."""
+    """A task. `status`: trains; stands (stalled, not reported yet); starts; waits."""
 
     rates: Mapping[int, float]
     weight: float
@@ -30,9 +30,9 @@ class Job:
     size: int = 0
     status: str = "trains"
     round: int = 0
-    """Of starts: what an older one promised is void."""
+    """Number of starts. Events of an older start are ignored."""
     alive: set[str] = field(default_factory=set[str])
-    """Nodes where a process of it lives."""
+    """Nodes on which a process of the task lives."""
     done_flop: float = 0.0
     kept_flop: float = 0.0
     kept_s: float = 0.0
@@ -43,12 +43,12 @@ class Job:
 
 
 def rate(rates: Mapping[int, float], num: int) -> float:
-    """Of the largest size that so many are enough for."""
+    """The throughput of the largest size that `num` nodes allow."""
     return max((flops for size, flops in rates.items() if size <= num), default=0.0)
 
 
 class Second:
-    """`how`: kept, moved or shrunk, as the policy says. `jobs` with the nodes they begin on."""
+    """`how`: kept, moved or shrunk, as the policy says. `jobs` have their initial nodes."""
 
     def __init__(self, nodes: Sequence[str], jobs: Sequence[Job], costs: Costs, how: str,
                  iteration_s: float) -> None:
@@ -56,9 +56,9 @@ class Second:
         self.iteration_s = iteration_s
         self.away: set[str] = set()
         self.out: set[str] = set()
-        """Of which the cluster was told."""
+        """Nodes that the cluster knows to be out."""
         self.repaired_soon: set[str] = set()
-        """In which a device failed: to be repaired."""
+        """Nodes with a failed device, which will be repaired."""
         self.life = dict.fromkeys(nodes, 0)
         self.lost = dict.fromkeys(
             ("detection", "transition", "waiting", "sub-healthy", "recomputed"), 0.0)
@@ -142,7 +142,7 @@ class Second:
             job.status = "stands"
 
     def _told(self, job: Job, round: int, node: str, life: int) -> None:
-        """By the node, if it lives to tell."""
+        """The node reports the fault, if it is still up."""
         lives = node not in self.away and self.life[node] == life
         if lives and job.round == round and job.status == "stands":
             self._stop(job)
@@ -160,7 +160,7 @@ class Second:
             self._plan()
 
     def _tell_all(self, node: str) -> None:
-        """What befell the node is told, and so what stood because of it."""
+        """The loss or return of the node is reported; tasks that stalled because of it end."""
         for job in self.jobs:
             if job.status in ("stands", "starts") and node in job.nodes and (
                     node not in job.alive):
@@ -168,13 +168,13 @@ class Second:
 
     # --- what the policy makes of it --------------------------------------------------------------
     def _stop(self, job: Job) -> None:
-        """All of it ends; a node that does not obey is out, whether or not it was told of."""
+        """All processes of the task end. A lost node cannot confirm that: it is known to be out."""
         self.out |= set(job.nodes) & self.away
         job.status, job.round, job.alive = "waits", job.round + 1, set()
 
     def _plan(self) -> None:
         known = -1
-        while len(self.out) > known:  # again where a node was found not to obey
+        while len(self.out) > known:  # again if `_stop` found a node that is out
             known = len(self.out)
             for job, seats in zip(self.jobs, self._seats(), strict=True):
                 if sorted(seats) != sorted(job.nodes):
@@ -198,7 +198,7 @@ class Second:
                     left[at] = [*job.nodes]
             return left
         before: list[list[str]] = []
-        while before != left:  # until what some give up the others have
+        while before != left:  # until the released slots are assigned
             before = [[*nodes] for nodes in left]
             for at, job in enumerate(self.jobs):
                 num = job.size - len(left[at])
@@ -213,7 +213,7 @@ class Second:
         self.earned -= job.weight * again_flop
         self.lost["recomputed"] += job.weight * again_flop
         job.alive = {node for node in job.nodes if node not in self.away}
-        if len(job.alive) == len(job.nodes):  # else some are away, and nobody was told
+        if len(job.alive) == len(job.nodes):  # else a node is lost, not yet reported
             self._later(self.now_s + self.costs.start_s, lambda: self._is_up(job, round))
 
     def _is_up(self, job: Job, round: int) -> None:
@@ -222,12 +222,13 @@ class Second:
 
 
 class Heals:
-    """One task that goes on with the members that live. Faults are far apart: each is over, but for
-    nodes that are away, before the next.
+    """One task that continues with the surviving members. Faults are far apart: each recovery ends
+    before the next fault, except for nodes that stay away.
 
-    A fault stops it until it is told, and for one regrouping without whom it cost. Who comes, or
-    comes back, starts beside it, and is let in at the end of an iteration by another regrouping.
-    Where a collective failed and nobody is gone, a cause is waited for, `evidence_s`.
+    A fault stops the task until its detection, and for one regrouping without the lost member. A
+    new or returning member starts beside the task. It joins at the end of an iteration, by another
+    regrouping. After a failed collective without a lost member, the task waits `evidence_s` for a
+    cause.
     """
 
     def __init__(self, rates: Mapping[int, float], nodes: Sequence[str], costs: Costs,
@@ -259,7 +260,7 @@ class Heals:
         self._until(horizon_s)
 
     def _offers(self, node: str, at_s: float) -> None:
-        """It joins if somebody lacks, and is free otherwise."""
+        """The node joins if the task has too few members; otherwise it is free."""
         if len(self.members) + len(self.joins) < self.size:
             self.joins.append((at_s + self.costs.start_s, node))
         else:

@@ -1,4 +1,4 @@
-"""One iteration that does not end, though its rank passes marks: it is told by name, and ended."""
+"""Reports of iterations that do not end although the rank makes progress."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def crawls(d: Driver, task: int, rank: int, own_s: float, /, **changes: Any) -> 
 
 
 def waited_for(d: Driver, task: int) -> list[int]:
-    """All others stand in a collective; the seqs that tell so."""
+    """All other ranks stall in a collective. Returns the seqs of the reports."""
     told = [stalled(d, task, rank) for rank in OTHERS]
     assert [kinds(x) for x in told] == [[]] * len(told)
     return [x[0].seq for x in told]

@@ -1,6 +1,6 @@
-"""The screens as a person sees them: snapshots of whole outputs, from a log of `unicron demo`.
+"""Snapshots of whole screens, from a log of `unicron demo`.
 
-`UNICRON_SNAPSHOTS=write pytest tests/cli/test_screens.py` writes them anew; read the difference.
+`UNICRON_SNAPSHOTS=write pytest tests/cli/test_screens.py` rewrites them; check the diff.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def seen(seq: int) -> tuple[dict[str, Any], float]:
     """The view after that record, a quarter of a second later."""
     cut: list[Record] = RECORDS[:seq]
     told = view(replay(cut))
-    told["cluster"]["hash"] = "unicron-state-1:0123456789abcdef"  # another test's business
+    told["cluster"]["hash"] = "unicron-state-1:0123456789abcdef"  # not part of this test
     return told, cut[-1].at_s + 0.25
 
 
 def check(name: str, lines: list[str], columns_max: int = 130) -> None:
-    """Hold the screen to its snapshot."""
+    """Compare the screen with its snapshot."""
     path = DATA / f"screen-{name}.txt"
     text = "\n".join(lines) + "\n"
     if os.environ.get("UNICRON_SNAPSHOTS") == "write":

@@ -1,4 +1,4 @@
-"""The rule of hot spares by brute force: all allocations, with one and without, all next faults."""
+"""Exhaustive check of the hot-spare rule: all allocations, with and without a spare, all faults."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ CLOSE_RATIO = Fraction(1, 10**9)
 
 
 def plan_by_force(asked: PlanProblem) -> tuple[int, ...]:
-    """What `planner.choose` must find; under limits and floors, what it finds: they are held
-    elsewhere."""
+    """The plan by exhaustive search. With limits or floors, the planner's own plan: other tests
+    check these."""
     if asked.limits is not None or constraints.has_floors(asked):
         return planner.choose_plan(asked).plan.slots
     rows = planner.allowed_candidates(asked)
@@ -26,7 +26,7 @@ def plan_by_force(asked: PlanProblem) -> tuple[int, ...]:
 
 
 def worth(wishes: Sequence[TaskDemand], slots: Sequence[int], span_s: float) -> Fraction:
-    """What the plan earns in so long, less what its changes cost."""
+    """The plan's work in `span_s`, less the cost of its changes."""
     total = Fraction(0)
     for wish, x in zip(wishes, slots, strict=True):
         kind_of = dict(zip(wish.sizes, wish.shapes, strict=False))
@@ -44,7 +44,7 @@ def worth(wishes: Sequence[TaskDemand], slots: Sequence[int], span_s: float) -> 
 
 
 def then(asked: PlanProblem, slots: Sequence[int]) -> Fraction:
-    """What is expected after the next fault, of a plan of `slots`: each slot fails as likely."""
+    """Expected work after the next fault under this plan. Every slot is equally likely to fail."""
     left = max(asked.num_slots - asked.spare_slots, 0)
     wishes = [
         replace(wish, now=x, faulted=False) for wish, x in zip(asked.demands, slots, strict=True)
@@ -61,7 +61,7 @@ def then(asked: PlanProblem, slots: Sequence[int]) -> Fraction:
 
 
 def may_idle(asked: PlanProblem) -> bool:
-    """Whether the plan with the spare may be chosen at all, whatever it is worth."""
+    """True if the rules allow the plan with the spare, whatever its objective value."""
     free, kept = both(asked)
     return any(kept) and not any(wish.now and x and not y for wish, x, y in
                                  zip(asked.demands, free, kept, strict=True)) and set(
@@ -76,7 +76,7 @@ def both(asked: PlanProblem) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def spare_by_force(asked: PlanProblem) -> tuple[Fraction, Fraction, Fraction]:
-    """(what a spare costs until the next fault, what it saves then, how exactly both are known)."""
+    """(cost of a spare until the next fault, its gain after that fault, the tolerance of both)."""
     plans = both(asked)
     now = [worth(asked.demands, slots, asked.running_s) for slots in plans]
     after = [then(asked, slots) for slots in plans]

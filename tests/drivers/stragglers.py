@@ -1,4 +1,4 @@
-"""Slow ranks: told with what they cost, started again only beyond measure, decision by decision."""
+"""Reports of slow ranks, for tests of stragglers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def paced(d: Driver, task: int, rank: int, own_s: float = 1.0, /, *, normal_s: f
 
 
 def known(d: Driver, task: int, **changes: Any) -> None:
-    """All are as they always are, and told so."""
+    """Report a normal step time for every rank."""
     for rank in sorted(task_of(d, task).ranks):
         assert kinds(paced(d, task, rank, iteration_s=1.1, **changes)) == []
     assert not task_of(d, task).slow

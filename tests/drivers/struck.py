@@ -1,4 +1,4 @@
-"""A rank of four is lost in one layout, and the others go on in another."""
+"""One of four ranks is lost, and the others continue in another layout."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Case(NamedTuple):
 
 
 def strike(driver: Driver, case: Case) -> dict[int, Reconfigured]:
-    """Up to the generation of who is left; what they tell of it."""
+    """Run the case up to the survivors' new generation; return their reports of it."""
     driver.start(0, 1, 2, 3)
     driver.hold(case.victim, case.event, case.iteration)
     driver.form([0, 1, 2, 3], axes=case.before)

@@ -1,4 +1,4 @@
-"""The undisturbed twins of a task, to hold it to: plain Megatron, one process, no agent."""
+"""Reference runs of tasks: plain Megatron, one process, no agent."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 LIMIT_S = 600.0
-"""A twin gives way; where other work has the cores, it takes minutes."""
+"""A reference run has low priority and takes minutes on a loaded machine."""
 NICE_NUM = 5
-"""Enough to starve nobody; with 10 a machine of eight busy processes took over ten minutes."""
+"""Low priority, but not starved: at 10, a run beside eight busy processes took over ten minutes."""
 RATE = 1e-4
-"""The learning rate of every small task: about what an optimizer step moves a parameter by."""
+"""The learning rate of every small task: about the change of a parameter in one step."""
 STEP_SHARE_MAX = 0.01
-"""What a model may differ by, in optimizer steps: one micro-batch left out or counted twice
-moves Adam's step by far more, rounding by far less."""
+"""Largest difference of a model, in optimizer steps. A missing or repeated micro-batch changes
+Adam's step by far more, rounding by far less."""
 LOSS_REL_MAX = 1e-5
 SAME_REL_MAX = 1e-9
 Spec = dict[str, Any]
@@ -27,10 +27,11 @@ Spec = dict[str, Any]
 def small(name: str, output: Path, *, weight: float = 1.0, slots: tuple[int, int] = (1, 4),
           rates: dict[int, float] | None = None, seed: int = 7, iterations: int = 100_000,
           checkpoint_every: int = 0, copy_every: int = 10, **train: Any) -> Spec:
-    """A tiny GPT, four micro-batches an iteration.
+    """A tiny GPT, four micro-batches per iteration.
 
-    `rates` are TFLOP/s by slots; it declares those of its sizes. Its learning rate is constant:
-    the first K of many iterations are all of a task of K. `train` replaces keys of the spec.
+    `rates`: TFLOP/s by slots; the spec declares those of its sizes. `train` replaces keys of the
+    spec. The learning rate is constant, so a task of K iterations equals the first K of a longer
+    one.
     """
     return {
         "apiVersion": "unicron/v1", "name": name, "weight": weight,
@@ -48,16 +49,16 @@ def small(name: str, output: Path, *, weight: float = 1.0, slots: tuple[int, int
 
 
 class Twins:
-    """One twin for each task that is held to it, all trained beside each other."""
+    """One reference run for each task that is compared. They run at the same time."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._running: dict[Path, subprocess.Popen[bytes]] = {}
 
     def start(self, spec: Spec, *options: str) -> tuple[Path, Path]:
-        """Train the twin of what the task has published until now: its checkpoint, the twin's.
+        """Start the reference run of the task up to its published checkpoint.
 
-        `options` are the reference's own.
+        Returns that checkpoint and the folder of the run. `options` go to the reference run.
         """
         ours = (Path(spec["train"]["output"]) / "latest").resolve()
         out = self._folder / f"{len(self._running)}-{spec['name']}"
@@ -75,23 +76,22 @@ class Twins:
         return ours, out
 
     def trained(self, out: Path) -> Path:
-        """Where a twin's final state lies, when it has been trained."""
-        _give_way(self._running[out].pid, 0)  # it is waited for
+        """The final state of a reference run, after waiting for its end."""
+        _give_way(self._running[out].pid, 0)  # the test waits for it
         assert self._running[out].wait(LIMIT_S) == 0, (out / "log").read_text()[-2000:]
         return out / "final"
 
     def hold(self, ours: Path, out: Path, losses: list[float], untold_s_max: float = 0.0) -> None:
-        """Assert that a checkpoint and the losses that the log told until it equal the twin's.
+        """Assert that a checkpoint and the logged losses until then equal the reference run's.
 
-        `untold_s_max`: iterations that took so long may be saved and not told, where somebody
-        was cancelled.
+        `untold_s_max`: the time of iterations that a cancelled task saved but did not report.
         """
         from unicron.workers.training.reference import compare, read
 
         final = self.trained(out)
         gap, twin = compare(ours, final), read(final)
         wanted = list(twin["numbers.losses"])
-        # Not bit by bit: members may sum the same parts in another order, and another may tell.
+        # Not bit by bit: another member may report, and members may sum in another order.
         saved = read(ours)
         kept = list(saved["numbers.losses"])
         assert len(kept) == len(wanted)
@@ -103,12 +103,12 @@ class Twins:
         squares = sum(float(param.double().square().sum()) for param in params)
         step_rel = RATE * float(sum(param.numel() for param in params) / squares) ** 0.5
         assert gap.param_rel < STEP_SHARE_MAX * step_rel, (gap, step_rel)
-        # and the comparison can fail: the losses of a run that lost an iteration are far outside
+        # The check must be able to fail: losses shifted by one iteration are far outside.
         shifted = [abs(a - b) / b for a, b in zip(wanted[1:], wanted, strict=False)]
         assert max(shifted) > 100 * LOSS_REL_MAX
 
     def compare_and_cancel(self, cluster: Any, task: int, spec: Spec) -> None:
-        """Hold the task to its twin from its next checkpoint on; it is cancelled."""
+        """Compare the task's next checkpoint with its reference run, and cancel the task."""
         cluster.wait_told(cluster.seq(), "CheckpointPublished", task=task)
         ours, twin = self.start(spec)
         saved = int(ours.name.removeprefix("iter-"))
@@ -125,11 +125,11 @@ class Twins:
 
 
 def _give_way(pid: int, nice_num: int) -> None:
-    """A twin gives way to what is tested beside it, which has deadlines.
+    """Lower the priority of a reference run: other processes of the test have deadlines.
 
-    Without the right to, its priority is not raised again.
+    The priority is not raised again if the process lacks the right to.
     """
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, pid, nice_num)
-    with suppress(OSError):  # where the kernel groups by session, the group's counts
+    with suppress(OSError):  # with autogroups, the group's value counts
         Path(f"/proc/{pid}/autogroup").write_text(str(nice_num))

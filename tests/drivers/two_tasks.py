@@ -1,4 +1,4 @@
-"""Two tasks on three nodes, and a node that is lost under one of them: what the screens tell of."""
+"""Two tasks on three nodes, and the loss of a node of one task, for tests of screens."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from unicron.events.records.envelope import Record
 
 Plain = dict[str, Any]
 VERSION = 15
-"""Of the decider, as the stored screens show it."""
+"""The decider's version in the stored screens."""
 
 
 def carry_out(d: Driver, records: list[Record]) -> None:
-    """Orders and what follows, as far as the processes that they name still live."""
+    """Carry out orders and what follows, as far as their processes still exist."""
     todo = list(records)
     while todo:
         record = todo.pop(0)
@@ -57,7 +57,7 @@ def two_tasks(beta: dict[int, float]) -> tuple[Driver, int, int]:
 
 
 def lose(d: Driver, node: str, task: int, *, silent_last: bool = False) -> None:
-    """The node falls silent, and the task's collectives fail; either may be the second source."""
+    """The node becomes unreachable, and collectives fail (first if `silent_last`)."""
     survivors = [m.rank for m in d.state.tasks[task].members if m.node != node]
     told: list[Record] = []
     for silent in (False, True) if silent_last else (True, False):
@@ -72,7 +72,7 @@ def lose(d: Driver, node: str, task: int, *, silent_last: bool = False) -> None:
 
 @functools.cache
 def gives() -> tuple[Driver, int, int]:
-    """n2 is lost under alpha; beta, unhurt, gives one of its two slots and trains on. To read."""
+    """n2 is lost under alpha; beta gives up one of its two slots and continues. Read-only."""
     d, alpha, beta = two_tasks({1: 1.5e12, 2: 2.4e12})
     lose(d, "n2", alpha)
     assert [len(task.target) for task in d.state.tasks.values()] == [3, 1]
@@ -81,7 +81,7 @@ def gives() -> tuple[Driver, int, int]:
 
 @functools.cache
 def waits() -> tuple[Driver, int, int]:
-    """n2 is lost under alpha; beta, unhurt, gives all its slots and waits. To read."""
+    """n2 is lost under alpha; beta gives up all its slots and waits. Read-only."""
     d, alpha, beta = two_tasks({2: 0.6e12})
     lose(d, "n2", alpha)
     return d, alpha, beta

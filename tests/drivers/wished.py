@@ -1,4 +1,4 @@
-"""Inputs of the planner as its tests write them, and as they draw them."""
+"""Planning problems for tests, fixed and random."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LEVELS = st.floats(0.5, 50.0, allow_nan=False) | st.just(0.0)
 
 
 def wish(task: int, now: int, wafs: dict[int, float], **more: Any) -> TaskDemand:
-    """`wafs`: what it earns, by slots. Healthy, and 10 s for each change, unless told otherwise."""
+    """A demand with `wafs` by slots. Default: no fault, 10 s for each change."""
     return TaskDemand(task=task, name=f"t{task}", now=now, faulted=more.pop("faulted", False),
                 transition=Transition.uniform(more.pop("transition_s", 10.0)), sizes=tuple(wafs),
                 wafs=tuple(wafs.values()), **more)
@@ -25,11 +25,11 @@ def asking(wishes: list[TaskDemand], num_slots: int, **more: Any) -> PlanProblem
 
 
 def slots(asked: PlanProblem) -> tuple[int, ...]:
-    """What is planned."""
+    """The planned slots by task."""
     return planner.choose_plan(asked).plan.slots
 
 
 def rising(draw: st.DrawFn) -> dict[int, float]:
-    """By size, one to three of them: more slots never earn less, and some earn nothing."""
+    """One to three sizes; more slots never give less throughput, and some sizes give none."""
     sizes = sorted(draw(st.sets(st.integers(1, 5), min_size=1, max_size=3)))
     return dict(zip(sizes, itertools.accumulate([draw(LEVELS) for _ in sizes], max), strict=True))

@@ -1,4 +1,4 @@
-"""What the members of a test's world do (worlds.py). Loads Megatron, as a rank does."""
+"""The work of the members of a test's world (worlds.py). Loads Megatron, as a rank does."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ with cpu_device.uncompiled():
 rank.ignore_warnings()
 LIMIT_S = 60.0
 SKIPPED = -1.0
-"""For the norm of a gradient that was not finite."""
+"""Stands for the norm of a gradient that is not finite."""
 
 
 def members_by_role(place: int, axes: Axes | None) -> tuple[dict[str, list[int]], int]:
-    """Of each role the members that met in it, and how many groups serve all roles."""
+    """By role, the members of its group; and the number of distinct groups."""
     found = process_groups.by_role(process_groups.build(axes, LIMIT_S))
     met: dict[str, list[int]] = {}
     for role, group in found.items():
@@ -49,7 +49,7 @@ def roles_of_one_group(place: int, axes: Axes) -> set[tuple[str, ...]]:
 
 
 def built(place: int, train: Train, axes: Axes) -> dict[str, Any]:
-    """What a place of the layout has, as arrays by global name."""
+    """The state at a position of the layout, as arrays by global name."""
     trainee = model.build(train, torch.device("cpu"), process_groups.build(axes, LIMIT_S), axes,
                           place)
     return {name: tensor.detach().float().numpy()
@@ -58,7 +58,7 @@ def built(place: int, train: Train, axes: Axes) -> dict[str, Any]:
 
 def trained(place: int, train: Train, axes: Axes, num_iterations: int
             ) -> tuple[list[float], list[float], dict[str, Any], list[tuple[str, int]]]:
-    """Train undisturbed: losses, norms, what the place has in the end, and the passes as noted."""
+    """Train without faults: losses, norms, the final state at this position, the passes."""
     found = process_groups.build(axes, LIMIT_S)
     assert dist.get_world_size() == num_positions(axes)
     trainee = model.build(train, torch.device("cpu"), found, axes, place)
@@ -95,7 +95,7 @@ def trained(place: int, train: Train, axes: Axes, num_iterations: int
 
 def twin(place: int, train: Train, num_iterations: int
          ) -> tuple[list[float], list[float], dict[str, Any]]:
-    """The same in one process, as a plain Megatron loop; the norms are those it clips by."""
+    """The same in one process, as a plain Megatron loop; the norms are those for clipping."""
     dist.destroy_process_group()
     norms: list[float] = []
     right = model.build

@@ -1,6 +1,6 @@
-"""Worlds of a few processes over gloo, for tests of what only several ranks can show.
+"""Worlds of a few processes over gloo, for tests that need several ranks.
 
-The processes are forked from one that has torch and Megatron loaded, and end with their world.
+The processes are forked from one that has torch and Megatron loaded. They end with their world.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from torch.distributed import TCPStore
 
 TESTS = Path(__file__).parents[1]
 WORLD_S_MAX = 120.0
-"""From the first process's start to the last one's answer."""
+"""From the start of the first process to the answer of the last."""
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["world_work"])
 
 
 def run(num_members: int, work: Callable[..., Any], *args: Any) -> list[Any]:
-    """`work(place, *args)` in each of so many processes, as a world; what each returned.
+    """Run `work(place, *args)` in `num_members` processes that form a world; their results.
 
-    `work` is a function of world_work.py, so that nobody has to load torch for it.
+    `work` is a function of world_work.py, so that the caller need not load torch.
     """
     _start()
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -50,7 +50,7 @@ def run(num_members: int, work: Callable[..., Any], *args: Any) -> list[Any]:
 
 
 def _start() -> None:
-    """The process to fork from; it finds the modules of tests/ by its environment alone."""
+    """Start the fork server. It finds the modules of tests/ by PYTHONPATH alone."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(
         [str(TESTS), str(TESTS / "drivers"), *([before] if before else [])])
@@ -89,6 +89,6 @@ def _be(theirs: Connection, place: int, num_members: int, port: int, work: Calla
     except BaseException:
         theirs.send((False, traceback.format_exc()))
         raise
-    # Others may still be connecting to it: it is killed when all have answered.
+    # Other members may still be connecting to this one. It is killed when all have answered.
     time.sleep(WORLD_S_MAX)
     os._exit(0)

@@ -1,7 +1,7 @@
-"""Every cell of the fault matrix: at which point, which fault, under which variant of training.
+"""The cells of the fault matrix: each is a point, a fault and a variant of training.
 
-Not the whole product. Every point meets every fault on the base variant (a point that only some
-variants have, on the first of them), and every point meets SIGKILL on every other variant.
+The matrix is not the full product. Every point meets every fault on one variant: the base, or the
+first variant that has the point. Every point meets SIGKILL on every other variant.
 """
 
 from __future__ import annotations
@@ -18,27 +18,28 @@ Fault = Literal["SIGKILL", "SIGSTOP", "exception", "lost agent", "two at once", 
 FAULTS: tuple[Fault, ...] = get_args(Fault)
 Scene = Literal["start", "sum", "step", "partial", "partly", "meeting", "ready", "receive",
                 "joined", "beside", "passed"]
-"""How a point is come to, see scenes.py."""
+"""How a run reaches the point; see scenes.py."""
 
 NEWCOMER = 4
 ITERATIONS = 8
 STRUCK = 3
-"""The iteration that is struck; its learning rate is no longer the warm-up's."""
+"""The iteration in which the fault strikes. Its learning rate is after the warm-up."""
 
 
 TRAIN: dict[str, Any] = {
     "model": {"num_layers": 2, "hidden": 64, "num_heads": 4, "sequence": 64},
     "batch": {"global": 16, "micro": 2}, "iterations": ITERATIONS,
     "optimizer": {"lr": 3e-3, "warmup_iterations": 2}}
-"""The base: fp32, per token, reduced at once, tied embeddings, no dropout; and 8 micro-batches, so
-that three survivors of four are dealt 3, 3 and 2."""
+"""The base: fp32, loss per token, one reduction, tied embeddings, no dropout. With 8 micro-batches,
+three survivors of four get 3, 3 and 2."""
 
 
 class Variant(NamedTuple):
-    """What its spec has that the base's has not, within `train`; and its layouts.
+    """The changes of the spec's `train` against the base, and the layouts.
 
-    It trains in `axes` until it is struck, then in that of `after` for as many as are left, else
-    data-parallel. There may be more left than it has places: those with an intact replica go first.
+    The task trains in `axes` until the fault. `after` has the layout for each number of remaining
+    ranks; default: data-parallel. If more ranks remain than it needs, those of an intact replica
+    come first.
     """
 
     name: str
@@ -52,38 +53,38 @@ class Variant(NamedTuple):
 
     @property
     def optimizer(self) -> Sharding:
-        """What each rank has of its state."""
+        """How the optimizer state is distributed over the ranks."""
         kept: Sharding = self.train.get("parallel", {}).get("optimizer", "whole")
         return kept
 
     @property
     def rounds(self) -> bool:
-        """Whether what it computes is rounded to 16 bits, and not as one process alone rounds."""
+        """True if it rounds to 16 bits in another way than a single process does."""
         return not self.is_plain and self.train.get("precision", "fp32") != "fp32"
 
     @property
     def loses(self) -> bool:
-        """Whether what it loses with a rank nobody else has: then it goes back to a copy."""
+        """True if a lost rank's state exists nowhere else: the task then rolls back to a copy."""
         return self.axes.dp == 1 or self.optimizer == "sharded"
 
     @property
     def other(self) -> Axes:
-        """A layout of as many, or of one fewer, in which each has another part of the state."""
+        """A layout of as many ranks, or one fewer, in which each has another part of the state."""
         num = num_positions(self.axes)
         return Axes(dp=num if self.axes.dp < num else num - 1)
 
     def left(self, num_ranks: int) -> Axes:
-        """How so few go on."""
+        """The layout after the fault, with this number of ranks."""
         return self.after.get(num_ranks, Axes(dp=num_ranks))
 
 
 class Point(NamedTuple):
-    """Where in the life of a task a fault strikes: the rank `victim` begins `event`.
+    """Where in the life of a task the fault strikes: when rank `victim` starts `event`.
 
-    `nth` is which of the victim's own micro-batches; -1: none. `mate` is the second victim, who
-    is struck at the point too if all ranks come to it, else wherever it is then. `only` are the
-    variants that have this point, if not all do. `train` is added to the spec. `skips`: found-inf
-    says that the struck iteration takes no step.
+    `nth`: which of the victim's own micro-batches; -1: none. `mate`: the second victim. It is
+    struck at the point too if all ranks reach the point, else wherever it is then. `only`: the
+    variants that have this point, if not all. `train` is added to the spec. `skips`: found-inf
+    makes the struck iteration take no step.
     """
 
     name: str
@@ -101,7 +102,7 @@ class Point(NamedTuple):
 
     @property
     def home(self) -> str:
-        """The variant on which it meets every fault."""
+        """The variant on which the point meets every fault."""
         return self.only[0] if self.only else BASE.name
 
 
@@ -112,12 +113,12 @@ PIPELINED = ("pp2dp2", "pp2dp2 to pp2", "pp2dp2, 2 chunks", "pp2", "tp2pp2", "pp
 SHARDED = ("zero1", "zero1 bf16", "mirrored", "tp2dp2 zero1", "tp2dp2 mirrored")
 LAYOUTS = tuple(dict.fromkeys((*TENSORED, *PIPELINED, *SHARDED)))
 SPLIT_ANEW = tuple(name for name in LAYOUTS if " to " not in name)
-"""Where who was there has another part of the model when a newcomer joins, and stages it."""
+"""Layouts in which old members stage another part of the model when a newcomer joins."""
 SAVES = {"checkpoint_every": STRUCK}
 COPIES = {"copy_every": STRUCK}
 OVERFLOWS = {"dynamic_loss_scale": {"initial": 4096.0, "hysteresis": 1}}
-"""Measured: at 512 the first gradients of this task are not finite, at 256 they are. So iterations
-0 to 3 are skipped."""
+"""Measured: the first gradients of this task are not finite at 512, but finite at 256. So
+iterations 0 to 3 are skipped."""
 POINTS = (
     Point("start-up", "start", "start"),
     Point("before the first micro-batch", event="micro_batch", nth=0),
@@ -185,7 +186,7 @@ VARIANTS = (
     BASE,
     Variant("overlapped", {"overlap": True, "bucket_params": 20_000}),
     Variant("bf16", BF16),
-    # From Megatron's 2^32 on, no step of a run this short would be taken.
+    # From Megatron's 2^32 on, a run this short would take no step.
     Variant("fp16", {"precision": "fp16", "dynamic_loss_scale": {"initial": 256.0}}),
     Variant("per micro-batch", {"loss": "per_micro_batch"}),
     Variant("dropout", {"model": {"dropout": 0.1}}),
@@ -221,11 +222,11 @@ ONCE = {
     "mirrored": "inside the optimizer step",
     "tp2dp2 zero1": "clip",
     "tp2dp2 mirrored": "gathering the parameters"}
-"""What `make test` strikes of each layout."""
+"""The cell of each layout that `make test` runs."""
 
 
 class Cell(NamedTuple):
-    """One run. `absent` says why it cannot be, if it cannot."""
+    """One run. `absent`: the reason why it cannot be run, or ""."""
 
     point: Point
     fault: Fault
@@ -244,7 +245,7 @@ class Cell(NamedTuple):
 
 
 def cells() -> Iterator[Cell]:
-    """All there are, those that cannot be run too."""
+    """All cells, including those that cannot be run."""
     for point in POINTS:
         for variant in VARIANTS:
             home = variant.name == point.home
@@ -253,7 +254,7 @@ def cells() -> Iterator[Cell]:
 
 
 def once() -> Iterator[Cell]:
-    """Every point that the base has, once: the faults in turn. Then every layout once."""
+    """Every point of the base once, with the faults in turn; then every layout once."""
     there = [cell for cell in cells() if not cell.absent]
     own = [cell for cell in there if cell.variant is BASE]
     for number, point in enumerate(dict.fromkeys(cell.point.name for cell in own)):

@@ -1,4 +1,4 @@
-"""What must hold of every cell, read from what the ranks told and from their traces."""
+"""The conditions that every cell must meet, read from the ranks' reports and traces."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unicron.workers.training.reference import read
 
 
 def complaints(play: Play, twin: Twin) -> Iterator[str]:
-    """Every way in which the run was not the undisturbed one; none when it was."""
+    """Every difference between the run and an undisturbed one."""
     yield from _agreement(play)
     yield from _work(play)
     if play.point.skips:
@@ -35,7 +35,7 @@ def complaints(play: Play, twin: Twin) -> Iterator[str]:
 
 
 def final(play: Play) -> Path:
-    """Where the final checkpoint lies."""
+    """The path of the final checkpoint."""
     train = play.driver.spec.train
     assert train is not None
     return Path(train.output) / play.driver.told(CheckpointSaved)[-1].path
@@ -48,7 +48,7 @@ def _num(play: Play) -> int:
 
 
 def _agreement(play: Play) -> Iterator[str]:
-    """Before they went on: one step version, the whole batch in shares, nothing done twice."""
+    """Before the task went on: one step version, and each micro-batch in exactly one share."""
     settled = play.settled
     versions = {told.step_version for told in settled.values()}
     newest = max((claim.step_version for claim in play.claims.values()), default=0)
@@ -72,9 +72,9 @@ def _agreement(play: Play) -> Iterator[str]:
 
 
 def _whole_sum(play: Play, rank: int, newest: int) -> tuple[int, ...] | None:
-    """What all of its replica had done of the iteration; nothing where another part had of it.
+    """The micro-batches that all of the rank's replica have in their sums; () if a part lacks.
 
-    None: it does not say, for it has not yet taken the step that the others have.
+    None: unknown, since the rank had not yet taken the step that others had taken.
     """
     if rank not in play.claims or play.claims[rank].step_version != newest:
         return None
@@ -94,9 +94,9 @@ def _whole_sum(play: Play, rank: int, newest: int) -> tuple[int, ...] | None:
 
 
 def _work(play: Play) -> Iterator[str]:
-    """Forward passes: those that were stepped are of every micro-batch, by all of one replica.
+    """Forward passes: each step used every micro-batch once, by all ranks of one replica.
 
-    Of what was interrupted only those after it count, and what was kept.
+    Of the interrupted iteration, only passes after the fault and the kept micro-batches count.
     """
     (struck,) = {told.step_version for told in play.settled.values()}
     now = play.driver.generation
@@ -121,7 +121,7 @@ def _work(play: Play) -> Iterator[str]:
 
 
 def _skip(play: Play) -> Iterator[str]:
-    """The struck iteration took no step, the last one did."""
+    """The struck iteration took no step, and the last one did."""
     stepped = {line["iteration"] for rank in play.survivors for line in play.driver.trace(rank)
                if line["event"] == "step"}
     if STRUCK in stepped or ITERATIONS - 1 not in stepped:
@@ -129,7 +129,7 @@ def _skip(play: Play) -> Iterator[str]:
 
 
 def _saves(play: Play) -> Iterator[str]:
-    """Nothing is told of the checkpoint that was struck; the next one that is due is whole."""
+    """The struck checkpoint is not reported, and the next one that is due is complete."""
     told = {(one.generation, one.step_version): one for one in play.driver.told(CheckpointSaved)}
     now = play.driver.generation
     (settled,) = {one.step_version for one in play.settled.values()}

@@ -1,7 +1,7 @@
-"""Runs the fault matrix: `make fault-matrix`, or a part of it with POINTS, FAULTS and VARIANTS.
+"""Runs the fault matrix: `make fault-matrix`, or a part with POINTS, FAULTS and VARIANTS.
 
-Each of these is a list of beginnings, with commas between. One cell at a time: at most five ranks
-live at once, and the twins are trained before. Exits with 1 when a cell is not equal.
+Each of these is a comma-separated list of prefixes. One cell runs at a time, with at most five
+ranks; its reference run is trained before. The exit code is 1 if a cell is not equal.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FIGURES = Path("build/bench/fault-matrix.json")
 
 
 def main() -> None:
-    """Run what is asked for, print it, write the figures."""
+    """Run the selected cells, print the result, write the numbers."""
     asked = _asked()
     began_s = time.monotonic()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
@@ -70,7 +70,7 @@ def _asked() -> list[Cell]:
 
 def _chosen(parser: argparse.ArgumentParser, key: str, asked: str, names: Sequence[str]
             ) -> set[str]:
-    """The names that begin so. One that begins none ends it here: it would be left out unsaid."""
+    """The names with one of these prefixes. A prefix without a match is an error."""
     found: set[str] = set()
     for beginning in asked.split(","):
         fits = {name for name in names if name.lower().startswith(beginning.strip().lower())}
@@ -89,7 +89,7 @@ def _line(verdict: Verdict) -> str:
 
 
 def _figures(verdict: Verdict) -> list[dict[str, object]]:
-    """One row for the verdict, and one for each gap, in the noise of another order of summing."""
+    """One row for the outcome and one for each gap, in units of the summation noise."""
     row = {"case": verdict.cell.name, "system": "unicron", "n": 1}
     rows = [row | {"metric": "outcome", "value": verdict.outcome, "unit": ""}]
     for name, gap, noise in zip(("loss_gap", "parameter_gap"), verdict.gaps, verdict.noise,

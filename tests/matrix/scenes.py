@@ -1,8 +1,8 @@
-"""How each cell is played: real ranks come to the point, are struck there, and the rest heals.
+"""How each cell is run: ranks reach the point, the fault strikes, the task recovers.
 
-The driver plays the agents and the control plane, by the orders that these give. Nothing here is
-a race: who is to be struck, or to be late, is held where it is. Where a replica is several ranks,
-the others of a replica that somebody is held in come only as far as they can without.
+The driver plays the agents and the control plane, with their orders. There are no races: the
+victims and the late rank are held at their events. If a replica has several ranks and one is held,
+the others of that replica go only as far as they can without it.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from unicron.events.spec.model import Axes
 from unicron.events.spec.parallelism import coordinates, has_every_part, num_positions
 
 LATE = 0
-"""Who is late where some ranks are further than others."""
+"""The late rank, in scenes where some ranks are further than others."""
 BEFORE_GATE = ("reduced", "gate")
-"""Nobody comes through the gate while one member is held at these."""
+"""No rank passes the gate while one member is held at these events."""
 AFTER_STEP = ("give", "receive")
-"""In a meeting: who was in the gate has stepped as its peers have before it comes to these."""
+"""Events of a meeting. A rank that was in the gate steps before it reaches them."""
 
 
 class Play:
-    """One cell's run. `claims` is what the survivors held, `settled` what they agreed on.
+    """One cell's run. `claims`: what the survivors held. `settled`: what they agreed on.
 
-    `members` are those of the newest generation, by place in `axes`; `trained` those of the last
-    that has trained, in `trained_in`; `struck`, in `struck_in`, those of the last that had before
-    the fault; `layouts` are those of all generations. `copied`: where the survivors lack a part of
-    the state, the steps of the newest copies.
+    `members`: the newest generation, by position in `axes`. `trained`, in `trained_in`: the last
+    generation that has trained. `struck`, in `struck_in`: the last that had trained before the
+    fault. `layouts`: those of all generations. `copied`: the steps of the newest copies, if the
+    survivors lack a part of the state.
     """
 
     def __init__(self, driver: Driver, cell: Cell) -> None:
@@ -64,17 +64,17 @@ class Play:
 
     @property
     def survivors(self) -> list[int]:
-        """Of the newest generation, by place."""
+        """The surviving members of the newest generation, by position."""
         return [rank for rank in self.members if rank not in self.victims]
 
     def run(self) -> None:
-        """Play it, to the end of the training."""
+        """Run the scene, to the end of the training."""
         getattr(self, f"_play_{self.point.scene}")()
         self.finished = self.driver.finish(self.survivors)
 
     # --- the scenes -----------------------------------------------------------------------------
     def _play_start(self) -> None:
-        """Nobody is in a generation yet; the others begin without."""
+        """At start-up, before the first generation. The others start without the victim."""
         self._arm(dict.fromkeys(self._at_point, -1))
         self.driver.launch(*self.there)
         self._come()
@@ -84,14 +84,14 @@ class Play:
         self._heal()
 
     def _play_sum(self) -> None:
-        """In an iteration; the others come as far as they can without."""
+        """Within an iteration. The others go as far as they can without the victim."""
         self._begin_armed()
         self._come_to(self._free, "reduce", STRUCK)
         self._strike()
         self._heal()
 
     def _play_beside(self) -> None:
-        """While a thread of the victim's is at it, and all train; nobody leaves the iteration."""
+        """While a thread of the victim works beside the training. One rank delays the iteration."""
         last = self.there[-1]
         self.driver.start(*self.there)
         late = self.driver.hold(last, "reduce", STRUCK)
@@ -105,18 +105,18 @@ class Play:
         self._heal()
 
     def _play_step(self) -> None:
-        """When the reduction is whole everywhere: the others step, and miss it in the next."""
+        """When the reduction is complete everywhere. The others step, then miss the victim."""
         self._begin_armed()
         self._step_without()
         self._strike()
         self._heal()
 
     def _play_passed(self) -> None:
-        """When some are out of the gate, and a late one has not seen that all were in."""
+        """When some ranks are past the gate, and a late one does not know that all entered it."""
         self._strike_late("passed", self._step_without)
 
     def _play_partial(self) -> None:
-        """When the reduction is whole on some ranks, and on one that is late no bucket is."""
+        """When the reduction is complete on some ranks, and the late one has no full bucket."""
         def others_come() -> None:
             if self.variant.is_plain:
                 self._come_to(self._free, "reduce", STRUCK + 1)
@@ -126,12 +126,12 @@ class Play:
             self._come_to([rank for rank in self._others if rank not in self._free], waits_in,
                           STRUCK)
 
-        # Each chunk of layers has a bucket of its own: the last ends a whole reduction.
+        # Each chunk of layers has its own bucket: the last one ends a whole reduction.
         self._bucket = self.axes.chunks - 1
         self._strike_late("bucket_done", others_come, bucket=self._bucket)
 
     def _play_partly(self) -> None:
-        """When some buckets are whole on some ranks, none on one that is late, and nowhere all."""
+        """When some ranks have some buckets complete, the late one none, and no rank all."""
         self._strike_late("bucket_done", lambda: self._come_to(
             self._free, "bucket_done", STRUCK, nth=self.point.bucket), bucket=0)
 
@@ -147,10 +147,10 @@ class Play:
             "the survivors held the same"
 
     def _play_meeting(self) -> None:
-        """While a new generation is built of members of which one is a step behind.
+        """While a new generation is built, and one member is a step behind.
 
-        Where there is a gate that one has entered it, so that it may still step; there the new
-        generation is in another layout, so that there is state to give.
+        With a gate, that member has entered it and may still step. Then the new generation has
+        another layout, so that there is state to transfer.
         """
         self.driver.start(*self.there)
         plain = self.variant.is_plain
@@ -177,7 +177,7 @@ class Play:
         self._heal()
 
     def _play_ready(self) -> None:
-        """A newcomer that nobody has met yet."""
+        """When a newcomer is ready, but in no generation yet."""
         self.driver.start(*self.there)
         waits = self.driver.hold(LATE, "micro_batch", STRUCK)
         self.settled = self._form()
@@ -193,7 +193,7 @@ class Play:
             self.driver.kill(NEWCOMER)
 
     def _play_receive(self) -> None:
-        """A newcomer, or who is given another part of the model, takes its state."""
+        """While a newcomer, or a rank with another part of the model, receives its state."""
         version = self._newcomer_is_met()
         self._arm({rank: -1 if rank == NEWCOMER else version for rank in self._at_point})
         self._meet()
@@ -202,7 +202,7 @@ class Play:
         self._heal()
 
     def _play_joined(self) -> None:
-        """A newcomer in its first iteration."""
+        """In the first iteration of a newcomer."""
         version = self._newcomer_is_met()
         self._arm(dict.fromkeys(self._at_point, version))
         self._form()
@@ -213,14 +213,14 @@ class Play:
 
     # --- their parts ----------------------------------------------------------------------------
     def _begin_armed(self) -> None:
-        """All train, until those that are to be struck are where they are to be."""
+        """Train until the victims are at the point."""
         self.driver.start(*self.there)
         self._arm(dict.fromkeys(self._at_point, STRUCK))
         self._form()
         self._come()
 
     def _step_without(self) -> None:
-        """The others step if they can, and come as far into the next iteration as they can."""
+        """The others step if they can, and go as far into the next iteration as they can."""
         if not self.variant.is_plain and self.point.event in BEFORE_GATE:
             self._come_to(self._others, "gate", STRUCK)
             return
@@ -228,17 +228,17 @@ class Play:
         self._come_on(self._free)
 
     def _come_on(self, ranks: list[int]) -> None:
-        """These have stepped, and one has not: into the next iteration, unless they need from it
-        the parameters that it steps."""
+        """Let these ranks go on after their step, while one rank has not stepped. They enter the
+        next iteration, unless they need the parameters that the late rank updates."""
         if self.variant.optimizer == "whole":
             self._come_to(ranks, "reduce", STRUCK + 1)
         else:
             self._come_to(ranks, "gather", STRUCK)
 
     def _newcomer_is_met(self) -> int:
-        """All have left for a generation with a newcomer; the step that they have come to.
+        """Quiesce all for a generation with a newcomer; return the step that they have reached.
 
-        It is in the variant's layout: without a newcomer they were one too few for that.
+        That generation has the variant's layout: before it, one rank was missing.
         """
         if not self.variant.is_plain:
             self.there.pop()
@@ -257,9 +257,9 @@ class Play:
 
     # --- generations ----------------------------------------------------------------------------
     def _seat(self, axes: Axes, *, beside: bool = False) -> None:
-        """Who of those that are there is in the next generation, as the control plane has it.
+        """Select the members of the next generation, as the control plane does.
 
-        `beside`: who has no place there is beside it, and gives what it has.
+        `beside`: ranks without a position are standby members, and give their state.
         """
         self.axes = axes
         if self.variant.is_plain:
@@ -280,7 +280,7 @@ class Play:
         self.layouts[generation] = self.axes
 
     def _form(self) -> dict[int, r.Reconfigured]:
-        """A generation of who is seated, up and training."""
+        """Start a generation of the selected members; return their reports."""
         self._meet()
         told = self.driver.reconfigured(self.members)
         self.driver.resume(self.members)
@@ -288,33 +288,33 @@ class Play:
         return told
 
     def _is_with(self, one: int, other: int) -> bool:
-        """Whether these are of one replica."""
+        """True if both ranks are in one replica."""
         return len({coordinates(self.axes, self.members.index(rank)).dp
                     for rank in (one, other)}) == 1
 
     @property
     def _others(self) -> list[int]:
-        """Who is neither struck at the point nor late."""
+        """Members that are neither held at the point nor late."""
         return [rank for rank in self.members if rank not in self._at_point
                 and not (self._late and rank == LATE)]
 
     @property
     def _free(self) -> list[int]:
-        """The others whose replica is theirs."""
+        """The others in whose replica no rank is held."""
         return [rank for rank in self._others
                 if not any(self._is_with(rank, held) for held in self.members
                            if held not in self._others)]
 
     # --- the fault ------------------------------------------------------------------------------
     def _arm(self, iterations: dict[int, int]) -> None:
-        """Each of these is stopped at the point in that iteration."""
+        """Hold each of these ranks at the point in that iteration."""
         for rank, iteration in iterations.items():
             self._hold(rank, iteration)
         self._armed = iterations
 
     def _hold(self, rank: int, iteration: int, then: str = "wait") -> None:
         where = {}
-        # Where a replica is several ranks, the middle of a pass does not say of which micro-batch.
+        # A replica of several ranks does not know the micro-batch in the middle of a pass.
         if self.point.nth >= 0 and (self.variant.is_plain or not self.point.event.endswith("_mid")):
             dp = coordinates(self.axes, self.members.index(rank)).dp
             where["micro_batch"] = dp + self.point.nth * self.axes.dp
@@ -323,12 +323,12 @@ class Play:
         self.driver.hold(rank, self.point.event, iteration, then=then, **where)
 
     def _come(self) -> None:
-        """Wait until they are there."""
+        """Wait until the victims are at the point."""
         for rank, iteration in self._armed.items():
             self.driver.held(rank, iteration)
 
     def _come_to(self, ranks: Iterable[int], event: str, iteration: int, nth: int = 1) -> None:
-        """Wait until all of these begin this."""
+        """Wait until all of these ranks start this event."""
         for rank in ranks:
             self.driver.strike(rank, iteration=iteration, event=event, nth=nth)
 
@@ -353,7 +353,7 @@ class Play:
             self.driver.kill(victim)
 
     def _heal(self) -> None:
-        """As the control plane has it done: leave, end who is stopped, meet, settle, go on."""
+        """Recover as the control plane would: quiesce, kill a stopped rank, meet, settle, go on."""
         driver, victim = self.driver, self.victims[0]
         left = [rank for rank in self.members if rank in driver.processes and rank != victim]
         self.there = [rank for rank in self.there if rank in driver.processes and rank != victim]
@@ -373,7 +373,7 @@ class Play:
         self.settled = self._form()
 
     def _lose_another(self) -> None:
-        """While they meet."""
+        """Kill the second victim during the meeting."""
         driver, mate = self.driver, self.point.mate
         version = self.claims[mate].step_version if mate in self.claims else -1
         driver.hold(mate, "meet", version)

@@ -1,4 +1,4 @@
-"""The fault matrix on paper: points down, faults and variants across."""
+"""The fault matrix as text: points down, faults and variants across."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GAP = "  "
 
 
 def table(verdicts: Sequence[Verdict]) -> list[str]:
-    """Every fault on each point's own variant, SIGKILL on every variant; then all reasons."""
+    """Every fault on each point's home variant, SIGKILL on every variant; then the reasons."""
     marks: dict[str, str] = {}
     words = {(one.cell.point.name, one.cell.fault, one.cell.variant.name): _word(one, marks)
              for one in verdicts}
@@ -30,7 +30,7 @@ def table(verdicts: Sequence[Verdict]) -> list[str]:
 
 
 def _word(verdict: Verdict, marks: dict[str, str]) -> str:
-    """The outcome, and a mark that leads to its reason."""
+    """The outcome, and the mark of its reason."""
     if not verdict.why:
         return verdict.outcome
     mark = marks.setdefault(verdict.why, f"[{len(marks) + 1}]")

@@ -1,4 +1,4 @@
-"""One cell's trial: a folder, a twin to hold it to, and the verdict."""
+"""One cell's trial: a folder, a reference run for the comparison, and the verdict."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from unicron.events.spec.parallelism import num_positions
 
 
 class Verdict(NamedTuple):
-    """What became of a cell. `gaps` are the largest relative ones of losses and of parameters."""
+    """The result of a cell. `gaps`: the largest relative gaps of losses and parameters."""
 
     cell: Cell
     outcome: str
@@ -32,14 +32,14 @@ class Verdict(NamedTuple):
 
 
 class Trials:
-    """Runs cells, one after another, each in a folder of its own."""
+    """Runs cells, one after another, each in its own folder."""
 
     def __init__(self, folder: Path, nursery: Nursery) -> None:
         self.folder, self.nursery = folder, nursery
         self._twins: dict[str, Twin] = {}
 
     def run(self, cell: Cell) -> Verdict:
-        """Play a cell and judge it; what went wrong is told, not raised."""
+        """Run and judge a cell. Failures are returned, not raised."""
         if cell.absent:
             return Verdict(cell, "not run", cell.absent)
         folder = self.folder / "".join(c if c.isalnum() else "-" for c in cell.name)
@@ -67,14 +67,14 @@ class Trials:
                        time.monotonic() - began_s)
 
     def twin(self, cell: Cell) -> Twin:
-        """Of what is trained alike, trained once."""
+        """The reference run of the cell. Cells with the same training share one run."""
         what, rounds = cell.train(), cell.variant.rounds
         for apart in ("checkpoint_every", "copy_every", "parallel"):
             what.pop(apart, None)
         key = json.dumps([what, cell.variant.name if rounds else ""], sort_keys=True)
         if key not in self._twins:
             folder = self.folder / f"twin-{len(self._twins)}"
-            shutil.rmtree(folder, ignore_errors=True)  # of a run that was cut off
+            shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted run
             twin = Twin(small_spec(folder / "out", **what), folder, self.nursery)
             if rounds:
                 self._undisturbed(cell.variant, what, twin, folder / "undisturbed")
@@ -83,7 +83,7 @@ class Trials:
 
     def _undisturbed(self, variant: Variant, what: dict[str, Any], twin: Twin, folder: Path
                      ) -> None:
-        """How far its layout alone is from its twin is noise, too."""
+        """Add the gap between the layout without faults and the reference run to the noise."""
         folder.mkdir()
         spec = small_spec(folder / "out", **what, parallel=variant.train["parallel"])
         driver = Driver(spec, folder, self.nursery)

@@ -1,4 +1,4 @@
-"""Batches and prints."""
+"""Batches and printing."""
 
 import torch
 from megatron.core import parallel_state
@@ -16,7 +16,7 @@ def is_first_or_last_pipeline_stage(vp_stage):
 
 
 def get_batch_on_this_tp_rank(data_iterator):
-    """The batch from the iterator of the first tensor-parallel rank, given to the others."""
+    """The batch from the iterator of the first tensor-parallel rank, broadcast to the others."""
     names = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
     assert parallel_state.get_tensor_model_parallel_rank() == 0
     data = next(data_iterator)

@@ -1,4 +1,4 @@
-"""What Megatron-LM's scripts import from megatron.training; laid out as README.md says."""
+"""The names that Megatron-LM's scripts import from megatron.training; see README.md."""
 
 from .global_vars import get_args, get_tensorboard_writer, get_timers
 from .training import pretrain, set_startup_timestamps

@@ -1,4 +1,4 @@
-"""Arguments, timers and the writer, once in a process."""
+"""Arguments, timers and the writer; one set per process."""
 
 import argparse
 from contextlib import nullcontext

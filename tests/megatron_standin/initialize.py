@@ -1,4 +1,4 @@
-"""initialize_megatron: arguments, and without skip_mpu_initialization the communicators too."""
+"""initialize_megatron: arguments; communicators unless skip_mpu_initialization."""
 
 import os
 

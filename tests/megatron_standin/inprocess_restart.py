@@ -1,4 +1,4 @@
-"""Off, as without --inprocess-restart."""
+"""Disabled, as without --inprocess-restart."""
 
 
 def maybe_wrap_for_inprocess_restart(pretrain):

@@ -1,4 +1,4 @@
-"""A script of the shape of Megatron-LM's pretrain_gpt.py: its functions, over a small GPT."""
+"""A script like Megatron-LM's pretrain_gpt.py: the same functions, with a small GPT."""
 
 import time
 _PROGRAM_START_TIME = time.time()
@@ -47,7 +47,7 @@ def get_batch(data_iterator, vp_stage=None):
 
 
 def loss_func(loss_mask, output_tensor, model=None):
-    """The sum of the loss of the tokens that count, their number, and a report of both."""
+    """The sum of the loss over unmasked tokens, their number, and a report of both."""
     loss_mask = loss_mask.view(-1).float()
     loss = torch.sum(output_tensor.view(-1).float() * loss_mask)
     num_tokens = loss_mask.sum().clone().detach().to(torch.int)
@@ -65,7 +65,7 @@ def forward_step(data_iterator, model, return_schedule_plan=False):
 
 
 class Numbers(torch.utils.data.Dataset):
-    """Runs of numbers, some of whose tokens carry no loss: a map from index to sample."""
+    """Arithmetic sequences of tokens, with a mask on some of them; a map from index to sample."""
 
     def __init__(self, num, seed):
         self.num, self.seed, self.args = num, seed, get_args()

@@ -1,4 +1,4 @@
-"""pretrain, and what it is made of."""
+"""pretrain and its parts."""
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -44,7 +44,7 @@ def pretrain(train_valid_test_dataset_provider, model_provider, model_type, forw
              process_non_loss_data_func=None, extra_args_provider=None, args_defaults={},
              get_embedding_ranks=None, get_position_embedding_ranks=None, non_loss_data_func=None,
              store=None, inprocess_call_wrapper=None):
-    """Says that it was called: training without Unicron is not what is tested here."""
+    """Only prints that it was called: training without Unicron is not tested here."""
     initialize_megatron(extra_args_provider=extra_args_provider, args_defaults=args_defaults,
                         skip_mpu_initialization=True, store=store)
     print_rank_0(f"stock pretrain, rank {get_args().rank} of {get_args().world_size}")

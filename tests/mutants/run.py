@@ -1,9 +1,9 @@
-"""`make mutants`: each patch of this folder plants one fault in a copy of the tree; the tests must
-see it.
+"""`make mutants`: each patch plants one fault in a copy of the tree; the tests must fail.
 
 The first lines of a patch say what it breaks and which tests run on it. The copy lies in
-build/mutants. It is imported instead of the checkout by PYTHONPATH. Prints a table of the tests
-that fail, writes build/bench/mutants.json, and exits with 1 if a mutant passes all of its tests.
+build/mutants; PYTHONPATH makes Python import it instead of the checkout. Prints a table of the
+failing tests and writes build/bench/mutants.json. The exit code is 1 if a mutant passes all of its
+tests.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def described(patch: Path) -> tuple[str, list[str]]:
 
 
 def plant(patch: Path) -> Path:
-    """A copy of the product with the fault in it; the folder to put on PYTHONPATH."""
+    """Copy the product and apply the patch; return the folder for PYTHONPATH."""
     place = FOLDER / patch.stem
     shutil.rmtree(place, ignore_errors=True)
     copy = place / "unicron"
@@ -67,15 +67,15 @@ def plant(patch: Path) -> Path:
             shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(source, copy / name)
-    # Without --git-dir git would take the checkout for the place of the patch's files.
+    # Without GIT_DIR, git would apply the patch to the checkout.
     subprocess.run(["git", "apply", "--recount", "-C1", str(patch)], cwd=copy, check=True,
                    env={**os.environ, "GIT_DIR": str(place / "none")})
     return place
 
 
 def failing(place: Path, tests: list[str]) -> list[str]:
-    """The names of the tests that fail on the copy. Raises RuntimeError if the tests did not
-    run."""
+    """The names of the tests that fail on the copy. Raises RuntimeError if the tests did not run.
+    """
     done = subprocess.run(
         [sys.executable, "-P", "-m", "pytest", "-q", "-m", "not thorough", "-p", "no:cacheprovider",
          "--tb=no", "-rfE", *tests],

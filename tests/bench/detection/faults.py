@@ -1,4 +1,4 @@
-"""Faults of the detection bench: how each is made, and the instant in which it strikes."""
+"""The faults of the detection bench: how each fault is injected, and at which time."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 CASES = ("rank_killed", "exception", "agent_killed", "network_cut", "rank_stopped", "gil_held",
          "rank_looping", "rank_slow")
 HELD = {"exception": "raise", "gil_held": "gil", "rank_looping": "loop", "rank_slow": "slow"}
-"""Made from inside the rank, by its trace (workers/training/process/trace.py)."""
+"""Faults that the rank injects itself, by its trace (workers/training/process/trace.py)."""
 SIGNALS = {"rank_killed": signal.SIGKILL, "rank_stopped": signal.SIGSTOP}
 EVENT = "micro_batch"
-"""In the middle of an iteration; every system's loop has it."""
+"""The trace event at which a rank is held. Every system writes it in the middle of an iteration."""
 HELD_S_MAX = 20.0
 USUAL_LINES_NUM = 400
 LOOK_S = 0.002
@@ -26,7 +26,7 @@ NEVER_NUM = 3
 
 
 class Trial(NamedTuple):
-    """One fault: after how long it was told; None where it was not, for the reason `why`."""
+    """One fault and its detection time. `detect_s` None: nothing was reported, see `why`."""
 
     case: str
     system: str
@@ -35,14 +35,13 @@ class Trial(NamedTuple):
 
 
 class NotStruck(Exception):
-    """The fault could not be made."""
+    """The fault could not be injected."""
 
 
 def inside(folder: Path, task: int, rank: int, case: str) -> float:
-    """Have the rank do what the case says when it begins a micro-batch; when it was told to.
+    """Make the rank inject the fault at the start of a micro-batch; return the time of the request.
 
-    It is held there first, so that nothing lies between the word and the deed but one look of
-    the rank at its file (2 ms).
+    The rank is first held at that event. The only delay is then the rank's poll of its file (2 ms).
     """
     file = folder / "hold" / f"{task}-{rank}"
     trace = folder / f"{task}-{rank}.jsonl"
@@ -61,27 +60,27 @@ def inside(folder: Path, task: int, rank: int, case: str) -> float:
 
 
 def micro_batch_s(trace: Path) -> float:
-    """What one takes, usually: by so much each is longer for a slow rank, which needs twice its
-    time then. 0: nobody knows."""
+    """The median time of a micro-batch, or 0.0 if unknown. A slow rank adds it to each micro-batch.
+    """
     lines = [json.loads(line) for line in trace.read_text().splitlines()[-USUAL_LINES_NUM:]]
     times = [line["t"] for line in lines if line["event"] == EVENT]
     return median(then - before for before, then in pairwise(times)) if len(times) > 1 else 0.0
 
 
 def undo(folder: Path, task: int, rank: int) -> None:
-    """A rank that was made slow goes on as before."""
+    """End the slowdown of a rank."""
     (folder / "hold" / f"{task}-{rank}").unlink(missing_ok=True)
 
 
 def by_signal(pid: int, case: str) -> float:
-    """Strike from outside; when."""
+    """Send the signal of the case; return the time at which it was sent."""
     began_s = time.time()
     os.kill(pid, SIGNALS[case])
     return began_s
 
 
 def wait(found: Callable[[], float | None], limit_s: float) -> float | None:
-    """What `found` says first, asked again and again; None after `limit_s`."""
+    """Poll `found` until it returns a value; return None after `limit_s`."""
     last_s = time.monotonic() + limit_s
     while (at_s := found()) is None and time.monotonic() < last_s:
         time.sleep(LOOK_S)
@@ -89,7 +88,7 @@ def wait(found: Callable[[], float | None], limit_s: float) -> float | None:
 
 
 def never(found: Sequence[Trial]) -> bool:
-    """Whether it was waited for in vain so often that nothing more will come of it."""
+    """True if NEVER_NUM or more trials all ended without a detection: more trials are useless."""
     return len(found) >= NEVER_NUM and all(trial.detect_s is None for trial in found)
 
 

@@ -1,7 +1,7 @@
-"""`make bench-detection`: from a fault to the word of it, by Unicron and by torchrun, in one run.
+"""`make bench-detection`: detection times of Unicron and torchrun, measured in one run.
 
-Systems take turns. What it prints, it also writes to build/bench/detection.json.
-docs/guides/bench-detection.md says what is measured, and how.
+The systems take turns. The printed results are also written to build/bench/detection.json.
+docs/guides/bench-detection.md describes what is measured and how.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ ROOT = Path(__file__).resolve().parents[3]
 SYSTEMS = ("unicron", "torchrun")
 OVERHEAD, OFF = "overhead", "unwatched"
 PAPER_S = {"rank_killed": 1.8, "exception": 0.3, "agent_killed": 5.6}
-"""The paper's detection times (rank_killed: as remembered), on other machines."""
+"""Detection times of the Unicron paper, on other machines (rank_killed: from memory)."""
 GOALS_S = {"rank_killed": 0.1, "exception": 0.1, "agent_killed": 2.0}
 OVERHEAD_MAX = 1.01
 Say = Callable[[str], None]
 
 
 def main() -> None:
-    """Strike, wait for the word, compare."""
+    """Inject faults, wait for the detections, compare."""
     parser = argparse.ArgumentParser(prog="make bench-detection")
     parser.add_argument("-n", type=int, default=10, help="faults of each kind, of each system")
     parser.add_argument("--pairs", type=int, default=30, help="pairs of blocks for overhead")
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def _trials(folder: Path, name: str, case: str, num: int, say: Say) -> list[Trial]:
-    """`num` faults; a system that heals is struck again, another one started anew."""
+    """`num` faults: all in one launch of Unicron, which recovers; torchrun is launched for each."""
     if case == network.CASE:
         return network.trials(folder, name, num, say)
     found: list[Trial] = []
@@ -91,14 +91,14 @@ def _trials(folder: Path, name: str, case: str, num: int, say: Say) -> list[Tria
 
 
 def _overhead(folder: Path, num_pairs: int, say: Say) -> list[Row]:
-    """The iteration with all detection over that with none; both train at once, in turn."""
+    """The iteration time with all detection over that with none; both sides take turns."""
     sides = [UnicronSide(folder / OFF, 0, OFF, watches=False), UnicronSide(folder / "unicron", 0)]
     blocks = in_turn(sides, num_pairs, say)
     return compared(OVERHEAD, OFF, [(one[OFF], one["unicron"]) for one in blocks], num_pairs)
 
 
 def rows_of(case: str, told: dict[str, list[Trial]]) -> list[Row]:
-    """The median of what was told of a case, by system."""
+    """One row for each system: its median detection time."""
     rows: list[Row] = []
     for name, trials in told.items():
         num = sum(trial.detect_s is not None for trial in trials)
@@ -110,7 +110,7 @@ def rows_of(case: str, told: dict[str, list[Trial]]) -> list[Row]:
 
 
 def held_to(rows: Sequence[Row]) -> list[str]:
-    """The goals, and the paper's figures, beside what was measured."""
+    """Each measured value beside its goal and the value of the Unicron paper."""
     lines: list[str] = []
     for one in rows:
         if one.system != "unicron" or one.value is None:

@@ -1,4 +1,4 @@
-"""The case network_cut: two nodes in network namespaces of their own, and the link between them."""
+"""The case network_cut: two nodes in separate network namespaces, and the link between them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STEP_S_MAX = 900.0
 
 
 def trials(folder: Path, name: str, num: int, say: Callable[[str], None]) -> list[Trial]:
-    """`num` cuts under this system, in a process of their own that lives in one namespace."""
+    """Run `num` cuts for this system in a child process that lives in one of the namespaces."""
     mark = f"unicron-{os.getpid()}"
     try:
         with namespaces(mark) as (near, far):
@@ -44,7 +44,7 @@ def trials(folder: Path, name: str, num: int, say: Callable[[str], None]) -> lis
 
 # --- in the near namespace -----------------------------------------------------------------------
 class Parted(Unicron):
-    """Its second node is in the far namespace."""
+    """Unicron with its second node in the far namespace."""
 
     def __init__(self, folder: Path, far: str) -> None:
         super().__init__(folder)
@@ -70,7 +70,7 @@ class Parted(Unicron):
 
 
 class WatchedCut(Watched):
-    """Struck by taking its link down; mended as soon as that was told."""
+    """Unicron whose fault takes the link down. The link is restored after each trial."""
 
     def __init__(self, folder: Path, far: str) -> None:
         super().__init__(Parted(folder, far))
@@ -84,7 +84,7 @@ class WatchedCut(Watched):
 
 
 class TorchrunCut(Torchrun):
-    """Its second launcher is in the far namespace."""
+    """torchrun with its second launcher in the far namespace."""
 
     def __init__(self, folder: Path, far: str) -> None:
         super().__init__(folder)
@@ -106,7 +106,7 @@ class TorchrunCut(Torchrun):
 
 
 def main() -> None:
-    """Strike; a line of JSON for each trial."""
+    """Run the trials; print a line of JSON for each."""
     folder, name, num, far = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
     found: list[Trial] = []
     while len(found) < num and not faults.never(found):

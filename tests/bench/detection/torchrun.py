@@ -1,4 +1,4 @@
-"""torchrun in the detection bench: as it is by default, and what its launcher says in its log."""
+"""torchrun in the detection bench: default settings; detection is read from the launcher's log."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from unicron.workers.host import linux
 
 WARM_NUM = 5
 TOLD_S_MAX = 30.0
-"""Nothing comes later but the timeout of a collective: 30 minutes, if nobody sets another."""
+"""Only the timeout of a collective could report later: 30 minutes by default."""
 COLLECTIVE_S = 1800.0
-"""torch's default for gloo, which a user has who names none."""
+"""torch's default timeout for gloo."""
 SAID = b"failed (exitcode"
-"""In the launcher's log, as soon as it has noticed that a worker ended."""
+"""The launcher logs this as soon as it has noticed that a worker ended."""
 
 
 class Torchrun(Peer):
-    """Two launchers of two workers each, as on two nodes; elastic, with its default settings."""
+    """Two launchers with two workers each, like two nodes; elastic, with default settings."""
 
     name = "torchrun"
     python = Path(sys.executable)
@@ -54,7 +54,7 @@ class Torchrun(Peer):
                    "-m", "bench.recovery.loop")
 
     def strike(self, case: str) -> Trial:
-        """The word comes from whose worker it is; of a lost node, from the other launcher."""
+        """Inject the fault; wait for the launcher of the victim (of a lost node: the other one)."""
         logs = [self.folder / "torchrun-1.log"]
         if case in ("agent_killed", "network_cut"):
             logs = [self.folder / "torchrun-0.log"]

@@ -1,4 +1,4 @@
-"""Unicron in the detection bench: a whole cluster, and a reader who follows its log."""
+"""Unicron in the detection bench: a full cluster, and a reader that follows its log."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from unicron.cli.cluster.state_dir import StateDir
 
 WHOLE_S_MAX = 120.0
 WARM_NUM = 12
-"""Iterations in a generation before it is struck: above the 10 without which one fault more of the
-same rank would take its slot out (the policy's restart_iterations)."""
+"""Iterations in a generation before a fault. More than the policy's restart_iterations (10):
+otherwise one more fault of the same rank would disable its slot."""
 KNOWN_NUM = 30
-"""Where what is usual has to be known before."""
+"""The same for faults whose detection needs statistics of the normal behaviour."""
 STATISTICAL = ("gil_held", "rank_looping", "rank_slow", "network_cut")
-"""Of a cut, the members that wait over here are what makes a short silence suspicious."""
+"""For a cut: waiting members make a short silence of the far node suspicious."""
 HEALED = ("rank_killed", "exception", "agent_killed", "rank_stopped", "gil_held", "rank_looping")
-"""What ends in another generation, with another process: not struck again before."""
+"""Faults that end in a new generation. The next fault waits for that generation."""
 TOLD_S_MAX = 60.0
 Record = dict[str, Any]
 
 
 class Reader(threading.Thread):
-    """Follows the log as `unicron tail -f` does; `seen` has each record and when it came."""
+    """Follows the log as `unicron tail -f` does. `seen` has each record and its time of arrival."""
 
     def __init__(self, client: Client) -> None:
         super().__init__(name="reader", daemon=True)
@@ -50,19 +50,19 @@ class Reader(threading.Thread):
                 time.sleep(0.1)
 
     def first(self, begin: int, is_it: Callable[[Record], bool]) -> float | None:
-        """When the first such record behind place `begin` came."""
+        """When the first matching record at or after index `begin` arrived."""
         return next((at_s for at_s, record in self.seen[begin:] if is_it(record)), None)
 
 
 class Watched:
-    """A training of four ranks on two nodes, struck again and again."""
+    """A task of four ranks on two nodes, into which faults are injected one after another."""
 
     name = "unicron"
 
     def __init__(self, made: Unicron) -> None:
         self._made = made
         self._beyond = 0
-        """The generation that was struck last."""
+        """The next fault waits for a generation after this one; 0 if any generation will do."""
         self.folder = self._made.watch.folder
 
     def start(self) -> None:
@@ -75,7 +75,7 @@ class Watched:
         self._made.stop()
 
     def strike(self, case: str) -> Trial:
-        """Wait until it is whole and warm, strike, wait for the word. Raises NotStarted."""
+        """Wait until the task is complete and warm; inject; wait. Raises NotStarted."""
         self._whole(KNOWN_NUM if case in STATISTICAL else WARM_NUM)
         begin = len(self._reader.seen)
         told = TOLD[case]
@@ -99,11 +99,11 @@ class Watched:
         return faults.by_signal(self._victim()["pid"], case)
 
     def _undo(self, case: str, node: str) -> None:
-        """What does not heal by itself."""
+        """Undo what does not recover without help."""
         faults.undo(self.folder, self._made.task, VICTIM_NUM)
         if case == "agent_killed":
             self._made.start_agent(local_cluster.agent_name(node))
-        if case == "rank_slow":  # of one process each further time is told later (monitor.py)
+        if case == "rank_slow":  # a later slowdown of this process is reported later
             self._beyond = self._made.view()["generation"]
             os.kill(self._victim()["pid"], signal.SIGKILL)
 
@@ -135,7 +135,7 @@ class Watched:
         return num >= num_warm
 
     def _is_slow(self) -> bool:
-        """As last told of the victim: after it was made slow, it has to be seen well again."""
+        """True if the last report of the victim's step time calls it slow."""
         paced = [record["body"] for _, record in self._reader.seen
                  if record["kind"] == "StepTimeChanged" and _of_victim(record["body"])]
         return bool(paced) and _slowed(paced[-1])
@@ -162,4 +162,4 @@ TOLD: dict[str, Callable[[str, Record, str], bool]] = {
     "rank_slow": lambda kind, body, node: (kind == "StepTimeChanged" and _of_victim(body)
                                            and _slowed(body)),
 }
-"""The report that says it; the finding's name, not that of what came of it elsewhere."""
+"""By case, the report that counts as detection: the first finding, not its consequences."""

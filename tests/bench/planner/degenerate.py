@@ -1,6 +1,6 @@
-"""Inputs that tell the candidates apart by little, or not at all: what a decision takes on each.
+"""Planner time on inputs whose candidates differ little or not at all.
 
-`PYTHONPATH=tests:.typing python -P -m bench.planner.degenerate [TASKS GPUS]`; else 1000 100000.
+`PYTHONPATH=tests:.typing python -P -m bench.planner.degenerate [TASKS GPUS]`; default 1000 100000.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from unicron.control_plane.planner.objective import objective_flop
 
 
 def main() -> None:
-    """By family: the plan with what it beat, its explanation, and the prices of those that wait."""
+    """By family, the times of: plan with alternatives, explanation, pending prices."""
     num_tasks, num_gpus = (int(word) for word in sys.argv[1:3] or (1000, 100_000))
     for family in FAMILIES:
         asked = degenerate(family, num_tasks, num_gpus)

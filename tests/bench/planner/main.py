@@ -1,7 +1,7 @@
-"""`make bench-planner`: the same plans by Unicron and by what a user would pick, in one run.
+"""`make bench-planner`: planning problems solved by Unicron and by common solvers.
 
-Systems take turns, each trial in a process of its own. What it prints, it also writes to
-build/bench/planner.json. docs/guides/bench-planner.md says what is measured, and how.
+The systems take turns; each trial is a separate process. The printed results are also written to
+build/bench/planner.json. docs/guides/bench-planner.md describes what is measured and how.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ PEERS = ("glpk_mi", "highs", "cp_sat")
 SYSTEMS = ("unicron", *PEERS, "plain_dp")
 METRICS = {"plan_ms": "ms", "explained_ms": "ms", "table_ms": "ms", "table_bytes": "B",
            "objective": "G"}
-"""plan_ms: the bare solver. explained_ms: what production runs, the plan and what it beat."""
+"""plan_ms: the bare solver. explained_ms: what production runs, with alternatives."""
 GOALS_MS = {"6x128": 2.0, "100x4096": 10.0, "1000x100000": 150.0}
 GOALS_TIMES = {"100x4096": 10.0, "1000x100000": 30.0}
 EXPLAINED_TIMES = 3.0
-"""Production over the bare solver."""
+"""Limit of explained_ms over plan_ms."""
 GAP_RATIO = 1e-4
-"""HiGHS calls a plan optimal that is within this of its bound; the others prove theirs."""
+"""HiGHS accepts a plan within this gap of its bound; the other solvers are exact."""
 START_S_MAX = 60.0
 Told = dict[str, Any]
 
 
 def main() -> None:
-    """Lay the environment, measure, compare."""
+    """Build the environment, measure, compare."""
     parser = argparse.ArgumentParser(prog="make bench-planner")
     parser.add_argument("-n", type=int, default=5, help="rounds; each has its own instances")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds a solver may take")
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def measured(case: str, systems: Sequence[str], num: int, limit_s: float) -> dict[str, list[Told]]:
-    """By system, a trial for each round. Who is late once is not asked again."""
+    """By system, one trial per round. A system that exceeds the limit is not run again."""
     told: dict[str, list[Told]] = {system: [] for system in systems}
     for seed in range(num):
         for system in systems:
@@ -73,7 +73,7 @@ def measured(case: str, systems: Sequence[str], num: int, limit_s: float) -> dic
 
 
 def trial(system: str, case: str, seed: int, limit_s: float) -> Told:
-    """One solve in a process of its own. Raises RuntimeError with its last words if it fails."""
+    """One solve in a separate process. Raises RuntimeError (last line of stderr) on failure."""
     try:
         done = subprocess.run(
             [str(environment.PYTHON), "-P", "-m", "bench.planner.trial", system, case, str(seed),
@@ -87,7 +87,7 @@ def trial(system: str, case: str, seed: int, limit_s: float) -> Told:
 
 
 def rows_of(case: str, told: dict[str, list[Told]], limit_s: float) -> list[Row]:
-    """Medians, and for each system how its objective compares with ours."""
+    """The medians of a case. The note of plan_ms compares the objective values with Unicron's."""
     ours = [one["objective"] for one in told.get("unicron", [])]
     rows: list[Row] = []
     for system, trials in told.items():
@@ -104,7 +104,7 @@ def rows_of(case: str, told: dict[str, list[Told]], limit_s: float) -> list[Row]
 
 
 def compared(ours: Sequence[int], its: Sequence[int], system: str) -> str:
-    """How a system's objectives lie to ours, instance by instance."""
+    """The objective values of a system against Unicron's, instance by instance, in words."""
     pairs = list(zip(ours, its, strict=False))
     if not pairs or system == "unicron":
         return ""
@@ -118,7 +118,7 @@ def compared(ours: Sequence[int], its: Sequence[int], system: str) -> str:
 
 
 def held_to(rows: Sequence[Row]) -> list[str]:
-    """The goals, and what was measured, side by side."""
+    """Each measured value beside its goal."""
     found = {(one.case, one.system, one.metric): one.value for one in rows}
     lines: list[str] = []
 

@@ -1,4 +1,4 @@
-"""The planner bench's own environment in build/bench-planner: Unicron's planner and the solvers."""
+"""The virtual environment of the planner bench, build/bench-planner: planner and solvers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ PACKAGES = ("numpy", "msgspec", "cvxpy", "cvxopt", "scipy", "ortools")
 
 
 def ensure() -> None:
-    """Lay it, once (again when the pins change). Raises CalledProcessError with pip's words."""
+    """Build the environment if missing or outdated by its pins. Raises CalledProcessError."""
     lay(PLACE, PINS, ", ".join(PACKAGES), lambda: pip(PLACE, PINS, *PACKAGES))
 
 
 def versions() -> dict[str, str]:
-    """What is measured, by distribution."""
+    """The version of each package that is measured."""
     done = subprocess.run([str(PYTHON), "-P", "-m", "pip", "freeze"], capture_output=True,
                           text=True, check=True, timeout=60)
     pairs = [line.split("==") for line in done.stdout.splitlines() if "==" in line]
@@ -28,7 +28,7 @@ def versions() -> dict[str, str]:
 
 
 def environment() -> dict[str, str]:
-    """What a trial is started with: one thread each, so that processor time is comparable."""
+    """The environment of a trial. One thread each, so that processor times are comparable."""
     folders = (str(ROOT / "tests"), str(ROOT / "tests/drivers"), str(ROOT / ".typing"))
     return {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "PYTHONWARNINGS": "ignore",
             "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

@@ -1,7 +1,7 @@
-"""One solver, one case, in a process of its own: `bench.planner.trial SYSTEM CASE SEED LIMIT_S`.
+"""One solver, one case, one process: `bench.planner.trial SYSTEM CASE SEED LIMIT_S`.
 
-Each begins with the planner's input and ends with slots by task. A small case goes first, so that
-what a solver loads once is not counted. The answer is one line of JSON.
+Each solver starts from the planner's input and returns slots by task. Small cases are solved first,
+so that one-time loading is not counted. The result is one line of JSON.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from unicron.control_plane.planner.solver.candidates import Candidates
 
 GPUS_PER_NODE_NUM = 8
 TABLE_S_MAX = 10.0
-"""A table that takes longer is given up, and has no figure."""
+"""The plan table is abandoned after this time and then has no value."""
 Slots = tuple[int, ...]
 
 
 class Late(Exception):
-    """The solver's own time limit came first."""
+    """The solver's own time limit was reached."""
 
 
 def unicron(asked: PlanProblem, limit_s: float) -> Slots:
-    """The bare solver. What production runs is `explained_ms`."""
+    """The bare solver. Production also builds the explanation (`explained_ms`)."""
     found = knapsack.best(planner.allowed_candidates(asked), asked.num_slots)
     assert found is not None
     return found[0]
 
 
 def plain_dp(asked: PlanProblem, limit_s: float) -> Slots:
-    """The paper's: every candidate at every number of slots."""
+    """The method of the Unicron paper: every candidate at every number of slots."""
     rows = planner.allowed_candidates(asked)
     after = dynamic_program.suffixes(rows, asked.num_slots)
     return tuple(dynamic_program.backtrack(rows, after, asked.num_slots))
 
 
 def highs(asked: PlanProblem, limit_s: float) -> Slots:
-    """scipy.optimize.milp, with its own defaults."""
+    """scipy.optimize.milp with default options."""
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array, vstack
 
@@ -60,7 +60,7 @@ def highs(asked: PlanProblem, limit_s: float) -> Slots:
 
 
 def glpk_mi(asked: PlanProblem, limit_s: float) -> Slots:
-    """cvxpy with GLPK's branch and bound, as Sia's scheduler does."""
+    """cvxpy with GLPK's branch and bound, as in Sia's scheduler."""
     import cvxpy as cp
 
     rows = planner.allowed_candidates(asked)
@@ -75,7 +75,7 @@ def glpk_mi(asked: PlanProblem, limit_s: float) -> Slots:
 
 
 def cp_sat(asked: PlanProblem, limit_s: float) -> Slots:
-    """OR-tools' CP-SAT on the same integers as ours."""
+    """OR-tools' CP-SAT on the same integers as Unicron."""
     from ortools.sat.python import cp_model
 
     rows = planner.allowed_candidates(asked)
@@ -98,7 +98,7 @@ SOLVERS: dict[str, Callable[[PlanProblem, float], Slots]] = {
 
 
 def _one_each(rows: Candidates) -> tuple[object, int]:
-    """(rows x candidates: which are whose, how many candidates)."""
+    """(matrix tasks x candidates: 1 for a task's own candidates; number of candidates)."""
     from scipy.sparse import csr_array
 
     num = len(rows.sizes)
@@ -106,7 +106,7 @@ def _one_each(rows: Candidates) -> tuple[object, int]:
 
 
 def _scaled(rows: Candidates) -> np.ndarray:
-    """Gains of a size that a solver's tolerances are made for."""
+    """The gains, scaled to at most 1 for the tolerances of the solvers."""
     scaled: np.ndarray = rows.gains / max(float(np.abs(rows.gains).max()), 1.0)
     return scaled
 
@@ -117,7 +117,7 @@ def _slots(rows: Candidates, chosen: np.ndarray) -> Slots:
 
 def main() -> None:
     system, name, seed, limit_s = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
-    for small in ((3, 32), (12, 1024)):  # two, as a small plan may take another way
+    for small in ((3, 32), (12, 1024)):  # two sizes: the solver may use another method for each
         SOLVERS[system](case(*small, seed), limit_s)
         planner.choose_plan(case(*small, seed))
     asked = case(*SIZES[name], seed)

@@ -1,4 +1,4 @@
-"""The environment of the recovery bench: Unicron, the pinned peers, one torch."""
+"""The virtual environment of the recovery bench: Unicron, the pinned peers, one torch."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ ABSENT = PLACE / "absent.json"
 PINS = (ROOT / "constraints.txt", Path(__file__).with_name("constraints-peers.txt"))
 NEEDED_BY_PEERS = ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http", "defusedxml",
                    "nvidia-ml-py", "packaging", "psutil", "pynvml", "pyyaml")
-# Both releases of torchft are a package of the same name: each has a folder of its own.
+# Both releases of torchft are packages of the same name; each gets its own folder.
 TORCHFT = {"torchft_stable": "torchft", "torchft_fast": "torchft-nightly"}
 NVRX = "nvidia-resiliency-ext"
 
 
 def ensure() -> None:
-    """Lay it, once (again when the pins change). What cannot be installed is noted in ABSENT."""
+    """Build the environment if missing or outdated. ABSENT lists failed installations."""
     lay(PLACE, PINS, "torch, Megatron and the peers", _install)
 
 
 def _install() -> None:
-    # torch first and bare, as `make setup` does: then nothing else can change its build.
+    # torch first and alone, as in `make setup`: then no other package can change its build.
     pip(PLACE, PINS, "setuptools", "torch==2.13.0")
     pip(PLACE, PINS, "--no-build-isolation", "-e", f"{ROOT}[train]")
     absent = {}
@@ -39,12 +39,12 @@ def _install() -> None:
 
 
 def absent() -> dict[str, str]:
-    """Why a system is not here, by system."""
+    """For each system that could not be installed, the reason."""
     return dict(json.loads(ABSENT.read_text())) if ABSENT.exists() else {}
 
 
 def versions() -> dict[str, str]:
-    """What is measured, by distribution."""
+    """The version of each package that is measured."""
     asked = ("import json, importlib.metadata as m; print(json.dumps({d.metadata['Name']: d.version"
              " for d in m.distributions()}))")
     found: dict[str, str] = {}
@@ -57,7 +57,7 @@ def versions() -> dict[str, str]:
 
 
 def environment(system: str) -> dict[str, str]:
-    """What a process of a system is started with."""
+    """The environment variables of a system's processes."""
     folders = [str(ROOT / "tests"), str(ROOT / "tests/drivers")]
     folders += [str(PLACE / system)] if system in TORCHFT else []
     return {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1",
@@ -66,7 +66,7 @@ def environment(system: str) -> dict[str, str]:
 
 
 def _tried(*arguments: str) -> str:
-    """Why it cannot be installed; empty if it was."""
+    """The reason why pip failed; empty if it succeeded."""
     try:
         pip(PLACE, PINS, *arguments)
     except subprocess.CalledProcessError as error:

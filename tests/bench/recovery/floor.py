@@ -1,8 +1,8 @@
-"""The floor of a recovery: bare torch, no control plane. `python -m bench.recovery.floor N`.
+"""The minimum recovery time: bare torch, no control plane. `python -m bench.recovery.floor N`.
 
-Four processes with a gloo group reduce a small model's gradients; one is killed while the others
-wait for it. Each survivor measures until its error, the end of its groups, and their successors
-among three. Prints a line of JSON per trial: of the slowest survivor, in seconds.
+Four processes with a gloo group reduce a small model's gradients. One is killed while the others
+wait for it. Each survivor measures the time to its error, to the end of its groups, and to the new
+groups of three. Prints a line of JSON for each trial: the slowest survivor, in seconds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BLOCKED_S = 0.2
 
 
 def up(port: int, name: str, place: int, num: int) -> None:
-    """A world and a group of oneself, as Unicron's generations have."""
+    """Build a world group and a group of one rank, as each of Unicron's generations has."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=place,
                             world_size=num, timeout=LIMIT)
@@ -34,7 +34,7 @@ def up(port: int, name: str, place: int, num: int) -> None:
 
 
 def rank(place: int, told: Connection) -> None:
-    """One of the four. The victim sleeps where the others reduce."""
+    """One of the four. The victim sleeps while the others reduce."""
     port: int = told.recv()
     torch.set_num_threads(1)
     gradients = torch.ones(NUM_FLOATS)
@@ -55,12 +55,12 @@ def rank(place: int, told: Connection) -> None:
     dist.all_reduce(gradients)
     told.send({"failed": failed_s, "down_s": down_s - failed_s, "up_s": up_s - down_s,
                "reduce_s": time.time() - up_s})
-    told.recv()  # nobody leaves while another still reduces
+    told.recv()  # no rank leaves while another still reduces
     os._exit(0)
 
 
 def trial() -> dict[str, float]:
-    """Kill one of four; the slowest survivor's times."""
+    """Kill one of four; return the times of the slowest survivor."""
     context = get_context("fork")
     pipes = [context.Pipe() for _ in range(NUM_RANKS)]
     ranks = [context.Process(target=rank, args=(place, pipes[place][1]))
@@ -68,7 +68,7 @@ def trial() -> dict[str, float]:
     try:
         for one in ranks:
             one.start()
-        # After the forks: its server is a thread, and a fork would take half of it along.
+        # After the forks: the store's server is a thread, and a fork would not copy it.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for mine, _ in pipes:
             mine.send(store.port)
@@ -96,7 +96,7 @@ def trial() -> dict[str, float]:
 
 
 def main() -> None:
-    """So many trials."""
+    """Run as many trials as the argument says."""
     for _ in range(int(sys.argv[1])):
         print(json.dumps(trial()), flush=True)
 

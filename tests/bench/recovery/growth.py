@@ -1,4 +1,4 @@
-"""How a recovery of Unicron grows with ranks and parameters, and what a zygote saves."""
+"""How Unicron's recovery time grows with ranks and parameters, and what a zygote saves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Say = Callable[[str], None]
 
 
 def measure(folder: Path, case: str, say: Say) -> list[Row]:
-    """The rows of `growth_ranks` or of `growth_params`: each point a cluster of its own."""
+    """The rows of `growth_ranks` or `growth_params`. Each point is a separate cluster."""
     points = [(f"{num}_ranks", num, "1M") for num in RANKS]
     if case == "growth_params":
         points = [(f"{size}_params", NUM_RANKS, size) for size in TRIALS_NUM]
@@ -54,19 +54,19 @@ def _struck(folder: Path, num_ranks: int, size: str) -> tuple[list[Trial], list[
 
 
 def resumed_s(made: Unicron, trial: Trial) -> list[float]:
-    """From the fault to the first thing that is done in the new generation: no work is in it."""
+    """From the fault to the first action in the new generation; recomputed work is not included."""
     found = parts.phases(made.look(), made.watch.lines, trial)
     return [sum(found[name] for name in parts.PHASES[:8]) / 1000.0] if found else []
 
 
 def measure_restart(folder: Path, num: int, say: Say) -> list[Row]:
-    """The rows of `restart`: StartRank to RankReady, by exec and out of a zygote, in turn.
+    """The rows of `restart`: StartRank to RankReady, by exec and from a zygote, in turn.
 
-    The first node's ranks come out of a zygote, the second's by exec; one of each is killed in
-    turn while the others train.
+    The first node's ranks come from a zygote, the second's from exec. One rank of each node is
+    killed in turn while the others train.
     """
     say("restart: by exec and out of a zygote, in turn")
-    # More strikes than a task is forgiven otherwise.
+    # The trials need more restarts than a task's default budget.
     made = Unicron(folder, by_exec=("n2",), policy={"restarts_max": 10 * num})
     taken: dict[str, list[float]] = {"unicron_zygote": [], "unicron_exec": []}
     why = ""
@@ -87,7 +87,7 @@ def measure_restart(folder: Path, num: int, say: Say) -> list[Row]:
 
 
 def ready_s(records: Sequence[dict[str, Any]], rank: int, from_s: float) -> float | None:
-    """From the order that starts a rank to its word that it is ready."""
+    """From the order that starts a rank to the rank's RankReady, in seconds."""
     def first(kind: str) -> dict[str, Any] | None:
         return next((record for record in records if record["kind"] == kind
                      and record["body"]["rank"] == rank and record["at_s"] >= from_s), None)

@@ -1,4 +1,4 @@
-"""What every system trains: one small GPT, one text, one batch, one moment to be struck."""
+"""The job that every system trains: one small GPT, one text, one batch, one time of the fault."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 NUM_RANKS = 4
 NUM_MICRO_BATCHES = 24
 ROWS_NUM = 1
-"""Sequences of one micro-batch; of the larger models, 1."""
+"""Sequences of one micro-batch of the 1M model; the other models have 1."""
 ITERATIONS_NUM = 100_000
-"""More than any run trains: it is ended when it has been measured."""
+"""More than any run needs: the bench ends the task after the measurement."""
 SAVE_EVERY_NUM = 6
-"""Iterations between two checkpoints of those systems that go back to one."""
+"""Iterations between two checkpoints, for systems that recover from a checkpoint."""
 STRUCK_NUM = 3
-"""Of those iterations, the one that is struck."""
+"""The fault strikes this iteration after a checkpoint."""
 VICTIM_NUM = 2
-"""The rank that is struck: not the first, which may host a store."""
+"""The rank that the fault strikes. Not rank 0, which may host a store."""
 COLLECTIVE_S_MAX = 2.0
-"""What a peer's collective waits for a silent rank: as long as Unicron lets one stand still."""
+"""Collective timeout of the peers; equal to the time after which Unicron reports a stopped rank."""
 BUILD_S_MAX = 30.0
-"""What building a group may take: processes do not start at the same instant."""
+"""Timeout for building a group: the processes do not start at the same time."""
 SIZES = {"1M": (5, 128, 4, 128), "10M": (13, 256, 8, 64), "100M": (32, 512, 8, 16),
          "1M_even": (6, 128, 4, 128)}
-"""Layers, hidden, heads and sequence of the models; the last is for pipelines of 2 and 3 stages."""
+"""Layers, hidden, heads and sequence of the models. 1M_even is for pipelines of 2 and 3 stages."""
 Spec = dict[str, Any]
 Parallel = Mapping[str, Any]
 """A spec's `train.parallel`."""
@@ -32,7 +32,7 @@ Parallel = Mapping[str, Any]
 
 def spec(name: str, output: Path, *, num_ranks: int = NUM_RANKS, size: str = "1M",
          copy_every: int | None = None, parallel: Parallel | None = None) -> Spec:
-    """The job spec, as Unicron takes it; the peers build the same from it."""
+    """The job spec for Unicron; the peers build the same model from it."""
     num_layers, hidden, num_heads, sequence = SIZES[size]
     more = {"copy_every": copy_every, "parallel": parallel}
     rows = ROWS_NUM if size == "1M" else 1

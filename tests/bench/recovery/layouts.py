@@ -1,8 +1,8 @@
-"""The cases of layouts: a rank of four is killed, the survivors take another layout, and grow back.
+"""The cases of layouts: one of four ranks is killed, the layout changes, and changes back.
 
-Unicron alone is struck: no peer changes a layout. All strikes at a kind of task are in one launch,
-each at full strength; losses are held to an undisturbed twin's, which is data-parallel in bare
-Megatron, since the sum of a batch is the same in any layout.
+Only Unicron is measured: no peer changes a layout. All faults of a kind of task happen in one
+launch, each at full strength. The losses are compared with those of an undisturbed reference run.
+That run is data-parallel in bare Megatron, since the loss of a batch is the same in any layout.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from bench.recovery.trial import NotStarted, Trial, strike
 from bench.recovery.unicron import Unicron
 
 TWIN_NUM = 20
-"""Iterations of the twin for each strike: so many lie between one and the next, at most."""
+"""Iterations of the reference run for each fault: the maximum between two faults."""
 Say = Callable[[str], None]
 
 
 class Kind(NamedTuple):
-    """A task: in which layouts it may be, how many replicas it is on four ranks, and its model."""
+    """A task: allowed layouts, replicas on four ranks, model size, copy interval."""
 
     parallel: Parallel
     num_replicas: int
@@ -37,28 +37,27 @@ class Kind(NamedTuple):
 CASES = {
     "tp2dp2_sigkill": {"unicron": Kind({"tensor": [2]}, 2)},
     "pp2dp2_sigkill": {"unicron": Kind({"pipeline": [2, 3]}, 2, "1M_even")},
-    # Who is set back to a copy has one as old as the checkpoints of those peers that go back.
+    # A rollback loads a copy; the copy is as old as the checkpoints of the peers that roll back.
     "zero1_sigkill": {"unicron_mirrored": Kind({"optimizer": "mirrored"}, 4),
                       "unicron_sharded": Kind({"optimizer": "sharded"}, 4, "1M", SAVE_EVERY_NUM)},
 }
 
 
 class Struck(NamedTuple):
-    """A strike, and the way back to full strength."""
+    """A fault, and the return to full strength."""
 
     trial: Trial
     resumed_s: list[float]
     changes: tuple[Change, ...]
-    """At the fault, and at growing back: as many as came about."""
+    """The change at the fault, and the change at the return, as far as they happened."""
     grow_pause_s: float | None = None
 
 
 def measure(folder: Path, case: str, num: int, twins: dict[str, list[float]], say: Say
             ) -> list[Row]:
-    """The rows of a case: `num` strikes at each of its kinds of task.
+    """The rows of a case: `num` faults for each of its kinds of task.
 
-    `twins`: losses of those that were trained by now, by the size of the model; gets those that
-    are trained here.
+    `twins`: losses of the reference runs by model size. This function adds the runs that it trains.
     """
     folder.mkdir(parents=True)
     rows: list[Row] = []
@@ -73,7 +72,7 @@ def measure(folder: Path, case: str, num: int, twins: dict[str, list[float]], sa
 def _rows_of(folder: Path, case: str, name: str, kind: Kind, twin: list[float], num: int, say: Say
              ) -> list[Row]:
     made = Unicron(folder, size=kind.size, parallel=kind.parallel, copy_every=kind.copy_every,
-                   # More strikes than a task is forgiven otherwise.
+                   # The trials need more restarts than a task's default budget.
                    policy={"restarts_max": 10 * num})
     made.name = name
     found: list[Struck] = []
@@ -102,7 +101,7 @@ def _struck(made: Unicron, case: str, kind: Kind, twin: list[float]) -> Struck:
         return Struck(trial, [], ())
     healed = trial.step["generation"]
     lines, records = made.watch.lines, made.look()
-    # Who comes back to full strength is in the first generation with all that were struck.
+    # The first generation with all ranks is the return to full strength.
     grown = next((record["body"]["generation"] for record in records
                   if record["kind"] == "Reconfigure" and record["body"]["generation"] > healed
                   and len(record["body"]["members"]) == made.num_ranks), None)
@@ -112,9 +111,9 @@ def _struck(made: Unicron, case: str, kind: Kind, twin: list[float]) -> Struck:
 
 
 def pause(lines: Sequence[eyes.Line], generation: int) -> float | None:
-    """From the last step before that generation to its first, less the micro-batches in between.
+    """From the last step before that generation to its first step, without its micro-batches.
 
-    None where one of them is not there.
+    None if one of these steps is missing.
     """
     step_s = [line["t"] for line in lines if line["event"] == "done"
               and line["generation"] < generation]
@@ -129,7 +128,7 @@ def pause(lines: Sequence[eyes.Line], generation: int) -> float | None:
 
 
 def _more_rows(case: str, name: str, found: Sequence[Struck], spec: dict[str, Any]) -> list[Row]:
-    """What only a change of layout has: its pauses, and bytes of state."""
+    """The rows that only a change of layout has: its pauses, and the bytes of state moved."""
     rows = [row(case, name, "fault_to_resume_s", [value for one in found
                                                   for value in one.resumed_s], "s"),
             row(case, name, "grow_pause_s", [one.grow_pause_s for one in found], "s")]
@@ -146,10 +145,10 @@ def _more_rows(case: str, name: str, found: Sequence[Struck], spec: dict[str, An
 
 
 def reshaped(rows: Sequence[Row]) -> list[Row]:
-    """How many times as long a task stands for a change of shape as for one of its replicas.
+    """The pause of a change of the model-parallel layout over that of a change of replicas.
 
-    The policy's `reshape_s` is `transition_s` that often. Of both, there and back: PP 2 x DP 2 to
-    PP 3 beside TP 2 x DP 2 to TP 2; the micro-batches are in neither.
+    The policy's `reshape_s` is `transition_s` times this ratio. Both count the change and the
+    return: PP 2 x DP 2 to PP 3, and TP 2 x DP 2 to TP 2. Micro-batches are not included.
     """
     found = {(one.case, one.metric): one.value for one in rows if one.system == "unicron"}
     both_s = [[found.get((case, metric)) for metric in ("fault_to_resume_s", "grow_pause_s")]

@@ -1,7 +1,7 @@
-"""The loop that all peers run, around Unicron's model, data and trace: plain Megatron-core.
+"""The training loop of all peers, with Unicron's model, data and trace: plain Megatron-core.
 
-As a program (`python -m bench.recovery.loop`), one rank of it under env:// rendezvous: bare, or a
-worker of torchrun with a checkpoint every SAVE_EVERY_NUM iterations, as its users have it.
+As a program (`python -m bench.recovery.loop`): one rank under env:// rendezvous. The rank is either
+bare, or a worker of torchrun with a checkpoint every SAVE_EVERY_NUM iterations.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ SPEC, FOLDER = "UNICRON_BENCH_SPEC", "UNICRON_BENCH_FOLDER"
 
 
 class Loop:
-    """Model, optimizer and text of one rank, and what it writes down as it trains.
+    """Model, optimizer and text of one rank, and the trace of its training.
 
-    `rank` names the process in the trace for good, whatever place it has among the others.
+    `rank` names the process in the trace, whatever its current rank in the group.
     """
 
     def __init__(self, rank: int) -> None:
@@ -58,12 +58,12 @@ class Loop:
         self.loss_sum, self.num_tokens, self.num_done = 0.0, 0, 0
 
     def build(self) -> None:
-        """Anew, from the seed, in the process group that is up."""
+        """Build model and groups from the seed, in the current process group."""
         self.groups = process_groups.build(None, COLLECTIVE_S_MAX)
         self.trainee = model.build(self.train, self.device, self.groups)
 
     def micro_batches(self, items: Iterable[int]) -> None:
-        """Forward and backward of these into the local sum."""
+        """Forward and backward of these micro-batches into the local gradient sum."""
         trainee, train = self.trainee, self.train
         trainee.clear()
         self.loss_sum, self.num_tokens, self.num_done = 0.0, 0, 0
@@ -80,11 +80,11 @@ class Loop:
         self.note("reduce")
 
     def stats(self) -> torch.Tensor:
-        """Loss sum, token count and number of micro-batches, to be summed over all."""
+        """Loss sum, token count and number of micro-batches of this rank."""
         return torch.tensor([self.loss_sum, self.num_tokens, self.num_done], dtype=torch.float64)
 
     def reduce(self) -> torch.Tensor:
-        """The stats of all; then Megatron's own reduction, which divides."""
+        """Sum the stats over all ranks; then run Megatron's gradient reduction, which divides."""
         stats = self.stats()
         dist.all_reduce(stats)
         finalize_model_grads(self.trainee.ddps, torch.tensor(int(self.num_tokens)),
@@ -92,7 +92,7 @@ class Loop:
         return stats
 
     def step(self, stats: torch.Tensor, *, tells: bool) -> None:
-        """The optimizer's and the schedule's; the loss is told by one rank."""
+        """Step the optimizer and the schedule. `tells`: this rank reports the loss."""
         self.trainee.optimizer.step()
         self.trainee.scheduler.step(self.train.batch.global_)
         self.note("done")
@@ -103,9 +103,9 @@ class Loop:
         self.iteration += 1
 
     def run(self, place: int, num_members: int, saves: Callable[[], Any] | None) -> None:
-        """Train until ended. `saves`: within what a checkpoint is written, by the first member."""
+        """Train until killed. `saves`: context in which the first member writes a checkpoint."""
         dist.barrier()
-        # By itself it stands still while others are measured, and nobody strikes it.
+        # The bare loop is stopped while other systems are measured; no fault is injected into it.
         dist.distributed_c10d._set_pg_timeout(COLLECTIVE if saves else ALONE)
         while self.iteration < self.train.iterations:
             self.micro_batches(range(place, self.train.num_micro_batches, num_members))
@@ -115,13 +115,13 @@ class Loop:
                     self.save()
 
     def save(self) -> None:
-        """To a file that appears only when it is whole."""
+        """Write the checkpoint to a new file, then rename it: readers see only complete files."""
         new = self.folder / "checkpoint.new"
         torch.save({**self.state(), "iteration": self.iteration}, new)
         new.replace(self.folder / "checkpoint")
 
     def load(self) -> None:
-        """The last checkpoint, if there is one."""
+        """Load the last checkpoint, if there is one."""
         if (self.folder / "checkpoint").exists():
             saved = torch.load(self.folder / "checkpoint", weights_only=False)
             self.adopt(saved)
@@ -142,12 +142,12 @@ class Loop:
         self.trace.note(event, self.generation, self.iteration, micro_batch=micro_batch)
 
     def tell(self, **line: object) -> None:
-        """What the trace has no word for."""
+        """Write a line that the trace has no event for."""
         os.write(self._told, json.dumps(line).encode() + b"\n")
 
 
 def main() -> None:
-    """One rank, until ended."""
+    """One rank, until killed."""
     from contextlib import nullcontext
 
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT")

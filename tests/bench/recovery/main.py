@@ -1,7 +1,7 @@
 """`make bench-recovery`: the same fault under Unicron and its peers, in one run on this machine.
 
-Systems take turns, so that a busy minute of the machine is everybody's. What it prints, it also
-writes to build/bench/recovery.json. docs/guides/bench-recovery.md says what is measured, and how.
+The systems take turns, so that other load affects all of them. The printed results are also written
+to build/bench/recovery.json. docs/guides/bench-recovery.md describes what is measured and how.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CASES = (*STRIKES, "breakdown", *LAYOUTS, "overhead", "overhead_copies", "zero1_
 
 
 def main() -> None:
-    """Lay the environment, go on in it, measure."""
+    """Build the environment, continue in its Python, measure."""
     parser = argparse.ArgumentParser(prog="make bench-recovery")
     parser.add_argument("-n", type=int, default=5, help="strikes of each system in each case")
     parser.add_argument("--pairs", type=int, default=20, help="pairs of blocks for overhead")
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def words(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
-    """Of an option: words between commas, each one of `known`."""
+    """The type of an option: words separated by commas, each one of `known`."""
     def parsed(text: str) -> tuple[str, ...]:
         found = tuple(text.split(","))
         if wrong := [word for word in found if word not in known]:
@@ -63,7 +63,7 @@ def words(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
-    """SIGTERM ends it as Ctrl-C does: with what was measured by then."""
+    """SIGTERM handler: end as Ctrl-C does, with the results so far."""
     raise KeyboardInterrupt
 
 
@@ -99,7 +99,7 @@ def _all(folder: Path, asked: argparse.Namespace, began_s: float) -> Iterator[li
 
     if any(case in cases for case in (*STRIKES, "breakdown")):
         struck = [case for case in STRIKES if case in cases]
-        # The breakdown is of Unicron's own recoveries from a kill.
+        # The breakdown analyses Unicron's own recoveries from a kill.
         rounds = Rounds(folder, systems if struck else ("unicron",), struck or STRIKES[:1], say)
         try:
             rounds.run(num, has_time)
@@ -121,7 +121,7 @@ def _all(folder: Path, asked: argparse.Namespace, began_s: float) -> Iterator[li
 
 
 def _held_to(rows: Sequence[Row]) -> list[str]:
-    """The goals, and what was measured, side by side."""
+    """Each measured value beside its goal."""
     found = {(one.case, one.system, one.metric): one.value for one in rows}
     lines: list[str] = []
 
@@ -142,7 +142,7 @@ def _held_to(rows: Sequence[Row]) -> list[str]:
                        ("zero1_sigkill", "unicron_mirrored"), ("zero1_sigkill", "unicron_sharded")):
         goal(f"{case} {name} fault_to_step_s", found.get((case, name, "fault_to_step_s")), 0.6)
         goal(f"{case} {name} loss_equal", found.get((case, name, "loss_equal")), 1.0, at_least=True)
-        if name != "unicron_sharded":  # it has nowhere to take the lost shard from but a copy
+        if name != "unicron_sharded":  # only a copy has the lost shard
             goal(f"{case} {name} iterations_lost", found.get((case, name, "iterations_lost")), 0.0)
     for case, most in (("overhead", 1.01), ("overhead_copies", 1.03)):
         goal(f"{case} iteration_ratio", found.get((case, "unicron", "iteration_ratio")), most)

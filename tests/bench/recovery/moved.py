@@ -1,4 +1,4 @@
-"""The state that moved when a generation came up, by the log, and the least that could have."""
+"""The state that moved when a generation started, from the log, and the minimum possible."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 Axes = dict[str, Any]
 Record = dict[str, Any]
 Piece = Sequence[Any]
-"""Key, kind (such as `float32 6x64`), offset and shape."""
+"""Key, kind (for example `float32 6x64`), offset and shape."""
 
 
 class Change(NamedTuple):
-    """From one generation that trained to another: who had, and is to have, which place."""
+    """A change of generation: the layout before and after, and the ranks' positions."""
 
     before: Axes
     now: Axes
     own: tuple[int | None, ...]
-    """By place: the place that its rank had before; None: it has nothing that counts."""
+    """By new position: the rank's position before, or None if the rank has no valid state."""
     moved_bytes: int
     settle_s: float
-    """What the slowest member took to settle and to have its part of the state."""
+    """The settlement time of the slowest member, including its share of the state transfer."""
 
 
 def change(records: Sequence[Record], generation: int) -> Change:
-    """What that generation's members took from others, or out of a copy."""
+    """What that generation's members took from other ranks or from a copy."""
     orders = {record["body"]["generation"]: record["body"] for record in records
               if record["kind"] == "Reconfigure"}
     resumed = [record["body"]["generation"] for record in records if record["kind"] == "Resume"]
@@ -41,7 +41,7 @@ def change(records: Sequence[Record], generation: int) -> Change:
     now = orders[generation]
     before = orders[max(one for one in resumed if one < generation)]
     was, now_is = _attempts(before), _attempts(now)
-    # Who was struck may be back by then, in a new process that has nothing.
+    # A killed rank may be back by then, in a new process without state.
     had = {rank: place for place, rank in enumerate(_seated(before))
            if was[rank] == now_is.get(rank)}
     first = told[_seated(now)[0]]
@@ -55,12 +55,12 @@ def change(records: Sequence[Record], generation: int) -> Change:
 
 
 def _attempts(order: dict[str, Any]) -> dict[int, int]:
-    """Of its members."""
+    """The attempt of each member, by rank."""
     return {member["rank"]: member["attempt"] for member in order["members"]}
 
 
 def _seated(order: dict[str, Any]) -> list[int]:
-    """The ranks that train, by place."""
+    """The ranks that train, by position."""
     return [member["rank"] for member in order["members"][:num_places(_axes(order))]]
 
 
@@ -74,13 +74,13 @@ def num_places(axes: Axes) -> int:
 
 
 def in_words(axes: Axes) -> str:
-    """Such as TP2xDP2."""
+    """For example TP2xDP2."""
     return "x".join(f"{name.upper()}{axes[name]}" for name in ("tp", "pp", "dp")
                     if axes[name] > 1 or name == "dp")
 
 
 def parts_of(spec: Spec, layouts: Sequence[Axes]) -> list[list[dict[str, Any]]]:
-    """By layout and place: what recovery_parts.py says of it."""
+    """By layout and position, the output of bench/recovery/parts.py."""
     done = subprocess.run(
         [str(environment.PYTHON), "-P", "-m", "bench.recovery.parts"],
         input=json.dumps({"spec": spec, "layouts": layouts}), env=environment.environment("bare"),
@@ -89,8 +89,7 @@ def parts_of(spec: Spec, layouts: Sequence[Axes]) -> list[list[dict[str, Any]]]:
 
 
 def least_bytes(spec: Spec, changes: Sequence[Change]) -> list[int]:
-    """Of each: what its members are to have, less what each has itself, can come in no other way.
-    """
+    """For each change: the bytes that its members need and do not have themselves."""
     layouts = [axes for one in changes for axes in (one.before, one.now)]
     different = [axes for index, axes in enumerate(layouts) if axes not in layouts[:index]]
     built = parts_of(spec, different)
@@ -104,7 +103,7 @@ def least_bytes(spec: Spec, changes: Sequence[Change]) -> list[int]:
 
 
 def lacking_bytes(wanted: Iterable[Piece], own: Iterable[Piece]) -> int:
-    """Bytes of the pieces `wanted` that are in none of `own`."""
+    """Bytes of the pieces `wanted` that no piece of `own` contains."""
     had: dict[str, list[Piece]] = {}
     for piece in own:
         had.setdefault(piece[0], []).append(piece)
@@ -116,6 +115,6 @@ def lacking_bytes(wanted: Iterable[Piece], own: Iterable[Piece]) -> int:
 
 def _overlap(offset: Sequence[int], shape: Sequence[int], other_offset: Sequence[int],
              other_shape: Sequence[int]) -> int:
-    """How many elements two blocks of one tensor share."""
+    """Number of elements that two blocks of one tensor share."""
     return prod(max(0, min(a + n, b + m) - max(a, b)) for a, n, b, m
                 in zip(offset, shape, other_offset, other_shape, strict=True))

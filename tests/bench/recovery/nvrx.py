@@ -1,9 +1,9 @@
 """One rank of the bench's loop in NVRx's in-process wrapper: `python -m bench.recovery.nvrx`.
 
-As its users have it: the wrapped function is called again in the processes that are left, builds
-its groups and its model anew, and goes on from the last checkpoint. Its intervals are set to a
-tenth of a second, where their defaults are one to five, and its limits for a rank that makes no
-progress to seconds, where they are minutes.
+Usual use of NVRx: the wrapped function is called again in the remaining processes. It builds its
+groups and its model again and continues from the last checkpoint. The polling intervals are 0.1 s
+(defaults: one to five seconds). The timeouts for a rank without progress are seconds (defaults:
+minutes).
 """
 
 import datetime
@@ -13,7 +13,7 @@ import nvidia_resiliency_ext.inprocess as inprocess
 import torch.distributed as dist
 from bench.recovery.loop import BUILD, COLLECTIVE, Loop, process_groups
 
-# No `from __future__ import annotations`: the wrapper reads its function's as classes.
+# No `from __future__ import annotations`: the wrapper needs the annotations as classes.
 
 PORT = int(os.environ["MASTER_PORT"])
 
@@ -33,7 +33,7 @@ loop = Loop(int(os.environ["RANK"]))
     soft_timeout=COLLECTIVE, hard_timeout=2 * COLLECTIVE, heartbeat_timeout=2 * COLLECTIVE,
 )
 def main(call_wrapper: inprocess.CallWrapper = None) -> None:
-    """Train until ended, or until a rank is lost: then this is called again."""
+    """Train until killed. The wrapper calls this again when a rank is lost."""
     loop.generation = call_wrapper.iteration
     place, num_members = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore("127.0.0.1", PORT + 2 + call_wrapper.iteration, world_size=num_members,

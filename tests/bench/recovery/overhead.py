@@ -1,9 +1,9 @@
-"""What Unicron costs while nothing fails: its iteration over that of the loop in bare Megatron.
+"""Unicron's overhead without faults: its iteration time over that of the loop in bare Megatron.
 
-All systems are up at once and all but one stand still (SIGSTOP, to every process of them): each
-has the machine to itself for a block of seconds, in turn. The mean iteration of a block is the
-time between the first and the last step that were told in it over the steps between them: so
-everything counts that happens between two steps. No trace is written.
+All systems are up at once. Each runs alone for a block of seconds, in turn, while the processes of
+all others are stopped (SIGSTOP). The mean iteration time of a block is the time between its first
+and its last reported step, divided by the steps between them. So everything between two steps is
+included. No trace is written.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ from bench.recovery.unicron import Unicron
 from unicron.workers.host import linux
 
 SPARE_NUM = 2
-"""Pairs more than are asked for: in a block or two, too few steps may be told."""
+"""Extra pairs: some blocks may have too few reported steps."""
 BLOCK_S = 1.6
 BLOCK_NUM = 2
-"""A block lasts so long and so many iterations: rank 0 tells its steps once a second."""
+"""A block lasts BLOCK_S plus BLOCK_NUM iterations: rank 0 reports once a second."""
 STANDS_S = 3600.0
-"""No stop of a block may look like a fault."""
+"""Fault timeouts: the stops between blocks must not look like faults."""
 COPY_EVERY_NUM = 10
-"""As a job spec has it that says nothing."""
+"""The default of a job spec."""
 WARM_NUM = 8
 Say = Callable[[str], None]
 
 
 class Side(Protocol):
-    """One of those that take turns."""
+    """One of the systems that take turns."""
 
     name: str
 
     def start(self) -> None: ...
     def stop(self) -> None: ...
     def pids(self) -> tuple[list[int], list[int]]:
-        """Who looks after the ranks, and the ranks."""
+        """The processes that supervise the ranks, and the ranks."""
         ...
 
     def steps(self) -> list[tuple[float, int]]:
-        """When it was told, and how many steps had been taken by then."""
+        """The time of each report, and the number of steps taken by then."""
         ...
 
 
 class BareSide:
-    """The loop by itself."""
+    """The loop in bare Megatron."""
 
     name = "bare"
 
@@ -75,7 +75,7 @@ class BareSide:
 
 
 class UnicronSide:
-    """The whole of Unicron, agents, control plane and server included."""
+    """Unicron with agents, control plane and log server."""
 
     def __init__(self, folder: Path, copy_every: int | None, name: str = "unicron", *,
                  watches: bool = True, parallel: Parallel | None = None) -> None:
@@ -92,7 +92,7 @@ class UnicronSide:
         self._made.stop()
 
     def pids(self) -> tuple[list[int], list[int]]:
-        """Ranks and zygotes are the agents' children."""
+        """Ranks and zygotes are descendants of the agents."""
         keepers = self._made.keepers()
         below = [proc.pid for proc in linux.descendants(set(keepers), linux.table())]
         return keepers, [pid for pid in below if pid not in keepers]
@@ -105,7 +105,7 @@ class UnicronSide:
 
 
 def measure(folder: Path, cases: Sequence[str], num_pairs: int, say: Say) -> list[Row]:
-    """The rows of `overhead`, and of `overhead_copies` if asked for."""
+    """The rows of `overhead` and `overhead_copies`, as far as `cases` has them."""
     sides: list[Side] = [BareSide(folder / "bare")]
     if "overhead" in cases:
         sides.append(UnicronSide(folder / "overhead", 0))
@@ -118,7 +118,7 @@ def measure(folder: Path, cases: Sequence[str], num_pairs: int, say: Say) -> lis
 
 
 def in_turn(sides: Sequence[Side], num_pairs: int, say: Say) -> list[dict[str, float | None]]:
-    """The mean iteration of each side in each block; all are started, and stopped in the end."""
+    """The mean iteration time of each side in each block. Starts and stops the sides."""
     spans: list[dict[str, tuple[float, float]]] = []
     steps: dict[str, list[tuple[float, int]]] = {}
     try:
@@ -132,7 +132,7 @@ def in_turn(sides: Sequence[Side], num_pairs: int, say: Say) -> list[dict[str, f
         block_s = BLOCK_S + BLOCK_NUM * usual_s
         say(f"overhead: {num_pairs + SPARE_NUM} times {', '.join(one.name for one in sides)}")
         for index in range(num_pairs + SPARE_NUM):
-            # Every other time the other way round: whoever comes second is not the same.
+            # Reverse the order every other time, so that no side always comes second.
             turn = sides[::1 if index % 2 else -1]
             spans.append({side.name: block(side, block_s) for side in turn})
         for side in sides:
@@ -150,7 +150,7 @@ def in_turn(sides: Sequence[Side], num_pairs: int, say: Say) -> list[dict[str, f
 
 def compared(case: str, other: str, pairs: Sequence[tuple[float | None, float | None]],
              num_pairs: int, system: str = "unicron") -> list[Row]:
-    """The iterations of the other and of ours, in pairs; the ratios' median and its interval."""
+    """Iteration times of both sides in pairs; the median of the ratios and its interval."""
     ratios = [ours / theirs for theirs, ours in pairs if theirs and ours]
     few = f"{len(ratios)} pairs of {num_pairs}" if len(ratios) < num_pairs else ""
     rows = [row(case, other, "iteration_s", [theirs for theirs, _ in pairs], "s"),
@@ -172,7 +172,7 @@ def _warm(side: Side) -> None:
 
 
 def block(side: Side, block_s: float) -> tuple[float, float]:
-    """Let it run alone for a while: from when to when."""
+    """Let one side run alone for `block_s`; return the begin and the end."""
     go_on(side)
     began_s = time.time()
     time.sleep(block_s)
@@ -182,7 +182,7 @@ def block(side: Side, block_s: float) -> tuple[float, float]:
 
 
 def mean_s(steps: Sequence[tuple[float, int]], from_s: float, to_s: float) -> float | None:
-    """Seconds per iteration between the first and the last step told in that time."""
+    """Seconds per iteration between the first and the last step reported in that time."""
     told = sorted((at_s, num) for at_s, num in steps if from_s < at_s < to_s)
     if len(told) < 2 or told[-1][1] <= told[0][1]:
         return None
@@ -191,7 +191,7 @@ def mean_s(steps: Sequence[tuple[float, int]], from_s: float, to_s: float) -> fl
 
 
 def stand_still(side: Side) -> None:
-    """Those who look after the ranks first: what they do not see is no fault to them."""
+    """Stop the supervisors first: they must not see the ranks stop."""
     keepers, ranks = side.pids()
     _signal([*keepers, *ranks], signal.SIGSTOP)
 

@@ -1,7 +1,7 @@
-"""What each member of a layout has: built by the ranks' own code, in a world that never answers.
+"""The state of each member of a layout, built by the ranks' own code with a fake backend.
 
-A program: on stdin `spec` and `layouts` (axes, as the log has them); on stdout, by layout and
-place, `pieces` of the state, each its key, kind, offset and shape, and the bytes that hold it.
+A program. Input: `spec` and `layouts` (axes, as in the log). Output, by layout and position: the
+`pieces` of the state (key, kind, offset and shape) and the bytes that hold it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ LIMIT_S = 10.0
 
 
 def built(train: Train, axes: Axes, place: int) -> dict[str, Any]:
-    """One member: its pieces, and the bytes of its parameters, gradients and optimizer."""
-    # torch's own backend for such ends: collectives return at once, and nothing is sent.
+    """One member: its state pieces, and the bytes of its parameters, gradients and optimizer."""
+    # torch's fake backend: collectives return at once, and nothing is sent.
     dist.init_process_group("fake", store=FakeStore(), rank=place, world_size=num_positions(axes))
     try:
         trainee = model.build(
@@ -39,7 +39,7 @@ def built(train: Train, axes: Axes, place: int) -> dict[str, Any]:
         )
         found = state_shards.list_shards(trainee)
         params = [param.data for _, param in trainee.named_parameters()]
-        # Masters of fp32 are the parameters themselves, and no pieces of their own.
+        # fp32 master weights are the parameters themselves, not separate pieces.
         others = [tensor for piece, tensor in found.items() if not piece.key.startswith("model.")]
         return {"pieces": [[piece.key, piece.kind, *piece.region] for piece in found],
                 "param_bytes": num_bytes(params), "gradient_bytes": num_bytes(trainee.gradients),
@@ -50,14 +50,14 @@ def built(train: Train, axes: Axes, place: int) -> dict[str, Any]:
 
 
 def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Of the memory that they are in: what several are views of counts once."""
+    """Bytes of the memory under these tensors. Storage shared by several tensors counts once."""
     stores = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
               for tensor in tensors}
     return sum(stores.values())
 
 
 def main() -> None:
-    """Build each place of each layout, one after the other."""
+    """Build each position of each layout, one after the other."""
     rank.ignore_warnings()
     asked = json.load(sys.stdin)
     train = parse(asked["spec"]).train

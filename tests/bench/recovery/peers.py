@@ -1,4 +1,4 @@
-"""The peers: each launched as its users launch it, watched, and ended by its environment's mark."""
+"""The peers. Each is launched as its users launch it; its processes are found by a mark."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ server = LighthouseServer(bind=f"127.0.0.1:{port}", min_replicas=1, join_timeout
 time.sleep(1e6)
 """
 HEARTBEATS_MS = {"torchft_stable": (5000, 100), "torchft_fast": (500, 50)}
-"""After how long a replica is taken for dead, and how often that is looked at. The first are the
-defaults of the lighthouse's own command, as is its join timeout."""
+"""Heartbeat timeout of a replica and polling interval. torchft_stable has the defaults of the
+lighthouse's own command, like the join timeout."""
 
 
 class Peer:
-    """What all peers share: a folder, a trace, a mark by which every process is found."""
+    """What all peers share: a folder, a trace, and a mark in the environment of every process."""
 
     name = ""
     python = environment.PYTHON
     within: Sequence[str] = ()
-    """A command that starts its processes elsewhere."""
+    """A command prefix, for example to start the processes in a network namespace."""
 
     def __init__(self, folder: Path, name: str = "", *, size: str = "1M",
                  traced: bool = True) -> None:
@@ -64,7 +64,7 @@ class Peer:
         return True
 
     def spawn(self, name: str, *command: str, **env: str) -> None:
-        """Start `python -P COMMAND` in a session of its own."""
+        """Start `python -P COMMAND` in a new session."""
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
                 [*self.within, str(self.python), "-P", *command], env={**self._env, **env},
@@ -81,7 +81,7 @@ class Peer:
         return ""
 
     def last_words(self) -> str:
-        """Of the log that was written last."""
+        """The last error line of the newest log."""
         logs = sorted(self.folder.glob("*.log"), key=lambda file: file.stat().st_mtime)
         said = [line for line in (logs[-1].read_text(errors="replace").splitlines() if logs else [])
                 if "Error" in line]
@@ -96,7 +96,7 @@ class Peer:
         return bool(told[-1]["num_done"] == NUM_MICRO_BATCHES) if told else None
 
     def stop(self) -> None:
-        """Every process that was started with our mark, whoever its parent is."""
+        """Kill every process that has this peer's mark, whatever its parent is."""
         while linux.kill_marked(f"{MARK}={self._mark}".encode()):
             for process in self.processes.values():
                 process.poll()
@@ -105,7 +105,7 @@ class Peer:
 
 
 class Bare(Peer):
-    """The loop by itself: the undisturbed twin, and what overhead is measured against."""
+    """The loop in bare Megatron: the reference run, and the baseline of overhead."""
 
     name = "bare"
 
@@ -114,7 +114,7 @@ class Bare(Peer):
 
 
 class Torchrun(Peer):
-    """One launcher for all ranks; it ends and starts all of them anew."""
+    """One launcher for all ranks; after a failure it restarts all of them."""
 
     def start(self) -> None:
         shares = self.name == "torchrun"
@@ -126,7 +126,7 @@ class Torchrun(Peer):
 
 
 class Torchft(Peer):
-    """A lighthouse, and four replicas of one rank; one that dies is started again at once."""
+    """A lighthouse and four replicas of one rank each. `tend` restarts a replica that dies."""
 
     def start(self) -> None:
         self._lighthouse = free_port()
@@ -139,7 +139,7 @@ class Torchft(Peer):
                   TORCHFT_LIGHTHOUSE=f"http://127.0.0.1:{self._lighthouse}")
 
     def comes_back(self, case: str) -> bool:
-        """Who waits for a replica's end waits for ever where it is stopped."""
+        """A stopped replica never exits, so `tend` does not restart it."""
         return case != "dp4_sigstop"
 
     def tend(self) -> str:
@@ -154,7 +154,7 @@ class Torchft(Peer):
 
 
 class Nvrx(Peer):
-    """Four processes; those that are left call the training function again."""
+    """Four processes. After a fault, the remaining ones call the training function again."""
 
     name = "nvrx"
 

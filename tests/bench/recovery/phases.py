@@ -1,4 +1,4 @@
-"""One recovery of Unicron taken apart: from the log's records and the ranks' trace, in ms."""
+"""The phases of one recovery of Unicron, in ms, from the log and the ranks' trace."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ PHASES = (
     "1_detected", "2_decided", "3_micro_batch_finished", "4_communicators_down",
     "5_reconfigure_ordered", "6_communicators_up", "7_resume_ordered", "8_begun",
     "9_micro_batches", "10_reduced_and_stepped")
-"""In order; they add up to the whole. What each is from and to: `phases`."""
+"""In order; they sum to the whole recovery. `phases` defines their bounds."""
 FLOORS = {"1_detected": "error_s", "4_communicators_down": "down_s", "6_communicators_up": "up_s"}
 
 
 def phases(records: Iterable[Record], lines: Iterable[eyes.Line], trial: Trial) -> dict[str, float]:
-    """The phases of one recovery, in ms; empty where a record of it is not there.
+    """The phases of one recovery, in ms; empty if a record is missing.
 
-    Detected: the agent has reaped the process. Decided: it is in the log. Finished: the slowest
-    survivor is through the micro-batch that it was in, and out of the generation. Ordered: all
-    have answered, and the log says so. Begun: the first micro-batch (or reduction) after Resume.
+    A phase ends at its event. Detected: the agent has reaped the process. Decided: the incident is
+    in the log. Finished: the slowest survivor has finished its micro-batch. Ordered: all members
+    have answered and the order is in the log. Begun: the first micro-batch or reduction.
     """
     step = trial.step
     if step is None:
@@ -60,7 +60,7 @@ def phases(records: Iterable[Record], lines: Iterable[eyes.Line], trial: Trial) 
 
 
 def usual_step_ms(lines: Iterable[eyes.Line], until_s: float) -> float | None:
-    """From the first rank's reduction to its step, undisturbed: the median until then."""
+    """Median time from a rank's reduction to its step, without faults, up to `until_s`."""
     took: list[float] = []
     begun: dict[tuple[int, int], float] = {}
     for line in sorted(lines, key=lambda line: float(line["t"])):
@@ -76,7 +76,7 @@ def usual_step_ms(lines: Iterable[eyes.Line], until_s: float) -> float | None:
 
 def rows(taken: list[dict[str, float]], steps_ms: list[float | None], floor: list[dict[str, float]]
          ) -> list[Row]:
-    """The breakdown: each phase, and beside it what bare torch needs for the same."""
+    """The rows of the breakdown: each phase, and the same phase in bare torch."""
     taken = [one for one in taken if one]
     found: list[Row] = []
     for name in PHASES:
@@ -91,7 +91,7 @@ def rows(taken: list[dict[str, float]], steps_ms: list[float | None], floor: lis
 
 
 def floor(num: int) -> list[dict[str, float]]:
-    """What bare torch takes: see recovery_floor.py."""
+    """The measurements of bare torch: see bench/recovery/floor.py."""
     done = subprocess.run(
         [str(environment.PYTHON), "-P", "-m", "bench.recovery.floor", str(num)],
         env=environment.environment("bare"), capture_output=True, text=True, check=False,

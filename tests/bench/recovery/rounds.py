@@ -1,4 +1,4 @@
-"""Rounds: in each, every system is launched anew and struck; then what all rounds say of it."""
+"""Rounds: each launches every system and injects the faults; then the rows of all rounds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bench.recovery.trial import RECOVER_S_MAX, NotStarted, System, Trial, strik
 from bench.recovery.unicron import Unicron
 
 TWIN_NUM = 70
-"""Iterations of the undisturbed twin; losses of later ones are held to nothing."""
+"""Iterations of the reference run; later losses are not compared."""
 TWIN_S_MAX = 180.0
 METRICS = (("fault_to_step_s", "s"), ("recompute_s", "s"), ("iterations_lost", "iterations"),
            ("batch_kept", "0 or 1"), ("loss_equal", "0 or 1"), ("loss_rel", "ratio"),
@@ -23,14 +23,14 @@ METRICS = (("fault_to_step_s", "s"), ("recompute_s", "s"), ("iterations_lost", "
 
 
 class Taken(NamedTuple):
-    """The phases of one recovery of Unicron, and its usual reduction and step."""
+    """The phases of one recovery of Unicron, and its usual time of reduction and step."""
 
     phases: dict[str, float]
     step_ms: float | None
 
 
 class Rounds:
-    """All strikes at all systems, in turn."""
+    """All faults for all systems, in turn."""
 
     def __init__(self, folder: Path, systems: Sequence[str], cases: Sequence[str],
                  say: Callable[[str], None]) -> None:
@@ -41,20 +41,20 @@ class Rounds:
         self._absent = environment.absent()
 
     def run(self, num: int, has_time: Callable[[str], bool]) -> None:
-        """`num` rounds, while there is time for another one."""
+        """Run `num` rounds, as long as `has_time` says so."""
         self._say("the undisturbed twin")
         self._twin = train_twin(self._folder / "twin", TWIN_NUM)
         for number in range(1, num + 1):
             if not has_time(f"round {number} of {num}"):
                 break
-            # In another order each time: no system always comes after the same one.
+            # Another order in each round, so that no system always follows the same one.
             turn = (number - 1) % len(self._systems)
             for name in (*self._systems[turn:], *self._systems[:turn]):
                 if name not in self._absent:
                     self._struck(name, number)
 
     def _struck(self, name: str, number: int) -> None:
-        """All cases; in one launch where it comes back to full strength, else one launch each."""
+        """Run all cases. A system that returns to full strength needs only one launch."""
         waiting = list(self._cases)
         while waiting:
             system = self._made(name, f"{name}-{number}-{len(waiting)}")
@@ -90,7 +90,7 @@ class Rounds:
 
     # --- what came of it ------------------------------------------------------------------------
     def rows(self, breakdown: bool, num: int) -> list[Row]:
-        """A system that is not here or does not recover has rows that say so."""
+        """The rows of all systems. If a system is absent or does not recover, a note says so."""
         found: list[Row] = []
         for case in self._cases:
             for name in self._systems:
@@ -127,7 +127,7 @@ def train_twin(folder: Path, num: int, size: str = "1M") -> list[float]:
 
 
 def rows_of(case: str, name: str, trials: Sequence[Trial]) -> list[Row]:
-    """How many of a system's trials recovered, and each metric."""
+    """The number of a system's trials that recovered, and each metric."""
     healed = [one for one in trials if one.step is not None]
     whys = sorted({one.why for one in trials if one.why})
     note = (f"{len(healed)} of {len(trials)} recovered in {RECOVER_S_MAX:.0f} s"

@@ -1,4 +1,4 @@
-"""The bench's rows: medians, intervals, the table, the file with its stamp."""
+"""The rows of a bench: medians, intervals, the table, and the result file with its stamp."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CONFIDENCE_RATIO = 0.95
 
 
 class Row(NamedTuple):
-    """The median of `n` trials, and the least and most; None where there is none: see `note`."""
+    """Median, minimum and maximum of `n` trials; None if no trial has a value: see `note`."""
 
     case: str
     system: str
@@ -31,16 +31,16 @@ class Row(NamedTuple):
 
 def row(case: str, system: str, metric: str, values: Sequence[float | None], unit: str,
         note: str = "") -> Row:
-    """Of all trials, those that have a value count."""
+    """The row of these trials. Trials without a value are left out."""
     there = [value for value in values if value is not None]
     return Row(case, system, metric, median(there) if there else None, unit, len(there), note,
                min(there, default=None), max(there, default=None))
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Of the median, at 95 % or more: two of the values themselves (the sign test's interval).
+    """Confidence interval of the median, at least 95 %: two of the values (the sign test).
 
-    Exact for any distribution; needs six values, else the extremes are returned.
+    Exact for any distribution. With fewer than six values the extremes are returned.
     """
     found = sorted(values)
     num, cut = len(found), 0
@@ -51,12 +51,12 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _at_most(num_heads: int, num: int) -> float:
-    """The chance of so many heads or fewer in `num` throws."""
+    """The probability of at most `num_heads` heads in `num` throws."""
     return math.fsum(math.comb(num, heads) for heads in range(num_heads + 1)) / 2.0**num
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A table for each case: a line for each system, a column for each metric, reasons below."""
+    """One table for each case: a line for each system, a column for each metric, then the notes."""
     return "\n\n".join(_table_of([one for one in rows if one.case == case])
                        for case in dict.fromkeys(one.case for one in rows))
 
@@ -64,7 +64,7 @@ def table(rows: Sequence[Row]) -> str:
 def _table_of(rows: Sequence[Row]) -> str:
     metrics = list(dict.fromkeys(one.metric for one in rows))
     systems = list(dict.fromkeys(one.system for one in rows))
-    # What has more metrics than systems is read better the other way round.
+    # With many more metrics than systems, transpose the table.
     turned = len(metrics) > 3 * len(systems)
     found = {(one.system, one.metric): one for one in rows}
     units = {one.metric: one.unit for one in rows}
@@ -92,14 +92,14 @@ def _shown(cell: Row) -> str:
 
 
 def ratio(rows: Sequence[Row], case: str, metric: str, over: str, under: str) -> float | None:
-    """How many times one system's median is another's."""
+    """One system's median over another's."""
     found = {one.system: one.value for one in rows if (one.case, one.metric) == (case, metric)}
     above, below = found.get(over), found.get(under)
     return above / below if above is not None and below else None
 
 
 def write(rows: Sequence[Row], file: Path, about: dict[str, Any]) -> None:
-    """The rows as a list; beside them, in NAME.stamp, what they were measured on."""
+    """Write the rows as a JSON list, and NAME.stamp with the conditions of the measurement."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps([one._asdict() for one in rows], indent=1) + "\n")
     stamp(file, about)
@@ -107,7 +107,7 @@ def write(rows: Sequence[Row], file: Path, about: dict[str, Any]) -> None:
 
 def finish(rows: Sequence[Row], file: Path, began_s: float, lines: Sequence[str], **about: object
            ) -> None:
-    """Write the rows, and what they were measured on; print their table, and these lines."""
+    """Write the rows and their stamp; print their table and `lines`."""
     took_s = round(time.monotonic() - began_s)
     write(rows, file, {"cores": os.cpu_count(), "load_1min": os.getloadavg()[0],
                        "took_s": took_s, **about})
@@ -118,13 +118,13 @@ def finish(rows: Sequence[Row], file: Path, began_s: float, lines: Sequence[str]
 
 
 def stamp(file: Path, about: dict[str, Any] | None = None) -> None:
-    """Beside the rows: commit, time, and what else is to be known (JSON; docs/reference/figures.py
+    """Write the stamp beside the rows: commit, time and `about` (JSON; docs/reference/figures.py
     reads it)."""
     file.with_suffix(".stamp").write_text(json.dumps(describe() | (about or {}), indent=1) + "\n")
 
 
 def describe() -> dict[str, Any]:
-    """The commit of this checkout, `-dirty` where files differ from it, and the time."""
+    """The commit of this checkout (`-dirty` if files differ from it) and the time."""
     done = subprocess.run(["git", "-C", str(Path(__file__).parents[1]), "describe", "--always",
                            "--dirty", "--exclude=*"],
                           capture_output=True, text=True, check=False, timeout=10)

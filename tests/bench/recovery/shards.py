@@ -1,7 +1,7 @@
-"""The case zero1_overhead: what a sharded optimizer costs, without and with mirrors.
+"""The case zero1_overhead: the cost of a sharded optimizer, without and with mirrors.
 
-Three tasks that differ in `train.parallel.optimizer` alone train at once and take turns
-(recovery_overhead.py). Beside their iterations, the memory of what each rank has to hold.
+Three tasks that differ only in `train.parallel.optimizer` are up at once and take turns
+(bench/recovery/overhead.py). The rows are their iteration times and the memory of each rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BYTES = ("param_bytes", "gradient_bytes", "optimizer_bytes")
 
 
 def measure(folder: Path, num_pairs: int, say: Say) -> list[Row]:
-    """Iterations over those of the whole optimizer, in pairs; bytes by kind; copies are off."""
+    """Iteration times over those of the whole optimizer, without copies; bytes by kind."""
     sides = [UnicronSide(folder / kept, 0, kept, parallel={"optimizer": kept}) for kept in KEPT]
     blocks = in_turn(sides, num_pairs, say)
     found: dict[tuple[str, str], Row] = {}
@@ -32,10 +32,10 @@ def measure(folder: Path, num_pairs: int, say: Say) -> list[Row]:
 
 
 def held() -> list[Row]:
-    """The bytes of parameters, gradients and optimizer of each rank: the median, and the extremes.
+    """Bytes of parameters, gradients and optimizer per rank: the median and the extremes.
 
-    `first_more_bytes`: what copies and checkpoints of shards are gathered into, a whole replica,
-    where they are on.
+    `first_more_bytes`: the size of rank 0's buffer for gathered shards, a whole replica. Copies and
+    checkpoints need it.
     """
     rows: list[Row] = []
     whole_bytes = 0

@@ -1,7 +1,7 @@
 """One replica of the bench's loop under torchft: `python -m bench.recovery.torchft`.
 
-As its users have it: each replica keeps its own share of the data, the gradients go through the
-manager, a step is taken when all could commit it, and whoever comes back is healed by a peer.
+Usual use of torchft: each replica keeps its own share of the data. The manager reduces the
+gradients. All replicas commit a step together. A restarted replica gets its state from a peer.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ LOOK_S = 0.01
 
 
 def meet(folder: Path, replica: int) -> None:
-    """Begin together, once: the lighthouse lets the first ones begin alone, with less data."""
+    """Wait for all replicas once: the lighthouse would let the first ones start alone."""
     (folder / f"ready-{replica}").touch()
     while len(list(folder.glob("ready-*"))) < NUM_RANKS:
         time.sleep(LOOK_S)
 
 
 def main() -> None:
-    """Train until ended."""
+    """Train until killed."""
     replica = int(os.environ["REPLICA_GROUP_ID"])
     loop = Loop(replica)
-    # A replica is one rank here, and Megatron's own world is that rank.
+    # A replica is one rank here, so Megatron's world is that rank alone.
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     loop.build()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -40,7 +40,7 @@ def main() -> None:
         pg=ProcessGroupGloo(timeout=COLLECTIVE), min_replica_size=1, load_state_dict=loop.adopt,
         state_dict=loop.state, replica_id=f"bench_{replica}", timeout=CALL, quorum_timeout=CALL,
         connect_timeout=CALL, rank=0, world_size=1, store_addr="127.0.0.1", store_port=store.port,
-        # Seeded alike: nothing to settle before the first step.
+        # The same seed everywhere: no state to synchronise before the first step.
         init_sync=False,
     )
     meet(loop.folder, replica)

@@ -1,4 +1,4 @@
-"""One trial: a system that trains is struck in the middle of an iteration, and watched."""
+"""One trial: inject a fault in the middle of an iteration, and measure the recovery."""
 
 from __future__ import annotations
 
@@ -16,46 +16,46 @@ START_S_MAX = 90.0
 RECOVER_S_MAX = 15.0
 WHOLE_S_MAX = 40.0
 WARM_NUM = 5
-"""Iterations that a member has done before it is struck."""
+"""Iterations that the victim has done before the fault."""
 AFTER_NUM = 3
-"""Iterations from the struck one on whose losses are held to the twin's."""
+"""Number of iterations after the fault whose losses are compared with the reference run."""
 LOSS_REL_MAX = 1e-5
 
 
 def signal_of(case: str) -> signal.Signals:
-    """By which a case's rank is struck: it ends the case's name."""
+    """The signal that a case sends: the last word of the case's name."""
     return signal.Signals[case.rpartition("_")[2].upper()]
 
 
 def is_due(iteration: int) -> bool:
-    """Whether this iteration may be struck: some after a checkpoint, the same for all systems."""
+    """True if a fault may strike this iteration: always the same time after a checkpoint."""
     return iteration % SAVE_EVERY_NUM == STRUCK_NUM
 
 
 class System(Protocol):
-    """Something that trains, and heals or does not."""
+    """A system under test."""
 
     name: str
     watch: eyes.Watch
 
     def comes_back(self, case: str) -> bool:
-        """Whether it is at full strength again some time after a rank was struck so."""
+        """True if the system returns to full strength after this fault."""
         ...
 
     def start(self) -> None: ...
     def stop(self) -> None: ...
     def tend(self) -> str:
-        """What whoever launched it does meanwhile; why it has ended, if it has."""
+        """Do the launcher's regular work; return why the system has ended, else ""."""
         ...
 
     def losses(self) -> dict[int, float]: ...
     def whole_batch(self, step: eyes.Line) -> bool | None:
-        """Whether the batch of that step was the whole one; None if it cannot be known."""
+        """True if that step used the whole batch; None if unknown."""
         ...
 
 
 class Trial(NamedTuple):
-    """What one strike did. None where there was no next step, for the reason `why`."""
+    """The result of one fault. The metrics are None if no step followed, for the reason `why`."""
 
     case: str
     system: str
@@ -75,16 +75,16 @@ class Trial(NamedTuple):
 
 
 class NotStarted(Exception):
-    """A system did not come to where it could be struck."""
+    """A system did not reach a state in which a fault can be injected."""
 
 
 def strike(system: System, case: str, twin: list[float], num_ranks: int = NUM_RANKS, *,
            stays: bool = False, victim: int = VICTIM_NUM, warm: int = WARM_NUM,
            fits: Callable[[int], bool] = is_due, num_replicas: int | None = None) -> Trial:
-    """Strike it, wait for the next step, and some more for its losses and its strength.
+    """Inject the fault; wait for the next step, and for some more to compare losses.
 
-    `stays`: it comes back to full strength, which is waited for. `num_replicas` None: each rank is
-    one. Raises NotStarted.
+    `stays`: also wait until the system is at full strength again. `num_replicas` None: each rank is
+    a replica. Raises NotStarted.
     """
     half = NUM_MICRO_BATCHES // (num_replicas or num_ranks) // 2
     pid = ripe(system, num_ranks, min(victim, num_ranks - 1), warm, fits, half)
@@ -118,7 +118,7 @@ def strike(system: System, case: str, twin: list[float], num_ranks: int = NUM_RA
 
 def ripe(system: System, num_ranks: int, victim: int, warm: int, fits: Callable[[int], bool],
          half: int) -> int:
-    """Wait until the victim has begun more than `half` micro-batches of such an iteration: its pid.
+    """Wait until the victim is past `half` of the micro-batches of a suitable iteration; its pid.
     """
     watch = system.watch
     begun: dict[tuple[int, int, int], int] = {}
@@ -150,7 +150,7 @@ def _count(line: eyes.Line, begun: dict[Any, int], done: dict[Any, int]) -> None
 
 
 def _is_full(watch: eyes.Watch, num_ranks: int, now: eyes.Line) -> bool:
-    """Whether that many processes did the step before."""
+    """True if `num_ranks` processes completed the previous iteration."""
     pids = {line["pid"] for line in watch.lines[-400 * num_ranks:] if line["event"] == "done"
             and line["iteration"] == now["iteration"] - 1}
     return len(pids) == num_ranks

@@ -1,4 +1,4 @@
-"""Unicron, as it is used: a private server, a control plane, agents, ranks; struck from outside."""
+"""Unicron in normal use: a private log server, control plane, agents, ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Unicron:
                  by_exec: tuple[str, ...] = (), watches: bool = True,
                  policy: Mapping[str, float] | None = None,
                  parallel: Parallel | None = None) -> None:
-        """`by_exec`: nodes whose agents start ranks by exec, not out of a zygote."""
+        """`by_exec`: nodes whose agents start ranks by exec instead of from a zygote."""
         folder.mkdir(parents=True)
         self.folder, self.num_ranks = folder, num_ranks
         self.watch = eyes.Watch(folder / TRACE_DIR)
@@ -61,7 +61,7 @@ class Unicron:
         self.task = int(self._client.post("/v1/tasks", self.spec)["task"])
 
     def start_agent(self, name: str) -> None:
-        """That, or the control plane, if it does not run."""
+        """Start an agent or the control plane, if it does not run."""
         by_exec = any(name == local_cluster.agent_name(node) for node in self._by_exec)
         if by_exec:
             os.environ["UNICRON_ZYGOTE"] = "0"
@@ -91,7 +91,7 @@ class Unicron:
         return self.records
 
     def all(self, kind: str, **wanted: object) -> list[dict[str, Any]]:
-        """Records of a kind whose bodies say so, as last looked at."""
+        """Records of a kind with these body fields, among those that `look` has read."""
         return [record for record in self.records if record["kind"] == kind
                 and all(record["body"].get(key) == value for key, value in wanted.items())]
 
@@ -102,7 +102,7 @@ class Unicron:
                 for offset, loss in enumerate(record["body"]["losses"])}
 
     def whole_batch(self, step: eyes.Line) -> bool | None:
-        """Whether what the replicas kept and ran is every micro-batch, once."""
+        """True if the replicas kept or ran every micro-batch exactly once."""
         self.look()
         told = self.all("Reconfigured", task=self.task, generation=step["generation"])
         order, = self.all("Reconfigure", task=self.task, generation=step["generation"])
@@ -110,7 +110,7 @@ class Unicron:
         parts = sorted(item for record in told for item in (*record["body"]["kept"],
                                                             *record["body"]["todo"]))
         train = self.spec["train"]
-        # All members of a replica tell the same.
+        # All members of a replica report the same micro-batches.
         return parts == [item for item in range(train["batch"]["global"] // train["batch"]["micro"])
                          for _ in range(axes["tp"] * axes["pp"])]
 
@@ -121,14 +121,14 @@ class Unicron:
         return found
 
     def keepers(self) -> list[int]:
-        """Server, control plane and agents: all that is beside the ranks."""
+        """The pids of server, control plane and agents: all processes except the ranks."""
         return [self.server_pid, *(self.process(name).pid for name in self._local.names())]
 
     def view(self) -> dict[str, Any]:
         return next(task for task in self._state()["tasks"] if task["id"] == self.task)
 
     def are_healthy(self) -> bool:
-        """Whether every node is there, and heard."""
+        """True if every node is there and in contact."""
         return [node["contact"] for node in self._state()["nodes"]] == ["heard"] * NUM_AGENTS
 
     def _state(self) -> dict[str, Any]:
@@ -136,5 +136,5 @@ class Unicron:
         return dict(self._client.get("/v1/state"))
 
     def ranks(self) -> dict[int, int]:
-        """The process of each rank."""
+        """The pid of each rank."""
         return {rank["rank"]: rank["pid"] for rank in self.view()["ranks"]}

@@ -1,6 +1,6 @@
-"""Eyes on a training: the trace that every system writes, and what can be read off it.
+"""What the bench reads from the trace that every system writes.
 
-Everything here but `Watch` is a pure function of the trace's lines.
+Except for `Watch`, everything here is a pure function of the trace's lines.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from unicron.cli.demo.stage import Trace
 
 Line = dict[str, Any]
 LOOK_S = 0.002
-"""The same for all systems; by so much a strike may come late."""
+"""The polling interval, for all systems. A fault may strike this much late."""
 
 
 class Watch:
-    """Reads what is new in a folder of JSON lines."""
+    """Reads the new lines of a folder of JSON lines."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -36,19 +36,19 @@ class Watch:
         return new
 
     def until(self, limit_s: float) -> Iterator[list[Line]]:
-        """New lines, again and again; ends after `limit_s`."""
+        """Yields new lines repeatedly until `limit_s` has passed."""
         deadline_s = time.monotonic() + limit_s
         while time.monotonic() < deadline_s:
             yield self.look()
             time.sleep(LOOK_S)
 
     def losses(self) -> dict[int, float]:
-        """The loss of each iteration, as last told by a peer."""
+        """The loss of each iteration, as last reported by a peer."""
         return {line["iteration"]: line["loss"] for line in self.told}
 
 
 def generations(lines: Iterable[Line], until_s: float) -> dict[int, int]:
-    """The newest generation that each process trained in by then."""
+    """The newest generation in which each process trained by then."""
     found: dict[int, int] = {}
     for line in lines:
         if line["t"] <= until_s:
@@ -57,23 +57,23 @@ def generations(lines: Iterable[Line], until_s: float) -> dict[int, int]:
 
 
 def is_new(line: Line, before: Mapping[int, int]) -> bool:
-    """Whether it is of a generation after `before`: a process's own count, a new one's all's.
+    """True if the line's generation is after `before`, which has a generation by pid.
 
-    Not every system numbers its worlds alike in all processes.
+    Some systems number generations per process. A new process counts from the maximum of all.
     """
     known = before.get(line["pid"], max(before.values(), default=0))
     return bool(line["generation"] > known)
 
 
 def first_step(lines: Iterable[Line], before: Mapping[int, int], from_s: float) -> Line | None:
-    """The first step that was completed in a new generation, after `from_s`."""
+    """The first step that completed in a new generation, after `from_s`."""
     fits = (line for line in lines if line["event"] == "done" and is_new(line, before)
             and line["t"] > from_s)
     return min(fits, key=lambda line: float(line["t"]), default=None)
 
 
 def micro_batches(lines: Iterable[Line]) -> Iterator[tuple[Line, float]]:
-    """Each micro-batch's first line, and how long it took: until its process's next phase."""
+    """Each line that starts a micro-batch, with its duration: until the process's next line."""
     by_process: dict[int, list[Line]] = {}
     for line in lines:
         if line["event"] in ("micro_batch", "reduce"):
@@ -87,9 +87,9 @@ def micro_batches(lines: Iterable[Line]) -> Iterator[tuple[Line, float]]:
 
 def recompute_s(lines: Iterable[Line], step: Line, before: Mapping[int, int], from_s: float
                 ) -> float:
-    """What the micro-batches took that the new world ran before that step: of whom it took most.
+    """Time of the micro-batches that the new generation ran before that step.
 
-    A member's step waits for the slowest; what others did meanwhile cost nothing.
+    The maximum over the processes: a step waits for the slowest member.
     """
     spent: dict[int, float] = {}
     for line, took_s in micro_batches(lines):
@@ -99,14 +99,14 @@ def recompute_s(lines: Iterable[Line], step: Line, before: Mapping[int, int], fr
 
 
 def iterations_lost(lines: Iterable[Line], step: Line, before: Mapping[int, int]) -> int:
-    """Completed before, and done again: how far before the old world's end the new one begins."""
+    """Number of iterations that were completed before the fault and are done again."""
     last = max((line["iteration"] for line in lines if line["event"] == "done"
                 and not is_new(line, before) and line["t"] < step["t"]), default=-1)
     return max(0, last + 1 - step["iteration"])
 
 
 def iteration_s(lines: Iterable[Line], pid: int, until_s: float) -> list[float]:
-    """How long a process's iterations took, from step to step, up to then."""
+    """The durations of a process's iterations, from step to step, until then."""
     done = sorted(line["t"] for line in lines if line["event"] == "done" and line["pid"] == pid
                   and line["t"] <= until_s)
     return [later - earlier for earlier, later in pairwise(done)]
@@ -119,7 +119,7 @@ def pids(lines: Iterable[Line], until_s: float) -> dict[int, int]:
 
 
 def differs(losses: dict[int, float], twin: Sequence[float], first: int, num: int) -> float | None:
-    """The largest relative difference of `num` losses from `first` on; None if one is not there."""
+    """The largest relative difference of `num` losses from `first` on; None if one is missing."""
     wanted = range(first, first + num)
     if any(index not in losses or index >= len(twin) for index in wanted):
         return None

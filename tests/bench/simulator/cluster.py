@@ -1,4 +1,4 @@
-"""The clusters of `make bench-sim`: nodes of 8 GPUs, faults as often as Llama 3 had them."""
+"""The clusters of `make bench-sim`: nodes of 8 GPUs, with the fault rate of Llama 3."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SEED = 7
 
 
 class Case(NamedTuple):
-    """So many GPUs and tasks, for so long."""
+    """Number of GPUs, number of tasks, duration."""
 
     num_gpus: int
     num_tasks: int
@@ -27,8 +27,8 @@ CASES = {"128": Case(128, 4, 365.0), "1280": Case(1280, 20, 365.0),
 
 
 def scenario(name: str, policies: Sequence[str]) -> dict[str, Any]:
-    """As a file has it. Tasks of 0.4 to 2 times a fair share at most, a quarter of that at least;
-    FLOP/s of 4e14 for a GPU, to the power 0.95 of their number."""
+    """A scenario as in a file. A task's maximum is 0.4 to 2 times its fair share, its minimum a
+    quarter of that. Throughput is 4e14 FLOP/s times the number of GPUs to the power 0.95."""
     case, random = CASES[name], Random(SEED)
     fair = case.num_gpus / case.num_tasks / GPUS_PER_NODE
     return {
@@ -42,7 +42,7 @@ def scenario(name: str, policies: Sequence[str]) -> dict[str, Any]:
 
 
 def _task(number: int, most: int, weight: float) -> dict[str, Any]:
-    """On so many nodes at most."""
+    """A task on at most `most` nodes."""
     sizes = [GPUS_PER_NODE * nodes for nodes in range(max(most // 4, 2), most + 1)]
     return {"name": f"t{number}", "weight": weight,
             "slots": {"min": sizes[0], "max": sizes[-1], "multiple_of": GPUS_PER_NODE},

@@ -1,7 +1,7 @@
-"""`make bench-sim`: how fast clusters of four sizes are played, by policy, and how that grows.
+"""`make bench-sim`: simulation speed on clusters of four sizes, by policy, and its growth.
 
-Each trial is a process of its own. What it prints, it also writes to build/bench/sim.json.
-docs/guides/simulate.md has the figures of one run, and what was played.
+Each trial is a separate process. The printed results are also written to build/bench/sim.json.
+docs/guides/simulate.md has the results of one run and describes the scenarios.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def measured(case: str, systems: Sequence[str], num: int, folder: Path) -> list[Row]:
-    """A row for each policy by itself, and one for the command that plays all of them."""
+    """The rows of each policy alone, and one row for the command with all policies."""
     told: dict[str, list[Told]] = {system: [] for system in systems}
     whole: list[float] = []
     for _ in range(num):
@@ -71,7 +71,7 @@ def measured(case: str, systems: Sequence[str], num: int, folder: Path) -> list[
 
 
 def _ran(*words: str) -> str:
-    """The output of a process of its own. Raises RuntimeError with its last words if it fails."""
+    """The output of a command. Raises RuntimeError with the last line of stderr on failure."""
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=TRIAL_S_MAX)
     if done.returncode:
         raise RuntimeError(f"{' '.join(words)}: {done.stderr.strip().splitlines()[-1:]}")
@@ -79,7 +79,7 @@ def _ran(*words: str) -> str:
 
 
 def growth(rows: Sequence[Row]) -> list[str]:
-    """From each size to the next: how events a second change."""
+    """How the event rate changes from each size to the next."""
     found = {(one.case, one.system): one.value for one in rows if one.metric == "events_per_s"}
     systems = dict.fromkeys(system for _, system in found)
     lines: list[str] = []

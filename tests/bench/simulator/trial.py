@@ -1,5 +1,4 @@
-"""One policy's life of one cluster, timed: `python -m bench.simulator.trial CASE POLICY` prints
-JSON."""
+"""One policy on one cluster, timed: `python -m bench.simulator.trial CASE POLICY` prints JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from unicron.control_plane.simulation.trace import generator
 
 
 def main(case: str, policy: str) -> None:
-    """An event is a record: a report, or what follows from one."""
+    """Simulate and time it. The printed number of events is the number of records."""
     told = scenarios.parse(scenario(case, [policy]))
     assert not isinstance(told.trace, str)
     told = scenarios.with_nodes(told, ())

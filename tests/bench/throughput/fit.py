@@ -1,4 +1,4 @@
-"""The fit of the throughput model's constants, the same on every machine."""
+"""The fit of the throughput model's constants. The result is the same on every machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEP_SHARE = 0.25
 
 
 class Fitted:
-    """Constants by kind: what the makers' peaks are worth differs, the rest they share."""
+    """Constants by kind of GPU. The shares of the peak FLOP/s differ; the rest is common."""
 
     def __init__(self, values: Sequence[float]) -> None:
         gemm_a, gemm_h, scores_a, scores_h, passes, link, network = values
@@ -35,14 +35,14 @@ class Fitted:
 
 
 def mape(pairs: Sequence[tuple[float, float]]) -> float:
-    """Mean absolute error of (predicted, measured), in percent of what was measured."""
+    """Mean absolute error of (predicted, measured), in percent of the measured value."""
     return 100 * math.fsum(abs(guess / true - 1) for guess, true in pairs) / len(pairs)
 
 
 def fit(rows: Sequence[Published]) -> Fitted:
-    """The least mean, over sources and kinds, of their MAPE: many rows of one do not outvote few.
+    """Minimise the mean of the MAPE over sources and kinds: large groups must not dominate.
 
-    Coordinate by coordinate, with steps that are halved where none helps.
+    Coordinate descent; the steps are halved when no coordinate improves.
     """
     groups = sorted({(row.source, row.kind) for row in rows})
     of = [[row for row in rows if (row.source, row.kind) == group] for group in groups]

@@ -1,9 +1,9 @@
-"""`make bench-throughput`: the throughput and memory models against what others have published.
+"""`make bench-throughput`: the throughput and memory models against published results.
 
-The rows in build/bench/throughput.json: MAPE of the rate on A100 and H100, in the sample that the
-constants are fitted to and out of it (each source predicted by constants fitted to the others), and
-after one measured point; published layouts that the memory model refuses, and failures for want of
-memory that it accepts.
+The rows go to build/bench/throughput.json. They have the MAPE of the rate on A100 and H100: in
+sample, out of sample (constants fitted to the other sources), and after one measured point. They
+also count published layouts that the memory model refuses, and out-of-memory failures that it
+accepts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def sample(rows: Sequence[Published]) -> list[Published]:
-    """What the constants are fitted to: A100 and H100 in 16 bits."""
+    """The rows that the constants are fitted to: A100 and H100 in 16 bits."""
     return [row for row in rows if row.kind in KINDS and row.model.precision != "fp8"]
 
 
@@ -76,13 +76,13 @@ def _error(case: str, way: str, guess: Guess, rows: Sequence[Published]) -> Row:
 
 
 def _task(row: Published) -> tuple[object, ...]:
-    """Rows with the same are one task at several sizes."""
+    """Rows with equal keys are one task at several sizes."""
     model = row.model
     return (row.source, model.gpu, model.hidden, model.num_layers, model.sequence)
 
 
 def _one_point(rows: Sequence[Published], model: Guess) -> Guess:
-    """The model's shape, out of sample, through one measured point: the task's first other row."""
+    """The out-of-sample model, scaled to one measured point: the task's first other row."""
     def guess(row: Published) -> float | None:
         points = [other for other in rows if _task(other) == _task(row) and other is not row]
         shape, at = model(row), model(points[0]) if points else None
@@ -91,7 +91,7 @@ def _one_point(rows: Sequence[Published], model: Guess) -> Guess:
 
 
 def _mean_of_others(rows: Sequence[Published]) -> Guess:
-    """What one would say without a model: the mean rate of that kind in all other sources."""
+    """A prediction without a model: the mean rate of that kind in all other sources."""
     def guess(row: Published) -> float | None:
         others = [other.rate_flops for other in rows
                   if other.kind == row.kind and other.source != row.source]
@@ -100,7 +100,7 @@ def _mean_of_others(rows: Sequence[Published]) -> Guess:
 
 
 def memory(rows: Sequence[Published]) -> list[Row]:
-    """Where the memory model is wrong for certain."""
+    """Rows for which the memory model is certainly wrong."""
     ran = [row for row in rows if not row.oom]
     failed = [row for row in rows if row.oom]
     refused = [row for row in ran if not any(fits(row.model, x) for x in row.layouts)]

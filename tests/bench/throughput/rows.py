@@ -1,12 +1,12 @@
 """Published throughput: the rows of tests/data/megatron_throughput.csv as models and layouts.
 
-What the table leaves out is taken from where its rows come from. Heads: Narayanan et al., SC'21,
-table 1, and Megatron-LM's images/tables.tex; 128 wide in Megatron-Core's own table. Vocabulary:
-51,200 and 131,072, Megatron-LM's README of the time. What it counted: SC'21 and before, FLOPs with
-full recomputation; Megatron-Core r0.8, the model's; llm-foundry, 6 for each parameter and token,
-those of learned positions too, and the scores. Before April 2021 there were no virtual pipeline
-stages. Shapes of MPT: llm-foundry's scripts/train/yamls; what its rows recompute: the column
-"Activation Checkpointing" of its benchmark's README.
+The table's missing values come from the sources of its rows.
+Heads: Narayanan et al., SC'21, table 1, and Megatron-LM's images/tables.tex; 128 wide in
+Megatron-Core's own table. Vocabulary: 51,200 and 131,072, Megatron-LM's README of the time. FLOPs
+counted: with full recomputation (SC'21 and before); model FLOPs (Megatron-Core r0.8); 6 per
+parameter and token, learned positions included, plus scores (llm-foundry). Megatron had no virtual
+pipeline stages before April 2021. Shapes of MPT: llm-foundry's scripts/train/yamls; recomputation:
+the column "Activation Checkpointing" of its benchmark's README.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ GPUS: dict[str, Gpu] = {
 
 
 class Published(NamedTuple):
-    """One row: what was trained, how it may have been laid out, what was measured."""
+    """One row: the model, the possible layouts, the measured rate."""
 
     line: int
     name: str
     source: str
     model: MegatronModel
     layouts: tuple[Layout, ...]
-    """All that agree with what the row says."""
+    """All layouts that agree with the row."""
     counted: Literal["model", "executed", "parameters"]
     num_gpus: int
     rate_flops: float
-    """Of one GPU, counted as the row counts."""
+    """Of one GPU; `counted` says which FLOPs."""
     params: float
     oom: bool
 
@@ -109,7 +109,7 @@ def _megatron(row: dict[str, str]) -> MegatronModel:
 
 
 def _sharded(row: dict[str, str], model: MegatronModel) -> Iterator[Layout]:
-    """FSDP. The newest rows, on more than 64 H100, do not say what they recompute."""
+    """FSDP layouts. The newest rows, on more than 64 H100, do not say what they recompute."""
     told = _recomputed(row) if not (model.gpu == "H100-80" and int(row["gpus"]) > 64) else None
     for recompute in recomputes(model):
         if told is None or told == (recompute == "full"):
@@ -118,7 +118,7 @@ def _sharded(row: dict[str, str], model: MegatronModel) -> Iterator[Layout]:
 
 
 def _recomputed(row: dict[str, str]) -> bool:
-    """The README's column, put shorter."""
+    """True if the row recomputes activations, according to the README's column."""
     size, sequence, micro = row["model"].split()[1], int(row["seq"]), int(row["mbs"])
     if GPUS[row["gpu"]] == "A100-40":
         least = {"3b": 16384, "1b": 32768, "760m": 32768}
@@ -130,7 +130,7 @@ def _recomputed(row: dict[str, str]) -> bool:
 
 
 def _laid_out(row: dict[str, str], model: MegatronModel) -> Iterator[Layout]:
-    """Where a row gives the GPUs of a replica alone: tensor parallel as far as a node goes."""
+    """If a row has only the GPUs per replica, tensor parallelism is as wide as the node allows."""
     if row["tp"]:
         tp, pp = int(row["tp"]), int(row["pp"])
     else:
@@ -149,9 +149,9 @@ def _laid_out(row: dict[str, str], model: MegatronModel) -> Iterator[Layout]:
 
 
 def predicted(row: Published, constants: Constants) -> tuple[float, Layout]:
-    """(FLOP/s of one GPU, counted as the row counts; the layout): the best that agrees and fits.
+    """(FLOP/s of one GPU, counted as in the row; the layout): the fastest layout that fits.
 
-    Where none fits, the best that agrees.
+    If no layout fits, the fastest of all that agree with the row.
     """
     open_to = [x for x in row.layouts if fits(row.model, x)] or row.layouts
     best = min(open_to, key=lambda layout: iteration_s(row.model, layout, constants))
@@ -160,7 +160,7 @@ def predicted(row: Published, constants: Constants) -> tuple[float, Layout]:
 
 
 def fits(model: MegatronModel, layout: Layout) -> bool:
-    """Whether the layout fits into the memory of the model's kind of GPU."""
+    """True if the layout fits into the memory of the model's GPU."""
     return memory(model, layout).total <= capacity(model)
 
 
@@ -176,7 +176,7 @@ def executed_flops(model: MegatronModel, recompute: str) -> float:
 
 
 def counted_flops(row: Published, layout: Layout) -> float:
-    """Of one iteration, as the row counts them."""
+    """FLOPs of one iteration, counted as in the row."""
     model = row.model
     if row.counted == "executed":
         return executed_flops(model, layout.recompute)
