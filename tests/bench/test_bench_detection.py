@@ -48,7 +48,7 @@ def test_a_rank_that_does_not_train_is_not_struck(tmp_path: Path,
     assert not (tmp_path / "hold" / "1-2").exists(), "it would be struck later"
 
 
-def test_a_system_that_says_nothing_is_not_waited_for_ever() -> None:
+def test_three_trials_without_a_detection_end_a_case() -> None:
     silent = Trial("rank_stopped", "torchrun", None, "nothing said")
     assert not faults.never([silent] * 2)
     assert faults.never([silent] * 3)

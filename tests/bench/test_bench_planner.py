@@ -17,7 +17,7 @@ def test_plain_dynamic_programming_finds_our_plan(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_case_is_a_cluster_that_could_be(seed: int) -> None:
+def test_a_case_is_a_valid_planning_problem(seed: int) -> None:
     asked = case(100, 4096, seed)
     assert asked == case(100, 4096, seed)
     assert sum(wish.now for wish in asked.demands) <= asked.num_slots

@@ -49,7 +49,7 @@ STORY = [
 BEFORE = {100: 1, 101: 1, 102: 1}
 
 
-def test_a_world_is_new_by_its_process_own_count_and_a_new_process_by_all() -> None:
+def test_a_generation_is_new_by_its_process_count_or_by_the_maximum() -> None:
     assert recovery_watch.generations(STORY, 10.0) == BEFORE
     assert recovery_watch.is_new(line(11.0, 0, "done", 4, 2), {100: 1, 102: 3})
     assert not recovery_watch.is_new(line(11.0, 2, "done", 4, 2), {100: 1, 102: 3})
@@ -57,7 +57,7 @@ def test_a_world_is_new_by_its_process_own_count_and_a_new_process_by_all() -> N
     assert recovery_watch.is_new(line(11.0, 1, "done", 4, 4, pid=900), {100: 1, 102: 3})
 
 
-def test_the_step_is_the_first_of_the_new_world() -> None:
+def test_a_recovery_ends_with_the_first_step_of_a_new_generation() -> None:
     step = recovery_watch.first_step(STORY, BEFORE, 10.0)
     assert step is not None
     assert (step["t"], step["rank"], step["iteration"]) == (11.8, 0, 4)
@@ -66,7 +66,7 @@ def test_the_step_is_the_first_of_the_new_world() -> None:
     assert recovery_watch.first_step(STORY, BEFORE, 12.0)["t"] == 12.6  # type: ignore[index]
 
 
-def test_recomputed_is_what_the_slowest_member_ran_in_the_new_world_before_that_step() -> None:
+def test_recomputed_time_is_that_of_the_slowest_member_before_the_step() -> None:
     step = recovery_watch.first_step(STORY, BEFORE, 10.0)
     assert step is not None
     assert recovery_watch.recompute_s(STORY, step, BEFORE, 10.0) == pytest.approx(1.2)
@@ -74,7 +74,7 @@ def test_recomputed_is_what_the_slowest_member_ran_in_the_new_world_before_that_
     assert recovery_watch.recompute_s(without, step, BEFORE, 10.0) == pytest.approx(0.8)
 
 
-def test_iterations_are_lost_where_the_new_world_begins_before_the_old_ones_end() -> None:
+def test_iterations_are_lost_if_the_new_generation_starts_before_the_old_ones_end() -> None:
     step = recovery_watch.first_step(STORY, BEFORE, 10.0)
     assert step is not None
     assert recovery_watch.iterations_lost(STORY, step, BEFORE) == 0
@@ -86,7 +86,7 @@ def test_iteration_times_are_from_step_to_step_before_the_fault() -> None:
     assert recovery_watch.iteration_s(STORY, 100, 12.0) == pytest.approx([1.0, 2.8])
 
 
-def test_losses_are_compared_with_the_twins_and_missing_ones_differ() -> None:
+def test_losses_are_compared_with_the_reference_run_unless_one_is_missing() -> None:
     twin = [4.0, 3.0, 2.0]
     assert recovery_watch.differs({1: 3.0, 2: 2.0}, twin, 1, 2) == 0.0
     assert recovery_watch.differs({1: 3.3, 2: 2.0}, twin, 1, 2) == pytest.approx(0.1)
@@ -134,7 +134,7 @@ def test_the_phases_of_a_recovery_add_up_to_it() -> None:
     assert phases.phases(records[:-1], STORY, trial) == {}
 
 
-def test_the_interval_is_the_sign_tests() -> None:
+def test_the_interval_is_that_of_the_sign_test() -> None:
     values = [float(value) for value in range(20)]
     # Of 20, the sixth value from either side: 95.9 %; the seventh would be 88.5 %.
     assert interval(values[::-1]) == (5.0, 14.0)
@@ -167,7 +167,7 @@ def test_every_system_trains_the_same_valid_job() -> None:
     assert not recovery_trial.is_due(job.SAVE_EVERY_NUM)
 
 
-def test_a_wrong_word_is_refused_before_anything_is_laid() -> None:
+def test_an_unknown_system_is_refused_before_the_environment_is_built() -> None:
     done = subprocess.run(
         [sys.executable, "-P", "-m", "bench.recovery.main", "--systems", "unicorn"],
         env={"PYTHONPATH": f"{ROOT}/tests:{ROOT}/tests/drivers", "PATH": ""},
@@ -205,7 +205,7 @@ def told(generation: int, rank: int, taken: dict[int, int], settle_s: float = 0.
                             for giver, taken_bytes in taken.items()])
 
 
-def test_what_moved_is_what_members_took_from_others() -> None:
+def test_moved_bytes_are_those_taken_from_other_members() -> None:
     records = [
         order(1, [0, 1, 2, 3], TP2DP2), record_of("Resume", 1),
         # Rank 2 is lost. Generation 2 never trains. In 3, rank 3 is standby and gives state.
@@ -227,7 +227,7 @@ def test_a_member_back_before_the_settlement_has_nothing() -> None:
     assert change(records, 2) == Change(TP2DP2, TP2DP2, (0, 1, None, 3), 70, 0.1)
 
 
-def test_a_member_that_is_rolled_back_has_nothing_that_counts() -> None:
+def test_a_member_that_is_rolled_back_has_no_valid_state() -> None:
     records = [
         order(1, [0, 1, 2, 3], None), record_of("Resume", 1), order(2, [0, 1, 3], DP3),
         told(2, 0, {0: 10}, origin="copy", received_bytes=600), told(2, 1, {0: 300}, origin="seed"),
@@ -236,7 +236,7 @@ def test_a_member_that_is_rolled_back_has_nothing_that_counts() -> None:
     assert change(records, 2) == Change(DP4, DP3, (None, None, None), 1200, 0.1)
 
 
-def test_the_least_is_what_a_member_has_not_itself() -> None:
+def test_the_least_bytes_are_those_a_member_does_not_have() -> None:
     own = [["model.a", "float32 4x6", [0, 0], [2, 6]], ["model.a", "float32 4x6", [2, 0], [1, 3]]]
     wanted = [["model.a", "float32 4x6", [1, 2], [3, 2]], ["model.b", "bfloat16 5", [0], [5]],
               ["model.c", "float32 ", [], []]]
@@ -281,7 +281,7 @@ def test_a_pause_is_from_step_to_step_less_the_micro_batches() -> None:
     assert layouts.pause(lines, 2) is None
 
 
-def test_a_change_of_shape_is_weighed_against_one_of_replicas_there_and_back() -> None:
+def test_the_pause_ratio_counts_the_change_and_the_return() -> None:
     stood_s = {"pp2dp2_sigkill": (0.5, 0.4), "tp2dp2_sigkill": (0.2, 0.4)}
     rows = [Row(case, "unicron", metric, value, "s", 3) for case, both in stood_s.items()
             for metric, value in zip(("fault_to_resume_s", "grow_pause_s"), both, strict=True)]
@@ -290,7 +290,7 @@ def test_a_change_of_shape_is_weighed_against_one_of_replicas_there_and_back() -
     assert layouts.reshaped(rows[:-1]) == []
 
 
-def test_each_kind_of_task_has_so_many_replicas_on_four_ranks() -> None:
+def test_each_kind_of_task_has_its_number_of_replicas_on_four_ranks() -> None:
     assert tuple(layouts.CASES) == main.LAYOUTS
     for kinds in layouts.CASES.values():
         for kind in kinds.values():
