@@ -19,7 +19,7 @@ STRUCK_NUM = 3
 VICTIM_NUM = 2
 """The rank that the fault strikes. Not rank 0, which may host a store."""
 COLLECTIVE_S_MAX = 2.0
-"""Collective timeout of the peers; equal to the time after which Unicron reports a stopped rank."""
+"""Collective timeout of the peers; equal to Unicron's limit for a stopped rank."""
 BUILD_S_MAX = 30.0
 """Timeout for building a group: the processes do not start at the same time."""
 SIZES = {"1M": (5, 128, 4, 128), "10M": (13, 256, 8, 64), "100M": (32, 512, 8, 16),
