@@ -33,8 +33,9 @@ class Process(Struct, frozen=True):
 
 
 def alive(process: Process) -> bool:
-    """Whether the process still runs; a zombie counts as ended."""
-    return start_time(process.pid) == process.started
+    """Whether the process still runs; a zombie counts as ended. A process that ended before its pid
+    file was written has no start time."""
+    return process.started != "" and start_time(process.pid) == process.started
 
 
 def find(state: StateDir, name: str) -> Process | None:
@@ -44,7 +45,7 @@ def find(state: StateDir, name: str) -> Process | None:
     if data is None:
         return None
     process = Process(name=name, pid=int(data.get("pid", 0)), started=str(data.get("started", "")))
-    if process.pid > 1 and process.started and alive(process):
+    if process.pid > 1 and alive(process):
         return process
     path.unlink(missing_ok=True)
     return None

@@ -407,3 +407,7 @@ def test_a_reply_is_awaited_for_the_given_time(url: str) -> None:
         Client(url, "token").post("/v1/plan/dry-run", {}, 0.05)
     _Slow.released.set()
     assert Client(url, "token").post("/v1/plan/dry-run", {}, 60.0) == {}
+
+
+def test_a_process_that_ended_before_its_pid_file_is_not_alive():
+    assert not processes.alive(processes.Process(name="n1", pid=2 ** 22 + 1, started=""))
