@@ -57,7 +57,7 @@ def lives(draw: st.DrawFn) -> Driver:
 
 @st.composite
 def changes(draw: st.DrawFn, d: Driver) -> tuple[Change, list[t.Body]]:
-    """A change, and the reports that carry it out."""
+    """A change, and the reports that would make the same change."""
     kind = draw(st.sampled_from(["without", "slots", "weights", "submit", "all"]))
     told: list[t.Body] = []
     found: Plain = {}
@@ -109,7 +109,7 @@ def _agree(tried: DryRunResult, records: list[Record], state: ClusterState) -> N
         num = len(recorded.alternatives)
         assert tried.plan.alternatives[:num] == recorded.alternatives
         assert recorded == replace(tried.plan, alternatives=recorded.alternatives,
-                                   paid_back_s=recorded.paid_back_s), "the rest is as recorded"
+                                   paid_back_s=recorded.paid_back_s), "other fields are equal"
     else:
         assert tried.plan == recorded
     assert tried.num_plans == len(plans)
@@ -291,7 +291,7 @@ async def test_nonsense_over_http_is_refused(site: Site) -> None:
 
 @real
 async def test_half_a_surrogate_pair_is_refused(site: Site) -> None:
-    """The log and the answers cannot encode it."""
+    """Neither the log nor an answer can encode a lone surrogate."""
     half = b'"\\ud800"'
     for path, body in (("/v1/freeze", b'{"reason": %s}'), ("/v1/plan/dry-run", b'{%s: 1}'),
                        ("/v1/plan/dry-run", b'{"weights": {%s: 1}}'),

@@ -59,7 +59,7 @@ async def test_submit_state_cancel(site: Site) -> None:
     cancel = "/v1/tasks/3/cancel"
     _, first = await site.ask("POST", cancel, {"reason": "why not"}, Idempotency_Key="k2")
     _, again = await site.ask("POST", cancel, {"reason": "why not"}, Idempotency_Key="k2")
-    assert first == again, "repeated after the task's end, it is answered as before"
+    assert first == again, "a repeat after the task's end has the same answer"
     assert "has ended" in await site.refused(409, "POST", cancel, {})
     assert "no task 99" in await site.refused(404, "POST", "/v1/tasks/99/cancel", {})
     assert "no task x" in await site.refused(404, "POST", "/v1/tasks/x/cancel", {})
@@ -139,7 +139,7 @@ async def test_explanations_are_computed_on_request_for_any_seq(site: Site) -> N
     _, state = await site.ask("GET", "/v1/state")
     waits = state["tasks"][1]
     assert (waits["why"], waits["needs"], state["cluster"]["computed_by"]) == (
-        NOT_CHOSEN, "", 0), "what costs plans is computed only where it is asked for"
+        NOT_CHOSEN, "", 0), "costly explanations are computed on request only"
     _, state = await site.ask("GET", "/v1/state?explain=1")
     waits = state["tasks"][1]
     assert waits["needs"].startswith("more slots"), waits
@@ -254,13 +254,13 @@ async def test_a_name_or_output_in_use_is_refused(site: Site) -> None:
     assert told == "train.output: /two/../out/ is being written, by task 3 (job)"
     assert site.coordinator.seq == seq, "nothing was written"
     await site.ask("POST", "/v1/tasks/3/cancel", {})
-    assert (await site.ask("POST", "/v1/tasks", JOB))[0] == 200, "an ended task is in nobody's way"
+    assert (await site.ask("POST", "/v1/tasks", JOB))[0] == 200, "an ended task frees its name"
 
 
 @real
 async def test_a_task_that_the_cluster_cannot_hold_is_refused(site: Site) -> None:
     large = JOB | {"slots": {"min": 4, "max": 4}}
-    assert (await site.ask("POST", "/v1/tasks", large))[0] == 200, "nobody has joined yet"
+    assert (await site.ask("POST", "/v1/tasks", large))[0] == 200, "no node has joined yet"
     await site.tell(NodeJoined(node="n1", incarnation=9, host="h", pid=1, num_slots=3))
     told = await site.refused(422, "POST", "/v1/tasks", TWO | {"slots": large["slots"]})
     assert told == "slots.min: 4, but the cluster has had at most 3 slots"
@@ -340,4 +340,4 @@ async def test_an_unreachable_log_is_503(site: Site) -> None:
         await asyncio.sleep(0.05)
     _, answer = await site.ask("POST", "/v1/tasks", JOB, Idempotency_Key="k")
     written = [r for r in await site.log.read(after=0, num_max=99) if r.kind == "TaskSubmitted"]
-    assert [r.seq for r in written] == [answer["seq"]], "asked twice, written once"
+    assert [r.seq for r in written] == [answer["seq"]], "sent twice, written once"

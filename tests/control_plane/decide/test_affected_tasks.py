@@ -1,7 +1,7 @@
 """Which tasks a record affects, and the redundant fields of the state that decide this.
 
-Seeded simulations check that no decision is missed: simulated_witness.py looks at all tasks before
-each report and recounts every redundant field.
+Seeded simulations check that no decision is missed: tests/simulated/witness.py checks all tasks
+before each report and recomputes every redundant field.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def test_only_the_last_outstanding_answer_affects_a_task(d: Driver, task: int) -
                 assert d.state.tasks[task].num_outstanding == left
                 assert affected(d, lost) == []
                 assert len(lost) == 1
-        assert len(lost) > 1, "the last one's next order"
+        assert len(lost) > 1, "the last answer leads to the next order"
 
 
 def test_starting_processes_are_outstanding_too(d: Driver) -> None:
@@ -82,7 +82,7 @@ def test_starting_processes_are_outstanding_too(d: Driver) -> None:
     assert d.state.tasks[task].num_outstanding == len(starts) == 4
     for left, start in reversed(list(enumerate(reversed(starts)))):
         told = d.do(start.body)
-        assert d.state.tasks[task].num_outstanding == (left or 4), "then of its generation"
+        assert d.state.tasks[task].num_outstanding == (left or 4), "now those of its generation"
         assert bool(only(o.Reconfigure, told)) == (not left)
 
 

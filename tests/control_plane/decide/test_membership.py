@@ -116,7 +116,7 @@ def test_a_lost_rank_leaves_a_replica_and_a_standby(d: Driver) -> None:
     lost = d.exit(task, 1)
     healed = the(o.Reconfigure, d.obey(lost, start=False))
     assert (healed.axes, healed.dp) == (Axes(tp=2, dp=1), 1)
-    assert seats(healed) == [2, 3, 0], "the replica that is whole, and beside it who has a seat"
+    assert seats(healed) == [2, 3, 0], "the whole replica, then the standby rank"
     d.progress(task)
     grown = the(o.Reconfigure, d.obey([lost[-1]]))
     assert grown.axes == Axes(tp=2, dp=2)
@@ -125,7 +125,7 @@ def test_a_lost_rank_leaves_a_replica_and_a_standby(d: Driver) -> None:
 
 
 def test_survivors_of_two_replicas_form_one(d: Driver) -> None:
-    """One rank of each tensor position survives. The two form one replica, and no state moves."""
+    """One rank of each tensor position survives. The two ranks form one replica."""
     task = d.running(job(tensor=[2]))
     lost = [*d.exit(task, 0), *d.exit(task, 3)]
     healed = only(o.Reconfigure, d.obey(lost, start=False))[-1].body
@@ -167,7 +167,7 @@ def test_each_rank_is_ordered_once_and_replicas_stay(
         return
     found = order_members(new, kept)
     assert sorted(rank.rank for rank in found) == sorted(rank.rank for rank in kept)
-    assert order_members(new, kept[::-1]) == found, "whoever is asked first"
+    assert order_members(new, kept[::-1]) == found, "the order of the input has no effect"
     if (old.tp, old.pp) != (new.tp, new.pp):
         return
     whole = [dp for dp in range(old.dp)
@@ -241,7 +241,7 @@ def test_a_preempted_task_without_its_full_state_does_not_save(d: Driver) -> Non
 
 # --- placement ----------------------------------------------------------------------------------
 def nodes_of(slots: list[int], one: JobSpec) -> list[list[str]]:
-    """By replica: the nodes of a task, if nodes n1, n2, ... have these numbers of slots."""
+    """The nodes of each replica of a task, if n1, n2, ... have these numbers of slots."""
     d = Driver(nodes=0)
     for number, num in enumerate(slots, 1):
         d.join(f"n{number}", slots=num)
@@ -254,7 +254,7 @@ def nodes_of(slots: list[int], one: JobSpec) -> list[list[str]]:
 
 
 def test_one_replica_is_on_one_node() -> None:
-    """A split saves no state: the loss of either node would still take a part of the model."""
+    """A split replica is no safer: the loss of either node loses a part of the model."""
     assert nodes_of([2, 2], job({"min": 1, "max": 2}, tensor=[2])) == [["n1", "n1"]]
     assert nodes_of([3, 3], job({"min": 1, "max": 3}, pipeline=[3])) == [["n1"] * 3]
 

@@ -70,7 +70,7 @@ def test_the_state_survives_a_snapshot(driver: Driver) -> None:
 
 
 def test_a_new_leader_decides_the_same_after_any_batch(driver: Driver) -> None:
-    """Fold the batches of a prefix, then decide on the remaining reports again: an equal log."""
+    """Fold a prefix of the log and decide on the remaining reports again. The log must be equal."""
     for cut, record in enumerate(driver.log):
         if record.cause:
             continue
@@ -125,7 +125,7 @@ def test_swapped_records_are_named(driver: Driver) -> None:
 
 
 def test_dropped_and_renumbered_records_are_found(driver: Driver) -> None:
-    """The new numbers hide the gap, but the numbers of a source or a decision no longer match."""
+    """Renumbering hides the gap, but a source number or a recomputed decision differs."""
     for index, gone in enumerate(driver.log[:-1]):
         if gone.source.startswith("operator/"):
             continue
@@ -159,9 +159,9 @@ def test_a_log_of_version_4_is_not_corrupt() -> None:
     """tests/golden/heart-4.jsonl is the log of test_checkpoints.py's
     `test_all_die_and_the_order_names_the_newest_copy_then_the_nearest` at commit af1f586.
 
-    Its agents do not number their checkpoint stores, but the Reconfigure that names its in-memory
-    checkpoints is recomputed. The costs of an incident and the MTBF of a plan have changed since,
-    so these decisions and those that follow from a plan differ.
+    Its agents do not number their checkpoint stores, but the recomputed Reconfigure names the same
+    in-memory checkpoints. The costs of an incident and the MTBF of a plan have changed since, so
+    these decisions and those that follow from a plan differ.
     """
     path = Path(__file__).parents[2] / "golden" / "heart-4.jsonl"
     log = [from_plain(json.loads(line)) for line in path.read_text().splitlines()]

@@ -65,22 +65,22 @@ def test_an_unreachable_or_drained_store_is_replaced(d: Driver) -> None:
     assert (order.nodes, order.generation) == (("n1",), 1)
     assert [keeper.node for keeper in order.keepers] == ["n1", "n3"] == keepers(d, task)
     d.tell("leader/abc", r.NodeReachable(node="n2", incarnation=1))
-    assert keepers(d, task) == ["n1", "n3"], "who has copies already stays"
+    assert keepers(d, task) == ["n1", "n3"], "a store is not moved back"
     d.tell("operator/1", r.NodeDrained(node="n3"))
     assert keepers(d, task) == ["n1", "n2"]
-    assert len([x for x in d.state.orders.values() if b"SetCheckpointStores" in x]) == 1, "the last"
+    assert len([x for x in d.state.orders.values() if b"SetCheckpointStores" in x]) == 1, "one open"
 
 
 @pytest.mark.nodes(2)
 def test_a_node_without_members_replaces_one_with_members(d: Driver) -> None:
     task = d.running(spec(slots={"min": 1, "max": 4}))
-    assert keepers(d, task) == ["n1", "n2"], "both have members"
+    assert keepers(d, task) == ["n1", "n2"], "both nodes have members"
     kept(d, task, "n2", 10)
     told = d.join("n3", slots=2)
     assert [keeper.node for keeper in the(o.SetCheckpointStores, told).keepers] == ["n1", "n3"]
-    assert copies(d, task) == [("n2", 10)], "what is there still serves"
+    assert copies(d, task) == [("n2", 10)], "its checkpoints still count"
     d.join("n0", slots=2)
-    assert keepers(d, task) == ["n1", "n3"], "among equals who has it stays"
+    assert keepers(d, task) == ["n1", "n3"], "an equal node replaces no store"
 
 
 def test_two_checkpoints_of_each_node_are_kept(d: Driver) -> None:
@@ -121,18 +121,18 @@ def test_late_reports_of_an_ended_store_do_not_count(d: Driver) -> None:
                                     keeper_start=FIRST)
     d.tell("n2/1", ended)
     kept(d, task, "n2", 10, start=FIRST)
-    assert copies(d, task) == [], "its copies went with it"
+    assert copies(d, task) == [], "the store's checkpoints ended with it"
     kept(d, task, "n2", 20, start=FIRST + 1)
     kept(d, task, "n1", 20)
     assert copies(d, task) == [("n2", 20), ("n1", 20)]
     kept(d, task, "n2", 30, start=FIRST + 2)
-    assert copies(d, task) == [("n1", 20), ("n2", 30)], "a later one has nothing of the last"
+    assert copies(d, task) == [("n1", 20), ("n2", 30)], "a new store is empty"
     d.tell("n2/1", msgspec.structs.replace(ended, keeper_start=FIRST + 1))
-    assert copies(d, task) == [("n1", 20), ("n2", 30)], "what the next one has is not meant"
+    assert copies(d, task) == [("n1", 20), ("n2", 30)], "only the ended store loses them"
     d.join("n2", incarnation=2, slots=1)
     kept(d, task, "n2", 40, start=FIRST + 1)
     kept(d, task, "n2", 40, start=FIRST + STORES_NUM_MAX - 1)
-    assert copies(d, task) == [("n1", 20)], "of the agent before, also if its clock was ahead"
+    assert copies(d, task) == [("n1", 20)], "reports of the previous agent's stores are stale"
 
 
 def test_the_possible_loss_counts_checkpoints_elsewhere(d: Driver) -> None:
@@ -159,7 +159,7 @@ def test_the_newest_then_the_nearest_checkpoint_comes_first(d: Driver) -> None:
     d.progress(task)
     closed = the(decisions.IncidentClosed, d.log[-10:])
     assert closed.iterations_lost == 11
-    assert copies(d, task) == [("n1", 20), ("n2", 10), ("n2", 20)], "they still serve"
+    assert copies(d, task) == [("n1", 20), ("n2", 10), ("n2", 20)], "the checkpoints still count"
 
 
 def test_checkpoints_of_unreachable_nodes_come_last() -> None:
@@ -170,7 +170,7 @@ def test_checkpoints_of_unreachable_nodes_come_last() -> None:
     d.tell("leader/abc", r.NodeUnreachable(node="n3", incarnation=1, silence_s=5.0))
     d.steps[task] = 30
     (order,) = wipe(d, task)
-    assert [(x.node, x.step_version) for x in order.copies] == [("n3", 30)], "the only one"
+    assert [(x.node, x.step_version) for x in order.copies] == [("n3", 30)], "it is the only one"
     kept(d, task, "n2", 30)
     kept(d, task, "n3", 31)
     (order,) = wipe(d, task)
@@ -211,7 +211,7 @@ def test_checkpoints_of_abandoned_iterations_are_not_used(d: Driver) -> None:
     kept(d, task, "n2", 10)
     d.steps[task] = 12
     (order,) = wipe(d, task)
-    assert [copy.step_version_max for copy in order.copies] == [-1, -1], "the newest is welcome"
+    assert [copy.step_version_max for copy in order.copies] == [-1, -1], "no upper limit"
     assert [(x.step_version, x.step_version_max) for x in task_of(d, task).copies] == [
         (12, 12), (10, 12)]
     d.progress(task, 12)
@@ -222,7 +222,7 @@ def test_checkpoints_of_abandoned_iterations_are_not_used(d: Driver) -> None:
     d.progress(task, 12)
     d.steps[task] = 13
     wipe(d, task)
-    assert [x.step_version_max for x in task_of(d, task).copies] == [11], "not once more"
+    assert [x.step_version_max for x in task_of(d, task).copies] == [11], "limit unchanged"
 
 
 def test_a_generation_without_a_step_keeps_the_checkpoints() -> None:
@@ -246,7 +246,7 @@ def test_checkpoints_older_than_the_published_one_are_left_out() -> None:
     assert (order.checkpoint, order.copies) == ("gen-1/iter-20", ())
     kept(d, task, "n1", 20)
     (order,) = wipe(d, task)
-    assert [copy.step_version for copy in order.copies] == [20], "memory is nearer than the disk"
+    assert [copy.step_version for copy in order.copies] == [20], "memory comes before disk"
 
 
 def test_no_checkpoint_is_named_while_a_member_has_state() -> None:
@@ -295,7 +295,7 @@ def test_checkpoints_of_an_ended_task_are_dropped_once(d: Driver) -> None:
     assert the(o.DropMemoryCheckpoints, done).nodes == ("n1", "n2")
     it = task_of(d, task)
     assert (copies(d, task), it.store_nodes) == ([], ["n1", "n2"])
-    assert it.drop_order in d.state.orders, "the next control plane tells it again"
+    assert it.drop_order in d.state.orders, "a new leader sends the order again"
     at_rest(d)
     first = d.do(the(o.DropMemoryCheckpoints, done))
     assert (it.store_nodes, it.drop_order, d.state.orders) == ([], 0, {})
@@ -314,9 +314,9 @@ def test_late_checkpoints_of_an_ended_task_are_dropped(d: Driver) -> None:
     again = the(o.DropMemoryCheckpoints, d.tell("n1/1", late))
     assert again.nodes == ("n1", "n2") == done.nodes
     d.tell("n2/1", lost)
-    assert it.store_nodes == ["n1", "n2"], "it answers the order before, and may have the copy"
+    assert it.store_nodes == ["n1", "n2"], "a reply to the previous order does not count"
     d.do(again)
     late = msgspec.structs.replace(late, node="n3")
     assert the(o.DropMemoryCheckpoints, d.tell("n1/1", late)).nodes == ("n3",)
     d.join("n3", incarnation=2, slots=1)
-    assert (it.store_nodes, it.drop_order, d.state.orders) == ([], 0, {}), "it went with its agent"
+    assert (it.store_nodes, it.drop_order, d.state.orders) == ([], 0, {}), "its store ended"

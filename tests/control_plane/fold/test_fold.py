@@ -163,9 +163,9 @@ def test_reports_of_a_source_are_taken_in_order() -> None:
     assert told("n1/1", 9, r.ReportsLost(node="n1", num_lost=7)) == "next"
     assert told("n1/2", 1) == "next"
     driver.join("n1", incarnation=2)
-    assert told("n1/1", 2) == "next", "what the predecessor spooled may still come"
+    assert told("n1/1", 2) == "next", "the previous agent's spool still counts"
     driver.join("n1", incarnation=3)
-    assert told("n1/1", 1) == "duplicate", "older ones are forgotten, and refused"
+    assert told("n1/1", 1) == "duplicate", "reports of older agents are refused"
     driver.tell("n1/3", r.ReportsLost(node="n1", num_lost=7))
     assert driver.state.reports_lost == 7
 

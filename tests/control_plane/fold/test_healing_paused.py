@@ -34,7 +34,7 @@ def test_while_paused_a_killed_rank_is_only_reported(d: Driver, task: int) -> No
     assert "start rank 2 on n2/0" in withheld.what
     assert orders(told) == []
     for rank in (0, 1, 3):
-        assert kinds(failed(d, task, rank)) == [], "told once, not with every report"
+        assert kinds(failed(d, task, rank)) == [], "the order is suppressed once"
 
 
 def test_resuming_carries_out_the_suppressed_orders(d: Driver, task: int) -> None:
@@ -55,7 +55,7 @@ def test_a_transition_that_has_begun_is_completed(d: Driver, task: int) -> None:
     begun = [x for x in d.exit(task, 2) if isinstance(x.body, o.Quiesce)]
     freeze(d)
     told = d.obey(begun)
-    assert task_of(d, task).phase == "training", "half of a transition would harm"
+    assert task_of(d, task).phase == "training", "a transition that began is completed"
     assert [m.rank for m in the(o.Reconfigure, told).members] == [0, 1, 3]
 
 
@@ -102,7 +102,7 @@ def test_a_task_wholly_on_a_silent_node_is_not_given_up(d: Driver) -> None:
     node = d.state.nodes[task_of(d, task).target[0].slot.node]
     freeze(d)
     silence = r.NodeUnreachable(node=node.name, incarnation=node.incarnation, silence_s=6.0)
-    assert kinds(d.tell("leader/abc", silence)) == [], "nor would it move off, were healing on"
+    assert kinds(d.tell("leader/abc", silence)) == [], "with healing on it would also stay"
     assert kinds(d.due(f"replace/{node.name}")) == []
     d.tell("leader/abc", r.NodeReachable(node=node.name, incarnation=node.incarnation))
     assert orders(thaw(d)) == []
@@ -110,7 +110,7 @@ def test_a_task_wholly_on_a_silent_node_is_not_given_up(d: Driver) -> None:
     freeze(d)
     d.tell("leader/abc", silence)
     d.due(f"replace/{node.name}")
-    assert "StartRank" in orders(thaw(d)), "still silent: replaced now"
+    assert "StartRank" in orders(thaw(d)), "still unreachable: replaced now"
 
 
 def test_observing_orders_nothing_until_the_policy_changes(d: Driver) -> None:
@@ -157,7 +157,7 @@ def test_fault_injection_must_be_allowed(d: Driver, task: int) -> None:
     assert (node.nodes, node.what) == (("n1",), "node")
     assert kinds(d.tell("operator/d", r.FaultRequested(what="node", node="n9"))) == []
     d.tell("leader/abc", r.NodeUnreachable(node="n2", incarnation=1, silence_s=6.0))
-    assert kinds(d.tell("operator/e", ask)) == [], "it would come true whenever n2 is back"
+    assert kinds(d.tell("operator/e", ask)) == [], "no injection on an unreachable node"
 
 
 def test_a_drained_node_stays_so_when_its_agent_joins_again(d: Driver) -> None:
@@ -244,7 +244,7 @@ def test_no_new_transition_begins_while_paused(d: Driver, task: int) -> None:
     assert [x for x in orders(told) if x != "PublishCheckpoint"] == ["Reconfigure", "Resume"]
     assert (task_of(d, task).phase, task_of(d, task).generation) == ("training", 2)
     d.obey(only(o.StartRank, new))
-    assert task_of(d, task).generation == 2, "the newcomer is ready, and waits"
+    assert task_of(d, task).generation == 2, "the new rank is ready, and waits"
     assert "leave generation 2 at the iteration's end" in task_of(d, task).withheld
     d.obey(thaw(d))
     assert task_of(d, task).generation == 3

@@ -27,7 +27,7 @@ def test_a_drained_task_trains_until_all_new_ranks_are_ready(d: Driver, task: in
     moved = drain(d, "n2")
     assert kinds(moved) == ["PlanChosen", "TaskPlaced", "StartRank", "StartRank"]
     starts = only(o.StartRank, moved)
-    assert kinds(d.obey(starts[:1])) == [], "one is ready, the other is on its way"
+    assert kinds(d.obey(starts[:1])) == [], "one new rank is ready, one is starting"
     assert task_of(d, task).phase == "training"
     assert len(task_of(d, task).living_members()) == 4
     steps(d, task)
@@ -88,7 +88,7 @@ def placed(d: Driver, task: int, *seats: t.Seat) -> None:
 
 @pytest.mark.parametrize("keep", [1, 0])
 def test_two_tasks_that_trade_slots_do_not_wait_for_each_other(keep: int) -> None:
-    """One seat each: both tasks train on. No seat: the first task to leave saves its state."""
+    """If each keeps one seat, both train on. If none, the first task to leave saves its state."""
     d = Driver(nodes=2)
     job = {"slots": {"min": 2, "max": 2}}
     alpha, beta = d.running(spec(**job)), d.running(spec(name="beta", **job))
@@ -147,7 +147,7 @@ def test_a_drain_without_room_loses_no_iteration(d: Driver) -> None:
     assert (quiesce.mode, quiesce.save, quiesce.ranks[0]) == ("boundary", True, 0)
     saved = d.save(task, 0)
     assert kinds(saved) == ["PublishCheckpoint"]
-    assert [kinds(d.quiesced(task, rank)) for rank in range(6)] == [[]] * 6, "not yet published"
+    assert [kinds(d.quiesced(task, rank)) for rank in range(6)] == [[]] * 6, "not published"
     stopped = d.obey(saved)
     assert kinds(stopped) == ["StopRank"] * 6
     d.obey(stopped)
@@ -299,7 +299,7 @@ def test_a_superseded_save_does_not_win(d: Driver) -> None:
 # --- one plan for several tasks -----------------------------------------------------------------
 @pytest.mark.parametrize("first", ["silence", "collective"])
 def test_a_lost_node_is_one_plan_for_both_tasks(d: Driver, first: str) -> None:
-    """alpha has fewer seats left than slots, so it is placed after beta, which gives a slot."""
+    """alpha needs a slot that beta gives up, so alpha is placed after beta."""
     alpha = d.running(spec(throughput={2: 3.2, 3: 4.7, 4: 6.16}, slots={"min": 2, "max": 4}))
     beta = d.running(spec(name="beta", throughput={1: 1.5, 2: 2.5}, slots={"min": 1, "max": 2}))
     assert {seat.slot.node for seat in task_of(d, beta).target} == {"n3"}

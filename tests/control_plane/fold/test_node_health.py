@@ -24,7 +24,7 @@ def test_a_check_that_ends_node_by_node_disables_no_other_node(d: Driver) -> Non
         assert kinds(health(d, node, "healthy", check="check/disk")) == []
         assert input_digest(d.state) == count
     assert [bool(x.slots_unhealthy) for x in d.state.nodes.values()] == [False, False, True]
-    assert kinds(health(d, "n1", "unhealthy", check="check/disk")) == [], "n3 counts as yet"
+    assert kinds(health(d, "n1", "unhealthy", check="check/disk")) == [], "n3 is still disabled"
     told = d.due("recovered/n3")
     assert [bool(x.slots_unhealthy) for x in d.state.nodes.values()] == [True, False, False]
     d.obey(told)
@@ -57,9 +57,9 @@ def test_each_slot_waits_for_its_own_recovery(d: Driver) -> None:
     health(d, "n2", "healthy", check="check/fan1", devices=(1,))
     last_s = d.state.at_s
     (told,) = [x["recovers"] for x in seen(d)["nodes"] if x["id"] == "n2"]
-    assert told["from_s"] == last_s + RECOVERED_S, "when all are back"
+    assert told["from_s"] == last_s + RECOVERED_S, "the view shows when the last slot recovers"
     d.due(DUE)
-    assert unhealthy_slots(d) == [1], "it was well for ten seconds only"
+    assert unhealthy_slots(d) == [1], "slot 1 was healthy for ten seconds only"
     assert d.now_s - first_s < RECOVERED_S + 1
     d.due(DUE)
     assert unhealthy_slots(d) == []
@@ -85,7 +85,7 @@ def test_the_last_check_of_a_slot_decides(d: Driver) -> None:
     health(d, "n2", "unhealthy", check="check/fan", devices=(1,))
     health(d, "n2", "healthy", check="check/disk")
     d.due(DUE)
-    assert unhealthy_slots(d) == [1], "the whole node is well but for this"
+    assert unhealthy_slots(d) == [1], "only the fan of slot 1 is unhealthy"
     assert DUE not in d.state.deadlines
     health(d, "n2", "healthy", check="check/fan", devices=(1,))
     assert unhealthy_slots(d) == [1]
@@ -128,5 +128,5 @@ def test_a_new_leader_starts_every_recovery_again(d: Driver) -> None:
     d.epoch = 2
     d.tell("leader/next", reports.EpochStarted(nonce="next", code="test", heart=d.state.heart))
     d.due(DUE)
-    assert unhealthy_slots(d) == [], "the whole time again, of both"
+    assert unhealthy_slots(d) == [], "both slots waited the full time again"
     assert d.state.at_s >= well_s + RECOVERED_S

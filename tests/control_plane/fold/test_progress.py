@@ -64,17 +64,17 @@ def test_printed_times_become_the_measured_table(d: Driver, task: int) -> None:
     assert dict(zip(table.sizes, table.rates_flops, strict=True)) == pytest.approx(
         {1: FLOPS / 3.5, 2: FLOPS * 1.9 / 3.5, 4: FLOPS})
     assert "PlanChosen" in kinds(new)
-    assert input_digest(d.state) != before, "a dry run of before does not hold any more"
-    assert times(d, task) == {4: [1.0] * 20}, "the first line, which is of warming up, is not in it"
-    assert d.state.slot_flops == 0, "a model of its own says nothing of others' slots"
-    assert kinds(printed(d, task, 50, step_s=1.04)) == [], "4 % are no news"
+    assert input_digest(d.state) != before, "earlier dry runs are stale"
+    assert times(d, task) == {4: [1.0] * 20}, "the first line is warm-up"
+    assert d.state.slot_flops == 0, "not set by a task with a model"
+    assert kinds(printed(d, task, 50, step_s=1.04)) == [], "4 % is below the threshold"
 
 
 def test_single_iterations_count_each(d: Driver, task: int) -> None:
     printed(d, task, 1, 0, 9.0)
     for iteration in range(2, 22):
         assert kinds(printed(d, task, iteration, 1)) == []
-    assert times(d, task) == {4: [1.0] * 19}, "the second warms up too"
+    assert times(d, task) == {4: [1.0] * 19}, "the second iteration is warm-up too"
     assert "ThroughputSet" in kinds(printed(d, task, 22, 1))
 
 
@@ -158,12 +158,12 @@ def test_the_downtime_includes_repeated_iterations(d: Driver, task: int) -> None
     for time in range(3):
         told_s = d.now_s
         restart(d, task)
-        assert task_of(d, task).rate_flops == 0, "nothing was told of this round"
+        assert task_of(d, task).rate_flops == 0, "no report since the restart"
         inputs = input_digest(d.state)
         d.now_s = told_s + 45.0 - 0.01
         printed(d, task, 40, 0, 8.0)
         assert task_of(d, task).downtime_s["same"][time] == pytest.approx(45.0)
-        assert (input_digest(d.state) != inputs) == (time == 2), "three are a measurement"
+        assert (input_digest(d.state) != inputs) == (time == 2), "three times make a measurement"
     assert transition_cost.transition(d.state, task_of(d, task)).same_s == pytest.approx(45.0)
     assert transition_cost.transition(d.state, task_of(d, task)).stop_s == prior_s
     printed(d, task, 50)
@@ -171,7 +171,7 @@ def test_the_downtime_includes_repeated_iterations(d: Driver, task: int) -> None
     restart(d, task)
     d.now_s = told_s + 45.0 - 0.01
     printed(d, task, 60, 0, 8.0)
-    assert task_of(d, task).downtime_s["same"][3] == pytest.approx(35.0), "10 are new, 1 s each"
+    assert task_of(d, task).downtime_s["same"][3] == pytest.approx(35.0), "10 new iterations of 1 s"
 
 
 def test_losses_after_a_restart_replace_the_old_ones(d: Driver, task: int) -> None:
@@ -242,7 +242,7 @@ def test_fewer_slots_are_a_shrink_transition(d: Driver, task: int) -> None:
 
 def test_work_counts_once_from_the_first_line_on(d: Driver, task: int) -> None:
     printed(d, task, 400_000, 0)
-    assert sum(d.state.earned.values()) == 0, "read from a checkpoint"
+    assert sum(d.state.earned.values()) == 0, "iterations of a checkpoint do not count"
     printed(d, task, 400_010)
     assert sum(d.state.earned.values()) == 10 * FLOPS
     restart(d, task)
@@ -275,7 +275,7 @@ def test_the_screens_show_the_progress(d: Driver, task: int) -> None:
 
 # --- incidents, injected faults, skipped iterations ---------------------------------------------
 def test_the_page_of_an_incident_has_no_line_of_progress(d: Driver, task: int) -> None:
-    """For another task that moves, the page has its first line of progress and no more."""
+    """If the incident moves another task, the page shows only the first progress of that task."""
     measured(d, task)
     d.tell("operator/freeze", r.HealingFrozen(reason="a look at it"))
     d.exit(task, 1)

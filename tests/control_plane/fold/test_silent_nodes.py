@@ -138,7 +138,7 @@ def test_a_reachable_slow_member_keeps_its_deadline(d: Driver, task: int) -> Non
     lost = d.exit(task, 0)
     assert kinds(lost)[:2] == ["IncidentOpened", "Quiesce"]
     silence(d, "n3")
-    assert f"silent/{task}/1" not in d.state.deadlines, "rank 1 is slow, and nobody is silent there"
+    assert f"silent/{task}/1" not in d.state.deadlines, "rank 1 is slow, but its node is reachable"
     assert lasts_s(d, f"quiesce/{task}/1") > 59
     d.quiesced(task, 1)
     assert lasts_s(d, f"silent/{task}/1") == d.state.policy.evidence_s_max
@@ -153,7 +153,7 @@ def test_a_reachable_slow_member_keeps_its_deadline(d: Driver, task: int) -> Non
 
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_node_lost_while_a_generation_is_built(d: Driver, task: int, is_known: bool) -> None:
-    """The others cannot build it alone. `is_known`: they have reported that they failed."""
+    """The other members cannot build it alone. `is_known`: one of them has reported a failure."""
     d.exit(task, 0)
     d.quiesced(task, 1)
     built = d.quiesced(task, 2)
@@ -191,7 +191,7 @@ def test_a_node_that_is_reachable_again_has_its_full_deadline(d: Driver, task: i
 
 
 def test_unreachable_ranks_that_alone_have_the_state(d: Driver, task: int) -> None:
-    """A restart without them would lose iterations, and their nodes may return."""
+    """A restart without these ranks would lose iterations, and their nodes may return."""
     silence(d, "n2")
     silence(d, "n3")
     lost = d.exit(task, 0)
@@ -226,14 +226,14 @@ def test_an_unreachable_node_does_not_interrupt_a_save(d: Driver) -> None:
         d.quiesced(task, rank)
     silence(d, "n3")
     late = d.due(f"silent/{task}/1")
-    assert "StopRank" not in kinds(late), "nothing is published yet"
+    assert "StopRank" not in kinds(late), "no checkpoint is published yet"
     d.obey([*late, *saved])
     assert task_of(d, task).checkpoint is not None
     assert task_of(d, task).phase == "idle"
 
 
 def test_a_new_rank_does_not_keep_a_task_on_a_lost_node(d: Driver) -> None:
-    """The task was moving when its only node fell silent. It is still replaced at the deadline."""
+    """The task's only node is lost during a move. The task is still replaced at the deadline."""
     task = d.running(spec(slots={"min": 1, "max": 1}))
     home = task_of(d, task).target[0].slot.node
     moved = d.tell("operator/drain", r.NodeDrained(node=home))
@@ -244,7 +244,7 @@ def test_a_new_rank_does_not_keep_a_task_on_a_lost_node(d: Driver) -> None:
     d.steps[task] = 0
     d.obey(new)
     closed = the(decisions.IncidentClosed, d.progress(task))
-    assert (closed.outcome, closed.iterations_lost) == ("set back", 1), "nobody had its state"
+    assert (closed.outcome, closed.iterations_lost) == ("set back", 1), "its state was lost"
 
 
 # --- new ranks with an error --------------------------------------------------------------------

@@ -51,7 +51,7 @@ def test_a_stopped_rank_is_ended(d: Driver, task: int) -> None:
     assert task_of(d, task).ranks[VICTIM].attempt == 2
     closed = the(decisions.IncidentClosed, d.progress(task))
     assert (closed.outcome, closed.iterations_lost, closed.ckpt_read) == ("healed", 0, False)
-    assert closed.pause_s == pytest.approx(d.now_s - since.at_s), "it stood since the stop"
+    assert closed.pause_s == pytest.approx(d.now_s - since.at_s), "the pause begins at the stop"
 
 
 def test_a_rank_that_continues_in_time_changes_nothing(d: Driver, task: int) -> None:
@@ -61,7 +61,7 @@ def test_a_rank_that_continues_in_time_changes_nothing(d: Driver, task: int) -> 
     assert not d.state.deadlines
     assert kinds(d.progress(task, 3)) == []
     assert not d.state.incidents
-    assert suspended(d, task), "and once more"
+    assert suspended(d, task), "it may be stopped again"
     assert deadline(task) in d.state.deadlines
     continued(d, task)
 
@@ -130,7 +130,7 @@ def test_a_stopped_rank_that_a_transition_waits_for(d: Driver, task: int) -> Non
 
 
 def test_a_stopped_member_of_a_generation_that_is_built(d: Driver, task: int) -> None:
-    """The others cannot build it without the stopped rank, so a new generation begins at once."""
+    """The generation needs the stopped rank. At the deadline of that rank, another begins."""
     d.exit(task, 3)
     for rank in (0, 1, VICTIM):
         d.quiesced(task, rank)
@@ -177,7 +177,7 @@ def test_a_stopped_rank_with_an_error(d: Driver, task: int) -> None:
                                         iteration=1, error="RuntimeError", text="no"))
     suspended(d, task)
     late = d.due(deadline(task))
-    assert not only(decisions.IncidentEscalated, late), "its fault is told already"
+    assert not only(decisions.IncidentEscalated, late), "its fault is recorded already"
     assert the(o.StopRank, late).rank == VICTIM
     d.obey(told + late)
     d.progress(task)

@@ -21,7 +21,7 @@ def test_an_unreachable_node_is_not_lost(d: Driver, task: int) -> None:
     silenced = d.tell(leader, r.NodeUnreachable(node="n2", incarnation=1, silence_s=5.0))
     assert kinds(silenced) == []
     assert kinds(d.progress(task)) == []
-    assert kinds(d.due("replace/n2")) == [], "the task is not wholly there"
+    assert kinds(d.due("replace/n2")) == [], "the task has ranks elsewhere"
     heard = d.tell(leader, r.NodeReachable(node="n2", incarnation=1))
     assert [x for x in kinds(heard) if x not in ("PlanChosen",)] == []
     assert d.state.nodes["n2"].health == "healthy"
@@ -240,7 +240,7 @@ def test_another_node_publishes_when_the_first_is_gone(d: Driver, task: int) -> 
 
 
 def test_a_superseded_final_checkpoint_fails_no_task(d: Driver, task: int) -> None:
-    """n1 was slow to publish the first one; after a fault another generation saved its own."""
+    """n1 is slow to publish. After a fault, the next generation saves a final checkpoint too."""
 
     def save(node: str) -> int:
         generation = task_of(d, task).generation

@@ -107,7 +107,7 @@ def test_a_killed_rank(d: Driver, task: int) -> None:
 
     healed = d.obey(lost, start=False)
     assert [x.rank for x in the(o.Reconfigure, healed).members] == [0, 1, 3]
-    assert kinds(d.progress(task)) == [], "not yet at full strength"
+    assert kinds(d.progress(task)) == [], "one rank is still missing"
     stepped_s = d.state.at_s
     joined = d.obey([lost[-1]])
     assert kinds(joined) == ["Quiesce", "Reconfigure", "Resume"]
@@ -123,7 +123,7 @@ def test_a_step_on_the_way_to_a_boundary_ends_the_pause(d: Driver, task: int) ->
     lost = d.exit(task, 2)
     d.obey(lost, start=False)
     ready = d.do(lost[-1].body)
-    assert the(o.Quiesce, ready).mode == "boundary", "the newcomer came before that step"
+    assert the(o.Quiesce, ready).mode == "boundary", "the new rank was ready before that step"
     d.progress(task)
     stepped_s = d.state.at_s
     d.obey(ready)
@@ -276,7 +276,7 @@ def test_faults_that_follow_a_rank_are_faults_of_the_task(d: Driver) -> None:
         f"{first.node}/{first.index}: ")
     d.exit(task, 0)
     assert task_of(d, task).outcome == "failed"
-    assert not any(node.slots_disabled for node in d.state.nodes.values())  # it was not the slot
+    assert not any(node.slots_disabled for node in d.state.nodes.values())  # no slot is at fault
 
 
 def test_progress_resets_the_restart_count(d: Driver, task: int) -> None:

@@ -71,7 +71,7 @@ def test_with_hang_after_s_the_command_restarts(d: Driver, task: int) -> None:
     new = d.obey(late)
     assert sorted(x.body.rank for x in only(o.StartRank, new)) == [0, 1, 2, 3]
     closed = the(decisions.IncidentClosed, new)
-    assert closed.pause_s >= AFTER_S, "since it stood"
+    assert closed.pause_s >= AFTER_S, "the pause begins at the stall"
     assert not task_of(d, task).stalls
     assert deadlines(d) == []
 
@@ -116,7 +116,7 @@ def test_no_restart_while_its_node_is_unreachable_or_a_rank_stopped(d: Driver, t
     assert not only(o.StopRank, d.due(deadlines(d)[0]))
     d.now_s = d.state.deadlines[deadlines(d)[0]].due_s
     d.tell("leader/abc", r.NodeReachable(node=node, incarnation=1))
-    assert not only(o.StopRank, d.due(deadlines(d)[0])), "what it has spooled comes first"
+    assert not only(o.StopRank, d.due(deadlines(d)[0])), "spooled reports may still come"
     assert only(o.StopRank, d.due(deadlines(d)[0]))
     d.obey(d.log[-30:])
 
@@ -130,7 +130,7 @@ def test_hangs_of_a_command_use_the_restart_budget(d: Driver, task: int) -> None
             printed(d, task, 10, 0)
     assert task_of(d, task).outcome == "failed"
     assert not any(node.slots_disabled or node.node_faults for node in d.state.nodes.values()), (
-        "who prints is not to blame")
+        "a hang of a command is no fault of a node or slot")
 
 
 @pytest.mark.parametrize(("more", "said"), [

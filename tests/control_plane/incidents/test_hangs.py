@@ -16,13 +16,13 @@ from unicron.events.records import reports as r
 def test_a_rank_that_did_not_enter_restarts(d: Driver, task: int) -> None:
     seqs = hung(d, task, VICTIM)
     held = d.state.deadlines[deadline(d, task)]
-    assert held.due_s - d.now_s == pytest.approx(NORMAL_S, abs=0.05), "three times, and once more"
+    assert held.due_s - d.now_s == pytest.approx(NORMAL_S, abs=0.05), "one more iteration"
     late = d.due(deadline(d, task))
     opened = the(decisions.IncidentOpened, late)
     assert (opened.severity, opened.status, opened.ranks) == ("SEV2", "task hang", (VICTIM,))
     assert opened.why == ("rank 2 on n2 is stalled after backward in iteration 1, collective 1 "
                           "not entered; 3 others wait")
-    assert opened.evidence == (*seqs, late[0].seq), "each that was asked"
+    assert opened.evidence == (*seqs, late[0].seq), "the stall of every rank, then the deadline"
     assert the(o.Quiesce, late).mode == "now"
     stop = the(o.StopRank, late)
     assert (stop.rank, stop.grace_s, stop.why) == (VICTIM, 0.0, "it is stalled")
@@ -32,7 +32,7 @@ def test_a_rank_that_did_not_enter_restarts(d: Driver, task: int) -> None:
     assert not task_of(d, task).stalls
     closed = the(decisions.IncidentClosed, d.progress(task))
     assert (closed.outcome, closed.iterations_lost, closed.ckpt_read) == ("healed", 0, False)
-    assert closed.pause_s > 1.6, "since it stood, not since that was found"
+    assert closed.pause_s > 1.6, "from the stall on"
 
 
 def test_nothing_is_decided_before_all_ranks_have_reported(d: Driver, task: int) -> None:
@@ -51,7 +51,7 @@ def test_a_rank_that_continues_ends_the_hang(d: Driver, task: int, rank: int) ->
     hung(d, task, VICTIM)
     assert kinds(went_on(d, task, rank)) == []
     assert not d.state.deadlines
-    assert kinds(went_on(d, task, rank)) == [], "twice"
+    assert kinds(went_on(d, task, rank)) == [], "a repeated report changes nothing"
     assert not d.state.incidents
 
 
@@ -61,7 +61,7 @@ def test_progress_ends_a_hang_of_earlier_iterations(d: Driver, task: int) -> Non
         stalled(d, task, rank, "own" if rank == VICTIM else IN, iteration=3,
                 collective=int(rank != VICTIM))
     d.progress(task, 3)
-    assert deadline(d, task) in d.state.deadlines, "the last of these may have an end for some only"
+    assert deadline(d, task) in d.state.deadlines, "some ranks may still be in iteration 3"
     d.progress(task)
     assert not task_of(d, task).stalls
 
@@ -180,7 +180,7 @@ def test_ranks_all_in_their_own_work_are_not_restarted(d: Driver, task: int) -> 
     stalled(d, task, 1, "own", collective=0)
     late = d.due(deadline(d, task))
     assert the(decisions.IncidentOpened, late).ranks == (0, 1, 2, 3), (
-        "as a collective's timeout would")
+        "all of them restart")
     d.obey(late)
 
 
@@ -212,10 +212,10 @@ def test_ranks_on_an_unreachable_node_are_unknown(d: Driver, task: int) -> None:
         stalled(d, task, rank, in_s=60.0)
     waits = locate_hang(d.state, task_of(d, task))
     assert waits is not None
-    assert (waits.kind, waits.ranks) == ("silent", (2, 3)), "they wait for those not heard"
+    assert (waits.kind, waits.ranks) == ("silent", (2, 3)), "the reachable ranks wait for them"
     stalled(d, task, heard[0], "own", collective=0, in_s=60.0)
     late = d.due(deadline(d, task))
-    assert the(decisions.IncidentOpened, late).ranks == (heard[0],), "it waits for nobody"
+    assert the(decisions.IncidentOpened, late).ranks == (heard[0],), "it stalls in its own work"
     d.obey(late)
 
 
@@ -225,7 +225,7 @@ def test_a_node_that_is_reachable_again_clears_the_deadline(d: Driver, task: int
     d.tell("leader/abc", r.NodeUnreachable(node="n2", incarnation=1, silence_s=6.0))
     assert deadline(d, task) in d.state.deadlines
     d.tell("leader/abc", r.NodeReachable(node="n2", incarnation=1))
-    assert deadline(d, task) not in d.state.deadlines, "its ranks may go on"
+    assert deadline(d, task) not in d.state.deadlines, "its ranks may continue"
 
 
 def test_a_stopped_rank_has_its_own_deadline(d: Driver, task: int) -> None:
@@ -302,7 +302,7 @@ def test_stale_reports_change_nothing_of_a_hang(d: Driver, task: int) -> None:
     assert not task_of(d, task).stalls
     hung(d, task, VICTIM)
     d.obey(d.exit(task, 3))
-    assert not task_of(d, task).stalls, "of the generation before"
+    assert not task_of(d, task).stalls, "the stalls were of the previous generation"
 
 
 def test_repeated_hangs_disable_the_slot(d: Driver, task: int) -> None:
@@ -329,7 +329,7 @@ def test_a_new_leader_restarts_the_deadline(d: Driver, task: int) -> None:
 # --- slow iterations: the rank works, but its iteration does not end -----------------------------
 def test_a_slow_iteration_is_shown_before_any_action(d: Driver, task: int) -> None:
     waited_for(d, task)
-    assert locate_hang(d.state, task_of(d, task)) is None, "nobody has said why"
+    assert locate_hang(d.state, task_of(d, task)) is None, "rank 2 has not reported yet"
     assert kinds(crawls(d, task, VICTIM, 1.6)) == []
     hang = locate_hang(d.state, task_of(d, task))
     assert hang is not None
@@ -348,7 +348,7 @@ def test_a_rank_in_a_very_slow_iteration_restarts(d: Driver, task: int, last: st
     slow = crawls(d, task, VICTIM, 6.4)[0].seq
     waits = waits or waited_for(d, task)
     due = d.state.deadlines[deadline(d, task)]
-    assert due.length_s == pytest.approx(0.5, abs=0.01), "one more iteration, should it end"
+    assert due.length_s == pytest.approx(0.5, abs=0.01), "time for one more iteration"
     late = d.due(deadline(d, task))
     opened = the(decisions.IncidentOpened, late)
     assert (opened.severity, opened.status, opened.ranks) == ("SEV2", "task hang", (VICTIM,))
@@ -364,11 +364,11 @@ def test_too_little_evidence_of_a_slow_iteration(d: Driver, task: int) -> None:
     crawls(d, task, VICTIM, 50.0)
     for rank in OTHERS[:2]:
         stalled(d, task, rank)
-    assert locate_hang(d.state, task_of(d, task)) is None, "one may still go on"
+    assert locate_hang(d.state, task_of(d, task)) is None, "rank 3 may still progress"
     stalled(d, task, 3, "own", collective=0)
-    assert locate_hang(d.state, task_of(d, task)) is None, "another stands, and does not wait"
+    assert locate_hang(d.state, task_of(d, task)) is None, "rank 3 stalls in its own work"
     stalled(d, task, 3, iteration=2)
-    assert locate_hang(d.state, task_of(d, task)) is None, "it waits in another iteration"
+    assert locate_hang(d.state, task_of(d, task)) is None, "rank 3 waits in another iteration"
     stalled(d, task, 3)
     assert locate_hang(d.state, task_of(d, task)) is not None
     went_on(d, task, 0)
@@ -404,7 +404,7 @@ def test_stale_reports_of_a_slow_iteration_change_nothing(d: Driver, task: int) 
     crawls(d, task, VICTIM, 50.0, iteration=6)
     assert list(task_of(d, task).slow_iterations) == [VICTIM]
     d.progress(task, 3)
-    assert not task_of(d, task).slow_iterations, "the iteration is done"
+    assert not task_of(d, task).slow_iterations, "the iteration is complete"
 
 
 def test_while_paused_a_slow_iteration_that_ends_restarts_no_rank(d: Driver, task: int) -> None:

@@ -23,7 +23,7 @@ LATE_S = 2.0
 
 
 def rejoin(d: Driver, node: str) -> decisions.IncidentOpened:
-    """The agent was killed with its ranks; the new agent joins LATE_S later."""
+    """The agent and its ranks are killed. A new agent joins LATE_S later."""
     d.now_s += LATE_S
     told = d.join(node, incarnation=8)
     d.obey(told)

@@ -15,7 +15,7 @@ LOOK_S = 0.3
 
 
 class Cluster(Driver):
-    """A cluster with a heartbeat every 0.5 s. It observes leases as the coordinator does."""
+    """A cluster with a heartbeat every 0.5 s, and leases observed as in the coordinator."""
 
     def __init__(self, *, nodes: int = 3) -> None:
         super().__init__(nodes=nodes, slots=1)
@@ -25,7 +25,7 @@ class Cluster(Driver):
         self.quiet: set[str] = set()
 
     def pass_s(self, length_s: float, *, blind: bool = False) -> list[Record]:
-        """Time passes. Returns lease and deadline records. `blind`: the leader is paused."""
+        """Advance the time; returns the records. `blind`: the leader reads no leases or deadlines."""
         told: list[Record] = []
         until_s = self.now_s + length_s
         while self.now_s < until_s - 1e-9:
@@ -107,7 +107,7 @@ def test_a_node_that_all_others_wait_for_is_lost() -> None:
     d.quiet.add("n3")
     d.pass_s(1.5)
     waits(d, task, 0)
-    assert suspects(d.state) == {"n2", "n3"}, "of neither it is known yet"
+    assert suspects(d.state) == {"n2", "n3"}, "neither n2 nor n3 has reported yet"
     waits(d, task, 1)
     assert suspects(d.state) == {"n3"}
     told = d.pass_s(2.5)
@@ -116,7 +116,7 @@ def test_a_node_that_all_others_wait_for_is_lost() -> None:
     assert lost.why == "node n3 is silent; rank 2 is waited for in a collective"
     silenced = next(x for x in told if isinstance(x.body, r.NodeUnreachable))
     stalls = [x.seq for x in d.log if isinstance(x.body, r.RankStalled)]
-    assert lost.evidence == (stalls[0], silenced.seq), "both sources"
+    assert lost.evidence == (stalls[0], silenced.seq), "a stall and the silence"
     assert [member.rank for member in task_of(d, task).members] == [0, 1]
     d.progress(task)
     assert task_of(d, task).iterations_lost == 0
@@ -144,7 +144,7 @@ def test_a_cut_that_ends_in_time_changes_nothing() -> None:
 
 
 def test_silence_without_a_second_source_changes_no_task() -> None:
-    """A silence of 3 s causes no record. A silence of 20 s causes records, but no action."""
+    """A silence of 3 s causes no record. After 20 s the node is unreachable; no task changes."""
     d = Cluster()
     task = three(d)
     d.quiet.add("n2")
@@ -156,7 +156,7 @@ def test_silence_without_a_second_source_changes_no_task() -> None:
     assert [x.kind for x in away] == ["NodeUnreachable", "SetCheckpointStores"]
     assert d.state.nodes["n2"].health == "unreachable"
     d.submit(spec(name="beta"))
-    assert len(task_of(d, task).target) == 3, "a plan meanwhile leaves it alone"
+    assert len(task_of(d, task).target) == 3, "a new plan does not change the task"
     d.progress(task, 3)
     d.quiet.clear()
     back = d.pass_s(2.0)
@@ -188,11 +188,11 @@ def test_only_nodes_of_the_task_are_suspected() -> None:
     homes = {x.slot.node for x in task_of(d, task).ranks.values()}
     failed(d, task, 0)
     assert suspects(d.state) == homes - {task_of(d, task).ranks[0].slot.node}
-    assert not d.pass_s(0.9), "its beats come: it is heard, and the others wait for the evidence"
+    assert not d.pass_s(0.9), "heartbeats arrive, so no node is unreachable"
 
 
 def test_a_leader_that_was_paused_suspects_no_node() -> None:
-    """The server was paused, and so were all heartbeats. Their age says nothing about the nodes."""
+    """The leader and all heartbeats were paused, so the age of heartbeats does not count."""
     d = Cluster()
     task = three(d)
     failed(d, task, 0)
@@ -211,7 +211,7 @@ def test_a_wrong_suspicion_ends_with_the_next_heartbeat() -> None:
     failed(d, task, 0)
     told = d.pass_s(1.7)
     assert len(only(r.NodeUnreachable, told)) == 1
-    assert not only(r.NodeReachable, told), "the same old beat does not raise it"
+    assert not only(r.NodeReachable, told), "an old heartbeat does not count"
     d.quiet.clear()
     assert len(only(r.NodeReachable, d.pass_s(1.0))) == 1
     assert d.state.nodes["n3"].health == "healthy"

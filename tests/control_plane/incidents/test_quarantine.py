@@ -67,12 +67,12 @@ def test_quarantine_survives_restarts_and_expires(d: Driver) -> None:
     d.tell("leader/new", reports.EpochStarted(nonce="new", code="1", heart=8), epoch=2)
     d.epoch = 2
     left_s = d.state.deadlines["quarantine/n3"].due_s - d.state.at_s
-    assert left_s < 86400, "a leader that begins does not prolong it"
+    assert left_s < 86400, "a new leader does not extend it"
     d.obey(d.due("quarantine/n3"))
     d.progress(task)
     assert len(task_of(d, task).ranks) == 6
     again = xid(d, "n3", 0)
-    assert "NodeQuarantined" in kinds(again), "one more within the window is enough"
+    assert "NodeQuarantined" in kinds(again), "one more fault within the window is enough"
     d.obey(again)
 
 
@@ -152,7 +152,7 @@ def lost(d: Driver, task: int, node: str) -> list[Record]:
 @pytest.mark.nodes(2)
 def test_a_restarted_agent_that_is_lost_again_counts_twice(d: Driver, task: int) -> None:
     told = lost(d, task, "n1")
-    assert the(decisions.IncidentOpened, told).severity == "SEV3", "nobody knew why"
+    assert the(decisions.IncidentOpened, told).severity == "SEV3", "the cause was not known yet"
     assert the(decisions.IncidentEscalated, told).severity == "SEV1"
     d.now_s += 10
     d.obey(repaired(d, "n1"))
@@ -205,7 +205,7 @@ def test_many_unreachable_nodes_are_a_network_fault() -> None:
     for name in list(d.state.deadlines):
         if name.startswith("silent/"):
             d.obey(d.due(name))
-    assert len(only(NodeQuarantined, d.log)) <= 1, "the first one came before it was known"
+    assert len(only(NodeQuarantined, d.log)) <= 1, "the first may precede the other losses"
 
 
 # --- operators ------------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ def test_an_operator_lifts_the_quarantine(d: Driver) -> None:
     d.progress(task)
     assert len(task_of(d, task).ranks) == 6
     assert "quarantine/n3" not in d.state.deadlines
-    assert "NodeQuarantined" not in kinds(xid(d, "n3", 0)), "it begins anew"
+    assert "NodeQuarantined" not in kinds(xid(d, "n3", 0)), "the count starts again"
     d.obey(d.log[-8:])
 
 

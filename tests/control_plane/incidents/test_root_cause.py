@@ -116,10 +116,10 @@ def test_a_device_error_under_a_collective_restarts_that_rank(d: Driver, task: i
 
 # --- device errors ----------------------------------------------------------------------------
 def test_an_xid_is_the_root_cause_of_its_ranks_error(d: Driver, task: int) -> None:
-    """XID 79, then a CUDA error of the rank (alone SEV2), then indirect evidence of the others."""
+    """An XID 79, then a CUDA error of the rank, then failed collectives of its peers."""
     rank = on(d, task, "n2")
     xid = erred(d)
-    assert kinds(xid) == [], "nothing is done before its rank has said something"
+    assert kinds(xid) == [], "the rank may still report an error"
     told = errored(d, task, rank, "CUDA error: unspecified launch failure",
                    status=statuses.CUDA_ERRORS)
     opened = the(decisions.IncidentOpened, told)
@@ -151,7 +151,7 @@ def test_an_xid_after_the_error_of_its_rank_escalates(d: Driver, task: int) -> N
     d.obey([*told, *d.exit(task, rank, code=1), *xid])
     d.progress(task)
     assert t.Slot("n2", 0) not in [x.slot for x in task_of(d, task).ranks.values()]
-    assert not task_of(d, task).disabled_slots, "the device itself said so"
+    assert not task_of(d, task).disabled_slots, "the device error disabled the slot"
 
 
 def test_a_fault_of_another_slot_is_separate(d: Driver, task: int) -> None:
@@ -181,7 +181,7 @@ def test_a_rank_that_continues_leaves_its_slot_without_loss(d: Driver, task: int
     assert len(it.ranks) == 4
     assert (it.iterations_lost, it.incident, incident(d).outcome) == (0, 0, "healed")
     again = d.join("n2", incarnation=2)
-    assert d.state.nodes["n2"].slots_disabled == [], "repaired, says who starts the agent again"
+    assert d.state.nodes["n2"].slots_disabled == [], "a new agent means that the node is repaired"
     d.obey(again)
 
 
@@ -222,7 +222,7 @@ def test_an_error_without_a_device_needs_a_second_source(d: Driver, task: int) -
     assert kinds(d.progress(task, 3)) == []
     d.now_s += 60
     again = erred(d, devices=())
-    assert kinds(alone(d, again)) == [], "the same source again is no second one"
+    assert kinds(alone(d, again)) == [], "the same source twice is one source"
     d.now_s += 60
     nvml = erred(d, devices=(), origin="nvml", rule="nvml-lost")
     kernel = erred(d, devices=())
@@ -279,19 +279,19 @@ def test_an_unhealthy_device_needs_no_confirmation(d: Driver, task: int) -> None
     assert the(decisions.IncidentOpened, late).status == "ECC errors"
     assert incident(d).outcome == "healed"
     health(d, "n2", "healthy", devices=(0,))
-    assert d.state.nodes["n2"].slots_unhealthy == [0], "not at once"
+    assert d.state.nodes["n2"].slots_unhealthy == [0], "a slot is not enabled at once"
     assert d.state.deadlines["recovered/n2"].length_s == RECOVERED_S
     d.obey(d.due("recovered/n2"))
     assert not d.state.nodes["n2"].slots_unhealthy
 
 
 def test_a_site_check_that_fails_everywhere_disables_one_node(d: Driver, task: int) -> None:
-    """At most one node is disabled without confirmation. Other nodes report why they are not."""
+    """At most one node is disabled without confirmation. The others show why they are not."""
     told = health(d, "n2", "unhealthy", check="check/disk", why="/data is read-only")
     d.obey(told)
     d.progress(task)
     assert {x.slot.node for x in task_of(d, task).ranks.values()} == {"n1", "n3"}
-    assert not d.state.incidents, "as drained: no task was hurt, and nobody confirms it"
+    assert not d.state.incidents, "an unconfirmed check is no incident"
     for node in ("n1", "n3"):
         assert kinds(health(d, node, "unhealthy", check="check/disk", why="exit 2")) == []
     assert d.state.nodes["n1"].unhealthy_why == (
@@ -309,7 +309,7 @@ def test_a_check_that_flaps_moves_a_task_once(d: Driver, task: int) -> None:
         d.obey(health(d, "n2", "healthy", check="check/net"))
         d.progress(task)
         d.now_s += 20
-    assert len(only(decisions.TaskPlaced, d.log)) == 2, "at first, and away from n2"
+    assert len(only(decisions.TaskPlaced, d.log)) == 2, "the start, and one move off n2"
     assert len(only(decisions.IncidentOpened, d.log)) == 0
     d.due("recovered/n2")
 
@@ -321,7 +321,7 @@ def test_a_running_command_is_not_moved(d: Driver) -> None:
     node = slot.node
     told = alone(d, erred(d, node, devices=(slot.index,)))
     assert not {"StopRank", "TaskPlaced"} & set(kinds(told))
-    assert incident(d).outcome == "", "until nothing runs there any more"
+    assert incident(d).outcome == "", "open while a process runs there"
     d.now_s += 100
     d.obey(d.exit(task, 0, code=1))
     assert slot not in {x.slot for x in task_of(d, task).ranks.values()}
@@ -339,7 +339,7 @@ def test_reports_of_an_older_agent_are_stale(d: Driver) -> None:
 
 # --- budgets ------------------------------------------------------------------------------------
 def test_a_fault_that_comes_again_at_the_same_iteration_ends(d: Driver, task: int) -> None:
-    """Each time another rank fails, so that no rank uses up its own restarts."""
+    """A different rank fails each time, so that no rank uses up its own restarts."""
     for number in range(44):
         d.obey(d.exit(task, number % 4, signal=None, code=1))
         if task_of(d, task).outcome:

@@ -117,7 +117,7 @@ def test_a_new_generation_keeps_the_usual_step_time(d: Driver, task: int) -> Non
     d.progress(task)
     assert view(d.state)["tasks"][0]["state"] == "degraded"
     paced(d, task, VICTIM, 1.5, normal_s=1.5, iteration_s=1.6)
-    assert not task_of(d, task).slow, "none of the others has told how it works now"
+    assert not task_of(d, task).slow, "no peer has reported its step time"
     paced(d, task, 1, iteration_s=1.6)
     assert list(task_of(d, task).slow) == [VICTIM]
     paced(d, task, VICTIM, 1.0, iteration_s=1.1)
@@ -137,7 +137,7 @@ def test_more_micro_batches_are_not_slow(d: Driver) -> None:
     for rank, own_s in enumerate((3.0, 3.0, 2.0, 2.0)):
         assert kinds(paced(d, task, rank, own_s, normal_s=own_s, iteration_s=3.1)) == []
     assert not task_of(d, task).slow
-    assert kinds(paced(d, task, 3, 2.6, normal_s=2.0, iteration_s=3.1)) == [], "it has the time"
+    assert kinds(paced(d, task, 3, 2.6, normal_s=2.0, iteration_s=3.1)) == [], "ranks 0, 1 take 3 s"
     assert kinds(paced(d, task, 3, 3.6, normal_s=2.0, iteration_s=3.7)) == [
         "StragglerCostEstimated"]
 
@@ -153,7 +153,7 @@ def test_a_rank_that_recovers_is_no_longer_reported(d: Driver, task: int) -> Non
 def test_a_cost_is_estimated_at_most_once_a_minute(d: Driver, task: int) -> None:
     known(d, task)
     first = the(StragglerCostEstimated, paced(d, task, VICTIM, 1.5))
-    assert kinds(paced(d, task, VICTIM, 1.5)) == [], "no change"
+    assert kinds(paced(d, task, VICTIM, 1.5)) == [], "the cost is unchanged"
     assert "price/n2" not in d.state.deadlines
     assert kinds(paced(d, task, VICTIM, 2.0)) == []
     assert d.state.deadlines["price/n2"].length_s == pytest.approx(PRICE_S, abs=1.0)
@@ -162,7 +162,7 @@ def test_a_cost_is_estimated_at_most_once_a_minute(d: Driver, task: int) -> None
     assert kinds(paced(d, task, VICTIM, 1.2)) == []
     assert "price/n2" in d.state.deadlines
     assert kinds(paced(d, task, VICTIM, 1.0)) == []
-    assert "price/n2" not in d.state.deadlines, "there is nothing left to price"
+    assert "price/n2" not in d.state.deadlines, "no straggler is left"
 
 
 def test_a_degraded_check_has_a_cost_too(d: Driver, task: int) -> None:
@@ -172,7 +172,7 @@ def test_a_degraded_check_has_a_cost_too(d: Driver, task: int) -> None:
         **told, health="degraded", why="gpu0 thermal slowdown", devices=(0,))))
     assert (first.tasks, first.cost_waf, first.why) == ((), 0.0, "gpu0 thermal slowdown")
     assert first.drain_waf < 0
-    assert view(d.state)["tasks"][0]["state"] == "running", "nobody is slower for it"
+    assert view(d.state)["tasks"][0]["state"] == "running", "no task is slower"
     assert kinds(paced(d, task, VICTIM, 1.3, iteration_s=1.4)) == []
     second = the(StragglerCostEstimated, d.due("price/n2"))
     assert second.why.startswith("gpu0 thermal slowdown; rank 2 of alpha")
@@ -203,7 +203,7 @@ def test_stale_or_absurd_step_times_change_nothing(d: Driver, task: int) -> None
 def test_a_very_slow_rank_restarts_when_another_confirms_it(d: Driver, task: int) -> None:
     known(d, task)
     told = paced(d, task, VICTIM, 4.0, iteration_s=4.1)
-    assert kinds(told) == ["StragglerCostEstimated"], "nobody else has said that it waits"
+    assert kinds(told) == ["StragglerCostEstimated"], "no other rank has confirmed it"
     late = paced(d, task, 1, 1.0, iteration_s=4.1)
     opened = the(decisions.IncidentOpened, late)
     assert (opened.severity, opened.status, opened.ranks) == ("SEV2", "task hang", (VICTIM,))
@@ -220,7 +220,7 @@ def test_a_very_slow_rank_restarts_when_another_confirms_it(d: Driver, task: int
 def test_iteration_times_of_the_first_member_confirm_it(d: Driver, task: int) -> None:
     known(d, task)
     paced(d, task, VICTIM, 4.0, iteration_s=4.1)
-    assert kinds(d.progress(task, times_s=[1.1])) == [], "they did not grow"
+    assert kinds(d.progress(task, times_s=[1.1])) == [], "iteration times have not grown"
     late = d.progress(task, times_s=[4.1])
     assert the(decisions.IncidentOpened, late).ranks == (VICTIM,)
     d.obey(late)
@@ -230,7 +230,7 @@ def test_iteration_times_of_the_first_member_confirm_it(d: Driver, task: int) ->
 def test_its_own_report_alone_is_not_enough(d: Driver, task: int) -> None:
     known(d, task)
     paced(d, task, 0, 4.0, iteration_s=4.1)
-    assert kinds(d.progress(task, times_s=[4.1])) == [], "rank 0 tells progress"
+    assert kinds(d.progress(task, times_s=[4.1])) == [], "rank 0 itself reports the progress"
 
 
 def test_a_slot_that_is_slow_after_restarts_is_disabled(d: Driver, task: int) -> None:
@@ -277,7 +277,7 @@ def test_slow_iterations_are_not_used_for_calibration(d: Driver, task: int) -> N
     num = len(task_of(d, task).times_s[size])
     d.progress(task, times_s=[1.6] * 10)
     paced(d, task, VICTIM, 1.5, iteration_s=1.6)
-    assert task_of(d, task).times_s[size] == [1.1] * num, "found to have been slow"
+    assert task_of(d, task).times_s[size] == [1.1] * num, "times while it was slow are dropped"
     d.progress(task, times_s=[1.6] * 10)
     assert len(task_of(d, task).times_s[size]) == num
     paced(d, task, VICTIM, 1.0)
@@ -366,7 +366,7 @@ def test_a_slow_rank_that_is_not_the_last_is_no_straggler(d: Driver, task: int) 
     paced(d, task, 0, 1.5, iteration_s=1.6)
     assert slow_of(d, task) == {0: pytest.approx(1.6 / 1.1, abs=1e-3)}
     assert kinds(paced(d, task, VICTIM, 1.2, iteration_s=1.6)) == []
-    assert slow_of(d, task) == {0: pytest.approx(1.6 / 1.3, abs=1e-3)}, "beyond the next one"
+    assert slow_of(d, task) == {0: pytest.approx(1.6 / 1.3, abs=1e-3)}, "over the next rank"
     paced(d, task, 0, 1.0, iteration_s=1.3)
     assert list(slow_of(d, task)) == [VICTIM]
 
@@ -380,7 +380,7 @@ def test_two_that_arrive_last_together_delay_the_others(d: Driver, task: int) ->
                           "work 1.45 x")
     waf = view(d.state)["plan"]["waf"]
     assert second.cost_waf == pytest.approx(waf * (1 - 1 / second.ratios[0]))
-    assert second.drain_waf < 0, "the other one stays"
+    assert second.drain_waf < 0, "the other straggler remains"
 
 
 @pytest.mark.parametrize("own_s", [0.060, 0.075])

@@ -88,7 +88,7 @@ def test_the_placement_has_the_best_score(case: Case) -> None:
         task.ranks[seat.rank].slot == seat.slot for seat in seats[task.id]
         if seat.rank in task.ranks) for (task, count), own in zip(movable, kept, strict=True))
     assert total == brute_force([count for _, count in movable], kept, room, where, heavy)
-    assert moved == total[2], "who stays on a node stays on its slot"
+    assert moved == total[2], "a rank that keeps its node keeps its slot"
 
 
 @given(TRAININGS)
@@ -133,7 +133,7 @@ def test_a_healthy_task_is_not_moved_for_the_spread() -> None:
     tasks = [task_at(1, SLOTS[:2]), task_at(2, [])]
     seats = placement.place(tasks, [2, 2], SLOTS[:4], {})
     assert seats[1] == tasks[0].target
-    assert nodes_of(seats[2]) == 1, "what is left is on one node"
+    assert nodes_of(seats[2]) == 1, "the free slots are all on one node"
     both = placement.place(tasks, [3, 2], SLOTS[:5], {})
     assert [nodes_of(both[1]), nodes_of(both[2])] == [2, 2]
 
@@ -171,7 +171,7 @@ def test_a_seat_that_must_move_goes_to_the_nearest() -> None:
 @given(st.data())
 @settings(max_examples=500, deadline=None, derandomize=True)
 def test_nearer_slots_go_to_the_heavier_task(data: st.DataObject) -> None:
-    """Two tasks grow. To the heavier one, no new slot of the lighter is nearer than its own."""
+    """No new slot of the heavier task is farther from it than a new slot of the lighter task."""
     nodes = [f"n{i}" for i in range(data.draw(st.integers(3, 6)))]
     where = {node: Labels(rack=data.draw(st.sampled_from(["r1", "r2", "r3"])),
                           switch=data.draw(st.sampled_from(["", "s1", "s2"]))) for node in nodes}
@@ -219,7 +219,7 @@ def test_a_shrinking_task_stays_on_two_racks() -> None:
     task = task_at(1, [*FOUR[:8], FOUR[9]])
     for count in range(2, 10):
         seats = placement.place([task], [count], FOUR, ON_RACKS)[1]
-        assert Seat(8, FOUR[9]) in seats, "the only one on rack r2"
+        assert Seat(8, FOUR[9]) in seats, "it is the only seat on rack r2"
         assert set(seats) <= set(task.target)
 
 
@@ -254,7 +254,7 @@ def test_the_possible_loss_is_named() -> None:
     assert placement.why_placed(task, task.target[:1], here, {}) == (
         "one seat on n1, no state elsewhere: its loss would cost the 10 iterations since its "
         "checkpoint")
-    assert task.lost_with() == 10, "as the screen of the task tells it"
+    assert task.lost_with() == 10, "the task's screen shows the same number"
     spread = [Seat(0, SLOTS[0]), Seat(1, SLOTS[2])]
     assert placement.why_placed(task, spread, SLOTS, {}) == "2 seats on n1 n2"
     where = {"n1": Labels(rack="r1"), "n2": Labels(rack="r1"), "n3": Labels(rack="r2")}

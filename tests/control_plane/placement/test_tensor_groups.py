@@ -67,7 +67,7 @@ def test_no_group_is_split_without_need(case: Case) -> None:
         assert [seat.rank for seat in seats[task.id]] == list(range(count))
         stays = count == len(task.target) and all(seat.slot in slots for seat in task.target)
         if stays:
-            assert seats[task.id] == task.target, "what is whole is left alone"
+            assert seats[task.id] == task.target, "unchanged tasks keep their seats"
         each = tensor_groups.size(task, count)
         if stays or each == 1:
             kept = {seat.slot for seat in task.target} & {seat.slot for seat in seats[task.id]}

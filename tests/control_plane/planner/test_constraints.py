@@ -125,7 +125,7 @@ def choose(wishes: list[TaskDemand], num_slots: int, **limits: Any) -> planner.C
 
 
 def test_at_most_moves_max_healthy_tasks_change() -> None:
-    """Without a limit tasks 1 to 3 each give a slot to task 4. `moves_max` limits how many do."""
+    """Without a limit, tasks 1 to 3 each give a slot to task 4. `moves_max` limits their number."""
     wishes = [wish(task, 2, {1: 9.0, 2: 10.0}) for task in (1, 2, 3)]
     wishes.append(wish(4, 0, {1: 6.0, 2: 12.0, 3: 18.0}))
     assert choose(wishes, 6).plan.slots == (1, 1, 1, 3)
@@ -146,7 +146,7 @@ def test_faulted_and_new_tasks_do_not_count_as_moves() -> None:
 def test_moves_max_is_exceeded_by_as_little_as_possible() -> None:
     wishes = [wish(task, 2, {1: 9.0, 2: 10.0}, team="blue") for task in (1, 2, 3)]
     choice = choose(wishes, 6, moves_max=0, quotas=(("blue", 4),))
-    assert sorted(choice.plan.slots) == [0, 2, 2], "one gives all, not two one each"
+    assert sorted(choice.plan.slots) == [0, 2, 2], "one task gives two slots"
 
 
 def test_a_team_has_at_most_its_quota() -> None:
@@ -184,7 +184,7 @@ def test_limits_that_do_not_bind_skip_the_search(monkeypatch: pytest.MonkeyPatch
 def test_the_unchanged_plan_can_be_chosen() -> None:
     now = [wish(1, 2, {2: 10.0, 3: 10.2}), wish(2, 2, {1: 5.0, 2: 5.1})]
     short = planner.choose_plan(PlanProblem(demands=tuple(now), num_slots=4, mtbf_gpu_s=4 * 20.0))
-    assert short.plan.slots == (2, 2), "20 s of 0.1 more do not pay 10 s of 15.1"
+    assert short.plan.slots == (2, 2), "a gain of 0.1 for 20 s is less than 15.1 for 10 s"
     long = planner.choose_plan(PlanProblem(demands=tuple(now), num_slots=4, mtbf_gpu_s=4 * 1e4))
     assert long.plan.slots == (3, 1)
     assert "keep as it is" in {other.what for other in long.alternatives}
@@ -309,7 +309,7 @@ def test_a_policy_that_changes_plans_triggers_a_plan(d: Driver) -> None:
     task = d.running(spec(slots={"min": 1, "max": 4}, team="red"))
     seats = task_of(d, task).target
     told = d.tell("leader/abc", r.PolicySet(policy=Policy(stop_s_max=7.0)))
-    assert not only(decisions.PlanChosen, told), "no plan follows from it"
+    assert not only(decisions.PlanChosen, told), "stop_s_max affects no plan"
     told = d.tell("leader/abc", r.PolicySet(policy=Policy(stop_s_max=7.0, quotas={"red": 2})))
     assert [plan.body.trigger for plan in only(decisions.PlanChosen, told)] == [
         "the policy was set"]

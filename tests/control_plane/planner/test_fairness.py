@@ -132,7 +132,7 @@ def test_a_change_costs_by_the_same_utility(alpha: float) -> None:
 def test_gain_min_is_the_least_speedup_of_a_change(alpha: float) -> None:
     wishes = [wish(1, 2, {2: 1.0, 4: 1.02}, transition_s=0.0),
               wish(2, 2, {2: 1.0}, transition_s=0.0)]
-    for share, x in ((0.019, 4), (0.021, 2)):  # on 4 slots it is 2 % faster
+    for share, x in ((0.019, 4), (0.021, 2)):  # on 4 slots task 1 is 2 % faster
         assert slots(asking(wishes, 6, alpha, gain_min=share)) == (x, 2)
 
 

@@ -50,7 +50,7 @@ def all_plans(found: list[Row], capacity: int) -> list[Plan]:
 
 @pytest.fixture(autouse=True, scope="module")
 def by_cores() -> Iterator[None]:
-    """Use the core solver for every problem size: small problems use plain dynamic programming."""
+    """Use the core solver for small problems too. By default they use plain dynamic programming."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(knapsack, "PLAIN_NUM_MAX", -1)
         yield
@@ -133,7 +133,7 @@ def similar_rows(draw: st.DrawFn) -> list[Row]:
 @given(similar_rows(), st.integers(0, 300))
 @settings(max_examples=600, deadline=None)
 def test_among_ties_plain_dynamic_programming_agrees(found: list[Row], capacity: int) -> None:
-    """Equal values; on a tie both give the first row most."""
+    """The values are equal. On a tie, both give the first row the most slots."""
     flat = candidates_of(found)
     after = dynamic_program.suffixes(flat, capacity)
     if after[0, capacity] <= dynamic_program.IMPOSSIBLE // 2:

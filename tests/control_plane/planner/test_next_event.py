@@ -25,7 +25,7 @@ def test_the_table_has_every_event_once() -> None:
     asked = case(12, 256, 1)
     table = plan_next_events(asked, 8)
     running = [wish.task for wish in asked.demands if wish.now]
-    assert len(running) < 12, "who waits can lose nothing"
+    assert len(running) < 12, "some tasks must wait"
     assert set(table.plans) == {
         *(Event(what="gpu lost", task=task) for task in running),
         *(Event(what="node lost", task=task) for task in running),

@@ -125,7 +125,7 @@ def test_the_blocking_limits_are_named(first: dict[str, Any], second: dict[str, 
     plan = planner.choose_plan(asked).plan
     assert plan.slots[1] == 0
     assert pending.blocking_constraints(asked, plan.slots) == {2: bar}
-    assert 2 not in pending.prices(asked, plan), "no weight would change it"
+    assert 2 not in pending.prices(asked, plan), "no weight lifts the limit"
 
 
 def test_a_weight_may_do_if_its_priority_has_slots() -> None:

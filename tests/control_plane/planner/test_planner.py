@@ -54,7 +54,7 @@ def test_sums_stay_exact_in_a_double(case: tuple[list[TaskDemand], int]) -> None
 
 
 def test_linear_rates_stay_linear_to_the_last_bit() -> None:
-    """No multiple of these rates is exact. Still each slot of a task gains the same integer."""
+    """Multiples of these rates are rounded. Each slot of a task still gains the same integer."""
     found = [_wish(task, 0, {size: 1e14 / (3 + task) * size for size in range(1, 200)})
              for task in range(1, 101)]
     for row in pairs(planner.allowed_candidates(asking(found, 4096))):
@@ -273,12 +273,12 @@ def test_a_task_runs_from_its_price_on(case: tuple[list[TaskDemand], int, float]
         wafs = [math.fsum(waf_of(wish, x) for wish, x in zip(found, slots, strict=True))
                 for _, slots in brute_force(pairs(planner.allowed_candidates(asking(
                     after, num_slots, gain_min=gain_min))), num_slots) if slots[task - 1] > 0]
-        assert price.plan.waf == wafs[0], "the best in which it runs"
+        assert price.plan.waf == wafs[0], "the best plan in which the task runs"
         assert price.cost_waf == max(plan.waf - wafs[0], 0.0)
 
 
 def test_a_price_in_numbers() -> None:
-    """Without hysteresis the cost in WAF is what the WAF of the task lacks: 2 of 10."""
+    """Task 1 loses a WAF of 10 and task 2 adds 8. Without hysteresis the cost is a WAF of 2."""
     found = [_wish(1, 4, {2: 20.0, 4: 30.0}, transition_s=0.0), _wish(2, 0, {2: 8.0})]
     asked = asking(found, 4, mtbf_gpu_s=1e9, gain_min=0.0)
     price = pending.prices(asked, planner.choose_plan(asked).plan)[2]
@@ -298,7 +298,7 @@ def test_of_many_waiting_tasks_only_the_first_have_prices(monkeypatch: pytest.Mo
 
 def test_gain_min_raises_the_price() -> None:
     found = [_wish(1, 4, {2: 20.0, 4: 30.0}), _wish(2, 0, {2: 10.01})]
-    assert _choose(found, 4).plan.slots == (4, 0), "0.01 of 30 is no reason to disturb anybody"
+    assert _choose(found, 4).plan.slots == (4, 0), "a gain of 0.01 on 30 is below gain_min"
     price = pending.prices(asking(found, 4), _choose(found, 4).plan)[2]
     assert price.cost_waf == 0.0
     assert price.times > 10.15 / 10.01

@@ -116,7 +116,7 @@ def test_a_spare_does_not_pay_if_faults_are_rare() -> None:
 
 
 def test_no_running_task_stops_for_a_spare() -> None:
-    """The faulted task also goes on, although a later stop costs more than it earns until then."""
+    """A spare would save more than it costs, but a running task would have to stop for it."""
     dear = Transition.uniform(600.0)
     often = replace(fixed(8 * 60.0), num_slots=8, demands=tuple(
         replace(wish(i, 4, {4: 100.0}, faulted=i == 1), transition=dear) for i in (1, 2)))
@@ -191,7 +191,7 @@ def test_after_a_fault_the_spare_is_used_and_the_healthy_go_on(d: Driver) -> Non
     assert d.state.plan is not None
     assert [x.slots for x in d.state.plan.allocations] == [4, 2]
     assert d.state.plan.hot_spare is not None
-    assert d.state.plan.hot_spare.verdict == "idle anyway", "to grow costs beta more than it earns"
+    assert d.state.plan.hot_spare.verdict == "idle anyway", "growing costs beta more than it gains"
 
 
 def test_one_slot_is_singular_in_the_reason() -> None:
@@ -213,7 +213,7 @@ def test_a_task_that_waits_for_a_spare_names_the_spare(d: Driver) -> None:
     assert waits_of(d, beta) == WaitExplanation(why="its slots are kept idle as a hot spare",
                                       needs="more slots, or a policy without hot_spare")
     d.tell("leader/abc", r.PolicySet(policy=replace(policy, hot_spare=False)))
-    assert task_of(d, beta).target, "without a spare it runs at once"
+    assert task_of(d, beta).target, "without a spare the task runs at once"
     assert d.state.plan is not None
     assert d.state.plan.hot_spare is None
 

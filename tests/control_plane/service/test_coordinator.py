@@ -127,7 +127,7 @@ async def test_reports_are_taken_in_order_each_once(log: MemoryLog) -> None:
         await log.send([reported(1, joined()), reported(1, joined())])
         await until(log, "NodeJoined")
         await asyncio.sleep(1.0)
-        assert await log.acked("n1/1") == 1, "report 2 came before its turn"
+        assert await log.acked("n1/1") == 1, "report 2 came before report 1"
         await log.send([reported(2, r.RankStarted(task=9, rank=0, attempt=1, node="n1", pid=1,
                                                   log_path=""))])
         records = await until(log, "RankStarted")
@@ -161,7 +161,7 @@ def test_a_lost_reply_neither_loses_nor_repeats_a_record(outcome: Outcome) -> No
             records = await until(log, "StartRank")
             assert records[seq - 1].kind == "TaskSubmitted"
             assert kinds(records).count("TaskSubmitted") == kinds(records).count("NodeJoined") == 1
-            assert kinds(records).count("EpochStarted") == 1, "the epoch goes on"
+            assert kinds(records).count("EpochStarted") == 1, "the same epoch continues"
 
     virtual_time.run(main())
 
@@ -333,7 +333,7 @@ def test_on_a_real_server_a_report_wakes_the_leader(redis_log: Any) -> None:
                 before = state_hash(await leader.settled())
             async with leading(log, "b", clock=real_clock) as leader:
                 assert await leader.write("x", job()) == seq
-                assert state_hash(await leader.settled()) != before, "the epoch is in the state"
+                assert state_hash(await leader.settled()) != before, "the state includes the epoch"
                 again = await agent.orders("n1", after=orders[-1].cursor, wait_s=5.0)
                 assert [o.record.seq for o in again] == [o.record.seq for o in orders]
 

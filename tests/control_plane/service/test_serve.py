@@ -59,7 +59,7 @@ class Running:
             if self.process.poll() is not None:
                 break
             time.sleep(0.02)
-        raise AssertionError(f"no note; {self.words()}")
+        raise AssertionError(f"no control_plane.json; {self.words()}")
 
     def health(self) -> dict[str, Any]:
         with urllib.request.urlopen(self.note()["url"] + "/v1/health", timeout=30) as reply:
@@ -73,7 +73,7 @@ class Running:
             if found["leader"]:
                 return found
             time.sleep(0.02)
-        raise AssertionError("it does not lead")
+        raise AssertionError("the control plane does not lead after 60 s")
 
     def end(self, limit_s: float = 60.0) -> int:
         return self.process.wait(limit_s)
@@ -189,7 +189,7 @@ def test_killed_around_an_append(server: Server, tmp_path: Path) -> None:
         with control_plane(state, server.url, cluster=cluster) as next_one:
             assert next_one.wait_leading()["seq"] >= 2
             policies = kinds(server.url, cluster).count("PolicySet")
-            assert policies == 1, "every limit is in the log, once"
+            assert policies == 1, "the policy is in the log once"
 
 
 def test_switches_apply_to_one_start_only(server: Server, tmp_path: Path) -> None:

@@ -33,11 +33,11 @@ def test_enough_undisturbed_iterations_are_a_measurement(d: Driver, task: int) -
     assert kinds(new) == ["ThroughputSet", "PlanChosen"]
     table = the(decisions.ThroughputSet, new)
     assert (table.origin, table.sizes) == ("measured", (1, 2, 3, 4))
-    assert table.rates_flops == (1e9, 2e9, 3e9, 4e9), "12 micro-batches: the model's shape"
+    assert table.rates_flops == (1e9, 2e9, 3e9, 4e9), "the modelled shape for 12 micro-batches"
     assert the(decisions.PlanChosen, new).waf == the(decisions.PlanChosen, new).ideal_waf == 4e9
     assert view(d.state)["tasks"][0]["throughput"]["origin"] == "measured"
-    assert kinds(d.progress(task, times_s=[0.26] * 40)) == [], "4 % are no news"
-    assert kinds(d.progress(task, times_s=[0.5] * 9)) == [], "the median does not see them"
+    assert kinds(d.progress(task, times_s=[0.26] * 40)) == [], "4 % is below the threshold"
+    assert kinds(d.progress(task, times_s=[0.5] * 9)) == [], "the median ignores nine outliers"
     slower = d.progress(task, times_s=[0.5] * 2)
     assert the(decisions.ThroughputSet, slower).rates_flops[3] == 2e9
 
@@ -77,8 +77,8 @@ def test_measured_sizes_keep_their_rates(d: Driver, task: int) -> None:
         d.obey(d.tell(f"operator/{node}", r.NodeDrained(node=node)))
     assert len(task_of(d, task).members) == 2
     d.progress(task, times_s=[0.25] * 22)
-    assert rates(d, task) == {1: 2e9, 2: 4e9, 3: 4e9, 4: 4e9}, "3 earns no more than 4"
-    assert d.state.slot_flops == 2e9, "of the smallest that was measured"
+    assert rates(d, task) == {1: 2e9, 2: 4e9, 3: 4e9, 4: 4e9}, "3 slots have the rate of 4"
+    assert d.state.slot_flops == 2e9, "from the smallest measured size"
 
 
 def test_a_declared_table_is_never_overridden(d: Driver) -> None:
@@ -106,11 +106,11 @@ def test_the_first_measured_task_sets_the_scale_for_all(d: Driver) -> None:
     assert kinds(first) == ["ThroughputSet"] * 3 + ["PlanChosen"]
     assert the(decisions.PlanChosen, first).trigger == "throughput of alpha measured"
     assert rates(d, alpha) == rates(d, beta) == rates(d, other) == {1: 2e9, 2: 4e9}
-    assert kinds(d.progress(beta, times_s=[0.26] * 21)) == [], "as the others, one cannot tell"
+    assert kinds(d.progress(beta, times_s=[0.26] * 21)) == [], "4 % is below the threshold"
     second = d.progress(beta, times_s=[0.5] * 21)
     assert kinds(second) == ["ThroughputSet", "PlanChosen"]
     assert rates(d, beta) == {1: 1e9, 2: 2e9}
-    assert rates(d, other) == {1: 2e9, 2: 4e9}, "alpha keeps the word while it lives"
+    assert rates(d, other) == {1: 2e9, 2: 4e9}, "alpha sets the scale until it ends"
     d.submit(spec(name="delta"))
     delta = d.state.tasks[max(d.state.tasks)]
     assert rates(d, delta.id)[4] == 8e9
@@ -132,7 +132,7 @@ def test_noise_moves_no_task(d: Driver, seed: int) -> None:
             d.progress(task, times_s=[0.3 * x for x in times_s[at: at + 5]])
     told = kinds(d.log[begun:])
     assert "TaskPlaced" not in told
-    assert told.count("ThroughputSet") == 2, "alpha's, and beta's by alpha's scale"
+    assert told.count("ThroughputSet") == 2, "alpha's table, and beta's at alpha's scale"
 
 
 def test_a_task_faster_than_modelled_gets_more_slots(d: Driver) -> None:

@@ -28,7 +28,7 @@ def test_a_submitted_task_has_a_modelled_throughput() -> None:
     body = submitted(job())
     assert body.modelled is not None
     assert body.modelled.sizes == (1, 2, 3, 4, 5, 6)
-    assert body.modelled.rates_flops[0] > 1e14, "a third of the peak, or more"
+    assert body.modelled.rates_flops[0] > 1e14, "at least a third of the peak"
     assert "DP 6, micro-batch 1, no recomputation; " in body.modelled.layouts[5]
     plain = job()
     del plain["model"]
@@ -96,7 +96,7 @@ def test_the_plan_follows_the_model(d: Driver) -> None:
     begun = d.tell("operator/a", r.TaskSubmitted(spec=parse(job()), modelled=KNOWN))
     task = begun[0].seq
     assert the(decisions.ThroughputSet, begun).origin == "modelled"
-    assert len(task_of(d, task).target) == 4, "6 slots earn no more"
+    assert len(task_of(d, task).target) == 4, "6 slots are no faster"
     shown = next(one for one in view(d.state)["tasks"] if one["id"] == task)
     assert shown["modelled_layout"] == "four"
     told = task_screen.task_status(view(d.state), shown, History(), now_s=d.now_s)

@@ -40,7 +40,7 @@ def planned_s(d: Driver) -> float:
 def test_a_young_cluster_keeps_the_prior(d: Driver, task: int) -> None:
     d.obey(d.exit(task, 2))
     assert d.state.num_faults == 1
-    assert planned_s(d) == Policy().mtbf_gpu_s, "1 fault beside the prior's 10"
+    assert planned_s(d) == Policy().mtbf_gpu_s, "the prior counts as 10 faults"
 
 
 def test_the_mtbf_follows_time_and_faults(d: Driver) -> None:
@@ -118,7 +118,7 @@ def test_an_injected_fault_is_not_counted(d: Driver, task: int) -> None:
     d.progress(task, 12)
     assert d.state.num_faults == 0
     d.obey(d.exit(task, 2))
-    assert d.state.num_faults == 1, "nobody asked for this one"
+    assert d.state.num_faults == 1, "this fault was not injected"
 
 
 def test_an_injected_node_loss_is_not_counted(d: Driver, task: int) -> None:
@@ -186,7 +186,7 @@ def test_enough_measured_transitions_replace_the_prior(d: Driver, task: int) -> 
     assert set(found) == {"start", "same"}
     assert [round(x) for x in found["same"]] == [5, 5, 500]
     charged = transition_cost.transition(d.state, task_of(d, task))
-    assert 4.5 < charged.same_s < 5.5, "the median does not see the one that was slow"
+    assert 4.5 < charged.same_s < 5.5, "the median ignores one outlier"
     assert charged.shrink_s == charged.grow_s == charged.stop_s == 10.0
     assert view(d.state)["tasks"][0]["transition"]["same_s"] == charged.same_s
 

@@ -148,8 +148,8 @@ def test_more_recomputation_stores_fewer_activations() -> None:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.line}-{row.name}")
 def test_published_layouts_are_accepted(row: Published) -> None:
-    """Each run worked, so its layout and recomputation must be accepted."""
-    assert row.layouts, "Megatron would not start with it"
+    """Each published run worked, so its layout and recomputation must be accepted."""
+    assert row.layouts, "no layout is accepted"
     assert any(fits(row.model, layout) for layout in row.layouts)
 
 
@@ -205,7 +205,7 @@ SMALL = {
 
 @pytest.mark.parametrize("name", SMALL)
 def test_the_search_agrees_with_brute_force(name: str) -> None:
-    """The rates are equal to the last bit. Of equal splits only the least DP that fits counts."""
+    """The rates are equal to the last bit. Of equal splits, brute force uses the least DP."""
     model, gib = SMALL[name]
     num_gpus, best, seen = 24, defaultdict[int, float](float), set[object]()
     for layout in _all(model, num_gpus):
