@@ -35,7 +35,7 @@ def jobs(name: str, low_max: int) -> st.SearchStrategy[Plain]:
 
 
 @st.composite
-def lives(draw: st.DrawFn) -> Driver:
+def clusters(draw: st.DrawFn) -> Driver:
     """A small cluster: some tasks train, some are degraded by a fault, some are only placed."""
     d = Driver(nodes=draw(st.integers(1, 4)), slots=draw(st.integers(1, 3)))
     for number in range(draw(st.integers(1, 3))):
@@ -59,48 +59,48 @@ def lives(draw: st.DrawFn) -> Driver:
 def changes(draw: st.DrawFn, d: Driver) -> tuple[Change, list[t.Body]]:
     """A change, and the reports that would make the same change."""
     kind = draw(st.sampled_from(["without", "slots", "weights", "submit", "all"]))
-    told: list[t.Body] = []
-    found: Plain = {}
+    reports: list[t.Body] = []
+    fields: Plain = {}
     if kind in ("slots", "all"):
         each = max(node.num_slots for node in d.state.nodes.values())
-        found["slots"] = num = draw(st.integers(1, each))
-        told.append(r.NodeJoined(node="new-1", incarnation=1, host="", pid=0, num_slots=num))
+        fields["slots"] = num = draw(st.integers(1, each))
+        reports.append(r.NodeJoined(node="new-1", incarnation=1, host="", pid=0, num_slots=num))
     if kind in ("without", "all"):
         free = sorted(name for name, node in d.state.nodes.items() if not node.drained)
-        some = draw(st.lists(st.sampled_from(free), unique=True, max_size=2)) if free else []
-        found["without"] = tuple(some)
-        told += [r.NodeDrained(node=name) for name in some]
+        drained = draw(st.lists(st.sampled_from(free), unique=True, max_size=2)) if free else []
+        fields["without"] = tuple(drained)
+        reports += [r.NodeDrained(node=name) for name in drained]
     if kind in ("weights", "all"):
         task = draw(st.sampled_from(sorted(d.state.tasks)))
         weight = draw(st.sampled_from([0.01, 1.0, 3.0, 100.0]))
-        found["weights"] = {str(task): weight}
-        told.append(r.TaskWeightSet(task=task, weight=weight))
+        fields["weights"] = {str(task): weight}
+        reports.append(r.TaskWeightSet(task=task, weight=weight))
     if kind in ("submit", "all"):
-        found["submit"] = plain = draw(jobs("later", min(d.state.num_slots_max, 3)))
-        told.append(r.TaskSubmitted(spec=parse(plain)))
-    return Change(**found), told
+        fields["submit"] = plain = draw(jobs("later", min(d.state.num_slots_max, 3)))
+        reports.append(r.TaskSubmitted(spec=parse(plain)))
+    return Change(**fields), reports
 
 
 @given(st.data())
 @settings(max_examples=150, deadline=None)
 def test_a_dry_run_equals_the_later_decision(data: st.DataObject) -> None:
-    d = data.draw(lives())
-    change, told = data.draw(changes(d))
+    d = data.draw(clusters())
+    change, reports = data.draw(changes(d))
     before = state_hash(d.state)
     tried = dry_run.run_dry(encode_state(d.state), change)
     assert state_hash(d.state) == before
     assert tried.input == input_digest(d.state)
     if not change.slots:
-        bodies = dry_run.operator_requests(encode_state(d.state), change, "") if told else []
-        assert bodies == told
+        bodies = dry_run.operator_requests(encode_state(d.state), change, "") if reports else []
+        assert bodies == reports
     records: list[Record] = []
-    for number, body in enumerate(told):
+    for number, body in enumerate(reports):
         joins = isinstance(body, r.NodeJoined)
         records += d.tell("new-1/1" if joins else f"operator/asked-{number}", body)
-    _agree(tried, records, d.state)
+    _check_agrees(tried, records, d.state)
 
 
-def _agree(tried: DryRunResult, records: list[Record], state: ClusterState) -> None:
+def _check_agrees(tried: DryRunResult, records: list[Record], state: ClusterState) -> None:
     """Compare the result of a dry run with the later decisions."""
     plans = [record.body for record in records if isinstance(record.body, PlanChosen)]
     assert tried.planned == bool(plans)
@@ -138,17 +138,17 @@ def _agree(tried: DryRunResult, records: list[Record], state: ClusterState) -> N
 
 def test_the_present_plan_is_the_last_one() -> None:
     d, alpha, beta = gives()
-    found = dry_run.explain_present_plan(encode_state(d.state))
-    assert (found.tried, found.planned, found.plan) == (False, False, d.state.plan)
-    assert (found.plan_seq, found.input) == (d.state.plan_seq, input_digest(d.state))
-    assert [(one.task, one.slots) for one in found.tasks] == [(alpha, 3), (beta, 1)]
-    assert (found.more_slots, found.more_waf) == (2, pytest.approx(2.0 * 0.1e12 + 0.9e12))
+    result = dry_run.explain_present_plan(encode_state(d.state))
+    assert (result.tried, result.planned, result.plan) == (False, False, d.state.plan)
+    assert (result.plan_seq, result.input) == (d.state.plan_seq, input_digest(d.state))
+    assert [(one.task, one.slots) for one in result.tasks] == [(alpha, 3), (beta, 1)]
+    assert (result.more_slots, result.more_waf) == (2, pytest.approx(2.0 * 0.1e12 + 0.9e12))
 
 
 def test_a_wrong_change_is_refused_like_the_request() -> None:
     d, alpha, _ = two_tasks({1: 1.5e12, 2: 2.4e12})
     data = encode_state(d.state)
-    for change, told in [
+    for change, message in [
         (Change(without=("n9",)), "there is no node 'n9'"),
         (Change(without=("n1", "n1")), "node n1 is drained already"),
         (Change(weights={"99": 2.0}), "there is no task 99"),
@@ -158,7 +158,7 @@ def test_a_wrong_change_is_refused_like_the_request() -> None:
     ]:
         with pytest.raises(Refusal) as refused:
             dry_run.run_dry(data, change)
-        assert str(refused.value).startswith(told)
+        assert str(refused.value).startswith(message)
     with pytest.raises(SpecError):
         dry_run.run_dry(data, Change(submit={"name": "x"}))
     with pytest.raises(Refusal, match="slots that are not there"):
@@ -173,9 +173,9 @@ def test_new_slots_come_in_nodes_of_the_usual_size() -> None:
         "wide", 1.0, 1, [1] * 5)))
     assert tried.plan is not None
     assert tried.plan.num_slots == 11
-    took = {seat.slot.node for one in tried.tasks for seat in one.seats} - set(d.state.nodes)
-    assert took <= {"new-1", "new-2", "new-3"}
-    assert took
+    new_nodes = {seat.slot.node for one in tried.tasks for seat in one.seats} - set(d.state.nodes)
+    assert new_nodes <= {"new-1", "new-2", "new-3"}
+    assert new_nodes
 
 
 def test_each_change_of_several_steps_counts_once() -> None:
@@ -221,13 +221,13 @@ async def test_a_dry_run_is_applied_if_nothing_has_changed(site: Site) -> None:
         status, answer = await site.ask("POST", "/v1/plan/apply", body, Idempotency_Key="apply")
         assert (status, answer) == (200, {"seq": before + 1})
     records = await site.log.read(after=before, num_max=999)
-    asked = [record for record in records if record.source == "operator/apply"]
-    assert [(record.kind, record.source_seq) for record in asked] == [
+    requested = [record for record in records if record.source == "operator/apply"]
+    assert [(record.kind, record.source_seq) for record in requested] == [
         ("NodeDrained", 1), ("TaskWeightSet", 2), ("TaskSubmitted", 3)]
-    assert {record.body.reason for record in asked[:2]} == {"a test"}
+    assert {record.body.reason for record in requested[:2]} == {"a test"}
     plans = [record.body for record in records if isinstance(record.body, PlanChosen)]
     assert plans[-1] == msgspec.convert(tried["plan"], PlanChosen)
-    seqs = {record.seq for record in asked}
+    seqs = {record.seq for record in requested}
     assert all(record.seq in seqs or record.cause in seqs for record in records)
 
 
@@ -237,12 +237,12 @@ async def test_apply_is_refused_if_the_input_has_changed(site: Site) -> None:
     _, tried = await site.ask("POST", "/v1/plan/dry-run", {"without": ["n2"]})
     await site.ask("POST", f"/v1/tasks/{task}/weight", {"weight": 5.0})
     before = site.coordinator.seq
-    told, hint = await site.refusal(412, "POST", "/v1/plan/apply", {
+    message, hint = await site.refusal(412, "POST", "/v1/plan/apply", {
         "change": {"without": ["n2"]}, "check": tried["input"]})
     now = input_digest(await site.coordinator.settled())
     assert now != tried["input"]
-    assert told == (f"the plan's input is {now} now, not {tried['input']}: what the "
-                    "plan follows from has changed since; nothing was done")
+    assert message == (f"the plan's input is {now} now, not {tried['input']}: what the "
+                       "plan follows from has changed since; nothing was done")
     assert hint.startswith("run it again without --apply")
     assert site.coordinator.seq == before
 
@@ -272,7 +272,7 @@ async def test_the_check_is_made_at_the_moment_of_the_write(site: Site) -> None:
 @real
 async def test_nonsense_over_http_is_refused(site: Site) -> None:
     await _two_nodes(site)
-    for path, body, status, told in [
+    for path, body, status, message in [
         ("/v1/plan/dry-run", {"without": ["n9"]}, 404, "there is no node 'n9'"),
         ("/v1/plan/dry-run", {"with": 3}, 400, "Object contains unknown field `with`"),
         ("/v1/plan/dry-run", {"submit": {"name": "x"}}, 422, ""),
@@ -281,12 +281,12 @@ async def test_nonsense_over_http_is_refused(site: Site) -> None:
         ("/v1/plan/apply", {"change": {"slots": 2}, "check": 999}, 412,
          "the plan's input is "),
     ]:
-        assert (await site.refused(status, "POST", path, body)).startswith(told)
-    status, found = await site.ask("GET", "/v1/plan")
-    assert (status, found["tried"]) == (200, False)
-    told = await site.refused(422, "POST", "/v1/plan/apply", {
-        "change": {}, "check": found["input"]})
-    assert told == "there is nothing to apply"
+        assert (await site.refused(status, "POST", path, body)).startswith(message)
+    status, plan = await site.ask("GET", "/v1/plan")
+    assert (status, plan["tried"]) == (200, False)
+    message = await site.refused(422, "POST", "/v1/plan/apply", {
+        "change": {}, "check": plan["input"]})
+    assert message == "there is nothing to apply"
 
 
 @real

@@ -24,7 +24,7 @@ from unicron.events.spec.policy import Policy
 TWO: dict[str, Any] = JOB | {"name": "two", "train": {"iterations": 3, "output": "/two"}}
 
 
-def under(**policy: Any) -> Callable[[Test], Callable[[], None]]:
+def with_policy(**policy: Any) -> Callable[[Test], Callable[[], None]]:
     return lambda test: real(test, Policy(**policy))
 
 
@@ -94,31 +94,31 @@ async def test_healing_is_frozen_and_resumed(site: Site) -> None:
     assert body.reason == "switches change"
     _, state = await site.ask("GET", "/v1/state")
     assert state["cluster"]["healing"] == "frozen: switches change"
-    told, hint = await site.refusal(409, "POST", "/v1/freeze", {"reason": "me too"})
-    assert told == "healing is frozen already: switches change"
+    message, hint = await site.refusal(409, "POST", "/v1/freeze", {"reason": "me too"})
+    assert message == "healing is frozen already: switches change"
     assert hint.startswith("unicron unfreeze")
     await site.written_once("HealingResumed", "/v1/unfreeze", {"reason": "done"})
     assert (await site.ask("GET", "/v1/state"))[1]["cluster"]["healing"] == "on"
 
 
-@under(allow_inject=True)
+@with_policy(allow_inject=True)
 async def test_a_reason_that_is_too_long_is_refused(site: Site) -> None:
     await site.tell(N1)
     task = (await site.ask("POST", "/v1/tasks", COMMAND))[1]["task"]
     await site.tell(RankStarted(task=task, rank=0, attempt=1, node="n1", pid=7, log_path="/log"))
-    seq, most = site.coordinator.seq, " ".join(["x" * 99] * 2) + "\nx"
-    asked: list[tuple[str, dict[str, Any]]] = [
+    seq, too_long = site.coordinator.seq, " ".join(["x" * 99] * 2) + "\nx"
+    calls: list[tuple[str, dict[str, Any]]] = [
         (f"/v1/tasks/{task}/cancel", {}), (f"/v1/tasks/{task}/weight", {"weight": 2}),
         ("/v1/freeze", {}), ("/v1/nodes/n1/drain", {}), ("/v1/inject", {"what": "node",
                                                                         "node": "n1"})]
-    for path, body in asked:
-        told = await site.refused(422, "POST", path, body | {"reason": most})
-        assert told == "reason: 201 characters, and at most 200 fit"
+    for path, body in calls:
+        message = await site.refused(422, "POST", path, body | {"reason": too_long})
+        assert message == "reason: 201 characters, and at most 200 fit"
     assert site.coordinator.seq == seq, "nothing was written"
-    body = await site.written_once("HealingFrozen", "/v1/freeze", {"reason": most[:-2]})
-    assert body.reason == most[:-2]
-    told = await site.refused(422, "POST", "/v1/unfreeze", {"reason": most})
-    assert told.startswith("reason: ")
+    body = await site.written_once("HealingFrozen", "/v1/freeze", {"reason": too_long[:-2]})
+    assert body.reason == too_long[:-2]
+    message = await site.refused(422, "POST", "/v1/unfreeze", {"reason": too_long})
+    assert message.startswith("reason: ")
 
 
 @real
@@ -135,30 +135,30 @@ async def test_of_two_freezes_at_once_the_first_wins(site: Site) -> None:
 async def test_explanations_are_computed_on_request_for_any_seq(site: Site) -> None:
     await site.tell(N1)
     await site.ask("POST", "/v1/tasks", {**COMMAND, "slots": {"min": 2, "max": 2}})
-    _, told = await site.ask("POST", "/v1/tasks", {**COMMAND, "name": "waits"})
+    _, submitted = await site.ask("POST", "/v1/tasks", {**COMMAND, "name": "waits"})
     _, state = await site.ask("GET", "/v1/state")
-    waits = state["tasks"][1]
-    assert (waits["why"], waits["needs"], state["cluster"]["computed_by"]) == (
+    waiting = state["tasks"][1]
+    assert (waiting["why"], waiting["needs"], state["cluster"]["computed_by"]) == (
         NOT_CHOSEN, "", 0), "costly explanations are computed on request only"
     _, state = await site.ask("GET", "/v1/state?explain=1")
-    waits = state["tasks"][1]
-    assert waits["needs"].startswith("more slots"), waits
+    waiting = state["tasks"][1]
+    assert waiting["needs"].startswith("more slots"), waiting
     assert state["cluster"]["computed_by"] == DECIDER_VERSION
-    seq, (_, now) = state["cluster"]["seq"], await site.ask("GET", "/v1/plan")
-    assert now["tasks"][1]["waits"] == f"{waits['why']}; needs {waits['needs']}"
-    await site.ask("POST", f"/v1/tasks/{told['task']}/cancel", {})
+    seq, (_, plan) = state["cluster"]["seq"], await site.ask("GET", "/v1/plan")
+    assert plan["tasks"][1]["waits"] == f"{waiting['why']}; needs {waiting['needs']}"
+    await site.ask("POST", f"/v1/tasks/{submitted['task']}/cancel", {})
     assert (await site.ask("GET", "/v1/plan"))[1]["seq"] > seq
-    assert (await site.ask("GET", f"/v1/plan?seq={seq}")) == (200, now)
+    assert (await site.ask("GET", f"/v1/plan?seq={seq}")) == (200, plan)
     assert "not in the log" in await site.refused(404, "GET", "/v1/plan?seq=99999")
     assert "is not a number" in await site.refused(400, "GET", "/v1/plan?seq=now")
     with mock.patch.object(api_http, "FOLD_S_MAX", -1.0):
         assert "is not reached" in await site.refused(503, "GET", f"/v1/plan?seq={seq}")
 
 
-@under(observe=True)
+@with_policy(observe=True)
 async def test_an_observing_control_plane_cannot_be_unfrozen(site: Site) -> None:
-    told, hint = await site.refusal(409, "POST", "/v1/unfreeze", {})
-    assert "--observe" in told
+    message, hint = await site.refusal(409, "POST", "/v1/unfreeze", {})
+    assert "--observe" in message
     assert "--act" in hint
 
 
@@ -200,13 +200,13 @@ async def test_several_nodes_are_drained_in_one_append_or_none_is(site: Site) ->
 @real
 async def test_fault_injection_must_be_allowed(site: Site) -> None:
     await site.tell(N1)
-    told, hint = await site.refusal(403, "POST", "/v1/inject", {"what": "node", "node": "n1"})
-    assert "does not allow" in told
+    message, hint = await site.refusal(403, "POST", "/v1/inject", {"what": "node", "node": "n1"})
+    assert "does not allow" in message
     assert "up --allow-inject" in hint
     assert site.coordinator.seq == 3
 
 
-@under(allow_inject=True)
+@with_policy(allow_inject=True)
 async def test_fault_injection(site: Site) -> None:
     await site.tell(N1)
     await site.ask("POST", "/v1/tasks", COMMAND)
@@ -215,8 +215,8 @@ async def test_fault_injection(site: Site) -> None:
     assert await site.refusal(404, "POST", "/v1/inject", rank) == (
         f"task {task} (sleeps) runs no rank 0", "there is no running rank")
     await site.tell(RankStarted(task=task, rank=0, attempt=1, node="n1", pid=7, log_path="/log"))
-    told, hint = await site.refusal(404, "POST", "/v1/inject", rank | {"rank": 5})
-    assert (told, hint) == (f"task {task} (sleeps) runs no rank 5", "there is 0")
+    message, hint = await site.refusal(404, "POST", "/v1/inject", rank | {"rank": 5})
+    assert (message, hint) == (f"task {task} (sleeps) runs no rank 5", "there is 0")
     await site.refused(404, "POST", "/v1/inject", rank | {"task": 99})
     await site.refused(404, "POST", "/v1/inject", {"what": "node", "node": "n7"})
     await site.refused(400, "POST", "/v1/inject", rank | {"what": "disk"})
@@ -244,14 +244,14 @@ def test_a_refusal_lists_the_ranks_in_order(d: Driver) -> None:
 
 @real
 async def test_a_name_or_output_in_use_is_refused(site: Site) -> None:
-    at_once = [site.ask("POST", "/v1/tasks", JOB) for _ in range(3)]
-    assert sorted([status for status, _ in await asyncio.gather(*at_once)]) == [200, 409, 409]
+    submissions = [site.ask("POST", "/v1/tasks", JOB) for _ in range(3)]
+    assert sorted([status for status, _ in await asyncio.gather(*submissions)]) == [200, 409, 409]
     seq = site.coordinator.seq
-    told = await site.refused(409, "POST", "/v1/tasks", TWO | {"name": "job"})
-    assert told == "name: job is live, by task 3 (job)"
-    told = await site.refused(409, "POST", "/v1/tasks",
-                              TWO | {"train": {"iterations": 3, "output": "/two/../out/"}})
-    assert told == "train.output: /two/../out/ is being written, by task 3 (job)"
+    message = await site.refused(409, "POST", "/v1/tasks", TWO | {"name": "job"})
+    assert message == "name: job is live, by task 3 (job)"
+    message = await site.refused(409, "POST", "/v1/tasks",
+                                 TWO | {"train": {"iterations": 3, "output": "/two/../out/"}})
+    assert message == "train.output: /two/../out/ is being written, by task 3 (job)"
     assert site.coordinator.seq == seq, "nothing was written"
     await site.ask("POST", "/v1/tasks/3/cancel", {})
     assert (await site.ask("POST", "/v1/tasks", JOB))[0] == 200, "an ended task frees its name"
@@ -262,8 +262,8 @@ async def test_a_task_that_the_cluster_cannot_hold_is_refused(site: Site) -> Non
     large = JOB | {"slots": {"min": 4, "max": 4}}
     assert (await site.ask("POST", "/v1/tasks", large))[0] == 200, "no node has joined yet"
     await site.tell(NodeJoined(node="n1", incarnation=9, host="h", pid=1, num_slots=3))
-    told = await site.refused(422, "POST", "/v1/tasks", TWO | {"slots": large["slots"]})
-    assert told == "slots.min: 4, but the cluster has had at most 3 slots"
+    message = await site.refused(422, "POST", "/v1/tasks", TWO | {"slots": large["slots"]})
+    assert message == "slots.min: 4, but the cluster has had at most 3 slots"
 
 
 @pytest.mark.parametrize(("change", "status", "where"), [

@@ -32,8 +32,8 @@ CHECK_NUM = 20
 
 def affected(d: Driver, records: list[Record]) -> list[int]:
     """The tasks that the last report of these records affects, in the state after all of them."""
-    told = [record for record in records if not record.cause][-1]
-    return [task.id for task in affected_tasks(d.state, told)]
+    report = [record for record in records if not record.cause][-1]
+    return [task.id for task in affected_tasks(d.state, report)]
 
 
 def two_tasks() -> tuple[Driver, int, int]:
@@ -81,9 +81,9 @@ def test_starting_processes_are_outstanding_too(d: Driver) -> None:
     starts = only(o.StartRank, d.log)
     assert d.state.tasks[task].num_outstanding == len(starts) == 4
     for left, start in reversed(list(enumerate(reversed(starts)))):
-        told = d.do(start.body)
+        records = d.do(start.body)
         assert d.state.tasks[task].num_outstanding == (left or 4), "now those of its generation"
-        assert bool(only(o.Reconfigure, told)) == (not left)
+        assert bool(only(o.Reconfigure, records)) == (not left)
 
 
 def test_a_process_with_an_order_to_stop_is_not_outstanding(d: Driver) -> None:
@@ -94,10 +94,10 @@ def test_a_process_with_an_order_to_stop_is_not_outstanding(d: Driver) -> None:
 
 def test_no_task_is_missed_in_simulations() -> None:
     for stage in command.load(EXAMPLE)[1].values():
-        assert played(stage.run_input, stage.policy) > 10 * CHECK_NUM
+        assert simulate(stage.run_input, stage.policy) > 10 * CHECK_NUM
 
 
-def played(ground: RunInput, policy: Policy) -> int:
+def simulate(run_input: RunInput, policy: Policy) -> int:
     """Simulate one policy and check the state on the way. Returns the number of records."""
     log: list[Record] = []
 
@@ -109,7 +109,7 @@ def played(ground: RunInput, policy: Policy) -> int:
             for task in state.tasks.values():
                 assert next(transition.next_decisions(state, task), None) is None, record
 
-    run = Run(ground, policy, keep)
+    run = Run(run_input, policy, keep)
     run.play()
     return len(log)
 

@@ -186,9 +186,9 @@ def test_ranks_with_the_only_shards_leave_after_sending_them(d: Driver) -> None:
     task = d.running(job(optimizer="sharded"))
     assert the(o.Reconfigure, d.log).axes == Axes(dp=4)
     lines = d.tell("operator/drain", r.NodeDrained(node="n2"))
-    given, dropped = [record.body for record in only(o.Reconfigure, d.obey(lines))]
-    assert (given.axes, seats(given)) == (Axes(dp=2), [0, 1, 2, 3])
-    assert (dropped.axes, seats(dropped)) == (Axes(dp=2), [0, 1])
+    sending, final = [record.body for record in only(o.Reconfigure, d.obey(lines))]
+    assert (sending.axes, seats(sending)) == (Axes(dp=2), [0, 1, 2, 3])
+    assert (final.axes, seats(final)) == (Axes(dp=2), [0, 1])
     assert set(d.state.tasks[task].ranks) == {0, 1}
 
 

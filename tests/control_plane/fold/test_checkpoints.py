@@ -25,11 +25,11 @@ def copies(d: Driver, task: int) -> list[tuple[str, int]]:
     return [(copy.node, copy.step_version) for copy in task_of(d, task).copies]
 
 
-def keepers(d: Driver, task: int) -> list[str]:
-    return [keeper.node for keeper in task_of(d, task).keepers]
+def stores(d: Driver, task: int) -> list[str]:
+    return [store.node for store in task_of(d, task).keepers]
 
 
-def wipe(d: Driver, task: int) -> list[o.Reconfigure]:
+def kill_all(d: Driver, task: int) -> list[o.Reconfigure]:
     """All processes die at once. Returns the Reconfigure orders until the task trains again."""
     begin = len(d.log)
     for rank in sorted(task_of(d, task).ranks):
@@ -44,43 +44,43 @@ def test_stores_are_on_the_first_node_and_one_without_members(d: Driver) -> None
     order = only(o.Reconfigure, d.log)[-1].body
     assert [member.node for member in order.members] == ["n1", "n1", "n2", "n2"]
     assert order.keepers == (t.StoreEndpoint("n1", "n1:1"), t.StoreEndpoint("n3", "n3:1"))
-    assert keepers(d, task) == ["n1", "n3"]
+    assert stores(d, task) == ["n1", "n3"]
 
 
 def test_stores_without_copy_every_or_a_second_node() -> None:
     d = Driver(nodes=2)
     train = {"iterations": 50, "output": "/tmp/out", "copy_every": 0,
              "batch": {"global": 24, "micro": 2}}
-    assert keepers(d, d.running(spec(train=train))) == []
+    assert stores(d, d.running(spec(train=train))) == []
     alone = Driver(nodes=1)
-    assert keepers(alone, alone.running(spec())) == ["n1"]
+    assert stores(alone, alone.running(spec())) == ["n1"]
 
 
 @pytest.mark.nodes(4, slots=1)
 def test_an_unreachable_or_drained_store_is_replaced(d: Driver) -> None:
     task = d.running(spec(**ONE))
-    assert keepers(d, task) == ["n1", "n2"]
-    told = d.tell("leader/abc", r.NodeUnreachable(node="n2", incarnation=1, silence_s=5.0))
-    order = the(o.SetCheckpointStores, told)
+    assert stores(d, task) == ["n1", "n2"]
+    records = d.tell("leader/abc", r.NodeUnreachable(node="n2", incarnation=1, silence_s=5.0))
+    order = the(o.SetCheckpointStores, records)
     assert (order.nodes, order.generation) == (("n1",), 1)
-    assert [keeper.node for keeper in order.keepers] == ["n1", "n3"] == keepers(d, task)
+    assert [store.node for store in order.keepers] == ["n1", "n3"] == stores(d, task)
     d.tell("leader/abc", r.NodeReachable(node="n2", incarnation=1))
-    assert keepers(d, task) == ["n1", "n3"], "a store is not moved back"
+    assert stores(d, task) == ["n1", "n3"], "a store is not moved back"
     d.tell("operator/1", r.NodeDrained(node="n3"))
-    assert keepers(d, task) == ["n1", "n2"]
+    assert stores(d, task) == ["n1", "n2"]
     assert len([x for x in d.state.orders.values() if b"SetCheckpointStores" in x]) == 1, "one open"
 
 
 @pytest.mark.nodes(2)
 def test_a_node_without_members_replaces_one_with_members(d: Driver) -> None:
     task = d.running(spec(slots={"min": 1, "max": 4}))
-    assert keepers(d, task) == ["n1", "n2"], "both nodes have members"
+    assert stores(d, task) == ["n1", "n2"], "both nodes have members"
     kept(d, task, "n2", 10)
-    told = d.join("n3", slots=2)
-    assert [keeper.node for keeper in the(o.SetCheckpointStores, told).keepers] == ["n1", "n3"]
+    records = d.join("n3", slots=2)
+    assert [store.node for store in the(o.SetCheckpointStores, records).keepers] == ["n1", "n3"]
     assert copies(d, task) == [("n2", 10)], "its checkpoints still count"
     d.join("n0", slots=2)
-    assert keepers(d, task) == ["n1", "n3"], "an equal node replaces no store"
+    assert stores(d, task) == ["n1", "n3"], "an equal node replaces no store"
 
 
 def test_two_checkpoints_of_each_node_are_kept(d: Driver) -> None:
@@ -153,7 +153,7 @@ def test_the_newest_then_the_nearest_checkpoint_comes_first(d: Driver) -> None:
     kept(d, task, "n1", 20)
     kept(d, task, "n2", 20)
     d.steps[task] = 20  # the version that the members will report
-    (order,) = wipe(d, task)
+    (order,) = kill_all(d, task)
     assert [(x.node, x.step_version, x.generation, x.endpoint) for x in order.copies] == [
         ("n1", 20, 1, "n1:1"), ("n2", 20, 1, "n2:1"), ("n2", 10, 1, "n2:1")]
     d.progress(task)
@@ -169,15 +169,15 @@ def test_checkpoints_of_unreachable_nodes_come_last() -> None:
     kept(d, task, "n3", 30)
     d.tell("leader/abc", r.NodeUnreachable(node="n3", incarnation=1, silence_s=5.0))
     d.steps[task] = 30
-    (order,) = wipe(d, task)
+    (order,) = kill_all(d, task)
     assert [(x.node, x.step_version) for x in order.copies] == [("n3", 30)], "it is the only one"
     kept(d, task, "n2", 30)
     kept(d, task, "n3", 31)
-    (order,) = wipe(d, task)
+    (order,) = kill_all(d, task)
     assert [(x.node, x.step_version) for x in order.copies] == [("n2", 30), ("n3", 31), ("n3", 30)]
     kept(d, task, "n3", 30)
     d.state.nodes["n3"].health = "lost"
-    (order,) = wipe(d, task)
+    (order,) = kill_all(d, task)
     assert [x.node for x in order.copies] == ["n2"]
 
 
@@ -186,9 +186,9 @@ def test_the_line_of_a_reconfigure_names_the_sources() -> None:
     task = d.running(spec(slots={"min": 1, "max": 2}))
     for node in ("n1", "n2"):
         kept(d, task, node, 1)
-    (order,) = wipe(d, task)
-    told = essentials("Reconfigure", msgspec.to_builtins(order))
-    assert told.endswith("generation 2: ranks 0 1, DP2, tries copies on n1 n2, then the seed")
+    (order,) = kill_all(d, task)
+    line = essentials("Reconfigure", msgspec.to_builtins(order))
+    assert line.endswith("generation 2: ranks 0 1, DP2, tries copies on n1 n2, then the seed")
 
 
 def test_checkpoints_that_were_not_usable_do_not_count() -> None:
@@ -198,7 +198,7 @@ def test_checkpoints_that_were_not_usable_do_not_count() -> None:
     kept(d, task, "n1", 30)
     kept(d, task, "n2", 10)
     d.steps[task] = 10
-    wipe(d, task)
+    kill_all(d, task)
     assert copies(d, task) == [("n2", 10)]
 
 
@@ -210,18 +210,18 @@ def test_checkpoints_of_abandoned_iterations_are_not_used(d: Driver) -> None:
     kept(d, task, "n1", 12)
     kept(d, task, "n2", 10)
     d.steps[task] = 12
-    (order,) = wipe(d, task)
+    (order,) = kill_all(d, task)
     assert [copy.step_version_max for copy in order.copies] == [-1, -1], "no upper limit"
     assert [(x.step_version, x.step_version_max) for x in task_of(d, task).copies] == [
         (12, 12), (10, 12)]
     d.progress(task, 12)
     d.steps[task] = 11
-    (order,) = wipe(d, task)
+    (order,) = kill_all(d, task)
     assert [(x.step_version, x.step_version_max) for x in order.copies] == [(12, 12), (10, 12)]
     assert [(x.node, x.step_version_max) for x in task_of(d, task).copies] == [("n2", 11)]
     d.progress(task, 12)
     d.steps[task] = 13
-    wipe(d, task)
+    kill_all(d, task)
     assert [x.step_version_max for x in task_of(d, task).copies] == [11], "limit unchanged"
 
 
@@ -242,10 +242,10 @@ def test_checkpoints_older_than_the_published_one_are_left_out() -> None:
     d.progress(task, 19)
     d.obey(d.save(task, 0))
     assert task_of(d, task).saved_iteration == 20
-    (order,) = wipe(d, task)
+    (order,) = kill_all(d, task)
     assert (order.checkpoint, order.copies) == ("gen-1/iter-20", ())
     kept(d, task, "n1", 20)
-    (order,) = wipe(d, task)
+    (order,) = kill_all(d, task)
     assert [copy.step_version for copy in order.copies] == [20], "memory comes before disk"
 
 

@@ -90,11 +90,11 @@ OBEY = st.just("obey")
 """The newest open order is carried out."""
 
 
-def _play(driver: Driver, acts: list[t.Body | str]) -> None:
-    for act in acts:
-        if isinstance(act, t.Body):
-            driver.tell("absurd/0", act)
-        elif act == "due":
+def _play(driver: Driver, actions: list[t.Body | str]) -> None:
+    for action in actions:
+        if isinstance(action, t.Body):
+            driver.tell("absurd/0", action)
+        elif action == "due":
             due = sorted(driver.state.deadlines, key=lambda x: driver.state.deadlines[x].due_s)
             if due:
                 driver.due(due[0])
@@ -106,12 +106,12 @@ def _play(driver: Driver, acts: list[t.Body | str]) -> None:
 
 @given(st.lists(BODIES | DUE | OBEY, max_size=25), st.booleans())
 @settings(max_examples=250, deadline=None)
-def test_any_reports_in_any_order(acts: list[t.Body | str], trains: bool) -> None:
+def test_any_reports_in_any_order(actions: list[t.Body | str], trains: bool) -> None:
     """No call raises, the log verifies, and the state survives a snapshot and can be viewed."""
     driver = Driver()
     if trains:
         assert driver.running() == 4
-    _play(driver, acts)
+    _play(driver, actions)
     verdict = verify(driver.log)
     assert verdict.ok, verdict.words
     assert verdict.state_hash == state_hash(driver.state)
@@ -152,20 +152,20 @@ def _stale(body: t.Body) -> t.Body | None:
 def test_reports_of_a_source_are_taken_in_order() -> None:
     driver = Driver()
 
-    def told(source: str, seq: int, body: t.Body | None = None) -> str:
+    def classify(source: str, seq: int, body: t.Body | None = None) -> str:
         return accepts(driver.state, Report(
             source=source, source_seq=seq, occurred_s=0.0,
             body=body or r.NodeReachable(node="n1", incarnation=1)))
 
-    assert told("n1/1", 1) == "duplicate"
-    assert told("n1/1", 2) == "next"
-    assert told("n1/1", 3) == "later"
-    assert told("n1/1", 9, r.ReportsLost(node="n1", num_lost=7)) == "next"
-    assert told("n1/2", 1) == "next"
+    assert classify("n1/1", 1) == "duplicate"
+    assert classify("n1/1", 2) == "next"
+    assert classify("n1/1", 3) == "later"
+    assert classify("n1/1", 9, r.ReportsLost(node="n1", num_lost=7)) == "next"
+    assert classify("n1/2", 1) == "next"
     driver.join("n1", incarnation=2)
-    assert told("n1/1", 2) == "next", "the previous agent's spool still counts"
+    assert classify("n1/1", 2) == "next", "the previous agent's spool still counts"
     driver.join("n1", incarnation=3)
-    assert told("n1/1", 1) == "duplicate", "reports of older agents are refused"
+    assert classify("n1/1", 1) == "duplicate", "reports of older agents are refused"
     driver.tell("n1/3", r.ReportsLost(node="n1", num_lost=7))
     assert driver.state.reports_lost == 7
 

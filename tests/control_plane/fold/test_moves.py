@@ -15,7 +15,7 @@ from unicron.events.records import types as t
 pytestmark = pytest.mark.nodes(3)
 
 
-def steps(d: Driver, task: int) -> None:
+def check_trains(d: Driver, task: int) -> None:
     """The task trains on, and no iteration is lost."""
     at = task_of(d, task).iteration
     d.progress(task)
@@ -30,12 +30,12 @@ def test_a_drained_task_trains_until_all_new_ranks_are_ready(d: Driver, task: in
     assert kinds(d.obey(starts[:1])) == [], "one new rank is ready, one is starting"
     assert task_of(d, task).phase == "training"
     assert len(task_of(d, task).living_members()) == 4
-    steps(d, task)
+    check_trains(d, task)
     joined = d.obey(starts[1:])
     assert kinds(joined) == ["Quiesce", "Reconfigure", "StopRank", "StopRank", "Resume"]
     assert (the(o.Quiesce, joined).mode, the(o.Quiesce, joined).save) == ("boundary", False)
     assert [x.rank for x in the(o.Reconfigure, joined).members] == [0, 1, 4, 5]
-    steps(d, task)
+    check_trains(d, task)
     assert d.state.incidents == {}
     assert not d.state.nodes["n2"].occupants
 
@@ -112,14 +112,14 @@ def test_two_tasks_that_trade_slots_do_not_wait_for_each_other(keep: int) -> Non
 
 def test_a_step_that_only_a_leaving_rank_finished_is_kept(d: Driver, task: int) -> None:
     starts = only(o.StartRank, drain(d, "n2"))
-    begun = d.do(starts[0].body) + d.do(starts[1].body)
-    assert the(o.Quiesce, begun).ranks == (0, 1, 2, 3)
+    ready = d.do(starts[0].body) + d.do(starts[1].body)
+    assert the(o.Quiesce, ready).ranks == (0, 1, 2, 3)
     for rank in (0, 1, 3):
         d.quiesced(task, rank)
     d.steps[task] += 1
-    met = d.quiesced(task, 2)
-    assert [x.rank for x in the(o.Reconfigure, met).members] == [0, 1, 2, 3, 4, 5]
-    d.obey(met)
+    last = d.quiesced(task, 2)
+    assert [x.rank for x in the(o.Reconfigure, last).members] == [0, 1, 2, 3, 4, 5]
+    d.obey(last)
     assert [x.rank for x in task_of(d, task).members] == [0, 1, 4, 5]
     d.progress(task)
     assert (task_of(d, task).iteration, task_of(d, task).iterations_lost) == (3, 0)
@@ -157,7 +157,7 @@ def test_a_drain_without_room_loses_no_iteration(d: Driver) -> None:
     back = d.tell("operator/undrain", r.NodeUndrained(node="n2"))
     d.obey(back)
     assert {x.body.checkpoint for x in only(o.StartRank, back)} == {"gen-1/iter-8"}
-    steps(d, task)
+    check_trains(d, task)
     assert d.state.incidents == {}
 
 
@@ -172,11 +172,11 @@ def test_slots_that_return_in_time_cancel_the_preemption(d: Driver) -> None:
     d.obey(d.save(task, 0))
     d.quiesced(task, 3)
     d.quiesced(task, 4)
-    on = d.quiesced(task, 5)
-    assert kinds(on) == ["Reconfigure"]
-    assert len(the(o.Reconfigure, on).members) == 6
-    d.obey(on)
-    steps(d, task)
+    last = d.quiesced(task, 5)
+    assert kinds(last) == ["Reconfigure"]
+    assert len(the(o.Reconfigure, last).members) == 6
+    d.obey(last)
+    check_trains(d, task)
     assert not only(o.StopRank, d.log)
 
 
@@ -266,7 +266,7 @@ def test_a_heavier_task_gets_the_slots_after_the_save(d: Driver) -> None:
     assert task_of(d, heavy).phase == "training"
     d.progress(heavy)
     d.obey(d.tell("operator/cancel", r.TaskCancelRequested(task=heavy)))
-    steps(d, light)
+    check_trains(d, light)
 
 
 def test_a_task_without_progress_saves_nothing(d: Driver) -> None:
@@ -303,18 +303,18 @@ def test_a_lost_node_is_one_plan_for_both_tasks(d: Driver, first: str) -> None:
     alpha = d.running(spec(throughput={2: 3.2, 3: 4.7, 4: 6.16}, slots={"min": 2, "max": 4}))
     beta = d.running(spec(name="beta", throughput={1: 1.5, 2: 2.5}, slots={"min": 1, "max": 2}))
     assert {seat.slot.node for seat in task_of(d, beta).target} == {"n3"}
-    silence = r.NodeUnreachable(node="n2", incarnation=1, silence_s=5.0)
-    told = [] if first == "silence" else failed(d, alpha, 0)
-    told += d.tell(f"leader/{d.state.nonce}", silence)
-    told += failed(d, alpha, 0) if first == "silence" else []
-    plan = the(decisions.PlanChosen, told)
+    unreachable = r.NodeUnreachable(node="n2", incarnation=1, silence_s=5.0)
+    records = [] if first == "silence" else failed(d, alpha, 0)
+    records += d.tell(f"leader/{d.state.nonce}", unreachable)
+    records += failed(d, alpha, 0) if first == "silence" else []
+    plan = the(decisions.PlanChosen, records)
     assert [(x.slots_before, x.slots, x.waf) for x in plan.allocations] == [
         (4, 3, 4.7), (2, 1, 1.5)]
     assert plan.ideal_waf == pytest.approx(8.66)
     assert [(x.what, x.slots, x.waf) for x in plan.alternatives] == [
         ("the next best", ((alpha, 4), (beta, 0)), 6.16)]
     assert [len(task_of(d, task).target) for task in (alpha, beta)] == [3, 1]
-    d.obey(told)
+    d.obey(records)
     for task, num in ((alpha, 3), (beta, 1)):
         assert len(task_of(d, task).members) == num
         d.progress(task)
@@ -323,8 +323,8 @@ def test_a_lost_node_is_one_plan_for_both_tasks(d: Driver, first: str) -> None:
 
 def test_a_rank_that_misses_the_boundary_is_ended(d: Driver, task: int) -> None:
     starts = only(o.StartRank, drain(d, "n2"))
-    begun = d.do(starts[0].body) + d.do(starts[1].body)
-    assert the(o.Quiesce, begun).mode == "boundary"
+    ready = d.do(starts[0].body) + d.do(starts[1].body)
+    assert the(o.Quiesce, ready).mode == "boundary"
     for rank in (0, 1, 2):
         d.quiesced(task, rank)
     late = d.due(f"quiesce/{task}/1")
@@ -343,5 +343,5 @@ def test_a_granted_slot_stays_granted_while_it_is_vacated(d: Driver) -> None:
     assert kinds(between) == ["PlanChosen"]
     assert task_of(d, alpha).target == target
     d.obey(stops)
-    steps(d, alpha)
+    check_trains(d, alpha)
     assert [member.rank for member in task_of(d, alpha).members] == [target[0].rank]

@@ -20,24 +20,24 @@ def test_a_check_that_ends_node_by_node_disables_no_other_node(d: Driver) -> Non
         d.obey(health(d, node, "unhealthy", check="check/disk"))
     d.progress(task)
     for node in ("n3", "n1", "n2"):
-        count = input_digest(d.state)
+        digest = input_digest(d.state)
         assert kinds(health(d, node, "healthy", check="check/disk")) == []
-        assert input_digest(d.state) == count
+        assert input_digest(d.state) == digest
     assert [bool(x.slots_unhealthy) for x in d.state.nodes.values()] == [False, False, True]
     assert kinds(health(d, "n1", "unhealthy", check="check/disk")) == [], "n3 is still disabled"
-    told = d.due("recovered/n3")
+    records = d.due("recovered/n3")
     assert [bool(x.slots_unhealthy) for x in d.state.nodes.values()] == [True, False, False]
-    d.obey(told)
+    d.obey(records)
     d.progress(task)
 
 
 def test_a_confirmed_node_allows_another_unconfirmed_one(d: Driver) -> None:
     for node in ("n3", "n1"):
         health(d, node, "unhealthy", check="check/disk")
-    count = input_digest(d.state)
+    digest = input_digest(d.state)
     health(d, "n3", "unhealthy", check="gpu", status=statuses.ECC_ERRORS)
     assert [bool(x.slots_unhealthy) for x in d.state.nodes.values()] == [True, False, True]
-    assert input_digest(d.state) != count
+    assert input_digest(d.state) != digest
 
 
 # --- each slot has its own recovery time ----------------------------------------------------------
@@ -56,8 +56,8 @@ def test_each_slot_waits_for_its_own_recovery(d: Driver) -> None:
     d.now_s += 50
     health(d, "n2", "healthy", check="check/fan1", devices=(1,))
     last_s = d.state.at_s
-    (told,) = [x["recovers"] for x in seen(d)["nodes"] if x["id"] == "n2"]
-    assert told["from_s"] == last_s + RECOVERED_S, "the view shows when the last slot recovers"
+    (recovery,) = [x["recovers"] for x in seen(d)["nodes"] if x["id"] == "n2"]
+    assert recovery["from_s"] == last_s + RECOVERED_S, "the view shows when the last slot recovers"
     d.due(DUE)
     assert unhealthy_slots(d) == [1], "slot 1 was healthy for ten seconds only"
     assert d.now_s - first_s < RECOVERED_S + 1
@@ -124,9 +124,9 @@ def test_a_new_leader_starts_every_recovery_again(d: Driver) -> None:
     health(d, "n2", "healthy", check="check/fan0", devices=(0,))
     d.now_s += 50
     health(d, "n2", "healthy", check="check/fan1", devices=(1,))
-    well_s = d.state.at_s
+    healthy_s = d.state.at_s
     d.epoch = 2
     d.tell("leader/next", reports.EpochStarted(nonce="next", code="test", heart=d.state.heart))
     d.due(DUE)
     assert unhealthy_slots(d) == [], "both slots waited the full time again"
-    assert d.state.at_s >= well_s + RECOVERED_S
+    assert d.state.at_s >= healthy_s + RECOVERED_S

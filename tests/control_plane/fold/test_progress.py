@@ -99,8 +99,8 @@ def test_another_global_batch_does_not_calibrate(d: Driver, task: int) -> None:
     assert task_of(d, task).rate_flops == 0
     assert sum(d.state.earned.values()) == 0
     shown = next(one for one in view(d.state)["tasks"] if one["id"] == task)
-    told = task_screen.task_status(view(d.state), shown, History(), now_s=d.now_s)
-    assert "measures   nothing: it prints a global batch of 12, its model has 24" in told
+    lines = task_screen.task_status(view(d.state), shown, History(), now_s=d.now_s)
+    assert "measures   nothing: it prints a global batch of 12, its model has 24" in lines
     for iteration in (100, 110, 120):  # now it prints the model's global batch
         new = printed(d, task, iteration)
     assert "ThroughputSet" in kinds(new)
@@ -156,20 +156,20 @@ def test_the_downtime_includes_repeated_iterations(d: Driver, task: int) -> None
     prior_s = d.state.policy.transition_s
     measured(d, task)
     for time in range(3):
-        told_s = d.now_s
+        printed_s = d.now_s
         restart(d, task)
         assert task_of(d, task).rate_flops == 0, "no report since the restart"
         inputs = input_digest(d.state)
-        d.now_s = told_s + 45.0 - 0.01
+        d.now_s = printed_s + 45.0 - 0.01
         printed(d, task, 40, 0, 8.0)
         assert task_of(d, task).downtime_s["same"][time] == pytest.approx(45.0)
         assert (input_digest(d.state) != inputs) == (time == 2), "three times make a measurement"
     assert transition_cost.transition(d.state, task_of(d, task)).same_s == pytest.approx(45.0)
     assert transition_cost.transition(d.state, task_of(d, task)).stop_s == prior_s
     printed(d, task, 50)
-    told_s = d.now_s
+    printed_s = d.now_s
     restart(d, task)
-    d.now_s = told_s + 45.0 - 0.01
+    d.now_s = printed_s + 45.0 - 0.01
     printed(d, task, 60, 0, 8.0)
     assert task_of(d, task).downtime_s["same"][3] == pytest.approx(35.0), "10 new iterations of 1 s"
 
@@ -202,10 +202,10 @@ def test_new_iterations_reset_the_restart_count(d: Driver, task: int) -> None:
 
 def test_two_restarts_without_a_line_are_one_transition(d: Driver, task: int) -> None:
     measured(d, task)
-    told_s = d.now_s
+    printed_s = d.now_s
     for _ in range(2):
         restart(d, task)
-    d.now_s = told_s + 90.0 - 0.01
+    d.now_s = printed_s + 90.0 - 0.01
     printed(d, task, 30, 0)
     assert task_of(d, task).downtime_s == {"same": [pytest.approx(100.0)]}
 
@@ -226,11 +226,11 @@ def test_a_task_that_waited_for_slots_has_no_transition(d: Driver, task: int) ->
 
 def test_fewer_slots_are_a_shrink_transition(d: Driver, task: int) -> None:
     measured(d, task)
-    told_s = d.now_s
+    printed_s = d.now_s
     for node in ("n2", "n3"):
         d.obey(d.tell(f"operator/{node}", r.NodeDrained(node=node)))
     assert len(task_of(d, task).target) == 2
-    d.now_s = told_s + 30.0 - 0.01
+    d.now_s = printed_s + 30.0 - 0.01
     printed(d, task, 40, 0, rank=1)
     assert task_of(d, task).downtime_s == {"shrink": [pytest.approx(30.0)]}
     for iteration in (50, 60, 70):
@@ -249,9 +249,9 @@ def test_work_counts_once_from_the_first_line_on(d: Driver, task: int) -> None:
     printed(d, task, 400_005, 0)
     printed(d, task, 400_015)
     assert sum(d.state.earned.values()) == 15 * FLOPS
-    told = history(d.log)
-    assert sum(one.flop for one in told.work) == 15 * FLOPS
-    assert sum(waf(told, 10).achieved) > 0
+    past = history(d.log)
+    assert sum(one.flop for one in past.work) == 15 * FLOPS
+    assert sum(waf(past, 10).achieved) > 0
 
 
 def test_the_screens_show_the_progress(d: Driver, task: int) -> None:
@@ -283,9 +283,9 @@ def test_the_page_of_an_incident_has_no_line_of_progress(d: Driver, task: int) -
         printed(d, task, iteration)
     d.obey(d.tell("operator/go", r.HealingResumed()))
     one = next(iter(history(d.log).incidents.values()))
-    of = [x.kind for x in incident_records(one, d.log).records]
-    assert "StartRank" in of
-    assert "IterationsLogged" not in of
+    shown = [x.kind for x in incident_records(one, d.log).records]
+    assert "StartRank" in shown
+    assert "IterationsLogged" not in shown
 
     other = IncidentRecords(incident=one, later=frozenset())
     for record in d.log:
@@ -306,12 +306,12 @@ def test_an_injected_fault_ends_when_the_command_prints(d: Driver) -> None:
     printed(d, task, 10, 0)
     d.tell("operator/c", r.FaultRequested(what="stop", task=task, rank=2, stop_s=2.0,
                                           reason="by ops"))
-    told = history(d.log)
-    assert [one.over_seq for one in told.injected.faults] == [0]
+    past = history(d.log)
+    assert [one.over_seq for one in past.injected.faults] == [0]
     d.now_s += 5
     seq = printed(d, task, 20)[0].seq
-    told = history(d.log)
-    assert [one.over_seq for one in told.injected.faults] == [seq]
+    past = history(d.log)
+    assert [one.over_seq for one in past.injected.faults] == [seq]
 
 
 def test_skipped_iterations_count_once(d: Driver, task: int) -> None:
@@ -333,11 +333,11 @@ def failed(d: Driver, task: int) -> decisions.IncidentClosed:
     return [one.body for one in d.log if isinstance(one.body, decisions.IncidentClosed)][-1]
 
 
-def told_of(d: Driver, task: int) -> tuple[Any, Any]:
+def viewed(d: Driver, task: int) -> tuple[Any, Any]:
     """The task and the newest incident, as the view shows them."""
     seen = view(d.state)
-    mine = next(one for one in seen["tasks"] if one["id"] == task)
-    return mine, seen["incidents"][-1]
+    viewed_task = next(one for one in seen["tasks"] if one["id"] == task)
+    return viewed_task, seen["incidents"][-1]
 
 
 def test_iterations_repeated_after_a_restart_are_lost(d: Driver, task: int) -> None:
@@ -348,16 +348,16 @@ def test_iterations_repeated_after_a_restart_are_lost(d: Driver, task: int) -> N
     assert (closed.outcome, closed.iterations_lost) == ("healed", None)
     assert "iterations lost unknown until it prints one" in record_line.essentials(
         "IncidentClosed", msgspec.to_builtins(closed))
-    mine, incident = told_of(d, task)
-    assert (mine["iterations_lost"], incident["iterations_lost"]) == (None, None)
+    viewed_task, incident = viewed(d, task)
+    assert (viewed_task["iterations_lost"], incident["iterations_lost"]) == (None, None)
     unknown = status(view(d.state), cluster="c", now_s=d.now_s)
     assert "iterations lost unknown until it prints one" in " ".join(" ".join(unknown).split())
     assert next(line for line in unknown if line.split()[:1] == [str(task)]).endswith("-")
 
     printed(d, task, 2, 1)
     printed(d, task, 3, 1)
-    mine, incident = told_of(d, task)
-    assert (mine["iterations_lost"], mine["healed"]) == (379, 0)
+    viewed_task, incident = viewed(d, task)
+    assert (viewed_task["iterations_lost"], viewed_task["healed"]) == (379, 0)
     assert (incident["iterations_lost"], incident["outcome"]) == (379, "set back")
     known = history(d.log).incidents[incident["id"]]
     assert (known.incident.iterations_lost, known.outcome) == (379, "set back")
@@ -370,8 +370,8 @@ def test_a_command_that_continues_has_lost_nothing(d: Driver, task: int) -> None
     printed(d, task, 380)
     failed(d, task)
     printed(d, task, 381, 1)
-    mine, incident = told_of(d, task)
-    assert (mine["iterations_lost"], mine["healed"]) == (0, 1)
+    viewed_task, incident = viewed(d, task)
+    assert (viewed_task["iterations_lost"], viewed_task["healed"]) == (0, 1)
     assert (incident["iterations_lost"], incident["outcome"]) == (0, "healed")
 
 

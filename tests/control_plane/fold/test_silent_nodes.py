@@ -24,25 +24,25 @@ def task(d: Driver) -> int:
     return task
 
 
-def silence(d: Driver, node: str) -> list[Record]:
+def lose_contact(d: Driver, node: str) -> list[Record]:
     incarnation = d.state.nodes[node].incarnation
     return d.tell(f"leader/{d.state.nonce}",
                   r.NodeUnreachable(node=node, incarnation=incarnation, silence_s=5.0))
 
 
-def hear(d: Driver, node: str) -> list[Record]:
+def regain_contact(d: Driver, node: str) -> list[Record]:
     incarnation = d.state.nodes[node].incarnation
     return d.tell(f"leader/{d.state.nonce}", r.NodeReachable(node=node, incarnation=incarnation))
 
 
-def lasts_s(d: Driver, deadline: str) -> float:
+def time_left_s(d: Driver, deadline: str) -> float:
     return d.state.deadlines[deadline].due_s - d.state.at_s
 
 
 def test_an_unreachable_node_changes_no_plan(d: Driver, task: int) -> None:
     """New measurements cause no plan until the node is reachable again."""
     plan, seats = d.state.plan_seq, task_of(d, task).target
-    silence(d, "n3")
+    lose_contact(d, "n3")
     num = len(d.log)
     for times_s in (0.2, 0.4, 0.1):
         d.progress(task, times_s=(times_s,) * 25)
@@ -50,7 +50,7 @@ def test_an_unreachable_node_changes_no_plan(d: Driver, task: int) -> None:
     assert len(only(decisions.ThroughputSet, d.log[num:])) == 3
     assert not only(decisions.PlanChosen, d.log[num:])
     assert d.state.plan_seq == plan
-    assert the(decisions.PlanChosen, hear(d, "n3")).allocations[0].slots == 3
+    assert the(decisions.PlanChosen, regain_contact(d, "n3")).allocations[0].slots == 3
     assert task_of(d, task).target == seats
 
 
@@ -61,16 +61,16 @@ def test_a_rank_with_state_is_kept_until_all_losses_are_known(d: Driver) -> None
     task = d.running(spec(slots={"min": 2, "max": 10}, throughput={2: 2e12, 6: 6e12, 10: 1e13}))
     d.progress(task, 5)
     failed(d, task, 0)
-    silence(d, "n2")
+    lose_contact(d, "n2")
     second = task_of(d, task).target[2].slot.node
-    silence(d, second)
+    lose_contact(d, second)
     assert len(task_of(d, task).target) == 6
     for rank in task_of(d, task).living_members():
         if rank.slot.node != second:
             d.quiesced(task, rank.rank)
     late = d.due(f"silent/{task}/1")
-    told = [kind for kind in kinds(late) if kind != "IncidentEscalated"]
-    assert told == ["PlanChosen", "TaskPlaced", "Reconfigure", "StopRank", "StopRank"]
+    decided = [kind for kind in kinds(late) if kind != "IncidentEscalated"]
+    assert decided == ["PlanChosen", "TaskPlaced", "Reconfigure", "StopRank", "StopRank"]
     assert len(the(o.Reconfigure, late).members) == 6
     d.obey(late)
     d.progress(task)
@@ -78,7 +78,7 @@ def test_a_rank_with_state_is_kept_until_all_losses_are_known(d: Driver) -> None
 
 @pytest.mark.nodes(4, slots=1)
 def test_a_plan_names_tasks_kept_on_unreachable_nodes(d: Driver, task: int) -> None:
-    silence(d, "n3")
+    lose_contact(d, "n3")
     other = d.submit(spec(name="beta", slots={"min": 1, "max": 1}))
     plan = the(decisions.PlanChosen, d.log[-6:])
     assert [x.task for x in plan.allocations] == [other]
@@ -87,24 +87,24 @@ def test_a_plan_names_tasks_kept_on_unreachable_nodes(d: Driver, task: int) -> N
     assert plan.ideal_waf == plan.waf + kept.waf
     line = record_line.essentials("PlanChosen", msgspec.to_builtins(plan))
     assert f"1 slots, task:slots {other}:1, left alone {task}:3, WAF 4 TFLOP/s, 100 % of" in line
-    told = " ".join(" ".join(cluster.status(seen(d), cluster="test", now_s=d.now_s)).split())
-    assert "plan 4 TFLOP/s of 4 TFLOP/s with every slot (100.0 %)" in told
-    assert "slots 4 train (1 of them on an unreachable node), 0 idle, 0 out" in told
-    assert ", its ranks go on: look at its machine and network" in told
+    text = " ".join(" ".join(cluster.status(seen(d), cluster="test", now_s=d.now_s)).split())
+    assert "plan 4 TFLOP/s of 4 TFLOP/s with every slot (100.0 %)" in text
+    assert "slots 4 train (1 of them on an unreachable node), 0 idle, 0 out" in text
+    assert ", its ranks go on: look at its machine and network" in text
 
 
 @pytest.mark.parametrize("first", ["failed", "silent"])
 def test_two_nodes_lost_together_are_both_lost_in_time(d: Driver, task: int, first: str) -> None:
     if first == "failed":
         failed(d, task, 0)
-        told = silence(d, "n2")
-        assert silence(d, "n3") == d.log[-1:]
+        records = lose_contact(d, "n2")
+        assert lose_contact(d, "n3") == d.log[-1:]
     else:
-        silence(d, "n2")
-        silence(d, "n3")
-        told = failed(d, task, 0)
-    assert the(decisions.IncidentOpened, told).node == "n2"
-    assert lasts_s(d, f"silent/{task}/1") <= d.state.policy.evidence_s_max
+        lose_contact(d, "n2")
+        lose_contact(d, "n3")
+        records = failed(d, task, 0)
+    assert the(decisions.IncidentOpened, records).node == "n2"
+    assert time_left_s(d, f"silent/{task}/1") <= d.state.policy.evidence_s_max
     late = d.due(f"silent/{task}/1")
     assert kinds(late)[:2] == ["IncidentEscalated"] * 2
     assert [x.body.why for x in only(decisions.IncidentEscalated, late)][1] == (
@@ -116,7 +116,7 @@ def test_two_nodes_lost_together_are_both_lost_in_time(d: Driver, task: int, fir
     assert len(d.state.incidents) == 1
     assert not [x for x in d.state.deadlines if not x.startswith("replace/")]
     for node in ("n2", "n3"):
-        d.obey(hear(d, node))
+        d.obey(regain_contact(d, node))
     d.progress(task)
     assert len(task_of(d, task).members) == 3
     assert task_of(d, task).iterations_lost == 0
@@ -124,9 +124,9 @@ def test_two_nodes_lost_together_are_both_lost_in_time(d: Driver, task: int, fir
 
 def test_two_nodes_lost_together_while_healing_is_paused(d: Driver, task: int) -> None:
     failed(d, task, 0)
-    silence(d, "n2")
+    lose_contact(d, "n2")
     d.tell("operator/freeze", r.HealingFrozen(reason="a change of switches"))
-    silence(d, "n3")
+    lose_contact(d, "n3")
     d.obey(d.due(f"silent/{task}/1"))
     d.progress(task)
     assert [x.rank for x in task_of(d, task).members] == [0]
@@ -137,12 +137,12 @@ def test_two_nodes_lost_together_while_healing_is_paused(d: Driver, task: int) -
 def test_a_reachable_slow_member_keeps_its_deadline(d: Driver, task: int) -> None:
     lost = d.exit(task, 0)
     assert kinds(lost)[:2] == ["IncidentOpened", "Quiesce"]
-    silence(d, "n3")
+    lose_contact(d, "n3")
     assert f"silent/{task}/1" not in d.state.deadlines, "rank 1 is slow, but its node is reachable"
-    assert lasts_s(d, f"quiesce/{task}/1") > 59
+    assert time_left_s(d, f"quiesce/{task}/1") > 59
     d.quiesced(task, 1)
-    assert lasts_s(d, f"silent/{task}/1") == d.state.policy.evidence_s_max
-    assert lasts_s(d, f"quiesce/{task}/1") > 59
+    assert time_left_s(d, f"silent/{task}/1") == d.state.policy.evidence_s_max
+    assert time_left_s(d, f"quiesce/{task}/1") > 59
     d.obey(d.due(f"silent/{task}/1"))
     assert [x.rank for x in task_of(d, task).members] == [1]
     d.obey(only(o.StartRank, lost))
@@ -158,18 +158,18 @@ def test_a_node_lost_while_a_generation_is_built(d: Driver, task: int, is_known:
     d.quiesced(task, 1)
     built = d.quiesced(task, 2)
     assert the(o.Reconfigure, built).generation == 2
-    told = silence(d, "n3")
-    assert lasts_s(d, f"reconfigure/{task}/2") > 20
+    records = lose_contact(d, "n3")
+    assert time_left_s(d, f"reconfigure/{task}/2") > 20
     if is_known:
-        told = d.tell(d.source("n2"), r.ReconfigureFailed(
+        records = d.tell(d.source("n2"), r.ReconfigureFailed(
             task=task, rank=1, attempt=1, generation=2, error="closed by peer"))
     else:
-        assert told == d.log[-1:]
-        assert lasts_s(d, f"silent/{task}/2") == d.state.policy.evidence_s_max
-        told = d.due(f"silent/{task}/2")
-    lost = [x.body for x in only(decisions.IncidentEscalated, told) if x.body.severity == "SEV1"]
+        assert records == d.log[-1:]
+        assert time_left_s(d, f"silent/{task}/2") == d.state.policy.evidence_s_max
+        records = d.due(f"silent/{task}/2")
+    lost = [x.body for x in only(decisions.IncidentEscalated, records) if x.body.severity == "SEV1"]
     assert [(x.node, x.ranks) for x in lost] == [("n3", (2,))]
-    d.obey(told)
+    d.obey(records)
     d.progress(task)
     assert [x.rank for x in task_of(d, task).members][:1] == [1]
     assert d.state.nodes["n3"].health == "lost"
@@ -178,11 +178,11 @@ def test_a_node_lost_while_a_generation_is_built(d: Driver, task: int, is_known:
 
 def test_a_node_that_is_reachable_again_has_its_full_deadline(d: Driver, task: int) -> None:
     failed(d, task, 0)
-    silence(d, "n2")
-    silence(d, "n3")
-    hear(d, "n3")
+    lose_contact(d, "n2")
+    lose_contact(d, "n3")
+    regain_contact(d, "n3")
     assert f"silent/{task}/1" not in d.state.deadlines
-    assert lasts_s(d, f"quiesce/{task}/1") > 59
+    assert time_left_s(d, f"quiesce/{task}/1") > 59
     d.obey(d.quiesced(task, 2))
     d.progress(task)
     assert [x.rank for x in task_of(d, task).members] == [0, 2]
@@ -192,13 +192,13 @@ def test_a_node_that_is_reachable_again_has_its_full_deadline(d: Driver, task: i
 
 def test_unreachable_ranks_that_alone_have_the_state(d: Driver, task: int) -> None:
     """A restart without these ranks would lose iterations, and their nodes may return."""
-    silence(d, "n2")
-    silence(d, "n3")
+    lose_contact(d, "n2")
+    lose_contact(d, "n3")
     lost = d.exit(task, 0)
     assert kinds(lost) == ["IncidentOpened", "Quiesce", "StartRank"]
     assert f"silent/{task}/1" not in d.state.deadlines
     for node in ("n2", "n3"):
-        hear(d, node)
+        regain_contact(d, node)
     d.obey(lost)
     d.progress(task)
     assert len(task_of(d, task).members) == 3
@@ -208,10 +208,10 @@ def test_unreachable_ranks_that_alone_have_the_state(d: Driver, task: int) -> No
 def test_at_a_boundary_an_unreachable_node_is_not_waited_for(d: Driver) -> None:
     task = d.running(spec(slots={"min": 1, "max": 2}))
     d.tell("operator/drain", r.NodeDrained(node="n2"))
-    begun = d.do(next(x.body for x in d.log[::-1] if isinstance(x.body, o.StartRank)))
-    assert the(o.Quiesce, begun).mode == "boundary"
+    ready = d.do(next(x.body for x in d.log[::-1] if isinstance(x.body, o.StartRank)))
+    assert the(o.Quiesce, ready).mode == "boundary"
     d.quiesced(task, 0)
-    assert kinds(silence(d, "n2")) == []
+    assert kinds(lose_contact(d, "n2")) == []
     d.obey(d.due(f"silent/{task}/1"))
     assert [x.rank for x in task_of(d, task).members] == [0, 2]
     d.progress(task)
@@ -224,7 +224,7 @@ def test_an_unreachable_node_does_not_interrupt_a_save(d: Driver) -> None:
     saved = d.save(task, 0)
     for rank in (0, 1):
         d.quiesced(task, rank)
-    silence(d, "n3")
+    lose_contact(d, "n3")
     late = d.due(f"silent/{task}/1")
     assert "StopRank" not in kinds(late), "no checkpoint is published yet"
     d.obey([*late, *saved])
@@ -237,7 +237,7 @@ def test_a_new_rank_does_not_keep_a_task_on_a_lost_node(d: Driver) -> None:
     task = d.running(spec(slots={"min": 1, "max": 1}))
     home = task_of(d, task).target[0].slot.node
     moved = d.tell("operator/drain", r.NodeDrained(node=home))
-    silence(d, home)
+    lose_contact(d, home)
     assert kinds(d.obey(only(o.StartRank, moved))) == []
     new = d.due(f"replace/{home}")
     assert kinds(new) == ["IncidentOpened", "PlanChosen", "Reconfigure"]
@@ -273,7 +273,7 @@ def test_no_generation_begins_if_all_new_ranks_have_errors(d: Driver) -> None:
     task = d.running(spec(slots={"min": 1, "max": 1}))
     home = task_of(d, task).target[0].slot.node
     moved = d.tell("operator/drain", r.NodeDrained(node=home))
-    silence(d, home)
+    lose_contact(d, home)
     d.obey(only(o.StartRank, moved))
     errored(d, task, 1)
     d.join(home, incarnation=2, slots=1)

@@ -32,14 +32,14 @@ def deadline(task: int, rank: int = VICTIM, attempt: int = 1) -> str:
 
 
 def test_a_stopped_rank_is_ended(d: Driver, task: int) -> None:
-    told = suspended(d, task)
-    assert kinds(told) == []
-    (since,) = told
+    records = suspended(d, task)
+    assert kinds(records) == []
+    (stopped,) = records
     assert d.state.deadlines[deadline(task)].length_s == d.state.policy.stopped_s_max == 2.0
     late = d.due(deadline(task))
     opened = the(decisions.IncidentOpened, late)
     assert (opened.severity, opened.status, opened.why) == ("SEV2", "task hang", WHY)
-    assert opened.evidence == (since.seq, late[0].seq)
+    assert opened.evidence == (stopped.seq, late[0].seq)
     assert (opened.node, opened.ranks) == ("n2", (VICTIM,))
     assert the(o.Quiesce, late).mode == "now"
     stop = the(o.StopRank, late)
@@ -51,7 +51,7 @@ def test_a_stopped_rank_is_ended(d: Driver, task: int) -> None:
     assert task_of(d, task).ranks[VICTIM].attempt == 2
     closed = the(decisions.IncidentClosed, d.progress(task))
     assert (closed.outcome, closed.iterations_lost, closed.ckpt_read) == ("healed", 0, False)
-    assert closed.pause_s == pytest.approx(d.now_s - since.at_s), "the pause begins at the stop"
+    assert closed.pause_s == pytest.approx(d.now_s - stopped.at_s), "the pause begins at the stop"
 
 
 def test_a_rank_that_continues_in_time_changes_nothing(d: Driver, task: int) -> None:
@@ -74,8 +74,8 @@ def test_repeated_and_stale_stops_change_nothing(d: Driver, task: int) -> None:
     assert d.state.deadlines[deadline(task)].due_s == due_s
     for attempt, rank in ((7, VICTIM), (1, 9)):
         for kind in (r.RankSuspended, r.RankContinued):
-            told = d.tell("n2/1", kind(task=task, rank=rank, attempt=attempt, pid=1))
-            assert kinds(told) == []
+            records = d.tell("n2/1", kind(task=task, rank=rank, attempt=attempt, pid=1))
+            assert kinds(records) == []
     assert list(d.state.deadlines) == [deadline(task)]
     d.obey(d.due(deadline(task)))
     assert task_of(d, task).ranks[VICTIM].attempt == 2
@@ -117,13 +117,13 @@ def test_a_stopped_rank_that_is_not_ready_yet(d: Driver) -> None:
 
 
 def test_a_stopped_rank_that_a_transition_waits_for(d: Driver, task: int) -> None:
-    begun = d.exit(task, 3)
+    records = d.exit(task, 3)
     for rank in (0, 1):
         d.quiesced(task, rank)
     suspended(d, task)
     late = d.due(deadline(task))
     assert the(decisions.IncidentEscalated, late).why == WHY
-    d.obey([x for x in begun if isinstance(x.body, o.StartRank)] + late)
+    d.obey([x for x in records if isinstance(x.body, o.StartRank)] + late)
     d.progress(task)
     assert the(decisions.IncidentClosed, d.log[-1:]).iterations_lost == 0
     assert {m.rank: m.attempt for m in task_of(d, task).members} == {0: 1, 1: 1, 2: 2, 3: 2}
@@ -146,10 +146,10 @@ def test_a_stopped_member_of_a_generation_that_is_built(d: Driver, task: int) ->
 
 def test_a_task_that_is_cancelled_is_only_ended(d: Driver, task: int) -> None:
     suspended(d, task)
-    told = d.tell("operator/c", r.TaskCancelRequested(task=task))
+    records = d.tell("operator/c", r.TaskCancelRequested(task=task))
     assert deadline(task) not in d.state.deadlines
-    assert {x.body.grace_s for x in only(o.StopRank, told)} == {d.state.policy.stop_s_max}
-    d.obey(told)
+    assert {x.body.grace_s for x in only(o.StopRank, records)} == {d.state.policy.stop_s_max}
+    d.obey(records)
     assert task_of(d, task).outcome == "cancelled"
     assert not only(decisions.IncidentOpened, d.log)
 
@@ -173,13 +173,13 @@ def test_a_stopped_rank_that_has_finished(d: Driver, task: int) -> None:
 
 
 def test_a_stopped_rank_with_an_error(d: Driver, task: int) -> None:
-    told = d.tell("n2/1", r.RankErrored(task=task, rank=VICTIM, attempt=1, generation=1,
-                                        iteration=1, error="RuntimeError", text="no"))
+    records = d.tell("n2/1", r.RankErrored(task=task, rank=VICTIM, attempt=1, generation=1,
+                                           iteration=1, error="RuntimeError", text="no"))
     suspended(d, task)
     late = d.due(deadline(task))
     assert not only(decisions.IncidentEscalated, late), "its fault is recorded already"
     assert the(o.StopRank, late).rank == VICTIM
-    d.obey(told + late)
+    d.obey(records + late)
     d.progress(task)
     assert [x.body.outcome for x in only(decisions.IncidentClosed, d.log)] == ["healed"]
 
@@ -197,32 +197,32 @@ def test_a_command_that_is_stopped_is_left_alone(d: Driver) -> None:
 def test_the_view_shows_a_stopped_rank_and_a_waf_of_0(d: Driver, task: int) -> None:
     assert view(d.state)["tasks"][0]["waf"] > 0
     suspended(d, task)
-    (told,) = view(d.state)["tasks"]
-    assert [x["state"] for x in told["ranks"]] == ["member", "member", "stopped", "member"]
-    assert told["waf"] == 0
+    (shown,) = view(d.state)["tasks"]
+    assert [x["state"] for x in shown["ranks"]] == ["member", "member", "stopped", "member"]
+    assert shown["waf"] == 0
     d.due(deadline(task))
     assert [x["state"] for x in view(d.state)["tasks"][0]["ranks"]][VICTIM] == "stopping"
 
 
 # --- healing paused, unreachable nodes, new leaders ---------------------------------------------
-@pytest.mark.parametrize("held", ["frozen", "observing"])
-def test_while_paused_a_stopped_rank_is_only_reported(d: Driver, task: int, held: str) -> None:
-    hold(d, held)
+@pytest.mark.parametrize("how", ["frozen", "observing"])
+def test_while_paused_a_stopped_rank_is_only_reported(d: Driver, task: int, how: str) -> None:
+    pause(d, how)
     suspended(d, task)
     late = d.due(deadline(task))
     assert kinds(late) == ["IncidentOpened", "OrderSuppressed"]
     assert "stop rank 2: it is stopped (SIGSTOP)" in the(decisions.OrderSuppressed, late).what
     d.progress(task)  # a late report of an iteration before the stop
     assert not only(decisions.IncidentClosed, d.log)
-    d.obey(let_go(d, held))
+    d.obey(resume(d, how))
     d.progress(task)
     assert task_of(d, task).healed == 1
     assert task_of(d, task).ranks[VICTIM].attempt == 2
 
 
-@pytest.mark.parametrize("held", ["frozen", "observing"])
-def test_while_paused_a_rank_may_continue(d: Driver, task: int, held: str) -> None:
-    hold(d, held)
+@pytest.mark.parametrize("how", ["frozen", "observing"])
+def test_while_paused_a_rank_may_continue(d: Driver, task: int, how: str) -> None:
+    pause(d, how)
     suspended(d, task)
     d.due(deadline(task))
     d.now_s += 30
@@ -230,19 +230,19 @@ def test_while_paused_a_rank_may_continue(d: Driver, task: int, held: str) -> No
     closed = the(decisions.IncidentClosed, d.progress(task))
     assert (closed.outcome, closed.iterations_lost) == ("healed", 0)
     assert closed.pause_s > 30
-    assert not only(o.StopRank, let_go(d, held))
+    assert not only(o.StopRank, resume(d, how))
     assert task_of(d, task).ranks[VICTIM].attempt == 1
 
 
-def hold(d: Driver, held: str) -> None:
-    if held == "frozen":
+def pause(d: Driver, how: str) -> None:
+    if how == "frozen":
         d.tell("operator/freeze", r.HealingFrozen(reason="a change of switches"))
     else:
         d.tell("leader/abc", r.PolicySet(policy=policy.Policy(observe=True)))
 
 
-def let_go(d: Driver, held: str) -> list[Record]:
-    if held == "frozen":
+def resume(d: Driver, how: str) -> list[Record]:
+    if how == "frozen":
         return d.tell("operator/thaw", r.HealingResumed())
     return d.tell("leader/abc", r.PolicySet(policy=policy.Policy()))
 

@@ -18,12 +18,12 @@ from unicron.events.records.envelope import Record
 # --- nodes --------------------------------------------------------------------------------------
 def test_an_unreachable_node_is_not_lost(d: Driver, task: int) -> None:
     leader = f"leader/{d.state.nonce}"
-    silenced = d.tell(leader, r.NodeUnreachable(node="n2", incarnation=1, silence_s=5.0))
-    assert kinds(silenced) == []
+    unreachable = d.tell(leader, r.NodeUnreachable(node="n2", incarnation=1, silence_s=5.0))
+    assert kinds(unreachable) == []
     assert kinds(d.progress(task)) == []
     assert kinds(d.due("replace/n2")) == [], "the task has ranks elsewhere"
-    heard = d.tell(leader, r.NodeReachable(node="n2", incarnation=1))
-    assert [x for x in kinds(heard) if x not in ("PlanChosen",)] == []
+    reachable = d.tell(leader, r.NodeReachable(node="n2", incarnation=1))
+    assert [x for x in kinds(reachable) if x not in ("PlanChosen",)] == []
     assert d.state.nodes["n2"].health == "healthy"
 
 
@@ -31,11 +31,11 @@ def test_an_unreachable_node_is_not_lost(d: Driver, task: int) -> None:
 def test_two_sources_make_a_node_lost(d: Driver, task: int, first: str) -> None:
     leader = f"leader/{d.state.nonce}"
 
-    def silence() -> list[Record]:
+    def lose_contact() -> list[Record]:
         return d.tell(leader, r.NodeUnreachable(node="n2", incarnation=1, silence_s=5.0))
 
-    records = silence() if first == "silence" else failed(d, task, 0)
-    records += failed(d, task, 0) if first == "silence" else silence()
+    records = lose_contact() if first == "silence" else failed(d, task, 0)
+    records += failed(d, task, 0) if first == "silence" else lose_contact()
     opened = the(decisions.IncidentOpened, records)
     assert (opened.severity, opened.status, opened.node) == ("SEV1", "lost connection", "n2")
     assert opened.ranks == (2, 3)
@@ -48,10 +48,10 @@ def test_two_sources_make_a_node_lost(d: Driver, task: int, first: str) -> None:
     d.obey(more)
     assert the(decisions.IncidentClosed, d.progress(task)).outcome == "healed"
     # reachable again: its orphaned ranks are stopped before its slots are used
-    heard = d.tell(leader, r.NodeReachable(node="n2", incarnation=1))
-    assert kinds(heard) == [
+    reachable = d.tell(leader, r.NodeReachable(node="n2", incarnation=1))
+    assert kinds(reachable) == [
         "StopRank", "StopRank", "SetCheckpointStores", "PlanChosen", "TaskPlaced"]
-    records = d.obey(heard)
+    records = d.obey(reachable)
     d.progress(task)
     assert len(task_of(d, task).living_members()) == 4
 
@@ -116,17 +116,17 @@ def test_a_waiting_task_has_a_price(d: Driver) -> None:
     second = d.submit(beta)
     logged = the(decisions.TaskWaiting, d.log[-1:])
     assert (logged.why, logged.needs) == (pending.NOT_CHOSEN, ""), "the rest is computed on request"
-    told = waits_of(d, second)
-    assert (told.why, told.needs) == ("alpha earns more with the slots",
-                                      "more slots, or weight 1.27")
-    assert told.cost_waf == 2.0
-    assert told.weight_from == pytest.approx((30.15 - 20) / 8, rel=1e-4)
+    waits = waits_of(d, second)
+    assert (waits.why, waits.needs) == ("alpha earns more with the slots",
+                                        "more slots, or weight 1.27")
+    assert waits.cost_waf == 2.0
+    assert waits.weight_from == pytest.approx((30.15 - 20) / 8, rel=1e-4)
     shown = view(d.state, explain=True)
-    assert shown["tasks"][1]["weight_from"] == told.weight_from
+    assert shown["tasks"][1]["weight_from"] == waits.weight_from
     assert shown["cluster"]["computed_by"] == DECIDER_VERSION
-    below = d.tell("operator/below", r.TaskWeightSet(task=second, weight=told.weight_from * 0.999))
+    below = d.tell("operator/below", r.TaskWeightSet(task=second, weight=waits.weight_from * 0.999))
     assert "TaskPlaced" not in kinds(below)
-    above = d.tell("operator/above", r.TaskWeightSet(task=second, weight=told.weight_from * 1.001))
+    above = d.tell("operator/above", r.TaskWeightSet(task=second, weight=waits.weight_from * 1.001))
     assert len(task_of(d, second).target) == len(task_of(d, first).target) == 2
     d.obey(above)
     assert task_of(d, second).phase == "training"
@@ -146,11 +146,11 @@ def test_slots_that_others_would_get_first_are_not_named(d: Driver) -> None:
     d.join("n3", slots=4)
     first = d.running(spec(slots={"min": 3, "max": 4}, throughput={3: 30.0, 4: 31.0}, weight=9.0))
     d.submit(spec(name="beta", slots={"min": 3, "max": 3}, throughput={3: 90.0}))
-    hold = d.submit(spec(name="hold", slots={"sizes": [4]}, throughput={4: 1.0}))
-    assert waits_of(d, hold).needs.startswith("more slots, or weight ")
+    waiting = d.submit(spec(name="hold", slots={"sizes": [4]}, throughput={4: 1.0}))
+    assert waits_of(d, waiting).needs.startswith("more slots, or weight ")
     d.join("n4", slots=4)
     assert len(task_of(d, first).target) == 4
-    assert not task_of(d, hold).target
+    assert not task_of(d, waiting).target
 
 
 def test_a_cancelled_waiting_task_has_no_price(d: Driver) -> None:
@@ -244,10 +244,10 @@ def test_a_superseded_final_checkpoint_fails_no_task(d: Driver, task: int) -> No
 
     def save(node: str) -> int:
         generation = task_of(d, task).generation
-        told = d.tell(d.source(node), r.CheckpointSaved(
+        records = d.tell(d.source(node), r.CheckpointSaved(
             task=task, generation=generation, step_version=50,
             path=f"gen-{generation}/iter-50", ckpt_bytes=9, final=True))
-        return next(x.seq for x in told if isinstance(x.body, o.PublishCheckpoint))
+        return next(x.seq for x in records if isinstance(x.body, o.PublishCheckpoint))
 
     first = save("n1")
     d.obey(d.exit(task, 2))
@@ -268,9 +268,9 @@ def test_all_exits_without_a_final_checkpoint_are_a_fault(d: Driver, task: int) 
 
 def test_a_stale_generation_publishes_nothing(d: Driver, task: int) -> None:
     d.obey(d.exit(task, 2))
-    told = d.tell(d.source("n1"), r.CheckpointSaved(
+    records = d.tell(d.source("n1"), r.CheckpointSaved(
         task=task, generation=1, step_version=50, path="gen-1/iter-50", ckpt_bytes=9, final=True))
-    assert kinds(told) == []
+    assert kinds(records) == []
     d.progress(task)
 
 
@@ -340,11 +340,11 @@ def test_command_fails_for_good(d: Driver, command: int) -> None:
 
 def test_wrong_input_ends_a_task_that_never_stepped_at_once(d: Driver) -> None:
     task = d.submit(spec())
-    told = d.tell(d.source("n1"), r.RankErrored(
+    records = d.tell(d.source("n1"), r.RankErrored(
         task=task, rank=0, attempt=1, generation=0, iteration=0, error="UsageError",
         text="train.data: /x: No such file or directory"))
-    assert "IncidentClosed" in kinds(told)
-    assert the(decisions.IncidentClosed, told).why.startswith(
+    assert "IncidentClosed" in kinds(records)
+    assert the(decisions.IncidentClosed, records).why.startswith(
         "it cannot start: rank 0: train.data: /x")
     assert d.state.tasks[task].ending == "failed"
 
@@ -353,9 +353,9 @@ def test_wrong_input_of_a_new_rank_ends_no_training_task(d: Driver, task: int) -
     lost = d.exit(task, 2)
     d.obey(lost, start=False)
     d.progress(task, 2)
-    told = d.tell(d.source("n2"), r.RankErrored(
+    records = d.tell(d.source("n2"), r.RankErrored(
         task=task, rank=2, attempt=2, generation=0, iteration=0, error="UsageError", text="no"))
-    assert "IncidentClosed" not in kinds(told)
+    assert "IncidentClosed" not in kinds(records)
     assert d.state.tasks[task].ending == ""
 
 

@@ -145,9 +145,9 @@ def test_late_progress_from_before_a_fault_does_not_end_its_pause(d: Driver, tas
 def test_an_iteration_without_a_finite_loss_counts(d: Driver, task: int) -> None:
     d.obey(d.exit(task, 2))
     it = task_of(d, task)
-    told = d.tell(d.source("n1"), r.LossNotFinite(
+    records = d.tell(d.source("n1"), r.LossNotFinite(
         task=task, generation=it.generation, iteration=1, text="nan"))
-    assert kinds(told) == ["IncidentClosed"]
+    assert kinds(records) == ["IncidentClosed"]
     assert (it.iteration, it.loss) == (2, None)
 
 
@@ -303,22 +303,22 @@ def test_repeated_iterations_are_no_progress(d: Driver) -> None:
 
 
 def test_an_error_before_the_exit_is_one_incident(d: Driver, task: int) -> None:
-    told = d.tell(d.source("n2"), r.RankErrored(
+    records = d.tell(d.source("n2"), r.RankErrored(
         task=task, rank=2, attempt=1, generation=1, iteration=1, error="illegal memory access",
         text="Traceback:\n  line 3\nCUDAError: an illegal memory access was encountered\n"))
-    assert kinds(told) == ["IncidentOpened"]
-    opened = the(decisions.IncidentOpened, told)
+    assert kinds(records) == ["IncidentOpened"]
+    opened = the(decisions.IncidentOpened, records)
     assert opened.why == "rank 2: CUDAError: an illegal memory access was encountered"
-    assert the(decisions.IncidentOpened, told).status == "illegal memory access"
+    assert the(decisions.IncidentOpened, records).status == "illegal memory access"
     assert kinds(d.exit(task, 2, code=1)) == ["Quiesce", "StartRank"]
     assert len(d.state.incidents) == 1
 
 
 def test_a_hardware_error_disables_the_slot(d: Driver, task: int) -> None:
-    told = d.tell(d.source("n2"), r.RankErrored(
+    records = d.tell(d.source("n2"), r.RankErrored(
         task=task, rank=2, attempt=1, generation=1, iteration=1, error="ECC errors", text="row 7"))
-    assert kinds(told) == ["IncidentOpened", "PlanChosen", "TaskPlaced", "Quiesce"]
-    assert the(decisions.IncidentOpened, told).severity == "SEV1"
+    assert kinds(records) == ["IncidentOpened", "PlanChosen", "TaskPlaced", "Quiesce"]
+    assert the(decisions.IncidentOpened, records).severity == "SEV1"
     assert [seat.rank for seat in task_of(d, task).target] == [0, 1, 3]
     d.quiesced(task, 0)
     d.exit(task, 2, code=1)
@@ -353,9 +353,9 @@ def test_a_failure_on_the_way_to_a_boundary(d: Driver, task: int) -> None:
     d.progress(task)
     d.do(lost[-1].body)
     assert (task_of(d, task).phase, task_of(d, task).mode) == ("quiescing", "boundary")
-    told = failed(d, task, 0)
-    assert kinds(told) == ["Quiesce"]
-    assert the(o.Quiesce, told).mode == "now"
+    records = failed(d, task, 0)
+    assert kinds(records) == ["Quiesce"]
+    assert the(o.Quiesce, records).mode == "now"
 
 
 def test_reattempts_that_do_not_help_become_restarts(d: Driver, task: int) -> None:

@@ -28,7 +28,7 @@ def task(d: Driver) -> int:
     return running(d)
 
 
-def went_on(d: Driver, task: int) -> list[Record]:
+def unstalled(d: Driver, task: int) -> list[Record]:
     process = task_of(d, task).ranks[TELLER]
     return d.tell(d.source(process.slot.node), r.RankUnstalled(
         task=task, rank=TELLER, attempt=process.attempt, generation=0, iteration=40,
@@ -47,16 +47,16 @@ def test_by_default_a_silent_command_is_only_reported(d: Driver) -> None:
     seen = view(d.state)
     lines = cluster.status(seen, cluster="test", now_s=d.now_s)
     check("status-unprinted", lines, columns_max=100)
-    (news,) = [line for line in lines if line.startswith("NEEDS YOU")]
-    assert "has printed no line of progress for 12 min, an iteration took 1.0 s" in news
+    (notice,) = [line for line in lines if line.startswith("NEEDS YOU")]
+    assert "has printed no line of progress for 12 min, an iteration took 1.0 s" in notice
     lines = task_screen.task_status(seen, shown(d, task), history(d.log), now_s=d.now_s)
     check("task-unprinted", lines)
-    went_on(d, task)
+    unstalled(d, task)
     assert not shown(d, task)["stands"]
 
 
 def test_with_hang_after_s_the_command_restarts(d: Driver, task: int) -> None:
-    (told,) = stalled(d, task)
+    (stall,) = stalled(d, task)
     (name,) = deadlines(d)
     assert d.state.deadlines[name].due_s - d.now_s == pytest.approx(AFTER_S - 61)
     late = d.due(name)
@@ -64,7 +64,7 @@ def test_with_hang_after_s_the_command_restarts(d: Driver, task: int) -> None:
     assert (opened.severity, opened.status, opened.ranks) == ("SEV2", "task hang", (TELLER,))
     assert opened.why == ("rank 3 on n2 has printed no line of progress since iteration 30 and "
                           "sleeps in futex, an iteration took 1 s, 600 s ago")
-    assert opened.evidence == (told.seq, late[0].seq)
+    assert opened.evidence == (stall.seq, late[0].seq)
     stops = {x.body.rank: x.body.grace_s for x in only(o.StopRank, late)}
     assert stops.pop(TELLER) == 0.0
     assert set(stops) == {0, 1, 2}
@@ -80,8 +80,8 @@ def test_with_hang_after_s_the_command_restarts(d: Driver, task: int) -> None:
 def test_a_printed_line_ends_the_hang(d: Driver, task: int, how: str) -> None:
     stalled(d, task)
     (name,) = deadlines(d)
-    told = went_on(d, task) if how == "went on" else printed(d, task, 40)
-    assert not only(o.StopRank, told)
+    records = unstalled(d, task) if how == "went on" else printed(d, task, 40)
+    assert not only(o.StopRank, records)
     assert deadlines(d) == []
     assert not task_of(d, task).stalls
     d.tell("leader/abc", r.DeadlineReached(deadline=name))
@@ -93,7 +93,7 @@ def test_while_paused_a_printed_line_clears_the_timeout(d: Driver, task: int) ->
     stalled(d, task)
     assert not only(o.StopRank, d.due(deadlines(d)[0]))
     assert task_of(d, task).ranks[TELLER].timeout_reason
-    went_on(d, task)
+    unstalled(d, task)
     assert not task_of(d, task).ranks[TELLER].timeout_reason
 
 
@@ -106,11 +106,11 @@ def test_output_of_another_process_does_not_count(d: Driver, task: int) -> None:
 def test_no_restart_while_its_node_is_unreachable_or_a_rank_stopped(d: Driver, task: int) -> None:
     stalled(d, task)
     process = task_of(d, task).ranks[0]
-    tell = d.source(process.slot.node)
-    d.tell(tell, r.RankSuspended(task=task, rank=0, attempt=1, pid=process.pid))
+    source = d.source(process.slot.node)
+    d.tell(source, r.RankSuspended(task=task, rank=0, attempt=1, pid=process.pid))
     assert kinds(d.due(deadlines(d)[0])) == []
     assert len(deadlines(d)) == 1
-    d.tell(tell, r.RankContinued(task=task, rank=0, attempt=1, pid=process.pid))
+    d.tell(source, r.RankContinued(task=task, rank=0, attempt=1, pid=process.pid))
     node = task_of(d, task).ranks[TELLER].slot.node
     d.tell("leader/abc", r.NodeUnreachable(node=node, incarnation=1, silence_s=6.0))
     assert not only(o.StopRank, d.due(deadlines(d)[0]))
@@ -133,13 +133,13 @@ def test_hangs_of_a_command_use_the_restart_budget(d: Driver, task: int) -> None
         "a hang of a command is no fault of a node or slot")
 
 
-@pytest.mark.parametrize(("more", "said"), [
+@pytest.mark.parametrize(("more", "message"), [
     ({"hang_after_s": 0}, "must be above 0"), ({"hang_after_s": -1.0}, "must be above 0"),
     ({"hang_after_s": 1e7}, "at most"), ({"hang_after_s": float("nan")}, "must be above 0"),
     ({"hang_after_s": "1h"}, "a number"),
     ({"hang_after_s": 60, "command": (), "train": {"iterations": 5, "output": "/tmp/x"}},
      "is for a command")])
-def test_the_spec_is_strict(more: dict[str, Any], said: str) -> None:
-    with pytest.raises(SpecError, match=said) as refused:
+def test_the_spec_is_strict(more: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message) as refused:
         parse({"apiVersion": "unicron/v1", "name": "beta", "command": ["true"], **more})
     assert refused.value.path == "hang_after_s"

@@ -15,8 +15,8 @@ from unicron.events.records import reports as r
 
 def test_a_rank_that_did_not_enter_restarts(d: Driver, task: int) -> None:
     seqs = hung(d, task, VICTIM)
-    held = d.state.deadlines[deadline(d, task)]
-    assert held.due_s - d.now_s == pytest.approx(NORMAL_S, abs=0.05), "one more iteration"
+    timeout = d.state.deadlines[deadline(d, task)]
+    assert timeout.due_s - d.now_s == pytest.approx(NORMAL_S, abs=0.05), "one more iteration"
     late = d.due(deadline(d, task))
     opened = the(decisions.IncidentOpened, late)
     assert (opened.severity, opened.status, opened.ranks) == ("SEV2", "task hang", (VICTIM,))
@@ -78,8 +78,8 @@ def test_a_hang_in_an_iteration_that_others_finished(d: Driver, task: int) -> No
 
 def test_a_hang_on_the_way_to_a_boundary(d: Driver, task: int) -> None:
     """The task must leave its slots at the end of the iteration, but the iteration does not end."""
-    told = d.tell("operator/drain", r.NodeDrained(node="n2", reason="fans"))
-    assert the(o.Quiesce, told).mode == "boundary"
+    records = d.tell("operator/drain", r.NodeDrained(node="n2", reason="fans"))
+    assert the(o.Quiesce, records).mode == "boundary"
     hung(d, task, VICTIM)
     late = d.due(deadline(d, task))
     assert the(decisions.IncidentOpened, late).ranks == (VICTIM,)
@@ -171,8 +171,8 @@ def test_ranks_all_in_their_own_work_are_not_restarted(d: Driver, task: int) -> 
     """For example a hung file system: a restart of all would lose their state and not help."""
     hung(d, task, 0, 1, 2, 3)
     assert d.state.deadlines[deadline(d, task)].length_s == pytest.approx(1800.0, abs=2.0)
-    told = view(d.state)["tasks"][0]
-    assert (told["state"], told["stands"]) == ("running", (
+    shown = view(d.state)["tasks"][0]
+    assert (shown["state"], shown["stands"]) == ("running", (
         "all 4 members are stalled outside collectives in iteration 1: a file system, a machine, "
         "or what all of them read"))
     went_on(d, task, 1)
@@ -205,17 +205,17 @@ def test_a_task_of_one_has_no_second_source(d: Driver) -> None:
 
 
 def test_ranks_on_an_unreachable_node_are_unknown(d: Driver, task: int) -> None:
-    there = task_of(d, task).ranks[VICTIM].slot.node
-    d.tell("leader/abc", r.NodeUnreachable(node=there, incarnation=1, silence_s=6.0))
-    heard = [x for x in range(4) if task_of(d, task).ranks[x].slot.node != there]
-    for rank in heard:
+    node = task_of(d, task).ranks[VICTIM].slot.node
+    d.tell("leader/abc", r.NodeUnreachable(node=node, incarnation=1, silence_s=6.0))
+    reachable = [x for x in range(4) if task_of(d, task).ranks[x].slot.node != node]
+    for rank in reachable:
         stalled(d, task, rank, in_s=60.0)
-    waits = locate_hang(d.state, task_of(d, task))
-    assert waits is not None
-    assert (waits.kind, waits.ranks) == ("silent", (2, 3)), "the reachable ranks wait for them"
-    stalled(d, task, heard[0], "own", collective=0, in_s=60.0)
+    hang = locate_hang(d.state, task_of(d, task))
+    assert hang is not None
+    assert (hang.kind, hang.ranks) == ("silent", (2, 3)), "the reachable ranks wait for them"
+    stalled(d, task, reachable[0], "own", collective=0, in_s=60.0)
     late = d.due(deadline(d, task))
-    assert the(decisions.IncidentOpened, late).ranks == (heard[0],), "it stalls in its own work"
+    assert the(decisions.IncidentOpened, late).ranks == (reachable[0],), "it stalls in its own work"
     d.obey(late)
 
 
@@ -252,10 +252,10 @@ def test_a_stopped_rank_that_continues_may_still_hang(d: Driver, task: int) -> N
 
 def test_a_rank_that_dies_during_a_hang_is_the_fault(d: Driver, task: int) -> None:
     hung(d, task, VICTIM)
-    opened = the(decisions.IncidentOpened, told := d.exit(task, VICTIM))
+    opened = the(decisions.IncidentOpened, records := d.exit(task, VICTIM))
     assert opened.status == "exited abnormally"
     assert not [name for name in d.state.deadlines if name.startswith("hang")]
-    d.obey(told)
+    d.obey(records)
     d.progress(task)
     assert task_of(d, task).healed == 1
 
@@ -277,9 +277,9 @@ def test_a_hung_rank_is_ended_when_healing_resumes(d: Driver, task: int) -> None
     d.tell("operator/freeze", r.HealingFrozen(reason="a test"))
     hung(d, task, VICTIM)
     d.due(deadline(d, task))
-    told = d.tell("operator/unfreeze", r.HealingResumed())
-    assert the(o.StopRank, told).rank == VICTIM
-    d.obey(told)
+    records = d.tell("operator/unfreeze", r.HealingResumed())
+    assert the(o.StopRank, records).rank == VICTIM
+    d.obey(records)
     d.progress(task)
     assert len(only(decisions.IncidentOpened, d.log)) == 1
 

@@ -25,9 +25,9 @@ LATE_S = 2.0
 def rejoin(d: Driver, node: str) -> decisions.IncidentOpened:
     """The agent and its ranks are killed. A new agent joins LATE_S later."""
     d.now_s += LATE_S
-    told = d.join(node, incarnation=8)
-    d.obey(told)
-    return the(decisions.IncidentOpened, told)
+    records = d.join(node, incarnation=8)
+    d.obey(records)
+    return the(decisions.IncidentOpened, records)
 
 
 def pause_s(d: Driver, task: int) -> float:
@@ -40,33 +40,33 @@ def test_without_a_sign_the_pause_begins_at_the_next_iteration(d: Driver) -> Non
     task = d.running(spec(slots={"min": 1, "max": 1}))
     name = task_of(d, task).ranks[0].slot.node
     d.progress(task)  # iterations of 0.2 s
-    stood_s = d.now_s + 0.2
+    stalled_s = d.now_s + 0.2
     opened = rejoin(d, name)
     assert opened.why == f"the agent of {name} started again"
     (incident,) = d.state.incidents.values()
-    assert incident.down_since_s == pytest.approx(stood_s)
-    assert pause_s(d, task) == pytest.approx(d.now_s - stood_s)
-    assert d.now_s - stood_s > LATE_S - 0.2
+    assert incident.down_since_s == pytest.approx(stalled_s)
+    assert pause_s(d, task) == pytest.approx(d.now_s - stalled_s)
+    assert d.now_s - stalled_s > LATE_S - 0.2
 
 
 def test_a_collective_that_failed_before_begins_the_pause(d: Driver, task: int) -> None:
-    told = failed(d, task, 0)
+    records = failed(d, task, 0)
     opened = rejoin(d, "n2")
-    assert opened.evidence[0] == told[0].seq
+    assert opened.evidence[0] == records[0].seq
     (incident,) = d.state.incidents.values()
-    assert incident.down_since_s <= told[0].at_s
+    assert incident.down_since_s <= records[0].at_s
 
 
 def test_silence_begins_the_pause_and_is_evidence(d: Driver) -> None:
     task = d.submit(spec(train=None, command=["true"], slots={"min": 4, "max": 4}))
     d.obey(d.log[-20:])
     assert len(task_of(d, task).ranks) == 4
-    silenced = d.tell(f"leader/{d.state.nonce}", r.NodeUnreachable(
+    unreachable = d.tell(f"leader/{d.state.nonce}", r.NodeUnreachable(
         node="n2", incarnation=1, silence_s=1.0))[0]
     opened = rejoin(d, "n2")
-    assert opened.evidence[0] == silenced.seq
+    assert opened.evidence[0] == unreachable.seq
     (incident,) = d.state.incidents.values()
-    assert incident.pause_s == pytest.approx(d.now_s - silenced.at_s, abs=0.1)
+    assert incident.pause_s == pytest.approx(d.now_s - unreachable.at_s, abs=0.1)
     assert incident.pause_s > LATE_S
 
 
@@ -74,10 +74,10 @@ def test_a_pause_begins_no_earlier_than_the_next_iteration(d: Driver) -> None:
     task = d.running(spec(slots={"min": 1, "max": 1}))
     name = task_of(d, task).ranks[0].slot.node
     d.progress(task, times_s=(60.0,))
-    told = d.join(name, incarnation=8)
-    d.obey(told)
+    records = d.join(name, incarnation=8)
+    d.obey(records)
     (incident,) = d.state.incidents.values()
-    assert incident.down_since_s == told[0].at_s
+    assert incident.down_since_s == records[0].at_s
 
 
 def test_a_lost_node_paused_the_task_since_others_waited(d: Driver, task: int) -> None:
@@ -86,11 +86,11 @@ def test_a_lost_node_paused_the_task_since_others_waited(d: Driver, task: int) -
     for rank in (0, 1):
         stalled(d, task, rank)
     d.now_s += LATE_S
-    told = d.due(f"hang/{task}/{task_of(d, task).generation}")
-    assert the(decisions.IncidentOpened, told).node == "n2"
+    records = d.due(f"hang/{task}/{task_of(d, task).generation}")
+    assert the(decisions.IncidentOpened, records).node == "n2"
     (incident,) = d.state.incidents.values()
     assert incident.down_since_s == pytest.approx(waited_s, abs=0.2)
-    d.obey(told)
+    d.obey(records)
     assert pause_s(d, task) == pytest.approx(d.now_s - waited_s, abs=0.2)
 
 
@@ -98,7 +98,7 @@ def test_a_lost_node_paused_the_task_since_others_waited(d: Driver, task: int) -
 TWO: dict[str, Any] = {"min": 1, "max": 2}
 
 
-def back(d: Driver, task: int, origin: str, node: str, step: int) -> decisions.IncidentClosed:
+def restored(d: Driver, task: int, origin: str, node: str, step: int) -> decisions.IncidentClosed:
     """All processes are killed. Rank 0 restores from `origin`, rank 1 from rank 0 or the seed."""
     order = ordered_anew(d, task)
     seed = origin == "seed"
@@ -131,15 +131,15 @@ def with_a_checkpoint() -> tuple[Driver, int]:
 
 def test_an_incident_that_lost_iterations_is_not_healed() -> None:
     d, task = without_copies(71)
-    closed = back(d, task, "seed", "", 0)
+    closed = restored(d, task, "seed", "", 0)
     assert (closed.outcome, closed.iterations_lost) == ("set back", 71)
     assert task_of(d, task).healed == 0
-    read, cluster = history(d.log), seen(d)
+    past, cluster = history(d.log), seen(d)
     found = page(facts(d.log))
-    of_task = task_screen.task_status(cluster, cluster["tasks"][0], read, now_s=d.now_s)
+    of_task = task_screen.task_status(cluster, cluster["tasks"][0], past, now_s=d.now_s)
     tail = [line(x) for x in plain(d) if x["kind"] == "IncidentClosed"]
     screens_ = [cluster_screen.status(cluster, cluster="test", now_s=d.now_s), of_task, found,
-                every(read, now_s=d.now_s), tail]
+                every(past, now_s=d.now_s), tail]
     for screen in screens_:
         words = "\n".join(x for x in screen if not x.startswith("ID  TASK"))
         assert "set back" in words.lower(), words
@@ -155,7 +155,7 @@ def test_bytes_of_a_checkpoint_and_of_peers_are_separate(d: Driver) -> None:
         d.progress(task, 10)
         kept(d, task, "n1", step)
         kept(d, task, "n2", step)
-    closed = back(d, task, "copy", "n2", 30)
+    closed = restored(d, task, "copy", "n2", 30)
     assert (closed.origin, closed.origin_node, closed.origin_step_version) == ("copy", "n2", 30)
     assert (closed.origin_bytes, closed.peer_bytes, closed.received_bytes) == (12, 10, 22)
     found = facts(d.log)
@@ -185,7 +185,7 @@ def test_a_restore_from_a_checkpoint_names_the_lost_copies() -> None:
                 node=node, incarnation=1, task=0, keeper_start=FIRST,
                 why="the keeper: signal 9"))[0].seq
             for node in ("n1", "n2")]
-    closed = back(d, task, "checkpoint", "", 20)
+    closed = restored(d, task, "checkpoint", "", 20)
     assert (closed.outcome, closed.iterations_lost, closed.ckpt_read) == ("set back", 8, True)
     assert (closed.origin_path, closed.origin_step_version) == ("gen-1/iter-20", 20)
     assert (closed.origin_bytes, closed.peer_bytes) == (12, 10)
@@ -202,13 +202,13 @@ def test_a_restore_from_a_checkpoint_names_the_lost_copies() -> None:
 
 def test_a_task_without_memory_checkpoints_says_so() -> None:
     d, task = without_copies(30)
-    back(d, task, "seed", "", 0)
+    restored(d, task, "seed", "", 0)
     assert "no copy    none are kept: train.copy_every is 0" in page(facts(d.log))
     assert view(d.state)["incidents"][-1]["outcome"] == "set back"
 
 
 # --- while the task is down ---------------------------------------------------------------------
-def told(d: Driver, task: int, label: str) -> str:
+def screen_text(d: Driver, task: int, label: str) -> str:
     """The text of one label on the task's screen."""
     cluster = seen(d)
     one = next(x for x in cluster["tasks"] if x["id"] == task)
@@ -244,13 +244,13 @@ def killed(d: Driver, task: int) -> None:
 
 def test_a_task_without_processes_shows_its_restore_source() -> None:
     d, task = with_a_checkpoint()
-    assert "8 iterations would be lost if all processes went" in told(d, task, "copies")
+    assert "8 iterations would be lost if all processes went" in screen_text(d, task, "copies")
     killed(d, task)
-    assert told(d, task, "copies") == (
+    assert screen_text(d, task, "copies") == (
         "no process has its state: it comes back from gen-1/iter-20, of iteration 20, "
         "8 iterations of 28 are done again")
-    assert "no member left of generation 1" in told(d, task, "where")
-    assert "no generation yet" not in told(d, task, "where")
+    assert "no member left of generation 1" in screen_text(d, task, "where")
+    assert "no generation yet" not in screen_text(d, task, "where")
 
 
 def test_a_memory_checkpoint_is_shown_while_its_node_is_there(d: Driver) -> None:
@@ -259,12 +259,12 @@ def test_a_memory_checkpoint_is_shown_while_its_node_is_there(d: Driver) -> None
     kept(d, task, "n1", 20)
     kept(d, task, "n2", 25)
     killed(d, task)
-    assert told(d, task, "copies") == (
-        "no process has its state: it comes back from the copy of iteration 25 or newer in memory "
-        "(n2), at most 3 iterations of 28 are done again")
+    assert screen_text(d, task, "copies") == (
+        "no process has its state: it comes back from the copy of iteration 25 in memory (n2), "
+        "3 iterations of 28 are done again")
     d.tell("n2/1", r.MemoryCheckpointsLost(node="n2", incarnation=1, task=0, why="signal 9",
                                            keeper_start=FIRST))
-    assert "8 iterations of 28 are done again" in told(d, task, "copies")
+    assert "8 iterations of 28 are done again" in screen_text(d, task, "copies")
 
 
 def test_the_shown_restore_source_is_tried_first() -> None:
@@ -279,13 +279,13 @@ def test_the_shown_restore_source_is_tried_first() -> None:
     first = memory_checkpoints.recovery_sources(
         d.state, task_of(d, task), list(task_of(d, task).ranks.values()))[0]
     assert (first.node, first.step_version) == ("n2", 20)
-    assert "the copy of iteration 20 or newer in memory (n2)" in told(d, task, "copies")
+    assert "the copy of iteration 20 in memory (n2)" in screen_text(d, task, "copies")
 
 
 def test_a_task_without_any_state_restarts_from_the_seed() -> None:
     d, task = without_copies(28)
     killed(d, task)
-    assert told(d, task, "copies") == (
+    assert screen_text(d, task, "copies") == (
         "no process has its state: no copy and no published checkpoint: it restarts, "
         "28 iterations of 28 are done again")
 
@@ -295,4 +295,4 @@ def test_a_stopped_process_still_holds_its_state() -> None:
     for rank in (0, 1):
         d.tell("n1/1", r.RankSuspended(task=task, rank=rank, attempt=1,
                                        pid=task_of(d, task).ranks[rank].pid))
-    assert "2 live replicas" in told(d, task, "copies")
+    assert "2 live replicas" in screen_text(d, task, "copies")

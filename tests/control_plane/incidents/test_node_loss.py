@@ -25,8 +25,8 @@ class Cluster(Driver):
         self.quiet: set[str] = set()
 
     def pass_s(self, length_s: float, *, blind: bool = False) -> list[Record]:
-        """Advance the time; returns the records. `blind`: the leader reads no leases or deadlines."""
-        told: list[Record] = []
+        """Advance the time; returns the records. `blind`: the leader is paused."""
+        records: list[Record] = []
         until_s = self.now_s + length_s
         while self.now_s < until_s - 1e-9:
             self.now_s += min(0.1, until_s - self.now_s)
@@ -34,12 +34,12 @@ class Cluster(Driver):
                 if name not in self.quiet and self.now_s - self.last_s[name] >= 0.5:
                     self.last_s[name] = self.now_s
             if not blind and self.now_s - self.leases._observed_s >= LOOK_S - 1e-9:
-                told += self.look()
+                records += self.look()
             for name, deadline in list(self.state.deadlines.items()):
                 if deadline.due_s <= self.now_s and not blind:
                     late = self.due(name)
-                    told += [*late, *self.obey(late)]
-        return told
+                    records += [*late, *self.obey(late)]
+        return records
 
     def quiesced(self, task: int, rank: int) -> list[Record]:
         return [] if self.is_quiet(task, rank) else super().quiesced(task, rank)
@@ -55,12 +55,12 @@ class Cluster(Driver):
             [Heartbeat(node=name, incarnation=1, age_s=self.now_s - at_s)
              for name, at_s in self.last_s.items()],
             self.now_s, pause_s=LOOK_S, policy=self.state.policy)
-        told = [self.tell(f"leader/{self.state.nonce}", body)
-                for body in list(self.leases.verdicts(self.state))]
-        return [x for one in told for x in [*one, *self.obey(one)]]
+        records = [self.tell(f"leader/{self.state.nonce}", body)
+                   for body in list(self.leases.verdicts(self.state))]
+        return [x for one in records for x in [*one, *self.obey(one)]]
 
 
-def three(d: Cluster) -> int:
+def run_three(d: Cluster) -> int:
     task = d.running(spec(slots={"min": 1, "max": 3}))
     d.progress(task, 3)
     return task
@@ -69,21 +69,21 @@ def three(d: Cluster) -> int:
 def test_a_killed_agent_is_lost_in_two_seconds() -> None:
     """The ranks end with their agent, so other ranks report a failed collective at once."""
     d = Cluster()
-    task = three(d)
+    task = run_three(d)
     killed_s = d.now_s
     d.quiet.add("n3")
     for rank in (0, 1):
         failed(d, task, rank)
     assert suspects(d.state) == {"n3"}
-    told = d.pass_s(2.0)
-    silenced = next(x for x in told if isinstance(x.body, r.NodeUnreachable))
-    assert silenced.at_s - killed_s < 2.0
+    records = d.pass_s(2.0)
+    unreachable = next(x for x in records if isinstance(x.body, r.NodeUnreachable))
+    assert unreachable.at_s - killed_s < 2.0
     lost = [
-        x.body for x in told
+        x.body for x in records
         if isinstance(x.body, (decisions.IncidentOpened, decisions.IncidentEscalated))
         and x.body.severity == "SEV1"]
     assert [(x.node, x.status) for x in lost] == [("n3", "lost connection")]
-    assert next(x for x in told if x.body is lost[0]).at_s - killed_s < 2.0
+    assert next(x for x in records if x.body is lost[0]).at_s - killed_s < 2.0
     assert d.state.nodes["n3"].health == "lost"
     d.progress(task)
     assert len(task_of(d, task).members) == 2
@@ -91,7 +91,7 @@ def test_a_killed_agent_is_lost_in_two_seconds() -> None:
     at_rest(d)
 
 
-def waits(d: Cluster, task: int, *ranks: int) -> None:
+def report_waiting(d: Cluster, task: int, *ranks: int) -> None:
     """These ranks report that they have waited in a collective for 1.5 s."""
     for rank in ranks:
         it = task_of(d, task)
@@ -103,20 +103,20 @@ def waits(d: Cluster, task: int, *ranks: int) -> None:
 def test_a_node_that_all_others_wait_for_is_lost() -> None:
     """The connections stay open: the other ranks wait in the collective and report no error."""
     d = Cluster()
-    task = three(d)
+    task = run_three(d)
     d.quiet.add("n3")
     d.pass_s(1.5)
-    waits(d, task, 0)
+    report_waiting(d, task, 0)
     assert suspects(d.state) == {"n2", "n3"}, "neither n2 nor n3 has reported yet"
-    waits(d, task, 1)
+    report_waiting(d, task, 1)
     assert suspects(d.state) == {"n3"}
-    told = d.pass_s(2.5)
-    lost = the(decisions.IncidentOpened, told)
+    records = d.pass_s(2.5)
+    lost = the(decisions.IncidentOpened, records)
     assert (lost.severity, lost.status, lost.node) == ("SEV1", "lost connection", "n3")
     assert lost.why == "node n3 is silent; rank 2 is waited for in a collective"
-    silenced = next(x for x in told if isinstance(x.body, r.NodeUnreachable))
+    unreachable = next(x for x in records if isinstance(x.body, r.NodeUnreachable))
     stalls = [x.seq for x in d.log if isinstance(x.body, r.RankStalled)]
-    assert lost.evidence == (stalls[0], silenced.seq), "a stall and the silence"
+    assert lost.evidence == (stalls[0], unreachable.seq), "a stall and the silence"
     assert [member.rank for member in task_of(d, task).members] == [0, 1]
     d.progress(task)
     assert task_of(d, task).iterations_lost == 0
@@ -125,20 +125,20 @@ def test_a_node_that_all_others_wait_for_is_lost() -> None:
 
 def test_a_cut_that_ends_in_time_changes_nothing() -> None:
     d = Cluster()
-    task = three(d)
+    task = run_three(d)
     d.quiet.add("n3")
     d.pass_s(1.5)
-    waits(d, task, 0, 1)
-    told = d.pass_s(0.4)
-    assert [x.kind for x in told if not x.cause] == ["NodeUnreachable"]
+    report_waiting(d, task, 0, 1)
+    records = d.pass_s(0.4)
+    assert [x.kind for x in records if not x.cause] == ["NodeUnreachable"]
     d.quiet.clear()
     for rank in (0, 1):
         it = task_of(d, task)
         d.tell(d.source(it.ranks[rank].slot.node), r.RankUnstalled(
             task=task, rank=rank, attempt=1, generation=it.generation, iteration=3, stalled_s=2.0))
-    told = d.pass_s(5.0)
+    records = d.pass_s(5.0)
     assert not {"StopRank", "Quiesce", "StartRank", "TaskPlaced", "IncidentOpened"} & {
-        x.kind for x in told}
+        x.kind for x in records}
     assert len(task_of(d, task).members) == 3
     at_rest(d)
 
@@ -146,7 +146,7 @@ def test_a_cut_that_ends_in_time_changes_nothing() -> None:
 def test_silence_without_a_second_source_changes_no_task() -> None:
     """A silence of 3 s causes no record. After 20 s the node is unreachable; no task changes."""
     d = Cluster()
-    task = three(d)
+    task = run_three(d)
     d.quiet.add("n2")
     assert d.pass_s(3.0) == []
     d.quiet.clear()
@@ -169,13 +169,13 @@ def test_silence_without_a_second_source_changes_no_task() -> None:
 
 def test_a_node_that_reports_the_collective_is_reachable() -> None:
     d = Cluster()
-    task = three(d)
+    task = run_three(d)
     for rank in range(3):
         failed(d, task, rank)
     assert suspects(d.state) == set()
-    told = d.pass_s(2.0)
-    assert not only(r.NodeUnreachable, told)
-    assert the(decisions.IncidentOpened, told).severity == "SEV3"
+    records = d.pass_s(2.0)
+    assert not only(r.NodeUnreachable, records)
+    assert the(decisions.IncidentOpened, records).severity == "SEV3"
     d.progress(task)
     assert not d.state.nodes["n1"].node_faults
     at_rest(d)
@@ -194,7 +194,7 @@ def test_only_nodes_of_the_task_are_suspected() -> None:
 def test_a_leader_that_was_paused_suspects_no_node() -> None:
     """The leader and all heartbeats were paused, so the age of heartbeats does not count."""
     d = Cluster()
-    task = three(d)
+    task = run_three(d)
     failed(d, task, 0)
     before = dict(d.last_s)
     d.pass_s(1.5, blind=True)
@@ -206,12 +206,12 @@ def test_a_leader_that_was_paused_suspects_no_node() -> None:
 
 def test_a_wrong_suspicion_ends_with_the_next_heartbeat() -> None:
     d = Cluster()
-    task = three(d)
+    task = run_three(d)
     d.quiet.add("n3")
     failed(d, task, 0)
-    told = d.pass_s(1.7)
-    assert len(only(r.NodeUnreachable, told)) == 1
-    assert not only(r.NodeReachable, told), "an old heartbeat does not count"
+    records = d.pass_s(1.7)
+    assert len(only(r.NodeUnreachable, records)) == 1
+    assert not only(r.NodeReachable, records), "an old heartbeat does not count"
     d.quiet.clear()
     assert len(only(r.NodeReachable, d.pass_s(1.0))) == 1
     assert d.state.nodes["n3"].health == "healthy"

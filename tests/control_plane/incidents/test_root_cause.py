@@ -32,7 +32,7 @@ def errored(d: Driver, task: int, rank: int, text: str, *, status: str = "",
         second_hand=second_hand))
 
 
-def on(d: Driver, task: int, node: str, slot: int = 0) -> int:
+def rank_on(d: Driver, task: int, node: str, slot: int = 0) -> int:
     """The task's rank on this slot."""
     (found,) = (x.rank for x in task_of(d, task).ranks.values() if x.slot == t.Slot(node, slot))
     return found
@@ -49,24 +49,24 @@ def incident(d: Driver) -> Any:
     (statuses.NCCL_TIMEOUT, "SEV2"), ("", "SEV2"), ("no such row", "SEV2")])
 def test_an_error_has_the_severity_of_its_status(
         d: Driver, task: int, status: str, severity: str) -> None:
-    told = errored(d, task, 0, "it broke", status=status)
-    opened = the(decisions.IncidentOpened, told)
+    records = errored(d, task, 0, "it broke", status=status)
+    opened = the(decisions.IncidentOpened, records)
     assert (opened.severity, opened.ranks) == (severity, (0,))
     assert opened.status == (status if status and status != "no such row" else "other software "
                              "errors")
     assert bool(d.state.nodes["n1"].slots_disabled) == (severity == "SEV1")
-    d.obey([*d.exit(task, 0, code=1), *told])
+    d.obey([*d.exit(task, 0, code=1), *records])
 
 
 def test_an_exit_has_the_status_of_its_cause(d: Driver, task: int) -> None:
     process = task_of(d, task).ranks[0]
-    told = d.tell(d.source("n1"), reports.RankExited(
+    records = d.tell(d.source("n1"), reports.RankExited(
         task=task, rank=0, attempt=process.attempt, pid=process.pid, exit_code=None, signal=9,
         status=statuses.ECC_ERRORS, rule="ecc", cause="uncorrectable ECC error encountered"))
-    opened = the(decisions.IncidentOpened, told)
+    opened = the(decisions.IncidentOpened, records)
     assert (opened.severity, opened.status) == ("SEV1", "ECC errors")
     assert opened.why == "rank 0 on n1: signal 9 (SIGKILL): uncorrectable ECC error encountered"
-    d.obey(told)
+    d.obey(records)
 
 
 # --- indirect evidence ------------------------------------------------------------------------
@@ -75,14 +75,14 @@ def test_indirect_evidence_is_not_the_cause(d: Driver, task: int) -> None:
     first = errored(d, task, 1, CLOSED, status=statuses.CONNECTION_RESET, second_hand=True)
     assert the(decisions.IncidentOpened, first).ranks == (1,)
     assert incident(d).second_hand
-    told = errored(d, task, 2, "CUDA error: an illegal memory access was encountered",
-                   status=statuses.ILLEGAL_MEMORY_ACCESS)
-    assert the(decisions.IncidentEscalated, told).root
+    records = errored(d, task, 2, "CUDA error: an illegal memory access was encountered",
+                      status=statuses.ILLEGAL_MEMORY_ACCESS)
+    assert the(decisions.IncidentEscalated, records).root
     late = errored(d, task, 3, CLOSED, status=statuses.CONNECTION_RESET, second_hand=True)
     one = incident(d)
     assert (one.status, one.ranks, one.node) == ("illegal memory access", [2], "n2")
-    assert one.evidence == [first[0].seq, told[0].seq, late[0].seq]
-    d.obey([*first, *told, *late])
+    assert one.evidence == [first[0].seq, records[0].seq, late[0].seq]
+    d.obey([*first, *records, *late])
     for rank in (1, 2, 3):
         d.obey(d.exit(task, rank, code=1))
     d.progress(task)
@@ -91,25 +91,25 @@ def test_indirect_evidence_is_not_the_cause(d: Driver, task: int) -> None:
 
 def test_direct_evidence_comes_first(d: Driver, task: int) -> None:
     seen = [failed(d, task, rank, CLOSED)[0].seq for rank in (0, 1)]
-    told = d.exit(task, 3)
-    opened = the(decisions.IncidentOpened, told)
+    records = d.exit(task, 3)
+    opened = the(decisions.IncidentOpened, records)
     assert (opened.status, opened.ranks) == ("exited abnormally", (3,))
-    assert opened.evidence == (told[0].seq, *seen)
+    assert opened.evidence == (records[0].seq, *seen)
     last = failed(d, task, 2, CLOSED)
     assert incident(d).evidence[-1] == last[0].seq
-    d.obey([*told, *last])
+    d.obey([*records, *last])
 
 
 def test_a_device_error_under_a_collective_restarts_that_rank(d: Driver, task: int) -> None:
     """A new communicator does not repair a broken CUDA context."""
     it, process = task_of(d, task), task_of(d, task).ranks[2]
-    told = d.tell(d.source("n2"), reports.CollectiveFailed(
+    records = d.tell(d.source("n2"), reports.CollectiveFailed(
         task=task, rank=2, attempt=process.attempt, generation=it.generation, iteration=3,
         error="CUDA error: an illegal memory access", status=statuses.ILLEGAL_MEMORY_ACCESS))
-    opened = the(decisions.IncidentOpened, told)
+    opened = the(decisions.IncidentOpened, records)
     assert (opened.severity, opened.ranks) == ("SEV2", (2,))
-    assert [x.body.rank for x in only(o.StopRank, told)] == [2]
-    d.obey(told)
+    assert [x.body.rank for x in only(o.StopRank, records)] == [2]
+    d.obey(records)
     d.progress(task)
     assert task_of(d, task).ranks[2].attempt == 2
 
@@ -117,21 +117,21 @@ def test_a_device_error_under_a_collective_restarts_that_rank(d: Driver, task: i
 # --- device errors ----------------------------------------------------------------------------
 def test_an_xid_is_the_root_cause_of_its_ranks_error(d: Driver, task: int) -> None:
     """An XID 79, then a CUDA error of the rank, then failed collectives of its peers."""
-    rank = on(d, task, "n2")
+    rank = rank_on(d, task, "n2")
     xid = erred(d)
     assert kinds(xid) == [], "the rank may still report an error"
-    told = errored(d, task, rank, "CUDA error: unspecified launch failure",
-                   status=statuses.CUDA_ERRORS)
-    opened = the(decisions.IncidentOpened, told)
+    records = errored(d, task, rank, "CUDA error: unspecified launch failure",
+                      status=statuses.CUDA_ERRORS)
+    opened = the(decisions.IncidentOpened, records)
     assert (opened.severity, opened.status, opened.node, opened.ranks) == (
         "SEV1", "GPU driver errors", "n2", (rank,))
     assert opened.why.startswith("n2/0 GPU driver errors (xid-79): NVRM: Xid")
-    assert opened.evidence == (xid[0].seq, told[0].seq)
+    assert opened.evidence == (xid[0].seq, records[0].seq)
     assert d.state.nodes["n2"].slots_disabled == [0]
     others = [x for other in task_of(d, task).ranks if other != rank
               for x in failed(d, task, other, CLOSED)]
     assert "device/n2/" not in " ".join(d.state.deadlines)
-    d.obey([*told, *d.exit(task, rank, code=1), *others])
+    d.obey([*records, *d.exit(task, rank, code=1), *others])
     d.progress(task)
     assert len(d.state.incidents) == 1
     assert incident(d).outcome == "healed"
@@ -139,16 +139,16 @@ def test_an_xid_is_the_root_cause_of_its_ranks_error(d: Driver, task: int) -> No
 
 
 def test_an_xid_after_the_error_of_its_rank_escalates(d: Driver, task: int) -> None:
-    rank = on(d, task, "n2")
-    told = errored(d, task, rank, "CUDA error: unspecified launch failure",
-                   status=statuses.CUDA_ERRORS)
-    assert the(decisions.IncidentOpened, told).severity == "SEV2"
+    rank = rank_on(d, task, "n2")
+    records = errored(d, task, rank, "CUDA error: unspecified launch failure",
+                      status=statuses.CUDA_ERRORS)
+    assert the(decisions.IncidentOpened, records).severity == "SEV2"
     xid = erred(d)
     more = the(decisions.IncidentEscalated, xid)
     assert (more.severity, more.status, more.ranks) == ("SEV1", "GPU driver errors", (rank,))
     assert d.state.nodes["n2"].slots_disabled == [0]
     assert incident(d).status == "GPU driver errors"
-    d.obey([*told, *d.exit(task, rank, code=1), *xid])
+    d.obey([*records, *d.exit(task, rank, code=1), *xid])
     d.progress(task)
     assert t.Slot("n2", 0) not in [x.slot for x in task_of(d, task).ranks.values()]
     assert not task_of(d, task).disabled_slots, "the device error disabled the slot"
@@ -156,24 +156,24 @@ def test_an_xid_after_the_error_of_its_rank_escalates(d: Driver, task: int) -> N
 
 def test_a_fault_of_another_slot_is_separate(d: Driver, task: int) -> None:
     erred(d)
-    told = d.exit(task, on(d, task, "n2", 1))
-    assert the(decisions.IncidentOpened, told).severity == "SEV2"
-    d.obey(told)
+    records = d.exit(task, rank_on(d, task, "n2", 1))
+    assert the(decisions.IncidentOpened, records).severity == "SEV2"
+    d.obey(records)
 
 
 def test_a_pid_names_the_slot(d: Driver, task: int) -> None:
-    rank = on(d, task, "n2", 1)
+    rank = rank_on(d, task, "n2", 1)
     erred(d, devices=(), pid=task_of(d, task).ranks[rank].pid)
     assert d.state.nodes["n2"].erred[0].devices == (1,)
 
 
 def test_a_rank_that_continues_leaves_its_slot_without_loss(d: Driver, task: int) -> None:
-    told = alone(d, erred(d))
-    opened = the(decisions.IncidentOpened, told)
+    records = alone(d, erred(d))
+    opened = the(decisions.IncidentOpened, records)
     assert (opened.task, opened.node, opened.severity, opened.ranks) == (0, "n2", "SEV1", ())
     assert "no rank failed of it, slot 0 shall be left" in opened.why
-    assert "StopRank" not in kinds(told)
-    new = d.obey(told)
+    assert "StopRank" not in kinds(records)
+    new = d.obey(records)
     assert [x.body.mode for x in only(o.Quiesce, new)] == ["boundary"]
     d.progress(task)
     it = task_of(d, task)
@@ -186,20 +186,20 @@ def test_a_rank_that_continues_leaves_its_slot_without_loss(d: Driver, task: int
 
 
 def test_a_rank_that_fails_while_it_leaves_is_the_same_fault(d: Driver, task: int) -> None:
-    rank = on(d, task, "n2")
+    rank = rank_on(d, task, "n2")
     alone(d, erred(d))
     d.now_s += 5
-    told = d.exit(task, rank)
-    opened = the(decisions.IncidentOpened, told)
+    records = d.exit(task, rank)
+    opened = the(decisions.IncidentOpened, records)
     assert (opened.severity, opened.status, opened.task) == ("SEV1", "GPU driver errors", task)
     assert len(d.state.nodes["n2"].node_faults) == 1
-    d.obey(told)
+    d.obey(records)
 
 
 def test_an_idle_slot_is_disabled_too(d: Driver) -> None:
     four(d)
-    told = alone(d, erred(d, "n3", devices=(1,)))
-    assert kinds(told)[:2] == ["IncidentOpened", "IncidentClosed"]
+    records = alone(d, erred(d, "n3", devices=(1,)))
+    assert kinds(records)[:2] == ["IncidentOpened", "IncidentClosed"]
     assert d.state.nodes["n3"].slots_disabled == [1]
 
 
@@ -211,9 +211,9 @@ def test_a_device_error_below_sev1_is_only_evidence(d: Driver, task: int, status
     assert not d.state.undecided
     assert len(d.state.nodes["n2"].erred) == 32
     assert kinds(d.progress(task, 5)) == []
-    told = d.exit(task, on(d, task, "n2"))
-    assert the(decisions.IncidentOpened, told).severity == "SEV2"
-    d.obey(told)
+    records = d.exit(task, rank_on(d, task, "n2"))
+    assert the(decisions.IncidentOpened, records).severity == "SEV2"
+    d.obey(records)
 
 
 def test_an_error_without_a_device_needs_a_second_source(d: Driver, task: int) -> None:
@@ -226,10 +226,10 @@ def test_an_error_without_a_device_needs_a_second_source(d: Driver, task: int) -
     d.now_s += 60
     nvml = erred(d, devices=(), origin="nvml", rule="nvml-lost")
     kernel = erred(d, devices=())
-    told = alone(d, nvml)
-    assert set(the(decisions.IncidentOpened, told).evidence) >= {nvml[0].seq, kernel[0].seq}
+    records = alone(d, nvml)
+    assert set(the(decisions.IncidentOpened, records).evidence) >= {nvml[0].seq, kernel[0].seq}
     assert d.state.nodes["n2"].slots_disabled == [0, 1]
-    d.obey(told)
+    d.obey(records)
     d.progress(task)
     assert {x.slot.node for x in task_of(d, task).ranks.values()} == {"n1", "n3"}
     assert task_of(d, task).iterations_lost == 0
@@ -237,18 +237,18 @@ def test_an_error_without_a_device_needs_a_second_source(d: Driver, task: int) -
 
 def test_a_rank_is_the_second_source_only_for_its_slot(d: Driver, task: int) -> None:
     erred(d, devices=())
-    told = d.exit(task, on(d, task, "n2", 1))
-    assert the(decisions.IncidentOpened, told).severity == "SEV1"
+    records = d.exit(task, rank_on(d, task, "n2", 1))
+    assert the(decisions.IncidentOpened, records).severity == "SEV1"
     assert d.state.nodes["n2"].slots_disabled == [1]
-    d.obey(told)
+    d.obey(records)
 
 
 def test_repeated_device_errors_are_one_incident(d: Driver, task: int) -> None:
     first = erred(d)
     nvml = erred(d, origin="nvml", rule="nvml-xid", text="XID 79")
-    told = alone(d, first)
-    assert the(decisions.IncidentOpened, told).evidence == (first[0].seq, nvml[0].seq)
-    d.obey(told)
+    records = alone(d, first)
+    assert the(decisions.IncidentOpened, records).evidence == (first[0].seq, nvml[0].seq)
+    d.obey(records)
     d.progress(task)
     for _ in range(3):
         more = erred(d)
@@ -260,8 +260,8 @@ def test_repeated_device_errors_are_one_incident(d: Driver, task: int) -> None:
 
 # --- checks -----------------------------------------------------------------------------------
 def test_degraded_and_unknown_checks_change_no_plan(d: Driver, task: int) -> None:
-    for said in ("degraded", "unknown", "degraded"):
-        assert set(kinds(health(d, "n2", said, devices=(0,)))) <= {"StragglerCostEstimated"}
+    for health_ in ("degraded", "unknown", "degraded"):
+        assert set(kinds(health(d, "n2", health_, devices=(0,)))) <= {"StragglerCostEstimated"}
     assert [(x.health, x.devices) for x in d.state.nodes["n2"].checks] == [("degraded", (0,))]
     health(d, "n2", "healthy", devices=(0,))
     assert not d.state.nodes["n2"].checks
@@ -269,9 +269,9 @@ def test_degraded_and_unknown_checks_change_no_plan(d: Driver, task: int) -> Non
 
 
 def test_an_unhealthy_device_needs_no_confirmation(d: Driver, task: int) -> None:
-    told = health(d, "n2", "unhealthy", devices=(0,), status=statuses.ECC_ERRORS)
-    assert kinds(told)[0] == "PlanChosen"
-    d.obey(told)
+    records = health(d, "n2", "unhealthy", devices=(0,), status=statuses.ECC_ERRORS)
+    assert kinds(records)[0] == "PlanChosen"
+    d.obey(records)
     d.progress(task)
     assert t.Slot("n2", 0) not in [x.slot for x in task_of(d, task).ranks.values()]
     assert task_of(d, task).iterations_lost == 0
@@ -287,8 +287,8 @@ def test_an_unhealthy_device_needs_no_confirmation(d: Driver, task: int) -> None
 
 def test_a_site_check_that_fails_everywhere_disables_one_node(d: Driver, task: int) -> None:
     """At most one node is disabled without confirmation. The others show why they are not."""
-    told = health(d, "n2", "unhealthy", check="check/disk", why="/data is read-only")
-    d.obey(told)
+    records = health(d, "n2", "unhealthy", check="check/disk", why="/data is read-only")
+    d.obey(records)
     d.progress(task)
     assert {x.slot.node for x in task_of(d, task).ranks.values()} == {"n1", "n3"}
     assert not d.state.incidents, "an unconfirmed check is no incident"
@@ -319,8 +319,8 @@ def test_a_running_command_is_not_moved(d: Driver) -> None:
     d.obey(d.log[-6:])
     slot = task_of(d, task).ranks[0].slot
     node = slot.node
-    told = alone(d, erred(d, node, devices=(slot.index,)))
-    assert not {"StopRank", "TaskPlaced"} & set(kinds(told))
+    records = alone(d, erred(d, node, devices=(slot.index,)))
+    assert not {"StopRank", "TaskPlaced"} & set(kinds(records))
     assert incident(d).outcome == "", "open while a process runs there"
     d.now_s += 100
     d.obey(d.exit(task, 0, code=1))

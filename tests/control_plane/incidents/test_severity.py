@@ -21,7 +21,7 @@ CLOSED = ("RuntimeError: [../gloo/transport/tcp/pair.cc:547] Connection closed b
           "[127.0.0.1]:41022")
 
 
-@pytest.mark.parametrize(("said", "status"), [
+@pytest.mark.parametrize(("text", "status"), [
     (CLOSED, "connection reset"),
     ("RuntimeError: readv [::1]:34: Connection reset by peer", "connection reset"),
     ("RuntimeError: writev [::1]:34: Broken pipe", "connection reset"),
@@ -29,8 +29,8 @@ CLOSED = ("RuntimeError: [../gloo/transport/tcp/pair.cc:547] Connection closed b
     ("RuntimeError: Timed out waiting 30000ms for recv operation", "NCCL timeout"),
     ("DistBackendError: Watchdog caught collective operation timeout", "NCCL timeout"),
     ("RuntimeError: unexpected size of a message", "other network errors")])
-def test_a_failed_collective_has_the_status_of_its_text(said: str, status: str) -> None:
-    assert network_status(said) == status
+def test_a_failed_collective_has_the_status_of_its_text(text: str, status: str) -> None:
+    assert network_status(text) == status
     assert TABLE[status] == "SEV3"
 
 

@@ -21,18 +21,18 @@ from unicron.events.records.decisions import StragglerCostEstimated
 
 def test_a_slow_rank_is_reported_with_its_cost(d: Driver, task: int) -> None:
     known(d, task)
-    told = paced(d, task, VICTIM, 1.3, iteration_s=1.4)
-    assert kinds(told) == ["StragglerCostEstimated"]
-    priced = the(StragglerCostEstimated, told)
+    records = paced(d, task, VICTIM, 1.3, iteration_s=1.4)
+    assert kinds(records) == ["StragglerCostEstimated"]
+    priced = the(StragglerCostEstimated, records)
     times = 1.4 / 1.1
     assert (priced.node, priced.tasks) == ("n2", (task,))
     assert priced.ratios == (pytest.approx(times),)
     assert priced.why == "rank 2 of alpha (n2/0) holds up 3 others, 1.27 x, its own work 1.3 x"
     waf = view(d.state)["plan"]["waf"]
     assert priced.cost_waf == pytest.approx(waf * (1 - 1 / times))
-    told_state = view(d.state)["tasks"][0]
-    assert (told_state["state"], told_state["slowdown"]) == ("degraded", pytest.approx(times))
-    assert [(x["rank"], x["node"], x["slot"]) for x in told_state["slow"]] == [(VICTIM, "n2", 0)]
+    shown = view(d.state)["tasks"][0]
+    assert (shown["state"], shown["slowdown"]) == ("degraded", pytest.approx(times))
+    assert [(x["rank"], x["node"], x["slot"]) for x in shown["slow"]] == [(VICTIM, "n2", 0)]
     assert not d.state.incidents
     assert not only(o.StopRank, d.log)
 
@@ -167,16 +167,16 @@ def test_a_cost_is_estimated_at_most_once_a_minute(d: Driver, task: int) -> None
 
 def test_a_degraded_check_has_a_cost_too(d: Driver, task: int) -> None:
     known(d, task)
-    told: dict[str, Any] = {"node": "n2", "incarnation": 1, "check": "gpu"}
+    check: dict[str, Any] = {"node": "n2", "incarnation": 1, "check": "gpu"}
     first = the(StragglerCostEstimated, d.tell("n2/1", r.HealthChanged(
-        **told, health="degraded", why="gpu0 thermal slowdown", devices=(0,))))
+        **check, health="degraded", why="gpu0 thermal slowdown", devices=(0,))))
     assert (first.tasks, first.cost_waf, first.why) == ((), 0.0, "gpu0 thermal slowdown")
     assert first.drain_waf < 0
     assert view(d.state)["tasks"][0]["state"] == "running", "no task is slower"
     assert kinds(paced(d, task, VICTIM, 1.3, iteration_s=1.4)) == []
     second = the(StragglerCostEstimated, d.due("price/n2"))
     assert second.why.startswith("gpu0 thermal slowdown; rank 2 of alpha")
-    d.tell("n2/1", r.HealthChanged(**told, health="healthy", why=""))
+    d.tell("n2/1", r.HealthChanged(**check, health="healthy", why=""))
     assert "n2" in d.state.degraded
     paced(d, task, VICTIM, 1.0)
     assert not d.state.degraded
@@ -194,22 +194,22 @@ def test_a_straggler_ends_with_its_process(d: Driver, task: int) -> None:
 def test_stale_or_absurd_step_times_change_nothing(d: Driver, task: int) -> None:
     known(d, task)
     for wrong in ({"attempt": 7}, {"generation": 9}, {"task": 99}, {"rank": 8}, {"own_s": -1.0}):
-        told = paced(d, task, VICTIM, **({"own_s": 9.0} | wrong))
-        assert kinds(told) == []
+        records = paced(d, task, VICTIM, **({"own_s": 9.0} | wrong))
+        assert kinds(records) == []
     assert not task_of(d, task).slow
 
 
 # --- restarts of very slow ranks -----------------------------------------------------------------
 def test_a_very_slow_rank_restarts_when_another_confirms_it(d: Driver, task: int) -> None:
     known(d, task)
-    told = paced(d, task, VICTIM, 4.0, iteration_s=4.1)
-    assert kinds(told) == ["StragglerCostEstimated"], "no other rank has confirmed it"
+    records = paced(d, task, VICTIM, 4.0, iteration_s=4.1)
+    assert kinds(records) == ["StragglerCostEstimated"], "no other rank has confirmed it"
     late = paced(d, task, 1, 1.0, iteration_s=4.1)
     opened = the(decisions.IncidentOpened, late)
     assert (opened.severity, opened.status, opened.ranks) == ("SEV2", "task hang", (VICTIM,))
     assert opened.why == ("rank 2 on n2 works 4 x as long as is usual, iterations take "
                           "3.73 x")
-    assert opened.evidence == (told[0].seq, late[0].seq)
+    assert opened.evidence == (records[0].seq, late[0].seq)
     assert the(o.StopRank, late).rank == VICTIM
     d.obey(late)
     closed = the(decisions.IncidentClosed, d.progress(task))
@@ -313,14 +313,14 @@ def test_of_two_ranks_the_slower_one_is_the_straggler(d: Driver, first: int) -> 
     assert list(task_of(d, task).slow) == [first]
     assert view(d.state)["tasks"][0]["slower_alike"] == 1.0
     paced(d, task, 1 - first, 1.45, iteration_s=1.6)
-    told = view(d.state)["tasks"][0]
-    assert (told["slow"], told["state"], d.state.degraded) == ([], "running", {})
-    assert told["slower_alike"] == pytest.approx(1.6 / 1.1)
+    shown = view(d.state)["tasks"][0]
+    assert (shown["slow"], shown["state"], d.state.degraded) == ([], "running", {})
+    assert shown["slower_alike"] == pytest.approx(1.6 / 1.1)
     paced(d, task, first, 1.0, iteration_s=1.6)
     assert list(task_of(d, task).slow) == [1 - first]
     paced(d, task, 1 - first, 1.0, iteration_s=1.1)
-    told = view(d.state)["tasks"][0]
-    assert (told["slow"], told["slower_alike"], d.state.degraded) == ([], 1.0, {})
+    shown = view(d.state)["tasks"][0]
+    assert (shown["slow"], shown["slower_alike"], d.state.degraded) == ([], 1.0, {})
 
 
 def test_a_common_slowdown_is_not_counted(d: Driver) -> None:
@@ -337,14 +337,14 @@ def test_ranks_that_are_slower_together_are_no_stragglers(d: Driver, task: int) 
     known(d, task)
     for rank in (0, 1, 2):
         paced(d, task, rank, 1.4 + rank / 100, iteration_s=1.54)
-    told = view(d.state)["tasks"][0]
-    assert (told["slow"], told["slowdown"], d.state.degraded) == ([], 1.0, {})
-    assert told["slower_alike"] == pytest.approx(1.4)
+    shown = view(d.state)["tasks"][0]
+    assert (shown["slow"], shown["slowdown"], d.state.degraded) == ([], 1.0, {})
+    assert shown["slower_alike"] == pytest.approx(1.4)
     paced(d, task, 0)
     paced(d, task, 1)
-    told = view(d.state)["tasks"][0]
-    assert [x["rank"] for x in told["slow"]] == [2]
-    assert told["slower_alike"] == 1.0
+    shown = view(d.state)["tasks"][0]
+    assert [x["rank"] for x in shown["slow"]] == [2]
+    assert shown["slower_alike"] == 1.0
 
 
 def test_very_slow_ranks_do_not_restart_if_all_are_slow(d: Driver) -> None:
@@ -410,13 +410,13 @@ def test_draining_is_advised_only_for_a_lasting_straggler() -> None:
     known(d, alpha)
     paced(d, alpha, VICTIM, 2.6, iteration_s=2.7)
 
-    def told() -> dict[str, Any]:
+    def degraded() -> dict[str, Any]:
         (node,) = [node for node in view(d.state)["nodes"] if node["degraded"]]
         found: dict[str, Any] = node["degraded"]
         return found
 
-    assert told()["drain_share"] > d.state.policy.gain_min
-    assert (told()["lasts"], told()["worth_draining"]) == (False, False)
+    assert degraded()["drain_share"] > d.state.policy.gain_min
+    assert (degraded()["lasts"], degraded()["worth_draining"]) == (False, False)
     d.now_s += LASTS_S
     d.progress(alpha, times_s=[2.7])
-    assert (told()["lasts"], told()["worth_draining"]) == (True, True)
+    assert (degraded()["lasts"], degraded()["worth_draining"]) == (True, True)

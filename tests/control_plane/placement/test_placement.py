@@ -185,9 +185,9 @@ def test_nearer_slots_go_to_the_heavier_task(data: st.DataObject) -> None:
     new = {task.id: [seat.slot.node for seat in seats[task.id] if seat not in task.target]
            for task in tasks}
     for heavy, light in itertools.permutations(tasks, 2):
-        ruled = any(len({where[seat.slot.node].rack for seat in task.target}) == 1
-                    for task in (heavy, light))
-        if seat_bytes(heavy, 1) <= seat_bytes(light, 1) or ruled:
+        on_one_rack = any(len({where[seat.slot.node].rack for seat in task.target}) == 1
+                          for task in (heavy, light))
+        if seat_bytes(heavy, 1) <= seat_bytes(light, 1) or on_one_rack:
             continue  # a task on one rack first gets a seat on another
         for node, other in itertools.product(new[heavy.id], new[light.id]):
             assert far(heavy, node, where) <= far(heavy, other, where)
@@ -270,8 +270,7 @@ def test_the_possible_loss_is_named() -> None:
     ({}, 4, 1.0), ({"optimizer": "sharded"}, 4, (4 + 8 / 4) / 12),
     ({"optimizer": "mirrored"}, 4, (4 + 8 / 2) / 12), ({"optimizer": "mirrored"}, 1, 1.0),
     ({"tensor": [2]}, 4, 0.5), ({"tensor": [2], "optimizer": "sharded"}, 4, (4 + 8 / 2) / 24)])
-def test_the_state_size_of_one_seat(parallel: dict[str, Any], count: int, share: float
-                                    ) -> None:
+def test_the_state_size_of_one_seat(parallel: dict[str, Any], count: int, share: float) -> None:
     def of(**parallel: Any) -> Train:
         found = spec(slots={"min": 1, "max": 4}, train={
             "iterations": 9, "output": "/o", "batch": {"global": 24, "micro": 1},

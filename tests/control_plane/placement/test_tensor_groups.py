@@ -39,11 +39,11 @@ def command_at(number: int, slots: Sequence[Slot], each: int) -> Task:
                        for rank, slot in enumerate(slots)})
 
 
-def ways(sizes: Sequence[int], room: Held) -> bool:
+def fits_whole(sizes: Sequence[int], room: Held) -> bool:
     """True if each group of these sizes fits on one node; tries every assignment."""
     if not sizes:
         return True
-    return any(ways(sizes[1:], room | {node: room[node] - sizes[0]})
+    return any(fits_whole(sizes[1:], room | {node: room[node] - sizes[0]})
                for node in room if room[node] >= sizes[0])
 
 
@@ -62,7 +62,7 @@ def test_no_group_is_split_without_need(case: Case) -> None:
     seats = placement.place(tasks, counts, slots, where)
     used = [seat.slot for key in seats for seat in seats[key]]
     assert len(used) == len(set(used)) == sum(counts)
-    room, wanted, torn = of(slots), list[int](), 0
+    room, wanted, num_split = of(slots), list[int](), 0
     for task, count in zip(tasks, counts, strict=True):
         assert [seat.rank for seat in seats[task.id]] == list(range(count))
         stays = count == len(task.target) and all(seat.slot in slots for seat in task.target)
@@ -75,10 +75,10 @@ def test_no_group_is_split_without_need(case: Case) -> None:
                 room[slot.node] -= 1
         else:
             wanted += [each] * (count // each)
-            torn += tensor_groups.num_split(seats[task.id], each)
+            num_split += tensor_groups.num_split(seats[task.id], each)
             assert ("not on one node" in placement.why_placed(task, seats[task.id], slots, where)
                     ) == (tensor_groups.num_split(seats[task.id], each) > 0)
-    assert (torn == 0) == ways(sorted(wanted, reverse=True), room)
+    assert (num_split == 0) == fits_whole(sorted(wanted, reverse=True), room)
 
 
 @given(COMMANDS)
@@ -171,11 +171,11 @@ def test_the_command_receives_the_layout_of_the_plan() -> None:
     assert axes.tp > 1
     assert body.modelled.layouts[-1].startswith(f"TP {axes.tp} x PP {axes.pp} x DP {axes.dp}, ")
     d = Driver(nodes=3, slots=9)
-    begun = d.tell("operator/a", body)
-    task = task_of(d, begun[0].seq)
+    records = d.tell("operator/a", body)
+    task = task_of(d, records[0].seq)
     assert len(task.target) == 16
     assert tensor_groups.num_split(task.target, axes.tp) == 0
-    orders = [record.body for record in begun if isinstance(record.body, o.StartRank)]
+    orders = [record.body for record in records if isinstance(record.body, o.StartRank)]
     assert len(orders) == 16
     node = NodeConfig(
         name="n1", incarnation=1, cluster="c", host="h", num_slots=9, state_dir=Path())
@@ -192,7 +192,7 @@ def test_the_command_receives_the_layout_of_the_plan() -> None:
 def test_without_a_layout_there_are_no_groups(d: Driver, known: Modelled | None) -> None:
     """A command without a model, and a command submitted to an earlier release."""
     spec = parse(job(slots={"min": 2, "max": 2}))
-    begun = d.tell("operator/a", r.TaskSubmitted(spec=spec, modelled=known))
-    order = next(record.body for record in begun if isinstance(record.body, o.StartRank))
+    records = d.tell("operator/a", r.TaskSubmitted(spec=spec, modelled=known))
+    order = next(record.body for record in records if isinstance(record.body, o.StartRank))
     assert order.axes is None
-    assert tensor_groups.size(task_of(d, begun[0].seq), 2) == 1
+    assert tensor_groups.size(task_of(d, records[0].seq), 2) == 1

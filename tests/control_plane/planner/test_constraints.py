@@ -69,7 +69,7 @@ def limited(draw: st.DrawFn) -> Case:
         moves_max=draw(st.none() | st.integers(0, num)), teams=tuple(teams), priorities=priorities)
 
 
-def the_best(case: Case) -> tuple[int, ...]:
+def best_by_force(case: Case) -> tuple[int, ...]:
     """By brute force: the gains by priority of the best plan within the limits."""
     rows, capacity, limits = case
     fits = [plan for plan in itertools.product(*rows)
@@ -102,7 +102,7 @@ def test_the_best_plan_within_the_limits(case: Case) -> None:
     assert sum(slots) <= capacity
     assert total == sum(gains)
     assert all(sum(slots[row] for row in team) <= quota for team, quota in limits.teams)
-    assert by_priority(limits, gains) == the_best(case)
+    assert by_priority(limits, gains) == best_by_force(case)
     assert constraints.best(made, capacity, limits) == found
 
 
@@ -120,62 +120,62 @@ def test_limits_that_do_not_bind_change_no_value(case: Case) -> None:
 
 
 # --- choices of the planner ----------------------------------------------------------------------
-def choose(wishes: list[TaskDemand], num_slots: int, **limits: Any) -> planner.Choice:
-    return planner.choose_plan(asking(wishes, num_slots, **limits))
+def choose(demands: list[TaskDemand], num_slots: int, **limits: Any) -> planner.Choice:
+    return planner.choose_plan(asking(demands, num_slots, **limits))
 
 
 def test_at_most_moves_max_healthy_tasks_change() -> None:
     """Without a limit, tasks 1 to 3 each give a slot to task 4. `moves_max` limits their number."""
-    wishes = [wish(task, 2, {1: 9.0, 2: 10.0}) for task in (1, 2, 3)]
-    wishes.append(wish(4, 0, {1: 6.0, 2: 12.0, 3: 18.0}))
-    assert choose(wishes, 6).plan.slots == (1, 1, 1, 3)
+    demands = [wish(task, 2, {1: 9.0, 2: 10.0}) for task in (1, 2, 3)]
+    demands.append(wish(4, 0, {1: 6.0, 2: 12.0, 3: 18.0}))
+    assert choose(demands, 6).plan.slots == (1, 1, 1, 3)
     for most, slots in ((3, (1, 1, 1, 3)), (1, (2, 2, 1, 1)), (0, (2, 2, 2, 0))):
-        choice = choose(wishes, 6, moves_max=most)
+        choice = choose(demands, 6, moves_max=most)
         assert sorted(choice.plan.slots[:3]) == sorted(slots[:3])
         assert choice.plan.slots[3] == slots[3]
-        told = {other.what: other for other in choice.alternatives}
-        assert ("without moves_max" in told) == (most < 3)
+        by_name = {other.what: other for other in choice.alternatives}
+        assert ("without moves_max" in by_name) == (most < 3)
 
 
 def test_faulted_and_new_tasks_do_not_count_as_moves() -> None:
-    wishes = [wish(1, 4, {2: 5.0, 4: 9.0}, faulted=True), wish(2, 0, {1: 3.0}),
-              wish(3, 2, {2: 9.0})]
-    assert choose(wishes, 5, moves_max=0).plan.slots == (2, 1, 2)
+    demands = [wish(1, 4, {2: 5.0, 4: 9.0}, faulted=True), wish(2, 0, {1: 3.0}),
+               wish(3, 2, {2: 9.0})]
+    assert choose(demands, 5, moves_max=0).plan.slots == (2, 1, 2)
 
 
 def test_moves_max_is_exceeded_by_as_little_as_possible() -> None:
-    wishes = [wish(task, 2, {1: 9.0, 2: 10.0}, team="blue") for task in (1, 2, 3)]
-    choice = choose(wishes, 6, moves_max=0, quotas=(("blue", 4),))
+    demands = [wish(task, 2, {1: 9.0, 2: 10.0}, team="blue") for task in (1, 2, 3)]
+    choice = choose(demands, 6, moves_max=0, quotas=(("blue", 4),))
     assert sorted(choice.plan.slots) == [0, 2, 2], "one task gives two slots"
 
 
 def test_a_team_has_at_most_its_quota() -> None:
-    wishes = [wish(1, 0, {1: 5.0, 2: 9.0}, team="red"), wish(2, 0, {1: 4.0, 2: 8.0}, team="red"),
-              wish(3, 0, {1: 1.0, 2: 1.5, 3: 1.75})]
-    assert choose(wishes, 4).plan.slots == (2, 2, 0)
-    assert choose(wishes, 4, quotas=(("red", 3),)).plan.slots == (2, 1, 1)
-    assert choose(wishes, 4, quotas=(("red", 0), ("none", 2))).plan.slots == (0, 0, 3)
+    demands = [wish(1, 0, {1: 5.0, 2: 9.0}, team="red"), wish(2, 0, {1: 4.0, 2: 8.0}, team="red"),
+               wish(3, 0, {1: 1.0, 2: 1.5, 3: 1.75})]
+    assert choose(demands, 4).plan.slots == (2, 2, 0)
+    assert choose(demands, 4, quotas=(("red", 3),)).plan.slots == (2, 1, 1)
+    assert choose(demands, 4, quotas=(("red", 0), ("none", 2))).plan.slots == (0, 0, 3)
 
 
 def test_a_higher_priority_comes_first_at_any_throughput() -> None:
-    wishes = [wish(1, 0, {2: 1e6, 4: 2e6}), wish(2, 0, {1: 1.0, 3: 1.5})]
-    assert choose(wishes, 4).plan.slots == (4, 0)
-    limited = [replace(one, priority=p) for one, p in zip(wishes, (0, 1), strict=True)]
+    demands = [wish(1, 0, {2: 1e6, 4: 2e6}), wish(2, 0, {1: 1.0, 3: 1.5})]
+    assert choose(demands, 4).plan.slots == (4, 0)
+    limited = [replace(one, priority=p) for one, p in zip(demands, (0, 1), strict=True)]
     assert choose(limited, 4).plan.slots == (0, 3)
     assert choose(limited, 5).plan.slots == (2, 3)
 
 
 def test_gain_min_applies_within_one_priority() -> None:
     """Task 2 has the higher priority and gains 10 %. What task 1 loses does not count."""
-    wishes = [wish(1, 3, {2: 900.0, 3: 1000.0}), wish(2, 1, {1: 10.0, 2: 11.0}, priority=1)]
-    assert choose(wishes, 4, gain_min=0.05).plan.slots == (2, 2)
-    assert choose(wishes, 4, gain_min=0.2).plan.slots == (3, 1)
+    demands = [wish(1, 3, {2: 900.0, 3: 1000.0}), wish(2, 1, {1: 10.0, 2: 11.0}, priority=1)]
+    assert choose(demands, 4, gain_min=0.05).plan.slots == (2, 2)
+    assert choose(demands, 4, gain_min=0.2).plan.slots == (3, 1)
 
 
 def test_limits_that_do_not_bind_skip_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits that cannot bind skip the search, which takes seconds on 100,000 slots."""
-    wishes = [wish(1, 2, {1: 5.0, 2: 9.0, 3: 10.0}, team="red"), wish(2, 1, {1: 4.0}, faulted=True)]
-    free = PlanProblem(demands=tuple(wishes), num_slots=3, mtbf_gpu_s=7.2e6)
+    tasks = [wish(1, 2, {1: 5.0, 2: 9.0, 3: 10.0}, team="red"), wish(2, 1, {1: 4.0}, faulted=True)]
+    free = PlanProblem(demands=tuple(tasks), num_slots=3, mtbf_gpu_s=7.2e6)
     bound = replace(free, quotas=(("red", 3),), moves_max=1)
     monkeypatch.delattr(constraints, "best")
     assert planner.choose_plan(bound) == planner.choose_plan(free)
@@ -205,36 +205,36 @@ def test_the_plan_record_names_a_binding_limit(d: Driver) -> None:
 
 def test_a_priority_that_lowers_the_objective_is_named(d: Driver) -> None:
     for alpha in (0.0, 1.0):
-        wishes = [wish(1, 4, {1: 8e12, 2: 14e12, 3: 18e12, 4: 22e12}),
-                  wish(2, 2, {1: 2e12, 2: 5e12, 4: 9e12}),
-                  wish(3, 0, {1: 1e9, 2: 1.01e9}, priority=1)]
-        asked = PlanProblem(demands=tuple(wishes), num_slots=6, mtbf_gpu_s=7.2e6, gain_min=0.005,
-                            alpha=alpha)
-        choice, _, why = explained(asked)
+        demands = [wish(1, 4, {1: 8e12, 2: 14e12, 3: 18e12, 4: 22e12}),
+                   wish(2, 2, {1: 2e12, 2: 5e12, 4: 9e12}),
+                   wish(3, 0, {1: 1e9, 2: 1.01e9}, priority=1)]
+        problem = PlanProblem(demands=tuple(demands), num_slots=6, mtbf_gpu_s=7.2e6, gain_min=0.005,
+                              alpha=alpha)
+        choice, _, why = explained(problem)
         assert choice.plan.slots[2] == 2
-        assert explain.binding_constraint(asked, choice, {}) == ("limits", ())
+        assert explain.binding_constraint(problem, choice, {}) == ("limits", ())
         assert "priority: t3 (1) comes before t" in why
         assert "without priorities it would be worth" in why
         assert "gain_min" not in why
 
 
 def test_the_reason_names_gain_min_if_a_change_gains_less() -> None:
-    wishes = [wish(1, 3, {2: 90e12, 3: 100e12}), wish(2, 1, {1: 10e12, 2: 11e12, 3: 12e12})]
-    asked = PlanProblem(demands=tuple(wishes), num_slots=5, mtbf_gpu_s=7.2e6, gain_min=0.2)
-    choice, _, why = explained(asked)
+    demands = [wish(1, 3, {2: 90e12, 3: 100e12}), wish(2, 1, {1: 10e12, 2: 11e12, 3: 12e12})]
+    problem = PlanProblem(demands=tuple(demands), num_slots=5, mtbf_gpu_s=7.2e6, gain_min=0.2)
+    choice, _, why = explained(problem)
     assert choice.plan.slots == (3, 1)
     assert why.endswith("less: its changes earn less than gain_min asks for")
 
 
 def test_only_the_limits_that_bind_are_named() -> None:
-    wishes = [wish(task, 2, {1: 9.0, 2: 10.0}, team="blue") for task in (1, 2, 3)]
-    wishes.append(wish(4, 0, {1: 6.0, 2: 12.0, 3: 18.0}, priority=1))
+    demands = [wish(task, 2, {1: 9.0, 2: 10.0}, team="blue") for task in (1, 2, 3)]
+    demands.append(wish(4, 0, {1: 6.0, 2: 12.0, 3: 18.0}, priority=1))
     for more, what in (({"moves_max": 1}, "without moves_max and priorities"),
                        ({"quotas": (("blue", 2),)}, "without quotas and priorities"), ({}, "")):
-        told = [other.what for other in choose(wishes, 6, **more).alternatives]
-        assert [x for x in told if x in alternative_names.LIMITS_BY_NAME] == [what] * bool(what)
+        names = [other.what for other in choose(demands, 6, **more).alternatives]
+        assert [x for x in names if x in alternative_names.LIMITS_BY_NAME] == [what] * bool(what)
         assert plan_screen.bound_by({"bound": "limits", "num_slots": 5, "alternatives": [
-            {"what": x} for x in told]}, {}) == {
+            {"what": x} for x in names]}, {}) == {
                 "without moves_max and priorities": "moves_max or priorities",
                 "without quotas and priorities": "quotas or priorities",
                 "": "moves_max, quotas or priorities"}[what]
@@ -242,16 +242,16 @@ def test_only_the_limits_that_bind_are_named() -> None:
 
 @st.composite
 def inputs(draw: st.DrawFn) -> PlanProblem:
-    wishes: list[TaskDemand] = []
+    demands: list[TaskDemand] = []
     for task in range(1, draw(st.integers(1, 4)) + 1):
         sizes = sorted(draw(st.sets(st.integers(1, 5), min_size=1, max_size=3)))
         wafs = {x: draw(st.floats(0.5, 50.0, allow_nan=False)) for x in sizes}
-        wishes.append(wish(
+        demands.append(wish(
             task, draw(st.sampled_from([0, *sizes])), wafs, faulted=draw(st.booleans()),
             team=draw(st.sampled_from(["", "red", "blue"])),
             priority=draw(st.sampled_from([0, 0, 1]))))
     return PlanProblem(
-        demands=tuple(wishes), num_slots=draw(st.integers(0, 10)), mtbf_gpu_s=7.2e6,
+        demands=tuple(demands), num_slots=draw(st.integers(0, 10)), mtbf_gpu_s=7.2e6,
         gain_min=draw(st.sampled_from([0.0, 0.1])), moves_max=draw(st.none() | st.integers(0, 2)),
         quotas=draw(st.just(()) | st.just((("red", 4), ("blue", 3)))))
 
@@ -265,7 +265,7 @@ def mixed(seed: int) -> PlanProblem:
     random = Random(seed)
     levels = random.choice(LEVELS)
     return PlanProblem(
-        demands=tuple(mixed_wish(random, task, levels)
+        demands=tuple(mixed_demand(random, task, levels)
                       for task in range(1, random.randint(1, 4) + 1)),
         num_slots=random.randint(0, 12), mtbf_gpu_s=random.choice([10.0, 1e5, 7.2e6]),
         gain_min=random.choice([0.0, 0.0, 0.005, 0.3]), moves_max=random.choice([None, None, 0, 1]),
@@ -273,7 +273,7 @@ def mixed(seed: int) -> PlanProblem:
         floor=random.random() < 0.3, alpha=random.choice([0.0, 0.5, 1.0, 2.0]))
 
 
-def mixed_wish(random: Random, task: int, levels: tuple[float, ...]) -> TaskDemand:
+def mixed_demand(random: Random, task: int, levels: tuple[float, ...]) -> TaskDemand:
     sizes = sorted(random.sample(range(1, 8), random.randint(0, 4)))
     weight = random.choice([1.0, 4.0])
     spans = [random.choice(SPANS_S) for _ in range(4)]
@@ -288,30 +288,30 @@ def mixed_wish(random: Random, task: int, levels: tuple[float, ...]) -> TaskDema
 
 @given(inputs() | st.integers(0, 2**32 - 1).map(mixed))
 @settings(max_examples=600, deadline=None)
-def test_no_plan_within_the_limits_is_worth_more(asked: PlanProblem) -> None:
+def test_no_plan_within_the_limits_is_worth_more(problem: PlanProblem) -> None:
     """The chosen plan is compared with all plans."""
-    wishes, rows, quotas = asked.demands, planner.allowed_candidates(asked), dict(asked.quotas)
+    tasks, rows, quotas = problem.demands, planner.allowed_candidates(problem), dict(problem.quotas)
     flat = list(zip(rows.sizes.tolist(), rows.gains.tolist(), strict=True))
     by_row = [flat[begin:end] for begin, end in itertools.pairwise(rows.starts.tolist())]
-    priorities = sorted({one.priority for one in wishes}, reverse=True)
-    worths: dict[tuple[int, ...], list[float]] = {}
+    priorities = sorted({one.priority for one in tasks}, reverse=True)
+    values: dict[tuple[int, ...], list[float]] = {}
     for plan in itertools.product(*by_row):
         slots = tuple(x for x, _ in plan)
-        if sum(slots) <= asked.num_slots and all(
-                sum(x for x, one in zip(slots, wishes, strict=True) if one.team == team) <= quota
+        if sum(slots) <= problem.num_slots and all(
+                sum(x for x, one in zip(slots, tasks, strict=True) if one.team == team) <= quota
                 for team, quota in quotas.items()):
-            worths[slots] = [sum(gain for (_, gain), one in zip(plan, wishes, strict=True)
+            values[slots] = [sum(gain for (_, gain), one in zip(plan, tasks, strict=True)
                                  if one.priority == priority) for priority in priorities]
-    check_best(asked, worths)
+    check_best(problem, values)
 
 
 def test_a_policy_that_changes_plans_triggers_a_plan(d: Driver) -> None:
     task = d.running(spec(slots={"min": 1, "max": 4}, team="red"))
     seats = task_of(d, task).target
-    told = d.tell("leader/abc", r.PolicySet(policy=Policy(stop_s_max=7.0)))
-    assert not only(decisions.PlanChosen, told), "stop_s_max affects no plan"
-    told = d.tell("leader/abc", r.PolicySet(policy=Policy(stop_s_max=7.0, quotas={"red": 2})))
-    assert [plan.body.trigger for plan in only(decisions.PlanChosen, told)] == [
+    records = d.tell("leader/abc", r.PolicySet(policy=Policy(stop_s_max=7.0)))
+    assert not only(decisions.PlanChosen, records), "stop_s_max affects no plan"
+    records = d.tell("leader/abc", r.PolicySet(policy=Policy(stop_s_max=7.0, quotas={"red": 2})))
+    assert [plan.body.trigger for plan in only(decisions.PlanChosen, records)] == [
         "the policy was set"]
     assert len(seats) == 4
     assert len(task_of(d, task).target) == 2

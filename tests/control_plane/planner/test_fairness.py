@@ -46,8 +46,8 @@ def linear(task: int, rate: float = 1.0, **more: Any) -> TaskDemand:
     return wish(task, more.pop("now", 0), {x: rate * x for x in range(1, 9)}, **more)
 
 
-def asking(wishes: list[TaskDemand], num_slots: int, alpha: float, **more: Any) -> PlanProblem:
-    return wished.asking(wishes, num_slots, alpha=alpha, **more)
+def asking(demands: list[TaskDemand], num_slots: int, alpha: float, **more: Any) -> PlanProblem:
+    return wished.asking(demands, num_slots, alpha=alpha, **more)
 
 
 # --- the arithmetic -----------------------------------------------------------------------------
@@ -87,31 +87,31 @@ def test_rates_are_scaled_by_the_largest() -> None:
 
 # --- examples -----------------------------------------------------------------------------------
 def test_a_larger_alpha_shares_more_equally() -> None:
-    wishes = [linear(1), linear(2, weight=3.0)]
-    given_ = {alpha: slots(asking(wishes, 8, alpha)) for alpha in ALPHAS}
-    assert given_ == {0.0: (0, 8), 0.5: (1, 7), 1.0: (2, 6), 2.0: (3, 5)}
+    demands = [linear(1), linear(2, weight=3.0)]
+    by_alpha = {alpha: slots(asking(demands, 8, alpha)) for alpha in ALPHAS}
+    assert by_alpha == {0.0: (0, 8), 0.5: (1, 7), 1.0: (2, 6), 2.0: (3, 5)}
     nine = {alpha: slots(asking([linear(1), linear(2, weight=9.0)], 8, alpha)) for alpha in FAIR}
     assert nine == {0.5: (0, 8), 1.0: (1, 7), 2.0: (2, 6)}
 
 
 def test_slots_of_a_slower_task_grow_with_alpha() -> None:
-    wishes = [linear(1, 9.0), linear(2)]
-    assert slots(asking(wishes, 8, 0.0)) == (8, 0)
-    assert slots(asking(wishes, 8, 0.5)) == (7, 1)
-    assert slots(asking(wishes, 8, 1.0)) == (4, 4)
-    assert slots(asking(wishes, 8, 2.0)) == (2, 6)
+    demands = [linear(1, 9.0), linear(2)]
+    assert slots(asking(demands, 8, 0.0)) == (8, 0)
+    assert slots(asking(demands, 8, 0.5)) == (7, 1)
+    assert slots(asking(demands, 8, 1.0)) == (4, 4)
+    assert slots(asking(demands, 8, 2.0)) == (2, 6)
 
 
 @pytest.mark.parametrize("alpha", [1.0, 2.0])
 def test_all_tasks_run_if_they_fit_else_the_heaviest(alpha: float) -> None:
-    wishes = [linear(1, 1e3, weight=5.0), linear(2, 1e-3), linear(3, weight=2.0),
-              wish(4, 0, {1: 0.0})]
-    assert all(slots(asking(wishes, 3, alpha))[:3])
-    asked = asking(wishes, 2, alpha)
-    assert slots(asked) == (1, 0, 1, 0)
-    assert constraints.below_floor(asked, (1, 0, 1, 0)) == {2: 1}
-    assert constraints.unserved_tasks(asked, (1, 0, 1, 0)) == (2,)
-    running = asking([replace(one, now=x) for one, x in zip(wishes, (0, 1, 1, 0), strict=True)], 2,
+    demands = [linear(1, 1e3, weight=5.0), linear(2, 1e-3), linear(3, weight=2.0),
+               wish(4, 0, {1: 0.0})]
+    assert all(slots(asking(demands, 3, alpha))[:3])
+    problem = asking(demands, 2, alpha)
+    assert slots(problem) == (1, 0, 1, 0)
+    assert constraints.below_floor(problem, (1, 0, 1, 0)) == {2: 1}
+    assert constraints.unserved_tasks(problem, (1, 0, 1, 0)) == (2,)
+    running = asking([replace(one, now=x) for one, x in zip(demands, (0, 1, 1, 0), strict=True)], 2,
                      alpha)
     assert slots(running) == (1, 0, 1, 0)
 
@@ -130,113 +130,113 @@ def test_a_change_costs_by_the_same_utility(alpha: float) -> None:
 
 @pytest.mark.parametrize("alpha", FAIR)
 def test_gain_min_is_the_least_speedup_of_a_change(alpha: float) -> None:
-    wishes = [wish(1, 2, {2: 1.0, 4: 1.02}, transition_s=0.0),
-              wish(2, 2, {2: 1.0}, transition_s=0.0)]
+    demands = [wish(1, 2, {2: 1.0, 4: 1.02}, transition_s=0.0),
+               wish(2, 2, {2: 1.0}, transition_s=0.0)]
     for share, x in ((0.019, 4), (0.021, 2)):  # on 4 slots task 1 is 2 % faster
-        assert slots(asking(wishes, 6, alpha, gain_min=share)) == (x, 2)
+        assert slots(asking(demands, 6, alpha, gain_min=share)) == (x, 2)
 
 
 # --- compared with brute force ------------------------------------------------------------------
 @st.composite
 def inputs(draw: st.DrawFn) -> PlanProblem:
-    wishes: list[TaskDemand] = []
+    demands: list[TaskDemand] = []
     for task in range(1, draw(st.integers(1, 4)) + 1):
         rates = rising(draw)
-        wishes.append(wish(task, draw(st.sampled_from([0, *rates, 6])), rates,
-                           faulted=draw(st.booleans()), floor=draw(st.sampled_from([0, 0, 2])),
-                           transition_s=draw(st.sampled_from([0.0, 10.0, 1e5])),
-                           priority=draw(st.sampled_from([0, 0, 1])),
-                           weight=draw(st.sampled_from([0.5, 1.0, 4.0]))))
-    return asking(wishes, draw(st.integers(0, 10)), draw(st.sampled_from(FAIR)),
+        demands.append(wish(task, draw(st.sampled_from([0, *rates, 6])), rates,
+                            faulted=draw(st.booleans()), floor=draw(st.sampled_from([0, 0, 2])),
+                            transition_s=draw(st.sampled_from([0.0, 10.0, 1e5])),
+                            priority=draw(st.sampled_from([0, 0, 1])),
+                            weight=draw(st.sampled_from([0.5, 1.0, 4.0]))))
+    return asking(demands, draw(st.integers(0, 10)), draw(st.sampled_from(FAIR)),
                   floor=draw(st.booleans()), gain_min=draw(st.sampled_from([0.0, 0.1])),
                   moves_max=draw(st.none() | st.integers(0, 2)))
 
 
-def by_hand(one: TaskDemand, x: int, asked: PlanProblem) -> float:
+def by_hand(one: TaskDemand, x: int, problem: PlanProblem) -> float:
     """D w U(T) - (d + gain_min D) w T(now)^(1 - alpha), computed with the math module."""
-    alpha, rate, had = asked.alpha, waf_of(one, x) / one.weight, waf_of(one, one.now) / one.weight
+    alpha, rate, had = problem.alpha, waf_of(one, x) / one.weight, waf_of(one, one.now) / one.weight
     made = 0.0 if not rate else math.log(rate) if alpha == 1 else rate**(1 - alpha) / (1 - alpha)
-    held_s = (
-        asked.gain_min * asked.running_s * (not one.faulted and x != one.now <= asked.num_slots))
+    held_s = problem.gain_min * problem.running_s * (
+        not one.faulted and x != one.now <= problem.num_slots)
     lost = (transition_cost_s(one, x) + held_s) * had**(1 - alpha) if had else 0.0
-    return one.weight * (asked.running_s * made - lost)
+    return one.weight * (problem.running_s * made - lost)
 
 
 @given(inputs())
 @settings(max_examples=400, deadline=None)
-def test_no_plan_is_fairer(asked: PlanProblem) -> None:
-    wishes, least = asked.demands, constraints.granted_floors(asked)
-    priorities = sorted({one.priority for one in wishes}, reverse=True)
-    worths: dict[tuple[int, ...], list[float]] = {}
-    for plan in itertools.product(*[(0, *one.sizes) for one in wishes]):
-        pairs = list(zip(wishes, plan, strict=True))
-        if sum(plan) > asked.num_slots or any(x < y for x, y in zip(plan, least, strict=True)):
+def test_no_plan_is_fairer(problem: PlanProblem) -> None:
+    demands, least = problem.demands, constraints.granted_floors(problem)
+    priorities = sorted({one.priority for one in demands}, reverse=True)
+    values: dict[tuple[int, ...], list[float]] = {}
+    for plan in itertools.product(*[(0, *one.sizes) for one in demands]):
+        pairs = list(zip(demands, plan, strict=True))
+        if sum(plan) > problem.num_slots or any(x < y for x, y in zip(plan, least, strict=True)):
             continue
-        if asked.alpha >= 1 and any(x and not y and any(one.wafs) for (one, x), y in
-                                    zip(pairs, least, strict=True)):
+        if problem.alpha >= 1 and any(x and not y and any(one.wafs) for (one, x), y in
+                                      zip(pairs, least, strict=True)):
             continue
-        worths[plan] = [math.fsum(by_hand(w, x, asked) for w, x in pairs if w.priority == one)
+        values[plan] = [math.fsum(by_hand(w, x, problem) for w, x in pairs if w.priority == one)
                         for one in priorities]
-    size = math.fsum(abs(by_hand(w, x, asked)) for w in wishes for x in (0, *w.sizes)) + 1.0
-    size += asked.running_s * math.fsum(w.weight for w in wishes) * 50
-    check_best(asked, worths, CLOSE_RATIO * size)
+    size = math.fsum(abs(by_hand(w, x, problem)) for w in demands for x in (0, *w.sizes)) + 1.0
+    size += problem.running_s * math.fsum(w.weight for w in demands) * 50
+    check_best(problem, values, CLOSE_RATIO * size)
 
 
 @given(st.floats(1e-12, 1e12), inputs())
 @settings(max_examples=60, deadline=None)
-def test_the_unit_of_rates_does_not_matter(unit: float, asked: PlanProblem) -> None:
+def test_the_unit_of_rates_does_not_matter(unit: float, problem: PlanProblem) -> None:
     """The unit is a power of two, so scaling changes no rounding."""
     times = 2.0 ** round(math.log2(unit))
-    scaled = replace(asked, demands=tuple(
-        replace(one, wafs=tuple(times * waf for waf in one.wafs)) for one in asked.demands))
-    assert slots(scaled) == slots(asked)
+    scaled = replace(problem, demands=tuple(
+        replace(one, wafs=tuple(times * waf for waf in one.wafs)) for one in problem.demands))
+    assert slots(scaled) == slots(problem)
 
 
 @pytest.mark.parametrize("alpha", FAIR)
 def test_large_clusters(alpha: float) -> None:
-    asked = replace(case(100, 4096, 3, gain_min=0.005), alpha=alpha)
-    choice = planner.choose_plan(asked)
+    problem = replace(case(100, 4096, 3, gain_min=0.005), alpha=alpha)
+    choice = planner.choose_plan(problem)
     assert sum(choice.plan.slots) <= 4096
     if alpha >= 1:
         assert all(choice.plan.slots)
-    most = planner.choose_plan(replace(asked, alpha=0.0)).plan
+    most = planner.choose_plan(replace(problem, alpha=0.0)).plan
     assert choice.plan.waf < most.waf
 
 
 # --- what is reported ---------------------------------------------------------------------------
 def test_the_plan_says_by_how_much_the_runner_up_is_less_fair() -> None:
-    asked = asking([linear(1, 9.0), linear(2, 6.0)], 8, 1.0)
-    choice, _, why = explained(asked)
+    problem = asking([linear(1, 9.0), linear(2, 6.0)], 8, 1.0)
+    choice, _, why = explained(problem)
     by_what = {other.what: other for other in choice.alternatives}
     assert choice.plan.waf == 4 * 9.0 + 4 * 6.0
     assert why == ("t1 begins on 4, t2 begins on 4: the runner-up is worth 3.2 % less by "
                    "alpha-fairness 1")
     assert by_what["the next best"].behind_share == pytest.approx(math.log(16 / 15) / 2)
-    assert explain.paid_back_s(asked, choice.plan.slots) == 0.0
-    assert pending.prices(asked, choice.plan) == {}
+    assert explain.paid_back_s(problem, choice.plan.slots) == 0.0
+    assert pending.prices(problem, choice.plan) == {}
 
 
 def test_the_waf_cost_of_fairness_is_computed_on_request() -> None:
-    asked = asking([linear(1, 9.0), linear(2, 6.0)], 8, 1.0)
-    by_what = {
-        x.what: x for x in explain.without_each_limit(asked, planner.choose_plan(asked).plan.slots)}
+    problem = asking([linear(1, 9.0), linear(2, 6.0)], 8, 1.0)
+    by_what = {x.what: x for x in explain.without_each_limit(
+        problem, planner.choose_plan(problem).plan.slots)}
     most = by_what[alternative_names.ALPHALESS]
     assert ([x for _, x in most.slots], most.waf) == ([8, 0], 72.0)
     assert (most.objective, most.behind_share) == (alternative_names.NOT_COMPARABLE_NUM, 0.0)
 
 
 def test_without_alpha_no_fairness_is_reported() -> None:
-    asked = asking([linear(1, 9.0), linear(2, 6.0)], 8, 0.0)
-    choice, _, why = explained(asked)
-    assert explain.without_each_limit(asked, choice.plan.slots) == ()
+    problem = asking([linear(1, 9.0), linear(2, 6.0)], 8, 0.0)
+    choice, _, why = explained(problem)
+    assert explain.without_each_limit(problem, choice.plan.slots) == ()
     assert not any(other.behind_share for other in choice.alternatives)
     assert "alpha" not in why
 
 
 def test_gain_min_holds_with_alpha() -> None:
-    asked = asking([wish(1, 2, {2: 1.0, 4: 1.02}), wish(2, 2, {2: 1.0})], 6, 1.0, gain_min=0.5)
-    assert planner.choose_plan(asked).plan.slots == (2, 2)
-    assert planner.choose_plan(replace(asked, gain_min=0.0)).plan.slots == (4, 2)
+    problem = asking([wish(1, 2, {2: 1.0, 4: 1.02}), wish(2, 2, {2: 1.0})], 6, 1.0, gain_min=0.5)
+    assert planner.choose_plan(problem).plan.slots == (2, 2)
+    assert planner.choose_plan(replace(problem, gain_min=0.0)).plan.slots == (4, 2)
 
 
 def test_alpha_keeps_no_hot_spare(d: Driver) -> None:

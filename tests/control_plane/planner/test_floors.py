@@ -27,162 +27,162 @@ CLOSE_RATIO = 1e-9
 
 # --- single problems ----------------------------------------------------------------------------
 def test_a_floor_holds_and_its_cost_is_reported() -> None:
-    wishes = [wish(1, 0, {1: 9.0, 2: 18.0, 3: 27.0}), wish(2, 0, {1: 1.0, 2: 2.0})]
-    assert slots(asking(wishes, 3)) == (3, 0)
-    asked = asking([wishes[0], replace(wishes[1], floor=2)], 3)
-    choice, _, why = explained(asked)
+    demands = [wish(1, 0, {1: 9.0, 2: 18.0, 3: 27.0}), wish(2, 0, {1: 1.0, 2: 2.0})]
+    assert slots(asking(demands, 3)) == (3, 0)
+    problem = asking([demands[0], replace(demands[1], floor=2)], 3)
+    choice, _, why = explained(problem)
     assert choice.plan.slots == (1, 2)
-    told = {other.what: other for other in choice.alternatives}
-    assert [x for _, x in told[alternative_names.FLOORLESS].slots] == [3, 0]
-    assert explain.binding_constraint(asked, choice, {}) == ("floor", (2,))
+    by_name = {other.what: other for other in choice.alternatives}
+    assert [x for _, x in by_name[alternative_names.FLOORLESS].slots] == [3, 0]
+    assert explain.binding_constraint(problem, choice, {}) == ("floor", (2,))
     assert "without floors it would be worth" in why
 
 
 def test_the_policy_floor_is_the_smallest_size_with_a_waf() -> None:
-    wishes = [wish(1, 0, {1: 9.0, 4: 90.0}), wish(2, 0, {1: 0.0, 2: 0.5, 3: 0.6}),
-              wish(3, 0, {1: 0.0, 2: 0.0})]
-    assert slots(asking(wishes, 4)) == (4, 0, 0)
-    assert slots(asking(wishes, 4, floor=True)) == (1, 3, 0)
-    assert slots(asking(wishes, 6, floor=True)) == (4, 2, 0)
+    demands = [wish(1, 0, {1: 9.0, 4: 90.0}), wish(2, 0, {1: 0.0, 2: 0.5, 3: 0.6}),
+               wish(3, 0, {1: 0.0, 2: 0.0})]
+    assert slots(asking(demands, 4)) == (4, 0, 0)
+    assert slots(asking(demands, 4, floor=True)) == (1, 3, 0)
+    assert slots(asking(demands, 6, floor=True)) == (4, 2, 0)
 
 
 def test_a_floor_without_cost_is_not_reported() -> None:
-    asked = asking([wish(1, 0, {1: 9.0}, floor=1), wish(2, 0, {1: 5.0}, floor=1)], 4, floor=True)
-    choice = planner.choose_plan(asked)
+    problem = asking([wish(1, 0, {1: 9.0}, floor=1), wish(2, 0, {1: 5.0}, floor=1)], 4, floor=True)
+    choice = planner.choose_plan(problem)
     assert alternative_names.FLOORLESS not in [other.what for other in choice.alternatives]
-    assert explain.binding_constraint(asked, choice, {})[0] == "nothing"
+    assert explain.binding_constraint(problem, choice, {})[0] == "nothing"
 
 
-@pytest.mark.parametrize(("num_slots", "given_"), [
+@pytest.mark.parametrize(("num_slots", "granted"), [
     (9, (2, 3, 4, 0)), (8, (0, 3, 4, 0)), (7, (0, 3, 4, 0)), (6, (2, 0, 4, 0)), (3, (0, 3, 0, 0)),
     (2, (2, 0, 0, 0)), (1, (0, 0, 0, 0))])
 def test_floors_are_granted_by_priority_then_weight_then_age(
-        num_slots: int, given_: tuple[int, ...]) -> None:
+        num_slots: int, granted: tuple[int, ...]) -> None:
     """Task 3 comes first by priority, then task 2 by weight. Floors that do not fit are skipped."""
-    wishes = [wish(1, 0, {2: 5.0}, floor=2), wish(2, 0, {3: 5.0}, floor=3, weight=2.0),
-              wish(3, 0, {4: 1.0}, floor=4, priority=1), wish(4, 0, {1: 0.0}, floor=1)]
-    asked = asking(wishes, num_slots)
-    assert constraints.granted_floors(asked) == given_
-    assert all(x >= floor for x, floor in zip(slots(asked), given_, strict=True))
+    demands = [wish(1, 0, {2: 5.0}, floor=2), wish(2, 0, {3: 5.0}, floor=3, weight=2.0),
+               wish(3, 0, {4: 1.0}, floor=4, priority=1), wish(4, 0, {1: 0.0}, floor=1)]
+    problem = asking(demands, num_slots)
+    assert constraints.granted_floors(problem) == granted
+    assert all(x >= floor for x, floor in zip(slots(problem), granted, strict=True))
 
 
 def test_a_floor_that_does_not_fit_falls_back_to_the_policy_floor() -> None:
-    wishes = [wish(1, 0, {1: 1.0, 4: 4.0}, floor=4), wish(2, 0, {1: 9.0, 3: 27.0}, floor=2)]
-    asked = asking(wishes, 4, floor=True)
-    assert constraints.granted_floors(asked) == (4, 0)
-    asked = replace(asked, demands=(wishes[0], replace(wishes[1], priority=1)))
-    assert constraints.granted_floors(asked) == (1, 3)
-    assert constraints.below_floor(asked, (1, 3)) == {1: 4}
+    demands = [wish(1, 0, {1: 1.0, 4: 4.0}, floor=4), wish(2, 0, {1: 9.0, 3: 27.0}, floor=2)]
+    problem = asking(demands, 4, floor=True)
+    assert constraints.granted_floors(problem) == (4, 0)
+    problem = replace(problem, demands=(demands[0], replace(demands[1], priority=1)))
+    assert constraints.granted_floors(problem) == (1, 3)
+    assert constraints.below_floor(problem, (1, 3)) == {1: 4}
 
 
 def test_a_quota_comes_before_floors() -> None:
-    wishes = [wish(task, 0, {2: 5.0, 4: 9.0}, floor=2, team="red") for task in (1, 2)]
-    asked = asking([*wishes, wish(3, 0, {1: 1.0, 2: 2.0}, floor=2)], 8, quotas=(("red", 3),))
-    assert constraints.granted_floors(asked) == (2, 0, 2)
-    assert slots(asked) == (2, 0, 2)
-    assert constraints.below_floor(asked, (2, 0, 2)) == {2: 2}
+    demands = [wish(task, 0, {2: 5.0, 4: 9.0}, floor=2, team="red") for task in (1, 2)]
+    problem = asking([*demands, wish(3, 0, {1: 1.0, 2: 2.0}, floor=2)], 8, quotas=(("red", 3),))
+    assert constraints.granted_floors(problem) == (2, 0, 2)
+    assert slots(problem) == (2, 0, 2)
+    assert constraints.below_floor(problem, (2, 0, 2)) == {2: 2}
 
 
 @pytest.mark.parametrize("more", [{}, {"moves_max": 0}, {"quotas": (("none", 0), ("all", 8))}])
 def test_hysteresis_counts_for_a_task_that_gives_slots_for_a_floor(more: dict[str, Any]) -> None:
     """A new task with a floor joins a full cluster. Task 3 gives the slot: task 2 would lose less
     throughput, but it has the larger hysteresis."""
-    wishes = [wish(1, 3, {1: 10.0, 2: 20.0, 3: 30.0}, team="all"),
-              wish(2, 3, {1: 10.0, 2: 20.2, 3: 30.0}, team="all"),
-              wish(3, 2, {1: 10.1, 2: 20.0, 3: 30.5}, team="all")]
+    demands = [wish(1, 3, {1: 10.0, 2: 20.0, 3: 30.0}, team="all"),
+               wish(2, 3, {1: 10.0, 2: 20.2, 3: 30.0}, team="all"),
+               wish(3, 2, {1: 10.1, 2: 20.0, 3: 30.5}, team="all")]
     new = wish(4, 0, {1: 0.1}, floor=1, team="all")
-    lots = asking(wishes, 8, gain_min=0.05, **more)
-    assert slots(lots) == (3, 3, 2)
-    asked = replace(lots, demands=(*wishes, new))
-    choice = planner.choose_plan(asked)
+    before = asking(demands, 8, gain_min=0.05, **more)
+    assert slots(before) == (3, 3, 2)
+    after = replace(before, demands=(*demands, new))
+    choice = planner.choose_plan(after)
     assert choice.plan.slots == (3, 3, 1, 1)
-    assert planner.choose_plan(replace(asked, gain_min=0.0)).plan.objective >= choice.plan.objective
+    assert planner.choose_plan(replace(after, gain_min=0.0)).plan.objective >= choice.plan.objective
     if not more:
-        assert slots(replace(asked, gain_min=0.0)) == (2, 2, 3, 1)
+        assert slots(replace(after, gain_min=0.0)) == (2, 2, 3, 1)
 
 
 def test_a_healthy_task_grows_only_to_its_floor() -> None:
-    wishes = [wish(1, 1, {1: 10.0, 2: 10.1, 3: 10.2}, floor=2), wish(2, 3, {2: 20.0, 3: 30.0})]
-    assert slots(asking(wishes, 4, gain_min=0.1)) == (2, 2)
-    wishes = [replace(wishes[0], floor=1), wishes[1]]
-    assert slots(asking(wishes, 4, gain_min=0.1)) == (1, 3)
+    demands = [wish(1, 1, {1: 10.0, 2: 10.1, 3: 10.2}, floor=2), wish(2, 3, {2: 20.0, 3: 30.0})]
+    assert slots(asking(demands, 4, gain_min=0.1)) == (2, 2)
+    demands = [replace(demands[0], floor=1), demands[1]]
+    assert slots(asking(demands, 4, gain_min=0.1)) == (1, 3)
 
 
 def test_floors_have_no_prices() -> None:
-    asked = asking([wish(1, 0, {2: 9.0}), wish(2, 0, {2: 5.0})], 2)
-    assert pending.prices(asked, planner.choose_plan(asked).plan)
-    asked = replace(asked, floor=True)
-    assert not pending.prices(asked, planner.choose_plan(asked).plan)
+    problem = asking([wish(1, 0, {2: 9.0}), wish(2, 0, {2: 5.0})], 2)
+    assert pending.prices(problem, planner.choose_plan(problem).plan)
+    problem = replace(problem, floor=True)
+    assert not pending.prices(problem, planner.choose_plan(problem).plan)
 
 
 # --- compared with brute force ------------------------------------------------------------------
 @st.composite
 def inputs(draw: st.DrawFn) -> PlanProblem:
-    wishes: list[TaskDemand] = []
+    demands: list[TaskDemand] = []
     for task in range(1, draw(st.integers(1, 4)) + 1):
         wafs = rising(draw)
-        wishes.append(wish(
+        demands.append(wish(
             task, draw(st.sampled_from([0, *wafs, 6])), wafs, faulted=draw(st.booleans()),
             floor=draw(st.sampled_from([0, 0, 1, 2, 4])), team=draw(st.sampled_from(["", "red"])),
             priority=draw(st.sampled_from([0, 0, 1])), weight=draw(st.sampled_from([1.0, 2.0]))))
-    return asking(wishes, draw(st.integers(0, 10)), floor=draw(st.booleans()),
+    return asking(demands, draw(st.integers(0, 10)), floor=draw(st.booleans()),
                   gain_min=draw(st.sampled_from([0.0, 0.1])),
                   moves_max=draw(st.none() | st.integers(0, 2)),
                   quotas=draw(st.just(()) | st.just((("red", 4),))))
 
 
-def by_hand(asked: PlanProblem) -> list[int]:
+def by_hand(problem: PlanProblem) -> list[int]:
     """The granted floors, task by task."""
     found: dict[int, int] = {}
     used = {"": 0, "red": 0}
-    for one in sorted(asked.demands, key=lambda one: (-one.priority, -one.weight, one.task)):
+    for one in sorted(problem.demands, key=lambda one: (-one.priority, -one.weight, one.task)):
         earning = [x for x in one.sizes if waf_of(one, x) > 0]
         wanted = [min((x for x in earning if x >= one.floor), default=0)] if one.floor else []
-        wanted += [min(earning, default=0)] if asked.floor else []
-        room = asked.num_slots - sum(found.values())
-        if one.team == "red" and asked.quotas:
-            room = min(room, asked.quotas[0][1] - used["red"])
+        wanted += [min(earning, default=0)] if problem.floor else []
+        room = problem.num_slots - sum(found.values())
+        if one.team == "red" and problem.quotas:
+            room = min(room, problem.quotas[0][1] - used["red"])
         found[one.task] = next((x for x in wanted if 0 < x <= room), 0)
         used[one.team] += found[one.task]
-    return [found[one.task] for one in asked.demands]
+    return [found[one.task] for one in problem.demands]
 
 
 @given(inputs())
 @settings(max_examples=400, deadline=None)
-def test_the_best_plan_that_keeps_the_floors(asked: PlanProblem) -> None:
-    held_s = asked.gain_min * asked.running_s
-    wishes, least, quota = asked.demands, by_hand(asked), dict(asked.quotas).get("red", 99)
-    priorities = sorted({one.priority for one in wishes}, reverse=True)
-    worths: dict[tuple[int, ...], list[float]] = {}
+def test_the_best_plan_that_keeps_the_floors(problem: PlanProblem) -> None:
+    held_s = problem.gain_min * problem.running_s
+    demands, least, quota = problem.demands, by_hand(problem), dict(problem.quotas).get("red", 99)
+    priorities = sorted({one.priority for one in demands}, reverse=True)
+    values: dict[tuple[int, ...], list[float]] = {}
     for plan in itertools.product(*[[x for x in (0, *one.sizes) if x >= floor]
-                                    for one, floor in zip(wishes, least, strict=True)]):
-        pairs = list(zip(wishes, plan, strict=True))
-        if sum(plan) > asked.num_slots or sum(x for w, x in pairs if w.team == "red") > quota:
+                                    for one, floor in zip(demands, least, strict=True)]):
+        pairs = list(zip(demands, plan, strict=True))
+        if sum(plan) > problem.num_slots or sum(x for w, x in pairs if w.team == "red") > quota:
             continue
-        worths[plan] = [math.fsum(waf_of(w, x) * asked.running_s - waf_of(w, w.now) * (
-            transition_cost_s(w, x) + held_s * (not w.faulted and x != w.now <= asked.num_slots))
+        values[plan] = [math.fsum(waf_of(w, x) * problem.running_s - waf_of(w, w.now) * (
+            transition_cost_s(w, x) + held_s * (not w.faulted and x != w.now <= problem.num_slots))
             for w, x in pairs if w.priority == one) for one in priorities]
-    size = math.fsum(waf_of(w, x) for w in wishes for x in w.sizes) * asked.running_s + 1.0
-    check_best(asked, worths, CLOSE_RATIO * size)
+    size = math.fsum(waf_of(w, x) for w in demands for x in w.sizes) * problem.running_s + 1.0
+    check_best(problem, values, CLOSE_RATIO * size)
 
 
 def test_the_cheapest_task_changes() -> None:
     """Each of three tasks could give the slots for the floor of a new task."""
     for cheap in (1, 2, 3):
-        wishes = [wish(task, 4, {2: 9.0 if task == cheap else 8.0, 4: 10.0}) for task in (1, 2, 3)]
-        found = slots(asking([*wishes, wish(4, 0, {2: 1.0}, floor=2)], 12, gain_min=9.0))
+        demands = [wish(task, 4, {2: 9.0 if task == cheap else 8.0, 4: 10.0}) for task in (1, 2, 3)]
+        found = slots(asking([*demands, wish(4, 0, {2: 1.0}, floor=2)], 12, gain_min=9.0))
         assert found == (*(2 if task == cheap else 4 for task in (1, 2, 3)), 2)
 
 
 @pytest.mark.parametrize(("num_tasks", "num_gpus"), [(12, 256), (100, 4096)])
 def test_large_clusters_with_a_new_task_that_has_a_floor(num_tasks: int, num_gpus: int) -> None:
-    asked = case(num_tasks, num_gpus, 3, gain_min=0.005)
-    now = slots(replace(asked, gain_min=0.0))
+    problem = case(num_tasks, num_gpus, 3, gain_min=0.005)
+    now = slots(replace(problem, gain_min=0.0))
     settled = [
-        replace(one, now=x, faulted=False) for one, x in zip(asked.demands, now, strict=True)]
+        replace(one, now=x, faulted=False) for one, x in zip(problem.demands, now, strict=True)]
     new = replace(settled[0], task=9999, name="new", now=0, floor=16, weight=1e-6,
                   wafs=tuple(1e-6 * waf for waf in settled[0].wafs))
-    full = replace(asked, num_slots=sum(now), demands=(*settled, new))
+    full = replace(problem, num_slots=sum(now), demands=(*settled, new))
     choice = planner.choose_plan(full)
     assert choice.plan.slots[-1] >= 16
     changed = [i for i, (x, y) in enumerate(zip(choice.plan.slots, now, strict=False)) if x != y]

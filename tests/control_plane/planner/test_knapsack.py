@@ -74,11 +74,11 @@ def test_the_next_best_equals_brute_force(found: list[Row], capacity: int) -> No
     if solved is None:
         assert not plans
         return
-    told = solved.next_best()
-    assert (told is None) == (len(plans) == 1)
-    if told is not None:
-        assert told in plans[1:]
-        assert told[1] == plans[1][1]
+    runner_up = solved.next_best()
+    assert (runner_up is None) == (len(plans) == 1)
+    if runner_up is not None:
+        assert runner_up in plans[1:]
+        assert runner_up[1] == plans[1][1]
 
 
 @given(rows, capacities)
@@ -154,10 +154,10 @@ def test_among_ties_the_next_best_differs_in_a_size(found: list[Row], capacity: 
     best = [value + gain for i, row in enumerate(found) for size, gain in row
             if size != chosen[i] and size <= capacity
             and (value := others.without(i, capacity - size)[0]) > dynamic_program.IMPOSSIBLE // 2]
-    told = solved.next_best()
-    assert (told is None) == (not best)
-    if told is not None:
-        slots, gain = told
+    runner_up = solved.next_best()
+    assert (runner_up is None) == (not best)
+    if runner_up is not None:
+        slots, gain = runner_up
         assert slots != chosen
         assert sum(slots) <= capacity
         assert gain == flat.sums(flat.vector(slots))[0] == max(best)
@@ -166,12 +166,12 @@ def test_among_ties_the_next_best_differs_in_a_size(found: list[Row], capacity: 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_degenerate_families_agree_with_plain_dynamic_programming(family: str) -> None:
     for seed in range(3):
-        asked = degenerate(family, 24, 768, seed)
-        flat = planner.allowed_candidates(asked)
-        after = dynamic_program.suffixes(flat, asked.num_slots)
-        assert knapsack.best(flat, asked.num_slots) == (
-            tuple(dynamic_program.backtrack(flat, after, asked.num_slots)),
-            int(after[0, asked.num_slots]))
+        problem = degenerate(family, 24, 768, seed)
+        flat = planner.allowed_candidates(problem)
+        after = dynamic_program.suffixes(flat, problem.num_slots)
+        assert knapsack.best(flat, problem.num_slots) == (
+            tuple(dynamic_program.backtrack(flat, after, problem.num_slots)),
+            int(after[0, problem.num_slots]))
 
 
 def test_no_rows_and_rows_that_do_not_fit() -> None:
@@ -206,9 +206,9 @@ def test_the_next_best_skips_infeasible_states(monkeypatch: pytest.MonkeyPatch) 
     solved = Solution.of(rows, 40 * 60 + 3)
     assert solved is not None
     monkeypatch.setattr(CoreProblem, "levels", lambda _: None)  # avoid the search by levels
-    told = solved.next_best()
-    assert told is not None
-    assert told[0] != rows.slots(solved.vector)
+    runner_up = solved.next_best()
+    assert runner_up is not None
+    assert runner_up[0] != rows.slots(solved.vector)
     assert sizes
     assert max(sizes) <= 4
 

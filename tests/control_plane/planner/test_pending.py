@@ -24,41 +24,41 @@ WEIGHT = 1e-6
 
 @st.composite
 def limited(draw: st.DrawFn) -> PlanProblem:
-    wishes: list[TaskDemand] = []
+    demands: list[TaskDemand] = []
     num = draw(st.integers(2, 4))
     for task in range(1, num + 1):
         sizes = sorted(draw(st.sets(st.integers(1, 6), min_size=1, max_size=3)))
         wafs = {size: float(draw(st.integers(1, 40))) for size in sizes}
         now = draw(st.sampled_from([0, *sizes]))
-        wishes.append(wish(task, now, wafs, faulted=now > 0 and draw(st.booleans()),
-                           team=draw(st.sampled_from(["", "a", "b"])),
-                           priority=draw(st.sampled_from([0, 0, 0, 1])),
-                           floor=draw(st.sampled_from([0, 0, 0, 1]))))
+        demands.append(wish(task, now, wafs, faulted=now > 0 and draw(st.booleans()),
+                            team=draw(st.sampled_from(["", "a", "b"])),
+                            priority=draw(st.sampled_from([0, 0, 0, 1])),
+                            floor=draw(st.sampled_from([0, 0, 0, 1]))))
     quotas = {team: draw(st.integers(0, 6)) for team in ("a", "b") if draw(st.booleans())}
-    return asking(wishes, draw(st.integers(1, 8)), gain_min=draw(st.sampled_from([0.0, 0.1])),
+    return asking(demands, draw(st.integers(1, 8)), gain_min=draw(st.sampled_from([0.0, 0.1])),
                   moves_max=draw(st.sampled_from([None, 0, 1])),
                   quotas=tuple(sorted(quotas.items())))
 
 
 @given(limited())
 @settings(max_examples=300, deadline=None, derandomize=True)
-def test_a_task_runs_from_its_price_on_under_limits(asked: PlanProblem) -> None:
+def test_a_task_runs_from_its_price_on_under_limits(problem: PlanProblem) -> None:
     """If no weight is reported, even the largest weight does not run the task."""
-    asked = replace(asked, demands=tuple(replace(one, priority=0, floor=0)
-                                        for one in asked.demands))
-    plan = planner.choose_plan(asked).plan
-    after = replace(asked, demands=tuple(
+    problem = replace(problem, demands=tuple(replace(one, priority=0, floor=0)
+                                        for one in problem.demands))
+    plan = planner.choose_plan(problem).plan
+    after = replace(problem, demands=tuple(
         replace(one, now=x, faulted=False)
-        for one, x in zip(asked.demands, plan.slots, strict=True)))
+        for one, x in zip(problem.demands, plan.slots, strict=True)))
 
     def runs(task: int, times: float) -> bool:
-        wishes = tuple(replace(one, wafs=tuple(waf * times for waf in one.wafs))
-                       if one.task == task else one for one in after.demands)
-        return planner.choose_plan(replace(after, demands=wishes)).plan.slots[task - 1] > 0
+        demands = tuple(replace(one, wafs=tuple(waf * times for waf in one.wafs))
+                        if one.task == task else one for one in after.demands)
+        return planner.choose_plan(replace(after, demands=demands)).plan.slots[task - 1] > 0
 
-    told = pending.prices(asked, plan)
-    for one, x in zip(asked.demands, plan.slots, strict=True):
-        price = told.get(one.task)
+    prices = pending.prices(problem, plan)
+    for one, x in zip(problem.demands, plan.slots, strict=True):
+        price = prices.get(one.task)
         if price is not None and price.times < float("inf"):
             assert runs(one.task, price.times * (1 + WEIGHT))
             assert not runs(one.task, price.times * (1 - WEIGHT))
@@ -69,42 +69,42 @@ def test_a_task_runs_from_its_price_on_under_limits(asked: PlanProblem) -> None:
 
 @given(limited())
 @settings(max_examples=400, deadline=None, derandomize=True)
-def test_a_task_runs_without_its_blocking_limits(asked: PlanProblem) -> None:
-    slots = planner.choose_plan(asked).plan.slots
-    bars = pending.blocking_constraints(asked, slots)
-    free = replace(asked, moves_max=None, quotas=(), floor=False, demands=tuple(
-        replace(one, priority=0, floor=0) for one in asked.demands))
-    lifted = {"moves_max": replace(asked, moves_max=None),
-              "quota": replace(asked, quotas=()),
-              "priority": replace(asked, demands=tuple(
-                  replace(one, priority=0) for one in asked.demands)),
-              "floors": replace(asked, floor=False, demands=tuple(
-                  replace(one, floor=0) for one in asked.demands))}
+def test_a_task_runs_without_its_blocking_limits(problem: PlanProblem) -> None:
+    slots = planner.choose_plan(problem).plan.slots
+    blockers = pending.blocking_constraints(problem, slots)
+    free = replace(problem, moves_max=None, quotas=(), floor=False, demands=tuple(
+        replace(one, priority=0, floor=0) for one in problem.demands))
+    lifted = {"moves_max": replace(problem, moves_max=None),
+              "quota": replace(problem, quotas=()),
+              "priority": replace(problem, demands=tuple(
+                  replace(one, priority=0) for one in problem.demands)),
+              "floors": replace(problem, floor=False, demands=tuple(
+                  replace(one, floor=0) for one in problem.demands))}
     without = planner.choose_plan(free).plan.slots
-    for one, x, run in zip(asked.demands, slots, without, strict=True):
-        bar = bars.get(one.task, Blocker())
-        quota = dict(asked.quotas).get(one.team, one.sizes[0])
+    for one, x, run in zip(problem.demands, slots, without, strict=True):
+        blocker = blockers.get(one.task, Blocker())
+        quota = dict(problem.quotas).get(one.team, one.sizes[0])
         if x:
-            assert one.task not in bars
+            assert one.task not in blockers
         elif quota < one.sizes[0]:
             least = "1 slot" if one.sizes[0] == 1 else f"{one.sizes[0]} slots"
-            assert bar.needs == f"a quota of {least} or more"
+            assert blocker.needs == f"a quota of {least} or more"
         else:
-            assert bool(bar.why) == (run > 0)
-        if not bar.why or quota < one.sizes[0]:
+            assert bool(blocker.why) == (run > 0)
+        if not blocker.why or quota < one.sizes[0]:
             continue
-        named = [kind for kind in lifted if kind in bar.why.replace("floors of", "floors")]
-        if bar.why.startswith("blocked by the limits of the plan: "):
+        named = [kind for kind in lifted if kind in blocker.why.replace("floors of", "floors")]
+        if blocker.why.startswith("blocked by the limits of the plan: "):
             continue
         for kind in named:
-            at = lifted[kind]
-            if kind == "quota" and one.team in dict(asked.quotas):  # else drop all quotas
-                at = replace(at, quotas=tuple(x for x in asked.quotas if x[0] != one.team))
-            other = planner.choose_plan(at).plan.slots[one.task - 1]
+            case = lifted[kind]
+            if kind == "quota" and one.team in dict(problem.quotas):  # else drop all quotas
+                case = replace(case, quotas=tuple(x for x in problem.quotas if x[0] != one.team))
+            other = planner.choose_plan(case).plan.slots[one.task - 1]
             assert other > 0, f"without {kind}"
 
 
-@pytest.mark.parametrize(("first", "second", "limits", "bar"), [
+@pytest.mark.parametrize(("first", "second", "limits", "blocker"), [
     ({}, {}, {"moves_max": 0},
      Blocker(why="blocked by moves_max 0", needs="a larger moves_max")),
     ({"priority": 1}, {}, {},
@@ -118,36 +118,36 @@ def test_a_task_runs_without_its_blocking_limits(asked: PlanProblem) -> None:
              "have more", needs="fewer limits: a larger moves_max, a higher priority")),
 ], ids=["moves_max", "priority", "floor", "quota", "several"])
 def test_the_blocking_limits_are_named(first: dict[str, Any], second: dict[str, Any],
-                                       limits: dict[str, Any], bar: Blocker) -> None:
+                                       limits: dict[str, Any], blocker: Blocker) -> None:
     """Task 2 has the higher WAF."""
-    asked = asking([wish(1, 2, {1: 1.0, 2: 2.0}, **first), wish(2, 0, {2: 30.0}, **second)], 2,
-                   **limits)
-    plan = planner.choose_plan(asked).plan
+    problem = asking([wish(1, 2, {1: 1.0, 2: 2.0}, **first), wish(2, 0, {2: 30.0}, **second)], 2,
+                     **limits)
+    plan = planner.choose_plan(problem).plan
     assert plan.slots[1] == 0
-    assert pending.blocking_constraints(asked, plan.slots) == {2: bar}
-    assert 2 not in pending.prices(asked, plan), "no weight lifts the limit"
+    assert pending.blocking_constraints(problem, plan.slots) == {2: blocker}
+    assert 2 not in pending.prices(problem, plan), "no weight lifts the limit"
 
 
 def test_a_weight_may_do_if_its_priority_has_slots() -> None:
     """Task 3 has priority 0. With more WAF than task 2 of the same priority, it would run."""
-    wishes = [wish(1, 1, {1: 1.0}, priority=1), wish(2, 1, {1: 5.0}), wish(3, 0, {1: 4.0})]
-    asked = asking(wishes, 2, gain_min=0.0)
-    plan = planner.choose_plan(asked).plan
+    demands = [wish(1, 1, {1: 1.0}, priority=1), wish(2, 1, {1: 5.0}), wish(3, 0, {1: 4.0})]
+    problem = asking(demands, 2, gain_min=0.0)
+    plan = planner.choose_plan(problem).plan
     assert plan.slots == (1, 1, 0)
-    assert pending.blocking_constraints(asked, plan.slots)[3].needs == (
+    assert pending.blocking_constraints(problem, plan.slots)[3].needs == (
         "a higher priority (a higher weight may do)")
-    heavier = replace(asked, demands=(*wishes[:2], wish(3, 0, {1: 400.0})))
+    heavier = replace(problem, demands=(*demands[:2], wish(3, 0, {1: 400.0})))
     assert planner.choose_plan(heavier).plan.slots == (1, 0, 1)
 
 
 def test_a_task_that_no_limit_blocks_names_none() -> None:
     """Task 2 has a lower WAF than task 1. Task 1 fills the quota of their team."""
-    wishes = [wish(1, 2, {1: 10.0, 2: 20.0}, team="a"), wish(2, 0, {1: 1.0}, team="a")]
-    asked = asking(wishes, 2, quotas=(("a", 2),), gain_min=0.0)
-    plan = planner.choose_plan(asked).plan
-    assert pending.blocking_constraints(asked, plan.slots) == {
+    demands = [wish(1, 2, {1: 10.0, 2: 20.0}, team="a"), wish(2, 0, {1: 1.0}, team="a")]
+    problem = asking(demands, 2, quotas=(("a", 2),), gain_min=0.0)
+    plan = planner.choose_plan(problem).plan
+    assert pending.blocking_constraints(problem, plan.slots) == {
         2: Blocker(within="the quota of team a, 2 slots")}
-    assert pending.prices(asked, plan)[2].times == pytest.approx(10.0, rel=1e-4)
+    assert pending.prices(problem, plan)[2].times == pytest.approx(10.0, rel=1e-4)
 
 
 def test_a_waiting_task_names_the_limit(d: Driver) -> None:
@@ -163,18 +163,18 @@ def test_a_waiting_task_names_the_limit(d: Driver) -> None:
 
 
 def test_above_the_work_limit_all_limits_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    wishes = [wish(1, 2, {1: 1.0, 2: 2.0}), wish(2, 0, {2: 30.0}, team="a")]
-    asked = asking(wishes, 2, moves_max=0, quotas=(("a", 2),))
-    plan = planner.choose_plan(asked).plan
-    assert pending.blocking_constraints(asked, plan.slots)[2].why == "blocked by moves_max 0"
+    demands = [wish(1, 2, {1: 1.0, 2: 2.0}), wish(2, 0, {2: 30.0}, team="a")]
+    problem = asking(demands, 2, moves_max=0, quotas=(("a", 2),))
+    plan = planner.choose_plan(problem).plan
+    assert pending.blocking_constraints(problem, plan.slots)[2].why == "blocked by moves_max 0"
     monkeypatch.setattr(pending, "LIMITED_WORK_NUM_MAX", 0)
-    assert pending.blocking_constraints(asked, plan.slots)[2] == Blocker(
+    assert pending.blocking_constraints(problem, plan.slots)[2] == Blocker(
         why="blocked by the limits of the plan: moves_max 0, the quota of team a, 2 slots",
         needs="fewer limits: a larger moves_max, a larger quota")
-    assert not pending.prices(asked, plan)
+    assert not pending.prices(problem, plan)
 
 
 def test_slots_kept_idle_are_not_a_limit() -> None:
-    asked = asking([wish(1, 2, {1: 10.0, 2: 20.0}), wish(2, 0, {1: 1.0})], 3, moves_max=0)
-    assert pending.blocking_constraints(asked, (2, 0), 1) == {2: Blocker()}
-    assert pending.blocking_constraints(asked, (2, 0))[2].why
+    problem = asking([wish(1, 2, {1: 10.0, 2: 20.0}), wish(2, 0, {1: 1.0})], 3, moves_max=0)
+    assert pending.blocking_constraints(problem, (2, 0), 1) == {2: Blocker()}
+    assert pending.blocking_constraints(problem, (2, 0))[2].why

@@ -55,7 +55,7 @@ def test_sums_stay_exact_in_a_double(case: tuple[list[TaskDemand], int]) -> None
 
 def test_linear_rates_stay_linear_to_the_last_bit() -> None:
     """Multiples of these rates are rounded. Each slot of a task still gains the same integer."""
-    found = [_wish(task, 0, {size: 1e14 / (3 + task) * size for size in range(1, 200)})
+    found = [_demand(task, 0, {size: 1e14 / (3 + task) * size for size in range(1, 200)})
              for task in range(1, 101)]
     for row in pairs(planner.allowed_candidates(asking(found, 4096))):
         assert [gain for _, gain in row] == [row[1][1] * size for size, _ in row]
@@ -63,7 +63,7 @@ def test_linear_rates_stay_linear_to_the_last_bit() -> None:
 
 def test_sizes_with_equal_rates_have_equal_gains() -> None:
     """The rate is constant over several sizes, but its value per slot is no integer."""
-    found = [_wish(task, 0, {1: 1.0, 2: 1.0, 3: 1.0, 7: 1.5, 9: 1.5}) for task in range(1, 4)]
+    found = [_demand(task, 0, {1: 1.0, 2: 1.0, 3: 1.0, 7: 1.5, 9: 1.5}) for task in range(1, 4)]
     for row in pairs(planner.allowed_candidates(asking(found, 7))):
         assert row[1][1] == row[2][1] == row[3][1] < row[4][1] == row[5][1]
 
@@ -72,8 +72,8 @@ def test_sizes_with_equal_rates_have_equal_gains() -> None:
 def test_a_size_above_the_capacity_does_not_affect_the_scale(alpha: float) -> None:
     """This holds also if the task has this size now, because a node was lost."""
     for now in (0, 3):
-        found = [_wish(1, now, {1: 1.0, 2: 1.5, 3: 1e300}, transition_s=0.0),
-                 _wish(2, 0, {1: 1.0, 2: 1.5, 1 << 40: 1e308})]
+        found = [_demand(1, now, {1: 1.0, 2: 1.5, 3: 1e300}, transition_s=0.0),
+                 _demand(2, 0, {1: 1.0, 2: 1.5, 1 << 40: 1e308})]
         assert planner.choose_plan(replace(asking(found, 2), alpha=alpha)).plan.slots == (1, 1)
 
 
@@ -83,16 +83,16 @@ def test_the_choice_is_consistent(case: tuple[list[TaskDemand], int]) -> None:
     found, num_slots = case
     choice = planner.choose_plan(asking(found, num_slots))
     assert sum(x.slots for x in choice.allocations) <= num_slots
-    for wish, given_ in zip(found, choice.allocations, strict=True):
-        assert given_.slots == 0 or given_.slots in wish.sizes
-        assert given_.waf == waf_of(wish, given_.slots)
+    for demand, allocation in zip(found, choice.allocations, strict=True):
+        assert allocation.slots == 0 or allocation.slots in demand.sizes
+        assert allocation.waf == waf_of(demand, allocation.slots)
     assert choice.plan.waf == math.fsum(x.waf for x in choice.allocations)
     assert all(tuple(x for _, x in other.slots) != choice.plan.slots
                for other in choice.alternatives)
 
 
-def _wish(task: int, now: int, wafs: dict[int, float], *, faulted: bool = False,
-          transition_s: float = TRANSITION_S) -> TaskDemand:
+def _demand(task: int, now: int, wafs: dict[int, float], *, faulted: bool = False,
+            transition_s: float = TRANSITION_S) -> TaskDemand:
     return TaskDemand(task=task, name=f"t{task}", now=now, faulted=faulted,
                 transition=Transition.uniform(transition_s), sizes=tuple(wafs),
                 wafs=tuple(wafs.values()))
@@ -103,32 +103,32 @@ def _choose(found: list[TaskDemand], num_slots: int) -> planner.Choice:
 
 
 def test_a_healthy_task_gives_a_slot() -> None:
-    alpha = _wish(1, 4, {2: 3.2, 3: 4.7, 4: 6.16}, faulted=True)
-    beta = _wish(2, 2, {1: 1.5, 2: 2.5})
+    alpha = _demand(1, 4, {2: 3.2, 3: 4.7, 4: 6.16}, faulted=True)
+    beta = _demand(2, 2, {1: 1.5, 2: 2.5})
     choice = _choose([alpha, beta], 4)
     assert choice.plan.slots == (3, 1)
-    told = {other.what: other.slots for other in choice.alternatives}
-    assert told == {"the next best": ((1, 4), (2, 0))}
+    by_name = {other.what: other.slots for other in choice.alternatives}
+    assert by_name == {"the next best": ((1, 4), (2, 0))}
     assert [other.waf for other in choice.alternatives] == [6.16]
 
 
 def test_the_unchanged_plan_and_the_next_best_are_reported() -> None:
-    choice = _choose([_wish(1, 2, {2: 3.2, 4: 5.0}), _wish(2, 0, {2: 2.5})], 4)
+    choice = _choose([_demand(1, 2, {2: 3.2, 4: 5.0}), _demand(2, 0, {2: 2.5})], 4)
     assert choice.plan.slots == (2, 2)
     assert [(x.what, x.slots, x.waf) for x in choice.alternatives] == [
         ("keep as it is", ((1, 2), (2, 0)), 3.2), ("the next best", ((1, 4), (2, 0)), 5.0)]
 
 
 def test_a_next_best_that_takes_too_long_is_approximate(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [_wish(task, 0, {size: size ** 0.9 + (7 * task * size % 11) / 50
-                             for size in range(1, 12)}) for task in range(1, 9)]
+    found = [_demand(task, 0, {size: size ** 0.9 + (7 * task * size % 11) / 50
+                               for size in range(1, 12)}) for task in range(1, 9)]
     exact = {other.what: other for other in _choose(found, 40).alternatives}
     monkeypatch.setattr(planner, "RUNNERS_WORK_NUM_MAX", 0)
     choice = _choose(found, 40)
-    told = {other.what: other for other in choice.alternatives}
+    by_name = {other.what: other for other in choice.alternatives}
     assert "the next best" in exact
-    assert "the next best" not in told
-    near = told[planner.NEAREST]
+    assert "the next best" not in by_name
+    near = by_name[planner.NEAREST]
     slots = tuple(x for _, x in near.slots)
     assert sum(slots) <= 40
     assert sum(x != y for x, y in zip(slots, choice.plan.slots, strict=True)) == 2
@@ -138,38 +138,39 @@ def test_a_next_best_that_takes_too_long_is_approximate(monkeypatch: pytest.Monk
 
 
 def test_a_small_gain_changes_no_healthy_task() -> None:
-    choice = _choose([_wish(1, 2, {2: 100.0, 3: 100.4}), _wish(2, 2, {1: 50.0, 2: 50.1})], 4)
+    choice = _choose([_demand(1, 2, {2: 100.0, 3: 100.4}), _demand(2, 2, {1: 50.0, 2: 50.1})], 4)
     assert choice.plan.slots == (2, 2)
-    assert planner.choose_plan(replace(asking([_wish(1, 2, {2: 100.0, 3: 100.4}),
-                                          _wish(2, 2, {1: 50.0, 2: 50.1})], 4), gain_min=0.0)
+    assert planner.choose_plan(replace(asking([_demand(1, 2, {2: 100.0, 3: 100.4}),
+                                          _demand(2, 2, {1: 50.0, 2: 50.1})], 4), gain_min=0.0)
                           ).plan.slots == (3, 1)
 
 
 @pytest.mark.parametrize(("more", "changes"), [(0.0049, False), (0.0051, True)])
 def test_gain_min_is_relative_to_the_task_itself(more: float, changes: bool) -> None:
-    found = [_wish(1, 2, {2: 1e9}), _wish(2, 1, {1: 1.0, 2: 1.0 + more}, transition_s=0.0)]
+    found = [_demand(1, 2, {2: 1e9}), _demand(2, 1, {1: 1.0, 2: 1.0 + more}, transition_s=0.0)]
     assert _choose(found, 4).plan.slots == (2, 2 if changes else 1)
 
 
 def test_costs_of_faulted_tasks_do_not_lower_gain_min() -> None:
     """The MTBF is so short that the objective is below 0."""
-    found = [_wish(1, 2, {2: 1e5}, faulted=True), _wish(2, 1, {1: 1.0, 2: 1.004}, transition_s=0.0)]
+    found = [_demand(1, 2, {2: 1e5}, faulted=True),
+             _demand(2, 1, {1: 1.0, 2: 1.004}, transition_s=0.0)]
     choice = planner.choose_plan(asking(found, 4, mtbf_gpu_s=4.0))
     assert choice.plan.objective < 0
     assert choice.plan.slots == (2, 1)
 
 
-def exact_objective(asked: PlanProblem, slots: tuple[int, ...]) -> Fraction:
+def exact_objective(problem: PlanProblem, slots: tuple[int, ...]) -> Fraction:
     """The objective of a plan by the equation of objective.py, as an exact fraction."""
-    total, running_s = Fraction(0), Fraction(asked.running_s)
-    for wish, x in zip(asked.demands, slots, strict=True):
-        waf = {0: 0.0, **dict(zip(wish.sizes, wish.wafs, strict=True))}
-        kinds, now = wish.transition, wish.now
-        stood_s = (0.0 if not now or (x == now and not wish.faulted) else kinds.same_s if x == now
-                   else kinds.stop_s if not x else kinds.grow_s if x > now else kinds.shrink_s)
-        held = Fraction(asked.gain_min) * running_s * (
-            not wish.faulted and now <= asked.num_slots and x != now)
-        total += Fraction(waf[x]) * running_s - Fraction(waf[now]) * (Fraction(stood_s) + held)
+    total, running_s = Fraction(0), Fraction(problem.running_s)
+    for demand, x in zip(problem.demands, slots, strict=True):
+        waf = {0: 0.0, **dict(zip(demand.sizes, demand.wafs, strict=True))}
+        kinds, now = demand.transition, demand.now
+        cost_s = (0.0 if not now or (x == now and not demand.faulted) else kinds.same_s if x == now
+                  else kinds.stop_s if not x else kinds.grow_s if x > now else kinds.shrink_s)
+        held = Fraction(problem.gain_min) * running_s * (
+            not demand.faulted and now <= problem.num_slots and x != now)
+        total += Fraction(waf[x]) * running_s - Fraction(waf[now]) * (Fraction(cost_s) + held)
     return total
 
 
@@ -178,27 +179,27 @@ def exact_objective(asked: PlanProblem, slots: tuple[int, ...]) -> Fraction:
 def test_no_plan_is_worth_more_by_the_equation(case: tuple[list[TaskDemand], int], gain_min: float,
                                                mtbf_gpu_s: float) -> None:
     """The plan is compared with all plans, in fractions. The planner rounds each size once."""
-    asked = asking(*case, gain_min=gain_min, mtbf_gpu_s=mtbf_gpu_s)
-    worth = {slots: exact_objective(asked, slots)
-             for slots in itertools.product(*((0, *wish.sizes) for wish in asked.demands))
-             if sum(slots) <= asked.num_slots}
-    choice = planner.choose_plan(asked)
-    most = sum(max((abs(Fraction(waf)) for waf in wish.wafs), default=Fraction(0))
-               for wish in asked.demands) * (Fraction(asked.running_s) + 700)
+    problem = asking(*case, gain_min=gain_min, mtbf_gpu_s=mtbf_gpu_s)
+    worth = {slots: exact_objective(problem, slots)
+             for slots in itertools.product(*((0, *demand.sizes) for demand in problem.demands))
+             if sum(slots) <= problem.num_slots}
+    choice = planner.choose_plan(problem)
+    most = sum(max((abs(Fraction(waf)) for waf in demand.wafs), default=Fraction(0))
+               for demand in problem.demands) * (Fraction(problem.running_s) + 700)
     close = most / 2**40
     assert worth[choice.plan.slots] >= max(worth.values()) - close
     for other in choice.alternatives:
         assert worth[tuple(x for _, x in other.slots)] <= worth[choice.plan.slots] + close
         assert other.objective <= choice.plan.objective
-    assert abs(objective_flop(asked, choice.plan.slots) - worth[choice.plan.slots]) <= close
+    assert abs(objective_flop(problem, choice.plan.slots) - worth[choice.plan.slots]) <= close
 
 
 def test_equal_plans_go_to_the_first_task() -> None:
-    assert _choose([_wish(1, 0, {2: 5.0}), _wish(2, 0, {2: 5.0})], 2).plan.slots == (2, 0)
+    assert _choose([_demand(1, 0, {2: 5.0}), _demand(2, 0, {2: 5.0})], 2).plan.slots == (2, 0)
 
 
 def test_a_hundred_tasks_fill_the_cluster() -> None:
-    found = [_wish(task, 0, {size: size * (1.0 + task / 100) for size in range(8, 136, 8)})
+    found = [_demand(task, 0, {size: size * (1.0 + task / 100) for size in range(8, 136, 8)})
              for task in range(1, 101)]
     choice = _choose(found, 1024)
     assert sum(choice.plan.slots) == 1024
@@ -254,23 +255,23 @@ def crowded(draw: st.DrawFn) -> tuple[list[TaskDemand], int, float]:
 def test_a_task_runs_from_its_price_on(case: tuple[list[TaskDemand], int, float]) -> None:
     """Slightly above the price, the next plan gives slots to the task; slightly below, none."""
     found, num_slots, gain_min = case
-    asked = asking(found, num_slots, gain_min=gain_min)
-    plan = planner.choose_plan(asked).plan
-    after = [replace(wish, now=slots, faulted=False)
-             for wish, slots in zip(found, plan.slots, strict=True)]
-    told = pending.prices(asked, plan)
-    assert set(told) == {wish.task for wish, slots in zip(found, plan.slots, strict=True)
-                         if slots == 0 and min(wish.sizes) <= num_slots}
-    for task, price in told.items():
+    problem = asking(found, num_slots, gain_min=gain_min)
+    plan = planner.choose_plan(problem).plan
+    after = [replace(demand, now=slots, faulted=False)
+             for demand, slots in zip(found, plan.slots, strict=True)]
+    prices = pending.prices(problem, plan)
+    assert set(prices) == {demand.task for demand, slots in zip(found, plan.slots, strict=True)
+                           if slots == 0 and min(demand.sizes) <= num_slots}
+    for task, price in prices.items():
         def slots_at(times: float, task: int = task) -> int:
-            wishes = [replace(wish, wafs=tuple(waf * times for waf in wish.wafs))
-                      if wish.task == task else wish for wish in after]
-            return planner.choose_plan(asking(wishes, num_slots, gain_min=gain_min)
+            demands = [replace(demand, wafs=tuple(waf * times for waf in demand.wafs))
+                       if demand.task == task else demand for demand in after]
+            return planner.choose_plan(asking(demands, num_slots, gain_min=gain_min)
                                   ).plan.slots[task - 1]
 
         assert slots_at(price.times * (1 + 1e-6)) > 0
         assert slots_at(price.times * (1 - 1e-6)) == 0
-        wafs = [math.fsum(waf_of(wish, x) for wish, x in zip(found, slots, strict=True))
+        wafs = [math.fsum(waf_of(demand, x) for demand, x in zip(found, slots, strict=True))
                 for _, slots in brute_force(pairs(planner.allowed_candidates(asking(
                     after, num_slots, gain_min=gain_min))), num_slots) if slots[task - 1] > 0]
         assert price.plan.waf == wafs[0], "the best plan in which the task runs"
@@ -279,25 +280,25 @@ def test_a_task_runs_from_its_price_on(case: tuple[list[TaskDemand], int, float]
 
 def test_a_price_in_numbers() -> None:
     """Task 1 loses a WAF of 10 and task 2 adds 8. Without hysteresis the cost is a WAF of 2."""
-    found = [_wish(1, 4, {2: 20.0, 4: 30.0}, transition_s=0.0), _wish(2, 0, {2: 8.0})]
-    asked = asking(found, 4, mtbf_gpu_s=1e9, gain_min=0.0)
-    price = pending.prices(asked, planner.choose_plan(asked).plan)[2]
+    found = [_demand(1, 4, {2: 20.0, 4: 30.0}, transition_s=0.0), _demand(2, 0, {2: 8.0})]
+    problem = asking(found, 4, mtbf_gpu_s=1e9, gain_min=0.0)
+    price = pending.prices(problem, planner.choose_plan(problem).plan)[2]
     assert (price.plan.slots, price.cost_waf) == ((2, 2), 2.0)
     assert math.isclose(price.times, 10.0 / 8.0)
 
 
 def test_of_many_waiting_tasks_only_the_first_have_prices(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [_wish(1, 4, {4: 30.0}), *(_wish(i, 0, {2: 8.0}) for i in range(2, 6))]
-    asked = asking(found, 4)
-    plan = planner.choose_plan(asked).plan
-    every = pending.prices(asked, plan)
+    found = [_demand(1, 4, {4: 30.0}), *(_demand(i, 0, {2: 8.0}) for i in range(2, 6))]
+    problem = asking(found, 4)
+    plan = planner.choose_plan(problem).plan
+    every = pending.prices(problem, plan)
     assert list(every) == [2, 3, 4, 5]
     monkeypatch.setattr(pending, "VECTORS_NUM_MAX", 2 * len(found) + 1)
-    assert pending.prices(asked, plan) == {i: every[i] for i in (2, 3)}
+    assert pending.prices(problem, plan) == {i: every[i] for i in (2, 3)}
 
 
 def test_gain_min_raises_the_price() -> None:
-    found = [_wish(1, 4, {2: 20.0, 4: 30.0}), _wish(2, 0, {2: 10.01})]
+    found = [_demand(1, 4, {2: 20.0, 4: 30.0}), _demand(2, 0, {2: 10.01})]
     assert _choose(found, 4).plan.slots == (4, 0), "a gain of 0.01 on 30 is below gain_min"
     price = pending.prices(asking(found, 4), _choose(found, 4).plan)[2]
     assert price.cost_waf == 0.0
@@ -305,7 +306,7 @@ def test_gain_min_raises_the_price() -> None:
 
 
 def test_the_ideal_waf_ignores_changes_and_faults() -> None:
-    found = [_wish(1, 2, {2: 20.0, 4: 30.0}, faulted=True), _wish(2, 0, {2: 8.0})]
+    found = [_demand(1, 2, {2: 20.0, 4: 30.0}, faulted=True), _demand(2, 0, {2: 8.0})]
     assert planner.ideal_waf(found, 6) == 38.0
     assert planner.ideal_waf(found, 4) == 30.0
     assert planner.ideal_waf([], 4) == 0.0

@@ -31,37 +31,37 @@ TRAIN = {"iterations": 50, "batch": {"global": 24, "micro": 2}}
 @st.composite
 def with_spares(draw: st.DrawFn) -> PlanProblem:
     """Random problems. In about half, the cluster is full and faults are frequent."""
-    asked, node = draw(inputs())
-    asked = replace(asked, demands=asked.demands[:4], spare_slots=node,
-                    floor=draw(st.sampled_from([False, False, True])),
-                    repair_s=draw(st.sampled_from([1.0, 60.0, 21_300.0])))
+    problem, node = draw(inputs())
+    problem = replace(problem, demands=problem.demands[:4], spare_slots=node,
+                      floor=draw(st.sampled_from([False, False, True])),
+                      repair_s=draw(st.sampled_from([1.0, 60.0, 21_300.0])))
     if draw(st.booleans()):
-        return asked
-    wishes = tuple(replace(one, faulted=False, now=draw(st.sampled_from([0, one.sizes[-1]])),
-                           sizes=one.sizes[-2:], wafs=one.wafs[-2:])
-                   for one in asked.demands if one.sizes)
-    return replace(asked, demands=wishes, num_slots=sum(one.sizes[-1] for one in wishes),
+        return problem
+    demands = tuple(replace(one, faulted=False, now=draw(st.sampled_from([0, one.sizes[-1]])),
+                            sizes=one.sizes[-2:], wafs=one.wafs[-2:])
+                    for one in problem.demands if one.sizes)
+    return replace(problem, demands=demands, num_slots=sum(one.sizes[-1] for one in demands),
                    mtbf_gpu_s=draw(st.sampled_from([1e1, 1e2, 1e3])))
 
 
 @given(with_spares())
 @settings(max_examples=300, deadline=None)
-def test_a_spare_is_kept_only_if_it_saves_more_than_it_costs(asked: PlanProblem) -> None:
-    choice = hot_spare.with_hot_spare(asked)
-    free, told = planner.choose_plan(asked), choice.spare
-    if not asked.demands:
-        assert told is None
+def test_a_spare_is_kept_only_if_it_saves_more_than_it_costs(problem: PlanProblem) -> None:
+    choice = hot_spare.with_hot_spare(problem)
+    free, spare = planner.choose_plan(problem), choice.spare
+    if not problem.demands:
+        assert spare is None
         return
-    assert told is not None
-    if asked.num_slots - sum(free.plan.slots) >= asked.spare_slots:
-        assert (told.verdict, choice.plan) == ("idle anyway", free.plan)
+    assert spare is not None
+    if problem.num_slots - sum(free.plan.slots) >= problem.spare_slots:
+        assert (spare.verdict, choice.plan) == ("idle anyway", free.plan)
         return
-    cost, saves, close = spare_by_force(asked)
-    assert abs(told.cost_flop - cost) <= close
-    assert abs(told.saves_flop - saves) <= close
+    cost, saves, close = spare_by_force(problem)
+    assert abs(spare.cost_flop - cost) <= close
+    assert abs(spare.saves_flop - saves) <= close
     if abs(saves - cost) > close:
-        assert told.verdict == ("kept" if saves > cost and may_idle(asked) else "not kept")
-    assert choice.plan.slots == both(asked)[told.verdict == "kept"]
+        assert spare.verdict == ("kept" if saves > cost and may_idle(problem) else "not kept")
+    assert choice.plan.slots == both(problem)[spare.verdict == "kept"]
 
 
 # --- examples ------------------------------------------------------------------------------------
@@ -76,16 +76,16 @@ def fixed(mtbf_gpu_s: float, **more: Any) -> PlanProblem:
         num_slots=12, mtbf_gpu_s=mtbf_gpu_s, **{"spare_slots": 4, "repair_s": 21_300.0, **more})
 
 
-def planned(asked: PlanProblem) -> tuple[planner.Choice, HotSpare]:
+def planned(problem: PlanProblem) -> tuple[planner.Choice, HotSpare]:
     """The choice and its hot-spare record."""
-    choice = hot_spare.with_hot_spare(asked)
+    choice = hot_spare.with_hot_spare(problem)
     assert choice.spare is not None
     return choice, choice.spare
 
 
-def running(asked: PlanProblem, *nows: int) -> PlanProblem:
-    return replace(asked, demands=tuple(replace(one, now=now)
-                                       for one, now in zip(asked.demands, nows, strict=True)))
+def running(problem: PlanProblem, *nows: int) -> PlanProblem:
+    return replace(problem, demands=tuple(replace(one, now=now)
+                                       for one, now in zip(problem.demands, nows, strict=True)))
 
 
 def test_a_spare_pays_if_faults_are_frequent() -> None:
@@ -130,9 +130,9 @@ def test_no_task_falls_below_its_floor_for_a_spare() -> None:
     floored = replace(often, floor=True)
     assert [hot_spare.with_hot_spare(one).plan.slots for one in (often, floored)] == [
         (4, 4, 0), (4, 4, 4)]
-    _, told = planned(floored)
-    assert told.verdict == "not kept"
-    assert told.saves_flop > told.cost_flop
+    _, spare = planned(floored)
+    assert spare.verdict == "not kept"
+    assert spare.saves_flop > spare.cost_flop
 
 
 def test_slots_idle_anyway_are_a_spare_at_no_cost() -> None:
@@ -219,27 +219,27 @@ def test_a_task_that_waits_for_a_spare_names_the_spare(d: Driver) -> None:
 
 
 def test_no_spare_is_reported_unless_requested() -> None:
-    asked = replace(fixed(12 * 60.0), spare_slots=0)
-    assert hot_spare.with_hot_spare(asked) == planner.choose_plan(asked)
-    assert hot_spare.with_hot_spare(asked).spare is None
+    problem = replace(fixed(12 * 60.0), spare_slots=0)
+    assert hot_spare.with_hot_spare(problem) == planner.choose_plan(problem)
+    assert hot_spare.with_hot_spare(problem).spare is None
 
 
 def test_spares_are_priced_up_to_a_work_limit() -> None:
-    asked = replace(case(100, 4096, 1, gain_min=0.005), spare_slots=8, repair_s=21_300.0)
-    choice, spare = planned(asked)
+    problem = replace(case(100, 4096, 1, gain_min=0.005), spare_slots=8, repair_s=21_300.0)
+    choice, spare = planned(problem)
     assert spare.verdict in ("kept", "not kept")
     assert spare.cost_flop > 0
     large = replace(case(400, 8192, 1), spare_slots=8, repair_s=21_300.0)
     choice, spare = planned(large)
     assert spare.verdict == "not priced"
     assert choice.plan == planner.choose_plan(large).plan
-    limited = replace(asked, moves_max=3)
+    limited = replace(problem, moves_max=3)
     assert hot_spare.exceeds_work_limit(limited)
-    assert not hot_spare.exceeds_work_limit(asked)
+    assert not hot_spare.exceeds_work_limit(problem)
 
 
 def test_a_possible_spare_leaves_no_prices() -> None:
-    asked = running(fixed(12 * 60.0), 4, 4, 0)
-    choice = hot_spare.with_hot_spare(asked)
-    assert pending.prices(replace(asked, spare_slots=0), choice.plan)
-    assert not pending.prices(asked, choice.plan)
+    problem = running(fixed(12 * 60.0), 4, 4, 0)
+    choice = hot_spare.with_hot_spare(problem)
+    assert pending.prices(replace(problem, spare_slots=0), choice.plan)
+    assert not pending.prices(problem, choice.plan)

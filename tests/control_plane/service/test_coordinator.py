@@ -183,10 +183,10 @@ async def test_an_unreachable_log_is_waited_for(log: MemoryLog) -> None:
 @virtual
 async def test_the_state_is_shown_only_after_the_append(log: MemoryLog) -> None:
     async with leading(log) as leader:
-        append, held = log.append, asyncio.Event()
+        append, release = log.append, asyncio.Event()
 
         async def slow(*args: Any, **named: Any) -> None:
-            await held.wait()
+            await release.wait()
             await append(*args, **named)
 
         log.append = slow  # type: ignore[method-assign]
@@ -197,7 +197,7 @@ async def test_the_state_is_shown_only_after_the_append(log: MemoryLog) -> None:
         view = asyncio.create_task(leader.settled())
         await asyncio.sleep(1.0)
         assert not view.done(), "the state was shown while an append was under way"
-        held.set()
+        release.set()
         assert await write == (await view).tasks[3].id == 3
 
 
@@ -208,13 +208,13 @@ async def test_a_deadline_waits_for_the_backlog(log: MemoryLog) -> None:
         task = await leader.write("x", job())
         take = log.take
 
-        async def deaf(*, after: str, num_max: int, wait_s: float) -> Batch:
+        async def no_reports(*, after: str, num_max: int, wait_s: float) -> Batch:
             if wait_s > 0:
                 await asyncio.sleep(8.0)
                 return Batch(reports=(), cursor=after)
             return await take(after=after, num_max=num_max, wait_s=wait_s)
 
-        log.take = deaf  # type: ignore[method-assign]
+        log.take = no_reports  # type: ignore[method-assign]
         await asyncio.sleep(20.0)
         ready = r.RankReady(task=task, rank=0, attempt=1, endpoint="h:1", num_params=1,
                             state_bytes=1, iteration_flops=1.0, data_digest="")
@@ -257,8 +257,8 @@ async def test_silence_and_its_end_are_reported(log: MemoryLog) -> None:
             await asyncio.sleep(1.0)
         assert "NodeUnreachable" not in kinds(await log.read(after=0, num_max=99))
         records = await until(log, "NodeUnreachable")
-        silenced = next(x for x in records if x.kind == "NodeUnreachable")
-        assert 24.0 < silenced.at_s - START_S < 27.0
+        unreachable = next(x for x in records if x.kind == "NodeUnreachable")
+        assert 24.0 < unreachable.at_s - START_S < 27.0
         await log.beat("n1", 1)
         await until(log, "NodeReachable")
 

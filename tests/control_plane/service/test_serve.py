@@ -122,9 +122,9 @@ def test_start_note_token_stop(server: Server, tmp_path: Path) -> None:
         assert {"url", "pid", "start_time", "cluster"} <= set(note)
         for name in ("token", "control_plane.json"):
             assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
-        asked = urllib.request.Request(note["url"] + "/v1/state",
-                                       headers={"Authorization": f"Bearer {token}"})
-        with urllib.request.urlopen(asked, timeout=30) as reply:
+        request = urllib.request.Request(note["url"] + "/v1/state",
+                                         headers={"Authorization": f"Bearer {token}"})
+        with urllib.request.urlopen(request, timeout=30) as reply:
             assert json.loads(reply.read())["cluster"]["seq"] == 2
         first.process.send_signal(signal.SIGTERM)
         assert first.end() == 0
@@ -144,11 +144,11 @@ def test_a_newer_leader_fences_the_older_one(server: Server, tmp_path: Path) -> 
             note = first.note()
             token = (tmp_path / "a" / "token").read_text().strip()
             body = {"apiVersion": "unicron/v1", "name": "x", "command": ["true"]}
-            asked = urllib.request.Request(
+            request = urllib.request.Request(
                 note["url"] + "/v1/tasks", data=json.dumps(body).encode(),
                 headers={"Authorization": f"Bearer {token}"})
             with pytest.raises(urllib.error.HTTPError):
-                urllib.request.urlopen(asked, timeout=30)
+                urllib.request.urlopen(request, timeout=30)
             assert first.end() == 1
             assert "fenced" in first.words()
             assert second.process.poll() is None
@@ -196,9 +196,8 @@ def test_switches_apply_to_one_start_only(server: Server, tmp_path: Path) -> Non
     limits = '{"silence_s_max": 7}'
     for policy, switches in (("", ("allow_inject",)), (limits, ("observe",)), ("", ())):
         with control_plane(tmp_path, server.url, cluster="serve-switches",
-                           policy=policy,
-                           switches=switches) as process:
+                           policy=policy, switches=switches) as process:
             process.wait_leading()
-    told = [record.body.policy for record in records(server.url, "serve-switches")
-            if isinstance(record.body, PolicySet)]
-    assert told == [Policy(allow_inject=True), Policy(silence_s_max=7.0, observe=True), Policy()]
+    logged = [record.body.policy for record in records(server.url, "serve-switches")
+              if isinstance(record.body, PolicySet)]
+    assert logged == [Policy(allow_inject=True), Policy(silence_s_max=7.0, observe=True), Policy()]

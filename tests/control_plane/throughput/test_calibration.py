@@ -23,7 +23,7 @@ def rates(d: Driver, task: int) -> dict[int, float]:
     return dict(zip(table.sizes, table.rates_flops, strict=True))
 
 
-def count_only(d: Driver, num: int) -> None:
+def set_calibration(d: Driver, num: int) -> None:
     d.tell(f"leader/{d.state.nonce}", r.PolicySet(policy=policy.Policy(calibrate_iterations=num)))
 
 
@@ -88,7 +88,7 @@ def test_a_declared_table_is_never_overridden(d: Driver) -> None:
 
 
 def test_calibration_can_be_off(d: Driver) -> None:
-    count_only(d, 0)
+    set_calibration(d, 0)
     task = d.running()
     assert kinds(d.progress(task, times_s=[0.7] * 100)) == []
     table = task_of(d, task).throughput
@@ -126,13 +126,13 @@ def test_noise_moves_no_task(d: Driver, seed: int) -> None:
     both = [d.running(spec(slots={"min": 1, "max": 3})),
             d.running(spec(name="beta", slots={"min": 1, "max": 6}))]
     assert [len(task_of(d, task).members) for task in both] == [3, 3]
-    begun = len(d.log)
+    start = len(d.log)
     for at in range(0, 300, 5):
         for task, times_s in zip(both, noise, strict=True):
             d.progress(task, times_s=[0.3 * x for x in times_s[at: at + 5]])
-    told = kinds(d.log[begun:])
-    assert "TaskPlaced" not in told
-    assert told.count("ThroughputSet") == 2, "alpha's table, and beta's at alpha's scale"
+    decided = kinds(d.log[start:])
+    assert "TaskPlaced" not in decided
+    assert decided.count("ThroughputSet") == 2, "alpha's table, and beta's at alpha's scale"
 
 
 def test_a_task_faster_than_modelled_gets_more_slots(d: Driver) -> None:
@@ -151,7 +151,7 @@ def test_a_task_faster_than_modelled_gets_more_slots(d: Driver) -> None:
 
 
 def test_the_number_of_stored_times_is_limited(d: Driver) -> None:
-    count_only(d, 10_000)
+    set_calibration(d, 10_000)
     task = d.running(spec(slots={"min": 1, "max": 6}))
     d.progress(task, times_s=[0.25] * 400)
     assert len(task_of(d, task).times_s[6]) == calibration.NUM_TIMES_MAX

@@ -75,9 +75,9 @@ def test_modelled_declared_measured() -> None:
     assert one.rates_flops == pytest.approx((1e14 / 1.9, 1e14, 3.5e14 / 1.9))
     two = throughput.table(7, parse(job(throughput={2: 1e14, 4: 1.2e14})), modelled=KNOWN)
     assert two.rates_flops[1:] == (1e14, 1.2e14)
-    told = throughput.table_through(7, "measured", plain, {4: 7e14}, KNOWN)
-    assert told.origin == "measured"
-    assert told.rates_flops == pytest.approx((2e14, 3.8e14, 7e14))
+    measured = throughput.table_through(7, "measured", plain, {4: 7e14}, KNOWN)
+    assert measured.origin == "measured"
+    assert measured.rates_flops == pytest.approx((2e14, 3.8e14, 7e14))
 
 
 def test_only_the_smallest_allowed_size_of_each_step() -> None:
@@ -93,22 +93,22 @@ def test_a_declared_size_that_the_model_refuses() -> None:
 
 
 def test_the_plan_follows_the_model(d: Driver) -> None:
-    begun = d.tell("operator/a", r.TaskSubmitted(spec=parse(job()), modelled=KNOWN))
-    task = begun[0].seq
-    assert the(decisions.ThroughputSet, begun).origin == "modelled"
+    records = d.tell("operator/a", r.TaskSubmitted(spec=parse(job()), modelled=KNOWN))
+    task = records[0].seq
+    assert the(decisions.ThroughputSet, records).origin == "modelled"
     assert len(task_of(d, task).target) == 4, "6 slots are no faster"
     shown = next(one for one in view(d.state)["tasks"] if one["id"] == task)
     assert shown["modelled_layout"] == "four"
-    told = task_screen.task_status(view(d.state), shown, History(), now_s=d.now_s)
-    assert "by model   four" in told
-    d.obey(begun)
+    lines = task_screen.task_status(view(d.state), shown, History(), now_s=d.now_s)
+    assert "by model   four" in lines
+    d.obey(records)
 
 
 def test_iteration_times_correct_the_level_and_keep_the_shape(d: Driver) -> None:
     """Iteration times do not set the rate per slot of tasks without a model."""
-    begun = d.tell("operator/a", r.TaskSubmitted(spec=spec(), modelled=KNOWN))
-    task = begun[0].seq
-    d.obey(begun)
+    records = d.tell("operator/a", r.TaskSubmitted(spec=spec(), modelled=KNOWN))
+    task = records[0].seq
+    d.obey(records)
     d.progress(task)
     new = d.progress(task, times_s=[0.25] * 21)
     table = the(decisions.ThroughputSet, new)
@@ -120,11 +120,11 @@ def test_iteration_times_correct_the_level_and_keep_the_shape(d: Driver) -> None
 
 def test_a_task_waits_if_its_model_fits_nowhere(d: Driver) -> None:
     body = submitted(job({"num_layers": 96, "hidden": 12288, "num_heads": 96}))
-    begun = d.tell("operator/a", body)
-    waits = the(decisions.TaskWaiting, begun)
+    records = d.tell("operator/a", body)
+    waits = the(decisions.TaskWaiting, records)
     assert waits.why.startswith("no layout on at most 6 GPUs fits into 79.2 GiB: TP 2 x PP 3 x")
-    assert waits_of(d, begun[0].seq).needs == "a larger slots.max, or a smaller model"
-    assert "TaskPlaced" not in kinds(begun)
+    assert waits_of(d, records[0].seq).needs == "a larger slots.max, or a smaller model"
+    assert "TaskPlaced" not in kinds(records)
 
 
 def test_specs_without_a_model_are_valid() -> None:
@@ -134,11 +134,11 @@ def test_specs_without_a_model_are_valid() -> None:
 
 
 def test_over_http_the_search_runs_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
+    in_main_thread: list[bool] = []
     search = requests.search_layouts
 
     def watched(body: Any) -> None:
-        asked.append(threading.current_thread() is threading.main_thread())
+        in_main_thread.append(threading.current_thread() is threading.main_thread())
         search(body)
 
     async def run() -> None:
@@ -156,4 +156,4 @@ def test_over_http_the_search_runs_in_a_thread(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(requests, "search_layouts", watched)
     asyncio.run(run())
-    assert asked == [False, False]
+    assert in_main_thread == [False, False]

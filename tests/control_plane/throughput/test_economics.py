@@ -123,9 +123,9 @@ def test_an_injected_fault_is_not_counted(d: Driver, task: int) -> None:
 
 def test_an_injected_node_loss_is_not_counted(d: Driver, task: int) -> None:
     inject(d, r.FaultRequested(what="node", node="n1"))
-    told = d.join("n1", incarnation=2)
-    assert only(decisions.IncidentOpened, told)
-    d.obey(told)
+    records = d.join("n1", incarnation=2)
+    assert only(decisions.IncidentOpened, records)
+    d.obey(records)
     d.progress(task)
     assert d.state.num_faults == 0
 
@@ -148,8 +148,8 @@ def test_a_node_loss_under_two_tasks_is_one_fault() -> None:
     small = {"min": 1, "max": 2}
     for name in ("alpha", "beta"):
         d.running(spec(name=name, slots=small))
-    told = d.join("n1", incarnation=2, slots=4)
-    assert len(only(decisions.IncidentOpened, told)) == 2
+    records = d.join("n1", incarnation=2, slots=4)
+    assert len(only(decisions.IncidentOpened, records)) == 2
     assert d.state.num_faults == 1
 
 
@@ -198,10 +198,10 @@ def test_iterations_during_a_transition_reduce_its_downtime(d: Driver, task: int
     d.obey(lost, start=False)
     d.now_s += 1.0
     d.progress(task, times_s=[0.2] * 4 + [0.3])
-    standing = task_of(d, task).transition
-    assert standing is not None
+    transition = task_of(d, task).transition
+    assert transition is not None
     at_four = 5 * 0.2 * 4 / 3  # three ranks do the work of four
-    assert math.isclose(standing.downtime_s, 1.8 - at_four, abs_tol=0.2)
+    assert math.isclose(transition.downtime_s, 1.8 - at_four, abs_tol=0.2)
     d.obey([x for x in lost if isinstance(x.body, o.StartRank)])
     d.progress(task)
 
@@ -237,12 +237,12 @@ def test_the_cost_of_stopping_includes_the_restart(d: Driver) -> None:
         d.now_s += 40.0
         d.obey(new)
         d.progress(alpha)
-    stood_s = task_of(d, alpha).downtime_s
-    assert {kind: len(x) for kind, x in stood_s.items()} == {"start": 4, "stop": 3}
-    assert 39 < stood_s["start"][-1] < 41
+    downtime_s = task_of(d, alpha).downtime_s
+    assert {kind: len(x) for kind, x in downtime_s.items()} == {"start": 4, "stop": 3}
+    assert 39 < downtime_s["start"][-1] < 41
     charged = transition_cost.transition(d.state, task_of(d, alpha))
-    assert math.isclose(charged.stop_s, sorted(stood_s["stop"])[1]
-                        + math.fsum(sorted(stood_s["start"])[1:3]) / 2)
+    assert math.isclose(charged.stop_s, sorted(downtime_s["stop"])[1]
+                        + math.fsum(sorted(downtime_s["start"])[1:3]) / 2)
 
 
 def test_a_transition_while_paused_is_not_measured(d: Driver, task: int) -> None:
@@ -265,26 +265,28 @@ def test_the_history_is_bounded(d: Driver, task: int) -> None:
 # --- use in the planner -------------------------------------------------------------------------
 def test_each_kind_of_change_has_its_own_cost() -> None:
     kinds = Transition(same_s=1.0, shrink_s=2.0, grow_s=4.0, stop_s=8.0)
-    wish = TaskDemand(task=1, name="t1", now=2, faulted=True, transition=kinds, sizes=(1, 2, 3),
+    demand = TaskDemand(task=1, name="t1", now=2, faulted=True, transition=kinds, sizes=(1, 2, 3),
                 wafs=(64.0, 128.0, 192.0))
-    asked = PlanProblem(demands=(wish,), num_slots=3, mtbf_gpu_s=3 * 32.0)
-    rows = planner.allowed_candidates(asked)
+    problem = PlanProblem(demands=(demand,), num_slots=3, mtbf_gpu_s=3 * 32.0)
+    rows = planner.allowed_candidates(problem)
     unit = int(rows.gains[1]) // (64 * 32 - 2 * 128)
     assert unit > 0
     assert (rows.gains // unit).tolist() == [
         -8 * 128, 64 * 32 - 2 * 128, 128 * 32 - 128, 192 * 32 - 4 * 128]
-    healthy = planner.allowed_candidates(replace(asked, demands=(replace(wish, faulted=False),)))
+    healthy = planner.allowed_candidates(
+        replace(problem, demands=(replace(demand, faulted=False),)))
     assert healthy.gains[2] == 128 * 32 * (healthy.gains[1] // (64 * 32 - 2 * 128))
 
 
 def test_the_task_that_is_cheaper_to_grow_grows() -> None:
-    def wish(task: int, grow_s: float) -> TaskDemand:
+    def demand(task: int, grow_s: float) -> TaskDemand:
         kinds = Transition(same_s=1.0, shrink_s=1.0, grow_s=grow_s, stop_s=1.0)
         return TaskDemand(task=task, name=f"t{task}", now=1, faulted=False, transition=kinds,
                     sizes=(1, 2), wafs=(10.0, 16.0))
 
-    asked = PlanProblem(demands=(wish(1, 500.0), wish(2, 2.0)), num_slots=3, mtbf_gpu_s=3 * 1e3)
-    assert planner.choose_plan(asked).plan.slots == (1, 2)
+    problem = PlanProblem(
+        demands=(demand(1, 500.0), demand(2, 2.0)), num_slots=3, mtbf_gpu_s=3 * 1e3)
+    assert planner.choose_plan(problem).plan.slots == (1, 2)
 
 
 def test_the_plan_record_has_its_running_time(d: Driver) -> None:
@@ -297,24 +299,23 @@ def test_the_plan_record_has_its_running_time(d: Driver) -> None:
 def test_a_new_replica_shape_costs_a_reshape() -> None:
     """One and two slots have the same replica shape. On three slots all of the state moves."""
     kinds = Transition(same_s=1.0, shrink_s=2.0, grow_s=4.0, stop_s=8.0, reshape_s=16.0)
-    wish = TaskDemand(task=1, name="t1", now=2, faulted=True, transition=kinds, sizes=(1, 2, 3),
+    demand = TaskDemand(task=1, name="t1", now=2, faulted=True, transition=kinds, sizes=(1, 2, 3),
                 wafs=(1.0, 2.0, 3.0), shapes=(0, 0, 1))
-    assert [transition_cost_s(wish, x) for x in (0, 1, 2, 3)] == [8.0, 2.0, 1.0, 16.0]
-    assert [transition_cost_s(replace(wish, now=3), x) for x in (0, 1, 2, 3)] == [
+    assert [transition_cost_s(demand, x) for x in (0, 1, 2, 3)] == [8.0, 2.0, 1.0, 16.0]
+    assert [transition_cost_s(replace(demand, now=3), x) for x in (0, 1, 2, 3)] == [
         8.0, 16.0, 16.0, 1.0]
 
 
 def test_the_reported_cost_is_the_cost_in_the_objective() -> None:
     kinds = Transition(same_s=1.0, shrink_s=2.0, grow_s=4.0, stop_s=8.0, reshape_s=16.0)
-    for hurt, now, shapes in ((False, 2, ()), (True, 2, ()), (True, 0, ()), (False, 0, ()),
-                              (False, 2, (0, 0, 1)), (True, 2, (0, 1, 1)), (True, 0, (0, 1, 1))):
-        wish = TaskDemand(
-            task=1, name="t1", now=now, faulted=hurt, transition=kinds, sizes=(1, 2, 3),
+    for faulted, now, shapes in ((False, 2, ()), (True, 2, ()), (True, 0, ()), (False, 0, ()),
+                                 (False, 2, (0, 0, 1)), (True, 2, (0, 1, 1)), (True, 0, (0, 1, 1))):
+        demand = TaskDemand(
+            task=1, name="t1", now=now, faulted=faulted, transition=kinds, sizes=(1, 2, 3),
             wafs=(64.0, 128.0, 192.0), shapes=shapes)
         rows = planner.allowed_candidates(
-            PlanProblem(demands=(wish,), num_slots=3, mtbf_gpu_s=3 * 32.0))
-        told = [waf_of(wish, x) * 32
-                - waf_of(wish, now) * transition_cost_s(wish, x)
-                for x in (0, 1, 2, 3)]
-        unit = int(rows.gains[3]) // int(told[3])
-        assert (rows.gains // unit).tolist() == told
+            PlanProblem(demands=(demand,), num_slots=3, mtbf_gpu_s=3 * 32.0))
+        expected = [waf_of(demand, x) * 32 - waf_of(demand, now) * transition_cost_s(demand, x)
+                    for x in (0, 1, 2, 3)]
+        unit = int(rows.gains[3]) // int(expected[3])
+        assert (rows.gains // unit).tolist() == expected

@@ -95,8 +95,8 @@ def test_published_rates_match_our_flops() -> None:
     assert len(times) == 12
     for row in ROWS:
         if row.line in times:
-            told = counted_flops(row, row.layouts[0]) / times[row.line] / row.num_gpus
-            assert told == pytest.approx(row.rate_flops, rel=0.002), row.name
+            rate = counted_flops(row, row.layouts[0]) / times[row.line] / row.num_gpus
+            assert rate == pytest.approx(row.rate_flops, rel=0.002), row.name
 
 
 def _line(number: int) -> str:
@@ -340,8 +340,8 @@ def test_no_constant_would_fit_much_better_a_tenth_away() -> None:
         HOPPER, gemm_share=0, scores_share=0)
     thinned = {group: rows[::4] if len(rows) > 20 else rows for group, rows in by_source().items()}
 
-    def error(asked: list[float]) -> float:
-        fitted = Fitted(asked)
+    def error(constants: list[float]) -> float:
+        fitted = Fitted(constants)
         return math.fsum(mape([(fitted.predict(row), row.rate_flops) for row in rows])
                          for rows in thinned.values()) / len(thinned)
 
