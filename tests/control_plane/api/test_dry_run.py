@@ -1,4 +1,4 @@
-"""Dry runs: the result equals the later decision, and is applied only to an unchanged input."""
+"""A dry run predicts the later decision, and applies only while the plan's input is unchanged."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def jobs(name: str, low_max: int) -> st.SearchStrategy[Plain]:
 
 @st.composite
 def clusters(draw: st.DrawFn) -> Driver:
-    """A small cluster: some tasks train, some are degraded by a fault, some are only placed."""
+    """A small cluster: some tasks train, some are degraded by a fault, some wait to start."""
     d = Driver(nodes=draw(st.integers(1, 4)), slots=draw(st.integers(1, 3)))
     for number in range(draw(st.integers(1, 3))):
         begin = len(d.log)

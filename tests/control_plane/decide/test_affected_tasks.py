@@ -49,7 +49,7 @@ def test_every_kind_of_record_has_a_handler() -> None:
 def test_a_report_affects_its_task() -> None:
     d, alpha, beta = two_tasks()
     assert affected(d, failed(d, beta, min(d.state.tasks[beta].ranks))[:1]) == [beta]
-    assert affected(d, drain(d, "n2")) == []  # the plan that follows covers all tasks
+    assert affected(d, drain(d, "n2")) == []  # the new plan covers all tasks
     assert affected(d, d.tell("operator/x", r.HealingFrozen(reason="a test"))) == [alpha, beta]
 
 
@@ -124,7 +124,7 @@ def on_one_slot(state: ClusterState) -> None:
     first(state).target = (*target, t.Seat(9, target[0].slot))
 
 
-@pytest.mark.parametrize(("breaks", "says"), [
+@pytest.mark.parametrize(("breaks", "text"), [
     (lambda state: setattr(first(state), "num_outstanding", 77), "num_outstanding is"),
     (lambda state: setattr(state, "num_running", 77), "num_running is"),
     (lambda state: setattr(state, "unreachable", ["n1"]), "unreachable is"),
@@ -135,10 +135,10 @@ def on_one_slot(state: ClusterState) -> None:
     (on_one_slot, "two ranks have one slot"),
     (lambda state: state.deadlines.update({
         "quiesce/77/1": next(iter(state.deadlines.values()))}), "has no task")])
-def test_check_finds(d: Driver, breaks: Callable[[ClusterState], object], says: str) -> None:
+def test_check_finds_errors(d: Driver, breaks: Callable[[ClusterState], object], text: str) -> None:
     task = d.submit(spec())
     assert d.state.tasks[task].ranks
     assert d.state.deadlines
     assert check(d.state) == []
     breaks(d.state)
-    assert says in "; ".join(check(d.state))
+    assert text in "; ".join(check(d.state))

@@ -95,7 +95,7 @@ def test_state_coverage_depends_on_the_optimizer() -> None:
     assert not has_every_part(axes, "sharded", [0, 1, 3])
     assert has_every_part(axes, "sharded", [0, 1, 2, 3])
     assert has_every_part(axes, "mirrored", [0, 1])
-    assert has_every_part(Axes(dp=3), "mirrored", [0, 1])  # 1 mirrors 0, 0 mirrors 2
+    assert has_every_part(Axes(dp=3), "mirrored", [0, 1])  # 1 mirrors 0, and 0 mirrors 2
     assert not has_every_part(Axes(dp=3), "mirrored", [0])
     assert not has_every_part(Axes(dp=1), "mirrored", [])
 

@@ -215,7 +215,7 @@ def test_a_log_of_version_15_folds_to_an_equal_state() -> None:
 
 
 def _renamed(old: Any) -> Any:
-    """The old state with today's names of its fields."""
+    """Rename the fields of an old state to their present names."""
     if isinstance(old, dict):
         return {RENAMED.get(key, key): _renamed(value) for key, value in old.items()}
     return [_renamed(one) for one in old] if isinstance(old, list) else old

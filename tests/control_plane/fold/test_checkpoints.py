@@ -18,7 +18,7 @@ from unicron.events.records.types import STORES_NUM_MAX
 
 pytestmark = pytest.mark.nodes(3, slots=1)
 
-ONE: dict[str, Any] = {"slots": {"min": 1, "max": 1}}
+ONE_SLOT: dict[str, Any] = {"slots": {"min": 1, "max": 1}}
 
 
 def copies(d: Driver, task: int) -> list[tuple[str, int]]:
@@ -58,7 +58,7 @@ def test_stores_without_copy_every_or_a_second_node() -> None:
 
 @pytest.mark.nodes(4, slots=1)
 def test_an_unreachable_or_drained_store_is_replaced(d: Driver) -> None:
-    task = d.running(spec(**ONE))
+    task = d.running(spec(**ONE_SLOT))
     assert stores(d, task) == ["n1", "n2"]
     records = d.tell("leader/abc", r.NodeUnreachable(node="n2", incarnation=1, silence_s=5.0))
     order = the(o.SetCheckpointStores, records)
@@ -84,7 +84,7 @@ def test_a_node_without_members_replaces_one_with_members(d: Driver) -> None:
 
 
 def test_two_checkpoints_of_each_node_are_kept(d: Driver) -> None:
-    task = d.running(spec(**ONE))
+    task = d.running(spec(**ONE_SLOT))
     for step in (10, 20, 30):
         kept(d, task, "n1", step)
     kept(d, task, "n2", 30)
@@ -97,7 +97,7 @@ def test_two_checkpoints_of_each_node_are_kept(d: Driver) -> None:
 
 
 def test_checkpoints_go_with_their_node_or_store(d: Driver) -> None:
-    task = d.running(spec(**ONE))
+    task = d.running(spec(**ONE_SLOT))
     for node in ("n1", "n2"):
         kept(d, task, node, 10)
     d.tell("n1/1", r.MemoryCheckpointsLost(node="n1", incarnation=1, task=task, why="no room",
@@ -116,7 +116,7 @@ def test_checkpoints_go_with_their_node_or_store(d: Driver) -> None:
 
 def test_late_reports_of_an_ended_store_do_not_count(d: Driver) -> None:
     """Rank and store report through different agents, in any order."""
-    task = d.running(spec(**ONE))
+    task = d.running(spec(**ONE_SLOT))
     ended = r.MemoryCheckpointsLost(node="n2", incarnation=1, task=0, why="it ended",
                                     keeper_start=FIRST)
     d.tell("n2/1", ended)
@@ -136,7 +136,7 @@ def test_late_reports_of_an_ended_store_do_not_count(d: Driver) -> None:
 
 
 def test_the_possible_loss_counts_checkpoints_elsewhere(d: Driver) -> None:
-    task = d.running(spec(**ONE))
+    task = d.running(spec(**ONE_SLOT))
     d.progress(task, 30)
     it = task_of(d, task)
     assert (it.iteration, it.lost_with()) == (31, 31)
@@ -289,7 +289,7 @@ def test_the_origin_is_that_of_the_last_attempt() -> None:
 
 
 def test_checkpoints_of_an_ended_task_are_dropped_once(d: Driver) -> None:
-    task = d.running(spec(**ONE))
+    task = d.running(spec(**ONE_SLOT))
     kept(d, task, "n1", 10)
     done = finish(d, task)
     assert the(o.DropMemoryCheckpoints, done).nodes == ("n1", "n2")
@@ -303,7 +303,7 @@ def test_checkpoints_of_an_ended_task_are_dropped_once(d: Driver) -> None:
 
 
 def test_late_checkpoints_of_an_ended_task_are_dropped(d: Driver) -> None:
-    task = d.running(spec(**ONE))
+    task = d.running(spec(**ONE_SLOT))
     it, first = task_of(d, task), task_of(d, task).members[0]
     done = the(o.DropMemoryCheckpoints, finish(d, task))
     lost = r.MemoryCheckpointsLost(node="n2", incarnation=1, task=task, why="x",

@@ -186,7 +186,7 @@ def test_losses_after_a_restart_replace_the_old_ones(d: Driver, task: int) -> No
 
     assert losses() == {10: 5.0, 20: 4.0, 25: 3.9}
     printed(d, task, 35, loss=3.1)
-    printed(d, task, 30, loss=3.5)  # late, but of the same process: nothing is lost
+    printed(d, task, 30, loss=3.5)  # a late line of the same process drops no loss
     assert losses() == {10: 5.0, 20: 4.0, 25: 3.9, 30: 3.5, 35: 3.1}
 
 

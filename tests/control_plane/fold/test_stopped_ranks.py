@@ -1,4 +1,4 @@
-"""A stopped rank (SIGSTOP): its process is ended after a time, and the others continue."""
+"""A stopped rank (SIGSTOP): its process is killed at a deadline, and the others continue."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_stopped_rank_that_a_transition_waits_for(d: Driver, task: int) -> Non
 
 
 def test_a_stopped_member_of_a_generation_that_is_built(d: Driver, task: int) -> None:
-    """The generation needs the stopped rank. At the deadline of that rank, another begins."""
+    """The generation needs the stopped rank. At the deadline a new generation begins."""
     d.exit(task, 3)
     for rank in (0, 1, VICTIM):
         d.quiesced(task, rank)

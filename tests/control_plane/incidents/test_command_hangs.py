@@ -76,11 +76,11 @@ def test_with_hang_after_s_the_command_restarts(d: Driver, task: int) -> None:
     assert deadlines(d) == []
 
 
-@pytest.mark.parametrize("how", ["went on", "printed"])
+@pytest.mark.parametrize("how", ["unstalled", "printed"])
 def test_a_printed_line_ends_the_hang(d: Driver, task: int, how: str) -> None:
     stalled(d, task)
     (name,) = deadlines(d)
-    records = unstalled(d, task) if how == "went on" else printed(d, task, 40)
+    records = unstalled(d, task) if how == "unstalled" else printed(d, task, 40)
     assert not only(o.StopRank, records)
     assert deadlines(d) == []
     assert not task_of(d, task).stalls

@@ -89,7 +89,7 @@ def test_a_hang_on_the_way_to_a_boundary(d: Driver, task: int) -> None:
     assert [x.body.iterations_lost for x in only(decisions.IncidentClosed, d.log)] == [0]
 
 
-def test_a_hang_before_a_boundary_is_ordered(d: Driver, task: int) -> None:
+def test_a_drain_during_a_hang(d: Driver, task: int) -> None:
     hung(d, task, VICTIM)
     d.tell("operator/drain", r.NodeDrained(node="n2", reason="fans"))
     assert deadline(d, task) in d.state.deadlines
@@ -168,7 +168,7 @@ def test_failed_retries_of_the_network_end_in_a_restart(d: Driver, task: int) ->
 
 
 def test_ranks_all_in_their_own_work_are_not_restarted(d: Driver, task: int) -> None:
-    """For example a hung file system: a restart of all would lose their state and not help."""
+    """For example, a file system hangs: a restart of all ranks would lose the state for nothing."""
     hung(d, task, 0, 1, 2, 3)
     assert d.state.deadlines[deadline(d, task)].length_s == pytest.approx(1800.0, abs=2.0)
     shown = view(d.state)["tasks"][0]

@@ -11,7 +11,7 @@ from unicron.events.records import orders as o
 from unicron.events.records import reports as r
 from unicron.events.records.envelope import Record
 
-LOOK_S = 0.3
+OBSERVE_S = 0.3
 
 
 class Cluster(Driver):
@@ -22,19 +22,19 @@ class Cluster(Driver):
         self.leases = Leases()
         self.leases.grant(self.now_s)
         self.last_s = dict.fromkeys(self.state.nodes, self.now_s)
-        self.quiet: set[str] = set()
+        self.silent: set[str] = set()
 
-    def pass_s(self, length_s: float, *, blind: bool = False) -> list[Record]:
+    def run_for(self, length_s: float, *, blind: bool = False) -> list[Record]:
         """Advance the time; returns the records. `blind`: the leader is paused."""
         records: list[Record] = []
         until_s = self.now_s + length_s
         while self.now_s < until_s - 1e-9:
             self.now_s += min(0.1, until_s - self.now_s)
             for name in self.last_s:
-                if name not in self.quiet and self.now_s - self.last_s[name] >= 0.5:
+                if name not in self.silent and self.now_s - self.last_s[name] >= 0.5:
                     self.last_s[name] = self.now_s
-            if not blind and self.now_s - self.leases._observed_s >= LOOK_S - 1e-9:
-                records += self.look()
+            if not blind and self.now_s - self.leases._observed_s >= OBSERVE_S - 1e-9:
+                records += self.observe()
             for name, deadline in list(self.state.deadlines.items()):
                 if deadline.due_s <= self.now_s and not blind:
                     late = self.due(name)
@@ -42,19 +42,19 @@ class Cluster(Driver):
         return records
 
     def quiesced(self, task: int, rank: int) -> list[Record]:
-        return [] if self.is_quiet(task, rank) else super().quiesced(task, rank)
+        return [] if self.is_silent(task, rank) else super().quiesced(task, rank)
 
     def reconfigured(self, order: o.Reconfigure, rank: int) -> list[Record]:
-        return [] if self.is_quiet(order.task, rank) else super().reconfigured(order, rank)
+        return [] if self.is_silent(order.task, rank) else super().reconfigured(order, rank)
 
-    def is_quiet(self, task: int, rank: int) -> bool:
-        return self.state.tasks[task].ranks[rank].slot.node in self.quiet
+    def is_silent(self, task: int, rank: int) -> bool:
+        return self.state.tasks[task].ranks[rank].slot.node in self.silent
 
-    def look(self) -> list[Record]:
+    def observe(self) -> list[Record]:
         self.leases.observe(
             [Heartbeat(node=name, incarnation=1, age_s=self.now_s - at_s)
              for name, at_s in self.last_s.items()],
-            self.now_s, pause_s=LOOK_S, policy=self.state.policy)
+            self.now_s, pause_s=OBSERVE_S, policy=self.state.policy)
         records = [self.tell(f"leader/{self.state.nonce}", body)
                    for body in list(self.leases.verdicts(self.state))]
         return [x for one in records for x in [*one, *self.obey(one)]]
@@ -71,11 +71,11 @@ def test_a_killed_agent_is_lost_in_two_seconds() -> None:
     d = Cluster()
     task = run_three(d)
     killed_s = d.now_s
-    d.quiet.add("n3")
+    d.silent.add("n3")
     for rank in (0, 1):
         failed(d, task, rank)
     assert suspects(d.state) == {"n3"}
-    records = d.pass_s(2.0)
+    records = d.run_for(2.0)
     unreachable = next(x for x in records if isinstance(x.body, r.NodeUnreachable))
     assert unreachable.at_s - killed_s < 2.0
     lost = [
@@ -104,13 +104,13 @@ def test_a_node_that_all_others_wait_for_is_lost() -> None:
     """The connections stay open: the other ranks wait in the collective and report no error."""
     d = Cluster()
     task = run_three(d)
-    d.quiet.add("n3")
-    d.pass_s(1.5)
+    d.silent.add("n3")
+    d.run_for(1.5)
     report_waiting(d, task, 0)
     assert suspects(d.state) == {"n2", "n3"}, "neither n2 nor n3 has reported yet"
     report_waiting(d, task, 1)
     assert suspects(d.state) == {"n3"}
-    records = d.pass_s(2.5)
+    records = d.run_for(2.5)
     lost = the(decisions.IncidentOpened, records)
     assert (lost.severity, lost.status, lost.node) == ("SEV1", "lost connection", "n3")
     assert lost.why == "node n3 is silent; rank 2 is waited for in a collective"
@@ -126,17 +126,17 @@ def test_a_node_that_all_others_wait_for_is_lost() -> None:
 def test_a_cut_that_ends_in_time_changes_nothing() -> None:
     d = Cluster()
     task = run_three(d)
-    d.quiet.add("n3")
-    d.pass_s(1.5)
+    d.silent.add("n3")
+    d.run_for(1.5)
     report_waiting(d, task, 0, 1)
-    records = d.pass_s(0.4)
+    records = d.run_for(0.4)
     assert [x.kind for x in records if not x.cause] == ["NodeUnreachable"]
-    d.quiet.clear()
+    d.silent.clear()
     for rank in (0, 1):
         it = task_of(d, task)
         d.tell(d.source(it.ranks[rank].slot.node), r.RankUnstalled(
             task=task, rank=rank, attempt=1, generation=it.generation, iteration=3, stalled_s=2.0))
-    records = d.pass_s(5.0)
+    records = d.run_for(5.0)
     assert not {"StopRank", "Quiesce", "StartRank", "TaskPlaced", "IncidentOpened"} & {
         x.kind for x in records}
     assert len(task_of(d, task).members) == 3
@@ -147,19 +147,19 @@ def test_silence_without_a_second_source_changes_no_task() -> None:
     """A silence of 3 s causes no record. After 20 s the node is unreachable; no task changes."""
     d = Cluster()
     task = run_three(d)
-    d.quiet.add("n2")
-    assert d.pass_s(3.0) == []
-    d.quiet.clear()
-    assert d.pass_s(3.0) == []
-    d.quiet.add("n2")
-    away = d.pass_s(20.0)
+    d.silent.add("n2")
+    assert d.run_for(3.0) == []
+    d.silent.clear()
+    assert d.run_for(3.0) == []
+    d.silent.add("n2")
+    away = d.run_for(20.0)
     assert [x.kind for x in away] == ["NodeUnreachable", "SetCheckpointStores"]
     assert d.state.nodes["n2"].health == "unreachable"
     d.submit(spec(name="beta"))
     assert len(task_of(d, task).target) == 3, "a new plan does not change the task"
     d.progress(task, 3)
-    d.quiet.clear()
-    back = d.pass_s(2.0)
+    d.silent.clear()
+    back = d.run_for(2.0)
     assert [x.kind for x in back if not x.cause] == ["NodeReachable"]
     assert not {"StopRank", "Quiesce", "StartRank", "TaskPlaced"} & set(kinds(back))
     assert not d.state.incidents
@@ -173,7 +173,7 @@ def test_a_node_that_reports_the_collective_is_reachable() -> None:
     for rank in range(3):
         failed(d, task, rank)
     assert suspects(d.state) == set()
-    records = d.pass_s(2.0)
+    records = d.run_for(2.0)
     assert not only(r.NodeUnreachable, records)
     assert the(decisions.IncidentOpened, records).severity == "SEV3"
     d.progress(task)
@@ -188,7 +188,7 @@ def test_only_nodes_of_the_task_are_suspected() -> None:
     homes = {x.slot.node for x in task_of(d, task).ranks.values()}
     failed(d, task, 0)
     assert suspects(d.state) == homes - {task_of(d, task).ranks[0].slot.node}
-    assert not d.pass_s(0.9), "heartbeats arrive, so no node is unreachable"
+    assert not d.run_for(0.9), "heartbeats arrive, so no node is unreachable"
 
 
 def test_a_leader_that_was_paused_suspects_no_node() -> None:
@@ -197,21 +197,21 @@ def test_a_leader_that_was_paused_suspects_no_node() -> None:
     task = run_three(d)
     failed(d, task, 0)
     before = dict(d.last_s)
-    d.pass_s(1.5, blind=True)
+    d.run_for(1.5, blind=True)
     d.last_s = before
-    assert d.look() == []
-    d.quiet.add("n3")
-    assert not only(r.NodeUnreachable, d.pass_s(0.9))
+    assert d.observe() == []
+    d.silent.add("n3")
+    assert not only(r.NodeUnreachable, d.run_for(0.9))
 
 
 def test_a_wrong_suspicion_ends_with_the_next_heartbeat() -> None:
     d = Cluster()
     task = run_three(d)
-    d.quiet.add("n3")
+    d.silent.add("n3")
     failed(d, task, 0)
-    records = d.pass_s(1.7)
+    records = d.run_for(1.7)
     assert len(only(r.NodeUnreachable, records)) == 1
     assert not only(r.NodeReachable, records), "an old heartbeat does not count"
-    d.quiet.clear()
-    assert len(only(r.NodeReachable, d.pass_s(1.0))) == 1
+    d.silent.clear()
+    assert len(only(r.NodeReachable, d.run_for(1.0))) == 1
     assert d.state.nodes["n3"].health == "healthy"

@@ -49,7 +49,7 @@ def test_a_known_cause_replaces_the_ranks_of_failed_collectives(d: Driver, task:
 
 
 def test_a_cause_in_the_same_decision_replaces_the_ranks() -> None:
-    d = Driver()  # not the fixture, which verifies the log
+    d = Driver()  # the fixture would verify the log
     it = d.state.tasks[d.running()]
     it.faults = [
         Fault(ranks=(0, 1), node="n1", status="connection reset", why="a collective failed",

@@ -24,14 +24,14 @@ def test_a_slow_rank_is_reported_with_its_cost(d: Driver, task: int) -> None:
     records = paced(d, task, VICTIM, 1.3, iteration_s=1.4)
     assert kinds(records) == ["StragglerCostEstimated"]
     priced = the(StragglerCostEstimated, records)
-    times = 1.4 / 1.1
+    slowdown = 1.4 / 1.1
     assert (priced.node, priced.tasks) == ("n2", (task,))
-    assert priced.ratios == (pytest.approx(times),)
+    assert priced.ratios == (pytest.approx(slowdown),)
     assert priced.why == "rank 2 of alpha (n2/0) holds up 3 others, 1.27 x, its own work 1.3 x"
     waf = view(d.state)["plan"]["waf"]
-    assert priced.cost_waf == pytest.approx(waf * (1 - 1 / times))
+    assert priced.cost_waf == pytest.approx(waf * (1 - 1 / slowdown))
     shown = view(d.state)["tasks"][0]
-    assert (shown["state"], shown["slowdown"]) == ("degraded", pytest.approx(times))
+    assert (shown["state"], shown["slowdown"]) == ("degraded", pytest.approx(slowdown))
     assert [(x["rank"], x["node"], x["slot"]) for x in shown["slow"]] == [(VICTIM, "n2", 0)]
     assert not d.state.incidents
     assert not only(o.StopRank, d.log)
@@ -217,7 +217,7 @@ def test_a_very_slow_rank_restarts_when_another_confirms_it(d: Driver, task: int
     assert not d.state.degraded
 
 
-def test_iteration_times_of_the_first_member_confirm_it(d: Driver, task: int) -> None:
+def test_progress_of_the_first_member_confirms_a_slow_rank(d: Driver, task: int) -> None:
     known(d, task)
     paced(d, task, VICTIM, 4.0, iteration_s=4.1)
     assert kinds(d.progress(task, times_s=[1.1])) == [], "iteration times have not grown"
@@ -227,21 +227,21 @@ def test_iteration_times_of_the_first_member_confirm_it(d: Driver, task: int) ->
     d.progress(task)
 
 
-def test_its_own_report_alone_is_not_enough(d: Driver, task: int) -> None:
+def test_a_slow_ranks_own_report_is_not_enough(d: Driver, task: int) -> None:
     known(d, task)
     paced(d, task, 0, 4.0, iteration_s=4.1)
     assert kinds(d.progress(task, times_s=[4.1])) == [], "rank 0 itself reports the progress"
 
 
 def test_a_slot_that_is_slow_after_restarts_is_disabled(d: Driver, task: int) -> None:
-    for times in range(1, d.state.policy.restarts_max + 2):
-        known_ranks = [rank for rank in sorted(task_of(d, task).ranks) if rank != VICTIM]
-        for rank in known_ranks:
+    for count in range(1, d.state.policy.restarts_max + 2):
+        others = [rank for rank in sorted(task_of(d, task).ranks) if rank != VICTIM]
+        for rank in others:
             paced(d, task, rank, iteration_s=4.1)
-        if times == 1:
+        if count == 1:
             paced(d, task, VICTIM, 1.0, iteration_s=1.1)
         late = paced(d, task, VICTIM, 4.0, normal_s=4.0, iteration_s=4.1)
-        assert "StopRank" in kinds(late), times
+        assert "StopRank" in kinds(late), count
         d.obey(late)
         d.progress(task, 30)
     assert [x.body.severity for x in only(decisions.IncidentEscalated, d.log)] == ["SEV1"]
@@ -298,10 +298,10 @@ def test_draining_may_give_slots_to_another_task(d: Driver) -> None:
     known(d, first)
     rank = next(x for x, it in task_of(d, first).ranks.items() if it.slot.node == "n2")
     priced = the(StragglerCostEstimated, paced(d, first, rank, 2.0, iteration_s=2.1))
-    times = 2.1 / 1.1
-    assert priced.cost_waf == pytest.approx(6e12 * (1 - 1 / times))
+    slowdown = 2.1 / 1.1
+    assert priced.cost_waf == pytest.approx(6e12 * (1 - 1 / slowdown))
     best = max(4e12 + 1e12, 6e12)
-    assert priced.drain_waf == pytest.approx(best - (6e12 / times + 1e12))
+    assert priced.drain_waf == pytest.approx(best - (6e12 / slowdown + 1e12))
 
 
 # --- ranks that are slower together --------------------------------------------------------------
@@ -366,12 +366,12 @@ def test_a_slow_rank_that_is_not_the_last_is_no_straggler(d: Driver, task: int) 
     paced(d, task, 0, 1.5, iteration_s=1.6)
     assert slow_of(d, task) == {0: pytest.approx(1.6 / 1.1, abs=1e-3)}
     assert kinds(paced(d, task, VICTIM, 1.2, iteration_s=1.6)) == []
-    assert slow_of(d, task) == {0: pytest.approx(1.6 / 1.3, abs=1e-3)}, "over the next rank"
+    assert slow_of(d, task) == {0: pytest.approx(1.6 / 1.3, abs=1e-3)}, "ratio to the next rank"
     paced(d, task, 0, 1.0, iteration_s=1.3)
     assert list(slow_of(d, task)) == [VICTIM]
 
 
-def test_two_that_arrive_last_together_delay_the_others(d: Driver, task: int) -> None:
+def test_two_ranks_that_arrive_last_are_both_stragglers(d: Driver, task: int) -> None:
     known(d, task)
     paced(d, task, 0, 1.5, iteration_s=1.6)
     second = the(StragglerCostEstimated, paced(d, task, VICTIM, 1.45, iteration_s=1.6))
@@ -385,7 +385,7 @@ def test_two_that_arrive_last_together_delay_the_others(d: Driver, task: int) ->
 
 @pytest.mark.parametrize("own_s", [0.060, 0.075])
 def test_a_busy_machine_has_no_stragglers(d: Driver, task: int, own_s: float) -> None:
-    """Waiting for cores is not work: own work grows by at most 25 %, iterations by half."""
+    """Ranks wait for cores: own work grows by less than 30 %, but iterations by more than half."""
     for rank in range(4):
         assert kinds(paced(d, task, rank, 0.060, normal_s=0.060, iteration_s=0.140)) == []
     for rank in range(4):

@@ -173,7 +173,7 @@ def test_gain_min_applies_within_one_priority() -> None:
 
 
 def test_limits_that_do_not_bind_skip_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Limits that cannot bind skip the search, which takes seconds on 100,000 slots."""
+    """If no limit can bind, the planner skips the search, which takes seconds on 100,000 slots."""
     tasks = [wish(1, 2, {1: 5.0, 2: 9.0, 3: 10.0}, team="red"), wish(2, 1, {1: 4.0}, faulted=True)]
     free = PlanProblem(demands=tuple(tasks), num_slots=3, mtbf_gpu_s=7.2e6)
     bound = replace(free, quotas=(("red", 3),), moves_max=1)
@@ -261,7 +261,7 @@ LEVELS = ((0.0, 1.0, 1.5, 2.0, 3.0), (0.0, 1.0, 1e12, 3e12, 1e-9), (1.0, 2.0, 3.
 
 
 def mixed(seed: int) -> PlanProblem:
-    """Problems also have floors and alpha. Ties are frequent, and some sizes have a WAF of 0."""
+    """Random problems with limits, floors and alpha. Ties are frequent; some sizes have WAF 0."""
     random = Random(seed)
     levels = random.choice(LEVELS)
     return PlanProblem(

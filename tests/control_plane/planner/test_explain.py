@@ -126,8 +126,8 @@ def test_a_share_of_nearly_100_percent() -> None:
     ([], 6, 0.0, "nothing", ()),
     ([demand("t1", 2, {2: 100.0, 3: 100.4}), demand("t2", 2, {1: 50.0, 2: 50.1})], 4, 0.005,
      "slots", ())])
-def test_binding(demands: list[TaskDemand], num_slots: int, gain_min: float, bound: Binding,
-                 tasks: tuple[int, ...]) -> None:
+def test_what_binds(demands: list[TaskDemand], num_slots: int, gain_min: float, bound: Binding,
+                    tasks: tuple[int, ...]) -> None:
     """t1 and t2 allow no more than their largest size. t3 allows more, but gains nothing."""
     problem = asking(demands, num_slots, gain_min=gain_min)
     most = {one.task: one.sizes[-1] + 4 * (one.name == "t3") for one in demands}
@@ -167,7 +167,7 @@ def test_a_share_in_words(share: float, words: str) -> None:
 
 
 def test_the_reason_and_the_screen_show_the_same_share() -> None:
-    """The share is of G, so transition costs count. With a short MTBF a share of WAF differs."""
+    """Both show a share of the objective. With a short MTBF it differs from a share of the WAF."""
     problem = PlanProblem(demands=(demand("t1", 4, {2: 4.0, 4: 9.0}, faulted=True),
                               demand("t2", 2, {1: 3.0, 2: 4.0})), num_slots=6,
                       mtbf_gpu_s=6 * 1.5 * TRANSITION_S)

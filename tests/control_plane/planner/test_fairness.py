@@ -152,7 +152,7 @@ def inputs(draw: st.DrawFn) -> PlanProblem:
                   moves_max=draw(st.none() | st.integers(0, 2)))
 
 
-def by_hand(one: TaskDemand, x: int, problem: PlanProblem) -> float:
+def expected(one: TaskDemand, x: int, problem: PlanProblem) -> float:
     """D w U(T) - (d + gain_min D) w T(now)^(1 - alpha), computed with the math module."""
     alpha, rate, had = problem.alpha, waf_of(one, x) / one.weight, waf_of(one, one.now) / one.weight
     made = 0.0 if not rate else math.log(rate) if alpha == 1 else rate**(1 - alpha) / (1 - alpha)
@@ -175,9 +175,9 @@ def test_no_plan_is_fairer(problem: PlanProblem) -> None:
         if problem.alpha >= 1 and any(x and not y and any(one.wafs) for (one, x), y in
                                       zip(pairs, least, strict=True)):
             continue
-        values[plan] = [math.fsum(by_hand(w, x, problem) for w, x in pairs if w.priority == one)
+        values[plan] = [math.fsum(expected(w, x, problem) for w, x in pairs if w.priority == one)
                         for one in priorities]
-    size = math.fsum(abs(by_hand(w, x, problem)) for w in demands for x in (0, *w.sizes)) + 1.0
+    size = math.fsum(abs(expected(w, x, problem)) for w in demands for x in (0, *w.sizes)) + 1.0
     size += problem.running_s * math.fsum(w.weight for w in demands) * 50
     check_best(problem, values, CLOSE_RATIO * size)
 

@@ -131,7 +131,7 @@ def inputs(draw: st.DrawFn) -> PlanProblem:
                   quotas=draw(st.just(()) | st.just((("red", 4),))))
 
 
-def by_hand(problem: PlanProblem) -> list[int]:
+def granted(problem: PlanProblem) -> list[int]:
     """The granted floors, task by task."""
     found: dict[int, int] = {}
     used = {"": 0, "red": 0}
@@ -151,7 +151,7 @@ def by_hand(problem: PlanProblem) -> list[int]:
 @settings(max_examples=400, deadline=None)
 def test_the_best_plan_that_keeps_the_floors(problem: PlanProblem) -> None:
     held_s = problem.gain_min * problem.running_s
-    demands, least, quota = problem.demands, by_hand(problem), dict(problem.quotas).get("red", 99)
+    demands, least, quota = problem.demands, granted(problem), dict(problem.quotas).get("red", 99)
     priorities = sorted({one.priority for one in demands}, reverse=True)
     values: dict[tuple[int, ...], list[float]] = {}
     for plan in itertools.product(*[[x for x in (0, *one.sizes) if x >= floor]

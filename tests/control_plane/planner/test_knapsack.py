@@ -99,7 +99,7 @@ def test_the_tables_have_every_optimum(found: list[Row], capacity: int) -> None:
 @given(st.integers(0, 2**32 - 1))
 @settings(max_examples=20, deadline=None)
 def test_larger_problems_agree_with_plain_dynamic_programming(seed: int) -> None:
-    """Concave, convex and linear rows: the bound is tight, loose or tied everywhere."""
+    """Rows are concave, convex or linear, so that the bound is tight, loose or tied."""
     random = np.random.default_rng(seed)
     num, capacity = 20, 400
     found: list[Row] = []
@@ -219,9 +219,9 @@ def test_the_first_plan_imports_no_module() -> None:
         import sys
         from planner_cases import case
         from unicron.control_plane.planner import planner
-        asked = case(100, 4096)
+        problem = case(100, 4096)
         before = set(sys.modules)
-        planner.{choose_plan.__name__}(asked)
+        planner.{choose_plan.__name__}(problem)
         print(*sorted(set(sys.modules) - before))
         """)], capture_output=True, text=True, check=True, timeout=60,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "drivers")})

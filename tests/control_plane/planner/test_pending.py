@@ -43,7 +43,7 @@ def limited(draw: st.DrawFn) -> PlanProblem:
 @given(limited())
 @settings(max_examples=300, deadline=None, derandomize=True)
 def test_a_task_runs_from_its_price_on_under_limits(problem: PlanProblem) -> None:
-    """If no weight is reported, even the largest weight does not run the task."""
+    """If no weight is reported, even a million times the weight does not run the task."""
     problem = replace(problem, demands=tuple(replace(one, priority=0, floor=0)
                                         for one in problem.demands))
     plan = planner.choose_plan(problem).plan
@@ -128,8 +128,8 @@ def test_the_blocking_limits_are_named(first: dict[str, Any], second: dict[str, 
     assert 2 not in pending.prices(problem, plan), "no weight lifts the limit"
 
 
-def test_a_weight_may_do_if_its_priority_has_slots() -> None:
-    """Task 3 has priority 0. With more WAF than task 2 of the same priority, it would run."""
+def test_a_higher_weight_may_help_within_a_priority() -> None:
+    """Task 3 runs if its WAF exceeds that of task 2, which has the same priority 0."""
     demands = [wish(1, 1, {1: 1.0}, priority=1), wish(2, 1, {1: 5.0}), wish(3, 0, {1: 4.0})]
     problem = asking(demands, 2, gain_min=0.0)
     plan = planner.choose_plan(problem).plan
@@ -140,7 +140,7 @@ def test_a_weight_may_do_if_its_priority_has_slots() -> None:
     assert planner.choose_plan(heavier).plan.slots == (1, 0, 1)
 
 
-def test_a_task_that_no_limit_blocks_names_none() -> None:
+def test_no_limit_is_named_if_none_blocks() -> None:
     """Task 2 has a lower WAF than task 1. Task 1 fills the quota of their team."""
     demands = [wish(1, 2, {1: 10.0, 2: 20.0}, team="a"), wish(2, 0, {1: 1.0}, team="a")]
     problem = asking(demands, 2, quotas=(("a", 2),), gain_min=0.0)

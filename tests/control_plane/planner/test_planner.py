@@ -70,7 +70,7 @@ def test_sizes_with_equal_rates_have_equal_gains() -> None:
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0, 2.0])
 def test_a_size_above_the_capacity_does_not_affect_the_scale(alpha: float) -> None:
-    """This holds also if the task has this size now, because a node was lost."""
+    """now=3: task 1 has this size, but a node loss has reduced the capacity."""
     for now in (0, 3):
         found = [_demand(1, now, {1: 1.0, 2: 1.5, 3: 1e300}, transition_s=0.0),
                  _demand(2, 0, {1: 1.0, 2: 1.5, 1 << 40: 1e308})]

@@ -1,4 +1,4 @@
-"""Hot spares: the slots of one node stay idle if this has a larger value; and what is reported."""
+"""Hot spares: when the slots of one node stay idle, and what the plan record reports."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_slots_idle_anyway_are_a_spare_at_no_cost() -> None:
 
 
 def test_a_tie_keeps_nothing_idle() -> None:
-    """Four slots have the WAF of two. With transition costs two stay idle; without, it is a tie."""
+    """Four slots have the WAF of two. With transition costs two stay idle; without, plans tie."""
     same = wish(1, 0, {2: 5.0, 4: 5.0})
     dear = PlanProblem(demands=(same,), num_slots=4, mtbf_gpu_s=400.0, spare_slots=2, repair_s=60.0)
     assert hot_spare.with_hot_spare(dear).plan.slots == (2,)

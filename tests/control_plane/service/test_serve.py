@@ -175,7 +175,7 @@ def test_an_unreachable_server_is_wrong_input(tmp_path: Path) -> None:
 
 
 def test_killed_around_an_append(server: Server, tmp_path: Path) -> None:
-    """Killed before the append: no record. Killed after it: a record. A new leader starts."""
+    """A kill before the append leaves no record; a kill after it does. A new leader starts."""
     for number, (environment, expected) in enumerate((
         ({"UNICRON_CRASH_BEFORE_KIND": "EpochStarted"}, []),
         ({"UNICRON_CRASH_AFTER_KIND": "EpochStarted:1"}, ["EpochStarted", "PolicySet"]),

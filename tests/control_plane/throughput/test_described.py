@@ -64,7 +64,7 @@ def test_a_train_task_has_a_model_of_its_own() -> None:
         parse(job(command=[], train={"iterations": 1, "output": "build/x"}))
 
 
-def test_modelled_declared_measured() -> None:
+def test_the_origins_of_a_throughput_table() -> None:
     """No point: the model. One point: the model, scaled to the point. Two points: as declared."""
     plain = parse(job())
     alone = throughput.table(7, plain, modelled=KNOWN)

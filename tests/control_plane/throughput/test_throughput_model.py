@@ -106,7 +106,7 @@ def _line(number: int) -> str:
 
 
 def test_published_parameters_match_ours() -> None:
-    """The counts agree within the published rounding. Those of MPT include learned positions."""
+    """The counts agree within the published rounding. The MPT counts include learned positions."""
     for row in ROWS:
         ours = parameters(row.model).total
         if row.source == "llm-foundry":
@@ -158,7 +158,7 @@ def test_published_layouts_are_accepted(row: Published) -> None:
     (gpt(num_layers=96, hidden=12288, num_heads=96), Layout(tp=8, recompute="full")),
     (gpt(gpu="A100-40", num_layers=40, hidden=5120, num_heads=40),
      Layout(tp=4, dp=2, recompute="full")),
-    (gpt(sequence=65536), Layout(tp=2, dp=8, shards="optimizer")),  # activations alone
+    (gpt(sequence=65536), Layout(tp=2, dp=8, shards="optimizer")),  # too many activations
     (gpt(flash_attention=False, sequence=16384), Layout(tp=4, dp=8, shards="optimizer")),
     (MIXTRAL, Layout(tp=2, dp=8, ep=1, shards="optimizer"))])
 def test_layouts_that_exceed_the_memory_do_not_fit(model: MegatronModel, layout: Layout) -> None:
