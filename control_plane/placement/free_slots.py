@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 
 from ...events.records.types import Labels, Slot
 
@@ -35,25 +35,27 @@ class FreeSlots:
 
     def __init__(self, slots: Sequence[Slot], given: Collection[Slot],
                  where: Mapping[str, Labels]) -> None:
+        self._where, self.allocatable = where, set(slots)
         self._free: dict[str, list[Slot]] = {}
-        for slot in sorted(slots, reverse=True):
-            free = self._free.setdefault(slot.node, [])
-            if slot not in given:
-                free.append(slot)
-        self.allocatable, self.nodes = set(slots), sorted(self._free)
-        self._groups: dict[str, list[str]] = {}
-        """By node: its groups (all nodes, its rack, its switch)."""
-        self._heaps: dict[str, list[tuple[int, str]]] = {ANYWHERE: []}
+        """By node: its free slots, the first one last. Full nodes may be absent."""
+        for slot in sorted(self.allocatable.difference(given), reverse=True):
+            self._free.setdefault(slot.node, []).append(slot)
+        self._heaps: dict[str, list[tuple[int, str]]] = {}
         """By group: a heap of its nodes. An entry is outdated if the node's free slots changed."""
-        for node, free in self._free.items():
-            labels = where.get(node, NOWHERE)
-            self._groups[node] = [
-                ANYWHERE, *([domain(node, where)] if labels.rack else []),
-                *([switch(node, where)] if labels.switch else [])]
-            for group in self._groups[node]:
-                self._heaps.setdefault(group, []).append((-len(free), node))
-        for heap in self._heaps.values():
-            heapify(heap)
+        for node in self._free:
+            self._push(node)
+
+    @property
+    def nodes(self) -> list[str]:
+        """The nodes of all allocatable slots, by name."""
+        return sorted({slot.node for slot in self.allocatable})
+
+    def _push(self, node: str) -> None:
+        """Enter the node into the heaps of its groups: all nodes, its rack, its switch."""
+        labels = self._where.get(node, NOWHERE)
+        for group in (ANYWHERE, *([domain(node, self._where)] if labels.rack else []),
+                      *([switch(node, self._where)] if labels.switch else [])):
+            heappush(self._heaps.setdefault(group, []), (-self.on(node), node))
 
     def on(self, node: str) -> int:
         return len(self._free.get(node, ()))
@@ -96,8 +98,7 @@ class FreeSlots:
         del free[-num:]
         if wanted:
             free.sort(reverse=True)
-        for group in self._groups[node]:
-            heappush(self._heaps[group], (-len(free), node))
+        self._push(node)
         return taken
 
     def slots(self, node: str) -> list[Slot]:
@@ -106,7 +107,6 @@ class FreeSlots:
     def exchange(self, taken: Slot, given: Slot) -> None:
         """Take one slot and free another."""
         self._free[taken.node].remove(taken)
-        self._free[given.node] = sorted([*self._free[given.node], given], reverse=True)
+        self._free[given.node] = sorted([*self.slots(given.node), given], reverse=True)
         for node in (taken.node, given.node):
-            for group in self._groups[node]:
-                heappush(self._heaps[group], (-self.on(node), node))
+            self._push(node)
