@@ -76,13 +76,15 @@ def no_root_cause(state: ClusterState, task: Task) -> bool:
 def seats_differ(state: ClusterState, task: Task) -> bool:
     """A newcomer is ready, or some members have lost their seat and others keep theirs. No other
     newcomer is starting: the task does not wait for a slot that another task still occupies."""
-    if not task.target or task.failed_s >= 0 or _unreachable(state, task):
+    if not task.target or task.failed_s >= 0:
         return False
-    if any(is_starting(state, task, seat) for seat in task.target):
-        return False
-    newcomer = any(_ready(task.ranks.get(seat.rank), seat) for seat in task.target)
     slots = task.seats_at
     keeps = [slots.get(rank.rank) == rank.slot for rank in task.living_members()]
+    if len(keeps) == len(task.target) and all(keeps):
+        return False  # every seat has its member, so there is no newcomer
+    if _unreachable(state, task) or any(is_starting(state, task, seat) for seat in task.target):
+        return False
+    newcomer = any(_ready(task.ranks.get(seat.rank), seat) for seat in task.target)
     return newcomer or (any(keeps) and not all(keeps))
 
 

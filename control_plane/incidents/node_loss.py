@@ -25,8 +25,8 @@ class NodeLoss(NamedTuple):
 def lost_nodes(state: ClusterState, task: Task) -> Iterator[NodeLoss]:
     """The task's unreachable nodes whose loss a second source confirms: a failed collective of a
     peer, a missed deadline of a rank there, or replace_after_s if all its nodes are unreachable."""
-    silent = [name for name in state.unreachable
-              if any(rank.slot.node == name for rank in task.ranks.values())]
+    nodes = {rank.slot.node for rank in task.ranks.values()} if state.unreachable else ()
+    silent = [name for name in state.unreachable if name in nodes]
     for name in silent:
         node, living = state.nodes[name], task.living_members()
         there = [task.ranks[key] for key in sorted(task.ranks) if task.ranks[key].slot.node == name]

@@ -118,8 +118,8 @@ def is_pinned(state: ClusterState, task: Task) -> bool:
     command on unusable slots. To move a running command would lose its unsaved work."""
     if not task.heals_in_memory and not task.incident and _runs_where_nothing_starts(state, task):
         return True
-    return bool(state.unreachable) and any(state.nodes[rank.slot.node].unreachable
-                                      for rank in task.ranks.values())
+    return bool(state.unreachable) and any(rank.slot.node in state.unreachable
+                                           for rank in task.ranks.values())
 
 
 def _runs_where_nothing_starts(state: ClusterState, task: Task) -> bool:
