@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from ...events.records.types import Slot
 from ...events.spec.parallelism import shape
-from ..state.cluster import ClusterState, allocatable_slots, can_allocate, live_tasks
+from ..state.cluster import ClusterState, allocatable_slots, live_tasks
 from ..state.members import is_pinned, is_whole
 from ..state.task import Task
 from ..throughput import table as throughput
@@ -57,7 +57,8 @@ def planning_snapshot(state: ClusterState, *, without: str = "") -> PlanningSnap
         taken -= {seat.slot for task in open_tasks for seat in task.target}
     free = tuple(slot for slot in slots if slot not in taken) if taken else tuple(slots)
     policy = state.policy
-    all_demands = {task.id: _demand(state, task, without)
+    usable = set(slots)
+    all_demands = {task.id: _demand(state, task, usable)
              for task in live_tasks(state) if not task.ending}
     spares = policy.hot_spare and not policy.alpha  # its price is in WAF
     problem = PlanProblem(
@@ -90,11 +91,10 @@ def node_slots(state: ClusterState) -> int:
     return max(counts, key=lambda num: (counts[num], num), default=0)
 
 
-def _demand(state: ClusterState, task: Task, without: str) -> TaskDemand:
+def _demand(state: ClusterState, task: Task, usable: set[Slot]) -> TaskDemand:
     table = task.throughput or throughput.table(task.id, task.spec, modelled=task.modelled)
     found = throughput.candidates(table, len(task.target), task.spec.slots.floor)
-    fits = can_allocate(state, task.target) and not (
-        without and any(seat.slot.node == without for seat in task.target))
+    fits = usable.issuperset([seat.slot for seat in task.target])
     faulted = bool(task.target) and not (fits and (is_whole(task) or not task.incident))
     weight = task.weight
     return TaskDemand(task=task.id, name=task.spec.name, now=len(task.target), faulted=faulted,
@@ -107,6 +107,8 @@ def _demand(state: ClusterState, task: Task, without: str) -> TaskDemand:
 def shapes(task: Task, found: list[tuple[int, float]]) -> tuple[int, ...]:
     """By candidate: a number for the replica shape of its layout. Empty: all have one shape."""
     train = task.spec.training
-    layouts = [layout_within(train, size) for size, _ in found] if train is not None else []
+    if train is None or train.parallel.is_plain:
+        return ()
+    layouts = [layout_within(train, size) for size, _ in found]
     known = [shape(axes) if axes is not None else None for axes in layouts]
     return tuple(map(known.index, known)) if len(dict.fromkeys(known)) > 1 else ()

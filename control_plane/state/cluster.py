@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from itertools import chain
 
 import msgspec
 from msgspec import Struct, field
@@ -130,8 +129,9 @@ def live_tasks(state: ClusterState) -> list[Task]:
 
 def allocatable_slots(state: ClusterState) -> tuple[Slot, ...]:
     """Slots that a plan may allocate, by node name and index. Linear in the slots of all nodes."""
-    return tuple(chain.from_iterable(state.nodes[name].allocatable()
-                                     for name in sorted(state.nodes)))
+    nodes = state.nodes
+    return tuple([Slot(name, index) for name in sorted(nodes) if (node := nodes[name]).takes_tasks
+                  for index in range(node.num_slots) if not node.is_disabled(index)])
 
 
 def can_allocate(state: ClusterState, seats: Iterable[Seat]) -> bool:

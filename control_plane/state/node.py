@@ -6,7 +6,7 @@ from typing import Literal
 
 from msgspec import Struct, field
 
-from ...events.records.types import Labels, Slot
+from ...events.records.types import Labels
 
 # --- health of a node ---
 # Failing checks, device errors, faults. The number of each is bounded; the log keeps all.
@@ -150,11 +150,3 @@ class Node(Struct, kw_only=True):
     def is_disabled(self, index: int) -> bool:
         """Whether the slot is disabled, by a device error or by a check."""
         return index in self.slots_disabled or index in self.slots_unhealthy
-
-    def allocatable(self) -> tuple[Slot, ...]:
-        """Its slots that a plan may allocate, by index."""
-        if not self.takes_tasks:
-            return ()
-        disabled = {*self.slots_disabled, *self.slots_unhealthy}
-        return tuple([Slot(self.name, index) for index in range(self.num_slots)
-                      if index not in disabled])

@@ -8,6 +8,7 @@ Allocation rules assign slots from the start. All transitions are those of the d
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -162,10 +163,11 @@ def shrunk(state: ClusterState, sizes: Mapping[int, int]) -> Seats:
 
 
 def _refilled(state: ClusterState, sizes: Mapping[int, int], *, whole: bool) -> Seats:
-    tasks = live_tasks(state)
+    tasks, allocatable = live_tasks(state), allocatable_slots(state)
+    num_on = Counter(slot.node for slot in allocatable)
     found = {task.id: task.target for task in tasks if len(task.target) == sizes.get(task.id, 0)
-             and not any(len(state.nodes[name].allocatable()) < state.nodes[name].num_slots
-                         for name in dict.fromkeys(seat.slot.node for seat in task.target))}
+             and not any(num_on[seat.slot.node] < state.nodes[seat.slot.node].num_slots
+                         for seat in task.target)}
     if len(found) == len(tasks):
         return found
     changed = [task for task in tasks if task.id not in found]
@@ -173,7 +175,7 @@ def _refilled(state: ClusterState, sizes: Mapping[int, int], *, whole: bool) -> 
            for task in changed}
     taken = {seat.slot for target in found.values() for seat in target}
     taken.update(*own.values())
-    free = [slot for slot in allocatable_slots(state) if slot not in taken]
+    free = [slot for slot in allocatable if slot not in taken]
     grows = True
     while grows:  # another task may use the slots that one task frees
         grows = False
