@@ -280,7 +280,7 @@ def _stop(state: ClusterState, task: Task) -> Iterator[Body]:
         if rank.timeout_reason:
             if not stop_pending(state, task, rank):
                 yield stop_rank(task, rank, 0.0, f"it {rank.timeout_reason}")
-        elif not rank.stopping and slots.get(key) != rank.slot and (
+        elif slots.get(key) != rank.slot and not rank.stopping and (
                 task.member(key) is None or may_end(state, task)):
             num = num_unsaved(task) if task.member(key) is not None else 0
             lost = f"; {num} iterations could not be saved" if num else ""

@@ -95,7 +95,7 @@ def _demand(state: ClusterState, task: Task, usable: set[Slot]) -> TaskDemand:
     table = task.throughput or throughput.table(task.id, task.spec, modelled=task.modelled)
     found = throughput.candidates(table, len(task.target), task.spec.slots.floor)
     fits = usable.issuperset([seat.slot for seat in task.target])
-    faulted = bool(task.target) and not (fits and (is_whole(task) or not task.incident))
+    faulted = bool(task.target) and not (fits and (not task.incident or is_whole(task)))
     weight = task.weight
     return TaskDemand(task=task.id, name=task.spec.name, now=len(task.target), faulted=faulted,
                 transition=transition_cost.transition(state, task),
