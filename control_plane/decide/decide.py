@@ -13,7 +13,7 @@ from ..fold.edits import task_of_deadline
 from ..incidents import node_incidents
 from ..placement import placement
 from ..planner import constraints, explain, hot_spare, pending, straggler_cost
-from ..planner.problem_of_state import planning_snapshot
+from ..planner.problem_of_state import PlanningSnapshot, planning_snapshot
 from ..state import members
 from ..state.cluster import ClusterState, live_tasks
 from ..state.members import is_pinned
@@ -112,14 +112,20 @@ def task_decisions(state: ClusterState, tasks: Iterable[Task]) -> Iterator[t.Bod
 def plan(state: ClusterState) -> Iterator[t.Body]:
     """The slots per task for the whole cluster, then seats, then the reasons of waiting tasks."""
     snapshot = planning_snapshot(state)
-    open_tasks = [state.tasks[demand.task] for demand in snapshot.problem.demands]
     choice = hot_spare.with_hot_spare(snapshot.problem)
     yield explain.plan_record(state, snapshot, choice)
+    yield from apply_plan(state, snapshot, choice.plan.slots)
+
+
+def apply_plan(state: ClusterState, snapshot: PlanningSnapshot,
+               counts: tuple[int, ...]) -> Iterator[t.Body]:
+    """The seats of the tasks for these slots per task, then the reasons of waiting tasks."""
+    open_tasks = [state.tasks[demand.task] for demand in snapshot.problem.demands]
     if not state.held:
-        yield from place(state, open_tasks, choice.plan.slots, snapshot.slots)
-    short = constraints.below_floor(snapshot.problem, choice.plan.slots)
+        yield from place(state, open_tasks, counts, snapshot.slots)
+    short = constraints.below_floor(snapshot.problem, counts)
     by_quota = constraints.blocked_by_quota(snapshot.problem, short)
-    for task, count in zip(open_tasks, choice.plan.slots, strict=True):
+    for task, count in zip(open_tasks, counts, strict=True):
         if task.target:  # it has seats, or keeps them while healing is paused
             continue
         if count == 0:

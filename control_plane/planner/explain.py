@@ -50,7 +50,7 @@ def plan_record(state: ClusterState, snapshot: PlanningSnapshot, choice: Choice)
     """The log record of the choice, with its explanation."""
     problem = snapshot.problem
     most = {demand.task: state.tasks[demand.task].spec.slots.max for demand in problem.demands}
-    return replace(record_of(problem, choice, most), trigger=state.replan, kept=_kept(snapshot),
+    return replace(record_of(problem, choice, most), trigger=state.replan, kept=kept(snapshot),
                    ideal_waf=ideal_waf(snapshot.all_demands, snapshot.num_slots_all),
                    input=digest(state, snapshot))
 
@@ -70,7 +70,7 @@ def record_of(problem: PlanProblem, choice: Choice, most: Mapping[int, int]) -> 
         alpha=problem.alpha)
 
 
-def _kept(snapshot: PlanningSnapshot) -> tuple[Allocation, ...]:
+def kept(snapshot: PlanningSnapshot) -> tuple[Allocation, ...]:
     """The slots and the WAF of tasks that the plan may not change."""
     planned = {demand.task for demand in snapshot.problem.demands}
     return tuple(Allocation(task=demand.task, slots_before=demand.now, slots=demand.now,

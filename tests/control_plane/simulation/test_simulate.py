@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from scenarios import DAY_S, DEVICE, EXAMPLE, HAPPENINGS, NODE, PROCESS, lost, plain
+from scenarios import DAY_S, DEVICE, EXAMPLE, HAPPENINGS, NODE, PROCESS, lost, plain, two_tasks
 from unicron.cli.simulate import compare as command
 from unicron.control_plane.decide.replay import verify
 from unicron.control_plane.simulation import policies, scenario
 from unicron.control_plane.simulation.run import Outcome, Run
 from unicron.control_plane.simulation.trace.external_event import ExternalEvent
 from unicron.events.errors import SpecError, UsageError
+from unicron.events.records.decisions import PlanChosen
 from unicron.events.records.envelope import Record
 
 HANG = "task hang"
@@ -124,6 +125,21 @@ def test_earned_and_lost_flop_add_up(happenings: list[ExternalEvent], policy: st
     assert [record.seq for record in log] == list(range(1, len(log) + 1))
     if policy == "unicron":
         assert verify(log).ok
+
+
+@settings(deadline=None, max_examples=20)
+@given(HAPPENINGS, st.booleans())
+@example([*lost("n1", DAY_S, 2 * DAY_S), *lost("n2", 3 * DAY_S, 5 * DAY_S)], False)
+def test_a_run_without_a_log_earns_the_same_to_the_bit(happenings: list[ExternalEvent],
+                                                       spare: bool) -> None:
+    given = two_tasks(happenings, 2.0, limits={"hot_spare": spare})
+    log: list[Record] = []
+    logged, bare = (Run(*given, keep).play() for keep in (log.append, None))
+    assert vars(bare.earnings) == vars(logged.earnings)
+    assert bare._replace(earnings=logged.earnings) == logged
+    plans = [record.body for record in log if isinstance(record.body, PlanChosen)]
+    assert all(plan.why and plan.binding and plan.input for plan in plans)
+    assert any(plan.alternatives and plan.ideal_waf for plan in plans)
 
 
 def test_the_command_prints_each_policy(capsys: pytest.CaptureFixture[str], tmp_path: Path,
