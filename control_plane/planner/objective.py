@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 from msgspec import Struct
@@ -52,7 +53,6 @@ SUM_BITS = 52
 """The scale is such that the sum over tasks of the largest |G| is below 2^(SUM_BITS + 1)."""
 RATIO_BITS = 200
 """With alpha: lower rates, except 0, are raised to 2^-200 of the unit (`in_units`)."""
-_NO_SIZES, _NO_WAFS = np.zeros(0, np.int64), np.zeros(0, np.float64)
 _LN2_HIGH, _LN2_LOW = 6.93147180369123816490e-01, 1.90821492927058770002e-10
 """Their sum is ln 2. The product of _LN2_HIGH and an exponent is exact."""
 _SERIES_NUM = 12
@@ -144,16 +144,15 @@ def objective_values(demands: Sequence[TaskDemand], running_s: float, num_slots:
     """G of every candidate on `num_slots` slots. `free`: changes cost nothing."""
     counts = [len(demand.sizes) + 1 for demand in demands]
     starts = np.cumsum([0, *counts], dtype=np.int64)
-    sizes = np.concatenate([_NO_SIZES, *(demand.candidate_sizes for demand in demands)])
-    f = f_prime = np.concatenate([_NO_WAFS, *(demand.candidate_wafs for demand in demands)])
+    sizes = np.fromiter(chain.from_iterable((0, *one.sizes) for one in demands), np.int64)
+    f = f_prime = np.fromiter(chain.from_iterable((0.0, *one.wafs) for one in demands), np.float64)
     now = np.repeat(np.array([demand.now for demand in demands], dtype=np.int64), counts)
     fits = sizes <= num_slots
     if alpha:  # U(T) and T U'(T) replace T
         weights = np.repeat(np.array([demand.weight for demand in demands]), counts)
         rates = in_units(np.where(fits | (sizes == now), f / weights, 0.0))
         f, f_prime = weights * utility(rates, alpha), weights * marginal(rates, alpha)
-    places: Ints = np.array([demand.place for demand in demands], dtype=np.int64)
-    f_now = np.where(places > 0, f_prime[starts[:-1] + places], 0.0) if demands else _NO_WAFS
+    f_now = np.add.reduceat(np.where(sizes == now, f_prime, 0.0), starts[:-1])
     last_fit = np.maximum.accumulate(np.where(fits, np.arange(len(fits)), 0))
     change_s = np.zeros(len(sizes))
     if not free:
@@ -174,7 +173,9 @@ def _transition_s(demands: Sequence[TaskDemand], sizes: Ints, now: Ints, faulted
     if any(demand.shapes for demand in demands):
         moves = [moves for demand in demands for moves in (False, *reshapes(demand))]
         kind = np.where(np.array(moves, dtype=np.bool_), RESHAPE, kind)
-    costs_s = np.concatenate([_NO_WAFS, *(demand.costs_s for demand in demands)])
+    costs_s = np.array([
+        cost_s for kinds in (demand.transition for demand in demands) for cost_s in
+        (kinds.same_s, kinds.shrink_s, kinds.grow_s, kinds.stop_s, kinds.reshape_s, 0.0)])
     row_of = np.repeat(np.arange(len(demands)), counts)
     transition_s: Floats = costs_s[NUM_KINDS * row_of + kind]
     return transition_s

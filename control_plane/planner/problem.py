@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
-from functools import cached_property
 
-import numpy as np
 from msgspec import Struct
-from numpy.typing import NDArray
 
 from ...events.records.decisions import Allocation
 from ..throughput.transition_cost import Transition
 
 NUM_KINDS = 6
 SAME, SHRINK, GROW, STOP, RESHAPE, NO_CHANGE = range(NUM_KINDS)
-"""Kinds of change, in the order of `TaskDemand.costs_s`. SAME: a faulted task keeps its slots."""
+"""Kinds of change. SAME: a faulted task keeps its slots."""
 
 
 class PlanLimits(Struct, frozen=True, kw_only=True):
@@ -43,7 +41,7 @@ class PlanLimits(Struct, frozen=True, kw_only=True):
         return all(sum(slots[row] for row in rows) <= quota for rows, quota in self.teams)
 
 
-class TaskDemand(Struct, frozen=True, kw_only=True, dict=True):
+class TaskDemand(Struct, frozen=True, kw_only=True):
     """One task as the planner sees it: `wafs[i]` is F(t, sizes[i]); F(t, 0) is 0."""
 
     task: int
@@ -64,28 +62,6 @@ class TaskDemand(Struct, frozen=True, kw_only=True, dict=True):
     """By size: a number for the replica shape of its layout. Empty: all sizes have one shape."""
     floor: int = 0
     """The fewest slots that the job requests; 0: no floor."""
-
-    @cached_property
-    def candidate_sizes(self) -> NDArray[np.int64]:
-        """0, then `sizes`."""
-        return np.array((0, *self.sizes), dtype=np.int64)
-
-    @cached_property
-    def place(self) -> int:
-        """The index of `now` in `candidate_sizes`; 0 also if `now` is no candidate."""
-        return self.sizes.index(self.now) + 1 if self.now in self.sizes else 0
-
-    @cached_property
-    def costs_s(self) -> NDArray[np.float64]:
-        """D_transition by kind of change (SAME, SHRINK, ...)."""
-        kinds = self.transition
-        return np.array((kinds.same_s, kinds.shrink_s, kinds.grow_s, kinds.stop_s,
-                         kinds.reshape_s, 0.0) if self.now else (0.0,) * NUM_KINDS)
-
-    @cached_property
-    def candidate_wafs(self) -> NDArray[np.float64]:
-        """F of `candidate_sizes`: 0, then `wafs`."""
-        return np.array((0.0, *self.wafs), dtype=np.float64)
 
 
 class PlanProblem(Struct, frozen=True, kw_only=True):
@@ -142,9 +118,8 @@ def allocation(demand: TaskDemand, slots: int) -> Allocation:
 
 def waf_of(demand: TaskDemand, slots: int) -> float:
     """F(t, x) for a candidate x; 0 for 0 slots."""
-    if slots == demand.now:
-        return demand.wafs[demand.place - 1] if demand.place else 0.0
-    return demand.wafs[demand.sizes.index(slots)] if slots in demand.sizes else 0.0
+    at = bisect_left(demand.sizes, slots)
+    return demand.wafs[at] if slots in demand.sizes[at:at + 1] else 0.0
 
 
 def reshapes(demand: TaskDemand) -> tuple[bool, ...]:
