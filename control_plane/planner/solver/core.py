@@ -117,22 +117,14 @@ class Core(Protocol):
 
 # --- Core for many distinct sums of losses: the least loss of every state, as an array ---
 class LossTable(Struct, frozen=True):
-    """The least loss by state, from the state `first` on. Other states have no vector."""
+    """The least loss by state, from the state `first` on. The first and the last entry are above
+    the budget, and stand for all states before and after."""
 
     first: int
     losses: Ints
 
-    def at(self, state: int) -> int:
-        place = state - self.first
-        return int(self.losses[place]) if 0 <= place < len(self.losses) else LOSS_NUM_MAX
-
-    def of(self, states: Ints) -> Ints:
-        """`at` for many states."""
-        if not len(self.losses):
-            return np.full(len(states), LOSS_NUM_MAX, dtype=np.int64)
-        places = states - self.first
-        there = (places >= 0) & (places < len(self.losses))
-        return np.where(there, self.losses[np.where(there, places, 0)], LOSS_NUM_MAX)
+    def of(self, states: Ints | int) -> Ints:
+        return self.losses.take(states - self.first, mode="clip")
 
 
 class ArrayCore:
@@ -148,7 +140,7 @@ class ArrayCore:
 
     @property
     def least(self) -> int:
-        return self._after[0].at(self._kept.start)
+        return int(self._after[0].of(self._kept.start))
 
     def vector(self) -> Ints:
         chosen = self._kept.picks.copy()
@@ -180,7 +172,7 @@ class ArrayCore:
         """Choose candidates from open row `i` on with the least loss: on a tie the largest."""
         for row in range(i, self._kept.num):
             state -= self._taken(chosen, row, self._after[row + 1], state - self._moves[row],
-                                 self._after[row].at(state))
+                                 int(self._after[row].of(state)))
 
     def _taken(self, chosen: Ints, i: int, table: LossTable, states: Ints, want: int) -> int:
         """Put the row's choice into `chosen` and return its move. It is the largest candidate whose
@@ -195,8 +187,9 @@ class ArrayCore:
         idle = self._reached[-1][1]
         if kept.price:
             idle = min(idle, kept.budget // kept.price)
-        idling: Ints = np.arange(max(idle + 1, 0), dtype=np.int64) * kept.price
-        table = LossTable(0, idling)
+        idling = np.full(max(idle + 1, 0) + 2, LOSS_NUM_MAX, dtype=np.int64)
+        idling[1:-1] = np.arange(len(idling) - 2) * kept.price
+        table = LossTable(-1, idling)
         found = [table]
         for i in range(kept.num - 1, -1, -1):
             table = self._step(table, self._moves[i], self._losses[i], self._reached[i])
@@ -206,10 +199,11 @@ class ArrayCore:
     def _step(self, table: LossTable, moves: Ints, losses: Ints,
               reached: tuple[int, int]) -> LossTable:
         """Prepend one row to `table`."""
-        first, known = table.first, table.losses
-        low = max(first + int(moves.min()), reached[0])
-        high = min(first + len(known) + int(moves.max()), reached[1] + 1)
-        new = np.full(max(high - low, 0), LOSS_NUM_MAX, dtype=np.int64)
+        first, known = table.first + 1, table.losses[1:-1]
+        low = max(first + int(moves[0]), reached[0])
+        high = min(first + len(known) + int(moves[-1]), reached[1] + 1)
+        padded = np.full(max(high - low, 0) + 2, LOSS_NUM_MAX, dtype=np.int64)
+        new = padded[1:-1]
         if len(new) < len(moves):
             for place in range(len(new)):
                 new[place] = (table.of(low + place - moves) + losses).min()
@@ -226,7 +220,6 @@ class ArrayCore:
                     part = new[begin - low:end - low]
                     np.minimum(part, known[begin - move - first:end - move - first] + loss,
                                out=part)
-        good = np.flatnonzero(new <= self._kept.budget)
-        if not len(good):
-            return LossTable(low, new[:0])
-        return LossTable(low + int(good[0]), new[int(good[0]):int(good[-1]) + 1])
+        good = (new <= self._kept.budget).nonzero()[0]
+        begin, end = (int(good[0]), int(good[-1]) + 1) if len(good) else (0, 0)
+        return LossTable(low + begin - 1, padded[begin:end + 2])
