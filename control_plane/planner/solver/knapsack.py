@@ -227,8 +227,9 @@ class _Part(Struct, frozen=True):
         """(the best candidate of each row at this price, the smallest on a tie; the bound)."""
         left = self.gains - price * self.sizes
         most = np.maximum.reduceat(left, self.firsts)
-        numbers = np.where(left == most[self.row_of], self.numbers, self.numbers[-1] + 1)
-        return np.minimum.reduceat(numbers, self.firsts), int(most.sum()) + price * capacity
+        at = (left == most[self.row_of]).nonzero()[0]
+        return (self.numbers[at[at.searchsorted(self.firsts)]],
+                int(most.sum()) + price * capacity)
 
 
 def _relax(rows: Candidates, capacity: int) -> tuple[Relaxation, Ints, Ints] | None:
@@ -290,10 +291,10 @@ def _at(rows: Candidates, capacity: int, row_of: Ints, denominator: int, price: 
                     -LOSS_NUM_MAX)
     most = np.maximum.reduceat(left, firsts)
     losses = np.where(fits, most[row_of] - left, LOSS_NUM_MAX)
-    numbers = np.where(losses == 0, np.arange(len(row_of)), len(row_of))
+    tied = (losses == 0).nonzero()[0]
     return Relaxation(denominator=denominator, price=price, losses=losses,
                       bound=int(most.sum()) + price * capacity,
-                      picks=np.minimum.reduceat(numbers, firsts))
+                      picks=tied[tied.searchsorted(firsts)])
 
 
 def _filled(rows: Candidates, vector: Ints, capacity: int) -> Ints:
