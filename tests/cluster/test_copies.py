@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from twins import small
+from unicron.workers.host import linux
 
 EVERY = 5
 
@@ -71,6 +72,7 @@ def test_a_task_on_a_lost_node_recovers_from_the_other_copy(
     wait_copied(cluster, task, 0, other)
     begin = cluster.seq()
     cluster.kill_agent(own)
+    cluster.wait(lambda: linux.read(rank["pid"]) is None or None, "the held rank is gone")
     hold.unlink()
     came = cluster.wait_told(begin, "Reconfigured", task=task).body
     assert (came.origin, came.origin_node) == ("copy", other)

@@ -226,7 +226,7 @@ def test_the_age_of_a_reported_copy_is_shown_and_no_number_of_lost_iterations(d:
     kept(d, task, "n2", 20)
     d.now_s += 6.0
     d.progress(task, 60)
-    copies = told(d, task, "copies")
+    copies = screen_text(d, task, "copies")
     assert "in memory iteration 20 or newer (n2, as of " in copies
     assert copies.endswith(
         " s ago; one is due every 10 iterations); nothing is published yet: what came after the "
@@ -234,7 +234,8 @@ def test_the_age_of_a_reported_copy_is_shown_and_no_number_of_lost_iterations(d:
     assert "68" not in copies
     d.tell("n2/1", r.MemoryCheckpointsLost(node="n2", incarnation=1, task=0, why="signal 9",
                                            keeper_start=FIRST))
-    assert "88 iterations would be lost if all processes went" in told(d, task, "copies")
+    assert "88 iterations would be lost if all processes went" in screen_text(
+        d, task, "copies")
 
 
 def killed(d: Driver, task: int) -> None:
@@ -244,7 +245,8 @@ def killed(d: Driver, task: int) -> None:
 
 def test_a_task_without_processes_shows_its_restore_source() -> None:
     d, task = with_a_checkpoint()
-    assert "8 iterations would be lost if all processes went" in screen_text(d, task, "copies")
+    assert "8 iterations would be lost if all processes went" in screen_text(
+        d, task, "copies")
     killed(d, task)
     assert screen_text(d, task, "copies") == (
         "no process has its state: it comes back from gen-1/iter-20, of iteration 20, "
