@@ -45,7 +45,7 @@ def test_a_rank_that_does_not_train_is_not_struck(tmp_path: Path,
     (tmp_path / "1-2.jsonl").touch()
     with pytest.raises(NotStruck, match="rank 2 did not begin"):
         faults.inside(tmp_path, 1, 2, "exception")
-    assert not (tmp_path / "hold" / "1-2").exists(), "it would be struck later"
+    assert not (tmp_path / "hold" / "1-2").exists(), "a later iteration would be struck"
 
 
 def test_three_trials_without_a_detection_end_a_case() -> None:

@@ -264,7 +264,7 @@ def test_both_readers_read_the_same_documents(value: object, flow: bool) -> None
 def test_plain_data_does_not_need_the_strict_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fast reader handles plain data without the strict reader, which is slow."""
     if plan_file.LOADER is None:
-        pytest.skip("this PyYAML is without libyaml")
+        pytest.skip("this PyYAML has no libyaml")
     monkeypatch.delattr(plan_file, "read_yaml")
     assert read_large("a: {8: 1.0e15}\nb: [x, 'y', -2, null, true]\n") == {
         "a": {8: 1.0e15}, "b": ["x", "y", -2, None, True]}

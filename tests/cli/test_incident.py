@@ -159,7 +159,7 @@ def test_slot_time_of_an_open_incident_counts_until_now() -> None:
                    task_screen.task_status(seen, seen["tasks"][0], told, now_s=now_s)):
         (row,) = [line for line in screen if line.startswith(f"inc-{one.id}")]
         assert row.endswith(f" {figure}")
-    assert told.slot_s(one, told.at_s) == before, "to ask changes nothing"
+    assert told.slot_s(one, told.at_s) == before, "the screens must not change the history"
 
 
 def test_a_collective_that_failed_before_the_evidence_is_part_of_it(d: Driver, task: int) -> None:
@@ -251,7 +251,7 @@ def test_a_rank_that_was_killed_on_purpose(d: Driver, task: int) -> None:
     first = max(history(d.log).incidents)
     d.now_s += 60
     carry_out(d, d.exit(task, 2))
-    assert on_purpose(d) == [], "its next process ended by itself"
+    assert on_purpose(d) == [], "the second exit was not requested"
     assert on_purpose(d, str(first)) == told
 
 
@@ -446,7 +446,7 @@ def test_device_errors_after_the_incident_are_counted() -> None:
     assert kernel.endswith(f"(seq {first[0].seq} to {more[-1]}; 5 later)")
     assert driver.endswith(f"(seq {nvml[0].seq})")
     rows = [line for line in page(told) if " DeviceErred " in line and "evidence" not in line]
-    assert len(rows) == 3, "those next to each other have one line of the timeline"
+    assert len(rows) == 3, "adjacent errors share one line of the timeline"
     assert " 5 x DeviceErred " in rows[-1]
 
 

@@ -94,7 +94,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 def until(holds: Callable[[], bool], limit_s: float = 30.0) -> None:
     deadline_s = time.monotonic() + limit_s
     while not holds():
-        assert time.monotonic() < deadline_s, "too late"
+        assert time.monotonic() < deadline_s, f"the condition did not hold within {limit_s} s"
         time.sleep(0.1)
 
 
@@ -145,7 +145,7 @@ def test_down_names_unfinished_tasks_first(tmp_path, monkeypatch, capsys, by_sig
 
     class Asked:
         def get(self, path: str, **query: object) -> dict[str, Any]:
-            assert processes.alive(agent), f"{path} is asked too late"
+            assert processes.alive(agent), f"down requested {path} after the agent had ended"
             return {"tasks": tasks}
 
     monkeypatch.setattr(command, "connect", lambda state: Asked())
@@ -339,7 +339,7 @@ def test_operator_commands_on_a_running_cluster(cluster, tmp_path):
     assert "frozen: " in cluster("freeze").stdout
     held = cluster("undrain", home["alpha"]).stdout
     assert "paused   frozen: by " in held
-    assert "alpha    0 -> 1 slot\n" in held, "planned, and not placed"
+    assert "alpha    0 -> 1 slot\n" in held, "a frozen cluster plans the slot but does not place it"
     on = cluster("unfreeze", "--reason", "done").stdout
     assert on.startswith("healing is on (seq ")
     assert f"alpha    0 -> 1 slot: {home['alpha']}/0" in on

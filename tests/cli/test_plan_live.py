@@ -90,7 +90,7 @@ def test_a_dry_run_is_shown_as_a_difference(name: str, asked: Plain, ask: Any) -
     d, _, _ = two_tasks(BETA)
     before = len(d.log)
     lines = ask(Told(d), **asked)
-    assert len(d.log) == before, "nothing is written"
+    assert len(d.log) == before, "a dry run must not write records"
     check(f"plan-{name}", lines, columns_max=100)
 
 
@@ -250,7 +250,7 @@ def test_a_past_plan_is_explained_from_the_log(ask: Any) -> None:
     assert not any(one["waits"] for one in plain_of(dry_run.explain_present_plan(encode_state(
         later.state)))["tasks"])
     assert plain_of(dry_run.explain_present_plan(encode_state(replayed(later.log[:seq])))) == found
-    assert ask(Told(later), seq=seq)[1:] == page[1:], "but for how long ago it was made"
+    assert ask(Told(later), seq=seq)[1:] == page[1:], "only the age of the plan may differ"
     with pytest.raises(UsageError, match="--seq shows a past plan"):
         ask(Told(later), seq=seq, without=("n1",))
 

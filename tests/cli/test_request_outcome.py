@@ -68,7 +68,7 @@ def test_a_filter_with_matches(told: Told, tmp_path: Path,
     ask(tmp_path, node="n2", incident=opened)
     assert "IncidentOpened" in capsys.readouterr().out
     ask(tmp_path, after=told.log[-1]["seq"])
-    assert not capsys.readouterr().out, "nothing new is an answer"
+    assert not capsys.readouterr().out, "there are no newer records"
 
 
 # --- logs ---------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ def test_a_waiting_task_shows_what_it_needs() -> None:
     assert told[-1].startswith("waits    gamma: ")
     assert "; needs more slots, or weight " in told[-1]
     assert not any(line.startswith("waits") for line in lines_after(
-        d, lambda: d.tell("operator/x", r.TaskWeightSet(task=1, weight=2.0)))), "as before"
+        d, lambda: d.tell("operator/x", r.TaskWeightSet(task=1, weight=2.0)))), "gamma still waits"
 
 
 def test_an_ending_task_does_not_count_as_earning_before(d: Driver) -> None:

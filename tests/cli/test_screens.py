@@ -187,10 +187,10 @@ def test_drained_nodes_are_shown_where_tasks_need_them() -> None:
     carry_out(d, d.tell("operator/drain", r.NodeDrained(node="n3", reason="fans")))
     told = cluster.status(seen(d), cluster="test", now_s=d.now_s)
     check("nodes-drained", nodes.nodes(view(d.state), now_s=d.now_s), columns_max=100)
-    assert not any("n3 is drained" in line for line in told), "nobody waits"
+    assert not any("n3 is drained" in line for line in told), "no task waits"
     d.submit(train("gamma", 0.01, {4: 1e9}, slots={"min": 4, "max": 4}))
     told = cluster.status(seen(d), cluster="test", now_s=d.now_s)
-    assert not any("n3 is drained" in line for line in told), "others earn more, drained or not"
+    assert not any("n3 is drained" in line for line in told), "gamma would wait even with n3"
     d.submit(train("delta", 0.01, {6: 1e9}, slots={"min": 6, "max": 6}))
     told = cluster.status(seen(d), cluster="test", now_s=d.now_s)
     assert ("NEEDS YOU  n3 is drained (fans), too few slots are left for delta: unicron undrain n3"
@@ -285,7 +285,7 @@ def test_a_task_without_progress_needs_an_operator(d: Driver, task: int) -> None
         task=task, generation=1, first_iteration=1, losses=(2.0,), step_s=(60.0,), rate_flops=1e9,
         micro_batches=12))
     assert not [x for x in cluster.status(seen(d), cluster="test", now_s=d.now_s + 150)
-                if x.startswith("NEEDS YOU")], "it is slow, not silent"
+                if x.startswith("NEEDS YOU")], "alpha is slow, not silent"
 
 
 def failed_command(d: Driver, name: str = "alpha") -> int:
@@ -309,13 +309,13 @@ def test_a_failure_is_shown_for_a_day_or_until_the_name_is_reused(d: Driver) -> 
     assert news(3600)
     assert not news(25 * 3600)
     again = failed_command(d)
-    assert len(news(1)) == 1, "a later task of the name replaces the earlier one"
+    assert len(news(1)) == 1, "the later failure of alpha replaces the earlier one"
     screen = " ".join(" ".join(cluster.status(seen(d), cluster="test", now_s=d.now_s + 1)).split())
     assert f"unicron logs {first};" not in screen
     assert f"unicron logs {again}; shown for a day, or until you submit alpha again" in screen
     for name in ("beta", "gamma", "delta"):
         last = failed_command(d, name)
-    assert news(1) == [], "they are counted"
+    assert news(1) == [], "several failures share one line"
     lines = cluster.status(seen(d), cluster="test", now_s=d.now_s + 1)
     (counted,) = [x for x in lines if x.startswith("NEEDS YOU")]
     assert counted.startswith("NEEDS YOU  4 tasks failed, the last: delta failed: ")
@@ -428,7 +428,7 @@ def test_screens_at_random_moments(seed: int) -> None:
                      "verify": "unicron replay"}
             lines += incident.page(facts)
             seqs = [record.seq for record in found.records]
-            assert seqs == sorted(set(seqs)), f"inc-{one.id}: told twice or out of order"
+            assert seqs == sorted(set(seqs)), f"inc-{one.id}: a record twice or out of order"
         assert max(map(len, lines)) <= COLUMNS_MAX, max(lines, key=len)
         _agrees(told)
 

@@ -125,7 +125,7 @@ def test_a_node_has_one_line_and_the_same_health_in_json(d: Driver) -> None:
     d.obey(health(d, "n2", "degraded", check="check/disk", why="slow"))
     one = next(x for x in seen(d)["nodes"] if x["id"] == "n2")
     assert (one["health"], one["contact"], one["since_s"]) == ("degraded", "heard", d.state.at_s)
-    assert "n2" not in needs_you(d), "it costs nothing"
+    assert "n2" not in needs_you(d), "a degraded node without cost needs no operator"
     assert "slow; draining it would " in nodes(d)[1]
     report_fans(d, "unhealthy")
     assert needs_you(d).count("n2 is ") == 1
@@ -151,7 +151,7 @@ def test_the_map_marks_the_slots_that_are_degraded(d: Driver) -> None:
     d.obey(health(d, "n3", "healthy", check="check/disk", why=""))
     row, key = signs()
     assert "!" not in row + key
-    assert "n2 Ax" in row, "out says more"
+    assert "n2 Ax" in row, "the unhealthy slot is marked x, not !"
 
 
 def test_a_lost_node_that_is_quarantined_has_one_way_back() -> None:

@@ -47,7 +47,7 @@ def test_repeated_iterations_earn_nothing(d: Driver, task: int) -> None:
     train(d, task, 4)
     assert earned(d) == pytest.approx(before)
     train(d, task, 1)
-    assert earned(d) == pytest.approx(before + 4e9), "one iteration of five was told before"
+    assert earned(d) == pytest.approx(before + 4e9), "one of the five is a repetition"
 
 
 def test_the_weight_counts_from_when_it_is_set(d: Driver, task: int) -> None:

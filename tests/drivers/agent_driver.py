@@ -173,7 +173,7 @@ async def until(look: Callable[[], T | None]) -> T:
     """Poll `look`; return its first result that is not None."""
     deadline = time.monotonic() + LIMIT_S
     while (found := look()) is None:
-        assert time.monotonic() < deadline, "it did not happen"
+        assert time.monotonic() < deadline, f"no result within {LIMIT_S} s"
         await asyncio.sleep(0.005)
     return found
 

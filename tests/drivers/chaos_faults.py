@@ -101,7 +101,7 @@ class Striker:
             if done := makers[fault.kind](fault):
                 return done
             time.sleep(0.05)
-        raise AssertionError(f"nobody to strike for {STRIKE_S_MAX:.0f} s: {fault}\n{self.view}")
+        raise AssertionError(f"no victim within {STRIKE_S_MAX:.0f} s: {fault}\n{self.view}")
 
     def _members(self) -> list[Rank]:
         """The members that have the state and run."""

@@ -60,7 +60,7 @@ class LocalKeeper:
             if found:
                 return found[-1]
             time.sleep(0.005)
-        raise AssertionError(f"{self.keeper.node} never had it")
+        raise AssertionError(f"the store of {self.keeper.node} got no matching copy")
 
     def close(self) -> None:
         """Stop listening."""

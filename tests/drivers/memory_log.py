@@ -64,8 +64,8 @@ class MemoryLog:
                      cursor: str, acked: Mapping[str, int]) -> None:
         """See LeaderPort. Raises ValueError for a float that is not finite."""
         for place, record in enumerate(records, start=1):
-            assert record.seq == expect + place, f"record {record.seq} at {expect + place}"
-            assert record.epoch == epoch, f"record of epoch {record.epoch} in {epoch}"
+            assert record.seq == expect + place, f"seq {record.seq} instead of {expect + place}"
+            assert record.epoch == epoch, f"record of epoch {record.epoch} in epoch {epoch}"
             codec.encode_record(record)
         outcome = self._outcome("append")
         if outcome != "lost":

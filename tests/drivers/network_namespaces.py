@@ -108,7 +108,7 @@ class Relay:
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="relay",
                                         daemon=True)
         self._thread.start()
-        assert self._ready.wait(10.0), "the relay does not start"
+        assert self._ready.wait(10.0), "the relay did not start"
 
     async def _serve(self) -> None:
         self._loop, self._stopped = asyncio.get_running_loop(), asyncio.Event()

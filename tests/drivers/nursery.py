@@ -81,7 +81,7 @@ class Nursery:
         told = msgspec.msgpack.decode(self.socket.recv(REQUEST_BYTES_MAX), type=ForkReply)
         last_s = time.monotonic() + START_S
         while (proc := linux.read(told.pid)) is not None and proc.ppid != os.getpid():
-            assert time.monotonic() < last_s, "nobody adopted it"
+            assert time.monotonic() < last_s, "the rank did not become a child of this process"
             time.sleep(0.0005)
         return Forked(told.pid)
 

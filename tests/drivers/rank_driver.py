@@ -57,7 +57,7 @@ class Process:
                 environment[PATCH] = patch
                 self.popen = by.fork(environment, output.fileno(), theirs.fileno())
             else:
-                assert not patch, "only what is forked can be patched"
+                assert not patch, "only forked ranks can run a patch"
                 self.popen = subprocess.Popen(
                     [*by, "--fd", str(theirs.fileno())], pass_fds=[theirs.fileno()],
                     stdout=output, stderr=output, env=environment, start_new_session=True)
@@ -334,7 +334,7 @@ class Driver:
             if len(seen) >= nth:
                 return
             time.sleep(0.001)
-        raise AssertionError(f"rank {rank} never came to {event} of {iteration}\n{self.story()}")
+        raise AssertionError(f"rank {rank} did not start {event} of {iteration}\n{self.story()}")
 
     def hold(self, rank: int, event: str, iteration: int, *, then: str = "wait",
              **where: int) -> Path:

@@ -162,7 +162,7 @@ class RealCluster:
     # --- what is broken on purpose --------------------------------------------------------------
     def agent(self, node: str) -> Process:
         process = self.local.find(local_cluster.agent_name(node))
-        assert process is not None, f"no agent of {node} runs"
+        assert process is not None, f"the agent of {node} does not run"
         return process
 
     def kill_agent(self, node: str) -> None:
@@ -172,7 +172,7 @@ class RealCluster:
     def start_agent(self, node: str) -> None:
         """Restart a killed agent as a new incarnation."""
         name = local_cluster.agent_name(node)
-        self.wait(lambda: self.local.find(name) is None or None, f"the agent of {node} is gone")
+        self.wait(lambda: self.local.find(name) is None or None, f"the agent of {node} has ended")
         self.local.start(name)
 
     def hold(self, task: int, rank: int, **asked: Any) -> Path:
@@ -251,8 +251,8 @@ class RealCluster:
             if found is not None:
                 return found
             time.sleep(POLL_S)
-        said = what if isinstance(what, str) else what()
-        raise AssertionError(f"not within {LIMIT_S:.0f} s: {said}")
+        awaited = what if isinstance(what, str) else what()
+        raise AssertionError(f"not within {LIMIT_S:.0f} s: {awaited}")
 
     def wait_traced(self, task: int, **wanted: object) -> dict[str, Any]:
         """The newest trace line with these values; only new lines are searched again."""

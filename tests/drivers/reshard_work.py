@@ -139,7 +139,7 @@ class Walker:
             assert whole.kind == piece.kind
             if not state_shards.cut(there, whole.region, piece.region).equal(tensor):
                 odd.append(piece)
-        assert not odd, f"{len(odd)} of {len(held)} pieces are not right when {when}: {odd[:3]}"
+        assert not odd, f"{len(odd)} of {len(held)} pieces are wrong when {when}: {odd[:3]}"
 
 
 def _step(trainee: model.TrainingModel, held: state_shards.State, step: int) -> None:
@@ -283,7 +283,7 @@ def die(number: int, train: Train) -> None:
     assert all(tensor.equal(before[piece]) for piece, tensor in walker.have.items())
     state_exchange._pack = right
     found = give()
-    assert all(tensor.equal(before[piece]) for piece, tensor in walker.have.items()), "staged"
+    assert all(tensor.equal(before[piece]) for piece, tensor in walker.have.items()), "not staged"
     found.activate()
     walker.check(walker.have, "in force")
     assert found.numbers.step_version == 1

@@ -112,7 +112,7 @@ class Twins:
         cluster.wait_told(cluster.seq(), "CheckpointPublished", task=task)
         ours, twin = self.start(spec)
         saved = int(ours.name.removeprefix("iter-"))
-        cluster.wait(lambda: cluster.task(task)["iteration"] >= saved or None, "it is reported")
+        cluster.wait(lambda: cluster.task(task)["iteration"] >= saved or None, f"iteration {saved}")
         cluster.cancel(task)
         self.hold(ours, twin, cluster.losses(task))
         cluster.verify()

@@ -68,7 +68,7 @@ def _answer(mine: Connection, place: int) -> Any:
     try:
         is_good, told = mine.recv()
     except EOFError:
-        raise AssertionError(f"the member at {place} is gone") from None
+        raise AssertionError(f"the member at {place} has ended") from None
     assert is_good, f"the member at {place}:\n{told}"
     return told
 

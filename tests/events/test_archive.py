@@ -57,7 +57,7 @@ def test_round_trip_with_header_and_no_other_file(exported: Path) -> None:
     assert (head.cluster, head.code, head.first_seq) == ("c", "1.0", 1)
     assert [path.name for path in exported.parent.iterdir()] == [exported.name]
     first = json.loads(exported.read_text().splitlines()[FIRST_LINE])
-    assert first["kind"] == "TaskSubmitted", "a person can read it"
+    assert first["kind"] == "TaskSubmitted", "a record is one line of JSON"
 
 
 def test_an_empty_log_and_one_that_starts_later(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_tampering_names_the_first_seq_that_differs(
     exported.write_bytes(b"".join(lines))
     num_good, told = read_all(exported)
     assert told is not None
-    assert (told.seq, num_good) == (4, 3), "the records before it are good"
+    assert (told.seq, num_good) == (4, 3), "the records before seq 4 are valid"
 
 
 def test_a_missing_first_or_last_record_is_found(exported: Path) -> None:

@@ -67,7 +67,7 @@ def test_the_configuration_is_private_and_durable(directory: Path) -> None:
         assert told["bind"] == "127.0.0.1"
     done = subprocess.run(["ps", "-o", "args=", "-p", str(server.pid)], capture_output=True,
                           text=True, check=False, timeout=10)
-    assert server.password not in done.stdout, "a command line is public"
+    assert server.password not in done.stdout, "the command line contains the password"
     with socket.socket() as probe:  # every other address of this machine
         probe.settimeout(2.0)
         assert probe.connect_ex(("127.0.0.2", server.port)) != 0
@@ -91,7 +91,7 @@ def test_a_server_outlives_a_killed_parent_and_is_adopted(directory: Path) -> No
                           timeout=CHILD_S_MAX, start_new_session=True)
     assert done.returncode == -signal.SIGKILL
     server = embedded_server.adopt(directory)
-    assert server is not None, "the parent and its process group are dead, the server is not"
+    assert server is not None, "the server must outlive its parent's process group"
     with pytest.raises(ServerError):
         embedded_server.start(directory)
     server.stop()
@@ -123,7 +123,7 @@ def test_a_reused_pid_is_left_alone(directory: Path) -> None:
                        port=server.port, password=server.password)
         assert not stale.is_alive
         stale.stop()
-        assert bystander.poll() is None, "it was not ours to stop"
+        assert bystander.poll() is None, "stop ended a process with a reused pid"
     finally:
         bystander.kill()
         bystander.wait()
@@ -198,10 +198,10 @@ def test_a_missing_binary_is_an_error(directory: Path, monkeypatch: pytest.Monke
     assert embedded_server.find_binary() == directory / "redis-server"
 
 
-@pytest.mark.parametrize("moment", ["before its note", "before its answer"])
+@pytest.mark.parametrize("moment", ["before server.json", "before the first ping"])
 def test_ctrl_c_while_a_server_starts_leaves_none(
         directory: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
-    name = {"before its note": "start_time", "before its answer": "_ping"}[moment]
+    name = {"before server.json": "start_time", "before the first ping": "_ping"}[moment]
     real: Any = getattr(embedded_server, name)
 
     def interrupted(*arguments: Any) -> Any:
@@ -216,7 +216,7 @@ def test_ctrl_c_while_a_server_starts_leaves_none(
     assert directory.exists()
     (child,) = [child for pid, child in embedded_server._children.items() if pid not in begun]
     assert child.poll() == -signal.SIGKILL
-    assert (directory / "server.json").exists(), "its note was written before"
+    assert (directory / "server.json").exists(), "it must be written before the child is stopped"
 
 
 def test_a_deferred_signal_arrives_afterwards() -> None:
@@ -243,7 +243,7 @@ def test_a_full_disk_does_not_end_a_process_that_logs() -> None:
         stream.close()
     except OSError:
         return
-    raise AssertionError("the stream is not full")
+    raise AssertionError("closing the full stream raised no OSError")
 
 
 def test_a_writable_stream_gets_the_output() -> None:

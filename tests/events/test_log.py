@@ -150,7 +150,7 @@ async def test_append_is_atomic(log: LogPort, agent: LogPort) -> None:
     assert await agent.orders("n2", after=two[0].cursor, wait_s=0) == two[1:]
     assert await agent.orders("n2", after=two[1].cursor, wait_s=0) == []
     await put(log, record(5, epoch), acked={"n1/7": 13})
-    assert await log.cursor() == "5-1", "an empty cursor leaves it"
+    assert await log.cursor() == "5-1", "an empty cursor changes nothing"
     assert await agent.acked("n1/7") == 13
     assert await agent.acked("n2/8") == 3
 
@@ -164,7 +164,7 @@ async def test_rebuilt_orders_replace_all_streams_and_are_read_again(
     second = await log.start_epoch("b")
     await log.rebuild_orders([batch[2], batch[0]], epoch=second)
     again = await agent.orders("n1", after=seen, wait_s=0)
-    assert [sent.record for sent in again] == [batch[0]], "one who saw it sees it again"
+    assert [sent.record for sent in again] == [batch[0]], "a rebuilt order is sent again"
     assert await agent.orders("n2", after="0-0", wait_s=0) == []
     await put(log, order(4, second, "n1", "n2"))
     more = await agent.orders("n1", after=again[-1].cursor, wait_s=0)
@@ -203,7 +203,7 @@ async def test_a_blocking_take_ends_with_a_report_or_a_timeout(
     waiting = asyncio.create_task(log.take(after="0-0", num_max=9, wait_s=20.0))
     await asyncio.sleep(0.1)
     start = time.monotonic()
-    assert await log.cursor() == "0-0", "the leader's other calls go on meanwhile"
+    assert await log.cursor() == "0-0", "other calls must not wait for take"
     await agent.send([report(1)])
     assert [r.source_seq for r in (await waiting).reports] == [1]
     assert time.monotonic() - start < 18.0
@@ -304,7 +304,7 @@ class _VirtualSelector(selectors.DefaultSelector):
     now_s = 0.0
 
     def select(self, timeout: float | None = None) -> Any:
-        assert timeout is not None, "everybody waits, and no timer is set: a deadlock"
+        assert timeout is not None, "deadlock: all tasks wait and no timer is set"
         self.now_s += max(0.0, timeout)
         return super().select(0)
 

@@ -190,7 +190,7 @@ async def test_a_blocking_read_outlives_the_default_socket_timeout(redis_log: An
         await asyncio.sleep(5.5)
         await agent.send([report(1)])
         assert [r.source_seq for r in (await waiting).reports] == [1]
-        assert time.monotonic() - start < 29.0, "the report ended it"
+        assert time.monotonic() - start < 29.0, "the report must end the read"
 
 
 async def test_a_poll_does_not_wait_for_a_blocking_take(log: RedisLog) -> None:
@@ -241,7 +241,7 @@ async def test_a_wrong_password_is_a_usage_error(server: embedded_server.Server)
 async def test_a_server_that_evicts_is_refused(own_server: embedded_server.Server) -> None:
     with capture_logs() as said:
         await (await connect(own_server.url, "c")).close()
-    assert said == [], "our own server has nothing to warn of"
+    assert said == [], "the embedded server must cause no warning"
     with Redis.from_url(own_server.url) as client:
         client.config_set("maxmemory-policy", "allkeys-lru")
         with pytest.raises(UsageError, match="evict"):
@@ -349,7 +349,7 @@ async def test_kill_9_of_the_server_loses_no_acknowledged_record(
     assert [r.seq for r in records] == list(range(1, len(records) + 1))
     there = [r.body.reason for r in records if isinstance(r.body, reports.NodeLeft)]
     assert set(acknowledged) <= set(there)
-    assert len(there) % 7 == 0, "an append stands whole or not at all"
+    assert len(there) % 7 == 0, "an append was stored in part"
     assert await log.cursor() == f"1-{len(records)}"
     assert await log.acked("n1/7") == len(records)
     await log.close()

@@ -259,7 +259,7 @@ def test_defaults_and_normal_form() -> None:
     assert spec.train is not None
     assert spec.train.num_micro_batches == 8
     assert parse(command(weight=2)).weight == 2.0
-    assert type(parse(command(weight=2)).weight) is float, "an int and a float are one spec"
+    assert type(parse(command(weight=2)).weight) is float, "an int must become a float"
     four = {"max": 4}
     assert parse(command(slots=four, throughput={"4": 1, 2: 3})).throughput == {4: 1.0, 2: 3.0}
 
@@ -359,7 +359,7 @@ def test_refused_features_are_refused_in_a_spec() -> None:
     parse(_spec({}))
     for what, train in REFUSED_KEYS.items():
         with pytest.raises(SpecError):
-            pytest.fail(f"{what}: {parse(_spec(train))} is taken")
+            pytest.fail(f"{what}: {parse(_spec(train))} was accepted")
 
 
 def test_doctor_prints_the_table_with_reasons(capsys: pytest.CaptureFixture[str]) -> None:

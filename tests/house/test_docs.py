@@ -176,7 +176,7 @@ def test_every_job_in_a_page_is_valid(tmp_path: Path) -> None:
         path.write_text(block, encoding="utf-8")
         train = job_file.load(path).train
         if name.startswith("docs/guides/") and train is not None:
-            assert train.checkpoint_every, f"{name}: down loses every iteration of this task"
+            assert train.checkpoint_every, f"{name}: down loses all iterations of this task"
 
 
 def test_every_scenario_shown_or_shipped_is_valid(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ class Play:
         self._heal()
         assert len(self.claims) == 1 or len({(told.step_version, told.buckets_reduced)
                                              for told in self.claims.values()}) > 1, \
-            "the survivors held the same"
+            "the survivors have equal claims"
 
     def _play_meeting(self) -> None:
         """While a new generation is built, and one member is a step behind.

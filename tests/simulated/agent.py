@@ -345,10 +345,10 @@ class SimulatedAgent:
                                         why="a later one was carried out"))
             return
         if (order.output, path) not in self.net.files:
-            self.net.never(f"{order.path} was published, and is not there")
+            self.net.never(f"{order.path} was published, but the file is missing")
         elif path_before and self.net.files[order.output, path][0] < (
                 self.net.files[order.output, path_before][0]):
-            self.net.never(f"{order.path} was published after {path_before}")
+            self.net.never(f"{order.path} was published after the newer {path_before}")
         self.net.latest[order.output] = ((order.generation, seq), path)
         self.say(r.CheckpointPublished(task=order.task, order=seq, path=order.path))
 

@@ -18,13 +18,13 @@ def check(world: World, records: list[Record]) -> None:
     """Check all invariants of one finished world."""
     assert not world.witness.violations, world.witness.violations[:5]
     assert not world.cluster.net.violations, world.cluster.net.violations[:5]
-    assert [r.seq for r in records] == list(range(1, len(records) + 1)), "the log has a hole"
+    assert [r.seq for r in records] == list(range(1, len(records) + 1)), "the log lacks a seq"
     assert all(a.epoch <= b.epoch and a.at_s <= b.at_s
-               for a, b in itertools.pairwise(records)), "epoch or time went back"
+               for a, b in itertools.pairwise(records)), "an epoch or a time decreased"
     copies = [codec.decode_record(codec.encode_record(record)) for record in records]
     verdict = verify(copies)
     assert verdict.ok, f"{verdict.words}\n{verdict.expected}\n{verdict.recorded}"
-    assert verdict.state_hash == world.last_hash, "folding the log again gives another state"
+    assert verdict.state_hash == world.last_hash, "a replay gives another state hash"
     world.counts["decisions verified"] += sum(verdict.recomputed.values())
     world.counts["records"] += len(records)
     _check_economics(world, records)
@@ -47,7 +47,7 @@ def _check_models(world: World, records: list[Record]) -> None:
                 digest = next_digest(digest, iteration, batch)
             _, path = world.cluster.net.latest[train.output]
             published = world.cluster.net.files[train.output, path]
-            assert published == (train.iterations, digest), f"task {task.id}: another model"
+            assert published == (train.iterations, digest), f"task {task.id}: wrong model"
             world.counts["models exact"] += 1
 
 
@@ -58,7 +58,7 @@ def _check_economics(world: World, records: list[Record]) -> None:
     num = sum(isinstance(record.body, IncidentOpened) for record in records)
     assert state.num_faults <= num, "more faults than incidents"
     most_s = sum(world.nodes.values()) * (records[-1].at_s - records[0].at_s)
-    assert 0 <= state.observed_slot_s <= most_s, "more time than passed"
+    assert 0 <= state.observed_slot_s <= most_s, "more slot time than elapsed"
     world.counts["faults counted"] += state.num_faults
 
 
@@ -68,11 +68,11 @@ def _check_sources(world: World, records: list[Record]) -> None:
         if record.source != "heart":
             told.setdefault(record.source, []).append(record.source_seq)
     for source, numbers in told.items():
-        assert numbers == list(range(1, len(numbers) + 1)), f"{source}: lost or doubled"
+        assert numbers == list(range(1, len(numbers) + 1)), f"{source}: a report is lost or doubled"
     for source, last in world.log._acked.items():
-        assert len(told.get(source, ())) >= last, f"{source}: {last} acknowledged, not in the log"
+        assert len(told.get(source, ())) >= last, f"{source}: {last} is acknowledged but not logged"
     for key, seq in world.answered.items():
-        assert records[seq - 1].source == f"operator/{key}", f"{key} was answered, not written"
+        assert records[seq - 1].source == f"operator/{key}", f"{key} was answered but not logged"
 
 
 def _check_progress(records: list[Record]) -> None:
@@ -83,7 +83,8 @@ def _check_progress(records: list[Record]) -> None:
     for record in records:
         match record.body:
             case Reconfigure() as body:
-                assert body.generation > generation.get(body.task, 0), f"seq {record.seq}"
+                assert body.generation > generation.get(body.task, 0), (
+                    f"seq {record.seq}: the generation does not increase")
                 generation[body.task] = body.generation
             case Reconfigured() as body if body.generation == generation.get(body.task):
                 origins.setdefault((body.task, body.generation), []).append(body)
@@ -93,11 +94,11 @@ def _check_progress(records: list[Record]) -> None:
                 assert version[body.task] >= before or any(x.source == -1 for x in told), (
                     f"seq {record.seq}: an iteration is lost")
                 known = max(expected.get(body.task, 0), version[body.task])
-                assert body.progress_from <= known, f"seq {record.seq}: skips iterations"
+                assert body.progress_from <= known, f"seq {record.seq}: iterations skipped"
                 expected[body.task] = body.progress_from
             case TaskProgressed() as body if body.generation == generation.get(body.task):
                 assert body.first_iteration == expected[body.task], (
-                    f"seq {record.seq}: an iteration is skipped, or counted twice")
+                    f"seq {record.seq}: an iteration is skipped or counted twice")
                 expected[body.task] += len(body.losses)
             case _:
                 pass
@@ -112,7 +113,7 @@ def _check_incidents(world: World, records: list[Record]) -> None:
         own = [body for body in closed if opened[body.of] == task.id]
         healed = sum(body.outcome == "healed" for body in own)
         assert task.healed == healed or (not task.heals_in_memory and 0 <= task.healed <= healed), (
-            f"task {task.id}")
+            f"task {task.id}: {task.healed} healed incidents, closed: {healed}")
         lost = sum(body.iterations_lost or 0 for body in own)
         assert task.iterations_lost == lost or not task.heals_in_memory, (
-            f"task {task.id} lost {task.iterations_lost}")
+            f"task {task.id} lost {task.iterations_lost} iterations, its incidents {lost}")

@@ -22,7 +22,7 @@ class SimulatedCluster:
 
     def boot(self, node: str, num_slots: int) -> None:
         """Start the node's agent, in a new incarnation if it ran before."""
-        assert node not in self._running, f"{node} runs already"
+        assert node not in self._running, f"the agent of {node} already runs"
         old = self.agents.get(node)
         incarnation = max(int(self._clock() * 1000), old.incarnation + 1 if old else 1)
         agent = SimulatedAgent(self.net, self._port_of(node), node=node, incarnation=incarnation,

@@ -96,7 +96,7 @@ class SimulatedGeneration:
                     for dp in range(self.layout.dp)]
         batch = tuple(sorted(i for members in replicas for i in members[0].kept))
         if any(len({rank.kept for rank in members}) > 1 for members in replicas):
-            self.net.never(f"task {self.task} generation {self.number}: a replica is torn")
+            self.net.never(f"task {self.task} generation {self.number}: replica members differ")
         for rank in self.ranks[:num_positions(self.layout)] if self.axes is not None else ():
             rank.ready = True
         if first.step_version < first.train.iterations:
@@ -167,7 +167,7 @@ class SimulatedGeneration:
                 self.net.never(f"{where}: stepped with rank {rank.rank}, which is dead")
             if not rank.beside and (
                     (rank.step_version, rank.digest) != (first.step_version, first.digest)):
-                self.net.never(f"{where}: rank {rank.rank} holds another state")
+                self.net.never(f"{where}: rank {rank.rank} has another state than the first")
         if len({r.rank for r in self.ranks}) != len(self.ranks):
             self.net.never(f"{where}: two members are the same rank")
 
@@ -189,7 +189,7 @@ class SimulatedGeneration:
                 giver.take_step(tuple(range(giver.train.num_micro_batches)))
             states.append((giver.step_version, giver.digest))
         if len(set(states)) > 1:
-            self.net.never(f"task {self.task} generation {self.number}: two states {states}")
+            self.net.never(f"task {self.task} generation {self.number}: states differ: {states}")
         nobody = not states
         (self.step_version, digest), origin, origin_node = (
             self._restored() if nobody else (states[0], "", ""))
@@ -234,8 +234,8 @@ class SimulatedGeneration:
                     self.net.never(f"task {self.task} has two states of step {copy.step_version}")
                 if any(number > copy.generation and step < copy.step_version
                        for number, step in self.net.gone_on.get(self.task, [])):
-                    self.net.never(f"task {self.task} comes back to step {copy.step_version} of "
-                                   f"generation {copy.generation}, which was left behind")
+                    self.net.never(f"task {self.task} restores step {copy.step_version} of "
+                                   f"generation {copy.generation}, which was discarded")
                 return (copy.step_version, copy.digest), "copy", wanted.node
         train = self.ranks[0].train
         if self.checkpoint:

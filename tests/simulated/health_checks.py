@@ -46,33 +46,33 @@ class HealthWitness:
                 if node.quarantine is not None:
                     return f"on {node.name}, which is quarantined"
                 if slot.index in node.slots_disabled or slot.index in node.slots_unhealthy:
-                    return f"on {slot}, which is out"
+                    return f"on {slot}, which is disabled"
             case o.Quiesce(mode="now", task=task, save=False):  # save=True is a preemption
                 it = state.tasks[task]
                 incident = state.incidents.get(it.incident)
                 # A failed collective is reason enough; its cause may be found later.
                 if (incident is None or incident.outcome) and it.failed_s < 0:
-                    return "now, by no fault of the task"
+                    return "stops a task without a fault"
             case d.IncidentOpened(task=0) as body:
                 return self._of_node(state, body)
             case d.IncidentOpened() as body if set(body.evidence) <= self._noise:
-                return "for noise alone"
+                return "has only noise as evidence"
             case d.IncidentClosed(of=of) if state.incidents[of].task == 0:
                 node = state.nodes[state.incidents[of].node]
                 if any(node.is_disabled(index) for index in node.occupants):
-                    return f"while something runs there, on {node.name}"
+                    return f"while a process runs on a disabled slot of {node.name}"
             case _:
                 pass
         return ""
 
     def _of_node(self, state: ClusterState, body: d.IncidentOpened) -> str:
         if state.nodes[body.node].incident:
-            return f"beside one of {body.node} that is open"
+            return f"although an incident of {body.node} is open"
         told = [self._told[seq][0] for seq in body.evidence if seq in self._told]
         if any(one.node != body.node for one in told):
-            return "by what another node told"
+            return "has evidence of another node"
         if not _is_enough(told):
-            return "by what nobody confirms"
+            return "has no confirmed evidence"
         return ""
 
     def after(self, state: ClusterState, record: Record) -> str:
@@ -87,13 +87,13 @@ class HealthWitness:
             if out - was_out and isinstance(record.body, (d.IncidentOpened, d.IncidentEscalated)):
                 wrong = wrong or self._out(state, record.body, node.name, out - was_out)
             elif out - was_out and not isinstance(record.body, r.NodeJoined):
-                wrong = wrong or f"takes out {node.name}/{out - was_out}"
+                wrong = wrong or f"disables {node.name}/{out - was_out}"
             ill_s = self._ill_s.get((node.name, node.incarnation), record.at_s)
             if was_sick - sick and (record.at_s < ill_s + RECOVERED_S - EARLY_S
                                     or self._unhealthy.get((node.name, node.incarnation))):
-                wrong = wrong or f"uses {node.name}/{was_sick - sick} again too early"
+                wrong = wrong or f"uses {node.name}/{was_sick - sick} too early"
             if sick - was_sick and not self._is_believed(state, node.name):
-                wrong = wrong or f"takes out {node.name}/{sick - was_sick} for a check in doubt"
+                wrong = wrong or f"disables {node.name}/{sick - was_sick} for an unconfirmed check"
         return wrong
 
     def _out(self, state: ClusterState, body: d.IncidentOpened | d.IncidentEscalated, node: str,
@@ -101,11 +101,11 @@ class HealthWitness:
         of = body.of if isinstance(body, d.IncidentEscalated) else 0
         task = state.incidents[of].task if of else getattr(body, "task", 0)
         if task:  # a rank failed too: a second source
-            return "" if body.severity == "SEV1" else f"takes out {node}/{slots} at {body.severity}"
+            return "" if body.severity == "SEV1" else f"disables {node}/{slots} at {body.severity}"
         told = [self._told[seq][0] for seq in body.evidence if seq in self._told]
         named = {index for one in told for index in one.devices if TABLE[one.status] == "SEV1"}
         whole = _is_enough([one for one in told if not one.devices])
-        return "" if slots <= named or whole else f"takes out {node}/{slots}, told was {named}"
+        return "" if slots <= named or whole else f"disables {node}/{slots}, reported: {named}"
 
     def _is_believed(self, state: ClusterState, name: str) -> bool:
         """True if a check reports the node unhealthy and the share of such nodes is allowed."""

@@ -70,7 +70,7 @@ def wrong_plan(state: ClusterState, body: PlanChosen) -> str:
         if all(option.slots == x.slots for option, x in zip(vector, body.allocations, strict=True)):
             chosen = total
     if math.isnan(chosen):
-        return "it does not fit"
+        return "the plan does not fit"
     if chosen < best - CLOSE_RATIO * max(abs(best), abs(chosen), 1.0):
         return f"its objective {chosen:g} is not the optimum {best:g}"
     return _wrong_spare(state, body)
@@ -80,15 +80,15 @@ def _wrong_spare(state: ClusterState, body: PlanChosen) -> str:
     """What is wrong with the hot spare: a node's slots stay idle exactly if that is worth more."""
     asked, told = planning_snapshot(state).problem, body.hot_spare
     if not asked.spare_slots or not body.allocations:
-        return "" if told is None else "it tells of a hot spare that nobody asked for"
+        return "" if told is None else "the plan has a hot spare, but none is configured"
     if told is None or told.num_slots != asked.spare_slots:
-        return "it does not tell of the hot spare"
+        return "the plan lacks the hot spare"
     num_idle = body.num_slots - sum(x.slots for x in body.allocations)
     if told.verdict == "idle anyway":
-        return "" if num_idle >= told.num_slots else f"{num_idle} slots are idle"
+        return "" if num_idle >= told.num_slots else f"only {num_idle} slots are idle"
     cost, saves, close = spare_by_force(asked)
     if abs(told.cost_flop - cost) > close or abs(told.saves_flop - saves) > close:
-        return (f"a spare costs {float(cost):g} and saves {float(saves):g}, told are "
+        return (f"a spare costs {float(cost):g} and saves {float(saves):g}, the plan has "
                 f"{told.cost_flop:g} and {told.saves_flop:g}")
     if told.verdict == "kept":
         return "" if saves > cost - close else "the spare costs more than it saves"

@@ -98,7 +98,7 @@ def test_commands_are_measured_by_what_they_print() -> None:
                     pass
         if num_measured >= 5:
             return
-    raise AssertionError(f"{num_measured} measurements in 60 worlds")
+    raise AssertionError(f"only {num_measured} measurements in 60 worlds")
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -95,7 +95,7 @@ class Witness:
         (`affected_tasks` in decide.py)."""
         for task in self.state.tasks.values():
             more = next(transition.next_decisions(self.state, task), None)
-            self._check(record, more is None, f"comes before task {task.id} got its {more}")
+            self._check(record, more is None, f"comes before {more} of task {task.id}")
 
     def hit(self, task: int, fault: str) -> None:
         """A fault struck this task now."""
@@ -128,7 +128,7 @@ class Witness:
     # --- orders ----------------------------------------------------------------------------------
     def _start(self, record: Record, body: o.StartRank) -> None:
         node = self.state.nodes[body.slot.node]
-        self._check(record, not node.drained, f"on {node.name}, which is drained")
+        self._check(record, not node.drained, f"on the drained node {node.name}")
         self._check(record, node.health == "healthy", f"on {node.name}, which is {node.health}")
         self._check(record, body.slot.index not in node.occupants, f"{body.slot} is taken")
 
@@ -137,7 +137,7 @@ class Witness:
         rank = self.state.tasks[body.task].ranks.get(body.rank)
         if rank is not None and rank.timeout_reason == STOPPED and not rank.stopping:
             stood_s = record.at_s - rank.suspended_s if rank.is_stopped else 0.0
-            self._check(record, stood_s >= self.state.policy.stopped_s_max, f"after {stood_s} s")
+            self._check(record, stood_s >= self.state.policy.stopped_s_max, f"after only {stood_s} s")
             self.counts["stopped ranks ended"] += 1
         if rank is not None and rank.timeout_reason == SLOWED and not rank.stopping:
             self.counts["slow ranks ended"] += 1
@@ -152,23 +152,23 @@ class Witness:
         asked = [rank for rank in task.living_members()
                  if not rank.is_stopped and rank.slot.node not in silent]
         hang = hang_of(self.state, task)
-        self._check(record, hang is not None and int(of[1]) == task.generation, "nobody stands")
+        self._check(record, hang is not None and int(of[1]) == task.generation, "without a hang")
         assert hang is not None
         going = {rank.rank for rank in asked if rank.rank not in task.stalls}
         self._check(record, going == (set(hang.ranks) if hang.kind == "slow" else set()),
-                    "not all stand")
+                    "while members make progress")
         for number in going:
             crawl = task.slow_iterations[number]
             least_s = max(10 * crawl.normal_s, self.state.policy.hang_s_min)
             self._check(record, crawl.own_s >= least_s and crawl.iteration >= task.iteration,
-                        "it may only be slow")
+                        "of an iteration that may only be slow")
         stalls = {rank.rank: task.stalls[rank.rank] for rank in asked if rank.rank not in going}
         own = [number for number, stall in stalls.items() if stall.where == "own"]
         self._check(record, hang.kind != "rank" or set(hang.ranks) <= set(own),
-                    "who waits for others is blamed")
+                    "blames a rank that waits for others")
         if hang.kind == "silent":
             self._check(record, not own and all(task.ranks[x].slot.node in silent
-                                                for x in hang.ranks), "who is heard is blamed")
+                                                for x in hang.ranks), "blames a reachable rank")
         for stall in stalls.values() if hang.kind == "silent" else [
                 stalls[number] for number in hang.ranks if number not in going]:
             least_s = max(3 * stall.normal_s, self.state.policy.hang_s_min)
@@ -183,7 +183,7 @@ class Witness:
         asked = [rank for number, rank in task.ranks.items() if self._known(task, number) >= 0]
         self._whole[task.id] = is_complete(task, asked, self._best[task.id])
         members = [(member.rank, member.attempt) for member in body.members]
-        self._check(record, len({rank for rank, _ in members}) == len(members), "a rank twice")
+        self._check(record, len({rank for rank, _ in members}) == len(members), "has a rank twice")
 
     def _known(self, task: Task, number: int) -> int:
         """The step version that a rank reported, if the rank can still be reached; else -1."""
@@ -197,10 +197,10 @@ class Witness:
 
     def _resume(self, record: Record, body: o.Resume) -> None:
         task, told = self.state.tasks[body.task], self._settled.get(body.task, [])
-        self._check(record, len({x.step_version for x in told}) == 1, "members differ")
+        self._check(record, len({x.step_version for x in told}) == 1, "but step versions differ")
         version = told[0].step_version
         self._check(record, version >= self._best[task.id] or not self._whole[task.id],
-                    f"on {version}, where a member held {self._best[task.id]}")
+                    f"from step {version}, a member had {self._best[task.id]}")
         train = task.spec.train
         assert train is not None
         at = {member.rank: place for place, member in enumerate(task.members)}
@@ -211,7 +211,7 @@ class Witness:
         for dp in range(axes.dp):
             parts = {(x.kept_micro_batches, x.remaining_micro_batches) for x in told
                      if at[x.rank] in replica(axes, dp)}
-            self._check(record, len(parts) == 1, "a replica is torn")
+            self._check(record, len(parts) == 1, "although a replica's members disagree")
         if task.axes is not None:
             self.counts["generations with a layout"] += 1
             self.counts["generations with members beside"] += len(task.members) > num_positions(
@@ -219,7 +219,7 @@ class Witness:
         whole = version >= train.iterations or batch == list(range(train.num_micro_batches))
         self._check(record, whole, f"with micro-batches {batch}")
         lost = max(task.iteration - version, 0)
-        self._check(record, not lost or task.incident > 0, f"{lost} iterations lost by no fault")
+        self._check(record, not lost or task.incident > 0, f"lost {lost} iterations without fault")
         if task.incident:
             self._lost[task.incident] += lost
             self._resumes[task.incident] += 1
@@ -256,7 +256,7 @@ class Witness:
         found = task.publishing.get(body.order) if task is not None else None
         if found is not None:
             now = found.generation, found.step_version
-            self._check(record, now >= self._published.get(body.task, (0, 0)), "goes back")
+            self._check(record, now >= self._published.get(body.task, (0, 0)), "of an older state")
             self._published[body.task] = now
 
     def _failed(self, record: Record, body: r.CollectiveFailed | r.ReconfigureFailed) -> None:
@@ -268,39 +268,40 @@ class Witness:
     def _opened(self, record: Record, body: d.IncidentOpened) -> None:
         task = self.state.tasks.get(body.task)
         open_ = self.state.incidents.get(task.incident) if task is not None else None
-        self._check(record, open_ is None or bool(open_.outcome), "beside one that is open")
-        self._check(record, all(0 < seq < record.seq for seq in body.evidence), "by what?")
+        self._check(record, open_ is None or bool(open_.outcome), "while another is open")
+        self._check(record, all(0 < seq < record.seq for seq in body.evidence), "has bad evidence")
         self.counts["incidents"] += 1
 
     def _closed(self, record: Record, body: d.IncidentClosed) -> None:
         incident = self.state.incidents.get(body.of)
-        self._check(record, incident is not None and not incident.outcome, "twice")
+        self._check(record, incident is not None and not incident.outcome, "has no open incident")
         assert incident is not None
         if not incident.task:
-            self._check(record, (body.outcome, body.iterations_lost) == ("healed", 0), "of a node")
+            self._check(record, (body.outcome, body.iterations_lost) == ("healed", 0),
+                        "of a node is not healed without loss")
             self.counts["incidents of nodes"] += 1
             return
         train = self.state.tasks[incident.task].spec.train
         self._check(record, train is None or body.iterations_lost == self._lost[body.of],
-                    f"where {self._lost[body.of]} were lost")
+                    f"but {self._lost[body.of]} iterations were lost")
         told = self._from[body.of]
         self._check(record, body.ckpt_read == any(x.origin == "checkpoint" for x in told),
-                    "was one read?")
+                    "has a wrong ckpt_read")
         self._check(record, body.received_bytes == self._received_bytes[body.of],
-                    "other bytes were received")
+                    "has wrong received_bytes")
         self._check(record, not told or any(
             (x.origin, x.origin_node, x.step_version, x.received_bytes) == (
                 body.origin, body.origin_node, body.origin_step_version, body.origin_bytes)
             for x in told),
-                    "none came from there")
+                    "has a wrong origin")
         self.counts[f"incidents from {body.origin}"] += 1
         most = train.num_micro_batches * self._resumes[body.of] if train is not None else 0
         if body.outcome not in ("failed", "ended"):
             self._check(record, 0 <= body.kept + body.dealt <= most,
-                        f"of at most {most} micro-batches")
+                        f"has not 0 to {most} micro-batches")
             self._check(record, (body.outcome == "set back") == bool(body.iterations_lost),
-                        f"{body.iterations_lost} iterations lost")
-        self._check(record, body.pause_s >= 0, "the pause is below 0")
+                        f"does not agree with {body.iterations_lost} lost iterations")
+        self._check(record, body.pause_s >= 0, "has a negative pause")
         self.counts[f"incidents {body.outcome}"] += 1
 
 

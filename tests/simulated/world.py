@@ -122,7 +122,7 @@ class World:
             late = self.loop.time() - rank.goes_on_s < NEWS_S or not agent.sees
             self.counts["hung ranks ended"] += 1
             if not (rank.stopped_s or news or late):
-                self.cluster.net.never(f"{order} ends a rank that goes on")
+                self.cluster.net.never(f"{order} ends a rank that has continued")
 
     def _port_of(self, node: str) -> AgentPort:
         if node not in self.links:
@@ -319,9 +319,9 @@ class World:
         peace_s = self.loop.time()
         while self._unfinished(await self._settled()):
             state = await self._settled()
-            told = "; ".join(f"task {t.id} is {t.phase} in generation {t.generation} {t.why}"
-                             for t in self._unfinished(state))
-            assert self.loop.time() - peace_s < PEACE_S_MAX, f"in peace, {told}"
+            unfinished = "; ".join(f"task {t.id} is {t.phase} in generation {t.generation} {t.why}"
+                                   for t in self._unfinished(state))
+            assert self.loop.time() - peace_s < PEACE_S_MAX, f"without new faults, {unfinished}"
             for _ in range(30):
                 await asyncio.sleep(1.0)
                 if not self._unfinished(await self._settled()):

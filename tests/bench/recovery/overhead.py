@@ -186,7 +186,7 @@ def mean_s(steps: Sequence[tuple[float, int]], from_s: float, to_s: float) -> fl
     told = sorted((at_s, num) for at_s, num in steps if from_s < at_s < to_s)
     if len(told) < 2 or told[-1][1] <= told[0][1]:
         return None
-    assert all(before[1] <= after[1] for before, after in pairwise(told)), "steps were lost"
+    assert all(before[1] <= after[1] for before, after in pairwise(told)), "the step number fell"
     return (told[-1][0] - told[0][0]) / (told[-1][1] - told[0][1])
 
 

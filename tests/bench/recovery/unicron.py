@@ -117,7 +117,7 @@ class Unicron:
     # --- its processes --------------------------------------------------------------------------
     def process(self, name: str) -> Process:
         found = self._local.find(name)
-        assert found is not None, f"{name} is gone"
+        assert found is not None, f"{name} does not run"
         return found
 
     def keepers(self) -> list[int]:

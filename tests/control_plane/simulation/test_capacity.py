@@ -60,8 +60,8 @@ def test_spares_pay_up_to_a_number(
     command.spares(path, most=5, seeds=1, report=tmp_path / "report", as_json=True)
     told = rows(capsys)
     curve = [told[f"spares-{num}", "spares", "share"] for num in range(6)]
-    assert max(curve) > curve[0], "some pay"
-    assert curve[5] < max(curve), "not all nodes do"
+    assert max(curve) > curve[0], "some number of spares must raise the share"
+    assert curve[5] < max(curve), "the fifth spare must not pay"
     assert len({told[f"spares-{num}", "unicron", "share"] for num in range(6)}) == 1
     assert (tmp_path / "report" / "spares.png").exists()
     assert "<svg" in (tmp_path / "report" / "report.html").read_text(encoding="utf-8")

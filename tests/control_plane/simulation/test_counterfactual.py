@@ -258,7 +258,7 @@ def test_the_command_on_a_real_log(
     from_log.from_log(path, settings=["weight.alpha=4"], policies=["unicron", "megatron"],
                       as_json=True)
     told = json.loads(capsys.readouterr().out)
-    assert told["decisions"]["differ"] > 0, "another heart wrote it"
+    assert told["decisions"]["differ"] > 0, "another decider version wrote the log"
     for one in (told["recorded"], *told["choices"]):
         lost = sum(one["lost_waf_flop"].values())
         assert sum(each["lost_waf_flop"] for each in one["incidents"]) == pytest.approx(

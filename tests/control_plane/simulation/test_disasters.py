@@ -33,4 +33,4 @@ def test_every_test_on_the_page_exists() -> None:
 
 @pytest.mark.parametrize("name", QUICK)
 def test_the_figures_equal_a_new_run(name: str) -> None:
-    assert disasters.rows(PAGE)[name] == disasters.row(name), "make disasters"
+    assert disasters.rows(PAGE)[name] == disasters.row(name), "run make disasters"

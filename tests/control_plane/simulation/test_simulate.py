@@ -157,7 +157,7 @@ def test_the_command_prints_each_policy(capsys: pytest.CaptureFixture[str], tmp_
     command.simulate(Path(EXAMPLE.name), log=None, as_json=False)
     page = capsys.readouterr().out
     assert max(map(len, page.splitlines())) <= 100
-    assert "..." not in page, "nothing is cut"
+    assert "..." not in page, "a value of the page is cut off"
     assert "unicron simulate --scenario" in page
     with pytest.raises(UsageError, match="exists"):
         command.simulate(Path(EXAMPLE.name), log=tmp_path / "a.log", as_json=False)
