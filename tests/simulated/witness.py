@@ -137,7 +137,7 @@ class Witness:
         rank = self.state.tasks[body.task].ranks.get(body.rank)
         if rank is not None and rank.timeout_reason == STOPPED and not rank.stopping:
             stood_s = record.at_s - rank.suspended_s if rank.is_stopped else 0.0
-            self._check(record, stood_s >= self.state.policy.stopped_s_max, f"after only {stood_s} s")
+            self._check(record, stood_s >= self.state.policy.stopped_s_max, f"after {stood_s} s")
             self.counts["stopped ranks ended"] += 1
         if rank is not None and rank.timeout_reason == SLOWED and not rank.stopping:
             self.counts["slow ranks ended"] += 1
