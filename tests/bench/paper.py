@@ -17,12 +17,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="make bench-paper")
     parser.add_argument("-n", type=int, default=5, help="seeds")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench" / "paper.json")
-    asked = parser.parse_args()
-    rows = rows_of(evaluate(asked.n))
-    asked.out.parent.mkdir(parents=True, exist_ok=True)
-    asked.out.write_text(json.dumps(rows, indent=1) + "\n")
-    stamp(asked.out)
-    print(f"{len(rows)} rows in {asked.out}")
+    options = parser.parse_args()
+    rows = rows_of(evaluate(options.n))
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(rows, indent=1) + "\n")
+    stamp(options.out)
+    print(f"{len(rows)} rows in {options.out}")
 
 
 if __name__ == "__main__":

@@ -12,18 +12,18 @@ from planner_cases import case
 
 @pytest.mark.parametrize("seed", range(5))
 def test_plain_dynamic_programming_finds_our_plan(seed: int) -> None:
-    asked = case(12, 256, seed)
-    assert trial.unicron(asked, 1.0) == trial.plain_dp(asked, 1.0)
+    problem = case(12, 256, seed)
+    assert trial.unicron(problem, 1.0) == trial.plain_dp(problem, 1.0)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_case_is_a_valid_planning_problem(seed: int) -> None:
-    asked = case(100, 4096, seed)
-    assert asked == case(100, 4096, seed)
-    assert sum(wish.now for wish in asked.demands) <= asked.num_slots
-    assert any(wish.faulted for wish in asked.demands)
-    assert any(wish.now == 0 for wish in asked.demands)
-    for wish in asked.demands:
+    problem = case(100, 4096, seed)
+    assert problem == case(100, 4096, seed)
+    assert sum(wish.now for wish in problem.demands) <= problem.num_slots
+    assert any(wish.faulted for wish in problem.demands)
+    assert any(wish.now == 0 for wish in problem.demands)
+    for wish in problem.demands:
         assert wish.now in (0, *wish.sizes)
         assert all(small < large for small, large in itertools.pairwise(wish.sizes))
         assert not (wish.faulted and wish.now == 0)

@@ -128,11 +128,11 @@ def test_xids_on_two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
 
 def test_a_page_explains_a_severity_like_the_guide(tmp_path: Path, capsys: Capture) -> None:
     run_command(["classify", written(tmp_path, LOG)])
-    told = " ".join(capsys.readouterr().out.split())
+    text = " ".join(capsys.readouterr().out.split())
     guide = (DATA.parent.parent / "docs/guides/detection.md").read_text(encoding="utf-8")
     for severity in ("SEV1", "SEV3"):
         first = HANDLING[severity][0]
-        assert f"{severity} {first}" in told
+        assert f"{severity} {first}" in text
         assert f"| {severity} | {first} |" in guide
 
 

@@ -46,11 +46,11 @@ def test_help_loads_nothing_heavy():
             "assert run_command(['--help']) == 0; "
             "bad = {'torch', 'redis', 'aiohttp', 'megatron', 'numpy', 'yaml'} & set(sys.modules); "
             "assert not bad, bad")
-    told = python(code)
-    assert told.returncode == 0, told.stderr
+    result = python(code)
+    assert result.returncode == 0, result.stderr
     for command in COMMANDS:
-        assert f"  {command}" in told.stdout
-    assert "control-plane" not in told.stdout
+        assert f"  {command}" in result.stdout
+    assert "control-plane" not in result.stdout
 
 
 @pytest.mark.parametrize("module", ["typer", "unicron.cli.commands.doctor"])
@@ -65,32 +65,32 @@ def test_ctrl_c_during_an_import_exits_silently(module):
             "sys.meta_path.insert(0, Finder)\n"
             "sys.argv = ['unicron', 'doctor']\n"
             "main()")
-    told = python(code)
-    assert (told.returncode, told.stdout, told.stderr) == (130, "", "")
+    result = python(code)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, "control-plane", "inject rank", "inject stop",
                                      "inject node"])
 def test_every_command_has_help_of_a_hundred_columns(command):
-    told = unicron(*command.split(), "--help")
-    assert told.returncode == 0
-    assert told.stdout.startswith(f"Usage: unicron {command}")
-    assert max(map(len, told.stdout.splitlines())) <= 100
+    result = unicron(*command.split(), "--help")
+    assert result.returncode == 0
+    assert result.stdout.startswith(f"Usage: unicron {command}")
+    assert max(map(len, result.stdout.splitlines())) <= 100
 
 
 def test_without_a_command_the_help_is_printed():
-    told = unicron()
-    assert told.returncode == 0
-    assert "Commands:" in told.stdout
+    result = unicron()
+    assert result.returncode == 0
+    assert "Commands:" in result.stdout
 
 
 def test_a_reader_that_closes_the_pipe_is_no_error():
     reading, writing = os.pipe()
     os.close(reading)
-    told = subprocess.run([sys.executable, "-P", "-m", "unicron.cli.main", "--version"],
-                          stdout=writing, stderr=subprocess.PIPE, check=False, timeout=LIMIT_S)
+    result = subprocess.run([sys.executable, "-P", "-m", "unicron.cli.main", "--version"],
+                            stdout=writing, stderr=subprocess.PIPE, check=False, timeout=LIMIT_S)
     os.close(writing)
-    assert (told.returncode, told.stderr) == (0, b"")
+    assert (result.returncode, result.stderr) == (0, b"")
 
 
 def test_version():
@@ -160,11 +160,11 @@ def test_version():
     (("up", "--label", "n9:rack=r1"), "there is no node 'n9' here"),
     (("up", "--label", "zone=a"), "'zone' is not a label; there are rack and switch")])
 def test_wrong_input_is_one_line_and_a_hint(tmp_path, arguments, words):
-    told = unicron(*arguments, folder=tmp_path)
+    result = unicron(*arguments, folder=tmp_path)
     unreachable = words.startswith(("no cluster runs on", "no control plane answers"))
-    refused(told, words, 3 if unreachable else 2)
+    refused(result, words, 3 if unreachable else 2)
     if words == "no cluster runs on":
-        assert "hint: unicron up" in told.stderr
+        assert "hint: unicron up" in result.stderr
 
 
 def test_a_task_name_in_place_of_an_incident_gets_a_hint(tmp_path):
@@ -189,9 +189,9 @@ def test_a_bad_policy_kept_in_the_folder_gets_a_hint(tmp_path):
     state.create()
     state.policy.write_text("mtbf_faults: 1e308")
     LocalCluster(state, UpOptions(policy=tmp_path / "any").wanted(None, state)).save()
-    told = unicron("up", folder=tmp_path)
-    refused(told, "mtbf_faults: must be between 0 and 1e+09")
-    assert "hint: give another: unicron up --policy FILE --state" in told.stderr
+    result = unicron("up", folder=tmp_path)
+    refused(result, "mtbf_faults: must be between 0 and 1e+09")
+    assert "hint: give another: unicron up --policy FILE --state" in result.stderr
     assert not state.server.exists()
 
 
@@ -222,12 +222,12 @@ def test_a_bad_job_is_refused_first(tmp_path, iterations, words, code):
 
 def test_a_hint_quotes_a_folder_with_blanks(tmp_path):
     state = tmp_path / "a b"
-    told = unicron("status", "--state", str(state), folder=tmp_path)
-    assert told.stderr.splitlines()[1] == "hint: unicron up --state 'a b'"
+    result = unicron("status", "--state", str(state), folder=tmp_path)
+    assert result.stderr.splitlines()[1] == "hint: unicron up --state 'a b'"
     state.mkdir()
     with StateDir(state).lock():
-        told = unicron("up", "--state", str(state), folder=tmp_path)
-    assert "hint: stop it with unicron down --state 'a b', " in told.stderr
+        result = unicron("up", "--state", str(state), folder=tmp_path)
+    assert "hint: stop it with unicron down --state 'a b', " in result.stderr
     with pytest.raises(UsageError) as refusal:
         UpOptions(slots=3).refuse_other(ClusterOptions(), StateDir(state))
     assert refusal.value.hint == f"unicron down --state '{state}', then up again"
@@ -247,16 +247,16 @@ def test_the_demo_refuses_a_folder_of_another_program(tmp_path):
 
 
 def test_down_without_a_cluster(tmp_path):
-    told = unicron("down", folder=tmp_path)
-    assert told.returncode == 0
-    assert told.stdout.startswith("nothing runs on")
+    result = unicron("down", folder=tmp_path)
+    assert result.returncode == 0
+    assert result.stdout.startswith("nothing runs on")
 
 
 def test_doctor_as_json(tmp_path):
-    told = unicron("doctor", "-o", "json", folder=tmp_path)
-    grades = {one["what"]: one["grade"] for one in json.loads(told.stdout)}
+    result = unicron("doctor", "-o", "json", folder=tmp_path)
+    grades = {one["what"]: one["grade"] for one in json.loads(result.stdout)}
     assert grades["python"] == grades["server"] == grades["ports"] == "ok"
-    assert told.returncode == int("missing" in grades.values())
+    assert result.returncode == int("missing" in grades.values())
 
 
 # --- an exported log -----------------------------------------------------------------------------
@@ -274,9 +274,9 @@ def log(tmp_path: Path) -> Path:
 
 
 def test_replay_folds_a_file_without_any_server(log):
-    told = unicron("replay", str(log))
-    assert told.returncode == 0
-    assert told.stdout.startswith("2 records folded, epoch 1: state unicron-state-")
+    result = unicron("replay", str(log))
+    assert result.returncode == 0
+    assert result.stdout.startswith("2 records folded, epoch 1: state unicron-state-")
     assert json.loads(unicron("replay", str(log), "-o", "json").stdout)["cluster"]["seq"] == 2
 
 
@@ -284,9 +284,9 @@ def test_replay_loads_no_server_client_and_no_torch(log):
     code = (f"import sys; from unicron.cli.app import run_command; "
             f"assert run_command(['replay', {str(log)!r}, '--verify']) == 0; "
             "assert not {'torch', 'redis', 'aiohttp'} & set(sys.modules)")
-    told = python(code)
-    assert told.returncode == 0, told.stderr
-    assert "VERIFIED" in told.stdout
+    result = python(code)
+    assert result.returncode == 0, result.stderr
+    assert "VERIFIED" in result.stdout
 
 
 def test_replay_until_and_step(log):
@@ -305,19 +305,19 @@ def test_a_damaged_log_is_refused(log, harm):
         "dropped": b"".join(lines[:1] + lines[2:]), "foreign": b'{"a": 1}\n', "empty": b"",
         "binary": b"\xff\x00\n"}[harm])
     for option in ((), ("--verify",), ("--step",)):
-        told = unicron("replay", str(log), *option)
-        assert told.returncode == 2
-        error, hint = told.stderr.splitlines()
+        result = unicron("replay", str(log), *option)
+        assert result.returncode == 2
+        error, hint = result.stderr.splitlines()
         assert error.startswith("error: ")
         assert hint.startswith("hint: ")
         assert str(log) in error
 
 
 def test_a_closed_pipe_is_no_error(log):
-    told = subprocess.run(
+    result = subprocess.run(
         f"'{sys.executable}' -P -m unicron.cli.main replay '{log}' --step | head -c 1",
         shell=True, text=True, capture_output=True, check=False, timeout=LIMIT_S)
-    assert told.stderr == ""
+    assert result.stderr == ""
 
 
 # --- one record, one line ------------------------------------------------------------------------

@@ -207,11 +207,11 @@ def test_a_kill_is_timed_like_the_timeline(tmp_path, capsys, monkeypatch):
     player = copy.deepcopy(ALPHA)
     player.task = exited["body"]["task"]
     acts.kill_rank(stage, player)
-    told = time_before(capsys.readouterr().out, "rank 2 exited, signal 9")
-    assert told == figures.ms(exited["at_s"] - killed.at_s) != "250 ms"
+    time_text = time_before(capsys.readouterr().out, "rank 2 exited, signal 9")
+    assert time_text == figures.ms(exited["at_s"] - killed.at_s) != "250 ms"
     proof.timeline(stage)
-    assert f" {told} " in next(line for line in capsys.readouterr().out.splitlines()
-                               if "inc-" in line)
+    assert f" {time_text} " in next(line for line in capsys.readouterr().out.splitlines()
+                                    if "inc-" in line)
 
 
 def test_a_lost_node_is_timed_like_the_timeline(tmp_path, capsys, monkeypatch):
@@ -244,9 +244,9 @@ def test_each_waf_curve_is_printed_with_its_maximum(tmp_path, capsys, monkeypatc
     stage.look()
     proof.waf(stage)
     out = capsys.readouterr().out
-    told = waf(stage.history, proof.WAF_COLUMNS)
-    for what, values in (("achieved", told.achieved), ("plan", told.planned),
-                         ("ideal", told.ideal)):
+    rates = waf(stage.history, proof.WAF_COLUMNS)
+    for what, values in (("achieved", rates.achieved), ("plan", rates.planned),
+                         ("ideal", rates.ideal)):
         (line,) = [line for line in out.splitlines() if line.split()[0] == what]
         assert line.endswith(f"max {figures.scaled(max(values), 'FLOP/s')}")
     assert "achieved up to its own max, plan and ideal up to the ideal's" in out

@@ -65,10 +65,10 @@ def test_a_lost_node_and_the_task_that_yielded_a_slot() -> None:
 def test_an_unreachable_node_as_second_evidence_counts_once() -> None:
     d, alpha, _ = two_tasks({1: 1.5e12, 2: 2.4e12})
     lose(d, "n2", alpha, silent_last=True)
-    told = facts(d.log)
-    assert "NodeUnreachable" in [x["kind"] for x in told["evidence"]]
-    assert [x["name"] for x in told["phases"]][:2] == ["detect", "decide"]
-    spans = [(x["from_s"], x["from_s"] + x["length_s"]) for x in told["phases"]]
+    incident_facts = facts(d.log)
+    assert "NodeUnreachable" in [x["kind"] for x in incident_facts["evidence"]]
+    assert [x["name"] for x in incident_facts["phases"]][:2] == ["detect", "decide"]
+    spans = [(x["from_s"], x["from_s"] + x["length_s"]) for x in incident_facts["phases"]]
     assert all(after[0] == pytest.approx(before[1]) for before, after in pairwise(spans))
 
 
@@ -76,19 +76,19 @@ def test_a_plan_names_the_origin_of_its_throughput_tables() -> None:
     d, alpha, beta = waits()
     at = next(x.seq for x in d.log if isinstance(x.body, decisions.PlanChosen)
               and [one.slots for one in x.body.allocations] == [4, 0])
-    told = History()
+    past = History()
     for record in d.log:
         if record.seq in (at, at + 1):  # beta's is measured before the plan, alpha's after it
-            told.add(replace(record, seq=record.seq - 1, body=decisions.ThroughputSet(
+            past.add(replace(record, seq=record.seq - 1, body=decisions.ThroughputSet(
                 task=beta if record.seq == at else alpha, sizes=(), rates_flops=(),
                 origin="measured")))
-        told.add(record)
-    one = incident.pick(told, "")
+        past.add(record)
+    one = incident.pick(past, "")
     assert one is not None
     found = incident_records(one, d.log)
-    (plan,) = incident.facts_of(told, found, view(d.state), now_s=d.now_s)["plans"]
+    (plan,) = incident.facts_of(past, found, view(d.state), now_s=d.now_s)["plans"]
     assert plan["origins"] == ["declared"]
-    assert waf(told, 1).origins == ("declared",)
+    assert waf(past, 1).origins == ("declared",)
 
 
 def test_the_timeline_ends_when_the_healthy_task_steps_again() -> None:
@@ -114,9 +114,9 @@ def test_a_healthy_tasks_pause_is_from_its_own_records() -> None:
 
 def test_a_task_that_yielded_all_its_slots_waits() -> None:
     d, _, _ = waits()
-    told = facts(d.log)
-    check("incident-waits", page(told), columns_max=100)
-    assert told["effects"][1]["pause_s"] is None
+    incident_facts = facts(d.log)
+    check("incident-waits", page(incident_facts), columns_max=100)
+    assert incident_facts["effects"][1]["pause_s"] is None
 
 
 def test_lost_slot_time_counts_until_the_incident_closes(d: Driver, task: int) -> None:
@@ -146,20 +146,20 @@ def fault_while_frozen() -> Driver:
 
 def test_slot_time_of_an_open_incident_counts_until_now() -> None:
     d = fault_while_frozen()
-    told = history(d.log)
-    one = incident.pick(told, "")
+    past = history(d.log)
+    one = incident.pick(past, "")
     assert one is not None
-    before = told.slot_s(one, told.at_s)
-    now_s = told.at_s + 100.0
-    facts_ = incident.facts_of(told, incident_records(one, d.log), view(d.state), now_s=now_s)
+    before = past.slot_s(one, past.at_s)
+    now_s = past.at_s + 100.0
+    facts_ = incident.facts_of(past, incident_records(one, d.log), view(d.state), now_s=now_s)
     assert facts_["cost"]["slot_s"] == facts_["effects"][0]["slot_s"] == pytest.approx(before + 400)
     figure = f"{before + 400:.1f}"
     seen = view(d.state)
-    for screen in (every(told, now_s=now_s),
-                   task_screen.task_status(seen, seen["tasks"][0], told, now_s=now_s)):
+    for screen in (every(past, now_s=now_s),
+                   task_screen.task_status(seen, seen["tasks"][0], past, now_s=now_s)):
         (row,) = [line for line in screen if line.startswith(f"inc-{one.id}")]
         assert row.endswith(f" {figure}")
-    assert told.slot_s(one, told.at_s) == before, "the screens must not change the history"
+    assert past.slot_s(one, past.at_s) == before, "the screens must not change the history"
 
 
 def test_a_collective_that_failed_before_the_evidence_is_part_of_it(d: Driver, task: int) -> None:
@@ -182,12 +182,12 @@ def test_a_long_error_takes_two_lines_of_the_page(d: Driver, task: int) -> None:
         task=task, rank=0, attempt=member.attempt, generation=1, iteration=1, error=why))
     d.now_s += 2.0
     d.tell("leader/abc", r.DeadlineReached(deadline=f"evidence/{task}/1"))
-    told = page(facts(d.log))
-    at = next(index for index, line in enumerate(told) if line.startswith("evidence"))
-    assert "iteration 1: Connection closed by peer [::1]:4122." in told[at]
-    assert "..." in told[at + 1]
-    assert told[at + 2].startswith("evidence   leader: DeadlineReached")
-    assert "advice" not in " ".join(told)
+    lines = page(facts(d.log))
+    at = next(index for index, line in enumerate(lines) if line.startswith("evidence"))
+    assert "iteration 1: Connection closed by peer [::1]:4122." in lines[at]
+    assert "..." in lines[at + 1]
+    assert lines[at + 2].startswith("evidence   leader: DeadlineReached")
+    assert "advice" not in " ".join(lines)
 
 
 def test_an_escalated_incident_shows_its_new_severity(d: Driver, task: int) -> None:
@@ -197,9 +197,9 @@ def test_an_escalated_incident_shows_its_new_severity(d: Driver, task: int) -> N
     node = d.state.nodes["n2"]
     d.tell("n2/8", r.NodeJoined(node="n2", incarnation=node.incarnation + 1, host=node.host,
                                 num_slots=node.num_slots, pid=9, accelerator="cpu"))
-    told = page(facts(d.log))
-    assert "SEV2 exited abnormally  n2  alpha" in told[0]
-    assert any("SEV2: the agent of n2 started again" in line for line in told)
+    lines = page(facts(d.log))
+    assert "SEV2 exited abnormally  n2  alpha" in lines[0]
+    assert any("SEV2: the agent of n2 started again" in line for line in lines)
 
 
 def test_an_open_incident_while_frozen() -> None:
@@ -262,21 +262,21 @@ def test_a_rank_that_was_stopped(d: Driver, task: int, asked_for: bool) -> None:
     (sign,) = d.tell("n2/1", r.RankSuspended(task=task, rank=2, attempt=1, pid=d.pid - 1))
     d.progress(task)  # a late report of the iteration before
     carry_out(d, d.due(f"stopped/{task}/2/1"))
-    told = facts(d.log)
+    incident_facts = facts(d.log)
     assert on_purpose(d) == [
         f"on purpose stop task {task} rank 2 for good: by ops (seq {seq})"] * asked_for
-    names = [x["name"] for x in told["phases"]]
+    names = [x["name"] for x in incident_facts["phases"]]
     assert names == ["detect", "stopped", "decide", "rebuild", "step", "full"]
-    lengths_s = {x["name"]: x["length_s"] for x in told["phases"]}
+    lengths_s = {x["name"]: x["length_s"] for x in incident_facts["phases"]}
     assert lengths_s["stopped"] == pytest.approx(2.0, abs=0.05)
     assert lengths_s["decide"] == pytest.approx(0.0, abs=1e-6)
-    assert told["timeline"][0]["seq"] == sign.seq
+    assert incident_facts["timeline"][0]["seq"] == sign.seq
     (one,) = history(d.log).incidents.values()
     # The survivors step before the task is complete, and pause once more to add the newcomer.
     assert one.pause_s == pytest.approx(one.closed_s - sign.at_s - lengths_s["full"])
     assert one.slot_s == pytest.approx(4 * (one.closed_s - sign.at_s), abs=0.1)
     if not asked_for:
-        check("incident-stopped", page(told), columns_max=100)
+        check("incident-stopped", page(incident_facts), columns_max=100)
 
 
 def test_a_stopped_rank_that_continues_while_frozen(d: Driver, task: int) -> None:
@@ -288,10 +288,10 @@ def test_a_stopped_rank_that_continues_while_frozen(d: Driver, task: int) -> Non
     d.progress(task)
     d.now_s += 50
     d.progress(task)
-    told = facts(d.log)
-    assert told["outcome"] == "healed"
-    assert told["cost"]["pause_s"] == pytest.approx(32.0, abs=0.2)
-    assert told["cost"]["slot_s"] == pytest.approx(4 * told["cost"]["pause_s"])
+    incident_facts = facts(d.log)
+    assert incident_facts["outcome"] == "healed"
+    assert incident_facts["cost"]["pause_s"] == pytest.approx(32.0, abs=0.2)
+    assert incident_facts["cost"]["slot_s"] == pytest.approx(4 * incident_facts["cost"]["pause_s"])
 
 
 def test_an_earlier_stop_does_not_explain_a_later_exit(d: Driver, task: int) -> None:
@@ -338,9 +338,9 @@ def test_the_page_from_an_exported_log(exported: Path, capsys: Any) -> None:
     (number,) = [
         x.seq for x in archive.read(exported) if isinstance(x.body, decisions.IncidentOpened)]
     ask(exported, f"inc-{number}")
-    told = capsys.readouterr().out
-    assert told.startswith(f"inc-{number}  HEALED  SEV1 lost connection  n2  alpha ranks 2 3")
-    assert f"unicron replay {exported} --until " in told
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"inc-{number}  HEALED  SEV1 lost connection  n2  alpha ranks 2 3")
+    assert f"unicron replay {exported} --until " in printed
     ask(exported, str(number), as_json=True)
     data = json.loads(capsys.readouterr().out)
     assert data["id"] == number
@@ -359,19 +359,19 @@ def test_the_needs_of_a_waiting_task_are_computed_from_the_log(tmp_path: Path, c
     for until in (last, None):
         replay.replay(StateDir(tmp_path), None, path, live=False, until=until, verify=False,
                        step=False, as_json=False)
-        told = capsys.readouterr().out.splitlines()
-        assert told[-2].startswith("beta       alpha earns more with the slots; needs ")
-        assert told[-1] == f"computed   now, by decider version {DECIDER_VERSION}"
+        printed = capsys.readouterr().out.splitlines()
+        assert printed[-2].startswith("beta       alpha earns more with the slots; needs ")
+        assert printed[-1] == f"computed   now, by decider version {DECIDER_VERSION}"
 
 
 def test_an_old_log_contains_the_needs_of_a_waiting_task() -> None:
     records = [to_plain(record) for record in waits()[0].log]
     (record,) = [x for x in records if x["kind"] == "TaskWaiting"]
     record["body"] |= {"needs": "more slots, or weight 3", "cost_waf": 1e12, "weight_from": 3.0}
-    told = facts([from_plain(x) for x in records])
-    assert told["waits"] == [{
+    incident_facts = facts([from_plain(x) for x in records])
+    assert incident_facts["waits"] == [{
         "task": "beta", "waits": "the plan gives it no slots; needs more slots, or weight 3"}]
-    assert told["computed_by"] == 0
+    assert incident_facts["computed_by"] == 0
     assert "the plan gives it no slots; needs more slots, or weight 3" in line(record)
     assert from_plain(record).body.weight_from == 3.0
 
@@ -396,12 +396,12 @@ def test_a_log_without_incidents() -> None:
 
 def test_the_list() -> None:
     d, _, _ = gives()
-    told = history(d.log)
-    check("incident-all", every(told, now_s=d.now_s), columns_max=100)
-    for task in told.state.tasks.values():
+    past = history(d.log)
+    check("incident-all", every(past, now_s=d.now_s), columns_max=100)
+    for task in past.state.tasks.values():
         task.spec = replace(task.spec, name="alpha")
-    (one,) = told.incidents.values()
-    assert f"  alpha ({one.task})  " in every(told, now_s=d.now_s)[1]
+    (one,) = past.incidents.values()
+    assert f"  alpha ({one.task})  " in every(past, now_s=d.now_s)[1]
 
 
 # --- evidence ------------------------------------------------------------------------------------
@@ -457,16 +457,16 @@ def test_the_page_says_that_evidence_is_limited() -> None:
     d.progress(task)
     for _ in range(NUM_EVIDENCE_MAX + 20):
         erred(d)
-    told = facts(d.log)
-    assert len(told["evidence"]) == NUM_EVIDENCE_MAX
-    assert "there may be more: so many (256) are kept" in " ".join(evidence(told))
+    incident_facts = facts(d.log)
+    assert len(incident_facts["evidence"]) == NUM_EVIDENCE_MAX
+    assert "there may be more: so many (256) are kept" in " ".join(evidence(incident_facts))
 
 
 def test_an_incident_that_the_state_has_forgotten_has_all_its_evidence() -> None:
     d = gives()[0]
-    told = history(d.log)
-    (one,) = told.incidents.values()
-    del told.state.incidents[one.id]
+    past = history(d.log)
+    (one,) = past.incidents.values()
+    del past.state.incidents[one.id]
     assert len(one.incident.evidence) == len(one.evidence) + 1
 
 
@@ -475,21 +475,21 @@ def test_a_hang_began_after_the_last_mark(d: Driver, task: int) -> None:
     d.now_s += 10
     hung(d, task, VICTIM)
     carry_out(d, d.due(deadline(d, task)))
-    told = facts(d.log)
-    found = phases(told)
-    names = [x["name"] for x in told["phases"]]
+    incident_facts = facts(d.log)
+    found = phases(incident_facts)
+    names = [x["name"] for x in incident_facts["phases"]]
     assert names[:3] == ["detect", "stood", "decide"]
     assert found["detect"][0] == "at most"
     assert 1.5 < found["detect"][1] < 1.7
     assert found["decide"] == ("", pytest.approx(0.0, abs=1e-6))
-    began, waits, own, late = evidence(told)
+    began, waits, own, late = evidence(incident_facts)
     assert began == ("began after the last sign of rank 2, 1.6 s before the report; the exact "
                      "time is not known")
     assert waits.startswith("evidence n1 n2: 3 x RankStalled rank 0.1 ")
     assert " RankStalled rank 2.1 " in own
     assert " x " not in own
     assert "DeadlineReached hang/" in late
-    check("incident-hang", page(told), columns_max=100)
+    check("incident-hang", page(incident_facts), columns_max=100)
 
 
 def test_a_slow_iteration_began_within_itself(d: Driver, task: int) -> None:
@@ -497,11 +497,11 @@ def test_a_slow_iteration_began_within_itself(d: Driver, task: int) -> None:
     d.now_s += 5
     crawls(d, task, VICTIM, 6.4)
     carry_out(d, d.due(deadline(d, task)))
-    told = facts(d.log)
-    bound, length_s = phases(told)["detect"]
+    incident_facts = facts(d.log)
+    bound, length_s = phases(incident_facts)["detect"]
     assert (bound, length_s) == ("at most", pytest.approx(6.5 - 5.0, abs=0.05))
-    assert evidence(told)[0].startswith("began after that iteration began, 1.5 s")
-    assert "stood" in phases(told)
+    assert evidence(incident_facts)[0].startswith("began after that iteration began, 1.5 s")
+    assert "stood" in phases(incident_facts)
 
 
 def test_a_command_began_to_hang_after_its_last_line() -> None:
@@ -520,11 +520,11 @@ def test_a_slow_rank_was_slow_before_the_report(d: Driver, task: int) -> None:
     known(d, task)
     for rank in (VICTIM, 0):
         paced(d, task, rank, 4.0 if rank == VICTIM else 1.0, iteration_s=4.1)
-    told = facts(d.log)
-    bound, length_s = phases(told)["detect"]
+    incident_facts = facts(d.log)
+    bound, length_s = phases(incident_facts)["detect"]
     assert bound == "at least"
     assert length_s >= 4.1
-    assert evidence(told)[0].startswith("began not known: of the last ")
+    assert evidence(incident_facts)[0].startswith("began not known: of the last ")
 
 
 @pytest.mark.parametrize("error", ["Connection closed by peer", "Timed out waiting 600000ms"])
@@ -532,10 +532,10 @@ def test_a_collective_timeout_does_not_date_the_fault(d: Driver, task: int, erro
     failed(d, task, 0, error)
     d.now_s += 2
     d.obey(d.due(f"evidence/{task}/1"))
-    told = facts(d.log)
+    incident_facts = facts(d.log)
     late = "Timed" in error
-    assert ("detect" in phases(told)) == (not late)
-    assert [x for x in evidence(told) if x.startswith("began")] == [
+    assert ("detect" in phases(incident_facts)) == (not late)
+    assert [x for x in evidence(incident_facts) if x.startswith("began")] == [
         "began not known: a collective waited until its timeout, for what had happened before"
     ] * late
 
@@ -543,9 +543,9 @@ def test_a_collective_timeout_does_not_date_the_fault(d: Driver, task: int, erro
 def test_a_missed_deadline_has_no_known_begin(d: Driver) -> None:
     task = d.submit(spec())
     carry_out(d, d.due(f"start/{task}/0/1"))
-    told = facts(d.log)
-    assert "detect" not in phases(told)
-    assert evidence(told)[0] == ("began not known: only a missed deadline shows it")
+    incident_facts = facts(d.log)
+    assert "detect" not in phases(incident_facts)
+    assert evidence(incident_facts)[0] == ("began not known: only a missed deadline shows it")
 
 
 def test_a_check_result_has_no_known_begin() -> None:
@@ -553,13 +553,13 @@ def test_a_check_result_has_no_known_begin() -> None:
     four(d)
     d.obey(health(d, "n2", "unhealthy", devices=(0,), status="ECC errors"))
     d.due(next(x for x in d.state.deadlines if x.startswith("device/")))
-    told = facts(d.log)
-    assert "detect" not in phases(told)
-    assert evidence(told)[0].startswith("began not known: before its check ran")
+    incident_facts = facts(d.log)
+    assert "detect" not in phases(incident_facts)
+    assert evidence(incident_facts)[0].startswith("began not known: before its check ran")
 
 
 def test_an_exit_has_an_exact_begin(d: Driver, task: int) -> None:
     carry_out(d, d.exit(task, 2))
-    told = facts(d.log)
-    assert phases(told)["detect"][0] == ""
-    assert told["began"]["why"] == ""
+    incident_facts = facts(d.log)
+    assert phases(incident_facts)["detect"][0] == ""
+    assert incident_facts["began"]["why"] == ""

@@ -99,8 +99,8 @@ def test_a_layout_that_lost_a_rank_and_grew_again() -> None:
     lost = d.exit(task, 1)
     d.obey(lost, start=False)
     d.progress(task)
-    told = view(d.state)["tasks"][0]
-    check("task-layout", task_screen.task_status(seen(d), told, history(d.log),
+    state_view = view(d.state)["tasks"][0]
+    check("task-layout", task_screen.task_status(seen(d), state_view, history(d.log),
                                                  now_s=d.now_s + 0.5))
     check("status-layout", cluster.status(seen(d), cluster="test", now_s=d.now_s + 0.5),
           columns_max=100)
@@ -169,8 +169,8 @@ def test_a_set_back_names_the_lost_state_and_its_ranks(parallel: Any, killed: li
     d.progress(task, 2)
     d.obey([order for rank in killed for order in d.exit(task, rank)])
     d.progress(task)
-    told = " ".join(line.strip() for line in page(facts(d.log)))
-    assert words in told
+    text = " ".join(line.strip() for line in page(facts(d.log)))
+    assert words in text
 
 
 def test_a_dry_run_shows_the_new_layout(d: Driver) -> None:

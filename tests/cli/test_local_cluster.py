@@ -155,8 +155,8 @@ def test_down_names_unfinished_tasks_first(tmp_path, monkeypatch, capsys, by_sig
     else:
         command.down(state)
     assert not processes.alive(agent)
-    told = capsys.readouterr()
-    lines = (told.err if by_signal else told.out).splitlines()
+    printed = capsys.readouterr()
+    lines = (printed.err if by_signal else printed.out).splitlines()
     assert lines[:2] == [
         "unfinished alpha, 40 of 60 iterations; the next up starts it again from iteration 0",
         "to lose nothing: unicron drain every node first, then down; unicron undrain each after "
@@ -196,10 +196,10 @@ def test_a_port_in_use_is_refused_and_nothing_runs(cluster):
         taken.bind(("127.0.0.1", 0))
         taken.listen(1)
         port = taken.getsockname()[1]
-        told = cluster.up("--port", str(port))
-    assert told.returncode == 2
-    assert told.stderr.splitlines() == [f"error: port {port} is in use",
-                                        "hint: give another --port, or none"]
+        result = cluster.up("--port", str(port))
+    assert result.returncode == 2
+    assert result.stderr.splitlines() == [f"error: port {port} is in use",
+                                          "hint: give another --port, or none"]
     assert cluster.pids() == {}
 
 
@@ -333,9 +333,9 @@ def test_operator_commands_on_a_running_cluster(cluster, tmp_path):
     assert "hint: there is n1, n2" in cluster("drain", "n9").stderr
 
     heavy = cluster("set-weight", "beta", "9", "-o", "json", "--reason", "deadline")
-    told = json.loads(heavy.stdout)
-    assert told["plan"]["waf"] == 9e9
-    assert [len(one["seats"]) for one in told["placed"]] == [0, 1]
+    output = json.loads(heavy.stdout)
+    assert output["plan"]["waf"] == 9e9
+    assert [len(one["seats"]) for one in output["placed"]] == [0, 1]
     assert "frozen: " in cluster("freeze").stdout
     held = cluster("undrain", home["alpha"]).stdout
     assert "paused   frozen: by " in held
@@ -358,10 +358,10 @@ def test_the_password_of_an_external_redis_is_in_no_argv(cluster, tmp_path):
     try:
         where = f"127.0.0.1:{server.port}"
         for wrong in (f"redis://{where}", f"redis://:wrong@{where}"):
-            told = cluster.up("--redis", wrong)
-            assert (told.returncode, told.stdout) == (2, "")
-            assert where in told.stderr
-            assert told.stderr.splitlines()[1].startswith("hint: ")
+            result = cluster.up("--redis", wrong)
+            assert (result.returncode, result.stdout) == (2, "")
+            assert where in result.stderr
+            assert result.stderr.splitlines()[1].startswith("hint: ")
         assert not cluster.state.cluster.exists()  # a later `up` does not repeat the mistake
 
         assert cluster.up("--redis", server.url).returncode == 0

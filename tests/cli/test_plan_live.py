@@ -209,9 +209,9 @@ def test_json_output_equals_the_control_planes_answer(ask: Any) -> None:
 
 
 def test_names_can_be_separated_by_commas(ask: Any) -> None:
-    told = Told(two_tasks(BETA)[0])
-    ask(told, without=("n1,n2",))
-    assert told.posted[0][1]["without"] == ["n1", "n2"]
+    control_plane = Told(two_tasks(BETA)[0])
+    ask(control_plane, without=("n1,n2",))
+    assert control_plane.posted[0][1]["without"] == ["n1", "n2"]
 
 
 def explanation(page: list[str]) -> list[str]:
@@ -226,13 +226,13 @@ def test_a_plan_has_one_explanation_live_in_a_dry_run_and_offline(ask: Any) -> N
     d.tell("operator/drain", r.NodeDrained(node="n3", reason=""))
     at = d.log[next(i for i, one in enumerate(d.log) if isinstance(one.body, r.NodeDrained))]
     before = replayed([record for record in d.log if record.seq <= at.seq])
-    asked = planning_snapshot(before).problem
+    snapshot = planning_snapshot(before).problem
     live = ask(Told(d))
-    choice = hot_spare.with_hot_spare(asked)
+    choice = hot_spare.with_hot_spare(snapshot)
     recorded = d.state.plan
     assert recorded is not None
     assert choice.allocations == recorded.allocations
-    page = plan_screen.offline({**plain_of(dry_run.of_input(asked, 2)), "took_s": 0.1}, "-",
+    page = plan_screen.offline({**plain_of(dry_run.of_input(snapshot, 2)), "took_s": 0.1}, "-",
                                has_table=False)
     told = [explanation(one) for one in (live, tried, page)]
     assert len(told[0]) == 5, live
@@ -258,10 +258,10 @@ def test_a_past_plan_is_explained_from_the_log(ask: Any) -> None:
 # --- applied ------------------------------------------------------------------------------------
 def test_an_applied_change_is_printed_as_one(ask: Any) -> None:
     d, _, _ = two_tasks(BETA)
-    told = Told(d)
+    control_plane = Told(d)
     found = plain_of(dry_run.run_dry(encode_state(d.state), Change(without=("n1", "n2"))))
-    lines = ask(told, without=("n1", "n2"), apply=True, check=INPUT, reason="a rack")
-    assert told.posted == [("/v1/plan/apply", {
+    lines = ask(control_plane, without=("n1", "n2"), apply=True, check=INPUT, reason="a rack")
+    assert control_plane.posted == [("/v1/plan/apply", {
         "change": {"slots": 0, "without": ["n1", "n2"], "weights": {}},
         "check": found["input"], "reason": "a rack"})]
     assert lines[0].startswith("applied  --without n1 --without n2 (seq ")
@@ -338,11 +338,11 @@ def test_only_the_outcome_of_the_own_request_is_printed() -> None:
      "unicron plan --without NODE --apply --check INPUT")])
 def test_usage_errors_have_one_line_and_a_hint(
         asked: Plain, error: str, hint: str, ask: Any) -> None:
-    told = Told(two_tasks(BETA)[0])
+    control_plane = Told(two_tasks(BETA)[0])
     with pytest.raises(UsageError) as refused:
-        ask(told, **asked)
+        ask(control_plane, **asked)
     assert (str(refused.value), refused.value.hint) == (error, hint)
-    assert not told.posted
+    assert not control_plane.posted
 
 
 @pytest.mark.parametrize("face", ["commands.plan", "files.policy_file"])

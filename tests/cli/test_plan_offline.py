@@ -48,9 +48,9 @@ def planned(folder: Path, text: str, *options: str) -> subprocess.CompletedProce
 
 
 def answer(folder: Path, text: str) -> dict[str, Any]:
-    told = planned(folder, text, "-o", "json")
-    assert told.returncode == 0, told.stderr
-    found: dict[str, Any] = json.loads(told.stdout)
+    result = planned(folder, text, "-o", "json")
+    assert result.returncode == 0, result.stderr
+    found: dict[str, Any] = json.loads(result.stdout)
     return found
 
 
@@ -127,8 +127,8 @@ def test_one_slot_is_singular() -> None:
 
 
 def test_the_screen_of_a_plan(tmp_path: Path) -> None:
-    told = planned(tmp_path, GOOD)
-    head, *lines = told.stdout.splitlines()
+    result = planned(tmp_path, GOOD)
+    head, *lines = result.stdout.splitlines()
     assert head.startswith("unicron plan --offline plan.yaml  ")
     assert "120 slots, exact, " in head
     assert lines == """\
@@ -150,8 +150,8 @@ next       unicron plan --offline plan.yaml --table""".splitlines()
 
 
 def test_the_table_has_the_plan_of_every_event(tmp_path: Path) -> None:
-    told = planned(tmp_path, GOOD, "--table", "-o", "json")
-    found = json.loads(told.stdout)
+    result = planned(tmp_path, GOOD, "--table", "-o", "json")
+    found = json.loads(result.stdout)
     file = read_yaml(GOOD)
     seen: list[tuple[str, str]] = []
     for row in found["table"]:
@@ -174,8 +174,8 @@ def test_the_table_has_the_plan_of_every_event(tmp_path: Path) -> None:
 
 
 def test_the_table_page_has_one_line_per_event(tmp_path: Path) -> None:
-    told = planned(tmp_path, GOOD, "--table")
-    lines = told.stdout.splitlines()
+    result = planned(tmp_path, GOOD, "--table")
+    lines = result.stdout.splitlines()
     assert "IF           OF  GPUs       WORTH  THEN" in lines
     assert "task ended   b    120  2.16 ZFLOP  c begins on 16" in lines
     assert not [line for line in lines if line.startswith("next")]
@@ -183,15 +183,15 @@ def test_the_table_page_has_one_line_per_event(tmp_path: Path) -> None:
 
 
 def test_a_yaml_error_points_to_the_guide(tmp_path: Path) -> None:
-    told = planned(tmp_path, "gpus: [")
-    assert told.returncode == 2
-    assert "hint: see docs/guides/plan-offline.md" in told.stderr
+    result = planned(tmp_path, "gpus: [")
+    assert result.returncode == 2
+    assert "hint: see docs/guides/plan-offline.md" in result.stderr
 
 
 def test_standard_input_is_a_file_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(GOOD.encode())))
-    told = unicron("plan", "--offline", "-", "-o", "json", folder=tmp_path)
-    assert json.loads(told.stdout)["allocation"] == {"a": 24, "b": 96, "c": 0}
+    result = unicron("plan", "--offline", "-", "-o", "json", folder=tmp_path)
+    assert json.loads(result.stdout)["allocation"] == {"a": 24, "b": 96, "c": 0}
 
 
 def test_json_is_yaml_too(tmp_path: Path) -> None:
@@ -235,12 +235,12 @@ def test_without_tasks_there_is_a_plan_too(tmp_path: Path) -> None:
     ("tasks:\n", "tasks: [\n", "line")])
 def test_an_invalid_plan_is_refused(tmp_path: Path, old: str, new: str, words: str) -> None:
     assert old in GOOD
-    told = planned(tmp_path, GOOD.replace(old, new))
+    result = planned(tmp_path, GOOD.replace(old, new))
     if words:
-        refused(told, words)
-        assert told.stderr.startswith("error: plan.yaml: ")
+        refused(result, words)
+        assert result.stderr.startswith("error: plan.yaml: ")
     else:
-        assert told.returncode == 0
+        assert result.returncode == 0
 
 
 @pytest.mark.parametrize("make", [

@@ -53,5 +53,5 @@ def test_a_failed_collective_shows_the_librarys_message(
         changes: dict[str, Any], words: str) -> None:
     body = {"task": 1, "rank": 3, "attempt": 1, "iteration": 12, "status": "connection reset",
             "rule": "connection-reset"}
-    told = essentials("CollectiveFailed", body | changes)
-    assert told == f"task 1 rank 3.1 iteration 12: {words}"
+    lines = essentials("CollectiveFailed", body | changes)
+    assert lines == f"task 1 rank 3.1 iteration 12: {words}"

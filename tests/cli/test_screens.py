@@ -45,8 +45,8 @@ PLAIN = [codec.to_plain(record) for record in RECORDS]
     ("status-starting", until("RankStarted", 2)), ("status-training", until("TaskProgressed", 2)),
     ("status-healing", until("Quiesced")), ("status-finished", len(RECORDS))])
 def test_status(name, seq):
-    told, now_s = seen_at(seq)
-    check(name, cluster.status(told, cluster="demo", now_s=now_s, option=" --state build/demo"),
+    view_, now_s = seen_at(seq)
+    check(name, cluster.status(view_, cluster="demo", now_s=now_s, option=" --state build/demo"),
           columns_max=100)
 
 
@@ -54,32 +54,32 @@ def test_status(name, seq):
     ("task-starting", until("RankStarted", 2)), ("task-healing", until("Quiesced")),
     ("task-healed", until("IncidentClosed") + 3), ("task-finished", len(RECORDS))])
 def test_status_of_a_task(name, seq):
-    told, now_s = seen_at(seq)
+    state_view, now_s = seen_at(seq)
     past = history(RECORDS[:seq])
-    check(name, task_screen.task_status(told, told["tasks"][0], past, now_s=now_s))
+    check(name, task_screen.task_status(state_view, state_view["tasks"][0], past, now_s=now_s))
 
 
 @pytest.mark.parametrize(("name", "seq"), [
     ("nodes-none", 2), ("nodes-training", until("TaskProgressed", 2)),
     ("nodes-healing", until("Quiesced"))])
 def test_status_of_nodes(name, seq):
-    told, now_s = seen_at(seq)
-    check(name, nodes.nodes(told, now_s=now_s), columns_max=100)
+    state_view, now_s = seen_at(seq)
+    check(name, nodes.nodes(state_view, now_s=now_s), columns_max=100)
 
 
 def test_unreachable_nodes_need_an_operator():
-    told, now_s = seen_at(until("TaskProgressed", 2))
-    told = copy.deepcopy(told)
-    told["nodes"][1] |= {"health": "unreachable", "contact": "unreachable", "since_s": now_s - 75}
-    told["nodes"][0]["slots"][1] |= {"out": True, "task": 0, "out_why": "alpha, rank 1 failed"}
-    lines = cluster.status(told, cluster="demo", now_s=now_s)
+    view_, now_s = seen_at(until("TaskProgressed", 2))
+    view_ = copy.deepcopy(view_)
+    view_["nodes"][1] |= {"health": "unreachable", "contact": "unreachable", "since_s": now_s - 75}
+    view_["nodes"][0]["slots"][1] |= {"out": True, "task": 0, "out_why": "alpha, rank 1 failed"}
+    lines = cluster.status(view_, cluster="demo", now_s=now_s)
     assert lines[1:6] == [
         "NEEDS YOU  n1 slot 1 out (alpha, rank 1 failed): repair, then start its agent again "
         "(under unicron",
-        f"           up: kill {told['nodes'][0]['pid']}); unicron status nodes",
+        f"           up: kill {view_['nodes'][0]['pid']}); unicron status nodes",
         "NEEDS YOU  n2 unreachable for 75 s, its ranks go on: look at its machine and network;",
         "           unicron status nodes", ""]
-    assert nodes.nodes(told, now_s=now_s)[1] == "n1 Ax   n2 ??"
+    assert nodes.nodes(view_, now_s=now_s)[1] == "n1 Ax   n2 ??"
 
 
 def test_the_log_as_lines():
@@ -164,9 +164,9 @@ def test_status_while_a_task_waits() -> None:
     d, _, beta = waits()
     check("status-waits", cluster.status(seen(d), cluster="test", now_s=d.now_s + 0.5),
           columns_max=100)
-    told = seen(d)
-    task = next(x for x in told["tasks"] if x["id"] == beta)
-    check("task-waits", task_screen.task_status(told, task, history(d.log), now_s=d.now_s + 0.5))
+    view_ = seen(d)
+    task = next(x for x in view_["tasks"] if x["id"] == beta)
+    check("task-waits", task_screen.task_status(view_, task, history(d.log), now_s=d.now_s + 0.5))
 
 
 def test_status_while_healing_is_paused() -> None:
@@ -203,11 +203,11 @@ def test_a_spare_is_shown_beside_the_idle_slots() -> None:
     d.tell("leader/abc", r.PolicySet(policy=policy))
     d.running(spec(slots={"sizes": [6]}, throughput={6: 1e12}))
     d.submit(spec(name="beta", slots={"sizes": [2]}, throughput={2: 1e10}))
-    told = "\n".join(cluster.status(seen(d), cluster="test", now_s=d.now_s))
-    assert "6 train, 2 idle (hot spare), 0 out" in told
+    text = "\n".join(cluster.status(seen(d), cluster="test", now_s=d.now_s))
+    assert "6 train, 2 idle (hot spare), 0 out" in text
     d.join("n9", slots=1)
-    told = "\n".join(cluster.status(seen(d), cluster="test", now_s=d.now_s))
-    assert "6 train, 3 idle (2 of them hot spare), 0 out" in told
+    text = "\n".join(cluster.status(seen(d), cluster="test", now_s=d.now_s))
+    assert "6 train, 3 idle (2 of them hot spare), 0 out" in text
 
 
 def test_a_node_that_has_left_has_no_slots() -> None:
@@ -233,12 +233,12 @@ def test_how_to_resume_healing_can_be_pasted(
     d, alpha, _ = two_tasks({2: 2e12})
     d.tell("leader/abc" if isinstance(held, r.PolicySet) else "operator/freeze", held)
     d.exit(alpha, 2)
-    told = view(d.state)
-    task = next(x for x in told["tasks"] if x["id"] == alpha)
+    view_ = view(d.state)
+    task = next(x for x in view_["tasks"] if x["id"] == alpha)
     found = facts(d.log, option=option)
     for screen in (cluster.status(seen(d), cluster="test", now_s=d.now_s, option=option),
-                   task_screen.task_status(told, task, History(), now_s=d.now_s, option=option),
-                   found["left"], page(found), up._mode(told["cluster"], option)):
+                   task_screen.task_status(view_, task, History(), now_s=d.now_s, option=option),
+                   found["left"], page(found), up._mode(view_["cluster"], option)):
         assert any(way.format(option) in line for line in screen), screen
 
 
@@ -261,12 +261,12 @@ def test_a_node_in_place_of_a_task_gets_a_hint(
 
 def test_a_task_submitted_after_the_request_is_shown_by_number() -> None:
     d, _, beta = gives()
-    told = seen(d)
-    told["tasks"] = [task for task in told["tasks"] if task["id"] != beta]
+    state_view = seen(d)
+    state_view["tasks"] = [task for task in state_view["tasks"] if task["id"] != beta]
     plan = next(x["body"] for x in reversed(plain(d)) if x["kind"] == "PlanChosen")
     found = Outcome(seq=1, plan=plan, placed=[{"task": beta, "seats": []}], waiting=[],
                      withheld=[], orders=[])
-    assert plan_lines(found, told)[-1] == f"task {beta}  2 -> 1 slot"
+    assert plan_lines(found, state_view)[-1] == f"task {beta}  2 -> 1 slot"
     assert json.loads(found.as_json())["placed"] == found.placed
 
 
@@ -344,10 +344,10 @@ def test_healed_incidents_are_shown_for_a_day_and_open_ones_always(d: Driver, ta
     d.exit(task, 2)
     assert news(25 * 3600) == ["HEALING"]
     one = view(d.state)["incidents"][-1]
-    told = seen(d)
-    told["incidents"] += [{**told["incidents"][0], "id": one["id"] + n, "closed_s": d.now_s}
-                          for n in range(1, 5)]
-    lines = cluster.status(told, cluster="test", now_s=d.now_s + 1)
+    view_ = seen(d)
+    view_["incidents"] += [{**view_["incidents"][0], "id": one["id"] + n, "closed_s": d.now_s}
+                           for n in range(1, 5)]
+    lines = cluster.status(view_, cluster="test", now_s=d.now_s + 1)
     assert [line.split()[0] for line in lines if line.startswith("HEAL")] == [
         "HEALING", "HEALED", "HEALED", "HEALED"]
 
@@ -357,9 +357,9 @@ def test_healed_incidents_are_shown_for_a_day_and_open_ones_always(d: Driver, ta
 def test_slots_now_and_target_in_the_row_of_a_task(
         d: Driver, now: int, target: int, words: str) -> None:
     d.running()
-    told = seen(d)
-    told["tasks"][0]["slots"] |= {"now": now, "target": target}
-    row = cluster.status(told, cluster="test", now_s=d.now_s)[-1]
+    state_view = seen(d)
+    state_view["tasks"][0]["slots"] |= {"now": now, "target": target}
+    row = cluster.status(state_view, cluster="test", now_s=d.now_s)[-1]
     assert f"  {words}  " in row
 
 

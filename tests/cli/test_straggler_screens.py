@@ -56,19 +56,19 @@ def test_json_output_shows_the_straggler(tmp_path: Path) -> None:
     client.get.return_value = view(d.state)
     with mock.patch.object(status, "connect", return_value=client):
         (line,) = status._screen(StateDir(tmp_path), client, "", mock.Mock(), as_json=True)
-    told = json.loads(line)
-    (node,) = [x["degraded"] for x in told["nodes"] if x["degraded"]]
+    output = json.loads(line)
+    (node,) = [x["degraded"] for x in output["nodes"] if x["degraded"]]
     assert node["tasks"] == [alpha]
     assert node["cost_waf"] > 0
-    (task,) = [x for x in told["tasks"] if x["state"] == "degraded"]
+    (task,) = [x for x in output["tasks"] if x["state"] == "degraded"]
     assert [x["rank"] for x in task["slow"]] == [VICTIM]
 
 
 def the_task(d: Driver, task: int, healing: str = "on") -> str:
-    told = view(d.state)
-    told["cluster"]["healing"] = healing
-    (one,) = [x for x in told["tasks"] if x["id"] == task]
-    return " ".join(" ".join(task_screen.task_status(told, one, history(d.log),
+    state_view = view(d.state)
+    state_view["cluster"]["healing"] = healing
+    (one,) = [x for x in state_view["tasks"] if x["id"] == task]
+    return " ".join(" ".join(task_screen.task_status(state_view, one, history(d.log),
                                                      now_s=d.now_s)).split())
 
 
@@ -76,10 +76,10 @@ def test_a_drain_that_costs_more_is_not_suggested(d: Driver, task: int) -> None:
     known(d, task)
     paced(d, task, VICTIM, 1.15, iteration_s=1.25)
     assert "NEEDS YOU" not in " ".join(cluster.status(seen(d), cluster="test", now_s=d.now_s))
-    told = " ".join(" ".join(nodes.nodes(view(d.state), now_s=d.now_s)).split())
-    assert "holds up 3 others, 1.14 x, its own work 1.15 x; draining it would cost " in told
-    assert "% of all WAF" in told
-    assert "--without" not in told + the_task(d, task)
+    text = " ".join(" ".join(nodes.nodes(view(d.state), now_s=d.now_s)).split())
+    assert "holds up 3 others, 1.14 x, its own work 1.15 x; draining it would cost " in text
+    assert "% of all WAF" in text
+    assert "--without" not in text + the_task(d, task)
     assert "holds up 3 others, 1.14 x. Reported, not acted on: below 3 x" in the_task(d, task)
     (line,) = [record_line.line(x) for x in plain(d) if x["kind"] == "StragglerCostEstimated"]
     assert "draining it would cost " in line
@@ -97,8 +97,8 @@ def test_the_gain_of_a_drain_is_in_per_cent(share: float, worth: bool, lasts: bo
     node = {"id": "n2", "contact": "heard", "drained": False, "degraded": {
         "tasks": [5], "ratios": [1.5], "why": "w", "drain_share": share, "worth_draining": worth,
         "lasts": lasts}}
-    told = stragglers.node_degraded(node, "").replace(UNBROKEN, " ")
-    assert told == f"w; {words}"
+    text = stragglers.node_degraded(node, "").replace(UNBROKEN, " ")
+    assert text == f"w; {words}"
     assert bool(stragglers.degraded_news(node, {5: "alpha"}, "")) == worth
 
 
@@ -148,13 +148,13 @@ def test_a_task_hung_for_a_shared_reason_needs_a_person(d: Driver) -> None:
     d.now_s += 100
     lines = cluster.status(seen(d), cluster="test", now_s=d.now_s)
     check("status-stands", lines, columns_max=100)
-    told = view(d.state)["tasks"][0]
-    check("task-stands", task_screen.task_status(view(d.state), told, history(d.log),
+    state_view = view(d.state)["tasks"][0]
+    check("task-stands", task_screen.task_status(view(d.state), state_view, history(d.log),
                                                  now_s=d.now_s))
 
 
 def test_a_hang_before_its_recovery_is_shown(d: Driver, task: int) -> None:
     for rank in range(4):
         stalled(d, task, rank, "own" if rank == VICTIM else "collective", normal_s=16.0, in_s=50.0)
-    told = " ".join(cluster.status(seen(d), cluster="test", now_s=d.now_s))
-    assert "alpha has stalled for 50 s: rank 2 on n2 is stalled after backward" in told
+    text = " ".join(cluster.status(seen(d), cluster="test", now_s=d.now_s))
+    assert "alpha has stalled for 50 s: rank 2 on n2 is stalled after backward" in text

@@ -276,9 +276,9 @@ class PlaneStub:
     async def joins(self, request: web.Request) -> web.Response:
         if request.headers["Authorization"] != f"Bearer {TOKEN}":
             return web.json_response({"error": "wrong token", "hint": ""}, status=401)
-        asked = await request.json()
+        request_body = await request.json()
         return web.json_response({"redis_url": self._redis_url, "cluster": self.cluster,
-                                  "node": asked["node"], "epoch": self.leader.epoch})
+                                  "node": request_body["node"], "epoch": self.leader.epoch})
 
     async def start(self, code: str, *argv: str, rank: int = 0, attempt: int = 1) -> None:
         await self.start_rank(python(code, *argv), rank=rank, attempt=attempt)

@@ -126,16 +126,16 @@ class Run:
 
 def main() -> None:
     """Train, inject faults, compare, draw."""
-    asked = _asked()
+    options = _asked()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     shutil.rmtree(FOLDER, ignore_errors=True)
-    print(f"seed {asked.seed}: {asked.rounds} faults in "
-          f"{asked.rounds * ITERATIONS_PER_FAULT} iterations")
+    print(f"seed {options.seed}: {options.rounds} faults in "
+          f"{options.rounds * ITERATIONS_PER_FAULT} iterations")
     with running(FOLDER.resolve(), NODES_NUM, POLICY) as cluster:
-        run = Run(cluster, asked.seed, asked.rounds)
+        run = Run(cluster, options.seed, options.rounds)
         run.train()
         losses = cluster.losses(run.task)
-        told = history(map(from_plain, cluster.client().records(0, follow=False)))
+        past = history(map(from_plain, cluster.client().records(0, follow=False)))
         cluster.verify()
         run.say("every decision made again from the log: VERIFIED")
     lasted_s = time.monotonic() - run.began_s
@@ -145,10 +145,10 @@ def main() -> None:
         twin = Twin(parse(run.spec), FOLDER / "twin", nursery, TWIN_S_MAX)
     finally:
         nursery.close()
-    sys.exit(_judge(run, losses, told, twin, lasted_s, asked.picture))
+    sys.exit(_judge(run, losses, past, twin, lasted_s, options.picture))
 
 
-def _judge(run: Run, losses: list[float], told: History, twin: Twin, lasted_s: float,
+def _judge(run: Run, losses: list[float], past: History, twin: Twin, lasted_s: float,
            picture: Path) -> int:
     """Print the result, write numbers and figure; return the exit code."""
     final = (Path(run.spec["train"]["output"]) / "latest").resolve()
@@ -156,12 +156,12 @@ def _judge(run: Run, losses: list[float], told: History, twin: Twin, lasted_s: f
     calm = [list(read(twin.path.parents[1] / str(order) / "final")["numbers.losses"])
             for order in (0, 1)]
     loss_rel = max(abs(one - two) / two for one, two in zip(losses, calm[0], strict=True))
-    closed = [one for one in told.incidents.values() if one.closed_s is not None]
+    closed = [one for one in past.incidents.values() if one.closed_s is not None]
     recoveries = run.recoveries()
     lasted = [took_s for kind in recoveries.values() for took_s in kind] or [math.nan]
     figures: dict[str, tuple[float, str]] = {
         "iterations": (len(losses), ""), "faults": (len(run.faults), ""),
-        "incidents": (len(told.incidents), ""),
+        "incidents": (len(past.incidents), ""),
         "iterations_lost": (sum(one.incident.iterations_lost or 0 for one in closed), ""),
         "checkpoints_read": (sum(one.incident.ckpt_read for one in closed), ""),
         "loss_gap": (max(loss_rel, gap.loss_rel), "relative"),
@@ -245,14 +245,14 @@ def _asked() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=100, help="how many faults")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--picture", type=Path, default=FOLDER, help="the folder for the picture")
-    asked = parser.parse_args()
-    if asked.rounds < 1:
+    options = parser.parse_args()
+    if options.rounds < 1:
         parser.error("--rounds must be at least 1")
     try:
-        asked.picture.mkdir(parents=True, exist_ok=True)
+        options.picture.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        parser.error(f"--picture {asked.picture}: {error.strerror}")
-    return asked
+        parser.error(f"--picture {options.picture}: {error.strerror}")
+    return options
 
 
 if __name__ == "__main__":

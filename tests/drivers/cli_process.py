@@ -38,11 +38,11 @@ def in_process(arguments: tuple[str, ...], folder: Path | None,
     return subprocess.CompletedProcess(list(arguments), code, out.getvalue(), err.getvalue())
 
 
-def refused(told: subprocess.CompletedProcess[str], words: str, code: int = 2) -> None:
+def refused(result: subprocess.CompletedProcess[str], words: str, code: int = 2) -> None:
     """The command failed with one error line, one hint line and nothing on stdout."""
-    assert told.returncode == code, told.stderr
-    assert told.stdout == ""
-    error, hint = told.stderr.splitlines()
+    assert result.returncode == code, result.stderr
+    assert result.stdout == ""
+    error, hint = result.stderr.splitlines()
     assert error.startswith("error: ")
     assert words in error
     assert hint.startswith("hint: ")

@@ -34,11 +34,11 @@ def went_on(d: Driver, task: int, rank: int) -> list[Record]:
 
 def hung(d: Driver, task: int, *victims: int) -> list[int]:
     """All ranks stall, the victims outside collectives. Returns the seqs of the reports."""
-    told = [stalled(d, task, rank, *(("own",) if rank in victims else ()),
-                    collective=0 if rank in victims else 1)
-            for rank in sorted(task_of(d, task).ranks)]
-    assert [kinds(x) for x in told] == [[]] * len(told)
-    return [x[0].seq for x in told]
+    reports = [stalled(d, task, rank, *(("own",) if rank in victims else ()),
+                       collective=0 if rank in victims else 1)
+               for rank in sorted(task_of(d, task).ranks)]
+    assert [kinds(x) for x in reports] == [[]] * len(reports)
+    return [x[0].seq for x in reports]
 
 
 def deadline(d: Driver, task: int) -> str:

@@ -22,8 +22,8 @@ def launch(script: Path, words: Sequence[str], num: int, **more: str) -> list[tu
             started.append(subprocess.Popen(
                 [sys.executable, str(script), *words], text=True, stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE, env=environment))
-        said = [one.communicate(timeout=LIMIT_S)[1] for one in started]
-        return [(one.returncode, text) for one, text in zip(started, said, strict=True)]
+        errors = [one.communicate(timeout=LIMIT_S)[1] for one in started]
+        return [(one.returncode, text) for one, text in zip(started, errors, strict=True)]
     finally:
         for one in started:
             if one.poll() is None:

@@ -78,12 +78,12 @@ class Nursery:
     def fork(self, environment: dict[str, str], log: int, pipe: int) -> Forked:
         request = msgspec.msgpack.encode(ForkRequest(env=environment))
         socket.send_fds(self.socket, [request], [log, pipe])
-        told = msgspec.msgpack.decode(self.socket.recv(REQUEST_BYTES_MAX), type=ForkReply)
+        reply = msgspec.msgpack.decode(self.socket.recv(REQUEST_BYTES_MAX), type=ForkReply)
         last_s = time.monotonic() + START_S
-        while (proc := linux.read(told.pid)) is not None and proc.ppid != os.getpid():
+        while (proc := linux.read(reply.pid)) is not None and proc.ppid != os.getpid():
             assert time.monotonic() < last_s, "the rank did not become a child of this process"
             time.sleep(0.0005)
-        return Forked(told.pid)
+        return Forked(reply.pid)
 
     def close(self) -> None:
         self.socket.close()

@@ -150,16 +150,16 @@ def _faulty(make: Callable[[Random, int, int], PlanProblem]
             ) -> Callable[[Random, int, int], PlanProblem]:
     """All tasks train; then one node is lost, and two tasks are faulted."""
     def made(random: Random, num_tasks: int, num_gpus: int) -> PlanProblem:
-        asked = make(random, num_tasks, num_gpus)
+        problem = make(random, num_tasks, num_gpus)
         left, wishes = num_gpus, list[TaskDemand]()
-        for wish in asked.demands:
+        for wish in problem.demands:
             fits = [size for size in wish.sizes if size <= min(num_gpus // num_tasks, left)]
             now = fits[-1] if fits else 0
             left -= now
             wishes.append(replace(wish, now=now, faulted=False))
         for i in random.sample(range(num_tasks), min(2, num_tasks)):
             wishes[i] = replace(wishes[i], faulted=wishes[i].now > 0)
-        return replace(asked, demands=tuple(wishes), num_slots=num_gpus - NODE_NUM)
+        return replace(problem, demands=tuple(wishes), num_slots=num_gpus - NODE_NUM)
     return made
 
 

@@ -216,9 +216,9 @@ class Driver:
              ) -> dict[int, r.Reconfigured]:
         """Start a new generation and let it train."""
         self.reconfigure(ranks, checkpoint, copies, axes)
-        told = self.reconfigured(ranks)
+        reports = self.reconfigured(ranks)
         self.resume(ranks, progress_from)
-        return told
+        return reports
 
     def quiesce(self, ranks: list[int], mode: QuiesceMode, hold: Path | None = None
                 ) -> dict[int, r.Quiesced]:

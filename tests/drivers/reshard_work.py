@@ -215,9 +215,9 @@ def gather(number: int, train: Train, layout: Layout) -> list[str]:
         walker.check(want, "gathered")
         for tensor in walker.have.values():
             tensor.zero_()
-        told = walker.exchange(want, walker.have, walker.numbers if number == 0 else None, [0])
+        result = walker.exchange(want, walker.have, walker.numbers if number == 0 else None, [0])
         walker.check(walker.have, "given back")
-        assert told.numbers.adam_step == 1
+        assert result.numbers.adam_step == 1
     return sorted(piece.key for piece in want)
 
 

@@ -24,6 +24,6 @@ def crawls(d: Driver, task: int, rank: int, own_s: float, /, **changes: Any) -> 
 
 def waited_for(d: Driver, task: int) -> list[int]:
     """All other ranks stall in a collective. Returns the seqs of the reports."""
-    told = [stalled(d, task, rank) for rank in OTHERS]
-    assert [kinds(x) for x in told] == [[]] * len(told)
-    return [x[0].seq for x in told]
+    reports = [stalled(d, task, rank) for rank in OTHERS]
+    assert [kinds(x) for x in reports] == [[]] * len(reports)
+    return [x[0].seq for x in reports]

@@ -26,9 +26,9 @@ def until(kind: str, nth: int = 1) -> int:
 def seen(seq: int) -> tuple[dict[str, Any], float]:
     """The view after that record, a quarter of a second later."""
     cut: list[Record] = RECORDS[:seq]
-    told = view(replay(cut))
-    told["cluster"]["hash"] = "unicron-state-1:0123456789abcdef"  # not part of this test
-    return told, cut[-1].at_s + 0.25
+    state_view = view(replay(cut))
+    state_view["cluster"]["hash"] = "unicron-state-1:0123456789abcdef"  # not part of this test
+    return state_view, cut[-1].at_s + 0.25
 
 
 def check(name: str, lines: list[str], columns_max: int = 130) -> None:

@@ -43,45 +43,45 @@ def worth(wishes: Sequence[TaskDemand], slots: Sequence[int], span_s: float) -> 
     return total
 
 
-def then(asked: PlanProblem, slots: Sequence[int]) -> Fraction:
+def then(problem: PlanProblem, slots: Sequence[int]) -> Fraction:
     """Expected work after the next fault under this plan. Every slot is equally likely to fail."""
-    left = max(asked.num_slots - asked.spare_slots, 0)
+    left = max(problem.num_slots - problem.spare_slots, 0)
     wishes = [
-        replace(wish, now=x, faulted=False) for wish, x in zip(asked.demands, slots, strict=True)
+        replace(wish, now=x, faulted=False) for wish, x in zip(problem.demands, slots, strict=True)
     ]
-    span_s = min(asked.repair_s, asked.mtbf_gpu_s / max(left, 1))
-    hits = [*slots, asked.num_slots - sum(slots)]
+    span_s = min(problem.repair_s, problem.mtbf_gpu_s / max(left, 1))
+    hits = [*slots, problem.num_slots - sum(slots)]
     total = Fraction(0)
     for hit, num in enumerate(hits):
         if num:
             hurt = [replace(one, faulted=i == hit) for i, one in enumerate(wishes)]
-            plan = plan_by_force(replace(asked, demands=tuple(hurt), num_slots=left))
+            plan = plan_by_force(replace(problem, demands=tuple(hurt), num_slots=left))
             total += num * worth(hurt, plan, span_s)
-    return total / max(asked.num_slots, 1)
+    return total / max(problem.num_slots, 1)
 
 
-def may_idle(asked: PlanProblem) -> bool:
+def may_idle(problem: PlanProblem) -> bool:
     """True if the rules allow the plan with the spare, whatever its objective value."""
-    free, kept = both(asked)
+    free, kept = both(problem)
     return any(kept) and not any(wish.now and x and not y for wish, x, y in
-                                 zip(asked.demands, free, kept, strict=True)) and set(
-        constraints.below_floor(asked, kept)) <= set(constraints.below_floor(asked, free))
+                                 zip(problem.demands, free, kept, strict=True)) and set(
+        constraints.below_floor(problem, kept)) <= set(constraints.below_floor(problem, free))
 
 
-def both(asked: PlanProblem) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def both(problem: PlanProblem) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The plans without a spare and with one."""
-    idle = min(asked.spare_slots, asked.num_slots)
-    return plan_by_force(asked), plan_by_force(
-        replace(asked, num_slots=asked.num_slots - idle, kept_slots=idle))
+    idle = min(problem.spare_slots, problem.num_slots)
+    return plan_by_force(problem), plan_by_force(
+        replace(problem, num_slots=problem.num_slots - idle, kept_slots=idle))
 
 
-def spare_by_force(asked: PlanProblem) -> tuple[Fraction, Fraction, Fraction]:
+def spare_by_force(problem: PlanProblem) -> tuple[Fraction, Fraction, Fraction]:
     """(cost of a spare until the next fault, its gain after that fault, the tolerance of both)."""
-    plans = both(asked)
-    now = [worth(asked.demands, slots, asked.running_s) for slots in plans]
-    after = [then(asked, slots) for slots in plans]
+    plans = both(problem)
+    now = [worth(problem.demands, slots, problem.running_s) for slots in plans]
+    after = [then(problem, slots) for slots in plans]
     most = sum(Fraction(max(wish.wafs, default=0.0)) * Fraction(
-        max(asked.mtbf_gpu_s, wish.transition.same_s, wish.transition.shrink_s,
+        max(problem.mtbf_gpu_s, wish.transition.same_s, wish.transition.shrink_s,
             wish.transition.grow_s, wish.transition.stop_s,
-            wish.transition.reshape_s)) for wish in asked.demands)
+            wish.transition.reshape_s)) for wish in problem.demands)
     return now[0] - now[1], after[1] - after[0], CLOSE_RATIO * most + Fraction(1, 10**300)

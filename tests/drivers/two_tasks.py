@@ -92,8 +92,8 @@ def plain(d: Driver) -> list[Plain]:
 
 
 def facts(log: list[Record], which: str = "", *, option: str = "") -> Plain:
-    told = history(log)
-    one = incident.pick(told, which)
+    past = history(log)
+    one = incident.pick(past, which)
     assert one is not None
     found = incident_records(one, log)
 
@@ -104,13 +104,13 @@ def facts(log: list[Record], which: str = "", *, option: str = "") -> Plain:
             "computed_by": VERSION,
         }
 
-    return {**incident.facts_of(told, found, view(told.state), now_s=told.at_s, option=option),
-            **incident.waits_of(told, found, plan_at),
-            "verify": f"unicron replay log.jsonl --until {one.closed_seq or told.seq} --verify"}
+    return {**incident.facts_of(past, found, view(past.state), now_s=past.at_s, option=option),
+            **incident.waits_of(past, found, plan_at),
+            "verify": f"unicron replay log.jsonl --until {one.closed_seq or past.seq} --verify"}
 
 
 def seen(d: Driver) -> Plain:
-    told = view(d.state, explain=True)
-    told["cluster"]["hash"] = "unicron-state-2:0123456789abcdef"
-    told["cluster"]["computed_by"] = min(told["cluster"]["computed_by"], VERSION)
-    return told
+    state_view = view(d.state, explain=True)
+    state_view["cluster"]["hash"] = "unicron-state-2:0123456789abcdef"
+    state_view["cluster"]["computed_by"] = min(state_view["cluster"]["computed_by"], VERSION)
+    return state_view

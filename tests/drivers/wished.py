@@ -24,9 +24,9 @@ def asking(wishes: list[TaskDemand], num_slots: int, **more: Any) -> PlanProblem
     return PlanProblem(demands=tuple(wishes), num_slots=num_slots, mtbf_gpu_s=7.2e6, **more)
 
 
-def slots(asked: PlanProblem) -> tuple[int, ...]:
+def slots(problem: PlanProblem) -> tuple[int, ...]:
     """The planned slots by task."""
-    return planner.choose_plan(asked).plan.slots
+    return planner.choose_plan(problem).plan.slots
 
 
 def rising(draw: st.DrawFn) -> dict[int, float]:

@@ -66,11 +66,11 @@ def _start() -> None:
 def _answer(mine: Connection, place: int) -> Any:
     assert wait([mine], WORLD_S_MAX), f"the member at {place} does not answer"
     try:
-        is_good, told = mine.recv()
+        is_good, answer = mine.recv()
     except EOFError:
         raise AssertionError(f"the member at {place} has ended") from None
-    assert is_good, f"the member at {place}:\n{told}"
-    return told
+    assert is_good, f"the member at {place}:\n{answer}"
+    return answer
 
 
 def _be(theirs: Connection, place: int, num_members: int, port: int, work: Callable[..., Any],

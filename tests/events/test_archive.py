@@ -161,9 +161,9 @@ def test_lines_as_tail_prints_them_count_as_truncated(tmp_path: Path) -> None:
     path = tmp_path / "tail.jsonl"
     lines = [json.dumps(codec.to_plain(record(seq))) for seq in range(5, 9)]
     path.write_text("\n".join(lines) + "\n")
-    with pytest.raises(CorruptLog, match="truncated after 4 records") as told:
+    with pytest.raises(CorruptLog, match="truncated after 4 records") as raised:
         list(archive.read(path))
-    assert told.value.seq == 9
+    assert raised.value.seq == 9
     path.write_text("\n".join(lines[:2] + lines[3:]) + "\n")
     with pytest.raises(CorruptLog) as gap:
         list(archive.read(path))
@@ -177,10 +177,10 @@ def test_lines_as_tail_prints_them_count_as_truncated(tmp_path: Path) -> None:
 def test_a_foreign_file_is_a_usage_error(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "file"
     path.write_bytes(content)
-    with pytest.raises(UsageError) as told:
+    with pytest.raises(UsageError) as raised:
         list(archive.read(path))
-    assert told.value.hint
-    assert "\n" not in str(told.value)
+    assert raised.value.hint
+    assert "\n" not in str(raised.value)
 
 
 def test_a_missing_file_or_a_folder_is_a_usage_error(tmp_path: Path) -> None:
@@ -191,9 +191,9 @@ def test_a_missing_file_or_a_folder_is_a_usage_error(tmp_path: Path) -> None:
 
 def test_a_write_that_fails_leaves_the_old_file(exported: Path) -> None:
     before = exported.read_bytes()
-    with pytest.raises(CorruptLog) as told:
+    with pytest.raises(CorruptLog) as raised:
         archive.write(exported, [record(1), record(3)], cluster="c", code="1.0")
-    assert told.value.seq == 2
+    assert raised.value.seq == 2
     assert exported.read_bytes() == before
     assert [path.name for path in exported.parent.iterdir()] == [exported.name]
     with pytest.raises(UsageError):

@@ -320,8 +320,8 @@ def test_broken_bytes_raise_only_msgspec_errors() -> None:
 ])
 def test_plain_data_that_is_no_record_is_corrupt(change: dict[str, Any]) -> None:
     plain = {**codec.to_plain(example("NodeLeft")), "seq": 12, **change}
-    with pytest.raises(CorruptLog) as told:
+    with pytest.raises(CorruptLog) as raised:
         codec.from_plain(plain)
-    assert told.value.seq == (12 if "seq" not in change else 0)
+    assert raised.value.seq == (12 if "seq" not in change else 0)
     with pytest.raises(CorruptLog):
         codec.from_plain({})

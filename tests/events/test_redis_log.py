@@ -221,10 +221,10 @@ async def test_no_server_is_unavailable_and_the_password_is_hidden() -> None:
         port = probe.getsockname()[1]
     log = RedisLog(f"redis://:hush@127.0.0.1:{port}/0", "c")
     for call in (log.last_seq(), put(log, record(1, 1)), log.send([report(1)])):
-        with pytest.raises(Unavailable) as told:
+        with pytest.raises(Unavailable) as raised:
             await call
-        assert str(port) in str(told.value)
-        assert "hush" not in str(told.value)
+        assert str(port) in str(raised.value)
+        assert "hush" not in str(raised.value)
     unix = RedisLog("unix:///nowhere/socket", "c")
     with pytest.raises(Unavailable):
         await unix.last_seq()
@@ -232,25 +232,25 @@ async def test_no_server_is_unavailable_and_the_password_is_hidden() -> None:
 
 async def test_a_wrong_password_is_a_usage_error(server: embedded_server.Server) -> None:
     for secret in (":wrong@", ""):
-        with pytest.raises(UsageError) as told:
+        with pytest.raises(UsageError) as raised:
             await connect(f"redis://{secret}127.0.0.1:{server.port}/0", "c")
-        assert told.value.hint
-        assert "wrong@" not in str(told.value)
+        assert raised.value.hint
+        assert "wrong@" not in str(raised.value)
 
 
 async def test_a_server_that_evicts_is_refused(own_server: embedded_server.Server) -> None:
-    with capture_logs() as said:
+    with capture_logs() as logged:
         await (await connect(own_server.url, "c")).close()
-    assert said == [], "the embedded server must cause no warning"
+    assert logged == [], "the embedded server must cause no warning"
     with Redis.from_url(own_server.url) as client:
         client.config_set("maxmemory-policy", "allkeys-lru")
         with pytest.raises(UsageError, match="evict"):
             await connect(own_server.url, "c")
         client.config_set("maxmemory-policy", "volatile-lru")
         client.config_set("appendonly", "no")
-        with capture_logs() as said:
+        with capture_logs() as logged:
             await (await connect(own_server.url, "c")).close()
-        assert len(said) == 2
+        assert len(logged) == 2
 
 
 async def test_a_full_server_refuses_the_whole_append(
@@ -296,10 +296,10 @@ async def test_invalid_records_are_named_and_invalid_reports_skipped(
         await log.send([report(1)])
         client.xadd(prefix + "reports", {"r": b"\xff nonsense"})
         await log.send([report(2)])
-        with capture_logs() as said:
+        with capture_logs() as logged:
             batch = await log.take(after="0-0", num_max=9, wait_s=0)
         assert [r.source_seq for r in batch.reports] == [1, 2]
-        assert len(said) == 1
+        assert len(logged) == 1
         client.xdel(prefix + "log", f"{epoch}-3")
         with pytest.raises(CorruptLog) as gap:
             await log.read(after=0, num_max=99)

@@ -167,18 +167,18 @@ REFUSED: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("data", "path"), REFUSED)
 def test_refused_with_path_and_hint(data: Any, path: str) -> None:
-    with pytest.raises(SpecError) as told:
+    with pytest.raises(SpecError) as raised:
         parse(data)
-    assert told.value.path == path
-    assert told.value.hint
-    assert str(told.value).startswith(told.value.path)
-    assert "\n" not in str(told.value)
+    assert raised.value.path == path
+    assert raised.value.hint
+    assert str(raised.value).startswith(raised.value.path)
+    assert "\n" not in str(raised.value)
 
 
 def test_a_misspelt_key_is_corrected_in_the_hint() -> None:
-    with pytest.raises(SpecError, match="is not a field") as told:
+    with pytest.raises(SpecError, match="is not a field") as raised:
         parse(model(hiden=64))
-    assert told.value.hint == "did you mean hidden?"
+    assert raised.value.hint == "did you mean hidden?"
 
 
 LOOP: dict[str, Any] = {"micro_batches": 4, "iterations": 9, "output": "out"}
@@ -240,9 +240,9 @@ def test_a_hint_names_the_valid_keys(data: Any, told: str, hint: str) -> None:
 @pytest.mark.parametrize(("key", "hint"), [
     ("precision", "one of fp32, bf16, fp16"), ("loss", "one of per_token, per_micro_batch")])
 def test_an_unknown_value_is_answered_with_the_known_ones(key: str, hint: str) -> None:
-    with pytest.raises(SpecError, match="fp8") as told:
+    with pytest.raises(SpecError, match="fp8") as raised:
         parse(train(**{key: "fp8"}))
-    assert told.value.hint == hint
+    assert raised.value.hint == hint
 
 
 def test_the_token_count_is_limited_for_per_token_loss_only() -> None:
@@ -364,8 +364,8 @@ def test_refused_features_are_refused_in_a_spec() -> None:
 
 def test_doctor_prints_the_table_with_reasons(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.print_support(as_json=False) == 0
-    told = capsys.readouterr().out
-    assert all(row.what in told and row.loop.why in told for row in ROWS)
+    printed = capsys.readouterr().out
+    assert all(row.what in printed and row.loop.why in printed for row in ROWS)
     assert doctor.print_support(as_json=True) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [row["what"] for row in rows] == [row.what for row in ROWS]

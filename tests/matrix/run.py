@@ -27,7 +27,7 @@ FIGURES = Path("build/bench/fault-matrix.json")
 
 def main() -> None:
     """Run the selected cells, print the result, write the numbers."""
-    asked = _asked()
+    options = _asked()
     began_s = time.monotonic()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     FOLDER.mkdir(parents=True, exist_ok=True)
@@ -35,9 +35,9 @@ def main() -> None:
     verdicts: list[Verdict] = []
     try:
         trials = Trials(FOLDER, nursery)
-        for number, cell in enumerate(asked, 1):
+        for number, cell in enumerate(options, 1):
             verdicts.append(trials.run(cell))
-            print(f"{number:4}/{len(asked)}  {_line(verdicts[-1])}", flush=True)
+            print(f"{number:4}/{len(options)}  {_line(verdicts[-1])}", flush=True)
     finally:
         nursery.close()
     print("", *table(verdicts), sep="\n")
@@ -56,11 +56,11 @@ def _asked() -> list[Cell]:
     parser = argparse.ArgumentParser(prog="make fault-matrix")
     for name in ("points", "faults", "variants"):
         parser.add_argument(f"--{name}", default="", help="beginnings, with commas between")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     every = list(cells())
     there = {"points": [cell.point.name for cell in every], "faults": list(FAULTS),
              "variants": [cell.variant.name for cell in every]}
-    chosen = {key: _chosen(parser, key, getattr(asked, key), names) for key, names in there.items()}
+    chosen = {key: _chosen(parser, key, getattr(args, key), names) for key, names in there.items()}
     found = [cell for cell in every if cell.point.name in chosen["points"]
              and cell.fault in chosen["faults"] and cell.variant.name in chosen["variants"]]
     if not found:

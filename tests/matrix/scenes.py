@@ -282,10 +282,10 @@ class Play:
     def _form(self) -> dict[int, r.Reconfigured]:
         """Start a generation of the selected members; return their reports."""
         self._meet()
-        told = self.driver.reconfigured(self.members)
+        reports = self.driver.reconfigured(self.members)
         self.driver.resume(self.members)
         self.trained, self.trained_in = self.members[:], self.axes
-        return told
+        return reports
 
     def _is_with(self, one: int, other: int) -> bool:
         """True if both ranks are in one replica."""

@@ -288,11 +288,11 @@ class Chaos:
             order = process.order
             what = self.rng.choice(["rank", "stop", "node"])
             if what == "node":
-                asked = r.FaultRequested(what="node", node=agent.node, reason="a test")
+                request = r.FaultRequested(what="node", node=agent.node, reason="a test")
             else:
-                asked = r.FaultRequested(what=what, task=order.task, rank=order.rank, stop_s=3.0,
-                                         reason="a test")
-            await self.world.ask("inject", asked)
+                request = r.FaultRequested(what=what, task=order.task, rank=order.rank, stop_s=3.0,
+                                           reason="a test")
+            await self.world.ask("inject", request)
             await asyncio.sleep(self.rng.uniform(2, 20))
             self._boot(agent.node)
 

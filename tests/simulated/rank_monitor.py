@@ -54,18 +54,18 @@ class SimulatedRankMonitor:
             self._look(rank, told)
             self._pace(rank, told)
 
-    def _look(self, rank: SimulatedRank, told: Told) -> None:
+    def _look(self, rank: SimulatedRank, control_plane: Told) -> None:
         now_s, computes = self.net.loop.time(), rank.phase == "computing"
         last_s = rank.marks.last_s(now_s, computes=computes, frozen=rank.stopped_s > 0)
         normal_s = rank.marks.normal_s
-        if told.stalled_s >= 0 and last_s > told.stalled_s:
+        if control_plane.stalled_s >= 0 and last_s > control_plane.stalled_s:
             self.say(RankUnstalled(
                 task=rank.task, rank=rank.rank, attempt=rank.attempt, generation=rank.seen,
-                iteration=rank.step_version, stalled_s=last_s - told.stalled_s))
-            told.stalled_s = -1.0
+                iteration=rank.step_version, stalled_s=last_s - control_plane.stalled_s))
+            control_plane.stalled_s = -1.0
         false = self.net.rng.random() < FALSE_SHARE
-        if told.stalled_s < 0 and (now_s - last_s > STANDS_TIMES * normal_s or false):
-            told.stalled_s = last_s
+        if control_plane.stalled_s < 0 and (now_s - last_s > STANDS_TIMES * normal_s or false):
+            control_plane.stalled_s = last_s
             where: Whereabouts = "own" if computes else "collective"
             self.say(RankStalled(
                 task=rank.task, rank=rank.rank, attempt=rank.attempt, generation=rank.seen,
@@ -73,31 +73,31 @@ class SimulatedRankMonitor:
                 collective=int(not computes), normal_s=normal_s,
                 in_s=max(now_s - last_s, STANDS_TIMES * normal_s * false)))
 
-        elif told.stalled_s < 0 and computes:
-            self._slow(rank, told, normal_s)
+        elif control_plane.stalled_s < 0 and computes:
+            self._slow(rank, control_plane, normal_s)
 
-    def _slow(self, rank: SimulatedRank, told: Told, normal_s: float) -> None:
+    def _slow(self, rank: SimulatedRank, control_plane: Told, normal_s: float) -> None:
         own_s = rank.marks.works_s(self.net.loop.time())
-        again = told.slow == rank.step_version
-        if own_s <= (SLOW_AGAIN_TIMES * told.slow_s if again else STANDS_TIMES * normal_s):
+        again = control_plane.slow == rank.step_version
+        if own_s <= (SLOW_AGAIN_TIMES * control_plane.slow_s if again else STANDS_TIMES * normal_s):
             return
-        told.slow, told.slow_s = rank.step_version, own_s
+        control_plane.slow, control_plane.slow_s = rank.step_version, own_s
         self.say(StepTimeChanged(
             task=rank.task, rank=rank.rank, attempt=rank.attempt, generation=rank.seen,
             iteration=rank.step_version, num_iterations=1, iteration_s=own_s, own_s=own_s,
-            normal_s=told.normal_s or normal_s))
+            normal_s=control_plane.normal_s or normal_s))
 
-    def _pace(self, rank: SimulatedRank, told: Told) -> None:
+    def _pace(self, rank: SimulatedRank, control_plane: Told) -> None:
         iteration_s = rank.marks.iteration_s
         if not iteration_s:
             return
         low_s, high_s = self.net.tempo.micro_batch_s
         own_s = (len(rank.owned) or 1) * (low_s + high_s) / 2 * rank.marks.slow
         own_s *= self.net.draw(OWN_NOISE)
-        if told.own_s and 1 / CHANGED_RATIO < own_s / told.own_s < CHANGED_RATIO:
+        if control_plane.own_s and 1 / CHANGED_RATIO < own_s / control_plane.own_s < CHANGED_RATIO:
             return
-        told.own_s, told.normal_s = own_s, told.normal_s or own_s
+        control_plane.own_s, control_plane.normal_s = own_s, control_plane.normal_s or own_s
         self.say(StepTimeChanged(
             task=rank.task, rank=rank.rank, attempt=rank.attempt, generation=rank.seen,
             iteration=rank.step_version, num_iterations=NUM_PACED, iteration_s=iteration_s,
-            own_s=own_s, normal_s=told.normal_s))
+            own_s=own_s, normal_s=control_plane.normal_s))

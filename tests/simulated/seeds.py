@@ -82,23 +82,23 @@ def main() -> int:
     asks.add_argument("--first", type=int, default=0, help="the first seed")
     asks.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     asks.add_argument("--only", type=int, help="this seed alone, with all it says")
-    asked = asks.parse_args()
-    if asked.only is not None:
+    options = asks.parse_args()
+    if options.only is not None:
         quiet()
-        world, records = simulate(lambda: World(asked.only))
+        world, records = simulate(lambda: World(options.only))
         print(*world.faults, sep="\n")
-        print(f"seed {asked.only} holds: {len(records)} records")
+        print(f"seed {options.only} holds: {len(records)} records")
         return 0
     begin_s, total, failed = time.monotonic(), Counter[str](), list[int]()
-    with multiprocessing.Pool(asked.jobs) as pool:
-        seeds = range(asked.first, asked.first + asked.seeds)
+    with multiprocessing.Pool(options.jobs) as pool:
+        seeds = range(options.first, options.first + options.seeds)
         for seed, counts, problem in pool.imap_unordered(_one, seeds, chunksize=4):
             total += counts
             if problem:
                 failed.append(seed)
                 if len(failed) <= NUM_FAILED_MAX:
                     print(f"seed {seed} failed:\n{problem}", flush=True)
-    _told(total, asked.seeds, time.monotonic() - begin_s)
+    _told(total, options.seeds, time.monotonic() - begin_s)
     print(f"failed: {sorted(failed)}" if failed else "every seed holds")
     return 1 if failed else 0
 

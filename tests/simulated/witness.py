@@ -149,12 +149,12 @@ class Witness:
         if task is None or record.at_s < self.state.deadlines[body.deadline].due_s:
             return
         silent = {node.name for node in self.state.nodes.values() if node.unreachable}
-        asked = [rank for rank in task.living_members()
+        ranks = [rank for rank in task.living_members()
                  if not rank.is_stopped and rank.slot.node not in silent]
         hang = hang_of(self.state, task)
         self._check(record, hang is not None and int(of[1]) == task.generation, "without a hang")
         assert hang is not None
-        going = {rank.rank for rank in asked if rank.rank not in task.stalls}
+        going = {rank.rank for rank in ranks if rank.rank not in task.stalls}
         self._check(record, going == (set(hang.ranks) if hang.kind == "slow" else set()),
                     "while members make progress")
         for number in going:
@@ -162,7 +162,7 @@ class Witness:
             least_s = max(10 * crawl.normal_s, self.state.policy.hang_s_min)
             self._check(record, crawl.own_s >= least_s and crawl.iteration >= task.iteration,
                         "of an iteration that may only be slow")
-        stalls = {rank.rank: task.stalls[rank.rank] for rank in asked if rank.rank not in going}
+        stalls = {rank.rank: task.stalls[rank.rank] for rank in ranks if rank.rank not in going}
         own = [number for number, stall in stalls.items() if stall.where == "own"]
         self._check(record, hang.kind != "rank" or set(hang.ranks) <= set(own),
                     "blames a rank that waits for others")
@@ -180,8 +180,8 @@ class Witness:
         known = [self._known(task, number) for number in task.ranks]
         self._best[task.id] = max(known, default=-1)
         self._settled[task.id] = []
-        asked = [rank for number, rank in task.ranks.items() if self._known(task, number) >= 0]
-        self._whole[task.id] = is_complete(task, asked, self._best[task.id])
+        ranks = [rank for number, rank in task.ranks.items() if self._known(task, number) >= 0]
+        self._whole[task.id] = is_complete(task, ranks, self._best[task.id])
         members = [(member.rank, member.attempt) for member in body.members]
         self._check(record, len({rank for rank, _ in members}) == len(members), "has a rank twice")
 

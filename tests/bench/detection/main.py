@@ -42,8 +42,8 @@ def main() -> None:
     parser.add_argument("--systems", type=words(SYSTEMS), default=SYSTEMS)
     parser.add_argument("--cases", type=words((*CASES, OVERHEAD)), default=(*CASES, OVERHEAD))
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench" / "detection.json")
-    asked = parser.parse_args()
-    if asked.n < 1:
+    options = parser.parse_args()
+    if options.n < 1:
         parser.error("-n must be at least 1")
     signal.signal(signal.SIGTERM, interrupt)
     began_s = time.monotonic()
@@ -54,16 +54,16 @@ def main() -> None:
     rows: list[Row] = []
     folder = Path(tempfile.mkdtemp(prefix="unicron-bench-"))
     try:
-        for case in (case for case in CASES if case in asked.cases):
-            rows += rows_of(case, {name: _trials(folder, name, case, asked.n, say)
-                                   for name in asked.systems})
-        if OVERHEAD in asked.cases:
-            rows += _overhead(folder / OVERHEAD, asked.pairs, say)
+        for case in (case for case in CASES if case in options.cases):
+            rows += rows_of(case, {name: _trials(folder, name, case, options.n, say)
+                                   for name in options.systems})
+        if OVERHEAD in options.cases:
+            rows += _overhead(folder / OVERHEAD, options.pairs, say)
     except KeyboardInterrupt:
         say("interrupted: what was measured by then is told below")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        finish(rows, asked.out, began_s, held_to(rows), paper_s=PAPER_S)
+        finish(rows, options.out, began_s, held_to(rows), paper_s=PAPER_S)
 
 
 def _trials(folder: Path, name: str, case: str, num: int, say: Say) -> list[Trial]:

@@ -43,19 +43,19 @@ def main() -> None:
     parser.add_argument("--systems", nargs="*", choices=SYSTEMS, default=SYSTEMS)
     parser.add_argument("--cases", nargs="*", choices=CASES, default=CASES)
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench" / "planner.json")
-    asked = parser.parse_args()
-    if asked.n < 1:
+    args = parser.parse_args()
+    if args.n < 1:
         parser.error("-n must be at least 1")
     environment.ensure()
     began_s = time.monotonic()
     rows: list[Row] = []
     try:
-        for case in asked.cases:
-            told = measured(case, asked.systems, asked.n, asked.limit)
-            rows += rows_of(case, told, asked.limit)
+        for case in args.cases:
+            told = measured(case, args.systems, args.n, args.limit)
+            rows += rows_of(case, told, args.limit)
     except KeyboardInterrupt:
         sys.exit("interrupted")
-    finish(rows, asked.out, began_s, held_to(rows), versions=environment.versions(), rounds=asked.n)
+    finish(rows, args.out, began_s, held_to(rows), versions=environment.versions(), rounds=args.n)
 
 
 def measured(case: str, systems: Sequence[str], num: int, limit_s: float) -> dict[str, list[Told]]:

@@ -36,8 +36,8 @@ def main() -> None:
     parser.add_argument("--systems", type=words(SYSTEMS), default=SYSTEMS)
     parser.add_argument("--cases", type=words(CASES), default=CASES)
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench" / "recovery.json")
-    asked = parser.parse_args()
-    if asked.n < 1:
+    options = parser.parse_args()
+    if options.n < 1:
         parser.error("-n must be at least 1")
     from bench.recovery import environment
 
@@ -47,7 +47,7 @@ def main() -> None:
                                        *sys.argv[1:]], environment.environment(""))
     signal.signal(signal.SIGTERM, interrupt)
     try:
-        _measure(asked)
+        _measure(options)
     except KeyboardInterrupt:
         sys.exit("interrupted: what was measured by then is told above")
 
@@ -67,34 +67,34 @@ def interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _measure(asked: argparse.Namespace) -> None:
+def _measure(options: argparse.Namespace) -> None:
     from bench.recovery import environment, layouts
 
     began_s = time.monotonic()
     rows: list[Row] = []
     folder = Path(tempfile.mkdtemp(prefix="unicron-bench-"))
     try:
-        for found in _all(folder, asked, began_s):
+        for found in _all(folder, options, began_s):
             rows += found
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         rows += layouts.reshaped(rows)
-        finish(rows, asked.out, began_s, _held_to(rows), versions=environment.versions())
+        finish(rows, options.out, began_s, _held_to(rows), versions=environment.versions())
 
 
-def _all(folder: Path, asked: argparse.Namespace, began_s: float) -> Iterator[list[Row]]:
+def _all(folder: Path, options: argparse.Namespace, began_s: float) -> Iterator[list[Row]]:
     from bench.recovery import growth, layouts, overhead, shards
     from bench.recovery.rounds import Rounds
 
-    num, systems, cases = asked.n, asked.systems, asked.cases
+    num, systems, cases = options.n, options.systems, options.cases
 
     def say(text: str) -> None:
         print(f"{time.monotonic() - began_s:6.0f} s  {text}", flush=True)
 
     def has_time(what: str) -> bool:
-        late = time.monotonic() - began_s > asked.minutes * 60.0
+        late = time.monotonic() - began_s > options.minutes * 60.0
         if late:
-            say(f"{what} is left out: {asked.minutes:g} minutes are over")
+            say(f"{what} is left out: {options.minutes:g} minutes are over")
         return not late
 
     if any(case in cases for case in (*STRIKES, "breakdown")):
@@ -110,9 +110,9 @@ def _all(folder: Path, asked: argparse.Namespace, began_s: float) -> Iterator[li
         if case in cases and has_time(case):
             yield layouts.measure(folder / case, case, num, twins, say)
     if ("overhead" in cases or "overhead_copies" in cases) and has_time("overhead"):
-        yield overhead.measure(folder / "overhead", cases, asked.pairs, say)
+        yield overhead.measure(folder / "overhead", cases, options.pairs, say)
     if "zero1_overhead" in cases and has_time("zero1_overhead"):
-        yield shards.measure(folder / "zero1_overhead", asked.pairs, say)
+        yield shards.measure(folder / "zero1_overhead", options.pairs, say)
     if "restart" in cases and has_time("restart"):
         yield growth.measure_restart(folder / "restart", num, say)
     for case in ("growth_ranks", "growth_params"):

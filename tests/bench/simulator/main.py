@@ -35,16 +35,16 @@ def main() -> None:
     parser.add_argument("--systems", nargs="*", choices=POLICIES, default=POLICIES)
     parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench" / "sim.json")
-    asked = parser.parse_args()
-    if asked.n < 1:
+    options = parser.parse_args()
+    if options.n < 1:
         parser.error("-n must be at least 1")
     began_s, rows = time.monotonic(), list[Row]()
     try:
-        for case in asked.cases:
-            rows += measured(case, asked.systems, asked.n, ROOT / "build" / "bench-sim")
+        for case in options.cases:
+            rows += measured(case, options.systems, options.n, ROOT / "build" / "bench-sim")
     except KeyboardInterrupt:
         sys.exit("interrupted")
-    finish(rows, asked.out, began_s, [*growth(rows), *held_to(rows)], rounds=asked.n)
+    finish(rows, options.out, began_s, [*growth(rows), *held_to(rows)], rounds=options.n)
 
 
 def measured(case: str, systems: Sequence[str], num: int, folder: Path) -> list[Row]:

@@ -15,13 +15,13 @@ from unicron.control_plane.simulation.trace import generator
 
 def main(case: str, policy: str) -> None:
     """Simulate and time it. The printed number of events is the number of records."""
-    told = scenarios.parse(scenario(case, [policy]))
-    assert not isinstance(told.trace, str)
-    told = scenarios.with_nodes(told, ())
-    happenings = generator.draw(told.trace.drawn, told.cluster.names, told.cluster.slots,
-                                told.horizon_s)
-    chosen = scenarios.policy(told, policy)
-    ground = scenarios.run_input(told, chosen, happenings)
+    parsed = scenarios.parse(scenario(case, [policy]))
+    assert not isinstance(parsed.trace, str)
+    parsed = scenarios.with_nodes(parsed, ())
+    happenings = generator.draw(parsed.trace.drawn, parsed.cluster.names, parsed.cluster.slots,
+                                parsed.horizon_s)
+    chosen = scenarios.policy(parsed, policy)
+    ground = scenarios.run_input(parsed, chosen, happenings)
     began_s = time.process_time()
     run = Run(ground, chosen)
     run.play()

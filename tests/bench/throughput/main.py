@@ -28,17 +28,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="make bench-throughput")
     parser.add_argument("--out", type=Path, default=ROOT / "build/bench/throughput.json")
     parser.add_argument("--rows", action="store_true", help="every row with its layout")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     rows = published()
-    if asked.rows:
+    if options.rows:
         for row in rows:
             guess, layout = predicted(row, constants_of(row.model))
             print(f"{row.line:4} {row.name:48} {row.rate_flops / 1e12:6.1f} {guess / 1e12:6.1f} "
                   f"{100 * (guess / row.rate_flops - 1):+6.1f} %  {layout.told()}")
     found = [*errors(rows), *memory(rows)]
-    write(found, asked.out, {"rows": len(rows), "fitted": fit(sample(rows)).values})
+    write(found, options.out, {"rows": len(rows), "fitted": fit(sample(rows)).values})
     print(table(found))
-    print(f"\n{len(found)} rows in {asked.out}")
+    print(f"\n{len(found)} rows in {options.out}")
 
 
 def sample(rows: Sequence[Published]) -> list[Published]:

@@ -58,24 +58,24 @@ def test_spares_pay_up_to_a_number(
     path = written(tmp_path, trace={"drawn": {
         "mtbf_gpu_h": 300, "causes": {"ECC errors": 1}, "repair": {"constant_s": 72000}}})
     command.spares(path, most=5, seeds=1, report=tmp_path / "report", as_json=True)
-    told = rows(capsys)
-    curve = [told[f"spares-{num}", "spares", "share"] for num in range(6)]
+    values = rows(capsys)
+    curve = [values[f"spares-{num}", "spares", "share"] for num in range(6)]
     assert max(curve) > curve[0], "some number of spares must raise the share"
     assert curve[5] < max(curve), "the fifth spare must not pay"
-    assert len({told[f"spares-{num}", "unicron", "share"] for num in range(6)}) == 1
+    assert len({values[f"spares-{num}", "unicron", "share"] for num in range(6)}) == 1
     assert (tmp_path / "report" / "spares.png").exists()
     assert "<svg" in (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
 
 
 def test_more_weight_takes_no_slots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command.weights(written(tmp_path), task="light", seeds=1, report=None, as_json=True)
-    told = rows(capsys)
-    slots = [told[f"weights-{ratio:.6g}", "its slots, of all", "share"]
+    values = rows(capsys)
+    slots = [values[f"weights-{ratio:.6g}", "its slots, of all", "share"]
              for ratio in capacity.WEIGHT_RATIOS]
     assert slots == sorted(slots)
     assert slots[0] < slots[-1]
     # By the old weights other weights earn no more, except through gain_min and transitions.
-    assert all(told[f"weights-{ratio:.6g}", "all by the old weights, times", "share"] < 1.01
+    assert all(values[f"weights-{ratio:.6g}", "all by the old weights, times", "share"] < 1.01
                for ratio in capacity.WEIGHT_RATIOS)
 
 

@@ -29,9 +29,9 @@ def cluster(**changes: Any) -> dict[str, Any]:
 
 
 def run_inputs(policy: str, happenings: list[ExternalEvent]) -> tuple[RunInput, RunInput]:
-    told = scenario.parse(cluster())
-    chosen = scenario.policy(told, policy)
-    whole, few = (scenario.run_input(told, chosen, happenings, condense=condense)
+    parsed = scenario.parse(cluster())
+    chosen = scenario.policy(parsed, policy)
+    whole, few = (scenario.run_input(parsed, chosen, happenings, condense=condense)
                   for condense in (False, True))
     return whole, few
 
@@ -40,8 +40,8 @@ def played(policy: str, ground: RunInput) -> tuple[Outcome, list[list[int]]]:
     """The outcome of a run, and its distinct successive plans in GPUs."""
     log: list[Record] = []
     unit = 4 // ground.slots["n0"]
-    told = scenario.parse(cluster())
-    outcome = Run(ground, scenario.policy(told, policy), log.append).play()
+    parsed = scenario.parse(cluster())
+    outcome = Run(ground, scenario.policy(parsed, policy), log.append).play()
     plans = [[one.slots * unit for one in record.body.allocations]
              for record in log if isinstance(record.body, d.PlanChosen)]
     return outcome, [plan for plan, _ in groupby(plans)]
@@ -91,6 +91,6 @@ def test_aggregation_barely_changes_other_faults(policy: str, cause: str) -> Non
     {"cluster": {"nodes": 10, "slots": 3}},
     {"tasks": [{"name": "x", "slots": {"min": 8, "max": 9}, "throughput": {8: 1e12}}]}])
 def test_sizes_without_a_common_factor_are_not_aggregated(changes: dict[str, Any]) -> None:
-    told = scenario.parse(cluster(**changes))
-    chosen = scenario.policy(told, "unicron")
-    assert scenario.run_input(told, chosen) == scenario.run_input(told, chosen, condense=False)
+    parsed = scenario.parse(cluster(**changes))
+    chosen = scenario.policy(parsed, "unicron")
+    assert scenario.run_input(parsed, chosen) == scenario.run_input(parsed, chosen, condense=False)

@@ -257,13 +257,13 @@ def test_the_command_on_a_real_log(
     path = Path("demo.jsonl")
     from_log.from_log(path, settings=["weight.alpha=4"], policies=["unicron", "megatron"],
                       as_json=True)
-    told = json.loads(capsys.readouterr().out)
-    assert told["decisions"]["differ"] > 0, "another decider version wrote the log"
-    for one in (told["recorded"], *told["choices"]):
+    output = json.loads(capsys.readouterr().out)
+    assert output["decisions"]["differ"] > 0, "another decider version wrote the log"
+    for one in (output["recorded"], *output["choices"]):
         lost = sum(one["lost_waf_flop"].values())
         assert sum(each["lost_waf_flop"] for each in one["incidents"]) == pytest.approx(
             lost, rel=1e-6)
-    as_it_was, paper, doubled, megatron = told["recorded"], *told["choices"]
+    as_it_was, paper, doubled, megatron = output["recorded"], *output["choices"]
     assert paper["accumulated_waf_flop"] == pytest.approx(
         as_it_was["accumulated_waf_flop"], rel=0.03)
     # Its recorded weight was 2.

@@ -35,14 +35,14 @@ SEEDS = range(12)
 def play(policy: str, nodes: int, least: int, happenings: list[ExternalEvent], horizon_s: float,
          **constants: Any) -> WafAccount:
     """Run one task with throughput x on x slots, from `least` slots on."""
-    asked = scenario.parse({
+    parsed = scenario.parse({
         "apiVersion": "unicron/v1", "name": "closed", "cluster": {"nodes": nodes, "slots": 1},
         "tasks": [{"name": "one", "slots": {"min": least, "max": nodes},
                    "throughput": {size: float(size) for size in range(least, nodes + 1)}}],
         "policies": {policy: constants}, "trace": "trace.csv", "horizon_s": horizon_s,
         "limits": {"quarantine_faults": 1_000_000}})
-    chosen = scenario.policy(asked, policy)
-    return Run(scenario.run_input(asked, chosen, happenings), chosen).play().earnings
+    chosen = scenario.policy(parsed, policy)
+    return Run(scenario.run_input(parsed, chosen, happenings), chosen).play().earnings
 
 
 def losses(nodes: int, mtbf_s: float, away_s: float, horizon_s: float, seed: int
@@ -140,9 +140,9 @@ def cluster(sizes: list[tuple[int, int]], nodes: int = 6) -> dict[str, Any]:
 
 def both(policy: str, data: dict[str, Any], happenings: list[ExternalEvent]
          ) -> tuple[Outcome, Second]:
-    asked = scenario.parse(data)
-    chosen = scenario.policy(asked, policy)
-    ground = scenario.run_input(asked, chosen, happenings)
+    parsed = scenario.parse(data)
+    chosen = scenario.policy(parsed, policy)
+    ground = scenario.run_input(parsed, chosen, happenings)
     log: list[Record] = []
     outcome = Run(ground, chosen, log.append).play()
     seats: dict[int, tuple[str, ...]] = {}
@@ -156,9 +156,9 @@ def both(policy: str, data: dict[str, Any], happenings: list[ExternalEvent]
     jobs = [Job({size: flops * chosen.costs.speed for size, flops in task.throughput.items()},
                 task.weight, seats[number], 10.0 * max(task.throughput.values())
                 * chosen.costs.speed)
-            for number, task in zip(seats, asked.tasks, strict=True)]
+            for number, task in zip(seats, parsed.tasks, strict=True)]
     second = Second(list(ground.slots), jobs, chosen.costs, HOW[policy], 10.0)
-    second.play(happenings, asked.horizon_s)
+    second.play(happenings, parsed.horizon_s)
     return outcome, second
 
 
@@ -227,13 +227,13 @@ APART = st.lists(st.tuples(st.integers(0, 5), CAUSES, st.integers(1, 6)), max_si
 
 def heals(policy: str, size: int, happenings: list[ExternalEvent]) -> tuple[Outcome, Heals]:
     data = cluster([(1, size)]) | {"iteration_s": ITERATION_S}
-    asked = scenario.parse(data)
-    chosen = scenario.policy(asked, policy)
-    outcome = Run(scenario.run_input(asked, chosen, happenings), chosen).play()
+    parsed = scenario.parse(data)
+    chosen = scenario.policy(parsed, policy)
+    outcome = Run(scenario.run_input(parsed, chosen, happenings), chosen).play()
     rates = {number: 1e12 * chosen.costs.speed * number for number in range(1, size + 1)}
     second = Heals(rates, [f"n{number}" for number in range(6)], chosen.costs, ITERATION_S,
                    Limits().evidence_s_max)
-    second.play(happenings, asked.horizon_s)
+    second.play(happenings, parsed.horizon_s)
     return outcome, second
 
 
@@ -269,11 +269,11 @@ def test_unicron_has_the_best_of_all_allocations(curves: list[tuple[int, list[in
     tables = [{size: 1e11 * sum(more[:size]) for size in range(1, 5)} for _, more in curves]
     for task, (weight, _), table in zip(data["tasks"], curves, tables, strict=True):
         task |= {"weight": float(weight), "throughput": table}
-    asked = scenario.parse(data)
-    chosen = scenario.policy(asked, "unicron")
+    parsed = scenario.parse(data)
+    chosen = scenario.policy(parsed, "unicron")
     happenings = [ExternalEvent(DAY_S * (number + 1), f"n{node}", "fault", NODE)
                   for number, node in enumerate(away)]
-    outcome = Run(scenario.run_input(asked, chosen, happenings), chosen).play()
+    outcome = Run(scenario.run_input(parsed, chosen, happenings), chosen).play()
     for number in range(len(away) + 1):
         noon_s = outcome.began_s + DAY_S * (number + 0.5)
         waf = [one for at_s, one in outcome.earnings.curve if at_s <= noon_s][-1]

@@ -43,9 +43,9 @@ STUDY_OF = {"Unicron (Alibaba, 1 month trace)": "unicron", "Llama-3 405B": "llam
             "ByteRobust (ByteDance)": "byterobust", "Acme (Shanghai AI Lab Seren+Kalos)": "acme"}
 
 
-def faults(asked: Drawn, nodes: list[str] | None = None, horizon_s: float = YEAR_S
+def faults(drawn: Drawn, nodes: list[str] | None = None, horizon_s: float = YEAR_S
            ) -> list[ExternalEvent]:
-    return [one for one in draw(asked, nodes or NODES, 8, horizon_s) if one.event == "fault"]
+    return [one for one in draw(drawn, nodes or NODES, 8, horizon_s) if one.event == "fault"]
 
 
 def is_near(found: float, mean: float, deviation: float) -> bool:
@@ -82,8 +82,8 @@ def test_other_causes_or_repairs_keep_the_fault_times() -> None:
 
 
 def test_a_larger_cluster_keeps_the_faults_of_its_first_nodes() -> None:
-    asked = Drawn(mtbf_node_h=500.0)
-    small, large = faults(asked, NODES[:8]), faults(asked, NODES)
+    drawn = Drawn(mtbf_node_h=500.0)
+    small, large = faults(drawn, NODES[:8]), faults(drawn, NODES)
     assert [one for one in large if one.node in NODES[:8]] == small
 
 
@@ -114,8 +114,8 @@ def test_causes_have_their_shares(study: str) -> None:
 
 def test_a_count_is_exact() -> None:
     """Trace-a of the paper: 10 SEV1 and 33 other faults in 8 weeks, repaired after 1 to 7 days."""
-    asked = Drawn(count={"SEV1": 10, "other": 33}, repair=Repair(uniform_s=(DAY_S, 7 * DAY_S)))
-    found = draw(asked, NODES[:16], 8, 56 * DAY_S)
+    drawn = Drawn(count={"SEV1": 10, "other": 33}, repair=Repair(uniform_s=(DAY_S, 7 * DAY_S)))
+    found = draw(drawn, NODES[:16], 8, 56 * DAY_S)
     kinds = Counter(TABLE[one.cause] for one in found if one.event == "fault")
     assert kinds["SEV1"] == 10
     assert sum(kinds.values()) == 43
@@ -190,10 +190,10 @@ def test_only_present_nodes_have_faults_and_all_return(
         seed: int, rate: dict[str, Any], repair: str | Repair, causes: str, repeat: str | None,
         bursts: bool) -> None:
     horizon_s = 20 * DAY_S
-    asked = Drawn(seed=seed, **rate, repair=repair, causes=causes, repeat=repeat,
+    drawn = Drawn(seed=seed, **rate, repair=repair, causes=causes, repeat=repeat,
                   bursts=Bursts(every_h=40.0, sizes={1: 1, 3: 1}) if bursts or not rate else None)
     nodes = [f"n{number}" for number in range(200)]  # more than can be away at the same time
-    found = draw(asked, nodes, 8, horizon_s)
+    found = draw(drawn, nodes, 8, horizon_s)
     assert [one.at_s for one in found] == sorted(one.at_s for one in found)
     away: dict[str, bool] = {}
     for one in found:
@@ -202,7 +202,7 @@ def test_only_present_nodes_have_faults_and_all_return(
         assert away.get(one.node, False) == (one.event == "repaired")
         if one.event == "repaired" or TABLE[one.cause] == "SEV1":
             away[one.node] = one.event == "fault"
-    assert draw(asked, nodes, 8, horizon_s) == found
+    assert draw(drawn, nodes, 8, horizon_s) == found
 
 
 def test_a_simulated_cluster_ignores_no_drawn_event() -> None:

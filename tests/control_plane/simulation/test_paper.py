@@ -128,8 +128,8 @@ def test_rows_have_each_policy_on_each_trace(played: tuple[Path, list[dict[str, 
         min(ratios[case, system] for case in paper_evaluation.TRACES for system in POLICIES) >= 1.0)
     assert min(ratios[f"case-{number}", rule] for number in paper_evaluation.CASES
                for rule in paper_evaluation.RULES) >= 1.0
-    told = json.loads((played[0] / "rows.json").read_text())
-    assert told == rows
+    output = json.loads((played[0] / "rows.json").read_text())
+    assert output == rows
 
 
 def test_earned_and_lost_shares_add_up_to_one(played: tuple[Path, list[dict[str, Any]]]) -> None:

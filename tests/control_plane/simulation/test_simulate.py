@@ -146,14 +146,14 @@ def test_the_command_prints_each_policy(capsys: pytest.CaptureFixture[str], tmp_
                                         monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(EXAMPLE.parent)  # a short relative path keeps the page narrow
     command.simulate(Path(EXAMPLE.name), log=tmp_path / "a.log", as_json=True)
-    told = json.loads(capsys.readouterr().out)["policies"]
-    assert [*told] == ["unicron", "shrink", "spares", "requeue", "megatron"]
-    assert told["unicron"]["accumulated_waf_flop"] > told["megatron"]["accumulated_waf_flop"]
-    assert told["unicron"]["waf_over_time"][0][0] == 0
-    assert told["unicron"]["ignored"] == 0
-    by_task = told["unicron"]["waf_flop_by_task"]
+    output = json.loads(capsys.readouterr().out)["policies"]
+    assert [*output] == ["unicron", "shrink", "spares", "requeue", "megatron"]
+    assert output["unicron"]["accumulated_waf_flop"] > output["megatron"]["accumulated_waf_flop"]
+    assert output["unicron"]["waf_over_time"][0][0] == 0
+    assert output["unicron"]["ignored"] == 0
+    by_task = output["unicron"]["waf_flop_by_task"]
     assert [*by_task] == ["large", "middle", "small"]
-    assert sum(by_task.values()) == pytest.approx(told["unicron"]["accumulated_waf_flop"])
+    assert sum(by_task.values()) == pytest.approx(output["unicron"]["accumulated_waf_flop"])
     command.simulate(Path(EXAMPLE.name), log=None, as_json=False)
     page = capsys.readouterr().out
     assert max(map(len, page.splitlines())) <= 100
@@ -256,9 +256,9 @@ def test_a_task_without_slots_is_named(capsys: pytest.CaptureFixture[str], tmp_p
     path = tmp_path / "two.yaml"
     path.write_text(json.dumps(plain(tasks=[light, heavy], policies={"unicron": {}})))
     command.simulate(path, log=None, as_json=False)
-    told = capsys.readouterr().out
-    assert "waits      light has no slots even without a fault under unicron" in told
-    assert "heavy has" not in told
+    printed = capsys.readouterr().out
+    assert "waits      light has no slots even without a fault under unicron" in printed
+    assert "heavy has" not in printed
 
 
 def test_a_trace_after_the_horizon_is_refused(tmp_path: Path) -> None:

@@ -25,9 +25,9 @@ def play(policy: str, happenings: list[ExternalEvent], tasks: int = 1) -> Outcom
     one = data["tasks"][0]
     data["tasks"] = [one | {"name": f"task-{number}", "weight": 1.0 + number,
                             "slots": {"min": 1, "max": 8 // tasks}} for number in range(tasks)]
-    asked = scenario.parse(data)
-    chosen = scenario.policy(asked, policy)
-    run = Run(scenario.run_input(asked, chosen, happenings), chosen)
+    parsed = scenario.parse(data)
+    chosen = scenario.policy(parsed, policy)
+    run = Run(scenario.run_input(parsed, chosen, happenings), chosen)
     run.cluster.slot_time = Checked()
     run.account.set_training = run.cluster.slot_time.set_training
     return run.play()
