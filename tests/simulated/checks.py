@@ -83,8 +83,7 @@ def _check_progress(records: list[Record]) -> None:
     for record in records:
         match record.body:
             case Reconfigure() as body:
-                assert body.generation > generation.get(body.task, 0), (
-                    f"seq {record.seq}: the generation does not increase")
+                assert body.generation > generation.get(body.task, 0), f"seq {record.seq}: stale"
                 generation[body.task] = body.generation
             case Reconfigured() as body if body.generation == generation.get(body.task):
                 origins.setdefault((body.task, body.generation), []).append(body)

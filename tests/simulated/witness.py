@@ -292,8 +292,7 @@ class Witness:
         self._check(record, not told or any(
             (x.origin, x.origin_node, x.step_version, x.received_bytes) == (
                 body.origin, body.origin_node, body.origin_step_version, body.origin_bytes)
-            for x in told),
-                    "has a wrong origin")
+            for x in told), "has a wrong origin")
         self.counts[f"incidents from {body.origin}"] += 1
         most = train.num_micro_batches * self._resumes[body.of] if train is not None else 0
         if body.outcome not in ("failed", "ended"):
