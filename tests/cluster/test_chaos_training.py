@@ -1,4 +1,4 @@
-"""The fault script of a chaos training depends on its seed only; its picture on its data only."""
+"""A chaos training's faults depend only on its seed, and its picture only on its data."""
 
 from __future__ import annotations
 

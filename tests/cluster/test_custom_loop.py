@@ -31,8 +31,8 @@ def words(losses: Path) -> list[str]:
 
 
 def lines(file: Path) -> dict[int, dict[str, Any]]:
-    told = [json.loads(line) for line in file.read_text().splitlines()]
-    return {line["iteration"]: line for line in told}
+    entries = [json.loads(line) for line in file.read_text().splitlines()]
+    return {line["iteration"]: line for line in entries}
 
 
 def test_a_killed_rank_of_a_loop_changes_no_result(cluster: RealCluster, tmp_path: Path) -> None:
@@ -96,20 +96,20 @@ def test_a_loop_that_declines_restarts_as_a_whole(cluster: RealCluster, tmp_path
         "command": [sys.executable, str(script), *words(losses)[1:]], "heal": "in-memory",
         "loop": {"micro_batches": MICRO_BATCHES, "iterations": ITERATIONS, "checkpoint_every": 1,
                  "output": str(tmp_path / "out")}})
-    told: Any = cluster.wait_told(after, "InMemoryRecoveryDeclined", task=task).body
-    assert told.why.startswith("gradients scaled by the number of replicas")
-    cluster.wait(lambda: losses.exists() and len(lines(losses)) > STRUCK, "it does not train")
+    declined: Any = cluster.wait_told(after, "InMemoryRecoveryDeclined", task=task).body
+    assert declined.why.startswith("gradients scaled by the number of replicas")
+    cluster.wait(lambda: losses.exists() and len(lines(losses)) > STRUCK, "the loop trains")
     first = cluster.wait_told(after, "RankStarted", task=task, rank=VICTIM).body
     os.kill(first.pid, signal.SIGKILL)  # type: ignore[attr-defined]
     ended = cluster.wait_ended(task)
     assert ended["state"] == "finished", (ended, cluster.endings(task))
-    assert ended["declined"] == told.why
+    assert ended["declined"] == declined.why
     starts = [(one.body.rank, one.body.attempt)  # type: ignore[attr-defined]
               for one in cluster.told(after, "RankStarted")]
     assert sorted(starts) == [(0, 1), (0, 2), (1, 1), (1, 2)]
     found = [json.loads(line)["iteration"] for line in losses.read_text().splitlines()]
     assert sorted(set(found)) == list(range(ITERATIONS))
-    assert found.count(0) == 1, "it did not go on from its checkpoint"
+    assert found.count(0) == 1, "the restarted loop did not resume from its checkpoint"
     assert len(list((tmp_path / "out").glob("task-*/iter-*"))) == 1
 
 
@@ -159,18 +159,18 @@ def test_the_patched_script_recovers_in_memory(cluster: RealCluster, script: Pat
     losses = cluster.losses(struck)
     assert len(losses) == ITERATIONS
     assert losses == pytest.approx(cluster.losses(twin), rel=1e-6)
-    said = "".join(log.read_text() for log in cluster.state.logs.glob(f"{struck}-*/*.log"))
+    output = "".join(log.read_text() for log in cluster.state.logs.glob(f"{struck}-*/*.log"))
     for iteration in range(1, ITERATIONS + 1):  # printed by the last rank at that time
-        assert said.count(f"iteration {iteration:8d}/{ITERATIONS:8d} |") == 1, said
-    assert said.count(" validation loss at iteration ") == 2
+        assert output.count(f"iteration {iteration:8d}/{ITERATIONS:8d} |") == 1, output
+    assert output.count(" validation loss at iteration ") == 2
 
 
 def test_a_script_that_declines_trains_as_a_command(cluster: RealCluster, script: Path) -> None:
     after = cluster.seq()
     task = cluster.submit(job("declined", script, 2, "--use-torch-fsdp2"))
-    told: Any = cluster.wait_told(after, "InMemoryRecoveryDeclined", task=task).body
-    assert told.why == "FSDP (--use-torch-fsdp2)"
+    declined: Any = cluster.wait_told(after, "InMemoryRecoveryDeclined", task=task).body
+    assert declined.why == "FSDP (--use-torch-fsdp2)"
     assert cluster.wait_ended(task)["state"] == "finished", cluster.endings(task)
-    said = "".join(log.read_text() for log in cluster.state.logs.glob(f"{task}-*/*.log"))
-    assert "this loop cannot heal in memory: FSDP (--use-torch-fsdp2)" in said
-    assert "stock pretrain, rank 0 of 2" in said
+    output = "".join(log.read_text() for log in cluster.state.logs.glob(f"{task}-*/*.log"))
+    assert "this loop cannot heal in memory: FSDP (--use-torch-fsdp2)" in output
+    assert "stock pretrain, rank 0 of 2" in output

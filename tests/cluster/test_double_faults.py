@@ -83,7 +83,7 @@ def test_two_ranks_on_two_nodes_die_and_a_quiesced_survivor(pair: Pair) -> None:
         os.kill(before[pair.one][second], signal.SIGKILL)
         pair.wait_exit(pair.one, before[pair.one][second], after)
         assert not cluster.told(after, "Reconfigure", task=pair.one)
-    assert len(pair.healed(after, pair.one, pair.two)) == 2, "one incident of each"
+    assert len(pair.healed(after, pair.one, pair.two)) == 2, "expected one incident per task"
     for task, killed in ((pair.one, {victim, second}), (pair.two, set(ranks.values()))):
         assert cluster.kept(task, before[task]) == set(before[task]) - killed
 
@@ -104,7 +104,7 @@ def test_a_member_of_the_next_generation_dies_and_a_joined_newcomer(pair: Pair) 
     os.kill(newcomer.pid, signal.SIGKILL)
     assert joined.received_bytes > 0
     pair.wait_exit(pair.two, newcomer.pid, after)
-    assert len(pair.healed(after, pair.one, pair.two)) == 2, "one incident of each"
+    assert len(pair.healed(after, pair.one, pair.two)) == 2, "expected one incident per task"
     for task, killed in ((pair.one, {victim, second}), (pair.two, {first})):
         assert cluster.kept(task, before[task]) == set(before[task]) - killed
 
@@ -121,7 +121,7 @@ def test_a_newcomer_dies_in_its_first_micro_batch(pair: Pair, twins: Twins) -> N
     hold.unlink()
     pair.wait_exit(pair.one, line["pid"], after)
     assert sum(line["event"] == "forward" for line in cluster.traced(pair.one)
-               if line["pid"] == started.pid) <= 1, "it was killed late"
+               if line["pid"] == started.pid) <= 1, "the newcomer was killed too late"
     pair.healed(after, pair.one)
     assert cluster.kept(pair.one, before) == set(before) - {victim}
     assert cluster.task(pair.two)["generation"] == calm
@@ -137,7 +137,7 @@ def test_a_rank_dies_and_then_the_agent_of_its_node(pair: Pair) -> None:
     node = next(node for node in NODES if len(on[node]) == 2)
     victim = cluster.pids(pair.one)[on[node][0]]
     os.kill(victim, signal.SIGKILL)
-    pair.wait_exit(pair.one, victim, after)  # else the agent may die before it reports the exit
+    pair.wait_exit(pair.one, victim, after)  # the agent must report the exit before it dies
     cluster.kill_agent(node)
     cluster.wait_told(after, "IncidentEscalated", node=node, severity="SEV1")
     pair.healed(after, pair.one, num=2)

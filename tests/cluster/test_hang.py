@@ -55,8 +55,8 @@ def test_a_hung_rank_is_ended_and_the_others_finish_the_iteration(
     stalled = cluster.wait_told(after, "RankStalled", task=task, rank=victim)
     assert (stalled.body.where, stalled.body.iteration) == ("own", iteration), stalled
     assert stalled.body.stack.startswith(does), stalled
-    told = cluster.wait_told(after, "IncidentOpened", task=task)
-    opened = told.body
+    opened_record = cluster.wait_told(after, "IncidentOpened", task=task)
+    opened = opened_record.body
     assert (opened.severity, opened.status, opened.ranks) == ("SEV2", "task hang", (victim,))
     assert opened.why.startswith(f"rank {victim} on {opened.node} is stalled"), opened
     assert opened.why.endswith("3 others wait"), opened
@@ -80,10 +80,10 @@ def test_a_hung_rank_is_ended_and_the_others_finish_the_iteration(
     cluster.wait_whole(task, NUM)
     ended = cluster.wait_told(after, "IncidentClosed")
     closed = ended.body
-    assert ended.incident == told.incident
+    assert ended.incident == opened_record.incident
     assert (closed.outcome, closed.iterations_lost, closed.ckpt_read) == (
         "healed", 0, False), cluster.tail(after)
-    assert closed.pause_s >= HANG_S_MIN, "it stood since its last mark"
+    assert closed.pause_s >= HANG_S_MIN, "the pause starts at the rank's last mark"
     assert cluster.kept(task, before) == set(survivors)
     assert [record.body.rank for record in cluster.told(after, "RankExited", task=task)] == [victim]
     cluster.wait_steps(task)
@@ -95,18 +95,18 @@ def test_a_rank_that_is_far_too_slow_is_ended(story: Story) -> None:
     cluster.wait_paced(task, NUM)
     before, after = cluster.pids(task), cluster.seq()
     hold = cluster.hold(task, victim, then="slow", slow_s=SLOW_S)
-    told = cluster.wait_told(after, "IncidentOpened", task=task)
+    opened_record = cluster.wait_told(after, "IncidentOpened", task=task)
     hold.unlink()
-    opened = told.body
+    opened = opened_record.body
     assert (opened.severity, opened.status, opened.ranks) == ("SEV2", "task hang", (victim,))
     assert opened.why.startswith(f"rank {victim} on {opened.node} is still working"), opened
     (slow,) = [record for record in cluster.told(after, "StepTimeChanged", task=task, rank=victim)
                if record.seq in opened.evidence]
     assert slow.body.num_iterations == 1
     assert slow.body.own_s >= max(HANG_S_MIN, 10 * slow.body.normal_s)
-    stood_s = [record.body.in_s for record in
+    stalled_s = [record.body.in_s for record in
                cluster.told(after, "RankStalled", task=task, rank=victim)]
-    assert all(one < slow.body.own_s / 2 for one in stood_s), "it passes marks"
+    assert all(one < slow.body.own_s / 2 for one in stalled_s), "a slow rank still passes marks"
     waits = cluster.told(after, "RankStalled", task=task, where="collective",
                          iteration=slow.body.iteration)
     assert {record.body.rank for record in waits} == set(before) - {victim}

@@ -1,4 +1,4 @@
-"""A node's link is cut and restored: the other ranks continue, and the cut node's are stale.
+"""A node's link is cut and restored: near ranks continue, the far ones become stale.
 
 Two nodes in network namespaces, two of the task's four ranks on each. No process exits.
 """
@@ -79,21 +79,21 @@ def test_a_cut_node_is_lost_and_its_old_ranks_are_stale(
 
     # unreachable first; lost only when the near ranks also report that they wait for the far ones
     silenced = cluster.wait_told(after, "NodeUnreachable", node=FAR)
-    told = cluster.wait_told(after, "IncidentOpened")
-    opened = told.body
+    opened_record = cluster.wait_told(after, "IncidentOpened")
+    opened = opened_record.body
     assert (opened.severity, opened.node, sorted(opened.ranks)) == ("SEV1", FAR, theirs)
     assert opened.status == "lost connection", opened
     kinds = {seq: cluster.records()[seq - 1].kind for seq in opened.evidence}
     assert kinds[silenced.seq] == "NodeUnreachable", kinds
-    assert set(kinds.values()) - {"NodeUnreachable"}, f"one source alone: {opened}"
+    assert set(kinds.values()) - {"NodeUnreachable"}, f"evidence from one source only: {opened}"
     closed = cluster.wait_healed(after)
-    assert closed.pause_s >= HANG_S_MIN, "it stood since those over here wait"
+    assert closed.pause_s >= HANG_S_MIN, "the pause starts when the near ranks wait"
     cluster.wait_steps(task)
     assert cluster.kept(task, {rank: before[rank] for rank in ours}) == set(ours)
     assert len(cluster.told(after, "Reconfigure")[-1].body.members) == len(ours)
     cluster.wait_told(cluster.seq(), "CheckpointPublished", task=task)
     assert not cluster.told(after, "NodeReachable"), cluster.tail(after)
-    assert all(start_time(before[rank]) for rank in theirs), "nobody can reach them"
+    assert all(start_time(before[rank]) for rank in theirs), "an unreachable rank was ended"
 
     # once the node is reachable again its old ranks are ended, and it gets new ones
     mended = cluster.seq()
@@ -102,7 +102,7 @@ def test_a_cut_node_is_lost_and_its_old_ranks_are_stale(
     for rank in theirs:
         cluster.wait_told(after, "StopRank", task=task, rank=rank, attempt=1)
         cluster.wait_told(heard, "RankExited", task=task, rank=rank, attempt=1)
-        cluster.wait(lambda pid=before[rank]: start_time(pid) == "" or None, "it is gone")
+        cluster.wait(lambda pid=before[rank]: start_time(pid) == "" or None, "the old rank is gone")
     cluster.wait_whole(task, NUM)
     cluster.wait_told(cluster.seq(), "CheckpointPublished", task=task)
     assert cluster.kept(task, before) == set(ours)
@@ -114,7 +114,7 @@ def test_a_cut_node_is_lost_and_its_old_ranks_are_stale(
     assert not {record.kind for record in cluster.records(mended) if record.cause in late} - {
         "StopRank"}, cluster.tail(mended)
     assert len(cluster.told(0, "IncidentOpened")) == 1, cluster.tail(after)
-    published = cluster.told(told.seq, "CheckpointPublished", task=task)
+    published = cluster.told(opened_record.seq, "CheckpointPublished", task=task)
     assert all(int(record.body.path.split("/")[0].removeprefix("gen-")) > generation
                for record in published), published
 

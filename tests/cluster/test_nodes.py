@@ -24,7 +24,7 @@ UNTOLD_S_MAX = 2.0
 
 
 class Pair(cluster_story.Pair):
-    """Two tasks on three nodes of two slots: 4 and 2 slots, 3 and 1 when a node is lost."""
+    """Two tasks on three nodes of two slots: 4 and 2 slots, or 3 and 1 after a node is lost."""
 
     def __init__(self, cluster: Any, output: Path) -> None:
         super().__init__(

@@ -53,7 +53,7 @@ def test_while_frozen_a_killed_rank_is_not_started(one: One) -> None:
     assert withheld.why == "frozen: the switch is being replaced"
     cluster.wait_told(after, "RankExited", task=task, rank=1)
     cluster.wait(lambda: "start rank 1" in cluster.task(task)["withheld"] or None,
-                 "it is told what would be ordered")
+                 "the suppressed order is shown")
     survivors = {rank: pid for rank, pid in before.items() if rank != 1}
     assert cluster.kept(task, survivors) == set(survivors)
     frozen_seq = one.post("/v1/unfreeze")
@@ -91,7 +91,7 @@ def test_ranks_of_a_drained_node_are_replaced_before_they_stop(one: One) -> None
     seq = one.post(f"/v1/nodes/{node}/undrain")
     cluster.wait_told(seq, "PlanChosen")
     cluster.wait_steps(task)
-    assert cluster.pids(task) == now, "no churn: it stays where it is"
+    assert cluster.pids(task) == now, "an undrained node moves no rank"
 
 
 def test_a_preempted_task_is_saved_and_continues_at_its_iteration(one: One) -> None:
@@ -115,10 +115,10 @@ def test_a_preempted_task_is_saved_and_continues_at_its_iteration(one: One) -> N
     begun = [record.body for record in cluster.told(urgent, "Reconfigured", task=task)]
     assert {body.step_version for body in begun} == {saved.step_version}
     first, second = sorted(begun, key=lambda body: body.source)
-    assert first.origin in ("checkpoint", "copy"), "one of that very step is as good"
+    assert first.origin in ("checkpoint", "copy"), "both have the saved step"
     assert (first.source, second.source, second.origin) == (-1, first.rank, "peer")
-    told = cluster.told(urgent, "TaskProgressed", task=task, generation=order.generation)
-    assert max(x.body.first_iteration + len(x.body.losses) for x in told) == saved.step_version
+    reports = cluster.told(urgent, "TaskProgressed", task=task, generation=order.generation)
+    assert max(x.body.first_iteration + len(x.body.losses) for x in reports) == saved.step_version
     one.nothing_lost(urgent)
-    assert len(cluster.losses(task)) > saved.step_version, "all told, each iteration once"
+    assert len(cluster.losses(task)) > saved.step_version, "no loss after the saved step"
     cluster.verify()

@@ -24,7 +24,7 @@ def test_a_dry_run_equals_the_applied_plan(cluster: Any, tmp_path: Path) -> None
     assert "why        job 4 -> 2: " in shown.stdout
     assert "--apply --check" in shown.stdout
     tried = json.loads(cluster.unicron("plan", "--without", "n2", "-o", "json").stdout)
-    assert not cluster.told(seq, "NodeDrained"), "nothing is written"
+    assert not cluster.told(seq, "NodeDrained"), "a dry run drains no node"
 
     stale = cluster.unicron("plan", "--without", "n2", "--apply", "--check",
                             str(tried["input"] - 1))

@@ -59,13 +59,13 @@ def test_printed_progress_gives_a_measured_throughput(cluster: RealCluster, tmp_
 
     measured: Any = cluster.wait_told(0, "ThroughputSet", task=task, origin="measured").body
     after = cluster.client().get("/v1/state")["cluster"]["input"]
-    assert after != before, "a dry run of before does not hold any more"
+    assert after != before, "the measured throughput makes earlier plans stale"
     shown, size = cluster.task(task), len(cluster.task(task)["ranks"])
     rate = measured.rates_flops[measured.sizes.index(size)]
-    told: list[Any] = [x.body for x in cluster.told(0, "IterationsLogged", task=task)]
-    steps_s = [body.step_s for body in told if body.num_iterations]
+    reports: list[Any] = [x.body for x in cluster.told(0, "IterationsLogged", task=task)]
+    steps_s = [body.step_s for body in reports if body.num_iterations]
     flops = iteration_flops(convert(MODEL, MegatronModel))
-    assert flops / max(steps_s) <= 1.000001 * rate, "as fast as it says of itself"
+    assert flops / max(steps_s) <= 1.000001 * rate, "the rate is below the slowest iteration's"
     assert flops / min(steps_s) >= 0.999999 * rate
     assert shown["iterations"] == 100_000
     assert shown["loss"] > 0
@@ -85,7 +85,7 @@ def test_printed_progress_gives_a_measured_throughput(cluster: RealCluster, tmp_
     restarted: Any = cluster.wait(lambda: next((
         record for record in cluster.told(seq, "IterationsLogged", task=task, num_iterations=0)),
         None), "the first line of the new round")
-    assert restarted.body.iteration > 10, "it went on from its own checkpoint"
+    assert restarted.body.iteration > 10, "the command resumed from its own checkpoint"
     assert restarted.body.attempt == 2
     wait_logged(cluster, task, restarted.seq, done + 1)
     cluster.verify()

@@ -74,8 +74,8 @@ def test_a_task_that_lost_both_its_nodes_resumes_from_its_checkpoint(
              if record.seq < begun[0].seq}
     assert {record.body.step_version for record in begun} == {max(steps)}
     resumed = cluster.told(after, "Resume", task=task)[-1].seq
-    told = max(record.body.first_iteration + len(record.body.losses) for record in
-               cluster.told(0, "TaskProgressed", task=task) if record.seq < resumed)
-    assert closed.body.iterations_lost == view["iterations_lost"] == max(told - max(steps), 0)
+    reported = max(record.body.first_iteration + len(record.body.losses) for record in
+                   cluster.told(0, "TaskProgressed", task=task) if record.seq < resumed)
+    assert closed.body.iterations_lost == view["iterations_lost"] == max(reported - max(steps), 0)
     assert cluster.losses(task, again_rel=1e-5)
     cluster.verify()

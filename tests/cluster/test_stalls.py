@@ -70,12 +70,12 @@ def test_a_stalled_rank_is_distinguished_from_those_that_wait(
         os.kill(line["pid"], signal.SIGSTOP)
     else:
         cluster.hold(task, VICTIM, event="forward", then=then)
-    told = stalls(cluster, task, after)
-    guilty = told.pop(VICTIM)
+    reported = stalls(cluster, task, after)
+    guilty = reported.pop(VICTIM)
     assert (guilty.where, guilty.what, guilty.collective) == ("own", "micro_batch", 0), guilty
     assert guilty.stack.startswith(
         {"gil": "sleeps", "loop": "computes", "stop": "stopped by a signal"}[then]), guilty
-    for waits in told.values():
+    for waits in reported.values():
         assert (waits.where, waits.iteration) == ("collective", guilty.iteration), waits
         assert waits.collective > 0, waits
     assert {len(cluster.told(after, "RankStalled", task=task, rank=rank))
@@ -106,17 +106,17 @@ def test_a_rank_stalled_in_an_overlapped_reduction_is_reported(
     task = begun(cluster, tmp_path, "held")
     after = cluster.seq()
     hold = cluster.hold(task, VICTIM, event="bucket")
-    told = stalls(cluster, task, after)
-    guilty = told.pop(VICTIM)
+    reported = stalls(cluster, task, after)
+    guilty = reported.pop(VICTIM)
     assert guilty.where == "own", guilty
-    for waits in told.values():
+    for waits in reported.values():
         assert (waits.where, waits.iteration) == ("collective", guilty.iteration), waits
         assert waits.collective > guilty.collective, (waits, guilty)
     hold.unlink()
     for rank in range(NUM):
-        went = cluster.wait_told(after, "RankUnstalled", task=task, rank=rank).body
-        assert went.iteration >= guilty.iteration, went
-        assert went.stalled_s >= 1.0
+        ended = cluster.wait_told(after, "RankUnstalled", task=task, rank=rank).body
+        assert ended.iteration >= guilty.iteration, ended
+        assert ended.stalled_s >= 1.0
 
 
 def test_a_slow_rank_is_found_by_its_own_work(patient: RealCluster, tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_a_slow_rank_is_found_by_its_own_work(patient: RealCluster, tmp_path: Pa
     slow = cluster.wait(lambda: next(
         (record.body for record in cluster.told(after, "StepTimeChanged", task=task, rank=VICTIM)
          if record.body.own_s >= 2 * record.body.normal_s), None),  # type: ignore[attr-defined]
-        "it is told as slow")
+        "the slow rank is reported")
     assert slow.iteration_s >= slow.own_s
     for record in cluster.told(after, "StepTimeChanged", task=task):
         if record.body.rank != VICTIM:  # type: ignore[attr-defined]

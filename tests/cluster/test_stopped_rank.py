@@ -1,4 +1,4 @@
-"""A rank is stopped (SIGSTOP) in the middle of a reduction: the others do not wait for a minute.
+"""A rank is stopped (SIGSTOP) in the middle of a reduction: the others wait less than a minute.
 
 The rank is first held before its bucket, so that the others wait in their collective.
 """
@@ -72,14 +72,14 @@ def test_a_stopped_rank_is_ended_and_the_others_finish_the_iteration(story: Stor
     before = cluster.pids(task)
     iteration, pid, struck_s = story.stop_in_reduction()
     opened = cluster.wait_told(after, "IncidentOpened", task=task).body
-    told = cluster.told(after, "RankSuspended", task=task)[0]
+    suspended = cluster.told(after, "RankSuspended", task=task)[0]
     assert (opened.severity, opened.status, opened.why) == (
         "SEV2", "task hang", f"rank {VICTIM} on {opened.node} is stopped (SIGSTOP)")
-    assert told.seq in opened.evidence
+    assert suspended.seq in opened.evidence
     cluster.wait_told(after, "RankExited", task=task, rank=VICTIM, pid=pid,
                       signal=int(signal.SIGKILL))
     proc = linux.read(pid)
-    assert proc is None or proc.state in "ZX", "nobody has to let it go on"
+    assert proc is None or proc.state in "ZX", "SIGKILL ends a stopped process"
 
     # the survivors completed the same iteration within the limit
     survivors = {rank: own for rank, own in before.items() if rank != VICTIM}
@@ -90,7 +90,7 @@ def test_a_stopped_rank_is_ended_and_the_others_finish_the_iteration(story: Stor
 
     cluster.wait_whole(task, 4)
     closed = cluster.wait_healed(after)
-    assert closed.pause_s >= STOPPED_S_MAX, "it stood since the stop"
+    assert closed.pause_s >= STOPPED_S_MAX, "the pause starts at the stop"
     assert closed.pause_s == pytest.approx(took_s, abs=BUSY_S_MAX)
     assert cluster.kept(task, before) == set(survivors)
 

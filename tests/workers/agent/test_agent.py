@@ -137,7 +137,7 @@ def test_the_environment_of_a_rank(tmp_path: Path) -> None:
     assert on_gpu["UNICRON_TRACE_DIR"] == str(tmp_path / "trace")
     env = environment(msgspec.structs.replace(order, spec=python("pass")), traced, {})
     assert (env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"]) == ("3", "4", "1")
-    assert "CUDA_VISIBLE_DEVICES" not in env, "a command chooses by LOCAL_RANK"
+    assert "CUDA_VISIBLE_DEVICES" not in env, "a command selects its GPU by LOCAL_RANK"
 
 
 # --- which orders are carried out ---------------------------------------------------------------
@@ -239,7 +239,7 @@ async def test_a_training_rank_receives_orders_through_its_pipe(
         assert f"Resume {resume} 1" in logs[0]
         assert f"Quiesce {quiesce} 1" in logs[0]
         assert logs[1].split()[0] == "StartRank"
-        assert len(logs[1].splitlines()) == 1, "what concerns another is not told"
+        assert len(logs[1].splitlines()) == 1, "orders for rank 0 do not reach rank 1"
 
 
 async def test_the_error_report_precedes_the_exit(node: LocalNode) -> None:
@@ -276,7 +276,7 @@ async def test_the_exit_of_a_rank_is_reported_before_its_children_are_gone(
         await one.leader.wait(RankExited)
         await one.start(train(0), attempt=2)
         await asyncio.sleep(0.5)
-        assert len(one.leader.all(RankStarted)) == 1, "its slot is free already"
+        assert len(one.leader.all(RankStarted)) == 1, "the slot was freed too early"
         left.clear()
         await one.leader.wait(RankStarted, 2)
 

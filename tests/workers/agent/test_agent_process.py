@@ -254,7 +254,7 @@ async def test_a_rank_stopped_without_end_is_killed_after_its_grace(node: LocalN
     await node.stop_rank(grace_s=0.5)
     (exited,) = await node.leader.wait(RankExited)
     assert time.monotonic() - began_s >= 0.5
-    assert exited.signal == signal.SIGKILL, "it could not hear SIGTERM"
+    assert exited.signal == signal.SIGKILL, "a stopped process does not handle SIGTERM"
 
 
 async def test_a_higher_attempt_fences_a_stopped_rank(node: LocalNode) -> None:
@@ -292,7 +292,7 @@ async def test_a_stop_is_reported_once_and_so_is_its_end(node: LocalNode) -> Non
     os.kill(started[1], signal.SIGKILL)
     await node.leader.wait(RankExited)
     await asyncio.sleep(2 * LOOK_S)
-    assert len(node.leader.all(RankContinued)) == 1, "who is killed does not go on"
+    assert len(node.leader.all(RankContinued)) == 1, "a killed rank is not reported as continued"
     assert len(node.leader.all(RankSuspended)) == 3
     os.kill(started[0], signal.SIGCONT)  # lets it end at once
 
@@ -414,7 +414,7 @@ async def test_an_agent_or_server_that_stops_for_a_while_loses_nothing(
         sizes.append(count.stat().st_size)
 
     await _pause(agent.pid if who == "agent" else own_server.pid, meanwhile)
-    assert count.stat().st_size > sizes[0] + 10, "the other one worked on"
+    assert count.stat().st_size > sizes[0] + 10, "rank 0 runs during the pause"
     (exited,) = await plane.wait(RankExited)
     assert (exited.rank, exited.exit_code) == (1, 0)
     await _wait_for_heartbeat(plane)

@@ -136,7 +136,7 @@ def test_a_shells_exit_code_says_which_signal() -> None:
     (f"warning: {REFUSED}, trying again\niteration 7\n" + raised(RESET, "ValueError: no"),
      CONNECTION_RESET, RESET),
     (raised(REFUSED, "ValueError: the batch could not be made"), CONNECTION_REFUSED, REFUSED),
-], ids=["not what a retry printed", "not its wrapper"])
+], ids=["an earlier retry", "a wrapper exception"])
 def test_the_innermost_of_the_last_traceback_decides(text: str, status: str, line: str) -> None:
     cause = why(ONE, text)
     assert (cause.status, cause.line) == (status, line)
@@ -275,7 +275,7 @@ def test_an_oom_kill_explains_one_exit(tmp_path: Path, line: str, file: str) -> 
     group = kills.group(7)
     assert group is not None
     assert group is kills.group(7)
-    assert group.claim(0.0) == "", "what was killed before is another's"
+    assert group.claim(0.0) == "", "an earlier kill is not counted"
     machine.count(5)
     assert f"oom_kill 5 in {machine.file}" in group.claim(1.0)
     assert group.claim(1.0)
@@ -300,7 +300,7 @@ def test_a_malformed_counter_is_ignored(tmp_path: Path, text: str) -> None:
     machine = Machine(tmp_path, "0::/job\n", "job/memory.events")
     machine.file.write_text(text)
     assert machine.kills().group(7) is None
-    assert machine.kills().group(8) is None, "it has ended"
+    assert machine.kills().group(8) is None, "pid 8 does not exist"
     (machine.proc / "7" / "cgroup").write_text("nonsense\n::\n:\n")
     assert machine.kills().group(7) is None
 
@@ -383,7 +383,7 @@ def test_a_shell_whose_program_is_killed(end_of: Any) -> None:
     ended = end_of(command("sh", "-c", "\"$0\" -c 'import ctypes; ctypes.string_at(0)'\n"
                                        "exit $?", sys.executable))
     assert ended.exit_code == 139
-    assert "egmentation fault" in ended.cause, "what the shell printed, or else what its code means"
+    assert "egmentation fault" in ended.cause, "the shell's message or the exit code's meaning"
 
 
 CHAIN = """

@@ -65,7 +65,7 @@ ASIDES = (
 )
 
 
-@pytest.mark.parametrize(("line", "told"), [
+@pytest.mark.parametrize(("line", "expected"), [
     (CORE, ProgressLine(2, 5000, 25.8792, 10.4456, 128, 0, 0)),
     (DEEPSPEED, ProgressLine(12695, 115311, 105.22, 2.463556, 2048, 2, 1)),
     (NEOX, ProgressLine(10, 50, 19.9876, 7.123456, 0, 0, 0)),
@@ -82,11 +82,11 @@ ASIDES = (
     (b" iteration 30/25 | elapsed time per iteration (ms): 548.5",
      ProgressLine(30, 0, 0.5485, None, 0, 0, 0)),
 ])
-def test_progress_lines_of_all_versions_are_parsed(line: bytes, told: ProgressLine) -> None:
+def test_progress_lines_of_all_versions_are_parsed(line: bytes, expected: ProgressLine) -> None:
     found = parse(line)
     assert found is not None
-    assert found._replace(step_s=0.0) == told._replace(step_s=0.0)
-    assert found.step_s == pytest.approx(told.step_s)
+    assert found._replace(step_s=0.0) == expected._replace(step_s=0.0)
+    assert found.step_s == pytest.approx(expected.step_s)
 
 
 @pytest.mark.parametrize("line", [
@@ -262,7 +262,7 @@ def test_a_log_that_grows_too_fast_is_read_at_its_end(
     assert report is not None
     assert (report.iteration, report.num_iterations, report.step_s) == (4, 2, 0.1)
     write(log, b"x" * 5000 + log_line(5))
-    assert reader.look(1000) is None, "the beginning of its line was left out"
+    assert reader.look(1000) is None, "a line without its beginning is ignored"
     assert capsys.readouterr().out.count("faster than the agent reads") == 1
 
 
@@ -376,10 +376,10 @@ async def test_the_agent_reports_the_lines_of_a_command(node: LocalNode) -> None
         (25.8792, 10.4456, 128)}
     kinds = [record.kind for record in node.leader.records]
     assert kinds[-1] == "RankExited"
-    said_s = [record.occurred_s for record in node.leader.records
+    reported_s = [record.occurred_s for record in node.leader.records
               if record.kind == "IterationsLogged"]
-    assert all(later - sooner > 0.5 for sooner, later in pairwise(said_s[:-2])), (
-        "but for what is left at the end")
+    assert all(later - sooner > 0.5 for sooner, later in pairwise(reported_s[:-2])), (
+        "all reports but the last two are spaced")
 
 
 # --- lines that stop coming ----------------------------------------------------------------------
@@ -423,21 +423,21 @@ def played(tmp_path: Path) -> Iterator[Played]:
 def test_a_silent_command_is_reported_once_and_when_it_continues(played: Played) -> None:
     played.print(10)
     played.wait(58.0)
-    assert not played.stalls(), "a minute at least, however short iterations are"
+    assert not played.stalls(), "the limit is at least a minute"
     played.wait(100.0)
     (stall,) = played.stalls()
     assert (stall.task, stall.rank, stall.where, stall.what, stall.collective, stall.iteration) == (
         7, 0, "own", "no line of progress", 0, 10)
     assert stall.normal_s == pytest.approx(STEP_S)
     assert 60 < stall.in_s < 63
-    assert stall.stack, "what its process does"
+    assert stall.stack
     played.print()
     ended, last = played.told[-2:]
     assert isinstance(ended, RankUnstalled)
     assert isinstance(last, IterationsLogged)
     assert ended.stalled_s == pytest.approx(161, abs=2)
     played.wait(400.0)
-    assert len(played.stalls()) == 1, "what it has shown is waited for three times"
+    assert len(played.stalls()) == 1, "the limit is three times the longest interval"
     played.wait(100.0)
     assert len(played.stalls()) == 2
 
@@ -445,7 +445,7 @@ def test_a_silent_command_is_reported_once_and_when_it_continues(played: Played)
 def test_the_intervals_of_a_command_set_its_limit(played: Played) -> None:
     played.print(8, every_s=30.0)
     played.wait(290.0)
-    assert not played.stalls(), "ten times the average"
+    assert not played.stalls(), "the limit is ten times the average interval"
     played.wait(30.0)
     assert len(played.stalls()) == 1
 
@@ -466,17 +466,17 @@ def test_before_five_intervals_no_stall_is_reported(played: Played) -> None:
     assert not played.stalls()
     played.print(1)
     played.wait(3 * 3600.0)
-    assert not played.stalls(), "the hour was an interval"
+    assert not played.stalls(), "the hour of silence counts as an interval"
 
 
-@pytest.mark.parametrize("said", ASIDES)
-def test_an_announced_pause_extends_the_limit(played: Played, said: str) -> None:
+@pytest.mark.parametrize("announcement", ASIDES)
+def test_an_announced_pause_extends_the_limit(played: Played, announcement: str) -> None:
     played.print(10)
-    write(played.logs[0], f"{said}\n".encode())
+    write(played.logs[0], f"{announcement}\n".encode())
     played.wait(ANNOUNCED_PAUSE_S - 10)
     assert not played.stalls()
     played.wait(20.0)
-    assert len(played.stalls()) == 1, "not for ever"
+    assert len(played.stalls()) == 1, "the extension is limited"
 
 
 def test_an_announcement_before_the_last_line_does_not_count(played: Played) -> None:
@@ -492,7 +492,7 @@ def test_rank_0_announces_and_the_last_rank_prints(tmp_path: Path) -> None:
     write(played.logs[0], b"saving checkpoint at iteration 1 to /ckpt\n")
     played.print(10)
     played.wait(70.0)
-    assert [report.rank for report in played.stalls()] == [1], "that was before"
+    assert [report.rank for report in played.stalls()] == [1], "an outdated announcement"
     played.print(1)
     write(played.logs[0], b"x" * 200_000 + b"\nsaving checkpoint at iteration 11 to /ckpt\n")
     played.wait(600.0)
@@ -515,12 +515,12 @@ def test_time_in_which_the_agent_was_paused_does_not_count(played: Played) -> No
     played.wait(55.0)
     played.now_s += 3600.0
     played.wait(58.0)
-    assert not played.stalls(), "and everybody has a full span again"
+    assert not played.stalls(), "the limit starts again after the pause"
     played.wait(5.0)
     assert len(played.stalls()) == 1
     played.print(1)
     played.wait(62.0)
-    assert len(played.stalls()) == 2, "nor is it an interval that the command has shown"
+    assert len(played.stalls()) == 2, "the pause is not an interval of the command"
 
 
 def test_no_stall_is_reported_where_the_monitor_is_off(tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def test_the_ring_keeps_the_last_iterations(page: ProgressPage) -> None:
     while done := page.done(num):
         num = done[-1].num
         found += [one.iteration for one in done]
-    assert found == list(range(found[0], 10 * RING_NUM + 7)), "in order, up to the last"
+    assert found == list(range(found[0], 10 * RING_NUM + 7)), "an iteration is missing"
 
 
 def test_a_page_is_consistent_when_its_writer_is_stopped(page: ProgressPage) -> None:
@@ -292,7 +292,7 @@ def test_a_paused_monitor_lets_ranks_report_first(monitored: Monitored, away_s: 
     monitored.go(0.5)
     monitored.now_s += away_s
     monitored.watch.look(monitored.now_s)
-    assert monitored.bodies == [], "it came back this moment"
+    assert monitored.bodies == [], "the monitor has just resumed"
     left_s = STALL_S_MIN - 0.5 if away_s < PAUSE_S else STALL_S_MIN
     monitored.go(left_s - 2 * WATCH_S)
     assert monitored.bodies == []
@@ -312,9 +312,9 @@ def test_a_rank_that_waits_for_a_core_is_not_stalled(
 
     monkeypatch.setattr(process_state, "look", look)
     monitored.go(5.0)
-    assert monitored.bodies == [], "it was given no core"
+    assert monitored.bodies == [], "the rank was waiting for a core"
     monitored.go(STALL_S_MIN)
-    assert len(monitored.take(RankStalled)) == 1, "since then it was"
+    assert len(monitored.take(RankStalled)) == 1, "the rank has had a core since then"
 
 
 def test_the_step_time_is_reported_when_known_and_when_it_has_changed(monitored: Monitored) -> None:
@@ -325,7 +325,7 @@ def test_the_step_time_is_reported_when_known_and_when_it_has_changed(monitored:
     assert first.num_iterations == WINDOW_NUM
     assert (first.own_s, first.normal_s, first.iteration_s) == pytest.approx((0.1, 0.1, 0.2))
     monitored.iterate(WINDOW_NUM, own_s=0.1, wait_s=0.4)
-    assert monitored.bodies == [], "it waits longer for others; its own work is as it was"
+    assert monitored.bodies == [], "only the wait for others is longer"
     monitored.iterate(2 * WINDOW_NUM, own_s=0.15)
     (second,) = monitored.take(StepTimeChanged)
     assert (second.own_s, second.normal_s) == pytest.approx((0.15, 0.1))
@@ -341,7 +341,7 @@ def test_step_times_are_reported_at_a_bounded_rate(monitored: Monitored) -> None
         monitored.iterate(WINDOW_NUM, own_s=0.05, wait_s=0.01)
         monitored.iterate(WINDOW_NUM, own_s=0.01, wait_s=0.01)
         num += len(monitored.take(StepTimeChanged))
-    assert 1 < num <= 2 + (monitored.now_s - began_s) / REPORT_S / 4, "the window grows each time"
+    assert 1 < num <= 2 + (monitored.now_s - began_s) / REPORT_S / 4, "the window does not grow"
 
 
 def test_a_very_slow_iteration_is_reported_while_it_runs(monitored: Monitored) -> None:
@@ -362,7 +362,7 @@ def test_a_very_slow_iteration_is_reported_while_it_runs(monitored: Monitored) -
     monitored.iterate(WINDOW_NUM)
     monitored.go(REPORT_S)
     (again,) = monitored.take(StepTimeChanged)
-    assert again.own_s == pytest.approx(0.1), "as it has been since"
+    assert again.own_s == pytest.approx(0.1), "the time of the later iterations"
     assert monitored.bodies == []
 
 
@@ -449,7 +449,7 @@ def test_cpu_wait_is_the_time_without_a_shared_core(elsewhere: bool) -> None:
         os.sched_setaffinity(0, cores)
         other.kill()
         other.wait()
-    assert waited_s > 0.1, "two shared it"
+    assert waited_s > 0.1, "two processes shared the core"
     assert took_s - waited_s == pytest.approx(0.3, abs=0.1)
     assert cpu_wait.cpu_wait_s(os.getpid()) > 0
 

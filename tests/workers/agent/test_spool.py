@@ -81,10 +81,10 @@ def test_a_full_spool_drops_progress_first_and_reports_the_loss() -> None:
     num_lost = sum(body.num_lost for body in bodies if isinstance(body, ReportsLost))
     assert num_lost + sum(isinstance(body, TaskProgressed) for body in bodies) == 200
     kept = [body.first_iteration for body in bodies if isinstance(body, TaskProgressed)]
-    assert kept == list(range(200 - len(kept), 200)), "the oldest go first"
+    assert kept == list(range(200 - len(kept), 200)), "the oldest are dropped first"
     taken, last = accept(spool.behind(0, 10_000))
     assert last == spool.last == 221
-    assert len(taken) == len(bodies), "nothing behind a hole"
+    assert len(taken) == len(bodies), "no report follows a gap"
 
 
 def test_a_full_spool_drops_reports_of_superseded_checkpoints_first() -> None:
@@ -111,7 +111,7 @@ def test_a_full_spool_drops_reports_of_superseded_checkpoints_first() -> None:
     assert num_lost + len(kept) == 801
     assert num_lost > 400
     taken, last = accept(spool.behind(0, 10_000))
-    assert (len(taken), last) == (len(bodies), spool.last), "nothing behind a hole"
+    assert (len(taken), last) == (len(bodies), spool.last), "no report follows a gap"
 
 
 def test_a_full_spool_drops_the_oldest_but_never_node_joined() -> None:

@@ -50,7 +50,7 @@ async def joined(plane: PlaneStub, **env: str) -> AsyncGenerator[int]:
 
 async def test_ranks_are_forked_as_children_of_the_agent(plane: PlaneStub, tmp_path: Path) -> None:
     async with joined(plane) as agent:
-        assert not zygotes(agent), "who does not train needs none"
+        assert not zygotes(agent), "no training rank, no zygote"
         await plane.start_rank(tiny(tmp_path / "a"))
         await plane.start_rank(tiny(tmp_path / "a"), rank=1)
         first, second = await plane.wait(r.RankStarted, 2)
@@ -60,7 +60,7 @@ async def test_ranks_are_forked_as_children_of_the_agent(plane: PlaneStub, tmp_p
             proc = linux.read(started.pid)
             assert proc is not None
             assert (proc.ppid, proc.pgid, proc.sid) == (agent, started.pid, started.pid)
-            assert ZYGOTE in command_line(started.pid), "it was forked, not started by exec"
+            assert ZYGOTE in command_line(started.pid), "the rank was not forked by the zygote"
         os.kill(first.pid, signal.SIGKILL)
         (killed,) = await plane.wait(r.RankExited)
         assert (killed.pid, killed.signal, killed.exit_code) == (first.pid, signal.SIGKILL, None)
@@ -94,7 +94,7 @@ async def test_a_zygote_that_exits_is_replaced_and_the_agents_exit_ends_all(
         await plane.wait(r.RankReady, 2)
         assert zygotes(agent) != [zygote]
         pids = [started.pid for started in plane.all(r.RankStarted)]
-        assert [alive(pid) for pid in pids] == [True, True], "no rank exits with its zygote"
+        assert [alive(pid) for pid in pids] == [True, True], "a rank exited with its zygote"
         pids += zygotes(agent)
         assert len(pids) == 3
         os.kill(agent, signal.SIGKILL)
@@ -102,11 +102,11 @@ async def test_a_zygote_that_exits_is_replaced_and_the_agents_exit_ends_all(
             await until_gone(pid)
 
 
-@pytest.mark.parametrize("why", ["asked", "cannot"])
+@pytest.mark.parametrize("why", ["disabled", "cannot fork"])
 async def test_without_a_zygote_ranks_are_started_by_exec(
         plane: PlaneStub, tmp_path: Path, why: str) -> None:
     env = {"UNICRON_ZYGOTE": "0"}
-    if why == "cannot":  # a second thread in the zygote, which therefore does not fork
+    if why == "cannot fork":  # a second thread in the zygote, which therefore does not fork
         (tmp_path / "sitecustomize.py").write_text(
             "import sys, threading, time\n"
             f"if any('{ZYGOTE}' in word for word in sys.orig_argv):\n"

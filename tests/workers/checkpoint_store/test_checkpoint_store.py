@@ -72,12 +72,12 @@ def test_the_two_newest_checkpoints_of_a_task_are_kept() -> None:
     assert stored.used_bytes == 400
     found = stored.find(request(1, 20))
     assert found is not None
-    assert found.offer.step_version == 30, "the newest that is as new as was asked for"
+    assert found.offer.step_version == 30, "the newest checkpoint"
     assert stored.find(request(1, 31)) is None
     assert stored.find(request(2, 10)) is None
     found = stored.find(request(1, 10, 29))
     assert found is not None
-    assert found.offer.step_version == 20, "what is beyond was left behind"
+    assert found.offer.step_version == 20, "the newest checkpoint up to step 29"
     assert stored.find(request(1, 10, 19)) is None
     stored.forget(TASK)
     assert (steps(stored), steps(stored, 8), stored.used_bytes) == ([], [21, 31], 200)
@@ -98,7 +98,7 @@ def test_superseded_checkpoints_are_evicted_first() -> None:
         stored.reserve(offer(1, task=10))
     with pytest.raises(StoreRefused, match="checkpoint of 451 bytes does not fit into 450"):
         stored.reserve(offer(40, size=451))
-    assert [steps(stored, task) for task in (TASK, 8, 9)] == [[30], [20], [5]], "nothing went"
+    assert [steps(stored, task) for task in (TASK, 8, 9)] == [[30], [20], [5]], "none is evicted"
     assert lost == []
 
 
@@ -132,7 +132,7 @@ def test_a_task_may_replace_its_only_checkpoint_and_its_loss_is_reported() -> No
     stored.cancel(broken, stored.reserve(broken))
     assert (steps(stored), lost, stored.used_bytes) == ([], [TASK], 0)
     stored.cancel(broken, stored.reserve(broken))
-    assert lost == [TASK], "there was nothing to lose"
+    assert lost == [TASK], "no checkpoint was left to lose"
 
 
 def test_an_offer_of_an_old_generation_is_refused() -> None:
@@ -325,7 +325,7 @@ def test_a_store_without_the_secret_gets_no_state() -> None:
     with listener, pytest.raises(TransferError, match="does not know this cluster's secret"):
         put(f"127.0.0.1:{listener.getsockname()[1]}", offer(10), bytes(100))
     thread.join(WAIT_S)
-    assert more == [b""], "nothing else was said to it"
+    assert more == [b""], "data was sent after the wrong proof"
     assert SECRET.encode() not in received[0].answer  # type: ignore[attr-defined]
 
 
@@ -411,12 +411,12 @@ async def test_the_store_starts_on_demand_and_restarts_on_the_same_port(tmp_path
         assert (await asyncio.to_thread(put, endpoint, offer(10), bytes(100)))[1] == 5
         first = keeper.pid
         score = Path(f"/proc/{first}/oom_score_adj").read_text(encoding="ascii")
-        assert int(score) == 1000, "it goes before a rank does"
+        assert int(score) == 1000, "the OOM killer takes the store first"
         assert (await asyncio.to_thread(get, endpoint, WISH))[0] == offer(10)
         with pytest.raises(TransferError, match="checkpoint of 1001 bytes does not fit into"):
             await asyncio.to_thread(put, endpoint, offer(20, size=1001), bytes(1001))
         os.kill(first, signal.SIGKILL)
-        await until(lambda: losses, "its end is heard of")
+        await until(lambda: losses, "the exit is reported")
         assert losses == [(0, "the checkpoint store has exited")]
         assert (await asyncio.to_thread(put, endpoint, offer(30), bytes(100)))[1] == 6
         assert keeper.pid not in (0, first)
@@ -446,10 +446,10 @@ async def test_restarts_of_a_store_that_exits_at_once_back_off(tmp_path: Path) -
         async with store_process(tmp_path, losses, UNICRON_COPIES_BYTES_MAX="4 GB") as keeper:
             host, _, port = keeper.endpoint.rpartition(":")
             with socket.create_connection((host, int(port))):
-                await until(lambda: len(logs) >= 10, "it ends five times")
+                await until(lambda: len(logs) >= 10, "the store exits five times")
     assert log.read_text().count("UsageError") >= 5
     assert losses == []
-    assert keeper.start == 5, "no number is spent on it"
+    assert keeper.start == 5, "an early exit uses up no store number"
     for num, one in enumerate([one for one in logs if "again_s" in one][:5]):
         assert one["event"] == "the checkpoint store has exited before it held a checkpoint"
         assert BACKOFF_S_MIN * 2**num / 2 <= one["again_s"] <= BACKOFF_S_MIN * 2**num
@@ -465,7 +465,7 @@ async def test_an_agent_starts_no_more_stores_than_it_has_numbers(
             sent = await asyncio.to_thread(put, keeper.endpoint, offer(10), bytes(100))
             assert sent[1] == start
             os.kill(keeper.pid, signal.SIGKILL)
-            await until(lambda: losses, "its end is heard of")
+            await until(lambda: losses, "the exit is reported")
         with pytest.raises(ConnectionRefusedError):
             await asyncio.to_thread(put, keeper.endpoint, offer(20), bytes(100))
         assert keeper.pid == 0
@@ -491,7 +491,7 @@ async def test_close_does_not_wait_for_a_store_that_survives_sigkill(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel frees the memory of a killed process before it exits, which may take long."""
     def wait_in_vain(popen: subprocess.Popen[bytes], timeout: float | None = None) -> NoReturn:
-        assert timeout is not None, "it would be waited for without end"
+        assert timeout is not None, "the wait has no time limit"
         raise subprocess.TimeoutExpired("keeper", timeout)
 
     async with store_process(tmp_path, Losses()) as keeper:
@@ -510,7 +510,7 @@ async def test_a_lost_checkpoint_is_reported_with_its_task(tmp_path: Path) -> No
         with connection:
             protocol.send(connection, offer(20))
             await asyncio.to_thread(protocol.receive, connection, Go)
-        await until(lambda: losses, "it is told")
+        await until(lambda: losses, "the loss is reported")
         assert [task for task, _ in losses] == [TASK]
 
 
@@ -526,7 +526,7 @@ def test_repeated_failures_are_logged_once(tmp_path: Path) -> None:
                 with pytest.raises(TransferError, match="another cluster"):
                     await asyncio.to_thread(put, keeper.endpoint, offer(10), b"", "guessed")
             await asyncio.to_thread(put, keeper.endpoint, offer(20), bytes(100))
-            await until(lambda: path.read_text().count("recovered") == 2, "all of it is said")
+            await until(lambda: path.read_text().count("recovered") == 2, "both are logged")
 
     asyncio.run(live())
     assert sorted(path.read_text().splitlines()) == [
@@ -543,13 +543,13 @@ async def test_a_store_without_descriptors_waits_and_continues(tmp_path: Path) -
         resource.prlimit(keeper.pid, resource.RLIMIT_NOFILE, (3, limits[1]))
         host, _, port = keeper.endpoint.rpartition(":")
         with socket.create_connection((host, int(port))):
-            await until(lambda: "accept: " in (tmp_path / "keeper.log").read_text(), "said")
+            await until(lambda: "accept: " in (tmp_path / "keeper.log").read_text(), "logged")
             begin = _ticks(keeper.pid)
             await asyncio.sleep(1.0)
-            assert _ticks(keeper.pid) - begin <= 5, "it spins"
+            assert _ticks(keeper.pid) - begin <= 5, "the store busy-waits"
         resource.prlimit(keeper.pid, resource.RLIMIT_NOFILE, limits)
         await asyncio.to_thread(put, keeper.endpoint, offer(20), bytes(100))
-    assert (tmp_path / "keeper.log").read_text().count("accept: ") == 2, "begin and end"
+    assert (tmp_path / "keeper.log").read_text().count("accept: ") == 2, "logged at start and end"
 
 
 def _ticks(pid: int) -> int:
@@ -563,7 +563,7 @@ async def test_a_store_whose_socket_is_closed_exits(tmp_path: Path) -> None:
     async with store_process(tmp_path, losses) as keeper:
         await asyncio.to_thread(put, keeper.endpoint, offer(10), bytes(100))
         _shut(keeper.endpoint)
-        await until(lambda: losses, "its end is heard of")
+        await until(lambda: losses, "the exit is reported")
     assert "the socket is closed" in (tmp_path / "keeper.log").read_text()
 
 
@@ -579,7 +579,7 @@ def _shut(endpoint: str) -> None:
             if one.family == socket.AF_INET and one.getsockname() == (host, int(port)):
                 one.shutdown(socket.SHUT_RDWR)
                 return
-    raise AssertionError(f"nobody listens on {endpoint}")
+    raise AssertionError(f"no socket listens on {endpoint}")
 
 
 def test_the_store_exits_with_its_agent(tmp_path: Path) -> None:

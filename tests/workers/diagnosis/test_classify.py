@@ -132,7 +132,7 @@ def test_the_samples_have_every_status_and_many_harmless_lines() -> None:
 
 def test_the_page_contains_the_current_tables() -> None:
     page = (DATA.parent.parent / "docs/guides/detection.md").read_text(encoding="utf-8")
-    assert tables() in page, "make confusion prints them anew"
+    assert tables() in page, "outdated: run make confusion"
 
 
 def test_the_xids_are_those_of_the_catalogue() -> None:

@@ -496,7 +496,7 @@ def test_a_collective_behind_a_stuck_one_is_not_stuck_itself() -> None:
 
 
 def test_ranks_that_wait_for_each_other() -> None:
-    """Two ranks enter two groups in opposite orders: the one with the longest waiter is named."""
+    """Two ranks enter two groups in opposite order. The peer of the longest waiter is named."""
     groups = {"1": [0, 1], "2": [0, 1]}
     where = found({0: dump(entry(1, group="1", at_s=1), groups=groups),
                    1: dump(entry(1, group="2", at_s=2), groups=groups)})
@@ -700,7 +700,7 @@ def test_dumps_of_two_tasks_or_generations_are_refused(tmp_path: Path, capsys: C
 
 
 def test_a_dump_that_names_no_job_is_accepted(tmp_path: Path, capsys: Captured) -> None:
-    """It is from a rank that has not joined a generation yet, or from an older torch."""
+    """Such a dump is from a rank that has not joined a generation yet, or from an older torch."""
     write(tmp_path, {0: job(2, 0, task=5, generation=3)})
     write(tmp_path, {1: {"entries": [], "pg_config": {"0": {
         "name": "0", "desc": "default_pg", "ranks": "[]"}}, "task": 5, "generation": 0}})

@@ -93,13 +93,13 @@ def test_a_lasting_slowdown_is_found(name: str, times_slower: float, num_max: in
     assert change is not None
     assert change.normal_s == known.normal_s
     assert monitor.own.now == pytest.approx(times_slower * known.normal_s, rel=0.1)
-    assert monitor.take_change() is None, "it is told once"
+    assert monitor.take_change() is None, "the change is reported once"
     assert set(fed(slower, monitor)) == {"degraded"}
     again = fed(drawn(values, 8 * num_max, 1, seed=3), monitor)
     assert again["well"] > 0
     change = monitor.take_change()
     assert change is not None
-    assert not monitor.own.is_degraded, "back as it was"
+    assert not monitor.own.is_degraded
 
 
 def test_a_return_to_normal_is_reported_within_a_window() -> None:
@@ -129,10 +129,10 @@ def test_a_normal_iteration_time_is_reported_despite_slower_own_work() -> None:
     assert (slow.iteration_s, slow.own_s) == (1.4, 0.8)
     fed_own(monitor, WINDOW_NUM, 1.0, 0.8)
     change = monitor.take_change()
-    assert change is not None, "it holds up nobody"
+    assert change is not None, "the rank no longer delays the others"
     assert (change.iteration_s, change.own_s, change.normal_s) == (1.0, 0.8, 0.5)
     fed_own(monitor, 4 * WINDOW_NUM, 1.0, 0.8)
-    assert monitor.take_change() is None, "once"
+    assert monitor.take_change() is None, "the change is reported once"
 
 
 def fed_own(monitor: StepTimeMonitor, num: int, iteration_s: float, own_s: float) -> None:
@@ -146,7 +146,7 @@ def test_a_short_slowdown_is_not_reported() -> None:
     for seed in range(40):
         assert set(fed(drawn(values, 40, 1, seed), monitor)) == {"well"}
         assert set(fed([1.5 * value for value in drawn(values, 8, 1, seed)], monitor)) == {"well"}
-    assert monitor.take_change() is not None, "when it was first known"
+    assert monitor.take_change() is not None, "the first normal time is reported"
     assert monitor.take_change() is None
 
 
@@ -176,7 +176,7 @@ def test_the_limit_before_and_after_the_warm_up() -> None:
     assert monitor.limit_s() == 3.0
     assert monitor.limit_s("first") == LENIENT_S
     assert StepTimeMonitor(before_s=20.0).limit_s() == 200.0, (
-        "of the generation before: a lenient limit"
+        "a lenient limit, from the previous generation"
     )
 
 
@@ -197,7 +197,7 @@ def test_recurring_long_iterations_become_normal() -> None:
     assert fed(values, monitor) == {"well": len(values) - 3, "slow": 3}
     assert verdict_after(monitor, 5.1) == "stalled"
     fed([1000.0] * 5, monitor)
-    assert monitor.limit_s() <= 12.5, "nor does any number of faults make a fault usual"
+    assert monitor.limit_s() <= 12.5, "repeated faults do not become normal"
 
 
 @settings(max_examples=50, deadline=None)

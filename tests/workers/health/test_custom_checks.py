@@ -101,7 +101,7 @@ def test_a_hanging_check_ends_with_all_that_it_started(tmp_path: Path) -> None:
         sleep 300""")
     began_s = time.monotonic()
     answer = ask(path, 1.0)
-    assert time.monotonic() - began_s < 120.0, "it would sleep for 300 s"
+    assert time.monotonic() - began_s < 120.0, "the check was not ended"
     assert finding("c", answer, 1) == Finding(
         "check/c", "unknown", "no answer within 1 s: waiting for the disk", rule="check")
     pids = [int(pid) for pid in note.read_text().split()]
@@ -130,12 +130,12 @@ def test_output_that_is_not_utf8(tmp_path: Path) -> None:
     assert finding("c", ask(script(tmp_path, "c", r"printf '\377\376 x'; exit 1")), 1).why == "�� x"
 
 
-@pytest.mark.parametrize(("said", "devices", "why"), [
+@pytest.mark.parametrize(("output", "devices", "why"), [
     ("gpu1: hot", (1,), "hot"), ("gpu3, gpu0: hot", (0, 3), "hot"), ("GPU1 gpu2: x", (1, 2), "x"),
     ("gpu4: not ours", (), "gpu4: not ours"), ("gpu1 is hot", (), "gpu1 is hot"),
     ("gpus: none", (), "gpus: none")])
-def test_a_check_may_name_slots(said: str, devices: tuple[int, ...], why: str) -> None:
-    found = finding("c", CheckResult(2, said), 4)
+def test_a_check_may_name_slots(output: str, devices: tuple[int, ...], why: str) -> None:
+    found = finding("c", CheckResult(2, output), 4)
     assert (found.devices, found.why) == (devices, why)
 
 
@@ -214,7 +214,7 @@ async def test_unhealthy_is_confirmed_and_checks_come_and_go(tmp_path: Path) -> 
         "checks/files", "unknown", "not run: later (not executable)")
     (folder / "later").unlink()
     *_, well = await until(lambda: changes()[4:] or None)
-    assert (well.check, well.health) == ("checks/files", "healthy"), "told once each"
+    assert (well.check, well.health) == ("checks/files", "healthy"), "each change is reported once"
     shutil.rmtree(folder)
     await until(lambda: [f for f in found if (f.check, f.health) == ("checks", "unknown")] or None)
     running.cancel()
@@ -243,7 +243,7 @@ async def test_an_agent_reports_a_check_that_fails_and_recovers(
         hanging = int(await until_text(tmp_path / "hanging"))
         (tmp_path / "hanging").unlink()
         second = one.agent(UNICRON_HEALTH="on", CHECKS=str(folder))
-        await until_gone(hanging)  # it runs outside the session of its check
+        await until_gone(hanging)  # it is in another session than the check
         _, again = await until(lambda: (_of(one.all(HealthChanged))[1:] and _of(
             one.all(HealthChanged))) or None)
         assert (again.health, again.incarnation) == (
@@ -289,7 +289,7 @@ def test_the_shipped_check_of_free_space(tmp_path: Path) -> None:
 SMI = "0, 0000:1B:00.0, {}, No\n1, 0000:9B:00.0, {}, {}"
 
 
-@pytest.mark.parametrize(("said", "health", "devices", "why"), [
+@pytest.mark.parametrize(("output", "health", "devices", "why"), [
     (SMI.format("0", "0", "No"), "healthy", (), "2 GPUs without uncorrectable ECC errors"),
     (SMI.format("[N/A]", "[N/A]", "[N/A]"), "healthy", (), "2 GPUs"),
     (SMI.format("0", "7", "No"), "degraded", (1,), "7 uncorrectable ECC errors"),
@@ -297,11 +297,11 @@ SMI = "0, 0000:1B:00.0, {}, No\n1, 0000:9B:00.0, {}, {}"
     ("Unable to determine the device handle for GPU0000:9B:00.0: Unknown Error", "unknown", (),
      "nvidia-smi says: Unable to determine"),
 ])
-def test_the_shipped_check_of_gpu_memory(tmp_path: Path, said: str, health: str,
+def test_the_shipped_check_of_gpu_memory(tmp_path: Path, output: str, health: str,
                                          devices: tuple[int, ...], why: str) -> None:
     """A fake nvidia-smi prints the output, so the test needs no GPU."""
-    script(tmp_path, "nvidia-smi", f"cat <<'X'\n{said}\nX\n"
-           + ("exit 15" if said.startswith("Unable") else ""))
+    script(tmp_path, "nvidia-smi", f"cat <<'X'\n{output}\nX\n"
+           + ("exit 15" if output.startswith("Unable") else ""))
     found = _shipped("gpu-ecc", tmp_path)
     assert (found.health, found.devices) == (health, devices)
     assert found.why.startswith(why)

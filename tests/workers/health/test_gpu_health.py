@@ -234,7 +234,7 @@ def test_only_new_uncorrectable_errors_are_reported(node: Node) -> None:
         "nvml", ECC_ERRORS, "nvml-ecc-uncorrectable",
         "gpu 1: 2 new uncorrectable ECC errors, 2 since the driver was loaded, 1002 in total",
         (1,))]
-    assert look.findings[1].health == "healthy", "whether it is worn out, remapped rows say"
+    assert look.findings[1].health == "healthy", "only remapped rows show wear"
     assert node.look().erred == []
 
 
@@ -242,12 +242,12 @@ def test_nvlink_errors_by_kind_and_rate(node: Node) -> None:
     node.a.fields[59] = 1
     look = node.look()
     assert [(e.status, e.rule) for e in look.erred] == [(NVLINK_ERRORS, "nvml-nvlink-recovery")]
-    assert look.findings[1].health == "healthy", "one alone"
+    assert look.findings[1].health == "healthy", "one recovery does not degrade the GPU"
     node.a.fields[59] = 2
     assert node.slot(1).rule == "nvml-nvlink-recovery"
     node.look(61.0)
     node.a.fields[38] = 500
-    assert node.slot(1).health == "healthy", "50 CRC errors a second cost nothing"
+    assert node.slot(1).health == "healthy", "50 CRC errors a second are normal"
     node.a.fields[38] = 3500
     assert node.slot(1).why == "300 NVLink CRC errors a second"
 
@@ -369,7 +369,7 @@ def test_real_records_become_errors_of_the_right_slots(log: tuple[KernelLog, int
         # PCI:0009:01:00 is a GPU of this machine, but not a slot of this agent
         (ILLEGAL_MEMORY_ACCESS, (1,), 31, 3234),
         (TASK_HANG, (), 0, 136986)]
-    assert reader.look() == [], "each once"
+    assert reader.look() == [], "each record is reported once"
 
 
 def test_without_known_slots_an_error_concerns_the_whole_node(
@@ -390,12 +390,12 @@ def test_processes_killed_by_the_oom_killer_are_found(log: tuple[KernelLog, int]
     line = reader.killed(23793)  # `killed` reads the log itself, without a call of `look`
     assert line is not None
     assert line.startswith("Memory cgroup out of memory: Killed process 23793 (leaker)")
-    assert reader.killed(3234) is None, "named, but not killed"
+    assert reader.killed(3234) is None, "the record names pid 3234, but not as killed"
     for text in ("Out of memory: Killed process 123, UID 48, (httpd).",
                  "Out of memory: Kill process 456 (python) score 50 or sacrifice child"):
         os.write(fd, f"3,5000,1,-;{text}\n".encode())
     assert (reader.killed(123) is None, reader.killed(456) is None) == (False, False)
-    assert [one.code for one in reader.look()] == [79, 31, 0], "no error of a device"
+    assert [one.code for one in reader.look()] == [79, 31, 0], "an OOM kill is not a device error"
 
 
 def test_messages_of_other_programs_are_ignored(log: tuple[KernelLog, int]) -> None:
@@ -441,7 +441,7 @@ def test_reading_continues_after_lost_records_and_ends_on_an_error(
     assert len(reader.look()) == 3
     os.write(fd, RECORDS)
     errors.append(OSError(5, "Input/output error"))
-    assert (reader.look(), reader.look()) == ([], []), "closed"
+    assert (reader.look(), reader.look()) == ([], []), "the reader is closed"
 
 
 def test_an_unreadable_log_is_logged(
@@ -483,7 +483,7 @@ def test_slots_from_the_drivers_files(tmp_path: Path) -> None:
     assert by_index.find("0001:00:00") is None
     by_uuid = slots_from_driver(("GPU-ab", "GPU-b"), tmp_path)
     assert (by_uuid.find("1:00:00"), by_uuid.find("0000:9b:00")) == (0, 1)
-    assert not slots_from_driver(("GPU-a", "0"), tmp_path).is_known, "two begin so"
+    assert not slots_from_driver(("GPU-a", "0"), tmp_path).is_known, "GPU-a is ambiguous"
     assert not slots_from_driver(("0",), tmp_path / "none").is_known
 
 

@@ -93,8 +93,8 @@ def test_a_burst_is_reported_once_and_again_with_a_count() -> None:
     taken = [bursts.take(error, at_s) for at_s in (0.0, 0.1, 5.0)]
     assert [one.text for one in taken if one] == ["line"]
     nvml = error._replace(origin="nvml", text="the same by NVML")
-    assert bursts.take(nvml, 6.0) is None, "one XID, told from two sides"
-    assert bursts.take(error._replace(devices=(2,)), 6.0) is not None, "another GPU"
+    assert bursts.take(nvml, 6.0) is None, "NVML repeats the kernel's XID"
+    assert bursts.take(error._replace(devices=(2,)), 6.0) is not None, "the error is on another GPU"
     at_s = 6.0
     while at_s < BURST_S_MAX:
         at_s += BURST_QUIET_S / 2
@@ -103,7 +103,7 @@ def test_a_burst_is_reported_once_and_again_with_a_count() -> None:
     assert again.text == "line (and 13 equal errors before)"
     later = bursts.take(error, at_s + 2 * BURST_QUIET_S)
     assert later is not None
-    assert later.text == "line", "it had ended, and nothing was untold"
+    assert later.text == "line", "a new burst starts without a count"
 
 
 def test_a_storm_of_errors_is_bounded_and_counts_what_it_omits() -> None:
@@ -259,7 +259,7 @@ def test_memory_of_machine_and_container_and_memory_pressure(tmp_path: Path) -> 
     write(group, {"memory.max": "max", "memory.current": "1000"})
     assert _memory(tmp_path).health == "healthy"
     write(group, {"memory.max": "1000", "memory.stat": "anon 1\ninactive_file 500"})
-    assert _memory(tmp_path).health == "healthy", "what is only cached can be had"
+    assert _memory(tmp_path).health == "healthy", "cached memory counts as free"
     write(group, {"memory.stat": "anon 1\ninactive_file 10"})
     found = _memory(tmp_path)
     assert (found.why, found.rule) == ("1.0% of the container's memory is left",
@@ -293,13 +293,13 @@ def test_only_a_process_that_did_not_run_for_long_is_blocked(tmp_path: Path) -> 
         (found,) = reader.read().findings
         return found
 
-    assert [look(15.0, n).health for n in (1, 2, 3, 4)] == ["healthy"] * 4, "it reads, slowly"
+    assert [look(15.0, n).health for n in (1, 2, 3, 4)] == ["healthy"] * 4, "slow but not blocked"
     assert [look(15.0, 4).health for _ in range(2)] == ["healthy", "degraded"]
     assert look(15.0, 4).why == ("python (pid 41) cannot be killed: in rpc_wait_bit_killable for "
                                  "45 s")
     assert look(1.0, 5).health == "healthy"
     ppid = 2
-    assert [look(40.0, 5).health for _ in range(3)] == ["healthy"] * 3, "the kernel's own"
+    assert [look(40.0, 5).health for _ in range(3)] == ["healthy"] * 3, "a kernel thread"
 
 
 def test_health_checks_use_little_cpu(tmp_path: Path) -> None:
@@ -425,5 +425,5 @@ def test_physical_interfaces_only_and_never_unhealthy(machine: Machine) -> None:
     assert (down.findings[1].health, down.findings[1].rule) == ("degraded", "link-down")
     up = machine.look({"operstate": "up", "carrier_changes": "6", "speed": "25000"},
                       folder=net / "eth0")
-    assert up.erred == [], "the same fall"
+    assert up.erred == [], "the same link failure"
     assert up.findings[1].why == "eth0: 25 Gb/s, was 100 Gb/s"

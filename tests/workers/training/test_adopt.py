@@ -114,7 +114,7 @@ def test_the_reason_against_in_memory_recovery_is_named(alone: Any, change: str,
 
 # --- how a driver runs a loop ---------------------------------------------------------------------
 class Others(dict[str, bytes]):
-    """The generation's store, with the position of the other member between two steps."""
+    """The generation's store, which holds the other member's position between two steps."""
 
     def set(self, key: str, value: str) -> None:
         self[key] = value.encode()

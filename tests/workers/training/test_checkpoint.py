@@ -39,7 +39,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_is_skipped(
     driver.form([0, 1])
     driver.held(0, 3)
     driver.strike(0, iteration=8, event="forward")
-    assert saved(driver) == [], "it is not told before it is whole"
+    assert saved(driver) == [], "a partial checkpoint was reported"
     path.unlink()
     driver.finish([0, 1])
     assert saved(driver)[0] == (1, 3, False)
@@ -174,7 +174,7 @@ def test_a_former_first_member_writes_before_it_exits(driver: Any, twin: Twins) 
     assert saved(driver)[-1] == (2, ITERATIONS, True)
     path.unlink()
     driver.finish([0, 1])
-    assert (1, 3, False) not in saved(driver), "what is half of an old generation is cleared away"
+    assert (1, 3, False) not in saved(driver), "an old partial checkpoint was reported"
     assert partial_checkpoints(Path(driver.spec.train.output)) == []
     assert twin(0.0).is_equal(driver.final_checkpoint(2))
 
@@ -207,7 +207,7 @@ def _resumed(drive: Drive, driver: Any, saved: r.CheckpointSaved, ranks: list[in
         assert (report.step_version, report.source, report.origin) == (
             saved.step_version, first.rank, "peer")
     again.finish(ranks)
-    assert sorted(again.losses()) == list(range(ITERATIONS)), "what was saved remembers losses"
+    assert sorted(again.losses()) == list(range(ITERATIONS)), "the checkpoint contains the losses"
     final: Path = again.final_checkpoint()
     return final
 
@@ -276,8 +276,8 @@ def test_a_full_disk_is_an_error_only_for_the_final_checkpoint(drive: Drive) -> 
     (held,) = driver.leave([0], "boundary")[0]
     assert isinstance(held, r.Quiesced)
     assert not driver.told(r.CheckpointSaved)
-    assert log.read_text().count("checkpoint not saved") >= 2, "a periodic one, and the last"
-    assert list(output.glob("*/*")) == [], "what cannot be whole does not fill the disk"
+    assert log.read_text().count("checkpoint not saved") >= 2, "the periodic and the final one"
+    assert list(output.glob("*/*")) == [], "partial checkpoints are removed"
     _limit_files(driver, resource.RLIM_INFINITY)
     saved, _ = driver.leave([0], "now")[0]
     assert saved.path == f"gen-1/iter-{held.step_version}"
@@ -310,13 +310,13 @@ def test_an_agent_that_reads_nothing_delays_no_iteration(drive: Drive) -> None:
     driver.resume([0])
     for iteration in (*range(50, MANY_ITERATIONS, 50), MANY_ITERATIONS - 1):
         driver.strike(0, iteration=iteration, event="step")  # each wait has its own time limit
-    assert not driver.losses(), "it is deaf"
+    assert not driver.losses(), "the driver read reports"
     time.sleep(1.0)
-    assert driver.processes[0].popen.poll() is None, "it has not told all"
+    assert driver.processes[0].popen.poll() is None, "the rank exited with unsent reports"
     driver.hears.set()
     driver.finish([0])
     assert sorted(driver.losses()) == list(range(MANY_ITERATIONS))
     reports = driver.told(r.TaskProgressed)
     assert [report.first_iteration for report in reports] == [
         sum(len(before.losses) for before in reports[:index]) for index in range(len(reports))]
-    assert len(reports) < MANY_ITERATIONS, "what has to wait is told together"
+    assert len(reports) < MANY_ITERATIONS, "waiting reports are merged"

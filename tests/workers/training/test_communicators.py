@@ -54,9 +54,9 @@ class Telling(dist.Store):
         super().__init__()
         self.store = store
     def set(self, key, value):
-        told = bytes(value).replace(HERE, FAR)
-        self.store.set(key, told)
-        if FAR in told:
+        changed = bytes(value).replace(HERE, FAR)
+        self.store.set(key, changed)
+        if FAR in changed:
             os._exit(9)
     def get(self, key):
         return self.store.get(key)
@@ -116,12 +116,12 @@ def test_leaving_a_generation_releases_its_handles_and_sockets() -> None:
         assert not globals_kept()
         last_s = time.monotonic() + CLOSED_S_MAX
         while set(sockets.inodes()) - before:  # gloo closes them in its own thread
-            assert time.monotonic() < last_s, "gloo closes them with its last reference"
+            assert time.monotonic() < last_s, "a reference keeps sockets open"
             time.sleep(0.01)
         ours.meet(generation, 0, 1, ours.endpoint, b"")
         ours.up()
         ours.bind()
-        assert groups_in(roots, set()) == num_handles, "each is back in its role"
+        assert groups_in(roots, set()) == num_handles, "a handle is missing"
     ours.down(roots)
 
 

@@ -155,7 +155,7 @@ def caught(fail: Callable[[], None]) -> Exception:
         fail()
     except Exception as error:  # noqa: BLE001 - any exception
         return error
-    raise AssertionError("it raised nothing")
+    raise AssertionError("no exception was raised")
 
 
 @pytest.mark.parametrize("fail", [
@@ -273,7 +273,7 @@ def test_a_rank_reports_its_cause_and_its_peers_name_the_lost_peer(
     assert report.text.endswith("ValueError: the batch could not be made\n")
     assert driver.processes.pop(1).popen.wait(20) == 1, driver.story()
     alone = driver.left_by_themselves([0, 2])
-    assert alone, "the fault itself has one leave"
+    assert alone, "no survivor quiesced by itself"
     for rank in alone:
         failed = driver.wait(CollectiveFailed, rank)
         assert failed.status == CONNECTION_RESET, failed

@@ -80,7 +80,7 @@ def check(train: Train, axes: Axes, rel: float, twin: Twin) -> list[list[tuple[s
     losses, norms, end = twin
     for place, (mine, own_norms, parts, _) in enumerate(ends):
         assert mine == pytest.approx(losses, rel=rel)
-        assert own_norms == pytest.approx(norms, rel=10 * rel), "the same gradient, and clipping"
+        assert own_norms == pytest.approx(norms, rel=10 * rel)
         assert gap(parts, end, axes.tp, place % axes.tp) <= rel
     return [noted for *_, noted in ends]
 
@@ -90,7 +90,7 @@ def test_a_layout_ends_where_one_process_ends(case: str, twins: dict[int, Twin])
     train, axes, rel = CASES[case]
     noted = check(train, axes, rel, twin_of(train, twins))
     norms = twin_of(train, twins)[1]
-    assert min(norms) > 0.5 or train.precision == "fp16", "all are clipped"
+    assert min(norms) > 0.5 or train.precision == "fp16", "a gradient is not clipped"
     assert (world_work.SKIPPED in norms) == (train.precision == "fp16")
     for place, events in enumerate(noted):
         passed = [item for event, item in events if event == "forward"]
@@ -109,12 +109,12 @@ def test_a_sharded_optimizer_ends_where_a_whole_one_ends(case: str, twins: dict[
 @pytest.mark.parametrize(("axes", "num_groups"), [
     (Axes(dp=4), 2), (Axes(tp=2, dp=2), 3), (Axes(pp=2, dp=2), 3), (Axes(tp=2, pp=2), 5),
     (Axes(pp=4), 4), (Axes(dp=3), 2), (Axes(pp=3), 4),
-], ids=["dp4", "tp2dp2", "pp2dp2", "tp2pp2", "pp4", "dp3 and one beside", "pp3 and one beside"])
+], ids=["dp4", "tp2dp2", "pp2dp2", "tp2pp2", "pp4", "dp3 and a standby", "pp3 and a standby"])
 def test_each_group_has_the_members_of_its_position(axes: Axes, num_groups: int) -> None:
     results = worlds.run(4, world_work.members_by_role, axes)
     for place, (met, num) in enumerate(results):
         if place >= num_positions(axes):
-            assert {tuple(members) for members in met.values()} == {(place,)}, "beside"
+            assert {tuple(members) for members in met.values()} == {(place,)}, "standby member"
             assert num == 1
             continue
         at = coordinates(axes, place)
@@ -150,10 +150,10 @@ def whole(train: Train) -> dict[str, Any]:
     found: dict[str, Any] = worlds.run(1, world_work.built, train, Axes())[0]
     assert found[f"model.{EMBEDDING}"].std() == pytest.approx(0.02, rel=0.05)
     inner = found["model.decoder.layers.2.mlp.linear_fc2.weight"]
-    assert inner.std() == pytest.approx(0.02 / np.sqrt(2 * 4), rel=0.05), "as Megatron draws it"
+    assert inner.std() == pytest.approx(0.02 / np.sqrt(2 * 4), rel=0.05), "Megatron's scaled init"
     drawn = [array.tobytes() for name, array in found.items()
              if array.ndim > 1 and name.startswith("model.")]
-    assert len(set(drawn)) == len(drawn), "each weight has draws of its own"
+    assert len(set(drawn)) == len(drawn), "two weights have equal values"
     return found
 
 

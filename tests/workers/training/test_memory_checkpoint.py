@@ -104,14 +104,14 @@ def test_a_refused_checkpoint_is_tried_with_backoff(bench: Bench, keeper: LocalK
             keeper.shelf.bytes_max -= 1 if keeper.shelf.bytes_max < room else room - 100
             assert bench.copy(10, keeper)
             bench.now_s += pause_s - 0.1
-            assert not bench.copy(20, keeper), "the keeper has refused the last one"
+            assert not bench.copy(20, keeper), "no retry before the backoff is over"
             bench.now_s += 0.2
         keeper.shelf.bytes_max = room
         assert bench.copy(30, keeper)
-        assert bench.copy(40, keeper), "all is well again"
+        assert bench.copy(40, keeper), "no backoff after a success"
     assert [one["event"] for one in logs] == [
         "in-memory checkpoint not stored", "in-memory checkpoint stored again"], \
-        "the text is another one each time"
+        "one warning, although each refusal's text differs"
 
 
 def test_one_store_is_enough_and_new_stores_are_tried_at_once(
@@ -122,7 +122,7 @@ def test_one_store_is_enough_and_new_stores_are_tried_at_once(
         assert bench.copy(20, keeper, full)
         assert bench.copy(30, full)
         assert not bench.copy(40, full)
-        assert bench.copy(50, new), "who has not refused any"
+        assert bench.copy(50, new), "a new store has no backoff"
         assert [one.offer.step_version for one in new.stored(TASK)] == [50]
     finally:
         full.close()
@@ -157,7 +157,7 @@ def test_a_checkpoint_that_cannot_be_sent_is_no_fault(
 
     with monkeypatch.context() as context, capture_logs() as logs:
         context.setattr(memory_checkpoint.protocol, "put", put)
-        assert bench.copy(10, keeper), "the thread comes to its end"
+        assert bench.copy(10, keeper), "the sending thread ends"
     assert [(one["event"], one["why"]) for one in logs] == [
         ("in-memory checkpoint not stored", str(error) or "MemoryError")]
     bench.now_s += 1.1
@@ -171,7 +171,7 @@ def test_stored_checkpoints_are_reported_at_intervals_and_on_changes(
 
     bench.is_behind = True
     assert bench.copy(10, keeper)
-    assert reported() == [], "the agent does not take what it has been told"
+    assert reported() == [], "no report while the agent is behind"
     bench.is_behind = False
     for step in (20, 30, 40):
         assert bench.copy(step, keeper)
@@ -181,7 +181,7 @@ def test_stored_checkpoints_are_reported_at_intervals_and_on_changes(
     assert reported() == [20, 50]
     keeper.shelf.start += 1
     assert bench.copy(60, keeper)
-    assert reported() == [20, 50, 60], "another process of that keeper"
+    assert reported() == [20, 50, 60], "a restarted store is reported at once"
     assert bench.copy(70, keeper, generation=2)
     assert reported() == [20, 50, 60, 70]
 
@@ -276,13 +276,13 @@ def test_all_ranks_die_and_resume_from_the_last_checkpoint(driver: Any, twin: Tw
     driver.form([0, 1])
     die_at(driver, [0, 1], 11)
     copies = reported(driver)
-    assert copies[-1].step_version == EVERY, "told at once when a generation has its first"
+    assert copies[-1].step_version == EVERY, "the first one is reported at once"
     assert {copy.node for copy in copies} == {"n1", "n2"}
     newest = driver.keepers[0].stored(TASK)[-1]
     driver.start(0, 1, attempt=2)
     first, second = driver.form([0, 1], copies=copies).values()
     assert (first.origin, first.origin_node, first.source) == ("copy", "n1", -1)
-    assert first.step_version == 9, "the newest that the keeper has, also if it was not told"
+    assert first.step_version == 9, "the newest one, although unreported"
     assert first.received_bytes == newest.offer.copy_bytes == len(newest.memory)
     assert (second.origin, second.source, second.step_version) == ("peer", 0, 9)
     assert driver.told(r.RankErrored) == []
@@ -522,7 +522,7 @@ def test_stores_that_do_not_answer_are_asked_once_and_share_one_limit(
     found = memory_checkpoint.restore(trainee, History(), TASK, named, "5ec3e7", lambda: False)
     took_s = time.monotonic() - began_s
     assert found is None
-    assert silent.num_asked() == [1, 1, 0], "what is left of the second is all, the third gets none"
+    assert silent.num_asked() == [1, 1, 0], "no time is left for the third store"
     assert took_s >= 0.99
 
 
@@ -548,7 +548,7 @@ def test_a_rank_that_restores_its_state_obeys_the_next_order(
         driver.ask_to_leave([0, 1], "now")
         failed = driver.wait(r.ReconfigureFailed, 0)
     assert failed.error == "stopped; RuntimeError: interrupted while it restored its state"
-    assert silent.num_asked() == [0, 0, 0], "the others are not asked"
+    assert silent.num_asked() == [0, 0, 0], "no other store is tried"
     driver.quiesced([0, 1])
     reports = driver.form([0, 1])
     assert [(one.origin, one.step_version) for one in reports.values()] == [("seed", 0)] * 2

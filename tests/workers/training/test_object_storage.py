@@ -83,7 +83,7 @@ def test_a_task_resumes_from_a_url_and_ends_as_its_twin(
     assert final.final
     assert published(output, final, order=9, at_s=9.0)["path"] == f"gen-2/iter-{ITERATIONS}"
     store = object_storage.Store(output)
-    assert "iter-6" not in store.names("gen-1"), "what was half is cleared away"
+    assert "iter-6" not in store.names("gen-1"), "the partial checkpoint is removed"
     assert store.has("gen-1/iter-3/.metadata")
     assert twin(0.0).is_equal(f"{output}/{final.path}")
 
@@ -118,7 +118,7 @@ def test_a_store_that_is_down_is_a_warning_and_training_goes_on(
     driver.finish([0])
     final = driver.told(CheckpointSaved)[-1]
     assert (final.step_version, final.final) == (ITERATIONS, True)
-    assert log.read_text().count("training continues") == 1, "told once"
+    assert log.read_text().count("training continues") == 1, "the warning is logged once"
     assert "bucket://models/run/gen-1/iter-3: Denied: 403: not now" in log.read_text()
     assert "checkpoints are saved again" in log.read_text()
     assert driver.told(RankErrored) == []
@@ -230,8 +230,8 @@ def test_no_store_error_makes_a_whole_checkpoint_look_partial(bucket: Path, call
         assert store.names("gen-1/iter-3") == [".metadata", "__0_0.distcp"], nth
         if not refused:
             break
-    assert nth > 0, "the store was never asked"
-    assert store.names("gen-1") == ["iter-3"], "what is half is cleared away"
+    assert nth > 0, "the store received no call"
+    assert store.names("gen-1") == ["iter-3"], "the partial checkpoint is removed"
 
 
 def test_removing_from_an_unreachable_store_is_an_error(bucket: Path) -> None:
@@ -243,7 +243,7 @@ def test_removing_from_an_unreachable_store_is_an_error(bucket: Path) -> None:
             with pytest.raises(object_storage.Unreachable, match="Denied: 503: slow down"):
                 store.remove("gen-1/iter-3")
             assert refused == [nth]
-    assert not store.has("gen-1/iter-3/.metadata"), "the mark of being whole goes first"
+    assert not store.has("gen-1/iter-3/.metadata"), ".metadata is removed first"
 
 
 def test_a_save_that_fails_halfway_leaves_nothing(output: str, alone: Any) -> None:

@@ -53,8 +53,8 @@ def test_a_given_norm_is_the_one_that_megatron_clips_by(
         for each in (one, other, clipped)
     ]
     assert moments[1] == pytest.approx(moments[0], rel=1e-5)
-    assert math.sqrt(found) / 32 / scale > 1, "it was clipped"
-    assert moments[2] == pytest.approx(moments[0] / 1e3, rel=1e-3), "of a thousand times the norm"
+    assert math.sqrt(found) / 32 / scale > 1, "the gradient was not clipped"
+    assert moments[2] == pytest.approx(moments[0] / 1e3, rel=1e-3), "norm times 1000"
 
 
 @pytest.mark.parametrize("optimizer", ["whole", "sharded"])

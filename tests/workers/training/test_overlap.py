@@ -121,7 +121,7 @@ def test_survivors_with_different_complete_buckets_agree(three: Any, twin: Twins
     assert {rank: reports[rank].kept_micro_batches for rank in (0, 2)} == {
         0: (0, 3, 6, 9), 2: (2, 5, 8, 11)}
     finish(three, [0, 2], twin(0.0))
-    assert forwards(three, [0, 2], STRUCK) == list(range(12)), "nothing is done twice"
+    assert forwards(three, [0, 2], STRUCK) == list(range(12)), "no micro-batch runs twice"
 
 
 def test_a_launch_that_fails_is_reported_after_the_backward(three: Any, twin: Twins) -> None:
@@ -156,7 +156,7 @@ def test_a_quiesce_in_the_last_backward_stops_bucket_launches(three: Any, twin: 
     here.unlink()
     there.unlink()
     held = three.quiesced([1, 2])
-    assert held[1].micro_batches == (1, 4, 7, 10), "the one it was in is whole"
+    assert held[1].micro_batches == (1, 4, 7, 10), "rank 1 completes its last backward"
     assert held[2].micro_batches == (2, 5, 8)
     assert buckets(three, 1, STRUCK, 1) == [(0, True), (1, True)]
     reports = three.form([0, 1, 2])
@@ -178,7 +178,7 @@ def test_a_quiesce_before_the_reduction_starts_none(three: Any, twin: Twins) -> 
     three.heard(1)
     here.unlink()
     held = three.quiesced([0, 1, 2])
-    assert held[1].micro_batches == (1, 4, 7, 10), "its backward is as any other"
+    assert held[1].micro_batches == (1, 4, 7, 10), "rank 1 completes its last backward"
     events = [line["event"] for line in three.trace(1) if line["iteration"] == STRUCK]
     assert events.count("reduce") == 1
     assert "stats" not in events
@@ -204,7 +204,7 @@ def test_a_boundary_quiesce_in_the_last_backward(three: Any, twin: Twins) -> Non
 def test_a_newcomer_in_its_first_iteration_launches_in_the_same_order(
         drive: Drive, twin: Twins) -> None:
     """Each parameter has its own bucket. A backward pass completes buckets in another order than
-    Megatron's list, which a rank in its first iteration follows."""
+    Megatron's list. A rank in its first iteration follows the list."""
     driver = drive(overlap=True, bucket_params=1)
     driver.start(0, 1)
     driver.form([0, 1])
@@ -246,13 +246,13 @@ def test_a_reduction_that_cannot_be_ended_is_abandoned(peer: Forked) -> None:
     flight = OverlappedReduction(torch.zeros(3), 0, lambda: False)
     began_s, woken = time.monotonic(), list[int]()
     flight.end(lambda: woken.append(1))
-    assert woken, "it is tried"
+    assert woken, "`wake` was not called"
     assert END_S_MAX <= time.monotonic() - began_s < FREED_S_MAX
     (thread,) = abandoned_threads()
     del flight
     began_s = time.monotonic()
     dist.destroy_process_group()
-    assert time.monotonic() - began_s < FREED_S_MAX, "it would wait for its works for half an hour"
+    assert time.monotonic() - began_s < FREED_S_MAX, "the group waits for its reductions"
     assert thread.is_alive()
     peer.kill()
     thread.join(FREED_S_MAX)
@@ -278,7 +278,7 @@ def test_buckets_are_launched_in_order_until_the_reduction_ends(peer: Forked) ->
     over.clear()
     flight.ready(3, launch)
     flight.ready(4, launch)
-    assert launched == [0, 1, 2, 3], "nothing more after one that failed"
+    assert launched == [0, 1, 2, 3], "a launch after a failed launch"
     with pytest.raises(RuntimeError, match="cut"):
         flight.wait_all(lambda event, bucket=-1: None, lambda: None)
     peer.kill()
@@ -317,7 +317,7 @@ def test_late_writes_to_reduced_buckets_are_ignored(trainee: Any) -> None:
         kept.keep(group)
         group.buckets[0].grad_data.mul_(7)
     late = second.buckets[0].grad_data
-    assert sum(copy.numel() for copy in kept._copies) == whole.numel(), "4 bytes a parameter"
+    assert sum(copy.numel() for copy in kept._copies) == whole.numel(), "one element per parameter"
     kept.restore()
     late.fill_(float("nan"))
     assert trainee.gradients[0].equal(whole)
@@ -346,4 +346,4 @@ def test_a_dropped_backup_restores_nothing(trainee: Any) -> None:
     kept.keep(trainee.bucket_groups[0])
     trainee.bucket_groups[0].buckets[0].grad_data.zero_()
     kept.restore()
-    assert trainee.gradients[0].equal(3 * whole), "the rest was never in danger"
+    assert trainee.gradients[0].equal(3 * whole), "other buckets are unchanged"

@@ -50,7 +50,7 @@ def test_the_judge_detects_a_manipulated_run(nursery: Any, tmp_path: Path, trial
                        if line["event"] == "forward")
         with trace.open("a") as file:
             file.write(json.dumps(forward) + "\n")
-        assert len(list(complaints(play, twin))) == 2, "twice done, and not counted"
+        assert len(list(complaints(play, twin))) == 2, "one for the second pass, one for the count"
     finally:
         driver.close()
 
@@ -66,19 +66,19 @@ def test_no_cell_is_left_out_silently() -> None:
         assert all(cell.absent for cell in runs) or len({cell.fault for cell in runs}) > 1
 
 
-@pytest.mark.parametrize(("arguments", "said"), [
+@pytest.mark.parametrize(("arguments", "message"), [
     (["--points", "inside forward,joinx"], "POINTS: none begins with 'joinx'; there are start-up,"),
     (["--faults", "SIGSTOPP"], "FAULTS: none begins with 'SIGSTOPP'; there are SIGKILL, SIGSTOP,"),
     (["--faults", "two at once", "--variants", "bf16"], "no point of these meets such a fault"),
 ])
 def test_unknown_points_and_faults_are_errors(
-        arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch,
+        arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["run", *arguments])
     with pytest.raises(SystemExit) as ended:
         run.main()
     assert ended.value.code == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_name_may_be_shortened(monkeypatch: pytest.MonkeyPatch) -> None:

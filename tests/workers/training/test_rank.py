@@ -46,7 +46,7 @@ def test_a_killed_rank_costs_no_micro_batch_and_comes_back(
     assert [reports[rank].kept_micro_batches for rank in left] == [
         held[rank].micro_batches for rank in left]
     dealt = sorted(item for rank in left for item in reports[rank].reassigned_micro_batches)
-    assert dealt == [2, 6, 10], "what the dead rank had been dealt, and nothing else"
+    assert dealt == [2, 6, 10], "only the dead rank's micro-batches"
     assert all(reports[rank].source == rank for rank in left)
 
     driver.strike(0, iteration=7, event="forward")
@@ -56,7 +56,7 @@ def test_a_killed_rank_costs_no_micro_batch_and_comes_back(
     driver.start(2, attempt=2)
     reports = driver.form(ALL, progress_from=stopped[0].step_version)
     ready = driver.processes[2].ready
-    assert {one.rank for one in reports[2].received_from} == set(left), "each gives a part"
+    assert {one.rank for one in reports[2].received_from} == set(left), "each survivor sends a part"
     assert reports[2].source in left
     assert reports[2].received_bytes == ready.state_bytes
     assert sorted(item for rank in ALL
@@ -65,7 +65,7 @@ def test_a_killed_rank_costs_no_micro_batch_and_comes_back(
     driver.finish(ALL)
 
     struck = _forwards(driver, 4)
-    assert len([rank for rank, _ in struck if rank == 2]) == 3, "it died in the iteration"
+    assert len([rank for rank, _ in struck if rank == 2]) == 3, "rank 2 died in iteration 4"
     assert sorted(item for rank, item in struck if rank != 2) == list(range(12))
     for iteration in [*range(4), *range(5, ITERATIONS)]:
         assert sorted(item for _, item in _forwards(driver, iteration)) == list(range(12))
@@ -98,7 +98,7 @@ def test_undisturbed_ranks_equal_the_twin_and_resume_from_a_checkpoint(
     assert (first.step_version, first.source, first.origin) == (6, -1, "checkpoint")
     assert (second.step_version, second.source, second.origin) == (6, 0, "peer")
     again.finish([0, 1])
-    assert sorted(again.losses()) == list(range(ITERATIONS)), "the checkpoint remembers losses"
+    assert sorted(again.losses()) == list(range(ITERATIONS)), "the checkpoint contains the losses"
     assert twin(0.1).is_equal(again.final_checkpoint(2))
 
 
@@ -113,7 +113,7 @@ def test_a_stopped_peer_then_a_second_fault_while_reconfiguring(drive: Drive, tw
     for rank in left:
         driver.strike(rank, iteration=3, event="reduce")
     time.sleep(0.5)
-    assert not driver.told(r.CollectiveFailed), "a stopped peer is silent"
+    assert not driver.told(r.CollectiveFailed), "a stopped peer fails no collective"
     began_s = time.monotonic()
     held = driver.quiesce(left, "now")
     assert time.monotonic() - began_s < FREED_S_MAX
@@ -148,13 +148,13 @@ def test_survivors_quiesce_without_an_order(drive: Drive, twin: Twins) -> None:
     driver.held(1, 2)
     driver.kill(1)
     alone = driver.left_by_themselves([0, 2])
-    assert alone, "the fault itself has one leave"
+    assert alone, "no survivor quiesced by itself"
     assert {report.rank for report in driver.told(r.CollectiveFailed)} == alone
     held = driver.quiesced([0, 2])
     versions = {report.step_version for report in held.values()}
     assert versions == {2}
     again = driver.quiesce([0, 2], "now")
-    assert again == held, "told to leave what it has left, a rank says the same again"
+    assert again == held, "a repeated Quiesce has the same answer"
     driver.form([0, 2], progress_from=2)
     driver.finish([0, 2])
     assert twin(0.0).is_equal(driver.final_checkpoint(2))
@@ -225,10 +225,10 @@ LOADS_SLOWLY = FAILS_AFTER_REDUCTION + """
 import time
 from unicron.workers.training.model import training_state
 load = training_state.load
-def slow(*told):
+def slow(*args):
     print("taking", flush=True)
     time.sleep(2)
-    return load(*told)
+    return load(*args)
 training_state.load = slow
 """
 
@@ -246,7 +246,7 @@ def test_a_state_loaded_while_the_generation_ends_is_kept(
     driver.says(1, "taking")
     reports = driver.quiesce([0, 1, 2], "now")
     assert {rank: report.step_version for rank, report in reports.items()} == {0: 5, 1: 5, 2: 5}
-    assert reports[1].micro_batches == (), "its sum was of the step before"
+    assert reports[1].micro_batches == (), "the sum belongs to the previous step"
     driver.kill(0)
     driver.kill(2)
     driver.form([1], progress_from=5)
@@ -289,7 +289,7 @@ def test_an_interrupted_transfer_leaves_no_partial_state(
     reports = driver.quiesce(left, "now")
     assert reports[1].micro_batches == held[1].micro_batches, "a survivor keeps its sum"
     if victim == "giver":
-        assert reports[2].step_version == -1, "half a state is none"
+        assert reports[2].step_version == -1, "a partial state does not count"
     # Another rank dies between Reconfigured and Resume: the remaining ranks settle again.
     driver.reconfigure(left)
     again = driver.reconfigured(left)

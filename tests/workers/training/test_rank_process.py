@@ -34,7 +34,7 @@ def test_rebuilds_leak_nothing_and_listen_on_loopback_only(drive: Drive) -> None
         driver.form([0, 1])
         driver.quiesce([0, 1], "boundary")
         seen.append([_open(pid) for pid in pids])
-    # No more are open than after the third rebuild. Those of the last one close after a delay.
+    # As few are open as after the third rebuild. Those of the last rebuild close after a delay.
     driver.until(lambda: all(now <= then for pid, early in zip(pids, seen[2], strict=True)
                              for now, then in zip(_open(pid), early, strict=True)), seen)
     versions = [report.step_version for report in driver.told(r.Quiesced, 0)]
@@ -160,7 +160,7 @@ def test_a_half_sent_sum_does_not_block_a_quiesce(drive: Drive, overlap: bool) -
     driver.until(stuck, unsent)
     held = driver.quiesce([0], "now")
     driver.kill(1)
-    assert len(held[0].micro_batches) == 2, "the stop came in the middle of the sum"
+    assert len(held[0].micro_batches) == 2, "the reduction of the sum was interrupted"
     driver.form([0], progress_from=2)
     driver.finish([0])
     assert len(driver.losses()) == 6
@@ -195,7 +195,7 @@ def test_buckets_of_the_previous_iteration_are_not_reported(drive: Drive) -> Non
     driver.kill(1)
     held = driver.quiesced([0, 2])
     assert {report.step_version for report in held.values()} == {4}
-    assert not any(report.buckets_reduced for report in held.values()), "none was begun"
+    assert not any(report.buckets_reduced for report in held.values()), "no bucket in iteration 4"
 
 
 ABORTS = """
@@ -300,7 +300,7 @@ def test_members_with_too_many_abandoned_exit_one_by_one_and_never_the_last(
     driver.form([0])
     driver.strike(0, iteration=left.step_version + 2, event="step")
     driver.quiesce([0], "boundary")
-    assert driver.processes[0].popen.poll() is None, "nobody else has what it has"
+    assert driver.processes[0].popen.poll() is None, "the last rank with the state exited"
     driver.patch = ""
     driver.start(1, attempt=2)
     driver.form([0, 1])

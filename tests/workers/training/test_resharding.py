@@ -220,7 +220,7 @@ PATH = all_pairs(WHOLE)
 
 
 @pytest.mark.parametrize("path", [PATH[:len(PATH) // 2 + 1], PATH[len(PATH) // 2:]],
-                         ids=["one", "other"])
+                         ids=["first half", "second half"])
 def test_every_layout_takes_over_from_every_other(path: list[Layout]) -> None:
     assert len(set(pairwise(PATH))) == len(WHOLE) * (len(WHOLE) - 1)
     worlds.run(4, reshard_work.walk, TRAIN, stops(path))
@@ -272,7 +272,7 @@ def test_tensors_lost_with_a_rank_are_named(layout: Layout, lost: int, gone: str
 ])
 def test_a_refused_source_is_replaced_by_the_next(what: str, why: str) -> None:
     results = worlds.run(4, reshard_work.refuse, TRAIN, what)
-    assert set(results[3][0]) == {1, 2}, "the newcomer took nothing from the first"
+    assert set(results[3][0]) == {1, 2}, "the first source was refused"
     assert all(logged == {why} for _, logged in results)
 
 

@@ -53,7 +53,7 @@ def test_every_micro_batch_is_assigned_exactly_once(case: tuple[list[Claim], int
     settlement = settle(members, num_items)
     _check_partition(settlement, num_items)
     for claim, share in zip(members, settlement.shares, strict=True):
-        assert share.kept in ((), claim.kept), "a sum is all or nothing"
+        assert share.kept in ((), claim.kept), "a sum is kept as a whole or dropped"
         assert set(share.dealt) <= set(share.todo)
         if share.kept:
             assert claim.step_version == settlement.step_version
@@ -94,9 +94,9 @@ def test_no_chain_of_faults_loses_or_doubles_a_micro_batch(num_items: int, num_m
         settlement = settle(living + newcomers, num_items)
         _check_partition(settlement, num_items)
         for claim, share in zip(living, settlement.shares, strict=False):
-            assert share.kept == claim.kept, "no double claim, so nothing is dropped"
+            assert share.kept == claim.kept, "without a double claim no sum is dropped"
             stays = set(claim.owned) - set(claim.kept)
-            assert stays == set(share.todo) - set(share.dealt), "what a living member was dealt"
+            assert stays == set(share.todo) - set(share.dealt), "already assigned to this member"
         members = [Claim(step_version=7, kept=share.kept,
                          owned=tuple(sorted((*share.kept, *share.todo))), assigned_in=generation,
                          trained_in=generation - 1)
@@ -169,7 +169,7 @@ def test_a_replicas_sum_counts_only_if_all_its_members_have_it() -> None:
     assert [share.kept for share in shares] == [(0, 2), (0, 2), (), ()]
     assert [share.todo for share in shares] == [(), (), (1, 3), (1, 3)]
     shares = settle([whole[0], apart[1], whole[1], apart[0]], 4, Axes(tp=2, dp=2)).shares
-    assert {share.kept for share in shares} == {()}, "no part of it stays in a replica"
+    assert {share.kept for share in shares} == {()}, "neither replica has a whole sum"
 
 
 def test_a_member_at_the_barrier_steps_only_if_the_others_stepped() -> None:
@@ -182,10 +182,10 @@ def test_a_member_at_the_barrier_steps_only_if_the_others_stepped() -> None:
         assert settlement.step_version == (6 if steps else NO_STATE)
         assert settlement.lost_version == (NO_STATE if steps else 6)
     taken = settle([_part(0, version=6), _part(1, ready=True)], 4, Axes(tp=2, dp=1))
-    assert taken.step_version == NO_STATE, "it has that state from elsewhere, and no word of a gate"
+    assert taken.step_version == NO_STATE, "member 0 has no barrier result"
     without = settle([_part(0, ready=True), _part(1, ready=True)], 4, Axes(tp=2, dp=1))
     assert without.step_version == 5
-    assert not any(share.steps for share in without.shares), "nobody has stepped"
+    assert not any(share.steps for share in without.shares), "no member has taken the step"
 
 
 def test_a_mirrored_shard_is_on_the_next_data_parallel_rank() -> None:
@@ -198,7 +198,7 @@ def test_a_mirrored_shard_is_on_the_next_data_parallel_rank() -> None:
 
     assert found(0, 1, 2, mirrored=False) == 5
     assert found(0, 2, mirrored=False) == NO_STATE
-    assert found(0, 2, mirrored=True) == 5, "2 has the shard of 1, and 0 that of 2"
+    assert found(0, 2, mirrored=True) == 5, "2 mirrors shard 1, and 0 shard 2"
     assert found(1, mirrored=True) == NO_STATE
 
 
@@ -258,7 +258,7 @@ class Member:
     def take(self, share: MemberAssignment, generation: int, *, begun: bool) -> None:
         """Continue from a settlement. The sum counts only if the settlement keeps it."""
         if sorted(self.sum) != list(share.kept):
-            assert not share.kept, "a sum that this member does not have"
+            assert not share.kept, "the member does not have this sum"
             self.sum = []
         self.ready, self.begun = False, begun
         self.owned, self.assigned_in = tuple(sorted((*share.kept, *share.todo))), generation
@@ -359,9 +359,9 @@ class History:
         share, version = settlement.shares[place], max(settlement.step_version, 0)
         if share.steps:
             assert member.ready
-            assert member.version == version - 1, "nobody steps twice"
+            assert member.version == version - 1, "a member steps twice"
             assert settlement.gate == self.gates[member.trained_in, member.version], (
-                "only if somebody had passed, and with what it was told")
+                "not the result that the members at this barrier received")
             assert member.reduced == Counter(range(self.num_items))
             member.step(settlement.gate)
             self.seen["steps"] += 1
@@ -416,13 +416,13 @@ class History:
             assert settlement.step_version == max(whole, default=NO_STATE)
         if any(member not in self.present for member in self.met):
             self.least = NO_STATE
-        assert settlement.step_version >= self.least, "lost, and nobody was lost"
+        assert settlement.step_version >= self.least, "a state is lost, but no member is"
         beyond = max(member.version for member in self.present)
         assert settlement.lost_version == (beyond if beyond > settlement.step_version else NO_STATE)
         if settlement.lost_version != NO_STATE:
             self.seen["lost"] += 1
         given = {place: self._given(place, settlement) for place in settlement.holders}
-        assert all(given.values()), "a holder without the state"
+        assert all(given.values()), "a holder lacks the state"
         if settlement.step_version == NO_STATE:
             assert {share.source for share in settlement.shares} == {NO_STATE}
             return
@@ -469,7 +469,7 @@ class History:
             self.seen["kept by several" if len(places) > 1 else "kept by one"] += 1
             for place in places:
                 member, held = self.present[place], self.present[place].held or HeldState()
-                assert tuple(sorted(member.sum)) == shares[0].kept, "a broken replica's sum"
+                assert tuple(sorted(member.sum)) == shares[0].kept, "the kept sum is incomplete"
                 assert member.version == settlement.step_version
                 assert held.shape == (self.axes.tp, self.axes.pp, 1)
                 assert held.part == coordinates(self.axes, place)[:2]
@@ -478,7 +478,7 @@ class History:
             member.begun and member.version == settlement.step_version
             for place, member in enumerate(self.present) if place in settlement.holders)
         for share in settlement.shares[num_positions(self.axes):]:
-            assert (share.kept, share.todo, share.dealt) == ((), (), ()), "who is beside"
+            assert (share.kept, share.todo, share.dealt) == ((), (), ()), "standby member"
 
     # --- training -------------------------------------------------------------------------------
     def _train(self) -> None:
@@ -516,7 +516,7 @@ class History:
             at = coordinates(self.axes, place)
             member.reduced = Counter(
                 item for peer in holders(self.axes, at.tp, at.pp) for item in seated[peer].sum)
-            assert member.reduced == Counter(range(self.num_items)), "each exactly once"
+            assert member.reduced == Counter(range(self.num_items)), "missing or doubled item"
         self.seen["reduced"] += 1
         plain = self.optimizer == "whole" and self.axes.tp * self.axes.pp == 1
         faulty = self.rnd.random() < 0.5

@@ -174,7 +174,7 @@ def test_a_copy_of_the_state_trains_identically(
     giver = model.build(train, torch.device("cpu"), alone)
     history = History()
     skipped = _train(giver, 0, 5).count(False)
-    assert bool(skipped) == (train.precision == "fp16"), "2^12 is too much for fp16 at first"
+    assert bool(skipped) == (train.precision == "fp16"), "the initial loss scale overflows in fp16"
     for iteration in range(5):
         history.add(iteration, 5.0 - iteration, 0.1)
     numbers = msgspec.msgpack.decode(
@@ -196,7 +196,7 @@ def test_a_copy_of_the_state_trains_identically(
     assert read.losses == history.losses
     plain = reference.read(tmp_path / "five")
     for name, tensor in training_state.tensors(giver).items():
-        assert plain[name].equal(tensor), f"{name}, read with nothing but torch"
+        assert plain[name].equal(tensor), f"{name}, read by torch alone"
         assert plain[name].dtype == tensor.dtype
 
     stepped = [_train(trainee, 5, 9) for trainee in (giver, taker, reader)]

@@ -63,7 +63,7 @@ def test_files_are_read_in_order_and_named_by_their_bytes(tmp_path: Path) -> Non
     other = load((str(tmp_path / "b"), str(tmp_path / "a")), 16)
     assert len(one) == len(other) == 81
     row = one.sample(1, 0, 0, rows=1, sequence=79)[0]
-    assert row.tolist().count(END_CODE) == 1, "a document ends between two files"
+    assert row.tolist().count(END_CODE) == 1, "one end of document between two files"
     assert one.digest != other.digest
 
 

@@ -111,10 +111,10 @@ def test_a_rank_is_replaced_in_every_precision(drive: Drive, twin: Twins, varian
     num_skipped = (end["numbers.consumed_samples"] - end["numbers.scheduled_samples"]) / 8
     assert (num_skipped > 0) == (driver.spec.train.precision == "fp16")
     num_logged = driver.started[0].log.read_text().count("step skipped")
-    assert num_logged == num_skipped, "each is a line in the log"
-    assert driver.told(TaskProgressed)[-1].skipped == num_skipped, "and of the report"
+    assert num_logged == num_skipped, "each skipped step is logged"
+    assert driver.told(TaskProgressed)[-1].skipped == num_skipped, "the report counts skipped steps"
     stepped = {rank: "step" in events(driver, rank, STRUCK) for rank in LEFT}
-    assert set(stepped.values()) == {variant != "fp16-skipped"}, "all decide alike"
+    assert set(stepped.values()) == {variant != "fp16-skipped"}, "ranks decided differently"
     scaled = {rank: "scaler" in events(driver, rank, STRUCK) for rank in LEFT}
     assert set(scaled.values()) == {variant not in ("bf16", "bf16-overlapped")}
 
@@ -128,7 +128,7 @@ def test_a_rank_is_replaced_with_either_loss(
     assert twin(**changes).is_equal(driver.final_checkpoint())
     other = CONVENTIONS[1 - CONVENTIONS.index(loss)]
     differs = not twin(**(changes | {"loss": other})).is_equal(driver.final_checkpoint())
-    assert differs, "they are two"
+    assert differs, "the loss makes a difference"
 
 
 def test_a_bf16_task_resumes_exactly_from_a_checkpoint(drive: Drive) -> None:
@@ -143,7 +143,7 @@ def test_a_bf16_task_resumes_exactly_from_a_checkpoint(drive: Drive) -> None:
     reports = again.form([0, 1], checkpoint="gen-1/iter-4")
     assert {report.step_version for report in reports.values()} == {4}
     again.finish([0, 1])
-    assert forwards(again, 3) == [], "what was done is not done again"
+    assert forwards(again, 3) == [], "iteration 3 was repeated"
     one, other = read(driver.final_checkpoint()), read(again.final_checkpoint())
     assert one.keys() == other.keys()
     differing = [name for name, value in one.items()
