@@ -243,7 +243,7 @@ async def test_an_agent_reports_a_check_that_fails_and_recovers(
         hanging = int(await until_text(tmp_path / "hanging"))
         (tmp_path / "hanging").unlink()
         second = one.agent(UNICRON_HEALTH="on", CHECKS=str(folder))
-        await until_gone(hanging)  # it is in another session than the check
+        await until_gone(hanging)  # it runs outside the session of its check
         _, again = await until(lambda: (_of(one.all(HealthChanged))[1:] and _of(
             one.all(HealthChanged))) or None)
         assert (again.health, again.incarnation) == (
