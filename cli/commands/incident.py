@@ -304,7 +304,7 @@ def _by(beaten: Plain, plan: Plain) -> str:
     if beaten["objective"] == plan["objective"]:
         return "a tie, which the first task wins"
     if plan.get("alpha"):
-        return ("others wait" if beaten["objective"] == NOT_COMPARABLE_NUM else
+        return ("not comparable: other tasks wait" if beaten["objective"] == NOT_COMPARABLE_NUM else
                 f"is worth {'less' if beaten['objective'] < plan['objective'] else 'more'} "
                 f"by alpha-fairness {plan['alpha']:g}")
     if beaten["waf"] < plan["waf"]:

@@ -159,7 +159,7 @@ def _effects(state: StateDir, followed: Outcome, view: Plain) -> Iterator[str]:
 def paused_lines(view: Plain, option: str) -> list[str]:
     """A line that healing is paused, that nothing was ordered, and how to resume; else empty."""
     healing = view["cluster"]["healing"]
-    return [] if healing == "on" else [f"paused   {healing}; planned, and nothing ordered. To act: "
+    return [] if healing == "on" else [f"paused   {healing}; nothing is ordered. To act: "
                                     + way_to_act(healing, option)]
 
 

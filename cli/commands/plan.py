@@ -109,8 +109,8 @@ def _validate(asked: PlanOptions) -> None:
         raise UsageError("--seq shows a past plan: nothing can be dry-run on it",
                          f"unicron plan {asked.typed}")
     if asked.apply and asked.slots is not None:
-        raise UsageError("--with cannot be applied: slots come with machines",
-                         "unicron agent, on a new machine, has it join")
+        raise UsageError("--with cannot be applied: it names no machine",
+                         "to add slots, run unicron agent on a new machine")
     if asked.apply and asked.check is None:
         raise UsageError("--apply needs --check INPUT", f"unicron plan {asked.typed} shows what "
                          "would be, and the input to check")

@@ -1,4 +1,4 @@
-"""`replay` and `export`: write the log to a file; fold a log without a server or torch."""
+"""`export` writes the log to a file. `replay` folds a log without a server or torch."""
 
 from __future__ import annotations
 

@@ -42,7 +42,8 @@ def bound_by(plan: Plain, names: Mapping[int, str]) -> str:
 
 
 def _limits(plan: Plain) -> str:
-    """The limits that bind, by the alternative that breaks them; without one, all limits."""
+    """The limits that bind: those that the first such alternative breaks. If there is none:
+    moves_max, quotas or priorities."""
     some = next((LIMITS_BY_NAME[other["what"]] for other in plan.get("alternatives", ())
                  if other["what"] in LIMITS_BY_NAME), ("moves_max", "quotas", "priorities"))
     return f"{', '.join(some[:-1])}{' or ' * (len(some) > 1)}{some[-1]}"
@@ -101,8 +102,8 @@ def dry_run(found: Plain, asked: str, *, option: str = "") -> list[str]:
     if not found["planned"]:
         return lines
     if "--with " in f"{asked} ":
-        return [*lines, *fmt.labelled("do it", "slots come with machines: "
-                                      + fmt.command("unicron agent --url URL") + " there")]
+        return [*lines, *fmt.labelled("do it", "to add slots, add a machine, and on it run "
+                                      + fmt.command("unicron agent --url URL"))]
     return [*lines, *fmt.labelled("do it", fmt.command(
         f"{typed} --apply --check {found['input']}{option}"))]
 
@@ -133,7 +134,7 @@ def _gain(found: Plain) -> list[str]:
     gain, cost = after - before, found["transition_flop"]
     why = found["plan"]["why"]
     if found["num_plans"] > 1:  # each step has its own plan; none covers the whole change
-        why = (f"{_moved(found)}: of the last of {found['num_plans']} plans, one for each step: "
+        why = (f"{_moved(found)}, by {found['num_plans']} plans, one for each step; the last one: "
                f"{why.partition(': ')[2]}")
     lines = fmt.labelled("why", why)
     if not gain and not cost:
@@ -209,12 +210,13 @@ def _alternatives(plan: Plain) -> list[str]:
 
 
 def _by_alpha(plan: Plain, rows: list[list[str]]) -> list[str]:
-    """The same under alpha-fairness. The difference of an alternative is a share: by how much all
-    tasks would have to slow down for the same objective."""
+    """The same under alpha-fairness. `behind_share` is the difference of the objectives as a
+    share: a slowdown of all tasks of the plan by this share costs as much."""
     others = sorted(plan["alternatives"], key=lambda other: -other["objective"])
     for place, other in enumerate(others, 2):
         behind, by = other["behind_share"], f" by alpha-fairness {plan['alpha']:g}"
-        value = "others wait" if other["objective"] == NOT_COMPARABLE_NUM else "is worth as much"
+        value = ("not comparable: other tasks wait" if other["objective"] == NOT_COMPARABLE_NUM
+                 else "is worth as much")
         if behind:
             value = f"{'loses' if behind > 0 else 'gains'} {percent(abs(behind))}{by}" + (
                 "" if behind > 0 else not_taken(plan, other["what"]))
@@ -232,19 +234,20 @@ def _constraints(found: Plain, *, with_payback: bool = True) -> list[str]:
     bound = bound_by(plan, names) or "unknown"
     more = (f"{found['more_slots']} more: +{_waf(found['more_waf'])}" if found["more_waf"]
             else f"{found['more_slots']} more would earn nothing"
-            + ": sizes, gain_min or the cost of changes" * (plan.get("bound") == "slots"))
-    hold = (f"{fmt.span(plan['running_s'])}: so long nothing is expected to fail; worth "
-            f"{fmt.scaled(plan['objective_flop'], 'FLOP')}" if plan["running_s"] else "unknown")
+            + " because of sizes, gain_min or costs of changes" * (plan.get("bound") == "slots"))
+    hold = (f"{fmt.span(plan['running_s'])}, the expected time until the next fault; the plan is "
+            f"worth {fmt.scaled(plan['objective_flop'], 'FLOP')} in it" if plan["running_s"]
+            else "unknown")
     return [*fmt.labelled("bound by", f"{bound} ({more})"),
             *fmt.labelled("horizon", hold),
             *(_paid_back(plan) if with_payback else []), *_spare(plan)]
 
 
 def _paid_back(plan: Plain) -> list[str]:
-    """When the loss of tasks without a fault is earned back; empty if they keep their slots."""
+    """When the plan has earned back the cost of changing healthy tasks; empty if there is none."""
     back_s = plan.get("paid_back_s", 0.0)
-    return fmt.labelled("paid back", f"in {fmt.span(back_s)} of {fmt.span(plan['running_s'])}, "
-                                 "against leaving healthy tasks as they are") if back_s else []
+    return fmt.labelled("paid back", f"after {fmt.span(back_s)} of the horizon, compared with "
+                                 "leaving healthy tasks as they are") if back_s else []
 
 
 def _spare(plan: Plain) -> list[str]:
@@ -308,8 +311,8 @@ def _waiting(found: Plain) -> list[str]:
 
 
 def _computed(found: Plain) -> list[str]:
-    """The decider version that computed what the log does not hold, and the record it is for."""
-    left = "; without the plans that break a limit: too many tasks and sizes" * found["is_cut"]
+    """Which decider version computed what is not in the log, and at which record."""
+    left = "; plans that break a limit are left out: too many tasks and sizes" * found["is_cut"]
     return fmt.labelled("computed", f"now, by decider version {found['computed_by']}, for seq "
                                 f"{found['seq']}{left}")
 
@@ -327,7 +330,7 @@ def _assumes(found: Plain) -> list[str]:
 def _paused(found: Plain, option: str) -> list[str]:
     if not found["held"]:
         return []
-    return fmt.labelled("paused", f"{found['held']}; planned, and nothing is ordered. To act: "
+    return fmt.labelled("paused", f"{found['held']}; nothing is ordered. To act: "
                         + fmt.command(fmt.way_to_act(found["held"], option)))
 
 

@@ -1,4 +1,4 @@
-"""`unicron simulate`: what each policy earns of a scenario, and what it loses by reason."""
+"""`unicron simulate`: what each policy earns in a scenario, and what each kind of loss costs."""
 
 from __future__ import annotations
 
@@ -36,6 +36,8 @@ TRACE_BYTES_MAX = 64 << 20
 OURS = "unicron"
 HEADS: dict[Loss, str] = {"detection": "DETECT", "transition": "TRANSIT", "waiting": "WAIT",
                           "sub-healthy": "SUB", "recomputed": "AGAIN"}
+LOSS_LEGEND = ("DETECT: until a fault is reported. TRANSIT: in transition to training. WAIT: "
+               "without slots. SUB: on fewer or slower slots. AGAIN: recomputed")
 
 
 # --- runs in parallel, one per core ---
@@ -131,7 +133,7 @@ def read(path: Path) -> tuple[Scenario, list[ExternalEvent]]:
         trace = paper_evaluation.TRACES[str(path)]
         return (paper_evaluation.scenario(str(path), [*POLICIES]),
                 paper_evaluation.events(trace, paper_evaluation.SEED))
-    text = read_text(path, FILE_BYTES_MAX, "name a scenario, YAML, or one of "
+    text = read_text(path, FILE_BYTES_MAX, "name a scenario file (YAML), or one of "
                      f"{', '.join(paper_evaluation.TRACES)}", scenarios.DOCS)
     scenario = scenarios.parse(read_yaml(text, scenarios.DOCS))
     cluster, given, horizon_s = scenario.cluster, scenario.trace, scenario.horizon_s
@@ -141,7 +143,7 @@ def read(path: Path) -> tuple[Scenario, list[ExternalEvent]]:
     trace_path = path.parent / given
     trace_read = trace_file.read(
         read_text(trace_path, TRACE_BYTES_MAX,
-                  "trace: names a file beside the scenario, or is drawn", scenarios.DOCS),
+                  "`trace` is a file beside the scenario, or `drawn`", scenarios.DOCS),
         str(trace_path))
     scenario = scenarios.with_nodes(scenario, trace_read.nodes)
     _check_known(scenario, trace_read.events, trace_path)
@@ -161,8 +163,8 @@ def _check_known(scenario: Scenario, happenings: list[ExternalEvent], trace: Pat
         elif one.node not in known:
             raise UsageError(f"{trace}: at {one.at_s:g} s, {one.event} of {one.node}, which is no "
                              "node at that time",
-                             f"the cluster has {names[0]} to {names[-1]}; another one is first "
-                             "`joined`")
+                             f"the cluster has {names[0]} to {names[-1]}; any other node needs a "
+                             "`joined` event first")
 
 
 def print_trace(path: Path) -> None:
@@ -207,15 +209,14 @@ def screen(scenario: Scenario, played: dict[str, RunResult], path: Path, log: Pa
     lines = [f"{scenario.name}: {fmt.number_of(num, 'node')} of "
              f"{fmt.number_of(cluster.slots, 'slot')}, "
              f"{fmt.number_of(len(scenario.tasks), 'task')}, {fmt.span(scenario.horizon_s)}; "
-             f"each policy in {fmt.span(took_s)} at most", ""]
+             f"each policy was simulated in {fmt.span(took_s)} or less", ""]
     best = max(played.values(), key=lambda one: one.outcome.earnings.flop)
     rows = [_row(name, one, best) for name, one in played.items()]
     head = ("POLICY", "EARNED", "OF FULL", "BEHIND", *(HEADS[what] for what in LOSSES))
     lines += [fmt.clipped(line, fmt.SCREEN_COLUMNS)
               for line in fmt.table(head, rows, right=range(1, 9))]
-    lines += ["", *fmt.labelled("lost", "in % of what the policy earns without a fault: until a "
-                                "fault is reported, in transition to training, without slots, on "
-                                "fewer or slower slots, and recomputed")]
+    lines += ["", *fmt.labelled("lost", "in % of what the policy earns without a fault. "
+                                + LOSS_LEGEND)]
     for task in scenario.tasks:
         if task.slots.min > num * cluster.slots:
             needs = fmt.number_of(task.slots.min, "slot")
@@ -225,8 +226,8 @@ def screen(scenario: Scenario, played: dict[str, RunResult], path: Path, log: Pa
         idle = [name for name, one in played.items()
                 if not [*one.outcome.earnings.full_slots.values()][number]]
         if idle and task.slots.min <= num * cluster.slots:
-            lines += fmt.labelled("waits", f"{task.name} has no slots even without a fault under "
-                                  f"{', '.join(idle)}: the other tasks earn more with them")
+            lines += fmt.labelled("waits", f"under {', '.join(idle)}, {task.name} gets no slots "
+                                  "even without a fault: other tasks earn more on these slots")
     ignored = max(one.outcome.ignored for one in played.values())
     if ignored:
         lines += fmt.labelled("ignored", f"{fmt.number_of(ignored, 'line')} of the trace: a fault "

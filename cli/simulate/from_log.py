@@ -34,7 +34,7 @@ from ..files.job_file import read_yaml
 from ..terminal import console
 from ..terminal import format as fmt
 from ..terminal.format import Plain
-from .compare import HEADS
+from .compare import HEADS, LOSS_LEGEND
 
 HINT = "--set weight.TASK=2, or --set policy.FIELD=VALUE (docs/reference/records.md, Policy)"
 
@@ -207,10 +207,8 @@ def screen(recording: Recording, played: Sequence[tuple[Choice, RunResult]], pat
     lines += fmt.labelled("differs", "simulated from recorded: "
                           f"{error_share} earned with the same choices; choices from simulated, so "
                           "that both have the same model error")
-    lines += fmt.labelled("lost", "DOWN: task-time without training, GPU: slot-time below full "
-                          "strength; then, in % of what full strength earns: until a fault is "
-                          "reported, in transition to training, without slots, on fewer slots, and "
-                          "recomputed")
+    lines += fmt.labelled("lost", "DOWN: task-time without training. GPU: slot-time below full "
+                          "strength. The others in % of what full strength earns. " + LOSS_LEGEND)
     for number, line in enumerate(counterfactual.sentences(recording, played)):
         lines += fmt.labelled("evidence" if not number else "", line)
     return [*lines, *fmt.labelled("best", _best(played)), *fmt.labelled("next", fmt.command(

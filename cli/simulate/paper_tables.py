@@ -1,4 +1,4 @@
-"""`unicron simulate paper`: the paper's evaluation with our constants, next to its own results."""
+"""`unicron simulate paper`: the paper's evaluation with our constants, beside its own results."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Values = dict[tuple[str, str, str], Row]
 
 
 class Evaluation(NamedTuple):
-    """All runs with their results, and by cluster size the time of a plan."""
+    """All runs with their results. `growth`: by cluster size, the pause and the time of a plan."""
 
     parts: dict[Key, EvaluationRun]
     played: dict[Key, RunResult]
@@ -149,14 +149,14 @@ def _of_growth(found: Evaluation) -> Iterator[Row]:
 def screen(found: Evaluation, rows: list[Row], report: Path | None) -> list[str]:
     """The page, at most 100 columns."""
     value = {(one["case"], one["system"], one["metric"]): one for one in rows}
-    lines = [f"the paper's evaluation, our reading: 16 nodes of 8 A800, six GPT-3 tasks (case 5); "
-             f"{number_of(found.seeds, 'seed')}; {span(found.took_s)}", ""]
+    lines = [f"the paper's evaluation: 16 nodes of 8 A800, six GPT-3 tasks (case 5); "
+             f"{number_of(found.seeds, 'seed')}; computed in {span(found.took_s)}", ""]
     for case in paper_evaluation.TRACES:
         lines += [*_trace_table(found, case, value), ""]
     lines += [*_cases_table(value), "", *_change_table(found, value), "", *_growth_table(found), ""]
-    lines += labelled("unknown", "from the paper: which nodes fail when, trace-b's repairs, "
-                      "batches; Oobleck's, Bamboo's and Varuna's speed is derived from its ratios "
-                      "(docs/guides/paper.md)")
+    lines += labelled("unknown", "the paper does not say which nodes fail when, how long the "
+                      "repairs of trace-b take, and the batch sizes. The speeds of Oobleck, Bamboo "
+                      "and Varuna are derived from the paper's ratios (docs/guides/paper.md)")
     then = f"open {report / 'report.html'}" if report is not None else (
         "unicron simulate paper -o json")
     return [*lines, *labelled("next", command(then))]
@@ -176,7 +176,8 @@ def _trace_table(found: Evaluation, case: str, value: Values) -> list[str]:
             *(f"{100 * value[case, system, f'lost_{what}']['value']:.2f}" for what in LOSSES)])
     faults = f"{trace.num_sev1} SEV1 and {trace.num_others} other faults in {span(trace.horizon_s)}"
     return [*table(head, rows, right=range(1, 10)),
-            f"{case}: {faults}; lost in % of full; medians, [least, most] of the seeds"]
+            f"{case}: {faults}",
+            "DETECT to AGAIN: lost, in % of full; medians over the seeds, with [least, most]"]
 
 
 def _spread(one: Row) -> str:
@@ -192,8 +193,8 @@ def _cases_table(value: Values) -> list[str]:
 
 
 def _change_table(found: Evaluation, value: Values) -> list[str]:
-    head = ("IF", "UNICRON IS, OVER", *(name.upper() for name in paper_evaluation.TRACES))
-    return [*table(head, change_rows(found, value), right=(2, 3)), "of the first seed"]
+    head = ("IF", "UNICRON OVER", *(name.upper() for name in paper_evaluation.TRACES))
+    return [*table(head, change_rows(found, value), right=(2, 3)), "computed with the first seed"]
 
 
 def change_rows(found: Evaluation, value: Values) -> list[list[str]]:
@@ -211,7 +212,7 @@ def change_rows(found: Evaluation, value: Values) -> list[list[str]]:
 def _growth_table(found: Evaluation) -> list[str]:
     head = ("GPUS", "DETECT", "PLAN", "CHANGE", "NCCL", "PAUSE")
     return [*table(head, growth_rows(found), right=range(6)),
-            "detect and change as measured on four ranks, the plan here, NCCL as published"]
+            "DETECT and CHANGE: measured on four ranks; PLAN: measured here; NCCL: as published"]
 
 
 def growth_rows(found: Evaluation) -> list[list[str]]:

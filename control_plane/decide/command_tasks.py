@@ -21,7 +21,7 @@ def next_decisions(state: ClusterState, task: Task) -> Iterator[Body]:
         return
     if not task.ranks:
         if all(slot_free(state, seat) for seat in task.target):
-            port = rendezvous_port(task)  # before the fold of the first start begins a new round
+            port = rendezvous_port(task)  # once for all seats: the fold of StartRank counts a round
             for seat in task.target:
                 yield start_rank(state, task, seat, port)
         return

@@ -15,7 +15,8 @@ from .task import HeldState, Rank, Task
 
 def awaited(task: Task) -> Literal["", "processes", "members"]:
     """Which processes the task waits for: its members while it quiesces or reconfigures, otherwise
-    starting processes. Once a rank has finished, it waits for none: each rank ends on its own."""
+    starting processes. Once a rank of a task that heals in memory has finished, the task waits for
+    none: each rank ends on its own."""
     if task.heals_in_memory and task.finished:
         return ""
     return "members" if task.phase in ("quiescing", "reconfiguring") else "processes"
@@ -123,7 +124,7 @@ def is_pinned(state: ClusterState, task: Task) -> bool:
 
 
 def _runs_where_nothing_starts(state: ClusterState, task: Task) -> bool:
-    """Whether a process is on a disabled slot or a quarantined node that is not drained."""
+    """Whether a process is on an undrained node that is quarantined or has disabled its slot."""
     return any(not (node := state.nodes[rank.slot.node]).drained
                and (node.quarantine is not None or node.is_disabled(rank.slot.index))
                for rank in task.ranks.values())

@@ -152,7 +152,8 @@ def test_slots_can_bind_although_another_node_earns_nothing() -> None:
     found = plain_of(dry_run.explain_present_plan(encode_state(gives()[0].state)))
     assert found["plan"]["bound"] == "slots"
     found["more_waf"] = 0.0
-    assert ("bound by   4 slots (2 more would earn nothing: sizes, gain_min or the cost of changes)"
+    assert ("bound by   4 slots (2 more would earn nothing because of sizes, gain_min or "
+             "costs of changes)"
             in plan_screen.present(found, now_s=0.0))
 
 
@@ -167,7 +168,7 @@ def test_the_page_says_that_healing_is_paused(ask: Any) -> None:
     d, _, _ = two_tasks(BETA)
     d.tell("operator/f", r.HealingFrozen(reason="a test"))
     held = [line for line in ask(Told(d), without=("n3",)) if line.startswith("paused")]
-    assert held == ["paused     frozen: a test; planned, and nothing is ordered. To act: "
+    assert held == ["paused     frozen: a test; nothing is ordered. To act: "
                     "unicron unfreeze"]
 
 
@@ -277,7 +278,7 @@ def test_a_change_applied_while_paused_orders_nothing(ask: Any) -> None:
     d, _, _ = two_tasks(BETA)
     d.tell("operator/f", r.HealingFrozen(reason="a test"))
     lines = ask(Told(d), weights=("alpha=9",), apply=True, check=INPUT)
-    assert lines[-2:] == ["paused   frozen: a test; planned, and nothing ordered. To act: "
+    assert lines[-2:] == ["paused   frozen: a test; nothing is ordered. To act: "
                           "unicron unfreeze", "look     unicron status -w"]
 
 
@@ -330,8 +331,8 @@ def test_only_the_outcome_of_the_own_request_is_printed() -> None:
      "unicron plan --without NODE first"),
     ({"apply": True, "without": ("n1",)}, "--apply needs --check INPUT",
      "unicron plan --without n1 shows what would be, and the input to check"),
-    ({"apply": True, "check": 3, "slots": 2}, "--with cannot be applied: slots come with machines",
-     "unicron agent, on a new machine, has it join"),
+    ({"apply": True, "check": 3, "slots": 2}, "--with cannot be applied: it names no machine",
+     "to add slots, run unicron agent on a new machine"),
     ({"check": 3, "without": ("n1",)}, "--check goes with --apply",
      "unicron plan --without n1 --apply --check 3"),
     ({"check": 3}, "--check goes with --apply",

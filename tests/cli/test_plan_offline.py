@@ -145,7 +145,7 @@ all       128 -> 120  20.6 PFLOP/s -> 19.9 PFLOP/s
 2  the next best  19.4 PFLOP/s  loses 301 EFLOP (2.5 %)
 
 bound by   120 slots (8 more: +700 TFLOP/s)
-horizon    6.9 d: so long nothing is expected to fail; worth 11.9 ZFLOP
+horizon    6.9 d, the expected time until the next fault; the plan is worth 11.9 ZFLOP in it
 next       unicron plan --offline plan.yaml --table""".splitlines()
 
 

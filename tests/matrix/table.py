@@ -1,4 +1,4 @@
-"""The fault matrix as text: points down, faults and variants across."""
+"""The fault matrix as text: a row per point, a column per fault or variant."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ GAP = "  "
 
 
 def table(verdicts: Sequence[Verdict]) -> list[str]:
-    """Every fault on each point's home variant, SIGKILL on every variant; then the reasons."""
+    """Two tables by point: all faults on its home variant (`Point.home`), and SIGKILL on all
+    variants. Then the reasons."""
     marks: dict[str, str] = {}
     words = {(one.cell.point.name, one.cell.fault, one.cell.variant.name): _word(one, marks)
              for one in verdicts}

@@ -1,4 +1,4 @@
-"""One simulated generation of a task: complete, or broken for all its members."""
+"""One simulated generation of a task. If it breaks, it breaks for all its members."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def next_digest(digest: int, iteration: int, batch: tuple[int, ...]) -> int:
 
 
 class SimulatedGeneration:
-    """One set of communicators: complete, or broken for all its members."""
+    """One set of communicators. It is complete once all members have joined; a break is for all."""
 
     def __init__(self, net: Environment, order: Reconfigure) -> None:
         self.net, self.task, self.number = net, order.task, order.generation
@@ -80,7 +80,7 @@ class SimulatedGeneration:
             self._complete()
 
     def jam(self, jam_s: float) -> None:
-        """Let no collective of this generation end for `jam_s` seconds, without an error."""
+        """Complete no collective for `jam_s` seconds. The members wait and get no error."""
         self._jammed = True
         self.net.later(jam_s, self._flow)
 
@@ -226,7 +226,7 @@ class SimulatedGeneration:
                           taken_bytes=COPY_BYTES // len(givers)) for giver in givers)))
 
     def _restored(self) -> tuple[tuple[int, int], Origin, str]:
-        """The state to restore when no member has one: its source and the source's node."""
+        """If no member has a state: the restored (step version, digest), its origin and node."""
         for wanted in self.copies:
             copy = self.net.keepers.find(self.task, wanted)
             if copy is not None:

@@ -191,8 +191,8 @@ def test_each_change_of_several_steps_counts_once() -> None:
     assert tried.transition_flop == pytest.approx((2.0 * 2.7e12 + 100.0 * 2.4e12) * stop_s)
     plain = msgspec.to_builtins(tried, str_keys=True) | {"took_s": 0.1}
     why = plan_screen.dry_run(plain, "x")[1:3]
-    assert why[0].split()[:5] == ["why", "alpha", "4", "->", "0:"]
-    assert "of the last of 3 plans, one for each step" in " ".join(why)
+    assert why[0].split()[:5] == ["why", "alpha", "4", "->", "0,"]
+    assert "by 3 plans, one for each step; the last one: " in " ".join(why)
 
 
 # --- over HTTP, with the check at the moment of the write ---------------------------------------

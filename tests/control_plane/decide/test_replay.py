@@ -125,7 +125,7 @@ def test_swapped_records_are_named(driver: Driver) -> None:
 
 
 def test_dropped_and_renumbered_records_are_found(driver: Driver) -> None:
-    """Renumbering hides the gap, but a source number or a recomputed decision differs."""
+    """Renumbered seqs hide the gap, but a source_seq or a recomputed decision does not match."""
     for index, gone in enumerate(driver.log[:-1]):
         if gone.source.startswith("operator/"):
             continue
@@ -159,9 +159,9 @@ def test_a_log_of_version_4_is_not_corrupt() -> None:
     """tests/golden/heart-4.jsonl is the log of test_checkpoints.py's
     `test_all_die_and_the_order_names_the_newest_copy_then_the_nearest` at commit af1f586.
 
-    Its agents do not number their checkpoint stores, but the recomputed Reconfigure names the same
-    in-memory checkpoints. The costs of an incident and the MTBF of a plan have changed since, so
-    these decisions and those that follow from a plan differ.
+    The log has no numbers of checkpoint stores (keeper_start), yet the recomputed Reconfigure is
+    equal. IncidentClosed and PlanChosen differ, because costs and MTBF are computed otherwise since
+    then; so do TaskPlaced and StartRank, which follow from a plan.
     """
     path = Path(__file__).parents[2] / "golden" / "heart-4.jsonl"
     log = [from_plain(json.loads(line)) for line in path.read_text().splitlines()]
