@@ -36,12 +36,17 @@ def finish(driver: Any, ranks: list[int], twin: Twins, precision: str = "fp32") 
     assert gap.param_rel < RELATIVE_MAX[precision]
 
 
-def stopped(driver: Any, held: int, iteration: int, ranks: list[int]) -> None:
-    """Wait until rank `held` is held and the others have run their micro-batches of `iteration`."""
+def stopped(driver: Any, held: int, event: str, iteration: int, ranks: list[int]) -> None:
+    """Wait until rank `held` is held at `event` and the others are as far as they can get.
+
+    A rank steps only if it has passed the step barrier itself. A test that expects the step must
+    see each rank after the barrier.
+    """
     driver.held(held, iteration)
+    reached = {"step_mid": "step", "gather": "gather"}.get(event, "stats")
     for rank in ranks:
         if rank != held:
-            driver.strike(rank, iteration=iteration, event="stats")
+            driver.strike(rank, iteration=iteration, event=reached)
 
 
 def copied(driver: Any) -> tuple[Any, ...]:
@@ -77,14 +82,14 @@ def test_a_quiesce_at_any_event_loses_nothing(
     driver = ready(drive, ranks, precision=precision)
     driver.form(ranks)
     hold = driver.hold(1, event, STRUCK)
-    stopped(driver, 1, STRUCK, ranks)
+    stopped(driver, 1, event, STRUCK, ranks)
     driver.quiesce(ranks, "now", hold)
     hold = driver.hold(1, event, STRUCK + 1)
     reports = driver.form(ranks)
     has_stepped = event in ("step_mid", "gather")
     assert {one.step_version for one in reports.values()} == {STRUCK + has_stepped}
     assert {one.origin for one in reports.values()} == {"peer" if has_stepped else "own"}
-    stopped(driver, 1, STRUCK + 1, ranks)
+    stopped(driver, 1, event, STRUCK + 1, ranks)
     driver.quiesce(ranks, "now", hold)
     kept = [one.kept_micro_batches for one in driver.form(ranks, axes=Axes(dp=2)).values()]
     assert any(kept) == (not has_stepped)
@@ -132,7 +137,7 @@ def test_with_mirrors_a_lost_shard_costs_no_iteration(
     driver.form(ranks)
     for struck, victim in ((2, 1), (STRUCK, 3)):
         driver.hold(victim, event, struck)
-        stopped(driver, victim, struck, ranks)
+        stopped(driver, victim, event, struck, ranks)
         driver.kill(victim)
         ranks.remove(victim)
         driver.quiesce(ranks, "now")
@@ -147,12 +152,13 @@ def test_with_mirrors_a_lost_shard_costs_no_iteration(
 def test_each_tensor_parallel_shard_has_a_mirror(
         drive: Drive, twin: Twins, victim: int) -> None:
     """The third survivor is a standby member until the layout becomes dp=3."""
-    driver = ready(drive, [0, 1, 2, 3], parallel={**MIRRORED, "tensor": [1, 2]})
-    driver.form([0, 1, 2, 3], axes=Axes(tp=2, dp=2))
+    ranks = [0, 1, 2, 3]
+    driver = ready(drive, ranks, parallel={**MIRRORED, "tensor": [1, 2]})
+    driver.form(ranks, axes=Axes(tp=2, dp=2))
     driver.hold(victim, "gather", 2)
-    driver.held(victim, 2)
+    stopped(driver, victim, "gather", 2, ranks)
     driver.kill(victim)
-    left = [rank for rank in range(4) if rank != victim]
+    left = [rank for rank in ranks if rank != victim]
     driver.quiesce(left, "now")
     reports = driver.form(left, axes=Axes(tp=2))
     assert {one.step_version for one in reports.values()} == {3}
