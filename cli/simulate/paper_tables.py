@@ -169,19 +169,16 @@ def _trace_table(found: Evaluation, case: str, value: Values) -> list[str]:
     rows: list[list[str]] = []
     for system in POLICIES:
         ratio, reported = value[case, system, "waf_ratio"], REPORTED.get((case, system))
+        over = f"{ratio['value']:.3f} x [{ratio['least']:.2f}, {ratio['most']:.2f}]"
         rows.append([
             system, scaled(value[case, system, "accumulated_waf"]["value"], "FLOP"),
             f"{100 * value[case, system, 'share_of_full']['value']:.1f} %",
-            "-" if system == OURS else _spread(ratio), f"{reported:g} x" if reported else "",
+            "-" if system == OURS else over, f"{reported:g} x" if reported else "",
             *(f"{100 * value[case, system, f'lost_{what}']['value']:.2f}" for what in LOSSES)])
     faults = f"{trace.num_sev1} SEV1 and {trace.num_others} other faults in {span(trace.horizon_s)}"
     return [*table(head, rows, right=range(1, 10)),
             f"{case}: {faults}",
             "DETECT to AGAIN: lost, in % of full; medians over the seeds, with [least, most]"]
-
-
-def _spread(one: Row) -> str:
-    return f"{one['value']:.3f} x [{one['least']:.2f}, {one['most']:.2f}]"
 
 
 def _cases_table(value: Values) -> list[str]:

@@ -112,7 +112,8 @@ def read(rank: int, document: object) -> Dump:
 
 
 def _read(rank: int, dump: Json) -> Dump:
-    entries = sorted(_of_groups(dump["entries"]),
+    # Some entries belong to no process group.
+    entries = sorted((entry for entry in dump["entries"] if entry.get("process_group")),
                      key=lambda entry: _whole(entry.get("record_id", 0)))
     newest = _newest(entries)
     entries = [entry for entry in entries
@@ -157,11 +158,6 @@ def _job(dump: Json, config: Mapping[str, Json]) -> Job:
 def _table(value: object) -> dict[str, Json]:
     """The mapping with its keys as text: in torch's pickles they may be numbers."""
     return {str(key): one for key, one in cast(Mapping[object, Json], value or {}).items()}
-
-
-def _of_groups(entries: Iterable[Json]) -> list[Json]:
-    """The entries that belong to a process group; some entries of the recorder belong to none."""
-    return [entry for entry in entries if entry.get("process_group")]
 
 
 def _group_name(name: str, desc: str) -> str:

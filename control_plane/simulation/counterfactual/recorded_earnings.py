@@ -119,7 +119,10 @@ class LogAccounting:
         if isinstance(body, reports.NodeLeft | reports.NodeJoined):
             self.account.stop_processes(at_s, self._processes_on(body.node), body.node)
         elif isinstance(body, reports.Quiesced):
-            self._quiesced(at_s, body)
+            task = self.state.tasks.get(body.task)
+            if task is not None and body.generation == task.generation and (
+                    task.phase == "quiescing" and task.mode == "boundary"):
+                self.account.reach_boundary(at_s, body.task)
         self._history.add(record)
         self.measured.see(record)
         if self.began_s >= 0:
@@ -177,12 +180,6 @@ class LogAccounting:
     def _processes_on(self, node: str) -> list[Key]:
         return [(task.id, rank.rank, rank.attempt) for task in self.state.tasks.values()
                 for rank in task.ranks.values() if rank.slot.node == node]
-
-    def _quiesced(self, at_s: float, body: reports.Quiesced) -> None:
-        task = self.state.tasks.get(body.task)
-        if task is not None and body.generation == task.generation and (
-                task.phase == "quiescing" and task.mode == "boundary"):
-            self.account.reach_boundary(at_s, body.task)
 
     def _update_progress(self, at_s: float, record: Record) -> None:
         """Update the task's progress: its iterations, its resumption, its lost work, its end."""

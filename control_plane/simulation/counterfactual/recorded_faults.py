@@ -120,7 +120,9 @@ class FaultReader:
                 if at_s < self._stop_orders_s.get(key, at_s) and body.task in state.tasks:
                     self._losses.append((ProcessLoss(record.occurred_s, record.seq, "", key), node))
             case d.IncidentOpened():
-                self._on_incident(record, body)
+                failed = [self._failed[seq] for seq in body.evidence if seq in self._failed]
+                if body.severity == "SEV3" and failed and len(failed) == len(body.evidence):
+                    self._network(failed, body.status, body.node)
             case d.TaskEnded() if body.outcome != "cancelled":
                 self._events.append(OperatorRequest(record.at_s, r.TaskCancelRequested(
                     task=body.task, reason=body.outcome), self.names.get(body.task, "")))
@@ -208,11 +210,6 @@ class FaultReader:
             self._losses.append((loss, "" if by_leader else node))
             if rank == fault.ranks[0] or TABLE.get(fault.status) != "SEV3":  # one network fault
                 self._faults.append((loss, "" if by_leader else node, fault, record.at_s))
-
-    def _on_incident(self, record: Record, body: d.IncidentOpened) -> None:
-        failed = [self._failed[seq] for seq in body.evidence if seq in self._failed]
-        if body.severity == "SEV3" and failed and len(failed) == len(body.evidence):
-            self._network(failed, body.status, body.node)
 
     def _network(self, failed: list[ProcessLoss], status: str, node: str) -> None:
         """Add a network fault: collectives have failed, and there is no other cause."""

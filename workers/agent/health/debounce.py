@@ -107,7 +107,8 @@ class BurstFilter:
             self._num_dropped += 1
             return None
         self._reported_s.append(at_s)
-        self._forget(at_s)
+        if len(self._bursts) >= _KEYS_NUM_MAX:
+            del self._bursts[min(self._bursts, key=lambda key: self._bursts[key].last_s)]
         self._bursts[key] = _Burst(at_s)
         text = erred.text[:limits.LINE_CHARS_MAX]
         if before:
@@ -116,9 +117,3 @@ class BurstFilter:
             text += f" ({self._num_dropped} other errors were not reported)"
             self._num_dropped = 0
         return erred._replace(text=text)
-
-    def _forget(self, at_s: float) -> None:
-        if len(self._bursts) < _KEYS_NUM_MAX:
-            return
-        old = min(self._bursts, key=lambda key: self._bursts[key].last_s)
-        del self._bursts[old]

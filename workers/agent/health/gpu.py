@@ -187,17 +187,15 @@ class Gpu:
                                        "GPU when it is free", ECC_ERRORS,
                                        "nvml-row-remap-pending"))
             return
-        pages = [self._call(partial(self._retired, cause)) for cause in RETIRED_CAUSE_CODES]
-        num_pages = sum(num or 0 for num in pages)
+        pages = [self._call(partial(nvml.nvmlDeviceGetRetiredPages, gpu, cause))
+                 for cause in RETIRED_CAUSE_CODES]
+        num_pages = sum(len(found_pages or ()) for found_pages in pages)
         if num_pages > limits.RETIRED_PAGES_NUM_MAX:
             found.append(self._bad("unhealthy", f"{num_pages} memory pages are retired: replace "
                                    "the GPU", ECC_ERRORS, "nvml-retired-pages"))
         elif self._call(lambda: nvml.nvmlDeviceGetRetiredPagesPendingStatus(gpu)):
             found.append(self._bad("degraded", "a memory page waits to be retired: reset the GPU "
                                    "when it is free", ECC_ERRORS, "nvml-retired-pending"))
-
-    def _retired(self, cause: int) -> int:
-        return len(self._nvml.nvmlDeviceGetRetiredPages(self._handle, cause))
 
     def _fields(self, found: list[Finding], erred: list[DeviceError]) -> None:
         fields = self._call(lambda: self._nvml.nvmlDeviceGetFieldValues(

@@ -207,7 +207,8 @@ class BlockedProcesses:
                        if now_s - one.since_s >= limits.BLOCKED_S)
         if not stuck:
             return Reading([Finding(self.name, "healthy")])
-        ours = [one for one in stuck if self._is_ours(one[1])]
+        ours = [one for one in stuck if any(
+            entry.startswith(self._mark) for entry in linux.environ(one[1]))]
         since_s, pid = (ours or stuck)[0]
         where = self._text(pid, "wchan") or "?"
         more = f", and {len(stuck) - 1} others" if len(stuck) > 1 else ""
@@ -220,9 +221,6 @@ class BlockedProcesses:
         """The context switches. They grow while a process reads a slow disk: it is not blocked."""
         found: list[str] = _SWITCHES.findall(self._text(pid, "status"))
         return sum(int(number) for number in found)
-
-    def _is_ours(self, pid: int) -> bool:
-        return any(entry.startswith(self._mark) for entry in linux.environ(pid))
 
     def _text(self, pid: int, name: str) -> str:
         try:

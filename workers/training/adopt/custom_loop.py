@@ -251,7 +251,9 @@ class LoopWorkload:
         if not self.flops:
             num_params = sum(param.numel() for module in modules for param in module.parameters())
             self.flops = 6.0 * num_params * self.train.num_micro_batches
-        train = replace(self.train, precision=_precision(ddps[0].config), parallel=parallel,
+        config = ddps[0].config
+        precision = "bf16" if config.bf16 else "fp16" if config.fp16 else "fp32"
+        train = replace(self.train, precision=precision, parallel=parallel,
                         overlap=ddps[0].ddp_config.overlap_grad_reduce)
         return LoopTrainingModel(train, device, draw, axes, place, modules, ddps, optimizer,
                                  scheduler, torch.empty(0), call=self._forward)
@@ -369,7 +371,3 @@ def _check_sizes(config: Any, modules: Sequence[Any], train: Train, axes: Axes) 
 def _inner(ddp: Any) -> Any:
     module = ddp.module
     return module.module if isinstance(module, Float16Module) else module
-
-
-def _precision(config: Any) -> Any:
-    return "bf16" if config.bf16 else "fp16" if config.fp16 else "fp32"

@@ -225,7 +225,10 @@ class Communicators:
         if not self._is_watching:
             self._is_watching = True
             sockets.watch_connections(self._on_connect)
-        self._forget_closed()
+        # Copy the set before the open sockets are listed, so that a socket opened meanwhile stays.
+        known = tuple(self._driver_sockets)
+        for inode in frozenset(known).difference(sockets.inodes()):
+            self._driver_sockets.discard(inode)
         self._excluding_threads.append(threading.get_ident())
         try:
             yield
@@ -236,12 +239,6 @@ class Communicators:
         thread, excluding = threading.get_ident(), self._excluding_threads
         if excluding and (thread != self._training_thread or thread in excluding):
             self._driver_sockets.add(inode)
-
-    def _forget_closed(self) -> None:
-        # Copy the set before the open sockets are listed, so that a socket opened meanwhile stays.
-        known = tuple(self._driver_sockets)
-        for inode in frozenset(known).difference(sockets.inodes()):
-            self._driver_sockets.discard(inode)
 
     def interrupt(self) -> None:
         """End every wait of this process in this generation with an error."""

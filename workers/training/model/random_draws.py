@@ -91,15 +91,11 @@ def without_initialisation(config: Any) -> Generator[None]:
     mark the parameters that are split over tensor-parallel ranks.
     """
     methods = {name: getattr(config, name) for name in _METHODS}
-    vars(config).update(dict.fromkeys(_METHODS, _unchanged))
+    vars(config).update(dict.fromkeys(_METHODS, torch.nn.Identity()))
     try:
         yield
     finally:
         vars(config).update(methods)
-
-
-def _unchanged(weight: torch.Tensor) -> torch.Tensor:
-    return weight
 
 
 def draw(module: Any, config: Any, seed: int, *, tp: int) -> None:
@@ -115,7 +111,8 @@ def draw(module: Any, config: Any, seed: int, *, tp: int) -> None:
             shape[split] *= config.tensor_model_parallel_size
         whole = torch.empty(shape)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed_of(seed, 4, _number_of(name)))
+            digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+            torch.manual_seed(seed_of(seed, 4, int.from_bytes(digest, "big")))
             _method_of(config, name)(whole)
         if split >= 0:
             whole = whole.chunk(config.tensor_model_parallel_size, split)[tp]
@@ -126,7 +123,3 @@ def _method_of(config: Any, name: str) -> Any:
     if name.endswith(_INTO_HIDDEN):
         return config.output_layer_init_method
     return config.embedding_init_method if name.startswith("embedding.") else config.init_method
-
-
-def _number_of(name: str) -> int:
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")

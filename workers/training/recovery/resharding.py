@@ -6,7 +6,7 @@ Pure: every member computes the same plan from the same shards, without a coordi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain, starmap
+from itertools import chain
 from math import prod
 from operator import add
 from typing import NamedTuple
@@ -162,11 +162,8 @@ def plan_moves(have: Sequence[Sequence[Shard]], want: Sequence[Sequence[Shard]],
                 missing.add(key)
     if missing:
         raise Missing(sorted(missing))
-    return list(starmap(_move, zip(atoms, _choose_senders(atoms, len(have)), strict=True)))
-
-
-def _move(atom: _Atom, sender: tuple[int, int]) -> Move:
-    return Move(atom.region, *sender, atom.target, atom.wanted)
+    return [Move(atom.region, *sender, atom.target, atom.wanted)
+            for atom, sender in zip(atoms, _choose_senders(atoms, len(have)), strict=True)]
 
 
 def _nearest(region: Region, holders: Holders, target: int, nodes: Sequence[str]
