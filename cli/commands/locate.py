@@ -58,7 +58,8 @@ def screen(found: HangLocation) -> Iterator[str]:
             yield f"and {len(found.waiting) - ROWS_NUM_MAX} more that only wait"
     if found.missing and not found.suspects:
         yield ""
-        yield from labelled("hint:", f"{rank_ranges(found.missing)} left no dump: give theirs too")
+        yield from labelled("hint:", f"no dump of {rank_ranges(found.missing)} was given: add it "
+                            "if there is one")
     elif found.verdict == "hang":
         ranks = [one.rank for one in found.suspects]
         says = (f"the logs of {rank_ranges(ranks)} say" if len(ranks) > 1 else
@@ -72,12 +73,13 @@ def _verdict(found: HangLocation) -> str:
     if found.suspects:
         text = f"hang: {rank_ranges([one.rank for one in found.suspects])} {of}"
     elif found.verdict == "hang":
-        text = f"hang: the dumps do not show where, {of}"
+        text = f"hang: the dumps do not show which {of} caused it"
     elif found.verdict == "network":
-        text = (f"network: {number_of(len(found.stuck), 'collective')} that all have entered "
-                f"{'does' if len(found.stuck) == 1 else 'do'} not end, no rank is to blame {of}")
+        text = (f"network: {number_of(len(found.stuck), 'collective')} "
+                f"{'does' if len(found.stuck) == 1 else 'do'} not end, although all ranks have "
+                f"entered; none {of} is to blame")
     else:
-        text = f"none: no rank {of} waits for another"
+        text = f"none: none {of} waits for another"
     if found.missing:
         text += f"; no dump of {rank_ranges(found.missing)}"
     return text

@@ -74,7 +74,7 @@ def start(stage: Stage, alpha: Player, beta: Player) -> None:
     """Submit both tasks; wait until both train."""
     submit(stage, alpha)
     say_plan(stage, submit(stage, beta))
-    stage.note(None, "T(x) declared in the specs: two cores cannot show scaling")
+    stage.note(None, "the specs declare T(x), the throughput on x slots: two cores cannot show it")
     stage.live = {alpha.task, beta.task}
     want = {player.task: player.num_slots for player in (alpha, beta)}
     stage.wait(lambda: full(stage, want), START_S_MAX, "both tasks train")
@@ -203,8 +203,8 @@ def _gradients(stage: Stage, player: Player, kill: Kill, members: list[Plain]) -
     kept = {item for body in bodies for item in body["kept"]}
     todo = [item for body in bodies for item in body["todo"]]
     dealt = [body["rank"] for body in bodies for _ in body["dealt"]]
-    stage.note(None, f"gradients of {len(kept)} micro-batches kept; rank {VICTIM_NUM}'s "
-                     f"{len(dealt)} dealt, to {ranks(dealt)}")
+    stage.note(None, f"gradients of {len(kept)} micro-batches kept; {len(dealt)} of rank "
+                     f"{VICTIM_NUM} reassigned to {ranks(dealt)}")
     passes = [one["micro_batch"] for one in
               stage.trace.of(player.task, kill.iteration, "forward")]
     twice = sorted({item for item in passes if passes.count(item) > 1})
@@ -231,14 +231,14 @@ def _return(stage: Stage, player: Player, kill: Kill) -> None:
     assert started is not None
     stage.say("RETURN", f"rank {VICTIM_NUM} back after {span(record['at_s'] - kill.at_s)} "
                         f"(pid {started['body']['pid']}), {from_memory(body)}, "
-                        f"joins at {body['step_version']}")
+                        f"joins at iteration {body['step_version']}")
     promise_from_memory(stage, body)
 
 
 def from_memory(body: Plain) -> str:
     """The source of a new member's state. `body`: its Reconfigured."""
     if body["source"] < 0:
-        return "its state from no replica's memory"
+        return "its state did not come from another rank's memory"
     return f"{scaled(body['received_bytes'], 'B')} from rank {body['source']}'s memory"
 
 
@@ -267,8 +267,8 @@ def kill_control_plane(stage: Stage, players: list[Player]) -> None:
     went = ", ".join(f"{player.name} {first[player.task]} -> {last[player.task]}"
                      for player in players)
     died = sum(not is_running(pid) for one in pids.values() for pid in one.values())
-    stage.note(None, f"{went}: training went on, {died} ranks died; its last state "
-                     f"{_short(cluster['hash'])} at {cluster['seq']}")
+    stage.note(None, f"{went}: training went on, {died} ranks died; the state before the "
+                     f"kill has hash {_short(cluster['hash'])} at seq {cluster['seq']}")
     stage.promise(not processes.alive(control), "the control plane was gone")
     stage.promise(all(last[task] > first[task] for task in first),
                   "training went on without the control plane")
@@ -298,7 +298,7 @@ def _adopted(stage: Stage, cluster: Plain, pids: dict[int, dict[int, int]], at_s
     again = proof.hash_at(proof.export(stage, "after-takeover.jsonl"), cluster["seq"])
     stage.note(epoch["at_s"] - at_s,
                f"epoch {epoch['epoch']} (pid {started.pid}): {epoch['seq'] - 1} records "
-               f"folded, at seq {cluster['seq']} state {_short(again)} "
+               f"folded; the state at seq {cluster['seq']} has hash {_short(again)}, "
                + ("as before" if again == cluster["hash"] else "NOT as before"))
     same = all(same_pids(stage, task, before, list(before)) for task, before in pids.items())
     stage.note(None, f"{sum(map(len, pids.values()))} ranks adopted, same pids; no rank was "
@@ -362,8 +362,8 @@ def _say_earned(stage: Stage, player: Player, num: int) -> None:
     body = stage.all("ThroughputSet", task=player.task)[-1]["body"]
     rates = dict(zip(body["sizes"], body["rates_flops"], strict=True))
     earned = player.spec.weight * (rates[num] - rates.get(num - 1, 0.0))
-    stage.note(None, f"slot {num} earns {player.name} {scaled(earned, 'FLOP/s')}, as "
-                     f"{body['origin']}")
+    stage.note(None, f"{num} slots instead of {num - 1}: {player.name} earns "
+                     f"{scaled(earned, 'FLOP/s')} more, weighted (T(x) {body['origin']})")
 
 
 def _suspect_then_lost(stage: Stage, faulted: Player, seq: int, at_s: float) -> None:
@@ -376,9 +376,9 @@ def _suspect_then_lost(stage: Stage, faulted: Player, seq: int, at_s: float) -> 
     incident = stage.history.incidents[opened["seq"]]
     stage.killed_s[incident.id] = at_s
     stage.note(failed["at_s"] - at_s, f"{faulted.name}'s rank {failed['body']['rank']}: its "
-                                      "collective failed: suspect")
-    stage.note(silent["at_s"] - at_s, f"{NODE} silent for {span(silent['body']['silence_s'])}: "
-                                      "the second source, lost")
+                                      "collective failed, so a peer is suspected")
+    stage.note(silent["at_s"] - at_s, f"{NODE} is silent for {span(silent['body']['silence_s'])}: "
+                                      "the second source, so the node counts as lost")
     stage.note(opened["at_s"] - at_s, f"{incident.incident.severity}: {incident.incident.why}")
     stage.wait(lambda: incident.stepped_s is not None, HEAL_S_MAX, "the next step")
     assert incident.stepped_s is not None
@@ -393,9 +393,9 @@ def say_moves(stage: Stage, seq: int) -> None:
     for move in stage.history.transitions:
         if move.seq <= seq or not move.num_before:
             continue
-        stage.note(None, f"{stage.name(move.task)} {move.num_before} -> {move.num_after}: paused "
-                         f"for {ms(move.still_s)} at iteration {move.iteration}; its next step was "
-                         f"done {ms(move.step_s)} after it stopped")
+        stage.note(None, f"{stage.name(move.task)} {move.num_before} -> {move.num_after}: stopped "
+                         f"for {ms(move.still_s)} at iteration {move.iteration}; next iteration "
+                         f"finished {ms(move.step_s)} after the stop")
         stage.promise(move.lost == 0, f"{stage.name(move.task)} lost no iteration")
         for body in map(msgspec.to_builtins, move.newcomers):
             promise_from_memory(stage, body)

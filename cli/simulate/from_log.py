@@ -204,11 +204,13 @@ def screen(recording: Recording, played: Sequence[tuple[Choice, RunResult]], pat
                               + ("; DIFFERS is from the reweighted row" if chosen.weights else ""))
     lines += ["", *_by_incident(recording, played), ""]
     error_share = _percent(played[0][1].earnings.flop, recording.played.earnings.flop)
-    lines += fmt.labelled("differs", "simulated from recorded: "
-                          f"{error_share} earned with the same choices; choices from simulated, so "
-                          "that both have the same model error")
-    lines += fmt.labelled("lost", "DOWN: task-time without training. GPU: slot-time below full "
-                          "strength. The others in % of what full strength earns. " + LOSS_LEGEND)
+    lines += fmt.labelled("differs", "with the same choices, the simulated run earns "
+                          f"{error_share} compared with the recorded run: the model's error. The "
+                          "other choices are compared with the simulated run, which has the same "
+                          "error")
+    lines += fmt.labelled("lost", "DOWN: time without training, summed over the tasks. GPU: slot "
+                          "time below full strength. The other columns are in % of what full "
+                          "strength earns. " + LOSS_LEGEND)
     for number, line in enumerate(counterfactual.sentences(recording, played)):
         lines += fmt.labelled("evidence" if not number else "", line)
     return [*lines, *fmt.labelled("best", _best(played)), *fmt.labelled("next", fmt.command(
@@ -247,7 +249,7 @@ def _by_incident(recording: Recording, played: Sequence[tuple[Choice, RunResult]
     rows = [[f"+{fmt.span(one.at_s - recording.began_s)}", fmt.clipped(describe(one), wide),
              *(_fault_cell(column.earnings.losses[number]) for column in columns)]
             for number, one in shown]
-    lines = fmt.table(("AT", "LOST FLOP, FULL AGAIN AFTER", *names), rows,
+    lines = fmt.table(("AT", "EVENT: LOST FLOP, TIME TO FULL", *names), rows,
                       right=range(2, 2 + len(columns)))
     left = len(every) - len(shown)
     more = fmt.labelled("not shown", f"{fmt.number_of(left, 'event')} with smaller losses: -o json"

@@ -53,8 +53,8 @@ def ms(length_s: float | None) -> str:
 
 
 def scaled(value: float, unit: str) -> str:
-    """The value with a decimal prefix: `11 MB`, `8.06 GFLOP/s`. A leading space of the unit is
-    kept: `1 M of`."""
+    """The value with a decimal prefix: `11 MB`, `8.06 GFLOP/s`. If the unit
+    begins with a space, it follows the prefix: `8 M parameters`."""
     if value == 0:
         return f"0 {unit}".rstrip()
     power = min(max(math.floor(math.log10(abs(value)) / 3), 0), 8)
@@ -134,7 +134,7 @@ def number_of(num: int, word: str) -> str:
 def lost_in_words(num: int | None, *, is_over: bool = False) -> str:
     """`3 iterations lost`. None means unknown; if the task `is_over`, it stays unknown."""
     if num is None:
-        return f"iterations lost unknown{'' if is_over else ' until it prints one'}"
+        return f"iterations lost: unknown{'' if is_over else ' until the task prints one'}"
     return f"{number_of(num, 'iteration')} lost"
 
 

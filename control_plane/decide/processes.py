@@ -62,8 +62,8 @@ def slot_free(state: ClusterState, seat: Seat) -> bool:
 # --- Healing paused: orders are suppressed and described ---
 def suppress_orders(state: ClusterState, task: Task, bodies: Iterable[Body]) -> Iterator[Body]:
     """Yield the decisions among `bodies`. Replace the orders by one OrderSuppressed that describes
-    them and the changes of the plan; if it is already in the log, yield none. `bodies` must not
-    depend on the fold of its orders."""
+    them and the changes of the plan; if it is already in the log, yield none. The orders are never
+    folded, so no body may rely on the effect of an earlier order."""
     words = _plan_changes(state, task)
     for body in bodies:
         if isinstance(body, o.ORDERS):

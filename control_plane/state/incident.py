@@ -14,7 +14,7 @@ FARTHER = ORIGINS[3:]
 
 NUM_FAILURES_MAX = 64
 NUM_EVIDENCE_MAX = 256
-"""Evidence kept per incident at the decision; the log has the rest."""
+"""An open incident takes no more evidence than this; the log has the rest."""
 
 
 class Source(Struct, frozen=True, kw_only=True):
@@ -63,7 +63,7 @@ class Fault(Struct, frozen=True, kw_only=True):
     on_purpose: bool = False
     """It was injected (FaultRequested)."""
     second_hand: bool = False
-    """Indirect evidence, such as another process's end: the cause only if no fault is direct."""
+    """It is indirect evidence, such as the end of another process: a direct fault is the cause."""
     strikes: tuple[FailureLocation, ...] = ()
 
 

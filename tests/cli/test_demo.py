@@ -224,7 +224,7 @@ def test_a_lost_node_is_timed_like_the_timeline(tmp_path, capsys, monkeypatch):
     player = copy.deepcopy(ALPHA)
     player.task = alpha
     acts._suspect_then_lost(stage, player, 0, failed["at_s"] - 1.5)
-    assert time_before(capsys.readouterr().out, "its collective failed: suspect") == "1500 ms"
+    assert time_before(capsys.readouterr().out, "failed, so a peer is suspected") == "1500 ms"
 
 
 def test_a_transition_is_printed_with_its_times(tmp_path, capsys, monkeypatch):

@@ -26,16 +26,16 @@ LATE = 0
 BEFORE_GATE = ("reduced", "gate")
 """No rank passes the gate while one member is held at these events."""
 AFTER_STEP = ("give", "receive")
-"""Events of a meeting. A rank that was in the gate steps before it reaches them."""
+"""Events in which a new generation transfers state. A rank that was in the gate steps before."""
 
 
 class Play:
     """One cell's run. `claims`: what the survivors held. `settled`: what they agreed on.
 
-    `members`: the newest generation, by position in `axes`. `trained`, in `trained_in`: the last
-    generation that has trained. `struck`, in `struck_in`: the last that had trained before the
-    fault. `layouts`: those of all generations. `copied`: the steps of the newest copies, if the
-    survivors lack a part of the state.
+    `members`: the newest generation, by position in `axes`. `trained`: the members of the last
+    generation that has trained; `trained_in`: its layout. `struck` and `struck_in`: the same for
+    the last generation that had trained before the fault. `layouts`: those of all generations.
+    `copied`: the steps of the newest copies, if the survivors lack a part of the state.
     """
 
     def __init__(self, driver: Driver, cell: Cell) -> None:
@@ -105,7 +105,8 @@ class Play:
         self._heal()
 
     def _play_step(self) -> None:
-        """When the reduction is complete everywhere. The others step, then miss the victim."""
+        """When the reduction is complete everywhere. The others go on until they wait for the
+        victim: at the gate, or after their step."""
         self._begin_armed()
         self._step_without()
         self._strike()
@@ -126,12 +127,12 @@ class Play:
             self._come_to([rank for rank in self._others if rank not in self._free], waits_in,
                           STRUCK)
 
-        # Each chunk of layers has its own bucket: the last one ends a whole reduction.
+        # Each chunk of layers has its own bucket. The last bucket completes the reduction.
         self._bucket = self.axes.chunks - 1
         self._strike_late("bucket_done", others_come, bucket=self._bucket)
 
     def _play_partly(self) -> None:
-        """When some ranks have some buckets complete, the late one none, and no rank all."""
+        """When some ranks have completed some of their buckets, but the late rank none."""
         self._strike_late("bucket_done", lambda: self._come_to(
             self._free, "bucket_done", STRUCK, nth=self.point.bucket), bucket=0)
 
@@ -149,8 +150,8 @@ class Play:
     def _play_meeting(self) -> None:
         """While a new generation is built, and one member is a step behind.
 
-        With a gate, that member has entered it and may still step. Then the new generation has
-        another layout, so that there is state to transfer.
+        If the variant has a gate, that member has entered it and may still step, and the new
+        generation has another layout, so that there is state to transfer.
         """
         self.driver.start(*self.there)
         plain = self.variant.is_plain
@@ -314,7 +315,7 @@ class Play:
 
     def _hold(self, rank: int, iteration: int, then: str = "wait") -> None:
         where = {}
-        # A replica of several ranks does not know the micro-batch in the middle of a pass.
+        # A replica of several ranks records no micro-batch in the middle of a pass.
         if self.point.nth >= 0 and (self.variant.is_plain or not self.point.event.endswith("_mid")):
             dp = coordinates(self.axes, self.members.index(rank)).dp
             where["micro_batch"] = dp + self.point.nth * self.axes.dp

@@ -346,12 +346,13 @@ def test_iterations_repeated_after_a_restart_are_lost(d: Driver, task: int) -> N
     assert view(d.state)["tasks"][0]["iterations_lost"] == 0
     closed = failed(d, task)
     assert (closed.outcome, closed.iterations_lost) == ("healed", None)
-    assert "iterations lost unknown until it prints one" in record_line.essentials(
+    assert "iterations lost: unknown until the task prints one" in record_line.essentials(
         "IncidentClosed", msgspec.to_builtins(closed))
     viewed_task, incident = viewed(d, task)
     assert (viewed_task["iterations_lost"], incident["iterations_lost"]) == (None, None)
     unknown = status(view(d.state), cluster="c", now_s=d.now_s)
-    assert "iterations lost unknown until it prints one" in " ".join(" ".join(unknown).split())
+    printed_words = " ".join(" ".join(unknown).split())
+    assert "iterations lost: unknown until the task prints one" in printed_words
     assert next(line for line in unknown if line.split()[:1] == [str(task)]).endswith("-")
 
     printed(d, task, 2, 1)

@@ -25,7 +25,7 @@ INTERVALS_NUM = 50
 ANNOUNCED_PAUSE_S = 1800.0
 """Limit after an announced checkpoint or evaluation: as long as NCCL's collective timeout."""
 PAUSE_S = 1.0
-"""If the agent looks later than this, every command gets its full limit again."""
+"""If a check of the agent is late by more than this, every command gets its full limit again."""
 WHAT = "no line of progress"
 
 
