@@ -235,8 +235,8 @@ def test_a_transition_is_printed_with_its_times(tmp_path, capsys, monkeypatch):
     shrunk = moves(PLAIN)[1]
     (line,) = [line for line in capsys.readouterr().out.splitlines() if " 4 -> 3: " in line]
     assert line.split(maxsplit=1)[1] == (
-        f"4 -> 3: paused for {figures.ms(shrunk.still_s)} at iteration {shrunk.iteration}; its "
-        f"next step was done {figures.ms(shrunk.step_s)} after it stopped")
+        f"4 -> 3: stopped for {figures.ms(shrunk.still_s)} at iteration {shrunk.iteration}; next "
+        f"iteration finished {figures.ms(shrunk.step_s)} after the stop")
 
 
 def test_each_waf_curve_is_printed_with_its_maximum(tmp_path, capsys, monkeypatch):
