@@ -61,7 +61,8 @@ def test_a_task_runs_from_its_price_on_under_limits(problem: PlanProblem) -> Non
         price = prices.get(one.task)
         if price is not None and price.times < float("inf"):
             assert runs(one.task, price.times * (1 + WEIGHT))
-            assert not runs(one.task, price.times * (1 - WEIGHT))
+            # No weight is below a price of 0: after this plan, the next plan runs the task.
+            assert not (price.times and runs(one.task, price.times * (1 - WEIGHT)))
             assert price.plan.slots[one.task - 1] > 0
         elif x == 0:
             assert not runs(one.task, 1e6)
