@@ -179,7 +179,10 @@ def _start_time_ps(pid: int) -> str:
 # --- starting -----------------------------------------------------------------------------------
 def _start(binary: Path, directory: Path, port: int, lock: int) -> Server | None:
     """Start one server; None if the port is taken."""
-    password = _password(directory) or _new_password(directory)
+    password = _password(directory)
+    if password is None:
+        password = secrets.token_hex(24)
+        _write_private(directory / "password", password)
     if not _is_free(port):
         return None
     config, log = directory / "valkey.conf", directory / "server.log"
@@ -300,12 +303,6 @@ def _password(directory: Path) -> str | None:
         return (directory / "password").read_text(encoding="utf-8").strip() or None
     except (FileNotFoundError, NotADirectoryError):
         return None
-
-
-def _new_password(directory: Path) -> str:
-    password = secrets.token_hex(24)
-    _write_private(directory / "password", password)
-    return password
 
 
 def _write_private(path: Path, text: str) -> None:
