@@ -79,7 +79,7 @@ def _verdict(found: HangLocation) -> str:
                 f"{'does' if len(found.stuck) == 1 else 'do'} not end, although all ranks have "
                 f"entered; none {of} is to blame")
     else:
-        text = f"none: none {of} waits for another"
+        text = f"none: no rank waits for another, {number_of(found.num_ranks, 'rank')} in all"
     if found.missing:
         text += f"; no dump of {rank_ranges(found.missing)}"
     return text
