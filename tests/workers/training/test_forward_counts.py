@@ -1,4 +1,4 @@
-"""After a fault in one replica, an intact pipeline repeats no forward pass."""
+"""Counted forward passes: what survives a fault is not computed again."""
 
 from __future__ import annotations
 
@@ -63,6 +63,35 @@ def test_an_intact_pipeline_keeps_what_it_began(drive: Drive, twin: Twins, name:
                 if at >= STRUCK or item % 2 == 0}
         assert passes == Counter(dict.fromkeys(mine, axes.chunks))
         assert finished[rank].forward_calls == passes.total()
+    gap = twin(**CHANGES).difference(driver.final_checkpoint())
+    assert gap.num_losses == NUM_ITERATIONS
+    assert gap.loss_rel < 1e-5
+    assert gap.param_rel < 1e-5
+
+
+@pytest.mark.parametrize(("axes", "parallel"), [
+    (Axes(tp=2, dp=2), {"tensor": [1, 2]}), (Axes(pp=2, dp=2), {"pipeline": [1, 2]})],
+    ids=["tp2dp2", "pp2dp2"])
+def test_a_reduction_that_all_survivors_completed_is_kept(
+        drive: Drive, twin: Twins, axes: Axes, parallel: dict[str, Any]) -> None:
+    driver = drive(**CHANGES, parallel=parallel)
+    driver.start(0, 1, 2, 3)
+    driver.hold(0, "gate", STRUCK)
+    driver.form([0, 1, 2, 3], axes=axes)
+    driver.held(0, STRUCK)
+    for rank in (1, 2, 3):
+        driver.strike(rank, iteration=STRUCK, event="gate")
+    driver.kill(0)
+    told = driver.quiesce([1, 2, 3], "now")
+    assert {one.step_version for one in told.values()} == {STRUCK}
+    intact = list(replica(axes, 1))
+    reports = driver.form(intact, axes=Axes(tp=axes.tp, pp=axes.pp))
+    assert {one.step_version for one in reports.values()} == {STRUCK + 1}
+    driver.finish(intact)
+    passes = Counter((line["iteration"], line["micro_batch"]) for rank in range(4)
+                     for line in driver.trace(rank) if line["event"] == "forward")
+    assert passes == Counter({(at, item): 2 for at in range(NUM_ITERATIONS)
+                              for item in range(NUM_ITEMS)}), "each part once"
     gap = twin(**CHANGES).difference(driver.final_checkpoint())
     assert gap.num_losses == NUM_ITERATIONS
     assert gap.loss_rel < 1e-5

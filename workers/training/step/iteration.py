@@ -101,7 +101,15 @@ class Iteration:
         return Claim(step_version=self.step_version, kept=tuple(sorted(self.done)),
                      owned=self.owned, assigned_in=self.assigned_in, begun=self.begun,
                      trained_in=self.trained_in, ready=self.is_ready, gate=tuple(self._gate or ()),
-                     held=held_by(self.trainee), stale=not self.trainee.is_gathered)
+                     held=held_by(self.trainee), stale=not self.trainee.is_gathered,
+                     reduced=self._reduced_part())
+
+    def _reduced_part(self) -> tuple[float, ...]:
+        """What this member's part of the model adds to the step barrier, whichever of its holders
+        survive; empty without the reduced sum of a whole part."""
+        if not self.is_ready or self.trainee.is_sharded:
+            return ()
+        return StepBarrier(norm_square(self.trainee, dp=0), float(has_inf(self.trainee)))
 
     def reset_to(self, step_version: int) -> None:
         """The member's state was replaced by a state of `step_version` steps, without gradients."""
@@ -111,7 +119,7 @@ class Iteration:
         self.owned, self.begun, self._gate = (), False, None
 
     def finish_step(self, settlement: Settlement, share: MemberAssignment) -> None:
-        """If the settlement says so, take the step that others took after the step barrier."""
+        """If the settlement says so, take the step for which this member is ready."""
         if share.steps:
             self._step(StepBarrier(*settlement.gate))
             self.marks.pulse.finish()
