@@ -41,6 +41,11 @@ class Memory(Struct, frozen=True, kw_only=True):
                 + RESERVED_BYTES)
 
 
+def in_gib(num_bytes: float) -> str:
+    """The number in GiB, with one digit after the point: `79.1 GiB`."""
+    return f"{num_bytes / (1 << 30):.1f} GiB"
+
+
 def capacity(model: MegatronModel) -> int:
     return KINDS[model.gpu].memory_bytes
 

@@ -20,7 +20,8 @@ Scene = Literal["start", "sum", "step", "partial", "partly", "meeting", "ready",
                 "joined", "beside", "passed"]
 """How a run reaches the point; see scenes.py."""
 
-NEWCOMER = 4
+NEWCOMER = -1
+"""Stands for the rank that joins: `Variant.newcomer`."""
 ITERATIONS = 8
 STRUCK = 3
 """The iteration in which the fault strikes. Its learning rate is after the warm-up."""
@@ -50,6 +51,11 @@ class Variant(NamedTuple):
     @property
     def is_plain(self) -> bool:
         return "parallel" not in self.train
+
+    @property
+    def newcomer(self) -> int:
+        """The number of the rank that joins."""
+        return num_positions(self.axes)
 
     @property
     def optimizer(self) -> Sharding:
@@ -108,9 +114,10 @@ class Point(NamedTuple):
 
 PARTS = "Megatron adds these up in sequence parallelism alone, which support.py refuses on the CPU"
 TENSORED = ("tp2dp2", "tp2dp2 to tp2", "tp2", "tp2pp2", "tp2dp2 bf16", "tp2dp2 zero1",
-            "tp2dp2 mirrored")
-PIPELINED = ("pp2dp2", "pp2dp2 to pp2", "pp2dp2, 2 chunks", "pp2", "tp2pp2", "pp2dp2 bf16")
-SHARDED = ("zero1", "zero1 bf16", "mirrored", "tp2dp2 zero1", "tp2dp2 mirrored")
+            "tp2dp2 mirrored", "tp2dp4", "tp2pp2dp2", "tp2pp2dp2 zero1")
+PIPELINED = ("pp2dp2", "pp2dp2 to pp2", "pp2dp2, 2 chunks", "pp2", "tp2pp2", "pp2dp2 bf16",
+             "pp2dp4", "pp4dp2", "tp2pp2dp2", "tp2pp2dp2 zero1")
+SHARDED = ("zero1", "zero1 bf16", "mirrored", "tp2dp2 zero1", "tp2dp2 mirrored", "tp2pp2dp2 zero1")
 LAYOUTS = tuple(dict.fromkeys((*TENSORED, *PIPELINED, *SHARDED)))
 SPLIT_ANEW = tuple(name for name in LAYOUTS if " to " not in name)
 """Layouts in which old members stage another part of the model when a newcomer joins."""
@@ -177,6 +184,8 @@ CHUNKS = {"parallel": {"pipeline": [1, 2], "chunks": 2}, "model": {"num_layers":
 BOTH = {"parallel": {"tensor": [1, 2], "pipeline": [1, 2]}}
 ZERO1 = {"parallel": {"optimizer": "sharded"}}
 MIRRORED = {"parallel": {"optimizer": "mirrored"}}
+DEEP = {"parallel": {"pipeline": [1, 2, 4]}, "model": {"num_layers": 4}}
+BOTH_ZERO1 = {"parallel": BOTH["parallel"] | {"optimizer": "sharded"}}
 TENSOR_ZERO1 = {"parallel": TENSOR["parallel"] | {"optimizer": "sharded"}}
 TENSOR_MIRRORED = {"parallel": TENSOR["parallel"] | {"optimizer": "mirrored"}}
 BF16 = {"precision": "bf16"}
@@ -206,7 +215,12 @@ VARIANTS = (
     Variant("zero1 bf16", ZERO1 | BF16),
     Variant("mirrored", MIRRORED),
     Variant("tp2dp2 zero1", TENSOR_ZERO1, Axes(tp=2, dp=2), {2: Axes(tp=2)}),
-    Variant("tp2dp2 mirrored", TENSOR_MIRRORED, Axes(tp=2, dp=2), {2: Axes(tp=2)}))
+    Variant("tp2dp2 mirrored", TENSOR_MIRRORED, Axes(tp=2, dp=2), {2: Axes(tp=2)}),
+    Variant("tp2dp4", TENSOR, Axes(tp=2, dp=4), {7: Axes(tp=2, dp=3)}),
+    Variant("pp2dp4", PIPELINE, Axes(pp=2, dp=4), {7: Axes(pp=2, dp=3)}),
+    Variant("pp4dp2", DEEP, Axes(pp=4, dp=2), {7: Axes(pp=2, dp=3)}),
+    Variant("tp2pp2dp2", BOTH, Axes(tp=2, pp=2, dp=2), {7: Axes(tp=2, pp=2)}),
+    Variant("tp2pp2dp2 zero1", BOTH_ZERO1, Axes(tp=2, pp=2, dp=2), {7: Axes(tp=2, dp=3)}))
 
 
 ONCE = {
