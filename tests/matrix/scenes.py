@@ -124,12 +124,17 @@ class Play:
                 self._come_to(self._free, "reduce", STRUCK + 1)
                 return
             self._come_to(self._free, "gate", STRUCK)
-            waits_in = "embedding" if self.axes.pp > 1 else "gate"
-            self._come_to([rank for rank in self._others if rank not in self._free], waits_in,
-                          STRUCK)
+            for rank in self._others:
+                if rank not in self._free:
+                    # Only the first and the last stage have an embedding, which they reduce.
+                    stage = coordinates(self.axes, self.members.index(rank)).pp
+                    has_embedding = self.axes.pp > 1 and stage in (0, self.axes.pp - 1)
+                    self._come_to([rank], "embedding" if has_embedding else "gate", STRUCK)
 
-        # Each chunk of layers has its own bucket. The last bucket completes the reduction.
-        self._bucket = self.axes.chunks - 1
+        # Each chunk of layers has its own bucket, and with a sharded optimizer the embedding that
+        # two stages share. The last bucket completes the reduction.
+        has_own = self.axes.pp > 1 and self.variant.optimizer != "whole"
+        self._bucket = self.axes.chunks - 1 + has_own
         self._strike_late("bucket_done", others_come, bucket=self._bucket)
 
     def _play_partly(self) -> None:
