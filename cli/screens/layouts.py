@@ -9,7 +9,7 @@ from ...control_plane.throughput.memory import in_gib
 from ...events.spec.job import JobSpec
 from ..terminal import format as fmt
 
-UNKNOWN = "-"
+UNKNOWN, INDENT = "-", " " * 7
 
 
 def page(spec: JobSpec, found: Choices, slots: str) -> list[str]:
@@ -29,10 +29,12 @@ def page(spec: JobSpec, found: Choices, slots: str) -> list[str]:
     drawn = fmt.table(head, rows, right=(0, *range(2, len(head))))
     lines += ["", drawn[0]]
     for one, line in zip(found.choices, drawn[1:], strict=True):
-        lines += [fmt.clipped(line, fmt.SCREEN_COLUMNS), *textwrap.wrap("; ".join(one.notes), fmt.SCREEN_COLUMNS,
-                                       initial_indent=" " * 7, subsequent_indent=" " * 7, break_on_hyphens=False)]
+        lines += [fmt.clipped(line, fmt.SCREEN_COLUMNS), *textwrap.wrap(
+            "; ".join(one.notes), fmt.SCREEN_COLUMNS, initial_indent=INDENT,
+            subsequent_indent=INDENT, break_on_hyphens=False)]
     if found.num_others:
-        lines += ["", f"and {fmt.number_of(found.num_others, 'other number')} of slots with a layout"]
+        others = fmt.number_of(found.num_others, "other number")
+        lines += ["", f"and {others} of slots with a layout"]
     return lines
 
 
@@ -40,11 +42,12 @@ def _memory(spec: JobSpec, found: Choices) -> str:
     """What the numbers of memory are, and against what they are checked."""
     if found.choices[0].memory_bytes is None:
         return "unknown: write loop.model, and layouts are checked against the GPU's memory"
-    kept = ("; it includes the kept sum, 4 bytes a parameter of a rank" if found.choices[0].kept_bytes
-            else "; no kept sum" + ("" if spec.training is not None else ": nothing is healed in it"))
+    kept = ("it includes the kept sum, 4 bytes a parameter" if found.choices[0].kept_bytes
+            else "it has no kept sum" if spec.training is not None
+            else "it has no kept sum, since nothing heals in memory")
     against = (f", of the {in_gib(found.capacity_bytes)} of a {found.gpu}" if found.gpu
                else "; not checked: the spec names no GPU")
-    return f"as predicted for the fullest rank{against}{kept}"
+    return f"as predicted for the fullest rank{against}; {kept}"
 
 
 def _row(one: Choice) -> list[str]:

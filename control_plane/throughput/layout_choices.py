@@ -12,10 +12,10 @@ from msgspec.structs import replace
 
 from ...events.spec.job import JobSpec, Loop, Train
 from ...events.spec.model import Axes, MegatronModel
-from ...events.spec.parallelism import layout_in_words
+from ...events.spec.parallelism import layout_in_words, num_positions
 from . import table
 from .flops import iteration_flops, parameters
-from .layout_search import GAIN_RATIO_MIN, losses, modelled
+from .layout_search import AMPLE_TIMES, GAIN_RATIO_MIN, losses, modelled
 from .layouts import Layout
 from .memory import Memory, capacity, in_gib, memory
 from .step_time import constants_of, iteration_s
@@ -121,17 +121,18 @@ def _choice(count: int, axes: Axes, model: MegatronModel, layout: Layout, needs:
 
 
 def _limit(train: Loop, model: MegatronModel, axes: Axes) -> str:
-    """What limits a layout of a loop: memory, if a faster layout of the spec does not fit."""
+    """What limits a loop's layout: memory, if AMPLE_TIMES the memory would allow a faster one."""
     constants = constants_of(model)
     now_s = iteration_s(model, layout_on(train, model, axes), constants)
-    num = axes.tp * axes.pp * axes.dp
-    for other in train.parallel.layouts(num, train.num_micro_batches):
-        layout = layout_on(train, model, other)
-        gain = now_s / iteration_s(model, layout, constants)
-        if gain > GAIN_RATIO_MIN:  # it would have been chosen
-            return (f"memory binds: {layout_in_words(other)} needs "
-                    f"{in_gib(memory(model, layout).total)} and would be "
-                    f"{100 * (gain - 1):.0f} % faster")
+    gain, other, needs = GAIN_RATIO_MIN, axes, 0.0
+    for tried in train.parallel.layouts(num_positions(axes), train.num_micro_batches):
+        layout = layout_on(train, model, tried)
+        times, room = now_s / iteration_s(model, layout, constants), memory(model, layout).total
+        if times > gain and room <= AMPLE_TIMES * capacity(model):
+            gain, other, needs = times, tried, room
+    if other is not axes:
+        return (f"memory binds: {layout_in_words(other)} needs {in_gib(needs)} and would be "
+                f"{100 * (gain - 1):.0f} % faster")
     what, share = losses(model, layout_on(train, model, axes))[0]
     return f"most is lost to {what}: {100 * share:.0f} % of the time"
 

@@ -390,7 +390,7 @@ def _check(spec: JobSpec) -> None:
         _check_loop(spec.loop, spec.slots.counts, spec.slots.floor)
     if spec.model is not None:
         need(spec.training is None, "model", "is for a command that is only restarted",
-             "write it under loop:" if spec.loop is not None else "leave it out: train: has its own")
+             "write it under loop:" if spec.loop is not None else "leave it out: train has its own")
         check_model(spec.model, "model")
         need(not spec.model.kept_sum, "model.kept_sum",
              "is for a task that heals in memory", "leave it out")
