@@ -147,11 +147,17 @@ def control_plane(
 @app.command()
 def submit(
     job: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="A job spec.")],
+    dry_run: Annotated[bool, typer.Option(
+        "--dry-run", help="Only show the layout, the speed and the memory for each number of "
+        "slots, and with a cluster the plan that would follow.")] = False,
     state: State = None, url: Url = None, output: Form = "text",
 ) -> None:
     """Submit a task."""
-    from .commands import tasks
+    from .commands import submit_dry_run, tasks
 
+    if dry_run:
+        submit_dry_run.dry_run(folder(state), url, job, as_json=output == "json")
+        return
     tasks.submit(folder(state), url, job, as_json=output == "json")
 
 

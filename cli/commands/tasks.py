@@ -31,7 +31,7 @@ def submit(state: StateDir, url: str | None, path: Path, *, as_json: bool) -> in
         console.out(json.dumps(answer))
         return int(answer["task"])
     console.out(f"task {answer['task']}  {spec.name}, weight {spec.weight:g}, "
-            f"{_slots(spec.slots)} slots")
+            f"{slots_in_words(spec.slots)} slots")
     after: Plain = client.get("/v1/state")
     console.lines(plan_lines(outcome_of(client, answer["seq"]), view_before(before, after)))
     layouts = [task["modelled_layout"] for task in after["tasks"] if task["id"] == answer["task"]]
@@ -95,7 +95,7 @@ def option_for(state: StateDir) -> str:
     return "" if state.path == default() else f" {state.option}"
 
 
-def _slots(slots: Slots) -> str:
+def slots_in_words(slots: Slots) -> str:
     """The allowed numbers of slots: `8 to 64 in steps of 8`, `8, 16 or 32`."""
     if slots.sizes:
         *first, last = map(str, slots.sizes)

@@ -21,10 +21,13 @@ from ..state.cluster import ClusterState, live_tasks
 from ..state.node import Node
 from ..state.task import Rank, Task
 from ..throughput.layout_search import modelled
+from ..throughput.training_layouts import refusal
 
 NUM_NAMED_MAX = 8
 """The most names that a refusal lists."""
 REASON_CHARS_MAX = 200
+
+NO_ROOM = "more sizes in loop.parallel, a larger slots.max, or more recomputation"
 
 T = TypeVar("T")
 
@@ -59,6 +62,8 @@ class _Fault(Struct, frozen=True, forbid_unknown_fields=True):
 def submit(state: ClusterState, body: Any, _: str) -> t.Body:
     """Submit a task. Raises SpecError as well."""
     job = parse(body)
+    if job.training is not None and (why := refusal(job.training, job.slots.counts)):
+        raise Refusal(422, why, NO_ROOM)
     _admit(state, job)
     return r.TaskSubmitted(spec=job, modelled=_modelled(job))
 

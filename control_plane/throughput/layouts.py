@@ -50,16 +50,22 @@ class Layout(Struct, frozen=True, kw_only=True):
         return Axes(tp=self.tp, pp=self.pp, cp=self.cp, ep=self.ep, dp=self.dp,
                     micro_batch=self.micro, chunks=self.chunks, recompute=self.recompute)
 
-    def told(self) -> str:
-        """A readable description: `TP 8 x PP 4 x DP 6, micro-batch 2, ...`."""
+    def axes_in_words(self) -> str:
+        """The sizes of the axes: `TP 8 x PP 4 x DP 6`."""
         parts = [("TP", self.tp), ("PP", self.pp), ("CP", self.cp), ("EP", self.ep)]
         axes = [f"{name} {count}" for name, count in parts if count > 1]
-        text = f"{' x '.join([*axes, f'DP {self.dp}'])}, micro-batch {self.micro}"
-        if self.chunks > 1:
-            text += f", {self.chunks} chunks a stage"
+        return " x ".join([*axes, f"DP {self.dp}"])
+
+    def passes_in_words(self) -> str:
+        """How a replica trains: `micro-batch 2, 5 chunks a stage, no recomputation`."""
+        chunks = f", {self.chunks} chunks a stage" if self.chunks > 1 else ""
         how = {"none": "no recomputation", "selective": "attention recomputed",
                "full": "all recomputed"}
-        return f"{text}, {how[self.recompute]}"
+        return f"micro-batch {self.micro}{chunks}, {how[self.recompute]}"
+
+    def told(self) -> str:
+        """A readable description: `TP 8 x PP 4 x DP 6, micro-batch 2, ...`."""
+        return f"{self.axes_in_words()}, {self.passes_in_words()}"
 
 
 def refusal(model: MegatronModel, layout: Layout) -> str:

@@ -41,6 +41,12 @@ class Memory(Struct, frozen=True, kw_only=True):
                 + RESERVED_BYTES)
 
 
+def in_gib(num_bytes: float) -> str:
+    """The number in GiB with one digit after the point, less than 0.1 GiB in MiB: `79.1 GiB`."""
+    gib = num_bytes / (1 << 30)
+    return f"{gib:.1f} GiB" if gib >= 0.1 or not num_bytes else f"{1024 * gib:.1f} MiB"
+
+
 def capacity(model: MegatronModel) -> int:
     return KINDS[model.gpu].memory_bytes
 

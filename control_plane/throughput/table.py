@@ -9,6 +9,7 @@ from typing import Literal
 from ...events.records.decisions import ThroughputSet
 from ...events.spec.job import RATE_FLOPS_MAX, JobSpec
 from ...events.spec.model import Axes, Modelled
+from . import training_layouts
 from .training_layouts import layout_within, speed
 
 SLOT_FLOPS = 1e12
@@ -22,8 +23,8 @@ def table(task: int, spec: JobSpec, slot_flops: float = SLOT_FLOPS,
 
     In a declared table, a size that is not declared has the rate of the next smaller declared size,
     or 0 if there is none. If the spec has a `model`, the size follows the model's shape from the
-    nearest declared size instead. In a modelled table, a size has the model's rate, or without a
-    model `slot_flops` times the shape.
+    nearest declared size instead. In a modelled table, a size has the model's rate (`model` or
+    `loop.model`), or without a model `slot_flops` times the shape.
     """
     allowed = set(spec.slots.counts)
     declared = {size: rate for size, rate in spec.throughput.items() if size in allowed}
@@ -33,7 +34,8 @@ def table(task: int, spec: JobSpec, slot_flops: float = SLOT_FLOPS,
     if spec.throughput:
         rates = tuple(_below(spec.throughput, size) for size in sizes)
         return ThroughputSet(task=task, origin="declared", sizes=sizes, rates_flops=rates)
-    unit = slot_flops if modelled is None else 1.0
+    own = training_layouts.slot_flops(spec.training) if spec.training is not None else 0.0
+    unit = 1.0 if modelled is not None else own or slot_flops
     rates = tuple(unit * shape(spec, size, modelled) for size in sizes)
     return ThroughputSet(task=task, origin="modelled", sizes=sizes, rates_flops=rates)
 

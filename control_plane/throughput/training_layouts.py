@@ -1,25 +1,32 @@
 """Layouts of a training task: the fastest one on a number of slots, and its speed.
 
 The speed comes from the analytical model, so T(t, x) has the same shape as for a command with a
-`model`; the level is measured. The spec names no GPU, so the shape is that of an A100. The model of
-a custom loop is unknown: only micro-batches and bubbles distinguish its layouts.
+`model`; the level is measured. A `train:` spec names no GPU, so the shape is that of an A100, and
+memory is not checked. A custom loop may describe its model and its GPU: then the level is modelled
+too, and a layout needs room for its memory. The model of another loop is unknown: only
+micro-batches and bubbles distinguish its layouts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
+
+from msgspec.structs import replace
 
 from ...events.spec.job import Loop, Train
 from ...events.spec.model import Axes, MegatronModel
-from ...events.spec.parallelism import VOCABULARY
+from ...events.spec.parallelism import VOCABULARY, layout_in_words
+from .flops import iteration_flops
 from .layouts import Layout
+from .memory import Memory, capacity, in_gib, memory
 from .step_time import constants_of, iteration_s
 
 _SPEEDS_NUM = 4096
 
 
 def megatron_model(train: Train) -> MegatronModel:
-    """The trained model as input of the analytical model."""
+    """The model of a `train:` task as input of the analytical model."""
     model = train.model
     return MegatronModel(
         num_layers=model.num_layers, hidden=model.hidden, num_heads=model.num_heads,
@@ -29,10 +36,66 @@ def megatron_model(train: Train) -> MegatronModel:
         overlap=train.overlap)
 
 
+def described(train: Train | Loop) -> MegatronModel | None:
+    """The trained model as input of the analytical model, with the sum that recovery keeps unless
+    the spec says otherwise; None if a loop does not describe it."""
+    if isinstance(train, Train):
+        return replace(megatron_model(train), kept_sum=True)
+    if train.model is None:
+        return None
+    return replace(train.model, micro_batch=train.model.global_batch // train.micro_batches,
+                   kept_sum=train.model.kept_sum is not False)
+
+
+def layout_on(train: Train | Loop, model: MegatronModel, axes: Axes) -> Layout:
+    """The layout as input of the analytical model. `train:` has no sequence parallelism."""
+    return Layout(tp=axes.tp, pp=axes.pp, dp=axes.dp, micro=model.micro_batch, chunks=axes.chunks,
+                  recompute="none" if model.recompute == "any" else model.recompute,
+                  sequence_parallel=isinstance(train, Loop),
+                  shards="none" if train.parallel.optimizer == "whole" else "optimizer")
+
+
+def memory_on(train: Train | Loop, axes: Axes) -> Memory | None:
+    """The memory of a rank; None if the model is unknown."""
+    model = described(train)
+    if model is None:
+        return None
+    found = memory(model, layout_on(train, model, axes))
+    if isinstance(train, Train) and train.precision == "fp32":  # no master copy; twice the width
+        return replace(found, weights=2 * found.weights, optimizer=found.optimizer * 2 / 3,
+                       activations=2 * found.activations)
+    return found
+
+
+def slot_flops(train: Train | Loop) -> float:
+    """FLOP/s of one slot by the loop's model, if it had room for it; 0 without a model."""
+    if isinstance(train, Train) or train.model is None:
+        return 0.0
+    return iteration_flops(train.model) / _iteration_s(train, Axes())
+
+
+def refusal(train: Train | Loop, counts: Iterable[int]) -> str:
+    """Why no layout on one of these numbers of slots fits into memory; empty if one does."""
+    if isinstance(train, Train) or train.model is None:
+        return ""
+    least: tuple[float, Axes] | None = None
+    for count in counts:
+        for axes in train.parallel.layouts(count, train.num_micro_batches):
+            needs = memory(model := described(train) or train.model,
+                           layout_on(train, model, axes)).total
+            if needs <= capacity(model):
+                return ""
+            least = min(least or (needs, axes), (needs, axes), key=lambda one: one[0])
+    if least is None:
+        return "no layout of loop.parallel has one of these numbers of slots"
+    return (f"no layout of loop.parallel fits into {in_gib(capacity(train.model))}: "
+            f"{layout_in_words(least[1])} needs {in_gib(least[0])}")
+
+
 def speed(train: Train | Loop, num_slots: int) -> float:
     """Speed of `num_slots` slots relative to one; 0 if there is no layout. In a data-parallel task,
     an iteration takes the time of ceil(micro-batches / slots) micro-batches."""
-    if train.parallel.is_plain:
+    if train.parallel.is_plain and (isinstance(train, Train) or train.model is None):
         num = train.num_micro_batches
         return num / -(-num // num_slots)
     return _fastest(train, num_slots)[0]
@@ -57,18 +120,24 @@ def _fastest(train: Train | Loop, num_slots: int) -> tuple[float, Axes | None]:
     alone_s = _iteration_s(train, Axes())
     best: tuple[float, Axes | None] = (0.0, None)
     for axes in train.parallel.layouts(num_slots, train.num_micro_batches):
+        if not _fits(train, axes):
+            continue
         times = alone_s / _iteration_s(train, axes)
         if times > best[0]:
             best = times, axes
     return best
 
 
+def _fits(train: Train | Loop, axes: Axes) -> bool:
+    if isinstance(train, Train) or train.model is None:
+        return True
+    needs = memory_on(train, axes)
+    return needs is not None and needs.total <= capacity(train.model)
+
+
 def _iteration_s(train: Train | Loop, axes: Axes) -> float:
-    if isinstance(train, Loop):  # its model is unknown
+    model = described(train)
+    if model is None:
         num = -(-train.num_micro_batches // axes.dp)
         return (num + (axes.pp - 1) / axes.chunks) / (axes.tp * axes.pp)
-    model = megatron_model(train)
-    layout = Layout(tp=axes.tp, pp=axes.pp, dp=axes.dp, micro=train.batch.micro,
-                    chunks=axes.chunks, sequence_parallel=False,
-                    shards="none" if train.parallel.optimizer == "whole" else "optimizer")
-    return iteration_s(model, layout, constants_of(model))
+    return iteration_s(model, layout_on(train, model, axes), constants_of(model))

@@ -12,7 +12,7 @@ from msgspec import Struct, field
 
 from ..errors import SpecError
 from .model import MegatronModel, check_model
-from .parallelism import Parallel, check_fits, check_parallel, check_sizes
+from .parallelism import Parallel, check_fits, check_parallel, check_sizes, check_splits
 from .validation import COUNT_NUM_MAX, DOCS, need, need_count, spec_error
 
 # --- Loss scale of 16-bit training: constant or dynamic ---
@@ -93,7 +93,9 @@ class Loop(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     The script decides the rest (workers/training/adopt/adoption.py). `micro_batches` is the number
     of micro-batches of one iteration over all ranks; it never changes. `output`, `checkpoint_every`
     and `copy_every` are as in `train:`. `parallel`: the layouts in which the script can build its
-    model.
+    model. `model`: the GPT that it builds. The throughput is then modelled, and a layout is only
+    chosen if it fits into the GPU's memory. Its `micro_batch` follows from `micro_batches`, and
+    `zero1` from `parallel.optimizer`.
     """
 
     micro_batches: int
@@ -102,6 +104,7 @@ class Loop(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     checkpoint_every: int = 0
     copy_every: int = 10
     parallel: Parallel = field(default_factory=Parallel)
+    model: MegatronModel | None = None
 
     @property
     def num_micro_batches(self) -> int:
@@ -124,6 +127,23 @@ def _check_loop(loop: Loop, counts: Sequence[int], floor: int) -> None:
          f"{counts[-1]} ranks, but an iteration has {loop.micro_batches} micro-batches",
          "lower slots.max, or use smaller micro-batches")
     check_fits(loop.parallel, loop.micro_batches, counts, floor, "loop.parallel")
+    if loop.model is not None:
+        _check_loop_model(loop.model, loop)
+
+
+def _check_loop_model(model: MegatronModel, loop: Loop) -> None:
+    check_model(model, "loop.model")
+    need(model.global_batch % loop.micro_batches == 0, "loop.model.global_batch",
+         f"{model.global_batch} is not a multiple of loop.micro_batches {loop.micro_batches}",
+         "micro-batches must all have the same size")
+    micro = model.global_batch // loop.micro_batches
+    need(model.micro_batch in (0, micro), "loop.model.micro_batch",
+         f"is {model.micro_batch}, but {model.global_batch} samples in {loop.micro_batches} "
+         f"micro-batches make {micro}", "leave it out")
+    need(model.recompute != "any", "loop.model.recompute",
+         "is missing: the script decides it, not the layout search",
+         "write none, selective or full, as the script does")
+    check_splits(loop.parallel, model, "loop.parallel")
 
 API_VERSION = "unicron/v1"
 NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?\Z")
@@ -370,8 +390,10 @@ def _check(spec: JobSpec) -> None:
         _check_loop(spec.loop, spec.slots.counts, spec.slots.floor)
     if spec.model is not None:
         need(spec.training is None, "model", "is for a command that is only restarted",
-             "leave it out: throughput of tasks that recover in memory is measured")
-        check_model(spec.model)
+             "write it under loop:" if spec.loop is not None else "leave it out: train has its own")
+        check_model(spec.model, "model")
+        need(not spec.model.kept_sum, "model.kept_sum",
+             "is for a task that heals in memory", "leave it out")
     if spec.hang_after_s is not None:
         need(spec.training is None, "hang_after_s", "is for a command that is only restarted",
              "leave it out: hangs of tasks that recover in memory are detected")

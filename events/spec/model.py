@@ -26,8 +26,9 @@ class MegatronModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     With `micro_batch: 0` and `recompute: any`, the layout search chooses the value. `num_experts`
     above 0 makes each layer a mixture of experts: a token passes `top_k` experts, and `ffn_hidden`
     is the width of one. `dropout` above 0 stores masks. `flash_attention` does not write the scores
-    to memory. `overlap` reduces gradients during the backward pass. `kept_sum` adds the memory of
-    in-memory recovery: a rank's local gradients until their reduction has succeeded.
+    to memory. `overlap` reduces gradients during the backward pass. `kept_sum` counts the memory of
+    in-memory recovery: a rank's local gradients until their reduction has succeeded. Without a
+    value, it is counted for a task that heals in memory (`loop.model`).
     """
 
     num_layers: int
@@ -51,7 +52,7 @@ class MegatronModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     zero1: bool = True
     overlap: bool = True
     recompute: Recompute = "any"
-    kept_sum: bool = False
+    kept_sum: bool | None = None
 
     @property
     def num_groups(self) -> int:
@@ -64,30 +65,30 @@ class MegatronModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return self.ffn_hidden or 4 * self.hidden
 
 
-def check_model(model: MegatronModel) -> None:
-    """Raises SpecError."""
-    _check_sizes(model)
-    need(model.hidden % model.num_heads == 0, "model.hidden",
+def check_model(model: MegatronModel, path: str) -> None:
+    """Check the model at `path` of the spec. Raises SpecError."""
+    _check_sizes(model, path)
+    need(model.hidden % model.num_heads == 0, f"{path}.hidden",
          f"{model.hidden} is not divisible by num_heads {model.num_heads}",
          "each head gets an equal part of the width")
-    need(model.num_heads % model.num_groups == 0, "model.num_query_groups",
+    need(model.num_heads % model.num_groups == 0, f"{path}.num_query_groups",
          f"{model.num_query_groups} does not divide num_heads {model.num_heads}",
          "each group has the same number of heads")
-    need(model.global_batch % max(model.micro_batch, 1) == 0, "model.global_batch",
+    need(model.global_batch % max(model.micro_batch, 1) == 0, f"{path}.global_batch",
          f"{model.global_batch} is not a multiple of micro_batch {model.micro_batch}",
          "micro-batches must all have the same size")
-    need(0 <= model.dropout < 1, "model.dropout", "must be in [0, 1)")
-    need(model.num_experts > 0 or model.top_k == 1, "model.top_k",
+    need(0 <= model.dropout < 1, f"{path}.dropout", "must be in [0, 1)")
+    need(model.num_experts > 0 or model.top_k == 1, f"{path}.top_k",
          "is for a mixture of experts", "give num_experts, or leave it out")
-    need(model.top_k <= max(model.num_experts, 1), "model.top_k",
+    need(model.top_k <= max(model.num_experts, 1), f"{path}.top_k",
          f"{model.top_k} of {model.num_experts} experts", "lower it")
-    need(model.precision != "fp8" or model.gpu[0] in "HB", "model.precision",
+    need(model.precision != "fp8" or model.gpu[0] in "HB", f"{path}.precision",
          f"a {model.gpu} has no fp8", "write bf16")
-    need(model.precision == "fp16" or model.gpu[0] != "V", "model.precision",
+    need(model.precision == "fp16" or model.gpu[0] != "V", f"{path}.precision",
          f"a {model.gpu} has no {model.precision}", "write fp16")
 
 
-def _check_sizes(model: MegatronModel) -> None:
+def _check_sizes(model: MegatronModel, path: str) -> None:
     for name, least, most in (
             ("num_layers", 1, LAYERS_NUM_MAX), ("hidden", 1, WIDTH_NUM_MAX),
             ("num_heads", 1, WIDTH_NUM_MAX), ("num_query_groups", 0, WIDTH_NUM_MAX),
@@ -96,7 +97,7 @@ def _check_sizes(model: MegatronModel) -> None:
             ("vocabulary", 1, TOKENS_NUM_MAX), ("gpus_per_node", 1, NODE_NUM_MAX),
             ("global_batch", 1, BATCH_NUM_MAX), ("micro_batch", 0, BATCH_NUM_MAX)):
         value = getattr(model, name)
-        need(least <= value <= most, f"model.{name}",
+        need(least <= value <= most, f"{path}.{name}",
              f"must be at least {least} and at most {most}")
 
 

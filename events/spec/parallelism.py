@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, NamedTuple
 from msgspec import Struct
 from msgspec.structs import replace
 
-from .model import Axes
+from .model import Axes, MegatronModel
 from .validation import need
 
 AXIS_NUM_MAX = 1024
@@ -86,6 +86,26 @@ def check_parallel(parallel: Parallel, num_layers: int, num_heads: int, *, overl
     need(not overlap or parallel.is_plain, "train.overlap",
          "is only for data-parallel training with the whole optimizer",
          "leave it out, or leave out train.parallel")
+
+
+def check_splits(parallel: Parallel, model: MegatronModel, path: str) -> None:
+    """Check the sizes at `path` of the spec against a model. Raises SpecError."""
+    shared = math.gcd(model.num_heads, model.num_groups, model.ffn, model.vocabulary)
+    hint = "possible: " + ", ".join(str(size) for size in range(1, model.gpus_per_node + 1)
+                                    if shared % size == 0)
+    for size in parallel.tensor:
+        for name, number in (("num_heads", model.num_heads), ("num_query_groups", model.num_groups),
+                             ("ffn_hidden", model.ffn), ("vocabulary", model.vocabulary)):
+            need(number % size == 0, f"{path}.tensor", f"{size} does not divide {name} {number}",
+                 hint)
+        need(size <= model.gpus_per_node, f"{path}.tensor",
+             f"{size} is more than the {model.gpus_per_node} GPUs of a node", hint)
+    for size in parallel.pipeline:
+        stages = size * (parallel.chunks if size > 1 else 1)
+        chunks = f" with {parallel.chunks} chunks" if stages > size else ""
+        need(model.num_layers % stages == 0, f"{path}.pipeline",
+             f"{size}{chunks} does not divide num_layers {model.num_layers}",
+             "each stage has the same number of layers")
 
 
 def check_sizes(parallel: Parallel, path: str) -> None:

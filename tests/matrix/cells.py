@@ -20,7 +20,8 @@ Scene = Literal["start", "sum", "step", "partial", "partly", "meeting", "ready",
                 "joined", "beside", "passed"]
 """How a run reaches the point; see scenes.py."""
 
-NEWCOMER = 4
+NEWCOMER = -1
+"""Stands for the rank that joins: `Variant.newcomer`."""
 ITERATIONS = 8
 STRUCK = 3
 """The iteration in which the fault strikes. Its learning rate is after the warm-up."""
@@ -50,6 +51,11 @@ class Variant(NamedTuple):
     @property
     def is_plain(self) -> bool:
         return "parallel" not in self.train
+
+    @property
+    def newcomer(self) -> int:
+        """The number of the rank that joins."""
+        return num_positions(self.axes)
 
     @property
     def optimizer(self) -> Sharding:
@@ -108,11 +114,13 @@ class Point(NamedTuple):
 
 PARTS = "Megatron adds these up in sequence parallelism alone, which support.py refuses on the CPU"
 TENSORED = ("tp2dp2", "tp2dp2 to tp2", "tp2", "tp2pp2", "tp2dp2 bf16", "tp2dp2 zero1",
-            "tp2dp2 mirrored")
-PIPELINED = ("pp2dp2", "pp2dp2 to pp2", "pp2dp2, 2 chunks", "pp2", "tp2pp2", "pp2dp2 bf16")
-SHARDED = ("zero1", "zero1 bf16", "mirrored", "tp2dp2 zero1", "tp2dp2 mirrored")
+            "tp2dp2 mirrored", "tp2dp4", "tp2pp2dp2", "tp2pp2dp2 zero1")
+PIPELINED = ("pp2dp2", "pp2dp2 to pp2", "pp2dp2, 2 chunks", "pp2", "tp2pp2", "pp2dp2 bf16",
+             "pp2dp4", "pp4dp2", "tp2pp2dp2", "tp2pp2dp2 zero1")
+SHARDED = ("zero1", "zero1 bf16", "mirrored", "tp2dp2 zero1", "tp2dp2 mirrored", "tp2pp2dp2 zero1")
 LAYOUTS = tuple(dict.fromkeys((*TENSORED, *PIPELINED, *SHARDED)))
-SPLIT_ANEW = tuple(name for name in LAYOUTS if " to " not in name)
+SPLIT_ANEW = tuple(name for name in LAYOUTS if " to " not in name
+                   and name not in ("tp2dp4", "pp2dp4"))
 """Layouts in which old members stage another part of the model when a newcomer joins."""
 SAVES = {"checkpoint_every": STRUCK}
 COPIES = {"copy_every": STRUCK}
@@ -177,6 +185,8 @@ CHUNKS = {"parallel": {"pipeline": [1, 2], "chunks": 2}, "model": {"num_layers":
 BOTH = {"parallel": {"tensor": [1, 2], "pipeline": [1, 2]}}
 ZERO1 = {"parallel": {"optimizer": "sharded"}}
 MIRRORED = {"parallel": {"optimizer": "mirrored"}}
+DEEP = {"parallel": {"pipeline": [1, 2, 4]}, "model": {"num_layers": 4}}
+BOTH_ZERO1 = {"parallel": BOTH["parallel"] | {"optimizer": "sharded"}}
 TENSOR_ZERO1 = {"parallel": TENSOR["parallel"] | {"optimizer": "sharded"}}
 TENSOR_MIRRORED = {"parallel": TENSOR["parallel"] | {"optimizer": "mirrored"}}
 BF16 = {"precision": "bf16"}
@@ -206,7 +216,12 @@ VARIANTS = (
     Variant("zero1 bf16", ZERO1 | BF16),
     Variant("mirrored", MIRRORED),
     Variant("tp2dp2 zero1", TENSOR_ZERO1, Axes(tp=2, dp=2), {2: Axes(tp=2)}),
-    Variant("tp2dp2 mirrored", TENSOR_MIRRORED, Axes(tp=2, dp=2), {2: Axes(tp=2)}))
+    Variant("tp2dp2 mirrored", TENSOR_MIRRORED, Axes(tp=2, dp=2), {2: Axes(tp=2)}),
+    Variant("tp2dp4", TENSOR, Axes(tp=2, dp=4), {7: Axes(tp=2, dp=3)}),
+    Variant("pp2dp4", PIPELINE, Axes(pp=2, dp=4), {7: Axes(pp=2, dp=3)}),
+    Variant("pp4dp2", DEEP, Axes(pp=4, dp=2), {7: Axes(pp=2, dp=3)}),
+    Variant("tp2pp2dp2", BOTH, Axes(tp=2, pp=2, dp=2), {7: Axes(tp=2, pp=2)}),
+    Variant("tp2pp2dp2 zero1", BOTH_ZERO1, Axes(tp=2, pp=2, dp=2), {7: Axes(tp=2, dp=3)}))
 
 
 ONCE = {
@@ -221,8 +236,18 @@ ONCE = {
     "zero1": "gathering the parameters",
     "mirrored": "inside the optimizer step",
     "tp2dp2 zero1": "clip",
-    "tp2dp2 mirrored": "gathering the parameters"}
+    "tp2dp2 mirrored": "gathering the parameters",
+    "tp2dp4": "before a backward",
+    "pp4dp2": "buckets whole on some ranks",
+    "tp2pp2dp2": "through the gate on some ranks"}
 """The cell of each layout that `make test` runs."""
+EIGHT = {
+    "tp2dp4": "reconfiguration: giving state",
+    "pp2dp4": "between stages",
+    "pp4dp2": "join: put in force",
+    "tp2pp2dp2": "join: staged by who was there",
+    "tp2pp2dp2 zero1": "buckets whole on some ranks"}
+"""One more cell of each layout of eight ranks: `make test-thorough` runs them."""
 
 
 class Cell(NamedTuple):
@@ -254,14 +279,25 @@ def cells() -> Iterator[Cell]:
 
 
 def once() -> Iterator[Cell]:
-    """Every point of the base once, with the faults in turn; then every layout once."""
+    """Every point of the base once, with the faults in turn; then layouts once (ONCE)."""
     there = [cell for cell in cells() if not cell.absent]
     own = [cell for cell in there if cell.variant is BASE]
     for number, point in enumerate(dict.fromkeys(cell.point.name for cell in own)):
         fault = FAULTS[number % len(FAULTS)]
         yield next(cell for cell in own if (cell.point.name, cell.fault) == (point, fault))
-    for name, point in ONCE.items():
-        yield next(cell for cell in there if (cell.variant.name, cell.point.name) == (name, point))
+    yield from _of(ONCE)
+
+
+def eight() -> Iterator[Cell]:
+    """Cells of eight ranks that only `make test-thorough` runs (EIGHT)."""
+    yield from _of(EIGHT)
+
+
+def _of(points: dict[str, str]) -> Iterator[Cell]:
+    """The cell of each variant and point, with the first fault."""
+    for name, point in points.items():
+        yield next(cell for cell in cells() if not cell.absent
+                   and (cell.variant.name, cell.point.name) == (name, point))
 
 
 def _absent(point: Point, variant: Variant) -> str:

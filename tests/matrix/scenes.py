@@ -41,7 +41,8 @@ class Play:
     def __init__(self, driver: Driver, cell: Cell) -> None:
         self.driver, self.cell = driver, cell
         self.point, self.fault, self.variant = cell.point, cell.fault, cell.variant
-        self.victims = [self.point.victim]
+        self.newcomer = self.variant.newcomer
+        self.victims = [self.newcomer if self.point.victim == NEWCOMER else self.point.victim]
         if self.fault in ("lost agent", "two at once", "two in turn"):
             self.victims.append(self.point.mate)
         self.there = list(range(num_positions(self.variant.axes)))
@@ -123,12 +124,17 @@ class Play:
                 self._come_to(self._free, "reduce", STRUCK + 1)
                 return
             self._come_to(self._free, "gate", STRUCK)
-            waits_in = "embedding" if self.axes.pp > 1 else "gate"
-            self._come_to([rank for rank in self._others if rank not in self._free], waits_in,
-                          STRUCK)
+            for rank in self._others:
+                if rank not in self._free:
+                    # Only the first and the last stage have an embedding, which they reduce.
+                    stage = coordinates(self.axes, self.members.index(rank)).pp
+                    has_embedding = self.axes.pp > 1 and stage in (0, self.axes.pp - 1)
+                    self._come_to([rank], "embedding" if has_embedding else "gate", STRUCK)
 
-        # Each chunk of layers has its own bucket. The last bucket completes the reduction.
-        self._bucket = self.axes.chunks - 1
+        # Each chunk of layers has its own bucket, and with a sharded optimizer the embedding that
+        # two stages share. The last bucket completes the reduction.
+        has_own = self.axes.pp > 1 and self.variant.optimizer != "whole"
+        self._bucket = self.axes.chunks - 1 + has_own
         self._strike_late("bucket_done", others_come, bucket=self._bucket)
 
     def _play_partly(self) -> None:
@@ -183,20 +189,20 @@ class Play:
         waits = self.driver.hold(LATE, "micro_batch", STRUCK)
         self.settled = self._form()
         self.driver.held(LATE, STRUCK)
-        self._arm({NEWCOMER: -1})
-        self.driver.launch(NEWCOMER)
+        self._arm({self.newcomer: -1})
+        self.driver.launch(self.newcomer)
         self._come()
         self._strike()
         waits.unlink()
         if self.survivors != self.members:
             self._heal()
         elif self.fault == "SIGSTOP":
-            self.driver.kill(NEWCOMER)
+            self.driver.kill(self.newcomer)
 
     def _play_receive(self) -> None:
         """While a newcomer, or a rank with another part of the model, receives its state."""
         version = self._newcomer_is_met()
-        self._arm({rank: -1 if rank == NEWCOMER else version for rank in self._at_point})
+        self._arm({rank: -1 if rank == self.newcomer else version for rank in self._at_point})
         self._meet()
         self._come()
         self._strike()
@@ -248,11 +254,11 @@ class Play:
         waits = self.driver.hold(LATE, "micro_batch", STRUCK)
         self._form()
         self.driver.held(LATE, STRUCK)
-        self.driver.start(NEWCOMER)
+        self.driver.start(self.newcomer)
         self.driver.ask_to_leave(self.members, "boundary")
         waits.unlink()
         (version,) = {told.step_version for told in self.driver.quiesced(self.members).values()}
-        self.there.append(NEWCOMER)
+        self.there.append(self.newcomer)
         self._seat(Axes(dp=len(self.there)) if self.variant.is_plain else self.variant.axes)
         return version
 

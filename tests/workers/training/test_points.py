@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 from matrix import run
-from matrix.cells import Cell, cells, once
+from matrix.cells import Cell, cells, eight, once
 from matrix.judge import complaints
 from matrix.scenes import Play
 from matrix.trial import Trials
@@ -25,7 +25,9 @@ def trials(nursery: Any, tmp_path_factory: pytest.TempPathFactory) -> Trials:
     return Trials(tmp_path_factory.mktemp("matrix"), nursery)
 
 
-@pytest.mark.parametrize("cell", [pytest.param(cell, id=cell.name) for cell in once()])
+@pytest.mark.parametrize("cell", [
+    *(pytest.param(cell, id=cell.name) for cell in once()),
+    *(pytest.param(cell, id=cell.name, marks=pytest.mark.thorough) for cell in eight())])
 def test_a_fault_at_this_point_changes_nothing(trials: Trials, cell: Cell) -> None:
     verdict = trials.run(cell)
     assert verdict.outcome == "equal", verdict.why

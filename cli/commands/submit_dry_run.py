@@ -1,0 +1,67 @@
+"""`unicron submit --dry-run`: the layouts of a job, and the plan that would follow."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from pathlib import Path
+
+import msgspec
+
+from ...control_plane.api.requests import NO_ROOM
+from ...control_plane.throughput.layout_choices import choices
+from ...events.errors import UsageError
+from ...events.spec.job import JobSpec
+from ..cluster.client import DRY_RUN_S_MAX, Client, Unreachable, connect
+from ..cluster.state_dir import StateDir
+from ..files import job_file
+from ..screens import layouts
+from ..screens import plan as plan_screen
+from ..terminal import console
+from ..terminal.format import Plain, labelled
+from .tasks import check_files, option_for, slots_in_words
+
+SMALLER = "a larger slots.max, or a smaller model"
+
+
+def dry_run(state: StateDir, url: str | None, path: Path, *, as_json: bool) -> None:
+    """Print the layout of each number of slots. Where a cluster runs, print the plan that would
+    follow. Raises UsageError for a job that cannot have a layout, or that the cluster refuses."""
+    spec = job_file.load(path)
+    found = choices(spec)
+    if found.refused:
+        raise UsageError(f"{job_file.shown_name(path)}: {found.refused}",
+                         NO_ROOM if spec.training is not None else SMALLER)
+    client = _client(state, url)
+    if not as_json:
+        console.lines(layouts.page(spec, found, slots_in_words(spec.slots)))
+    plan = _plan(client, spec, url, path) if client is not None else None
+    if as_json:
+        console.out(json.dumps({**msgspec.to_builtins(found), "plan": plan}))
+        return
+    if plan is None:
+        console.lines(["", *labelled("plan", "no cluster runs here: with one, the plan that would "
+                                             "follow is shown too")])
+        return
+    typed = f"--submit {shlex.quote(str(path))}"
+    console.lines(["", *plan_screen.dry_run(plan, typed, option=option_for(state))])
+
+
+def _client(state: StateDir, url: str | None) -> Client | None:
+    """A client of the cluster that is named, or that runs on the state folder; None if none."""
+    if url or os.environ.get("UNICRON_URL"):
+        return connect(state, url)
+    try:
+        client = connect(state)
+        client.get("/v1/state")
+    except Unreachable:
+        return None
+    return client
+
+
+def _plan(client: Client, spec: JobSpec, url: str | None, path: Path) -> Plain:
+    check_files(spec, client, url, path)
+    change: Plain = {"submit": msgspec.to_builtins(spec, str_keys=True)}
+    found: Plain = client.post("/v1/plan/dry-run", change, DRY_RUN_S_MAX)
+    return found

@@ -1,0 +1,58 @@
+"""The page of a job's layouts: `unicron submit --dry-run`."""
+
+from __future__ import annotations
+
+import textwrap
+
+from ...control_plane.throughput.layout_choices import Choice, Choices
+from ...control_plane.throughput.memory import in_gib
+from ...events.spec.job import JobSpec
+from ..terminal import format as fmt
+
+UNKNOWN, INDENT = "-", " " * 7
+
+
+def page(spec: JobSpec, found: Choices, slots: str) -> list[str]:
+    """The layouts of a job. `slots`: the permitted numbers in words."""
+    heals = "heals in memory" if spec.training is not None else "restarts as a whole"
+    size = fmt.scaled(found.num_parameters, " parameters")
+    about = [f"{size} on {found.gpu}" if found.gpu else size] if found.num_parameters else []
+    lines = fmt.labelled("job", "; ".join([f"{spec.name}, {slots} slots", *about, heals]))
+    if not found.choices:
+        return [*lines, *fmt.labelled("layout", "none is searched: a command without model: lays "
+                                                "out its processes itself")]
+    lines += fmt.labelled("memory", _memory(spec, found))
+    timed = found.choices[0].iteration_s is not None
+    head = ("SLOTS", "LAYOUT", *(("ITERATION", "RATE", "OF EACH") if timed else ("SPEED",)),
+            "MEMORY", "KEPT SUM")
+    rows = [_row(one) for one in found.choices]
+    drawn = fmt.table(head, rows, right=(0, *range(2, len(head))))
+    lines += ["", drawn[0]]
+    for one, line in zip(found.choices, drawn[1:], strict=True):
+        lines += [fmt.clipped(line, fmt.SCREEN_COLUMNS), *textwrap.wrap(
+            "; ".join(one.notes), fmt.SCREEN_COLUMNS, initial_indent=INDENT,
+            subsequent_indent=INDENT, break_on_hyphens=False)]
+    if found.num_others:
+        others = fmt.number_of(found.num_others, "other number")
+        lines += ["", f"and {others} of slots with a layout"]
+    return lines
+
+
+def _memory(spec: JobSpec, found: Choices) -> str:
+    """What the numbers of memory are, and against what they are checked."""
+    if found.choices[0].memory_bytes is None:
+        return "unknown: write loop.model, and layouts are checked against the GPU's memory"
+    kept = ("it includes the kept sum, 4 bytes a parameter" if found.choices[0].kept_bytes
+            else "it has no kept sum" if spec.training is not None
+            else "it has no kept sum, since nothing heals in memory")
+    against = (f", of the {in_gib(found.capacity_bytes)} of a {found.gpu}" if found.gpu
+               else "; not checked: the spec names no GPU")
+    return f"as predicted for the fullest rank{against}; {kept}"
+
+
+def _row(one: Choice) -> list[str]:
+    timed = ([f"{one.speed:.2f}"] if one.iteration_s is None or one.rate_flops is None else
+             [fmt.span(one.iteration_s), fmt.scaled(one.rate_flops, "FLOP/s"),
+              fmt.scaled(one.rate_flops / one.slots, "FLOP/s")])
+    return [fmt.count(one.slots), one.layout, *timed,
+            *(in_gib(value) if value else UNKNOWN for value in (one.memory_bytes, one.kept_bytes))]

@@ -1,0 +1,206 @@
+"""`unicron submit --dry-run`: what each number of slots gives, from the spec alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from cli_process import refused, unicron
+from decider import Driver, task_of
+from described_jobs import MODEL, submitted
+from described_jobs import job as command
+from two_tasks import train
+from unicron.cli.cluster.client import Unreachable
+from unicron.cli.cluster.state_dir import StateDir
+from unicron.cli.commands import submit_dry_run
+from unicron.control_plane.api import dry_run, requests
+from unicron.control_plane.state.cluster import ClusterState, encode_state
+from unicron.control_plane.throughput import table, training_layouts
+from unicron.control_plane.throughput.layout_choices import CHOICES_NUM_MAX, choices, shown
+from unicron.control_plane.throughput.memory import KEPT_BYTES
+from unicron.events.errors import SpecError
+from unicron.events.spec.job import JobSpec, Loop, parse
+from unicron.events.spec.model import Axes
+
+EXAMPLES = Path(__file__).parents[3] / "deploy" / "examples"
+LARGE = {**MODEL, "num_layers": 40, "hidden": 4096, "num_heads": 32, "global_batch": 64,
+         "recompute": "none"}
+"""8.3 B parameters: four A100 hold it, and two only without the kept sum."""
+
+
+def loop(model: dict[str, Any] | None = None, slots: dict[str, Any] | None = None,
+         **parallel: Any) -> dict[str, Any]:
+    parallel = parallel or {"tensor": [1, 2, 4]}
+    return {"apiVersion": "unicron/v1", "name": "own", "slots": slots or {"min": 1, "max": 16},
+            "command": ["true"], "heal": "in-memory",
+            "loop": {"micro_batches": 64, "iterations": 10, "output": "/out",
+                     "parallel": parallel, "model": {**LARGE, **(model or {})}}}
+
+
+def described(spec: JobSpec) -> Loop:
+    assert spec.loop is not None
+    return spec.loop
+
+
+def test_a_loop_has_the_fastest_layout_that_fits() -> None:
+    spec = parse(loop())
+    found = choices(spec)
+    assert [one.slots for one in found.choices] == [4, 8, 12, 16]
+    assert found.choices[0].axes == Axes(tp=4)
+    for one in found.choices:
+        assert one.memory_bytes is not None
+        assert one.memory_bytes <= found.capacity_bytes
+        assert training_layouts.layout_within(described(spec), one.slots) == one.axes
+    roomy = choices(parse(loop({"gpu": "B200-180", "kept_sum": False})))
+    assert roomy.choices[0].axes == Axes(), "it has room on one GPU, and needs no other"
+    assert found.choices[0].notes[1].startswith("memory binds: TP 2 x DP 2 needs ")
+
+
+def test_rates_of_a_described_loop_are_absolute() -> None:
+    spec = parse(loop())
+    found = {one.slots: one.rate_flops for one in choices(spec).choices}
+    rates = table.table(1, spec)
+    assert rates.sizes == tuple(found)
+    assert rates.rates_flops == pytest.approx(list(found.values()), rel=1e-9)
+    assert rates.rates_flops[0] > 4e14, "a third of the peak of four A100"
+
+
+def test_the_kept_sum_is_charged_where_something_heals() -> None:
+    spec = parse(loop())
+    (heals, *_), (without, *_) = choices(spec).choices, choices(parse(loop({"kept_sum": False}))
+                                                                 ).choices
+    (restarts, *_) = choices(parse(command({"num_layers": 8}))).choices
+    assert heals.kept_bytes == pytest.approx(KEPT_BYTES * choices(spec).num_parameters / 4)
+    assert without.kept_bytes == restarts.kept_bytes == 0
+    assert heals.memory_bytes is not None
+    assert without.memory_bytes is not None
+    assert without.slots < heals.slots, "the layout that has room without the kept sum"
+    with pytest.raises(SpecError, match=r"model\.kept_sum: is for a task that heals in memory"):
+        parse(command({"kept_sum": True}))
+
+
+def test_a_train_task_shows_its_memory_and_no_gpu() -> None:
+    found = choices(train("own", 1.0, {}))
+    assert (found.gpu, found.capacity_bytes) == ("", 0)
+    assert all(one.kept_bytes and one.iteration_s is None for one in found.choices)
+    assert found.choices[0].speed == 1
+
+
+def test_a_command_without_a_model_has_no_choice() -> None:
+    plain = command()
+    del plain["model"]
+    found = choices(parse(plain))
+    assert (found.choices, found.refused) == ((), "")
+
+
+@pytest.mark.parametrize(("job", "why"), [
+    (loop(tensor=[3]), "loop.parallel.tensor: 3 does not divide num_heads 32"),
+    (loop({"num_query_groups": 2}, tensor=[4]),
+     "loop.parallel.tensor: 4 does not divide num_query_groups 2"),
+    (loop(tensor=[16]), "loop.parallel.tensor: 16 is more than the 8 GPUs of a node"),
+    (loop(pipeline=[3]), "loop.parallel.pipeline: 3 does not divide num_layers 40"),
+    (loop(pipeline=[4], chunks=3), "loop.parallel.pipeline: 4 with 3 chunks does not divide"),
+    (loop({"global_batch": 65}), "loop.model.global_batch: 65 is not a multiple of"),
+    (loop({"micro_batch": 4}), "loop.model.micro_batch: is 4, but 64 samples in 64 micro-batches"),
+    (loop({"recompute": "any"}), "loop.model.recompute: is missing"),
+    (loop({"hidden": 4097}), "loop.model.hidden: 4097 is not divisible"),
+    (loop() | {"model": MODEL}, "model: is for a command that is only restarted")])
+def test_a_layout_that_the_model_cannot_have_is_refused(job: dict[str, Any], why: str) -> None:
+    with pytest.raises(SpecError) as error:
+        parse(job)
+    assert str(error.value).startswith(why)
+    assert error.value.hint
+
+
+def test_a_model_without_room_is_refused_with_figures() -> None:
+    spec = loop(tensor=[1, 2])
+    why = "no layout of loop.parallel fits into 79.2 GiB: TP 2 x DP 1 needs "
+    assert choices(parse(spec)).refused.startswith(why)
+    with pytest.raises(requests.Refusal) as error:
+        requests.submit(ClusterState(), spec, "")
+    assert (error.value.status, str(error.value).startswith(why)) == (422, True)
+    assert submitted(loop()).modelled is None, "its layouts are those of loop.parallel"
+
+
+def test_few_numbers_of_slots_are_shown() -> None:
+    assert list(shown(range(1, CHOICES_NUM_MAX + 1))) == list(range(1, CHOICES_NUM_MAX + 1))
+    assert list(shown(range(6, 101))) == [6, 12, 24, 48, 96, 100]
+    assert list(shown([])) == []
+
+
+# --- the command ---
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.yaml")), ids=lambda file: file.stem)
+def test_every_example_has_a_page(file: Path, tmp_path: Path) -> None:
+    result = unicron("submit", str(file), "--dry-run", folder=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert max(map(len, result.stdout.splitlines())) <= 100
+    assert "no cluster runs here" in result.stdout
+    found = json.loads(unicron("submit", str(file), "--dry-run", "-o", "json",
+                               folder=tmp_path).stdout)
+    assert found["plan"] is None
+    assert all(one["axes"] for one in found["choices"])
+
+
+def test_the_page_of_70_b(tmp_path: Path) -> None:
+    result = unicron("submit", str(EXAMPLES / "megatron-70b.yaml"), "--dry-run", folder=tmp_path)
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("job        llama-70b, 32 to 512 in steps of 32 slots; 69 G param")
+    (row,) = [line for line in lines if line.startswith("   64  ")]
+    assert row.split("  ")[1:3] == [" 64", "TP 8 x PP 4 x DP 2"]
+    assert row.endswith("56.5 GiB   8.1 GiB")
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"tensor": [3]}, "3 does not divide num_heads 32"),
+    ({"tensor": [1]}, "no layout of loop.parallel fits into 79.2 GiB")])
+def test_a_refused_job_is_one_line_with_a_hint(tmp_path: Path, changes: dict[str, Any],
+                                               words: str) -> None:
+    (tmp_path / "job.yaml").write_text(json.dumps(loop(**changes)))
+    refused(unicron("submit", "job.yaml", "--dry-run", folder=tmp_path), words)
+
+
+class Told:
+    """A control plane that answers dry runs from a driver's state."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+
+    def get(self, path: str, limit_s: float = 10.0) -> Any:
+        return {"nodes": []}
+
+    def post(self, path: str, body: Any, limit_s: float = 10.0) -> Any:
+        found = dry_run.run_dry(encode_state(self.driver.state),
+                                msgspec.convert(body, dry_run.Change))
+        return {**msgspec.to_builtins(found), "took_s": 0.001}
+
+
+@pytest.mark.nodes(3)
+def test_a_cluster_adds_the_plan(d: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                 capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(submit_dry_run, "connect", lambda state, url=None: Told(d))
+    (tmp_path / "job.yaml").write_text(json.dumps(command()))
+    submit_dry_run.dry_run(StateDir(tmp_path), None, tmp_path / "job.yaml", as_json=False)
+    shown = capsys.readouterr().out
+    assert "DP 6" in shown
+    assert "dry run, input " in shown
+    assert "0 -> 6" in shown
+    submit_dry_run.dry_run(StateDir(tmp_path), None, tmp_path / "job.yaml", as_json=True)
+    assert json.loads(capsys.readouterr().out)["plan"]["planned"]
+    assert not d.state.tasks, "nothing is submitted"
+
+
+def test_a_named_cluster_that_does_not_answer_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(json.dumps(command()))
+    with pytest.raises(Unreachable):
+        submit_dry_run.dry_run(StateDir(tmp_path), "http://127.0.0.1:9", tmp_path / "job.yaml",
+                               as_json=False)
+
+
+@pytest.mark.nodes(3)
+def test_a_described_loop_is_planned_by_its_memory(d: Driver) -> None:
+    task = task_of(d, d.submit(parse(loop(slots={"min": 1, "max": 6}))))
+    assert task.throughput is not None
+    assert task.throughput.sizes == (4,)
