@@ -103,8 +103,8 @@ def fill(into: State, whole: State) -> None:
 
 def whole_size(shards: State, num_layers: int) -> Size:
     """The size of the whole model, from the shards of a part. If the part lacks some of the layers,
-    they count like those that it has. Each parameter has Adam's moments, and a master copy if it is of
-    16 bits, on some member."""
+    they count like those that it has. Each parameter has Adam's moments on some member. A parameter
+    of 16 bits also has a master copy."""
     found: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
     layers: set[str] = set()
     for key, kind in {(shard.key, shard.kind) for shard in shards}:
