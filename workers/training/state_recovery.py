@@ -94,7 +94,12 @@ class StateRecovery:
             source = self._held(settlement, place)
         if place in receivers and not settlement.shares[place].kept:
             self._iteration.free_gradients()
-        trainee, is_new = self._model_for(axes, place, source, begins=step_version == 0)
+        # A state that the members cannot complete counts for nothing once they begin anew.
+        is_worthless = self._iteration.step_version == NO_STATE or (
+            settlement.step_version == NO_STATE and step_version == 0)
+        trainee, is_new = self._model_for(
+            axes, place, begins=step_version == 0,
+            is_worthless=is_worthless and source is not self._iteration.trainee)
         if step_version == 0 and trainee is not self._begun and place < num_positions(axes):
             self._work.begin(trainee, self._build_full_state)
             self._begun = trainee
@@ -158,12 +163,13 @@ class StateRecovery:
 
         return [place for place in range(num_positions(axes)) if not has(place)]
 
-    def _model_for(self, axes: Axes, place: int, source: TrainingModel | None, *, begins: bool
+    def _model_for(self, axes: Axes, place: int, *, begins: bool, is_worthless: bool
                    ) -> tuple[TrainingModel, bool]:
         """The model to train, and whether it is new: the current model if it is for the same part
         and can be used, else a new one. A standby member keeps its model and trains nothing.
 
-        If the content of the current model is worthless, the new one takes its place at once.
+        If the content of the current model is worthless, it is released first, and the new one
+        takes its place at once.
         """
         iteration = self._iteration
         mine = iteration.trainee
@@ -177,7 +183,6 @@ class StateRecovery:
             self._communicators.bind()
             mine.axes, mine.place = axes, place
             return mine, False
-        is_worthless = iteration.step_version == NO_STATE and source is not mine
         if is_worthless:
             self._communicators.discard_handles()
             mine.release()
@@ -187,6 +192,7 @@ class StateRecovery:
         trainee.release_gradients()
         if is_worthless:
             iteration.set_model(trainee)
+            iteration.reset_to(NO_STATE)
             self._is_overwritten = not begins
             gc.freeze()  # as member.py does after building
         return trainee, True
