@@ -96,19 +96,19 @@ def _whole_sum(play: Play, rank: int, newest: int) -> tuple[int, ...] | None:
 
 
 def _all_can_step(play: Play, newest: int) -> bool:
-    """Whether no survivor has stepped beyond `newest`, but all have the reduced sum for it, of
-    every part of the model: they then step without the lost ranks."""
+    """Whether no survivor has stepped beyond `newest`, but all members that train on have the
+    reduced sum for it, of every part of the model: they then step without the lost ranks."""
     if play.variant.optimizer != "whole" or play.variant.is_plain:
         return False
-    there = [rank for rank, claim in play.claims.items()
-             if rank in play.struck and claim.step_version == newest]
-    entered = {line["generation"] for rank in there for line in play.driver.trace(rank)
-               if line["event"] == "gate" and line["iteration"] == newest}
-    ready = [rank for rank in there if any(
-        line["event"] == "gate" and line["iteration"] == newest
-        and line["generation"] == max(entered, default=0) for line in play.driver.trace(rank))]
-    parts = {coordinates(play.struck_in, play.struck.index(rank))[:2] for rank in ready}
-    return ready == there and len(parts) == play.struck_in.tp * play.struck_in.pp
+    there = [rank for rank in play.members if rank in play.struck and rank in play.claims
+             and play.claims[rank].step_version == newest]
+    entered = {rank: {line["generation"] for line in play.driver.trace(rank)
+                      if (line["event"], line["iteration"]) == ("gate", newest)
+                      and line["generation"] < play.driver.generation} for rank in there}
+    struck = max((max(each, default=0) for each in entered.values()), default=0)
+    parts = {coordinates(play.struck_in, play.struck.index(rank))[:2] for rank in there}
+    return (all(struck in each for each in entered.values())
+            and len(parts) == play.struck_in.tp * play.struck_in.pp)
 
 
 def _work(play: Play) -> Iterator[str]:

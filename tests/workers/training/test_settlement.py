@@ -244,8 +244,10 @@ def test_of_two_complete_layouts_the_wanted_or_most_held_one_wins() -> None:
 class Member:
     """One process: its state, its gradient sum, and whether it waits at the step barrier."""
 
-    def __init__(self, node: str) -> None:
+    def __init__(self, node: str, *, keeps: bool) -> None:
         self.node = node
+        self.keeps = keeps
+        """Whether it keeps its sum while a reduction overwrites it (`train.kept_sum`)."""
         self.version = NO_STATE
         self.held: HeldState | None = None
         self.staged: HeldState | None = None
@@ -260,7 +262,8 @@ class Member:
         part: tuple[float, ...] = ()
         if self.ready and self.held is not None and self.held.optimizer == "whole":
             part = _norm(self.trained_in, self.version, self.held)
-        return Claim(step_version=self.version, kept=tuple(sorted(self.sum)), owned=self.owned,
+        kept = () if self.ready and not self.keeps else tuple(sorted(self.sum))
+        return Claim(step_version=self.version, kept=kept, owned=self.owned,
                      assigned_in=self.assigned_in, begun=self.begun, trained_in=self.trained_in,
                      held=self.held, staged=self.staged,
                      staged_in=self.staged_in, ready=self.ready, gate=self.gate, reduced=part)
@@ -298,8 +301,8 @@ def _norm(generation: int, version: int, held: HeldState) -> Gate:
 class History:
     """Generations of one task with random faults. `rnd` is the only source of randomness."""
 
-    def __init__(self, rnd: Random, optimizer: str) -> None:
-        self.rnd, self.optimizer = rnd, optimizer
+    def __init__(self, rnd: Random, optimizer: str, *, keeps: bool = True) -> None:
+        self.rnd, self.optimizer, self.keeps = rnd, optimizer, keeps
         self.num_items = rnd.randint(1, 9)
         self.present = [self._newcomer() for _ in range(rnd.randint(1, 6))]
         self.before: list[Member] = []
@@ -323,7 +326,7 @@ class History:
             self._strike()
 
     def _newcomer(self) -> Member:
-        return Member(self.rnd.choice("abc"))
+        return Member(self.rnd.choice("abc"), keeps=self.keeps)
 
     def _held(self, place: int) -> HeldState | None:
         if self.optimizer == "whole" and self.axes.tp * self.axes.pp == 1:
@@ -608,10 +611,12 @@ class History:
             self.present.append(self._newcomer())
 
 
-@given(st.randoms(use_true_random=True), st.sampled_from(["whole", "sharded", "mirrored"]))
+@given(st.randoms(use_true_random=True), st.sampled_from(["whole", "sharded", "mirrored"]),
+       st.booleans())
 @settings(max_examples=100, deadline=None)
-def test_faults_leave_each_step_with_each_micro_batch_once(rnd: Random, optimizer: str) -> None:
-    History(rnd, optimizer).run(12)
+def test_faults_leave_each_step_with_each_micro_batch_once(rnd: Random, optimizer: str, keeps: bool
+                                                           ) -> None:
+    History(rnd, optimizer, keeps=keeps).run(12)
 
 
 def test_the_model_covers_all_cases() -> None:

@@ -102,7 +102,7 @@ class Iteration:
         `take` allocates them again. An abandoned pass may still use them: then they stay."""
         if not self.is_stuck:
             self._forget_sums()
-            self.reduction.free()
+            self.reduction.done()
             self.trainee.release_gradients()
 
     def _use_model(self, trainee: TrainingModel) -> None:
@@ -111,9 +111,16 @@ class Iteration:
         self.marks.passes = COLLECTIVE_CODE if trainee.replica_size > 1 else OWN_CODE
         self.reduction = Reduction(trainee, self._note, self.marks, closely=self.trace.is_on)
 
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """The micro-batches whose sum this member has, or will have if a reduction is undone."""
+        if self.is_ready and not self.trainee.train.kept_sum:
+            return ()
+        return tuple(sorted(self.done))
+
     def claim(self) -> Claim:
         """This member's claim to a settlement."""
-        return Claim(step_version=self.step_version, kept=tuple(sorted(self.done)),
+        return Claim(step_version=self.step_version, kept=self.kept,
                      owned=self.owned, assigned_in=self.assigned_in, begun=self.begun,
                      trained_in=self.trained_in, ready=self.is_ready, gate=tuple(self._gate or ()),
                      held=held_by(self.trainee), stale=not self.trainee.is_gathered,
@@ -295,6 +302,8 @@ class Iteration:
     def _reduce_and_step(self, control: Control, communicators: Communicators) -> Outcome:
         stats = self.reduction.run(control, communicators, Stats(self.loss_sum, self.num_tokens))
         if isinstance(stats, str):
+            if self.reduction.has_lost_sum:
+                self._clear_sums()
             return stats
         self._reduced = stats
         gate = None
@@ -338,10 +347,10 @@ class Iteration:
             step(self.trainee, stats.num_tokens, self._note)
         else:
             self._gate = gate
+            self.reduction.done()
             step(self.trainee, stats.num_tokens, self._note, norm_square=gate.norm_square,
                  found_inf=gate.num_not_finite > 0)
             self.is_ready = False
-            self.reduction.done()
         self.step_version += 1
         self.history.add(self.step_version - 1,
                          stats.loss_sum / self.trainee.divisor(stats.num_tokens),
@@ -354,6 +363,8 @@ class Iteration:
         if self.is_ready:
             self.is_ready = False
             self.reduction.undo()
+            if self.reduction.has_lost_sum:
+                self._clear_sums()
 
     def _next_micro_batches(self, communicators: Communicators) -> tuple[int, ...]:
         """The micro-batches of a new iteration for this member's replica."""

@@ -29,13 +29,16 @@ from ..process.trace import Note
 #
 # Each bucket is copied before its reduction. If the reduction fails, the copy replaces Megatron's
 # buffer. Nothing is copied back, because an abandoned reduction may still write into the old memory
-# at any time. The old memory is freed when nothing uses it any more.
+# at any time. The old memory is freed when nothing uses it any more. Without a copy, new memory
+# replaces the buffer, and the local gradients are lost.
 
 
 class GradientBackup:
-    """Copies of the gradients under reduction. They need as much memory as the gradients."""
+    """Copies of the gradients under reduction, with `train.kept_sum`. They need as much memory as
+    the gradients, from the begin of a reduction until its result counts."""
 
     def __init__(self, trainee: TrainingModel) -> None:
+        self.is_kept = trainee.train.kept_sum
         self._trainee = trainee
         self._buffers = trainee.buffers
         self._buffer_of = {id(bucket): number for number, buffer in enumerate(self._buffers)
@@ -45,31 +48,34 @@ class GradientBackup:
 
     def keep(self, group: Any) -> None:
         """Copy the local gradients of a bucket group that is about to be reduced."""
-        if not self._copies:
+        if self.is_kept and not self._copies:
             self._copies = [torch.empty_like(buffer.grad_data) for buffer in self._buffers]
         for bucket in group.buckets:
-            _part(bucket, self._copies[self._buffer_of[id(bucket)]]).copy_(bucket.grad_data)
+            if self.is_kept:
+                copy = self._copies[self._buffer_of[id(bucket)]]
+                _part(bucket, copy).copy_(bucket.grad_data)
             self._saved.add(id(bucket))
 
     def drop(self) -> None:
-        """The reduction is complete: drop the copies."""
-        self._saved.clear()
-
-    def restore(self) -> None:
-        """The reduction failed: make the copies the local gradients again."""
-        if not self._saved:
-            return
-        for buffer, copy in zip(self._buffers, self._copies, strict=True):
-            for bucket in buffer.buckets:
-                if id(bucket) not in self._saved:
-                    _part(bucket, copy).copy_(bucket.grad_data)
-        self._trainee.set_gradients(self._copies)
-        self.free()
-
-    def free(self) -> None:
-        """Free the memory of the copies, which no longer count."""
+        """The result of the reduction counts: free the copies."""
         self._copies = []
         self._saved.clear()
+
+    def restore(self) -> bool:
+        """The reduction failed: make the copies the local gradients again. False: there are none,
+        and the local gradients are lost."""
+        if not self._saved:
+            return True
+        if self.is_kept:
+            for buffer, copy in zip(self._buffers, self._copies, strict=True):
+                for bucket in buffer.buckets:
+                    if id(bucket) not in self._saved:
+                        _part(bucket, copy).copy_(bucket.grad_data)
+            self._trainee.set_gradients(self._copies)
+        else:
+            self._trainee.release_gradients()
+        self.drop()
+        return self.is_kept
 
 
 def _part(bucket: Any, buffer: Tensor) -> Tensor:
