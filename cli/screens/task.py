@@ -98,6 +98,9 @@ def task_status(view: Plain, task: Plain, history: History, *, now_s: float,
     past = history.tasks.get(task["id"])
     lines += ["", *_where(task), *_progress(task, past, history, now_s), *_earns(task),
               *_copies(task, view["nodes"], past, now_s)]
+    if not task["kept_sum"] and task["state"] not in ENDED:
+        lines += fmt.labelled("kept sum", "none: a fault during a gradient reduction redoes the "
+                              "iteration from its start; none is lost")
     if task["output"]:
         lines += fmt.labelled("output", task["output"])
     if task["ranks"]:

@@ -186,6 +186,7 @@ def _task(state: ClusterState, task: Task, waits: WaitExplanation | None) -> dic
         "unpublished": max(task.iteration - task.saved_iteration, 0),
         "copies": [msgspec.to_builtins(copy) for copy in task.copies],
         "copy_every": spec.training.copy_every if spec.training is not None else 0,
+        "kept_sum": spec.training is None or spec.training.kept_sum,
         "ranks": [_rank(task, task.ranks[key]) for key in sorted(task.ranks)],
     }
 

@@ -91,11 +91,11 @@ class Loop(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the control plane needs to know about the loop of a command that has adopted Unicron.
 
     The script decides the rest (workers/training/adopt/adoption.py). `micro_batches` is the number
-    of micro-batches of one iteration over all ranks; it never changes. `output`, `checkpoint_every`
-    and `copy_every` are as in `train:`. `parallel`: the layouts in which the script can build its
-    model. `model`: the GPT that it builds. The throughput is then modelled, and a layout is only
-    chosen if it fits into the GPU's memory. Its `micro_batch` follows from `micro_batches`, and
-    `zero1` from `parallel.optimizer`.
+    of micro-batches of one iteration over all ranks; it never changes. `output`,
+    `checkpoint_every`, `copy_every` and `kept_sum` are as in `train:`. `parallel`: the layouts in
+    which the script can build its model. `model`: the GPT that it builds. The throughput is then
+    modelled, and a layout is only chosen if it fits into the GPU's memory. `micro_batch`, `zero1`
+    and `kept_sum` of the model follow from the other keys of the loop.
     """
 
     micro_batches: int
@@ -103,6 +103,7 @@ class Loop(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     output: str
     checkpoint_every: int = 0
     copy_every: int = 10
+    kept_sum: bool = True
     parallel: Parallel = field(default_factory=Parallel)
     model: MegatronModel | None = None
 
@@ -140,6 +141,7 @@ def _check_loop_model(model: MegatronModel, loop: Loop) -> None:
     need(model.micro_batch in (0, micro), "loop.model.micro_batch",
          f"is {model.micro_batch}, but {model.global_batch} samples in {loop.micro_batches} "
          f"micro-batches make {micro}", "leave it out")
+    need(not model.kept_sum, "loop.model.kept_sum", "is loop.kept_sum", "write it there")
     need(model.recompute != "any", "loop.model.recompute",
          "is missing: the script decides it, not the layout search",
          "write none, selective or full, as the script does")
@@ -227,7 +229,9 @@ class Train(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     per_token: the sum over the tokens of the batch, divided by their number. per_micro_batch: each
     micro-batch's mean, averaged over micro-batches. `overlap` reduces gradients during the last
     backward pass, in buckets of about `bucket_params` parameters; 0: Megatron's default, 40
-    million. `parallel`: the layouts that the planner may choose from; default: data-parallel only.
+    million. `kept_sum`: each rank keeps a copy of its local gradients during a reduction, 4 bytes a
+    parameter; without it, a fault during a reduction redoes the iteration from its start.
+    `parallel`: the layouts that the planner may choose from; default: data-parallel only.
     """
 
     model: Model = field(default_factory=Model)
@@ -245,6 +249,7 @@ class Train(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     copy_every: int = 10
     overlap: bool = False
     bucket_params: int = 0
+    kept_sum: bool = True
     parallel: Parallel = field(default_factory=Parallel)
 
     @property

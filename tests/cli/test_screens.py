@@ -372,6 +372,14 @@ def test_the_current_work_span_counts_up_to_now(d: Driver, task: int) -> None:
     assert means == pytest.approx([1e7] * 3, rel=0.15)
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_status_says_what_a_task_without_a_kept_sum_redoes(d: Driver, kept: bool) -> None:
+    d.submit(spec(train={"iterations": 50, "output": "/tmp/out", "kept_sum": kept}))
+    lines = task_screen.task_status(view(d.state), view(d.state)["tasks"][0], history(d.log),
+                                    now_s=d.now_s)
+    assert kept != any(line.startswith("kept sum   none: a fault during") for line in lines)
+
+
 def test_skipped_steps_are_shown(d: Driver, task: int) -> None:
     lines = "\n".join(task_screen.task_status(view(d.state), view(d.state)["tasks"][0],
                                               history(d.log), now_s=d.now_s))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,12 +23,24 @@ with cpu_device.uncompiled():
     from unicron.workers.training.model import text_data, training_state
     from unicron.workers.training.model import trainee as model
     from unicron.workers.training.recovery import settlement
-    from unicron.workers.training.step import forward_backward, optimizer_step
+    from unicron.workers.training.step import forward_backward, optimizer_step, pipeline
 
 rank.ignore_warnings()
 LIMIT_S = 60.0
 SKIPPED = -1.0
 """Stands for the norm of a gradient that is not finite."""
+
+
+class Stopped(NamedTuple):
+    """A stopped run of micro-batches (`first`, gradients `partial`) and the rest (`total`), beside
+    undisturbed runs of the same micro-batches (`alone`) and of all (`whole`)."""
+
+    first: pipeline.Passes
+    partial: list[Any]
+    total: list[Any]
+    alone: tuple[pipeline.Passes, list[Any]]
+    whole: tuple[pipeline.Passes, list[Any]]
+    passes: list[tuple[str, int]]
 
 
 def members_by_role(place: int, axes: Axes | None) -> tuple[dict[str, list[int]], int]:
@@ -68,13 +81,13 @@ def trained(place: int, train: Train, axes: Axes, num_iterations: int
     noted: list[tuple[str, int]] = []
     for iteration in range(num_iterations):
         trainee.clear()
-        loss, num_tokens = forward_backward.run(
+        done = forward_backward.run(
             trainee, found, iteration,
             settlement.assign_micro_batches(train.num_micro_batches, axes.dp, trainee.at.dp),
             lambda item: words.sample(train.seed, iteration, item, rows=train.batch.micro,  # noqa: B023
                                       sequence=train.model.sequence),
             lambda event, item: noted.append((event, item)))
-        told = torch.tensor([loss, num_tokens], dtype=torch.float64)
+        told = torch.tensor([done.loss_sum, done.num_tokens], dtype=torch.float64)
         dist.all_reduce(told)
         finalize_model_grads(trainee.ddps, None, pg_collection=found)
         gate = torch.tensor([optimizer_step.norm_square(trainee), optimizer_step.has_inf(trainee)],
@@ -91,6 +104,43 @@ def trained(place: int, train: Train, axes: Axes, num_iterations: int
     end = {name: tensor.detach().float().numpy()
            for name, tensor in training_state.tensors(trainee).items()}
     return losses, norms, end, noted
+
+
+def stopped(place: int, train: Train, axes: Axes, num_items: int, num_groups: int) -> Stopped:
+    """Run micro-batches, stopped before a group; then the rest. And all of them at once."""
+    found = process_groups.build(axes, LIMIT_S)
+    trainee = model.build(train, torch.device("cpu"), found, axes, place)
+    words = text_data.load(train.data, train.model.sequence)
+    noted: list[tuple[str, int]] = []
+    num_asked = 0
+
+    def must_stop() -> bool:
+        nonlocal num_asked
+        num_asked += 1
+        return num_asked > num_groups
+
+    def run(items: list[int], must_stop: Callable[[], bool] | None) -> pipeline.Passes:
+        return forward_backward.run(
+            trainee, found, 0, items, lambda item: words.sample(
+                train.seed, 0, item, rows=train.batch.micro, sequence=train.model.sequence),
+            lambda event, item: noted.append((event, item)), must_stop=must_stop)
+
+    def sums() -> list[Any]:
+        return [gradient.clone().numpy() for gradient in trainee.gradients]
+
+    def run_from_zero(items: list[int]) -> tuple[pipeline.Passes, list[Any]]:
+        trainee.clear()
+        return run(items, None), sums()
+
+    items = list(range(num_items))
+    trainee.clear()
+    first = run(items, must_stop)
+    passes = [(event, item) for event, item in noted if event != "stage"]
+    partial = sums()
+    run(items[first.num_done:], lambda: False)
+    total = sums()
+    return Stopped(first, partial, total, run_from_zero(items[:first.num_done]),
+                   run_from_zero(items), passes)
 
 
 def twin(place: int, train: Train, num_iterations: int

@@ -114,6 +114,7 @@ REFUSED: list[tuple[Any, str]] = [
     *((train(checkpoint_every=value), "train.checkpoint_every") for value in (-1, 2**31)),
     *((train(bucket_params=value, overlap=True), "train.bucket_params") for value in (-1, 2**31)),
     (train(bucket_params=1), "train.bucket_params"), (train(overlap="yes"), "train.overlap"),
+    (train(kept_sum=4), "train.kept_sum"),
     *((train(seed=value), "train.seed") for value in (-1, 2**53, 10**30)),
     *((train(output=value), "train.output") for value in (
         "", "a\0b", 3, "s3://", "file:///", "memory://run", "simplecache::s3://bucket/run",

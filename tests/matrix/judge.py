@@ -52,7 +52,7 @@ def _agreement(play: Play) -> Iterator[str]:
     settled = play.settled
     versions = {told.step_version for told in settled.values()}
     newest = max((claim.step_version for claim in play.claims.values()), default=0)
-    wanted = play.copied or {max(newest, 0)}
+    wanted = play.copied or {max(newest, 0) + _all_can_step(play, newest)}
     if len(versions) != 1 or not versions <= wanted:
         yield f"settled on steps {versions}, and had {wanted}"
     replicas = [[settled[play.members[place]] for place in replica(play.axes, dp)]
@@ -78,6 +78,8 @@ def _whole_sum(play: Play, rank: int, newest: int) -> tuple[int, ...] | None:
     """
     if rank not in play.claims or play.claims[rank].step_version != newest:
         return None
+    if _all_can_step(play, newest):
+        return ()
     if rank not in play.struck or shape(play.struck_in) != shape(play.axes):
         return ()
     dp = coordinates(play.axes, play.members.index(rank)).dp
@@ -91,6 +93,22 @@ def _whole_sum(play: Play, rank: int, newest: int) -> tuple[int, ...] | None:
         sums.add(claim.micro_batches if (was.tp, was.pp) == (at.tp, at.pp)
                  and claim.step_version == newest else ())
     return sums.pop() if len(sums) == 1 else ()
+
+
+def _all_can_step(play: Play, newest: int) -> bool:
+    """Whether no survivor has stepped beyond `newest`, but all members that train on have the
+    reduced sum for it, of every part of the model: they then step without the lost ranks."""
+    if play.variant.optimizer != "whole" or play.variant.is_plain:
+        return False
+    there = [rank for rank in play.members if rank in play.struck and rank in play.claims
+             and play.claims[rank].step_version == newest]
+    entered = {rank: {line["generation"] for line in play.driver.trace(rank)
+                      if (line["event"], line["iteration"]) == ("gate", newest)
+                      and line["generation"] < play.driver.generation} for rank in there}
+    struck = max((max(each, default=0) for each in entered.values()), default=0)
+    parts = {coordinates(play.struck_in, play.struck.index(rank))[:2] for rank in there}
+    return (all(struck in each for each in entered.values())
+            and len(parts) == play.struck_in.tp * play.struck_in.pp)
 
 
 def _work(play: Play) -> Iterator[str]:
@@ -114,7 +132,7 @@ def _work(play: Play) -> Iterator[str]:
             axes = play.layouts[generation]
             if num != axes.tp * axes.pp * axes.chunks:
                 yield f"micro-batch {item} of iteration {iteration}: {num} forward passes"
-    for rank in play.survivors if play.variant.is_plain else ():
+    for rank in play.survivors:
         told = play.finished[rank].forward_calls
         if told != len(traces[rank]):
             yield f"rank {rank} counts {told} forward calls, its trace {len(traces[rank])}"

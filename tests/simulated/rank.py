@@ -303,10 +303,11 @@ class SimulatedRank:
 
     def claim(self) -> Claim:
         """The state and micro-batches that this rank brings into a new generation."""
+        is_whole = self.train.parallel.optimizer == "whole"
         return Claim(step_version=NO_STATE if self.beside else self.step_version, kept=self.kept,
                      owned=self.owned, assigned_in=self.assigned_in, begun=self.begun,
                      trained_in=self.trained_in, held=self.held, ready=self.ready,
-                     gate=self.gate)
+                     gate=self.gate, reduced=(1.0, 0.0) if self.ready and is_whole else ())
 
     def hold(self, kept: tuple[int, ...], todo: tuple[int, ...], begun: bool) -> None:
         """Take the rank's part of the iteration after the settlement."""

@@ -384,6 +384,6 @@ class Member:
             self._save(final=False)
         self.control.tell(reports.Quiesced(
             **self._ids, generation=self.generation, step_version=self.step_version,
-            micro_batches=tuple(sorted(self.iteration.done)),
+            micro_batches=self.iteration.kept,
             buckets_reduced=self.iteration.reduction.num_complete,
             num_buckets=len(self.trainee.bucket_groups)))

@@ -13,7 +13,7 @@ from unicron.events.spec.model import Axes
 from unicron.events.spec.parallelism import Parallel
 from unicron.workers.training.model import trainee as model
 from unicron.workers.training.model import training_state
-from unicron.workers.training.step import forward_backward, optimizer_step
+from unicron.workers.training.step import forward_backward, optimizer_step, pipeline
 
 pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
 
@@ -76,5 +76,5 @@ def test_an_overflow_on_another_member_skips_the_step(alone: Any, optimizer: Any
 ])
 def test_chunks_pad_micro_batches_to_whole_groups(axes: Axes, num_items: int, num_passes: int
                                                   ) -> None:
-    padded = forward_backward.padded(range(num_items), axes.pp, axes.chunks)
-    assert padded == [*range(num_items), *[forward_backward.PADDING] * (num_passes - num_items)]
+    padded = pipeline.padded(range(num_items), axes.pp, axes.chunks)
+    assert padded == [*range(num_items), *[pipeline.PADDING] * (num_passes - num_items)]

@@ -202,6 +202,7 @@ class LoopWorkload:
         self.train = Train(
             iterations=loop.iterations, output=loop.output, copy_every=loop.copy_every,
             checkpoint_every=loop.checkpoint_every, parallel=loop.parallel, seed=seed, loss=loss,
+            kept_sum=loop.kept_sum,
             model=Model(sequence=sequence),
             batch=Batch(global_=loop.micro_batches * samples_num, micro=samples_num))
         self.flops = flops

@@ -6,6 +6,7 @@ rules.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -71,9 +72,11 @@ class Claim(Struct, frozen=True, kw_only=True):
     `held` is the part of the model that its state and its sum are for (None: the whole model).
     `staged` is another position, whose part of the same state it received in generation
     `staged_in`; other members may not have received theirs. `ready`: it has the reduced sum and has
-    entered the step barrier, but does not know whether all members have. `gate` is the result of
-    the barrier, kept until the member trains in another generation or receives another state.
-    `stale`: it has stepped its shard of the optimizer, but not gathered the other parameters.
+    entered the step barrier, but does not know whether all members have. `reduced` is then what the
+    gradients of its part of the model add to the barrier's result; empty if the optimizer is
+    sharded. `gate` is the result of the barrier, kept until the member trains in another generation
+    or receives another state. `stale`: it has stepped its shard of the optimizer, but not gathered
+    the other parameters.
     """
 
     step_version: int = NO_STATE
@@ -88,6 +91,7 @@ class Claim(Struct, frozen=True, kw_only=True):
     ready: bool = False
     gate: tuple[float, ...] = ()
     stale: bool = False
+    reduced: tuple[float, ...] = ()
 
 
 class StateHolder(NamedTuple):
@@ -128,7 +132,8 @@ def find_state(claims: Sequence[Claim], axes: Axes) -> StateHolders:
     Among several layouts, prefer the layout of `axes`, which needs no transfer, and then the layout
     with the most holders. O(members x step versions).
     """
-    versions = {claim.step_version for claim in claims if claim.step_version != NO_STATE}
+    versions = {claim.step_version + steps for claim in claims
+                if claim.step_version != NO_STATE for steps in range(1 + claim.ready)}
     for version in sorted(versions, reverse=True):
         layouts, gate = _holders(claims, version)
         whole = [layout for layout, holders in layouts.items() if _is_whole(holders)]
@@ -141,19 +146,11 @@ def find_state(claims: Sequence[Claim], axes: Axes) -> StateHolders:
 
 def _holders(claims: Sequence[Claim], version: int
              ) -> tuple[dict[_Layout, dict[int, StateHolder]], tuple[float, ...]]:
-    """The holders of the state of `version`, by layout; and the result of its step barrier.
-
-    The barrier returns only after all members have entered it. So if one member has stepped, all
-    others can step, and must.
-    """
-    results = {claim.trained_in: claim.gate for claim in reversed(claims)
-               if claim.gate and claim.step_version == version}
-    ready = [claim.trained_in for claim in claims
-             if claim.ready and claim.step_version == version - 1 and claim.trained_in in results]
-    passed = max(ready, default=None)  # if two generations took this step, the later one
+    """The holders of the state of `version`, by layout; and the result of its step barrier."""
+    passed, gate = _barrier(claims, version)
     layouts: dict[_Layout, dict[int, StateHolder]] = {}
     for place, claim in enumerate(claims):
-        steps = (claim.ready and claim.step_version == version - 1 and claim.trained_in == passed)
+        steps = _is_ready(claim, version) and claim.trained_in == passed
         if claim.step_version != version and not steps:
             continue
         has = [StateHolder(claim.held or WHOLE, steps=steps, staged=False)]
@@ -165,7 +162,35 @@ def _holders(claims: Sequence[Claim], version: int
             for holder in has if staged_in != claim.staged_in else reversed(has):
                 layout = _Layout(holder.held.shape, holder.held.dp_of_shards, staged_in)
                 layouts.setdefault(layout, {}).setdefault(place, holder)
-    return layouts, () if passed is None else results[passed]
+    return layouts, gate
+
+
+def _is_ready(claim: Claim, version: int) -> bool:
+    return claim.ready and claim.step_version == version - 1
+
+
+def _barrier(claims: Sequence[Claim], version: int) -> tuple[int | None, tuple[float, ...]]:
+    """The generation whose ready members take the step to `version`, and its barrier's result.
+
+    The barrier returns only after all members have entered it. So if one member has stepped, all
+    others can step, and must. If none has, they can step if together they have the reduced sum of
+    every part of the model, and no survivor of their generation lacks its own: the result is then
+    the sum over the parts. If two generations can take this step, the later one does.
+    """
+    results = {claim.trained_in: claim.gate for claim in reversed(claims)
+               if claim.gate and claim.step_version == version}
+    ready = {claim.trained_in for claim in claims if _is_ready(claim, version)}
+    if passed := ready & results.keys():
+        return max(passed), results[max(passed)]
+    for generation in sorted(ready, reverse=True):
+        there = [claim for claim in claims
+                 if claim.trained_in == generation and claim.step_version == version - 1]
+        reduced = {claim.held.part: claim.reduced for claim in there if claim.held is not None}
+        if all(claim.ready and claim.reduced for claim in there) and _is_whole(
+                {place: StateHolder(claim.held or WHOLE, steps=True, staged=False)
+                 for place, claim in enumerate(there)}):
+            return generation, tuple(map(math.fsum, zip(*reduced.values(), strict=True)))
+    return None, ()
 
 
 def _is_whole(holders: dict[int, StateHolder]) -> bool:

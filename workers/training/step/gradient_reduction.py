@@ -62,6 +62,8 @@ class Reduction:
         self.num_complete = 0
         self.was_abandoned = False
         """Whether the last wait was abandoned: the waiting thread may still hold the model."""
+        self.has_lost_sum = False
+        """Whether the last failed reduction has left no local gradients (`train.kept_sum`)."""
         self._trainee = trainee
         self._note = note
         self._marks = marks
@@ -101,7 +103,8 @@ class Reduction:
         return nothing
 
     def run(self, control: Control, communicators: Communicators, mine: Stats) -> Stats | Outcome:
-        """Reduce. Returns the stats of all members; a failure restores the local gradients."""
+        """Reduce. Returns the stats of all members; a failure restores the local gradients, or
+        loses them (`has_lost_sum`)."""
         if self._buckets is None:
             found = self._run_at_once(control, communicators, mine)
         else:
@@ -113,8 +116,8 @@ class Reduction:
         return found
 
     def undo(self) -> None:
-        """The reduction failed: restore the local gradients."""
-        self._backup.restore()
+        """The reduction failed, or its result does not count: restore the local gradients."""
+        self.has_lost_sum = not self._backup.restore()
 
     def done(self) -> None:
         """The result counts: drop the backup of the local gradients."""
@@ -140,14 +143,18 @@ class Reduction:
     def _run_at_once(self, control: Control, communicators: Communicators, mine: Stats
                      ) -> Stats | Outcome:
         self._note("reduce")
-        for group in self._trainee.bucket_groups:
-            self._backup.keep(group)
+        if self._backup.is_kept:
+            self._keep_all()
         complete: list[bool] = []
         found = self.run_collectively(control, communicators, partial(
             self._reduce, self._own_stats(control, communicators, mine), communicators.groups,
             dist.group.WORLD, complete, _check_of(communicators)))
         self.num_complete = sum(complete)
         return found
+
+    def _keep_all(self) -> None:
+        for group in self._trainee.bucket_groups:
+            self._backup.keep(group)
 
     def _run_overlapped(self, buckets: BucketLauncher, control: Control,
                         communicators: Communicators, mine: Stats) -> Stats | Outcome:
@@ -252,6 +259,8 @@ class Reduction:
         check_active()
         stats = self._stats(own_stats, world)
         self._marks.stats_received()
+        if not self._backup.is_kept:
+            self._keep_all()  # the local gradients are lost from here on, not before
         check_active()
         with self._hooks.reduction(complete, check_active):
             # A member that mirrors a shard needs the gradients of two shards.

@@ -30,6 +30,7 @@ from ..recovery.state_sources import NO_STATE, Claim, HeldState
 from . import forward_backward
 from .gradient_reduction import Outcome, Reduction, Stats, StepBarrier
 from .optimizer_step import gather, has_inf, norm_square, step
+from .pipeline import Passes
 
 
 class Iteration:
@@ -95,12 +96,27 @@ class Iteration:
         self.marks.passes = COLLECTIVE_CODE if trainee.replica_size > 1 else OWN_CODE
         self.reduction = Reduction(trainee, self._note, self.marks, closely=self.trace.is_on)
 
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """The micro-batches whose sum this member has, or will have if a reduction is undone."""
+        if self.is_ready and not self.trainee.train.kept_sum:
+            return ()
+        return tuple(sorted(self.done))
+
     def claim(self) -> Claim:
         """This member's claim to a settlement."""
-        return Claim(step_version=self.step_version, kept=tuple(sorted(self.done)),
+        return Claim(step_version=self.step_version, kept=self.kept,
                      owned=self.owned, assigned_in=self.assigned_in, begun=self.begun,
                      trained_in=self.trained_in, ready=self.is_ready, gate=tuple(self._gate or ()),
-                     held=held_by(self.trainee), stale=not self.trainee.is_gathered)
+                     held=held_by(self.trainee), stale=not self.trainee.is_gathered,
+                     reduced=self._reduced_part())
+
+    def _reduced_part(self) -> tuple[float, ...]:
+        """What this member's part of the model adds to the step barrier, whichever of its holders
+        survive; empty without the reduced sum of a whole part."""
+        if not self.is_ready or self.trainee.is_sharded:
+            return ()
+        return StepBarrier(norm_square(self.trainee, dp=0), float(has_inf(self.trainee)))
 
     def reset_to(self, step_version: int) -> None:
         """The member's state was replaced by a state of `step_version` steps, without gradients."""
@@ -110,7 +126,7 @@ class Iteration:
         self.owned, self.begun, self._gate = (), False, None
 
     def finish_step(self, settlement: Settlement, share: MemberAssignment) -> None:
-        """If the settlement says so, take the step that others took after the step barrier."""
+        """If the settlement says so, take the step for which this member is ready."""
         if share.steps:
             self._step(StepBarrier(*settlement.gate))
             self.marks.pulse.finish()
@@ -187,8 +203,9 @@ class Iteration:
                        ) -> Outcome | None:
         """Run the passes with the other members of this replica. None when all are done.
 
-        Before each unit the members agree to continue, so that all stop after the same unit. A unit
-        is one micro-batch, or with a pipeline all micro-batches, because they have one schedule.
+        A unit is one micro-batch, and the members agree before each to continue, so that all stop
+        after the same one. With a pipeline, a unit is all micro-batches, because they have one
+        schedule, and its first stage decides where the schedule stops (pipeline.py).
         """
         items = tuple(todo)
         units = [items] if self.trainee.axes.pp > 1 and items else [(item,) for item in items]
@@ -200,27 +217,29 @@ class Iteration:
                 self.is_stuck = self.reduction.was_abandoned
                 self._clear_sums()
                 return found
-            if found is None:
-                return "quiesced"
-            loss_sum, num_tokens = found
-            self.loss_sum += loss_sum
-            self.num_tokens += int(num_tokens)
-            self.done.extend(unit)
-            for _ in unit:
+            self.loss_sum += found.loss_sum
+            self.num_tokens += found.num_tokens
+            self.done.extend(unit[:found.num_done])
+            for _ in range(found.num_done):
                 self.marks.pulse.micro_batch_done()
+            if found.num_done < len(unit):
+                return "quiesced"
         return None
 
     def _unit(self, control: Control, communicators: Communicators, unit: tuple[int, ...]
-              ) -> tuple[float, float] | None:
-        """Run a unit. None, on all members, if one has an order to stop. Raises RuntimeError."""
-        must_stop = control.pending_quiesce(communicators.generation) == "now"
-        flag = torch.tensor(float(must_stop), device=self.trainee.device)
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=communicators.groups.mp)
-        if flag.item():
-            return None
-        self.forward_calls += len(unit)
+              ) -> Passes:
+        """Run a unit. All members run less of it if one has an order to stop, and then return the
+        same number of micro-batches. Raises RuntimeError."""
+        def must_stop() -> bool:
+            return control.pending_quiesce(communicators.generation) == "now"
+
+        if self.trainee.axes.pp == 1:
+            flag = torch.tensor(float(must_stop()), device=self.trainee.device)
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=communicators.groups.mp)
+            if flag.item():
+                return Passes(0)
         return forward_backward.run(self.trainee, communicators.groups, self.step_version, unit,
-                                    self._sample, self._note_of)
+                                    self._sample, self._note_of, must_stop=must_stop)
 
     def _sample(self, item: int) -> Tensor:
         train = self.trainee.train
@@ -231,6 +250,7 @@ class Iteration:
     def _note_of(self, event: Event, item: int) -> None:
         self._item = item
         if event == "forward":
+            self.forward_calls += 1
             self._note("micro_batch")
         self._note(event)
         self._item = -1
@@ -266,6 +286,8 @@ class Iteration:
     def _reduce_and_step(self, control: Control, communicators: Communicators) -> Outcome:
         stats = self.reduction.run(control, communicators, Stats(self.loss_sum, self.num_tokens))
         if isinstance(stats, str):
+            if self.reduction.has_lost_sum:
+                self._clear_sums()
             return stats
         self._reduced = stats
         gate = None
@@ -309,10 +331,10 @@ class Iteration:
             step(self.trainee, stats.num_tokens, self._note)
         else:
             self._gate = gate
+            self.reduction.done()
             step(self.trainee, stats.num_tokens, self._note, norm_square=gate.norm_square,
                  found_inf=gate.num_not_finite > 0)
             self.is_ready = False
-            self.reduction.done()
         self.step_version += 1
         self.history.add(self.step_version - 1,
                          stats.loss_sum / self.trainee.divisor(stats.num_tokens),
@@ -325,6 +347,8 @@ class Iteration:
         if self.is_ready:
             self.is_ready = False
             self.reduction.undo()
+            if self.reduction.has_lost_sum:
+                self._clear_sums()
 
     def _next_micro_batches(self, communicators: Communicators) -> tuple[int, ...]:
         """The micro-batches of a new iteration for this member's replica."""

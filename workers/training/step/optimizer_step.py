@@ -23,13 +23,14 @@ from ..process.trace import Event
 log = structlog.get_logger()
 
 
-def norm_square(trainee: TrainingModel) -> float:
+def norm_square(trainee: TrainingModel, *, dp: int | None = None) -> float:
     """This member's part of the squared norm of the reduced gradients.
 
-    In the sum over all members, every element of the model counts once.
+    In the sum over all members, every element of the model counts once: without a sharded
+    optimizer, on data-parallel rank 0. `dp`: as if this member had that data-parallel rank.
     """
     return math.fsum(torch.linalg.vector_norm(own, dtype=torch.float64).item() ** 2
-                     for own in _counted(trainee))
+                     for own in _counted(trainee, trainee.at.dp if dp is None else dp))
 
 
 def has_inf(trainee: TrainingModel) -> bool:
@@ -88,11 +89,11 @@ def _set_norm(trainee: TrainingModel, scaled_norm: float) -> None:
         part.get_grad_norm = lambda: norm
 
 
-def _counted(trainee: TrainingModel) -> Iterator[Tensor]:
+def _counted(trainee: TrainingModel, dp: int) -> Iterator[Tensor]:
     """The gradients that this member adds to the norm. Megatron chooses the same for its norm."""
     owned = ranges(trainee.optimizer)
     is_sharded = trainee.is_sharded
-    if trainee.at.dp and not is_sharded:
+    if dp and not is_sharded:
         return
     for _, param in trainee.named_parameters():
         if getattr(param, "shared", False):  # the first stage counts it

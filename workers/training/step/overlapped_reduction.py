@@ -30,13 +30,17 @@ from ..process.trace import Note
 #
 # Each bucket is copied before its reduction. If the reduction fails, the copy replaces Megatron's
 # buffer. Nothing is copied back, because an abandoned reduction may still write into the old memory
-# at any time. The old memory is freed when nothing uses it any more.
+# at any time. The old memory is freed when nothing uses it any more. Without a copy, new memory
+# replaces the buffer, and the local gradients are lost.
 
 
 class GradientBackup:
-    """Copies of the gradients under reduction. They need as much memory as the gradients."""
+    """Copies of the gradients under reduction, with `train.kept_sum`. They need as much memory as
+    the gradients, from the begin of a reduction until its result counts."""
 
     def __init__(self, trainee: TrainingModel) -> None:
+        self.is_kept = trainee.train.kept_sum
+        self._trainee = trainee
         self._buffers = trainee.buffers
         self._groups = trainee.bucket_groups
         self._buffer_of = {id(bucket): number for number, buffer in enumerate(self._buffers)
@@ -46,37 +50,57 @@ class GradientBackup:
 
     def keep(self, group: Any) -> None:
         """Copy the local gradients of a bucket group that is about to be reduced."""
-        if not self._copies:
+        if self.is_kept and not self._copies:
             self._copies = [torch.empty_like(buffer.grad_data) for buffer in self._buffers]
         for bucket in group.buckets:
-            _part(bucket, self._copies[self._buffer_of[id(bucket)]]).copy_(bucket.grad_data)
+            if self.is_kept:
+                copy = self._copies[self._buffer_of[id(bucket)]]
+                _part(bucket, copy, bucket.grad_data.numel()).copy_(bucket.grad_data)
             self._saved.add(id(bucket))
 
     def drop(self) -> None:
-        """The reduction is complete: drop the copies."""
+        """The result of the reduction counts: free the copies."""
+        self._copies = []
         self._saved.clear()
 
-    def restore(self) -> None:
-        """The reduction failed: make the copies the local gradients again."""
+    def restore(self) -> bool:
+        """The reduction failed: make the copies the local gradients again. False: there are none,
+        and the local gradients are undefined."""
         if not self._saved:
-            return
-        for buffer, copy in zip(self._buffers, self._copies, strict=True):
+            return True
+        if self.is_kept:
+            for buffer, copy in zip(self._buffers, self._copies, strict=True):
+                for bucket in buffer.buckets:
+                    if id(bucket) not in self._saved:
+                        _part(bucket, copy, bucket.grad_data.numel()).copy_(bucket.grad_data)
+            self._replace(self._copies)
+        else:
+            layouts = [(buffer.grad_data.shape, buffer.grad_data.dtype)
+                       for buffer in self._buffers]
+            sizes = {id(bucket): bucket.grad_data.numel()
+                     for buffer in self._buffers for bucket in buffer.buckets}
+            self._trainee.release_gradients()  # before new memory is taken
+            self._replace([torch.zeros(shape, dtype=dtype, device=self._trainee.device)
+                           for shape, dtype in layouts], sizes)
+        self.drop()
+        return self.is_kept
+
+    def _replace(self, memories: Sequence[Tensor], sizes: dict[int, int] | None = None) -> None:
+        """Make this memory that of the gradients. `sizes`: elements of each bucket by its id."""
+        for buffer, memory in zip(self._buffers, memories, strict=True):
             for bucket in buffer.buckets:
-                if id(bucket) not in self._saved:
-                    _part(bucket, copy).copy_(bucket.grad_data)
-                bucket.grad_data = _part(bucket, copy)
-            buffer.grad_data = copy
+                num = bucket.grad_data.numel() if sizes is None else sizes[id(bucket)]
+                bucket.grad_data = _part(bucket, memory, num)
+            buffer.grad_data = memory
             for param in buffer.params:
                 start, _, _ = buffer.param_index_map[param]
                 param.main_grad = buffer._get(param.data.shape, start, BufferType.GRAD)
         for group in self._groups:  # Megatron keeps views of the old memory here
             group.cached_grad_buffer_shard_list = [None] * len(group.buckets)
-        self._copies = []
-        self._saved.clear()
 
 
-def _part(bucket: Any, buffer: Tensor) -> Tensor:
-    return buffer[bucket.offset: bucket.offset + bucket.grad_data.numel()]
+def _part(bucket: Any, memory: Tensor, num: int) -> Tensor:
+    return memory[bucket.offset: bucket.offset + num]
 
 END_S_MAX = 1.0
 """Time for launched collectives to end once the connections of their generation are closed."""

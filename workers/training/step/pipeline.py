@@ -1,0 +1,221 @@
+"""The passes of a pipeline in Megatron's own schedule, which the first stage can end early.
+
+The first stage decides before each group of micro-batches whether another group follows. If not,
+it sends a marker instead of the group's first activation. Each stage that receives the marker sends
+it on, and skips the passes and the messages of all later micro-batches. Megatron's schedule runs to
+its end, so that all stages complete the passes of exactly the micro-batches before the marker.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_tensor_shapes
+from torch import Tensor
+
+from ..model.trainee import TrainingModel
+
+PADDING = -1
+"""A micro-batch without tokens: it adds zeros."""
+MARKER = bytes.fromhex("ff80b4c1e7093d5a62f81e97c3d40b86")
+"""The first bytes of a marker. A real activation begins with them with probability 2^-128."""
+Sample = Callable[[int], Any]
+"""A micro-batch by its number: tokens [rows, sequence + 1], or input of a script's `forward`."""
+Note = Callable[[Literal["forward", "backward", "stage"], int], None]
+"""Called when a pass of a micro-batch begins, or when a stage communicates with another."""
+
+
+class Passes(NamedTuple):
+    """What was run: the first `num_done` of the micro-batches, and the sums over them. Only one
+    member of the replica, on the last stage, has the sums; the others have 0."""
+
+    num_done: int
+    loss_sum: float = 0.0
+    num_tokens: int = 0
+
+
+def run(trainee: TrainingModel, groups: Any, iteration: int, items: Sequence[int], sample: Sample,
+        note: Note, *, must_stop: Callable[[], bool] | None = None, forward_only: bool = False
+        ) -> Passes:
+    """Run these micro-batches in Megatron's 1F1B schedule, interleaved with chunks.
+
+    The first stage calls `must_stop` before each group of micro-batches: a group is one, or with
+    chunks as many as there are stages. At True no other group begins. Raises RuntimeError.
+    """
+    axes, train = trainee.axes, trainee.train
+    config = trainee.ddps[0].config
+    config.grad_scale_func = trainee.optimizer.scale_loss
+    is_chunked = axes.chunks > 1
+    each = padded(items, axes.pp, axes.chunks)
+    stages = _Stages(trainee, groups, config, note, must_stop)
+    results: list[tuple[float, int]] = get_forward_backward_func(
+        pp_size=axes.pp, vp_size=axes.chunks if is_chunked else None)(
+        forward_step_func=partial(_forward, trainee, stages, iteration, sample, note),
+        data_iterator=[iter(each) for _ in trainee.ddps] if is_chunked else iter(each),
+        model=trainee.ddps, num_microbatches=len(each), seq_length=train.model.sequence,
+        micro_batch_size=train.batch.micro, forward_only=forward_only,
+        p2p_communicator=stages, pg_collection=groups,
+    )
+    num_done = len(items) if stages.stop is None else stages.stop // axes.chunks
+    return Passes(min(num_done, len(items)), sum(loss for loss, _ in results),
+                  sum(num_tokens for _, num_tokens in results))
+
+
+def padded(items: Sequence[int], num_stages: int, num_chunks: int) -> list[int]:
+    """The items, padded for Megatron's interleaved schedule, which runs groups of `num_stages`."""
+    num_more = -len(items) % num_stages if num_chunks > 1 else 0
+    return [*items, *[PADDING] * num_more]
+
+
+class _Stages(P2PCommunicator):  # type: ignore[misc, unused-ignore]
+    """Megatron's sends and receives between stages, without those of skipped passes.
+
+    The messages between two stages are numbered in their order. After the stop, sender and
+    receiver leave out the same messages: those of the group that does not begin, and of all later
+    groups. The marker is the exception. With chunks, the last stage sends to the first one, too:
+    the activations of all chunks but the last, in the same order of groups.
+    """
+
+    def __init__(self, trainee: TrainingModel, groups: Any, config: Any, note: Note,
+                 must_stop: Callable[[], bool] | None) -> None:
+        super().__init__(groups.pp, config)
+        self.stop: int | None = None
+        """The number of this stage's forward passes before the stop; None: there is no stop."""
+        self._trainee, self._groups, self._note = trainee, groups, note
+        self._must_stop = must_stop
+        self._num_forward = 0
+        self._num_chunks = trainee.axes.chunks
+        self._group_passes = trainee.axes.pp * self._num_chunks if self._num_chunks > 1 else 1
+        """Forward passes of one group on a stage."""
+        self._inputs = deque[Tensor]()
+        """Activations received from the previous stage, for the next forward passes."""
+        self._num_messages = {"send_next": 0, "send_prev": 0, "recv_prev": 0, "recv_next": 0}
+
+    def begin_forward(self) -> Tensor | None:
+        """Called as each forward pass begins. A skipped pass has the returned tensor as output."""
+        begins_group = self._num_forward % self._group_passes == 0
+        self._num_forward += 1
+        if self.stop is not None:
+            return torch.zeros(1, device=self._trainee.device)
+        if not (self._must_stop_here(begins_group) if self._is_first else
+                self._is_told(begins_group)):
+            return None
+        self.stop = self._num_forward - 1
+        return self._marker()
+
+    @property
+    def _is_first(self) -> bool:
+        return bool(self.pp_group.rank() == 0)
+
+    @property
+    def _is_last(self) -> bool:
+        return bool(self.pp_group.rank() == self.pp_group.size() - 1)
+
+    def _must_stop_here(self, begins_group: bool) -> bool:
+        """On the first stage: whether this group must not begin. The stage's members agree."""
+        if self._must_stop is None or not begins_group:
+            return False
+        must_stop = self._must_stop()
+        if self._trainee.axes.tp > 1:
+            flag = torch.tensor(float(must_stop), device=self._trainee.device)
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._groups.tp)
+            must_stop = bool(flag.item())
+        return must_stop
+
+    def _is_told(self, begins_group: bool) -> bool:
+        """On a later stage: whether the input of this pass is the marker."""
+        activation = self._inputs.popleft()
+        if self._must_stop is None or not begins_group:
+            return False
+        return bytes(_head(activation).tolist()) == MARKER
+
+    def _marker(self) -> Tensor:
+        """A tensor in the shape of an activation that tells the next stage to stop."""
+        train = self._trainee.train
+        shape = get_tensor_shapes(
+            seq_length=train.model.sequence, decoder_seq_length=None,
+            micro_batch_size=train.batch.micro, config=self.config,
+            tp_group=self._groups.tp, cp_group=self._groups.cp)[0]
+        marker = torch.zeros(shape, dtype=self.config.pipeline_dtype, device=self._trainee.device)
+        _head(marker).copy_(torch.tensor(list(MARKER), dtype=torch.uint8))
+        return marker
+
+    def _communicate(self, *, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None,
+                     recv_prev: bool, recv_next: bool, tensor_shape: Any,
+                     wait_on_reqs: bool = True) -> Any:
+        self._note("stage", PADDING)
+        if self.stop is not None:
+            if tensor_send_next is not None and self._is_over("send_next"):
+                tensor_send_next = None
+            if tensor_send_prev is not None and self._is_over("send_prev"):
+                tensor_send_prev = None
+            recv_prev = recv_prev and not self._is_over("recv_prev")
+            recv_next = recv_next and not self._is_over("recv_next")
+            if tensor_send_next is tensor_send_prev is None and not recv_prev and not recv_next:
+                return None, None, None if wait_on_reqs else {}
+        self._num_messages["send_next"] += tensor_send_next is not None
+        self._num_messages["send_prev"] += tensor_send_prev is not None
+        self._num_messages["recv_prev"] += recv_prev
+        self._num_messages["recv_next"] += recv_next
+        found = super()._communicate(
+            tensor_send_next=tensor_send_next, tensor_send_prev=tensor_send_prev,
+            recv_prev=recv_prev, recv_next=recv_next, tensor_shape=tensor_shape,
+            wait_on_reqs=wait_on_reqs)
+        if recv_prev and not self._is_first:
+            self._inputs.append(found[0])
+        return found
+
+    def _is_over(self, name: str) -> bool:
+        """Whether the next message of this kind belongs to a skipped pass."""
+        assert self.stop is not None
+        num_groups, is_forward = self.stop // self._group_passes, name in ("send_next", "recv_prev")
+        is_wrapped = self._is_last if name in ("send_next", "recv_next") else self._is_first
+        num = (num_groups * (self._group_passes // self._num_chunks) * (self._num_chunks - 1)
+               if is_wrapped else self.stop + is_forward)
+        return self._num_messages[name] >= num
+
+
+def _head(activation: Tensor) -> Tensor:
+    """The first bytes of an activation, as many as a marker has to tell."""
+    num = len(MARKER) // activation.element_size()
+    return activation.detach().reshape(-1)[:num].view(torch.uint8)
+
+
+def _forward(trainee: TrainingModel, stages: _Stages, iteration: int, sample: Sample, note: Note,
+             items: Iterator[int], ddp: Any) -> tuple[Tensor, Any]:
+    """Run one micro-batch in one chunk, for Megatron's schedule. Returns the output and a loss
+    function. Dropout does not depend on the other micro-batches in the pipeline."""
+    skipped = stages.begin_forward()
+    if skipped is not None:
+        return skipped, _loss_of_skipped
+    item = next(items)
+    trainee.draw.at(iteration, item)
+    if item == PADDING:
+        batch = trainee.padding(sample(0))
+    else:
+        batch = sample(item)
+        note("forward", item)
+    batch = trainee.given(batch)
+
+    def loss_of_output(per_token: Tensor) -> tuple[Tensor, Tensor, tuple[float, int]]:
+        loss, num_tokens = trainee.loss_of(per_token, batch), trainee.num_tokens(batch)
+        return loss, torch.tensor(num_tokens, dtype=torch.int), (loss.item(), num_tokens)
+
+    def backward_begins(gradient: Tensor) -> None:
+        note("backward", item)
+
+    out = trainee.forward(ddp, batch)
+    if item != PADDING and out.requires_grad:
+        out.register_hook(backward_begins)  # type: ignore[no-untyped-call, unused-ignore]
+    return out, loss_of_output
+
+
+def _loss_of_skipped(skipped: Tensor) -> tuple[Tensor, Tensor, tuple[float, int]]:
+    return torch.zeros((), device=skipped.device), torch.zeros((), dtype=torch.int), (0.0, 0)
