@@ -37,14 +37,14 @@ def megatron_model(train: Train) -> MegatronModel:
 
 
 def described(train: Train | Loop) -> MegatronModel | None:
-    """The trained model as input of the analytical model, with the sum that recovery keeps unless
-    the spec says otherwise; None if a loop does not describe it."""
+    """The trained model as input of the analytical model, with the sum that recovery keeps; None if
+    a loop does not describe it."""
     if isinstance(train, Train):
-        return replace(megatron_model(train), kept_sum=True)
+        return replace(megatron_model(train), kept_sum=train.kept_sum)
     if train.model is None:
         return None
     return replace(train.model, micro_batch=train.model.global_batch // train.micro_batches,
-                   kept_sum=train.model.kept_sum is not False)
+                   kept_sum=train.kept_sum)
 
 
 def layout_on(train: Train | Loop, model: MegatronModel, axes: Axes) -> Layout:

@@ -20,11 +20,15 @@ from bench.detection import faults
 from bench.detection import main as detection
 from bench.planner import main as planner
 from bench.recovery.rows import Row, describe, table
+from matrix.cells import cells
+from matrix.table import markdown
 from unicron.control_plane.simulation.paper_evaluation import SENSITIVITY
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = ROOT / "build" / "bench"
 COLUMNS = 100
+NAMED_NUM_MAX = 8
+"""Missing cases that are named; the others are counted."""
 LAYOUTS = {
     "TP 2 x DP 2 to TP 2 and back": ("tp2dp2_sigkill", "unicron"),
     "PP 2 x DP 2 to PP 3 and back": ("pp2dp2_sigkill", "unicron"),
@@ -83,7 +87,8 @@ def write(name: str, block: Block, root: Path = ROOT, measured: Path = MEASURED)
         rows, about = read(file), json.loads(stamp.read_text(encoding="utf-8"))
         missing = [case for case in block.cases if all(one.case != case for one in rows)]
         if missing:
-            return f"not measured: {file.name} has no {', '.join(missing)}"
+            more = f" and {len(missing) - NAMED_NUM_MAX} more" * (len(missing) > NAMED_NUM_MAX)
+            return f"not measured: {file.name} has no {', '.join(missing[:NAMED_NUM_MAX])}{more}"
         rows = [one for one in rows if not block.cases or one.case in block.cases]
     text = block.text(rows, about)
     if not text:
@@ -218,12 +223,20 @@ def _chaos(rows: Sequence[Row], about: About) -> str:
     return textwrap.fill(about.get("text", ""), COLUMNS)
 
 
+def _fault_matrix(rows: Sequence[Row], about: About) -> str:
+    outcomes = {one.case: str(one.value) for one in rows if one.metric == "outcome"}
+    num, equal = len(MATRIX), sum(outcomes[name] == "equal" for name in MATRIX)
+    return (f"{num} runs, {equal} of them equal to their reference run.\n\n"
+            f"{markdown(outcomes)}")
+
+
 def _disasters(rows: Sequence[Row], about: About) -> str:
     import disasters  # plays scenarios, which takes a minute
 
     return disasters.table()
 
 
+MATRIX = tuple(cell.name for cell in cells() if not cell.absent)
 CHANGES = tuple(f"{case}: {change.what}" for change in SENSITIVITY for case in TRACES)
 BLOCKS = {
     "detection": Block("docs/guides/bench-detection.md", "detection", faults.CASES,
@@ -243,6 +256,8 @@ BLOCKS = {
     "sensitivity": Block("docs/guides/paper.md", "paper", CHANGES, "waf_ratio", _changes),
     "paper-summary": Block("README.md", "paper", TRACES, "waf_ratio", _summary),
     "chaos-training": Block("README.md", "chaos-training", (), "iterations", _chaos),
+    "fault-matrix": Block("docs/reference/fault-matrix.md", "fault-matrix", MATRIX, "outcome",
+                          _fault_matrix),
     "disasters": Block("docs/guides/disasters.md", "", (), "", _disasters)}
 
 

@@ -94,8 +94,8 @@ class Loop(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     of micro-batches of one iteration over all ranks; it never changes. `output`,
     `checkpoint_every`, `copy_every` and `kept_sum` are as in `train:`. `parallel`: the layouts in
     which the script can build its model. `model`: the GPT that it builds. The throughput is then
-    modelled, and a layout is only chosen if it fits into the GPU's memory. Its `micro_batch`
-    follows from `micro_batches`, and `zero1` from `parallel.optimizer`.
+    modelled, and a layout is only chosen if it fits into the GPU's memory. `micro_batch`, `zero1`
+    and `kept_sum` of the model follow from the other keys of the loop.
     """
 
     micro_batches: int
@@ -141,6 +141,7 @@ def _check_loop_model(model: MegatronModel, loop: Loop) -> None:
     need(model.micro_batch in (0, micro), "loop.model.micro_batch",
          f"is {model.micro_batch}, but {model.global_batch} samples in {loop.micro_batches} "
          f"micro-batches make {micro}", "leave it out")
+    need(not model.kept_sum, "loop.model.kept_sum", "is loop.kept_sum", "write it there")
     need(model.recompute != "any", "loop.model.recompute",
          "is missing: the script decides it, not the layout search",
          "write none, selective or full, as the script does")

@@ -27,8 +27,8 @@ class MegatronModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     above 0 makes each layer a mixture of experts: a token passes `top_k` experts, and `ffn_hidden`
     is the width of one. `dropout` above 0 stores masks. `flash_attention` does not write the scores
     to memory. `overlap` reduces gradients during the backward pass. `kept_sum` counts the memory of
-    in-memory recovery: a rank's local gradients until their reduction has succeeded. Without a
-    value, it is counted for a task that heals in memory (`loop.model`).
+    in-memory recovery: a rank's local gradients until their reduction has succeeded. For a task, it
+    follows from `train.kept_sum` or `loop.kept_sum`.
     """
 
     num_layers: int
@@ -52,7 +52,7 @@ class MegatronModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     zero1: bool = True
     overlap: bool = True
     recompute: Recompute = "any"
-    kept_sum: bool | None = None
+    kept_sum: bool = False
 
     @property
     def num_groups(self) -> int:

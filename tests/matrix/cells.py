@@ -120,8 +120,9 @@ PIPELINED = ("pp2dp2", "pp2dp2 to pp2", "pp2dp2, 2 chunks", "pp2", "tp2pp2", "pp
 SHARDED = ("zero1", "zero1 bf16", "mirrored", "tp2dp2 zero1", "tp2dp2 mirrored", "tp2pp2dp2 zero1")
 LAYOUTS = tuple(dict.fromkeys((*TENSORED, *PIPELINED, *SHARDED)))
 SPLIT_ANEW = tuple(name for name in LAYOUTS if " to " not in name
-                   and name not in ("tp2dp4", "pp2dp4"))
-"""Layouts in which old members stage another part of the model when a newcomer joins."""
+                   and name not in ("tp2dp4", "pp2dp4", "tp2pp2dp2"))
+"""Layouts in which old members stage another part of the model when a newcomer joins: without it,
+they trained in replicas of another shape."""
 SAVES = {"checkpoint_every": STRUCK}
 COPIES = {"copy_every": STRUCK}
 OVERFLOWS = {"dynamic_loss_scale": {"initial": 4096.0, "hysteresis": 1}}
@@ -245,7 +246,7 @@ EIGHT = {
     "tp2dp4": "reconfiguration: giving state",
     "pp2dp4": "between stages",
     "pp4dp2": "join: put in force",
-    "tp2pp2dp2": "join: staged by who was there",
+    "tp2pp2dp2": "join: newcomer takes state",
     "tp2pp2dp2 zero1": "buckets whole on some ranks"}
 """One more cell of each layout of eight ranks: `make test-thorough` runs them."""
 

@@ -1,7 +1,8 @@
 """Runs the fault matrix: `make fault-matrix`, or a part with POINTS, FAULTS and VARIANTS.
 
-Each of these is a comma-separated list of prefixes. One cell runs at a time, with at most five
-ranks; its reference run is trained before. The exit code is 1 if a cell is not equal.
+Each of these is a comma-separated list of prefixes. One cell runs at a time, with at most nine
+ranks; its reference run is trained before. The exit code is 1 if a cell is not equal. The rows of
+runs at one commit add up: so the matrix may be run in parts, and a cell again.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.recovery.rows import stamp
+from bench.recovery.rows import describe, stamp
 from matrix.cells import FAULTS, Cell, cells
 from matrix.table import table
 from matrix.trial import Trials, Verdict
@@ -33,23 +34,40 @@ def main() -> None:
     FOLDER.mkdir(parents=True, exist_ok=True)
     nursery = Nursery(FOLDER / "zygote.log")
     verdicts: list[Verdict] = []
+    commit = describe()["commit"]
     try:
         trials = Trials(FOLDER, nursery)
         for number, cell in enumerate(options, 1):
             verdicts.append(trials.run(cell))
             print(f"{number:4}/{len(options)}  {_line(verdicts[-1])}", flush=True)
+    except (KeyboardInterrupt, SystemExit):
+        _write(verdicts, commit)
+        raise
     finally:
         nursery.close()
     print("", *table(verdicts), sep="\n")
     counts = Counter(verdict.outcome for verdict in verdicts)
     print(f"\n{len(verdicts)} cells in {time.monotonic() - began_s:.0f} s: "
           + ", ".join(f"{counts[word]} {word}" for word in ("equal", "not equal", "not run")))
-    FIGURES.parent.mkdir(parents=True, exist_ok=True)
-    FIGURES.write_text(json.dumps([row for verdict in verdicts for row in _figures(verdict)],
-                                  indent=1) + "\n")
-    stamp(FIGURES)
-    print(f"figures: {FIGURES}")
+    print(f"figures: {FIGURES}, {_write(verdicts, commit)} cells at this commit")
     sys.exit(1 if counts["not equal"] else 0)
+
+
+def _write(verdicts: Sequence[Verdict], commit: str) -> int:
+    """Write the rows, with those of other cells that were run at the same commit; the number of
+    cells. A run of a commit with changes counts for itself only."""
+    kept: list[dict[str, object]] = []
+    stamped = FIGURES.with_suffix(".stamp")
+    if FIGURES.exists() and stamped.exists() and not commit.endswith("-dirty"):
+        fresh = {verdict.cell.name for verdict in verdicts}
+        if json.loads(stamped.read_text(encoding="utf-8"))["commit"] == commit:
+            kept = [row for row in json.loads(FIGURES.read_text(encoding="utf-8"))
+                    if row["case"] not in fresh]
+    rows = kept + [row for verdict in verdicts for row in _figures(verdict)]
+    FIGURES.parent.mkdir(parents=True, exist_ok=True)
+    FIGURES.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    stamp(FIGURES, {"commit": commit})
+    return len({row["case"] for row in rows})
 
 
 def _asked() -> list[Cell]:

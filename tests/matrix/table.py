@@ -1,14 +1,16 @@
-"""The fault matrix as text: a row per point, a column per fault or variant."""
+"""The fault matrix as text or Markdown: a row per point, a column per fault or variant."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from matrix.cells import FAULTS, POINTS, VARIANTS
+from matrix.cells import FAULTS, POINTS, VARIANTS, Cell, cells
 from matrix.trial import Verdict
+from unicron.events.spec.parallelism import num_positions
 
 BLANK = "."
 GAP = "  "
+MARKS = {"equal": "=", "not equal": "**not equal**"}
 
 
 def table(verdicts: Sequence[Verdict]) -> list[str]:
@@ -42,3 +44,35 @@ def _columns(rows: list[list[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [GAP.join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip()
             for row in rows]
+
+
+def markdown(outcomes: Mapping[str, str]) -> str:
+    """The whole matrix by the outcome of each cell (its name -> the outcome): all faults on the
+    home variant of each point, then SIGKILL on all variants, by the number of their ranks."""
+    there = {(cell.point.name, cell.fault, cell.variant.name): cell for cell in cells()}
+    points = [point for point in POINTS if not point.absent]
+
+    def drawn(head: Sequence[str], columns: Sequence[tuple[str, str]]) -> str:
+        rows = [head, ["---"] * len(head)]
+        for point in points:
+            cell_of = [there.get((point.name, fault, variant or point.home))
+                       for fault, variant in columns]
+            rows.append([point.name, *(_mark(cell, outcomes) for cell in cell_of)])
+        return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+    parts = ["Every fault, on the base or on the first variant that has the point:",
+             drawn(["point", *FAULTS], [(fault, "") for fault in FAULTS])]
+    titles = {"of data-parallel ranks": lambda variant: variant.is_plain,
+              "of layouts of up to four ranks": lambda variant: (
+                  not variant.is_plain and num_positions(variant.axes) <= 4),
+              "of layouts of eight ranks": lambda variant: num_positions(variant.axes) > 4}
+    for title, has in titles.items():
+        names = [variant.name for variant in VARIANTS if has(variant)]
+        parts += [f"{FAULTS[0]} of one rank, {title}:",
+                  drawn(["point", *names], [(FAULTS[0], name) for name in names])]
+    return "\n\n".join(parts)
+
+
+def _mark(cell: Cell | None, outcomes: Mapping[str, str]) -> str:
+    """The mark of a cell; empty if the variant has no such point."""
+    return "" if cell is None or cell.absent else MARKS.get(outcomes.get(cell.name, ""), "?")

@@ -31,12 +31,12 @@ LARGE = {**MODEL, "num_layers": 40, "hidden": 4096, "num_heads": 32, "global_bat
 """8.3 B parameters: four A100 hold it, and two only without the kept sum."""
 
 
-def loop(model: dict[str, Any] | None = None, slots: dict[str, Any] | None = None,
-         **parallel: Any) -> dict[str, Any]:
+def loop(model: dict[str, Any] | None = None, slots: dict[str, Any] | None = None, *,
+         kept_sum: bool = True, **parallel: Any) -> dict[str, Any]:
     parallel = parallel or {"tensor": [1, 2, 4]}
     return {"apiVersion": "unicron/v1", "name": "own", "slots": slots or {"min": 1, "max": 16},
             "command": ["true"], "heal": "in-memory",
-            "loop": {"micro_batches": 64, "iterations": 10, "output": "/out",
+            "loop": {"micro_batches": 64, "iterations": 10, "output": "/out", "kept_sum": kept_sum,
                      "parallel": parallel, "model": {**LARGE, **(model or {})}}}
 
 
@@ -54,7 +54,7 @@ def test_a_loop_has_the_fastest_layout_that_fits() -> None:
         assert one.memory_bytes is not None
         assert one.memory_bytes <= found.capacity_bytes
         assert training_layouts.layout_within(described(spec), one.slots) == one.axes
-    roomy = choices(parse(loop({"gpu": "B200-180", "kept_sum": False})))
+    roomy = choices(parse(loop({"gpu": "B200-180"}, kept_sum=False)))
     assert roomy.choices[0].axes == Axes(), "it has room on one GPU, and needs no other"
     assert found.choices[0].notes[1].startswith("memory binds: TP 2 x DP 2 needs ")
 
@@ -70,7 +70,7 @@ def test_rates_of_a_described_loop_are_absolute() -> None:
 
 def test_the_kept_sum_is_charged_where_something_heals() -> None:
     spec = parse(loop())
-    (heals, *_), (without, *_) = choices(spec).choices, choices(parse(loop({"kept_sum": False}))
+    (heals, *_), (without, *_) = choices(spec).choices, choices(parse(loop(kept_sum=False))
                                                                  ).choices
     (restarts, *_) = choices(parse(command({"num_layers": 8}))).choices
     assert heals.kept_bytes == pytest.approx(KEPT_BYTES * choices(spec).num_parameters / 4)
@@ -106,6 +106,7 @@ def test_a_command_without_a_model_has_no_choice() -> None:
     (loop({"global_batch": 65}), "loop.model.global_batch: 65 is not a multiple of"),
     (loop({"micro_batch": 4}), "loop.model.micro_batch: is 4, but 64 samples in 64 micro-batches"),
     (loop({"recompute": "any"}), "loop.model.recompute: is missing"),
+    (loop({"kept_sum": True}), "loop.model.kept_sum: is loop.kept_sum"),
     (loop({"hidden": 4097}), "loop.model.hidden: 4097 is not divisible"),
     (loop() | {"model": MODEL}, "model: is for a command that is only restarted")])
 def test_a_layout_that_the_model_cannot_have_is_refused(job: dict[str, Any], why: str) -> None:
