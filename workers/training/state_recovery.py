@@ -30,7 +30,7 @@ from .process.history import History
 from .process.trace import Event
 from .recovery import state_shards
 from .recovery.resharding import Missing
-from .recovery.settlement import Settlement
+from .recovery.settlement import Settlement, find_receivers
 from .recovery.state_exchange import ExchangeResult, exchange
 from .recovery.state_sources import NO_STATE, WHOLE, Claim, HeldState
 from .step.iteration import Iteration, held_by
@@ -89,7 +89,7 @@ class StateRecovery:
             source = self.full_state() if place == 0 else None
             holders = {0: WHOLE}
         else:
-            receivers = self._receivers(axes, settlement, claims)
+            receivers = find_receivers(settlement, claims, axes, self._train.parallel.optimizer)
             source = self._held(settlement, place)
         is_overwritten = self._is_overwritten or self._iteration.step_version > 0
         trainee = self._model_for(axes, place, begins=step_version == 0,
@@ -144,19 +144,6 @@ class StateRecovery:
             return None
         staged = self._staged if settlement.shares[place].staged else None
         return staged or self._iteration.trainee
-
-    def _receivers(self, axes: Axes, settlement: Settlement, claims: Sequence[Claim]) -> list[int]:
-        """Positions of the members that lack some of their own part of the settled state."""
-        optimizer = self._train.parallel.optimizer
-
-        def has(place: int) -> bool:
-            share, claim = settlement.shares[place], claims[place]
-            # A member that steps during the settlement then has only its own optimizer shard.
-            is_gathered = not (claim.stale or (share.steps and optimizer != "whole"))
-            return is_gathered and place in settlement.holders and _same_part(
-                claim.held, HeldState(axes=axes, optimizer=optimizer, place=place))
-
-        return [place for place in range(num_positions(axes)) if not has(place)]
 
     def _model_for(self, axes: Axes, place: int, *, begins: bool,
                    is_overwritten: bool) -> TrainingModel:

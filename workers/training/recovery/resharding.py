@@ -180,13 +180,14 @@ def parts(region: Region, largest: int) -> list[Region]:
 
 
 def nearest_first(target: int, digests: Mapping[int, bytes], nodes: Sequence[str],
-                  likelihood: Callable[[int], tuple[float, ...]] = lambda place: ()
+                  likelihood: Callable[[int], tuple[float, ...]] = lambda place: (1.0,)
                   ) -> list[tuple[bytes, list[int]]]:
     """The distinct lists of shards in the order in which the receiver `target` reads them.
 
     `digests` are the digests of the holders' lists, by place. Each list comes with the nearest
     places that have it: the receiver itself, then members of its node, then others. Of equally near
-    lists, one whose first holder has a higher `likelihood` comes first. O(members).
+    lists, the likelier one comes first; one whose first likelihood is 0 comes after all others,
+    because to read it costs more than to take a small tensor from farther away. O(members).
     """
     found: dict[bytes, tuple[int, list[int]]] = {}
     for place, digest in digests.items():
@@ -197,9 +198,13 @@ def nearest_first(target: int, digests: Mapping[int, bytes], nodes: Sequence[str
         if distance == nearest:
             places.append(place)
         found[digest] = (nearest, places)
-    order = sorted(found, key=lambda digest: (
-        found[digest][0], [-each for each in likelihood(found[digest][1][0])], found[digest][1][0]))
-    return [(digest, found[digest][1]) for digest in order]
+
+    def rank(digest: bytes) -> tuple[bool, int, list[float], int]:
+        distance, places = found[digest]
+        likely = likelihood(places[0])
+        return distance > 0 and not likely[0], distance, [-each for each in likely], places[0]
+
+    return [(digest, found[digest][1]) for digest in sorted(found, key=rank)]
 
 
 def _distance(source: int, target: int, nodes: Sequence[str]) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from ....events.spec.model import Axes
-from ....events.spec.parallelism import coordinates, num_positions, replica, shape
+from ....events.spec.parallelism import Sharding, coordinates, num_positions, replica, shape
 from .state_sources import NO_STATE, Claim, HeldState, StateHolders, find_state
 
 
@@ -91,6 +91,20 @@ def settle(claims: Sequence[Claim], num_micro_batches: int, axes: Axes | None = 
                       holders={place: holder.held for place, holder in state.holders.items()},
                       gate=state.gate,
                       lost_version=highest if highest > state.step_version else NO_STATE)
+
+
+def find_receivers(settlement: Settlement, claims: Sequence[Claim], axes: Axes,
+                   optimizer: Sharding) -> list[int]:
+    """Positions of the members that lack some of their own part of the settled state."""
+
+    def has(place: int) -> bool:
+        share, claim, held = settlement.shares[place], claims[place], claims[place].held
+        # A member that steps during the settlement then has only its own optimizer shard.
+        is_gathered = not (claim.stale or (share.steps and optimizer != "whole"))
+        return (is_gathered and place in settlement.holders and held is not None
+                and held.shards == HeldState(axes=axes, optimizer=optimizer, place=place).shards)
+
+    return [place for place in range(num_positions(axes)) if not has(place)]
 
 
 def _has_sum(claim: Claim, place: int, state: StateHolders, axes: Axes) -> bool:
