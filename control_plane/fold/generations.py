@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from ...events.records import reports as r
 from ...events.records.codec import decode_record
 from ...events.records.envelope import Record
@@ -84,12 +86,18 @@ def reconfigured(state: ClusterState, record: Record, body: r.Reconfigured) -> N
         return
     may_be_read = body.origin in ("", "checkpoint")
     order = state.orders.get(task.reconfigure_order) if may_be_read else None
-    rebuild = decode_record(order).body if order is not None else None
-    checkpoint = rebuild.checkpoint if isinstance(rebuild, Reconfigure) else ""
+    checkpoint = _checkpoint_of(order) if order is not None else ""
     edits.record_origin(incident, body, checkpoint, rank.slot.node)
     if incident.down_since_s >= 0 and is_representative(task, rank):
         incident.kept += len(body.kept_micro_batches)
         incident.dealt += len(body.reassigned_micro_batches)
+
+
+@lru_cache(maxsize=8)
+def _checkpoint_of(order: bytes) -> str:
+    """The checkpoint that an encoded Reconfigure names. Cached, since every member asks."""
+    body = decode_record(order).body
+    return body.checkpoint if isinstance(body, Reconfigure) else ""
 
 
 def reconfigure_failed(state: ClusterState, record: Record, body: r.ReconfigureFailed) -> None:

@@ -340,11 +340,10 @@ class Task(Struct, kw_only=True):
 
     def member(self, number: int) -> Rank | None:
         """The running process of this member of the current generation."""
-        rank = self.ranks.get(number)
-        for member in self.members:
-            if member.rank == number and rank is not None and member.attempt == rank.attempt:
-                return rank
-        return None
+        rank, place = self.ranks.get(number), positions(self.members).get(number)
+        if rank is None or place is None or self.members[place].attempt != rank.attempt:
+            return None
+        return rank
 
     def living_members(self) -> list[Rank]:
         """Members of the current generation whose process still runs, in order."""
@@ -356,3 +355,19 @@ class Task(Struct, kw_only=True):
     def seats_at(self) -> dict[int, Slot]:
         """By rank: the slot that the target assigns."""
         return {seat.rank: seat.slot for seat in self.target}
+
+
+_positions: dict[int, tuple[tuple[Member, ...], dict[int, int]]] = {}
+POSITIONS_NUM_MAX = 64
+
+
+def positions(members: tuple[Member, ...]) -> dict[int, int]:
+    """The position of each rank among the members of a generation. Remembered, since every report
+    of a member asks for it: O(1) after the first call for these members."""
+    known = _positions.get(id(members))
+    if known is None or known[0] is not members:
+        if len(_positions) >= POSITIONS_NUM_MAX:
+            _positions.clear()
+        known = members, {member.rank: place for place, member in enumerate(members)}
+        _positions[id(members)] = known
+    return known[1]

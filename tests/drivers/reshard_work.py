@@ -29,8 +29,9 @@ with cpu_device.uncompiled():
     from unicron.workers.training.model import optimizers, training_state
     from unicron.workers.training.model import trainee as model
     from unicron.workers.training.process.history import History
-    from unicron.workers.training.recovery import state_exchange, state_shards
+    from unicron.workers.training.recovery import state_exchange, state_shards, state_transfer
     from unicron.workers.training.recovery.resharding import Missing, Region, Shard
+    from unicron.workers.training.recovery.state_sources import WHOLE, HeldState
 
 rank.ignore_warnings()
 LIMIT_S = 60.0
@@ -41,6 +42,13 @@ TRAIN = Train(model=Model(num_layers=6, hidden=16, num_heads=2, sequence=8), ite
 class Layout(NamedTuple):
     axes: Axes
     optimizer: Any = "whole"
+
+
+def seat(layout: Layout, place: int) -> HeldState:
+    """The part of the model at a position; of a standby, any."""
+    if place >= num_positions(layout.axes):
+        return WHOLE
+    return HeldState(axes=layout.axes, optimizer=layout.optimizer, place=place)
 
 
 Stop = tuple[Layout, int, tuple[int, ...]]
@@ -97,7 +105,8 @@ class Walker:
         """
         last = (self.number + self.turn) % self.num_members
         seated = range(num_positions(self.layout.axes))
-        holders = [(place + turn) % self.num_members for place in seated if place not in lost]
+        holders = {(place + turn) % self.num_members: seat(self.layout, place)
+                   for place in seated if place not in lost}
         self.turn = (self.turn + turn) % self.num_members
         has = last in seated and last not in lost
         with self.up(layout.axes) as made:
@@ -108,7 +117,7 @@ class Walker:
                 want = state_shards.list_shards(trainee)
             if holders:
                 found = self.exchange(self.have if has else {}, want, self.numbers if has else None,
-                                      holders)
+                                      holders, seat(layout, place))
             if trainee is not None:
                 if holders:
                     training_state.load(trainee, found.numbers, self.history)
@@ -126,10 +135,11 @@ class Walker:
         return found.taken if holders else {}
 
     def exchange(self, have: state_shards.State, want: state_shards.State,
-                 told: training_state.Numbers | None, holders: Collection[int], *,
-                 staged: bool = False) -> state_exchange.ExchangeResult:
+                 told: training_state.Numbers | None, holders: dict[int, HeldState],
+                 wanted: HeldState = WHOLE, *, staged: bool = False
+                 ) -> state_exchange.ExchangeResult:
         return state_exchange.exchange(have, want, told, step_version=self.step_version,
-                                       holders=holders, nodes=["a"] * self.num_members,
+                                       held=holders, seat=wanted, nodes=["a"] * self.num_members,
                                        staged=staged)
 
     def check(self, held: state_shards.State, when: str) -> None:
@@ -213,12 +223,15 @@ def gather(number: int, train: Train, layout: Layout) -> list[str]:
     with walker.up(layout.axes):
         want = {} if number else {piece: torch.empty_like(tensor)
                                   for piece, tensor in walker.expected.items()}
-        walker.exchange(walker.have, want, walker.numbers, range(num_positions(layout.axes)))
+        holders = {place: seat(layout, place) for place in range(num_positions(layout.axes))}
+        walker.exchange(walker.have, want, walker.numbers, holders)
         walker.check(want, "gathered")
         for tensor in walker.have.values():
             tensor.zero_()
-        result = walker.exchange(want, walker.have, walker.numbers if number == 0 else None, [0])
+        result = walker.exchange(want, walker.have, walker.numbers if number == 0 else None,
+                                 {0: WHOLE}, seat(layout, number))
         walker.check(walker.have, "given back")
+        assert result.numbers is not None
         assert result.numbers.adam_step == 1
     return sorted(piece.key for piece in want)
 
@@ -240,10 +253,9 @@ def refuse(number: int, train: Train, what: str) -> tuple[dict[int, int], set[st
         assert walker.numbers is not None
         match what:
             case "checksum":
-                right = state_exchange._pack
-                state_exchange._pack = lambda *given: right(*given).index_fill_(
-                    0, torch.tensor([5]), 7
-                )
+                right = state_transfer._seal
+                state_transfer._seal = lambda chunk: right(chunk).index_fill_(
+                    0, torch.tensor([5]), 7)
             case "step":
                 walker.numbers.step_version -= 1
             case _:
@@ -259,7 +271,7 @@ def die(number: int, train: Train) -> None:
     succeeds."""
     walker = Walker(number, train)
     walker.go(Layout(Axes(dp=2)))
-    right, packed = state_exchange._pack, 0
+    right, packed = state_transfer._pack, 0
 
     def pack(tensors: Sequence[Any], device: torch.device) -> Any:
         nonlocal packed
@@ -271,19 +283,19 @@ def die(number: int, train: Train) -> None:
     def give() -> state_exchange.ExchangeResult:
         with walker.up(Axes(dp=2)):
             return walker.exchange({} if number else walker.have, walker.have,
-                                   None if number else walker.numbers, [0], staged=True)
+                                   None if number else walker.numbers, {0: WHOLE}, staged=True)
 
     for tensor in walker.have.values():
         tensor += number
     before = {piece: tensor.clone() for piece, tensor in walker.have.items()}
-    state_exchange.CHUNK_BYTES = 2048
+    state_transfer.CHUNK_BYTES = 2048
     if number == 0:
-        state_exchange._pack = pack
+        state_transfer._pack = pack
     with pytest.raises(RuntimeError):
         give()
     assert packed == (0 if number else 4)
     assert all(tensor.equal(before[piece]) for piece, tensor in walker.have.items())
-    state_exchange._pack = right
+    state_transfer._pack = right
     found = give()
     assert all(tensor.equal(before[piece]) for piece, tensor in walker.have.items()), "not staged"
     found.activate()

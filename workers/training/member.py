@@ -213,14 +213,14 @@ class Member:
         self.communicators.up(self.axes, self._replica(place))
         up_s = clock()
         self._note("settle")
-        settlement = settle(claims, self.train.num_micro_batches, self.axes, self.nodes)
+        settlement = settle(claims, self.train.num_micro_batches, self.axes)
         share = settlement.shares[place]
         with self.communicators.borrow_groups():
             self.iteration.finish_step(settlement, share)
         recovered = self.recovery.recover(order, place, claims, settlement)
         step_version = self.settled = recovered.step_version
         if step_version >= self.train.iterations:
-            share = MemberAssignment(kept=(), todo=(), dealt=(), source=share.source)
+            share = MemberAssignment(kept=(), todo=(), dealt=())
         if not self.communicators.woken:
             resume = partial(self.iteration.take, step_version, share, order.generation,
                              begun=settlement.begun)

@@ -9,7 +9,7 @@ checkpoint, the checkpoint on disk, or the seed. The others receive their shards
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -30,9 +30,9 @@ from .process.history import History
 from .process.trace import Event
 from .recovery import state_shards
 from .recovery.resharding import Missing
-from .recovery.settlement import Settlement
+from .recovery.settlement import Settlement, find_receivers
 from .recovery.state_exchange import ExchangeResult, exchange
-from .recovery.state_sources import NO_STATE, Claim, HeldState
+from .recovery.state_sources import NO_STATE, WHOLE, Claim, HeldState
 from .step.iteration import Iteration, held_by
 
 
@@ -88,9 +88,10 @@ class StateRecovery:
             # If position 0 trains a whole replica, it already has the restored state.
             begin = int(is_fully_replicated(axes, self._train.parallel))
             receivers = list(range(begin, num_positions(axes)))
-            source, holders = self.full_state() if step_version and place == 0 else None, (0,)
+            source = self.full_state() if step_version and place == 0 else None
+            holders = {0: WHOLE}
         else:
-            receivers = self._receivers(axes, settlement, claims)
+            receivers = find_receivers(settlement, claims, axes, self._train.parallel.optimizer)
             source = self._held(settlement, place)
         if place in receivers and not settlement.shares[place].kept:
             self._iteration.free_gradients()
@@ -106,7 +107,7 @@ class StateRecovery:
         numbers, taken = None, tuple[ReceivedState, ...]()
         try:
             if receivers and step_version:
-                numbers, taken = self._exchange(order, step_version, holders, source,
+                numbers, taken = self._exchange(order, place, step_version, holders, source,
                                                 trainee if place in receivers else None)
             if numbers is None and step_version and is_new:
                 # Copy the restored state, or this member's if an abandoned pass holds its model.
@@ -150,19 +151,6 @@ class StateRecovery:
         staged = self._staged if settlement.shares[place].staged else None
         return staged or self._iteration.trainee
 
-    def _receivers(self, axes: Axes, settlement: Settlement, claims: Sequence[Claim]) -> list[int]:
-        """Positions of the members that lack some of their own part of the settled state."""
-        optimizer = self._train.parallel.optimizer
-
-        def has(place: int) -> bool:
-            share, claim = settlement.shares[place], claims[place]
-            # A member that steps during the settlement then has only its own optimizer shard.
-            is_gathered = not (claim.stale or (share.steps and optimizer != "whole"))
-            return is_gathered and place in settlement.holders and _same_part(
-                claim.held, HeldState(axes=axes, optimizer=optimizer, place=place))
-
-        return [place for place in range(num_positions(axes)) if not has(place)]
-
     def _model_for(self, axes: Axes, place: int, *, begins: bool, is_worthless: bool
                    ) -> tuple[TrainingModel, bool]:
         """The model to train, and whether it is new: the current model if it is for the same part
@@ -197,8 +185,9 @@ class StateRecovery:
             gc.freeze()  # as member.py does after building
         return trainee, True
 
-    def _exchange(self, order: Reconfigure, step_version: int, holders: Sequence[int],
-                  source: TrainingModel | None, target: TrainingModel | None
+    def _exchange(self, order: Reconfigure, place: int, step_version: int,
+                  holders: Mapping[int, HeldState], source: TrainingModel | None,
+                  target: TrainingModel | None
                   ) -> tuple[training_state.Numbers | None, tuple[ReceivedState, ...]]:
         """Exchange shards. When this returns numbers, `target` has the received state."""
         mine = self._iteration
@@ -206,8 +195,11 @@ class StateRecovery:
         in_place = (target is not mine.trainee or target is source or mine.step_version == NO_STATE)
         self._is_overwritten = self._is_overwritten or (in_place and target is mine.trainee)
         numbers = training_state.numbers(source, step_version, mine.history) if source else None
+        seat = HeldState(axes=order.axes or Axes(dp=len(order.members)),
+                         optimizer=self._train.parallel.optimizer, place=place)
         found = self._run(source, target, numbers, [member.node for member in order.members],
-                          step_version, holders, staged=not in_place)
+                          step_version, holders, seat if target is not None else WHOLE,
+                          staged=not in_place)
         if target is None or self._communicators.woken:
             return None, ()
         found.activate()
@@ -218,7 +210,7 @@ class StateRecovery:
 
     def _run(self, source: TrainingModel | None, target: TrainingModel | None,
              numbers: training_state.Numbers | None, nodes: Sequence[str], step_version: int,
-             holders: Sequence[int], *, staged: bool) -> ExchangeResult:
+             holders: Mapping[int, HeldState], seat: HeldState, *, staged: bool) -> ExchangeResult:
         have: state_shards.State = {}
         if source is not None:
             source = with_shards(source)
@@ -226,7 +218,7 @@ class StateRecovery:
         try:
             return exchange(
                 have, with_shards(target).shards if target is not None else have, numbers,
-                step_version=step_version, holders=holders, nodes=nodes, staged=staged,
+                step_version=step_version, held=holders, seat=seat, nodes=nodes, staged=staged,
                 note=self._note, goes_on=lambda: not self._communicators.woken)
         except Missing as missing:
             # Every member raises this: its peers have excluded the last holder of some part.
@@ -345,15 +337,18 @@ class StateRecovery:
         All members call this. A standby member contributes nothing.
         """
         iteration, place = self._iteration, self._communicators.place
-        sources = range(num_positions(self._communicators.axes))
+        axes, optimizer = self._communicators.axes, self._train.parallel.optimizer
+        sources = {each: HeldState(axes=axes, optimizer=optimizer, place=each)
+                   for each in range(num_positions(axes))}
         is_source = place in sources
         numbers = (training_state.numbers(iteration.trainee, step_version, iteration.history)
                    if is_source else None)
         self._gathered = NO_STATE
         found = self._run(iteration.trainee if is_source else None,
                           self.full_state() if place == to else None, numbers, nodes,
-                          step_version, sources, staged=False)
+                          step_version, sources, WHOLE, staged=False)
         if place == to:
+            assert found.numbers is not None
             self._gathered = training_state.load(self.full_state(), found.numbers, History())
 
     @property

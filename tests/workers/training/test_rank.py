@@ -255,17 +255,17 @@ def test_a_state_loaded_while_the_generation_ends_is_kept(
 
 
 SMALL_CHUNKS = """
-from unicron.workers.training.recovery import state_exchange
-state_exchange.CHUNK_BYTES = 1 << 16
+from unicron.workers.training.recovery import state_transfer
+state_transfer.CHUNK_BYTES = 1 << 16
 """
 TAKES_SLOWLY = SMALL_CHUNKS + """
 import time
-unpack = state_exchange._unpack
+unpack = state_transfer._unpack
 def slow(chunk, tensors):
     print("taking", flush=True)
     time.sleep(0.1)
     return unpack(chunk, tensors)
-state_exchange._unpack = slow
+state_transfer._unpack = slow
 """
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -19,12 +19,16 @@ from unicron.events.spec.model import Axes
 from unicron.workers.training.model import trainee as model
 from unicron.workers.training.model import training_state
 from unicron.workers.training.recovery.resharding import (
+    SENDERS_NUM_MAX,
+    Holding,
     Missing,
     Move,
     Region,
     Shard,
+    ShardList,
     flat_range,
     intersection,
+    nearest_first,
     parts,
     plan_moves,
     without,
@@ -95,32 +99,52 @@ def distance(source: int, target: int) -> int:
     return 0 if source == target else 1 if NODES[source] == NODES[target] == "red" else 2
 
 
-@given(st.lists(pieces(), min_size=5, max_size=5), st.lists(pieces(), min_size=5, max_size=5))
-@settings(max_examples=300, deadline=None)
+def plan(target: int, have: Sequence[Sequence[Shard]], want: Sequence[Shard],
+         nodes: Sequence[str] = NODES, largest: int = LARGEST, turn: int = 0) -> list[Move]:
+    """The plan of one receiver, which reads the lists of the holders as needed."""
+    lists = [ShardList(shards) for shards in have]
+    by_digest = {each.digest: each for each in lists}
+    order = nearest_first(target, {place: each.digest for place, each in enumerate(lists)}, nodes)
+    return plan_moves(target, ShardList(want), (
+        Holding(by_digest[digest], places) for digest, places in order), largest, turn)
+
+
+@given(st.lists(pieces(), min_size=5, max_size=5), st.integers(0, 4), pieces(), st.integers(0, 3))
+@settings(max_examples=500, deadline=None)
 def test_each_wanted_element_comes_once_from_the_nearest_holder(
-        have: list[list[Shard]], want: list[list[Shard]]) -> None:
+        have: list[list[Shard]], target: int, want: list[Shard], turn: int) -> None:
+    have[4] = have[1]
     holders = by_element(have)
-    lost = {key for mine in want for key, _, box in mine
+    lost = {key for key, _, box in want
             for element in elements(SHAPES[key], box) if (key, element) not in holders}
     if lost:
         with pytest.raises(Missing) as raised:
-            plan_moves(have, want, NODES, LARGEST)
+            plan(target, have, want, turn=turn)
         assert set(raised.value.keys) == lost
         return
-    came: dict[tuple[int, int], list[int]] = {}
-    for move in plan_moves(have, want, NODES, LARGEST):
-        wanted, held = want[move.target][move.wanted], have[move.source][move.given]
+    came: dict[int, list[int]] = {}
+    for move in plan(target, have, want, turn=turn):
+        wanted, held = want[move.wanted], have[move.source][move.given]
         assert wanted.key == held.key
-        assert move.source == move.target or move.region.num_elements <= LARGEST
+        assert move.source == target or move.region.num_elements <= LARGEST
         assert intersection(wanted.region, move.region) == move.region
         assert intersection(held.region, move.region) == move.region
         for element in elements(SHAPES[wanted.key], move.region):
-            near = min(distance(place, move.target) for place in holders[wanted.key, element])
-            assert distance(move.source, move.target) == near
-            came.setdefault((move.target, move.wanted), []).append(element)
-    for target, mine in enumerate(want):
-        for index, (key, _, box) in enumerate(mine):
-            assert sorted(came.get((target, index), [])) == sorted(elements(SHAPES[key], box))
+            near = min(distance(place, target) for place in holders[wanted.key, element])
+            assert distance(move.source, target) == near
+            came.setdefault(move.wanted, []).append(element)
+    for index, (key, _, box) in enumerate(want):
+        assert sorted(came.get(index, [])) == sorted(elements(SHAPES[key], box))
+
+
+@given(pieces())
+def test_a_list_of_shards_is_the_same_for_its_reader(mine: list[Shard]) -> None:
+    held = ShardList(mine)
+    read = ShardList.decode(held.encoded)
+    assert (read.shards, read.digest) == (held.shards, held.digest)
+    assert ShardList([*mine, whole("a")]).digest != held.digest
+    with pytest.raises(ValueError, match="cannot be decoded"):
+        ShardList.decode(held.encoded[:-3])
 
 
 @given(st.sampled_from(sorted(SHAPES.values())), st.data())
@@ -159,8 +183,8 @@ def test_a_large_box_is_split_into_parts_of_bounded_size(whole: Region, largest:
 
 def test_a_large_tensor_comes_from_all_its_holders() -> None:
     large = Shard("large", "float32 (300,)", Region((0,), (300,)))
-    moves = plan_moves([[large], [large], [large], []], [[], [], [], [large]], ["a"] * 4, 10)
-    assert given_by(moves) == sorted([0, 1, 2] * 10)
+    assert given_by(plan(3, [[large], [large], [large], []], [large], ["a"] * 4, 10)) == sorted(
+        [0, 1, 2] * 10)
 
 
 def whole(key: str) -> Shard:
@@ -173,25 +197,41 @@ def given_by(moves: list[Move]) -> list[int]:
 
 def test_equally_near_holders_give_equal_amounts() -> None:
     replica = [Shard(f"layer{index}", "float32 (8,)", Region((0,), (8,))) for index in range(30)]
-    moves = plan_moves([replica, replica, replica, []], [[], [], [], replica], ["a"] * 4, 100)
+    moves = plan(3, [replica, replica, replica, []], replica, ["a"] * 4, 100)
     assert given_by(moves) == sorted([0, 1, 2] * 10)
 
 
-def test_a_local_move_adds_no_load() -> None:
+def test_receivers_take_turns_at_many_holders() -> None:
+    replica = [Shard(f"layer{index}", "float32 (8,)", Region((0,), (8,))) for index in range(16)]
+    num = 3 * SENDERS_NUM_MAX
+    given_in_all = [source for turn in range(3) for source in given_by(
+        plan(num, [replica] * num + [[]], replica, [""] * (num + 1), 100, turn))]
+    assert sorted(given_in_all) == sorted([*range(num)] * 2)
+
+
+def test_a_member_keeps_what_it_has() -> None:
     large, small = whole("a"), whole("c")
-    moves = plan_moves([[large, small], [small], []], [[large], [], [small]], ["a"] * 3, 100)
-    assert [(move.source, move.target) for move in moves] == [(0, 0), (0, 2)]
+    moves = plan(0, [[small], [large, small]], [large, small], ["a"] * 2, 100)
+    assert [(move.source, move.wanted) for move in moves] == [(0, 1), (1, 0)]
+
+
+def test_a_member_reads_no_more_lists_than_it_needs() -> None:
+    def lists() -> Iterator[Holding]:
+        yield Holding(ShardList([whole("a"), whole("c")]), [1])
+        raise AssertionError("one list was enough")
+
+    assert len(plan_moves(0, ShardList([whole("a")]), lists(), 100)) == 1
 
 
 def test_a_shard_of_another_dtype_is_another_tensor() -> None:
     other = whole("a")._replace(kind="bfloat16 (5, 4)")
     with pytest.raises(Missing, match=r"no holder is left of a$"):
-        plan_moves([[other], []], [[], [whole("a")]], ["a", "b"], 100)
+        plan(1, [[other], []], [whole("a")], ["a", "b"])
 
 
 def test_lost_tensors_are_named_in_the_error() -> None:
     with pytest.raises(Missing, match="left of a, b, c and 1 more"):
-        plan_moves([[]], [[whole(key) for key in "dcba"]], ["a"], 100)
+        plan(0, [[]], [whole(key) for key in "dcba"], ["a"])
 
 
 # --- real members, layout after layout -----------------------------------------------------------

@@ -17,7 +17,7 @@ from unicron.workers.training.recovery.settlement import (
     assign_micro_batches,
     settle,
 )
-from unicron.workers.training.recovery.state_sources import NO_STATE, SEVERAL, Claim, HeldState
+from unicron.workers.training.recovery.state_sources import NO_STATE, Claim, HeldState
 
 SHAPES = [Axes(tp=tp, pp=pp, dp=dp) for tp in (1, 2) for pp in (1, 2, 3) for dp in (1, 2, 3)]
 Gate = tuple[float, float]
@@ -62,16 +62,13 @@ def test_every_micro_batch_is_assigned_exactly_once(case: tuple[list[Claim], int
 
 @given(claims())
 @settings(max_examples=200, deadline=None)
-def test_sources_have_the_highest_step_version(case: tuple[list[Claim], int]) -> None:
+def test_holders_have_the_highest_step_version(case: tuple[list[Claim], int]) -> None:
     members, num_items = case
     settlement = settle(members, num_items)
     assert settlement.step_version == max(claim.step_version for claim in members)
-    for place, (claim, share) in enumerate(zip(members, settlement.shares, strict=True)):
-        if settlement.step_version == NO_STATE:
-            assert share.source == NO_STATE
-        else:
-            assert members[share.source].step_version == settlement.step_version
-            assert (share.source == place) == (claim.step_version == settlement.step_version)
+    assert [*settlement.holders] == [
+        place for place, claim in enumerate(members)
+        if claim.step_version == settlement.step_version != NO_STATE]
 
 
 @given(st.integers(1, 16), st.integers(1, 6), st.data())
@@ -130,14 +127,14 @@ def test_a_member_behind_receives_the_state_and_drops_its_sum() -> None:
                      begun=True), _begun(1, kept=(), owned=(1, 3))]
     settlement = settle(members, 4)
     assert settlement.step_version == 5
-    assert settlement.shares[0].source == 1
+    assert [*settlement.holders] == [1]
     assert settlement.shares[0].todo == (0, 2)
 
 
 def test_a_first_start_assigns_evenly_and_reassigns_nothing() -> None:
     shares = settle([Claim(), Claim(), Claim()], 7).shares
     assert [share.todo for share in shares] == [(0, 3, 6), (1, 4), (2, 5)]
-    assert all(share.dealt == () and share.source == NO_STATE for share in shares)
+    assert all(share.dealt == () for share in shares)
 
 
 def test_an_iteration_not_begun_is_assigned_anew_with_the_newcomers() -> None:
@@ -145,15 +142,7 @@ def test_an_iteration_not_begun_is_assigned_anew_with_the_newcomers() -> None:
                Claim(step_version=5, owned=(1, 3), assigned_in=1, trained_in=1), Claim(), Claim()]
     shares = settle(members, 4).shares
     assert [share.todo for share in shares] == [(0,), (1,), (2,), (3,)]
-    assert [share.source for share in shares] == [0, 1, 0, 1]
     assert all(share.dealt == () for share in shares)
-
-
-def test_state_comes_from_the_own_node_or_evenly_from_the_others() -> None:
-    has = Claim(step_version=5)
-    nodes = ["a", "b", "c", "a", "c", "d", "e"]
-    shares = settle([has, has, Claim(), Claim(), has, Claim(), Claim()], 4, nodes=nodes).shares
-    assert [share.source for share in shares] == [0, 1, 4, 0, 4, 1, 0]
 
 
 def _part(place: int, *, version: int = 5, kept: tuple[int, ...] = (), ready: bool = False,
@@ -224,28 +213,26 @@ def test_a_mirrored_shard_is_on_the_next_data_parallel_rank() -> None:
     assert found(1, mirrored=True) == NO_STATE
 
 
-def test_another_layout_has_several_sources_and_drops_the_sums() -> None:
+def test_another_layout_drops_the_sums() -> None:
     members = [_part(place, kept=(place % 2,), axes=Axes(tp=2, dp=2)) for place in (0, 1, 2)]
     settlement = settle(members, 5, Axes(dp=3))
     assert settlement.step_version == 5
-    assert settlement.holders == (0, 1, 2)
-    assert [share.source for share in settlement.shares] == [SEVERAL] * 3
+    assert settlement.holders == {place: members[place].held for place in (0, 1, 2)}
     assert [share.todo for share in settlement.shares] == [(0, 3), (1, 4), (2,)]
 
 
 def test_of_two_complete_layouts_the_wanted_or_most_held_one_wins() -> None:
     whole = Claim(step_version=5, held=HeldState(axes=Axes(dp=1)))
     members = [whole, *(_part(place) for place in range(4))]
-    assert settle(members, 4, Axes(dp=5)).holders == (0,)
-    assert settle(members, 4, Axes(pp=2, dp=2)).holders == (1, 2, 3, 4)
+    assert settle(members, 4, Axes(dp=5)).holders.keys() == {0}
+    assert settle(members, 4, Axes(pp=2, dp=2)).holders.keys() == {1, 2, 3, 4}
 
 
 # --- random histories of faults, against a model that knows every sum ----------------------------
 class Member:
     """One process: its state, its gradient sum, and whether it waits at the step barrier."""
 
-    def __init__(self, node: str, *, keeps: bool) -> None:
-        self.node = node
+    def __init__(self, *, keeps: bool = True) -> None:
         self.keeps = keeps
         """Whether it keeps its sum while a reduction overwrites it (`train.kept_sum`)."""
         self.version = NO_STATE
@@ -326,7 +313,7 @@ class History:
             self._strike()
 
     def _newcomer(self) -> Member:
-        return Member(self.rnd.choice("abc"), keeps=self.keeps)
+        return Member(keeps=self.keeps)
 
     def _held(self, place: int) -> HeldState | None:
         if self.optimizer == "whole" and self.axes.tp * self.axes.pp == 1:
@@ -340,7 +327,7 @@ class History:
         self.before = [copy(member) for member in self.present]
         encoded = [msgspec.msgpack.encode(member.claim()) for member in self.present]
         settlements = [settle([msgspec.msgpack.decode(each, type=Claim) for each in encoded],
-                              self.num_items, self.axes, [each.node for each in self.present])
+                              self.num_items, self.axes)
                        for _ in self.present]
         assert all(each == settlements[0] for each in settlements)
         settlement = settlements[0]
@@ -414,7 +401,7 @@ class History:
             return
         if settlement.step_version == NO_STATE:
             member.replace(0, self._held(place))
-        elif share.source != place:
+        elif not self._has_part(place, settlement):
             if member.version == version:
                 member.staged = HeldState(axes=self.axes, optimizer=self.optimizer, place=place)
                 member.staged_in = self.generation
@@ -473,39 +460,20 @@ class History:
         if settlement.lost_version != NO_STATE:
             self.seen["lost"] += 1
         given = {place: self._given(place, settlement) for place in settlement.holders}
-        assert all(given.values()), "a holder lacks the state"
-        if settlement.step_version == NO_STATE:
-            assert {share.source for share in settlement.shares} == {NO_STATE}
-            return
-        for place, share in enumerate(settlement.shares[:num_positions(self.axes)]):
-            assert share.source == SEVERAL or share.source in settlement.holders
-            if share.source in settlement.holders and self.optimizer == "whole":
-                held = given[share.source]
-                assert held is not None
-                assert held.shape == (self.axes.tp, self.axes.pp, 1)
-                assert held.part == coordinates(self.axes, place)[:2]
-                self._check_near(place, share.source, given)
-
+        assert settlement.holders == {place: held or HeldState() for place, held in given.items()}
     def _given(self, place: int, settlement: Settlement) -> HeldState | None:
         """What the holder at `place` has of the settled state after it applied the settlement."""
         member, share = self.present[place], settlement.shares[place]
         if share.staged:
             return member.staged
-        fits = member.version + share.steps == settlement.step_version
-        return (member.held or HeldState()) if fits else None
+        assert member.version + share.steps == settlement.step_version, "a holder lacks the state"
+        return member.held
 
-    def _check_near(self, place: int, source: int, given: dict[int, HeldState | None]) -> None:
-        """Check that no other holder of the same part is nearer."""
-        far = self._distance(place, source)
-        for other, held in given.items():
-            if held is not None and held.shape == (self.axes.tp, self.axes.pp, 1) and (
-                    held.part == coordinates(self.axes, place)[:2]):
-                assert far <= self._distance(place, other)
-
-    def _distance(self, place: int, other: int) -> int:
-        if place == other:
-            return 0
-        return 1 if self.present[place].node == self.present[other].node else 2
+    def _has_part(self, place: int, settlement: Settlement) -> bool:
+        """Whether the member holds all of the state of its position."""
+        held = settlement.holders.get(place)
+        return held is not None and held.shards == HeldState(
+            axes=self.axes, optimizer=self.optimizer, place=place).shards
 
     def _check_shares(self, settlement: Settlement) -> None:
         found: list[int] = []

@@ -25,10 +25,12 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable
+import zlib
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -49,6 +51,16 @@ REACH_S = 0.05
 """Pause between two attempts to connect to a store."""
 ABORTED = (KeyError, ValueError)
 """Exceptions, besides RuntimeError, that torch raises when an aborted group is used."""
+
+
+def pack_news(news: Sequence[bytes]) -> bytes:
+    """The news of all members as one value. Most are alike, so that little is left of them."""
+    return zlib.compress(msgspec.msgpack.encode(news), level=1)
+
+
+def unpack_news(data: bytes) -> list[bytes]:
+    """The news that `pack_news` packed."""
+    return msgspec.msgpack.decode(zlib.decompress(data), type=list[bytes])
 
 
 class Communicators:
@@ -98,7 +110,9 @@ class Communicators:
         """Rendezvous: connect to the generation's store and exchange `news` with all members.
         Returns the news of all members, by place.
 
-        Raises RuntimeError if a member is missing after RENDEZVOUS_S_MAX, or if interrupted.
+        The member at place 0 collects the news and publishes it as one value, so that each other
+        member sets one key and reads one. Raises RuntimeError if a member is missing after
+        RENDEZVOUS_S_MAX, or if interrupted.
         """
         assert not self.is_up
         self.generation, self.place, self.num_members = generation, place, num_members
@@ -106,9 +120,11 @@ class Communicators:
         client = self._reach(host, int(port))
         self.store = dist.PrefixStore(f"generation/{generation}", client)
         self.store.set(f"news/{place}", news)
-        keys = [f"news/{other}" for other in range(num_members)]
-        self.store.wait(keys, datetime.timedelta(seconds=RENDEZVOUS_S_MAX))
-        return [self.store.get(key) for key in keys]
+        if place == 0:
+            keys = [f"news/{other}" for other in range(num_members)]
+            self.store.wait(keys, datetime.timedelta(seconds=RENDEZVOUS_S_MAX))
+            self.store.set("news", pack_news(self.store.multi_get(keys)))
+        return unpack_news(self.store.get("news"))
 
     def up(self, axes: Axes | None = None, replica: frozenset[int] = frozenset()) -> None:
         """Build the groups of a layout; `bind` puts them into the model. Raises RuntimeError.

@@ -1,19 +1,29 @@
-"""Plans the transfer of tensor regions between members when a layout changes.
+"""Plans the transfer of tensor regions to one member, from the members that hold them.
 
-Pure: every member computes the same plan from the same shards, without a coordinator.
+Pure. Each member plans only what it receives, and reads only the lists of shards that it needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import chain
+import hashlib
+import heapq
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from math import prod
 from operator import add
 from typing import NamedTuple
 
+import msgspec
+
 Dims = tuple[int, ...]
 KEYS_NUM = 3
 """The number of missing keys that an error names."""
+DIGEST_BYTES = 16
+SENDERS_NUM_MAX = 8
+"""The most members from which one receiver takes shards of one list. More need more connections,
+and do not make it faster: the receiver's own link is the limit."""
+NO_PLACE = -1
 
 
 class Region(NamedTuple):
@@ -38,17 +48,61 @@ class Shard(NamedTuple):
     region: Region
 
 
+class ShardList:
+    """A member's shards in a fixed order. Equal lists have equal digests.
+
+    `encoded` is the list for other members, as `decode` reads it.
+    """
+
+    def __init__(self, shards: Iterable[Shard]) -> None:
+        self.shards = tuple(shards)
+        plain = msgspec.msgpack.encode(self.shards)
+        self.digest = hashlib.blake2b(plain, digest_size=DIGEST_BYTES).digest()
+        self._plain = plain
+
+    @property
+    def encoded(self) -> bytes:
+        return zlib.compress(self._plain, level=1)
+
+    @classmethod
+    def decode(cls, data: bytes) -> ShardList:
+        """Raises ValueError."""
+        try:
+            return cls(msgspec.msgpack.decode(zlib.decompress(data), type=tuple[Shard, ...]))
+        except (zlib.error, msgspec.MsgspecError) as error:
+            raise ValueError(f"the list of shards cannot be decoded: {error}") from None
+
+    @cached_property
+    def by_tensor(self) -> dict[tuple[str, str], list[tuple[int, Region]]]:
+        """The index and region of each shard, by the key and kind of its tensor."""
+        found: dict[tuple[str, str], list[tuple[int, Region]]] = {}
+        for index, (key, kind, region) in enumerate(self.shards):
+            found.setdefault((key, kind), []).append((index, region))
+        return found
+
+    @cached_property
+    def kinds(self) -> dict[str, str]:
+        """The kind of each tensor, by key."""
+        return {shard.key: shard.kind for shard in self.shards}
+
+
+class Holding(NamedTuple):
+    """A list of shards, and the places that have it, equally near to the receiver."""
+
+    held: ShardList
+    places: Sequence[int]
+
+
 class Move(NamedTuple):
-    """The transfer of a tensor region from place `source` to `target`, possibly the same place.
+    """The transfer of a tensor region from place `source` to the receiver, which may be the same.
 
     `given` is an index into the shards that `source` has, `wanted` an index into the shards that
-    `target` wants.
+    the receiver wants.
     """
 
     region: Region
     source: int
     given: int
-    target: int
     wanted: int
 
 
@@ -60,19 +114,6 @@ class Missing(Exception):
         more = len(self.keys) - KEYS_NUM
         super().__init__(f"no holder is left of {', '.join(self.keys[:KEYS_NUM])}"
                          + (f" and {more} more" if more > 0 else ""))
-
-
-class _Atom(NamedTuple):
-    """A region to transfer, and its nearest senders. A sender is a place and a shard's index."""
-
-    region: Region
-    target: int
-    wanted: int
-    senders: list[tuple[int, int]]
-
-
-Holders = dict[Region, list[tuple[int, int]]]
-"""The holders of each region of one tensor. A holder is a place and the index of a shard."""
 
 
 def intersection(one: Region, other: Region) -> Region | None:
@@ -138,61 +179,32 @@ def parts(region: Region, largest: int) -> list[Region]:
             for inner in flat_range(region.shape, size * part // num, size * (part + 1) // num)]
 
 
-def plan_moves(have: Sequence[Sequence[Shard]], want: Sequence[Sequence[Shard]],
-               nodes: Sequence[str], largest: int) -> list[Move]:
-    """The moves after which each place has each wanted element exactly once.
+def nearest_first(target: int, digests: Mapping[int, bytes], nodes: Sequence[str],
+                  likelihood: Callable[[int], tuple[float, ...]] = lambda place: (1.0,)
+                  ) -> list[tuple[bytes, list[int]]]:
+    """The distinct lists of shards in the order in which the receiver `target` reads them.
 
-    `have`, `want` and `nodes` (empty: unknown) are by place. Each element comes from the nearest
-    holder: the place itself, then the same node, then any. The load is balanced among equally near
-    holders. A move between places has at most `largest` elements. All members get the same order.
-    Raises Missing. O(wanted shards x distinct regions of their tensors, and moves).
+    `digests` are the digests of the holders' lists, by place. Each list comes with the nearest
+    places that have it: the receiver itself, then members of its node, then others. Of equally near
+    lists, the likelier one comes first; one whose first likelihood is 0 comes after all others,
+    because to read it costs more than to take a small tensor from farther away. O(members).
     """
-    holders: dict[tuple[str, str], Holders] = {}
-    for place, shards in enumerate(have):
-        for index, (key, kind, region) in enumerate(shards):
-            holders.setdefault((key, kind), {}).setdefault(region, []).append((place, index))
-    atoms: list[_Atom] = []
-    missing: set[str] = set()
-    for target, shards in enumerate(want):
-        for wanted, (key, kind, region) in enumerate(shards):
-            found, rest = _nearest(region, holders.get((key, kind), {}), target, nodes)
-            atoms += [_Atom(part, target, wanted, senders) for whole, senders in found
-                      for part in ([whole] if senders[0][0] == target else parts(whole, largest))]
-            if rest:
-                missing.add(key)
-    if missing:
-        raise Missing(sorted(missing))
-    return [Move(atom.region, *sender, atom.target, atom.wanted)
-            for atom, sender in zip(atoms, _choose_senders(atoms, len(have)), strict=True)]
+    found: dict[bytes, tuple[int, list[int]]] = {}
+    for place, digest in digests.items():
+        distance = _distance(place, target, nodes)
+        nearest, places = found.get(digest, (distance, []))
+        if distance < nearest:
+            nearest, places = distance, []
+        if distance == nearest:
+            places.append(place)
+        found[digest] = (nearest, places)
 
+    def rank(digest: bytes) -> tuple[bool, int, list[float], int]:
+        distance, places = found[digest]
+        likely = likelihood(places[0])
+        return distance > 0 and not likely[0], distance, [-each for each in likely], places[0]
 
-def _nearest(region: Region, holders: Holders, target: int, nodes: Sequence[str]
-             ) -> tuple[list[tuple[Region, list[tuple[int, int]]]], list[Region]]:
-    """Parts of `region`, each with its holders nearest to `target`; and parts without a holder."""
-    near: list[list[tuple[Region, list[tuple[int, int]]]]] = [[], [], []]
-    for held, everywhere in holders.items():
-        senders: list[list[tuple[int, int]]] = [[], [], []]
-        for sender in everywhere:
-            senders[_distance(sender[0], target, nodes)].append(sender)
-        for distance, equally_near in enumerate(senders):
-            if equally_near:
-                near[distance].append((held, equally_near))
-    found: list[tuple[Region, list[tuple[int, int]]]] = []
-    rest = [region] if region.num_elements else []
-    for held, equally_near in chain(*near):
-        left: list[Region] = []
-        for wanted in rest:
-            part = intersection(wanted, held)
-            if part is None:
-                left.append(wanted)
-                continue
-            found.append((part, equally_near))
-            if part != wanted:
-                left += without(wanted, part)
-        rest = left
-        if not rest:
-            break
-    return found, rest
+    return [(digest, found[digest][1]) for digest in sorted(found, key=rank)]
 
 
 def _distance(source: int, target: int, nodes: Sequence[str]) -> int:
@@ -201,14 +213,71 @@ def _distance(source: int, target: int, nodes: Sequence[str]) -> int:
     return 1 if nodes[source] and nodes[source] == nodes[target] else 2
 
 
-def _choose_senders(atoms: Sequence[_Atom], num_places: int) -> list[tuple[int, int]]:
-    """The least loaded sender of each atom, chosen for the largest first. Local moves are free."""
-    chosen: list[tuple[int, int]] = [atom.senders[0] for atom in atoms]
-    sent = [0] * num_places
-    for index in sorted(range(len(atoms)), key=lambda index: -atoms[index].region.num_elements):
-        region, target, _, senders = atoms[index]
-        if senders[0][0] == target:
-            continue
-        chosen[index] = min(senders, key=lambda sender: (sent[sender[0]], sender))
-        sent[chosen[index][0]] += region.num_elements
-    return chosen
+def plan_moves(target: int, want: ShardList, holdings: Iterable[Holding], largest: int,
+               turn: int = 0) -> list[Move]:
+    """The moves after which the place `target` has each wanted element exactly once.
+
+    An element comes from the first of `holdings` that has it; `holdings` is read only as far as
+    needed. The load is balanced among at most SENDERS_NUM_MAX of its places; receivers with
+    different `turn` choose different ones. A move between places has at most `largest` elements.
+    Raises Missing. O(wanted shards x lists read, and moves).
+    """
+    rest = {index: [shard.region] for index, shard in enumerate(want.shards)
+            if shard.region.num_elements}
+    moves: list[Move] = []
+    sent: dict[int, int] = {}
+    lists = iter(holdings)
+    while rest:
+        holding = next(lists, None)
+        if holding is None:
+            raise Missing(sorted({want.shards[index].key for index in rest}))
+        found = _found(want, holding.held, rest)
+        if target in holding.places:
+            moves += [Move(part, target, given, wanted) for part, given, wanted in found]
+        else:
+            moves += _share_out(found, holding.places, largest, turn, sent)
+    return moves
+
+
+def _found(want: ShardList, held: ShardList, rest: dict[int, list[Region]]
+           ) -> list[tuple[Region, int, int]]:
+    """The regions of `rest` that `held` has, each with its index in `held` and in `want`. They are
+    removed from `rest`."""
+    found: list[tuple[Region, int, int]] = []
+    for wanted in list(rest):
+        key, kind, _ = want.shards[wanted]
+        regions = rest[wanted]
+        for given, region in held.by_tensor.get((key, kind), ()):
+            left: list[Region] = []
+            for one in regions:
+                part = one if one == region else intersection(one, region)
+                if part is None:
+                    left.append(one)
+                    continue
+                found.append((part, given, wanted))
+                if part != one:
+                    left += without(one, part)
+            regions = left
+            if not regions:
+                break
+        if regions:
+            rest[wanted] = regions
+        else:
+            del rest[wanted]
+    return found
+
+
+def _share_out(found: Sequence[tuple[Region, int, int]], places: Sequence[int], largest: int,
+               turn: int, sent: dict[int, int]) -> Iterator[Move]:
+    """Moves from the least loaded place, chosen for the largest first. `sent`: elements so far."""
+    first = turn * SENDERS_NUM_MAX % len(places)
+    senders = [*places[first:], *places[:first]][:SENDERS_NUM_MAX]
+    loads = [(sent.get(place, 0), order) for order, place in enumerate(senders)]
+    heapq.heapify(loads)
+    moves = [(part.num_elements, Move(part, NO_PLACE, given, wanted))
+             for region, given, wanted in found for part in parts(region, largest)]
+    for num, move in sorted(moves, key=lambda one: -one[0]):
+        load, order = loads[0]
+        heapq.heapreplace(loads, (load + num, order))
+        yield move._replace(source=senders[order])
+    sent |= {senders[order]: load for load, order in loads}

@@ -11,24 +11,21 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from ....events.spec.model import Axes
-from ....events.spec.parallelism import coordinates, num_positions, replica, shape
-from .state_sources import NO_STATE, Claim, StateHolders, assign_sources, find_state
+from ....events.spec.parallelism import Sharding, coordinates, num_positions, replica, shape
+from .state_sources import NO_STATE, Claim, HeldState, StateHolders, find_state
 
 
 class MemberAssignment(Struct, frozen=True, kw_only=True):
     """A member's assignment: the micro-batches that it keeps (`kept`), the ones that it will run
     (`todo`), and the part of `todo` that lost members had (`dealt`).
 
-    `source` is the place of the member that sends the state to this member: its own place if it
-    receives none, NO_STATE if no member has a state, SEVERAL if more than one member sends. With
-    `staged`, this member first activates its staged state. With `steps`, it first takes the
+    With `staged`, this member first activates its staged state. With `steps`, it first takes the
     optimizer step from the reduced sum, with the result of the step barrier.
     """
 
     kept: tuple[int, ...]
     todo: tuple[int, ...]
     dealt: tuple[int, ...]
-    source: int
     steps: bool = False
     staged: bool = False
 
@@ -40,8 +37,8 @@ class Settlement(Struct, frozen=True, kw_only=True):
     begun: bool
     """True if a member had begun the iteration; otherwise all micro-batches are assigned again."""
     shares: tuple[MemberAssignment, ...]
-    holders: tuple[int, ...] = ()
-    """The places whose members hold the state in one layout; together they have all of it."""
+    holders: dict[int, HeldState] = {}
+    """The parts that members hold in one layout, by place; together they are the whole state."""
     gate: tuple[float, ...] = ()
     """The step barrier's result, for the members that still have to step."""
     lost_version: int = NO_STATE
@@ -53,14 +50,13 @@ def assign_micro_batches(num_micro_batches: int, num_replicas: int, dp: int) -> 
     return tuple(range(dp, num_micro_batches, num_replicas))
 
 
-def settle(claims: Sequence[Claim], num_micro_batches: int, axes: Axes | None = None,
-           nodes: Sequence[str] = ()) -> Settlement:
+def settle(claims: Sequence[Claim], num_micro_batches: int, axes: Axes | None = None) -> Settlement:
     """Settle an iteration among the members with these claims, in order of place.
 
-    `axes` is the new layout; None: all members are data-parallel. `nodes` are the members' nodes: a
-    state comes from the nearest member. Afterwards every micro-batch is in `kept` or `todo` of
-    exactly one replica, and all members of a replica have the same lists. If no member has begun
-    the iteration, all its micro-batches are assigned again, so that new members get their part.
+    `axes` is the new layout; None: all members are data-parallel. Afterwards every micro-batch is
+    in `kept` or `todo` of exactly one replica, and all members of a replica have the same lists. If
+    no member has begun the iteration, all its micro-batches are assigned again, so that new members
+    get their part.
     O(members x (micro-batches + step versions)).
     """
     assert claims, "a generation has members"
@@ -79,7 +75,6 @@ def settle(claims: Sequence[Claim], num_micro_batches: int, axes: Axes | None = 
     else:
         owners = _owners(claims, members, continuing)
         todo, reassigned = _assign_remaining(kept, owners, num_micro_batches)
-    senders = assign_sources(state.holders, axes, nodes or [""] * len(claims))
     highest = max(claim.step_version for claim in claims)
 
     def share(place: int) -> MemberAssignment:
@@ -88,13 +83,28 @@ def settle(claims: Sequence[Claim], num_micro_batches: int, axes: Axes | None = 
         return MemberAssignment(kept=() if dp is None else tuple(sorted(kept[dp])),
                                 todo=() if dp is None else tuple(sorted(todo[dp])),
                                 dealt=() if dp is None else tuple(sorted(reassigned[dp])),
-                                source=senders[place], steps=holder is not None and holder.steps,
+                                steps=holder is not None and holder.steps,
                                 staged=holder is not None and holder.staged)
 
     return Settlement(step_version=state.step_version, begun=begun,
                       shares=tuple(share(place) for place in range(len(claims))),
-                      holders=tuple(sorted(state.holders)), gate=state.gate,
+                      holders={place: holder.held for place, holder in state.holders.items()},
+                      gate=state.gate,
                       lost_version=highest if highest > state.step_version else NO_STATE)
+
+
+def find_receivers(settlement: Settlement, claims: Sequence[Claim], axes: Axes,
+                   optimizer: Sharding) -> list[int]:
+    """Positions of the members that lack some of their own part of the settled state."""
+
+    def has(place: int) -> bool:
+        share, claim, held = settlement.shares[place], claims[place], claims[place].held
+        # A member that steps during the settlement then has only its own optimizer shard.
+        is_gathered = not (claim.stale or (share.steps and optimizer != "whole"))
+        return (is_gathered and place in settlement.holders and held is not None
+                and held.shards == HeldState(axes=axes, optimizer=optimizer, place=place).shards)
+
+    return [place for place in range(num_positions(axes)) if not has(place)]
 
 
 def _has_sum(claim: Claim, place: int, state: StateHolders, axes: Axes) -> bool:

@@ -1,171 +1,105 @@
 """Exchanges state between the members of a generation, from live memory into live memory.
 
-All members call `exchange`. Each member publishes the shards that it has and wants, all compute the
-same plan (resharding.py), and each receives the missing shards from the nearest holder. If the data
-of a sender fails a checksum, or is of another step or model, all members exclude this sender and
-plan again. The active state changes only in `activate`, so never if the exchange fails.
+All members call `exchange`. Each tells all others the digests of the lists of shards that it has
+and wants, and nothing else. Members of one part have equal lists, so a receiver whose list a holder
+has needs no description. Other receivers read the descriptions of distinct lists, the nearest and
+likeliest first, until they have found all that they want (resharding.py). A receiver then asks each
+sender for its shards. If the data of a sender fails a checksum, or is of another step or model, all
+members exclude this sender and plan again. The active state changes only in `activate`, so never if
+the exchange fails.
 """
 
 from __future__ import annotations
 
+import gc
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
 import msgspec
 import structlog
 import torch
-import torch.distributed as dist
 from msgspec import Struct
 from torch import Tensor
 
+from ....events.spec.parallelism import coordinates
 from ..model import training_state
-from .resharding import Missing, Move, Region, Shard, plan_moves
+from .peers import Peers, World, tensor_of
+from .resharding import (
+    DIGEST_BYTES,
+    Holding,
+    Missing,
+    Move,
+    Region,
+    Shard,
+    ShardList,
+    nearest_first,
+    plan_moves,
+)
 from .state_shards import State, cut
-from .state_sources import NO_STATE
+from .state_sources import NO_STATE, HeldState, overlap
 
-# --- Transfer of tensors in chunks of bytes, each with a checksum ---
-#
-# Small tensors share a chunk, because messages are expensive. While a chunk is in transit, the next
-# one is packed and its checksum computed.
-
-CHUNK_BYTES = 4 << 20
-"""Size of a message; two are in memory at a time. A larger tensor is sent in one message."""
-ALIGN_BYTES = 8
-"""Alignment of a tensor in its chunk; the checksum follows the last tensor."""
-
-
-class _InTransit(NamedTuple):
-    """Chunks in transit: the messages, their memory, and the received chunks by place."""
-
-    works: list[dist.Work]
-    memory: list[Tensor]
-    received: list[tuple[int, Tensor, list[Tensor]]]
-
-
-def comm_device() -> torch.device:
-    """The device of the message buffers."""
-    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-
-
-def transfer(give: Mapping[int, Sequence[Tensor]], take: Mapping[int, Sequence[Tensor]],
-             goes_on: Callable[[], bool]) -> set[int]:
-    """Send (`give`) and receive (`take`) tensors by place, in the same order on both sides.
-
-    Returns the places that sent a wrong checksum; such a chunk is not written. `goes_on` is called
-    after each wait. If it returns False, `transfer` raises RuntimeError and writes no more.
-    """
-    device = comm_device()
-    sending = {place: list(_chunks(tensors)) for place, tensors in give.items()}
-    receiving = {place: list(_chunks(tensors)) for place, tensors in take.items()}
-    num_rounds = max(map(len, [*sending.values(), *receiving.values()]), default=0)
-    bad: set[int] = set()
-    in_transit = _InTransit([], [], [])
-    for number in range(num_rounds + 1):
-        started = _start(number, sending, receiving, device)
-        for work in in_transit.works:
-            work.wait()
-        if not goes_on():
-            raise RuntimeError("interrupted during the state exchange")
-        for place, chunk, tensors in in_transit.received:
-            if not _unpack(chunk, tensors):
-                bad.add(place)
-        in_transit = started
-    return bad
-
-
-def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The tensors in groups of about CHUNK_BYTES. Equal sizes give equal groups on both sides."""
-    part: list[Tensor] = []
-    part_bytes = 0
-    for tensor in tensors:
-        if part and part_bytes + tensor.nbytes > CHUNK_BYTES:
-            yield part
-            part, part_bytes = [], 0
-        part.append(tensor)
-        part_bytes += tensor.nbytes
-    if part:
-        yield part
-
-
-def _start(number: int, sending: Mapping[int, list[list[Tensor]]],
-           receiving: Mapping[int, list[list[Tensor]]], device: torch.device) -> _InTransit:
-    messages: list[dist.P2POp] = []
-    received: list[tuple[int, Tensor, list[Tensor]]] = []
-    for place, chunks in receiving.items():
-        if number < len(chunks):
-            buffer = torch.empty(_size(chunks[number]), dtype=torch.uint8, device=device)
-            messages.append(dist.P2POp(dist.irecv, buffer, place))
-            received.append((place, buffer, chunks[number]))
-    for place, chunks in sending.items():
-        if number < len(chunks):
-            messages.append(dist.P2POp(dist.isend, _pack(chunks[number], device), place))
-    works = dist.batch_isend_irecv(messages) if messages else []
-    return _InTransit(works, [message.tensor for message in messages], received)
-
-
-def _size(tensors: Sequence[Tensor]) -> int:
-    return sum(map(_padded, tensors)) + ALIGN_BYTES
-
-
-def _padded(tensor: Tensor) -> int:
-    return -(-tensor.nbytes // ALIGN_BYTES) * ALIGN_BYTES
-
-
-def _views(chunk: Tensor, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    begin = 0
-    for tensor in tensors:
-        yield chunk[begin:begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape), tensor
-        begin += _padded(tensor)
-
-
-def _pack(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    # Filled with zeros, because the checksum covers the padding too.
-    chunk = torch.zeros(_size(tensors), dtype=torch.uint8, device=device)
-    for view, tensor in _views(chunk, tensors):
-        view.copy_(tensor)
-    chunk[-ALIGN_BYTES:].view(torch.int64).fill_(_sum(chunk))
-    return chunk
-
-
-def _unpack(chunk: Tensor, tensors: Sequence[Tensor]) -> bool:
-    """If the checksum is right, write the chunk to the tensors and return True."""
-    if chunk[-ALIGN_BYTES:].view(torch.int64).item() != _sum(chunk):
-        return False
-    for view, tensor in _views(chunk, tensors):
-        tensor.copy_(view)
-    return True
-
-
-def _sum(chunk: Tensor) -> int:
-    return zlib.crc32(chunk[:-ALIGN_BYTES].cpu().numpy().data)
-
-LARGEST_NUM = CHUNK_BYTES // 4
+LARGEST_NUM = 1 << 20
 """Maximum elements of a move. A larger region is split, so that several holders can send it."""
-NUMBERS = Shard("numbers", "", Region((0,), (1,)))
-"""Stands for the numbers of the state in a plan. The sender's offer has their size."""
+LISTS_NUM_MAX = 64
+"""Lists of other members that are remembered for later generations."""
+NO_LIST = bytes(DIGEST_BYTES)
+NUMBERS = "numbers"
+"""Stands for the numbers of the state among the keys that are missing."""
 Note = Callable[[Literal["give", "receive"]], None]
 
 log = structlog.get_logger()
+_lists: OrderedDict[bytes, ShardList] = OrderedDict()
 
 
 class ExchangeResult(NamedTuple):
-    """The numbers of the state, and the bytes received from each place (`taken`). `activate` copies
-    the staged tensors into the active state."""
+    """The numbers of the state (None: this member neither has nor wants a state), and the bytes
+    received from each place (`taken`). `activate` copies the staged tensors into the active state.
+    """
 
-    numbers: training_state.Numbers
+    numbers: training_state.Numbers | None
     activate: Callable[[], None]
     taken: dict[int, int]
 
 
-class MemberOffer(Struct, frozen=True, array_like=True):
-    """A member's step version, and the encoded shards that it has and wants."""
+class Offer(NamedTuple):
+    """What all members know of a member: its step version, the digests of the lists of shards that
+    it has and wants (NO_LIST: none), and the size of its numbers."""
 
     step_version: int
     have: bytes
     want: bytes
     numbers_bytes: int
+
+    def encoded(self) -> bytes:
+        """The offer in a fixed number of bytes."""
+        return b"".join((self.step_version.to_bytes(8, signed=True), self.have, self.want,
+                         self.numbers_bytes.to_bytes(8)))
+
+    @classmethod
+    def decode(cls, data: bytes) -> Offer:
+        """The offer that `encoded` encoded."""
+        want = 8 + DIGEST_BYTES
+        return cls(int.from_bytes(data[:8], signed=True), data[8:want], data[want:-8],
+                   int.from_bytes(data[-8:]))
+
+
+class Request(Struct, frozen=True, array_like=True):
+    """What a receiver asks of a sender: for each region, the index of the shard in the sender's
+    list, and the region unless it is the whole shard; and whether it wants the numbers too."""
+
+    regions: list[tuple[int, Region | None]]
+    numbers: bool
+
+
+class Problem(Struct, frozen=True, array_like=True):
+    """Why a receiver cannot go on: the keys that no holder has, and the holders of another model,
+    by place, with the reason."""
+
+    missing: tuple[str, ...] = ()
+    odd: dict[int, str] = {}
 
 
 class _Memory(NamedTuple):
@@ -174,8 +108,10 @@ class _Memory(NamedTuple):
     shards: Sequence[Shard]
     tensors: Sequence[Tensor]
 
-    def part(self, index: int, region: Region) -> Tensor:
-        """The live view of `region` in the shard at this index."""
+    def part(self, index: int, region: Region | None) -> Tensor:
+        """The live view of `region` in the shard at this index; None: all of it."""
+        if region is None:
+            return self.tensors[index]
         return cut(self.tensors[index], self.shards[index].region, region)
 
 
@@ -187,129 +123,285 @@ class _Side(NamedTuple):
     staged: list[tuple[Tensor, Tensor]]
 
 
+class Plan(NamedTuple):
+    """What this member receives: its moves, and the place that sends the numbers (NO_STATE: it has
+    them)."""
+
+    moves: list[Move]
+    numbers_from: int
+
+    def requests(self, me: int, have: Callable[[int], ShardList]) -> dict[int, Request]:
+        """The request to each sender; `have` is the list of a place."""
+        regions: dict[int, list[tuple[int, Region | None]]] = {}
+        for move in self.moves:
+            if move.source != me:
+                is_whole = have(move.source).shards[move.given].region == move.region
+                regions.setdefault(move.source, []).append(
+                    (move.given, None if is_whole else move.region))
+        senders = regions.keys() | ({self.numbers_from} - {NO_STATE})
+        return {place: Request(regions.get(place, []), place == self.numbers_from)
+                for place in sorted(senders)}
+
+
+@contextmanager
+def _without_collection() -> Generator[None]:
+    """No garbage collection within the context: it would search the thousands of new objects, and
+    there is no garbage among them. Otherwise a plan takes a quarter longer."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def forget_lists() -> None:
+    """Forget the lists of other members, for a measurement."""
+    _lists.clear()
+
+
+class Planner:
+    """Plans what this member receives, and agrees with the others on who sends to whom.
+
+    `held` are the parts of the model whose state the holders have, by place, and `seat` is the one
+    that this member wants. `nodes` is by place.
+    """
+
+    def __init__(self, peers: Peers, have: ShardList, want: ShardList | None, *,
+                 step_version: int, held: Mapping[int, HeldState], seat: HeldState,
+                 nodes: Sequence[str]) -> None:
+        self.peers, self.have, self.want = peers, have, want
+        self.step_version, self.held, self.seat, self.nodes = step_version, held, seat, nodes
+        self.offers: Sequence[Offer] = ()
+        self.receivers: list[int] = []
+        self.senders: dict[int, bytes] = {}
+        """The digest of each holder's list, without the excluded holders."""
+        self._failed: set[int] = set()
+        """The places whose data failed a checksum."""
+
+    def offer(self, own_version: int, numbers_bytes: int) -> None:
+        """Tell all members what this member has and wants, and learn what they have and want."""
+        mine = Offer(own_version, self.have.digest if self.have.shards else NO_LIST,
+                     self.want.digest if self.want is not None else NO_LIST, numbers_bytes)
+        self.offers = [Offer.decode(each) for each in self.peers.gather(mine.encoded())]
+        self.receivers = [place for place, offer in enumerate(self.offers)
+                          if offer.want != NO_LIST]
+        for place in sorted(self.held):
+            if (found := self.offers[place].step_version) == self.step_version:
+                self.senders[place] = self.offers[place].have
+            else:
+                _excluded(place, f"it is of step {found}, not {self.step_version}")
+
+    def plan(self) -> tuple[Plan, list[int]]:
+        """This member's plan, and the receivers that it sends to. Raises Missing on all members
+        if a receiver finds no holder of some part, and RuntimeError if such a holder failed."""
+        while True:
+            self._describe()
+            plan, problem = Plan([], NO_STATE), Problem()
+            if self.want is not None:
+                plan, problem = self._own_plan(self.want)
+            is_sound, targets = self._agree(plan, problem)
+            if is_sound:
+                return plan, targets
+            problems = [msgspec.msgpack.decode(each, type=Problem)
+                        for each in self.peers.collect(msgspec.msgpack.encode(problem))]
+            odd = {place: why for each in problems for place, why in each.odd.items()}
+            for place, why in sorted(odd.items()):
+                _excluded(place, why)
+                del self.senders[place]
+            if not odd:
+                missing = Missing(sorted({key for each in problems for key in each.missing}))
+                if not self._failed:
+                    raise missing
+                # State altered in transit is not lost: the next generation exchanges it again.
+                raise RuntimeError(f"{missing}, without those at {sorted(self._failed)}")
+
+    def exclude(self, places: set[int]) -> None:
+        """Exclude senders whose data failed a checksum."""
+        log.warning("senders of state are excluded", places=sorted(places), why="wrong checksum")
+        self._failed |= places
+        for place in places:
+            self.senders.pop(place, None)
+
+    def list_of(self, place: int) -> ShardList:
+        """The list of shards that a holder has. Reads its description if it is not known."""
+        digest = self.offers[place].have
+        for own in (self.want, self.have):
+            if own is not None and own.digest == digest:
+                return own
+        if digest not in _lists:
+            try:
+                found = ShardList.decode(self.peers.read(f"shards/{digest.hex()}"))
+            except ValueError as error:
+                raise RuntimeError(str(error)) from None
+            _lists[digest] = found
+            if len(_lists) > LISTS_NUM_MAX:
+                _lists.popitem(last=False)
+        _lists.move_to_end(digest)
+        return _lists[digest]
+
+    def _describe(self) -> None:
+        """Publish the list of this member, if it is the first sender that has it, and a receiver
+        may read it: its own list is none of the senders', or some senders should have equal lists
+        and have not."""
+        known = set(self.senders.values())
+        alike = {(self.held[place].shards, digest) for place, digest in self.senders.items()}
+        if (all(self.offers[place].want in known for place in self.receivers)
+                and len(alike) == len({shards for shards, _ in alike})):
+            return
+        first = {digest: place for place, digest in reversed(self.senders.items())}
+        if first.get(self.have.digest) == self.peers.place:
+            self.peers.publish(f"shards/{self.have.digest.hex()}", self.have.encoded)
+
+    @_without_collection()
+    def _own_plan(self, want: ShardList) -> tuple[Plan, Problem]:
+        """The plan with the lists that this member reads, or why there is none."""
+        me, odd = self.peers.place, dict[int, str]()
+        dp = coordinates(self.seat.axes, self.seat.place).dp
+
+        def readable(places: Sequence[int]) -> Iterator[Holding]:
+            held = self.list_of(places[0])
+            differs = next((key for key, kind in held.kinds.items()
+                            if want.kinds.get(key, kind) != kind), None)
+            if differs is None:
+                yield Holding(held, places)
+            odd.update((place, f"its {differs} is {held.kinds[differs]}, not "
+                        f"{want.kinds[differs]}") for place in places if differs is not None)
+
+        order = nearest_first(me, self.senders, self.nodes,
+                              lambda place: overlap(self.seat, self.held[place]))
+        alike = {self.senders[place] for place in self.senders
+                 if self.held[place].shards == self.seat.shards}
+        for digest, places in order:
+            if digest in alike - {want.digest}:  # perhaps of another model
+                list(readable(places))
+        if want.digest in self.senders.values():
+            order = [(digest, places) for digest, places in order
+                     if digest == want.digest or me in places]
+        moves: list[Move] = []
+        missing: tuple[str, ...] = ()
+        try:
+            moves = plan_moves(me, want, (
+                each for _, places in order for each in readable(places)), LARGEST_NUM, dp)
+        except Missing as error:
+            missing = error.keys
+        numbers_from = NO_STATE
+        if self.offers[me].step_version != self.step_version:
+            near = nearest_first(me, dict.fromkeys(self.senders, b""), self.nodes)
+            if near:
+                numbers_from = near[0][1][dp % len(near[0][1])]
+            else:
+                missing = (*missing, NUMBERS)
+        return Plan(moves, numbers_from), Problem(missing, odd)
+
+    def _agree(self, plan: Plan, problem: Problem) -> tuple[bool, list[int]]:
+        """Whether no receiver has a problem, and the receivers that take data from this member."""
+        row_bytes = -(-self.peers.num // 8) + 1
+        rows = bytearray(row_bytes * len(self.receivers))
+        if self.want is not None:
+            at = self.receivers.index(self.peers.place) * row_bytes
+            for place in {move.source for move in plan.moves} | ({plan.numbers_from} - {NO_STATE}):
+                if place != self.peers.place:
+                    rows[at + place // 8] |= 1 << place % 8
+            rows[at + row_bytes - 1] = problem != Problem()
+        found = self.peers.maximum(bytes(rows)) if rows else b""
+        byte, bit = divmod(self.peers.place, 8)
+        return not any(found[row_bytes - 1::row_bytes]), [
+            place for number, place in enumerate(self.receivers)
+            if found[number * row_bytes + byte] >> bit & 1]
+
+    def ask(self, plan: Plan, targets: Sequence[int]) -> dict[int, Request]:
+        """Send this member's requests; the requests of `targets`."""
+        mine = plan.requests(self.peers.place, self.list_of)
+        told = self.peers.swap({place: encode_request(each) for place, each in mine.items()},
+                               targets)
+        return {place: decode_request(data) for place, data in told.items()}
+
+
 def exchange(have: State, want: State, numbers: training_state.Numbers | None, *,
-             step_version: int, holders: Collection[int], nodes: Sequence[str], staged: bool,
-             note: Note = lambda event: None, goes_on: Callable[[], bool] = lambda: True
-             ) -> ExchangeResult:
-    """Fill `want` with the state after `step_version` steps from the members at `holders`.
+             step_version: int, held: Mapping[int, HeldState], seat: HeldState,
+             nodes: Sequence[str], staged: bool, note: Note = lambda event: None,
+             goes_on: Callable[[], bool] = lambda: True) -> ExchangeResult:
+    """Fill `want` with the state after `step_version` steps from the members at the places `held`.
 
     All members call it, each with its shards and its `numbers` (None: it has no valid state).
+    `held` are the parts of the holders by place, `seat` is the part that this member wants, and
     `nodes` is by place. With `staged`, `want` is the active state: it changes only in `activate`,
     and the received data needs additional memory. Otherwise `want` is written directly. `goes_on`
     is called after each wait, before a write: it returns False if the exchange is obsolete. Raises
     RuntimeError. If the holders lack a part, all members raise resharding.Missing.
     """
-    me = dist.get_rank()
+    peers = World()
     encoded = b"" if numbers is None else msgspec.msgpack.encode(numbers)
-    offers = _gather_offers(MemberOffer(
-        step_version=NO_STATE if numbers is None else numbers.step_version, have=_encoded(have),
-        want=_encoded(() if want is have else want), numbers_bytes=len(encoded)))
-    held = [_decoded(offer.have) for offer in offers]
-    wanted = [_decoded(offer.want) for offer in offers]
-    targets = [] if want is have else list(want.values())
-    senders = _senders(offers, held, wanted, step_version, holders)
-    wanted = [shards if offer.step_version == step_version else (*shards, NUMBERS)
-              for offer, shards in zip(offers, wanted, strict=True)]
-    excluded: set[int] = set()
+    targets = {} if want is have else want
+    planner = Planner(peers, ShardList(have), ShardList(want) if targets else None,
+                      step_version=step_version, held=held, seat=seat, nodes=nodes)
+    planner.offer(NO_STATE if numbers is None else numbers.step_version, len(encoded))
+    mine = _Memory(planner.have.shards, [*have.values()])
+    theirs = _Memory([*targets], [*targets.values()])
     while True:
-        has = [(*shards, NUMBERS) if place in senders - excluded else ()
-               for place, shards in enumerate(held)]
-        moves = _plan(has, wanted, nodes, excluded)
-        new_numbers = _numbers_buffer(moves, offers, wanted, me)
-        side = _side(me, moves, _Memory(has[me], [*have.values(), _tensor(encoded)]),
-                     _Memory(wanted[me], [*targets, new_numbers]), staged=staged)
+        plan, receivers = planner.plan()
+        requests = planner.ask(plan, receivers)
+        side = _side(peers.place, plan, mine, theirs, staged=staged)
+        new_numbers = torch.empty(planner.offers[plan.numbers_from].numbers_bytes
+                                  if plan.numbers_from != NO_STATE else 0, dtype=torch.uint8)
+        if plan.numbers_from != NO_STATE:
+            side.take.setdefault(plan.numbers_from, []).append(new_numbers)
+        for place, request in requests.items():
+            side.give[place] = [mine.part(*each) for each in request.regions]
+            if request.numbers:
+                side.give[place].append(tensor_of(encoded))
         if side.give:
             note("give")
         if side.take:
             note("receive")
-        bad = _agree(transfer(side.give, side.take, goes_on), len(offers))
+        bad = _agree(peers, peers.transfer(side.give, side.take, goes_on))
         if not bad:
             break
-        log.warning("senders of state are excluded", places=sorted(bad), why="wrong checksum")
-        excluded |= bad
+        planner.exclude(bad)
 
     def activate() -> None:
         for live, new in side.staged:
             live.copy_(new)
 
-    if numbers is None or numbers.step_version != step_version:
+    if plan.numbers_from != NO_STATE:
         numbers = _read(new_numbers)
     return ExchangeResult(numbers, activate, {
         place: sum(tensor.nbytes for tensor in tensors if tensor is not new_numbers)
         for place, tensors in sorted(side.take.items())})
 
 
-def _gather_offers(mine: MemberOffer) -> list[MemberOffer]:
-    """The offers of all members, by place."""
-    data = _tensor(msgspec.msgpack.encode(mine)).to(comm_device())
-    sizes = [torch.zeros(1, dtype=torch.int64, device=comm_device())
-             for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([data.numel()], device=comm_device()))
-    largest = max(int(size.item()) for size in sizes)
-    buffers = [torch.empty(largest, dtype=torch.uint8, device=comm_device()) for _ in sizes]
-    dist.all_gather(buffers, torch.cat([data, data.new_zeros(largest - data.numel())]))
-    return [msgspec.msgpack.decode(buffer[:int(size.item())].cpu().numpy().data, type=MemberOffer)
-            for buffer, size in zip(buffers, sizes, strict=True)]
+def encode_request(request: Request) -> bytes:
+    """The request as sent."""
+    return zlib.compress(msgspec.msgpack.encode(request), level=1)
 
 
-def _agree(bad: Collection[int], num_members: int) -> set[int]:
-    """The places in `bad` of any member. Returns when all members have received their data."""
-    flags = torch.tensor([int(place in bad) for place in range(num_members)], device=comm_device())
-    dist.all_reduce(flags, dist.ReduceOp.MAX)
-    return {place for place, flag in enumerate(flags.tolist()) if flag}
-
-
-def _senders(offers: Sequence[MemberOffer], held: Sequence[Sequence[Shard]],
-             wanted: Sequence[Sequence[Shard]], step_version: int, holders: Collection[int]
-             ) -> set[int]:
-    """The holders with the right step version and the right model."""
-    kinds = {shard.key: shard.kind for shards in reversed(wanted) for shard in shards}
-    found: set[int] = set()
-    for place in sorted(holders):
-        odd = next((shard for shard in held[place]
-                    if kinds.get(shard.key, shard.kind) != shard.kind), None)
-        if offers[place].step_version != step_version:
-            why = f"it is of step {offers[place].step_version}, not {step_version}"
-        elif odd is not None:
-            why = f"its {odd.key} is {odd.kind}, not {kinds[odd.key]}"
-        else:
-            found.add(place)
-            continue
-        log.warning("a holder of state is excluded", place=place, why=why)
-    return found
-
-
-def _plan(has: Sequence[Sequence[Shard]], wanted: Sequence[Sequence[Shard]], nodes: Sequence[str],
-          excluded: Collection[int]) -> list[Move]:
+def decode_request(data: bytes) -> Request:
+    """Raises RuntimeError."""
     try:
-        return plan_moves(has, wanted, nodes, LARGEST_NUM)
-    except Missing as missing:
-        if not excluded:
-            raise
-        # State that was altered in transit is not lost: the next generation exchanges it again.
-        why = f"{missing}, without those at {sorted(excluded)}"
-    raise RuntimeError(why)
+        return msgspec.msgpack.decode(zlib.decompress(data), type=Request)
+    except (zlib.error, msgspec.MsgspecError) as error:
+        raise RuntimeError(f"the request cannot be decoded: {error}") from None
 
 
-def _numbers_buffer(moves: Sequence[Move], offers: Sequence[MemberOffer],
-                    wanted: Sequence[Sequence[Shard]], me: int) -> Tensor:
-    """The buffer for the numbers; empty if this member has them."""
-    return torch.empty(sum(offers[move.source].numbers_bytes for move in moves
-                           if move.target == me and wanted[me][move.wanted] == NUMBERS),
-                       dtype=torch.uint8)
+def _agree(peers: Peers, bad: set[int]) -> set[int]:
+    """The places in `bad` of any member. Returns when all members have received their data."""
+    flags = peers.maximum(bytes(place in bad for place in range(peers.num)))
+    return {place for place, flag in enumerate(flags) if flag}
 
 
-def _side(me: int, moves: Sequence[Move], mine: _Memory, theirs: _Memory, *, staged: bool) -> _Side:
-    """This member's part of the plan. Data that the member has itself is copied immediately."""
+def _excluded(place: int, why: str) -> None:
+    log.warning("a holder of state is excluded", place=place, why=why)
+
+
+def _side(me: int, plan: Plan, mine: _Memory, theirs: _Memory, *, staged: bool) -> _Side:
+    """What this member receives. Data that it has itself is copied immediately."""
     side = _Side({}, {}, [])
-    for region, source, given, target, wanted in moves:
-        if source == me != target:
-            side.give.setdefault(target, []).append(mine.part(given, region))
-        if target != me:
-            continue
+    for region, source, given, wanted in plan.moves:
         place = theirs.part(wanted, region)
         new = place
-        if staged and theirs.shards[wanted] != NUMBERS:
+        if staged:
             new = torch.empty_like(place)
             side.staged.append((place, new))
         if source == me:
@@ -324,17 +416,3 @@ def _read(encoded: Tensor) -> training_state.Numbers:
         return msgspec.msgpack.decode(encoded.numpy().data, type=training_state.Numbers)
     except msgspec.MsgspecError as error:
         raise RuntimeError(f"the numbers cannot be decoded: {error}") from None
-
-
-def _tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data or b"-"), dtype=torch.uint8)[:len(data)]
-
-
-def _encoded(shards: Iterable[Shard]) -> bytes:
-    return msgspec.msgpack.encode(tuple(shards))
-
-
-@lru_cache(maxsize=64)
-def _decoded(data: bytes) -> tuple[Shard, ...]:
-    """Cached, because many members have equal shards, also in later generations."""
-    return msgspec.msgpack.decode(data, type=tuple[Shard, ...])

@@ -1,4 +1,4 @@
-"""Finds the state from which a new generation continues, and assigns senders to receivers.
+"""Finds the state from which a new generation continues, and the members that hold it.
 
 Pure: the result depends only on the members' claims. docs/ARCHITECTURE.md, "Settlement", has the
 rules.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -18,8 +19,6 @@ from ....events.spec.parallelism import Sharding, coordinates, has_every_part, p
 
 NO_STATE = -1
 """Step version of a member that has only its initial state."""
-SEVERAL = -2
-"""Source of a member whose state is assembled from several holders."""
 
 
 class HeldState(Struct, frozen=True, kw_only=True):
@@ -148,6 +147,7 @@ def _holders(claims: Sequence[Claim], version: int
              ) -> tuple[dict[_Layout, dict[int, StateHolder]], tuple[float, ...]]:
     """The holders of the state of `version`, by layout; and the result of its step barrier."""
     passed, gate = _barrier(claims, version)
+    stagings = sorted({0, *(claim.staged_in for claim in claims)})
     layouts: dict[_Layout, dict[int, StateHolder]] = {}
     for place, claim in enumerate(claims):
         steps = _is_ready(claim, version) and claim.trained_in == passed
@@ -158,7 +158,7 @@ def _holders(claims: Sequence[Claim], version: int
             has.append(StateHolder(claim.staged, steps=False, staged=True))
         # The active and the staged state of a member may have the same layout, but different
         # positions. So staged states are combined only if they were staged in the same generation.
-        for staged_in in sorted({0, *(claim.staged_in for claim in claims)}):
+        for staged_in in stagings:
             for holder in has if staged_in != claim.staged_in else reversed(has):
                 layout = _Layout(holder.held.shape, holder.held.dp_of_shards, staged_in)
                 layouts.setdefault(layout, {}).setdefault(place, holder)
@@ -210,39 +210,39 @@ def _is_whole(holders: dict[int, StateHolder]) -> bool:
     )
 
 
-def assign_sources(holders: dict[int, StateHolder], axes: Axes, nodes: Sequence[str]) -> list[int]:
-    """By place: the place of the nearest member that has all of the receiver's new state.
+def overlap(wanted: HeldState, held: HeldState) -> tuple[float, float]:
+    """How likely `held` has shards of the part `wanted`; larger is likelier.
 
-    The receiver itself is nearest, then members of its node, then others. Equally near senders take
-    turns. A standby member receives nothing. `nodes` are the members' nodes; an empty name is an
-    unknown node.
+    The first number is the fraction of the model that both parts share, if each tensor is split
+    evenly and each stage has as many layers. The second compares optimizer shards. Only a guess: a
+    receiver reads further lists until it has found all that it wants.
     """
-    if not holders:
-        return [NO_STATE] * len(nodes)
-    source_of = list(range(len(nodes)))
-    num_receivers = dict.fromkeys(holders, 0)
-    receivers = [(place, _senders(holders, axes, place))
-                 for place in range(axes.tp * axes.pp * axes.dp)]
-    receivers = [(place, senders) for place, senders in receivers if place not in senders]
-    # Receivers with a sender on their node come first. The others then use less loaded senders.
-    for local in (True, False):
-        for place, senders in receivers:
-            near = [sender for sender in senders if nodes[place] and nodes[sender] == nodes[place]]
-            if bool(near) != local:
-                continue
-            if not senders:
-                source_of[place] = SEVERAL
-                continue
-            sender = min(near or senders, key=lambda sender: (num_receivers[sender], sender))
-            source_of[place] = sender
-            num_receivers[sender] += 1
-    return source_of
+    mine, theirs = _fractions(wanted), _fractions(held)
+    stages = sum(_shared(one, other) for one in mine.stages for other in theirs.stages)
+    return _shared(mine.tensors, theirs.tensors) * stages, -abs(mine.middle - theirs.middle)
 
 
-def _senders(holders: dict[int, StateHolder], axes: Axes, place: int) -> list[int]:
-    """The holders that have all of the state of position `place`."""
-    at = coordinates(axes, place)
-    return [sender for sender, holder in holders.items()
-            if holder.held.shape == shape(axes) and holder.held.part == (at.tp, at.pp)
-            and (not holder.held.dp_of_shards
-                 or (holder.held.dp_of_shards, holder.held.place) == (axes.dp, place))]
+Interval = tuple[float, float]
+
+
+class _Fractions(NamedTuple):
+    """The fractions of each tensor, of the layers and of the optimizer that a member holds."""
+
+    tensors: Interval
+    stages: tuple[Interval, ...]
+    middle: float
+    """The middle of its part of the optimizer."""
+
+
+@lru_cache(maxsize=4096)
+def _fractions(held: HeldState) -> _Fractions:
+    axes, at = held.axes, coordinates(held.axes, held.place)
+    num_stages = axes.pp * axes.chunks
+    return _Fractions((at.tp / axes.tp, (at.tp + 1) / axes.tp), tuple(
+        (stage / num_stages, (stage + 1) / num_stages)
+        for stage in range(at.pp, num_stages, axes.pp)),
+        (at.dp + 0.5) / axes.dp if held.dp_of_shards else 0.5)
+
+
+def _shared(one: Interval, other: Interval) -> float:
+    return max(0.0, min(one[1], other[1]) - max(one[0], other[0]))

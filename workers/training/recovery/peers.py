@@ -1,0 +1,122 @@
+"""The other members of a generation, as the state exchange uses them.
+
+`World` is the real one: torch.distributed, and the generation's store for what few members read.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .state_transfer import comm_device, transfer
+
+
+class Peers(Protocol):
+    """All members call the collectives `gather`, `collect`, `maximum` and `swap`, in one order."""
+
+    place: int
+    num: int
+
+    def gather(self, record: bytes) -> Sequence[bytes]:
+        """The records of all members, by place. All have the same size."""
+        ...
+
+    def collect(self, data: bytes) -> Sequence[bytes]:
+        """The data of all members, by place, of any size."""
+        ...
+
+    def maximum(self, data: bytes) -> bytes:
+        """The largest value of each byte. All members give the same number of bytes."""
+        ...
+
+    def swap(self, outgoing: Mapping[int, bytes], sources: Collection[int]) -> Mapping[int, bytes]:
+        """Send data to some members, and receive the data of `sources`."""
+        ...
+
+    def publish(self, name: str, data: bytes) -> None:
+        """Publish data for the members that `read` it."""
+        ...
+
+    def read(self, name: str) -> bytes:
+        """Published data; waits until it is there."""
+        ...
+
+    def transfer(self, give: Mapping[int, Sequence[Tensor]], take: Mapping[int, Sequence[Tensor]],
+                 goes_on: Callable[[], bool]) -> set[int]:
+        """See state_transfer.py."""
+        ...
+
+
+class World:
+    """The members of the torch.distributed world. Every method raises RuntimeError."""
+
+    def __init__(self) -> None:
+        self.place, self.num = dist.get_rank(), dist.get_world_size()
+        self._store: Any = dist.distributed_c10d._get_default_store()
+
+    def gather(self, record: bytes) -> Sequence[bytes]:
+        """All-gather."""
+        size = len(record)
+        found = torch.empty(size * self.num, dtype=torch.uint8, device=comm_device())
+        dist.all_gather_into_tensor(found, tensor_of(record).to(comm_device()))
+        whole = bytes_of(found)
+        return [whole[at:at + size] for at in range(0, len(whole), size)]
+
+    def collect(self, data: bytes) -> Sequence[bytes]:
+        """All-gather of the sizes, then of the compressed data."""
+        data = zlib.compress(data, level=1)
+        sizes = [int.from_bytes(size) for size in self.gather(len(data).to_bytes(8))]
+        found = self.gather(data.ljust(max(sizes), b"\0"))
+        return [zlib.decompress(each[:size]) for each, size in zip(found, sizes, strict=True)]
+
+    def maximum(self, data: bytes) -> bytes:
+        """All-reduce."""
+        found = tensor_of(data).to(comm_device())
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return bytes_of(found)
+
+    def swap(self, outgoing: Mapping[int, bytes], sources: Collection[int]) -> Mapping[int, bytes]:
+        """The sizes, then the data."""
+        sizes = self._swap({place: len(data).to_bytes(8) for place, data in outgoing.items()},
+                           dict.fromkeys(sources, 8))
+        return self._swap(outgoing, {place: int.from_bytes(size) for place, size in sizes.items()})
+
+    def _swap(self, outgoing: Mapping[int, bytes], sizes: Mapping[int, int]) -> dict[int, bytes]:
+        device = comm_device()
+        incoming = {place: torch.empty(size, dtype=torch.uint8, device=device)
+                    for place, size in sizes.items()}
+        messages = [dist.P2POp(dist.irecv, buffer, place) for place, buffer in incoming.items()]
+        messages += [dist.P2POp(dist.isend, tensor_of(data).to(device), place)
+                     for place, data in outgoing.items()]
+        for work in dist.batch_isend_irecv(messages) if messages else []:
+            work.wait()
+        return {place: bytes_of(buffer) for place, buffer in incoming.items()}
+
+    def publish(self, name: str, data: bytes) -> None:
+        """Set a key of the generation's store."""
+        self._store.set(name, data)
+
+    def read(self, name: str) -> bytes:
+        """Get a key of the generation's store."""
+        found: bytes = self._store.get(name)
+        return found
+
+    def transfer(self, give: Mapping[int, Sequence[Tensor]], take: Mapping[int, Sequence[Tensor]],
+                 goes_on: Callable[[], bool]) -> set[int]:
+        """Streams of chunks."""
+        return transfer(give, take, goes_on)
+
+
+def tensor_of(data: bytes) -> Tensor:
+    """The bytes as a tensor."""
+    return torch.frombuffer(bytearray(data or b"-"), dtype=torch.uint8)[:len(data)]
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    """The bytes of a tensor of bytes."""
+    return tensor.cpu().numpy().tobytes()

@@ -1,0 +1,189 @@
+"""Sends and receives tensors between members, in streams of chunks, each with a checksum.
+
+Small tensors share a chunk, because messages are expensive. Several chunks are in transit with each
+peer. Threads compute the checksums, so that the training thread only copies and waits.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+CHUNK_BYTES = 4 << 20
+"""Size of a message. A larger tensor is sent in one message."""
+BUFFER_BYTES = 64 << 20
+"""Memory for chunks in transit. One chunk for each peer is in transit even if they exceed it."""
+ROUNDS_NUM_MAX = 6
+"""Maximum chunks in transit with one peer, each way."""
+CHECKSUM_THREADS = 2
+ALIGN_BYTES = 8
+"""Alignment of a tensor in its chunk; the checksum follows the last tensor."""
+
+
+class _Received(NamedTuple):
+    """A received chunk, and the tensors that it is for."""
+
+    place: int
+    chunk: Tensor
+    tensors: list[Tensor]
+
+
+class _Round(NamedTuple):
+    """One chunk for each peer, in transit. `memory` keeps the sent chunks until they have left."""
+
+    works: list[dist.Work]
+    memory: list[Tensor]
+    received: list[_Received]
+
+
+def comm_device() -> torch.device:
+    """The device of the message buffers."""
+    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+
+
+def transfer(give: Mapping[int, Sequence[Tensor]], take: Mapping[int, Sequence[Tensor]],
+             goes_on: Callable[[], bool]) -> set[int]:
+    """Send (`give`) and receive (`take`) tensors by place, in the same order on both sides.
+
+    Returns the places that sent a wrong checksum; such a chunk is not written. `goes_on` is called
+    after each wait. If it returns False, `transfer` raises RuntimeError and writes no more.
+    """
+    with ThreadPoolExecutor(CHECKSUM_THREADS, "checksum") as pool:
+        return _Transfer(give, take, goes_on, pool).run()
+
+
+class _Transfer:
+    """The rounds of a transfer. In each round, one chunk goes to each peer and comes from each.
+
+    A round is packed, is in transit, and is checked, while others are before and behind it. Members
+    may have different numbers of rounds in transit, because all start them in the same order.
+    """
+
+    def __init__(self, give: Mapping[int, Sequence[Tensor]], take: Mapping[int, Sequence[Tensor]],
+                 goes_on: Callable[[], bool], pool: ThreadPoolExecutor) -> None:
+        self._sending = {place: list(_chunks(tensors)) for place, tensors in give.items()}
+        self._receiving = {place: list(_chunks(tensors)) for place, tensors in take.items()}
+        self._goes_on, self._pool, self._device = goes_on, pool, comm_device()
+        round_bytes = CHUNK_BYTES * max(len(give) + len(take), 1)
+        self._num_at_once = max(1, min(ROUNDS_NUM_MAX, BUFFER_BYTES // round_bytes))
+        self._packed: deque[dict[int, Future[Tensor]]] = deque()
+        self._in_transit: deque[_Round] = deque()
+        self._checked: deque[list[tuple[_Received, Future[bool]]]] = deque()
+        self._bad: set[int] = set()
+
+    def run(self) -> set[int]:
+        """Transfer all; the places that sent a wrong checksum."""
+        all_chunks = [*self._sending.values(), *self._receiving.values()]
+        for number in range(num_rounds := max(map(len, all_chunks), default=0)):
+            self._pack(number)
+            if number:
+                self._start(number - 1)
+            if len(self._in_transit) > self._num_at_once:
+                self._receive()
+        if num_rounds:
+            self._start(num_rounds - 1)
+        while self._in_transit:
+            self._receive()
+        while self._checked:
+            self._write()
+        return self._bad
+
+    def _pack(self, number: int) -> None:
+        self._packed.append({
+            place: self._pool.submit(_seal, _pack(chunks[number], self._device))
+            for place, chunks in self._sending.items() if number < len(chunks)})
+
+    def _start(self, number: int) -> None:
+        messages: list[dist.P2POp] = []
+        received: list[_Received] = []
+        for place, chunks in self._receiving.items():
+            if number < len(chunks):
+                buffer = torch.empty(_size(chunks[number]), dtype=torch.uint8, device=self._device)
+                messages.append(dist.P2POp(dist.irecv, buffer, place))
+                received.append(_Received(place, buffer, chunks[number]))
+        for place, sealed in self._packed.popleft().items():
+            messages.append(dist.P2POp(dist.isend, sealed.result(), place))
+        works = dist.batch_isend_irecv(messages) if messages else []
+        self._in_transit.append(_Round(works, [each.tensor for each in messages], received))
+
+    def _receive(self) -> None:
+        arrived = self._in_transit.popleft()
+        for work in arrived.works:
+            work.wait()
+        self._checked.append([(one, self._pool.submit(_is_right, one.chunk))
+                              for one in arrived.received])
+        if len(self._checked) > 1:
+            self._write()
+
+    def _write(self) -> None:
+        checked = [(one, is_right.result()) for one, is_right in self._checked.popleft()]
+        if not self._goes_on():
+            raise RuntimeError("interrupted during the state exchange")
+        for one, is_right in checked:
+            if is_right:
+                _unpack(one.chunk, one.tensors)
+            else:
+                self._bad.add(one.place)
+
+
+def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The tensors in groups of about CHUNK_BYTES. Equal sizes give equal groups on both sides."""
+    part: list[Tensor] = []
+    part_bytes = 0
+    for tensor in tensors:
+        if part and part_bytes + tensor.nbytes > CHUNK_BYTES:
+            yield part
+            part, part_bytes = [], 0
+        part.append(tensor)
+        part_bytes += tensor.nbytes
+    if part:
+        yield part
+
+
+def _size(tensors: Sequence[Tensor]) -> int:
+    return sum(map(_padded, tensors)) + ALIGN_BYTES
+
+
+def _padded(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def _views(chunk: Tensor, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    begin = 0
+    for tensor in tensors:
+        yield chunk[begin:begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape), tensor
+        begin += _padded(tensor)
+
+
+def _pack(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    # Filled with zeros, because the checksum covers the padding too.
+    chunk = torch.zeros(_size(tensors), dtype=torch.uint8, device=device)
+    for view, tensor in _views(chunk, tensors):
+        view.copy_(tensor)
+    return chunk
+
+
+def _unpack(chunk: Tensor, tensors: Sequence[Tensor]) -> None:
+    for view, tensor in _views(chunk, tensors):
+        tensor.copy_(view)
+
+
+def _seal(chunk: Tensor) -> Tensor:
+    """Write the checksum into the chunk."""
+    chunk[-ALIGN_BYTES:].view(torch.int64).fill_(_sum(chunk))
+    return chunk
+
+
+def _is_right(chunk: Tensor) -> bool:
+    return chunk[-ALIGN_BYTES:].view(torch.int64).item() == _sum(chunk)
+
+
+def _sum(chunk: Tensor) -> int:
+    return zlib.crc32(chunk[:-ALIGN_BYTES].cpu().numpy().data)
