@@ -15,14 +15,22 @@ OPTIMIZER_BYTES = {"fp32": 8, "bf16": 12, "fp16": 12}
 
 
 def seat_bytes(task: Task, count: int) -> int:
-    """Bytes of state on one of `count` slots. For training, it is a rank's part of the model. For a
-    command, it is an equal share of the state of its `model`; 0 without a model."""
-    train = task.spec.train
+    """Bytes of state on one of `count` slots: a rank's part of the model, if the task trains in
+    memory and its model is known. For a command, it is an equal share of the state of its `model`;
+    0 without a model."""
+    train, loop = task.spec.train, task.spec.loop
     if train is not None:
         return trained_bytes(train, count)
-    model = task.spec.model
-    bytes_of_each = WEIGHT_BYTES["bf16"] + OPTIMIZER_BYTES["bf16"]
-    return bytes_of_each * parameters(model).total // count if model and count else 0
+    model = task.spec.model if loop is None else loop.model
+    if model is None or not count:
+        return 0
+    if loop is None:
+        bytes_of_each = WEIGHT_BYTES["bf16"] + OPTIMIZER_BYTES["bf16"]
+        return bytes_of_each * parameters(model).total // count
+    axes = layout_within(loop, count) or Axes(dp=count)
+    shards = axes.dp if loop.parallel.optimizer == "sharded" else 1
+    return int((WEIGHT_BYTES["bf16"] + OPTIMIZER_BYTES["bf16"] / shards)
+               * parameters(model).total) // len(replica(axes, 0))
 
 
 def trained_bytes(train: Train, count: int) -> int:

@@ -21,6 +21,7 @@ from unicron.control_plane.state.cluster import ClusterState, encode_state
 from unicron.control_plane.throughput import table, training_layouts
 from unicron.control_plane.throughput.layout_choices import CHOICES_NUM_MAX, choices, shown
 from unicron.control_plane.throughput.memory import KEPT_BYTES
+from unicron.control_plane.throughput.state_size import seat_bytes
 from unicron.events.errors import SpecError
 from unicron.events.spec.job import JobSpec, Loop, parse
 from unicron.events.spec.model import Axes
@@ -205,3 +206,5 @@ def test_a_described_loop_is_planned_by_its_memory(d: Driver) -> None:
     task = task_of(d, d.submit(parse(loop(slots={"min": 1, "max": 6}))))
     assert task.throughput is not None
     assert task.throughput.sizes == (4,)
+    num_parameters = choices(task.spec).num_parameters
+    assert seat_bytes(task, 4) == 14 * num_parameters // 4, "weights and the whole optimizer state"
