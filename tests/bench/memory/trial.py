@@ -123,7 +123,8 @@ class Trial:
 def _spec(output: Path, axes: Axes, train: dict[str, Any]) -> JobSpec:
     tensor, pipeline = sorted({1, axes.tp}), sorted({1, axes.pp})
     return parse({
-        "apiVersion": "unicron/v1", "name": "memory", "slots": {"min": 1, "max": num_positions(axes)},
+        "apiVersion": "unicron/v1", "name": "memory",
+        "slots": {"min": 1, "max": num_positions(axes)},
         "train": {"model": MODEL, "batch": {"global": 2, "micro": 1}, "iterations": 1000,
                   "output": str(output), "optimizer": {"lr": 1e-4},
                   "parallel": {"tensor": tensor, "pipeline": pipeline}, **train}})

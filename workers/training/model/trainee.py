@@ -135,6 +135,7 @@ class TrainingModel:
     def release(self) -> None:
         """Free the memory of a model that is no longer used, even if references to it remain."""
         self.is_released = True
+        self.shards = {}  # they refer to the memory, not to the parameters
         self.release_gradients()
         for part in chain.from_iterable(map(parts, self.optimizers)):
             part.state.clear()
