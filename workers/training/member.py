@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 
@@ -11,6 +11,7 @@ import msgspec
 import structlog
 import torch
 
+from ...events.errors import UsageError
 from ...events.records import reports
 from ...events.records.orders import Quiesce, Reconfigure, Resume, StartRank
 from ...events.records.types import StoreEndpoint
@@ -31,7 +32,7 @@ from .process.flight_recorder import Recorder
 from .process.history import History
 from .process.trace import Event, Trace
 from .recovery.settlement import MemberAssignment, settle
-from .recovery.state_sources import NO_STATE, Claim
+from .recovery.state_sources import NO_STATE, Claim, other_versions
 from .state_recovery import StateRecovery, with_shards
 from .step.gradient_reduction import Outcome, is_cuda_error
 from .step.iteration import Iteration, clock
@@ -210,6 +211,7 @@ class Member:
             order.generation, place, len(order.members), order.store,
             msgspec.msgpack.encode(self.recovery.claim()))
         claims = [msgspec.msgpack.decode(data, type=Claim) for data in claim_bytes]
+        self._check_versions(claims, order, place)
         self.communicators.up(self.axes, self._replica(place))
         up_s = clock()
         self._note("settle")
@@ -235,6 +237,20 @@ class Member:
             received_bytes=recovered.received_bytes, down_s=self.communicators.down_s,
             up_s=up_s - began_s, settle_s=clock() - up_s, origin=recovered.origin,
             origin_node=recovered.node, received_from=recovered.taken)
+
+    def _check_versions(self, claims: Sequence[Claim], order: Reconfigure, place: int) -> None:
+        """If members have other versions than most, end those, and fail the generation at all
+        others. Both say which ranks they are. Raises UsageError or RuntimeError."""
+        usual, odd = other_versions(claims)
+        if not odd:
+            return
+        first = order.members[odd[0]]
+        more = f", and {len(odd) - 1} more ranks have other versions" if len(odd) > 1 else ""
+        why = (f"rank {first.rank} on {first.node} has {claims[odd[0]].versions}, the other ranks "
+               f"have {usual}{more}")
+        if place in odd:
+            raise UsageError(why, "install the same versions on every node")
+        raise RuntimeError(why)
 
     def _replica(self, place: int) -> frozenset[int]:
         if self.is_standby:

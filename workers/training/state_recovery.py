@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
+import megatron.core
 import torch
 import torch.distributed as dist
 from msgspec.structs import replace
@@ -34,6 +35,8 @@ from .recovery.settlement import Settlement, find_receivers
 from .recovery.state_exchange import ExchangeResult, exchange
 from .recovery.state_sources import NO_STATE, WHOLE, Claim, HeldState
 from .step.iteration import Iteration, held_by
+
+VERSIONS = f"torch {torch.__version__}, megatron-core {megatron.core.__version__}"
 
 
 class Recovered(NamedTuple):
@@ -122,7 +125,7 @@ class StateRecovery:
 
     def claim(self) -> Claim:
         """This member's claim to a settlement: the state that it trains, and its staged state."""
-        claim = self._iteration.claim()
+        claim = replace(self._iteration.claim(), versions=VERSIONS)
         if self._staged is None:
             return claim
         return replace(claim, staged=held_by(self._staged), staged_in=self._staged_in)

@@ -74,8 +74,8 @@ def measured(case: str, num: int) -> list[Row]:
 
 def held_to(rows: Sequence[Row]) -> list[str]:
     """The goals at the largest size."""
-    return [f"{'holds ' if one.value <= GOALS[one.metric] else 'misses'}  {one.case}, {one.metric}: "
-            f"{one.value:.3g}, goal at most {GOALS[one.metric]:g}" for one in rows
+    return [f"{'holds ' if one.value <= GOALS[one.metric] else 'misses'}  {one.case}, "
+            f"{one.metric}: {one.value:.3g}, goal at most {GOALS[one.metric]:g}" for one in rows
             if one.case == GOAL_CASE and one.metric in GOALS and one.value is not None]
 
 

@@ -214,7 +214,7 @@ class World:
         asked = planner.ask(plan, targets)
         cpu_s = time.process_time() - began_s
         assert asked.keys() == requests.keys()
-        assert not (place in receivers) or plan.moves
+        assert place not in receivers or plan.moves
         gc.unfreeze()
         peers.maximum(bytes(scene.num))  # whether all data was right
         return Cost(peers.num_bytes, cpu_s, peers.num_read_bytes + len(blob))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from rank_driver import Drive, Twins
 from unicron.events.records import reports as r
+from unicron.events.records.statuses import WRONG_INPUT
 from unicron.workers.training.reference import read
 
 ALL = [0, 1, 2, 3]
@@ -319,6 +320,29 @@ def test_a_partial_state_without_a_source_restarts_from_the_seed(drive: Drive) -
     report = driver.wait(r.TaskProgressed, 1)
     assert report.first_iteration == 0
     assert report.losses[0] == pytest.approx(first, rel=1e-6)
+
+
+OTHER_TORCH = """
+from unicron.workers.training import state_recovery
+state_recovery.VERSIONS = "torch 1.0.0"
+"""
+
+
+def test_a_rank_of_another_version_ends_and_is_named(drive: Drive, twin: Twins) -> None:
+    driver = drive()
+    driver.start(0)
+    driver.patch = OTHER_TORCH
+    driver.start(1)
+    driver.reconfigure([0, 1])
+    errored = driver.wait(r.RankErrored, 1)
+    failed = driver.wait(r.ReconfigureFailed, 0)
+    assert errored.status == WRONG_INPUT
+    for told in (errored.text, failed.error):
+        assert "rank 1 on" in told
+        assert "has torch 1.0.0, the other ranks have torch 2" in told
+    driver.form([0])
+    driver.finish([0])
+    assert twin(0.0).is_equal(driver.final_checkpoint())
 
 
 REMEMBERS_MUCH = """

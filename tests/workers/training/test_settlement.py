@@ -17,7 +17,12 @@ from unicron.workers.training.recovery.settlement import (
     assign_micro_batches,
     settle,
 )
-from unicron.workers.training.recovery.state_sources import NO_STATE, Claim, HeldState
+from unicron.workers.training.recovery.state_sources import (
+    NO_STATE,
+    Claim,
+    HeldState,
+    other_versions,
+)
 
 SHAPES = [Axes(tp=tp, pp=pp, dp=dp) for tp in (1, 2) for pp in (1, 2, 3) for dp in (1, 2, 3)]
 Gate = tuple[float, float]
@@ -226,6 +231,14 @@ def test_of_two_complete_layouts_the_wanted_or_most_held_one_wins() -> None:
     members = [whole, *(_part(place) for place in range(4))]
     assert settle(members, 4, Axes(dp=5)).holders.keys() == {0}
     assert settle(members, 4, Axes(pp=2, dp=2)).holders.keys() == {1, 2, 3, 4}
+
+
+def test_the_versions_of_those_with_a_state_are_the_right_ones() -> None:
+    old, new = Claim(versions="1"), Claim(versions="2")
+    assert other_versions([old, old]) == ("1", [])
+    assert other_versions([old, new]) == ("1", [1])
+    assert other_versions([old, new, new]) == ("2", [0])
+    assert other_versions([old, new, new, Claim(step_version=5, versions="1")]) == ("1", [1, 2])
 
 
 # --- random histories of faults, against a model that knows every sum ----------------------------

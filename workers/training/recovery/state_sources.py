@@ -7,6 +7,7 @@ rules.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -75,7 +76,7 @@ class Claim(Struct, frozen=True, kw_only=True):
     gradients of its part of the model add to the barrier's result; empty if the optimizer is
     sharded. `gate` is the result of the barrier, kept until the member trains in another generation
     or receives another state. `stale`: it has stepped its shard of the optimizer, but not gathered
-    the other parameters.
+    the other parameters. `versions` are those of the libraries that compute.
     """
 
     step_version: int = NO_STATE
@@ -91,6 +92,7 @@ class Claim(Struct, frozen=True, kw_only=True):
     gate: tuple[float, ...] = ()
     stale: bool = False
     reduced: tuple[float, ...] = ()
+    versions: str = ""
 
 
 class StateHolder(NamedTuple):
@@ -123,6 +125,14 @@ class StateHolders(NamedTuple):
 
 WHOLE = HeldState()
 NO_HOLDERS = StateHolders(NO_STATE, {}, ())
+
+
+def other_versions(claims: Sequence[Claim]) -> tuple[str, list[int]]:
+    """The versions of most members that have a state (of all, if none has), of equally many the
+    first; and the places of the members with others. Results of other versions may differ."""
+    having = [claim for claim in claims if claim.step_version != NO_STATE] or claims
+    usual = Counter(claim.versions for claim in having).most_common(1)[0][0]
+    return usual, [place for place, claim in enumerate(claims) if claim.versions != usual]
 
 
 def find_state(claims: Sequence[Claim], axes: Axes) -> StateHolders:
