@@ -20,6 +20,7 @@ from bench.detection import faults
 from bench.detection import main as detection
 from bench.planner import main as planner
 from bench.recovery.rows import Row, describe, table
+from bench.settlement import main as settlement
 from matrix.cells import cells
 from matrix.table import markdown
 from unicron.control_plane.simulation.paper_evaluation import SENSITIVITY
@@ -167,6 +168,16 @@ def _sim(rows: Sequence[Row], about: About) -> str:
                 "events", "cpu_s", "events_per_s", "peak_mib"))) for case, system in places])
 
 
+def _settlement(rows: Sequence[Row], about: About) -> str:
+    found = _by_key(rows)
+    goals = settlement.GOALS
+    return _lines("| metric | goal at 1,024 | 64 ranks | 256 ranks | 1,024 ranks |", [
+        (f"`{metric}`", f"{goals[metric]:,g}" if metric in goals else "", *(
+            f"{found[case, settlement.SYSTEM, metric].value:,.3g}" if unit != "B" else
+            f"{found[case, settlement.SYSTEM, metric].value:,.0f}" for case in settlement.CASES))
+        for metric, unit in settlement.UNITS.items()])
+
+
 def _throughput(rows: Sequence[Row], about: About) -> str:
     found = _by_key(rows)
     ways = ("in sample", "out of sample", "one point", "mean of the others")
@@ -250,6 +261,8 @@ BLOCKS = {
                      _planner),
     "sim": Block("docs/guides/simulate.md", "sim", ("128", "1280", "10000", "100000"),
                  "cpu_s", _sim),
+    "settlement": Block("docs/guides/bench-settlement.md", "settlement",
+                        tuple(settlement.CASES), "metadata_bytes", _settlement),
     "throughput": Block("docs/guides/throughput-model.md", "throughput", (), "mape_pct",
                         _throughput),
     "paper": Block("docs/guides/paper.md", "paper", TRACES, "waf_ratio", _paper),

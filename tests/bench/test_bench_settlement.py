@@ -16,7 +16,7 @@ def test_a_settlement_costs_a_rank_little(name: str) -> None:
         cost = world.cost(place)
         assert 0 < cost.metadata_bytes < 1e5
         assert cost.read_bytes < cost.metadata_bytes
-    rows, requests = world.those_that_ask(33 if name == "joined" else 0)
+    rows, requests = world.those_that_ask(40 if name == "joined" else 0)
     assert len(rows) >= len(requests) > 0
 
 

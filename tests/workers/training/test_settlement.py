@@ -193,7 +193,6 @@ def test_without_a_step_the_ready_members_step_if_none_lacks_the_reduced_sum() -
     assert settlement.step_version == 6
     assert settlement.gate == (2.5, 2.0), "each part counts once"
     assert [share.steps for share in settlement.shares] == [True, True, True, False]
-    assert [share.source for share in settlement.shares] == [0, 1, 2, 1]
     assert not settlement.begun
     lacks = _part(3, kept=(1,))
     settlement = settle([one, other, same, lacks], 4, Axes(tp=2, dp=2))
