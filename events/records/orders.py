@@ -17,7 +17,10 @@ class StartRank(Body, frozen=True):
     For `command:` tasks `host` and `port` are MASTER_ADDR and MASTER_PORT; else empty and 0.
     `checkpoint` is the published checkpoint that a first generation loads, or empty. The order is
     for the agent of `incarnation`, or for any that has joined (0); other agents that read the same
-    stream ignore it. `axes`: the layout that the plan assumed, for a command with a `model`.
+    stream ignore it. `axes`: the layout that the plan assumed, for a command with a `model`. For a
+    task that heals in memory, `axes` and `place` are the layout (None: data-parallel only) and the
+    position that the rank is expected to take, so that it builds this part of the model before its
+    first generation. `place` -1: unknown.
     """
 
     nodes: tuple[str, ...]
@@ -32,6 +35,7 @@ class StartRank(Body, frozen=True):
     checkpoint: str
     incarnation: int = 0
     axes: Axes | None = None
+    place: int = -1
 
 
 class StopRank(Body, frozen=True):

@@ -14,7 +14,7 @@ import torch
 from ...events.records import reports
 from ...events.records.orders import Quiesce, Reconfigure, Resume, StartRank
 from ...events.records.types import StoreEndpoint
-from ...events.spec.job import is_url
+from ...events.spec.job import Train, is_url
 from ...events.spec.model import Axes
 from ...events.spec.parallelism import coordinates, layout_in_words, num_positions, replica
 from ..checkpoint_store import protocol
@@ -42,6 +42,15 @@ WHY_CHARS_MAX = 1000
 """Characters that are reported of the error of a collective or of a join."""
 
 log = structlog.get_logger()
+
+
+def expected_position(start: StartRank, train: Train) -> tuple[Axes, int]:
+    """The layout and the position for which a process builds its part of the model. If the first
+    Reconfigure has another part, the process builds again."""
+    axes = start.axes or next(train.parallel.layouts(start.num_seats, train.num_micro_batches),
+                              Axes())
+    place = start.place if start.place >= 0 else start.rank
+    return axes, place % num_positions(axes)
 
 
 class Member:
@@ -82,14 +91,21 @@ class Member:
         with self.exclude_new_sockets():
             checkpoint.check_output(self.train.output)
         words = work.load()
-        with self.communicators.single_member() as roots:
-            trainee = with_shards(work.build(device, self.communicators.groups, Axes(), 0))
+        axes, place = expected_position(start, self.train)
+        # A restarted rank usually receives its state from peers, so it draws no weights.
+        begins = start.attempt == 1 and not start.checkpoint
+        with self.communicators.without_peers(axes, place) as roots:
+            self.trace.note("build", 0, NO_STATE)
+            trainee = with_shards(work.build(device, self.communicators.groups, axes, place,
+                                             begins=begins))
+            self.size = work.whole_size(trainee, self.communicators.alone())
             roots += trainee.roots
         self.history = History()
         self.iteration = Iteration(trainee, words, self.trace, pulse, self.history)
         secret = environment.get(protocol.SECRET, "")
         self.recovery = StateRecovery(start, work, self.communicators, self.iteration, secret,
-                                      self.exclude_new_sockets, self._note)
+                                      begins=begins, sparing=self.exclude_new_sockets,
+                                      note=self._note)
         self.copier = memory_checkpoint.MemorySaver(
             start, secret, spare=self.communicators.spare, tell=control.tell_unless_behind,
             note=self.trace.note)
@@ -131,8 +147,8 @@ class Member:
         each iteration that all members have stepped. Then `run_collectively` may be called."""
         self.control.tell(reports.RankReady(
             **self._ids, endpoint=self.communicators.endpoint,
-            num_params=sum(param.numel() for _, param in self.trainee.named_parameters()),
-            state_bytes=training_state.num_bytes(self.trainee), iteration_flops=self.work.flops,
+            num_params=self.size.num_params, state_bytes=self.size.state_bytes,
+            iteration_flops=self.work.flops,
             data_digest=self.digest))
         self._note("ready")
         finished = False

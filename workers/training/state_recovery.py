@@ -54,7 +54,7 @@ class StateRecovery:
     """Recovers the state of one member into the model of its `iteration`."""
 
     def __init__(self, start: StartRank, work: Workload, communicators: Communicators,
-                 iteration: Iteration, secret: str,
+                 iteration: Iteration, secret: str, *, begins: bool,
                  sparing: Callable[[], AbstractContextManager[None]],
                  note: Callable[[Event], None]) -> None:
         self._start, self._work, self._train = start, work, work.train
@@ -67,8 +67,10 @@ class StateRecovery:
         self.is_staged_next = False
         """Whether `activate` will replace the model by the staged one."""
         self._gathered = NO_STATE
-        self._is_overwritten = False
-        """Whether the state that this process built from the seed has been overwritten."""
+        self._is_overwritten = not begins
+        """Whether the model no longer has the initial state from the seed, or never had it."""
+        self._begun: TrainingModel | None = None
+        """The model that the workload has set to the state of the first iteration."""
 
     # --- recovery into this member ---
     def recover(self, order: Reconfigure, place: int, claims: Sequence[Claim],
@@ -86,23 +88,22 @@ class StateRecovery:
             # If position 0 trains a whole replica, it already has the restored state.
             begin = int(is_fully_replicated(axes, self._train.parallel))
             receivers = list(range(begin, num_positions(axes)))
-            source, holders = self.full_state() if place == 0 else None, (0,)
+            source, holders = self.full_state() if step_version and place == 0 else None, (0,)
         else:
             receivers = self._receivers(axes, settlement, claims)
             source = self._held(settlement, place)
-        is_overwritten = self._is_overwritten or self._iteration.step_version > 0
-        trainee = self._model_for(axes, place, begins=step_version == 0,
-                                  is_overwritten=is_overwritten)
-        if step_version == 0 and trainee is not self._iteration.trainee:
-            mine = self._iteration.trainee
-            self._work.begin(trainee, lambda: mine if mine.is_plain and not is_overwritten
-                             else self._build_full_state())
+        if place in receivers and not settlement.shares[place].kept:
+            self._iteration.free_gradients()
+        trainee, is_new = self._model_for(axes, place, source, begins=step_version == 0)
+        if step_version == 0 and trainee is not self._begun and place < num_positions(axes):
+            self._work.begin(trainee, self._build_full_state)
+            self._begun = trainee
         numbers, taken = None, tuple[ReceivedState, ...]()
         try:
             if receivers and step_version:
                 numbers, taken = self._exchange(order, step_version, holders, source,
                                                 trainee if place in receivers else None)
-            if numbers is None and step_version and trainee is not self._iteration.trainee:
+            if numbers is None and step_version and is_new:
                 # Copy the restored state, or this member's if an abandoned pass holds its model.
                 numbers = self._copy_state(
                     trainee, source if restored is not SEED else None, step_version)
@@ -157,22 +158,38 @@ class StateRecovery:
 
         return [place for place in range(num_positions(axes)) if not has(place)]
 
-    def _model_for(self, axes: Axes, place: int, *, begins: bool,
-                   is_overwritten: bool) -> TrainingModel:
-        """The model to train: the current model if it is for the same part and can be used, else a
-        new one. A standby member keeps its model and trains nothing."""
-        mine = self._iteration.trainee
+    def _model_for(self, axes: Axes, place: int, source: TrainingModel | None, *, begins: bool
+                   ) -> tuple[TrainingModel, bool]:
+        """The model to train, and whether it is new: the current model if it is for the same part
+        and can be used, else a new one. A standby member keeps its model and trains nothing.
+
+        If the content of the current model is worthless, the new one takes its place at once.
+        """
+        iteration = self._iteration
+        mine = iteration.trainee
         if place >= num_positions(axes):
-            return mine
+            return mine, False
+        is_overwritten = self._is_overwritten or iteration.step_version > 0
         optimizer = self._train.parallel.optimizer
         part = HeldState(axes=axes, optimizer=optimizer, place=place)
-        if (not (begins and is_overwritten) and not self._iteration.is_stuck
+        if (not (begins and is_overwritten) and not iteration.is_stuck and not mine.is_released
                 and _same_part(held_by(mine), part)):
             self._communicators.bind()
             mine.axes, mine.place = axes, place
-            return mine
-        return with_shards(self._work.build(mine.device, self._communicators.groups, axes, place,
-                                            begins=begins))
+            return mine, False
+        is_worthless = iteration.step_version == NO_STATE and source is not mine
+        if is_worthless:
+            self._communicators.discard_handles()
+            mine.release()
+        self._note("build")
+        trainee = with_shards(self._work.build(mine.device, self._communicators.groups, axes, place,
+                                               begins=begins))
+        trainee.release_gradients()
+        if is_worthless:
+            iteration.set_model(trainee)
+            self._is_overwritten = not begins
+            gc.freeze()  # as member.py does after building
+        return trainee, True
 
     def _exchange(self, order: Reconfigure, step_version: int, holders: Sequence[int],
                   source: TrainingModel | None, target: TrainingModel | None
@@ -239,7 +256,7 @@ class StateRecovery:
     def _replace_model(self, trainee: TrainingModel,
                        numbers: training_state.Numbers | None) -> None:
         iteration = self._iteration
-        mine, history = iteration.trainee, iteration.history
+        history = iteration.history
         step_version = training_state.load(trainee, numbers, history) if numbers is not None else 0
         if trainee is self._staged:
             self._staged = None
@@ -250,7 +267,6 @@ class StateRecovery:
             iteration.reset_to(step_version)
         self._drop_staged()
         self._communicators.discard_handles()
-        mine.release()
         gc.freeze()  # as member.py does after building
 
     def _drop_staged(self) -> None:
@@ -279,6 +295,8 @@ class StateRecovery:
 
     def _restore(self, order: Reconfigure) -> Recovered:
         """Restore the order's in-memory checkpoint, or its checkpoint, or the seed (step 0)."""
+        if not (order.copies or order.checkpoint):
+            return SEED
         whole, history = self.full_state(), self._iteration.history
         is_mine = whole is self._iteration.trainee
         copied = memory_checkpoint.restore(whole, history, self._start.task, order.copies,

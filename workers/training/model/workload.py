@@ -13,7 +13,7 @@ from ....events.spec.model import Axes
 from ....events.spec.parallelism import Parallel
 from . import text_data
 from . import trainee as model
-from .trainee import TrainingModel
+from .trainee import Size, TrainingModel
 
 
 class Samples(Protocol):
@@ -54,8 +54,12 @@ class Workload(Protocol):
         """Build a whole replica, to load or save a checkpoint. `groups` have one member."""
         ...
 
+    def whole_size(self, trainee: TrainingModel, groups: Any) -> Size:
+        """The size of the whole model, of which `trainee` is a part. `groups` have one member."""
+        ...
+
     def begin(self, trainee: TrainingModel, whole: Callable[[], TrainingModel]) -> None:
-        """Set this model to the state of the first iteration. Called if no member has a state.
+        """Set a new model to the state of the first iteration. Called if no member has a state.
 
         `whole` builds a whole replica in its initial state.
         """
@@ -81,6 +85,9 @@ class SpecWorkload:
 
     def build_replica(self, device: torch.device, groups: Any) -> TrainingModel:
         return model.build(replace(self.train, parallel=Parallel()), device, groups, draws=False)
+
+    def whole_size(self, trainee: TrainingModel, groups: Any) -> Size:
+        return model.whole_size(self.train, groups)
 
     def begin(self, trainee: TrainingModel, whole: Callable[[], TrainingModel]) -> None:
         """Nothing to do: `build` draws the initial state from the seed and the parameter names."""

@@ -121,6 +121,11 @@ class Reduction:
         self._backup.drop()
         self.num_complete = 0
 
+    def free(self) -> None:
+        """The local gradients no longer count: free the memory of their backup."""
+        self._backup.free()
+        self.num_complete = 0
+
     def step_barrier(self, control: Control, communicators: Communicators, mine: StepBarrier
                      ) -> StepBarrier | Outcome:
         """The step barrier: exchange the global values that a step needs.

@@ -79,21 +79,36 @@ class Iteration:
         self.set_model(trainee)
 
     def set_model(self, trainee: TrainingModel) -> None:
-        """Train `trainee` from now on, with no local gradients."""
+        """Train `trainee` from now on, with no local gradients. Frees the previous model."""
+        before = self.trainee
         self._use_model(trainee)
+        if before is not trainee:
+            before.release()
         self._clear()
 
     def replace_model(self, trainee: TrainingModel) -> None:
-        """Train `trainee`, which has the same state, from now on. It gets the local gradients if it
-        is the same part of the model and no abandoned pass holds the previous model."""
-        before, is_stuck = self.trainee, self.is_stuck
-        self._use_model(trainee)
-        if is_stuck or held_by(before).part_of_model != held_by(trainee).part_of_model:
-            self._clear()
+        """Train `trainee`, which has the same state, from now on. Frees the previous model. The new
+        one gets the local gradients if it is the same part of the model and no abandoned pass holds
+        the previous model."""
+        before = self.trainee
+        if (self.is_stuck or not before.has_gradients
+                or held_by(before).part_of_model != held_by(trainee).part_of_model):
+            self.set_model(trainee)
             return
+        self._use_model(trainee)
+        trainee.clear()
         for (_, old), (_, new) in zip(before.named_parameters(), trainee.named_parameters(),
                                       strict=True):
             new.main_grad.copy_(old.main_grad)
+        before.release()
+
+    def free_gradients(self) -> None:
+        """Free the local gradients and their backup, because the settlement keeps none of them.
+        `take` allocates them again. An abandoned pass may still use them: then they stay."""
+        if not self.is_stuck:
+            self._forget_sums()
+            self.reduction.free()
+            self.trainee.release_gradients()
 
     def _use_model(self, trainee: TrainingModel) -> None:
         self.trainee = trainee
@@ -126,7 +141,8 @@ class Iteration:
     def take(self, step_version: int, share: MemberAssignment, generation: int, *, begun: bool
              ) -> None:
         """Resume from a settlement; keep the local gradients only if the settlement keeps them."""
-        if step_version != self.step_version or sorted(self.done) != list(share.kept):
+        if (step_version != self.step_version or sorted(self.done) != list(share.kept)
+                or not self.trainee.has_gradients):
             assert not share.kept
             self._clear()
         self.step_version = step_version
@@ -357,6 +373,9 @@ class Iteration:
     def _clear_sums(self) -> None:
         if not self.is_stuck:
             self.trainee.clear()
+        self._forget_sums()
+
+    def _forget_sums(self) -> None:
         self.done = []
         self.loss_sum = 0.0
         self.num_tokens = 0
