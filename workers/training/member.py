@@ -293,10 +293,10 @@ class Member:
         if memory_due and self.communicators.place == 0 and self.trainee.is_plain:
             self._store_in_memory()
         self.checkpoint_saver.hear(self.iteration.num_others_saving)
-        if save_due and self.iteration.num_saving:
+        if save_due and self.iteration.num_saving and self.communicators.place == 0:
             log.warning("checkpoint skipped: the last one is still being written", iteration=at,
                         num_members=self.iteration.num_saving)
-        elif save_due and not self.is_standby:
+        elif save_due and not self.iteration.num_saving and not self.is_standby:
             self.checkpoint_saver.begin(self.trainee, self.history,
                                         self._checkpoint(self._all_positions()))
         self._exit_if_too_many_abandoned(outcome)
@@ -406,7 +406,7 @@ class Member:
             num_buckets=len(self.trainee.bucket_groups)))
 
     def _save_on_preemption(self, order: Quiesce, index: int) -> None:
-        """Save this member's share, as the `index`-th rank of the order, if it is one that saves."""
+        """Save this member's share if the `index`-th rank of the order saves."""
         saving = order.saving
         if len(saving) <= 1 and self.trainee.is_plain:
             saving = (self.trainee.place,)  # alone, whatever its position

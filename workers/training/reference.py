@@ -233,7 +233,7 @@ def read(folder: Path | str) -> dict[str, Any]:
 
     stored = StoredState(str(folder))
     return {key: stored.tensor(key) if key in stored.kinds else stored.value(key)
-            for key in stored.keys()}
+            for key in stored.keys}
 
 
 def _ratio(gap: float, whole: float) -> float:

@@ -1,4 +1,4 @@
-"""Checkpoints: where they are, how one member writes a whole state, and how a member reads its part.
+"""Checkpoints: their places, a whole state written by one member, and a member's part read.
 
 A folder is a path or an fsspec URL (folder.py). share_files.py has the format, and saver.py writes
 the checkpoints of a task in parts.

@@ -152,7 +152,8 @@ def _plain(numbers: training_state.Numbers) -> dict[str, Any]:
 def _write(output: _Checksummed, key: str, kind: str, region: Region, value: Any) -> Chunk:
     begin_bytes = output.num_bytes
     output.begin()
-    torch.save(value, output)
+    stream: Any = output
+    torch.save(value, stream)
     return Chunk(key, kind, region.offset, region.shape, begin_bytes,
                  output.num_bytes - begin_bytes, output.checksum)
 

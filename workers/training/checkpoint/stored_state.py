@@ -11,12 +11,11 @@ import io
 import pathlib
 import pickle
 import zlib
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-import msgspec
 import torch
 import torch.serialization
 from torch import Tensor
@@ -117,6 +116,7 @@ class StoredState:
         self._format_num = number
         return found
 
+    @property
     def keys(self) -> list[str]:
         """The keys of all tensors and numbers."""
         return list(self._chunks)
