@@ -172,7 +172,7 @@ def test_altered_data_is_found(whole: str, tmp_path: Path) -> None:
     chunk = next(each for each in index.chunks if each.kind)
     data[chunk.begin_bytes + chunk.length_bytes // 2] ^= 1
     (folder / "__0_0.distcp").write_bytes(data)
-    with pytest.raises(UsageError, match=r"__0_0\.distcp was altered"):
+    with pytest.raises(OSError, match=r"its file __0_0\.distcp was altered"):
         StoredState(str(folder)).tensor(chunk.key)
 
 
