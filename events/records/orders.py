@@ -52,8 +52,9 @@ class StopRank(Body, frozen=True):
 class Quiesce(Body, frozen=True):
     """Leave a generation: `now`, after the current micro-batch; `boundary`, after the iteration.
 
-    `save`: the task loses all its slots. `ranks[0]` writes a checkpoint of its state and reports
-    CheckpointSaved before Quiesced, so that no iteration is lost.
+    `save`: the task loses all its slots. The first ranks write a checkpoint in parts before they
+    report Quiesced, so that no iteration is lost; `ranks[0]` completes it and reports
+    CheckpointSaved.
     """
 
     nodes: tuple[str, ...]
@@ -62,6 +63,9 @@ class Quiesce(Body, frozen=True):
     mode: QuiesceMode
     ranks: tuple[int, ...]
     save: bool = False
+    saving: tuple[int, ...] = ()
+    """The positions of the ranks that save, in the order of `ranks`, in the layout whose state they
+    hold. Empty: `ranks[0]` alone, which has the whole state."""
 
 
 class Reconfigure(Body, frozen=True):
@@ -80,8 +84,8 @@ class Reconfigure(Body, frozen=True):
     store: str
     dp: int
     checkpoint: str
-    """The checkpoint that the first member reads if no member and no in-memory checkpoint has the
-    state; empty: start at iteration 0."""
+    """The checkpoint of which each member reads its part if no member and no in-memory checkpoint
+    has the state; empty: start at iteration 0."""
     copies: tuple[MemoryCheckpoint, ...] = ()
     """If no member has the state: the in-memory checkpoints to try first, in this order."""
     keepers: tuple[StoreEndpoint, ...] = ()

@@ -17,11 +17,11 @@ from ...events.records.orders import Quiesce, Reconfigure, Resume, StartRank
 from ...events.records.types import StoreEndpoint
 from ...events.spec.job import Train, is_url
 from ...events.spec.model import Axes
-from ...events.spec.parallelism import coordinates, is_fully_replicated, num_positions, replica
+from ...events.spec.parallelism import coordinates, layout_in_words, num_positions, replica
 from ..checkpoint_store import protocol
 from ..ipc.progress_page import OUTSIDE_CODE, ProgressWriter
 from .checkpoint import checkpoint, memory_checkpoint
-from .checkpoint.saver import Saver
+from .checkpoint.saver import Save, Saver, can_save
 from .communicators.communicators import ABORTED, Communicators
 from .model import cpu_device, training_state
 from .model import trainee as model
@@ -80,6 +80,7 @@ class Member:
         self.nodes: tuple[str, ...] = ()
         self.axes = Axes()
         self.stores: tuple[StoreEndpoint, ...] = ()
+        self.rendezvous = ""
         torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
         if torch.cuda.is_available():
             torch.cuda.set_device(start.slot.index % torch.cuda.device_count())
@@ -111,6 +112,8 @@ class Member:
             note=self.trace.note)
         self.checkpoint_saver = Saver(start, exclude_new_sockets=self.exclude_new_sockets,
                                       tell=control.tell, note=self.trace.note)
+        self.iteration.before_change = self.checkpoint_saver.detach
+        self.iteration.is_saving = lambda: self.checkpoint_saver.is_saving(self.generation)
         self.digest = words.digest
         self.settled = 0
         """The step version from which the current generation trains."""
@@ -176,7 +179,7 @@ class Member:
             self.joined = False
         self.generation = order.generation
         self.resume_iteration = None
-        self.members, self.stores = ranks, order.keepers
+        self.members, self.stores, self.rendezvous = ranks, order.keepers, order.store
         self.nodes = tuple(member.node for member in order.members)
         self.axes = order.axes or Axes(dp=len(ranks))
         self.recorder.begin(order.generation, ranks)
@@ -287,10 +290,8 @@ class Member:
         self.pulse.mark("boundary", OUTSIDE_CODE)
         self._report_progress()
         if outcome == "stepped":
-            outcome = self._gather(at, 0, outcome)
-        if outcome == "stepped":
-            if self.communicators.place == 0:
-                self._save(final=True)
+            if not self.is_standby:
+                self._save(self._all_positions(), final=True)
             outcome = self.iteration.meet(self.control, self.communicators)
             if outcome == "stepped":
                 self._finish()
@@ -305,26 +306,17 @@ class Member:
         memory_due = self._is_due(at, self.train.copy_every)
         save_due = self._is_due(at, self.train.checkpoint_every)
         self.iteration.after_boundary = memory_due or save_due
-        if memory_due or save_due:
-            outcome = self._gather(at, 0, outcome)
-        if self.communicators.place == 0 and self.recovery.has_full_state:
-            if memory_due:
-                self._store_in_memory()
-            if save_due:
-                self.checkpoint_saver.begin(self.recovery.full_state(), at, self.history,
-                                            self.generation)
-        if outcome == "boundary" and 0 <= self.iteration.saver_position < len(self.members):
-            outcome = self._gather(at, self.iteration.saver_position, outcome)
+        if memory_due and self.communicators.place == 0 and self.trainee.is_plain:
+            self._store_in_memory()
+        self.checkpoint_saver.hear(self.iteration.num_others_saving)
+        if save_due and self.iteration.num_saving and self.communicators.place == 0:
+            log.warning("checkpoint skipped: the last one is still being written", iteration=at,
+                        num_members=self.iteration.num_saving)
+        elif save_due and not self.iteration.num_saving and not self.is_standby:
+            self.checkpoint_saver.begin(self.trainee, self.history,
+                                        self._checkpoint(self._all_positions()))
         self._exit_if_too_many_abandoned(outcome)
         return outcome
-
-    def _gather(self, at: int, to: int, outcome: Outcome) -> Outcome:
-        """Gather the full state at `to`, unless each member has it. Returns the new outcome."""
-        if is_fully_replicated(self.axes, self.train.parallel):
-            return outcome
-        failed = self.iteration.reduction.run_collectively(
-            self.control, self.communicators, partial(self.recovery.gather, at, self.nodes, to))
-        return outcome if failed is None else failed
 
     def run_collectively(self, call: Callable[[], None]) -> bool:
         """Run a collective of all members between two steps. Returns whether it succeeded. If not,
@@ -375,17 +367,27 @@ class Member:
         order = self.control.keep
         stores = (order.keepers if order is not None and order.generation == self.generation
                   else self.stores)
-        self.copier.copy(self.recovery.full_state(), self.step_version, self.history,
+        self.copier.copy(self.trainee, self.step_version, self.history,
                          self.generation, stores)
 
     def _is_due(self, at: int, every: int) -> bool:
         """Whether a checkpoint is due after `at` iterations. The end has a save of its own."""
         return every > 0 and at % every == 0 and at < self.train.iterations
 
-    def _save(self, *, final: bool) -> None:
-        """Write a checkpoint and report it before returning."""
-        self.checkpoint_saver.save(self.recovery.full_state(), self.step_version, self.history,
-                                   self.generation, final=final)
+    def _all_positions(self) -> tuple[int, ...]:
+        return tuple(range(num_positions(self.axes)))
+
+    def _checkpoint(self, saving: tuple[int, ...]) -> Save:
+        """The checkpoint of the current state by the members at these positions."""
+        return Save(self.generation, self.step_version, saving, self.rendezvous)
+
+    def _save(self, saving: tuple[int, ...], *, final: bool) -> None:
+        """Write this member's share of a checkpoint before returning. The first member waits for
+        the others, unless there is an order to stop."""
+        stops = ("now",) if final else ("now", "boundary")
+        self.checkpoint_saver.save(
+            self.trainee, self.history, self._checkpoint(saving), final=final,
+            must_stop=lambda: self.control.pending_quiesce(self.generation) in stops)
 
     def _finish(self) -> None:
         # The outcome of this second barrier does not matter. Without it, a member could exit while
@@ -411,11 +413,24 @@ class Member:
     def _report_quiesced(self, order: Quiesce | None = None) -> None:
         """Save if ordered, and report Quiesced in reply to `order` or to a later order to stop."""
         order = self.control.discard_orders(self.generation) or order
-        if (order is not None and order.save and order.ranks[:1] == (self.start.rank,)
-                and self.recovery.has_full_state):
-            self._save(final=False)
+        if order is not None and order.save and self.start.rank in order.ranks:
+            self._save_on_preemption(order, order.ranks.index(self.start.rank))
         self.control.tell(reports.Quiesced(
             **self._ids, generation=self.generation, step_version=self.step_version,
             micro_batches=self.iteration.kept,
             buckets_reduced=self.iteration.reduction.num_complete,
             num_buckets=len(self.trainee.bucket_groups)))
+
+    def _save_on_preemption(self, order: Quiesce, index: int) -> None:
+        """Save this member's share if the `index`-th rank of the order saves."""
+        saving = order.saving
+        if len(saving) <= 1 and self.trainee.is_plain:
+            saving = (self.trainee.place,)  # alone, whatever its position
+        if index >= len(saving) or self.step_version == NO_STATE:
+            return
+        if saving[index] == self.trainee.place and can_save(self.trainee, saving):
+            self._save(saving, final=False)
+        else:
+            log.warning("checkpoint not saved", iteration=self.step_version,
+                        why=f"this member has the state of position {self.trainee.place} of "
+                            f"{layout_in_words(self.trainee.axes)}, not of {saving[index]}")

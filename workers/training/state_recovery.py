@@ -2,8 +2,8 @@
 
 Each shard comes from the nearest member that holds it (resharding.py). If a member's part of the
 model changes, the member builds the new part beside the old part, and keeps the old part until the
-new one is complete. If no member holds a state, the member at position 0 loads an in-memory
-checkpoint, the checkpoint on disk, or the seed. The others receive their shards from this member.
+new one is complete. If no member holds a state, each member reads its part of an in-memory
+checkpoint or of the checkpoint on disk, or begins from the seed.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from msgspec.structs import replace
 from ...events.records.orders import Reconfigure, StartRank
 from ...events.records.types import Origin, ReceivedState
 from ...events.spec.model import Axes
-from ...events.spec.parallelism import is_fully_replicated, num_positions
+from ...events.spec.parallelism import num_positions
 from .checkpoint import checkpoint, memory_checkpoint
 from .communicators.communicators import Communicators
 from .model import training_state
 from .model.trainee import TrainingModel
 from .model.workload import Workload
-from .process.history import History
 from .process.trace import Event
 from .recovery import state_shards
 from .recovery.resharding import Missing
@@ -63,13 +62,11 @@ class StateRecovery:
         self._start, self._work, self._train = start, work, work.train
         self._communicators, self._iteration = communicators, iteration
         self._secret, self._sparing, self._note = secret, sparing, note
-        self._full_state: TrainingModel | None = None
         self._staged: TrainingModel | None = None
         self._staged_numbers: training_state.Numbers | None = None
         self._staged_in = 0
         self.is_staged_next = False
         """Whether `activate` will replace the model by the staged one."""
-        self._gathered = NO_STATE
         self._is_overwritten = not begins
         """Whether the model no longer has the initial state from the seed, or never had it."""
         self._begun: TrainingModel | None = None
@@ -84,44 +81,34 @@ class StateRecovery:
         `activate`. If this raises RuntimeError, the state is still of the step that is reported.
         """
         axes = order.axes or Axes(dp=len(order.members))
-        restored, step_version, holders = SEED, settlement.step_version, settlement.holders
+        step_version = settlement.step_version
         if step_version == NO_STATE:
-            restored = self._restore(order) if place == 0 else SEED
-            step_version = self._broadcast(restored.step_version)
-            # If position 0 trains a whole replica, it already has the restored state.
-            begin = int(is_fully_replicated(axes, self._train.parallel))
-            receivers = list(range(begin, num_positions(axes)))
-            source = self.full_state() if step_version and place == 0 else None
-            holders = {0: WHOLE}
-        else:
-            receivers = find_receivers(settlement, claims, axes, self._train.parallel.optimizer)
-            source = self._held(settlement, place)
+            return self._recover_stored(order, axes, place)
+        receivers = find_receivers(settlement, claims, axes, self._train.parallel.optimizer)
+        source = self._held(settlement, place)
         if place in receivers and not settlement.shares[place].kept:
             self._iteration.free_gradients()
-        # A state that the members cannot complete counts for nothing once they begin anew.
-        is_worthless = self._iteration.step_version == NO_STATE or (
-            settlement.step_version == NO_STATE and step_version == 0)
+        mine = self._iteration.trainee
         trainee, is_new = self._model_for(
             axes, place, begins=step_version == 0,
-            is_worthless=is_worthless and source is not self._iteration.trainee)
-        if step_version == 0 and trainee is not self._begun and place < num_positions(axes):
-            self._work.begin(trainee, self._build_full_state)
-            self._begun = trainee
+            is_worthless=self._iteration.step_version == NO_STATE and source is not mine)
+        if step_version == 0:
+            self._begin(trainee, axes, place)
         numbers, taken = None, tuple[ReceivedState, ...]()
         try:
             if receivers and step_version:
-                numbers, taken = self._exchange(order, place, step_version, holders, source,
-                                                trainee if place in receivers else None)
+                numbers, taken = self._exchange(
+                    order, place, step_version, settlement.holders, source,
+                    trainee if place in receivers else None)
             if numbers is None and step_version and is_new:
-                # Copy the restored state, or this member's if an abandoned pass holds its model.
-                numbers = self._copy_state(
-                    trainee, source if restored is not SEED else None, step_version)
+                # An abandoned pass holds this member's model.
+                numbers = self._copy_state(trainee, step_version)
             if not self._communicators.woken:
                 self._set_state(trainee, numbers, step_version)
         finally:
             if trainee not in (self._iteration.trainee, self._staged):
                 self._communicators.unbind(trainee.roots)
-        return self._result(order, place, step_version, restored, taken)
+        return self._result(order, place, step_version, taken)
 
     def claim(self) -> Claim:
         """This member's claim to a settlement: the state that it trains, and its staged state."""
@@ -197,6 +184,8 @@ class StateRecovery:
         # Write directly if the overwritten data is worthless or is the source itself.
         in_place = (target is not mine.trainee or target is source or mine.step_version == NO_STATE)
         self._is_overwritten = self._is_overwritten or (in_place and target is mine.trainee)
+        if target is mine.trainee:
+            mine.before_change()
         numbers = training_state.numbers(source, step_version, mine.history) if source else None
         seat = HeldState(axes=order.axes or Axes(dp=len(order.members)),
                          optimizer=self._train.parallel.optimizer, place=place)
@@ -227,15 +216,13 @@ class StateRecovery:
             # Every member raises this: its peers have excluded the last holder of some part.
             raise RuntimeError(str(missing)) from None
 
-    def _copy_state(self, trainee: TrainingModel, restored: TrainingModel | None, step_version: int
-              ) -> training_state.Numbers:
-        """Copy `restored`, or else this member's own state, into `trainee` of the same part."""
+    def _copy_state(self, trainee: TrainingModel, step_version: int) -> training_state.Numbers:
+        """Copy this member's own state into `trainee` of the same part."""
         iteration = self._iteration
-        source = restored or iteration.trainee
-        live = training_state.tensors(source)
+        live = training_state.tensors(iteration.trainee)
         for name, tensor in training_state.tensors(trainee).items():
             tensor.copy_(live[name])
-        return training_state.numbers(source, step_version, iteration.history)
+        return training_state.numbers(iteration.trainee, step_version, iteration.history)
 
     def _set_state(self, trainee: TrainingModel, numbers: training_state.Numbers | None,
                    step_version: int) -> None:
@@ -275,11 +262,11 @@ class StateRecovery:
             self._staged.release()
             self._staged = None
 
-    def _result(self, order: Reconfigure, place: int, step_version: int, restored: Recovered,
+    def _result(self, order: Reconfigure, place: int, step_version: int,
                 taken: tuple[ReceivedState, ...]) -> Recovered:
         mine = order.members[place]
-        if step_version == 0 or restored is not SEED:
-            return restored._replace(taken=taken)
+        if step_version == 0:
+            return SEED._replace(taken=taken)
         others = [one for one in taken if one.rank != mine.rank]
         if not others:
             return Recovered(step_version, "own", mine.node, 0, mine.rank)
@@ -288,78 +275,82 @@ class StateRecovery:
         return Recovered(step_version, "peer", most.node, received_bytes, most.rank, tuple(others))
 
     # --- no member has a state ---
-    def _broadcast(self, step_version: int) -> int:
-        """Broadcast the step version that position 0 restored."""
-        restored = torch.tensor([step_version], device=self._iteration.trainee.device)
-        dist.broadcast(restored, 0)
-        return int(restored.item())
+    def _recover_stored(self, order: Reconfigure, axes: Axes, place: int) -> Recovered:
+        """Read this member's part of an in-memory checkpoint or of the checkpoint on disk, or begin
+        from the seed. All members do the same. Raises RuntimeError, UsageError."""
+        iteration = self._iteration
+        if iteration.step_version != NO_STATE:
+            # Without the lost parts its state is of no use. It is overwritten in place, so from now
+            # on this member reports that it has none.
+            self._is_overwritten = self._is_overwritten or iteration.step_version > 0
+            iteration.reset_to(NO_STATE)
+        iteration.before_change()
+        iteration.free_gradients()
+        self._drop_staged()
+        self.is_staged_next = False
+        has_place = place < num_positions(axes)
+        trainee, _ = self._model_for(axes, place, is_worthless=True,
+                                     begins=not (order.copies or order.checkpoint))
+        restored = self._restore(order, trainee, has_place=has_place)
+        if restored is SEED:
+            trainee, _ = self._model_for(axes, place, is_worthless=True, begins=True)
+            self._begin(trainee, axes, place)
+        elif has_place and not self._communicators.woken:
+            trainee.is_gathered = True
+            iteration.reset_to(restored.step_version)
+        return restored
 
-    def _restore(self, order: Reconfigure) -> Recovered:
-        """Restore the order's in-memory checkpoint, or its checkpoint, or the seed (step 0)."""
-        if not (order.copies or order.checkpoint):
-            return SEED
-        whole, history = self.full_state(), self._iteration.history
-        is_mine = whole is self._iteration.trainee
-        copied = memory_checkpoint.restore(whole, history, self._start.task, order.copies,
-                                           self._secret, lambda: self._communicators.woken)
-        self._is_overwritten = self._is_overwritten or (copied is not None and is_mine)
-        if self._communicators.woken:
-            raise RuntimeError("interrupted while it restored its state")
-        if copied is not None:
-            step_version, copy, copy_bytes = copied
-            return Recovered(step_version, "copy", copy.node, copy_bytes, NO_STATE)
+    def _restore(self, order: Reconfigure, trainee: TrainingModel, *, has_place: bool) -> Recovered:
+        """Read the order's in-memory checkpoint or its checkpoint into `trainee`."""
+        history = self._iteration.history
+        if order.copies:
+            copied = (memory_checkpoint.restore(
+                trainee, history, self._start.task, order.copies, self._secret,
+                lambda: self._communicators.woken) if trainee.is_plain and has_place else None)
+            self._is_overwritten = self._is_overwritten or copied is not None
+            if self._communicators.woken:
+                raise RuntimeError("interrupted while it restored its state")
+            least, most = self._extremes(copied[0] if copied is not None else NO_STATE,
+                                         counts=has_place)
+            if least == most != NO_STATE:
+                found = copied or (least, order.copies[0], 0)
+                return Recovered(found[0], "copy", found[1].node, found[2], NO_STATE)
         if not order.checkpoint:
             return SEED
-        self._is_overwritten = self._is_overwritten or is_mine
-        folder = checkpoint.folder_of(self._train.output, order.checkpoint)
-        with self._sparing():
-            step_version = checkpoint.load(folder, whole, history)
-        return Recovered(step_version, "checkpoint", "", training_state.num_bytes(whole), NO_STATE)
+        step_version = NO_STATE
+        if has_place:
+            self._is_overwritten = True
+            folder = checkpoint.folder_of(self._train.output, order.checkpoint)
+            with self._sparing():
+                step_version = checkpoint.load(folder, trainee, history)
+        least, most = self._extremes(step_version, counts=has_place)
+        if least != most:
+            raise RuntimeError(f"some members read the checkpoint of step {least}, others that of "
+                               f"step {most}: they do not see the same {order.checkpoint}")
+        read_bytes = training_state.num_bytes(trainee) if has_place else 0
+        return Recovered(most, "checkpoint", "", read_bytes, NO_STATE)
 
-    # --- the full state ---
-    def full_state(self) -> TrainingModel:
-        """This member's whole replica: the model that it trains, or one for storage only."""
-        mine = self._iteration.trainee
-        if mine.is_plain:
-            return mine
-        if self._full_state is None:
-            self._full_state = self._build_full_state()
-        return self._full_state
+    def _extremes(self, step_version: int, *, counts: bool) -> tuple[int, int]:
+        """The least and the highest step version of all members that count."""
+        least = step_version if counts else torch.iinfo(torch.int64).max
+        most = step_version if counts else torch.iinfo(torch.int64).min + 1
+        found = torch.tensor([-least, most], device=self._iteration.trainee.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return -int(found[0].item()), int(found[1].item())
 
-    def _build_full_state(self) -> TrainingModel:
-        """A whole replica with its initial weights."""
-        built = with_shards(self._work.build_replica(self._iteration.trainee.device,
-                                                     self._communicators.alone()))
+    def _begin(self, trainee: TrainingModel, axes: Axes, place: int) -> None:
+        """Set a model to the state of the first iteration, if the workload needs it."""
+        if trainee is not self._begun and place < num_positions(axes):
+            self._work.begin(trainee, self._build_replica)
+            self._begun = trainee
+
+    def _build_replica(self) -> TrainingModel:
+        """A whole replica with its initial weights, for a workload that draws its own."""
+        device, groups = self._iteration.trainee.device, self._communicators.alone()
+        built = with_shards(self._work.build(device, groups, Axes(), 0))
         self._communicators.unbind(built.roots)
         built.release_gradients()
         return built
-
-    def gather(self, step_version: int, nodes: Sequence[str], to: int) -> None:
-        """Gather the full state at position `to`. Raises RuntimeError.
-
-        All members call this. A standby member contributes nothing.
-        """
-        iteration, place = self._iteration, self._communicators.place
-        axes, optimizer = self._communicators.axes, self._train.parallel.optimizer
-        sources = {each: HeldState(axes=axes, optimizer=optimizer, place=each)
-                   for each in range(num_positions(axes))}
-        is_source = place in sources
-        numbers = (training_state.numbers(iteration.trainee, step_version, iteration.history)
-                   if is_source else None)
-        self._gathered = NO_STATE
-        found = self._run(iteration.trainee if is_source else None,
-                          self.full_state() if place == to else None, numbers, nodes,
-                          step_version, sources, WHOLE, staged=False)
-        if place == to:
-            assert found.numbers is not None
-            self._gathered = training_state.load(self.full_state(), found.numbers, History())
-
-    @property
-    def has_full_state(self) -> bool:
-        """Whether `full_state` has this member's step version."""
-        step_version = self._iteration.step_version
-        return step_version != NO_STATE and (
-            self._iteration.trainee.is_plain or self._gathered == step_version)
 
 
 def with_shards(trainee: TrainingModel) -> TrainingModel:

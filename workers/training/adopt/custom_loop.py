@@ -237,7 +237,7 @@ class LoopWorkload:
         publish_globals(build_groups, axes.chunks)
         with optimizers.without_collectives():
             ddps, optimizer, scheduler = _unpack(self._build(build_groups, axes, place))
-        # `build` may have been for a whole replica, to load a checkpoint. Restore the globals.
+        # `build` may have been for a whole replica, for its initial weights. Restore the globals.
         publish_globals(self._groups, self.train.parallel.chunks)
         parallel = self.train.parallel
         if self.heals:
@@ -255,9 +255,6 @@ class LoopWorkload:
                         overlap=ddps[0].ddp_config.overlap_grad_reduce)
         return LoopTrainingModel(train, device, draw, axes, place, modules, ddps, optimizer,
                                  scheduler, torch.empty(0), call=self._forward)
-
-    def build_replica(self, device: torch.device, groups: Any) -> TrainingModel:
-        return self.build(device, groups, Axes(), 0)
 
     def whole_size(self, trainee: TrainingModel, groups: Any) -> Size:
         """Counted from the shapes of the whole tensors of which this part has shards. The layers of

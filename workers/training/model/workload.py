@@ -6,11 +6,9 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from msgspec.structs import replace
 
 from ....events.spec.job import Train
 from ....events.spec.model import Axes
-from ....events.spec.parallelism import Parallel
 from . import text_data
 from . import trainee as model
 from .trainee import Size, TrainingModel
@@ -50,10 +48,6 @@ class Workload(Protocol):
         """
         ...
 
-    def build_replica(self, device: torch.device, groups: Any) -> TrainingModel:
-        """Build a whole replica, to load or save a checkpoint. `groups` have one member."""
-        ...
-
     def whole_size(self, trainee: TrainingModel, groups: Any) -> Size:
         """The size of the whole model, of which `trainee` is a part. `groups` have one member."""
         ...
@@ -82,9 +76,6 @@ class SpecWorkload:
     def build(self, device: torch.device, groups: Any, axes: Axes, place: int, *,
               begins: bool = True) -> TrainingModel:
         return model.build(self.train, device, groups, axes, place, draws=begins)
-
-    def build_replica(self, device: torch.device, groups: Any) -> TrainingModel:
-        return model.build(replace(self.train, parallel=Parallel()), device, groups, draws=False)
 
     def whole_size(self, trainee: TrainingModel, groups: Any) -> Size:
         return model.whole_size(self.train, groups)

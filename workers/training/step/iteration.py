@@ -58,12 +58,18 @@ class Iteration:
         self.num_tokens = 0
         self.forward_calls = 0
         self.after_boundary = False
-        self.saver_position = NO_STATE
-        """Position of the member that saves after the last step, when all leave; NO_STATE: none."""
+        self.before_change: Callable[[], None] = lambda: None
+        """Called before the state changes: a snapshot may read it."""
+        self.is_saving: Callable[[], bool] = lambda: False
+        """Whether this member still writes its share of a checkpoint."""
+        self.num_saving = 0
+        """The number of members that did so at the end of the last iteration."""
+        self.num_others_saving = 0
         self.is_ready = False
         """Whether it has entered the step barrier, but not stepped: it has the reduced sum."""
         self.is_stuck = False
         """Whether an abandoned pass still waits in a detached thread and holds the model."""
+        self._was_saving = False
         self._reduced = Stats(0.0, 0.0)
         self._gate: StepBarrier | None = None
         """The values of the step barrier at the last step in the current generation."""
@@ -180,7 +186,7 @@ class Iteration:
                        ) -> Outcome:
         """Run the iteration as a standby member: only the collectives of all members."""
         self.marks.begin(communicators.generation, iteration, "first")
-        stats = self.reduction.meet(control, communicators, Stats(0.0, 0))
+        stats = self.reduction.meet(control, communicators, self._stats(0.0, 0))
         if isinstance(stats, str):
             return stats
         if not is_fully_replicated(communicators.axes, self.trainee.train.parallel):
@@ -192,7 +198,7 @@ class Iteration:
 
     def meet(self, control: Control, communicators: Communicators) -> Outcome:
         """After the last iteration: wait until every member is done."""
-        stats = self.reduction.meet(control, communicators, Stats(0.0, 0))
+        stats = self.reduction.meet(control, communicators, self._stats(0.0, 0))
         if isinstance(stats, str):
             return stats
         return "boundary" if stats.num_stopping else "stepped"
@@ -282,7 +288,8 @@ class Iteration:
         self.forward_calls += 1
         loss = trainee.loss(tokens)
         if begin is not None:
-            begin(Stats(self.loss_sum + loss.item(), self.num_tokens + trainee.num_tokens(tokens)))
+            begin(self._stats(self.loss_sum + loss.item(),
+                              self.num_tokens + trainee.num_tokens(tokens)))
         self._note("backward")
         with self.reduction.backward():
             trainee.optimizer.scale_loss(loss).backward()
@@ -300,7 +307,8 @@ class Iteration:
 
     # --- reduction and step ---
     def _reduce_and_step(self, control: Control, communicators: Communicators) -> Outcome:
-        stats = self.reduction.run(control, communicators, Stats(self.loss_sum, self.num_tokens))
+        stats = self.reduction.run(control, communicators,
+                                   self._stats(self.loss_sum, self.num_tokens))
         if isinstance(stats, str):
             if self.reduction.has_lost_sum:
                 self._clear_sums()
@@ -343,6 +351,7 @@ class Iteration:
     def _step(self, gate: StepBarrier | None) -> None:
         """Compute the next state from the reduced gradients; waits for no other member."""
         stats = self._reduced
+        self.before_change()
         if gate is None:
             step(self.trainee, stats.num_tokens, self._note)
         else:
@@ -372,8 +381,13 @@ class Iteration:
         return assign_micro_batches(self.trainee.train.num_micro_batches, axes.dp,
                                     coordinates(axes, communicators.place).dp)
 
+    def _stats(self, loss_sum: float, num_tokens: float) -> Stats:
+        self._was_saving = self.is_saving()
+        return Stats(loss_sum, num_tokens, num_saving=float(self._was_saving))
+
     def _boundary(self, stats: Stats) -> Outcome:
-        self.saver_position = round(stats.saver_position) - 1
+        self.num_saving = round(stats.num_saving)
+        self.num_others_saving = self.num_saving - self._was_saving
         return "boundary" if stats.num_stopping else "stepped"
 
     def _clear(self) -> None:
