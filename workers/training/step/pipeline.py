@@ -146,7 +146,7 @@ class _Stages(P2PCommunicator):  # type: ignore[misc, unused-ignore]
         """A tensor in the shape of an activation that tells the next stage to stop."""
         train = self._trainee.train
         shape = get_tensor_shapes(
-            seq_length=train.model.sequence, decoder_seq_length=None,
+            seq_length=train.model.sequence, decoder_seq_length=train.model.sequence,
             micro_batch_size=train.batch.micro, config=self.config,
             tp_group=self._groups.tp, cp_group=self._groups.cp)[0]
         marker = torch.zeros(shape, dtype=self.config.pipeline_dtype, device=self._trainee.device)
