@@ -24,8 +24,9 @@ from ..model.trainee import TrainingModel
 
 PADDING = -1
 """A micro-batch without tokens: it adds zeros."""
-MARKER = bytes.fromhex("ff80b4c1e7093d5a62f81e97c3d40b86")
-"""The first bytes of a marker. A real activation begins with them with probability 2^-128."""
+MARKER = b"unicron: no more"
+"""The first bytes of a marker: finite numbers in every precision. That an activation begins with
+these 128 bits by chance is out of the question."""
 Sample = Callable[[int], Any]
 """A micro-batch by its number: tokens [rows, sequence + 1], or input of a script's `forward`."""
 Note = Callable[[Literal["forward", "backward", "stage"], int], None]
@@ -94,6 +95,9 @@ class _Stages(P2PCommunicator):  # type: ignore[misc, unused-ignore]
         self._num_chunks = trainee.axes.chunks
         self._group_passes = trainee.axes.pp * self._num_chunks if self._num_chunks > 1 else 1
         """Forward passes of one group on a stage."""
+        self._head: list[float] = torch.tensor(list(MARKER), dtype=torch.uint8).view(
+            config.pipeline_dtype).tolist()
+        """The first elements of a marker."""
         self._inputs = deque[Tensor]()
         """Activations received from the previous stage, for the next forward passes."""
         self._num_messages = {"send_next": 0, "send_prev": 0, "recv_prev": 0, "recv_next": 0}
@@ -134,7 +138,9 @@ class _Stages(P2PCommunicator):  # type: ignore[misc, unused-ignore]
         activation = self._inputs.popleft()
         if self._must_stop is None or not begins_group:
             return False
-        return bytes(_head(activation).tolist()) == MARKER
+        num = len(MARKER) // activation.element_size()
+        head: list[float] = activation.view(-1)[:num].tolist()  # waits for the device, if any
+        return head == self._head
 
     def _marker(self) -> Tensor:
         """A tensor in the shape of an activation that tells the next stage to stop."""
@@ -144,7 +150,7 @@ class _Stages(P2PCommunicator):  # type: ignore[misc, unused-ignore]
             micro_batch_size=train.batch.micro, config=self.config,
             tp_group=self._groups.tp, cp_group=self._groups.cp)[0]
         marker = torch.zeros(shape, dtype=self.config.pipeline_dtype, device=self._trainee.device)
-        _head(marker).copy_(torch.tensor(list(MARKER), dtype=torch.uint8))
+        marker.view(-1)[:len(self._head)] = torch.tensor(self._head, dtype=marker.dtype)
         return marker
 
     def _communicate(self, *, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None,
@@ -180,12 +186,6 @@ class _Stages(P2PCommunicator):  # type: ignore[misc, unused-ignore]
         num = (num_groups * (self._group_passes // self._num_chunks) * (self._num_chunks - 1)
                if is_wrapped else self.stop + is_forward)
         return self._num_messages[name] >= num
-
-
-def _head(activation: Tensor) -> Tensor:
-    """The first bytes of an activation, as many as a marker has to tell."""
-    num = len(MARKER) // activation.element_size()
-    return activation.detach().reshape(-1)[:num].view(torch.uint8)
 
 
 def _forward(trainee: TrainingModel, stages: _Stages, iteration: int, sample: Sample, note: Note,
