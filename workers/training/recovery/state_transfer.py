@@ -22,7 +22,7 @@ BUFFER_BYTES = 64 << 20
 """Memory for chunks in transit. One chunk for each peer is in transit even if they exceed it."""
 ROUNDS_NUM_MAX = 6
 """Maximum chunks in transit with one peer, each way."""
-CHECKSUM_THREADS = 2
+NUM_CHECKSUM_THREADS = 2
 ALIGN_BYTES = 8
 """Alignment of a tensor in its chunk; the checksum follows the last tensor."""
 
@@ -55,7 +55,7 @@ def transfer(give: Mapping[int, Sequence[Tensor]], take: Mapping[int, Sequence[T
     Returns the places that sent a wrong checksum; such a chunk is not written. `goes_on` is called
     after each wait. If it returns False, `transfer` raises RuntimeError and writes no more.
     """
-    with ThreadPoolExecutor(CHECKSUM_THREADS, "checksum") as pool:
+    with ThreadPoolExecutor(NUM_CHECKSUM_THREADS, "checksum") as pool:
         return _Transfer(give, take, goes_on, pool).run()
 
 
