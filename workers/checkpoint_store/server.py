@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import mmap
 import os
 import signal
 import socket
@@ -29,7 +30,16 @@ from ...events.errors import UsageError
 from ...events.process_io import LogStream
 from ..host import linux
 from . import protocol
-from .protocol import CheckpointRequest, Checksum, Offer, Refused, StoredReply, TransferError
+from .protocol import (
+    Checksum,
+    ListRequest,
+    Offer,
+    PiecesRequest,
+    Refused,
+    ShareRequest,
+    StoredReply,
+    TransferError,
+)
 from .store import CheckpointStore, StoredCheckpoint, StoreRefused, available_bytes
 
 BYTES_MAX = "UNICRON_COPIES_BYTES_MAX"
@@ -153,10 +163,13 @@ def handle_connection(connection: socket.socket, store: CheckpointStore, secret:
     """Serve one connection, from the greeting on. Raises OSError, TransferError."""
     if not protocol.authenticate(connection, secret):
         raise TransferError("client without the cluster's secret")
-    match protocol.receive(connection, Offer, CheckpointRequest):
+    match protocol.receive(connection, Offer, ListRequest, ShareRequest):
         case Offer() as offer:
             _receive(connection, store, offer, failures)
-        case CheckpointRequest() as request:
+        case ListRequest() as request:
+            protocol.send(connection, protocol.List(
+                offers=tuple(one.offer for one in store.of(request.task))))
+        case ShareRequest() as request:
             _send(connection, store, request)
 
 
@@ -172,11 +185,7 @@ def _receive(connection: socket.socket, store: CheckpointStore, offer: Offer,
     answer: StoredReply | Refused = StoredReply(start=store.start)
     try:
         protocol.send(connection, protocol.Go())
-        checksum = protocol.receive_into(connection, memoryview(memory))
-        sent = protocol.receive(connection, Checksum)
-        if sent.checksum != checksum:
-            raise StoreRefused(f"checkpoint altered: received {checksum}, sent {sent.checksum}")
-        store.add(StoredCheckpoint(offer=offer, checksum=checksum, memory=memory))
+        store.add(_receive_share(connection, offer, memory))
     except StoreRefused as error:
         failures.failed(task, f"refused: {error}")
         answer = Refused(why=str(error))
@@ -187,15 +196,45 @@ def _receive(connection: socket.socket, store: CheckpointStore, offer: Offer,
     protocol.send(connection, answer)
 
 
-def _send(connection: socket.socket, store: CheckpointStore, request: CheckpointRequest) -> None:
+def _receive_share(connection: socket.socket, offer: Offer, memory: mmap.mmap
+                   ) -> StoredCheckpoint:
+    """Receive a share and verify it. Raises OSError, TransferError, StoreRefused."""
+    data, begin = memoryview(memory), offer.manifest_bytes
+    protocol.read_exactly(connection, data[:begin])
+    encoded = bytes(data[:begin])
+    manifest = protocol.decode_manifest(encoded, offer.copy_bytes - begin)
+    codes: list[int] = []
+    for piece in manifest.pieces:
+        codes.append(protocol.receive_bytes(connection, data[begin : begin + piece.num_bytes]))
+        begin += piece.num_bytes
+    sums = bytearray(protocol.SUM_BYTES * len(codes))
+    protocol.read_exactly(connection, memoryview(sums))
+    sent = protocol.receive(connection, Checksum).checksum
+    if sums != protocol.encode_sums(codes) or sent != protocol.checksum_of(encoded, bytes(sums)):
+        found = protocol.checksum_of(encoded, protocol.encode_sums(codes))
+        raise StoreRefused(f"checkpoint altered: received {found}, sent {sent}")
+    return StoredCheckpoint(offer=offer, manifest=manifest, sums=bytes(sums), checksum=sent,
+                            memory=memory)
+
+
+def _send(connection: socket.socket, store: CheckpointStore, request: ShareRequest) -> None:
+    """Send a share's list of pieces, then the pieces that the rank asks for, until it closes."""
     stored = store.find(request)
     if stored is None:
-        protocol.send(connection, Refused(why=f"no checkpoint of task {request.task} generation "
-                                          f"{request.generation} step {request.step_version}"))
+        protocol.send(connection, Refused(
+            why=f"no share {request.share} of task {request.task} generation "
+            f"{request.generation} step {request.step_version}"))
         return
+    pieces = stored.pieces()
     protocol.send(connection, stored.offer)
-    protocol.send_parts(connection, [memoryview(stored.memory)])
+    connection.sendall(memoryview(stored.memory)[: stored.offer.manifest_bytes])
+    connection.sendall(stored.sums)
     protocol.send(connection, Checksum(checksum=stored.checksum))
+    while (wanted := protocol.receive_or_end(connection, PiecesRequest)) is not None:
+        for index in wanted.indices:
+            if not 0 <= index < len(pieces):
+                raise TransferError(f"the share has no piece {index}")
+            connection.sendall(pieces[index])
 
 
 if __name__ == "__main__":
