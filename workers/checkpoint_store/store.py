@@ -92,6 +92,8 @@ class CheckpointStore:
             if offer.task in self._ended:
                 raise StoreRefused(f"task {offer.task} has ended")
             self._check_generation(offer)
+            if not 0 <= offer.share < offer.num_shares:
+                raise StoreRefused(f"share {offer.share} of {offer.num_shares}")
             bytes_max = min(self.bytes_max, offer.bytes_max or self.bytes_max)
             if not 0 < offer.manifest_bytes <= offer.copy_bytes <= bytes_max:
                 raise StoreRefused(f"share of {offer.copy_bytes} bytes does not fit into "
@@ -128,10 +130,10 @@ class CheckpointStore:
             # A version that is not known to be whole is worth less than the one that is.
             others = [one for one in there if not _is_same_share(one.offer, offer)]
             kept = [one for one in others if one.offer.version == whole] or others
-            kept = [*kept[1 - CHECKPOINTS_NUM_MAX :], stored]
-            self._stored = [one for one in self._stored
-                            if one not in there and not self._is_outdated(one.offer)]
-            self._stored += [one for one in kept if not self._is_outdated(one.offer)]
+            kept = kept[1 - CHECKPOINTS_NUM_MAX :]
+            self._stored = [one for one in self._stored if (one not in there or one in kept)
+                            and not self._is_outdated(one.offer)]
+            self._stored.append(stored)
             is_first, self._is_new = self._is_new, False
         if is_first:
             self._first()

@@ -12,14 +12,14 @@ import structlog
 import torch
 
 from ...events.records import reports
-from ...events.records.orders import Quiesce, Reconfigure, Resume, StartRank
-from ...events.records.types import StoreEndpoint
+from ...events.records.orders import Quiesce, Reconfigure, Resume, SetCheckpointStores, StartRank
 from ...events.spec.job import is_url
 from ...events.spec.model import Axes
 from ...events.spec.parallelism import coordinates, is_fully_replicated, num_positions, replica
 from ..checkpoint_store import protocol
 from ..ipc.progress_page import OUTSIDE_CODE, ProgressWriter
 from .checkpoint import checkpoint, memory_checkpoint
+from .checkpoint.memory_checkpoint import StoreOrder
 from .checkpoint.saver import Saver
 from .communicators.communicators import ABORTED, Communicators
 from .model import cpu_device, training_state
@@ -69,7 +69,7 @@ class Member:
         self.members: tuple[int, ...] = ()
         self.nodes: tuple[str, ...] = ()
         self.axes = Axes()
-        self.stores: tuple[StoreEndpoint, ...] = ()
+        self.stores = StoreOrder()
         torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
         if torch.cuda.is_available():
             torch.cuda.set_device(start.slot.index % torch.cuda.device_count())
@@ -92,6 +92,8 @@ class Member:
         self.copier = memory_checkpoint.MemorySaver(
             start, secret, spare=self.communicators.spare, tell=control.tell_unless_behind,
             note=self.trace.note)
+        self.iteration.copy_status = self.copier.status
+        self.iteration.before_step = self.copier.detach
         self.checkpoint_saver = Saver(start, exclude_new_sockets=self.exclude_new_sockets,
                                       tell=control.tell, note=self.trace.note)
         self.digest = words.digest
@@ -159,7 +161,7 @@ class Member:
             self.joined = False
         self.generation = order.generation
         self.resume_iteration = None
-        self.members, self.stores = ranks, order.keepers
+        self.members, self.stores = ranks, self._stores(order)
         self.nodes = tuple(member.node for member in order.members)
         self.axes = order.axes or Axes(dp=len(ranks))
         self.recorder.begin(order.generation, ranks)
@@ -190,6 +192,7 @@ class Member:
         """Exchange claims, build communicators, recover missing state. Raises RuntimeError."""
         began_s = clock()
         self._note("meet")
+        self.copier.detach()
         claim_bytes = self.communicators.meet(
             order.generation, place, len(order.members), order.store,
             msgspec.msgpack.encode(self.recovery.claim()))
@@ -273,11 +276,11 @@ class Member:
         memory_due = self._is_due(at, self.train.copy_every)
         save_due = self._is_due(at, self.train.checkpoint_every)
         self.iteration.after_boundary = memory_due or save_due
-        if memory_due or save_due:
+        if memory_due and self.iteration.may_copy and not self.is_standby:
+            self._store_in_memory()
+        if save_due:
             outcome = self._gather(at, 0, outcome)
         if self.communicators.place == 0 and self.recovery.has_full_state:
-            if memory_due:
-                self._store_in_memory()
             if save_due:
                 self.checkpoint_saver.begin(self.recovery.full_state(), at, self.history,
                                             self.generation)
@@ -340,11 +343,20 @@ class Member:
         self.reported_s = clock()
 
     def _store_in_memory(self) -> None:
+        """Begin to send this member's share to the checkpoint stores."""
+        self.copier.copy(self.trainee, self.step_version, self.history, self.generation,
+                         self._current_stores(), is_whole=self.iteration.is_copied)
+
+    def _current_stores(self) -> StoreOrder:
         order = self.control.keep
-        stores = (order.keepers if order is not None and order.generation == self.generation
-                  else self.stores)
-        self.copier.copy(self.recovery.full_state(), self.step_version, self.history,
-                         self.generation, stores)
+        return (self._stores(order) if order is not None and order.generation == self.generation
+                else self.stores)
+
+    def _stores(self, order: Reconfigure | SetCheckpointStores) -> StoreOrder:
+        """The stores that receive the shares of members on this node."""
+        names = next((one.stores for one in order.stores if one.node == self.start.slot.node), None)
+        return StoreOrder(tuple(store for store in order.keepers
+                                if names is None or store.node in names), order.copies_bytes_max)
 
     def _is_due(self, at: int, every: int) -> bool:
         """Whether a checkpoint is due after `at` iterations. The end has a save of its own."""

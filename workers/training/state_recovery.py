@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
+import msgspec
+import structlog
 import torch
 import torch.distributed as dist
 from msgspec.structs import replace
@@ -21,7 +23,15 @@ from ...events.records.orders import Reconfigure, StartRank
 from ...events.records.types import Origin, ReceivedState
 from ...events.spec.model import Axes
 from ...events.spec.parallelism import is_fully_replicated, num_positions
-from .checkpoint import checkpoint, memory_checkpoint
+from ..checkpoint_store.protocol import TransferError
+from .checkpoint import checkpoint
+from .checkpoint.memory_restore import (
+    Fetched,
+    StoredShare,
+    Stores,
+    Version,
+    gather_bytes,
+)
 from .communicators.communicators import Communicators
 from .model import training_state
 from .model.trainee import TrainingModel
@@ -31,9 +41,11 @@ from .process.trace import Event
 from .recovery import state_shards
 from .recovery.resharding import Missing
 from .recovery.settlement import Settlement
-from .recovery.state_exchange import ExchangeResult, exchange
+from .recovery.state_exchange import ExchangeResult, comm_device, exchange
 from .recovery.state_sources import NO_STATE, Claim, HeldState
 from .step.iteration import Iteration, held_by
+
+log = structlog.get_logger()
 
 
 class Recovered(NamedTuple):
@@ -80,6 +92,10 @@ class StateRecovery:
         """
         axes = order.axes or Axes(dp=len(order.members))
         restored, step_version, holders = SEED, settlement.step_version, settlement.holders
+        if step_version == NO_STATE and order.copies:
+            recovered = self._restore_from_memory(order, axes, place)
+            if recovered is not None:
+                return recovered
         if step_version == NO_STATE:
             restored = self._restore(order) if place == 0 else SEED
             step_version = self._broadcast(restored.step_version)
@@ -271,6 +287,64 @@ class StateRecovery:
         return Recovered(step_version, "peer", most.node, received_bytes, most.rank, tuple(others))
 
     # --- no member has a state ---
+    def _restore_from_memory(self, order: Reconfigure, axes: Axes, place: int) -> Recovered | None:
+        """Restore the newest in-memory checkpoint that every member can read. None if there is
+        none. All members call this. Raises RuntimeError."""
+        stores = Stores(self._start.task, order.copies, self._secret,
+                        lambda: self._communicators.woken)
+        mine = msgspec.msgpack.encode(stores.shares(place, len(order.members)))
+        shares = [share for data in gather_bytes(mine)
+                  for share in msgspec.msgpack.decode(data, type=list[StoredShare])]
+        for version in stores.versions(shares):
+            trainee = self._model_for(axes, place, begins=False, is_overwritten=False)
+            try:
+                fetched = self._fetch_together(stores, version, trainee, place)
+                if fetched is not None:
+                    self._set_state(trainee, fetched.numbers, version.step_version)
+                    return Recovered(version.step_version, "copy", fetched.node,
+                                     fetched.received_bytes, NO_STATE)
+            finally:
+                if trainee not in (self._iteration.trainee, self._staged):
+                    self._communicators.unbind(trainee.roots)
+                    trainee.release()
+        return None
+
+    def _fetch_together(self, stores: Stores, version: Version, trainee: TrainingModel, place: int
+                        ) -> Fetched | None:
+        """Each member reads its part of a version. None if one of them could not."""
+        fetched, why = None, ""
+        try:
+            fetched = self._fetch(stores, version, trainee, place)
+        except (OSError, TransferError, ValueError) as error:
+            why = str(error) or type(error).__name__
+            log.warning("in-memory checkpoint not restored", iteration=version.step_version,
+                        why=why)
+        if self._communicators.woken:
+            raise RuntimeError("interrupted while it restored its state")
+        succeeded = torch.tensor([float(not why)], device=comm_device())
+        dist.all_reduce(succeeded, dist.ReduceOp.MIN)
+        return fetched if succeeded.item() else None
+
+    def _fetch(self, stores: Stores, version: Version, trainee: TrainingModel, place: int
+               ) -> Fetched:
+        """Read this member's part into `trainee`; a standby member reads nothing. If `trainee` has
+        a state that counts, it is overwritten only when all is there."""
+        if place >= num_positions(self._communicators.axes):
+            return Fetched(None, 0, "")
+        mine, shards = self._iteration, with_shards(trainee).shards
+        in_place = trainee is not mine.trainee or mine.step_version == NO_STATE
+        self._is_overwritten = self._is_overwritten or trainee is mine.trainee
+        wanted = shards if in_place else {shard: torch.empty_like(tensor)
+                                          for shard, tensor in shards.items()}
+        fetched = stores.fetch(version, wanted, held_by(trainee), place)
+        assert fetched.numbers is not None
+        training_state.check_numbers(trainee, fetched.numbers)
+        if not in_place:
+            for shard, tensor in wanted.items():
+                shards[shard].copy_(tensor)
+        trainee.is_gathered = True
+        return fetched
+
     def _broadcast(self, step_version: int) -> int:
         """Broadcast the step version that position 0 restored."""
         restored = torch.tensor([step_version], device=self._iteration.trainee.device)
@@ -278,17 +352,9 @@ class StateRecovery:
         return int(restored.item())
 
     def _restore(self, order: Reconfigure) -> Recovered:
-        """Restore the order's in-memory checkpoint, or its checkpoint, or the seed (step 0)."""
+        """Restore the order's checkpoint, or the seed (step 0)."""
         whole, history = self.full_state(), self._iteration.history
         is_mine = whole is self._iteration.trainee
-        copied = memory_checkpoint.restore(whole, history, self._start.task, order.copies,
-                                           self._secret, lambda: self._communicators.woken)
-        self._is_overwritten = self._is_overwritten or (copied is not None and is_mine)
-        if self._communicators.woken:
-            raise RuntimeError("interrupted while it restored its state")
-        if copied is not None:
-            step_version, copy, copy_bytes = copied
-            return Recovered(step_version, "copy", copy.node, copy_bytes, NO_STATE)
         if not order.checkpoint:
             return SEED
         self._is_overwritten = self._is_overwritten or is_mine

@@ -9,23 +9,96 @@ exception in the thread ends the process (rank.py).
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+import msgspec
 import structlog
+import torch
+from torch import Tensor
 
 from ....events.records.orders import StartRank
 from ....events.records.reports import CheckpointSaved
 from ....events.records.types import Body
+from ..model import training_state
 from ..model.trainee import TrainingModel
 from ..process.history import History
 from ..process.trace import Event
 from ..step.gradient_reduction import is_cuda_error
 from . import checkpoint
-from .memory_checkpoint import Snapshot
+
+ALIGN_BYTES = 64
 
 log = structlog.get_logger()
+
+
+class Snapshot:
+    """The whole state after `step_version` steps, in host memory.
+
+    The buffer is reused, because copying into newly allocated memory is slow.
+    """
+
+    def __init__(self) -> None:
+        self.step_version = 0
+        self.layout = ""
+        self.numbers: training_state.Numbers | None = None
+        self.encoded_numbers = b""
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self.tensors: dict[str, Tensor] = {}
+
+    def take(self, trainee: TrainingModel, step_version: int, history: History) -> None:
+        """Copy the current state. One pass over its bytes."""
+        live = training_state.tensors(trainee)
+        layout = layout_of(live)
+        if layout != self.layout:
+            self._buffer = torch.empty(flat_bytes(live), dtype=torch.uint8,
+                                       pin_memory=trainee.device.type == "cuda")
+            self.tensors = views(self._buffer, live)
+            self.layout = layout
+        for name, tensor in live.items():
+            self.tensors[name].copy_(tensor)
+        self.step_version = step_version
+        self.numbers = training_state.numbers(trainee, step_version, history)
+        self.encoded_numbers = msgspec.msgpack.encode(self.numbers)
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the checkpoint as sent."""
+        return self._buffer.numel() + len(self.encoded_numbers)
+
+    def parts(self) -> list[memoryview]:
+        """The bytes to send, in order."""
+        return [self._buffer.numpy().data, memoryview(self.encoded_numbers)]
+
+
+def layout_of(tensors: dict[str, Tensor]) -> str:
+    """16 hex digits: the hash of the names, dtypes and shapes, in order."""
+    described = "".join(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n"
+                        for name, tensor in tensors.items())
+    return hashlib.blake2b(described.encode(), digest_size=8).hexdigest()
+
+
+def flat_bytes(tensors: dict[str, Tensor]) -> int:
+    """The size of the tensors in sequence, with padding."""
+    return sum(_padded(tensor) for tensor in tensors.values())
+
+
+def views(buffer: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Views of `buffer` (bytes) at the tensors' offsets, with their dtypes and shapes."""
+    found: dict[str, Tensor] = {}
+    begin = 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        found[name] = buffer[begin : begin + size].view(tensor.dtype).view(tensor.shape)
+        begin += _padded(tensor)
+    return found
+
+
+def _padded(tensor: Tensor) -> int:
+    size = tensor.numel() * tensor.element_size()
+    return -(-size // ALIGN_BYTES) * ALIGN_BYTES
 
 
 class Saver:

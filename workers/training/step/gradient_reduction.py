@@ -40,6 +40,10 @@ class Stats(NamedTuple):
     """Number of members with an order to stop at this boundary."""
     saver_position: float = 0.0
     """Position + 1 of the member that has an order to save at this boundary; 0: none."""
+    num_sending: float = 0.0
+    """Number of members that cannot take an in-memory checkpoint at this boundary."""
+    num_unstored: float = 0.0
+    """Number of members whose last share of an in-memory checkpoint is in no store."""
 
 
 class StepBarrier(NamedTuple):

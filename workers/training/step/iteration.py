@@ -59,6 +59,12 @@ class Iteration:
         self.after_boundary = False
         self.saver_position = NO_STATE
         """Position of the member that saves after the last step, when all leave; NO_STATE: none."""
+        self.copy_status: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)
+        """This member's `num_sending` and `num_unstored` (Stats)."""
+        self.before_step: Callable[[], None] = lambda: None
+        """Called before the state changes."""
+        self.may_copy = self.is_copied = False
+        """Whether all members can take an in-memory checkpoint now, and have stored the last."""
         self.is_ready = False
         """Whether it has entered the step barrier, but not stepped: it has the reduced sum."""
         self.is_stuck = False
@@ -246,7 +252,8 @@ class Iteration:
         self.forward_calls += 1
         loss = trainee.loss(tokens)
         if begin is not None:
-            begin(Stats(self.loss_sum + loss.item(), self.num_tokens + trainee.num_tokens(tokens)))
+            begin(Stats(self.loss_sum + loss.item(), self.num_tokens + trainee.num_tokens(tokens),
+                        0.0, 0.0, *self.copy_status()))
         self._note("backward")
         with self.reduction.backward():
             trainee.optimizer.scale_loss(loss).backward()
@@ -264,7 +271,8 @@ class Iteration:
 
     # --- reduction and step ---
     def _reduce_and_step(self, control: Control, communicators: Communicators) -> Outcome:
-        stats = self.reduction.run(control, communicators, Stats(self.loss_sum, self.num_tokens))
+        stats = self.reduction.run(control, communicators, Stats(
+            self.loss_sum, self.num_tokens, 0.0, 0.0, *self.copy_status()))
         if isinstance(stats, str):
             return stats
         self._reduced = stats
@@ -305,6 +313,7 @@ class Iteration:
     def _step(self, gate: StepBarrier | None) -> None:
         """Compute the next state from the reduced gradients; waits for no other member."""
         stats = self._reduced
+        self.before_step()
         if gate is None:
             step(self.trainee, stats.num_tokens, self._note)
         else:
@@ -334,6 +343,8 @@ class Iteration:
 
     def _boundary(self, stats: Stats) -> Outcome:
         self.saver_position = round(stats.saver_position) - 1
+        self.may_copy = not stats.num_sending
+        self.is_copied = not stats.num_unstored
         return "boundary" if stats.num_stopping else "stepped"
 
     def _clear(self) -> None:
