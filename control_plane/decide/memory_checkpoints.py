@@ -1,7 +1,7 @@
 """In-memory checkpoints: which stores receive them, and which ones a task can recover from.
 
-Each member sends its share of the state to the stores of two other nodes. So a lost node is restored
-from other nodes, and no node has more than a few shares of a task.
+Each member sends its share of the state to the stores of two other nodes. So a lost node is
+restored from other nodes, and no node has more than a few shares of a task.
 """
 
 from __future__ import annotations

@@ -198,8 +198,7 @@ class CheckpointStore:
         last = {(one.offer.task, one.offer.share): one for one in self._stored}
         older = [one for one in self._stored
                  if one is not last[one.offer.task, one.offer.share]
-                 or one.offer.version < max(self._whole.get(one.offer.task, (0, 0)),
-                                            offer.whole if one.offer.task == offer.task else (0, 0))]
+                 or (one.offer.task == offer.task and one.offer.version < offer.whole)]
         removed: list[StoredCheckpoint] = []
         over_bytes = self.used_bytes + offer.copy_bytes - bytes_max
         for one in (*older, *(one for one in self._same(offer)[-1:] if one not in older)):

@@ -92,7 +92,7 @@ class Member:
         self.copier = memory_checkpoint.MemorySaver(
             start, secret, spare=self.communicators.spare, tell=control.tell_unless_behind,
             note=self.trace.note)
-        self.iteration.copy_status = self.copier.status
+        self.iteration.copy_status = lambda: self.copier.status(self._current_stores())
         self.iteration.before_step = self.copier.detach
         self.checkpoint_saver = Saver(start, exclude_new_sockets=self.exclude_new_sockets,
                                       tell=control.tell, note=self.trace.note)
@@ -280,10 +280,9 @@ class Member:
             self._store_in_memory()
         if save_due:
             outcome = self._gather(at, 0, outcome)
-        if self.communicators.place == 0 and self.recovery.has_full_state:
-            if save_due:
-                self.checkpoint_saver.begin(self.recovery.full_state(), at, self.history,
-                                            self.generation)
+        if self.communicators.place == 0 and self.recovery.has_full_state and save_due:
+            self.checkpoint_saver.begin(self.recovery.full_state(), at, self.history,
+                                        self.generation)
         if outcome == "boundary" and 0 <= self.iteration.saver_position < len(self.members):
             outcome = self._gather(at, self.iteration.saver_position, outcome)
         self._exit_if_too_many_abandoned(outcome)

@@ -301,7 +301,7 @@ def test_a_piece_altered_in_memory_is_detected_and_the_others_are_good(keeper: L
         get(keeper.keeper.endpoint, request(10))
     assert get(keeper.keeper.endpoint, request(10), [1, 2]) == sent[1:]
     keeper.stored(TASK)[0].memory[5] ^= 1
-    with pytest.raises(TransferError, match="altered|invalid manifest"):
+    with pytest.raises(TransferError, match=r"altered|invalid manifest"):
         get(keeper.keeper.endpoint, request(10), [1])
 
 

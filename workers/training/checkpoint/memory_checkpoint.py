@@ -1,10 +1,10 @@
 """In-memory checkpoints: each member's share of the state, sent in the background to two stores.
 
-A thread reads the share from live memory (snapshot.py) and sends each piece to the checkpoint stores
-of the member's node (workers/checkpoint_store/protocol.py); checksums, sends and waits release the
-interpreter lock. All members take a checkpoint after the same iteration, so that a whole version
-exists: if one of them is still sending, all skip it (gradient_reduction.Stats). If a store rejects a
-share, the rank logs a warning. Training never fails because of it.
+A thread reads the share from live memory (snapshot.py) and sends each piece to the checkpoint
+stores of the member's node (workers/checkpoint_store/protocol.py); checksums, sends and waits
+release the interpreter lock. All members take a checkpoint after the same iteration, so that a
+whole version exists: if one of them is still sending, all skip it (gradient_reduction.Stats). If a
+store rejects a share, the rank logs a warning. Training never fails because of it.
 """
 
 from __future__ import annotations
@@ -93,8 +93,11 @@ class MemorySaver:
         self._next_s = 0.0
         """Earliest time of the next share."""
 
-    def status(self) -> tuple[float, float]:
-        """(1 if this member cannot take a checkpoint now, 1 if its last share is in no store)."""
+    def status(self, order: StoreOrder) -> tuple[float, float]:
+        """(1 if this member cannot take a checkpoint now, 1 if its last share is in no store).
+        There is no pause if the stores are new."""
+        if order != self._order:
+            self._order, self._pause_s, self._next_s = order, 0.0, 0.0
         sending = self._thread is not None and self._thread.is_alive()
         return float(sending or clock() < self._next_s), float(not self._is_stored)
 
@@ -106,8 +109,7 @@ class MemorySaver:
             self._generation, self._reported, self._last = generation, {}, None
         if is_whole and self._last is not None:
             self._whole = self._last
-        if order != self._order:
-            self._order, self._pause_s = order, 0.0
+        self._order = order
         self._last, self._is_stored = (generation, step_version), False
         if not order.stores:
             return

@@ -81,7 +81,7 @@ class Stores:
         self._task, self._secret, self._is_interrupted = task, secret, is_interrupted
         self._copies = copies
         self._nodes = {copy.endpoint: copy.node for copy in copies}
-        self.endpoints = sorted(self._nodes)
+        self.endpoints = list(self._nodes)
         self._last_s = clock() + RESTORE_S_MAX
 
     def shares(self, place: int, num_members: int) -> list[StoredShare]:
