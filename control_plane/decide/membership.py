@@ -12,13 +12,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ...events.records.types import Slot
+from msgspec.structs import replace
+
+from ...events.records.types import Seat, Slot
 from ...events.spec.model import Axes
-from ...events.spec.parallelism import Coordinates, coordinates, position_of, replica, shape
+from ...events.spec.parallelism import (
+    Coordinates,
+    coordinates,
+    num_positions,
+    position_of,
+    replica,
+    shape,
+)
 from ..placement.tensor_groups import ranked
 from ..state.cluster import ClusterState
 from ..state.members import is_complete
-from ..state.task import Rank, Task
+from ..state.task import HeldState, Rank, Task
 from ..throughput.training_layouts import layout_within
 from .preemption import is_starting
 
@@ -63,6 +72,49 @@ def next_membership(state: ClusterState, task: Task) -> Membership:
     return Membership(axes, [*order_members(axes, seated, apart=apart), *others])
 
 
+class ExpectedPositions(NamedTuple):
+    """The layout of the next generation that has a rank in every seat, and the place of each rank.
+    If `axes` is None, the layout is data-parallel only."""
+
+    axes: Axes | None
+    places: dict[int, int]
+
+
+def expected_positions(task: Task) -> ExpectedPositions:
+    """The positions that the task's ranks will take once every seat has one, if nothing else
+    changes. A process that starts builds its part of the model for this position.
+
+    If a member is gone, the members that are left first form a generation of their own.
+    """
+    train = task.spec.training
+    assert train is not None
+    ranks = [_rank_in(task, seat) for seat in task.target]
+    if train.parallel.is_plain:
+        axes, order = None, sorted(ranks, key=lambda rank: (not rank.has_state, rank.rank))
+    else:
+        axes = layout_within(train, len(ranks))
+        if axes is None:
+            return ExpectedPositions(None, {})
+        apart = train.parallel.optimizer == "mirrored"
+        left = [rank for rank in ranks if rank.has_state]
+        between = layout_within(train, len(left))
+        if between is not None and len(task.living_members()) < len(task.members):
+            held = {rank.rank: HeldState(generation=task.generation + 1, axes=between, place=place)
+                    for place, rank in enumerate(order_members(between, left, apart=apart))
+                    if place < num_positions(between)}
+            ranks = [replace(rank, held=held.get(rank.rank)) for rank in ranks]
+        order = order_members(axes, ranks, apart=apart)
+    return ExpectedPositions(axes, {rank.rank: place for place, rank in enumerate(order)})
+
+
+def _rank_in(task: Task, seat: Seat) -> Rank:
+    """The rank in a seat, or one that is still to be started."""
+    rank = task.ranks.get(seat.rank)
+    if rank is None or rank.slot != seat.slot or not rank.is_healthy:
+        return Rank(rank=seat.rank, attempt=0, slot=seat.slot)
+    return rank
+
+
 def _holds(task: Task, rank: Rank) -> bool:
     member = rank.quiesced == task.generation and task.member(rank.rank) is rank
     return rank.is_healthy and (rank.state == "ready" or (rank.state == "member" and member))
@@ -79,7 +131,8 @@ def order_members(axes: Axes, ranks: Sequence[Rank], *, apart: bool = False) -> 
         parts = {rank.slot: coordinates(last.axes, rank.held.place) for rank in ranks
                  if rank.held is not None and rank.held.generation == last.generation}
     places = _kept_positions(axes, parts, same=last is not None and last.axes.dp == axes.dp)
-    left = [rank.slot for rank in ranks if rank.slot not in places.values()]
+    taken = set(places.values())
+    left = [rank.slot for rank in ranks if rank.slot not in taken]
     for dp in range(axes.dp):
         _fill_holes(axes, replica(axes, dp), places, left, parts)
     empty = [dp for dp in range(axes.dp) if replica(axes, dp)[0] not in places]

@@ -10,6 +10,7 @@ from ...events.records import decisions as d
 from ...events.records import orders as o
 from ...events.records.orders import StartRank, StopRank
 from ...events.records.types import Body, Seat
+from ...events.spec.model import Axes
 from ..incidents.lifecycle import NUM_STOPS_MAX
 from ..state.cluster import ClusterState, allocatable_slots
 from ..state.task import Rank, Task
@@ -24,8 +25,10 @@ def rendezvous_port(task: Task) -> int:
     return PORT_FIRST + (task.id * 131 + task.rounds * 17) % NUM_PORTS if task.spec.command else 0
 
 
-def start_rank(state: ClusterState, task: Task, seat: Seat, port: int) -> StartRank:
-    """The order that starts the seat's next process."""
+def start_rank(state: ClusterState, task: Task, seat: Seat, port: int, axes: Axes | None = None,
+               place: int = -1) -> StartRank:
+    """The order that starts the seat's next process, which is expected to take position `place` of
+    the layout `axes` (membership.expected_positions). For a command, `axes` is the plan's."""
     spec = task.spec
     host = state.nodes[task.target[0].slot.node].host if spec.command else ""
     if task.declined:  # from now on the task is restarted as a plain command
@@ -36,8 +39,9 @@ def start_rank(state: ClusterState, task: Task, seat: Seat, port: int) -> StartR
         num_seats=len(task.target), host=host, port=port,
         checkpoint=task.checkpoint_path,
         incarnation=state.nodes[seat.slot.node].incarnation,
-        axes=None if task.heals_in_memory else table.axes(
-            task.spec, task.modelled, len(task.target)))
+        axes=axes if task.heals_in_memory else table.axes(
+            task.spec, task.modelled, len(task.target)),
+        place=place)
 
 
 def stop_rank(task: Task, rank: Rank, grace_s: float, why: str) -> StopRank:

@@ -18,7 +18,7 @@ from ..state.cluster import ClusterState
 from ..state.members import is_pinned
 from ..state.task import Phase, Rank, Task
 from . import command_tasks, memory_checkpoints
-from .membership import next_membership
+from .membership import expected_positions, next_membership
 from .preemption import (
     all_quiesced,
     checkpoint_writer,
@@ -300,9 +300,14 @@ def _stop_orphans(state: ClusterState, task: Task) -> Iterator[Body]:
 
 def _start(state: ClusterState, task: Task) -> Iterator[Body]:
     """Start a process in each empty seat whose slot is free."""
-    for seat in task.target:
-        if seat.rank not in task.ranks and slot_free(state, seat):
-            yield start_rank(state, task, seat, rendezvous_port(task))
+    seats = [seat for seat in task.target if seat.rank not in task.ranks]
+    if not seats:
+        return
+    axes, places = expected_positions(task)
+    for seat in seats:
+        if slot_free(state, seat):
+            yield start_rank(state, task, seat, rendezvous_port(task), axes,
+                             places.get(seat.rank, -1))
 
 
 def _publish(state: ClusterState, task: Task) -> Iterator[Body]:

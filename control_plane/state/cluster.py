@@ -17,7 +17,7 @@ from .incident import Incident
 from .node import Node
 from .task import StragglerCost, Task
 
-SCHEMA = "unicron-state-7"
+SCHEMA = "unicron-state-8"
 NUM_REQUESTS_MAX = 1024
 """Operator requests that are remembered to recognise repetitions; the oldest are dropped first."""
 NUM_INCIDENTS_MAX = 256
@@ -113,7 +113,7 @@ def decode_state(data: bytes) -> ClusterState:
 
 
 def state_hash(state: ClusterState) -> str:
-    """`unicron-state-7:` and 16 hex digits; two folds of one log have the same hash."""
+    """`unicron-state-8:` and 16 hex digits; two folds of one log have the same hash."""
     return f"{SCHEMA}:{hashlib.blake2b(encode_state(state), digest_size=8).hexdigest()}"
 
 

@@ -26,7 +26,10 @@ class StartRank(Body, frozen=True):
     For `command:` tasks `host` and `port` are MASTER_ADDR and MASTER_PORT; else empty and 0.
     `checkpoint` is the published checkpoint that a first generation loads, or empty. The order is
     for the agent of `incarnation`, or for any that has joined (0); other agents that read the same
-    stream ignore it. `axes`: the layout that the plan assumed, for a command with a `model`.
+    stream ignore it. `axes`: the layout that the plan assumed, for a command with a `model`. For a
+    task that heals in memory, `axes` and `place` are the layout (None: data-parallel only) and the
+    position that the rank is expected to take, so that it builds this part of the model before its
+    first generation. `place` -1: unknown.
     """
 
     nodes: tuple[str, ...]
@@ -41,6 +44,7 @@ class StartRank(Body, frozen=True):
     checkpoint: str
     incarnation: int = 0
     axes: Axes | None = None
+    place: int = -1
 
 
 class StopRank(Body, frozen=True):
@@ -57,8 +61,9 @@ class StopRank(Body, frozen=True):
 class Quiesce(Body, frozen=True):
     """Leave a generation: `now`, after the current micro-batch; `boundary`, after the iteration.
 
-    `save`: the task loses all its slots. `ranks[0]` writes a checkpoint of its state and reports
-    CheckpointSaved before Quiesced, so that no iteration is lost.
+    `save`: the task loses all its slots. The first ranks write a checkpoint in parts before they
+    report Quiesced, so that no iteration is lost; `ranks[0]` completes it and reports
+    CheckpointSaved.
     """
 
     nodes: tuple[str, ...]
@@ -67,6 +72,9 @@ class Quiesce(Body, frozen=True):
     mode: QuiesceMode
     ranks: tuple[int, ...]
     save: bool = False
+    saving: tuple[int, ...] = ()
+    """The positions of the ranks that save, in the order of `ranks`, in the layout whose state they
+    hold. Empty: `ranks[0]` alone, which has the whole state."""
 
 
 class Reconfigure(Body, frozen=True):
@@ -85,8 +93,8 @@ class Reconfigure(Body, frozen=True):
     store: str
     dp: int
     checkpoint: str
-    """The checkpoint that the first member reads if no member and no in-memory checkpoint has the
-    state; empty: start at iteration 0."""
+    """The checkpoint of which each member reads its part if no member and no in-memory checkpoint
+    has the state; empty: start at iteration 0."""
     copies: tuple[MemoryCheckpoint, ...] = ()
     """If no member has the state: the generations and stores of the in-memory checkpoints to try
     first, the newest first. A store may have newer ones of the same generation."""

@@ -15,10 +15,11 @@ from unicron.control_plane.throughput.flops import iteration_flops
 from unicron.events.records import codec
 from unicron.events.records.decisions import IncidentClosed, TaskPlaced, ThroughputSet
 from unicron.events.records.envelope import Record
-from unicron.events.records.orders import StartRank, StopRank
+from unicron.events.records.orders import Reconfigure, StartRank, StopRank
 from unicron.events.records.reports import TaskSubmitted
 from unicron.events.spec.job import JobSpec
-from unicron.events.spec.model import MegatronModel
+from unicron.events.spec.model import Axes, MegatronModel
+from unicron.events.spec.parallelism import coordinates, num_positions, shape
 
 NUM_SEEDS = int(os.environ.get("UNICRON_SIM_SEEDS", "150"))
 """How many seeds the thorough tests run; `make simulation` runs more."""
@@ -28,6 +29,9 @@ ONCE_FAILED = (328, 508, 818, 1099, 1613)
 """Seeds that failed once. 328: a checkpoint was read after a preemption, then another fault came.
 1613: a collective failed while a hang deadline was set. The others: while healing was paused, a
 record that names no task changed which orders were suppressed."""
+
+WITH_LAYOUTS = (0, 1, 7, 10, 11, 15, 17)
+"""Seeds with tasks that have tensor or pipeline parallelism."""
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +67,34 @@ def test_a_leader_may_die_around_any_append(doom: str) -> None:
         healed = [r.body for r in records if isinstance(r.body, IncidentClosed)]
         assert [(b.outcome, b.iterations_lost, b.ckpt_read) for b in healed] == [
             ("healed", 0, False)], where
+
+
+def test_a_process_first_takes_the_part_that_it_was_started_for() -> None:
+    """Through first starts, faults, growth and moves: a process that a Reconfigure names for the
+    first time holds the part of the model that its StartRank named, so it builds once."""
+    num_equal = 0
+    for seed in WITH_LAYOUTS:
+        world = World(seed)
+        starts: dict[tuple[int, int, int], StartRank] = {}
+        for record in simulate(lambda world=world: world)[1]:
+            match record.body:
+                case StartRank() as body:
+                    starts[body.task, body.rank, body.attempt] = body
+                case Reconfigure(axes=Axes() as axes) as body:
+                    for place, member in enumerate(body.members):
+                        start = starts.pop((body.task, member.rank, member.attempt), None)
+                        if start is not None and place < num_positions(axes):
+                            assert start.axes is not None, record
+                            assert _part(start.axes, start.place) == _part(axes, place), record
+                            num_equal += (start.axes, start.place) == (axes, place)
+                case _:
+                    pass
+    assert num_equal >= 80
+
+
+def _part(axes: Axes, place: int) -> tuple[tuple[int, int, int], int, int]:
+    at = coordinates(axes, place)
+    return shape(axes), at.tp, at.pp
 
 
 @pytest.mark.parametrize("seed", range(10))

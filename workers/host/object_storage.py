@@ -11,7 +11,7 @@ import importlib.util
 import os
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from ...events.errors import UsageError
 
@@ -94,6 +94,21 @@ class Store:
         with as_os_errors():
             self.fs.pipe_file(self._at(name), data)
 
+    def open(self, name: str, mode: Literal["rb", "wb"]) -> Any:
+        """A binary file object; an object that is written appears when it is closed. Its methods
+        raise the driver's errors: use it in `as_os_errors`."""
+        with as_os_errors():
+            return self.fs.open(self._at(name), mode)
+
+    def size(self, name: str) -> int | None:
+        """The size of an object in bytes; None if there is none."""
+        with as_os_errors():
+            self.fs.invalidate_cache()
+            try:
+                return int(self.fs.info(self._at(name))["size"])
+            except FileNotFoundError:
+                return None
+
     def has(self, name: str) -> bool:
         """Whether there is such an object or folder."""
         with as_os_errors():
@@ -118,12 +133,6 @@ class Store:
                 if self._exists(path):
                     self.fs.rm(path, recursive=True)
             self.fs.invalidate_cache()
-
-    def num_bytes(self) -> int:
-        """The size of everything below the folder."""
-        with as_os_errors():
-            self.fs.invalidate_cache()
-            return sum(int(info["size"]) for info in self.fs.find(self.root, detail=True).values())
 
     def check_writable(self) -> None:
         """Write a probe object and remove it."""

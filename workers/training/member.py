@@ -13,14 +13,14 @@ import torch
 
 from ...events.records import reports
 from ...events.records.orders import Quiesce, Reconfigure, Resume, SetCheckpointStores, StartRank
-from ...events.spec.job import is_url
+from ...events.spec.job import Train, is_url
 from ...events.spec.model import Axes
-from ...events.spec.parallelism import coordinates, is_fully_replicated, num_positions, replica
+from ...events.spec.parallelism import coordinates, layout_in_words, num_positions, replica
 from ..checkpoint_store import protocol
 from ..ipc.progress_page import OUTSIDE_CODE, ProgressWriter
 from .checkpoint import checkpoint, memory_checkpoint
 from .checkpoint.memory_checkpoint import StoreOrder
-from .checkpoint.saver import Saver
+from .checkpoint.saver import Save, Saver, can_save
 from .communicators.communicators import ABORTED, Communicators
 from .model import cpu_device, training_state
 from .model import trainee as model
@@ -42,6 +42,15 @@ WHY_CHARS_MAX = 1000
 """Characters that are reported of the error of a collective or of a join."""
 
 log = structlog.get_logger()
+
+
+def expected_position(start: StartRank, train: Train) -> tuple[Axes, int]:
+    """The layout and the position for which a process builds its part of the model. If the first
+    Reconfigure has another part, the process builds again."""
+    axes = start.axes or next(train.parallel.layouts(start.num_seats, train.num_micro_batches),
+                              Axes())
+    place = start.place if start.place >= 0 else start.rank
+    return axes, place % num_positions(axes)
 
 
 class Member:
@@ -70,6 +79,7 @@ class Member:
         self.nodes: tuple[str, ...] = ()
         self.axes = Axes()
         self.stores = StoreOrder()
+        self.rendezvous = ""
         torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
         if torch.cuda.is_available():
             torch.cuda.set_device(start.slot.index % torch.cuda.device_count())
@@ -81,21 +91,29 @@ class Member:
         with self.exclude_new_sockets():
             checkpoint.check_output(self.train.output)
         words = work.load()
-        with self.communicators.single_member() as roots:
-            trainee = with_shards(work.build(device, self.communicators.groups, Axes(), 0))
+        axes, place = expected_position(start, self.train)
+        # A restarted rank usually receives its state from peers, so it draws no weights.
+        begins = start.attempt == 1 and not start.checkpoint
+        with self.communicators.without_peers(axes, place) as roots:
+            self.trace.note("build", 0, NO_STATE)
+            trainee = with_shards(work.build(device, self.communicators.groups, axes, place,
+                                             begins=begins))
+            self.size = work.whole_size(trainee, self.communicators.alone())
             roots += trainee.roots
         self.history = History()
         self.iteration = Iteration(trainee, words, self.trace, pulse, self.history)
         secret = environment.get(protocol.SECRET, "")
         self.recovery = StateRecovery(start, work, self.communicators, self.iteration, secret,
-                                      self.exclude_new_sockets, self._note)
+                                      begins=begins, sparing=self.exclude_new_sockets,
+                                      note=self._note)
         self.copier = memory_checkpoint.MemorySaver(
             start, secret, spare=self.communicators.spare, tell=control.tell_unless_behind,
             note=self.trace.note)
         self.iteration.copy_status = lambda: self.copier.status(self._current_stores())
-        self.iteration.before_step = self.copier.detach
         self.checkpoint_saver = Saver(start, exclude_new_sockets=self.exclude_new_sockets,
                                       tell=control.tell, note=self.trace.note)
+        self.iteration.before_change = self._detach_snapshots
+        self.iteration.is_saving = lambda: self.checkpoint_saver.is_saving(self.generation)
         self.digest = words.digest
         self.settled = 0
         """The step version from which the current generation trains."""
@@ -130,8 +148,8 @@ class Member:
         each iteration that all members have stepped. Then `run_collectively` may be called."""
         self.control.tell(reports.RankReady(
             **self._ids, endpoint=self.communicators.endpoint,
-            num_params=sum(param.numel() for _, param in self.trainee.named_parameters()),
-            state_bytes=training_state.num_bytes(self.trainee), iteration_flops=self.work.flops,
+            num_params=self.size.num_params, state_bytes=self.size.state_bytes,
+            iteration_flops=self.work.flops,
             data_digest=self.digest))
         self._note("ready")
         finished = False
@@ -161,7 +179,7 @@ class Member:
             self.joined = False
         self.generation = order.generation
         self.resume_iteration = None
-        self.members, self.stores = ranks, self._stores(order)
+        self.members, self.stores, self.rendezvous = ranks, self._stores(order), order.store
         self.nodes = tuple(member.node for member in order.members)
         self.axes = order.axes or Axes(dp=len(ranks))
         self.recorder.begin(order.generation, ranks)
@@ -192,7 +210,6 @@ class Member:
         """Exchange claims, build communicators, recover missing state. Raises RuntimeError."""
         began_s = clock()
         self._note("meet")
-        self.copier.detach()
         claim_bytes = self.communicators.meet(
             order.generation, place, len(order.members), order.store,
             msgspec.msgpack.encode(self.recovery.claim()))
@@ -258,10 +275,8 @@ class Member:
         self.pulse.mark("boundary", OUTSIDE_CODE)
         self._report_progress()
         if outcome == "stepped":
-            outcome = self._gather(at, 0, outcome)
-        if outcome == "stepped":
-            if self.communicators.place == 0:
-                self._save(final=True)
+            if not self.is_standby:
+                self._save(self._all_positions(), final=True)
             outcome = self.iteration.meet(self.control, self.communicators)
             if outcome == "stepped":
                 self._finish()
@@ -278,23 +293,15 @@ class Member:
         self.iteration.after_boundary = memory_due or save_due
         if memory_due and self.iteration.may_copy and not self.is_standby:
             self._store_in_memory()
-        if save_due:
-            outcome = self._gather(at, 0, outcome)
-        if self.communicators.place == 0 and self.recovery.has_full_state and save_due:
-            self.checkpoint_saver.begin(self.recovery.full_state(), at, self.history,
-                                        self.generation)
-        if outcome == "boundary" and 0 <= self.iteration.saver_position < len(self.members):
-            outcome = self._gather(at, self.iteration.saver_position, outcome)
+        self.checkpoint_saver.hear(self.iteration.num_others_saving)
+        if save_due and self.iteration.num_saving and self.communicators.place == 0:
+            log.warning("checkpoint skipped: the last one is still being written", iteration=at,
+                        num_members=self.iteration.num_saving)
+        elif save_due and not self.iteration.num_saving and not self.is_standby:
+            self.checkpoint_saver.begin(self.trainee, self.history,
+                                        self._checkpoint(self._all_positions()))
         self._exit_if_too_many_abandoned(outcome)
         return outcome
-
-    def _gather(self, at: int, to: int, outcome: Outcome) -> Outcome:
-        """Gather the full state at `to`, unless each member has it. Returns the new outcome."""
-        if is_fully_replicated(self.axes, self.train.parallel):
-            return outcome
-        failed = self.iteration.reduction.run_collectively(
-            self.control, self.communicators, partial(self.recovery.gather, at, self.nodes, to))
-        return outcome if failed is None else failed
 
     def run_collectively(self, call: Callable[[], None]) -> bool:
         """Run a collective of all members between two steps. Returns whether it succeeded. If not,
@@ -341,6 +348,11 @@ class Member:
             self.reported_to = max(self.reported_to, self.history.end)
         self.reported_s = clock()
 
+    def _detach_snapshots(self) -> None:
+        """The state is about to change: end the reading of live memory."""
+        self.copier.detach()
+        self.checkpoint_saver.detach()
+
     def _store_in_memory(self) -> None:
         """Begin to send this member's share to the checkpoint stores."""
         self.copier.copy(self.trainee, self.step_version, self.history, self.generation,
@@ -361,10 +373,20 @@ class Member:
         """Whether a checkpoint is due after `at` iterations. The end has a save of its own."""
         return every > 0 and at % every == 0 and at < self.train.iterations
 
-    def _save(self, *, final: bool) -> None:
-        """Write a checkpoint and report it before returning."""
-        self.checkpoint_saver.save(self.recovery.full_state(), self.step_version, self.history,
-                                   self.generation, final=final)
+    def _all_positions(self) -> tuple[int, ...]:
+        return tuple(range(num_positions(self.axes)))
+
+    def _checkpoint(self, saving: tuple[int, ...]) -> Save:
+        """The checkpoint of the current state by the members at these positions."""
+        return Save(self.generation, self.step_version, saving, self.rendezvous)
+
+    def _save(self, saving: tuple[int, ...], *, final: bool) -> None:
+        """Write this member's share of a checkpoint before returning. The first member waits for
+        the others, unless there is an order to stop."""
+        stops = ("now",) if final else ("now", "boundary")
+        self.checkpoint_saver.save(
+            self.trainee, self.history, self._checkpoint(saving), final=final,
+            must_stop=lambda: self.control.pending_quiesce(self.generation) in stops)
 
     def _finish(self) -> None:
         # The outcome of this second barrier does not matter. Without it, a member could exit while
@@ -390,11 +412,27 @@ class Member:
     def _report_quiesced(self, order: Quiesce | None = None) -> None:
         """Save if ordered, and report Quiesced in reply to `order` or to a later order to stop."""
         order = self.control.discard_orders(self.generation) or order
-        if (order is not None and order.save and order.ranks[:1] == (self.start.rank,)
-                and self.recovery.has_full_state):
-            self._save(final=False)
+        if order is not None and order.save and self.start.rank in order.ranks:
+            self._save_on_preemption(order, order.ranks.index(self.start.rank))
         self.control.tell(reports.Quiesced(
             **self._ids, generation=self.generation, step_version=self.step_version,
             micro_batches=tuple(sorted(self.iteration.done)),
             buckets_reduced=self.iteration.reduction.num_complete,
             num_buckets=len(self.trainee.bucket_groups)))
+
+    def _save_on_preemption(self, order: Quiesce, index: int) -> None:
+        """Save this member's share, on disk and in memory, if the `index`-th rank of the order
+        saves."""
+        saving = order.saving
+        if len(saving) <= 1 and self.trainee.is_plain:
+            saving = (self.trainee.place,)  # alone, whatever its position
+        if index >= len(saving) or self.step_version == NO_STATE:
+            return
+        if saving[index] == self.trainee.place and can_save(self.trainee, saving):
+            self.copier.copy_now(self.trainee, self.step_version, self.history, self.generation,
+                                 self._current_stores(), saving)
+            self._save(saving, final=False)
+        else:
+            log.warning("checkpoint not saved", iteration=self.step_version,
+                        why=f"this member has the state of position {self.trainee.place} of "
+                            f"{layout_in_words(self.trainee.axes)}, not of {saving[index]}")

@@ -229,24 +229,11 @@ def _gap(mine: dict[str, Any], theirs: dict[str, Any], kind: str) -> tuple[float
 
 def read(folder: Path | str) -> dict[str, Any]:
     """Read all tensors and numbers of a checkpoint (a folder or a URL). Needs no model."""
-    import torch
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from .checkpoint.stored_state import StoredState
 
-    from .checkpoint import checkpoint
-
-    reader = checkpoint.reader(str(folder))
-    metadata = reader.read_metadata()
-    data: dict[str, Any] = {}
-    for key, stored in metadata.state_dict_metadata.items():
-        if isinstance(stored, TensorStorageMetadata):
-            data[key] = torch.empty(stored.size, dtype=stored.properties.dtype)
-        else:
-            data[key] = None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.load(data, storage_reader=reader, no_dist=True)
-    return data
+    stored = StoredState(str(folder))
+    return {key: stored.tensor(key) if key in stored.kinds else stored.value(key)
+            for key in stored.keys}
 
 
 def _ratio(gap: float, whole: float) -> float:

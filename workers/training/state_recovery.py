@@ -2,8 +2,8 @@
 
 Each shard comes from the nearest member that holds it (resharding.py). If a member's part of the
 model changes, the member builds the new part beside the old part, and keeps the old part until the
-new one is complete. If no member holds a state, the member at position 0 loads an in-memory
-checkpoint, the checkpoint on disk, or the seed. The others receive their shards from this member.
+new one is complete. If no member holds a state, each member reads its part of an in-memory
+checkpoint or of the checkpoint on disk, or begins from the seed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
-import msgspec
 import structlog
 import torch
 import torch.distributed as dist
@@ -22,26 +21,19 @@ from msgspec.structs import replace
 from ...events.records.orders import Reconfigure, StartRank
 from ...events.records.types import Origin, ReceivedState
 from ...events.spec.model import Axes
-from ...events.spec.parallelism import is_fully_replicated, num_positions
+from ...events.spec.parallelism import num_positions
 from ..checkpoint_store.protocol import TransferError
-from .checkpoint import checkpoint
-from .checkpoint.memory_restore import (
-    Fetched,
-    StoredShare,
-    Stores,
-    Version,
-    gather_bytes,
-)
+from .checkpoint import checkpoint, memory_restore
+from .checkpoint.memory_restore import Fetched, Stores, Version
 from .communicators.communicators import Communicators
 from .model import training_state
 from .model.trainee import TrainingModel
 from .model.workload import Workload
-from .process.history import History
 from .process.trace import Event
 from .recovery import state_shards
 from .recovery.resharding import Missing
 from .recovery.settlement import Settlement
-from .recovery.state_exchange import ExchangeResult, comm_device, exchange
+from .recovery.state_exchange import ExchangeResult, exchange
 from .recovery.state_sources import NO_STATE, Claim, HeldState
 from .step.iteration import Iteration, held_by
 
@@ -66,21 +58,21 @@ class StateRecovery:
     """Recovers the state of one member into the model of its `iteration`."""
 
     def __init__(self, start: StartRank, work: Workload, communicators: Communicators,
-                 iteration: Iteration, secret: str,
+                 iteration: Iteration, secret: str, *, begins: bool,
                  sparing: Callable[[], AbstractContextManager[None]],
                  note: Callable[[Event], None]) -> None:
         self._start, self._work, self._train = start, work, work.train
         self._communicators, self._iteration = communicators, iteration
         self._secret, self._sparing, self._note = secret, sparing, note
-        self._full_state: TrainingModel | None = None
         self._staged: TrainingModel | None = None
         self._staged_numbers: training_state.Numbers | None = None
         self._staged_in = 0
         self.is_staged_next = False
         """Whether `activate` will replace the model by the staged one."""
-        self._gathered = NO_STATE
-        self._is_overwritten = False
-        """Whether the state that this process built from the seed has been overwritten."""
+        self._is_overwritten = not begins
+        """Whether the model no longer has the initial state from the seed, or never had it."""
+        self._begun: TrainingModel | None = None
+        """The model that the workload has set to the state of the first iteration."""
 
     # --- recovery into this member ---
     def recover(self, order: Reconfigure, place: int, claims: Sequence[Claim],
@@ -91,43 +83,30 @@ class StateRecovery:
         `activate`. If this raises RuntimeError, the state is still of the step that is reported.
         """
         axes = order.axes or Axes(dp=len(order.members))
-        restored, step_version, holders = SEED, settlement.step_version, settlement.holders
-        if step_version == NO_STATE and order.copies:
-            recovered = self._restore_from_memory(order, axes, place)
-            if recovered is not None:
-                return recovered
+        step_version = settlement.step_version
         if step_version == NO_STATE:
-            restored = self._restore(order) if place == 0 else SEED
-            step_version = self._broadcast(restored.step_version)
-            # If position 0 trains a whole replica, it already has the restored state.
-            begin = int(is_fully_replicated(axes, self._train.parallel))
-            receivers = list(range(begin, num_positions(axes)))
-            source, holders = self.full_state() if place == 0 else None, (0,)
-        else:
-            receivers = self._receivers(axes, settlement, claims)
-            source = self._held(settlement, place)
-        is_overwritten = self._is_overwritten or self._iteration.step_version > 0
-        trainee = self._model_for(axes, place, begins=step_version == 0,
-                                  is_overwritten=is_overwritten)
-        if step_version == 0 and trainee is not self._iteration.trainee:
-            mine = self._iteration.trainee
-            self._work.begin(trainee, lambda: mine if mine.is_plain and not is_overwritten
-                             else self._build_full_state())
+            return self._recover_stored(order, axes, place)
+        receivers = self._receivers(axes, settlement, claims)
+        source = self._held(settlement, place)
+        if place in receivers and not settlement.shares[place].kept:
+            self._iteration.free_gradients()
+        trainee, is_new = self._model_for(axes, place, source, begins=step_version == 0)
+        if step_version == 0:
+            self._begin(trainee, axes, place)
         numbers, taken = None, tuple[ReceivedState, ...]()
         try:
             if receivers and step_version:
-                numbers, taken = self._exchange(order, step_version, holders, source,
+                numbers, taken = self._exchange(order, step_version, settlement.holders, source,
                                                 trainee if place in receivers else None)
-            if numbers is None and step_version and trainee is not self._iteration.trainee:
-                # Copy the restored state, or this member's if an abandoned pass holds its model.
-                numbers = self._copy_state(
-                    trainee, source if restored is not SEED else None, step_version)
+            if numbers is None and step_version and is_new:
+                # An abandoned pass holds this member's model.
+                numbers = self._copy_state(trainee, step_version)
             if not self._communicators.woken:
                 self._set_state(trainee, numbers, step_version)
         finally:
             if trainee not in (self._iteration.trainee, self._staged):
                 self._communicators.unbind(trainee.roots)
-        return self._result(order, place, step_version, restored, taken)
+        return self._result(order, place, step_version, taken)
 
     def claim(self) -> Claim:
         """This member's claim to a settlement: the state that it trains, and its staged state."""
@@ -173,22 +152,38 @@ class StateRecovery:
 
         return [place for place in range(num_positions(axes)) if not has(place)]
 
-    def _model_for(self, axes: Axes, place: int, *, begins: bool,
-                   is_overwritten: bool) -> TrainingModel:
-        """The model to train: the current model if it is for the same part and can be used, else a
-        new one. A standby member keeps its model and trains nothing."""
-        mine = self._iteration.trainee
+    def _model_for(self, axes: Axes, place: int, source: TrainingModel | None, *, begins: bool
+                   ) -> tuple[TrainingModel, bool]:
+        """The model to train, and whether it is new: the current model if it is for the same part
+        and can be used, else a new one. A standby member keeps its model and trains nothing.
+
+        If the content of the current model is worthless, the new one takes its place at once.
+        """
+        iteration = self._iteration
+        mine = iteration.trainee
         if place >= num_positions(axes):
-            return mine
+            return mine, False
+        is_overwritten = self._is_overwritten or iteration.step_version > 0
         optimizer = self._train.parallel.optimizer
         part = HeldState(axes=axes, optimizer=optimizer, place=place)
-        if (not (begins and is_overwritten) and not self._iteration.is_stuck
+        if (not (begins and is_overwritten) and not iteration.is_stuck and not mine.is_released
                 and _same_part(held_by(mine), part)):
             self._communicators.bind()
             mine.axes, mine.place = axes, place
-            return mine
-        return with_shards(self._work.build(mine.device, self._communicators.groups, axes, place,
-                                            begins=begins))
+            return mine, False
+        is_worthless = iteration.step_version == NO_STATE and source is not mine
+        if is_worthless:
+            self._communicators.discard_handles()
+            mine.release()
+        self._note("build")
+        trainee = with_shards(self._work.build(mine.device, self._communicators.groups, axes, place,
+                                               begins=begins))
+        trainee.release_gradients()
+        if is_worthless:
+            iteration.set_model(trainee)
+            self._is_overwritten = not begins
+            gc.freeze()  # as member.py does after building
+        return trainee, True
 
     def _exchange(self, order: Reconfigure, step_version: int, holders: Sequence[int],
                   source: TrainingModel | None, target: TrainingModel | None
@@ -198,6 +193,8 @@ class StateRecovery:
         # Write directly if the overwritten data is worthless or is the source itself.
         in_place = (target is not mine.trainee or target is source or mine.step_version == NO_STATE)
         self._is_overwritten = self._is_overwritten or (in_place and target is mine.trainee)
+        if target is mine.trainee:
+            mine.before_change()
         numbers = training_state.numbers(source, step_version, mine.history) if source else None
         found = self._run(source, target, numbers, [member.node for member in order.members],
                           step_version, holders, staged=not in_place)
@@ -225,15 +222,13 @@ class StateRecovery:
             # Every member raises this: its peers have excluded the last holder of some part.
             raise RuntimeError(str(missing)) from None
 
-    def _copy_state(self, trainee: TrainingModel, restored: TrainingModel | None, step_version: int
-              ) -> training_state.Numbers:
-        """Copy `restored`, or else this member's own state, into `trainee` of the same part."""
+    def _copy_state(self, trainee: TrainingModel, step_version: int) -> training_state.Numbers:
+        """Copy this member's own state into `trainee` of the same part."""
         iteration = self._iteration
-        source = restored or iteration.trainee
-        live = training_state.tensors(source)
+        live = training_state.tensors(iteration.trainee)
         for name, tensor in training_state.tensors(trainee).items():
             tensor.copy_(live[name])
-        return training_state.numbers(source, step_version, iteration.history)
+        return training_state.numbers(iteration.trainee, step_version, iteration.history)
 
     def _set_state(self, trainee: TrainingModel, numbers: training_state.Numbers | None,
                    step_version: int) -> None:
@@ -255,7 +250,7 @@ class StateRecovery:
     def _replace_model(self, trainee: TrainingModel,
                        numbers: training_state.Numbers | None) -> None:
         iteration = self._iteration
-        mine, history = iteration.trainee, iteration.history
+        history = iteration.history
         step_version = training_state.load(trainee, numbers, history) if numbers is not None else 0
         if trainee is self._staged:
             self._staged = None
@@ -266,7 +261,6 @@ class StateRecovery:
             iteration.reset_to(step_version)
         self._drop_staged()
         self._communicators.discard_handles()
-        mine.release()
         gc.freeze()  # as member.py does after building
 
     def _drop_staged(self) -> None:
@@ -274,11 +268,11 @@ class StateRecovery:
             self._staged.release()
             self._staged = None
 
-    def _result(self, order: Reconfigure, place: int, step_version: int, restored: Recovered,
+    def _result(self, order: Reconfigure, place: int, step_version: int,
                 taken: tuple[ReceivedState, ...]) -> Recovered:
         mine = order.members[place]
-        if step_version == 0 or restored is not SEED:
-            return restored._replace(taken=taken)
+        if step_version == 0:
+            return SEED._replace(taken=taken)
         others = [one for one in taken if one.rank != mine.rank]
         if not others:
             return Recovered(step_version, "own", mine.node, 0, mine.rank)
@@ -287,123 +281,107 @@ class StateRecovery:
         return Recovered(step_version, "peer", most.node, received_bytes, most.rank, tuple(others))
 
     # --- no member has a state ---
-    def _restore_from_memory(self, order: Reconfigure, axes: Axes, place: int) -> Recovered | None:
-        """Restore the newest in-memory checkpoint that every member can read. None if there is
-        none. All members call this. Raises RuntimeError."""
+    def _recover_stored(self, order: Reconfigure, axes: Axes, place: int) -> Recovered:
+        """Read this member's part of an in-memory checkpoint or of the checkpoint on disk, or begin
+        from the seed. All members do the same. Raises RuntimeError, UsageError."""
+        iteration = self._iteration
+        if iteration.step_version != NO_STATE:
+            # Without the lost parts its state is of no use. It is overwritten in place, so from now
+            # on this member reports that it has none.
+            self._is_overwritten = self._is_overwritten or iteration.step_version > 0
+            iteration.reset_to(NO_STATE)
+        iteration.before_change()
+        iteration.free_gradients()
+        has_place = place < num_positions(axes)
+        trainee, _ = self._model_for(axes, place, None,
+                                     begins=not (order.copies or order.checkpoint))
+        restored = self._restore(order, trainee, place, has_place=has_place)
+        if restored is SEED:
+            trainee, _ = self._model_for(axes, place, None, begins=True)
+            self._begin(trainee, axes, place)
+        elif has_place and not self._communicators.woken:
+            trainee.is_gathered = True
+            iteration.reset_to(restored.step_version)
+        return restored
+
+    def _restore(self, order: Reconfigure, trainee: TrainingModel, place: int, *, has_place: bool
+                 ) -> Recovered:
+        """Read an in-memory checkpoint of the order, or its checkpoint, into `trainee`."""
+        history = self._iteration.history
+        if order.copies:
+            restored = self._restore_from_memory(order, trainee, place, has_place=has_place)
+            if restored is not None:
+                return restored
+        if not order.checkpoint:
+            return SEED
+        step_version = NO_STATE
+        if has_place:
+            self._is_overwritten = True
+            folder = checkpoint.folder_of(self._train.output, order.checkpoint)
+            with self._sparing():
+                step_version = checkpoint.load(folder, trainee, history)
+        least, most = self._extremes(step_version, counts=has_place)
+        if least != most:
+            raise RuntimeError(f"some members read the checkpoint of step {least}, others that of "
+                               f"step {most}: they do not see the same {order.checkpoint}")
+        read_bytes = training_state.num_bytes(trainee) if has_place else 0
+        return Recovered(most, "checkpoint", "", read_bytes, NO_STATE)
+
+    def _restore_from_memory(self, order: Reconfigure, trainee: TrainingModel, place: int, *,
+                             has_place: bool) -> Recovered | None:
+        """Read the newest in-memory checkpoint that every member can read. None if there is none.
+        All members call this. Raises RuntimeError."""
         stores = Stores(self._start.task, order.copies, self._secret,
                         lambda: self._communicators.woken)
-        mine = msgspec.msgpack.encode(stores.shares(place, len(order.members)))
-        shares = [share for data in gather_bytes(mine)
-                  for share in msgspec.msgpack.decode(data, type=list[StoredShare])]
+        shares = memory_restore.gather_shares(stores.shares(place, len(order.members)))
         for version in stores.versions(shares):
-            trainee = self._model_for(axes, place, begins=False, is_overwritten=False)
+            fetched, why = Fetched(None, 0, ""), ""
             try:
-                fetched = self._fetch_together(stores, version, trainee, place)
-                if fetched is not None:
-                    self._set_state(trainee, fetched.numbers, version.step_version)
-                    return Recovered(version.step_version, "copy", fetched.node,
-                                     fetched.received_bytes, NO_STATE)
-            finally:
-                if trainee not in (self._iteration.trainee, self._staged):
-                    self._communicators.unbind(trainee.roots)
-                    trainee.release()
+                if has_place:
+                    self._is_overwritten = True
+                    fetched = self._fetch(stores, version, trainee, place)
+            except (OSError, TransferError, ValueError) as error:
+                why = str(error) or type(error).__name__
+                log.warning("in-memory checkpoint not restored", iteration=version.step_version,
+                            why=why)
+            if self._communicators.woken:
+                raise RuntimeError("interrupted while it restored its state")
+            least, _ = self._extremes(NO_STATE if why else version.step_version, counts=True)
+            if least != NO_STATE:
+                return Recovered(version.step_version, "copy", fetched.node,
+                                 fetched.received_bytes, NO_STATE)
         return None
-
-    def _fetch_together(self, stores: Stores, version: Version, trainee: TrainingModel, place: int
-                        ) -> Fetched | None:
-        """Each member reads its part of a version. None if one of them could not."""
-        fetched, why = None, ""
-        try:
-            fetched = self._fetch(stores, version, trainee, place)
-        except (OSError, TransferError, ValueError) as error:
-            why = str(error) or type(error).__name__
-            log.warning("in-memory checkpoint not restored", iteration=version.step_version,
-                        why=why)
-        if self._communicators.woken:
-            raise RuntimeError("interrupted while it restored its state")
-        succeeded = torch.tensor([float(not why)], device=comm_device())
-        dist.all_reduce(succeeded, dist.ReduceOp.MIN)
-        return fetched if succeeded.item() else None
 
     def _fetch(self, stores: Stores, version: Version, trainee: TrainingModel, place: int
                ) -> Fetched:
-        """Read this member's part into `trainee`; a standby member reads nothing. If `trainee` has
-        a state that counts, it is overwritten only when all is there."""
-        if place >= num_positions(self._communicators.axes):
-            return Fetched(None, 0, "")
-        mine, shards = self._iteration, with_shards(trainee).shards
-        in_place = trainee is not mine.trainee or mine.step_version == NO_STATE
-        self._is_overwritten = self._is_overwritten or trainee is mine.trainee
-        wanted = shards if in_place else {shard: torch.empty_like(tensor)
-                                          for shard, tensor in shards.items()}
-        fetched = stores.fetch(version, wanted, held_by(trainee), place)
-        assert fetched.numbers is not None
-        training_state.check_numbers(trainee, fetched.numbers)
-        if not in_place:
-            for shard, tensor in wanted.items():
-                shards[shard].copy_(tensor)
-        trainee.is_gathered = True
+        """Read this member's part of a version into `trainee`. Raises OSError, TransferError,
+        ValueError."""
+        fetched = stores.fetch(version, trainee.shards, held_by(trainee), place)
+        assert fetched.numbers is not None, "share 0 has the numbers"
+        training_state.load(trainee, fetched.numbers, self._iteration.history)
         return fetched
 
-    def _broadcast(self, step_version: int) -> int:
-        """Broadcast the step version that position 0 restored."""
-        restored = torch.tensor([step_version], device=self._iteration.trainee.device)
-        dist.broadcast(restored, 0)
-        return int(restored.item())
+    def _extremes(self, step_version: int, *, counts: bool) -> tuple[int, int]:
+        """The least and the highest step version of all members that count."""
+        least = step_version if counts else torch.iinfo(torch.int64).max
+        most = step_version if counts else torch.iinfo(torch.int64).min + 1
+        found = torch.tensor([-least, most], device=self._iteration.trainee.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return -int(found[0].item()), int(found[1].item())
 
-    def _restore(self, order: Reconfigure) -> Recovered:
-        """Restore the order's checkpoint, or the seed (step 0)."""
-        whole, history = self.full_state(), self._iteration.history
-        is_mine = whole is self._iteration.trainee
-        if not order.checkpoint:
-            return SEED
-        self._is_overwritten = self._is_overwritten or is_mine
-        folder = checkpoint.folder_of(self._train.output, order.checkpoint)
-        with self._sparing():
-            step_version = checkpoint.load(folder, whole, history)
-        return Recovered(step_version, "checkpoint", "", training_state.num_bytes(whole), NO_STATE)
+    def _begin(self, trainee: TrainingModel, axes: Axes, place: int) -> None:
+        """Set a model to the state of the first iteration, if the workload needs it."""
+        if trainee is not self._begun and place < num_positions(axes):
+            self._work.begin(trainee, self._build_replica)
+            self._begun = trainee
 
-    # --- the full state ---
-    def full_state(self) -> TrainingModel:
-        """This member's whole replica: the model that it trains, or one for storage only."""
-        mine = self._iteration.trainee
-        if mine.is_plain:
-            return mine
-        if self._full_state is None:
-            self._full_state = self._build_full_state()
-        return self._full_state
-
-    def _build_full_state(self) -> TrainingModel:
-        """A whole replica with its initial weights."""
-        built = with_shards(self._work.build_replica(self._iteration.trainee.device,
-                                                     self._communicators.alone()))
+    def _build_replica(self) -> TrainingModel:
+        """A whole replica with its initial weights, for a workload that draws its own."""
+        device, groups = self._iteration.trainee.device, self._communicators.alone()
+        built = with_shards(self._work.build(device, groups, Axes(), 0))
         self._communicators.unbind(built.roots)
         built.release_gradients()
         return built
-
-    def gather(self, step_version: int, nodes: Sequence[str], to: int) -> None:
-        """Gather the full state at position `to`. Raises RuntimeError.
-
-        All members call this. A standby member contributes nothing.
-        """
-        iteration, place = self._iteration, self._communicators.place
-        sources = range(num_positions(self._communicators.axes))
-        is_source = place in sources
-        numbers = (training_state.numbers(iteration.trainee, step_version, iteration.history)
-                   if is_source else None)
-        self._gathered = NO_STATE
-        found = self._run(iteration.trainee if is_source else None,
-                          self.full_state() if place == to else None, numbers, nodes,
-                          step_version, sources, staged=False)
-        if place == to:
-            self._gathered = training_state.load(self.full_state(), found.numbers, History())
-
-    @property
-    def has_full_state(self) -> bool:
-        """Whether `full_state` has this member's step version."""
-        step_version = self._iteration.step_version
-        return step_version != NO_STATE and (
-            self._iteration.trainee.is_plain or self._gathered == step_version)
 
 
 def with_shards(trainee: TrainingModel) -> TrainingModel:

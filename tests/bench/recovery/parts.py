@@ -37,6 +37,7 @@ def built(train: Train, axes: Axes, place: int) -> dict[str, Any]:
         trainee = model.build(
             train, cpu_device.prepare_device(), process_groups.build(axes, LIMIT_S), axes, place
         )
+        trainee.clear()  # allocates the gradients
         found = state_shards.list_shards(trainee)
         params = [param.data for _, param in trainee.named_parameters()]
         # fp32 master weights are the parameters themselves, not separate pieces.

@@ -12,7 +12,7 @@ from rank_driver import TASK, Drive, Twins
 from unicron.events.records import reports as r
 from unicron.events.records.orders import Quiesce
 from unicron.events.records.types import QuiesceMode
-from unicron.workers.training.checkpoint import checkpoint
+from unicron.workers.training.checkpoint import folder
 
 ITERATIONS = 14
 
@@ -79,7 +79,7 @@ def test_after_a_death_while_saving_the_next_generation_saves(
     driver.kill(0)
     waits.unlink()
     output = Path(driver.spec.train.output)
-    assert bool(partial_checkpoints(output)) == (event == "save_mid")
+    assert bool(partial_checkpoints(output)) == (event != "saved")
     assert (output / "gen-1/iter-3").exists() == (event == "saved")
     assert saved(driver) == []
     driver.quiesce([1], "now")
@@ -148,33 +148,34 @@ def test_a_member_that_leaves_abandons_an_older_checkpoint(driver: Any) -> None:
 
 
 def test_a_folder_that_cannot_be_listed_is_left_to_the_next_generation(tmp_path: Path) -> None:
-    half = tmp_path / "gen-1" / f"iter-3.1{checkpoint.PARTIAL}"
+    half = tmp_path / "gen-1" / f"iter-3.1{folder.PARTIAL}"
     half.mkdir(parents=True)
     few = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, few[1]))  # no folder can be opened
     try:
-        checkpoint.clear(str(tmp_path), 2)
+        folder.clear(str(tmp_path), 2)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, few)
     assert half.exists()
-    checkpoint.clear(str(tmp_path), 2)
+    folder.clear(str(tmp_path), 2)
     assert not half.exists()
 
 
-def test_a_former_first_member_writes_before_it_exits(driver: Any, twin: Twins) -> None:
-    """An earlier exit would leave a partial checkpoint of an old generation."""
+def test_a_member_ends_its_old_write_before_it_saves_again(driver: Any, twin: Twins) -> None:
+    """The others wait for its share of the final checkpoint. The old one was given up."""
     driver.start(0, 1)
     path = driver.hold(0, "save_mid", 3)
     driver.form([0, 1])
     driver.held(0, 3)
     driver.quiesce([0, 1], "now")
     driver.form([1, 0])
-    driver.wait(r.RankFinished, 1)
-    assert driver.told(r.RankFinished, 0) == []
-    assert saved(driver)[-1] == (2, ITERATIONS, True)
+    driver.until(lambda: any(line["event"] == "save" and line["iteration"] == ITERATIONS
+                             for line in driver.trace(1)))
+    assert driver.told(r.RankFinished) == []
+    assert "checkpoint skipped" in driver.processes[1].log.read_text()
     path.unlink()
     driver.finish([0, 1])
-    assert (1, 3, False) not in saved(driver), "an old partial checkpoint was reported"
+    assert saved(driver)[-1] == (2, ITERATIONS, True)
     assert partial_checkpoints(Path(driver.spec.train.output)) == []
     assert twin(0.0).is_equal(driver.final_checkpoint(2))
 
@@ -200,12 +201,9 @@ def _resumed(drive: Drive, driver: Any, saved: r.CheckpointSaved, ranks: list[in
     again = drive(dropout=driver.spec.train.model.dropout, output=driver.spec.train.output)
     again.start(*ranks)
     again.generation = saved.generation
-    first, *others = again.form(ranks, checkpoint=saved.path).values()
-    assert (first.step_version, first.source, first.origin) == (
-        saved.step_version, -1, "checkpoint")
-    for report in others:
+    for report in again.form(ranks, checkpoint=saved.path).values():
         assert (report.step_version, report.source, report.origin) == (
-            saved.step_version, first.rank, "peer")
+            saved.step_version, -1, "checkpoint")
     again.finish(ranks)
     assert sorted(again.losses()) == list(range(ITERATIONS)), "the checkpoint contains the losses"
     final: Path = again.final_checkpoint()

@@ -25,7 +25,7 @@ from ....events.spec.support import ROWS, Grade, Row
 from ..communicators.process_groups import groups_for_building, publish_globals
 from ..model import optimizers
 from ..model.random_draws import Draw
-from ..model.trainee import TrainingModel
+from ..model.trainee import Size, TrainingModel
 from ..recovery import state_shards
 
 # --- The support table applied to a loop at its start ---
@@ -236,7 +236,7 @@ class LoopWorkload:
         publish_globals(build_groups, axes.chunks)
         with optimizers.without_collectives():
             ddps, optimizer, scheduler = _unpack(self._build(build_groups, axes, place))
-        # `build` may have been for a whole replica, to load a checkpoint. Restore the globals.
+        # `build` may have been for a whole replica, for its initial weights. Restore the globals.
         publish_globals(self._groups, self.train.parallel.chunks)
         parallel = self.train.parallel
         if self.heals:
@@ -248,9 +248,6 @@ class LoopWorkload:
             disable_overlap(ddps, optimizer)
         optimizers.prepare(ddps, optimizer)
         modules = [_inner(ddp) for ddp in ddps]
-        if not self.flops:
-            num_params = sum(param.numel() for module in modules for param in module.parameters())
-            self.flops = 6.0 * num_params * self.train.num_micro_batches
         config = ddps[0].config
         precision = "bf16" if config.bf16 else "fp16" if config.fp16 else "fp32"
         train = replace(self.train, precision=precision, parallel=parallel,
@@ -258,14 +255,21 @@ class LoopWorkload:
         return LoopTrainingModel(train, device, draw, axes, place, modules, ddps, optimizer,
                                  scheduler, torch.empty(0), call=self._forward)
 
-    def build_replica(self, device: torch.device, groups: Any) -> TrainingModel:
-        return self.build(device, groups, Axes(), 0)
+    def whole_size(self, trainee: TrainingModel, groups: Any) -> Size:
+        """Counted from the shapes of the whole tensors of which this part has shards. The layers of
+        other pipeline stages count like those of this stage; other modules that only they have do
+        not count."""
+        size = state_shards.whole_size(trainee.shards, trainee.ddps[0].config.num_layers)
+        self.flops = self.flops or 6.0 * size.num_params * self.train.num_micro_batches
+        return size
 
     def begin(self, trainee: TrainingModel, whole: Callable[[], TrainingModel]) -> None:
         """Copy the initial weights from a whole replica. Those of the script's `build` may depend
-        on the layout."""
+        on the layout, since the script draws them."""
         if trainee.replica_size > 1:
-            state_shards.fill(trainee.shards, whole().shards)
+            replica = whole()
+            state_shards.fill(trainee.shards, replica.shards)
+            replica.release()
 
 
 def check_recoverable(ddps: Sequence[Any], optimizer: Any, scheduler: Any, train: Train, axes: Axes

@@ -80,8 +80,8 @@ class RestartOnlyDriver:
         self.communicators.up(axes)
         trainee = work.build(device, self.communicators.groups, axes, self._place)
         if trainee.replica_size > 1:
-            work.begin(with_shards(trainee),
-                       lambda: with_shards(work.build_replica(device, self.communicators.alone())))
+            work.begin(with_shards(trainee), lambda: with_shards(
+                work.build(device, self.communicators.alone(), Axes(), 0)))
         self.history = History()
         self._checkpoint = RestartCheckpoint(work.train, trainee,
                                              environment.get("UNICRON_TASK", ""))

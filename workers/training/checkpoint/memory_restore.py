@@ -242,18 +242,19 @@ class _Reading:
                 yield shard, part
 
 
-def gather_bytes(data: bytes) -> list[bytes]:
-    """The data of all members, by place. A collective of all members."""
-    device = comm_device()
-    mine = torch.tensor(list(data), dtype=torch.uint8, device=device)
+def gather_shares(mine: Sequence[StoredShare]) -> list[StoredShare]:
+    """The shares that all members have found. A collective of all members."""
+    data, device = msgspec.msgpack.encode(mine), comm_device()
+    own = torch.tensor(list(data), dtype=torch.uint8, device=device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device)
              for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, torch.tensor([len(data)], device=device))
     largest = max(int(size.item()) for size in sizes)
     buffers = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in sizes]
-    dist.all_gather(buffers, torch.cat([mine, mine.new_zeros(largest - len(data))]))
-    return [bytes(buffer[:int(size.item())].cpu().numpy().data)
-            for buffer, size in zip(buffers, sizes, strict=True)]
+    dist.all_gather(buffers, torch.cat([own, own.new_zeros(largest - len(data))]))
+    return [share for buffer, size in zip(buffers, sizes, strict=True)
+            for share in msgspec.msgpack.decode(buffer[:int(size.item())].cpu().numpy().data,
+                                                type=list[StoredShare])]
 
 
 def _stored(store: int, offer: Offer) -> StoredShare:

@@ -1,110 +1,74 @@
-"""Checkpoints of one member: periodic ones in the background, blocking ones at the end.
+"""Checkpoints in parts: periodic ones in the background, blocking ones when members leave.
 
-A periodic save takes a snapshot of the state (memory_checkpoint.py) and writes it in a thread. It
-is skipped while the previous snapshot is being written. When a checkpoint is complete, the member
-reports CheckpointSaved with the generation of the snapshot. The decider publishes the checkpoint
-only if that generation is still current. If a write fails, the rank logs a warning. Any other
-exception in the thread ends the process (rank.py).
+All members of a layout save at the same iteration, each its own share (share.py), in a thread that
+reads the live state (snapshot.py). The first of them waits until all indexes are written, completes
+the checkpoint and reports CheckpointSaved with the generation of the snapshot. The decider
+publishes the checkpoint only if that generation is still current. A save is skipped while any
+member still writes the previous one; the members agree on this in the stats of each iteration. If a
+member cannot write its share, it logs a warning, its index tells the first member, and the
+checkpoint before stays in force. Any other exception in the thread ends the process (rank.py).
 """
 
 from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import NamedTuple
 
-import msgspec
 import structlog
-import torch
-from torch import Tensor
 
 from ....events.records.orders import StartRank
 from ....events.records.reports import CheckpointSaved
 from ....events.records.types import Body
+from ....events.spec.parallelism import has_every_part
+from ...host import object_storage
 from ..model import training_state
 from ..model.trainee import TrainingModel
 from ..process.history import History
 from ..process.trace import Event
 from ..step.gradient_reduction import is_cuda_error
-from . import checkpoint
+from . import checkpoint, folder, share_files, snapshot
+from .checkpoint import WRITE_ERRORS, NotSaved, Superseded
+from .folder import Folder
+from .share import own_share
+from .share_files import Index
 
-ALIGN_BYTES = 64
+INDEX_S_MAX = 10.0
+"""How long an index may be missing after the other members have ended their writes."""
+SHARES_S_MAX = 300.0
+"""How long the first member waits for the others, if it does not know whether they still write."""
+POLL_S = 0.05
 
 log = structlog.get_logger()
 
 
-class Snapshot:
-    """The whole state after `step_version` steps, in host memory.
+class Save(NamedTuple):
+    """One checkpoint. `saving`: the positions that save, of which the first completes it. `store`:
+    the endpoint of the generation's store, which no other generation of any task has."""
 
-    The buffer is reused, because copying into newly allocated memory is slow.
-    """
-
-    def __init__(self) -> None:
-        self.step_version = 0
-        self.layout = ""
-        self.numbers: training_state.Numbers | None = None
-        self.encoded_numbers = b""
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-        self.tensors: dict[str, Tensor] = {}
-
-    def take(self, trainee: TrainingModel, step_version: int, history: History) -> None:
-        """Copy the current state. One pass over its bytes."""
-        live = training_state.tensors(trainee)
-        layout = layout_of(live)
-        if layout != self.layout:
-            self._buffer = torch.empty(flat_bytes(live), dtype=torch.uint8,
-                                       pin_memory=trainee.device.type == "cuda")
-            self.tensors = views(self._buffer, live)
-            self.layout = layout
-        for name, tensor in live.items():
-            self.tensors[name].copy_(tensor)
-        self.step_version = step_version
-        self.numbers = training_state.numbers(trainee, step_version, history)
-        self.encoded_numbers = msgspec.msgpack.encode(self.numbers)
+    generation: int
+    step_version: int
+    saving: tuple[int, ...]
+    store: str
 
     @property
-    def num_bytes(self) -> int:
-        """The size of the checkpoint as sent."""
-        return self._buffer.numel() + len(self.encoded_numbers)
+    def path(self) -> str:
+        return checkpoint.relative_path(self.generation, self.step_version)
 
-    def parts(self) -> list[memoryview]:
-        """The bytes to send, in order."""
-        return [self._buffer.numpy().data, memoryview(self.encoded_numbers)]
-
-
-def layout_of(tensors: dict[str, Tensor]) -> str:
-    """16 hex digits: the hash of the names, dtypes and shapes, in order."""
-    described = "".join(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n"
-                        for name, tensor in tensors.items())
-    return hashlib.blake2b(described.encode(), digest_size=8).hexdigest()
-
-
-def flat_bytes(tensors: dict[str, Tensor]) -> int:
-    """The size of the tensors in sequence, with padding."""
-    return sum(_padded(tensor) for tensor in tensors.values())
-
-
-def views(buffer: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Views of `buffer` (bytes) at the tensors' offsets, with their dtypes and shapes."""
-    found: dict[str, Tensor] = {}
-    begin = 0
-    for name, tensor in tensors.items():
-        size = tensor.numel() * tensor.element_size()
-        found[name] = buffer[begin : begin + size].view(tensor.dtype).view(tensor.shape)
-        begin += _padded(tensor)
-    return found
-
-
-def _padded(tensor: Tensor) -> int:
-    size = tensor.numel() * tensor.element_size()
-    return -(-size // ALIGN_BYTES) * ALIGN_BYTES
+    @property
+    def token(self) -> str:
+        """A name for this attempt, the same for all of its members."""
+        text = f"{self.store} {self.path} {self.saving}"
+        return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 
 class Saver:
-    """Writes checkpoints. `exclude_new_sockets`: a context in which a storage driver's connections
-    do not count as sockets of the generation. `tell` sends reports, from any thread; `note` writes
-    the trace.
+    """Writes the checkpoints of one member. `exclude_new_sockets`: a context in which a storage
+    driver's connections do not count as sockets of the generation. `tell` sends reports, from any
+    thread; `note` writes the trace.
     """
 
     def __init__(self, start: StartRank, *,
@@ -114,111 +78,225 @@ class Saver:
         self._output = start.spec.training.output
         self._task = start.task
         self._exclude_new_sockets, self._tell, self._note = exclude_new_sockets, tell, note
-        self._snapshot = Snapshot()
         self._thread: threading.Thread | None = None
+        self._snapshot: snapshot.Snapshot | None = None
+        self._save: Save | None = None
+        """The thread's current or last save."""
+        self._written: Save | None = None
+        """The last save of which this member has written its share."""
         self._saved: CheckpointSaved | None = None
-        """The last complete checkpoint."""
-        self._writing = ""
-        """Path of the thread's current or last write."""
+        """The last checkpoint that this member completed."""
         self._is_superseded = False
         """True if the thread must abandon its write."""
+        self._is_waiting = self._is_given_up = False
+        """Whether the thread waits for the others, and whether it must end this wait."""
+        self._others_done_s = 0.0
+        """When the others were known to have ended their writes; 0: they may still write."""
         self._cleared = 0
+        self._leftover: Folder | None = None
+        """The files of the last save that this member did not complete as the first one."""
         self._failing = ""
         """Why the last periodic save failed; logged on change."""
 
-    def begin(self, trainee: TrainingModel, step_version: int, history: History,
-              generation: int) -> None:
-        """Save the current state in the background, unless a save is in progress."""
-        if self._thread is not None and self._thread.is_alive():
-            log.warning("checkpoint skipped: the last one is still being written",
-                        iteration=step_version)
-            return
-        self._note("save", generation, step_version)
+    def is_saving(self, generation: int) -> bool:
+        """Whether this member still writes. A wait for members of an earlier generation does not
+        count, because the next save ends it."""
+        if self._thread is None or not self._thread.is_alive() or self._save is None:
+            return False
+        return not self._is_waiting or self._save.generation == generation
+
+    def hear(self, num_others_saving: int) -> None:
+        """The number of other members that still write, from the stats of an iteration."""
+        self._others_done_s = 0.0 if num_others_saving else self._others_done_s or time.monotonic()
+
+    def detach(self) -> None:
+        """Return when the live state is no longer read. Call it before the state changes."""
+        if self._snapshot is not None:
+            self._snapshot.detach()
+            self._snapshot = None
+
+    def begin(self, trainee: TrainingModel, history: History, save: Save) -> None:
+        """Save the share of the current state in the background. Call it only if no member
+        `is_saving`."""
+        self._is_given_up = True
+        self.wait()
+        self._is_given_up = self._is_superseded = False
+        self._others_done_s = 0.0
+        self._note("save", save.generation, save.step_version)
         try:
-            self._snapshot.take(trainee, step_version, history)
-            self._writing = checkpoint.relative_path(generation, step_version)
-            self._thread = threading.Thread(target=self._write, args=(generation,),
-                                            name="checkpoint", daemon=True)
+            numbers = training_state.numbers(trainee, save.step_version, history)
+            taken = snapshot.Snapshot(own_share(trainee, save.saving),
+                                      snapshot.buffer_bytes(trainee.shards))
+            self._save = save
+            self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True,
+                                            args=(save, trainee.place, taken, numbers))
             self._thread.start()
-        except (RuntimeError, MemoryError) as error:  # no memory for the snapshot, or no thread
+            self._snapshot = taken
+        except (RuntimeError, MemoryError) as error:  # no memory, or no thread
             if is_cuda_error(error):
                 raise
             self._thread = None
-            self._log_failure(step_version, str(error), f"no snapshot of the state: {error}")
+            self._log_failure(save.step_version, str(error), f"no snapshot of the state: {error}")
 
-    def save(self, trainee: TrainingModel, step_version: int, history: History, generation: int, *,
-             final: bool) -> None:
-        """Save the current state and report it before returning.
+    def save(self, trainee: TrainingModel, history: History, save: Save, *, final: bool,
+             must_stop: Callable[[], bool]) -> None:
+        """Save the share of the current state before returning; the first member completes the
+        checkpoint and reports it. It stops waiting for the others when `must_stop` returns True.
 
         A preempted member has time for one write: it abandons an older write in progress, and only
         logs a failure. The final save waits for an older write; its own failure raises NotSaved.
         """
-        path = checkpoint.relative_path(generation, step_version)
-        self._is_superseded = not final and self._writing != path
-        if self._saved is None or self._saved.path != path:
-            self._note("save", generation, step_version)
+        self._is_superseded = not final and (self._save is None or self._save.path != save.path)
+        if not self._has_written(save, trainee.place):
+            self._note("save", save.generation, save.step_version)
+        self._others_done_s = self._others_done_s or time.monotonic()
         self.wait()
         self._is_superseded = False
-        if self._saved is None or self._saved.path != path:
-            try:
-                with self._exclude_new_sockets():
-                    self._clear(generation)
-                    ckpt_bytes = checkpoint.save(checkpoint.folder_of(self._output, path), trainee,
-                                                 step_version, history)
-            except checkpoint.NotSaved as error:
-                if final or is_cuda_error(error):
-                    raise
-                log.warning("checkpoint not saved", iteration=step_version, why=str(error))
-                return
-            self._report_saved(generation, step_version, ckpt_bytes, final=final)
-        else:
-            self._tell(self._saved)
+        if self._has_written(save, trainee.place):
+            if trainee.place == save.saving[0] and self._saved is not None:
+                self._tell(self._saved)
+            return
+        share = own_share(trainee, save.saving)
+        numbers = training_state.numbers(trainee, save.step_version, history)
+        taken = snapshot.Snapshot(share, None)
+        self._others_done_s = 0.0
+        try:
+            self._write(save, trainee.place, taken, numbers, final=final, must_stop=must_stop)
+        except NotSaved as error:
+            if is_cuda_error(error) or (final and not must_stop()):
+                raise
+            log.warning("checkpoint not saved", iteration=save.step_version, why=str(error))
+
+    def _has_written(self, save: Save, place: int) -> bool:
+        """Whether this member has nothing more to write for this checkpoint."""
+        if place == save.saving[0]:
+            return self._saved is not None and self._saved.path == save.path
+        return self._written == save
 
     def wait(self) -> None:
         """Wait for a write in progress: a process that exits earlier leaves a partial one."""
         if self._thread is not None:
             self._thread.join()
 
-    def _write(self, generation: int) -> None:
-        """Write the snapshot. Runs in the thread."""
-        snapshot = self._snapshot
-        path = checkpoint.relative_path(generation, snapshot.step_version)
-        self._note("saving", generation, snapshot.step_version)
-        assert snapshot.numbers is not None, "the snapshot is empty"
+    def _run(self, save: Save, place: int, taken: snapshot.Snapshot, numbers: training_state.Numbers
+             ) -> None:
+        """Write a periodic checkpoint. Runs in the thread."""
+        self._note("saving", save.generation, save.step_version)
+        try:
+            self._write(save, place, taken, numbers, final=False, must_stop=lambda: False)
+        except Superseded as error:
+            log.info("checkpoint abandoned: a newer one is needed" if self._is_superseded else
+                     "checkpoint abandoned", iteration=save.step_version, why=error.why)
+        except NotSaved as error:
+            self._log_failure(save.step_version, error.why, str(error))
+
+    def _write(self, save: Save, place: int, taken: snapshot.Snapshot,
+               numbers: training_state.Numbers, *, final: bool, must_stop: Callable[[], bool]
+               ) -> None:
+        """Write the share; on the first member, complete the checkpoint and report it. Raises
+        NotSaved, and Superseded if it was given up."""
+        name = checkpoint.folder_of(self._output, save.path)
+        is_first = place == save.saving[0]
+
+        def on_piece() -> None:
+            if self._is_superseded:
+                raise Superseded(name, "a newer one is needed")
+
+        hooks = share_files.Hooks(
+            lambda: self._note("save_mid", save.generation, save.step_version), on_piece)
         try:
             with self._exclude_new_sockets():
-                self._clear(generation)
-                ckpt_bytes = checkpoint.write(
-                    checkpoint.folder_of(self._output, path), snapshot.tensors, snapshot.numbers,
-                    lambda: self._note("save_mid", generation, snapshot.step_version),
-                    lambda: self._is_superseded)
-        except checkpoint.Superseded:
-            log.info("checkpoint abandoned: a newer one is needed", iteration=snapshot.step_version)
-            return
-        except checkpoint.NotSaved as error:
-            self._log_failure(snapshot.step_version, error.why, str(error))
-            return
-        self._report_saved(generation, snapshot.step_version, ckpt_bytes, final=False)
+                self._clear(save.generation)
+                if self._leftover is not None:
+                    self._leftover.discard()
+                target = folder.folder_at(name, save.token)
+                self._leftover = target if is_first else None
+                self._write_share(target, save, place, taken, numbers if is_first else None, hooks)
+                self._written = save
+                if is_first:
+                    ckpt_bytes = self._complete(target, save, must_stop)
+                    self._leftover = None
+                    self._report_saved(save, ckpt_bytes, final=final)
+        except WRITE_ERRORS as error:
+            raise NotSaved(name, object_storage.reason(error)) from error
+        finally:
+            taken.release()
+        self._recovered(save.step_version)
+
+    def _write_share(self, target: Folder, save: Save, place: int, taken: snapshot.Snapshot,
+                     numbers: training_state.Numbers | None, hooks: share_files.Hooks) -> None:
+        """Write the share. If that fails, remove what was written, and tell the first member."""
+        try:
+            share_files.write_share(target, place, save.step_version, taken.num_bytes, taken.read(),
+                                    numbers, hooks)
+        except (*WRITE_ERRORS, Superseded) as error:
+            if len(save.saving) == 1:
+                target.discard()
+            else:
+                target.remove(target.data_name(place))
+                share_files.write_failure(target, place, save.step_version,
+                                          object_storage.reason(error))
+            raise
+
+    def _complete(self, target: Folder, save: Save, must_stop: Callable[[], bool]) -> int:
+        """Wait until all indexes are there, then complete the checkpoint. Returns its bytes."""
+        self._is_waiting = True
+        try:
+            found = [self._wait_for(target, save, place, must_stop) for place in save.saving]
+            return share_files.complete(target, found)
+        except (*WRITE_ERRORS, ValueError, Superseded) as error:
+            target.discard()
+            if isinstance(error, ValueError):
+                raise NotSaved(target.name, str(error)) from None
+            raise
+        finally:
+            self._is_waiting = False
+
+    def _wait_for(self, target: Folder, save: Save, place: int, must_stop: Callable[[], bool]
+                  ) -> Index:
+        """The index of the member at `place`. Raises Superseded if it is not to be waited for."""
+        begin_s = time.monotonic()
+        while True:
+            index = share_files.read_index(target.read(target.index_name(place)))
+            if index is not None and index.error:
+                raise Superseded(target.name, f"the member at {place} did not write its share: "
+                                              f"{index.error}")
+            if index is not None and index.step_version == save.step_version:
+                return index
+            now_s = time.monotonic()
+            if self._is_given_up or self._is_superseded or must_stop():
+                raise Superseded(target.name, f"the share of the member at {place} is missing")
+            if (now_s - begin_s > SHARES_S_MAX
+                    or (self._others_done_s and now_s - self._others_done_s > INDEX_S_MAX)):
+                raise Superseded(target.name, f"the member at {place} did not write its share")
+            time.sleep(POLL_S)
 
     def _clear(self, generation: int) -> None:
         """Remove partial checkpoints of earlier generations, once in a generation."""
         if generation != self._cleared:
-            checkpoint.clear(self._output, generation)
+            folder.clear(self._output, generation)
         self._cleared = generation
 
-    def _report_saved(self, generation: int, step_version: int, ckpt_bytes: int, *,
-                      final: bool) -> None:
-        self._note("saved", generation, step_version)
+    def _report_saved(self, save: Save, ckpt_bytes: int, *, final: bool) -> None:
+        self._note("saved", save.generation, save.step_version)
+        self._saved = CheckpointSaved(task=self._task, generation=save.generation, path=save.path,
+                                      step_version=save.step_version, ckpt_bytes=ckpt_bytes,
+                                      final=final)
+        self._tell(self._saved)
+
+    def _recovered(self, step_version: int) -> None:
         if self._failing:
             log.info("checkpoints are saved again", iteration=step_version)
         self._failing = ""
-        self._saved = CheckpointSaved(task=self._task, generation=generation,
-                                      path=checkpoint.relative_path(generation, step_version),
-                                      step_version=step_version, ckpt_bytes=ckpt_bytes, final=final)
-        self._tell(self._saved)
 
     def _log_failure(self, step_version: int, why: str, text: str) -> None:
         if why != self._failing:
             log.warning("checkpoint not saved; training continues",
                         iteration=step_version, why=text)
         self._failing = why
+
+
+def can_save(trainee: TrainingModel, saving: Sequence[int]) -> bool:
+    """Whether the members at these positions together have the whole state of this layout."""
+    return trainee.place in saving and has_every_part(
+        trainee.axes, trainee.train.parallel.optimizer, saving)

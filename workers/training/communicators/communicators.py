@@ -31,8 +31,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ....events.spec.model import Axes
+from ....events.spec.parallelism import num_positions
 from . import process_groups, sockets
 from .group_handles import Handles
 from .process_groups import GROUP_S_MAX
@@ -176,6 +178,11 @@ class Communicators:
         self.interrupt()
         if self.backend == "nccl":
             torch.cuda.synchronize()
+        self._remove_groups(roots)
+        self.woken = False
+        self.down_s = time.monotonic() - began_s
+
+    def _remove_groups(self, roots: Iterable[Any]) -> None:
         self.on_groups(None)
         if self.groups is not None:
             self._handles.take(roots, process_groups.by_role(self.groups))
@@ -188,20 +195,24 @@ class Communicators:
         # the counters differ if some member's last attempt failed half-way.
         dist.distributed_c10d._world.group_count = 0
         self.store = None
-        self.woken = False
-        self.down_s = time.monotonic() - began_s
 
     @contextmanager
-    def single_member(self) -> Generator[list[Any]]:
-        """A generation of this member alone. At its end, `down` removes the handles of the objects
-        that were put into the list."""
+    def without_peers(self, axes: Axes, place: int) -> Generator[list[Any]]:
+        """Groups with the sizes and ranks of a position in a layout, but without connections, to
+        build a model before the peers exist. A collective of such a group does nothing.
+
+        At the end, the handles of the objects that were put into the list are removed. `bind` puts
+        a generation's groups in their place.
+        """
         roots: list[Any] = []
-        self.meet(0, 0, 1, self.endpoint, b"")
-        self.up()
+        dist.init_process_group("fake", store=FakeStore(), rank=place,
+                                world_size=num_positions(axes))
+        self.groups = process_groups.build(axes, COLLECTIVE_S_MAX)
+        self.on_groups(self.groups)
         try:
             yield roots
         finally:
-            self.down(roots)
+            self._remove_groups(roots)
 
     @contextmanager
     def spare(self, descriptor: int) -> Generator[None]:

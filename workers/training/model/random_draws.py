@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _MASK = (1 << 64) - 1
 
@@ -59,13 +60,17 @@ class Draw:
 
 # --- Initial weights ---
 #
-# A weight is drawn as a whole tensor from the seed and its name in the whole model. Each position
-# of a layout takes its part, so all layouts have the same weights.
+# A weight is drawn in blocks of the whole tensor. The generator of a block is seeded from the seed,
+# the tensor's name in the whole model, and the block's row and column. A position of a layout draws
+# the blocks that its part overlaps, so all layouts have the same weights.
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
-_LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
+LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
 _METHODS = ("init_method", "output_layer_init_method", "embedding_init_method")
+BLOCK_NUM = 256
+"""Rows and columns of a block. Small, since a part draws whole blocks, and large enough that the
+seeding of the generator is a small part of the time."""
 _INTO_HIDDEN = (".linear_proj.weight", ".linear_fc2.weight")
 """The more layers, the smaller the standard deviation that Megatron uses for these weights."""
 
@@ -77,7 +82,7 @@ def global_name(module: Any, name: str) -> str:
     """
     if name == OUTPUT and module.share_embeddings_and_output_weights:
         return EMBEDDING
-    if found := _LAYER.fullmatch(name):
+    if found := LAYER.fullmatch(name):
         layer = module.decoder.layers[int(found[2])]
         return f"{found[1]}{layer.layer_number - 1}{found[3]}"
     return name
@@ -105,18 +110,32 @@ def draw(module: Any, config: Any, seed: int, *, tp: int) -> None:
             continue
         name = global_name(module, own)
         split = getattr(param, "partition_dim", -1) if config.tensor_model_parallel_size > 1 else -1
-        shape = list(param.shape)
+        shape, begin = list(param.shape), [0, 0]
         if split >= 0:
             assert param.partition_stride == 1
+            begin[split] = tp * shape[split]
             shape[split] *= config.tensor_model_parallel_size
-        whole = torch.empty(shape)
-        with torch.random.fork_rng(devices=[]):
-            digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-            torch.manual_seed(seed_of(seed, 4, int.from_bytes(digest, "big")))
-            _method_of(config, name)(whole)
-        if split >= 0:
-            whole = whole.chunk(config.tensor_model_parallel_size, split)[tp]
-        param.data.copy_(whole)
+        digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+        _draw_part(param.data, begin, shape, seed_of(seed, 4, int.from_bytes(digest, "big")),
+                   _method_of(config, name))
+
+
+def _draw_part(part: Tensor, begin: Sequence[int], shape: Sequence[int], seed: int, method: Any
+               ) -> None:
+    """Draw a part of a tensor of `shape`. `begin` is the part's first row and column."""
+    end = [first + num for first, num in zip(begin, part.shape, strict=True)]
+    with torch.random.fork_rng(devices=[]):
+        for row in range(begin[0] // BLOCK_NUM * BLOCK_NUM, end[0], BLOCK_NUM):
+            for column in range(begin[1] // BLOCK_NUM * BLOCK_NUM, end[1], BLOCK_NUM):
+                block = torch.empty(min(BLOCK_NUM, shape[0] - row),
+                                    min(BLOCK_NUM, shape[1] - column))
+                torch.default_generator.manual_seed(seed_of(seed, row, column))
+                method(block)
+                (top, bottom), (left, right) = (
+                    (max(first, start), min(last, start + BLOCK_NUM))
+                    for first, last, start in zip(begin, end, (row, column), strict=True))
+                part[top - begin[0]:bottom - begin[0], left - begin[1]:right - begin[1]].copy_(
+                    block[top - row:bottom - row, left - column:right - column])
 
 
 def _method_of(config: Any, name: str) -> Any:

@@ -5,13 +5,14 @@ All parts are stock megatron-core, except the core attention, which uses Megatro
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.param_and_grad_buffer import BufferType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -53,6 +54,8 @@ class TrainingModel:
     """The state shards, listed once by state_shards.py while a generation's groups exist."""
     mirror: Any = None
     """The optimizer of the mirrored shard, if any."""
+    is_released: bool = False
+    """Whether its memory has been freed (`release`)."""
     is_gathered: bool = True
     """False: only this member's shard of the parameters is up to date; the others are not yet
     gathered after the step."""
@@ -93,10 +96,14 @@ class TrainingModel:
         return [buffer.grad_data for buffer in self.buffers]
 
     @property
+    def has_gradients(self) -> bool:
+        """Whether the gradients have memory. `clear` allocates it."""
+        return not any(gradients.is_meta for gradients in self.gradients)
+
+    @property
     def buffers(self) -> list[Any]:
         """Megatron's flat buffers, which contain its buckets."""
-        return [buffer for ddp in self.ddps
-                for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers)]
+        return [buffer for ddp in self.ddps for buffer in buffers_of(ddp)]
 
     @property
     def bucket_groups(self) -> list[Any]:
@@ -116,7 +123,10 @@ class TrainingModel:
                 yield global_name(module, name), buffer
 
     def clear(self) -> None:
-        """Zero the gradients at the start of an iteration."""
+        """Zero the gradients at the start of an iteration; allocate them if they have no memory."""
+        if not self.has_gradients:
+            self.set_gradients([torch.empty_like(gradients, device=self.device)
+                                for gradients in self.gradients])
         for ddp in self.ddps:
             ddp.zero_grad_buffer()
         for optimizer in self.optimizers:
@@ -124,6 +134,8 @@ class TrainingModel:
 
     def release(self) -> None:
         """Free the memory of a model that is no longer used, even if references to it remain."""
+        self.is_released = True
+        self.release_gradients()
         for part in chain.from_iterable(map(parts, self.optimizers)):
             part.state.clear()
             for group in part.param_groups:
@@ -141,18 +153,20 @@ class TrainingModel:
             buffer.param_data = None
             for bucket in buffer.buckets:
                 bucket.param_data = None
-        self.release_gradients()
 
     def release_gradients(self) -> None:
-        """Free the memory of the gradients of a model that will not be trained."""
+        """Free the memory of the gradients, which no longer count. `clear` allocates it again."""
         for _, param in self.named_parameters():
-            param.grad = param.main_grad = None
-        for bucket_group in self.bucket_groups:
-            bucket_group.cached_grad_buffer_shard_list = []
-        for buffer in self.buffers:
-            buffer.grad_data = None
-            for bucket in buffer.buckets:
-                bucket.grad_data = None
+            param.grad = None
+        self.set_gradients([torch.empty_like(gradients, device="meta")
+                            for gradients in self.gradients])
+
+    def set_gradients(self, gradients: Sequence[Tensor]) -> None:
+        """Make these tensors, one for each buffer, the local sum of gradients."""
+        for buffer, new in zip(self.buffers, gradients, strict=True):
+            set_gradient(buffer, new)
+        for group in self.bucket_groups:  # Megatron keeps views of the old memory here
+            group.cached_grad_buffer_shard_list = [None] * len(group.buckets)
 
     def loss(self, tokens: Tensor) -> Tensor:
         """What a micro-batch [rows, sequence + 1] adds to the sum that `divisor` divides.
@@ -200,7 +214,7 @@ def build(train: Train, device: torch.device, groups: Any = None, axes: Axes | N
     The initial weights depend only on the seed and are equal in all layouts. With `draws=False`
     they are undefined, and the caller loads a state. Needs torch.distributed, but does not
     communicate. `groups` is the position's ProcessGroupCollection; None means Megatron's parallel
-    state of one process.
+    state of one process. The gradients get memory at the first `clear`.
     """
     axes = axes or Axes()
     at = coordinates(axes, place)
@@ -254,7 +268,45 @@ def _ddp(train: Train, config: Any, module: Any, groups: Any, *, shards: bool, i
         disable_bucketing=not is_first, pg_collection=groups,
     )
     ddp.train()
+    # The optimizer is built after this: its moments and the gradients are not in memory at once.
+    for buffer in buffers_of(ddp):
+        set_gradient(buffer, torch.empty_like(buffer.grad_data, device="meta"))
     return ddp
+
+
+def buffers_of(ddp: Any) -> list[Any]:
+    """Megatron's flat buffers of one chunk."""
+    return [*ddp.buffers, *ddp.expert_parallel_buffers]
+
+
+def set_gradient(buffer: Any, new: Tensor) -> None:
+    """Make `new` the memory of the gradients of a flat buffer. On the meta device it has none."""
+    buffer.grad_data = new
+    for bucket in buffer.buckets:
+        bucket.grad_data = new[bucket.offset:bucket.offset + bucket.grad_data.numel()]
+    for param in buffer.params:
+        start, _, _ = buffer.param_index_map[param]
+        param.main_grad = buffer._get(param.data.shape, start, BufferType.GRAD)
+
+
+class Size(NamedTuple):
+    """The size of the whole model: its parameters, and the bytes of its state."""
+
+    num_params: int
+    state_bytes: int
+
+
+def whole_size(train: Train, groups: Any) -> Size:
+    """The size of the whole model, counted on the meta device: nothing is allocated. `groups` have
+    one member."""
+    with torch.device("meta"):
+        module = _module(train, _config(train, Axes()), Draw(train.seed), Axes(),
+                         Coordinates(tp=0, pp=0, dp=0), 0, groups_for_building(groups), draws=False)
+    num_params = sum(param.numel() for param in module.parameters())
+    weight_bytes = DTYPES[train.precision].itemsize
+    master_bytes = 0 if train.precision == "fp32" else 4
+    buffer_bytes = sum(buffer.nbytes for buffer in module.buffers())
+    return Size(num_params, num_params * (weight_bytes + master_bytes + 8) + buffer_bytes)
 
 
 def _config(train: Train, axes: Axes) -> Any:

@@ -6,14 +6,12 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from msgspec.structs import replace
 
 from ....events.spec.job import Train
 from ....events.spec.model import Axes
-from ....events.spec.parallelism import Parallel
 from . import text_data
 from . import trainee as model
-from .trainee import TrainingModel
+from .trainee import Size, TrainingModel
 
 
 class Samples(Protocol):
@@ -50,12 +48,12 @@ class Workload(Protocol):
         """
         ...
 
-    def build_replica(self, device: torch.device, groups: Any) -> TrainingModel:
-        """Build a whole replica, to load or save a checkpoint. `groups` have one member."""
+    def whole_size(self, trainee: TrainingModel, groups: Any) -> Size:
+        """The size of the whole model, of which `trainee` is a part. `groups` have one member."""
         ...
 
     def begin(self, trainee: TrainingModel, whole: Callable[[], TrainingModel]) -> None:
-        """Set this model to the state of the first iteration. Called if no member has a state.
+        """Set a new model to the state of the first iteration. Called if no member has a state.
 
         `whole` builds a whole replica in its initial state.
         """
@@ -79,8 +77,8 @@ class SpecWorkload:
               begins: bool = True) -> TrainingModel:
         return model.build(self.train, device, groups, axes, place, draws=begins)
 
-    def build_replica(self, device: torch.device, groups: Any) -> TrainingModel:
-        return model.build(replace(self.train, parallel=Parallel()), device, groups, draws=False)
+    def whole_size(self, trainee: TrainingModel, groups: Any) -> Size:
+        return model.whole_size(self.train, groups)
 
     def begin(self, trainee: TrainingModel, whole: Callable[[], TrainingModel]) -> None:
         """Nothing to do: `build` draws the initial state from the seed and the parameter names."""

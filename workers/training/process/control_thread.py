@@ -187,12 +187,6 @@ class Control:
         with self._changed:
             return self._pending_quiesce(generation)
 
-    def must_save(self, generation: int) -> bool:
-        """Whether a queued order ends this generation and requires this rank to save."""
-        with self._changed:
-            return any(isinstance(order, Quiesce) and order.generation >= generation and order.save
-                       and order.ranks[:1] == (self._rank,) for order in self._orders)
-
     def discard_orders(self, generation: int) -> Quiesce | None:
         """Discard orders of the left generations, up to `generation`. Returns the last Quiesce."""
         with self._changed:

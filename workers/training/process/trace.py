@@ -13,8 +13,10 @@ completes, in order. `reduced` comes when all have completed. Without overlap th
 If a replica has several ranks, `tensor` comes before the last part of a layer, whose results the
 tensor-parallel ranks then add up. `stage` comes before a stage sends to another or waits for one.
 `embedding` comes before the gradients of the two copies of a tied embedding are added up. `gate` is
-the entry of the step barrier, `passed` its exit. A rank that has received its part of another
-layout writes `staged`, and writes `commit` before it activates that part.
+the entry of the step barrier, `passed` its exit. `build` comes before a rank builds a part of the
+model: once before it is ready, and again in each generation that gives it another part. A rank that
+has received its part of another layout writes `staged`, and writes `commit` before it activates
+that part.
 
 Tests can hold a rank at an event to inject a fault there. After it has written an event, the rank
 reads `hold/<task>-<rank>` in the folder: JSON of event and iteration, and micro_batch or bucket if
@@ -45,7 +47,7 @@ from ...diagnosis.step_time import Kind
 from ...ipc.progress_page import COLLECTIVE_CODE, OWN_CODE, Phase, ProgressWriter
 
 Event = Literal[
-    "start", "ready", "meet", "settle", "give", "receive",
+    "start", "build", "ready", "meet", "settle", "give", "receive",
     "micro_batch", "forward", "forward_mid", "backward", "backward_mid", "tensor", "stage",
     "reduce", "stats", "bucket", "bucket_done", "embedding", "reduced", "gate", "passed",
     "staged", "commit",

@@ -9,9 +9,11 @@ whole model: `model.X`, `master.X`, `optimizer.exp_avg.X`, `buffer.X`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from operator import add
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import mapping
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -19,8 +21,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..model.optimizers import parts, ranges, shards
-from ..model.random_draws import global_name
-from ..model.trainee import TrainingModel
+from ..model.random_draws import LAYER, global_name
+from ..model.trainee import Size, TrainingModel
 from ..model.training_state import MOMENTS
 from .resharding import Dims, Region, Shard, flat_range, intersection
 
@@ -96,6 +98,31 @@ def fill(into: State, whole: State) -> None:
                 num_missing -= region.num_elements
         if num_missing:
             raise ValueError(f"the whole model lacks {shard}")
+
+
+def whole_size(shards: State, num_layers: int) -> Size:
+    """The size of the whole model, from the shards of a part. If the part lacks some of the layers,
+    they count like those that it has."""
+    num_params = layer_params = num_bytes = layer_bytes = 0
+    layers: set[str] = set()
+    for key, kind in {(shard.key, shard.kind) for shard in shards}:
+        dtype, _, shape = kind.partition(" ")
+        num = prod(map(int, shape.split("x") if shape else ()))
+        size_bytes = num * torch_dtype(dtype).itemsize
+        own_params = num if key.startswith("model.") else 0
+        if found := LAYER.search(key):
+            layers.add(found[2])
+            layer_params, layer_bytes = layer_params + own_params, layer_bytes + size_bytes
+        else:
+            num_params, num_bytes = num_params + own_params, num_bytes + size_bytes
+    times = num_layers / max(1, len(layers))
+    return Size(num_params + round(layer_params * times), num_bytes + round(layer_bytes * times))
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype that `kind_of` names."""
+    found: torch.dtype = getattr(torch, name)
+    return found
 
 
 def kind_of(tensor: Tensor, shape: Dims) -> str:

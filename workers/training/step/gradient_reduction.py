@@ -38,8 +38,8 @@ class Stats(NamedTuple):
     num_tokens: float
     num_stopping: float = 0.0
     """Number of members with an order to stop at this boundary."""
-    saver_position: float = 0.0
-    """Position + 1 of the member that has an order to save at this boundary; 0: none."""
+    num_saving: float = 0.0
+    """Number of members that still write their share of a checkpoint."""
     num_sending: float = 0.0
     """Number of members that cannot take an in-memory checkpoint at this boundary."""
     num_unstored: float = 0.0
@@ -123,6 +123,11 @@ class Reduction:
     def done(self) -> None:
         """The result counts: drop the backup of the local gradients."""
         self._backup.drop()
+        self.num_complete = 0
+
+    def free(self) -> None:
+        """The local gradients no longer count: free the memory of their backup."""
+        self._backup.free()
         self.num_complete = 0
 
     def step_barrier(self, control: Control, communicators: Communicators, mine: StepBarrier
@@ -232,11 +237,9 @@ class Reduction:
                                     replica)
 
     def _own_stats(self, control: Control, communicators: Communicators, mine: Stats) -> Tensor:
-        """This member's stats, its order to stop, and its order to save."""
-        generation = communicators.generation
+        """This member's stats, and its order to stop."""
         mine = mine._replace(
-            num_stopping=float(control.pending_quiesce(generation) is not None),
-            saver_position=(communicators.place + 1.0) * control.must_save(generation))
+            num_stopping=float(control.pending_quiesce(communicators.generation) is not None))
         return torch.tensor(mine, dtype=torch.float64, device=self._trainee.device)
 
     def _stats(self, values: Tensor, world: Any) -> Stats:

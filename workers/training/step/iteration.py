@@ -57,18 +57,22 @@ class Iteration:
         self.num_tokens = 0
         self.forward_calls = 0
         self.after_boundary = False
-        self.saver_position = NO_STATE
-        """Position of the member that saves after the last step, when all leave; NO_STATE: none."""
         self.copy_status: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)
         """This member's `num_sending` and `num_unstored` (Stats)."""
-        self.before_step: Callable[[], None] = lambda: None
-        """Called before the state changes."""
         self.may_copy = self.is_copied = False
         """Whether all members can take an in-memory checkpoint now, and have stored the last."""
+        self.before_change: Callable[[], None] = lambda: None
+        """Called before the state changes: a snapshot may read it."""
+        self.is_saving: Callable[[], bool] = lambda: False
+        """Whether this member still writes its share of a checkpoint."""
+        self.num_saving = 0
+        """The number of members that did so at the end of the last iteration."""
+        self.num_others_saving = 0
         self.is_ready = False
         """Whether it has entered the step barrier, but not stepped: it has the reduced sum."""
         self.is_stuck = False
         """Whether an abandoned pass still waits in a detached thread and holds the model."""
+        self._was_saving = False
         self._reduced = Stats(0.0, 0.0)
         self._gate: StepBarrier | None = None
         """The values of the step barrier at the last step in the current generation."""
@@ -79,21 +83,36 @@ class Iteration:
         self.set_model(trainee)
 
     def set_model(self, trainee: TrainingModel) -> None:
-        """Train `trainee` from now on, with no local gradients."""
+        """Train `trainee` from now on, with no local gradients. Frees the previous model."""
+        before = self.trainee
         self._use_model(trainee)
+        if before is not trainee:
+            before.release()
         self._clear()
 
     def replace_model(self, trainee: TrainingModel) -> None:
-        """Train `trainee`, which has the same state, from now on. It gets the local gradients if it
-        is the same part of the model and no abandoned pass holds the previous model."""
-        before, is_stuck = self.trainee, self.is_stuck
-        self._use_model(trainee)
-        if is_stuck or held_by(before).part_of_model != held_by(trainee).part_of_model:
-            self._clear()
+        """Train `trainee`, which has the same state, from now on. Frees the previous model. The new
+        one gets the local gradients if it is the same part of the model and no abandoned pass holds
+        the previous model."""
+        before = self.trainee
+        if (self.is_stuck or not before.has_gradients
+                or held_by(before).part_of_model != held_by(trainee).part_of_model):
+            self.set_model(trainee)
             return
+        self._use_model(trainee)
+        trainee.clear()
         for (_, old), (_, new) in zip(before.named_parameters(), trainee.named_parameters(),
                                       strict=True):
             new.main_grad.copy_(old.main_grad)
+        before.release()
+
+    def free_gradients(self) -> None:
+        """Free the local gradients and their backup, because the settlement keeps none of them.
+        `take` allocates them again. An abandoned pass may still use them: then they stay."""
+        if not self.is_stuck:
+            self._forget_sums()
+            self.reduction.free()
+            self.trainee.release_gradients()
 
     def _use_model(self, trainee: TrainingModel) -> None:
         self.trainee = trainee
@@ -126,7 +145,8 @@ class Iteration:
     def take(self, step_version: int, share: MemberAssignment, generation: int, *, begun: bool
              ) -> None:
         """Resume from a settlement; keep the local gradients only if the settlement keeps them."""
-        if step_version != self.step_version or sorted(self.done) != list(share.kept):
+        if (step_version != self.step_version or sorted(self.done) != list(share.kept)
+                or not self.trainee.has_gradients):
             assert not share.kept
             self._clear()
         self.step_version = step_version
@@ -154,7 +174,7 @@ class Iteration:
                        ) -> Outcome:
         """Run the iteration as a standby member: only the collectives of all members."""
         self.marks.begin(communicators.generation, iteration, "first")
-        stats = self.reduction.meet(control, communicators, Stats(0.0, 0))
+        stats = self.reduction.meet(control, communicators, self._stats(0.0, 0))
         if isinstance(stats, str):
             return stats
         if not is_fully_replicated(communicators.axes, self.trainee.train.parallel):
@@ -166,7 +186,7 @@ class Iteration:
 
     def meet(self, control: Control, communicators: Communicators) -> Outcome:
         """After the last iteration: wait until every member is done."""
-        stats = self.reduction.meet(control, communicators, Stats(0.0, 0))
+        stats = self.reduction.meet(control, communicators, self._stats(0.0, 0))
         if isinstance(stats, str):
             return stats
         return "boundary" if stats.num_stopping else "stepped"
@@ -252,8 +272,8 @@ class Iteration:
         self.forward_calls += 1
         loss = trainee.loss(tokens)
         if begin is not None:
-            begin(Stats(self.loss_sum + loss.item(), self.num_tokens + trainee.num_tokens(tokens),
-                        0.0, 0.0, *self.copy_status()))
+            begin(self._stats(self.loss_sum + loss.item(),
+                              self.num_tokens + trainee.num_tokens(tokens)))
         self._note("backward")
         with self.reduction.backward():
             trainee.optimizer.scale_loss(loss).backward()
@@ -271,8 +291,8 @@ class Iteration:
 
     # --- reduction and step ---
     def _reduce_and_step(self, control: Control, communicators: Communicators) -> Outcome:
-        stats = self.reduction.run(control, communicators, Stats(
-            self.loss_sum, self.num_tokens, 0.0, 0.0, *self.copy_status()))
+        stats = self.reduction.run(control, communicators,
+                                   self._stats(self.loss_sum, self.num_tokens))
         if isinstance(stats, str):
             return stats
         self._reduced = stats
@@ -313,7 +333,7 @@ class Iteration:
     def _step(self, gate: StepBarrier | None) -> None:
         """Compute the next state from the reduced gradients; waits for no other member."""
         stats = self._reduced
-        self.before_step()
+        self.before_change()
         if gate is None:
             step(self.trainee, stats.num_tokens, self._note)
         else:
@@ -341,10 +361,17 @@ class Iteration:
         return assign_micro_batches(self.trainee.train.num_micro_batches, axes.dp,
                                     coordinates(axes, communicators.place).dp)
 
+    def _stats(self, loss_sum: float, num_tokens: float) -> Stats:
+        self._was_saving = self.is_saving()
+        num_sending, num_unstored = self.copy_status()
+        return Stats(loss_sum, num_tokens, num_saving=float(self._was_saving),
+                     num_sending=num_sending, num_unstored=num_unstored)
+
     def _boundary(self, stats: Stats) -> Outcome:
-        self.saver_position = round(stats.saver_position) - 1
         self.may_copy = not stats.num_sending
         self.is_copied = not stats.num_unstored
+        self.num_saving = round(stats.num_saving)
+        self.num_others_saving = self.num_saving - self._was_saving
         return "boundary" if stats.num_stopping else "stepped"
 
     def _clear(self) -> None:
@@ -354,6 +381,9 @@ class Iteration:
     def _clear_sums(self) -> None:
         if not self.is_stuck:
             self.trainee.clear()
+        self._forget_sums()
+
+    def _forget_sums(self) -> None:
         self.done = []
         self.loss_sum = 0.0
         self.num_tokens = 0

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed.param_and_grad_buffer import BufferType
 from torch import Tensor
 
 from ..model.trainee import TrainingModel
@@ -37,8 +36,8 @@ class GradientBackup:
     """Copies of the gradients under reduction. They need as much memory as the gradients."""
 
     def __init__(self, trainee: TrainingModel) -> None:
+        self._trainee = trainee
         self._buffers = trainee.buffers
-        self._groups = trainee.bucket_groups
         self._buffer_of = {id(bucket): number for number, buffer in enumerate(self._buffers)
                            for bucket in buffer.buckets}
         self._copies: list[Tensor] = []
@@ -64,13 +63,11 @@ class GradientBackup:
             for bucket in buffer.buckets:
                 if id(bucket) not in self._saved:
                     _part(bucket, copy).copy_(bucket.grad_data)
-                bucket.grad_data = _part(bucket, copy)
-            buffer.grad_data = copy
-            for param in buffer.params:
-                start, _, _ = buffer.param_index_map[param]
-                param.main_grad = buffer._get(param.data.shape, start, BufferType.GRAD)
-        for group in self._groups:  # Megatron keeps views of the old memory here
-            group.cached_grad_buffer_shard_list = [None] * len(group.buckets)
+        self._trainee.set_gradients(self._copies)
+        self.free()
+
+    def free(self) -> None:
+        """Free the memory of the copies, which no longer count."""
         self._copies = []
         self._saved.clear()
 

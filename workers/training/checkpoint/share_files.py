@@ -1,0 +1,218 @@
+"""Writes a checkpoint in parts: each member a data file and an index, and one of them `.metadata`.
+
+The data files and `.metadata` are in the format of torch.distributed.checkpoint: each tensor is a
+set of chunks, which are regions of the whole tensor. The keys are those of training_state.py:
+`model.<parameter>`, `master.<parameter>` for 16-bit parameters, `optimizer.exp_avg.<parameter>` and
+so on, and `numbers`, plain values. `metadata.json` and `common.pt` make Megatron's
+`dist_checkpointing` read the folder too.
+
+An index lists the chunks of a data file, with a checksum of each. It is written when the data is
+durable, so it shows that the member has written its share.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from math import prod
+from typing import IO, Any, NamedTuple
+
+import msgspec
+import torch
+from msgspec import Struct
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from ..model import training_state
+from ..recovery.resharding import Dims, Region, Shard
+from .folder import Folder
+from .share import shape_of
+
+FORMAT_NUM = 2
+"""Version of the format. A checkpoint without a version was written by one member (version 1)."""
+FORMAT_KEY = "format"
+"""Key of the version in `numbers`."""
+NUMBERS = "numbers"
+MEGATRON = {"sharded_backend": "torch_dist", "sharded_backend_version": 1,
+            "common_backend": "torch", "common_backend_version": 1}
+"""Megatron's metadata.json."""
+
+
+class Chunk(Struct, frozen=True, array_like=True):
+    """A region of a tensor in a data file. `kind` is the dtype and shape of the whole tensor; a
+    number has none. `checksum` is the CRC-32 of its `length_bytes` from `begin_bytes` on."""
+
+    key: str
+    kind: str
+    offset: Dims
+    shape: Dims
+    begin_bytes: int
+    length_bytes: int
+    checksum: int
+
+    @property
+    def region(self) -> Region:
+        return Region(self.offset, self.shape)
+
+
+class Index(Struct, frozen=True, array_like=True):
+    """The contents of the data file `file`. `error`: why the member did not write its share."""
+
+    format: int
+    step_version: int
+    file: str
+    file_bytes: int
+    chunks: list[Chunk]
+    error: str = ""
+
+
+class Hooks(NamedTuple):
+    """`on_half` is called when about half of the bytes are written, `on_piece` before each piece.
+    An error that they raise ends the write."""
+
+    on_half: Callable[[], None] = lambda: None
+    on_piece: Callable[[], None] = lambda: None
+
+
+class _Checksummed(io.RawIOBase):
+    """Writes to `file`, with a checksum of what is written since `begin`."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__()
+        self._file = file
+        self.num_bytes = self.checksum = 0
+
+    def begin(self) -> None:
+        self.checksum = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self.checksum = zlib.crc32(data, self.checksum)
+        self._file.write(data)
+        self.num_bytes += (length := memoryview(data).nbytes)
+        return length
+
+
+def write_share(folder: Folder, place: int, step_version: int, share_bytes: int,
+                pieces: Iterable[tuple[Shard, Tensor]], numbers: training_state.Numbers | None,
+                hooks: Hooks) -> None:
+    """Write the data file and then the index of the member at `place`.
+
+    `numbers` are those of the state if this member writes them. Raises OSError, RuntimeError,
+    MemoryError.
+    """
+    chunks: list[Chunk] = []
+    file_name = folder.data_name(place)
+    is_half = False
+    with folder.create(file_name) as file:
+        output = _Checksummed(file)
+        for shard, tensor in pieces:
+            hooks.on_piece()
+            if not is_half and output.num_bytes >= share_bytes // 2:
+                is_half = True
+                hooks.on_half()
+            chunks.append(_write(output, shard.key, shard.kind, shard.region, tensor))
+        if not is_half:
+            hooks.on_half()
+        if numbers is not None:
+            chunks += [_write(output, key, "", Region((), ()), value)
+                       for key, value in _plain(numbers).items()]
+        num_bytes = output.num_bytes
+    folder.write(folder.index_name(place), msgspec.msgpack.encode(Index(
+        FORMAT_NUM, step_version, file_name, num_bytes, chunks)))
+
+
+def write_failure(folder: Folder, place: int, step_version: int, why: str) -> None:
+    """Tell the first member that the member at `place` cannot write its share, if possible."""
+    with suppress(OSError):
+        folder.write(folder.index_name(place), msgspec.msgpack.encode(Index(
+            FORMAT_NUM, step_version, folder.data_name(place), 0, [], why or "unknown")))
+
+
+def _plain(numbers: training_state.Numbers) -> dict[str, Any]:
+    values = {**msgspec.to_builtins(numbers), FORMAT_KEY: FORMAT_NUM}
+    return {f"{NUMBERS}.{name}": value for name, value in values.items()}
+
+
+def _write(output: _Checksummed, key: str, kind: str, region: Region, value: Any) -> Chunk:
+    begin_bytes = output.num_bytes
+    output.begin()
+    stream: Any = output
+    torch.save(value, stream)
+    return Chunk(key, kind, region.offset, region.shape, begin_bytes,
+                 output.num_bytes - begin_bytes, output.checksum)
+
+
+def read_index(data: bytes | None) -> Index | None:
+    """An index from its bytes; None if there is none, or if it is not complete."""
+    try:
+        return None if data is None else msgspec.msgpack.decode(data, type=Index)
+    except msgspec.MsgspecError:
+        return None
+
+
+def complete(folder: Folder, indexes: Sequence[Index]) -> int:
+    """All shares are written: make the checkpoint complete. Returns its size in bytes.
+
+    Raises OSError, and ValueError if the shares together are not one whole state.
+    """
+    step_version = indexes[0].step_version
+    metadata = pickle.dumps(_metadata(indexes))
+    common = io.BytesIO()
+    torch.save({"iteration": step_version}, common)
+    config = json.dumps(MEGATRON).encode()
+    folder.write("common.pt", common.getvalue())
+    folder.write("metadata.json", config)
+    folder.finish(metadata)
+    return len(metadata) + len(config) + common.tell() + sum(index.file_bytes for index in indexes)
+
+
+def _metadata(indexes: Sequence[Index]) -> Metadata:
+    """torch's `.metadata` for these data files. Raises ValueError."""
+    if len({(index.format, index.step_version) for index in indexes}) > 1:
+        raise ValueError("its members have states of several steps")
+    found: dict[str, tuple[str, list[Chunk]]] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    for index in indexes:
+        for chunk in index.chunks:
+            kind, chunks = found.setdefault(chunk.key, (chunk.kind, []))
+            if kind != chunk.kind:
+                raise ValueError(f"{chunk.key} is {kind} for one member, {chunk.kind} for another")
+            offset = chunk.offset if kind else None
+            position = len(chunks) if kind else None
+            places[MetadataIndex(chunk.key, offset, position)] = _StorageInfo(
+                index.file, chunk.begin_bytes, chunk.length_bytes)
+            chunks.append(chunk)
+    for key, (kind, chunks) in found.items():
+        held, whole = sum(prod(chunk.shape) for chunk in chunks), prod(shape_of(kind))
+        if held != whole:
+            raise ValueError(f"its members have {held} of the {whole} elements of {key}")
+    return Metadata(
+        state_dict_metadata={key: _stored(kind, chunks) for key, (kind, chunks) in found.items()},
+        planner_data={key: tuple(key.split(".", 1)) if key.startswith(f"{NUMBERS}.") else (key,)
+                      for key in found},
+        storage_data=places, storage_meta=StorageMeta(), version="1.0.0")
+
+
+def _stored(kind: str, chunks: Sequence[Chunk]) -> TensorStorageMetadata | BytesStorageMetadata:
+    if not kind:
+        return BytesStorageMetadata()
+    return TensorStorageMetadata(
+        TensorProperties(dtype=getattr(torch, kind.partition(" ")[0])), torch.Size(shape_of(kind)),
+        [ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.shape))
+         for chunk in chunks])

@@ -1,0 +1,268 @@
+"""Reads a checkpoint by regions of the whole tensors, into the live tensors of any layout.
+
+Nothing that a checkpoint contains is executed: `.metadata` is a pickle, of which only torch's
+metadata classes and plain values are read, and tensors and numbers are read with torch's
+`weights_only`. A member reads only the chunks that it needs, one at a time.
+"""
+
+from __future__ import annotations
+
+import io
+import pathlib
+import pickle
+import zlib
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import torch
+import torch.serialization
+from torch import Tensor
+from torch.distributed.checkpoint import filesystem, metadata
+
+from ....events.errors import UsageError
+from ....events.spec.job import is_url
+from ...host.object_storage import COMPLETE_MARK, Store, as_os_errors
+from ..recovery.resharding import Region, intersection
+from ..recovery.state_shards import State, cut, kind_of
+from .share_files import FORMAT_KEY, FORMAT_NUM, NUMBERS, read_index
+
+ANOTHER = "name another checkpoint"
+_ALLOWED: dict[tuple[str, str], Any] = {
+    **{(metadata.__name__, name): getattr(metadata, name) for name in (
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
+        "TensorProperties", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")},
+    (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    ("pathlib", "PosixPath"): pathlib.PosixPath,
+}
+"""What a pickle of `.metadata` may name, beside torch's dtypes. None of these runs code."""
+
+
+class _Place(NamedTuple):
+    """Where a chunk is: `region` of its tensor, in a data file."""
+
+    region: Region
+    file: str
+    begin_bytes: int
+    length_bytes: int
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        found = _ALLOWED.get((module_name, global_name))
+        if found is None and module_name == "torch":
+            found = getattr(torch, global_name, None)
+            found = found if isinstance(found, torch.dtype) else None
+        if found is None:
+            raise pickle.UnpicklingError(f"it would load {module_name}.{global_name}")
+        return found
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise pickle.UnpicklingError("it would load a persistent object")
+
+
+class StoredState:
+    """A complete checkpoint at a path or a URL. Each method raises UsageError if the checkpoint
+    does not fit or is damaged, and OSError if it cannot be read now."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self._files = _UrlFiles(folder) if is_url(folder) else _PathFiles(folder)
+        self.kinds: dict[str, str] = {}
+        """By key of a tensor: the dtype and shape of the whole tensor."""
+        self._chunks: dict[str, list[_Place]] = {}
+        self._checksums: dict[str, dict[int, int]] = {}
+        self._format_num = 0
+        self._read_metadata()
+
+    def _read_metadata(self) -> None:
+        data = self._files.read(COMPLETE_MARK)
+        if data is None:
+            raise self._damaged(f"it has no {COMPLETE_MARK}: it is not complete")
+        try:
+            found = _MetadataUnpickler(io.BytesIO(data)).load()
+            places = {(index.fqn, tuple(index.offset or ())): info
+                      for index, info in found.storage_data.items()}
+            for key, stored in found.state_dict_metadata.items():
+                regions = [Region((), ())]
+                if isinstance(stored, metadata.TensorStorageMetadata):
+                    self.kinds[key] = (f"{str(stored.properties.dtype).removeprefix('torch.')} "
+                                       f"{'x'.join(map(str, stored.size))}")
+                    regions = [Region(tuple(chunk.offsets), tuple(chunk.sizes))
+                               for chunk in stored.chunks]
+                infos = [places[key, region.offset] for region in regions]
+                self._chunks[key] = [
+                    _Place(region, str(info.relative_path), int(info.offset), int(info.length))
+                    for region, info in zip(regions, infos, strict=True)]
+        except (pickle.UnpicklingError, EOFError, ValueError, IndexError, KeyError, TypeError,
+                AttributeError, MemoryError, OverflowError, RecursionError) as error:
+            raise self._damaged(f"its {COMPLETE_MARK} cannot be read: "
+                                f"{' '.join(str(error).split())}") from None
+
+    def numbers(self) -> dict[str, Any]:
+        """The numbers of the state as plain values."""
+        found = {key.removeprefix(f"{NUMBERS}."): self.value(key) for key in self._chunks
+                 if key.startswith(f"{NUMBERS}.")}
+        if not found:
+            raise UsageError(f"{self.folder} has no numbers: it is not a checkpoint of Unicron",
+                             ANOTHER)
+        number = found.pop(FORMAT_KEY, 1)
+        if not isinstance(number, int) or number > FORMAT_NUM:
+            raise UsageError(f"{self.folder} has format {number}; this release reads formats up to "
+                             f"{FORMAT_NUM}", "install the release that wrote it")
+        self._format_num = number
+        return found
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys of all tensors and numbers."""
+        return list(self._chunks)
+
+    def value(self, key: str) -> Any:
+        """A number, or any other plain value."""
+        (place,) = self._chunks[key]
+        with self._files.open(place.file) as file:
+            return self._load(file, place)
+
+    def tensor(self, key: str) -> Tensor:
+        """A whole tensor."""
+        dtype, _, shape = self.kinds[key].partition(" ")
+        sizes = tuple(int(size) for size in shape.split("x") if size)
+        whole = torch.empty(sizes, dtype=getattr(torch, dtype))
+        self._read([(key, Region((0,) * len(sizes), sizes), whole)])
+        return whole
+
+    def check(self, want: State) -> None:
+        """Check that the checkpoint has these shards and that its files are complete. Call
+        `numbers` before, which checks the version."""
+        missing = sorted({shard.key for shard in want if shard.key not in self.kinds})
+        if missing:
+            raise self._other(f"it has no {missing[0]}" + (
+                f", nor {len(missing) - 1} other tensors of the model" if missing[1:] else ""))
+        used: dict[str, int] = {}
+        for key, kind, region in want:
+            if self.kinds[key] != kind:
+                raise self._other(f"its {key} is {self.kinds[key]}, not {kind}")
+            num = 0
+            for place in self._chunks[key]:
+                if (part := intersection(place.region, region)) is not None:
+                    num += part.num_elements
+                    end_bytes = place.begin_bytes + place.length_bytes
+                    used[place.file] = max(used.get(place.file, 0), end_bytes)
+            if num != region.num_elements:
+                raise self._damaged(f"it lacks a part of {key}")
+        for file, end_bytes in used.items():
+            self._check_file(file, end_bytes)
+
+    def _check_file(self, file: str, end_bytes: int) -> None:
+        size = self._files.size(file)
+        if size is None:
+            raise self._damaged(f"its file {file} is missing")
+        if size < end_bytes:
+            raise self._damaged(f"its file {file} is cut: it has {size} bytes of {end_bytes}")
+        if self._format_num > 1 and not self._checksums_of(file):
+            raise self._damaged(f"the index of its file {file} is missing or cut")
+
+    def read(self, want: State) -> None:
+        """Read these shards into their memory. Call `check` before: if this fails, the memory is
+        undefined."""
+        self._read([(shard.key, shard.region, tensor) for shard, tensor in want.items()])
+
+    def _read(self, want: Iterable[tuple[str, Region, Tensor]]) -> None:
+        takers: dict[_Place, list[tuple[str, Region, Region, Tensor]]] = {}
+        for key, region, tensor in want:
+            for place in self._chunks[key]:
+                if (part := intersection(place.region, region)) is not None:
+                    takers.setdefault(place, []).append((key, part, region, tensor))
+        by_file: dict[str, list[_Place]] = {}
+        for place in takers:
+            by_file.setdefault(place.file, []).append(place)
+        for name, places in by_file.items():
+            with self._files.open(name) as file:
+                for place in sorted(places, key=lambda place: place.begin_bytes):
+                    chunk = self._load(file, place)
+                    for key, part, region, tensor in takers[place]:
+                        self._check_chunk(key, place, chunk)
+                        cut(tensor, region, part).copy_(cut(chunk, place.region, part))
+
+    def _check_chunk(self, key: str, place: _Place, chunk: Any) -> None:
+        dtype = self.kinds[key].partition(" ")[0]
+        if not isinstance(chunk, Tensor) or tuple(chunk.shape) != place.region.shape or (
+                kind_of(chunk, ()).strip() != dtype):
+            raise self._damaged(f"a part of {key} in {place.file} is not what its metadata says")
+
+    def _load(self, file: IO[bytes], place: _Place) -> Any:
+        """A chunk of a data file."""
+        file.seek(place.begin_bytes)
+        data = file.read(place.length_bytes)
+        expected = self._checksums_of(place.file).get(place.begin_bytes)
+        if len(data) < place.length_bytes:
+            raise self._damaged(f"its file {place.file} is cut")
+        if expected is not None and zlib.crc32(data) != expected:
+            raise self._damaged(f"its file {place.file} was altered: a checksum is wrong")
+        try:
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+            why = " ".join(str(error).split())[:200]
+            raise self._damaged(f"a part of its file {place.file} cannot be read: {why}") from None
+
+    def _checksums_of(self, file: str) -> dict[int, int]:
+        """By offset: the checksums of a data file's chunks. A checkpoint that was written by one
+        member has none."""
+        if file not in self._checksums:
+            name = f"{file.removesuffix('.distcp')}.index"
+            index = read_index(self._files.read(name))
+            self._checksums[file] = {} if index is None else {
+                chunk.begin_bytes: chunk.checksum for chunk in index.chunks}
+        return self._checksums[file]
+
+    def _damaged(self, why: str) -> UsageError:
+        return UsageError(f"{self.folder} cannot be used: {why}", ANOTHER)
+
+    def _other(self, why: str) -> UsageError:
+        return UsageError(f"{self.folder} is of another model: {why}", ANOTHER)
+
+
+class _PathFiles:
+    """The files of a folder. Raises OSError."""
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+
+    def read(self, name: str) -> bytes | None:
+        try:
+            return (self._path / name).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def size(self, name: str) -> int | None:
+        try:
+            return (self._path / name).stat().st_size
+        except FileNotFoundError:
+            return None
+
+    @contextmanager
+    def open(self, name: str) -> Generator[IO[bytes]]:
+        with (self._path / name).open("rb") as file:
+            yield file
+
+
+class _UrlFiles:
+    """The objects of a folder. Raises OSError; UsageError without a driver."""
+
+    def __init__(self, url: str) -> None:
+        self._store = Store(url)
+
+    def read(self, name: str) -> bytes | None:
+        return self._store.read(name)
+
+    def size(self, name: str) -> int | None:
+        return self._store.size(name)
+
+    @contextmanager
+    def open(self, name: str) -> Generator[IO[bytes]]:
+        with as_os_errors(), self._store.open(name, "rb") as file:
+            yield file
