@@ -95,6 +95,16 @@ def named(keepers: Iterable[LocalKeeper], told: MemoryCheckpointStored) -> Memor
         share=told.share, num_shares=told.num_shares)
 
 
+def whole_steps(keepers: Iterable[LocalKeeper], task: int = TASK) -> list[int]:
+    """The steps of which the stores together have every share, ascending."""
+    found: dict[tuple[int, int], set[int]] = {}
+    for keeper in keepers:
+        for one in keeper.stored(task):
+            found.setdefault((one.offer.step_version, one.offer.num_shares), set()).add(
+                one.offer.share)
+    return sorted(step for (step, num), shares in found.items() if len(shares) == num)
+
+
 def pieces_of(sent: Sequence[bytes]) -> tuple[Piece, ...]:
     """Pieces with these bytes."""
     return tuple(Piece(f"t{index}", f"uint8 {len(data)}", (0,), (len(data),), len(data))
