@@ -162,7 +162,8 @@ def replace_stores(state: ClusterState, task: Task) -> Iterator[Body]:
     if task.phase != "training" or not task.members or _has_stores(state, task):
         return
     wanted = assign_stores(state, task, [member.node for member in task.members])
-    if wanted.keepers and (wanted.keepers, wanted.stores) != (task.keepers, task.stores):
+    now = {one.node: one.stores for one in task.stores}
+    if any(not set(one.stores).issubset(now.get(one.node, ())) for one in wanted.stores):
         yield SetCheckpointStores(nodes=tuple(sorted({member.node for member in task.members})),
                                   task=task.id, generation=task.generation, keepers=wanted.keepers,
                                   stores=wanted.stores,

@@ -15,6 +15,7 @@ from simulated.generation import SimulatedGeneration, next_digest
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
 from unicron.events.records.types import Body, StoreEndpoint
+from unicron.events.spec.parallelism import num_positions
 from unicron.workers.training.recovery.state_sources import NO_STATE, Claim, HeldState
 
 # --- The progress marks of a simulated rank and its iteration times ---
@@ -184,7 +185,7 @@ class SimulatedRank:
                 case o.Resume() as order:
                     self.resume(order)
                 case o.SetCheckpointStores() as order if order.generation == self.seen:
-                    self.keepers = order.keepers
+                    self.keepers = self._stores(order)
                 case _:
                     pass
 
@@ -196,7 +197,7 @@ class SimulatedRank:
         self._keep_whole()
         self._leave()
         self._saves = False
-        self.keepers, self._kept_s = order.keepers, {}
+        self.keepers, self._kept_s = self._stores(order), {}
         self.seen, self.phase = order.generation, "meeting"
         self.group = self.net.meet(order)
         self.group.arrive(self)
@@ -255,10 +256,12 @@ class SimulatedRank:
         self.marks.step(self.net.loop.time())
         self.kept, self.todo, self.owned, self.begun = (), (), (), False
         self._tell(now=stop or self.step_version == self.train.iterations)
-        if self._is_first and self.train.copy_every and (
+        place = self.group.place(self)
+        if place is not None and self.train.copy_every and (
                 self.step_version % self.train.copy_every == 0):
-            copy = SimulatedCheckpoint(generation=self.group.number, step_version=self.step_version,
-                             digest=self.digest)
+            copy = SimulatedCheckpoint(
+                generation=self.group.number, step_version=self.step_version, digest=self.digest,
+                share=place, num_shares=num_positions(self.group.layout))
             for keeper in self.keepers:
                 self.net.later(self.net.draw(self.net.tempo.copy_s),
                                partial(self._send_copy, keeper.node, copy))
@@ -372,7 +375,14 @@ class SimulatedRank:
             self.say(r.MemoryCheckpointStored(
                 task=self.task, rank=self.rank, attempt=self.attempt, generation=copy.generation,
                 step_version=copy.step_version, node=node, copy_bytes=COPY_BYTES,
-                checksum=copy.checksum, keeper_start=start))
+                checksum=copy.checksum, keeper_start=start, share=copy.share,
+                num_shares=copy.num_shares))
+
+    def _stores(self, order: o.Reconfigure | o.SetCheckpointStores) -> tuple[StoreEndpoint, ...]:
+        """The stores of this rank's node."""
+        names = next(one.stores for one in order.stores if one.node == self.node) if (
+            order.stores) else ()
+        return tuple(store for store in order.keepers if store.node in names)
 
     def _tell(self, now: bool) -> None:
         at_s = self.net.loop.time()
