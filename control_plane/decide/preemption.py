@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...events.records.types import Seat
 from ..state.cluster import ClusterState
-from ..state.members import has_layouts
+from ..state.members import has_layouts, is_complete, is_standby, position_of
 from ..state.task import Rank, Task
 from .processes import slot_free
 
@@ -14,34 +14,69 @@ def is_preempted(state: ClusterState, task: Task) -> bool:
     return bool(task.members) and (not task.target or _blocks_others(state, task))
 
 
-def checkpoint_writer(task: Task) -> Rank | None:
-    """The member that writes the checkpoint; None if no member can, or if it is too late. This is
-    the member that already has the order, unless all have reported and another has a newer step. If
-    each member has a part of the state, see `_first_writer`."""
-    if has_layouts(task):
-        return _first_writer(task)
+def savers(task: Task) -> list[Rank]:
+    """The members that save a checkpoint, each its share; empty if no member can, or too late.
+
+    The first completes the checkpoint. At the end of an undisturbed iteration all members with a
+    position save. Otherwise one member that has the whole state saves, or, once all have reported,
+    the members that together have the whole state of the newest step.
+    """
+    if task.save_late == task.generation:
+        return []
     able = [rank for rank in task.living_members() if rank.has_state and rank.is_healthy]
-    if not able or task.save_late == task.generation:
-        return None
-    most = max(rank.step_version for rank in able)
-    ordered = next((rank for rank in able if rank.rank == task.saver), None)
-    if ordered is not None and (ordered.step_version == most or not all_quiesced(task)):
-        return ordered
-    return next(rank for rank in able if rank.step_version == most)
+    if has_layouts(task) and _was_in_vain(task, able):
+        return []
+    if _reaches_boundary(task, able):
+        seated = [rank for rank in able if not is_standby(task, rank)]
+        ordered = [rank for rank in seated if rank.rank == task.saver]
+        return [*ordered, *(rank for rank in seated if rank not in ordered)]
+    if has_layouts(task):
+        return _savers_of_parts(task, able)
+    most = max((rank.step_version for rank in able), default=-1)
+    ordered = [rank for rank in able if rank.rank == task.saver
+               and (rank.step_version == most or not all_quiesced(task))]
+    return [*ordered, *(rank for rank in able if rank.step_version == most)][:1]
 
 
-def _first_writer(task: Task) -> Rank | None:
-    """The first member, which gathers all parts at the iteration's end. None during a fault."""
-    living = task.living_members()
-    first = living[0] if living else None
-    if (first is None or len(living) < len(task.members) or task.save_late == task.generation
-            or task.failed_s >= 0 or not first.has_state
-            or not all(rank.is_healthy for rank in living)):
-        return None
-    if first.rank != task.saver:
-        return first if all(rank.quiesced != task.generation for rank in living) else None
-    could = task.saved is not None or bool(task.publishing) or num_unsaved(task) == 0
-    return first if could or first.quiesced != task.generation else None  # it saves first
+def may_order_save(task: Task) -> bool:
+    """Whether it is known which members save: an iteration ends undisturbed, one member has the
+    whole state, or all members have reported their step."""
+    able = [rank for rank in task.living_members() if rank.has_state and rank.is_healthy]
+    return not has_layouts(task) or _reaches_boundary(task, able) or all_quiesced(task)
+
+
+def position_to_save(task: Task, rank: Rank) -> int:
+    """The position whose share this member saves, in the layout whose state it holds."""
+    return rank.held.place if rank.held is not None else position_of(task, rank)
+
+
+def _reaches_boundary(task: Task, able: list[Rank]) -> bool:
+    """Whether all members will end the same iteration together."""
+    return (task.failed_s < 0 and task.mode != "now" and len(able) == len(task.members)
+            and task.phase in ("training", "quiescing")
+            and (not all_quiesced(task) or len({rank.step_version for rank in able}) == 1)
+            and all(rank.quiesced != task.generation or rank.rank in task.savers for rank in able))
+
+
+def _was_in_vain(task: Task, able: list[Rank]) -> bool:
+    """Whether the members saved at the end of the iteration, and the checkpoint is not complete:
+    the first reports it before it reports that it has left."""
+    has_left = any(rank.rank == task.saver and rank.quiesced == task.generation for rank in able)
+    return (task.mode == "boundary" and has_left and task.saved is None and not task.publishing
+            and num_unsaved(task) > 0)
+
+
+def _savers_of_parts(task: Task, able: list[Rank]) -> list[Rank]:
+    """Those of `able` that together have the whole state of one step in one layout, the newest."""
+    if not all_quiesced(task):
+        return able if is_complete(task, able) else []
+    states = {(rank.step_version, rank.held.generation) for rank in able if rank.held is not None}
+    for state in sorted(states, reverse=True):
+        same = [rank for rank in able if rank.held is not None
+                and (rank.step_version, rank.held.generation) == state]
+        if is_complete(task, same):
+            return sorted(same, key=lambda rank: position_to_save(task, rank))
+    return []
 
 
 def all_quiesced(task: Task) -> bool:
@@ -50,16 +85,19 @@ def all_quiesced(task: Task) -> bool:
 
 
 def save_not_ordered(state: ClusterState, task: Task) -> bool:
-    """True if the task is preempted and its checkpoint writer has no order to write yet."""
-    leaving = is_preempted(state, task) and not may_end(state, task)
-    first = checkpoint_writer(task) if leaving else None
-    return first is not None and first.rank != task.saver
+    """True if the task is preempted, and the members that save have no order to save yet, or one of
+    those that have it is gone."""
+    if not is_preempted(state, task) or may_end(state, task) or not may_order_save(task):
+        return False
+    first = next(iter(savers(task)), None)
+    living = {rank.rank for rank in task.living_members()}
+    return first is not None and (first.rank != task.saver or not living.issuperset(task.savers))
 
 
 def may_end(state: ClusterState, task: Task) -> bool:
     """True if the members may end: their state is published, or no member can write it."""
     return task.phase == "quiescing" and is_preempted(state, task) and (
-        checkpoint_writer(task) is None or (all_quiesced(task) and num_unsaved(task) == 0))
+        not savers(task) or (all_quiesced(task) and num_unsaved(task) == 0))
 
 
 def num_unsaved(task: Task) -> int:

@@ -21,12 +21,14 @@ from . import command_tasks, memory_checkpoints
 from .membership import expected_positions, next_membership
 from .preemption import (
     all_quiesced,
-    checkpoint_writer,
     is_preempted,
     is_starting,
     may_end,
+    may_order_save,
     num_unsaved,
+    position_to_save,
     save_not_ordered,
+    savers,
 )
 from .processes import (
     rendezvous_port,
@@ -147,12 +149,13 @@ def quiesce_again(state: ClusterState, task: Task) -> Iterator[Body]:
 
 
 def _quiesce(state: ClusterState, task: Task, mode: QuiesceMode) -> Quiesce:
-    """The Quiesce order to all living members, with the checkpoint writer as the first of them."""
-    first = checkpoint_writer(task) if is_preempted(state, task) else None
-    living = sorted(task.living_members(), key=lambda rank: rank is not first)
+    """The Quiesce order to all living members, with those that save as the first of them."""
+    saving = savers(task) if is_preempted(state, task) and may_order_save(task) else []
+    living = [*saving, *(rank for rank in task.living_members() if rank not in saving)]
     return Quiesce(nodes=_nodes([rank.slot.node for rank in living]), task=task.id,
-                   generation=task.generation, mode=mode, save=first is not None,
-                   ranks=tuple(rank.rank for rank in living))
+                   generation=task.generation, mode=mode, save=bool(saving),
+                   ranks=tuple(rank.rank for rank in living),
+                   saving=tuple(position_to_save(task, rank) for rank in saving))
 
 
 def reconfigure(state: ClusterState, task: Task) -> Iterator[Body]:

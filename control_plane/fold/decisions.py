@@ -280,6 +280,7 @@ def quiesce_ordered(state: ClusterState, record: Record, body: o.Quiesce) -> Non
     edits.close_orders(state, [task.quiesce_order, task.reconfigure_order, task.resume_order])
     task.quiesce_order, task.mode = record.seq, body.mode
     task.saver = body.ranks[0] if body.save and body.ranks else -1
+    task.savers = list(body.ranks[:max(len(body.saving), 1)]) if body.save else []
     state.orders[record.seq] = encode_record(record)
     policy = state.policy
     edits.set_deadline(state, f"quiesce/{task.id}/{task.generation}",
@@ -300,7 +301,8 @@ def reconfigure_ordered(state: ClusterState, record: Record, body: o.Reconfigure
     task.reconfigure_order, task.generation, task.members = (
         record.seq, body.generation, body.members)
     task.axes = body.axes
-    task.failed_s, task.mode, task.finished, task.saved, task.saver = -1.0, "", [], None, -1
+    task.failed_s, task.mode, task.finished, task.saved = -1.0, "", [], None
+    task.saver, task.savers = -1, []
     task.stalls, task.slow_iterations = {}, {}
     for rank in task.living_members():
         rank.state = "member"

@@ -269,7 +269,9 @@ class Task(Struct, kw_only=True):
     reconfigure_order: int = 0
     resume_order: int = 0
     saver: int = -1
-    """The rank ordered to save a checkpoint on preemption; -1: none in this generation."""
+    """The rank ordered to complete a checkpoint on preemption; -1: none in this generation."""
+    savers: list[int] = field(default_factory=list[int])
+    """The ranks ordered to save their shares of it, the first is `saver`."""
     save_late: int = 0
     """The generation whose checkpoint on preemption was not saved in time."""
     saved: Checkpoint | None = None

@@ -37,6 +37,8 @@ class Environment:
         self.tempo = tempo
         self.generations: dict[tuple[int, int], SimulatedGeneration] = {}
         self.files: dict[tuple[str, str], tuple[int, int]] = {}
+        self.shares: dict[tuple[int, int, int, tuple[int, ...]], set[int]] = {}
+        """By task, generation, step and positions: the ranks that have written their shares."""
         """(output, path) -> step version and digest of a complete checkpoint."""
         self.keepers = SimulatedStores()
         self.latest: dict[str, tuple[tuple[int, int], str]] = {}

@@ -25,6 +25,8 @@ NUM_NORMAL = 20
 FIRST_S = 2.0
 """The average before one iteration has finished; the first iteration is slow."""
 NUM_PACED = 8
+SHARES_S = 0.2
+"""How often the first rank that saves looks for the shares of the others."""
 
 
 class Marks:
@@ -123,8 +125,13 @@ class SimulatedRank:
         self.told = 0
         """Iterations below this one have been reported, as far as this rank knows."""
         self._began_s = self._micro_batch_s = self._told_s = 0.0
-        self._saves = False
-        """The task loses all its slots and this rank is to save: it writes before Quiesced."""
+        self._saving: tuple[int, ...] = ()
+        """The task loses all its slots and the ranks at these positions, one of them this one, save:
+        each writes its share before Quiesced."""
+        self._saved_place = 0
+        """The position whose share this rank saves."""
+        self._is_completing = False
+        """Whether this rank waits for the others' shares and reports the checkpoint."""
         self._finished = False
         self.goes_on_s = self._continues_s = 0.0
         self.marks = Marks()
@@ -196,7 +203,7 @@ class SimulatedRank:
             return
         self._keep_whole()
         self._leave()
-        self._saves = False
+        self._saving = ()
         self.keepers, self._kept_s = self._stores(order), {}
         self.seen, self.phase = order.generation, "meeting"
         self.group = self.net.meet(order)
@@ -217,8 +224,16 @@ class SimulatedRank:
         if order.generation < self.seen or self.phase == "loading":
             return
         self.seen = order.generation
-        self._saves = order.save and order.ranks[0] == self.rank
+        self._saving, self._is_completing = (), False
+        if order.save and self.rank in order.ranks[:max(len(order.saving), 1)]:
+            place = order.saving[order.ranks.index(self.rank)]
+            self._saved_place = place
+            self._is_completing = order.ranks[0] == self.rank
+            if self.held is None or self.held.place == place:
+                self._saving = order.saving
         if self.group is None:
+            if self._timer:
+                self._timer.cancel()
             self._answer()
         elif order.mode == "boundary" and self.phase in ("computing", "reducing"):
             self.group.stop = True
@@ -287,7 +302,7 @@ class SimulatedRank:
         assert self.group is not None
         number, self.seen = self.group.number, max(self.seen, self.group.number)
         was = self.phase
-        self._saves = self._saves and self.group.axes is None  # a rank of a layout has one part
+        self._save_alone_if_at_all()
         self._keep_whole()
         self._leave()
         if was == "meeting":
@@ -407,20 +422,40 @@ class SimulatedRank:
 
     def _stop(self) -> None:
         self._keep_whole()
-        self._saves = self._saves and self.held is None
+        self._save_alone_if_at_all()
         self._leave()
         self._answer()
 
     def _answer(self) -> None:
         """Report Quiesced; if the rank is to save, after it has written the checkpoint."""
-        if self._saves and self.step_version >= 0 and not self._finished:
-            self._after(self.net.draw(self.net.tempo.save_s), self._leave_a_checkpoint)
+        if self._saving and self.step_version >= 0 and not self._finished:
+            self._after(self.net.draw(self.net.tempo.save_s), self._leave_a_share)
         else:
             self.say_quiesced()
 
-    def _leave_a_checkpoint(self) -> None:
-        self._save(final=False)
-        self.say_quiesced()
+    def _save_alone_if_at_all(self) -> None:
+        """The rank leaves in the middle of an iteration: not all have the same step."""
+        if self.held is not None or len(self._saving) > 1:
+            self._saving = ()
+
+    def _leave_a_share(self) -> None:
+        """The share of this rank is written, on disk and in memory. The first one waits for the
+        others."""
+        for keeper in self.keepers:
+            self._kept_s.pop(keeper.node, None)
+            self._send_copy(keeper.node, SimulatedCheckpoint(
+                generation=self.seen, step_version=self.step_version, digest=self.digest,
+                share=sorted(self._saving).index(self._saved_place), num_shares=len(self._saving)))
+        written = self.net.shares.setdefault(
+            (self.task, self.seen, self.step_version, self._saving), set())
+        written.add(self.rank)
+        if not self._is_completing:
+            self.say_quiesced()
+        elif len(written) == len(self._saving):
+            self._save(final=False)
+            self.say_quiesced()
+        else:
+            self._after(SHARES_S, self._leave_a_share)
 
     def _leave(self) -> None:
         if self._timer:
