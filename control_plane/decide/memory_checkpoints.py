@@ -158,8 +158,12 @@ def _entries(task: Task, whole: WholeCheckpoint) -> Iterator[MemoryCheckpoint]:
 
 def replace_stores(state: ClusterState, task: Task) -> Iterator[Body]:
     """While the task trains, replace lost stores, and use a node that has become usable. Until then
-    members use the store of a lost node, since perhaps only its agent failed."""
+    members use the store of a lost node, since perhaps only its agent failed. A member on such a
+    node could not receive the order."""
     if task.phase != "training" or not task.members or _has_stores(state, task):
+        return
+    if any((node := state.nodes.get(member.node)) is None or node.health != "healthy"
+           for member in task.members):
         return
     wanted = assign_stores(state, task, [member.node for member in task.members])
     now = {one.node: one.stores for one in task.stores}

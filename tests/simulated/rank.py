@@ -441,13 +441,13 @@ class SimulatedRank:
     def _leave_a_share(self) -> None:
         """The share of this rank is written, on disk and in memory. The first one waits for the
         others."""
-        for keeper in self.keepers:
+        written = self.net.shares.setdefault(
+            (self.task, self.seen, self.step_version, self._saving), set())
+        for keeper in self.keepers if self.rank not in written else ():
             self._kept_s.pop(keeper.node, None)
             self._send_copy(keeper.node, SimulatedCheckpoint(
                 generation=self.seen, step_version=self.step_version, digest=self.digest,
                 share=sorted(self._saving).index(self._saved_place), num_shares=len(self._saving)))
-        written = self.net.shares.setdefault(
-            (self.task, self.seen, self.step_version, self._saving), set())
         written.add(self.rank)
         if not self._is_completing:
             self.say_quiesced()

@@ -5,9 +5,7 @@ holds, so that a restarted store has the same address. Over socket N the agent s
 each task that has ended. The store sends the number of a task that has lost all its checkpoints
 before its end. With its first checkpoint, it sends FIRST_CHECKPOINT_CODE. It exits with its agent.
 
-Environment: UNICRON_COPIES_SECRET (protocol.py); UNICRON_COPIES_BYTES_MAX, the memory for
-checkpoints (default: a quarter of what is available at the start, within its container if it has
-one).
+Environment: UNICRON_COPIES_SECRET (protocol.py); UNICRON_COPIES_BYTES_MAX (store.py).
 """
 
 from __future__ import annotations
@@ -23,10 +21,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
 from typing import NoReturn
 
-from ...events.errors import UsageError
 from ...events.process_io import LogStream
 from ..host import linux
 from . import protocol
@@ -40,10 +36,8 @@ from .protocol import (
     StoredReply,
     TransferError,
 )
-from .store import CheckpointStore, StoredCheckpoint, StoreRefused, available_bytes
+from .store import CheckpointStore, StoredCheckpoint, StoreRefused, bytes_max
 
-BYTES_MAX = "UNICRON_COPIES_BYTES_MAX"
-AVAILABLE_SHARE = 0.25
 CONNECTIONS_NUM_MAX = 64
 """Connections served at once; further ones wait in the socket's queue."""
 ACCEPT_PAUSE_S = 0.1
@@ -77,16 +71,6 @@ def main() -> None:
     while data := agent.recv(protocol.TASK_BYTES):
         store.forget(int.from_bytes(data, "big"))
     os._exit(0)
-
-
-def bytes_max(environment: Mapping[str, str]) -> int:
-    """The memory for checkpoints, in bytes. Raises UsageError."""
-    if BYTES_MAX in environment:
-        text = environment[BYTES_MAX]
-        if not (text.isascii() and text.isdigit()):
-            raise UsageError(f"{BYTES_MAX} is {text!r}", "a number of bytes, as in 4000000000")
-        return int(text)
-    return int(AVAILABLE_SHARE * available_bytes())
 
 
 def log_line(what: str) -> None:

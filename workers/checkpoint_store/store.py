@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from msgspec import Struct
 
+from ...events.errors import UsageError
 from ...events.records.types import CHECKPOINTS_NUM_MAX
 from .protocol import Manifest, Offer, ShareRequest
 
+BYTES_MAX = "UNICRON_COPIES_BYTES_MAX"
+"""Environment variable of agents and stores: the memory for checkpoints."""
+AVAILABLE_SHARE = 0.25
 ENDED_NUM_MAX = 1024
 """The store remembers this many ended tasks."""
 
@@ -217,6 +221,17 @@ def _is_same_share(one: Offer, other: Offer) -> bool:
 
 
 # --- Available memory of the machine, or of the container ---
+
+
+def bytes_max(environment: Mapping[str, str]) -> int:
+    """The memory for checkpoints, in bytes; by default a quarter of what is available, within the
+    container if there is one. Raises UsageError."""
+    if BYTES_MAX in environment:
+        text = environment[BYTES_MAX]
+        if not (text.isascii() and text.isdigit()):
+            raise UsageError(f"{BYTES_MAX} is {text!r}", "a number of bytes, as in 4000000000")
+        return int(text)
+    return int(AVAILABLE_SHARE * available_bytes())
 
 
 class _Files(NamedTuple):

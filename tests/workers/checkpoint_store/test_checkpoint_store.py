@@ -12,6 +12,7 @@ import resource
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 import zlib
@@ -50,11 +51,13 @@ from unicron.workers.checkpoint_store.protocol import (
     Offer,
     TransferError,
 )
-from unicron.workers.checkpoint_store.server import BYTES_MAX, CONNECTIONS_NUM_MAX, bytes_max
+from unicron.workers.checkpoint_store.server import CONNECTIONS_NUM_MAX
 from unicron.workers.checkpoint_store.store import (
+    BYTES_MAX,
     ENDED_NUM_MAX,
     CheckpointStore,
     StoreRefused,
+    bytes_max,
 )
 from unicron.workers.host import linux
 
@@ -508,15 +511,18 @@ def _nothing(endpoint: str) -> bool:
     return False
 
 
-async def test_restarts_of_a_store_that_exits_at_once_back_off(tmp_path: Path) -> None:
+async def test_restarts_of_a_store_that_exits_at_once_back_off(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agents_keeper, "ARGV",
+                        (sys.executable, "-c", "raise SystemExit('it cannot start')"))
     log = tmp_path / "keeper.log"
     losses = Losses()
     with capture_logs() as logs:
-        async with store_process(tmp_path, losses, UNICRON_COPIES_BYTES_MAX="4 GB") as keeper:
+        async with store_process(tmp_path, losses) as keeper:
             host, _, port = keeper.endpoint.rpartition(":")
             with socket.create_connection((host, int(port))):
                 await until(lambda: len(logs) >= 10, "the store exits five times")
-    assert log.read_text().count("UsageError") >= 5
+    assert log.read_text().count("it cannot start") >= 5
     assert losses == []
     assert keeper.start == 5, "an early exit uses up no store number"
     for num, one in enumerate([one for one in logs if "again_s" in one][:5]):
