@@ -113,22 +113,23 @@ class Driver:
         """While it is cleared, the driver reads nothing, like a stopped agent."""
         self.hears.set()
 
-    def start(self, *ranks: int, attempt: int = 1) -> None:
-        """Start processes and wait until all are ready."""
-        self.launch(*ranks, attempt=attempt)
+    def start(self, *ranks: int, attempt: int = 1, axes: Axes | None = None) -> None:
+        """Start processes and wait until all are ready. With `axes`: see `launch`."""
+        self.launch(*ranks, attempt=attempt, axes=axes)
         for rank in ranks:
             self.processes[rank].ready = self.wait(r.RankReady, rank, attempt=attempt,
                                                    limit_s=START_S)
 
-    def launch(self, *ranks: int, attempt: int = 1) -> None:
-        """Start processes."""
+    def launch(self, *ranks: int, attempt: int = 1, axes: Axes | None = None) -> None:
+        """Start processes. With `axes`, each is expected at its rank's position in this layout."""
         for rank in ranks:
             process = Process(rank, attempt, self.by, self.patch, self.folder, self.trace_dir)
             self.processes[rank] = process
             self.started.append(process)
             process.send(o.StartRank(nodes=("n1",), task=TASK, rank=rank, attempt=attempt,
                                      slot=Slot("n1", rank), spec=self.spec, num_seats=len(ranks),
-                                     host="", port=0, checkpoint=""))
+                                     host="", port=0, checkpoint="", axes=axes,
+                                     place=-1 if axes is None else rank))
             threading.Thread(target=self._read, args=(process,), daemon=True).start()
 
     def _read(self, process: Process) -> None:

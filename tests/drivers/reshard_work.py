@@ -86,7 +86,9 @@ class Walker:
 
     def build(self, layout: Layout, place: int, made: Any) -> model.TrainingModel:
         train = replace(self.train, parallel=Parallel(optimizer=layout.optimizer))
-        return model.build(train, torch.device("cpu"), made, layout.axes, place)
+        trainee = model.build(train, torch.device("cpu"), made, layout.axes, place)
+        trainee.clear()  # allocates the gradients
+        return trainee
 
     def go(self, layout: Layout, turn: int = 0, lost: Collection[int] = ()) -> dict[int, int]:
         """Take over the state into the next layout, and step; the source of each part of the state.

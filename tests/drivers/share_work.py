@@ -87,7 +87,7 @@ def refuse(place: int, train: Train, layout: Layout, folder: str) -> tuple[str, 
     before = {shard: tensor.clone() for shard, tensor in trainee.shards.items()}
     try:
         checkpoint.load(folder, trainee, History())
-    except UsageError as error:
-        return f"{error}; {error.hint}", all(
+    except (UsageError, RuntimeError) as error:
+        return f"{error}; {getattr(error, 'hint', '')}", all(
             tensor.equal(before[shard]) for shard, tensor in trainee.shards.items())
     return "", False

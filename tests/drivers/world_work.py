@@ -9,19 +9,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from unicron.events.spec.job import Train
 from unicron.events.spec.model import Axes
-from unicron.events.spec.parallelism import num_positions
+from unicron.events.spec.parallelism import Parallel, num_positions
 from unicron.workers.training import rank
 from unicron.workers.training.model import cpu_device
 
 with cpu_device.uncompiled():
+    from megatron.core import parallel_state
     from megatron.core.distributed import finalize_model_grads
-    from unicron.workers.training import reference
+    from unicron.workers.training import reference, state_recovery
     from unicron.workers.training.communicators import process_groups
+    from unicron.workers.training.communicators.communicators import Communicators
     from unicron.workers.training.model import text_data, training_state
     from unicron.workers.training.model import trainee as model
-    from unicron.workers.training.recovery import settlement
+    from unicron.workers.training.recovery import settlement, state_shards
     from unicron.workers.training.step import forward_backward, optimizer_step
 
 rank.ignore_warnings()
@@ -54,6 +57,37 @@ def built(place: int, train: Train, axes: Axes) -> dict[str, Any]:
                           place)
     return {name: tensor.detach().float().numpy()
             for name, tensor in training_state.tensors(trainee).items()}
+
+
+def differing_parts(place: int, train: Train, layouts: list[Axes]) -> list[str]:
+    """Each part of each layout, built without peers: the shards that differ from the whole model of
+    the reference run, and the positions whose count of the whole model is wrong."""
+    device = torch.device("cpu")
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    whole = model.build(replace(train, parallel=Parallel()), device)
+    held = {shard.key: (shard, tensor) for shard, tensor in state_shards.list_shards(whole).items()}
+    size = model.Size(sum(param.numel() for _, param in whole.named_parameters()),
+                      training_state.num_bytes(whole))
+    process_groups.clear_globals()
+    dist.destroy_process_group()
+    communicators = Communicators("127.0.0.1", device)
+    wrong: list[str] = []
+    for axes in layouts:
+        for at in range(num_positions(axes)):
+            with communicators.without_peers(axes, at) as roots:
+                made = state_recovery.with_shards(
+                    model.build(train, device, communicators.groups, axes, at))
+                counted = (model.whole_size(train, communicators.alone()),
+                           state_shards.whole_size(made.shards, train.model.num_layers))
+                roots += made.roots
+            for shard, tensor in made.shards.items():
+                other, there = held[shard.key]
+                if not state_shards.cut(there, other.region, shard.region).equal(tensor):
+                    wrong.append(f"{axes} {at} {shard}")
+            # The second count leaves out the modules that only another stage has.
+            if counted[0] != size or (axes.pp == 1 and counted[1] != size):
+                wrong.append(f"{axes} {at}: {counted}, not {size}")
+    return wrong
 
 
 def trained(place: int, train: Train, axes: Axes, num_iterations: int

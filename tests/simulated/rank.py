@@ -126,8 +126,8 @@ class SimulatedRank:
         """Iterations below this one have been reported, as far as this rank knows."""
         self._began_s = self._micro_batch_s = self._told_s = 0.0
         self._saving: tuple[int, ...] = ()
-        """The task loses all its slots and the ranks at these positions, one of them this one, save:
-        each writes its share before Quiesced."""
+        """The task loses all its slots, and the ranks at these positions save their shares before
+        Quiesced; this rank is one of them."""
         self._saved_place = 0
         """The position whose share this rank saves."""
         self._is_completing = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import structlog
@@ -74,9 +75,8 @@ def test_a_process_first_takes_the_part_that_it_was_started_for() -> None:
     first time holds the part of the model that its StartRank named, so it builds once."""
     num_equal = 0
     for seed in WITH_LAYOUTS:
-        world = World(seed)
         starts: dict[tuple[int, int, int], StartRank] = {}
-        for record in simulate(lambda world=world: world)[1]:
+        for record in simulate(partial(World, seed))[1]:
             match record.body:
                 case StartRank() as body:
                     starts[body.task, body.rank, body.attempt] = body

@@ -98,6 +98,8 @@ class Store:
         """A binary file object; an object that is written appears when it is closed. Its methods
         raise the driver's errors: use it in `as_os_errors`."""
         with as_os_errors():
+            if mode == "wb":  # some stores have real folders
+                self.fs.makedirs(self.root, exist_ok=True)
             return self.fs.open(self._at(name), mode)
 
     def size(self, name: str) -> int | None:

@@ -90,7 +90,10 @@ class StateRecovery:
         source = self._held(settlement, place)
         if place in receivers and not settlement.shares[place].kept:
             self._iteration.free_gradients()
-        trainee, is_new = self._model_for(axes, place, source, begins=step_version == 0)
+        mine = self._iteration.trainee
+        trainee, is_new = self._model_for(
+            axes, place, begins=step_version == 0,
+            is_worthless=self._iteration.step_version == NO_STATE and source is not mine)
         if step_version == 0:
             self._begin(trainee, axes, place)
         numbers, taken = None, tuple[ReceivedState, ...]()
@@ -152,12 +155,13 @@ class StateRecovery:
 
         return [place for place in range(num_positions(axes)) if not has(place)]
 
-    def _model_for(self, axes: Axes, place: int, source: TrainingModel | None, *, begins: bool
+    def _model_for(self, axes: Axes, place: int, *, begins: bool, is_worthless: bool
                    ) -> tuple[TrainingModel, bool]:
         """The model to train, and whether it is new: the current model if it is for the same part
         and can be used, else a new one. A standby member keeps its model and trains nothing.
 
-        If the content of the current model is worthless, the new one takes its place at once.
+        If the content of the current model is worthless, it is released first, and the new one
+        takes its place at once.
         """
         iteration = self._iteration
         mine = iteration.trainee
@@ -171,7 +175,6 @@ class StateRecovery:
             self._communicators.bind()
             mine.axes, mine.place = axes, place
             return mine, False
-        is_worthless = iteration.step_version == NO_STATE and source is not mine
         if is_worthless:
             self._communicators.discard_handles()
             mine.release()
@@ -181,6 +184,7 @@ class StateRecovery:
         trainee.release_gradients()
         if is_worthless:
             iteration.set_model(trainee)
+            iteration.reset_to(NO_STATE)
             self._is_overwritten = not begins
             gc.freeze()  # as member.py does after building
         return trainee, True
@@ -292,12 +296,14 @@ class StateRecovery:
             iteration.reset_to(NO_STATE)
         iteration.before_change()
         iteration.free_gradients()
+        self._drop_staged()
+        self.is_staged_next = False
         has_place = place < num_positions(axes)
-        trainee, _ = self._model_for(axes, place, None,
+        trainee, _ = self._model_for(axes, place, is_worthless=True,
                                      begins=not (order.copies or order.checkpoint))
         restored = self._restore(order, trainee, place, has_place=has_place)
         if restored is SEED:
-            trainee, _ = self._model_for(axes, place, None, begins=True)
+            trainee, _ = self._model_for(axes, place, is_worthless=True, begins=True)
             self._begin(trainee, axes, place)
         elif has_place and not self._communicators.woken:
             trainee.is_gathered = True

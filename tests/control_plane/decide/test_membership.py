@@ -16,6 +16,7 @@ from unicron.events.errors import SpecError
 from unicron.events.records import decisions
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
+from unicron.events.records.envelope import Record
 from unicron.events.records.types import Slot
 from unicron.events.spec.job import JobSpec, Train
 from unicron.events.spec.model import Axes
@@ -271,3 +272,58 @@ def test_a_second_replica_is_on_another_node(parallel: dict[str, Any]) -> None:
 def test_optimizer_shards_are_spread_over_nodes() -> None:
     assert sorted({node for one in nodes_of([4, 4], job(optimizer="sharded")) for node in one}) == [
         "n1", "n2"]
+
+
+# --- the position that a process builds its part of the model for ---------------------------------
+def expected(records: list[Record], rank: int) -> tuple[Axes | None, int]:
+    """What the last order that starts this rank names."""
+    order = [record.body for record in only(o.StartRank, records) if record.body.rank == rank][-1]
+    return order.axes, order.place
+
+
+def taken(order: o.Reconfigure, rank: int) -> tuple[Axes | None, int]:
+    return order.axes, seats(order).index(rank)
+
+
+JOBS: list[dict[str, Any]] = [{"tensor": [2]}, {"pipeline": [2]}, {"optimizer": "sharded"},
+                              {"optimizer": "mirrored"}, {}]
+
+
+@pytest.mark.parametrize("parallel", JOBS)
+def test_a_first_start_names_the_positions(d: Driver, parallel: dict[str, Any]) -> None:
+    d.running(job(**parallel))
+    first = the(o.Reconfigure, d.log)
+    for rank in range(4):
+        assert expected(d.log, rank) == taken(first, rank)
+
+
+@pytest.mark.parametrize("parallel", JOBS)
+@pytest.mark.parametrize("victim", range(4))
+def test_a_restarted_rank_is_expected_in_the_hole(d: Driver, parallel: dict[str, Any],
+                                                  victim: int) -> None:
+    """The members that are left form a generation of their own before it is ready."""
+    task = d.running(job(**parallel))
+    lost = d.exit(task, victim)
+    d.obey(lost, start=False)
+    d.progress(task)
+    grown = only(o.Reconfigure, d.obey([lost[-1]]))[-1].body
+    assert expected(lost, victim) == taken(grown, victim)
+
+
+@pytest.mark.parametrize("parallel", [{"tensor": [2]}, {"pipeline": [2]},
+                                      {"tensor": [1, 2], "pipeline": [1, 2]}])
+def test_shrunk_and_grown_again(d: Driver, parallel: dict[str, Any]) -> None:
+    """A node is drained and undrained: the newcomers build for the layout of all."""
+    task = d.running(job(**parallel))
+    shrunk = the(o.Reconfigure, d.obey(d.tell("operator/drain", r.NodeDrained(node="n2"))))
+    assert len(shrunk.members) == 2
+    d.progress(task)
+    begin = len(d.log)
+    d.obey(d.tell("operator/undrain", r.NodeUndrained(node="n2")))
+    new = d.log[begin:]
+    grown = only(o.Reconfigure, new)[-1].body
+    assert len(grown.members) == 4
+    started = {record.body.rank for record in only(o.StartRank, new)}
+    assert len(started) == 2
+    for rank in started:
+        assert expected(new, rank) == taken(grown, rank)

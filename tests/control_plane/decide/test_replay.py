@@ -160,8 +160,9 @@ def test_a_log_of_version_4_is_not_corrupt() -> None:
     `test_all_die_and_the_order_names_the_newest_copy_then_the_nearest` at commit af1f586.
 
     The log has no numbers of checkpoint stores (keeper_start). The recomputed Reconfigure assigns
-    the stores by node of members, and names one entry for each store. IncidentClosed and PlanChosen differ, because costs and MTBF are computed otherwise since
-    then; so do TaskPlaced and StartRank, which follow from a plan.
+    the stores by node of members, and names one entry for each store. IncidentClosed and PlanChosen
+    differ, because costs and MTBF are computed otherwise since then; so do TaskPlaced and
+    StartRank, which follow from a plan.
     """
     path = Path(__file__).parents[2] / "golden" / "heart-4.jsonl"
     log = [from_plain(json.loads(line)) for line in path.read_text().splitlines()]

@@ -17,7 +17,7 @@ from unicron.events.errors import UsageError
 from unicron.events.records.reports import CheckpointSaved, RankErrored, ReconfigureFailed
 from unicron.workers.agent.publish import PublishRefused, Superseded, publish
 from unicron.workers.host import object_storage
-from unicron.workers.training.checkpoint import checkpoint
+from unicron.workers.training.checkpoint import checkpoint, folder
 from unicron.workers.training.reference import read
 
 ITERATIONS = 14
@@ -76,7 +76,8 @@ def test_a_task_resumes_from_a_url_and_ends_as_its_twin(
     again = started(drive, output, 0, 1)
     again.generation = 1
     first, second = again.form([0, 1], checkpoint="gen-1/iter-3").values()
-    assert (first.step_version, first.origin, second.origin) == (3, "checkpoint", "peer")
+    assert (first.step_version, first.origin, second.origin) == (
+        3, "checkpoint", "checkpoint")
     again.finish([0, 1])
     assert sorted(again.losses()) == list(range(ITERATIONS))
     final = again.told(CheckpointSaved)[-1]
@@ -163,9 +164,9 @@ def test_a_failed_checkpoint_read_is_retried_in_the_next_generation(
     again = started(drive, output, 0)
     again.generation = 1
     for generation, breaks, mends, says in (
-            (2, (bucket / "down").touch, (bucket / "down").unlink, "metadata"),
+            (2, (bucket / "down").touch, (bucket / "down").unlink, "Denied: 403: not now"),
             (3, lambda: data.write_bytes(whole[: len(whole) // 2]),
-             lambda: data.write_bytes(whole), "")):
+             lambda: data.write_bytes(whole), "the checkpoint is damaged: its file ")):
         breaks()
         again.reconfigure([0], checkpoint=report.path)
         failed = again.wait(ReconfigureFailed, 0, where=lambda one, at=generation:
@@ -226,7 +227,7 @@ def test_no_store_error_makes_a_whole_checkpoint_look_partial(bucket: Path, call
             store.write(f"gen-1/{name}", b"written")
         with pytest.MonkeyPatch.context() as patch:
             refused = fails_once(patch, call, nth)
-            checkpoint.clear(output, 2)
+            folder.clear(output, 2)
         assert store.names("gen-1/iter-3") == [".metadata", "__0_0.distcp"], nth
         if not refused:
             break
@@ -246,25 +247,46 @@ def test_removing_from_an_unreachable_store_is_an_error(bucket: Path) -> None:
     assert not store.has("gen-1/iter-3/.metadata"), ".metadata is removed first"
 
 
-def test_a_save_that_fails_halfway_leaves_nothing(output: str, alone: Any) -> None:
+def test_a_save_that_fails_halfway_leaves_nothing(output: str) -> None:
+    """Two members write in parts. The attempt before has other files, and stays until the end."""
     import torch
+    from unicron.workers.training.checkpoint import share_files
     from unicron.workers.training.model.training_state import Numbers
+    from unicron.workers.training.recovery.resharding import Region, Shard
+
+    def write(token: str, value: float, place: int, hooks: share_files.Hooks) -> None:
+        pieces = [(Shard(f"model.{number}", "float32 100", Region((50 * place,), (50,))),
+                   torch.full((50,), value)) for number in range(8)]
+        share_files.write_share(folder.folder_at(url, token), place, 3, 8 * 200, pieces,
+                                None if place else numbers, hooks)
+
+    def complete(token: str) -> int:
+        target = folder.folder_at(url, token)
+        found = [share_files.read_index(target.read(target.index_name(place))) for place in (0, 1)]
+        return share_files.complete(target, [index for index in found if index is not None])
 
     def fails() -> None:
         raise RuntimeError("the store broke off")
 
     numbers = Numbers(precision="fp32", step_version=3, consumed_samples=0, scheduled_samples=0,
                       adam_step=0.0, loss_scales=[], first_loss=0, losses=[0.5], step_s=[0.1])
-    tensors = {f"model.{number}": torch.full((100,), float(number)) for number in range(8)}
     url = f"{output}/gen-1/iter-3"
-    num_bytes = checkpoint.write(url, tensors, numbers)
+    with pytest.raises(RuntimeError, match="the store broke off"):
+        write("one", 1.0, 0, share_files.Hooks(on_half=fails))
+    folder.folder_at(url, "one").discard()
+    assert object_storage.Store(url).names() == []
+    for place in (1, 0):
+        write("two", 2.0, place, share_files.Hooks())
+    num_bytes = complete("two")
     assert num_bytes > 8 * 400
-    assert read(url)["model.7"].eq(7).all()
-    with pytest.raises(checkpoint.NotSaved, match="the store broke off"):
-        checkpoint.write(url, tensors, numbers, fails)
-    assert object_storage.Store(url).names() == []
-    calls = itertools.count()
-    with pytest.raises(checkpoint.Superseded, match="a newer one is needed"):
-        checkpoint.write(url, tensors, numbers, is_superseded=lambda: next(calls) == 3)
-    assert object_storage.Store(url).names() == []
-    assert checkpoint.write(url, tensors, numbers) == num_bytes
+    assert read(url)["model.7"].eq(2).all()
+    write("three", 3.0, 0, share_files.Hooks())
+    assert read(url)["model.7"].eq(2).all(), "the checkpoint before is in force"
+    folder.folder_at(url, "three").discard()
+    assert read(url)["model.7"].eq(2).all()
+    for place in (0, 1):
+        write("four", 4.0, place, share_files.Hooks())
+    assert complete("four") == num_bytes + 2, "the token is longer"
+    assert read(url)["model.7"].eq(4).all()
+    assert not [name for name in object_storage.Store(url).names() if "two" in name]
+

@@ -26,6 +26,7 @@ FP16 = replace(TRAIN, precision="fp16", dynamic_loss_scale=DynamicLossScale(init
 def built(train: Train, groups: Any) -> model.TrainingModel:
     """A model after one backward pass."""
     trainee = model.build(train, torch.device("cpu"), groups)
+    trainee.clear()  # allocates the gradients
     tokens = torch.arange(2 * 17).reshape(2, 17) + 1
     forward_backward.run(trainee, groups, 0, [0], lambda item: tokens, lambda event, item: None)
     return trainee

@@ -294,7 +294,9 @@ def trainee() -> Iterator[model.TrainingModel]:
     cpu_device.prepare_device()
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield model.build(TRAIN, torch.device("cpu"), process_groups.build(None, 60))
+    made = model.build(TRAIN, torch.device("cpu"), process_groups.build(None, 60))
+    made.clear()  # allocates the gradients
+    yield made
     process_groups.clear_globals()
     dist.destroy_process_group()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import gc
 import hashlib
 import re
 from collections import deque
@@ -23,6 +24,7 @@ from unicron.workers.training.checkpoint import checkpoint
 from unicron.workers.training.model import text_data, training_state
 from unicron.workers.training.model import trainee as model
 from unicron.workers.training.process.history import History
+from unicron.workers.training.recovery import state_shards
 from unicron.workers.training.step.optimizer_step import step
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device,
@@ -289,3 +291,22 @@ def test_placement_computes_the_state_size(train: Train, shape: Model, alone: An
     trainee = model.build(train, torch.device("cpu"), alone)
     _train(trainee, 0, 2)
     assert trained_bytes(train, 1) == training_state.num_bytes(trainee)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_released_model_keeps_no_memory(alone: Any, precision: str) -> None:
+    """Its objects are part of reference cycles that the frozen collector never sees again."""
+    trainee = model.build(PRECISIONS[precision], torch.device("cpu"), alone)
+    trainee.clear()
+    trainee.shards = state_shards.list_shards(trainee)
+    stores = {tensor.untyped_storage().data_ptr()
+              for tensor in (*training_state.tensors(trainee).values(), *trainee.gradients)}
+    assert _stores_of_tensors() & stores
+    trainee.release()
+    assert not _stores_of_tensors() & stores
+
+
+def _stores_of_tensors() -> set[int]:
+    """The memory under every tensor of this process."""
+    return {one.untyped_storage().data_ptr() for one in gc.get_objects()
+            if type(one) in (torch.Tensor, torch.nn.Parameter) and not one.is_meta}

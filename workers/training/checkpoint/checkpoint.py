@@ -89,9 +89,9 @@ def save(folder: str, trainee: TrainingModel, step_version: int, history: Histor
 def load(folder: str, trainee: TrainingModel, history: History) -> int:
     """Read this member's part of the state into its live tensors; returns the step version.
 
-    Raises UsageError if the checkpoint is of another model, precision or later version, or is
-    damaged, and RuntimeError if it cannot be read now. Data that turns out to be damaged or
-    unreadable during the read leaves the state undefined; otherwise it is unchanged.
+    Raises UsageError if the checkpoint is of another model, precision or later version, and
+    RuntimeError if it is damaged or cannot be read now. If a read fails after its beginning, the
+    state is undefined; otherwise it is unchanged.
     """
     try:
         stored = StoredState(folder)

@@ -65,8 +65,8 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class StoredState:
-    """A complete checkpoint at a path or a URL. Each method raises UsageError if the checkpoint
-    does not fit or is damaged, and OSError if it cannot be read now."""
+    """A complete checkpoint at a path or a URL. Each method raises UsageError if the checkpoint is
+    of another model or a later version, and OSError if it is damaged or cannot be read now."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -219,8 +219,8 @@ class StoredState:
                 chunk.begin_bytes: chunk.checksum for chunk in index.chunks}
         return self._checksums[file]
 
-    def _damaged(self, why: str) -> UsageError:
-        return UsageError(f"{self.folder} cannot be used: {why}", ANOTHER)
+    def _damaged(self, why: str) -> OSError:
+        return OSError(f"the checkpoint is damaged: {why}")
 
     def _other(self, why: str) -> UsageError:
         return UsageError(f"{self.folder} is of another model: {why}", ANOTHER)

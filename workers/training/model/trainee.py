@@ -135,6 +135,7 @@ class TrainingModel:
     def release(self) -> None:
         """Free the memory of a model that is no longer used, even if references to it remain."""
         self.is_released = True
+        self.shards = {}  # they refer to the memory, not to the parameters
         self.release_gradients()
         for part in chain.from_iterable(map(parts, self.optimizers)):
             part.state.clear()
@@ -303,10 +304,16 @@ def whole_size(train: Train, groups: Any) -> Size:
         module = _module(train, _config(train, Axes()), Draw(train.seed), Axes(),
                          Coordinates(tp=0, pp=0, dp=0), 0, groups_for_building(groups), draws=False)
     num_params = sum(param.numel() for param in module.parameters())
-    weight_bytes = DTYPES[train.precision].itemsize
-    master_bytes = 0 if train.precision == "fp32" else 4
+    item_bytes = DTYPES[train.precision].itemsize
     buffer_bytes = sum(buffer.nbytes for buffer in module.buffers())
-    return Size(num_params, num_params * (weight_bytes + master_bytes + 8) + buffer_bytes)
+    return Size(num_params,
+                num_params * (item_bytes + state_bytes_beside(item_bytes)) + buffer_bytes)
+
+
+def state_bytes_beside(item_bytes: int) -> int:
+    """Bytes of state of a parameter beside the parameter itself, which has `item_bytes`: Adam's two
+    moments, and of a 16-bit parameter the master copy, all in fp32."""
+    return 8 if item_bytes == 4 else 12
 
 
 def _config(train: Train, axes: Axes) -> Any:

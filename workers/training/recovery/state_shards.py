@@ -8,6 +8,7 @@ whole model: `model.X`, `master.X`, `optimizer.exp_avg.X`, `buffer.X`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from math import prod
 from operator import add
@@ -22,7 +23,7 @@ from torch.nn import Parameter
 
 from ..model.optimizers import parts, ranges, shards
 from ..model.random_draws import LAYER, global_name
-from ..model.trainee import Size, TrainingModel
+from ..model.trainee import Size, TrainingModel, state_bytes_beside
 from ..model.training_state import MOMENTS
 from .resharding import Dims, Region, Shard, flat_range, intersection
 
@@ -102,21 +103,27 @@ def fill(into: State, whole: State) -> None:
 
 def whole_size(shards: State, num_layers: int) -> Size:
     """The size of the whole model, from the shards of a part. If the part lacks some of the layers,
-    they count like those that it has."""
-    num_params = layer_params = num_bytes = layer_bytes = 0
+    they count like those that it has. Each parameter has Adam's moments on some member. A parameter
+    of 16 bits also has a master copy."""
+    found: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
     layers: set[str] = set()
     for key, kind in {(shard.key, shard.kind) for shard in shards}:
+        what, _, name = key.partition(".")
         dtype, _, shape = kind.partition(" ")
         num = prod(map(int, shape.split("x") if shape else ()))
-        size_bytes = num * torch_dtype(dtype).itemsize
-        own_params = num if key.startswith("model.") else 0
-        if found := LAYER.search(key):
-            layers.add(found[2])
-            layer_params, layer_bytes = layer_params + own_params, layer_bytes + size_bytes
-        else:
-            num_params, num_bytes = num_params + own_params, num_bytes + size_bytes
+        item_bytes = torch_dtype(dtype).itemsize
+        layer = LAYER.fullmatch(name)
+        if layer is not None:
+            layers.add(layer[2])
+        counts = found[layer is not None]
+        if what == "model":
+            counts["params"] += num
+            counts["bytes"] += num * (item_bytes + state_bytes_beside(item_bytes))
+        elif what == "buffer":
+            counts["bytes"] += num * item_bytes
     times = num_layers / max(1, len(layers))
-    return Size(num_params + round(layer_params * times), num_bytes + round(layer_bytes * times))
+    return Size(*(found[False][name] + round(found[True][name] * times)
+                  for name in ("params", "bytes")))
 
 
 def torch_dtype(name: str) -> torch.dtype:
