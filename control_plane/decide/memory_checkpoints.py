@@ -180,7 +180,7 @@ def _has_stores(state: ClusterState, task: Task) -> bool:
     if train is None or not train.copy_every:
         return True
     now = {one.node: one.stores for one in task.stores}
-    for node in {member.node for member in task.members}:
+    for node in dict.fromkeys(member.node for member in task.members):
         stores = now.get(node, ())
         if len(stores) < NUM_STORES_MAX or node in stores or not all(
                 name in state.nodes and _is_usable(state.nodes[name]) for name in stores):

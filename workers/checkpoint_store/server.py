@@ -191,13 +191,13 @@ def _receive_share(connection: socket.socket, offer: Offer, memory: mmap.mmap
     for piece in manifest.pieces:
         codes.append(protocol.receive_bytes(connection, data[begin : begin + piece.num_bytes]))
         begin += piece.num_bytes
-    sums = bytearray(protocol.SUM_BYTES * len(codes))
-    protocol.read_exactly(connection, memoryview(sums))
-    sent = protocol.receive(connection, Checksum).checksum
-    if sums != protocol.encode_sums(codes) or sent != protocol.checksum_of(encoded, bytes(sums)):
+    received = bytearray(protocol.SUM_BYTES * len(codes))
+    protocol.read_exactly(connection, memoryview(received))
+    sums, sent = bytes(received), protocol.receive(connection, Checksum).checksum
+    if sums != protocol.encode_sums(codes) or sent != protocol.checksum_of(encoded, sums):
         found = protocol.checksum_of(encoded, protocol.encode_sums(codes))
         raise StoreRefused(f"checkpoint altered: received {found}, sent {sent}")
-    return StoredCheckpoint(offer=offer, manifest=manifest, sums=bytes(sums), checksum=sent,
+    return StoredCheckpoint(offer=offer, manifest=manifest, sums=sums, checksum=sent,
                             memory=memory)
 
 

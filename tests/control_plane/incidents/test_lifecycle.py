@@ -229,8 +229,8 @@ def test_the_age_of_a_reported_copy_is_shown_and_no_number_of_lost_iterations(d:
     copies = screen_text(d, task, "copies")
     assert "in memory iteration 20 or newer (n2, as of " in copies
     assert copies.endswith(
-        " s ago; one is due every 10 iterations; up to 24 B a node); nothing is published yet: what "
-        "came after the newest of these would be lost if all processes went")
+        " s ago; one is due every 10 iterations; up to 24 B a node); nothing is published yet: "
+        "what came after the newest of these would be lost if all processes went")
     assert "68" not in copies
     d.tell("n2/1", r.MemoryCheckpointsLost(node="n2", incarnation=1, task=0, why="signal 9",
                                            keeper_start=FIRST))

@@ -128,9 +128,10 @@ class Stores:
                 some = order[first : first + READERS_NUM]
                 if reading.is_complete:
                     break
-                for _ in pool.map(lambda share: self._read(
-                        version.shares[share], reading, place), some):
-                    pass
+                waiting = [pool.submit(self._read, version.shares[share], reading, place)
+                           for share in some]
+                for each in waiting:
+                    each.result()
         return self._fetched(version, reading)
 
     def _fetched(self, version: Version, reading: _Reading) -> Fetched:
