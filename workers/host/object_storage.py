@@ -148,7 +148,7 @@ class Store:
         """Unlike fsspec's `exists`, do not treat every error as a missing object."""
         try:
             self.fs.info(path)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
         return True
 

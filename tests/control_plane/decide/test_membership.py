@@ -232,6 +232,27 @@ def test_a_preempted_task_saves_on_its_first_member(d: Driver) -> None:
     assert (d.state.tasks[task].saved_iteration, d.state.tasks[task].phase) == (1, "idle")
 
 
+def test_a_preempted_task_saves_after_a_fault_if_the_rest_has_the_whole_state(d: Driver) -> None:
+    """Those that save are known when all have reported their steps."""
+    task = d.running(job({"min": 4, "max": 4}, tensor=[2]))
+    it = d.state.tasks[task]
+    members = [member.rank for member in it.members]
+    for node in ("n1", "n2"):
+        d.tell(f"operator/{node}", r.NodeDrained(node=node))
+    lines = d.exit(task, members[1])
+    for rank in (members[0], members[2]):
+        assert not any(record.body.save for record in only(o.Quiesce, lines))
+        lines = d.quiesced(task, rank)
+    lines = d.quiesced(task, members[3])
+    order_ = the(o.Quiesce, lines)
+    assert (order_.mode, order_.save, order_.saving) == ("now", True, (0, 2, 3))
+    assert order_.ranks == (members[0], members[2], members[3])
+    # One that saves ends: the rest no longer has the whole state.
+    lines = d.exit(task, members[3])
+    assert not only(o.Quiesce, lines)
+    assert {record.body.rank for record in only(o.StopRank, lines)} == {members[0], members[2]}
+
+
 def test_a_preempted_task_without_its_full_state_does_not_save(d: Driver) -> None:
     task = d.running(job({"min": 4, "max": 4}, tensor=[2]))
     d.exit(task, 0)

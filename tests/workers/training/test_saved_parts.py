@@ -15,7 +15,6 @@ import torch
 import worlds
 from msgspec.structs import replace
 from reshard_work import TRAIN, Layout
-from unicron.events.errors import UsageError
 from unicron.events.spec.job import Batch, Model, Optimizer, Train
 from unicron.events.spec.model import Axes
 from unicron.events.spec.parallelism import num_positions

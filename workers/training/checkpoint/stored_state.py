@@ -24,7 +24,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 from ....events.errors import UsageError
 from ....events.spec.job import is_url
 from ...host.object_storage import COMPLETE_MARK, Store, as_os_errors
-from ..recovery.resharding import Region, intersection
+from ..recovery.resharding import Dims, Region, intersection
 from ..recovery.state_shards import State, cut, kind_of
 from .share_files import FORMAT_KEY, FORMAT_NUM, NUMBERS, read_index
 
@@ -84,7 +84,8 @@ class StoredState:
             raise self._damaged(f"it has no {COMPLETE_MARK}: it is not complete")
         try:
             found = _MetadataUnpickler(io.BytesIO(data)).load()
-            places = {(index.fqn, tuple(index.offset or ())): info
+            places: dict[tuple[str, Dims], Any] = {
+                (index.fqn, tuple(index.offset or ())): info
                       for index, info in found.storage_data.items()}
             for key, stored in found.state_dict_metadata.items():
                 regions = [Region((), ())]
