@@ -27,6 +27,8 @@ NORMAL_ITERATIONS_MIN = 5
 """The normal step time on a number of slots is the median of at least so many iterations."""
 SAME_RATIO = 1.05
 RATES_SHOWN_NUM = 8
+NODES_SHOWN_NUM = 8
+"""More nodes of a checkpoint are counted instead of named."""
 
 
 def lag_s(task: Plain, now_s: float) -> float:
@@ -97,7 +99,7 @@ def task_status(view: Plain, task: Plain, history: History, *, now_s: float,
     lines += fmt.labelled("next", _next(task, view, option))
     past = history.tasks.get(task["id"])
     lines += ["", *_where(task), *_progress(task, past, history, now_s), *_earns(task),
-              *_copies(task, view["nodes"], past, now_s)]
+              *_copies(task, past, now_s)]
     if not task["kept_sum"] and task["state"] not in ENDED:
         lines += fmt.labelled("kept sum", "none: a fault during a gradient reduction redoes the "
                               "iteration from its start; none is lost")
@@ -216,7 +218,7 @@ def _earns(task: Plain) -> list[str]:
     return lines + (fmt.labelled("by model", layout) if layout else [])
 
 
-def _copies(task: Plain, nodes: list[Plain], past: TaskHistory | None, now_s: float) -> list[str]:
+def _copies(task: Plain, past: TaskHistory | None, now_s: float) -> list[str]:
     """Where the task's state is, and what would be lost if all processes exited.
 
     In-memory checkpoints are reported seldom: a store may have a newer one than the last report.
@@ -226,7 +228,7 @@ def _copies(task: Plain, nodes: list[Plain], past: TaskHistory | None, now_s: fl
     holders = [one for one in task["ranks"]
                if one["state"] in ("member", "stopped") and one["has_state"]]
     if not holders:
-        return fmt.labelled("copies", f"no process has its state{_comes_back(task, nodes)}")
+        return fmt.labelled("copies", f"no process has its state{_comes_back(task)}")
     lost = task["unsaved"]
     disk = (f"published iteration {fmt.count(task['checkpoint_iteration'])} ({task['checkpoint']})"
             if task["checkpoint"] else "nothing is published yet")
@@ -234,13 +236,14 @@ def _copies(task: Plain, nodes: list[Plain], past: TaskHistory | None, now_s: fl
             else fmt.number_of(lost, "iteration"))
     disk += f": {what} would be lost if all processes went" if lost else ""
     if task["copies"]:
-        newest = max(copy["step_version"] for copy in task["copies"])
-        where = sorted({copy["node"] for copy in task["copies"]
-                        if copy["step_version"] == newest})
+        newest = task["copies"][0]["step_version"]
         ago = (f", as of {fmt.span(max(now_s - past.copied_s, 0.0))} ago"
                if past is not None and past.copied_s else "")
-        disk = (f"in memory iteration {fmt.count(newest)} or newer ({' '.join(where)}{ago}; one is "
-                f"due every {fmt.number_of(task['copy_every'], 'iteration')}); {disk}")
+        disk = (f"in memory iteration {fmt.count(newest)} or newer ({_stored_on(task['copies'][0])}"
+                f"{ago}; one is due every {fmt.number_of(task['copy_every'], 'iteration')}"
+                f"{_memory(task)}); {disk}")
+    elif task["no_copies"]:
+        disk = f"no in-memory checkpoints: {task['no_copies']}; {disk}"
     on = list(dict.fromkeys(one["node"] for one in holders))
     if len(holders) == 1:
         live = f"one seat ({on[0]}): no other process has its state"
@@ -255,21 +258,31 @@ def _copies(task: Plain, nodes: list[Plain], past: TaskHistory | None, now_s: fl
     return fmt.labelled("copies", f"{live}; {disk}")
 
 
-def _comes_back(task: Plain, nodes: list[Plain]) -> str:
+def _stored_on(copy: Plain) -> str:
+    """The nodes whose stores have the in-memory checkpoint."""
+    nodes = copy["nodes"]
+    return " ".join(nodes) if len(nodes) <= NODES_SHOWN_NUM else f"on {len(nodes)} nodes"
+
+
+def _memory(task: Plain) -> str:
+    """What the in-memory checkpoints take on the node where they take most, and the limit there."""
+    if not task["copies_bytes"]:
+        return ""
+    of = f" of {fmt.scaled(task['copies_max'], 'B')}" if task["copies_max"] else ""
+    return f"; up to {fmt.scaled(task['copies_bytes'], 'B')}{of} a node"
+
+
+def _comes_back(task: Plain) -> str:
     """The newest known source from which a task without processes resumes, and the loss."""
     done = task["iteration"]
     if not done:
         return ": it begins at iteration 0"
-    contact = {one["id"]: one["contact"] for one in nodes}
     copies = [one for one in task["copies"] if one["step_version"] >= task["checkpoint_iteration"]]
-    # The order of control_plane/decide/memory_checkpoints.py: unreachable nodes come last.
-    heard = [one for one in copies if contact.get(one["node"]) == "heard"]
-    most, tried = "", heard or [one for one in copies if contact.get(one["node"]) == "unreachable"]
-    if tried:
-        newest = max(one["step_version"] for one in tried)
-        where = " ".join(sorted({x["node"] for x in tried if x["step_version"] == newest}))
+    most = ""
+    if copies:
+        newest = copies[0]["step_version"]
         source = (f"it comes back from the copy of iteration {fmt.count(newest)} or newer in "
-                  f"memory ({where})")
+                  f"memory ({_stored_on(copies[0])})")
         most = "at most "
     elif task["checkpoint"]:
         newest = task["checkpoint_iteration"]

@@ -8,6 +8,7 @@ import msgspec
 
 from ...events.spec.parallelism import layout_in_words, layout_label, num_positions, part_in_words
 from ..decide.advance import DECIDER_VERSION
+from ..decide.memory_checkpoints import assign_stores, bytes_max_of, node_bytes
 from ..fold.hangs import stalled_command
 from ..fold.node_health import RECOVERED_S
 from ..incidents.hangs import locate_hang
@@ -16,6 +17,7 @@ from ..planner.pending import WaitExplanation, explain_waiting
 from ..planner.problem_of_state import input_digest
 from ..state.cluster import WORK_SPAN_S, ClusterState, state_hash
 from ..state.members import position_of
+from ..state.memory_checkpoints import whole_checkpoints
 from ..state.node import Node
 from ..state.task import Rank, Straggler, Task
 from ..throughput import table
@@ -184,11 +186,34 @@ def _task(state: ClusterState, task: Task, waits: WaitExplanation | None) -> dic
         "checkpoint": task.checkpoint_path,
         "checkpoint_iteration": task.saved_iteration, "unsaved": task.lost_with(),
         "unpublished": max(task.iteration - task.saved_iteration, 0),
-        "copies": [msgspec.to_builtins(copy) for copy in task.copies],
+        **_copies(state, task),
         "copy_every": spec.training.copy_every if spec.training is not None else 0,
         "kept_sum": spec.training is None or spec.training.kept_sum,
         "ranks": [_rank(task, task.ranks[key]) for key in sorted(task.ranks)],
     }
+
+
+def _copies(state: ClusterState, task: Task) -> dict[str, Any]:
+    """The whole in-memory checkpoints, the newest first: those on reachable nodes, or if there are
+    none, those that also need unreachable nodes. `copies_bytes`: the most memory that they take on
+    one node; `copies_max`: what all tasks may take there, 0: not known. `no_copies`: why the task
+    makes none."""
+    reached = [copy for copy in task.copies if (node := state.nodes.get(copy.node)) is not None
+               and node.health == "healthy"]
+    charged = node_bytes(task)
+    most = max(sorted(charged), key=lambda name: charged[name], default="")
+    node = state.nodes.get(most)
+    why = ""
+    if task.members and not task.keepers:
+        why = assign_stores(state, task, [member.node for member in task.members]).why
+    return {
+        "copies": [{"generation": whole.generation, "step_version": whole.step_version,
+                    "nodes": list(whole.nodes), "num_shares": whole.num_shares,
+                    "copy_bytes": whole.copy_bytes}
+                   for whole in whole_checkpoints(reached) or whole_checkpoints(task.copies)],
+        "copies_bytes": charged.get(most, 0),
+        "copies_max": bytes_max_of(state, node) if node is not None else 0,
+        "no_copies": why}
 
 
 def _layout(task: Task, num_living: int) -> dict[str, Any]:

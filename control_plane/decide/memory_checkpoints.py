@@ -1,64 +1,191 @@
-"""In-memory checkpoints: which stores receive them, and which ones a task can recover from."""
+"""In-memory checkpoints: which stores receive them, and which ones a task can recover from.
+
+Each member sends its share of the state to the stores of two other nodes. So a lost node is
+restored from other nodes, and no node has more than a few shares of a task.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from ...events.records.orders import DropMemoryCheckpoints, SetCheckpointStores
-from ...events.records.types import Body, MemoryCheckpoint, StoreEndpoint
+from ...events.records.types import (
+    CHECKPOINTS_NUM_MAX,
+    Body,
+    MemoryCheckpoint,
+    NodeStores,
+    StoreEndpoint,
+)
 from ..state.cluster import ClusterState
 from ..state.members import has_layouts
+from ..state.memory_checkpoints import WholeCheckpoint, whole_checkpoints
+from ..state.node import Node
 from ..state.task import Rank, Task
+from ..throughput.state_size import share_bytes
 
 NUM_STORES_MAX = 2
 
 
-def checkpoint_stores(state: ClusterState, task: Task, first: str) -> tuple[StoreEndpoint, ...]:
-    """The stores of a task whose first member is on node `first`: on this node, then on another.
-    The other node is preferably without ranks of the task, so that one fault does not take both.
-    Among such nodes a present store is kept; else the next node by name is taken, so that tasks on
-    different nodes use different stores."""
+class StoreAssignment(NamedTuple):
+    """Which stores receive the shares of a task's members. `why`: why there are none."""
+
+    keepers: tuple[StoreEndpoint, ...] = ()
+    stores: tuple[NodeStores, ...] = ()
+    why: str = ""
+
+
+def assign_stores(state: ClusterState, task: Task, nodes: Sequence[str]) -> StoreAssignment:
+    """The stores of a task whose members are on `nodes` (one entry for each member).
+
+    Each node of members gets the stores of two other nodes, in two racks if nodes are labelled; a
+    present store is kept. Then come nodes with fewer shares of the task, those without members, and
+    the next ones by name. If there is only one other node, the second store is the node's own.
+    """
     train = task.spec.training
-    if train is None or not train.copy_every:
-        return ()
+    if train is None or not train.copy_every or not nodes:
+        return StoreAssignment()
     names = sorted(state.nodes)
-    usable = [name for name in names if state.nodes[name].takes_tasks and state.nodes[name].keeper]
-    now = [keeper.node for keeper in task.keepers]
-    taken = {rank.slot.node for rank in task.ranks.values()}
-    begin = names.index(first) if first in names else 0
-    others = sorted((name for name in usable if name != first), key=lambda name: (
-        name in taken, name not in now, (names.index(name) - begin) % len(names)))
-    chosen = [*(name for name in usable if name == first), *others][:NUM_STORES_MAX]
-    return tuple(StoreEndpoint(name, state.nodes[name].keeper) for name in chosen)
+    usable = [name for name in names if _is_usable(state.nodes[name])]
+    if not usable:
+        return StoreAssignment(why="no node has a checkpoint store")
+    each_bytes = CHECKPOINTS_NUM_MAX * share_bytes(task, len(nodes))
+    free = _free_bytes(state, task, usable)
+    now = {one.node: one.stores for one in task.stores}
+    index = {name: place for place, name in enumerate(names)}
+    num_shares, load = Counter(nodes), Counter[str]()
+    found: list[NodeStores] = []
+    for node in sorted(num_shares):
+        own_bytes = num_shares[node] * each_bytes
+        chosen: list[str] = []
+        others = [name for name in usable if name != node]
+        for _ in range(NUM_STORES_MAX):
+            racks = {rack for name in chosen if (rack := state.nodes[name].labels.rack)}
+            pool = [name for name in others or usable
+                    if name not in chosen and free[name] >= own_bytes]
+            if not pool and node not in chosen and node in usable and free[node] >= own_bytes:
+                pool = [node]
+            if not pool:
+                break
+            best = min(pool, key=lambda name: (
+                state.nodes[name].labels.rack in racks, name not in now.get(node, ()), load[name],
+                name in num_shares, (index[name] - index.get(node, 0)) % len(names)))
+            chosen.append(best)
+            load[best] += num_shares[node]
+            free[best] -= own_bytes
+        if not chosen:
+            return StoreAssignment(why=f"they do not fit: {own_bytes} bytes for the "
+                                   f"{num_shares[node]} ranks of {node}, and no node has more than "
+                                   f"{max(free.values())} bytes left for them")
+        found.append(NodeStores(node, tuple(chosen)))
+    keepers = sorted({name for one in found for name in one.stores})
+    return StoreAssignment(
+        tuple(StoreEndpoint(name, state.nodes[name].keeper) for name in keepers), tuple(found))
+
+
+def node_bytes(task: Task) -> dict[str, int]:
+    """By node: the memory that the task's in-memory checkpoints may take there. While it has no
+    members, what its last ones take."""
+    num_members = Counter(member.node for member in task.members)
+    found = Counter[str]()
+    if task.members and task.stores:
+        each_bytes = CHECKPOINTS_NUM_MAX * share_bytes(task, len(task.members))
+        for one in task.stores:
+            for name in one.stores:
+                found[name] += num_members[one.node] * each_bytes
+        return dict(found)
+    for copy in task.copies:
+        found[copy.node] += copy.copy_bytes
+    return dict(found)
+
+
+def bytes_max_of(state: ClusterState, node: Node) -> int:
+    """The memory for all in-memory checkpoints on the node: the policy's, or what the agent has
+    reported; 0: not known."""
+    limits = [limit for limit in (state.policy.copies_bytes_max, node.copies_bytes_max) if limit]
+    return min(limits, default=0)
+
+
+def _free_bytes(state: ClusterState, task: Task, names: Sequence[str]) -> dict[str, float]:
+    """By node: the memory that the in-memory checkpoints of other tasks leave."""
+    charged = Counter[str]()
+    for other in state.tasks.values():
+        if other is not task and not other.outcome:
+            charged.update(node_bytes(other))
+    return {name: (bytes_max_of(state, state.nodes[name]) or float("inf")) - charged[name]
+            for name in names}
+
+
+def _is_usable(node: Node) -> bool:
+    return node.takes_tasks and bool(node.keeper)
 
 
 def recovery_sources(state: ClusterState, task: Task,
                      members: Sequence[Rank]) -> tuple[MemoryCheckpoint, ...]:
-    """The in-memory checkpoints to recover from: the newest first, then those on the first member's
-    node. If each member has only a part of the state, the members find out if all is there.
-    Checkpoints older than the published one are left out, as are lost nodes. Unreachable nodes come
-    last: perhaps only the agent failed, and the node may have the only checkpoint."""
+    """The in-memory checkpoints to recover from, the newest first: one entry for each generation
+    and store. Only whole ones are named. If each member has only a part of the state, and perhaps
+    not all is there, the members find out. Those older than the published one are left out, as are
+    lost nodes."""
     if not has_layouts(task) and any(rank.has_state for rank in members):
         return ()
-    here = members[0].slot.node
-    usable = [copy for copy in task.copies if copy.step_version >= task.saved_iteration
-           and state.nodes[copy.node].health in ("healthy", "unreachable")]
-    return tuple(sorted(usable, key=lambda copy: (
-        state.nodes[copy.node].unreachable, -copy.step_version, -copy.generation, copy.node != here,
-        copy.node)))
+    reachable = [copy for copy in task.copies
+                 if state.nodes[copy.node].health in ("healthy", "unreachable")]
+    return tuple(entry for whole in whole_checkpoints(reachable) for entry in _entries(task, whole))
+
+
+def _entries(task: Task, whole: WholeCheckpoint) -> Iterator[MemoryCheckpoint]:
+    """The entries of a checkpoint in the order; `step_version` is the lowest that may be used. The
+    stores may have newer versions than were reported, unless a published checkpoint began a later
+    generation."""
+    published = task.checkpoint
+    step_version = min(share.step_version for share in whole.shares)
+    if published is not None:
+        if whole.generation < published.generation and whole.step_version < published.step_version:
+            return
+        step_version = max(step_version, published.step_version)
+    if 0 <= whole.step_version_max < step_version:
+        return
+    for node in sorted({share.node for share in whole.shares}):
+        shares = {one.share: one for one in whole.shares if one.node == node}
+        first = shares[min(shares)]
+        yield MemoryCheckpoint(
+            node=node, endpoint=first.endpoint, rank=first.rank, generation=whole.generation,
+            step_version=step_version, step_version_max=whole.step_version_max,
+            copy_bytes=sum(share.copy_bytes for share in shares.values()),
+            checksum=first.checksum, share=first.share, num_shares=whole.num_shares)
 
 
 def replace_stores(state: ClusterState, task: Task) -> Iterator[Body]:
-    """While the task trains, replace a lost store, or move a store to a node without members. Until
-    then members use the store of a lost node, since perhaps only its agent failed."""
-    first = task.members[0].node if task.members else ""
-    node = state.nodes.get(first)
-    if task.phase != "training" or node is None or node.health != "healthy":
+    """While the task trains, replace lost stores, and use a node that has become usable. Until then
+    members use the store of a lost node, since perhaps only its agent failed. A member on such a
+    node could not receive the order."""
+    if task.phase != "training" or not task.members or _has_stores(state, task):
         return
-    wanted = checkpoint_stores(state, task, first)
-    if any(keeper not in task.keepers for keeper in wanted):
+    if any((node := state.nodes.get(member.node)) is None or node.health != "healthy"
+           for member in task.members):
+        return
+    wanted = assign_stores(state, task, [member.node for member in task.members])
+    now = {one.node: one.stores for one in task.stores}
+    if any(not set(one.stores).issubset(now.get(one.node, ())) for one in wanted.stores):
         yield SetCheckpointStores(nodes=tuple(sorted({member.node for member in task.members})),
-                                  task=task.id, generation=task.generation, keepers=wanted)
+                                  task=task.id, generation=task.generation, keepers=wanted.keepers,
+                                  stores=wanted.stores,
+                                  copies_bytes_max=state.policy.copies_bytes_max)
+
+
+def _has_stores(state: ClusterState, task: Task) -> bool:
+    """Whether each node of members has two usable stores on other nodes, or none is due."""
+    train = task.spec.training
+    if train is None or not train.copy_every:
+        return True
+    now = {one.node: one.stores for one in task.stores}
+    for node in dict.fromkeys(member.node for member in task.members):
+        stores = now.get(node, ())
+        if len(stores) < NUM_STORES_MAX or node in stores or not all(
+                name in state.nodes and _is_usable(state.nodes[name]) for name in stores):
+            return False
+    return True
 
 
 def drop_checkpoints(state: ClusterState, task: Task) -> Iterator[Body]:

@@ -164,13 +164,15 @@ def reconfigure(state: ClusterState, task: Task) -> Iterator[Body]:
     axes, ranks = next_membership(state, task)
     members = tuple(Member(rank.rank, rank.attempt, rank.slot.node, rank.endpoint)
                     for rank in ranks)
+    stores = memory_checkpoints.assign_stores(state, task, [member.node for member in members])
     yield Reconfigure(
         nodes=_nodes([member.node for member in members]), task=task.id,
         generation=task.generation + 1, members=members, store=members[0].endpoint,
         dp=len(members) if axes is None else axes.dp, axes=axes,
         checkpoint=task.checkpoint_path,
         copies=memory_checkpoints.recovery_sources(state, task, ranks),
-        keepers=memory_checkpoints.checkpoint_stores(state, task, members[0].node))
+        keepers=stores.keepers, stores=stores.stores,
+        copies_bytes_max=state.policy.copies_bytes_max)
 
 
 def resume(state: ClusterState, task: Task) -> Iterator[Body]:

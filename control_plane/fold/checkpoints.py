@@ -10,6 +10,7 @@ from ...events.records import types as t
 from ...events.records.codec import encode_record
 from ...events.records.envelope import Record
 from ..state.cluster import ClusterState
+from ..state.memory_checkpoints import whole_checkpoints
 from ..state.node import Node
 from ..state.task import Checkpoint, Task
 from .edits import close_orders, forget_store, set_stores
@@ -73,11 +74,25 @@ def checkpoint_stored(state: ClusterState, record: Record, body: r.MemoryCheckpo
         return
     if start > node.keeper_start:
         _store_ended(state, node, start)
-    copy = t.MemoryCheckpoint(node=node.name, endpoint=node.keeper, rank=body.rank,
-                  generation=body.generation, step_version=body.step_version,
-                  copy_bytes=body.copy_bytes, checksum=body.checksum)
-    here = [one for one in task.copies if one.node == node.name][1 - t.CHECKPOINTS_NUM_MAX :]
-    task.copies = [*(one for one in task.copies if one.node != node.name), *here, copy]
+    copy = t.MemoryCheckpoint(
+        node=node.name, endpoint=node.keeper, rank=body.rank, generation=body.generation,
+        step_version=body.step_version, copy_bytes=body.copy_bytes, checksum=body.checksum,
+        share=min(max(body.share, 0), max(body.num_shares, 1) - 1),
+        num_shares=max(body.num_shares, 1))
+    here = [one for one in task.copies if one.node == node.name and one.share == copy.share]
+    task.copies = [one for one in task.copies if one.node != node.name or one.share != copy.share]
+    task.copies += [*here[1 - t.CHECKPOINTS_NUM_MAX :], copy]
+    if any(one.num_shares != copy.num_shares for one in task.copies):
+        _discard_older_layouts(task)
+
+
+def _discard_older_layouts(task: Task) -> None:
+    """Once a version is whole, shares of older generations with another number of shares are of no
+    use: no newer share replaces them."""
+    whole = next(iter(whole_checkpoints(task.copies)), None)
+    if whole is not None and whole.generation == task.generation:
+        task.copies = [one for one in task.copies if one.generation == task.generation
+                       or one.num_shares == whole.num_shares]
 
 
 def checkpoints_lost(state: ClusterState, record: Record, body: r.MemoryCheckpointsLost) -> None:
@@ -116,7 +131,7 @@ def stores_ordered(state: ClusterState, record: Record, body: o.SetCheckpointSto
     close_orders(state, [task.keep_order])
     task.keep_order = record.seq
     state.orders[record.seq] = encode_record(record)
-    set_stores(task, body.keepers)
+    set_stores(task, body.keepers, body.stores)
 
 
 def drop_ordered(state: ClusterState, record: Record, body: o.DropMemoryCheckpoints) -> None:

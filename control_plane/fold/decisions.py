@@ -218,7 +218,7 @@ def task_ended(state: ClusterState, record: Record, body: d.TaskEnded) -> None:
     edits.clear_phase_deadlines(state, task)
     edits.close_orders(state, [task.quiesce_order, task.reconfigure_order, task.resume_order,
                                task.keep_order, *task.publishing])
-    task.copies, task.keepers = [], ()
+    task.copies, task.keepers, task.stores = [], (), ()
     task.target, task.members, task.incident, task.faults = (), (), 0, []
     if body.outcome != "finished":  # its disabled slots are not confirmed as the cause
         for slot in task.disabled_slots.values():
@@ -297,7 +297,7 @@ def reconfigure_ordered(state: ClusterState, record: Record, body: o.Reconfigure
     edits.clear_phase_deadlines(state, task)
     edits.close_orders(state, [task.quiesce_order, task.reconfigure_order, task.resume_order,
                                task.keep_order])
-    edits.set_stores(task, body.keepers)
+    edits.set_stores(task, body.keepers, body.stores)
     task.reconfigure_order, task.generation, task.members = (
         record.seq, body.generation, body.members)
     task.axes = body.axes

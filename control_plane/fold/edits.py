@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from ...events.records.envelope import Record
 from ...events.records.reports import Reconfigured
 from ...events.records.statuses import EXITED_ABNORMALLY
-from ...events.records.types import ReceivedState, StoreEndpoint
+from ...events.records.types import NodeStores, ReceivedState, StoreEndpoint
 from ..incidents.hangs import locate_hang
 from ..incidents.severity import severity_of
 from ..incidents.stragglers import slow_on
@@ -351,9 +351,10 @@ def end_pause(state: ClusterState, task: Task) -> None:
         incident.ckpt_read_before, incident.source_before = incident.ckpt_read, incident.source
 
 
-def set_stores(task: Task, keepers: tuple[StoreEndpoint, ...]) -> None:
+def set_stores(task: Task, keepers: tuple[StoreEndpoint, ...], stores: tuple[NodeStores, ...]
+               ) -> None:
     """Set the task's checkpoint stores. Former stores still hold in-memory checkpoints."""
-    task.keepers = keepers
+    task.keepers, task.stores = keepers, stores
     task.store_nodes = sorted({*task.store_nodes, *(keeper.node for keeper in keepers)})
 
 

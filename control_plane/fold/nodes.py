@@ -51,7 +51,7 @@ def node_joined(state: ClusterState, record: Record, body: r.NodeJoined) -> None
         name=body.node, incarnation=body.incarnation, host=body.host, pid=body.pid,
         num_slots=min(max(body.num_slots, 0), NUM_SLOTS_MAX), accelerator=body.accelerator,
         since_s=record.at_s, keeper=body.keeper, keeper_start=first_store_number(body.incarnation),
-        labels=body.labels,
+        copies_bytes_max=max(body.copies_bytes_max, 0), labels=body.labels,
         drained=old is not None and old.drained,
         drain_reason=old.drain_reason if old is not None else "",
     )

@@ -17,6 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 
 from ...events.records.types import Labels, Seat, Slot
+from ..state.memory_checkpoints import whole_checkpoints
 from ..state.task import Task
 from ..throughput.state_size import seat_bytes
 from . import tensor_groups
@@ -189,10 +190,11 @@ def why_placed(task: Task, seats: Sequence[Seat], slots: Sequence[Slot], where: 
         why = "no slot is on another rack" if only else "no other rack has room"
         return f"{text}, all on {domain(nodes[0], where)}: {why}"
     num, since = task.lost_with(nodes[0]), "checkpoint" if task.saved_iteration else "start"
-    elsewhere = [copy for copy in task.copies if copy.node != nodes[0]]
+    elsewhere = whole_checkpoints(copy for copy in task.copies if copy.node != nodes[0])
     state = "no state elsewhere"
-    if elsewhere and max(copy.step_version for copy in elsewhere) >= task.saved_iteration:
-        since, state = "copy", f"a copy on {' '.join(sorted({copy.node for copy in elsewhere}))}"
+    if elsewhere and elsewhere[0].step_version >= task.saved_iteration:
+        where_whole = sorted({node for whole in elsewhere for node in whole.nodes})
+        since, state = "copy", f"a copy on {' '.join(where_whole)}"
     lost = f"the {num} iterations since its {since}" if num > 0 else f"all since its {since}"
     cost = f"on {nodes[0]}, {state}: its loss would cost {lost}"
     if len(seats) == 1:

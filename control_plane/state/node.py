@@ -105,6 +105,8 @@ class Node(Struct, kw_only=True):
     """Address of its checkpoint store, host:port; empty: it has none."""
     keeper_start: int = 0
     """Number of the current checkpoint store. In-memory checkpoints of earlier stores are lost."""
+    copies_bytes_max: int = 0
+    """The memory that its checkpoint store may take, as its agent reported; 0: not known."""
     labels: Labels = Labels()
     health: Health = "healthy"
     since_s: float = 0.0

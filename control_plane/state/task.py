@@ -8,10 +8,18 @@ from msgspec import Struct, field
 
 from ...events.records.decisions import ThroughputSet
 from ...events.records.reports import Whereabouts
-from ...events.records.types import Member, MemoryCheckpoint, Seat, Slot, StoreEndpoint
+from ...events.records.types import (
+    Member,
+    MemoryCheckpoint,
+    NodeStores,
+    Seat,
+    Slot,
+    StoreEndpoint,
+)
 from ...events.spec.job import JobSpec
 from ...events.spec.model import Axes, Modelled
 from .incident import Fault, RepeatedFailure
+from .memory_checkpoints import whole_checkpoints
 
 
 class CommandProgress(Struct, kw_only=True):
@@ -273,9 +281,12 @@ class Task(Struct, kw_only=True):
     checkpoint: Checkpoint | None = None
     keepers: tuple[StoreEndpoint, ...] = ()
     """The checkpoint stores that receive its in-memory checkpoints."""
+    stores: tuple[NodeStores, ...] = ()
+    """By node of members: which of `keepers` receive their shares. Empty: all."""
     keep_order: int = 0
     copies: list[MemoryCheckpoint] = field(default_factory=list[MemoryCheckpoint])
-    """Reported in-memory checkpoints: the two newest of each node, the newest last."""
+    """Reported shares of in-memory checkpoints: the two newest of each node and share, the newest
+    last."""
     store_nodes: list[str] = field(default_factory=list[str])
     """Nodes whose stores may hold in-memory checkpoints of the task."""
     drop_order: int = 0
@@ -332,7 +343,8 @@ class Task(Struct, kw_only=True):
     def lost_with(self, node: str = "") -> int:
         """Iterations that a loss of all processes and of in-memory checkpoints on `node` would
         cost."""
-        copied = [copy.step_version for copy in self.copies if copy.node != node]
+        copied = [whole.step_version for whole in whole_checkpoints(
+            copy for copy in self.copies if copy.node != node)]
         return max(self.iteration - max([self.saved_iteration, *copied]), 0)
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ...events.spec.job import Train
 from ...events.spec.model import Axes
 from ...events.spec.parallelism import replica
+from ..state.memory_checkpoints import whole_checkpoints
 from ..state.task import Task
 from .flops import parameters
 from .training_layouts import layout_within, megatron_model
@@ -33,14 +34,31 @@ def seat_bytes(task: Task, count: int) -> int:
                * parameters(model).total) // len(replica(axes, 0))
 
 
+def share_bytes(task: Task, count: int) -> int:
+    """Bytes of one of `count` equal shares of the task's whole state: what each member stores in
+    memory. From the last reported in-memory checkpoint, else from the spec; 0: not known yet."""
+    whole = next(iter(whole_checkpoints(task.copies)), None)
+    if whole is not None:
+        return -(-whole.copy_bytes // count)
+    if task.spec.train is None:
+        return 0
+    train = task.spec.train
+    return (WEIGHT_BYTES[train.precision] + OPTIMIZER_BYTES[train.precision]) * _num_params(
+        train) // count
+
+
 def trained_bytes(train: Train, count: int) -> int:
     """Bytes of state of one of `count` ranks: its part of the GPT and of the optimizer state."""
     axes = layout_within(train, count) or Axes()
     shards = {"whole": axes.dp, "sharded": 1, "mirrored": min(2, axes.dp)}[train.parallel.optimizer]
     bytes_of_each = (WEIGHT_BYTES[train.precision]
                      + OPTIMIZER_BYTES[train.precision] * shards / axes.dp)
+    return int(bytes_of_each * _num_params(train)) // len(replica(axes, 0))
+
+
+def _num_params(train: Train) -> int:
+    """The parameters of the GPT."""
     model = train.model
     # `parameters` counts neither learned positions nor biases nor the last norm.
     more = model.hidden * (model.sequence + 9 * model.num_layers + 2)
-    total = parameters(megatron_model(train)).total + more
-    return int(bytes_of_each * total) // len(replica(axes, 0))
+    return parameters(megatron_model(train)).total + more

@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from ..spec.job import JobSpec
 from ..spec.model import Axes
-from .types import Body, FaultKind, Member, MemoryCheckpoint, QuiesceMode, Slot, StoreEndpoint
+from .types import (
+    Body,
+    FaultKind,
+    Member,
+    MemoryCheckpoint,
+    NodeStores,
+    QuiesceMode,
+    Slot,
+    StoreEndpoint,
+)
 
 
 class StartRank(Body, frozen=True):
@@ -87,10 +96,15 @@ class Reconfigure(Body, frozen=True):
     """The checkpoint of which each member reads its part if no member and no in-memory checkpoint
     has the state; empty: start at iteration 0."""
     copies: tuple[MemoryCheckpoint, ...] = ()
-    """If no member has the state: the in-memory checkpoints to try first, in this order."""
+    """If no member has the state: the generations and stores of the in-memory checkpoints to try
+    first, the newest first. A store may have newer ones of the same generation."""
     keepers: tuple[StoreEndpoint, ...] = ()
-    """The checkpoint stores to which the first member sends in-memory checkpoints."""
+    """The checkpoint stores to which members send their shares of in-memory checkpoints."""
     axes: Axes | None = None
+    stores: tuple[NodeStores, ...] = ()
+    """By node of members: which of `keepers` receive their shares. Empty: all."""
+    copies_bytes_max: int = 0
+    """The memory that each store may use for all tasks, in bytes; 0: its own limit."""
 
 
 class Resume(Body, frozen=True):
@@ -112,6 +126,9 @@ class SetCheckpointStores(Body, frozen=True):
     task: int
     generation: int
     keepers: tuple[StoreEndpoint, ...]
+    stores: tuple[NodeStores, ...] = ()
+    """As in Reconfigure."""
+    copies_bytes_max: int = 0
 
 
 class DropMemoryCheckpoints(Body, frozen=True):

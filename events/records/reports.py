@@ -109,8 +109,9 @@ class NodeJoined(Body, frozen=True):
     """An agent started. Processes of older incarnations of this node are dead.
 
     `incarnation` is the start time of the agent in ms since 1970; the newest wins. `host` is the
-    address of its ranks, `keeper` the endpoint of its checkpoint store ("": it has none). `labels`
-    are the labels that the agent was started with.
+    address of its ranks, `keeper` the endpoint of its checkpoint store ("": it has none), which may
+    take `copies_bytes_max` bytes (0: not known). `labels` are the labels that the agent was started
+    with.
     """
 
     node: str
@@ -121,6 +122,7 @@ class NodeJoined(Body, frozen=True):
     accelerator: str = "cpu"
     keeper: str = ""
     labels: Labels = Labels()
+    copies_bytes_max: int = 0
 
 
 class NodeLeft(Body, frozen=True):
@@ -316,10 +318,12 @@ class LossNotFinite(Body, frozen=True):
 
 
 class MemoryCheckpointStored(RankReport, frozen=True):
-    """The checkpoint store of `node` holds a complete copy of this rank's state at `step_version`.
+    """The checkpoint store of `node` holds a complete share of the state at `step_version`.
 
-    Only the newest copy is reported, at most every 10 s. `checksum` is `crc32:` and 8 hex digits
-    over all `copy_bytes`. The copy is lost when the store process with number `keeper_start` ends.
+    `share` is the share's number, from 0, of `num_shares`. The first share of a generation, and the
+    first in a new store, are reported at once, further ones at most once a minute. `checksum` is
+    `crc32:` and 8 hex digits over the share's list of pieces and their checksums. The share is lost
+    when the store process with number `keeper_start` ends.
     """
 
     generation: int
@@ -328,6 +332,8 @@ class MemoryCheckpointStored(RankReport, frozen=True):
     copy_bytes: int
     checksum: str
     keeper_start: int = 0
+    share: int = 0
+    num_shares: int = 1
 
 
 class CheckpointSaved(Body, frozen=True):

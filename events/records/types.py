@@ -112,12 +112,23 @@ class StoreEndpoint(Struct, frozen=True):
     endpoint: str
 
 
+class NodeStores(Struct, frozen=True):
+    """The nodes whose checkpoint stores receive the shares of the members on node `node`."""
+
+    node: str
+    stores: tuple[str, ...]
+
+
 CHECKPOINTS_NUM_MAX = 2
-"""In-memory checkpoints of one task that one store keeps: the newest."""
+"""Shares of one number of one task that one store keeps: the newest."""
 
 
 class MemoryCheckpoint(Struct, frozen=True, kw_only=True):
-    """An in-memory checkpoint: a rank's whole state in a store (MemoryCheckpointStored)."""
+    """An in-memory checkpoint, or one share of it, in a store (MemoryCheckpointStored).
+
+    It is whole if the stores have all `num_shares` shares of one generation and step version. In
+    Reconfigure, an entry stands for all shares of the generation in this store.
+    """
 
     node: str
     endpoint: str
@@ -128,6 +139,8 @@ class MemoryCheckpoint(Struct, frozen=True, kw_only=True):
     checksum: str
     step_version_max: int = -1
     """The step version from which the task resumed; later state is obsolete. -1: not set."""
+    share: int = 0
+    num_shares: int = 1
 
 
 # --- Numbers of checkpoint stores: the store processes of a node, in order of their start ---

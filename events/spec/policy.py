@@ -42,6 +42,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "moves_max": (0, _NUM_MAX),
     "quotas": (0, _NUM_MAX),
     "repair_s": _SPAN,
+    "copies_bytes_max": (0, 2**53),
     "calibrate_iterations": (1, 10_000),
     "calibrate_min": (0, 1),
 }
@@ -112,6 +113,9 @@ class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     repair_s: float = 355.0 * 60
     """How long a lost node is away. It bounds the gain of a hot spare. (The mean at LANL; the
     median there is 54 min: Schroeder and Gibson, 2006.)"""
+    copies_bytes_max: int = 0
+    """The host memory of one node that in-memory checkpoints of all tasks may take, in bytes. 0:
+    each node's own limit, by default a quarter of the memory that is available at its start."""
     calibrate_iterations: int = 20
     """Undisturbed iterations at one size before their times count as measured throughput."""
     calibrate_min: float = 0.1

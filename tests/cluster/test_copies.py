@@ -35,18 +35,23 @@ def test_a_task_whose_ranks_all_die_recovers_from_a_copy(
     hold = hold_after_the_first_copy(cluster, task)
     cluster.wait_whole(task, 2)
     order = cluster.told(0, "Reconfigure", task=task)[-1].body
-    assert len(order.keepers) == 2
-    for keeper in order.keepers:
-        wait_copied(cluster, task, 0, keeper.node)
+    for member, node in zip(order.members, order.stores, strict=True):
+        assert member.node == node.node not in node.stores
+        assert len(node.stores) == 2
+        for name in node.stores:
+            cluster.wait_told(0, "MemoryCheckpointStored", task=task, node=name, rank=member.rank)
     begin = cluster.seq()
     for pid in cluster.pids(task).values():
         os.kill(pid, signal.SIGKILL)
     hold.unlink()
     came = cluster.wait_told(begin, "Reconfigured", task=task, origin="copy").body
-    assert (came.origin_node, came.step_version) == (order.keepers[0].node, EVERY)
+    assert came.step_version == EVERY
+    assert came.origin_node in {keeper.node for keeper in order.keepers}
     closed = cluster.wait_told(begin, "IncidentClosed").body
-    assert (closed.outcome, closed.origin, closed.origin_node) == (
-        expected_outcome(closed), "copy", came.origin_node)
+    reports = [x.body for x in cluster.told(begin, "Reconfigured", task=task)]
+    assert [x.origin for x in reports] == ["copy", "copy"], "each rank reads its state itself"
+    assert (closed.outcome, closed.origin) == (expected_outcome(closed), "copy")
+    assert closed.origin_node in {x.origin_node for x in reports}
     assert closed.received_bytes >= came.received_bytes > 0
     assert not closed.ckpt_read
     assert closed.iterations_lost <= EVERY
@@ -60,23 +65,24 @@ def test_a_task_whose_ranks_all_die_recovers_from_a_copy(
     cluster.verify()
 
 
-def test_a_task_on_a_lost_node_recovers_from_the_other_copy(
+def test_a_task_on_a_lost_node_recovers_from_the_stores_of_other_nodes(
         three: Any, tmp_path: Path) -> None:
     cluster, job = three, small("moved", tmp_path, slots=(1, 1), copy_every=EVERY)
     task = cluster.submit(job)
     hold = hold_after_the_first_copy(cluster, task)
     (rank,) = cluster.wait_whole(task, 1)["ranks"]
     order = cluster.told(0, "Reconfigure", task=task)[-1].body
-    own, other = (keeper.node for keeper in order.keepers)
-    assert own == rank["node"] != other
-    wait_copied(cluster, task, 0, other)
+    own, stores = rank["node"], order.stores[0].stores
+    assert own not in stores
+    for name in stores:
+        wait_copied(cluster, task, 0, name)
     begin = cluster.seq()
     cluster.kill_agent(own)
     cluster.wait(lambda: linux.read(rank["pid"]) is None or None, "the held rank is gone")
     hold.unlink()
     came = cluster.wait_told(begin, "Reconfigured", task=task).body
-    assert (came.origin, came.origin_node) == ("copy", other)
-    assert came.step_version == EVERY
+    assert (came.origin, came.step_version) == ("copy", EVERY)
+    assert came.origin_node in stores
     closed = cluster.wait_told(begin, "IncidentClosed").body
     assert (closed.outcome, closed.origin) == (expected_outcome(closed), "copy")
     assert closed.iterations_lost <= EVERY

@@ -114,9 +114,11 @@ def test_a_preempted_task_is_saved_and_continues_at_its_iteration(one: One) -> N
     cluster.wait_whole(task, 2)
     begun = [record.body for record in cluster.told(urgent, "Reconfigured", task=task)]
     assert {body.step_version for body in begun} == {saved.step_version}
-    first, second = sorted(begun, key=lambda body: body.source)
-    assert first.origin in ("checkpoint", "copy"), "both have the saved step"
-    assert (first.source, second.source, second.origin) == (-1, first.rank, "peer")
+    assert [(body.origin, body.source) for body in begun] == [("copy", -1)] * 2, \
+        "both have the saved step, and memory comes before disk"
+    sources = cluster.told(urgent, "Reconfigure", task=task)[0].body.copies
+    assert {copy.step_version for copy in sources} == {saved.step_version}
+    assert {body.origin_node for body in begun} <= {copy.node for copy in sources}
     reports = cluster.told(urgent, "TaskProgressed", task=task, generation=order.generation)
     assert max(x.body.first_iteration + len(x.body.losses) for x in reports) == saved.step_version
     one.nothing_lost(urgent)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import mmap
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
+import msgspec
 from unicron.events.records.reports import MemoryCheckpointStored
 from unicron.events.records.types import MemoryCheckpoint, StoreEndpoint
 from unicron.workers.checkpoint_store import protocol
-from unicron.workers.checkpoint_store.protocol import CheckpointRequest, Offer
+from unicron.workers.checkpoint_store.protocol import Manifest, Offer, Piece, ShareRequest
 from unicron.workers.checkpoint_store.server import serve
 from unicron.workers.checkpoint_store.store import CheckpointStore, StoredCheckpoint
 
@@ -18,21 +21,26 @@ SECRET = "5ec3e7"
 BYTES_MAX = 1 << 30
 WAIT_S = 60.0
 TASK = 7
-WISH = CheckpointRequest(task=TASK, generation=1, step_version=1)
-"""Requests any copy of the task."""
 
 
-def offer(step: int, *, task: int = TASK, generation: int = 1, size: int = 100) -> Offer:
-    return Offer(task=task, rank=0, attempt=1, generation=generation, step_version=step,
-                 layout="abc", copy_bytes=size, numbers_bytes=0)
+def offer(step: int, *, task: int = TASK, generation: int = 1, size: int = 100, share: int = 0,
+          num_shares: int = 1, whole: tuple[int, int] = (0, 0), manifest_bytes: int = 1) -> Offer:
+    return Offer(task=task, rank=share, attempt=1, generation=generation, step_version=step,
+                 share=share, num_shares=num_shares, copy_bytes=size,
+                 manifest_bytes=manifest_bytes, whole=whole)
 
 
 def keep(shelf: CheckpointStore, one: Offer) -> None:
-    shelf.add(StoredCheckpoint(offer=one, checksum="", memory=shelf.reserve(one)))
+    shelf.add(stored(one, shelf.reserve(one)))
 
 
-def steps(shelf: CheckpointStore, task: int = TASK) -> list[int]:
-    return [one.offer.step_version for one in shelf.of(task)]
+def stored(one: Offer, memory: mmap.mmap) -> StoredCheckpoint:
+    return StoredCheckpoint(offer=one, manifest=Manifest(pieces=()), sums=b"", checksum="",
+                            memory=memory)
+
+
+def steps(shelf: CheckpointStore, task: int = TASK, share: int = 0) -> list[int]:
+    return [one.offer.step_version for one in shelf.of(task) if one.offer.share == share]
 
 
 class LocalKeeper:
@@ -73,32 +81,66 @@ class LocalKeeper:
 
 
 def alter(stored: StoredCheckpoint) -> None:
-    """Flip one bit of a stored copy."""
-    stored.memory[len(stored.memory) // 2] ^= 1
+    """Flip one bit of a stored share."""
+    begin = stored.offer.manifest_bytes
+    stored.memory[(begin + len(stored.memory)) // 2] ^= 1
 
 
-def named(keeper: LocalKeeper, told: MemoryCheckpointStored) -> MemoryCheckpoint:
-    """The copy as an order refers to it."""
-    return MemoryCheckpoint(node=told.node, endpoint=keeper.keeper.endpoint, rank=told.rank,
-                generation=told.generation, step_version=told.step_version,
-                copy_bytes=told.copy_bytes, checksum=told.checksum)
+def named(keepers: Iterable[LocalKeeper], told: MemoryCheckpointStored) -> MemoryCheckpoint:
+    """The checkpoint as an order refers to it."""
+    endpoint = next(one.keeper.endpoint for one in keepers if one.keeper.node == told.node)
+    return MemoryCheckpoint(
+        node=told.node, endpoint=endpoint, rank=told.rank, generation=told.generation,
+        step_version=told.step_version, copy_bytes=told.copy_bytes, checksum=told.checksum,
+        share=told.share, num_shares=told.num_shares)
 
 
-def put(endpoint: str, one: Offer, sent: bytes, secret: str = SECRET) -> tuple[str, int]:
+def whole_steps(keepers: Iterable[LocalKeeper], task: int = TASK) -> list[int]:
+    """The steps of which the stores together have every share, ascending."""
+    found: dict[tuple[int, int], set[int]] = {}
+    for keeper in keepers:
+        for one in keeper.stored(task):
+            found.setdefault((one.offer.step_version, one.offer.num_shares), set()).add(
+                one.offer.share)
+    return sorted(step for (step, num), shares in found.items() if len(shares) == num)
+
+
+def pieces_of(sent: Sequence[bytes]) -> tuple[Piece, ...]:
+    """Pieces with these bytes."""
+    return tuple(Piece(f"t{index}", f"uint8 {len(data)}", (0,), (len(data),), len(data))
+                 for index, data in enumerate(sent))
+
+
+def offered(step: int, sent: Sequence[bytes], **changes: Any) -> tuple[Offer, bytes]:
+    """The offer and the manifest of a share with these pieces."""
+    manifest = msgspec.msgpack.encode(Manifest(pieces=pieces_of(sent)))
+    size = len(manifest) + sum(map(len, sent))
+    return offer(step, size=size, manifest_bytes=len(manifest), **changes), manifest
+
+
+def put(endpoint: str, step: int, sent: Sequence[bytes], secret: str = SECRET,
+        **changes: Any) -> tuple[str, int]:
+    """Store a share with these pieces."""
+    one, manifest = offered(step, sent, **changes)
     with protocol.connect(endpoint, secret) as connection:
-        return protocol.put(connection, one, [memoryview(sent)])
+        sender = protocol.ShareSender(connection, one, manifest)
+        for data in sent:
+            sender.send(memoryview(data))
+        return sender.finish()
 
 
-def get(endpoint: str, wish: CheckpointRequest) -> tuple[Offer, bytes]:
-    target = bytearray()
+def request(step: int, *, generation: int = 1, share: int = 0, num_shares: int = 1
+            ) -> ShareRequest:
+    return ShareRequest(task=TASK, generation=generation, step_version=step, share=share,
+                        num_shares=num_shares)
 
-    def room(one: Offer) -> memoryview:
-        target.extend(bytes(one.copy_bytes))
-        return memoryview(target)
 
+def get(endpoint: str, wish: ShareRequest, indices: Sequence[int] | None = None) -> list[bytes]:
+    """The bytes of these pieces of a share, or of all."""
     with protocol.connect(endpoint, SECRET) as connection:
-        found, _ = protocol.get(connection, wish, room)
-    return found, bytes(target)
+        reader = protocol.ShareReader(connection, wish)
+        every = range(len(reader.manifest.pieces))
+        return [bytes(data) for _, data in reader.read(every if indices is None else indices)]
 
 
 def wait(look: Callable[[], bool], what: str) -> None:

@@ -22,6 +22,7 @@ from unicron.events.records.envelope import Record, Report
 from unicron.events.spec.job import API_VERSION, JobSpec, parse
 
 T = TypeVar("T", bound=t.Body)
+NO_LABELS = t.Labels()
 
 
 def spec(**changes: Any) -> JobSpec:
@@ -81,10 +82,11 @@ class Driver:
         """The decisions that a report causes."""
         return [record.body for record in self.tell(source, body)[1:]]
 
-    def join(self, node: str, *, incarnation: int = 1, slots: int = 2) -> list[Record]:
+    def join(self, node: str, *, incarnation: int = 1, slots: int = 2,
+             labels: t.Labels = NO_LABELS, copies_bytes_max: int = 0) -> list[Record]:
         return self.tell(f"{node}/{incarnation}", r.NodeJoined(
             node=node, incarnation=incarnation, host="127.0.0.1", pid=1, num_slots=slots,
-            keeper=f"{node}:1"))
+            keeper=f"{node}:1", labels=labels, copies_bytes_max=copies_bytes_max))
 
     def submit(self, job: JobSpec) -> int:
         name = f"operator/{len(self.seqs)}"

@@ -11,14 +11,14 @@ FIRST = first_store_number(1)
 
 
 def kept(d: Driver, task: int, node: str, step: int, *, generation: int = 0,
-         start: int = FIRST) -> None:
-    """The first member reports that a node's store has a copy."""
+         start: int = FIRST, share: int = 0, num_shares: int = 1) -> None:
+    """The first member reports that a node's store has a copy, or one share of it."""
     it = d.state.tasks[task]
     first = it.members[0]
     d.tell(d.source(first.node), r.MemoryCheckpointStored(
         task=task, rank=first.rank, attempt=first.attempt,
         generation=generation or it.generation, step_version=step, node=node, copy_bytes=12,
-        checksum="crc32:00000001", keeper_start=start))
+        checksum="crc32:00000001", keeper_start=start, share=share, num_shares=num_shares))
 
 
 def ordered_anew(d: Driver, task: int) -> o.Reconfigure:

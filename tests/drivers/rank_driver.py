@@ -20,7 +20,14 @@ from checkpoint_stores import SECRET, LocalKeeper
 from nursery import PATCH, Forked, Nursery
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
-from unicron.events.records.types import Body, Member, MemoryCheckpoint, QuiesceMode, Slot
+from unicron.events.records.types import (
+    Body,
+    Member,
+    MemoryCheckpoint,
+    NodeStores,
+    QuiesceMode,
+    Slot,
+)
 from unicron.events.spec.job import JobSpec, parse
 from unicron.events.spec.model import Axes
 from unicron.workers.checkpoint_store import protocol
@@ -95,6 +102,8 @@ class Driver:
         self.generation = 0
         self.keepers: list[LocalKeeper] = []
         """The stores that receive copies, from the next generation on."""
+        self.stores: tuple[NodeStores, ...] = ()
+        """By node, which of them; empty: all."""
         self.reports: list[tuple[int, int, Body]] = []
         self.changed = threading.Condition()
         self._num_held: dict[int, int] = {}
@@ -202,7 +211,8 @@ class Driver:
                                  members=tuple(members), store=members[0].endpoint,
                                  dp=len(members) if axes is None else axes.dp,
                                  checkpoint=checkpoint, copies=copies, axes=axes,
-                                 keepers=tuple(one.keeper for one in self.keepers)), ranks)
+                                 keepers=tuple(one.keeper for one in self.keepers),
+                                 stores=self.stores), ranks)
         return self.generation
 
     def reconfigured(self, ranks: list[int]) -> dict[int, r.Reconfigured]:

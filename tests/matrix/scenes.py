@@ -11,9 +11,9 @@ import signal
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from checkpoint_stores import named
+from checkpoint_stores import named, whole_steps
 from matrix.cells import NEWCOMER, STRUCK, Cell
-from rank_driver import START_S, TASK, Driver
+from rank_driver import START_S, Driver
 from unicron.control_plane.decide.membership import order_members
 from unicron.control_plane.state.task import HeldState, Rank
 from unicron.events.records import reports as r
@@ -397,12 +397,11 @@ def newest(driver: Driver) -> tuple[MemoryCheckpoint, ...]:
 
     A store gives a newer one if it has one.
     """
-    by_node = {one.keeper.node: one for one in driver.keepers}
     told = sorted(driver.told(r.MemoryCheckpointStored),
                   key=lambda kept: (-kept.step_version, kept.node))
-    return tuple(named(by_node[kept.node], kept) for kept in told)
+    return tuple(named(driver.keepers, kept) for kept in told)
 
 
 def steps(driver: Driver) -> set[int]:
-    """The step of the newest checkpoint of each store."""
-    return {one.stored(TASK)[-1].offer.step_version for one in driver.keepers if one.stored(TASK)}
+    """The step of the newest whole in-memory checkpoint, if there is any."""
+    return set(whole_steps(driver.keepers)[-1:])

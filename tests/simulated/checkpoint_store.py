@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from msgspec import Struct
 from unicron.events.records.types import CHECKPOINTS_NUM_MAX, MemoryCheckpoint
-from unicron.workers.checkpoint_store.protocol import CheckpointRequest
 
 COPY_BYTES = 16_000
 
 
 class SimulatedCheckpoint(Struct, frozen=True, kw_only=True):
-    """The state of a member of `generation`: its digest after `step_version` steps."""
+    """A share of the state of `generation`: its digest after `step_version` steps."""
 
     generation: int
     step_version: int
     digest: int
+    share: int = 0
+    num_shares: int = 1
 
     @property
     def checksum(self) -> str:
         return f"paper:{self.digest:08x}"
+
+    @property
+    def version(self) -> tuple[int, int]:
+        return self.generation, self.step_version
 
 
 class SimulatedStores:
@@ -26,6 +33,7 @@ class SimulatedStores:
 
     def __init__(self) -> None:
         self._shelves: dict[str, dict[int, list[SimulatedCheckpoint]]] = {}
+        """By node and task: the shares, the newest last."""
         self._starts: dict[str, int] = {}
         self.num_kept = self.num_served = 0
 
@@ -43,22 +51,30 @@ class SimulatedStores:
         if shelf is None:
             return 0
         known = shelf.setdefault(task, [])
-        if known and known[-1].generation > copy.generation:
+        if known and max(one.generation for one in known) > copy.generation:
             return 0
-        shelf[task] = [*known, copy][-CHECKPOINTS_NUM_MAX:]
+        same = [one for one in known if one.share == copy.share and one.version != copy.version]
+        shelf[task] = [*(one for one in known if one.share != copy.share),
+                       *same[1 - CHECKPOINTS_NUM_MAX :], copy]
         self.num_kept += 1
         return self._starts[node]
 
     def forget(self, node: str, task: int) -> None:
         self._shelves.get(node, {}).pop(task, None)
 
-    def find(self, task: int, wanted: MemoryCheckpoint) -> SimulatedCheckpoint | None:
-        """The newest checkpoint of the wanted generation and node that fits the step versions."""
-        wish = CheckpointRequest(task=task, generation=wanted.generation,
-                    step_version=wanted.step_version,
-                    step_version_max=wanted.step_version_max)
-        for copy in reversed(self._shelves.get(wanted.node, {}).get(task, [])):
-            if wish.fits(copy.generation, copy.step_version):
-                self.num_served += 1
-                return copy
-        return None
+    def find(self, task: int, named: Sequence[MemoryCheckpoint]
+             ) -> tuple[SimulatedCheckpoint, str] | None:
+        """The newest whole checkpoint in the named generations and stores, and the node of its
+        first share."""
+        found: dict[tuple[int, int, int], dict[int, tuple[SimulatedCheckpoint, str]]] = {}
+        for one in named:
+            for copy in self._shelves.get(one.node, {}).get(task, []):
+                if copy.generation == one.generation and one.step_version <= copy.step_version and (
+                        one.step_version_max < 0 or copy.step_version <= one.step_version_max):
+                    key = (copy.step_version, copy.generation, copy.num_shares)
+                    found.setdefault(key, {}).setdefault(copy.share, (copy, one.node))
+        whole = [key for key, shares in found.items() if len(shares) == key[-1]]
+        if not whole:
+            return None
+        self.num_served += 1
+        return found[max(whole)][0]

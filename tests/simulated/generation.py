@@ -227,16 +227,14 @@ class SimulatedGeneration:
 
     def _restored(self) -> tuple[tuple[int, int], Origin, str]:
         """If no member has a state: the restored (step version, digest), its origin and node."""
-        for wanted in self.copies:
-            copy = self.net.keepers.find(self.task, wanted)
-            if copy is not None:
-                if (copy.step_version == wanted.step_version and copy.checksum != wanted.checksum):
-                    self.net.never(f"task {self.task} has two states of step {copy.step_version}")
-                if any(number > copy.generation and step < copy.step_version
-                       for number, step in self.net.gone_on.get(self.task, [])):
-                    self.net.never(f"task {self.task} restores step {copy.step_version} of "
-                                   f"generation {copy.generation}, which was discarded")
-                return (copy.step_version, copy.digest), "copy", wanted.node
+        found = self.net.keepers.find(self.task, self.copies)
+        if found is not None:
+            copy, node = found
+            if any(number > copy.generation and step < copy.step_version
+                   for number, step in self.net.gone_on.get(self.task, [])):
+                self.net.never(f"task {self.task} restores step {copy.step_version} of "
+                               f"generation {copy.generation}, which was discarded")
+            return (copy.step_version, copy.digest), "copy", node
         train = self.ranks[0].train
         if self.checkpoint:
             path = self.checkpoint.removeprefix(train.output).lstrip("/")

@@ -15,6 +15,7 @@ from simulated.generation import SimulatedGeneration, next_digest
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
 from unicron.events.records.types import Body, StoreEndpoint
+from unicron.events.spec.parallelism import num_positions
 from unicron.workers.training.recovery.state_sources import NO_STATE, Claim, HeldState
 
 # --- The progress marks of a simulated rank and its iteration times ---
@@ -127,6 +128,8 @@ class SimulatedRank:
         self._saving: tuple[int, ...] = ()
         """The task loses all its slots, and the ranks at these positions save their shares before
         Quiesced; this rank is one of them."""
+        self._saved_place = 0
+        """The position whose share this rank saves."""
         self._is_completing = False
         """Whether this rank waits for the others' shares and reports the checkpoint."""
         self._finished = False
@@ -189,7 +192,7 @@ class SimulatedRank:
                 case o.Resume() as order:
                     self.resume(order)
                 case o.SetCheckpointStores() as order if order.generation == self.seen:
-                    self.keepers = order.keepers
+                    self.keepers = self._stores(order)
                 case _:
                     pass
 
@@ -201,7 +204,7 @@ class SimulatedRank:
         self._keep_whole()
         self._leave()
         self._saving = ()
-        self.keepers, self._kept_s = order.keepers, {}
+        self.keepers, self._kept_s = self._stores(order), {}
         self.seen, self.phase = order.generation, "meeting"
         self.group = self.net.meet(order)
         self.group.arrive(self)
@@ -224,6 +227,7 @@ class SimulatedRank:
         self._saving, self._is_completing = (), False
         if order.save and self.rank in order.ranks[:max(len(order.saving), 1)]:
             place = order.saving[order.ranks.index(self.rank)]
+            self._saved_place = place
             self._is_completing = order.ranks[0] == self.rank
             if self.held is None or self.held.place == place:
                 self._saving = order.saving
@@ -267,10 +271,12 @@ class SimulatedRank:
         self.marks.step(self.net.loop.time())
         self.kept, self.todo, self.owned, self.begun = (), (), (), False
         self._tell(now=stop or self.step_version == self.train.iterations)
-        if self._is_first and self.train.copy_every and (
+        place = self.group.place(self)
+        if place is not None and self.train.copy_every and (
                 self.step_version % self.train.copy_every == 0):
-            copy = SimulatedCheckpoint(generation=self.group.number, step_version=self.step_version,
-                             digest=self.digest)
+            copy = SimulatedCheckpoint(
+                generation=self.group.number, step_version=self.step_version, digest=self.digest,
+                share=place, num_shares=num_positions(self.group.layout))
             for keeper in self.keepers:
                 self.net.later(self.net.draw(self.net.tempo.copy_s),
                                partial(self._send_copy, keeper.node, copy))
@@ -385,7 +391,14 @@ class SimulatedRank:
             self.say(r.MemoryCheckpointStored(
                 task=self.task, rank=self.rank, attempt=self.attempt, generation=copy.generation,
                 step_version=copy.step_version, node=node, copy_bytes=COPY_BYTES,
-                checksum=copy.checksum, keeper_start=start))
+                checksum=copy.checksum, keeper_start=start, share=copy.share,
+                num_shares=copy.num_shares))
+
+    def _stores(self, order: o.Reconfigure | o.SetCheckpointStores) -> tuple[StoreEndpoint, ...]:
+        """The stores of this rank's node."""
+        names = next(one.stores for one in order.stores if one.node == self.node) if (
+            order.stores) else ()
+        return tuple(store for store in order.keepers if store.node in names)
 
     def _tell(self, now: bool) -> None:
         at_s = self.net.loop.time()
@@ -427,9 +440,15 @@ class SimulatedRank:
             self._saving = ()
 
     def _leave_a_share(self) -> None:
-        """The share of this rank is written. The first one waits for the others."""
+        """The share of this rank is written, on disk and in memory. The first one waits for the
+        others."""
         written = self.net.shares.setdefault(
             (self.task, self.seen, self.step_version, self._saving), set())
+        for keeper in self.keepers if self.rank not in written else ():
+            self._kept_s.pop(keeper.node, None)
+            self._send_copy(keeper.node, SimulatedCheckpoint(
+                generation=self.seen, step_version=self.step_version, digest=self.digest,
+                share=sorted(self._saving).index(self._saved_place), num_shares=len(self._saving)))
         written.add(self.rank)
         if not self._is_completing:
             self.say_quiesced()

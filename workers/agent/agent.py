@@ -84,7 +84,7 @@ class Agent:
         self._outbox.put(NodeJoined(
             node=node.name, incarnation=node.incarnation, host=node.host, pid=self._pid,
             num_slots=node.num_slots, accelerator="cuda" if node.devices else "cpu",
-            keeper=store.endpoint, labels=node.labels))
+            keeper=store.endpoint, labels=node.labels, copies_bytes_max=store.bytes_max))
         async with asyncio.TaskGroup() as group:
             health = HealthMonitor(node, self._sources, self._outbox.put) if self._sources else None
             ranks = OrderExecutor(node, self._outbox.put, group, store,

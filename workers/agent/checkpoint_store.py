@@ -21,6 +21,7 @@ import structlog
 
 from ...events.records.types import STORES_NUM_MAX
 from ..checkpoint_store import protocol
+from ..checkpoint_store.store import BYTES_MAX, bytes_max
 from ..host import linux
 from .delivery.log_link import backoff_s
 
@@ -44,8 +45,11 @@ class CheckpointStore:
     def __init__(self, host: str, secret: str, env: Mapping[str, str], marker: tuple[str, str],
                  log_path: Path, lost: Callable[[int, str], None], start: int) -> None:
         self.start = start
+        self.bytes_max = bytes_max(env)
+        """The memory that its checkpoints may take."""
         self._last = start + STORES_NUM_MAX - 1
-        self._env = {**env, protocol.SECRET: secret, marker[0]: marker[1]}
+        self._env = {**env, protocol.SECRET: secret, marker[0]: marker[1],
+                     BYTES_MAX: str(self.bytes_max)}
         self._log_path = log_path
         self._lost = lost
         self._loop = asyncio.get_running_loop()

@@ -21,7 +21,7 @@ from ...events.log.redis_streams import RedisLog, connect
 from ...events.process_io import LogStream
 from ...events.records.types import Labels
 from ..checkpoint_store import protocol
-from ..checkpoint_store.server import bytes_max
+from ..checkpoint_store.store import bytes_max
 from ..host import linux
 from .agent import Agent
 from .delivery.join import join

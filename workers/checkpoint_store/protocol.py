@@ -1,12 +1,15 @@
-"""The protocol between a rank and a checkpoint store: in-memory checkpoints over TCP.
+"""The protocol between a rank and a checkpoint store: shares of in-memory checkpoints over TCP.
 
-One request per connection. First, both sides prove that they know the cluster's secret: Greeting,
-Proof, Proof. Each side answers the nonce of the other, so the secret itself is never sent. Then the
-rank sends one of:
+First, both sides prove that they know the cluster's secret: Greeting, Proof, Proof. Each side
+answers the nonce of the other, so the secret itself is never sent. Then the rank sends one of:
 
-- Offer: the store replies Go, receives `copy_bytes` bytes and a Checksum, and replies StoredReply;
-- CheckpointRequest: the store replies with an Offer, the checkpoint's bytes, and a Checksum.
+- Offer: a share to keep. The store replies Go, receives the share, and replies StoredReply.
+- ListRequest: the store replies with a List of the task's shares.
+- ShareRequest: the store replies with the Offer, the manifest and the checksums of that share. Then
+  the rank sends PiecesRequest any number of times, each answered with the bytes of these pieces.
 
+A share is sent as its manifest, the bytes of its pieces, one checksum for each piece (4 bytes,
+big-endian), and a Checksum over manifest and checksums. So a rank can verify each piece by itself.
 Refused may replace each reply. A message is 4 bytes of length, big-endian, and msgpack. Nothing is
 encrypted. The network between the nodes is trusted, as training trusts it with its tensors.
 """
@@ -19,7 +22,7 @@ import secrets
 import socket
 import time
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -31,11 +34,14 @@ FIRST_CHECKPOINT_CODE = 0
 """The store sends this in place of a task number when it has its first checkpoint."""
 SECRET = "UNICRON_COPIES_SECRET"
 """Environment variable of stores and ranks: the shared secret, in hex digits."""
-MESSAGE_BYTES_MAX = 64 << 10
+MESSAGE_BYTES_MAX = 1 << 20
 CHUNK_BYTES = 1 << 20
 """A chunk is sent while it is still in the processor's cache from the checksum."""
 NONCE_LENGTH = 32
 CHECKSUM = "crc32"
+SUM_BYTES = 4
+INDICES_NUM_MAX = 1000
+"""Pieces of one request."""
 CONNECT_S_MAX = 2.0
 STALL_S_MAX = 10.0
 """Time limit for the other side's next bytes, and for each reply."""
@@ -65,10 +71,34 @@ class Proof(Message, frozen=True, kw_only=True):
     nonce: bytes = b""
 
 
-class Offer(Message, frozen=True, kw_only=True):
-    """An in-memory checkpoint: its task, rank, step and layout, and its size.
+class Piece(Struct, frozen=True, array_like=True):
+    """A region of a tensor, as a Shard of the training code; pieces of a share are in sequence."""
 
-    The last `numbers_bytes` of the checkpoint are not tensors.
+    key: str
+    kind: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+class Manifest(Struct, frozen=True, kw_only=True):
+    """The contents of a share: its pieces in order, and the state that is not tensors.
+
+    `numbers` is msgpack, or empty; one share of each version has it.
+    """
+
+    pieces: tuple[Piece, ...]
+    numbers: bytes = b""
+
+
+class Offer(Message, frozen=True, kw_only=True):
+    """A share of an in-memory checkpoint, number `share` of `num_shares`.
+
+    `shape` and `part`: how the sender's layout splits the model, and which part the sender has, so
+    that a rank of this layout reads the shares of its own part first. `copy_bytes` includes
+    `manifest_bytes`. `whole`: the newest generation and step version of which all shares are
+    stored, as the members have agreed. `bytes_max`: the memory that the store may use for all
+    tasks; 0: its own limit.
     """
 
     task: int
@@ -76,26 +106,47 @@ class Offer(Message, frozen=True, kw_only=True):
     attempt: int
     generation: int
     step_version: int
-    layout: str
+    share: int
+    num_shares: int
     copy_bytes: int
-    numbers_bytes: int
+    manifest_bytes: int
+    shape: tuple[int, ...] = ()
+    part: tuple[int, ...] = ()
+    whole: tuple[int, int] = (0, 0)
+    bytes_max: int = 0
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Generation and step version."""
+        return self.generation, self.step_version
 
 
-class CheckpointRequest(Message, frozen=True, kw_only=True, tag="Wish"):
-    """A request for the newest checkpoint of this generation, of `step_version` steps or more.
+class ListRequest(Message, frozen=True, kw_only=True):
+    """A request for the list of a task's shares."""
 
-    The checkpoint has at most `step_version_max` steps, unless this limit is negative.
-    """
+    task: int
+
+
+class List(Message, frozen=True, kw_only=True):
+    """The shares that the store has of the task, the newest last."""
+
+    offers: tuple[Offer, ...]
+
+
+class ShareRequest(Message, frozen=True, kw_only=True):
+    """A request for one share: its Offer, its manifest and its checksums."""
 
     task: int
     generation: int
     step_version: int
-    step_version_max: int = -1
+    share: int
+    num_shares: int
 
-    def fits(self, generation: int, step_version: int) -> bool:
-        """Whether a checkpoint of that generation and step matches the request."""
-        return generation == self.generation and self.step_version <= step_version and (
-            self.step_version_max < 0 or step_version <= self.step_version_max)
+
+class PiecesRequest(Message, frozen=True, kw_only=True):
+    """A request for pieces of the share, by their index."""
+
+    indices: tuple[int, ...]
 
 
 class Go(Message, frozen=True, kw_only=True):
@@ -103,13 +154,13 @@ class Go(Message, frozen=True, kw_only=True):
 
 
 class Checksum(Message, frozen=True, kw_only=True, tag="Sum"):
-    """Follows the bytes: the checksum that the sender computed."""
+    """Follows a share: the checksum over its manifest and its pieces' checksums."""
 
     checksum: str
 
 
 class StoredReply(Message, frozen=True, kw_only=True, tag="Kept"):
-    """The checkpoint is complete. `start`: the start number of the store that has it."""
+    """The share is complete. `start`: the start number of the store that has it."""
 
     start: int
 
@@ -119,7 +170,9 @@ class Refused(Message, frozen=True, kw_only=True):
 
 
 _decoder = msgspec.msgpack.Decoder(
-    Greeting | Proof | Offer | CheckpointRequest | Go | Checksum | StoredReply | Refused)
+    Greeting | Proof | Offer | ListRequest | List | ShareRequest | PiecesRequest | Go | Checksum
+    | StoredReply | Refused)
+_manifests = msgspec.msgpack.Decoder(Manifest)
 
 
 def secret_of(token: str, cluster: str) -> str:
@@ -154,6 +207,17 @@ def receive(connection: socket.socket, *kinds: type[M], until_s: float = math.in
     raise TransferError(f"{type(message).__name__} unexpected")
 
 
+def receive_or_end(connection: socket.socket, kind: type[M]) -> M | None:
+    """Receive a message of this kind; None if the other side has closed the connection or is idle.
+    Raises OSError, TransferError."""
+    try:
+        if not connection.recv(1, socket.MSG_PEEK):
+            return None
+    except TimeoutError:
+        return None
+    return receive(connection, kind)
+
+
 def read_exactly(connection: socket.socket, target: memoryview, until_s: float = math.inf) -> None:
     """Fill `target` before `until_s` (monotonic). Raises OSError."""
     while target:
@@ -168,35 +232,52 @@ def read_exactly(connection: socket.socket, target: memoryview, until_s: float =
         target = target[num_bytes:]
 
 
-def send_parts(connection: socket.socket, parts: Iterable[memoryview],
-               check_active: Callable[[], None] = lambda: None) -> str:
-    """Send the parts; returns the checksum of all. Raises OSError.
-
-    `check_active` is called before each chunk, and raises to abort.
-    """
+def send_bytes(connection: socket.socket, data: memoryview) -> int:
+    """Send the data; returns its crc32. Raises OSError."""
     code = 0
-    for part in parts:
-        for begin in range(0, len(part), CHUNK_BYTES):
-            check_active()
-            chunk = part[begin : begin + CHUNK_BYTES]
-            code = zlib.crc32(chunk, code)
-            connection.sendall(chunk)
-    return format_checksum(code)
+    for begin in range(0, len(data), CHUNK_BYTES):
+        chunk = data[begin : begin + CHUNK_BYTES]
+        code = zlib.crc32(chunk, code)
+        connection.sendall(chunk)
+    return code
 
 
-def receive_into(connection: socket.socket, target: memoryview) -> str:
-    """Fill `target`; returns the checksum. Raises OSError."""
+def receive_bytes(connection: socket.socket, target: memoryview) -> int:
+    """Fill `target`; returns its crc32. Raises OSError."""
     code = 0
     for begin in range(0, len(target), CHUNK_BYTES):
         chunk = target[begin : begin + CHUNK_BYTES]
         read_exactly(connection, chunk)
         code = zlib.crc32(chunk, code)
-    return format_checksum(code)
+    return code
 
 
-def format_checksum(code: int) -> str:
-    """Format a checksum: `crc32:89abcdef`."""
-    return f"{CHECKSUM}:{code:08x}"
+def encode_sums(sums: Iterable[int]) -> bytes:
+    """The checksums of a share's pieces, 4 bytes each."""
+    return b"".join(code.to_bytes(SUM_BYTES, "big") for code in sums)
+
+
+def decode_sums(data: bytes) -> list[int]:
+    """The inverse of `encode_sums`."""
+    return [int.from_bytes(data[begin : begin + SUM_BYTES], "big")
+            for begin in range(0, len(data), SUM_BYTES)]
+
+
+def checksum_of(manifest: bytes, sums: bytes) -> str:
+    """The checksum of a share, over its manifest and its pieces' checksums: `crc32:89abcdef`."""
+    return f"{CHECKSUM}:{zlib.crc32(sums, zlib.crc32(manifest)):08x}"
+
+
+def decode_manifest(data: bytes, data_bytes: int) -> Manifest:
+    """The manifest of a share whose pieces have `data_bytes` bytes. Raises TransferError."""
+    try:
+        manifest = _manifests.decode(data)
+    except msgspec.MsgspecError as error:
+        raise TransferError(f"invalid manifest: {error}") from None
+    sizes = [piece.num_bytes for piece in manifest.pieces]
+    if min(sizes, default=0) < 0 or sum(sizes) != data_bytes:
+        raise TransferError(f"invalid manifest: pieces of {sum(sizes)} bytes, not {data_bytes}")
+    return manifest
 
 
 # --- authentication ---
@@ -242,29 +323,60 @@ def _answer(secret: str, role: str, nonce: bytes) -> bytes:
 
 
 # --- requests of a rank ---
-def put(connection: socket.socket, offer: Offer, parts: Iterable[memoryview],
-        check_active: Callable[[], None] = lambda: None) -> tuple[str, int]:
-    """Store a checkpoint. Returns checksum and store start. Raises OSError, TransferError."""
-    send(connection, offer)
-    receive(connection, Go)
-    checksum = send_parts(connection, parts, check_active)
-    send(connection, Checksum(checksum=checksum))
-    return checksum, receive(connection, StoredReply).start
+class ShareSender:
+    """Sends one share to a store. All methods raise OSError, TransferError."""
+
+    def __init__(self, connection: socket.socket, offer: Offer, manifest: bytes) -> None:
+        self._connection, self._manifest = connection, manifest
+        self._sums = bytearray()
+        send(connection, offer)
+        receive(connection, Go)
+        connection.sendall(manifest)
+
+    def send(self, piece: memoryview) -> None:
+        """Send the next piece."""
+        self._sums += send_bytes(self._connection, piece).to_bytes(SUM_BYTES, "big")
+
+    def finish(self) -> tuple[str, int]:
+        """Complete the share. Returns its checksum and the store's start number."""
+        checksum = checksum_of(self._manifest, bytes(self._sums))
+        self._connection.sendall(self._sums)
+        send(self._connection, Checksum(checksum=checksum))
+        return checksum, receive(self._connection, StoredReply).start
 
 
-def get(connection: socket.socket, request: CheckpointRequest,
-        allocate: Callable[[Offer], memoryview]) -> tuple[Offer, str]:
-    """Receive a checkpoint into the memory from `allocate`; returns its Offer and its checksum.
+def list_shares(connection: socket.socket, task: int) -> tuple[Offer, ...]:
+    """The shares that the store has of a task. Raises OSError, TransferError."""
+    send(connection, ListRequest(task=task))
+    return receive(connection, List).offers
 
-    Raises OSError, and TransferError if it is missing, does not match the request, or was altered.
-    """
-    send(connection, request)
-    offer = receive(connection, Offer)
-    if offer.task != request.task or not request.fits(offer.generation, offer.step_version):
-        raise TransferError(f"checkpoint of task {offer.task} generation {offer.generation} "
-                            f"step {offer.step_version} does not match the request")
-    checksum = receive_into(connection, allocate(offer))
-    sent = receive(connection, Checksum)
-    if sent.checksum != checksum:
-        raise TransferError(f"checkpoint altered: received {checksum}, sent {sent.checksum}")
-    return offer, checksum
+
+class ShareReader:
+    """Reads pieces of one share from a store. All methods raise OSError, TransferError."""
+
+    def __init__(self, connection: socket.socket, request: ShareRequest) -> None:
+        self._connection = connection
+        send(connection, request)
+        offer = receive(connection, Offer)
+        data_bytes = offer.copy_bytes - offer.manifest_bytes
+        manifest = bytearray(offer.manifest_bytes)
+        read_exactly(connection, memoryview(manifest))
+        self.manifest = decode_manifest(bytes(manifest), data_bytes)
+        sums = bytearray(SUM_BYTES * len(self.manifest.pieces))
+        read_exactly(connection, memoryview(sums))
+        sent = receive(connection, Checksum).checksum
+        if sent != (found := checksum_of(bytes(manifest), bytes(sums))):
+            raise TransferError(f"its list of pieces was altered: received {found}, sent {sent}")
+        self._sums = decode_sums(bytes(sums))
+
+    def read(self, indices: Sequence[int]) -> Iterator[tuple[Piece, memoryview]]:
+        """These pieces, each verified and in a buffer of its own."""
+        for begin in range(0, len(indices), INDICES_NUM_MAX):
+            wanted = tuple(indices[begin : begin + INDICES_NUM_MAX])
+            send(self._connection, PiecesRequest(indices=wanted))
+            for index in wanted:
+                piece = self.manifest.pieces[index]
+                data = memoryview(bytearray(piece.num_bytes))
+                if receive_bytes(self._connection, data) != self._sums[index]:
+                    raise TransferError(f"checkpoint altered: {piece.key} {piece.offset}")
+                yield piece, data

@@ -5,9 +5,7 @@ holds, so that a restarted store has the same address. Over socket N the agent s
 each task that has ended. The store sends the number of a task that has lost all its checkpoints
 before its end. With its first checkpoint, it sends FIRST_CHECKPOINT_CODE. It exits with its agent.
 
-Environment: UNICRON_COPIES_SECRET (protocol.py); UNICRON_COPIES_BYTES_MAX, the memory for
-checkpoints (default: a quarter of what is available at the start, within its container if it has
-one).
+Environment: UNICRON_COPIES_SECRET (protocol.py); UNICRON_COPIES_BYTES_MAX (store.py).
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import mmap
 import os
 import signal
 import socket
@@ -22,18 +21,23 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
 from typing import NoReturn
 
-from ...events.errors import UsageError
 from ...events.process_io import LogStream
 from ..host import linux
 from . import protocol
-from .protocol import CheckpointRequest, Checksum, Offer, Refused, StoredReply, TransferError
-from .store import CheckpointStore, StoredCheckpoint, StoreRefused, available_bytes
+from .protocol import (
+    Checksum,
+    ListRequest,
+    Offer,
+    PiecesRequest,
+    Refused,
+    ShareRequest,
+    StoredReply,
+    TransferError,
+)
+from .store import CheckpointStore, StoredCheckpoint, StoreRefused, bytes_max
 
-BYTES_MAX = "UNICRON_COPIES_BYTES_MAX"
-AVAILABLE_SHARE = 0.25
 CONNECTIONS_NUM_MAX = 64
 """Connections served at once; further ones wait in the socket's queue."""
 ACCEPT_PAUSE_S = 0.1
@@ -67,16 +71,6 @@ def main() -> None:
     while data := agent.recv(protocol.TASK_BYTES):
         store.forget(int.from_bytes(data, "big"))
     os._exit(0)
-
-
-def bytes_max(environment: Mapping[str, str]) -> int:
-    """The memory for checkpoints, in bytes. Raises UsageError."""
-    if BYTES_MAX in environment:
-        text = environment[BYTES_MAX]
-        if not (text.isascii() and text.isdigit()):
-            raise UsageError(f"{BYTES_MAX} is {text!r}", "a number of bytes, as in 4000000000")
-        return int(text)
-    return int(AVAILABLE_SHARE * available_bytes())
 
 
 def log_line(what: str) -> None:
@@ -153,10 +147,13 @@ def handle_connection(connection: socket.socket, store: CheckpointStore, secret:
     """Serve one connection, from the greeting on. Raises OSError, TransferError."""
     if not protocol.authenticate(connection, secret):
         raise TransferError("client without the cluster's secret")
-    match protocol.receive(connection, Offer, CheckpointRequest):
+    match protocol.receive(connection, Offer, ListRequest, ShareRequest):
         case Offer() as offer:
             _receive(connection, store, offer, failures)
-        case CheckpointRequest() as request:
+        case ListRequest() as request:
+            protocol.send(connection, protocol.List(
+                offers=tuple(one.offer for one in store.of(request.task))))
+        case ShareRequest() as request:
             _send(connection, store, request)
 
 
@@ -172,11 +169,7 @@ def _receive(connection: socket.socket, store: CheckpointStore, offer: Offer,
     answer: StoredReply | Refused = StoredReply(start=store.start)
     try:
         protocol.send(connection, protocol.Go())
-        checksum = protocol.receive_into(connection, memoryview(memory))
-        sent = protocol.receive(connection, Checksum)
-        if sent.checksum != checksum:
-            raise StoreRefused(f"checkpoint altered: received {checksum}, sent {sent.checksum}")
-        store.add(StoredCheckpoint(offer=offer, checksum=checksum, memory=memory))
+        store.add(_receive_share(connection, offer, memory))
     except StoreRefused as error:
         failures.failed(task, f"refused: {error}")
         answer = Refused(why=str(error))
@@ -187,15 +180,45 @@ def _receive(connection: socket.socket, store: CheckpointStore, offer: Offer,
     protocol.send(connection, answer)
 
 
-def _send(connection: socket.socket, store: CheckpointStore, request: CheckpointRequest) -> None:
+def _receive_share(connection: socket.socket, offer: Offer, memory: mmap.mmap
+                   ) -> StoredCheckpoint:
+    """Receive a share and verify it. Raises OSError, TransferError, StoreRefused."""
+    data, begin = memoryview(memory), offer.manifest_bytes
+    protocol.read_exactly(connection, data[:begin])
+    encoded = bytes(data[:begin])
+    manifest = protocol.decode_manifest(encoded, offer.copy_bytes - begin)
+    codes: list[int] = []
+    for piece in manifest.pieces:
+        codes.append(protocol.receive_bytes(connection, data[begin : begin + piece.num_bytes]))
+        begin += piece.num_bytes
+    received = bytearray(protocol.SUM_BYTES * len(codes))
+    protocol.read_exactly(connection, memoryview(received))
+    sums, sent = bytes(received), protocol.receive(connection, Checksum).checksum
+    if sums != protocol.encode_sums(codes) or sent != protocol.checksum_of(encoded, sums):
+        found = protocol.checksum_of(encoded, protocol.encode_sums(codes))
+        raise StoreRefused(f"checkpoint altered: received {found}, sent {sent}")
+    return StoredCheckpoint(offer=offer, manifest=manifest, sums=sums, checksum=sent,
+                            memory=memory)
+
+
+def _send(connection: socket.socket, store: CheckpointStore, request: ShareRequest) -> None:
+    """Send a share's list of pieces, then the pieces that the rank asks for, until it closes."""
     stored = store.find(request)
     if stored is None:
-        protocol.send(connection, Refused(why=f"no checkpoint of task {request.task} generation "
-                                          f"{request.generation} step {request.step_version}"))
+        protocol.send(connection, Refused(
+            why=f"no share {request.share} of task {request.task} generation "
+            f"{request.generation} step {request.step_version}"))
         return
+    pieces = stored.pieces()
     protocol.send(connection, stored.offer)
-    protocol.send_parts(connection, [memoryview(stored.memory)])
+    connection.sendall(memoryview(stored.memory)[: stored.offer.manifest_bytes])
+    connection.sendall(stored.sums)
     protocol.send(connection, Checksum(checksum=stored.checksum))
+    while (wanted := protocol.receive_or_end(connection, PiecesRequest)) is not None:
+        for index in wanted.indices:
+            if not 0 <= index < len(pieces):
+                raise TransferError(f"the share has no piece {index}")
+            connection.sendall(pieces[index])
 
 
 if __name__ == "__main__":

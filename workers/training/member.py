@@ -13,14 +13,14 @@ import torch
 
 from ...events.errors import UsageError
 from ...events.records import reports
-from ...events.records.orders import Quiesce, Reconfigure, Resume, StartRank
-from ...events.records.types import StoreEndpoint
+from ...events.records.orders import Quiesce, Reconfigure, Resume, SetCheckpointStores, StartRank
 from ...events.spec.job import Train, is_url
 from ...events.spec.model import Axes
 from ...events.spec.parallelism import coordinates, layout_in_words, num_positions, replica
 from ..checkpoint_store import protocol
 from ..ipc.progress_page import OUTSIDE_CODE, ProgressWriter
 from .checkpoint import checkpoint, memory_checkpoint
+from .checkpoint.memory_checkpoint import StoreOrder
 from .checkpoint.saver import Save, Saver, can_save
 from .communicators.communicators import ABORTED, Communicators
 from .model import cpu_device, training_state
@@ -79,7 +79,7 @@ class Member:
         self.members: tuple[int, ...] = ()
         self.nodes: tuple[str, ...] = ()
         self.axes = Axes()
-        self.stores: tuple[StoreEndpoint, ...] = ()
+        self.stores = StoreOrder()
         self.rendezvous = ""
         torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
         if torch.cuda.is_available():
@@ -110,9 +110,10 @@ class Member:
         self.copier = memory_checkpoint.MemorySaver(
             start, secret, spare=self.communicators.spare, tell=control.tell_unless_behind,
             note=self.trace.note)
+        self.iteration.copy_status = lambda: self.copier.status(self._current_stores())
         self.checkpoint_saver = Saver(start, exclude_new_sockets=self.exclude_new_sockets,
                                       tell=control.tell, note=self.trace.note)
-        self.iteration.before_change = self.checkpoint_saver.detach
+        self.iteration.before_change = self._detach_snapshots
         self.iteration.is_saving = lambda: self.checkpoint_saver.is_saving(self.generation)
         self.digest = words.digest
         self.settled = 0
@@ -179,7 +180,7 @@ class Member:
             self.joined = False
         self.generation = order.generation
         self.resume_iteration = None
-        self.members, self.stores, self.rendezvous = ranks, order.keepers, order.store
+        self.members, self.stores, self.rendezvous = ranks, self._stores(order), order.store
         self.nodes = tuple(member.node for member in order.members)
         self.axes = order.axes or Axes(dp=len(ranks))
         self.recorder.begin(order.generation, ranks)
@@ -306,7 +307,7 @@ class Member:
         memory_due = self._is_due(at, self.train.copy_every)
         save_due = self._is_due(at, self.train.checkpoint_every)
         self.iteration.after_boundary = memory_due or save_due
-        if memory_due and self.communicators.place == 0 and self.trainee.is_plain:
+        if memory_due and self.iteration.may_copy and not self.is_standby:
             self._store_in_memory()
         self.checkpoint_saver.hear(self.iteration.num_others_saving)
         if save_due and self.iteration.num_saving and self.communicators.place == 0:
@@ -363,12 +364,26 @@ class Member:
             self.reported_to = max(self.reported_to, self.history.end)
         self.reported_s = clock()
 
+    def _detach_snapshots(self) -> None:
+        """The state is about to change: end the reading of live memory."""
+        self.copier.detach()
+        self.checkpoint_saver.detach()
+
     def _store_in_memory(self) -> None:
+        """Begin to send this member's share to the checkpoint stores."""
+        self.copier.copy(self.trainee, self.step_version, self.history, self.generation,
+                         self._current_stores(), is_whole=self.iteration.is_copied)
+
+    def _current_stores(self) -> StoreOrder:
         order = self.control.keep
-        stores = (order.keepers if order is not None and order.generation == self.generation
-                  else self.stores)
-        self.copier.copy(self.trainee, self.step_version, self.history,
-                         self.generation, stores)
+        return (self._stores(order) if order is not None and order.generation == self.generation
+                else self.stores)
+
+    def _stores(self, order: Reconfigure | SetCheckpointStores) -> StoreOrder:
+        """The stores that receive the shares of members on this node."""
+        names = next((one.stores for one in order.stores if one.node == self.start.slot.node), None)
+        return StoreOrder(tuple(store for store in order.keepers
+                                if names is None or store.node in names), order.copies_bytes_max)
 
     def _is_due(self, at: int, every: int) -> bool:
         """Whether a checkpoint is due after `at` iterations. The end has a save of its own."""
@@ -422,13 +437,16 @@ class Member:
             num_buckets=len(self.trainee.bucket_groups)))
 
     def _save_on_preemption(self, order: Quiesce, index: int) -> None:
-        """Save this member's share if the `index`-th rank of the order saves."""
+        """Save this member's share, on disk and in memory, if the `index`-th rank of the order
+        saves."""
         saving = order.saving
         if len(saving) <= 1 and self.trainee.is_plain:
             saving = (self.trainee.place,)  # alone, whatever its position
         if index >= len(saving) or self.step_version == NO_STATE:
             return
         if saving[index] == self.trainee.place and can_save(self.trainee, saving):
+            self.copier.copy_now(self.trainee, self.step_version, self.history, self.generation,
+                                 self._current_stores(), saving)
             self._save(saving, final=False)
         else:
             log.warning("checkpoint not saved", iteration=self.step_version,

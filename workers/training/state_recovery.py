@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import megatron.core
+import structlog
 import torch
 import torch.distributed as dist
 from msgspec.structs import replace
@@ -22,7 +23,9 @@ from ...events.records.orders import Reconfigure, StartRank
 from ...events.records.types import Origin, ReceivedState
 from ...events.spec.model import Axes
 from ...events.spec.parallelism import num_positions
-from .checkpoint import checkpoint, memory_checkpoint
+from ..checkpoint_store.protocol import TransferError
+from .checkpoint import checkpoint, memory_restore
+from .checkpoint.memory_restore import Fetched, Stores, Version
 from .communicators.communicators import Communicators
 from .model import training_state
 from .model.trainee import TrainingModel
@@ -36,6 +39,7 @@ from .recovery.state_sources import NO_STATE, WHOLE, Claim, HeldState
 from .step.iteration import Iteration, held_by
 
 VERSIONS = f"torch {torch.__version__}, megatron-core {megatron.core.__version__}"
+log = structlog.get_logger()
 
 
 class Recovered(NamedTuple):
@@ -291,7 +295,7 @@ class StateRecovery:
         has_place = place < num_positions(axes)
         trainee, _ = self._model_for(axes, place, is_worthless=True,
                                      begins=not (order.copies or order.checkpoint))
-        restored = self._restore(order, trainee, has_place=has_place)
+        restored = self._restore(order, trainee, place, has_place=has_place)
         if restored is SEED:
             trainee, _ = self._model_for(axes, place, is_worthless=True, begins=True)
             self._begin(trainee, axes, place)
@@ -300,21 +304,14 @@ class StateRecovery:
             iteration.reset_to(restored.step_version)
         return restored
 
-    def _restore(self, order: Reconfigure, trainee: TrainingModel, *, has_place: bool) -> Recovered:
-        """Read the order's in-memory checkpoint or its checkpoint into `trainee`."""
+    def _restore(self, order: Reconfigure, trainee: TrainingModel, place: int, *, has_place: bool
+                 ) -> Recovered:
+        """Read an in-memory checkpoint of the order, or its checkpoint, into `trainee`."""
         history = self._iteration.history
         if order.copies:
-            copied = (memory_checkpoint.restore(
-                trainee, history, self._start.task, order.copies, self._secret,
-                lambda: self._communicators.woken) if trainee.is_plain and has_place else None)
-            self._is_overwritten = self._is_overwritten or copied is not None
-            if self._communicators.woken:
-                raise RuntimeError("interrupted while it restored its state")
-            least, most = self._extremes(copied[0] if copied is not None else NO_STATE,
-                                         counts=has_place)
-            if least == most != NO_STATE:
-                found = copied or (least, order.copies[0], 0)
-                return Recovered(found[0], "copy", found[1].node, found[2], NO_STATE)
+            restored = self._restore_from_memory(order, trainee, place, has_place=has_place)
+            if restored is not None:
+                return restored
         if not order.checkpoint:
             return SEED
         step_version = NO_STATE
@@ -329,6 +326,40 @@ class StateRecovery:
                                f"step {most}: they do not see the same {order.checkpoint}")
         read_bytes = training_state.num_bytes(trainee) if has_place else 0
         return Recovered(most, "checkpoint", "", read_bytes, NO_STATE)
+
+    def _restore_from_memory(self, order: Reconfigure, trainee: TrainingModel, place: int, *,
+                             has_place: bool) -> Recovered | None:
+        """Read the newest in-memory checkpoint that every member can read. None if there is none.
+        All members call this. Raises RuntimeError."""
+        stores = Stores(self._start.task, order.copies, self._secret,
+                        lambda: self._communicators.woken)
+        shares = memory_restore.gather_shares(stores.shares(place, len(order.members)))
+        for version in stores.versions(shares):
+            fetched, why = Fetched(None, 0, ""), ""
+            try:
+                if has_place:
+                    self._is_overwritten = True
+                    fetched = self._fetch(stores, version, trainee, place)
+            except (OSError, TransferError, ValueError) as error:
+                why = str(error) or type(error).__name__
+                log.warning("in-memory checkpoint not restored", iteration=version.step_version,
+                            why=why)
+            if self._communicators.woken:
+                raise RuntimeError("interrupted while it restored its state")
+            least, _ = self._extremes(NO_STATE if why else version.step_version, counts=True)
+            if least != NO_STATE:
+                return Recovered(version.step_version, "copy", fetched.node,
+                                 fetched.received_bytes, NO_STATE)
+        return None
+
+    def _fetch(self, stores: Stores, version: Version, trainee: TrainingModel, place: int
+               ) -> Fetched:
+        """Read this member's part of a version into `trainee`. Raises OSError, TransferError,
+        ValueError."""
+        fetched = stores.fetch(version, trainee.shards, held_by(trainee), place)
+        assert fetched.numbers is not None, "share 0 has the numbers"
+        training_state.load(trainee, fetched.numbers, self._iteration.history)
+        return fetched
 
     def _extremes(self, step_version: int, *, counts: bool) -> tuple[int, int]:
         """The least and the highest step version of all members that count."""

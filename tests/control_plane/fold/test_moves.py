@@ -25,7 +25,8 @@ def check_trains(d: Driver, task: int) -> None:
 # --- moves --------------------------------------------------------------------------------------
 def test_a_drained_task_trains_until_all_new_ranks_are_ready(d: Driver, task: int) -> None:
     moved = drain(d, "n2")
-    assert kinds(moved) == ["PlanChosen", "TaskPlaced", "StartRank", "StartRank"]
+    assert kinds(moved) == ["PlanChosen", "TaskPlaced", "StartRank", "StartRank",
+                            "SetCheckpointStores"]
     starts = only(o.StartRank, moved)
     assert kinds(d.obey(starts[:1])) == [], "one new rank is ready, one is starting"
     assert task_of(d, task).phase == "training"

@@ -14,21 +14,24 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_stores import SECRET, TASK, WAIT_S, LocalKeeper, alter, named
+from checkpoint_stores import SECRET, TASK, WAIT_S, LocalKeeper, alter, named, put
 from msgspec.structs import replace
-from rank_driver import Drive, Twins, small_spec
+from rank_driver import Drive, Twins
 from structlog.testing import capture_logs
 from unicron.events.records import reports as r
 from unicron.events.records.orders import SetCheckpointStores, StartRank
 from unicron.events.records.types import Body, MemoryCheckpoint, Slot, StoreEndpoint
 from unicron.events.spec.job import JobSpec, Model, Optimizer, Slots, Train
 from unicron.workers.checkpoint_store import protocol
-from unicron.workers.checkpoint_store.protocol import Offer
-from unicron.workers.training.checkpoint import memory_checkpoint
-from unicron.workers.training.model import cpu_device, training_state
+from unicron.workers.checkpoint_store.protocol import TransferError
+from unicron.workers.training.checkpoint import memory_checkpoint, memory_restore
+from unicron.workers.training.checkpoint.memory_checkpoint import StoreOrder
 from unicron.workers.training.model import trainee as model
+from unicron.workers.training.model import training_state
 from unicron.workers.training.process.history import History
 from unicron.workers.training.process.trace import Event
+from unicron.workers.training.recovery.state_shards import list_shards
+from unicron.workers.training.step.iteration import held_by
 
 pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
 TRAIN = Train(model=Model(num_layers=1, hidden=32, num_heads=2, sequence=16),
@@ -56,19 +59,21 @@ class Bench:
             start, SECRET, spare=lambda descriptor: nullcontext(), tell=self._tell, note=self._note
         )
 
-    def copy(self, step: int, *keepers: LocalKeeper, generation: int = 1) -> bool:
+    def copy(self, step: int, *keepers: LocalKeeper, generation: int = 1,
+             is_whole: bool = True) -> bool:
         """Save, and wait until the stores have it; return whether a checkpoint was taken."""
         self.done.clear()
-        num = len(self.taken)
-        self.copier.copy(self.trainee, step, History(), generation,
-                         tuple(keeper.keeper for keeper in keepers))
-        if len(self.taken) == num:
+        order = StoreOrder(tuple(keeper.keeper for keeper in keepers))
+        if self.copier.status(order)[0]:
             return False
-        assert self.done.wait(WAIT_S)
-        for thread in threading.enumerate():
-            if thread.name == "copies":
-                thread.join(WAIT_S)
+        self.copier.copy(self.trainee, step, History(), generation, order, is_whole=is_whole)
+        self.copier.detach()
+        self.copier.wait()
         return True
+
+    @property
+    def is_stored(self) -> bool:
+        return not self.copier.status(self.copier._order)[1]  # pyright: ignore[reportPrivateUsage]
 
     def _tell(self, body: Body) -> bool:
         assert isinstance(body, r.MemoryCheckpointStored)
@@ -85,7 +90,9 @@ class Bench:
 
 @pytest.fixture
 def bench(alone: Any, monkeypatch: pytest.MonkeyPatch) -> Bench:
-    made = Bench(model.build(TRAIN, torch.device("cpu"), alone))
+    trainee = model.build(TRAIN, torch.device("cpu"), alone)
+    trainee.shards = list_shards(trainee)
+    made = Bench(trainee)
     monkeypatch.setattr(memory_checkpoint, "clock", lambda: made.now_s)
     return made
 
@@ -135,16 +142,39 @@ def test_no_memory_for_a_checkpoint_is_logged_once_with_backoff(
         raise RuntimeError(f"not enough memory: {bench.now_s} bytes")
 
     with monkeypatch.context() as context, capture_logs() as logs:
-        context.setattr(bench.copier._snapshot, "take", take)  # pyright: ignore[reportPrivateUsage]
-        bench.done.set()
+        context.setattr(memory_checkpoint, "Snapshot", take)
         for pause_s in (1.0, 2.0, 4.0):
-            num = len(bench.taken)
-            bench.copier.copy(bench.trainee, 10, History(), 1, (keeper.keeper,))
-            bench.copier.copy(bench.trainee, 11, History(), 1, (keeper.keeper,))
-            assert len(bench.taken) == num + 1
+            assert bench.copy(10, keeper)
+            assert not bench.copy(11, keeper)
+            assert not bench.is_stored
             bench.now_s += pause_s + 0.1
     assert [one["event"] for one in logs] == ["in-memory checkpoint not taken"]
     assert bench.copy(20, keeper)
+    assert bench.is_stored
+
+
+def test_a_version_counts_as_whole_when_all_members_have_stored_it(
+        bench: Bench, keeper: LocalKeeper) -> None:
+    def offers() -> list[tuple[int, tuple[int, int]]]:
+        return [(one.offer.step_version, one.offer.whole) for one in keeper.stored(TASK)]
+
+    assert bench.copy(10, keeper)
+    assert bench.copy(20, keeper)
+    assert offers() == [(10, (0, 0)), (20, (1, 10))]
+    assert bench.copy(30, keeper, is_whole=False)
+    assert offers() == [(10, (0, 0)), (30, (1, 10))], "another member has no share of step 20"
+    assert bench.copy(40, keeper)
+    assert offers() == [(30, (1, 10)), (40, (1, 30))]
+    assert bench.copy(50, keeper, generation=2)
+    assert offers() == [(30, (1, 10)), (50, (1, 30))], "no version of generation 2 is whole yet"
+
+
+def test_the_share_of_a_member_that_leaves_is_sent_and_reported_at_once(
+        bench: Bench, keeper: LocalKeeper) -> None:
+    assert bench.copy(10, keeper)
+    bench.copier.copy_now(bench.trainee, 13, History(), 1, StoreOrder((keeper.keeper,)), None)
+    assert [one.step_version for one in bench.told] == [10, 13]
+    assert [one.offer.step_version for one in keeper.stored(TASK)] == [10, 13]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), MemoryError(),
@@ -156,7 +186,7 @@ def test_a_checkpoint_that_cannot_be_sent_is_no_fault(
         raise error
 
     with monkeypatch.context() as context, capture_logs() as logs:
-        context.setattr(memory_checkpoint.protocol, "put", put)
+        context.setattr(memory_checkpoint.ShareSender, "send", put)
         assert bench.copy(10, keeper), "the sending thread ends"
     assert [(one["event"], one["why"]) for one in logs] == [
         ("in-memory checkpoint not stored", str(error) or "MemoryError")]
@@ -186,30 +216,66 @@ def test_stored_checkpoints_are_reported_at_intervals_and_on_changes(
     assert reported() == [20, 50, 60, 70]
 
 
-@pytest.mark.parametrize("change", [
-    {"loss_scales": [training_state.LossScale(scale=1.0, growth_tracker=0, hysteresis_tracker=0)]},
-    {"precision": "bf16"},
-])
-def test_a_checkpoint_that_does_not_fit_changes_nothing(
-        bench: Bench, keeper: LocalKeeper, monkeypatch: pytest.MonkeyPatch,
-        change: dict[str, Any]) -> None:
-    numbers = training_state.numbers
-    monkeypatch.setattr(
-        training_state, "numbers", lambda *args: replace(numbers(*args), **change)
-    )
+def restored(stores: memory_restore.Stores, trainee: Any) -> memory_restore.Fetched | None:
+    """What a member alone restores: the newest version that it can read."""
+    for version in stores.versions(stores.shares(0, 1)):
+        try:
+            return stores.fetch(version, trainee.shards, held_by(trainee), 0)
+        except TransferError:
+            continue
+    return None
+
+
+def stores_of(bench: Bench, *keepers: LocalKeeper) -> memory_restore.Stores:
+    return memory_restore.Stores(TASK, [named(keepers, told) for told in bench.told], SECRET,
+                                 lambda: False)
+
+
+def test_a_restored_state_equals_the_stored_one(bench: Bench, keeper: LocalKeeper) -> None:
     assert bench.copy(10, keeper)
-    monkeypatch.setattr(training_state, "numbers", numbers)
     live = training_state.tensors(bench.trainee)
+    before = {name: tensor.clone() for name, tensor in live.items()}
     for tensor in live.values():
         tensor.add_(1.0)
-    before = {name: tensor.clone() for name, tensor in live.items()}
-    copy = named(keeper, bench.told[0])
+    assert bench.copy(20, keeper)
+    for tensor in live.values():
+        tensor.zero_()
+    found = restored(stores_of(bench, keeper), bench.trainee)
+    assert found is not None
+    assert found.numbers is not None
+    assert (found.numbers.step_version, found.node) == (20, "n1")
+    assert found.received_bytes == sum(tensor.nbytes for tensor in live.values())
+    assert all(torch.equal(tensor, before[name] + 1.0) for name, tensor in live.items())
+    alter(keeper.stored(TASK)[-1])
     with capture_logs() as logs:
-        assert memory_checkpoint.restore(bench.trainee, History(), TASK, (copy,), SECRET,
-                              lambda: False) is None
-    assert "does not fit" in logs[0]["why"]
-    for name, tensor in live.items():
-        assert torch.equal(tensor, before[name]), name
+        found = restored(stores_of(bench, keeper), bench.trainee)
+    assert found is not None
+    assert found.numbers is not None
+    assert found.numbers.step_version == 10
+    assert "checkpoint altered" in logs[0]["why"]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in live.items())
+
+
+def test_shares_of_an_older_generation_are_not_mixed_with_newer_ones(
+        bench: Bench, keeper: LocalKeeper) -> None:
+    """A node comes back with the share of another step, or of a discarded generation."""
+    old = LocalKeeper("n2")
+    try:
+        put(keeper.keeper.endpoint, 20, [b"abc"], share=0, num_shares=2, generation=2)
+        put(old.keeper.endpoint, 10, [b"abc"], share=1, num_shares=2, generation=2)
+        put(old.keeper.endpoint, 20, [b"abc"], share=2, num_shares=3, generation=2)
+        bench.told = [r.MemoryCheckpointStored(
+            task=TASK, rank=0, attempt=1, generation=2, step_version=10, node=one.keeper.node,
+            copy_bytes=3, checksum="", num_shares=2) for one in (keeper, old)]
+        stores = stores_of(bench, keeper, old)
+        assert stores.versions(stores.shares(0, 1)) == []
+        put(old.keeper.endpoint, 20, [b"abc"], share=1, num_shares=2, generation=2)
+        assert [(one.generation, one.step_version)
+                for one in stores.versions(stores.shares(0, 1))] == [(2, 20)]
+        put(keeper.keeper.endpoint, 20, [b"abc"], generation=3)
+        assert len(stores.versions(stores.shares(0, 1))) == 1, "the order does not name it"
+    finally:
+        old.close()
 
 
 def test_numbers_are_loaded_completely_or_not_at_all(bench: Bench) -> None:
@@ -231,10 +297,9 @@ def driver(drive: Drive) -> Any:
 
 def reported(driver: Any) -> tuple[MemoryCheckpoint, ...]:
     """The checkpoints that the ranks reported as stored, newest first, as an order names them."""
-    by_node = {one.keeper.node: one for one in driver.keepers}
     newest = sorted(driver.told(r.MemoryCheckpointStored),
                     key=lambda kept: (-kept.step_version, kept.node))
-    return tuple(named(by_node[kept.node], kept) for kept in newest)
+    return tuple(named(driver.keepers, kept) for kept in newest)
 
 
 def wait_until_sent(driver: Any, iteration: int) -> None:
@@ -278,13 +343,15 @@ def test_all_ranks_die_and_resume_from_the_last_checkpoint(driver: Any, twin: Tw
     copies = reported(driver)
     assert copies[-1].step_version == EVERY, "the first one is reported at once"
     assert {copy.node for copy in copies} == {"n1", "n2"}
-    newest = driver.keepers[0].stored(TASK)[-1]
+    newest = [one for one in driver.keepers[0].stored(TASK) if one.offer.step_version == 9]
+    assert sorted(one.offer.share for one in newest) == [0, 1], "each rank stores its own share"
     driver.start(0, 1, attempt=2)
     first, second = driver.form([0, 1], copies=copies).values()
-    assert (first.origin, first.origin_node, first.source) == ("copy", "n1", -1)
-    assert first.step_version == 9, "the newest one, although unreported"
-    assert first.received_bytes == newest.offer.copy_bytes == len(newest.memory)
-    assert (second.origin, second.source, second.step_version) == ("peer", 0, 9)
+    assert (first.origin, first.source) == (second.origin, second.source) == ("copy", -1)
+    assert {first.origin_node, second.origin_node} <= {"n1", "n2"}
+    assert first.step_version == second.step_version == 9, "the newest one, although unreported"
+    num_bytes = sum(one.offer.copy_bytes - one.offer.manifest_bytes for one in newest)
+    assert first.received_bytes == second.received_bytes == num_bytes, "no rank reads it for others"
     assert driver.told(r.RankErrored) == []
     driver.finish([0, 1])
     assert sorted(driver.losses()) == list(range(ITERATIONS))
@@ -325,26 +392,17 @@ def test_unusable_checkpoints_are_skipped_for_the_next(driver: Any) -> None:
     closed.close()
     other = LocalKeeper("n5")
     driver.keepers.append(other)
-    offer = Offer(task=TASK, rank=0, attempt=1, generation=1, step_version=6, layout="0" * 16,
-                  copy_bytes=64, numbers_bytes=0)
-    memory = other.shelf.reserve(offer)
-    other.shelf.add(type(driver.keepers[0].stored(TASK)[0])(
-        offer=offer, checksum="crc32:758d6336", memory=memory))
-    wrong = tuple(
-        MemoryCheckpoint(node=one.keeper.node, endpoint=one.keeper.endpoint, rank=0, generation=1,
-             step_version=6, copy_bytes=good.copy_bytes, checksum=good.checksum)
-        for one in (stranger, closed, other))
-    later = MemoryCheckpoint(node="n1", endpoint=driver.keepers[0].keeper.endpoint, rank=0,
-                             generation=2, step_version=6, copy_bytes=good.copy_bytes,
-                             checksum=good.checksum)
+    put(other.keeper.endpoint, 7, [bytes(64)])
+    wrong = tuple(replace(good, node=one.keeper.node, endpoint=one.keeper.endpoint)
+                  for one in (stranger, closed, other))
+    later = replace(good, generation=2)
     driver.start(0, attempt=2)
     log = driver.processes[0].log
     (came,) = driver.form([0], copies=(*wrong, later, good)).values()
     assert (came.origin, came.origin_node, came.step_version) == ("copy", good.node, 6)
     text = log.read_text()
-    assert text.count("in-memory checkpoint not usable") == 4
-    for why in ("another cluster", "refused", "another model",
-                "no checkpoint of task 7 generation 2"):
+    assert text.count("in-memory checkpoint not usable") == 2
+    for why in ("another cluster", "refused", "another model"):
         assert why in text
 
 
@@ -431,9 +489,9 @@ def test_a_checkpoint_under_way_outlives_its_generation(driver: Any) -> None:
     driver.ask_to_leave([0, 1], "now")
     there.unlink()
     driver.quiesced([0, 1])
-    assert driver.keepers[0].stored(TASK) == []
+    assert [one.offer.share for one in driver.keepers[0].stored(TASK)] == [1]
     path.unlink()
-    driver.keepers[0].wait(TASK)
+    driver.keepers[0].wait(TASK, lambda stored: stored.offer.share == 0)
     kept = driver.wait(r.MemoryCheckpointStored, 0)
     assert (kept.generation, kept.step_version, kept.node) == (1, 3, "n1")
     driver.form([0, 1])
@@ -487,9 +545,9 @@ def test_an_in_memory_checkpoint_stalls_less_than_an_iteration(drive: Drive) -> 
 
 NO_ROOM = """
 from unicron.workers.training.checkpoint import memory_checkpoint
-def take(self, *args):
+def take(*args):
     raise RuntimeError("not enough memory: you tried to allocate a buffer")
-memory_checkpoint.Snapshot.take = take
+memory_checkpoint.Snapshot = take
 """
 
 
@@ -505,36 +563,28 @@ def test_training_continues_without_memory_for_a_checkpoint(drive: Drive) -> Non
 
 
 # --- stores that do not answer -------------------------------------------------------------------
-@pytest.fixture
-def trainee(alone: Any, tmp_path: Any) -> model.TrainingModel:
-    train = small_spec(tmp_path).train
-    assert train is not None
-    return model.build(train, cpu_device.prepare_device(), alone)
-
-
-def test_stores_that_do_not_answer_are_asked_once_and_share_one_limit(
-        silent: SilentStores, trainee: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stores_that_do_not_answer_are_asked_once_at_the_same_time(
+        silent: SilentStores, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "STALL_S_MAX", 0.6)
-    monkeypatch.setattr(memory_checkpoint, "RESTORE_S_MAX", 1.0)
     first, second, third = silent.copies()
     named = (first, first, second, first, second, third)
     began_s = time.monotonic()
-    found = memory_checkpoint.restore(trainee, History(), TASK, named, "5ec3e7", lambda: False)
-    took_s = time.monotonic() - began_s
-    assert found is None
-    assert silent.num_asked() == [1, 1, 0], "no time is left for the third store"
-    assert took_s >= 0.99
+    stores = memory_restore.Stores(TASK, named, SECRET, lambda: False)
+    assert stores.versions(stores.shares(0, 1)) == []
+    assert 0.5 <= time.monotonic() - began_s < 1.2
+    assert silent.num_asked() == [1, 1, 1]
+    assert stores.shares(1, 2) == []
+    assert silent.num_asked() == [0, 1, 0], "each store is asked by one of the members"
 
 
-def test_no_store_is_asked_after_the_next_order(
-        silent: SilentStores, trainee: Any) -> None:
-    answers = iter([False, True])
-    first, second, third = silent.copies()
-    silent.listeners[0].close()
-    found = memory_checkpoint.restore(trainee, History(), TASK, (first, second, third), "5ec3e7",
-                           lambda: next(answers))
-    assert found is None
-    assert [sum(1 for _ in silent._waiting(one)) for one in silent.listeners[1:]] == [0, 0]
+def test_no_store_is_asked_after_the_limit_or_the_next_order(
+        silent: SilentStores, monkeypatch: pytest.MonkeyPatch) -> None:
+    stores = memory_restore.Stores(TASK, silent.copies(), SECRET, lambda: True)
+    assert stores.shares(0, 1) == []
+    monkeypatch.setattr(memory_restore, "RESTORE_S_MAX", 0.0)
+    stores = memory_restore.Stores(TASK, silent.copies(), SECRET, lambda: False)
+    assert stores.shares(0, 1) == []
+    assert silent.num_asked() == [0, 0, 0]
 
 
 def test_a_rank_that_restores_its_state_obeys_the_next_order(
@@ -547,8 +597,7 @@ def test_a_rank_that_restores_its_state_obeys_the_next_order(
     with connection:
         driver.ask_to_leave([0, 1], "now")
         failed = driver.wait(r.ReconfigureFailed, 0)
-    assert failed.error == "stopped; RuntimeError: interrupted while it restored its state"
-    assert silent.num_asked() == [0, 0, 0], "no other store is tried"
+    assert failed.error.startswith("stopped; RuntimeError")
     driver.quiesced([0, 1])
     reports = driver.form([0, 1])
     assert [(one.origin, one.step_version) for one in reports.values()] == [("seed", 0)] * 2

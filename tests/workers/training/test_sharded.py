@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from checkpoint_stores import LocalKeeper, named
+from checkpoint_stores import LocalKeeper, named, whole_steps
 from rank_driver import Drive, Twins
 from unicron.events.records.reports import MemoryCheckpointStored
 from unicron.events.spec.model import Axes
 
-TASK = 7
 NUM_ITERATIONS = 6
 STRUCK = 4
 EVERY = 3
@@ -51,9 +50,8 @@ def stopped(driver: Any, held: int, event: str, iteration: int, ranks: list[int]
 
 def copied(driver: Any) -> tuple[Any, ...]:
     """Wait for the in-memory checkpoint of step EVERY; return it as an order names it."""
-    (keeper,) = driver.keepers
-    keeper.wait(TASK, lambda stored: stored.offer.step_version == EVERY)
-    return (named(keeper, driver.wait(MemoryCheckpointStored, 0)),)
+    driver.until(lambda: EVERY in whole_steps(driver.keepers), "all ranks have stored their shares")
+    return (named(driver.keepers, driver.wait(MemoryCheckpointStored, 0)),)
 
 
 def pairs(fp32: tuple[str, ...]) -> list[Any]:
@@ -109,7 +107,7 @@ def test_a_lost_shard_restores_the_checkpoint(drive: Drive, twin: Twins, event: 
     driver.quiesce([0, 2], "now")
     first, second = driver.form([0, 2], copies=copies).values()
     assert (first.origin, first.step_version, first.kept_micro_batches) == ("copy", EVERY, ())
-    assert (second.origin, second.step_version, second.source) == ("peer", EVERY, 0)
+    assert (second.origin, second.step_version, second.source) == ("copy", EVERY, -1)
     finish(driver, [0, 2], twin)
 
 
@@ -180,5 +178,5 @@ def test_a_shard_lost_with_its_mirror_restores_the_checkpoint(drive: Drive, twin
     driver.quiesce([0, 3], "now")
     first, second = driver.form([0, 3], copies=copies).values()
     assert (first.origin, first.step_version) == ("copy", EVERY)
-    assert (second.origin, second.step_version) == ("peer", EVERY)
+    assert (second.origin, second.step_version) == ("copy", EVERY)
     finish(driver, [0, 3], twin)

@@ -1,21 +1,18 @@
-"""In-memory checkpoints: the whole state, taken between iterations, sent in the background.
+"""In-memory checkpoints: each member's share of the state, sent in the background to two stores.
 
-The main thread copies the state into a buffer and continues. A thread sends the buffer to one
-checkpoint store after another (workers/checkpoint_store/protocol.py); checksums, sends and waits
-release the interpreter lock. A checkpoint is skipped while the previous one is being sent. If a
-store rejects a checkpoint, the rank logs a warning. Training never waits for the thread and never
-fails because of it.
-
-Format: the tensors of training_state.py in sequence, each aligned to ALIGN_BYTES, then `Numbers`:
-the part of the state that is not tensors, in msgpack.
+A thread reads the share from live memory (snapshot.py) and sends each piece to the checkpoint
+stores of the member's node (workers/checkpoint_store/protocol.py); checksums, sends and waits
+release the interpreter lock. All members take a checkpoint after the same iteration, so that a
+whole version exists: if one of them is still sending, all skip it (gradient_reduction.Stats). If a
+store rejects a share, the rank logs a warning. Training never fails because of it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, ExitStack
+from typing import NamedTuple
 
 import msgspec
 import structlog
@@ -24,74 +21,52 @@ from torch import Tensor
 
 from ....events.records.orders import StartRank
 from ....events.records.reports import MemoryCheckpointStored
-from ....events.records.types import Body, MemoryCheckpoint, StoreEndpoint
+from ....events.records.types import Body, StoreEndpoint
+from ....events.spec.parallelism import num_positions
 from ...checkpoint_store import protocol
-from ...checkpoint_store.protocol import CheckpointRequest, Offer, TransferError
+from ...checkpoint_store.protocol import Manifest, Offer, Piece, ShareSender, TransferError
 from ..model import training_state
 from ..model.trainee import TrainingModel
 from ..process.history import History
 from ..process.trace import Event
+from ..recovery.resharding import Shard
+from ..recovery.state_sources import HeldState
 from ..step.gradient_reduction import is_cuda_error
-from ..step.iteration import clock
+from ..step.iteration import clock, held_by
+from .share import own_share
+from .snapshot import Snapshot, SnapshotLost, buffer_bytes
 
-ALIGN_BYTES = 64
-REPORT_S = 10.0
+REPORT_S = 60.0
 """Minimum interval between two reports about the same store. The first report of a generation, or
-about a new store process, is sent at once. Reports may be this rare, because a store returns its
-newest checkpoint of a generation even if the log names only an older one."""
+about a new store process, is sent at once. Reports may be this rare, because stores return newer
+checkpoints of a generation than the log names."""
 PAUSE_S_MIN, PAUSE_S_MAX = 1.0, 60.0
-"""Pause after a checkpoint that no store accepted; it doubles each time."""
-RESTORE_S_MAX = 15.0
-"""Time limit for all stores together when a generation restores its state. It is below
-reconfigure_s_max, so that time is left to read the checkpoint on disk. A transfer in progress is
-not interrupted."""
+"""Pause after a share that no store accepted; it doubles each time."""
+SEND_ERRORS = (OSError, TransferError, RuntimeError, ValueError, MemoryError)
 
 log = structlog.get_logger()
 
 
-class Snapshot:
-    """The whole state after `step_version` steps, in host memory.
+class StoreOrder(NamedTuple):
+    """Where the shares of this member go, by the last order. `bytes_max`: the memory that each
+    store may use; 0: its own limit."""
 
-    The buffer is reused, because copying into newly allocated memory is slow.
-    """
+    stores: tuple[StoreEndpoint, ...] = ()
+    bytes_max: int = 0
 
-    def __init__(self) -> None:
-        self.step_version = 0
-        self.layout = ""
-        self.numbers: training_state.Numbers | None = None
-        self.encoded_numbers = b""
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-        self.tensors: dict[str, Tensor] = {}
 
-    def take(self, trainee: TrainingModel, step_version: int, history: History) -> None:
-        """Copy the current state. One pass over its bytes."""
-        live = training_state.tensors(trainee)
-        layout = layout_of(live)
-        if layout != self.layout:
-            self._buffer = torch.empty(flat_bytes(live), dtype=torch.uint8,
-                                       pin_memory=trainee.device.type == "cuda")
-            self.tensors = views(self._buffer, live)
-            self.layout = layout
-        for name, tensor in live.items():
-            self.tensors[name].copy_(tensor)
-        self.step_version = step_version
-        self.numbers = training_state.numbers(trainee, step_version, history)
-        self.encoded_numbers = msgspec.msgpack.encode(self.numbers)
+class _Share(NamedTuple):
+    """A share that is being sent."""
 
-    @property
-    def num_bytes(self) -> int:
-        """The size of the checkpoint as sent."""
-        return self._buffer.numel() + len(self.encoded_numbers)
-
-    def parts(self) -> list[memoryview]:
-        """The bytes to send, in order."""
-        return [self._buffer.numpy().data, memoryview(self.encoded_numbers)]
+    snapshot: Snapshot
+    offer: Offer
+    manifest: bytes
 
 
 class MemorySaver:
-    """Sends in-memory checkpoints of one rank. `spare` excludes a connection from the sockets that
-    an interrupt shuts down. `tell` sends a report and can be called from any thread; it returns
-    False if the report is not accepted now. `note` writes the trace.
+    """Sends in-memory checkpoints of one member. `spare` excludes a connection from the sockets
+    that an interrupt shuts down. `tell` sends a report and can be called from any thread; it
+    returns False if the report is not accepted now. `note` writes the trace.
     """
 
     def __init__(self, start: StartRank, secret: str, *,
@@ -100,68 +75,154 @@ class MemorySaver:
         self._start = start
         self._secret = secret
         self._spare, self._tell, self._note = spare, tell, note
-        self._snapshot = Snapshot()
+        self._share: _Share | None = None
         self._thread: threading.Thread | None = None
         self._generation = 0
+        self._last: tuple[int, int] | None = None
+        """Generation and step version of the last share that was due in this generation."""
+        self._is_stored = True
+        """Whether a store has the last share."""
+        self._whole = (0, 0)
+        """The newest version of which all members have stored their shares."""
         self._reported: dict[str, tuple[int, float]] = {}
         """By node: the start number of the store in the last report, and the report's time."""
         self._failing: set[str] = set()
-        """Nodes whose store rejected the last checkpoint; "": the snapshot failed on this rank."""
-        self._stores: tuple[StoreEndpoint, ...] = ()
+        """Nodes whose store rejected the last share; "": the snapshot failed on this rank."""
+        self._order = StoreOrder()
         self._pause_s = 0.0
         self._next_s = 0.0
-        """Earliest time of the next checkpoint."""
+        """Earliest time of the next share."""
+
+    def status(self, order: StoreOrder) -> tuple[float, float]:
+        """(1 if this member cannot take a checkpoint now, 1 if its last share is in no store).
+        There is no pause if the stores are new."""
+        if order != self._order:
+            self._order, self._pause_s, self._next_s = order, 0.0, 0.0
+        sending = self._thread is not None and self._thread.is_alive()
+        return float(sending or clock() < self._next_s), float(not self._is_stored)
 
     def copy(self, trainee: TrainingModel, step_version: int, history: History, generation: int,
-             stores: tuple[StoreEndpoint, ...]) -> None:
-        """Take a snapshot and send it in the background. Does nothing while the previous snapshot
-        is being sent, or in the pause after a snapshot that no store accepted."""
-        if not stores or (self._thread is not None and self._thread.is_alive()):
-            return
+             order: StoreOrder, *, is_whole: bool) -> None:
+        """Begin to send this member's share of the current state. All members call it after the
+        same iteration, when none is sending. `is_whole`: all have stored their last shares."""
         if generation != self._generation:
-            self._generation, self._reported = generation, {}
-        if stores != self._stores:
-            self._stores, self._pause_s, self._next_s = stores, 0.0, 0.0
-        if clock() < self._next_s:
+            self._generation, self._reported, self._last = generation, {}, None
+        if is_whole and self._last is not None:
+            self._whole = self._last
+        self._order = order
+        self._last, self._is_stored = (generation, step_version), False
+        if not order.stores:
             return
         self._note("copy", generation, step_version)
         try:
-            self._snapshot.take(trainee, step_version, history)
-            self._thread = threading.Thread(target=self._send, args=(generation, stores),
+            self._share = self._take(trainee, step_version, history, generation, None)
+            self._thread = threading.Thread(target=self._send, args=(self._share, order.stores),
                                             name="copies", daemon=True)
             self._thread.start()
         except (RuntimeError, MemoryError) as error:  # no memory for the snapshot, or no thread
             if is_cuda_error(error):
                 raise
-            self._thread = None
+            self._thread = self._share = None
             self._pause()
             self._log_change("", step_version, str(error) or type(error).__name__)
         else:
             self._log_change("", step_version, "")
 
-    def _send(self, generation: int, stores: tuple[StoreEndpoint, ...]) -> None:
-        snapshot, start = self._snapshot, self._start
-        offer = Offer(task=start.task, rank=start.rank, attempt=start.attempt,
-                      generation=generation, step_version=snapshot.step_version,
-                      layout=snapshot.layout, copy_bytes=snapshot.num_bytes,
-                      numbers_bytes=len(snapshot.encoded_numbers))
-        num_stored = 0
+    def copy_now(self, trainee: TrainingModel, step_version: int, history: History,
+                 generation: int, order: StoreOrder, saving: Collection[int] | None) -> None:
+        """Send the share of a member that leaves, and report it, before returning. `saving`: the
+        positions of the members that do the same; None: all."""
+        if not order.stores:
+            return
+        self.wait()
+        self._note("copy", generation, step_version)
+        self._order, self._reported = order, {}
+        try:
+            self._send(self._take(trainee, step_version, history, generation, saving), order.stores)
+        except (RuntimeError, MemoryError) as error:
+            if is_cuda_error(error):
+                raise
+            self._log_change("", step_version, str(error) or type(error).__name__)
+
+    def detach(self) -> None:
+        """Call it before the state changes: a share being sent no longer needs live memory."""
+        if self._share is not None:
+            self._share.snapshot.detach()
+
+    def wait(self) -> None:
+        """Wait until the last share is sent or given up."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _take(self, trainee: TrainingModel, step_version: int, history: History, generation: int,
+              saving: Collection[int] | None) -> _Share:
+        positions = sorted(range(num_positions(trainee.axes)) if saving is None else saving)
+        share = positions.index(trainee.place)
+        snapshot = Snapshot(own_share(trainee, saving), buffer_bytes(trainee.shards))
+        pieces = tuple(_piece(shard) for shard in snapshot.pieces)
+        numbers = (msgspec.msgpack.encode(training_state.numbers(trainee, step_version, history))
+                   if share == 0 else b"")
+        manifest = msgspec.msgpack.encode(Manifest(pieces=pieces, numbers=numbers))
+        held: HeldState = held_by(trainee)
+        return _Share(snapshot, Offer(
+            task=self._start.task, rank=self._start.rank, attempt=self._start.attempt,
+            generation=generation, step_version=step_version, share=share,
+            num_shares=len(positions), manifest_bytes=len(manifest),
+            copy_bytes=len(manifest) + snapshot.num_bytes, shape=held.shape, part=held.part,
+            whole=self._whole, bytes_max=self._order.bytes_max), manifest)
+
+    def _send(self, share: _Share, stores: tuple[StoreEndpoint, ...]) -> None:
+        """Send the share to all stores that accept it."""
+        offer, num_stored = share.offer, 0
+        failed: dict[str, str] = {}
+        with ExitStack() as stack:
+            stack.callback(share.snapshot.release)
+            senders: dict[StoreEndpoint, ShareSender] = {}
+            for store in stores:
+                with self._failures(store, failed):
+                    connection = stack.enter_context(protocol.connect(store.endpoint, self._secret))
+                    stack.enter_context(self._spare(connection.fileno()))
+                    senders[store] = ShareSender(connection, offer, share.manifest)
+            self._send_pieces(share, senders, failed)
+            for store, sender in senders.items():
+                with self._failures(store, failed):
+                    checksum, store_start = sender.finish()
+                    num_stored += 1
+                    self._report_stored(store, offer, checksum, store_start)
         for store in stores:
-            why = ""
-            try:
-                checksum, store_start = self._put(store, offer)
-                num_stored += 1
-                self._report_stored(store, offer, checksum, store_start)
-            except (OSError, TransferError, RuntimeError, ValueError, MemoryError) as error:
-                if is_cuda_error(error):
-                    raise
-                why = str(error) or type(error).__name__
-            self._log_change(store.node, snapshot.step_version, why)
+            self._log_change(store.node, offer.step_version, failed.get(store.node, ""))
+        self._is_stored = num_stored > 0
         if num_stored:
             self._pause_s = 0.0
         else:
             self._pause()
-        self._note("copied", generation, snapshot.step_version)
+        self._note("copied", offer.generation, offer.step_version)
+
+    def _send_pieces(self, share: _Share, senders: dict[StoreEndpoint, ShareSender],
+                     failed: dict[str, str]) -> None:
+        """Send each piece to all of `senders`; remove those that fail."""
+        half = len(share.snapshot.pieces) // 2
+        pieces = share.snapshot.read()
+        try:
+            for index, (_, tensor) in enumerate(pieces):
+                if index == half:
+                    self._note("copy_mid", share.offer.generation, share.offer.step_version)
+                data = _bytes_of(tensor)
+                for store, sender in list(senders.items()):
+                    with self._failures(store, failed):
+                        sender.send(data)
+                    if store.node in failed:
+                        del senders[store]
+                if not senders:
+                    return
+        except SnapshotLost as error:
+            failed |= dict.fromkeys((store.node for store in senders), str(error))
+            senders.clear()
+        finally:
+            pieces.close()
+
+    def _failures(self, store: StoreEndpoint, failed: dict[str, str]) -> _Failures:
+        return _Failures(store.node, failed)
 
     def _pause(self) -> None:
         self._pause_s = min(PAUSE_S_MAX, max(PAUSE_S_MIN, 2 * self._pause_s))
@@ -180,17 +241,6 @@ class MemorySaver:
             self._failing.discard(node)
             log.info(f"in-memory checkpoint {done} again", iteration=step_version, **at)
 
-    def _put(self, store: StoreEndpoint, offer: Offer) -> tuple[str, int]:
-        halfway = iter(range(offer.copy_bytes // protocol.CHUNK_BYTES // 2, -1, -1))
-
-        def on_chunk() -> None:
-            if next(halfway, -1) == 0:
-                self._note("copy_mid", offer.generation, offer.step_version)
-
-        with (protocol.connect(store.endpoint, self._secret) as connection,
-              self._spare(connection.fileno())):
-            return protocol.put(connection, offer, self._snapshot.parts(), on_chunk)
-
     def _report_stored(self, store: StoreEndpoint, offer: Offer, checksum: str,
                        store_start: int) -> None:
         now_s = clock()
@@ -200,108 +250,31 @@ class MemorySaver:
         if self._tell(MemoryCheckpointStored(
                 task=offer.task, rank=offer.rank, attempt=offer.attempt,
                 generation=offer.generation, step_version=offer.step_version, node=store.node,
-                copy_bytes=offer.copy_bytes, checksum=checksum, keeper_start=store_start)):
+                copy_bytes=offer.copy_bytes, checksum=checksum, keeper_start=store_start,
+                share=offer.share, num_shares=offer.num_shares)):
             self._reported[store.node] = store_start, now_s
 
 
-# --- byte layout --------------------------------------------------------------------------------
-def layout_of(tensors: dict[str, Tensor]) -> str:
-    """16 hex digits: the hash of the names, dtypes and shapes, in order."""
-    described = "".join(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n"
-                        for name, tensor in tensors.items())
-    return hashlib.blake2b(described.encode(), digest_size=8).hexdigest()
+class _Failures(AbstractContextManager[None]):
+    """Records why a store failed, and continues."""
+
+    def __init__(self, node: str, failed: dict[str, str]) -> None:
+        self._node, self._failed = node, failed
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, SEND_ERRORS) or is_cuda_error(error):
+            return False
+        self._failed[self._node] = str(error) or type(error).__name__
+        return True
 
 
-def flat_bytes(tensors: dict[str, Tensor]) -> int:
-    """The size of the tensors in sequence, with padding."""
-    return sum(_padded(tensor) for tensor in tensors.values())
+def _piece(shard: Shard) -> Piece:
+    """The manifest's entry of a shard."""
+    dtype: torch.dtype = getattr(torch, shard.kind.partition(" ")[0])
+    return Piece(shard.key, shard.kind, shard.region.offset, shard.region.shape,
+                 shard.region.num_elements * dtype.itemsize)
 
 
-def views(buffer: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Views of `buffer` (bytes) at the tensors' offsets, with their dtypes and shapes."""
-    found: dict[str, Tensor] = {}
-    begin = 0
-    for name, tensor in tensors.items():
-        size = tensor.numel() * tensor.element_size()
-        found[name] = buffer[begin : begin + size].view(tensor.dtype).view(tensor.shape)
-        begin += _padded(tensor)
-    return found
-
-
-def _padded(tensor: Tensor) -> int:
-    size = tensor.numel() * tensor.element_size()
-    return -(-size // ALIGN_BYTES) * ALIGN_BYTES
-
-
-# --- restore ------------------------------------------------------------------------------------
-def restore(trainee: TrainingModel, history: History, task: int,
-            stored: tuple[MemoryCheckpoint, ...], secret: str,
-            is_interrupted: Callable[[], bool]) -> tuple[int, MemoryCheckpoint, int] | None:
-    """Load the first usable checkpoint of `stored`; return its step version, entry and size.
-
-    If none is usable, return None and leave the state unchanged; a warning gives each reason.
-    A store that is unreachable or does not answer is tried once. No further store is tried after
-    RESTORE_S_MAX or when the next order arrives.
-    """
-    last_s = clock() + RESTORE_S_MAX
-    unreachable = set[str]()
-    for entry in stored:
-        wait_s = last_s - clock()
-        if wait_s <= 0:
-            log.warning("no more checkpoint stores are tried", after_s=RESTORE_S_MAX)
-        if wait_s <= 0 or is_interrupted():
-            break
-        if entry.endpoint in unreachable:
-            continue
-        try:
-            offer, numbers, memory = _fetch(trainee, task, entry, secret, wait_s)
-        except (OSError, TransferError) as error:
-            if isinstance(error, OSError):
-                unreachable.add(entry.endpoint)
-            log.warning("in-memory checkpoint not usable", node=entry.node,
-                        iteration=entry.step_version, why=str(error) or type(error).__name__)
-            continue
-        live = training_state.tensors(trainee)
-        for name, tensor in views(memory, live).items():
-            live[name].copy_(tensor)
-        return training_state.load(trainee, numbers, history), entry, offer.copy_bytes
-    return None
-
-
-def _fetch(trainee: TrainingModel, task: int, entry: MemoryCheckpoint, secret: str, wait_s: float
-           ) -> tuple[Offer, training_state.Numbers, Tensor]:
-    """Fetch and verify a checkpoint; each wait is limited to `wait_s`. Raises OSError,
-    TransferError."""
-    live = training_state.tensors(trainee)
-    layout, num_bytes = layout_of(live), flat_bytes(live)
-    memory = torch.empty(0, dtype=torch.uint8)
-
-    def allocate(offer: Offer) -> memoryview:
-        nonlocal memory
-        if offer.layout != layout or offer.copy_bytes != num_bytes + offer.numbers_bytes:
-            raise TransferError(f"it is of another model: layout {offer.layout}, not {layout}")
-        try:
-            memory = torch.empty(offer.copy_bytes, dtype=torch.uint8)
-        except RuntimeError as error:
-            raise TransferError(f"no memory for {offer.copy_bytes} bytes: {error}") from None
-        return memory.numpy().data
-
-    request = CheckpointRequest(task=task, generation=entry.generation,
-                                step_version=entry.step_version,
-                                step_version_max=entry.step_version_max)
-    with protocol.connect(entry.endpoint, secret, wait_s) as connection:
-        offer, checksum = protocol.get(connection, request, allocate)
-    if offer.step_version == entry.step_version and checksum != entry.checksum:
-        raise TransferError(f"it was altered: its checksum is {checksum}, not {entry.checksum}")
-    try:
-        numbers = msgspec.msgpack.decode(memory[num_bytes:].numpy().data,
-                                         type=training_state.Numbers)
-    except msgspec.MsgspecError as error:
-        raise TransferError(f"its numbers cannot be decoded: {error}") from None
-    try:
-        training_state.check_numbers(trainee, numbers)
-    except ValueError as error:
-        raise TransferError(f"it does not fit: {error}") from None
-    if numbers.step_version != offer.step_version:
-        raise TransferError(f"it is of step {numbers.step_version}, not {offer.step_version}")
-    return offer, numbers, memory
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in host memory."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data

@@ -40,6 +40,10 @@ class Stats(NamedTuple):
     """Number of members with an order to stop at this boundary."""
     num_saving: float = 0.0
     """Number of members that still write their share of a checkpoint."""
+    num_sending: float = 0.0
+    """Number of members that cannot take an in-memory checkpoint at this boundary."""
+    num_unstored: float = 0.0
+    """Number of members whose last share of an in-memory checkpoint is in no store."""
 
 
 class StepBarrier(NamedTuple):

@@ -58,6 +58,10 @@ class Iteration:
         self.num_tokens = 0
         self.forward_calls = 0
         self.after_boundary = False
+        self.copy_status: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)
+        """This member's `num_sending` and `num_unstored` (Stats)."""
+        self.may_copy = self.is_copied = False
+        """Whether all members can take an in-memory checkpoint now, and have stored the last."""
         self.before_change: Callable[[], None] = lambda: None
         """Called before the state changes: a snapshot may read it."""
         self.is_saving: Callable[[], bool] = lambda: False
@@ -383,9 +387,13 @@ class Iteration:
 
     def _stats(self, loss_sum: float, num_tokens: float) -> Stats:
         self._was_saving = self.is_saving()
-        return Stats(loss_sum, num_tokens, num_saving=float(self._was_saving))
+        num_sending, num_unstored = self.copy_status()
+        return Stats(loss_sum, num_tokens, num_saving=float(self._was_saving),
+                     num_sending=num_sending, num_unstored=num_unstored)
 
     def _boundary(self, stats: Stats) -> Outcome:
+        self.may_copy = not stats.num_sending
+        self.is_copied = not stats.num_unstored
         self.num_saving = round(stats.num_saving)
         self.num_others_saving = self.num_saving - self._was_saving
         return "boundary" if stats.num_stopping else "stepped"

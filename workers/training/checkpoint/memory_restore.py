@@ -1,0 +1,276 @@
+"""Restores a member's part of the state from the shares in checkpoint stores, into any layout.
+
+Each member asks some of the stores for their lists of shares, and the members exchange these lists.
+So all know the same versions, and try the newest whole one first. A member reads only the pieces
+that overlap its own part, directly into its tensors. The shares of its own part of the model come
+first; others are opened only if something is still missing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from math import inf
+from threading import Lock
+from typing import NamedTuple
+
+import msgspec
+import structlog
+import torch
+import torch.distributed as dist
+from msgspec import Struct
+
+from ....events.records.types import MemoryCheckpoint
+from ...checkpoint_store import protocol
+from ...checkpoint_store.protocol import Offer, Piece, ShareReader, ShareRequest, TransferError
+from ..model import training_state
+from ..recovery.resharding import Region, Shard, intersection
+from ..recovery.state_exchange import comm_device
+from ..recovery.state_shards import State, cut
+from ..recovery.state_sources import HeldState
+from ..step.gradient_reduction import is_cuda_error
+from ..step.iteration import clock
+
+RESTORE_S_MAX = 15.0
+"""Time limit for all stores together when a generation restores its state. It is below
+reconfigure_s_max, so that time is left to read the checkpoint on disk. A transfer in progress is
+not interrupted."""
+LISTS_NUM = 16
+"""Stores that a member asks at once."""
+READERS_NUM = 4
+"""Shares that a member reads at once."""
+
+log = structlog.get_logger()
+
+
+class StoredShare(Struct, frozen=True, array_like=True):
+    """A share in a store; `store` is an index into the endpoints of `Stores`."""
+
+    store: int
+    generation: int
+    step_version: int
+    share: int
+    num_shares: int
+    shape: tuple[int, ...]
+    part: tuple[int, ...]
+
+
+class Version(NamedTuple):
+    """A whole in-memory checkpoint: of each share, the stores that have it."""
+
+    generation: int
+    step_version: int
+    shares: tuple[tuple[StoredShare, ...], ...]
+
+
+class Fetched(NamedTuple):
+    """What a member has read. `node`: the node from whose store most bytes came. A standby member
+    reads nothing."""
+
+    numbers: training_state.Numbers | None
+    received_bytes: int
+    node: str
+
+
+class Stores:
+    """The checkpoint stores that an order names (`copies`), as seen by one member of a task."""
+
+    def __init__(self, task: int, copies: Sequence[MemoryCheckpoint], secret: str,
+                 is_interrupted: Callable[[], bool]) -> None:
+        self._task, self._secret, self._is_interrupted = task, secret, is_interrupted
+        self._copies = copies
+        self._nodes = {copy.endpoint: copy.node for copy in copies}
+        self.endpoints = list(self._nodes)
+        self._last_s = clock() + RESTORE_S_MAX
+
+    def shares(self, place: int, num_members: int) -> list[StoredShare]:
+        """The shares in those stores that this member asks: each store is asked by one member. A
+        store that does not answer counts as empty; a warning says why."""
+        mine = range(place, len(self.endpoints), num_members)
+        if not mine:
+            return []
+        with ThreadPoolExecutor(min(len(mine), LISTS_NUM)) as pool:
+            return [share for found in pool.map(self._list, mine) for share in found]
+
+    def _list(self, store: int) -> list[StoredShare]:
+        try:
+            with protocol.connect(self.endpoints[store], self._secret, self._wait_s()
+                                  ) as connection:
+                offers = protocol.list_shares(connection, self._task)
+        except (OSError, TransferError) as error:
+            self._warn(store, error)
+            return []
+        return [_stored(store, offer) for offer in offers]
+
+    def versions(self, shares: Sequence[StoredShare]) -> list[Version]:
+        """The whole versions that may be used, the newest first. The same on every member."""
+        groups: dict[tuple[int, int, int], dict[int, list[StoredShare]]] = {}
+        for share in sorted(shares, key=lambda one: one.store):
+            if any(_fits(copy, share) for copy in self._copies):
+                group = (share.step_version, share.generation, share.num_shares)
+                groups.setdefault(group, {}).setdefault(share.share, []).append(share)
+        return [Version(generation, step_version,
+                        tuple(tuple(found[share]) for share in range(num_shares)))
+                for (step_version, generation, num_shares), found in sorted(
+                    groups.items(), reverse=True)
+                if all(share in found for share in range(num_shares))]
+
+    def fetch(self, version: Version, wanted: State, held: HeldState, place: int) -> Fetched:
+        """Read the pieces of `wanted` into its tensors. Raises TransferError if that fails; the
+        tensors then have undefined values."""
+        reading = _Reading(wanted)
+        # Share 0 has the numbers.
+        order = sorted(range(len(version.shares)), key=lambda share: (
+            share != 0, _distance(version.shares[share][0], held)))
+        with ThreadPoolExecutor(READERS_NUM) as pool:
+            for first in range(0, len(order), READERS_NUM):
+                some = order[first : first + READERS_NUM]
+                if reading.is_complete:
+                    break
+                waiting = [pool.submit(self._read, version.shares[share], reading, place)
+                           for share in some]
+                for each in waiting:
+                    each.result()
+        return self._fetched(version, reading)
+
+    def _fetched(self, version: Version, reading: _Reading) -> Fetched:
+        if reading.missing:
+            more = f" and {len(reading.missing) - 1} more" if len(reading.missing) > 1 else ""
+            raise TransferError(f"it is of another model: it lacks {reading.missing[0]}{more}")
+        try:
+            numbers = msgspec.msgpack.decode(reading.numbers, type=training_state.Numbers)
+        except msgspec.MsgspecError as error:
+            raise TransferError(f"its numbers cannot be decoded: {error}") from None
+        if numbers.step_version != version.step_version:
+            raise TransferError(f"it is of step {numbers.step_version}, not {version.step_version}")
+        most = max(sorted(reading.received), key=lambda store: reading.received[store], default=0)
+        return Fetched(numbers, sum(reading.received.values()), self._nodes[self.endpoints[most]])
+
+    def _read(self, stored: Sequence[StoredShare], reading: _Reading, place: int) -> None:
+        """Read the missing pieces of one share from one of the stores that have it. The members
+        begin with different stores."""
+        errors: list[str] = []
+        for index in range(len(stored)):
+            share = stored[(place + index) % len(stored)]
+            try:
+                self._read_from(share, reading)
+            except (OSError, TransferError) as error:
+                self._warn(share.store, error, iteration=share.step_version, share=share.share)
+                errors.append(str(error) or type(error).__name__)
+                continue
+            return
+        raise TransferError("; ".join(errors))
+
+    def _read_from(self, share: StoredShare, reading: _Reading) -> None:
+        request = ShareRequest(task=self._task, generation=share.generation,
+                               step_version=share.step_version, share=share.share,
+                               num_shares=share.num_shares)
+        endpoint = self.endpoints[share.store]
+        with protocol.connect(endpoint, self._secret, self._wait_s()) as connection:
+            reader = ShareReader(connection, request)
+            if share.share == 0:
+                reading.numbers = reader.manifest.numbers
+            for piece, data in reader.read(reading.useful(reader.manifest.pieces)):
+                reading.take(piece, data)
+                reading.received[share.store] += piece.num_bytes
+
+    def _wait_s(self) -> float:
+        left_s = self._last_s - clock()
+        if self._is_interrupted():
+            raise TransferError("interrupted")
+        if left_s <= 0:
+            raise TransferError(f"no more stores are tried after {RESTORE_S_MAX:.0f} s")
+        return left_s
+
+    def _warn(self, store: int, error: Exception, **where: int) -> None:
+        log.warning("in-memory checkpoint not usable", node=self._nodes[self.endpoints[store]],
+                    why=str(error) or type(error).__name__, **where)
+
+
+class _Reading:
+    """The regions that a member wants, and those that are still missing. Thread-safe."""
+
+    def __init__(self, wanted: State) -> None:
+        self._wanted: dict[tuple[str, str], list[Shard]] = {}
+        self._state = wanted
+        self._num_missing = {shard: shard.region.num_elements for shard in wanted}
+        self._taken: set[Piece] = set()
+        self._lock = Lock()
+        self.numbers = b""
+        self.received = Counter[int]()
+        for shard in wanted:
+            self._wanted.setdefault((shard.key, shard.kind), []).append(shard)
+
+    @property
+    def missing(self) -> list[str]:
+        """The keys of the regions of which some elements are missing."""
+        return [shard.key for shard, num in self._num_missing.items() if num]
+
+    @property
+    def is_complete(self) -> bool:
+        return bool(self.numbers) and not any(self._num_missing.values())
+
+    def useful(self, pieces: Sequence[Piece]) -> list[int]:
+        """The indices of the pieces that overlap a missing region."""
+        return [index for index, piece in enumerate(pieces)
+                if piece not in self._taken and any(True for _ in self._overlaps(piece))]
+
+    def take(self, piece: Piece, data: memoryview) -> None:
+        """Copy a piece into the tensors. Raises TransferError."""
+        region = Region(piece.offset, piece.shape)
+        dtype: torch.dtype = getattr(torch, piece.kind.partition(" ")[0])
+        try:
+            tensor = torch.frombuffer(data, dtype=dtype).view(piece.shape)
+        except (ValueError, RuntimeError) as error:
+            raise TransferError(f"invalid piece: {error}") from None
+        with self._lock:
+            self._taken.add(piece)
+        for shard, part in self._overlaps(piece):
+            try:
+                cut(self._state[shard], shard.region, part).copy_(cut(tensor, region, part))
+            except RuntimeError as error:
+                if is_cuda_error(error):
+                    raise
+                raise TransferError(f"{piece.key}: {error}") from None
+            with self._lock:
+                self._num_missing[shard] -= part.num_elements
+
+    def _overlaps(self, piece: Piece) -> Iterator[tuple[Shard, Region]]:
+        region = Region(piece.offset, piece.shape)
+        for shard in self._wanted.get((piece.key, piece.kind), ()):
+            if (part := intersection(shard.region, region)) is not None:
+                yield shard, part
+
+
+def gather_shares(mine: Sequence[StoredShare]) -> list[StoredShare]:
+    """The shares that all members have found. A collective of all members."""
+    data, device = msgspec.msgpack.encode(mine), comm_device()
+    own = torch.tensor(list(data), dtype=torch.uint8, device=device)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device)
+             for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(data)], device=device))
+    largest = max(int(size.item()) for size in sizes)
+    buffers = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in sizes]
+    dist.all_gather(buffers, torch.cat([own, own.new_zeros(largest - len(data))]))
+    return [share for buffer, size in zip(buffers, sizes, strict=True)
+            for share in msgspec.msgpack.decode(buffer[:int(size.item())].cpu().numpy().data,
+                                                type=list[StoredShare])]
+
+
+def _stored(store: int, offer: Offer) -> StoredShare:
+    return StoredShare(store, offer.generation, offer.step_version, offer.share, offer.num_shares,
+                       offer.shape, offer.part)
+
+
+def _fits(copy: MemoryCheckpoint, share: StoredShare) -> bool:
+    most = copy.step_version_max if copy.step_version_max >= 0 else inf
+    return copy.generation == share.generation and copy.step_version <= share.step_version <= most
+
+
+def _distance(share: StoredShare, held: HeldState) -> tuple[bool, ...]:
+    """Shares of the member's own part of the model come first; then those of its pipeline stage,
+    which have what all tensor-parallel ranks hold, and those of the first stage."""
+    if share.shape != held.shape:
+        return (True,)
+    return (False, share.part != held.part, share.part[1:] != held.part[1:], any(share.part[1:]))
