@@ -26,9 +26,9 @@ from ...checkpoint_store import protocol
 from ...checkpoint_store.protocol import Offer, Piece, ShareReader, ShareRequest, TransferError
 from ..model import training_state
 from ..recovery.resharding import Region, Shard, intersection
-from ..recovery.state_exchange import comm_device
 from ..recovery.state_shards import State, cut
 from ..recovery.state_sources import HeldState
+from ..recovery.state_transfer import comm_device
 from ..step.gradient_reduction import is_cuda_error
 from ..step.iteration import clock
 
