@@ -132,6 +132,7 @@ class Iteration:
             self.marks.pulse.finish()
         else:
             self._undo()
+        self.reduction.free()  # a recovery needs memory of its own
 
     def take(self, step_version: int, share: MemberAssignment, generation: int, *, begun: bool
              ) -> None:
