@@ -128,6 +128,10 @@ class Reduction:
         self._backup.drop()
         self.num_complete = 0
 
+    def free(self) -> None:
+        """Between two generations: free the memory that only a reduction needs."""
+        self._backup.free()
+
     def step_barrier(self, control: Control, communicators: Communicators, mine: StepBarrier
                      ) -> StepBarrier | Outcome:
         """The step barrier: exchange the global values that a step needs.

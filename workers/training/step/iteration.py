@@ -113,6 +113,7 @@ class Iteration:
         if not self.is_stuck:
             self._forget_sums()
             self.reduction.done()
+            self.reduction.free()
             self.trainee.release_gradients()
 
     def _use_model(self, trainee: TrainingModel) -> None:
@@ -157,6 +158,7 @@ class Iteration:
             self.marks.pulse.finish()
         else:
             self._undo()
+        self.reduction.free()  # a recovery needs memory of its own
 
     def take(self, step_version: int, share: MemberAssignment, generation: int, *, begun: bool
              ) -> None:
