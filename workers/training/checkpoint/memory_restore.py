@@ -90,7 +90,7 @@ class Stores:
         mine = range(place, len(self.endpoints), num_members)
         if not mine:
             return []
-        with ThreadPoolExecutor(min(len(mine), LISTS_NUM)) as pool:
+        with ThreadPoolExecutor(min(len(mine), LISTS_NUM), "copies") as pool:
             return [share for found in pool.map(self._list, mine) for share in found]
 
     def _list(self, store: int) -> list[StoredShare]:
@@ -123,7 +123,7 @@ class Stores:
         # Share 0 has the numbers.
         order = sorted(range(len(version.shares)), key=lambda share: (
             share != 0, _distance(version.shares[share][0], held)))
-        with ThreadPoolExecutor(READERS_NUM) as pool:
+        with ThreadPoolExecutor(READERS_NUM, "copies") as pool:
             for first in range(0, len(order), READERS_NUM):
                 some = order[first : first + READERS_NUM]
                 if reading.is_complete:
