@@ -14,7 +14,7 @@ from unicron.events.records.types import Member, Origin, ReceivedState
 from unicron.events.spec.model import Axes
 from unicron.events.spec.parallelism import coordinates, num_positions, replica
 from unicron.workers.training.recovery.settlement import assign_micro_batches, settle
-from unicron.workers.training.recovery.state_sources import NO_STATE, SEVERAL, HeldState
+from unicron.workers.training.recovery.state_sources import NO_STATE, HeldState
 
 if TYPE_CHECKING:
     from simulated.environment import Environment
@@ -181,7 +181,7 @@ class SimulatedGeneration:
             return
         first = self.ranks[0]
         settlement = settle([r.claim() for r in self.ranks], first.train.num_micro_batches,
-                            self.axes, [r.node for r in self.ranks])
+                            self.axes)
         states: list[tuple[int, int]] = []
         for place in settlement.holders:
             giver = self.ranks[place]
@@ -195,13 +195,11 @@ class SimulatedGeneration:
             self._restored() if nobody else (states[0], "", ""))
         finished = self.step_version >= first.train.iterations
         for place, (rank, share) in enumerate(zip(self.ranks, settlement.shares, strict=True)):
-            source = share.source
+            givers = self._givers(place, settlement.holders)
             if nobody:
-                source = 0 if place and self.step_version else NO_STATE
-            own = source == place
-            whence: Origin = origin if source == NO_STATE else "own" if own else "peer"
-            givers = [] if own or source == NO_STATE else (
-                list(settlement.holders) if source == SEVERAL else [source])
+                givers = [0] if place and self.step_version else []
+            is_restored = nobody and not givers
+            whence: Origin = origin if is_restored else "peer" if givers else "own"
             if self.place(rank) is not None:
                 rank.step_version, rank.digest, rank.beside = self.step_version, digest, False
                 rank.ready, rank.gate = False, ()
@@ -210,20 +208,33 @@ class SimulatedGeneration:
             rank.hold(() if finished else share.kept, () if finished else share.todo,
                       settlement.begun and not finished)
             rank.assigned_in = self.number
-            at = origin_node if source == NO_STATE else (
+            at = origin_node if is_restored else (
                 self.ranks[givers[0]] if givers else rank).node
             rank.say(Reconfigured(
                 task=self.task, rank=rank.rank, attempt=rank.attempt, generation=self.number,
                 step_version=self.step_version, kept_micro_batches=rank.kept,
                 remaining_micro_batches=rank.todo,
                 reassigned_micro_batches=() if finished else share.dealt,
-                source=-1 if source == NO_STATE else (
+                source=-1 if is_restored else (
                     self.ranks[givers[0]] if givers else rank).rank,
                 received_bytes=(COPY_BYTES if givers or whence in ("copy", "checkpoint") else 0),
                 down_s=0.02, up_s=0.05, settle_s=0.01, origin=whence, origin_node=at,
                 received_from=tuple(
                     ReceivedState(rank=self.ranks[giver].rank, node=self.ranks[giver].node,
                           taken_bytes=COPY_BYTES // len(givers)) for giver in givers)))
+
+    def _givers(self, place: int, holders: dict[int, HeldState]) -> list[int]:
+        """The members from which the one at `place` takes its state: none if it has it, the nearest
+        that has the same shards, or else all holders."""
+        if place >= num_positions(self.layout):
+            return []
+        seat = HeldState(axes=self.layout, place=place,
+                         optimizer=self.ranks[place].train.parallel.optimizer)
+        same = [other for other, held in holders.items() if held.shards == seat.shards]
+        if place in same:
+            return []
+        near = [other for other in same if self.ranks[other].node == self.ranks[place].node]
+        return (near or same)[:1] or list(holders)
 
     def _restored(self) -> tuple[tuple[int, int], Origin, str]:
         """If no member has a state: the restored (step version, digest), its origin and node."""

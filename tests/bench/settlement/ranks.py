@@ -140,6 +140,7 @@ class World:
 
     def __init__(self, scene: Scene) -> None:
         self.scene, self.nodes = scene, scene.nodes()
+        self._asking: dict[int, tuple[list[bytes], dict[int, bytes]]] = {}
         self.claims = [msgspec.msgpack.encode(scene.claim(place)) for place in range(scene.num)]
         claims = [scene.claim(place) for place in range(scene.num)]
         settlement = settle(claims, scene.num_micro_batches, scene.after)
@@ -194,7 +195,9 @@ class World:
     def cost(self, place: int) -> Cost:
         """Run the settlement of one member."""
         scene = self.scene
-        rows, requests = self.those_that_ask(place)
+        if place not in self._asking:
+            self._asking[place] = self.those_that_ask(place)
+        rows, requests = self._asking[place]
         blob = pack_news(self.claims)
         peers = SimulatedPeers(place, self.offers, self.described, rows, requests)
         state_exchange.forget_lists()
@@ -215,6 +218,5 @@ class World:
         cpu_s = time.process_time() - began_s
         assert asked.keys() == requests.keys()
         assert place not in receivers or plan.moves
-        gc.unfreeze()
         peers.maximum(bytes(scene.num))  # whether all data was right
         return Cost(peers.num_bytes, cpu_s, peers.num_read_bytes + len(blob))
