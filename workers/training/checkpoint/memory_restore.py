@@ -18,17 +18,16 @@ from typing import NamedTuple
 import msgspec
 import structlog
 import torch
-import torch.distributed as dist
 from msgspec import Struct
 
 from ....events.records.types import MemoryCheckpoint
 from ...checkpoint_store import protocol
 from ...checkpoint_store.protocol import Offer, Piece, ShareReader, ShareRequest, TransferError
 from ..model import training_state
+from ..recovery.peers import World
 from ..recovery.resharding import Region, Shard, intersection
 from ..recovery.state_shards import State, cut
 from ..recovery.state_sources import HeldState
-from ..recovery.state_transfer import comm_device
 from ..step.gradient_reduction import is_cuda_error
 from ..step.iteration import clock
 
@@ -245,17 +244,8 @@ class _Reading:
 
 def gather_shares(mine: Sequence[StoredShare]) -> list[StoredShare]:
     """The shares that all members have found. A collective of all members."""
-    data, device = msgspec.msgpack.encode(mine), comm_device()
-    own = torch.tensor(list(data), dtype=torch.uint8, device=device)
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device)
-             for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(data)], device=device))
-    largest = max(int(size.item()) for size in sizes)
-    buffers = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in sizes]
-    dist.all_gather(buffers, torch.cat([own, own.new_zeros(largest - len(data))]))
-    return [share for buffer, size in zip(buffers, sizes, strict=True)
-            for share in msgspec.msgpack.decode(buffer[:int(size.item())].cpu().numpy().data,
-                                                type=list[StoredShare])]
+    return [share for found in World().collect(msgspec.msgpack.encode(mine))
+            for share in msgspec.msgpack.decode(found, type=list[StoredShare])]
 
 
 def _stored(store: int, offer: Offer) -> StoredShare:
