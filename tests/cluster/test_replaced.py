@@ -13,7 +13,8 @@ from unicron.events.log.embedded_server import start_time
 def test_a_stale_generation_publishes_nothing_and_is_ended(
         three: Any, tmp_path: Path) -> None:
     cluster, output = three, tmp_path / "solo"
-    task = cluster.submit(small("solo", tmp_path, slots=(1, 1), checkpoint_every=20))
+    task = cluster.submit(small("solo", tmp_path, slots=(1, 1), checkpoint_every=20,
+                                copy_every=0))
     (old,) = cluster.wait_whole(task, 1)["ranks"]
     first = cluster.wait_told(0, "CheckpointPublished", task=task).seq
     with stopped(cluster.agent(old["node"]).pid):
@@ -55,7 +56,8 @@ def test_a_stale_generation_publishes_nothing_and_is_ended(
 def test_a_task_that_lost_both_its_nodes_resumes_from_its_checkpoint(
         three: Any, tmp_path: Path) -> None:
     cluster = three
-    task = cluster.submit(small("wide", tmp_path, slots=(1, 2), rates=RATES, checkpoint_every=20))
+    task = cluster.submit(small("wide", tmp_path, slots=(1, 2), rates=RATES, checkpoint_every=20,
+                                copy_every=0))
     nodes = {rank["node"] for rank in cluster.wait_whole(task, 2)["ranks"]}
     assert len(nodes) == 2
     after = cluster.wait_told(task, "CheckpointPublished", task=task).seq

@@ -97,7 +97,7 @@ def test_undisturbed_ranks_equal_the_twin_and_resume_from_a_checkpoint(
     again.generation = 1
     first, second = again.form([0, 1], checkpoint="gen-1/iter-6").values()
     assert (first.step_version, first.source, first.origin) == (6, -1, "checkpoint")
-    assert (second.step_version, second.source, second.origin) == (6, 0, "peer")
+    assert (second.step_version, second.source, second.origin) == (6, -1, "checkpoint")
     again.finish([0, 1])
     assert sorted(again.losses()) == list(range(ITERATIONS)), "the checkpoint contains the losses"
     assert twin(0.1).is_equal(again.final_checkpoint(2))

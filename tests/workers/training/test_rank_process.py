@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from rank_driver import EXEC, Drive, Twins
 from unicron.events.records import reports as r
+from unicron.events.records.types import MemoryCheckpoint
 from unicron.workers.training.process.control_thread import EXIT_STUCK
 
 WAIT_S = 60.0
@@ -217,8 +218,10 @@ def test_a_member_about_to_use_a_group_that_was_aborted_quiesces(drive: Drive) -
     driver = drive(iterations=3)
     driver.patch = ABORTS
     driver.start(0, 1)
-    path = driver.hold(1, "settle", -1)  # before it learns which states there are
-    driver.reconfigure([0, 1])
+    path = driver.hold(1, "settle", -1)  # before it learns what the stores have
+    driver.reconfigure([0, 1], copies=(MemoryCheckpoint(
+        node="n9", endpoint="127.0.0.1:1", rank=0, generation=1, step_version=1, copy_bytes=1,
+        checksum=""),))
     driver.held(1, -1)
     driver.ask_to_leave([0, 1], "now")
     driver.says(1, "woken in 1")

@@ -63,6 +63,17 @@ def unpack_news(data: bytes) -> list[bytes]:
     return msgspec.msgpack.decode(zlib.decompress(data), type=list[bytes])
 
 
+@contextmanager
+def _same_excepthook() -> Generator[None]:
+    """Restores sys.excepthook at the end. With each world torch wraps it, and buffers stderr until
+    the wrapped hook returns. The rank's hook ends the process, so the traceback would be lost."""
+    excepthook = sys.excepthook
+    try:
+        yield
+    finally:
+        sys.excepthook = excepthook
+
+
 class Communicators:
     """This process's communicators of one generation at a time, and the store that it hosts.
 
@@ -132,18 +143,15 @@ class Communicators:
         If `axes` is None, all members are data-parallel. `replica`: the ranks of this replica.
         """
         assert self.store is not None, "rendezvous first"
-        excepthook = sys.excepthook
         self._is_building = True
         try:
-            dist.init_process_group(self.backend, store=self.store, rank=self.place,
-                                    world_size=self.num_members,
-                                    timeout=datetime.timedelta(seconds=GROUP_S_MAX))
+            with _same_excepthook():
+                dist.init_process_group(self.backend, store=self.store, rank=self.place,
+                                        world_size=self.num_members,
+                                        timeout=datetime.timedelta(seconds=GROUP_S_MAX))
             self.groups = process_groups.build(axes, COLLECTIVE_S_MAX)
         finally:
             self._is_building = False
-            # In each generation torch wraps sys.excepthook, and buffers stderr until the wrapped
-            # hook returns. The rank's hook ends the process, so the traceback would be lost.
-            sys.excepthook = excepthook
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=COLLECTIVE_S_MAX))
         self.axes = axes or Axes(dp=self.num_members)
         self.replica = replica
@@ -221,8 +229,9 @@ class Communicators:
         a generation's groups in their place.
         """
         roots: list[Any] = []
-        dist.init_process_group("fake", store=FakeStore(), rank=place,
-                                world_size=num_positions(axes))
+        with _same_excepthook():
+            dist.init_process_group("fake", store=FakeStore(), rank=place,
+                                    world_size=num_positions(axes))
         self.groups = process_groups.build(axes, COLLECTIVE_S_MAX)
         self.on_groups(self.groups)
         try:
