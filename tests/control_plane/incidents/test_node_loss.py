@@ -153,7 +153,7 @@ def test_silence_without_a_second_source_changes_no_task() -> None:
     assert d.run_for(3.0) == []
     d.silent.add("n2")
     away = d.run_for(20.0)
-    assert [x.kind for x in away] == ["NodeUnreachable", "SetCheckpointStores"]
+    assert [x.kind for x in away] == ["NodeUnreachable"]
     assert d.state.nodes["n2"].health == "unreachable"
     d.submit(spec(name="beta"))
     assert len(task_of(d, task).target) == 3, "a new plan does not change the task"

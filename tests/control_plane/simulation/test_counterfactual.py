@@ -276,7 +276,7 @@ def test_the_command_on_a_real_log(
     page = capsys.readouterr().out
     assert max(map(len, page.splitlines())) <= 100
     assert "RECORDED" in page
-    assert "7 of 20 decisions differ" in page
+    assert "8 of 20 decisions differ" in page
 
 
 def test_under_other_weights_policies_are_compared_with_ours(capsys: pytest.CaptureFixture[str]
@@ -351,7 +351,7 @@ def test_a_request_while_a_task_is_down_is_not_credited_with_its_end() -> None:
 
 
 # --- logs of the simulated cluster, with hangs, stopped processes and network faults -------------
-SEEDS = {5: (3, 2), 11: (1, 2), 12: (4, 1)}
+SEEDS = {5: (3, 2), 11: (1, 2), 12: (1, 0)}
 """Seed -> the number of hangs and of collective timeouts in its log."""
 
 
