@@ -63,7 +63,7 @@ class World:
         """All-gather."""
         size = len(record)
         found = torch.empty(size * self.num, dtype=torch.uint8, device=comm_device())
-        dist.all_gather([*found.split(size)], tensor_of(record).to(comm_device()))
+        dist.all_gather([*found.view(self.num, size).unbind()], tensor_of(record).to(comm_device()))
         whole = bytes_of(found)
         return [whole[at:at + size] for at in range(0, len(whole), size)]
 
