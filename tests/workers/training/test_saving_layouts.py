@@ -134,7 +134,7 @@ def test_a_disk_that_fills_on_one_member_is_one_warning(drive: Drive, twin: Twin
     driver.form(RANKS, axes=axes)
     driver.held(2, 8)
     hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)[1]
-    resource.prlimit(pid, resource.RLIMIT_FSIZE, (20_000, hard))
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (100_000, hard))
     waits = driver.hold(1, "forward", 11, micro_batch=1)
     held.unlink()
     driver.says(2, "checkpoint not saved; training continues")
