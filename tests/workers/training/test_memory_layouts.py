@@ -26,8 +26,9 @@ def trained(drive: Drive, axes: Axes, optimizer: str) -> Any:
     holds = [driver.hold(rank, "backward", EVERY + 1) for rank in ranks]
     driver.form(ranks, axes=axes)
     driver.until(lambda: EVERY in whole_steps(driver.keepers), "all have stored their shares")
+    driver.until(lambda: len({(told.rank, told.node) for told in driver.told(
+        r.MemoryCheckpointStored)}) == len(ranks) * len(driver.keepers), "all stores are reported")
     for rank in ranks:
-        driver.wait(r.MemoryCheckpointStored, rank)
         driver.kill(rank)
     for hold in holds:
         hold.unlink(missing_ok=True)

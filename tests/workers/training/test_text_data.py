@@ -123,6 +123,7 @@ def test_a_micro_batch_adds_its_sum_or_its_share_of_the_mean(alone: Any) -> None
 @pytest.mark.parametrize("loss", ["per_token", "per_micro_batch"])
 def test_an_iteration_without_any_token_is_finite(alone: Any, loss: str) -> None:
     trainee = built(alone, loss)
+    trainee.clear()
     trainee.draw.at(0, 0)
     nothing = trainee.loss(EMPTY)
     assert nothing.item() == 0
