@@ -88,3 +88,31 @@ def test_a_task_on_a_lost_node_recovers_from_the_stores_of_other_nodes(
     assert closed.iterations_lost <= EVERY
     cluster.cancel(task)
     cluster.verify()
+
+
+def test_a_task_that_a_fault_hurt_and_the_plan_preempts_comes_back_from_memory(
+        three: Any, tmp_path: Path) -> None:
+    """A node is lost. A heavier task needs all slots that are left, so the other one leaves."""
+    cluster = three
+    task = cluster.submit(small("light", tmp_path, slots=(1, 2), rates={1: 1.0, 2: 1.9}))
+    cluster.wait_whole(task, 2)
+    heavy = cluster.submit(small("heavy", tmp_path, weight=100.0, slots=(4, 4)))
+    cluster.wait_whole(heavy, 4)
+    nodes = {rank["node"] for rank in cluster.wait_whole(task, 2)["ranks"]}
+    assert len(nodes) == 2, "each of its ranks is on a node of its own"
+    cluster.wait_steps(task)
+    lost = min(nodes)
+    begin = cluster.seq()
+    cluster.kill_agent(lost)
+    cluster.wait_told(begin, "TaskWaiting", task=task)
+    cluster.wait(lambda: not cluster.task(task)["ranks"] or None, "its processes have ended")
+    saved = cluster.told(begin, "CheckpointSaved", task=task)[-1].body
+    cluster.start_agent(lost)
+    cluster.wait_whole(task, 2)
+    came = [record.body for record in cluster.told(begin, "Reconfigured", task=task)]
+    assert {(one.origin, one.step_version) for one in came[-2:]} == {("copy", saved.step_version)}
+    assert not any(one.origin == "checkpoint" for one in came)
+    assert cluster.task(task)["iterations_lost"] == 0
+    cluster.wait_steps(task)
+    assert len(cluster.losses(task, again_rel=1e-5)) > saved.step_version
+    cluster.cancel(task, heavy)
