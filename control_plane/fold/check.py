@@ -70,6 +70,8 @@ def _task(state: ClusterState, task: Task) -> Iterator[str]:
     expected = outstanding(task)
     if task.num_outstanding != expected:
         yield f"num_outstanding is {task.num_outstanding}, {expected} answers are awaited"
+    if task.positions != {member.rank: place for place, member in enumerate(task.members)}:
+        yield f"positions are {task.positions}, the members are {task.members}"
     incident = state.incidents.get(task.incident)
     if task.incident and (incident is None or incident.task != task.id):
         yield f"its incident {task.incident} is of another task"

@@ -219,7 +219,8 @@ def task_ended(state: ClusterState, record: Record, body: d.TaskEnded) -> None:
     edits.close_orders(state, [task.quiesce_order, task.reconfigure_order, task.resume_order,
                                task.keep_order, *task.publishing])
     task.copies, task.keepers, task.stores = [], (), ()
-    task.target, task.members, task.incident, task.faults = (), (), 0, []
+    edits.set_members(task, ())
+    task.target, task.incident, task.faults = (), 0, []
     if body.outcome != "finished":  # its disabled slots are not confirmed as the cause
         for slot in task.disabled_slots.values():
             if slot.node in state.nodes:
@@ -298,8 +299,9 @@ def reconfigure_ordered(state: ClusterState, record: Record, body: o.Reconfigure
     edits.close_orders(state, [task.quiesce_order, task.reconfigure_order, task.resume_order,
                                task.keep_order])
     edits.set_stores(task, body.keepers, body.stores)
-    task.reconfigure_order, task.generation, task.members = (
-        record.seq, body.generation, body.members)
+    edits.set_members(task, body.members)
+    task.reconfigure_order, task.generation = record.seq, body.generation
+    task.reconfigure_checkpoint = body.checkpoint
     task.axes = body.axes
     task.failed_s, task.mode, task.finished, task.saved = -1.0, "", [], None
     task.saver, task.savers = -1, []

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from ...events.records.envelope import Record
 from ...events.records.reports import Reconfigured
 from ...events.records.statuses import EXITED_ABNORMALLY
-from ...events.records.types import NodeStores, ReceivedState, StoreEndpoint
+from ...events.records.types import Member, NodeStores, ReceivedState, StoreEndpoint
 from ..incidents.hangs import locate_hang
 from ..incidents.severity import severity_of
 from ..incidents.stragglers import slow_on
@@ -188,7 +188,8 @@ def settle_phase(state: ClusterState, task: Task) -> None:
         clear_phase_deadlines(state, task)
         close_orders(state, [task.quiesce_order, task.reconfigure_order, task.resume_order])
         transition_began(state, task)
-        task.members, task.finished, task.failed_s = (), [], -1.0
+        set_members(task, ())
+        task.finished, task.failed_s = [], -1.0
         set_phase(state, task, "starting")
     if task.phase == "starting" and not task.target and not task.ranks:
         transition_to_idle(state, task)
@@ -349,6 +350,12 @@ def end_pause(state: ClusterState, task: Task) -> None:
             incident.down_since_s = -1.0
         incident.kept_before, incident.dealt_before = incident.kept, incident.dealt
         incident.ckpt_read_before, incident.source_before = incident.ckpt_read, incident.source
+
+
+def set_members(task: Task, members: tuple[Member, ...]) -> None:
+    """Set the members of the task's generation, and their positions."""
+    task.members = members
+    task.positions = {member.rank: position for position, member in enumerate(members)}
 
 
 def set_stores(task: Task, keepers: tuple[StoreEndpoint, ...], stores: tuple[NodeStores, ...]

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 from ...events.records import reports as r
-from ...events.records.codec import decode_record
 from ...events.records.envelope import Record
-from ...events.records.orders import Reconfigure
 from ..incidents.severity import OF_DEVICES, TABLE, last_line, network_status
 from ..state.cluster import ClusterState
 from ..state.members import (
@@ -84,20 +80,11 @@ def reconfigured(state: ClusterState, record: Record, body: r.Reconfigured) -> N
     incident = state.incidents.get(task.incident)
     if incident is None:
         return
-    may_be_read = body.origin in ("", "checkpoint")
-    order = state.orders.get(task.reconfigure_order) if may_be_read else None
-    checkpoint = _checkpoint_of(order) if order is not None else ""
+    checkpoint = task.reconfigure_checkpoint if body.origin in ("", "checkpoint") else ""
     edits.record_origin(incident, body, checkpoint, rank.slot.node)
     if incident.down_since_s >= 0 and is_representative(task, rank):
         incident.kept += len(body.kept_micro_batches)
         incident.dealt += len(body.reassigned_micro_batches)
-
-
-@lru_cache(maxsize=8)
-def _checkpoint_of(order: bytes) -> str:
-    """The checkpoint that an encoded Reconfigure names. Cached, since every member asks."""
-    body = decode_record(order).body
-    return body.checkpoint if isinstance(body, Reconfigure) else ""
 
 
 def reconfigure_failed(state: ClusterState, record: Record, body: r.ReconfigureFailed) -> None:

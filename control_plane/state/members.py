@@ -10,7 +10,7 @@ from ...events.records.reports import FaultRequested
 from ...events.spec import parallelism
 from ...events.spec.parallelism import has_every_part, num_positions
 from .cluster import ClusterState
-from .task import HeldState, Rank, Task, positions
+from .task import HeldState, Rank, Task
 
 
 def awaited(task: Task) -> Literal["", "processes", "members"]:
@@ -101,7 +101,7 @@ def release_standbys(task: Task) -> None:
 
 
 def position_of(task: Task, rank: Rank) -> int:
-    return positions(task.members)[rank.rank]
+    return task.positions[rank.rank]
 
 
 def is_standby(task: Task, rank: Rank) -> bool:

@@ -250,6 +250,8 @@ class Task(Struct, kw_only=True):
     """Of a command: how often all processes were started."""
     generation: int = 0
     members: tuple[Member, ...] = ()
+    positions: dict[int, int] = field(default_factory=dict[int, int])
+    """By rank: its position among `members`."""
     axes: Axes | None = None
     """The layout of the generation; None: data-parallel over all members."""
     mode: str = ""
@@ -267,6 +269,8 @@ class Task(Struct, kw_only=True):
     """Outstanding answers to orders (members.py, `outstanding`)."""
     quiesce_order: int = 0
     reconfigure_order: int = 0
+    reconfigure_checkpoint: str = ""
+    """The checkpoint that the last Reconfigure order names."""
     resume_order: int = 0
     saver: int = -1
     """The rank ordered to complete a checkpoint on preemption; -1: none in this generation."""
@@ -354,7 +358,7 @@ class Task(Struct, kw_only=True):
 
     def member(self, number: int) -> Rank | None:
         """The running process of this member of the current generation."""
-        rank, place = self.ranks.get(number), positions(self.members).get(number)
+        rank, place = self.ranks.get(number), self.positions.get(number)
         if rank is None or place is None or self.members[place].attempt != rank.attempt:
             return None
         return rank
@@ -369,19 +373,3 @@ class Task(Struct, kw_only=True):
     def seats_at(self) -> dict[int, Slot]:
         """By rank: the slot that the target assigns."""
         return {seat.rank: seat.slot for seat in self.target}
-
-
-_positions: dict[int, tuple[tuple[Member, ...], dict[int, int]]] = {}
-POSITIONS_NUM_MAX = 64
-
-
-def positions(members: tuple[Member, ...]) -> dict[int, int]:
-    """The position of each rank among the members of a generation. Remembered, since every report
-    of a member asks for it: O(1) after the first call for these members."""
-    known = _positions.get(id(members))
-    if known is None or known[0] is not members:
-        if len(_positions) >= POSITIONS_NUM_MAX:
-            _positions.clear()
-        known = members, {member.rank: place for place, member in enumerate(members)}
-        _positions[id(members)] = known
-    return known[1]

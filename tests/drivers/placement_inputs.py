@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from decider import spec
 from hypothesis import strategies as st
+from unicron.control_plane.fold.edits import set_members
 from unicron.control_plane.state.task import Rank, Task
 from unicron.events.records.types import Labels, Member, Seat, Slot
 
@@ -28,7 +29,8 @@ def task_at(number: int, slots: Sequence[Slot], *, started: bool = True,
         task.phase = "training"
         task.ranks = {rank: Rank(rank=rank, attempt=1, slot=slot, state="member", has_state=True)
                       for rank, slot in enumerate(slots)}
-        task.members = tuple(Member(rank, 1, slot.node, "") for rank, slot in enumerate(slots))
+        set_members(task, tuple(Member(rank, 1, slot.node, "")
+                                for rank, slot in enumerate(slots)))
     return task
 
 
