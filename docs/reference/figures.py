@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from bench.detection import faults
 from bench.detection import main as detection
+from bench.memory import main as memory
 from bench.planner import main as planner
 from bench.recovery.rows import Row, describe, table
 from bench.settlement import main as settlement
@@ -178,6 +179,15 @@ def _settlement(rows: Sequence[Row], about: About) -> str:
         for metric, unit in settlement.UNITS.items()])
 
 
+def _memory(rows: Sequence[Row], about: About) -> str:
+    found = {one.case: one for one in rows if one.metric == memory.METRIC}
+    phases = dict.fromkeys(case.rpartition("_")[2] for case in memory.CASES)
+    layouts = dict.fromkeys(case.rpartition("_")[0] for case in memory.CASES)
+    return _lines(f"| layout | {' | '.join(phases)} |", [
+        (f"`{layout}`", *(_spread(found[case], ".2f") if (case := f"{layout}_{phase}") in found
+                          else "" for phase in phases)) for layout in layouts])
+
+
 def _throughput(rows: Sequence[Row], about: About) -> str:
     found = _by_key(rows)
     ways = ("in sample", "out of sample", "one point", "mean of the others")
@@ -263,6 +273,7 @@ BLOCKS = {
                  "cpu_s", _sim),
     "settlement": Block("docs/guides/bench-settlement.md", "settlement",
                         tuple(settlement.CASES), "metadata_bytes", _settlement),
+    "memory": Block("docs/guides/bench-memory.md", "memory", memory.CASES, memory.METRIC, _memory),
     "throughput": Block("docs/guides/throughput-model.md", "throughput", (), "mape_pct",
                         _throughput),
     "paper": Block("docs/guides/paper.md", "paper", TRACES, "waf_ratio", _paper),
