@@ -148,7 +148,7 @@ def control_plane(
 def submit(
     job: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="A job spec.")],
     dry_run: Annotated[bool, typer.Option(
-        "--dry-run", help="Only show the layout, the speed and the memory for each number of "
+        "--dry-run", help="Only show the layout, the speed and the memory for numbers of "
         "slots, and with a cluster the plan that would follow.")] = False,
     state: State = None, url: Url = None, output: Form = "text",
 ) -> None:

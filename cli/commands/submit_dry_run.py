@@ -26,7 +26,7 @@ SMALLER = "a larger slots.max, or a smaller model"
 
 
 def dry_run(state: StateDir, url: str | None, path: Path, *, as_json: bool) -> None:
-    """Print the layout of each number of slots. Where a cluster runs, print the plan that would
+    """Print the layouts of numbers of slots. Where a cluster runs, print the plan that would
     follow. Raises UsageError for a job that cannot have a layout, or that the cluster refuses."""
     spec = job_file.load(path)
     found = choices(spec)
