@@ -184,7 +184,7 @@ def _memory(rows: Sequence[Row], about: About) -> str:
     phases = dict.fromkeys(case.rpartition("_")[2] for case in memory.CASES)
     layouts = dict.fromkeys(case.rpartition("_")[0] for case in memory.CASES)
     return _lines(f"| layout | {' | '.join(phases)} |", [
-        (f"`{layout}`", *(_spread(found[case], ".2f") if (case := f"{layout}_{phase}") in found
+        (f"`{layout}`", *(f"{found[case].value:.2f}" if (case := f"{layout}_{phase}") in found
                           else "" for phase in phases)) for layout in layouts])
 
 
