@@ -303,14 +303,13 @@ def _stop_orphans(state: ClusterState, task: Task) -> Iterator[Body]:
 
 def _start(state: ClusterState, task: Task) -> Iterator[Body]:
     """Start a process in each empty seat whose slot is free."""
-    seats = [seat for seat in task.target if seat.rank not in task.ranks]
+    seats = [seat for seat in task.target
+             if seat.rank not in task.ranks and slot_free(state, seat)]
     if not seats:
         return
     axes, places = expected_positions(task)
     for seat in seats:
-        if slot_free(state, seat):
-            yield start_rank(state, task, seat, rendezvous_port(task), axes,
-                             places.get(seat.rank, -1))
+        yield start_rank(state, task, seat, rendezvous_port(task), axes, places.get(seat.rank, -1))
 
 
 def _publish(state: ClusterState, task: Task) -> Iterator[Body]:
