@@ -75,11 +75,9 @@ def save(folder: str, trainee: TrainingModel, step_version: int, history: Histor
     target = folder_at(folder, f"{os.getpid()}")
     snapshot = Snapshot(whole_share(trainee), None)
     try:
-        share_files.write_share(target, 0, step_version, snapshot.num_bytes, snapshot.read(),
-                                training_state.numbers(trainee, step_version, history),
-                                share_files.Hooks())
-        index = share_files.read_index(target.read(target.index_name(0)))
-        assert index is not None, "it was just written"
+        index = share_files.write_share(
+            target, 0, step_version, snapshot.num_bytes, snapshot.read(),
+            training_state.numbers(trainee, step_version, history), share_files.Hooks())
         return share_files.complete(target, [index])
     except WRITE_ERRORS as error:
         target.discard()

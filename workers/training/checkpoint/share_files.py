@@ -110,8 +110,8 @@ class _Checksummed(io.RawIOBase):
 
 def write_share(folder: Folder, place: int, step_version: int, share_bytes: int,
                 pieces: Iterable[tuple[Shard, Tensor]], numbers: training_state.Numbers | None,
-                hooks: Hooks) -> None:
-    """Write the data file and then the index of the member at `place`.
+                hooks: Hooks) -> Index:
+    """Write the data file and then the index of the member at `place`; returns the index.
 
     `numbers` are those of the state if this member writes them. Raises OSError, RuntimeError,
     MemoryError.
@@ -133,8 +133,9 @@ def write_share(folder: Folder, place: int, step_version: int, share_bytes: int,
             chunks += [_write(output, key, "", Region((), ()), value)
                        for key, value in _plain(numbers).items()]
         num_bytes = output.num_bytes
-    folder.write(folder.index_name(place), msgspec.msgpack.encode(Index(
-        FORMAT_NUM, step_version, file_name, num_bytes, chunks)))
+    index = Index(FORMAT_NUM, step_version, file_name, num_bytes, chunks)
+    folder.write(folder.index_name(place), msgspec.msgpack.encode(index))
+    return index
 
 
 def write_failure(folder: Folder, place: int, step_version: int, why: str) -> None:
