@@ -280,7 +280,6 @@ def quiesce_ordered(state: ClusterState, record: Record, body: o.Quiesce) -> Non
     edits.clear_phase_deadlines(state, task)
     edits.close_orders(state, [task.quiesce_order, task.reconfigure_order, task.resume_order])
     task.quiesce_order, task.mode = record.seq, body.mode
-    task.saver = body.ranks[0] if body.save and body.ranks else -1
     task.savers = list(body.ranks[:max(len(body.saving), 1)]) if body.save else []
     state.orders[record.seq] = encode_record(record)
     policy = state.policy
@@ -304,7 +303,7 @@ def reconfigure_ordered(state: ClusterState, record: Record, body: o.Reconfigure
     task.reconfigure_checkpoint = body.checkpoint
     task.axes = body.axes
     task.failed_s, task.mode, task.finished, task.saved = -1.0, "", [], None
-    task.saver, task.savers = -1, []
+    task.savers = []
     task.stalls, task.slow_iterations = {}, {}
     for rank in task.living_members():
         rank.state = "member"

@@ -272,10 +272,8 @@ class Task(Struct, kw_only=True):
     reconfigure_checkpoint: str = ""
     """The checkpoint that the last Reconfigure order names."""
     resume_order: int = 0
-    saver: int = -1
-    """The rank ordered to complete a checkpoint on preemption; -1: none in this generation."""
     savers: list[int] = field(default_factory=list[int])
-    """The ranks ordered to save their shares of it, the first is `saver`."""
+    """The ranks ordered to save a checkpoint on preemption, each its share."""
     save_late: int = 0
     """The generation whose checkpoint on preemption was not saved in time."""
     saved: Checkpoint | None = None
@@ -355,6 +353,11 @@ class Task(Struct, kw_only=True):
     def heals_in_memory(self) -> bool:
         """Whether its processes recover in memory; otherwise all restart together."""
         return self.spec.training is not None and not self.declined
+
+    @property
+    def saver(self) -> int:
+        """The rank ordered to complete a checkpoint on preemption; -1: none in this generation."""
+        return self.savers[0] if self.savers else -1
 
     def member(self, number: int) -> Rank | None:
         """The running process of this member of the current generation."""
