@@ -88,6 +88,7 @@ def test_a_task_on_a_lost_node_recovers_from_the_stores_of_other_nodes(
     assert closed.iterations_lost <= EVERY
     cluster.cancel(task)
     cluster.verify()
+    cluster.start_agent(own)
 
 
 def test_a_task_that_a_fault_hurt_and_the_plan_preempts_comes_back_from_memory(
@@ -96,7 +97,8 @@ def test_a_task_that_a_fault_hurt_and_the_plan_preempts_comes_back_from_memory(
     cluster = three
     task = cluster.submit(small("light", tmp_path, slots=(1, 2), rates={1: 1.0, 2: 1.9}))
     cluster.wait_whole(task, 2)
-    heavy = cluster.submit(small("heavy", tmp_path, weight=100.0, slots=(4, 4)))
+    heavy = cluster.submit(
+        small("heavy", tmp_path, weight=100.0, slots=(4, 4), rates={4: 3.0}))
     cluster.wait_whole(heavy, 4)
     nodes = {rank["node"] for rank in cluster.wait_whole(task, 2)["ranks"]}
     assert len(nodes) == 2, "each of its ranks is on a node of its own"
