@@ -190,7 +190,10 @@ class StateRecovery:
         self._is_overwritten = self._is_overwritten or (in_place and target is mine.trainee)
         if target is mine.trainee:
             mine.before_change()
-        numbers = training_state.numbers(source, step_version, mine.history) if source else None
+        numbers = None
+        if source is not None:  # a staged model gets its numbers only when it is activated
+            numbers = (self._staged_numbers if source is self._staged else
+                       training_state.numbers(source, step_version, mine.history))
         seat = HeldState(axes=order.axes or Axes(dp=len(order.members)),
                          optimizer=self._train.parallel.optimizer, place=place)
         found = self._run(source, target, numbers, [member.node for member in order.members],
