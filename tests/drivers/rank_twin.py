@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 from nursery import PATCH, Nursery
 from unicron.events.spec.job import JobSpec
-from unicron.workers.training.reference import Difference, compare, tolerance
+from unicron.workers.training.reference import NUM_ORDERS, Difference, compare, tolerance
 
 TWIN_S = 300.0
 TWINS = """
@@ -18,25 +18,29 @@ from unicron.events.spec.job import parse
 from unicron.workers.host import linux
 from unicron.workers.training.reference import orders, train_undisturbed
 train = parse(json.loads(spec)).train
-parent, trained = os.getpid(), []
-for number, order in enumerate(orders(train.num_micro_batches)):
-    if child := os.fork():
-        trained.append(child)
+parent, failed = os.getpid(), 0
+for number, order in enumerate(orders(train.num_micro_batches, num_orders)):
+    if number >= 3:
+        failed |= os.wait()[1]
+    if os.fork():
         continue
     linux.die_with(parent)
     train_undisturbed(train, Path(folder) / str(number), order=order)
     sys.exit()
-sys.exit(any(os.waitpid(child, 0)[1] for child in trained))
+for _ in range(min(num_orders, 3)):
+    failed |= os.wait()[1]
+sys.exit(bool(failed))
 """
-"""Trains `spec` into `folder` in three summation orders at once; not a rank."""
+"""Trains `spec` into `folder` in `num_orders` summation orders, three at once; not a rank."""
 
 
 class Twin:
     """The reference run, and the noise of summing its micro-batches in another order."""
 
-    def __init__(self, spec: JobSpec, folder: Path, nursery: Nursery, limit_s: float = TWIN_S
-                 ) -> None:
-        asked = f"spec, folder = {msgspec.json.encode(spec)!r}, {str(folder)!r}{TWINS}"
+    def __init__(self, spec: JobSpec, folder: Path, nursery: Nursery, limit_s: float = TWIN_S,
+                 num_orders: int = NUM_ORDERS) -> None:
+        asked = (f"spec, folder = {msgspec.json.encode(spec)!r}, {str(folder)!r}\n"
+                 f"num_orders = {num_orders}{TWINS}")
         folder.mkdir(parents=True, exist_ok=True)
         log = folder / "log"
         with log.open("wb") as output, open(os.devnull, "rb") as nothing:
@@ -47,7 +51,8 @@ class Twin:
         finally:
             trains.kill()
         self.path = folder / "0" / "final"
-        noises = [self.difference(folder / str(number) / "final") for number in (1, 2)]
+        noises = [self.difference(folder / str(number) / "final")
+                  for number in range(1, num_orders)]
         self.noise = [max(getattr(noise, name) for noise in noises) for name in self.names]
         print(f"noise of reordering: {dict(zip(self.names, self.noise, strict=True))}")
 

@@ -35,7 +35,8 @@ class Play:
     `members`: the newest generation, by position in `axes`. `trained`: the members of the last
     generation that has trained; `trained_in`: its layout. `struck` and `struck_in`: the same for
     the last generation that had trained before the fault. `layouts`: those of all generations.
-    `copied`: the steps of the newest copies, if the survivors lack a part of the state.
+    `copied`: the steps of the newest copies until the settlement, if the survivors lack a part of
+    the state.
     """
 
     def __init__(self, driver: Driver, cell: Cell) -> None:
@@ -290,6 +291,10 @@ class Play:
         """Start a generation of the selected members; return their reports."""
         self._meet()
         reports = self.driver.reconfigured(self.members)
+        if self.copied:
+            # A copy on its way when the survivors stopped may have arrived.
+            self.copied |= {step for step in whole_steps(self.driver.keepers)
+                            if step > max(self.copied)}
         self.driver.resume(self.members)
         self.trained, self.trained_in = self.members[:], self.axes
         return reports

@@ -72,10 +72,10 @@ class Result(Struct, frozen=True, kw_only=True):
     path: str
 
 
-def orders(num: int) -> list[list[int]]:
-    """The NUM_ORDERS orders to sum `num` micro-batches in: ascending, descending, shuffled."""
-    up = list(range(num))
-    return [up, up[::-1], random.Random(num).sample(up, num)]
+def orders(num: int, num_orders: int = NUM_ORDERS) -> list[list[int]]:
+    """The orders to sum `num` micro-batches in: ascending, descending, the others shuffled."""
+    up, shuffles = list(range(num)), random.Random(num)
+    return [up, up[::-1], *(shuffles.sample(up, num) for _ in range(num_orders - 2))]
 
 
 def tolerance(noises: Sequence[float]) -> float:
