@@ -107,6 +107,9 @@ def _task_news(task: Plain, now_s: float, option: str, unreachable: set[str]) ->
     if task["declined"] and task["state"] not in ENDED:
         words.append(f"{task['name']} starts again as a whole after a fault, since "
                      f"{task['declined']}: " + fmt.command(f"unicron logs {task['name']}{option}"))
+    if not task["copies_fit"]:
+        words.append(f"{task['name']} keeps no in-memory checkpoints: {task['no_copies']}: "
+                     + fmt.command(f"unicron status {task['name']}{option}"))
     if task["stands"]:
         stalled_s = max(now_s - task["stands_since_s"], 0.0)
         if task["tier"] == "command":

@@ -8,7 +8,7 @@ import msgspec
 
 from ...events.spec.parallelism import layout_in_words, layout_label, num_positions, part_in_words
 from ..decide.advance import DECIDER_VERSION
-from ..decide.memory_checkpoints import assign_stores, bytes_max_of, node_bytes
+from ..decide.memory_checkpoints import StoreAssignment, assign_stores, bytes_max_of, node_bytes
 from ..fold.hangs import stalled_command
 from ..fold.node_health import RECOVERED_S
 from ..incidents.hangs import locate_hang
@@ -197,15 +197,15 @@ def _copies(state: ClusterState, task: Task) -> dict[str, Any]:
     """The whole in-memory checkpoints, the newest first: those on reachable nodes, or if there are
     none, those that also need unreachable nodes. `copies_bytes`: the most memory that they take on
     one node; `copies_max`: what all tasks may take there, 0: not known. `no_copies`: why the task
-    makes none."""
+    makes none; `copies_fit`: False if they are too large for the stores."""
     reached = [copy for copy in task.copies if (node := state.nodes.get(copy.node)) is not None
                and node.health == "healthy"]
     charged = node_bytes(task)
     most = max(sorted(charged), key=lambda name: charged[name], default="")
     node = state.nodes.get(most)
-    why = ""
+    found = StoreAssignment()
     if task.members and not task.keepers:
-        why = assign_stores(state, task, [member.node for member in task.members]).why
+        found = assign_stores(state, task, [member.node for member in task.members])
     return {
         "copies": [{"generation": whole.generation, "step_version": whole.step_version,
                     "nodes": list(whole.nodes), "num_shares": whole.num_shares,
@@ -213,7 +213,7 @@ def _copies(state: ClusterState, task: Task) -> dict[str, Any]:
                    for whole in whole_checkpoints(reached) or whole_checkpoints(task.copies)],
         "copies_bytes": charged.get(most, 0),
         "copies_max": bytes_max_of(state, node) if node is not None else 0,
-        "no_copies": why}
+        "no_copies": found.why, "copies_fit": found.fits}
 
 
 def _layout(task: Task, num_living: int) -> dict[str, Any]:

@@ -23,17 +23,20 @@ from ..state.members import has_layouts
 from ..state.memory_checkpoints import WholeCheckpoint, whole_checkpoints
 from ..state.node import Node
 from ..state.task import Rank, Task
+from ..throughput.memory import in_gib
 from ..throughput.state_size import share_bytes
 
 NUM_STORES_MAX = 2
 
 
 class StoreAssignment(NamedTuple):
-    """Which stores receive the shares of a task's members. `why`: why there are none."""
+    """Which stores receive the shares of a task's members. `why`: why there are none. `fits`: False
+    if they take more memory than the stores have."""
 
     keepers: tuple[StoreEndpoint, ...] = ()
     stores: tuple[NodeStores, ...] = ()
     why: str = ""
+    fits: bool = True
 
 
 def assign_stores(state: ClusterState, task: Task, nodes: Sequence[str]) -> StoreAssignment:
@@ -75,9 +78,9 @@ def assign_stores(state: ClusterState, task: Task, nodes: Sequence[str]) -> Stor
             load[best] += num_shares[node]
             free[best] -= own_bytes
         if not chosen:
-            return StoreAssignment(why=f"they do not fit: {own_bytes} bytes for the "
+            return StoreAssignment(fits=False, why=f"they do not fit: {in_gib(own_bytes)} for the "
                                    f"{num_shares[node]} ranks of {node}, and no node has more than "
-                                   f"{max(free.values())} bytes left for them")
+                                   f"{in_gib(max(free.values()))} left for them")
         found.append(NodeStores(node, tuple(chosen)))
     keepers = sorted({name for one in found for name in one.stores})
     return StoreAssignment(

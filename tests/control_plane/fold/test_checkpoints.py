@@ -9,11 +9,13 @@ import msgspec
 import pytest
 from decider import Driver, at_rest, finish, only, spec, task_of, the
 from memory_checkpoints import FIRST, came, kept, ordered_anew
+from unicron.cli.screens import cluster
 from unicron.cli.terminal.record_line import essentials
 from unicron.control_plane.api.view import view
 from unicron.control_plane.decide import memory_checkpoints
 from unicron.control_plane.decide.memory_checkpoints import node_bytes
 from unicron.control_plane.state.memory_checkpoints import whole_checkpoints
+from unicron.control_plane.throughput.memory import in_gib
 from unicron.control_plane.throughput.state_size import share_bytes
 from unicron.events.records import decisions
 from unicron.events.records import orders as o
@@ -129,11 +131,14 @@ def test_checkpoints_that_do_not_fit_are_not_made_and_the_task_says_so() -> None
     d.state.policy = msgspec.structs.replace(d.state.policy, copies_bytes_max=3 * each)
     found = memory_checkpoints.assign_stores(d.state, it, members)
     assert found.stores == ()
-    assert found.why == (f"they do not fit: {4 * each} bytes for the 2 ranks of n0, and no node "
-                         f"has more than {3 * each} bytes left for them")
+    assert found.why == (f"they do not fit: {in_gib(4 * each)} for the 2 ranks of n0, and no node "
+                         f"has more than {in_gib(3 * each)} left for them")
     it.keepers, it.stores = (), ()
     shown = next(x for x in view(d.state)["tasks"] if x["id"] == task)
     assert shown["no_copies"] == found.why
+    lines = cluster.status(view(d.state), cluster="demo", now_s=d.now_s)
+    assert any(text.startswith("NEEDS YOU") and "keeps no in-memory checkpoints: they do not fit"
+               in text for text in lines)
 
 
 @pytest.mark.nodes(4, slots=1)
