@@ -51,6 +51,8 @@ def spec_error(text: str, root: type[Struct], hint: str, *, given: object = None
         hint = _choices(path, root) or hint
     elif message.startswith("Expected `array"):
         hint = _as_list(given, path) or hint
+    elif message.startswith("Expected `int"):
+        hint = _as_count(given, path) or hint
     message = UNION.sub(lambda found: " or ".join(f"`{one}`" for one in found[1].split(" | ")),
                         message.replace(" | null`", "`"))
     for old, new in WORDS:
@@ -62,8 +64,8 @@ def spec_error(text: str, root: type[Struct], hint: str, *, given: object = None
 
 def _suggestion(key: str, path: str, root: type[Struct], given: Any,
                 excluded: Collection[str]) -> str:
-    """Suggest where the key belongs, a similar key that is missing at this path, or a similar key
-    at another path; "" for none."""
+    """Suggest where the key belongs, a similar key that is missing at this path, the similar
+    key that is given there, or a similar key at another path; "" for none."""
     parts, at = _types(root), _without_indices(path)
     not_keys: dict[str, str] = getattr(parts.get(at), "NOT_KEYS", {})
     if key in not_keys:
@@ -79,6 +81,8 @@ def _suggestion(key: str, path: str, root: type[Struct], given: Any,
     free = [name for name in keys.pop(at, ()) if name not in present]
     if near := difflib.get_close_matches(key, free, n=1):
         return f"did you mean {near[0]}?"
+    if near := difflib.get_close_matches(key, present.keys() - {key}, n=1, cutoff=0.8):
+        return f"{near[0]} is already given"
     full = {name: _join(there, name) for there, names in reversed(keys.items()) for name in names}
     near = difflib.get_close_matches(key, full, n=1)
     return f"did you mean {full[near[0]]}?" if near else ""
@@ -99,6 +103,18 @@ def _as_list(given: Any, path: str) -> str:
     parent, _, name = path.rpartition(".")
     value = _given(given, parent).get(name)
     return f"write [{value}]" if type(value) in (int, str) and PLAIN.match(str(value)) else ""
+
+
+def _as_count(given: Any, path: str) -> str:
+    """How to write a whole number that is given as `1e9` or with a unit; "" if it is neither."""
+    parent, _, name = path.rpartition(".")
+    value = _given(given, parent).get(name)
+    if isinstance(value, float) and value.is_integer():
+        return f"write {int(value)}"
+    if isinstance(value, str) and value[:1].isdigit():
+        return "write digits alone, without quotes or a unit" + (
+            ", in bytes" if "_bytes" in name else "")
+    return ""
 
 
 def _given(given: object, path: str) -> dict[str, Any]:

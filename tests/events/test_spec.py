@@ -182,6 +182,15 @@ def test_a_misspelt_key_is_corrected_in_the_hint() -> None:
     assert raised.value.hint == "did you mean hidden?"
 
 
+@pytest.mark.parametrize(("value", "hint"), [
+    (2e6, "write 2000000"), ("2GB", "write digits alone, without quotes or a unit"),
+    (1.5, "see docs/reference/job-spec.md"), ("many", "see docs/reference/job-spec.md")])
+def test_the_hint_says_how_to_write_a_whole_number(value: object, hint: str) -> None:
+    with pytest.raises(SpecError, match="expected a whole number") as raised:
+        parse(train(iterations=value))
+    assert raised.value.hint == hint
+
+
 LOOP: dict[str, Any] = {"micro_batches": 4, "iterations": 9, "output": "out"}
 
 
@@ -199,6 +208,7 @@ HINTED: list[tuple[dict[str, Any], str, str]] = [
     (train(tensor=[2]), "train.tensor: is not a field", "it belongs under train.parallel:"),
     (train(weight=2), "train.weight: is not a field", "it belongs at the top level"),
     (train() | {"itrations": 3}, "itrations: is not a field", "did you mean train.iterations?"),
+    (train(itrations=3), "train.itrations: is not a field", "iterations is already given"),
     (train() | {"modle": {}}, "modle: is not a field", "did you mean train.model?"),
     (model(num_experts=8), "train.model.num_experts: is not a field",
      "it is a key of model:, which this file must not have"),
