@@ -36,9 +36,13 @@ def dry_run(state: StateDir, url: str | None, path: Path, *, as_json: bool) -> N
     client = _client(state, url)
     if not as_json:
         console.lines(layouts.page(spec, found, slots_in_words(spec.slots)))
-    plan = _plan(client, spec, url, path) if client is not None else None
+    plan = None
+    try:
+        plan = _plan(client, spec, url, path) if client is not None else None
+    finally:  # the layouts are printed even if this cluster refuses the job
+        if as_json:
+            console.out(json.dumps({**msgspec.to_builtins(found), "plan": plan}))
     if as_json:
-        console.out(json.dumps({**msgspec.to_builtins(found), "plan": plan}))
         return
     if plan is None:
         console.lines(["", *labelled("plan", "no cluster runs here: with one, the plan that would "

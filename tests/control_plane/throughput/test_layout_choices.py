@@ -13,7 +13,7 @@ from decider import Driver, task_of
 from described_jobs import MODEL, submitted
 from described_jobs import job as command
 from two_tasks import train
-from unicron.cli.cluster.client import Unreachable
+from unicron.cli.cluster.client import Refused, Unreachable
 from unicron.cli.cluster.state_dir import StateDir
 from unicron.cli.commands import submit_dry_run
 from unicron.control_plane.api import dry_run, requests
@@ -192,6 +192,24 @@ def test_a_cluster_adds_the_plan(d: Driver, tmp_path: Path, monkeypatch: pytest.
     submit_dry_run.dry_run(StateDir(tmp_path), None, tmp_path / "job.yaml", as_json=True)
     assert json.loads(capsys.readouterr().out)["plan"]["planned"]
     assert not d.state.tasks, "nothing is submitted"
+
+
+@pytest.mark.nodes(3)
+def test_the_layouts_are_shown_where_the_cluster_refuses_the_job(
+        d: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    class Refuses(Told):
+        def post(self, path: str, body: Any, limit_s: float = 10.0) -> Any:
+            raise Refused(422, "the job needs at least 8 slots", "add a node")
+
+    monkeypatch.setattr(submit_dry_run, "connect", lambda state, url=None: Refuses(d))
+    (tmp_path / "job.yaml").write_text(json.dumps(command()))
+    for as_json in (False, True):
+        with pytest.raises(Refused, match="at least 8 slots"):
+            submit_dry_run.dry_run(StateDir(tmp_path), None, tmp_path / "job.yaml",
+                                   as_json=as_json)
+        shown = capsys.readouterr().out
+        assert json.loads(shown)["choices"] if as_json else "DP 6" in shown
 
 
 def test_a_named_cluster_that_does_not_answer_is_an_error(tmp_path: Path) -> None:
