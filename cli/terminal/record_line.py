@@ -13,7 +13,10 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from statistics import median
 from typing import Any
 
+import msgspec
+
 from ...events.records.statuses import NCCL_TIMEOUT
+from ...events.spec.policy import FLAGS_ONLY, Policy
 from . import format as fmt
 from .format import Plain
 
@@ -174,6 +177,14 @@ def _nodes(there: list[Plain]) -> str:
     return " ".join(dict.fromkeys(one["node"] for one in there)) or "no node"
 
 
+def _changes(policy: Plain) -> str:
+    """The other fields of a policy that are not at their default."""
+    usual: Plain = msgspec.to_builtins(Policy())
+    return "".join(f", {name} {value}" for name, value in policy.items()
+                   if name in usual and value != usual[name]
+                   and name not in ("silence_s_max", "restarts_max", *FLAGS_ONLY))
+
+
 def _fault(body: Plain) -> str:
     """The fault that a request or an order injects."""
     if body["what"] == "node":
@@ -186,8 +197,9 @@ def _fault(body: Plain) -> str:
 
 
 FORMATS: dict[str, Callable[[Any], str]] = {
-    "because": _because, "cost": _cost, "devices": _devices, "drained": _drained_earns,
-    "exit": _exit, "fault": _fault, "first line": _first_line, "last line": _last_line,
+    "because": _because, "changes": _changes, "cost": _cost, "devices": _devices,
+    "drained": _drained_earns, "exit": _exit, "fault": _fault, "first line": _first_line,
+    "last line": _last_line,
     "len": lambda value: str(len(value)), "layout": fmt.layout_briefly,
     "library error": _library_error,
     "labels": lambda labels: "".join(f", {key} {name}" for key, name in labels.items() if name),
@@ -244,6 +256,7 @@ _GENERATION = "task {task} generation {generation}"
 TEMPLATES = {
     "EpochStarted": "decider {heart}, code {code}",
     "PolicySet": "silence {policy[silence_s_max]:g} s, {policy[restarts_max]} restarts"
+                 "{policy:changes}"
                  "{policy[observe]:?, OBSERVING}"
                  "{policy[allow_inject]:?, faults may be injected}",
     "DeadlineReached": "{deadline}",

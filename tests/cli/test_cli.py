@@ -337,6 +337,8 @@ def test_a_closed_pipe_is_no_error(log):
     (o.Quiesce(nodes=("n1",), task=3, generation=2, mode="boundary", ranks=(0,), save=True),
      "task 3 generation 2 boundary, rank 0, saved first"),
     (r.PolicySet(policy=Policy(observe=True)), "silence 5 s, 3 restarts, OBSERVING"),
+    (r.PolicySet(policy=Policy(copies_bytes_max=3, quotas={"red": 2})),
+     "silence 5 s, 3 restarts, quotas {'red': 2}, copies_bytes_max 3"),
     (d.PlanChosen(trigger="node n3 drained", num_slots=4, waf=6e9, ideal_waf=8e9, objective=1,
                   alternatives=(), allocations=(d.Allocation(3, 4, 2, 6e9),)),
      "node n3 drained: 4 slots, task:slots 3:2, WAF 6 GFLOP/s, 75 % of ideal")])
