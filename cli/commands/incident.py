@@ -261,7 +261,7 @@ def _event(history: History, one: IncidentHistory, of: Record) -> Plain:
     task = body.get("task", 0)
     return {"seq": of.seq, "after_s": of.at_s - one.detected_s,
             "who": _who(record), "kind": record["kind"],
-            "task": task, "name": name_of(history, task) if task else "",
+            "task": task, "rank": body.get("rank"), "name": name_of(history, task) if task else "",
             "other": task not in (0, one.task), "what": essentials(record["kind"], body),
             "alike": " ".join([record["kind"], *(str(body.get(key)) for key in SAME_EVENT.get(
                 record["kind"], ()))]) if record["kind"] in SAME_EVENT else str(record["seq"])}

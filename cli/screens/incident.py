@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
@@ -126,7 +126,7 @@ def _evidence(facts: Plain) -> list[str]:
     for alike in groups.values():
         who = list(dict.fromkeys(one["who"] for one in alike))
         by = " ".join(who) if len(who) <= WHO_NUM_MAX else f"{len(who)} nodes"
-        what = fmt.clipped(_what(alike[0], len(alike)), EVIDENCE_LENGTH_MAX)
+        what = fmt.clipped(_what(alike), EVIDENCE_LENGTH_MAX)
         to = f" to {alike[-1]['seq']}" if len(alike) > 1 else ""
         num = sum(one["later"] for one in alike)
         late = "" if not num else "; later" if num == len(alike) else f"; {num} later"
@@ -145,7 +145,7 @@ def _state(facts: Plain) -> list[str]:
     if facts["lost"]:
         lines += fmt.labelled("lost", facts["lost"] + MIRRORS.get(facts["optimizer"], ""))
     for one in facts["copies_gone"]:
-        lines += fmt.labelled("no copy", f"{_what(one, 1)} (seq {one['seq']})")
+        lines += fmt.labelled("no copy", f"{_what([one])} (seq {one['seq']})")
     if facts["no_copies"]:
         lines += fmt.labelled("no copy", facts["no_copies"])
     return lines
@@ -203,19 +203,17 @@ def _effects(effects: list[Plain]) -> list[str]:
 
 
 def _timeline(events: list[Plain]) -> list[str]:
-    rows: list[list[str]] = []
-    last: Plain = {}
-    num = 1
+    groups: list[list[Plain]] = []
     for one in events:
+        last: Plain = groups[-1][0] if groups else {}
         together = one["alike"] == last.get("alike") or (one["kind"] in PER_RANK and (
             one["kind"], one["task"]) == (last.get("kind"), last.get("task")))
         if together:
-            num += 1
-            rows[-1][2] = _what(last, num)
-            continue
-        last, num = one, 1
-        rows.append([_after(one["after_s"]), fmt.clipped(one["who"], WHO_COLUMNS), _what(one, 1),
-                     str(one["seq"])])
+            groups[-1].append(one)
+        else:
+            groups.append([one])
+    rows = [[_after(first["after_s"]), fmt.clipped(first["who"], WHO_COLUMNS),
+             _what([first, *others]), str(first["seq"])] for first, *others in groups]
     width = fmt.SCREEN_COLUMNS - max((len(row[0]) + len(row[1]) + len(row[3]) for row in rows),
                                      default=0) - 12
     for row in rows:
@@ -223,11 +221,15 @@ def _timeline(events: list[Plain]) -> list[str]:
     return fmt.table(("+TIME", "WHO", "WHAT", "SEQ"), rows, right=(0, 3))
 
 
-def _what(one: Plain, num: int) -> str:
-    other = f"[{one['name']}] " if one["other"] else ""
-    times = f"{num} x " if num > 1 else ""
-    text = one["what"].removeprefix(f"task {one['task']} ")
-    return f"{other}{times}{one['kind']} {text}"
+def _what(alike: Sequence[Plain]) -> str:
+    """The text of the first of these events, with their number and ranks."""
+    first = alike[0]
+    other = f"[{first['name']}] " if first["other"] else ""
+    times = f"{len(alike)} x " if len(alike) > 1 else ""
+    ranks = sorted({one["rank"] for one in alike if one["rank"] is not None})
+    who = f"{fmt.ranks(ranks)}, the first: " if len(ranks) > 1 else ""
+    text = first["what"].removeprefix(f"task {first['task']} ")
+    return f"{other}{times}{first['kind']} {who}{text}"
 
 
 def _after(after_s: float) -> str:

@@ -426,7 +426,8 @@ def phases(told: Plain) -> dict[str, tuple[str, float]]:
 def test_a_collective_that_fails_later_is_counted() -> None:
     told = facts(gives()[0].log)
     assert [x["later"] for x in told["evidence"]] == [False, False, True]
-    assert evidence(told)[1].startswith("evidence n1: 2 x CollectiveFailed rank 0.1 iteration 1:")
+    assert evidence(told)[1].startswith(
+        "evidence n1: 2 x CollectiveFailed ranks 0 1, the first: rank 0.1 iteration 1:")
     assert evidence(told)[1].endswith("; 1 later)")
 
 
@@ -485,7 +486,7 @@ def test_a_hang_began_after_the_last_mark(d: Driver, task: int) -> None:
     began, waits, own, late = evidence(incident_facts)
     assert began == ("began after the last sign of rank 2, 1.6 s before the report; the exact "
                      "time is not known")
-    assert waits.startswith("evidence n1 n2: 3 x RankStalled rank 0.1 ")
+    assert waits.startswith("evidence n1 n2: 3 x RankStalled ranks 0 1 3, the first: rank 0.1 ")
     assert " RankStalled rank 2.1 " in own
     assert " x " not in own
     assert "DeadlineReached hang/" in late
