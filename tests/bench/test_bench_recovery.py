@@ -230,10 +230,10 @@ def test_a_member_back_before_the_settlement_has_nothing() -> None:
 def test_a_member_that_is_rolled_back_has_no_valid_state() -> None:
     records = [
         order(1, [0, 1, 2, 3], None), record_of("Resume", 1), order(2, [0, 1, 3], DP3),
-        told(2, 0, {0: 10}, origin="copy", received_bytes=600), told(2, 1, {0: 300}, origin="seed"),
-        told(2, 3, {0: 300}, origin="seed"),
-    ]
-    assert change(records, 2) == Change(DP4, DP3, (None, None, None), 1200, 0.1)
+        told(2, 0, {}, origin="copy", received_bytes=600),
+        told(2, 1, {}, origin="copy", received_bytes=500),
+        told(2, 3, {}, origin="copy", received_bytes=400)]
+    assert change(records, 2) == Change(DP4, DP3, (None, None, None), 1500, 0.1)
 
 
 def test_the_least_bytes_are_those_a_member_does_not_have() -> None:

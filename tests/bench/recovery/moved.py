@@ -46,12 +46,13 @@ def change(records: Sequence[Record], generation: int) -> Change:
            if was[rank] == now_is.get(rank)}
     first = told[_seated(now)[0]]
     is_set_back = first["origin"] not in ("own", "peer")
-    moved_bytes = sum(one["taken_bytes"] for body in told.values() for one in body["taken"]
-                      if one["rank"] != body["rank"])
+    # After a set-back each member reads its own part of a copy.
+    moved_bytes = sum(body["received_bytes"] for body in told.values()) if is_set_back else sum(
+        one["taken_bytes"] for body in told.values() for one in body["taken"]
+        if one["rank"] != body["rank"])
     return Change(_axes(before), _axes(now),
                   tuple(None if is_set_back else had.get(rank) for rank in _seated(now)),
-                  moved_bytes + (first["received_bytes"] if is_set_back else 0),
-                  max(body["settle_s"] for body in told.values()))
+                  moved_bytes, max(body["settle_s"] for body in told.values()))
 
 
 def _attempts(order: dict[str, Any]) -> dict[int, int]:
