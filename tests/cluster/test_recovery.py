@@ -38,7 +38,11 @@ def test_a_killed_rank_changes_no_result(cluster: Any, spec: Callable[..., Any],
     line = cluster.wait_traced(struck_task, rank=VICTIM, iteration=ITERATION, event="backward")
     before = cluster.pids(struck_task)
     os.kill(line["pid"], signal.SIGKILL)
-    cluster.wait_told(after, "Quiesce", task=struck_task, mode="boundary")  # the newcomer is ready
+    # The newcomer is ready; on a busy machine perhaps before all survivors have stopped.
+    cluster.wait(lambda: (
+        cluster.told(after, "Quiesce", task=struck_task, mode="boundary")
+        or cluster.told(after, "Reconfigured", task=struck_task, rank=VICTIM, attempt=2) or None),
+        "the newcomer is ready")
     held.unlink()
     ended = cluster.wait_ended(struck_task)
     assert ended["state"] == "finished", ended
