@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import copy
 import datetime
-from collections.abc import Generator
-from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import random
 
 from ....events.spec.model import Axes
 from ....events.spec.parallelism import coordinates, holders, is_plain, num_positions, replica
@@ -151,19 +147,3 @@ def publish_globals(groups: Any, chunks: int) -> None:
         chunks if chunks > 1 and groups.pp.size() > 1 else None)
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
-    if not torch.cuda.is_available():
-        random._CUDA_RNG_STATE_TRACKER = _CpuTracker()
-        random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
-
-
-class _CpuTracker:
-    """Megatron's RNG tracker without CUDA. Model-parallel ranks draw from the only generator, which
-    is seeded for each micro-batch."""
-
-    def is_initialized(self) -> bool:
-        return True
-
-    @contextmanager
-    def fork(self, name: str = "") -> Generator[None]:
-        """The same signature as Megatron's tracker."""
-        yield
