@@ -114,6 +114,9 @@ class Member:
         self.checkpoint_saver = Saver(start, exclude_new_sockets=self.exclude_new_sockets,
                                       tell=control.tell, note=self.trace.note)
         self.iteration.before_change = self._detach_snapshots
+        self.iteration.is_read_after = lambda at: at >= self.train.iterations or any(
+            self._is_due(at, every) for every in (self.train.copy_every,
+                                                  self.train.checkpoint_every))
         self.iteration.is_saving = lambda: self.checkpoint_saver.is_saving(self.generation)
         self.digest = words.digest
         self.settled = 0

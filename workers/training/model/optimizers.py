@@ -81,8 +81,10 @@ def without_collectives() -> Generator[None]:
 def prepare(ddps: Sequence[Any], optimizer: Any) -> None:
     """Configure a new optimizer for optimizer_step.py and allocate all of its state."""
     if is_sharded(optimizer):
-        for ddp in ddps:  # gather the parameters after the step, not during the step
-            ddp.overlap_param_gather_with_optimizer_step = True
+        for ddp in ddps:
+            if not ddp.ddp_config.overlap_param_gather:
+                # Gather the parameters after the step, not during the step.
+                ddp.overlap_param_gather_with_optimizer_step = True
     if not not_adam(optimizer):
         _materialise(optimizer)
 

@@ -111,6 +111,11 @@ class TrainingModel:
         return [group for ddp in self.ddps
                 for group in (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups)]
 
+    @property
+    def gathers_in_forward(self) -> bool:
+        """True if Megatron gathers the parameters in the next forward (overlap_param_gather)."""
+        return self.is_sharded and bool(self.ddps[0].ddp_config.overlap_param_gather)
+
     def named_parameters(self) -> Iterator[tuple[str, Any]]:
         """The parameters of this position, with their names in the whole model."""
         for module in self.modules:

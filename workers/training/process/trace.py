@@ -142,10 +142,12 @@ class Trace:
 # --- Trace events as progress marks, and the phase that each one starts ---
 #
 # Without overlap, a member waits in each collective that it enters. With overlap, it only starts
-# the collectives in its last backward and waits for all of them afterwards. In a replica of several
-# members, it may wait for the others anywhere in its passes: no phase there is its own work alone.
+# those of the reduction in its last backward and waits for all of them afterwards. In a replica of
+# several members, it may wait for the others anywhere in its passes: no phase there is its own work
+# alone.
 
-_ENTERS = {"stats", "bucket", "embedding", "gate", "gather"}
+_REDUCES = {"stats", "bucket"}
+_ENTERS = {"embedding", "gate", "gather"}
 _PASSES = {"micro_batch", "forward", "forward_mid", "backward", "backward_mid", "tensor", "stage"}
 
 
@@ -169,6 +171,8 @@ class Marks:
         if not self._counts():
             return
         if event in _ENTERS:
+            self.pulse.enter(event, COLLECTIVE_CODE)
+        elif event in _REDUCES:
             self.pulse.enter(event, self._on_entry)
         elif event == "bucket_done":
             self.pulse.mark(event, self._between)

@@ -7,33 +7,46 @@ Megatron's own schedule (pipeline.py). This module waits only for other members 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 
 from ..model.trainee import TrainingModel
 from . import pipeline
-from .pipeline import PADDING, Note, Passes, Sample
+from .pipeline import PADDING, Begin, Note, Passes, Sample
+
+Backward = Callable[[], AbstractContextManager[None]]
+"""The context of the backward of a micro-batch, outside a pipeline."""
 
 
 def run(trainee: TrainingModel, groups: Any, iteration: int, items: Sequence[int], sample: Sample,
-        note: Note, *, must_stop: Callable[[], bool] | None = None, forward_only: bool = False
-        ) -> Passes:
+        note: Note, *, must_stop: Callable[[], bool] | None = None, forward_only: bool = False,
+        begin: Begin | None = None, backward: Backward = nullcontext) -> Passes:
     """Run these micro-batches of an iteration, in a pipeline only until `must_stop` is True.
 
     All members of the replica call it with the same items, and have run the same number of them.
-    Raises RuntimeError if another member is gone: the local gradients are then worthless.
+    Each calls `begin` before its last backward of an iteration, with its part of the sums over
+    `items`. Raises RuntimeError if another member is gone: the local gradients are then worthless.
     """
     if not items:
         return Passes(0)
+    if begin is not None and trainee.at.tp:
+        begin = partial(_begin_without_sums, begin)
     if trainee.axes.pp > 1:
         done = pipeline.run(trainee, groups, iteration, items, sample, note, must_stop=must_stop,
-                            forward_only=forward_only)
+                            forward_only=forward_only, begin=begin)
     else:
-        each = [_whole(trainee, iteration, item, sample, note, forward_only=forward_only)
-                for item in items]
+        each = [_whole(trainee, iteration, item, sample, note, forward_only=forward_only,
+                       begin=begin, backward=backward) for item in items]
         done = Passes(len(items), sum(loss for loss, _ in each), sum(num for _, num in each))
     return Passes(done.num_done) if trainee.at.tp else done
+
+
+def _begin_without_sums(begin: Begin, loss_sum: float, num_tokens: int) -> None:
+    """One tensor-parallel member counts the sums of all."""
+    begin(0.0, 0)
 
 
 def evaluate(trainee: TrainingModel, groups: Any, items: Sequence[int], sample: Sample
@@ -56,12 +69,15 @@ def _ignore(event: str, item: int) -> None:
 
 
 def _whole(trainee: TrainingModel, iteration: int, item: int, sample: Sample, note: Note, *,
-           forward_only: bool) -> tuple[float, int]:
+           forward_only: bool, begin: Begin | None, backward: Backward) -> tuple[float, int]:
     trainee.draw.at(iteration, item)
     batch = sample(item)
     note("forward", item)
     loss = trainee.loss(batch)
     if not forward_only:
+        if begin is not None:
+            begin(loss.item(), trainee.num_tokens(batch))
         note("backward", item)
-        trainee.optimizer.scale_loss(loss).backward()
+        with backward():
+            trainee.optimizer.scale_loss(loss).backward()
     return loss.item(), trainee.num_tokens(batch)

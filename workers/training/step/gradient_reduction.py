@@ -6,8 +6,8 @@ it. The reduction overlaps with the last backward (overlapped_reduction.py), or 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -99,12 +99,29 @@ class Reduction:
         self._note("stats")
         self._buckets.begin(self._own_stats(control, communicators, mine), must_stop)
 
-    def backward(self) -> AbstractContextManager[None]:
-        """Context of every backward, which launches buckets only if a reduction has begun."""
-        if self._buckets is None or self._buckets.current is not None:
-            return nullcontext()
-        nothing: AbstractContextManager[None] = self._trainee.ddps[0].no_sync()
-        return nothing
+    @contextmanager
+    def backward(self, *, is_last: bool) -> Generator[None]:
+        """Context of every backward: only the last one of an iteration launches buckets. Megatron's
+        pipeline schedule sees to this itself (pipeline.py)."""
+        with ExitStack() as stack:
+            if self._buckets is not None and not is_last:
+                for ddp in self._trainee.ddps:
+                    stack.enter_context(ddp.no_sync())
+            yield
+
+    def give_up(self, control: Control, communicators: Communicators) -> None:
+        """The passes of this member's replica have failed: end the reduction that their last
+        backward has begun. The local gradients are lost with the passes."""
+        if self._buckets is not None and self._buckets.current is not None:
+            self._end(self._buckets, control, communicators)
+            self._backup.drop()
+
+    def _end(self, buckets: BucketLauncher, control: Control, communicators: Communicators) -> None:
+        assert buckets.current is not None
+        waiter = buckets.current.end(communicators.interrupt)
+        if waiter is not None:
+            control.abandon(waiter.is_alive)
+        buckets.reset()
 
     def run(self, control: Control, communicators: Communicators, mine: Stats) -> Stats | Outcome:
         """Reduce. Returns the stats of all members; a failure restores the local gradients, or
@@ -173,26 +190,28 @@ class Reduction:
         if reduction is None:
             return "quiesced"
         buckets.launch_rest()
-        check_active = _check_of(communicators)
+        check_active, groups = _check_of(communicators), communicators.groups
 
         def wait_all() -> Stats:
             self._until_computed()
             self._marks.wait_begins()
-            return Stats(*reduction.wait_all(self._note, check_active))
+            stats = Stats(*reduction.wait_all(self._note, check_active))
+            with self._hooks.reduction([], check_active):
+                # Megatron records the end of all buckets, and then adds up over the ranks of a
+                # replica what these share: tied embeddings, norms in sequence parallelism.
+                finalize_model_grads(self._trainee.ddps, None, pg_collection=groups)
+            check_active()
+            return stats
 
         found = self.run_collectively(control, communicators, wait_all)
         self.num_complete = reduction.num_complete
-        if isinstance(found, str):
-            if buckets.current is not None:
-                waiter = reduction.end(communicators.interrupt)
-                if waiter is not None:
-                    control.abandon(waiter.is_alive)
-            buckets.reset()
-        else:
-            # All collectives have ended, so this does not wait: Megatron only records their end.
-            finalize_model_grads(self._trainee.ddps, None, pg_collection=communicators.groups)
+        if not isinstance(found, str):
             buckets.current = None
             self._note("reduced")
+        elif self.was_abandoned:
+            buckets.reset()  # its waiting thread cleans up
+        else:
+            self._end(buckets, control, communicators)
         return found
 
     def meet(self, control: Control, communicators: Communicators, mine: Stats) -> Stats | Outcome:
@@ -214,8 +233,6 @@ class Reduction:
             return "quiesced"
         except Abandoned:
             self.was_abandoned = True
-            if self._buckets is not None:
-                self._buckets.current = None  # its waiting thread cleans up
             return "quiesced"
         except (RuntimeError, *ABORTED) as error:
             if is_cuda_error(error) or (isinstance(error, ABORTED) and not communicators.woken):

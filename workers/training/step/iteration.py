@@ -29,7 +29,8 @@ from ..recovery.settlement import MemberAssignment, Settlement, assign_micro_bat
 from ..recovery.state_sources import NO_STATE, Claim, HeldState
 from . import forward_backward
 from .gradient_reduction import Outcome, Reduction, Stats, StepBarrier
-from .optimizer_step import gather, has_inf, norm_square, step
+from .optimizer_step import gather, gathering, has_inf, norm_square, step
+from .overlapped_reduction import end_all
 from .pipeline import Passes
 
 
@@ -64,6 +65,9 @@ class Iteration:
         """Whether all members can take an in-memory checkpoint now, and have stored the last."""
         self.before_change: Callable[[], None] = lambda: None
         """Called before the state changes: a snapshot may read it."""
+        self.is_read_after: Callable[[int], bool] = lambda at: True
+        """Whether the parameters are read after this many iterations, so that a gather must not
+        wait for the next forward. The same on all members."""
         self.is_saving: Callable[[], bool] = lambda: False
         """Whether this member still writes its share of a checkpoint."""
         self.num_saving = 0
@@ -184,8 +188,12 @@ class Iteration:
         if self.trained_in != generation:
             self.trained_in, self._gate = generation, None
         todo = [item for item in self.owned if item not in self.done]
-        outcome = (self._pass(control, communicators, todo) if self.trainee.replica_size == 1 else
-                   self._pass_together(control, communicators, todo))
+        outcome = self._expect_gather(control, communicators, will_pass=bool(todo))
+        if outcome is None:
+            outcome = (self._pass(control, communicators, todo) if self.trainee.replica_size == 1
+                       else self._pass_together(control, communicators, todo))
+            if outcome is not None and not self.trainee.is_gathered:
+                self._end_gather(control, communicators)
         return outcome or self._reduce_and_step(control, communicators)
 
     def run_as_standby(self, control: Control, communicators: Communicators, iteration: int
@@ -212,6 +220,9 @@ class Iteration:
     def beside(self, control: Control, communicators: Communicators, call: Callable[[], None]
                ) -> Outcome | None:
         """Run `call`, which needs all members, between two iterations. None if it succeeded."""
+        outcome = self._expect_gather(control, communicators, will_pass=False)
+        if outcome is not None:
+            return outcome
         found = self.reduction.run_collectively(control, communicators, call)
         self.is_stuck = self.is_stuck or self.reduction.was_abandoned
         return found
@@ -223,8 +234,16 @@ class Iteration:
         for item in todo:
             if control.pending_quiesce(communicators.generation) == "now":
                 return "quiesced"
-            self._micro_batch(item, partial(self.reduction.begin, control, communicators)
-                              if item == todo[-1] else None)
+            run = partial(self._micro_batch, item, partial(
+                self.reduction.begin, control, communicators) if item == todo[-1] else None)
+            if self.trainee.is_gathered:
+                run()
+                continue
+            found = self.reduction.run_collectively(control, communicators, run)
+            if found is not None:
+                self._fail_passes(control, communicators)
+                return found
+            self.trainee.is_gathered = True
         return None
 
     def _pass_together(self, control: Control, communicators: Communicators, todo: Sequence[int]
@@ -239,12 +258,13 @@ class Iteration:
         units = [items] if self.trainee.axes.pp > 1 and items else [(item,) for item in items]
         for unit in units:
             found = self.reduction.run_collectively(
-                control, communicators, partial(self._unit, control, communicators, unit),
+                control, communicators,
+                partial(self._unit, control, communicators, unit, is_last=unit == units[-1]),
                 communicators.replica)
             if isinstance(found, str):
-                self.is_stuck = self.reduction.was_abandoned
-                self._clear_sums()
+                self._fail_passes(control, communicators)
                 return found
+            self.trainee.is_gathered = self.trainee.is_gathered or found.num_done > 0
             self.loss_sum += found.loss_sum
             self.num_tokens += found.num_tokens
             self.done.extend(unit[:found.num_done])
@@ -254,8 +274,14 @@ class Iteration:
                 return "quiesced"
         return None
 
-    def _unit(self, control: Control, communicators: Communicators, unit: tuple[int, ...]
-              ) -> Passes:
+    def _fail_passes(self, control: Control, communicators: Communicators) -> None:
+        """Passes that wait for other members have failed, and the local gradients with them."""
+        self.is_stuck = self.reduction.was_abandoned
+        self.reduction.give_up(control, communicators)
+        self._clear_sums()
+
+    def _unit(self, control: Control, communicators: Communicators, unit: tuple[int, ...], *,
+              is_last: bool) -> Passes:
         """Run a unit. All members run less of it if one has an order to stop, and then return the
         same number of micro-batches. Raises RuntimeError."""
         def must_stop() -> bool:
@@ -266,8 +292,15 @@ class Iteration:
             dist.all_reduce(flag, dist.ReduceOp.MAX, group=communicators.groups.mp)
             if flag.item():
                 return Passes(0)
-        return forward_backward.run(self.trainee, communicators.groups, self.step_version, unit,
-                                    self._sample, self._note_of, must_stop=must_stop)
+
+        def begin(loss_sum: float, num_tokens: int) -> None:
+            self.reduction.begin(control, communicators, self._stats(
+                self.loss_sum + loss_sum, self.num_tokens + num_tokens))
+
+        return forward_backward.run(
+            self.trainee, communicators.groups, self.step_version, unit, self._sample,
+            self._note_of, must_stop=must_stop, begin=begin if is_last else None,
+            backward=partial(self.reduction.backward, is_last=is_last))
 
     def _sample(self, item: int) -> Tensor:
         train = self.trainee.train
@@ -297,7 +330,7 @@ class Iteration:
             begin(self._stats(self.loss_sum + loss.item(),
                               self.num_tokens + trainee.num_tokens(tokens)))
         self._note("backward")
-        with self.reduction.backward():
+        with self.reduction.backward(is_last=begin is not None):
             trainee.optimizer.scale_loss(loss).backward()
         self.loss_sum += loss.item()
         self.num_tokens += trainee.num_tokens(tokens)
@@ -329,7 +362,9 @@ class Iteration:
         self._step(gate)
         self.owned = self._next_micro_batches(communicators)
         self.assigned_in = communicators.generation
-        if not self.trainee.is_gathered:
+        may_wait = (self.trainee.gathers_in_forward and not stats.num_stopping
+                    and not self.is_read_after(self.step_version))
+        if not self.trainee.is_gathered and not may_wait:
             failed = self._gather(control, communicators)
             if failed is not None:
                 return failed
@@ -344,9 +379,30 @@ class Iteration:
                                                 partial(gather, self.trainee))
         if isinstance(found, str):
             self.is_stuck = self.reduction.was_abandoned
+            self._end_gather(control, communicators)
             return found
         self.trainee.is_gathered = True
         return None
+
+    def _expect_gather(self, control: Control, communicators: Communicators, *, will_pass: bool
+                       ) -> Outcome | None:
+        """Tell Megatron whether the next forward gathers the parameters. Without a pass, gather
+        them now. None if that succeeds."""
+        if not self.trainee.gathers_in_forward:
+            return None
+        for group in self.trainee.bucket_groups:
+            group.param_gather_dispatched = self.trainee.is_gathered
+        if self.trainee.is_gathered or will_pass:
+            return None
+        return self._gather(control, communicators)
+
+    def _end_gather(self, control: Control, communicators: Communicators) -> None:
+        """The generation ends before all parameters have arrived. A gather that does not end may
+        still write into the model."""
+        waiter = end_all(gathering(self.trainee), communicators.interrupt, communicators.groups)
+        if waiter is not None:
+            control.abandon(waiter.is_alive)
+            self.is_stuck = True
 
     def _enter_step_barrier(self, control: Control, communicators: Communicators
                             ) -> StepBarrier | Outcome:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import structlog
 import torch
@@ -78,7 +79,22 @@ def gather(trainee: TrainingModel) -> None:
     Waits for those replicas. Raises RuntimeError; the gather can then be repeated.
     """
     for ddp in trainee.ddps:
-        ddp.start_param_sync(force_dispatch=True)
+        if trainee.gathers_in_forward:
+            for groups in (ddp.bucket_groups, ddp.expert_parallel_bucket_groups):
+                for group in reversed(groups):  # as in a forward: each launches the next one
+                    group.finish_param_sync()
+        else:
+            ddp.start_param_sync(force_dispatch=True)
+
+
+def gathering(trainee: TrainingModel) -> list[Any]:
+    """The launched collectives of a gather that has broken off. Megatron's groups forget them."""
+    works: list[Any] = []
+    for group in trainee.bucket_groups:
+        if group.param_gather_handle is not None:
+            works += group.param_gather_handle.works
+            group.param_gather_handle = None
+    return works
 
 
 def _set_norm(trainee: TrainingModel, scaled_norm: float) -> None:

@@ -110,8 +110,6 @@ class OverlappedReduction:
         self._is_over = is_over
         self._ready = [False] * num_buckets
         self._works: list[Works] = []
-        # A gloo group waits for its works before it is destroyed. If a work is stuck, the thread
-        # that waits for this work must drop the group last, not the main thread.
         self._group = dist.group.WORLD
         self._try(lambda: [dist.all_reduce(stats, async_op=True)])
 
@@ -156,21 +154,32 @@ class OverlappedReduction:
 
     def end(self, wake: Callable[[], None]) -> threading.Thread | None:
         """Wait until all collectives end; returns the thread of an abandoned wait, if any."""
-        deadline_s = time.monotonic() + END_S_MAX
-        while not all(work.is_completed() for works in self._works for work in works):
-            wake()
-            if time.monotonic() > deadline_s:
-                waiter = threading.Thread(target=self._wait_abandoned, name="abandoned",
-                                          daemon=True)
-                waiter.start()
-                return waiter
-            time.sleep(END_S)
-        return None
+        return end_all([work for works in self._works for work in works], wake, self._group)
 
-    def _wait_abandoned(self) -> None:
-        for works in self._works:
-            with suppress(RuntimeError):
-                self._wait(works)
+
+def end_all(works: Works, wake: Callable[[], None], group: Any) -> threading.Thread | None:
+    """Wait until these launched collectives end, once `wake` has closed their connections; returns
+    the thread of an abandoned wait, if any. It holds `group` until the wait ends.
+
+    A gloo group waits for its works before it is destroyed. If a work is stuck, the thread that
+    waits for this work must drop the group last, not the main thread.
+    """
+    deadline_s = time.monotonic() + END_S_MAX
+    while not all(work.is_completed() for work in works):
+        wake()
+        if time.monotonic() > deadline_s:
+            waiter = threading.Thread(target=_wait_abandoned, args=(works, group),
+                                      name="abandoned", daemon=True)
+            waiter.start()
+            return waiter
+        time.sleep(END_S)
+    return None
+
+
+def _wait_abandoned(works: Works, group: Any) -> None:
+    for work in works:
+        with suppress(RuntimeError):
+            work.wait()
 
 
 class BucketLauncher:
@@ -195,8 +204,8 @@ class BucketLauncher:
             self._ready(index)
 
     def _ready(self, bucket: int, force_all_reduce: bool = False) -> None:
-        assert self.current is not None, "only the last backward completes buckets"
-        self.current.ready(bucket, self._launch)
+        if self.current is not None:  # None: this member has an order to stop
+            self.current.ready(bucket, self._launch)
 
     def _launch(self, bucket: int) -> Works:
         self._note("bucket", bucket)

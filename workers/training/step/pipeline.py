@@ -33,6 +33,10 @@ Note = Callable[[Literal["forward", "backward", "stage"], int], None]
 """Called when a pass of a micro-batch begins, or when a stage communicates with another."""
 
 
+Begin = Callable[[float, int], None]
+"""Called before the last backward, with the sums of the losses and of the tokens."""
+
+
 class Passes(NamedTuple):
     """What was run: the first `num_done` of the micro-batches, and the sums over them. Only one
     member of the replica, on the last stage, has the sums; the others have 0."""
@@ -43,9 +47,10 @@ class Passes(NamedTuple):
 
 
 def run(trainee: TrainingModel, groups: Any, iteration: int, items: Sequence[int], sample: Sample,
-        note: Note, *, must_stop: Callable[[], bool] | None = None, forward_only: bool = False
-        ) -> Passes:
-    """Run these micro-batches in Megatron's 1F1B schedule, interleaved with chunks.
+        note: Note, *, must_stop: Callable[[], bool] | None = None, forward_only: bool = False,
+        begin: Begin | None = None) -> Passes:
+    """Run these micro-batches in Megatron's 1F1B schedule, interleaved with chunks. `begin` is
+    called before this stage's last backward, unless the schedule is ended early.
 
     The first stage calls `must_stop` before each group of micro-batches: a group is one, or with
     chunks as many as there are stages. At True no other group begins. Raises RuntimeError.
@@ -54,12 +59,16 @@ def run(trainee: TrainingModel, groups: Any, iteration: int, items: Sequence[int
     config = trainee.ddps[0].config
     config.grad_scale_func = trainee.optimizer.scale_loss
     is_chunked = axes.chunks > 1
+    # Of each chunk, the schedule lets only the last backward launch the reduction of its gradients.
+    no_sync = [ddp.no_sync for ddp in trainee.ddps]
+    config.no_sync_func = no_sync if is_chunked else no_sync[0]
     each = padded(items, axes.pp, axes.chunks)
     stages = _Stages(trainee, groups, config, note, must_stop)
+    last = _LastBackward(begin)
     results: list[tuple[float, int]] = get_forward_backward_func(
         pp_size=axes.pp, vp_size=axes.chunks if is_chunked else None)(
-        forward_step_func=partial(_forward, trainee, stages, iteration, sample, note),
-        data_iterator=[iter(each) for _ in trainee.ddps] if is_chunked else iter(each),
+        forward_step_func=partial(_forward, trainee, stages, iteration, sample, note, last),
+        data_iterator=[_numbered(each) for _ in trainee.ddps] if is_chunked else _numbered(each),
         model=trainee.ddps, num_microbatches=len(each), seq_length=train.model.sequence,
         micro_batch_size=train.batch.micro, forward_only=forward_only,
         p2p_communicator=stages, pg_collection=groups,
@@ -73,6 +82,31 @@ def padded(items: Sequence[int], num_stages: int, num_chunks: int) -> list[int]:
     """The items, padded for Megatron's interleaved schedule, which runs groups of `num_stages`."""
     num_more = -len(items) % num_stages if num_chunks > 1 else 0
     return [*items, *[PADDING] * num_more]
+
+
+def _numbered(items: Sequence[int]) -> Iterator[tuple[int, bool]]:
+    """Each item, and whether it is the last."""
+    return zip(items, [*[False] * (len(items) - 1), True], strict=True)
+
+
+class _LastBackward:
+    """Calls `begin` once, before the last backward of the first chunk that comes to it. The losses
+    of all micro-batches are known by then."""
+
+    def __init__(self, begin: Begin | None) -> None:
+        self._begin = begin
+        self._loss_sum, self._num_tokens = 0.0, 0
+
+    def add(self, loss: float, num_tokens: int) -> None:
+        """Add the loss of a micro-batch."""
+        self._loss_sum += loss
+        self._num_tokens += num_tokens
+
+    def begins(self, gradient: Tensor) -> None:
+        """A hook on the output of the last micro-batch."""
+        if self._begin is not None:
+            begin, self._begin = self._begin, None
+            begin(self._loss_sum, self._num_tokens)
 
 
 class _Stages(P2PCommunicator):  # type: ignore[misc, unused-ignore]
@@ -189,13 +223,14 @@ class _Stages(P2PCommunicator):  # type: ignore[misc, unused-ignore]
 
 
 def _forward(trainee: TrainingModel, stages: _Stages, iteration: int, sample: Sample, note: Note,
-             items: Iterator[int], ddp: Any) -> tuple[Tensor, Any]:
+             last: _LastBackward, items: Iterator[tuple[int, bool]], ddp: Any
+             ) -> tuple[Tensor, Any]:
     """Run one micro-batch in one chunk, for Megatron's schedule. Returns the output and a loss
     function. Dropout does not depend on the other micro-batches in the pipeline."""
     skipped = stages.begin_forward()
     if skipped is not None:
         return skipped, _loss_of_skipped
-    item = next(items)
+    item, is_last = next(items)
     trainee.draw.at(iteration, item)
     if item == PADDING:
         batch = trainee.padding(sample(0))
@@ -206,12 +241,15 @@ def _forward(trainee: TrainingModel, stages: _Stages, iteration: int, sample: Sa
 
     def loss_of_output(per_token: Tensor) -> tuple[Tensor, Tensor, tuple[float, int]]:
         loss, num_tokens = trainee.loss_of(per_token, batch), trainee.num_tokens(batch)
+        last.add(loss.item(), num_tokens)
         return loss, torch.tensor(num_tokens, dtype=torch.int), (loss.item(), num_tokens)
 
     def backward_begins(gradient: Tensor) -> None:
         note("backward", item)
 
     out = trainee.forward(ddp, batch)
+    if is_last and out.requires_grad:
+        out.register_hook(last.begins)  # type: ignore[no-untyped-call, unused-ignore]
     if item != PADDING and out.requires_grad:
         out.register_hook(backward_begins)  # type: ignore[no-untyped-call, unused-ignore]
     return out, loss_of_output
