@@ -54,6 +54,7 @@ def _refused(why: str) -> Support:
 
 NO_KEY = _refused("the job file has no key for it")
 NOT_OVERLAPPED = "restart-only tasks run it without overlap"
+USUAL_FLAGS = "tests/workers/training/test_usual_flags.py"
 BY_BUILD = "`build` makes the part of each position; Megatron's metadata says which part that is"
 
 ROWS: tuple[Row, ...] = (
@@ -72,7 +73,7 @@ ROWS: tuple[Row, ...] = (
         _exact("as pipeline parallel", "tests/workers/training/test_own_layouts.py")),
     Row("sequence parallel", NO_KEY,
         _exact("the reduction sums layer norms' gradients over the tensor-parallel group, and is "
-               "repeated as a whole; `build` omits it if tp is 1")),
+               "repeated as a whole; `build` omits it if tp is 1", USUAL_FLAGS)),
     Row("context parallel", NO_KEY,
         _refused("its ranks hold parts of one sample, and layouts have no axis for it")),
     Row("expert parallel", NO_KEY,
@@ -89,15 +90,14 @@ ROWS: tuple[Row, ...] = (
     Row("overlapped reduction",
         _exact("only data-parallel with the whole optimizer: else the job file is refused",
                "tests/workers/training/test_overlap.py"),
-        _exact("only data-parallel with the whole optimizer")),
+        _exact("launched by the last backward, bucket by bucket, from a backup", USUAL_FLAGS)),
     Row("overlapped reduction, other layouts",
-        _refused("the step barrier must run between the last bucket and the step"),
-        _restart("the step barrier must run between the last bucket and the step; "
-                 + NOT_OVERLAPPED)),
+        _refused("a job file asks for it without layouts only"),
+        _exact("as overlapped reduction; the step barrier follows the last bucket", USUAL_FLAGS)),
     Row("overlapped parameter gather", NO_KEY,
-        _restart("parameters of the last step still arrive during the next forward; "
-                 + NOT_OVERLAPPED,
-                 "tests/workers/training/test_own_unhealed.py")),
+        _exact("if it breaks off, the holders of the shards send the rest", USUAL_FLAGS)),
+    Row("parameter gather overlapped with the step", NO_KEY,
+        _restart("parameters are gathered before the whole step is done; " + NOT_OVERLAPPED)),
     Row("several instances of the distributed optimizer", NO_KEY,
         _refused("layouts do not describe its groups of groups")),
     Row("FSDP", NO_KEY,
@@ -113,7 +113,7 @@ ROWS: tuple[Row, ...] = (
     Row("registered communication buffers", NO_KEY,
         _restart("memory registered with a communicator is lost with it")),
     Row("activation recomputation", NO_KEY,
-        _exact("inside one micro-batch, which is complete or run again; Megatron's needs CUDA")),
+        _exact("inside one micro-batch, which is complete or run again", USUAL_FLAGS)),
     Row("offloading to the CPU", NO_KEY,
         _restart("transfers between host and device are not part of the state")),
     Row("dropout, one layout of a replica",

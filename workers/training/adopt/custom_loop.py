@@ -23,7 +23,7 @@ from ....events.spec.model import Axes
 from ....events.spec.parallelism import Parallel
 from ....events.spec.support import ROWS, Grade, Row
 from ..communicators.process_groups import groups_for_building, publish_globals
-from ..model import optimizers
+from ..model import cpu_stand_ins, optimizers
 from ..model.random_draws import Draw
 from ..model.trainee import Size, TrainingModel
 from ..recovery import state_shards
@@ -94,11 +94,8 @@ ROW_CHECKS: Mapping[str, Callable[[BuiltLoop], bool]] = {
     "expert parallel": lambda loop: _above_1(loop.config, "expert_model_parallel_size"),
     "experts": lambda loop: _any(loop.config, "num_moe_experts"),
     "distributed optimizer, mirrored": lambda loop: loop.parallel.optimizer == "mirrored",
-    "overlapped reduction, other layouts": lambda loop: (
-        _any(loop.ddp, "overlap_grad_reduce") and not loop.parallel.is_plain),
-    "overlapped parameter gather": lambda loop: any(
-        _any(config, "overlap_param_gather", "overlap_param_gather_with_optimizer_step")
-        for config in (loop.ddp, loop.optimizer)),
+    "parameter gather overlapped with the step": lambda loop: _any(
+        loop.optimizer, "overlap_param_gather_with_optimizer_step"),
     "several instances of the distributed optimizer": lambda loop: _above_1(
         loop.ddp, "num_distributed_optimizer_instances"),
     "FSDP": _is_fsdp,
@@ -214,6 +211,7 @@ class LoopWorkload:
         self._on_rebuild = on_rebuild
         self._groups: Any = None
         self._build, self._sample, self._forward = build, sample, forward
+        cpu_stand_ins.install()
 
     def on_groups(self, groups: Any) -> None:
         self.made, self._groups = None, groups

@@ -1,0 +1,186 @@
+"""The example loop with the flags that Megatron jobs usually set heals with an equal result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoint_stores import LocalKeeper
+from matrix.scenes import newest
+from nursery import Nursery
+from rank_driver import Driver
+from struck import PP2DP2, TP2DP2, Case, strike
+from unicron.events.records.types import MemoryCheckpoint
+from unicron.events.spec.job import parse
+from unicron.events.spec.model import Axes
+from unicron.workers.training.reference import compare
+
+EXAMPLE = Path(__file__).parents[3] / "deploy" / "examples" / "loop.py"
+ITERATIONS, MICRO_BATCHES, STRUCK = 6, 8, 3
+RELATIVE_MAX = 1e-5
+SCRIPT = """
+import os, runpy, sys
+os.environ["UNICRON_FD"], sys.argv = str(fd), {argv}
+runpy.run_path(sys.argv[0], run_name="__main__")
+sys.exit()
+"""
+CONFIG = "bias_dropout_fusion=False,"
+SHARDED = "grad_reduce_in_fp32=True"
+FLOAT_16 = "from megatron.core.transformer.module import Float16Module"
+OPTIMIZER = "clip_grad=1.0,"
+FLAGS = {
+    "sequence parallel": [(CONFIG, f"{CONFIG} sequence_parallel=axes.tp > 1,")],
+    "recompute": [(CONFIG, f'{CONFIG} recompute_granularity="full", recompute_method="uniform", '
+                           "recompute_num_layers=1,")],
+    "recompute selectively": [(CONFIG, f'{CONFIG} recompute_granularity="selective",')],
+    "overlapped reduction": [(SHARDED, f"{SHARDED}, overlap_grad_reduce=True, bucket_size=3000")],
+    "overlapped gather": [
+        (SHARDED, f"{SHARDED}, overlap_grad_reduce=True, overlap_param_gather=True, "
+                  "bucket_size=3000"),
+        (OPTIMIZER, f"{OPTIMIZER} overlap_param_gather=True,")],
+    "bf16": [
+        ("pipeline_dtype=torch.float32", "pipeline_dtype=torch.bfloat16, bf16=True, "
+                                         "params_dtype=torch.bfloat16"),
+        (OPTIMIZER, f"{OPTIMIZER} bf16=True,"),
+        ("sharing, module,", "sharing, Float16Module(config, module),"),
+        ("\nVOCABULARY", f"{FLOAT_16}\n\nVOCABULARY")],
+}
+"""By flag: the replacements in the example."""
+Loops = Callable[..., Driver]
+
+
+def loop(folder: Path, nursery: Nursery, *flags: str, copy_every: int = 0, **parallel: Any
+         ) -> Driver:
+    """A driver whose ranks run the example with these flags."""
+    text = EXAMPLE.read_text()
+    for flag in flags:
+        for old, new in FLAGS[flag]:
+            assert old in text
+            text = text.replace(old, new)
+    script = folder / "train.py"
+    script.write_text(text)
+    argv = [str(script), "--iterations", str(ITERATIONS), "--micro-batches", str(MICRO_BATCHES)]
+    argv += ["--sharded"] * (parallel.get("optimizer") == "sharded")
+    spec = parse({
+        "apiVersion": "unicron/v1", "name": "own", "slots": {"min": 1, "max": 8},
+        "command": argv, "heal": "in-memory",
+        "loop": {"micro_batches": MICRO_BATCHES, "iterations": ITERATIONS, "parallel": parallel,
+                 "copy_every": copy_every, "output": str(folder / "out")}})
+    driver = Driver(spec, folder, nursery)
+    driver.patch = SCRIPT.format(argv=argv)
+    return driver
+
+
+@pytest.fixture
+def loops(tmp_path: Path, nursery: Nursery) -> Iterator[Loops]:
+    """Factory of drivers: `loops("recompute", pipeline=[2])`. Call it once in a test."""
+    made: list[Driver] = []
+
+    def make(*flags: str, **options: Any) -> Driver:
+        folder = tmp_path / str(len(made))
+        folder.mkdir()
+        made.append(loop(folder, nursery, *flags, **options))
+        return made[-1]
+
+    yield make
+    for driver in made:
+        driver.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Iterator[Path]:
+    """The final checkpoint of one rank that trains without a flag and without a fault."""
+    driver = loop(tmp_path_factory.mktemp("undisturbed"), nursery)
+    try:
+        driver.start(0)
+        driver.form([0])
+        driver.finish([0])
+        yield driver.final_checkpoint()
+    finally:
+        driver.close()
+
+
+def finish(driver: Driver, ranks: list[int], undisturbed: Path) -> None:
+    driver.finish(ranks)
+    gap = compare(driver.final_checkpoint(), undisturbed)
+    print(gap)
+    assert gap.num_losses == ITERATIONS
+    assert gap.loss_rel < RELATIVE_MAX
+    assert gap.param_rel < RELATIVE_MAX
+
+
+@pytest.mark.parametrize("flags", [
+    ("sequence parallel",), ("recompute",), ("recompute selectively",), ("overlapped reduction",)],
+    ids=", ".join)
+@pytest.mark.parametrize("case", [
+    Case(TP2DP2, 3, "backward", (0, 1), Axes(tp=2)),
+    Case(PP2DP2, 3, "backward", (0, 2), Axes(pp=2))], ids=["tp2dp2", "pp2dp2"])
+def test_training_continues_after_a_lost_rank(
+        loops: Loops, undisturbed: Path, flags: tuple[str, ...], case: Case) -> None:
+    driver = loops(*flags, tensor=[1, 2], pipeline=[1, 2])
+    strike(driver, case)
+    finish(driver, list(case.members), undisturbed)
+
+
+@pytest.mark.parametrize("axes", [Axes(dp=3), TP2DP2, PP2DP2], ids=["dp3", "tp2dp2", "pp2dp2"])
+def test_a_gather_in_the_next_forward(loops: Loops, undisturbed: Path, axes: Axes) -> None:
+    driver = loops("overlapped gather", tensor=[1, 2], pipeline=[1, 2], optimizer="sharded")
+    ranks = list(range(axes.tp * axes.pp * axes.dp))
+    driver.start(*ranks)
+    driver.form(ranks, axes=axes)
+    finish(driver, ranks, undisturbed)
+
+
+@pytest.mark.parametrize("axes", [Axes(dp=3), TP2DP2, PP2DP2], ids=["dp3", "tp2dp2", "pp2dp2"])
+def test_a_gather_that_breaks_off_loses_nothing(
+        loops: Loops, undisturbed: Path, axes: Axes) -> None:
+    """Rank 1 is held before its forward, so the others wait for its parameters."""
+    driver = loops("overlapped gather", tensor=[1, 2], pipeline=[1, 2], optimizer="sharded")
+    ranks = list(range(axes.tp * axes.pp * axes.dp))
+    driver.start(*ranks)
+    hold = driver.hold(1, "micro_batch", STRUCK)
+    driver.form(ranks, axes=axes)
+    driver.held(1, STRUCK)
+    driver.quiesce(ranks, "now", hold)
+    reports = driver.form(ranks, axes=axes)
+    assert {one.step_version for one in reports.values()} == {STRUCK}
+    finish(driver, ranks, undisturbed)
+
+
+USUAL = ("bf16", "overlapped gather", "sequence parallel", "recompute")
+TP2PP2DP2 = Axes(tp=2, pp=2, dp=2)
+EIGHT = list(range(8))
+FAULTS = ((5, "backward", 1), (2, "gate", 3), (7, "stage", 4))
+"""Victim, event and iteration of each fault."""
+
+
+def test_the_usual_job_heals_three_times(loops: Loops) -> None:
+    """bf16, distributed optimizer, both overlaps, sequence parallel, full recomputation, TP 2 x
+    PP 2 x DP 2. A lost shard sets the task back to its last in-memory checkpoint."""
+    options: dict[str, Any] = {"tensor": [2], "pipeline": [2], "optimizer": "sharded"}
+    calm = loops(*USUAL, **options)
+    calm.start(*EIGHT)
+    calm.form(EIGHT, axes=TP2PP2DP2)
+    calm.finish(EIGHT)
+    driver = loops(*USUAL, copy_every=2, **options)
+    driver.keepers = [LocalKeeper("n1"), LocalKeeper("n2")]
+    driver.start(*EIGHT)
+    copies: tuple[MemoryCheckpoint, ...] = ()
+    for attempt, (victim, event, iteration) in enumerate(FAULTS, 2):
+        hold = driver.hold(victim, event, iteration)
+        driver.form(EIGHT, axes=TP2PP2DP2, copies=copies)
+        driver.held(victim, iteration)
+        driver.kill(victim)
+        hold.unlink()
+        driver.quiesce([rank for rank in EIGHT if rank != victim], "now")
+        copies = newest(driver)
+        driver.start(victim, attempt=attempt)
+    driver.form(EIGHT, axes=TP2PP2DP2, copies=copies)
+    driver.finish(EIGHT)
+    gap = compare(driver.final_checkpoint(), calm.final_checkpoint())
+    print(gap)
+    assert gap.num_losses == ITERATIONS
+    assert gap.loss_rel < RELATIVE_MAX
+    assert gap.param_rel < RELATIVE_MAX
