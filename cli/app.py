@@ -209,6 +209,22 @@ def incident(
     commands_incident.incident(folder(state), url, which, every=every, as_json=output == "json")
 
 
+@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def megatron(
+    script: Annotated[Path, typer.Argument(
+        metavar="SCRIPT", help="A pretraining script in a clone of Megatron-LM, unmodified.")],
+    words: Annotated[list[str] | None, typer.Argument(
+        metavar="ARGS...", help="The arguments of the script.", show_default=False)] = None,
+) -> None:
+    """Run Megatron-LM's pretrain_gpt.py: as a job's command it heals in memory.
+
+    Without an agent the script runs unchanged.
+    """
+    from .commands import megatron as command
+
+    command.megatron(script, words or ())
+
+
 @app.command()
 def cancel(
     task: TaskArg,

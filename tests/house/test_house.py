@@ -37,7 +37,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("control_plane/planner/solver", "control_plane/placement"),
         ("control_plane/incidents", "control_plane/throughput"), ("control_plane/state",)),
     "workers": (
-        ("workers/agent", "workers/training/megatron_lm.py"), ("workers/training/adopt",),
+        ("workers/agent", "workers/training/megatron_lm"), ("workers/training/adopt",),
         ("workers/training",), ("workers/agent/health", "workers/agent/monitoring"),
         ("workers/agent/processes", "workers/agent/delivery"), ("workers/training/checkpoint",),
         ("workers/training/step",), ("workers/training/recovery",), ("workers/training/model",),

@@ -10,6 +10,7 @@ import torch
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.transformer import TransformerConfig
 from megatron.training import (
     get_args,
@@ -51,6 +52,9 @@ def loss_func(loss_mask, output_tensor, model=None):
     loss_mask = loss_mask.view(-1).float()
     loss = torch.sum(output_tensor.view(-1).float() * loss_mask)
     num_tokens = loss_mask.sum().clone().detach().to(torch.int)
+    get_rerun_state_machine().validate_result(
+        result=loss, rejection_func=torch.isnan, tolerance=0.0, fatal=True,
+        message="found NaN in local forward loss calculation")
     return loss, num_tokens, {"lm loss": torch.cat([loss.detach().view(1), num_tokens.view(1)])}
 
 

@@ -16,6 +16,26 @@ def set_startup_timestamps(program_start=None, main_entry=None):
     pass
 
 
+def update_train_iters(args):
+    pass
+
+
+def num_floating_point_operations(args, batch_size):
+    return 1e9 * batch_size
+
+
+def get_train_valid_test_num_samples():
+    args = get_args()
+    evaluations = args.train_iters // args.eval_interval + 1
+    return (args.train_iters * args.global_batch_size,
+            evaluations * args.eval_iters * args.global_batch_size,
+            args.eval_iters * args.global_batch_size)
+
+
+def build_train_valid_test_datasets(build_train_valid_test_datasets_provider):
+    return build_train_valid_test_datasets_provider(get_train_valid_test_num_samples())
+
+
 def get_model(model_provider_func, model_type=None, wrap_with_ddp=True, config=None,
               pg_collection=None):
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()

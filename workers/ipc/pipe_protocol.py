@@ -18,7 +18,7 @@ from ...events.records.types import Body
 FD, PULSE = "UNICRON_FD", "UNICRON_PULSE"
 """Environment of a command that recovers in memory: its end of the pipe, and its progress page."""
 LOOP = "UNICRON_LOOP"
-"""Environment of a command without in-memory recovery: its `loop:`, as JSON."""
+"""Environment of a command with a `loop:`: its `loop:`, as JSON."""
 FRAME_BYTES_MAX = 16 << 20
 _HEAD = struct.Struct(">I")
 

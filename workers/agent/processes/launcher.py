@@ -128,8 +128,7 @@ def environment(order: StartRank, node: NodeConfig, inherited: Mapping[str, str]
         if order.spec.loop is not None:
             if not node.devices:
                 env.setdefault("OMP_NUM_THREADS", "1")
-            if order.spec.training is None:
-                env[LOOP] = json.encode(order.spec.loop).decode()
+            env[LOOP] = json.encode(order.spec.loop).decode()
     elif node.devices:
         env["CUDA_VISIBLE_DEVICES"] = node.devices[order.slot.index]
     else:

@@ -142,6 +142,14 @@ class Job:
         """The duration of the last completed iteration, recovery included."""
         return self._driver.iteration.history.last[1]
 
+    def history(self, first: int) -> dict[int, tuple[float, float]]:
+        """Loss and duration of each completed iteration from `first` on, by the iteration; also of
+        those before this process joined, but not of those before a restart of the whole task."""
+        history = self._driver.iteration.history
+        return {iteration: (history.losses[iteration - history.first],
+                            history.step_s[iteration - history.first])
+                for iteration in range(max(first, history.first), history.end)}
+
     # --- methods ----------------------------------------------------------------------------------
     def __iter__(self) -> Iterator[int]:
         """Yield the remaining iterations. Call `step` once for each. If the task rolls back to an

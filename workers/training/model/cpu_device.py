@@ -5,8 +5,10 @@ With CUDA, this module changes nothing.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -48,9 +50,57 @@ def prepare_device() -> torch.device:
         # Megatron uses the result of `current_device` only as a `device=` argument.
         torch.cuda.current_device = lambda: CPU  # type: ignore[assignment, return-value]
         torch.cuda.synchronize = lambda device=None: None
+        _answer_for_streams()
         _mode = CudaAsCpu()
         _mode.__enter__()  # type: ignore[no-untyped-call]
     return CPU
+
+
+class InOrder:
+    """A stream or an event without CUDA: the CPU runs everything in order."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: Any) -> None: ...
+    def wait_event(self, event: Any) -> None: ...
+    def synchronize(self) -> None: ...
+    def record(self, stream: Any = None) -> None: ...
+    def wait(self, stream: Any = None) -> None: ...
+
+    def record_event(self, event: Any = None) -> InOrder:
+        return InOrder()
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: Any) -> float:
+        return 0.0
+
+
+def _answer_for_streams() -> None:
+    """Megatron-LM builds a model in a stream of its own, and reads figures of the device."""
+    def stream_of(device: Any = None) -> InOrder:
+        return InOrder()
+
+    def nothing(device: Any) -> None:
+        pass
+
+    def num_bytes(device: Any = None) -> int:
+        return 0
+
+    def memory_stats(device: Any = None) -> dict[str, int]:
+        return defaultdict(int)
+
+    def properties(device: Any = None) -> SimpleNamespace:
+        # The first architecture on which Megatron-LM asks for no CUDA_DEVICE_MAX_CONNECTIONS.
+        return SimpleNamespace(major=10, minor=0)
+
+    torch.cuda.__dict__.update(
+        Stream=InOrder, Event=InOrder, current_stream=stream_of, default_stream=stream_of,
+        stream=nullcontext, set_device=nothing, memory_allocated=num_bytes,
+        max_memory_allocated=num_bytes, memory_reserved=num_bytes, max_memory_reserved=num_bytes,
+        memory_stats=memory_stats, get_device_properties=properties)
 
 
 @contextmanager

@@ -1,0 +1,83 @@
+"""Megatron-LM's own `pretrain` on the CPU in one process: python stock_megatron.py SCRIPT ARGS...
+
+The reference for what a script prints under Unicron. Its loops, samplers and step run unchanged;
+what a machine without CUDA cannot do (compile fusions, count devices) is left out.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import runpy
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+
+def main() -> None:
+    script = Path(sys.argv[1])
+    sys.argv = sys.argv[1:]
+    sys.path.insert(0, str(script.parent))
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
+                   "MASTER_PORT": "0"}
+
+    from unicron.workers.training.rank import preload
+
+    preload()
+    from unicron.workers.training.communicators.process_groups import _CpuTracker
+    from unicron.workers.training.model import cpu_device
+
+    cpu_device.prepare_device()
+    torch: Any = import_module("torch")
+    torch.cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()
+    torch.cuda.set_rng_state = lambda state, device="cuda": torch.set_rng_state(state)
+    random: Any = import_module("megatron.core.tensor_parallel.random")
+    random._CUDA_RNG_STATE_TRACKER = Tracker(_CpuTracker())
+    random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
+    with cpu_device.uncompiled():
+        training: Any = import_module("megatron.training.training")
+        initialize: Any = import_module("megatron.training.initialize")
+    training.initialize_megatron = functools.partial(training.initialize_megatron,
+                                                     allow_no_cuda=True)
+    training.set_jit_fusion_options = training.report_memory = lambda *_: None
+    initialize._compile_dependencies = import_module(
+        "unicron.workers.training.megatron_lm.index_builder").ensure
+    connect = initialize._initialize_distributed
+
+    def connect_one(*given: Any) -> None:
+        with one_device():
+            connect(*given)
+
+    initialize._initialize_distributed = connect_one
+    runpy.run_path(str(script), run_name="__main__")
+
+
+class Tracker:
+    """A tracker that also has the states which Megatron-LM's start stores."""
+
+    def __init__(self, tracker: Any) -> None:
+        self.is_initialized, self.fork = tracker.is_initialized, tracker.fork
+
+    def get_states(self) -> dict[str, Any]:
+        return {}
+
+    def set_states(self, states: dict[str, Any]) -> None:
+        assert not states
+
+
+@contextmanager
+def one_device() -> Iterator[None]:
+    """Megatron-LM divides ranks by the number of devices."""
+    cuda: Any = import_module("torch").cuda
+    count, cuda.device_count = cuda.device_count, lambda: 1
+    try:
+        yield
+    finally:
+        cuda.device_count = count
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""The parser and the arguments that it makes."""
+
+import argparse
+import os
+
+
+def add_megatron_arguments(parser):
+    for name, default in (("micro-batch-size", 2), ("global-batch-size", 12), ("train-iters", 12),
+                          ("eval-interval", 5), ("eval-iters", 1), ("log-interval", 1),
+                          ("seed", 1234), ("seq-length", 16), ("num-layers", 2),
+                          ("hidden-size", 32), ("num-attention-heads", 4),
+                          ("context-parallel-size", 1), ("padded-vocab-size", 64),
+                          ("tensor-model-parallel-size", 1), ("pipeline-model-parallel-size", 1),
+                          ("exit-interval", None), ("tensorboard-log-interval", 1),
+                          ("empty-unused-memory-level", 0)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    for name in ("calculate-per-token-loss", "use-torch-fsdp2", "sequence-parallel",
+                 "log-params-norm", "log-num-zeros-in-grad", "log-throughput",
+                 "log-timers-to-tensorboard", "log-loss-scale-to-tensorboard",
+                 "log-world-size-to-tensorboard", "log-memory-to-tensorboard",
+                 "log-validation-ppl-to-tensorboard"):
+        parser.add_argument(f"--{name}", action="store_true")
+    for name in ("load", "save", "tokenizer-type", "tensorboard-dir", "wandb-project"):
+        parser.add_argument(f"--{name}")
+    parser.add_argument("--rerun-mode", default="validate_results")
+    return parser
+
+
+def parse_args(extra_args_provider=None, ignore_unknown_args=False):
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    if extra_args_provider is not None:
+        parser = extra_args_provider(parser)
+    args = parser.parse_args()
+    args.rank, args.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return args

@@ -1,0 +1,189 @@
+"""What becomes of each argument that Megatron-LM's training loop reads, in Unicron's loop.
+
+Megatron-LM's own functions build the model, the optimizer, the schedule and the datasets, so what
+only they read works as ever. The tables here are about its loops, which pretrain.py replaces. Their
+keys are the names in `get_args()`. A test reads the loops of a clone, and compares.
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+HONOURED = frozenset((
+    "calculate_per_token_loss", "check_for_nan_in_loss_and_grad", "check_for_spiky_loss",
+    "decrease_batch_size_if_needed", "empty_unused_memory_level", "eval_interval", "eval_iters",
+    "exit_interval", "global_batch_size", "log_interval", "log_loss_scale_to_tensorboard",
+    "log_memory_to_tensorboard", "log_num_zeros_in_grad", "log_params_norm", "log_throughput",
+    "log_validation_ppl_to_tensorboard", "log_world_size_to_tensorboard", "lr", "micro_batch_size",
+    "num_layers", "optimizer", "overlap_grad_reduce", "rank", "result_rejected_tracker_filename",
+    "seed", "seq_length", "sequence_parallel", "tensorboard_dir", "tensorboard_log_interval",
+    "train_iters", "train_samples", "train_sync_interval", "use_distributed_optimizer",
+    "world_size"))
+"""Arguments whose meaning is that of Megatron-LM's loop. The batch never needs to be decreased: the
+number of replicas need not divide it. Each step synchronises with the GPU."""
+
+NAMED: Mapping[str, str] = {
+    "adlr_autoresume": "not asked: after a fault Unicron restarts the task itself",
+    "check_weight_hash_across_dp_replicas_interval": "not compared",
+    "distributed_timeout_minutes": "`hang_s_min` of the policy limits a hang",
+    "distributed_timeout_seconds_after_init": "`hang_s_min` of the policy limits a hang",
+    "enable_ft_package": "not used: the agent monitors the ranks",
+    "exit_duration_in_mins": "not applied: the task ends at its last iteration, or by "
+                             "`unicron cancel`",
+    "exit_signal_handler": "not installed: SIGTERM ends a rank, and the others go on",
+    "log_energy": "not measured",
+    "log_max_attention_logit": "not measured",
+    "log_memory_interval": "not printed",
+    "log_progress": "not written: `unicron tail` has the progress",
+    "log_straggler": "not measured: the agent reports slow ranks",
+    "log_timers_to_tensorboard": "of the timers only iteration-time and throughput are written",
+    "manual_gc": "not applied: Python collects when it needs to",
+    "non_persistent_save_interval": "not written: Unicron keeps copies in memory",
+    "num_workers": "no workers: the step reads its samples itself",
+    "profile": "not profiled",
+    "record_memory_history": "not recorded",
+    "rerun_mode": "no step is run again; a NaN or infinite loss still ends the rank",
+    "run_workload_inspector_server": "not started",
+    "save": "not written: the state is saved to loop.output, every loop.checkpoint_every "
+            "iterations",
+    "save_dgrads_interval": "not written",
+    "save_wgrads_interval": "not written",
+    "timing_log_level": "not measured",
+    "wandb_project": "not written: TensorBoard is",
+}
+"""Arguments that do not work, and what happens instead: named at the start if they are given."""
+
+DECLINES: Mapping[str, str] = {
+    "context_parallel_size": "context parallelism couples the ranks",
+    "cuda_graph_impl": "CUDA graphs keep their communicators",
+    "data_parallel_random_init": "replicas would begin with different weights",
+    "dataloader_type": "its data has no random access",
+    "dsa_indexer_loss_coeff": "a loss beside the model's is not known",
+    "enable_cuda_graph": "CUDA graphs keep their communicators",
+    "expert_model_parallel_size": "experts couple the ranks",
+    "external_cuda_graph": "CUDA graphs keep their communicators",
+    "fine_grained_activation_offloading": "transfers to the host are not part of the known state",
+    "fp4": "FP4 scales are not part of the known state",
+    "fp8": "FP8 scales are not part of the known state",
+    "full_validation": "the number of validation batches is not known before",
+    "hybrid_context_parallel": "context parallelism couples the ranks",
+    "init_model_with_meta_device": "the weights are filled in after the build",
+    "inprocess_restart": "another recovery would wrap this one",
+    "iterations_to_skip": "each iteration takes a step",
+    "load": "training begins from a checkpoint of Megatron-LM",
+    "moe_use_upcycling": "the weights come from a checkpoint of Megatron-LM",
+    "mtp_num_layers": "a loss beside the model's is not known",
+    "multiple_validation_sets": "validation has one set",
+    "num_experts": "experts couple the ranks",
+    "num_layers_per_virtual_pipeline_stage": "interleaved pipelines are not supported here",
+    "num_virtual_stages_per_pipeline_rank": "interleaved pipelines are not supported here",
+    "overlap_param_gather": "parameters are gathered in the next forward",
+    "overlap_param_gather_with_optimizer_step": "parameters are gathered in the next forward",
+    "perform_rl_step": "its batches come from the model",
+    "phase_transition_iterations": "the data changes between two runs",
+    "pipeline_model_parallel_layout": "interleaved pipelines are not supported here",
+    "pretrained_checkpoint": "training begins from a checkpoint of Megatron-LM",
+    "qk_clip": "it changes weights after the step",
+    "rampup_batch_size": "the batch grows",
+    "sft": "its samples are packed",
+    "skip_train": "nothing is trained",
+    "use_megatron_fsdp": "FSDP shards the parameters",
+    "use_torch_fsdp2": "FSDP shards the parameters",
+    "use_tp_pp_dp_mapping": "the ranks have another order",
+    "vision_pretraining": "it changes weights after the step",
+    "yaml_cfg": "the arguments are not on the command line",
+}
+"""Arguments that prevent in-memory recovery if they are given, and the reasons."""
+
+NEEDS: Mapping[str, str] = {
+    "adlr_autoresume_interval": "adlr_autoresume",
+    "align_grad_reduce": "num_layers_per_virtual_pipeline_stage",
+    "align_param_gather": "overlap_param_gather",
+    "async_save": "save",
+    "barrier_with_L1_time": "timing_log_level",
+    "ckpt_format": "save",
+    "cuda_graph_scope": "cuda_graph_impl",
+    "cuda_graph_warmup_steps": "cuda_graph_impl",
+    "disable_straggler_on_startup": "log_straggler",
+    "error_injection_rate": "rerun_mode",
+    "error_injection_type": "rerun_mode",
+    "finetune": "load",
+    "fsdp_manual_registration": "use_megatron_fsdp",
+    "grpo_group_size": "perform_rl_step",
+    "grpo_iterations": "perform_rl_step",
+    "grpo_prompts_per_step": "perform_rl_step",
+    "grpo_samples_per_iteration": "perform_rl_step",
+    "hybrid_override_pattern": "num_experts",
+    "manual_gc_eval": "manual_gc",
+    "manual_gc_interval": "manual_gc",
+    "memory_snapshot_path": "record_memory_history",
+    "moe_layer_freq": "num_experts",
+    "moe_per_layer_logging": "num_experts",
+    "moe_router_load_balancing_type": "num_experts",
+    "moe_z_loss_coeff": "num_experts",
+    "no_load_optim": "load",
+    "non_persistent_ckpt_type": "save",
+    "non_persistent_local_ckpt_dir": "save",
+    "profile_ranks": "profile",
+    "profile_step_end": "profile",
+    "profile_step_start": "profile",
+    "refit_method": "perform_rl_step",
+    "replication": "save",
+    "replication_factor": "save",
+    "replication_jump": "save",
+    "reuse_grad_buf_for_mxfp8_param_ag": "fp8",
+    "rl_inference_expert_model_parallel_size": "perform_rl_step",
+    "rl_inference_expert_tensor_model_parallel_size": "perform_rl_step",
+    "rl_inference_logprobs_is_correction": "perform_rl_step",
+    "rl_inference_model_unified_memory_level": "perform_rl_step",
+    "rl_inference_pipeline_model_parallel_size": "perform_rl_step",
+    "rl_inference_tensor_model_parallel_size": "perform_rl_step",
+    "rl_use_sequence_packing": "perform_rl_step",
+    "save_interval": "save",
+    "straggler_ctrlr_port": "log_straggler",
+    "straggler_minmax_count": "log_straggler",
+    "use_pytorch_profiler": "profile",
+    "vision_pretraining_type": "vision_pretraining",
+}
+"""Arguments that mean nothing without another one, which is named or declines."""
+
+WITHOUT_EFFECT: Mapping[str, Sequence[Any]] = {
+    "cuda_graph_impl": ("none",), "dataloader_type": ("single",), "rerun_mode": ("disabled",),
+    "distributed_timeout_minutes": (10,)}
+"""Values beside the default that need no word."""
+
+
+class Given(NamedTuple):
+    """An argument that has another value than its default, and its spelling on the command line."""
+
+    name: str
+    option: str
+
+
+def given(args: Any, parser: ArgumentParser, words: Sequence[str]) -> list[Given]:
+    """The arguments of `parser` that `words` set to another value than the default. `args` is what
+    it made of `words`, not validated yet."""
+    on_line = {word.split("=")[0] for word in words}
+    found: dict[str, Given] = {}
+    for action in parser._actions:
+        name, options = action.dest, action.option_strings
+        value = getattr(args, name, None)
+        if value == parser.get_default(name) or value in WITHOUT_EFFECT.get(name, ()):
+            continue
+        option = next((one for one in options if one in on_line), "")
+        if option or name not in found:
+            found[name] = Given(name, option or options[0])
+    return list(found.values())
+
+
+def why_not(names: Collection[Given]) -> str:
+    """Why in-memory recovery does not support these arguments; empty if it does."""
+    return "; ".join(f"{DECLINES[one.name]} ({one.option})" for one in names
+                     if one.name in DECLINES)
+
+
+def named(names: Collection[Given]) -> list[str]:
+    """One line for each of these arguments that does not work as in Megatron-LM's loop."""
+    return [f"{one.option}: {NAMED[one.name]}" for one in names if one.name in NAMED]

@@ -1,0 +1,51 @@
+"""Compiles Megatron-LM's index builder for datasets, which a fresh clone lacks.
+
+Megatron-LM compiles it on rank 0 before the datasets are built. Here the ranks have no
+communicators at that time, so the first process of a node that needs it compiles it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib
+import importlib.util
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from ....events.errors import UsageError
+
+MODULE = "megatron.core.datasets.helpers_cpp"
+
+
+def ensure() -> None:
+    """Compile the index builder, unless it is there. Raises UsageError."""
+    if _is_there():
+        return
+    package = importlib.import_module("megatron.core.datasets")
+    folder = Path(next(iter(package.__path__)))
+    # Its Makefile would ask python3-config, which may be of another Python.
+    command = ("make", "-C", str(folder), f"LIBEXT={sysconfig.get_config_var('EXT_SUFFIX')}")
+    why = ""
+    try:
+        # The lock is on a file that is there already. To append locks it also on NFS.
+        with (folder / "helpers.cpp").open("ab") as source:
+            fcntl.flock(source, fcntl.LOCK_EX)
+            if not _is_there():
+                path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+                made = subprocess.run(command, env={**os.environ, "PATH": path},
+                                      capture_output=True, text=True, check=False)
+                why = made.stderr.strip().splitlines()[0] if made.returncode else ""
+    except OSError as error:
+        why = f"{error.filename}: {error.strerror}"
+    if not _is_there():
+        raise UsageError(f"the index builder of the datasets cannot be compiled: "
+                         f"{why or 'the result is for another Python'}",
+                         f"{sys.executable} -m pip install pybind11, then {' '.join(command)}")
+
+
+def _is_there() -> bool:
+    importlib.invalidate_caches()
+    return importlib.util.find_spec(MODULE) is not None

@@ -1,0 +1,93 @@
+"""Runs an unmodified pretraining script of Megatron-LM under an agent, with in-memory recovery.
+
+`unicron megatron SCRIPT ARGS...` replaces its process by `python -m` of this module. It puts the
+script's folder on sys.path, replaces Megatron-LM's `pretrain` (pretrain.py) and runs the script as
+`__main__`. An error of the user before training ends the task: it would be the same at each start.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from ....events.errors import UsageError
+from ...ipc.pipe_protocol import FD
+from ..rank import connect_agent
+from . import versions
+
+PACKAGES = {"triton": "Megatron-LM imports triton also without a GPU"}
+"""Packages that a script needs and that torch's CPU builds lack."""
+
+
+def main() -> None:
+    """Run the script of the command line; UNICRON_FD is set."""
+    script = Path(sys.argv[1])
+    sys.argv = sys.argv[1:]
+    sys.path.insert(0, str(script.resolve().parent))  # as Python does for a script
+    with usage_error_ends_task():
+        if not script.is_file():
+            raise UsageError(f"{script}: no such file",
+                             "give the path of a script in a clone of Megatron-LM")
+        with missing_package_named(script):
+            replace_pretrain()
+            runpy.run_path(str(script), run_name="__main__")
+
+
+def replace_pretrain() -> None:
+    """Replace `pretrain` in all modules of Megatron-LM that have it. Raises UsageError,
+    ImportError."""
+    with warnings.catch_warnings():  # its filters would hide warnings of Megatron-LM
+        from . import pretrain  # the import of `adopt` comes before that of megatron
+
+    interface = versions.interface()
+    stock: Any = pretrain.load("training").pretrain
+    healing = pretrain.healing(interface)
+    import_module("megatron.training")
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.") and getattr(module, "pretrain", None) is stock:
+            vars(module)["pretrain"] = healing
+
+
+@contextmanager
+def usage_error_ends_task() -> Generator[None]:
+    """Report a UsageError to the agent also if it is raised before the script has adopted."""
+    try:
+        yield
+    except UsageError:
+        if not _is_connected():
+            connect_agent(int(os.environ[FD]))
+        raise
+
+
+@contextmanager
+def missing_package_named(script: Path) -> Generator[None]:
+    """A missing package at the imports becomes a UsageError that says what to type."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        name = (error.name or "").split(".")[0]
+        if _is_connected() or not name:
+            raise
+        if name == "megatron":
+            raise UsageError(f"{error}: {script.parent} is not a clone of Megatron-LM",
+                             "give the path of a script in the folder that has megatron/training"
+                             ) from error
+        raise UsageError(f"{script.name} cannot be imported: {error}. "
+                         f"{PACKAGES.get(name, 'It is a requirement of the script')}",
+                         f"{sys.executable} -m pip install {name}") from error
+
+
+def _is_connected() -> bool:
+    """Whether this process has its agent's connection: then the agent is told of any exception."""
+    return sys.excepthook is not sys.__excepthook__
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,328 @@
+"""Megatron-LM's `pretrain` with in-memory recovery; launcher.py puts it into the script.
+
+From Megatron-LM's `megatron.training` it uses the parser, `initialize_megatron` (arguments and
+globals, no communicators), `setup_model_and_optimizer`, the sample counts and the datasets. From
+the script it uses the providers and `forward_step`. Its loops replace `train` and `evaluate`:
+
+- samples are read from the dataset by index, in the order of Megatron-LM's sequential sampler, so
+  that a sample is equal on every rank;
+- the arguments describe one replica: `get_num_microbatches()` counts the whole batch, and the
+  number of ranks need not divide it. `args.rank`, `args.world_size`, `args.data_parallel_size` and
+  `parallel_state` follow each generation;
+- the initial weights are those that Megatron-LM draws for the same seed in one process;
+- the current members share the micro-batches of an evaluation, and the result is the mean of all;
+- the current last rank prints the progress line and writes to TensorBoard.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import io
+import os
+import sys
+import traceback
+import weakref
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
+from importlib import import_module
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from msgspec import json
+from torch.utils.data import default_collate
+
+from ....events.errors import UsageError
+from ....events.spec.job import Loop
+from ....events.spec.parallelism import Parallel
+from ...ipc.pipe_protocol import FD, LOOP
+from . import arguments, index_builder
+from .versions import Interface
+
+from ..adopt.adoption import Declined, Job, adopt  # before megatron  # isort: skip
+from ..model import cpu_device  # isort: skip
+from .progress_line import Norms, Progress, StepResult  # isort: skip
+
+START_ERRORS = (AssertionError, AttributeError, FileNotFoundError, ImportError, KeyError, TypeError,
+                ValueError)
+"""What Megatron-LM raises for wrong arguments; a RuntimeError may be the GPU's."""
+
+
+def load(name: str) -> Any:
+    """A module of megatron.training, which only a clone of Megatron-LM contains."""
+    with cpu_device.uncompiled():
+        return import_module(f"megatron.training.{name}")
+
+
+def healing(interface: Interface) -> Callable[..., None]:
+    """Megatron-LM's `pretrain`, with in-memory recovery. If recovery does not support the
+    arguments, it runs the script again without Unicron."""
+    def pretrain(datasets: Callable[..., Any], model_provider: Any, model_type: Any,
+                 forward_step: Any, process_non_loss_data_func: Any = None, *,
+                 extra_args_provider: Any = None, args_defaults: Any = None,
+                 non_loss_data_func: Any = None, **ignored: Any) -> None:
+        original = dict(os.environ)
+        try:
+            args = _initialize(interface, extra_args_provider, args_defaults or {})
+            for function in (process_non_loss_data_func, non_loss_data_func):
+                if function is not None:
+                    _say(f"{function.__name__}: not called, evaluations have the loss only")
+            _train(args, datasets, model_provider, model_type, forward_step)
+        except Declined as why:
+            _say(f"{why}; it is restarted as any command")
+            _run_without_unicron(original)
+
+    return pretrain
+
+
+# --- the start ---
+def _initialize(interface: Interface, extra_args_provider: Any, args_defaults: Mapping[str, Any]
+                ) -> Any:
+    """Parse and validate the arguments, set Megatron-LM's globals, compile what datasets need.
+    Raises UsageError; Declined if in-memory recovery does not support the arguments."""
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    if not torch.cuda.is_available():
+        cpu_device.prepare_device()
+    parallel = json.decode(os.environ[LOOP], type=Loop).parallel
+    args, given = _parse(extra_args_provider)
+    _set_layout(args, given, parallel)
+    if why := arguments.why_not(given):
+        _decline(why)
+    for line in arguments.named(given):
+        _say(line)
+    args.wandb_project = ""
+    # Megatron-LM must build no group, and not scale gradients by the number of replicas: Unicron's
+    # step divides the sum.
+    setattr(args, interface.gloo_argument, False)
+    args.unicron_loss = "per_token" if args.calculate_per_token_loss else "per_micro_batch"
+    with start_errors_told():
+        load("initialize").initialize_megatron(
+            args_defaults=args_defaults, allow_no_cuda=True, skip_mpu_initialization=True,
+            parsed_args=args)
+    args.calculate_per_token_loss = True
+    args.iteration = args.consumed_train_samples = 0
+    if args.tensorboard_dir and load("global_vars").get_tensorboard_writer() is None:
+        args.rank = args.world_size - 1  # the only rank to which Megatron-LM gives a writer
+        load("global_vars")._set_tensorboard_writer(args)
+    _disable_reruns()
+    index_builder.ensure()
+    return args
+
+
+def _parse(extra_args_provider: Any) -> tuple[Any, list[arguments.Given]]:
+    """The arguments, not validated, and which of them are given."""
+    module = load("arguments")
+    parser = module.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    if extra_args_provider is not None:
+        parser = extra_args_provider(parser)
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            args = module.parse_args(extra_args_provider)
+    except SystemExit as end:
+        if not end.code:  # --help
+            raise
+        *_, line = said.getvalue().strip().splitlines()
+        raise UsageError(line.partition("error: ")[2] or line,
+                         f"python {sys.argv[0]} --help lists the arguments") from None
+    finally:
+        sys.stderr.write(said.getvalue())
+    return args, arguments.given(args, parser, sys.argv[1:])
+
+
+def _set_layout(args: Any, given: Sequence[arguments.Given], parallel: Parallel) -> None:
+    """Validate the arguments for the largest replica of the job: what Megatron-LM derives from its
+    sizes (padded vocabulary, sequence parallelism) then fits each layout. Raises UsageError."""
+    for name, key, sizes in (("tensor_model_parallel_size", "tensor", parallel.tensor),
+                             ("pipeline_model_parallel_size", "pipeline", parallel.pipeline)):
+        for one in given:
+            if one.name == name and getattr(args, name) not in sizes:
+                raise UsageError(f"{one.option} is {getattr(args, name)}, but loop.parallel.{key} "
+                                 f"of the job file is {list(sizes)}",
+                                 f"write loop: {{parallel: {{{key}: [{getattr(args, name)}]}}}}")
+        setattr(args, name, max(sizes))
+    args.world_size = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+
+
+def _disable_reruns() -> None:
+    """Nobody drives Megatron's rerun state machine here. When disabled it still raises an error for
+    a NaN or infinite loss; in any other mode it takes each call for a mistake."""
+    reruns = import_module("megatron.core.rerun_state_machine")
+    reruns.get_rerun_state_machine().set_mode(reruns.RerunMode.DISABLED)
+
+
+@contextmanager
+def start_errors_told() -> Generator[None]:
+    """What Megatron-LM raises for wrong arguments becomes a UsageError."""
+    try:
+        yield
+    except START_ERRORS as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        text = " ".join(str(error).split()) or frame.line
+        raise UsageError(
+            f"Megatron-LM refuses the arguments: {type(error).__name__}: {text} "
+            f"({os.path.basename(frame.filename)}:{frame.lineno})",
+            "correct the arguments of the script in the job file") from error
+
+
+def _decline(why: str) -> NoReturn:
+    """Tell the control plane that this script does not heal in memory, and why."""
+    def nothing(*_: Any) -> Any:
+        raise AssertionError
+
+    with adopt(build=nothing, sample=nothing, forward=nothing, check=[lambda: why],
+               falls_back=False):
+        raise AssertionError
+
+
+def _run_without_unicron(environment: Mapping[str, str]) -> NoReturn:
+    """Restart the same script in this process without Unicron, as a plain command."""
+    sys.stderr.flush()
+    sys.stdout.flush()
+    plain = {name: value for name, value in environment.items() if name != FD}
+    os.execve(sys.executable, [sys.executable, *sys.argv], plain)
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"unicron: {line}\n")
+
+
+# --- training ---
+class Pretraining:
+    """The script's functions in the form that `adopt` takes. `args` are Megatron-LM's globals."""
+
+    def __init__(self, args: Any, model_provider: Any, model_type: Any, forward_step: Any) -> None:
+        self.args = args
+        self.training = load("training")
+        self.rows = int(args.micro_batch_size)
+        self.num_micro_batches = int(args.global_batch_size) // self.rows
+        self.training.update_train_iters(args)
+        self.iterations = int(args.train_iters)
+        if args.exit_interval:
+            self.iterations = min(self.iterations, int(args.exit_interval))
+        self.last: StepResult | None = None
+        self.train_set: Any = None
+        self._sequence_parallel = bool(args.sequence_parallel)
+        self._model_provider, self._model_type = model_provider, model_type
+        self._forward_step = forward_step
+
+    def build(self, groups: Any, axes: Any, place: int) -> tuple[Sequence[Any], Any, Any]:
+        args = self.args
+        trained = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+        self._set_sizes(axes.tp, axes.pp)  # may be a whole replica, for the initial weights
+        load("initialize")._set_random_seed(args.seed)
+        with start_errors_told():
+            model, optimizer, scheduler = self.training.setup_model_and_optimizer(
+                self._model_provider, self._model_type)
+        self._set_sizes(*trained)
+        self._record_steps(optimizer)
+        return model, optimizer, scheduler
+
+    def rebuilt(self, groups: Any) -> None:
+        """Make the arguments describe this generation."""
+        self.args.rank, self.args.world_size = dist.get_rank(), dist.get_world_size()
+        self.args.data_parallel_size = groups.dp.size()
+        self._set_sizes(groups.tp.size(), groups.pp.size())
+
+    def batch_of(self, dataset: Any, first: int) -> Any:
+        return default_collate([dataset[first + row] for row in range(self.rows)])
+
+    def sample(self, iteration: int, micro_batch: int) -> Any:
+        return self.batch_of(self.train_set, (iteration * self.num_micro_batches + micro_batch)
+                             * self.rows)
+
+    def forward(self, chunk: Any, batch: Any) -> tuple[Any, Any]:
+        out, loss_func = self._forward_step(iter([copy.copy(batch)]), chunk)
+        return out, loss_func
+
+    def _set_sizes(self, tp: int, pp: int) -> None:
+        args = self.args
+        args.tensor_model_parallel_size, args.pipeline_model_parallel_size = tp, pp
+        args.sequence_parallel = self._sequence_parallel and tp > 1  # as Megatron-LM validates it
+
+    def _record_steps(self, optimizer: Any) -> None:
+        """Keep what each step returns. The optimizer is not referenced: its memory must be free as
+        soon as Unicron drops it."""
+        found = weakref.ref(optimizer)
+
+        def step() -> Any:
+            made: Any = found()
+            result = type(made).step(made)
+            self.last = StepResult(*result)
+            return result
+
+        optimizer.step = step
+
+
+def _train(args: Any, datasets: Callable[..., Any], model_provider: Any, model_type: Any,
+           forward_step: Any) -> None:
+    script = Pretraining(args, model_provider, model_type, forward_step)
+    script.train_set, valid_set, test_set = script.training.build_train_valid_test_datasets(
+        datasets)
+    progress = Progress(args, script.training, load("global_vars").get_tensorboard_writer())
+    num_evaluations = 0
+    with adopt(build=script.build, sample=script.sample, forward=script.forward,
+               iterations=script.iterations, micro_batches=script.num_micro_batches,
+               samples=script.rows, seed=int(args.seed), sequence=int(args.seq_length),
+               loss=args.unicron_loss, on_rebuild=script.rebuilt, falls_back=False) as job:
+        for _ in job:
+            script.last = None
+            args.curr_iteration = args.iteration = job.step() + 1
+            args.consumed_train_samples = args.iteration * args.global_batch_size
+            progress.stepped(args.iteration, script.last)
+            if args.empty_unused_memory_level:
+                torch.cuda.empty_cache()
+            if progress.is_due(args.iteration) or progress.is_written(args.iteration):
+                progress.report(job, _norms(script, job))
+            if args.eval_interval and args.iteration % args.eval_interval == 0:
+                num_evaluations = args.iteration // args.eval_interval
+                _evaluate(script, job, progress, valid_set, f"iteration {args.iteration}",
+                          num_evaluations - 1)
+        if script.iterations == args.train_iters:
+            at = f"iteration {args.iteration} on"
+            num_evaluations = args.iteration // args.eval_interval
+            _evaluate(script, job, progress, valid_set, f"{at} validation set", num_evaluations)
+            _evaluate(script, job, progress, test_set, f"{at} test set", 0)
+
+
+def _evaluate(script: Pretraining, job: Job, progress: Progress, dataset: Any, where: str,
+              num_before: int) -> None:
+    """Evaluate the next eval_iters batches of `dataset`, of which `num_before` times as many are
+    used already, as Megatron-LM's iterator does."""
+    num = int(script.args.eval_iters or 0) * script.num_micro_batches
+    if not num or dataset is None:
+        return
+    first = num_before * num
+
+    def mean() -> float:
+        return job.mean_loss(num, lambda item: script.batch_of(
+            dataset, (first + item) * script.rows))
+
+    loss = job.evaluate(mean)
+    if loss is not None:
+        progress.validated(job, where, loss)
+
+
+def _norms(script: Pretraining, job: Job) -> Norms:
+    """The norm of the parameters and the zeros among the gradients, if the arguments ask for them:
+    each needs a collective of all ranks."""
+    args = script.args
+    params_norm = num_zeros = None
+    if args.log_params_norm:
+        params_norm = job.evaluate(lambda: float(script.training.calc_params_l2_norm(job.chunks)))
+    if args.log_num_zeros_in_grad:
+        num_zeros = job.evaluate(lambda: _num_zeros(script, job))
+    return Norms(params_norm, num_zeros)
+
+
+def _num_zeros(script: Pretraining, job: Job) -> float | None:
+    """The sum over the parts of the model; None if a rank does not know its own."""
+    mine = script.last.num_zeros if script.last is not None else None
+    values = torch.tensor([mine or 0.0, float(mine is None)], dtype=torch.float64,
+                          device=job.device)
+    dist.all_reduce(values, group=job.groups.mp)
+    if script.args.use_distributed_optimizer:
+        dist.all_reduce(values, group=job.groups.dp)
+    total, num_unknown = values.tolist()
+    return None if num_unknown else float(total)
