@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 HONOURED = frozenset((
     "calculate_per_token_loss", "check_for_nan_in_loss_and_grad", "check_for_spiky_loss",
     "decrease_batch_size_if_needed", "empty_unused_memory_level", "eval_interval", "eval_iters",
-    "exit_interval", "global_batch_size", "log_interval", "log_loss_scale_to_tensorboard",
-    "log_memory_to_tensorboard", "log_num_zeros_in_grad", "log_params_norm", "log_throughput",
-    "log_validation_ppl_to_tensorboard", "log_world_size_to_tensorboard", "lr", "micro_batch_size",
-    "num_layers", "optimizer", "overlap_grad_reduce", "rank", "result_rejected_tracker_filename",
-    "seed", "seq_length", "sequence_parallel", "tensorboard_dir", "tensorboard_log_interval",
-    "train_iters", "train_samples", "train_sync_interval", "use_distributed_optimizer",
-    "world_size"))
+    "exit_interval", "global_batch_size", "hybrid_layer_pattern", "is_hybrid_model", "log_interval",
+    "log_loss_scale_to_tensorboard", "log_memory_to_tensorboard", "log_num_zeros_in_grad",
+    "log_params_norm", "log_throughput", "log_validation_ppl_to_tensorboard",
+    "log_world_size_to_tensorboard", "lr", "micro_batch_size", "num_layers", "optimizer",
+    "overlap_grad_reduce", "result_rejected_tracker_filename", "seed", "seq_length",
+    "sequence_parallel", "tensorboard_dir", "tensorboard_log_interval", "train_iters",
+    "train_samples", "train_sync_interval", "use_distributed_optimizer"))
 """Arguments whose meaning is that of Megatron-LM's loop. The batch never needs to be decreased: the
 number of replicas need not divide it. Each step synchronises with the GPU."""
 
@@ -60,6 +60,7 @@ DECLINES: Mapping[str, str] = {
     "cuda_graph_impl": "CUDA graphs keep their communicators",
     "data_parallel_random_init": "replicas would begin with different weights",
     "dataloader_type": "its data has no random access",
+    "decoder_seq_length": "its two sequences differ in length",
     "dsa_indexer_loss_coeff": "a loss beside the model's is not known",
     "enable_cuda_graph": "CUDA graphs keep their communicators",
     "expert_model_parallel_size": "experts couple the ranks",
@@ -79,6 +80,7 @@ DECLINES: Mapping[str, str] = {
     "num_experts": "experts couple the ranks",
     "num_layers_per_virtual_pipeline_stage": "interleaved pipelines are not supported here",
     "num_virtual_stages_per_pipeline_rank": "interleaved pipelines are not supported here",
+    "optimizer_cuda_graph": "CUDA graphs keep their communicators",
     "overlap_param_gather": "parameters are gathered in the next forward",
     "overlap_param_gather_with_optimizer_step": "parameters are gathered in the next forward",
     "perform_rl_step": "its batches come from the model",
@@ -129,6 +131,9 @@ NEEDS: Mapping[str, str] = {
     "profile_ranks": "profile",
     "profile_step_end": "profile",
     "profile_step_start": "profile",
+    "pytorch_profiler_collect_callstack": "profile",
+    "pytorch_profiler_collect_chakra": "profile",
+    "pytorch_profiler_collect_shapes": "profile",
     "refit_method": "perform_rl_step",
     "replication": "save",
     "replication_factor": "save",
@@ -140,6 +145,7 @@ NEEDS: Mapping[str, str] = {
     "rl_inference_model_unified_memory_level": "perform_rl_step",
     "rl_inference_pipeline_model_parallel_size": "perform_rl_step",
     "rl_inference_tensor_model_parallel_size": "perform_rl_step",
+    "rl_offload_inference_model_weights_when_idle": "perform_rl_step",
     "rl_use_sequence_packing": "perform_rl_step",
     "save_interval": "save",
     "straggler_ctrlr_port": "log_straggler",
@@ -169,7 +175,9 @@ def given(args: Any, parser: ArgumentParser, words: Sequence[str]) -> list[Given
     found: dict[str, Given] = {}
     for action in parser._actions:
         name, options = action.dest, action.option_strings
-        value = getattr(args, name, None)
+        if not hasattr(args, name):  # --help
+            continue
+        value = getattr(args, name)
         if value == parser.get_default(name) or value in WITHOUT_EFFECT.get(name, ()):
             continue
         option = next((one for one in options if one in on_line), "")

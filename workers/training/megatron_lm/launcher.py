@@ -43,10 +43,10 @@ def main() -> None:
 def replace_pretrain() -> None:
     """Replace `pretrain` in all modules of Megatron-LM that have it. Raises UsageError,
     ImportError."""
+    interface = versions.interface()
     with warnings.catch_warnings():  # its filters would hide warnings of Megatron-LM
         from . import pretrain  # the import of `adopt` comes before that of megatron
 
-    interface = versions.interface()
     stock: Any = pretrain.load("training").pretrain
     healing = pretrain.healing(interface)
     import_module("megatron.training")

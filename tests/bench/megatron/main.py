@@ -1,0 +1,55 @@
+"""`make megatron-lm DIR=...`: Megatron-LM's own script under agents, a rank killed in each layout.
+
+Metrics: `loss_equal` (1: every printed loss is that of Megatron-LM's own loop in one process, to
+its last digit but one), `iterations_lost`, `fault_to_step_s` (from the kill to the end of the step
+that it struck). Rows: build/bench/megatron_lm.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+
+import megatron_trial
+from bench.recovery.rows import Row, finish, row
+from megatron_trial import CASES
+from real_cluster import running
+
+ROOT = Path(__file__).resolve().parents[3]
+SYSTEM = "unicron"
+
+
+def main() -> None:
+    """Run each case `n` times; write the rows and the stamp."""
+    parser = argparse.ArgumentParser(prog="make megatron-lm")
+    parser.add_argument("clone", type=Path, help="a clone of Megatron-LM")
+    parser.add_argument("-n", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench" / "megatron_lm.json")
+    options = parser.parse_args()
+    if not (options.clone / "pretrain_gpt.py").is_file():
+        parser.error(f"{options.clone} has no pretrain_gpt.py: DIR names a clone of Megatron-LM")
+    began_s, rows = time.monotonic(), []
+    expected = megatron_trial.stock(options.clone)
+    with tempfile.TemporaryDirectory() as folder, running(Path(folder) / "cluster") as cluster:
+        for name, case in CASES.items():
+            trials = [megatron_trial.struck(cluster, options.clone, case, Path(folder) / "out")
+                      for _ in range(options.n)]
+            rows += _rows(name, expected, trials)
+            print(f"{name}: done", flush=True)
+    finish(rows, options.out, began_s, ())
+
+
+def _rows(name: str, expected: megatron_trial.Lines, trials: list[megatron_trial.Healed]
+          ) -> list[Row]:
+    equal = [float(not megatron_trial.unequal(expected, trial.lines)) for trial in trials]
+    return [row(name, SYSTEM, "loss_equal", equal, ""),
+            row(name, SYSTEM, "iterations_lost",
+                [float(trial.incident.iterations_lost) for trial in trials], ""),
+            row(name, SYSTEM, "fault_to_step_s",
+                [trial.fault_to_step_s for trial in trials], "s")]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""A clone of Megatron-LM (UNICRON_MEGATRON_LM=DIR) under real agents, against its own loop."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import megatron_trial
+import pytest
+from megatron_trial import CASES, ITERATIONS, Lines
+from real_cluster import RealCluster
+
+pytestmark = pytest.mark.skipif(not os.environ.get("UNICRON_MEGATRON_LM"),
+                                reason="UNICRON_MEGATRON_LM names no clone of Megatron-LM")
+
+
+@pytest.fixture(scope="module")
+def clone() -> Path:
+    return Path(os.environ["UNICRON_MEGATRON_LM"])
+
+
+@pytest.fixture(scope="module")
+def stock_lines(clone: Path) -> Lines:
+    return megatron_trial.stock(clone)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_killed_rank_changes_no_printed_loss(
+        cluster: RealCluster, clone: Path, stock_lines: Lines, tmp_path: Path, name: str) -> None:
+    healed = megatron_trial.struck(cluster, clone, CASES[name], tmp_path / "out")
+    assert sum(place.isdecimal() for place in stock_lines) == ITERATIONS
+    assert len(stock_lines) == ITERATIONS + 4  # two evaluations, and two at the end
+    assert megatron_trial.unequal(stock_lines, healed.lines) == []
+    assert (healed.incident.iterations_lost, healed.incident.ckpt_read) == (0, False)
+    for place, line in stock_lines.items():
+        assert healed.lines[place] == pytest.approx(line, rel=1e-3)
+
+
+def test_a_wrong_argument_ends_the_task_in_one_line(cluster: RealCluster, clone: Path,
+                                                    tmp_path: Path) -> None:
+    after = cluster.seq()
+    for words, why in ((["--no-such"], "unrecognized arguments: --no-such"),
+                       (["--num-layers", "0x"], "argument --num-layers: invalid int value: '0x'"),
+                       (["--ffn-hidden-size", "0", "--bf16", "--fp16"], "AssertionError")):
+        task = cluster.submit(megatron_trial.job(clone, CASES["DP 3"], tmp_path, *words))
+        ended = cluster.wait_ended(task)
+        assert ended["state"] == "failed"
+        assert why in cluster.endings(task)
+        starts: list[Any] = [one.body for one in cluster.told(after, "RankStarted", task=task)]
+        assert {one.attempt for one in starts} == {1}
+        closed: Any = cluster.told(after, "IncidentClosed")[-1].body
+        assert closed.outcome == "failed"
+        assert closed.why.startswith("it cannot start"), closed.why
