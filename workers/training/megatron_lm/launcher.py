@@ -35,7 +35,7 @@ def main() -> None:
         if not script.is_file():
             raise UsageError(f"{script}: no such file",
                              "give the path of a script in a clone of Megatron-LM")
-        with missing_package_named(script):
+        with start_failures_named(script):
             replace_pretrain()
             runpy.run_path(str(script), run_name="__main__")
 
@@ -67,10 +67,16 @@ def usage_error_ends_task() -> Generator[None]:
 
 
 @contextmanager
-def missing_package_named(script: Path) -> Generator[None]:
-    """A missing package at the imports becomes a UsageError that says what to type."""
+def start_failures_named(script: Path) -> Generator[None]:
+    """A missing package at the imports becomes a UsageError that says what to type; so does an
+    argument that the script has parsed itself, before it called `pretrain`."""
     try:
         yield
+    except SystemExit as end:
+        if _is_connected() or end.code != 2:
+            raise
+        raise UsageError(str(end.__context__ or f"{script.name} refuses its arguments"),
+                         f"python {script} --help lists the arguments") from None
     except ModuleNotFoundError as error:
         name = (error.name or "").split(".")[0]
         if _is_connected() or not name:
