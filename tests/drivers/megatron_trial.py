@@ -34,12 +34,18 @@ Lines = dict[str, dict[str, float]]
 
 
 class Case(NamedTuple):
+    """`words`: more arguments. The stock loop trains without them: they change no result."""
+
     slots: int
     parallel: Mapping[str, list[int]]
+    words: tuple[str, ...] = ()
 
 
+USUAL = ("--sequence-parallel", "--recompute-granularity", "full", "--recompute-method", "uniform",
+         "--recompute-num-layers", "1", "--overlap-grad-reduce")
 CASES = {"DP 3": Case(3, {}), "TP 2 x DP 2": Case(4, {"tensor": [2]}),
-         "PP 2 x DP 2": Case(4, {"pipeline": [2]})}
+         "PP 2 x DP 2": Case(4, {"pipeline": [2]}),
+         "TP 2 x DP 2, usual flags": Case(4, {"tensor": [2]}, USUAL)}
 
 
 class Healed(NamedTuple):
@@ -78,7 +84,7 @@ def job(clone: Path, case: Case, output: Path, *words: str) -> dict[str, Any]:
 def struck(cluster: RealCluster, clone: Path, case: Case, output: Path) -> Healed:
     """Train under agents, with a rank killed in its backward pass."""
     after = cluster.seq()
-    task = cluster.submit(job(clone, case, output))
+    task = cluster.submit(job(clone, case, output, *case.words))
     cluster.hold(task, VICTIM, event="backward", iteration=STRUCK)
     held = cluster.wait_held(task, VICTIM, 0.0)
     cluster.hold(task, VICTIM, event="forward", iteration=-1)

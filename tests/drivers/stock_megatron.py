@@ -27,17 +27,14 @@ def main() -> None:
     from unicron.workers.training.rank import preload
 
     preload()
-    from unicron.workers.training.communicators.process_groups import _CpuTracker
     from unicron.workers.training.model import cpu_device
 
     cpu_device.prepare_device()
     torch: Any = import_module("torch")
     torch.cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()
     torch.cuda.set_rng_state = lambda state, device="cuda": torch.set_rng_state(state)
-    random: Any = import_module("megatron.core.tensor_parallel.random")
-    random._CUDA_RNG_STATE_TRACKER = Tracker(_CpuTracker())
-    random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
     with cpu_device.uncompiled():
+        import_module("unicron.workers.training.model.cpu_stand_ins").install()
         training: Any = import_module("megatron.training.training")
         initialize: Any = import_module("megatron.training.initialize")
     training.initialize_megatron = functools.partial(training.initialize_megatron,
@@ -53,19 +50,6 @@ def main() -> None:
 
     initialize._initialize_distributed = connect_one
     runpy.run_path(str(script), run_name="__main__")
-
-
-class Tracker:
-    """A tracker that also has the states which Megatron-LM's start stores."""
-
-    def __init__(self, tracker: Any) -> None:
-        self.is_initialized, self.fork = tracker.is_initialized, tracker.fork
-
-    def get_states(self) -> dict[str, Any]:
-        return {}
-
-    def set_states(self, states: dict[str, Any]) -> None:
-        assert not states
 
 
 @contextmanager

@@ -12,13 +12,15 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 HONOURED = frozenset((
-    "calculate_per_token_loss", "check_for_nan_in_loss_and_grad", "check_for_spiky_loss",
+    "align_param_gather", "calculate_per_token_loss", "check_for_nan_in_loss_and_grad",
+    "check_for_spiky_loss",
     "decrease_batch_size_if_needed", "empty_unused_memory_level", "eval_interval", "eval_iters",
     "exit_interval", "global_batch_size", "hybrid_layer_pattern", "is_hybrid_model", "log_interval",
     "log_loss_scale_to_tensorboard", "log_memory_to_tensorboard", "log_num_zeros_in_grad",
     "log_params_norm", "log_throughput", "log_validation_ppl_to_tensorboard",
     "log_world_size_to_tensorboard", "lr", "micro_batch_size", "num_layers", "optimizer",
-    "overlap_grad_reduce", "result_rejected_tracker_filename", "seed", "seq_length",
+    "overlap_grad_reduce", "overlap_param_gather", "result_rejected_tracker_filename", "seed",
+    "seq_length",
     "sequence_parallel", "tensorboard_dir", "tensorboard_log_interval", "train_iters",
     "train_samples", "train_sync_interval", "use_distributed_optimizer"))
 """Arguments whose meaning is that of Megatron-LM's loop. The batch never needs to be decreased: the
@@ -81,8 +83,7 @@ DECLINES: Mapping[str, str] = {
     "num_layers_per_virtual_pipeline_stage": "interleaved pipelines are not supported here",
     "num_virtual_stages_per_pipeline_rank": "interleaved pipelines are not supported here",
     "optimizer_cuda_graph": "CUDA graphs keep their communicators",
-    "overlap_param_gather": "parameters are gathered in the next forward",
-    "overlap_param_gather_with_optimizer_step": "parameters are gathered in the next forward",
+    "overlap_param_gather_with_optimizer_step": "parameters are gathered during the step",
     "perform_rl_step": "its batches come from the model",
     "phase_transition_iterations": "the data changes between two runs",
     "pipeline_model_parallel_layout": "interleaved pipelines are not supported here",
@@ -102,7 +103,6 @@ DECLINES: Mapping[str, str] = {
 NEEDS: Mapping[str, str] = {
     "adlr_autoresume_interval": "adlr_autoresume",
     "align_grad_reduce": "num_layers_per_virtual_pipeline_stage",
-    "align_param_gather": "overlap_param_gather",
     "async_save": "save",
     "barrier_with_L1_time": "timing_log_level",
     "ckpt_format": "save",
