@@ -24,7 +24,7 @@ NAME_COLUMNS = 24
 EVIDENCE_LENGTH_MAX = 140
 TYPED = re.compile(r"unicron [a-z][^,:]*")
 """A command line within a sentence."""
-MIRRORS = {"sharded": "; with train.parallel.optimizer: mirrored a second rank has each shard"}
+MIRRORS = {"sharded": "; with train.parallel.optimizer: mirrored, the loss of one rank loses none"}
 NONE = "no incidents: nothing has failed so far"
 HEAD = ("INCIDENT", "DETECTED", "SEV", "WHAT", "OUTCOME", "PAUSE", "LOST", "SLOT-S")
 PER_RANK = ("Quiesced", "Reconfigured", "CollectiveFailed", "RankStarted", "RankReady",

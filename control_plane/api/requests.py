@@ -27,7 +27,8 @@ NUM_NAMED_MAX = 8
 """The most names that a refusal lists."""
 REASON_CHARS_MAX = 200
 
-NO_ROOM = "more sizes in loop.parallel, a larger slots.max, or more recomputation"
+NO_ROOM = ("more sizes in loop.parallel, optimizer: sharded, a larger slots.max, or more "
+           "recomputation")
 
 T = TypeVar("T")
 

@@ -158,7 +158,7 @@ class RestoringDriver(Driver):
 
 @pytest.mark.parametrize(("parallel", "killed", "words"), [
     ({"optimizer": "sharded"}, [1], "lost       shard 1 (only rank 1 had it); with "
-     "train.parallel.optimizer: mirrored a second rank has each shard"),
+     "train.parallel.optimizer: mirrored, the loss of one rank loses none"),
     ({"tensor": [2]}, [1, 3], "lost       TP 1 (only ranks 1 3 had it)"),
     ({"tensor": [2], "optimizer": "mirrored"}, [0, 2],
      "lost       TP 0, shard 0 (only ranks 0 2 had it); TP 0, shard 1 (only ranks 0 2 had it)")])
