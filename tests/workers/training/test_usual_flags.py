@@ -30,6 +30,7 @@ CONFIG = "bias_dropout_fusion=False,"
 SHARDED = "grad_reduce_in_fp32=True"
 FLOAT_16 = "from megatron.core.transformer.module import Float16Module"
 OPTIMIZER = "clip_grad=1.0,"
+LAST = 'file.write(json.dumps(line) + "\\n")'
 FLAGS = {
     "sequence parallel": [(CONFIG, f"{CONFIG} sequence_parallel=axes.tp > 1,")],
     "recompute": [(CONFIG, f'{CONFIG} recompute_granularity="full", recompute_method="uniform", '
@@ -40,6 +41,7 @@ FLAGS = {
         (SHARDED, f"{SHARDED}, overlap_grad_reduce=True, overlap_param_gather=True, "
                   "bucket_size=3000"),
         (OPTIMIZER, f"{OPTIMIZER} overlap_param_gather=True,")],
+    "evaluation at the end": [(LAST, f"{LAST}\n    job.evaluate(lambda: validate(job))\n")],
     "bf16": [
         ("pipeline_dtype=torch.float32", "pipeline_dtype=torch.bfloat16, bf16=True, "
                                          "params_dtype=torch.bfloat16"),
@@ -184,3 +186,16 @@ def test_the_usual_job_heals_three_times(loops: Loops) -> None:
     assert gap.num_losses == ITERATIONS
     assert gap.loss_rel < RELATIVE_MAX
     assert gap.param_rel < RELATIVE_MAX
+
+
+def test_a_rank_that_joins_after_the_last_step_evaluates_nothing(
+        loops: Loops, undisturbed: Path) -> None:
+    driver = loops("evaluation at the end")
+    driver.start(0, 1)
+    hold = driver.hold(0, "save", ITERATIONS)
+    driver.form([0, 1])
+    driver.held(0, ITERATIONS)
+    driver.start(2)
+    driver.quiesce([0, 1], "boundary", hold)
+    driver.form([0, 1, 2])
+    finish(driver, [0, 1, 2], undisturbed)

@@ -186,7 +186,8 @@ class Job:
         `call` may use collectives. It must not change the model or the optimizer. With gloo, it
         runs in a separate thread. If a member fails during `call`, and all members of the next
         generation were in this evaluation, `call` runs again. Otherwise every rank that has not
-        finished the evaluation returns None from it, and from all others before the next step.
+        finished the evaluation returns None from it, and from all others before the next step. A
+        process that begins after the first iteration evaluates nothing before its first step.
         """
         if self._is_void:
             return None
@@ -239,6 +240,8 @@ class Job:
             return None
         self._stepped = self._driver.settled if stepped is None else stepped + 1
         if stepped is None:
+            if not self._began:  # whoever was there before may have evaluated already
+                self._is_void = self._stepped > 0
             self._began = True
             self._is_agreed = self._agree()
         return stepped
