@@ -32,7 +32,8 @@ def test_a_killed_rank_changes_no_printed_loss(
     assert sum(place.isdecimal() for place in stock_lines) == ITERATIONS
     assert len(stock_lines) == ITERATIONS + 4  # two evaluations, and two at the end
     assert megatron_trial.unequal(stock_lines, healed.lines) == []
-    assert (healed.incident.iterations_lost, healed.incident.ckpt_read) == (0, False)
+    (incident,) = healed.incidents
+    assert (incident.iterations_lost, incident.ckpt_read) == (0, False)
     for place, line in stock_lines.items():
         assert healed.lines[place] == pytest.approx(line, rel=1e-3)
 

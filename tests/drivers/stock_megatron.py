@@ -1,4 +1,6 @@
-"""Megatron-LM's own `pretrain` on the CPU in one process: python stock_megatron.py SCRIPT ARGS...
+"""Megatron-LM's own `pretrain` on the CPU, one rank: python stock_megatron.py SCRIPT ARGS...
+
+Without RANK, WORLD_SIZE and MASTER_PORT in the environment, it is the only rank.
 
 The reference for what a script prints under Unicron. Its loops, samplers and step run unchanged;
 what a machine without CUDA cannot do (compile fusions, count devices) is left out.
@@ -22,7 +24,7 @@ def main() -> None:
     sys.argv = sys.argv[1:]
     sys.path.insert(0, str(script.parent))
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
-                   "MASTER_PORT": "0"}
+                   "MASTER_PORT": "0"} | os.environ
 
     from unicron.workers.training.rank import preload
 

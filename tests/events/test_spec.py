@@ -36,6 +36,7 @@ REFUSED_KEYS: dict[str, dict[str, Any]] = {
     "experts": {"model": {"num_experts": 2}},
     "overlapped reduction, other layouts": {"overlap": True, "parallel": {"tensor": [2]}},
     "overlapped parameter gather": {"overlap_param_gather": True},
+    "parameter gather overlapped with the step": {"overlap_param_gather_with_step": True},
     "several instances of the distributed optimizer": {"parallel": {"optimizer": "partial"}},
     "FSDP": {"parallel": {"optimizer": "fsdp"}},
     "Transformer Engine": {"model": {"transformer_impl": "transformer_engine"}},

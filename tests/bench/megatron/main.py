@@ -14,11 +14,12 @@ from pathlib import Path
 
 import megatron_trial
 from bench.recovery.rows import Row, finish, row
-from megatron_trial import CASES
+from megatron_trial import CASES, DEFAULTS
 from real_cluster import running
 
 ROOT = Path(__file__).resolve().parents[3]
 SYSTEM = "unicron"
+USUAL_JOB = "TP 2 x PP 2 x DP 2, usual job"
 
 
 def main() -> None:
@@ -38,6 +39,10 @@ def main() -> None:
                       for _ in range(options.n)]
             rows += _rows(name, expected, trials)
             print(f"{name}: done", flush=True)
+    expected = megatron_trial.stock(options.clone, *DEFAULTS.words)
+    with tempfile.TemporaryDirectory() as folder, running(Path(folder) / "cluster", 4) as cluster:
+        trial = megatron_trial.struck(cluster, options.clone, DEFAULTS, Path(folder) / "out")
+        rows += _usual(expected, trial)
     finish(rows, options.out, began_s, ())
 
 
@@ -46,9 +51,18 @@ def _rows(name: str, expected: megatron_trial.Lines, trials: list[megatron_trial
     equal = [float(not megatron_trial.unequal(expected, trial.lines)) for trial in trials]
     return [row(name, SYSTEM, "loss_equal", equal, ""),
             row(name, SYSTEM, "iterations_lost",
-                [float(trial.incident.iterations_lost) for trial in trials], ""),
+                [float(trial.iterations_lost) for trial in trials], ""),
             row(name, SYSTEM, "fault_to_step_s",
-                [trial.fault_to_step_s for trial in trials], "s")]
+                [took_s for trial in trials for took_s in trial.fault_to_step_s], "s")]
+
+
+def _usual(expected: megatron_trial.Lines, trial: megatron_trial.Healed) -> list[Row]:
+    """In 16 bits each layout rounds in other places than one process does: the largest difference
+    of a printed loss, in place of `loss_equal`."""
+    gaps = [megatron_trial.loss_rel(line, trial.lines[place]) for place, line in expected.items()]
+    return [row(USUAL_JOB, SYSTEM, "loss_rel", [max(gaps)], "ratio"),
+            row(USUAL_JOB, SYSTEM, "iterations_lost", [float(trial.iterations_lost)], ""),
+            row(USUAL_JOB, SYSTEM, "fault_to_step_s", trial.fault_to_step_s, "s")]
 
 
 if __name__ == "__main__":
