@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 
+from ...events.errors import UsageError
 from ...events.records.orders import Reconfigure, StartRank
 from ...events.records.types import Origin, ReceivedState
 from ...events.spec.model import Axes
@@ -32,6 +33,7 @@ from .model.trainee import TrainingModel
 from .model.workload import Workload
 from .process.trace import Event
 from .recovery import state_shards
+from .recovery.peers import World
 from .recovery.resharding import Missing
 from .recovery.settlement import Settlement, find_receivers
 from .recovery.state_exchange import ExchangeResult, exchange
@@ -318,11 +320,21 @@ class StateRecovery:
         if not order.checkpoint:
             return SEED
         step_version = NO_STATE
+        failed: Exception | None = None
         if has_place:
             self._is_overwritten = True
             folder = checkpoint.folder_of(self._train.output, order.checkpoint)
-            with self._sparing():
-                step_version = checkpoint.load(folder, trainee, history)
+            try:
+                with self._sparing():
+                    step_version = checkpoint.load(folder, trainee, history)
+            except (RuntimeError, UsageError) as error:
+                failed = error
+        # Else the members that can read it would only report that a peer has left them.
+        reasons = World().collect(str(failed or "").encode())
+        if failed is not None:
+            raise failed
+        if any(reasons):
+            raise RuntimeError(next(reason for reason in reasons if reason).decode())
         least, most = self._extremes(step_version, counts=has_place)
         if least != most:
             raise RuntimeError(f"some members read the checkpoint of step {least}, others that of "
