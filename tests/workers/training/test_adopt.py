@@ -31,11 +31,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "expert parallel": [{"config": {"num_moe_experts": 4, "expert_model_parallel_size": 2}}],
     "experts": [{"config": {"num_moe_experts": 4}}],
     "distributed optimizer, mirrored": [{"parallel": Parallel(optimizer="mirrored")}],
-    "overlapped reduction, other layouts": [
-        {"ddp": {"overlap_grad_reduce": True}, "parallel": Parallel(tensor=(2,))},
-        {"ddp": {"overlap_grad_reduce": True}, "parallel": Parallel(optimizer="sharded")}],
-    "overlapped parameter gather": [
-        {"ddp": {"overlap_param_gather": True, "use_distributed_optimizer": True}},
+    "parameter gather overlapped with the step": [
         {"optimizer": {"overlap_param_gather_with_optimizer_step": True,
                        "use_distributed_optimizer": True}}],
     "several instances of the distributed optimizer": [

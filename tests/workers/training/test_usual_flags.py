@@ -12,6 +12,7 @@ from matrix.scenes import newest
 from nursery import Nursery
 from rank_driver import Driver
 from struck import PP2DP2, TP2DP2, Case, strike
+from unicron.events.records.reports import RankFinished
 from unicron.events.records.types import MemoryCheckpoint
 from unicron.events.spec.job import parse
 from unicron.events.spec.model import Axes
@@ -198,4 +199,6 @@ def test_a_rank_that_joins_after_the_last_step_evaluates_nothing(
     driver.start(2)
     driver.quiesce([0, 1], "boundary", hold)
     driver.form([0, 1, 2])
-    finish(driver, [0, 1, 2], undisturbed)
+    for rank in (0, 1, 2):
+        driver.wait(RankFinished, rank)
+    assert compare(driver.final_checkpoint(), undisturbed).param_rel < RELATIVE_MAX
