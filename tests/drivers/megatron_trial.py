@@ -95,7 +95,7 @@ def stock(clone: Path, *words: str) -> Lines:
 
 def job(clone: Path, case: Case, output: Path, *words: str) -> dict[str, Any]:
     return {"apiVersion": "unicron/v1", "name": "megatron",
-            "slots": {"min": min(case.slots, 4), "max": case.slots},
+            "slots": {"min": 2, "max": case.slots},
             "command": [sys.executable, "-P", "-m", "unicron.cli.main", "megatron",
                         str(clone / "pretrain_gpt.py"), *WORDS, *words],
             "heal": "in-memory",

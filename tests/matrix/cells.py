@@ -242,7 +242,7 @@ ONCE = {
     "pp4dp2": "buckets whole on some ranks",
     "tp2pp2dp2": "through the gate on some ranks"}
 """The cell of each layout that `make test` runs."""
-TWICE = (("join: staged by who was there", "lost agent", "tp2dp2"),)
+OTHER_FAULTS = (("join: staged by who was there", "lost agent", "tp2dp2"),)
 """Cells of other faults that `make test` runs. Here the survivors continue from staged states."""
 EIGHT = {
     "tp2dp4": "reconfiguration: giving state",
@@ -282,7 +282,8 @@ def cells() -> Iterator[Cell]:
 
 
 def once() -> Iterator[Cell]:
-    """Every point of the base once, with the faults in turn; then layouts once (ONCE, TWICE)."""
+    """Every point of the base once, with the faults in turn; then layouts once (ONCE), and
+    OTHER_FAULTS."""
     there = [cell for cell in cells() if not cell.absent]
     own = [cell for cell in there if cell.variant is BASE]
     for number, point in enumerate(dict.fromkeys(cell.point.name for cell in own)):
@@ -290,7 +291,7 @@ def once() -> Iterator[Cell]:
         yield next(cell for cell in own if (cell.point.name, cell.fault) == (point, fault))
     yield from _of(ONCE)
     yield from (cell for cell in there
-                if (cell.point.name, cell.fault, cell.variant.name) in TWICE)
+                if (cell.point.name, cell.fault, cell.variant.name) in OTHER_FAULTS)
 
 
 def eight() -> Iterator[Cell]:

@@ -309,7 +309,6 @@ class Member:
         """Take the checkpoints that are due after iteration `at - 1`."""
         memory_due = self._is_due(at, self.train.copy_every)
         save_due = self._is_due(at, self.train.checkpoint_every)
-        self.iteration.after_boundary = memory_due or save_due
         if memory_due and self.iteration.may_copy and not self.is_standby:
             self._store_in_memory()
         self.checkpoint_saver.hear(self.iteration.num_others_saving)

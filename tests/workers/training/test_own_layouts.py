@@ -8,40 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from loop_driver import drive_loop
 from nursery import Nursery
 from rank_driver import WAIT_S, Driver
 from struck import PP2DP2, TP2DP2, Case, strike
-from unicron.events.spec.job import parse
 from unicron.events.spec.model import Axes
 from unicron.workers.training.reference import compare
 
-EXAMPLE = Path(__file__).parents[3] / "deploy" / "examples" / "loop.py"
 ITERATIONS, MICRO_BATCHES, STRUCK = 6, 6, 2
 EVALUATED = 5
 """The number of iterations after which the example evaluates."""
 RELATIVE_MAX = 1e-5
-SCRIPT = """
-import os, runpy, sys
-os.environ["UNICRON_FD"], sys.argv = str(fd), {argv}
-runpy.run_path(sys.argv[0], run_name="__main__")
-sys.exit()
-"""
 Loops = Callable[..., Driver]
 
 
-def loop(folder: Path, nursery: Nursery, *words: str, copy_every: int = 0, **parallel: Any
-         ) -> Driver:
+def loop(folder: Path, nursery: Nursery, *words: str, **options: Any) -> Driver:
     """A driver whose ranks run the example."""
-    argv = [str(EXAMPLE), "--iterations", str(ITERATIONS), "--micro-batches", str(MICRO_BATCHES),
-            "--losses", str(folder / "losses"), *words]
-    spec = parse({
-        "apiVersion": "unicron/v1", "name": "own", "slots": {"min": 1, "max": 4},
-        "command": argv, "heal": "in-memory",
-        "loop": {"micro_batches": MICRO_BATCHES, "iterations": ITERATIONS, "parallel": parallel,
-                 "copy_every": copy_every, "output": str(folder / "out")}})
-    driver = Driver(spec, folder, nursery)
-    driver.patch = SCRIPT.format(argv=argv)
-    return driver
+    return drive_loop(folder, nursery, ["--losses", str(folder / "losses"), *words],
+                      iterations=ITERATIONS, micro_batches=MICRO_BATCHES, **options)
 
 
 @pytest.fixture

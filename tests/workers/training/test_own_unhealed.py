@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from launcher import fork
+from loop_driver import changed_example
 from nursery import Nursery
 
-EXAMPLE = Path(__file__).parents[3] / "deploy" / "examples" / "loop.py"
 SHARDED = "use_distributed_optimizer=asked.sharded"
 PER_TOKEN = "calculate_per_token_loss=True"
 STEP = "        iteration = job.step()\n"
@@ -36,21 +36,11 @@ CHANGES = {
 }
 
 
-def changed(folder: Path, change: str) -> Path:
-    """Write the example with the replacements of one change; return its path."""
-    text = EXAMPLE.read_text()
-    for old, new in CHANGES[change]:
-        assert old in text
-        text = text.replace(old, new)
-    (folder / "train.py").write_text(text)
-    return folder / "train.py"
-
-
 @pytest.fixture(scope="module")
 def run(nursery: Nursery) -> Run:
     """`run(folder, change, num)`: (exit code, output) of each process."""
     def run_changed(folder: Path, change: str, num: int, **more: str) -> list[tuple[int, str]]:
-        return fork(nursery, changed(folder, change), [
+        return fork(nursery, changed_example(folder, CHANGES[change]), [
             "--iterations", "4", "--micro-batches", "3", "--losses", str(folder / "losses")],
                     num, **more)
 

@@ -261,7 +261,6 @@ def _train(args: Any, datasets: Callable[..., Any], model_provider: Any, model_t
     script.train_set, valid_set, test_set = script.training.build_train_valid_test_datasets(
         datasets)
     progress = Progress(args, script.training, load("global_vars").get_tensorboard_writer())
-    num_evaluations = 0
     with adopt(build=script.build, sample=script.sample, forward=script.forward,
                iterations=script.iterations, micro_batches=script.num_micro_batches,
                samples=script.rows, seed=int(args.seed), sequence=int(args.seq_length),
@@ -276,13 +275,12 @@ def _train(args: Any, datasets: Callable[..., Any], model_provider: Any, model_t
             if progress.is_due(args.iteration) or progress.is_written(args.iteration):
                 progress.report(job, _norms(script, job))
             if args.eval_interval and args.iteration % args.eval_interval == 0:
-                num_evaluations = args.iteration // args.eval_interval
                 _evaluate(script, job, progress, valid_set, f"iteration {args.iteration}",
-                          num_evaluations - 1)
+                          args.iteration // args.eval_interval - 1)
         if script.iterations == args.train_iters:
             at = f"iteration {args.iteration} on"
-            num_evaluations = args.iteration // args.eval_interval
-            _evaluate(script, job, progress, valid_set, f"{at} validation set", num_evaluations)
+            _evaluate(script, job, progress, valid_set, f"{at} validation set",
+                      args.iteration // args.eval_interval)
             _evaluate(script, job, progress, test_set, f"{at} test set", 0)
 
 

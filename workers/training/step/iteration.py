@@ -40,8 +40,6 @@ class Iteration:
     `step_version` is the number of complete iterations; NO_STATE until the first settlement.
     `history` receives the loss and the time of each step. The time begins with the iteration's
     first micro-batch and includes a recovery, so a rate computed from it is never too high.
-    `after_boundary` is True if a checkpoint, persistent or in memory, was due on any member after
-    the last iteration.
     """
 
     def __init__(self, trainee: TrainingModel, text: Samples, trace: Trace, pulse: ProgressWriter,
@@ -58,16 +56,15 @@ class Iteration:
         self.loss_sum = 0.0
         self.num_tokens = 0
         self.forward_calls = 0
-        self.after_boundary = False
         self.copy_status: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)
         """This member's `num_sending` and `num_unstored` (Stats)."""
         self.may_copy = self.is_copied = False
         """Whether all members can take an in-memory checkpoint now, and have stored the last."""
         self.before_change: Callable[[], None] = lambda: None
         """Called before the state changes: a snapshot may read it."""
-        self.is_read_after: Callable[[int], bool] = lambda at: True
-        """Whether the parameters are read after this many iterations, so that a gather must not
-        wait for the next forward. The same on all members."""
+        self.is_read_after: Callable[[int], bool] = lambda at: False
+        """Whether the state is read after this many iterations, for a checkpoint or at the end: a
+        gather must then not wait for the next forward. The same on all members."""
         self.is_saving: Callable[[], bool] = lambda: False
         """Whether this member still writes its share of a checkpoint."""
         self.num_saving = 0
@@ -184,7 +181,7 @@ class Iteration:
         self._began_s = clock() if self._began_s is None else self._began_s
         self.marks.begin(generation, self.step_version,
                          "first" if self.trained_in != generation else
-                         "boundary" if self.after_boundary else "usual")
+                         "boundary" if self.is_read_after(self.step_version) else "usual")
         if self.trained_in != generation:
             self.trained_in, self._gate = generation, None
         todo = [item for item in self.owned if item not in self.done]

@@ -14,6 +14,7 @@ from functools import partial
 from itertools import cycle
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..model.optimizers import parts, scalers
@@ -94,7 +95,9 @@ class PhaseHooks:
     def _middle(self, module: Any, inputs: Any, output: Any) -> None:
         self._note("forward_mid")
         hidden = output[0] if isinstance(output, tuple) else output
-        if hidden.requires_grad:
+        # Without gradients it is the first forward of a layer that is recomputed. A hook would keep
+        # later ones from the output of the whole recomputation, which is the same tensor.
+        if torch.is_grad_enabled() and hidden.requires_grad:
             hidden.register_hook(self._middle_of_backward)
 
     def _middle_of_backward(self, gradient: Tensor) -> None:

@@ -64,18 +64,17 @@ def run(trainee: TrainingModel, groups: Any, iteration: int, items: Sequence[int
     config.no_sync_func = no_sync if is_chunked else no_sync[0]
     each = padded(items, axes.pp, axes.chunks)
     stages = _Stages(trainee, groups, config, note, must_stop)
-    last = _LastBackward(begin)
-    results: list[tuple[float, int]] = get_forward_backward_func(
+    sums = _Sums(begin)
+    get_forward_backward_func(
         pp_size=axes.pp, vp_size=axes.chunks if is_chunked else None)(
-        forward_step_func=partial(_forward, trainee, stages, iteration, sample, note, last),
+        forward_step_func=partial(_forward, trainee, stages, iteration, sample, note, sums),
         data_iterator=[_numbered(each) for _ in trainee.ddps] if is_chunked else _numbered(each),
         model=trainee.ddps, num_microbatches=len(each), seq_length=train.model.sequence,
         micro_batch_size=train.batch.micro, forward_only=forward_only,
         p2p_communicator=stages, pg_collection=groups,
     )
     num_done = len(items) if stages.stop is None else stages.stop // axes.chunks
-    return Passes(min(num_done, len(items)), sum(loss for loss, _ in results),
-                  sum(num_tokens for _, num_tokens in results))
+    return Passes(min(num_done, len(items)), sums.loss_sum, sums.num_tokens)
 
 
 def padded(items: Sequence[int], num_stages: int, num_chunks: int) -> list[int]:
@@ -89,24 +88,24 @@ def _numbered(items: Sequence[int]) -> Iterator[tuple[int, bool]]:
     return zip(items, [*[False] * (len(items) - 1), True], strict=True)
 
 
-class _LastBackward:
-    """Calls `begin` once, before the last backward of the first chunk that comes to it. The losses
-    of all micro-batches are known by then."""
+class _Sums:
+    """The sums over the micro-batches, on the last stage. Calls `begin` once, before the last
+    backward of the first chunk that comes to it: all losses are known by then."""
 
     def __init__(self, begin: Begin | None) -> None:
+        self.loss_sum, self.num_tokens = 0.0, 0
         self._begin = begin
-        self._loss_sum, self._num_tokens = 0.0, 0
 
     def add(self, loss: float, num_tokens: int) -> None:
-        """Add the loss of a micro-batch."""
-        self._loss_sum += loss
-        self._num_tokens += num_tokens
+        """Add a micro-batch."""
+        self.loss_sum += loss
+        self.num_tokens += num_tokens
 
-    def begins(self, gradient: Tensor) -> None:
+    def last_backward_begins(self, gradient: Tensor) -> None:
         """A hook on the output of the last micro-batch."""
         if self._begin is not None:
             begin, self._begin = self._begin, None
-            begin(self._loss_sum, self._num_tokens)
+            begin(self.loss_sum, self.num_tokens)
 
 
 class _Stages(P2PCommunicator):  # type: ignore[misc, unused-ignore]
@@ -223,7 +222,7 @@ class _Stages(P2PCommunicator):  # type: ignore[misc, unused-ignore]
 
 
 def _forward(trainee: TrainingModel, stages: _Stages, iteration: int, sample: Sample, note: Note,
-             last: _LastBackward, items: Iterator[tuple[int, bool]], ddp: Any
+             sums: _Sums, items: Iterator[tuple[int, bool]], ddp: Any
              ) -> tuple[Tensor, Any]:
     """Run one micro-batch in one chunk, for Megatron's schedule. Returns the output and a loss
     function. Dropout does not depend on the other micro-batches in the pipeline."""
@@ -239,21 +238,21 @@ def _forward(trainee: TrainingModel, stages: _Stages, iteration: int, sample: Sa
         note("forward", item)
     batch = trainee.given(batch)
 
-    def loss_of_output(per_token: Tensor) -> tuple[Tensor, Tensor, tuple[float, int]]:
+    def loss_of_output(per_token: Tensor) -> tuple[Tensor, Tensor, None]:
         loss, num_tokens = trainee.loss_of(per_token, batch), trainee.num_tokens(batch)
-        last.add(loss.item(), num_tokens)
-        return loss, torch.tensor(num_tokens, dtype=torch.int), (loss.item(), num_tokens)
+        sums.add(loss.item(), num_tokens)
+        return loss, torch.tensor(num_tokens, dtype=torch.int), None
 
     def backward_begins(gradient: Tensor) -> None:
         note("backward", item)
 
     out = trainee.forward(ddp, batch)
     if is_last and out.requires_grad:
-        out.register_hook(last.begins)  # type: ignore[no-untyped-call, unused-ignore]
+        out.register_hook(sums.last_backward_begins)  # type: ignore[no-untyped-call, unused-ignore]
     if item != PADDING and out.requires_grad:
         out.register_hook(backward_begins)  # type: ignore[no-untyped-call, unused-ignore]
     return out, loss_of_output
 
 
-def _loss_of_skipped(skipped: Tensor) -> tuple[Tensor, Tensor, tuple[float, int]]:
-    return torch.zeros((), device=skipped.device), torch.zeros((), dtype=torch.int), (0.0, 0)
+def _loss_of_skipped(skipped: Tensor) -> tuple[Tensor, Tensor, None]:
+    return torch.zeros((), device=skipped.device), torch.zeros((), dtype=torch.int), None
