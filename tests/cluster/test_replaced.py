@@ -12,6 +12,25 @@ from twins import small
 from unicron.events.log.embedded_server import start_time
 
 
+def test_a_damaged_checkpoint_ends_the_task_with_its_reason(three: Any, tmp_path: Path) -> None:
+    cluster, output = three, tmp_path / "damaged"
+    # Each rank reads its own part: only one of them sees the damage.
+    task = cluster.submit(small("damaged", tmp_path, slots=(2, 2), checkpoint_every=5,
+                                copy_every=0, parallel={"tensor": [2]}))
+    hold = cluster.hold(task, 0, event="forward", iteration=6)
+    cluster.wait_told(0, "CheckpointPublished", task=task)
+    pids = cluster.pids(task)
+    (file, *_) = sorted((output / "latest").glob("__*.distcp"))
+    with file.open("r+b") as opened:
+        opened.truncate(file.stat().st_size // 2)
+    for pid in pids.values():
+        os.kill(pid, signal.SIGKILL)
+    hold.unlink()
+    ended = cluster.wait_ended(task)
+    assert ended["state"] == "failed"
+    assert f"the checkpoint is damaged: its file {file.name} is cut" in ended["why"], ended["why"]
+
+
 def test_a_stale_generation_publishes_nothing_and_is_ended(
         three: Any, tmp_path: Path) -> None:
     cluster, output = three, tmp_path / "solo"
@@ -87,22 +106,3 @@ def test_a_task_that_lost_both_its_nodes_resumes_from_its_checkpoint(
     assert closed.body.iterations_lost == view["iterations_lost"] == max(reported - max(steps), 0)
     assert cluster.losses(task, again_rel=1e-5)
     cluster.verify()
-
-
-def test_a_damaged_checkpoint_ends_the_task_with_its_reason(three: Any, tmp_path: Path) -> None:
-    cluster, output = three, tmp_path / "damaged"
-    # Each rank reads its own part: only one of them sees the damage.
-    task = cluster.submit(small("damaged", tmp_path, slots=(2, 2), checkpoint_every=5,
-                                copy_every=0, parallel={"tensor": [2]}))
-    hold = cluster.hold(task, 0, event="forward", iteration=6)
-    cluster.wait_told(0, "CheckpointPublished", task=task)
-    pids = cluster.pids(task)
-    (file, *_) = sorted((output / "latest").glob("__*.distcp"))
-    with file.open("r+b") as opened:
-        opened.truncate(file.stat().st_size // 2)
-    for pid in pids.values():
-        os.kill(pid, signal.SIGKILL)
-    hold.unlink()
-    ended = cluster.wait_ended(task)
-    assert ended["state"] == "failed"
-    assert f"the checkpoint is damaged: its file {file.name} is cut" in ended["why"], ended["why"]
