@@ -54,6 +54,11 @@ class Parallel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             for pp in self.pipeline:
                 yield Axes(tp=tp, pp=pp, chunks=self.chunks if pp > 1 else 1)
 
+    @property
+    def largest(self) -> Axes:
+        """The permitted layout of the largest replica (dp is 1)."""
+        return max(self.shapes(), key=lambda axes: axes.tp * axes.pp)
+
     def layouts(self, num_slots: int, num_micro_batches: int) -> Iterator[Axes]:
         """Every permitted layout of exactly `num_slots` where each replica has a micro-batch."""
         for axes in self.shapes():

@@ -8,7 +8,7 @@ from typing import Any
 
 import megatron_trial
 import pytest
-from megatron_trial import CASES, ITERATIONS, Lines
+from megatron_trial import CASES, ITERATIONS
 from real_cluster import RealCluster
 
 pytestmark = pytest.mark.skipif(not os.environ.get("UNICRON_MEGATRON_LM"),
@@ -20,14 +20,10 @@ def clone() -> Path:
     return Path(os.environ["UNICRON_MEGATRON_LM"])
 
 
-@pytest.fixture(scope="module")
-def stock_lines(clone: Path) -> Lines:
-    return megatron_trial.stock(clone)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_a_killed_rank_changes_no_printed_loss(
-        cluster: RealCluster, clone: Path, stock_lines: Lines, tmp_path: Path, name: str) -> None:
+        cluster: RealCluster, clone: Path, tmp_path: Path, name: str) -> None:
+    stock_lines = megatron_trial.stock(clone, CASES[name])
     healed = megatron_trial.struck(cluster, clone, CASES[name], tmp_path / "out")
     assert sum(place.isdecimal() for place in stock_lines) == ITERATIONS
     assert len(stock_lines) == ITERATIONS + 4  # two evaluations, and two at the end

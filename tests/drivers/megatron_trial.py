@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -84,13 +85,28 @@ def printed(text: str) -> Lines:
             for line in text.splitlines() if (found := LINE.search(line))}
 
 
-def stock(clone: Path, *words: str) -> Lines:
-    """Train by Megatron-LM's own loop, in one process. Raises CalledProcessError."""
-    done = subprocess.run(
-        [sys.executable, "-P", str(STOCK), str(clone / "pretrain_gpt.py"), *WORDS, *words],
-        check=True, capture_output=True, text=True, timeout=STOCK_S_MAX,
-        env={**os.environ, "OMP_NUM_THREADS": "1"})
-    return printed(done.stdout)
+def stock(clone: Path, case: Case) -> Lines:
+    """Train by Megatron-LM's own loop: one replica, as its initial weights depend on the layout.
+    Raises CalledProcessError."""
+    (tp,), (pp,) = (case.parallel.get(name, [1]) for name in ("tensor", "pipeline"))
+    sizes = ["--tensor-model-parallel-size", str(tp), "--pipeline-model-parallel-size", str(pp)]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    words = [sys.executable, "-P", str(STOCK), str(clone / "pretrain_gpt.py"), *WORDS, *case.words,
+             *sizes]
+    ranks = [subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank), "WORLD_SIZE": str(tp * pp),
+             "MASTER_PORT": str(port)}) for rank in range(tp * pp)]
+    try:
+        texts = [rank.communicate(timeout=STOCK_S_MAX)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for rank, text in zip(ranks, texts, strict=True):
+        if rank.returncode:
+            raise subprocess.CalledProcessError(rank.returncode, words, text)
+    return printed("".join(texts))
 
 
 def job(clone: Path, case: Case, output: Path, *words: str) -> dict[str, Any]:

@@ -51,6 +51,13 @@ def main() -> None:
             connect(*given)
 
     initialize._initialize_distributed = connect_one
+    seed_all = initialize._set_random_seed
+
+    def seed_tracker(*given: Any, **options: Any) -> None:
+        with one_device():  # else tensor-parallel ranks would draw the same weights
+            seed_all(*given, **options)
+
+    initialize._set_random_seed = seed_tracker
     runpy.run_path(str(script), run_name="__main__")
 
 

@@ -30,7 +30,7 @@ from .checkpoint.memory_restore import Fetched, Stores, Version
 from .communicators.communicators import Communicators
 from .model import training_state
 from .model.trainee import TrainingModel
-from .model.workload import Workload
+from .model.workload import BuildPart, Workload
 from .process.trace import Event
 from .recovery import state_shards
 from .recovery.peers import World
@@ -387,16 +387,20 @@ class StateRecovery:
     def _begin(self, trainee: TrainingModel, axes: Axes, place: int) -> None:
         """Set a model to the state of the first iteration, if the workload needs it."""
         if trainee is not self._begun and place < num_positions(axes):
-            self._work.begin(trainee, self._build_replica)
+            self._work.begin(trainee, part_builder(self._work, self._communicators,
+                                                   trainee.device))
             self._begun = trainee
 
-    def _build_replica(self) -> TrainingModel:
-        """A whole replica with its initial weights, for a workload that draws its own."""
-        device, groups = self._iteration.trainee.device, self._communicators.alone()
-        built = with_shards(self._work.build(device, groups, Axes(), 0))
-        self._communicators.unbind(built.roots)
+
+def part_builder(work: Workload, communicators: Communicators, device: torch.device) -> BuildPart:
+    """Returns the function that builds parts of other positions beside the current generation."""
+    def build_part(axes: Axes, place: int) -> TrainingModel:
+        with communicators.at_position(axes, place) as groups:
+            built = with_shards(work.build(device, groups, axes, place))
         built.release_gradients()
         return built
+
+    return build_part
 
 
 def with_shards(trainee: TrainingModel) -> TrainingModel:

@@ -1,6 +1,6 @@
 """`make megatron-lm DIR=...`: Megatron-LM's own script under agents, a rank killed in each layout.
 
-Metrics: `loss_equal` (1: every printed loss is that of Megatron-LM's own loop in one process, to
+Metrics: `loss_equal` (1: every printed loss is that of Megatron-LM's own loop over one replica, to
 its last digit but one), `iterations_lost`, `fault_to_step_s` (from the kill to the end of the step
 that it struck). Rows: build/bench/megatron_lm.json.
 """
@@ -32,14 +32,14 @@ def main() -> None:
     if not (options.clone / "pretrain_gpt.py").is_file():
         parser.error(f"{options.clone} has no pretrain_gpt.py: DIR names a clone of Megatron-LM")
     began_s, rows = time.monotonic(), []
-    expected = megatron_trial.stock(options.clone)
     with tempfile.TemporaryDirectory() as folder, running(Path(folder) / "cluster") as cluster:
         for name, case in CASES.items():
+            expected = megatron_trial.stock(options.clone, case)
             trials = [megatron_trial.struck(cluster, options.clone, case, Path(folder) / "out")
                       for _ in range(options.n)]
             rows += _rows(name, expected, trials)
             print(f"{name}: done", flush=True)
-    expected = megatron_trial.stock(options.clone, *DEFAULTS.words)
+    expected = megatron_trial.stock(options.clone, DEFAULTS)
     with tempfile.TemporaryDirectory() as folder, running(Path(folder) / "cluster", 4) as cluster:
         trial = megatron_trial.struck(cluster, options.clone, DEFAULTS, Path(folder) / "out")
         rows += _usual(expected, trial)
@@ -57,7 +57,7 @@ def _rows(name: str, expected: megatron_trial.Lines, trials: list[megatron_trial
 
 
 def _usual(expected: megatron_trial.Lines, trial: megatron_trial.Healed) -> list[Row]:
-    """In 16 bits each layout rounds in other places than one process does: the largest difference
+    """In 16 bits the replicas round in other places than a single one does: the largest difference
     of a printed loss, in place of `loss_equal`."""
     gaps = [megatron_trial.loss_rel(line, trial.lines[place]) for place, line in expected.items()]
     return [row(USUAL_JOB, SYSTEM, "loss_rel", [max(gaps)], "ratio"),

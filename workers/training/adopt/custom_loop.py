@@ -5,11 +5,15 @@ Only this module calls the user's functions, and it checks what they return.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import random
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -20,13 +24,15 @@ from torch import Tensor
 from ....events.errors import UsageError
 from ....events.spec.job import Batch, Loop, Model, Train
 from ....events.spec.model import Axes
-from ....events.spec.parallelism import Parallel
+from ....events.spec.parallelism import Parallel, is_plain, num_positions
 from ....events.spec.support import ROWS, Grade, Row
 from ..communicators.process_groups import groups_for_building, publish_globals
 from ..model import cpu_stand_ins, optimizers
-from ..model.random_draws import Draw
+from ..model.random_draws import EMBEDDING, Draw
 from ..model.trainee import Size, TrainingModel
+from ..model.workload import BuildPart
 from ..recovery import state_shards
+from ..recovery.state_shards import State
 
 # --- The support table applied to a loop at its start ---
 
@@ -131,6 +137,9 @@ Forward = Callable[[Any, Any], tuple[Any, Any]]
 forward_step, the output and a function of it that returns these two first. A pipeline needs the
 second form, because every chunk except the last sends its output to the next chunk."""
 
+STAGE_SEEDS_APART = 100
+"""The difference between the seeds of two pipeline stages in Megatron-LM."""
+
 OnRebuild = Callable[[Any], Any]
 """(groups) -> the script's objects for this generation's groups."""
 
@@ -229,14 +238,11 @@ class LoopWorkload:
     def build(self, device: torch.device, groups: Any, axes: Axes, place: int, *,
               begins: bool = True) -> TrainingModel:
         """Call the script's `build`. `begins` is ignored. Raises NotRecoverable, UsageError."""
-        draw = Draw(self.train.seed)
-        draw.at(0, 0)  # seed the generators, so that all ranks draw the same initial weights
         build_groups = groups_for_building(groups)
         publish_globals(build_groups, axes.chunks)
-        with optimizers.without_collectives():
+        with optimizers.without_collectives(), _seeded(self.train.seed, groups.pp.rank()):
             ddps, optimizer, scheduler = _unpack(self._build(build_groups, axes, place))
-        # `build` may have been for a whole replica, for its initial weights. Restore the globals.
-        publish_globals(self._groups, self.train.parallel.chunks)
+        publish_globals(groups, axes.chunks)
         parallel = self.train.parallel
         if self.heals:
             check_recoverable(ddps, optimizer, scheduler, self.train, axes)
@@ -251,8 +257,8 @@ class LoopWorkload:
         precision = "bf16" if config.bf16 else "fp16" if config.fp16 else "fp32"
         train = replace(self.train, precision=precision, parallel=parallel,
                         overlap=ddps[0].ddp_config.overlap_grad_reduce)
-        return LoopTrainingModel(train, device, draw, axes, place, modules, ddps, optimizer,
-                                 scheduler, torch.empty(0), call=self._forward)
+        return LoopTrainingModel(train, device, Draw(train.seed), axes, place, modules, ddps,
+                                 optimizer, scheduler, torch.empty(0), call=self._forward)
 
     def whole_size(self, trainee: TrainingModel, groups: Any) -> Size:
         """Counted from the shapes of the whole tensors of which this part has shards. The layers of
@@ -262,13 +268,45 @@ class LoopWorkload:
         self.flops = self.flops or 6.0 * size.num_params * self.train.num_micro_batches
         return size
 
-    def begin(self, trainee: TrainingModel, whole: Callable[[], TrainingModel]) -> None:
-        """Copy the initial weights from a whole replica. Those of the script's `build` may depend
-        on the layout, since the script draws them."""
-        if trainee.replica_size > 1:
-            replica = whole()
-            state_shards.fill(trainee.shards, replica.shards)
-            replica.release()
+    def begin(self, trainee: TrainingModel, build_part: BuildPart) -> None:
+        """Set the initial weights, which depend on the layout in which the script draws them: they
+        are those of the largest layout. In another one, its parts are built one after the other.
+        """
+        largest = self.train.parallel.largest
+        shards, places = trainee.shards, range(num_positions(largest))
+        if replace(trainee.axes, dp=1) == largest:
+            # The script has drawn them, except a tied embedding, which the first stage draws.
+            tied = {shard: tensor for shard, tensor in shards.items()
+                    if shard.key.endswith(f".{EMBEDDING}")}
+            shards = tied if trainee.at.pp else {}
+            places = range(trainee.at.tp, trainee.at.tp + 1)
+        if shards:
+            state_shards.fill(shards, _built(build_part, largest, places))
+
+
+def _built(build_part: BuildPart, axes: Axes, places: Sequence[int]) -> Iterator[State]:
+    """The states of these parts. Only one of them is in memory at a time."""
+    for place in places:
+        part = build_part(axes, place)
+        yield part.shards
+        part.release()
+
+
+@contextmanager
+def _seeded(seed: int, stage: int) -> Generator[None]:
+    """Within this context a script draws the weights that it draws without Unicron: the generators
+    are seeded as Megatron-LM seeds them for a pipeline stage. Tensor-parallel ranks have different
+    seeds in Megatron's tracker, which reads the rank from `parallel_state`."""
+    seed += STAGE_SEEDS_APART * stage
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    tracker: Any = tensor_parallel.get_cuda_rng_tracker()
+    try:
+        yield
+    finally:
+        tracker.reset()  # `Draw` seeds each micro-batch
 
 
 def check_recoverable(ddps: Sequence[Any], optimizer: Any, scheduler: Any, train: Train, axes: Axes
@@ -299,7 +337,7 @@ def check_trainable(ddps: Sequence[Any], optimizer: Any, scheduler: Any, train: 
         raise NotTrainable(f"its schedule is a {type(scheduler).__name__}, not Megatron's "
                            "OptimizerParamScheduler, whose position is known",
                            "return an OptimizerParamScheduler")
-    for kind in optimizers.not_adam(optimizer) if axes.tp * axes.pp > 1 else ():
+    for kind in () if is_plain(train.parallel.largest) else optimizers.not_adam(optimizer):
         raise NotTrainable(f"the state of {kind} cannot be split over the ranks of a replica; that "
                            "of torch.optim.AdamW can", "train whole replicas, or with Adam")
 

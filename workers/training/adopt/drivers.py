@@ -19,6 +19,7 @@ import torch.distributed as dist
 from ....events.errors import UsageError
 from ....events.spec.job import Train, is_url
 from ....events.spec.model import Axes
+from ....events.spec.parallelism import is_plain
 from ...ipc.pipe_protocol import Unpacker
 from ...ipc.progress_page import ProgressWriter
 from ..checkpoint import checkpoint
@@ -29,7 +30,7 @@ from ..process.control_thread import Control
 from ..process.history import History
 from ..process.trace import Trace
 from ..recovery.settlement import settle
-from ..state_recovery import with_shards
+from ..state_recovery import part_builder, with_shards
 from ..step.iteration import Iteration
 from .custom_loop import LoopWorkload
 
@@ -79,9 +80,8 @@ class RestartOnlyDriver:
         self.communicators.meet(1, self._place, num, endpoint, b"")
         self.communicators.up(axes)
         trainee = work.build(device, self.communicators.groups, axes, self._place)
-        if trainee.replica_size > 1:
-            work.begin(with_shards(trainee), lambda: with_shards(
-                work.build(device, self.communicators.alone(), Axes(), 0)))
+        if not is_plain(work.train.parallel.largest):
+            work.begin(with_shards(trainee), part_builder(work, self.communicators, device))
         self.history = History()
         self._checkpoint = RestartCheckpoint(work.train, trainee,
                                              environment.get("UNICRON_TASK", ""))

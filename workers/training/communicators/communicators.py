@@ -33,11 +33,12 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ....events.spec.model import Axes
 from ....events.spec.parallelism import num_positions
-from . import process_groups, sockets
+from . import process_groups, sockets, torch_worlds
 from .group_handles import Handles
 from .process_groups import GROUP_S_MAX
 
@@ -238,6 +239,19 @@ class Communicators:
             yield roots
         finally:
             self._remove_groups(roots)
+
+    @contextmanager
+    def at_position(self, axes: Axes, place: int) -> Generator[Any]:
+        """Groups as `without_peers`, but also while a generation is up: to build the part of a
+        position in any layout. Megatron's globals are restored at the end."""
+        globals_ = dict(parallel_state.__dict__)
+        with torch_worlds.separate(), _same_excepthook():
+            dist.init_process_group("fake", store=FakeStore(), rank=place,
+                                    world_size=num_positions(axes))
+            try:
+                yield process_groups.build(axes, COLLECTIVE_S_MAX)
+            finally:
+                parallel_state.__dict__.update(globals_)
 
     @contextmanager
     def spare(self, descriptor: int) -> Generator[None]:

@@ -9,7 +9,7 @@ the script it uses the providers and `forward_step`. Its loops replace `train` a
 - the arguments describe one replica: `get_num_microbatches()` counts the whole batch, and the
   number of ranks need not divide it. `args.rank`, `args.world_size`, `args.data_parallel_size` and
   `parallel_state` follow each generation;
-- the initial weights are those that Megatron-LM draws for the same seed in one process;
+- the initial weights are those that Megatron-LM draws for the same seed in the largest layout;
 - the current members share the micro-batches of an evaluation, and the result is the mean of all;
 - the current last rank prints the progress line and writes to TensorBoard.
 """
@@ -210,8 +210,7 @@ class Pretraining:
     def build(self, groups: Any, axes: Any, place: int) -> tuple[Sequence[Any], Any, Any]:
         args = self.args
         trained = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-        self._set_sizes(axes.tp, axes.pp)  # may be a whole replica, for the initial weights
-        load("initialize")._set_random_seed(args.seed)
+        self._set_sizes(axes.tp, axes.pp)  # may be another layout, for the initial weights
         with start_errors_told():
             model, optimizer, scheduler = self.training.setup_model_and_optimizer(
                 self._model_provider, self._model_type)

@@ -20,21 +20,44 @@ from . import cpu_device
 
 
 class _Tracker:
-    """Megatron's RNG tracker. Model-parallel ranks draw from the CPU's only generator, which is
-    seeded for each micro-batch. The signatures are those of Megatron's tracker."""
+    """Megatron's RNG tracker. It has states only while a model is built. Later, model-parallel
+    ranks draw from the CPU's only generator, which is seeded for each micro-batch. The signatures
+    are those of Megatron's tracker."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, Tensor] = {}
 
     def is_initialized(self) -> bool:
         return True
 
+    def reset(self) -> None:
+        self._states = {}
+
+    def add(self, name: str, seed: int) -> None:
+        self._states[name] = torch.Generator().manual_seed(seed).get_state()
+
     @contextmanager
-    def fork(self, name: str = "") -> Generator[None]:
-        yield
+    def fork(self, name: str = "model-parallel-rng") -> Generator[None]:
+        if name not in self._states:
+            yield
+            return
+        current = torch.get_rng_state()
+        torch.set_rng_state(self._states[name])
+        try:
+            yield
+        finally:
+            self._states[name] = torch.get_rng_state()
+            torch.set_rng_state(current)
 
     def get_states(self) -> dict[str, Tensor]:
         return {}
 
     def set_states(self, states: dict[str, Tensor]) -> None:
         pass
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
 
 
 def _get_state(*device: Any, **options: Any) -> Tensor:
@@ -75,6 +98,7 @@ def install() -> None:
     """Install the stand-ins if there is no CUDA. It may be called again."""
     if torch.cuda.is_available():
         return
+    torch.cuda.manual_seed = _seed
     random._CUDA_RNG_STATE_TRACKER = _Tracker()
     random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
     random._get_cuda_rng_state = _get_state

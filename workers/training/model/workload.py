@@ -13,6 +13,9 @@ from . import text_data
 from . import trainee as model
 from .trainee import Size, TrainingModel
 
+BuildPart = Callable[[Axes, int], TrainingModel]
+"""(axes, place) -> the part of a position in any layout, with its initial weights."""
+
 
 class Samples(Protocol):
     """The data with random access; `digest` identifies it."""
@@ -52,11 +55,8 @@ class Workload(Protocol):
         """The size of the whole model, of which `trainee` is a part. `groups` have one member."""
         ...
 
-    def begin(self, trainee: TrainingModel, whole: Callable[[], TrainingModel]) -> None:
-        """Set a new model to the state of the first iteration. Called if no member has a state.
-
-        `whole` builds a whole replica in its initial state.
-        """
+    def begin(self, trainee: TrainingModel, build_part: BuildPart) -> None:
+        """Set a new model to the state of the first iteration. Called if no member has a state."""
         ...
 
 
@@ -80,5 +80,5 @@ class SpecWorkload:
     def whole_size(self, trainee: TrainingModel, groups: Any) -> Size:
         return model.whole_size(self.train, groups)
 
-    def begin(self, trainee: TrainingModel, whole: Callable[[], TrainingModel]) -> None:
+    def begin(self, trainee: TrainingModel, build_part: BuildPart) -> None:
         """Nothing to do: `build` draws the initial state from the seed and the parameter names."""

@@ -9,7 +9,7 @@ whole model: `model.X`, `master.X`, `optimizer.exp_avg.X`, `buffer.X`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import prod
 from operator import add
 from typing import Any, NamedTuple
@@ -86,19 +86,29 @@ def stepped(trainee: TrainingModel) -> State:
     return found
 
 
-def fill(into: State, whole: State) -> None:
-    """Copy the shards of `into` from `whole`. Raises ValueError if `whole` lacks some of them."""
-    by_key: dict[tuple[str, str], list[Shard]] = {}
-    for shard in whole:
-        by_key.setdefault((shard.key, shard.kind), []).append(shard)
-    for shard, tensor in into.items():
-        num_missing = shard.region.num_elements
-        for source in by_key.get((shard.key, shard.kind), ()):
-            if (region := intersection(shard.region, source.region)) is not None:
-                cut(tensor, shard.region, region).copy_(cut(whole[source], source.region, region))
-                num_missing -= region.num_elements
-        if num_missing:
-            raise ValueError(f"the whole model lacks {shard}")
+def fill(into: State, parts: Iterable[State]) -> None:
+    """Copy the shards of `into` from the parts of one replica, until all are complete. Raises
+    ValueError if the parts lack some of them."""
+    missing = {shard: shard.region.num_elements for shard in into}
+    copied: set[tuple[Shard, Region]] = set()  # several parts hold a tensor that is not split
+    for part in parts:
+        by_key: dict[tuple[str, str], list[Shard]] = {}
+        for shard in part:
+            by_key.setdefault((shard.key, shard.kind), []).append(shard)
+        for shard in missing:
+            for source in by_key.get((shard.key, shard.kind), ()):
+                region = intersection(shard.region, source.region)
+                if region is None or (shard, region) in copied:
+                    continue
+                cut(into[shard], shard.region, region).copy_(
+                    cut(part[source], source.region, region))
+                copied.add((shard, region))
+                missing[shard] -= region.num_elements
+        missing = {shard: num for shard, num in missing.items() if num}
+        if not missing:
+            return
+    if missing:
+        raise ValueError(f"no part of the model has {next(iter(missing))}")
 
 
 def whole_size(shards: State, num_layers: int) -> Size:
