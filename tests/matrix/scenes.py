@@ -8,11 +8,14 @@ the others of that replica go only as far as they can without it.
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 from checkpoint_stores import named, whole_steps
-from matrix.cells import NEWCOMER, STRUCK, Cell
+from matrix.cells import COPIES, NEWCOMER, STRUCK, Cell
 from rank_driver import START_S, Driver
 from unicron.control_plane.decide.membership import order_members
 from unicron.control_plane.state.task import HeldState, Rank
@@ -88,6 +91,7 @@ class Play:
     def _play_sum(self) -> None:
         """Within an iteration. The others go as far as they can without the victim."""
         self._begin_armed()
+        self._come()
         self._come_to(self._free, "reduce", STRUCK)
         self._strike()
         self._heal()
@@ -95,10 +99,7 @@ class Play:
     def _play_beside(self) -> None:
         """While a thread of the victim works beside the training. One rank delays the iteration."""
         last = self.there[-1]
-        self.driver.start(*self.there)
-        late = self.driver.hold(last, "reduce", STRUCK)
-        self._arm(dict.fromkeys(self._at_point, STRUCK))
-        self._form()
+        (late,) = self._begin_armed({last: "reduce"})
         self.driver.held(last, STRUCK)
         self._come()
         self._come_to(self._others, "reduce", STRUCK)
@@ -110,6 +111,7 @@ class Play:
         """When the reduction is complete everywhere. The others go on until they wait for the
         victim: at the gate, or after their step."""
         self._begin_armed()
+        self._come()
         self._step_without()
         self._strike()
         self._heal()
@@ -146,6 +148,7 @@ class Play:
     def _strike_late(self, event: str, others_come: Callable[[], None], **where: int) -> None:
         self._late = [self.driver.hold(LATE, event, STRUCK, **where)]
         self._begin_armed()
+        self._come()
         self.driver.held(LATE, STRUCK)
         others_come()
         self._strike()
@@ -220,12 +223,35 @@ class Play:
         self._heal()
 
     # --- their parts ----------------------------------------------------------------------------
-    def _begin_armed(self) -> None:
-        """Train until the victims are at the point."""
+    def _begin_armed(self, late: Mapping[int, str] = MappingProxyType({})) -> list[Path]:
+        """Start training with the victims held at the point, and the `late` ranks at events of the
+        same iteration. Returns the files that hold the late ranks."""
         self.driver.start(*self.there)
+        waiting = self._form_idle() if self.point.train == COPIES else {}
         self._arm(dict.fromkeys(self._at_point, STRUCK))
+        files = [self.driver.hold(rank, event, STRUCK) for rank, event in late.items()]
+        if not waiting:
+            self._form()
+        for rank, file in waiting.items():
+            if rank not in self._at_point and rank not in late:
+                file.unlink()
+        return files
+
+    def _form_idle(self) -> dict[int, Path]:
+        """Train to the struck iteration, and hold each first stage until no rank sends an in-memory
+        checkpoint: none is begun while another is sent. Returns the files that hold the ranks."""
+        waiting = {rank: self.driver.hold(rank, "forward", STRUCK - 1) for rank in self.there
+                   if coordinates(self.axes, self.members.index(rank)).pp == 0}
         self._form()
-        self._come()
+        for rank in waiting:
+            self.driver.held(rank, STRUCK - 1)
+        for rank in self.there:
+            self.driver.until(partial(self._is_idle, rank), f"rank {rank} sends no checkpoint")
+        return waiting
+
+    def _is_idle(self, rank: int) -> bool:
+        events = Counter(line["event"] for line in self.driver.trace(rank))
+        return events["copy"] == events["copied"]
 
     def _step_without(self) -> None:
         """The others step if they can, and go as far into the next iteration as they can."""
