@@ -44,6 +44,7 @@ FLAGS = {
         ("\nVOCABULARY", f"{FLOAT_16}\n\nVOCABULARY")],
 }
 """By flag: the replacements in the example."""
+SPLIT = {"tensor": [1, 2], "pipeline": [1, 2]}
 Loops = Callable[..., Driver]
 
 
@@ -74,10 +75,10 @@ def loops(tmp_path: Path, nursery: Nursery) -> Iterator[Loops]:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Iterator[Path]:
     """The final checkpoint of one rank that trains without a flag and without a fault."""
-    driver = loop(tmp_path_factory.mktemp("undisturbed"), nursery)
+    driver = loop(tmp_path_factory.mktemp("undisturbed"), nursery, **SPLIT)
     try:
         driver.start(0)
-        driver.form([0])
+        driver.form([0], axes=Axes())
         driver.finish([0])
         yield driver.final_checkpoint()
     finally:
@@ -101,14 +102,14 @@ def finish(driver: Driver, ranks: list[int], undisturbed: Path) -> None:
     Case(PP2DP2, 3, "backward", (0, 2), Axes(pp=2))], ids=["tp2dp2", "pp2dp2"])
 def test_training_continues_after_a_lost_rank(
         loops: Loops, undisturbed: Path, flags: tuple[str, ...], case: Case) -> None:
-    driver = loops(*flags, tensor=[1, 2], pipeline=[1, 2])
+    driver = loops(*flags, **SPLIT)
     strike(driver, case)
     finish(driver, list(case.members), undisturbed)
 
 
 @pytest.mark.parametrize("axes", [Axes(dp=3), TP2DP2, PP2DP2], ids=["dp3", "tp2dp2", "pp2dp2"])
 def test_a_gather_in_the_next_forward(loops: Loops, undisturbed: Path, axes: Axes) -> None:
-    driver = loops("overlapped gather", tensor=[1, 2], pipeline=[1, 2], optimizer="sharded")
+    driver = loops("overlapped gather", **SPLIT, optimizer="sharded")
     ranks = list(range(axes.tp * axes.pp * axes.dp))
     driver.start(*ranks)
     driver.form(ranks, axes=axes)
@@ -119,7 +120,7 @@ def test_a_gather_in_the_next_forward(loops: Loops, undisturbed: Path, axes: Axe
 def test_a_gather_that_breaks_off_loses_nothing(
         loops: Loops, undisturbed: Path, axes: Axes) -> None:
     """Rank 1 is held before its forward, so the others wait for its parameters."""
-    driver = loops("overlapped gather", tensor=[1, 2], pipeline=[1, 2], optimizer="sharded")
+    driver = loops("overlapped gather", **SPLIT, optimizer="sharded")
     ranks = list(range(axes.tp * axes.pp * axes.dp))
     driver.start(*ranks)
     hold = driver.hold(1, "micro_batch", STRUCK)
@@ -170,14 +171,14 @@ def test_the_usual_job_heals_three_times(loops: Loops) -> None:
 
 def test_a_rank_that_joins_after_the_last_step_evaluates_nothing(
         loops: Loops, undisturbed: Path) -> None:
-    driver = loops("evaluation at the end")
+    driver = loops("evaluation at the end", **SPLIT)
     driver.start(0, 1)
     hold = driver.hold(0, "save", ITERATIONS)
-    driver.form([0, 1])
+    driver.form([0, 1], axes=Axes(dp=2))
     driver.held(0, ITERATIONS)
     driver.start(2)
     driver.quiesce([0, 1], "boundary", hold)
-    driver.form([0, 1, 2])
+    driver.form([0, 1, 2], axes=Axes(dp=3))
     for rank in (0, 1, 2):
         driver.wait(RankFinished, rank)
     assert compare(driver.final_checkpoint(), undisturbed).param_rel < RELATIVE_MAX
