@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loop_driver import drive_loop
+from loop_driver import changed_example, drive_loop
 from nursery import Nursery
 from rank_driver import WAIT_S, Driver
 from struck import PP2DP2, TP2DP2, Case, strike
@@ -93,6 +93,32 @@ def test_an_undisturbed_loop_equals_one_rank(loops: Loops, undisturbed: Driver, 
     driver.start(*ranks)
     driver.form(ranks, axes=axes)
     finish(driver, ranks, undisturbed)
+
+
+BUILT = ("many = axes.chunks > 1", 'print("built", axes.tp, axes.pp, flush=True)\n'
+                                  "    many = axes.chunks > 1")
+TIED = ("post_process=last", "share_embeddings_and_output_weights=True, post_process=last")
+
+
+@pytest.mark.parametrize(("parallel", "axes", "built"), [
+    ({"tensor": [2]}, Axes(tp=2), [[(2, 1)], [(2, 1)]]),
+    # The last stage has a tied embedding, which the first stage draws.
+    ({"pipeline": [2]}, Axes(pp=2), [[(1, 2)], [(1, 2), (1, 2)]]),
+    ({"tensor": [1, 2]}, Axes(), [[(1, 1), (2, 1), (2, 1)]])], ids=["tp2", "pp2", "one rank"])
+def test_a_rank_of_the_largest_layout_builds_its_own_part_only(
+        tmp_path: Path, nursery: Nursery, parallel: dict[str, Any], axes: Axes,
+        built: list[list[tuple[int, int]]]) -> None:
+    script = changed_example(tmp_path, [BUILT, TIED])
+    with closing(drive_loop(tmp_path, nursery, (), iterations=1, micro_batches=2, script=script,
+                            **parallel)) as driver:
+        ranks = list(range(axes.tp * axes.pp))
+        driver.start(*ranks)
+        driver.form(ranks, axes=axes)
+        driver.finish(ranks)
+    for rank, layouts in enumerate(built):
+        log = (tmp_path / f"{rank}-1.log").read_text()
+        assert [tuple(map(int, line.split()[1:])) for line in log.splitlines()
+                if line.startswith("built")] == layouts
 
 
 def test_chunks_equal_one_rank(tmp_path: Path, nursery: Nursery) -> None:
