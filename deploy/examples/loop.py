@@ -32,8 +32,7 @@ asked = parser.parse_args()
 
 
 def build(groups, axes, place):
-    """The model at a place of the layout, all with the same weights; whatever is drawn in here is
-    the same on every rank. Nothing in here may ask another rank."""
+    """The model at a place of the layout. Nothing in here may ask another rank."""
     many = axes.chunks > 1
     config = TransformerConfig(
         num_layers=4, hidden_size=32, num_attention_heads=4, hidden_dropout=0.0,

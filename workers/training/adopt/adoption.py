@@ -276,8 +276,9 @@ def adopt(*, build: Build, sample: Sample, forward: Forward, iterations: int = 0
 
     `build(groups, axes, place)` returns three values for position `place` of the layout `axes`: the
     model chunks, wrapped in Megatron's DistributedDataParallel; Megatron's optimizer; its
-    OptimizerParamScheduler. `groups` is a ProcessGroupCollection. `build` draws the same weights on
-    every rank and uses no collectives. It runs for each layout that this process joins.
+    OptimizerParamScheduler. `groups` is a ProcessGroupCollection. `build` uses no
+    collectives, and may draw weights: the generators are seeded as Megatron-LM seeds them. It runs
+    for each layout that this process joins.
     `sample(iteration, micro_batch)` returns the data by random access; `micro_batch` counts over
     all ranks. `forward(chunk, batch)` returns the sum of the token losses and the token count. Or
     it returns an output and a function of it that returns these two, as Megatron's forward_step.
