@@ -22,8 +22,8 @@ from bench.memory import main as memory
 from bench.planner import main as planner
 from bench.recovery.rows import Row, describe, table
 from bench.settlement import main as settlement
-from matrix.cells import cells
-from matrix.table import markdown
+from matrix.cells import cells, loop_cells
+from matrix.table import markdown, markdown_of_loops
 from unicron.control_plane.simulation.paper_evaluation import SENSITIVITY
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -251,6 +251,13 @@ def _fault_matrix(rows: Sequence[Row], about: About) -> str:
             f"{markdown(outcomes)}")
 
 
+def _loops(rows: Sequence[Row], about: About) -> str:
+    outcomes = {one.case: str(one.value) for one in rows if one.metric == "outcome"}
+    equal = sum(outcomes[name] == "equal" for name in LOOP_MATRIX)
+    return (f"{len(LOOP_MATRIX)} runs, {equal} of them equal to their reference run.\n\n"
+            f"{markdown_of_loops(outcomes)}")
+
+
 def _disasters(rows: Sequence[Row], about: About) -> str:
     import disasters  # plays scenarios, which takes a minute
 
@@ -258,6 +265,7 @@ def _disasters(rows: Sequence[Row], about: About) -> str:
 
 
 MATRIX = tuple(cell.name for cell in cells() if not cell.absent)
+LOOP_MATRIX = tuple(cell.name for cell in loop_cells())
 CHANGES = tuple(f"{case}: {change.what}" for change in SENSITIVITY for case in TRACES)
 BLOCKS = {
     "detection": Block("docs/guides/bench-detection.md", "detection", faults.CASES,
@@ -282,6 +290,8 @@ BLOCKS = {
     "chaos-training": Block("README.md", "chaos-training", (), "iterations", _chaos),
     "fault-matrix": Block("docs/reference/fault-matrix.md", "fault-matrix", MATRIX, "outcome",
                           _fault_matrix),
+    "fault-matrix-loops": Block("docs/reference/fault-matrix.md", "fault-matrix", LOOP_MATRIX,
+                                "outcome", _loops),
     "disasters": Block("docs/guides/disasters.md", "", (), "", _disasters)}
 
 

@@ -28,7 +28,7 @@ from unicron.events.records.types import (
     QuiesceMode,
     Slot,
 )
-from unicron.events.spec.job import JobSpec, parse
+from unicron.events.spec.job import JobSpec, Loop, Train, parse
 from unicron.events.spec.model import Axes
 from unicron.workers.checkpoint_store import protocol
 from unicron.workers.ipc.pipe_protocol import Frame, Unpacker, pack
@@ -112,6 +112,13 @@ class Driver:
         self.hears = threading.Event()
         """While it is cleared, the driver reads nothing, like a stopped agent."""
         self.hears.set()
+
+    @property
+    def work(self) -> Train | Loop:
+        """The spec's `train`, or the `loop` of its command."""
+        work = self.spec.train or self.spec.loop
+        assert work is not None
+        return work
 
     def start(self, *ranks: int, attempt: int = 1, axes: Axes | None = None) -> None:
         """Start processes and wait until all are ready. With `axes`: see `launch`."""
@@ -316,8 +323,7 @@ class Driver:
 
     def final_checkpoint(self, generation: int | None = None) -> Path:
         """The final checkpoint's path. Its generation is checked if one is given."""
-        saved, work = self.told(r.CheckpointSaved)[-1], self.spec.train or self.spec.loop
-        assert work is not None
+        saved, work = self.told(r.CheckpointSaved)[-1], self.work
         assert (saved.final, saved.step_version) == (True, work.iterations)
         if generation is not None:
             assert saved.path == f"gen-{generation}/iter-{work.iterations}"

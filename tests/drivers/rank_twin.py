@@ -17,15 +17,20 @@ from pathlib import Path
 from unicron.events.spec.job import parse
 from unicron.workers.host import linux
 from unicron.workers.training.reference import orders, train_undisturbed
-train = parse(json.loads(spec)).train
+spec = parse(json.loads(spec))
 parent, failed = os.getpid(), 0
-for number, order in enumerate(orders(train.num_micro_batches, num_orders)):
+for number, order in enumerate(orders((spec.train or spec.loop).num_micro_batches, num_orders)):
     if number >= 3:
         failed |= os.wait()[1]
     if os.fork():
         continue
     linux.die_with(parent)
-    train_undisturbed(train, Path(folder) / str(number), order=order)
+    if spec.train:
+        train_undisturbed(spec.train, Path(folder) / str(number), order=order)
+    else:
+        sys.path.insert(0, drivers)
+        from loop_twin import train_stock
+        train_stock(spec, Path(folder) / str(number), order)
     sys.exit()
 for _ in range(min(num_orders, 3)):
     failed |= os.wait()[1]
@@ -40,7 +45,7 @@ class Twin:
     def __init__(self, spec: JobSpec, folder: Path, nursery: Nursery, limit_s: float = TWIN_S,
                  num_orders: int = NUM_ORDERS) -> None:
         asked = (f"spec, folder = {msgspec.json.encode(spec)!r}, {str(folder)!r}\n"
-                 f"num_orders = {num_orders}{TWINS}")
+                 f"drivers, num_orders = {str(Path(__file__).parent)!r}, {num_orders}{TWINS}")
         folder.mkdir(parents=True, exist_ok=True)
         log = folder / "log"
         with log.open("wb") as output, open(os.devnull, "rb") as nothing:

@@ -62,7 +62,8 @@ def test_a_page_without_the_block_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in figures.BLOCKS if figures.BLOCKS[name].rows
-                                  and name not in ("chaos-training", "throughput", "fault-matrix")])
+                                  and name not in ("chaos-training", "throughput", "fault-matrix",
+                                                   "fault-matrix-loops")])
 def test_every_block_is_rendered_from_its_bench_rows(name: str, tmp_path: Path) -> None:
     """The rows hold every metric of every case and system that a block can use."""
     metrics = ("waf_ratio", "detect_s", "plan_ms", "iteration_s", "cpu_s", "events", "faults",
@@ -104,3 +105,12 @@ def test_the_fault_matrix_is_written_when_it_is_whole(tmp_path: Path) -> None:
     assert page.count(" = ") == sum(line.count(" = ") for line in page.splitlines())
     assert page.count("**not equal**") == 1
     assert "?" not in page
+
+
+def test_the_loops_of_the_matrix_are_written_when_they_are_whole(tmp_path: Path) -> None:
+    rows = [row(name, "unicron", "outcome", None, 1) | {"value": "equal", "unit": ""}
+            for name in figures.LOOP_MATRIX]
+    assert measured(tmp_path, "fault-matrix-loops", rows[1:]) == PAGE.format("fault-matrix-loops")
+    page = measured(tmp_path, "fault-matrix-loops", rows)
+    assert "| loop | point | SIGKILL | SIGSTOP |" in page
+    assert page.count(" = |") == len(rows)

@@ -1,7 +1,8 @@
 """The cells of the fault matrix: each is a point, a fault and a variant of training.
 
 The matrix is not the full product. Every point meets every fault on one variant: the base, or the
-first variant that has the point. Every point meets SIGKILL on every other variant.
+first variant that has the point. Every point meets SIGKILL on every other variant. Loops meet a
+few points: the variants of `train:` cover the rest of the same code.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ STRUCK = 3
 """The iteration in which the fault strikes. Its learning rate is after the warm-up."""
 
 
+MICRO_BATCHES = 8
 TRAIN: dict[str, Any] = {
     "model": {"num_layers": 2, "hidden": 64, "num_heads": 4, "sequence": 64},
     "batch": {"global": 16, "micro": 2}, "iterations": ITERATIONS,
@@ -40,13 +42,20 @@ class Variant(NamedTuple):
 
     The task trains in `axes` until the fault. `after` has the layout for each number of remaining
     ranks; default: data-parallel. If more ranks remain than it needs, those of an intact replica
-    come first.
+    come first. With `points` it is a custom loop and meets these alone: the example with `flags`
+    (loop_driver.FLAGS), and `train` changes its `loop`.
     """
 
     name: str
     train: dict[str, Any]
     axes: Axes = Axes(dp=4)
     after: dict[int, Axes] = {}  # noqa: RUF012
+    flags: tuple[str, ...] = ()
+    points: tuple[str, ...] = ()
+
+    @property
+    def is_loop(self) -> bool:
+        return bool(self.points)
 
     @property
     def is_plain(self) -> bool:
@@ -66,7 +75,8 @@ class Variant(NamedTuple):
     @property
     def rounds(self) -> bool:
         """True if it rounds to 16 bits in another way than a single process does."""
-        return not self.is_plain and self.train.get("precision", "fp32") != "fp32"
+        precisions = {self.train.get("precision", "fp32"), *self.flags}
+        return not self.is_plain and bool(precisions & {"bf16", "fp16"})
 
     @property
     def loses(self) -> bool:
@@ -112,7 +122,7 @@ class Point(NamedTuple):
         return self.only[0] if self.only else BASE.name
 
 
-PARTS = "Megatron adds these up in sequence parallelism alone, which support.py refuses on the CPU"
+PARTS = "Megatron adds these up in sequence parallelism alone, for which a job file has no key"
 TENSORED = ("tp2dp2", "tp2dp2 to tp2", "tp2", "tp2pp2", "tp2dp2 bf16", "tp2dp2 zero1",
             "tp2dp2 mirrored", "tp2dp4", "tp2pp2dp2", "tp2pp2dp2 zero1")
 PIPELINED = ("pp2dp2", "pp2dp2 to pp2", "pp2dp2, 2 chunks", "pp2", "tp2pp2", "pp2dp2 bf16",
@@ -225,6 +235,31 @@ VARIANTS = (
     Variant("tp2pp2dp2 zero1", BOTH_ZERO1, Axes(tp=2, pp=2, dp=2), {7: Axes(tp=2, dp=3)}))
 
 
+# --- custom loops ---
+AROUND = ("inside backward", "before the reduction")
+STEPPED = ("inside the optimizer step", "join: newcomer takes state")
+LOOPS = (
+    Variant("loop: clipping", {}, flags=("clipping",), points=(*AROUND, "clip", *STEPPED)),
+    Variant("loop: per micro-batch", {}, flags=("per micro-batch",), points=(*AROUND, *STEPPED)),
+    Variant("loop: dropout", {}, flags=("dropout",), points=(*AROUND, *STEPPED)),
+    Variant("loop: fp16", {}, flags=("fp16",), points=(*AROUND, "scaler update", *STEPPED)),
+    Variant("loop: selective recomputation", TENSOR, Axes(tp=2, dp=2), {2: Axes(tp=2)},
+            ("recompute selectively",), (*AROUND, *STEPPED)),
+    Variant("loop: sequence parallel", TENSOR, Axes(tp=2, dp=2), {2: Axes(tp=2)},
+            ("sequence parallel",), (*AROUND, "entering the gate", *STEPPED)),
+    Variant("loop: tied embeddings", PIPELINE, Axes(pp=2, dp=2), {2: Axes(pp=2)},
+            ("tied embeddings",), (*AROUND, "embedding gradients", *STEPPED)),
+    Variant("loop: interleaved", {"parallel": CHUNKS["parallel"]}, Axes(pp=2, dp=2, chunks=2),
+            {2: Axes(pp=2, chunks=2)}, (), (*AROUND, "between stages", *STEPPED)),
+    Variant("loop: both overlaps", ZERO1, flags=("bf16", "overlapped gather"),
+            points=(*AROUND, "join: newcomer takes state")),
+    Variant("loop: usual flags", BOTH_ZERO1, Axes(tp=2, pp=2, dp=2), {7: Axes(tp=2, pp=2)},
+            ("bf16", "overlapped gather", "sequence parallel", "recompute"),
+            (*AROUND, "join: newcomer takes state")))
+"""Custom loops. Per-token loss is that of all but one. Both overlaps need the sharded optimizer."""
+LOOP_FAULTS = FAULTS[:2]
+
+
 ONCE = {
     "tp2dp2": "inside backward",
     "tp2dp2 to tp2": "through the gate on some ranks",
@@ -266,9 +301,11 @@ class Cell(NamedTuple):
         return f"{self.point.name} / {self.fault} / {self.variant.name}"
 
     def train(self) -> dict[str, Any]:
-        """The `train` of its spec."""
-        model = TRAIN["model"] | self.variant.train.get("model", {})
+        """The `train` of its spec, or what its `loop` has beside the numbers."""
         often = OFTEN if self.variant.loses else {}
+        if self.variant.is_loop:
+            return self.variant.train | self.point.train | often
+        model = TRAIN["model"] | self.variant.train.get("model", {})
         return TRAIN | self.variant.train | self.point.train | often | {"model": model}
 
 
@@ -279,6 +316,21 @@ def cells() -> Iterator[Cell]:
             home = variant.name == point.home
             for fault in FAULTS if home else FAULTS[:1]:
                 yield Cell(point, fault, variant, _absent(point, variant))
+
+
+def loop_cells() -> Iterator[Cell]:
+    """The cells of custom loops."""
+    there = {point.name: point for point in POINTS}
+    for variant in LOOPS:
+        for name in variant.points:
+            for fault in LOOP_FAULTS:
+                yield Cell(there[name], fault, variant, "")
+
+
+def loops_once() -> Iterator[Cell]:
+    """A cell of each custom loop."""
+    for variant in LOOPS:
+        yield next(cell for cell in loop_cells() if cell.variant is variant)
 
 
 def once() -> Iterator[Cell]:

@@ -36,15 +36,11 @@ def complaints(play: Play, twin: Twin) -> Iterator[str]:
 
 def final(play: Play) -> Path:
     """The path of the final checkpoint."""
-    train = play.driver.spec.train
-    assert train is not None
-    return Path(train.output) / play.driver.told(CheckpointSaved)[-1].path
+    return Path(play.driver.work.output) / play.driver.told(CheckpointSaved)[-1].path
 
 
 def _num(play: Play) -> int:
-    train = play.driver.spec.train
-    assert train is not None
-    return train.num_micro_batches
+    return play.driver.work.num_micro_batches
 
 
 def _agreement(play: Play) -> Iterator[str]:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.recovery.rows import describe, stamp
-from matrix.cells import FAULTS, Cell, cells
+from matrix.cells import FAULTS, Cell, cells, loop_cells
 from matrix.table import table
 from matrix.trial import Trials, Verdict
 from nursery import Nursery
@@ -75,7 +75,7 @@ def _asked() -> list[Cell]:
     for name in ("points", "faults", "variants"):
         parser.add_argument(f"--{name}", default="", help="beginnings, with commas between")
     args = parser.parse_args()
-    every = list(cells())
+    every = [*cells(), *loop_cells()]
     there = {"points": [cell.point.name for cell in every], "faults": list(FAULTS),
              "variants": [cell.variant.name for cell in every]}
     chosen = {key: _chosen(parser, key, getattr(args, key), names) for key, names in there.items()}

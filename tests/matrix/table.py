@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from matrix.cells import FAULTS, POINTS, VARIANTS, Cell, cells
+from matrix.cells import FAULTS, LOOP_FAULTS, LOOPS, POINTS, VARIANTS, Cell, cells, loop_cells
 from matrix.trial import Verdict
 from unicron.events.spec.parallelism import num_positions
 
@@ -15,11 +15,12 @@ MARKS = {"equal": "=", "not equal": "**not equal**"}
 
 def table(verdicts: Sequence[Verdict]) -> list[str]:
     """Two tables by point: all faults on its home variant (`Point.home`), and SIGKILL on all
-    variants. Then the reasons."""
+    variants. One of custom loops. Then the reasons."""
     marks: dict[str, str] = {}
     words = {(one.cell.point.name, one.cell.fault, one.cell.variant.name): _word(one, marks)
              for one in verdicts}
-    points = [point for point in POINTS if any(place[0] == point.name for place in words)]
+    trains = {place[0] for place in words if place[2] in {variant.name for variant in VARIANTS}}
+    points = [point for point in POINTS if point.name in trains]
     faults = [["", *FAULTS]]
     variants = [[f"{FAULTS[0]} of", *(variant.name for variant in VARIANTS)]]
     for point in points:
@@ -28,8 +29,15 @@ def table(verdicts: Sequence[Verdict]) -> list[str]:
                                      for fault in FAULTS)])
         variants.append([point.name, *(words.get((point.name, FAULTS[0], variant.name), BLANK)
                                        for variant in VARIANTS)])
+    loops = [["", "", *LOOP_FAULTS]]
+    for variant in LOOPS:
+        for name in variant.points:
+            found = [words.get((name, fault, variant.name), BLANK) for fault in LOOP_FAULTS]
+            if found != [BLANK] * len(LOOP_FAULTS):
+                loops.append([variant.name, name, *found])
     reasons = [f"{mark}  {why}" for why, mark in marks.items()]
-    return [*_columns(faults), "", *_columns(variants), "", *reasons]
+    tables = [rows for rows in (faults, variants, loops) if len(rows) > 1]
+    return [*(line for rows in tables for line in (*_columns(rows), "")), *reasons]
 
 
 def _word(verdict: Verdict, marks: dict[str, str]) -> str:
@@ -71,6 +79,16 @@ def markdown(outcomes: Mapping[str, str]) -> str:
         parts += [f"{FAULTS[0]} of one rank, {title}:",
                   drawn(["point", *names], [(FAULTS[0], name) for name in names])]
     return "\n\n".join(parts)
+
+
+def markdown_of_loops(outcomes: Mapping[str, str]) -> str:
+    """The custom loops by the outcome of each cell: a row for each loop and point."""
+    there = {(cell.variant.name, cell.point.name, cell.fault): cell for cell in loop_cells()}
+    rows = [["loop", "point", *LOOP_FAULTS], ["---"] * (2 + len(LOOP_FAULTS))]
+    rows += [[variant.name.removeprefix("loop: "), name,
+              *(_mark(there[variant.name, name, fault], outcomes) for fault in LOOP_FAULTS)]
+             for variant in LOOPS for name in variant.points]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def _mark(cell: Cell | None, outcomes: Mapping[str, str]) -> str:

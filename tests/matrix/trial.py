@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from checkpoint_stores import LocalKeeper
-from matrix.cells import Cell, Variant
+from loop_driver import OTHER_RESULT, drive_loop, flagged_example
+from matrix.cells import ITERATIONS, MICRO_BATCHES, Cell, Variant
 from matrix.judge import complaints, final
 from matrix.scenes import Play
 from nursery import Nursery
 from rank_driver import Driver, small_spec
 from rank_twin import Twin
 from unicron.events.records.reports import CheckpointSaved
+from unicron.events.spec.job import JobSpec
 from unicron.events.spec.parallelism import num_positions
 
 NUM_ORDERS = 9
@@ -50,7 +52,7 @@ class Trials:
         folder = self.folder / "".join(c if c.isalnum() else "-" for c in cell.name)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        driver = Driver(small_spec(folder / "out", **cell.train()), folder, self.nursery)
+        driver = self._driver(cell.variant, cell.train(), folder)
         if "copy_every" in cell.train():
             driver.keepers = [LocalKeeper("n1"), LocalKeeper("n2")]
         twin = self.twin(cell)
@@ -76,23 +78,44 @@ class Trials:
         what, rounds = cell.train(), cell.variant.rounds
         for apart in ("checkpoint_every", "copy_every", "parallel"):
             what.pop(apart, None)
+        if cell.variant.is_loop:
+            what["flags"] = [flag for flag in cell.variant.flags if flag in OTHER_RESULT]
         key = json.dumps([what, cell.variant.name if rounds else ""], sort_keys=True)
         if key not in self._twins:
             folder = self.folder / f"twin-{len(self._twins)}"
             shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted run
-            twin = Twin(small_spec(folder / "out", **what), folder, self.nursery,
+            twin = Twin(self._reference(cell.variant, what, folder), folder, self.nursery,
                         num_orders=NUM_ORDERS)
             if rounds:
                 self._undisturbed(cell.variant, what, twin, folder / "undisturbed")
             self._twins[key] = twin
         return self._twins[key]
 
+    def _driver(self, variant: Variant, train: dict[str, Any], folder: Path) -> Driver:
+        """A driver of the variant's task in a new folder."""
+        if not variant.is_loop:
+            return Driver(small_spec(folder / "out", **train), folder, self.nursery)
+        options = {**train, **train.get("parallel", {})}
+        for apart in ("parallel", "flags"):
+            options.pop(apart, None)
+        return drive_loop(folder, self.nursery, [], iterations=ITERATIONS,
+                          micro_batches=MICRO_BATCHES, slots_max=8,
+                          script=flagged_example(folder, variant.flags), **options)
+
+    def _reference(self, variant: Variant, what: dict[str, Any], folder: Path) -> JobSpec:
+        """The spec of the reference run. That of a loop has only the flags with which another
+        result is right."""
+        if not variant.is_loop:
+            return small_spec(folder / "out", **what)
+        folder.mkdir(parents=True)
+        plain = Variant("reference", {}, flags=tuple(what["flags"]), points=variant.points)
+        return self._driver(plain, {}, folder).spec
+
     def _undisturbed(self, variant: Variant, what: dict[str, Any], twin: Twin, folder: Path
                      ) -> None:
         """Add the gap between the layout without faults and the reference run to the noise."""
         folder.mkdir()
-        spec = small_spec(folder / "out", **what, parallel=variant.train["parallel"])
-        driver = Driver(spec, folder, self.nursery)
+        driver = self._driver(variant, what | {"parallel": variant.train["parallel"]}, folder)
         ranks = list(range(num_positions(variant.axes)))
         try:
             driver.start(*ranks)

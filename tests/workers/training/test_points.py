@@ -13,11 +13,15 @@ from typing import Any
 import msgspec
 import pytest
 from matrix import run
-from matrix.cells import Cell, cells, eight, once
+from matrix.cells import Cell, cells, eight, loops_once, once
 from matrix.judge import complaints
 from matrix.scenes import Play
 from matrix.trial import Trials
 from rank_driver import TASK, Driver, small_spec
+
+ELSEWHERE = ("loop: selective recomputation", "loop: sequence parallel", "loop: interleaved",
+             "loop: both overlaps", "loop: usual flags")
+"""Loops that test_usual_flags.py and test_own_layouts.py also strike."""
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +31,8 @@ def trials(nursery: Any, tmp_path_factory: pytest.TempPathFactory) -> Trials:
 
 @pytest.mark.parametrize("cell", [
     *(pytest.param(cell, id=cell.name) for cell in once()),
+    *(pytest.param(cell, id=cell.name, marks=[pytest.mark.thorough] * (
+        cell.variant.name in ELSEWHERE)) for cell in loops_once()),
     *(pytest.param(cell, id=cell.name, marks=pytest.mark.thorough) for cell in eight())])
 def test_a_fault_at_this_point_changes_nothing(trials: Trials, cell: Cell) -> None:
     verdict = trials.run(cell)
@@ -55,6 +61,15 @@ def test_the_judge_detects_a_manipulated_run(nursery: Any, tmp_path: Path, trial
         assert len(list(complaints(play, twin))) == 2, "one for the second pass, one for the count"
     finally:
         driver.close()
+
+
+def test_the_judge_knows_another_loop_from_the_right_one(trials: Trials) -> None:
+    """The reference run of a loop shows a loop without its flag as not equal."""
+    cell = next(cell for cell in loops_once() if cell.variant.flags == ("clipping",))
+    other = next(cell for cell in loops_once() if cell.variant.flags == ("per micro-batch",))
+    twin = trials.twin(cell)
+    assert twin.allows(twin.difference(twin.path))
+    assert not twin.allows(twin.difference(trials.twin(other).path))
 
 
 def test_no_cell_is_left_out_silently() -> None:

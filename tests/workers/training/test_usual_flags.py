@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from checkpoint_stores import LocalKeeper
-from loop_driver import changed_example, drive_loop
+from loop_driver import drive_loop, flagged_example
 from matrix.scenes import newest
 from nursery import Nursery
 from rank_driver import Driver
@@ -20,40 +20,14 @@ from unicron.workers.training.reference import compare
 
 ITERATIONS, MICRO_BATCHES, STRUCK = 6, 8, 3
 RELATIVE_MAX = 1e-5
-CONFIG = "bias_dropout_fusion=False,"
-SHARDED = "grad_reduce_in_fp32=True"
-FLOAT_16 = "from megatron.core.transformer.module import Float16Module"
-OPTIMIZER = "clip_grad=1.0,"
-LAST = 'file.write(json.dumps(line) + "\\n")'
-FLAGS = {
-    "sequence parallel": [(CONFIG, f"{CONFIG} sequence_parallel=axes.tp > 1,")],
-    "recompute": [(CONFIG, f'{CONFIG} recompute_granularity="full", recompute_method="uniform", '
-                           "recompute_num_layers=1,")],
-    "recompute selectively": [(CONFIG, f'{CONFIG} recompute_granularity="selective",')],
-    "overlapped reduction": [(SHARDED, f"{SHARDED}, overlap_grad_reduce=True, bucket_size=3000")],
-    "overlapped gather": [
-        (SHARDED, f"{SHARDED}, overlap_grad_reduce=True, overlap_param_gather=True, "
-                  "bucket_size=3000"),
-        (OPTIMIZER, f"{OPTIMIZER} overlap_param_gather=True,")],
-    "evaluation at the end": [(LAST, f"{LAST}\n    job.evaluate(lambda: validate(job))\n")],
-    "bf16": [
-        ("pipeline_dtype=torch.float32", "pipeline_dtype=torch.bfloat16, bf16=True, "
-                                         "params_dtype=torch.bfloat16"),
-        (OPTIMIZER, f"{OPTIMIZER} bf16=True,"),
-        ("sharing, module,", "sharing, Float16Module(config, module),"),
-        ("\nVOCABULARY", f"{FLOAT_16}\n\nVOCABULARY")],
-}
-"""By flag: the replacements in the example."""
 SPLIT = {"tensor": [1, 2], "pipeline": [1, 2]}
 Loops = Callable[..., Driver]
 
 
 def loop(folder: Path, nursery: Nursery, *flags: str, **options: Any) -> Driver:
     """A driver whose ranks run the example with these flags."""
-    script = changed_example(folder, [change for flag in flags for change in FLAGS[flag]])
-    words = ["--sharded"] * (options.get("optimizer") == "sharded")
-    return drive_loop(folder, nursery, words, iterations=ITERATIONS, micro_batches=MICRO_BATCHES,
-                      slots_max=8, script=script, **options)
+    return drive_loop(folder, nursery, [], iterations=ITERATIONS, micro_batches=MICRO_BATCHES,
+                      slots_max=8, script=flagged_example(folder, flags), **options)
 
 
 @pytest.fixture
