@@ -1,94 +1,138 @@
 """The reference run of a custom loop: its own functions under Megatron's schedule, in one process.
 
-As reference.py for a `train:` task. It shares with a rank only the objects that `build` makes and
-the seeds of the micro-batches; reduction, scaling, clipping and step are Megatron's own.
+As reference.py for a `train:` task. It shares with a rank only the objects that `build` makes, the
+initial weights and the seeds of the micro-batches; reduction, scaling, clipping and step are
+Megatron's own.
 """
 
 from __future__ import annotations
 
 import runpy
 import sys
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from msgspec.structs import replace
 from unicron.events.spec.job import JobSpec, Loop
 from unicron.events.spec.model import Axes
-from unicron.events.spec.parallelism import Parallel
+from unicron.events.spec.parallelism import is_plain
 from unicron.workers.training import adopt as adopt_package
 from unicron.workers.training.adopt.custom_loop import LoopWorkload
 from unicron.workers.training.checkpoint import checkpoint
-from unicron.workers.training.communicators import process_groups
+from unicron.workers.training.communicators.communicators import Communicators
 from unicron.workers.training.model import cpu_device
 from unicron.workers.training.process.history import History
+from unicron.workers.training.state_recovery import part_builder, with_shards
 
-LIMIT_S = 60.0
 Item = tuple[int, int]
 """Iteration and micro-batch."""
 
 
-def train_stock(spec: JobSpec, out: Path, order: Sequence[int]) -> None:
-    """Run the spec's script up to its `adopt`, then train what it gives. The micro-batches are
-    summed in this order; the final state goes to `out`/final. The script must give `samples` and
-    `iterations`."""
-    assert spec.loop is not None
-    assert spec.command is not None
-    adopt_package.adopt = partial(_train, spec.loop, out, order)  # type: ignore[assignment]
-    sys.argv = list(spec.command)
-    runpy.run_path(sys.argv[0], run_name="__main__")
+class _Adopted(Exception):
+    """The script has called `adopt`."""
 
 
-def _train(loop: Loop, out: Path, order: Sequence[int], *, build: Any, sample: Any, forward: Any,
-           samples: int, sequence: int, loss: str = "per_token", seed: int = 1234, **unused: Any
-           ) -> None:
-    """In place of `adopt`. The rest of the script does not run."""
-    from megatron.core.distributed import finalize_model_grads
-    from megatron.core.pipeline_parallel import get_forward_backward_func
+def given_by(command: Sequence[str]) -> dict[str, Any]:
+    """Run a script up to its `adopt`; the arguments that it gives."""
+    def adopt(**given: Any) -> None:
+        raise _Adopted(given)
 
+    real, words = adopt_package.adopt, sys.argv
+    adopt_package.adopt, sys.argv = adopt, list(command)  # type: ignore[assignment]
+    try:
+        runpy.run_path(command[0], run_name="__main__")
+    except _Adopted as one:
+        given: dict[str, Any] = one.args[0]
+        return given
+    finally:
+        adopt_package.adopt, sys.argv = real, words
+    raise AssertionError(f"{command[0]} has not adopted Unicron")
+
+
+@contextmanager
+def one_member() -> Generator[tuple[torch.device, Communicators]]:
+    """A world of one process: the device, and its communicators."""
     device = cpu_device.prepare_device()
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(),
-                            rank=0, world_size=1)
-    work = LoopWorkload(replace(loop, parallel=Parallel()), build, sample, forward,
-                        samples_num=samples, sequence=sequence, loss=loss, seed=seed)
-    groups = process_groups.build(None, LIMIT_S)
-    work.on_groups(groups)
-    trainee = work.build(device, groups, Axes(), 0)
-    config = trainee.ddps[0].config
-    config.finalize_model_grads_func = finalize_model_grads
-    config.grad_scale_func = trainee.optimizer.scale_loss
-    # If this is False, Megatron's schedule divides the loss sum of each micro-batch by its number
-    # of tokens and by the number of micro-batches.
-    config.calculate_per_token_loss = loss == "per_token"
+    communicators = Communicators("127.0.0.1", device)
+    communicators.meet(1, 0, 1, communicators.endpoint, b"")
+    communicators.up()
+    yield device, communicators
+    communicators.down([])
 
-    def step(iterator: Iterator[Item], ddp: Any) -> tuple[Any, Any]:
-        trainee.draw.at(*(item := next(iterator)))
-        found, of = forward(ddp, sample(*item))
+
+class StockLoop:
+    """What a script has given to `adopt`, under Megatron's own schedule. The initial weights are
+    those of the largest layout of the loop, as under Unicron."""
+
+    def __init__(self, loop: Loop, device: torch.device, communicators: Communicators,
+                 given: Mapping[str, Any]) -> None:
+        self._given = given
+        self._divides = given.get("loss", "per_token") == "per_micro_batch"
+        work = LoopWorkload(
+            replace(loop, parallel=replace(loop.parallel, optimizer="whole")), given["build"],
+            given["sample"], given["forward"], samples_num=given["samples"],
+            sequence=given["sequence"], loss=given.get("loss", "per_token"))
+        work.on_groups(communicators.groups)
+        self.trainee = work.build(device, communicators.groups, Axes(), 0)
+        if not is_plain(loop.parallel.largest):
+            work.begin(with_shards(self.trainee), part_builder(work, communicators, device))
+        self.history = History()
+        config = self.trainee.ddps[0].config
+        from megatron.core.distributed import finalize_model_grads
+
+        config.finalize_model_grads_func = finalize_model_grads
+        config.grad_scale_func = self.trainee.optimizer.scale_loss
+        # If this is False, Megatron's schedule divides the loss sum of each micro-batch by its
+        # number of tokens and by the number of micro-batches.
+        config.calculate_per_token_loss = not self._divides
+
+    def run(self, iteration: int, order: Sequence[int]) -> float:
+        """Train an iteration, its micro-batches summed in this order; its loss."""
+        self.trainee.clear()
+        loss = self._pass(iteration, order, forward_only=False)
+        if self.trainee.optimizer.step()[0]:
+            self.trainee.scheduler.step(len(order) * self._given["samples"])
+        self.history.add(iteration, loss, 0.0)
+        return loss
+
+    def loss(self, iteration: int, order: Sequence[int] = (0,)) -> float:
+        """The loss of an iteration that is not trained."""
+        return self._pass(iteration, order, forward_only=True)
+
+    def _pass(self, iteration: int, order: Sequence[int], *, forward_only: bool) -> float:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        sums: list[tuple[float, int]] = get_forward_backward_func()(
+            forward_step_func=self._forward, model=self.trainee.ddps,
+            data_iterator=iter([(iteration, item) for item in order]), num_microbatches=len(order),
+            seq_length=self._given["sequence"], micro_batch_size=self._given["samples"],
+            forward_only=forward_only)
+        if self._divides:
+            return sum(part / num for part, num in sums) / len(sums)
+        return sum(part for part, _ in sums) / sum(num for _, num in sums)
+
+    def _forward(self, iterator: Iterator[Item], ddp: Any) -> tuple[Any, Any]:
+        item = next(iterator)
+        self.trainee.draw.at(*item)
+        out, of = self._given["forward"](ddp, self._given["sample"](*item))
 
         def summed(losses: Any) -> tuple[Any, Any, tuple[float, int]]:
             loss_sum, num = of(losses)
-            return loss_sum, torch.tensor(num), (loss_sum.item(), num)
+            return loss_sum, torch.tensor(num, device=loss_sum.device), (loss_sum.item(), num)
 
-        return found, summed
-
-    history = History()
-    for iteration in range(loop.iterations):
-        trainee.clear()
-        sums = get_forward_backward_func()(
-            forward_step_func=step, data_iterator=iter([(iteration, item) for item in order]),
-            model=trainee.ddps, num_microbatches=len(order), seq_length=sequence,
-            micro_batch_size=samples, forward_only=False)
-        if trainee.optimizer.step()[0]:
-            trainee.scheduler.step(len(order) * samples)
-        history.add(iteration, _loss(loss, sums), 0.0)
-    checkpoint.save(str(out / "final"), trainee, loop.iterations, history)
-    sys.exit()
+        return out, summed
 
 
-def _loss(loss: str, sums: Sequence[tuple[float, int]]) -> float:
-    if loss == "per_token":
-        return sum(part for part, _ in sums) / sum(num for _, num in sums)
-    return sum(part / num for part, num in sums) / len(sums)
+def train_stock(spec: JobSpec, out: Path, order: Sequence[int]) -> None:
+    """Train the spec's script; the final state goes to `out`/final."""
+    assert spec.loop is not None
+    assert spec.command is not None
+    given = given_by(list(spec.command))
+    with one_member() as (device, communicators):
+        stock = StockLoop(spec.loop, device, communicators, given)
+        for iteration in range(spec.loop.iterations):
+            stock.run(iteration, order)
+        checkpoint.save(str(out / "final"), stock.trainee, spec.loop.iterations, stock.history)

@@ -80,6 +80,9 @@ class Trials:
             what.pop(apart, None)
         if cell.variant.is_loop:
             what["flags"] = [flag for flag in cell.variant.flags if flag in OTHER_RESULT]
+            # The initial weights of a loop depend on its largest layout.
+            what["parallel"] = {name: sizes for name, sizes in
+                                cell.train().get("parallel", {}).items() if name != "optimizer"}
         key = json.dumps([what, cell.variant.name if rounds else ""], sort_keys=True)
         if key not in self._twins:
             folder = self.folder / f"twin-{len(self._twins)}"
@@ -104,12 +107,12 @@ class Trials:
 
     def _reference(self, variant: Variant, what: dict[str, Any], folder: Path) -> JobSpec:
         """The spec of the reference run. That of a loop has only the flags with which another
-        result is right."""
+        result is right, and the layouts for their initial weights."""
         if not variant.is_loop:
             return small_spec(folder / "out", **what)
         folder.mkdir(parents=True)
         plain = Variant("reference", {}, flags=tuple(what["flags"]), points=variant.points)
-        return self._driver(plain, {}, folder).spec
+        return self._driver(plain, {"parallel": what["parallel"]}, folder).spec
 
     def _undisturbed(self, variant: Variant, what: dict[str, Any], twin: Twin, folder: Path
                      ) -> None:
