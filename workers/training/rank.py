@@ -12,7 +12,7 @@ then carry out orders while the agent lives (member.py). The process exits
 - on SIGTERM immediately: a rank needs no cleanup, and a checkpoint appears only when complete.
 
 Environment: UNICRON_HOST, the address at which other ranks reach this one (default 127.0.0.1);
-UNICRON_TRACE_DIR (process/trace.py).
+UNICRON_TRACE_DIR (process/trace.py); UNICRON_BACKEND (communicators/communicators.py).
 """
 
 from __future__ import annotations

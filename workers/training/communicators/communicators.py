@@ -50,6 +50,8 @@ CONNECT_S_MAX = 1.0
 """Timeout of one attempt to connect to a store."""
 REACH_S = 0.05
 """Pause between two attempts to connect to a store."""
+BACKEND = "UNICRON_BACKEND"
+"""Environment variable: `gloo` also on a GPU. For two ranks on one GPU, which NCCL may refuse."""
 ABORTED = (KeyError, ValueError)
 """Exceptions, besides RuntimeError, that torch raises when an aborted group is used."""
 
@@ -83,7 +85,7 @@ class Communicators:
     """
 
     def __init__(self, host: str, device: torch.device) -> None:
-        self.backend = "nccl" if device.type == "cuda" else "gloo"
+        self.backend = os.environ.get(BACKEND) or ("nccl" if device.type == "cuda" else "gloo")
         self._listener = socket.create_server((host, 0), backlog=128)
         port: int = self._listener.getsockname()[1]
         self._server = dist.TCPStore(host, port, is_master=True, wait_for_workers=False,
