@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import msgspec
-from unicron.workers.agent.processes.zygote import ONE_THREAD
+from unicron.workers.agent.processes.zygote import ONE_THREAD, WITHOUT_CUDA
 from unicron.workers.host import linux
 from unicron.workers.ipc.fork_protocol import REQUEST_BYTES_MAX, ForkReply, ForkRequest
 
@@ -71,7 +71,7 @@ class Nursery:
                 [sys.executable, "-P", "-c", ZYGOTE,
                  "--fd", str(theirs.fileno()), "--agent", str(os.getpid())],
                 pass_fds=[theirs.fileno()], stdout=output, stderr=output,
-                env={**os.environ, **ONE_THREAD}, start_new_session=True)
+                env={**os.environ, **ONE_THREAD, **WITHOUT_CUDA}, start_new_session=True)
         self.socket.settimeout(START_S)
         assert self.socket.recv(REQUEST_BYTES_MAX), log.read_text()
 
