@@ -14,7 +14,7 @@ BOUND := $(shell command -v timeout >/dev/null 2>&1 && echo timeout -k 60)
 ROOMS := events control_plane workers cli
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-thorough simulation mutants confusion fault-matrix chaos-training bench-recovery bench-throughput bench-planner bench-detection bench-memory bench-sim bench-settlement bench-paper megatron-lm figures disasters check types docs wheel clean
+.PHONY: help setup demo test test-thorough simulation mutants confusion fault-matrix chaos-training bench-recovery bench-throughput bench-planner bench-detection bench-memory bench-sim bench-settlement bench-paper megatron-lm gpu-check figures disasters check types docs wheel clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -104,6 +104,11 @@ bench-paper: setup types ## the rows of unicron simulate paper (N=5 seeds)
 DIR ?=
 megatron-lm: setup types ## Megatron-LM's own script under agents, a rank killed (DIR=its clone N=1)
 	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m bench.megatron.main $(if $(filter-out file,$(origin N)),-n $(N)) $(DIR)
+
+# No .venv: it checks the environment of the GPUs, into which `pip install -e '.[gpu]'` was done.
+CHECKS ?=
+gpu-check: types ## what only a GPU shows, with your own torch and NCCL (PYTHON=/path/to/python CHECKS=a,b)
+	@PYTHONPATH=tests:tests/drivers:.typing $(PYTHON) -P -m gpu.main $(CHECKS:%=--checks %)
 
 figures: setup types ## write what was measured into README and the guides, with commit and date
 	@PYTHONPATH=tests:tests/drivers:.typing $(BIN)/python docs/reference/figures.py
