@@ -92,7 +92,7 @@ def _said(value: str | list[str]) -> str:
 def versions() -> dict[str, Any]:
     """The versions by name, and the devices (environment.py). Exits with code 2 without torch."""
     done = subprocess.run([sys.executable, "-P", "-m", "gpu.environment"], capture_output=True,
-                          text=True, timeout=VERSIONS_S_MAX, check=False, env=_environment())
+                          text=True, timeout=VERSIONS_S_MAX, check=False, env=environment())
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["it ended"])[-1]
         sys.stderr.write(f"{sys.executable} cannot load torch: {last}\n"
@@ -102,7 +102,7 @@ def versions() -> dict[str, Any]:
     return found
 
 
-def _environment(**more: str) -> dict[str, str]:
+def environment(**more: str) -> dict[str, str]:
     """The environment of a process that imports the checks and Unicron."""
     paths = [ROOT / "tests", ROOT / "tests" / "drivers", ROOT / ".typing"]
     known = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
@@ -119,7 +119,7 @@ def run(name: str, device: str) -> Outcome:
             child = subprocess.Popen(
                 [sys.executable, "-P", "-m", "gpu.main_of_check", name, str(folder), device],
                 stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
-                env=_environment(CUDA_DEVICE_ORDER="PCI_BUS_ID", OMP_NUM_THREADS="1",
+                env=environment(CUDA_DEVICE_ORDER="PCI_BUS_ID", OMP_NUM_THREADS="1",
                                  **{MARK: str(folder)}))
         try:
             child.wait(CHECK_S_MAX)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bench.recovery.rows import Row
 from gpu import main, memory
 from gpu.main import CHECKS, MARK, NO_CUDA, ON_CPU, run
 from gpu.result import CPU
@@ -100,3 +101,20 @@ def test_two_ranks_on_one_gpu_may_use_gloo(monkeypatch: pytest.MonkeyPatch) -> N
     assert Communicators("127.0.0.1", torch.device("cuda")).backend == "nccl"
     monkeypatch.setenv(BACKEND, "gloo")
     assert Communicators("127.0.0.1", torch.device("cuda")).backend == "gloo"
+
+
+def test_the_rows_are_those_of_a_bench(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "gpu.main", "--device", CPU, "--out", str(out),
+         "--checks", "optimizer_state,nvml"], capture_output=True, text=True, check=False,
+        timeout=MAKE_S, env=main.environment(CUDA_VISIBLE_DEVICES="-1"))
+    rows = [Row(**one) for one in json.loads(out.read_text())]
+    assert {(one.case, one.metric, one.unit) for one in rows} >= {
+        ("optimizer_state", "loss_gap", "relative")}
+    stamp = json.loads(out.with_suffix(".stamp").read_text())
+    assert stamp["versions"]["torch"] == torch.__version__
+    assert stamp["outcomes"]["optimizer_state"] == "ok"
+    # No GPU is visible, or the library is not installed.
+    assert stamp["outcomes"]["nvml"].startswith(("failed", "not possible"))
+    assert done.returncode == stamp["outcomes"]["nvml"].startswith("failed")
