@@ -18,6 +18,7 @@ from typing import Any
 
 from bench.recovery.rows import Row
 from gpu.result import CUDA, NotPossible, of
+from unicron.workers.training import rank
 
 GENERATIONS_NUM = 5
 NUMBERS_NUM = 1 << 20
@@ -98,6 +99,9 @@ def _rows(case: str, found: list[dict[str, Any]]) -> list[Row]:
             of(case, "down_s", [each for one in found for each in one["down_s"]], "s")]
     if found[0]["interrupted_s"]:
         rows.append(of(case, "interrupted_s", found[0]["interrupted_s"], "s"))
+    if found[0]["freed_s"]:
+        rows.append(of(case, "freed_s", [each for one in found for each in one["freed_s"]], "s",
+                       "until NCCL has freed the memory, which no generation waits for"))
     if grown := [one["grown_bytes"] for one in found if one["grown_bytes"] is not None]:
         rows.append(of(case, "grown_bytes", grown, "bytes",
                        f"device memory that {GENERATIONS_NUM - 1} further generations have kept"))
@@ -110,6 +114,7 @@ def member(place: int, num: int, device: str, folder: Path) -> None:
     from unicron.events.spec.model import Axes
     from unicron.workers.training.communicators.communicators import Communicators
 
+    rank._prepare("127.0.0.1")
     here = torch.device(device)
     if here.type == CUDA:
         index = place % torch.cuda.device_count() if here.index is None else here.index
@@ -118,7 +123,7 @@ def member(place: int, num: int, device: str, folder: Path) -> None:
     ours = Communicators("127.0.0.1", here)
     endpoint = _endpoint(folder / "endpoint", ours.endpoint if place == 0 else "")
     found: dict[str, Any] = {"backend": ours.backend, "up_s": [], "down_s": [],
-                             "interrupted_s": [], "grown_bytes": None}
+                             "interrupted_s": [], "freed_s": [], "grown_bytes": None}
     free_bytes = 0
     for generation in range(1, GENERATIONS_NUM + 1):
         began_s = time.monotonic()
@@ -132,6 +137,9 @@ def member(place: int, num: int, device: str, folder: Path) -> None:
         assert not ours.is_up
         found["down_s"].append(ours.down_s)
         if here.type == CUDA:
+            began_s = time.monotonic()
+            ours._nccl_aborts.wait()
+            found["freed_s"].append(ours.down_s + time.monotonic() - began_s)
             torch.cuda.empty_cache()
             now_bytes = torch.cuda.mem_get_info(here)[0]
             free_bytes = free_bytes or now_bytes

@@ -59,14 +59,16 @@ def _prepare(folder: Path, device: str) -> str:
     if device != CUDA:
         return "gloo"
     here = driver.devices()
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join((here * 2)[:2])
-    if len(here) > 1:
-        return "nccl"
-    if groups.shares_one_gpu(folder / "shares"):
+    backend = "nccl"
+    if len(here) == 1 and groups.shares_one_gpu(folder / "shares"):
         os.environ.update(groups.ONE_GPU)
-        return "nccl on one GPU"
-    os.environ["UNICRON_BACKEND"] = "gloo"
-    return "gloo on one GPU"
+        backend = "nccl on one GPU"
+    elif len(here) == 1:
+        os.environ["UNICRON_BACKEND"] = "gloo"
+        backend = "gloo on one GPU"
+    # Last: torch in this process accepts no device twice.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join((here * 2)[:2])
+    return backend
 
 
 def _is_healed(cluster: RealCluster, task: int, closed: Any, before: dict[int, int]) -> None:

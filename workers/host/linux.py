@@ -83,6 +83,13 @@ def environ(pid: int) -> list[bytes]:
         return []
 
 
+def thread_names() -> list[str]:
+    """The names of this process's threads, the main thread first."""
+    folders = sorted(Path("/proc/self/task").iterdir(), key=lambda one: int(one.name))
+    return [(one / "comm").read_text(encoding="utf-8", errors="replace").strip()
+            for one in folders]
+
+
 def descendants(roots: set[int], procs: list[Proc]) -> list[Proc]:
     """The processes of `roots` and all their descendants."""
     children: dict[int, list[Proc]] = {}

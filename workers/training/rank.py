@@ -127,6 +127,9 @@ def _prepare(host: str) -> None:
     # On an NCCL error torch must neither exit nor block the process: the rank reports and waits.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+    # The rank writes its dumps itself. A thread of torch would ask the store every second whether
+    # to write one, and fill the log when the store's connection is gone.
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(FLIGHT_ENTRIES_NUM_MAX))
 

@@ -39,9 +39,9 @@ def main() -> None:
     connection.set_inheritable(False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     rank.preload()
-    num_threads = len(os.listdir("/proc/self/task"))
-    if num_threads > 1:
-        sys.exit(f"{num_threads} threads after the imports: a fork would be broken")
+    threads = linux.thread_names()
+    if len(threads) > 1:
+        sys.exit(f"the imports have started threads: {', '.join(threads[1:])}")
     gc.collect()
     gc.freeze()
     connection.send(msgspec.msgpack.encode(ForkReply()))

@@ -29,7 +29,9 @@ TRIES_NUM_MAX = 3
 """Starts of the zygote; afterwards ranks are always started by exec."""
 ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "MKL", "OPENBLAS")}
 """No loaded library may start threads or open a CUDA context."""
-WITHOUT_CUDA = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+WITHOUT_CUDA = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "CUDA_VISIBLE_DEVICES": ""}
+"""With both, torch counts GPUs without a call of CUDA or NVML, which start a thread (driver 580). A
+forked rank has its own environment, and finds its GPU."""
 
 _log = structlog.get_logger("agent")
 

@@ -13,8 +13,9 @@ Rules, each derived from a hang or a wrong result:
   to it (sockets.connect_to_listeners).
 - Sockets of a storage driver belong to no generation (`exclude_new_sockets`).
 - The result of a collective is valid only if it returned before `interrupt` began.
-- For NCCL, `interrupt` aborts the groups. torch then drops them immediately, even if another thread
-  is about to use one. `down` synchronizes the device before it releases the memory.
+- For NCCL, `interrupt` aborts the groups (nccl_abort.py). torch has none of them from then on, even
+  if another thread is about to use one. `down` synchronizes the device before it releases the
+  memory.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from ....events.spec.model import Axes
 from ....events.spec.parallelism import num_positions
 from . import process_groups, sockets, torch_worlds
 from .group_handles import Handles
+from .nccl_abort import NcclAborts
 from .process_groups import GROUP_S_MAX
 
 COLLECTIVE_S_MAX = 1800.0
@@ -100,6 +102,7 @@ class Communicators:
         """Threads that are using a storage driver."""
         self._is_watching = False
         self._handles = Handles()
+        self._nccl_aborts = NcclAborts()
         self.groups: Any = None
         self.generation = 0
         self.place = 0
@@ -146,6 +149,7 @@ class Communicators:
         If `axes` is None, all members are data-parallel. `replica`: the ranks of this replica.
         """
         assert self.store is not None, "rendezvous first"
+        self._nccl_aborts.make_room()
         self._is_building = True
         try:
             with _same_excepthook():
@@ -296,7 +300,7 @@ class Communicators:
         """End every wait of this process in this generation with an error."""
         self.woken = True
         if self.backend == "nccl" and self.is_up:
-            dist.distributed_c10d._abort_process_group()  # type: ignore[attr-defined, unused-ignore]
+            self._nccl_aborts.begin()
         excluded = (*self._excluded, *self._driver_sockets)
         if self._is_building and self.backend == "gloo":
             sockets.connect_to_listeners(excluded, self._server_port, self.num_members)

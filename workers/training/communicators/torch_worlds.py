@@ -1,4 +1,4 @@
-"""A second, temporary set of process groups beside the live one.
+"""The process groups that torch knows: all taken out at once, or a temporary set beside them.
 
 torch keeps its groups in one object of `distributed_c10d`, which its own tests replace in the same
 way.
@@ -49,3 +49,17 @@ def separate() -> Generator[None]:
         for group, name in world.pg_names.items():
             if group not in live.pg_names:
                 distributed_c10d._unregister_process_group(name)
+
+
+def take_groups() -> list[Any]:
+    """Take all groups out of torch, which then has none; as torch's `_abort_process_group` does
+    after an abort. Returns them, the newest first."""
+    world: Any = distributed_c10d._world
+    groups = sorted(world.pg_names, key=world.pg_names.__getitem__, reverse=True)
+    distributed_c10d._update_default_pg(None)
+    for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config,
+                  world.pg_to_tag, world.tags_to_pg, world.pg_coalesce_state):
+        table.clear()
+    distributed_c10d._unregister_all_process_groups()
+    world.group_count = 0
+    return groups

@@ -1,0 +1,57 @@
+"""Aborts NCCL groups without waiting until NCCL has ended its own threads.
+
+An abort ends the waits of the GPU and of this process at once. It then waits for threads of NCCL
+that look for it twice a second: measured 1.0 s for each communicator, and torch's own
+`_abort_process_group` aborts one after the other (NCCL 2.28, H200). So each group is aborted by a
+thread of its own, and the next generation does not wait for them. The memory of a communicator is
+free only after its abort.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from . import torch_worlds
+
+COMMUNICATOR_BYTES = 512 << 20
+"""GPU memory of a communicator, rounded up: 388 MiB measured with NCCL 2.28 on an H200."""
+
+
+class NcclAborts:
+    """The aborts of this process. Any thread may call `begin`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+
+    def begin(self) -> None:
+        """Take all groups out of torch, and abort each. Returns at once."""
+        with self._lock:
+            groups = torch_worlds.take_groups()
+            self._threads = [one for one in self._threads if one.is_alive()]
+            for group in groups:
+                thread = threading.Thread(target=_abort, args=(group,), name="abort", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+            groups.clear()
+
+    def make_room(self) -> None:
+        """Wait for the aborts if the GPU has no memory for as many communicators beside theirs."""
+        with self._lock:
+            num = sum(one.is_alive() for one in self._threads)
+        if num and torch.cuda.mem_get_info()[0] < num * COMMUNICATOR_BYTES:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until all aborts are complete."""
+        with self._lock:
+            threads = list(self._threads)
+        for one in threads:
+            one.join()
+
+
+def _abort(group: Any) -> None:
+    group.abort()
