@@ -41,9 +41,13 @@ class Draw:
         self.micro_batch = micro_batch
         torch.manual_seed(seed_of(self.seed, 1, iteration, micro_batch))
         if torch.cuda.is_available():
+            from megatron.core.parallel_state import get_tensor_model_parallel_rank
             from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+            # Given, since a spec's model has no groups of experts. Experts are split as the rest.
+            tp_rank = get_tensor_model_parallel_rank()
             model_parallel_cuda_manual_seed(seed_of(self.seed, 2, iteration, micro_batch) >> 32,
+                                            tp_rank=tp_rank, ep_rank=0, etp_rank=tp_rank,
                                             force_reset_rng=True)
 
     def at_layer(self, layer: Any, inputs: Any) -> None:
