@@ -36,7 +36,7 @@ def main() -> None:
     torch.cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()
     torch.cuda.set_rng_state = lambda state, device="cuda": torch.set_rng_state(state)
     with cpu_device.uncompiled():
-        import_module("unicron.workers.training.model.cpu_stand_ins").install()
+        cpu_device.install_stand_ins()
         training: Any = import_module("megatron.training.training")
         initialize: Any = import_module("megatron.training.initialize")
     training.initialize_megatron = functools.partial(training.initialize_megatron,

@@ -27,7 +27,7 @@ from ....events.spec.model import Axes
 from ....events.spec.parallelism import Parallel, is_plain, num_positions
 from ....events.spec.support import ROWS, Grade, Row
 from ..communicators.process_groups import groups_for_building, publish_globals
-from ..model import cpu_stand_ins, optimizers
+from ..model import cpu_device, optimizers
 from ..model.random_draws import EMBEDDING, Draw
 from ..model.trainee import Size, TrainingModel
 from ..model.workload import BuildPart
@@ -220,7 +220,7 @@ class LoopWorkload:
         self._on_rebuild = on_rebuild
         self._groups: Any = None
         self._build, self._sample, self._forward = build, sample, forward
-        cpu_stand_ins.install()
+        cpu_device.install_stand_ins()
 
     def on_groups(self, groups: Any) -> None:
         self.made, self._groups = None, groups

@@ -1,10 +1,11 @@
-"""Runs Megatron without a GPU: redirects its CUDA calls to the CPU, without patching Megatron.
+"""Stand-ins for the GPU on a machine without CUDA, so that Megatron runs there.
 
 With CUDA, this module changes nothing.
 """
 
 from __future__ import annotations
 
+import copy
 import os
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
@@ -137,3 +139,105 @@ def _plain(model: Any = None, **options: Any) -> Any:
 def cpu_mode() -> AbstractContextManager[object]:
     """The context for a thread that did not call `prepare_device`: torch's modes are per thread."""
     return nullcontext() if _mode is None else CudaAsCpu()
+
+
+# --- Stand-ins for what Megatron takes from the GPU's libraries ---
+#
+# Recomputation saves and restores the GPU's random generators. Sequence parallelism needs a norm of
+# Transformer Engine or Apex.
+
+
+class _Tracker:
+    """Megatron's RNG tracker. It has states only while a model is built. Later, model-parallel
+    ranks draw from the CPU's only generator, which is seeded for each micro-batch. The signatures
+    are those of Megatron's tracker."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, Tensor] = {}
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def reset(self) -> None:
+        self._states = {}
+
+    def add(self, name: str, seed: int) -> None:
+        self._states[name] = torch.Generator().manual_seed(seed).get_state()
+
+    @contextmanager
+    def fork(self, name: str = "model-parallel-rng") -> Generator[None]:
+        if name not in self._states:
+            yield
+            return
+        current = torch.get_rng_state()
+        torch.set_rng_state(self._states[name])
+        try:
+            yield
+        finally:
+            self._states[name] = torch.get_rng_state()
+            torch.set_rng_state(current)
+
+    def get_states(self) -> dict[str, Tensor]:
+        return {}
+
+    def set_states(self, states: dict[str, Tensor]) -> None:
+        pass
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+
+
+def _get_state(*device: Any, **options: Any) -> Tensor:
+    return torch.get_rng_state()
+
+
+def _set_state(state: Tensor, *device: Any, **options: Any) -> None:
+    torch.set_rng_state(state)
+
+
+_is_installed = False
+
+
+def install_stand_ins() -> None:
+    """Install the stand-ins if there is no CUDA. It may be called again."""
+    global _is_installed
+    if torch.cuda.is_available() or _is_installed:
+        return
+    _is_installed = True
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    torch.cuda.manual_seed = _seed
+    random._CUDA_RNG_STATE_TRACKER = _Tracker()
+    random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
+    random._get_cuda_rng_state = _get_state
+    random._set_cuda_rng_state = _set_state
+    random.CheckpointFunction.apply = _with_mode(random.CheckpointFunction.apply)
+    WrappedTorchNorm.__new__ = _marked(WrappedTorchNorm.__new__)
+
+
+def _with_mode(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's checkpoint. The backward calls the function without torch's modes."""
+    def checkpoint(function: Callable[..., Any], *given: Any) -> Any:
+        def run(*inputs: Any) -> Any:
+            with cpu_mode():
+                return function(*inputs)
+
+        return apply(run, *given)
+
+    return checkpoint
+
+
+def _marked(norm_of: Callable[..., Any]) -> Callable[..., Any]:
+    """A norm of torch whose parameters are marked as those of Transformer Engine and Apex are: in
+    sequence parallelism Megatron adds up their gradients over the tensor-parallel ranks."""
+    def marked_norm(cls: type, config: Any, *given: Any, **options: Any) -> Any:
+        own = copy.copy(config)
+        own.sequence_parallel = False  # Megatron refuses it: nothing would mark the parameters
+        norm = norm_of(cls, own, *given, **options)
+        for param in norm.parameters():
+            vars(param)["sequence_parallel"] = config.sequence_parallel
+        return norm
+
+    return marked_norm
