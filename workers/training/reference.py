@@ -199,7 +199,11 @@ def _loss(train: Train, sums: Sequence[tuple[float, int]]) -> float:
 
 def compare(one: Path | str, other: Path | str) -> Difference:
     """Compare two checkpoints, read with nothing but torch. `other` is the reference."""
-    mine, theirs = read(one), read(other)
+    return difference(read(one), read(other))
+
+
+def difference(mine: dict[str, Any], theirs: dict[str, Any]) -> Difference:
+    """Compare two states, as `read` returns them. `theirs` is the reference."""
     losses = list(zip(mine["numbers.losses"], theirs["numbers.losses"], strict=True))
     loss_abs = [abs(a - b) for a, b in losses]
     kind = "master." if any(name.startswith("master.") for name in theirs) else "model."
