@@ -144,7 +144,7 @@ def cpu_mode() -> AbstractContextManager[object]:
 # --- Stand-ins for what Megatron takes from the GPU's libraries ---
 #
 # Recomputation saves and restores the GPU's random generators. Sequence parallelism needs a norm of
-# Transformer Engine or Apex.
+# Transformer Engine or Apex, and a router a function of Transformer Engine.
 
 
 class _Tracker:
@@ -215,6 +215,7 @@ def install_stand_ins() -> None:
     random._set_cuda_rng_state = _set_state
     random.CheckpointFunction.apply = _with_mode(random.CheckpointFunction.apply)
     WrappedTorchNorm.__new__ = _marked(WrappedTorchNorm.__new__)
+    _stand_in_for_experts()
 
 
 def _with_mode(apply: Callable[..., Any]) -> Callable[..., Any]:
@@ -241,3 +242,17 @@ def _marked(norm_of: Callable[..., Any]) -> Callable[..., Any]:
         return norm
 
     return marked_norm
+
+
+def _stand_in_for_experts() -> None:
+    """Without Transformer Engine a router multiplies with torch. The dispatcher of tokens copies
+    their numbers to the host and turns them into lists; here they are on the host already."""
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+    def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    token_dispatcher.maybe_move_tensor_to_cpu = to_host

@@ -71,6 +71,7 @@ class Draw:
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
 LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
+EXPERT = ".local_experts."
 _METHODS = ("init_method", "output_layer_init_method", "embedding_init_method")
 BLOCK_NUM = 256
 """Rows and columns of a block. Small, since a part draws whole blocks, and large enough that the

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..model.optimizers import parts, ranges, shards
-from ..model.random_draws import LAYER, global_name
+from ..model.random_draws import EXPERT, LAYER, global_name
 from ..model.trainee import Size, TrainingModel, state_bytes_beside
 from ..model.training_state import MOMENTS
 from .resharding import Dims, Region, Shard, flat_range, intersection
@@ -163,27 +163,33 @@ def _sharded(module: Any) -> Iterator[tuple[Tensor, _Local]]:
             case _:
                 raise ValueError(f"state that is not a tensor is not supported: {sharded}")
         tensor: Any = sharded.data
-        ahead = (1,) * made[0].prepend_axis_num
+        # Megatron stacks the experts of a layer into one tensor. Here each is a tensor of its own.
+        num_stacked = 1 if EXPERT in name else 0
+        ahead = (1,) * (made[0].prepend_axis_num - num_stacked)
         # Use Megatron's key only if Megatron stacks all layers into one tensor. Otherwise its key
         # may be the name from another layer specification, so use the global name.
         key = made[0].key if ahead else global_name(module, name)
-        yield tensor, _Local((*ahead, *tensor.shape), [_map(key, part, tensor) for part in made])
+        yield tensor, _Local((*ahead, *tensor.shape),
+                             [_map(key, part, tensor, num_stacked) for part in made])
 
 
-def _map(key: str, part: mapping.ShardedTensor, tensor: Tensor) -> _Mapped:
-    """Map `part` (`tensor` or a view of it). Dims that only the whole tensor has get size 1."""
+def _map(key: str, part: mapping.ShardedTensor, tensor: Tensor, num_left_out: int) -> _Mapped:
+    """Map `part` (`tensor` or a view of it). Dims that only the whole tensor has get size 1; the
+    first `num_left_out` of them are left out."""
     view = part.data
     assert view is not None
     assert tensor.is_contiguous()
     assert view.stride() == tensor.stride()
     begin = int(view.storage_offset()) - int(tensor.storage_offset())
-    offset = [0] * part.prepend_axis_num
+    num_ahead = part.prepend_axis_num - num_left_out
+    offset = [0] * num_ahead
     for step in tensor.stride():
         index, begin = divmod(begin, step)
         offset.append(index)
-    ahead = (1,) * part.prepend_axis_num
-    return _Mapped(key, tuple(part.global_shape), Region(tuple(offset), (*ahead, *view.shape)),
-                   tuple(a - b for a, b in zip(part.global_offset, offset, strict=True)))
+    return _Mapped(key, tuple(part.global_shape[num_left_out:]),
+                   Region(tuple(offset), ((1,) * num_ahead + tuple(view.shape))),
+                   tuple(a - b for a, b in zip(part.global_offset[num_left_out:], offset,
+                                               strict=True)))
 
 
 def _add(found: State, kind: str, tensor: Tensor, begin: int, local: _Local) -> None:
