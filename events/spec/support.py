@@ -78,7 +78,18 @@ ROWS: tuple[Row, ...] = (
         _refused("its ranks hold parts of one sample, and layouts have no axis for it")),
     Row("expert parallel", NO_KEY,
         _refused("its ranks run in lockstep across replicas, and layouts have no axis for it")),
-    Row("experts", NO_KEY, _restart("the counts of a router are not in the accumulated gradient")),
+    Row("experts", NO_KEY,
+        _exact("a router's counts of tokens and auxiliary losses are local sums as the gradient; "
+               "the step changes the biases of experts. Exact with `aux_loss`, `seq_aux_loss`, "
+               "z-loss, sinkhorn, a capacity, shared experts, and biases without a loss",
+               "tests/workers/training/test_experts.py")),
+    Row("experts, other options", NO_KEY,
+        _restart("not tested: grouped GEMM, fusions, DeepEP, overlapped shared experts, and "
+                 "replayed or random routing. In several tensor-parallel sizes Megatron weights "
+                 "auxiliary losses differently, and sinkhorn and a capacity differ")),
+    Row("experts balanced over replicas", NO_KEY,
+        _refused("each forward of `global_aux_loss` would wait for all replicas, and these run "
+                 "different numbers of micro-batches")),
     Row("distributed optimizer, sharded",
         _exact("losing a shard's only holder sets the task back to its last in-memory checkpoint",
                "tests/workers/training/test_sharded.py"),

@@ -34,6 +34,8 @@ REFUSED_KEYS: dict[str, dict[str, Any]] = {
     "context parallel": {"parallel": {"context": [2]}},
     "expert parallel": {"parallel": {"expert": [2]}},
     "experts": {"model": {"num_experts": 2}},
+    "experts, other options": {"model": {"moe_grouped_gemm": True}},
+    "experts balanced over replicas": {"model": {"moe_router_load_balancing_type": "global"}},
     "overlapped reduction, other layouts": {"overlap": True, "parallel": {"tensor": [2]}},
     "overlapped parameter gather": {"overlap_param_gather": True},
     "parameter gather overlapped with the step": {"overlap_param_gather_with_step": True},

@@ -29,7 +29,18 @@ PLAIN: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_head
 CASES: dict[str, list[dict[str, Any]]] = {
     "context parallel": [{"config": {"context_parallel_size": 2}}],
     "expert parallel": [{"config": {"num_moe_experts": 4, "expert_model_parallel_size": 2}}],
-    "experts": [{"config": {"num_moe_experts": 4}}],
+    "experts, other options": [
+        {"config": {"num_moe_experts": 4, "moe_router_force_load_balancing": True}},
+        {"config": {"num_moe_experts": 4, "moe_token_dispatcher_type": "flex"}},
+        {"config": {"num_moe_experts": 4, "moe_aux_loss_coeff": 0.1},
+         "parallel": Parallel(tensor=(1, 2))},
+        {"config": {"num_moe_experts": 4, "moe_router_load_balancing_type": "sinkhorn"},
+         "parallel": Parallel(tensor=(1, 2))},
+        {"config": {"num_moe_experts": 4, "moe_input_jitter_eps": 0.1},
+         "parallel": Parallel(pipeline=(1, 2))}],
+    "experts balanced over replicas": [
+        {"config": {"num_moe_experts": 4, "moe_router_load_balancing_type": ["global_aux_loss"],
+                    "moe_aux_loss_coeff": [0.1]}}],
     "distributed optimizer, mirrored": [{"parallel": Parallel(optimizer="mirrored")}],
     "parameter gather overlapped with the step": [
         {"optimizer": {"overlap_param_gather_with_optimizer_step": True,

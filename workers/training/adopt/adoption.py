@@ -138,6 +138,13 @@ class Job:
         return self._driver.iteration.history.last[0]
 
     @property
+    def auxiliary_losses(self) -> dict[str, float]:
+        """The auxiliary losses of a mixture of experts in the last completed iteration, by
+        Megatron's name: the mean over layers and over all micro-batches, without the coefficient.
+        Megatron's own log of them is cleared in each step."""
+        return dict(self._driver.iteration.trainee.experts.losses)
+
+    @property
     def step_s(self) -> float:
         """The duration of the last completed iteration, recovery included."""
         return self._driver.iteration.history.last[1]

@@ -27,7 +27,7 @@ from ....events.spec.model import Axes
 from ....events.spec.parallelism import Parallel, is_plain, num_positions
 from ....events.spec.support import ROWS, Grade, Row
 from ..communicators.process_groups import groups_for_building, publish_globals
-from ..model import cpu_device, optimizers
+from ..model import cpu_device, experts, optimizers
 from ..model.random_draws import EMBEDDING, Draw
 from ..model.trainee import Size, TrainingModel
 from ..model.workload import BuildPart
@@ -69,6 +69,19 @@ def _above_1(config: Any, name: str) -> bool:
     return num is not None and num > 1
 
 
+def _has_other_experts(config: Any, parallel: Parallel) -> bool:
+    """Options of experts that are not tested, or whose result depends on the layout."""
+    if _any(config, "moe_grouped_gemm", "moe_enable_routing_replay", "moe_router_fusion",
+            "moe_router_force_load_balancing", "moe_permute_fusion", "moe_shared_expert_overlap"
+            ) or config.moe_token_dispatcher_type == "flex":
+        return True
+    if len(parallel.tensor) > 1 and (
+            experts.auxiliary_losses(config) or config.moe_expert_capacity_factor is not None
+            or config.moe_router_load_balancing_type == "sinkhorn"):
+        return True
+    return len(list(parallel.shapes())) > 1 and _any(config, "moe_input_jitter_eps")
+
+
 def _parts(loop: BuiltLoop) -> list[Any]:
     return [part for module in loop.modules for part in module.modules()]
 
@@ -98,7 +111,11 @@ ROW_CHECKS: Mapping[str, Callable[[BuiltLoop], bool]] = {
     "context parallel": lambda loop: (_above_1(loop.config, "context_parallel_size")
                                       or _any(loop.config, "hybrid_context_parallel")),
     "expert parallel": lambda loop: _above_1(loop.config, "expert_model_parallel_size"),
-    "experts": lambda loop: _any(loop.config, "num_moe_experts"),
+    "experts, other options": lambda loop: (
+        _any(loop.config, "num_moe_experts") and _has_other_experts(loop.config, loop.parallel)),
+    "experts balanced over replicas": lambda loop: (
+        _any(loop.config, "num_moe_experts")
+        and "global_aux_loss" in loop.config.moe_router_load_balancing_type),
     "distributed optimizer, mirrored": lambda loop: loop.parallel.optimizer == "mirrored",
     "parameter gather overlapped with the step": lambda loop: _any(
         loop.optimizer, "overlap_param_gather_with_optimizer_step"),
@@ -224,7 +241,9 @@ class LoopWorkload:
 
     def on_groups(self, groups: Any) -> None:
         self.made, self._groups = None, groups
-        if groups is not None:
+        if groups is None:
+            experts.forget_groups()
+        else:
             publish_globals(groups, self.train.parallel.chunks)
             self.made = self._on_rebuild(groups) if self._on_rebuild is not None else None
 
@@ -252,6 +271,7 @@ class LoopWorkload:
                 parallel, optimizer="sharded" if optimizers.is_sharded(optimizer) else "whole")
             disable_overlap(ddps, optimizer)
         optimizers.prepare(ddps, optimizer)
+        experts.prepare(ddps, per_token=self.train.loss == "per_token")
         modules = [_inner(ddp) for ddp in ddps]
         config = ddps[0].config
         precision = "bf16" if config.bf16 else "fp16" if config.fp16 else "fp32"

@@ -22,9 +22,10 @@ TENSOR_PARALLEL = ("tp", "tp_cp", "expt_tp", "tp_ep")
 PIPELINE_PARALLEL = ("pp",)
 EMBEDDING = ("embd",)
 REPLICA = ("mp", "tp_ep_pp")
-ALONE = ("cp", "ep", "pos_embd", "intra_dist_opt")
+ALONE = ("cp", "ep", "pos_embd", "intra_dist_opt", "tp_dp_cp")
 """Roles with one member. Megatron reduces the norm of a sharded gradient over `intra_dist_opt`.
-Here all members have reduced the norm before the step (optimizer_step.py)."""
+Here all members have reduced the norm before the step (optimizer_step.py). `tp_dp_cp` is for an
+auxiliary loss over all replicas, which is refused."""
 ROLES = (*DATA_PARALLEL, *TENSOR_PARALLEL, *PIPELINE_PARALLEL, *EMBEDDING, *REPLICA, *ALONE)
 GROUP_S_MAX = 10.0
 """Timeout for the building of groups after the rendezvous. gloo waits five times as long for a peer

@@ -6,7 +6,7 @@ All parts are stock megatron-core, except the core attention, which uses Megatro
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from ....events.spec.model import Axes
 from ....events.spec.parallelism import VOCABULARY, Coordinates, coordinates, is_fully_replicated
 from ..communicators.process_groups import groups_for_building
 from .attention import CoreAttention
+from .experts import Experts
 from .optimizers import as_previous_rank, chained, parts, prepare, without_collectives
 from .random_draws import Draw, global_name, seed_of, without_initialisation
 from .random_draws import draw as draw_weights
@@ -59,6 +60,10 @@ class TrainingModel:
     is_gathered: bool = True
     """False: only this member's shard of the parameters is up to date; the others are not yet
     gathered after the step."""
+    experts: Experts = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.experts = Experts(self.modules, self.device)
 
     @property
     def replica_size(self) -> int:
@@ -123,17 +128,22 @@ class TrainingModel:
                 yield global_name(module, name), param
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """The buffers of this position that are state: those that a checkpoint would have."""
         for module in self.modules:
+            persistent = module.state_dict().keys()
             for name, buffer in module.named_buffers():
-                yield global_name(module, name), buffer
+                if name in persistent:
+                    yield global_name(module, name), buffer
 
     def clear(self) -> None:
-        """Zero the gradients at the start of an iteration; allocate them if they have no memory."""
+        """Zero the gradients, and what routers add up, at the start of an iteration; allocate the
+        gradients if they have no memory."""
         if not self.has_gradients:
             self.set_gradients([torch.empty_like(gradients, device=self.device)
                                 for gradients in self.gradients])
         for ddp in self.ddps:
             ddp.zero_grad_buffer()
+        self.experts.clear()
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
@@ -207,6 +217,14 @@ class TrainingModel:
     def num_tokens(self, tokens: Tensor) -> int:
         """The number of tokens of a micro-batch that carry loss."""
         return int(carries_loss(tokens).sum().item())
+
+    def scale_auxiliary_losses(self) -> None:
+        """Scale the gradients of the auxiliary losses of routers as that of the loss."""
+        if not self.experts.are_somewhere:
+            return
+        scale = self.optimizer.scale_loss(torch.ones(1, device=self.device))
+        self.experts.scale(scale if self.train.loss == "per_token" else
+                           scale / self.train.num_micro_batches)
 
     def divisor(self, num_tokens: float) -> float:
         """The divisor of the loss sum of all micro-batches, with `num_tokens` tokens in all."""

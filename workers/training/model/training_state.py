@@ -40,7 +40,7 @@ class Numbers(Struct, kw_only=True):
 
     `adam_step` is Adam's step count, equal for all parameters. `loss_scales` has an entry for each
     part of the optimizer with dynamic scaling. `precision` is the spec's: a model of another
-    precision rejects the state.
+    precision rejects the state. `auxiliary_losses` are those of routers in the last step.
     """
 
     precision: str
@@ -52,6 +52,7 @@ class Numbers(Struct, kw_only=True):
     first_loss: int
     losses: list[float]
     step_s: list[float]
+    auxiliary_losses: dict[str, float] = {}
 
 
 def names(trainee: TrainingModel, optimizer: Any) -> dict[int, str]:
@@ -107,6 +108,7 @@ def numbers(trainee: TrainingModel, step_version: int, history: History) -> Numb
                      for scaler in _dynamic(trainee)],
         adam_step=_adam_step(trainee),
         first_loss=history.first, losses=list(history.losses), step_s=list(history.step_s),
+        auxiliary_losses=dict(trainee.experts.losses),
     )
 
 
@@ -128,6 +130,7 @@ def load(trainee: TrainingModel, new: Numbers, history: History) -> int:
         scaler.load_state_dict({**msgspec.to_builtins(scale), "scale": torch.tensor([scale.scale])})
     trainee.scheduler.num_steps = new.scheduled_samples
     trainee.scheduler.step(0)
+    trainee.experts.losses = dict(new.auxiliary_losses)
     history.replace(new.first_loss, new.losses, new.step_s)
     return new.step_version
 

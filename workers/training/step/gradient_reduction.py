@@ -19,6 +19,7 @@ from torch import Tensor
 from ...diagnosis.classifier import NOTHING
 from ..communicators.communicators import ABORTED, Communicators
 from ..model import cpu_device
+from ..model.experts import RouterSums
 from ..model.trainee import TrainingModel
 from ..process.control_thread import Abandoned, Control, Interrupted
 from ..process.exit_report import verdict_of
@@ -68,6 +69,8 @@ class Reduction:
         """Whether the last wait was abandoned: the waiting thread may still hold the model."""
         self.has_lost_sum = False
         """Whether the last failed reduction has left no local gradients (`train.kept_sum`)."""
+        self.router_sums = trainee.experts.sums()
+        """Those over all members, after a reduction."""
         self._trainee = trainee
         self._note = note
         self._marks = marks
@@ -175,7 +178,10 @@ class Reduction:
             self._reduce, self._own_stats(control, communicators, mine), communicators.groups,
             dist.group.WORLD, complete, _check_of(communicators)))
         self.num_complete = sum(complete)
-        return found
+        if isinstance(found, str):
+            return found
+        stats, self.router_sums = found
+        return stats
 
     def _keep_all(self) -> None:
         for group in self._trainee.bucket_groups:
@@ -192,7 +198,7 @@ class Reduction:
         buckets.launch_rest()
         check_active, groups = _check_of(communicators), communicators.groups
 
-        def wait_all() -> Stats:
+        def wait_all() -> tuple[Stats, RouterSums]:
             self._until_computed()
             self._marks.wait_begins()
             stats = Stats(*reduction.wait_all(self._note, check_active))
@@ -201,14 +207,18 @@ class Reduction:
                 # replica what these share: tied embeddings, norms in sequence parallelism.
                 finalize_model_grads(self._trainee.ddps, None, pg_collection=groups)
             check_active()
-            return stats
+            sums = self._trainee.experts.reduced(groups)
+            check_active()
+            return stats, sums
 
         found = self.run_collectively(control, communicators, wait_all)
         self.num_complete = reduction.num_complete
         if not isinstance(found, str):
             buckets.current = None
             self._note("reduced")
-        elif self.was_abandoned:
+            stats, self.router_sums = found
+            return stats
+        if self.was_abandoned:
             buckets.reset()  # its waiting thread cleans up
         else:
             self._end(buckets, control, communicators)
@@ -270,7 +280,7 @@ class Reduction:
         return Stats(*values.tolist())
 
     def _reduce(self, own_stats: Tensor, groups: Any, world: Any, complete: list[bool],
-                check_active: Callable[[], None]) -> Stats:
+                check_active: Callable[[], None]) -> tuple[Stats, RouterSums]:
         """Exchange the stats, then run Megatron's own reduction.
 
         Megatron's division by the token count is left out: after an abandoned wait, it could still
@@ -289,11 +299,14 @@ class Reduction:
             # A member that mirrors a shard needs the gradients of two shards.
             finalize_model_grads(self._trainee.ddps, None, pg_collection=groups,
                                  force_all_reduce=self._trainee.mirror is not None)
+        check_active()
+        sums = self._trainee.experts.reduced(groups)
         if self._trainee.device.type == "cuda":
             self._marks.wait_begins()  # on CUDA, a wait blocks the stream, not the host
             torch.cuda.synchronize()
+        check_active()
         self._note("reduced")
-        return stats
+        return stats, sums
 
     def _until_computed(self) -> None:
         """Wait until the device has done this member's own work."""

@@ -101,8 +101,10 @@ class Iteration:
                 or held_by(before).part_of_model != held_by(trainee).part_of_model):
             self.set_model(trainee)
             return
+        sums = before.experts.sums()
         self._use_model(trainee)
         trainee.clear()
+        trainee.experts.take(sums)
         for (_, old), (_, new) in zip(before.named_parameters(), trainee.named_parameters(),
                                       strict=True):
             new.main_grad.copy_(old.main_grad)
@@ -185,6 +187,7 @@ class Iteration:
         if self.trained_in != generation:
             self.trained_in, self._gate = generation, None
         todo = [item for item in self.owned if item not in self.done]
+        self.trainee.scale_auxiliary_losses()
         outcome = self._expect_gather(control, communicators, will_pass=bool(todo))
         if outcome is None:
             outcome = (self._pass(control, communicators, todo) if self.trainee.replica_size == 1
@@ -419,6 +422,7 @@ class Iteration:
             step(self.trainee, stats.num_tokens, self._note, norm_square=gate.norm_square,
                  found_inf=gate.num_not_finite > 0)
             self.is_ready = False
+        self.trainee.experts.step(self.reduction.router_sums, self.trainee.train.num_micro_batches)
         self.step_version += 1
         self.history.add(self.step_version - 1,
                          stats.loss_sum / self.trainee.divisor(stats.num_tokens),

@@ -49,7 +49,8 @@ class PhaseHooks:
             middle = layers[len(layers) // 2]
             middle.register_forward_hook(self._middle)
             if trainee.axes.tp > 1:
-                middle.mlp.linear_fc2.register_forward_pre_hook(self._tensor)
+                last = getattr(middle.mlp, "linear_fc2", middle.self_attention.linear_proj)
+                last.register_forward_pre_hook(self._tensor)
             for part in parts(optimizer):
                 # AdamW starts each of its parameter groups with this.
                 _hook(part, "_init_group",

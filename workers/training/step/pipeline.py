@@ -231,6 +231,7 @@ def _forward(trainee: TrainingModel, stages: _Stages, iteration: int, sample: Sa
         return skipped, _loss_of_skipped
     item, is_last = next(items)
     trainee.draw.at(iteration, item)
+    trainee.experts.count(counts=item != PADDING)
     if item == PADDING:
         batch = trainee.padding(sample(0))
     else:
@@ -244,12 +245,14 @@ def _forward(trainee: TrainingModel, stages: _Stages, iteration: int, sample: Sa
         return loss, torch.tensor(num_tokens, dtype=torch.int), None
 
     def backward_begins(gradient: Tensor) -> None:
-        note("backward", item)
+        trainee.experts.count(counts=item != PADDING)  # it may compute activations again
+        if item != PADDING:
+            note("backward", item)
 
     out = trainee.forward(ddp, batch)
     if is_last and out.requires_grad:
         out.register_hook(sums.last_backward_begins)  # type: ignore[no-untyped-call, unused-ignore]
-    if item != PADDING and out.requires_grad:
+    if out.requires_grad:
         out.register_hook(backward_begins)  # type: ignore[no-untyped-call, unused-ignore]
     return out, loss_of_output
 
