@@ -69,9 +69,10 @@ def flagged_example(folder: Path, flags: Iterable[str]) -> Path:
     return changed_example(folder, [change for flag in flags for change in FLAGS[flag]])
 
 
-def changed_example(folder: Path, changes: Iterable[tuple[str, str]]) -> Path:
+def changed_example(folder: Path, changes: Iterable[tuple[str, str]], example: Path = EXAMPLE
+                    ) -> Path:
     """Write the example with these replacements, each of which must apply; return its path."""
-    text = EXAMPLE.read_text()
+    text = example.read_text()
     for old, new in changes:
         assert old in text
         text = text.replace(old, new)
