@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 
 from ...control_plane.api.requests import NO_ROOM
-from ...control_plane.throughput.layout_choices import choices
-from ...events.errors import UsageError
+from ...control_plane.throughput.layout_choices import Choices, choices
+from ...events.errors import UnicronError, UsageError
 from ...events.spec.job import JobSpec
 from ..cluster.client import DRY_RUN_S_MAX, Client, Unreachable, connect
 from ..cluster.state_dir import StateDir
@@ -31,6 +31,8 @@ def dry_run(state: StateDir, url: str | None, path: Path, *, as_json: bool) -> N
     spec = job_file.load(path)
     found = choices(spec)
     if found.refused:
+        if as_json:
+            _print_json(found)
         raise UsageError(f"{job_file.shown_name(path)}: {found.refused}",
                          NO_ROOM if spec.training is not None else SMALLER)
     client = _client(state, url)
@@ -39,10 +41,12 @@ def dry_run(state: StateDir, url: str | None, path: Path, *, as_json: bool) -> N
     plan = None
     try:
         plan = _plan(client, spec, url, path) if client is not None else None
-    finally:  # the layouts are printed even if this cluster refuses the job
+    except UnicronError as error:  # the layouts are printed even if this cluster refuses the job
         if as_json:
-            console.out(json.dumps({**msgspec.to_builtins(found), "plan": plan}))
+            _print_json(found, plan_refused=str(error))
+        raise
     if as_json:
+        _print_json(found, plan)
         return
     if plan is None:
         console.lines(["", *labelled("plan", "no cluster runs here: with one, the plan that would "
@@ -50,6 +54,12 @@ def dry_run(state: StateDir, url: str | None, path: Path, *, as_json: bool) -> N
         return
     typed = f"--submit {shlex.quote(str(path))}"
     console.lines(["", *plan_screen.dry_run(plan, typed, option=option_for(state))])
+
+
+def _print_json(found: Choices, plan: Plain | None = None, plan_refused: str = "") -> None:
+    """`plan_refused`: why the cluster has no plan with this job."""
+    console.out(json.dumps({**msgspec.to_builtins(found), "plan": plan,
+                            "plan_refused": plan_refused}))
 
 
 def _client(state: StateDir, url: str | None) -> Client | None:

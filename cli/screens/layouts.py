@@ -22,6 +22,7 @@ def page(spec: JobSpec, found: Choices, slots: str) -> list[str]:
         return [*lines, *fmt.labelled("layout", "none is searched: a command without model: lays "
                                                 "out its processes itself")]
     lines += fmt.labelled("memory", _memory(spec, found))
+    lines += fmt.labelled("copies", _copies(spec, found)) if _makes_copies(spec) else []
     timed = found.choices[0].iteration_s is not None
     head = ("SLOTS", "LAYOUT", *(("ITERATION", "RATE", "OF EACH") if timed else ("SPEED",)),
             "MEMORY", "KEPT SUM")
@@ -48,6 +49,19 @@ def _memory(spec: JobSpec, found: Choices) -> str:
     against = (f", of the {in_gib(found.capacity_bytes)} of a {found.gpu}" if found.gpu
                else "; not checked: the spec names no GPU")
     return f"as predicted for the fullest rank{against}; {kept}"
+
+
+def _makes_copies(spec: JobSpec) -> bool:
+    return spec.training is not None and spec.training.copy_every > 0
+
+
+def _copies(spec: JobSpec, found: Choices) -> str:
+    """The host memory that in-memory checkpoints take on a node, by the number of nodes."""
+    if not found.copies_bytes:
+        return "their host memory is unknown until the first one: write loop.model"
+    half, quarter = in_gib(found.copies_bytes / 2), in_gib(found.copies_bytes / 4)
+    return (f"in host memory, {half} a node on one or two nodes, {quarter} on four, and so on: "
+            "two versions of the state, each in two stores if there are two nodes")
 
 
 def _row(one: Choice) -> list[str]:

@@ -16,6 +16,7 @@ from ...control_plane.planner.alternative_names import (
     SPARELESS,
     percent,
 )
+from ...control_plane.throughput.memory import in_gib
 from ..terminal import format as fmt
 from ..terminal.format import Plain
 from .stragglers import degraded_lines
@@ -98,7 +99,7 @@ def dry_run(found: Plain, asked: str, *, option: str = "") -> list[str]:
     # The payback time belongs to one plan: it is not shown for several plans, or for none.
     lines += ["", *_constraints(found, with_payback=found["num_plans"] == 1), *_moves(found),
               *_layouts([one for one in found["tasks"] if one["layout"] != one["layout_before"]]),
-              *_waiting(found), *_assumes(found), *_paused(found, option)]
+              *_copies(found["tasks"]), *_waiting(found), *_assumes(found), *_paused(found, option)]
     if not found["planned"]:
         return lines
     if "--with " in f"{asked} ":
@@ -289,6 +290,22 @@ def _layouts(tasks: Sequence[Plain]) -> list[str]:
                for one in tasks if one["layout"] or one["layout_before"]][:ROWS_NUM_MAX]
     return [line for i, one in enumerate(layouts)
             for line in fmt.labelled("" if i else "layout", one)]
+
+
+def _copies(tasks: Sequence[Plain]) -> list[str]:
+    """The host memory of a submitted task's in-memory checkpoints on one node, or why none."""
+    lines: list[str] = []
+    for one in tasks:
+        if one["no_copies"]:
+            lines += fmt.labelled("copies", f"{one['name']} will keep no in-memory checkpoints: "
+                                            f"{one['no_copies']}")
+        elif one["copies_bytes"]:
+            of = (f" of the {in_gib(one['copies_max'])} for all tasks" if one["copies_max"]
+                  else "")
+            lines += fmt.labelled("copies", f"{one['name']} takes up to "
+                                            f"{in_gib(one['copies_bytes'])} of host memory{of} on "
+                                            "a node")
+    return lines
 
 
 def _places(slots: Sequence[Plain]) -> str:

@@ -21,6 +21,7 @@ from ...events.records.types import Seat
 from ...events.spec.parallelism import layout_label
 from ..decide.advance import DECIDER_VERSION, decision_record, report_record
 from ..decide.decide import decide
+from ..decide.memory_checkpoints import assign_stores, assigned_bytes, bytes_max_of
 from ..fold.fold import fold
 from ..planner import explain
 from ..planner.hot_spare import with_hot_spare
@@ -82,6 +83,13 @@ class TaskDiff(Struct, frozen=True, kw_only=True):
     layout_before: str = ""
     layout: str = ""
     """Empty for a task without a layout."""
+    copies_bytes: int = 0
+    """Of a submitted task: the most host memory that its in-memory checkpoints take on one node; 0:
+    it makes none, or the bytes of its state are not known yet."""
+    copies_max: int = 0
+    """What in-memory checkpoints of all tasks may take on that node; 0: not known."""
+    no_copies: str = ""
+    """Of a submitted task: why it makes none."""
 
 
 class DryRunResult(Struct, frozen=True, kw_only=True):
@@ -243,7 +251,7 @@ def _result(old: ClusterState, state: ClusterState, problem: PlanProblem,
         tried=old is not state, input=input_digest(old), plan=plan, planned=bool(plans),
         plan_s=old.plan_s, plan_seq=old.plan_seq,
         num_slots_before=len(planning_snapshot(old).slots),
-        tasks=tuple(_diff(old.tasks.get(task.id), task, given.get(task.id, len(task.target)),
+        tasks=tuple(_diff(state, old.tasks.get(task.id), task, given.get(task.id, len(task.target)),
                           pauses_s.get(task.id, 0.0), waits.get(task.id))
                     for task in live_tasks(state)),
         num_plans=len(plans), transition_flop=math.fsum(
@@ -283,10 +291,10 @@ def _pause_s(demand: TaskDemand, allocations: Sequence[Allocation]) -> float:
     return max(x.transition_s for x in allocations)
 
 
-def _diff(old: Task | None, task: Task, slots: int, pause_s: float,
+def _diff(state: ClusterState, old: Task | None, task: Task, slots: int, pause_s: float,
           waits: WaitExplanation | None) -> TaskDiff:
     seats = old.target if old is not None else ()
-    return TaskDiff(
+    diff = TaskDiff(
         task=task.id if old is not None else 0, name=task.spec.name,
         tier="train" if task.heals_in_memory else "command", weight=task.weight,
         slots_before=len(seats), slots=slots, waf_before=_waf(task, len(seats)),
@@ -295,6 +303,17 @@ def _diff(old: Task | None, task: Task, slots: int, pause_s: float,
         seats_before=seats, seats=task.target, iteration=task.iteration,
         waits=f"{waits.why}; needs {waits.needs}" if waits is not None and not slots else "",
         layout_before=_layout(task, len(seats)), layout=_layout(task, slots))
+    return diff if old is not None or not task.target else _with_copies(diff, state, task)
+
+
+def _with_copies(diff: TaskDiff, state: ClusterState, task: Task) -> TaskDiff:
+    """The host memory of a submitted task's in-memory checkpoints on its planned slots."""
+    nodes = [seat.slot.node for seat in task.target]
+    found = assign_stores(state, task, nodes)
+    charged = assigned_bytes(task, nodes, found.stores)
+    most = max(sorted(charged), key=lambda name: charged[name], default="")
+    return replace(diff, copies_bytes=charged.get(most, 0), no_copies=found.why,
+                   copies_max=bytes_max_of(state, state.nodes[most]) if most else 0)
 
 
 def _layout(task: Task, slots: int) -> str:

@@ -24,9 +24,7 @@ from ..state.memory_checkpoints import WholeCheckpoint, whole_checkpoints
 from ..state.node import Node
 from ..state.task import Rank, Task
 from ..throughput.memory import in_gib
-from ..throughput.state_size import share_bytes
-
-NUM_STORES_MAX = 2
+from ..throughput.state_size import NUM_STORES_MAX, share_bytes
 
 
 class StoreAssignment(NamedTuple):
@@ -90,16 +88,22 @@ def assign_stores(state: ClusterState, task: Task, nodes: Sequence[str]) -> Stor
 def node_bytes(task: Task) -> dict[str, int]:
     """By node: the memory that the task's in-memory checkpoints may take there. While it has no
     members, what its last ones take."""
-    num_members = Counter(member.node for member in task.members)
-    found = Counter[str]()
     if task.members and task.stores:
-        each_bytes = CHECKPOINTS_NUM_MAX * share_bytes(task, len(task.members))
-        for one in task.stores:
-            for name in one.stores:
-                found[name] += num_members[one.node] * each_bytes
-        return dict(found)
+        return assigned_bytes(task, [member.node for member in task.members], task.stores)
+    found = Counter[str]()
     for copy in task.copies:
         found[copy.node] += copy.copy_bytes
+    return dict(found)
+
+
+def assigned_bytes(task: Task, nodes: Sequence[str],
+                   stores: Sequence[NodeStores]) -> dict[str, int]:
+    """By node: the memory for the shares of members on `nodes` (one entry for each member)."""
+    num_members, found = Counter(nodes), Counter[str]()
+    each_bytes = CHECKPOINTS_NUM_MAX * share_bytes(task, len(nodes))
+    for one in stores:
+        for name in one.stores:
+            found[name] += num_members[one.node] * each_bytes
     return dict(found)
 
 

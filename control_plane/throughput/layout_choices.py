@@ -18,6 +18,7 @@ from .flops import iteration_flops, parameters
 from .layout_search import AMPLE_TIMES, GAIN_RATIO_MIN, losses, modelled
 from .layouts import Layout
 from .memory import Memory, capacity, in_gib, memory
+from .state_size import copies_bytes
 from .step_time import constants_of, iteration_s
 from .training_layouts import described, layout_of, layout_on, memory_on, refusal, speed
 
@@ -53,6 +54,8 @@ class Choices(Struct, frozen=True, kw_only=True):
     choices: tuple[Choice, ...] = ()
     num_others: int = 0
     """Permitted numbers of slots that have a layout and are left out."""
+    copies_bytes: int = 0
+    """Host memory of in-memory checkpoints, all nodes together; 0: none, or not known."""
     refused: str = ""
     """Why no number of slots has a layout."""
 
@@ -86,7 +89,8 @@ def _of_command(spec: JobSpec, model: MegatronModel) -> Choices:
 
 def _of_training(spec: JobSpec, train: Train | Loop) -> Choices:
     model = described(train)
-    about = Choices(num_parameters=parameters(model).total if model is not None else 0)
+    about = Choices(num_parameters=parameters(model).total if model is not None else 0,
+                    copies_bytes=copies_bytes(spec))
     if isinstance(train, Loop) and model is not None:
         about = replace(about, gpu=model.gpu, capacity_bytes=capacity(model))
     if why := refusal(train, spec.slots.counts):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ...events.spec.job import Train
+from ...events.records.types import CHECKPOINTS_NUM_MAX
+from ...events.spec.job import JobSpec, Train
 from ...events.spec.model import Axes
 from ...events.spec.parallelism import replica
 from ..state.memory_checkpoints import whole_checkpoints
@@ -13,6 +14,8 @@ from .training_layouts import layout_within, megatron_model
 WEIGHT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 OPTIMIZER_BYTES = {"fp32": 8, "bf16": 12, "fp16": 12}
 """Bytes per parameter: two fp32 moments, and the fp32 master copy of 16-bit weights."""
+NUM_STORES_MAX = 2
+"""The checkpoint stores that receive each member's share of the state."""
 
 
 def seat_bytes(task: Task, count: int) -> int:
@@ -40,11 +43,21 @@ def share_bytes(task: Task, count: int) -> int:
     whole = next(iter(whole_checkpoints(task.copies)), None)
     if whole is not None:
         return -(-whole.copy_bytes // count)
-    if task.spec.train is None:
+    return _trained_state_bytes(task.spec.train) // count if task.spec.train is not None else 0
+
+
+def copies_bytes(spec: JobSpec) -> int:
+    """Host memory that the in-memory checkpoints of a task take, all nodes together, from the spec;
+    0: it makes none, or its state is not known."""
+    if spec.training is None or not spec.training.copy_every:
         return 0
-    train = task.spec.train
-    return (WEIGHT_BYTES[train.precision] + OPTIMIZER_BYTES[train.precision]) * _num_params(
-        train) // count
+    state_bytes = 0
+    if spec.train is not None:
+        state_bytes = _trained_state_bytes(spec.train)
+    elif spec.loop is not None and spec.loop.model is not None:
+        bytes_of_each = WEIGHT_BYTES["bf16"] + OPTIMIZER_BYTES["bf16"]
+        state_bytes = bytes_of_each * parameters(spec.loop.model).total
+    return NUM_STORES_MAX * CHECKPOINTS_NUM_MAX * state_bytes
 
 
 def trained_bytes(train: Train, count: int) -> int:
@@ -54,6 +67,11 @@ def trained_bytes(train: Train, count: int) -> int:
     bytes_of_each = (WEIGHT_BYTES[train.precision]
                      + OPTIMIZER_BYTES[train.precision] * shards / axes.dp)
     return int(bytes_of_each * _num_params(train)) // len(replica(axes, 0))
+
+
+def _trained_state_bytes(train: Train) -> int:
+    """Bytes of the whole state of a `train:` job."""
+    return (WEIGHT_BYTES[train.precision] + OPTIMIZER_BYTES[train.precision]) * _num_params(train)
 
 
 def _num_params(train: Train) -> int:

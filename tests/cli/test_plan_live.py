@@ -184,7 +184,8 @@ def test_many_tasks_and_slots_fit_on_a_page() -> None:
              "seats_before": [{"slot": {"node": f"n{n}", "index": k}} for n in range(20)
                               for k in range(8)],
              "seats": [], "iteration": 9, "waits": "", "layout_before": "TP8xPP8xDP1",
-             "layout": "TP8xPP7xDP1"} for i in range(1, 101)]
+             "layout": "TP8xPP7xDP1", "copies_bytes": 0, "copies_max": 0,
+             "no_copies": ""} for i in range(1, 101)]
     plan = {"num_slots": 5600, "waf": 1e17, "objective_flop": 3e23, "alternatives": [],
             "running_s": 1e6, "bound": "max", "bound_tasks": list(range(1, 50)), "why": "so"}
     found = {"plan": plan, "tasks": rows, "input": 7, "num_slots_before": 6400, "took_s": 0.1,

@@ -17,12 +17,13 @@ from unicron.cli.cluster.client import Refused, Unreachable
 from unicron.cli.cluster.state_dir import StateDir
 from unicron.cli.commands import submit_dry_run
 from unicron.control_plane.api import dry_run, requests
+from unicron.control_plane.decide.memory_checkpoints import node_bytes
 from unicron.control_plane.state.cluster import ClusterState, encode_state
 from unicron.control_plane.throughput import table, training_layouts
 from unicron.control_plane.throughput.layout_choices import CHOICES_NUM_MAX, choices, shown
-from unicron.control_plane.throughput.memory import KEPT_BYTES
+from unicron.control_plane.throughput.memory import KEPT_BYTES, in_gib
 from unicron.control_plane.throughput.state_size import seat_bytes
-from unicron.events.errors import SpecError
+from unicron.events.errors import SpecError, UsageError
 from unicron.events.spec.job import JobSpec, Loop, parse
 from unicron.events.spec.model import Axes
 
@@ -209,7 +210,68 @@ def test_the_layouts_are_shown_where_the_cluster_refuses_the_job(
             submit_dry_run.dry_run(StateDir(tmp_path), None, tmp_path / "job.yaml",
                                    as_json=as_json)
         shown = capsys.readouterr().out
-        assert json.loads(shown)["choices"] if as_json else "DP 6" in shown
+        if not as_json:
+            assert "DP 6" in shown
+            continue
+        found = json.loads(shown)
+        assert found["choices"]
+        assert (found["plan"], found["plan_refused"]) == (None, "the job needs at least 8 slots")
+
+
+@pytest.mark.nodes(3)
+def test_a_job_without_a_layout_is_refused_in_json_too(
+        d: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "job.yaml").write_text(json.dumps(loop(tensor=[1])))
+    with pytest.raises(UsageError) as error:
+        submit_dry_run.dry_run(StateDir(tmp_path), None, tmp_path / "job.yaml", as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert found["refused"] in str(error.value)
+    assert found["refused"].startswith("no layout of loop.parallel fits")
+
+
+def test_the_memory_of_copies_is_shown_and_compared_with_the_budget(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    d = Driver(nodes=0)
+    for number in range(3):
+        d.join(f"n{number}", slots=2, copies_bytes_max=64 << 20)
+    job = {"apiVersion": "unicron/v1", "name": "alpha", "slots": {"min": 6, "max": 6}, "train": {
+        "iterations": 50, "output": "/srv/alpha", "batch": {"global": 24, "micro": 2}}}
+    (tmp_path / "job.yaml").write_text(json.dumps(job))
+    monkeypatch.setattr(submit_dry_run, "connect", lambda state, url=None: Told(d))
+
+    def shown() -> tuple[str, dict[str, Any], int]:
+        submit_dry_run.dry_run(StateDir(tmp_path), None, tmp_path / "job.yaml", as_json=False)
+        text = " ".join(capsys.readouterr().out.split())
+        submit_dry_run.dry_run(StateDir(tmp_path), None, tmp_path / "job.yaml", as_json=True)
+        found = json.loads(capsys.readouterr().out)
+        (task,) = found["plan"]["tasks"]
+        return text, task, found["copies_bytes"]
+
+    text, task, whole_bytes = shown()
+    most = in_gib(task["copies_bytes"])
+    assert f"alpha takes up to {most} of host memory of the 64.0 MiB" in text
+    assert f"copies in host memory, {in_gib(whole_bytes / 2)} a node on one or two nodes" in text
+    d.state.policy = msgspec.structs.replace(d.state.policy, copies_bytes_max=1 << 20)
+    text, too_large, _ = shown()
+    assert too_large["copies_bytes"] == 0
+    assert "alpha will keep no in-memory checkpoints: they do not fit: " in text
+    d.state.policy = msgspec.structs.replace(d.state.policy, copies_bytes_max=0)
+    started = task_of(d, d.running(parse(job)))
+    assert max(node_bytes(started).values()) == task["copies_bytes"], "what it takes once it runs"
+    assert sum(node_bytes(started).values()) == pytest.approx(whole_bytes, rel=1e-4)
+
+
+def test_copies_that_are_off_or_of_unknown_size_have_no_number() -> None:
+    spec = parse(loop())
+    assert choices(spec).copies_bytes == 4 * 14 * choices(spec).num_parameters
+    unknown = loop()
+    del unknown["loop"]["model"]
+    assert choices(parse(unknown)).copies_bytes == 0
+    off = loop()
+    off["loop"]["copy_every"] = 0
+    assert choices(parse(off)).copies_bytes == 0
 
 
 def test_a_named_cluster_that_does_not_answer_is_an_error(tmp_path: Path) -> None:
