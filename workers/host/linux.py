@@ -90,6 +90,20 @@ def thread_names() -> list[str]:
             for one in folders]
 
 
+def environ_after_execve(pid: int) -> list[bytes] | None:
+    """As `environ`; None while a live process is inside execve, which sets its arguments and its
+    environment at the same moment, near its end."""
+    entries = environ(pid)
+    if any(entries):
+        return entries
+    try:
+        if not Path(f"/proc/{pid}/cmdline").read_bytes():
+            return None
+    except OSError:
+        return []
+    return environ(pid)  # execve ended between the two reads, or the environment is empty
+
+
 def descendants(roots: set[int], procs: list[Proc]) -> list[Proc]:
     """The processes of `roots` and all their descendants."""
     children: dict[int, list[Proc]] = {}

@@ -29,6 +29,7 @@ from unicron.events.records.statuses import (
 from unicron.events.spec.job import JobSpec
 from unicron.workers.agent import order_executor
 from unicron.workers.agent.processes import exit_report, torch_files
+from unicron.workers.agent.processes import process as process_module
 from unicron.workers.agent.processes.exit_cause import (
     CAUSE_CHARS_MAX,
     Cause,
@@ -649,3 +650,55 @@ def test_a_fork_that_ends_before_it_is_adopted_is_waited_for(tmp_path: Path) -> 
 
     go(test)
     os.waitpid(between, 0)
+
+
+EXECS = """#!/bin/sh
+exec "$0"
+"""
+
+
+def test_an_orphan_inside_execve_is_ended_too(tmp_path: Path) -> None:
+    """Only its environment shows whose it is, and inside execve it has none."""
+    linux.adopt_orphans()
+    script = tmp_path / "execs"
+    script.write_text(EXECS)
+    script.chmod(0o700)
+
+    def is_orphan(pid: int) -> bool | None:
+        proc = linux.read(pid)
+        return (proc is not None and (proc.sid, proc.ppid) == (pid, os.getpid())) or None
+
+    async def test() -> None:
+        for number in range(60):
+            note, mark = tmp_path / f"pid-{number}", f"{tmp_path}-{number}"
+            process = Process.start(
+                ["/bin/sh", "-c", f"setsid {script} & echo $! > {note}"], env=os.environ,
+                marker=("UNICRON_PROCESS", mark), log_path=tmp_path / "log")
+            await asyncio.wait_for(process.wait(), 20)
+            pid = int(note.read_text())
+            await until(partial(is_orphan, pid))
+            assert await process.end_group(20.0)
+            assert not alive(pid)
+
+    go(test)
+
+
+def test_a_child_without_environment_delays_no_end(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_module, "EXECVE_S_MAX", 3600.0)
+
+    async def test() -> None:
+        other = subprocess.Popen(["/bin/sleep", "60"], env={})
+        try:
+            await until(lambda: linux.environ_after_execve(other.pid))
+            process = Process.start(["/bin/true"], env=os.environ,
+                                    marker=("UNICRON_PROCESS", str(tmp_path)),
+                                    log_path=tmp_path / "log")
+            await asyncio.wait_for(process.wait(), 20)
+            assert await process.end_group(20.0)
+            assert other.poll() is None
+        finally:
+            other.kill()
+            other.wait()
+
+    go(test)

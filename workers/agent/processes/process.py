@@ -23,6 +23,9 @@ ADOPTED_S_MAX = 5.0
 """Maximum wait until a fork is the agent's child: the intermediate process must exit first."""
 FOLLOW_S = 0.1
 """After the exit of a followed process, the command that started it has this long to exit too."""
+EXECVE_S_MAX = 2.0
+"""Maximum wait for an adopted orphan inside execve: its environment says then whose it is. execve
+takes milliseconds; a slow disk holds it for longer."""
 _POLL_S_MIN, _POLL_S_MAX = 0.002, 0.1
 
 
@@ -195,26 +198,37 @@ class Process:
             await asyncio.sleep(_POLL_S_MIN)
 
     async def _until_alone(self, s_max: float, *, kill: bool) -> bool:
-        deadline, pause_s = self._loop.time() + s_max, _POLL_S_MIN
-        while left := self._descendants():
-            if self._loop.time() > deadline:
+        now_s = self._loop.time()
+        deadline, unknown_deadline, pause_s = now_s + s_max, now_s + EXECVE_S_MAX, _POLL_S_MIN
+        while True:
+            left, has_unknown = self._descendants()
+            now_s = self._loop.time()
+            if not left and not (has_unknown and now_s < unknown_deadline):
+                return True
+            if now_s > deadline:
                 return False
             for proc in left if kill else ():
                 linux.kill(proc)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _POLL_S_MAX)
-        return True
 
-    def _descendants(self) -> list[linux.Proc]:
-        """Live processes of the session and group, and the orphans that the agent has adopted."""
+    def _descendants(self) -> tuple[list[linux.Proc], bool]:
+        """(Live processes of the session and group, and the orphans that the agent has adopted;
+        whether another child of the agent may be one: inside execve it has no environment)."""
         procs, me = linux.table(), os.getpid()
         roots: set[int] = set()
+        has_unknown = False
         for proc in procs:
             if proc.pid == self.pid:
                 continue
-            ours = self.pid in (proc.sid, proc.pgid)
-            if ours or (proc.ppid == me and self._marker in linux.environ(proc.pid)):
+            is_ours = self.pid in (proc.sid, proc.pgid)
+            if not is_ours and proc.ppid == me and proc.state not in "ZX":
+                entries = linux.environ_after_execve(proc.pid)
+                is_ours = entries is not None and self._marker in entries
+                has_unknown |= entries is None
+            if is_ours:
                 roots.add(proc.pid)
                 if proc.state == "Z" and proc.ppid == me:
                     linux.reap(proc.pid)
-        return [proc for proc in linux.descendants(roots, procs) if proc.state not in "ZX"]
+        left = [proc for proc in linux.descendants(roots, procs) if proc.state not in "ZX"]
+        return left, has_unknown
