@@ -2,8 +2,9 @@
 
 The topology spread constraint (topology_spread.py): a training task of two or more seats is on two
 nodes, and on two racks if nodes are labelled. Its state then survives the loss of one node or rack.
-The constraint holds wherever this needs no move of an unchanged healthy task. If a task is new,
-grows, shrinks or has lost a seat, the constraint may move more of its seats, as few as possible.
+The constraint holds wherever this needs no move of an unchanged healthy task, and splits no
+tensor-parallel group. If a task is new, grows, shrinks or has lost a seat, the constraint may move
+more of its seats, as few as possible.
 
 Otherwise every possible seat is kept. New seats are on few nodes and as near as possible: the same
 node, switch, rack, then anywhere. The task with more state chooses first. Among moves of equally
@@ -49,9 +50,13 @@ def place(tasks: Sequence[Task], counts: Sequence[int],
         own += _choose(room, own, wanted[task.id] - len(own), where)
     movable = [task for task in tasks if len(task.target) != wanted[task.id]
                or any(seat.slot not in usable for seat in task.target)]
-    spread([task for task in movable if task.id not in dealt], taken, room, where)
-    if dealt:  # groups may be split only here, if the constraint cannot hold otherwise
-        spread(movable, taken, room, where)
+    alone = [task for task in movable if task.id not in dealt]
+    spread(alone, taken, room, where, {})
+    if dealt:  # copies are on two nodes in any case: no tensor-parallel group is split for a spread
+        tensor_groups.exchange(alone, grouped, taken, room, where)
+        spread(movable, taken, room, where,
+               {task.id: tensor_groups.size(task, wanted[task.id]) for task in grouped
+                if tensor_groups.has_tensor_axis(task, wanted[task.id])})
     return {task.id: _seats(task, taken[task.id]) for task in tasks}
 
 

@@ -6,13 +6,15 @@ have precedence over the slots that it could keep. An unchanged command stays wh
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from ...events.records.types import Labels, Seat, Slot
 from ..state.task import Task
 from ..throughput import table
 from ..throughput.state_size import seat_bytes
-from .free_slots import FreeSlots, neighbours
+from .free_slots import FreeSlots, domain, neighbours
 from .topology_spread import Taken, num_elsewhere
 
 
@@ -24,6 +26,13 @@ def size(task: Task, count: int) -> int:
     if axes is None:
         return 1
     return axes.pp if train is not None and axes.tp == 1 else axes.tp
+
+
+def has_tensor_axis(task: Task, count: int) -> bool:
+    """Whether the groups on `count` slots are tensor-parallel ones. A pipeline's ranks may be on
+    several nodes: they exchange little."""
+    axes = table.axes(task.spec, task.modelled, count)
+    return axes is not None and axes.tp > 1
 
 
 def assign_groups(tasks: Sequence[Task], wanted: Mapping[int, int], slots: Sequence[Slot],
@@ -120,6 +129,63 @@ class _GroupAssignment:
             self._left -= num
 
 
+def exchange(alone: Sequence[Task], grouped: Sequence[Task], taken: Taken, room: FreeSlots,
+             where: Mapping[str, Labels]) -> None:
+    """Change `taken` so that the tasks `alone`, which have no groups, are on two nodes, if possible
+    on two racks. No node outside such a task's own has a free slot: the task gives slots to a whole
+    group of another task, and takes slots of it. No group is split. Exact for groups of one size:
+    an exchange of a group for several smaller ones is not tried."""
+    for task in sorted(alone, key=lambda task: task.id):
+        own = taken[task.id]
+        if num_elsewhere(task, len(own)) != 1 or len({slot.node for slot in own}) > 1:
+            continue
+        home = own[0].node
+        found = min((offer for other in grouped
+                     for offer in _offers(other, taken[other.id], home, where)
+                     if len(offer.slots) - room.on(home) < len(own)), default=None)
+        if found is None:
+            continue
+        num = max(len(found.slots) - room.on(home), 1)
+        given, free = _idle_first(task, own)[:num], room.slots(home)[:len(found.slots) - num]
+        got, freed = found.slots[:num], found.slots[num:]
+        for one, other in zip(free, freed, strict=True):
+            room.exchange(one, other)
+        moves = ((task.id, given, got), (found.task, found.slots, (*given, *free)))
+        for key, left, joined in moves:
+            taken[key] = [slot for slot in taken[key] if slot not in left] + list(joined)
+
+
+class _Offer(NamedTuple):
+    """A whole group of a task that may move to another node; the least offer is the best."""
+
+    is_same_rack: bool
+    num_processes: int
+    task: int
+    slots: tuple[Slot, ...]
+
+
+def _offers(task: Task, slots: Sequence[Slot], home: str,
+            where: Mapping[str, Labels]) -> Iterator[_Offer]:
+    """A group of each other node that may move to the node `home`. What the task has on two nodes
+    stays on two."""
+    each, at = size(task, len(slots)), {seat.slot for seat in task.target}
+    most = len(slots) - num_elsewhere(task, len(slots))
+    on: dict[str, list[Slot]] = {}
+    for slot in _idle_first(task, slots):
+        on.setdefault(slot.node, []).append(slot)
+    num_home = len(on.get(home, ()))
+    for node, there in on.items():
+        if node != home and len(there) >= each and not num_home <= most < num_home + each:
+            yield _Offer(domain(node, where) == domain(home, where),
+                         len(at.intersection(there[:each])), task.id, tuple(there[:each]))
+
+
+def _idle_first(task: Task, slots: Sequence[Slot]) -> list[Slot]:
+    """The slots, those that are not the task's present ones first."""
+    at = {seat.slot for seat in task.target}
+    return sorted(slots, key=lambda slot: (slot in at, slot))
+
+
 def ranked(slots: Sequence[Slot], *sizes: int) -> list[Slot]:
     """Slots in rank order: by node, groups of the first size, then of the next, then the rest."""
     on: dict[str, list[Slot]] = {}
@@ -133,8 +199,12 @@ def ranked(slots: Sequence[Slot], *sizes: int) -> list[Slot]:
     return whole + ranked(rest, *sizes[1:])
 
 
-def num_split(seats: Sequence[Seat], each: int) -> int:
-    """The number of whole groups of `each` ranks that are split across nodes."""
+def num_split(task: Task, seats: Sequence[Seat], each: int) -> int:
+    """The number of whole groups of `each` ranks that are split across nodes. A command's groups
+    are consecutive ranks. A training task forms its groups from the ranks of each node."""
+    if task.spec.training is not None:
+        on = Counter(seat.slot.node for seat in seats)
+        return max(len(seats) // each - sum(num // each for num in on.values()), 0)
     nodes = [seat.slot.node for seat in sorted(seats)]
     return sum(len(set(nodes[at:at + each])) > 1
                for at in range(0, len(nodes) // each * each, each))
@@ -143,13 +213,14 @@ def num_split(seats: Sequence[Seat], each: int) -> int:
 def why_split(task: Task, seats: Sequence[Seat], slots: Sequence[Slot]) -> str:
     """Explain why groups are split across nodes. Empty if no group is split."""
     each = size(task, len(seats))
-    if not (num := num_split(seats, each)):
+    if not (num := num_split(task, seats, each)):
         return ""
-    on: dict[str, int] = {}
-    for slot in slots:
-        on[slot.node] = on.get(slot.node, 0) + 1
-    most = max(on.values(), default=0)
+    on = Counter(slot.node for slot in slots)
+    most, num_groups = max(on.values(), default=0), len(seats) // each
     why = (f"no node has more than {most} slot{'s' * (most != 1)}" if most < each
-           else f"too few nodes have {each} together")
-    return (f"; {num} of {len(seats) // each} tensor-parallel groups of {each} "
+           else f"too few nodes have {each} together"
+           if sum(have // each for have in on.values()) < num_groups
+           else f"other tasks have slots of the nodes with {each}")
+    kind = "tensor-parallel groups" if has_tensor_axis(task, len(seats)) else "pipelines"
+    return (f"; {num} of {num_groups} {kind} of {each} "
             f"{'is' if num == 1 else 'are'} not on one node: {why}")

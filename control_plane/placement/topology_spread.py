@@ -44,14 +44,15 @@ def num_elsewhere(task: Task, count: int) -> int:
     return axes.tp * axes.pp if axes.dp > 1 else 0
 
 
-def spread(movable: Sequence[Task], taken: Taken, room: FreeSlots,
-           where: Mapping[str, Labels]) -> None:
-    """Change `taken`, with few moves, until the constraint holds for as many tasks as possible."""
+def spread(movable: Sequence[Task], taken: Taken, room: FreeSlots, where: Mapping[str, Labels],
+           groups: Mapping[int, int]) -> None:
+    """Change `taken`, with few moves, until the constraint holds for as many tasks as possible.
+    `groups`: by task, the size of its groups. The seats of a group that is on one node stay."""
     one_rack = [task.id for task in movable if num_elsewhere(task, len(taken[task.id])) == 1
                 and len({domain(slot.node, where) for slot in taken[task.id]}) == 1]
     if not one_rack:
         return
-    board = SeatMoves(movable, taken, room, where)
+    board = SeatMoves(movable, taken, room, where, groups)
     for key in one_rack:
         if len(board.on[key]) == 1:
             board.mend(key, own=BROKEN)
@@ -76,8 +77,8 @@ class SeatMoves:
     """The seats by node and by rack while seats are moved."""
 
     def __init__(self, movable: Sequence[Task], taken: Taken, room: FreeSlots,
-                 where: Mapping[str, Labels]) -> None:
-        self.taken, self.room, self.where = taken, room, where
+                 where: Mapping[str, Labels], groups: Mapping[int, int]) -> None:
+        self.taken, self.room, self.where, self.groups = taken, room, where, groups
         self.ruled = {task.id: num_elsewhere(task, len(taken[task.id])) == 1 for task in movable}
         self.at = {task.id: room.allocatable.intersection(_kept(task)) for task in movable}
         self.mine = {key: Counter(slot.node for slot in at) for key, at in self.at.items()}
@@ -137,6 +138,10 @@ class SeatMoves:
     def may_come(self, key: int, node: str) -> bool:
         """True if the task is still on two nodes with one more seat on this node."""
         return not self.ruled[key] or self.on[key][node] < len(self.taken[key]) - 1
+
+    def may_leave(self, key: int, node: str) -> bool:
+        """True if a seat can leave the node without splitting a group."""
+        return key not in self.groups or self.on[key][node] % self.groups[key] > 0
 
     def one_rack(self, key: int, rack: str) -> int:
         """BROKEN if one more seat on this rack brings the whole task onto the rack, else 0."""
@@ -273,7 +278,7 @@ class Search:
         """Offer other tasks' seats on this node, in exchange for the seat that comes to it."""
         board, rack = self._board, self._board.rack[node]
         for key in sorted(board.guests[node]):
-            if key == self._first:
+            if key == self._first or not board.may_leave(key, node):
                 continue
             hand = cost + board.leaves(key, node)
             for held in ("", rack):

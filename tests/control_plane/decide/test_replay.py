@@ -200,7 +200,7 @@ RENAMED = {
 """Fields of the state: the name in version 15 and the present name."""
 
 
-@pytest.mark.parametrize("version", [15, 16])
+@pytest.mark.parametrize("version", [15, 16, 17])
 def test_a_log_of_an_older_version_folds_to_an_equal_state(version: int) -> None:
     states = _renamed(json.loads((GOLDEN / f"heart-{version}-states.json").read_text()))
     state, compared = ClusterState(), 0
@@ -236,7 +236,8 @@ def _common(one: Any, other: Any) -> Any:
     return one
 
 
-@pytest.mark.parametrize(("version", "kind"), [(15, "PlanChosen"), (16, "StartRank")])
+@pytest.mark.parametrize(("version", "kind"), [(15, "PlanChosen"), (16, "StartRank"),
+                                               (17, "TaskPlaced")])
 def test_decisions_of_an_older_version_may_differ(version: int, kind: str) -> None:
     verdict = verify(archive.read(GOLDEN / f"heart-{version}.jsonl"))
     assert verdict.ok, verdict.words

@@ -11,6 +11,7 @@ from decider import Driver, task_of
 from described_jobs import MODEL, job, submitted
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from membership_jobs import job as layouts
 from placement_inputs import Case, Held, clusters, of, task_at
 from unicron.control_plane.placement import placement, tensor_groups
 from unicron.control_plane.state.task import Rank, Task
@@ -75,9 +76,9 @@ def test_no_group_is_split_without_need(case: Case) -> None:
                 room[slot.node] -= 1
         else:
             wanted += [each] * (count // each)
-            num_split += tensor_groups.num_split(seats[task.id], each)
+            num_split += tensor_groups.num_split(task, seats[task.id], each)
             assert ("not on one node" in placement.why_placed(task, seats[task.id], slots, where)
-                    ) == (tensor_groups.num_split(seats[task.id], each) > 0)
+                    ) == (tensor_groups.num_split(task, seats[task.id], each) > 0)
     assert (num_split == 0) == fits_whole(sorted(wanted, reverse=True), room)
 
 
@@ -92,7 +93,7 @@ def test_whole_groups_keep_the_most_seats(case: Case) -> None:
     rest = count % each
     count -= rest
     room, own = of(slots), of([seat.slot for seat in task.target if seat.slot in slots])
-    if each == 1 or tensor_groups.num_split(seats, each) or not count:
+    if each == 1 or tensor_groups.num_split(task, seats, each) or not count:
         return
     most = max(sum(min(num * each, own.get(node, 0)) for node, num in zip(room, nums, strict=True))
                for nums in itertools.product(*(range(have // each + 1) for have in room.values()))
@@ -121,14 +122,134 @@ def test_a_training_task_takes_slots_that_groups_leave() -> None:
     assert of([seat.slot for seat in seats[1]]) == {"n3": 2, "n4": 1}
 
 
-def test_the_spread_over_nodes_can_split_a_group() -> None:
-    """12 seats on 12 slots: the training task has two nodes only if a group is split."""
+def test_the_spread_over_nodes_splits_no_group() -> None:
+    """12 seats on 12 slots: the training task could be on two nodes only if a group were split."""
     train, command = task_at(1, []), command_at(2, [], 4)
     seats = placement.place([train, command], [4, 8], TWELVE, {})
-    assert len(of([seat.slot for seat in seats[1]])) == 2
-    assert tensor_groups.num_split(seats[2], 4) == 1
-    assert placement.why_placed(command, seats[2], TWELVE, {}).endswith(
-        "; 1 of 2 tensor-parallel groups of 4 is not on one node: too few nodes have 4 together")
+    assert len(of([seat.slot for seat in seats[1]])) == 1
+    assert tensor_groups.num_split(command, seats[2], 4) == 0
+    running = task_at(1, [seat.slot for seat in seats[1]])
+    assert placement.why_placed(running, seats[1], TWELVE, {}).endswith("; no other node has room")
+
+
+def tensor_task(number: int, slots: Sequence[Slot]) -> Task:
+    """A training task of TP 2 whose ranks have the slots in this order."""
+    task = task_at(number, slots)
+    task.spec = layouts(tensor=[2])
+    return task
+
+
+def test_a_whole_group_makes_room_for_the_spread() -> None:
+    """Two nodes of two TP groups and a plain task: each task is on both nodes."""
+    plain, command = task_at(1, []), command_at(2, [], 2)
+    seats = placement.place([plain, command], [4, 4], TWELVE[:8], {})
+    for key in (1, 2):
+        assert of([seat.slot for seat in seats[key]]) == {"n1": 2, "n2": 2}
+    assert tensor_groups.num_split(command, seats[2], 2) == 0
+
+
+def test_two_jobs_on_two_nodes_of_two_slots_split_no_group() -> None:
+    slots = [slot for slot in TWELVE[:8] if slot.index < 2]
+    plain, tensor = task_at(1, []), tensor_task(2, [])
+    seats = placement.place([plain, tensor], [2, 2], slots, {})
+    assert [len(of([seat.slot for seat in seats[key]])) for key in (1, 2)] == [1, 1]
+
+
+def test_groups_of_a_training_task_are_formed_on_each_node() -> None:
+    """Ranks 0 and 2 are on n1, 1 and 3 on n2: each pair is a group."""
+    task = tensor_task(1, [TWELVE[0], TWELVE[4], TWELVE[1], TWELVE[5]])
+    assert tensor_groups.why_split(task, task.target, TWELVE) == ""
+    moved = tensor_task(1, [TWELVE[0], TWELVE[4]])
+    assert tensor_groups.why_split(moved, moved.target, TWELVE) == (
+        "; 1 of 1 tensor-parallel groups of 2 is not on one node: other tasks have slots of the "
+        "nodes with 2")
+    pipeline = task_at(1, [TWELVE[0], TWELVE[4]])
+    pipeline.spec = layouts(pipeline=[2])
+    assert tensor_groups.why_split(pipeline, pipeline.target, [TWELVE[0], TWELVE[4]]) == (
+        "; 1 of 1 pipelines of 2 is not on one node: no node has more than 1 slot")
+
+
+def mixed(draw: st.DrawFn, number: int, slots: Sequence[Slot]) -> Task:
+    """A plain training task, or one of two or four ranks in a group, or a command with groups."""
+    kind = draw(st.sampled_from(["plain", "tensor", "command"]))
+    if kind == "command":
+        return command_at(number, slots, draw(st.sampled_from([2, 4])))
+    return task_at(number, slots) if kind == "plain" else tensor_task(number, slots)
+
+
+@given(clusters(mixed, each_max=4, tasks_max=4, count_max=8))
+@settings(max_examples=1000, deadline=None, derandomize=True)
+def test_the_spread_of_other_tasks_splits_no_group(case: Case) -> None:
+    """Where all groups that change fit whole beside the seats that stay, they are whole."""
+    tasks, counts, slots, where = case
+    seats = placement.place(tasks, counts, slots, where)
+    used = [seat.slot for key in seats for seat in seats[key]]
+    assert len(used) == len(set(used)) == sum(counts)
+    room, wanted, num_split = of(slots), list[int](), 0
+    for task, count in zip(tasks, counts, strict=True):
+        each = tensor_groups.size(task, count)
+        stays = count == len(task.target) and all(seat.slot in slots for seat in task.target)
+        if stays or each == 1:
+            claimed = {seat.slot for seat in task.target}.intersection(slots)
+            for slot in sorted(claimed)[:None if stays else count]:
+                room[slot.node] -= 1
+        else:
+            wanted += [each] * (count // each)
+            num_split += tensor_groups.num_split(task, seats[task.id], each)
+    if fits_whole(sorted(wanted, reverse=True), room):
+        assert num_split == 0
+
+
+@st.composite
+def nearly_full(draw: st.DrawFn) -> Case:
+    """A plain training task, and commands of whole groups of one size; few slots are free."""
+    size = draw(st.sampled_from([2, 3, 4]))
+    nodes = [(f"n{i}", draw(st.integers(2, 5))) for i in range(draw(st.integers(2, 3)))]
+    slots = [Slot(name, index) for name, num in nodes for index in range(num)]
+    where = {name: Labels(rack=draw(st.sampled_from(["", "r1"]))) for name, _ in nodes}
+    order, left = draw(st.permutations(slots)), len(slots)
+    tasks, counts = list[Task](), list[int]()
+    while len(tasks) < 4:
+        each = size if tasks else 1
+        count = each * draw(st.integers(1, 4)) if tasks else draw(st.integers(2, 4))
+        if count > left:
+            break
+        at = sorted(order[:draw(st.integers(0, min(2, len(order))))])
+        tasks.append(command_at(len(tasks) + 1, at, each) if tasks else task_at(1, at))
+        counts.append(count)
+        order, left = order[len(at):], left - count
+    return tasks, counts, slots, where
+
+
+def leaves_two_nodes(sizes: Sequence[int], room: Held) -> bool:
+    """True if whole groups of these sizes can leave room on two nodes; tries every assignment."""
+    if not sizes:
+        return sum(num > 0 for num in room.values()) > 1
+    return any(leaves_two_nodes(sizes[1:], room | {node: room[node] - sizes[0]})
+               for node in room if room[node] >= sizes[0])
+
+
+@given(nearly_full())
+@settings(max_examples=4000, deadline=None, derandomize=True)
+def test_a_plain_task_is_on_two_nodes_wherever_whole_groups_permit(case: Case) -> None:
+    """As often as a search of all assignments that keep unchanged tasks finds one."""
+    tasks, counts, slots, where = case
+    seats = placement.place(tasks, counts, slots, where)
+    room, wanted = of(slots), list[int]()
+    for task, count in list(zip(tasks, counts, strict=True))[1:]:
+        if count == len(task.target) and all(seat.slot in slots for seat in task.target):
+            for seat in task.target:
+                room[seat.slot.node] -= 1
+            continue
+        each = tensor_groups.size(task, count)
+        wanted += [each] * (count // each)
+        if tensor_groups.num_split(task, seats[task.id], each):
+            return
+    plain, count = tasks[0], counts[0]
+    stays = count == len(plain.target) and all(seat.slot in slots for seat in plain.target)
+    if count > 1 and not stays:
+        is_spread = len(of([seat.slot for seat in seats[plain.id]])) > 1
+        assert is_spread == leaves_two_nodes(wanted, room)
 
 
 def test_a_group_larger_than_any_node_is_reported() -> None:
@@ -149,7 +270,7 @@ def test_new_groups_are_as_near_as_possible() -> None:
                          (12, ["n1", "n2", "n3", "n4"])):
         seats = placement.place([command], [count], slots, where)[1]
         assert sorted(of([seat.slot for seat in seats])) == nodes
-        assert tensor_groups.num_split(seats, 2) == 0
+        assert tensor_groups.num_split(command, seats, 2) == 0
 
 
 def test_ranks_beyond_the_last_group_come_last() -> None:
@@ -174,7 +295,7 @@ def test_the_command_receives_the_layout_of_the_plan() -> None:
     records = d.tell("operator/a", body)
     task = task_of(d, records[0].seq)
     assert len(task.target) == 16
-    assert tensor_groups.num_split(task.target, axes.tp) == 0
+    assert tensor_groups.num_split(task, task.target, axes.tp) == 0
     orders = [record.body for record in records if isinstance(record.body, o.StartRank)]
     assert len(orders) == 16
     node = NodeConfig(
