@@ -57,8 +57,9 @@ def save(place: int, train: Train, layout: Layout, folder: str, lost: Collection
     target = folder_at(folder, "token")
     if place in saving:
         taken = Snapshot(own_share(trainee, saving), None)
-        numbers = training_state.numbers(trainee, 1, History()) if place == saving[0] else None
-        share_files.write_share(target, place, 1, taken.num_bytes, taken.read(), numbers,
+        values = (share_files.plain(training_state.numbers(trainee, 1, History()))
+                  if place == saving[0] else {})
+        share_files.write_share(target, place, 1, taken.num_bytes, taken.read(), values,
                                 share_files.Hooks())
     dist.barrier()
     if place == saving[0]:

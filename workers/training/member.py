@@ -20,6 +20,7 @@ from ...events.spec.parallelism import coordinates, layout_in_words, num_positio
 from ..checkpoint_store import protocol
 from ..ipc.progress_page import OUTSIDE_CODE, ProgressWriter
 from .checkpoint import checkpoint, memory_checkpoint
+from .checkpoint.checkpoint_format import OwnFormat
 from .checkpoint.memory_checkpoint import StoreOrder
 from .checkpoint.saver import Save, Saver, can_save
 from .communicators.communicators import ABORTED, Communicators
@@ -111,13 +112,16 @@ class Member:
             start, secret, spare=self.communicators.spare, tell=control.tell_unless_behind,
             note=self.trace.note)
         self.iteration.copy_status = lambda: self.copier.status(self._current_stores())
-        self.checkpoint_saver = Saver(start, exclude_new_sockets=self.exclude_new_sockets,
-                                      tell=control.tell, note=self.trace.note)
+        self.savers = [Saver(form, exclude_new_sockets=self.exclude_new_sockets,
+                             note=self.trace.note) for form in (
+            OwnFormat(self.train.output, self.train.checkpoint_every, start.task, control.tell),
+            *work.exports)]
         self.iteration.before_change = self._detach_snapshots
         self.iteration.is_read_after = lambda at: at >= self.train.iterations or any(
-            self._is_due(at, every) for every in (self.train.copy_every,
-                                                  self.train.checkpoint_every))
-        self.iteration.is_saving = lambda: self.checkpoint_saver.is_saving(self.generation)
+            self._is_due(at, every) for every in (self.train.copy_every, *(
+                saver.every for saver in self.savers)))
+        self.iteration.is_saving = lambda: any(
+            saver.is_saving(self.generation) for saver in self.savers)
         self.digest = words.digest
         self.settled = 0
         """The step version from which the current generation trains."""
@@ -308,16 +312,17 @@ class Member:
     def _take_due_checkpoints(self, at: int, outcome: Outcome) -> Outcome:
         """Take the checkpoints that are due after iteration `at - 1`."""
         memory_due = self._is_due(at, self.train.copy_every)
-        save_due = self._is_due(at, self.train.checkpoint_every)
         if memory_due and self.iteration.may_copy and not self.is_standby:
             self._store_in_memory()
-        self.checkpoint_saver.hear(self.iteration.num_others_saving)
-        if save_due and self.iteration.num_saving and self.communicators.place == 0:
+        due = [saver for saver in self.savers if self._is_due(at, saver.every)]
+        for saver in self.savers:
+            saver.hear(self.iteration.num_others_saving)
+        if due and self.iteration.num_saving and self.communicators.place == 0:
             log.warning("checkpoint skipped: the last one is still being written", iteration=at,
                         num_members=self.iteration.num_saving)
-        elif save_due and not self.iteration.num_saving and not self.is_standby:
-            self.checkpoint_saver.begin(self.trainee, self.history,
-                                        self._checkpoint(self._all_positions()))
+        elif due and not self.iteration.num_saving and not self.is_standby:
+            for saver in due:
+                saver.begin(self.trainee, self.history, self._checkpoint(self._all_positions()))
         self._exit_if_too_many_abandoned(outcome)
         return outcome
 
@@ -369,7 +374,8 @@ class Member:
     def _detach_snapshots(self) -> None:
         """The state is about to change: end the reading of live memory."""
         self.copier.detach()
-        self.checkpoint_saver.detach()
+        for saver in self.savers:
+            saver.detach()
 
     def _store_in_memory(self) -> None:
         """Begin to send this member's share to the checkpoint stores."""
@@ -399,18 +405,20 @@ class Member:
         return Save(self.generation, self.step_version, saving, self.rendezvous)
 
     def _save(self, saving: tuple[int, ...], *, final: bool) -> None:
-        """Write this member's share of a checkpoint before returning. The first member waits for
-        the others, unless there is an order to stop."""
+        """Write this member's share of a checkpoint before returning; of Unicron's own alone if the
+        member is preempted. The first member waits for the others, unless there is an order to
+        stop."""
         stops = ("now",) if final else ("now", "boundary")
-        self.checkpoint_saver.save(
-            self.trainee, self.history, self._checkpoint(saving), final=final,
-            must_stop=lambda: self.control.pending_quiesce(self.generation) in stops)
+        for saver in self.savers if final else self.savers[:1]:
+            saver.save(self.trainee, self.history, self._checkpoint(saving), final=final,
+                       must_stop=lambda: self.control.pending_quiesce(self.generation) in stops)
 
     def _finish(self) -> None:
         # The outcome of this second barrier does not matter. Without it, a member could exit while
         # another waits for the result of the first barrier. The other would then report a fault.
         self.iteration.meet(self.control, self.communicators)
-        self.checkpoint_saver.wait()
+        for saver in self.savers:
+            saver.wait()
         self.control.tell(reports.RankFinished(
             **self._ids, generation=self.generation, step_version=self.step_version,
             forward_calls=self.iteration.forward_calls))

@@ -298,9 +298,10 @@ class StateRecovery:
         self._drop_staged()
         self.is_staged_next = False
         has_place = place < num_positions(axes)
-        trainee, _ = self._model_for(axes, place, is_worthless=True,
-                                     begins=not (order.copies or order.checkpoint))
-        restored = self._restore(order, trainee, place, has_place=has_place)
+        stored = self._newest_stored(is_needed=not order.copies)
+        trainee, _ = self._model_for(axes, place, is_worthless=True, begins=not (
+            order.copies or order.checkpoint or stored > 0))
+        restored = self._restore(order, trainee, place, stored, has_place=has_place)
         if restored is SEED:
             trainee, _ = self._model_for(axes, place, is_worthless=True, begins=True)
             self._begin(trainee, axes, place)
@@ -309,47 +310,88 @@ class StateRecovery:
             iteration.reset_to(restored.step_version)
         return restored
 
-    def _restore(self, order: Reconfigure, trainee: TrainingModel, place: int, *, has_place: bool
-                 ) -> Recovered:
-        """Read an in-memory checkpoint of the order, or its checkpoint, into `trainee`."""
-        history = self._iteration.history
-        if order.copies:
-            restored = self._restore_from_memory(order, trainee, place, has_place=has_place)
-            if restored is not None:
-                return restored
-        if not order.checkpoint:
-            return SEED
-        step_version = NO_STATE
-        failed: Exception | None = None
-        if has_place:
-            self._is_overwritten = True
-            folder = checkpoint.folder_of(self._train.output, order.checkpoint)
+    def _newest_stored(self, *, is_needed: bool) -> int:
+        """The step version of the workload's stored state, as the first member sees it; 0 if there
+        is none, or if it cannot be read and is not needed. All members call this. Raises
+        RuntimeError, UsageError."""
+        beginning = self._work.beginning
+        if beginning is None:
+            return 0
+
+        def newest() -> bytes:
             try:
-                with self._sparing():
-                    step_version = checkpoint.load(folder, trainee, history)
-            except (RuntimeError, UsageError) as error:
-                failed = error
-        # Else the members that can read it would only report that a peer has left them.
-        reasons = World().collect(str(failed or "").encode())
+                return str(beginning.newest()).encode()
+            except UsageError as error:
+                if is_needed:
+                    raise
+                log.warning("stored state not read", why=str(error))
+                return b"0"
+
+        return int(self._together(newest)[0])
+
+    def _together(self, call: Callable[[], bytes]) -> list[bytes]:
+        """The result of `call` on each member. If it fails on some, it raises RuntimeError on all
+        others: else these would only report that a peer has left them."""
+        failed: Exception | None = None
+        result = b""
+        try:
+            result = b"+" + call()
+        except (RuntimeError, UsageError) as error:
+            failed, result = error, str(error).encode()
+        results = World().collect(result)
         if failed is not None:
             raise failed
-        if any(reasons):
-            raise RuntimeError(next(reason for reason in reasons if reason).decode())
-        least, most = self._extremes(step_version, counts=has_place)
-        if least != most:
-            raise RuntimeError(f"some members read the checkpoint of step {least}, others that of "
-                               f"step {most}: they do not see the same {order.checkpoint}")
-        read_bytes = training_state.num_bytes(trainee) if has_place else 0
-        return Recovered(most, "checkpoint", "", read_bytes, NO_STATE)
+        for each in results:
+            if not each.startswith(b"+"):
+                raise RuntimeError(each.decode())
+        return [each[1:] for each in results]
 
-    def _restore_from_memory(self, order: Reconfigure, trainee: TrainingModel, place: int, *,
-                             has_place: bool) -> Recovered | None:
-        """Read the newest in-memory checkpoint that every member can read. None if there is none.
-        All members call this. Raises RuntimeError."""
+    def _restore(self, order: Reconfigure, trainee: TrainingModel, place: int, stored: int, *,
+                 has_place: bool) -> Recovered:
+        """Read the newest state into `trainee`: an in-memory checkpoint of the order, its
+        checkpoint, or the workload's stored state of step version `stored`."""
+        history = self._iteration.history
+        if order.copies:
+            restored = self._restore_from_memory(order, trainee, place, stored,
+                                                 has_place=has_place)
+            if restored is not None:
+                return restored
+            stored = self._newest_stored(is_needed=True)
+        has_checkpoint = bool(order.checkpoint) and (
+            checkpoint.step_version_of(order.checkpoint) >= stored)
+        if not has_checkpoint and not stored:
+            return SEED
+
+        def read() -> bytes:
+            if not has_place:
+                return b""
+            self._is_overwritten = True
+            beginning = self._work.beginning
+            if not has_checkpoint and beginning is not None:
+                beginning.read(trainee, stored, history)
+                return str(stored).encode()
+            folder = checkpoint.folder_of(self._train.output, order.checkpoint)
+            with self._sparing():
+                return str(checkpoint.load(folder, trainee, history)).encode()
+
+        found = {int(each) for each in self._together(read) if each}
+        if len(found) > 1:
+            raise RuntimeError(f"some members read the checkpoint of step {min(found)}, others "
+                               f"that of step {max(found)}: they do not see the same "
+                               f"{order.checkpoint}")
+        read_bytes = training_state.num_bytes(trainee) if has_place else 0
+        return Recovered(found.pop(), "checkpoint", "", read_bytes, NO_STATE)
+
+    def _restore_from_memory(self, order: Reconfigure, trainee: TrainingModel, place: int,
+                             stored: int, *, has_place: bool) -> Recovered | None:
+        """Read the newest in-memory checkpoint that every member can read, from step version
+        `stored` on. None if there is none. All members call this. Raises RuntimeError."""
         stores = Stores(self._start.task, order.copies, self._secret,
                         lambda: self._communicators.woken)
         shares = memory_restore.gather_shares(stores.shares(place, len(order.members)))
         for version in stores.versions(shares):
+            if version.step_version < stored:
+                continue
             fetched, why = Fetched(None, 0, ""), ""
             try:
                 if has_place:

@@ -258,7 +258,7 @@ def test_a_save_that_fails_halfway_leaves_nothing(output: str) -> None:
         pieces = [(Shard(f"model.{number}", "float32 100", Region((50 * place,), (50,))),
                    torch.full((50,), value)) for number in range(8)]
         share_files.write_share(folder.folder_at(url, token), place, 3, 8 * 200, pieces,
-                                None if place else numbers, hooks)
+                                {} if place else share_files.plain(numbers), hooks)
 
     def complete(token: str) -> int:
         target = folder.folder_at(url, token)

@@ -40,7 +40,9 @@ preload()  # before the first Megatron import, which without CUDA would load a c
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
+from ..checkpoint.checkpoint_format import Format  # noqa: E402
 from ..member import Member  # noqa: E402
+from ..model.workload import Beginning  # noqa: E402
 from ..step.forward_backward import evaluate  # noqa: E402
 from .custom_loop import (  # noqa: E402
     Build,
@@ -278,6 +280,7 @@ def adopt(*, build: Build, sample: Sample, forward: Forward, iterations: int = 0
           micro_batches: int = 0, samples: int = 1, sequence: int = 0, loss: Loss = "per_token",
           seed: int = 1234, flops: float = 0.0, on_rebuild: OnRebuild | None = None,
           axes: Axes | None = None, check: Sequence[Callable[[], str]] = (),
+          beginning: Beginning | None = None, exports: Sequence[Format] = (),
           falls_back: bool = True, environment: Mapping[str, str] = os.environ) -> Generator[Job]:
     """Train the model of `build`, with in-memory recovery if an agent has started this process.
 
@@ -298,7 +301,8 @@ def adopt(*, build: Build, sample: Sample, forward: Forward, iterations: int = 0
     `on_rebuild(groups)`: all members call it in each generation, to create custom groups; its
     result is `job.own` until the generation ends. `axes`: the layout of a replica, used without an
     agent only. `check`: functions that run at the start and return "" or the reason why in-memory
-    recovery does not support this loop.
+    recovery does not support this loop. `beginning`: the state of which training begins, if it is
+    newer than the task's own; `exports`: further checkpoints to write. Both need an agent.
 
     If in-memory recovery does not support the loop, a warning gives the reason. The loop then
     trains without it, and a fault restarts all processes of the task. With `falls_back=False`,
@@ -313,7 +317,8 @@ def adopt(*, build: Build, sample: Sample, forward: Forward, iterations: int = 0
                 raise UsageError(f"loop.{name} is {spec} in the job file, and {given} in the "
                                  "script", "write the same, or leave it out of the script")
         return LoopWorkload(loop, build, sample, forward, samples_num=samples, sequence=sequence,
-                            loss=loss, seed=seed, flops=flops, on_rebuild=on_rebuild)
+                            loss=loss, seed=seed, flops=flops, on_rebuild=on_rebuild,
+                            beginning=beginning, exports=exports)
 
     def validate() -> None:
         check_values({"build": build, "sample": sample, "forward": forward}, loss,

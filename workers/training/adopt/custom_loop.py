@@ -30,7 +30,7 @@ from ..communicators.process_groups import groups_for_building, publish_globals
 from ..model import cpu_device, experts, optimizers
 from ..model.random_draws import EMBEDDING, Draw
 from ..model.trainee import Size, TrainingModel
-from ..model.workload import BuildPart
+from ..model.workload import Beginning, BuildPart
 from ..recovery import state_shards
 from ..recovery.state_shards import State
 
@@ -221,7 +221,8 @@ class LoopWorkload:
 
     def __init__(self, loop: Loop, build: Build, sample: Sample, forward: Forward, *,
                  samples_num: int = 1, sequence: int = 0, loss: Any = "per_token", seed: int = 1234,
-                 flops: float = 0.0, on_rebuild: OnRebuild | None = None) -> None:
+                 flops: float = 0.0, on_rebuild: OnRebuild | None = None,
+                 beginning: Beginning | None = None, exports: Sequence[Any] = ()) -> None:
         self.train = Train(
             iterations=loop.iterations, output=loop.output, copy_every=loop.copy_every,
             checkpoint_every=loop.checkpoint_every, parallel=loop.parallel, seed=seed, loss=loss,
@@ -229,6 +230,7 @@ class LoopWorkload:
             model=Model(sequence=sequence),
             batch=Batch(global_=loop.micro_batches * samples_num, micro=samples_num))
         self.flops = flops
+        self.beginning, self.exports = beginning, exports
         self.digest = ""
         self.made: Any = None
         """The result of `on_rebuild` for the current generation."""
@@ -289,9 +291,11 @@ class LoopWorkload:
         return size
 
     def begin(self, trainee: TrainingModel, build_part: BuildPart) -> None:
-        """Set the initial weights, which depend on the layout in which the script draws them: they
-        are those of the largest layout. In another one, its parts are built one after the other.
-        """
+        """Read the initial weights if they are stored. Else they depend on the layout in which the
+        script draws them: they are those of the largest layout. In another one, its parts are built
+        one after the other."""
+        if self.beginning is not None and self.beginning.begin(trainee):
+            return
         largest = self.train.parallel.largest
         shards, places = trainee.shards, range(num_positions(largest))
         if replace(trainee.axes, dp=1) == largest:

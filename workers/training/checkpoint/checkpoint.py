@@ -64,6 +64,11 @@ def relative_path(generation: int, step_version: int) -> str:
     return f"gen-{generation}/iter-{step_version}"
 
 
+def step_version_of(path: str) -> int:
+    """The step version of a checkpoint at a relative path."""
+    return int(path.rpartition("iter-")[2])
+
+
 def folder_of(output: str, path: str) -> str:
     """The folder of a checkpoint: `path` in the output folder."""
     return f"{output.rstrip('/')}/{path}"
@@ -77,7 +82,8 @@ def save(folder: str, trainee: TrainingModel, step_version: int, history: Histor
     try:
         index = share_files.write_share(
             target, 0, step_version, snapshot.num_bytes, snapshot.read(),
-            training_state.numbers(trainee, step_version, history), share_files.Hooks())
+            share_files.plain(training_state.numbers(trainee, step_version, history)),
+            share_files.Hooks())
         return share_files.complete(target, [index])
     except WRITE_ERRORS as error:
         target.discard()

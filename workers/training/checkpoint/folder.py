@@ -31,6 +31,11 @@ class PathFolder:
         self._final = Path(path)
         self._partial = self._final.with_name(f"{self._final.name}.{token}{PARTIAL}")
 
+    @property
+    def partial_name(self) -> str:
+        """The folder that is written."""
+        return str(self._partial)
+
     def data_name(self, place: int) -> str:
         """The name of the data file of the member at this position."""
         return f"__{place}_0.distcp"
@@ -90,6 +95,10 @@ class UrlFolder:
         self.name = url
         self._token = token
         self._store = Store(url)
+
+    @property
+    def partial_name(self) -> str:
+        return self.name
 
     def data_name(self, place: int) -> str:
         return f"__{place}_{self._token}.distcp"

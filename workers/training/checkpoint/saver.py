@@ -1,9 +1,10 @@
 """Checkpoints in parts: periodic ones in the background, blocking ones when members leave.
 
 All members of a layout save at the same iteration, each its own share (share.py), in a thread that
-reads the live state (snapshot.py). The first of them waits until all indexes are written, completes
-the checkpoint and reports CheckpointSaved with the generation of the snapshot. The decider
-publishes the checkpoint only if that generation is still current. A save is skipped while any
+reads the live state (snapshot.py). The first of them waits until all indexes are written, and
+completes the checkpoint. In Unicron's own format (checkpoint_format.py) it reports CheckpointSaved
+with the generation of the snapshot, and the decider publishes the checkpoint only if that
+generation is still current. A save is skipped while any
 member still writes the previous one; the members agree on this in the stats of each iteration. If a
 member cannot write its share, it logs a warning, its index tells the first member, and the
 checkpoint before stays in force. Any other exception in the thread ends the process (rank.py).
@@ -20,20 +21,16 @@ from typing import NamedTuple
 
 import structlog
 
-from ....events.records.orders import StartRank
-from ....events.records.reports import CheckpointSaved
-from ....events.records.types import Body
 from ....events.spec.parallelism import has_every_part
 from ...host import object_storage
-from ..model import training_state
 from ..model.trainee import TrainingModel
 from ..process.history import History
 from ..process.trace import Event
 from ..step.gradient_reduction import is_cuda_error
-from . import checkpoint, folder, share_files, snapshot
+from . import folder, share_files, snapshot
 from .checkpoint import WRITE_ERRORS, NotSaved, Superseded
+from .checkpoint_format import Content, Format
 from .folder import Folder
-from .share import own_share
 from .share_files import Index
 
 INDEX_S_MAX = 10.0
@@ -55,44 +52,38 @@ class Save(NamedTuple):
     store: str
 
     @property
-    def path(self) -> str:
-        return checkpoint.relative_path(self.generation, self.step_version)
-
-    @property
     def token(self) -> str:
         """A name for this attempt, the same for all of its members."""
-        text = f"{self.store} {self.path} {self.saving}"
+        text = f"{self.store} gen-{self.generation}/iter-{self.step_version} {self.saving}"
         return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 
 class Saver:
-    """Writes the checkpoints of one member. `exclude_new_sockets`: a context in which a storage
-    driver's connections do not count as sockets of the generation. `tell` sends reports, from any
-    thread; `note` writes the trace.
+    """Writes one member's checkpoints of one format. `exclude_new_sockets`: a context in which a
+    storage driver's connections do not count as sockets of the generation. `note` writes the trace.
     """
 
-    def __init__(self, start: StartRank, *,
+    def __init__(self, form: Format, *,
                  exclude_new_sockets: Callable[[], AbstractContextManager[None]],
-                 tell: Callable[[Body], None], note: Callable[[Event, int, int], None]) -> None:
-        assert start.spec.training is not None, "a command task saves nothing"
-        self._output = start.spec.training.output
-        self._task = start.task
-        self._exclude_new_sockets, self._tell, self._note = exclude_new_sockets, tell, note
+                 note: Callable[[Event, int, int], None]) -> None:
+        self.every = form.every
+        self._format = form
+        self._exclude_new_sockets, self._note = exclude_new_sockets, note
         self._thread: threading.Thread | None = None
         self._snapshot: snapshot.Snapshot | None = None
         self._save: Save | None = None
         """The thread's current or last save."""
         self._written: Save | None = None
         """The last save of which this member has written its share."""
-        self._saved: CheckpointSaved | None = None
+        self._saved: Save | None = None
         """The last checkpoint that this member completed."""
+        self._saved_bytes = 0
         self._is_superseded = False
         """True if the thread must abandon its write."""
         self._is_waiting = self._is_given_up = False
         """Whether the thread waits for the others, and whether it must end this wait."""
         self._others_done_s = 0.0
         """When the others were known to have ended their writes; 0: they may still write."""
-        self._cleared = 0
         self._leftover: Folder | None = None
         """The files of the last save that this member did not complete as the first one."""
         self._failing = ""
@@ -124,12 +115,11 @@ class Saver:
         self._others_done_s = 0.0
         self._note("save", save.generation, save.step_version)
         try:
-            numbers = training_state.numbers(trainee, save.step_version, history)
-            taken = snapshot.Snapshot(own_share(trainee, save.saving),
-                                      snapshot.buffer_bytes(trainee.shards))
+            content = self._format.content(trainee, save.step_version, history, save.saving)
+            taken = snapshot.Snapshot(content.share, snapshot.buffer_bytes(trainee.shards))
             self._save = save
             self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True,
-                                            args=(save, trainee.place, taken, numbers))
+                                            args=(save, trainee.place, taken, content))
             self._thread.start()
             self._snapshot = taken
         except (RuntimeError, MemoryError) as error:  # no memory, or no thread
@@ -146,7 +136,7 @@ class Saver:
         A preempted member has time for one write: it abandons an older write in progress, and only
         logs a failure. The final save waits for an older write; its own failure raises NotSaved.
         """
-        self._is_superseded = not final and (self._save is None or self._save.path != save.path)
+        self._is_superseded = not final and (self._save is None or not _is_same(self._save, save))
         if not self._has_written(save, trainee.place):
             self._note("save", save.generation, save.step_version)
         self._others_done_s = self._others_done_s or time.monotonic()
@@ -154,14 +144,14 @@ class Saver:
         self._is_superseded = False
         if self._has_written(save, trainee.place):
             if trainee.place == save.saving[0] and self._saved is not None:
-                self._tell(self._saved)
+                self._format.saved(save.generation, save.step_version, self._saved_bytes,
+                                   final=final)
             return
-        share = own_share(trainee, save.saving)
-        numbers = training_state.numbers(trainee, save.step_version, history)
-        taken = snapshot.Snapshot(share, None)
+        content = self._format.content(trainee, save.step_version, history, save.saving)
+        taken = snapshot.Snapshot(content.share, None)
         self._others_done_s = 0.0
         try:
-            self._write(save, trainee.place, taken, numbers, final=final, must_stop=must_stop)
+            self._write(save, trainee.place, taken, content, final=final, must_stop=must_stop)
         except NotSaved as error:
             if is_cuda_error(error) or (final and not must_stop()):
                 raise
@@ -170,7 +160,7 @@ class Saver:
     def _has_written(self, save: Save, place: int) -> bool:
         """Whether this member has nothing more to write for this checkpoint."""
         if place == save.saving[0]:
-            return self._saved is not None and self._saved.path == save.path
+            return self._saved is not None and _is_same(self._saved, save)
         return self._written == save
 
     def wait(self) -> None:
@@ -178,24 +168,22 @@ class Saver:
         if self._thread is not None:
             self._thread.join()
 
-    def _run(self, save: Save, place: int, taken: snapshot.Snapshot, numbers: training_state.Numbers
-             ) -> None:
+    def _run(self, save: Save, place: int, taken: snapshot.Snapshot, content: Content) -> None:
         """Write a periodic checkpoint. Runs in the thread."""
         self._note("saving", save.generation, save.step_version)
         try:
-            self._write(save, place, taken, numbers, final=False, must_stop=lambda: False)
+            self._write(save, place, taken, content, final=False, must_stop=lambda: False)
         except Superseded as error:
             log.info("checkpoint abandoned: a newer one is needed" if self._is_superseded else
                      "checkpoint abandoned", iteration=save.step_version, why=error.why)
         except NotSaved as error:
             self._log_failure(save.step_version, error.why, str(error))
 
-    def _write(self, save: Save, place: int, taken: snapshot.Snapshot,
-               numbers: training_state.Numbers, *, final: bool, must_stop: Callable[[], bool]
-               ) -> None:
+    def _write(self, save: Save, place: int, taken: snapshot.Snapshot, content: Content, *,
+               final: bool, must_stop: Callable[[], bool]) -> None:
         """Write the share; on the first member, complete the checkpoint and report it. Raises
         NotSaved, and Superseded if it was given up."""
-        name = checkpoint.folder_of(self._output, save.path)
+        name = self._format.folder(save.generation, save.step_version)
         is_first = place == save.saving[0]
 
         def on_piece() -> None:
@@ -206,15 +194,15 @@ class Saver:
             lambda: self._note("save_mid", save.generation, save.step_version), on_piece)
         try:
             with self._exclude_new_sockets():
-                self._clear(save.generation)
                 if self._leftover is not None:
                     self._leftover.discard()
                 target = folder.folder_at(name, save.token)
+                self._format.clear(save.generation, target.partial_name)
                 self._leftover = target if is_first else None
-                self._write_share(target, save, place, taken, numbers if is_first else None, hooks)
+                self._write_share(target, save, place, taken, content, hooks)
                 self._written = save
                 if is_first:
-                    ckpt_bytes = self._complete(target, save, must_stop)
+                    ckpt_bytes = self._complete(target, save, content, must_stop)
                     self._leftover = None
                     self._report_saved(save, ckpt_bytes, final=final)
         except WRITE_ERRORS as error:
@@ -224,11 +212,11 @@ class Saver:
         self._recovered(save.step_version)
 
     def _write_share(self, target: Folder, save: Save, place: int, taken: snapshot.Snapshot,
-                     numbers: training_state.Numbers | None, hooks: share_files.Hooks) -> None:
+                     content: Content, hooks: share_files.Hooks) -> None:
         """Write the share. If that fails, remove what was written, and tell the first member."""
         try:
             share_files.write_share(target, place, save.step_version, taken.num_bytes, taken.read(),
-                                    numbers, hooks)
+                                    content.values, hooks)
         except (*WRITE_ERRORS, Superseded) as error:
             if len(save.saving) == 1:
                 target.discard()
@@ -238,12 +226,13 @@ class Saver:
                                           object_storage.reason(error))
             raise
 
-    def _complete(self, target: Folder, save: Save, must_stop: Callable[[], bool]) -> int:
+    def _complete(self, target: Folder, save: Save, content: Content, must_stop: Callable[[], bool]
+                  ) -> int:
         """Wait until all indexes are there, then complete the checkpoint. Returns its bytes."""
         self._is_waiting = True
         try:
             found = [self._wait_for(target, save, place, must_stop) for place in save.saving]
-            return share_files.complete(target, found)
+            return share_files.complete(target, found, content.common)
         except (*WRITE_ERRORS, ValueError, Superseded) as error:
             target.discard()
             if isinstance(error, ValueError):
@@ -271,18 +260,10 @@ class Saver:
                 raise Superseded(target.name, f"the member at {place} did not write its share")
             time.sleep(POLL_S)
 
-    def _clear(self, generation: int) -> None:
-        """Remove partial checkpoints of earlier generations, once in a generation."""
-        if generation != self._cleared:
-            folder.clear(self._output, generation)
-        self._cleared = generation
-
     def _report_saved(self, save: Save, ckpt_bytes: int, *, final: bool) -> None:
         self._note("saved", save.generation, save.step_version)
-        self._saved = CheckpointSaved(task=self._task, generation=save.generation, path=save.path,
-                                      step_version=save.step_version, ckpt_bytes=ckpt_bytes,
-                                      final=final)
-        self._tell(self._saved)
+        self._saved, self._saved_bytes = save, ckpt_bytes
+        self._format.saved(save.generation, save.step_version, ckpt_bytes, final=final)
 
     def _recovered(self, step_version: int) -> None:
         if self._failing:
@@ -294,6 +275,11 @@ class Saver:
             log.warning("checkpoint not saved; training continues",
                         iteration=step_version, why=text)
         self._failing = why
+
+
+def _is_same(one: Save, other: Save) -> bool:
+    """Whether both are the same checkpoint, perhaps of other members."""
+    return one[:2] == other[:2]
 
 
 def can_save(trainee: TrainingModel, saving: Sequence[int]) -> bool:

@@ -16,7 +16,7 @@ import io
 import json
 import pickle
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from math import prod
 from typing import IO, Any, NamedTuple
@@ -109,11 +109,11 @@ class _Checksummed(io.RawIOBase):
 
 
 def write_share(folder: Folder, place: int, step_version: int, share_bytes: int,
-                pieces: Iterable[tuple[Shard, Tensor]], numbers: training_state.Numbers | None,
-                hooks: Hooks) -> Index:
+                pieces: Iterable[tuple[Shard, Tensor]], values: Mapping[str, Any], hooks: Hooks
+                ) -> Index:
     """Write the data file and then the index of the member at `place`; returns the index.
 
-    `numbers` are those of the state if this member writes them. Raises OSError, RuntimeError,
+    `values`: what this member writes beside tensors, by key. Raises OSError, RuntimeError,
     MemoryError.
     """
     chunks: list[Chunk] = []
@@ -129,9 +129,7 @@ def write_share(folder: Folder, place: int, step_version: int, share_bytes: int,
             chunks.append(_write(output, shard.key, shard.kind, shard.region, tensor))
         if not is_half:
             hooks.on_half()
-        if numbers is not None:
-            chunks += [_write(output, key, "", Region((), ()), value)
-                       for key, value in _plain(numbers).items()]
+        chunks += [_write(output, key, "", Region((), ()), value) for key, value in values.items()]
         num_bytes = output.num_bytes
     index = Index(FORMAT_NUM, step_version, file_name, num_bytes, chunks)
     folder.write(folder.index_name(place), msgspec.msgpack.encode(index))
@@ -145,7 +143,8 @@ def write_failure(folder: Folder, place: int, step_version: int, why: str) -> No
             FORMAT_NUM, step_version, folder.data_name(place), 0, [], why or "unknown")))
 
 
-def _plain(numbers: training_state.Numbers) -> dict[str, Any]:
+def plain(numbers: training_state.Numbers) -> dict[str, Any]:
+    """The values of these numbers by key."""
     values = {**msgspec.to_builtins(numbers), FORMAT_KEY: FORMAT_NUM}
     return {f"{NUMBERS}.{name}": value for name, value in values.items()}
 
@@ -167,15 +166,17 @@ def read_index(data: bytes | None) -> Index | None:
         return None
 
 
-def complete(folder: Folder, indexes: Sequence[Index]) -> int:
+def complete(folder: Folder, indexes: Sequence[Index], values: Mapping[str, Any] | None = None
+             ) -> int:
     """All shares are written: make the checkpoint complete. Returns its size in bytes.
 
-    Raises OSError, and ValueError if the shares together are not one whole state.
+    `values`: what common.pt has beside the iteration. Raises OSError, and ValueError if the shares
+    together are not one whole state.
     """
     step_version = indexes[0].step_version
     metadata = pickle.dumps(_metadata(indexes))
     common = io.BytesIO()
-    torch.save({"iteration": step_version}, common)
+    torch.save({"iteration": step_version, **(values or {})}, common)
     config = json.dumps(MEGATRON).encode()
     folder.write("common.pt", common.getvalue())
     folder.write("metadata.json", config)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -28,12 +28,34 @@ class Samples(Protocol):
         ...
 
 
+class Beginning(Protocol):
+    """A stored state from which training begins, in place of the initial weights. Each method
+    raises UsageError."""
+
+    def newest(self) -> int:
+        """The number of iterations in the state, 0 if there is none or if it has weights alone.
+        Another member may see a later state."""
+        ...
+
+    def begin(self, trainee: TrainingModel) -> bool:
+        """Set this member's part of the model to stored weights, for the first iteration. Returns
+        False if there are none."""
+        ...
+
+    def read(self, trainee: TrainingModel, step_version: int, history: Any) -> None:
+        """Read this member's part of that state."""
+        ...
+
+
 class Workload(Protocol):
     """What a member trains. `train`: the numbers of iterations and micro-batches, and the output;
-    `flops`: FLOPs of one iteration."""
+    `flops`: FLOPs of one iteration. `beginning`: where training begins, if not at the initial
+    weights. `exports`: further formats of checkpoints (checkpoint_format.Format)."""
 
     train: Train
     flops: float
+    beginning: Beginning | None
+    exports: Sequence[Any]
 
     def on_groups(self, groups: Any) -> None:
         """Called with each generation's groups, and with None before they are destroyed."""
@@ -65,6 +87,8 @@ class SpecWorkload:
 
     def __init__(self, train: Train) -> None:
         self.train = train
+        self.beginning: Beginning | None = None
+        self.exports: Sequence[Any] = ()
         self.flops = model.iteration_flops(train.model, train.batch.global_)
 
     def on_groups(self, groups: Any) -> None:
