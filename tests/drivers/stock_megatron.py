@@ -58,7 +58,36 @@ def main() -> None:
             seed_all(*given, **options)
 
     initialize._set_random_seed = seed_tracker
+    load_torch_steps()
     runpy.run_path(str(script), run_name="__main__")
+
+
+def load_torch_steps() -> None:
+    """Let Megatron's distributed optimizer load a state into torch's AdamW, which has its steps in
+    tensors: without Apex and Transformer Engine it expects them before the first step, makes one
+    tensor for all parameters, and misses its value in the checkpoint."""
+    torch: Any = import_module("torch")
+    optimizer: Any = import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
+    set_state = optimizer._set_main_param_and_optimizer_states
+    state_dict = optimizer.state_dict
+
+    def with_state(self: Any) -> Any:
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                if not self.optimizer.state[param]:
+                    self.optimizer.state[param] = {
+                        "step": torch.tensor(0.0), "exp_avg": torch.zeros_like(param),
+                        "exp_avg_sq": torch.zeros_like(param)}
+        return state_dict(self)
+
+    def set_with_step(self: Any, param: Any, tensors: dict[str, Any]) -> None:
+        group, order = self.model_param_group_index_map[param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        state["step"] = state["step"].clone()
+        set_state(self, param, {**tensors, "step": state["step"]})
+
+    optimizer.state_dict = with_state
+    optimizer._set_main_param_and_optimizer_states = set_with_step
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from typing import IO, Any, NamedTuple
 import torch
 import torch.serialization
 from torch import Tensor
-from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint import filesystem, metadata, planner
 
 from ....events.errors import UsageError
 from ....events.spec.job import is_url
@@ -33,6 +33,8 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     **{(metadata.__name__, name): getattr(metadata, name) for name in (
         "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
         "TensorProperties", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")},
+    **{(planner.__name__, name): getattr(planner, name) for name in (
+        "SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")},
     (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
@@ -62,6 +64,10 @@ class _MetadataUnpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         raise pickle.UnpicklingError("it would load a persistent object")
+
+
+class Damaged(OSError):
+    """A part of the checkpoint is missing or is not what its metadata says."""
 
 
 class StoredState:
@@ -158,6 +164,16 @@ class StoredState:
         for file, end_bytes in used.items():
             self._check_file(file, end_bytes)
 
+    def check_files(self) -> None:
+        """Check that all data files are complete."""
+        used: dict[str, int] = {}
+        for places in self._chunks.values():
+            for place in places:
+                end_bytes = place.begin_bytes + place.length_bytes
+                used[place.file] = max(used.get(place.file, 0), end_bytes)
+        for file, end_bytes in used.items():
+            self._check_file(file, end_bytes)
+
     def _check_file(self, file: str, end_bytes: int) -> None:
         size = self._files.size(file)
         if size is None:
@@ -220,8 +236,8 @@ class StoredState:
                 chunk.begin_bytes: chunk.checksum for chunk in index.chunks}
         return self._checksums[file]
 
-    def _damaged(self, why: str) -> OSError:
-        return OSError(f"the checkpoint is damaged: {why}")
+    def _damaged(self, why: str) -> Damaged:
+        return Damaged(f"the checkpoint is damaged: {why}")
 
     def _other(self, why: str) -> UsageError:
         return UsageError(f"{self.folder} is of another model: {why}", ANOTHER)

@@ -9,7 +9,7 @@ whole model: `model.X`, `master.X`, `optimizer.exp_avg.X`, `buffer.X`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
 from operator import add
 from typing import Any, NamedTuple
@@ -27,6 +27,12 @@ from ..model.trainee import Size, TrainingModel, state_bytes_beside
 from ..model.training_state import MOMENTS
 from .resharding import Dims, Region, Shard, flat_range, intersection
 
+Stacking = Mapping[str, bool]
+"""Megatron's metadata of a sharded state: how it names the layers."""
+UNSTACKED: Stacking = {"non_homogeneous_layers": True}
+"""The layers have numbers as in the whole model."""
+STACKED: Stacking = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+"""As in Megatron-LM's own checkpoints."""
 State = dict[Shard, Tensor]
 """Shards, and the live memory of each."""
 
@@ -42,10 +48,22 @@ class _Mapped(NamedTuple):
 
 
 class _Local(NamedTuple):
-    """A local tensor: its shape, with as many dims as the whole tensor, and its mapped regions."""
+    """A local tensor: its shape, with as many dims as the whole tensor, and its mapped regions.
+    `is_padded`: the whole tensor has padding, which depends on the layout."""
 
     shape: Dims
     mapped: list[_Mapped]
+    is_padded: bool
+
+
+class StackedName(NamedTuple):
+    """Where a tensor is in Megatron's own checkpoints. They stack the layers of a model: `shape` is
+    that of the tensor `key`, `offset` the first dims of the tensor's place in it."""
+
+    key: str
+    shape: Dims
+    offset: Dims
+    is_padded: bool
 
 
 def list_shards(trainee: TrainingModel) -> State:
@@ -53,7 +71,7 @@ def list_shards(trainee: TrainingModel) -> State:
     found: State = {}
     locals_: dict[int, _Local] = {}
     for module in trainee.modules:
-        for tensor, local in _sharded(module):
+        for tensor, local in _sharded(module, UNSTACKED):
             locals_[id(tensor)] = local
             kind = "model" if isinstance(tensor, Parameter) else "buffer"
             _add(found, kind, tensor.data, 0, local)
@@ -65,6 +83,47 @@ def list_shards(trainee: TrainingModel) -> State:
             for moment in MOMENTS:
                 _add(found, f"optimizer.{moment}", moments[moment], begin, local)
     return found
+
+
+def stacked_names(trainee: TrainingModel) -> dict[str, StackedName]:
+    """By name: where each parameter and buffer is in Megatron's own checkpoints. Needs groups."""
+    found: dict[str, StackedName] = {}
+    for module in trainee.modules:
+        unstacked = {id(tensor): local for tensor, local in _sharded(module, UNSTACKED)}
+        for tensor, stacked in _sharded(module, STACKED):
+            plain, part = unstacked[id(tensor)].mapped[0], stacked.mapped[0]
+            num = len(part.shape) - len(plain.shape)
+            assert part.shift[num:] == plain.shift, f"{part.key} has another place"
+            found[plain.key] = StackedName(part.key, part.shape, part.shift[:num],
+                                           stacked.is_padded)
+    return found
+
+
+def objects(trainee: TrainingModel) -> dict[str, Any]:
+    """By key: what Megatron's own checkpoints have of this pipeline stage beside tensors. Needs
+    groups."""
+    return {sharded.unique_key: sharded.data for module in trainee.modules
+            for sharded in nested_values(module.sharded_state_dict(metadata=_metadata(STACKED)))
+            if isinstance(sharded, mapping.ShardedObject)}
+
+
+def flat_parameters(trainee: TrainingModel) -> Iterator[tuple[
+        list[tuple[str, int]], Callable[[str, str, Tensor], State]]]:
+    """For each of Megatron's gradient buffers: its parameters in their order, each with its name
+    and its number of elements; and a function that lists the shards of (kind, name, values) for the
+    values of a whole local parameter. Needs groups."""
+    locals_ = {id(tensor): local for module in trainee.modules
+               for tensor, local in _sharded(module, UNSTACKED)}
+    for ddp in trainee.ddps:
+        for buffer in ddp.buffers:
+            named = {locals_[id(param)].mapped[0].key: param for param in buffer.param_index_map}
+
+            def listed(kind: str, name: str, flat: Tensor, named: dict[str, Any] = named) -> State:
+                found: State = {}
+                _add(found, kind, flat, 0, locals_[id(named[name])])
+                return found
+
+            yield [(name, param.numel()) for name, param in named.items()], listed
 
 
 def stepped(trainee: TrainingModel) -> State:
@@ -147,12 +206,14 @@ def kind_of(tensor: Tensor, shape: Dims) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {'x'.join(map(str, shape))}"
 
 
-def _sharded(module: Any) -> Iterator[tuple[Tensor, _Local]]:
+def _metadata(stacking: Stacking) -> dict[str, Any]:
+    # Any existing group will do: Megatron uses it only to choose the writer among several holders.
+    return {**stacking, "dp_cp_group": dist.group.WORLD}
+
+
+def _sharded(module: Any, stacking: Stacking) -> Iterator[tuple[Tensor, _Local]]:
     """Each tensor of a model chunk, with its mapping to the whole model."""
-    # Number the layers as in the whole model. Any existing group will do: Megatron uses it only to
-    # choose the writer among several holders.
-    metadata = {"non_homogeneous_layers": True, "dp_cp_group": dist.group.WORLD}
-    for name, sharded in module.sharded_state_dict(metadata=metadata).items():
+    for name, sharded in module.sharded_state_dict(metadata=_metadata(stacking)).items():
         match sharded:
             case mapping.ShardedTensor():
                 made = [sharded]
@@ -163,14 +224,16 @@ def _sharded(module: Any) -> Iterator[tuple[Tensor, _Local]]:
             case _:
                 raise ValueError(f"state that is not a tensor is not supported: {sharded}")
         tensor: Any = sharded.data
-        # Megatron stacks the experts of a layer into one tensor. Here each is a tensor of its own.
-        num_stacked = 1 if EXPERT in name else 0
+        # Megatron stacks the experts of a layer into one tensor. In the exchange of state each is a
+        # tensor of its own.
+        num_stacked = 1 if EXPERT in name and stacking is not STACKED else 0
         ahead = (1,) * (made[0].prepend_axis_num - num_stacked)
         # Use Megatron's key only if Megatron stacks all layers into one tensor. Otherwise its key
         # may be the name from another layer specification, so use the global name.
-        key = made[0].key if ahead else global_name(module, name)
+        key = made[0].key if ahead or stacking is STACKED else global_name(module, name)
         yield tensor, _Local((*ahead, *tensor.shape),
-                             [_map(key, part, tensor, num_stacked) for part in made])
+                             [_map(key, part, tensor, num_stacked) for part in made],
+                             any(part.allow_shape_mismatch for part in made))
 
 
 def _map(key: str, part: mapping.ShardedTensor, tensor: Tensor, num_left_out: int) -> _Mapped:
