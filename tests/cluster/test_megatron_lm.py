@@ -8,7 +8,7 @@ from typing import Any
 
 import megatron_trial
 import pytest
-from megatron_trial import CASES, ITERATIONS
+from megatron_trial import CASES, ITERATIONS, TRIP, Case
 from real_cluster import RealCluster
 
 pytestmark = pytest.mark.skipif(not os.environ.get("UNICRON_MEGATRON_LM"),
@@ -32,6 +32,41 @@ def test_a_killed_rank_changes_no_printed_loss(
     assert (incident.iterations_lost, incident.ckpt_read) == (0, False)
     for place, line in stock_lines.items():
         assert healed.lines[place] == pytest.approx(line, rel=1e-3)
+
+
+def test_its_checkpoints_are_continued_and_its_own_loop_continues_ours(
+        cluster: RealCluster, clone: Path, tmp_path: Path) -> None:
+    trip = megatron_trial.round_trip(cluster, clone, TRIP, tmp_path)
+    stock_lines = megatron_trial.stock(clone, TRIP)
+    assert megatron_trial.unequal(stock_lines, trip.lines) == []
+    assert not any(incident.ckpt_read for incident in trip.incidents)
+    _a_checkpoint_that_does_not_fit_ends_the_task(cluster, clone, tmp_path / "between")
+
+
+def _a_checkpoint_that_does_not_fit_ends_the_task(cluster: RealCluster, clone: Path, folder: Path
+                                                  ) -> None:
+    case = CASES["DP 3"]
+    newest = folder / "iter_0000010"
+    for words, why in ((["--num-layers", "4"], "its num_layers is 2, the arguments say 4"),
+                       (["--vocab-size", "300"], "has another vocabulary"),
+                       (["--lr", "2e-3"], "in its schedule, the arguments say 0.002")):
+        _refused(cluster, clone, case, folder, words, why)
+    (newest / "__1_0.distcp").rename(folder / "kept")
+    _refused(cluster, clone, case, folder, [], "__1_0.distcp")
+    (folder / "kept").rename(newest / "__1_0.distcp")
+    (newest / "common.pt").write_bytes((newest / "common.pt").read_bytes()[:100])
+    _refused(cluster, clone, case, folder, [], "common.pt cannot be read")
+
+
+def _refused(cluster: RealCluster, clone: Path, case: Case, folder: Path, words: list[str],
+             why: str) -> None:
+    after = cluster.seq()
+    task = cluster.submit(megatron_trial.job(clone, case, folder / "out", "--load", str(folder),
+                                             *words))
+    assert cluster.wait_ended(task)["state"] == "failed"
+    assert why in cluster.endings(task)
+    starts: list[Any] = [one.body for one in cluster.told(after, "RankStarted", task=task)]
+    assert {one.attempt for one in starts} == {1}
 
 
 def test_a_wrong_argument_ends_the_task_in_one_line(cluster: RealCluster, clone: Path,

@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 from real_cluster import RealCluster
 
 ITERATIONS, MICRO_BATCHES, STRUCK, VICTIM = 12, 6, 3, 1
-STOCK_S_MAX = 300.0
+LOADED, SAVED = 3, 10
+"""In a round trip: the iterations after which the agents' job loads and saves."""
+STOCK_S_MAX = 600.0
 STOCK = Path(__file__).parent / "stock_megatron.py"
 REL = 2e-6
 """Printed losses have seven digits, and layouts sum in different orders."""
@@ -65,6 +67,11 @@ DEFAULTS = Case(
      "--overlap-param-gather"),
     (Fault(1, "forward", 3), Fault(5, "gate", 6), Fault(4, "forward", 9)))
 """The flags of the usual job, over TP 2 x PP 2 x DP 2, with three faults."""
+TRIP = Case(4, {"tensor": [2]}, (), (Fault(1, "forward", 4), Fault(3, "backward", 6),
+                                     Fault(0, "backward", 8)))
+"""Three faults between loading and saving."""
+DEFAULTS_TRIP = DEFAULTS._replace(
+    faults=(Fault(1, "forward", 4), Fault(5, "gate", 6), Fault(4, "forward", 8)))
 
 
 class Healed(NamedTuple):
@@ -85,17 +92,17 @@ def printed(text: str) -> Lines:
             for line in text.splitlines() if (found := LINE.search(line))}
 
 
-def stock(clone: Path, case: Case) -> Lines:
+def stock(clone: Path, case: Case, *words: str) -> Lines:
     """Train by Megatron-LM's own loop: one replica, as its initial weights depend on the layout.
-    Raises CalledProcessError."""
+    `words`: more arguments. Raises CalledProcessError."""
     (tp,), (pp,) = (case.parallel.get(name, [1]) for name in ("tensor", "pipeline"))
     sizes = ["--tensor-model-parallel-size", str(tp), "--pipeline-model-parallel-size", str(pp)]
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    words = [sys.executable, "-P", str(STOCK), str(clone / "pretrain_gpt.py"), *WORDS, *case.words,
-             *sizes]
+    command = [sys.executable, "-P", str(STOCK), str(clone / "pretrain_gpt.py"), *WORDS,
+               *case.words, *sizes, *words]
     ranks = [subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank), "WORLD_SIZE": str(tp * pp),
              "MASTER_PORT": str(port)}) for rank in range(tp * pp)]
     try:
@@ -105,24 +112,27 @@ def stock(clone: Path, case: Case) -> Lines:
             rank.kill()
     for rank, text in zip(ranks, texts, strict=True):
         if rank.returncode:
-            raise subprocess.CalledProcessError(rank.returncode, words, text)
+            raise subprocess.CalledProcessError(rank.returncode, command, text)
     return printed("".join(texts))
 
 
-def job(clone: Path, case: Case, output: Path, *words: str) -> dict[str, Any]:
+def job(clone: Path, case: Case, output: Path, *words: str, iterations: int = ITERATIONS
+        ) -> dict[str, Any]:
+    """The job of this case."""
     return {"apiVersion": "unicron/v1", "name": "megatron",
             "slots": {"min": 2, "max": case.slots},
             "command": [sys.executable, "-P", "-m", "unicron.cli.main", "megatron",
                         str(clone / "pretrain_gpt.py"), *WORDS, *words],
             "heal": "in-memory",
-            "loop": {"micro_batches": MICRO_BATCHES, "iterations": ITERATIONS,
+            "loop": {"micro_batches": MICRO_BATCHES, "iterations": iterations,
                      "output": str(output), "parallel": dict(case.parallel), "copy_every": 2}}
 
 
-def struck(cluster: RealCluster, clone: Path, case: Case, output: Path) -> Healed:
-    """Train under agents, and kill a rank at each fault."""
+def struck(cluster: RealCluster, clone: Path, case: Case, output: Path, *words: str,
+           iterations: int = ITERATIONS) -> Healed:
+    """Train under agents, and kill a rank at each fault. `words`: more arguments."""
     after = cluster.seq()
-    task = cluster.submit(job(clone, case, output, *case.words))
+    task = cluster.submit(job(clone, case, output, *case.words, *words, iterations=iterations))
     took_s: list[float] = []
     for victim, event, iteration in case.faults:
         begun_s = time.time()
@@ -140,6 +150,22 @@ def struck(cluster: RealCluster, clone: Path, case: Case, output: Path) -> Heale
     text = "".join(log.read_text() for log in sorted(
         cluster.state.logs.glob(f"{task}-*/*.log"), key=lambda log: log.stat().st_mtime))
     return Healed(printed(text), closed, took_s)
+
+
+def round_trip(cluster: RealCluster, clone: Path, case: Case, folder: Path) -> Healed:
+    """Train by Megatron-LM's own loop, which saves; continue its checkpoint under agents, which
+    save; continue theirs by its own loop. The lines are those of all three."""
+    before, between = str(folder / "before"), str(folder / "between")
+    first = stock(clone, case, "--save", before, "--save-interval", "4",
+                  "--exit-interval", str(LOADED))
+    healed = struck(cluster, clone, case, folder / "out", "--load", before, "--save", between,
+                    "--save-interval", "4", "--exit-interval", str(SAVED), iterations=SAVED)
+    last = stock(clone, case, "--load", between)
+    assert min(map(int, filter(str.isdecimal, last))) == SAVED + 1, last
+    # Its second line is the mean of two iterations: it does not start its sums anew after one.
+    second = last[str(SAVED + 2)]
+    second["lm loss"] = 2 * second["lm loss"] - last[str(SAVED + 1)]["lm loss"]
+    return healed._replace(lines=first | healed.lines | last)
 
 
 def _stepped_s(cluster: RealCluster, task: int, iteration: int, after_s: float) -> float:

@@ -2,7 +2,8 @@
 
 Metrics: `loss_equal` (1: every printed loss is that of Megatron-LM's own loop over one replica, to
 its last digit but one), `iterations_lost`, `fault_to_step_s` (from the kill to the end of the step
-that it struck). Rows: build/bench/megatron_lm.json.
+that it struck). In a round trip Megatron-LM's own loop saves, agents load, heal and save, and its
+own loop loads: `loss_equal` is that of all three. Rows: build/bench/megatron_lm.json.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from pathlib import Path
 
 import megatron_trial
 from bench.recovery.rows import Row, finish, row
-from megatron_trial import CASES, DEFAULTS
+from megatron_trial import CASES, DEFAULTS, DEFAULTS_TRIP, TRIP
 from real_cluster import running
 
 ROOT = Path(__file__).resolve().parents[3]
 SYSTEM = "unicron"
 USUAL_JOB = "TP 2 x PP 2 x DP 2, usual job"
+ROUND_TRIP = ", round trip"
 
 
 def main() -> None:
@@ -39,10 +41,16 @@ def main() -> None:
                       for _ in range(options.n)]
             rows += _rows(name, expected, trials)
             print(f"{name}: done", flush=True)
+        trips = [megatron_trial.round_trip(cluster, options.clone, TRIP, Path(folder) / f"trip-{n}")
+                 for n in range(options.n)]
+        rows += _rows(f"TP 2 x DP 2{ROUND_TRIP}", megatron_trial.stock(options.clone, TRIP), trips)
     expected = megatron_trial.stock(options.clone, DEFAULTS)
     with tempfile.TemporaryDirectory() as folder, running(Path(folder) / "cluster", 4) as cluster:
         trial = megatron_trial.struck(cluster, options.clone, DEFAULTS, Path(folder) / "out")
-        rows += _usual(expected, trial)
+        rows += _usual(USUAL_JOB, expected, trial)
+        trip = megatron_trial.round_trip(cluster, options.clone, DEFAULTS_TRIP,
+                                         Path(folder) / "trip")
+        rows += _usual(USUAL_JOB + ROUND_TRIP, expected, trip)
     finish(rows, options.out, began_s, ())
 
 
@@ -56,13 +64,13 @@ def _rows(name: str, expected: megatron_trial.Lines, trials: list[megatron_trial
                 [took_s for trial in trials for took_s in trial.fault_to_step_s], "s")]
 
 
-def _usual(expected: megatron_trial.Lines, trial: megatron_trial.Healed) -> list[Row]:
+def _usual(name: str, expected: megatron_trial.Lines, trial: megatron_trial.Healed) -> list[Row]:
     """In 16 bits the replicas round in other places than a single one does: the largest difference
     of a printed loss, in place of `loss_equal`."""
     gaps = [megatron_trial.loss_rel(line, trial.lines[place]) for place, line in expected.items()]
-    return [row(USUAL_JOB, SYSTEM, "loss_rel", [max(gaps)], "ratio"),
-            row(USUAL_JOB, SYSTEM, "iterations_lost", [float(trial.iterations_lost)], ""),
-            row(USUAL_JOB, SYSTEM, "fault_to_step_s", trial.fault_to_step_s, "s")]
+    return [row(name, SYSTEM, "loss_rel", [max(gaps)], "ratio"),
+            row(name, SYSTEM, "iterations_lost", [float(trial.iterations_lost)], ""),
+            row(name, SYSTEM, "fault_to_step_s", trial.fault_to_step_s, "s")]
 
 
 if __name__ == "__main__":

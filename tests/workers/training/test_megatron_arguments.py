@@ -22,6 +22,10 @@ RUN_UNCHANGED = frozenset((
     "preprocess_common_state_dict", "get_start_time_from_progress_log",
     "compute_throughputs_and_append_to_progress_log"))
 """Functions of training.py that pretrain.py calls, or that only a save calls."""
+OF_THE_MODEL = frozenset((
+    "bf16", "fp16", "pipeline_model_parallel_size", "swiglu", "tensor_model_parallel_size",
+    "vocab_file"))
+"""Read by checkpointing.py beside the arguments that say how to load and save."""
 PARSER = """
 import argparse, json
 from unicron.workers.training.rank import preload
@@ -48,8 +52,8 @@ def read_by_loops(file: Path) -> set[str]:
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "args":
                 found.add(node.attr)
             elif (isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr"
-                  and ast.unparse(node.args[0]) == "args"):
-                assert isinstance(node.args[1], ast.Constant)
+                  and ast.unparse(node.args[0]) == "args"
+                  and isinstance(node.args[1], ast.Constant)):
                 found.add(str(node.args[1].value))
     return found
 
@@ -59,7 +63,9 @@ def test_each_argument_of_the_loops_is_in_one_table() -> None:
     done = subprocess.run([sys.executable, "-P", "-c", PARSER], capture_output=True, text=True,
                           check=True, env={**os.environ, "PYTHONPATH": str(folder)})
     parsed = set(json.loads(done.stdout.splitlines()[-1]))
-    read = read_by_loops(folder / "megatron" / "training" / "training.py") & parsed
+    files = [folder / "megatron" / "training" / f"{name}.py" for name in (
+        "training", "checkpointing")]
+    read = set().union(*map(read_by_loops, files)) & parsed - OF_THE_MODEL
     assert {"train_iters", "exit_interval", "log_interval", "save"} <= read
     missing = sorted(name for name in read if not any(name in table for table in TABLES))
     assert missing == []
@@ -74,6 +80,7 @@ def test_an_argument_is_in_one_table_and_what_it_needs_has_a_word() -> None:
 def parsed_of(*words: str) -> list[arguments.Given]:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--save")
+    parser.add_argument("--num-workers", type=int, default=2)
     parser.add_argument("--fp8-format", dest="fp8")
     parser.add_argument("--dataloader-type")
     parser.add_argument("--no-persist-layer-norm", action="store_false", dest="persist_layer_norm")
@@ -86,5 +93,6 @@ def test_only_given_arguments_have_a_word() -> None:
     assert arguments.why_not(parsed_of("--fp8-format=e4m3", "--dataloader-type", "cyclic")) == (
         "FP8 scales are not part of the known state (--fp8-format); its data has no random access "
         "(--dataloader-type)")
-    (line,) = arguments.named(parsed_of("--save", "x", "--no-persist-layer-norm"))
-    assert line.startswith("--save: not written: the state is saved to loop.output")
+    (line,) = arguments.named(parsed_of("--save", "x", "--num-workers=4",
+                                        "--no-persist-layer-norm"))
+    assert line == "--num-workers: no workers: the step reads its samples itself"

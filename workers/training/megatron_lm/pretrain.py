@@ -41,7 +41,9 @@ from . import arguments, index_builder
 from .versions import Interface
 
 from ..adopt.adoption import Declined, Job, adopt  # before megatron  # isort: skip
+from ..adopt.arguments import Loss  # isort: skip
 from ..model import cpu_device  # isort: skip
+from .checkpoints import Checkpoints, check_folder  # isort: skip
 from .progress_line import Norms, Progress, StepResult  # isort: skip
 
 START_ERRORS = (AssertionError, AttributeError, FileNotFoundError, ImportError, KeyError, TypeError,
@@ -62,24 +64,25 @@ def healing(interface: Interface) -> Callable[..., None]:
                  forward_step: Any, process_non_loss_data_func: Any = None, *,
                  extra_args_provider: Any = None, args_defaults: Any = None,
                  non_loss_data_func: Any = None, **ignored: Any) -> None:
-        original = dict(os.environ)
+        environment = dict(os.environ)
         try:
-            args = _initialize(interface, extra_args_provider, args_defaults or {})
+            args, original = _initialize(interface, extra_args_provider, args_defaults or {})
             for function in (process_non_loss_data_func, non_loss_data_func):
                 if function is not None:
                     _say(f"{function.__name__}: not called, evaluations have the loss only")
-            _train(args, datasets, model_provider, model_type, forward_step)
+            _train(Pretraining(args, original, model_provider, model_type, forward_step), datasets)
         except Declined as why:
             _say(f"{why}; it is restarted as any command")
-            _run_without_unicron(original)
+            _run_without_unicron(environment)
 
     return pretrain
 
 
 # --- the start ---
 def _initialize(interface: Interface, extra_args_provider: Any, args_defaults: Mapping[str, Any]
-                ) -> Any:
+                ) -> tuple[Any, dict[str, Any]]:
     """Parse and validate the arguments, set Megatron-LM's globals, compile what datasets need.
+    Returns the arguments, and those that have other values than the script was given, as given.
     Raises UsageError; Declined if in-memory recovery does not support the arguments."""
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
     if not torch.cuda.is_available():
@@ -91,11 +94,12 @@ def _initialize(interface: Interface, extra_args_provider: Any, args_defaults: M
         _decline(why)
     for line in arguments.named(given):
         _say(line)
+    original = {name: getattr(args, name) for name in (
+        "wandb_project", interface.gloo_argument, "calculate_per_token_loss")}
     args.wandb_project = ""
     # Megatron-LM must build no group, and not scale gradients by the number of replicas: Unicron's
     # step divides the sum.
     setattr(args, interface.gloo_argument, False)
-    args.unicron_loss = "per_token" if args.calculate_per_token_loss else "per_micro_batch"
     with start_errors_told():
         load("initialize").initialize_megatron(
             args_defaults=args_defaults, allow_no_cuda=True, skip_mpu_initialization=True,
@@ -106,8 +110,10 @@ def _initialize(interface: Interface, extra_args_provider: Any, args_defaults: M
         args.rank = args.world_size - 1  # the only rank to which Megatron-LM gives a writer
         load("global_vars")._set_tensorboard_writer(args)
     _disable_reruns()
+    if args.save:
+        check_folder(args.save)
     index_builder.ensure()
-    return args
+    return args, original
 
 
 def _parse(extra_args_provider: Any) -> tuple[Any, list[arguments.Given]]:
@@ -190,10 +196,13 @@ def _say(line: str) -> None:
 
 # --- training ---
 class Pretraining:
-    """The script's functions in the form that `adopt` takes. `args` are Megatron-LM's globals."""
+    """The script's functions in the form that `adopt` takes. `args` are Megatron-LM's globals;
+    `original`: arguments with other values than the script was given, as given."""
 
-    def __init__(self, args: Any, model_provider: Any, model_type: Any, forward_step: Any) -> None:
+    def __init__(self, args: Any, original: Mapping[str, Any], model_provider: Any, model_type: Any,
+                 forward_step: Any) -> None:
         self.args = args
+        self.loss: Loss = "per_token" if original["calculate_per_token_loss"] else "per_micro_batch"
         self.training = load("training")
         self.rows = int(args.micro_batch_size)
         self.num_micro_batches = int(args.global_batch_size) // self.rows
@@ -203,6 +212,10 @@ class Pretraining:
             self.iterations = min(self.iterations, int(args.exit_interval))
         self.last: StepResult | None = None
         self.train_set: Any = None
+        self.checkpoints = Checkpoints(
+            args, original, load("global_vars").get_tokenizer().vocab_size,
+            lambda: float(self.training.num_floating_point_operations(
+                args, args.global_batch_size)))
         self._sequence_parallel = bool(args.sequence_parallel)
         self._model_provider, self._model_type = model_provider, model_type
         self._forward_step = forward_step
@@ -228,8 +241,8 @@ class Pretraining:
         return default_collate([dataset[first + row] for row in range(self.rows)])
 
     def sample(self, iteration: int, micro_batch: int) -> Any:
-        return self.batch_of(self.train_set, (iteration * self.num_micro_batches + micro_batch)
-                             * self.rows)
+        return self.batch_of(self.train_set, self.checkpoints.first_sample + self.rows * (
+            iteration * self.num_micro_batches + micro_batch))
 
     def forward(self, chunk: Any, batch: Any) -> tuple[Any, Any]:
         out, loss_func = self._forward_step(iter([copy.copy(batch)]), chunk)
@@ -254,20 +267,21 @@ class Pretraining:
         optimizer.step = step
 
 
-def _train(args: Any, datasets: Callable[..., Any], model_provider: Any, model_type: Any,
-           forward_step: Any) -> None:
-    script = Pretraining(args, model_provider, model_type, forward_step)
+def _train(script: Pretraining, datasets: Callable[..., Any]) -> None:
+    args, found = script.args, script.checkpoints
     script.train_set, valid_set, test_set = script.training.build_train_valid_test_datasets(
         datasets)
     progress = Progress(args, script.training, load("global_vars").get_tensorboard_writer())
     with adopt(build=script.build, sample=script.sample, forward=script.forward,
                iterations=script.iterations, micro_batches=script.num_micro_batches,
                samples=script.rows, seed=int(args.seed), sequence=int(args.seq_length),
-               loss=args.unicron_loss, on_rebuild=script.rebuilt, falls_back=False) as job:
+               loss=script.loss, on_rebuild=script.rebuilt, beginning=found,
+               exports=found.exports, falls_back=False) as job:
         for _ in job:
             script.last = None
             args.curr_iteration = args.iteration = job.step() + 1
-            args.consumed_train_samples = args.iteration * args.global_batch_size
+            args.consumed_train_samples = (
+                found.first_sample + args.iteration * args.global_batch_size)
             progress.stepped(args.iteration, script.last)
             if args.empty_unused_memory_level:
                 torch.cuda.empty_cache()
@@ -275,18 +289,18 @@ def _train(args: Any, datasets: Callable[..., Any], model_provider: Any, model_t
                 progress.report(job, _norms(script, job))
             if args.eval_interval and args.iteration % args.eval_interval == 0:
                 _evaluate(script, job, progress, valid_set, f"iteration {args.iteration}",
-                          args.iteration // args.eval_interval - 1)
+                          args.iteration // args.eval_interval - 1, found.first_valid_sample)
         if script.iterations == args.train_iters:
             at = f"iteration {args.iteration} on"
             _evaluate(script, job, progress, valid_set, f"{at} validation set",
-                      args.iteration // args.eval_interval)
-            _evaluate(script, job, progress, test_set, f"{at} test set", 0)
+                      args.iteration // args.eval_interval, found.first_valid_sample)
+            _evaluate(script, job, progress, test_set, f"{at} test set", 0, 0)
 
 
 def _evaluate(script: Pretraining, job: Job, progress: Progress, dataset: Any, where: str,
-              num_before: int) -> None:
+              num_before: int, first_sample: int) -> None:
     """Evaluate the next eval_iters batches of `dataset`, of which `num_before` times as many are
-    used already, as Megatron-LM's iterator does."""
+    used already, as Megatron-LM's iterator does, after the sample `first_sample`."""
     num = int(script.args.eval_iters or 0) * script.num_micro_batches
     if not num or dataset is None:
         return
@@ -294,7 +308,7 @@ def _evaluate(script: Pretraining, job: Job, progress: Progress, dataset: Any, w
 
     def mean() -> float:
         return job.mean_loss(num, lambda item: script.batch_of(
-            dataset, (first + item) * script.rows))
+            dataset, first_sample + (first + item) * script.rows))
 
     loss = job.evaluate(mean)
     if loss is not None:

@@ -1,0 +1,147 @@
+"""`--load`, `--save` and what belongs to them: Megatron-LM's checkpoints of a script's run.
+
+Megatron-LM's own functions read and write them with collectives of all ranks, which a fault would
+leave half-done. Here each member reads its part (megatron_state.py), and all write in the
+background (megatron_format.py).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ....events.errors import UsageError
+from ..checkpoint.megatron_format import MegatronFormat, iteration_folder
+from ..checkpoint.megatron_state import RELEASE, MegatronState, newest
+from ..model.trainee import TrainingModel
+from ..process.history import History
+
+COMPARED = ("num_layers", "hidden_size", "num_attention_heads", "add_position_embedding")
+"""Arguments that must be those of the run that wrote a checkpoint, as for Megatron-LM."""
+
+
+class Checkpoints:
+    """The checkpoints of a run with these validated arguments. `original`: arguments with other
+    values than the script was given; they are stored as given. Raises UsageError if the checkpoint
+    to load cannot be used.
+    """
+
+    def __init__(self, args: Any, original: Mapping[str, Any], vocabulary: int,
+                 flops_of: Callable[[], float]) -> None:
+        self._args, self._vocabulary, self._flops_of = args, vocabulary, flops_of
+        self._given = {**original, "load": args.load, "save": args.save,
+                       "pretrained_checkpoint": args.pretrained_checkpoint}
+        self._load, self._pretrained = args.load, args.pretrained_checkpoint
+        self.first_sample = self.first_valid_sample = 0
+        """The samples that were used before the first iteration, by runs with another batch size or
+        another evaluation. They do not depend on which checkpoint of a run is the newest."""
+        self._flops_before = 0.0
+        # Megatron-LM's own functions must not load.
+        args.load = args.pretrained_checkpoint = None
+        path, weights_only = self._newest()
+        if not path:
+            return
+        state = MegatronState(path)
+        if not weights_only:
+            _compare(state, args)
+            at = state.iteration
+            self.first_sample = int(state.args.get("consumed_train_samples", 0)) - (
+                at * args.global_batch_size)
+            if used := int(state.args.get("consumed_valid_samples", 0)):
+                self.first_valid_sample = used - self._num_valid_samples(at)
+            self._flops_before = state.flops - at * flops_of()
+        state.check()
+
+    @property
+    def exports(self) -> list[MegatronFormat]:
+        """What to write."""
+        if not self._given["save"]:
+            return []
+        return [MegatronFormat(self._given["save"], self._args.save_interval or 0,
+                               self._values_beside_state)]
+
+    # --- Beginning (workload.py) ---
+    def newest(self) -> int:
+        path, weights_only = self._newest()
+        return 0 if not path or weights_only else MegatronState(path).iteration
+
+    def begin(self, trainee: TrainingModel) -> bool:
+        path, weights_only = self._newest()
+        if not path or not weights_only:
+            return False
+        MegatronState(path).read(trainee, History(), with_optimizer=False, iteration=0,
+                                 vocabulary=self._vocabulary)
+        return True
+
+    def read(self, trainee: TrainingModel, step_version: int, history: History) -> None:
+        path = f"{self._load}/{iteration_folder(step_version)}"
+        MegatronState(path).read(trainee, history, iteration=step_version,
+                                 with_optimizer=not self._args.no_load_optim,
+                                 vocabulary=self._vocabulary)
+
+    def _newest(self) -> tuple[str, bool]:
+        """The checkpoint to load, if any, and whether only its weights are used."""
+        args = self._args
+        name = newest(self._load) if self._load else ""
+        if self._load and args.ckpt_step:
+            name = iteration_folder(args.ckpt_step)
+        if name:
+            return f"{self._load}/{name}", args.finetune or name == RELEASE
+        if self._pretrained:
+            name = newest(self._pretrained)
+            if not name:
+                raise UsageError(f"neither {self._load} nor {self._pretrained} has a checkpoint of "
+                                 "Megatron-LM", "name one with --pretrained-checkpoint")
+            return f"{self._pretrained}/{name}", True
+        if self._load and args.exit_on_missing_checkpoint:
+            raise UsageError(f"{self._load} has no checkpoint of Megatron-LM",
+                             "name one with --load, or leave --exit-on-missing-checkpoint out")
+        return "", False
+
+    # --- what is stored beside the state ---
+    def _values_beside_state(self, trainee: TrainingModel, iteration: int) -> dict[str, Any]:
+        """The arguments of this layout after this iteration, and the FLOPs so far."""
+        args = copy.copy(self._args)
+        vars(args).update(self._given)
+        axes = trainee.axes
+        args.rank, args.world_size = 0, axes.tp * axes.pp * axes.dp
+        args.data_parallel_size = axes.dp
+        args.tensor_model_parallel_size, args.pipeline_model_parallel_size = axes.tp, axes.pp
+        args.iteration = iteration
+        args.consumed_train_samples = self.first_sample + iteration * args.global_batch_size
+        args.consumed_valid_samples = self.first_valid_sample + self._num_valid_samples(iteration)
+        args.skipped_train_samples = 0
+        # Each micro-batch seeds the generators anew, so there is no state of theirs.
+        args.no_save_rng = True
+        return {"args": args, "num_floating_point_operations_so_far":
+                self._flops_before + iteration * self._flops_of()}
+
+    def _num_valid_samples(self, iteration: int) -> int:
+        args = self._args
+        if not args.eval_interval:
+            return 0
+        return int(iteration // args.eval_interval * args.eval_iters * args.global_batch_size)
+
+
+def _compare(state: MegatronState, args: Any) -> None:
+    for name in COMPARED:
+        stored = state.args.get(name, getattr(args, name))
+        if stored != getattr(args, name):
+            raise UsageError(
+                f"{state.path} is of another model: its {name} is {stored}, the arguments say "
+                f"{getattr(args, name)}", "give the arguments of the checkpoint's run, or name "
+                "another checkpoint")
+
+
+def check_folder(folder: str) -> None:
+    """Raise UsageError if a folder for checkpoints cannot be written."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        probe = Path(folder) / ".writable"
+        probe.touch()
+        probe.unlink(missing_ok=True)
+    except OSError as error:
+        raise UsageError(f"--save: {folder}: {(error.strerror or 'not usable').lower()}",
+                         "name a folder that every node can write") from None
