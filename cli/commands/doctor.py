@@ -63,7 +63,7 @@ def print_support(*, as_json: bool) -> int:
         console.out(f"\n{row.what}")
         for who, answer in (("train:", row.train), ("loop", row.loop)):
             shown_by = f" [{answer.shown}]" if answer.shown else ""
-            console.out(f"  {who:<7} {answer.in_words}: {answer.why}{shown_by}")
+            console.out(f"  {who:<7} {answer.grade}: {answer.why}{shown_by}")
     return 0
 
 
@@ -71,7 +71,7 @@ def _table() -> None:
     width = max(len(row.what) for row in support.ROWS) + 2
     console.out(f"{'':<{width}}{'train:':<22}a loop of one's own")
     for row in support.ROWS:
-        console.out(f"{row.what:<{width}}{row.train.in_words:<22}{row.loop.in_words}")
+        console.out(f"{row.what:<{width}}{row.train.grade:<22}{row.loop.grade}")
 
 
 def _python() -> Finding:

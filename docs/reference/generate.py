@@ -108,8 +108,8 @@ this page. `unicron doctor --support` prints the same. A loop is checked against
 Unicron reports what is not supported, and the loop trains without healing, or ends as wrong input.
 
 - **exact**: a fault is healed in memory, and training ends with what an undisturbed one ends with.
-- **exact, not run here**: it should be so, by Megatron's source; no test here shows it.
-- **restart**: it trains; at a fault its processes start again. "not run here": as above.
+- **not run**: the code for it is written and should be exact; no test here runs it.
+- **restart**: it trains; at a fault its processes start again, from a checkpoint.
 - **refused**: the job file is refused; a script ends before it trains, with one line.
 
 Read against megatron-core 0.16.1.

@@ -10,26 +10,20 @@ from typing import Literal
 
 from msgspec import Struct
 
-Grade = Literal["exact", "restart", "refused"]
+Grade = Literal["exact", "not run", "restart from memory", "restart", "refused"]
+RECOVERED: tuple[Grade, ...] = ("exact", "not run")
+"""The grades of features that do not prevent recovery in memory."""
 
 
 class Support(Struct, frozen=True):
     """`exact`: a task with the feature recovers in memory, and its result equals that of an
-    undisturbed task. `restart`: it trains, and a fault restarts its processes. `refused`: it does
-    not start. `shown` is the test that shows `exact` or `restart`; "": not tested here."""
+    undisturbed task. `not run`: it should be so, but no test here runs it. `restart`: it trains,
+    and a fault restarts its processes. `refused`: it does not start. `shown` is the test that shows
+    the grade; "": not tested here."""
 
     grade: Grade
     why: str
     shown: str = ""
-
-    @property
-    def in_words(self) -> str:
-        """The grade as the tables show it."""
-        return f"{self.grade}, not run here" if self.is_untested else self.grade
-
-    @property
-    def is_untested(self) -> bool:
-        return self.grade != "refused" and not self.shown
 
 
 class Row(Struct, frozen=True):
@@ -40,8 +34,12 @@ class Row(Struct, frozen=True):
     loop: Support
 
 
-def _exact(why: str, shown: str = "") -> Support:
+def _exact(why: str, shown: str) -> Support:
     return Support("exact", why, shown)
+
+
+def _not_run(why: str) -> Support:
+    return Support("not run", why)
 
 
 def _restart(why: str, shown: str = "") -> Support:
@@ -129,9 +127,9 @@ ROWS: tuple[Row, ...] = (
         _restart("transfers between host and device are not part of the state")),
     Row("dropout, one layout of a replica",
         _exact("each micro-batch seeds it, on any rank", "tests/workers/training/test_rank.py"),
-        _exact("each micro-batch seeds torch's generators and Megatron's tracker")),
+        _not_run("each micro-batch seeds torch's generators and Megatron's tracker")),
     Row("dropout across a change of TP or PP",
-        _exact("seeded per layer, and in attention per head, by numbers over all ranks"),
+        _not_run("seeded per layer, and in attention per head, by numbers over all ranks"),
         _restart("Megatron seeds it by tensor-parallel rank and by stage: name one layout of a "
                  "replica, or set both dropouts to 0")),
     Row("gradients scaled by the number of replicas",
@@ -152,6 +150,6 @@ def markdown() -> str:
     """The table for the reference page."""
     lines = ["| | `train:` | a custom loop |", "|---|---|---|"]
     for row in ROWS:
-        cells = [f"**{answer.in_words}**: {answer.why}" for answer in (row.train, row.loop)]
+        cells = [f"**{answer.grade}**: {answer.why}" for answer in (row.train, row.loop)]
         lines.append(f"| {row.what} | {cells[0]} | {cells[1]} |")
     return "\n".join(lines) + "\n"

@@ -25,7 +25,7 @@ from ....events.errors import UsageError
 from ....events.spec.job import Batch, Loop, Model, Train
 from ....events.spec.model import Axes
 from ....events.spec.parallelism import Parallel, is_plain, num_positions
-from ....events.spec.support import ROWS, Grade, Row
+from ....events.spec.support import RECOVERED, ROWS, Grade, Row
 from ..communicators.process_groups import groups_for_building, publish_globals
 from ..model import cpu_device, experts, optimizers
 from ..model.random_draws import EMBEDDING, Draw
@@ -49,7 +49,8 @@ class BuiltLoop(NamedTuple):
 
 def unsupported(config: Any, ddp: Any = None, optimizer: Any = None, *,
                 parallel: Parallel | None = None, modules: Sequence[Any] = ()) -> list[Row]:
-    """The support table's rows that apply to this loop and are not `exact`, in table order.
+    """The support table's rows that apply to this loop and prevent recovery in memory, in table
+    order.
 
     `config` is a TransformerConfig, `ddp` a DistributedDataParallelConfig, `optimizer` an
     OptimizerConfig, `modules` the modules inside DDP. Transformer Engine and compilers are detected
@@ -57,7 +58,8 @@ def unsupported(config: Any, ddp: Any = None, optimizer: Any = None, *,
     unused.
     """
     loop = BuiltLoop(config, ddp, optimizer, parallel or Parallel(), modules)
-    return [row for row in ROWS if row.loop.grade != "exact" and ROW_CHECKS[row.what](loop)]
+    return [row for row in ROWS
+            if row.loop.grade not in RECOVERED and ROW_CHECKS[row.what](loop)]
 
 
 def _any(config: Any, *names: str) -> bool:
