@@ -49,11 +49,13 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"ddp": {"num_distributed_optimizer_instances": 2}}],
     "FSDP": [{"ddp": {"use_megatron_fsdp": True}},
              {"ddp": {"data_parallel_sharding_strategy": "optim_grads_params"}}],
-    "Transformer Engine": [{"module": "transformer_engine"}],
     "FP8 or FP4": [{"config": {"fp8": "hybrid"}}],
     "CUDA graphs": [{"config": {"cuda_graph_impl": "local", "use_te_rng_tracker": True}}],
     "torch.compile": [{"module": "compiled"}, {"module": "compiled in place"}],
-    "registered communication buffers": [{"ddp": {"nccl_ub": True}}],
+    "registered communication buffers": [
+        {"ddp": {"nccl_ub": True}},
+        {"config": {"tensor_model_parallel_size": 2, "sequence_parallel": True,
+                    "tp_comm_overlap": True}}],
     "offloading to the CPU": [
         {"config": {"cpu_offloading": True, "cpu_offloading_num_layers": 1}},
         {"optimizer": {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}}],
@@ -65,7 +67,9 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "gradients summed in 16 bits": [
         {"config": {"bf16": True, "params_dtype": torch.bfloat16},
          "ddp": {"grad_reduce_in_fp32": False}}],
-    "an optimizer other than Adam": [{"optimizer": {"optimizer": "sgd"}}],
+    "an optimizer other than Adam": [
+        {"optimizer": {"optimizer": "sgd"}},
+        {"later": {"use_precision_aware_optimizer": True}}],
 }
 
 
@@ -262,9 +266,11 @@ def _module(kind: str) -> torch.nn.Module:
 
 def _found(case: dict[str, Any]) -> list[str]:
     ddp = DistributedDataParallelConfig(**{"grad_reduce_in_fp32": True} | case.get("ddp", {}))
+    optimizer = OptimizerConfig(**{"optimizer": "adam", "lr": 1e-3} | case.get("optimizer", {}))
+    for name, value in case.get("later", {}).items():  # its class asks for the package
+        setattr(optimizer, name, value)
     return [row.what for row in unsupported(
-        TransformerConfig(**PLAIN | case.get("config", {})), ddp,
-        OptimizerConfig(**{"optimizer": "adam", "lr": 1e-3} | case.get("optimizer", {})),
+        TransformerConfig(**PLAIN | case.get("config", {})), ddp, optimizer,
         parallel=case.get("parallel"), modules=[_module(case.get("module", ""))])]
 
 
@@ -277,6 +283,7 @@ def test_an_unsupported_configuration_is_found(what: str, case: dict[str, Any]) 
 
 @pytest.mark.parametrize("case", [
     {}, {"config": {"attention_dropout": 0.1, "hidden_dropout": 0.1}},
+    {"module": "transformer_engine"},
     {"ddp": {"overlap_grad_reduce": True}},
     {"ddp": {"use_distributed_optimizer": True}, "optimizer": {"use_distributed_optimizer": True},
      "parallel": Parallel(optimizer="sharded")},

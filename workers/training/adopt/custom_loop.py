@@ -53,9 +53,7 @@ def unsupported(config: Any, ddp: Any = None, optimizer: Any = None, *,
     order.
 
     `config` is a TransformerConfig, `ddp` a DistributedDataParallelConfig, `optimizer` an
-    OptimizerConfig, `modules` the modules inside DDP. Transformer Engine and compilers are detected
-    in the modules, because Megatron's default configuration names Transformer Engine even if it is
-    unused.
+    OptimizerConfig, `modules` the modules inside DDP. Compilers are detected in the modules.
     """
     loop = BuiltLoop(config, ddp, optimizer, parallel or Parallel(), modules)
     return [row for row in ROWS
@@ -86,10 +84,6 @@ def _has_other_experts(config: Any, parallel: Parallel) -> bool:
 
 def _parts(loop: BuiltLoop) -> list[Any]:
     return [part for module in loop.modules for part in module.modules()]
-
-
-def _is_of(part: Any, package: str) -> bool:
-    return any(kind.__module__.split(".")[0] == package for kind in type(part).__mro__)
 
 
 def _is_compiled(part: Any) -> bool:
@@ -124,16 +118,13 @@ ROW_CHECKS: Mapping[str, Callable[[BuiltLoop], bool]] = {
     "several instances of the distributed optimizer": lambda loop: _above_1(
         loop.ddp, "num_distributed_optimizer_instances"),
     "FSDP": _is_fsdp,
-    "Transformer Engine": lambda loop: (
-        _any(loop.config, "tp_comm_overlap")
-        or _any(loop.optimizer, "use_precision_aware_optimizer")
-        or any(_is_of(part, "transformer_engine") for part in _parts(loop))),
     "FP8 or FP4": lambda loop: (_any(loop.config, "fp8", "fp4", "fp8_param", "fp4_param")
                                 or _any(loop.ddp, "fp8_param_gather")),
     "CUDA graphs": lambda loop: (_any(loop.config, "enable_cuda_graph", "external_cuda_graph")
                                  or loop.config.cuda_graph_impl != "none"),
     "torch.compile": lambda loop: any(_is_compiled(part) for part in _parts(loop)),
-    "registered communication buffers": lambda loop: _any(loop.ddp, "nccl_ub"),
+    "registered communication buffers": lambda loop: (
+        _any(loop.ddp, "nccl_ub") or _any(loop.config, "tp_comm_overlap")),
     "offloading to the CPU": lambda loop: (
         _any(loop.config, "cpu_offloading", "fine_grained_activation_offloading")
         or _any(loop.optimizer, "optimizer_cpu_offload")),
@@ -144,7 +135,9 @@ ROW_CHECKS: Mapping[str, Callable[[BuiltLoop], bool]] = {
         not loop.config.calculate_per_token_loss or _any(loop.ddp, "average_in_collective")),
     "gradients summed in 16 bits": _sums_in_16_bits,
     "an optimizer other than Adam": lambda loop: (
-        loop.optimizer is not None and loop.optimizer.optimizer != "adam"),
+        loop.optimizer is not None and (
+            loop.optimizer.optimizer != "adam"
+            or _any(loop.optimizer, "use_precision_aware_optimizer"))),
 }
 
 Build = Callable[[Any, Axes, int], tuple[Sequence[Any], Any, Any]]
@@ -341,7 +334,8 @@ def check_recoverable(ddps: Sequence[Any], optimizer: Any, scheduler: Any, train
     check_trainable(ddps, optimizer, scheduler, train, axes)
     _check_rows(ddps, optimizer, train, "restart", NotRecoverable)
     for kind in optimizers.not_adam(optimizer):
-        raise NotRecoverable(f"the state of {kind} is not known; that of torch.optim.AdamW is")
+        raise NotRecoverable(f"the state of {kind} is not known; that of torch.optim.AdamW is, and "
+                             "that of FusedAdam of Transformer Engine and Apex")
     is_sharded = optimizers.is_sharded(optimizer)
     if is_sharded != (train.parallel.optimizer != "whole"):
         built = "sharded" if is_sharded else "whole"

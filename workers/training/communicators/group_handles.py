@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 _LEAVES = (torch.Tensor, str, bytes, int, float, bool, type, type(None))
-_OWNERS = ("megatron", "torch", "unicron")
+_OWNERS = ("megatron", "torch", "transformer_engine", "unicron")
 
 Slot = tuple[Any, Any, str]
 """A dict or list, the key or index in it, and the role of the handle."""

@@ -13,6 +13,9 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+FUSED = ("transformer_engine", "apex")
+"""The packages that have FusedAdam; Megatron takes it from the first that is installed."""
+
 # --- The mirrored shard: a member also steps the shard of the previous data-parallel rank ---
 #
 # The mirror is a second instance of Megatron's distributed optimizer over the same buffers, built
@@ -93,12 +96,67 @@ def _materialise(optimizer: Any) -> None:
     """Allocate Adam's moments and steps, so that a new member can receive them. Megatron's
     init_state_fn leaves out `step`, which torch's AdamW needs."""
     for part in parts(optimizer):
+        step = {} if is_fused(part) else {"step": torch.zeros((), dtype=torch.float32)}
         for group in part.param_groups:
             for param in group["params"]:
                 if not part.state[param]:
-                    part.state[param].update(step=torch.zeros((), dtype=torch.float32),
-                                             exp_avg=torch.zeros_like(param),
-                                             exp_avg_sq=torch.zeros_like(param))
+                    part.state[param].update(
+                        {name: value.clone() for name, value in step.items()},
+                        exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
+
+
+# --- Adam of torch, of Transformer Engine and of Apex ---
+#
+# All three keep the moments `exp_avg` and `exp_avg_sq` of each parameter. torch counts the steps of
+# each parameter in its state; FusedAdam of Transformer Engine and of Apex counts those of each
+# parameter group in the group, from its first step on.
+
+
+def is_fused(part: Any) -> bool:
+    """Whether this is FusedAdam of Transformer Engine or Apex, or derived from it."""
+    return any(kind.__name__ == "FusedAdam" and kind.__module__.split(".")[0] in FUSED
+               for kind in type(part).__mro__)
+
+
+def num_steps(part: Any) -> set[float]:
+    """The step counts of one of `parts`."""
+    if is_fused(part):
+        return {float(group.get("step", 0)) for group in part.param_groups if group["params"]}
+    return {float(part.state[param]["step"])
+            for group in part.param_groups for param in group["params"]}
+
+
+def set_num_steps(part: Any, num: float) -> None:
+    """Set the step counts of one of `parts`."""
+    for group in part.param_groups:
+        if not is_fused(part):
+            for param in group["params"]:
+                part.state[param]["step"].fill_(num)
+        elif group["params"]:
+            device = group["params"][0].device
+            group["step"] = (torch.tensor([num], dtype=torch.int, device=device)
+                             if part.capturable else int(num))
+
+
+def not_adam(optimizer: Any) -> list[str]:
+    """The torch optimizers whose state is not known, in words: those that are not Adam, and Adam
+    with other tensors than two moments of the parameter's type."""
+    inner = [part.optimizer for part in chained(optimizer) if part.optimizer is not None]
+    return [words for part in inner if (words := _unknown(part))]
+
+
+def _unknown(part: Any) -> str:
+    kind = f"{type(part).__module__}.{type(part).__name__}"
+    if is_fused(part):
+        keeps_masters = getattr(part, "master_weights", False) or getattr(part, "use_master", False)
+        moments = (getattr(part, "exp_avg_dtype", torch.float32),
+                   getattr(part, "exp_avg_sq_dtype", torch.float32))
+        if keeps_masters:
+            return f"{kind} with masters of its own"
+        return "" if moments == (torch.float32,) * 2 else f"{kind} with moments in less than fp32"
+    if not isinstance(part, torch.optim.Adam):  # AdamW is a subclass
+        return kind
+    return f"{kind} with amsgrad" if part.defaults["amsgrad"] else ""
 
 
 def chained(optimizer: Any) -> list[Any]:
@@ -112,17 +170,10 @@ def scalers(optimizer: Any) -> list[Any]:
     return [scaler for scaler in each if scaler is not None]
 
 
-def not_adam(optimizer: Any) -> list[str]:
-    """The types of the torch optimizers that are not AdamW: their state is unknown."""
-    kinds = [type(part.optimizer) for part in chained(optimizer) if part.optimizer is not None]
-    return [f"{kind.__module__}.{kind.__name__}" for kind in kinds
-            if not issubclass(kind, torch.optim.AdamW)]
-
-
 def parts(optimizer: Any) -> list[torch.optim.Optimizer]:
     """The torch optimizers inside Megatron's."""
     inner = [part.optimizer for part in chained(optimizer) if part.optimizer is not None]
-    assert all(isinstance(part, torch.optim.AdamW) for part in inner)
+    assert all(isinstance(part, torch.optim.Adam) or is_fused(part) for part in inner)
     return inner
 
 

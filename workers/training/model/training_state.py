@@ -21,7 +21,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from ..process.history import History
-from .optimizers import parts, scalers, shards
+from .optimizers import num_steps, parts, scalers, set_num_steps, shards
 from .trainee import TrainingModel
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -124,8 +124,8 @@ def load(trainee: TrainingModel, new: Numbers, history: History) -> int:
     """Load the numbers; returns the step version. On ValueError nothing is changed."""
     check_numbers(trainee, new)
     for optimizer in trainee.optimizers:
-        for _, _, moments in _moments(trainee, optimizer):
-            moments["step"].fill_(new.adam_step)
+        for part in parts(optimizer):
+            set_num_steps(part, new.adam_step)
     for scaler, scale in zip(_dynamic(trainee), new.loss_scales, strict=True):
         scaler.load_state_dict({**msgspec.to_builtins(scale), "scale": torch.tensor([scale.scale])})
     trainee.scheduler.num_steps = new.scheduled_samples
@@ -142,8 +142,8 @@ def _dynamic(trainee: TrainingModel) -> list[Any]:
 
 def _adam_step(trainee: TrainingModel) -> float:
     """The step count, which is equal for all parameters."""
-    steps = {float(moments["step"]) for optimizer in trainee.optimizers
-             for _, _, moments in _moments(trainee, optimizer)}
+    steps = {num for optimizer in trainee.optimizers for part in parts(optimizer)
+             for num in num_steps(part)}
     assert len(steps) == 1, f"parameters have stepped {sorted(steps)} times"
     return steps.pop()
 

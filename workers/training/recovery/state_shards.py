@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from io import BytesIO
 from math import prod
 from operator import add
 from typing import Any, NamedTuple
@@ -219,7 +220,7 @@ def _sharded(module: Any, stacking: Stacking) -> Iterator[tuple[Tensor, _Local]]
                 made = [sharded]
             case mapping.ShardedTensorFactory():
                 made = list(nested_values(sharded.build()))
-            case mapping.ShardedObject(data=None):
+            case mapping.ShardedObject(data=data) if _is_empty(data):
                 continue
             case _:
                 raise ValueError(f"state that is not a tensor is not supported: {sharded}")
@@ -234,6 +235,18 @@ def _sharded(module: Any, stacking: Stacking) -> Iterator[tuple[Tensor, _Local]]
         yield tensor, _Local((*ahead, *tensor.shape),
                              [_map(key, part, tensor, num_stacked) for part in made],
                              any(part.allow_shape_mismatch for part in made))
+
+
+def _is_empty(extra_state: Any) -> bool:
+    """Whether the `_extra_state` of a module has nothing in it. That of a layer of Transformer
+    Engine is an empty tensor without FP8, and of older versions an empty BytesIO or None."""
+    match extra_state:
+        case Tensor():
+            return not extra_state.numel()
+        case BytesIO():
+            return not extra_state.getbuffer().nbytes
+        case _:
+            return extra_state is None
 
 
 def _map(key: str, part: mapping.ShardedTensor, tensor: Tensor, num_left_out: int) -> _Mapped:

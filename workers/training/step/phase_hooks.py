@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..model.optimizers import parts, scalers
+from ..model.optimizers import is_fused, parts, scalers
 from ..model.trainee import TrainingModel
 from ..process.trace import Note
 
@@ -52,6 +52,8 @@ class PhaseHooks:
                 last = getattr(middle.mlp, "linear_fc2", middle.self_attention.linear_proj)
                 last.register_forward_pre_hook(self._tensor)
             for part in parts(optimizer):
+                if is_fused(part):  # it steps all groups in one call
+                    continue
                 # AdamW starts each of its parameter groups with this.
                 _hook(part, "_init_group",
                       partial(self._begin_group, cycle(range(len(part.param_groups)))))
