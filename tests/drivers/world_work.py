@@ -18,6 +18,8 @@ from unicron.workers.training import rank
 from unicron.workers.training.model import cpu_device
 
 with cpu_device.uncompiled():
+    import host_reads
+    import loop_twin
     from megatron.core import parallel_state
     from megatron.core.distributed import finalize_model_grads
     from unicron.workers.training import reference, state_recovery
@@ -26,7 +28,7 @@ with cpu_device.uncompiled():
     from unicron.workers.training.model import text_data, training_state
     from unicron.workers.training.model import trainee as model
     from unicron.workers.training.recovery import settlement, state_shards
-    from unicron.workers.training.step import forward_backward, optimizer_step, pipeline
+    from unicron.workers.training.step import forward_backward, optimizer_step
 
 rank.ignore_warnings()
 LIMIT_S = 60.0
@@ -34,15 +36,23 @@ SKIPPED = -1.0
 """Stands for the norm of a gradient that is not finite."""
 
 
+class Done(NamedTuple):
+    """What forward_backward.run has run, and the sums over it."""
+
+    num_done: int
+    loss_sum: float
+    num_tokens: float
+
+
 class Stopped(NamedTuple):
     """A stopped run of micro-batches (`first`, gradients `partial`) and the rest (`total`), beside
     undisturbed runs of the same micro-batches (`alone`) and of all (`whole`)."""
 
-    first: pipeline.Passes
+    first: Done
     partial: list[Any]
     total: list[Any]
-    alone: tuple[pipeline.Passes, list[Any]]
-    whole: tuple[pipeline.Passes, list[Any]]
+    alone: tuple[Done, list[Any]]
+    whole: tuple[Done, list[Any]]
     passes: list[tuple[str, int]]
 
 
@@ -121,7 +131,8 @@ def trained(place: int, train: Train, axes: Axes, num_iterations: int
             lambda item: words.sample(train.seed, iteration, item, rows=train.batch.micro,  # noqa: B023
                                       sequence=train.model.sequence),
             lambda event, item: noted.append((event, item)))
-        told = torch.tensor([done.loss_sum, done.num_tokens], dtype=torch.float64)
+        told = torch.zeros(2, dtype=torch.float64)
+        done.losses.write(told)
         dist.all_reduce(told)
         finalize_model_grads(trainee.ddps, None, pg_collection=found)
         gate = torch.tensor([optimizer_step.norm_square(trainee), optimizer_step.has_inf(trainee)],
@@ -140,6 +151,18 @@ def trained(place: int, train: Train, axes: Axes, num_iterations: int
     return losses, norms, end, noted
 
 
+def stock_reads(place: int, script: str, argv: list[str], axes: Axes, num_iterations: int
+                ) -> list[host_reads.Places]:
+    """The host reads of each iteration of a loop script's model in Megatron's own loop."""
+    functions = loop_twin.given_by([script, *argv])
+    reads, found = host_reads.Reads(), list[host_reads.Places]()
+    with reads.here():
+        for _ in host_reads.stock_iterations(
+                functions, process_groups.build(axes, LIMIT_S), axes, place, num_iterations):
+            found.append(reads.take())
+    return found
+
+
 def stopped(place: int, train: Train, axes: Axes, num_items: int, num_groups: int) -> Stopped:
     """Run micro-batches, stopped before a group; then the rest. And all of them at once."""
     found = process_groups.build(axes, LIMIT_S)
@@ -153,16 +176,19 @@ def stopped(place: int, train: Train, axes: Axes, num_items: int, num_groups: in
         num_asked += 1
         return num_asked > num_groups
 
-    def run(items: list[int], must_stop: Callable[[], bool] | None) -> pipeline.Passes:
-        return forward_backward.run(
+    def run(items: list[int], must_stop: Callable[[], bool] | None) -> Done:
+        done = forward_backward.run(
             trainee, found, 0, items, lambda item: words.sample(
                 train.seed, 0, item, rows=train.batch.micro, sequence=train.model.sequence),
             lambda event, item: noted.append((event, item)), must_stop=must_stop)
+        sums = torch.zeros(2, dtype=torch.float64)
+        done.losses.write(sums)
+        return Done(done.num_done, *sums.tolist())
 
     def sums() -> list[Any]:
         return [gradient.clone().numpy() for gradient in trainee.gradients]
 
-    def run_from_zero(items: list[int]) -> tuple[pipeline.Passes, list[Any]]:
+    def run_from_zero(items: list[int]) -> tuple[Done, list[Any]]:
         trainee.clear()
         return run(items, None), sums()
 

@@ -75,7 +75,7 @@ class Loop:
             loss = trainee.loss(tokens)
             loss.backward()
             self.loss_sum += loss.item()
-            self.num_tokens += trainee.num_tokens(tokens)
+            self.num_tokens += int(trainee.num_tokens(tokens))
             self.num_done += 1
         self.note("reduce")
 

@@ -140,9 +140,9 @@ def test_an_aborted_group_means_quiesced_only_after_an_interrupt() -> None:
         ours.backend = "nccl"
         dist.distributed_c10d._abort_process_group()  # type: ignore[attr-defined]
         with pytest.raises(ValueError, match="has not been initialized"):
-            reduction.meet(control, ours, Stats(0.0, 0))
+            reduction.meet(control, ours, Stats())
         ours.interrupt()
-        assert reduction.meet(control, ours, Stats(0.0, 0)) == "quiesced"
+        assert reduction.meet(control, ours, Stats()) == "quiesced"
     ours.down(trainee.roots)
 
 

@@ -42,7 +42,7 @@ def test_a_given_norm_is_the_one_that_megatron_clips_by(
         alone: Any, precision: str, optimizer: Any) -> None:
     train = replace(FP16, precision=precision, parallel=Parallel(optimizer=optimizer))
     one, other, clipped = (built(train, alone) for _ in range(3))
-    found = optimizer_step.norm_square(one)
+    found = optimizer_step.norm_square(one).item()
     scale = one.optimizer.get_loss_scale().item()
     assert step(one)
     assert step(other, norm_square=found)

@@ -30,7 +30,7 @@ CASES: dict[str, tuple[Train, Axes, int, int]] = {
     "chunks, in the middle": (TRAIN, CHUNKS, 2, 4),
     "chunks, before the padded group": (TRAIN, CHUNKS, 3, 6),
     "chunks, after the last group": (TRAIN, CHUNKS, 4, 7),
-    "tp2pp2": (TRAIN, Axes(tp=2, pp=2), 3, 3),
+    "tp2pp2, which agrees one group later": (TRAIN, Axes(tp=2, pp=2), 3, 4),
     "fp16": (FP16, PP2, 3, 3),
 }
 """What is trained, and where; the group before which it stops, and the micro-batches before it."""

@@ -116,7 +116,7 @@ def _train(trainee: model.TrainingModel, first: int, last: int) -> list[bool]:
         trainee.draw.at(iteration, 0)
         tokens = words.sample(1, iteration, 0, rows=2, sequence=16)
         trainee.optimizer.scale_loss(trainee.loss(tokens)).backward()
-        stepped.append(step(trainee, trainee.num_tokens(tokens), lambda event: None))
+        stepped.append(step(trainee, float(trainee.num_tokens(tokens)), lambda event: None))
     trainee.clear()
     return stepped
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from checkpoint_stores import LocalKeeper
-from loop_driver import drive_loop, flagged_example
+from loop_driver import changed_example, drive_loop, flagged_example
 from matrix.scenes import newest
 from nursery import Nursery
 from rank_driver import Driver
 from struck import PP2DP2, TP2DP2, Case, strike
-from unicron.events.records.reports import RankFinished
+from unicron.events.records.reports import LossNotFinite, RankFinished
 from unicron.events.records.types import MemoryCheckpoint
 from unicron.events.spec.model import Axes
 from unicron.workers.training.reference import compare
@@ -156,3 +157,23 @@ def test_a_rank_that_joins_after_the_last_step_evaluates_nothing(
     for rank in (0, 1, 2):
         driver.wait(RankFinished, rank)
     assert compare(driver.final_checkpoint(), undisturbed).param_rel < RELATIVE_MAX
+
+
+def test_a_loss_that_is_not_finite_is_named_with_its_micro_batch(
+        tmp_path: Path, nursery: Nursery) -> None:
+    script = changed_example(tmp_path, [
+        ("    return tokens(iteration", "    asked.now = iteration, micro_batch\n"
+                                        "    return tokens(iteration"),
+        ("losses.float().sum()", "losses.float().sum() * (1, torch.nan)[asked.now == (2, 5)]")])
+    driver = drive_loop(tmp_path, nursery, [], iterations=3, micro_batches=8, script=script)
+    try:
+        driver.start(0, 1)
+        driver.form([0, 1], axes=Axes(dp=2))
+        driver.finish([0, 1])
+        assert [told.iteration for told in driver.told(LossNotFinite)] == [2]
+        healthy, other = (driver.processes[rank].log.read_text() for rank in (0, 1))
+        assert "the loss is nan" not in healthy
+        (line,) = (line for line in other.splitlines() if "the loss is nan" in line)
+        assert re.search(r"iteration\W+2\b.*micro_batch\W+5\b", line), line
+    finally:
+        driver.close()

@@ -222,11 +222,11 @@ class Job:
         returns batch i, counted from 0.
         """
         communicators, trainee = self._driver.communicators, self._driver.iteration.trainee
-        axes, local = communicators.axes, (0.0, 0)
+        axes = communicators.axes
+        summed = torch.zeros(2, dtype=torch.float64, device=self.device)
         if self.place < num_positions(axes):  # a standby member has no position in the layout
             items = range(coordinates(axes, self.place).dp, num, axes.dp)
-            local = evaluate(trainee, self.groups, items, batch_of)
-        summed = torch.tensor(local, dtype=torch.float64, device=self.device)
+            evaluate(trainee, self.groups, items, batch_of).write(summed)
         dist.all_reduce(summed)
         loss_sum, num_tokens = summed.tolist()
         if trainee.train.loss == "per_token":

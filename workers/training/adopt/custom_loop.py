@@ -176,7 +176,7 @@ class LoopTrainingModel(TrainingModel):
 
     call: Forward = field(kw_only=True)
     _loss_func: Callable[[Any], Any] = field(init=False, repr=False, default=lambda out: out)
-    _tokens_num: int = field(init=False, repr=False, default=0)
+    _tokens_num: int | Tensor = field(init=False, repr=False, default=0)
 
     def given(self, tokens: Any) -> Any:
         """Returned unchanged: `forward` moves the batch to its device."""
@@ -197,14 +197,18 @@ class LoopTrainingModel(TrainingModel):
         """The loss of the last forward pass."""
         loss_sum, num, *_ = self._loss_func(per_token)
         loss: Tensor = loss_sum
-        self._tokens_num = int(num)
+        # A number on the device stays there: to read it would make the host wait.
+        is_far = isinstance(num, Tensor) and num.device == loss.device
+        self._tokens_num = num.detach().reshape(()) if is_far else int(num)
         if isinstance(tokens, Padding):
             loss, self._tokens_num = loss * 0, 0
         if self.train.loss == "per_token":
             return loss
-        return loss / max(self._tokens_num, 1) / self.train.num_micro_batches
+        num = self._tokens_num
+        divisor = num.clamp(min=1) if isinstance(num, Tensor) else max(num, 1)
+        return loss / divisor / self.train.num_micro_batches
 
-    def num_tokens(self, tokens: Any) -> int:
+    def num_tokens(self, tokens: Any) -> int | Tensor:  # type: ignore[override]
         """The token count of the micro-batch of the last `loss_of` call."""
         return self._tokens_num
 

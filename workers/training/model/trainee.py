@@ -212,11 +212,11 @@ class TrainingModel:
         loss = (per_token.float() * carries_loss(tokens)).sum()
         if self.train.loss == "per_token":
             return loss
-        return loss / max(self.num_tokens(tokens), 1) / self.train.num_micro_batches
+        return loss / self.num_tokens(tokens).clamp(min=1) / self.train.num_micro_batches
 
-    def num_tokens(self, tokens: Tensor) -> int:
-        """The number of tokens of a micro-batch that carry loss."""
-        return int(carries_loss(tokens).sum().item())
+    def num_tokens(self, tokens: Tensor) -> Tensor:
+        """The number of tokens of a micro-batch that carry loss, on the device."""
+        return carries_loss(tokens).sum()
 
     def scale_auxiliary_losses(self) -> None:
         """Scale the gradients of the auxiliary losses of routers as that of the loss."""

@@ -89,6 +89,7 @@ class Trace:
     """The trace of one rank. If `folder` is empty, it writes nothing and never holds the rank."""
 
     def __init__(self, folder: str, task: int, rank: int, attempt: int) -> None:
+        self.rank = rank
         self._head = {"task": task, "rank": rank, "attempt": attempt, "pid": os.getpid()}
         self._file = -1
         if folder:

@@ -6,7 +6,7 @@ it. The reduction overlaps with the last backward (overlapped_reduction.py), or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -24,6 +24,7 @@ from ..model.trainee import TrainingModel
 from ..process.control_thread import Abandoned, Control, Interrupted
 from ..process.exit_report import verdict_of
 from ..process.trace import Marks, Note
+from .losses import Losses
 from .overlapped_reduction import BucketLauncher, GradientBackup
 from .phase_hooks import PhaseHooks
 
@@ -33,10 +34,11 @@ Outcome = Literal["stepped", "boundary", "quiesced", "failed"]
 
 
 class Stats(NamedTuple):
-    """Values of this member before the reduction, sums over all members after it."""
+    """Values of this member before the reduction, sums over all members after it. A member's own
+    loss and tokens are in its Losses."""
 
-    loss_sum: float
-    num_tokens: float
+    loss_sum: float = 0.0
+    num_tokens: float = 0.0
     num_stopping: float = 0.0
     """Number of members with an order to stop at this boundary."""
     num_saving: float = 0.0
@@ -79,7 +81,8 @@ class Reduction:
         self._buckets = (BucketLauncher(trainee.bucket_groups, self._backup, note)
                          if trainee.train.overlap else None)
 
-    def begin(self, control: Control, communicators: Communicators, mine: Stats) -> None:
+    def begin(self, control: Control, communicators: Communicators, mine: Stats, losses: Losses
+              ) -> None:
         """Launch the stats before the last backward, which then launches the buckets.
 
         The stats cover all local gradients, including the last micro-batch. They may be launched
@@ -100,7 +103,7 @@ class Reduction:
         if must_stop():  # the order arrived meanwhile
             return
         self._note("stats")
-        self._buckets.begin(self._own_stats(control, communicators, mine), must_stop)
+        self._buckets.begin(self._own_stats(control, communicators, mine, losses), must_stop)
 
     @contextmanager
     def backward(self, *, is_last: bool) -> Generator[None]:
@@ -126,13 +129,14 @@ class Reduction:
             control.abandon(waiter.is_alive)
         buckets.reset()
 
-    def run(self, control: Control, communicators: Communicators, mine: Stats) -> Stats | Outcome:
-        """Reduce. Returns the stats of all members; a failure restores the local gradients, or
-        loses them (`has_lost_sum`)."""
+    def run(self, control: Control, communicators: Communicators, mine: Stats, losses: Losses
+            ) -> Stats | Outcome:
+        """Reduce. Returns the stats of all members, with the sums of `losses`; a failure restores
+        the local gradients, or loses them (`has_lost_sum`)."""
         if self._buckets is None:
-            found = self._run_at_once(control, communicators, mine)
+            found = self._run_at_once(control, communicators, mine, losses)
         else:
-            found = self._run_overlapped(self._buckets, control, communicators, mine)
+            found = self._run_overlapped(self._buckets, control, communicators, mine, losses)
         if isinstance(found, str):
             self.undo()
         elif self._trainee.is_plain:
@@ -152,30 +156,34 @@ class Reduction:
         """Between two generations: free the memory that only a reduction needs."""
         self._backup.free()
 
-    def step_barrier(self, control: Control, communicators: Communicators, mine: StepBarrier
-                     ) -> StepBarrier | Outcome:
-        """The step barrier: exchange the global values that a step needs.
+    def step_barrier(self, control: Control, communicators: Communicators, mine: Tensor,
+                     scale: Tensor | None = None) -> tuple[StepBarrier, float] | Outcome:
+        """The step barrier: exchange the global values that a step needs. `mine` has the fields of
+        a StepBarrier. Returns those of all members, and `scale` (None: 1), with one read.
 
         A member that passes the barrier steps, whatever happens to the others: the barrier returns
         only after all members have entered it, with their parts reduced.
         """
-        def exchange() -> StepBarrier:
-            values = torch.tensor(mine, dtype=torch.float64, device=self._trainee.device)
-            dist.all_reduce(values)
+        def exchange() -> tuple[StepBarrier, float]:
+            dist.all_reduce(mine)
             self._note("passed")
-            return StepBarrier(*values.tolist())
+            if scale is None:
+                return StepBarrier(*mine.tolist()), 1.0
+            *values, found = torch.cat((mine, scale.detach().reshape(1).double())).tolist()
+            return StepBarrier(*values), found
 
         self._note("gate")
         return self.run_collectively(control, communicators, exchange)
 
-    def _run_at_once(self, control: Control, communicators: Communicators, mine: Stats
-                     ) -> Stats | Outcome:
+    def _run_at_once(self, control: Control, communicators: Communicators, mine: Stats,
+                     losses: Losses) -> Stats | Outcome:
         self._note("reduce")
         if self._backup.is_kept:
             self._keep_all()
         complete: list[bool] = []
         found = self.run_collectively(control, communicators, partial(
-            self._reduce, self._own_stats(control, communicators, mine), communicators.groups,
+            self._reduce, self._own_stats(control, communicators, mine, losses),
+            communicators.groups,
             dist.group.WORLD, complete, _check_of(communicators)))
         self.num_complete = sum(complete)
         if isinstance(found, str):
@@ -188,10 +196,11 @@ class Reduction:
             self._backup.keep(group)
 
     def _run_overlapped(self, buckets: BucketLauncher, control: Control,
-                        communicators: Communicators, mine: Stats) -> Stats | Outcome:
+                        communicators: Communicators, mine: Stats, losses: Losses
+                        ) -> Stats | Outcome:
         """Finish the reduction begun in the last backward, or run all of it."""
         if buckets.current is None:
-            self.begin(control, communicators, mine)
+            self.begin(control, communicators, mine, losses)
         reduction = buckets.current
         if reduction is None:
             return "quiesced"
@@ -227,7 +236,8 @@ class Reduction:
     def meet(self, control: Control, communicators: Communicators, mine: Stats) -> Stats | Outcome:
         """Exchange only the stats. Returns when every member has reached this point."""
         return self.run_collectively(control, communicators, partial(
-            self._stats, self._own_stats(control, communicators, mine), dist.group.WORLD))
+            self._stats, self._own_stats(control, communicators, mine, Losses()),
+            dist.group.WORLD))
 
     def run_collectively(self, control: Control, communicators: Communicators,
                          collective: Callable[[], T], replica: frozenset[int] = frozenset()
@@ -269,11 +279,14 @@ class Reduction:
         return control.run_detached(communicators.generation, communicators.interrupt, call,
                                     replica)
 
-    def _own_stats(self, control: Control, communicators: Communicators, mine: Stats) -> Tensor:
-        """This member's stats, and its order to stop."""
+    def _own_stats(self, control: Control, communicators: Communicators, mine: Stats,
+                   losses: Losses) -> Tensor:
+        """This member's stats with its losses, and its order to stop."""
         mine = mine._replace(
             num_stopping=float(control.pending_quiesce(communicators.generation) is not None))
-        return torch.tensor(mine, dtype=torch.float64, device=self._trainee.device)
+        values = on_device(mine, self._trainee.device)
+        losses.write(values)
+        return values
 
     def _stats(self, values: Tensor, world: Any) -> Stats:
         dist.all_reduce(values, group=world)
@@ -323,6 +336,16 @@ def _check_of(communicators: Communicators) -> Callable[[], None]:
             raise RuntimeError("the generation ended meanwhile")
 
     return check_active
+
+
+def on_device(values: Sequence[float], device: torch.device) -> Tensor:
+    """A float64 tensor of a few values. On CUDA torch.tensor waits for the stream; a fill does not.
+    """
+    made = torch.zeros(len(values), dtype=torch.float64, device=device)
+    for index, value in enumerate(values):
+        if value:
+            made[index].fill_(value)
+    return made
 
 
 def is_cuda_error(error: BaseException) -> bool:

@@ -8,12 +8,12 @@ a part of the gradients knows this only after the step barrier.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import torch
-import torch.distributed as dist
+import structlog
 from torch import Tensor
 
 from ....events.spec.model import Axes
@@ -28,10 +28,14 @@ from ..process.trace import Event, Marks, Trace
 from ..recovery.settlement import MemberAssignment, Settlement, assign_micro_batches
 from ..recovery.state_sources import NO_STATE, Claim, HeldState
 from . import forward_backward
-from .gradient_reduction import Outcome, Reduction, Stats, StepBarrier
-from .optimizer_step import gather, gathering, has_inf, norm_square, step
+from .gradient_reduction import Outcome, Reduction, Stats, StepBarrier, on_device
+from .losses import Losses
+from .optimizer_step import gather, gathering, scale_of, step, step_barrier
 from .overlapped_reduction import end_all
 from .pipeline import Passes
+from .stop_agreement import StopAgreement
+
+log = structlog.get_logger()
 
 
 class Iteration:
@@ -53,8 +57,7 @@ class Iteration:
         self.assigned_in = 0
         self.begun = False
         self.trained_in = 0
-        self.loss_sum = 0.0
-        self.num_tokens = 0
+        self.losses = Losses()
         self.forward_calls = 0
         self.copy_status: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)
         """This member's `num_sending` and `num_unstored` (Stats)."""
@@ -145,7 +148,7 @@ class Iteration:
         survive; empty without the reduced sum of a whole part."""
         if not self.is_ready or self.trainee.is_sharded:
             return ()
-        return StepBarrier(norm_square(self.trainee, dp=0), float(has_inf(self.trainee)))
+        return StepBarrier(*step_barrier(self.trainee, dp=0).tolist())
 
     def reset_to(self, step_version: int) -> None:
         """The member's state was replaced by a state of `step_version` steps, without gradients."""
@@ -200,11 +203,12 @@ class Iteration:
                        ) -> Outcome:
         """Run the iteration as a standby member: only the collectives of all members."""
         self.marks.begin(communicators.generation, iteration, "first")
-        stats = self.reduction.meet(control, communicators, self._stats(0.0, 0))
+        stats = self.reduction.meet(control, communicators, self._stats())
         if isinstance(stats, str):
             return stats
         if not is_fully_replicated(communicators.axes, self.trainee.train.parallel):
-            gate = self.reduction.step_barrier(control, communicators, StepBarrier(0.0))
+            gate = self.reduction.step_barrier(control, communicators,
+                                               on_device(StepBarrier(0.0), self.trainee.device))
             if isinstance(gate, str):
                 return gate
         self.marks.pulse.finish()
@@ -212,7 +216,7 @@ class Iteration:
 
     def meet(self, control: Control, communicators: Communicators) -> Outcome:
         """After the last iteration: wait until every member is done."""
-        stats = self.reduction.meet(control, communicators, self._stats(0.0, 0))
+        stats = self.reduction.meet(control, communicators, self._stats())
         if isinstance(stats, str):
             return stats
         return "boundary" if stats.num_stopping else "stepped"
@@ -235,7 +239,7 @@ class Iteration:
             if control.pending_quiesce(communicators.generation) == "now":
                 return "quiesced"
             run = partial(self._micro_batch, item, partial(
-                self.reduction.begin, control, communicators) if item == todo[-1] else None)
+                self._begin_reduction, control, communicators) if item == todo[-1] else None)
             if self.trainee.is_gathered:
                 run()
                 continue
@@ -250,23 +254,24 @@ class Iteration:
                        ) -> Outcome | None:
         """Run the passes with the other members of this replica. None when all are done.
 
-        A unit is one micro-batch, and the members agree before each to continue, so that all stop
-        after the same one. With a pipeline, a unit is all micro-batches, because they have one
-        schedule, and its first stage decides where the schedule stops (pipeline.py).
+        A unit is one micro-batch, and the members agree to continue (stop_agreement.py), so that
+        all stop after the same one. With a pipeline, a unit is all micro-batches, because they have
+        one schedule, and its first stage decides where the schedule stops (pipeline.py).
         """
         items = tuple(todo)
         units = [items] if self.trainee.axes.pp > 1 and items else [(item,) for item in items]
+        agreement = StopAgreement(communicators.groups.mp, self.trainee.device)
         for unit in units:
             found = self.reduction.run_collectively(
                 control, communicators,
-                partial(self._unit, control, communicators, unit, is_last=unit == units[-1]),
+                partial(self._unit, control, communicators, unit, agreement,
+                        is_last=unit == units[-1]),
                 communicators.replica)
             if isinstance(found, str):
                 self._fail_passes(control, communicators)
                 return found
             self.trainee.is_gathered = self.trainee.is_gathered or found.num_done > 0
-            self.loss_sum += found.loss_sum
-            self.num_tokens += found.num_tokens
+            self.losses.extend(found.losses)
             self.done.extend(unit[:found.num_done])
             for _ in range(found.num_done):
                 self.marks.pulse.micro_batch_done()
@@ -280,22 +285,22 @@ class Iteration:
         self.reduction.give_up(control, communicators)
         self._clear_sums()
 
-    def _unit(self, control: Control, communicators: Communicators, unit: tuple[int, ...], *,
-              is_last: bool) -> Passes:
+    def _unit(self, control: Control, communicators: Communicators, unit: tuple[int, ...],
+              agreement: StopAgreement, *, is_last: bool) -> Passes:
         """Run a unit. All members run less of it if one has an order to stop, and then return the
         same number of micro-batches. Raises RuntimeError."""
         def must_stop() -> bool:
             return control.pending_quiesce(communicators.generation) == "now"
 
         if self.trainee.axes.pp == 1:
-            flag = torch.tensor(float(must_stop()), device=self.trainee.device)
-            dist.all_reduce(flag, dist.ReduceOp.MAX, group=communicators.groups.mp)
-            if flag.item():
-                return Passes(0)
+            if agreement.answer():
+                return Passes(0, Losses())
+            if not is_last:
+                agreement.ask(must_stop=must_stop())
 
-        def begin(loss_sum: float, num_tokens: int) -> None:
-            self.reduction.begin(control, communicators, self._stats(
-                self.loss_sum + loss_sum, self.num_tokens + num_tokens))
+        def begin(losses: Losses) -> None:
+            self.reduction.begin(control, communicators, self._stats(),
+                                 self.losses.with_losses(losses))
 
         return forward_backward.run(
             self.trainee, communicators.groups, self.step_version, unit, self._sample,
@@ -316,7 +321,11 @@ class Iteration:
         self._note(event)
         self._item = -1
 
-    def _micro_batch(self, item: int, begin: Callable[[Stats], None] | None) -> None:
+    def _begin_reduction(self, control: Control, communicators: Communicators, losses: Losses
+                         ) -> None:
+        self.reduction.begin(control, communicators, self._stats(), losses)
+
+    def _micro_batch(self, item: int, begin: Callable[[Losses], None] | None) -> None:
         """Run forward and backward. `begin` is called between them, for the last micro-batch."""
         trainee = self.trainee
         self._item = item
@@ -326,14 +335,14 @@ class Iteration:
         self._note("forward")
         self.forward_calls += 1
         loss = trainee.loss(tokens)
+        own = Losses()
+        own.add(item, loss, trainee.num_tokens(tokens))
         if begin is not None:
-            begin(self._stats(self.loss_sum + loss.item(),
-                              self.num_tokens + trainee.num_tokens(tokens)))
+            begin(self.losses.with_losses(own))
         self._note("backward")
         with self.reduction.backward(is_last=begin is not None):
             trainee.optimizer.scale_loss(loss).backward()
-        self.loss_sum += loss.item()
-        self.num_tokens += trainee.num_tokens(tokens)
+        self.losses.extend(own)
         self.done.append(item)
         self.marks.pulse.micro_batch_done()
         self._item = -1
@@ -346,20 +355,21 @@ class Iteration:
 
     # --- reduction and step ---
     def _reduce_and_step(self, control: Control, communicators: Communicators) -> Outcome:
-        stats = self.reduction.run(control, communicators,
-                                   self._stats(self.loss_sum, self.num_tokens))
+        stats = self.reduction.run(control, communicators, self._stats(), self.losses)
         if isinstance(stats, str):
             if self.reduction.has_lost_sum:
                 self._clear_sums()
             return stats
         self._reduced = stats
-        gate = None
+        if not math.isfinite(stats.loss_sum):
+            self._say_not_finite()
+        gate, scale = None, 1.0
         if not self.trainee.is_plain:
             found = self._enter_step_barrier(control, communicators)
             if isinstance(found, str):
                 return found
-            gate = found
-        self._step(gate)
+            gate, scale = found
+        self._step(gate, scale)
         self.owned = self._next_micro_batches(communicators)
         self.assigned_in = communicators.generation
         may_wait = (self.trainee.gathers_in_forward and not stats.num_stopping
@@ -404,14 +414,22 @@ class Iteration:
             control.abandon(waiter.is_alive)
             self.is_stuck = True
 
-    def _enter_step_barrier(self, control: Control, communicators: Communicators
-                            ) -> StepBarrier | Outcome:
-        mine = StepBarrier(norm_square(self.trainee), float(has_inf(self.trainee)))
-        self.is_ready = True
-        return self.reduction.step_barrier(control, communicators, mine)
+    def _say_not_finite(self) -> None:
+        """Name this member's micro-batches whose loss is NaN or infinite. The others have none."""
+        for item, loss in self.losses.not_finite():
+            log.warning(f"the loss is {loss}", rank=self.trace.rank, iteration=self.step_version,
+                        micro_batch=item)
 
-    def _step(self, gate: StepBarrier | None) -> None:
-        """Compute the next state from the reduced gradients; waits for no other member."""
+    def _enter_step_barrier(self, control: Control, communicators: Communicators
+                            ) -> tuple[StepBarrier, float] | Outcome:
+        mine = step_barrier(self.trainee)
+        self.is_ready = True
+        return self.reduction.step_barrier(control, communicators, mine,
+                                           scale_of(self.trainee.optimizer))
+
+    def _step(self, gate: StepBarrier | None, scale: float | None = None) -> None:
+        """Compute the next state from the reduced gradients; waits for no other member. `scale`:
+        the loss scale, if it is known."""
         stats = self._reduced
         self.before_change()
         if gate is None:
@@ -420,7 +438,7 @@ class Iteration:
             self._gate = gate
             self.reduction.done()
             step(self.trainee, stats.num_tokens, self._note, norm_square=gate.norm_square,
-                 found_inf=gate.num_not_finite > 0)
+                 found_inf=gate.num_not_finite > 0, scale=scale)
             self.is_ready = False
         self.trainee.experts.step(self.reduction.router_sums, self.trainee.train.num_micro_batches)
         self.step_version += 1
@@ -444,11 +462,12 @@ class Iteration:
         return assign_micro_batches(self.trainee.train.num_micro_batches, axes.dp,
                                     coordinates(axes, communicators.place).dp)
 
-    def _stats(self, loss_sum: float, num_tokens: float) -> Stats:
+    def _stats(self) -> Stats:
+        """This member's values without its losses."""
         self._was_saving = self.is_saving()
         num_sending, num_unstored = self.copy_status()
-        return Stats(loss_sum, num_tokens, num_saving=float(self._was_saving),
-                     num_sending=num_sending, num_unstored=num_unstored)
+        return Stats(num_saving=float(self._was_saving), num_sending=num_sending,
+                     num_unstored=num_unstored)
 
     def _boundary(self, stats: Stats) -> Outcome:
         self.may_copy = not stats.num_sending
@@ -468,8 +487,7 @@ class Iteration:
 
     def _forget_sums(self) -> None:
         self.done = []
-        self.loss_sum = 0.0
-        self.num_tokens = 0
+        self.losses.clear()
 
 
 def held_by(trainee: TrainingModel) -> HeldState:

@@ -10,7 +10,7 @@ the sum of `norm_square` of all members, and whether any member `has_inf`. With 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import structlog
@@ -24,40 +24,59 @@ from ..process.trace import Event
 log = structlog.get_logger()
 
 
-def norm_square(trainee: TrainingModel, *, dp: int | None = None) -> float:
-    """This member's part of the squared norm of the reduced gradients.
+def norm_square(trainee: TrainingModel, *, dp: int | None = None) -> Tensor:
+    """This member's part of the squared norm of the reduced gradients, on the device.
 
     In the sum over all members, every element of the model counts once: without a sharded
     optimizer, on data-parallel rank 0. `dp`: as if this member had that data-parallel rank.
     """
-    return math.fsum(torch.linalg.vector_norm(own, dtype=torch.float64).item() ** 2
-                     for own in _counted(trainee, trainee.at.dp if dp is None else dp))
+    norms = [torch.linalg.vector_norm(own, dtype=torch.float64)
+             for own in _counted(trainee, trainee.at.dp if dp is None else dp)]
+    if not norms:
+        return torch.zeros((), dtype=torch.float64, device=trainee.device)
+    return torch.stack(norms).square().sum()
 
 
-def has_inf(trainee: TrainingModel) -> bool:
-    """Whether any gradient of this member is not finite."""
-    return not all(bool(gradient.isfinite().all()) for gradient in trainee.gradients)
+def has_inf(trainee: TrainingModel) -> Tensor:
+    """Whether any gradient of this member is not finite, on the device."""
+    return ~torch.stack([gradient.isfinite().all() for gradient in trainee.gradients]).all()
+
+
+def step_barrier(trainee: TrainingModel, *, dp: int | None = None) -> Tensor:
+    """What this member adds to the step barrier: the fields of a StepBarrier, on the device."""
+    return torch.stack((norm_square(trainee, dp=dp), has_inf(trainee).double()))
+
+
+def scale_of(optimizer: Any) -> Tensor | None:
+    """The loss scale, on the device; None without one."""
+    found = scalers(optimizer)
+    return found[0].scale if found else None
 
 
 def step(trainee: TrainingModel, num_tokens: float, note: Callable[[Event], None], *,
-         norm_square: float | None = None, found_inf: bool = False) -> bool:
+         norm_square: float | None = None, found_inf: bool = False, scale: float | None = None
+         ) -> bool:
     """Divide by the loss's divisor, then step optimizer and schedule; returns whether it stepped.
 
     If a scaled gradient is not finite, Megatron's optimizer skips its step and lowers the scale,
     and the schedule does not advance, but the iteration counts. Members with the same gradients
     decide the same. If each has only a part, `norm_square` and `found_inf` are of all members.
+    `scale` is the loss scale; None: it is read from the device.
     """
     note("scale")
     divisor = trainee.divisor(num_tokens)
     if divisor != 1.0:
-        count = torch.tensor(divisor, dtype=torch.int, device=trainee.device)
+        count = torch.full((), divisor, dtype=torch.int, device=trainee.device)
         for ddp in trainee.ddps:
             ddp.scale_gradients(1.0 / count)
     if found_inf:  # on another member: Megatron must see it here too
         for gradient in trainee.gradients:
             gradient.fill_(math.inf)
     if norm_square is not None:
-        _set_norm(trainee, math.sqrt(norm_square) / divisor)
+        if scale is None:
+            read = scale_of(trainee.optimizer)
+            scale = 1.0 if read is None else read.item()
+        _set_norm(trainee.optimizers, math.sqrt(norm_square) / divisor / scale)
     if trainee.mirror is not None:
         sync_mirror(trainee.mirror, trainee.optimizer)
         trainee.mirror.step()
@@ -97,10 +116,9 @@ def gathering(trainee: TrainingModel) -> list[Any]:
     return works
 
 
-def _set_norm(trainee: TrainingModel, scaled_norm: float) -> None:
-    """Make Megatron clip by this norm. `scaled_norm` still contains the loss scale."""
-    norm = scaled_norm / trainee.optimizer.get_loss_scale().item()
-    for optimizer in trainee.optimizers:
+def _set_norm(optimizers: Sequence[Any], norm: float) -> None:
+    """Make Megatron clip by this norm, which contains no loss scale."""
+    for optimizer in optimizers:
         (part,) = optimizer.chained_optimizers
         part.get_grad_norm = lambda: norm
 

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_tensor_shapes
 from torch import Tensor
 
 from ..model.trainee import TrainingModel
+from .losses import Losses
+from .stop_agreement import StopAgreement
 
 PADDING = -1
 """A micro-batch without tokens: it adds zeros."""
@@ -33,17 +34,16 @@ Note = Callable[[Literal["forward", "backward", "stage"], int], None]
 """Called when a pass of a micro-batch begins, or when a stage communicates with another."""
 
 
-Begin = Callable[[float, int], None]
-"""Called before the last backward, with the sums of the losses and of the tokens."""
+Begin = Callable[[Losses], None]
+"""Called before the last backward, with the losses so far."""
 
 
 class Passes(NamedTuple):
-    """What was run: the first `num_done` of the micro-batches, and the sums over them. Only one
-    member of the replica, on the last stage, has the sums; the others have 0."""
+    """What was run: the first `num_done` of the micro-batches, and their losses. Only one member of
+    the replica, on the last stage, has the losses."""
 
     num_done: int
-    loss_sum: float = 0.0
-    num_tokens: int = 0
+    losses: Losses
 
 
 def run(trainee: TrainingModel, groups: Any, iteration: int, items: Sequence[int], sample: Sample,
@@ -64,17 +64,18 @@ def run(trainee: TrainingModel, groups: Any, iteration: int, items: Sequence[int
     config.no_sync_func = no_sync if is_chunked else no_sync[0]
     each = padded(items, axes.pp, axes.chunks)
     stages = _Stages(trainee, groups, config, note, must_stop)
-    sums = _Sums(begin)
+    losses, last = Losses(), _LastBackward(begin)
     get_forward_backward_func(
         pp_size=axes.pp, vp_size=axes.chunks if is_chunked else None)(
-        forward_step_func=partial(_forward, trainee, stages, iteration, sample, note, sums),
+        forward_step_func=partial(_forward, trainee, stages, iteration, sample, note, losses,
+                                  partial(last.begins, losses)),
         data_iterator=[_numbered(each) for _ in trainee.ddps] if is_chunked else _numbered(each),
         model=trainee.ddps, num_microbatches=len(each), seq_length=train.model.sequence,
         micro_batch_size=train.batch.micro, forward_only=forward_only,
         p2p_communicator=stages, pg_collection=groups,
     )
     num_done = len(items) if stages.stop is None else stages.stop // axes.chunks
-    return Passes(min(num_done, len(items)), sums.loss_sum, sums.num_tokens)
+    return Passes(min(num_done, len(items)), losses)
 
 
 def padded(items: Sequence[int], num_stages: int, num_chunks: int) -> list[int]:
@@ -88,24 +89,25 @@ def _numbered(items: Sequence[int]) -> Iterator[tuple[int, bool]]:
     return zip(items, [*[False] * (len(items) - 1), True], strict=True)
 
 
-class _Sums:
-    """The sums over the micro-batches, on the last stage. Calls `begin` once, before the last
-    backward of the first chunk that comes to it: all losses are known by then."""
+@cache
+def _head_of(dtype: torch.dtype) -> list[float]:
+    """The first elements of a marker."""
+    head: list[float] = torch.tensor(list(MARKER), dtype=torch.uint8).view(dtype).tolist()
+    return head
+
+
+class _LastBackward:
+    """Calls `begin` once, before the last backward of the first chunk that comes to it: the last
+    stage has all losses by then."""
 
     def __init__(self, begin: Begin | None) -> None:
-        self.loss_sum, self.num_tokens = 0.0, 0
         self._begin = begin
 
-    def add(self, loss: float, num_tokens: int) -> None:
-        """Add a micro-batch."""
-        self.loss_sum += loss
-        self.num_tokens += num_tokens
-
-    def last_backward_begins(self, gradient: Tensor) -> None:
+    def begins(self, losses: Losses, gradient: Tensor) -> None:
         """A hook on the output of the last micro-batch."""
         if self._begin is not None:
             begin, self._begin = self._begin, None
-            begin(self.loss_sum, self.num_tokens)
+            begin(losses)
 
 
 class _Stages(P2PCommunicator):  # type: ignore[misc, unused-ignore]
@@ -128,9 +130,8 @@ class _Stages(P2PCommunicator):  # type: ignore[misc, unused-ignore]
         self._num_chunks = trainee.axes.chunks
         self._group_passes = trainee.axes.pp * self._num_chunks if self._num_chunks > 1 else 1
         """Forward passes of one group on a stage."""
-        self._head: list[float] = torch.tensor(list(MARKER), dtype=torch.uint8).view(
-            config.pipeline_dtype).tolist()
-        """The first elements of a marker."""
+        self._agreement = StopAgreement(groups.tp, trainee.device)
+        self._head = _head_of(config.pipeline_dtype)
         self._inputs = deque[Tensor]()
         """Activations received from the previous stage, for the next forward passes."""
         self._num_messages = {"send_next": 0, "send_prev": 0, "recv_prev": 0, "recv_next": 0}
@@ -159,12 +160,12 @@ class _Stages(P2PCommunicator):  # type: ignore[misc, unused-ignore]
         """On the first stage: whether this group must not begin. The stage's members agree."""
         if self._must_stop is None or not begins_group:
             return False
-        must_stop = self._must_stop()
-        if self._trainee.axes.tp > 1:
-            flag = torch.tensor(float(must_stop), device=self._trainee.device)
-            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._groups.tp)
-            must_stop = bool(flag.item())
-        return must_stop
+        if self._trainee.axes.tp == 1:
+            return self._must_stop()
+        if self._agreement.answer():
+            return True
+        self._agreement.ask(must_stop=self._must_stop())
+        return False
 
     def _is_told(self, begins_group: bool) -> bool:
         """On a later stage: whether the input of this pass is the marker."""
@@ -172,7 +173,9 @@ class _Stages(P2PCommunicator):  # type: ignore[misc, unused-ignore]
         if self._must_stop is None or not begins_group:
             return False
         num = len(MARKER) // activation.element_size()
-        head: list[float] = activation.view(-1)[:num].tolist()  # waits for the device, if any
+        # The interleaved schedule receives ahead, so this waits for the device, once for each
+        # group. In the other schedule Megatron has just waited (batch_p2p_sync).
+        head: list[float] = activation.view(-1)[:num].tolist()
         return head == self._head
 
     def _marker(self) -> Tensor:
@@ -222,8 +225,8 @@ class _Stages(P2PCommunicator):  # type: ignore[misc, unused-ignore]
 
 
 def _forward(trainee: TrainingModel, stages: _Stages, iteration: int, sample: Sample, note: Note,
-             sums: _Sums, items: Iterator[tuple[int, bool]], ddp: Any
-             ) -> tuple[Tensor, Any]:
+             losses: Losses, last_backward_begins: Callable[[Tensor], None],
+             items: Iterator[tuple[int, bool]], ddp: Any) -> tuple[Tensor, Any]:
     """Run one micro-batch in one chunk, for Megatron's schedule. Returns the output and a loss
     function. Dropout does not depend on the other micro-batches in the pipeline."""
     skipped = stages.begin_forward()
@@ -241,8 +244,8 @@ def _forward(trainee: TrainingModel, stages: _Stages, iteration: int, sample: Sa
 
     def loss_of_output(per_token: Tensor) -> tuple[Tensor, Tensor, None]:
         loss, num_tokens = trainee.loss_of(per_token, batch), trainee.num_tokens(batch)
-        sums.add(loss.item(), num_tokens)
-        return loss, torch.tensor(num_tokens, dtype=torch.int), None
+        losses.add(item, loss, num_tokens)
+        return loss, torch.zeros((), dtype=torch.int), None  # the divisor is that of all members
 
     def backward_begins(gradient: Tensor) -> None:
         trainee.experts.count(counts=item != PADDING)  # it may compute activations again
@@ -251,7 +254,7 @@ def _forward(trainee: TrainingModel, stages: _Stages, iteration: int, sample: Sa
 
     out = trainee.forward(ddp, batch)
     if is_last and out.requires_grad:
-        out.register_hook(sums.last_backward_begins)  # type: ignore[no-untyped-call, unused-ignore]
+        out.register_hook(last_backward_begins)  # type: ignore[no-untyped-call, unused-ignore]
     if out.requires_grad:
         out.register_hook(backward_begins)  # type: ignore[no-untyped-call, unused-ignore]
     return out, loss_of_output

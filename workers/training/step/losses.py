@@ -1,0 +1,65 @@
+"""The losses of complete micro-batches. They stay on the device: to read one makes the host wait.
+
+The sums of all members are read once in an iteration, together (gradient_reduction.py).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+NumTokens = int | Tensor
+"""A number of tokens: an int, or a tensor with one element on the training device."""
+
+
+class Losses:
+    """What a member's micro-batches of one iteration add to the loss, and their tokens."""
+
+    def __init__(self) -> None:
+        self._items: list[int] = []
+        self._values: list[Tensor] = []
+        self._num_tokens: list[NumTokens] = []
+
+    def add(self, item: int, loss: Tensor, num_tokens: NumTokens) -> None:
+        """Add micro-batch `item`."""
+        self._items.append(item)
+        self._values.append(loss.detach().reshape(()).double())
+        self._num_tokens.append(num_tokens)
+
+    def extend(self, others: Losses) -> None:
+        """Add all micro-batches of `others`."""
+        self._items += others._items
+        self._values += others._values
+        self._num_tokens += others._num_tokens
+
+    def with_losses(self, others: Losses) -> Losses:
+        """These and the others."""
+        both = Losses()
+        both.extend(self)
+        both.extend(others)
+        return both
+
+    def clear(self) -> None:
+        self._items, self._values, self._num_tokens = [], [], []
+
+    def write(self, sums: Tensor) -> None:
+        """Write the sum of the losses and of the tokens into the first two elements of `sums`, a
+        float64 tensor of zeros, without a wait for the device."""
+        if not self._items:
+            return
+        torch.sum(torch.stack(self._values), 0, out=sums[0])
+        known = sum(num for num in self._num_tokens if isinstance(num, int))
+        sums[1].fill_(known)
+        for num in self._num_tokens:
+            if isinstance(num, Tensor):
+                sums[1].add_(num.detach().reshape(()))
+
+    def not_finite(self) -> list[tuple[int, float]]:
+        """The micro-batches whose loss is NaN or infinite, with it. Waits for the device."""
+        if not self._items:
+            return []
+        values = torch.stack(self._values).tolist()
+        return [(item, value) for item, value in zip(self._items, values, strict=True)
+                if not math.isfinite(value)]
