@@ -362,7 +362,8 @@ def left(one: IncidentHistory, task: Task | None, found: IncidentRecords, view: 
                 "Unicron only observes: what would be done is in "
                 f"unicron status{option}, to have it done")
         words.append(f"{what}: {way_to_act(healing, option)}")
-    if one.outcome == "failed" and task is not None:
-        words.append(f"{task.spec.name} failed ({task.why}): unicron logs {task.id}{option}, "
-                     "mend it, submit it again")
+    if task is not None and task.outcome == "failed" and one.outcome != "open":
+        later = "" if one.outcome == "failed" else " later"
+        words.append(f"{task.spec.name} failed{later} ({task.why}): "
+                     f"unicron logs {task.id}{option}, mend it, submit it again")
     return words

@@ -230,6 +230,25 @@ def test_a_disabled_slot_needs_an_operator(d: Driver, task: int) -> None:
     assert f"n2 {words}" in " ".join(" ".join(told).split())
 
 
+@pytest.mark.nodes(2)
+def test_the_incidents_of_a_failed_task_say_why_and_what_to_do(d: Driver) -> None:
+    task = d.submit(spec(train=None, command=["true"]))
+    d.obey(d.log[-20:])
+    while not d.state.tasks[task].outcome:
+        carry_out(d, d.exit(task, 0, code=3))
+    why = d.state.tasks[task].why
+    assert "failed 4 times without 10 new iterations in between: rank 0 on " in why
+    *earlier, last = history(d.log).incidents
+    assert earlier
+    for number, word in ((last, "failed"), *((number, "failed later") for number in earlier)):
+        told = facts(d.log, f"inc-{number}", option=" --state /srv")
+        assert told["left"] == [f"alpha {word} ({why}): unicron logs {task} --state /srv, mend it, "
+                                "submit it again"]
+        text = " ".join(" ".join(page(told, option=" --state /srv")).split())
+        assert f"unicron logs {task} --state /srv, mend it, submit it again" in text
+        assert "nothing is left to do" not in text
+
+
 # --- on purpose ---------------------------------------------------------------------------------
 def request_fault(d: Driver, **what: Any) -> int:
     """Request a fault that is then ordered; returns the seq of the request."""
