@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from msgspec import Struct
 
@@ -17,6 +17,8 @@ TOKENS_NUM_MAX = 1 << 24
 BATCH_NUM_MAX = 1 << 20
 NODE_NUM_MAX = 1024
 EXPERTS_NUM_MAX = 4096
+_LAYOUT = ("a layout is no part of the model: with loop:, write it under loop.parallel; else "
+           "Unicron chooses it, and the command reads UNICRON_TP, UNICRON_PP and so on")
 
 
 class MegatronModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -31,6 +33,9 @@ class MegatronModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     follows from `train.kept_sum` or `loop.kept_sum`.
     """
 
+    NOT_KEYS: ClassVar[dict[str, str]] = dict.fromkeys(
+        ("tensor", "pipeline", "chunks", "tp", "pp", "vpp"), _LAYOUT)
+    """Hints for words that users write here and that are not keys (validation.py)."""
     num_layers: int
     hidden: int
     num_heads: int

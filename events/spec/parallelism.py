@@ -32,9 +32,15 @@ class Parallel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     next data-parallel rank, so that no iteration is lost.
     """
 
+    OTHER_NAMES: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("tp", "tensor_parallel", "tensor_model_parallel_size"), "tensor"),
+        **dict.fromkeys(("pp", "pipeline_parallel", "pipeline_model_parallel_size"), "pipeline"),
+        **dict.fromkeys(("vpp", "virtual_pipeline", "virtual_pipeline_model_parallel_size"),
+                        "chunks"),
+        **dict.fromkeys(("zero", "zero1", "distributed_optimizer", "use_distributed_optimizer"),
+                        "optimizer: sharded")}
+    """What users write, here or elsewhere, for a key of this mapping (validation.py)."""
     NOT_KEYS: ClassVar[dict[str, str]] = {
-        "tp": "did you mean tensor?", "pp": "did you mean pipeline?",
-        "vpp": "did you mean chunks?", "zero": "did you mean optimizer?",
         "data": f"{_FILLS_UP}; files are under train.data", "dp": _FILLS_UP,
         **dict.fromkeys(("expert", "experts", "ep", "context", "cp", "sequence", "sp"), _NO_AXIS)}
     """Hints for words that users write here and that are not keys (validation.py)."""

@@ -64,12 +64,18 @@ def spec_error(text: str, root: type[Struct], hint: str, *, given: object = None
 
 def _suggestion(key: str, path: str, root: type[Struct], given: Any,
                 excluded: Collection[str]) -> str:
-    """Suggest where the key belongs, a similar key that is missing at this path, the similar
-    key that is given there, or a similar key at another path; "" for none."""
+    """Suggest the key that has another name, where the key belongs, a similar key that is missing
+    at this path, the similar key that is given there, or a similar key at another path; "" for
+    none."""
     parts, at = _types(root), _without_indices(path)
     not_keys: dict[str, str] = getattr(parts.get(at), "NOT_KEYS", {})
     if key in not_keys:
         return not_keys[key]
+    names = {there: getattr(part, "OTHER_NAMES", {}).get(key) for there, part in parts.items()
+             if there.partition(".")[0] in _given(given, "")}
+    for there, name in names.items():
+        if name is not None:
+            return f"did you mean {name if there == at else _join(there, name)}?"
     keys = {there: [name for name in _fields(part) if there or name not in excluded]
             for there, part in parts.items() if there.partition(".")[0] not in excluded}
     if paths := [there for there, names in keys.items() if key in names]:

@@ -221,6 +221,23 @@ HINTED: list[tuple[dict[str, Any], str, str]] = [
     (parallel(tensr=[2]), "train.parallel.tensr: is not a field", "did you mean tensor?"),
     (parallel(tp=2), "train.parallel.tp: is not a field", "did you mean tensor?"),
     (loop({}, parallel={"pp": 2}), "loop.parallel.pp: is not a field", "did you mean pipeline?"),
+    (parallel(pipelines=[2]), "train.parallel.pipelines: is not a field", "did you mean pipeline?"),
+    (train(chunk=2), "train.chunk: is not a field", "did you mean train.parallel.chunks?"),
+    (loop({}, parallel={"virtual_pipeline": 2}), "loop.parallel.virtual_pipeline: is not a field",
+     "did you mean chunks?"),
+    (loop({"pipeline_model_parallel_size": 2}), "pipeline_model_parallel_size: is not a field",
+     "did you mean loop.parallel.pipeline?"),
+    (parallel(zero1=True), "train.parallel.zero1: is not a field",
+     "did you mean optimizer: sharded?"),
+    (loop({}, zero1=True), "loop.zero1: is not a field",
+     "did you mean loop.parallel.optimizer: sharded?"),
+    (command(zero1=True), "zero1: is not a field",
+     "it belongs under model: or under loop.model:"),
+    *((data, f"{path}.pipeline: is not a field", "a layout is no part of the model: with loop:, "
+       "write it under loop.parallel; else Unicron chooses it, and the command reads UNICRON_TP, "
+       "UNICRON_PP and so on") for data, path in (
+           (command(model={"pipeline": 2}), "model"),
+           (loop({}, model={"pipeline": [2]}), "loop.model"))),
     (parallel(data=2), "train.parallel.data: is not a field",
      "leave it out: data parallelism takes the remaining slots; files are under train.data"),
     *((parallel(**{name: 2}), f"train.parallel.{name}: is not a field",
