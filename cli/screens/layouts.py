@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from ...control_plane.throughput.layout_choices import Choice, Choices
-from ...control_plane.throughput.memory import in_gib
+from ...control_plane.throughput.memory import RESERVED_BYTES, in_gib
 from ...events.spec.job import JobSpec
 from ..terminal import format as fmt
 
@@ -47,7 +47,8 @@ def _memory(spec: JobSpec, found: Choices) -> str:
             else "it has no kept sum" if spec.training is not None
             else "it has no kept sum, since nothing heals in memory")
     against = (f", of the {in_gib(found.capacity_bytes)} of a {found.gpu}" if found.gpu
-               else "; not checked: the spec names no GPU")
+               else f"; not checked: the spec names no GPU, of which {in_gib(RESERVED_BYTES)} more "
+                    "would be reserved")
     return f"as predicted for the fullest rank{against}; {kept}"
 
 

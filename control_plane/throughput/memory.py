@@ -22,7 +22,9 @@ FSDP_BYTES = 16
 LOGIT_BYTES = 4
 """Bytes per logit: fp32, for the loss."""
 RESERVED_BYTES = 3 << 29
-"""CUDA's context, NCCL's buffers, the libraries' workspaces."""
+"""1.5 GiB of a GPU, beside tensors: CUDA's context, NCCL's buffers, the libraries' workspaces, and
+what the allocator loses. An assumption, not a measurement; `make gpu-check CHECKS=memory` compares
+it with a GPU."""
 
 
 class Memory(Struct, frozen=True, kw_only=True):
@@ -34,11 +36,13 @@ class Memory(Struct, frozen=True, kw_only=True):
     activations: float
     kept: float
     """The accumulated local gradient that recovery keeps."""
+    reserved: float = RESERVED_BYTES
+    """What is no tensor; 0 where no GPU is named."""
 
     @property
     def total(self) -> float:
         return (self.weights + self.gradients + self.optimizer + self.activations + self.kept
-                + RESERVED_BYTES)
+                + self.reserved)
 
 
 def in_gib(num_bytes: float) -> str:

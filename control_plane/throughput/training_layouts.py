@@ -56,12 +56,16 @@ def layout_on(train: Train | Loop, model: MegatronModel, axes: Axes) -> Layout:
 
 
 def memory_on(train: Train | Loop, axes: Axes) -> Memory | None:
-    """The memory of a rank; None if the model is unknown."""
+    """The memory of a rank; None if the model is unknown. A `train:` spec names no GPU, and may run
+    without one: then only tensors count."""
     model = described(train)
     if model is None:
         return None
     found = memory(model, layout_on(train, model, axes))
-    if isinstance(train, Train) and train.precision == "fp32":  # no master copy; twice the width
+    if isinstance(train, Loop):
+        return found
+    found = replace(found, reserved=0.0)
+    if train.precision == "fp32":  # no master copy; twice the width
         return replace(found, weights=2 * found.weights, optimizer=found.optimizer * 2 / 3,
                        activations=2 * found.activations)
     return found

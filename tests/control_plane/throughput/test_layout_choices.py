@@ -21,7 +21,7 @@ from unicron.control_plane.decide.memory_checkpoints import node_bytes
 from unicron.control_plane.state.cluster import ClusterState, encode_state
 from unicron.control_plane.throughput import table, training_layouts
 from unicron.control_plane.throughput.layout_choices import CHOICES_NUM_MAX, choices, shown
-from unicron.control_plane.throughput.memory import KEPT_BYTES, in_gib
+from unicron.control_plane.throughput.memory import KEPT_BYTES, RESERVED_BYTES, in_gib
 from unicron.control_plane.throughput.state_size import seat_bytes
 from unicron.events.errors import SpecError, UsageError
 from unicron.events.spec.job import JobSpec, Loop, parse
@@ -89,6 +89,14 @@ def test_a_train_task_shows_its_memory_and_no_gpu() -> None:
     assert (found.gpu, found.capacity_bytes) == ("", 0)
     assert all(one.kept_bytes and one.iteration_s is None for one in found.choices)
     assert found.choices[0].speed == 1
+    memory_bytes = found.choices[0].memory_bytes
+    assert memory_bytes is not None
+    assert memory_bytes < RESERVED_BYTES, "nothing is charged for CUDA where no GPU is named"
+    (named, *_) = choices(parse(loop())).choices
+    needs = training_layouts.memory_on(described(parse(loop())), named.axes or Axes())
+    assert needs is not None
+    assert needs.total - RESERVED_BYTES == pytest.approx(
+        needs.weights + needs.gradients + needs.optimizer + needs.activations + needs.kept)
 
 
 def test_a_command_without_a_model_has_no_choice() -> None:
