@@ -16,7 +16,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 from unicron.events.spec.job import Train
-from unicron.events.spec.model import Axes
+from unicron.events.spec.model import Axes, MegatronModel
 from unicron.events.spec.parallelism import Parallel
 from unicron.events.spec.support import RECOVERED, ROWS
 from unicron.workers.training.adopt.custom_loop import ROW_CHECKS, unsupported
@@ -121,6 +121,38 @@ def test_the_reason_against_in_memory_recovery_is_named(alone: Any, change: str,
     with pytest.raises(custom_loop.NotRecoverable) as unfit:
         custom_loop.check_recoverable([ddp], trainee.optimizer, scheduler, train, axes)
     assert str(unfit.value).startswith(why)
+
+
+DESCRIBED: dict[str, Any] = {"num_layers": 4, "hidden": 128, "num_heads": 4, "sequence": 128,
+                             "vocabulary": 256, "gpu": "A100-80", "global_batch": 16,
+                             "recompute": "none"}
+
+
+@pytest.mark.parametrize(("change", "why"), [
+    ({}, ""),
+    ({"num_query_groups": 4, "ffn_hidden": 512}, ""),
+    ({"num_layers": 24}, "loop.model.num_layers is 24 in the job file, and 4 in the script"),
+    ({"hidden": 256}, "loop.model.hidden is 256 in the job file, and 128 in the script"),
+    ({"num_query_groups": 2}, "loop.model.num_query_groups is 2 in the job file, and 4 in the "
+                              "script"),
+    ({"num_experts": 4}, "loop.model.num_experts is 4 in the job file, and 0 in the script"),
+    ({"recompute": "full"}, "loop.model.recompute is full in the job file, and none in the script"),
+    ({"sequence": 64}, "loop.model.sequence is 64 in the job file, and 128 in the script"),
+    ({"global_batch": 32}, "loop.model.global_batch is 32 in the job file, and 16 in the script"),
+])
+def test_a_described_model_that_is_not_the_built_one_is_refused(
+        alone: Any, change: dict[str, Any], why: str) -> None:
+    from unicron.workers.training.adopt import custom_loop
+    from unicron.workers.training.model import trainee as model
+
+    config = model.build(TRAIN, torch.device("cpu"), alone).ddps[0].config
+    described = MegatronModel(**DESCRIBED | change)
+    if not why:
+        custom_loop.check_described(config, TRAIN, described)
+        return
+    with pytest.raises(custom_loop.NotTrainable) as error:
+        custom_loop.check_described(config, TRAIN, described)
+    assert str(error.value) == why
 
 
 # --- how a driver runs a loop ---------------------------------------------------------------------

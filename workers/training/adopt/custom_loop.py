@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ....events.errors import UsageError
 from ....events.spec.job import Batch, Loop, Model, Train
-from ....events.spec.model import Axes
+from ....events.spec.model import Axes, MegatronModel
 from ....events.spec.parallelism import Parallel, is_plain, num_positions
 from ....events.spec.support import RECOVERED, ROWS, Grade, Row
 from ..communicators.process_groups import groups_for_building, publish_globals
@@ -230,6 +230,7 @@ class LoopWorkload:
             batch=Batch(global_=loop.micro_batches * samples_num, micro=samples_num))
         self.flops = flops
         self.beginning, self.exports = beginning, exports
+        self._described = loop.model
         self.digest = ""
         self.made: Any = None
         """The result of `on_rebuild` for the current generation."""
@@ -263,6 +264,8 @@ class LoopWorkload:
         with optimizers.without_collectives(), _seeded(self.train.seed, groups.pp.rank()):
             ddps, optimizer, scheduler = _unpack(self._build(build_groups, axes, place))
         publish_globals(groups, axes.chunks)
+        if self._described is not None:
+            check_described(ddps[0].config, self.train, self._described)
         parallel = self.train.parallel
         if self.heals:
             check_recoverable(ddps, optimizer, scheduler, self.train, axes)
@@ -364,6 +367,31 @@ def check_trainable(ddps: Sequence[Any], optimizer: Any, scheduler: Any, train: 
     for kind in () if is_plain(train.parallel.largest) else optimizers.not_adam(optimizer):
         raise NotTrainable(f"the state of {kind} cannot be split over the ranks of a replica; that "
                            "of torch.optim.AdamW can", "train whole replicas, or with Adam")
+
+
+def check_described(config: Any, train: Train, model: MegatronModel) -> None:
+    """Raises NotTrainable if `loop.model` of the job file describes another model: layouts, speed
+    and memory were computed for that one."""
+    has_experts = bool(getattr(config, "num_moe_experts", None))
+    samples = model.global_batch // train.num_micro_batches
+    for name, described, built in (
+            ("num_layers", model.num_layers, config.num_layers),
+            ("hidden", model.hidden, config.hidden_size),
+            ("num_heads", model.num_heads, config.num_attention_heads),
+            ("num_query_groups", model.num_groups,
+             config.num_query_groups or config.num_attention_heads),
+            ("num_experts", model.num_experts, config.num_moe_experts if has_experts else 0),
+            ("ffn_hidden", model.ffn,
+             config.moe_ffn_hidden_size if has_experts else config.ffn_hidden_size),
+            ("top_k", model.top_k, config.moe_router_topk if has_experts else 1),
+            ("recompute", model.recompute, config.recompute_granularity or "none"),
+            ("sequence", model.sequence, train.model.sequence or model.sequence),
+            # `samples` of `adopt` is 1 if it is left out
+            ("global_batch", model.global_batch, train.num_micro_batches
+             * (train.batch.micro if train.batch.micro > 1 else samples))):
+        if described != built:
+            raise NotTrainable(f"loop.model.{name} is {described} in the job file, and {built} in "
+                               "the script", "write the same in both")
 
 
 def disable_overlap(ddps: Sequence[Any], optimizer: Any) -> None:
