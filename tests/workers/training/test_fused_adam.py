@@ -171,7 +171,8 @@ def test_only_an_empty_extra_state_is_left_out(alone: Any, kind: type) -> None:
     model = GPTModel(config, spec, vocab_size=16, max_sequence_length=4, pg_collection=alone)
     assert "decoder.layers.0.self_attention.linear_proj._extra_state" in model.state_dict()
     if kind is EngineLinear:
-        assert len(list(state_shards._sharded(model))) == len(list(model.parameters()))
+        listed = list(state_shards._sharded(model, state_shards.UNSTACKED))
+        assert len(listed) == len(list(model.parameters()))
     else:
         with pytest.raises(ValueError, match="state that is not a tensor is not supported"):
-            list(state_shards._sharded(model))
+            list(state_shards._sharded(model, state_shards.UNSTACKED))
