@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -74,14 +75,17 @@ def main() -> None:
             print(f"{name:18}  skipped: {NO_CUDA}")
         return
     began_s, outcomes = time.monotonic(), list[Outcome]()
-    for name in names:
-        outcomes.append(run(name, options.device))
-        one = outcomes[-1]
-        print(f"{name:18}  {one.word}, {one.took_s:.0f} s{': ' * bool(one.why)}{one.why}",
-              flush=True)
-    finish([row for one in outcomes for row in one.rows], options.out, began_s, (),
-           versions=about, outcomes={one.name: f"{one.word} {one.why}".strip()[:300]
-                                     for one in outcomes})
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        for name in names:
+            outcomes.append(run(name, options.device))
+            one = outcomes[-1]
+            print(f"{name:18}  {one.word}, {one.took_s:.0f} s{': ' * bool(one.why)}{one.why}",
+                  flush=True)
+    finally:  # also of a run that is stopped: the time on a GPU may be limited
+        finish([row for one in outcomes for row in one.rows], options.out, began_s, (),
+               versions=about, outcomes={one.name: f"{one.word} {one.why}".strip()[:300]
+                                         for one in outcomes})
     sys.exit(any(one.word == "failed" for one in outcomes))
 
 

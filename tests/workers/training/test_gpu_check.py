@@ -15,8 +15,11 @@ from bench.recovery.rows import Row
 from gpu import main, memory
 from gpu.main import CHECKS, MARK, NO_CUDA, ON_CPU, run
 from gpu.result import CPU
+from megatron.core.tensor_parallel import random
+from unicron.events.spec.model import Axes
 from unicron.workers.host import linux
 from unicron.workers.training.communicators.communicators import BACKEND, Communicators
+from unicron.workers.training.model.random_draws import Draw
 
 ROOT = Path(__file__).parents[3]
 MAKE_S = 120.0
@@ -101,6 +104,26 @@ def test_two_ranks_on_one_gpu_may_use_gloo(monkeypatch: pytest.MonkeyPatch) -> N
     assert Communicators("127.0.0.1", torch.device("cuda")).backend == "nccl"
     monkeypatch.setenv(BACKEND, "gloo")
     assert Communicators("127.0.0.1", torch.device("cuda")).backend == "gloo"
+
+
+def test_a_gpus_generators_are_seeded_without_groups_of_experts(monkeypatch: pytest.MonkeyPatch
+                                                                ) -> None:
+    """On an H200 the start of a `train:` task failed here."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    seeds = list[int]()
+    monkeypatch.setattr(torch.cuda, "manual_seed", seeds.append)
+    for name in ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED"):
+        monkeypatch.setattr(random, name, getattr(random, name))  # restored at the end
+    monkeypatch.setattr(torch.cuda, "get_rng_state", torch.get_rng_state)
+    monkeypatch.setattr(random, "_set_cuda_rng_state", lambda *given, **options: None)
+    ours = Communicators("127.0.0.1", torch.device(CPU))
+    found = list[dict[str, object]]()
+    for place in range(2):
+        with ours.without_peers(Axes(tp=2), place):
+            Draw(7).at(3, 5)
+        found.append(dict(random.get_cuda_rng_tracker().get_states()))
+    assert found[0].keys() == found[1].keys()
+    assert len(set(seeds)) == 5, "the default seed, and a pair of each tensor-parallel rank"
 
 
 def test_the_rows_are_those_of_a_bench(tmp_path: Path) -> None:
