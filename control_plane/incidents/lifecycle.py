@@ -50,7 +50,9 @@ def _from_faults(state: ClusterState, task: Task) -> Iterator[Body]:
         yield _close(state, task, "failed", f"it cannot start: {why}")
         return
     series = task.repeated_failure
-    if series is not None and series.num > 2 * (limit + 1):
+    # Another process has met the same wrong input: no restart changes it.
+    num_max = 1 if series is not None and series.status == WRONG_INPUT else 2 * (limit + 1)
+    if series is not None and series.num > num_max:
         yield _close(state, task, "failed", f"{series.num} times the same ({series.status}) at "
                      f"iteration {series.iteration}, in whichever rank: {why}")
         return

@@ -40,7 +40,7 @@ HANDLING: dict[Severity, tuple[str, str, str]] = {
     "SEV2": ("restart the process on its slot; the others keep their state and go on",
              "restarts_max restarts of a rank, with fewer than restart_iterations new iterations "
              "between each two; the same fault at the same iteration 2 x (restarts_max + 1) times "
-             "in whichever rank",
+             "in whichever rank, wrong input twice",
              "its slot is taken out, as SEV1; if it fails elsewhere too, the task has failed"),
     "SEV1": ("reconfigure: the slot, or the lost node, is taken out, and the plan is made anew",
              "quarantine_faults faults of one node within quarantine_window_s",

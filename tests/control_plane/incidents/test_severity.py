@@ -16,6 +16,7 @@ from unicron.control_plane.incidents.severity import HANDLING, TABLE, exit_in_wo
 from unicron.control_plane.state.incident import Fault
 from unicron.events.records import decisions
 from unicron.events.records import reports as r
+from unicron.events.records.statuses import OTHER_SOFTWARE, WRONG_INPUT
 
 CLOSED = ("RuntimeError: [../gloo/transport/tcp/pair.cc:547] Connection closed by peer "
           "[127.0.0.1]:41022")
@@ -108,3 +109,24 @@ def test_a_task_that_fails_repeatedly_shows_the_cause(d: Driver) -> None:
                               "rank 0 on n1: exit code 1: KeyError: 'learning_rate'")
     page_ = " ".join(" ".join(cluster.status(view, cluster="test", now_s=d.now_s)).split())
     assert f"NEEDS YOU alpha failed: {failed_['why']}: unicron logs" in page_
+
+
+def test_wrong_input_that_a_second_rank_meets_ends_the_task(d: Driver) -> None:
+    task = d.running(spec())
+    d.progress(task, 3)
+
+    def fails(rank: int, status: str = WRONG_INPUT) -> None:
+        process = d.state.tasks[task].ranks[rank]
+        d.obey(d.tell(d.source(process.slot.node), r.RankExited(
+            task=task, rank=rank, attempt=process.attempt, pid=process.pid, exit_code=1,
+            signal=None, status=status, cause="UsageError: `sample(4, 1)` raised IndexError: 96")))
+
+    fails(1, OTHER_SOFTWARE)
+    fails(1)
+    assert not d.state.tasks[task].outcome, "one rank's alone may be of its node"
+    fails(0)
+    ended = d.state.tasks[task]
+    assert (ended.outcome, ended.disabled_slots) == ("failed", {})
+    assert ended.why == ("2 times the same (wrong input) at iteration 4, in whichever rank: rank 0 "
+                         "on n1: exit code 1: UsageError: `sample(4, 1)` raised "
+                         "IndexError: 96")
