@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from loop_driver import changed_example
 from real_cluster import RealCluster
 
 ROOT = Path(__file__).parents[2]
@@ -19,6 +20,7 @@ EXAMPLE = ROOT / "deploy" / "examples" / "loop.py"
 ITERATIONS, MICRO_BATCHES = 12, 6
 VICTIM, STRUCK, GROWN = 1, 3, 8
 LOOP_S = 200.0
+SAMPLE = "    return tokens(iteration * asked.micro_batches + micro_batch)"
 STANDIN = ROOT / "tests" / "megatron_standin"
 MEGATRON = [sys.executable, "-P", "-m", "unicron.cli.main", "megatron"]
 INSTALLED_AS = {"exports.py": "__init__.py", "batches.py": "utils.py"}
@@ -168,3 +170,25 @@ def test_a_script_that_declines_trains_as_a_command(cluster: RealCluster, script
     output = "".join(log.read_text() for log in cluster.state.logs.glob(f"{task}-*/*.log"))
     assert f"this loop cannot heal in memory: {declined.why}" in output
     assert "stock pretrain, rank 0 of 2" in output
+
+
+def test_data_that_any_process_refuses_end_the_task(cluster: RealCluster, tmp_path: Path) -> None:
+    """Rank 1 meets it, then the rank that takes its micro-batch: nothing is started again for it
+    after that, and no slot is disabled."""
+    script = changed_example(tmp_path, [(
+        SAMPLE, f"    if (iteration, micro_batch) == (3, 1):\n        int('x')\n{SAMPLE}")])
+    after = cluster.seq()
+    task = cluster.submit({
+        "apiVersion": "unicron/v1", "name": "data", "slots": {"min": 2, "max": 2},
+        "command": [sys.executable, str(script), *words(tmp_path / "losses")[1:]],
+        "heal": "in-memory",
+        "loop": {"micro_batches": MICRO_BATCHES, "iterations": ITERATIONS,
+                 "output": str(tmp_path / "out")}})
+    ended = cluster.wait_ended(task)
+    line = ("`sample` raised ValueError: invalid literal for int() with base 10: 'x' in "
+            "micro-batch 1 of iteration 3")
+    assert ended["state"] == "failed", (ended, cluster.endings(task))
+    assert ended["why"].startswith("2 times the same (wrong input) at iteration ")
+    assert line in ended["why"]
+    starts = cluster.told(after, "StartRank", task=task)
+    assert len(starts) <= 4, starts

@@ -15,6 +15,7 @@ from nursery import Nursery
 SHARDED = "use_distributed_optimizer=asked.sharded"
 PER_TOKEN = "calculate_per_token_loss=True"
 STEP = "        iteration = job.step()\n"
+SAMPLE = "    return tokens(iteration * asked.micro_batches + micro_batch)"
 Run = Callable[..., list[tuple[int, str]]]
 CHANGES = {
     "as it is": [],
@@ -33,6 +34,12 @@ CHANGES = {
     "mean": [("adopt(build=build", 'adopt(loss="per_mean", build=build')],
     "number": [("sample=sample", "sample=7")],
     "two": [("return ddps, optimizer, scheduler", "return ddps, optimizer")],
+    "early": [(SAMPLE, f"    if iteration == 2:\n        raise StopIteration\n{SAMPLE}")],
+    "worker": [(SAMPLE, "    if (iteration, micro_batch) == (2, 1):\n        next(iter(torch.utils."
+                        f"data.DataLoader(['17', 'x'], num_workers=1, collate_fn=records)))\n"
+                        f"{SAMPLE}\n\ndef records(found):\n    return [int(one + 'x') for one in "
+                        "found]\n")],
+    "lengths": [(SAMPLE, f"{SAMPLE}[:, :9 if iteration == 2 else None]")],
 }
 
 
@@ -86,6 +93,24 @@ def test_a_wrong_loop_is_a_one_line_error(run: Run, tmp_path: Path, change: str,
     assert code == 2, output
     assert "Traceback" not in output
     assert line in output.splitlines()[-1]
+
+
+@pytest.mark.parametrize(("change", "line"), [
+    ("early", "`sample` raised StopIteration in micro-batch 0 of iteration 2 (the data end before "
+              "the last of loop.iterations: begin them again, or lower it)"),
+    ("worker", "`sample` raised ValueError: invalid literal for int() with base 10: '17x' in "
+               "micro-batch 1 of iteration 2 (any process raises it for this micro-batch: correct "
+               "the data or the script)"),
+    ("lengths", "`forward` raised RuntimeError: The size of tensor a (8) must match the size of "
+                "tensor b (16) at non-singleton dimension 1 in micro-batch 0 of iteration 2 (any "
+                "process raises it for this micro-batch: correct the data or the script)"),
+])
+def test_the_last_line_says_what_is_wrong_with_the_data(run: Run, tmp_path: Path, change: str,
+                                                        line: str) -> None:
+    ((code, output),) = run(tmp_path, change, 1)
+    assert code == 2, output
+    assert line in output.splitlines()
+    assert len(losses(tmp_path)) == 2
 
 
 def test_a_task_without_recovery_resumes_from_its_last_checkpoint(

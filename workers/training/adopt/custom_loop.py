@@ -6,6 +6,8 @@ Only this module calls the user's functions, and it checks what they return.
 from __future__ import annotations
 
 import random
+import re
+import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -152,6 +154,17 @@ second form, because every chunk except the last sends its output to the next ch
 STAGE_SEEDS_APART = 100
 """The difference between the seeds of two pipeline stages in Megatron-LM."""
 
+OF_THE_DATA = (StopIteration, LookupError, ValueError, TypeError, ArithmeticError, AssertionError,
+               RuntimeError)
+"""What a script's `sample` or `forward` raises because of the data, in any process. Other
+exceptions may pass, such as an OSError; so may a RuntimeError whose text has none of SHAPES, and
+most exceptions of `forward`, which may use collectives."""
+SHAPES = re.compile(r"The size of tensor|Sizes of tensors must match|shapes? cannot be multiplied|"
+                    r"Expected input batch_size|"
+                    r"is invalid for input of size|must match the (existing )?size|"
+                    r"^\w*(Value|Type|Key|Index|Lookup|Assertion|ZeroDivision)\w*Error: ")
+"""Two lengths do not fit, or a data loader's worker raised a data error."""
+
 OnRebuild = Callable[[Any], Any]
 """(groups) -> the script's objects for this generation's groups."""
 
@@ -186,7 +199,8 @@ class LoopTrainingModel(TrainingModel):
         return Padding(tokens)
 
     def forward(self, ddp: Any, tokens: Any) -> Any:
-        out, rest = self.call(ddp, tokens.batch if isinstance(tokens, Padding) else tokens)
+        with _data_errors("forward", self.draw.iteration, self.draw.micro_batch):
+            out, rest = self.call(ddp, tokens.batch if isinstance(tokens, Padding) else tokens)
         if self.axes.pp > 1 and not callable(rest):
             raise UsageError("in a pipeline `forward` must return the chunk's output and a "
                              "function of it", "return the sum of the loss in that function")
@@ -195,7 +209,8 @@ class LoopTrainingModel(TrainingModel):
 
     def loss_of(self, per_token: Any, tokens: Any) -> Tensor:
         """The loss of the last forward pass."""
-        loss_sum, num, *_ = self._loss_func(per_token)
+        with _data_errors("forward", self.draw.iteration, self.draw.micro_batch):
+            loss_sum, num, *_ = self._loss_func(per_token)
         loss: Tensor = loss_sum
         # A number on the device stays there: to read it would make the host wait.
         is_far = isinstance(num, Tensor) and num.device == loss.device
@@ -254,7 +269,8 @@ class LoopWorkload:
 
     def sample(self, seed: int, iteration: int, micro_batch: int, *, rows: int, sequence: int
                ) -> Any:
-        return self._sample(iteration, micro_batch)
+        with _data_errors("sample", iteration, micro_batch):
+            return self._sample(iteration, micro_batch)
 
     def build(self, device: torch.device, groups: Any, axes: Axes, place: int, *,
               begins: bool = True) -> TrainingModel:
@@ -316,6 +332,32 @@ def _built(build_part: BuildPart, axes: Axes, places: Sequence[int]) -> Iterator
         part = build_part(axes, place)
         yield part.shards
         part.release()
+
+
+@contextmanager
+def _data_errors(what: str, iteration: int, micro_batch: int) -> Generator[None]:
+    """Within this context an exception that the same micro-batch raises in any process is wrong
+    input: a second rank that meets it ends the task. The traceback goes to the process's log."""
+    try:
+        yield
+    except OF_THE_DATA as error:
+        if isinstance(error, UsageError):
+            raise
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        text = lines[-1] if lines else ""
+        is_certain = isinstance(error, LookupError) or (
+            what == "sample" and not isinstance(error, RuntimeError))
+        if not is_certain and not SHAPES.search(text):
+            raise
+        traceback.print_exc()
+        is_end = isinstance(error, StopIteration | IndexError) and what == "sample"
+        kind = type(error).__name__
+        told = text if text.startswith(kind) else f"{kind}: {text}" if text else kind
+        raise UsageError(
+            f"`{what}` raised {told} in micro-batch {micro_batch} of iteration {iteration}",
+            "the data end before the last of loop.iterations: begin them again, or lower it"
+            if is_end else "any process raises it for this micro-batch: correct the data or the "
+                           "script") from error
 
 
 @contextmanager
