@@ -25,6 +25,14 @@ def seed_of(*parts: int) -> int:
     return state >> 1
 
 
+def _seed_torch(seed: int) -> None:
+    """Seed torch's generators of the CPU and of the GPU in use. torch.manual_seed also seeds those
+    of devices that are not in use, and formats a stack trace for each kind of them."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed(seed)
+
+
 class Draw:
     """The current micro-batch and iteration, from which all generators of a forward pass are
     seeded. So dropout is equal on every rank, and a repeated micro-batch is bit-identical.
@@ -39,7 +47,7 @@ class Draw:
         """Set the current micro-batch and seed torch (and Megatron's tracker on CUDA) for it."""
         self.iteration = iteration
         self.micro_batch = micro_batch
-        torch.manual_seed(seed_of(self.seed, 1, iteration, micro_batch))
+        _seed_torch(seed_of(self.seed, 1, iteration, micro_batch))
         if torch.cuda.is_available():
             from megatron.core.parallel_state import get_tensor_model_parallel_rank
             from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -52,8 +60,7 @@ class Draw:
 
     def at_layer(self, layer: Any, inputs: Any) -> None:
         """A pre-forward hook: seed torch for a layer, so that its dropout is equal on any stage."""
-        torch.manual_seed(seed_of(self.seed, 5, self.iteration, self.micro_batch,
-                                  layer.layer_number))
+        _seed_torch(seed_of(self.seed, 5, self.iteration, self.micro_batch, layer.layer_number))
 
     def generator(self, layer: int, head: int, device: torch.device) -> torch.Generator:
         """The generator of one head (counted over all ranks) of one layer."""
