@@ -1,0 +1,98 @@
+"""`make bench-overhead`: the cost of an undisturbed iteration under Unicron, over Megatron's loop.
+
+The printed results are also written to build/bench/overhead.json. docs/guides/bench-overhead.md
+says why the method is valid.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from contextlib import closing
+from pathlib import Path
+from statistics import median
+
+from bench.recovery.rows import Row, finish, interval
+from loop_driver import changed_example, drive_loop
+from nursery import Nursery
+from unicron.events.records.reports import RankFinished
+from unicron.events.spec.model import Axes
+
+ROOT = Path(__file__).resolve().parents[3]
+CASE, SYSTEM = "overhead", "unicron"
+RATIO_MAX, WIDTH_MAX = 1.01, 0.01
+FOLDERS = [str(ROOT / "tests"), str(ROOT / "tests" / "drivers")]
+AXES, MICRO_BATCHES = Axes(dp=2), 8
+LIMIT_S = 3600.0
+WARM_UP = 3
+"""Iterations of each that are not counted: the first ones create states and buffers."""
+LARGER = [("5, 4\n", "10**9, 4\n"), ("hidden_size=32", "hidden_size=256"),
+          ("VOCABULARY, SEQUENCE, ROWS = 64, 16, 2", "VOCABULARY, SEQUENCE, ROWS = 512, 64, 2")]
+WHY = """\
+Why this is valid: each rank runs an iteration of Unicron's loop and one of Megatron's own schedule
+and optimizer by turns, in one process, with the same model, batches, groups and memory; which of
+both comes first changes from pair to pair, so a drift of the machine cancels. CPU time, of all
+threads of all ranks, has no waits for other programs in it. What other programs still do to it
+(caches, clock) comes and goes in both halves of a pair. The interval of the median ratio is exact
+for any distribution of noise (sign test, 95 %). Not in it: time that a GPU would idle, for which
+tests/workers/training/test_host_reads.py counts the waits of the host."""
+MEASURE = """
+import sys
+sys.path[:0] = {folders!r}
+import os
+os.environ["UNICRON_TRACE_DIR"] = ""
+from bench.overhead import pairs
+pairs.measure({folder!r}, int(os.environ["UNICRON_RANK"]), {num})
+"""
+
+
+def main() -> None:
+    """Measure, compare with the goal."""
+    parser = argparse.ArgumentParser(prog="make bench-overhead")
+    parser.add_argument("-n", type=int, default=400, help="pairs of iterations")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench" / "overhead.json")
+    options = parser.parse_args()
+    if options.n < 1:
+        parser.error("-n must be at least 1")
+    began_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="unicron-overhead-") as folder:
+        pairs = measured(Path(folder), options.n)
+    ratios = [unicron_s / stock_s for unicron_s, stock_s in pairs]
+    low, high = interval(ratios)
+    stock_s = median(stock_s for _, stock_s in pairs)
+    rows = [Row(CASE, SYSTEM, metric, value, unit, len(ratios)) for metric, value, unit in (
+        ("iteration_ratio", median(ratios), "x"), ("iteration_ratio_low", low, "x"),
+        ("iteration_ratio_high", high, "x"), ("stock_cpu_s", stock_s, "s"))]
+    finish(rows, options.out, began_s, [
+        f"{'holds ' if median(ratios) <= RATIO_MAX else 'misses'}  at most {RATIO_MAX}",
+        f"{'holds ' if high - low < WIDTH_MAX else 'misses'}  interval narrower than {WIDTH_MAX}",
+        WHY,
+    ], pairs=len(ratios))
+
+
+def measured(folder: Path, num: int) -> list[tuple[float, float]]:
+    """CPU seconds of all ranks in each pair: Unicron's, stock's."""
+    total, ranks = WARM_UP + num, [0, 1]
+    script = changed_example(folder, LARGER)
+    with closing(Nursery(folder / "zygote.log")) as nursery:
+        driver = drive_loop(folder, nursery, [], iterations=total, micro_batches=MICRO_BATCHES,
+                            script=script)
+        driver.patch = MEASURE.format(
+            folders=FOLDERS, folder=str(folder), num=total) + driver.patch
+        try:
+            driver.start(*ranks)
+            driver.form(ranks, axes=AXES)
+            for rank in ranks:
+                driver.wait(RankFinished, rank, limit_s=LIMIT_S)
+            driver.finish(ranks)
+        finally:
+            driver.close()
+    each = [json.loads((folder / str(rank)).read_text())[WARM_UP:] for rank in ranks]
+    return [(sum(unicron_s for unicron_s, _ in pair), sum(stock_s for _, stock_s in pair))
+            for pair in zip(*each, strict=True)]
+
+
+if __name__ == "__main__":
+    main()

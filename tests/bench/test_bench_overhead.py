@@ -1,0 +1,14 @@
+"""The overhead bench measures pairs of iterations in real ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bench.overhead import main
+
+
+def test_each_pair_has_an_iteration_of_both(tmp_path: Path) -> None:
+    pairs = main.measured(tmp_path, 4)
+    assert len(pairs) == 4
+    # Both run the same passes, so neither takes a small part of the other.
+    assert all(0.3 < unicron_s / stock_s < 3 for unicron_s, stock_s in pairs)
