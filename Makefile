@@ -14,7 +14,7 @@ BOUND := $(shell command -v timeout >/dev/null 2>&1 && echo timeout -k 60)
 ROOMS := events control_plane workers cli
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-thorough simulation mutants confusion fault-matrix chaos-training bench-recovery bench-throughput bench-planner bench-detection bench-memory bench-sim bench-settlement bench-overhead bench-paper megatron-lm gpu-check figures disasters check types docs wheel clean
+.PHONY: help setup demo test test-thorough simulation mutants confusion fault-matrix chaos-training bench-recovery bench-throughput bench-planner bench-detection bench-memory bench-restart bench-sim bench-settlement bench-overhead bench-paper megatron-lm gpu-check figures disasters check types docs wheel clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -88,6 +88,9 @@ bench-detection: setup types ## from a fault to the word of it, beside torchrun 
 bench-memory: setup types ## each phase's peak memory of a rank over that of training (N=1 CASES=a,b)
 	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m bench.memory.main $(if $(filter-out file,$(origin N)),-n $(N)) \
 		$(CASES:%=--cases %)
+
+bench-restart: setup types ## processes that start again, from memory and from disk (N=3)
+	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m bench.restart.main $(if $(filter-out file,$(origin N)),-n $(N))
 
 bench-sim: setup types ## clusters of 128 to 100,000 GPUs played, events/s and their growth (SYSTEMS=a,b CASES=a,b)
 	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m bench.simulator.main $(if $(filter-out file,$(origin N)),-n $(N)) \

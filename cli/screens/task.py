@@ -91,8 +91,9 @@ def task_status(view: Plain, task: Plain, history: History, *, now_s: float,
     if task["declined"] and task["state"] in ENDED:
         lines += fmt.labelled("healed", f"not in memory: {task['declined']}")
     elif task["declined"]:
-        lines += fmt.labelled("restarts", f"as a whole, and does not heal in memory: "
-                                      f"{task['declined']}")
+        how = ("as a whole, from memory, and does not heal in place" if task["from_memory"]
+               else "as a whole, and does not heal in memory")
+        lines += fmt.labelled("restarts", f"{how}: {task['declined']}")
     if task["withheld"]:
         healing = view["cluster"]["healing"]
         lines += fmt.labelled("suppressed", f"{task['withheld']} (healing {healing})")

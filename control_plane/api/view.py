@@ -8,7 +8,13 @@ import msgspec
 
 from ...events.spec.parallelism import layout_in_words, layout_label, num_positions, part_in_words
 from ..decide.advance import DECIDER_VERSION
-from ..decide.memory_checkpoints import StoreAssignment, assign_stores, bytes_max_of, node_bytes
+from ..decide.memory_checkpoints import (
+    StoreAssignment,
+    assign_stores,
+    bytes_max_of,
+    node_bytes,
+    storing_nodes,
+)
 from ..fold.hangs import stalled_command
 from ..fold.node_health import RECOVERED_S
 from ..incidents.hangs import locate_hang
@@ -181,7 +187,8 @@ def _task(state: ClusterState, task: Task, waits: WaitExplanation | None) -> dic
         "slow": _slow(task), "slowdown": slowdown(task), "slower_alike": uniform_slowdown(task),
         "stands": stands, "stands_since_s": stands_since_s, "hang_after_s": spec.hang_after_s,
         "incident": task.incident, **msgspec.structs.asdict(waits),
-        "declined": task.declined, "withheld": task.withheld,
+        "declined": task.declined, "from_memory": task.restarts_from_memory,
+        "withheld": task.withheld,
         "output": spec.training.output if spec.training is not None else "",
         "checkpoint": task.checkpoint_path,
         "checkpoint_iteration": task.saved_iteration, "unsaved": task.lost_with(),
@@ -204,8 +211,9 @@ def _copies(state: ClusterState, task: Task) -> dict[str, Any]:
     most = max(sorted(charged), key=lambda name: charged[name], default="")
     node = state.nodes.get(most)
     found = StoreAssignment()
-    if task.members and not task.keepers:
-        found = assign_stores(state, task, [member.node for member in task.members])
+    nodes = storing_nodes(task)
+    if nodes and not task.keepers:
+        found = assign_stores(state, task, nodes)
     return {
         "copies": [{"generation": whole.generation, "step_version": whole.step_version,
                     "nodes": list(whole.nodes), "num_shares": whole.num_shares,

@@ -9,6 +9,7 @@ from ...events.records.types import Body
 from ..incidents.lifecycle import end_incident
 from ..state.cluster import ClusterState
 from ..state.task import Task
+from .memory_checkpoints import replace_stores
 from .processes import rendezvous_port, slot_free, start_rank, stop_pending, stop_rank
 
 
@@ -38,3 +39,5 @@ def next_decisions(state: ClusterState, task: Task) -> Iterator[Body]:
             why = ("another process of the task failed" if task.incident and not moved
                    else "the plan has other seats")
             yield stop_rank(task, rank, state.policy.stop_s_max, why)
+    if task.restarts_from_memory and not restarts:
+        yield from replace_stores(state, task)

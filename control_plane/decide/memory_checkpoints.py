@@ -88,8 +88,9 @@ def assign_stores(state: ClusterState, task: Task, nodes: Sequence[str]) -> Stor
 def node_bytes(task: Task) -> dict[str, int]:
     """By node: the memory that the task's in-memory checkpoints may take there. While it has no
     members, what its last ones take."""
-    if task.members and task.stores:
-        return assigned_bytes(task, [member.node for member in task.members], task.stores)
+    nodes = storing_nodes(task)
+    if nodes and task.stores:
+        return assigned_bytes(task, nodes, task.stores)
     found = Counter[str]()
     for copy in task.copies:
         found[copy.node] += copy.copy_bytes
@@ -167,18 +168,25 @@ def replace_stores(state: ClusterState, task: Task) -> Iterator[Body]:
     """While the task trains, replace lost stores, and use a node that has become usable. Until then
     members use the store of a lost node, since perhaps only its agent failed. A member on such a
     node could not receive the order."""
-    if task.phase != "training" or not task.members or _has_stores(state, task):
+    nodes = storing_nodes(task)
+    if task.phase != "training" or not nodes or _has_stores(state, task):
         return
-    if any((node := state.nodes.get(member.node)) is None or node.health != "healthy"
-           for member in task.members):
+    if any((node := state.nodes.get(name)) is None or node.health != "healthy" for name in nodes):
         return
-    wanted = assign_stores(state, task, [member.node for member in task.members])
+    wanted = assign_stores(state, task, nodes)
     now = {one.node: one.stores for one in task.stores}
     if any(not set(one.stores).issubset(now.get(one.node, ())) for one in wanted.stores):
-        yield SetCheckpointStores(nodes=tuple(sorted({member.node for member in task.members})),
-                                  task=task.id, generation=task.generation, keepers=wanted.keepers,
+        yield SetCheckpointStores(nodes=tuple(sorted(set(nodes))), task=task.id,
+                                  generation=task.generation, keepers=wanted.keepers,
                                   stores=wanted.stores,
                                   copies_bytes_max=state.policy.copies_bytes_max)
+
+
+def storing_nodes(task: Task) -> list[str]:
+    """The node of each process that stores its state in memory."""
+    if task.restarts_from_memory:
+        return [task.ranks[key].slot.node for key in sorted(task.ranks)]
+    return [member.node for member in task.members]
 
 
 def _has_stores(state: ClusterState, task: Task) -> bool:
@@ -187,7 +195,7 @@ def _has_stores(state: ClusterState, task: Task) -> bool:
     if train is None or not train.copy_every:
         return True
     now = {one.node: one.stores for one in task.stores}
-    for node in dict.fromkeys(member.node for member in task.members):
+    for node in dict.fromkeys(storing_nodes(task)):
         stores = now.get(node, ())
         if len(stores) < NUM_STORES_MAX or node in stores or not all(
                 name in state.nodes and _is_usable(state.nodes[name]) for name in stores):

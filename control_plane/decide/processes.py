@@ -15,6 +15,7 @@ from ..incidents.lifecycle import NUM_STOPS_MAX
 from ..state.cluster import ClusterState, allocatable_slots
 from ..state.task import Rank, Task
 from ..throughput import table
+from .memory_checkpoints import recovery_sources
 
 PORT_FIRST = 20_000
 NUM_PORTS = 10_000
@@ -31,7 +32,7 @@ def start_rank(state: ClusterState, task: Task, seat: Seat, port: int, axes: Axe
     the layout `axes` (membership.expected_positions). For a command, `axes` is the plan's."""
     spec = task.spec
     host = state.nodes[task.target[0].slot.node].host if spec.command else ""
-    if task.declined:  # from now on the task is restarted as a plain command
+    if task.declined and not task.restarts_from_memory:  # it is restarted as a plain command
         spec = replace(spec, heal=None)
     return StartRank(
         nodes=(seat.slot.node,), task=task.id, rank=seat.rank,
@@ -41,7 +42,8 @@ def start_rank(state: ClusterState, task: Task, seat: Seat, port: int, axes: Axe
         incarnation=state.nodes[seat.slot.node].incarnation,
         axes=axes if task.heals_in_memory else table.axes(
             task.spec, task.modelled, len(task.target)),
-        place=place)
+        place=place, declined=task.declined if task.restarts_from_memory else "",
+        copies=recovery_sources(state, task, ()) if task.restarts_from_memory else ())
 
 
 def stop_rank(task: Task, rank: Rank, grace_s: float, why: str) -> StopRank:

@@ -59,8 +59,10 @@ def publish_ordered(state: ClusterState, record: Record, body: o.PublishCheckpoi
 
 # --- in-memory checkpoints ---
 def checkpoint_stored(state: ClusterState, record: Record, body: r.MemoryCheckpointStored) -> None:
-    """Record an in-memory checkpoint of the current generation; older ones are not used. The agent
-    of the rank reports it. The agent of the store may report the store's end before or after."""
+    """Record an in-memory checkpoint of the current generation; older ones are not used. A task
+    that restarts from memory has no generations: its ranks number theirs by their attempts. The
+    agent of the rank reports it. The agent of the store may report the store's end before or
+    after."""
     task, node = state.tasks.get(body.task), state.nodes.get(body.node)
     if task is None or node is None or node.health == "left" or not node.keeper:
         return
@@ -70,7 +72,8 @@ def checkpoint_stored(state: ClusterState, record: Record, body: r.MemoryCheckpo
     if task.phase == "ended":  # stored by an orphaned process: order the drop again
         close_orders(state, [task.drop_order])
         task.store_nodes, task.drop_order = sorted({*task.store_nodes, node.name}), 0
-    if task.phase == "ended" or body.generation != task.generation:
+    if task.phase == "ended" or (body.generation != task.generation
+                                 and not task.restarts_from_memory):
         return
     if start > node.keeper_start:
         _store_ended(state, node, start)

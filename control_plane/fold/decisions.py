@@ -242,6 +242,9 @@ def start_ordered(state: ClusterState, record: Record, body: o.StartRank) -> Non
         return
     if not task.heals_in_memory and not task.ranks:
         task.finished, task.rounds = [], task.rounds + 1
+        if task.restarts_from_memory:  # the new processes do not know the stores
+            edits.close_orders(state, [task.keep_order])
+            edits.set_stores(task, (), ())
     old = task.ranks.get(body.rank)
     state.num_running += old is None
     if awaited(task) == "processes":

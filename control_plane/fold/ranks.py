@@ -79,6 +79,7 @@ def recovery_declined(state: ClusterState, record: Record,
     task = state.tasks.get(body.task)
     if (task is not None and edits.find_rank(task, body.rank, body.attempt) is not None
             and is_recovery_unproven(task)):
+        task.restarts_from_memory = body.from_memory
         decline_recovery(state, record, task, body.why)
 
 

@@ -246,6 +246,8 @@ class Task(Struct, kw_only=True):
     reattempts: int = 0
     declined: str = ""
     """Why its processes cannot recover in memory, although the spec asks for it."""
+    restarts_from_memory: bool = False
+    """Whether they start again from the state that they have stored in memory."""
     rounds: int = 0
     """Of a command: how often all processes were started."""
     generation: int = 0

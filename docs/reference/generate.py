@@ -109,7 +109,11 @@ Unicron reports what is not supported, and the loop trains without healing, or e
 
 - **exact**: a fault is healed in memory, and training ends with what an undisturbed one ends with.
 - **not run**: the code for it is written and should be exact; no test here runs it.
-- **restart**: it trains; at a fault its processes start again, from a checkpoint.
+- **restart from memory**: it trains; at a fault all its processes start again, each from the state
+  that it has stored in memory after some iteration (`loop.copy_every`). If their number changes, or
+  nothing is in memory, they start from a checkpoint on disk, if there is one. Tests run four of
+  these rows: FSDP, torch.compile, gradients scaled by the number of replicas, another optimizer.
+- **restart**: as before, but always from a checkpoint on disk.
 - **refused**: the job file is refused; a script ends before it trains, with one line.
 
 Read against megatron-core 0.16.1.

@@ -29,7 +29,8 @@ class StartRank(Body, frozen=True):
     stream ignore it. `axes`: the layout that the plan assumed, for a command with a `model`. For a
     task that heals in memory, `axes` and `place` are the layout (None: data-parallel only) and the
     position that the rank is expected to take, so that it builds this part of the model before its
-    first generation. `place` -1: unknown.
+    first generation. `place` -1: unknown. `declined`: why the processes of the task cannot recover
+    in place; they start again together from their state in memory, and `copies` says where it is.
     """
 
     nodes: tuple[str, ...]
@@ -45,6 +46,8 @@ class StartRank(Body, frozen=True):
     incarnation: int = 0
     axes: Axes | None = None
     place: int = -1
+    declined: str = ""
+    copies: tuple[MemoryCheckpoint, ...] = ()
 
 
 class StopRank(Body, frozen=True):

@@ -377,9 +377,14 @@ Whereabouts = Literal["own", "collective"]
 # --- sent by a rank ---------------------------------------------------------------------------
 class InMemoryRecoveryDeclined(RankReport, frozen=True):
     """The loop of a command cannot recover in memory. From now on the task is handled as any other
-    command. This process continues to train, or exits, as that of a plain command."""
+    command. This process continues to train, or exits, as that of a plain command.
+
+    `from_memory`: the processes store their state in memory. After a fault they start again from
+    it, if their number is the same.
+    """
 
     why: str
+    from_memory: bool = False
 
 
 # --- sent by an agent about its node ------------------------------------------------------------

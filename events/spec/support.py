@@ -17,13 +17,16 @@ RECOVERED: tuple[Grade, ...] = ("exact", "not run")
 
 class Support(Struct, frozen=True):
     """`exact`: a task with the feature recovers in memory, and its result equals that of an
-    undisturbed task. `not run`: it should be so, but no test here runs it. `restart`: it trains,
-    and a fault restarts its processes. `refused`: it does not start. `shown` is the test that shows
-    the grade; "": not tested here."""
+    undisturbed task. `not run`: it should be so, but no test here runs it. `restart from memory`:
+    it trains, and after a fault its processes start again together, from the state that each has
+    stored in memory (`copy_every`). `restart`: from a checkpoint on disk. `refused`: it does not
+    start. `shown` is the test that shows the grade; "": not tested here. `own_loop`: only a loop
+    that trains by itself can have the feature (`keep_in_memory`); `adopt` refuses it."""
 
     grade: Grade
     why: str
     shown: str = ""
+    own_loop: bool = False
 
 
 class Row(Struct, frozen=True):
@@ -42,8 +45,13 @@ def _not_run(why: str) -> Support:
     return Support("not run", why)
 
 
-def _restart(why: str, shown: str = "") -> Support:
-    return Support("restart", why, shown)
+def _from_memory(why: str, shown: str = "") -> Support:
+    return Support("restart from memory", why, shown)
+
+
+def _own_loop(why: str, shown: str = "") -> Support:
+    return Support("restart from memory", f"{why}: `adopt` refuses it, `keep_in_memory` takes it",
+                   shown, own_loop=True)
 
 
 def _refused(why: str) -> Support:
@@ -53,6 +61,7 @@ def _refused(why: str) -> Support:
 NO_KEY = _refused("the job file has no key for it")
 NOT_OVERLAPPED = "restart-only tasks run it without overlap"
 USUAL_FLAGS = "tests/workers/training/test_usual_flags.py"
+FROM_MEMORY = "tests/cluster/test_restart_from_memory.py"
 BY_BUILD = "`build` makes the part of each position; Megatron's metadata says which part that is"
 
 ROWS: tuple[Row, ...] = (
@@ -73,7 +82,7 @@ ROWS: tuple[Row, ...] = (
         _exact("the reduction sums layer norms' gradients over the tensor-parallel group, and is "
                "repeated as a whole; `build` omits it if tp is 1", USUAL_FLAGS)),
     Row("context parallel", NO_KEY,
-        _refused("its ranks hold parts of one sample, and layouts have no axis for it")),
+        _own_loop("its ranks hold parts of one sample, and layouts have no axis for it")),
     Row("expert parallel", NO_KEY,
         _refused("its ranks run in lockstep across replicas, and layouts have no axis for it")),
     Row("experts", NO_KEY,
@@ -82,9 +91,9 @@ ROWS: tuple[Row, ...] = (
                "z-loss, sinkhorn, a capacity, shared experts, and biases without a loss",
                "tests/workers/training/test_experts.py")),
     Row("experts, other options", NO_KEY,
-        _restart("not tested: grouped GEMM, fusions, DeepEP, overlapped shared experts, and "
-                 "replayed or random routing. In several tensor-parallel sizes Megatron weights "
-                 "auxiliary losses differently, and sinkhorn and a capacity differ")),
+        _from_memory("not tested: grouped GEMM, fusions, DeepEP, overlapped shared experts, and "
+                     "replayed or random routing. In several tensor-parallel sizes Megatron "
+                     "weights auxiliary losses differently, and sinkhorn and a capacity differ")),
     Row("experts balanced over replicas", NO_KEY,
         _refused("each forward of `global_aux_loss` would wait for all replicas, and these run "
                  "different numbers of micro-batches")),
@@ -106,46 +115,49 @@ ROWS: tuple[Row, ...] = (
     Row("overlapped parameter gather", NO_KEY,
         _exact("if it breaks off, the holders of the shards send the rest", USUAL_FLAGS)),
     Row("parameter gather overlapped with the step", NO_KEY,
-        _restart("parameters are gathered before the whole step is done; " + NOT_OVERLAPPED)),
+        _from_memory("parameters are gathered before the whole step is done; " + NOT_OVERLAPPED)),
     Row("several instances of the distributed optimizer", NO_KEY,
         _refused("layouts do not describe its groups of groups")),
     Row("FSDP", NO_KEY,
-        _refused("parameters are sharded over replicas, so no replica is complete")),
+        _own_loop("parameters are sharded over replicas, so no replica is complete",
+                  FROM_MEMORY)),
     Row("Transformer Engine", NO_KEY,
         _not_run("its layers' `_extra_state` is empty without FP8, and their groups are replaced")),
     Row("FP8 or FP4", NO_KEY,
-        _restart("scales and their history are in Transformer Engine's global state")),
+        _from_memory("scales and their history are in Transformer Engine's global state")),
     Row("CUDA graphs", NO_KEY,
-        _restart("a graph keeps the communicators and addresses of its capture")),
+        _from_memory("a graph keeps the communicators and addresses of its capture")),
     Row("torch.compile", NO_KEY,
-        _restart("compiled code may hold process groups of an earlier generation")),
+        _from_memory("compiled code may hold process groups of an earlier generation",
+                     FROM_MEMORY)),
     Row("registered communication buffers", NO_KEY,
-        _restart("memory registered with a communicator is lost with it; also `tp_comm_overlap`")),
+        _from_memory("memory registered with a communicator is lost with it; also "
+                     "`tp_comm_overlap`")),
     Row("activation recomputation", NO_KEY,
         _exact("inside one micro-batch, which is complete or run again", USUAL_FLAGS)),
     Row("offloading to the CPU", NO_KEY,
-        _restart("transfers between host and device are not part of the state")),
+        _from_memory("transfers between host and device are not part of the state")),
     Row("dropout, one layout of a replica",
         _exact("each micro-batch seeds it, on any rank", "tests/workers/training/test_rank.py"),
         _not_run("each micro-batch seeds torch's generators and Megatron's tracker")),
     Row("dropout across a change of TP or PP",
         _not_run("seeded per layer, and in attention per head, by numbers over all ranks"),
-        _restart("Megatron seeds it by tensor-parallel rank and by stage: name one layout of a "
+        _from_memory("Megatron seeds it by tensor-parallel rank and by stage: name one layout of a "
                  "replica, or set both dropouts to 0")),
     Row("gradients scaled by the number of replicas",
         _exact("never scaled so: sums are divided once, after the reduction",
                "tests/workers/training/test_variants.py"),
-        _restart("the number changes, and micro-batches are assigned unevenly: set "
+        _from_memory("the number changes, and micro-batches are assigned unevenly: set "
                  "calculate_per_token_loss; without it, `loss` of `adopt` gives the divisor",
-                 "tests/workers/training/test_own_unhealed.py")),
+                 FROM_MEMORY)),
     Row("gradients summed in 16 bits", NO_KEY,
-        _restart("the sum depends on its order: set grad_reduce_in_fp32")),
+        _from_memory("the sum depends on its order: set grad_reduce_in_fp32")),
     Row("FusedAdam of Transformer Engine or Apex",
         _not_run("its moments are as those of torch's, its steps are counted in the groups"),
         _not_run("as `train:`")),
     Row("an optimizer other than Adam", NO_KEY,
-        _restart("the layout of its state is unknown; also that of a precision-aware FusedAdam",
-                 "tests/workers/training/test_own_unhealed.py")),
+        _from_memory("the layout of its state is unknown; also that of a precision-aware FusedAdam",
+                 FROM_MEMORY)),
 )
 
 

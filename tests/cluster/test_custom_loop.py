@@ -99,7 +99,8 @@ def test_a_loop_that_declines_restarts_as_a_whole(cluster: RealCluster, tmp_path
                  "output": str(tmp_path / "out")}})
     declined: Any = cluster.wait_told(after, "InMemoryRecoveryDeclined", task=task).body
     assert declined.why.startswith("gradients scaled by the number of replicas")
-    cluster.wait(lambda: losses.exists() and len(lines(losses)) > STRUCK, "the loop trains")
+    cluster.wait(lambda: (losses.exists() and len(lines(losses)) > STRUCK) or None,
+                 "the loop trains")
     first = cluster.wait_told(after, "RankStarted", task=task, rank=VICTIM).body
     os.kill(first.pid, signal.SIGKILL)  # type: ignore[attr-defined]
     ended = cluster.wait_ended(task)

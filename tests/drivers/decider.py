@@ -172,7 +172,7 @@ class Driver:
         new = self.tell(self.source(node), r.RankStarted(
             task=order.task, rank=order.rank, attempt=order.attempt, node=node, pid=self.pid,
             log_path=f"/tmp/{order.rank}.log"))
-        if order.spec.training is None:
+        if order.spec.training is None or order.declined:
             return new
         return new + self.tell(self.source(node), r.RankReady(
             task=order.task, rank=order.rank, attempt=order.attempt,

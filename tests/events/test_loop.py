@@ -62,7 +62,7 @@ def test_a_loop_that_adopts_recovers_like_a_training_task(d: Driver) -> None:
     assert "Quiesce" in kinds(d.exit(task, 2))
 
 
-def _not_adopted(d: Driver, said: bool) -> int:
+def _not_adopted(d: Driver, said: bool, *, from_memory: bool = False) -> int:
     """A task of four ranks whose processes run but are no members; with `said` they decline."""
     task = d.submit(spec(train=None, command=["x"], heal="in-memory", loop=LOOP))
     for start in [x.body for x in d.log if isinstance(x.body, o.StartRank)]:
@@ -70,7 +70,8 @@ def _not_adopted(d: Driver, said: bool) -> int:
         ids = {"task": task, "rank": start.rank, "attempt": start.attempt}
         d.tell(source, r.RankStarted(**ids, node=start.slot.node, pid=1, log_path=""))
         if said:
-            d.tell(source, InMemoryRecoveryDeclined(**ids, why="FSDP cannot be healed"))
+            d.tell(source, InMemoryRecoveryDeclined(**ids, why="FSDP cannot be healed",
+                                                    from_memory=from_memory))
     return task
 
 
@@ -83,6 +84,28 @@ def test_a_loop_that_declines_is_a_command(d: Driver) -> None:
     starts = only(o.StartRank, d.obey(new))
     assert [x.body.spec.training for x in starts] == [None] * 4
     assert view(d.state)["tasks"][0]["tier"] == "command"
+
+
+def test_a_loop_that_declines_may_restart_from_memory(d: Driver) -> None:
+    task = _not_adopted(d, said=True, from_memory=True)
+    stores = only(o.SetCheckpointStores, d.log)[-1].body
+    assert [store.node for store in stores.keepers] == ["n1", "n2"]
+    for attempt in (1, 2):
+        for rank in task_of(d, task).ranks.values():
+            d.tell(d.source(rank.slot.node), r.MemoryCheckpointStored(
+                task=task, rank=rank.rank, attempt=attempt, generation=attempt, step_version=5,
+                node="n2" if rank.slot.node == "n1" else "n1", copy_bytes=8, checksum="",
+                share=rank.rank, num_shares=4))
+        new = d.exit(task, 0, code=1)
+        assert kinds(new) == ["IncidentOpened", "StopRank", "StopRank", "StopRank"]
+        starts = only(o.StartRank, done := d.obey(new))
+        for start in (record.body for record in starts):
+            assert start.spec.heal == "in-memory"
+            assert start.declined == "FSDP cannot be healed"
+            assert {copy.generation for copy in start.copies} == set(range(1, attempt + 1))
+        # The new processes do not know the stores.
+        assert len(only(o.SetCheckpointStores, done)) == 1
+    assert view(d.state)["tasks"][0]["from_memory"]
 
 
 def test_a_script_without_unicron_is_a_command_after_the_deadline(d: Driver) -> None:

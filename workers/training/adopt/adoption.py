@@ -53,7 +53,7 @@ from .custom_loop import (  # noqa: E402
     OnRebuild,
     Sample,
 )
-from .drivers import Driver, RestartOnlyDriver  # noqa: E402
+from .drivers import AgentLink, Driver, RestartOnlyDriver  # noqa: E402
 
 T = TypeVar("T")
 log = structlog.get_logger()
@@ -305,7 +305,8 @@ def adopt(*, build: Build, sample: Sample, forward: Forward, iterations: int = 0
     newer than the task's own; `exports`: further checkpoints to write. Both need an agent.
 
     If in-memory recovery does not support the loop, a warning gives the reason. The loop then
-    trains without it, and a fault restarts all processes of the task. With `falls_back=False`,
+    trains without it, and a fault restarts all processes of the task, from their state in memory
+    if `loop.copy_every` is not 0. With `falls_back=False`,
     `adopt` raises Declined before training. Invalid arguments, or a loop that `job.step()` cannot
     train, print one line and end the process; with an agent, they end the task. With an agent, any
     other exception is reported as this rank's error.
@@ -346,9 +347,13 @@ def _connect(validate: Callable[[], None], work: Callable[[Loop], LoopWorkload],
              falls_back: bool) -> tuple[Driver, LoopWorkload]:
     """This process's member, or a restart-only driver if recovery does not support the loop."""
     control, start, exit_report = connect_agent(int(environment[FD]))
-    control.tell(Adopted(pid=os.getpid()))
     loop = start.spec.loop
     assert loop is not None, "an agent opens its pipe for a loop task only"
+    agent = AgentLink(control, start)
+    if start.declined and falls_back:
+        made = work(loop)
+        return RestartOnlyDriver(made, environment, agent), made
+    control.tell(Adopted(pid=os.getpid()))
     validate()
     made = work(loop)
     try:
@@ -364,16 +369,18 @@ def _connect(validate: Callable[[], None], work: Callable[[Loop], LoopWorkload],
     else:
         exit_report.member = member
         return member, made
+    from_memory = falls_back and loop.copy_every > 0
     control.tell(InMemoryRecoveryDeclined(task=start.task, rank=start.rank, attempt=start.attempt,
-                                          why=why))
+                                          why=why, from_memory=from_memory))
     control.flush()
     if not falls_back:
         raise Declined(f"this loop cannot heal in memory: {why}",
                        "docs/guides/scripts.md lists what is supported")
-    log.warning("this loop cannot heal in memory: a fault restarts all its processes", why=why)
+    log.warning("this loop cannot heal in place: a fault restarts all its processes", why=why,
+                from_memory=from_memory)
     gc.collect()  # free the first model before the second is built
     made = work(loop)
-    return RestartOnlyDriver(made, environment), made
+    return RestartOnlyDriver(made, environment, agent), made
 
 
 def _loop_without_agent(iterations: int, micro_batches: int, replica: Axes) -> Loop:

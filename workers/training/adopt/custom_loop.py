@@ -27,7 +27,7 @@ from ....events.errors import UsageError
 from ....events.spec.job import Batch, Loop, Model, Train
 from ....events.spec.model import Axes, MegatronModel
 from ....events.spec.parallelism import Parallel, is_plain, num_positions
-from ....events.spec.support import RECOVERED, ROWS, Grade, Row
+from ....events.spec.support import RECOVERED, ROWS, Row
 from ..communicators.process_groups import groups_for_building, publish_globals
 from ..model import cpu_device, experts, optimizers
 from ..model.random_draws import EMBEDDING, Draw
@@ -381,7 +381,7 @@ def check_recoverable(ddps: Sequence[Any], optimizer: Any, scheduler: Any, train
           ) -> None:
     """Raises NotRecoverable if a step cannot be resumed, repeated or transferred exactly."""
     check_trainable(ddps, optimizer, scheduler, train, axes)
-    _check_rows(ddps, optimizer, train, "restart", NotRecoverable)
+    _check_rows(ddps, optimizer, train, NotRecoverable)
     for kind in optimizers.not_adam(optimizer):
         raise NotRecoverable(f"the state of {kind} is not known; that of torch.optim.AdamW is, and "
                              "that of FusedAdam of Transformer Engine and Apex")
@@ -400,7 +400,7 @@ def check_trainable(ddps: Sequence[Any], optimizer: Any, scheduler: Any, train: 
             raise NotTrainable(f"{type(ddp).__name__} is not megatron.core.distributed.Distributed"
                                "DataParallel, whose buffers hold the local sum of gradients",
                                "wrap each chunk of the model in DistributedDataParallel")
-    _check_rows(ddps, optimizer, train, "refused", NotTrainable)
+    _check_rows(ddps, optimizer, train, NotTrainable)
     _check_sizes(ddps[0].config, [_inner(ddp) for ddp in ddps], train, axes)
     if not isinstance(scheduler, OptimizerParamScheduler):
         raise NotTrainable(f"its schedule is a {type(scheduler).__name__}, not Megatron's "
@@ -454,14 +454,19 @@ def disable_overlap(ddps: Sequence[Any], optimizer: Any) -> None:
         part.config.overlap_param_gather_with_optimizer_step = False
 
 
-def _check_rows(ddps: Sequence[Any], optimizer: Any, train: Train, grade: Grade,
-                error: type[NotRecoverable]) -> None:
-    """Raises `error` if rows of the support table with this grade apply."""
+def _check_rows(ddps: Sequence[Any], optimizer: Any, train: Train, error: type[NotRecoverable]
+                ) -> None:
+    """Raises `error` if rows of the support table apply that cannot be trained (NotTrainable), or
+    that can, but not recovered."""
     found = unsupported(ddps[0].config, ddps[0].ddp_config, optimizers.chained(optimizer)[0].config,
                         parallel=train.parallel, modules=[_inner(ddp) for ddp in ddps])
-    if rows := [row for row in found if row.loop.grade == grade]:
+    if rows := [row for row in found if _is_trainable(row) == (error is NotRecoverable)]:
         raise error("; ".join(f"{row.what}: {row.loop.why}" for row in rows),
                     "unicron doctor --support lists what a loop may contain")
+
+
+def _is_trainable(row: Row) -> bool:
+    return row.loop.grade != "refused" and not row.loop.own_loop
 
 
 def _unpack(built: Any) -> tuple[list[Any], Any, Any]:

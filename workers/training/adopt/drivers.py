@@ -10,22 +10,26 @@ import shutil
 import socket
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import structlog
 import torch
 import torch.distributed as dist
 
 from ....events.errors import UsageError
+from ....events.records.orders import StartRank
 from ....events.spec.job import Train, is_url
 from ....events.spec.model import Axes
 from ....events.spec.parallelism import is_plain
+from ...checkpoint_store import protocol
 from ...ipc.pipe_protocol import Unpacker
 from ...ipc.progress_page import ProgressWriter
 from ..checkpoint import checkpoint
+from ..checkpoint.restart_memory import RestartMemory
 from ..communicators.communicators import Communicators
 from ..model import cpu_device, optimizers
 from ..model.trainee import TrainingModel
+from ..model.training_state import load_own_tree, own_tree
 from ..process.control_thread import Control
 from ..process.history import History
 from ..process.trace import Trace
@@ -35,6 +39,13 @@ from ..step.iteration import Iteration
 from .custom_loop import LoopWorkload
 
 log = structlog.get_logger()
+
+
+class AgentLink(NamedTuple):
+    """The connection to the agent of a task that restarts from memory."""
+
+    control: Control
+    start: StartRank
 
 
 class Driver(Protocol):
@@ -52,14 +63,17 @@ class Driver(Protocol):
 class RestartOnlyDriver:
     """Trains without in-memory recovery: a single process, or one started by a launcher such as
     torchrun or by an agent. With an agent and an `output` it writes checkpoints and resumes from
-    the last one.
+    the last one. With `agent` and `copy_every` it also stores its state in memory, and resumes from
+    that if it is newer.
 
     Raises UsageError for a loop that cannot be trained.
     """
 
-    def __init__(self, work: LoopWorkload, environment: Mapping[str, str]) -> None:
+    def __init__(self, work: LoopWorkload, environment: Mapping[str, str],
+                 agent: AgentLink | None = None) -> None:
         work.heals = False
-        self.control = Control(socket.socketpair()[0], 0, Unpacker())
+        self.control = (agent.control if agent is not None
+                        else Control(socket.socketpair()[0], 0, Unpacker()))
         self._train = work.train
         self._place = int(environment.get("RANK", "0"))
         num = int(environment.get("WORLD_SIZE", "1"))
@@ -85,9 +99,19 @@ class RestartOnlyDriver:
         self.history = History()
         self._checkpoint = RestartCheckpoint(work.train, trainee,
                                              environment.get("UNICRON_TASK", ""))
-        self.settled = self._agreed(self._checkpoint.load(trainee, self.history), device)
+        self._memory: RestartMemory | None = None
+        if agent is not None and work.train.copy_every:
+            self._memory = RestartMemory(
+                agent.start, environment.get(protocol.SECRET, ""), self._place, num,
+                tell=agent.control.tell_unless_behind, stores=lambda: agent.control.keep,
+                spare=self.communicators.spare)
+        self.settled = self._agreed(self._load(trainee), device)
         self.iteration = Iteration(trainee, work, Trace("", 0, self._place, 0), ProgressWriter(),
                                    self.history)
+        if self._memory is not None:
+            self.iteration.copy_status = self._memory.status
+            self.iteration.before_change = self._memory.detach
+            self.iteration.is_read_after = lambda at: at % work.train.copy_every == 0
         claims = [self.iteration.claim() for _ in range(num)]
         share = settle(claims, self._train.num_micro_batches, axes).shares[self._place]
         self.iteration.take(self.settled, share, 1, begun=False)
@@ -101,6 +125,27 @@ class RestartOnlyDriver:
                          f"{list(parallel.pipeline)} has {num} ranks and at least one of "
                          f"{micro_batches} micro-batches for each replica",
                          "start another number of processes")
+
+    def _load(self, trainee: TrainingModel) -> int:
+        """Load the newest state in memory, or the newest checkpoint if it is not older."""
+        if self._memory is not None:
+            found = self._memory.restore(after=self._checkpoint.step_version)
+            if found is not None:
+                try:
+                    return load_own_tree(trainee, found.tree, self.history)
+                except (RuntimeError, ValueError, KeyError) as error:
+                    raise UsageError(f"the state in memory is of another model: {error}",
+                                     "submit the changed script as another task") from None
+        return self._checkpoint.load(trainee, self.history)
+
+    def _store(self) -> None:
+        """Begin to store the state in memory, if that is due and no process still sends its last
+        one."""
+        at, iteration = self.iteration.step_version, self.iteration
+        if (self._memory is not None and at % self._train.copy_every == 0
+                and at < self._train.iterations and iteration.may_copy):
+            self._memory.copy(lambda: own_tree(iteration.trainee, at, self.history), at,
+                              is_whole=iteration.is_copied)
 
     def _agreed(self, step_version: int, device: torch.device) -> int:
         """Check that all ranks loaded the same step version: nodes may not share `output`."""
@@ -123,6 +168,7 @@ class RestartOnlyDriver:
                 raise RuntimeError(self.iteration.reduction.why)
             if self._place == 0:
                 self._checkpoint.save(self.iteration, self.history)
+            self._store()
             yield self.iteration.step_version - 1
         # A peer fails if this process exits before the peer has received the last message.
         self.iteration.meet(self.control, self.communicators)
@@ -154,6 +200,12 @@ class RestartCheckpoint:
         else:
             log.warning("no checkpoints: after a fault the task begins at the first iteration",
                         why="no rank has the whole state to write to a folder")
+
+    @property
+    def step_version(self) -> int:
+        """The step version of the newest checkpoint, or 0 if there is none."""
+        saved = self._saved()
+        return int(saved[-1].name[5:]) if saved else 0
 
     def load(self, trainee: TrainingModel, history: History) -> int:
         """Load the newest checkpoint. Returns its step version, or 0 if there is none."""

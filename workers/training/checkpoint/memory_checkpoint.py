@@ -55,6 +55,18 @@ class StoreOrder(NamedTuple):
     bytes_max: int = 0
 
 
+class Content(NamedTuple):
+    """What a share contains. `numbers`: the state that is not tensors. The other fields are as in
+    the share's Offer."""
+
+    snapshot: Snapshot
+    numbers: bytes
+    share: int
+    num_shares: int
+    shape: tuple[int, ...] = ()
+    part: tuple[int, ...] = ()
+
+
 class _Share(NamedTuple):
     """A share that is being sent."""
 
@@ -105,6 +117,12 @@ class MemorySaver:
              order: StoreOrder, *, is_whole: bool) -> None:
         """Begin to send this member's share of the current state. All members call it after the
         same iteration, when none is sending. `is_whole`: all have stored their last shares."""
+        self.begin(lambda: _content(trainee, step_version, history, None), step_version,
+                   generation, order, is_whole=is_whole)
+
+    def begin(self, content: Callable[[], Content], step_version: int, generation: int,
+              order: StoreOrder, *, is_whole: bool) -> None:
+        """As `copy`, with what `content` returns."""
         if generation != self._generation:
             self._generation, self._reported, self._last = generation, {}, None
         if is_whole and self._last is not None:
@@ -115,7 +133,7 @@ class MemorySaver:
             return
         self._note("copy", generation, step_version)
         try:
-            self._share = self._take(trainee, step_version, history, generation, None)
+            self._share = self._offered(content(), step_version, generation)
             self._thread = threading.Thread(target=self._send, args=(self._share, order.stores),
                                             name="copies", daemon=True)
             self._thread.start()
@@ -138,7 +156,8 @@ class MemorySaver:
         self._note("copy", generation, step_version)
         self._order, self._reported = order, {}
         try:
-            self._send(self._take(trainee, step_version, history, generation, saving), order.stores)
+            self._send(self._offered(_content(trainee, step_version, history, saving), step_version,
+                                     generation), order.stores)
         except (RuntimeError, MemoryError) as error:
             if is_cuda_error(error):
                 raise
@@ -154,21 +173,15 @@ class MemorySaver:
         if self._thread is not None:
             self._thread.join()
 
-    def _take(self, trainee: TrainingModel, step_version: int, history: History, generation: int,
-              saving: Collection[int] | None) -> _Share:
-        positions = sorted(range(num_positions(trainee.axes)) if saving is None else saving)
-        share = positions.index(trainee.place)
-        snapshot = Snapshot(own_share(trainee, saving), buffer_bytes(trainee.shards))
+    def _offered(self, content: Content, step_version: int, generation: int) -> _Share:
+        snapshot = content.snapshot
         pieces = tuple(_piece(shard) for shard in snapshot.pieces)
-        numbers = (msgspec.msgpack.encode(training_state.numbers(trainee, step_version, history))
-                   if share == 0 else b"")
-        manifest = msgspec.msgpack.encode(Manifest(pieces=pieces, numbers=numbers))
-        held: HeldState = held_by(trainee)
+        manifest = msgspec.msgpack.encode(Manifest(pieces=pieces, numbers=content.numbers))
         return _Share(snapshot, Offer(
             task=self._start.task, rank=self._start.rank, attempt=self._start.attempt,
-            generation=generation, step_version=step_version, share=share,
-            num_shares=len(positions), manifest_bytes=len(manifest),
-            copy_bytes=len(manifest) + snapshot.num_bytes, shape=held.shape, part=held.part,
+            generation=generation, step_version=step_version, share=content.share,
+            num_shares=content.num_shares, manifest_bytes=len(manifest),
+            copy_bytes=len(manifest) + snapshot.num_bytes, shape=content.shape, part=content.part,
             whole=self._whole, bytes_max=self._order.bytes_max), manifest)
 
     def _send(self, share: _Share, stores: tuple[StoreEndpoint, ...]) -> None:
@@ -266,6 +279,18 @@ class _Failures(AbstractContextManager[None]):
             return False
         self._failed[self._node] = str(error) or type(error).__name__
         return True
+
+
+def _content(trainee: TrainingModel, step_version: int, history: History,
+             saving: Collection[int] | None) -> Content:
+    """This member's share. `saving`: the positions of the members that save; None: all."""
+    positions = sorted(range(num_positions(trainee.axes)) if saving is None else saving)
+    share = positions.index(trainee.place)
+    numbers = (msgspec.msgpack.encode(training_state.numbers(trainee, step_version, history))
+               if share == 0 else b"")
+    held: HeldState = held_by(trainee)
+    return Content(Snapshot(own_share(trainee, saving), buffer_bytes(trainee.shards)), numbers,
+                   share, len(positions), held.shape, held.part)
 
 
 def _piece(shard: Shard) -> Piece:

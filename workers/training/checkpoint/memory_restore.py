@@ -19,6 +19,7 @@ import msgspec
 import structlog
 import torch
 from msgspec import Struct
+from torch import Tensor
 
 from ....events.records.types import MemoryCheckpoint
 from ...checkpoint_store import protocol
@@ -26,7 +27,7 @@ from ...checkpoint_store.protocol import Offer, Piece, ShareReader, ShareRequest
 from ..model import training_state
 from ..recovery.peers import World
 from ..recovery.resharding import Region, Shard, intersection
-from ..recovery.state_shards import State, cut
+from ..recovery.state_shards import State, cut, torch_dtype
 from ..recovery.state_sources import HeldState
 from ..step.gradient_reduction import is_cuda_error
 from ..step.iteration import clock
@@ -133,6 +134,31 @@ class Stores:
                     each.result()
         return self._fetched(version, reading)
 
+    def read_share(self, version: Version, share: int) -> tuple[bytes, dict[str, Tensor]]:
+        """The numbers of one share, and its tensors by key, each of one dimension. Raises
+        TransferError."""
+        errors: list[str] = []
+        for stored in version.shares[share]:
+            try:
+                return self._read_all(stored)
+            except (OSError, TransferError) as error:
+                self._warn(stored.store, error, iteration=stored.step_version, share=share)
+                errors.append(str(error) or type(error).__name__)
+        raise TransferError("; ".join(errors))
+
+    def _read_all(self, stored: StoredShare) -> tuple[bytes, dict[str, Tensor]]:
+        with protocol.connect(self.endpoints[stored.store], self._secret, self._wait_s()
+                              ) as connection:
+            reader = ShareReader(connection, self._request(stored))
+            found: dict[str, Tensor] = {}
+            for piece, data in reader.read(range(len(reader.manifest.pieces))):
+                dtype, _, num = piece.kind.partition(" ")
+                if piece.key not in found:
+                    found[piece.key] = torch.empty(int(num), dtype=torch_dtype(dtype))
+                target = found[piece.key][piece.offset[0]:piece.offset[0] + piece.shape[0]]
+                target.view(torch.uint8).numpy().data[:] = data
+            return reader.manifest.numbers, found
+
     def _fetched(self, version: Version, reading: _Reading) -> Fetched:
         if reading.missing:
             more = f" and {len(reading.missing) - 1} more" if len(reading.missing) > 1 else ""
@@ -162,17 +188,19 @@ class Stores:
         raise TransferError("; ".join(errors))
 
     def _read_from(self, share: StoredShare, reading: _Reading) -> None:
-        request = ShareRequest(task=self._task, generation=share.generation,
-                               step_version=share.step_version, share=share.share,
-                               num_shares=share.num_shares)
         endpoint = self.endpoints[share.store]
         with protocol.connect(endpoint, self._secret, self._wait_s()) as connection:
-            reader = ShareReader(connection, request)
+            reader = ShareReader(connection, self._request(share))
             if share.share == 0:
                 reading.numbers = reader.manifest.numbers
             for piece, data in reader.read(reading.useful(reader.manifest.pieces)):
                 reading.take(piece, data)
                 reading.received[share.store] += piece.num_bytes
+
+    def _request(self, share: StoredShare) -> ShareRequest:
+        return ShareRequest(task=self._task, generation=share.generation,
+                            step_version=share.step_version, share=share.share,
+                            num_shares=share.num_shares)
 
     def _wait_s(self) -> float:
         left_s = self._last_s - clock()

@@ -21,7 +21,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from ..process.history import History
-from .optimizers import num_steps, parts, scalers, set_num_steps, shards
+from .optimizers import chained, num_steps, parts, scalers, set_num_steps, shards
 from .trainee import TrainingModel
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -133,6 +133,51 @@ def load(trainee: TrainingModel, new: Numbers, history: History) -> int:
     trainee.experts.losses = dict(new.auxiliary_losses)
     history.replace(new.first_loss, new.losses, new.step_s)
     return new.step_version
+
+
+# --- The state of one process as its objects give it, whatever optimizer they have ---
+
+
+def own_tree(trainee: TrainingModel, step_version: int, history: History) -> dict[str, Any]:
+    """The state of this process: that of its modules and torch optimizers, the tensors that these
+    step (the masters, in 16 bits), the loss scale and the numbers."""
+    return {
+        "modules": [module.state_dict() for module in trainee.modules],
+        "optimizers": [{
+            "state": part.optimizer.state_dict(),
+            "stepped": [param.data for group in part.optimizer.param_groups
+                        for param in group["params"]],
+            "scaler": part.grad_scaler.state_dict() if _has_scaler(part) else None,
+        } for part in _inner(trainee)],
+        "scheduled_samples": trainee.scheduler.num_steps, "step_version": step_version,
+        "history": [history.first, list(history.losses), list(history.step_s)]}
+
+
+def load_own_tree(trainee: TrainingModel, tree: dict[str, Any], history: History) -> int:
+    """Load what `own_tree` has returned in an earlier process of this place; returns the step
+    version. Raises RuntimeError, ValueError or KeyError if it is of another model."""
+    for module, state in zip(trainee.modules, tree["modules"], strict=True):
+        module.load_state_dict(state)
+    for part, state in zip(_inner(trainee), tree["optimizers"], strict=True):
+        part.optimizer.load_state_dict(state["state"])
+        params = [param for group in part.optimizer.param_groups for param in group["params"]]
+        for param, saved in zip(params, state["stepped"], strict=True):
+            param.data.copy_(saved)
+        if _has_scaler(part):
+            part.grad_scaler.load_state_dict(state["scaler"])
+    trainee.scheduler.num_steps = tree["scheduled_samples"]
+    trainee.scheduler.step(0)
+    history.replace(*tree["history"])
+    return int(tree["step_version"])
+
+
+def _inner(trainee: TrainingModel) -> list[Any]:
+    """Megatron's optimizers that have a torch optimizer."""
+    return [part for part in chained(trainee.optimizer) if part.optimizer is not None]
+
+
+def _has_scaler(part: Any) -> bool:
+    return getattr(part, "grad_scaler", None) is not None
 
 
 def _dynamic(trainee: TrainingModel) -> list[Any]:

@@ -1,0 +1,95 @@
+"""`keep_in_memory`: restart from memory for a loop that trains by itself, without `adopt`.
+
+`job.step()` cannot train every model: not one in FSDP, and none whose ranks hold parts of one
+sample (context parallelism). Such a script runs its own loop, and stores the state of each process
+in memory after some of its iterations. After a fault all processes of the task start again, in the
+same number, and continue from there. docs/guides/scripts.md has an example.
+
+    with keep_in_memory("FSDP") as memory:
+        done = memory.resume(state, load)
+        for iteration in range(done, iterations):
+            train(iteration)
+            memory.stepped(iteration + 1, state)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from ....events.errors import UsageError
+from ....events.records.reports import InMemoryRecoveryDeclined
+from ...checkpoint_store import protocol
+from ...ipc.pipe_protocol import FD, Adopted
+from ..checkpoint.process_state import meshes_of
+from ..checkpoint.restart_memory import RestartMemory
+from ..rank import connect_agent
+from .arguments import usage_errors_reported
+
+
+class OwnLoop:
+    """The stored state of this process. Without an agent, nothing is stored.
+
+    All processes call each method after the same iteration. Several processes need an initialised
+    torch.distributed. `tree` and `state`: containers, numbers, texts and tensors, such as the
+    `state_dict` of a module or an optimizer. The random generators of torch, Python and numpy are
+    stored beside it.
+    """
+
+    def __init__(self, memory: RestartMemory | None, every: int) -> None:
+        self._memory, self._every = memory, every
+
+    def resume(self, state: Callable[[], Any], load: Callable[[Any], None]) -> int:
+        """Load the newest state of which every process has its own. Returns the number of
+        iterations in it; 0: there is none, and nothing was loaded.
+
+        `state` returns the present state; `load` gets what it returned in an earlier process.
+        """
+        if self._memory is None:
+            return 0
+        found = self._memory.restore(meshes_of(state()))
+        if found is None:
+            return 0
+        load(found.tree)
+        return found.step_version
+
+    def stepped(self, iterations: int, state: Callable[[], Any]) -> None:
+        """After each iteration: store the state if it is due. `iterations` are complete. Returns
+        when the state may change."""
+        if self._memory is not None and iterations % self._every == 0:
+            self._memory.copy_in_turn(state, iterations)
+
+
+@contextmanager
+def keep_in_memory(why: str, environment: Mapping[str, str] = os.environ) -> Generator[OwnLoop]:
+    """Store the state of this process in memory, as the job's `loop.copy_every` says.
+
+    `why`: what the loop has that cannot be healed in place; `unicron status` shows it. Raises
+    UsageError if `copy_every` is 0.
+    """
+    with usage_errors_reported(environment):
+        if FD not in environment:
+            yield OwnLoop(None, 0)
+            return
+        control, start, _ = connect_agent(int(environment[FD]))
+        loop = start.spec.loop
+        assert loop is not None, "an agent opens its pipe for a loop task only"
+        if not loop.copy_every:
+            raise UsageError("loop.copy_every is 0: no state is stored in memory",
+                             "give loop.copy_every, or leave `heal` out")
+        if not start.declined:
+            control.tell(Adopted(pid=os.getpid()))
+            control.tell(InMemoryRecoveryDeclined(
+                task=start.task, rank=start.rank, attempt=start.attempt, why=why,
+                from_memory=True))
+        place, num = start.rank, start.num_seats
+        assert not dist.is_initialized() or (dist.get_rank(), dist.get_world_size()) == (place, num)
+        memory = RestartMemory(start, environment.get(protocol.SECRET, ""), place, num,
+                               tell=control.tell_unless_behind, stores=lambda: control.keep)
+        yield OwnLoop(memory, loop.copy_every)
+        memory.wait()
+        control.flush()

@@ -1,0 +1,169 @@
+"""The state of a task that restarts from memory: each process has its own in checkpoint stores.
+
+The processes of such a task cannot recover in place. After a fault all of them start again, in the
+same number and layout, and each takes from a store what it alone has stored (process_state.py), of
+the newest version of which every process has a share. With another number of processes, or without
+such a version, the task continues from its checkpoint on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import msgspec
+import structlog
+import torch
+import torch.distributed as dist
+from msgspec import Struct
+
+from ....events.records.orders import SetCheckpointStores, StartRank
+from ....events.records.types import Body
+from ...checkpoint_store.protocol import TransferError
+from ..recovery.peers import World
+from ..recovery.state_transfer import comm_device
+from .memory_checkpoint import Content, MemorySaver, StoreOrder
+from .memory_restore import StoredShare, Stores
+from .process_state import NotEncodable, decode, encode, generators, set_generators
+from .snapshot import Snapshot
+
+log = structlog.get_logger()
+
+
+class Restored(NamedTuple):
+    """The state of this process after `step_version` iterations."""
+
+    step_version: int
+    tree: Any
+
+
+class _Found(Struct, frozen=True, array_like=True):
+    """What a process tells the others at its start."""
+
+    attempt: int
+    after: int
+    shares: list[StoredShare]
+
+
+class RestartMemory:
+    """The stored state of process `place` of `num`. All processes call each method after the same
+    iteration; those of several processes use torch.distributed, which must be initialised.
+
+    `tell` sends a report, and returns False if it was not accepted. `stores` returns the newest
+    order about stores. `spare`: as in MemorySaver; None: nothing interrupts a connection.
+    """
+
+    def __init__(self, start: StartRank, secret: str, place: int, num: int, *,
+                 tell: Callable[[Body], bool], stores: Callable[[], SetCheckpointStores | None],
+                 spare: Callable[[int], AbstractContextManager[None]] | None = None) -> None:
+        self._start, self._secret, self._place, self._num = start, secret, place, num
+        self._stores = stores
+        self._generation = start.attempt
+        self._saver = MemorySaver(start, secret, spare=spare or _interrupts_none, tell=tell,
+                                  note=_untraced)
+        self._why = ""
+        """Why the state cannot be stored."""
+
+    def restore(self, meshes: Sequence[Any] = (), *, after: int = 0) -> Restored | None:
+        """The newest state of which every process has its own, if it is newer than the largest
+        `after`. It sets the random generators too. None: the log says why, unless this is the first
+        start. `meshes`: the device meshes of distributed tensors in the state."""
+        stores = Stores(self._start.task, self._start.copies, self._secret, lambda: False)
+        mine = _Found(self._start.attempt, after, stores.shares(self._place, self._num))
+        all_found = [mine]
+        if self._num > 1:
+            all_found = [msgspec.msgpack.decode(data, type=_Found)
+                         for data in World().collect(msgspec.msgpack.encode(mine))]
+        self._generation = max(one.attempt for one in all_found)
+        after = max(one.after for one in all_found)
+        versions = stores.versions([share for one in all_found for share in one.shares])
+        others = sorted({len(version.shares) for version in versions} - {self._num})
+        for version in versions:
+            if len(version.shares) != self._num or version.step_version <= after:
+                continue
+            tree = self._read(stores, version, meshes)
+            if self._agreed(tree is not None):
+                log.info("continues from memory", iteration=version.step_version,
+                         stored_by=version.generation)
+                set_generators(tree["generators"])
+                return Restored(version.step_version, tree["state"])
+        if self._start.copies or self._start.attempt > 1:
+            why = (f"it was stored by {others[0]} processes, and these are {self._num}" if others
+                   else "no version is whole, or newer than the checkpoint")
+            log.warning("does not continue from memory", why=why)
+        return None
+
+    def _read(self, stores: Stores, version: Any, meshes: Sequence[Any]) -> Any:
+        """This process's tree; None if it cannot be read."""
+        try:
+            data, tensors = stores.read_share(version, self._place)
+            return decode(data, tensors, meshes)
+        except (TransferError, ValueError) as error:
+            log.warning("in-memory checkpoint not usable", iteration=version.step_version,
+                        why=str(error))
+            return None
+
+    def _agreed(self, mine: bool) -> bool:
+        """Whether it is so on all processes."""
+        if self._num == 1:
+            return mine
+        found = torch.tensor(float(mine), device=comm_device())
+        dist.all_reduce(found, dist.ReduceOp.MIN)
+        return bool(found)
+
+    def status(self) -> tuple[float, float]:
+        """As that of MemorySaver."""
+        return self._saver.status(self._order())
+
+    def copy(self, tree: Callable[[], Any], step_version: int, *, is_whole: bool) -> None:
+        """Begin to store what `tree` returns, the state after `step_version` iterations. Before the
+        state changes, call `detach`. `is_whole`: all processes have stored their last state."""
+        order = self._order()
+        if self._why or not order.stores:
+            return
+        try:
+            encoded = encode({"state": tree(), "generators": generators()})
+        except NotEncodable as error:
+            self._why = str(error)
+            log.warning("the state is not stored in memory", why=self._why)
+            return
+        self._saver.begin(
+            lambda: Content(Snapshot(encoded[0], None), encoded[1], self._place, self._num),
+            step_version, self._generation, order, is_whole=is_whole)
+
+    def copy_in_turn(self, tree: Callable[[], Any], step_version: int) -> None:
+        """As `copy` and `detach`, for processes that agree on nothing else: skipped if one of them
+        still sends its last state. A collective."""
+        is_sending, is_missing = self.status()
+        may_copy = self._agreed(not is_sending)
+        is_whole = self._agreed(not is_missing)
+        if may_copy:
+            self.copy(tree, step_version, is_whole=is_whole)
+            self.detach()
+
+    def detach(self) -> None:
+        """The state is about to change: end the reading of live memory."""
+        self._saver.detach()
+
+    def wait(self) -> None:
+        """Wait until the last state is sent or given up."""
+        self._saver.wait()
+
+    def _order(self) -> StoreOrder:
+        order = self._stores()
+        if order is None:
+            return StoreOrder()
+        names = next((one.stores for one in order.stores
+                      if one.node == self._start.slot.node), None)
+        return StoreOrder(tuple(store for store in order.keepers
+                                if names is None or store.node in names), order.copies_bytes_max)
+
+
+def _interrupts_none(_: int) -> AbstractContextManager[None]:
+    """The `spare` of a process in which nothing interrupts a connection."""
+    return nullcontext()
+
+
+def _untraced(*_: object) -> None:
+    """The `note` of a process without a trace."""
