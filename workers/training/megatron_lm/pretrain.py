@@ -223,10 +223,12 @@ class Pretraining:
     def build(self, groups: Any, axes: Any, place: int) -> tuple[Sequence[Any], Any, Any]:
         args = self.args
         trained = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+        iteration = args.iteration
         self._set_sizes(axes.tp, axes.pp)  # may be another layout, for the initial weights
         with start_errors_told():
             model, optimizer, scheduler = self.training.setup_model_and_optimizer(
                 self._model_provider, self._model_type)
+        args.iteration = iteration  # now 0; a fault may come between a step and its progress line
         self._set_sizes(*trained)
         self._record_steps(optimizer)
         return model, optimizer, scheduler
