@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 from pathlib import Path
 from typing import Any
 
 import megatron_trial
 import pytest
-from megatron_trial import CASES, ITERATIONS, TRIP, Case
-from real_cluster import RealCluster
+from megatron_trial import CASES, ITERATIONS, LONG, MANDATORY, SAVED, TRIP
+from real_cluster import RealCluster, running
 
 pytestmark = pytest.mark.skipif(not os.environ.get("UNICRON_MEGATRON_LM"),
                                 reason="UNICRON_MEGATRON_LM names no clone of Megatron-LM")
@@ -36,33 +37,41 @@ def test_a_killed_rank_changes_no_printed_loss(
 
 def test_its_checkpoints_are_continued_and_its_own_loop_continues_ours(
         cluster: RealCluster, clone: Path, tmp_path: Path) -> None:
-    trip = megatron_trial.round_trip(cluster, clone, TRIP, tmp_path)
-    stock_lines = megatron_trial.stock(clone, TRIP)
-    assert megatron_trial.unequal(stock_lines, trip.lines) == []
-    assert not any(incident.ckpt_read for incident in trip.incidents)
+    trip = megatron_trial.round_trip(cluster, clone, TRIP, tmp_path, random.Random(1))
+    assert megatron_trial.unequal(megatron_trial.stock(clone, TRIP), trip.lines) == []
+    assert [(one.iterations_lost, one.ckpt_read) for one in trip.incidents] == [(0, False)] * 3
     _a_checkpoint_that_does_not_fit_ends_the_task(cluster, clone, tmp_path / "between")
+
+
+def test_the_usual_job_saves_heals_and_loads_as_its_own_loop(clone: Path, tmp_path: Path) -> None:
+    with running(tmp_path / "cluster", 4) as four_nodes:
+        trip = megatron_trial.round_trip(four_nodes, clone, MANDATORY, tmp_path, random.Random(1))
+    assert len(trip.incidents) == 3
+    assert not any(incident.ckpt_read for incident in trip.incidents)
+    found = megatron_trial.compared(clone, MANDATORY, tmp_path / "orders", trip)
+    print(found.table())
+    assert found.equal, found.table()
 
 
 def _a_checkpoint_that_does_not_fit_ends_the_task(cluster: RealCluster, clone: Path, folder: Path
                                                   ) -> None:
-    case = CASES["DP 3"]
-    newest = folder / "iter_0000010"
+    newest = folder / f"iter_{SAVED:07d}"
     for words, why in ((["--num-layers", "4"], "its num_layers is 2, the arguments say 4"),
                        (["--vocab-size", "300"], "has another vocabulary"),
                        (["--lr", "2e-3"], "in its schedule, the arguments say 0.002")):
-        _refused(cluster, clone, case, folder, words, why)
+        _refused(cluster, clone, folder, words, why)
     (newest / "__1_0.distcp").rename(folder / "kept")
-    _refused(cluster, clone, case, folder, [], "__1_0.distcp")
+    _refused(cluster, clone, folder, [], "__1_0.distcp")
     (folder / "kept").rename(newest / "__1_0.distcp")
     (newest / "common.pt").write_bytes((newest / "common.pt").read_bytes()[:100])
-    _refused(cluster, clone, case, folder, [], "common.pt cannot be read")
+    _refused(cluster, clone, folder, [], "common.pt cannot be read")
 
 
-def _refused(cluster: RealCluster, clone: Path, case: Case, folder: Path, words: list[str],
-             why: str) -> None:
+def _refused(cluster: RealCluster, clone: Path, folder: Path, words: list[str], why: str) -> None:
     after = cluster.seq()
-    task = cluster.submit(megatron_trial.job(clone, case, folder / "out", "--load", str(folder),
-                                             *words))
+    task = cluster.submit(megatron_trial.job(
+        clone, CASES["DP 3"], folder / "out", *TRIP.words, "--load", str(folder), *words,
+        iterations=LONG))
     assert cluster.wait_ended(task)["state"] == "failed"
     assert why in cluster.endings(task)
     starts: list[Any] = [one.body for one in cluster.told(after, "RankStarted", task=task)]

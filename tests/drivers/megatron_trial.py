@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from real_cluster import RealCluster
+from unicron.workers.training.model import cpu_device
+from unicron.workers.training.reference import orders, tolerance
 
 ITERATIONS, MICRO_BATCHES, STRUCK, VICTIM = 12, 6, 3, 1
-LOADED, SAVED = 3, 10
-"""In a round trip: the iterations after which the agents' job loads and saves."""
+LOADED, SAVED, LONG = 4, 32, 34
+"""Of a round trip: the iterations after which the agents' job loads and saves, and all of them."""
+MOMENTS = ("forward", "backward", "stats", "gate", "norm", "step", "stepped")
+NUM_FAULTS, SLOW_S = 3, 8.0
 STOCK_S_MAX = 600.0
 STOCK = Path(__file__).parent / "stock_megatron.py"
 REL = 2e-6
@@ -61,25 +66,22 @@ CASES = {"DP 3": Case(3, {}), "TP 2 x DP 2": Case(4, {"tensor": [2]}),
          "TP 2 x DP 2, usual flags": Case(4, {"tensor": [2]}, USUAL)}
 
 
-DEFAULTS = Case(
+TRIP = Case(4, {"tensor": [2]}, ("--train-iters", str(LONG)), ())
+MANDATORY = Case(
     8, {"tensor": [2], "pipeline": [2], "optimizer": "sharded"},
-    (*USUAL, "--bf16", "--accumulate-allreduce-grads-in-fp32", "--use-distributed-optimizer",
-     "--overlap-param-gather"),
-    (Fault(1, "forward", 3), Fault(5, "gate", 6), Fault(4, "forward", 9)))
-"""The flags of the usual job, over TP 2 x PP 2 x DP 2, with three faults."""
-TRIP = Case(4, {"tensor": [2]}, (), (Fault(1, "forward", 4), Fault(3, "backward", 6),
-                                     Fault(0, "backward", 8)))
-"""Three faults between loading and saving."""
-DEFAULTS_TRIP = DEFAULTS._replace(
-    faults=(Fault(1, "forward", 4), Fault(5, "gate", 6), Fault(4, "forward", 8)))
+    (*TRIP.words, *USUAL, "--bf16", "--accumulate-allreduce-grads-in-fp32",
+     "--use-distributed-optimizer", "--overlap-param-gather"), ())
+"""The flags of the usual job, over TP 2 x PP 2 x DP 2."""
 
 
 class Healed(NamedTuple):
-    """What a run with killed ranks printed; its incidents; from each kill to the step."""
+    """What a run with killed ranks printed; its incidents; from each kill to the step; where its
+    last state is, of a round trip."""
 
     lines: Lines
     incidents: list[Any]
     fault_to_step_s: list[float]
+    state: Path = Path()
 
     @property
     def iterations_lost(self) -> int:
@@ -92,7 +94,8 @@ def printed(text: str) -> Lines:
             for line in text.splitlines() if (found := LINE.search(line))}
 
 
-def stock(clone: Path, case: Case, *words: str) -> Lines:
+def stock(clone: Path, case: Case, *words: str, order: Sequence[int] = range(MICRO_BATCHES)
+          ) -> Lines:
     """Train by Megatron-LM's own loop: one replica, as its initial weights depend on the layout.
     `words`: more arguments. Raises CalledProcessError."""
     (tp,), (pp,) = (case.parallel.get(name, [1]) for name in ("tensor", "pipeline"))
@@ -104,7 +107,8 @@ def stock(clone: Path, case: Case, *words: str) -> Lines:
     ranks = [subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank), "WORLD_SIZE": str(tp * pp),
-             "MASTER_PORT": str(port)}) for rank in range(tp * pp)]
+             "MASTER_PORT": str(port), "MICRO_BATCHES": " ".join(map(str, order))})
+        for rank in range(tp * pp)]
     try:
         texts = [rank.communicate(timeout=STOCK_S_MAX)[0] for rank in ranks]
     finally:
@@ -128,53 +132,156 @@ def job(clone: Path, case: Case, output: Path, *words: str, iterations: int = IT
                      "output": str(output), "parallel": dict(case.parallel), "copy_every": 2}}
 
 
-def struck(cluster: RealCluster, clone: Path, case: Case, output: Path, *words: str,
-           iterations: int = ITERATIONS) -> Healed:
-    """Train under agents, and kill a rank at each fault. `words`: more arguments."""
+def struck(cluster: RealCluster, clone: Path, case: Case, output: Path) -> Healed:
+    """Train under agents, and kill a rank at each fault of the case."""
+    after = cluster.seq()
+    task = cluster.submit(job(clone, case, output, *case.words))
+    return _ended(cluster, task, after, [_strike(cluster, task, fault) for fault in case.faults])
+
+
+def struck_at_random(cluster: RealCluster, clone: Path, case: Case, output: Path,
+                     draw: random.Random, *words: str, iterations: int) -> Healed:
+    """Train under agents, and kill a rank three times at a random moment, each time when all ranks
+    are there again. Until then the other ranks train slowly: the run is short. `words`: more
+    arguments."""
     after = cluster.seq()
     task = cluster.submit(job(clone, case, output, *case.words, *words, iterations=iterations))
+    cluster.wait_traced(task, event="copied")
     took_s: list[float] = []
-    for victim, event, iteration in case.faults:
-        begun_s = time.time()
-        cluster.hold(task, victim, event=event, iteration=iteration)
-        held = cluster.wait_held(task, victim, begun_s)
-        cluster.hold(task, victim, event="forward", iteration=-1)
-        killed_s = time.time()
-        os.kill(held["pid"], signal.SIGKILL)
-        took_s.append(_stepped_s(cluster, task, iteration, killed_s) - killed_s)
+    for num in range(1, NUM_FAULTS + 1):
+        newest = max(line["iteration"] for line in cluster.traced(task) if line["event"] == "done")
+        fault = Fault(draw.randrange(case.slots), draw.choice(MOMENTS),
+                      newest + draw.randint(2, 3))
+        print(fault, flush=True)
+        took_s.append(_strike(cluster, task, fault))
+        slow = [cluster.hold(task, rank, event="gate", then="slow", slow_s=SLOW_S)
+                for rank in range(case.slots) if rank != fault.victim]
+        cluster.wait(lambda num=num: len(cluster.told(after, "IncidentClosed")) >= num or None,
+                     lambda: cluster.tail(after))
+        for hold in slow:
+            hold.unlink()
+    return _ended(cluster, task, after, took_s)
+
+
+def _strike(cluster: RealCluster, task: int, fault: Fault) -> float:
+    """Kill a rank; returns the seconds from then to the end of the next step: of the iteration that
+    it struck, or of the one after if another replica had done that step."""
+    begun_s = time.time()
+    cluster.hold(task, fault.victim, event=fault.event, iteration=fault.iteration)
+    held = cluster.wait_held(task, fault.victim, begun_s)
+    cluster.hold(task, fault.victim, event="forward", iteration=-1)
+    killed_s = time.time()
+    os.kill(held["pid"], signal.SIGKILL)
+    line = cluster.wait(lambda: next(
+        (line for line in cluster.traced(task) if line["event"] == "done"
+         and line["iteration"] >= fault.iteration and line["generation"] > held["generation"]),
+        None), f"a step follows {fault}")
+    return float(line["t"]) - killed_s
+
+
+def _ended(cluster: RealCluster, task: int, after: int, took_s: list[float]) -> Healed:
     ended = cluster.wait_ended(task)
     assert ended["state"] == "finished", (ended, cluster.endings(task))
     closed = [record.body for record in cluster.told(after, "IncidentClosed")]
-    # A fault before the last one's rank is back belongs to the same incident.
-    assert 1 <= len(closed) <= len(case.faults), cluster.tail(after)
+    assert len(closed) == len(took_s), cluster.tail(after)
     text = "".join(log.read_text() for log in sorted(
         cluster.state.logs.glob(f"{task}-*/*.log"), key=lambda log: log.stat().st_mtime))
     return Healed(printed(text), closed, took_s)
 
 
-def round_trip(cluster: RealCluster, clone: Path, case: Case, folder: Path) -> Healed:
+def round_trip(cluster: RealCluster, clone: Path, case: Case, folder: Path, draw: random.Random
+               ) -> Healed:
     """Train by Megatron-LM's own loop, which saves; continue its checkpoint under agents, which
-    save; continue theirs by its own loop. The lines are those of all three."""
+    heal three faults and save; continue theirs by its own loop, which saves. The lines are those of
+    all three."""
     before, between = str(folder / "before"), str(folder / "between")
-    first = stock(clone, case, "--save", before, "--save-interval", "4",
+    first = stock(clone, case, "--save", before, "--save-interval", str(LONG),
                   "--exit-interval", str(LOADED))
-    healed = struck(cluster, clone, case, folder / "out", "--load", before, "--save", between,
-                    "--save-interval", "4", "--exit-interval", str(SAVED), iterations=SAVED)
-    last = stock(clone, case, "--load", between)
+    healed = struck_at_random(
+        cluster, clone, case, folder / "out", draw, "--load", before, "--save", between,
+        "--save-interval", "8", "--exit-interval", str(SAVED), iterations=SAVED)
+    last = stock(clone, case, "--load", between, *saving(folder / "last"))
     assert min(map(int, filter(str.isdecimal, last))) == SAVED + 1, last
     # Its second line is the mean of two iterations: it does not start its sums anew after one.
     second = last[str(SAVED + 2)]
     second["lm loss"] = 2 * second["lm loss"] - last[str(SAVED + 1)]["lm loss"]
-    return healed._replace(lines=first | healed.lines | last)
+    return healed._replace(lines=first | healed.lines | last, state=folder / "last")
 
 
-def _stepped_s(cluster: RealCluster, task: int, iteration: int, after_s: float) -> float:
-    """When the first rank has stepped this iteration after `after_s`."""
-    line = cluster.wait(lambda: next(
-        (line for line in cluster.traced(task) if line["event"] == "done"
-         and line["iteration"] == iteration and line["t"] > after_s), None),
-        f"iteration {iteration} is done")
-    return float(line["t"])
+def saving(folder: Path) -> list[str]:
+    """Arguments of Megatron-LM's own loop to save its last state in `folder`, by parameter."""
+    return ["--save", str(folder), "--save-interval", str(LONG),
+            "--dist-ckpt-optim-fully-reshardable"]
+
+
+class Compared(NamedTuple):
+    """The losses of one run of Megatron-LM's own loop and of another run. The noise is the worst
+    relative difference between three orders of summing, for losses, masters and moments."""
+
+    expected: Lines
+    found: Lines
+    noise: tuple[float, float, float]
+    gaps: tuple[float, float, float]
+    """The largest relative differences of the other run."""
+
+    @property
+    def equal(self) -> bool:
+        return {*self.expected} == {*self.found} and all(
+            gap <= tolerance([noise]) for gap, noise in zip(self.gaps, self.noise, strict=True))
+
+    def table(self) -> str:
+        """A line for each printed loss, then what counts as equal."""
+        lines = [f"{'':36} {'Megatron-LM':>12} {'Unicron':>12} {'difference':>11}"]
+        for place, line in self.expected.items():
+            found = self.found[place]
+            lines.append(f"{place:36} {_loss(line):12.6f} {_loss(found):12.6f} "
+                         f"{loss_rel(line, found):11.1e}")
+        lines.append(f"{'':36} {'three orders':>12} {'tolerance':>12} {'difference':>11}")
+        for name, noise, gap in zip(("losses", "masters", "moments"), self.noise, self.gaps,
+                                    strict=True):
+            lines.append(f"{name:36} {noise:12.1e} {tolerance([noise]):12.1e} {gap:11.1e}")
+        return "\n".join(lines)
+
+
+def compared(clone: Path, case: Case, folder: Path, trip: Healed) -> Compared:
+    """Compare the losses and the last state of a round trip with Megatron-LM's own loop."""
+    runs, states = [], []
+    for number, order in enumerate(orders(MICRO_BATCHES)):
+        runs.append(stock(clone, case, *saving(folder / f"{number}"), order=order))
+        states.append(_state(folder / f"{number}"))
+    noises = [_gaps(runs[0], lines, states[0], other)
+              for lines, other in zip(runs[1:], states[1:], strict=True)]
+    losses, masters, moments = (max(values) for values in zip(*noises, strict=True))
+    return Compared(runs[0], trip.lines, (losses, masters, moments),
+                    _gaps(runs[0], trip.lines, states[0], _state(trip.state)))
+
+
+def _state(folder: Path) -> dict[str, Any]:
+    """The optimizer's tensors of the newest checkpoint of Megatron-LM in `folder`."""
+    with cpu_device.uncompiled():
+        from unicron.workers.training.checkpoint.stored_state import StoredState
+    iteration = int((folder / "latest_checkpointed_iteration.txt").read_text())
+    stored = StoredState(str(folder / f"iter_{iteration:07d}"))
+    return {key: stored.tensor(key).double() for key in sorted(stored.kinds)
+            if key.startswith("optimizer.state.")}
+
+
+def _gaps(expected: Lines, lines: Lines, state: Mapping[str, Any], other: Mapping[str, Any]
+          ) -> tuple[float, float, float]:
+    assert {*state} == {*other}
+    masters, *moments = ([key for key in state if key.startswith(f"optimizer.state.{kind}.")]
+                         for kind in ("param", "exp_avg", "exp_avg_sq"))
+    return (max(loss_rel(line, lines[place]) for place, line in expected.items()),
+            _norm_rel(masters, state, other),
+            max(_norm_rel(keys, state, other) for keys in moments))
+
+
+def _norm_rel(keys: Sequence[str], state: Mapping[str, Any], other: Mapping[str, Any]) -> float:
+    """|a - b| / |b| of these tensors as one vector."""
+    assert keys
+    above, below = (sum(float(tensor.square().sum()) for tensor in tensors) for tensors in (
+        [other[key] - state[key] for key in keys], [state[key] for key in keys]))
+    return float((above / below) ** 0.5)
 
 
 def unequal(stock_lines: Lines, lines: Lines) -> list[str]:
@@ -186,6 +293,8 @@ def unequal(stock_lines: Lines, lines: Lines) -> list[str]:
 
 def loss_rel(stock_line: Mapping[str, float], line: Mapping[str, float]) -> float:
     """The relative difference of the losses of two lines."""
-    expected, found = (one.get("lm loss", one.get("lm loss value", -1.0))
-                       for one in (stock_line, line))
-    return abs(found - expected) / expected
+    return abs(_loss(line) - _loss(stock_line)) / _loss(stock_line)
+
+
+def _loss(line: Mapping[str, float]) -> float:
+    return line.get("lm loss", line.get("lm loss value", -1.0))

@@ -6,9 +6,10 @@ The state of a layout is that of share_work.py: equal in every layout, bit by bi
 from __future__ import annotations
 
 import multiprocessing
+import queue
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import share_work
 import stock_megatron
@@ -53,6 +54,20 @@ def _state_dict(trainee: TrainingModel, kind: str, *, is_loading: bool = False) 
     return found | {"opt_param_scheduler": trainee.scheduler.state_dict()}
 
 
+class _Queue(NamedTuple):
+    """A queue without a thread or a process of its own: a result is there as soon as it is put."""
+
+    pipe: Any
+
+    def put(self, item: Any) -> None:
+        self.pipe.put(item)
+
+    def get_nowait(self) -> Any:
+        if self.pipe.empty():
+            raise queue.Empty
+        return self.pipe.get()
+
+
 def save_as_megatron(place: int, train: Train, layout: Layout, folder: str, kind: str) -> None:
     trainee = share_work.build(place, train, layout)
     args = Namespace(tensor_model_parallel_size=layout.axes.tp,
@@ -62,7 +77,7 @@ def save_as_megatron(place: int, train: Train, layout: Layout, folder: str, kind
     dist.barrier()
     # Megatron writes with child processes, which a test's world must not leave behind.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    filesystem_async._results_queue = multiprocessing.get_context("fork").Queue()
+    filesystem_async._results_queue = _Queue(multiprocessing.get_context("fork").SimpleQueue())
     content = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     dist_checkpointing.save(
         _state_dict(trainee, kind) | {"args": args}, folder,

@@ -1,6 +1,7 @@
 """Megatron-LM's own `pretrain` on the CPU, one rank: python stock_megatron.py SCRIPT ARGS...
 
-Without RANK, WORLD_SIZE and MASTER_PORT in the environment, it is the only rank.
+Without RANK, WORLD_SIZE and MASTER_PORT in the environment, it is the only rank. MICRO_BATCHES is
+the order in which an iteration's micro-batches are summed, for example "2 1 0".
 
 The reference for what a script prints under Unicron. Its loops, samplers and step run unchanged;
 what a machine without CUDA cannot do (compile fusions, count devices) is left out.
@@ -12,9 +13,10 @@ import functools
 import os
 import runpy
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +61,22 @@ def main() -> None:
 
     initialize._set_random_seed = seed_tracker
     load_torch_steps()
+    if words := os.environ.get("MICRO_BATCHES"):
+        sum_in(tuple(map(int, words.split())))
     runpy.run_path(str(script), run_name="__main__")
+
+
+def sum_in(order: Sequence[int]) -> None:
+    """Take the micro-batches of each iteration in this order. There is one replica."""
+    sampler: Any = import_module("megatron.training.datasets.data_samplers")
+    one_by_one = sampler.MegatronPretrainingSampler.__iter__
+
+    def in_order(self: Any) -> Iterator[Any]:
+        rows = one_by_one(self)
+        while len(taken := list(islice(rows, len(order)))) == len(order):
+            yield from (taken[index] for index in order)
+
+    sampler.MegatronPretrainingSampler.__iter__ = in_order
 
 
 def load_torch_steps() -> None:
