@@ -22,9 +22,11 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "tests"
 PAGE = ROOT / "docs" / "guides" / "test-runs.md"
 BEGIN = "<!-- the last run -->"
+ALSO = ["tests/workers/training/test_experts.py", "tests/workers/training/test_gpu_check.py"]
+"""Tests of ranks that run beside those of clusters, so that no lane is much longer than others."""
 LANES = {
-    "clusters": ["tests/cluster"],
-    "ranks": ["tests/workers/training"],
+    "clusters": ["tests/cluster", *ALSO],
+    "ranks": ["tests/workers/training", *(f"--ignore={file}" for file in ALSO)],
     "others": ["tests", "--ignore=tests/cluster", "--ignore=tests/workers/training"],
 }
 """Lane -> arguments of its pytest, which runs one test at a time and at most six real ranks."""

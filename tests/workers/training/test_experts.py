@@ -132,7 +132,7 @@ CASES = {
 }
 
 
-USUAL = ("dp4", "tp2dp2", "pp2dp2", "tp2dp2 to dp3", "bf16")
+USUAL = ("pp2dp2", "tp2dp2 to dp3", "bf16")
 
 
 @pytest.mark.parametrize("name", [

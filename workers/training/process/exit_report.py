@@ -86,8 +86,8 @@ def _own_text(error: BaseException) -> str:
         text = text[:READ_CHARS_MAX // 2] + "\n" + text[-READ_CHARS_MAX // 2:]
     return text
 
-OWN_THREADS = ("control", "wake", "reports", "collective", "abandoned", "checkpoint", "copies",
-               "checksum")
+OWN_THREADS = ("control", "wake", "reports", "collective", "abandoned", "abort", "checkpoint",
+               "copies", "checksum")
 """Name prefixes of the rank's own threads. It cannot train without them."""
 TEXT_CHARS_MAX = 4000
 """Characters of an error that are reported: its end, and the line that determined the status."""
