@@ -22,12 +22,15 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "tests"
 PAGE = ROOT / "docs" / "guides" / "test-runs.md"
 BEGIN = "<!-- the last run -->"
-ALSO = ["tests/workers/training/test_experts.py", "tests/workers/training/test_gpu_check.py"]
-"""Tests of ranks that run beside those of clusters, so that no lane is much longer than others."""
+RANKS = "tests/workers/training"
+WITH_OTHERS = (f"{RANKS}/test_experts.py", f"{RANKS}/test_gpu_check.py")
+"""Tests of ranks in the lane of the others, so that no lane is much longer than the rest."""
 LANES = {
-    "clusters": ["tests/cluster", *ALSO],
-    "ranks": ["tests/workers/training", *(f"--ignore={file}" for file in ALSO)],
-    "others": ["tests", "--ignore=tests/cluster", "--ignore=tests/workers/training"],
+    "clusters": ["tests/cluster"],
+    "ranks": [RANKS, *(f"--ignore={file}" for file in WITH_OTHERS)],
+    "others": ["tests", "--ignore=tests/cluster", *sorted(
+        f"--ignore={RANKS}/{file.name}" for file in (ROOT / RANKS).glob("test_*.py")
+        if f"{RANKS}/{file.name}" not in WITH_OTHERS)],
 }
 """Lane -> arguments of its pytest, which runs one test at a time and at most six real ranks."""
 POLL_S, STOP_S = 0.2, 50.0

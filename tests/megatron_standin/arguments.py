@@ -12,17 +12,22 @@ def add_megatron_arguments(parser):
                           ("context-parallel-size", 1), ("padded-vocab-size", 64),
                           ("tensor-model-parallel-size", 1), ("pipeline-model-parallel-size", 1),
                           ("exit-interval", None), ("tensorboard-log-interval", 1),
-                          ("empty-unused-memory-level", 0)):
+                          ("empty-unused-memory-level", 0), ("save-interval", None),
+                          ("ckpt-step", None)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--lr", type=float, default=1e-3)
     for name in ("calculate-per-token-loss", "use-torch-fsdp2", "sequence-parallel",
                  "log-params-norm", "log-num-zeros-in-grad", "log-throughput",
                  "log-timers-to-tensorboard", "log-loss-scale-to-tensorboard",
                  "log-world-size-to-tensorboard", "log-memory-to-tensorboard",
-                 "log-validation-ppl-to-tensorboard"):
+                 "log-validation-ppl-to-tensorboard", "finetune", "no-load-optim",
+                 "exit-on-missing-checkpoint"):
         parser.add_argument(f"--{name}", action="store_true")
-    for name in ("load", "save", "tokenizer-type", "tensorboard-dir", "wandb-project"):
+    for name in ("load", "save", "tokenizer-type", "tensorboard-dir", "wandb-project",
+                 "pretrained-checkpoint"):
         parser.add_argument(f"--{name}")
+    parser.add_argument("--disable-gloo-process-groups", action="store_false",
+                        dest="enable_gloo_process_groups")
     parser.add_argument("--rerun-mode", default="validate_results")
     return parser
 

@@ -1,6 +1,7 @@
 """Arguments, timers and the writer; one set per process."""
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 _ARGS = None
 
@@ -20,6 +21,10 @@ def get_args():
 
 def get_timers():
     return lambda name, log_level=0: _Timer()
+
+
+def get_tokenizer():
+    return SimpleNamespace(vocab_size=get_args().padded_vocab_size)
 
 
 def get_tensorboard_writer():

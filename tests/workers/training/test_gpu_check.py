@@ -123,7 +123,7 @@ def test_a_gpus_generators_are_seeded_without_groups_of_experts(monkeypatch: pyt
             Draw(7).at(3, 5)
         found.append(dict(random.get_cuda_rng_tracker().get_states()))
     assert found[0].keys() == found[1].keys()
-    assert len(set(seeds)) == 5, "the default seed, and a pair of each tensor-parallel rank"
+    assert len(set(seeds)) == 6, "two of each iteration and micro-batch, two of each rank"
 
 
 def test_the_rows_are_those_of_a_bench(tmp_path: Path) -> None:

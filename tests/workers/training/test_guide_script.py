@@ -20,8 +20,8 @@ LIMIT_S, ITERATIONS = 120.0, 6
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
-    """The guide's only script, in a file."""
-    (text,) = re.findall(r"^```python\n(.*?)^```$", GUIDE.read_text(), re.M | re.S)
+    """The guide's script, its first block of code, in a file."""
+    text = re.findall(r"^```python\n(.*?)^```$", GUIDE.read_text(), re.M | re.S)[0]
     file = tmp_path / "train.py"
     file.write_text(text)
     return file
