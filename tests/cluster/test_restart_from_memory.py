@@ -10,7 +10,6 @@ import restarts
 from real_cluster import RealCluster
 from unicron.events.spec.support import ROWS
 
-
 USUAL = ("FSDP", "an optimizer other than Adam")
 """`make test` runs these; the others differ only in why the loop declines."""
 
