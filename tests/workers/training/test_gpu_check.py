@@ -23,7 +23,7 @@ from unicron.workers.training.model.random_draws import Draw
 
 ROOT = Path(__file__).parents[3]
 MAKE_S = 120.0
-SLOW = ("overhead", "killed")
+SLOW = ("overhead", "killed", "groups", "te_layers")
 SLEEPS = "import subprocess, sys, time; subprocess.Popen(['sleep', '600'], start_new_session=True)"
 
 
