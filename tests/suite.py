@@ -23,14 +23,13 @@ FOLDER = ROOT / "build" / "tests"
 PAGE = ROOT / "docs" / "guides" / "test-runs.md"
 BEGIN = "<!-- the last run -->"
 RANKS = "tests/workers/training"
-WITH_OTHERS = (f"{RANKS}/test_experts.py", f"{RANKS}/test_gpu_check.py")
-"""Tests of ranks in the lane of the others, so that no lane is much longer than the rest."""
+WITH_CLUSTERS = [f"{RANKS}/test_{name}.py"
+                 for name in ("experts", "gpu_check", "saving_layouts", "usual_flags")]
+"""Tests of ranks in the lane of the clusters, so that no lane is much longer than the rest."""
 LANES = {
-    "clusters": ["tests/cluster"],
-    "ranks": [RANKS, *(f"--ignore={file}" for file in WITH_OTHERS)],
-    "others": ["tests", "--ignore=tests/cluster", *sorted(
-        f"--ignore={RANKS}/{file.name}" for file in (ROOT / RANKS).glob("test_*.py")
-        if f"{RANKS}/{file.name}" not in WITH_OTHERS)],
+    "clusters": ["tests/cluster", *WITH_CLUSTERS],
+    "ranks": [RANKS, *(f"--ignore={file}" for file in WITH_CLUSTERS)],
+    "others": ["tests", "--ignore=tests/cluster", f"--ignore={RANKS}"],
 }
 """Lane -> arguments of its pytest, which runs one test at a time and at most six real ranks."""
 POLL_S, STOP_S = 0.2, 50.0
