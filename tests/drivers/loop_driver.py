@@ -9,6 +9,7 @@ from typing import Any
 from nursery import Nursery
 from rank_driver import Driver
 from unicron.events.spec.job import parse
+from unicron.workers.training.reference import compare
 
 EXAMPLE = Path(__file__).parents[2] / "deploy" / "examples" / "loop.py"
 SCRIPT = """
@@ -67,6 +68,17 @@ OTHER_RESULT = ("bf16", "fp16", "clipping", "per micro-batch", "dropout", "tied 
 def flagged_example(folder: Path, flags: Iterable[str]) -> Path:
     """Write the example with these flags; return its path."""
     return changed_example(folder, [change for flag in flags for change in FLAGS[flag]])
+
+
+def finish_as(driver: Driver, ranks: list[int], undisturbed: Path, iterations: int,
+              relative_max: float) -> None:
+    """Train to the end; the result must equal a checkpoint of an undisturbed run."""
+    driver.finish(ranks)
+    gap = compare(driver.final_checkpoint(), undisturbed)
+    print(gap)
+    assert gap.num_losses == iterations
+    assert gap.loss_rel < relative_max
+    assert gap.param_rel < relative_max
 
 
 def changed_example(folder: Path, changes: Iterable[tuple[str, str]], example: Path = EXAMPLE

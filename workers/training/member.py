@@ -13,7 +13,7 @@ import torch
 
 from ...events.errors import UsageError
 from ...events.records import reports
-from ...events.records.orders import Quiesce, Reconfigure, Resume, SetCheckpointStores, StartRank
+from ...events.records.orders import Quiesce, Reconfigure, Resume, StartRank
 from ...events.spec.job import Train, is_url
 from ...events.spec.model import Axes
 from ...events.spec.parallelism import coordinates, layout_in_words, num_positions, replica
@@ -187,7 +187,8 @@ class Member:
             self.joined = False
         self.generation = order.generation
         self.resume_iteration = None
-        self.members, self.stores, self.rendezvous = ranks, self._stores(order), order.store
+        self.members, self.rendezvous = ranks, order.store
+        self.stores = StoreOrder.of(order, self.start.slot.node)
         self.nodes = tuple(member.node for member in order.members)
         self.axes = order.axes or Axes(dp=len(ranks))
         self.recorder.begin(order.generation, ranks)
@@ -384,14 +385,9 @@ class Member:
 
     def _current_stores(self) -> StoreOrder:
         order = self.control.keep
-        return (self._stores(order) if order is not None and order.generation == self.generation
-                else self.stores)
-
-    def _stores(self, order: Reconfigure | SetCheckpointStores) -> StoreOrder:
-        """The stores that receive the shares of members on this node."""
-        names = next((one.stores for one in order.stores if one.node == self.start.slot.node), None)
-        return StoreOrder(tuple(store for store in order.keepers
-                                if names is None or store.node in names), order.copies_bytes_max)
+        if order is None or order.generation != self.generation:
+            return self.stores
+        return StoreOrder.of(order, self.start.slot.node)
 
     def _is_due(self, at: int, every: int) -> bool:
         """Whether a checkpoint is due after `at` iterations. The end has a save of its own."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 from checkpoint_stores import LocalKeeper, named, whole_steps
 from fused_classes import ApexAdam, EngineLinear, FusedAdam, engine_spec
-from loop_driver import changed_example, drive_loop
+from loop_driver import changed_example, drive_loop, finish_as
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from nursery import Nursery
@@ -20,7 +20,6 @@ from unicron.events.records.reports import MemoryCheckpointStored
 from unicron.events.spec.model import Axes
 from unicron.workers.training.model import optimizers
 from unicron.workers.training.recovery import state_shards
-from unicron.workers.training.reference import compare
 
 ITERATIONS, MICRO_BATCHES, STRUCK, EVERY = 6, 6, 3, 2
 RELATIVE_MAX = 1e-5
@@ -69,12 +68,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> I
 
 
 def finish(driver: Driver, ranks: list[int], undisturbed: Path) -> None:
-    driver.finish(ranks)
-    gap = compare(driver.final_checkpoint(), undisturbed)
-    print(gap)
-    assert gap.num_losses == ITERATIONS
-    assert gap.loss_rel < RELATIVE_MAX
-    assert gap.param_rel < RELATIVE_MAX
+    finish_as(driver, ranks, undisturbed, ITERATIONS, RELATIVE_MAX)
 
 
 @pytest.mark.parametrize("package", ["transformer_engine", "apex"])

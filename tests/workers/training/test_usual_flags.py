@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from checkpoint_stores import LocalKeeper
-from loop_driver import changed_example, drive_loop, flagged_example
+from loop_driver import changed_example, drive_loop, finish_as, flagged_example
 from matrix.scenes import newest
 from nursery import Nursery
 from rank_driver import Driver
@@ -61,12 +61,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> I
 
 
 def finish(driver: Driver, ranks: list[int], undisturbed: Path) -> None:
-    driver.finish(ranks)
-    gap = compare(driver.final_checkpoint(), undisturbed)
-    print(gap)
-    assert gap.num_losses == ITERATIONS
-    assert gap.loss_rel < RELATIVE_MAX
-    assert gap.param_rel < RELATIVE_MAX
+    finish_as(driver, ranks, undisturbed, ITERATIONS, RELATIVE_MAX)
 
 
 @pytest.mark.parametrize("flags", [

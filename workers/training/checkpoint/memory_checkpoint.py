@@ -19,7 +19,7 @@ import structlog
 import torch
 from torch import Tensor
 
-from ....events.records.orders import StartRank
+from ....events.records.orders import Reconfigure, SetCheckpointStores, StartRank
 from ....events.records.reports import MemoryCheckpointStored
 from ....events.records.types import Body, StoreEndpoint
 from ....events.spec.parallelism import num_positions
@@ -30,6 +30,7 @@ from ..model.trainee import TrainingModel
 from ..process.history import History
 from ..process.trace import Event
 from ..recovery.resharding import Shard
+from ..recovery.state_shards import torch_dtype
 from ..recovery.state_sources import HeldState
 from ..step.gradient_reduction import is_cuda_error
 from ..step.iteration import clock, held_by
@@ -53,6 +54,13 @@ class StoreOrder(NamedTuple):
 
     stores: tuple[StoreEndpoint, ...] = ()
     bytes_max: int = 0
+
+    @classmethod
+    def of(cls, order: Reconfigure | SetCheckpointStores, node: str) -> StoreOrder:
+        """What an order says for members on this node."""
+        names = next((one.stores for one in order.stores if one.node == node), None)
+        return cls(tuple(store for store in order.keepers
+                         if names is None or store.node in names), order.copies_bytes_max)
 
 
 class Content(NamedTuple):
@@ -295,7 +303,7 @@ def _content(trainee: TrainingModel, step_version: int, history: History,
 
 def _piece(shard: Shard) -> Piece:
     """The manifest's entry of a shard."""
-    dtype: torch.dtype = getattr(torch, shard.kind.partition(" ")[0])
+    dtype = torch_dtype(shard.kind)
     return Piece(shard.key, shard.kind, shard.region.offset, shard.region.shape,
                  shard.region.num_elements * dtype.itemsize)
 

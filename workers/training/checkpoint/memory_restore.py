@@ -31,6 +31,7 @@ from ..recovery.state_shards import State, cut, torch_dtype
 from ..recovery.state_sources import HeldState
 from ..step.gradient_reduction import is_cuda_error
 from ..step.iteration import clock
+from .share import shape_of
 
 RESTORE_S_MAX = 15.0
 """Time limit for all stores together when a generation restores its state. It is below
@@ -152,9 +153,9 @@ class Stores:
             reader = ShareReader(connection, self._request(stored))
             found: dict[str, Tensor] = {}
             for piece, data in reader.read(range(len(reader.manifest.pieces))):
-                dtype, _, num = piece.kind.partition(" ")
                 if piece.key not in found:
-                    found[piece.key] = torch.empty(int(num), dtype=torch_dtype(dtype))
+                    found[piece.key] = torch.empty(shape_of(piece.kind),
+                                                   dtype=torch_dtype(piece.kind))
                 target = found[piece.key][piece.offset[0]:piece.offset[0] + piece.shape[0]]
                 target.view(torch.uint8).numpy().data[:] = data
             return reader.manifest.numbers, found
@@ -246,7 +247,7 @@ class _Reading:
     def take(self, piece: Piece, data: memoryview) -> None:
         """Copy a piece into the tensors. Raises TransferError."""
         region = Region(piece.offset, piece.shape)
-        dtype: torch.dtype = getattr(torch, piece.kind.partition(" ")[0])
+        dtype = torch_dtype(piece.kind)
         try:
             tensor = torch.frombuffer(data, dtype=dtype).view(piece.shape)
         except (ValueError, RuntimeError) as error:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..recovery import resharding
 from ..recovery.resharding import Region
-from ..recovery.state_shards import State, torch_dtype
+from ..recovery.state_shards import State, kind_of, torch_dtype
 
 _SCALARS = (bool, int, float, str, bytes, type(None))
 _INT_BITS_MAX = 63
@@ -129,9 +129,8 @@ class _Encoder:
         key = self._keys.get(where) or str(len(self._keys))
         if flat.numel() and where not in self._keys:
             self._keys[where] = key
-            dtype = str(flat.dtype).removeprefix("torch.")
-            self.shards[resharding.Shard(key, f"{dtype} {flat.numel()}",
-                                         Region((0,), (flat.numel(),)))] = flat
+            num = (flat.numel(),)
+            self.shards[resharding.Shard(key, kind_of(flat, num), Region((0,), num))] = flat
         return ["tensor", key if flat.numel() else "", str(tensor.dtype).removeprefix("torch."),
                 list(tensor.shape), tensor.device.type]
 

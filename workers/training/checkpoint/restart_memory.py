@@ -152,12 +152,7 @@ class RestartMemory:
 
     def _order(self) -> StoreOrder:
         order = self._stores()
-        if order is None:
-            return StoreOrder()
-        names = next((one.stores for one in order.stores
-                      if one.node == self._start.slot.node), None)
-        return StoreOrder(tuple(store for store in order.keepers
-                                if names is None or store.node in names), order.copies_bytes_max)
+        return StoreOrder() if order is None else StoreOrder.of(order, self._start.slot.node)
 
 
 def _interrupts_none(_: int) -> AbstractContextManager[None]:

@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from ..model import training_state
 from ..recovery.resharding import Dims, Region, Shard
+from ..recovery.state_shards import torch_dtype
 from .folder import Folder
 from .share import shape_of
 
@@ -215,6 +216,6 @@ def _stored(kind: str, chunks: Sequence[Chunk]) -> TensorStorageMetadata | Bytes
     if not kind:
         return BytesStorageMetadata()
     return TensorStorageMetadata(
-        TensorProperties(dtype=getattr(torch, kind.partition(" ")[0])), torch.Size(shape_of(kind)),
+        TensorProperties(dtype=torch_dtype(kind)), torch.Size(shape_of(kind)),
         [ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.shape))
          for chunk in chunks])

@@ -25,7 +25,8 @@ from ....events.errors import UsageError
 from ....events.spec.job import is_url
 from ...host.object_storage import COMPLETE_MARK, Store, as_os_errors
 from ..recovery.resharding import Dims, Region, intersection
-from ..recovery.state_shards import State, cut, kind_of
+from ..recovery.state_shards import State, cut, kind_of, torch_dtype
+from .share import shape_of
 from .share_files import FORMAT_KEY, FORMAT_NUM, NUMBERS, read_index
 
 ANOTHER = "name another checkpoint"
@@ -136,9 +137,9 @@ class StoredState:
 
     def tensor(self, key: str) -> Tensor:
         """A whole tensor."""
-        dtype, _, shape = self.kinds[key].partition(" ")
-        sizes = tuple(int(size) for size in shape.split("x") if size)
-        whole = torch.empty(sizes, dtype=getattr(torch, dtype))
+        kind = self.kinds[key]
+        sizes = shape_of(kind)
+        whole = torch.empty(sizes, dtype=torch_dtype(kind))
         self._read([(key, Region((0,) * len(sizes), sizes), whole)])
         return whole
 
@@ -149,7 +150,7 @@ class StoredState:
         if missing:
             raise self._other(f"it has no {missing[0]}" + (
                 f", nor {len(missing) - 1} other tensors of the model" if missing[1:] else ""))
-        used: dict[str, int] = {}
+        used: list[_Place] = []
         for key, kind, region in want:
             if self.kinds[key] != kind:
                 raise self._other(f"its {key} is {self.kinds[key]}, not {kind}")
@@ -157,21 +158,21 @@ class StoredState:
             for place in self._chunks[key]:
                 if (part := intersection(place.region, region)) is not None:
                     num += part.num_elements
-                    end_bytes = place.begin_bytes + place.length_bytes
-                    used[place.file] = max(used.get(place.file, 0), end_bytes)
+                    used.append(place)
             if num != region.num_elements:
                 raise self._damaged(f"it lacks a part of {key}")
-        for file, end_bytes in used.items():
-            self._check_file(file, end_bytes)
+        self._check_files(used)
 
     def check_files(self) -> None:
         """Check that all data files are complete."""
-        used: dict[str, int] = {}
-        for places in self._chunks.values():
-            for place in places:
-                end_bytes = place.begin_bytes + place.length_bytes
-                used[place.file] = max(used.get(place.file, 0), end_bytes)
-        for file, end_bytes in used.items():
+        self._check_files(place for places in self._chunks.values() for place in places)
+
+    def _check_files(self, used: Iterable[_Place]) -> None:
+        ends_bytes: dict[str, int] = {}
+        for place in used:
+            end_bytes = place.begin_bytes + place.length_bytes
+            ends_bytes[place.file] = max(ends_bytes.get(place.file, 0), end_bytes)
+        for file, end_bytes in ends_bytes.items():
             self._check_file(file, end_bytes)
 
     def _check_file(self, file: str, end_bytes: int) -> None:

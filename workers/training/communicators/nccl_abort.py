@@ -10,7 +10,6 @@ free only after its abort.
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import torch
 
@@ -30,13 +29,11 @@ class NcclAborts:
     def begin(self) -> None:
         """Take all groups out of torch, and abort each. Returns at once."""
         with self._lock:
-            groups = torch_worlds.take_groups()
             self._threads = [one for one in self._threads if one.is_alive()]
-            for group in groups:
-                thread = threading.Thread(target=_abort, args=(group,), name="abort", daemon=True)
+            for group in torch_worlds.take_groups():
+                thread = threading.Thread(target=group.abort, name="abort", daemon=True)
                 thread.start()
                 self._threads.append(thread)
-            groups.clear()
 
     def make_room(self) -> None:
         """Wait for the aborts if the GPU has no memory for as many communicators beside theirs."""
@@ -51,7 +48,3 @@ class NcclAborts:
             threads = list(self._threads)
         for one in threads:
             one.join()
-
-
-def _abort(group: Any) -> None:
-    group.abort()

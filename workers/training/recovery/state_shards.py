@@ -196,9 +196,9 @@ def whole_size(shards: State, num_layers: int) -> Size:
                   for name in ("params", "bytes")))
 
 
-def torch_dtype(name: str) -> torch.dtype:
-    """The dtype that `kind_of` names."""
-    found: torch.dtype = getattr(torch, name)
+def torch_dtype(kind: str) -> torch.dtype:
+    """The dtype that a kind begins with."""
+    found: torch.dtype = getattr(torch, kind.partition(" ")[0])
     return found
 
 
