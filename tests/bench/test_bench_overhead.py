@@ -13,7 +13,7 @@ LIMIT_S = 240.0
 def test_each_pair_has_an_iteration_of_both(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(main, "LIMIT_S", LIMIT_S)
-    pairs = main.measured(tmp_path, 4)
+    pairs = main.measured(tmp_path, 4, 64)
     assert len(pairs) == 4
     # Both run the same passes, so neither takes a small part of the other.
     assert all(0.3 < unicron_s / stock_s < 3 for unicron_s, stock_s in pairs)

@@ -21,15 +21,17 @@ from unicron.events.records.reports import RankFinished
 from unicron.events.spec.model import Axes
 
 ROOT = Path(__file__).resolve().parents[3]
-CASE, SYSTEM = "overhead", "unicron"
+SYSTEM = "unicron"
 RATIO_MAX, WIDTH_MAX = 1.01, 0.01
 FOLDERS = [str(ROOT / "tests"), str(ROOT / "tests" / "drivers")]
 AXES, MICRO_BATCHES = Axes(dp=2), 8
 LIMIT_S = 3600.0
 WARM_UP = 3
 """Iterations of each that are not counted: the first ones create states and buffers."""
-LARGER = [("5, 4\n", "10**9, 4\n"), ("hidden_size=32", "hidden_size=256"),
-          ("VOCABULARY, SEQUENCE, ROWS = 64, 16, 2", "VOCABULARY, SEQUENCE, ROWS = 512, 64, 2")]
+ROWS = 2
+SEQUENCES = {"overhead": 512, "overhead_128_tokens": 64}
+"""Case -> length of a sequence. The first case has the goal: micro-batches of real jobs have 2,048
+tokens or more. Most of what recovery costs depends on the size of the model, not on the tokens."""
 WHY = """\
 Why this is valid: each rank runs an iteration of Unicron's loop and one of Megatron's own schedule
 and optimizer by turns, in one process, with the same model, batches, groups and memory; which of
@@ -51,31 +53,38 @@ pairs.measure({folder!r}, int(os.environ["UNICRON_RANK"]), {num})
 def main() -> None:
     """Measure, compare with the goal."""
     parser = argparse.ArgumentParser(prog="make bench-overhead")
-    parser.add_argument("-n", type=int, default=400, help="pairs of iterations")
+    parser.add_argument("-n", type=int, default=200, help="pairs of iterations of each case")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench" / "overhead.json")
     options = parser.parse_args()
     if options.n < 1:
         parser.error("-n must be at least 1")
     began_s = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="unicron-overhead-") as folder:
-        pairs = measured(Path(folder), options.n)
-    ratios = [unicron_s / stock_s for unicron_s, stock_s in pairs]
-    low, high = interval(ratios)
-    stock_s = median(stock_s for _, stock_s in pairs)
-    rows = [Row(CASE, SYSTEM, metric, value, unit, len(ratios)) for metric, value, unit in (
-        ("iteration_ratio", median(ratios), "x"), ("iteration_ratio_low", low, "x"),
-        ("iteration_ratio_high", high, "x"), ("stock_cpu_s", stock_s, "s"))]
-    finish(rows, options.out, began_s, [
-        f"{'holds ' if median(ratios) <= RATIO_MAX else 'misses'}  at most {RATIO_MAX}",
-        f"{'holds ' if high - low < WIDTH_MAX else 'misses'}  interval narrower than {WIDTH_MAX}",
-        WHY,
-    ], pairs=len(ratios))
+    rows, lines = [], []
+    for case, sequence in SEQUENCES.items():
+        with tempfile.TemporaryDirectory(prefix="unicron-overhead-") as folder:
+            pairs = measured(Path(folder), options.n, sequence)
+        ratios = [unicron_s / stock_s for unicron_s, stock_s in pairs]
+        low, high = interval(ratios)
+        rows += [Row(case, SYSTEM, metric, value, unit, len(ratios)) for metric, value, unit in (
+            ("iteration_ratio", median(ratios), "x"), ("iteration_ratio_low", low, "x"),
+            ("iteration_ratio_high", high, "x"),
+            ("stock_cpu_s", median(stock_s for _, stock_s in pairs), "s"))]
+        if not lines:
+            lines = [
+                f"{'holds ' if median(ratios) <= RATIO_MAX else 'misses'}  {case}: at most "
+                f"{RATIO_MAX}",
+                f"{'holds ' if high - low < WIDTH_MAX else 'misses'}  {case}: interval narrower "
+                f"than {WIDTH_MAX}", WHY]
+    finish(rows, options.out, began_s, lines, pairs=options.n)
 
 
-def measured(folder: Path, num: int) -> list[tuple[float, float]]:
+def measured(folder: Path, num: int, sequence: int) -> list[tuple[float, float]]:
     """CPU seconds of all ranks in each pair: Unicron's, stock's."""
     total, ranks = WARM_UP + num, [0, 1]
-    script = changed_example(folder, LARGER)
+    script = changed_example(folder, [
+        ("5, 4\n", "10**9, 4\n"), ("hidden_size=32", "hidden_size=256"),
+        ("VOCABULARY, SEQUENCE, ROWS = 64, 16, 2",
+         f"VOCABULARY, SEQUENCE, ROWS = 512, {sequence}, {ROWS}")])
     with closing(Nursery(folder / "zygote.log")) as nursery:
         driver = drive_loop(folder, nursery, [], iterations=total, micro_batches=MICRO_BATCHES,
                             script=script)
