@@ -81,10 +81,13 @@ def _refused(cluster: RealCluster, clone: Path, folder: Path, words: list[str], 
 def test_a_wrong_argument_ends_the_task_in_one_line(cluster: RealCluster, clone: Path,
                                                     tmp_path: Path) -> None:
     after = cluster.seq()
-    for words, why in ((["--no-such"], "unrecognized arguments: --no-such"),
-                       (["--num-layers", "0x"], "argument --num-layers: invalid int value: '0x'"),
-                       (["--ffn-hidden-size", "0", "--bf16", "--fp16"], "AssertionError")):
-        task = cluster.submit(megatron_trial.job(clone, CASES["DP 3"], tmp_path, *words))
+    for name, words, why in (
+            ("DP 3", ["--no-such"], "unrecognized arguments: --no-such"),
+            ("DP 3", ["--num-layers", "0x"], "argument --num-layers: invalid int value: '0x'"),
+            ("DP 3", ["--ffn-hidden-size", "0", "--bf16", "--fp16"], "AssertionError"),
+            ("PP 2 x DP 2", ["--num-layers-per-virtual-pipeline-stage", "1", "--num-layers", "4"],
+             "by the arguments each rank has 2 virtual pipeline stages")):
+        task = cluster.submit(megatron_trial.job(clone, CASES[name], tmp_path, *words))
         ended = cluster.wait_ended(task)
         assert ended["state"] == "failed"
         assert why in cluster.endings(task)

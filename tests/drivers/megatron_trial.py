@@ -37,7 +37,9 @@ WORDS = """
     --no-bias-gelu-fusion --no-bias-dropout-fusion --no-gradient-accumulation-fusion
     --log-params-norm --log-throughput""".split()  # noqa: SIM905
 LINE = re.compile(r"(?:iteration +(\d+)/ +\d+ \||(?:validation loss at ([\w ]+) \|))")
-VALUE = re.compile(r"(lm loss|lm loss value|grad norm|params norm|learning rate): +([\d.E+-]+)")
+VALUE = re.compile(r"(lm loss|lm loss value|grad norm|params norm|learning rate|"
+                   r"load_balancing_loss): +([\d.E+-]+)")
+"""Not z_loss: Megatron-LM prints that of the last rank's tokens, Unicron the mean."""
 Lines = dict[str, dict[str, float]]
 
 
@@ -63,7 +65,14 @@ USUAL = ("--sequence-parallel", "--recompute-granularity", "full", "--recompute-
          "--recompute-num-layers", "1", "--overlap-grad-reduce")
 CASES = {"DP 3": Case(3, {}), "TP 2 x DP 2": Case(4, {"tensor": [2]}),
          "PP 2 x DP 2": Case(4, {"pipeline": [2]}),
-         "TP 2 x DP 2, usual flags": Case(4, {"tensor": [2]}, USUAL)}
+         "TP 2 x DP 2, usual flags": Case(4, {"tensor": [2]}, USUAL),
+         "PP 2 x DP 2, interleaved": Case(4, {"pipeline": [2], "chunks": 2}, (
+             "--num-layers", "4", "--num-virtual-stages-per-pipeline-rank", "2")),
+         "TP 2 x DP 2, experts": Case(4, {"tensor": [2]}, (
+             "--num-experts", "4", "--moe-router-topk", "2", "--moe-router-load-balancing-type",
+             "aux_loss", "--moe-aux-loss-coeff", "1e-2", "--moe-z-loss-coeff", "1e-3",
+             "--moe-token-dispatcher-type", "alltoall", "--sequence-parallel",
+             "--disable-bias-linear"))}
 
 
 TRIP = Case(4, {"tensor": [2]}, ("--train-iters", str(LONG)), ())

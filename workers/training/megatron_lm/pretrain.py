@@ -104,6 +104,7 @@ def _initialize(interface: Interface, extra_args_provider: Any, args_defaults: M
         load("initialize").initialize_megatron(
             args_defaults=args_defaults, allow_no_cuda=True, skip_mpu_initialization=True,
             parsed_args=args)
+    _check_chunks(args, parallel)
     args.calculate_per_token_loss = True
     args.iteration = args.consumed_train_samples = 0
     if args.tensorboard_dir and load("global_vars").get_tensorboard_writer() is None:
@@ -149,6 +150,15 @@ def _set_layout(args: Any, given: Sequence[arguments.Given], parallel: Parallel)
                                  f"write loop: {{parallel: {{{key}: [{getattr(args, name)}]}}}}")
         setattr(args, name, max(sizes))
     args.world_size = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+
+
+def _check_chunks(args: Any, parallel: Parallel) -> None:
+    """Raises UsageError if the validated arguments interleave other stages than the job."""
+    chunks = args.virtual_pipeline_model_parallel_size or 1
+    if chunks != parallel.chunks:
+        raise UsageError(f"by the arguments each rank has {chunks} virtual pipeline stages, but "
+                         f"loop.parallel.chunks of the job file is {parallel.chunks}",
+                         f"write loop: {{parallel: {{chunks: {chunks}}}}}")
 
 
 def _disable_reruns() -> None:
@@ -217,6 +227,7 @@ class Pretraining:
             lambda: float(self.training.num_floating_point_operations(
                 args, args.global_batch_size)))
         self._sequence_parallel = bool(args.sequence_parallel)
+        self._chunks = args.virtual_pipeline_model_parallel_size
         self._model_provider, self._model_type = model_provider, model_type
         self._forward_step = forward_step
 
@@ -253,7 +264,9 @@ class Pretraining:
     def _set_sizes(self, tp: int, pp: int) -> None:
         args = self.args
         args.tensor_model_parallel_size, args.pipeline_model_parallel_size = tp, pp
-        args.sequence_parallel = self._sequence_parallel and tp > 1  # as Megatron-LM validates it
+        # As Megatron-LM validates them.
+        args.sequence_parallel = self._sequence_parallel and tp > 1
+        args.virtual_pipeline_model_parallel_size = self._chunks if pp > 1 else None
 
     def _record_steps(self, optimizer: Any) -> None:
         """Keep what each step returns. The optimizer is not referenced: its memory must be free as
@@ -284,7 +297,7 @@ def _train(script: Pretraining, datasets: Callable[..., Any]) -> None:
             args.curr_iteration = args.iteration = job.step() + 1
             args.consumed_train_samples = (
                 found.first_sample + args.iteration * args.global_batch_size)
-            progress.stepped(args.iteration, script.last)
+            progress.stepped(args.iteration, script.last, job.auxiliary_losses)
             if args.empty_unused_memory_level:
                 torch.cuda.empty_cache()
             if progress.is_due(args.iteration) or progress.is_written(args.iteration):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,11 +40,17 @@ class Progress:
         self._args, self._training, self._writer = args, training, writer
         self._skipped: set[int] = set()
         self._last: StepResult | None = None
+        self._auxiliary: dict[int, Mapping[str, float]] = {}
 
-    def stepped(self, iteration: int, result: StepResult | None) -> None:
+    def stepped(self, iteration: int, result: StepResult | None,
+                auxiliary_losses: Mapping[str, float]) -> None:
         """After iteration number `iteration`, counted from 1. `result` is None if this rank
-        received the state after the step."""
+        received the state after the step. `auxiliary_losses`: those of experts, by name."""
         self._last = result
+        first = self._first(iteration)
+        self._auxiliary = {number: losses for number, losses in self._auxiliary.items()
+                           if first < number < iteration}
+        self._auxiliary[iteration] = auxiliary_losses
         self._skipped.discard(iteration)
         if result is not None and not result.stepped:
             self._skipped.add(iteration)
@@ -86,7 +92,8 @@ class Progress:
             f"elapsed time per iteration (ms): {elapsed_s * 1000.0:.1f}",
             f"throughput per GPU (TFLOP/s/GPU): {throughput:.1f}" if args.log_throughput else "",
             f"learning rate: {rate:.6E}", f"global batch size: {args.global_batch_size:5d}",
-            self._loss([loss for number, loss in losses.items() if number not in skipped]),
+            _loss("lm loss", [loss for number, loss in losses.items() if number not in skipped]),
+            *self._auxiliary_losses(),
             f"loss scale: {loss_scale:.1f}", *self._norms(norms),
             f"number of skipped iterations: {len(skipped):3d}",
             "number of nan iterations: "
@@ -115,9 +122,10 @@ class Progress:
         before = (iteration - 1) // self._args.log_interval * self._args.log_interval
         return 0 if before == 1 else before
 
-    def _loss(self, losses: list[float]) -> str:
-        mean = math.fsum(losses) / max(1, len(losses))
-        return f"lm loss: {mean:.6E}" if mean > 0.0 else ""
+    def _auxiliary_losses(self) -> list[str]:
+        """Their means; a rank that has joined since then does not know the first ones."""
+        known = list(self._auxiliary.values())
+        return [_loss(name, [losses[name] for losses in known]) for name in known[-1]]
 
     def _norms(self, norms: Norms) -> list[str]:
         norm = self._last.grad_norm if self._last is not None else None
@@ -132,7 +140,8 @@ class Progress:
             "grad-norm": self._last.grad_norm if self._last is not None else None,
             "num-zeros": norms.num_zeros, "params-norm": norms.params_norm,
             "loss-scale": loss_scale if args.log_loss_scale_to_tensorboard else None,
-            "world-size": args.world_size if args.log_world_size_to_tensorboard else None}
+            "world-size": args.world_size if args.log_world_size_to_tensorboard else None,
+            **job.auxiliary_losses}
         if args.log_memory_to_tensorboard:
             memory = torch.cuda.memory_stats()
             values |= {"mem-reserved-bytes": memory["reserved_bytes.all.current"],
@@ -146,6 +155,11 @@ class Progress:
         if self._writer is not None:
             for name, value in values.items():
                 self._writer.add_scalar(name, value, step)
+
+
+def _loss(name: str, losses: Sequence[float]) -> str:
+    mean = math.fsum(losses) / max(1, len(losses))
+    return f"{name}: {mean:.6E}" if mean > 0.0 else ""
 
 
 def _print(text: str) -> None:

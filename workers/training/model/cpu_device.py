@@ -216,6 +216,7 @@ def install_stand_ins() -> None:
     random.CheckpointFunction.apply = _with_mode(random.CheckpointFunction.apply)
     WrappedTorchNorm.__new__ = _marked(WrappedTorchNorm.__new__)
     _stand_in_for_experts()
+    _keep_outputs()
 
 
 def _with_mode(apply: Callable[..., Any]) -> Callable[..., Any]:
@@ -256,3 +257,14 @@ def _stand_in_for_experts() -> None:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     token_dispatcher.maybe_move_tensor_to_cpu = to_host
+
+
+def _keep_outputs() -> None:
+    """An interleaved pipeline frees the data of an output while gloo may still send it."""
+    from megatron.core.pipeline_parallel import schedules
+
+    def keep(*given: Any) -> None:
+        pass
+
+    schedules.deallocate_output_tensor = keep
+    schedules.custom_backward = torch.autograd.backward
