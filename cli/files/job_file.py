@@ -155,16 +155,22 @@ def read_yaml(text: str, docs: str = EXAMPLES) -> Any:
 def with_absolute_paths(spec: JobSpec) -> JobSpec:
     """The spec with absolute paths, because agents run in other folders."""
     train, loop = spec.train, spec.loop
+    if spec.command:  # it starts where its relative paths begin
+        spec = msgspec.structs.replace(spec, folder=_absolute(spec.folder))
     if loop is not None:
         spec = msgspec.structs.replace(
             spec, loop=msgspec.structs.replace(loop, output=_absolute_output(loop.output)))
     if train is None:
         return spec
     output = _absolute_output(train.output)
-    data = tuple(str(Path(path).expanduser().absolute()) for path in train.data)
+    data = tuple(map(_absolute, train.data))
     return msgspec.structs.replace(
         spec, train=msgspec.structs.replace(train, output=output, data=data))
 
 
 def _absolute_output(output: str) -> str:
-    return output if is_url(output) else str(Path(output).expanduser().absolute())
+    return output if is_url(output) else _absolute(output)
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute())

@@ -270,7 +270,8 @@ class JobSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     next smaller declared size. `model` describes the model that a command trains with Megatron. The
     throughput is then modelled, and a declared point calibrates it. `hang_after_s`: a command is
     restarted if it is reported as stalled and has printed no progress line for this long; none: it
-    is only reported.
+    is only reported. `folder`: where the command starts on every node. `unicron submit` makes it
+    absolute, and without it enters the folder where it runs itself; "" starts in the agent's.
     """
 
     api_version: str = field(name="apiVersion")
@@ -286,6 +287,7 @@ class JobSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     throughput: dict[int, float] = field(default_factory=dict[int, float])
     model: MegatronModel | None = None
     hang_after_s: float | None = None
+    folder: str = ""
 
     @property
     def training(self) -> Train | Loop | None:
@@ -293,7 +295,7 @@ class JobSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.train if self.heal is None else self.loop
 
 
-EXCLUDED_BY = {"train": ("heal", "loop", "model", "hang_after_s"), "command": ("train",),
+EXCLUDED_BY = {"train": ("heal", "loop", "model", "hang_after_s", "folder"), "command": ("train",),
                "loop": ("model", "hang_after_s")}
 """Key -> the keys that must not be in the same spec."""
 
@@ -399,6 +401,8 @@ def _check(spec: JobSpec) -> None:
         check_model(spec.model, "model")
         need(not spec.model.kept_sum, "model.kept_sum",
              "is for a task that heals in memory", "leave it out")
+    need(not spec.folder or bool(spec.command), "folder", "is for a command",
+         "leave it out: relative paths of train: begin where you submit")
     if spec.hang_after_s is not None:
         need(spec.training is None, "hang_after_s", "is for a command that is only restarted",
              "leave it out: hangs of tasks that recover in memory are detected")
@@ -457,6 +461,7 @@ def _check_writable(spec: JobSpec) -> None:
         texts.append(("train.output", spec.train.output))
     if spec.loop is not None:
         texts.append(("loop.output", spec.loop.output))
+    texts.append(("folder", spec.folder))
     for path, text in texts:
         is_whole = not any("\ud800" <= char <= "\udfff" for char in text)
         need("\0" not in text and is_whole, path, "is not plain text")

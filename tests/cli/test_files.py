@@ -49,6 +49,28 @@ def test_a_good_file_becomes_a_spec_with_absolute_paths(tmp_path, monkeypatch):
     assert spec.train.data == (str(tmp_path / "text.txt"),)
 
 
+COMMAND = """\
+apiVersion: unicron/v1
+name: small
+command: [python, train.py]
+heal: in-memory
+loop: {micro_batches: 8, iterations: 20, output: runs/mine}
+"""
+
+
+def test_a_command_starts_where_its_output_is_relative_to(tmp_path, monkeypatch):
+    (tmp_path / "jobs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    spec = job_file.load(written(tmp_path / "jobs", COMMAND))
+    assert spec.loop is not None
+    assert (spec.folder, spec.loop.output) == (str(tmp_path), str(tmp_path / "runs/mine"))
+    assert job_file.load(written(tmp_path, COMMAND + "folder: jobs\n")).folder == str(
+        tmp_path / "jobs")
+    assert job_file.load(written(tmp_path, GOOD)).folder == ""
+    with pytest.raises(UsageError, match="folder: is for a command"):
+        job_file.load(written(tmp_path, GOOD + "folder: jobs\n"))
+
+
 def test_a_url_is_kept_and_its_driver_is_checked(tmp_path, monkeypatch):
     def of(output: str) -> Path:
         return written(tmp_path, GOOD.replace("output: out", f"output: {output}"))

@@ -180,6 +180,19 @@ async def test_orders_are_refused_with_a_reason(node: LocalNode) -> None:
     await node.leader.wait(RankExited)
 
 
+async def test_a_command_starts_in_the_folder_of_its_job(node: LocalNode, tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "train.py").write_text("import os; print(os.getcwd())")
+    spec = msgspec.structs.replace(command(sys.executable, "train.py"), folder=str(folder))
+    await node.start(spec)
+    (exited,) = await node.leader.wait(RankExited)
+    assert (exited.exit_code, exited.tail.strip()) == (0, str(folder.resolve()))
+    await node.start(msgspec.structs.replace(spec, folder=str(tmp_path / "gone")), attempt=2)
+    (refused,) = await node.leader.wait(OrderRefused)
+    assert f"its folder {tmp_path / 'gone'} is not on this node" in refused.why
+
+
 async def test_orders_for_a_predecessor_start_nothing(memory: MemoryLog, tmp_path: Path) -> None:
     before = LocalNode(memory, tmp_path)
     leading = asyncio.create_task(before.leader.run())

@@ -95,7 +95,7 @@ class Launcher:
         if order.spec.command:
             fd_env = {FD_ENV[option]: str(fd) for option, fd in files.items()}
             return Process.start(order.spec.command, env=env | fd_env, marker=marker,
-                                 log_path=log_path, pass_fds=fds)
+                                 log_path=log_path, pass_fds=fds, folder=order.spec.folder)
         if self._zygote is not None and self._zygote.can_fork(env):
             return Process.fork(self._zygote, env=env, marker=marker, log_path=log_path,
                                 pass_fds=fds)

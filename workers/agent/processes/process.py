@@ -65,15 +65,19 @@ class Process:
 
     @classmethod
     def start(cls, argv: Sequence[str], *, env: Mapping[str, str], marker: tuple[str, str],
-              log_path: Path, pass_fds: Sequence[int] = ()) -> Process:
-        """Start `argv`; append stdout and stderr to `log_path`. Raises OSError."""
+              log_path: Path, pass_fds: Sequence[int] = (), folder: str = "") -> Process:
+        """Start `argv` in `folder`, or in that of this process if it is empty; append stdout and
+        stderr to `log_path`. Raises OSError."""
+        if folder and not os.path.isdir(folder):
+            raise NotADirectoryError(f"its folder {folder} is not on this node: submit from a "
+                                     "folder that all nodes have, or name one with folder:")
         log_path.parent.mkdir(parents=True, exist_ok=True)
         parent = os.getpid()
         with log_path.open("ab") as log:
             log_start = log.tell()
             popen = subprocess.Popen(
                 list(argv), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                env={**env, marker[0]: marker[1]}, pass_fds=tuple(pass_fds),
+                env={**env, marker[0]: marker[1]}, pass_fds=tuple(pass_fds), cwd=folder or None,
                 start_new_session=True, preexec_fn=lambda: linux.die_with(parent))
         return cls(popen.pid, log_path, log_start, f"{marker[0]}={marker[1]}".encode(), popen=popen)
 
