@@ -12,7 +12,7 @@ from ...events.errors import UsageError
 from ...events.spec.job import JobSpec, Slots
 from ..cluster.client import Client, connect
 from ..cluster.state_dir import StateDir, default
-from ..files import job_file
+from ..files import job_file, megatron_command
 from ..terminal import console
 from ..terminal.format import Plain
 from .request_outcome import outcome_of, plan_lines, view_before
@@ -42,6 +42,8 @@ def submit(state: StateDir, url: str | None, path: Path, *, as_json: bool) -> in
     if spec.training is None:
         console.talk("note: command: is supervised and restarted only; train: heals in memory, "
                      "and so does a loop that has adopted Unicron (heal: in-memory)")
+    elif why := megatron_command.why_not(spec):
+        console.talk(f"note: it will not heal in memory, and restarts as a whole: {why}")
     option = option_for(state)
     console.talk(f"next: unicron status {spec.name}{option}   unicron logs {spec.name} -f{option}")
     return int(answer["task"])

@@ -17,6 +17,7 @@ import yaml
 from ...events.errors import SpecError, UsageError
 from ...events.spec.job import JobSpec, is_url, parse
 from ...workers.host import object_storage
+from . import megatron_command
 
 FILE_BYTES_MAX = 1 << 20
 EXAMPLES = "see deploy/examples/"
@@ -97,6 +98,7 @@ def load(path: Path) -> JobSpec:
                      EXAMPLES)
     try:
         spec = with_absolute_paths(parse(read_yaml(text)))
+        megatron_command.check(spec)
         # If fsspec is not installed here, the ranks check the URL when they start.
         training = spec.training
         if training is not None and is_url(training.output) and object_storage.is_installed():

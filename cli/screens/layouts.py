@@ -7,6 +7,7 @@ import textwrap
 from ...control_plane.throughput.layout_choices import Choice, Choices
 from ...control_plane.throughput.memory import RESERVED_BYTES, in_gib
 from ...events.spec.job import JobSpec
+from ..files import megatron_command
 from ..terminal import format as fmt
 
 UNKNOWN, INDENT = "-", " " * 7
@@ -14,10 +15,9 @@ UNKNOWN, INDENT = "-", " " * 7
 
 def page(spec: JobSpec, found: Choices, slots: str) -> list[str]:
     """The layouts of a job. `slots`: the permitted numbers in words."""
-    heals = "heals in memory" if spec.training is not None else "restarts as a whole"
     size = fmt.scaled(found.num_parameters, " parameters")
     about = [f"{size} on {found.gpu}" if found.gpu else size] if found.num_parameters else []
-    lines = fmt.labelled("job", "; ".join([f"{spec.name}, {slots} slots", *about, heals]))
+    lines = fmt.labelled("job", "; ".join([f"{spec.name}, {slots} slots", *about, healing(spec)]))
     if not found.choices:
         return [*lines, *fmt.labelled("layout", "none is searched: a command without model: lays "
                                                 "out its processes itself")]
@@ -37,6 +37,17 @@ def page(spec: JobSpec, found: Choices, slots: str) -> list[str]:
         others = fmt.number_of(found.num_others, "other number")
         lines += ["", f"and {others} of slots with a layout"]
     return lines
+
+
+def healing(spec: JobSpec) -> str:
+    """Whether the job heals in memory, as far as its file tells."""
+    if spec.training is None:
+        return "restarts as a whole"
+    if spec.loop is None:
+        return "heals in memory"
+    if why := megatron_command.why_not(spec):
+        return f"does not heal in memory, restarts as a whole: {why}"
+    return "heals in memory unless the command finds at its start that it cannot, and says why"
 
 
 def _memory(spec: JobSpec, found: Choices) -> str:
