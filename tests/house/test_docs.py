@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from cli_process import unicron
 from doc_scripts import script
 from unicron.cli.files import job_file
 from unicron.cli.files.policy_file import load as read_policy
@@ -169,11 +170,13 @@ def test_every_example_is_a_valid_job(path: Path) -> None:
 def test_every_job_in_a_page_is_valid(tmp_path: Path) -> None:
     shown = [(name, block) for name, text in pages(ROOT)
              for block in re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-             if "apiVersion" in block and "horizon_s" not in block]
-    assert len(shown) >= 2
+             if re.search(r"^(train|command):", block, re.MULTILINE) and "horizon_s" not in block]
+    assert len(shown) >= 6
     for at, (name, block) in enumerate(shown):
         path = tmp_path / f"{at}.yaml"
         path.write_text(block, encoding="utf-8")
+        result = unicron("submit", str(path), "--dry-run", folder=tmp_path)
+        assert result.returncode == 0, f"{name}: {result.stderr}"
         train = job_file.load(path).train
         if name.startswith("docs/guides/") and train is not None:
             assert train.checkpoint_every, f"{name}: down loses all iterations of this task"

@@ -16,6 +16,8 @@ from unicron.events.spec.model import Axes
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "scripts.md"
 LIMIT_S, ITERATIONS = 120.0, 6
+LEARNT_RATIO_MAX = 0.9
+"""The last loss over the first."""
 
 
 @pytest.fixture
@@ -48,6 +50,7 @@ def test_it_trains_alone_and_heals_under_agents(script: Path, healed: Driver) ->
     assert done.returncode == 0, done.stderr
     alone = losses(done.stdout)
     assert list(alone) == list(range(ITERATIONS)), done.stdout
+    assert alone[ITERATIONS - 1] < LEARNT_RATIO_MAX * alone[0], alone
 
     healed.start(0, 1)
     healed.form([0, 1], axes=Axes(dp=2))
