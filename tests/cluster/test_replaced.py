@@ -21,14 +21,20 @@ def test_a_damaged_checkpoint_ends_the_task_with_its_reason(three: Any, tmp_path
     cluster.wait_told(0, "CheckpointPublished", task=task)
     pids = cluster.pids(task)
     (file, *_) = sorted((output / "latest").glob("__*.distcp"))
-    with file.open("r+b") as opened:
-        opened.truncate(file.stat().st_size // 2)
+    with file.open("r+b") as data:
+        data.truncate(file.stat().st_size // 2)
     for pid in pids.values():
         os.kill(pid, signal.SIGKILL)
     hold.unlink()
     ended = cluster.wait_ended(task)
     assert ended["state"] == "failed"
     assert f"the checkpoint is damaged: its file {file.name} is cut" in ended["why"], ended["why"]
+    assert ended["why"].endswith("output, and it begins at iteration 0)"), ended["why"]
+    opened = cluster.told(0, "IncidentOpened", task=task)[-1]
+    status = [opened, *cluster.told(opened.seq, "IncidentEscalated", of=opened.seq)][-1].body.status
+    assert status == "wrong input"
+    read_in = {one.body.generation for one in cluster.told(opened.seq, "RankErrored", task=task)}
+    assert len(read_in) == 2, "it is read again once"
 
 
 def test_a_stale_generation_publishes_nothing_and_is_ended(

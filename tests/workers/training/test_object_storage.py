@@ -15,6 +15,7 @@ import pytest
 from rank_driver import Drive, Twins
 from unicron.events.errors import UsageError
 from unicron.events.records.reports import CheckpointSaved, RankErrored, ReconfigureFailed
+from unicron.events.records.statuses import WRONG_INPUT
 from unicron.workers.agent.publish import PublishRefused, Superseded, publish
 from unicron.workers.host import object_storage
 from unicron.workers.training.checkpoint import checkpoint, folder
@@ -152,6 +153,43 @@ def test_an_fsspec_driver_keeps_its_connection_across_generations(
 
 def test_a_failed_checkpoint_read_is_retried_in_the_next_generation(
         drive: Drive, bucket: Path, twin: Twins) -> None:
+    output, path, _ = one_checkpoint(drive, bucket)
+    again = started(drive, output, 0)
+    again.generation = 1
+    (bucket / "down").touch()
+    again.reconfigure([0], checkpoint=path)
+    failed = again.wait(ReconfigureFailed, 0)
+    (bucket / "down").unlink()
+    assert failed.error == f"RuntimeError: {output}/{path}: Denied: 403: not now"
+    assert again.told(RankErrored) == []
+    (came,) = again.form([0], checkpoint=path).values()
+    assert (came.step_version, came.origin) == (3, "checkpoint")
+    again.finish([0])
+    assert twin(0.0).is_equal(f"{output}/{again.told(CheckpointSaved)[-1].path}")
+
+
+@pytest.mark.parametrize(("is_cut", "says"), [
+    (True, r"the checkpoint is damaged: its file \S+ is cut"),
+    (False, r"the checkpoint is missing"),
+])
+def test_a_damaged_checkpoint_is_wrong_input(
+        drive: Drive, bucket: Path, is_cut: bool, says: str) -> None:
+    output, path, data = one_checkpoint(drive, bucket)
+    if is_cut:
+        data.write_bytes(data.read_bytes()[:-9])
+    else:
+        for file in bucket.iterdir():
+            file.unlink()
+    again = started(drive, output, 0)
+    again.generation = 1
+    again.reconfigure([0], checkpoint=path)
+    failed = again.wait(RankErrored, 0)
+    assert (failed.error, failed.status) == ("UsageError", WRONG_INPUT)
+    assert re.fullmatch(rf"{output}/{path}: {says} \(no job can begin from .*\)", failed.text)
+
+
+def one_checkpoint(drive: Drive, bucket: Path) -> tuple[str, str, Path]:
+    """A run that ends after its first checkpoint: its output, the path of that, its data file."""
     output = "bucket://models/run"
     driver = started(drive, output, 0)
     driver.hold(0, "forward", 5, micro_batch=0)
@@ -159,26 +197,7 @@ def test_a_failed_checkpoint_read_is_retried_in_the_next_generation(
     report = driver.wait(CheckpointSaved, 0)
     driver.kill(0)
     (data,) = bucket.glob("*.distcp")
-    whole = data.read_bytes()
-
-    again = started(drive, output, 0)
-    again.generation = 1
-    for generation, breaks, mends, says in (
-            (2, (bucket / "down").touch, (bucket / "down").unlink, "Denied: 403: not now"),
-            (3, lambda: data.write_bytes(whole[: len(whole) // 2]),
-             lambda: data.write_bytes(whole), "the checkpoint is damaged: its file ")):
-        breaks()
-        again.reconfigure([0], checkpoint=report.path)
-        failed = again.wait(ReconfigureFailed, 0, where=lambda one, at=generation:
-                            one.generation == at)
-        mends()
-        assert failed.error.startswith(f"RuntimeError: {output}/gen-1/iter-3: {says}")
-        assert "\n" not in failed.error
-        assert again.told(RankErrored) == []
-    (came,) = again.form([0], checkpoint=report.path).values()
-    assert (came.step_version, came.origin) == (3, "checkpoint")
-    again.finish([0])
-    assert twin(0.0).is_equal(f"{output}/{again.told(CheckpointSaved)[-1].path}")
+    return output, report.path, data
 
 
 def test_a_store_that_is_not_writable_is_an_error_at_the_start(drive: Drive, bucket: Path) -> None:

@@ -22,7 +22,11 @@ from . import share_files
 from .folder import folder_at
 from .share import whole_share
 from .snapshot import Snapshot
-from .stored_state import StoredState
+from .stored_state import Damaged, StoredState
+
+FROM_THE_START = ("no job can begin from an older checkpoint yet: submit it again with another "
+                  "output, and it begins at iteration 0")
+"""The hint for a checkpoint that cannot be used any more."""
 
 
 class NotSaved(UnicronError):
@@ -93,8 +97,8 @@ def save(folder: str, trainee: TrainingModel, step_version: int, history: Histor
 def load(folder: str, trainee: TrainingModel, history: History) -> int:
     """Read this member's part of the state into its live tensors; returns the step version.
 
-    Raises UsageError if the checkpoint is of another model, precision or later version, and
-    RuntimeError if it is damaged or cannot be read now. If a read fails after its beginning, the
+    Raises UsageError if the checkpoint is damaged, missing, or of another model, precision or later
+    version, and RuntimeError if it cannot be read now. If a read fails after its beginning, the
     state is undefined; otherwise it is unchanged.
     """
     try:
@@ -108,6 +112,8 @@ def load(folder: str, trainee: TrainingModel, history: History) -> int:
         want = trainee.shards if trainee.shards is not None else whole_share(trainee)
         stored.check(want)
         stored.read(want)
+    except Damaged as error:
+        raise UsageError(f"{folder}: {error}", FROM_THE_START) from None
     except OSError as error:
         raise RuntimeError(f"{folder}: {object_storage.reason(error)}") from None
     return training_state.load(trainee, numbers, history)

@@ -68,12 +68,13 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class Damaged(OSError):
-    """A part of the checkpoint is missing or is not what its metadata says."""
+    """The checkpoint or a part of it is missing, or is not what its metadata says."""
 
 
 class StoredState:
     """A complete checkpoint at a path or a URL. Each method raises UsageError if the checkpoint is
-    of another model or a later version, and OSError if it is damaged or cannot be read now."""
+    of another model or a later version, Damaged if it is damaged or missing, and another OSError
+    if it cannot be read now."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -88,6 +89,8 @@ class StoredState:
     def _read_metadata(self) -> None:
         data = self._files.read(COMPLETE_MARK)
         if data is None:
+            if not self._files.is_there():
+                raise Damaged("the checkpoint is missing")
             raise self._damaged(f"it has no {COMPLETE_MARK}: it is not complete")
         try:
             found = _MetadataUnpickler(io.BytesIO(data)).load()
@@ -250,6 +253,9 @@ class _PathFiles:
     def __init__(self, path: str) -> None:
         self._path = Path(path)
 
+    def is_there(self) -> bool:
+        return self._path.is_dir()
+
     def read(self, name: str) -> bytes | None:
         try:
             return (self._path / name).read_bytes()
@@ -273,6 +279,9 @@ class _UrlFiles:
 
     def __init__(self, url: str) -> None:
         self._store = Store(url)
+
+    def is_there(self) -> bool:
+        return bool(self._store.names())
 
     def read(self, name: str) -> bytes | None:
         return self._store.read(name)
