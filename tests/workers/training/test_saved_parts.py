@@ -144,7 +144,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
                       r"its \.metadata cannot be read: it would load pathlib\.Path\.mkdir|getattr"),
     "no data": (lambda folder: (folder / "__3_0.distcp").unlink(), r"__3_0\.distcp is missing"),
     "cut data": (lambda folder: (folder / "__2_0.distcp").write_bytes(
-        (folder / "__2_0.distcp").read_bytes()[:-9]), r"__2_0\.distcp is cut: it has \d+ bytes of .*; no job can begin from an older"),
+        (folder / "__2_0.distcp").read_bytes()[:-9]),
+        r"__2_0\.distcp is cut: it has \d+ bytes of .*; no job can begin from an older"),
     "no index": (lambda folder: (folder / "__1_0.index").unlink(),
                  r"the index of its file __1_0\.distcp is missing"),
     "later format": (_later, r"has format 3; this release reads formats up to 2; install"),
