@@ -39,6 +39,7 @@ from .arguments import Loss, check_arguments, check_values, usage_errors_reporte
 preload()  # before the first Megatron import, which without CUDA would load a compiler for nothing
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from torch.utils.data import DataLoader  # noqa: E402
 
 from ..checkpoint.checkpoint_format import Format  # noqa: E402
 from ..member import Member  # noqa: E402
@@ -290,8 +291,9 @@ def adopt(*, build: Build, sample: Sample, forward: Forward, iterations: int = 0
     collectives, and may draw weights: the generators are seeded as Megatron-LM seeds them. It runs
     for each layout that this process joins.
     `sample(iteration, micro_batch)` returns the data by random access; `micro_batch` counts over
-    all ranks. `forward(chunk, batch)` returns the sum of the token losses and the token count. Or
-    it returns an output and a function of it that returns these two, as Megatron's forward_step.
+    all ranks. Or `sample` is a torch DataLoader (data_loader.py). `forward(chunk, batch)` returns
+    the sum of the token losses and the token count. Or it returns an output and a function of it
+    that returns these two, as Megatron's forward_step.
 
     `iterations` and `micro_batches` (of one iteration, over all ranks) must equal the job's
     `loop:`; they are required only without an agent. `samples`: samples in a micro-batch, the unit
@@ -322,8 +324,10 @@ def adopt(*, build: Build, sample: Sample, forward: Forward, iterations: int = 0
                             beginning=beginning, exports=exports)
 
     def validate() -> None:
-        check_values({"build": build, "sample": sample, "forward": forward}, loss,
-                     {"samples": samples, "sequence": sequence})
+        calls = {"build": build, "sample": sample, "forward": forward}
+        if isinstance(sample, DataLoader):
+            del calls["sample"]
+        check_values(calls, loss, {"samples": samples, "sequence": sequence})
 
     with usage_errors_reported(environment):
         driver: Driver

@@ -22,6 +22,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from msgspec.structs import replace
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from ....events.errors import UsageError
 from ....events.spec.job import Batch, Loop, Model, Train
@@ -35,6 +36,7 @@ from ..model.trainee import Size, TrainingModel
 from ..model.workload import Beginning, BuildPart
 from ..recovery import state_shards
 from ..recovery.state_shards import State
+from .data_loader import OF_THE_DATA, LoaderBatches
 
 # --- The support table applied to a loop at its start ---
 
@@ -144,7 +146,7 @@ ROW_CHECKS: Mapping[str, Callable[[BuiltLoop], bool]] = {
 
 Build = Callable[[Any, Axes, int], tuple[Sequence[Any], Any, Any]]
 """(groups, axes, place) -> model chunks in Megatron's DDP, the optimizer, the schedule."""
-Sample = Callable[[int, int], Any]
+Sample = Callable[[int, int], Any] | DataLoader[Any]
 """(iteration, micro-batch) -> the batch for `forward`; equal on every rank."""
 Forward = Callable[[Any, Any], tuple[Any, Any]]
 """(chunk, batch) -> the sum of the token losses and the token count; or, as Megatron's
@@ -154,16 +156,12 @@ second form, because every chunk except the last sends its output to the next ch
 STAGE_SEEDS_APART = 100
 """The difference between the seeds of two pipeline stages in Megatron-LM."""
 
-OF_THE_DATA = (StopIteration, LookupError, ValueError, TypeError, ArithmeticError, AssertionError,
-               RuntimeError)
-"""What a script's `sample` or `forward` raises because of the data, in any process. Other
-exceptions may pass, such as an OSError; so may a RuntimeError whose text has none of SHAPES, and
-most exceptions of `forward`, which may use collectives."""
 SHAPES = re.compile(r"The size of tensor|Sizes of tensors must match|shapes? cannot be multiplied|"
                     r"Expected input batch_size|"
                     r"is invalid for input of size|must match the (existing )?size|"
                     r"^\w*(Value|Type|Key|Index|Lookup|Assertion|ZeroDivision)\w*Error: ")
-"""Two lengths do not fit, or a data loader's worker raised a data error."""
+"""Two lengths do not fit, or a data loader's worker raised a data error. Any other RuntimeError may
+pass, and so may most exceptions of `forward`, which may use collectives."""
 
 OnRebuild = Callable[[Any], Any]
 """(groups) -> the script's objects for this generation's groups."""
@@ -253,7 +251,9 @@ class LoopWorkload:
         """If False, the loop trains without in-memory recovery, and fewer restrictions apply."""
         self._on_rebuild = on_rebuild
         self._groups: Any = None
-        self._build, self._sample, self._forward = build, sample, forward
+        self._build, self._forward = build, forward
+        self._sample = sample if not isinstance(sample, DataLoader) else LoaderBatches(
+            sample, loop.micro_batches, loop.iterations, seed)
         cpu_device.install_stand_ins()
 
     def on_groups(self, groups: Any) -> None:
