@@ -20,7 +20,7 @@ from ..screens import layouts
 from ..screens import plan as plan_screen
 from ..terminal import console
 from ..terminal.format import Plain, labelled
-from .tasks import check_files, option_for, slots_in_words
+from .tasks import check_files, check_output, option_for, slots_in_words
 
 SMALLER = "a larger slots.max, or a smaller model"
 
@@ -76,6 +76,7 @@ def _client(state: StateDir, url: str | None) -> Client | None:
 
 def _plan(client: Client, spec: JobSpec, url: str | None, path: Path) -> Plain:
     check_files(spec, client, url, path)
+    check_output(spec, client, path)
     change: Plain = {"submit": msgspec.to_builtins(spec, str_keys=True)}
     found: Plain = client.post("/v1/plan/dry-run", change, DRY_RUN_S_MAX)
     return found

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from pathlib import Path
 
 import msgspec
 
 from ...events.errors import UsageError
-from ...events.spec.job import JobSpec, Slots
+from ...events.spec.job import JobSpec, Slots, is_url
 from ..cluster.client import Client, connect
 from ..cluster.state_dir import StateDir, default
 from ..files import job_file, megatron_command
+from ..screens.task import ENDED
 from ..terminal import console
 from ..terminal.format import Plain
 from .request_outcome import outcome_of, plan_lines, view_before
@@ -25,6 +27,7 @@ def submit(state: StateDir, url: str | None, path: Path, *, as_json: bool) -> in
     spec = job_file.load(path)
     client = connect(state, url)
     check_files(spec, client, url, path)
+    check_output(spec, client, path)
     before: Plain = {} if as_json else client.get("/v1/state")
     answer = client.post("/v1/tasks", msgspec.to_builtins(spec, str_keys=True))
     if as_json:
@@ -64,6 +67,28 @@ def check_files(spec: JobSpec, client: Client, url: str | None, path: Path) -> N
         raise UsageError(f"{path}: {missing[0]}",
                          f"correct the path; a relative one begins at {Path.cwd()}")
     console.talk(f"note: {missing[0]} on this host; each node needs it at the same path")
+
+
+def check_output(spec: JobSpec, client: Client, path: Path) -> None:
+    """Raises UsageError for an output folder that has checkpoints of an earlier task: the task
+    would begin at iteration 0 and overwrite them one by one. A folder at a URL, or that this host
+    does not see, is not checked. A script that loads its own checkpoint may go on beside them."""
+    training = spec.training
+    loads = any(word.partition("=")[0] == "--load" for word in spec.command)
+    if training is None or is_url(training.output) or loads:
+        return
+    output = os.path.normpath(training.output)
+    saved = [one for one in Path(output).glob("gen-*/iter-*") if one.name[5:].isdecimal()]
+    same = [task for task in client.get("/v1/state")["tasks"]
+            if task["output"] and os.path.normpath(task["output"]) == output]
+    if not saved or any(task["state"] not in ENDED for task in same):  # the cluster says by whom
+        return
+    owner = f"task {same[-1]['id']} ({same[-1]['name']})" if same else "an earlier task"
+    where = "train" if spec.train is not None else "loop"
+    raise UsageError(f"{path}: {where}.output: {output} has checkpoints of {owner}, which this one "
+                     "would overwrite",
+                     "name another output, or move them away: "
+                     f"mv {shlex.quote(output)} {shlex.quote(output + '.before')}")
 
 
 def cancel(state: StateDir, url: str | None, task: str, reason: str, *, as_json: bool) -> None:

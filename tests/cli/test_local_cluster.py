@@ -257,6 +257,39 @@ def test_the_commands_of_a_second_terminal(cluster, tmp_path):
     assert {name for name, mode in modes.items() if mode & 0o077} == set(), modes
 
 
+def test_a_folder_with_checkpoints_of_another_task_is_not_overwritten(cluster, tmp_path):
+    assert cluster.up().returncode == 0
+    output, job = tmp_path / "out", str(tmp_path / "job.yaml")
+
+    def write(command: str) -> None:
+        (tmp_path / "job.yaml").write_text(
+            "apiVersion: unicron/v1\nname: again\nheal: in-memory\n"
+            f"command: {command}\nloop: {{micro_batches: 2, iterations: 9, output: {output}}}\n")
+
+    write("[sleep, '600']")
+    (output / "gen-1" / "iter-20.0a1b2c3d.partial").mkdir(parents=True)
+    first = cluster("submit", job, "-o", "json")
+    assert first.returncode == 0, first.stderr
+    task = json.loads(first.stdout)["task"]
+    (output / "gen-1" / "iter-20").mkdir(parents=True)
+    assert f"is live, by task {task}" in cluster("submit", job).stderr
+    assert cluster("cancel", "again").returncode == 0
+    until(lambda: "again  CANCELLED" in cluster("status", "again").stdout)
+
+    for words in (("submit", job), ("submit", job, "--dry-run")):
+        refused = cluster(*words)
+        assert refused.returncode == 2
+        assert refused.stderr.splitlines() == [
+            f"error: {job}: loop.output: {output} has checkpoints of task {task} (again), which "
+            "this one would overwrite",
+            f"hint: name another output, or move them away: mv {output} {output}.before"]
+    write("[sleep, '600', --load, here]")
+    assert cluster("submit", job, "--dry-run").returncode == 0
+    write("[sleep, '600']")
+    output.rename(f"{output}.before")
+    assert cluster("submit", job).returncode == 0
+
+
 def test_policy_and_options_of_a_state_folder(cluster, tmp_path):
     def policy() -> dict[str, Any]:
         told = [record["body"] for record in cluster.records() if record["kind"] == "PolicySet"]
