@@ -7,6 +7,7 @@ runs the same without an agent.
 
 import argparse
 import json
+import time
 from pathlib import Path
 
 from unicron.workers.training.adopt import keep_in_memory  # before torch  # isort: skip
@@ -58,8 +59,13 @@ def train(iteration):
 
 with keep_in_memory("FSDP") as memory:
     for iteration in range(memory.resume(state, load), asked.iterations):
+        begun_s = time.perf_counter()
         loss = train(iteration)
         memory.stepped(iteration + 1, state)
+        if dist.get_rank() == 0:  # a line in the form of Megatron-LM's: Unicron reads the progress
+            print(f" iteration {iteration + 1}/{asked.iterations} | elapsed time per iteration "
+                  f"(ms): {1000 * (time.perf_counter() - begun_s):.1f} | loss: {loss:.6E} |",
+                  flush=True)
         if dist.get_rank() == 0 and asked.losses is not None:
             with asked.losses.open("a") as file:
                 file.write(json.dumps({"iteration": iteration, "loss": loss}) + "\n")

@@ -35,5 +35,11 @@ def test_the_processes_continue_from_memory(cluster: RealCluster, tmp_path: Path
     losses = restarts.undisturbed(script, tmp_path / "alone")
     for line in found.lines:
         assert line["loss"] == pytest.approx(losses[line["iteration"]], rel=1e-6)
+    if case.example == "fsdp.py":  # its progress is what it prints
+        view = cluster.task(found.task)
+        assert (view["iteration"], view["iterations"]) == (restarts.ITERATIONS,) * 2
+        assert view["loss"] == pytest.approx(losses[-1], rel=1e-6)
+        printed = cluster.unicron("logs", str(found.task)).stdout
+        assert f" iteration {restarts.ITERATIONS}/{restarts.ITERATIONS} | elapsed" in printed
     lost: Any = cluster.wait_told(after, "MemoryCheckpointsLost", task=found.task).body
     assert lost.why == "the task has ended"
