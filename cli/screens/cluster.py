@@ -143,7 +143,7 @@ def _unprinted(task: Plain, stalled_s: float, option: str) -> str:
 
 def _failures(view: Plain, now_s: float, option: str) -> list[str]:
     """Each recently failed task; if there are many, their number and the last one."""
-    failed = _failed(view["tasks"], now_s)
+    failed = sorted(_failed(view["tasks"], now_s), key=lambda task: float(task["since_s"]))
     of = f"{len(failed)} tasks failed, the last: " if len(failed) > FAILED_SHOWN_NUM else ""
     return [line for task in (failed[-1:] if of else failed)
             for line in fmt.labelled("NEEDS YOU", f"{of}{task['name']} failed: {task['why']}: "

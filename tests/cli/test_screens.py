@@ -320,6 +320,14 @@ def test_a_failure_is_shown_for_a_day_or_until_the_name_is_reused(d: Driver) -> 
     (counted,) = [x for x in lines if x.startswith("NEEDS YOU")]
     assert counted.startswith("NEEDS YOU  4 tasks failed, the last: delta failed: ")
     assert f"unicron logs {last}" in "\n".join(lines)
+    view = seen(d)
+    ended_s = {task["name"]: task["since_s"] for task in view["tasks"]}
+    for task in view["tasks"]:
+        if task["name"] == "beta":
+            task["since_s"] = max(ended_s.values()) + 0.5
+    (counted,) = [x for x in cluster.status(view, cluster="test", now_s=d.now_s + 1)
+                  if x.startswith("NEEDS YOU")]
+    assert "the last: beta failed: " in counted, "of those, the one that ended last"
     d.submit(spec())
     assert not news(1)
 
