@@ -382,7 +382,8 @@ def _unfinished(state: StateDir) -> list[str]:
     live = [task for task in tasks if task["state"] not in ENDED and task["tier"] == "train"]
     lines: list[str] = []
     for task in live:
-        again = f"from {task['checkpoint']}" if task["checkpoint"] else "from iteration 0"
+        # A checkpoint that is being written may be published before the agents stop.
+        again = f"from {task['checkpoint']} or newer" if task["checkpoint"] else "from iteration 0"
         lines.append(f"unfinished {task['name']}, {task['iteration']} of {task['iterations']} "
                      f"iterations; the next up starts it again {again}")
     if any(task["unpublished"] for task in live):

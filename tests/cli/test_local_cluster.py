@@ -141,7 +141,8 @@ def test_down_names_unfinished_tasks_first(tmp_path, monkeypatch, capsys, by_sig
     task = {"state": "running", "tier": "train", "iterations": 60, "checkpoint": "",
             "iteration": 40, "unpublished": 40}
     tasks = [{**task, "name": "alpha"}, {**task, "name": "beta", "state": "finished"},
-             {**task, "name": "gamma", "tier": "command"}]
+             {**task, "name": "gamma", "tier": "command"},
+             {**task, "name": "delta", "checkpoint": "gen-1/iter-20"}]
 
     class Asked:
         def get(self, path: str, **query: object) -> dict[str, Any]:
@@ -157,12 +158,14 @@ def test_down_names_unfinished_tasks_first(tmp_path, monkeypatch, capsys, by_sig
     assert not processes.alive(agent)
     printed = capsys.readouterr()
     lines = (printed.err if by_signal else printed.out).splitlines()
-    assert lines[:2] == [
+    assert lines[:3] == [
         "unfinished alpha, 40 of 60 iterations; the next up starts it again from iteration 0",
+        "unfinished delta, 40 of 60 iterations; the next up starts it again from gen-1/iter-20 or "
+        "newer",
         "to lose nothing: unicron drain every node first, then down; unicron undrain each after "
         "the next up"]
-    assert lines[2].startswith("stopp")
-    tasks[:1] = [{**tasks[0], "unpublished": 0}]
+    assert lines[3].startswith("stopp")
+    tasks[:] = [{**tasks[0], "unpublished": 0}]
     agent = processes.start(state, agent_name("n1"), ["sleep", "60"])
     command.down(state)
     assert "to lose nothing" not in capsys.readouterr().out
