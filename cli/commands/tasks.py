@@ -78,10 +78,11 @@ def check_output(spec: JobSpec, client: Client, path: Path) -> None:
     if training is None or is_url(training.output) or loads:
         return
     output = os.path.normpath(training.output)
-    saved = [one for one in Path(output).glob("gen-*/iter-*") if one.name[5:].isdecimal()]
+    if not any(one.name[5:].isdecimal() for one in Path(output).glob("gen-*/iter-*")):
+        return
     same = [task for task in client.get("/v1/state")["tasks"]
             if task["output"] and os.path.normpath(task["output"]) == output]
-    if not saved or any(task["state"] not in ENDED for task in same):  # the cluster says by whom
+    if any(task["state"] not in ENDED for task in same):  # the cluster refuses it, and says why
         return
     owner = f"task {same[-1]['id']} ({same[-1]['name']})" if same else "an earlier task"
     where = "train" if spec.train is not None else "loop"
