@@ -16,6 +16,7 @@ SHARDED = "use_distributed_optimizer=asked.sharded"
 PER_TOKEN = "calculate_per_token_loss=True"
 STEP = "        iteration = job.step()\n"
 SAMPLE = "    return tokens(iteration * asked.micro_batches + micro_batch)"
+LOSS = "return out, lambda losses: (losses.float().sum(), losses.numel())"
 Run = Callable[..., list[tuple[int, str]]]
 CHANGES = {
     "as it is": [],
@@ -30,6 +31,10 @@ CHANGES = {
     "sgd": [('optimizer="adam"', 'optimizer="sgd"')],
     "experts": [(PER_TOKEN, "calculate_per_token_loss=True, expert_model_parallel_size=2, "
                             "num_moe_experts=2")],
+    "rows": [(LOSS, "return out")],
+    "each": [(LOSS, "return out, lambda losses: (losses.float(), losses.numel())")],
+    "named": [(LOSS, "return out, lambda losses: (losses.float().sum(), {'lm loss': losses})")],
+    "unknown": [("adopt(build=build", "adopt(epochs=3, build=build")],
     "misspelt": [("adopt(build=build", "adopt(bild=build")],
     "mean": [("adopt(build=build", 'adopt(loss="per_mean", build=build')],
     "number": [("sample=sample", "sample=7")],
@@ -82,7 +87,12 @@ def test_another_optimizer_trains(run: Run, tmp_path: Path, undisturbed: list[fl
 
 
 @pytest.mark.parametrize(("change", "line"), [
-    ("misspelt", "adopt: bild is none of its arguments (it takes build, sample"),
+    ("misspelt", "adopt: bild is none of its arguments (did you mean build?)"),
+    ("unknown", "adopt: epochs is none of its arguments (it takes build, sample"),
+    ("rows", "`forward` must return the sum of the loss of its tokens and their number, or the "
+             "output and a function of it that returns these two. It returned a Tensor (docs/"),
+    ("each", "It returned losses of shape (2, 16) (docs/guides/scripts.md shows an example)"),
+    ("named", "It returned (Tensor, dict) (docs/"),
     ("mean", "adopt: loss is 'per_mean' (give per_token or per_micro_batch)"),
     ("number", "adopt: sample is 7, not a function"),
     ("two", "`build` must return three values"),

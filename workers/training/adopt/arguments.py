@@ -5,6 +5,7 @@ This module imports neither torch nor Megatron.
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import os
 import sys
@@ -36,10 +37,14 @@ def check_arguments(call: Callable[P, T]) -> Callable[P, T]:
             with usage_errors_reported(environment):
                 if FD in environment:
                     connect_agent(int(environment[FD]))
+                takes = f"it takes {', '.join(signature.parameters)}"
                 unknown = [name for name in given if name not in signature.parameters]
-                raise UsageError(
-                    f"adopt: {f'{unknown[0]} is none of its arguments' if unknown else error}",
-                    f"it takes {', '.join(signature.parameters)}") from None
+                if not unknown:
+                    raise UsageError(f"adopt: {error}", takes) from None
+                near = difflib.get_close_matches(unknown[0], signature.parameters, n=1,
+                                                 cutoff=0.75)
+                raise UsageError(f"adopt: {unknown[0]} is none of its arguments",
+                                 f"did you mean {near[0]}?" if near else takes) from None
         return call(*args, **given)
 
     return checked

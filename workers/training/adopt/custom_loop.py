@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy
@@ -198,7 +199,12 @@ class LoopTrainingModel(TrainingModel):
 
     def forward(self, ddp: Any, tokens: Any) -> Any:
         with _data_errors("forward", self.draw.iteration, self.draw.micro_batch):
-            out, rest = self.call(ddp, tokens.batch if isinstance(tokens, Padding) else tokens)
+            found = self.call(ddp, tokens.batch if isinstance(tokens, Padding) else tokens)
+        match found:
+            case [out, rest]:  # a tensor of two rows is none
+                pass
+            case _:
+                raise _wrong_forward(f"returned {_types(found)}")
         if self.axes.pp > 1 and not callable(rest):
             raise UsageError("in a pipeline `forward` must return the chunk's output and a "
                              "function of it", "return the sum of the loss in that function")
@@ -208,8 +214,14 @@ class LoopTrainingModel(TrainingModel):
     def loss_of(self, per_token: Any, tokens: Any) -> Tensor:
         """The loss of the last forward pass."""
         with _data_errors("forward", self.draw.iteration, self.draw.micro_batch):
-            loss_sum, num, *_ = self._loss_func(per_token)
-        loss: Tensor = loss_sum
+            found = self._loss_func(per_token)
+        match found:
+            case [Tensor() as loss, num, *_] if loss.numel() == 1 and _is_number(num):
+                pass
+            case [Tensor() as loss, *_] if loss.numel() != 1:
+                raise _wrong_forward(f"returned losses of shape {tuple(loss.shape)}")
+            case _:
+                raise _wrong_forward(f"returned {_types(found)}")
         # A number on the device stays there: to read it would make the host wait.
         is_far = isinstance(num, Tensor) and num.device == loss.device
         self._tokens_num = num.detach().reshape(()) if is_far else int(num)
@@ -224,6 +236,17 @@ class LoopTrainingModel(TrainingModel):
     def num_tokens(self, tokens: Any) -> int | Tensor:  # type: ignore[override]
         """The token count of the micro-batch of the last `loss_of` call."""
         return self._tokens_num
+
+
+def _is_number(num: Any) -> bool:
+    return num.numel() == 1 if isinstance(num, Tensor) else isinstance(num, Real)
+
+
+def _wrong_forward(what: str) -> UsageError:
+    return UsageError(
+        "`forward` must return the sum of the loss of its tokens and their number, or the output "
+        f"and a function of it that returns these two. It {what}",
+        "docs/guides/scripts.md shows an example")
 
 
 class LoopWorkload:
