@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from ..cluster.client import Client
-from ..terminal.format import Plain, labelled, number_of, plan_waf, scaled
+from ..terminal.format import Plain, labelled, number_of, origins, plan_waf, scaled
 
 NAME_COLUMNS_MIN = 8
 EXPLAINED = ("why", "needs", "cost_waf", "weight_from")
@@ -92,7 +92,9 @@ def plan_lines(followed: Outcome, view: Plain) -> list[str]:
     was = f"{scaled(plan_waf(before, now), 'FLOP/s')} -> " if before else ""
     rejected = [f"{one['what']}: {scaled(one['waf'], 'FLOP/s')}{hidden(one['waf'], plan['waf'])}"
               for one in plan["alternatives"][:2]]
-    lines = [f"plan     {number_of(plan['num_slots'], 'slot')}, WAF {was}{waf}",
+    by = origins([*plan["allocations"], *plan.get("kept", ())], tasks)
+    how = f", {' and '.join(by)}" if by not in ([], ["measured"]) else ""
+    lines = [f"plan     {number_of(plan['num_slots'], 'slot')}, WAF {was}{waf}{how}",
              *([f"rejected {'; '.join(rejected)}"] if rejected else [])]
     placed = {body["task"]: body["seats"] for body in followed.placed}
     waiting = {body["task"]: body for body in followed.waiting}

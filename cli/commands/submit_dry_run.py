@@ -11,9 +11,9 @@ import msgspec
 
 from ...control_plane.api.requests import NO_ROOM
 from ...control_plane.throughput.layout_choices import Choices, choices
-from ...events.errors import UnicronError, UsageError
+from ...events.errors import UsageError
 from ...events.spec.job import JobSpec
-from ..cluster.client import DRY_RUN_S_MAX, Client, Unreachable, connect
+from ..cluster.client import DRY_RUN_S_MAX, Client, Refused, Unreachable, connect
 from ..cluster.state_dir import StateDir
 from ..files import job_file
 from ..screens import layouts
@@ -22,12 +22,16 @@ from ..terminal import console
 from ..terminal.format import Plain, labelled
 from .tasks import check_files, check_output, option_for, slots_in_words
 
+OF_ITS_STATE = (409, 422)
+"""Refusals that follow from the cluster as it is now; a larger or emptier one takes the job."""
 SMALLER = "a larger slots.max, or a smaller model"
 
 
 def dry_run(state: StateDir, url: str | None, path: Path, *, as_json: bool) -> None:
     """Print the layouts of numbers of slots. Where a cluster runs, print the plan that would
-    follow. Raises UsageError for a job that cannot have a layout, or that the cluster refuses."""
+    follow, or why the cluster would refuse the job as it is now. Raises UsageError for a job that
+    cannot have a layout, for a data file that the ranks would miss, and for an output folder with
+    the checkpoints of another task."""
     spec = job_file.load(path)
     found = choices(spec)
     if found.refused:
@@ -36,21 +40,25 @@ def dry_run(state: StateDir, url: str | None, path: Path, *, as_json: bool) -> N
         raise UsageError(f"{job_file.shown_name(path)}: {found.refused}",
                          NO_ROOM if spec.training is not None else SMALLER)
     client = _client(state, url)
+    check_files(spec, client, url, path)
+    if client is not None:
+        check_output(spec, client, path)
     if not as_json:
         console.lines(layouts.page(spec, found, slots_in_words(spec.slots)))
-    plan = None
+    plan, refused, hint = None, "", ""
     try:
-        plan = _plan(client, spec, url, path) if client is not None else None
-    except UnicronError as error:  # the layouts are printed even if this cluster refuses the job
-        if as_json:
-            _print_json(found, plan_refused=str(error))
-        raise
+        plan = _plan(client, spec) if client is not None else None
+    except Refused as error:
+        if error.status not in OF_ITS_STATE:
+            raise
+        refused, hint = str(error), error.hint
     if as_json:
-        _print_json(found, plan)
+        _print_json(found, plan, refused)
         return
     if plan is None:
-        console.lines(["", *labelled("plan", "no cluster runs here: with one, the plan that would "
-                                             "follow is shown too")])
+        told = (f"this cluster would refuse the job now: {refused} ({hint})" if refused else
+                "no cluster runs here: with one, the plan that would follow is shown too")
+        console.lines(["", *labelled("plan", told)])
         return
     typed = f"--submit {shlex.quote(str(path))}"
     console.lines(["", *plan_screen.dry_run(plan, typed, option=option_for(state))])
@@ -74,9 +82,7 @@ def _client(state: StateDir, url: str | None) -> Client | None:
     return client
 
 
-def _plan(client: Client, spec: JobSpec, url: str | None, path: Path) -> Plain:
-    check_files(spec, client, url, path)
-    check_output(spec, client, path)
+def _plan(client: Client, spec: JobSpec) -> Plain:
     change: Plain = {"submit": msgspec.to_builtins(spec, str_keys=True)}
     found: Plain = client.post("/v1/plan/dry-run", change, DRY_RUN_S_MAX)
     return found

@@ -52,17 +52,19 @@ def submit(state: StateDir, url: str | None, path: Path, *, as_json: bool) -> in
     return int(answer["task"])
 
 
-def check_files(spec: JobSpec, client: Client, url: str | None, path: Path) -> None:
+def check_files(spec: JobSpec, client: Client | None, url: str | None, path: Path) -> None:
     """Raises UsageError for a data file that is missing where the ranks run.
 
-    If they may run on other hosts, the file may exist there: only a warning is printed.
+    If they may run on other hosts, the file may exist there: only a warning is printed. `client`
+    None: no cluster runs here.
     """
     missing = [f"train.data[{index}]: {name} is not a readable file"
                for index, name in enumerate(spec.train.data if spec.train is not None else ())
                if not (os.path.isfile(name) and os.access(name, os.R_OK))]
     if not missing:
         return
-    hosts = {node["host"] for node in client.get("/v1/state")["nodes"] if node["contact"] != "left"}
+    nodes = client.get("/v1/state")["nodes"] if client is not None else ()
+    hosts = {node["host"] for node in nodes if node["contact"] != "left"}
     if not (url or os.environ.get("UNICRON_URL")) and hosts and hosts <= LOOPBACK:
         raise UsageError(f"{path}: {missing[0]}",
                          f"correct the path; a relative one begins at {Path.cwd()}")

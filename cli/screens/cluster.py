@@ -284,9 +284,7 @@ def _plan(view: Plain) -> list[str]:
     if plan is None or not any(task["state"] not in ENDED for task in tasks.values()):
         return []
     given = [*plan["allocations"], *plan["kept"]]
-    origins = sorted({task["throughput"]["origin"] for one in given
-                      if one["slots"] and (task := tasks.get(one["task"])) is not None
-                      and task["throughput"] is not None})
+    origins = fmt.origins(given, tasks)
     waf = fmt.plan_waf(plan)
     ideal = (f" of {fmt.scaled(plan['ideal_waf'], 'FLOP/s')} with every slot "
              f"({100 * waf / plan['ideal_waf']:.1f} %)" if plan["ideal_waf"] else "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -152,6 +152,13 @@ def plan_waf(plan: Plain, of: Collection[int] | None = None) -> float:
                          if one["task"] in of)
     return float(plan["waf"]) + math.fsum(one["waf"] for one in kept
                                           if of is None or one["task"] in of)
+
+
+def origins(allocations: Iterable[Plain], tasks: Mapping[int, Plain]) -> list[str]:
+    """Where the throughput of the tasks with slots comes from: declared, measured, modelled."""
+    return sorted({task["throughput"]["origin"] for one in allocations
+                   if one["slots"] and (task := tasks.get(one["task"])) is not None
+                   and task["throughput"] is not None})
 
 
 def clipped(text: str, width: int) -> str:

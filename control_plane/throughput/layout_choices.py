@@ -18,7 +18,7 @@ from .flops import iteration_flops, parameters
 from .layout_search import AMPLE_TIMES, GAIN_RATIO_MIN, losses, modelled
 from .layouts import Layout
 from .memory import Memory, capacity, in_gib, memory
-from .state_size import copies_bytes
+from .state_size import NUM_STORES_MAX, copies_bytes
 from .step_time import constants_of, iteration_s
 from .training_layouts import described, layout_of, layout_on, memory_on, refusal, speed
 
@@ -41,6 +41,8 @@ class Choice(Struct, frozen=True, kw_only=True):
     rate_flops: float | None = None
     memory_bytes: float | None = None
     kept_bytes: float | None = None
+    node_copies_bytes: float | None = None
+    """Host memory of in-memory checkpoints on each node, if the spec names the GPUs of a node."""
     notes: tuple[str, ...] = ()
     """How it trains, and what limits it."""
 
@@ -103,14 +105,17 @@ def _of_training(spec: JobSpec, train: Train | Loop) -> Choices:
             # The spec names no GPU, so times are only relative.
             needs = memory_on(train, axes)
             rows.append(Choice(
-                slots=count, layout=layout_in_words(axes), axes=axes,
+                slots=count, layout=layout_in_words(axes), axes=axes, notes=_set_back(train, axes),
                 speed=speed(train, count) / speed(train, counts[0]),
                 memory_bytes=needs.total if needs is not None else None,
                 kept_bytes=needs.kept if needs is not None else None))
             continue
         layout = layout_on(train, model, axes)
-        rows.append(_choice(count, axes, model, layout, memory(model, layout), rows,
-                            _limit(train, model, axes)))
+        row = _choice(count, axes, model, layout, memory(model, layout), rows,
+                      _limit(train, model, axes))
+        nodes = max(NUM_STORES_MAX, -(-count // model.gpus_per_node))  # one node has one store
+        rows.append(replace(row, notes=(*row.notes, *_set_back(train, axes)),
+                            node_copies_bytes=about.copies_bytes / nodes or None))
     return replace(about, choices=tuple(rows), num_others=len(counts) - len(rows))
 
 
@@ -139,6 +144,17 @@ def _limit(train: Loop, model: MegatronModel, axes: Axes) -> str:
                 f"{100 * (gain - 1):.0f} % faster")
     what, share = losses(model, layout_on(train, model, axes))[0]
     return f"most is lost to {what}: {100 * share:.0f} % of the time"
+
+
+def _set_back(train: Train | Loop, axes: Axes) -> tuple[str, ...]:
+    """What the loss of one rank costs if the others do not have the whole state; else nothing."""
+    if axes.dp > 1 and train.parallel.optimizer != "sharded":
+        return ()
+    why = "no second replica" if axes.dp == 1 else "each rank has a shard of its own"
+    lost = (f"up to {train.copy_every} iterations" if train.copy_every else
+            "all iterations since the last checkpoint" if train.checkpoint_every else
+            "all iterations")
+    return (f"{why}: a lost rank costs {lost}",)
 
 
 def shown(counts: Sequence[int]) -> Iterator[int]:

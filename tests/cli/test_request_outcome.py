@@ -131,6 +131,14 @@ def test_a_waiting_task_shows_what_it_needs() -> None:
         d, lambda: d.tell("operator/x", r.TaskWeightSet(task=1, weight=2.0)))), "gamma still waits"
 
 
+def test_the_waf_of_a_new_plan_says_where_its_throughput_comes_from(d: Driver) -> None:
+    one = {"min": 1, "max": 1}
+    told = lines_after(d, lambda: d.submit(train("beta", 1.0, {}, slots=one)))
+    assert told[0].endswith("FLOP/s, modelled")
+    told = lines_after(d, lambda: d.submit(train("gamma", 1.0, {1: 1e12}, slots=one)))
+    assert told[0].endswith("FLOP/s, declared and modelled")
+
+
 def test_an_ending_task_does_not_count_as_earning_before(d: Driver) -> None:
     task = d.running(train("alpha", 1.0, {4: 1e12}))
     d.tell("operator/x", r.TaskCancelRequested(task=task, reason="a test"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -161,7 +162,33 @@ def test_the_page_of_70_b(tmp_path: Path) -> None:
     assert lines[0].startswith("job        llama-70b, 32 to 512 in steps of 32 slots; 69 G param")
     (row,) = [line for line in lines if line.startswith("   64  ")]
     assert row.split("  ")[1:3] == [" 64", "TP 8 x PP 4 x DP 2"]
-    assert row.endswith("56.5 GiB   8.1 GiB")
+    assert row.endswith("56.5 GiB   8.1 GiB  449.7 GiB"), "2 x 2 x 899 GiB on eight nodes"
+    (row,) = [line for line in lines if line.startswith("   32  ")]
+    assert row.endswith("  899.4 GiB")
+    text = " ".join(result.stdout.split())
+    assert text.count("no second replica: a lost rank costs up to 10 iterations") == 1
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"slots": {"min": 8, "max": 8}, "tensor": [4]}, ()),
+    ({"slots": {"min": 4, "max": 4}, "tensor": [4]},
+     ("no second replica: a lost rank costs up to 10 iterations",)),
+    ({"slots": {"min": 8, "max": 8}, "tensor": [4], "optimizer": "sharded"},
+     ("each rank has a shard of its own: a lost rank costs up to 10 iterations",)),
+    ({"slots": {"min": 4, "max": 4}, "tensor": [4], "copy_every": 0, "checkpoint_every": 5},
+     ("no second replica: a lost rank costs all iterations since the last checkpoint",)),
+    ({"slots": {"min": 4, "max": 4}, "tensor": [4], "copy_every": 0},
+     ("no second replica: a lost rank costs all iterations",))])
+def test_a_row_says_what_a_lost_rank_costs(changes: dict[str, Any], words: tuple[str, ...]) -> None:
+    every = {name: changes.pop(name) for name in ("copy_every", "checkpoint_every")
+             if name in changes}
+    spec = loop(**changes)
+    spec["loop"] |= every
+    (row,) = choices(parse(spec)).choices
+    assert tuple(note for note in row.notes if "a lost rank" in note) == words
+    assert (row.node_copies_bytes is None) == ("copy_every" in every)
+    if row.node_copies_bytes is not None:
+        assert row.node_copies_bytes == choices(parse(spec)).copies_bytes / 2
 
 
 @pytest.mark.parametrize(("changes", "words"), [
@@ -214,16 +241,42 @@ def test_the_layouts_are_shown_where_the_cluster_refuses_the_job(
     monkeypatch.setattr(submit_dry_run, "connect", lambda state, url=None: Refuses(d))
     (tmp_path / "job.yaml").write_text(json.dumps(command()))
     for as_json in (False, True):
-        with pytest.raises(Refused, match="at least 8 slots"):
-            submit_dry_run.dry_run(StateDir(tmp_path), None, tmp_path / "job.yaml",
-                                   as_json=as_json)
+        submit_dry_run.dry_run(StateDir(tmp_path), None, tmp_path / "job.yaml", as_json=as_json)
         shown = capsys.readouterr().out
         if not as_json:
             assert "DP 6" in shown
+            assert " ".join(shown.split()).endswith(
+                "plan this cluster would refuse the job now: the job needs at least 8 slots (add a "
+                "node)")
             continue
         found = json.loads(shown)
         assert found["choices"]
         assert (found["plan"], found["plan_refused"]) == (None, "the job needs at least 8 slots")
+    monkeypatch.setattr(Refuses, "post", mock.Mock(side_effect=Refused(401, "no token", "set it")))
+    with pytest.raises(Refused, match="no token"):
+        submit_dry_run.dry_run(StateDir(tmp_path), None, tmp_path / "job.yaml", as_json=False)
+
+
+@pytest.mark.nodes(3)
+def test_a_missing_data_file_is_told_before_the_layouts(
+        d: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("{apiVersion: unicron/v1, name: a, train: {iterations: 9, output: out, "
+                    "data: [/absent.txt]}}")
+    alone = unicron("submit", str(path), "--dry-run", folder=tmp_path)
+    assert alone.returncode == 0
+    assert alone.stderr.startswith("note: train.data[0]: /absent.txt is not a readable file on ")
+
+    class OnThisHost(Told):
+        def get(self, path: str, limit_s: float = 10.0) -> Any:
+            return {"nodes": [{"host": "127.0.0.1", "contact": "heard"}]}
+
+    monkeypatch.setattr(submit_dry_run, "connect", lambda state, url=None: OnThisHost(d))
+    monkeypatch.delenv("UNICRON_URL", raising=False)
+    with pytest.raises(UsageError, match=r"/absent\.txt is not a readable file"):
+        submit_dry_run.dry_run(StateDir(tmp_path), None, path, as_json=False)
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.nodes(3)
