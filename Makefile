@@ -109,6 +109,7 @@ bench-paper: setup types ## the rows of unicron simulate paper (N=5 seeds)
 
 DIR ?=
 megatron-lm: setup types ## Megatron-LM's own script under agents, a rank killed (DIR=its clone N=1)
+	@test -n "$(DIR)" || { echo "megatron-lm    name a clone of Megatron-LM: DIR=/path/to/it"; exit 2; }
 	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m bench.megatron.main $(if $(filter-out file,$(origin N)),-n $(N)) $(DIR)
 
 # No .venv: it checks the environment of the GPUs, into which `pip install -e '.[gpu]'` was done.

@@ -93,7 +93,8 @@ def check_parallel(parallel: Parallel, num_layers: int, num_heads: int, *, overl
         stages = axes.pp * axes.chunks
         chunks = f" with {axes.chunks} chunks" if axes.chunks > 1 else ""
         need(num_layers % stages == 0, "train.parallel.pipeline",
-             f"{axes.pp}{chunks} does not divide train.model.num_layers {num_layers}")
+             f"{axes.pp}{chunks} does not divide train.model.num_layers {num_layers}",
+             _possible_pipelines(num_layers, parallel.chunks))
     need(not overlap or parallel.is_plain, "train.overlap",
          "is only for data-parallel training with the whole optimizer",
          "leave it out, or leave out train.parallel")
@@ -116,7 +117,14 @@ def check_splits(parallel: Parallel, model: MegatronModel, path: str) -> None:
         chunks = f" with {parallel.chunks} chunks" if stages > size else ""
         need(model.num_layers % stages == 0, f"{path}.pipeline",
              f"{size}{chunks} does not divide num_layers {model.num_layers}",
-             "each stage has the same number of layers")
+             _possible_pipelines(model.num_layers, parallel.chunks))
+
+
+def _possible_pipelines(num_layers: int, chunks: int) -> str:
+    """The hint of a pipeline size that does not divide the layers."""
+    sizes = [size for size in range(1, min(num_layers, AXIS_NUM_MAX) + 1)
+             if num_layers % (size * (chunks if size > 1 else 1)) == 0]
+    return "possible: " + ", ".join(map(str, sizes))
 
 
 def check_sizes(parallel: Parallel, path: str) -> None:

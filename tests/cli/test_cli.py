@@ -131,6 +131,8 @@ def test_version():
     (("plan", "-o", "yaml"), "'--output': 'yaml' is not one of 'text', 'json'"),
     (("plan", "--offline", "plan.yaml", "--url", "x"), "--offline goes with --table and -o"),
     (("plan", "--offline", "plan.yaml", "--state", "x"), "--offline goes with --table and -o"),
+    (("megatron", "/nowhere.py"), "/nowhere.py: no such file"),
+    (("megatron", "/tmp"), "/tmp: is a folder"),
     (("plan", "--submit", "/nowhere.yaml"), "/nowhere.yaml: no such file"),
     (("plan", "--offline", "plan.yaml", "--without", "n1"), "--offline goes with --table and -o"),
     (("plan", "--table"), "--table goes with --offline FILE"),

@@ -252,6 +252,10 @@ HINTED: list[tuple[dict[str, Any], str, str]] = [
      "possible: 1, 2, 4"),
     (parallel(tensor=[3]), "train.parallel.tensor: 3 does not divide train.model.num_heads 4",
      "possible: 1, 2, 4"),
+    (parallel(pipeline=[3]), "train.parallel.pipeline: 3 does not divide train.model.num_layers 4",
+     "possible: 1, 2, 4"),
+    (parallel(pipeline=[4], chunks=2), "train.parallel.pipeline: 4 with 2 chunks does not divide "
+     "train.model.num_layers 4", "possible: 1, 2"),
     (train() | {"loop": LOOP}, "loop: is for a command",
      "leave it out: train: recovers in memory"),
     (command(command=[]), "command: is empty",

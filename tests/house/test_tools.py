@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import chaos_training
@@ -27,3 +29,11 @@ def test_impossible_arguments_are_refused(
         tool.main()
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_verb_without_its_folder_says_which_variable_names_it() -> None:
+    done = subprocess.run(["make", "-s", "-o", "setup", "-o", "types", "megatron-lm", "DIR="],
+                          cwd=Path(__file__).parents[2], capture_output=True, text=True,
+                          check=False)
+    assert done.returncode == 2
+    assert done.stdout == "megatron-lm    name a clone of Megatron-LM: DIR=/path/to/it\n"

@@ -33,7 +33,8 @@ def main() -> None:
     sys.path.insert(0, str(script.resolve().parent))  # as Python does for a script
     with usage_error_ends_task():
         if not script.is_file():
-            raise UsageError(f"{script}: no such file",
+            what = "is a folder" if script.is_dir() else "no such file"
+            raise UsageError(f"{script}: {what}",
                              "give the path of a script in a clone of Megatron-LM")
         with start_failures_named(script):
             replace_pretrain()
