@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loop_driver import changed_example
+from loop_driver import NOT_A_NUMBER, SAMPLE, changed_example
 from real_cluster import RealCluster
 
 ROOT = Path(__file__).parents[2]
@@ -20,7 +20,6 @@ EXAMPLE = ROOT / "deploy" / "examples" / "loop.py"
 ITERATIONS, MICRO_BATCHES = 12, 6
 VICTIM, STRUCK, GROWN = 1, 3, 8
 LOOP_S = 200.0
-SAMPLE = "    return tokens(iteration * asked.micro_batches + micro_batch)"
 STANDIN = ROOT / "tests" / "megatron_standin"
 MEGATRON = [sys.executable, "-P", "-m", "unicron.cli.main", "megatron"]
 INSTALLED_AS = {"exports.py": "__init__.py", "batches.py": "utils.py"}
@@ -173,11 +172,19 @@ def test_a_script_that_declines_trains_as_a_command(cluster: RealCluster, script
     assert "stock pretrain, rank 0 of 2" in output
 
 
-def test_data_that_any_process_refuses_end_the_task(cluster: RealCluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("changes", "line"), [
+    ([(SAMPLE, f"    if (iteration, micro_batch) == (2, 1):\n        int('x')\n{SAMPLE}")],
+     "`sample` raised ValueError: invalid literal for int() with base 10: 'x' in micro-batch 1 of "
+     "iteration 2"),
+    (NOT_A_NUMBER["loss"], "found NaN in local forward loss calculation: nan, in micro-batch 1 of "
+                           "iteration 2"),
+    (NOT_A_NUMBER["gradient"], "data-parallel communication collective: nan, in micro-batch 1 of "
+                               "iteration 2")], ids=["data", "loss", "gradient"])
+def test_data_that_any_process_refuses_end_the_task(
+        cluster: RealCluster, tmp_path: Path, changes: list[tuple[str, str]], line: str) -> None:
     """Rank 1 meets it, then the rank that takes its micro-batch: nothing is started again for it
     after that, and no slot is disabled."""
-    script = changed_example(tmp_path, [(
-        SAMPLE, f"    if (iteration, micro_batch) == (3, 1):\n        int('x')\n{SAMPLE}")])
+    script = changed_example(tmp_path, changes)
     after = cluster.seq()
     task = cluster.submit({
         "apiVersion": "unicron/v1", "name": "data", "slots": {"min": 2, "max": 2},
@@ -186,8 +193,6 @@ def test_data_that_any_process_refuses_end_the_task(cluster: RealCluster, tmp_pa
         "loop": {"micro_batches": MICRO_BATCHES, "iterations": ITERATIONS,
                  "output": str(tmp_path / "out")}})
     ended = cluster.wait_ended(task)
-    line = ("`sample` raised ValueError: invalid literal for int() with base 10: 'x' in "
-            "micro-batch 1 of iteration 3")
     assert ended["state"] == "failed", (ended, cluster.endings(task))
     assert ended["why"].startswith("2 times the same (wrong input) at iteration ")
     assert line in ended["why"]

@@ -64,6 +64,20 @@ FLAGS: dict[str, Changes] = {
 OTHER_RESULT = ("bf16", "fp16", "clipping", "per micro-batch", "dropout", "tied embeddings")
 """The flags with which another result is right. The others only train in another way."""
 
+SAMPLE = "    return tokens(iteration * asked.micro_batches + micro_batch)"
+_FACTOR: Changes = [
+    (SAMPLE, "    global FACTOR\n    FACTOR = float('nan') if (iteration, micro_batch) == (2, 1) "
+             f"else 1.0\n{SAMPLE}"),
+    ("losses.float().sum()", "losses.float().sum() * FACTOR")]
+_CHECKED = """    from megatron.core.rerun_state_machine import get_rerun_state_machine
+    get_rerun_state_machine().validate_result(
+        out.sum() * FACTOR, torch.isnan, "found NaN in local forward loss calculation")
+    return out, lambda"""
+NOT_A_NUMBER: dict[str, Changes] = {
+    "loss": [*_FACTOR, ("    return out, lambda", _CHECKED)],
+    "gradient": [*_FACTOR, (SHARED, f"{SHARED}, check_for_nan_in_grad=True")]}
+"""By what Megatron checks: micro-batch 1 of iteration 2 is not a number."""
+
 
 def flagged_example(folder: Path, flags: Iterable[str]) -> Path:
     """Write the example with these flags; return its path."""

@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 from launcher import fork
-from loop_driver import changed_example
+from loop_driver import NOT_A_NUMBER, SAMPLE, changed_example
 from nursery import Nursery
 
 SHARDED = "use_distributed_optimizer=asked.sharded"
 PER_TOKEN = "calculate_per_token_loss=True"
 STEP = "        iteration = job.step()\n"
-SAMPLE = "    return tokens(iteration * asked.micro_batches + micro_batch)"
 LOSS = "return out, lambda losses: (losses.float().sum(), losses.numel())"
+HINT = ("(correct the data or lower the learning rate; without Megatron's check for NaN the step "
+        "is taken with it)")
 Run = Callable[..., list[tuple[int, str]]]
 CHANGES = {
     "as it is": [],
@@ -44,6 +45,7 @@ CHANGES = {
                         f"data.DataLoader(['17', 'x'], num_workers=1, collate_fn=records)))\n"
                         f"{SAMPLE}\n\ndef records(found):\n    return [int(one + 'x') for one in "
                         "found]\n")],
+    **NOT_A_NUMBER,
     "lengths": [(SAMPLE, f"{SAMPLE}[:, :9 if iteration == 2 else None]")],
 }
 
@@ -114,6 +116,11 @@ def test_a_wrong_loop_is_a_one_line_error(run: Run, tmp_path: Path, change: str,
     ("lengths", "`forward` raised RuntimeError: The size of tensor a (8) must match the size of "
                 "tensor b (16) at non-singleton dimension 1 in micro-batch 0 of iteration 2 (any "
                 "process raises it for this micro-batch: correct the data or the script)"),
+    ("loss", "rank 0: found NaN in local forward loss calculation: nan, in micro-batch 1 of "
+             f"iteration 2 {HINT}"),
+    ("gradient", "rank 0: found NaN in local grad norm for bucket #0 in backward pass before "
+                 f"data-parallel communication collective: nan, in micro-batch 1 of iteration 2 "
+                 f"{HINT}"),
 ])
 def test_the_last_line_says_what_is_wrong_with_the_data(run: Run, tmp_path: Path, change: str,
                                                         line: str) -> None:

@@ -60,7 +60,8 @@ NAMED: Mapping[str, str] = {
     "num_workers": "no workers: the step reads its samples itself",
     "profile": "not profiled",
     "record_memory_history": "not recorded",
-    "rerun_mode": "no step is run again; a NaN or infinite loss still ends the rank",
+    "rerun_mode": "no step is run again; a NaN or infinite loss ends the task if a "
+                  "second process meets it",
     "run_workload_inspector_server": "not started",
     "save_dgrads_interval": "not written",
     "save_retain_interval": "all checkpoints are kept",

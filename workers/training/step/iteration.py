@@ -9,6 +9,7 @@ a part of the gradients knows this only after the step barrier.
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,6 +17,7 @@ from functools import partial
 import structlog
 from torch import Tensor
 
+from ....events.errors import UsageError
 from ....events.spec.model import Axes
 from ....events.spec.parallelism import coordinates, is_fully_replicated
 from ...ipc.progress_page import COLLECTIVE_CODE, OWN_CODE, ProgressWriter
@@ -36,6 +38,8 @@ from .pipeline import Passes
 from .stop_agreement import StopAgreement
 
 log = structlog.get_logger()
+_REJECTED = re.compile(r"Unexpected result (\S+) \(message='(.*?)'\)")
+"""What Megatron raises for a loss or a gradient that is not finite, if it is asked to check."""
 
 
 class Iteration:
@@ -180,7 +184,18 @@ class Iteration:
         self.begun = begun
 
     def run(self, control: Control, communicators: Communicators) -> Outcome:
-        """Run this iteration to its end with the members of the current generation."""
+        """Run this iteration to its end with the members of the current generation. Raises
+        UsageError if Megatron rejects a loss or a gradient of this member."""
+        try:
+            outcome = self._run(control, communicators)
+        except RuntimeError as error:
+            self._raise_if_rejected(str(error))
+            raise
+        if outcome == "failed":
+            self._raise_if_rejected(self.reduction.why)
+        return outcome
+
+    def _run(self, control: Control, communicators: Communicators) -> Outcome:
         generation = communicators.generation
         self.begun = True
         self._began_s = clock() if self._began_s is None else self._began_s
@@ -357,6 +372,7 @@ class Iteration:
     def _reduce_and_step(self, control: Control, communicators: Communicators) -> Outcome:
         stats = self.reduction.run(control, communicators, self._stats(), self.losses)
         if isinstance(stats, str):
+            self._raise_if_rejected(self.reduction.why)
             if self.reduction.has_lost_sum:
                 self._clear_sums()
             return stats
@@ -413,6 +429,20 @@ class Iteration:
         if waiter is not None:
             control.abandon(waiter.is_alive)
             self.is_stuck = True
+
+    def _raise_if_rejected(self, text: str) -> None:
+        """A check of Megatron is no failed collective: the next process would fail in it too."""
+        found = _REJECTED.search(text)
+        if found is None:
+            return
+        items = [item for item, _ in self.losses.not_finite()] or sorted(self.done)
+        if self._item >= 0 or not items:  # in a pass
+            items = [self.trainee.draw.micro_batch]
+        where = f"micro-batch{'es' if len(items) > 1 else ''} {', '.join(map(str, items))}"
+        raise UsageError(f"rank {self.trace.rank}: {found[2]}: {found[1]}, in {where} of iteration "
+                         f"{self.step_version}",
+                         "correct the data or lower the learning rate; without Megatron's check "
+                         "for NaN the step is taken with it")
 
     def _say_not_finite(self) -> None:
         """Name this member's micro-batches whose loss is NaN or infinite. The others have none."""
