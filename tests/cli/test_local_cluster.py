@@ -360,7 +360,7 @@ def test_operator_commands_on_a_running_cluster(cluster, tmp_path):
     assert drained.returncode == 0, drained.stderr
     lines, left = drained.stdout.splitlines(), home["alpha"]
     assert lines[0].startswith(f"{home['alpha']}  drained; alpha shall leave it (seq ")
-    assert lines[1] == "plan     1 slot, WAF 3 GFLOP/s -> 2 GFLOP/s"
+    assert lines[1] == "plan     1 slot, WAF 3 GFLOP/s -> 2 GFLOP/s, declared"
     assert f"alpha    1 -> 1 slot: {home['beta']}/0, leaves {left}; it starts again" in lines
     assert "\nbeta     1 -> 0 slots: stopped; then it waits, needs " in drained.stdout
     assert lines[-2:] == ["look     unicron status -w", f"undo     unicron undrain {left}"]
