@@ -1,8 +1,8 @@
-"""A clone of Megatron-LM (UNICRON_MEGATRON_LM=DIR) under real agents, against its own loop."""
+"""Clones of Megatron-LM (UNICRON_MEGATRON_LM=DIR:DIR) under real agents, against their own loops.
+"""
 
 from __future__ import annotations
 
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,11 @@ import pytest
 from megatron_trial import CASES, ITERATIONS, LONG, MANDATORY, SAVED, TRIP
 from real_cluster import RealCluster, running
 
-pytestmark = pytest.mark.skipif(not os.environ.get("UNICRON_MEGATRON_LM"),
-                                reason="UNICRON_MEGATRON_LM names no clone of Megatron-LM")
 
-
-@pytest.fixture(scope="module")
-def clone() -> Path:
-    return Path(os.environ["UNICRON_MEGATRON_LM"])
+@pytest.fixture(scope="module", params=megatron_trial.clones(), ids=lambda folder: folder.name)
+def clone(request: pytest.FixtureRequest) -> Path:
+    folder: Path = request.param
+    return folder
 
 
 @pytest.mark.parametrize("name", CASES)

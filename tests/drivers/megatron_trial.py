@@ -43,6 +43,11 @@ VALUE = re.compile(r"(lm loss|lm loss value|grad norm|params norm|learning rate|
 Lines = dict[str, dict[str, float]]
 
 
+def clones() -> list[Path]:
+    """The clones of Megatron-LM that UNICRON_MEGATRON_LM names, with colons between them."""
+    return [Path(name) for name in os.environ.get("UNICRON_MEGATRON_LM", "").split(":") if name]
+
+
 class Fault(NamedTuple):
     """Rank `victim` is killed when it begins `event` of `iteration`."""
 

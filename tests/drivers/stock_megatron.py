@@ -28,9 +28,11 @@ def main() -> None:
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
                    "MASTER_PORT": "0"} | os.environ
 
+    from unicron.workers.training.megatron_lm import versions
     from unicron.workers.training.rank import preload
 
     preload()
+    versions.complete_typing()
     from unicron.workers.training.model import cpu_device
 
     cpu_device.prepare_device()
@@ -43,14 +45,14 @@ def main() -> None:
         initialize: Any = import_module("megatron.training.initialize")
     training.initialize_megatron = functools.partial(training.initialize_megatron,
                                                      allow_no_cuda=True)
-    training.set_jit_fusion_options = training.report_memory = lambda *_: None
+    training.set_jit_fusion_options = training.report_memory = lambda *_, **options: None
     initialize._compile_dependencies = import_module(
         "unicron.workers.training.megatron_lm.index_builder").ensure
     connect = initialize._initialize_distributed
 
-    def connect_one(*given: Any) -> None:
+    def connect_one(*given: Any, **options: Any) -> None:
         with one_device():
-            connect(*given)
+            connect(*given, **options)
 
     initialize._initialize_distributed = connect_one
     seed_all = initialize._set_random_seed

@@ -47,8 +47,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
                        "use_distributed_optimizer": True}}],
     "several instances of the distributed optimizer": [
         {"ddp": {"num_distributed_optimizer_instances": 2}}],
-    "FSDP": [{"ddp": {"use_megatron_fsdp": True}},
-             {"ddp": {"data_parallel_sharding_strategy": "optim_grads_params"}}],
+    "FSDP": [{"ddp": {"use_megatron_fsdp": True}}],
     "FP8 or FP4": [{"config": {"fp8": "hybrid"}}],
     "CUDA graphs": [{"config": {"cuda_graph_impl": "local", "use_te_rng_tracker": True}}],
     "torch.compile": [{"module": "compiled"}, {"module": "compiled in place"}],

@@ -1,4 +1,5 @@
-"""The table of Megatron-LM's arguments: its words, against a clone's (UNICRON_MEGATRON_LM)."""
+"""The table of Megatron-LM's arguments: its words, against those of clones (UNICRON_MEGATRON_LM).
+"""
 
 from __future__ import annotations
 
@@ -11,62 +12,69 @@ import sys
 from pathlib import Path
 
 import pytest
-from unicron.workers.training.megatron_lm import arguments
+from megatron_trial import clones
+from unicron.workers.training.megatron_lm import arguments, checkpoints
 
 ROOT = Path(__file__).parents[3]
 TABLES = (arguments.HONOURED, arguments.NAMED, arguments.DECLINES, arguments.NEEDS)
 RUN_UNCHANGED = frozenset((
     "get_model", "build_model", "setup_model_and_optimizer", "get_optimizer_param_scheduler",
-    "get_megatron_optimizer_config", "num_floating_point_operations", "calculate_layer_counts",
-    "transformer_flops", "hybrid_flops", "update_train_iters", "get_train_valid_test_num_samples",
-    "preprocess_common_state_dict", "get_start_time_from_progress_log",
-    "compute_throughputs_and_append_to_progress_log"))
-"""Functions of training.py that pretrain.py calls, or that only a save calls."""
+    "get_megatron_optimizer_config", "get_megatron_ddp_config", "num_floating_point_operations",
+    "calculate_layer_counts", "transformer_flops", "hybrid_flops", "update_train_iters",
+    "get_train_valid_test_num_samples", "preprocess_common_state_dict",
+    "get_start_time_from_progress_log", "compute_throughputs_and_append_to_progress_log",
+    "_warmup_jit_function"))
+"""Functions that pretrain.py calls, or that only a save calls, or that read only shapes."""
+REPLACED = ("training", "checkpointing", "initialize", "async_utils", "ft_integration",
+            "inprocess_restart", "one_logger_utils", "datasets/data_samplers")
+"""Modules of megatron.training of which Unicron replaces functions, or calls none."""
 OF_THE_MODEL = frozenset((
-    "bf16", "fp16", "pipeline_model_parallel_size", "swiglu", "tensor_model_parallel_size",
-    "vocab_file"))
-"""Read by checkpointing.py beside the arguments that say how to load and save."""
+    "bf16", "first_last_layers_bf16", "fp16", "hidden_size", "masked_softmax_fusion",
+    "num_attention_heads", "num_layers_at_end_in_bf16", "num_layers_at_start_in_bf16",
+    "pipeline_model_parallel_size", "swiglu", "tensor_model_parallel_size", "vocab_file"))
+"""Read there beside the arguments that say what to do."""
+BY_FIELD = ("fault_injector_", "one_logger_")
+"""Arguments that the loops read by the fields of a config, or not by name."""
 PARSER = """
 import argparse, json
+from unicron.workers.training.megatron_lm import versions
 from unicron.workers.training.rank import preload
 preload()
+versions.complete_typing()
 from megatron.training.arguments import add_megatron_arguments
 print(json.dumps([x.dest for x in add_megatron_arguments(argparse.ArgumentParser())._actions]))
 """
 
 
-def clone() -> Path:
-    folder = os.environ.get("UNICRON_MEGATRON_LM", "")
-    if not folder:
-        pytest.skip("UNICRON_MEGATRON_LM names no clone of Megatron-LM")
-    return Path(folder)
-
-
 def read_by_loops(file: Path) -> set[str]:
-    """The names in `args.NAME` and `getattr(args, "NAME")`, in functions that Unicron replaces."""
+    """The names in `args.NAME`, `getattr(args, "NAME")` and `cfg_container.SECTION.NAME`, in
+    functions that Unicron replaces."""
     found: set[str] = set()
     for function in ast.parse(file.read_text()).body:
         if not isinstance(function, ast.FunctionDef) or function.name in RUN_UNCHANGED:
             continue
         for node in ast.walk(function):
-            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "args":
-                found.add(node.attr)
-            elif (isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr"
-                  and ast.unparse(node.args[0]) == "args"
-                  and isinstance(node.args[1], ast.Constant)):
-                found.add(str(node.args[1].value))
+            match node:
+                case ast.Attribute(value=ast.Name(id="args")) | ast.Attribute(
+                        value=ast.Attribute(value=ast.Name(id="cfg" | "cfg_container"))):
+                    found.add(node.attr)
+                case ast.Call(func=ast.Name(id="getattr"),
+                              args=[ast.Name(id="args"), ast.Constant(value=str(name)), *_]):
+                    found.add(name)
+                case _:
+                    pass
     return found
 
 
-def test_each_argument_of_the_loops_is_in_one_table() -> None:
-    folder = clone()
+@pytest.mark.parametrize("folder", clones(), ids=lambda folder: folder.name)
+def test_each_argument_of_the_loops_is_in_one_table(folder: Path) -> None:
     done = subprocess.run([sys.executable, "-P", "-c", PARSER], capture_output=True, text=True,
                           check=True, env={**os.environ, "PYTHONPATH": str(folder)})
     parsed = set(json.loads(done.stdout.splitlines()[-1]))
-    files = [folder / "megatron" / "training" / f"{name}.py" for name in (
-        "training", "checkpointing")]
+    files = [folder / "megatron" / "training" / f"{name}.py" for name in REPLACED]
     read = set().union(*map(read_by_loops, files)) & parsed - OF_THE_MODEL
-    assert {"train_iters", "exit_interval", "log_interval", "save"} <= read
+    assert {"train_iters", "exit_interval", "log_interval", "save", "use_sharp"} <= read
+    read |= {name for name in parsed if name.startswith(BY_FIELD)}
     missing = sorted(name for name in read if not any(name in table for table in TABLES))
     assert missing == []
 
@@ -96,3 +104,17 @@ def test_only_given_arguments_have_a_word() -> None:
     (line,) = arguments.named(parsed_of("--save", "x", "--num-workers=4",
                                         "--no-persist-layer-norm"))
     assert line == "--num-workers: no workers: the step reads its samples itself"
+
+
+def test_evaluations_are_counted_from_the_first_that_is_made() -> None:
+    def num_after(iteration: int, **given: int) -> int:
+        args = argparse.Namespace(eval_interval=5, **given)
+        return checkpoints.num_evaluations(args, iteration)
+
+    assert [num_after(at) for at in (0, 4, 5, 9, 10)] == [0, 0, 1, 1, 2]
+    assert [num_after(at, start_eval_at_iter=10) for at in (5, 9, 10, 14, 15)] == [0, 0, 1, 1, 2]
+    assert [num_after(at, start_eval_at_iter=7) for at in (5, 9, 10, 15)] == [0, 0, 1, 2]
+    assert checkpoints.num_evaluations(argparse.Namespace(eval_interval=0), 9) == 0
+    assert checkpoints.eval_batch(argparse.Namespace(global_batch_size=12)) == 12
+    assert checkpoints.eval_batch(
+        argparse.Namespace(global_batch_size=12, eval_global_batch_size=6)) == 6

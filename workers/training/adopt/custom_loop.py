@@ -98,7 +98,6 @@ def _is_compiled(part: Any) -> bool:
 
 def _is_fsdp(loop: BuiltLoop) -> bool:
     return (_any(loop.ddp, "use_megatron_fsdp", "use_custom_fsdp")
-            or getattr(loop.ddp, "data_parallel_sharding_strategy", "no_shard") != "no_shard"
             or any("FullySharded" in kind.__name__ or kind.__name__ == "FSDPModule"
                    for module in loop.modules for kind in type(module).__mro__))
 

@@ -134,6 +134,17 @@ _BY_ROLE = {
     "tp_ep": ("_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", ""),
     "tp_ep_pp": ("_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP", ""),
 }
+_GTP = {
+    "_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": "dp",
+    "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT": "dp_cp",
+    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT": "intra_dp_cp",
+    "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": "expt_dp",
+    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": "intra_expt_dp",
+    "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP": "tp_ep_pp",
+    "_GTP_WEIGHT_REMAT_GROUP": "cp", "_EXPERT_GTP_WEIGHT_REMAT_GROUP": "cp",
+}
+"""From 0.19 on, Megatron can also shard weights over replicas. Here a group of those has one
+member, so that groups with and without them are the same."""
 
 
 def publish_globals(groups: Any, chunks: int) -> None:
@@ -144,6 +155,9 @@ def publish_globals(groups: Any, chunks: int) -> None:
         setattr(parallel_state, group_name, group)
         if ranks_name and group is not None:
             setattr(parallel_state, ranks_name, dist.get_process_group_ranks(group))
+    for group_name, role in _GTP.items():
+        if hasattr(parallel_state, group_name):
+            setattr(parallel_state, group_name, getattr(groups, role))
     parallel_state._VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE = (
         chunks if chunks > 1 and groups.pp.size() > 1 else None)
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:

@@ -120,9 +120,21 @@ class Checkpoints:
 
     def _num_valid_samples(self, iteration: int) -> int:
         args = self._args
-        if not args.eval_interval:
-            return 0
-        return int(iteration // args.eval_interval * args.eval_iters * args.global_batch_size)
+        return num_evaluations(args, iteration) * int(args.eval_iters or 0) * eval_batch(args)
+
+
+def num_evaluations(args: Any, iteration: int) -> int:
+    """The evaluations between the iterations, up to the one after `iteration`."""
+    every = int(args.eval_interval or 0)
+    if not every:
+        return 0
+    num_skipped = max(0, (getattr(args, "start_eval_at_iter", None) or 0) - 1) // every
+    return max(0, iteration // every - num_skipped)
+
+
+def eval_batch(args: Any) -> int:
+    """The samples in a batch of an evaluation."""
+    return int(getattr(args, "eval_global_batch_size", None) or args.global_batch_size)
 
 
 def _compare(state: MegatronState, args: Any) -> None:

@@ -1,7 +1,7 @@
 """Runs an unmodified pretraining script of Megatron-LM under an agent, with in-memory recovery.
 
 `unicron megatron SCRIPT ARGS...` replaces its process by `python -m` of this module. It puts the
-script's folder on sys.path, replaces Megatron-LM's `pretrain` (pretrain.py) and runs the script as
+script's folder on sys.path, replaces functions of Megatron-LM (pretrain.py) and runs the script as
 `__main__`. An error of the user before training ends the task: it would be the same at each start.
 """
 
@@ -15,7 +15,6 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from ....events.errors import UsageError
 from ...ipc.pipe_protocol import FD
@@ -37,23 +36,24 @@ def main() -> None:
             raise UsageError(f"{script}: {what}",
                              "give the path of a script in a clone of Megatron-LM")
         with start_failures_named(script):
-            replace_pretrain()
+            replace_functions()
             runpy.run_path(str(script), run_name="__main__")
 
 
-def replace_pretrain() -> None:
-    """Replace `pretrain` in all modules of Megatron-LM that have it. Raises UsageError,
-    ImportError."""
+def replace_functions() -> None:
+    """Replace `pretrain`, and what a script calls before it, in all modules of Megatron-LM that
+    have them. Raises UsageError, ImportError."""
     interface = versions.interface()
+    versions.complete_typing()
     with warnings.catch_warnings():  # its filters would hide warnings of Megatron-LM
         from . import pretrain  # the import of `adopt` comes before that of megatron
 
-    stock: Any = pretrain.load("training").pretrain
-    healing = pretrain.healing(interface)
+    replacements = pretrain.replacements(interface)
     import_module("megatron.training")
     for name, module in list(sys.modules.items()):
-        if name.startswith("megatron.") and getattr(module, "pretrain", None) is stock:
-            vars(module)["pretrain"] = healing
+        for stock, healing in replacements if name.startswith("megatron.") else ():
+            if vars(module).get(stock.__name__) is stock:
+                vars(module)[stock.__name__] = healing
 
 
 @contextmanager

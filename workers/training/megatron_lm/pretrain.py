@@ -26,7 +26,8 @@ import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from importlib import import_module
-from typing import Any, NoReturn
+from inspect import signature
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -43,12 +44,26 @@ from .versions import Interface
 from ..adopt.adoption import Declined, Job, adopt  # before megatron  # isort: skip
 from ..adopt.arguments import Loss  # isort: skip
 from ..model import cpu_device  # isort: skip
-from .checkpoints import Checkpoints, check_folder  # isort: skip
+from .checkpoints import (  # isort: skip
+    Checkpoints,
+    check_folder,
+    eval_batch,
+    num_evaluations,
+)
 from .progress_line import Norms, Progress, StepResult  # isort: skip
+from megatron.core.process_groups_config import ProcessGroupCollection  # isort: skip
 
 START_ERRORS = (AssertionError, AttributeError, FileNotFoundError, ImportError, KeyError, TypeError,
                 ValueError)
 """What Megatron-LM raises for wrong arguments; a RuntimeError may be the GPU's."""
+
+
+OF_THE_LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel",
+                 "virtual_pipeline_model_parallel_size", "expert_tensor_parallel_size")
+"""Arguments that follow the layout; a config of Megatron-LM has the same names."""
+NOT_SET_UP = ("exit_signal_handler", "exit_signal_handler_for_training", "otel_enabled",
+              "use_persistent_ckpt_worker")
+"""Arguments for which Megatron-LM would install handlers or start processes before training."""
 
 
 def load(name: str) -> Any:
@@ -57,32 +72,64 @@ def load(name: str) -> Any:
         return import_module(f"megatron.training.{name}")
 
 
-def healing(interface: Interface) -> Callable[..., None]:
-    """Megatron-LM's `pretrain`, with in-memory recovery. If recovery does not support the
-    arguments, it runs the script again without Unicron."""
-    def pretrain(datasets: Callable[..., Any], model_provider: Any, model_type: Any,
-                 forward_step: Any, process_non_loss_data_func: Any = None, *,
-                 extra_args_provider: Any = None, args_defaults: Any = None,
-                 non_loss_data_func: Any = None, **ignored: Any) -> None:
-        environment = dict(os.environ)
-        try:
-            args, original = _initialize(interface, extra_args_provider, args_defaults or {})
-            for function in (process_non_loss_data_func, non_loss_data_func):
-                if function is not None:
-                    _say(f"{function.__name__}: not called, evaluations have the loss only")
-            _train(Pretraining(args, original, model_provider, model_type, forward_step), datasets)
-        except Declined as why:
-            _say(f"{why}; it is restarted as any command")
-            _run_without_unicron(environment)
+Replacements = Sequence[tuple[Callable[..., Any], Callable[..., Any]]]
+"""Functions of Megatron-LM, and what stands in for each."""
 
-    return pretrain
+
+def replacements(interface: Interface) -> Replacements:
+    """Megatron-LM's `pretrain`, and the function that parses the arguments before it, with
+    in-memory recovery. If recovery does not support the arguments, they run the script again
+    without Unicron."""
+    environment = dict(os.environ)
+    stock = load("training").pretrain
+    started: list[Start] = []
+
+    def start(extra_args_provider: Any = None, args_defaults: Any = None) -> None:
+        with _declined_runs_without_unicron(environment):
+            started.append(_initialize(interface, extra_args_provider, args_defaults or {}))
+
+    def parse_and_validate_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False,
+                                args_defaults: Any = None) -> Any:
+        start(extra_args_provider, args_defaults)
+        return started[-1].args
+
+    def pretrain(*positional: Any, **named: Any) -> None:
+        given = signature(stock).bind(*positional, **named).arguments
+        if not interface.script_parses:
+            start(given.get("extra_args_provider"), given.get("args_defaults"))
+        for name in ("process_non_loss_data_func", "non_loss_data_func"):
+            if given.get(name) is not None:
+                _say(f"{given[name].__name__}: not called, evaluations have the loss only")
+        with _declined_runs_without_unicron(environment):
+            _train(Pretraining(started[-1], given), given["train_valid_test_dataset_provider"])
+
+    found: list[tuple[Callable[..., Any], Callable[..., Any]]] = [(stock, pretrain)]
+    if interface.script_parses:
+        found.append((load("arguments").parse_and_validate_args, parse_and_validate_args))
+    return found
+
+
+@contextmanager
+def _declined_runs_without_unicron(environment: Mapping[str, str]) -> Generator[None]:
+    try:
+        yield
+    except Declined as why:
+        _say(f"{why}; it is restarted as any command")
+        _run_without_unicron(environment)
 
 
 # --- the start ---
+class Start(NamedTuple):
+    """The arguments, and those that have other values than the script was given, as given."""
+
+    interface: Interface
+    args: Any
+    original: Mapping[str, Any]
+
+
 def _initialize(interface: Interface, extra_args_provider: Any, args_defaults: Mapping[str, Any]
-                ) -> tuple[Any, dict[str, Any]]:
+                ) -> Start:
     """Parse and validate the arguments, set Megatron-LM's globals, compile what datasets need.
-    Returns the arguments, and those that have other values than the script was given, as given.
     Raises UsageError; Declined if in-memory recovery does not support the arguments."""
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
     if not torch.cuda.is_available():
@@ -95,15 +142,15 @@ def _initialize(interface: Interface, extra_args_provider: Any, args_defaults: M
     for line in arguments.named(given):
         _say(line)
     original = {name: getattr(args, name) for name in (
-        "wandb_project", interface.gloo_argument, "calculate_per_token_loss")}
+        "wandb_project", interface.gloo_argument, "calculate_per_token_loss", *NOT_SET_UP)
+        if hasattr(args, name)}
     args.wandb_project = ""
+    vars(args).update({name: False for name in NOT_SET_UP if name in original})
     # Megatron-LM must build no group, and not scale gradients by the number of replicas: Unicron's
     # step divides the sum.
     setattr(args, interface.gloo_argument, False)
     with start_errors_told():
-        load("initialize").initialize_megatron(
-            args_defaults=args_defaults, allow_no_cuda=True, skip_mpu_initialization=True,
-            parsed_args=args)
+        _validate(interface, args, args_defaults)
     _check_chunks(args, parallel)
     args.calculate_per_token_loss = True
     args.iteration = args.consumed_train_samples = 0
@@ -114,7 +161,19 @@ def _initialize(interface: Interface, extra_args_provider: Any, args_defaults: M
     if args.save:
         check_folder(args.save)
     index_builder.ensure()
-    return args, original
+    return Start(interface, args, original)
+
+
+def _validate(interface: Interface, args: Any, args_defaults: Mapping[str, Any]) -> None:
+    """Megatron-LM's own validation; it also sets its globals."""
+    parsed: dict[str, Any] = {}
+    if interface.script_parses:
+        load("arguments").validate_args(args, args_defaults)
+        load("global_vars").set_global_variables(args)
+    else:
+        parsed = {"args_defaults": args_defaults, "parsed_args": args}
+    load("initialize").initialize_megatron(
+        allow_no_cuda=True, skip_mpu_initialization=True, **parsed)
 
 
 def _parse(extra_args_provider: Any) -> tuple[Any, list[arguments.Given]]:
@@ -206,12 +265,12 @@ def _say(line: str) -> None:
 
 # --- training ---
 class Pretraining:
-    """The script's functions in the form that `adopt` takes. `args` are Megatron-LM's globals;
-    `original`: arguments with other values than the script was given, as given."""
+    """The script's functions in the form that `adopt` takes. `given`: the arguments of `pretrain`.
+    `args` are Megatron-LM's globals."""
 
-    def __init__(self, args: Any, original: Mapping[str, Any], model_provider: Any, model_type: Any,
-                 forward_step: Any) -> None:
-        self.args = args
+    def __init__(self, start: Start, given: Mapping[str, Any]) -> None:
+        self.args = args = start.args
+        original = start.original
         self.loss: Loss = "per_token" if original["calculate_per_token_loss"] else "per_micro_batch"
         self.training = load("training")
         self.rows = int(args.micro_batch_size)
@@ -228,8 +287,10 @@ class Pretraining:
                 args, args.global_batch_size)))
         self._sequence_parallel = bool(args.sequence_parallel)
         self._chunks = args.virtual_pipeline_model_parallel_size
-        self._model_provider, self._model_type = model_provider, model_type
-        self._forward_step = forward_step
+        self._model = {"model_provider_func": given.get("model_provider"),
+                       "model_type": given["model_type"]}
+        self._config = given["cfg_container"] if start.interface.builds_config else None
+        self._forward_step = given["forward_step_func"]
 
     def build(self, groups: Any, axes: Any, place: int) -> tuple[Sequence[Any], Any, Any]:
         args = self.args
@@ -238,11 +299,22 @@ class Pretraining:
         self._set_sizes(axes.tp, axes.pp)  # may be another layout, for the initial weights
         with start_errors_told():
             model, optimizer, scheduler = self.training.setup_model_and_optimizer(
-                self._model_provider, self._model_type)
+                **self._model, **self._configured())
         args.iteration = iteration  # now 0; a fault may come between a step and its progress line
         self._set_sizes(*trained)
         self._record_steps(optimizer)
         return model, optimizer, scheduler
+
+    def _configured(self) -> dict[str, Any]:
+        """The config of which the model is built, with the present sizes."""
+        if self._config is None:
+            return {}
+        config = copy.deepcopy(self._config)
+        if config.model is not None:
+            for name in OF_THE_LAYOUT:
+                setattr(config.model, name, getattr(self.args, name))
+        return {"cfg_container": config,
+                "pg_collection": ProcessGroupCollection.use_mpu_process_groups()}
 
     def rebuilt(self, groups: Any) -> None:
         """Make the arguments describe this generation."""
@@ -265,6 +337,7 @@ class Pretraining:
         args = self.args
         args.tensor_model_parallel_size, args.pipeline_model_parallel_size = tp, pp
         # As Megatron-LM validates them.
+        args.expert_tensor_parallel_size = tp
         args.sequence_parallel = self._sequence_parallel and tp > 1
         args.virtual_pipeline_model_parallel_size = self._chunks if pp > 1 else None
 
@@ -302,13 +375,14 @@ def _train(script: Pretraining, datasets: Callable[..., Any]) -> None:
                 torch.cuda.empty_cache()
             if progress.is_due(args.iteration) or progress.is_written(args.iteration):
                 progress.report(job, _norms(script, job))
-            if args.eval_interval and args.iteration % args.eval_interval == 0:
+            num_before = num_evaluations(args, args.iteration - 1)
+            if num_evaluations(args, args.iteration) > num_before:
                 _evaluate(script, job, progress, valid_set, f"iteration {args.iteration}",
-                          args.iteration // args.eval_interval - 1, found.first_valid_sample)
+                          num_before, found.first_valid_sample)
         if script.iterations == args.train_iters:
             at = f"iteration {args.iteration} on"
             _evaluate(script, job, progress, valid_set, f"{at} validation set",
-                      args.iteration // args.eval_interval, found.first_valid_sample)
+                      num_evaluations(args, args.iteration), found.first_valid_sample)
             _evaluate(script, job, progress, test_set, f"{at} test set", 0, 0)
 
 
@@ -316,7 +390,7 @@ def _evaluate(script: Pretraining, job: Job, progress: Progress, dataset: Any, w
               num_before: int, first_sample: int) -> None:
     """Evaluate the next eval_iters batches of `dataset`, of which `num_before` times as many are
     used already, as Megatron-LM's iterator does, after the sample `first_sample`."""
-    num = int(script.args.eval_iters or 0) * script.num_micro_batches
+    num = int(script.args.eval_iters or 0) * (eval_batch(script.args) // script.rows)
     if not num or dataset is None:
         return
     first = num_before * num
