@@ -15,10 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.moe.moe_utils import (
-    MoEAuxLossAutoScaler,
-    get_moe_layer_wise_logging_tracker,
-)
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
@@ -27,6 +25,8 @@ _MEGATRONS_DTYPE = "unicron_counts_dtype"
 Z_LOSS = "z_loss"
 _LOSSES = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss"}
 """Megatron's types of load balancing by an auxiliary loss, and their names in its log."""
+_TRACKER = getattr(moe_utils, "get_moe_metrics_tracker", None)
+"""Megatron's log of auxiliary losses from 0.18 on; before that it is a dict of dicts."""
 
 
 class RouterSums(NamedTuple):
@@ -64,7 +64,8 @@ class Experts:
         for router in self._biased:
             router.local_tokens_per_expert.zero_()
         if self._routers:
-            get_moe_layer_wise_logging_tracker().clear()
+            for values in _logged().values():
+                values.zero_()
 
     def scale(self, scale: Tensor) -> None:
         """Scale the gradients of the auxiliary losses by this factor from now on."""
@@ -82,9 +83,9 @@ class Experts:
         """A copy of the local sums."""
         if not self.are_somewhere:
             return NONE
-        tracker = get_moe_layer_wise_logging_tracker() if self._routers else {}
+        logged = _logged() if self._routers else {}
         counts = [router.local_tokens_per_expert.double() for router in self._biased]
-        losses = [tracker[name]["values"].double().sum() if name in tracker else self._number(0.0)
+        losses = [logged[name].double().sum() if name in logged else self._number(0.0)
                   for name in self._names]
         own = RouterSums(torch.cat([self._number(0.0).new_empty(0), *counts]),
                          torch.stack([*losses, self._number(len(self._routers))]))
@@ -177,5 +178,17 @@ def prepare(ddps: Sequence[Any], *, per_token: bool) -> None:
 def forget_groups() -> None:
     """Megatron adds up auxiliary losses for the whole process, with their process groups: drop
     these."""
-    for entry in get_moe_layer_wise_logging_tracker().values():
+    if _TRACKER is not None:
+        for entry in _TRACKER().metrics.values():
+            entry.reduce_group = entry.avg_group = None
+        return
+    for entry in moe_utils.get_moe_layer_wise_logging_tracker().values():
         entry.update(reduce_group=None, avg_group=None)
+
+
+def _logged() -> dict[str, Tensor]:
+    """The auxiliary losses that Megatron has added up, each by layer."""
+    if _TRACKER is not None:
+        return {name: entry.values for name, entry in _TRACKER().metrics.items()}
+    return {name: entry["values"]
+            for name, entry in moe_utils.get_moe_layer_wise_logging_tracker().items()}
