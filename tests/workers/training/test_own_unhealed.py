@@ -29,6 +29,10 @@ CHANGES = {
                "os.environ['UNICRON_LOOP'].replace('RANK', os.environ['RANK'])\n")],
     "gathers late": [(PER_TOKEN, "calculate_per_token_loss=False"),
                      (SHARDED, "use_distributed_optimizer=True, overlap_param_gather=True")],
+    "no minimum": [("lr=LR, min_lr=LR / 10, clip_grad", "lr=LR, clip_grad")],
+    "no warm-up": [("samples // 10", "0")],
+    "no minimum, no warm-up": [("lr=LR, min_lr=LR / 10, clip_grad", "lr=LR, clip_grad"),
+                               ("samples // 10", "0")],
     "sgd": [('optimizer="adam"', 'optimizer="sgd"')],
     "experts": [(PER_TOKEN, "calculate_per_token_loss=True, expert_model_parallel_size=2, "
                             "num_moe_experts=2")],
@@ -78,6 +82,21 @@ def test_loops_without_in_memory_recovery_train_by_a_launcher(
     found = run(tmp_path, change, 2)
     assert [code for code, _ in found] == [0, 0], found
     assert losses(tmp_path) == pytest.approx(undisturbed, rel=1e-6)
+
+
+@pytest.mark.parametrize(("change", "same"), [
+    ("no minimum", "as it is"), ("no minimum, no warm-up", "no warm-up")])
+def test_an_optimizer_without_min_lr_has_that_of_the_schedule(run: Run, tmp_path: Path, change: str,
+                                                              same: str) -> None:
+    found = []
+    for name in (change, same):
+        folder = tmp_path / name
+        folder.mkdir()
+        ((code, output),) = run(folder, name, 1)
+        assert code == 0, output
+        found.append(losses(folder))
+    assert found[0] == found[1]
+    assert len(found[0]) == 4
 
 
 def test_another_optimizer_trains(run: Run, tmp_path: Path, undisturbed: list[float]) -> None:

@@ -299,7 +299,8 @@ class LoopWorkload:
         """Call the script's `build`. `begins` is ignored. Raises NotRecoverable, UsageError."""
         build_groups = groups_for_building(groups)
         publish_globals(build_groups, axes.chunks)
-        with optimizers.without_collectives(), _seeded(self.train.seed, groups.pp.rank()):
+        with optimizers.without_collectives(), optimizers.lowest_rate_of_schedule(), _seeded(
+                self.train.seed, groups.pp.rank()):
             ddps, optimizer, scheduler = _unpack(self._build(build_groups, axes, place))
         publish_globals(groups, axes.chunks)
         if self._described is not None:

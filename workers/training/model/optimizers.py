@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 FUSED = ("transformer_engine", "apex")
 """The packages that have FusedAdam; Megatron takes it from the first that is installed."""
@@ -79,6 +80,23 @@ def without_collectives() -> Generator[None]:
         yield
     finally:
         dist.all_gather_object = original
+
+
+@contextmanager
+def lowest_rate_of_schedule() -> Generator[None]:
+    """Within this context, Megatron builds a schedule for an optimizer without `min_lr`: the
+    parameter groups get that of the schedule. Megatron itself would compute with None."""
+    def get_lr(self: Any, param_group: Any) -> Any:
+        if param_group.get("min_lr") is None:
+            param_group["min_lr"] = self.min_lr
+        return original(self, param_group)
+
+    original = OptimizerParamScheduler.get_lr
+    OptimizerParamScheduler.get_lr = get_lr
+    try:
+        yield
+    finally:
+        OptimizerParamScheduler.get_lr = original
 
 
 def prepare(ddps: Sequence[Any], optimizer: Any) -> None:
