@@ -159,6 +159,8 @@ def test_an_unmodified_script_recovers_in_memory(cluster: RealCluster, script: P
     for iteration in range(1, ITERATIONS + 1):  # printed by the last rank at that time
         assert output.count(f"iteration {iteration:8d}/{ITERATIONS:8d} |") == 1, output
     assert output.count(" validation loss at iteration ") == 4
+    # Another rank prints the lines now: who stops printing has not stalled.
+    assert not cluster.told(after, "IterationsLogged", task=struck)
 
 
 def test_a_script_that_declines_trains_as_a_command(cluster: RealCluster, script: Path) -> None:
@@ -170,6 +172,7 @@ def test_a_script_that_declines_trains_as_a_command(cluster: RealCluster, script
     output = "".join(log.read_text() for log in cluster.state.logs.glob(f"{task}-*/*.log"))
     assert f"this loop cannot heal in memory: {declined.why}" in output
     assert "stock pretrain, rank 0 of 2" in output
+    assert cluster.told(after, "IterationsLogged", task=task)
 
 
 @pytest.mark.parametrize(("changes", "line"), [

@@ -328,6 +328,9 @@ class OrderExecutor:
             return
         if isinstance(frame.body, reports.RankErrored):
             rank.error = frame.body
+        if isinstance(frame.body, reports.RankReady):
+            # It reports its iterations itself. The rank that prints Megatron's lines may change.
+            self.readers.drop(rank.order)
         if rank.process is not None and isinstance(
                 frame.body, (reports.RankFinished, reports.InMemoryRecoveryDeclined)):
             rank.process.unfollow()  # from now on only the exit of the command counts
