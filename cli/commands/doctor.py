@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shutil
@@ -10,19 +9,22 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib import metadata
 
-from msgspec import Struct, field, structs, to_builtins
+from msgspec import DecodeError, Struct, field, json, structs
 
 from ...events.errors import ServerError
 from ...events.log import embedded_server
 from ...events.spec import support
+from ...workers.training.dependencies import known_versions
+from ...workers.training.dependencies.known_versions import Installed
 from ..cluster import processes
 from ..cluster.local_cluster import CONTROL_PLANE, UP
 from ..cluster.state_dir import StateDir, shown
 from ..terminal import console
 
 PROBE_S_MAX = 20.0
+IMPORT_S_MAX = 120.0
+"""torch and Megatron take about 5 s of CPU time."""
 FREE_BYTES_MIN = 1 << 30
 
 
@@ -38,12 +40,12 @@ class Finding(Struct, frozen=True):
 def doctor(state: StateDir, *, as_json: bool) -> int:
     """Print all findings; 1 if something is missing."""
     checks: tuple[Callable[[], Finding], ...] = (
-        _python, _torch, lambda: _installed("megatron", "megatron-core"), _gpus, _server, _loopback,
+        _python, _torch, _megatron, _gpus, _server, _loopback,
         lambda: _folder(state), lambda: _running(state))
     findings = [check() for check in checks]
     missing = any(one.grade == "missing" for one in findings)
     if as_json:
-        console.out(json.dumps(to_builtins(findings)))
+        console.out(json.encode(findings).decode())
         return int(missing)
     for one in findings:
         hint = f"; {one.hint}" if one.hint else ""
@@ -56,7 +58,7 @@ def doctor(state: StateDir, *, as_json: bool) -> int:
 def print_support(*, as_json: bool) -> int:
     """Print what heals in memory, with the reasons."""
     if as_json:
-        console.out(json.dumps(to_builtins(support.ROWS)))
+        console.out(json.encode(support.ROWS).decode())
         return 0
     _table()
     for row in support.ROWS:
@@ -82,24 +84,41 @@ def _python() -> Finding:
 
 
 def _installed(what: str, package: str) -> Finding:
-    try:
-        return Finding(what, "ok", metadata.version(package))
-    except metadata.PackageNotFoundError:
+    """An unknown version is imported, in a process of its own, to see whether ranks can train."""
+    version = known_versions.recorded_version(package)
+    if not version:
         return Finding(what, "missing", "not installed",
                        "train: tasks need it: make setup, or pip install unicron[train]")
+    if known_versions.is_known(package, version):
+        return Finding(what, "ok", version)
+    try:
+        text = _output(sys.executable, "-P", "-m", known_versions.__name__, limit_s=IMPORT_S_MAX)
+        (found,) = (one for one in json.decode(text.splitlines()[-1], type=list[Installed])
+                    if one.package == package)
+    except (OSError, subprocess.TimeoutExpired, LookupError, DecodeError):
+        return Finding(what, "missing", f"{version} cannot be imported", known_versions.HINT)
+    if found.problem:
+        return Finding(what, "missing", found.problem, known_versions.HINT)
+    return Finding(what, "note", found.version, found.warning)
+
+
+def _megatron() -> Finding:
+    return _installed("megatron", "megatron-core")
 
 
 def _torch() -> Finding:
     found = _installed("torch", "torch")
+    if found.grade == "missing":
+        return found
     local = found.result.partition("+")[2]
     build = " for the CPU" if local.startswith("cpu") else " with CUDA" if "cu" in local else ""
     return structs.replace(found, result=f"{found.result}{build}")
 
 
-def _output(*command: str) -> str:
+def _output(*command: str, limit_s: float = PROBE_S_MAX) -> str:
     """What a program prints. Raises OSError or TimeoutExpired if it does not run."""
     return subprocess.run(command, capture_output=True, text=True, check=False,
-                          timeout=PROBE_S_MAX).stdout
+                          timeout=limit_s).stdout
 
 
 def _gpus() -> Finding:

@@ -127,11 +127,11 @@ def stock_iterations(functions: dict[str, Any], groups: Any, axes: Any, place: i
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
     from unicron.events.spec.parallelism import coordinates
-    from unicron.workers.training.communicators import process_groups
+    from unicron.workers.training.dependencies import private_megatron
     from unicron.workers.training.model import cpu_device, optimizers
 
     cpu_device.install_stand_ins()
-    process_groups.publish_globals(groups, axes.chunks)
+    private_megatron.publish_globals(groups, axes.chunks)
     with optimizers.without_collectives():
         ddps, optimizer, scheduler = functions["build"](groups, axes, place)
     num = functions["micro_batches"]

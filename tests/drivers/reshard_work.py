@@ -26,6 +26,7 @@ from unicron.workers.training.model import cpu_device
 with cpu_device.uncompiled():
     from unicron.workers.training.communicators import process_groups
     from unicron.workers.training.communicators.group_handles import Handles
+    from unicron.workers.training.dependencies import private_megatron
     from unicron.workers.training.model import optimizers, training_state
     from unicron.workers.training.model import trainee as model
     from unicron.workers.training.process.history import History
@@ -88,7 +89,7 @@ class Walker:
             dist.barrier()
         finally:
             vars(made).clear()
-            process_groups.clear_globals()
+            private_megatron.clear_globals()
             dist.destroy_process_group()
             dist.distributed_c10d._world.group_count = 0
 

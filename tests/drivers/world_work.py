@@ -25,6 +25,7 @@ with cpu_device.uncompiled():
     from unicron.workers.training import reference, state_recovery
     from unicron.workers.training.communicators import process_groups
     from unicron.workers.training.communicators.communicators import Communicators
+    from unicron.workers.training.dependencies import private_megatron
     from unicron.workers.training.model import text_data, training_state
     from unicron.workers.training.model import trainee as model
     from unicron.workers.training.recovery import settlement, state_shards
@@ -91,7 +92,7 @@ def differing_parts(place: int, train: Train, layouts: list[Axes]) -> list[str]:
     held = {shard.key: (shard, tensor) for shard, tensor in state_shards.list_shards(whole).items()}
     size = model.Size(sum(param.numel() for _, param in whole.named_parameters()),
                       training_state.num_bytes(whole))
-    process_groups.clear_globals()
+    private_megatron.clear_globals()
     dist.destroy_process_group()
     communicators = Communicators("127.0.0.1", device)
     wrong: list[str] = []

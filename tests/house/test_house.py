@@ -42,6 +42,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("workers/agent/processes", "workers/agent/delivery"), ("workers/training/checkpoint",),
         ("workers/training/step",), ("workers/training/recovery",), ("workers/training/model",),
         ("workers/training/communicators", "workers/training/process"),
+        ("workers/training/dependencies",),
         ("workers/checkpoint_store",), ("workers/ipc",), ("workers/diagnosis",),
         ("workers/diagnosis/rules",), ("workers/host",), ("workers",)),
     "cli": (
@@ -76,6 +77,12 @@ CONFINED = {
     "fsspec": ("workers/host/object_storage.py",),
     "typer": ("cli/",),
     "yaml": ("cli/",)}
+# The only files that may use private names of torch and megatron.
+PRIVATE_PARTS = ("workers/training/dependencies/private_torch.py",
+                 "workers/training/dependencies/private_megatron.py")
+# Names with an underscore that are public (of namedtuples, of os), and one of argparse, which has
+# no public list of a parser's arguments.
+NOT_PRIVATE = {"_replace", "_exit", "_actions"}
 # The only files that may catch Exception: third-party code there must not end the process.
 CATCH_ALL: tuple[str, ...] = (
     "workers/host/object_storage.py",
@@ -241,6 +248,34 @@ def third_party_imports_are_confined(root: Path) -> list[str]:
     return [f"{name}:{line} imports {dotted}" for name, tree in library(root)
             for line, dotted in imports(name, tree) for package, places in CONFINED.items()
             if within(dotted, package) and not name.startswith(places)]
+
+
+def private_parts_are_in_one_file_each(root: Path) -> list[str]:
+    """Where torch and megatron may be imported, a private name is the file's own."""
+    return [f"{name}:{line} uses {used}" for name, tree in library(root)
+            if name.startswith(CONFINED["torch"]) and name not in PRIVATE_PARTS
+            for line, used in _private_names(name, tree)]
+
+
+def _private_names(name: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, name) of imports, attributes and strings with a private name that is not set here."""
+    private = re.compile(r"_[a-zA-Z]\w*|distributed_c10d")
+    own = {getattr(node, "attr", getattr(node, "id", getattr(node, "name", "")))
+           for node in ast.walk(tree) if (isinstance(getattr(node, "ctx", None), ast.Store)
+           and not (isinstance(node, ast.Attribute) and ast.unparse(node.value) != "self"))
+           or isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    parts_of_texts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)
+                      for part in node.values}
+    for line, dotted in imports(name, tree):
+        if dotted.split(".")[0] in ("torch", "megatron") and any(
+                map(private.fullmatch, dotted.split("."))):
+            yield line, dotted
+    for node in ast.walk(tree):
+        used = (node.attr if isinstance(node, ast.Attribute) and ast.unparse(node.value) != "self"
+                else node.value if isinstance(node, ast.Constant) and id(node) not in parts_of_texts
+                else None)
+        if isinstance(used, str) and private.fullmatch(used) and used not in own | NOT_PRIVATE:
+            yield getattr(node, "lineno", 0), used
 
 
 # --- exact and repeatable ------------------------------------------------------------------------
@@ -448,6 +483,12 @@ RULES: dict[Rule, list[dict[str, str]]] = {
         {"workers/agent/a.py": "from torch import nn\n"},
         {"control_plane/service/coordinator.py": "import redis.asyncio\n"},
         {"cli/a.py": "from aiohttp import web\n"}],
+    private_parts_are_in_one_file_each: [
+        {"workers/training/a.py": text} for text in (
+            "import torch._dynamo\n", "from torch.distributed import distributed_c10d\n",
+            "import torch\ntorch._C.f()\n", "def f(ddp):\n    ddp.buffers[0]._get()\n",
+            "def f(state):\n    state._GROUP = None\n",
+            "def f(part):\n    return getattr(part, '_init_group')\n")],
     pure_files_iterate_no_sets: [
         {"control_plane/decide/decide.py": "s = {1}\nx = [y for y in s]\n"},
         {"control_plane/decide/decide.py": "x = tuple({1, 2})\n"},

@@ -60,10 +60,12 @@ def run_rank(fd: int, pulse: int = -1) -> NoReturn:
         logger_factory=structlog.PrintLoggerFactory(cast(TextIO, LogStream(sys.stdout))))
 
     preload()
+    from .dependencies.known_versions import warn_unknown
     from .member import Member
     from .model.workload import SpecWorkload
 
     assert order.spec.train is not None, "a command has no rank of ours"
+    warn_unknown()
     member = Member(control, order, os.environ, ProgressWriter(pulse),
                     SpecWorkload(order.spec.train))
     exit_reporter.member = member
@@ -88,19 +90,21 @@ def connect_agent(fd: int) -> tuple[Control, StartRank, ExitReporter]:
 
 
 def preload() -> None:
-    """Import torch and Megatron. This takes seconds, so a zygote does it before it forks."""
+    """Import torch and Megatron. This takes seconds, so a zygote does it before it forks. Raises
+    UsageError if a rank cannot train with their versions."""
     ignore_warnings()
+    from .dependencies import known_versions
     from .model import cpu_device
 
     with cpu_device.uncompiled():
-        # Otherwise the first optimizer of each process imports torch._dynamo. For a rank forked
-        # from a zygote, while the survivors change their layout, this was 0.8 of 1.0 s of CPU time.
-        import torch._dynamo
+        # This imports torch._dynamo too. Otherwise the first optimizer of each process would. For a
+        # rank forked from a zygote, while the survivors change their layout, this was 0.8 of 1.0 s
+        # of CPU time.
+        known_versions.require_parts()
 
         from . import member as training_member
 
     assert training_member
-    assert torch._dynamo
 
 
 def _first(connection: socket.socket, unpacker: Unpacker) -> tuple[StartRank, list[Frame]]:

@@ -113,7 +113,7 @@ def train_undisturbed(train: Train, out: Path, *, order: Sequence[int] | None = 
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         from .checkpoint import checkpoint
-        from .communicators import process_groups
+        from .dependencies import private_megatron
         from .model import text_data
         from .model import trainee as model
         from .process.history import History
@@ -156,7 +156,7 @@ def train_undisturbed(train: Train, out: Path, *, order: Sequence[int] | None = 
             checkpoint.save(str(state_folder(out, iteration + 1)), trainee, iteration + 1, history)
     shutil.rmtree(out / "final", ignore_errors=True)
     checkpoint.save(str(out / "final"), trainee, num_iterations, history)
-    process_groups.clear_globals()
+    private_megatron.clear_globals()
     dist.destroy_process_group()
     return Result(losses=list(history.losses), digest=_digest(trainee.modules[0]),
                   path=str(out / "final"))

@@ -22,6 +22,7 @@ from typing import NoReturn
 
 import msgspec
 
+from ...events.errors import UsageError
 from ..host import linux
 from ..ipc.fork_protocol import FDS_NUM_MAX, REQUEST_BYTES_MAX, ForkReply, ForkRequest
 from . import rank
@@ -38,7 +39,10 @@ def main() -> None:
     connection = socket.socket(fileno=args.fd)
     connection.set_inheritable(False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    rank.preload()
+    try:
+        rank.preload()
+    except UsageError as error:  # a rank that is started by exec reports it
+        sys.exit(f"{error} ({error.hint})")
     threads = linux.thread_names()
     if len(threads) > 1:
         sys.exit(f"the imports have started threads: {', '.join(threads[1:])}")

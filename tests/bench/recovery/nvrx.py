@@ -11,7 +11,8 @@ import os
 
 import nvidia_resiliency_ext.inprocess as inprocess
 import torch.distributed as dist
-from bench.recovery.loop import BUILD, COLLECTIVE, Loop, process_groups
+from bench.recovery.loop import BUILD, COLLECTIVE, Loop
+from unicron.workers.training.dependencies import private_megatron
 
 # No `from __future__ import annotations`: the wrapper needs the annotations as classes.
 
@@ -39,7 +40,7 @@ def main(call_wrapper: inprocess.CallWrapper = None) -> None:
     store = dist.TCPStore("127.0.0.1", PORT + 2 + call_wrapper.iteration, world_size=num_members,
                           is_master=place == 0, multi_tenant=True, wait_for_workers=True)
     dist.init_process_group("gloo", store=store, rank=place, world_size=num_members, timeout=BUILD)
-    process_groups.clear_globals()
+    private_megatron.clear_globals()
     loop.iteration = 0
     loop.build()
     loop.load()

@@ -23,6 +23,7 @@ from unicron.workers.training.model import cpu_device
 
 with cpu_device.uncompiled():
     from unicron.workers.training.communicators import process_groups
+    from unicron.workers.training.dependencies import private_megatron
     from unicron.workers.training.model import trainee as model
     from unicron.workers.training.recovery import state_shards
 
@@ -46,7 +47,7 @@ def built(train: Train, axes: Axes, place: int) -> dict[str, Any]:
                 "param_bytes": num_bytes(params), "gradient_bytes": num_bytes(trainee.gradients),
                 "optimizer_bytes": num_bytes(others)}
     finally:
-        process_groups.clear_globals()
+        private_megatron.clear_globals()
         dist.destroy_process_group()
 
 

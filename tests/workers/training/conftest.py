@@ -35,13 +35,14 @@ def alone() -> Iterator[Any]:
     """The process groups of a world of one process."""
     import torch.distributed as dist
     from unicron.workers.training.communicators import process_groups
+    from unicron.workers.training.dependencies import private_megatron
     from unicron.workers.training.model import cpu_device
 
     cpu_device.prepare_device()
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield process_groups.build(None, 60)
-    process_groups.clear_globals()
+    private_megatron.clear_globals()
     dist.destroy_process_group()
 
 

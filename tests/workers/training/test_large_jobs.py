@@ -77,7 +77,7 @@ def fake_groups() -> Iterator[Any]:
     import torch.distributed as dist
     from megatron.core import parallel_state
     from torch.testing._internal.distributed.fake_pg import FakeStore
-    from unicron.workers.training.communicators import process_groups
+    from unicron.workers.training.dependencies import private_megatron
 
     def of(axes: Axes, rank: int) -> None:
         dist.init_process_group("fake", store=FakeStore(), rank=rank,
@@ -85,7 +85,7 @@ def fake_groups() -> Iterator[Any]:
         parallel_state.initialize_model_parallel(axes.tp, axes.pp, create_gloo_process_groups=False)
 
     yield of
-    process_groups.clear_globals()
+    private_megatron.clear_globals()
     dist.destroy_process_group()
 
 

@@ -19,6 +19,7 @@ from rank_driver import Drive, Twins
 from unicron.events.records.reports import CollectiveFailed
 from unicron.events.spec.job import Model, Train
 from unicron.workers.training.communicators import process_groups
+from unicron.workers.training.dependencies import private_megatron
 from unicron.workers.training.model import cpu_device
 from unicron.workers.training.model import trainee as model
 from unicron.workers.training.step.overlapped_reduction import (
@@ -297,7 +298,7 @@ def trainee() -> Iterator[model.TrainingModel]:
     made = model.build(TRAIN, torch.device("cpu"), process_groups.build(None, 60))
     made.clear()  # allocates the gradients
     yield made
-    process_groups.clear_globals()
+    private_megatron.clear_globals()
     dist.destroy_process_group()
 
 

@@ -33,15 +33,17 @@ from ....events.spec.parallelism import Parallel, coordinates, num_positions
 from ...ipc.pipe_protocol import FD, LOOP, PULSE, Adopted
 from ...ipc.progress_page import ProgressWriter
 from ..process.control_thread import Interrupted
-from ..rank import connect_agent, preload
-from .arguments import Loss, check_arguments, check_values, usage_errors_reported
+from ..rank import connect_agent
+from .arguments import Loss, check_arguments, check_values, preload_checked, usage_errors_reported
 
-preload()  # before the first Megatron import, which without CUDA would load a compiler for nothing
+# Before the first Megatron import, which without CUDA would load a compiler for nothing.
+preload_checked(os.environ)
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
 from ..checkpoint.checkpoint_format import Format  # noqa: E402
+from ..dependencies.known_versions import warn_unknown  # noqa: E402
 from ..member import Member  # noqa: E402
 from ..model.workload import Beginning  # noqa: E402
 from ..step.forward_backward import evaluate  # noqa: E402
@@ -334,6 +336,7 @@ def adopt(*, build: Build, sample: Sample, forward: Forward, iterations: int = 0
         if FD in environment:
             driver, made = _connect(validate, work, check, environment, falls_back=falls_back)
         else:
+            warn_unknown()
             validate()
             made = work(json.decode(environment[LOOP], type=Loop) if LOOP in environment else
                         _loop_without_agent(iterations, micro_batches, axes or Axes()))
@@ -351,6 +354,7 @@ def _connect(validate: Callable[[], None], work: Callable[[Loop], LoopWorkload],
              falls_back: bool) -> tuple[Driver, LoopWorkload]:
     """This process's member, or a restart-only driver if recovery does not support the loop."""
     control, start, exit_report = connect_agent(int(environment[FD]))
+    warn_unknown()
     loop = start.spec.loop
     assert loop is not None, "an agent opens its pipe for a loop task only"
     agent = AgentLink(control, start)

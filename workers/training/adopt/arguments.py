@@ -16,7 +16,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
 from ....events.errors import UsageError
 from ...ipc.pipe_protocol import FD
-from ..rank import connect_agent
+from ..rank import connect_agent, preload
 
 Loss = Literal["per_token", "per_micro_batch"]
 P = ParamSpec("P")
@@ -61,6 +61,18 @@ def usage_errors_reported(environment: Mapping[str, str]) -> Generator[None]:
             raise
         sys.stderr.write(f"{error} ({error.hint})\n")
         sys.exit(2)
+
+
+def preload_checked(environment: Mapping[str, str]) -> None:
+    """`preload`; a version of torch or Megatron that cannot train ends the process as wrong
+    arguments do."""
+    with usage_errors_reported(environment):
+        try:
+            preload()
+        except UsageError:
+            if FD in environment:
+                connect_agent(int(environment[FD]))
+            raise
 
 
 def check_values(calls: Mapping[str, Any], loss: str, counts: Mapping[str, Any]) -> None:

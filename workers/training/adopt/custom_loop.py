@@ -30,7 +30,9 @@ from ....events.spec.job import Batch, Loop, Model, Train
 from ....events.spec.model import Axes, MegatronModel
 from ....events.spec.parallelism import Parallel, is_plain, num_positions
 from ....events.spec.support import RECOVERED, ROWS, Row
-from ..communicators.process_groups import groups_for_building, publish_globals
+from ..communicators.process_groups import groups_for_building
+from ..dependencies.private_megatron import divide_no_gradients, publish_globals
+from ..dependencies.private_torch import is_compiled
 from ..model import cpu_device, experts, optimizers
 from ..model.random_draws import EMBEDDING, Draw
 from ..model.trainee import Size, TrainingModel
@@ -91,11 +93,6 @@ def _parts(loop: BuiltLoop) -> list[Any]:
     return [part for module in loop.modules for part in module.modules()]
 
 
-def _is_compiled(part: Any) -> bool:
-    return (isinstance(part, torch._dynamo.OptimizedModule)
-            or getattr(part, "_compiled_call_impl", None) is not None)
-
-
 def _is_fsdp(loop: BuiltLoop) -> bool:
     return (_any(loop.ddp, "use_megatron_fsdp", "use_custom_fsdp")
             or any("FullySharded" in kind.__name__ or kind.__name__ == "FSDPModule"
@@ -126,7 +123,7 @@ ROW_CHECKS: Mapping[str, Callable[[BuiltLoop], bool]] = {
                                 or _any(loop.ddp, "fp8_param_gather")),
     "CUDA graphs": lambda loop: (_any(loop.config, "enable_cuda_graph", "external_cuda_graph")
                                  or loop.config.cuda_graph_impl != "none"),
-    "torch.compile": lambda loop: any(_is_compiled(part) for part in _parts(loop)),
+    "torch.compile": lambda loop: any(is_compiled(part) for part in _parts(loop)),
     "registered communication buffers": lambda loop: (
         _any(loop.ddp, "nccl_ub") or _any(loop.config, "tp_comm_overlap")),
     "offloading to the CPU": lambda loop: (
@@ -469,9 +466,7 @@ def disable_overlap(ddps: Sequence[Any], optimizer: Any) -> None:
         ddp.config.calculate_per_token_loss = True
         ddp.ddp_config.overlap_grad_reduce = ddp.ddp_config.overlap_param_gather = False
         ddp.ddp_config.average_in_collective = False
-        for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers):
-            for bucket in buffer.buckets:
-                bucket.gradient_scaling_factor = 1.0
+        divide_no_gradients(ddp)
     for part in optimizers.chained(optimizer):
         part.config.overlap_param_gather = False
         part.config.overlap_param_gather_with_optimizer_step = False

@@ -19,7 +19,6 @@ import pickle
 import re
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ....events.errors import UsageError
+from ..dependencies.private_torch import tensor_of_pickle
 from ..model import training_state
 from ..model.trainee import TrainingModel
 from ..process.history import History
@@ -71,9 +71,9 @@ class Unknown:
 
 class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str) -> Any:
+        if (rebuild := tensor_of_pickle(module_name, global_name)) is not None:
+            return rebuild
         match module_name, global_name:
-            case "torch._utils", "_rebuild_tensor_v2":
-                return import_module("torch._utils")._rebuild_tensor_v2
             case "collections", "OrderedDict":
                 return collections.OrderedDict
             case "torch", _ if isinstance(found := getattr(torch, global_name, None), torch.dtype):

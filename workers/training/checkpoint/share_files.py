@@ -25,7 +25,6 @@ import msgspec
 import torch
 from msgspec import Struct
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -36,6 +35,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ..dependencies.private_torch import storage_info
 from ..model import training_state
 from ..recovery.resharding import Dims, Region, Shard
 from ..recovery.state_shards import torch_dtype
@@ -190,7 +190,7 @@ def _metadata(indexes: Sequence[Index]) -> Metadata:
     if len({(index.format, index.step_version) for index in indexes}) > 1:
         raise ValueError("its members have states of several steps")
     found: dict[str, tuple[str, list[Chunk]]] = {}
-    places: dict[MetadataIndex, _StorageInfo] = {}
+    places: dict[MetadataIndex, Any] = {}
     for index in indexes:
         for chunk in index.chunks:
             kind, chunks = found.setdefault(chunk.key, (chunk.kind, []))
@@ -198,7 +198,7 @@ def _metadata(indexes: Sequence[Index]) -> Metadata:
                 raise ValueError(f"{chunk.key} is {kind} for one member, {chunk.kind} for another")
             offset = chunk.offset if kind else None
             position = len(chunks) if kind else None
-            places[MetadataIndex(chunk.key, offset, position)] = _StorageInfo(
+            places[MetadataIndex(chunk.key, offset, position)] = storage_info(
                 index.file, chunk.begin_bytes, chunk.length_bytes)
             chunks.append(chunk)
     for key, (kind, chunks) in found.items():

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import torch
-import torch.serialization
 from torch import Tensor
-from torch.distributed.checkpoint import filesystem, metadata, planner
+from torch.distributed.checkpoint import metadata, planner
 
 from ....events.errors import UsageError
 from ....events.spec.job import is_url
 from ...host.object_storage import COMPLETE_MARK, Store, as_os_errors
+from ..dependencies.private_torch import classes_of_metadata
 from ..recovery.resharding import Dims, Region, intersection
 from ..recovery.state_shards import State, cut, kind_of, torch_dtype
 from .share import shape_of
@@ -33,12 +33,11 @@ ANOTHER = "name another checkpoint"
 _ALLOWED: dict[tuple[str, str], Any] = {
     **{(metadata.__name__, name): getattr(metadata, name) for name in (
         "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
-        "TensorProperties", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")},
+        "TensorProperties", "MetadataIndex", "StorageMeta")},
     **{(planner.__name__, name): getattr(planner, name) for name in (
         "SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")},
-    (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
+    **classes_of_metadata(),
     ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     ("pathlib", "PosixPath"): pathlib.PosixPath,
 }
 """What a pickle of `.metadata` may name, beside torch's dtypes. None of these runs code."""

@@ -34,12 +34,11 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ....events.spec.model import Axes
 from ....events.spec.parallelism import num_positions
-from . import process_groups, sockets, torch_worlds
+from ..dependencies import private_megatron, private_torch
+from . import process_groups, sockets
 from .group_handles import Handles
 from .nccl_abort import NcclAborts
 from .process_groups import GROUP_S_MAX
@@ -159,7 +158,7 @@ class Communicators:
             self.groups = process_groups.build(axes, COLLECTIVE_S_MAX)
         finally:
             self._is_building = False
-        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=COLLECTIVE_S_MAX))
+        private_torch.set_timeout(COLLECTIVE_S_MAX)
         self.axes = axes or Axes(dp=self.num_members)
         self.replica = replica
         self.on_groups(self.groups)
@@ -219,12 +218,12 @@ class Communicators:
             self._handles.take(roots, process_groups.by_role(self.groups))
             vars(self.groups).clear()
             self.groups = None
-        process_groups.clear_globals()
+        private_megatron.clear_globals()
         if self.is_up:
             dist.destroy_process_group()
         # Names and store keys of groups contain a counter. All members must restart it, because
         # the counters differ if some member's last attempt failed half-way.
-        dist.distributed_c10d._world.group_count = 0
+        private_torch.restart_group_names()
         self.store = None
 
     @contextmanager
@@ -237,7 +236,7 @@ class Communicators:
         """
         roots: list[Any] = []
         with _same_excepthook():
-            dist.init_process_group("fake", store=FakeStore(), rank=place,
+            dist.init_process_group("fake", store=private_torch.fake_store(), rank=place,
                                     world_size=num_positions(axes))
         self.groups = process_groups.build(axes, COLLECTIVE_S_MAX)
         self.on_groups(self.groups)
@@ -250,14 +249,11 @@ class Communicators:
     def at_position(self, axes: Axes, place: int) -> Generator[Any]:
         """Groups as `without_peers`, but also while a generation is up: to build the part of a
         position in any layout. Megatron's globals are restored at the end."""
-        globals_ = dict(parallel_state.__dict__)
-        with torch_worlds.separate(), _same_excepthook():
-            dist.init_process_group("fake", store=FakeStore(), rank=place,
+        with (private_torch.separate_groups(), _same_excepthook(),
+              private_megatron.globals_restored()):
+            dist.init_process_group("fake", store=private_torch.fake_store(), rank=place,
                                     world_size=num_positions(axes))
-            try:
-                yield process_groups.build(axes, COLLECTIVE_S_MAX)
-            finally:
-                parallel_state.__dict__.update(globals_)
+            yield process_groups.build(axes, COLLECTIVE_S_MAX)
 
     @contextmanager
     def spare(self, descriptor: int) -> Generator[None]:

@@ -13,7 +13,7 @@ import threading
 
 import torch
 
-from . import torch_worlds
+from ..dependencies import private_torch
 
 COMMUNICATOR_BYTES = 512 << 20
 """GPU memory of a communicator, rounded up: 388 MiB measured with NCCL 2.28 on an H200."""
@@ -30,7 +30,7 @@ class NcclAborts:
         """Take all groups out of torch, and abort each. Returns at once."""
         with self._lock:
             self._threads = [one for one in self._threads if one.is_alive()]
-            for group in torch_worlds.take_groups():
+            for group in private_torch.take_groups():
                 thread = threading.Thread(target=group.abort, name="abort", daemon=True)
                 thread.start()
                 self._threads.append(thread)

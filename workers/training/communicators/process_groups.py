@@ -11,11 +11,11 @@ import datetime
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from ....events.spec.model import Axes
 from ....events.spec.parallelism import coordinates, holders, is_plain, num_positions, replica
+from ..dependencies import private_megatron, private_torch
 
 DATA_PARALLEL = ("dp", "dp_cp", "intra_dp_cp", "expt_dp", "intra_expt_dp")
 TENSOR_PARALLEL = ("tp", "tp_cp", "expt_tp", "tp_ep")
@@ -64,10 +64,7 @@ def build(axes: Axes | None, timeout_s: float) -> Any:
         if axes.pp > 2:  # last: torch numbers a group by the earlier groups of its members
             ends = (stages[0], stages[-1])
             groups["embd"] = _group(ends, timeout_s) if place in ends else alone
-    # Megatron reads these globals even if a collection is given. Its cross entropy reads the first,
-    # and its sharded metadata of a tied embedding read the second.
-    parallel_state._TENSOR_MODEL_PARALLEL_GROUP = groups["tp"]
-    parallel_state._DATA_PARALLEL_GROUP_WITH_CP = groups["dp_cp"]
+    private_megatron.publish_read_globals(tp=groups["tp"], dp_cp=groups["dp_cp"])
     return ProcessGroupCollection(**groups)
 
 
@@ -93,72 +90,10 @@ def _group(places: tuple[int, ...], timeout_s: float) -> Any:
     group: Any = dist.new_group(list(places), timeout=datetime.timedelta(seconds=GROUP_S_MAX),
                                 use_local_synchronization=True)
     if dist.get_backend(group) != "fake":  # which has no timeout
-        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), group)
+        private_torch.set_timeout(timeout_s, group)
     return group
 
 
 def by_role(groups: Any) -> dict[str, Any]:
     """The groups of a collection by their role."""
     return {role: group for role in ROLES if (group := getattr(groups, role, None)) is not None}
-
-
-def clear_globals() -> None:
-    """Clear Megatron's group globals, also those that its own destroy function leaves set."""
-    parallel_state.destroy_model_parallel()
-    for name, value in list(vars(parallel_state).items()):
-        if isinstance(value, dist.ProcessGroup):
-            setattr(parallel_state, name, None)
-
-
-# --- Megatron's group globals, which a script reads through `parallel_state` (mpu) ---
-#
-# They belong to one generation. At its end, `clear_globals` clears them, and the world sizes and
-# ranks that Megatron caches. A script that reads them anew each time gets current values.
-
-_BY_ROLE = {
-    "tp": ("_TENSOR_MODEL_PARALLEL_GROUP", "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS"),
-    "pp": ("_PIPELINE_MODEL_PARALLEL_GROUP", "_PIPELINE_GLOBAL_RANKS"),
-    "mp": ("_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GLOBAL_RANKS"),
-    "dp": ("_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_GLOBAL_RANKS"),
-    "dp_cp": ("_DATA_PARALLEL_GROUP_WITH_CP", "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP"),
-    "intra_dp_cp": ("_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP", ""),
-    "intra_expt_dp": ("_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", ""),
-    "intra_dist_opt": ("_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP", ""),
-    "cp": ("_CONTEXT_PARALLEL_GROUP", "_CONTEXT_PARALLEL_GLOBAL_RANKS"),
-    "embd": ("_EMBEDDING_GROUP", "_EMBEDDING_GLOBAL_RANKS"),
-    "pos_embd": ("_POSITION_EMBEDDING_GROUP", "_POSITION_EMBEDDING_GLOBAL_RANKS"),
-    "tp_cp": ("_TENSOR_AND_CONTEXT_PARALLEL_GROUP", ""),
-    "ep": ("_EXPERT_MODEL_PARALLEL_GROUP", "_EXPERT_MODEL_PARALLEL_RANKS"),
-    "expt_tp": ("_EXPERT_TENSOR_PARALLEL_GROUP", ""),
-    "expt_dp": ("_EXPERT_DATA_PARALLEL_GROUP", ""),
-    "tp_ep": ("_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", ""),
-    "tp_ep_pp": ("_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP", ""),
-}
-_GTP = {
-    "_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": "dp",
-    "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT": "dp_cp",
-    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT": "intra_dp_cp",
-    "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": "expt_dp",
-    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": "intra_expt_dp",
-    "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP": "tp_ep_pp",
-    "_GTP_WEIGHT_REMAT_GROUP": "cp", "_EXPERT_GTP_WEIGHT_REMAT_GROUP": "cp",
-}
-"""From 0.19 on, Megatron can also shard weights over replicas. Here a group of those has one
-member, so that groups with and without them are the same."""
-
-
-def publish_globals(groups: Any, chunks: int) -> None:
-    """Set Megatron's globals from the generation's ProcessGroupCollection; `chunks`: model chunks
-    per pipeline stage."""
-    for role, (group_name, ranks_name) in _BY_ROLE.items():
-        group = getattr(groups, role)
-        setattr(parallel_state, group_name, group)
-        if ranks_name and group is not None:
-            setattr(parallel_state, ranks_name, dist.get_process_group_ranks(group))
-    for group_name, role in _GTP.items():
-        if hasattr(parallel_state, group_name):
-            setattr(parallel_state, group_name, getattr(groups, role))
-    parallel_state._VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE = (
-        chunks if chunks > 1 and groups.pp.size() > 1 else None)
-    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
-        parallel_state._set_global_memory_buffer()

@@ -43,6 +43,7 @@ from .versions import Interface
 
 from ..adopt.adoption import Declined, Job, adopt  # before megatron  # isort: skip
 from ..adopt.arguments import Loss  # isort: skip
+from ..dependencies.private_megatron import make_tensorboard_writer  # isort: skip
 from ..model import cpu_device  # isort: skip
 from .checkpoints import (  # isort: skip
     Checkpoints,
@@ -156,7 +157,7 @@ def _initialize(interface: Interface, extra_args_provider: Any, args_defaults: M
     args.iteration = args.consumed_train_samples = 0
     if args.tensorboard_dir and load("global_vars").get_tensorboard_writer() is None:
         args.rank = args.world_size - 1  # the only rank to which Megatron-LM gives a writer
-        load("global_vars")._set_tensorboard_writer(args)
+        make_tensorboard_writer(load("global_vars"), args)
     _disable_reruns()
     if args.save:
         check_folder(args.save)

@@ -208,11 +208,10 @@ def install_stand_ins() -> None:
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
+    from ..dependencies.private_megatron import replace_generators
+
     torch.cuda.manual_seed = _seed
-    random._CUDA_RNG_STATE_TRACKER = _Tracker()
-    random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
-    random._get_cuda_rng_state = _get_state
-    random._set_cuda_rng_state = _set_state
+    replace_generators(_Tracker(), _get_state, _set_state)
     random.CheckpointFunction.apply = _with_mode(random.CheckpointFunction.apply)
     WrappedTorchNorm.__new__ = _marked(WrappedTorchNorm.__new__)
     _stand_in_for_experts()

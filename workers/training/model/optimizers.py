@@ -6,13 +6,15 @@ The optimizer may be single or chained, whole or sharded (Megatron's distributed
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from ..dependencies import private_megatron
 
 FUSED = ("transformer_engine", "apex")
 """The packages that have FusedAdam; Megatron takes it from the first that is installed."""
@@ -37,21 +39,11 @@ class PreviousRank(NamedTuple):
         return self.num_ranks
 
 
-@contextmanager
-def as_previous_rank(ddps: Sequence[Any]) -> Generator[None]:
+def as_previous_rank(ddps: Sequence[Any]) -> AbstractContextManager[None]:
     """Within this context, an optimizer is built for the previous data-parallel rank."""
-    buffers = [buffer for ddp in ddps for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers)]
-    groups = [buffer.data_parallel_group for buffer in buffers]
-    mains = {param: vars(param).get("main_param") for buffer in buffers for param in buffer.params}
-    for buffer, group in zip(buffers, groups, strict=True):
-        buffer.data_parallel_group = PreviousRank(group.rank(), group.size())
-    try:
-        yield
-    finally:
-        for buffer, group in zip(buffers, groups, strict=True):
-            buffer.data_parallel_group = group
-        for param, main in mains.items():  # restore the master of this member's own shard
-            param.main_param = main
+    buffers = [buffer for ddp in ddps for buffer in private_megatron.buffers_of(ddp)]
+    return private_megatron.data_parallel_groups(
+        buffers, lambda group: PreviousRank(group.rank(), group.size()))
 
 
 def sync_mirror(mirror: Any, optimizer: Any) -> None:
@@ -105,7 +97,7 @@ def prepare(ddps: Sequence[Any], optimizer: Any) -> None:
         for ddp in ddps:
             if not ddp.ddp_config.overlap_param_gather:
                 # Gather the parameters after the step, not during the step.
-                ddp.overlap_param_gather_with_optimizer_step = True
+                private_megatron.gather_after_step(ddp)
     if not not_adam(optimizer):
         _materialise(optimizer)
 
@@ -203,10 +195,7 @@ def shards(optimizer: Any) -> dict[int, Any]:
     found: dict[int, Any] = {}
     for part in chained(optimizer):
         if isinstance(part, DistributedOptimizer):
-            for whole, own in ((part.model_float16_groups, part.shard_fp32_from_float16_groups),
-                               (part.model_fp32_groups, part.shard_fp32_groups)):
-                for params, owned in zip(whole, own, strict=True):
-                    found |= {id(param): shard for param, shard in zip(params, owned, strict=True)}
+            found |= {id(param): shard for param, shard in private_megatron.shards_of(part)}
     return found
 
 
@@ -219,7 +208,5 @@ def ranges(optimizer: Any) -> dict[int, slice]:
     found: dict[int, slice] = {}
     for part in chained(optimizer):
         if isinstance(part, DistributedOptimizer):
-            for param in part.model_param_gbuf_map:
-                own = part._get_model_param_range_map(param)["param"]
-                found[id(param)] = slice(own.start, own.end)
+            found |= {id(param): own for param, own in private_megatron.ranges_of(part)}
     return found

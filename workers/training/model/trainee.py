@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.distributed.param_and_grad_buffer import BufferType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -25,6 +24,8 @@ from ....events.spec.job import Model, Train
 from ....events.spec.model import Axes
 from ....events.spec.parallelism import VOCABULARY, Coordinates, coordinates, is_fully_replicated
 from ..communicators.process_groups import groups_for_building
+from ..dependencies import private_megatron
+from ..dependencies.private_megatron import buffers_of, set_gradient
 from .attention import CoreAttention
 from .experts import Experts
 from .optimizers import as_previous_rank, chained, parts, prepare, without_collectives
@@ -113,8 +114,7 @@ class TrainingModel:
     @property
     def bucket_groups(self) -> list[Any]:
         """The units of the gradient reduction, in its order."""
-        return [group for ddp in self.ddps
-                for group in (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups)]
+        return [group for ddp in self.ddps for group in private_megatron.bucket_groups_of(ddp)]
 
     @property
     def gathers_in_forward(self) -> bool:
@@ -158,17 +158,13 @@ class TrainingModel:
                 for main in group["params"]:
                     main.data, main.grad = main.data.new_empty(0), None
         for part in chain.from_iterable(map(chained, self.optimizers)):
-            for group in getattr(part, "shard_float16_groups", ()):
-                for shard in group:
-                    shard.data = shard.data.new_empty(0)
+            private_megatron.release_shards(part)
         for _, param in self.named_parameters():
             param.data = param.data.new_empty(0)
         for bucket_group in self.bucket_groups:
-            bucket_group.cached_param_buffer_shard_list = []
+            private_megatron.forget_parameter_views(bucket_group)
         for buffer in self.buffers:
-            buffer.param_data = None
-            for bucket in buffer.buckets:
-                bucket.param_data = None
+            private_megatron.release_parameters(buffer)
 
     def release_gradients(self) -> None:
         """Free the memory of the gradients, which no longer count. `clear` allocates it again."""
@@ -182,7 +178,7 @@ class TrainingModel:
         for buffer, new in zip(self.buffers, gradients, strict=True):
             set_gradient(buffer, new)
         for group in self.bucket_groups:  # Megatron keeps views of the old memory here
-            group.cached_grad_buffer_shard_list = [None] * len(group.buckets)
+            private_megatron.forget_gradient_views(group)
 
     def loss(self, tokens: Tensor) -> Tensor:
         """What a micro-batch [rows, sequence + 1] adds to the sum that `divisor` divides.
@@ -296,21 +292,6 @@ def _ddp(train: Train, config: Any, module: Any, groups: Any, *, shards: bool, i
     for buffer in buffers_of(ddp):
         set_gradient(buffer, torch.empty_like(buffer.grad_data, device="meta"))
     return ddp
-
-
-def buffers_of(ddp: Any) -> list[Any]:
-    """Megatron's flat buffers of one chunk."""
-    return [*ddp.buffers, *ddp.expert_parallel_buffers]
-
-
-def set_gradient(buffer: Any, new: Tensor) -> None:
-    """Make `new` the memory of the gradients of a flat buffer. On the meta device it has none."""
-    buffer.grad_data = new
-    for bucket in buffer.buckets:
-        bucket.grad_data = new[bucket.offset:bucket.offset + bucket.grad_data.numel()]
-    for param in buffer.params:
-        start, _, _ = buffer.param_index_map[param]
-        param.main_grad = buffer._get(param.data.shape, start, BufferType.GRAD)
 
 
 class Size(NamedTuple):

@@ -18,9 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch._C._distributed_c10d as c10d
-
 from ....events.process_io import LogStream
+from ..dependencies.private_torch import recorded_collectives
 
 DUMP_BYTES_MAX = 8 << 20
 """A longer dump keeps only the unfinished collectives. If it is still longer, none is written."""
@@ -70,7 +69,7 @@ class Recorder:
         """The dump; its ranks are those of the task, not of torch.distributed."""
         generation, began_ns, ranks = self._began
         for only_active in (False, True):
-            data = _dump(only_active)
+            data = recorded_collectives(only_active=only_active)
             if len(data) <= DUMP_BYTES_MAX:
                 break
         else:
@@ -82,14 +81,3 @@ class Recorder:
         return json.dumps({
             **found, "rank": self._rank, "task": self._task, "generation": generation,
             "dumped_ns": time.time_ns(), "pg_config": {"0": world}})
-
-
-def _dump(only_active: bool) -> bytes:
-    """torch's own JSON: NCCL's collectives if this torch has and used NCCL, else gloo's."""
-    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
-        dump = getattr(c10d, name, None)
-        data: bytes = (dump(includeCollectives=True, onlyActive=only_active)
-                       if dump is not None else b"")
-        if b'"record_id"' in data:
-            break
-    return data or b"{}"

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..dependencies.private_torch import world_store
 from .state_transfer import comm_device, transfer
 
 
@@ -57,7 +58,7 @@ class World:
 
     def __init__(self) -> None:
         self.place, self.num = dist.get_rank(), dist.get_world_size()
-        self._store: Any = dist.distributed_c10d._get_default_store()
+        self._store: Any = world_store()
 
     def gather(self, record: bytes) -> Sequence[bytes]:
         """All-gather."""

@@ -22,6 +22,7 @@ from ....events.spec.model import Axes
 from ....events.spec.parallelism import coordinates, is_fully_replicated
 from ...ipc.progress_page import COLLECTIVE_CODE, OWN_CODE, ProgressWriter
 from ..communicators.communicators import Communicators
+from ..dependencies.private_megatron import set_gathered
 from ..model.trainee import TrainingModel
 from ..model.workload import Samples
 from ..process.control_thread import Control
@@ -417,7 +418,7 @@ class Iteration:
         if not self.trainee.gathers_in_forward:
             return None
         for group in self.trainee.bucket_groups:
-            group.param_gather_dispatched = self.trainee.is_gathered
+            set_gathered(group, is_gathered=self.trainee.is_gathered)
         if self.trainee.is_gathered or will_pass:
             return None
         return self._gather(control, communicators)

@@ -17,6 +17,7 @@ import structlog
 import torch
 from torch import Tensor
 
+from ..dependencies import private_megatron
 from ..model.optimizers import ranges, scalers, sync_mirror
 from ..model.trainee import TrainingModel
 from ..process.trace import Event
@@ -99,9 +100,7 @@ def gather(trainee: TrainingModel) -> None:
     """
     for ddp in trainee.ddps:
         if trainee.gathers_in_forward:
-            for groups in (ddp.bucket_groups, ddp.expert_parallel_bucket_groups):
-                for group in reversed(groups):  # as in a forward: each launches the next one
-                    group.finish_param_sync()
+            private_megatron.finish_gather(ddp)
         else:
             ddp.start_param_sync(force_dispatch=True)
 
@@ -110,9 +109,7 @@ def gathering(trainee: TrainingModel) -> list[Any]:
     """The launched collectives of a gather that has broken off. Megatron's groups forget them."""
     works: list[Any] = []
     for group in trainee.bucket_groups:
-        if group.param_gather_handle is not None:
-            works += group.param_gather_handle.works
-            group.param_gather_handle = None
+        works += private_megatron.take_gather_works(group)
     return works
 
 

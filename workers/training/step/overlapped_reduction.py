@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..dependencies import private_megatron
 from ..model.trainee import TrainingModel
 from ..process.trace import Note
 
@@ -212,13 +213,10 @@ class BucketLauncher:
         group = self._groups[bucket]
         self._backup.keep(group)
         self._starts[bucket]()
-        works: Works = group.grad_reduce_handle.works
-        return works
+        return private_megatron.reduction_works(group)
 
     def reset(self) -> None:
-        """Clear a failed reduction from Megatron's groups, which do not expect a failure."""
+        """Clear a failed reduction from Megatron's groups."""
         self.current = None
         for group in self._groups:
-            group.grad_reduce_handle = None
-            group.per_param_grad_ready_counts = {}
-            group.is_last_microbatch = True
+            private_megatron.reset_reduction(group)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..dependencies.private_torch import before_each_group
 from ..model.optimizers import is_fused, parts, scalers
 from ..model.trainee import TrainingModel
 from ..process.trace import Note
@@ -54,9 +55,8 @@ class PhaseHooks:
             for part in parts(optimizer):
                 if is_fused(part):  # it steps all groups in one call
                     continue
-                # AdamW starts each of its parameter groups with this.
-                _hook(part, "_init_group",
-                      partial(self._begin_group, cycle(range(len(part.param_groups)))))
+                before_each_group(
+                    part, partial(self._begin_group, cycle(range(len(part.param_groups)))))
 
     @contextmanager
     def reduction(self, complete: list[bool], check_active: Callable[[], None]) -> Generator[None]:

@@ -15,10 +15,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_tensor_shapes
 from torch import Tensor
 
+from ..dependencies.private_megatron import StageMessages
 from ..model.trainee import TrainingModel
 from .losses import Losses
 from .stop_agreement import StopAgreement
@@ -110,7 +110,7 @@ class _LastBackward:
             begin(losses)
 
 
-class _Stages(P2PCommunicator):  # type: ignore[misc, unused-ignore]
+class _Stages(StageMessages):
     """Megatron's sends and receives between stages, without those of skipped passes.
 
     The messages between two stages are numbered in their order. After the stop, sender and
@@ -189,9 +189,8 @@ class _Stages(P2PCommunicator):  # type: ignore[misc, unused-ignore]
         marker.view(-1)[:len(self._head)] = torch.tensor(self._head, dtype=marker.dtype)
         return marker
 
-    def _communicate(self, *, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None,
-                     recv_prev: bool, recv_next: bool, tensor_shape: Any,
-                     wait_on_reqs: bool = True) -> Any:
+    def exchange(self, *, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None,
+                 recv_prev: bool, recv_next: bool, tensor_shape: Any, wait_on_reqs: bool) -> Any:
         self._note("stage", PADDING)
         if self.stop is not None:
             if tensor_send_next is not None and self._is_over("send_next"):
@@ -206,7 +205,7 @@ class _Stages(P2PCommunicator):  # type: ignore[misc, unused-ignore]
         self._num_messages["send_prev"] += tensor_send_prev is not None
         self._num_messages["recv_prev"] += recv_prev
         self._num_messages["recv_next"] += recv_next
-        found = super()._communicate(
+        found = super().exchange(
             tensor_send_next=tensor_send_next, tensor_send_prev=tensor_send_prev,
             recv_prev=recv_prev, recv_next=recv_next, tensor_shape=tensor_shape,
             wait_on_reqs=wait_on_reqs)

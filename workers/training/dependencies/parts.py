@@ -1,0 +1,62 @@
+"""The list of private parts that Unicron reaches, and whether an installed version has them.
+
+A part is a name that a dependency does not promise: one with a leading underscore, or an attribute
+that its own code alone uses. Each function that reaches one says so by `reaches`, so that the list
+is complete. tests/house/test_house.py holds that no other file has one of these names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from types import FunctionType
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+
+class Part(NamedTuple):
+    """`names`: alternatives, each a name in the module or `Class.attribute`. One must exist."""
+
+    module: str
+    names: tuple[str, ...]
+
+
+PARTS: list[Part] = []
+
+
+def reaches(module: str, *names: str) -> Callable[[T], T]:
+    """Decorate a function or a class that reaches these names of `module`. `a or b` is a name that
+    has changed between two versions: one of them must exist."""
+    PARTS.extend(Part(module, tuple(name.split(" or "))) for name in names)
+
+    def unchanged(reaching: T) -> T:
+        return reaching
+
+    return unchanged
+
+
+def missing(package: str) -> list[str]:
+    """The parts that the installed version of this top package does not have, with their modules.
+    Imports the modules."""
+    return [f"{part.module}.{' or '.join(part.names)}" for part in PARTS
+            if part.module.partition(".")[0] == package
+            and not any(_exists(part.module, name) for name in part.names)]
+
+
+def _exists(module: str, name: str) -> bool:
+    try:
+        found: Any = import_module(module)
+    except ImportError:
+        return False
+    for step in name.split("."):
+        if not hasattr(found, step):
+            return isinstance(found, type) and _is_set(found, step)
+        found = getattr(found, step)
+    return True
+
+
+def _is_set(kind: type, attribute: str) -> bool:
+    """Whether a method of the class uses this attribute: its instances have it, not the class."""
+    return any(attribute in method.__code__.co_names for each in kind.__mro__
+               for method in vars(each).values() if isinstance(method, FunctionType))
