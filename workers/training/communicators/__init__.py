@@ -1,4 +1,4 @@
 """Generations of communicators, built and destroyed within one process.
 
-Read `communicators`, then `process_groups` and `sockets`. Imports nothing of training.
+Read `communicators`, then `process_groups` and `sockets`. Imports only `dependencies` of training.
 """

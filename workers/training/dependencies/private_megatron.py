@@ -3,6 +3,7 @@
 Every part is in all the versions of known_versions.py, if its function does not say otherwise.
 """
 
+# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
