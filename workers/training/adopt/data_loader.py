@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 
 import numpy
 import torch
-from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
-from torch.utils.data._utils import pin_memory
 
 from ....events.errors import UsageError
+from ..dependencies import private_torch
 from ..model.random_draws import seed_of
 
 OF_THE_DATA = (StopIteration, LookupError, ValueError, TypeError, AttributeError, NameError,
@@ -29,9 +28,6 @@ OF_THE_DATA = (StopIteration, LookupError, ValueError, TypeError, AttributeError
 exceptions may pass, such as an OSError."""
 _ORDERS_NUM_MAX = 2
 """The epochs whose order is kept: an iteration may have micro-batches of two."""
-
-
-_WRAPPER: Any = ExceptionWrapper
 
 
 class _Wanted(NamedTuple):
@@ -89,8 +85,7 @@ class LoaderBatches:
                 break  # others were expected before a fault, and are not needed
         if isinstance(result, _Failed):
             result.error.reraise()
-        pin: Callable[[Any], Any] = pin_memory.pin_memory
-        return pin(result) if self._is_pinned else result
+        return private_torch.pinned(result) if self._is_pinned else result
 
     def _from(self, iteration: int, micro_batch: int) -> Iterator[int]:
         """This batch, then those that this process will need if it has the share that it had in
@@ -191,7 +186,7 @@ class _Reader(Dataset[Any]):
                 many = getattr(dataset, "__getitems__", None)
                 return self._collate(many(indices) if many else [dataset[i] for i in indices])
         except (*OF_THE_DATA, OSError):  # raised where the batch is asked for, if it is
-            return _Failed(_WRAPPER(where="in the DataLoader of `sample`"))
+            return _Failed(private_torch.kept_exception("in the DataLoader of `sample`"))
 
 
 class _Endless:

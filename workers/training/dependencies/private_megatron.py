@@ -52,6 +52,17 @@ _BY_ROLE = {
     "tp_ep": ("_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", ""),
     "tp_ep_pp": ("_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP", ""),
 }
+_GTP = {
+    "_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": "dp",
+    "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT": "dp_cp",
+    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT": "intra_dp_cp",
+    "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": "expt_dp",
+    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": "intra_expt_dp",
+    "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP": "tp_ep_pp",
+    "_GTP_WEIGHT_REMAT_GROUP": "cp", "_EXPERT_GTP_WEIGHT_REMAT_GROUP": "cp",
+}
+"""From 0.19 on, Megatron can also shard weights over replicas. Here a group of those has one
+member, so that groups with and without them are the same."""
 
 
 @reaches(_STATE, "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", "_GLOBAL_MEMORY_BUFFER",

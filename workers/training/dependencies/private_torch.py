@@ -157,6 +157,21 @@ def is_compiled(module: Any) -> bool:
             or getattr(module, "_compiled_call_impl", None) is not None)
 
 
+# --- The data loader ---
+
+
+@reaches("torch._utils", "ExceptionWrapper.reraise")
+def kept_exception(where: str) -> Any:
+    """The exception that is being handled, in a form that another process can `reraise()`."""
+    return import_module("torch._utils").ExceptionWrapper(where=where)
+
+
+@reaches("torch.utils.data._utils.pin_memory", "pin_memory")
+def pinned(batch: Any) -> Any:
+    """A batch in pinned memory, as a DataLoader with `pin_memory` gives it."""
+    return import_module("torch.utils.data._utils.pin_memory").pin_memory(batch)
+
+
 # --- Files of checkpoints ---
 
 
