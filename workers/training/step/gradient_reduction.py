@@ -310,8 +310,8 @@ class Reduction:
         check_active()
         with self._hooks.reduction(complete, check_active):
             # A member that mirrors a shard needs the gradients of two shards.
-            finalize_model_grads(self._trainee.ddps, None, pg_collection=groups,
-                                 force_all_reduce=self._trainee.mirror is not None)
+            whole = {"force_all_reduce": True} if self._trainee.mirror is not None else {}
+            finalize_model_grads(self._trainee.ddps, None, pg_collection=groups, **whole)
         check_active()
         sums = self._trainee.experts.reduced(groups)
         if self._trainee.device.type == "cuda":
