@@ -40,10 +40,13 @@ def ensure() -> None:
                 why = made.stderr.strip().splitlines()[0] if made.returncode else ""
     except OSError as error:
         why = f"{error.filename}: {error.strerror}"
-    if not _is_there():
-        raise UsageError(f"the index builder of the datasets cannot be compiled: "
-                         f"{why or 'the result is for another Python'}",
-                         f"{sys.executable} -m pip install pybind11, then {' '.join(command)}")
+    if _is_there():
+        return
+    hint = f"install a C++ compiler, or type {' '.join(command)} to see more"
+    if importlib.util.find_spec("pybind11") is None:
+        why, hint = "pybind11 is not installed", f"{sys.executable} -m pip install pybind11"
+    raise UsageError("the index builder of the datasets cannot be compiled: "
+                     f"{why or 'the result is for another Python'}", hint)
 
 
 def _is_there() -> bool:

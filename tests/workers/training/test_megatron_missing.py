@@ -1,0 +1,96 @@
+"""What a clone of Megatron-LM (UNICRON_MEGATRON_LM) needs and a machine lacks: one line says it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from megatron_trial import WORDS
+from nursery import Nursery
+from rank_driver import START_S, Driver
+from unicron.events.records.reports import RankErrored
+from unicron.events.records.statuses import WRONG_INPUT
+from unicron.events.spec.job import parse
+
+PACKAGES = ("triton", "pybind11", "six", "regex")
+LAUNCH = """
+import os, sys
+fd = sys.argv.pop()
+sys.argv.pop()
+os.environ["UNICRON_FD"] = fd
+os.environ["UNICRON_LOOP"] = '{"micro_batches": 6, "iterations": 12, "output": ""}'
+from unicron.workers.training.megatron_lm.launcher import main
+main()
+"""
+BLOCKER = """
+from importlib.machinery import PathFinder
+find_spec = PathFinder.find_spec
+PathFinder.find_spec = staticmethod(lambda name, *more: None if name == {name!r} else find_spec(
+    name, *more))
+"""
+"""As sitecustomize.py it hides a package from each Python."""
+COMPILED = "helpers_cpp*"
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A copy of the clone in which the index builder of the datasets is not compiled."""
+    found = os.environ.get("UNICRON_MEGATRON_LM", "")
+    if not found:
+        pytest.skip("UNICRON_MEGATRON_LM names no clone of Megatron-LM")
+    if lacking := [name for name in PACKAGES if find_spec(name) is None]:
+        pytest.skip(f"{', '.join(lacking)} not installed: a clone of Megatron-LM needs them")
+    copy = tmp_path / "clone"
+    copy.mkdir()
+    for script in Path(found).glob("*.py"):
+        shutil.copyfile(script, copy / script.name)
+    shutil.copytree(Path(found) / "megatron", copy / "megatron", copy_function=shutil.copyfile,
+                    ignore=shutil.ignore_patterns(COMPILED, "__pycache__"))
+    for folder, _, _ in os.walk(copy):
+        Path(folder).chmod(0o755)
+    return copy
+
+
+@pytest.mark.parametrize(("package", "line"), [
+    ("triton", "pretrain_gpt.py cannot be imported: No module named 'triton'. Megatron-LM imports "
+               "triton also without a GPU ({python} -m pip install triton)"),
+    ("six", "pretrain_gpt.py cannot be imported: No module named 'six'. It is a requirement of the "
+            "script ({python} -m pip install six)"),
+    ("regex", "pretrain_gpt.py cannot be imported: No module named 'regex'. It is a requirement of "
+              "the script ({python} -m pip install regex)"),
+    ("pybind11", "the index builder of the datasets cannot be compiled: pybind11 is not "
+                 "installed ({python} -m pip install pybind11)"),
+    ("c++", "the index builder of the datasets cannot be compiled: make: {lacks}/c++: No such file "
+            "or directory (install a C++ compiler, or type make -C "),
+])
+def test_a_missing_requirement_is_one_line(
+        clone: Path, tmp_path: Path, nursery: Nursery, monkeypatch: pytest.MonkeyPatch,
+        package: str, line: str) -> None:
+    lacks = tmp_path / "lacks"
+    lacks.mkdir()
+    if package == "c++":
+        monkeypatch.setenv("CXX", str(lacks / "c++"))
+    else:
+        (lacks / "sitecustomize.py").write_text(BLOCKER.format(name=package))
+        paths = [str(lacks), *filter(None, [os.environ.get("PYTHONPATH")])]
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    argv = [str(clone / "pretrain_gpt.py"), *WORDS]
+    driver = Driver(parse({
+        "apiVersion": "unicron/v1", "name": "lacks", "slots": {"min": 1, "max": 1},
+        "command": argv, "heal": "in-memory",
+        "loop": {"micro_batches": 6, "iterations": 12, "output": str(tmp_path / "out")}}),
+        tmp_path, nursery)
+    driver.by = [sys.executable, "-P", "-c", LAUNCH, *argv]
+    try:
+        driver.launch(0)
+        errored = driver.wait(RankErrored, 0, limit_s=START_S)
+    finally:
+        driver.close()
+    assert errored.status == WRONG_INPUT, errored.text
+    assert errored.text.startswith(line.format(
+        python=sys.executable, lacks=lacks)), errored.text
+    assert len(errored.text.splitlines()) == 1
