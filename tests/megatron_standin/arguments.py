@@ -28,6 +28,8 @@ def add_megatron_arguments(parser):
         parser.add_argument(f"--{name}")
     parser.add_argument("--disable-gloo-process-groups", action="store_false",
                         dest="enable_gloo_process_groups")
+    parser.add_argument("--data-cache-path")
+    parser.add_argument("--mock-data", action="store_true")
     parser.add_argument("--rerun-mode", default="validate_results")
     return parser
 

@@ -1,7 +1,8 @@
 """Compiles Megatron-LM's index builder for datasets, which a fresh clone lacks.
 
 Megatron-LM compiles it on rank 0 before the datasets are built. Here the ranks have no
-communicators at that time, so the first process of a node that needs it compiles it.
+communicators at that time, so the first process of a node that needs it compiles it. The same is
+true of what it builds, the index caches of the datasets.
 """
 
 from __future__ import annotations
@@ -13,7 +14,11 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from ....events.errors import UsageError
 
@@ -47,6 +52,21 @@ def ensure() -> None:
         why, hint = "pybind11 is not installed", f"{sys.executable} -m pip install pybind11"
     raise UsageError("the index builder of the datasets cannot be compiled: "
                      f"{why or 'the result is for another Python'}", hint)
+
+
+@contextmanager
+def one_at_a_time(args: Any) -> Generator[None]:
+    """Within this context the datasets are built: the first process of a node writes their index
+    caches, and the others find them. Megatron-LM lets its rank 0 build first, by a barrier."""
+    if args.mock_data:  # without caches
+        yield
+        return
+    folder = Path(args.data_cache_path or tempfile.gettempdir())
+    folder.mkdir(parents=True, exist_ok=True)
+    name = "building.lock" if args.data_cache_path else f"unicron-datasets-{os.getuid()}.lock"
+    with (folder / name).open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _is_there() -> bool:

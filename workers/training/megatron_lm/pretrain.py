@@ -358,8 +358,9 @@ class Pretraining:
 
 def _train(script: Pretraining, datasets: Callable[..., Any]) -> None:
     args, found = script.args, script.checkpoints
-    script.train_set, valid_set, test_set = script.training.build_train_valid_test_datasets(
-        datasets)
+    with index_builder.one_at_a_time(args):
+        script.train_set, valid_set, test_set = script.training.build_train_valid_test_datasets(
+            datasets)
     progress = Progress(args, script.training, load("global_vars").get_tensorboard_writer())
     with adopt(build=script.build, sample=script.sample, forward=script.forward,
                iterations=script.iterations, micro_batches=script.num_micro_batches,
