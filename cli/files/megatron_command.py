@@ -19,7 +19,7 @@ from ...workers.training.megatron_lm.arguments import DECLINES, WITHOUT_EFFECT
 NAMES = {"fp8_format": "fp8", "fp4_format": "fp4"}
 """Options whose argument in Megatron-LM has another name."""
 DEFAULTS = {"ckpt_format": "torch_dist", "context_parallel_size": "1",
-            "expert_model_parallel_size": "1"}
+            "expert_model_parallel_size": "1", "optimizer": "adam"}
 """Values of arguments in DECLINES that decline nothing."""
 OF_THE_MODEL = {"num_layers": "num_layers", "hidden_size": "hidden", "seq_length": "sequence",
                 "num_attention_heads": "num_heads", "ffn_hidden_size": "ffn"}

@@ -9,7 +9,7 @@ from typing import Any
 
 import megatron_trial
 import pytest
-from megatron_trial import CASES, ITERATIONS, LONG, MANDATORY, SAVED, TRIP
+from megatron_trial import CASES, DECLINED, ITERATIONS, LONG, MANDATORY, SAVED, TRIP
 from real_cluster import RealCluster, running
 
 
@@ -94,3 +94,16 @@ def test_a_wrong_argument_ends_the_task_in_one_line(cluster: RealCluster, clone:
         closed: Any = cluster.told(after, "IncidentClosed")[-1].body
         assert closed.outcome == "failed"
         assert closed.why.startswith("it cannot start"), closed.why
+
+
+@pytest.mark.parametrize("name", DECLINED)
+def test_its_own_loop_continues_from_memory(cluster: RealCluster, clone: Path, tmp_path: Path,
+                                            name: str) -> None:
+    case = DECLINED[name]
+    found = megatron_trial.restarted(cluster, clone, case, tmp_path / "out")
+    assert found.declined.from_memory
+    assert found.continued == [found.continued[0]] * case.slots
+    assert min(map(int, filter(str.isdecimal, found.again))) == found.continued[0] + 1 > 2
+    assert megatron_trial.unequal(megatron_trial.stock(clone, case), found.lines) == []
+    (incident,) = found.incidents
+    assert (incident.outcome, incident.ckpt_read) == ("healed", False)

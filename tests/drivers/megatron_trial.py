@@ -25,6 +25,8 @@ MOMENTS = ("forward", "backward", "stats", "gate", "norm", "step", "stepped")
 NUM_FAULTS, SLOW_S = 3, 8.0
 STOCK_S_MAX = 600.0
 STOCK = Path(__file__).parent / "stock_megatron.py"
+OWN_LOOP = Path(__file__).parent / "own_loop_megatron.py"
+CONTINUED = re.compile(r"continues from memory\s.*\biteration=(\d+)")
 REL = 2e-6
 """Printed losses have seven digits, and layouts sum in different orders."""
 WORDS = """
@@ -86,6 +88,15 @@ MANDATORY = Case(
     (*TRIP.words, *USUAL, "--bf16", "--accumulate-allreduce-grads-in-fp32",
      "--use-distributed-optimizer", "--overlap-param-gather"), ())
 """The flags of the usual job, over TP 2 x PP 2 x DP 2."""
+
+
+DECLINED = {
+    "sgd": Case(2, {}, (*TRIP.words, "--optimizer", "sgd")),
+    "sgd, TP 2 x DP 2": Case(4, {"tensor": [2]}, (*TRIP.words, "--optimizer", "sgd")),
+    "sharded": Case(2, {"optimizer": "sharded"}, (
+        *TRIP.words, "--use-tp-pp-dp-mapping", "--use-distributed-optimizer",
+        "--overlap-grad-reduce", "--overlap-param-gather"))}
+"""With these arguments its own loop trains, and restarts from memory."""
 
 
 class Healed(NamedTuple):
@@ -203,6 +214,58 @@ def _ended(cluster: RealCluster, task: int, after: int, took_s: list[float]) -> 
     return Healed(printed(text), closed, took_s)
 
 
+class Restarted(NamedTuple):
+    """A run whose processes started again together: what was printed, and by the second processes;
+    the report that it declined; its incidents; the iterations with which each continued."""
+
+    lines: Lines
+    again: Lines
+    declined: Any
+    incidents: list[Any]
+    continued: list[int]
+
+
+def restarted(cluster: RealCluster, clone: Path, case: Case, output: Path, *words: str
+              ) -> Restarted:
+    """Train under agents by Megatron-LM's own loop, and kill a rank two iterations after its state
+    was stored."""
+    after = cluster.seq()
+    spec = job(clone, case, output, *case.words, *words, iterations=LONG)
+    spec["command"][1:5] = [str(OWN_LOOP)]
+    spec["slots"]["min"] = case.slots
+    task = cluster.submit(spec)
+    declined = cluster.wait_told(after, "InMemoryRecoveryDeclined", task=task).body
+    stored: Any = cluster.wait_told(after, "MemoryCheckpointStored", task=task).body
+    cluster.wait(lambda: str(stored.step_version + 2) in _printed_by(cluster, task, 1) or None,
+                 "the loop trains")
+    started: Any = cluster.wait_told(after, "RankStarted", task=task, rank=VICTIM).body
+    os.kill(started.pid, signal.SIGKILL)
+    ended = cluster.wait_ended(task)
+    assert ended["state"] == "finished", (ended, cluster.endings(task))
+    again = _printed_by(cluster, task, 2)
+    _unsum(again)
+    return Restarted(_printed_by(cluster, task, 1) | again, again, declined,
+                     [record.body for record in cluster.told(after, "IncidentClosed")],
+                     [int(found[1]) for found in CONTINUED.finditer(_logs(cluster, task, 2))])
+
+
+def _printed_by(cluster: RealCluster, task: int, attempt: int) -> Lines:
+    return printed(_logs(cluster, task, attempt))
+
+
+def _logs(cluster: RealCluster, task: int, attempt: int) -> str:
+    return "".join(log.read_text() for log in cluster.state.logs.glob(
+        f"{task}-*/*.attempt-{attempt}.log"))
+
+
+def _unsum(lines: Lines) -> None:
+    """Megatron-LM's second line after a start is the mean of two iterations: it does not start its
+    sums anew after one."""
+    first = min(int(place) for place in lines if place.isdecimal())
+    second = lines[str(first + 1)]
+    second["lm loss"] = 2 * second["lm loss"] - lines[str(first)]["lm loss"]
+
+
 def round_trip(cluster: RealCluster, clone: Path, case: Case, folder: Path, draw: random.Random
                ) -> Healed:
     """Train by Megatron-LM's own loop, which saves; continue its checkpoint under agents, which
@@ -216,9 +279,7 @@ def round_trip(cluster: RealCluster, clone: Path, case: Case, folder: Path, draw
         "--save-interval", "8", "--exit-interval", str(SAVED), iterations=SAVED)
     last = stock(clone, case, "--load", between, *saving(folder / "last"))
     assert min(map(int, filter(str.isdecimal, last))) == SAVED + 1, last
-    # Its second line is the mean of two iterations: it does not start its sums anew after one.
-    second = last[str(SAVED + 2)]
-    second["lm loss"] = 2 * second["lm loss"] - last[str(SAVED + 1)]["lm loss"]
+    _unsum(last)
     return healed._replace(lines=first | healed.lines | last, state=folder / "last")
 
 

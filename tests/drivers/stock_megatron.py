@@ -24,10 +24,17 @@ from typing import Any
 def main() -> None:
     script = Path(sys.argv[1])
     sys.argv = sys.argv[1:]
-    sys.path.insert(0, str(script.parent))
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
                    "MASTER_PORT": "0"} | os.environ
+    stand_in(script)
+    if words := os.environ.get("MICRO_BATCHES"):
+        sum_in(tuple(map(int, words.split())))
+    runpy.run_path(str(script), run_name="__main__")
 
+
+def stand_in(script: Path) -> None:
+    """Make the loops of this script's clone run on the CPU."""
+    sys.path.insert(0, str(script.parent))
     from unicron.workers.training.megatron_lm import versions
     from unicron.workers.training.rank import preload
 
@@ -63,9 +70,6 @@ def main() -> None:
 
     initialize._set_random_seed = seed_tracker
     load_torch_steps()
-    if words := os.environ.get("MICRO_BATCHES"):
-        sum_in(tuple(map(int, words.split())))
-    runpy.run_path(str(script), run_name="__main__")
 
 
 def sum_in(order: Sequence[int]) -> None:

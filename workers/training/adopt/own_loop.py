@@ -43,15 +43,17 @@ class OwnLoop:
     def __init__(self, memory: RestartMemory | None, every: int) -> None:
         self._memory, self._every = memory, every
 
-    def resume(self, state: Callable[[], Any], load: Callable[[Any], None]) -> int:
-        """Load the newest state of which every process has its own. Returns the number of
-        iterations in it; 0: there is none, and nothing was loaded.
+    def resume(self, state: Callable[[], Any], load: Callable[[Any], None], *, after: int = 0
+               ) -> int:
+        """Load the newest state of which every process has its own, if it is of more than `after`
+        iterations. Returns the number of iterations in it; 0: there is none, and nothing was
+        loaded.
 
         `state` returns the present state; `load` gets what it returned in an earlier process.
         """
         if self._memory is None:
             return 0
-        found = self._memory.restore(meshes_of(state()))
+        found = self._memory.restore(meshes_of(state()), after=after)
         if found is None:
             return 0
         load(found.tree)
@@ -60,8 +62,12 @@ class OwnLoop:
     def stepped(self, iterations: int, state: Callable[[], Any]) -> None:
         """After each iteration: store the state if it is due. `iterations` are complete. Returns
         when the state may change."""
-        if self._memory is not None and iterations % self._every == 0:
+        if self._memory is not None and self.is_due(iterations):
             self._memory.copy_in_turn(state, iterations)
+
+    def is_due(self, iterations: int) -> bool:
+        """Whether the state is stored after as many iterations."""
+        return self._memory is not None and iterations % self._every == 0
 
 
 @contextmanager

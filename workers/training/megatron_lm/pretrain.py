@@ -45,6 +45,7 @@ from ..adopt.adoption import Declined, Job, adopt  # before megatron  # isort: s
 from ..adopt.arguments import Loss  # isort: skip
 from ..dependencies.private_megatron import make_tensorboard_writer  # isort: skip
 from ..model import cpu_device  # isort: skip
+from . import own_loop  # isort: skip
 from .checkpoints import (  # isort: skip
     Checkpoints,
     check_folder,
@@ -83,6 +84,7 @@ def replacements(interface: Interface) -> Replacements:
     without Unicron."""
     environment = dict(os.environ)
     stock = load("training").pretrain
+    parse: Any = getattr(load("arguments"), "parse_and_validate_args", None)
     started: list[Start] = []
 
     def start(extra_args_provider: Any = None, args_defaults: Any = None) -> None:
@@ -92,12 +94,19 @@ def replacements(interface: Interface) -> Replacements:
     def parse_and_validate_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False,
                                 args_defaults: Any = None) -> Any:
         start(extra_args_provider, args_defaults)
-        return started[-1].args
+        if not started[-1].declined:
+            return started[-1].args
+        with start_errors_told():
+            return parse(extra_args_provider, ignore_unknown_args, args_defaults or {})
 
     def pretrain(*positional: Any, **named: Any) -> None:
         given = signature(stock).bind(*positional, **named).arguments
         if not interface.script_parses:
             start(given.get("extra_args_provider"), given.get("args_defaults"))
+        if why := started[-1].declined:
+            own_loop.train(why, load("training"), load("global_vars").get_args,
+                           lambda: stock(*positional, **named))
+            return
         for name in ("process_non_loss_data_func", "non_loss_data_func"):
             if given.get(name) is not None:
                 _say(f"{given[name].__name__}: not called, evaluations have the loss only")
@@ -105,8 +114,8 @@ def replacements(interface: Interface) -> Replacements:
             _train(Pretraining(started[-1], given), given["train_valid_test_dataset_provider"])
 
     found: list[tuple[Callable[..., Any], Callable[..., Any]]] = [(stock, pretrain)]
-    if interface.script_parses:
-        found.append((load("arguments").parse_and_validate_args, parse_and_validate_args))
+    if parse is not None:
+        found.append((parse, parse_and_validate_args))
     return found
 
 
@@ -121,25 +130,35 @@ def _declined_runs_without_unicron(environment: Mapping[str, str]) -> Generator[
 
 # --- the start ---
 class Start(NamedTuple):
-    """The arguments, and those that have other values than the script was given, as given."""
+    """The arguments, and those that have other values than the script was given, as given.
+    `declined`: why Megatron-LM's own loop has to train; then there are none of either."""
 
     interface: Interface
     args: Any
     original: Mapping[str, Any]
+    declined: str = ""
 
 
 def _initialize(interface: Interface, extra_args_provider: Any, args_defaults: Mapping[str, Any]
                 ) -> Start:
     """Parse and validate the arguments, set Megatron-LM's globals, compile what datasets need.
     Raises UsageError; Declined if in-memory recovery does not support the arguments."""
+    ranks = {name: os.environ.get(name, "0") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
     if not torch.cuda.is_available():
         cpu_device.prepare_device()
-    parallel = json.decode(os.environ[LOOP], type=Loop).parallel
+    loop = json.decode(os.environ[LOOP], type=Loop)
     args, given = _parse(extra_args_provider)
-    _set_layout(args, given, parallel)
+    _set_layout(args, given, loop.parallel)
     if why := arguments.why_not(given):
-        _decline(why)
+        if not loop.copy_every:
+            _decline(why)
+        os.environ.update(ranks)
+        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+            if all(one.name != name for one in given):  # else the arguments repeat it
+                sys.argv += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+        _say(f"Megatron-LM's own loop trains, and restarts from memory: {why}")
+        return Start(interface, None, {}, why)
     for line in arguments.named(given):
         _say(line)
     original = {name: getattr(args, name) for name in (

@@ -12,7 +12,7 @@ generators (random_draws.py), learning rate and weight decay (the schedule's pos
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -142,13 +142,7 @@ def own_tree(trainee: TrainingModel, step_version: int, history: History) -> dic
     """The state of this process: that of its modules and torch optimizers, the tensors that these
     step (the masters, in 16 bits), the loss scale and the numbers."""
     return {
-        "modules": [module.state_dict() for module in trainee.modules],
-        "optimizers": [{
-            "state": part.optimizer.state_dict(),
-            "stepped": [param.data for group in part.optimizer.param_groups
-                        for param in group["params"]],
-            "scaler": part.grad_scaler.state_dict() if _has_scaler(part) else None,
-        } for part in _inner(trainee)],
+        **objects_tree(trainee.modules, trainee.optimizer),
         "scheduled_samples": trainee.scheduler.num_steps, "step_version": step_version,
         "history": [history.first, list(history.losses), list(history.step_s)]}
 
@@ -156,24 +150,41 @@ def own_tree(trainee: TrainingModel, step_version: int, history: History) -> dic
 def load_own_tree(trainee: TrainingModel, tree: dict[str, Any], history: History) -> int:
     """Load what `own_tree` has returned in an earlier process of this place; returns the step
     version. Raises RuntimeError, ValueError or KeyError if it is of another model."""
-    for module, state in zip(trainee.modules, tree["modules"], strict=True):
-        module.load_state_dict(state)
-    for part, state in zip(_inner(trainee), tree["optimizers"], strict=True):
-        part.optimizer.load_state_dict(state["state"])
-        params = [param for group in part.optimizer.param_groups for param in group["params"]]
-        for param, saved in zip(params, state["stepped"], strict=True):
-            param.data.copy_(saved)
-        if _has_scaler(part):
-            part.grad_scaler.load_state_dict(state["scaler"])
+    load_objects(trainee.modules, trainee.optimizer, tree)
     trainee.scheduler.num_steps = tree["scheduled_samples"]
     trainee.scheduler.step(0)
     history.replace(*tree["history"])
     return int(tree["step_version"])
 
 
-def _inner(trainee: TrainingModel) -> list[Any]:
+def objects_tree(modules: Sequence[Any], optimizer: Any) -> dict[str, Any]:
+    """The part of `own_tree` that is of these modules and of Megatron's optimizer."""
+    return {
+        "modules": [module.state_dict() for module in modules],
+        "optimizers": [{
+            "state": part.optimizer.state_dict(),
+            "stepped": [param.data for group in part.optimizer.param_groups
+                        for param in group["params"]],
+            "scaler": part.grad_scaler.state_dict() if _has_scaler(part) else None,
+        } for part in _inner(optimizer)]}
+
+
+def load_objects(modules: Sequence[Any], optimizer: Any, tree: dict[str, Any]) -> None:
+    """Load what `objects_tree` has returned. Raises as `load_own_tree`."""
+    for module, state in zip(modules, tree["modules"], strict=True):
+        module.load_state_dict(state)
+    for part, state in zip(_inner(optimizer), tree["optimizers"], strict=True):
+        part.optimizer.load_state_dict(state["state"])
+        params = [param for group in part.optimizer.param_groups for param in group["params"]]
+        for param, saved in zip(params, state["stepped"], strict=True):
+            param.data.copy_(saved)
+        if _has_scaler(part):
+            part.grad_scaler.load_state_dict(state["scaler"])
+
+
+def _inner(optimizer: Any) -> list[Any]:
     """Megatron's optimizers that have a torch optimizer."""
-    return [part for part in chained(trainee.optimizer) if part.optimizer is not None]
+    return [part for part in chained(optimizer) if part.optimizer is not None]
 
 
 def _has_scaler(part: Any) -> bool:
