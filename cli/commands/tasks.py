@@ -45,8 +45,8 @@ def submit(state: StateDir, url: str | None, path: Path, *, as_json: bool) -> in
     if spec.training is None:
         console.talk("note: command: is supervised and restarted only; train: heals in memory, "
                      "and so does a loop that has adopted Unicron (heal: in-memory)")
-    elif why := megatron_command.why_not(spec):
-        console.talk(f"note: it will not heal in memory, and restarts as a whole: {why}")
+    elif megatron_command.why_not(spec):
+        console.talk(f"note: it {healing(spec)}")
     option = option_for(state)
     console.talk(f"next: unicron status {spec.name}{option}   unicron logs {spec.name} -f{option}")
     return int(answer["task"])

@@ -47,7 +47,8 @@ def healing(spec: JobSpec) -> str:
     if spec.loop is None:
         return "heals in memory"
     if why := megatron_command.why_not(spec):
-        return f"does not heal in memory, restarts as a whole: {why}"
+        restarts = "from memory" if spec.loop.copy_every else "as a whole"
+        return f"does not heal in place, restarts {restarts}: {why}"
     return "heals in memory unless the command finds at its start that it cannot, and says why"
 
 

@@ -97,7 +97,7 @@ def test_the_dry_run_says_what_will_not_heal(tmp_path: Path, words: list[str], w
     shown = unicron("submit", str(path), "--dry-run", folder=tmp_path)
     assert shown.returncode == 0, shown.stderr
     page = " ".join(shown.stdout.split())
-    assert (f"does not heal in memory, restarts as a whole: {why}" in page) == bool(why)
+    assert (f"does not heal in place, restarts from memory: {why}" in page) == bool(why)
     assert ("heals in memory unless the command finds" in page) != bool(why)
 
 

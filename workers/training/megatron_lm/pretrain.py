@@ -171,7 +171,7 @@ def _initialize(interface: Interface, extra_args_provider: Any, args_defaults: M
     setattr(args, interface.gloo_argument, False)
     with start_errors_told():
         _validate(interface, args, args_defaults)
-    _check_chunks(args, parallel)
+    _check_chunks(args, loop.parallel)
     args.calculate_per_token_loss = True
     args.iteration = args.consumed_train_samples = 0
     if args.tensorboard_dir and load("global_vars").get_tensorboard_writer() is None:
