@@ -14,7 +14,6 @@ from ...events.spec.job import JobSpec, Slots, is_url
 from ..cluster.client import Client, connect
 from ..cluster.state_dir import StateDir, default
 from ..files import job_file, megatron_command
-from ..screens import layouts as layout_page
 from ..screens.task import ENDED
 from ..terminal import console
 from ..terminal.format import Plain
@@ -47,7 +46,7 @@ def submit(state: StateDir, url: str | None, path: Path, *, as_json: bool) -> in
         console.talk("note: command: is supervised and restarted only; train: heals in memory, "
                      "and so does a loop that has adopted Unicron (heal: in-memory)")
     elif megatron_command.why_not(spec):
-        console.talk(f"note: it {layout_page.healing(spec)}")
+        console.talk(f"note: it {megatron_command.healing(spec)}")
     option = option_for(state)
     console.talk(f"next: unicron status {spec.name}{option}   unicron logs {spec.name} -f{option}")
     return int(answer["task"])

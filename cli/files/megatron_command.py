@@ -79,6 +79,18 @@ def why_not(spec: JobSpec) -> str:
         and value not in WITHOUT_EFFECT.get(name, ()))
 
 
+def healing(spec: JobSpec) -> str:
+    """Whether the job heals in memory, as far as its file tells."""
+    if spec.training is None:
+        return "restarts as a whole"
+    if spec.loop is None:
+        return "heals in memory"
+    if why := why_not(spec):
+        restarts = "from memory" if spec.loop.copy_every else "as a whole"
+        return f"does not heal in place, restarts {restarts}: {why}"
+    return "heals in memory unless the command finds at its start that it cannot, and says why"
+
+
 def option(name: str) -> str:
     """How an argument is written on the command line."""
     return "--" + next((spelt for spelt, known in NAMES.items() if known == name),

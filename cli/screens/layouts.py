@@ -17,7 +17,8 @@ def page(spec: JobSpec, found: Choices, slots: str) -> list[str]:
     """The layouts of a job. `slots`: the permitted numbers in words."""
     size = fmt.scaled(found.num_parameters, " parameters")
     about = [f"{size} on {found.gpu}" if found.gpu else size] if found.num_parameters else []
-    lines = fmt.labelled("job", "; ".join([f"{spec.name}, {slots} slots", *about, healing(spec)]))
+    heals = megatron_command.healing(spec)
+    lines = fmt.labelled("job", "; ".join([f"{spec.name}, {slots} slots", *about, heals]))
     if not found.choices:
         return [*lines, *fmt.labelled("layout", "none is searched: a command without model: lays "
                                                 "out its processes itself")]
@@ -38,18 +39,6 @@ def page(spec: JobSpec, found: Choices, slots: str) -> list[str]:
         others = fmt.number_of(found.num_others, "other number")
         lines += ["", f"and {others} of slots with a layout"]
     return lines
-
-
-def healing(spec: JobSpec) -> str:
-    """Whether the job heals in memory, as far as its file tells."""
-    if spec.training is None:
-        return "restarts as a whole"
-    if spec.loop is None:
-        return "heals in memory"
-    if why := megatron_command.why_not(spec):
-        restarts = "from memory" if spec.loop.copy_every else "as a whole"
-        return f"does not heal in place, restarts {restarts}: {why}"
-    return "heals in memory unless the command finds at its start that it cannot, and says why"
 
 
 def _memory(spec: JobSpec, found: Choices) -> str:
