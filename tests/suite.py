@@ -25,11 +25,15 @@ BEGIN = "<!-- the last run -->"
 RANKS = "tests/workers/training"
 WITH_CLUSTERS = [f"{RANKS}/test_{name}.py"
                  for name in ("experts", "gpu_check", "saving_layouts", "usual_flags")]
-"""Tests of ranks in the lane of the clusters, so that no lane is much longer than the rest."""
+WITH_OTHERS = [f"{RANKS}/test_{name}.py"
+               for name in ("data_loader", "known_versions", "megatron_wheels", "resharding")]
+"""Tests of ranks in another lane, so that no lane is much longer than the rest."""
+OF_RANKS = [f"{RANKS}/{file.name}" for file in sorted((ROOT / RANKS).glob("test_*.py"))]
 LANES = {
     "clusters": ["tests/cluster", *WITH_CLUSTERS],
-    "ranks": [RANKS, *(f"--ignore={file}" for file in WITH_CLUSTERS)],
-    "others": ["tests", "--ignore=tests/cluster", f"--ignore={RANKS}"],
+    "ranks": [RANKS, *(f"--ignore={file}" for file in (*WITH_CLUSTERS, *WITH_OTHERS))],
+    "others": ["tests", "--ignore=tests/cluster",
+               *(f"--ignore={file}" for file in OF_RANKS if file not in WITH_OTHERS)],
 }
 """Lane -> arguments of its pytest, which runs one test at a time and at most six real ranks."""
 POLL_S, STOP_S = 0.2, 50.0

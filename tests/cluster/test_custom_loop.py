@@ -165,7 +165,9 @@ def test_an_unmodified_script_recovers_in_memory(cluster: RealCluster, script: P
 
 def test_a_script_that_declines_trains_as_a_command(cluster: RealCluster, script: Path) -> None:
     after = cluster.seq()
-    task = cluster.submit(job("declined", script, 2, "--use-torch-fsdp2"))
+    declined_job = job("declined", script, 2, "--use-torch-fsdp2")
+    declined_job["loop"]["copy_every"] = 0  # nothing to restart from memory
+    task = cluster.submit(declined_job)
     declined: Any = cluster.wait_told(after, "InMemoryRecoveryDeclined", task=task).body
     assert declined.why == "FSDP shards the parameters (--use-torch-fsdp2)"
     assert cluster.wait_ended(task)["state"] == "finished", cluster.endings(task)

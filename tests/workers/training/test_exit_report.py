@@ -143,7 +143,7 @@ def in_a_circle() -> None:
 
 def deep() -> None:
     error: Exception = ConnectionRefusedError(111, "Connection refused")
-    for number in range(3000):
+    for number in range(1200):  # above the limit of recursion
         wrapper = ValueError(f"wrapper {number}")
         wrapper.__cause__ = error
         error = wrapper
