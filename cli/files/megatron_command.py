@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ...events.errors import SpecError
 from ...events.spec.job import JobSpec, Loop
 from ...events.spec.model import MegatronModel
-from ...workers.training.megatron_lm.arguments import DECLINES, WITHOUT_EFFECT
+from ...workers.training.megatron_lm import arguments
 
 NAMES = {"fp8_format": "fp8", "fp4_format": "fp4"}
 """Options whose argument in Megatron-LM has another name."""
@@ -59,12 +59,12 @@ def check(spec: JobSpec) -> None:
                             f"command is {size}",
                             f"write loop: {{parallel: {{{key}: [{size}]}}}}, or leave the "
                             "argument out")
-    if DECLINES.keys() & command.given.keys():  # Megatron-LM's own loop trains, which reads no spec
+    if why_not(spec):  # Megatron-LM's own loop trains, which reads no spec
         return
-    for path, value, arguments, found in _compared(command, spec.loop):
+    for path, value, words, found in _compared(command, spec.loop):
         if found != value:
-            raise SpecError(path, f"is {value}, but {arguments} of the command "
-                            f"{'make' if ' and ' in arguments else 'is'} {found}",
+            raise SpecError(path, f"is {value}, but {words} of the command "
+                            f"{'make' if ' and ' in words else 'is'} {found}",
                             "write the same in both")
 
 
@@ -73,10 +73,9 @@ def why_not(spec: JobSpec) -> str:
     """
     command = _command_of(spec)
     given: Mapping[str, str] = command.given if command is not None else {}
-    return "; ".join(
-        f"{DECLINES[name]} ({option(name)})" for name, value in given.items()
-        if name in DECLINES and value != DEFAULTS.get(name)
-        and value not in WITHOUT_EFFECT.get(name, ()))
+    return arguments.why_not([
+        arguments.Given(name, option(name)) for name, value in given.items()
+        if value != DEFAULTS.get(name) and value not in arguments.WITHOUT_EFFECT.get(name, ())])
 
 
 def healing(spec: JobSpec) -> str:

@@ -36,6 +36,8 @@ def added(*words: str) -> tuple[str, str]:
      "loop.parallel.pipeline: is [4], but --pipeline-model-parallel-size of the command is 2"),
     ([('--train-iters, "100000"', '--train-iters, "5"')],
      "loop.iterations: is 100000, but --train-iters of the command is 5"),
+    ([added("--optimizer", "adam"), ('--train-iters, "100000"', '--train-iters, "5"')],
+     "loop.iterations: is 100000, but --train-iters of the command is 5"),
     ([added("--exit-interval", '"50"')], "loop.iterations: is 100000, but --exit-interval of"),
     ([('--train-iters, "100000"', '--train-samples, "2048"')],
      "--train-samples and --global-batch-size of the command make 2"),
