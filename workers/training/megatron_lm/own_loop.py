@@ -52,9 +52,7 @@ class StoredRun:
             return self._state(model, optimizer, scheduler, 0)
 
         def load(tree: Any) -> None:
-            load_objects(model, optimizer, tree["objects"])
-            scheduler.num_steps = tree["scheduled_samples"]
-            scheduler.step(0)
+            load_objects(model, optimizer, scheduler, tree["objects"])
             vars(args).update(tree["samples"])
             args.num_floating_point_operations_so_far = tree["flops"]
             self._generators = tree["generators"], tree["tracker"]
@@ -86,8 +84,7 @@ class StoredRun:
 
     def _state(self, model: Sequence[Any], optimizer: Any, scheduler: Any, flops: float) -> Any:
         args = self._get_args()
-        return {"objects": objects_tree(model, optimizer),
-                "scheduled_samples": scheduler.num_steps,
+        return {"objects": objects_tree(model, optimizer, scheduler),
                 "samples": {name: getattr(args, name) for name in SAMPLES},
                 "flops": flops, "generators": generators(), "tracker": _tracked()}
 

@@ -142,23 +142,21 @@ def own_tree(trainee: TrainingModel, step_version: int, history: History) -> dic
     """The state of this process: that of its modules and torch optimizers, the tensors that these
     step (the masters, in 16 bits), the loss scale and the numbers."""
     return {
-        **objects_tree(trainee.modules, trainee.optimizer),
-        "scheduled_samples": trainee.scheduler.num_steps, "step_version": step_version,
+        **objects_tree(trainee.modules, trainee.optimizer, trainee.scheduler),
+        "step_version": step_version,
         "history": [history.first, list(history.losses), list(history.step_s)]}
 
 
 def load_own_tree(trainee: TrainingModel, tree: dict[str, Any], history: History) -> int:
     """Load what `own_tree` has returned in an earlier process of this place; returns the step
     version. Raises RuntimeError, ValueError or KeyError if it is of another model."""
-    load_objects(trainee.modules, trainee.optimizer, tree)
-    trainee.scheduler.num_steps = tree["scheduled_samples"]
-    trainee.scheduler.step(0)
+    load_objects(trainee.modules, trainee.optimizer, trainee.scheduler, tree)
     history.replace(*tree["history"])
     return int(tree["step_version"])
 
 
-def objects_tree(modules: Sequence[Any], optimizer: Any) -> dict[str, Any]:
-    """The part of `own_tree` that is of these modules and of Megatron's optimizer."""
+def objects_tree(modules: Sequence[Any], optimizer: Any, scheduler: Any) -> dict[str, Any]:
+    """The part of `own_tree` that is of these modules and of Megatron's optimizer and schedule."""
     return {
         "modules": [module.state_dict() for module in modules],
         "optimizers": [{
@@ -166,10 +164,12 @@ def objects_tree(modules: Sequence[Any], optimizer: Any) -> dict[str, Any]:
             "stepped": [param.data for group in part.optimizer.param_groups
                         for param in group["params"]],
             "scaler": part.grad_scaler.state_dict() if _has_scaler(part) else None,
-        } for part in _inner(optimizer)]}
+        } for part in _inner(optimizer)],
+        "scheduled_samples": scheduler.num_steps}
 
 
-def load_objects(modules: Sequence[Any], optimizer: Any, tree: dict[str, Any]) -> None:
+def load_objects(modules: Sequence[Any], optimizer: Any, scheduler: Any, tree: dict[str, Any]
+                 ) -> None:
     """Load what `objects_tree` has returned. Raises as `load_own_tree`."""
     for module, state in zip(modules, tree["modules"], strict=True):
         module.load_state_dict(state)
@@ -180,6 +180,8 @@ def load_objects(modules: Sequence[Any], optimizer: Any, tree: dict[str, Any]) -
             param.data.copy_(saved)
         if _has_scaler(part):
             part.grad_scaler.load_state_dict(state["scaler"])
+    scheduler.num_steps = tree["scheduled_samples"]
+    scheduler.step(0)
 
 
 def _inner(optimizer: Any) -> list[Any]:
