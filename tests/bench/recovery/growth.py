@@ -9,7 +9,7 @@ from typing import Any
 from bench.recovery import phases as parts
 from bench.recovery.job import NUM_RANKS
 from bench.recovery.rows import Row, row
-from bench.recovery.trial import NotStarted, Trial, strike
+from bench.recovery.trial import NotStarted, Reference, Trial, strike
 from bench.recovery.unicron import NUM_AGENTS, Unicron
 
 RANKS = (2, 3, 4)
@@ -40,7 +40,7 @@ def _struck(folder: Path, num_ranks: int, size: str) -> tuple[list[Trial], list[
     try:
         made.start()
         for _ in range(TRIALS_NUM[size]):
-            trial = strike(made, "dp4_sigkill", [], num_ranks, stays=True, warm=WARM_NUM,
+            trial = strike(made, "dp4_sigkill", Reference([]), num_ranks, stays=True, warm=WARM_NUM,
                            fits=lambda index: True)
             if trial.step is None:
                 return trials, resumes_s, trial.why
@@ -74,7 +74,7 @@ def measure_restart(folder: Path, num: int, say: Say) -> list[Row]:
         made.start()
         for _ in range(num):
             for name, place in (("unicron_zygote", 0), ("unicron_exec", NUM_RANKS // NUM_AGENTS)):
-                trial = strike(made, "dp4_sigkill", [], NUM_RANKS, stays=True, victim=place + 1,
+                trial = strike(made, "dp4_sigkill", Reference([]), NUM_RANKS, stays=True, victim=place + 1,
                                fits=lambda index: True, warm=WARM_NUM)
                 found = ready_s(made.look(), place + 1, trial.struck_s)
                 taken[name] += [found] if found is not None else []

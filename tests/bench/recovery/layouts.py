@@ -2,11 +2,15 @@
 
 Only Unicron is measured: no peer changes a layout. All faults of a kind of task happen in one
 launch, each at full strength. The losses are compared with those of an undisturbed reference run.
-That run is data-parallel in bare Megatron, since the loss of a batch is the same in any layout.
+That run is data-parallel in bare Megatron, since the loss of a batch is the same in any layout but
+for rounding. Two undisturbed runs in layouts of the task give the tolerance: they sum in other
+orders than the reference run.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,11 +21,13 @@ from bench.recovery.job import SAVE_EVERY_NUM, VICTIM_NUM, Parallel
 from bench.recovery.moved import Change, change, in_words, least_bytes
 from bench.recovery.rounds import rows_of, train_twin
 from bench.recovery.rows import Row, row
-from bench.recovery.trial import NotStarted, Trial, strike
+from bench.recovery.trial import NotStarted, Reference, Trial, strike
 from bench.recovery.unicron import Unicron
+from unicron.workers.training.reference import tolerance
 
-TWIN_NUM = 20
+TWIN_NUM = 30
 """Iterations of the reference run for each fault: the maximum between two faults."""
+UNDISTURBED_S_MAX = 300.0
 Say = Callable[[str], None]
 
 
@@ -30,16 +36,23 @@ class Kind(NamedTuple):
 
     parallel: Parallel
     num_replicas: int
+    orders: tuple[tuple[Parallel, int], tuple[Parallel, int]]
+    """Two layouts and their ranks, whose undisturbed runs give the tolerance of the losses."""
     size: str = "1M"
     copy_every: int = 0
 
 
+REPLICAS: tuple[tuple[Parallel, int], tuple[Parallel, int]] = (({}, 3), ({}, 2))
 CASES = {
-    "tp2dp2_sigkill": {"unicron": Kind({"tensor": [2]}, 2)},
-    "pp2dp2_sigkill": {"unicron": Kind({"pipeline": [2, 3]}, 2, "1M_even")},
+    "tp2dp2_sigkill": {"unicron": Kind({"tensor": [2]}, 2, (({"tensor": [2]}, 4),
+                                                            ({"tensor": [2]}, 2)))},
+    "pp2dp2_sigkill": {"unicron": Kind({"pipeline": [2, 3]}, 2, (({"pipeline": [2]}, 4),
+                                                                 ({"pipeline": [3]}, 3)),
+                                       "1M_even")},
     # A rollback loads a copy; the copy is as old as the checkpoints of the peers that roll back.
-    "zero1_sigkill": {"unicron_mirrored": Kind({"optimizer": "mirrored"}, 4),
-                      "unicron_sharded": Kind({"optimizer": "sharded"}, 4, "1M", SAVE_EVERY_NUM)},
+    "zero1_sigkill": {"unicron_mirrored": Kind({"optimizer": "mirrored"}, 4, REPLICAS),
+                      "unicron_sharded": Kind({"optimizer": "sharded"}, 4, REPLICAS, "1M",
+                                              SAVE_EVERY_NUM)},
 }
 
 
@@ -61,15 +74,42 @@ def measure(folder: Path, case: str, num: int, twins: dict[str, list[float]], sa
     """
     folder.mkdir(parents=True)
     rows: list[Row] = []
+    references: dict[str, Reference] = {}
     for name, kind in CASES[case].items():
         if kind.size not in twins:
             say(f"{case}: the undisturbed twin")
             twins[kind.size] = train_twin(folder / "twin", TWIN_NUM * num, kind.size)
-        rows += _rows_of(folder / name, case, name, kind, twins[kind.size], num, say)
+        shown = repr(kind.orders)
+        if shown not in references:
+            say(f"{case}: the undisturbed twin in two other orders of summing")
+            noises = [_noise(folder / f"order-{len(references)}-{number}", parallel, num_ranks,
+                             kind.size, twins[kind.size])
+                      for number, (parallel, num_ranks) in enumerate(kind.orders)]
+            references[shown] = Reference(twins[kind.size], tolerance(noises))
+        rows += _rows_of(folder / name, case, name, kind, references[shown], num, say)
     return rows
 
 
-def _rows_of(folder: Path, case: str, name: str, kind: Kind, twin: list[float], num: int, say: Say
+def _noise(folder: Path, parallel: Parallel, num_ranks: int, size: str, twin: list[float]) -> float:
+    """The largest difference of an undisturbed run in a layout from the reference run.
+
+    NaN if that run did not train as many iterations.
+    """
+    made = Unicron(folder, num_ranks=num_ranks, size=size, traced=False, parallel=parallel)
+    deadline_s = time.monotonic() + UNDISTURBED_S_MAX
+    losses: dict[int, float] = {}
+    try:
+        made.start()
+        while len(losses) < len(twin) and time.monotonic() < deadline_s:
+            time.sleep(0.2)
+            losses = made.losses()
+    finally:
+        made.stop()
+    gap = eyes.differs(losses, twin, 0, len(twin))
+    return math.nan if gap is None else gap
+
+
+def _rows_of(folder: Path, case: str, name: str, kind: Kind, twin: Reference, num: int, say: Say
              ) -> list[Row]:
     made = Unicron(folder, size=kind.size, parallel=kind.parallel, copy_every=kind.copy_every,
                    # The trials need more restarts than a task's default budget.
@@ -95,7 +135,7 @@ def _rows_of(folder: Path, case: str, name: str, kind: Kind, twin: list[float], 
             *_more_rows(case, name, found, made.spec)]
 
 
-def _struck(made: Unicron, case: str, kind: Kind, twin: list[float]) -> Struck:
+def _struck(made: Unicron, case: str, kind: Kind, twin: Reference) -> Struck:
     trial = strike(made, case, twin, stays=True, victim=VICTIM_NUM, num_replicas=kind.num_replicas)
     if trial.step is None:
         return Struck(trial, [], ())

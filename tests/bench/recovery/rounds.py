@@ -11,7 +11,7 @@ from bench.recovery import environment
 from bench.recovery import phases as parts
 from bench.recovery.peers import KINDS, Bare
 from bench.recovery.rows import Row, row
-from bench.recovery.trial import RECOVER_S_MAX, NotStarted, System, Trial, strike
+from bench.recovery.trial import RECOVER_S_MAX, NotStarted, Reference, System, Trial, strike
 from bench.recovery.unicron import Unicron
 
 TWIN_NUM = 70
@@ -37,13 +37,13 @@ class Rounds:
         self._folder, self._systems, self._cases, self._say = folder, systems, cases, say
         self._trials: list[Trial] = []
         self._taken: list[Taken] = []
-        self._twin: list[float] = []
+        self._twin = Reference([])
         self._absent = environment.absent()
 
     def run(self, num: int, has_time: Callable[[str], bool]) -> None:
         """Run `num` rounds, as long as `has_time` says so."""
         self._say("the undisturbed twin")
-        self._twin = train_twin(self._folder / "twin", TWIN_NUM)
+        self._twin = Reference(train_twin(self._folder / "twin", TWIN_NUM))
         for number in range(1, num + 1):
             if not has_time(f"round {number} of {num}"):
                 break

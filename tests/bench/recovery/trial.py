@@ -20,6 +20,7 @@ WARM_NUM = 5
 AFTER_NUM = 3
 """Number of iterations after the fault whose losses are compared with the reference run."""
 LOSS_REL_MAX = 1e-5
+"""The tolerance of the data-parallel cases, whose reference run is short."""
 
 
 def signal_of(case: str) -> signal.Signals:
@@ -74,11 +75,18 @@ class Trial(NamedTuple):
     processes_restarted: float | None = None
 
 
+class Reference(NamedTuple):
+    """The losses of an undisturbed run, and the relative difference that counts as equal."""
+
+    losses: list[float]
+    rel_max: float = LOSS_REL_MAX
+
+
 class NotStarted(Exception):
     """A system did not reach a state in which a fault can be injected."""
 
 
-def strike(system: System, case: str, twin: list[float], num_ranks: int = NUM_RANKS, *,
+def strike(system: System, case: str, twin: Reference, num_ranks: int = NUM_RANKS, *,
            stays: bool = False, victim: int = VICTIM_NUM, warm: int = WARM_NUM,
            fits: Callable[[int], bool] = is_due, num_replicas: int | None = None) -> Trial:
     """Inject the fault; wait for the next step, and for some more to compare losses.
@@ -105,14 +113,14 @@ def strike(system: System, case: str, twin: list[float], num_ranks: int = NUM_RA
         return trial._replace(why=why or f"no step within {RECOVER_S_MAX:.0f} s")
     _go_on(system, step, stays=stays, num_ranks=num_ranks)
     redone_s = eyes.recompute_s(watch.lines, step, before, began_s)
-    gap = eyes.differs(system.losses(), twin, step["iteration"], AFTER_NUM)
+    gap = eyes.differs(system.losses(), twin.losses, step["iteration"], AFTER_NUM)
     kept = system.whole_batch(step)
     new = set(eyes.pids(watch.lines, time.time()).values()) - pids
     return trial._replace(
         step=step, fault_to_step_s=step["t"] - began_s - redone_s, recompute_s=redone_s,
         iterations_lost=eyes.iterations_lost(watch.lines, step, before),
         batch_kept=None if kept is None else float(kept),
-        loss_equal=None if gap is None else float(gap <= LOSS_REL_MAX), loss_rel=gap,
+        loss_equal=None if gap is None else float(gap <= twin.rel_max), loss_rel=gap,
         processes_restarted=len(new))
 
 
