@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
-from checkpoint_stores import named, whole_steps
+from checkpoint_stores import TASK, named, whole_steps
 from matrix.cells import COPIES, NEWCOMER, STRUCK, Cell
 from rank_driver import START_S, Driver
 from unicron.control_plane.decide.membership import order_members
@@ -405,10 +405,21 @@ class Play:
         left_places = [place for place, rank in enumerate(self.struck) if rank in self.there]
         if self.struck and not has_every_part(self.struck_in, self.variant.optimizer, left_places):
             self.copied = steps(driver)
+            driver.until(self._is_told, "the survivors report their shares of it")
         self._seat(self.variant.left(len(self.there)))
         if self.fault == "two in turn":
             self._lose_another()
         self.settled = self._form()
+
+    def _is_told(self) -> bool:
+        """True if the survivors have reported all their shares of the newest whole in-memory
+        checkpoint: an order refers to reported ones alone, and a store has a share a little before
+        the report."""
+        step = max(self.copied, default=-1)
+        stored = {one.offer.rank for keeper in self.driver.keepers for one in keeper.stored(TASK)
+                  if one.offer.step_version == step and one.offer.rank in self.there}
+        return stored <= {told.rank for told in self.driver.told(r.MemoryCheckpointStored)
+                          if told.step_version == step}
 
     def _lose_another(self) -> None:
         """Kill the second victim during the meeting."""

@@ -106,7 +106,8 @@ class LoaderBatches:
 
 
 class _Order:
-    """The order of a DataLoader: what its sampler yields, epoch after epoch."""
+    """The order of a DataLoader: what its batch sampler yields, epoch after epoch. One that is a
+    Sequence is indexed instead: a long order need not be in memory."""
 
     def __init__(self, loader: DataLoader[Any], seed: int) -> None:
         sampler: Any = loader.batch_sampler
@@ -133,7 +134,7 @@ class _Order:
         if not self._length:
             raise UsageError("adopt: the DataLoader of sample has no batch",
                              "give it at least one; drop_last drops a shorter one")
-        self._orders: dict[int, list[Any]] = {}
+        self._orders: dict[int, Sequence[Any]] = {}
         self._next_epoch = 0
 
     def indices(self, number: int) -> Any:
@@ -153,7 +154,7 @@ class _Order:
                 del self._orders[old]
         return self._orders[epoch][place]
 
-    def _drawn(self, epoch: int) -> list[Any]:
+    def _drawn(self, epoch: int) -> Sequence[Any]:
         self._orders.pop(epoch, None)
         for set_epoch in self._set_epochs:
             set_epoch(epoch)
@@ -161,7 +162,7 @@ class _Order:
             if self._loader_generator is not None and not (epoch and self._draws_once):
                 # An iterator of the DataLoader draws a seed for its workers first.
                 torch.empty((), dtype=torch.int64).random_(generator=self._loader_generator)
-            order = list(self._batches)
+            order = self._batches if isinstance(self._batches, Sequence) else list(self._batches)
         if len(order) != self._length:
             raise UsageError(f"the sampler of the DataLoader has {len(order)} batches in epoch "
                              f"{epoch}, and its length is {self._length}",

@@ -91,7 +91,6 @@ NAMED: Mapping[str, str] = {
     "nccl_communicator_config_path": "not applied to Unicron's communicators",
     "no_save_optim": "the state of the optimizer is saved too",
     "non_persistent_save_interval": "not written: Unicron keeps copies in memory",
-    "num_workers": "no workers: the step reads its samples itself",
     "nvtx_ranges": "not marked",
     "one_logger_async": "not written: TensorBoard is",
     "one_logger_project": "not written: TensorBoard is",

@@ -5,7 +5,7 @@ globals, no communicators), `setup_model_and_optimizer`, the sample counts and t
 the script it uses the providers and `forward_step`. Its loops replace `train` and `evaluate`:
 
 - samples are read from the dataset by index, in the order of Megatron-LM's sequential sampler, so
-  that a sample is equal on every rank;
+  that a sample is equal on every rank; `--num-workers` processes of a DataLoader read ahead;
 - the arguments describe one replica: `get_num_microbatches()` counts the whole batch, and the
   number of ranks need not divide it. `args.rank`, `args.world_size`, `args.data_parallel_size` and
   `parallel_state` follow each generation;
@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 from msgspec import json
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, default_collate
 
 from ....events.errors import UsageError
 from ....events.spec.job import Loop
@@ -345,9 +345,12 @@ class Pretraining:
     def batch_of(self, dataset: Any, first: int) -> Any:
         return default_collate([dataset[first + row] for row in range(self.rows)])
 
-    def sample(self, iteration: int, micro_batch: int) -> Any:
-        return self.batch_of(self.train_set, self.checkpoints.first_sample + self.rows * (
-            iteration * self.num_micro_batches + micro_batch))
+    def loader(self) -> DataLoader[Any]:
+        """The micro-batches of all iterations, as Megatron-LM's loader of the training set."""
+        order = InOrder(self.checkpoints.first_sample, self.rows,
+                        self.iterations * self.num_micro_batches)
+        return DataLoader(self.train_set, batch_sampler=order, num_workers=self.args.num_workers,
+                          pin_memory=True)
 
     def forward(self, chunk: Any, batch: Any) -> tuple[Any, Any]:
         out, loss_func = self._forward_step(iter([copy.copy(batch)]), chunk)
@@ -375,13 +378,28 @@ class Pretraining:
         optimizer.step = step
 
 
+class InOrder(Sequence[list[int]]):
+    """The sample indices of `num` micro-batches of `rows` samples each, in order from `first`."""
+
+    def __init__(self, first: int, rows: int, num: int) -> None:
+        self._batches = range(first, first + num * rows, rows)
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getitem__(self, number: Any) -> Any:
+        first = self._batches[number]
+        return list(range(first, first + self._rows))
+
+
 def _train(script: Pretraining, datasets: Callable[..., Any]) -> None:
     args, found = script.args, script.checkpoints
     with index_builder.one_at_a_time(args):
         script.train_set, valid_set, test_set = script.training.build_train_valid_test_datasets(
             datasets)
     progress = Progress(args, script.training, load("global_vars").get_tensorboard_writer())
-    with adopt(build=script.build, sample=script.sample, forward=script.forward,
+    with adopt(build=script.build, sample=script.loader(), forward=script.forward,
                iterations=script.iterations, micro_batches=script.num_micro_batches,
                samples=script.rows, seed=int(args.seed), sequence=int(args.seq_length),
                loss=script.loss, on_rebuild=script.rebuilt, beginning=found,
