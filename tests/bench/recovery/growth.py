@@ -74,8 +74,8 @@ def measure_restart(folder: Path, num: int, say: Say) -> list[Row]:
         made.start()
         for _ in range(num):
             for name, place in (("unicron_zygote", 0), ("unicron_exec", NUM_RANKS // NUM_AGENTS)):
-                trial = strike(made, "dp4_sigkill", Reference([]), NUM_RANKS, stays=True, victim=place + 1,
-                               fits=lambda index: True, warm=WARM_NUM)
+                trial = strike(made, "dp4_sigkill", Reference([]), NUM_RANKS, stays=True,
+                               victim=place + 1, fits=lambda index: True, warm=WARM_NUM)
                 found = ready_s(made.look(), place + 1, trial.struck_s)
                 taken[name] += [found] if found is not None else []
     except NotStarted as error:

@@ -54,6 +54,16 @@ class Streamed(IterableDataset[Any]):
         return iter(range(SAMPLES))
 
 
+class Long(Sequence[list[int]]):
+    """A batch sampler of more batches than fit in memory."""
+
+    def __len__(self) -> int:
+        return 10**15
+
+    def __getitem__(self, number: Any) -> Any:
+        return [number % SAMPLES, 0]
+
+
 def loader(kind: str, **options: Any) -> DataLoader[Any]:
     data = Drawn()
     made = torch.Generator().manual_seed(5)
@@ -123,6 +133,12 @@ def test_the_workers_read_what_comes_next_in_this_process() -> None:
             at = (at[0] + 1, at[1])
             time.sleep(0.1)
             asked_s = time.monotonic()
+
+
+@pytest.mark.parametrize("options", [{}, WORKERS], ids=str)
+def test_a_batch_sampler_that_is_a_sequence_is_not_listed(options: dict[str, Any]) -> None:
+    sample = LoaderBatches(DataLoader(Drawn(), batch_sampler=Long(), **options), 10**9, 10**6, SEED)
+    assert indices(sample(10**5, 17)) == [(10**14 + 17) % SAMPLES, 0.0]
 
 
 @pytest.mark.parametrize("options", [{}, WORKERS], ids=str)

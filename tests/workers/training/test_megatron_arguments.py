@@ -88,7 +88,7 @@ def test_an_argument_is_in_one_table_and_what_it_needs_has_a_word() -> None:
 def parsed_of(*words: str) -> list[arguments.Given]:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--save")
-    parser.add_argument("--num-workers", type=int, default=2)
+    parser.add_argument("--log-memory-interval", type=int)
     parser.add_argument("--fp8-format", dest="fp8")
     parser.add_argument("--dataloader-type")
     parser.add_argument("--no-persist-layer-norm", action="store_false", dest="persist_layer_norm")
@@ -101,9 +101,9 @@ def test_only_given_arguments_have_a_word() -> None:
     assert arguments.why_not(parsed_of("--fp8-format=e4m3", "--dataloader-type", "cyclic")) == (
         "FP8 scales are not part of the known state (--fp8-format); its data has no random access "
         "(--dataloader-type)")
-    (line,) = arguments.named(parsed_of("--save", "x", "--num-workers=4",
+    (line,) = arguments.named(parsed_of("--save", "x", "--log-memory-interval=4",
                                         "--no-persist-layer-norm"))
-    assert line == "--num-workers: no workers: the step reads its samples itself"
+    assert line == "--log-memory-interval: not printed"
 
 
 def test_evaluations_are_counted_from_the_first_that_is_made() -> None:

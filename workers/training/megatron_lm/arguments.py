@@ -26,7 +26,7 @@ HONOURED = frozenset((
     "log_world_size_to_tensorboard", "logging_level", "lr", "micro_batch_size", "min_lr",
     "moe_layer_freq", "moe_router_load_balancing_type", "moe_z_loss_coeff", "no_load_optim",
     "no_load_rng", "no_save_rng", "num_experts", "num_layers",
-    "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
+    "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "num_workers",
     "overlap_grad_reduce", "overlap_param_gather", "override_opt_param_scheduler",
     "pretrained_checkpoint", "result_rejected_tracker_filename", "save", "save_interval",
     "save_tokenizer_assets", "seed", "seq_length", "sequence_parallel", "start_eval_at_iter",
