@@ -13,7 +13,8 @@ def add_megatron_arguments(parser):
                           ("tensor-model-parallel-size", 1), ("pipeline-model-parallel-size", 1),
                           ("exit-interval", None), ("tensorboard-log-interval", 1),
                           ("empty-unused-memory-level", 0), ("save-interval", None),
-                          ("ckpt-step", None), ("virtual-pipeline-model-parallel-size", None)):
+                          ("ckpt-step", None), ("virtual-pipeline-model-parallel-size", None),
+                          ("num-workers", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--lr", type=float, default=1e-3)
     for name in ("calculate-per-token-loss", "use-torch-fsdp2", "sequence-parallel",
