@@ -412,14 +412,15 @@ class Play:
         self.settled = self._form()
 
     def _is_told(self) -> bool:
-        """True if the survivors have reported all their shares of the newest whole in-memory
-        checkpoint: an order refers to reported ones alone, and a store has a share a little before
-        the report."""
-        step = max(self.copied, default=-1)
-        stored = {one.offer.rank for keeper in self.driver.keepers for one in keeper.stored(TASK)
-                  if one.offer.step_version == step and one.offer.rank in self.there}
-        return stored <= {told.rank for told in self.driver.told(r.MemoryCheckpointStored)
-                          if told.step_version == step}
+        """True if each survivor with a share of the newest in-memory checkpoint has reported one of
+        that generation. Without a report an order refers to none, and a store has a share a little
+        before its report."""
+        shares = [one.offer for keeper in self.driver.keepers for one in keeper.stored(TASK)]
+        generation = max((one.generation for one in shares), default=0)
+        stored = {one.rank for one in shares if one.generation == generation}
+        return stored & set(self.there) <= {
+            told.rank for told in self.driver.told(r.MemoryCheckpointStored)
+            if told.generation == generation}
 
     def _lose_another(self) -> None:
         """Kill the second victim during the meeting."""
