@@ -81,7 +81,7 @@ link = socket.socket(fileno=int(sys.argv[sys.argv.index("--fd") + 1]))
 unpacker = Unpacker()
 order = None
 def say(body):
-    link.sendall(pack(Frame(body=body, at_s=1234.5)))
+    link.sendall(pack(Frame(body=body, at_s=time.time() - 5)))
 while data := link.recv(65536):
     for frame in unpacker.feed(data):
         body = frame.body

@@ -87,7 +87,7 @@ class Agent:
             keeper=store.endpoint, labels=node.labels, copies_bytes_max=store.bytes_max))
         async with asyncio.TaskGroup() as group:
             health = HealthMonitor(node, self._sources, self._outbox.put) if self._sources else None
-            ranks = OrderExecutor(node, self._outbox.put, group, store,
+            ranks = OrderExecutor(node, self._outbox.put, group, store, self._clock,
                                   health.killed if health else None)
             try:
                 loops = [group.create_task(self._outbox.run(), name="reports"),

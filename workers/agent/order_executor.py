@@ -33,20 +33,15 @@ REAP_S_MAX = 5.0
 """After this long the exit is reported even if a process of the rank survives SIGKILL; the slot
 stays occupied."""
 
-RANK_REPORTS = (
-    reports.RankReady, reports.RankErrored, reports.CollectiveFailed, reports.Quiesced,
-    reports.Reconfigured, reports.ReconfigureFailed, reports.TaskProgressed, reports.LossNotFinite,
-    reports.MemoryCheckpointStored, reports.CheckpointSaved, reports.RankFinished,
-    reports.InMemoryRecoveryDeclined)
-"""The record kinds that a rank may send through its pipe; the agent forwards them unchanged."""
 _log = structlog.get_logger("agent")
 
 
 class OrderExecutor:
-    """Owns all ranks of the node. `report` spools a body; `group` owns one task per rank."""
+    """Owns all ranks of the node. `report` spools a body; `group` owns one task per rank. `clock`
+    gives seconds since 1970."""
 
     def __init__(self, node: NodeConfig, report: Callable[[Body, float | None], None],
-                 group: asyncio.TaskGroup, store: CheckpointStore,
+                 group: asyncio.TaskGroup, store: CheckpointStore, clock: Callable[[], float],
                  killed: OomLookup | None = None) -> None:
         self._node = node
         self._store = store
@@ -56,6 +51,7 @@ class OrderExecutor:
         self._dump_trigger = DumpTrigger(self.dump)
         self.watch = RankMonitors(self._on_monitor_report, is_on=node.watch)
         self._group = group
+        self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._slots = [asyncio.Lock() for _ in range(node.num_slots)]
         self._ranks: dict[tuple[int, int, int], RankAttempt] = {}
@@ -179,7 +175,7 @@ class OrderExecutor:
                 if other.order.attempt >= order.attempt:
                     return  # a repeated order, or one superseded by a later attempt
                 self._stop(other, 0.0)  # a lower attempt of the same rank is fenced
-        rank = RankAttempt(order, record.seq, record.epoch)
+        rank = RankAttempt(order, record.seq, record.epoch, self._clock)
         self._ranks[order.task, order.rank, order.attempt] = rank
         self._spawn_task(self._run_rank(rank),
                          f"task {order.task} rank {order.rank}.{order.attempt}")
@@ -319,12 +315,14 @@ class OrderExecutor:
 
     # --- reports of ranks -----------------------------------------------------------------------
     def _on_frame(self, rank: RankAttempt, frame: Frame) -> None:
+        if rank.fault:
+            return  # it has broken the protocol: nothing that it sends counts any more
         if isinstance(frame.body, Adopted):
             if rank.process is not None and rank.process.follow(frame.body.pid):
                 self.watch.adopted(rank.order, frame.body.pid)
             return
-        if not isinstance(frame.body, RANK_REPORTS):
-            self._end_faulty(rank, f"a rank must not send {type(frame.body).__name__}")
+        if why := rank.limits.violation(frame):
+            self._end_faulty(rank, why)
             return
         if isinstance(frame.body, reports.RankErrored):
             rank.error = frame.body
@@ -334,10 +332,7 @@ class OrderExecutor:
         if rank.process is not None and isinstance(
                 frame.body, (reports.RankFinished, reports.InMemoryRecoveryDeclined)):
             rank.process.unfollow()  # from now on only the exit of the command counts
-        try:
-            self._report(frame.body, frame.at_s or None)
-        except ValueError as error:
-            self._end_faulty(rank, f"a report that cannot be encoded: {error}")
+        self._report(frame.body, rank.limits.occurred_s(frame.at_s))
 
     def _end_faulty(self, rank: RankAttempt, why: str) -> None:
         """Kill a rank that violates the pipe protocol; it is restarted like any failed rank."""

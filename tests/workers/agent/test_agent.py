@@ -239,7 +239,7 @@ async def test_a_training_rank_receives_orders_through_its_pipe(
         ready = await node.leader.wait(RankReady, 2)
         assert {(r.endpoint, r.data_digest) for r in ready} == {("127.0.0.9:1", "1")}
         records = [r for r in node.leader.records if isinstance(r.body, RankReady)]
-        assert {r.occurred_s for r in records} == {1234.5}
+        assert all(4 < time.time() - r.occurred_s < LIMIT_S for r in records)
         await node.leader.order(reconfigure(0))
         resume = await node.leader.order(
             o.Resume(nodes=("n1",), task=1, generation=1, progress_from=0))

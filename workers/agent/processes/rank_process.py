@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Callable
 
 from ....events.records.orders import StartRank
 from ....events.records.reports import RankErrored
 from .oom_kills import MemoryCgroup
 from .pipe import Pipe
 from .process import Exit, Process
+from .report_limits import ReportLimits
 
 
 class RankAttempt:
     """One attempt: waits for its slot, runs, is stopped and reaped."""
 
-    def __init__(self, order: StartRank, seq: int, epoch: int) -> None:
+    def __init__(self, order: StartRank, seq: int, epoch: int, clock: Callable[[], float]) -> None:
         self.order = order
+        self.limits = ReportLimits(order, clock)
         self.seq = seq
         self.epoch = epoch
         self.process: Process | None = None
