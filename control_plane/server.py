@@ -26,7 +26,6 @@ from typing import TextIO, cast
 
 import msgspec
 import structlog
-from aiohttp import web
 from msgspec import Struct
 from unicron import __version__
 
@@ -36,6 +35,7 @@ from ..events.log.redis_streams import RedisLog
 from ..events.process_io import LogStream
 from ..events.records.envelope import KINDS, Record
 from ..events.spec.policy import Policy
+from .api.connections import ConnectionLimits, Listener, limits_of_descriptors, seldom_logged
 from .api.http import Address, HttpApi
 from .service.coordinator import Coordinator
 
@@ -75,6 +75,10 @@ async def _serve(options: Options) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    asyncio.get_running_loop().set_exception_handler(seldom_logged())
+    limits, too_few = limits_of_descriptors(ConnectionLimits())
+    if too_few:
+        logger.warning(too_few)
     log = _CrashingLog(options.redis_url, options.cluster, os.environ)
     try:
         await _wait_for_redis(log)
@@ -83,8 +87,8 @@ async def _serve(options: Options) -> int:
         token = _token(options.state)
         address = Address(redis_url=options.redis_url, cluster=options.cluster)
         http = HttpApi(coordinator, log, token=token, address=address)
-        runner = web.AppRunner(http.app(), access_log=None, shutdown_timeout=SHUTDOWN_S_MAX)
-        url = await _listen(runner, options.host, options.port)
+        listener = Listener(http.app(), stop_s_max=SHUTDOWN_S_MAX, limits=limits)
+        url = await _listen(listener, options.host, options.port)
         file = options.state / "control_plane.json"
         try:
             pid = os.getpid()
@@ -94,7 +98,7 @@ async def _serve(options: Options) -> int:
             logger.info("listening", url=url, cluster=options.cluster)
             return await _lead(coordinator, stop)
         finally:
-            await runner.cleanup()
+            await listener.stop()
             _remove(file)
     finally:
         await log.close()
@@ -142,16 +146,13 @@ async def _wait_for_redis(log: RedisLog) -> None:
         await asyncio.sleep(0.1)
 
 
-async def _listen(runner: web.AppRunner, host: str, port: int) -> str:
-    await runner.setup()
+async def _listen(listener: Listener, host: str, port: int) -> str:
     try:
-        await web.TCPSite(runner, host, port).start()
+        bound_port = await listener.start(host, port)
     except OSError as error:
-        await runner.cleanup()
         why = os.strerror(error.errno) if error.errno else str(error)
         raise UsageError(f"cannot listen on {host}:{port}: {why}",
                          "choose another port, or stop what uses it") from None
-    bound_port = runner.addresses[0][1]
     return f"http://[{host}]:{bound_port}" if ":" in host else f"http://{host}:{bound_port}"
 
 

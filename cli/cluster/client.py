@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
@@ -93,7 +94,8 @@ class Client:
             headers |= {"Content-Type": "application/json", "Idempotency-Key": key}
         target = f"{path}?{urlencode(query)}" if query else path
         try:
-            link.request(method, target, None if body is None else json.dumps(body), headers)
+            with suppress(BrokenPipeError, ConnectionResetError):  # a body may be refused unread
+                link.request(method, target, None if body is None else json.dumps(body), headers)
             if link.sock is not None:
                 link.sock.settimeout(limit_s)
             answer = link.getresponse()

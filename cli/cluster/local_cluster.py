@@ -164,7 +164,11 @@ class LocalCluster:
             try:
                 client = connect(self.state)
                 health = client.get("/v1/health")
-            except (Unreachable, Refused, Unable):
+            except (Unreachable, Unable):
+                return None
+            except Refused as error:
+                if error.status == 401:  # a token that was given, by $UNICRON_TOKEN
+                    raise
                 return None
             return client if health.get("leader") and health.get("pid") == process.pid else None
 

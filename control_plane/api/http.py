@@ -29,10 +29,13 @@ from ..service.coordinator import Check, Coordinator
 from ..service.threads import aside
 from ..state.cluster import ClusterState, decode_state, encode_state
 from . import dry_run, requests
+from .connections import Connection, error_answer
 from .requests import Refusal
 from .view import view
 
 BODY_BYTES_MAX = 1 << 20
+BODY_S_MAX = 10.0
+"""Time limit for the arrival of a request's body."""
 PAGE_RECORDS_MAX = 1_000
 FOLD_S_MAX = 30.0
 """Time limit for folding the log to a past record."""
@@ -102,7 +105,11 @@ class HttpApi:
 
     # --- calls ---
     async def _health(self, request: web.Request) -> web.Response:
+        """Whether this control plane leads; to a client with a token also of what, and who it is.
+        """
         leading = self._coordinator.leading
+        if "Authorization" not in request.headers:
+            return _json({"ok": leading})
         return _json({"ok": leading, "cluster": self._address.cluster,
                       "epoch": self._coordinator.epoch, "seq": self._coordinator.seq,
                       "leader": leading, "pid": os.getpid()})
@@ -227,23 +234,36 @@ class HttpApi:
     # --- authorisation and errors ---
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Check the token, and answer every error with one line of JSON."""
+        """Refuse what can be refused by its headers, before the body is read; answer every error
+        with one line of JSON. An answer to a request whose body is not read ends the connection."""
         try:
-            if request.path not in OPEN_TO_ALL and not self._is_authorised(request):
-                raise Refusal(401, "the token is missing or wrong",
-                              "Authorization: Bearer TOKEN, from the state folder's token file")
+            self._admit(request)
             return await handler(request)
         except Refusal as error:
-            return _error(error.status, str(error), error.hint)
+            return _refusal(request, error.status, str(error), error.hint)
         except SpecError as error:
-            return _error(422, str(error), error.hint)
+            return error_answer(422, str(error), error.hint)
         except UsageError as error:
-            return _error(400, str(error), error.hint)
+            return error_answer(400, str(error), error.hint)
         except LogError as error:
-            return _error(503, str(error), "training goes on; try again in a moment")
+            return error_answer(503, str(error), "training goes on; try again in a moment")
         except web.HTTPException as error:
             hint = "docs/ARCHITECTURE.md, HTTP" if error.status in (404, 405) else ""
-            return _error(error.status, f"{request.method} {request.path}: {error.reason}", hint)
+            return _refusal(request, error.status,
+                            f"{request.method} {request.path}: {error.reason}", hint)
+
+    def _admit(self, request: web.Request) -> None:
+        """Raises Refusal, by the headers alone."""
+        if "Content-Encoding" in request.headers:
+            raise Refusal(415, "the body has a Content-Encoding", "send it as plain JSON")
+        if request.path not in OPEN_TO_ALL or "Authorization" in request.headers:
+            if not self._is_authorised(request):
+                raise Refusal(401, "the token is missing or wrong",
+                              "Authorization: Bearer TOKEN, from the state folder's token file")
+            if isinstance(request.protocol, Connection):
+                request.protocol.authorised()
+        if (request.content_length or 0) > BODY_BYTES_MAX:
+            raise _too_large()
 
     def _is_authorised(self, request: web.Request) -> bool:
         given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
@@ -265,8 +285,16 @@ def _json(data: Any, status: int = 200) -> web.Response:
                         content_type="application/json")
 
 
-def _error(status: int, message: str, hint: str) -> web.Response:
-    return _json({"error": " ".join(message.split()), "hint": hint}, status)
+def _refusal(request: web.Request, status: int, message: str, hint: str) -> web.Response:
+    """An error; the connection ends if the request has a body that has not arrived."""
+    answer = error_answer(status, message, hint)
+    if not request.content.is_eof() or status in (401, 413, 415):
+        answer.force_close()
+    return answer
+
+
+def _too_large() -> Refusal:
+    return Refusal(413, f"the body is larger than {BODY_BYTES_MAX:,} bytes", "send a smaller one")
 
 
 def _number(request: web.Request, name: str) -> int:
@@ -289,7 +317,16 @@ async def _body(request: web.Request) -> Any:
     """The JSON body, strict: no duplicate keys, no NaN, no lone surrogate (`"\\ud800"` is JSON, but
     can be written neither to the log nor to an answer)."""
     try:
-        raw = await request.read()
+        async with asyncio.timeout(BODY_S_MAX):
+            raw = await request.read()
+    except TimeoutError:
+        raise Refusal(408, f"the body did not arrive within {BODY_S_MAX:g} s",
+                      "send it again") from None
+    except web.HTTPRequestEntityTooLarge:
+        raise _too_large() from None
+    except web.RequestPayloadError as error:
+        raise Refusal(400, f"the body is not valid HTTP: {error}", "send one JSON object") from None
+    try:
         found = json.loads(raw or b"{}", object_pairs_hook=_unique_keys, parse_constant=_not_finite)
         json.dumps(found, ensure_ascii=False).encode()
         return found

@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
-from aiohttp import web
 from memory_log import MemoryLog
+from unicron.control_plane.api.connections import ConnectionLimits, Listener
 from unicron.control_plane.api.http import Address, HttpApi
 from unicron.control_plane.service.coordinator import Coordinator, Limits
 from unicron.events.records.envelope import Report
@@ -81,24 +81,24 @@ class Site:
 
 
 @asynccontextmanager
-async def serving(policy: Policy = POLICY) -> AsyncIterator[Site]:
+async def serving(policy: Policy = POLICY,
+                  limits: ConnectionLimits | None = None) -> AsyncIterator[Site]:
     log = MemoryLog(time.monotonic)
     coordinator = Coordinator(log, clock=time.time, nonce="a", code="test", policy=policy,
                               limits=Limits(call_s_max=0.5))
     leading = asyncio.create_task(coordinator.run())
     http = HttpApi(coordinator, log, token="secret",
                 address=Address(redis_url="unix:///run/x", cluster="test"))
-    runner = web.AppRunner(http.app(), access_log=None, shutdown_timeout=1.0)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    listener = Listener(http.app(), stop_s_max=1.0, limits=limits)
+    port = await listener.start("127.0.0.1", 0)
     await coordinator.settled()
     try:
         async with aiohttp.ClientSession() as client:
-            yield Site(log, coordinator, client, f"http://127.0.0.1:{runner.addresses[0][1]}")
+            yield Site(log, coordinator, client, f"http://127.0.0.1:{port}")
     finally:
         coordinator.stop()
         await asyncio.wait_for(leading, 60)
-        await runner.cleanup()
+        await listener.stop()
 
 
 Test = Callable[[Site], Coroutine[Any, Any, None]]
@@ -107,7 +107,7 @@ Test = Callable[[Site], Coroutine[Any, Any, None]]
 def real(test: Test, policy: Policy = POLICY) -> Callable[[], None]:
     def run() -> None:
         async def main() -> None:
-            async with asyncio.timeout(20), serving(policy) as site:
+            async with asyncio.timeout(120), serving(policy) as site:
                 await test(site)
 
         asyncio.run(main())

@@ -34,9 +34,8 @@ COMMAND: dict[str, Any] = {"apiVersion": job.API_VERSION, "name": "sleeps",
 
 
 @real
-async def test_health_needs_no_token(site: Site) -> None:
-    async with site.client.get(site.url + "/v1/health") as reply:
-        answer = await reply.json()
+async def test_health(site: Site) -> None:
+    _, answer = await site.ask("GET", "/v1/health")
     assert answer["ok"] is answer["leader"] is True
     assert (answer["cluster"], answer["epoch"], answer["seq"]) == ("test", 1, 2)
 

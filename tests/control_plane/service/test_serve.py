@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,10 @@ class Running:
         raise AssertionError(f"no control_plane.json; {self.words()}")
 
     def health(self) -> dict[str, Any]:
-        with urllib.request.urlopen(self.note()["url"] + "/v1/health", timeout=30) as reply:
+        note = self.note()
+        request = urllib.request.Request(note["url"] + "/v1/health",
+                                         headers={"Authorization": f"Bearer {note['token']}"})
+        with urllib.request.urlopen(request, timeout=30) as reply:
             found: dict[str, Any] = json.loads(reply.read())
             return found
 
@@ -86,10 +89,12 @@ class Running:
 
 @contextmanager
 def control_plane(state: Path, url: str, *, port: int = 0, cluster: str = "serve",
-                  policy: str = "", switches: tuple[str, ...] = (),
+                  policy: str = "", switches: tuple[str, ...] = (), num_files: str = "",
                   **environment: str) -> Iterator[Running]:
+    limited = ["bash", "-c", f'ulimit -n {num_files} && exec "$@"', "bash"] if num_files else []
     process = subprocess.Popen(
-        [sys.executable, "-c", MAIN, str(state), url, str(port), cluster, policy, *switches],
+        [*limited, sys.executable, "-c", MAIN, str(state), url, str(port), cluster, policy,
+         *switches],
         stderr=subprocess.PIPE, text=True, env={**os.environ, **environment})
     try:
         yield Running(process, state)
@@ -201,3 +206,24 @@ def test_switches_apply_to_one_start_only(server: Server, tmp_path: Path) -> Non
     logged = [record.body.policy for record in records(server.url, "serve-switches")
               if isinstance(record.body, PolicySet)]
     assert logged == [Policy(allow_inject=True), Policy(silence_s_max=7.0, observe=True), Policy()]
+
+
+def test_a_low_limit_of_descriptors_is_told_and_held(server: Server, tmp_path: Path) -> None:
+    """With too few descriptors there are fewer connections, and the server still answers."""
+    with control_plane(tmp_path, server.url, cluster="serve-files", num_files="64") as low:
+        low.wait_leading()
+        host, port = low.note()["url"].removeprefix("http://").split(":")
+        with ExitStack() as stack:
+            for _ in range(100):
+                stack.enter_context(socket.create_connection((host, int(port)), timeout=30))
+            assert low.health()["leader"]
+        low.process.send_signal(signal.SIGTERM)
+        assert low.end() == 0
+        words = low.words().splitlines()
+    assert [line for line in words if "ulimit -n is 64" in line and "1280" in line], words
+    assert len(words) < 10, words
+    with control_plane(tmp_path, server.url, cluster="serve-files", num_files="-S 64") as soft:
+        soft.wait_leading()
+        limits = Path(f"/proc/{soft.process.pid}/limits").read_text()
+        found = next(line for line in limits.splitlines() if line.startswith("Max open files"))
+        assert int(found.split()[3]) >= 1_280, "the soft limit is raised where that is allowed"

@@ -1,0 +1,206 @@
+"""Limits of the HTTP server's connections: number, time to send headers, lines in the log.
+
+aiohttp has the limit of time: `keepalive_timeout` counts from the start of a connection and from
+the end of each answer until the next headers are complete. The rest is here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import time
+from collections.abc import Callable
+from typing import Any, cast
+
+import msgspec
+import structlog
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+from msgspec import Struct
+
+
+class ConnectionLimits(Struct, frozen=True, kw_only=True):
+    """Limits of one server."""
+
+    connections_num_max: int = 1_024
+    headers_s_max: float = 10.0
+    """Also the longest time without a request on a connection that is kept open."""
+    log_every_s: float = 10.0
+    """At most one line about malformed requests in this time."""
+
+
+DESCRIPTORS_NUM_RESERVED = 256
+"""For the log, files, and connections that are accepted only to be refused, a backlog at most."""
+BACKLOG_NUM = 128
+ERROR_CHARS_MAX = 200
+
+
+class Seldom:
+    """Says at most once in `every_s` that a line may be logged; counts the others."""
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s, self._next_s, self._num = every_s, 0.0, 0
+
+    def due(self) -> int:
+        """The number of events since the last line, with this one; 0: log nothing now."""
+        self._num += 1
+        if time.monotonic() < self._next_s:
+            return 0
+        num, self._num, self._next_s = self._num, 0, time.monotonic() + self._every_s
+        return num
+
+
+class Connection(web.RequestHandler):
+    """One connection. It is a stranger until a request on it has shown a valid token."""
+
+    __slots__ = ("_listener",)
+
+    def __init__(self, listener: Listener, server: web.Server, limits: ConnectionLimits) -> None:
+        super().__init__(
+            server, loop=asyncio.get_running_loop(), access_log=cast(Any, None),
+            keepalive_timeout=limits.headers_s_max,
+            lingering_time=0.0,  # a refused body is not read
+            auto_decompress=False)  # the API takes no compressed bodies
+        self._listener = listener
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._listener.admit(self)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        super().connection_lost(exc)
+        self._listener.forget(self)
+
+    def authorised(self) -> None:
+        """A request on this connection has shown a valid token."""
+        self._listener.trust(self)
+
+    def abort(self) -> None:
+        """Close at once, without sending what waits to be sent."""
+        if isinstance(self.transport, asyncio.Transport):
+            self.transport.abort()
+
+    def handle_error(self, request: web.BaseRequest, status: int = 500,
+                     exc: BaseException | None = None,
+                     message: str | None = None) -> web.StreamResponse:
+        """The answer to a malformed request, or to one that met a bug; the connection ends."""
+        if isinstance(exc, HttpProcessingError):
+            self._listener.tell_malformed(request, exc.message)
+            answer = error_answer(400, f"not an HTTP request: {_bounded(exc.message)}",
+                                  "docs/ARCHITECTURE.md, HTTP")
+        else:
+            super().handle_error(request, status, exc, message)  # logs the traceback
+            answer = error_answer(status, "the control plane met an error of its own",
+                                  "see the log of the control plane")
+        answer.headers["Connection"] = "close"  # aiohttp adds none to an answer as HTTP/1.0
+        answer.force_close()
+        return answer
+
+
+class Listener:
+    """Serves an application on one TCP port.
+
+    At the limit of connections the oldest stranger makes room for a new connection, so that clients
+    without a token cannot keep out those that have one. If there is none, the new one is closed.
+    """
+
+    def __init__(self, app: web.Application, *, stop_s_max: float,
+                 limits: ConnectionLimits | None = None) -> None:
+        self._limits = limits or ConnectionLimits()
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=stop_s_max)
+        self._strangers: dict[Connection, None] = {}  # ordered by age
+        self._trusted: set[Connection] = set()
+        self._malformed = Seldom(self._limits.log_every_s)
+        self._logger = structlog.get_logger("http")
+        self._server: asyncio.Server | None = None
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; returns the port. Raises OSError."""
+        await self._runner.setup()
+        server = self._runner.server
+        assert server is not None
+        try:
+            self._server = await asyncio.get_running_loop().create_server(
+                lambda: Connection(self, server, self._limits), host, port, backlog=BACKLOG_NUM)
+        except OSError:
+            await self._runner.cleanup()
+            raise
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def stop(self) -> None:
+        """Stop listening, and end the open requests within `stop_s_max`."""
+        if self._server is not None:
+            self._server.close()
+        await self._runner.cleanup()
+
+    # --- called by connections -------------------------------------------------------------------
+    def admit(self, connection: Connection) -> None:
+        self._strangers[connection] = None
+        if len(self._strangers) + len(self._trusted) > self._limits.connections_num_max:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.abort()
+
+    def trust(self, connection: Connection) -> None:
+        if connection in self._strangers:
+            del self._strangers[connection]
+            self._trusted.add(connection)
+
+    def forget(self, connection: Connection) -> None:
+        self._strangers.pop(connection, None)
+        self._trusted.discard(connection)
+
+    def tell_malformed(self, request: web.BaseRequest, why: str) -> None:
+        """Log a malformed request, seldom and on one line."""
+        if num := self._malformed.due():
+            self._logger.warning("malformed request", why=_bounded(why), peer=request.remote,
+                                 num_since_last_line=num)
+
+
+def error_answer(status: int, message: str, hint: str) -> web.Response:
+    """An error as one line of JSON."""
+    return web.Response(
+        body=msgspec.json.encode({"error": " ".join(message.split()), "hint": hint}),
+        status=status, content_type="application/json")
+
+
+def _bounded(text: str) -> str:
+    return " ".join(text.split())[:ERROR_CHARS_MAX]
+
+
+def limits_of_descriptors(limits: ConnectionLimits) -> tuple[ConnectionLimits, str]:
+    """The limits that this process has file descriptors for, and a line if they are lower.
+
+    Raises the process's soft limit of descriptors as far as its hard limit allows.
+    """
+    wanted = limits.connections_num_max + DESCRIPTORS_NUM_RESERVED
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft in (resource.RLIM_INFINITY, -1) or soft >= wanted:
+        return limits, ""
+    allowed = wanted if hard in (resource.RLIM_INFINITY, -1) else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed == wanted:
+        return limits, ""
+    num = max(allowed - DESCRIPTORS_NUM_RESERVED, allowed // 4, 1)
+    return (msgspec.structs.replace(limits, connections_num_max=num),
+            f"ulimit -n is {allowed}: at most {num} connections instead of "
+            f"{limits.connections_num_max}; it should be {wanted}")
+
+
+def seldom_logged(every_s: float = 10.0) -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]],
+                                                     None]:
+    """A handler for the event loop's errors: those of accepting connections are one line, seldom.
+
+    Without it, a lack of descriptors writes a traceback for each try.
+    """
+    seldom, logger = Seldom(every_s), structlog.get_logger("http")
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if isinstance(context.get("exception"), OSError) and "socket" in context:
+            if num := seldom.due():
+                logger.error("cannot accept connections", why=str(context["exception"]),
+                             num_since_last_line=num)
+            return
+        loop.default_exception_handler(context)
+
+    return handle
