@@ -32,6 +32,7 @@ from unicron import __version__
 from ..events.errors import Fenced, Unavailable, UsageError
 from ..events.log.embedded_server import start_time
 from ..events.log.redis_streams import RedisLog
+from ..events.private_files import read_private, write_private
 from ..events.process_io import LogStream
 from ..events.records.envelope import KINDS, Record
 from ..events.spec.policy import Policy
@@ -166,7 +167,7 @@ def _token(state: Path) -> str:
     """The cluster's token: created once, stored in the state folder, readable by its owner only."""
     path = state / "token"
     try:
-        found = path.read_text(encoding="ascii").strip()
+        found = read_private(path).decode(errors="replace").strip()
         if found:
             return found
     except FileNotFoundError:
@@ -180,13 +181,9 @@ def _token(state: Path) -> str:
 
 def _write(path: Path, data: bytes) -> None:
     """Write the file atomically, readable by its owner only. Raises UsageError."""
-    new = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        new.replace(path)
+        write_private(path, data)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}", "use a folder of yours: --state") from None
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ...events.errors import UsageError
+from ...events.private_files import write_private
 
 
 def default() -> Path:
@@ -100,8 +101,4 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 def write_json(path: Path, data: dict[str, Any]) -> None:
     """Write the file atomically, readable by the owner only."""
-    new = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        json.dump(data, file)
-    new.replace(path)
+    write_private(path, json.dumps(data).encode())

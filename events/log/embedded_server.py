@@ -22,6 +22,7 @@ import msgspec
 from msgspec import Struct
 
 from ..errors import ServerError
+from ..private_files import write_private
 from ..process_io import defer_signals
 
 START_S_MAX = 30.0
@@ -182,12 +183,12 @@ def _start(binary: Path, directory: Path, port: int, lock: int) -> Server | None
     password = _password(directory)
     if password is None:
         password = secrets.token_hex(24)
-        _write_private(directory / "password", password)
+        write_private(directory / "password", password.encode())
     if not _is_free(port):
         return None
     config, log = directory / "valkey.conf", directory / "server.log"
-    _write_private(config, _CONFIG.format(host=_HOST, port=port, password=password,
-                                          directory=_quoted(directory), log=_quoted(log)))
+    write_private(config, _CONFIG.format(host=_HOST, port=port, password=password,
+                                         directory=_quoted(directory), log=_quoted(log)).encode())
     log_start = log.stat().st_size if log.exists() else 0
     process, answer = None, ""
     try:
@@ -198,7 +199,7 @@ def _start(binary: Path, directory: Path, port: int, lock: int) -> Server | None
                 pass_fds=(lock,))
             _children[process.pid] = process
             note = _Note(pid=process.pid, start_time=start_time(process.pid), port=port)
-            _write_private(directory / "server.json", msgspec.json.encode(note).decode())
+            write_private(directory / "server.json", msgspec.json.encode(note))
         answer = _until_ready(process, port, password)
     finally:
         if process is not None and answer != "ready":  # without an answer it cannot be adopted
@@ -303,15 +304,6 @@ def _password(directory: Path) -> str | None:
         return (directory / "password").read_text(encoding="utf-8").strip() or None
     except (FileNotFoundError, NotADirectoryError):
         return None
-
-
-def _write_private(path: Path, text: str) -> None:
-    """Write the file atomically, with mode 0600."""
-    new = path.with_name(path.name + ".new")
-    new.unlink(missing_ok=True)
-    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(text)
-    new.replace(path)
 
 
 def _quoted(path: Path) -> str:

@@ -141,6 +141,16 @@ def test_start_note_token_stop(server: Server, tmp_path: Path) -> None:
         assert second.end() == 0
 
 
+def test_a_token_that_others_could_read_is_refused(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("known to all\n")
+    (tmp_path / "token").chmod(0o644)
+    with control_plane(tmp_path, server.url, cluster="serve-token") as process:
+        assert process.end() == 2
+        (words,) = [line for line in process.words().splitlines() if line.startswith("USAGE")]
+    assert "token has mode 0644: others may read it | chmod 600 " in words
+    assert kinds(server.url, "serve-token") == []
+
+
 def test_a_newer_leader_fences_the_older_one(server: Server, tmp_path: Path) -> None:
     with control_plane(tmp_path / "a", server.url, cluster="serve-2") as first:
         first.wait_leading()
