@@ -15,6 +15,8 @@ from bench.recovery.job import NUM_MICRO_BATCHES, NUM_RANKS, SAVE_EVERY_NUM, STR
 START_S_MAX = 90.0
 RECOVER_S_MAX = 15.0
 WHOLE_S_MAX = 40.0
+LOSSES_S_MAX = 5.0
+"""How long after the iterations a system may report their losses."""
 WARM_NUM = 5
 """Iterations that the victim has done before the fault."""
 AFTER_NUM = 3
@@ -113,7 +115,7 @@ def strike(system: System, case: str, twin: Reference, num_ranks: int = NUM_RANK
         return trial._replace(why=why or f"no step within {RECOVER_S_MAX:.0f} s")
     _go_on(system, step, stays=stays, num_ranks=num_ranks)
     redone_s = eyes.recompute_s(watch.lines, step, before, began_s)
-    gap = eyes.differs(system.losses(), twin.losses, step["iteration"], AFTER_NUM)
+    gap = _gap(system, twin, step["iteration"])
     kept = system.whole_batch(step)
     new = set(eyes.pids(watch.lines, time.time()).values()) - pids
     return trial._replace(
@@ -122,6 +124,18 @@ def strike(system: System, case: str, twin: Reference, num_ranks: int = NUM_RANK
         batch_kept=None if kept is None else float(kept),
         loss_equal=None if gap is None else float(gap <= twin.rel_max), loss_rel=gap,
         processes_restarted=len(new))
+
+
+def _gap(system: System, twin: Reference, first: int) -> float | None:
+    """The largest relative difference of the losses from `first` on. A system reports them a little
+    after the iterations. None if the reference run is shorter, or one is not reported."""
+    if first + AFTER_NUM > len(twin.losses):
+        return None
+    for _ in system.watch.until(LOSSES_S_MAX):
+        gap = eyes.differs(system.losses(), twin.losses, first, AFTER_NUM)
+        if gap is not None:
+            return gap
+    return None
 
 
 def ripe(system: System, num_ranks: int, victim: int, warm: int, fits: Callable[[int], bool],
