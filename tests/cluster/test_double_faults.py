@@ -104,7 +104,8 @@ def test_a_member_of_the_next_generation_dies_and_a_joined_newcomer(pair: Pair) 
     os.kill(newcomer.pid, signal.SIGKILL)
     assert joined.received_bytes > 0
     pair.wait_exit(pair.two, newcomer.pid, after)
-    assert len(pair.healed(after, pair.one, pair.two)) == 2, "expected one incident per task"
+    # One for each task; on a busy machine the newcomer is killed after the task has recovered.
+    assert len(pair.healed(after, pair.one, pair.two)) in (2, 3)
     for task, killed in ((pair.one, {victim, second}), (pair.two, {first})):
         assert cluster.kept(task, before[task]) == set(before[task]) - killed
 
