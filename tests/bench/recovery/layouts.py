@@ -10,7 +10,6 @@ orders than the reference run.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from bench.recovery import watch as eyes
 from bench.recovery.growth import resumed_s
 from bench.recovery.job import SAVE_EVERY_NUM, VICTIM_NUM, Parallel
 from bench.recovery.moved import Change, change, in_words, least_bytes
-from bench.recovery.rounds import rows_of, train_twin
+from bench.recovery.rounds import rows_of, train_twin, train_undisturbed
 from bench.recovery.rows import Row, row
 from bench.recovery.trial import NotStarted, Reference, Trial, strike
 from bench.recovery.unicron import Unicron
@@ -27,7 +26,6 @@ from unicron.workers.training.reference import tolerance
 
 TWIN_NUM = 30
 """Iterations of the reference run for each fault: the maximum between two faults."""
-UNDISTURBED_S_MAX = 300.0
 Say = Callable[[str], None]
 
 
@@ -36,24 +34,24 @@ class Kind(NamedTuple):
 
     parallel: Parallel
     num_replicas: int
-    orders: tuple[tuple[Parallel, int], tuple[Parallel, int]]
-    """Two layouts and their ranks, whose undisturbed runs give the tolerance of the losses."""
     size: str = "1M"
     copy_every: int = 0
 
 
-REPLICAS: tuple[tuple[Parallel, int], tuple[Parallel, int]] = (({}, 3), ({}, 2))
 CASES = {
-    "tp2dp2_sigkill": {"unicron": Kind({"tensor": [2]}, 2, (({"tensor": [2]}, 4),
-                                                            ({"tensor": [2]}, 2)))},
-    "pp2dp2_sigkill": {"unicron": Kind({"pipeline": [2, 3]}, 2, (({"pipeline": [2]}, 4),
-                                                                 ({"pipeline": [3]}, 3)),
-                                       "1M_even")},
+    "tp2dp2_sigkill": {"unicron": Kind({"tensor": [2]}, 2)},
+    "pp2dp2_sigkill": {"unicron": Kind({"pipeline": [2, 3]}, 2, "1M_even")},
     # A rollback loads a copy; the copy is as old as the checkpoints of the peers that roll back.
-    "zero1_sigkill": {"unicron_mirrored": Kind({"optimizer": "mirrored"}, 4, REPLICAS),
-                      "unicron_sharded": Kind({"optimizer": "sharded"}, 4, REPLICAS, "1M",
-                                              SAVE_EVERY_NUM)},
+    "zero1_sigkill": {"unicron_mirrored": Kind({"optimizer": "mirrored"}, 4),
+                      "unicron_sharded": Kind({"optimizer": "sharded"}, 4, "1M", SAVE_EVERY_NUM)},
 }
+"""All kinds of a case have one size."""
+ORDERS: dict[str, tuple[tuple[Parallel, int], ...]] = {
+    "tp2dp2_sigkill": (({"tensor": [2]}, 4), ({"tensor": [2]}, 2)),
+    "pp2dp2_sigkill": (({"pipeline": [2]}, 4), ({"pipeline": [3]}, 3)),
+    "zero1_sigkill": (({}, 3), ({}, 2)),
+}
+"""The layouts and numbers of ranks whose undisturbed runs give the tolerance of a case."""
 
 
 class Struck(NamedTuple):
@@ -73,38 +71,24 @@ def measure(folder: Path, case: str, num: int, twins: dict[str, list[float]], sa
     `twins`: losses of the reference runs by model size. This function adds the runs that it trains.
     """
     folder.mkdir(parents=True)
-    rows: list[Row] = []
-    references: dict[str, Reference] = {}
-    for name, kind in CASES[case].items():
-        if kind.size not in twins:
-            say(f"{case}: the undisturbed twin")
-            twins[kind.size] = train_twin(folder / "twin", TWIN_NUM * num, kind.size)
-        shown = repr(kind.orders)
-        if shown not in references:
-            say(f"{case}: the undisturbed twin in two other orders of summing")
-            noises = [_noise(folder / f"order-{len(references)}-{number}", parallel, num_ranks,
-                             kind.size, twins[kind.size])
-                      for number, (parallel, num_ranks) in enumerate(kind.orders)]
-            references[shown] = Reference(twins[kind.size], tolerance(noises))
-        rows += _rows_of(folder / name, case, name, kind, references[shown], num, say)
-    return rows
+    kinds = CASES[case]
+    size = next(iter(kinds.values())).size
+    if size not in twins:
+        say(f"{case}: the undisturbed twin")
+        twins[size] = train_twin(folder / "twin", TWIN_NUM * num, size)
+    say(f"{case}: undisturbed runs in two other orders of summing")
+    noises = [_noise(Unicron(folder / f"order-{number}", num_ranks=num_ranks, size=size,
+                             traced=False, parallel=parallel), twins[size])
+              for number, (parallel, num_ranks) in enumerate(ORDERS[case])]
+    twin = Reference(twins[size], tolerance(noises))
+    return [one for name, kind in kinds.items()
+            for one in _rows_of(folder / name, case, name, kind, twin, num, say)]
 
 
-def _noise(folder: Path, parallel: Parallel, num_ranks: int, size: str, twin: list[float]) -> float:
-    """The largest difference of an undisturbed run in a layout from the reference run.
-
-    NaN if that run did not train as many iterations.
-    """
-    made = Unicron(folder, num_ranks=num_ranks, size=size, traced=False, parallel=parallel)
-    deadline_s = time.monotonic() + UNDISTURBED_S_MAX
-    losses: dict[int, float] = {}
-    try:
-        made.start()
-        while len(losses) < len(twin) and time.monotonic() < deadline_s:
-            time.sleep(0.2)
-            losses = made.losses()
-    finally:
-        made.stop()
+def _noise(system: Unicron, twin: list[float]) -> float:
+    """The largest difference of an undisturbed run of the system from the reference run; NaN if the
+    run is shorter."""
+    losses = dict(enumerate(train_undisturbed(system, len(twin))))
     gap = eyes.differs(losses, twin, 0, len(twin))
     return math.nan if gap is None else gap
 

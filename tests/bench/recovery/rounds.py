@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -11,12 +10,20 @@ from bench.recovery import environment
 from bench.recovery import phases as parts
 from bench.recovery.peers import KINDS, Bare
 from bench.recovery.rows import Row, row
-from bench.recovery.trial import RECOVER_S_MAX, NotStarted, Reference, System, Trial, strike
+from bench.recovery.trial import (
+    RECOVER_S_MAX,
+    NotStarted,
+    Reference,
+    System,
+    Trial,
+    reported_losses,
+    strike,
+)
 from bench.recovery.unicron import Unicron
 
 TWIN_NUM = 70
 """Iterations of the reference run; later losses are not compared."""
-TWIN_S_MAX = 180.0
+TWIN_S_MAX = 300.0
 METRICS = (("fault_to_step_s", "s"), ("recompute_s", "s"), ("iterations_lost", "iterations"),
            ("batch_kept", "0 or 1"), ("loss_equal", "0 or 1"), ("loss_rel", "ratio"),
            ("processes_restarted", "processes"), ("iteration_s", "s"))
@@ -111,18 +118,19 @@ class Rounds:
 
 def train_twin(folder: Path, num: int, size: str = "1M") -> list[float]:
     """The losses of at least `num` iterations of the loop in bare Megatron. Raises NotStarted."""
-    bare = Bare(folder, size=size, traced=False)
+    return train_undisturbed(Bare(folder, size=size, traced=False), num)
+
+
+def train_undisturbed(system: System, num: int) -> list[float]:
+    """The losses of at least `num` iterations without a fault; fewer if they take longer than
+    TWIN_S_MAX. Raises NotStarted."""
     try:
-        bare.start()
-        deadline_s = time.monotonic() + TWIN_S_MAX
-        while len(bare.watch.told) < num and time.monotonic() < deadline_s:
-            time.sleep(0.1)
-            bare.watch.look()
-            if why := bare.tend():
-                raise NotStarted(f"the twin: {why}")
+        system.start()
+        losses = reported_losses(system, range(num), TWIN_S_MAX)
+        if why := system.tend():
+            raise NotStarted(f"the twin: {why}")
     finally:
-        bare.stop()
-    losses = bare.losses()
+        system.stop()
     return [losses[index] for index in sorted(losses)]
 
 

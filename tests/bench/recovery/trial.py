@@ -17,6 +17,8 @@ RECOVER_S_MAX = 15.0
 WHOLE_S_MAX = 40.0
 LOSSES_S_MAX = 5.0
 """How long after the iterations a system may report their losses."""
+LOSSES_EVERY_S = 0.1
+"""How often a system is asked for its losses."""
 WARM_NUM = 5
 """Iterations that the victim has done before the fault."""
 AFTER_NUM = 3
@@ -127,15 +129,26 @@ def strike(system: System, case: str, twin: Reference, num_ranks: int = NUM_RANK
 
 
 def _gap(system: System, twin: Reference, first: int) -> float | None:
-    """The largest relative difference of the losses from `first` on. A system reports them a little
-    after the iterations. None if the reference run is shorter, or one is not reported."""
-    if first + AFTER_NUM > len(twin.losses):
+    """The largest relative difference of the losses from `first` on. None if the reference run is
+    shorter, or one is not reported."""
+    wanted = range(first, first + AFTER_NUM)
+    if wanted.stop > len(twin.losses):
         return None
-    for _ in system.watch.until(LOSSES_S_MAX):
-        gap = eyes.differs(system.losses(), twin.losses, first, AFTER_NUM)
-        if gap is not None:
-            return gap
-    return None
+    losses = reported_losses(system, wanted, LOSSES_S_MAX)
+    return eyes.differs(losses, twin.losses, first, AFTER_NUM)
+
+
+def reported_losses(system: System, wanted: range, limit_s: float) -> dict[int, float]:
+    """All losses that are reported, as soon as those of the `wanted` iterations are; after
+    `limit_s`, or when the system has ended, without them."""
+    deadline_s = time.monotonic() + limit_s
+    while True:
+        ended = system.tend()
+        system.watch.look()
+        losses = system.losses()
+        if ended or time.monotonic() > deadline_s or all(index in losses for index in wanted):
+            return losses
+        time.sleep(LOSSES_EVERY_S)
 
 
 def ripe(system: System, num_ranks: int, victim: int, warm: int, fits: Callable[[int], bool],
