@@ -383,14 +383,13 @@ class InOrder(Sequence[list[int]]):
 
     def __init__(self, first: int, rows: int, num: int) -> None:
         self._batches = range(first, first + num * rows, rows)
-        self._rows = rows
 
     def __len__(self) -> int:
         return len(self._batches)
 
     def __getitem__(self, number: Any) -> Any:
         first = self._batches[number]
-        return list(range(first, first + self._rows))
+        return list(range(first, first + self._batches.step))
 
 
 def _train(script: Pretraining, datasets: Callable[..., Any]) -> None:
