@@ -87,7 +87,8 @@ def _suggestion(key: str, path: str, root: type[Struct], given: Any,
     free = [name for name in keys.pop(at, ()) if name not in present]
     if near := difflib.get_close_matches(key, free, n=1):
         return f"did you mean {near[0]}?"
-    if near := difflib.get_close_matches(key, present.keys() - {key}, n=1, cutoff=0.8):
+    others = [name for name in present if isinstance(name, str) and name != key]
+    if near := difflib.get_close_matches(key, others, n=1, cutoff=0.8):
         return f"{near[0]} is already given"
     full = {name: _join(there, name) for there, names in reversed(keys.items()) for name in names}
     near = difflib.get_close_matches(key, full, n=1)

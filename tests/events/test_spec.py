@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from unicron.cli.commands import doctor
 from unicron.events.errors import SpecError
@@ -334,6 +334,7 @@ VALUES: st.SearchStrategy[Any] = st.recursive(
 
 
 @settings(max_examples=300, deadline=None)
+@example({"train": {"": None, 0: None}})
 @given(st.dictionaries(KEYS | st.text(max_size=2), VALUES, max_size=5))
 def test_any_input_is_refused_or_gives_a_writable_spec(data: Any) -> None:
     try:
