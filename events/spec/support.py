@@ -154,7 +154,8 @@ ROWS: tuple[Row, ...] = (
         _from_memory("the sum depends on its order: set grad_reduce_in_fp32")),
     Row("FusedAdam of Transformer Engine or Apex",
         _not_run("its moments are as those of torch's, its steps are counted in the groups"),
-        _not_run("as `train:`")),
+        _not_run("as `train:`. Apex's continued exactly on a GPU from a copy of its state "
+                 "(tests/gpu/state.py); no rank was killed")),
     Row("an optimizer other than Adam", NO_KEY,
         _from_memory("the layout of its state is unknown; also that of a precision-aware FusedAdam",
                  FROM_MEMORY)),

@@ -59,13 +59,14 @@ class Fault(NamedTuple):
 
 
 class Case(NamedTuple):
-    """`words`: more arguments. In fp32 Megatron-LM's own loop trains without them: they change no
-    result."""
+    """`words`: arguments beside `model`. In fp32 Megatron-LM's own loop trains without them: they
+    change no result."""
 
     slots: int
     parallel: Mapping[str, Any]
     words: tuple[str, ...] = ()
     faults: tuple[Fault, ...] = (Fault(),)
+    model: Sequence[str] = WORDS
 
 
 USUAL = ("--sequence-parallel", "--recompute-granularity", "full", "--recompute-method", "uniform",
@@ -127,7 +128,7 @@ def stock(clone: Path, case: Case, *words: str, order: Sequence[int] = range(MIC
     sizes = ["--tensor-model-parallel-size", str(tp), "--pipeline-model-parallel-size", str(pp)]
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    command = [sys.executable, "-P", str(STOCK), str(clone / "pretrain_gpt.py"), *WORDS,
+    command = [sys.executable, "-P", str(STOCK), str(clone / "pretrain_gpt.py"), *case.model,
                *case.words, *sizes, *words]
     ranks = [subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -149,9 +150,9 @@ def job(clone: Path, case: Case, output: Path, *words: str, iterations: int = IT
         ) -> dict[str, Any]:
     """The job of this case."""
     return {"apiVersion": "unicron/v1", "name": "megatron",
-            "slots": {"min": 2, "max": case.slots},
+            "slots": {"min": min(2, case.slots), "max": case.slots},
             "command": [sys.executable, "-P", "-m", "unicron.cli.main", "megatron",
-                        str(clone / "pretrain_gpt.py"), *WORDS, *words],
+                        str(clone / "pretrain_gpt.py"), *case.model, *words],
             "heal": "in-memory",
             "loop": {"micro_batches": MICRO_BATCHES, "iterations": iterations,
                      "output": str(output), "parallel": dict(case.parallel), "copy_every": 2}}

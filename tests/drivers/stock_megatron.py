@@ -1,10 +1,10 @@
-"""Megatron-LM's own `pretrain` on the CPU, one rank: python stock_megatron.py SCRIPT ARGS...
+"""Megatron-LM's own `pretrain`, one rank: python stock_megatron.py SCRIPT ARGS...
 
 Without RANK, WORLD_SIZE and MASTER_PORT in the environment, it is the only rank. MICRO_BATCHES is
 the order in which an iteration's micro-batches are summed, for example "2 1 0".
 
-The reference for what a script prints under Unicron. Its loops, samplers and step run unchanged;
-what a machine without CUDA cannot do (compile fusions, count devices) is left out.
+The reference for what a script prints under Unicron. Its loops, samplers and step run unchanged. On
+a machine without CUDA, what that cannot do (compile fusions, count devices) is left out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ def main() -> None:
     sys.argv = sys.argv[1:]
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
                    "MASTER_PORT": "0"} | os.environ
-    stand_in(script)
+    if import_module("torch").cuda.is_available():
+        sys.path.insert(0, str(script.parent))
+        # Megatron-LM would compile it for the Python of `python3-config`.
+        import_module("unicron.workers.training.megatron_lm.index_builder").ensure()
+    else:
+        stand_in(script)
     if words := os.environ.get("MICRO_BATCHES"):
         sum_in(tuple(map(int, words.split())))
     runpy.run_path(str(script), run_name="__main__")

@@ -38,9 +38,10 @@ CHECKS = {
     "te_layers": "gpu.state:check_te",
     "memory": "gpu.memory:check",
     "overhead": "gpu.overhead:check",
-    "killed": "gpu.killed:check"}
+    "killed": "gpu.killed:check",
+    "megatron_lm": "gpu.megatron_lm:check"}
 """By name: the function of each check."""
-ON_CPU = ("groups", "fork", "optimizer_state", "te_layers", "overhead", "killed")
+ON_CPU = ("groups", "fork", "optimizer_state", "te_layers", "overhead", "killed", "megatron_lm")
 """Those that the same code can also run on the CPU, to test it."""
 CHECK_S_MAX = 600.0
 VERSIONS_S_MAX = 120.0

@@ -21,12 +21,12 @@ from unicron.events.spec.job import Loop
 from unicron.workers.training.adopt.custom_loop import LoopWorkload
 from unicron.workers.training.adopt.drivers import RestartOnlyDriver
 
-PAIRS_NUM, BLOCK_ITERATIONS_NUM, WARM_NUM = 40, 5, 5
+PAIRS_NUM, BLOCK_ITERATIONS_NUM, WARM_NUM = 60, 1, 5
 MICRO_BATCHES = 8
 ITERATIONS = WARM_NUM + PAIRS_NUM * BLOCK_ITERATIONS_NUM
 LARGE = [("hidden_size=32, num_attention_heads=4", "hidden_size=1024, num_attention_heads=16"),
-         ("SEQUENCE, ROWS = 64, 16, 2", "SEQUENCE, ROWS = 64, 512, 2")]
-"""On a GPU: 50 million parameters, 1,024 tokens in a micro-batch."""
+         ("SEQUENCE, ROWS = 64, 16, 2", "SEQUENCE, ROWS = 64, 1024, 2")]
+"""On a GPU: 50 million parameters, 2,048 tokens in a micro-batch."""
 
 
 def check(folder: Path, device: str) -> list[Row]:
