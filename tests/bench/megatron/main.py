@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 import tempfile
 import time
+from importlib import util
 from pathlib import Path
 
 import megatron_trial
@@ -23,6 +25,8 @@ from real_cluster import running
 
 ROOT = Path(__file__).resolve().parents[3]
 SYSTEM = "unicron"
+PACKAGES = ("triton", "pybind11", "six", "regex", "psutil")
+"""What Megatron-LM needs beside torch. Without psutil its own loop waits for ever when it saves."""
 ROUND_TRIP = "TP 2 x DP 2, round trip"
 MANDATORY_CELL = "TP 2 x PP 2 x DP 2, usual job, round trip"
 
@@ -38,6 +42,9 @@ def main() -> None:
     options = parser.parse_args()
     if not (options.clone / "pretrain_gpt.py").is_file():
         parser.error(f"{options.clone} has no pretrain_gpt.py: DIR names a clone of Megatron-LM")
+    if absent := [name for name in PACKAGES if util.find_spec(name) is None]:
+        parser.error(f"Megatron-LM needs {' '.join(absent)}: "
+                     f"{sys.executable} -m pip install {' '.join(absent)}")
     began_s, rows, draw = time.monotonic(), [], random.Random(options.seed)
     print(f"seed {options.seed}", flush=True)
     with tempfile.TemporaryDirectory() as folder, running(Path(folder) / "cluster") as cluster:
