@@ -22,6 +22,8 @@ class Tempo(Struct, frozen=True, kw_only=True):
     """Until a peer notices a closed connection."""
     meet_s: tuple[float, float] = (0.05, 0.2)
     meet_s_max: float = 20.0
+    collective_s_max: float = 1800.0
+    """Timeout of a collective: a member that waits this long for the others fails."""
     save_s: tuple[float, float] = (0.05, 0.5)
     copy_s: tuple[float, float] = (0.02, 0.3)
     exit_s: tuple[float, float] = (0.01, 0.1)

@@ -45,6 +45,8 @@ class SimulatedGeneration:
         self.ranks: list[SimulatedRank] = []
         self.broken = self.stop = self._jammed = False
         self._entered: list[SimulatedRank] = []
+        self._timeout: asyncio.TimerHandle | None = None
+        """Of the collective that some members have entered."""
         self._pending: dict[tuple[int, int], asyncio.TimerHandle] = {}
         net.later(net.tempo.meet_s_max, self._give_up)
 
@@ -76,6 +78,8 @@ class SimulatedGeneration:
             self._notice(rank)
             return
         self._entered.append(rank)
+        if self._timeout is None:
+            self._timeout = self.net.later(self.net.tempo.collective_s_max, self.hiccup)
         if len(self._entered) == len(self.ranks) and not self._jammed:
             self._complete()
 
@@ -90,17 +94,19 @@ class SimulatedGeneration:
             self._complete()
 
     def _complete(self) -> None:
-        self._entered = []
+        assert self._timeout is not None
+        self._timeout.cancel()
+        self._entered, self._timeout = [], None
         first = self.ranks[0]
         replicas = [[self.ranks[place] for place in replica(self.layout, dp)]
                     for dp in range(self.layout.dp)]
         batch = tuple(sorted(i for members in replicas for i in members[0].kept))
         if any(len({rank.kept for rank in members}) > 1 for members in replicas):
             self.net.never(f"task {self.task} generation {self.number}: replica members differ")
-        for rank in self.ranks[:num_positions(self.layout)] if self.axes is not None else ():
-            rank.ready = True
-        if first.step_version < first.train.iterations:
+        if first.step_version < first.train.iterations:  # no step follows the last collective
             self._check(batch)
+            for rank in self.ranks[:num_positions(self.layout)] if self.axes is not None else ():
+                rank.ready = True
         for each in self.ranks:
             self._pending[each.key] = self.net.later(
                 self.net.draw(self.net.tempo.reduce_s), self._stepper(each, batch, self.stop))

@@ -11,6 +11,7 @@ from simulated.world import World
 from unicron.events.records.envelope import Record
 from unicron.events.records.reports import NodeDrained, NodeUndrained, TaskSubmitted
 from unicron.events.spec import job as spec
+from unicron.events.spec.parallelism import Parallel
 
 SLOW = LinkFaults(latency_s=0.15)
 PATIENCE_S = 60.0
@@ -51,6 +52,40 @@ class OneRank(World):
             await asyncio.sleep(1.0)
             if not self.leaders:
                 self.start_leader()
+
+
+class LastCollective(World):
+    """A task of four ranks with a layout. In the collective after its last iteration one of them
+    `hangs`, so that it does not enter, or `dies` when all have entered."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__(7, only_leaders=True)
+        self.fault, net = fault, self.cluster.net
+        net.tempo = replace(net.tempo, collective_s_max=60.0)
+
+    async def live(self) -> list[Record]:
+        self.begin()
+        submitted = job("job", 4, 4, 5)
+        assert submitted.spec.train is not None
+        train = replace(submitted.spec.train, parallel=Parallel(tensor=(2,)))
+        await self.write("job", replace(submitted, spec=replace(submitted.spec, train=train)))
+        while not self._is_there():
+            await asyncio.sleep(0.001)
+        agent, process = self.cluster.running()[-1]
+        assert process.rank is not None
+        if self.fault == "hangs":
+            process.rank.freeze(0.0)
+        else:
+            agent.kill(process)
+        return await self.finish()
+
+    def _is_there(self) -> bool:
+        """Whether the last rank (to die: all ranks) is at the place of the fault."""
+        ranks = [process.rank for _, process in self.cluster.running() if process.rank is not None]
+        phase = "computing" if self.fault == "hangs" else "reducing"
+        return len(ranks) == 4 and all(
+            rank.step_version == rank.train.iterations and rank.phase == phase
+            for rank in (ranks[-1:] if self.fault == "hangs" else ranks))
 
 
 class SecondFault(World):

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import structlog
 from simulated.agent import STEP_S
-from simulated.script import OneRank
+from simulated.script import LastCollective, OneRank
 from simulated.seeds import quiet, simulate
 from simulated.world import World
 from unicron.control_plane.throughput.flops import iteration_flops
@@ -68,6 +68,13 @@ def test_a_leader_may_die_around_any_append(doom: str) -> None:
         healed = [r.body for r in records if isinstance(r.body, IncidentClosed)]
         assert [(b.outcome, b.iterations_lost, b.ckpt_read) for b in healed] == [
             ("healed", 0, False)], where
+
+
+@pytest.mark.parametrize("fault", ["hangs", "dies"])
+def test_a_task_ends_with_its_model_after_a_fault_in_the_last_collective(fault: str) -> None:
+    """No agent monitors that collective: if a member hangs, its timeout is the first evidence."""
+    _, records = simulate(lambda: LastCollective(fault))
+    assert any(isinstance(record.body, IncidentClosed) for record in records)
 
 
 def test_a_process_first_takes_the_part_that_it_was_started_for() -> None:
