@@ -79,17 +79,18 @@ def _check_progress(records: list[Record]) -> None:
     generation: dict[int, int] = {}
     expected: dict[int, int] = {}
     version: dict[int, int] = {}
-    origins: dict[tuple[int, int], list[Reconfigured]] = {}
+    origins: dict[int, list[Reconfigured]] = {}
+    """Task -> the members' reports since the last Resume, also of generations without one."""
     for record in records:
         match record.body:
             case Reconfigure() as body:
                 assert body.generation > generation.get(body.task, 0), f"seq {record.seq}: stale"
                 generation[body.task] = body.generation
             case Reconfigured() as body if body.generation == generation.get(body.task):
-                origins.setdefault((body.task, body.generation), []).append(body)
+                origins.setdefault(body.task, []).append(body)
             case Resume() as body:
-                told = origins[body.task, body.generation]
-                before, version[body.task] = version.get(body.task, 0), told[0].step_version
+                told = origins.pop(body.task)
+                before, version[body.task] = version.get(body.task, 0), told[-1].step_version
                 assert version[body.task] >= before or any(x.source == -1 for x in told), (
                     f"seq {record.seq}: an iteration is lost")
                 known = max(expected.get(body.task, 0), version[body.task])
