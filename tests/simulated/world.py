@@ -356,9 +356,12 @@ class World:
                         task.throughput.sizes, task.throughput.rates_flops, strict=True))]
 
     async def _repair(self) -> None:
-        """Restart the agents of nodes with disabled slots, as an operator does after a repair."""
+        """Restart the agents of nodes with disabled slots, as an operator does after a repair, and
+        boot nodes that are down: an agent may carry out an InjectFault after the last fault."""
         state = await self._settled()
         if all(task.phase in ("idle", "ended") for task in state.tasks.values()):
-            for node in [node.name for node in state.nodes.values() if node.slots_disabled]:
-                self.cluster.crash(node)
-                self.cluster.boot(node, self.nodes[node])
+            for node, num_slots in self.nodes.items():
+                if self.cluster.is_up(node) and state.nodes[node].slots_disabled:
+                    self.cluster.crash(node)
+                if not self.cluster.is_up(node):
+                    self.cluster.boot(node, num_slots)
