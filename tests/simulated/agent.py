@@ -346,7 +346,7 @@ class SimulatedAgent:
             return
         if (order.output, path) not in self.net.files:
             self.net.never(f"{order.path} was published, but the file is missing")
-        elif path_before and self.net.files[order.output, path][0] < (
+        elif order.generation == latest[0] and self.net.files[order.output, path][0] < (
                 self.net.files[order.output, path_before][0]):
             self.net.never(f"{order.path} was published after the newer {path_before}")
         self.net.latest[order.output] = ((order.generation, seq), path)
