@@ -26,10 +26,12 @@ app = typer.Typer(
            "unicron submit deploy/examples/demo.yaml.",
 )
 inject = typer.Typer(help="Inject a fault (up --allow-inject).")
+token = typer.Typer(help="Tokens: who may do what on the cluster.")
 file_tools = typer.Typer()
 simulation = typer.Typer(invoke_without_command=True)
 # The help lists these groups in this order, after the commands of `app`.
 app.add_typer(inject, name="inject")
+app.add_typer(token, name="token")
 app.add_typer(file_tools)
 app.add_typer(simulation, name="simulate")
 
@@ -452,6 +454,53 @@ def inject_node(node: NodeArg, reason: Reason = "", state: State = None, url: Ur
     from .commands import operate
 
     operate.inject_node(folder(state), url, node, reason, as_json=output == "json")
+
+
+TokenArg = Annotated[str, typer.Argument(metavar="NAME", help="A token's name.")]
+
+
+@token.command("create")
+def token_create(
+    role: Annotated[Literal["view", "operate", "admin"], typer.Option(
+        "--role", help="view: read. operate: also submit, cancel, drain, weights, freeze. admin: "
+        "also tokens, agents that join, injected faults.")],
+    expires: Annotated[str, typer.Option(
+        "--expires", metavar="TIME", help="For example 30d or 12h [never].")] = "",
+    name: Annotated[str, typer.Option(
+        "--name", metavar="WHO", help="Whose it is; it goes into the log with each request [your "
+        "login name].")] = "",
+    state: State = None, url: Url = None, output: Form = "text",
+) -> None:
+    """Print a new token; only its hash is kept."""
+    from .commands import token as command
+
+    command.create(folder(state), url, role, expires, name, as_json=output == "json")
+
+
+@token.command("list")
+def token_list(state: State = None, url: Url = None, output: Form = "text") -> None:
+    """List the tokens, without their secrets."""
+    from .commands import token as command
+
+    command.show(folder(state), url, as_json=output == "json")
+
+
+@token.command("rotate")
+def token_rotate(name: TokenArg, state: State = None, url: Url = None,
+                 output: Form = "text") -> None:
+    """Print a new secret for a token; the old one ends now."""
+    from .commands import token as command
+
+    command.rotate(folder(state), url, name, as_json=output == "json")
+
+
+@token.command("revoke")
+def token_revoke(name: TokenArg, state: State = None, url: Url = None,
+                 output: Form = "text") -> None:
+    """End a token now."""
+    from .commands import token as command
+
+    command.revoke(folder(state), url, name, as_json=output == "json")
 
 
 @file_tools.command()

@@ -38,6 +38,7 @@ from ..events.records.envelope import KINDS, Record
 from ..events.spec.policy import Policy
 from .api.connections import ConnectionLimits, Listener, limits_of_descriptors, seldom_logged
 from .api.http import Address, HttpApi
+from .api.tokens import Tokens, new_secret
 from .service.coordinator import Coordinator
 
 CONNECT_S_MAX = 5.0
@@ -87,7 +88,8 @@ async def _serve(options: Options) -> int:
                                   code=__version__, policy=options.policy)
         token = _token(options.state)
         address = Address(redis_url=options.redis_url, cluster=options.cluster)
-        http = HttpApi(coordinator, log, token=token, address=address)
+        tokens = Tokens(options.state / "tokens.json", owner=token)
+        http = HttpApi(coordinator, log, tokens=tokens, address=address)
         listener = Listener(http.app(), stop_s_max=SHUTDOWN_S_MAX, limits=limits)
         url = await _listen(listener, options.host, options.port)
         file = options.state / "control_plane.json"
@@ -174,7 +176,7 @@ def _token(state: Path) -> str:
         pass
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}", "use a folder of yours: --state") from None
-    token = secrets.token_urlsafe(32)
+    token = new_secret()
     _write(path, token.encode() + b"\n")
     return token
 

@@ -151,7 +151,7 @@ def _refused(answer: http.client.HTTPResponse, hint: str) -> Refused | Unable:
         message, advice = str(error_body["error"]), str(error_body.get("hint", ""))
     except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
         message, advice = f"the control plane answered {answer.status} {answer.reason}", ""
-    if answer.status == 401:
+    if answer.status == 401 and "expired" not in message:
         advice = "set UNICRON_TOKEN, or name the cluster's folder with --state"
     if answer.status >= 500:
         return Unable(message, advice or hint)

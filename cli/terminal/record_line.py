@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from ...events.records.statuses import NCCL_TIMEOUT
+from ...events.records.types import OWNER
 from ...events.spec.policy import FLAGS_ONLY, Policy
 from . import format as fmt
 from .format import Plain
@@ -54,6 +55,12 @@ def _first_line(text: str) -> str:
 
 def _because(why: str) -> str:
     return f": {why}" if why else ""
+
+
+def _by(body: Plain) -> str:
+    """Whose token made a request, if it was not that of the state folder."""
+    who = body.get("who", "")
+    return f"; by {who}, {body['role']}" if who not in ("", OWNER) else ""
 
 
 def _drained_earns(waf: float) -> str:
@@ -197,7 +204,7 @@ def _fault(body: Plain) -> str:
 
 
 FORMATS: dict[str, Callable[[Any], str]] = {
-    "because": _because, "changes": _changes, "cost": _cost, "devices": _devices,
+    "because": _because, "by": _by, "changes": _changes, "cost": _cost, "devices": _devices,
     "drained": _drained_earns, "exit": _exit, "fault": _fault, "first line": _first_line,
     "last line": _last_line,
     "len": lambda value: str(len(value)), "layout": fmt.layout_briefly,
@@ -262,14 +269,14 @@ TEMPLATES = {
     "DeadlineReached": "{deadline}",
     "NodeUnreachable": "{node} unreachable for {silence_s:span}",
     "NodeReachable": "{node} reachable again",
-    "TaskSubmitted": "{:submitted}",
-    "TaskCancelRequested": "task {task}{reason:because}",
-    "TaskWeightSet": "task {task} weight {weight:g}{reason:because}",
-    "HealingFrozen": "healing is paused{reason:because}",
-    "HealingResumed": "healing is resumed{reason:because}",
-    "NodeDrained": "{node} is drained{reason:because}",
-    "NodeUndrained": "{node} may have tasks again{reason:because}",
-    "FaultRequested": "{:fault}{reason:because}",
+    "TaskSubmitted": "{:submitted}{:by}",
+    "TaskCancelRequested": "task {task}{reason:because}{:by}",
+    "TaskWeightSet": "task {task} weight {weight:g}{reason:because}{:by}",
+    "HealingFrozen": "healing is paused{reason:because}{:by}",
+    "HealingResumed": "healing is resumed{reason:because}{:by}",
+    "NodeDrained": "{node} is drained{reason:because}{:by}",
+    "NodeUndrained": "{node} may have tasks again{reason:because}{:by}",
+    "FaultRequested": "{:fault}{reason:because}{:by}",
     "NodeJoined": "{node} {num_slots} {accelerator} slots, pid {pid}, at {host}{labels:labels}",
     "NodeLeft": "{node}: {reason}",
     "MemoryCheckpointsLost": "{node} lost its in-memory checkpoints{task:? of task {task}}"
@@ -308,7 +315,7 @@ TEMPLATES = {
     "RankUnstalled": _RANK + " iteration {iteration}, stalled for {stalled_s:span}",
     "StepTimeChanged": _RANK + " works {own_s:span} of {iteration_s:span} an iteration, "
                        "at first {normal_s:span}",
-    "QuarantineLifted": "{node} is no longer quarantined{reason:because}",
+    "QuarantineLifted": "{node} is no longer quarantined{reason:because}{:by}",
     "NodeQuarantined": "{node} until {until_s:rfc3339}: {why}",
     "StragglerCostEstimated": "{node} costs {cost_waf:~FLOP/s}, draining it {drain_waf:drained}: "
                               "{why}",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import os
 import re
@@ -11,9 +10,10 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
+import structlog
 from aiohttp import web
 from msgspec import Struct
 
@@ -31,6 +31,7 @@ from ..state.cluster import ClusterState, decode_state, encode_state
 from . import dry_run, requests
 from .connections import Connection, error_answer
 from .requests import Refusal
+from .tokens import ROLES, Role, Token, Tokens
 from .view import view
 
 BODY_BYTES_MAX = 1 << 20
@@ -40,7 +41,9 @@ PAGE_RECORDS_MAX = 1_000
 FOLD_S_MAX = 30.0
 """Time limit for folding the log to a past record."""
 KEY = re.compile(r"^[A-Za-z0-9._:-]{1,128}$")
-OPEN_TO_ALL = ("/v1/health",)
+
+CALLER = web.RequestKey("caller", Token)
+"""The token with which a request came; absent where none is needed and none was given."""
 
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -62,6 +65,12 @@ class _Join(Struct, frozen=True, forbid_unknown_fields=True):
     labels: dict[str, str] = {}
 
 
+class _NewToken(Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    role: Role
+    life_s: float = 0.0
+
+
 class _Apply(Struct, frozen=True, forbid_unknown_fields=True):
     change: dry_run.Change
     check: int
@@ -71,10 +80,11 @@ class _Apply(Struct, frozen=True, forbid_unknown_fields=True):
 class HttpApi:
     """The HTTP calls of one control plane. Answers show only records that the log acknowledged."""
 
-    def __init__(self, coordinator: Coordinator, log: ReaderPort, *, token: str,
+    def __init__(self, coordinator: Coordinator, log: ReaderPort, *, tokens: Tokens,
                  address: Address) -> None:
         self._coordinator, self._log = coordinator, log
-        self._token, self._address = token.encode(), address
+        self._tokens, self._address = tokens, address
+        self._logger = structlog.get_logger("http")
         self._writing = asyncio.Lock()
         """Serialises writes, so that each is checked against the earlier writes."""
         self._computing = asyncio.Lock()
@@ -82,39 +92,23 @@ class HttpApi:
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._guard], client_max_size=BODY_BYTES_MAX)
-        app.add_routes([
-            web.get("/v1/health", self._health),
-            web.get("/v1/state", self._state),
-            web.get("/v1/log", self._records),
-            web.post("/v1/tasks", self._write(requests.submit, "seq", "task",
-                                              ahead=requests.search_layouts)),
-            web.post("/v1/join", self._join),
-            web.post("/v1/tasks/{of}/cancel", self._write(requests.cancel)),
-            web.post("/v1/tasks/{of}/weight", self._write(requests.set_weight)),
-            web.post("/v1/nodes/{of}/drain", self._write(requests.drain)),
-            web.post("/v1/nodes/{of}/undrain", self._write(requests.undrain)),
-            web.post("/v1/nodes/{of}/lift", self._write(requests.lift_quarantine)),
-            web.post("/v1/freeze", self._write(requests.freeze)),
-            web.post("/v1/unfreeze", self._write(requests.unfreeze)),
-            web.post("/v1/inject", self._write(requests.inject)),
-            web.get("/v1/plan", self._plan),
-            web.post("/v1/plan/dry-run", self._dry_run),
-            web.post("/v1/plan/apply", self._apply),
-        ])
+        for route in ROUTES:
+            add = {"GET": app.router.add_get, "POST": app.router.add_post}[route.method]
+            add(route.path, self._allow(route.role, route.handler(self)))
         return app
 
     # --- calls ---
-    async def _health(self, request: web.Request) -> web.Response:
+    async def health(self, request: web.Request) -> web.Response:
         """Whether this control plane leads; to a client with a token also of what, and who it is.
         """
         leading = self._coordinator.leading
-        if "Authorization" not in request.headers:
+        if CALLER not in request:
             return _json({"ok": leading})
         return _json({"ok": leading, "cluster": self._address.cluster,
                       "epoch": self._coordinator.epoch, "seq": self._coordinator.seq,
                       "leader": leading, "pid": os.getpid()})
 
-    async def _state(self, request: web.Request) -> web.Response:
+    async def state(self, request: web.Request) -> web.Response:
         """The state. With `explain=1` also what each waiting task needs, computed in a thread."""
         state = await self._coordinator.settled()
         if _number(request, "explain") and is_any_waiting(state):
@@ -122,7 +116,7 @@ class HttpApi:
             return _json(await aside(lambda: view(decode_state(data), explain=True)))
         return _json(view(state))
 
-    async def _records(self, request: web.Request) -> web.StreamResponse:
+    async def records(self, request: web.Request) -> web.StreamResponse:
         after = _number(request, "after")
         follow = _number(request, "follow")
         if follow not in (0, 1):
@@ -132,6 +126,8 @@ class HttpApi:
             await self._coordinator.settled()
             await response.prepare(request)
             async for page in self._coordinator.follow(after):
+                if not self._tokens.is_valid(request[CALLER]):
+                    break
                 await response.write(_lines(page))
         else:
             page = await self._log.read(after=after, num_max=PAGE_RECORDS_MAX)
@@ -142,8 +138,8 @@ class HttpApi:
         await response.write_eof()
         return response
 
-    def _write(self, make: Request, *names: str,
-               ahead: Callable[[Any], None] | None = None) -> Handler:
+    def write(self, make: Request, *names: str,
+              ahead: Callable[[Any], None] | None = None) -> Handler:
         """A handler that writes a report for each comma-separated name in the path, in one append,
         and answers with the seq of the first, under each of `names`. Before the write, `ahead` runs
         in a thread, so that it does not delay other writes."""
@@ -157,11 +153,11 @@ class HttpApi:
                 if seq is None:
                     of = dict.fromkeys(request.match_info.get("of", "").split(","))
                     reports = [make(state, body, name) for name in of]
-                    seq = await self._coordinator.write(key, *reports)
+                    seq = await self._coordinator.write(key, *_signed(request[CALLER], reports))
             return _json(dict.fromkeys(names or ("seq",), seq))
         return call
 
-    async def _plan(self, request: web.Request) -> web.Response:
+    async def plan(self, request: web.Request) -> web.Response:
         """The present plan, or with `seq` the plan in force after that record."""
         seq = _number(request, "seq")
         if not seq:
@@ -185,14 +181,14 @@ class HttpApi:
             await aside(partial(_fold_all, state, page))
         return state
 
-    async def _dry_run(self, request: web.Request) -> web.Response:
+    async def dry_run(self, request: web.Request) -> web.Response:
         change = requests.convert(await _body(request), dry_run.Change)
         began_s = time.perf_counter()
         tried = await self._in_thread(lambda data: dry_run.run_dry(data, change))
         took_s = time.perf_counter() - began_s
         return _json({**msgspec.structs.asdict(tried), "took_s": took_s})
 
-    async def _apply(self, request: web.Request) -> web.Response:
+    async def apply(self, request: web.Request) -> web.Response:
         """Carry out a dry run, if the plan's input has not changed since."""
         key, body = _key(request), requests.convert(await _body(request), _Apply)
         reason = requests.one_line(body.reason)
@@ -203,7 +199,8 @@ class HttpApi:
                 check = requests.input_unchanged(body.check)
                 bodies = await self._in_thread(
                     lambda data: dry_run.operator_requests(data, body.change, reason), check)
-                seq = await self._coordinator.write(key, *bodies, check=check)
+                seq = await self._coordinator.write(key, *_signed(request[CALLER], bodies),
+                                                    check=check)
         return _json({"seq": seq})
 
     async def _in_thread(self, call: Callable[[bytes], T], check: Check | None = None) -> T:
@@ -215,7 +212,7 @@ class HttpApi:
             data = encode_state(state)
             return await aside(partial(call, data))
 
-    async def _join(self, request: web.Request) -> web.Response:
+    async def join(self, request: web.Request) -> web.Response:
         body = requests.convert(await _body(request), _Join)
         if not job.NAME.match(body.node):
             raise Refusal(400, f"node: {body.node!r} is not a name",
@@ -230,6 +227,32 @@ class HttpApi:
                           "give this one another --node, or set its clock")
         return _json({"redis_url": self._address.redis_url, "cluster": self._address.cluster,
                       "node": body.node, "epoch": self._coordinator.epoch})
+
+    # --- tokens; a secret is in an answer once, and in no log ---
+    async def list_tokens(self, request: web.Request) -> web.Response:
+        return _json({"tokens": [
+            {"name": one.name, "role": one.role, "created_s": one.created_s,
+             "expires_s": one.expires_s, "expired": self._tokens.has_expired(one)}
+            for one in self._tokens.all()]})
+
+    async def create_token(self, request: web.Request) -> web.Response:
+        body = requests.convert(await _body(request), _NewToken)
+        return self._new_token(request, *self._tokens.create(body.name, body.role, body.life_s))
+
+    async def rotate_token(self, request: web.Request) -> web.Response:
+        return self._new_token(request, *self._tokens.rotate(request.match_info["of"]))
+
+    def _new_token(self, request: web.Request, token: Token, secret: str) -> web.Response:
+        self._logger.info("token issued", name=token.name, role=token.role,
+                          by=request[CALLER].name)
+        return _json({"name": token.name, "role": token.role, "expires_s": token.expires_s,
+                      "token": secret})
+
+    async def revoke_token(self, request: web.Request) -> web.Response:
+        name = request.match_info["of"]
+        self._tokens.revoke(name)
+        self._logger.info("token revoked", name=name, by=request[CALLER].name)
+        return _json({"name": name})
 
     # --- authorisation and errors ---
     @web.middleware
@@ -256,18 +279,89 @@ class HttpApi:
         """Raises Refusal, by the headers alone."""
         if "Content-Encoding" in request.headers:
             raise Refusal(415, "the body has a Content-Encoding", "send it as plain JSON")
-        if request.path not in OPEN_TO_ALL or "Authorization" in request.headers:
-            if not self._is_authorised(request):
-                raise Refusal(401, "the token is missing or wrong",
-                              "Authorization: Bearer TOKEN, from the state folder's token file")
+        given = request.headers.get("Authorization")
+        if given is not None:
+            request[CALLER] = self._caller(given)
             if isinstance(request.protocol, Connection):
                 request.protocol.authorised()
+        elif request.path not in OPEN_TO_ALL:
+            raise _unknown_token()
         if (request.content_length or 0) > BODY_BYTES_MAX:
             raise _too_large()
 
-    def _is_authorised(self, request: web.Request) -> bool:
-        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-        return hmac.compare_digest(given, b"Bearer " + self._token)
+    def _caller(self, authorization: str) -> Token:
+        """Whose token it is. Raises Refusal."""
+        scheme, _, secret = authorization.partition(" ")
+        token = self._tokens.find(secret) if scheme.lower() == "bearer" else None
+        if token is None:
+            raise _unknown_token()
+        if self._tokens.has_expired(token):
+            raise Refusal(401, f"the token {token.name} has expired",
+                          f"an admin: unicron token rotate {token.name}")
+        return token
+
+    def _allow(self, role: Role | None, handler: Handler) -> Handler:
+        """The handler, for callers of that role or a higher one. Others are refused unread."""
+        if role is None:
+            return handler
+
+        async def call(request: web.Request) -> web.StreamResponse:
+            caller = request[CALLER]
+            if ROLES.index(caller.role) < ROLES.index(role):
+                raise Refusal(
+                    403, f"this needs the role {role}; the token {caller.name} has the role "
+                    f"{caller.role}", f"an admin: unicron token create --role {role}")
+            return await handler(request)
+        return call
+
+
+class Route(Struct, frozen=True):
+    """One call: who may make it, and what handles it."""
+
+    method: Literal["GET", "POST"]
+    path: str
+    role: Role | None
+    """The lowest role that may call; None: no token is needed."""
+    handler: Callable[[HttpApi], Handler]
+
+
+ROUTES = (
+    Route("GET", "/v1/health", None, lambda api: api.health),
+    Route("GET", "/v1/state", "view", lambda api: api.state),
+    Route("GET", "/v1/log", "view", lambda api: api.records),
+    Route("GET", "/v1/plan", "view", lambda api: api.plan),
+    Route("POST", "/v1/plan/dry-run", "view", lambda api: api.dry_run),
+    Route("POST", "/v1/plan/apply", "operate", lambda api: api.apply),
+    Route("POST", "/v1/tasks", "operate", lambda api: api.write(
+        requests.submit, "seq", "task", ahead=requests.search_layouts)),
+    Route("POST", "/v1/tasks/{of}/cancel", "operate", lambda api: api.write(requests.cancel)),
+    Route("POST", "/v1/tasks/{of}/weight", "operate", lambda api: api.write(requests.set_weight)),
+    Route("POST", "/v1/nodes/{of}/drain", "operate", lambda api: api.write(requests.drain)),
+    Route("POST", "/v1/nodes/{of}/undrain", "operate", lambda api: api.write(requests.undrain)),
+    Route("POST", "/v1/nodes/{of}/lift", "operate",
+          lambda api: api.write(requests.lift_quarantine)),
+    Route("POST", "/v1/freeze", "operate", lambda api: api.write(requests.freeze)),
+    Route("POST", "/v1/unfreeze", "operate", lambda api: api.write(requests.unfreeze)),
+    # a fault ends healthy processes, and the answer to a join opens the whole log server
+    Route("POST", "/v1/inject", "admin", lambda api: api.write(requests.inject)),
+    Route("POST", "/v1/join", "admin", lambda api: api.join),
+    Route("GET", "/v1/tokens", "admin", lambda api: api.list_tokens),
+    Route("POST", "/v1/tokens", "admin", lambda api: api.create_token),
+    Route("POST", "/v1/tokens/{of}/rotate", "admin", lambda api: api.rotate_token),
+    Route("POST", "/v1/tokens/{of}/revoke", "admin", lambda api: api.revoke_token),
+)
+OPEN_TO_ALL = {route.path for route in ROUTES if route.role is None}
+
+
+def _signed(caller: Token, bodies: Sequence[Body]) -> list[Body]:
+    """The requests, with who made them."""
+    return [msgspec.structs.replace(body, who=caller.name, role=caller.role)
+            if isinstance(body, types.OperatorRequest) else body for body in bodies]
+
+
+def _unknown_token() -> Refusal:
+    return Refusal(401, "the token is missing, wrong or revoked",
+                   "Authorization: Bearer TOKEN, from the state folder's token file")
 
 
 def _fold_all(state: ClusterState, records: Sequence[Record]) -> None:

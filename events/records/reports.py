@@ -7,7 +7,15 @@ from typing import Literal
 from ..spec.job import JobSpec
 from ..spec.model import Modelled
 from ..spec.policy import Policy
-from .types import Body, FaultKind, Labels, Origin, RankReport, ReceivedState
+from .types import (
+    Body,
+    FaultKind,
+    Labels,
+    OperatorRequest,
+    Origin,
+    RankReport,
+    ReceivedState,
+)
 
 
 # --- sent by the leader -------------------------------------------------------------------------
@@ -45,7 +53,7 @@ class NodeReachable(Body, frozen=True):
 
 
 # --- sent by an operator ------------------------------------------------------------------------
-class TaskSubmitted(Body, frozen=True):
+class TaskSubmitted(OperatorRequest, frozen=True):
     """The seq of this record is the task's id. `modelled`: T(t, x) of the spec's `model`, if any.
     """
 
@@ -53,12 +61,12 @@ class TaskSubmitted(Body, frozen=True):
     modelled: Modelled | None = None
 
 
-class TaskCancelRequested(Body, frozen=True):
+class TaskCancelRequested(OperatorRequest, frozen=True):
     task: int
     reason: str = ""
 
 
-class TaskWeightSet(Body, frozen=True):
+class TaskWeightSet(OperatorRequest, frozen=True):
     """The task's weight from now on; the spec keeps the submitted one."""
 
     task: int
@@ -66,33 +74,33 @@ class TaskWeightSet(Body, frozen=True):
     reason: str = ""
 
 
-class HealingFrozen(Body, frozen=True):
+class HealingFrozen(OperatorRequest, frozen=True):
     """From now on Unicron sends orders only on request; transitions in progress are completed."""
 
     reason: str
 
 
-class HealingResumed(Body, frozen=True):
+class HealingResumed(OperatorRequest, frozen=True):
     """Unicron acts again, first on the faults since HealingFrozen."""
 
     reason: str = ""
 
 
-class NodeDrained(Body, frozen=True):
+class NodeDrained(OperatorRequest, frozen=True):
     """Tasks must leave the node. It gets no task until NodeUndrained, even if it joins again."""
 
     node: str
     reason: str = ""
 
 
-class NodeUndrained(Body, frozen=True):
+class NodeUndrained(OperatorRequest, frozen=True):
     """The node may have tasks again."""
 
     node: str
     reason: str = ""
 
 
-class FaultRequested(Body, frozen=True):
+class FaultRequested(OperatorRequest, frozen=True):
     """Inject a fault into `rank` of `task`, or into `node`. -1 or "": not used."""
 
     what: FaultKind
@@ -471,7 +479,7 @@ class StepTimeChanged(RankReport, frozen=True):
 
 
 # --- sent by an operator ------------------------------------------------------------------------
-class QuarantineLifted(Body, frozen=True):
+class QuarantineLifted(OperatorRequest, frozen=True):
     """The node may have tasks again, and its earlier faults are not counted any more."""
 
     node: str

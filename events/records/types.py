@@ -69,6 +69,20 @@ class Body(Struct, frozen=True, kw_only=True, forbid_unknown_fields=False):
     """Base class of the bodies of all records. VERSIONS (envelope.py) has their versions."""
 
 
+OWNER = "owner"
+"""Who makes the requests with the state folder's own token."""
+
+
+class OperatorRequest(Body, frozen=True, kw_only=True):
+    """Base class of operators' requests: by the holder of which token, and its role at that time.
+
+    Empty in logs of version 0.2, and in simulations.
+    """
+
+    who: str = ""
+    role: str = ""
+
+
 class RankReport(Body, frozen=True):
     """Base class of reports about one process of a rank. `attempt` is the number of the process."""
 

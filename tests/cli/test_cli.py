@@ -28,7 +28,7 @@ from unicron.events.spec.policy import Policy
 COMMANDS = ("up", "down", "agent", "submit", "status", "tail", "cancel", "logs", "replay",
             "export", "demo", "doctor", "set-weight", "drain", "undrain", "lift",
             "freeze", "unfreeze",
-            "inject", "incident", "plan", "locate", "classify")
+            "inject", "incident", "plan", "locate", "classify", "token")
 JOB = """\
 apiVersion: unicron/v1
 name: small
@@ -70,7 +70,8 @@ def test_ctrl_c_during_an_import_exits_silently(module):
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, "control-plane", "inject rank", "inject stop",
-                                     "inject node"])
+                                     "inject node", "token create", "token list",
+                                     "token rotate", "token revoke"])
 def test_every_command_has_help_of_a_hundred_columns(command):
     result = unicron(*command.split(), "--help")
     assert result.returncode == 0

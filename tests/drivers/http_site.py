@@ -7,12 +7,15 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import aiohttp
 from memory_log import MemoryLog
 from unicron.control_plane.api.connections import ConnectionLimits, Listener
 from unicron.control_plane.api.http import Address, HttpApi
+from unicron.control_plane.api.tokens import Tokens
 from unicron.control_plane.service.coordinator import Coordinator, Limits
 from unicron.events.records.envelope import Report
 from unicron.events.records.types import Body
@@ -30,8 +33,9 @@ class Site:
     """One control plane and an HTTP client of it."""
 
     def __init__(self, log: MemoryLog, coordinator: Coordinator, client: aiohttp.ClientSession,
-                 url: str) -> None:
+                 url: str, tokens: Tokens) -> None:
         self.log, self.coordinator, self.client, self.url = log, coordinator, client, url
+        self.tokens = tokens
         self.told = 0
 
     async def ask(self, method: str, path: str, body: object = None,
@@ -87,18 +91,21 @@ async def serving(policy: Policy = POLICY,
     coordinator = Coordinator(log, clock=time.time, nonce="a", code="test", policy=policy,
                               limits=Limits(call_s_max=0.5))
     leading = asyncio.create_task(coordinator.run())
-    http = HttpApi(coordinator, log, token="secret",
-                address=Address(redis_url="unix:///run/x", cluster="test"))
+    folder = TemporaryDirectory()
+    tokens = Tokens(Path(folder.name) / "tokens.json", owner="secret")
+    http = HttpApi(coordinator, log, tokens=tokens,
+                   address=Address(redis_url="unix:///run/x", cluster="test"))
     listener = Listener(http.app(), stop_s_max=1.0, limits=limits)
     port = await listener.start("127.0.0.1", 0)
     await coordinator.settled()
     try:
         async with aiohttp.ClientSession() as client:
-            yield Site(log, coordinator, client, f"http://127.0.0.1:{port}")
+            yield Site(log, coordinator, client, f"http://127.0.0.1:{port}", tokens)
     finally:
         coordinator.stop()
         await asyncio.wait_for(leading, 60)
         await listener.stop()
+        folder.cleanup()
 
 
 Test = Callable[[Site], Coroutine[Any, Any, None]]

@@ -1,0 +1,85 @@
+"""`unicron token`, and what each role may do on the command line, against a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from http_site import Site, serving
+from unicron.cli.commands.token import life
+from unicron.cli.terminal.record_line import line
+from unicron.events.errors import UsageError
+from unicron.events.records import codec
+
+LIMIT_S = 90
+
+
+class User:
+    """Runs commands with one token."""
+
+    def __init__(self, site: Site, folder: Path, token: str) -> None:
+        clean = {key: value for key, value in os.environ.items() if not key.startswith("UNICRON_")}
+        self.environment = {**clean, "UNICRON_STATE": str(folder), "UNICRON_URL": site.url,
+                            "UNICRON_TOKEN": token, "LOGNAME": "ana", "NO_COLOR": "1"}
+
+    async def __call__(self, words: str) -> tuple[int, str, list[str]]:
+        """(exit code, stdout, the lines of stderr)."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-P", "-m", "unicron.cli.main", *words.split(), env=self.environment,
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE)
+        out, err = await asyncio.wait_for(process.communicate(), LIMIT_S)
+        return process.returncode or 0, out.decode(), err.decode().splitlines()
+
+
+def test_a_team_with_roles(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving() as site:
+            await _team(site, tmp_path)
+
+    asyncio.run(main())
+
+
+async def _team(site: Site, folder: Path) -> None:
+    admin = User(site, folder, "secret")
+    code, secret, told = await admin("token create --role view --expires 30d")
+    assert (code, secret[:8]) == (0, "unicron_")
+    assert told[0].startswith("ana, role view, until 20")
+    viewer = User(site, folder, secret.strip())
+    assert (await viewer("status"))[0] == 0
+    assert await viewer("freeze") == (2, "", [
+        "error: this needs the role operate; the token ana has the role view",
+        "hint: an admin: unicron token create --role operate"])
+    assert (await viewer("token list"))[2][0].startswith("error: this needs the role admin")
+
+    code, out, _ = await admin("token create --role operate --name ben -o json")
+    operator = User(site, folder, json.loads(out)["token"])
+    assert (await operator("freeze --reason switches"))[0] == 0
+    record = next(r for r in await site.log.read(after=0, num_max=99) if r.kind == "HealingFrozen")
+    assert "switches; by ben, operate" in line(codec.to_plain(record))
+
+    code, out, _ = await admin("token list")
+    rows = [words.split() for words in out.splitlines()]
+    assert [row[:2] for row in rows[1:]] == [["owner", "admin"], ["ana", "view"],
+                                             ["ben", "operate"]]
+    assert [row[3] for row in (rows[1], rows[3])] == ["never", "never"]
+
+    code, renewed, _ = await admin("token rotate ben")
+    assert await operator("status") == (2, "", [
+        "error: the token is missing, wrong or revoked",
+        "hint: set UNICRON_TOKEN, or name the cluster's folder with --state"])
+    assert (await User(site, folder, renewed.strip())("status"))[0] == 0
+    assert await admin("token revoke ana") == (0, "ana  is refused from now on\n", [])
+    assert (await viewer("status"))[0] == 2
+    code, out, told = await admin("token revoke ana")
+    assert (code, out, told[0]) == (2, "", "error: there is no token 'ana'")
+
+
+def test_a_life_is_a_number_with_a_unit() -> None:
+    assert [life(text) for text in ("", "90m", "12h", "30d")] == [0, 5_400, 43_200, 2_592_000]
+    for wrong in ("30", "d", "0d", "-1d", "1w", "1.5d", "9999999d", "30 d"):
+        with pytest.raises(UsageError, match="not a length of time"):
+            life(wrong)
