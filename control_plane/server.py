@@ -64,9 +64,9 @@ def run(options: Options) -> int:
     Raises UsageError for errors that the user can fix (a port in use, a server that cannot be
     reached or refuses the password), CorruptLog for a log that cannot be trusted.
 
-    Start order: server, HTTP port (before any leader is fenced), token and `control_plane.json`,
-    leadership. Stop order: leadership after its turn, HTTP with its open streams, the file, the
-    server's connections. A cancel does the same.
+    Start order: server, HTTP port and socket (before any leader is fenced), token and
+    `control_plane.json`, leadership. Stop order: leadership after its turn, HTTP with its open
+    streams, the file, the server's connections. A cancel does the same.
     """
     _configure_logging()
     return asyncio.run(_serve(options))
@@ -92,17 +92,18 @@ async def _serve(options: Options) -> int:
         http = HttpApi(coordinator, log, tokens=tokens, address=address)
         listener = Listener(http.app(), stop_s_max=SHUTDOWN_S_MAX, limits=limits)
         url = await _listen(listener, options.host, options.port)
+        socket = await _listen_locally(listener, options.state)
         file = options.state / "control_plane.json"
         try:
             pid = os.getpid()
             _write(file, msgspec.json.encode({
-                "url": url, "token": token, "pid": pid, "start_time": start_time(pid),
-                "cluster": options.cluster}))
+                "url": url, "socket": socket, "token": token, "pid": pid,
+                "start_time": start_time(pid), "cluster": options.cluster}))
             logger.info("listening", url=url, cluster=options.cluster)
             return await _lead(coordinator, stop)
         finally:
             await listener.stop()
-            _remove(file)
+            _remove(file, socket)
     finally:
         await log.close()
 
@@ -159,6 +160,19 @@ async def _listen(listener: Listener, host: str, port: int) -> str:
     return f"http://[{host}]:{bound_port}" if ":" in host else f"http://{host}:{bound_port}"
 
 
+async def _listen_locally(listener: Listener, state: Path) -> str:
+    """Listen on a unix socket of the state folder as well; returns its path."""
+    path = state.absolute() / "control_plane.sock"
+    try:
+        await listener.start_locally(path)
+    except OSError as error:
+        await listener.stop()
+        why = os.strerror(error.errno) if error.errno else str(error)
+        raise UsageError(f"cannot listen on {path}: {why}",
+                         "use --state to name a folder on a local disk") from None
+    return str(path)
+
+
 def steady_clock() -> Callable[[], float]:
     """Seconds since 1970 that never jump: wall clock time at the start plus monotonic time."""
     origin_s = time.time() - time.monotonic()
@@ -190,11 +204,12 @@ def _write(path: Path, data: bytes) -> None:
         raise UsageError(f"{path}: {error.strerror}", "use a folder of yours: --state") from None
 
 
-def _remove(path: Path) -> None:
-    """Remove the file, unless a successor has written it."""
+def _remove(path: Path, socket: str) -> None:
+    """Remove the file and the socket, unless a successor has made them."""
     try:
         if msgspec.json.decode(path.read_bytes())["pid"] == os.getpid():
             path.unlink()
+            os.unlink(socket)
     except (OSError, msgspec.MsgspecError, KeyError, TypeError):
         return
 

@@ -6,11 +6,13 @@ import http.client
 import json
 import os
 import secrets
+import socket
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
+from ...events import unix_socket
 from ...events.errors import UnicronError, UsageError
 from .state_dir import StateDir, default, read_json
 
@@ -42,9 +44,11 @@ class Interrupted(UnicronError):
 
 
 class Client:
-    """Client of one control plane. Every call raises Unreachable, Refused or Unable."""
+    """Client of one control plane. Every call raises Unreachable, Refused or Unable.
 
-    def __init__(self, url: str, token: str, hint: str = "unicron up") -> None:
+    `socket`: the path of its unix socket, used instead of the address in `url`."""
+
+    def __init__(self, url: str, token: str, hint: str = "unicron up", socket: str = "") -> None:
         parts = urlsplit(url if "//" in url else f"http://{url}")
         try:
             port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -53,7 +57,7 @@ class Client:
         if parts.scheme not in ("http", "https") or not parts.hostname or not port:
             raise UsageError(f"{url!r} is not a control plane's address",
                              "for example --url http://127.0.0.1:8420")
-        self.url = url
+        self.url, self.socket = url, socket
         self._secure = parts.scheme == "https"
         self._host, self._port = parts.hostname, port
         self.token, self._hint = token, hint
@@ -87,8 +91,7 @@ class Client:
     def _open(self, method: str, path: str, *, query: dict[str, Any] | None = None,
               body: object = None, key: str = "",
               limit_s: float | None = REPLY_S_MAX) -> http.client.HTTPResponse:
-        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-        link = kind(self._host, self._port, timeout=REPLY_S_MAX)
+        link = self._link()
         headers = {"Authorization": f"Bearer {self.token}", "Connection": "close"}
         if body is not None:
             headers |= {"Content-Type": "application/json", "Idempotency-Key": key}
@@ -107,9 +110,29 @@ class Client:
             raise _refused(answer, self._hint)
         return answer
 
+    def _link(self) -> http.client.HTTPConnection:
+        if self.socket:
+            return _SocketConnection(self.socket, timeout=REPLY_S_MAX)
+        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        return kind(self._host, self._port, timeout=REPLY_S_MAX)
+
+
+class _SocketConnection(http.client.HTTPConnection):
+    """HTTP over a unix socket."""
+
+    def __init__(self, path: str, timeout: float) -> None:
+        super().__init__("localhost", timeout=timeout)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(unix_socket.address(self._path))
+
 
 def connect(state: StateDir, url: str | None = None) -> Client:
-    """A client of --url or $UNICRON_URL, else of the control plane of the state folder.
+    """A client of --url or $UNICRON_URL, else of the control plane of the state folder by its
+    socket.
 
     The token is $UNICRON_TOKEN, else that of the state folder.
     """
@@ -123,7 +146,9 @@ def connect(state: StateDir, url: str | None = None) -> Client:
         raise Unreachable(f"no cluster runs on {state.path}", start)
     if state.is_held():
         start = "unicron up restarts it: try again in a few seconds"
-    return Client(str(control_plane_file["url"]), token, start)
+    # The socket is in a folder that only its owner can enter. The port may be a stranger's by now.
+    return Client(str(control_plane_file["url"]), token, start,
+                  str(control_plane_file.get("socket", "")))
 
 
 def _why(error: Exception) -> str:

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import secrets
 import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import msgspec
 from msgspec import Struct
 
+from ...events import unix_socket
 from ...events.errors import Unavailable, UnicronError, UsageError
 from ...events.log import embedded_server
 from ...events.records import types
@@ -34,6 +36,10 @@ AGENT_GRACE_S = 15.0
 CONTROL_PLANE_GRACE_S = 10.0
 POLL_S = 0.05
 HOST = "127.0.0.1"
+PORT_MIN, PORT_MAX = 20000, 32000
+"""Below the ephemeral ports of Linux (from 32768) and macOS (from 49152)."""
+PORT_TRIES_MAX = 5
+PORT_WAIT_S_MAX = 2.0
 REDIS_URL = "UNICRON_REDIS_URL"
 T = TypeVar("T")
 
@@ -79,6 +85,8 @@ class LocalCluster:
     def __init__(self, state: StateDir, wanted: ClusterOptions) -> None:
         self.state, self.wanted = state, wanted
         self.redis_url = wanted.redis_url
+        self.port = wanted.port
+        """The HTTP port of the last start: another than wanted while a stranger has that."""
 
     def save(self) -> None:
         """Save the options, so that a later `up` starts the same cluster."""
@@ -111,21 +119,19 @@ class LocalCluster:
         return self.start(name), False
 
     def start(self, name: str) -> Process:
-        """Start one of `names()`. Raises UsageError if its port is taken."""
+        """Start one of `names()`. Raises UnicronError if there is no free port."""
         environment: dict[str, str] = {}
         common = ["--state", str(self.state.path)]
         if name == CONTROL_PLANE:
-            port = self.wanted.port
-            # a process that was just killed may still hold the port
-            embedded_server.wait_until_free(port)
-            check_port(port)
+            # Local clients use the socket, so the control plane does not wait for its port.
+            self.port = self.wanted.port if wait_until_free(self.wanted.port) else free_port()
             environment[REDIS_URL] = self.redis_url  # not in argv, which all users can read
             if self.wanted.policy:
                 common += ["--policy", self.wanted.policy]
             common += ["--observe"] * self.wanted.observe
             common += ["--allow-inject"] * self.wanted.allow_inject
             return processes.start(self.state, name, program(
-                CONTROL_PLANE, *common, "--port", str(port), "--cluster", self.wanted.cluster),
+                CONTROL_PLANE, *common, "--port", str(self.port), "--cluster", self.wanted.cluster),
                 environment)
         if self.wanted.trace_dir:
             environment["UNICRON_TRACE_DIR"] = self.wanted.trace_dir
@@ -142,7 +148,7 @@ class LocalCluster:
     def choose_port(self) -> None:
         """Choose a fixed port, so that clients find a restarted control plane."""
         if self.wanted.port == 0:
-            self.wanted = msgspec.structs.replace(self.wanted, port=embedded_server.free_port())
+            self.wanted = msgspec.structs.replace(self.wanted, port=free_port())
 
     def extra_agents(self) -> list[Process]:
         """Running agents that the options no longer include."""
@@ -270,6 +276,37 @@ def check_port(port: int) -> None:
             raise UsageError(f"port {port} {why}", "give another --port, or none") from None
 
 
+def free_port() -> int:
+    """A free port outside the ephemeral range. Raises UnicronError if there is none.
+
+    On an ephemeral port, a client that retries to reach a dead server can get the same port as its
+    own source port. It then connects to itself.
+    """
+    for _ in range(PORT_TRIES_MAX):
+        port = PORT_MIN + secrets.randbelow(PORT_MAX - PORT_MIN)
+        if _is_free(port):
+            return port
+    raise UnicronError(f"no free port of {HOST} found from {PORT_MIN} to {PORT_MAX}", "")
+
+
+def wait_until_free(port: int) -> bool:
+    """Wait at most PORT_WAIT_S_MAX: a process that was just killed may still hold the port."""
+    deadline_s = time.monotonic() + PORT_WAIT_S_MAX
+    while not _is_free(port):
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+def _is_free(port: int) -> bool:
+    try:
+        check_port(port)
+    except UsageError:
+        return False
+    return True
+
+
 def check_redis(url: str, cluster: str) -> None:
     """Raises UsageError if the URL does not reach a Redis that can hold the log."""
     hint = "for example --redis redis://:password@host:6379/0, or none for a private server"
@@ -285,7 +322,7 @@ def check_redis(url: str, cluster: str) -> None:
         if parts.scheme == "unix":
             with socket.socket(socket.AF_UNIX) as link:
                 link.settimeout(3.0)
-                link.connect(parts.path)
+                link.connect(unix_socket.address(unquote(parts.path)))
         else:
             socket.create_connection((host, port), timeout=3.0).close()
     except OSError as error:

@@ -61,9 +61,9 @@ def agent(state: StateDir, *, url: str | None, node: str, num_slots: int, host: 
     name = node or node_name(platform.node())
     _write_pid_file(state, agent_name(name))
     raise typer.Exit(main.run(main.AgentOptions(
-        node=name, url=client.url, token=client.token, num_slots=num_slots or num_devices(),
-        state_dir=state.path, host=host, redis_url=redis_url, labels=labels,
-        watch=watch, checks=own)))
+        node=name, url=client.url, socket=client.socket, token=client.token,
+        num_slots=num_slots or num_devices(), state_dir=state.path, host=host,
+        redis_url=redis_url, labels=labels, watch=watch, checks=own)))
 
 
 def own_checks(folder: Path | None, every_s: float = 60.0, s_max: float = 30.0

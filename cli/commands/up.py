@@ -194,7 +194,7 @@ def _start(cluster: LocalCluster, policy: Path | None) -> None:
     adopted = embedded_server.adopt(state.server) is not None
     server = cluster.ensure_server()
     if server is not None:
-        console.out(_line("server", f"127.0.0.1:{server.port}", server.pid, adopted))
+        console.out(_line("server", shown(Path(server.socket)), server.pid, adopted))
     if policy is not None:
         kept = job_file.read_text(policy, job_file.FILE_BYTES_MAX, "name a policy file", "")
         state.policy.write_text(kept, encoding="utf-8")  # `policy` may name this very file
@@ -292,20 +292,25 @@ class _Watch:
             return
         try:
             self._running[name] = self._cluster.start(name)
-        except UsageError as error:  # its port is in use now: retry later
+        except UnicronError as error:  # no port is free now: retry later
             self._due_s[name] = now_s + BACKOFF_S_MAX
             console.talk(f"{name} cannot start: {error}")
             return
         self._began_s[name] = now_s
         console.talk(f"{name} started again, pid {self._running[name].pid}")
+        cluster = self._cluster
+        if name == CONTROL_PLANE and cluster.port != cluster.wanted.port:
+            console.talk(f"port {cluster.wanted.port} is in use by another process: HTTP is on "
+                         f"port {cluster.port} until the control plane starts again")
 
     def _restart_server(self) -> None:
         try:
-            self._server = embedded_server.ensure(self._cluster.state.server)
+            self._server = self._cluster.ensure_server()
         except ServerError as error:
             console.talk(f"the server cannot start: {error}")
             return
-        console.talk(f"the server ended; started again, pid {self._server.pid}")
+        if self._server is not None:
+            console.talk(f"the server ended; started again, pid {self._server.pid}")
 
 
 def _detach(state: StateDir, asked: UpOptions) -> None:

@@ -7,9 +7,12 @@ the end of each answer until the next headers are complete. The rest is here.
 from __future__ import annotations
 
 import asyncio
+import os
 import resource
+import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import msgspec
@@ -17,6 +20,8 @@ import structlog
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from msgspec import Struct
+
+from ...events import unix_socket
 
 
 class ConnectionLimits(Struct, frozen=True, kw_only=True):
@@ -66,6 +71,8 @@ class Connection(web.RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self._listener.admit(self)
+        if transport.get_extra_info("socket").family == socket.AF_UNIX:
+            self._listener.trust(self)  # only this user can connect
 
     def connection_lost(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)
@@ -98,7 +105,7 @@ class Connection(web.RequestHandler):
 
 
 class Listener:
-    """Serves an application on one TCP port.
+    """Serves an application on one TCP port, and on a unix socket.
 
     At the limit of connections the oldest stranger makes room for a new connection, so that clients
     without a token cannot keep out those that have one. If there is none, the new one is closed.
@@ -112,25 +119,36 @@ class Listener:
         self._trusted: set[Connection] = set()
         self._malformed = Seldom(self._limits.log_every_s)
         self._logger = structlog.get_logger("http")
-        self._server: asyncio.Server | None = None
+        self._servers: list[asyncio.Server] = []
 
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port. Raises OSError."""
         await self._runner.setup()
-        server = self._runner.server
-        assert server is not None
         try:
-            self._server = await asyncio.get_running_loop().create_server(
-                lambda: Connection(self, server, self._limits), host, port, backlog=BACKLOG_NUM)
+            server = await asyncio.get_running_loop().create_server(
+                self._connection, host, port, backlog=BACKLOG_NUM)
         except OSError:
             await self._runner.cleanup()
             raise
-        return int(self._server.sockets[0].getsockname()[1])
+        self._servers.append(server)
+        return int(server.sockets[0].getsockname()[1])
+
+    async def start_locally(self, path: Path) -> None:
+        """Listen on a unix socket as well, for this user only; after `start`. Raises OSError."""
+        name = unix_socket.address(str(path))
+        self._servers.append(await asyncio.get_running_loop().create_unix_server(
+            self._connection, name, backlog=BACKLOG_NUM))
+        os.chmod(name, 0o600)
+
+    def _connection(self) -> Connection:
+        server = self._runner.server
+        assert server is not None
+        return Connection(self, server, self._limits)
 
     async def stop(self) -> None:
         """Stop listening, and end the open requests within `stop_s_max`."""
-        if self._server is not None:
-            self._server.close()
+        for server in self._servers:
+            server.close()
         await self._runner.cleanup()
 
     # --- called by connections -------------------------------------------------------------------

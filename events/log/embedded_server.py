@@ -1,7 +1,9 @@
 """A private Redis-compatible server for one machine: start, adopt, stop.
 
 The server runs in its own session and outlives the process that started it. It inherits the
-descriptor of its directory's lock, so the lock is free exactly when the server has exited. It uses
+descriptor of its directory's lock, so the lock is free exactly when the server has exited. It
+listens on a unix socket in its directory, which only the owner can enter, and on no port: a port
+that a stopped server leaves free could be taken by a process that collects passwords. It uses
 `appendfsync always`: with `everysec` an acknowledged record can be lost, because a write waits
 while a sync runs. Batches make `always` affordable (measured: 162 k against 258 k records/s).
 """
@@ -17,10 +19,12 @@ import socket
 import subprocess
 import time
 from pathlib import Path
+from urllib.parse import quote
 
 import msgspec
 from msgspec import Struct
 
+from .. import unix_socket
 from ..errors import ServerError
 from ..private_files import write_private
 from ..process_io import defer_signals
@@ -31,17 +35,13 @@ STOP_GRACE_S = 10.0
 REPLY_S_MAX = 2.0
 LOCK_S_MAX = 5.0
 """How long the threads of a killed server, or its log rewrite, may still hold the lock."""
-PORT_WAIT_S_MAX = 2.0
-PORT_MIN, PORT_MAX = 20000, 32000
-"""Below the ephemeral ports of Linux (from 32768) and macOS (from 49152)."""
+SOCKET = "server.sock"
 _POLL_S = 0.02
-_HOST = "127.0.0.1"
-_PORT_TRIES_MAX = 5
 _children: dict[int, subprocess.Popen[bytes]] = {}
 _CONFIG = """\
-bind {host}
-port {port}
-protected-mode yes
+port 0
+unixsocket {socket}
+unixsocketperm 600
 requirepass {password}
 daemonize no
 dir {directory}
@@ -60,12 +60,15 @@ class Server(Struct, frozen=True, kw_only=True):
     directory: str
     pid: int
     start_time: str
-    port: int
     password: str
 
     @property
+    def socket(self) -> str:
+        return f"{self.directory}/{SOCKET}"
+
+    @property
     def url(self) -> str:
-        return f"redis://:{self.password}@{_HOST}:{self.port}/0"
+        return f"unix://:{self.password}@{quote(self.socket)}?db=0"
 
     @property
     def is_alive(self) -> bool:
@@ -90,12 +93,11 @@ class _Note(Struct, frozen=True):
 
     pid: int
     start_time: str
-    port: int
 
 
-def ensure(directory: Path, *, port: int = 0) -> Server:
+def ensure(directory: Path) -> Server:
     """Adopt the server of this directory if it runs, else start it. Raises ServerError."""
-    return adopt(directory) or start(directory, port=port)
+    return adopt(directory) or start(directory)
 
 
 def adopt(directory: Path) -> Server | None:
@@ -105,36 +107,29 @@ def adopt(directory: Path) -> Server | None:
         return None
     deadline = time.monotonic() + START_S_MAX
     while start_time(note.pid) == note.start_time:
-        answer = _ping(note.port, password)
+        server = _server(directory.resolve(), note, password)
+        answer = _ping(server)
         if answer == "ready":
-            return _server(directory.resolve(), note, password)
+            return server
         if answer != "loading" or time.monotonic() > deadline:
             return None
         time.sleep(_POLL_S)
     return None
 
 
-def start(directory: Path, *, port: int = 0) -> Server:
-    """Start a server on the data in `directory` (created if absent); `port` 0: the last port.
+def start(directory: Path) -> Server:
+    """Start a server on the data in `directory` (created if absent).
 
-    Raises ServerError if there is no binary, the directory is in use, `port` is taken, or the
-    server exits or does not answer within START_S_MAX.
+    Raises ServerError if there is no binary, the directory is in use, or the server exits or does
+    not answer within START_S_MAX.
     """
     binary = find_binary()
     directory = _make(directory)
     lock = _lock(directory)
     try:
-        last = None if port else _note(directory)
-        if last:
-            wait_until_free(last.port)
-        tries = [port] if port else [last.port if last else 0, *[0] * _PORT_TRIES_MAX]
-        for one in tries:
-            if server := _start(binary, directory, one or free_port(), lock):
-                return server
+        return _start(binary, directory, lock)
     finally:
         os.close(lock)
-    raise ServerError(f"port {port} is in use" if port else f"no free port on {_HOST}",
-                      "choose another port" if port else "")
 
 
 def find_binary() -> Path:
@@ -178,16 +173,14 @@ def _start_time_ps(pid: int) -> str:
 
 
 # --- starting -----------------------------------------------------------------------------------
-def _start(binary: Path, directory: Path, port: int, lock: int) -> Server | None:
-    """Start one server; None if the port is taken."""
+def _start(binary: Path, directory: Path, lock: int) -> Server:
     password = _password(directory)
     if password is None:
         password = secrets.token_hex(24)
         write_private(directory / "password", password.encode())
-    if not _is_free(port):
-        return None
     config, log = directory / "valkey.conf", directory / "server.log"
-    write_private(config, _CONFIG.format(host=_HOST, port=port, password=password,
+    # The socket's path is relative to `dir`: a longer one may not fit into a socket address.
+    write_private(config, _CONFIG.format(socket=SOCKET, password=password,
                                          directory=_quoted(directory), log=_quoted(log)).encode())
     log_start = log.stat().st_size if log.exists() else 0
     process, answer = None, ""
@@ -198,32 +191,30 @@ def _start(binary: Path, directory: Path, port: int, lock: int) -> Server | None
                 stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
                 pass_fds=(lock,))
             _children[process.pid] = process
-            note = _Note(pid=process.pid, start_time=start_time(process.pid), port=port)
+            note = _Note(pid=process.pid, start_time=start_time(process.pid))
             write_private(directory / "server.json", msgspec.json.encode(note))
-        answer = _until_ready(process, port, password)
+        server = _server(directory, note, password)
+        answer = _until_ready(process, server)
     finally:
         if process is not None and answer != "ready":  # without an answer it cannot be adopted
             process.kill()
             process.wait()
     if answer == "ready":
-        return _server(directory, note, password)
+        return server
     if answer:
         raise ServerError(f"the server did not answer within {START_S_MAX:.0f} s ({answer})",
                           f"see {log}")
     assert process is not None
-    complaint = _last_complaint(log, log_start)
-    if "Address already in use" in complaint:
-        return None
-    raise ServerError(f"the server exited with code {process.returncode}: {complaint}",
-                      f"see {log}")
+    raise ServerError(f"the server exited with code {process.returncode}: "
+                      f"{_last_complaint(log, log_start)}", f"see {log}")
 
 
-def _until_ready(process: subprocess.Popen[bytes], port: int, password: str) -> str:
+def _until_ready(process: subprocess.Popen[bytes], server: Server) -> str:
     """Wait for `ready`. Return the last answer on timeout, "" if the process exited."""
     deadline = time.monotonic() + START_S_MAX
     answer = ""
     while process.poll() is None:
-        if (answer := _ping(port, password)) == "ready" or time.monotonic() > deadline:
+        if (answer := _ping(server)) == "ready" or time.monotonic() > deadline:
             return answer
         time.sleep(_POLL_S)
     return ""
@@ -231,15 +222,18 @@ def _until_ready(process: subprocess.Popen[bytes], port: int, password: str) -> 
 
 def _server(directory: Path, note: _Note, password: str) -> Server:
     return Server(directory=str(directory), pid=note.pid, start_time=note.start_time,
-                  port=note.port, password=password)
+                  password=password)
 
 
-def _ping(port: int, password: str) -> str:
+def _ping(server: Server) -> str:
     """`ready`, `loading` while the server reads its log, else the error."""
+    password = server.password
     request = f"*2\r\n$4\r\nAUTH\r\n${len(password)}\r\n{password}\r\n*1\r\n$4\r\nPING\r\n"
     reply = b""
     try:
-        with socket.create_connection((_HOST, port), timeout=REPLY_S_MAX) as link:
+        with socket.socket(socket.AF_UNIX) as link:
+            link.settimeout(REPLY_S_MAX)
+            link.connect(unix_socket.address(server.socket))
             link.sendall(request.encode())
             while reply.count(b"\r\n") < 2 and (more := link.recv(4096)):
                 reply += more
@@ -309,33 +303,3 @@ def _password(directory: Path) -> str | None:
 def _quoted(path: Path) -> str:
     text = str(path).replace("\\", "\\\\").replace('"', '\\"')
     return f'"{text}"'
-
-
-def free_port() -> int:
-    """A free port outside the ephemeral range.
-
-    On an ephemeral port, a client that retries to reach a dead server can get the same port as its
-    own source port. It then connects to itself.
-    """
-    for _ in range(_PORT_TRIES_MAX):
-        port = PORT_MIN + secrets.randbelow(PORT_MAX - PORT_MIN)
-        if _is_free(port):
-            return port
-    raise ServerError(f"no free port of {_HOST} found from {PORT_MIN} to {PORT_MAX}")
-
-
-def wait_until_free(port: int) -> None:
-    """Wait at most PORT_WAIT_S_MAX until the last port is free: the clients know this port."""
-    deadline = time.monotonic() + PORT_WAIT_S_MAX
-    while not _is_free(port) and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((_HOST, port))
-        except OSError:
-            return False
-    return True

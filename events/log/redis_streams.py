@@ -20,6 +20,7 @@ from redis.asyncio.connection import Connection, parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
+from .. import unix_socket
 from ..errors import Ambiguous, Conflict, CorruptLog, Fenced, LogError, Unavailable, UsageError
 from ..records import codec
 from ..records.envelope import Record, Report, order_nodes
@@ -160,6 +161,7 @@ class _Link:
         except ValueError as error:
             raise UsageError(f"{self._where}: {error}", URL_HINT) from None
         make = options.pop("connection_class", Connection)
+        self._socket = str(options.get("path", ""))
         # No socket timeout: each call has its own timeout. With RESP2 the server pushes nothing.
         options |= {"socket_timeout": None, "socket_connect_timeout": CONNECT_S_MAX,
                     "retry": Retry(NoBackoff(), 0), "protocol": 2, "driver_info": None}
@@ -212,11 +214,14 @@ class _Link:
         except exceptions.RedisError:
             await connection.disconnect(nowait=True)
         try:
+            if self._socket:
+                connection.path = unix_socket.address(self._socket)
             async with asyncio.timeout(CONNECT_S_MAX):
                 await connection.connect()
         except BaseException as error:
             await connection.disconnect(nowait=True)  # the handshake is incomplete
-            if isinstance(error, exceptions.AuthenticationError):
+            # Over a unix socket, redis-py wraps the errors of the handshake.
+            if isinstance(error.__cause__ or error, exceptions.AuthenticationError):
                 raise UsageError(f"{self._where}: {error}", URL_HINT) from None
             if isinstance(error, OSError | exceptions.RedisError):
                 what = str(error) or f"no connection within {CONNECT_S_MAX:g} s"
@@ -246,6 +251,18 @@ class RedisLog:
         """Close the connections; running calls fail."""
         for link in (self._link, *self._readers.values()):
             await link.close()
+
+    async def move(self, url: str) -> bool:
+        """Use the server at `url` from now on; running calls fail. False if it is the present one.
+        Raises UsageError for an invalid URL."""
+        if url == self._url:
+            return False
+        link = _Link(url)
+        old, self._url, self._link = (self._link, *self._readers.values()), url, link
+        self._readers, self._read_to = {}, (0, 0)
+        for one in old:
+            await one.close()
+        return True
 
     async def check(self) -> None:
         """Refuse a server that is too old or evicts keys; warn if it does not persist the log.

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import redis
 from unicron.cli.cluster import local_cluster, processes
 from unicron.cli.cluster.client import Client, Unreachable
 from unicron.cli.cluster.local_cluster import (
@@ -36,6 +38,7 @@ from unicron.cli.commands import up as command
 from unicron.events.log import embedded_server
 
 LIMIT_S = 90
+Redis: Any = redis.Redis
 ALL = (UP, CONTROL_PLANE, agent_name("n1"))
 
 
@@ -192,6 +195,81 @@ def test_up_restarts_dead_processes_and_down_works_without_up(cluster):
     assert down.returncode == 0
     assert "agent-n1, control-plane, server" in down.stdout
     assert cluster.pids() == {}
+
+
+class Stranger:
+    """Listens on a port and notes what clients send: they would send their secrets."""
+
+    def __init__(self, port: int) -> None:
+        self.heard = b""
+        self._socket = socket.socket()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._socket.bind(("127.0.0.1", port))
+        self._socket.listen()
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                link, _ = self._socket.accept()
+            except OSError:
+                return
+            with link:
+                link.settimeout(1.0)
+                try:
+                    self.heard += link.recv(4096)
+                except TimeoutError:
+                    pass
+
+    def close(self) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        self._thread.join(10.0)
+        assert not self._thread.is_alive()
+
+
+def test_a_stranger_on_the_port_hears_no_secret_and_the_cluster_recovers(cluster, tmp_path):
+    """Server, control plane and agent are killed while another process has the HTTP port."""
+    def at() -> dict[str, Any]:
+        return json.loads(cluster.state.control_plane.read_text())
+
+    assert cluster.up().returncode == 0
+    before, first = cluster.pids(), at()
+    port = int(first["url"].rpartition(":")[2])
+    with Redis.from_url(f"unix://:{cluster.state.server.joinpath('password').read_text()}@"
+                        f"{cluster.state.server / 'server.sock'}") as server:
+        assert server.config_get("port") == {"port": "0"}
+    cluster.kill(CONTROL_PLANE)
+    stranger = Stranger(port)
+    try:
+        os.kill(before["server"], signal.SIGKILL)
+        cluster.kill(agent_name("n1"))
+        until(lambda: cluster("status").returncode == 0, LIMIT_S)
+        until(lambda: agent_name("n1") in cluster.pids(), LIMIT_S)
+        agent = cluster.pids()[agent_name("n1")]
+        until(lambda: [node["pid"] for node in json.loads(
+            cluster("status", "-o", "json").stdout)["nodes"]] == [agent], LIMIT_S)
+        second = at()
+        assert second["socket"] == first["socket"]
+        assert second["url"] != first["url"]
+        (tmp_path / "job.yaml").write_text("apiVersion: unicron/v1\nname: runs\ncommand: ['true']")
+        assert cluster("submit", str(tmp_path / "job.yaml")).returncode == 0
+        until(lambda: "runs  FINISHED" in cluster("status", "runs").stdout)
+        assert stranger.heard == b""
+        cluster("status", "--url", first["url"])  # whoever names the port talks to the stranger
+        assert b"Bearer " in stranger.heard
+        assert f"port {port} is in use by another process" in (
+            cluster.state.logs / "up.log").read_text()
+        with urllib.request.urlopen(f"{second['url']}/v1/health", timeout=10) as reply:
+            assert json.load(reply)["pid"] == second["pid"]
+    finally:
+        stranger.close()
+    cluster.kill(CONTROL_PLANE)
+    until(lambda: cluster("status").returncode == 0, LIMIT_S)
+    assert at()["url"] == first["url"]
+    modes = {path.name: path.stat().st_mode & 0o777 for path in cluster.state.path.iterdir()}
+    assert modes["control_plane.sock"] == 0o600
 
 
 def test_a_port_in_use_is_refused_and_nothing_runs(cluster):
@@ -392,8 +470,8 @@ def test_operator_commands_on_a_running_cluster(cluster, tmp_path):
 def test_the_password_of_an_external_redis_is_in_no_argv(cluster, tmp_path):
     server = embedded_server.ensure(tmp_path / "own")
     try:
-        where = f"127.0.0.1:{server.port}"
-        for wrong in (f"redis://{where}", f"redis://:wrong@{where}"):
+        where = server.socket
+        for wrong in (f"unix://{where}", f"unix://:wrong@{where}"):
             result = cluster.up("--redis", wrong)
             assert (result.returncode, result.stdout) == (2, "")
             assert where in result.stderr

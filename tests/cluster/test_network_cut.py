@@ -37,8 +37,8 @@ class PartedCluster(RealCluster):
         assert server is not None
         self.local.ensure(CONTROL_PLANE)
         client = self.local.wait_control_plane()
-        self._agents = Agents(self.path, self.far, server, client, self.local.wanted.port,
-                              num_slots=NUM // 2, trace=self.path / "trace")
+        self._agents = Agents(self.path, self.far, server, client, num_slots=NUM // 2,
+                              trace=self.path / "trace")
         self.wait(lambda: len(client.get("/v1/state")["nodes"]) == len(NODES) or None,
                   "both agents have joined")
         return client

@@ -280,6 +280,11 @@ class PlaneStub:
         return web.json_response({"redis_url": self._redis_url, "cluster": self.cluster,
                                   "node": request_body["node"], "epoch": self.leader.epoch})
 
+    async def move(self, url: str) -> None:
+        """The log is at another server from now on."""
+        self._redis_url = url
+        await self.log.move(url)
+
     async def start(self, code: str, *argv: str, rank: int = 0, attempt: int = 1) -> None:
         await self.start_rank(python(code, *argv), rank=rank, attempt=attempt)
 

@@ -1,6 +1,6 @@
 """Two nodes in two network namespaces, and a link between them that can be cut.
 
-The log server and the control plane listen on loopback. In their namespace, a relay forwards
+The log server and the control plane listen on unix sockets. In the near namespace, a relay forwards
 connections from the link to them. The machine's own network has no access. Needs the rights to
 create namespaces, and `ip`.
 """
@@ -20,7 +20,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from unicron.cli.cluster.client import Client
-from unicron.events.log.embedded_server import Server, free_port
+from unicron.cli.cluster.local_cluster import free_port
+from unicron.events import unix_socket
+from unicron.events.log.embedded_server import Server
 
 HERE, THERE = "10.231.7.1", "10.231.7.2"
 NODES = ("n1", "n2")
@@ -97,11 +99,11 @@ def _enter_fd(fd: int) -> None:
 
 # --- in the near namespace -----------------------------------------------------------------------
 class Relay:
-    """Forwards connections at HERE to a loopback port, in this thread's namespace."""
+    """Forwards connections at HERE, in this thread's namespace, to a unix socket."""
 
-    def __init__(self, to_port: int) -> None:
+    def __init__(self, to: str) -> None:
         self.port = free_port()
-        self._to_port = to_port
+        self._to = unix_socket.address(to)
         self._writers: set[asyncio.StreamWriter] = set()
         self._passing: set[asyncio.Task[None]] = set()
         self._ready = threading.Event()
@@ -131,7 +133,7 @@ class Relay:
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            to_reader, to_writer = await asyncio.open_connection("127.0.0.1", self._to_port)
+            to_reader, to_writer = await asyncio.open_unix_connection(self._to)
         except OSError:
             writer.close()
             return
@@ -152,10 +154,9 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 class Agents:
     """The agents of both nodes. They reach the control plane and the log server by relays only."""
 
-    def __init__(self, folder: Path, far: str, server: Server, client: Client, port: int, *,
+    def __init__(self, folder: Path, far: str, server: Server, client: Client, *,
                  num_slots: int, trace: Path) -> None:
-        """`port`: the control plane's."""
-        self._relays = [Relay(port), Relay(server.port)]
+        self._relays = [Relay(client.socket), Relay(server.socket)]
         http, redis = (relay.port for relay in self._relays)
         self._running: list[subprocess.Popen[bytes]] = []
         for node, host, inside in ((NODES[0], HERE, []),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
 import shutil
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -20,9 +20,11 @@ import redis
 import structlog
 from redis.backoff import NoBackoff
 from redis.retry import Retry
+from unicron.events import unix_socket
 from unicron.events.errors import ServerError
 from unicron.events.log import embedded_server
 from unicron.events.log.embedded_server import Server
+from unicron.events.log.redis_streams import connect
 from unicron.events.process_io import LogStream, defer_signals
 
 Redis: Any = redis.Redis
@@ -58,19 +60,17 @@ def test_the_configuration_is_private_and_durable(directory: Path) -> None:
     for name in ("password", "valkey.conf", "server.json", "lock"):
         assert stat.S_IMODE((directory / name).stat().st_mode) == 0o600, name
     with pytest.raises(redis.AuthenticationError):
-        Redis(port=server.port, retry=Retry(NoBackoff(), 0)).ping()
+        Redis(unix_socket_path=server.socket, retry=Retry(NoBackoff(), 0)).ping()
     with Redis.from_url(server.url) as client:
         config = client.config_get("*")
         assert config["appendonly"] == "yes"
         assert config["appendfsync"] == "always"
         assert config["maxmemory-policy"] == "noeviction"
-        assert config["bind"] == "127.0.0.1"
+        assert config["port"] == "0", "a port could be taken by another process"
+    assert stat.S_IMODE(Path(server.socket).stat().st_mode) == 0o600
     done = subprocess.run(["ps", "-o", "args=", "-p", str(server.pid)], capture_output=True,
                           text=True, check=False, timeout=10)
     assert server.password not in done.stdout, "the command line contains the password"
-    with socket.socket() as probe:  # every other address of this machine
-        probe.settimeout(2.0)
-        assert probe.connect_ex(("127.0.0.2", server.port)) != 0
 
 
 def test_a_second_start_is_refused_and_adopt_finds_the_first(directory: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_server_outlives_a_killed_parent_and_is_adopted(directory: Path) -> No
         embedded_server.start(directory)
     server.stop()
     assert not server.is_alive
-    assert embedded_server.ensure(directory).port == server.port
+    assert embedded_server.ensure(directory).url == server.url
 
 
 def test_after_kill_9_the_directory_is_free_at_once(directory: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_reused_pid_is_left_alone(directory: Path) -> None:
         note.write_text(note.read_text().replace(str(server.pid), str(bystander.pid)))
         assert embedded_server.adopt(directory) is None
         stale = Server(directory=str(directory), pid=bystander.pid, start_time=server.start_time,
-                       port=server.port, password=server.password)
+                       password=server.password)
         assert not stale.is_alive
         stale.stop()
         assert bystander.poll() is None, "stop ended a process with a reused pid"
@@ -138,27 +138,19 @@ def test_a_hanging_server_is_stopped(directory: Path) -> None:
     assert time.monotonic() - start < CHILD_S_MAX
 
 
-def test_a_port_in_use_is_an_error(directory: Path) -> None:
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        with pytest.raises(ServerError, match=f"port {port} is in use") as raised:
-            embedded_server.start(directory, port=port)
-        assert raised.value.hint
-    assert embedded_server.start(directory, port=port).port == port
-
-
-def test_another_port_is_used_if_the_last_is_taken(
-        directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedded_server, "PORT_WAIT_S_MAX", 0.1)
+def test_a_long_path_has_a_socket_too(tmp_path: Path) -> None:
+    directory = tmp_path.joinpath(*["folder with a long name"] * 6)
     server = embedded_server.start(directory)
-    server.stop()
-    with socket.socket() as stranger:
-        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        stranger.bind(("127.0.0.1", server.port))
-        stranger.listen()
-        assert embedded_server.start(directory).port != server.port
+    try:
+        assert len(server.socket) > 2 * unix_socket.PATH_BYTES_MAX
+        assert embedded_server.adopt(directory) == server
+
+        async def ask() -> None:
+            await (await connect(server.url, "c")).close()
+
+        asyncio.run(ask())
+    finally:
+        server.stop(grace_s=1.0)
 
 
 def test_a_broken_log_reports_the_servers_error(directory: Path) -> None:

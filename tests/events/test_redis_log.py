@@ -48,8 +48,8 @@ async def put(log: RedisLog, *records: Record) -> None:
 class Proxy:
     """A proxy to the server that can lose requests, lose replies, or stop forwarding."""
 
-    def __init__(self, port: int) -> None:
-        self._port = port
+    def __init__(self, to: str) -> None:
+        self._to = to
         self._writers: list[asyncio.StreamWriter] = []
         self.fate = "pass"
         self.url = ""
@@ -57,7 +57,7 @@ class Proxy:
 
     async def serve(self, client: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
         self.num_connections += 1
-        server, forth = await asyncio.open_connection("127.0.0.1", self._port)
+        server, forth = await asyncio.open_unix_connection(self._to)
         self._writers += [back, forth]
         there = self._pump(client, forth, "lose requests", back)
         with suppress(asyncio.CancelledError):
@@ -85,10 +85,10 @@ class Proxy:
 
 @asynccontextmanager
 async def proxied(server: embedded_server.Server) -> AsyncGenerator[Proxy]:
-    proxy = Proxy(server.port)
+    proxy = Proxy(server.socket)
     listener = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
     port = listener.sockets[0].getsockname()[1]
-    proxy.url = server.url.replace(f":{server.port}/", f":{port}/")
+    proxy.url = f"redis://:{server.password}@127.0.0.1:{port}/0"
     try:
         yield proxy
     finally:
@@ -233,7 +233,7 @@ async def test_no_server_is_unavailable_and_the_password_is_hidden() -> None:
 async def test_a_wrong_password_is_a_usage_error(server: embedded_server.Server) -> None:
     for secret in (":wrong@", ""):
         with pytest.raises(UsageError) as raised:
-            await connect(f"redis://{secret}127.0.0.1:{server.port}/0", "c")
+            await connect(f"unix://{secret}{server.socket}", "c")
         assert raised.value.hint
         assert "wrong@" not in str(raised.value)
 

@@ -1,4 +1,4 @@
-"""The agent of one node: eight loops in one TaskGroup connect the log and the ranks."""
+"""The agent of one node: nine loops in one TaskGroup connect the log and the ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 
@@ -28,6 +28,8 @@ from .order_executor import STOP_GRACE_S, OrderExecutor
 from .processes.launcher import MARKER, NodeConfig
 
 BEAT_S = 0.5
+REJOIN_S = 5.0
+"""While the log is unreachable, the agent asks this often where it is."""
 ORDERS_WAIT_S = 5.0
 FLUSH_S_MAX = 5.0
 """How long a stopping agent waits for the log to acknowledge its last reports."""
@@ -43,12 +45,14 @@ class Agent:
     """Serves one node. `clock` gives seconds since 1970.
 
     `sweeps`: the agent owns every child of this process, and reaps orphans among them. `sources`
-    configures the health checks; None disables them.
+    configures the health checks; None disables them. `rejoin` asks the control plane anew for the
+    address of the log, and moves `port` there.
     """
 
     def __init__(self, node: NodeConfig, port: AgentPort, clock: Callable[[], float], pid: int, *,
                  spool: Spool, left: list[Spool], sweeps: bool,
-                 sources: HealthSources | None = None) -> None:
+                 sources: HealthSources | None = None,
+                 rejoin: Callable[[], Awaitable[None]] | None = None) -> None:
         self._node = node
         self._port = port
         self._clock = clock
@@ -58,6 +62,7 @@ class Agent:
         self._spool = spool
         self._sweeps = sweeps
         self._sources = sources
+        self._rejoin = rejoin
         self._has_joined = False
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -92,6 +97,7 @@ class Agent:
             try:
                 loops = [group.create_task(self._outbox.run(), name="reports"),
                          group.create_task(self._beat(), name="heartbeats"),
+                         group.create_task(self._ask_address(), name="rejoin"),
                          group.create_task(self._sweep(ranks, health), name="sweep"),
                          group.create_task(self._look(ranks), name="look"),
                          group.create_task(self._read(ranks), name="read"),
@@ -153,6 +159,13 @@ class Agent:
                 await self._link.call(
                     lambda: self._port.beat(self._node.name, self._node.incarnation))
             await asyncio.sleep(BEAT_S)
+
+    async def _ask_address(self) -> None:
+        """Ask for the log's address while the log is unreachable: it may have moved."""
+        while self._rejoin is not None:
+            await asyncio.sleep(REJOIN_S)
+            if self._link.unreachable_s >= REJOIN_S:
+                await self._rejoin()
 
     async def _look(self, ranks: OrderExecutor) -> None:
         """Find stopped and continued ranks: the peers of a stopped rank wait in a collective.

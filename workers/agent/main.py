@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TextIO, cast
 
@@ -24,7 +25,7 @@ from ..checkpoint_store import protocol
 from ..checkpoint_store.store import bytes_max
 from ..host import linux
 from .agent import Agent
-from .delivery.join import join
+from .delivery.join import JOIN_S_MAX, Joined, join
 from .delivery.log_link import backoff_s
 from .delivery.outbox import LogReplaced
 from .delivery.spool import Spool, load_spool
@@ -103,7 +104,8 @@ _log = structlog.get_logger("agent")
 class AgentOptions(Struct, frozen=True, kw_only=True):
     """The options of `unicron agent`.
 
-    `host` is the address of this node's ranks. If `redis_url` is empty, the control plane gives it.
+    `host` is the address of this node's ranks. `socket` is the control plane's, if it has one here.
+    If `redis_url` is empty, the control plane gives it.
     If `devices` is None, CUDA_VISIBLE_DEVICES gives one GPU per slot; without any, slots are CPU.
     """
 
@@ -113,6 +115,7 @@ class AgentOptions(Struct, frozen=True, kw_only=True):
     num_slots: int
     state_dir: Path
     host: str = "127.0.0.1"
+    socket: str = ""
     redis_url: str = ""
     labels: Labels = Labels()
     devices: tuple[str, ...] | None = None
@@ -159,8 +162,7 @@ async def _run(options: AgentOptions, incarnation: int) -> int:
         _log.warning("killed an orphaned process of an earlier agent", pid=proc.pid)
     linux.adopt_orphans()
     try:
-        joined = await join(options.url, options.token, node=options.node, host=options.host,
-                            incarnation=incarnation, labels=options.labels)
+        joined = await _join(options, incarnation)
         log = await _connect(options.redis_url or joined.redis_url, joined.cluster)
         try:
             node = NodeConfig(name=options.node, incarnation=incarnation, cluster=joined.cluster,
@@ -174,7 +176,9 @@ async def _run(options: AgentOptions, incarnation: int) -> int:
             signals.is_serving = True
             _log.info("joined", node=node.name, incarnation=incarnation, epoch=joined.epoch)
             await Agent(node, log, time.time, os.getpid(), spool=spool, left=left,
-                        sweeps=True, sources=sources).run(stop)
+                        sweeps=True, sources=sources,
+                        rejoin=None if options.redis_url else partial(
+                            _rejoin, options, incarnation, joined, log)).run(stop)
             spool.close(forget=not spool.num_unacked)
         finally:
             await log.close()
@@ -183,6 +187,23 @@ async def _run(options: AgentOptions, incarnation: int) -> int:
             raise
         return 1 if signals.is_serving else 0
     return 0
+
+
+async def _join(options: AgentOptions, incarnation: int, s_max: float = JOIN_S_MAX) -> Joined:
+    return await join(options.url, options.token, node=options.node, host=options.host,
+                      incarnation=incarnation, labels=options.labels, socket=options.socket,
+                      s_max=s_max)
+
+
+async def _rejoin(options: AgentOptions, incarnation: int, joined: Joined, log: RedisLog) -> None:
+    """Ask the control plane once where the log is now; connect there if it has moved."""
+    try:
+        now = await _join(options, incarnation, s_max=0.0)
+    except UsageError as error:
+        _log.warning("cannot ask where the log is", why=str(error))
+        return
+    if now.cluster == joined.cluster and await log.move(now.redis_url):
+        _log.info("the log has moved", cluster=now.cluster)
 
 
 class _Signals:

@@ -11,7 +11,7 @@ from pathlib import Path
 from bench.recovery import environment
 from bench.recovery import watch as eyes
 from bench.recovery.job import NUM_MICRO_BATCHES, NUM_RANKS, VICTIM_NUM, spec
-from unicron.events.log.embedded_server import free_port
+from unicron.cli.cluster.local_cluster import free_port
 from unicron.workers.host import linux
 
 MARK = "UNICRON_BENCH_RUN"

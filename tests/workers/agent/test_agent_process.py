@@ -106,6 +106,29 @@ async def test_a_server_killed_and_started_again_loses_and_doubles_nothing(
     assert plane.said().count("the log is unreachable") == 2, plane.said()
 
 
+async def test_an_agent_asks_where_the_log_is_when_it_is_unreachable(
+        plane: PlaneStub, own_server: embedded_server.Server, tmp_path: Path) -> None:
+    """The server moves with its data; the agent's reports follow it."""
+    agent = plane.agent()
+    await plane.wait(NodeJoined)
+    await plane.start(WAITS, str(tmp_path / "go"))
+    await plane.wait(RankStarted)
+    own_server.stop()
+    (tmp_path / "server").rename(tmp_path / "elsewhere")
+    moved = embedded_server.start(tmp_path / "elsewhere")
+    try:
+        (tmp_path / "go").touch()
+        assert moved.url != own_server.url
+        await plane.move(moved.url)
+        assert [e.exit_code for e in await plane.wait(RankExited)] == [0]
+        agent.terminate()
+        assert await ended(agent) == 0, plane.said()
+        assert "the log has moved" in plane.said()
+        assert plane.kinds() == ["NodeJoined", "RankStarted", "RankExited", "NodeLeft"]
+    finally:
+        moved.stop(grace_s=1.0)
+
+
 async def test_a_successor_delivers_the_reports_of_a_killed_agent(
         plane: PlaneStub, own_server: embedded_server.Server, tmp_path: Path) -> None:
     first = plane.agent()

@@ -10,6 +10,7 @@ import aiohttp
 import msgspec
 from msgspec import Struct
 
+from ....events import unix_socket
 from ....events.errors import UsageError
 from ....events.records.types import Labels
 from .log_link import backoff_s
@@ -35,26 +36,30 @@ class _Error(Struct, frozen=True):
 
 
 async def join(url: str, token: str, *, node: str, host: str, incarnation: int,
-               labels: Labels, s_max: float = JOIN_S_MAX) -> Joined:
+               labels: Labels, socket: str = "", s_max: float = JOIN_S_MAX) -> Joined:
     """Send the join request until the server answers, for at most `s_max` seconds. Raises
-    UsageError if the server rejects the token or the request, or stays unreachable."""
+    UsageError if the server rejects the token or the request, or stays unreachable.
+
+    `socket`: the path of the server's unix socket, used instead of the address in `url`."""
     deadline = time.monotonic() + s_max
     body = {"node": node, "host": host, "incarnation": incarnation,
             "labels": {key: value for key, value in msgspec.to_builtins(labels).items() if value}}
     headers = {"Authorization": f"Bearer {token}", "Idempotency-Key": f"join-{node}-{incarnation}"}
     num_tries = 0
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_S_MAX)) as session:
-        while True:
-            try:
+    limit = aiohttp.ClientTimeout(total=ANSWER_S_MAX)
+    while True:
+        try:
+            link = aiohttp.UnixConnector(unix_socket.address(socket)) if socket else None
+            async with aiohttp.ClientSession(timeout=limit, connector=link) as session:
                 return await _post(session, url, headers, body)
-            except (aiohttp.ClientError, TimeoutError) as error:
-                why = str(error) or type(error).__name__
-            wait_s = backoff_s(num_tries, RETRY_S_MAX)
-            num_tries += 1
-            if time.monotonic() + wait_s > deadline:
-                raise UsageError(f"cannot join {url}: {why}",
-                                 "is the control plane up? try: unicron up, or another --url")
-            await asyncio.sleep(wait_s)
+        except (aiohttp.ClientError, OSError) as error:
+            why = str(error) or type(error).__name__
+        wait_s = backoff_s(num_tries, RETRY_S_MAX)
+        num_tries += 1
+        if time.monotonic() + wait_s > deadline:
+            raise UsageError(f"cannot join {url}: {why}",
+                             "is the control plane up? try: unicron up, or another --url")
+        await asyncio.sleep(wait_s)
 
 
 async def _post(session: aiohttp.ClientSession, url: str, headers: Mapping[str, str],

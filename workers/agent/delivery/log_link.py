@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -30,6 +31,12 @@ class LogLink:
 
     def __init__(self) -> None:
         self._up = True
+        self._down_s = 0.0
+
+    @property
+    def unreachable_s(self) -> float:
+        """How long the log has been unreachable; 0 while it is reachable."""
+        return 0.0 if self._up else time.monotonic() - self._down_s
 
     async def call(self, make: Callable[[], Awaitable[T]], s_max: float = CALL_S_MAX) -> T:
         """Call once. Raises Unavailable, or Ambiguous (also after `s_max`)."""
@@ -61,7 +68,7 @@ class LogLink:
 
     def _log_change(self, up: bool, why: str) -> None:
         if up != self._up:
-            self._up = up
+            self._up, self._down_s = up, time.monotonic()
             if up:
                 _log.info("the log is reachable again")
             else:
