@@ -25,6 +25,8 @@ READ_BYTES_MAX = 16 * 1024 * 1024
 HALF_BYTES = 512 * 1024
 """Of a line longer than 2 x HALF_BYTES, only its beginning and its end are classified."""
 LOOK_BYTES = 8192
+FAULT_LINES_NUM_MAX = 200_000
+"""Lines of a fault that the page counts; an endless repetition behind them takes no time."""
 ROWS_NUM_MAX = 40
 INDENT_COLUMNS = 10
 KEYS = ("event", "msg", "message", "log", "error", "exception")
@@ -59,12 +61,13 @@ def classify(file: Path | None, *, as_json: bool) -> None:
     with ExitStack() as stack:
         stream = _opened(file, stack)
         _check(_begins(stream), name, str(file) if file is not None else "FILE")
-        verdicts = _verdicts(_texts(stream, name))
+        texts = _texts(stream, name)
+        verdicts = _verdicts(texts)
         if as_json:
             for _, text, verdict in verdicts:
                 console.out(json.dumps(plain(text, verdict)))
         else:
-            console.lines(screen(name if file is not None else "", verdicts))
+            console.lines(screen(name if file is not None else "", verdicts, texts))
 
 
 def plain(text: str, verdict: Verdict) -> fmt.Plain:
@@ -76,11 +79,16 @@ def plain(text: str, verdict: Verdict) -> fmt.Plain:
     return fields | {key: value for key, value in rest.items() if value}
 
 
-def screen(name: str, verdicts: Iterator[tuple[int, str, Verdict]]) -> Iterator[str]:
+def screen(name: str, verdicts: Iterator[tuple[int, str, Verdict]],
+           texts: Iterator[tuple[int, str, bool]]) -> Iterator[str]:
     """The page: each status and rule once, the most severe first; then the handling and the next
-    command. The memory in use does not grow with the length of the log."""
+    command. The memory in use does not grow with the length of the log.
+
+    `texts`: what `verdicts` classifies. Behind FAULT_LINES_NUM_MAX lines of a fault, lines are
+    counted and not classified.
+    """
     groups: dict[tuple[str, str], Group] = {}
-    num_lines = num_speaking = 0
+    num_lines = num_speaking = num_left = 0
     for number, _, verdict in verdicts:
         num_lines += 1
         if verdict.status:
@@ -90,11 +98,18 @@ def screen(name: str, verdicts: Iterator[tuple[int, str, Verdict]]) -> Iterator[
             group.num_lines += 1
             if verdict.device and len(group.devices) < DEVICES_NUM_MAX:
                 group.devices[verdict.device] = None
+            if num_speaking == FAULT_LINES_NUM_MAX:
+                num_left = sum(1 for _ in texts)
+                break
     if not num_lines:
         yield f"0 lines: {f'{name} is empty' if name else 'nothing was piped in?'}"
         return
     yield (f"{fmt.number_of(num_lines, 'line')}: {fmt.count(num_speaking)} of a fault, "
            f"{fmt.count(num_lines - num_speaking)} that mean nothing")
+    if num_left:
+        rest = f"tail -n +{num_lines + 1} {shlex.quote(name or 'FILE')} | unicron classify"
+        yield from fmt.labelled("left out", f"{fmt.count(num_left)} lines behind these: "
+                                            f"{fmt.command(rest)}")
     if not groups:
         return
     found = sorted(groups.values(), key=lambda one: (one.severity, one.first))
