@@ -65,6 +65,9 @@ def _need_scale(value: float, path: str) -> None:
 
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.:-]*)://(.*)", re.DOTALL)
 """A colon in the scheme indicates a chain of URLs."""
+_SECRET = re.compile(r"[^/]*:[^/]*@|.*[?&;#][^/=&;]*(?:sig|token|secret|pass|pwd|key|cred|auth)"
+                     r"[^/=&;]*=", re.DOTALL | re.IGNORECASE)
+"""A password before the host, or a parameter that has a secret, as a signed URL's."""
 
 
 def is_url(output: str) -> bool:
@@ -79,8 +82,8 @@ def _check_output(output: str, path: str) -> None:
         need(rest.strip("/") != "", path, f"{output} names no folder")
         need("::" not in output, path, "is a chain of URLs", "name one store")
         need(scheme != "memory", path, "memory:// is visible to one process only")
-        need(not re.match(r"[^/]*:[^/]*@", rest), path,
-             "contains a password, and the log stores the spec",
+        need(not _SECRET.match(rest), path,
+             "contains a password or a signature, and the log stores the spec",
              "put it into fsspec's configuration on each node (~/.config/fsspec)")
 
 

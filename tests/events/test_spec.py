@@ -121,7 +121,9 @@ REFUSED: list[tuple[Any, str]] = [
     *((train(seed=value), "train.seed") for value in (-1, 2**53, 10**30)),
     *((train(output=value), "train.output") for value in (
         "", "a\0b", 3, "s3://", "file:///", "memory://run", "simplecache::s3://bucket/run",
-        "s3://bucket/run::zip://a", "ftp://me:secret@host/run")),
+        "s3://bucket/run::zip://a", "ftp://me:secret@host/run", "https://host/run?sv=1&sig=abc",
+        "s3://bucket/run?X-Amz-Signature=abc", "abfs://run@host/a?SAS_token=abc",
+        "https://host/run#access_key=abc")),
     (train(data="file"), "train.data"), (train(data=["a\0"]), "train.data[0]"),
     (train(iterationz=1), "train.iterationz"),
     *((model(**{name: value}), f"train.model.{name}")
