@@ -95,6 +95,8 @@ class Connection(web.RequestHandler):
             self._listener.tell_malformed(request, exc.message)
             answer = error_answer(400, f"not an HTTP request: {_bounded(exc.message)}",
                                   "docs/ARCHITECTURE.md, HTTP")
+        elif isinstance(exc, ConnectionError):  # the client has closed; nobody reads the answer
+            answer = error_answer(400, "the connection is closed", "")
         else:
             super().handle_error(request, status, exc, message)  # logs the traceback
             answer = error_answer(status, "the control plane met an error of its own",

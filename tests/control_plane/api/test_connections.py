@@ -154,6 +154,23 @@ def test_malformed_requests_are_json_and_one_line(caplog: pytest.LogCaptureFixtu
     assert not [r for r in caplog.records if r.name == "aiohttp.server"], caplog.text
 
 
+def test_a_client_that_leaves_early_writes_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    """aiohttp answers `Expect` itself, before it looks for a token."""
+    async def main() -> None:
+        async with asyncio.timeout(LIMIT_S), serving() as site:
+            for _ in range(20):
+                link = await Link.to(site)
+                await link.say("POST /v1/tasks HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n"
+                               "Expect: 100-continue\r\n\r\n")
+                link.writer.write_eof()
+                await link.rest()
+                link.writer.close()
+
+    with caplog.at_level(logging.DEBUG):
+        asyncio.run(main())
+    assert "Traceback" not in caplog.text
+
+
 def test_lines_are_counted_that_are_not_logged() -> None:
     seldom = Seldom(3600.0)
     assert [seldom.due() for _ in range(3)] == [1, 0, 0]
