@@ -14,7 +14,7 @@ BOUND := $(shell command -v timeout >/dev/null 2>&1 && echo timeout -k 60)
 ROOMS := events control_plane workers cli
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-thorough simulation mutants confusion fault-matrix chaos-training bench-recovery bench-throughput bench-planner bench-detection bench-memory bench-restart bench-sim bench-settlement bench-overhead bench-paper megatron-lm gpu-check figures disasters check types docs wheel clean
+.PHONY: help setup demo test test-thorough simulation mutants fuzz confusion fault-matrix chaos-training bench-recovery bench-throughput bench-planner bench-detection bench-memory bench-restart bench-sim bench-settlement bench-overhead bench-paper megatron-lm gpu-check figures disasters check types docs wheel clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -59,12 +59,17 @@ fault-matrix: setup types ## faults at every point of training, a table (POINTS=
 N ?= 5
 comma := ,
 SYSTEMS ?=
+AREAS ?=
 CASES ?=
 ROUNDS ?= 100
 SEED ?= 4
 PICTURE ?= build/chaos-training
 chaos-training: setup types ## one training through faults at random (ROUNDS=100 SEED=4 PICTURE=folder)
 	@$(BIN)/python tests/drivers/chaos_training.py --rounds $(ROUNDS) --seed $(SEED) --picture $(PICTURE)
+
+fuzz: setup types ## random input to all that reads input of others (SEED=4 CASES=10000 AREAS=a,b ONLY=area:number)
+	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m fuzz.main --seed $(SEED) \
+		$(CASES:%=--cases %) $(AREAS:%=--areas %) $(ONLY:%=--only %)
 
 confusion: setup types ## what the classifier makes of the labelled error lines, as tables
 	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m confusion
