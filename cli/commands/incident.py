@@ -252,7 +252,7 @@ def rule(body: IncidentOpened | IncidentEscalated) -> str:
 
 def _essentials(record: Record) -> str:
     data = to_plain(record)
-    return essentials(data["kind"], data["body"])
+    return essentials(data["kind"], data["body"], data["v"])
 
 
 def _event(history: History, one: IncidentHistory, of: Record) -> Plain:
@@ -262,7 +262,8 @@ def _event(history: History, one: IncidentHistory, of: Record) -> Plain:
     return {"seq": of.seq, "after_s": of.at_s - one.detected_s,
             "who": _who(record), "kind": record["kind"],
             "task": task, "rank": body.get("rank"), "name": name_of(history, task) if task else "",
-            "other": task not in (0, one.task), "what": essentials(record["kind"], body),
+            "other": task not in (0, one.task),
+            "what": essentials(record["kind"], body, record["v"]),
             "alike": " ".join([record["kind"], *(str(body.get(key)) for key in SAME_EVENT.get(
                 record["kind"], ()))]) if record["kind"] in SAME_EVENT else str(record["seq"])}
 

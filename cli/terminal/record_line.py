@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from ...events.records.envelope import VERSIONS
 from ...events.records.statuses import NCCL_TIMEOUT
 from ...events.records.types import OWNER
 from ...events.spec.policy import FLAGS_ONLY, Policy
@@ -28,15 +29,17 @@ _SOURCE = re.compile(r"\[[^\]\s]{1,400}\.(?:cc|cpp|cu|c|hpp|h):\d{1,6}\] ?")
 
 def line(record: Plain) -> str:
     """One line, for example `    42 2026-11-20T03:20:07.402Z IncidentOpened    SEV2 ...  <41`."""
-    text = fmt.clipped(essentials(record["kind"], record["body"]), ESSENTIALS_LENGTH_MAX)
+    text = fmt.clipped(essentials(record["kind"], record["body"], record["v"]),
+                       ESSENTIALS_LENGTH_MAX)
     cause = f"  <{record['cause']}" if record["cause"] else ""
     return f"{record['seq']:>6} {fmt.rfc3339(record['at_s'])} {record['kind']:<17} {text}{cause}"
 
 
-def essentials(kind: str, body: Plain) -> str:
-    """The fields of a body that matter to a reader; all fields if the kind is unknown."""
+def essentials(kind: str, body: Plain, version: int = 0) -> str:
+    """The fields of a body that matter to a reader; all fields if the kind, or its `version`, is
+    unknown."""
     template = TEMPLATES.get(kind)
-    if template is None:
+    if template is None or version > VERSIONS.get(kind, 1):
         return " ".join(f"{key}={json.dumps(value)}" for key, value in body.items())
     return _FORMATTER.vformat(template, (body,), body)
 

@@ -158,7 +158,7 @@ def _header(path: Path, file: IO[bytes]) -> tuple[Header, str]:
         raise UsageError(f"{path} is empty", EXPORT_HINT)
     try:
         data: Any = msgspec.json.decode(line)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         raise UsageError(f"{path} is not an exported log", EXPORT_HINT) from None
     if not isinstance(data, dict):
         raise UsageError(f"{path} is not an exported log", EXPORT_HINT)
@@ -199,7 +199,7 @@ def _parse(line: bytes, seq: int, so_far: str) -> tuple[dict[str, Any], str]:
         raise CorruptLog(seq, f"truncated after {so_far}: the line is incomplete")
     try:
         data: Any = msgspec.json.decode(line)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptLog(seq, f"the line is not JSON: {error}") from None
     if not isinstance(data, dict):
         raise CorruptLog(seq, "the line is not a record")

@@ -257,8 +257,11 @@ def from_plain(data: dict[str, Any]) -> Record:
         kind, v = msgspec.convert(data["kind"], str), msgspec.convert(data["v"], int)
         body = _plain_body(kind, v, data["body"])
         head = msgspec.convert(data, _Head)
-        return Record(body=body, **msgspec.structs.asdict(head))
-    except (KeyError, TypeError, msgspec.MsgspecError) as error:
+        record = Record(body=body, **msgspec.structs.asdict(head))
+        encode_record(record)  # JSON has integers that no log can hold
+        return record
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError,
+            msgspec.MsgspecError) as error:
         raise CorruptLog(seq if isinstance(seq, int) else 0, f"not a record: {error}") from None
 
 

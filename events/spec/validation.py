@@ -83,7 +83,7 @@ def _suggestion(key: str, path: str, root: type[Struct], given: Any,
                                            for there in paths)
     if barred := [there for there, part in parts.items() if there and key in _fields(part)]:
         return f"it is a key of {barred[0]}:, which this file must not have"
-    present = _given(given, path)
+    present: dict[Any, Any] = {**_given(given, path)}  # a key may be a number
     free = [name for name in keys.pop(at, ()) if name not in present]
     if near := difflib.get_close_matches(key, free, n=1):
         return f"did you mean {near[0]}?"

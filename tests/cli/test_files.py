@@ -195,6 +195,7 @@ def test_a_policy_file_is_strict(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("text", "told", "hint"), [
     ("silence_max: 3", "silence_max: is not a field", "did you mean silence_s_max?"),
+    ("zzzz: 1\n.inf: 2", "zzzz: is not a field", "Policy: its fields"),
     ("- 1", "a policy is a mapping", "Policy: its fields"),
     ("silence_s_max: often", "silence_s_max: expected a number, got text", "Policy: its fields"),
     ("silence_s_max: [1]", "silence_s_max: expected a number, got a list", "Policy: its fields"),

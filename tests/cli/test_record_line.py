@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from unicron.cli.terminal.record_line import essentials
+from unicron.cli.terminal.record_line import essentials, line
 
 EXITED: dict[str, Any] = {"task": 1, "rank": 2, "attempt": 3, "pid": 4, "exit_code": 1,
                           "signal": None, "tail": "Traceback\n  frame\nValueError: no batch\n"}
@@ -55,3 +55,10 @@ def test_a_failed_collective_shows_the_librarys_message(
             "rule": "connection-reset"}
     lines = essentials("CollectiveFailed", body | changes)
     assert lines == f"task 1 rank 3.1 iteration 12: {words}"
+
+
+def test_a_record_of_a_newer_version_is_shown_with_all_its_fields() -> None:
+    """Its fields may be others than those of the version that this code knows."""
+    assert "first_iteration=3" in line({
+        "seq": 7, "at_s": 0.0, "kind": "TaskProgressed", "v": 99, "cause": 0,
+        "body": {"first_iteration": 3, "losses": [1.5]}})

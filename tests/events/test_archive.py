@@ -6,6 +6,7 @@ import json
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from unicron.events.errors import CorruptLog, UsageError
@@ -155,6 +156,31 @@ def test_an_edited_header_or_footer_is_found(exported: Path, old: bytes, new: by
     assert "its footer says 8" in str(read_all(exported)[1])
     exported.write_bytes(text + b"{}\n")
     assert "follows the footer" in str(read_all(exported)[1])
+
+
+@pytest.mark.parametrize("change", [
+    {"source_seq": 10**30}, {"v": 10**30}, {"body": {"node": "n", "incarnation": 10**30}},
+    {"kind": "OfTomorrow", "body": {"n": -10**30}}])
+def test_a_number_that_no_log_can_hold_is_corrupt(tmp_path: Path, change: dict[str, Any]) -> None:
+    """Its chain is valid: JSON has such numbers."""
+    path = tmp_path / "log.jsonl"
+    plain = codec.to_plain(record(1))
+    with path.open("wb") as file:
+        writer = archive.Writer(path, file, archive.Header(
+            format=archive.FORMAT, version=archive.FORMAT_VERSION, cluster="c", code="t",
+            first_seq=1))
+        writer._line({**plain, **change, "body": plain["body"] | change.get("body", {})})
+    num, error = read_all(path)
+    assert (num, error and error.seq) == (0, 1)
+    assert "not a record" in str(error)
+
+
+def test_a_line_that_is_nested_too_deep_is_corrupt(exported: Path) -> None:
+    lines = exported.read_bytes().splitlines(keepends=True)
+    lines[5] = lines[5].replace(b'"incarnation":7', b'"incarnation":' + b"[" * 9000 + b"]" * 9000)
+    exported.write_bytes(b"".join(lines))
+    num, error = read_all(exported)
+    assert (num, error and error.seq) == (4, 5)
 
 
 def test_lines_as_tail_prints_them_count_as_truncated(tmp_path: Path) -> None:
