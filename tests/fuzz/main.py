@@ -21,6 +21,7 @@ from types import FrameType
 
 from fuzz.areas import AREAS, Area
 from msgspec import Struct
+from simulated.seeds import quiet
 
 CASE_S_MAX = 20.0
 """A case that takes longer hangs. The slowest takes under a second."""
@@ -107,6 +108,7 @@ def main() -> int:
     only_area, _, only = asked.only.partition(":")
     names = only_area or asked.areas
     areas = [area for area in AREAS if not names or area.name in names.split(",")]
+    quiet()  # ranks that are ended for what they say are no news here
     if not areas:
         print(f"fuzz: no area {names!r}; there is {', '.join(area.name for area in AREAS)}")
         return 2

@@ -12,6 +12,7 @@ import json
 import os
 import pickle
 import re
+import resource
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
@@ -24,6 +25,9 @@ from .flight_recorder import Dump, Job, NotADump, read
 
 FILE_BYTES_MAX = 256 << 20
 """A dump has about 1 KB per entry, 10 KB with stacks; torch keeps 2,000 entries."""
+MEMORY_TIMES_MAX = 128
+"""Memory of a dump's values for each byte of its pickle; the worst byte makes an empty dict."""
+MEMORY_BYTES_FREE = 256 << 20
 FILES_NUM_MAX = 100_000
 RANK_CHARS_MAX = 9
 JOBS_NUM_MAX = 3
@@ -165,7 +169,7 @@ def _document(path: Path) -> object:
     if not data.strip():
         raise UsageError(f"{path}: empty", "the rank may have exited while it wrote: leave it out")
     try:
-        return _PlainUnpickler(io.BytesIO(data)).load() if data[:1] == b"\x80" else json.loads(data)
+        return _unpickled(data) if data[:1] == b"\x80" else json.loads(data)
     except RecursionError:
         raise UsageError(f"{path}: not a flight-recorder dump: nested too deep", HINT) from None
     except _ImportRefused as error:
@@ -190,6 +194,23 @@ def _in_words(error: Exception) -> str:
     if isinstance(error, UnicodeDecodeError):
         return "neither a pickle nor text in UTF-8"
     return "its pickle cannot be read to the end"
+
+
+def _unpickled(data: bytes) -> object:
+    """A pickle of ten bytes may ask for a table of 64 GB: the memory is limited meanwhile, where
+    the system can do that. Raises MemoryError, and all that a pickle raises."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    except OSError:
+        return _PlainUnpickler(io.BytesIO(data)).load()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    most = pages * os.sysconf("SC_PAGE_SIZE") + len(data) * MEMORY_TIMES_MAX + MEMORY_BYTES_FREE
+    if soft in (resource.RLIM_INFINITY, -1) or soft > most:
+        resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+    try:
+        return _PlainUnpickler(io.BytesIO(data)).load()
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 class _ImportRefused(Exception):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import resource
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -472,6 +474,18 @@ def test_an_invalid_number_elsewhere_fails(text: str, tmp_path: Path, capsys: Ca
     (tmp_path / "dump_0").write_text(text)
     assert run_command(["locate", str(tmp_path / "dump_0")]) == 2
     assert capsys.readouterr().err.startswith("error:")
+
+
+@pytest.mark.parametrize("put", [b"r\xff\xff\xff\xff", b"p3000000000\n"])
+def test_a_pickle_cannot_ask_for_all_memory(
+        put: bytes, tmp_path: Path, capsys: Captured) -> None:
+    """It names an entry of its memo that makes Python lay out tens of gigabytes."""
+    (tmp_path / "dump_0").write_bytes(b"\x80\x02}" + put + b".")
+    limit, begun_s = resource.getrlimit(resource.RLIMIT_AS), time.monotonic()
+    error, _ = refused(capsys, tmp_path / "dump_0")
+    assert "its pickle cannot be read to the end" in error
+    assert time.monotonic() - begun_s < 10
+    assert resource.getrlimit(resource.RLIMIT_AS) == limit
 
 
 def test_a_fifo_is_refused_at_once_and_skipped_in_a_folder(
