@@ -1,4 +1,4 @@
-"""Standard streams and signals of every Unicron process."""
+"""Standard streams, log lines and signals of every Unicron process."""
 
 from __future__ import annotations
 
@@ -7,10 +7,26 @@ import io
 import os
 import signal
 import threading
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from types import FrameType
 from typing import TextIO
+
+
+class Seldom:
+    """Says at most once in `every_s` that a line may be logged; counts the others."""
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s, self._next_s, self._num = every_s, 0.0, 0
+
+    def due(self) -> int:
+        """The number of events since the last line, with this one; 0: log nothing now."""
+        self._num += 1
+        if time.monotonic() < self._next_s:
+            return 0
+        num, self._num, self._next_s = self._num, 0, time.monotonic() + self._every_s
+        return num
 
 
 class LogStream(io.TextIOBase):

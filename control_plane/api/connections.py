@@ -10,7 +10,6 @@ import asyncio
 import os
 import resource
 import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -22,6 +21,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from msgspec import Struct
 
 from ...events import unix_socket
+from ...events.process_io import Seldom
 
 
 class ConnectionLimits(Struct, frozen=True, kw_only=True):
@@ -38,21 +38,6 @@ DESCRIPTORS_NUM_RESERVED = 256
 """For the log, files, and connections that are accepted only to be refused, a backlog at most."""
 BACKLOG_NUM = 128
 ERROR_CHARS_MAX = 200
-
-
-class Seldom:
-    """Says at most once in `every_s` that a line may be logged; counts the others."""
-
-    def __init__(self, every_s: float) -> None:
-        self._every_s, self._next_s, self._num = every_s, 0.0, 0
-
-    def due(self) -> int:
-        """The number of events since the last line, with this one; 0: log nothing now."""
-        self._num += 1
-        if time.monotonic() < self._next_s:
-            return 0
-        num, self._num, self._next_s = self._num, 0, time.monotonic() + self._every_s
-        return num
 
 
 class Connection(web.RequestHandler):

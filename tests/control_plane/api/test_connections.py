@@ -15,11 +15,8 @@ from http_site import JOB, Site, real, serving
 from structlog.testing import capture_logs
 from unicron.cli.cluster.client import Client, Refused
 from unicron.control_plane.api import http as api_http
-from unicron.control_plane.api.connections import (
-    ERROR_CHARS_MAX,
-    ConnectionLimits,
-    Seldom,
-)
+from unicron.control_plane.api.connections import ERROR_CHARS_MAX, ConnectionLimits
+from unicron.events.process_io import Seldom
 
 TOKEN = "Authorization: Bearer secret\r\n"
 LIMIT_S = 60.0
