@@ -71,6 +71,9 @@ def up(
         "forget them [the last ones given].")] = None,
     checks_every: Annotated[float | None, typer.Option(
         min=1, metavar="S", help="Seconds between two runs of each check [60].")] = None,
+    shared_password: Annotated[bool, typer.Option(
+        "--shared-password", help="With --redis: let agents use the server with the password of "
+        "the URL, if it does not let users be made; never remembered.")] = False,
     detach: Annotated[bool, typer.Option("--detach", "-d",
                                          help="Run it in the background.")] = False,
 ) -> None:
@@ -84,7 +87,7 @@ def up(
         agents=agents, slots=slots, redis=redis, port=port, cluster=cluster, policy=policy,
         observe=observe if observe or act else None, allow_inject=allow_inject, watch=not no_watch,
         labels=() if label == ["none"] else tuple(label or ()) or None, checks=checks,
-        checks_every_s=checks_every), detach=detach)
+        checks_every_s=checks_every, shared_password=shared_password), detach=detach)
 
 
 @app.command()
@@ -137,13 +140,14 @@ def control_plane(
     policy: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
     observe: Annotated[bool, typer.Option("--observe")] = False,
     allow_inject: Annotated[bool, typer.Option("--allow-inject")] = False,
+    shared_password: Annotated[bool, typer.Option("--shared-password")] = False,
 ) -> None:
     """Run the control plane; `up` does this. The Redis URL is $UNICRON_REDIS_URL."""
     from .commands import serve
 
     serve.control_plane(folder(state), redis_url=os.environ.get("UNICRON_REDIS_URL", ""),
                       host=host, port=port, cluster=cluster, policy=policy, observe=observe,
-                      allow_inject=allow_inject)
+                      allow_inject=allow_inject, shared_password=shared_password)
 
 
 @app.command()

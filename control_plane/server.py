@@ -31,6 +31,7 @@ from unicron import __version__
 
 from ..events.errors import Fenced, Unavailable, UsageError
 from ..events.log.embedded_server import start_time
+from ..events.log.identity import SECRET_BYTES, Identities, Keys
 from ..events.log.redis_streams import RedisLog
 from ..events.private_files import read_private, write_private
 from ..events.process_io import LogStream
@@ -56,6 +57,8 @@ class Options(Struct, frozen=True, kw_only=True):
     cluster: str = "default"
     policy: Policy = Policy()
     """Replaces the policy of the log."""
+    shared_password: bool = False
+    """Agents use the server with the control plane's own password, and so with all its rights."""
 
 
 def run(options: Options) -> int:
@@ -64,7 +67,7 @@ def run(options: Options) -> int:
     Raises UsageError for errors that the user can fix (a port in use, a server that cannot be
     reached or refuses the password), CorruptLog for a log that cannot be trusted.
 
-    Start order: server, HTTP port and socket (before any leader is fenced), token and
+    Start order: secret, server, HTTP port and socket (before any leader is fenced), token and
     `control_plane.json`, leadership. Stop order: leadership after its turn, HTTP with its open
     streams, the file, the server's connections. A cancel does the same.
     """
@@ -81,15 +84,22 @@ async def _serve(options: Options) -> int:
     limits, too_few = limits_of_descriptors(ConnectionLimits())
     if too_few:
         logger.warning(too_few)
-    log = _CrashingLog(options.redis_url, options.cluster, os.environ)
+    identities = Identities(_secret(options.state), options.cluster)
+    log = _CrashingLog(options.redis_url, options.cluster, identities.key,
+                       None if options.shared_password else identities, os.environ)
     try:
         await _wait_for_redis(log)
+        if options.shared_password:
+            logger.warning("every agent has the server's password and may do all that it allows")
+        else:
+            await log.check_users()
         coordinator = Coordinator(log, clock=steady_clock(), nonce=secrets.token_hex(8),
                                   code=__version__, policy=options.policy)
         token = _token(options.state)
-        address = Address(redis_url=options.redis_url, cluster=options.cluster)
+        address = Address(redis_url=options.redis_url, cluster=options.cluster,
+                          shared_password=options.shared_password)
         tokens = Tokens(options.state / "tokens.json", owner=token)
-        http = HttpApi(coordinator, log, tokens=tokens, address=address)
+        http = HttpApi(coordinator, log, tokens=tokens, address=address, identities=identities)
         listener = Listener(http.app(), stop_s_max=SHUTDOWN_S_MAX, limits=limits)
         url = await _listen(listener, options.host, options.port)
         socket = await _listen_locally(listener, options.state)
@@ -195,6 +205,22 @@ def _token(state: Path) -> str:
     return token
 
 
+def _secret(state: Path) -> bytes:
+    """The secret that the nodes' identities derive from: created once, in the state folder."""
+    path = state / "secret"
+    try:
+        found = read_private(path)
+    except FileNotFoundError:
+        found = secrets.token_bytes(SECRET_BYTES)
+        _write(path, found)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}", "use a folder of yours: --state") from None
+    if len(found) != SECRET_BYTES:
+        raise UsageError(f"{path} does not hold {SECRET_BYTES} bytes",
+                         "remove it, then restart the control plane and the agents")
+    return found
+
+
 def _write(path: Path, data: bytes) -> None:
     """Write the file atomically, readable by its owner only. Raises UsageError."""
     try:
@@ -228,8 +254,9 @@ def _configure_logging() -> None:
 class _CrashingLog(RedisLog):
     """The Redis log with the SIGKILLs of the module docstring."""
 
-    def __init__(self, url: str, cluster: str, environment: Mapping[str, str]) -> None:
-        super().__init__(url, cluster)
+    def __init__(self, url: str, cluster: str, keys: Keys, identities: Identities | None,
+                 environment: Mapping[str, str]) -> None:
+        super().__init__(url, cluster, keys, identities)
         self._seqs: dict[str, int] = {}
         self._kinds: dict[str, tuple[str, int]] = {}
         self._written: dict[str, int] = {}

@@ -17,6 +17,7 @@ import structlog
 from hypothesis import is_hypothesis_test, settings
 from memory_log import MemoryLog
 from unicron.events.log import embedded_server
+from unicron.events.log.identity import SECRET_BYTES, Identities
 from unicron.events.log.redis_streams import RedisLog
 from unicron.workers.host import linux
 
@@ -77,10 +78,11 @@ class Cluster:
     def __init__(self, url: str) -> None:
         self.url = url
         self.name = f"test-{os.getpid()}-{next(_numbers)}"
+        self.identities = Identities(bytes(SECRET_BYTES), self.name)
 
     @asynccontextmanager
     async def __call__(self, url: str = "") -> AsyncGenerator[RedisLog]:
-        log = RedisLog(url or self.url, self.name)
+        log = RedisLog(url or self.url, self.name, self.identities.key)
         try:
             yield log
         finally:

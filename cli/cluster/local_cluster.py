@@ -61,6 +61,7 @@ class ClusterOptions(Struct, frozen=True, kw_only=True):
     """A policy file for the control plane; empty: its defaults."""
     observe: bool = False
     allow_inject: bool = False
+    shared_password: bool = False
     watch: bool = True
     """Whether agents monitor the progress marks of their ranks."""
     labels: tuple[str, ...] = ()
@@ -130,6 +131,7 @@ class LocalCluster:
                 common += ["--policy", self.wanted.policy]
             common += ["--observe"] * self.wanted.observe
             common += ["--allow-inject"] * self.wanted.allow_inject
+            common += ["--shared-password"] * self.wanted.shared_password
             return processes.start(self.state, name, program(
                 CONTROL_PLANE, *common, "--port", str(self.port), "--cluster", self.wanted.cluster),
                 environment)

@@ -35,7 +35,8 @@ POLL_S = 0.05
 
 
 def control_plane(state: StateDir, *, redis_url: str, host: str, port: int, cluster: str,
-                  policy: Path | None, observe: bool, allow_inject: bool) -> None:
+                  policy: Path | None, observe: bool, allow_inject: bool,
+                  shared_password: bool) -> None:
     """Serve until a signal. Raises UsageError."""
     from ...control_plane import server
     from ..files import policy_file
@@ -46,6 +47,7 @@ def control_plane(state: StateDir, *, redis_url: str, host: str, port: int, clus
     _write_pid_file(state, CONTROL_PLANE)
     raise typer.Exit(server.run(server.Options(
         state=state.path, redis_url=redis_url, host=host, port=port, cluster=cluster,
+        shared_password=shared_password,
         policy=msgspec.structs.replace(loaded, observe=observe, allow_inject=allow_inject))))
 
 

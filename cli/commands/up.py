@@ -54,7 +54,8 @@ class UpOptions(Struct, frozen=True, kw_only=True):
     observe: bool | None = None
     allow_inject: bool = False
     watch: bool = True
-    """`allow_inject` and `watch` are not taken from the last `up`."""
+    shared_password: bool = False
+    """`allow_inject`, `watch` and `shared_password` are not taken from the last `up`."""
     checks: Path | None = None
     """A folder; `none` clears it."""
     checks_every_s: float | None = None
@@ -69,6 +70,7 @@ class UpOptions(Struct, frozen=True, kw_only=True):
                  "policy": str(state.policy) if self.policy or last.policy else None}
         return structs.replace(
             last, allow_inject=self.allow_inject, watch=self.watch,
+            shared_password=self.shared_password,
             **{name: value for name, value in given.items() if value is not None})
 
     def refuse_other(self, before: ClusterOptions, state: StateDir) -> None:
@@ -82,7 +84,8 @@ class UpOptions(Struct, frozen=True, kw_only=True):
                 ("--checks-every", self.checks_every_s, before.checks_every_s),
                 ("--redis", self.redis, before.redis_url),
                 ("--cluster", self.cluster, before.cluster),
-                ("--no-watch", not self.watch or None, not before.watch)):
+                ("--no-watch", not self.watch or None, not before.watch),
+                ("--shared-password", self.shared_password, before.shared_password)):
             if asked is not None and asked != runs:
                 values = ("" if option in ("--redis", "--label", "--checks")
                           else f" {asked}, but it was {runs}:")
@@ -327,6 +330,7 @@ def _detach(state: StateDir, asked: UpOptions) -> None:
         argv.append("--observe" if asked.observe else "--act")
     argv += ["--allow-inject"] * asked.allow_inject
     argv += ["--no-watch"] * (not asked.watch)
+    argv += ["--shared-password"] * asked.shared_password
     for label in ("none",) if asked.labels == () else asked.labels or ():
         argv += ["--label", label]
     # a Redis URL holds a password; argv is readable by all users

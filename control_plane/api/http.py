@@ -18,6 +18,7 @@ from aiohttp import web
 from msgspec import Struct
 
 from ...events.errors import LogError, SpecError, UsageError
+from ...events.log.identity import RESERVED_NAMES, Identities, user_name, with_credentials
 from ...events.log.port import ReaderPort
 from ...events.records import codec, types
 from ...events.records.envelope import Record
@@ -52,10 +53,14 @@ Request = Callable[[ClusterState, Any, str], Body]
 
 
 class Address(Struct, frozen=True, kw_only=True):
-    """What an agent receives when it joins."""
+    """The log that an agent is told when it joins.
+
+    `shared_password`: agents use the credentials of `redis_url`, instead of their own.
+    """
 
     redis_url: str
     cluster: str
+    shared_password: bool = False
 
 
 class _Join(Struct, frozen=True, forbid_unknown_fields=True):
@@ -81,9 +86,10 @@ class HttpApi:
     """The HTTP calls of one control plane. Answers show only records that the log acknowledged."""
 
     def __init__(self, coordinator: Coordinator, log: ReaderPort, *, tokens: Tokens,
-                 address: Address) -> None:
+                 address: Address, identities: Identities) -> None:
         self._coordinator, self._log = coordinator, log
         self._tokens, self._address = tokens, address
+        self._identities = identities
         self._logger = structlog.get_logger("http")
         self._writing = asyncio.Lock()
         """Serialises writes, so that each is checked against the earlier writes."""
@@ -214,9 +220,10 @@ class HttpApi:
 
     async def join(self, request: web.Request) -> web.Response:
         body = requests.convert(await _body(request), _Join)
-        if not job.NAME.match(body.node):
+        if not job.NAME.match(body.node) or body.node in RESERVED_NAMES:
             raise Refusal(400, f"node: {body.node!r} is not a name",
-                          "lower-case letters, digits, '-' and '.', at most 63")
+                          "lower-case letters, digits, '-' and '.', at most 63; not "
+                          + " or ".join(RESERVED_NAMES))
         for key, value in body.labels.items():
             if why := types.label_error(key, value):
                 raise Refusal(400, f"labels: {why}", types.LABEL_HINT)
@@ -225,8 +232,19 @@ class HttpApi:
         if known is not None and known.incarnation > body.incarnation:
             raise Refusal(409, f"a newer agent of {body.node} has joined",
                           "give this one another --node, or set its clock")
-        return _json({"redis_url": self._address.redis_url, "cluster": self._address.cluster,
-                      "node": body.node, "epoch": self._coordinator.epoch})
+        await self._coordinator.admit(body.node, body.incarnation)
+        return _json({"redis_url": self._url_of(body.node, body.incarnation),
+                      "cluster": self._address.cluster, "node": body.node,
+                      "epoch": self._coordinator.epoch,
+                      "key": self._identities.key(body.node).hex()})
+
+    def _url_of(self, node: str, incarnation: int) -> str:
+        """The log's URL for an agent."""
+        address = self._address
+        if address.shared_password:
+            return address.redis_url
+        return with_credentials(address.redis_url, user_name(address.cluster, node),
+                                self._identities.password(node, incarnation))
 
     # --- tokens; a secret is in an answer once, and in no log ---
     async def list_tokens(self, request: web.Request) -> web.Response:

@@ -92,6 +92,8 @@ class Coordinator:
         self._taken: tuple[str, Batch | LogError] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._trimmed_s = 0.0
+        self._admitted: dict[str, int] = {}
+        """Nodes that `admit` has let in: their NodeJoined may not be in the log yet."""
         self._recent: deque[Record] = deque(maxlen=self._limits.recent_records_max)
         self._stopping = False
         self.leading = False
@@ -133,6 +135,12 @@ class Coordinator:
         self._wake.set()
         return await self._with_timeout(asyncio.shield(write.done),
                                         Unavailable("the log cannot be reached; try again"))
+
+    async def admit(self, node: str, incarnation: int) -> None:
+        """Let an agent use the log, in place of its predecessors. Raises LogError."""
+        self._admitted[node] = incarnation
+        await self._with_timeout(self._log.admit({node: incarnation}),
+                                 Unavailable("the log cannot be reached; try again"))
 
     async def follow(self, after: int) -> AsyncIterator[Sequence[Record]]:
         """Pages of records after `after`, until this control plane stops. Raises Unavailable."""
@@ -249,7 +257,9 @@ class Coordinator:
             batch, has_timed = await self._drain(batch)
         writes = list(self._writes)
         if not batch.reports and not writes and not has_timed:
-            self._leader.position = batch.cursor
+            if batch.cursor != self._leader.position:  # all reports of the batch were dropped
+                self._leader.position = batch.cursor
+                await self._trim()
             return
         self._committed.clear()
         records = await self._with_timeout(
@@ -363,17 +373,39 @@ class Coordinator:
             yield self._leader.report(body)
 
     async def _watch_heartbeats(self) -> None:
+        have_users = False
         while True:
+            have_users = await self._keep_users(have_users)
             policy = self._leader.state.policy
             pause_s = min(self._limits.beats_s, policy.silence_s_max / 5, policy.suspect_s_max / 4)
             await asyncio.sleep(pause_s)
             try:
-                beats = await self._with_timeout(self._log.beats(), Unavailable("no heartbeats"))
+                beats = await self._with_timeout(self._log.beats(sorted(self._leader.state.nodes)),
+                                                 Unavailable("no heartbeats"))
             except LogError:
                 continue
             self._leases.observe(beats, self._leader.now_s(), pause_s=pause_s, policy=policy)
             if self._committed.is_set() and self._has_timed_events():
                 self._wake.set()
+
+    async def _keep_users(self, have_users: bool) -> bool:
+        """Admit all nodes when leadership begins, and to a server that has lost them: it was
+        restarted, or is another one. Returns whether they are admitted."""
+        try:
+            if have_users and await self._log.has_users():
+                return True
+            if self._committed.is_set():
+                known = {name: node.incarnation for name, node in self._leader.state.nodes.items()}
+                await self._log.admit({name: max(incarnation, known.get(name, 0))
+                                       for name, incarnation in (known | self._admitted).items()})
+                await self._log.mark_admitted()
+                return True
+        except (Unavailable, Ambiguous):
+            pass
+        except LogError as error:
+            if have_users:
+                self._logger.error("the server no longer lets agents in", why=str(error))
+        return False
 
     async def _with_timeout(self, call: Awaitable[T], late: LogError) -> T:
         try:

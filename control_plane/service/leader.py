@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
+import structlog
+
 from ...events.errors import CorruptLog, Fenced
 from ...events.log.port import LogPort
+from ...events.process_io import Seldom
 from ...events.records.envelope import Record, Report
 from ...events.records.reports import EpochStarted, PolicySet
 from ...events.records.types import Body
 from ...events.spec.policy import Policy
-from ..decide.advance import DECIDER_VERSION, accepts, advance
+from ..decide.advance import DECIDER_VERSION, accepts, advance, is_foreign
 from ..fold.fold import fold
 from ..state.cluster import NUM_REQUESTS_MAX, ClusterState, open_orders
 
 PAGE_RECORDS_MAX = 1_000
+FOREIGN_LOG_S = 1.0
+
+_logger = structlog.get_logger("control_plane")
 
 
 class Leader:
@@ -35,6 +41,7 @@ class Leader:
         self.state = ClusterState()
         self.position = "0-0"
         """The intake's cursor: the state includes all reports up to this cursor."""
+        self._foreign = Seldom(FOREIGN_LOG_S)
         self.answers: dict[str, int] = {}
         """Operator's source -> seq of its first report, for the latest NUM_REQUESTS_MAX sources."""
 
@@ -88,7 +95,7 @@ class Leader:
         acked: dict[str, int] = {}
         answers: dict[str, int] = {}
         for report in reports:
-            if accepts(self.state, report) != "next":
+            if accepts(self.state, report) != "next" or self._refuses(report):
                 continue
             made = advance(self.state, report, epoch=self.epoch, at_s=now_s)
             records += made
@@ -103,6 +110,14 @@ class Leader:
             self.position = cursor
         _remember(self.answers, answers)
         return records
+
+    def _refuses(self, report: Report) -> bool:
+        if not is_foreign(self.state, report):
+            return False
+        if num := self._foreign.due():
+            _logger.warning("dropped a report about another node's process", source=report.source,
+                            kind=type(report.body).__name__, num_since_last_line=num)
+        return True
 
     async def _fold_log(self) -> tuple[ClusterState, dict[str, int]]:
         state = ClusterState()

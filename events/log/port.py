@@ -62,8 +62,21 @@ class LeaderPort(Protocol):
         """Reports after `after`; if there are none, wait at most `wait_s`."""
         ...
 
-    async def beats(self) -> list[Heartbeat]:
-        """The newest heartbeat of every node that ever sent one."""
+    async def beats(self, nodes: Sequence[str]) -> list[Heartbeat]:
+        """The newest heartbeat of each of `nodes` that has sent one; those that have sent none
+        since the last call may be left out."""
+        ...
+
+    async def admit(self, nodes: Mapping[str, int]) -> None:
+        """Let these nodes (name -> incarnation) use the log, and no longer their predecessors."""
+        ...
+
+    async def mark_admitted(self) -> None:
+        """Note that `admit` was called for all nodes."""
+        ...
+
+    async def has_users(self) -> bool:
+        """Whether that note is still there. If not, no node may use the log any more."""
         ...
 
     async def rebuild_orders(self, open_orders: Sequence[Record], *, epoch: int) -> None:
@@ -103,7 +116,7 @@ class AgentPort(Protocol):
         ...
 
     async def beat(self, node: str, incarnation: int) -> None:
-        """Send a heartbeat."""
+        """Send a heartbeat; that of the newest incarnation counts."""
         ...
 
 

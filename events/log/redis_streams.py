@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import math
 import re
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,9 +23,21 @@ from redis.backoff import NoBackoff
 
 from .. import unix_socket
 from ..errors import Ambiguous, Conflict, CorruptLog, Fenced, LogError, Unavailable, UsageError
+from ..process_io import Seldom
 from ..records import codec
 from ..records.envelope import Record, Report, order_nodes
 from ..spec.job import NAME
+from .identity import (
+    Identities,
+    Keys,
+    is_order_signed,
+    password_hash,
+    report_error,
+    sign_order,
+    sign_report,
+    split_report,
+    user_name,
+)
 from .port import Batch, Heartbeat, SentOrder
 
 # --- Lua scripts: each one is atomic on the server ---
@@ -50,7 +63,7 @@ return number + 1
 APPEND = _IDS + """
 -- KEYS log epoch cursor acked nodes [orders...]
 -- ARGV epoch expect cursor num_records num_acked num_orders
---      [record]... [source source_seq]... [record_index orders_index]... [node]...
+--      [record]... [source source_seq]... [record_index orders_index signature]... [node]...
 local held = redis.call('HGET', KEYS[2], 'number')
 if held ~= ARGV[1] then return {'fenced', held or '0'} end
 local top = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)
@@ -69,8 +82,8 @@ end
 for _ = 1, orders do
   local index = tonumber(ARGV[at + 1])
   redis.call('XADD', KEYS[5 + tonumber(ARGV[at + 2])], ARGV[1] .. '-' .. text(last + index),
-             'r', ARGV[6 + index])
-  at = at + 2
+             'r', ARGV[6 + index], 's', ARGV[at + 3])
+  at = at + 3
 end
 for i = at + 1, #ARGV do redis.call('SADD', KEYS[5], ARGV[i]) end
 if ARGV[3] ~= '' then redis.call('SET', KEYS[3], ARGV[3]) end
@@ -78,15 +91,16 @@ return {'done', text(last + records)}
 """
 
 REBUILD_ORDERS = """
--- KEYS epoch nodes [orders...]; ARGV epoch num_orders [orders_index seq record]... [node]...
+-- KEYS epoch nodes [orders...]
+-- ARGV epoch num_orders [orders_index seq record signature]... [node]...
 local held = redis.call('HGET', KEYS[1], 'number')
 if held ~= ARGV[1] then return {'fenced', held or '0'} end
 for i = 2, #KEYS do redis.call('DEL', KEYS[i]) end
 local at = 2
 for _ = 1, tonumber(ARGV[2]) do
   redis.call('XADD', KEYS[2 + tonumber(ARGV[at + 1])], ARGV[1] .. '-' .. ARGV[at + 2],
-             'r', ARGV[at + 3])
-  at = at + 3
+             'r', ARGV[at + 3], 's', ARGV[at + 4])
+  at = at + 4
 end
 for i = at + 1, #ARGV do redis.call('SADD', KEYS[2], ARGV[i]) end
 return {'done', ''}
@@ -107,19 +121,30 @@ end
 return text(low) .. '-' .. text(seq)
 """
 
-BEAT = """
--- KEYS beats; ARGV node incarnation. By the server's clock; the newest incarnation stays.
-local now = redis.call('TIME')
-local held = redis.call('HGET', KEYS[1], ARGV[1])
-if held and tonumber(string.match(held, '^(%d+) ')) > tonumber(ARGV[2]) then return 0 end
-redis.call('HSET', KEYS[1], ARGV[1],
-           ARGV[2] .. ' ' .. now[1] .. '.' .. string.format('%06d', tonumber(now[2])))
-return 1
+TAKE = """
+-- KEYS moved inbox reports; ARGV after num_max
+-- Moves what agents have sent to the intake's stream; returns the stream's entries after `after`.
+for i = 1, 2 do
+  for _, report in ipairs(redis.call('LPOP', KEYS[i], ARGV[2]) or {}) do
+    redis.call('XADD', KEYS[3], '*', 'r', report)
+  end
+end
+return redis.call('XRANGE', KEYS[3], '(' .. ARGV[1], '+', 'COUNT', ARGV[2])
 """
 
 BEATS = """
--- KEYS beats
-return {redis.call('TIME'), redis.call('HGETALL', KEYS[1])}
+-- KEYS [beat]...
+-- The id of each node's newest heartbeat, and its incarnation: the newest of the last few.
+local beats = {}
+for i = 1, #KEYS do
+  local id, incarnation = '', 0
+  for _, entry in ipairs(redis.call('XREVRANGE', KEYS[i], '+', '-', 'COUNT', 4)) do
+    local own = tonumber(entry[2][2]) or 0
+    if own > incarnation then id, incarnation = entry[1], own end
+  end
+  beats[2 * i - 1], beats[2 * i] = id, string.format('%.0f', incarnation)
+end
+return {redis.call('TIME'), beats}
 """
 
 CONNECT_S_MAX = 5.0
@@ -128,7 +153,16 @@ REPLY_S_MAX = 10.0
 TRIES_MAX = 2
 """Tries of a call that may be repeated: an open connection may belong to an earlier server."""
 SEND_NUM_MAX = 500
-"""Reports in one pipeline."""
+"""Reports in one command."""
+BEATS_NUM_KEPT = 4
+"""Heartbeats that a node's stream keeps, for two agents of one node at the same time."""
+BEATS_NUM_MAX = 256
+"""Nodes whose heartbeats are read by one script: about 1 ms of the server (measured)."""
+USERS_NUM_MAX = 64
+"""Users in one pipeline, so that appends pass between two of them."""
+SOURCE_CHARS_MAX = 100
+FORGED_LOG_S = 1.0
+"""Shortest time between two lines about reports or orders that are dropped."""
 ORDERS_NUM_MAX = 1000
 """Orders in one reply; the caller continues after the last of these."""
 READ_NUM_MAX = 5000
@@ -140,6 +174,8 @@ TRANSIENT = (exceptions.OutOfMemoryError, exceptions.ReadOnlyError, exceptions.C
 TRANSIENT_CODES = ("OOM", "MISCONF", "BUSY", "NOREPLICAS", "READONLY", "CLUSTERDOWN")
 
 Command = tuple[bytes | str | int, ...]
+_Entry = tuple[bytes, list[bytes]]
+"""The id and the fields of a stream's entry."""
 _logger: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
 
@@ -187,6 +223,7 @@ class _Link:
             except exceptions.BusyLoadingError:
                 raise Unavailable(f"{self._where}: the server is loading its data") from None
             except exceptions.AuthenticationError as error:
+                await connection.disconnect(nowait=True)  # other replies are still pending
                 raise UsageError(f"{self._where}: {error}", URL_HINT) from None
             except (OSError, exceptions.RedisError) as error:
                 await connection.disconnect(nowait=True)
@@ -229,18 +266,31 @@ class _Link:
             raise
 
 
+def _no_keys(node: str) -> bytes:
+    raise AssertionError(f"this reader of the log has no key of {node}")
+
+
 class RedisLog:
     """The log of one cluster on the server at `url`, with every port; connects at the first call.
 
     It belongs to one event loop. Each blocking reader (of the intake, of a node's orders) has a
-    connection of its own; all other calls share one connection.
+    connection of its own; all other calls share one connection. `keys` sign reports and orders and
+    check them: an agent has its own, the control plane those of all nodes. With `identities`, the
+    control plane gives each node a user of its own on the server.
     """
 
-    def __init__(self, url: str, cluster: str) -> None:
+    def __init__(self, url: str, cluster: str, keys: Keys = _no_keys,
+                 identities: Identities | None = None) -> None:
         if not NAME.match(cluster):
             raise UsageError(f"{cluster!r} is not a cluster's name",
                              "lower-case letters, digits, '-' and '.', at most 63")
         self._url = url
+        self._cluster = cluster
+        self._keys_of = keys
+        self._identities = identities
+        self._forged_reports, self._forged_orders = Seldom(FORGED_LOG_S), Seldom(FORGED_LOG_S)
+        self._beat_ids: dict[str, bytes] = {}
+        """By node: the newest heartbeat that `beats` has returned."""
         self._prefix = f"{{unicron:{cluster}}}:"
         self._link = _Link(url)
         self._readers: dict[str, _Link] = {}
@@ -252,9 +302,10 @@ class RedisLog:
         for link in (self._link, *self._readers.values()):
             await link.close()
 
-    async def move(self, url: str) -> bool:
-        """Use the server at `url` from now on; running calls fail. False if it is the present one.
-        Raises UsageError for an invalid URL."""
+    async def move(self, url: str, keys: Keys) -> bool:
+        """Use the server at `url`, and these keys, from now on; running calls fail. False if it is
+        the present one. Raises UsageError for an invalid URL."""
+        self._keys_of = keys
         if url == self._url:
             return False
         link = _Link(url)
@@ -293,45 +344,136 @@ class RedisLog:
                      cursor: str, acked: Mapping[str, int]) -> None:
         """See LeaderPort; O(records). Raises ValueError for a float that is not finite."""
         wires: list[bytes] = []
-        sends: list[tuple[int, str]] = []
+        sends: list[tuple[int, str, bytes]] = []
         for place, record in enumerate(records, start=1):
             assert record.seq == expect + place, f"record {record.seq} at {expect + place}"
             assert record.epoch == epoch, f"record of epoch {record.epoch} in {epoch}"
             wires.append(codec.encode_record(record))
-            sends += [(place, node) for node in order_nodes(record)]
-        names = dict.fromkeys(node for _, node in sends)
+            sends += [(place, node, self._signature(node, epoch, record.seq, wires[-1]))
+                      for node in order_nodes(record)]
+        names = dict.fromkeys(node for _, node, _ in sends)
         nodes = {node: index for index, node in enumerate(names, start=1)}
         keys = (*self._keys("log", "epoch", "cursor", "acked", "nodes"), *self._streams(nodes))
         args = (epoch, expect, cursor, len(wires), len(acked), len(sends), *wires,
                 *(part for pair in acked.items() for part in pair),
-                *(part for place, node in sends for part in (place, nodes[node])), *nodes)
+                *(part for place, node, signature in sends
+                  for part in (place, nodes[node], signature)), *nodes)
         _check_result(await self._run(APPEND, keys, args, repeatable=False), epoch, expect)
 
     async def cursor(self) -> str:
         (reply,) = await self._ask([("GET", *self._keys("cursor"))])
         return reply.decode() if reply else "0-0"
 
+    def _signature(self, node: str, epoch: int, seq: int, wire: bytes) -> bytes:
+        return sign_order(self._keys_of(node), f"{epoch}-{seq}", wire)
+
     async def take(self, *, after: str, num_max: int, wait_s: float) -> Batch:
-        """Reports after `after`. An unreadable report is skipped, with a warning."""
+        """Reports after `after`. Those that are unreadable, or not of the node that they name as
+        their source, are dropped, with a warning."""
+        keys, num = self._keys("moved", "inbox", "reports"), max(1, num_max)
+        entries: list[_Entry] = await self._run(TAKE, keys, (after, num))
+        if not entries and wait_s > 0:
+            # It moves one report and returns; the script then moves the others. 0: without limit.
+            limit = f"{max(0.001, wait_s):.3f}"
+            await self._block("inbox", ("BLMOVE", keys[1], keys[0], "LEFT", "RIGHT", limit), wait_s)
+            entries = await self._run(TAKE, keys, (after, num))
         reports: list[Report] = []
-        for entry, wire in await self._follow("reports", after, num_max, wait_s):
-            after = entry
+        for entry, fields in entries:
+            after = entry.decode()
+            signature, wire = split_report(fields[1])
             try:
-                reports.append(codec.decode_report(wire))
+                report = codec.decode_report(wire)
             except msgspec.MsgspecError as error:
-                _logger.warning("skipping an unreadable report", id=entry, error=str(error))
+                self._drop_report("", f"it is unreadable: {error}")
+                continue
+            if why := report_error(self._keys_of, report, signature, wire):
+                self._drop_report(report.source, why)
+            else:
+                reports.append(report)
         return Batch(reports=tuple(reports), cursor=after)
 
-    async def beats(self) -> list[Heartbeat]:
-        """The newest heartbeat of every node, by name."""
-        (seconds, micros), fields = await self._run(BEATS, self._keys("beats"), ())
-        now_s = int(seconds) + int(micros) / 1e6
-        beats: list[Heartbeat] = []
-        for node, value in zip(fields[::2], fields[1::2], strict=True):
-            incarnation, at_s = value.split()
-            beats.append(Heartbeat(node=node.decode(), incarnation=int(incarnation),
-                                   age_s=max(0.0, now_s - float(at_s))))
-        return sorted(beats, key=lambda beat: beat.node)
+    def _drop_report(self, source: str, why: str) -> None:
+        if num := self._forged_reports.due():
+            _logger.warning("dropped a report", why=why, source=source[:SOURCE_CHARS_MAX],
+                            num_since_last_line=num)
+
+    async def beats(self, nodes: Sequence[str]) -> list[Heartbeat]:
+        """The newest heartbeat of each of these nodes that has sent one since the last call."""
+        found: list[Heartbeat] = []
+        for start in range(0, len(nodes), BEATS_NUM_MAX):
+            some = nodes[start : start + BEATS_NUM_MAX]
+            (seconds, micros), values = await self._run(
+                BEATS, self._keys(*(f"beat:{node}" for node in some)), ())
+            now_s = int(seconds) + int(micros) / 1e6
+            for node, entry, incarnation in zip(some, values[::2], values[1::2], strict=True):
+                # An age is never taken twice: the server's clock may be set back.
+                if not entry or self._beat_ids.get(node) == entry or not incarnation.isdigit():
+                    continue
+                self._beat_ids[node] = entry
+                at_s = int(entry.partition(b"-")[0]) / 1e3
+                found.append(Heartbeat(node=node, incarnation=int(incarnation),
+                                       age_s=max(0.0, now_s - at_s)))
+        return found
+
+    # --- the nodes' users -------------------------------------------------------------------------
+    async def check_users(self) -> None:
+        """Refuse a server that lets no users be made, or has too few kinds of rights; warn if it
+        asks for no password. Raises UsageError, Unavailable."""
+        probe = user_name(self._cluster, "?")
+        try:
+            *_, default = await self._ask([self._user_command("?", "0" * 64),
+                                           ("ACL", "DELUSER", probe),
+                                           ("ACL", "GETUSER", "default")])
+        except LogError as error:
+            if isinstance(error, Unavailable | Ambiguous):
+                raise
+            raise UsageError(f"the log's server cannot give each agent its own rights: {error}",
+                             "use Redis 7 or Valkey with all rights, or --shared-password: every "
+                             "agent then has the server's password") from None
+        if default is not None and b"nopass" in default[1] and b"on" in default[1]:
+            _logger.warning("the log's server asks for no password: who reaches it may do anything",
+                            hint="CONFIG SET requirepass")
+
+    async def admit(self, nodes: Mapping[str, int]) -> None:
+        """Give each node (name -> incarnation) its user. If the user is an earlier incarnation's,
+        the connections of that one end. Nothing happens without `identities`."""
+        if self._identities is None:
+            return
+        names = sorted(nodes)
+        for start in range(0, len(names), USERS_NUM_MAX):
+            some = names[start : start + USERS_NUM_MAX]
+            found = await self._ask([("ACL", "GETUSER", user_name(self._cluster, node))
+                                     for node in some])
+            commands: list[Command] = []
+            for node, user in zip(some, found, strict=True):
+                known = password_hash(self._identities.password(node, nodes[node]))
+                if user is not None and known.encode() not in user[3]:
+                    commands.append(("ACL", "DELUSER", user_name(self._cluster, node)))
+                commands.append(self._user_command(node, known))
+            await self._ask(commands)
+
+    async def mark_admitted(self) -> None:
+        """Note on the server that every node has its user there: see `has_users`."""
+        if self._identities is not None:
+            await self._ask([("ACL", "SETUSER", user_name(self._cluster, ""), "reset",
+                              "#" + password_hash(self._identities.password("", 0)))])
+
+    async def has_users(self) -> bool:
+        """Whether the server still has the users: a restart loses them, a replica never had them.
+        """
+        if self._identities is None:
+            return True
+        (mark,) = await self._ask([("ACL", "GETUSER", user_name(self._cluster, ""))])
+        known = password_hash(self._identities.password("", 0))
+        return mark is not None and known.encode() in mark[3]
+
+    def _user_command(self, node: str, known: str) -> Command:
+        """The command that gives a node its user, with these rights and no others."""
+        inbox, acked, orders, beat = self._keys("inbox", "acked", f"orders:{node}", f"beat:{node}")
+        # Each command has its own keys: XADD to the inbox would make it a stream.
+        return ("ACL", "SETUSER", user_name(self._cluster, node), "reset", "on", "#" + known,
+                "+select", f"(+rpush %W~{inbox})", f"(+xadd %W~{beat})",
+                f"(+xread %R~{orders})", f"(+hget %R~{acked})")
 
     async def rebuild_orders(self, open_orders: Sequence[Record], *, epoch: int) -> None:
         """Rebuild the streams of all nodes with ids of this epoch; agents read open orders again.
@@ -339,14 +481,15 @@ class RedisLog:
         Call it before the epoch's first order. Raises Fenced.
         """
         (known,) = await self._ask([("SMEMBERS", *self._keys("nodes"))])
-        sends = [(record, node) for record in sorted(open_orders, key=lambda record: record.seq)
+        sends = [(record.seq, node, codec.encode_record(record))
+                 for record in sorted(open_orders, key=lambda record: record.seq)
                  for node in order_nodes(record)]
-        used = dict.fromkeys(node for _, node in sends)
+        used = dict.fromkeys(node for _, node, _ in sends)
         nodes = dict.fromkeys([*used, *sorted(node.decode() for node in known)])
         index = {node: place for place, node in enumerate(nodes, start=1)}
         args = (epoch, len(sends), *(
-            part for record, node in sends
-            for part in (index[node], record.seq, codec.encode_record(record))), *used)
+            part for seq, node, wire in sends
+            for part in (index[node], seq, wire, self._signature(node, epoch, seq, wire))), *used)
         keys = (*self._keys("epoch", "nodes"), *self._streams(nodes))
         _check_result(await self._run(REBUILD_ORDERS, keys, args), epoch, 0)
 
@@ -387,24 +530,48 @@ class RedisLog:
     # --- agents ---------------------------------------------------------------------------------
     async def send(self, reports: Sequence[Report]) -> None:
         """Append to the intake, in order. Raises ValueError for a float that is not finite."""
-        wires = [codec.encode_report(report) for report in reports]
-        (key,) = self._keys("reports")
+        wires = [sign_report(self._keys_of(report.source.rpartition("/")[0]),
+                             codec.encode_report(report)) for report in reports]
+        # A list, because an agent may append to it and can do nothing else with that right. With
+        # XADD it could also choose an id above all others, or remove the reports of other nodes.
+        (key,) = self._keys("inbox")
         for start in range(0, len(wires), SEND_NUM_MAX):
-            await self._ask([("XADD", key, "*", "r", wire)
-                             for wire in wires[start : start + SEND_NUM_MAX]], repeatable=False)
+            await self._ask([("RPUSH", key, *wires[start : start + SEND_NUM_MAX])],
+                            repeatable=False)
 
     async def acked(self, source: str) -> int:
         (reply,) = await self._ask([("HGET", *self._keys("acked"), source)])
         return int(reply or 0)
 
     async def orders(self, node: str, *, after: str, wait_s: float) -> list[SentOrder]:
-        """Orders for this node after `after`, at most ORDERS_NUM_MAX. Raises CorruptLog."""
-        found = await self._follow(f"orders:{node}", after, ORDERS_NUM_MAX, wait_s)
-        return [SentOrder(record=_record(entry, wire), cursor=entry) for entry, wire in found]
+        """Orders for this node after `after`, at most ORDERS_NUM_MAX. An entry without the leader's
+        signature is dropped, with a warning. Raises CorruptLog."""
+        (key,), deadline_s = self._keys(f"orders:{node}"), time.monotonic() + wait_s
+        while True:
+            wait_s = max(0.0, deadline_s - time.monotonic())
+            # BLOCK 0 would wait without limit.
+            block = ("BLOCK", math.ceil(wait_s * 1000)) if wait_s > 0 else ()
+            command = ("XREAD", "COUNT", ORDERS_NUM_MAX, *block, "STREAMS", key, after)
+            reply = await self._block(f"orders:{node}", command, wait_s)
+            entries: list[_Entry] = reply[0][1] if reply else []
+            found = [SentOrder(record=_record(entry.decode(), fields[1]), cursor=entry.decode())
+                     for entry, fields in entries if self._is_order(node, entry.decode(), fields)]
+            if found or not entries:
+                return found
+            after = entries[-1][0].decode()
+
+    def _is_order(self, node: str, entry: str, fields: Sequence[bytes]) -> bool:
+        signed = (len(fields) == 4 and fields[0] == b"r"
+                  and is_order_signed(self._keys_of(node), entry, fields[1], fields[3]))
+        if not signed and (num := self._forged_orders.due()):
+            _logger.warning("skipped an order that is not signed for this node", node=node,
+                            id=entry, num_since_last_line=num)
+        return signed
 
     async def beat(self, node: str, incarnation: int) -> None:
-        """Record a heartbeat; the heartbeat of an older incarnation is ignored."""
-        await self._run(BEAT, self._keys("beats"), (node, incarnation))
+        """Record a heartbeat: an entry whose id is the server's time."""
+        await self._ask([("XADD", *self._keys(f"beat:{node}"), "MAXLEN", BEATS_NUM_KEPT, "*",
+                          "i", incarnation)])
 
     # --- calls ----------------------------------------------------------------------------------
     def _keys(self, *names: str) -> tuple[str, ...]:
@@ -413,18 +580,13 @@ class RedisLog:
     def _streams(self, nodes: Iterable[str]) -> tuple[str, ...]:
         return self._keys(*(f"orders:{node}" for node in nodes))
 
-    async def _follow(self, name: str, after: str, num_max: int,
-                      wait_s: float) -> list[tuple[str, bytes]]:
-        """(id, payload) of a stream's entries after `after`."""
-        # BLOCK 0 would wait without limit.
-        block = ("BLOCK", math.ceil(wait_s * 1000)) if wait_s > 0 else ()
-        command = ("XREAD", "COUNT", num_max, *block, "STREAMS", *self._keys(name), after)
-        if block and name not in self._readers:
-            self._readers[name] = _Link(self._url)
+    async def _block(self, name: str, command: Command, wait_s: float) -> Any:
+        """The reply to a command that waits on the server at most `wait_s`."""
         # A call that does not wait must not queue behind a call that waits.
-        link = self._readers[name] if block else self._link
-        (reply,) = await self._ask([command], link=link, wait_s=max(0.0, wait_s) + REPLY_S_MAX)
-        return [(entry.decode(), fields[1]) for entry, fields in reply[0][1]] if reply else []
+        if wait_s > 0 and name not in self._readers:
+            self._readers[name] = _Link(self._url)
+        link = self._readers[name] if wait_s > 0 else self._link
+        return (await self._ask([command], link=link, wait_s=wait_s + REPLY_S_MAX))[0]
 
     async def _run(self, script: str, keys: Sequence[str], args: Sequence[bytes | str | int], *,
                    repeatable: bool = True) -> Any:
@@ -456,9 +618,9 @@ class RedisLog:
         raise Unavailable(lost)
 
 
-async def connect(url: str, cluster: str) -> RedisLog:
+async def connect(url: str, cluster: str, keys: Keys = _no_keys) -> RedisLog:
     """Connect to a log and check its server. Raises UsageError, Unavailable."""
-    log = RedisLog(url, cluster)
+    log = RedisLog(url, cluster, keys)
     try:
         await log.check()
     except BaseException:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 from unicron.events.errors import Ambiguous, Unavailable
+from unicron.events.log.identity import SECRET_BYTES, Identities
 from unicron.events.log.port import LogPort
 from unicron.events.log.redis_streams import RedisLog
 from unicron.events.records.envelope import Record, Report
@@ -266,7 +267,8 @@ class PlaneStub:
 
     def __init__(self, url: str, state_dir: Path) -> None:
         self.cluster = f"agent-{os.getpid()}-{next(_numbers)}"
-        self.log = RedisLog(url, self.cluster)
+        self.identities = Identities(bytes(SECRET_BYTES), self.cluster)
+        self.log = RedisLog(url, self.cluster, self.identities.key)
         self.leader = Leader(self.log)
         self.state_dir = state_dir
         self.url = ""
@@ -278,12 +280,14 @@ class PlaneStub:
             return web.json_response({"error": "wrong token", "hint": ""}, status=401)
         request_body = await request.json()
         return web.json_response({"redis_url": self._redis_url, "cluster": self.cluster,
-                                  "node": request_body["node"], "epoch": self.leader.epoch})
+                                  "node": request_body["node"], "epoch": self.leader.epoch,
+                                  "key": self.identities.key(request_body["node"]).hex()})
 
     async def move(self, url: str) -> None:
-        """The log is at another server from now on."""
+        """The log is at another server from now on, and the control plane has another secret."""
         self._redis_url = url
-        await self.log.move(url)
+        self.identities = Identities(os.urandom(SECRET_BYTES), self.cluster)
+        await self.log.move(url, self.identities.key)
 
     async def start(self, code: str, *argv: str, rank: int = 0, attempt: int = 1) -> None:
         await self.start_rank(python(code, *argv), rank=rank, attempt=attempt)

@@ -17,6 +17,7 @@ from unicron.control_plane.api.connections import ConnectionLimits, Listener
 from unicron.control_plane.api.http import Address, HttpApi
 from unicron.control_plane.api.tokens import Tokens
 from unicron.control_plane.service.coordinator import Coordinator, Limits
+from unicron.events.log.identity import SECRET_BYTES, Identities
 from unicron.events.records.envelope import Report
 from unicron.events.records.types import Body
 from unicron.events.spec import job
@@ -27,6 +28,7 @@ JOB: dict[str, Any] = {
     "apiVersion": job.API_VERSION, "name": "job",
     "train": {"iterations": 3, "output": "/out"},
 }
+IDENTITIES = Identities(bytes(SECRET_BYTES), "test")
 
 
 class Site:
@@ -94,7 +96,8 @@ async def serving(policy: Policy = POLICY,
     folder = TemporaryDirectory()
     tokens = Tokens(Path(folder.name) / "tokens.json", owner="secret")
     http = HttpApi(coordinator, log, tokens=tokens,
-                   address=Address(redis_url="unix:///run/x", cluster="test"))
+                   address=Address(redis_url="unix:///run/x", cluster="test"),
+                   identities=IDENTITIES)
     listener = Listener(http.app(), stop_s_max=1.0, limits=limits)
     port = await listener.start("127.0.0.1", 0)
     await coordinator.settled()

@@ -112,14 +112,23 @@ class MemoryLog:
                       cursor=f"0-{found[-1][0]}" if found else after)
         return self._reply(outcome, batch)
 
-    async def beats(self) -> list[Heartbeat]:
-        """The newest heartbeat of every node, by name."""
+    async def beats(self, nodes: Sequence[str]) -> list[Heartbeat]:
+        """The newest heartbeat of each of these nodes that has sent one."""
         outcome = self._outcome("beats")
         now = self._clock()
         return self._reply(outcome, [
-            Heartbeat(node=node, incarnation=incarnation, age_s=max(0.0, now - at))
-            for node, (incarnation, at) in sorted(self._beats.items())
-        ])
+            Heartbeat(node=node, incarnation=beat[0], age_s=max(0.0, now - beat[1]))
+            for node in nodes if (beat := self._beats.get(node)) is not None])
+
+    async def admit(self, nodes: Mapping[str, int]) -> None:
+        """Do nothing: everybody who has this object may use the log."""
+
+    async def mark_admitted(self) -> None:
+        """Do nothing, see `admit`."""
+
+    async def has_users(self) -> bool:
+        """True, see `admit`."""
+        return True
 
     async def rebuild_orders(self, open_orders: Sequence[Record], *, epoch: int) -> None:
         """Rebuild all order streams. Raises Fenced."""

@@ -79,7 +79,7 @@ async def test_an_empty_log(log: LogPort) -> None:
     assert await log.read(after=0, num_max=10) == []
     assert await log.cursor() == "0-0"
     assert await log.acked("n1/7") == 0
-    assert await log.beats() == []
+    assert await log.beats(["n1"]) == []
     assert await log.orders("n1", after="0-0", wait_s=0) == []
     assert (await log.take(after="0-0", num_max=9, wait_s=0)).reports == ()
     await log.trim_reports(before="0-0")
@@ -240,7 +240,7 @@ async def test_beats_keep_the_newest_incarnation(log: LogPort, agent: LogPort) -
     await asyncio.sleep(0.2)
     await agent.beat("n1", 1700000000009)
     await agent.beat("n1", 1700000000005)  # a late beat of an earlier incarnation
-    one, two = await log.beats()
+    one, two = await log.beats(["n1", "n2", "n3"])
     assert (one.node, one.incarnation) == ("n1", 1700000000009)
     assert (two.node, two.incarnation) == ("n2", 1700000000001)
     assert 0 <= one.age_s < two.age_s < 10.0
@@ -345,7 +345,7 @@ def test_a_day_of_waiting_takes_no_time() -> None:
         assert len((await waiting[0]).reports) == 1
         assert len(await orders) == 1
         assert loop.time() == pytest.approx(86420.0)
-        assert (await log.beats())[0].age_s == pytest.approx(20.0)
+        assert (await log.beats(["n1"]))[0].age_s == pytest.approx(20.0)
         assert time.monotonic() - start < 60.0
 
     run_in_virtual_time(test())
@@ -377,7 +377,7 @@ def test_injected_faults(outcome: Outcome, error: type[Exception], stands: bool)
         if stands:  # the epoch began although the caller got an error, so its old epoch is fenced
             with pytest.raises(Fenced):
                 await log.append([], epoch=epoch, expect=1, cursor="", acked={})
-        for call in (log.read(after=0, num_max=1), log.beats(), log.orders("n", after="0-0",
+        for call in (log.read(after=0, num_max=1), log.beats(["n"]), log.orders("n", after="0-0",
                                                                            wait_s=0)):
             faults[call.__name__] = outcome
             with pytest.raises(error):

@@ -18,11 +18,13 @@ from structlog.testing import capture_logs
 from unicron.events.errors import Ambiguous, CorruptLog, Unavailable, UsageError
 from unicron.events.log import embedded_server
 from unicron.events.log import redis_streams as redis_log_module
+from unicron.events.log.identity import SECRET_BYTES, Identities
 from unicron.events.log.redis_streams import RedisLog, connect
 from unicron.events.records import reports
 from unicron.events.records.envelope import Record, Report
 
 TEST_S_MAX = 60.0
+IDENTITIES = Identities(bytes(SECRET_BYTES), "c")
 Redis: Any = redis.Redis
 
 
@@ -147,7 +149,8 @@ async def test_a_repeatable_call_survives_one_lost_reply(
         epoch = await log.start_epoch("x")
         await put(log, record(1, epoch))
         calls: list[Callable[[], Coroutine[Any, Any, Any]]] = [
-            log.last_seq, log.cursor, log.beats, lambda: log.read(after=0, num_max=5),
+            log.last_seq, log.cursor, lambda: log.beats(["n1"]),
+            lambda: log.read(after=0, num_max=5),
             lambda: log.acked("n1/7"), lambda: log.beat("n1", 7),
             lambda: log.take(after="0-0", num_max=5, wait_s=0.05),
             lambda: log.orders("n1", after="0-0", wait_s=0.05),
@@ -219,7 +222,7 @@ async def test_no_server_is_unavailable_and_the_password_is_hidden() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    log = RedisLog(f"redis://:hush@127.0.0.1:{port}/0", "c")
+    log = RedisLog(f"redis://:hush@127.0.0.1:{port}/0", "c", IDENTITIES.key)
     for call in (log.last_seq(), put(log, record(1, 1)), log.send([report(1)])):
         with pytest.raises(Unavailable) as raised:
             await call
@@ -294,7 +297,7 @@ async def test_invalid_records_are_named_and_invalid_reports_skipped(
     prefix = f"{{unicron:{redis_log.name}}}:"
     with Redis.from_url(server.url) as client:
         await log.send([report(1)])
-        client.xadd(prefix + "reports", {"r": b"\xff nonsense"})
+        client.rpush(prefix + "inbox", b"\xff nonsense")
         await log.send([report(2)])
         with capture_logs() as logged:
             batch = await log.take(after="0-0", num_max=9, wait_s=0)

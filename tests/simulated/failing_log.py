@@ -127,6 +127,16 @@ class LeaderLog:
 
         return passed
 
+    async def admit(self, nodes: Mapping[str, int]) -> None:
+        """Do nothing: every simulated agent may use the log."""
+
+    async def mark_admitted(self) -> None:
+        """Do nothing, see `admit`."""
+
+    async def has_users(self) -> bool:
+        """True, see `admit`."""
+        return True
+
     async def _ask(self, call: Callable[..., Awaitable[object]], args: tuple[object, ...],
                    named: dict[str, object]) -> object:
         """A hung server executes the call when it continues, even if the caller is gone by then."""

@@ -12,13 +12,15 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TextIO, cast
+from urllib.parse import unquote, urlsplit
 
 import msgspec
 import structlog
 from msgspec import Struct
 
-from ...events.errors import Unavailable, UsageError
-from ...events.log.redis_streams import RedisLog, connect
+from ...events.errors import LogError, UsageError
+from ...events.log.identity import Keys, only_key, with_credentials
+from ...events.log.redis_streams import RedisLog
 from ...events.process_io import LogStream
 from ...events.records.types import Labels
 from ..checkpoint_store import protocol
@@ -163,7 +165,8 @@ async def _run(options: AgentOptions, incarnation: int) -> int:
     linux.adopt_orphans()
     try:
         joined = await _join(options, incarnation)
-        log = await _connect(options.redis_url or joined.redis_url, joined.cluster)
+        log = await _connect(log_url(options.redis_url, joined.redis_url), joined,
+                             f"{options.node}/{incarnation}")
         try:
             node = NodeConfig(name=options.node, incarnation=incarnation, cluster=joined.cluster,
                               host=options.host, num_slots=options.num_slots, state_dir=state_dir,
@@ -177,8 +180,7 @@ async def _run(options: AgentOptions, incarnation: int) -> int:
             _log.info("joined", node=node.name, incarnation=incarnation, epoch=joined.epoch)
             await Agent(node, log, time.time, os.getpid(), spool=spool, left=left,
                         sweeps=True, sources=sources,
-                        rejoin=None if options.redis_url else partial(
-                            _rejoin, options, incarnation, joined, log)).run(stop)
+                        rejoin=partial(_rejoin, options, incarnation, joined, log)).run(stop)
             spool.close(forget=not spool.num_unacked)
         finally:
             await log.close()
@@ -196,13 +198,14 @@ async def _join(options: AgentOptions, incarnation: int, s_max: float = JOIN_S_M
 
 
 async def _rejoin(options: AgentOptions, incarnation: int, joined: Joined, log: RedisLog) -> None:
-    """Ask the control plane once where the log is now; connect there if it has moved."""
+    """Ask the control plane once where the log is now, and with which credentials; use those."""
     try:
         now = await _join(options, incarnation, s_max=0.0)
     except UsageError as error:
         _log.warning("cannot ask where the log is", why=str(error))
         return
-    if now.cluster == joined.cluster and await log.move(now.redis_url):
+    if now.cluster == joined.cluster and await log.move(log_url(options.redis_url, now.redis_url),
+                                                        _keys_of(now)):
         _log.info("the log has moved", cluster=now.cluster)
 
 
@@ -249,15 +252,32 @@ def open_spools(folder: Path, node: str, source: str) -> tuple[Spool, list[Spool
     return Spool(source, node, time.time, file=folder / mine), left
 
 
-async def _connect(url: str, cluster: str) -> RedisLog:
-    """Raises UsageError if the server is unfit, or unreachable for CONNECT_S_MAX."""
+def log_url(own: str, given: str) -> str:
+    """The server's URL: `own` if it is not empty, with the credentials of `given` if it has none.
+    """
+    user = urlsplit(given)
+    if not own or urlsplit(own).password is not None or user.password is None:
+        return own or given
+    return with_credentials(own, unquote(user.username or ""), unquote(user.password))
+
+
+def _keys_of(joined: Joined) -> Keys:
+    return only_key(joined.node, bytes.fromhex(joined.key))
+
+
+async def _connect(url: str, joined: Joined, source: str) -> RedisLog:
+    """Raises UsageError if the server is unreachable, or refuses this agent, for CONNECT_S_MAX."""
     deadline, num_tries = time.monotonic() + CONNECT_S_MAX, 0
+    log = RedisLog(url, joined.cluster, _keys_of(joined))
     while True:
         try:
-            return await connect(url, cluster)
-        except Unavailable as error:
+            await log.acked(source)
+            return log
+        except (LogError, UsageError) as error:
+            # A server that was just restarted refuses: it has no user for this node yet.
             if time.monotonic() > deadline:
-                raise UsageError(f"the log's server cannot be reached: {error}",
+                await log.close()
+                raise UsageError(f"the log's server cannot be used: {error}",
                                  "on another host, give --redis URL as seen from here") from None
         await asyncio.sleep(backoff_s(num_tries))
         num_tries += 1

@@ -11,7 +11,7 @@ from unittest import mock
 import msgspec
 import pytest
 from decider import Driver
-from http_site import JOB, Site, Test, real, serving
+from http_site import IDENTITIES, JOB, Site, Test, real, serving
 from unicron.control_plane.api import http as api_http
 from unicron.control_plane.api import requests
 from unicron.control_plane.decide.advance import DECIDER_VERSION
@@ -316,9 +316,13 @@ async def test_the_log_is_streamed(site: Site) -> None:
 @real
 async def test_an_agent_joins(site: Site) -> None:
     body = {"node": "n1", "host": "127.0.0.1", "incarnation": 7}
-    assert (await site.ask("POST", "/v1/join", body))[1] == {
-        "redis_url": "unix:///run/x", "cluster": "test", "node": "n1", "epoch": 1}
-    await site.refused(400, "POST", "/v1/join", body | {"node": "No Name"})
+    answer = (await site.ask("POST", "/v1/join", body))[1]
+    password = IDENTITIES.password("n1", 7)
+    assert answer == {
+        "redis_url": f"unix://unicron%3Atest%3An1:{password}@/run/x", "cluster": "test",
+        "node": "n1", "epoch": 1, "key": IDENTITIES.key("n1").hex()}
+    for name in ("No Name", "operator", "leader"):
+        await site.refused(400, "POST", "/v1/join", body | {"node": name})
     assert "incarnation" in await site.refused(400, "POST", "/v1/join", {"node": "n1", "host": ""})
     assert (await site.ask("POST", "/v1/join", body | {"labels": {"rack": "r1"}}))[0] == 200
     for wrong in ({"rack": "r 1"}, {"rack": ""}, {"zone": "a"}, {"rack": 1}):

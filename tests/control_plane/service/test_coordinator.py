@@ -12,14 +12,17 @@ from typing import Any
 import pytest
 from memory_log import MemoryLog, Outcome
 from simulated import virtual_time
+from structlog.testing import capture_logs
 from unicron.control_plane.service.coordinator import Coordinator, Limits
 from unicron.control_plane.state.cluster import state_hash
 from unicron.events.errors import Fenced, Unavailable
 from unicron.events.log import embedded_server
+from unicron.events.log.identity import SECRET_BYTES, Identities
 from unicron.events.log.port import Batch, LogPort
 from unicron.events.log.redis_streams import RedisLog
 from unicron.events.records import reports as r
 from unicron.events.records.envelope import Record, Report
+from unicron.events.records.orders import StartRank
 from unicron.events.records.types import Body
 from unicron.events.spec import job as spec
 from unicron.events.spec.policy import Policy
@@ -117,6 +120,31 @@ async def test_a_write_is_answered_with_its_seq_and_written_once(log: MemoryLog)
     async with leading(log, "b") as second:
         assert await second.write("x", job()) == 3, "a new leader knows the answer too"
     assert kinds(await log.read(after=0, num_max=99)).count("TaskSubmitted") == 1
+
+
+@virtual
+async def test_an_agent_cannot_report_about_another_nodes_process(log: MemoryLog) -> None:
+    """Such a report has no effect, and its number stays free for the agent's next report."""
+    async with leading(log) as leader:
+        await log.send([reported(1, joined()), reported(1, joined("n2"), "n2/1")])
+        await until(log, "NodeJoined")
+        task = await leader.write("x", job(slots=4))
+        started = [record for record in await until(log, "StartRank")
+                   if isinstance(record.body, StartRank)]
+        mine = next(record.body for record in started if record.body.nodes == ("n2",))
+        his = next(record for record in started if record.body.nodes == ("n1",))
+        ended: dict[str, Any] = {"task": task, "pid": 0, "exit_code": 1, "signal": None}
+        assert isinstance(his.body, StartRank)
+        with capture_logs() as logged:
+            await log.send([
+                reported(2, r.RankExited(rank=his.body.rank, attempt=1, **ended), "n2/1"),
+                reported(2, r.OrderRefused(node="n2", order=his.seq, why=""), "n2/1"),
+                reported(2, r.RankExited(rank=mine.rank, attempt=1, **ended), "n2/1")])
+            records = await until(log, "RankExited")
+        exits = [record.body for record in records if isinstance(record.body, r.RankExited)]
+        assert [(exit.task, exit.rank) for exit in exits] == [(task, mine.rank)]
+        assert "OrderRefused" not in kinds(records)
+        assert len(logged) == 1, "one line a second"
 
 
 @virtual
@@ -343,7 +371,7 @@ def test_on_a_real_server_a_report_wakes_the_leader(redis_log: Any) -> None:
 def test_real_server_dies_and_returns(tmp_path: Path) -> None:
     async def main() -> None:
         server = embedded_server.start(tmp_path)
-        log = RedisLog(server.url, "dying")
+        log = RedisLog(server.url, "dying", Identities(bytes(SECRET_BYTES), "dying").key)
         try:
             async with leading(log, clock=real_clock) as leader:
                 first = await leader.write("x", job())

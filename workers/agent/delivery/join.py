@@ -28,6 +28,8 @@ class Joined(Struct, frozen=True, kw_only=True):
     cluster: str
     node: str
     epoch: int
+    key: str
+    """Signs this node's reports, and the orders for it; in hex digits."""
 
 
 class _Error(Struct, frozen=True):

@@ -1,0 +1,131 @@
+"""Proof of who speaks: each node's key, server password and signatures, from one secret.
+
+The control plane has a secret and stores nothing else: it derives what a node needs, again each
+time. A node is told its own key and password when it joins.
+
+The key is the node's, whatever its incarnation: a new agent delivers the reports of its
+predecessor, and carries out orders that are still open. The password is the incarnation's, so that
+a new agent takes away its predecessor's access to the server.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Callable
+from urllib.parse import quote, urlsplit, urlunsplit
+
+from ..records import reports
+from ..records.codec import UnknownBody
+from ..records.envelope import Report
+from ..records.types import Body
+
+SECRET_BYTES = 32
+SIGNATURE_BYTES = 32
+RESERVED_NAMES = ("leader", "operator")
+"""No node may have such a name: reports of the leader and of operators have it in their source."""
+
+Keys = Callable[[str], bytes]
+"""Returns the key of a node."""
+
+
+class Identities:
+    """The identities of the nodes of one cluster, for its control plane."""
+
+    def __init__(self, secret: bytes, cluster: str) -> None:
+        assert len(secret) == SECRET_BYTES
+        self._secret, self._cluster = secret, cluster
+
+    def key(self, node: str) -> bytes:
+        """The key that signs this node's reports, and the orders for it."""
+        return self._derive("key", node)
+
+    def password(self, node: str, incarnation: int) -> str:
+        """The server password of one incarnation of a node."""
+        return self._derive("password", node, str(incarnation)).hex()
+
+    def _derive(self, *parts: str) -> bytes:
+        # No part holds a newline, so two lists of parts never give one text.
+        return hmac.digest(self._secret, "\n".join((*parts, self._cluster)).encode(), "sha256")
+
+
+def only_key(node: str, key: bytes) -> Keys:
+    """The keys that an agent has: its own."""
+
+    def key_of(name: str) -> bytes:
+        assert name == node, f"the agent of {node} has no key of {name}"
+        return key
+
+    return key_of
+
+
+def user_name(cluster: str, node: str) -> str:
+    """The name of a node's user on the server."""
+    return f"unicron:{cluster}:{node}"
+
+
+def password_hash(password: str) -> str:
+    """The form in which the server is told and stores a password."""
+    return hashlib.sha256(password.encode()).hexdigest()
+
+
+def with_credentials(url: str, user: str, password: str) -> str:
+    """The server's URL with these credentials in place of its own."""
+    parts = urlsplit(url)
+    where = f"{quote(user, safe='')}:{quote(password, safe='')}@{parts.netloc.rpartition('@')[2]}"
+    return urlunsplit(parts._replace(netloc=where))
+
+
+# --- signatures ---------------------------------------------------------------------------------
+def sign_report(key: bytes, wire: bytes) -> bytes:
+    """The encoded report with the signature in front."""
+    return _sign(key, b"report", wire) + wire
+
+
+def split_report(entry: bytes) -> tuple[bytes, bytes]:
+    """(signature, encoded report) of what an agent has sent."""
+    return entry[:SIGNATURE_BYTES], entry[SIGNATURE_BYTES:]
+
+
+def report_error(keys: Keys, report: Report, signature: bytes, wire: bytes) -> str:
+    """Why a report is not one of the node that its source names; "": it is."""
+    node, _, incarnation = report.source.rpartition("/")
+    if node in RESERVED_NAMES or not (incarnation.isascii() and incarnation.isdecimal()):
+        return "its source is not a node"
+    if not hmac.compare_digest(signature, _sign(keys(node), b"report", wire)):
+        return "its signature is not the node's"
+    body = report.body
+    if not isinstance(body, AGENT_REPORTS):
+        return "an agent does not report this"
+    # A rank may store its share of an in-memory checkpoint on another node.
+    if not isinstance(body, reports.MemoryCheckpointStored) and (
+            getattr(body, "node", node) != node):
+        return "it is about another node"
+    return ""
+
+
+def sign_order(key: bytes, entry: str, wire: bytes) -> bytes:
+    """The signature of an order at its place (`<epoch>-<seq>`) in a node's stream."""
+    return _sign(key, b"order", entry.encode() + b"\n" + wire)
+
+
+def is_order_signed(key: bytes, entry: str, wire: bytes, signature: bytes) -> bool:
+    """Whether the leader gave this order to the node of this key, at this place of its stream."""
+    return hmac.compare_digest(signature, sign_order(key, entry, wire))
+
+
+def _sign(key: bytes, purpose: bytes, data: bytes) -> bytes:
+    return hmac.digest(key, purpose + b"\n" + data, "sha256")
+
+
+AGENT_REPORTS: tuple[type[Body], ...] = (
+    reports.NodeJoined, reports.NodeLeft, reports.MemoryCheckpointsLost, reports.ReportsLost,
+    reports.OrderRefused, reports.HealthChanged, reports.DeviceErred,
+    reports.RankStarted, reports.RankReady, reports.RankErrored, reports.RankExited,
+    reports.RankSuspended, reports.RankContinued, reports.RankStalled, reports.RankUnstalled,
+    reports.CollectiveFailed, reports.Quiesced, reports.Reconfigured, reports.ReconfigureFailed,
+    reports.TaskProgressed, reports.IterationsLogged, reports.LossNotFinite,
+    reports.StepTimeChanged, reports.MemoryCheckpointStored, reports.CheckpointSaved,
+    reports.CheckpointPublished, reports.RankFinished, reports.InMemoryRecoveryDeclined,
+    UnknownBody)
+"""What an agent may report. A body of a later version (UnknownBody) has no effect here."""
