@@ -19,12 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 from unicron.events.log.embedded_server import Server
+from unicron.events.log.identity import with_credentials
 from unicron.events.log.redis_streams import RedisLog
 from unicron.events.records.envelope import Record
 from unicron.events.records.reports import PolicySet
 from unicron.events.spec.policy import Policy
 
+Redis: Any = redis.Redis
 MAIN = """
 import json, sys, pathlib
 from unicron.control_plane import server
@@ -34,6 +37,7 @@ state, url, port, cluster, policy, *switches = sys.argv[1:]
 try:
     sys.exit(server.run(server.Options(
         state=pathlib.Path(state), redis_url=url, port=int(port), cluster=cluster,
+        shared_password="shared_password" in switches,
         policy=Policy(**json.loads(policy or "{}"), observe="observe" in switches,
                       allow_inject="allow_inject" in switches))))
 except UsageError as error:
@@ -237,3 +241,59 @@ def test_a_low_limit_of_descriptors_is_told_and_held(server: Server, tmp_path: P
         limits = Path(f"/proc/{soft.process.pid}/limits").read_text()
         found = next(line for line in limits.splitlines() if line.startswith("Max open files"))
         assert int(found.split()[3]) >= 1_280, "the soft limit is raised where that is allowed"
+
+
+def join(process: Running, node: str, incarnation: int) -> dict[str, Any]:
+    """The answer to an agent that joins."""
+    note = process.note()
+    body = {"node": node, "host": "127.0.0.1", "incarnation": incarnation}
+    request = urllib.request.Request(
+        note["url"] + "/v1/join", data=json.dumps(body).encode(),
+        headers={"Authorization": f"Bearer {note['token']}"})
+    with urllib.request.urlopen(request, timeout=30) as reply:
+        found: dict[str, Any] = json.loads(reply.read())
+        return found
+
+
+def test_identities_come_from_a_secret_that_stays(own_server: Server, tmp_path: Path) -> None:
+    with control_plane(tmp_path, own_server.url) as first:
+        first.wait_leading()
+        secret = tmp_path / "secret"
+        assert (len(secret.read_bytes()), stat.S_IMODE(secret.stat().st_mode)) == (32, 0o600)
+        given = join(first, "n1", 7)
+        assert own_server.password not in str(given)
+        assert join(first, "n1", 7) == given
+        for other in (join(first, "n2", 7), join(first, "n1", 8)):
+            assert other["redis_url"] != given["redis_url"]
+        first.process.send_signal(signal.SIGTERM)
+        assert first.end() == 0
+    with control_plane(tmp_path, own_server.url) as second:
+        second.wait_leading()
+        again = join(second, "n1", 7)
+        assert (again["redis_url"], again["key"]) == (given["redis_url"], given["key"])
+    for data, mode, words in ((b"short", 0o600, "does not hold 32 bytes"),
+                              (secret.read_bytes(), 0o644, "has mode 0644")):
+        secret.write_bytes(data)
+        secret.chmod(mode)
+        with control_plane(tmp_path, own_server.url) as damaged:
+            assert damaged.end() == 2
+            assert words in damaged.words()
+
+
+def test_a_server_without_users_needs_a_word_of_the_operator(
+        own_server: Server, tmp_path: Path) -> None:
+    """A managed service may forbid ACL: then the operator must agree that agents have all rights.
+    """
+    with Redis.from_url(own_server.url) as master:
+        master.execute_command("ACL", "SETUSER", "managed", "on", ">x", "~*", "+@all", "-acl")
+    url = with_credentials(own_server.url, "managed", "x")
+    with control_plane(tmp_path, url) as refused:
+        assert refused.end() == 2
+        (line,) = refused.words().strip().splitlines()
+    assert line.startswith("USAGE the log's server cannot give each agent its own rights:"), line
+    assert "--shared-password" in line
+    with control_plane(tmp_path, url, switches=("shared_password",)) as agreed:
+        agreed.wait_leading()
+        assert join(agreed, "n1", 7)["redis_url"] == url
+        words = agreed.words().splitlines()
+    assert len([line for line in words if "every agent has the server's password" in line]) == 1
